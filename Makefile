@@ -1,0 +1,40 @@
+# Needs Python 3.10+ and make. Every target but help and clean makes .venv first, and again when the versions change.
+PYTHON ?= python3
+PY := .venv/bin/python
+STAMP := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help rehearsal test lint perf clean
+
+help: ## show this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 18
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "make: $(PYTHON) is `$(PYTHON) --version 2>&1`; Python 3.10 or newer is needed: make PYTHON=/path/to/python3.12 ..." >&2; \
+	  exit 1; }
+	test -x $(PY) || $(PYTHON) -m venv .venv
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+rehearsal: $(STAMP) ## run the acceptance suite on two CPU ranks: no GPU needed, nothing is accepted by it
+	@OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --nproc-per-node=2 \
+	  -m pytest acceptance/ --gpucluster-device=cpu --junitxml=report.xml; \
+	status=$$?; \
+	echo "reports: $(CURDIR)/report.xml and $(CURDIR)/gpucluster-report/latest/"; \
+	exit $$status
+
+test: $(STAMP) ## run the project's own tests, warnings being errors
+	$(PY) -m pytest tests
+
+lint: $(STAMP) ## check style, format and types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+perf: $(STAMP) ## measure what the agreement between ranks costs
+	OMP_NUM_THREADS=1 $(PY) perf/agreement.py
+
+clean: ## remove caches and build output; .venv and the reports stay, for reports are evidence
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -1,0 +1,20 @@
+"""Tell an operator plainly that the plugin is missing, before pytest complains of its options.
+
+The plugin comes by its entry point (or by ``-p``): it must be there before any conftest, because NCCL reads
+its environment once. So it is not named in ``pytest_plugins``: that would be too late, and a second time.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Refuse to run without the plugin: the criteria would measure nothing."""
+    if not any(map(pluginmanager.has_plugin, ("gpucluster", "pytest_gpucluster.plugin"))):
+        raise pytest.UsageError(
+            "pytest-gpucluster is not loaded into this Python.\n"
+            "what to do: install it with `python -m pip install -c constraints.txt -e .` on every node;"
+            " where it is installed, drop `-p no:gpucluster`, and with PYTEST_DISABLE_PLUGIN_AUTOLOAD add"
+            " `-p pytest_gpucluster.plugin`"
+        )

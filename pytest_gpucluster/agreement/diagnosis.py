@@ -1,0 +1,184 @@
+"""Where each rank is, and from that: who holds everybody up."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pytest_gpucluster.agreement.merge import rank_ranges
+
+_SHOWN_OPERATIONS = 5
+_OWN_FILES = ("/pytest_gpucluster/plugin.py", "/pytest_gpucluster/run.py", "/_pytest/", "/pluggy/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One collective as the flight recorder saw it. ``sequence`` counts the collectives of its group."""
+
+    group: str
+    sequence: int
+    name: str
+    pending: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """Where a rank is: its main thread's Python stack and its last collectives."""
+
+    rank: int
+    arrived: bool
+    stack: str
+    operations: Sequence[Operation] = ()
+
+    @property
+    def pending(self) -> list[Operation]:
+        """The collectives that it has entered and not left."""
+        return [operation for operation in self.operations if operation.pending]
+
+    def entered(self, group: str) -> int:
+        """Return the number of the last collective that it entered in ``group``."""
+        return max((o.sequence for o in self.operations if o.group == group), default=0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        return {
+            "arrived": self.arrived,
+            "stack": self.stack,
+            "operations": [[o.group, o.sequence, o.name, o.pending] for o in self.operations],
+        }
+
+    @classmethod
+    def from_json(cls, rank: int, body: Mapping[str, Any]) -> Where:
+        """Read what :meth:`to_json` wrote."""
+        operations = [
+            Operation(group=group, sequence=sequence, name=name, pending=pending)
+            for group, sequence, name, pending in body["operations"]
+        ]
+        return cls(rank=rank, arrived=body["arrived"], stack=body["stack"], operations=operations)
+
+    def describe(self) -> str:
+        """Return the collectives and the stack as text for a report."""
+        lines = [
+            f"  {o.name} #{o.sequence} in group {o.group}: {'entered, not finished' if o.pending else 'finished'}"
+            for o in list(self.operations)[-_SHOWN_OPERATIONS:]
+        ]
+        collectives = "last collectives:\n" + "\n".join(lines) if lines else "no collective was entered"
+        return f"{collectives}\nstack of the main thread:\n{self.stack}"
+
+
+def main_thread_stack() -> str:
+    """Return the Python stack of the main thread, from the test downwards, callable from any thread."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return "  (no Python frame)"
+    frames = traceback.extract_stack(frame)
+    start = max(
+        (i + 1 for i, entry in enumerate(frames) if any(part in entry.filename for part in _OWN_FILES)),
+        default=0,
+    )
+    return "".join(traceback.format_list(frames[start:] or frames)).rstrip()
+
+
+def making_group() -> Operation:
+    """Return the making of a process group as an operation: all ranks must enter it, like a collective."""
+    return Operation(group="in the making", sequence=1, name="the making of a process group", pending=True)
+
+
+def recorded_operations(since_ns: int) -> list[Operation]:
+    """Return this process's collectives since a wall-clock time, from torch's flight recorder (all backends).
+
+    Older entries are left out: one that was released in an earlier test stays unfinished in the recorder for ever.
+
+    Source: torch/csrc/distributed/c10d/FlightRecorder: an entry is "retired" once its work has ended.
+    """
+    c10d = sys.modules.get("torch._C._distributed_c10d")
+    if c10d is None:
+        torch_c = getattr(sys.modules.get("torch"), "_C", None)
+        c10d = getattr(torch_c, "_distributed_c10d", None)
+    dump = getattr(c10d, "_dump_fr_trace_json", None)
+    if dump is None:
+        return []
+    recorded = json.loads(dump())
+    return [
+        Operation(
+            group=(entry["process_group"] or ["?"])[-1] or "?",
+            sequence=int(entry["collective_seq_id"] or entry.get("p2p_seq_id") or 0),
+            name=entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
+            pending=not entry["retired"] and entry["state"] != "completed",
+        )
+        for entry in recorded.get("entries", [])[-50:]
+        if entry["time_created_ns"] >= since_ns
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Culprit:
+    """A rank that holds the others up, and why we say so."""
+
+    message: str
+    text: str
+
+
+def culprits(
+    wheres: Mapping[int, Where], silent: Mapping[int, str], *, missing: Sequence[int]
+) -> dict[int, Culprit]:
+    """Return the ranks to blame for a phase that did not end in time.
+
+    Args:
+        wheres: every rank that answered, also those that have long finished the phase.
+        silent: rank -> state of its process, for those that did not answer.
+        missing: the ranks that have not finished the phase.
+
+    A rank that does not even answer is to blame; else one that is stuck outside of any collective; else one that
+    finished without, or entered another collective than, what the others wait in.
+    """
+    found = {
+        rank: Culprit(message=f"does not answer ({state})", text=f"The process does not answer: {state}.")
+        for rank, state in silent.items()
+        if rank in missing
+    }
+    stuck = {rank: where for rank, where in wheres.items() if rank in missing}
+    for rank, where in stuck.items():
+        if not where.pending:
+            last = where.stack.splitlines()
+            place = _place(last)
+            found[rank] = Culprit(message=f"hangs {place}", text=where.describe())
+    if found or not stuck:
+        return found
+    return _left_behind(wheres, stuck)
+
+
+def _left_behind(wheres: Mapping[int, Where], stuck: Mapping[int, Where]) -> dict[int, Culprit]:
+    waits = {rank: where.pending[-1] for rank, where in stuck.items()}
+    furthest = max(waits.values(), key=lambda o: o.sequence)
+    waiting = [rank for rank, o in waits.items() if o == furthest]
+    told = f"{furthest.name} #{furthest.sequence} of group {furthest.group}"
+    found: dict[int, Culprit] = {}
+    for rank, where in wheres.items():
+        if rank in waiting:
+            continue
+        if rank in waits:
+            other = waits[rank]
+            message = f"waits in {other.name} #{other.sequence}, while {rank_ranges(waiting)} wait in {told}"
+        elif where.entered(furthest.group) < furthest.sequence:
+            message = f"finished without entering {told}, in which {rank_ranges(waiting)} wait"
+        else:
+            continue
+        found[rank] = Culprit(message=message, text=where.describe())
+    return found
+
+
+def _place(stack_lines: Sequence[str]) -> str:
+    """Return "at file:line in function" of the innermost frame."""
+    for line in reversed(stack_lines):
+        stripped = line.strip()
+        if stripped.startswith("File "):
+            file, _, rest = stripped[5:].partition(", line ")
+            number, _, function = rest.partition(", in ")
+            return f"at {file.strip(chr(34)).rpartition('/')[2]}:{number} in {function}"
+    return "outside of any collective"

@@ -1,0 +1,100 @@
+"""One numbered exchange ends each phase: every rank posts its outcome, rank 0 decides, everybody reads the verdict.
+
+The numbers count exchanges, not tests: a test that is run again is another exchange, on every rank. An exchange never
+waits for a rank that is known to be gone, because the watcher then posts in its place.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+from pytest_gpucluster.agreement.store import Store, Stores
+from pytest_gpucluster.errors import StoreError
+
+Body = Mapping[str, Any]
+_ANSWER_MARGIN_SECONDS = 60.0
+"""How much later than the watcher's own deadlines a blocked exchange gives up by itself."""
+
+
+def key_of(number: int, rank: int) -> str:
+    """Return where ``rank`` posts its outcome of exchange ``number``."""
+    return f"ag/{number}/{rank}"
+
+
+def verdict_key(number: int) -> str:
+    """Return where rank 0 posts the verdict of exchange ``number``."""
+    return f"v/{number}"
+
+
+class Exchange:
+    """The exchanges of one rank, in order. Main thread only, but for :attr:`number` and :meth:`take_garbage`."""
+
+    def __init__(self, stores: Stores, rank: int, world_size: int) -> None:
+        self._store = stores.main
+        self._rank = rank
+        self._peers = [peer for peer in range(world_size) if peer != 0]
+        self.number = 0
+        self._garbage: deque[str] = deque()
+
+    def begin(self) -> int:
+        """Open the next exchange, at the start of a phase, and return its number."""
+        self.number += 1
+        return self.number
+
+    def run(self, body: Body, decide: Callable[[dict[int, Body]], Body], *, deadline_seconds: float) -> Body:
+        """Post this rank's outcome and return the verdict.
+
+        Every rank must call this. ``decide`` runs on rank 0 only, with the bodies of all ranks.
+
+        Raises:
+            StoreError: the store has gone, or gave no answer long after the deadline.
+        """
+        number = self.number
+        try:
+            self._store.set_timeout(timedelta(seconds=deadline_seconds + _ANSWER_MARGIN_SECONDS))
+            if self._rank == 0:
+                bodies: dict[int, Body] = {0: body}
+                if self._peers:
+                    raw = self._store.multi_get([key_of(number, peer) for peer in self._peers])
+                    bodies.update(
+                        (peer, json.loads(text)) for peer, text in zip(self._peers, raw, strict=True)
+                    )
+                verdict = decide(bodies)
+                if self._peers:
+                    self._store.set(verdict_key(number), json.dumps(verdict))
+                    self._garbage.append(verdict_key(number - 2))
+            else:
+                self._store.set(key_of(number, self._rank), json.dumps(body))
+                verdict = json.loads(self._store.get(verdict_key(number)))
+                self._garbage.append(key_of(number - 1, self._rank))
+        except RuntimeError as error:  # torch's DistError family
+            raise StoreError(
+                f"the rendezvous store has stopped answering: {str(error).splitlines()[0]}"
+            ) from error
+        return verdict
+
+    def take_garbage(self) -> list[str]:
+        """Return keys that every rank has read. The watcher deletes them, off the critical path."""
+        keys = []
+        while self._garbage:
+            keys.append(self._garbage.popleft())
+        return keys
+
+
+def answer_for(store: Store, number: int, rank: int, body: Body) -> None:
+    """Post in the place of a rank that cannot, unless it has. Watcher of rank 0."""
+    store.compare_set(key_of(number, rank), "", json.dumps(body))
+
+
+def answer_verdict(store: Store, number: int, body: Body) -> None:
+    """Post a verdict in the place of rank 0, unless it has: so that this rank's own wait ends. Any watcher."""
+    store.compare_set(verdict_key(number), "", json.dumps(body))
+
+
+def arrived(store: Store, number: int, rank: int) -> bool:
+    """Tell whether ``rank`` has posted its outcome of exchange ``number``."""
+    return store.check([key_of(number, rank)])

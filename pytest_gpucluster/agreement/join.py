@@ -1,0 +1,112 @@
+"""The roll call: every rank reports to the store before any process group is made, and rank 0 says whether they suit."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from pytest_gpucluster.agreement.store import Store
+from pytest_gpucluster.errors import PreflightError, StoreError
+from pytest_gpucluster.launch import RankFacts
+
+_POLL_SECONDS = 0.02
+_VERDICT_MARGIN_SECONDS = 60.0
+Who = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """Why the run does not start: one line, the whole text, and the exit code."""
+
+    message: str
+    text: str
+    exit: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """What every rank knows after the roll call.
+
+    ``who`` holds all ranks on rank 0, elsewhere this rank and its siblings on the same host; :func:`roll` fetches all.
+    """
+
+    hosts: Sequence[str]
+    who: Mapping[int, Who]
+    shared: Mapping[str, Any]
+    """What rank 0 tells all: the recorder's process, for one."""
+
+
+def join(
+    store: Store,
+    facts: RankFacts,
+    me: Who,
+    *,
+    timeout_seconds: float,
+    check: Callable[[Mapping[int, Who]], Refusal | None],
+    shared: Mapping[str, Any],
+) -> Joined:
+    """Report this rank and wait for rank 0's word. Every rank must call this.
+
+    ``check`` runs on rank 0 only, with whatever ranks have reported by the deadline.
+
+    Raises:
+        Refused: the ranks do not suit; it is the same on every rank.
+        StoreError: rank 0 gave no word in time.
+    """
+    store.set(f"hb/{facts.rank}", "0")
+    store.set(f"who/{facts.rank}", json.dumps(me))
+    store.add("who/count", 1)
+    if facts.rank == 0:
+        who = _wait_for_all(store, facts, timeout_seconds)
+        refusal = check(who)
+        hosts = [str(who[rank]["host"]) if rank in who else "?" for rank in range(facts.world_size)]
+        answer = {
+            "hosts": hosts,
+            "shared": dict(shared),
+            "refusal": None
+            if refusal is None
+            else {"message": refusal.message, "text": refusal.text, "exit": refusal.exit},
+        }
+        store.set("join", json.dumps(answer))
+        if refusal is not None:
+            raise Refused(refusal)
+        return Joined(hosts=hosts, who=who, shared=shared)
+    try:
+        store.wait(["join"], timedelta(seconds=timeout_seconds + _VERDICT_MARGIN_SECONDS))
+    except RuntimeError as error:
+        raise StoreError(
+            f"rank {facts.rank} on {facts.hostname}: rank 0 gave no word within {timeout_seconds:g} s after the start; "
+            "see its output and the report on its host"
+        ) from error
+    answer = json.loads(store.get("join"))
+    if answer["refusal"] is not None:
+        raise Refused(Refusal(**answer["refusal"]))
+    here = [rank for rank, host in enumerate(answer["hosts"]) if host == me["host"] or rank == 0]
+    return Joined(hosts=answer["hosts"], who=roll(store, here), shared=answer["shared"])
+
+
+def roll(store: Store, ranks: Sequence[int]) -> dict[int, Who]:
+    """Return what ranks have reported of themselves. Any time after :func:`join`."""
+    texts = store.multi_get([f"who/{rank}" for rank in ranks])
+    return {rank: json.loads(text) for rank, text in zip(ranks, texts, strict=True)}
+
+
+class Refused(PreflightError):
+    """The run does not start. Carries the :class:`Refusal`."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.text)
+        self.refusal = refusal
+
+
+def _wait_for_all(store: Store, facts: RankFacts, timeout_seconds: float) -> dict[int, Who]:
+    # In small steps instead of one blocking call, so that Ctrl-C and SIGTERM are heard meanwhile.
+    deadline = time.monotonic() + timeout_seconds
+    while store.add("who/count", 0) < facts.world_size and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    present = [rank for rank in range(facts.world_size) if store.check([f"who/{rank}"])]
+    return roll(store, present)

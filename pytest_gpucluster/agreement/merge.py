@@ -1,0 +1,182 @@
+"""N ranks' outcomes of one phase become one outcome. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+MESSAGE_LENGTH = 200
+"""A failure's message is one line of at most this many characters. Source: what CI readers show in their lists."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOutcome:
+    """How a phase ended on one rank.
+
+    ``outcome`` is passed, failed (a verdict about the hardware), error (the run or its environment broke), skipped,
+    released (ended by us because of a peer), hung or lost. ``message`` is one line, ``text`` the whole failure.
+    """
+
+    rank: int
+    outcome: str
+    message: str = ""
+    text: str = ""
+    measurements: Sequence[Mapping[str, Any]] = ()
+    sections: Sequence[tuple[str, str]] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON types; a bare pass is small."""
+        body: dict[str, Any] = {"o": self.outcome}
+        if self.message:
+            body["msg"] = self.message
+        if self.text:
+            body["text"] = self.text
+        if self.measurements:
+            body["m"] = list(self.measurements)
+        if self.sections:
+            body["s"] = [list(section) for section in self.sections]
+        return body
+
+    @classmethod
+    def from_json(cls, rank: int, body: Mapping[str, Any]) -> RankOutcome:
+        """Read what :meth:`to_json` wrote."""
+        return cls(
+            rank=rank,
+            outcome=body["o"],
+            message=body.get("msg", ""),
+            text=body.get("text", ""),
+            measurements=body.get("m", ()),
+            sections=[(title, content) for title, content in body.get("s", ())],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merged:
+    """The one outcome of a phase: passed, failed, error or skipped, who caused it and who only suffered."""
+
+    outcome: str
+    message: str = ""
+    text: str = ""
+    culprits: Sequence[int] = ()
+    released: Sequence[int] = ()
+    ranks: Sequence[Mapping[str, Any]] = field(default=())
+    dirty: bool = False
+    """Ranks may have been left in different places: the process group must be made anew."""
+
+
+def one_line(text: str, limit: int = MESSAGE_LENGTH) -> str:
+    """Return the first non-empty line of a text, cut to ``limit`` characters."""
+    first = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    return first if len(first) <= limit else first[: limit - 1] + "…"
+
+
+def rank_ranges(ranks: Sequence[int]) -> str:
+    """Return "rank 3" or "ranks 0-2, 5".
+
+    >>> rank_ranges([5, 0, 1, 2])
+    'ranks 0-2, 5'
+    """
+    ordered = sorted(set(ranks))
+    spans: list[tuple[int, int]] = []
+    for rank in ordered:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1] = (spans[-1][0], rank)
+        else:
+            spans.append((rank, rank))
+    shown = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+    return f"{'rank' if len(ordered) == 1 else 'ranks'} {shown}"
+
+
+def merge(outcomes: Sequence[RankOutcome], names: Mapping[int, str], *, unfinished: str = "") -> Merged:
+    """Merge the outcomes of all ranks.
+
+    Args:
+        outcomes: one for each rank of the world; a rank that never answered has an outcome of "lost" or "hung".
+        names: rank -> how to call it, with host and GPU.
+        unfinished: why ranks were released when none of them is to blame, such as a deadline.
+    """
+    released = [o.rank for o in outcomes if o.outcome == "released"]
+    bad = [o for o in outcomes if o.outcome in ("failed", "error", "hung", "lost")]
+    skipped = [o for o in outcomes if o.outcome == "skipped"]
+    ranks = [
+        {"rank": o.rank, "outcome": o.outcome, "message": o.message}
+        for o in outcomes
+        if o.outcome != "passed"
+    ]
+    if not bad and not released:
+        if not skipped:
+            return Merged(outcome="passed")
+        if len(skipped) == len(outcomes):
+            return Merged(outcome="skipped", message=skipped[0].message, text=skipped[0].text, ranks=ranks)
+        return _disagreeing_skip(skipped, outcomes, names, ranks)
+    if not bad:
+        message = f"{unfinished or 'released'}: {rank_ranges(released)} did not finish"
+        return Merged(
+            outcome="error",
+            message=one_line(message),
+            text="\n\n".join(_folded(_of(outcomes, "released"), names)) or message,
+            released=released,
+            ranks=ranks,
+            dirty=True,
+        )
+    # A lost rank explains what follows from it; then what is a verdict about hardware; then the rest.
+    order = {"lost": 0, "hung": 1, "failed": 2, "error": 3}
+    bad.sort(key=lambda o: (order[o.outcome], o.rank))
+    first = bad[0]
+    same = [o.rank for o in bad if (o.outcome, o.message) == (first.outcome, first.message)]
+    others = len(bad) - len(same)
+    who = names[first.rank] if len(same) == 1 else rank_ranges(same)
+    message = f"{who}: {first.message}" + (f" (and {others} more failing)" if others else "")
+    parts = _folded(bad, names)
+    if released:
+        parts.append(f"Released because of this, not to blame: {rank_ranges(released)}.")
+    return Merged(
+        outcome="failed" if any(o.outcome == "failed" for o in bad) else "error",
+        message=one_line(message),
+        text="\n\n".join(parts),
+        culprits=sorted(o.rank for o in bad),
+        released=released,
+        ranks=ranks,
+        dirty=True,
+    )
+
+
+def _of(outcomes: Sequence[RankOutcome], outcome: str) -> list[RankOutcome]:
+    return [o for o in outcomes if o.outcome == outcome]
+
+
+def _disagreeing_skip(
+    skipped: Sequence[RankOutcome],
+    outcomes: Sequence[RankOutcome],
+    names: Mapping[int, str],
+    ranks: Sequence[Mapping[str, Any]],
+) -> Merged:
+    quiet = [o.rank for o in skipped]
+    rest = [o.rank for o in outcomes if o.outcome != "skipped"]
+    reason = skipped[0].message or "no reason given"
+    message = f"ranks disagree: {rank_ranges(quiet)} skipped ({reason}), {rank_ranges(rest)} did not"
+    table = "\n".join(f"{names[o.rank]}: {o.outcome} {o.message}".rstrip() for o in outcomes)
+    return Merged(
+        outcome="error",
+        message=one_line(message),
+        text=f"{message}\n\n{table}",
+        culprits=quiet,
+        ranks=ranks,
+        dirty=True,
+    )
+
+
+def _folded(bad: Sequence[RankOutcome], names: Mapping[int, str]) -> list[str]:
+    """Return one section for each different failure: a thousand equal tracebacks are one."""
+    groups: dict[tuple[str, str], list[RankOutcome]] = {}
+    for outcome in bad:
+        groups.setdefault((outcome.outcome, outcome.text or outcome.message), []).append(outcome)
+    sections = []
+    for (kind, text), members in groups.items():
+        if len(members) == 1:
+            title = names[members[0].rank]
+        else:
+            title = f"{rank_ranges([m.rank for m in members])} (first: {names[members[0].rank]})"
+        sections.append(f"{title}: {kind}\n{text}")
+    return sections

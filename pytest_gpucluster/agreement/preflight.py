@@ -1,0 +1,398 @@
+"""Whether the ranks that came are the ranks that were declared, told before anything can hang.
+
+Declared is what ``--gpucluster-expect`` says; without it, what the scheduler allocated; without that, only
+what was launched. Everything here is pure: it compares what the ranks said of
+themselves (``inventory.identify``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pytest_gpucluster.agreement.merge import rank_ranges
+from pytest_gpucluster.errors import OptionError
+from pytest_gpucluster.launch import RankFacts
+
+Who = Mapping[str, Any]
+COMPARED_VERSIONS = ("python", "torch", "cuda", "nccl", "driver", "pytest_gpucluster")
+_FORM = "NODESxGPUS or NODESxGPUSxSKU, GPUS counted per node, such as 2x8 or 2x8xH100; one node is 1x8xH100"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expectation:
+    """The declared shape of the cluster: one rank for each of its GPUs."""
+
+    nodes: int
+    gpus_per_node: int
+    sku: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Expectation:
+        """Read ``2x8xH100`` (nodes x GPUs of each node x SKU) or ``2x8``.
+
+        Raises:
+            OptionError: anything else.
+        """
+        parts = [part.strip() for part in re.split("[xX]", text.strip(), maxsplit=2)]
+        if len(parts) < 2 or not all(re.fullmatch(r"[1-9]\d{0,5}", part, re.ASCII) for part in parts[:2]):
+            raise OptionError(f"{text!r} is no shape of a cluster; allowed: {_FORM}")
+        sku = parts[2] if len(parts) == 3 else None
+        if sku is not None and not _words(sku):
+            raise OptionError(f"{text!r} names no SKU after its second x; allowed: {_FORM}")
+        return cls(nodes=int(parts[0]), gpus_per_node=int(parts[1]), sku=sku)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks, one for each GPU."""
+        return self.nodes * self.gpus_per_node
+
+    def __str__(self) -> str:
+        return "x".join(str(part) for part in (self.nodes, self.gpus_per_node, self.sku) if part is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Why the run cannot start: the ranks that it is about, and a text whose first line says it all."""
+
+    text: str
+    ranks: tuple[int, ...]
+    outcome: Literal["error"] = "error"
+
+    @property
+    def message(self) -> str:
+        """The first line."""
+        return self.text.partition("\n")[0]
+
+
+def problems(
+    who: Mapping[int, Who],
+    facts: RankFacts,
+    *,
+    expectation: Expectation | None,
+    device: Literal["cuda", "cpu"],
+    sku_of: Callable[[str], str | None] = lambda gpu_name: None,
+) -> list[Problem]:
+    """Compare the ranks that reported with each other and with what was declared.
+
+    Args:
+        who: rank -> what it said of itself; ranks that never reported are not in it.
+        facts: rank 0's facts. Only what is common to all ranks is read.
+        expectation: of ``--gpucluster-expect``. It overrides the scheduler's allocation.
+        device: in a rehearsal on cpu nothing is asked of GPUs; the declared GPUs are counted as ranks.
+        sku_of: NVML name -> SKU of the limits file, so that an expected SKU may also be named as there.
+
+    Returns:
+        Every problem, the most telling first; empty where the run may start.
+    """
+    found = [*_missing(who, facts), *_strangers(who, facts), *_shape(who, facts, expectation)]
+    # A shortage of ranks is told once, not again for each of its nodes.
+    complete = not found
+    if device == "cuda":
+        found += _shared_gpus(who)
+        found += _unknown_gpus(who)
+        if complete:
+            found += _hosts_of_nodes(who, facts, expectation)
+        found += _gpus_of_nodes(who, facts, expectation, complete=complete)
+        found += _skus(who, expectation, sku_of)
+    found += _versions(who)
+    return found
+
+
+def sku_matches(expected: str, gpu_name: str, sku: str | None = None) -> bool:
+    """Tell whether a GPU is of the expected SKU: every word of it is in the GPU's name or in the limits' SKU.
+
+    ``H100`` and ``H100-80GB`` match ``NVIDIA H100 80GB HBM3``; ``H200`` does not match ``NVIDIA GH200``. A
+    slice of a GPU (MIG) matches only where MIG was asked for.
+    """
+    wanted, name = _words(expected), _words(gpu_name)
+    if ("MIG" in name) != ("MIG" in wanted):
+        return False
+    return bool(wanted) and wanted <= name | _words(sku or "")
+
+
+def _missing(who: Mapping[int, Who], facts: RankFacts) -> Iterator[Problem]:
+    missing = [rank for rank in range(facts.world_size) if rank not in who]
+    if not missing:
+        return
+    lines = list(_missing_by_node(missing, who, facts))
+    head = lines[0] if len(lines) == 1 else f"{rank_ranges(missing)} never reported: {len(lines)} nodes"
+    yield _problem(
+        missing,
+        f"{head} ({len(who)} of {facts.world_size} ranks did)",
+        lines if len(lines) > 1 else [],
+        f"look at the launcher's output for these ranks; every node must reach {facts.master_addr}:"
+        f"{facts.master_port} and start the same command",
+    )
+
+
+def _missing_by_node(missing: list[int], who: Mapping[int, Who], facts: RankFacts) -> Iterator[str]:
+    per_node, rest = divmod(facts.world_size, facts.nnodes)
+    numbered = rest == 0 and all(they.get("node_rank") == rank // per_node for rank, they in who.items())
+    if not numbered:
+        # Uneven nodes, or ranks dealt out in another order: nobody knows where a silent rank is.
+        yield f"{rank_ranges(missing)} never reported"
+        return
+    nodes: dict[int, list[int]] = defaultdict(list)
+    for rank in missing:
+        nodes[rank // per_node].append(rank)
+    for node, ranks in nodes.items():
+        siblings = [who[rank] for rank in range(node * per_node, (node + 1) * per_node) if rank in who]
+        if siblings:
+            yield f"{rank_ranges(ranks)} on {_host(siblings[0])} (node_rank {node}) never reported"
+        else:
+            yield f"node_rank {node} ({rank_ranges(ranks)}) never reported"
+
+
+def _strangers(who: Mapping[int, Who], facts: RankFacts) -> Iterator[Problem]:
+    """Ranks that are not of this launch, or that are not who they say."""
+    beyond = sorted(rank for rank in who if not 0 <= rank < facts.world_size)
+    if beyond:
+        yield _problem(
+            beyond,
+            f"{rank_ranges(beyond)} reported, but {facts.world_size} ranks were launched",
+            [],
+            "another run uses the same store: give each its own MASTER_PORT",
+        )
+    processes: dict[Any, list[int]] = defaultdict(list)
+    places: dict[Any, list[int]] = defaultdict(list)
+    hosts: dict[Any, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, they in sorted(who.items()):
+        if they.get("rank") != rank:
+            yield _problem(
+                [rank],
+                f"{_host(they)}: a process that calls itself rank {they.get('rank')} reported as rank {rank}",
+                [],
+                "start again; if it stays so, report a bug",
+            )
+        processes[they.get("host"), they.get("pid"), they.get("start_time")].append(rank)
+        places[they.get("node_rank"), they.get("local_rank")].append(rank)
+        hosts[they.get("node_rank")][_host(they)].append(rank)
+    for same, meaning in ((processes, "one process"), (places, "one place (node_rank and local_rank)")):
+        for ranks in same.values():
+            if len(ranks) > 1:
+                yield _problem(
+                    ranks,
+                    f"{rank_ranges(ranks)} are {meaning} on {_host(who[ranks[0]])}",
+                    [],
+                    "each rank is a process of its own: see how the launcher sets its variables",
+                )
+    for node, names in hosts.items():
+        if len(names) > 1:
+            yield _problem(
+                [rank for ranks in names.values() for rank in ranks],
+                f"node_rank {node} is {len(names)} hosts: {', '.join(names)}",
+                [f"{host}: {rank_ranges(ranks)}" for host, ranks in names.items()],
+                "number the ranks node after node (mpirun --rank-by slot --map-by ppr:GPUS:node), or use"
+                " torchrun",
+            )
+
+
+def _shape(who: Mapping[int, Who], facts: RankFacts, expectation: Expectation | None) -> Iterator[Problem]:
+    """Hold the number of nodes and ranks that were launched against what was declared."""
+    launched = f"{_count(facts.nnodes, 'node')} with {_count(facts.world_size, 'rank')} in all"
+    if expectation is None:
+        declared = facts.scheduler.nnodes
+        if declared is not None and facts.nnodes < declared:
+            yield _problem(
+                sorted(who),
+                f"{launched} were launched, but {facts.scheduler.name} allocated {_count(declared, 'node')}",
+                [],
+                f"start on all of them (`srun --ntasks-per-node=1 torchrun --nnodes={declared} ...`), or"
+                " declare the part that is meant:"
+                f" --gpucluster-expect={facts.nnodes}x{facts.local_world_size}",
+            )
+        return
+    if (facts.nnodes, facts.world_size) != (expectation.nodes, expectation.world_size):
+        yield _problem(
+            sorted(who),
+            f"{launched} were launched, but --gpucluster-expect={expectation} is"
+            f" {_count(expectation.nodes, 'node')} with {_count(expectation.gpus_per_node, 'GPU')} each, one"
+            " rank to a GPU",
+            [],
+            f"torchrun --nnodes={expectation.nodes} --nproc-per-node={expectation.gpus_per_node} ..., or"
+            " declare what is meant",
+        )
+
+
+def _shared_gpus(who: Mapping[int, Who]) -> Iterator[Problem]:
+    users: dict[str, list[int]] = defaultdict(list)
+    for rank, they in sorted(who.items()):
+        if they.get("gpu"):
+            users[str(they["gpu"].get("uuid"))].append(rank)
+    for uuid, ranks in users.items():
+        if len(ranks) > 1:
+            yield _problem(
+                ranks,
+                f"{rank_ranges(ranks)} are on one GPU: {uuid} of {_host(who[ranks[0]])}",
+                [f"rank {rank}: {_host(who[rank])} cuda:{who[rank].get('cuda_index')}" for rank in ranks],
+                "one rank to a GPU: start as many ranks as the node has GPUs, and see CUDA_VISIBLE_DEVICES"
+                " and the scheduler's GPU binding",
+            )
+
+
+def _unknown_gpus(who: Mapping[int, Who]) -> Iterator[Problem]:
+    """What NVML could not tell was not compared, and what was not compared is not accepted."""
+    without = [rank for rank, they in sorted(who.items()) if not they.get("gpu")]
+    if without:
+        yield _problem(
+            without,
+            f"{rank_ranges(without)} reported no GPU ({_host(who[without[0]])})",
+            [],
+            "see nvidia-smi on that host; all ranks must run with the same --gpucluster-device",
+        )
+    reasons: dict[str, list[int]] = defaultdict(list)
+    for rank, they in sorted(who.items()):
+        if they.get("nvml"):
+            reasons[_plain(str(they["nvml"]))].append(rank)
+    for reason, ranks in reasons.items():
+        yield _problem(
+            ranks,
+            f"{rank_ranges(ranks)} ({_host(who[ranks[0]])}): {reason}",
+            ["driver versions and the number of GPUs of the node cannot be compared"],
+            "in a container allow NVIDIA_DRIVER_CAPABILITIES=compute,utility; see nvidia-smi on that host",
+        )
+
+
+def _hosts_of_nodes(
+    who: Mapping[int, Who], facts: RankFacts, expectation: Expectation | None
+) -> Iterator[Problem]:
+    """Two launchers on one host are no two nodes, except in a rehearsal."""
+    declared = expectation.nodes if expectation else facts.scheduler.nnodes
+    hosts = sorted({_host(they) for they in who.values()})
+    if declared is not None and len(hosts) < declared:
+        yield _problem(
+            sorted(who),
+            f"{_count(facts.nnodes, 'node')} were launched on only {_count(len(hosts), 'host')}:"
+            f" {', '.join(hosts)}",
+            [],
+            "start one launcher on each host, or declare what is meant with --gpucluster-expect",
+        )
+
+
+def _gpus_of_nodes(
+    who: Mapping[int, Who], facts: RankFacts, expectation: Expectation | None, *, complete: bool
+) -> Iterator[Problem]:
+    """Hold each node's GPUs, those present and those that a rank is on, against what was declared."""
+    if expectation is not None:
+        declared, by = expectation.gpus_per_node, f"--gpucluster-expect={expectation} says"
+    elif facts.scheduler.gpus_per_node is not None:
+        declared, by = facts.scheduler.gpus_per_node, f"{facts.scheduler.name} allocated"
+    else:
+        return
+    nodes: dict[Any, list[int]] = defaultdict(list)
+    for rank, they in sorted(who.items()):
+        nodes[they.get("node_rank")].append(rank)
+    for node, ranks in nodes.items():
+        used = {they["gpu"]["uuid"] for they in map(who.__getitem__, ranks) if they.get("gpu")}
+        counted = max(int(who[rank].get("node_gpus") or 0) for rank in ranks)
+        if not complete and counted <= 1:
+            # Each rank is shown its own GPU alone: the GPUs of silent ranks cannot be told from missing ones.
+            continue
+        present = max(len(used), counted)
+        place = f"{_host(who[ranks[0]])} (node_rank {node})"
+        if present < declared:
+            yield _problem(
+                ranks,
+                f"{place} has {_count(present, 'GPU')}, but {by} {declared}",
+                [_gpu(who[rank]) for rank in ranks],
+                "see `nvidia-smi -L` and the kernel log of that host: a GPU may have fallen off the bus",
+            )
+        elif len(used) < declared and complete:
+            yield _problem(
+                ranks,
+                f"only {len(used)} of the {declared} GPUs of {place} have a rank, but {by} {declared}",
+                [_gpu(who[rank]) for rank in ranks],
+                f"start a rank on each GPU (--nproc-per-node={declared}), or declare the part that is meant:"
+                f" --gpucluster-expect={facts.nnodes}x{len(used)}",
+            )
+
+
+def _skus(
+    who: Mapping[int, Who], expectation: Expectation | None, sku_of: Callable[[str], str | None]
+) -> Iterator[Problem]:
+    names: dict[str, list[int]] = defaultdict(list)
+    for rank, they in sorted(who.items()):
+        if they.get("gpu"):
+            names[str(they["gpu"].get("name"))].append(rank)
+    wanted = expectation.sku if expectation else None
+    if wanted is not None:
+        for name, ranks in names.items():
+            if not sku_matches(wanted, name, sku_of(name)):
+                yield _problem(
+                    ranks,
+                    f"{rank_ranges(ranks)} ({_host(who[ranks[0]])}): the GPU is {_plain(name)!r}, but"
+                    f" --gpucluster-expect={expectation} says {wanted}",
+                    [],
+                    "exclude the node, or declare the SKU that is meant",
+                )
+    if len(names) > 1:
+        yield _deviation(
+            "GPU", names, who, "one set of limits cannot judge different GPUs: test each kind alone"
+        )
+
+
+def _versions(who: Mapping[int, Who]) -> Iterator[Problem]:
+    for component in COMPARED_VERSIONS:
+        values: dict[str, list[int]] = defaultdict(list)
+        for rank, they in sorted(who.items()):
+            values[str((they.get("versions") or {}).get(component, "not reported"))].append(rank)
+        if len(values) > 1:
+            yield _deviation(
+                component,
+                values,
+                who,
+                "give every node the same driver, image and environment, then start again",
+            )
+
+
+def _deviation(what: str, values: Mapping[str, list[int]], who: Mapping[int, Who], remedy: str) -> Problem:
+    """Name the few against the many. Among equally many, the lowest rank's value counts as the usual one."""
+    usual = max(values, key=lambda value: (len(values[value]), -values[value][0]))
+    deviants = {value: ranks for value, ranks in values.items() if value != usual}
+    told = "; ".join(
+        f"{_plain(value)!r} on {rank_ranges(ranks)} ({_hosts(ranks, who)})"
+        for value, ranks in deviants.items()
+    )
+    return _problem(
+        sorted(rank for ranks in deviants.values() for rank in ranks),
+        f"{what} differs between ranks: {told}; the other {_count(len(values[usual]), 'rank')}"
+        f" {'has' if len(values[usual]) == 1 else 'have'} {_plain(usual)!r}",
+        [],
+        remedy,
+    )
+
+
+def _problem(ranks: list[int], message: str, details: list[str], remedy: str) -> Problem:
+    return Problem(text="\n".join([message, *details, f"what to do: {remedy}"]), ranks=tuple(sorted(ranks)))
+
+
+def _hosts(ranks: list[int], who: Mapping[int, Who]) -> str:
+    names = Counter(_host(who[rank]) for rank in ranks)
+    first = list(names)[:3]
+    return ", ".join(first) + (f" and {len(names) - 3} more hosts" if len(names) > 3 else "")
+
+
+def _gpu(they: Who) -> str:
+    gpu = they.get("gpu") or {}
+    return f"rank {they.get('rank')}: GPU {gpu.get('index')} {gpu.get('uuid')} {_plain(str(gpu.get('name')))}"
+
+
+def _host(they: Who) -> str:
+    return _plain(str(they.get("host", "unknown host")))
+
+
+def _plain(text: str) -> str:
+    """Keep what a host or driver says of itself from breaking the line it is shown in."""
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def _words(text: str) -> set[str]:
+    return set(re.findall(r"[A-Z0-9.]+", text.upper()))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

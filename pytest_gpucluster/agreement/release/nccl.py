@@ -1,0 +1,37 @@
+"""Release of ranks that wait for an NCCL kernel.
+
+Aborting the communicators ends their kernels; destroy and shutdown would wait for them. After an abort a waiting call
+returns *without* an exception, so the Python release must follow in any case.
+
+Source: torch/distributed/distributed_c10d.py, ``_abort_process_group`` ("with TORCH_NCCL_ASYNC_ERROR_HANDLING turned
+off"). The environment for it is set in :data:`ENVIRONMENT`, before torch is imported.
+"""
+
+from __future__ import annotations
+
+ENVIRONMENT = {
+    # torchrun exports 1: at the first timeout the watchdog would then kill the process, and its report with it.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # The flight recorder: which collectives each rank has entered and left.
+    "TORCH_FR_BUFFER_SIZE": "2000",
+}
+
+
+class NcclReleaser:
+    """Aborts every process group of this process, once."""
+
+    making_group = False
+
+    def __init__(self) -> None:
+        self._aborted = False
+
+    def release(self) -> None:
+        """Abort the default group and all groups made from it."""
+        if self._aborted:
+            return
+        self._aborted = True
+        from torch.distributed import distributed_c10d
+
+        distributed_c10d._abort_process_group()

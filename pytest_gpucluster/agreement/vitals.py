@@ -1,0 +1,116 @@
+"""Who lives: process ends by pidfd on this host, frozen heartbeats anywhere, and what /proc says of a silent process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+_STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "in uninterruptible sleep, usually in a driver or file system",
+    "T": "stopped by a signal",
+    "t": "stopped by a debugger",
+    "Z": "dead, not yet reaped",
+}
+
+
+def start_time(pid: int) -> int | None:
+    """Return when a process started, in clock ticks since boot, or None if there is none. Source: proc(5), stat 22."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(text.rpartition(")")[2].split()[19])
+
+
+def process_state(pid: int) -> str:
+    """Return in words what a process is doing. Source: proc(5), stat field 3."""
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "gone"
+    return f"{letter}: {_STATES.get(letter, 'unknown state')}"
+
+
+class Siblings:
+    """The other ranks on this host, each held by a pidfd, so that no recycled pid can be taken for one of them."""
+
+    def __init__(self, who: Mapping[int, Mapping[str, Any]], rank: int) -> None:
+        self._rank_of_fd: dict[int, int] = {}
+        self.rank_fds: dict[int, int] = {}
+        for peer, facts in who.items():
+            if peer == rank or facts["host"] != who[rank]["host"] or not hasattr(os, "pidfd_open"):
+                continue
+            # The same host name may hide another pid namespace (a container for each rank).
+            if start_time(facts["pid"]) != facts["start_time"]:
+                continue
+            try:
+                fd = os.pidfd_open(facts["pid"])
+            except OSError:
+                continue  # it has ended meanwhile: its frozen heartbeat will tell
+            self._rank_of_fd[fd] = peer
+            self.rank_fds[peer] = fd
+
+    def watch(self, poller: select.poll) -> None:
+        """Register every pidfd."""
+        for fd in self._rank_of_fd:
+            poller.register(fd, select.POLLIN)
+
+    def rank_of(self, fd: int, poller: select.poll) -> int | None:
+        """Return the rank whose process has ended, once."""
+        rank = self._rank_of_fd.pop(fd, None)
+        if rank is not None:
+            poller.unregister(fd)
+        return rank
+
+    def ended(self) -> list[int]:
+        """Return the ranks on this host whose process is gone right now."""
+        poller = select.poll()
+        for fd in self.rank_fds.values():
+            poller.register(fd, select.POLLIN)
+        fds = {fd for fd, _ in poller.poll(0)}
+        return [rank for rank, fd in self.rank_fds.items() if fd in fds]
+
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal to a sibling, if it still lives."""
+        import signal as signals
+
+        with contextlib.suppress(ProcessLookupError, KeyError):
+            signals.pidfd_send_signal(self.rank_fds[rank], number)
+
+    def close(self) -> None:
+        """Close the pidfds."""
+        for fd in self.rank_fds.values():
+            os.close(fd)
+        self._rank_of_fd.clear()
+        self.rank_fds.clear()
+
+
+class Heartbeats:
+    """When each rank's heartbeat last changed, by this process's own clock: clocks of hosts are never compared."""
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        now = time.monotonic()
+        self._last: dict[int, tuple[bytes, float]] = {rank: (b"", now) for rank in ranks}
+
+    @property
+    def ranks(self) -> list[int]:
+        """The watched ranks."""
+        return list(self._last)
+
+    def update(self, beats: Mapping[int, bytes]) -> None:
+        """Take the present beats."""
+        now = time.monotonic()
+        for rank, beat in beats.items():
+            if self._last[rank][0] != beat:
+                self._last[rank] = (beat, now)
+
+    def silent_for(self, rank: int) -> float:
+        """Return for how many seconds a rank's beat has stood still."""
+        return time.monotonic() - self._last[rank][1]

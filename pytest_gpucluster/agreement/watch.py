@@ -1,0 +1,542 @@
+"""The watcher: one thread a rank that sees deaths, deadlines and signals, and gets the main thread out of where it hangs.
+
+It looks at the store's event log a few times a second and never blocks on the store. Whatever it decides about the
+run, rank 0's watcher decides; every watcher acts on its own process only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from pytest_gpucluster.agreement import diagnosis, events, exchange, vitals
+from pytest_gpucluster.agreement.release import Releaser
+from pytest_gpucluster.agreement.release.python import PythonReleaser
+from pytest_gpucluster.agreement.signals import WakeupPipe
+from pytest_gpucluster.agreement.store import Store
+from pytest_gpucluster.launch import RankFacts
+
+_TICK_SECONDS = 0.1
+_RANKS_PER_TICK = 256
+"""Above this many ranks each looks less often, so that the store's load stays what it is at this many."""
+_BEAT_SECONDS = 1.0
+_GIL_DUMP_SECONDS = 2.5
+"""A process that holds the GIL this long has its stacks written by faulthandler, which needs no GIL."""
+_ANSWER_SECONDS = 1.0
+"""How long ranks have to say where they are, once a deadline has passed."""
+_LOST_BEFORE_TERM_SECONDS = 0.4
+"""torchrun sends SIGTERM about 0.1 s after another rank's death: look that long for a death that explains it."""
+_BACKSTOP_SECONDS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """Why the run ends before its last test, and with which exit code."""
+
+    name: str
+    message: str
+    exit: int
+    culprits: Sequence[int] = ()
+    text: str = ""
+
+
+@dataclass(kw_only=True)
+class _Phase:
+    number: int
+    label: str
+    deadline_seconds: float
+    started: float = field(default_factory=time.monotonic)
+    started_ns: int = field(default_factory=time.time_ns)
+    in_body: bool = True
+    peer_failed: float | None = None
+    peer_message: str = ""
+    overdue_since: float | None = None
+    released_since: float | None = None
+    culprits: dict[int, diagnosis.Culprit] = field(default_factory=dict)
+    stuck: bool = False
+
+    @property
+    def overdue(self) -> float:
+        return time.monotonic() - self.started - self.deadline_seconds
+
+
+class Watch:
+    """Watches over one rank. Methods without a leading underscore are the main thread's."""
+
+    def __init__(
+        self,
+        *,
+        facts: RankFacts,
+        side: Store,
+        numbers: exchange.Exchange,
+        who: Mapping[int, Mapping[str, Any]],
+        names: Mapping[int, str],
+        timeouts: Any,
+        fault_file: IO[str],
+        on_ending: Callable[[Ending], None],
+        on_beat: Callable[[], None],
+        on_overtime: Callable[[Ending], None],
+    ) -> None:
+        self.ending: Ending | None = None
+        self.python = PythonReleaser()
+        self._facts = facts
+        self._store = side
+        self._exchange = numbers
+        self._names = names
+        self._timeouts = timeouts
+        self._fault_file = fault_file
+        self._on_ending, self._on_beat, self._on_overtime = on_ending, on_beat, on_overtime
+        self._releasers: list[Releaser] = []
+        self._lock = threading.RLock()
+        self._phase = _Phase(number=0, label="start", deadline_seconds=float("inf"), in_body=False)
+        self._released: dict[int, str] = {}
+        self._events = events.EventLog(side)
+        self._pipe = WakeupPipe()
+        self._siblings = vitals.Siblings(who, facts.rank)
+        self._who = who
+        watched = [r for r in who if r != facts.rank] if facts.rank == 0 else [0]
+        self._heartbeats = vitals.Heartbeats(watched)
+        self._parent = os.getppid()
+        self._lost: set[int] = set()
+        self._ending_since = 0.0
+        self._terminated_at: float | None = None
+        self._tick = _TICK_SECONDS * max(1.0, facts.world_size / _RANKS_PER_TICK)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gpucluster-watch", daemon=True)
+
+    # ---- the main thread's side ------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start watching. Main thread."""
+        self._pipe.install()
+        self.python.install()
+        self._thread.start()
+
+    def guard(self, releaser: Releaser) -> None:
+        """Use one more way to free the main thread: that of a process group just made."""
+        with self._lock:
+            self._releasers = [releaser]
+
+    def enter(self, label: str, deadline_seconds: float) -> int:
+        """Open a phase: from now on the main thread may be released. Return the number of its exchange."""
+        self._pipe.install()
+        self.python.install()
+        with self._lock:
+            self.python.disarm()
+            number = self._exchange.begin()
+            self._phase = _Phase(number=number, label=label, deadline_seconds=deadline_seconds)
+        return number
+
+    def leave(self) -> None:
+        """The main thread has come back from the phase's body."""
+        self.python.disarm()
+        with self._lock:
+            self._phase.in_body = False
+
+    def released(self, number: int) -> str | None:
+        """Return why this rank was released in a phase, or None if it came back by itself."""
+        return self._released.get(number)
+
+    def culprits(self, number: int) -> dict[int, diagnosis.Culprit]:
+        """Return the ranks found to hold the others up in a phase (rank 0's watcher knows)."""
+        with self._lock:
+            return dict(self._phase.culprits) if self._phase.number == number else {}
+
+    def unreleasable(self, number: int) -> bool:
+        """Tell whether a rank could not be released in a phase: the run cannot go on."""
+        with self._lock:
+            return self._phase.number == number and self._phase.stuck
+
+    def report_failure(self, store: Store, number: int, message: str) -> None:
+        """Tell the peers that this rank has failed, so that those who wait for it are released."""
+        if self._facts.world_size > 1 and self.ending is None:
+            events.post(store, "failed", rank=self._facts.rank, number=number, message=message)
+
+    def end(self, ending: Ending) -> None:
+        """End the run, from the main thread."""
+        self._end(ending, tell=True)
+
+    def agreed_to_end(self, ending: Ending) -> None:
+        """Take over an ending that the verdict of an exchange has told every rank."""
+        with self._lock:
+            self.ending = self.ending or ending
+
+    def goodbye(self, reason: str) -> None:
+        """Say that this rank leaves on purpose: whoever finds it gone later will not call it lost."""
+        with contextlib.suppress(RuntimeError):  # the store may be what has gone
+            self._store.set(f"bye/{self._facts.rank}", reason)
+
+    def close(self) -> None:
+        """Stop watching, and let no late signal spoil the exit."""
+        self._stop.set()
+        self._thread.join(5.0)
+        faulthandler.cancel_dump_traceback_later()
+        if self._facts.world_size > 1:
+            self._pipe.ignore_sigterm()
+        else:
+            self._pipe.restore()
+
+    def kill_stuck(self, ranks: Sequence[int], wait_seconds: float = 0.5) -> None:
+        """End siblings that cannot be released: torchrun would wait 30 s for them."""
+        if not ranks:
+            return
+        import signal
+
+        time.sleep(wait_seconds)
+        gone = set(self._siblings.ended())
+        for rank in ranks:
+            if rank not in gone:
+                self._siblings.signal(rank, signal.SIGKILL)
+
+    # ---- the watcher's loop ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller = select.poll()
+        poller.register(self._pipe.read_fd, select.POLLIN)
+        self._siblings.watch(poller)
+        next_beat = 0.0
+        while not self._stop.is_set():
+            ready = [fd for fd, _ in poller.poll(self._tick * 1000)]
+            try:
+                heard = self._pipe.heard()
+                for fd in ready:
+                    rank = self._siblings.rank_of(fd, poller)
+                    if rank is not None:
+                        self._process_ended(rank)
+                if heard:
+                    self._signalled(heard)
+                for event in self._events.unread():
+                    self._event(event)
+                if time.monotonic() >= next_beat:
+                    next_beat = time.monotonic() + _BEAT_SECONDS
+                    self._beat()
+                self._look_at_phase()
+                for key in self._exchange.take_garbage():
+                    self._store.delete_key(key)
+            except RuntimeError as error:  # torch's DistError family: the store's connection is gone
+                self._store_gone(error)
+                return self._after_store()
+
+    def _after_store(self) -> None:
+        while not self._stop.wait(self._tick):
+            self._act_on_ending()
+
+    def _store_gone(self, error: Exception) -> None:
+        where = f"{self._facts.master_addr}:{self._facts.master_port}"
+        self._end(
+            Ending(
+                name="store lost",
+                message=f"the rendezvous store at {where} is gone: the launcher's agent on the first node has ended",
+                text=str(error),
+                exit=11,
+            ),
+            tell=False,
+        )
+
+    # ---- what can happen -------------------------------------------------------------------------------------
+
+    def _process_ended(self, rank: int) -> None:
+        if self._store.check([f"bye/{rank}"]) or rank in self._lost:
+            return
+        process = f"process {self._who[rank]['pid']} is gone without a word"
+        self._lose(rank, f"{process}{self._last_words(rank)}")
+
+    def _last_words(self, rank: int) -> str:
+        """Return what faulthandler wrote for a sibling that died of a signal it could still report."""
+        try:
+            with open(self._who[rank]["fault_file"], encoding="utf-8", errors="backslashreplace") as file:
+                text = file.read()
+        except OSError:
+            return ""
+        fatal = [line for line in text.splitlines() if line.startswith("Fatal Python error")]
+        return f" ({fatal[-1]})" if fatal else " (killed, or ended by os._exit)"
+
+    def _lose(self, rank: int, why: str) -> None:
+        if rank in self._lost:
+            return
+        self._lost.add(rank)
+        won = self._store.compare_set(f"lost/{rank}", "", str(self._facts.rank))
+        if won.decode() == str(self._facts.rank):
+            events.post(self._store, "lost", rank=rank, message=why)
+        self._end(self._loss(rank, why), tell=False)
+
+    def _loss(self, rank: int, why: str) -> Ending:
+        during = self._phase.label
+        message = f"{self._names[rank]} is lost during {during}: {why}"
+        return Ending(name="rank lost", message=message, exit=11, culprits=[rank])
+
+    def _signalled(self, heard: set[int]) -> None:
+        import signal
+
+        self.goodbye(signal.Signals(max(heard)).name)
+        if signal.SIGINT in heard:
+            who = self._names[self._facts.rank]
+            self._end(Ending(name="interrupted", message=f"interrupted (Ctrl-C) on {who}", exit=2), tell=True)
+        elif self._terminated_at is None:
+            self._terminated_at = time.monotonic()
+
+    def _event(self, event: Mapping[str, Any]) -> None:
+        kind = event["kind"]
+        phase = self._phase
+        if kind == "lost":
+            self._lost.add(event["rank"])
+            self._end(self._loss(event["rank"], event["message"]), tell=False)
+        elif kind == "end":
+            stuck = self._facts.rank in event["culprits"] and event["name"] == "rank stuck"
+            self._end(
+                Ending(**{k: event[k] for k in ("name", "message", "exit", "culprits", "text")}), tell=False
+            )
+            if stuck:
+                self._ending_since -= self._timeouts.terminate - 2.0
+        elif event["number"] != phase.number:
+            return  # of a phase that is over here
+        elif kind == "failed" and phase.peer_failed is None:
+            phase.peer_failed = time.monotonic()
+            phase.peer_message = f"{self._names[event['rank']]} failed: {event['message']}"
+        elif kind == "overdue":
+            self._say_where(phase)
+        elif kind == "release":
+            phase.culprits = {
+                int(rank): diagnosis.Culprit(**culprit) for rank, culprit in event["culprits"].items()
+            }
+            self._release(phase, event["reason"])
+
+    def _say_where(self, phase: _Phase) -> None:
+        where = diagnosis.Where(
+            rank=self._facts.rank,
+            arrived=not phase.in_body,
+            stack=diagnosis.main_thread_stack(),
+            operations=self._operations(phase),
+        )
+        self._store.set(f"where/{phase.number}/{self._facts.rank}", json.dumps(where.to_json()))
+
+    def _operations(self, phase: _Phase) -> list[diagnosis.Operation]:
+        making = [diagnosis.making_group() for releaser in self._releasers if releaser.making_group]
+        return diagnosis.recorded_operations(phase.started_ns) + making
+
+    def _beat(self) -> None:
+        self._store.set(f"hb/{self._facts.rank}", str(time.monotonic_ns()))
+        faulthandler.dump_traceback_later(_GIL_DUMP_SECONDS, file=self._fault_file, exit=False)
+        self._on_beat()
+        if self._facts.agent_store and os.getppid() != self._parent:
+            message = (
+                f"the launcher's agent on {self._facts.hostname} (node_rank {self._facts.node_rank}) is gone"
+            )
+            self._end(Ending(name="agent lost", message=message, exit=11), tell=True)
+        ranks = self._heartbeats.ranks
+        if not ranks:
+            return
+        beats = self._store.multi_get([f"hb/{rank}" for rank in ranks])
+        self._heartbeats.update(dict(zip(ranks, beats, strict=True)))
+        for rank in ranks:
+            silent = self._heartbeats.silent_for(rank)
+            here = rank in self._siblings.rank_fds
+            if rank in self._lost or self._store_says_bye(rank, silent):
+                continue
+            if not here and silent > self._timeouts.dead:
+                self._lose(
+                    rank, f"no heartbeat for {silent:.0f} s: its host {self._who[rank]['host']} may be down"
+                )
+            elif here and silent > self._timeouts.unresponsive and self._facts.rank == 0:
+                self._phase.deadline_seconds = 0.0
+
+    def _store_says_bye(self, rank: int, silent: float) -> bool:
+        return silent > 2 * _BEAT_SECONDS and self._store.check([f"bye/{rank}"])
+
+    # ---- the phase -------------------------------------------------------------------------------------------
+
+    def _look_at_phase(self) -> None:
+        self._look_for_termination()
+        if self._act_on_ending():
+            return
+        phase = self._phase
+        now = time.monotonic()
+        if (
+            phase.in_body
+            and phase.peer_failed is not None
+            and now - phase.peer_failed > self._timeouts.grace
+            and any(operation.pending for operation in self._operations(phase))
+        ):
+            self._release(phase, phase.peer_message)
+        if phase.released_since is not None and phase.in_body:
+            self._free_main(phase)
+        if self._facts.rank == 0:
+            self._hold_to_deadline(phase, now)
+        elif phase.overdue > self._timeouts.grace + self._timeouts.stuck + _BACKSTOP_SECONDS:
+            silent = self._heartbeats.silent_for(0)
+            state = (
+                vitals.process_state(self._who[0]["pid"])
+                if 0 in self._siblings.rank_fds
+                else "on another host"
+            )
+            why = f"it has not ended {phase.label} and has been silent for {silent:.0f} s ({state})"
+            self._lose(0, why)
+
+    def _look_for_termination(self) -> None:
+        if self._terminated_at is None or self.ending is not None:
+            return
+        for rank in self._siblings.ended():
+            self._process_ended(rank)
+        if self.ending is None and time.monotonic() - self._terminated_at > _LOST_BEFORE_TERM_SECONDS:
+            message = f"ended by SIGTERM on {self._facts.hostname} during {self._phase.label}"
+            self._end(Ending(name="terminated", message=message, exit=2), tell=True)
+
+    def _hold_to_deadline(self, phase: _Phase, now: float) -> None:
+        """Rank 0: past the deadline find out where everyone is, name the culprits, release, and give up at last."""
+        if phase.overdue <= 0:
+            return
+        if phase.overdue_since is None:
+            if self._missing(phase):
+                phase.overdue_since = now
+                events.post(self._store, "overdue", number=phase.number)
+            return
+        if phase.released_since is None:
+            ranks = list(self._who)
+            answered = [r for r in ranks if self._store.check([f"where/{phase.number}/{r}"])]
+            if len(answered) < len(ranks) and now - phase.overdue_since < _ANSWER_SECONDS:
+                return
+            self._blame(phase, answered)
+            return
+        missing = self._missing(phase)
+        if missing and not phase.stuck and now - phase.released_since > self._timeouts.stuck:
+            self._give_up(phase, missing)
+
+    def _missing(self, phase: _Phase) -> list[int]:
+        return [
+            rank
+            for rank in self._who
+            if (phase.in_body if rank == 0 else not exchange.arrived(self._store, phase.number, rank))
+        ]
+
+    def _blame(self, phase: _Phase, answered: Sequence[int]) -> None:
+        missing = self._missing(phase)
+        if not missing:
+            return
+        wheres = {
+            rank: diagnosis.Where.from_json(rank, json.loads(self._store.get(f"where/{phase.number}/{rank}")))
+            for rank in answered
+        }
+        silent = {rank: self._silence(rank) for rank in missing if rank not in answered}
+        found = diagnosis.culprits(wheres, silent, missing=missing)
+        reason = f"not finished within {phase.deadline_seconds:g} s"
+        if found:
+            reason += "; " + "; ".join(
+                f"{self._names[rank]} {c.message}" for rank, c in list(found.items())[:3]
+            )
+        events.post(
+            self._store,
+            "release",
+            number=phase.number,
+            reason=reason,
+            culprits={rank: {"message": c.message, "text": c.text} for rank, c in found.items()},
+        )
+        phase.released_since = now = time.monotonic()
+        phase.overdue_since = phase.overdue_since or now
+
+    def _silence(self, rank: int) -> str:
+        """Describe a process that does not answer, as far as this host can see it."""
+        if rank not in self._siblings.rank_fds:
+            return f"on {self._who[rank]['host']}, no heartbeat for {self._heartbeats.silent_for(rank):.0f} s"
+        state = f"process {self._who[rank]['pid']} is {vitals.process_state(self._who[rank]['pid'])}"
+        with contextlib.suppress(OSError), open(self._who[rank]["fault_file"], encoding="utf-8") as file:
+            frames = [line.strip() for line in file if line.strip().startswith("File ")]
+            if frames:
+                state += f", holding the GIL at {frames[0]}"
+        return state
+
+    def _give_up(self, phase: _Phase, missing: Sequence[int]) -> None:
+        phase.stuck = True
+        names = ", ".join(self._names[rank] for rank in missing)
+        told = "; ".join(c.message for rank, c in phase.culprits.items() if rank in missing)
+        message = f"{names} cannot be released from {phase.label}" + (f": {told}" if told else "")
+        ending = Ending(name="rank stuck", message=message, exit=11, culprits=list(missing))
+        if 0 in missing:
+            self._end(ending, tell=True)
+            self._ending_since -= self._timeouts.terminate
+            return
+        events.post(self._store, "end", **_fields(ending))
+        for rank in missing:
+            culprit = phase.culprits.get(rank)
+            body = {
+                "o": "hung",
+                "msg": culprit.message if culprit else "cannot be released",
+                "text": culprit.text if culprit else "The rank could not be released.",
+            }
+            exchange.answer_for(self._store, phase.number, rank, body)
+
+    def _release(self, phase: _Phase, reason: str) -> None:
+        with self._lock:
+            if phase.released_since is None or phase.in_body:
+                phase.released_since = phase.released_since or time.monotonic()
+                self._free_main(phase, reason)
+
+    def _free_main(self, phase: _Phase, reason: str | None = None) -> None:
+        with self._lock:
+            if not phase.in_body or phase is not self._phase:
+                return
+            reason = self._released.setdefault(phase.number, reason or phase.peer_message or phase.label)
+            self.python.arm(reason)
+            for releaser in self._releasers:
+                releaser.release()
+            self.python.release()
+
+    # ---- the end ---------------------------------------------------------------------------------------------
+
+    def _end(self, ending: Ending, *, tell: bool) -> None:
+        with self._lock:
+            if self.ending is not None:
+                return
+            self.ending = ending
+            self._ending_since = time.monotonic()
+        self._on_ending(ending)
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the store may be what has gone; the report above matters more
+            if tell and self._facts.world_size > 1:
+                events.post(self._store, "end", **_fields(ending))
+            self._answer_waits(ending)
+        if ending.name != "interrupted":  # pytest raises KeyboardInterrupt by itself
+            self._release(self._phase, ending.message)
+        else:
+            for releaser in self._releasers:
+                releaser.release()
+
+    def _answer_waits(self, ending: Ending) -> None:
+        number = self._phase.number
+        if self._facts.rank == 0:
+            for rank in self._who:
+                if rank != 0:
+                    outcome = "lost" if rank in ending.culprits else "released"
+                    body = {"o": outcome, "msg": ending.message, "text": ending.text or ending.message}
+                    exchange.answer_for(self._store, number, rank, body)
+        else:
+            exchange.answer_verdict(self._store, number, {"ended": True})
+
+    def _act_on_ending(self) -> bool:
+        """Keep at freeing the main thread; when time is up, end the process in its place."""
+        ending = self.ending
+        if ending is None:
+            return False
+        if self._phase.in_body and ending.name != "interrupted":
+            self._free_main(self._phase, ending.message)
+        if time.monotonic() - self._ending_since > self._timeouts.terminate and not self._stop.is_set():
+            self._on_overtime(ending)
+        return True
+
+
+def _fields(ending: Ending) -> dict[str, Any]:
+    return {
+        "name": ending.name,
+        "message": ending.message,
+        "exit": ending.exit,
+        "culprits": list(ending.culprits),
+        "text": ending.text,
+    }

@@ -1,0 +1,82 @@
+"""Every error that this project raises on purpose.
+
+    GpuClusterError
+    |-- UsageProblem                 the operator asked for something impossible: exit code 4, nothing was measured
+    |   |-- OptionError              an option or ini value
+    |   |-- LaunchError              the launcher's variables: missing, partial or contradictory
+    |   `-- ThresholdsError          a limits or workloads file
+    |-- EnvironmentBroken            the run could not be carried through: JUnit error, exit code 11
+    |   |-- PreflightError           the ranks that came are not the ranks that were declared
+    |   |-- StoreError               the rendezvous store does not answer
+    |   `-- CommunicationError       a process group could not be made or used
+    |-- HardwareFault                a wrong result or a GPU that died: JUnit failure, exit code 1
+    |   `-- WrongResult              verification found data that differ from the expected ones
+    |-- MeasurementError             ``measure`` was called with something that is no measurement
+    |   `-- UnitError                  a quantity or unit that cannot be understood, or that is of another dimension
+    |-- InconclusiveMeasurement      the samples scatter too much to hold against a limit: never a pass
+    `-- JournalError                 a journal that is missing, foreign, or newer than this version
+
+Every message says where, what was found and what is allowed, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class GpuClusterError(Exception):
+    """The root of all errors raised on purpose by this package."""
+
+
+class UsageProblem(GpuClusterError):
+    """The run was asked for in a way that cannot work. Nothing was measured."""
+
+
+class OptionError(UsageProblem):
+    """A ``--gpucluster-*`` option, ini value or environment variable has a value that is not allowed."""
+
+
+class LaunchError(UsageProblem):
+    """The launcher's environment variables are missing, partial or contradictory."""
+
+
+class ThresholdsError(UsageProblem):
+    """A YAML file of limits or workloads is malformed. The message lists every problem as file:line:column."""
+
+
+class EnvironmentBroken(GpuClusterError):
+    """The run could not be carried through, and no GPU is known to be the cause."""
+
+
+class PreflightError(EnvironmentBroken):
+    """Ranks, nodes, GPUs or versions are not the declared ones."""
+
+
+class StoreError(EnvironmentBroken):
+    """The rendezvous store cannot be reached or has stopped answering."""
+
+
+class CommunicationError(EnvironmentBroken):
+    """A process group could not be made or used."""
+
+
+class HardwareFault(GpuClusterError):
+    """A GPU, link or node gave a wrong result or failed: the hardware is rejected."""
+
+
+class WrongResult(HardwareFault):
+    """Verification found data that differ from what they must be."""
+
+
+class MeasurementError(GpuClusterError):
+    """``measure`` was given an unknown metric, a wrong unit or something that is no number."""
+
+
+class UnitError(MeasurementError):
+    """A text is no quantity, a unit is unknown, or two units are of different dimensions."""
+
+
+class InconclusiveMeasurement(GpuClusterError):
+    """The samples scatter too much for a verdict. It is never a pass."""
+
+
+class JournalError(GpuClusterError):
+    """A journal cannot be read: missing, foreign, or written by a newer version."""

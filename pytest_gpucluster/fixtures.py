@@ -1,0 +1,146 @@
+"""The fixtures that acceptance tests are written with. None of them communicates in its set-up."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pytest
+
+from pytest_gpucluster.phase import MEASUREMENTS
+
+if TYPE_CHECKING:
+    from pytest_gpucluster.cluster import Cluster
+    from pytest_gpucluster.hardware import Peaks
+    from pytest_gpucluster.run import Run
+    from pytest_gpucluster.thresholds import Thresholds
+
+RUN = pytest.StashKey["Run"]()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """The GPU of this rank. In a rehearsal on cpu: name "cpu", sku "cpu-rehearsal", no peaks.
+
+    ``index`` is NVML's, which CUDA_VISIBLE_DEVICES does not change.
+    """
+
+    index: int | None
+    name: str
+    uuid: str | None
+    pci_bus_id: str | None
+    sku: str | None
+    peaks: Peaks | None
+
+
+class Measure(Protocol):
+    """The type of the ``measure`` fixture."""
+
+    def __call__(
+        self,
+        metric: str,
+        value: float,
+        *,
+        unit: str,
+        samples: Sequence[float] = (),
+        record_only: bool = False,
+        **labels: object,
+    ) -> None: ...
+
+
+def _run(request: pytest.FixtureRequest) -> Run:
+    run = request.config.stash.get(RUN, None)
+    if run is None:
+        pytest.fail(
+            "pytest-gpucluster is not active here. Turn it on with `gpucluster = true` in the ini file, or with any "
+            "--gpucluster-* option",
+            pytrace=False,
+        )
+    return run
+
+
+@pytest.fixture(scope="session")
+def cluster(request: pytest.FixtureRequest) -> Cluster:
+    """The launched ranks: rank, local_rank, world_size, local_world_size, node_rank, nnodes, hostname, hosts, device,
+    backend, group (the process group, made on first use), barrier(), all_gather_object(x), subgroups(size)."""
+    found = _run(request).cluster
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="session")
+def gpu(request: pytest.FixtureRequest) -> Gpu:
+    """The GPU of this rank: index, name, uuid, pci_bus_id, sku, peaks."""
+    run = _run(request)
+    assert run.joined is not None
+    known = run.joined.who[run.rank].get("gpu")
+    sku = run.sku(known["name"] if known else None)
+    if not known:
+        return Gpu(index=None, name="cpu", uuid=None, pci_bus_id=None, sku=sku, peaks=None)
+    from pytest_gpucluster import hardware
+
+    fields = {key: known[key] for key in ("index", "name", "uuid", "pci_bus_id")}
+    return Gpu(sku=sku, peaks=hardware.peaks_of(sku), **fields)
+
+
+@pytest.fixture
+def measure(request: pytest.FixtureRequest) -> Measure:
+    """Record a value: ``measure("matmul.bf16.tflops", 731.0, unit="TFLOPS", samples=[...], n=16384)``.
+
+    All measurements of a test, from all ranks, are judged together at the end of its call phase, against the limits
+    for this SKU and topology. A metric without a limit is an error, unless ``record_only=True``. Further keywords are
+    labels: they tell the values of a sweep apart and choose among limits.
+    """
+    from pytest_gpucluster import metrics
+
+    _run(request)
+    recorded: list[metrics.Measurement] = []
+    request.node.stash[MEASUREMENTS] = recorded
+
+    def record(
+        metric: str,
+        value: float,
+        *,
+        unit: str,
+        samples: Sequence[float] = (),
+        record_only: bool = False,
+        **labels: object,
+    ) -> None:
+        recorded.append(
+            metrics.measurement(
+                metric,
+                value,
+                unit=unit,
+                samples=samples,
+                labels={key: str(label) for key, label in labels.items()},
+                record_only=record_only,
+            )
+        )
+
+    return record
+
+
+@pytest.fixture(scope="session")
+def limits(request: pytest.FixtureRequest) -> Thresholds:
+    """The limits in force: the shipped thresholds.yaml with --gpucluster-thresholds laid over it."""
+    return _run(request).limits
+
+
+@pytest.fixture(scope="session")
+def inventory(request: pytest.FixtureRequest) -> list[Mapping[str, Any]]:
+    """What every rank reported of itself before the first test, in the order of ranks: rank, host, node_rank,
+    local_rank, pid, gpu (None on cpu), versions."""
+    return _run(request).inventory()
+
+
+@pytest.fixture
+def artifacts(request: pytest.FixtureRequest) -> Path:
+    """A folder for this test's files on this rank's host, inside the report directory of the run."""
+    run = _run(request)
+    name = re.sub(r"[^\w.-]+", "_", request.node.nodeid).strip("_")
+    folder = run.artifacts_directory() / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -1,0 +1,387 @@
+"""The record of a run: ``journal.jsonl``, one JSON object a line, appended and flushed at each step.
+
+Every report is a pure function of what :func:`read` returns. A run can be killed at any byte, so a reader
+meets a last line that is cut off, tests that were started and never finished, and files without a closing
+line. All of these are read; what they mean (the run is broken) is said by :class:`Journal`, in one place for
+all reports.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pytest_gpucluster.errors import JournalError
+from pytest_gpucluster.journal_lines import (
+    Cluster,
+    CollectedTest,
+    End,
+    Fields,
+    JudgedLimit,
+    JudgedMetric,
+    JUnitOptions,
+    Problem,
+    RankOutcome,
+    RankPlace,
+    Run,
+    Silence,
+    Started,
+    TestResult,
+    read_cluster,
+    read_collected,
+    read_end,
+    read_problem,
+    read_run,
+    read_silence,
+    read_started,
+    read_test_result,
+)
+from pytest_gpucluster.run_directory import new_run_directory, require_writable
+
+__all__ = [
+    "FILE_NAME",
+    "SCHEMA_VERSION",
+    "Cluster",
+    "CollectedTest",
+    "End",
+    "JUnitOptions",
+    "Journal",
+    "JournalBuilder",
+    "JournalWriter",
+    "JudgedLimit",
+    "JudgedMetric",
+    "Problem",
+    "RankOutcome",
+    "RankPlace",
+    "Run",
+    "Silence",
+    "Started",
+    "TestResult",
+    "encode",
+    "locate",
+    "new_run_directory",
+    "read",
+    "require_writable",
+]
+
+SCHEMA_VERSION = 1
+FILE_NAME = "journal.jsonl"
+# A failed limit outweighs a broken run: the hardware is rejected even if the run then fell over.
+_SEVERITY = {"passed": 0, "skipped": 1, "error": 2, "failed": 3}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Journal:
+    """What is known of a run.
+
+    Without a closing line the run broke: ``verdict`` is BROKEN, ``exit`` 11, and ``reason`` says how far it
+    came.
+    """
+
+    run: Run
+    cluster: Cluster | None = None
+    collected: tuple[CollectedTest, ...] | None = None
+    results: tuple[TestResult, ...] = ()
+    """One per test, in the order in which they finished. A later attempt replaces an earlier one."""
+    running: Started | None = None
+    """The test that was started and did not finish."""
+    problems: tuple[Problem, ...] = ()
+    properties: tuple[tuple[str, str], ...] = ()
+    silence: Silence | None = None
+    end: End | None = None
+    cut: bool = False
+    """The last line was cut off."""
+    recent_problem: Problem | None = None
+    """The last problem told since a test last started or finished: why the run ends, if it ends here."""
+
+    @property
+    def not_run(self) -> tuple[CollectedTest, ...]:
+        """Return the collected tests that have no result and are not the one that was running."""
+        known = {result.nodeid for result in self.results}
+        if self.running is not None:
+            known.add(self.running.nodeid)
+        return tuple(test for test in self.collected or () if test.nodeid not in known)
+
+    @property
+    def verdict(self) -> str:
+        """Return the verdict. A run that nobody closed is BROKEN, or REJECTED if something had failed."""
+        if self.end is not None:
+            return self.end.verdict
+        return "REJECTED" if self.has_failed else "BROKEN"
+
+    @property
+    def exit(self) -> int:
+        """Return the exit code that goes with the verdict."""
+        if self.end is not None:
+            return self.end.exit
+        return 1 if self.has_failed else 11
+
+    @property
+    def has_failed(self) -> bool:
+        """Tell whether a test or a problem is a failure, which rejects the hardware however the run ended."""
+        return any(result.outcome == "failed" for result in self.results) or any(
+            problem.outcome == "failed" for problem in self.problems
+        )
+
+    @property
+    def reason(self) -> str:
+        """Return one line: why the verdict is what it is."""
+        if self.end is not None:
+            return self.end.reason
+        if self.recent_problem is not None:
+            return self.recent_problem.message
+        if self.silence is not None:
+            return self.silence.message
+        return f"the run ended {self.where}"
+
+    @property
+    def where(self) -> str:
+        """Return how far the run came, to follow "ended": "during X", "before the first test", ..."""
+        if self.running is not None:
+            return f"during {self.running.nodeid}"
+        if not self.results:
+            return "before the first test"
+        if self.not_run:
+            return f"between two tests, after {self.results[-1].nodeid}"
+        return f"after the last test, {self.results[-1].nodeid}, before its verdict"
+
+    def place(self, rank: int) -> RankPlace | None:
+        """Return where a rank runs, or None if it never reported."""
+        if self.cluster is None:
+            return None
+        return next((place for place in self.cluster.ranks if place.rank == rank), None)
+
+
+def _combined(earlier: TestResult, later: TestResult) -> TestResult:
+    """Join two results of one attempt, as of a body and a teardown: the worse decides, no text is lost."""
+    worst = later if _SEVERITY[later.outcome] > _SEVERITY[earlier.outcome] else earlier
+    return replace(
+        worst,
+        text="\n\n".join(text for text in (earlier.text, later.text) if text),
+        duration_seconds=max(earlier.duration_seconds, later.duration_seconds),
+        call_seconds=max(earlier.call_seconds, later.call_seconds),
+        measurements=later.measurements or earlier.measurements,
+        sections=later.sections or earlier.sections,
+        properties=later.properties or earlier.properties,
+    )
+
+
+def _require_readable(first: Fields, where: str) -> None:
+    if first.text("type", "") != "run":
+        raise JournalError(f"{where}: not a journal of this project: it must begin with a line of type 'run'")
+    version = first.optional_integer("schema_version")
+    if version is None or version < 1:
+        raise JournalError(f"{where}: not a journal of this project: its first line has no schema_version")
+    if version > SCHEMA_VERSION:
+        writer = first.text("plugin_version", "of an unknown version")
+        raise JournalError(
+            f"{where}: written with schema_version {version} by pytest-gpucluster {writer}; "
+            f"this version reads up to {SCHEMA_VERSION}: read it with that version or a newer one"
+        )
+
+
+class JournalBuilder:
+    """Make a :class:`Journal` of lines that come one by one.
+
+    With ``keep_samples=False`` the samples behind each value are left out, so that a process which only
+    renders reports stays small however many ranks there are.
+    """
+
+    def __init__(self, *, keep_samples: bool = True) -> None:
+        self._keep_samples = keep_samples
+        self._journal: Journal | None = None
+        self._results: dict[str, TestResult] = {}
+
+    def add(self, line: object, where: str = "line") -> None:
+        """Take one line.
+
+        Raises:
+            JournalError: it is not a line that this version writes. The builder is unchanged.
+        """
+        fields = Fields(line, where)
+        kind = fields.text("type", "")
+        journal = self._journal
+        if journal is None:
+            _require_readable(fields, where)
+            self._journal = Journal(run=read_run(fields))
+            return
+        if kind == "silence":
+            silence = read_silence(fields)
+            self._journal = replace(journal, silence=silence if silence.message else None)
+            return
+        if kind == "cluster":
+            journal = replace(journal, cluster=read_cluster(fields))
+        elif kind == "collected":
+            journal = replace(journal, collected=read_collected(fields))
+        elif kind == "start":
+            journal = replace(journal, running=read_started(fields), recent_problem=None)
+        elif kind == "test":
+            result = read_test_result(fields, self._keep_samples)
+            self._take(result)
+            if journal.running is not None and journal.running.nodeid == result.nodeid:
+                journal = replace(journal, running=None)
+            journal = replace(journal, recent_problem=None)
+        elif kind == "problem":
+            problem = read_problem(fields)
+            journal = replace(journal, problems=(*journal.problems, problem), recent_problem=problem)
+        elif kind == "property":
+            pair = (fields.text("name"), fields.any_text("value"))
+            journal = replace(journal, properties=(*journal.properties, pair))
+        elif kind == "end":
+            journal = replace(journal, end=read_end(fields))
+        # Any line but its own ends a silence. Types that a later version adds within this schema are passed
+        # over.
+        self._journal = replace(journal, silence=None)
+
+    @property
+    def running(self) -> Started | None:
+        """Return the test that has started and not finished."""
+        return self._journal.running if self._journal is not None else None
+
+    def _take(self, result: TestResult) -> None:
+        earlier = self._results.pop(result.nodeid, None)
+        if earlier is not None and earlier.attempts == result.attempts:
+            result = _combined(earlier, result)
+        self._results[result.nodeid] = result
+
+    def journal(self, *, cut: bool = False) -> Journal:
+        """Return what is known so far.
+
+        Raises:
+            JournalError: not even the first line has come.
+        """
+        if self._journal is None:
+            raise JournalError("the journal has no first line: the run ended before it was recorded")
+        return replace(self._journal, results=tuple(self._results.values()), cut=cut)
+
+
+def read(path: Path, *, keep_samples: bool = True) -> Journal:
+    """Read a journal, also one whose writer was killed.
+
+    A last line that is cut off is left out and noted in ``Journal.cut``. Anything else that is not as it was
+    written is an error: a report made from half of the evidence must not look like one made from all of it.
+
+    Raises:
+        JournalError: no such file, not a journal, or written by a newer version.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise JournalError(f"{path}: no such journal; name a {FILE_NAME}, or the folder of a run") from None
+    except OSError as error:
+        raise JournalError(f"{path}: cannot be read: {error.strerror or error}") from None
+    if not content.strip(b"\0\r\n\t "):
+        raise JournalError(f"{path}: empty: the run ended before it was recorded")
+    lines = content.split(b"\n")
+    # A complete file ends with a newline, so what follows the last one was cut off while it was written.
+    if not lines[-1]:
+        lines.pop()
+    builder = JournalBuilder(keep_samples=keep_samples)
+    cut = False
+    for number, raw in enumerate(lines, start=1):
+        where = f"{path}:{number}"
+        try:
+            value = json.loads(raw.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            if number == 1:
+                raise JournalError(
+                    f"{where}: not a journal of this project, or cut off in its first line"
+                ) from None
+            if number < len(lines):
+                raise JournalError(f"{where}: damaged: not a line of JSON ({error})") from None
+            cut = True
+            break
+        builder.add(value, where)
+    return builder.journal(cut=cut)
+
+
+def locate(place: Path) -> Path:
+    """Return the journal that a path means: itself, that of a run's folder, or the latest below a folder."""
+    if place.is_dir():
+        for inside in (Path(FILE_NAME), Path("latest", FILE_NAME)):
+            if (place / inside).is_file():
+                return place / inside
+        raise JournalError(f"{place}: neither a {FILE_NAME} nor a latest/{FILE_NAME} in this folder")
+    return place
+
+
+def encode(line: Mapping[str, object]) -> bytes:
+    """Return a line as UTF-8 JSON and a newline. What JSON cannot say (NaN, bytes, objects) becomes text."""
+    try:
+        text = json.dumps(line, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (ValueError, TypeError):
+        text = json.dumps(_plain(line), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    try:
+        return text.encode("utf-8") + b"\n"
+    except UnicodeEncodeError:
+        # A lone surrogate has no UTF-8; JSON's own escape keeps it.
+        return json.dumps(json.loads(text), allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
+
+
+def _plain(value: object, depth: int = 0) -> object:
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return float(value)
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if depth < 32:
+        if isinstance(value, Mapping):
+            return {str(key): _plain(each, depth + 1) for key, each in value.items()}
+        if isinstance(value, (list, tuple, set, frozenset)):
+            return [_plain(each, depth + 1) for each in value]
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "backslashreplace")
+    return str(value)
+
+
+class JournalWriter:
+    """Append lines to a journal. What the disk does not take is kept, and tried again with the next line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.waiting = bytearray()
+        """What the disk has not taken yet."""
+        self._descriptor = -1
+
+    def append(self, line: bytes) -> None:
+        """Append one encoded line.
+
+        Raises:
+            OSError: the disk did not take all of it. Nothing is lost: call :meth:`flush` later.
+        """
+        self.waiting += line
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what is waiting, to a file made by the first call.
+
+        Raises:
+            OSError: the disk did not take all of it, or there is such a file, which is another run's.
+        """
+        if self._descriptor < 0:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+            self._descriptor = os.open(self.path, flags, 0o644)
+        while self.waiting:
+            # A full disk takes a part of a line; the rest follows it as soon as there is room.
+            written = os.write(self._descriptor, self.waiting)
+            del self.waiting[:written]
+
+    def sync(self) -> None:
+        """Write what is waiting and make the file outlive a power cut.
+
+        Raises:
+            OSError: the disk did not take all of it.
+        """
+        self.flush()
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

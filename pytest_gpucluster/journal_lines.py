@@ -1,0 +1,473 @@
+"""The lines of a journal as typed values, and how each is read from its JSON object.
+
+A field that is missing has its default, so that a journal of an earlier version is read; a field of the wrong
+type is an error, never a guess.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pytest_gpucluster.errors import JournalError
+
+OUTCOMES = ("passed", "failed", "error", "skipped")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JUnitOptions:
+    """pytest's settings for the JUnit file, with pytest's own defaults and meanings."""
+
+    path: str | None = None
+    family: str = "xunit2"
+    suite_name: str = "pytest"
+    prefix: str = ""
+    logging: str = "no"
+    log_passing: bool = True
+    duration_report: str = "total"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The first line: what was asked for, where, and with which versions."""
+
+    run_id: str
+    started_at: str
+    argv: tuple[str, ...] = ()
+    device: str = ""
+    rehearsal: bool = False
+    selection: bool = False
+    hostname: str = ""
+    launcher: str = ""
+    world_size: int = 1
+    nnodes: int = 1
+    options: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Option name -> (value, origin)."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    plugin_version: str = ""
+    junit: JUnitOptions = field(default_factory=JUnitOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlace:
+    """Where one rank runs."""
+
+    rank: int
+    host: str = ""
+    local_rank: int = 0
+    node_rank: int = 0
+    pid: int = 0
+    gpu: Mapping[str, str] | None = None
+    """index, uuid, pci_bus_id and name, as text; None on cpu."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Every rank that reported, and what preflight found wrong."""
+
+    ranks: tuple[RankPlace, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectedTest:
+    """A test that is to run."""
+
+    nodeid: str
+    classname: str = ""
+    name: str = ""
+    file: str = ""
+    line: int | None = None
+    criterion: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """A test that was begun."""
+
+    nodeid: str
+    at: str = ""
+    deadline_seconds: float = math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgedLimit:
+    """The limit that a value was held against."""
+
+    min: float | None = None
+    max: float | None = None
+    source: str = ""
+    origin: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgedMetric:
+    """A metric of all ranks and what was decided about it. Values are in ``unit``; a margin is a ratio."""
+
+    metric: str
+    unit: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    status: str = "error"
+    value: float | None = None
+    worst_rank: int | None = None
+    limit: JudgedLimit | None = None
+    margin: float | None = None
+    median: float | None = None
+    values: Mapping[int, float] = field(default_factory=dict)
+    samples: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOutcome:
+    """What one rank reported, where that is more than a bare pass."""
+
+    rank: int
+    outcome: str = "error"
+    message: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TestResult:
+    """A finished test, merged over all ranks."""
+
+    __test__ = False  # pytest must not take it for a test class
+
+    nodeid: str
+    outcome: str
+    classname: str = ""
+    name: str = ""
+    file: str = ""
+    line: int | None = None
+    criterion: str | None = None
+    phase: str = "call"
+    message: str = ""
+    text: str = ""
+    wasxfail: str | None = None
+    started_at: str = ""
+    duration_seconds: float = 0.0
+    call_seconds: float = 0.0
+    measurements: tuple[JudgedMetric, ...] = ()
+    ranks: tuple[RankOutcome, ...] = ()
+    culprits: tuple[int, ...] = ()
+    released: tuple[int, ...] = ()
+    sections: tuple[tuple[str, str], ...] = ()
+    properties: tuple[tuple[str, str], ...] = ()
+    attempts: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Something that went wrong outside any test."""
+
+    name: str
+    outcome: str = "error"
+    message: str = ""
+    text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Silence:
+    """The recorder's note that rank 0 does not answer. It holds until rank 0 is heard again."""
+
+    at: str = ""
+    message: str = ""
+    text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """The closing line."""
+
+    verdict: str
+    exit: int
+    at: str = ""
+    reason: str = ""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    not_run: tuple[str, ...] = ()
+    by: str = ""
+
+
+class Fields:
+    """One line's fields, read with their types. ``where`` begins every complaint."""
+
+    def __init__(self, value: object, where: str) -> None:
+        if not isinstance(value, dict):
+            raise JournalError(f"{where}: expected a JSON object, found {_shown(value)}")
+        self._value: dict[str, Any] = value
+        self._where = where
+
+    def _bad(self, name: str, expected: str) -> JournalError:
+        return JournalError(
+            f"{self._where}: {name!r} must be {expected}, found {_shown(self._value.get(name))}"
+        )
+
+    def text(self, name: str, default: str | None = None) -> str:
+        value = self._value.get(name, default)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, str):
+            raise self._bad(name, "text")
+        return value
+
+    def any_text(self, name: str) -> str:
+        return str(self._value.get(name, ""))
+
+    def optional_text(self, name: str) -> str | None:
+        return None if self._value.get(name) is None else self.text(name)
+
+    def choice(self, name: str, allowed: Iterable[str], default: str | None = None) -> str:
+        value = self.text(name, default)
+        if value not in allowed:
+            raise self._bad(name, "one of " + ", ".join(allowed))
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._value.get(name, default)
+        if not isinstance(value, bool):
+            raise self._bad(name, "true or false")
+        return value
+
+    def integer(self, name: str, default: int) -> int:
+        value = self.optional_integer(name)
+        return default if value is None else value
+
+    def optional_integer(self, name: str) -> int | None:
+        value = self._value.get(name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise self._bad(name, "an integer")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        value = self.optional_number(name)
+        return default if value is None else value
+
+    def optional_number(self, name: str) -> float | None:
+        value = self._value.get(name)
+        try:
+            return None if value is None else _number(value)
+        except ValueError:
+            raise self._bad(name, "a number") from None
+
+    def items(self, name: str) -> list[Any]:
+        value = self._value.get(name)
+        if value is None:
+            return []
+        if not isinstance(value, list):
+            raise self._bad(name, "a list")
+        return value
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        values = self.items(name)
+        if not all(isinstance(value, int) for value in values):
+            raise self._bad(name, "a list of integers")
+        return tuple(values)
+
+    def pairs(self, name: str) -> tuple[tuple[str, str], ...]:
+        values = self.items(name)
+        if not all(isinstance(value, list) and len(value) == 2 for value in values):
+            raise self._bad(name, "a list of pairs")
+        return tuple((str(key), str(value)) for key, value in values)
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        value = self._value.get(name)
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise self._bad(name, "an object")
+        return value
+
+    def texts(self, name: str) -> dict[str, str]:
+        return {key: str(value) for key, value in self.mapping(name).items()}
+
+    def inner(self, name: str) -> Fields:
+        return Fields(self.mapping(name), f"{self._where}: {name}")
+
+    def each(self, name: str) -> list[Fields]:
+        return [Fields(value, f"{self._where}: {name}[{i}]") for i, value in enumerate(self.items(name))]
+
+    def number_by_rank(self, name: str) -> dict[int, float]:
+        try:
+            return {
+                int(rank): _number(value) for rank, value in self.mapping(name).items() if value is not None
+            }
+        except ValueError:
+            raise self._bad(name, "numbers by rank") from None
+
+    def numbers_by_rank(self, name: str) -> dict[int, tuple[float, ...]]:
+        try:
+            return {int(rank): tuple(map(_number, values)) for rank, values in self.mapping(name).items()}
+        except (TypeError, ValueError):
+            raise self._bad(name, "lists of numbers by rank") from None
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _number(value: object) -> float:
+    """Read a number, which may be the text NaN, Infinity or -Infinity: JSON itself has no such numbers."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError
+    return float(value)
+
+
+def read_run(line: Fields) -> Run:
+    junit = line.inner("junit")
+    defaults = JUnitOptions()
+    options = {}
+    for name, value in line.mapping("options").items():
+        option = value if isinstance(value, dict) else {"value": value}
+        options[name] = (str(option.get("value")), str(option.get("origin", "")))
+    return Run(
+        run_id=line.text("run_id", ""),
+        started_at=line.text("started_at", ""),
+        argv=tuple(str(word) for word in line.items("argv")),
+        device=line.text("device", ""),
+        rehearsal=line.flag("rehearsal", False),
+        selection=line.flag("selection", False),
+        hostname=line.text("hostname", ""),
+        launcher=line.text("launcher", ""),
+        world_size=line.integer("world_size", 1),
+        nnodes=line.integer("nnodes", 1),
+        options=options,
+        versions=line.texts("versions"),
+        plugin_version=line.text("plugin_version", ""),
+        junit=JUnitOptions(
+            path=junit.optional_text("path"),
+            family=junit.text("family", defaults.family),
+            suite_name=junit.text("suite_name", defaults.suite_name),
+            prefix=junit.text("prefix", defaults.prefix),
+            logging=junit.text("logging", defaults.logging),
+            log_passing=junit.flag("log_passing", defaults.log_passing),
+            duration_report=junit.text("duration_report", defaults.duration_report),
+        ),
+    )
+
+
+def read_cluster(line: Fields) -> Cluster:
+    return Cluster(
+        ranks=tuple(
+            RankPlace(
+                rank=rank.integer("rank", -1),
+                host=rank.text("host", ""),
+                local_rank=rank.integer("local_rank", 0),
+                node_rank=rank.integer("node_rank", 0),
+                pid=rank.integer("pid", 0),
+                gpu=rank.texts("gpu") or None,
+                versions=rank.texts("versions"),
+            )
+            for rank in line.each("ranks")
+        ),
+        problems=tuple(str(problem) for problem in line.items("problems")),
+    )
+
+
+def _limit(limit: Fields) -> JudgedLimit:
+    return JudgedLimit(
+        min=limit.optional_number("min"),
+        max=limit.optional_number("max"),
+        source=limit.text("source", ""),
+        origin=limit.text("origin", ""),
+    )
+
+
+def _judged(line: Fields, keep_samples: bool) -> JudgedMetric:
+    return JudgedMetric(
+        metric=line.text("metric"),
+        unit=line.text("unit", ""),
+        labels=line.texts("labels"),
+        status=line.choice("status", ("passed", "failed", "error", "recorded")),
+        value=line.optional_number("value"),
+        worst_rank=line.optional_integer("worst_rank"),
+        limit=_limit(line.inner("limit")) if line.mapping("limit") else None,
+        margin=line.optional_number("margin"),
+        median=line.optional_number("median"),
+        values=line.number_by_rank("values"),
+        samples=line.numbers_by_rank("samples") if keep_samples else {},
+        reason=line.text("reason", ""),
+    )
+
+
+def read_test_result(line: Fields, keep_samples: bool) -> TestResult:
+    return TestResult(
+        nodeid=line.text("nodeid"),
+        outcome=line.choice("outcome", OUTCOMES),
+        classname=line.text("classname", ""),
+        name=line.text("name", ""),
+        file=line.text("file", ""),
+        line=line.optional_integer("line"),
+        criterion=line.optional_text("criterion"),
+        phase=line.text("phase", "call"),
+        message=line.text("message", ""),
+        text=line.text("text", ""),
+        wasxfail=line.optional_text("wasxfail"),
+        started_at=line.text("started_at", ""),
+        duration_seconds=line.number("duration_seconds", 0.0),
+        call_seconds=line.number("call_seconds", 0.0),
+        measurements=tuple(_judged(each, keep_samples) for each in line.each("measurements")),
+        ranks=tuple(
+            RankOutcome(
+                rank=rank.integer("rank", -1),
+                outcome=rank.text("outcome", "error"),
+                message=rank.text("message", ""),
+            )
+            for rank in line.each("ranks")
+        ),
+        culprits=line.integers("culprits"),
+        released=line.integers("released"),
+        sections=line.pairs("sections"),
+        properties=line.pairs("properties"),
+        attempts=line.integer("attempts", 1),
+    )
+
+
+def read_collected(line: Fields) -> tuple[CollectedTest, ...]:
+    return tuple(
+        CollectedTest(
+            nodeid=test.text("nodeid"),
+            classname=test.text("classname", ""),
+            name=test.text("name", ""),
+            file=test.text("file", ""),
+            line=test.optional_integer("line"),
+            criterion=test.optional_text("criterion"),
+        )
+        for test in line.each("tests")
+    )
+
+
+def read_end(line: Fields) -> End:
+    return End(
+        verdict=line.text("verdict"),
+        exit=line.integer("exit", 11),
+        at=line.text("at", ""),
+        reason=line.text("reason", ""),
+        counts={name: int(count) for name, count in line.mapping("counts").items() if isinstance(count, int)},
+        not_run=tuple(str(nodeid) for nodeid in line.items("not_run")),
+        by=line.text("by", ""),
+    )
+
+
+def read_started(line: Fields) -> Started:
+    return Started(
+        nodeid=line.text("nodeid"),
+        at=line.text("at", ""),
+        deadline_seconds=line.number("deadline_seconds", math.inf),
+    )
+
+
+def read_problem(line: Fields) -> Problem:
+    return Problem(
+        name=line.text("name", "problem"),
+        outcome=line.choice("outcome", ("error", "failed"), "error"),
+        message=line.text("message", ""),
+        text=line.text("text", ""),
+    )
+
+
+def read_silence(line: Fields) -> Silence:
+    return Silence(at=line.text("at", ""), message=line.text("message", ""), text=line.text("text", ""))

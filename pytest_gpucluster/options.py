@@ -1,0 +1,239 @@
+"""Settings: command line over environment over ini over default, each with its origin.
+
+The plugin is *active* only when this project's configuration, an ini setting or a ``--gpucluster-*`` option of the
+command line asks for it. An environment variable alone never turns it on: it may be left over in an operator's shell.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpucluster.errors import OptionError
+
+if TYPE_CHECKING:
+    import pytest
+
+DEVICES = ("cuda", "cpu")
+PROFILES = ("quick", "full", "soak")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """How long to wait, in seconds, before a silence means something.
+
+    The defaults suit hosts that share a fast network. ``--gpucluster-timeouts grace=2,join=900`` changes some.
+    """
+
+    join: float = 300.0
+    """Every rank must have reported to the store by then (imports over a slow file system are the usual delay)."""
+    grace: float = 1.0
+    """A rank that waits in a collective for this long after a peer's failure is released."""
+    stuck: float = 10.0
+    """A rank that has not come back this long after its release cannot be released: the run ends."""
+    dead: float = 30.0
+    """A rank on another host whose heartbeat has stood still this long is lost."""
+    unresponsive: float = 60.0
+    """A process that lives, but whose heartbeat has stood still this long, is treated as hung."""
+    terminate: float = 20.0
+    """After SIGTERM everything is over by then; torchrun sends SIGKILL after 30 s."""
+
+    @classmethod
+    def parse(cls, text: str) -> Timeouts:
+        """Read ``name=seconds,...``.
+
+        Raises:
+            OptionError: an unknown name, or a value that is no positive number.
+        """
+        allowed = ", ".join(cls.__dataclass_fields__)
+        values: dict[str, float] = {}
+        for part in filter(None, (piece.strip() for piece in text.split(","))):
+            name, _, value = part.partition("=")
+            if name not in cls.__dataclass_fields__:
+                raise OptionError(f"unknown timeout {name!r}; allowed: {allowed}, each as name=seconds")
+            values[name] = _positive_seconds(value)
+        return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One resolved value and where it came from ("command line", "environment", "ini", "default")."""
+
+    value: Any
+    origin: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Option:
+    name: str
+    metavar: str
+    help: str
+    default: str | None = None
+    parse: Callable[[str], Any] = str
+    repeatable: bool = False
+
+    @property
+    def flag(self) -> str:
+        return f"--gpucluster-{self.name}"
+
+    @property
+    def dest(self) -> str:
+        return f"gpucluster_{self.name.replace('-', '_')}"
+
+    @property
+    def variable(self) -> str:
+        return self.dest.upper()
+
+
+def _positive_seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise OptionError(f"{text!r} is not a number of seconds") from None
+    if not 0 < value < float("inf"):
+        raise OptionError(f"{text!r} is not a positive number of seconds")
+    return value
+
+
+def _one_of(*allowed: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in allowed:
+            raise OptionError(f"{text!r} is not allowed; choose one of: {', '.join(allowed)}")
+        return text
+
+    return parse
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, (name.strip() for name in text.split(","))))
+
+
+OPTIONS = (
+    _Option(
+        name="device",
+        metavar="DEVICE",
+        default="cuda",
+        parse=_one_of(*DEVICES),
+        help="cuda, or cpu for a rehearsal with gloo, small sizes and the cpu-rehearsal limits (default: cuda)",
+    ),
+    _Option(
+        name="expect",
+        metavar="NODESxGPUS[xSKU]",
+        help="the cluster that was ordered, such as 2x8xH100; anything less is an error before the first test",
+    ),
+    _Option(
+        name="thresholds",
+        metavar="FILE",
+        parse=Path,
+        help="a YAML file of limits laid over the shipped thresholds.yaml, limit by limit",
+    ),
+    _Option(
+        name="sku", metavar="NAME", help="judge by the limits of this SKU, whatever the GPU calls itself"
+    ),
+    _Option(
+        name="report-dir",
+        metavar="DIR",
+        default="gpucluster-report",
+        parse=Path,
+        help="where each run leaves its own folder (default: gpucluster-report)",
+    ),
+    _Option(
+        name="deadline",
+        metavar="SECONDS",
+        default="300",
+        parse=_positive_seconds,
+        help="the longest that a phase of one test may take, unless it has its own deadline marker (default: 300)",
+    ),
+    _Option(
+        name="require",
+        metavar="CRITERIA",
+        parse=_names,
+        default="",
+        help="criteria that must have run, by name, separated by commas, on top of those that the topology requires",
+    ),
+    _Option(
+        name="timeouts",
+        metavar="NAME=SECONDS,...",
+        parse=Timeouts.parse,
+        default="",
+        help=f"change waiting times: {', '.join(Timeouts.__dataclass_fields__)}",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The resolved settings of a run."""
+
+    settings: Mapping[str, Setting]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.settings[name].value
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def to_json(self) -> dict[str, dict[str, str | None]]:
+        """Return name -> value and origin as text, for the journal's header."""
+        return {
+            name: {"value": None if setting.value is None else str(setting.value), "origin": setting.origin}
+            for name, setting in self.settings.items()
+        }
+
+
+def register(parser: pytest.Parser) -> None:
+    """Add the options and ini settings to pytest's parser."""
+    group = parser.getgroup("gpucluster", "acceptance of GPU clusters (pytest-gpucluster)")
+    parser.addini("gpucluster", "turn pytest-gpucluster on for this project", type="bool", default=False)
+    for option in OPTIONS:
+        group.addoption(option.flag, dest=option.dest, metavar=option.metavar, default=None, help=option.help)
+        parser.addini(option.dest, f"{option.help} (as {option.flag})", type="string", default=None)
+
+
+def asked_for(args: list[str]) -> bool:
+    """Tell from raw command-line arguments whether an option of this plugin is used."""
+    return any(arg.startswith("--gpucluster-") for arg in args)
+
+
+def active(config: pytest.Config) -> bool:
+    """Tell whether the plugin takes part in this session."""
+    if any(getattr(config.option, option.dest, None) is not None for option in OPTIONS):
+        return True
+    return bool(config.getini("gpucluster")) or any(_ini(config, option) for option in OPTIONS)
+
+
+def resolve(config: pytest.Config, environ: Mapping[str, str] = os.environ) -> Settings:
+    """Resolve every option.
+
+    Raises:
+        OptionError: names the setting, its origin, the value found and the values allowed.
+    """
+    found: dict[str, Setting] = {}
+    for option in OPTIONS:
+        raw, origin, shown = _raw(config, option, environ)
+        try:
+            value = None if raw is None else option.parse(raw)
+        except OptionError as error:
+            raise OptionError(f"{shown}: {error}") from None
+        found[option.name.replace("-", "_")] = Setting(value=value, origin=origin)
+    return Settings(settings=found)
+
+
+def _ini(config: pytest.Config, option: _Option) -> str | None:
+    value = config.getini(option.dest)
+    return str(value) if value else None
+
+
+def _raw(config: pytest.Config, option: _Option, environ: Mapping[str, str]) -> tuple[str | None, str, str]:
+    command_line = getattr(config.option, option.dest, None)
+    if command_line is not None:
+        return str(command_line), "command line", f"{option.flag} {command_line}"
+    if option.variable in environ:
+        return environ[option.variable], "environment", f"{option.variable}={environ[option.variable]}"
+    ini = _ini(config, option)
+    if ini is not None:
+        return ini, "ini", f"{config.inipath}: {option.dest} = {ini}"
+    return option.default, "default", f"{option.flag} (default)"

@@ -1,0 +1,468 @@
+"""The phases of a test on one rank: run the body, tell the others how it ended, and end it as all of them agree.
+
+The verdict of an exchange is raised here, inside pytest's own hook for the phase. So ``-x``, ``--maxfail``, ``--lf``,
+reruns and exit codes act on the same outcome on every rank, by construction.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_gpucluster import cause
+from pytest_gpucluster.agreement.merge import Merged, RankOutcome, merge, one_line
+from pytest_gpucluster.agreement.release.python import Released
+from pytest_gpucluster.agreement.watch import Ending
+from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.metrics import Measurement
+from pytest_gpucluster.record import TestName, TestRecord, unique
+from pytest_gpucluster.reports.terminal import measurement_table
+from pytest_gpucluster.selection import why_not_applicable
+
+if TYPE_CHECKING:
+    from pytest_gpucluster.judge import Judgement
+    from pytest_gpucluster.run import Run
+
+_LONGEST_TEXT = 32_000
+"""Characters of one rank's failure that travel; the beginning and the end are kept."""
+_LONGEST_SECTION = 8_000
+
+MEASUREMENTS = pytest.StashKey[list[Measurement]]()
+CRITERION = pytest.StashKey[str]()
+
+
+class AgreedFailure(pytest.fail.Exception):
+    """The ranks' common verdict, raised on a rank whose own body came to another end."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, pytrace=False)
+
+
+class AgreedSkip(pytest.skip.Exception):
+    """The ranks agree that the test is skipped."""
+
+
+class Phases:
+    """Carries the tests of one rank through their phases. Main thread only."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._merged: weakref.WeakKeyDictionary[pytest.TestReport, Merged] = weakref.WeakKeyDictionary()
+        self._last: Merged | None = None
+        self._dirty = False
+
+    # ---- before and around a test ----------------------------------------------------------------------------
+
+    def refuses(self, item: pytest.Item) -> bool:
+        """Tell whether the run has ended, so that this test must not start."""
+        watch = self._run.watch
+        if watch is None or watch.ending is None:
+            return False
+        item.session.shouldstop = watch.ending.message
+        return True
+
+    def started(self, item: pytest.Item) -> None:
+        """Put on record that a test begins."""
+        name = name_of(item)
+        record = TestRecord(test=name)
+        self._run.records[item.nodeid] = record
+        self._run.send(
+            {
+                "type": "start",
+                "nodeid": item.nodeid,
+                "at": record.started_at,
+                "deadline_seconds": self._deadline(item),
+            }
+        )
+
+    def run_phase(self, item: pytest.Item, when: str) -> Generator[None, Any, Any]:
+        """Wrap one of pytest's ``runtest`` hooks: everything inside is the body."""
+        watch = self._run.watch
+        if watch is None:
+            return (yield)
+        self._last = None
+        number = watch.enter(f"{when} of {item.nodeid}", self._deadline(item))
+        error: BaseException | None = None
+        try:
+            try:
+                if when == "setup":
+                    self._require_ranks(item)
+                yield
+                if when == "teardown" and self._dirty:
+                    # A session fixture may hold what the fault has broken: everything is set up anew.
+                    item.session._setupstate.teardown_exact(None)
+                    self._dirty = False
+            finally:
+                watch.leave()
+        except (KeyboardInterrupt, pytest.exit.Exception) as stop:
+            watch.leave()
+            self._interrupted(stop, when, item)
+            raise
+        except BaseException as raised:  # noqa: B902  # an outcome of pytest is no Exception; all are raised again
+            watch.leave()
+            error = raised
+        own = self._own_outcome(item, when, number, error)
+        verdict = self._agree(item, when, number, own, error)
+        self._end_as_agreed(item, verdict, own, error, number)
+
+    def _require_ranks(self, item: pytest.Item) -> None:
+        """Skip a test that needs more ranks or nodes; on record is whether the declared topology has room for it."""
+        run = self._run
+        why = why_not_applicable(item, ranks=run.facts.world_size, nodes=run.facts.nnodes)
+        if why is not None:
+            ranks, nodes = run.declared_topology()
+            run.records[item.nodeid].applicable = why_not_applicable(item, ranks=ranks, nodes=nodes) is None
+            pytest.skip(why)
+
+    def _interrupted(self, stop: BaseException, when: str, item: pytest.Item) -> None:
+        assert self._run.watch is not None
+        who = self._run.names[self._run.rank]
+        code = getattr(stop, "returncode", None)
+        self._run.watch.end(
+            Ending(
+                name="interrupted",
+                message=f"interrupted on {who} during {when} of {item.nodeid}: {one_line(str(stop)) or 'Ctrl-C'}",
+                exit=int(code) if code is not None else 2,
+            )
+        )
+
+    # ---- this rank's outcome ---------------------------------------------------------------------------------
+
+    def _own_outcome(
+        self, item: pytest.Item, when: str, number: int, error: BaseException | None
+    ) -> RankOutcome:
+        assert self._run.watch is not None
+        rank = self._run.rank
+        measurements = [m.to_json() for m in item.stash.get(MEASUREMENTS, [])] if when == "call" else []
+        if error is None:
+            return RankOutcome(rank=rank, outcome="passed", measurements=measurements)
+        if isinstance(error, (pytest.skip.Exception, pytest.xfail.Exception)):
+            return RankOutcome(rank=rank, outcome="skipped", message=one_line(str(error.msg)), text=str(error.msg))
+        released = self._run.watch.released(number)
+        text = clip(_traceback(item, when, error), _LONGEST_TEXT)
+        if isinstance(error, Released) or released is not None:
+            message = str(released or error)
+            return RankOutcome(
+                rank=rank, outcome="released", message=one_line(message), text=text, measurements=measurements
+            )
+        return RankOutcome(
+            rank=rank,
+            outcome=cause.kind_of(error, when),
+            message=one_line(_summary(error)),
+            text=text,
+            measurements=measurements,
+            sections=_sections(item) if rank != 0 else (),
+        )
+
+    # ---- agreement -------------------------------------------------------------------------------------------
+
+    def _agree(
+        self, item: pytest.Item, when: str, number: int, own: RankOutcome, error: BaseException | None
+    ) -> Mapping[str, Any]:
+        run, watch = self._run, self._run.watch
+        assert watch is not None and run.exchange is not None and run.stores is not None
+        label = f"{when} of {item.nodeid}"
+        if own.outcome in ("failed", "error"):
+            try:
+                watch.report_failure(run.stores.main, number, own.message)
+            except RuntimeError as lost:  # torch's DistError family
+                watch.end(Ending(name="store lost", message=one_line(str(lost)), exit=11))
+        died = cause.gpu_died(error) if error is not None else None
+        body = {"at": label, **own.to_json(), **({"died": died} if died else {})}
+
+        def decide(bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
+            return self._decide(item, when, number, label, bodies)
+
+        if watch.ending is not None:
+            return self._ended(own, decide, body)
+        try:
+            verdict = run.exchange.run(body, decide, deadline_seconds=self._deadline(item) + run.timeouts.stuck)
+        except EnvironmentBroken as lost:
+            watch.end(Ending(name="store lost", message=str(lost), exit=11))
+            return self._ended(own, decide, body)
+        if "ended" in verdict:
+            return self._ended(own, decide, body)
+        if verdict.get("stop"):
+            watch.agreed_to_end(Ending(**verdict["stop"]))
+        return verdict
+
+    def _ended(self, own: RankOutcome, decide: Any, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The run has ended and nobody waits for anybody: rank 0 reports what it knows."""
+        watch = self._run.watch
+        assert watch is not None and watch.ending is not None
+        if self._run.rank != 0:
+            return {"o": "error", "msg": watch.ending.message}
+        if own.outcome == "passed":
+            body = {**body, "o": "released", "msg": watch.ending.message}
+        bodies: dict[int, Mapping[str, Any]] = {0: body}
+        for rank in watch.ending.culprits:
+            bodies[rank] = {"o": "lost", "msg": watch.ending.message, "text": watch.ending.text}
+        verdict: Mapping[str, Any] = decide(bodies)
+        return verdict
+
+    def _decide(
+        self, item: pytest.Item, when: str, number: int, label: str, bodies: Mapping[int, Mapping[str, Any]]
+    ) -> Mapping[str, Any]:
+        """Rank 0: merge, judge and say whether the run can go on."""
+        run, watch = self._run, self._run.watch
+        assert watch is not None
+        culprits = watch.culprits(number)
+        outcomes = []
+        for rank, body in sorted(bodies.items()):
+            outcome = RankOutcome.from_json(rank, body)
+            if body.get("at", label) != label:
+                text = f"runs {body['at']} while rank 0 runs {label}: the ranks are out of step"
+                outcome = RankOutcome(rank=rank, outcome="error", message=text, text=text)
+            elif outcome.outcome == "released" and rank in culprits:
+                found = culprits[rank]
+                outcome = RankOutcome(
+                    rank=rank, outcome="hung", message=found.message, text=f"{found.text}\n\n{outcome.text}"
+                )
+            outcomes.append(outcome)
+        released = next((o.message for o in outcomes if o.outcome == "released"), "")
+        merged = merge(outcomes, run.names, unfinished=released)
+        if merged.outcome in ("passed", "failed", "error") and when == "call":
+            merged = self._judged(item, merged, outcomes)
+        stop = self._stop(bodies, outcomes, merged, watch.unreleasable(number))
+        self._last = merged
+        verdict: dict[str, Any] = {"o": merged.outcome}
+        if merged.message:
+            verdict["msg"] = merged.message
+        if merged.dirty:
+            verdict["dirty"] = True
+        if stop is not None:
+            verdict["stop"] = {
+                "name": stop.name,
+                "message": stop.message,
+                "exit": stop.exit,
+                "culprits": list(stop.culprits),
+            }
+        return verdict
+
+    def _judged(self, item: pytest.Item, merged: Merged, outcomes: Sequence[RankOutcome]) -> Merged:
+        """Hold the measurements of all ranks against the limits; a failed rank keeps its failure."""
+        record = self._run.records[item.nodeid]
+        by_rank = {o.rank: [Measurement.from_json(m) for m in o.measurements] for o in outcomes}
+        criterion = criterion_of(item)
+        if not any(by_rank.values()):
+            if criterion is None or merged.outcome != "passed":
+                return merged
+            message = f"criterion {criterion} has measured nothing: nothing is accepted without a measurement"
+            return Merged(outcome="error", message=message, text=message, ranks=merged.ranks)
+        judgement = self._judge(by_rank)
+        record.measurements = [judged.to_json() for judged in judgement.measurements]
+        if merged.outcome != "passed" or judgement.outcome == "passed":
+            return merged
+        worst = sorted({m.worst_rank for m in judgement.measurements if m.worst_rank is not None and m.status == "failed"})
+        return Merged(
+            outcome=judgement.outcome,
+            message=one_line(judgement.message),
+            text=f"{judgement.message}\n\n{measurement_table(record.measurements)}",
+            culprits=worst,
+            ranks=merged.ranks,
+        )
+
+    def _judge(self, by_rank: Mapping[int, Sequence[Measurement]]) -> Judgement:
+        from pytest_gpucluster.judge import judge
+
+        run = self._run
+        inventory = run.joined.who if run.joined else {}
+        gpu = next((who["gpu"]["name"] for who in inventory.values() if who.get("gpu")), None)
+        return judge(
+            by_rank,
+            world={rank: run.names[rank] for rank in range(run.facts.world_size)},
+            node_of={rank: int(who["node_rank"]) for rank, who in inventory.items()},
+            limits=run.limits,
+            sku=run.sku(gpu),
+            gpu_name=gpu,
+        )
+
+    def _stop(
+        self,
+        bodies: Mapping[int, Mapping[str, Any]],
+        outcomes: Sequence[RankOutcome],
+        merged: Merged,
+        unreleasable: bool,
+    ) -> Ending | None:
+        dead = {rank: body["died"] for rank, body in bodies.items() if body.get("died")}
+        if dead:
+            rank = min(dead)
+            return Ending(
+                name="GPU lost",
+                message=one_line(f"the GPU of {self._run.names[rank]} works no more: {merged.message}"),
+                exit=1 if "hardware" in dead.values() else 11,
+                culprits=sorted(dead),
+            )
+        if unreleasable:
+            stuck = [o.rank for o in outcomes if o.outcome == "hung"]
+            return Ending(name="rank stuck", message=merged.message, exit=11, culprits=stuck)
+        return None
+
+    # ---- the agreed end --------------------------------------------------------------------------------------
+
+    def _end_as_agreed(
+        self,
+        item: pytest.Item,
+        verdict: Mapping[str, Any],
+        own: RankOutcome,
+        error: BaseException | None,
+        number: int,
+    ) -> None:
+        run = self._run
+        if verdict.get("dirty") and run.cluster is not None:
+            self._dirty = True
+            run.cluster.discard(epoch=number)
+        if run.watch is not None and run.watch.ending is not None:
+            item.session.shouldstop = run.watch.ending.message
+        outcome = verdict["o"]
+        if outcome == "passed":
+            return
+        if error is not None and (outcome != "skipped") == (own.outcome != "skipped"):
+            raise error
+        if outcome == "skipped":
+            raise AgreedSkip(verdict.get("msg", ""))
+        raise AgreedFailure(verdict.get("msg", ""))
+
+    # ---- pytest's reports on rank 0 --------------------------------------------------------------------------
+
+    def remember(self, report: pytest.TestReport) -> None:
+        """Attach the merged outcome to the report just made."""
+        if self._last is not None:
+            self._merged[report] = self._last
+
+    def show(self, report: pytest.TestReport) -> None:
+        """Rank 0: let pytest's report say what all ranks agreed on, and put it on record."""
+        if self._run.rank != 0 or self._run.watch is None:
+            return
+        merged = self._merged.get(report)
+        if merged is not None and report.failed and merged.outcome in ("failed", "error"):
+            report.longrepr = MergedRepr(merged, report)
+        record = self._run.records.get(report.nodeid)
+        if record is None:
+            return
+        if report.outcome == "rerun":  # pytest-rerunfailures
+            self._take(record, report, merged)
+            record.start_again(_line_of(report))
+            return
+        self._take(record, report, merged)
+        if report.when == "teardown":
+            self._run.send(record.line())
+
+    def _take(self, record: TestRecord, report: pytest.TestReport, merged: Merged | None) -> None:
+        record.add(
+            report.when or "call",
+            outcome="failed" if report.outcome == "rerun" else report.outcome,
+            message=_line_of(report),
+            text=report.longreprtext if report.failed else _skip_reason(report),
+            seconds=report.duration,
+            merged=merged,
+            wasxfail=getattr(report, "wasxfail", None),
+        )
+        record.sections = list(report.sections)
+        own = [(name, value) for name, value in report.user_properties if name != "gpucluster"]
+        record.properties = unique([*record.properties, *own])
+
+    def is_error(self, report: pytest.TestReport) -> bool:
+        """Tell whether a failed call is an error of the run rather than a verdict about hardware."""
+        merged = self._merged.get(report)
+        return merged is not None and merged.outcome == "error" and report.failed and report.when == "call"
+
+    def _deadline(self, item: pytest.Item) -> float:
+        marker = item.get_closest_marker("deadline")
+        if marker is not None and marker.args:
+            return float(marker.args[0])
+        assert self._run.settings is not None
+        return float(self._run.settings.deadline)
+
+
+class MergedRepr:
+    """What pytest prints of a failure: rank 0's own traceback if it has one to blame, and every culprit's."""
+
+    def __init__(self, merged: Merged, report: pytest.TestReport) -> None:
+        self.reprcrash = _Crash(merged.message)
+        self._text = merged.text
+        own = report.longrepr
+        alone = list(merged.culprits) == [0] and not merged.released and hasattr(own, "toterminal")
+        self._own = own if alone else None
+
+    def toterminal(self, tw: Any) -> None:
+        """Write to pytest's terminal writer."""
+        if self._own is not None:
+            self._own.toterminal(tw)  # type: ignore[union-attr]  # checked in __init__
+            tw.line(self.reprcrash.message, red=True)
+            return
+        for line in self._text.splitlines():
+            tw.line(line, red=line.startswith("E  "))
+
+    def __str__(self) -> str:
+        return self._text
+
+
+class _Crash:
+    """What pytest's short summary reads of a failure."""
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+        self.path, self.lineno = "", 0
+
+
+def name_of(item: pytest.Item) -> TestName:
+    """Return how a test is called in reports."""
+    return TestName.of(item.nodeid, item.location, criterion_of(item))
+
+
+def criterion_of(item: pytest.Item) -> str | None:
+    """Return the name in the test's ``criterion`` marker, or None."""
+    marker = item.get_closest_marker("criterion")
+    return str(marker.args[0]) if marker is not None and marker.args else None
+
+
+def clip(text: str, longest: int) -> str:
+    """Keep the beginning and the end of a text that is too long to travel."""
+    if len(text) <= longest:
+        return text
+    half = longest // 2
+    return f"{text[:half]}\n… {len(text) - 2 * half} characters left out …\n{text[-half:]}"
+
+
+def _traceback(item: pytest.Item, when: str, error: BaseException) -> str:
+    excinfo = pytest.ExceptionInfo.from_exception(error)
+    try:
+        if when == "call":
+            return str(item.repr_failure(excinfo))
+        return str(item._repr_failure_py(excinfo, style=item.config.getoption("tbstyle", "auto")))
+    except Exception as broken:  # an exception whose own repr raises must not hide the failure
+        return f"{type(error).__name__} (its traceback cannot be shown: {type(broken).__name__})"
+
+
+def _summary(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception as broken:  # as above
+        text = f"(its text cannot be shown: {type(broken).__name__})"
+    return text if isinstance(error, pytest.fail.Exception) else f"{type(error).__name__}: {text}"
+
+
+def _sections(item: pytest.Item) -> list[tuple[str, str]]:
+    """Return what the failed test printed on this rank."""
+    return [
+        (f"Captured {key} {when}", clip(content, _LONGEST_SECTION))
+        for when, key, content in item._report_sections
+        if content
+    ]
+
+
+def _line_of(report: pytest.TestReport) -> str:
+    if report.skipped:
+        return one_line(_skip_reason(report))
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return one_line(crash.message if crash is not None else report.longreprtext)
+
+
+def _skip_reason(report: pytest.TestReport) -> str:
+    if isinstance(report.longrepr, tuple):
+        return report.longrepr[2].removeprefix("Skipped: ")
+    return getattr(report, "wasxfail", "") or report.longreprtext

@@ -1,0 +1,148 @@
+"""pytest's side: hooks only, each a few lines that call what does the work.
+
+Importing this module must stay cheap: it loads neither torch nor NVML nor YAML. In a project that does not use the
+plugin only the four functions below are ever called, and they add nothing but options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_gpucluster import options
+
+if TYPE_CHECKING:
+    from pytest_gpucluster.session import Session
+
+_MARKERS = (
+    "criterion(name): an acceptance criterion; it must measure something, on every rank, and meet its limits",
+    "single_gpu: needs no other rank; also runs under pytest -n <GPUs> --dist each",
+    "nccl: exercises collective communication",
+    "training: trains a model",
+    "needs_ranks(n): does not run with fewer than n ranks",
+    "needs_nodes(n): does not run with fewer than n nodes",
+    "deadline(seconds): the longest that one phase of this test may take, instead of --gpucluster-deadline",
+    "soak: runs for a long time",
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add options and ini settings."""
+    options.register(parser)
+
+
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Add what sites can extend."""
+    from pytest_gpucluster import hookspecs
+
+    pluginmanager.add_hookspecs(hookspecs)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
+    """Set torch's environment before any conftest can import torch."""
+    if options.asked_for(args) or early_config.getini("gpucluster"):
+        from pytest_gpucluster.session import prepare_environment
+
+        prepare_environment()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Turn the plugin on, where it was asked for, before any other plugin is configured."""
+    if not options.active(config):
+        return
+    from pytest_gpucluster import fixtures
+    from pytest_gpucluster.session import configure
+
+    for marker in _MARKERS:
+        config.addinivalue_line("markers", marker)
+    config.pluginmanager.register(fixtures, "gpucluster-fixtures")
+    config.pluginmanager.register(Hooks(configure(config)), "gpucluster-hooks")
+
+
+class Hooks:
+    """The hooks of an active session."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """Open the run on every rank, or end the session here."""
+        self._session.start(session)
+
+    def pytest_report_header(self) -> list[str]:
+        """Say what cluster this is and which settings are in force."""
+        return self._session.header()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Keep collection errors, to be shown by rank 0."""
+        self._session.collect_report(report)
+
+    def pytest_deselected(self) -> None:
+        """A deselected test makes this run a selection."""
+        self._session.deselected()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection(self, session: pytest.Session) -> Generator[None, Any, Any]:
+        """Agree on the tests to run, in rank 0's order."""
+        result = yield
+        self._session.collected(session)
+        return result
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        """Run nothing when the ranks have not agreed on what to run."""
+        return self._session.refuses_to_run() or None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+        """Start no further test once the run has ended."""
+        return self._session.starts(item)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """Set up on every rank, or on none."""
+        return (yield from self._session.phase(item, "setup"))
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """Run the body on every rank, then judge all measurements at once."""
+        return (yield from self._session.phase(item, "call"))
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """Tear down on every rank."""
+        return (yield from self._session.phase(item, "teardown"))
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, Any, pytest.TestReport]:
+        """Keep what the ranks agreed on beside the report."""
+        report = yield
+        self._session.made(report, item)
+        return report
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Let rank 0's report say what all ranks agreed on, before anybody reads it."""
+        self._session.show(report)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
+        """Show what broke the run as an error, not as a failure of the hardware."""
+        return self._session.status(report)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:
+        """Agree on the verdict and the exit code; say it in the last line."""
+        self._session.finish(session)
+        yield
+        self._session.last_words(session)
+
+    def pytest_unconfigure(self) -> None:
+        """Leave the run."""
+        self._session.close()

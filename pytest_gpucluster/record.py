@@ -1,0 +1,167 @@
+"""From the merged phases of a test to its one line in the journal. Pure but for the clock that it is given."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+from pytest_gpucluster.agreement.merge import Merged, one_line
+
+_PARAMETERS = re.compile(r"\[.*$", re.DOTALL)
+
+
+def now() -> str:
+    """Return the present time as ISO 8601 in UTC."""
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TestName:
+    """How a test is called in a report: the same at every world size."""
+
+    __test__ = False
+
+    nodeid: str
+    classname: str
+    name: str
+    file: str
+    line: int
+    criterion: str | None = None
+
+    @classmethod
+    def of(cls, nodeid: str, location: tuple[str, int | None, str], criterion: str | None = None) -> TestName:
+        """Make the dotted class name and the function's name as pytest's own JUnit does."""
+        path, _, rest = nodeid.partition("::")
+        parameters = "".join(_PARAMETERS.findall(rest)[:1])
+        *classes, function = _PARAMETERS.sub("", rest).split("::")
+        module = re.sub(r"\.py$", "", path).replace("/", ".")
+        return cls(
+            nodeid=nodeid,
+            classname=".".join([module, *classes]),
+            name=f"{function}{parameters}" if function else module,
+            file=location[0],
+            line=(location[1] or 0) + 1,
+            criterion=criterion,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as the journal names them."""
+        return {
+            "nodeid": self.nodeid,
+            "classname": self.classname,
+            "name": self.name,
+            "file": self.file,
+            "line": self.line,
+            "criterion": self.criterion,
+        }
+
+
+@dataclass(kw_only=True)
+class TestRecord:
+    """One test while its phases come in; :meth:`line` closes it.
+
+    The first phase that is not passed decides; what goes wrong later is added to the text.
+    """
+
+    __test__ = False
+
+    test: TestName
+    started_at: str = field(default_factory=now)
+    outcome: str = "passed"
+    phase: str = "call"
+    message: str = ""
+    text: str = ""
+    wasxfail: str | None = None
+    seconds: float = 0.0
+    call_seconds: float = 0.0
+    measurements: list[Mapping[str, Any]] = field(default_factory=list)
+    ranks: list[Mapping[str, Any]] = field(default_factory=list)
+    culprits: set[int] = field(default_factory=set)
+    released: set[int] = field(default_factory=set)
+    sections: list[tuple[str, str]] = field(default_factory=list)
+    properties: list[tuple[str, str]] = field(default_factory=list)
+    attempts: int = 1
+    applicable: bool = True
+
+    def add(
+        self,
+        when: str,
+        *,
+        outcome: str,
+        message: str,
+        text: str,
+        seconds: float,
+        merged: Merged | None,
+        wasxfail: str | None = None,
+    ) -> None:
+        """Take the merged report of a phase: pytest's outcome, refined by what the ranks agreed on."""
+        self.seconds += seconds
+        if when == "call":
+            self.call_seconds += seconds
+        if merged is not None:
+            self.ranks += merged.ranks
+            self.culprits |= set(merged.culprits)
+            self.released |= set(merged.released)
+        if outcome == "failed":
+            outcome = self._refine(when, merged)
+            self._worsen(when, outcome, message, text)
+        elif outcome == "skipped" and self.outcome == "passed":
+            self.outcome, self.phase, self.message, self.text = "skipped", when, one_line(message), text
+            self.wasxfail = wasxfail
+        elif wasxfail is not None:
+            self.wasxfail = wasxfail
+
+    def start_again(self, message: str) -> None:
+        """Begin another attempt of the same test; what the earlier one said stays on record."""
+        self.properties.append(
+            (f"attempt {self.attempts}", one_line(f"{self.outcome}: {self.message or message}"))
+        )
+        self.attempts += 1
+        self.outcome, self.phase, self.message, self.text, self.wasxfail = "passed", "call", "", "", None
+        self.measurements, self.sections = [], []
+
+    def line(self) -> dict[str, Any]:
+        """Return the journal's line."""
+        body: dict[str, Any] = {
+            "type": "test",
+            **self.test.to_json(),
+            "outcome": self.outcome,
+            "phase": self.phase,
+            "message": self.message,
+            "text": self.text,
+            "started_at": self.started_at,
+            "duration_seconds": self.seconds,
+            "call_seconds": self.call_seconds,
+            "measurements": self.measurements,
+            "ranks": self.ranks,
+            "culprits": sorted(self.culprits),
+            "released": sorted(self.released),
+            "sections": [list(section) for section in self.sections],
+            "properties": [list(pair) for pair in self.properties],
+            "attempts": self.attempts,
+        }
+        if self.wasxfail is not None:
+            body["wasxfail"] = self.wasxfail
+        return body
+
+    def _refine(self, when: str, merged: Merged | None) -> str:
+        if merged is not None and merged.outcome in ("failed", "error"):
+            return merged.outcome
+        return "failed" if when == "call" else "error"
+
+    def _worsen(self, when: str, outcome: str, message: str, text: str) -> None:
+        first = self.outcome in ("passed", "skipped")
+        if first:
+            self.phase, self.message, self.text = when, one_line(message), text
+        else:
+            self.text = f"{self.text}\n\n{when}: {text}"
+        if first or outcome == "failed":  # a verdict about the hardware outweighs a broken environment
+            self.outcome = outcome
+
+
+def unique(properties: Sequence[tuple[str, object]]) -> list[tuple[str, str]]:
+    """Return user properties as text, without repeats: setup, call and teardown reports all carry them."""
+    return list(dict.fromkeys((str(name), str(value)) for name, value in properties))

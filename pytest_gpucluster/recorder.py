@@ -1,0 +1,355 @@
+"""Rank 0's handle on the recorder, the one process that writes the journal and the JUnit file.
+
+The recorder lives on rank 0's node in a session of its own, without torch and without pytest, so that what
+ends rank 0 (a signal, a crash, a hang with the GIL held) does not end the record. What it does is in
+:mod:`recording`.
+
+Lines travel over a socket pair in numbered packets. A packet is taken whole or not at all, and one that comes
+twice is dropped: so an exception raised by a signal handler in the middle of a ``send`` neither tears a line
+nor doubles it.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_gpucluster.journal import encode
+
+if TYPE_CHECKING:
+    import subprocess
+
+# number of the packet, whether the message ends with it
+HEADER = struct.Struct("<QB")
+# Below the default send buffer of a Unix socket (net.core.wmem_default, 208 KiB), with room for several.
+CHUNK_BYTES = 48 * 1024
+# The first byte of a message says what it is.
+LINE, END, BEAT, FAULT_FILE = b"L", b"E", b"B", b"F"
+# Signals that launchers, schedulers and terminals send to everything they can reach.
+SHIELDED = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGALRM,
+    signal.SIGXCPU,
+    signal.SIGTSTP,
+    signal.SIGTTIN,
+    signal.SIGTTOU,
+)
+# A recorder that takes nothing for so long is stuck, on a disk most likely; the tests go on without it.
+_SEND_SECONDS = 2.0
+_SEND_AGAIN_SECONDS = 0.02
+
+
+class _Packet:
+    """A part of a message, numbered when it is first sent."""
+
+    __slots__ = ("content", "is_last", "number")
+
+    def __init__(self, content: bytes, is_last: bool) -> None:
+        self.content = content
+        self.is_last = is_last
+        self.number = 0
+
+
+class Recorder:
+    """Send lines to the recorder process. Every method may be called from any thread.
+
+    Nothing here raises because of the recorder: what went wrong is in :attr:`failure`, and :meth:`finish`
+    returns it. In a process forked from rank 0 every method does nothing.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], channel: socket.socket) -> None:
+        self.pid = process.pid
+        self._process = process
+        self._channel = channel
+        self._owner = os.getpid()
+        # Re-entrant: a signal handler may send while the main thread is sending.
+        self._lock = threading.RLock()
+        self._number = 0
+        self._waiting: collections.deque[_Packet] = collections.deque()
+        self._failure: str | None = None
+        self._stuck: str | None = None
+        self._is_gone = False
+        self._acknowledged: list[str | None] = []
+
+    @classmethod
+    def start(
+        cls,
+        run_dir: Path,
+        junit_path: Path | None,
+        *,
+        stderr: int | None = None,
+        grace_seconds: float = 20.0,
+        quiet_seconds: float = 5.0,
+    ) -> Recorder:
+        """Start the recorder of this process. That takes milliseconds: it need not be ready for lines.
+
+        Args:
+            run_dir: an existing folder for the journal.
+            junit_path: the JUnit file to keep up to date, or None.
+            stderr: a descriptor for its last words, by default this process's standard error.
+            grace_seconds: rank 0 is reported as not answering so long after a test's deadline ...
+            quiet_seconds: ... if it has not been heard for so long.
+
+        Raises:
+            OSError: no process can be started.
+        """
+        import subprocess  # here, because a rank above 0 never needs it
+
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "pytest_gpucluster.recorder"]
+        command += [
+            "--channel",
+            str(theirs.fileno()),
+            "--parent",
+            str(os.getpid()),
+            "--run-dir",
+            os.path.abspath(run_dir),
+        ]
+        command += ["--grace-seconds", str(grace_seconds), "--quiet-seconds", str(quiet_seconds)]
+        if junit_path is not None:
+            command += ["--junit", os.path.abspath(junit_path)]
+        # The recorder inherits the mask, so there is no moment in which one of these could end it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                env=_environment(),
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return cls(process, ours)
+
+    @property
+    def failure(self) -> str | None:
+        """Return what keeps the recorder from recording (a full disk, its death), or None."""
+        if self._is_foreign():
+            return None
+        if self._lock.acquire(blocking=False):
+            try:
+                self._hear(0.0)
+            finally:
+                self._lock.release()
+        return self._failure or self._stuck
+
+    def send(self, line: Mapping[str, object]) -> None:
+        """Record a line of the journal. If the recorder takes none for 2 s, it goes with the next one."""
+        self._post(LINE + encode(line))
+
+    def fault_file(self, path: str | os.PathLike[str]) -> None:
+        """Name the file that this process's faulthandler writes to: it is quoted if rank 0 dies or hangs."""
+        self._post(FAULT_FILE + os.fsencode(os.path.abspath(path)))
+
+    def beat(self) -> None:
+        """Say that rank 0 is alive. It never waits."""
+        if self._is_foreign() or self._is_gone or not self._lock.acquire(blocking=False):
+            return
+        try:
+            if self._waiting:
+                self._flush(0.0)
+            else:
+                self._send_packet(_Packet(BEAT, True), 0.0)
+        except BlockingIOError:
+            pass  # the recorder has enough to read
+        except OSError:
+            self._note_end()
+        finally:
+            self._lock.release()
+
+    def finish(self, end_line: Mapping[str, object], timeout: float) -> str | None:
+        """Send the closing line and wait until journal and JUnit are on disk.
+
+        Returns None then. Otherwise one line: what is not on disk, why, and where it was put instead.
+        """
+        if self._is_foreign():
+            return None
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            self._waiting.extend(_packets(END + encode(end_line)))
+            self._flush(timeout)
+            while not self._acknowledged and not self._is_gone:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                self._hear(left)
+            if self._acknowledged:
+                self._channel.close()
+                self._is_gone = True
+                import subprocess
+
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(timeout=max(1.0, deadline - time.monotonic()))
+                return self._acknowledged[0]
+            if self._is_gone:
+                return self._failure or f"the recorder (pid {self.pid}) has ended"
+            why = self._failure or self._stuck
+            unconfirmed = (
+                f"the recorder (pid {self.pid}) has not confirmed the reports on disk within {timeout:g} s"
+            )
+            return f"{unconfirmed}: {why}" if why else unconfirmed
+
+    def _is_foreign(self) -> bool:
+        return os.getpid() != self._owner
+
+    def _post(self, message: bytes) -> None:
+        if self._is_foreign():
+            return
+        with self._lock:
+            if self._is_gone:
+                return
+            self._waiting.extend(_packets(message))
+            self._flush(_SEND_AGAIN_SECONDS if self._stuck else _SEND_SECONDS)
+
+    def _send_packet(self, packet: _Packet, timeout: float) -> None:
+        # A signal handler that sends may come between any two of these: then it has sent this packet too, and
+        # this one goes out again with a number that the recorder has seen.
+        if not packet.number:
+            self._number += 1
+            packet.number = self._number
+        self._channel.settimeout(timeout)
+        self._channel.send(HEADER.pack(packet.number, packet.is_last) + packet.content, socket.MSG_NOSIGNAL)
+
+    def _flush(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        try:
+            while self._waiting:
+                packet = self._waiting[0]
+                self._send_packet(packet, max(0.0, deadline - time.monotonic()))
+                if self._waiting and self._waiting[0] is packet:
+                    self._waiting.popleft()
+            self._stuck = None
+        except (BlockingIOError, TimeoutError):
+            self._stuck = f"the recorder (pid {self.pid}) takes no lines; {len(self._waiting)} packets wait"
+        except OSError:
+            self._note_end()
+
+    def _hear(self, timeout: float) -> None:
+        """Take what the recorder says, waiting for the first of it."""
+        while not self._is_gone:
+            try:
+                self._channel.settimeout(timeout)
+                packet = self._channel.recv(CHUNK_BYTES)
+            except (BlockingIOError, TimeoutError):
+                return
+            except OSError:
+                packet = b""
+            if not packet:
+                self._note_end()
+                return
+            said = json.loads(packet)
+            if "done" in said:
+                self._acknowledged.append(said["done"])
+                return
+            self._failure = said["failure"]
+            timeout = 0.0
+
+    def _note_end(self) -> None:
+        """Remember that the recorder is gone, with the last that it said."""
+        if self._is_gone:
+            return
+        if not self._acknowledged:
+            # What it said before it ended is still to be read.
+            with contextlib.suppress(OSError, ValueError):
+                self._channel.settimeout(0.0)
+                while packet := self._channel.recv(CHUNK_BYTES):
+                    said = json.loads(packet)
+                    if "done" in said:
+                        self._acknowledged.append(said["done"])
+                    else:
+                        self._failure = said["failure"]
+        self._is_gone = True
+        self._channel.close()
+        if self._acknowledged:
+            return
+        with contextlib.suppress(Exception):
+            self._process.wait(timeout=0.5)
+        status = self._process.returncode
+        how = (
+            "" if status is None else f", status {status}" if status >= 0 else f", killed by signal {-status}"
+        )
+        before = f"; before that: {self._failure}" if self._failure else ""
+        self._failure = (
+            f"the recorder (pid {self.pid}{how}) has ended: nothing more is recorded, and the report on disk "
+            f"says that the run ended there{before}"
+        )
+
+
+def _packets(message: bytes) -> list[_Packet]:
+    begins = range(0, len(message), CHUNK_BYTES)
+    return [_Packet(message[i : i + CHUNK_BYTES], i + CHUNK_BYTES >= len(message)) for i in begins]
+
+
+def _environment() -> dict[str, str]:
+    """Return an environment in which a new interpreter finds this package, wherever it is started."""
+    environment = dict(os.environ)
+    root = Path(__file__).resolve().parent.parent
+    if root.name not in ("site-packages", "dist-packages"):
+        inherited = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = os.pathsep.join([str(root), *([inherited] if inherited else [])])
+    environment["PYTHONSAFEPATH"] = "1"
+    return environment
+
+
+def wait_for_end(pid: int, timeout: float) -> bool:
+    """Wait until a recorder of this node has ended, which it does as soon as the reports are on disk.
+
+    A process that has ended but was not reaped counts as ended. Return False if it still runs after
+    ``timeout`` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    except (AttributeError, OSError):
+        # No pidfd here (an old kernel, a sandbox): look at it now and then.
+        while not _has_ended(pid):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.02)
+        return True
+    try:
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        return bool(poller.poll(max(0.0, timeout) * 1000))
+    finally:
+        os.close(descriptor)
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+    except (OSError, IndexError):
+        return True
+    return state in (b"Z", b"X")
+
+
+if __name__ == "__main__":
+    from pytest_gpucluster.recording import main
+
+    main()

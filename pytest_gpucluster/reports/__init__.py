@@ -1,0 +1,1 @@
+"""Renderings of a journal: pure functions, without torch and without pytest."""

@@ -1,0 +1,406 @@
+"""The JUnit file: what a CI system reads.
+
+One testcase per test, never one per rank. With pytest's default family ``xunit2`` the file is valid against
+Jenkins' ``junit-10.xsd``, which has no place for properties in a testcase: measurements are properties of the
+testsuite and ``[[PROPERTY|name=value]]`` lines in the testcase's system-out. ``xunit1`` adds testcase
+properties, file and line.
+
+The file is pessimistic: whatever the journal does not say is an error, so a file that was left by a run that
+was killed never looks like a pass.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import stat
+import xml.etree.ElementTree as ET
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+# The package has no type hints.
+import junit_xml  # type: ignore[import-untyped]
+
+from pytest_gpucluster.journal import CollectedTest, Journal, JUnitOptions, TestResult
+from pytest_gpucluster.reports.tables import (
+    limit_text,
+    measurement_text,
+    metric_name,
+    one_line,
+    rank_tables,
+    visible,
+)
+
+__all__ = ["FAMILIES", "JUnitOptions", "render", "visible", "write"]
+
+FAMILIES = ("xunit2", "xunit1", "legacy")
+MESSAGE_CHARACTERS = 200
+# GitLab reads at most 30 MB a file; the journal keeps what is left out here.
+_TEXT_CHARACTERS = 256 * 1024
+
+_KILLED = (
+    "This is the state of the report while {}. If the run is over, it ended here: it was killed, "
+    "or its machine was, before anything else could be written."
+)
+
+
+@dataclass(kw_only=True)
+class _Case:
+    """One testcase. ``verdict`` is the element inside it: failure, error, skipped or none."""
+
+    classname: str
+    name: str
+    verdict: str = ""
+    kind: str = ""
+    message: str = ""
+    body: str = ""
+    seconds: float = 0.0
+    out: str = ""
+    err: str = ""
+    file: str = ""
+    line: int | None = None
+    properties: list[tuple[str, str]] = field(default_factory=list)
+
+
+def render(journal: Journal, options: JUnitOptions | None = None) -> str:
+    """Return the JUnit document of a journal, complete at any moment of the run.
+
+    ``options`` default to what the run itself was told.
+    """
+    options = options or journal.run.junit
+    cases = _unique(_cases(journal, options))
+    built = []
+    for case in cases:
+        test_case = junit_xml.TestCase(
+            visible(case.name),
+            classname=visible(case.classname),
+            stdout=visible(case.out) or None,
+            stderr=visible(case.err) or None,
+        )
+        message, body = one_line(case.message, MESSAGE_CHARACTERS), visible(_bounded(case.body))
+        if case.verdict == "failure":
+            test_case.add_failure_info(message or "failed", body)
+        elif case.verdict == "error":
+            test_case.add_error_info(message or "error", body)
+        elif case.verdict == "skipped":
+            test_case.add_skipped_info(message or "skipped", body)
+        built.append(test_case)
+    suite = junit_xml.TestSuite(
+        visible(options.suite_name),
+        built,
+        hostname=visible(journal.run.hostname) or None,
+        timestamp=_timestamp(journal.run.started_at) or None,
+        properties={
+            visible(name): visible(value) for name, value in _suite_properties(journal, options).items()
+        },
+        stdout=visible(_suite_note(journal)) or None,
+    ).build_xml_doc()
+    return _document(suite, cases, journal, options)
+
+
+def _document(suite: ET.Element, cases: list[_Case], journal: Journal, options: JUnitOptions) -> str:
+    """Make the builder's suite valid: `disabled` is in no schema, and times have at most 3 decimals."""
+    suite.attrib.pop("disabled", None)
+    suite.set("time", _seconds(_suite_seconds(journal)))
+    is_rich = options.family != "xunit2"
+    for element, case in zip(suite.iter("testcase"), cases, strict=True):
+        element.set("classname", visible(case.classname))
+        element.set("time", _seconds(case.seconds))
+        if case.kind:
+            for verdict in element.iter(case.verdict):
+                verdict.set("type", case.kind)
+        if is_rich:
+            if case.file:
+                element.set("file", visible(case.file))
+            if case.line is not None:
+                element.set("line", str(case.line))
+            if case.properties:
+                properties = ET.Element("properties")
+                for name, value in case.properties:
+                    ET.SubElement(properties, "property", name=visible(name), value=visible(value))
+                element.insert(0, properties)
+    root = ET.Element("testsuites", name="pytest tests")
+    for name in ("tests", "failures", "errors", "time"):
+        root.set(name, suite.get(name, "0"))
+    root.append(suite)
+    ET.indent(root)
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
+
+
+def _cases(journal: Journal, options: JUnitOptions) -> list[_Case]:
+    """Return every testcase: collected ones in their order, other results, then what is no test."""
+    results = {result.nodeid: result for result in journal.results}
+    running = journal.running.nodeid if journal.running is not None else None
+    collected = list(journal.collected or ())
+    known = {test.nodeid for test in collected}
+    extra = [nodeid for nodeid in (*results, running) if nodeid is not None and nodeid not in known]
+    collected += [CollectedTest(nodeid=nodeid) for nodeid in dict.fromkeys(extra)]
+    not_run = f"not run: {journal.reason or journal.verdict}"
+    cases = []
+    for test in collected:
+        if test.nodeid == running:
+            case = _placed(test, options)
+            case.verdict, case.message = "error", f"the run ended here: {_cause(journal, test.nodeid)}"
+            case.body = _ended_here(journal)
+        elif test.nodeid in results:
+            case = _finished(results[test.nodeid], journal, options)
+        else:
+            case = _placed(test, options)
+            case.verdict, case.kind, case.message = "skipped", "pytest.skip", not_run
+        cases.append(case)
+    cases += [
+        _Case(
+            classname=_prefixed("gpucluster", options),
+            name=problem.name,
+            verdict="failure" if problem.outcome == "failed" else "error",
+            message=problem.message,
+            body=problem.text,
+        )
+        for problem in journal.problems
+    ]
+    closing = _closing(journal, cases, options)
+    return [*cases, closing] if closing is not None else cases
+
+
+def _closing(journal: Journal, cases: Iterable[_Case], options: JUnitOptions) -> _Case | None:
+    """Return the testcase that keeps a file from looking better than its run, where no other does."""
+    verdicts = {case.verdict for case in cases}
+    case = _Case(classname=_prefixed("gpucluster", options), name="run", message=journal.reason)
+    if journal.end is None:
+        if journal.running is not None:
+            return None
+        case.verdict, case.body = "error", _ended_here(journal)
+        return case
+    case.message = f"{journal.verdict}: {journal.reason}"
+    if journal.verdict in ("ACCEPTED", "SELECTION PASSED", "REHEARSED"):
+        return None
+    if journal.verdict == "INCOMPLETE":
+        case.verdict, case.kind = "skipped", "pytest.skip"
+        return None if "skipped" in verdicts else case
+    case.verdict = "failure" if journal.verdict == "REJECTED" else "error"
+    return None if verdicts & {"failure", "error"} else case
+
+
+def _cause(journal: Journal, nodeid: str) -> str:
+    if journal.end is None and journal.recent_problem is None and journal.silence is None:
+        return nodeid
+    return journal.reason or nodeid
+
+
+def _ended_here(journal: Journal) -> str:
+    parts = []
+    if journal.running is not None and journal.running.at:
+        parts.append(f"{journal.running.nodeid} was started at {journal.running.at}.")
+    if journal.silence is not None:
+        parts.append(journal.silence.text)
+    if journal.recent_problem is not None:
+        parts.append(journal.recent_problem.text)
+    if journal.end is None:
+        parts.append(
+            _KILLED.format("the run went on" if journal.running is None else "this test was running")
+        )
+    return "\n\n".join(part for part in parts if part)
+
+
+def _finished(result: TestResult, journal: Journal, options: JUnitOptions) -> _Case:
+    case = _placed(result, options)
+    case.seconds = result.call_seconds if options.duration_report == "call" else result.duration_seconds
+    case.message = result.message
+    if result.outcome == "skipped":
+        case.verdict, case.kind, case.body = "skipped", "pytest.skip", result.text
+        if result.wasxfail is not None:
+            case.kind, case.message = "pytest.xfail", result.wasxfail.removeprefix("reason: ")
+    elif result.outcome in ("failed", "error"):
+        case.verdict = "failure" if result.outcome == "failed" else "error"
+        if result.phase != "call" and result.phase not in result.message:
+            case.message = f"in {result.phase}: {result.message}"
+        # The table comes first: where a reader cuts a long text, it is the stack traces that go.
+        tables = rank_tables(result, journal)
+        case.body = "\n\n".join(part for part in (tables, result.text) if part)
+    measured = [(metric_name(judged), measurement_text(judged)) for judged in result.measurements]
+    case.properties = [*measured, *result.properties]
+    lines = [f"[[PROPERTY|{_in_brackets(name)}={_in_brackets(value)}]]" for name, value in case.properties]
+    out, err = _captured(result, options)
+    case.out = "\n".join([*lines, *([out] if out else [])])
+    case.err = err
+    return case
+
+
+def _placed(test: CollectedTest | TestResult, options: JUnitOptions) -> _Case:
+    classname, name = test.classname, test.name
+    if not name:
+        classname, name = _address(test.nodeid)
+    return _Case(classname=_prefixed(classname, options), name=name, file=test.file, line=test.line)
+
+
+def _address(nodeid: str) -> tuple[str, str]:
+    """Return class and function of a node id as pytest writes them, for a test that no line has described."""
+    where, bracket, parameters = nodeid.partition("[")
+    path, *names = where.split("::")
+    parts = [path.removesuffix(".py").replace("/", "."), *names]
+    parts[-1] += bracket + parameters
+    return ".".join(parts[:-1]), parts[-1]
+
+
+def _prefixed(classname: str, options: JUnitOptions) -> str:
+    return ".".join(part for part in (options.prefix, classname) if part)
+
+
+def _unique(cases: list[_Case]) -> list[_Case]:
+    # Of two testcases with one name a reader takes the later for a retry, or ignores it.
+    seen: dict[tuple[str, str], int] = {}
+    for case in cases:
+        key = (case.classname, case.name)
+        seen[key] = seen.get(key, 0) + 1
+        if seen[key] > 1:
+            case.name = f"{case.name} ({seen[key]})"
+    return cases
+
+
+def _captured(result: TestResult, options: JUnitOptions) -> tuple[str, str]:
+    """Return what goes to system-out and to system-err, as pytest's ``junit_logging`` says."""
+    if options.logging == "no" or (result.outcome == "passed" and not options.log_passing):
+        return "", ""
+
+    def section(beginning: str, header: str) -> str:
+        content = "".join(text for title, text in result.sections if title.startswith(beginning))
+        return "\n".join([header.center(80, "-"), _bounded(content), ""]) if content else ""
+
+    out, err = "", ""
+    if options.logging in ("log", "all"):
+        out += section("Captured log", " Captured Log ")
+    if options.logging in ("system-out", "out-err", "all"):
+        out += section("Captured stdout", " Captured Out ")
+    if options.logging in ("system-err", "out-err", "all"):
+        err = section("Captured stderr", " Captured Err ")
+    return out, err
+
+
+def _suite_properties(journal: Journal, options: JUnitOptions) -> dict[str, str]:
+    run = journal.run
+    properties = {
+        "verdict": journal.verdict,
+        "exit": str(journal.exit),
+        "reason": journal.reason,
+        "rehearsal": "true" if run.rehearsal else "false",
+        "selection": "true" if run.selection else "false",
+        "device": run.device,
+        "world_size": str(run.world_size),
+        "nnodes": str(run.nnodes),
+        "launcher": run.launcher,
+        "run_id": run.run_id,
+        "version.pytest-gpucluster": run.plugin_version,
+    }
+    properties |= {f"version.{name}": version for name, version in run.versions.items()}
+    for name, (value, origin) in run.options.items():
+        properties[f"option.{name}"] = f"{value} (from {origin})" if origin else value
+    properties = {name: value for name, value in properties.items() if value}
+    for name, value in journal.properties:
+        _set(properties, name, value)
+    for result in journal.results:
+        where = _placed(result, options)
+        for judged in result.measurements:
+            name = f"{where.classname}.{where.name}[{metric_name(judged)}]"
+            _set(properties, name, measurement_text(judged))
+            if judged.limit is not None:
+                source = f"; {judged.limit.source}" if judged.limit.source else ""
+                limit = f"{limit_text(judged)}; {judged.limit.origin or 'of unknown origin'}{source}"
+                _set(properties, f"limit[{judged.metric}]", limit, unless_same=True)
+    return properties
+
+
+def _set(properties: dict[str, str], name: str, value: str, *, unless_same: bool = False) -> None:
+    """Add a property and never replace one: a second one of a name gets a number."""
+    free, number = name, 1
+    while free in properties:
+        if unless_same and properties[free] == value:
+            return
+        number += 1
+        free = f"{name} ({number})"
+    properties[free] = value
+
+
+def _suite_note(journal: Journal) -> str:
+    if not journal.run.rehearsal:
+        return ""
+    return f"REHEARSAL on {journal.run.device or 'cpu'}: it says nothing about the acceptance of a cluster."
+
+
+def _suite_seconds(journal: Journal) -> float:
+    """Return how long the run took, as far as the journal tells."""
+    begin = _moment(journal.run.started_at)
+    moments = [_moment(journal.end.at)] if journal.end is not None else []
+    if not any(moments):
+        if journal.running is not None:
+            moments.append(_moment(journal.running.at))
+        for result in journal.results:
+            started = _moment(result.started_at)
+            if started is not None and math.isfinite(result.duration_seconds):
+                moments.append(started + timedelta(seconds=result.duration_seconds))
+    last = max((moment for moment in moments if moment is not None), default=None)
+    if begin is None or last is None:
+        return math.fsum(result.duration_seconds for result in journal.results)
+    return (last - begin).total_seconds()
+
+
+def _moment(text: str) -> datetime | None:
+    try:
+        # Python 3.10 does not read the Z.
+        moment = datetime.fromisoformat(re.sub("[zZ]$", "+00:00", text))
+    except ValueError:
+        return None
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=timezone.utc)
+
+
+def _timestamp(text: str) -> str:
+    moment = _moment(text)
+    return moment.astimezone(timezone.utc).isoformat(timespec="seconds") if moment is not None else ""
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3f}" if math.isfinite(value) and value > 0 else "0.000"
+
+
+def _bounded(text: str) -> str:
+    if len(text) <= _TEXT_CHARACTERS:
+        return text
+    half = _TEXT_CHARACTERS // 2
+    left_out = len(text) - 2 * half
+    return f"{text[:half]}\n[... {left_out} characters left out; the journal has them ...]\n{text[-half:]}"
+
+
+def _in_brackets(text: str) -> str:
+    # A line of this form ends at "]]".
+    return " ".join(visible(text).replace("]]", "] ]").split())
+
+
+def write(path: Path, document: str) -> None:
+    """Replace a file atomically: whoever reads it sees the former document or this one, never a part.
+
+    A path that is no plain file (a pipe, /dev/stdout) is written to as it is.
+
+    Raises:
+        OSError: it could not be written. A former document is intact.
+    """
+    content = document.encode("utf-8", "backslashreplace")
+    # A link is followed, as pytest does, so that it still points there.
+    path = Path(os.path.realpath(path))
+    try:
+        is_plain = stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_plain = True
+    if not is_plain:
+        path.write_bytes(content)
+        return
+    # Not named *.xml: what a killed writer leaves must not be taken for a report.
+    draft = path.with_name(f".{path.name[:200]}.{os.getpid()}.tmp")
+    try:
+        draft.write_bytes(content)
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise

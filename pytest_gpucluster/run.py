@@ -1,0 +1,614 @@
+"""One rank's run from the first variable read to the last word: launch, roll call, watch, verdict.
+
+Rank 0 alone speaks to the operator and to the recorder.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import platform
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_gpucluster import __version__, options, verdict
+from pytest_gpucluster.agreement import host, preflight
+from pytest_gpucluster.agreement.exchange import Exchange
+from pytest_gpucluster.agreement.join import Joined, Refusal, Refused, join, roll
+from pytest_gpucluster.agreement.merge import one_line
+from pytest_gpucluster.agreement.store import Stores, connect
+from pytest_gpucluster.agreement.watch import Ending, Watch
+from pytest_gpucluster.cluster import Cluster
+from pytest_gpucluster.errors import EnvironmentBroken, GpuClusterError, LaunchError, UsageProblem
+from pytest_gpucluster.launch import RankFacts, detect
+from pytest_gpucluster.record import TestName, TestRecord, now
+from pytest_gpucluster.recorder import Recorder
+from pytest_gpucluster.run_directory import new_run_directory, require_writable
+
+if TYPE_CHECKING:
+    from pytest_gpucluster.thresholds import Thresholds
+
+_REPORTS_WRITTEN_SECONDS = 10.0
+_FINISH_DEADLINE_SECONDS = 60.0
+
+
+class Run:
+    """What one process holds for the whole session."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.environ = os.environ
+        hostname = self.environ.get("GPUCLUSTER_HOSTNAME") or socket.gethostname()
+        self.facts: RankFacts = detect(self.environ, hostname)
+        self.settings: options.Settings | None = None
+        self.timeouts = options.Timeouts()
+        self.recorder: Recorder | None = None
+        self.directory: Path | None = None
+        self.junit_path: Path | None = None
+        self.thresholds: Thresholds | None = None
+        self.expectation: preflight.Expectation | None = None
+        self.stores: Stores | None = None
+        self.exchange: Exchange | None = None
+        self.watch: Watch | None = None
+        self.cluster: Cluster | None = None
+        self.joined: Joined | None = None
+        self.names: dict[int, str] = {0: "rank 0"}
+        self.selection = False
+        self.collected: list[TestName] = []
+        self.records: dict[str, TestRecord] = {}
+        self.problems: list[str] = []
+        self.verdict: verdict.Verdict | None = None
+        self._fault_file: IO[str] | None = None
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self.facts.rank
+
+    @property
+    def device(self) -> str:
+        """ "cuda" or "cpu"."""
+        return str(self.settings.device) if self.settings else "cuda"
+
+    @property
+    def rehearsal(self) -> bool:
+        """Tell whether this run says nothing about hardware."""
+        return self.device == "cpu"
+
+    # ---- opening ---------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Read the settings, start the recorder, call the roll and start the watcher.
+
+        Every rank must call this. On a problem, of this rank or another, the session ends here on every rank, and
+        rank 0 reports it.
+        """
+        self._refuse_restart()
+        problem = self._prepare()
+        if self.facts.world_size == 1 and problem is not None:
+            self._refuse(problem)
+        if problem is None or self.facts.world_size > 1:
+            try:
+                self._join(problem)
+            except Refused as error:
+                self._refuse(error.refusal)
+            except GpuClusterError as error:
+                self._refuse(_refusal(error))
+
+    def _refuse_restart(self) -> None:
+        if self.facts.restart_count == 0:
+            return
+        message = (
+            f"this is restart {self.facts.restart_count} of a run that has already broken; its verdict stands and its "
+            "reports are left as they are. Run torchrun with --max-restarts=0"
+        )
+        self._silence_stderr()
+        pytest.exit(message, returncode=11)
+
+    def _prepare(self) -> Refusal | None:
+        """Do what needs no other rank. Return what went wrong instead of raising, so that all ranks can be told."""
+        try:
+            self.settings = options.resolve(self.config, self.environ)
+            self.timeouts = self.settings.timeouts or self.timeouts
+            _refuse_conflicts(self.config, self.facts)
+        except GpuClusterError as error:
+            problem: Refusal | None = _refusal(error)
+        else:
+            problem = None
+        if self.rank == 0:
+            try:
+                self._start_recorder()
+            except GpuClusterError as error:
+                problem = problem or _refusal(error)
+        if self.settings is None:
+            return problem
+        try:
+            if self.settings.expect is not None:
+                self.expectation = preflight.Expectation.parse(self.settings.expect)
+            if self.rank == 0:
+                self._load_thresholds()
+        except GpuClusterError as error:
+            problem = problem or _refusal(error)
+        return problem
+
+    def _load_thresholds(self) -> None:
+        from pytest_gpucluster import thresholds
+
+        assert self.settings is not None
+        overlay = self.settings.thresholds
+        paths = [thresholds.shipped_path(), *([overlay] if overlay is not None else [])]
+        self.thresholds = thresholds.load(*paths)
+
+    @property
+    def limits(self) -> Thresholds:
+        """The limits in force. Rank 0 has read them before the first test; other ranks read them when asked."""
+        if self.thresholds is None:
+            self._load_thresholds()
+        assert self.thresholds is not None
+        return self.thresholds
+
+    def _start_recorder(self) -> None:
+        report_dir = Path(self.settings.report_dir if self.settings else "gpucluster-report")
+        if self.junit_path is not None:
+            require_writable(self.junit_path.parent, "the directory of --junitxml")
+        self.directory = new_run_directory(report_dir)
+        self.junit_path = self.junit_path or self.directory / "junit.xml"
+        self.recorder = Recorder.start(self.directory, self.junit_path)
+        self.recorder.send(
+            {
+                "type": "run",
+                "schema_version": 1,
+                "run_id": self.facts.run_id,
+                "started_at": now(),
+                "argv": [str(arg) for arg in self.config.invocation_params.args],
+                "device": self.device,
+                "rehearsal": self.rehearsal,
+                "selection": self.selection,
+                "hostname": self.facts.hostname,
+                "launcher": self.facts.launcher,
+                "world_size": self.facts.world_size,
+                "nnodes": self.facts.nnodes,
+                "options": self.settings.to_json() if self.settings else {},
+                "versions": {"python": platform.python_version(), "pytest": pytest.__version__},
+                "plugin_version": __version__,
+                "junit": _junit_options(self.config, self.junit_path),
+            }
+        )
+
+    def _join(self, problem: Refusal | None) -> None:
+        facts = self.facts
+        if facts.world_size > 1 and not facts.agent_store and facts.rank == 0:
+            host.start(int(facts.master_port or 0))
+        self.stores = connect(facts, timeout_seconds=self.timeouts.join)
+        me = self._describe_me(problem)
+        self.joined = join(
+            self.stores.main,
+            facts,
+            me,
+            timeout_seconds=self.timeouts.join,
+            check=self._check,
+            shared={
+                "recorder_pid": self.recorder.pid if self.recorder else None,
+                "directory": str(self.directory.resolve()) if self.directory else None,
+            },
+        )
+        self.names = {rank: f"rank {rank} ({host_})" for rank, host_ in enumerate(self.joined.hosts)}
+        self.names.update({rank: _name(who) for rank, who in self.joined.who.items()})
+        assert self.settings is not None
+        self.exchange = Exchange(self.stores, facts.rank, facts.world_size)
+        self.watch = Watch(
+            facts=facts,
+            side=self.stores.side,
+            numbers=self.exchange,
+            who=self.joined.who,
+            names=self.names,
+            timeouts=self.timeouts,
+            fault_file=self._open_fault_file(),
+            on_ending=self._ending,
+            on_beat=self._beat,
+            on_overtime=self._overtime,
+        )
+        self.cluster = Cluster(
+            facts,
+            hosts=list(self.joined.hosts),
+            device_type=self.device,
+            device_index=me.get("cuda_index") or 0,
+            store_for_group=self.stores.for_group,
+            guard=self.watch.guard,
+            deadline_seconds=float(self.settings.deadline),
+        )
+        if self.recorder is not None:
+            self.recorder.fault_file(str(self._fault_path))
+        self.watch.start()
+
+    @property
+    def _fault_path(self) -> Path:
+        return Path(tempfile.gettempdir()) / f"gpucluster-fault-{os.getpid()}.txt"
+
+    def _open_fault_file(self) -> IO[str]:
+        """Let faulthandler write to a file that others on this host can read once this process is dead."""
+        if self._fault_file is None:
+            self._fault_file = open(self._fault_path, "w", encoding="utf-8")  # noqa: SIM115  # until the end
+            faulthandler.enable(self._fault_file)
+        return self._fault_file
+
+    def _describe_me(self, problem: Refusal | None) -> dict[str, Any]:
+        from pytest_gpucluster.inventory import identify, start_time
+
+        plain = {
+            "rank": self.facts.rank,
+            "host": self.facts.hostname,
+            "node_rank": self.facts.node_rank,
+            "local_rank": self.facts.local_rank,
+            "pid": os.getpid(),
+            "start_time": start_time(),
+            "fault_file": str(self._fault_path),
+        }
+        if problem is None:
+            try:
+                return {**identify(self.facts, "cpu" if self.rehearsal else "cuda"), **plain}
+            except GpuClusterError as error:
+                problem = _refusal(error)
+        return {**plain, "problem": problem.text, "exit": problem.exit}
+
+    def _check(self, who: Mapping[int, Mapping[str, Any]]) -> Refusal | None:
+        """Rank 0: hold the roll against what was declared, and put both on record."""
+        unable: dict[tuple[str, int], list[int]] = {}
+        for rank, facts in who.items():
+            if "problem" in facts:
+                unable.setdefault((facts["problem"], facts["exit"]), []).append(rank)
+        if unable:
+            (text, exit_code), _ = next(iter(unable.items()))
+            texts = [text for text, _ in unable]
+            return Refusal(message=one_line(text), text="\n".join(texts), exit=exit_code)
+        found = preflight.problems(
+            who,
+            self.facts,
+            expectation=self.expectation,
+            device="cpu" if self.rehearsal else "cuda",
+            sku_of=self.limits.sku_for,
+        )
+        self.send(
+            {
+                "type": "cluster",
+                "ranks": [
+                    {
+                        key: facts[key]
+                        for key in ("rank", "host", "local_rank", "node_rank", "pid", "gpu", "versions")
+                    }
+                    for facts in who.values()
+                ],
+                "problems": [problem.text for problem in found],
+            }
+        )
+        if not found:
+            return None
+        return Refusal(
+            message=one_line(found[0].text), text="\n".join(problem.text for problem in found), exit=11
+        )
+
+    def _refuse(self, refusal: Refusal) -> None:
+        """End the session before its first test, with a report."""
+        name = "usage" if refusal.exit == 4 else "preflight"
+        self.send(
+            {
+                "type": "problem",
+                "name": name,
+                "outcome": "error",
+                "message": refusal.message,
+                "text": refusal.text,
+            }
+        )
+        self.verdict = verdict.Verdict(word=verdict.BROKEN, exit=refusal.exit, reason=refusal.message)
+        self._write_end()
+        self._leave(self.verdict)
+        self._silence_stderr()
+        if refusal.exit == 4:
+            raise pytest.UsageError(*refusal.text.splitlines())
+        print(f"ERROR: {refusal.text}", file=sys.stderr)
+        pytest.exit(f"{verdict.BROKEN}: {refusal.message}", returncode=refusal.exit)
+
+    def _silence_stderr(self) -> None:
+        if self.rank != 0:
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # only rank 0 speaks, until the process ends
+
+    def header(self) -> list[str]:
+        """Return what the operator should see before the first test."""
+        facts, settings = self.facts, self.settings
+        if settings is None or self.joined is None:
+            return []
+        shape = f"{facts.world_size} rank{'s' * (facts.world_size != 1)} on {facts.nnodes} node"
+        lines = [f"gpucluster: {shape}{'s' * (facts.nnodes != 1)} ({facts.launcher}), device {self.device}"]
+        if self.rehearsal:
+            lines[0] += ", REHEARSAL: says nothing about hardware"
+        chosen = [f"{name}={s.value} ({s.origin})" for name, s in settings.settings.items() if s.origin != "default"]
+        if chosen:
+            lines.append(f"gpucluster settings: {', '.join(chosen)}")
+        lines.append(f"gpucluster report: {self.directory}")
+        return lines
+
+    def closing_lines(self) -> list[tuple[str, dict[str, bool]]]:
+        """Return the last lines that the operator sees, with pytest's markup: where the reports lie, the verdict."""
+        assert self.verdict is not None
+        good = self.verdict.exit == 0
+        rehearsal = " (REHEARSAL on cpu)" if self.rehearsal else ""
+        return [
+            *((problem, {"red": True}) for problem in self.problems if problem != self.verdict.reason),
+            (f"journal: {self.directory}/journal.jsonl", {}),
+            (f"JUnit:   {self.junit_path}", {}),
+            (
+                f"{self.verdict.word}{rehearsal}, exit code {self.verdict.exit}: {self.verdict.reason}",
+                {"bold": True, "green": good, "red": not good},
+            ),
+        ]
+
+    # ---- during the run --------------------------------------------------------------------------------------
+
+    def inventory(self) -> list[Mapping[str, Any]]:
+        """Return what every rank reported of itself, in the order of ranks."""
+        assert self.stores is not None and self.joined is not None
+        if len(self.joined.who) < self.facts.world_size:
+            who = roll(self.stores.main, range(self.facts.world_size))
+        else:
+            who = dict(self.joined.who)
+        return [who[rank] for rank in sorted(who)]
+
+    def sku(self, gpu_name: str | None) -> str | None:
+        """Return the SKU whose limits apply, or None for an unknown GPU."""
+        if self.settings is not None and self.settings.sku is not None:
+            return str(self.settings.sku)
+        if self.rehearsal:
+            return "cpu-rehearsal"
+        return None if gpu_name is None else self.limits.sku_for(gpu_name)
+
+    def declared_topology(self) -> tuple[int, int]:
+        """Return the ranks and nodes that were ordered: by --gpucluster-expect, else by the scheduler, else launched."""
+        allocated = self.facts.scheduler
+        if self.expectation is not None:
+            return self.expectation.nodes * self.expectation.gpus_per_node, self.expectation.nodes
+        if allocated.nnodes is not None:
+            per_node = allocated.gpus_per_node or self.facts.local_world_size
+            return allocated.nnodes * per_node, allocated.nnodes
+        return self.facts.world_size, self.facts.nnodes
+
+    def artifacts_directory(self) -> Path:
+        """Return where tests put their files: the same path on every host, shared or not."""
+        shared = self.joined.shared.get("directory") if self.joined else None
+        return Path(shared or tempfile.gettempdir()) / "artifacts"
+
+    def send(self, line: Mapping[str, Any]) -> None:
+        """Put a line on record. Rank 0 only; on other ranks nothing happens."""
+        if self.recorder is not None:
+            self.recorder.send(dict(line))
+
+    def problem(self, name: str, message: str, text: str) -> None:
+        """Put something on record that is outside any test."""
+        self.problems.append(message)
+        self.send({"type": "problem", "name": name, "outcome": "error", "message": message, "text": text})
+
+    def _beat(self) -> None:
+        if self.recorder is not None:
+            self.recorder.beat()
+
+    def _ending(self, ending: Ending) -> None:
+        """Called by the watcher, maybe seconds before a SIGKILL: what is known goes on record at once."""
+        self.problem(ending.name, one_line(ending.message), ending.text or ending.message)
+
+    def _overtime(self, ending: Ending) -> None:
+        """The main thread did not come back in time: the watcher ends the process with the reports written."""
+        if self.verdict is None:
+            self.verdict = self.decide(pytest_exit=ending.exit, ending=ending)
+            self._write_end()
+        text = f"\n{self.verdict.word}: {self.verdict.reason}\n"
+        if self.rank == 0:
+            os.write(2, text.encode("utf-8", "backslashreplace"))
+        self._wait_for_reports()
+        os._exit(self.verdict.exit)
+
+    # ---- closing ---------------------------------------------------------------------------------------------
+
+    def decide(self, *, pytest_exit: int, ending: Ending | None) -> verdict.Verdict:
+        """Return the verdict on what is on record. Rank 0 has everything; other ranks only know the ending."""
+        results = [
+            verdict.TestResult(
+                nodeid=record.test.nodeid,
+                criterion=record.test.criterion,
+                outcome=record.outcome,
+                message=record.message,
+                applicable=record.applicable,
+            )
+            for record in self.records.values()
+        ]
+        return verdict.decide(
+            results,
+            pytest_exit=pytest_exit,
+            ending=None if ending is None else (ending.exit, ending.message),
+            problems=self.problems if ending is None else (),
+            not_run=self._not_run() if pytest_exit == 0 else (),
+            required=self.settings.require if self.settings else (),
+            rehearsal=self.rehearsal,
+            selection=self.selection,
+            topology=self._topology(),
+        )
+
+    def _not_run(self) -> list[str]:
+        return [test.nodeid for test in self.collected if test.nodeid not in self.records]
+
+    def _topology(self) -> str:
+        shape = f"{self.facts.nnodes} node{'s' * (self.facts.nnodes != 1)}, {self.facts.world_size} rank"
+        shape += "s" * (self.facts.world_size != 1)
+        if self.expectation is not None and self.settings is not None:
+            return f"{shape}, as expected ({self.settings.expect})"
+        if self.facts.scheduler.nnodes is not None:
+            return f"{shape}, as allocated by {self.facts.scheduler.name}"
+        return f"{shape}, as launched (nothing was declared by --gpucluster-expect)"
+
+    def finish(self, pytest_exit: int) -> int:
+        """Agree on the verdict and close the record. Every rank must call this; returns the exit code."""
+        if self.watch is None or self.exchange is None:
+            return pytest_exit
+        watch = self.watch
+        if watch.ending is None and pytest_exit in (2, 3):
+            name = {2: "interrupted", 3: "internal error"}[pytest_exit]
+            who = self.names[self.rank]
+            watch.end(Ending(name=name, message=f"{name} on {who}", exit=pytest_exit))
+        agreed: Mapping[str, Any] = {}
+        if watch.ending is None:
+            agreed = self._agree_on_finish(pytest_exit)
+        if self.rank == 0 and self.verdict is None:
+            self.verdict = self.decide(pytest_exit=pytest_exit, ending=watch.ending)
+        elif self.rank != 0:
+            self.verdict = _told(agreed) or self.decide(pytest_exit=pytest_exit, ending=watch.ending)
+        assert self.verdict is not None
+        self._write_end()
+        return self.verdict.exit
+
+    def _agree_on_finish(self, pytest_exit: int) -> Mapping[str, Any]:
+        assert self.watch is not None and self.exchange is not None
+
+        def decide(bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
+            worst = max((body.get("exit", 11) for body in bodies.values()), default=pytest_exit)
+            ending = self.watch.ending if self.watch else None
+            self.verdict = self.decide(pytest_exit=worst, ending=ending)
+            return {"word": self.verdict.word, "exit": self.verdict.exit, "reason": self.verdict.reason}
+
+        self.watch.enter("the end of the session", _FINISH_DEADLINE_SECONDS)
+        self.watch.leave()
+        try:
+            return self.exchange.run({"exit": pytest_exit}, decide, deadline_seconds=_FINISH_DEADLINE_SECONDS)
+        except EnvironmentBroken as error:
+            self.watch.end(Ending(name="store lost", message=str(error), exit=11))
+            return {}
+
+    def _write_end(self) -> None:
+        if self.recorder is None or self.verdict is None:
+            return
+        outcomes = [record.outcome for record in self.records.values()]
+        error = self.recorder.finish(
+            {
+                "type": "end",
+                "at": now(),
+                "verdict": self.verdict.word,
+                "exit": self.verdict.exit,
+                "reason": self.verdict.reason,
+                "counts": {kind: outcomes.count(kind) for kind in ("passed", "failed", "error", "skipped")},
+                "not_run": self._not_run(),
+                "by": "rank 0",
+            },
+            timeout=_REPORTS_WRITTEN_SECONDS,
+        )
+        if error is not None:
+            self.problems.append(error)
+            if self.verdict.exit in (0, 10):
+                self.verdict = verdict.Verdict(
+                    word=verdict.BROKEN, exit=11, reason=f"no complete report: {error}"
+                )
+
+    def close(self) -> None:
+        """Leave: no rank is called lost after this."""
+        if self.watch is None:
+            return
+        watch = self.watch
+        watch.goodbye("finished")
+        assert self.verdict is not None
+        self._wait_for_reports()
+        ending = watch.ending
+        if ending is not None and ending.name == "rank stuck" and self.rank not in ending.culprits:
+            watch.kill_stuck([rank for rank in ending.culprits if rank != self.rank])
+        watch.close()
+        if self.cluster is not None and ending is None:
+            self.cluster.close()
+        self._leave(self.verdict)
+        self._remove_fault_file()
+
+    def _remove_fault_file(self) -> None:
+        if self._fault_file is not None:
+            faulthandler.disable()
+            self._fault_file.close()
+            self._fault_path.unlink(missing_ok=True)
+
+    def _wait_for_reports(self) -> None:
+        """Keep the launcher's agent alive until the recorder has ended: its end takes every process with it."""
+        if self.joined is None or self.rank == 0 or self.joined.hosts[0] != self.facts.hostname:
+            return
+        pid = self.joined.shared.get("recorder_pid")
+        deadline = time.monotonic() + _REPORTS_WRITTEN_SECONDS
+        while pid is not None and Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def _leave(self, result: verdict.Verdict) -> None:
+        """Put one readable line into torchrun's summary of failures."""
+        path = self.environ.get("TORCHELASTIC_ERROR_FILE")
+        if path is None or result.exit == 0:
+            return
+        text = f"{result.word} (exit code {result.exit}): {result.reason}"
+        body = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        try:
+            Path(path).write_text(json.dumps(body), encoding="utf-8")
+        except OSError as error:
+            print(f"cannot write {path}: {error}", file=sys.stderr)
+
+
+def _told(agreed: Mapping[str, Any]) -> verdict.Verdict | None:
+    if "word" not in agreed:
+        return None
+    return verdict.Verdict(word=agreed["word"], exit=agreed["exit"], reason=agreed["reason"])
+
+
+def _refusal(error: GpuClusterError) -> Refusal:
+    return Refusal(
+        message=one_line(str(error)), text=str(error), exit=4 if isinstance(error, UsageProblem) else 11
+    )
+
+
+def _refuse_conflicts(config: pytest.Config, facts: RankFacts) -> None:
+    """Refuse pytest options that cannot work on many ranks at once.
+
+    Raises:
+        LaunchError: names the option and the way out.
+    """
+    if facts.launcher == "single":
+        return
+    if getattr(config.option, "numprocesses", None) or getattr(config.option, "tx", None):
+        raise LaunchError(
+            f"-n (pytest-xdist) and {facts.launcher} both start processes. Leave out -n: the launcher's ranks are the "
+            "processes; or leave out the launcher: pytest -n <GPUs> --dist each --max-worker-restart=0 -m single_gpu"
+        )
+    if getattr(config.option, "usepdb", False) or getattr(config.option, "trace", False):
+        raise LaunchError(
+            f"--pdb and --trace need one process with a terminal, but {facts.launcher} started "
+            f"{facts.world_size} ranks. Run plain pytest on one GPU to debug, with -m single_gpu"
+        )
+
+
+def _name(who: Mapping[str, Any]) -> str:
+    gpu = who.get("gpu")
+    if not gpu:
+        return f"rank {who['rank']} ({who['host']})"
+    return f"rank {who['rank']} ({who['host']}, GPU {gpu['index']} {gpu['uuid'][:12]}…)"
+
+
+def _junit_options(config: pytest.Config, path: Path) -> dict[str, Any]:
+    def ini(name: str, default: Any) -> Any:
+        try:
+            return config.getini(name)
+        except (KeyError, ValueError):  # -p no:junitxml
+            return default
+
+    return {
+        "path": str(path),
+        "family": ini("junit_family", "xunit2"),
+        "suite_name": ini("junit_suite_name", "pytest"),
+        "prefix": getattr(config.option, "junitprefix", None) or "",
+        "logging": ini("junit_logging", "no"),
+        "log_passing": bool(ini("junit_log_passing_tests", True)),
+        "duration_report": ini("junit_duration_report", "total"),
+    }

@@ -1,0 +1,236 @@
+"""A pytest session in which this process is one rank: what happens at each of pytest's hooks."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_gpucluster.agreement import collection
+from pytest_gpucluster.agreement.merge import one_line, rank_ranges
+from pytest_gpucluster.agreement.release import nccl
+from pytest_gpucluster.agreement.watch import Ending
+from pytest_gpucluster.errors import EnvironmentBroken, UsageProblem
+from pytest_gpucluster.fixtures import RUN
+from pytest_gpucluster.phase import Phases, name_of
+from pytest_gpucluster.run import Run
+from pytest_gpucluster.selection import is_selection
+
+if TYPE_CHECKING:
+    from _pytest._io import TerminalWriter
+
+_OF_THE_CACHE = ("lf", "failedfirst", "newfirst", "stepwise", "stepwise_skip", "stepwise_reset", "cacheclear")
+"""Options that choose or order tests by what an earlier run left in this rank's cache: rank 0's cache decides."""
+
+
+def prepare_environment() -> None:
+    """Set what torch reads once, when it is imported."""
+    os.environ.update(nccl.ENVIRONMENT)
+
+
+def configure(config: pytest.Config) -> Session:
+    """Make the session of this process, before other plugins are configured.
+
+    Raises:
+        pytest.UsageError: the launcher's variables contradict each other.
+    """
+    prepare_environment()
+    try:
+        run = Run(config)
+    except UsageProblem as error:
+        raise pytest.UsageError(*str(error).splitlines()) from None
+    config.stash[RUN] = run
+    session = Session(config, run)
+    session.take_junit()
+    if run.rank != 0:
+        session.leave_cache_to_rank_0()
+    return session
+
+
+class Session:
+    """One rank's session."""
+
+    def __init__(self, config: pytest.Config, run: Run) -> None:
+        self._config = config
+        self._run = run
+        self._phases = Phases(run)
+        self._collection_errors: list[tuple[str, str]] = []
+        self._node_ids: list[str] = []
+        self._subset = any(getattr(config.option, name, False) for name in _OF_THE_CACHE[:5])
+        self._finished = False
+
+    # ---- before the first test -------------------------------------------------------------------------------
+
+    def take_junit(self) -> None:
+        """Write the JUnit file in pytest's place: two ranks that write one file leave a lie."""
+        path = getattr(self._config.option, "xmlpath", None)
+        if not path:
+            return
+        self._run.junit_path = Path(os.path.abspath(os.path.expanduser(os.path.expandvars(path))))
+        self._config.option.xmlpath = None
+        from pytest_gpucluster.suite_properties import register
+
+        register(self._config, self._run.send)
+
+    def leave_cache_to_rank_0(self) -> None:
+        """Let rank 0's cache alone choose and order tests, and clear nothing."""
+        for name in _OF_THE_CACHE:
+            if getattr(self._config.option, name, False):
+                setattr(self._config.option, name, False)
+
+    def start(self, session: pytest.Session) -> None:
+        """Open the run; ranks above 0 fall silent."""
+        if self._run.rank != 0:
+            self._silence()
+        if self._config.option.collectonly:
+            return
+        self._run.selection = is_selection(self._config)
+        self._run.open()
+
+    def _silence(self) -> None:
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            writer: TerminalWriter = reporter._tw
+            writer._file = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
+        cache = getattr(self._config, "cache", None)
+        if cache is not None:  # never written by this rank: nobody else must find its half of the truth
+            cache._cachedir = Path(tempfile.mkdtemp(prefix="gpucluster-cache-"))
+
+    def header(self) -> list[str]:
+        """Return the lines under pytest's own header."""
+        return self._run.header()
+
+    def collect_report(self, report: pytest.CollectReport) -> None:
+        """Keep the errors of collection."""
+        if report.failed:
+            self._collection_errors.append((report.nodeid, report.longreprtext))
+
+    def deselected(self) -> None:
+        """Some tests are left out."""
+        self._run.selection = True
+
+    def collected(self, session: pytest.Session) -> None:
+        """Agree with all ranks on the tests to run. Every rank must call this."""
+        if self._config.option.collectonly or self._run.watch is None:
+            return
+        self._node_ids = [item.nodeid for item in session.items]
+        if self._run.facts.world_size > 1:
+            self._agree_on_collection(session)
+        if self.refuses_to_run():
+            session.items[:] = []
+        self._run.collected = [name_of(item) for item in session.items]
+        self._run.send({"type": "collected", "tests": [test.to_json() for test in self._run.collected]})
+
+    def _agree_on_collection(self, session: pytest.Session) -> None:
+        run, node_ids = self._run, self._node_ids
+        errors = [[nodeid, text[-8000:]] for nodeid, text in self._collection_errors]
+        summary = {"hash": collection.digest(node_ids), "errors": errors}
+        first = self._exchange("collection", summary, self._compare_hashes)
+        if first.get("full"):
+            first = self._exchange("collection", {"ids": node_ids, "errors": errors}, self._compare_lists)
+        if "ids" in first and run.rank != 0:
+            by_id: dict[str, list[pytest.Item]] = {}
+            for item in session.items:
+                by_id.setdefault(item.nodeid, []).append(item)
+            session.items[:] = [by_id[nodeid].pop(0) for nodeid in first["ids"]]
+        if "disagreement" in first:
+            message, text = first["disagreement"]
+            ending = Ending(name="collection", message=message, exit=11, text=text)
+            assert run.watch is not None
+            if run.rank == 0:
+                run.problem("collection", message, text)
+            run.watch.agreed_to_end(ending)
+
+    def _exchange(self, label: str, body: Mapping[str, Any], decide: Any) -> Mapping[str, Any]:
+        run = self._run
+        assert run.watch is not None and run.exchange is not None
+        run.watch.enter(label, run.timeouts.join)
+        run.watch.leave()
+        if run.watch.ending is not None:
+            return {}
+        try:
+            return run.exchange.run(body, decide, deadline_seconds=run.timeouts.join)
+        except EnvironmentBroken as error:
+            run.watch.end(Ending(name="store lost", message=str(error), exit=11))
+            return {}
+
+    def _compare_hashes(self, bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Rank 0: equal hashes in the same order need nothing more; lists travel only where they may differ."""
+        bodies = {rank: body for rank, body in bodies.items() if "hash" in body}
+        equal = len({body["hash"] for body in bodies.values()}) == 1
+        if equal and not any(body["errors"] for body in bodies.values()):
+            return {"ids": self._node_ids}
+        return {"full": True}
+
+    def _compare_lists(self, bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
+        bodies = {rank: body for rank, body in bodies.items() if "ids" in body}
+        names = self._run.names
+        with_errors = [rank for rank, body in bodies.items() if body["errors"]]
+        if with_errors and len(with_errors) < len(bodies):
+            nodeid, text = bodies[with_errors[0]]["errors"][0]
+            last = next((line for line in reversed(text.splitlines()) if line.startswith("E ")), text)
+            who = names[with_errors[0]] if len(with_errors) == 1 else rank_ranges(with_errors)
+            message = one_line(f"different tests collected: {who} cannot collect {nodeid}: {last.removeprefix('E').strip()}")
+            return {"disagreement": [message, f"{message}\n\n{text}"]}
+        expected = list(bodies[0]["ids"])
+        found = {rank: body["ids"] for rank, body in bodies.items() if rank != 0}
+        different = collection.disagreement(expected, found, names, subset=self._subset)
+        return {"ids": expected} if different is None else {"disagreement": list(different)}
+
+    def refuses_to_run(self) -> bool:
+        """Tell whether no test must be started at all."""
+        return self._run.watch is not None and self._run.watch.ending is not None
+
+    # ---- the tests -------------------------------------------------------------------------------------------
+
+    def starts(self, item: pytest.Item) -> bool | None:
+        """Put the start of a test on record, or return True to leave it out because the run has ended."""
+        if self._phases.refuses(item):
+            return True
+        if self._run.watch is not None:
+            self._phases.started(item)
+        return None
+
+    def phase(self, item: pytest.Item, when: str) -> Generator[None, Any, Any]:
+        """Wrap a phase of a test."""
+        return (yield from self._phases.run_phase(item, when))
+
+    def made(self, report: pytest.TestReport, item: pytest.Item) -> None:
+        """Keep the agreed outcome beside its report."""
+        self._phases.remember(report)
+
+    def show(self, report: pytest.TestReport) -> None:
+        """Let the report say what all ranks agreed on."""
+        self._phases.show(report)
+
+    def status(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
+        """Return pytest's words for a call that broke, or None."""
+        return ("error", "E", "ERROR") if self._phases.is_error(report) else None
+
+    # ---- the end ---------------------------------------------------------------------------------------------
+
+    def finish(self, session: pytest.Session) -> None:
+        """Agree on the exit code. Every rank must call this."""
+        if self._run.watch is None or self._finished:
+            return
+        self._finished = True
+        session.exitstatus = self._run.finish(int(session.exitstatus))
+
+    def last_words(self, session: pytest.Session) -> None:
+        """Print the verdict under everything else."""
+        if self._run.facts.agent_store and self._run.facts.local_rank != 0:
+            # The agent waits for every rank; one exit code a node is enough, and gives one block in its summary.
+            session.exitstatus = 0
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        if self._run.rank != 0 or self._run.verdict is None or reporter is None or not self._finished:
+            return
+        for line, markup in self._run.closing_lines():
+            reporter.write_line(line, **markup)
+
+    def close(self) -> None:
+        """Leave the run, once everything is printed."""
+        self._run.close()

@@ -1,0 +1,124 @@
+"""The one table of verdicts and exit codes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+ACCEPTED = "ACCEPTED"
+SELECTION_PASSED = "SELECTION PASSED"
+REHEARSED = "REHEARSED"
+REJECTED = "REJECTED"
+INCOMPLETE = "INCOMPLETE"
+BROKEN = "BROKEN"
+
+EXIT_CODES = {
+    0: "ACCEPTED, SELECTION PASSED or REHEARSED: everything that ran passed",
+    1: "REJECTED: a limit missed, a wrong result, or a GPU identified as bad",
+    2: "BROKEN: interrupted, or collection failed on every rank",
+    3: "BROKEN: an internal error",
+    4: "BROKEN: a usage error; nothing was measured",
+    5: "BROKEN: no test was collected",
+    10: "INCOMPLETE: nothing failed, but a required criterion did not run",
+    11: "BROKEN: a rank lost or hung, different tests collected, or another fault of the environment",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The word, the exit code that goes with it, and why in one line."""
+
+    word: str
+    exit: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TestResult:
+    """What the verdict needs to know of a test. ``criterion`` is None for a test that is no acceptance criterion."""
+
+    __test__ = False
+
+    nodeid: str
+    criterion: str | None
+    outcome: str
+    message: str = ""
+    applicable: bool = True
+    """False where the declared topology has too few ranks or nodes for it."""
+
+
+def decide(
+    results: Sequence[TestResult],
+    *,
+    pytest_exit: int,
+    ending: tuple[int, str] | None = None,
+    problems: Sequence[str] = (),
+    not_run: Collection[str] = (),
+    required: Collection[str] = (),
+    rehearsal: bool,
+    selection: bool,
+    topology: str,
+) -> Verdict:
+    """Return the verdict of a run.
+
+    Args:
+        results: every test that ended, with its merged outcome: passed, failed, error or skipped.
+        pytest_exit: the exit status that pytest itself found.
+        ending: exit code and reason if the run was ended before its last test.
+        problems: what went wrong outside any test.
+        not_run: collected tests that were never started.
+        required: names of criteria that the operator demands.
+        topology: how the number of nodes and GPUs was declared, for the reason's text.
+    """
+    failed = [r for r in results if r.outcome == "failed"]
+    errors = [r for r in results if r.outcome == "error"]
+    if ending is not None and ending[0] in (2, 3, 4):
+        return Verdict(word=BROKEN, exit=ending[0], reason=ending[1])
+    if failed or (ending is not None and ending[0] == 1):
+        reason = _first(failed, "failed") if failed else str(ending and ending[1])
+        return Verdict(word=REJECTED, exit=1, reason=reason)
+    if ending is not None:
+        return Verdict(word=BROKEN, exit=ending[0], reason=ending[1])
+    if errors or problems:
+        return Verdict(word=BROKEN, exit=11, reason=_first(errors, "broke") if errors else problems[0])
+    if pytest_exit in (2, 3, 4, 5):
+        return Verdict(word=BROKEN, exit=pytest_exit, reason=EXIT_CODES[pytest_exit].partition(": ")[2])
+    if pytest_exit != 0:
+        return Verdict(word=BROKEN, exit=11, reason=f"pytest ended with exit status {pytest_exit}")
+    missing = _missing(results, not_run, required)
+    if missing:
+        names = "; ".join(f"{name} ({why})" for name, why in list(missing.items())[:5])
+        return Verdict(word=INCOMPLETE, exit=10, reason=f"did not run: {names}")
+    passed = [r for r in results if r.outcome == "passed"]
+    reason = f"{len(passed)} passed; {topology}"
+    if rehearsal:
+        return Verdict(word=REHEARSED, exit=0, reason=f"{reason}; a rehearsal says nothing about hardware")
+    if selection:
+        return Verdict(word=SELECTION_PASSED, exit=0, reason=f"{reason}; only a selection ran")
+    if not any(r.criterion for r in passed):
+        return Verdict(
+            word=SELECTION_PASSED, exit=0, reason=f"{reason}; the suite holds no acceptance criterion"
+        )
+    return Verdict(word=ACCEPTED, exit=0, reason=reason)
+
+
+def _first(results: Sequence[TestResult], what: str) -> str:
+    more = f" (and {len(results) - 1} more)" if len(results) > 1 else ""
+    return f"{results[0].nodeid} {what}: {results[0].message}{more}"
+
+
+def _missing(
+    results: Sequence[TestResult], not_run: Collection[str], required: Collection[str]
+) -> Mapping[str, str]:
+    """Return criterion -> why it did not run, for those that had to."""
+    missing = {
+        str(r.criterion): r.message or "skipped"
+        for r in results
+        if r.criterion and r.outcome == "skipped" and r.applicable
+    }
+    missing.update((nodeid, "never started") for nodeid in not_run)
+    ran = {r.criterion for r in results if r.outcome == "passed"}
+    missing.update((name, "required, but not in the suite that ran") for name in required if name not in ran)
+    if not missing and not any(r.outcome == "passed" for r in results):
+        missing["everything"] = "each test was skipped or does not apply here"
+    return missing

@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import json
+import math
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_gpucluster import hardware, metrics, units
+from pytest_gpucluster.errors import MeasurementError, UnitError
+from pytest_gpucluster.metrics import Measurement, Metric, measurement
+
+BUSBW = "nccl.all_reduce.busbw"
+
+
+@pytest.mark.parametrize("metric", metrics.METRICS.values(), ids=list(metrics.METRICS))
+def test_every_metric_has_a_unit_a_description_and_a_peak_that_exists(metric: Metric) -> None:
+    unit = units.unit(metric.unit)
+    assert metric.doc
+    if metric.peak is not None:
+        assert unit.dimension == units.unit(hardware.PEAK_UNITS[metric.peak]).dimension
+
+
+def test_an_unknown_metric_is_refused_with_the_one_that_was_meant() -> None:
+    with pytest.raises(MeasurementError, match=r"unknown metric 'nccl.allreduce.busbw'; did you mean 'nccl"):
+        metrics.known("nccl.allreduce.busbw")
+    with pytest.raises(MeasurementError, match=r"unknown metric 'zzz'; known metrics: matmul"):
+        measurement("zzz", 1, unit="GB/s")
+
+
+@pytest.fixture
+def site_metric(monkeypatch: pytest.MonkeyPatch) -> Metric:
+    registry = dict(metrics.METRICS)
+    monkeypatch.setattr(metrics, "_REGISTRY", registry)
+    return Metric(name="site.scratch.bandwidth", unit="GB/s", better="higher", doc="our scratch file system")
+
+
+def test_a_site_may_register_its_metric_and_register_it_again(site_metric: Metric) -> None:
+    assert metrics.register(site_metric) is site_metric
+    metrics.register(site_metric)
+    assert measurement("site.scratch.bandwidth", 2, unit="TB/s").value == 2000.0
+
+
+def test_a_second_definition_of_a_name_is_refused(site_metric: Metric) -> None:
+    metrics.register(site_metric)
+    other = Metric(name=site_metric.name, unit="GB/s", better="lower", doc="something else")
+    with pytest.raises(MeasurementError, match="'site.scratch.bandwidth' is already defined otherwise"):
+        metrics.register(other)
+
+
+def test_a_metric_of_an_unknown_unit_is_refused(site_metric: Metric) -> None:
+    with pytest.raises(UnitError, match="unknown unit 'GBps'"):
+        metrics.register(Metric(name="x", unit="GBps", better="higher", doc="x"))
+
+
+def test_value_and_samples_are_converted_to_the_canonical_unit() -> None:
+    made = measurement("hbm.copy.bandwidth", 3020, unit="GB/s", samples=[3000, 3040], labels={"gpu": 3})
+    assert made == Measurement(
+        metric="hbm.copy.bandwidth", value=3.02, unit="TB/s", samples=(3.0, 3.04), labels={"gpu": "3"}
+    )
+
+
+class OneElement:
+    """Stands for a numpy scalar or a tensor of one element."""
+
+    def __float__(self) -> float:
+        return 442.1
+
+
+class ManyElements:
+    def __float__(self) -> float:
+        raise RuntimeError("a Tensor with 2 elements cannot be converted to Scalar")
+
+
+def test_anything_that_converts_to_float_is_a_number() -> None:
+    assert measurement(BUSBW, OneElement(), unit="GB/s", samples=(OneElement(),)).samples == (442.1,)
+
+
+@pytest.mark.parametrize(
+    ("value", "arguments", "message"),
+    [
+        ("442", {}, "'442' is no number"),
+        (None, {}, "None is no number"),
+        (True, {}, "True is no number"),
+        (1j, {}, "1j.* is no number"),
+        (ManyElements(), {}, "2 elements"),
+        (10**400, {}, "too large"),
+        (1.0, {"samples": ["x"]}, "'x' is no number"),
+        (1.0, {"samples": "123"}, "samples must be a sequence of numbers"),
+        (1.0, {"samples": 7}, "samples must be a sequence of numbers"),
+        (1.0, {"unit": "gb/s"}, "unknown unit 'gb/s'; did you mean 'GB/s' or 'Gb/s'"),
+        (1.0, {"unit": "GiB"}, "GiB is a unit of amount of data"),
+        (1.0, {"unit": None}, "the unit must be text such as 'GB/s'"),
+        (1.0, {"record_only": "yes"}, "record_only must be True or False"),
+    ],
+)
+def test_what_is_no_measurement_is_refused_and_names_the_metric(
+    value: object, arguments: dict[str, object], message: str
+) -> None:
+    with pytest.raises(MeasurementError, match=message) as caught:
+        measurement(BUSBW, value, **({"unit": "GB/s"} | arguments))  # type: ignore[arg-type]
+    assert str(caught.value).startswith(BUSBW)
+
+
+@pytest.mark.parametrize(
+    ("value", "samples", "reason"),
+    [
+        (442.1, [440.0, 443.0], None),
+        (0.0, [], None),
+        (math.nan, [], "the value is NaN"),
+        (math.inf, [], "the value is infinite"),
+        (-math.inf, [], "the value is infinite"),
+        (-1.0, [], "the value is negative (-1)"),
+        (1.0, [1.0, math.nan, 1.0], "1 of 3 samples cannot be judged, the first is NaN"),
+        (1.0, [math.nan, 1.0], "1 of 2 samples cannot be judged, the first is NaN"),
+        (1.0, [1.0, math.inf, -math.inf], "2 of 3 samples cannot be judged, the first is infinite"),
+        (1.0, [1.0, -2.0], "1 of 2 samples cannot be judged, the first is negative (-2)"),
+        (1.0, [1e308, 1e308], None),
+    ],
+)
+def test_what_cannot_be_judged_is_kept_and_says_why(
+    value: float, samples: list[float], reason: str | None
+) -> None:
+    assert metrics.problem(measurement(BUSBW, value, unit="GB/s", samples=samples)) == reason
+
+
+@given(st.floats(), st.lists(st.floats(), max_size=20), st.dictionaries(st.text(), st.text(), max_size=3))
+def test_a_measurement_travels_through_strict_json_unchanged(
+    value: float, samples: list[float], labels: dict[str, str]
+) -> None:
+    made = measurement(BUSBW, value, unit="GB/s", samples=samples, labels=labels, record_only=True)
+    wire = json.dumps(made.to_json(), allow_nan=False)
+    back = Measurement.from_json(json.loads(wire))
+    # NaN differs from itself, so the texts are compared.
+    assert repr(back) == repr(made)
+
+
+def test_the_form_in_transit_is_plain_json() -> None:
+    made = measurement(BUSBW, math.nan, unit="GB/s", samples=[1, math.inf], labels={"size": "1 GB"})
+    assert made.to_json() == {
+        "metric": BUSBW,
+        "value": "NaN",
+        "unit": "GB/s",
+        "samples": [1.0, "Infinity"],
+        "labels": {"size": "1 GB"},
+        "record_only": False,
+    }
+
+
+GOOD = measurement(BUSBW, 1.0, unit="GB/s").to_json()
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {},
+        GOOD | {"value": "12"},
+        GOOD | {"value": True},
+        GOOD | {"value": None},
+        GOOD | {"samples": ["x"]},
+        GOOD | {"samples": None},
+        GOOD | {"metric": "zzz"},
+        GOOD | {"metric": 3},
+        GOOD | {"unit": "TB/s"},
+        GOOD | {"labels": ["size"]},
+        GOOD | {"record_only": 1},
+    ],
+    ids=lambda broken: ",".join(f"{k}={v!r}" for k, v in broken.items() if GOOD[k] != v) or "empty",
+)
+def test_a_malformed_measurement_in_transit_is_refused(broken: dict[str, object]) -> None:
+    with pytest.raises(MeasurementError):
+        Measurement.from_json(broken)
+
+
+def test_a_hundred_samples_are_cheap_to_send() -> None:
+    made = measurement(BUSBW, 442.1, unit="GB/s", samples=[442.1 + n / 7 for n in range(100)])
+    times = []
+    for _ in range(50):
+        start = time.perf_counter()
+        made.to_json()
+        times.append(time.perf_counter() - start)
+    assert min(times) < 50e-6

@@ -1,0 +1,599 @@
+"""The recorder as a real process: what it leaves on disk when rank 0, the disk or everything fails."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+import xmlschema
+
+from pytest_gpucluster import journal, recorder
+from pytest_gpucluster.recorder import Recorder
+from pytest_gpucluster.reports import junit
+
+SCHEMA = xmlschema.XMLSchema(str(Path(__file__).parent / "data" / "junit-10.xsd"))
+# Generous: nothing here should take a tenth of it.
+DEADLINE = 60.0
+
+RUN = {
+    "type": "run",
+    "schema_version": 1,
+    "run_id": "r1",
+    "started_at": "2026-01-02T03:04:05Z",
+    "hostname": "gpu-01",
+    "plugin_version": "0.1",
+}
+COLLECTED = {
+    "type": "collected",
+    "tests": [{"nodeid": f"t.py::test_{name}", "classname": "t", "name": f"test_{name}"} for name in "abc"],
+}
+END = {
+    "type": "end",
+    "verdict": "ACCEPTED",
+    "exit": 0,
+    "reason": "fine",
+    "at": "2026-01-02T03:05:05Z",
+    "by": "rank 0",
+}
+
+
+def start(name, deadline=300.0):
+    return {"type": "start", "nodeid": f"t.py::test_{name}", "at": "", "deadline_seconds": deadline}
+
+
+def result(name, outcome="passed", **more):
+    return {
+        "type": "test",
+        "nodeid": f"t.py::test_{name}",
+        "classname": "t",
+        "name": f"test_{name}",
+        "outcome": outcome,
+        "message": f"{name} is {outcome}",
+        **more,
+    }
+
+
+def verdicts(path):
+    """Read a JUnit file, which must be valid, as {test: its failure, error or skip}."""
+    document = path.read_text(encoding="utf-8")
+    SCHEMA.validate(document)
+    found = {}
+    for case in ET.fromstring(document).iter("testcase"):
+        [verdict] = [child for child in case if child.tag in ("failure", "error", "skipped")] or [None]
+        found[case.get("name")] = "passed" if verdict is None else f"{verdict.tag}: {verdict.get('message')}"
+    return found
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + DEADLINE
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            if found := condition():
+                return found
+        assert time.monotonic() < deadline, "nothing of the kind happened"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def place(tmp_path):
+    (tmp_path / "run").mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def recording(place):
+    handle = Recorder.start(place / "run", place / "report.xml")
+    yield handle
+    handle.finish(END, DEADLINE)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(handle.pid, signal.SIGKILL)
+    handle._process.wait()
+
+
+RANK_0 = """
+import json, os, signal, sys, time
+from pathlib import Path
+from pytest_gpucluster.recorder import Recorder
+place = Path({place!r})
+handle = Recorder.start(place / "run", place / "report.xml", quiet_seconds=0.5)
+(place / "pid").write_text(str(handle.pid))
+for line in json.loads((place / "lines").read_text()):
+    handle.send(line)
+"""
+
+
+def rank_0_script(place, lines, then="time.sleep(600)"):
+    (place / "lines").write_text(json.dumps(lines))
+    return RANK_0.format(place=str(place)) + textwrap.dedent(then)
+
+
+@contextlib.contextmanager
+def rank_0(place, lines, then="time.sleep(600)", **more):
+    """Run a rank 0 in a process of its own that sends lines and then does something."""
+    process = subprocess.Popen([sys.executable, "-c", rank_0_script(place, lines, then)], **more)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+    pid = int((place / "pid").read_text())
+    assert recorder.wait_for_end(pid, DEADLINE), "the recorder lingers"
+
+
+# ---- a run that ends well
+
+
+def test_a_finished_run_is_on_disk_when_finish_returns(place, recording):
+    for line in (RUN, COLLECTED, *(line for name in "abc" for line in (start(name), result(name)))):
+        recording.send(line)
+    assert recording.finish(END, DEADLINE) is None
+    assert recording.failure is None
+    assert recorder.wait_for_end(recording.pid, DEADLINE)
+    assert set(verdicts(place / "report.xml").values()) == {"passed"}
+    read = journal.read(place / "run" / "journal.jsonl")
+    assert (read.verdict, read.end.by, read.cut) == ("ACCEPTED", "rank 0", False)
+    assert (place / "report.xml").read_text() == junit.render(read)
+    assert sorted(os.listdir(place)) == ["report.xml", "run"]
+
+
+def test_a_run_without_junit_has_its_journal(place):
+    handle = Recorder.start(place / "run", None)
+    handle.send(RUN)
+    assert handle.finish(END, DEADLINE) is None
+    assert os.listdir(place) == ["run"]
+    assert journal.read(place / "run" / "journal.jsonl").verdict == "ACCEPTED"
+
+
+def test_the_report_is_complete_and_pessimistic_at_every_step(place, recording):
+    report = place / "report.xml"
+    recording.send(RUN)
+    assert wait_until(lambda: verdicts(report)) == {"run": "error: the run ended before the first test"}
+    recording.send(COLLECTED)
+    not_run = {f"test_{name}": "skipped: not run: the run ended before the first test" for name in "abc"}
+    wait_until(lambda: verdicts(report) == {**not_run, "run": "error: the run ended before the first test"})
+    recording.send(start("a"))
+    wait_until(lambda: verdicts(report)["test_a"] == "error: the run ended here: t.py::test_a")
+    recording.send(result("a", "failed"))
+    wait_until(lambda: verdicts(report)["test_a"] == "failure: a is failed")
+    recording.send(start("b"))
+    wait_until(lambda: verdicts(report)["test_b"] == "error: the run ended here: t.py::test_b")
+    assert (place / "run" / "journal.jsonl").read_bytes().count(b"\n") == 5
+
+
+def test_a_line_of_many_megabytes_arrives_whole(place, recording):
+    text = "".join(chr(33 + i % 90) for i in range(5_000_000))
+    recording.send(RUN)
+    recording.send(result("a", "failed", text=text))
+    assert recording.finish(END, DEADLINE) is None
+    assert journal.read(place / "run" / "journal.jsonl").results[0].text == text
+
+
+def test_lines_of_many_threads_arrive_whole_and_in_the_order_of_each(place, recording):
+    recording.send(RUN)
+
+    def speak(thread):
+        for i in range(50):
+            recording.send({"type": "property", "name": f"{thread}", "value": f"{i} " + "x" * 60_000})
+            recording.beat()
+
+    threads = [threading.Thread(target=speak, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert recording.finish(END, DEADLINE) is None
+    heard = {}
+    for name, value in journal.read(place / "run" / "journal.jsonl").properties:
+        heard.setdefault(name, []).append(int(value.split()[0]))
+    assert heard == {str(thread): list(range(50)) for thread in range(4)}
+
+
+def test_exceptions_out_of_signal_handlers_neither_tear_nor_lose_nor_double_a_line(place, recording):
+    recording.send(RUN)
+    armed = False
+
+    def handler(number, frame):
+        if armed:
+            raise InterruptedError
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.0007)
+    interruptions = 0
+    try:
+        for i in range(300):
+            try:
+                armed = True
+                recording.send({"type": "property", "name": str(i), "value": "x" * 100_000})
+                armed = False
+            except InterruptedError:
+                armed = False
+                interruptions += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert recording.finish(END, DEADLINE) is None
+    assert interruptions > 5
+    names = [int(name) for name, _ in journal.read(place / "run" / "journal.jsonl").properties]
+    # A line whose encoding was interrupted was never sent; no other may be missing.
+    assert names == sorted(set(names))
+    assert len(names) >= 300 - interruptions
+
+
+def test_a_forked_child_of_rank_0_says_nothing(place, recording):
+    recording.send(RUN)
+    child = os.fork()
+    if child == 0:
+        recording.send(start("a"))
+        recording.beat()
+        recording.finish(END, 1.0)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert recording.finish(END, DEADLINE) is None
+    assert journal.read(place / "run" / "journal.jsonl").running is None
+
+
+def test_a_line_that_no_reader_would_accept_is_quoted_and_told(place, recording):
+    recording.send(RUN)
+    recording.send({"type": "test", "nodeid": "t.py::test_a", "outcome": "splendid"})
+    told = recording.finish(END, DEADLINE)
+    assert told.startswith("a line was refused: rank 0's line: 'outcome' must be one of")
+    assert verdicts(place / "report.xml")["recorder"].startswith("error: a line was refused")
+
+
+# ---- a rank 0 that ends
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", id="SIGKILL"),
+        pytest.param("os.kill(os.getpid(), signal.SIGSEGV)", id="SIGSEGV"),
+        pytest.param("os._exit(0)", id="exit-0"),
+        pytest.param("if os.fork(): os._exit(3)\ntime.sleep(5)", id="exit-with-a-forked-child-that-lives"),
+    ],
+)
+def test_a_rank_0_that_ends_without_a_word_is_named_with_its_test(place, ending):
+    with rank_0(place, [RUN, COLLECTED, start("a"), result("a"), start("b")], ending) as process:
+        process.wait(DEADLINE)
+        assert recorder.wait_for_end(int((place / "pid").read_text()), DEADLINE)
+    lost = f"rank 0 (gpu-01, pid {process.pid}) ended without a word during t.py::test_b"
+    assert verdicts(place / "report.xml") == {
+        "test_a": "passed",
+        "test_b": f"error: the run ended here: {lost}",
+        "test_c": f"skipped: not run: {lost}",
+        "rank lost": f"error: {lost}",
+    }
+    read = journal.read(place / "run" / "journal.jsonl")
+    assert (read.verdict, read.exit, read.end.by, read.reason) == ("BROKEN", 11, "recorder", lost)
+    assert (read.end.counts, read.end.not_run) == (
+        {"passed": 1, "failed": 0, "error": 1, "skipped": 0},
+        ("t.py::test_c",),
+    )
+    assert "is not known here" in read.problems[0].text
+
+
+def test_a_failure_before_rank_0_died_still_rejects(place):
+    with rank_0(
+        place, [RUN, COLLECTED, start("a"), result("a", "failed"), start("b")], "os._exit(1)"
+    ) as process:
+        process.wait(DEADLINE)
+    read = journal.read(place / "run" / "journal.jsonl")
+    assert (read.verdict, read.exit) == ("REJECTED", 1)
+
+
+def test_what_rank_0_said_of_its_end_is_the_reason(place):
+    told = {
+        "type": "problem",
+        "name": "terminated",
+        "outcome": "error",
+        "message": "SIGTERM from the scheduler",
+        "text": "",
+    }
+    with rank_0(place, [RUN, COLLECTED, start("a"), told], "os._exit(1)") as process:
+        process.wait(DEADLINE)
+    found = verdicts(place / "report.xml")
+    assert found["test_a"] == "error: the run ended here: SIGTERM from the scheduler"
+    assert "rank lost" not in found
+    assert journal.read(place / "run" / "journal.jsonl").reason == "SIGTERM from the scheduler"
+
+
+def test_the_faulthandlers_last_words_are_in_the_report(place):
+    then = """
+    import ctypes, faulthandler
+    file = open(place / "fault", "w")
+    file.write("of an earlier test\\n"); file.flush()
+    handle.fault_file(place / "fault")
+    handle.send({"type": "start", "nodeid": "t.py::test_c", "at": "", "deadline_seconds": 300})
+    while "test_c" not in (place / "report.xml").read_text(): time.sleep(0.01)
+    faulthandler.enable(file)
+    ctypes.string_at(0)
+    """
+    with rank_0(place, [RUN, COLLECTED], then) as process:
+        process.wait(DEADLINE)
+    text = journal.read(place / "run" / "journal.jsonl").problems[0].text
+    assert "Its faulthandler wrote:\nFatal Python error: Segmentation fault" in text
+    assert "of an earlier test" not in text
+    assert "Segmentation fault" in (place / "report.xml").read_text()
+
+
+def test_a_rank_0_that_ends_before_its_first_line_leaves_no_recorder(place):
+    with rank_0(place, [], "os._exit(1)") as process:
+        process.wait(DEADLINE)
+    assert os.listdir(place / "run") == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_signals_to_everything_do_not_end_the_recorder(place, recording, number):
+    # At once: also in its first moments, before it could have set anything itself.
+    os.kill(recording.pid, number)
+    recording.send(RUN)
+    wait_until(lambda: verdicts(place / "report.xml"))
+    os.kill(recording.pid, number)
+    assert recording.finish(END, DEADLINE) is None
+    assert os.getsid(0) != recording.pid
+
+
+def test_the_recorder_is_in_a_session_of_its_own(recording):
+    assert os.getsid(recording.pid) == recording.pid
+
+
+def test_without_pidfds_the_end_of_rank_0_is_seen_too(place, monkeypatch):
+    no_pidfd = place / "no_pidfd"
+    no_pidfd.mkdir()
+    (no_pidfd / "sitecustomize.py").write_text("import os\nif hasattr(os, 'pidfd_open'): del os.pidfd_open\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(no_pidfd), os.getcwd()])}
+    with rank_0(place, [RUN, COLLECTED, start("a")], "os._exit(1)", env=environment) as process:
+        process.wait(DEADLINE)
+        monkeypatch.delattr(os, "pidfd_open", raising=False)
+        assert recorder.wait_for_end(int((place / "pid").read_text()), DEADLINE)
+    assert "ended without a word" in verdicts(place / "report.xml")["test_a"]
+
+
+# ---- a rank 0 that does not answer
+
+
+def test_a_stopped_rank_0_is_reported_and_forgiven_when_it_goes_on(place):
+    then = "while True:\n    handle.beat()\n    time.sleep(0.05)"
+    lines = [RUN, COLLECTED, start("a", deadline=-20.0)]
+    with rank_0(place, lines, then) as process:
+        report = place / "report.xml"
+        wait_until(lambda: verdicts(report)["test_a"] == "error: the run ended here: t.py::test_a")
+        os.kill(process.pid, signal.SIGSTOP)
+        stopped = wait_until(lambda: [v for v in verdicts(report).values() if "does not answer" in v])
+        assert (
+            f"rank 0 (gpu-01, pid {process.pid}) does not answer, process state T (stopped by a signal)"
+            in stopped[0]
+        )
+        assert report.read_text() == junit.render(journal.read(place / "run" / "journal.jsonl"))
+        os.kill(process.pid, signal.SIGCONT)
+        wait_until(lambda: verdicts(report)["test_a"] == "error: the run ended here: t.py::test_a")
+
+
+def test_a_rank_0_that_works_within_its_deadline_may_be_silent(place):
+    with rank_0(place, [RUN, COLLECTED, start("a", deadline=300.0)]):
+        wait_until(lambda: "test_a" in verdicts(place / "report.xml"))
+        time.sleep(1.5)  # past the quiet time and a look at it
+        assert "does not answer" not in (place / "report.xml").read_text()
+
+
+# ---- a recorder that ends
+
+
+def test_the_death_of_the_recorder_is_told_and_stops_nothing(place, recording):
+    recording.send(RUN)
+    recording.send(COLLECTED)
+    wait_until(lambda: "test_a" in verdicts(place / "report.xml"))
+    os.kill(recording.pid, signal.SIGKILL)
+    assert recorder.wait_for_end(recording.pid, DEADLINE)
+    recording.send(start("a"))
+    recording.beat()
+    told = f"the recorder (pid {recording.pid}, killed by signal 9) has ended: nothing more is recorded"
+    assert told in recording.failure
+    assert told in recording.finish(END, DEADLINE)
+    assert verdicts(place / "report.xml")["run"].startswith("error:")
+
+
+def test_a_recorder_that_takes_nothing_does_not_hold_up_the_tests(place, recording):
+    recording.send(RUN)
+    wait_until(lambda: verdicts(place / "report.xml"))
+    os.kill(recording.pid, signal.SIGSTOP)
+    begin = time.monotonic()
+    for i in range(50):
+        recording.send({"type": "property", "name": str(i), "value": "x" * 100_000})
+        recording.beat()
+    assert time.monotonic() - begin < 30
+    assert "takes no lines" in recording.failure
+    assert "has not confirmed the reports on disk within 0.1 s" in recording.finish({"type": "property"}, 0.1)
+    os.kill(recording.pid, signal.SIGCONT)
+
+
+def test_what_a_stopped_recorder_did_not_take_goes_along_later(place, recording):
+    recording.send(RUN)
+    os.kill(recording.pid, signal.SIGSTOP)
+    for i in range(20):
+        recording.send({"type": "property", "name": str(i), "value": "x" * 100_000})
+    os.kill(recording.pid, signal.SIGCONT)
+    assert recording.finish(END, DEADLINE) is None
+    properties = journal.read(place / "run" / "journal.jsonl").properties
+    assert [name for name, _ in properties] == [str(i) for i in range(20)]
+
+
+def test_waiting_for_the_end_of_a_recorder_has_a_limit(recording):
+    assert not recorder.wait_for_end(recording.pid, 0.05)
+    assert recorder.wait_for_end(2**22 + 1, 0.05)
+
+
+# ---- disks
+
+
+FULL = """
+import json, os, sys, tempfile, time
+from pathlib import Path
+from pytest_gpucluster.recorder import Recorder
+place, frees = Path(sys.argv[1]), sys.argv[2] == "frees"
+(place / "run").mkdir()
+run, collected, start, result, end = json.loads(sys.argv[3])
+handle = Recorder.start(place / "run", place / "report.xml")
+for line in (run, collected, start):
+    handle.send(line)
+while not (place / "report.xml").exists() or "ended here" not in (place / "report.xml").read_text():
+    time.sleep(0.01)
+filler = open(place / "filler", "wb", buffering=0)
+try:
+    while True:
+        filler.write(b"x" * 4096)
+except OSError:
+    pass
+before = (place / "report.xml").read_text()
+handle.send(dict(result, text="x" * 9000))
+while handle.failure is None:
+    time.sleep(0.01)
+same = (place / "report.xml").read_text() == before
+if frees:
+    filler.truncate(0)
+failure, told = handle.failure, handle.finish(end, 60)
+rescued = [str(path) for path in Path(tempfile.gettempdir()).glob("gpucluster-*/*")]
+print(json.dumps({
+    "failure": failure, "told": told, "same": same, "rescued": rescued,
+    "files": {path.name: path.read_text() for path in (place / "report.xml", place / "run" / "journal.jsonl")},
+    "names": sorted(os.listdir(place)),
+}))
+"""
+
+
+def on_a_small_disk(tmp_path, frees):
+    disk, temporary = tmp_path / "disk", tmp_path / "tmp"
+    disk.mkdir()
+    temporary.mkdir()
+    lines = json.dumps([RUN, COLLECTED, start("a"), result("a"), END])
+    mount = 'mount -t tmpfs -o size=64k none "$0" && exec "$1" -c "$2" "$0" "$3" "$4"'
+    command = ["unshare", "-Urm", "sh", "-c", mount, disk, sys.executable, FULL, frees, lines]
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=DEADLINE, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_full_disk_keeps_the_former_report_and_the_complete_ones_are_put_elsewhere(tmp_path):
+    seen = on_a_small_disk(tmp_path, "stays full")
+    assert "journal.jsonl: not written: No space left on device" in seen["failure"]
+    assert seen["same"], "the report on the full disk was touched"
+    assert seen["names"] == ["filler", "report.xml", "run"]
+    (tmp_path / "kept.xml").write_text(seen["files"]["report.xml"])
+    assert verdicts(tmp_path / "kept.xml")["test_a"] == "error: the run ended here: t.py::test_a"
+    rescue = tmp_path / "tmp" / "gpucluster-r1"
+    assert f"complete copies are in {rescue}" in seen["told"]
+    assert "No space left on device" in seen["told"]
+    assert verdicts(rescue / "report.xml")["test_a"] == "passed"
+    read = journal.read(rescue / "journal.jsonl")
+    assert (read.verdict, read.cut, read.results[0].text) == ("ACCEPTED", False, "x" * 9000)
+
+
+def test_when_there_is_room_again_everything_is_where_it_belongs(tmp_path):
+    seen = on_a_small_disk(tmp_path, "frees")
+    assert seen["told"] is None
+    assert seen["rescued"] == []
+    (tmp_path / "report.xml").write_text(seen["files"]["report.xml"])
+    (tmp_path / "journal.jsonl").write_text(seen["files"]["journal.jsonl"])
+    read = journal.read(tmp_path / "journal.jsonl")
+    assert (read.verdict, read.cut, read.results[0].text) == ("ACCEPTED", False, "x" * 9000)
+    assert verdicts(tmp_path / "report.xml")["test_a"] == "passed"
+
+
+def test_a_junit_path_that_cannot_be_written_is_told_early_and_at_the_end(place, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(place))
+    (place / "file").write_text("")
+    handle = Recorder.start(place / "run", place / "file" / "report.xml")
+    handle.send(RUN)
+    assert "report.xml: not written: " in wait_until(lambda: handle.failure)
+    told = handle.finish(END, DEADLINE)
+    assert f"complete copies are in {place / 'gpucluster-r1'}" in told
+    assert journal.read(place / "run" / "journal.jsonl").verdict == "ACCEPTED"
+
+
+def test_another_runs_journal_is_never_touched(place, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(place))
+    (place / "run" / "journal.jsonl").write_text("evidence")
+    handle = Recorder.start(place / "run", place / "report.xml")
+    handle.send(RUN)
+    assert "File exists" in handle.finish(END, DEADLINE)
+    assert (place / "run" / "journal.jsonl").read_text() == "evidence"
+
+
+# ---- everything ends
+
+
+@pytest.mark.parametrize("last", ["a", "b", "c"])
+def test_when_the_whole_container_is_killed_the_report_is_valid_and_names_the_test(place, last):
+    lines = [RUN, COLLECTED]
+    for name in "abc"[: "abc".index(last)]:
+        lines += [start(name), result(name)]
+    lines.append(start(last))
+    script = rank_0_script(place, lines)
+    command = [
+        "unshare",
+        "-Urp",
+        "--fork",
+        "--kill-child",
+        "sh",
+        "-c",
+        '"$0" -c "$1"; true',
+        sys.executable,
+        script,
+    ]
+    container = subprocess.Popen(command)
+    try:
+        expected = f"error: the run ended here: t.py::test_{last}"
+        wait_until(lambda: verdicts(place / "report.xml").get(f"test_{last}") == expected)
+    finally:
+        container.kill()
+        container.wait()
+    found = verdicts(place / "report.xml")
+    assert found[f"test_{last}"] == expected
+    read = journal.read(place / "run" / "journal.jsonl")
+    assert (read.end, read.running.nodeid) == (None, f"t.py::test_{last}")
+    assert junit.render(read) == (place / "report.xml").read_text()
+
+
+def test_killed_at_any_moment_a_valid_report_is_left(tmp_path):
+    # The run line and many tests in quick succession; everything is killed after a different time each round.
+    lines = [RUN, COLLECTED] + [
+        line for _ in range(300) for name in "abc" for line in (start(name), result(name))
+    ]
+    for round_ in range(6):
+        place = tmp_path / str(round_)
+        (place / "run").mkdir(parents=True)
+        script = rank_0_script(place, lines)
+        command = ["unshare", "-Urp", "--fork", "--kill-child", "sh", "-c", '"$0" -c "$1"; true']
+        container = subprocess.Popen([*command, sys.executable, script])
+        try:
+            wait_until((place / "report.xml").exists)
+            time.sleep(round_ * 0.013)
+        finally:
+            container.kill()
+            container.wait()
+        assert any(verdict.startswith("error:") for verdict in verdicts(place / "report.xml").values())
+        assert journal.read(place / "run" / "journal.jsonl").end is None
+
+
+def test_the_recorder_is_light():
+    script = (
+        "import sys, pytest_gpucluster.recorder, pytest_gpucluster.recording\n"
+        "print([name for name in ('torch', 'pytest', '_pytest', 'yaml', 'pynvml', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE, check=True
+    )
+    assert done.stdout.strip() == "[]"

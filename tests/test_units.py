@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from pytest_gpucluster import units
+from pytest_gpucluster.errors import MeasurementError, UnitError
+
+SYMBOLS = st.sampled_from(sorted(units.UNITS))
+VALUES = st.floats(min_value=-1e30, max_value=1e30, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "unit"),
+    [
+        ("380 GB/s", 380.0, "GB/s"),
+        ("8 GiB", 8.0, "GiB"),
+        ("90 %", 90.0, "%"),
+        ("2.5TB/s", 2.5, "TB/s"),
+        ("700 TFLOPS", 700.0, "TFLOPS"),
+        ("12 us", 12.0, "us"),
+        ("500 tokens/s", 500.0, "tokens/s"),
+        ("1e9 B", 1e9, "B"),
+        ("5e-3 s", 0.005, "s"),
+        ("012 GB/s", 12.0, "GB/s"),
+        (".5 s", 0.5, "s"),
+        ("-1 GB", -1.0, "GB"),
+        ("  3\tGB ", 3.0, "GB"),
+    ],
+)
+def test_a_quantity_is_a_number_and_a_unit(text: str, value: float, unit: str) -> None:
+    assert units.parse(text) == units.Quantity(value=value, unit=unit)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("380 gb/s", "unknown unit 'gb/s'; did you mean 'GB/s' or 'Gb/s'? Case matters: B is bytes, b is bits"),
+        ("8 gib", "unknown unit 'gib'; did you mean 'GiB'? Case matters"),
+        ("400 Gbps", "unknown unit 'Gbps'; did you mean 'Gb/s'?"),
+        ("400 GBps", "unknown unit 'GBps'; did you mean 'GB/s'?"),
+        ("400 Gbit/s", "unknown unit 'Gbit/s'; did you mean 'Gb/s'?"),
+        ("12 µs", "unknown unit 'µs'; did you mean 'us'?"),
+        ("700 TFLOP/s", "unknown unit 'TFLOP/s'; did you mean 'TFLOPS'?"),
+        ("700 tflops", "unknown unit 'tflops'; did you mean 'TFLOPS'? Case matters"),
+        ("500 token/s", "unknown unit 'token/s'; did you mean 'tokens/s'?"),
+        ("380", "'380' has no unit: write a number and a unit, such as '380 GB/s'"),
+        ("1,000 GB/s", "'1,000 GB/s' is no quantity: write a decimal number and a unit, such as '380 GB/s'"),
+        ("nan GB/s", "'nan GB/s' is no quantity: write a decimal number and a unit, such as '380 GB/s'"),
+        ("inf s", "'inf s' is no quantity: write a decimal number and a unit, such as '380 GB/s'"),
+        ("٣ GB", "'٣ GB' is no quantity: write a decimal number and a unit, such as '380 GB/s'"),
+        ("3 GB\n", "'3 GB\\n' is no quantity: write a decimal number and a unit, such as '380 GB/s'"),
+        ("", "'' is no quantity: write a decimal number and a unit, such as '380 GB/s'"),
+        ("1e999 B", "'1e999 B' is too large"),
+    ],
+)
+def test_what_is_no_quantity_is_refused_with_what_was_probably_meant(text: str, message: str) -> None:
+    with pytest.raises(UnitError) as caught:
+        units.parse(text)
+    assert str(caught.value) == message
+
+
+def test_a_unit_that_resembles_nothing_lists_the_known_ones() -> None:
+    with pytest.raises(UnitError, match=r"unknown unit 'parsec'; known units: B, kB, MB"):
+        units.unit("parsec")
+
+
+def test_the_expected_unit_is_named_where_a_quantity_lacks_one_or_has_another_dimension() -> None:
+    with pytest.raises(UnitError, match="'380' has no unit: write '380 GB/s'"):
+        units.parse("380", like="GB/s")
+    with pytest.raises(
+        UnitError, match="GiB is a unit of amount of data; GB/s or another unit of data rate is needed"
+    ):
+        units.parse("380 GiB", like="GB/s")
+
+
+def test_a_unit_error_is_a_measurement_error() -> None:
+    assert issubclass(UnitError, MeasurementError)
+
+
+@pytest.mark.parametrize(
+    ("value", "source", "target", "expected"),
+    [
+        (400, "Gb/s", "GB/s", 50.0),
+        (1, "GiB", "GB", 1.073741824),
+        (2.5, "TB/s", "GB/s", 2500.0),
+        (0.5, "GFLOPS", "TFLOPS", 0.0005),
+        (1, "MB/s", "GB/s", 0.001),
+        (90, "%", "ratio", 0.9),
+        (2, "h", "s", 7200.0),
+        (5, "s", "us", 5e6),
+    ],
+)
+def test_conversion_is_exact_where_it_can_be(
+    value: float, source: str, target: str, expected: float
+) -> None:
+    assert units.convert(value, source, target) == expected
+
+
+def test_conversion_keeps_what_is_no_finite_number() -> None:
+    assert math.isnan(units.convert(math.nan, "GB/s", "TB/s"))
+    assert units.convert(-math.inf, "GB/s", "TB/s") == -math.inf
+
+
+@given(VALUES, SYMBOLS, SYMBOLS)
+def test_conversion_there_and_back_changes_nothing_but_the_last_bits(value: float, a: str, b: str) -> None:
+    assume(units.UNITS[a].dimension == units.UNITS[b].dimension)
+    assert units.convert(units.convert(value, a, b), b, a) == pytest.approx(value, rel=1e-14, abs=1e-300)
+
+
+@given(VALUES, SYMBOLS, SYMBOLS)
+def test_units_of_different_dimensions_never_convert(value: float, a: str, b: str) -> None:
+    assume(units.UNITS[a].dimension != units.UNITS[b].dimension)
+    with pytest.raises(UnitError):
+        units.convert(value, a, b)
+
+
+@given(VALUES, SYMBOLS)
+def test_every_number_in_every_unit_is_read_back(value: float, symbol: str) -> None:
+    assert units.parse(f"{value!r} {symbol}") == units.Quantity(value=value, unit=symbol)
+
+
+@given(VALUES, SYMBOLS)
+def test_what_is_shown_is_read_back_to_four_digits(value: float, symbol: str) -> None:
+    assert units.parse(units.show(value, symbol)).value == pytest.approx(value, rel=6e-4, abs=1e-300)
+
+
+@given(st.text(max_size=12))
+def test_any_text_is_a_quantity_or_a_unit_error(text: str) -> None:
+    try:
+        quantity = units.parse(text)
+    except UnitError:
+        return
+    assert math.isfinite(quantity.value)
+    assert quantity.unit in units.UNITS
+
+
+@given(VALUES, VALUES, SYMBOLS)
+def test_different_values_are_shown_differently(a: float, b: float, symbol: str) -> None:
+    shown = units.show_apart(a, b, symbol)
+    assert (shown[0] == shown[1]) == (a == b)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (312.4, "312.4 GB/s"),
+        (400.0, "400 GB/s"),
+        (41483.2, "41483 GB/s"),
+        (0.0005, "0.0005 GB/s"),
+        (1e-9, "1e-09 GB/s"),
+        (0.0, "0 GB/s"),
+        (math.nan, "nan GB/s"),
+    ],
+)
+def test_values_are_shown_for_people(value: float, text: str) -> None:
+    assert units.show(value, "GB/s") == text
+
+
+def test_a_value_just_under_its_limit_is_not_shown_as_equal_to_it() -> None:
+    assert units.show_apart(399.9996, 400.0, "GB/s") == ("399.9996 GB/s", "400 GB/s")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1 GB", ("amount of data", 8e9)),
+        ("8192", ("number", 8192.0)),
+        ("bf16", None),
+        ("3 parsec", None),
+        ("", None),
+    ],
+)
+def test_magnitudes_compare_quantities_and_bare_numbers(text: str, expected: object) -> None:
+    assert units.magnitude(text) == expected
+
+
+def test_a_suggestion_is_the_nearest_allowed_word_or_nothing() -> None:
+    assert units.did_you_mean("mim", ["min", "max"]) == "; did you mean 'min'?"
+    assert units.did_you_mean("zzz", ["min", "max"]) == ""
