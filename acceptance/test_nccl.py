@@ -35,9 +35,7 @@ def test_all_reduce(cluster, measure):
     """
     kind = cluster.device.type
     for size in SIZES[kind]:
-        result = all_reduce(
-            cluster.group, cluster.device, payload_bytes=int(parse(size).to("B")), **TIMES[kind]
-        )
+        result = all_reduce(cluster.group, cluster.device, payload_bytes=int(parse(size).to("B")), **TIMES[kind])
         measure(
             "nccl.all_reduce.busbw",
             result.busbw_bytes_per_second,

@@ -23,15 +23,15 @@ _STICKY = re.compile(
     r"|unspecified launch failure|device-side assert|launch timed out|context is destroyed|contained",
     re.IGNORECASE,
 )
-"""Errors after which a CUDA context never works again. Source: CUDA Runtime API, cudaError_t ("this leaves the process in an
-inconsistent state and any further CUDA work will return the same error")."""
+"""Errors after which a CUDA context never works again. Source: CUDA Runtime API, cudaError_t ("this leaves the
+process in an inconsistent state and any further CUDA work will return the same error")."""
 
 
 def kind_of(error: BaseException, when: str) -> str:
     """Return "failed" (the hardware is judged) or "error" (the run or its environment broke).
 
-    As in pytest itself, what goes wrong in a test's body is a failure and what goes wrong around it an error, unless the
-    exception says better.
+    As in pytest itself, what goes wrong in a test's body is a failure and what goes wrong around it an error, unless
+    the exception says better.
     """
     if isinstance(error, (HardwareFault, InconclusiveMeasurement)) or gpu_died(error) == "hardware":
         return "failed"

@@ -44,7 +44,7 @@ class Cluster:
         hosts: list[str],
         device_type: str,
         device_index: int,
-        store_for_group: Callable[[], Any],
+        store_for_group: Callable[[str], Any],
         guard: Callable[[Releaser], None],
         deadline_seconds: float,
     ) -> None:
@@ -127,7 +127,7 @@ class Cluster:
             return whole
         if size not in self._subgroups:
             with self._sockets.taking():
-                mine, _ = dist.new_subgroups_by_enumeration(
+                mine, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]  # torch
                     [list(range(start, start + size)) for start in range(0, self.world_size, size)],
                     timeout=self._timeout,
                 )
@@ -197,7 +197,7 @@ class Cluster:
             with self._sockets.taking():
                 dist.init_process_group(
                     self.backend,
-                    store=dist.PrefixStore(f"group/{self._epoch}", self._store_for_group()),
+                    store=self._store_for_group(f"group/{self._epoch}"),
                     rank=self.rank,
                     world_size=self.world_size,
                     timeout=self._timeout,

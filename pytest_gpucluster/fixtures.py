@@ -80,10 +80,11 @@ def gpu(request: pytest.FixtureRequest) -> Gpu:
     sku = run.sku(known["name"] if known else None)
     if not known:
         return Gpu(index=None, name="cpu", uuid=None, pci_bus_id=None, sku=sku, peaks=None)
-    from pytest_gpucluster import hardware
+    from pytest_gpucluster.hardware import SKUS
 
     fields = {key: known[key] for key in ("index", "name", "uuid", "pci_bus_id")}
-    return Gpu(sku=sku, peaks=hardware.peaks_of(sku), **fields)
+    peaks = SKUS[sku].peaks if sku is not None and sku in SKUS else None
+    return Gpu(sku=sku, peaks=peaks, **fields)
 
 
 @pytest.fixture

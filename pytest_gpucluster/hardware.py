@@ -180,8 +180,7 @@ _GB200 = Sku(
         hbm_tb_per_second=8.0,
         link_gb_per_second=900.0,
         host_gb_per_second=None,  # the host is reached over NVLink-C2C, not PCIe
-        source=f"NVIDIA GB200 NVL72 data sheet, https://www.nvidia.com/en-us/data-center/gb200-nvl72/;"
-        f" {_TABLE}",
+        source=f"NVIDIA GB200 NVL72 data sheet, https://www.nvidia.com/en-us/data-center/gb200-nvl72/; {_TABLE}",
         link_source=f"{_NVLINK} (NVLink 5: 1800 GB/s)",
     ),
 )

@@ -247,8 +247,7 @@ def _problems(
         elif peak is not None and metric.peak_is_bound and measured.value > peak:
             value, top = units.show_apart(measured.value, peak, metric.unit)
             yield (
-                f"too fast to be true: {value} > {top}, the data sheet peak of {court.sku},"
-                f" on {court.name(rank)}",
+                f"too fast to be true: {value} > {top}, the data sheet peak of {court.sku}, on {court.name(rank)}",
                 rank,
             )
     missing = _missing(metric, counts, court)
@@ -279,9 +278,7 @@ def _missing(metric: Metric, counts: Mapping[int, int], court: _Court) -> str | 
     return None
 
 
-def _no_limit(
-    metric: Metric, labels: Mapping[str, str], known: Mapping[str, str], court: _Court
-) -> tuple[str, str]:
+def _no_limit(metric: Metric, labels: Mapping[str, str], known: Mapping[str, str], court: _Court) -> tuple[str, str]:
     """Say that nothing can be judged here, and show the YAML that would change it."""
     bound = "max" if metric.better == "lower" else "min"
     entry = [f"{bound}: <what you accept> {metric.unit}", "source: <where the figure comes from>"]
@@ -295,9 +292,7 @@ def _no_limit(
         problem = f"no limit on {court.sku}" + (" for these conditions" if entries else "")
     else:
         pattern = [f"    nvml_name: {_single_quoted(_pattern(gpu or '<NVML name>'))}"]
-        problem = (
-            f"unknown GPU {gpu!r}: no SKU of the limits matches it" if gpu else "the GPU's name is not known"
-        )
+        problem = f"unknown GPU {gpu!r}: no SKU matches it" if gpu else "the name of the GPU is not known"
         if court.sku is not None:
             problem = f"unknown SKU {court.sku!r}"
     lines = [
@@ -393,15 +388,11 @@ def _ranks(ranks: Sequence[int], name: Callable[[int], str] = "rank {}".format) 
 
 def _one_line(text: str) -> str:
     # Labels and host names come from outside: they must not break a line or a terminal.
-    return "".join(
-        character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text
-    )
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
 def _scalar(text: str) -> str:
-    return (
-        text if re.fullmatch(r"[A-Za-z0-9](?:[A-Za-z0-9_. -]*[A-Za-z0-9_.])?", text) else _single_quoted(text)
-    )
+    return text if re.fullmatch(r"[A-Za-z0-9](?:[A-Za-z0-9_. -]*[A-Za-z0-9_.])?", text) else _single_quoted(text)
 
 
 def _single_quoted(text: str) -> str:

@@ -113,13 +113,9 @@ class Measurement:
         if not isinstance(metric, str) or known(metric).unit != unit:
             raise MeasurementError(f"{metric!r} travels in {known(str(metric)).unit}, not in {unit!r}")
         if not isinstance(labels, Mapping) or not isinstance(record_only, bool):
-            raise MeasurementError(
-                f"labels {labels!r:.80} or record_only {record_only!r:.20} has a wrong type"
-            )
+            raise MeasurementError(f"labels {labels!r:.80} or record_only {record_only!r:.20} has a wrong type")
         texts = {str(key): str(label) for key, label in labels.items()}
-        return cls(
-            metric=metric, value=value, unit=unit, samples=samples, labels=texts, record_only=record_only
-        )
+        return cls(metric=metric, value=value, unit=unit, samples=samples, labels=texts, record_only=record_only)
 
 
 def measurement(
@@ -174,11 +170,7 @@ def problem(measured: Measurement) -> str | None:
     if not measured.samples or (math.isfinite(sum(measured.samples)) and min(measured.samples) >= 0):
         return None
     bad = [defect for defect in map(_defect, measured.samples) if defect is not None]
-    return (
-        f"{len(bad)} of {len(measured.samples)} samples cannot be judged, the first is {bad[0]}"
-        if bad
-        else None
-    )
+    return f"{len(bad)} of {len(measured.samples)} samples cannot be judged, the first is {bad[0]}" if bad else None
 
 
 def number_to_json(value: float) -> float | str:
@@ -284,5 +276,13 @@ register(
         unit="us",
         better="lower",
         doc="Time of one small all-reduce. The slowest rank decides.",
+    )
+)
+register(
+    Metric(
+        name="inventory.ranks",
+        unit="ranks",
+        better="none",
+        doc="Ranks that reported before the first test. Recorded; the inventory's checks decide.",
     )
 )

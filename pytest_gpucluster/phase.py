@@ -11,45 +11,53 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from _pytest.outcomes import Failed, Skipped  # pytest.fail.Exception and pytest.skip.Exception, for type checkers
 
 from pytest_gpucluster import cause
 from pytest_gpucluster.agreement.merge import Merged, RankOutcome, merge, one_line
 from pytest_gpucluster.agreement.release.python import Released
 from pytest_gpucluster.agreement.watch import Ending
 from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.failure import (
+    LONGEST_TEXT,
+    MergedRepr,
+    clip,
+    line_of,
+    sections_of,
+    skip_reason,
+    summary_of,
+    traceback_of,
+)
+from pytest_gpucluster.judging import judge_merged
 from pytest_gpucluster.metrics import Measurement
 from pytest_gpucluster.record import TestName, TestRecord, unique
-from pytest_gpucluster.reports.terminal import measurement_table
 from pytest_gpucluster.selection import why_not_applicable
 
 if TYPE_CHECKING:
-    from pytest_gpucluster.judge import Judgement
     from pytest_gpucluster.run import Run
 
-_LONGEST_TEXT = 32_000
-"""Characters of one rank's failure that travel; the beginning and the end are kept."""
-_LONGEST_SECTION = 8_000
-
 MEASUREMENTS = pytest.StashKey[list[Measurement]]()
-CRITERION = pytest.StashKey[str]()
 
 
-class AgreedFailure(pytest.fail.Exception):
+class AgreedFailure(Failed):
     """The ranks' common verdict, raised on a rank whose own body came to another end."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, pytrace=False)
 
 
-class AgreedSkip(pytest.skip.Exception):
+class AgreedSkip(Skipped):
     """The ranks agree that the test is skipped."""
 
 
 class Phases:
     """Carries the tests of one rank through their phases. Main thread only."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *, judges: bool = True) -> None:
         self._run = run
+        self._judges = judges
+        self.last_outcome: RankOutcome | None = None
+        """How the last phase ended on rank 0, which is all there is in a worker."""
         self._merged: weakref.WeakKeyDictionary[pytest.TestReport, Merged] = weakref.WeakKeyDictionary()
         self._last: Merged | None = None
         self._dirty = False
@@ -83,7 +91,7 @@ class Phases:
         watch = self._run.watch
         if watch is None:
             return (yield)
-        self._last = None
+        self._last = self.last_outcome = None
         number = watch.enter(f"{when} of {item.nodeid}", self._deadline(item))
         error: BaseException | None = None
         try:
@@ -101,7 +109,7 @@ class Phases:
             watch.leave()
             self._interrupted(stop, when, item)
             raise
-        except BaseException as raised:  # noqa: B902  # an outcome of pytest is no Exception; all are raised again
+        except BaseException as raised:  # pytest's outcomes are no Exceptions; all are raised again
             watch.leave()
             error = raised
         own = self._own_outcome(item, when, number, error)
@@ -142,7 +150,7 @@ class Phases:
         if isinstance(error, (pytest.skip.Exception, pytest.xfail.Exception)):
             return RankOutcome(rank=rank, outcome="skipped", message=one_line(str(error.msg)), text=str(error.msg))
         released = self._run.watch.released(number)
-        text = clip(_traceback(item, when, error), _LONGEST_TEXT)
+        text = clip(traceback_of(item, when, error), LONGEST_TEXT)
         if isinstance(error, Released) or released is not None:
             message = str(released or error)
             return RankOutcome(
@@ -151,10 +159,10 @@ class Phases:
         return RankOutcome(
             rank=rank,
             outcome=cause.kind_of(error, when),
-            message=one_line(_summary(error)),
+            message=one_line(summary_of(error)),
             text=text,
             measurements=measurements,
-            sections=_sections(item) if rank != 0 else (),
+            sections=sections_of(item) if rank != 0 else (),
         )
 
     # ---- agreement -------------------------------------------------------------------------------------------
@@ -163,7 +171,9 @@ class Phases:
         self, item: pytest.Item, when: str, number: int, own: RankOutcome, error: BaseException | None
     ) -> Mapping[str, Any]:
         run, watch = self._run, self._run.watch
-        assert watch is not None and run.exchange is not None and run.stores is not None
+        assert watch is not None
+        assert run.exchange is not None
+        assert run.stores is not None
         label = f"{when} of {item.nodeid}"
         if own.outcome in ("failed", "error"):
             try:
@@ -192,7 +202,8 @@ class Phases:
     def _ended(self, own: RankOutcome, decide: Any, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """The run has ended and nobody waits for anybody: rank 0 reports what it knows."""
         watch = self._run.watch
-        assert watch is not None and watch.ending is not None
+        assert watch is not None
+        assert watch.ending is not None
         if self._run.rank != 0:
             return {"o": "error", "msg": watch.ending.message}
         if own.outcome == "passed":
@@ -224,8 +235,9 @@ class Phases:
             outcomes.append(outcome)
         released = next((o.message for o in outcomes if o.outcome == "released"), "")
         merged = merge(outcomes, run.names, unfinished=released)
-        if merged.outcome in ("passed", "failed", "error") and when == "call":
-            merged = self._judged(item, merged, outcomes)
+        self.last_outcome = outcomes[0]
+        if merged.outcome in ("passed", "failed", "error") and when == "call" and self._judges:
+            merged = judge_merged(run, run.records[item.nodeid], merged, outcomes)
         stop = self._stop(bodies, outcomes, merged, watch.unreleasable(number))
         self._last = merged
         verdict: dict[str, Any] = {"o": merged.outcome}
@@ -241,44 +253,6 @@ class Phases:
                 "culprits": list(stop.culprits),
             }
         return verdict
-
-    def _judged(self, item: pytest.Item, merged: Merged, outcomes: Sequence[RankOutcome]) -> Merged:
-        """Hold the measurements of all ranks against the limits; a failed rank keeps its failure."""
-        record = self._run.records[item.nodeid]
-        by_rank = {o.rank: [Measurement.from_json(m) for m in o.measurements] for o in outcomes}
-        criterion = criterion_of(item)
-        if not any(by_rank.values()):
-            if criterion is None or merged.outcome != "passed":
-                return merged
-            message = f"criterion {criterion} has measured nothing: nothing is accepted without a measurement"
-            return Merged(outcome="error", message=message, text=message, ranks=merged.ranks)
-        judgement = self._judge(by_rank)
-        record.measurements = [judged.to_json() for judged in judgement.measurements]
-        if merged.outcome != "passed" or judgement.outcome == "passed":
-            return merged
-        worst = sorted({m.worst_rank for m in judgement.measurements if m.worst_rank is not None and m.status == "failed"})
-        return Merged(
-            outcome=judgement.outcome,
-            message=one_line(judgement.message),
-            text=f"{judgement.message}\n\n{measurement_table(record.measurements)}",
-            culprits=worst,
-            ranks=merged.ranks,
-        )
-
-    def _judge(self, by_rank: Mapping[int, Sequence[Measurement]]) -> Judgement:
-        from pytest_gpucluster.judge import judge
-
-        run = self._run
-        inventory = run.joined.who if run.joined else {}
-        gpu = next((who["gpu"]["name"] for who in inventory.values() if who.get("gpu")), None)
-        return judge(
-            by_rank,
-            world={rank: run.names[rank] for rank in range(run.facts.world_size)},
-            node_of={rank: int(who["node_rank"]) for rank, who in inventory.items()},
-            limits=run.limits,
-            sku=run.sku(gpu),
-            gpu_name=gpu,
-        )
 
     def _stop(
         self,
@@ -339,13 +313,13 @@ class Phases:
             return
         merged = self._merged.get(report)
         if merged is not None and report.failed and merged.outcome in ("failed", "error"):
-            report.longrepr = MergedRepr(merged, report)
+            report.longrepr = MergedRepr(merged, report)  # type: ignore[assignment]  # pytest asks for toterminal only
         record = self._run.records.get(report.nodeid)
         if record is None:
             return
-        if report.outcome == "rerun":  # pytest-rerunfailures
+        if str(report.outcome) == "rerun":  # pytest-rerunfailures
             self._take(record, report, merged)
-            record.start_again(_line_of(report))
+            record.start_again(line_of(report))
             return
         self._take(record, report, merged)
         if report.when == "teardown":
@@ -354,9 +328,9 @@ class Phases:
     def _take(self, record: TestRecord, report: pytest.TestReport, merged: Merged | None) -> None:
         record.add(
             report.when or "call",
-            outcome="failed" if report.outcome == "rerun" else report.outcome,
-            message=_line_of(report),
-            text=report.longreprtext if report.failed else _skip_reason(report),
+            outcome="failed" if str(report.outcome) == "rerun" else report.outcome,
+            message=line_of(report),
+            text=report.longreprtext if report.failed else skip_reason(report),
             seconds=report.duration,
             merged=merged,
             wasxfail=getattr(report, "wasxfail", None),
@@ -378,37 +352,6 @@ class Phases:
         return float(self._run.settings.deadline)
 
 
-class MergedRepr:
-    """What pytest prints of a failure: rank 0's own traceback if it has one to blame, and every culprit's."""
-
-    def __init__(self, merged: Merged, report: pytest.TestReport) -> None:
-        self.reprcrash = _Crash(merged.message)
-        self._text = merged.text
-        own = report.longrepr
-        alone = list(merged.culprits) == [0] and not merged.released and hasattr(own, "toterminal")
-        self._own = own if alone else None
-
-    def toterminal(self, tw: Any) -> None:
-        """Write to pytest's terminal writer."""
-        if self._own is not None:
-            self._own.toterminal(tw)  # type: ignore[union-attr]  # checked in __init__
-            tw.line(self.reprcrash.message, red=True)
-            return
-        for line in self._text.splitlines():
-            tw.line(line, red=line.startswith("E  "))
-
-    def __str__(self) -> str:
-        return self._text
-
-
-class _Crash:
-    """What pytest's short summary reads of a failure."""
-
-    def __init__(self, message: str) -> None:
-        self.message = message
-        self.path, self.lineno = "", 0
-
-
 def name_of(item: pytest.Item) -> TestName:
     """Return how a test is called in reports."""
     return TestName.of(item.nodeid, item.location, criterion_of(item))
@@ -418,51 +361,3 @@ def criterion_of(item: pytest.Item) -> str | None:
     """Return the name in the test's ``criterion`` marker, or None."""
     marker = item.get_closest_marker("criterion")
     return str(marker.args[0]) if marker is not None and marker.args else None
-
-
-def clip(text: str, longest: int) -> str:
-    """Keep the beginning and the end of a text that is too long to travel."""
-    if len(text) <= longest:
-        return text
-    half = longest // 2
-    return f"{text[:half]}\n… {len(text) - 2 * half} characters left out …\n{text[-half:]}"
-
-
-def _traceback(item: pytest.Item, when: str, error: BaseException) -> str:
-    excinfo = pytest.ExceptionInfo.from_exception(error)
-    try:
-        if when == "call":
-            return str(item.repr_failure(excinfo))
-        return str(item._repr_failure_py(excinfo, style=item.config.getoption("tbstyle", "auto")))
-    except Exception as broken:  # an exception whose own repr raises must not hide the failure
-        return f"{type(error).__name__} (its traceback cannot be shown: {type(broken).__name__})"
-
-
-def _summary(error: BaseException) -> str:
-    try:
-        text = str(error)
-    except Exception as broken:  # as above
-        text = f"(its text cannot be shown: {type(broken).__name__})"
-    return text if isinstance(error, pytest.fail.Exception) else f"{type(error).__name__}: {text}"
-
-
-def _sections(item: pytest.Item) -> list[tuple[str, str]]:
-    """Return what the failed test printed on this rank."""
-    return [
-        (f"Captured {key} {when}", clip(content, _LONGEST_SECTION))
-        for when, key, content in item._report_sections
-        if content
-    ]
-
-
-def _line_of(report: pytest.TestReport) -> str:
-    if report.skipped:
-        return one_line(_skip_reason(report))
-    crash = getattr(report.longrepr, "reprcrash", None)
-    return one_line(crash.message if crash is not None else report.longreprtext)
-
-
-def _skip_reason(report: pytest.TestReport) -> str:
-    if isinstance(report.longrepr, tuple):
-        return report.longrepr[2].removeprefix("Skipped: ")
-    return getattr(report, "wasxfail", "") or report.longreprtext

@@ -14,6 +14,7 @@ import pytest
 from pytest_gpucluster import options
 
 if TYPE_CHECKING:
+    from pytest_gpucluster.local import Controller
     from pytest_gpucluster.session import Session
 
 _MARKERS = (
@@ -44,7 +45,7 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
     """Set torch's environment before any conftest can import torch."""
     if options.asked_for(args) or early_config.getini("gpucluster"):
-        from pytest_gpucluster.session import prepare_environment
+        from pytest_gpucluster.activation import prepare_environment
 
         prepare_environment()
 
@@ -55,18 +56,21 @@ def pytest_configure(config: pytest.Config) -> None:
     if not options.active(config):
         return
     from pytest_gpucluster import fixtures
-    from pytest_gpucluster.session import configure
+    from pytest_gpucluster.activation import configure
 
     for marker in _MARKERS:
         config.addinivalue_line("markers", marker)
     config.pluginmanager.register(fixtures, "gpucluster-fixtures")
-    config.pluginmanager.register(Hooks(configure(config)), "gpucluster-hooks")
+    session, controller = configure(config)
+    config.pluginmanager.register(Hooks(session), "gpucluster-hooks")
+    if controller is not None:
+        config.pluginmanager.register(WorkerHooks(controller), "gpucluster-worker-hooks")
 
 
 class Hooks:
     """The hooks of an active session."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session | Controller) -> None:
         self._session = session
 
     @pytest.hookimpl(tryfirst=True)
@@ -104,6 +108,11 @@ class Hooks:
         """Start no further test once the run has ended."""
         return self._session.starts(item)
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logstart(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
+        """Put the start of a test in a worker on record."""
+        self._session.started(nodeid, location)
+
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, Any, Any]:
         """Set up on every rank, or on none."""
@@ -120,7 +129,7 @@ class Hooks:
         return (yield from self._session.phase(item, "teardown"))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, Any, pytest.TestReport]:
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Keep what the ranks agreed on beside the report."""
         report = yield
         self._session.made(report, item)
@@ -146,3 +155,21 @@ class Hooks:
     def pytest_unconfigure(self) -> None:
         """Leave the run."""
         self._session.close()
+
+
+class WorkerHooks:
+    """What pytest-xdist tells the controller of its workers."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
+        """Compare what the workers have found."""
+        self._controller.worker_collected(node.gateway.id, ids)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object | None) -> None:
+        """Note a worker that has crashed."""
+        if error:
+            self._controller.worker_lost(node.gateway.id, error)

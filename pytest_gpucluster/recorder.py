@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import json
 import os
 import select
@@ -174,10 +175,11 @@ class Recorder:
                 self._flush(0.0)
             else:
                 self._send_packet(_Packet(BEAT, True), 0.0)
-        except BlockingIOError:
-            pass  # the recorder has enough to read
-        except OSError:
-            self._note_end()
+        except OSError as error:
+            if error.errno is None:
+                raise  # a signal handler's
+            if error.errno not in (errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM):
+                self._note_end()
         finally:
             self._lock.release()
 
@@ -243,10 +245,15 @@ class Recorder:
                 if self._waiting and self._waiting[0] is packet:
                     self._waiting.popleft()
             self._stuck = None
-        except (BlockingIOError, TimeoutError):
-            self._stuck = f"the recorder (pid {self.pid}) takes no lines; {len(self._waiting)} packets wait"
-        except OSError:
-            self._note_end()
+        except OSError as error:
+            if isinstance(error, TimeoutError) or error.errno in (errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM):
+                self._stuck = (
+                    f"the recorder (pid {self.pid}) takes no lines; {len(self._waiting)} packets wait"
+                )
+            elif error.errno is None:
+                raise  # a signal handler's
+            else:
+                self._note_end()
 
     def _hear(self, timeout: float) -> None:
         """Take what the recorder says, waiting for the first of it."""

@@ -114,11 +114,11 @@ class Record:
         pause = self._render_seconds * (1 / _RENDER_SHARE - 1)
         return min(self._rendered_at + pause, self._changed_at + _LATEST_SECONDS)
 
-    def render(self) -> None:
-        """Replace the JUnit file."""
+    def render(self, *, is_last: bool = False) -> None:
+        """Replace the JUnit file. A pipe or a terminal cannot be replaced: it gets only the last one."""
         self._changed_at = None
         journal = self.journal()
-        if self._junit_path is None or journal is None:
+        if self._junit_path is None or journal is None or (not is_last and _is_stream(self._junit_path)):
             return
         begin = time.monotonic()
         try:
@@ -133,12 +133,14 @@ class Record:
 
     def close(self) -> str | None:
         """Put everything on disk, if need be elsewhere. Return what went wrong and where it is, or None."""
+        if self.journal() is None and self.refused is None:
+            return None  # rank 0 ended before its first line: there is nothing to tell of
         try:
             self._writer.sync()
             self._journal_error = None
         except OSError as error:
             self._journal_error = _told(self._writer.path, error)
-        self.render()
+        self.render(is_last=True)
         failure = self.failure
         if self._journal_error or self._junit_error:
             failure = f"{failure}; {self._rescue()}"
@@ -149,9 +151,7 @@ class Record:
         """Write both files to the directory for temporary files and say where."""
         journal = self.journal()
         try:
-            name = re.sub(r"[^A-Za-z0-9._-]", "_", journal.run.run_id if journal else "")[:100] or str(
-                os.getpid()
-            )
+            name = re.sub(r"[^A-Za-z0-9._-]", "_", journal.run.run_id if journal else "")[:100] or str(os.getpid())
             directory = Path(tempfile.gettempdir(), f"gpucluster-{name}")
             if directory.exists():
                 directory = Path(tempfile.mkdtemp(prefix=f"gpucluster-{name}-"))
@@ -163,6 +163,10 @@ class Record:
         except Exception as error:  # the last resort: nothing is left but to say so
             return f"nor could they be written to the directory for temporary files: {error}"
         return f"complete copies are in {directory}"
+
+
+def _is_stream(path: Path) -> bool:
+    return path.is_fifo() or path.is_char_device() or path.is_socket()
 
 
 def _told(path: Path, error: OSError) -> str:
@@ -281,13 +285,10 @@ class Session:
         journal = self._record.builder.journal()
         state = _process_state(self._parent)
         self._silence = (
-            f"{self._rank_0(journal)} does not answer, {state}, {overdue:.0f} s past the deadline of "
-            f"{running.nodeid}"
+            f"{self._rank_0(journal)} does not answer, {state}, {overdue:.0f} s past the deadline of {running.nodeid}"
         )
         text = f"It was last heard {now - self._heard_at:.0f} s before.\n{_process_facts(self._parent)}"
-        self._record.add(
-            {"type": "silence", "at": _now(), "message": self._silence, "text": text + self._fault_text()}
-        )
+        self._record.add({"type": "silence", "at": _now(), "message": self._silence, "text": text + self._fault_text()})
 
     def _write_obituary(self) -> None:
         journal = self._record.journal()
@@ -414,9 +415,7 @@ def main() -> NoReturn:
     """Run as the recorder process."""
     for number in SHIELDED:
         signal.signal(number, signal.SIG_IGN)
-    parser = argparse.ArgumentParser(
-        description="The recorder of a run. It is started by rank 0, not by hand."
-    )
+    parser = argparse.ArgumentParser(description="The recorder of a run. It is started by rank 0, not by hand.")
     parser.add_argument("--channel", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--run-dir", type=Path, required=True)

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from pytest_gpucluster.agreement.merge import one_line
 from pytest_gpucluster.agreement.store import Stores, connect
 from pytest_gpucluster.agreement.watch import Ending, Watch
 from pytest_gpucluster.cluster import Cluster
-from pytest_gpucluster.errors import EnvironmentBroken, GpuClusterError, LaunchError, UsageProblem
+from pytest_gpucluster.errors import EnvironmentBroken, GpuClusterError, LaunchError, OptionError, UsageProblem
 from pytest_gpucluster.launch import RankFacts, detect
 from pytest_gpucluster.record import TestName, TestRecord, now
 from pytest_gpucluster.recorder import Recorder
@@ -40,10 +41,19 @@ _REPORTS_WRITTEN_SECONDS = 10.0
 _FINISH_DEADLINE_SECONDS = 60.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class WorkerPlace:
+    """Which of how many local workers this process is: worker I is rank I on GPU I."""
+
+    index: int
+    count: int
+
+
 class Run:
     """What one process holds for the whole session."""
 
-    def __init__(self, config: pytest.Config) -> None:
+    def __init__(self, config: pytest.Config, *, place: WorkerPlace | None = None) -> None:
+        self.place = place
         self.config = config
         self.environ = os.environ
         hostname = self.environ.get("GPUCLUSTER_HOSTNAME") or socket.gethostname()
@@ -123,7 +133,7 @@ class Run:
             problem: Refusal | None = _refusal(error)
         else:
             problem = None
-        if self.rank == 0:
+        if self.rank == 0 and self.place is None:
             try:
                 self._start_recorder()
             except GpuClusterError as error:
@@ -131,9 +141,14 @@ class Run:
         if self.settings is None:
             return problem
         try:
+            if self.settings.sku == "cpu-rehearsal" and not self.rehearsal:
+                raise OptionError(
+                    "--gpucluster-sku cpu-rehearsal: its limits say nothing about a GPU; leave the option out, or name "
+                    "the SKU that the GPU is"
+                )
             if self.settings.expect is not None:
                 self.expectation = preflight.Expectation.parse(self.settings.expect)
-            if self.rank == 0:
+            if self.rank == 0 and self.place is None:
                 self._load_thresholds()
         except GpuClusterError as error:
             problem = problem or _refusal(error)
@@ -202,6 +217,8 @@ class Run:
         )
         self.names = {rank: f"rank {rank} ({host_})" for rank, host_ in enumerate(self.joined.hosts)}
         self.names.update({rank: _name(who) for rank, who in self.joined.who.items()})
+        if self.place is not None:
+            self.names = {0: _name({**me, "rank": self.place.index})}
         assert self.settings is not None
         self.exchange = Exchange(self.stores, facts.rank, facts.world_size)
         self.watch = Watch(
@@ -254,10 +271,49 @@ class Run:
         }
         if problem is None:
             try:
-                return {**identify(self.facts, "cpu" if self.rehearsal else "cuda"), **plain}
+                return {**identify(self._on_its_gpu(), "cpu" if self.rehearsal else "cuda"), **plain}
             except GpuClusterError as error:
                 problem = _refusal(error)
         return {**plain, "problem": problem.text, "exit": problem.exit}
+
+    def _on_its_gpu(self) -> RankFacts:
+        """Return the facts by which the GPU is chosen: a local worker takes the one of its own number."""
+        if self.place is None:
+            return self.facts
+        return replace(self.facts, local_rank=self.place.index, local_world_size=self.place.count)
+
+    def open_for_workers(self, workers: int) -> None:
+        """Start the record of a run whose ranks are local workers."""
+        self.facts = replace(self.facts, world_size=workers, local_world_size=workers)
+        problem = self._prepare()
+        if problem is None and not self.rehearsal:
+            problem = self._too_few_gpus(workers)
+        if problem is not None:
+            self._refuse(problem)
+        self.joined = Joined(hosts=[self.facts.hostname] * workers, who={}, shared={"directory": str(self.directory)})
+
+    def _too_few_gpus(self, workers: int) -> Refusal | None:
+        from pytest_gpucluster.inventory import TorchCuda, choose_cuda_index
+
+        visible = TorchCuda().visible()
+        try:
+            if visible == 0:
+                self._describe_me(None)
+            choose_cuda_index(replace(self.facts, local_rank=workers - 1), visible)
+            if workers > visible:
+                raise LaunchError(
+                    f"-n {workers} starts more workers than the {visible} GPU that {self.facts.hostname} shows; one "
+                    f"worker needs one GPU of its own. Use -n {visible}, or show more GPUs to this process"
+                )
+        except GpuClusterError as error:
+            return _refusal(error)
+        return None
+
+    def take_worker(self, rank: int, who: Mapping[str, Any]) -> None:
+        """Note what a local worker says of itself."""
+        assert self.joined is not None
+        self.joined = replace(self.joined, who={**self.joined.who, rank: who})
+        self.names[rank] = _name(who)
 
     def _check(self, who: Mapping[int, Mapping[str, Any]]) -> Refusal | None:
         """Rank 0: hold the roll against what was declared, and put both on record."""
@@ -354,7 +410,8 @@ class Run:
 
     def inventory(self) -> list[Mapping[str, Any]]:
         """Return what every rank reported of itself, in the order of ranks."""
-        assert self.stores is not None and self.joined is not None
+        assert self.stores is not None
+        assert self.joined is not None
         if len(self.joined.who) < self.facts.world_size:
             who = roll(self.stores.main, range(self.facts.world_size))
         else:
@@ -369,8 +426,17 @@ class Run:
             return "cpu-rehearsal"
         return None if gpu_name is None else self.limits.sku_for(gpu_name)
 
+    def gpu_name(self) -> str | None:
+        """Return NVML's name of the GPUs, or None on cpu. The preflight has made sure that all have the same."""
+        ranks = self.joined.who.values() if self.joined else ()
+        return next((str(who["gpu"]["name"]) for who in ranks if who.get("gpu")), None)
+
+    def node_of(self) -> dict[int, int]:
+        """Return rank -> node_rank. Rank 0 knows all ranks."""
+        return {rank: int(who["node_rank"]) for rank, who in self.joined.who.items()} if self.joined else {}
+
     def declared_topology(self) -> tuple[int, int]:
-        """Return the ranks and nodes that were ordered: by --gpucluster-expect, else by the scheduler, else launched."""
+        """Return the ranks and nodes that were ordered: as expected, else as allocated, else as launched."""
         allocated = self.facts.scheduler
         if self.expectation is not None:
             return self.expectation.nodes * self.expectation.gpus_per_node, self.expectation.nodes
@@ -451,6 +517,16 @@ class Run:
             return f"{shape}, as allocated by {self.facts.scheduler.name}"
         return f"{shape}, as launched (nothing was declared by --gpucluster-expect)"
 
+    def finish_for_workers(self, pytest_exit: int) -> int:
+        """Close the record of a run whose ranks are local workers; returns the exit code."""
+        who = self.joined.who if self.joined else {}
+        keys = ("rank", "host", "local_rank", "node_rank", "pid", "gpu", "versions")
+        ranks = [{key: facts[key] for key in keys} for _, facts in sorted(who.items())]
+        self.send({"type": "cluster", "ranks": ranks, "problems": []})
+        self.verdict = self.decide(pytest_exit=pytest_exit, ending=None)
+        self._write_end()
+        return self.verdict.exit
+
     def finish(self, pytest_exit: int) -> int:
         """Agree on the verdict and close the record. Every rank must call this; returns the exit code."""
         if self.watch is None or self.exchange is None:
@@ -472,7 +548,8 @@ class Run:
         return self.verdict.exit
 
     def _agree_on_finish(self, pytest_exit: int) -> Mapping[str, Any]:
-        assert self.watch is not None and self.exchange is not None
+        assert self.watch is not None
+        assert self.exchange is not None
 
         def decide(bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
             worst = max((body.get("exit", 11) for body in bodies.values()), default=pytest_exit)
@@ -518,7 +595,6 @@ class Run:
             return
         watch = self.watch
         watch.goodbye("finished")
-        assert self.verdict is not None
         self._wait_for_reports()
         ending = watch.ending
         if ending is not None and ending.name == "rank stuck" and self.rank not in ending.culprits:
@@ -526,7 +602,8 @@ class Run:
         watch.close()
         if self.cluster is not None and ending is None:
             self.cluster.close()
-        self._leave(self.verdict)
+        if self.verdict is not None:
+            self._leave(self.verdict)
         self._remove_fault_file()
 
     def _remove_fault_file(self) -> None:

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_gpucluster import suite_properties
 from pytest_gpucluster.agreement import collection
 from pytest_gpucluster.agreement.merge import one_line, rank_ranges
-from pytest_gpucluster.agreement.release import nccl
 from pytest_gpucluster.agreement.watch import Ending
-from pytest_gpucluster.errors import EnvironmentBroken, UsageProblem
-from pytest_gpucluster.fixtures import RUN
+from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.phase import Phases, name_of
 from pytest_gpucluster.run import Run
 from pytest_gpucluster.selection import is_selection
@@ -27,28 +26,14 @@ _OF_THE_CACHE = ("lf", "failedfirst", "newfirst", "stepwise", "stepwise_skip", "
 """Options that choose or order tests by what an earlier run left in this rank's cache: rank 0's cache decides."""
 
 
-def prepare_environment() -> None:
-    """Set what torch reads once, when it is imported."""
-    os.environ.update(nccl.ENVIRONMENT)
-
-
-def configure(config: pytest.Config) -> Session:
-    """Make the session of this process, before other plugins are configured.
-
-    Raises:
-        pytest.UsageError: the launcher's variables contradict each other.
-    """
-    prepare_environment()
-    try:
-        run = Run(config)
-    except UsageProblem as error:
-        raise pytest.UsageError(*str(error).splitlines()) from None
-    config.stash[RUN] = run
-    session = Session(config, run)
-    session.take_junit()
-    if run.rank != 0:
-        session.leave_cache_to_rank_0()
-    return session
+def take_junit(config: pytest.Config, run: Run) -> None:
+    """Write the JUnit file in pytest's place: two ranks that write one file leave a lie."""
+    path = getattr(config.option, "xmlpath", None)
+    if not path:
+        return
+    run.junit_path = Path(os.path.abspath(os.path.expanduser(os.path.expandvars(path))))
+    config.option.xmlpath = None
+    suite_properties.register(config, run.send)
 
 
 class Session:
@@ -62,25 +47,12 @@ class Session:
         self._node_ids: list[str] = []
         self._subset = any(getattr(config.option, name, False) for name in _OF_THE_CACHE[:5])
         self._finished = False
+        if run.rank != 0:  # rank 0's cache alone chooses and orders tests, and nobody else clears it
+            for name in _OF_THE_CACHE:
+                if getattr(config.option, name, False):
+                    setattr(config.option, name, False)
 
     # ---- before the first test -------------------------------------------------------------------------------
-
-    def take_junit(self) -> None:
-        """Write the JUnit file in pytest's place: two ranks that write one file leave a lie."""
-        path = getattr(self._config.option, "xmlpath", None)
-        if not path:
-            return
-        self._run.junit_path = Path(os.path.abspath(os.path.expanduser(os.path.expandvars(path))))
-        self._config.option.xmlpath = None
-        from pytest_gpucluster.suite_properties import register
-
-        register(self._config, self._run.send)
-
-    def leave_cache_to_rank_0(self) -> None:
-        """Let rank 0's cache alone choose and order tests, and clear nothing."""
-        for name in _OF_THE_CACHE:
-            if getattr(self._config.option, name, False):
-                setattr(self._config.option, name, False)
 
     def start(self, session: pytest.Session) -> None:
         """Open the run; ranks above 0 fall silent."""
@@ -103,6 +75,9 @@ class Session:
     def header(self) -> list[str]:
         """Return the lines under pytest's own header."""
         return self._run.header()
+
+    def started(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
+        """Nothing: :meth:`starts` knows more of the test."""
 
     def collect_report(self, report: pytest.CollectReport) -> None:
         """Keep the errors of collection."""
@@ -147,7 +122,8 @@ class Session:
 
     def _exchange(self, label: str, body: Mapping[str, Any], decide: Any) -> Mapping[str, Any]:
         run = self._run
-        assert run.watch is not None and run.exchange is not None
+        assert run.watch is not None
+        assert run.exchange is not None
         run.watch.enter(label, run.timeouts.join)
         run.watch.leave()
         if run.watch.ending is not None:
@@ -174,7 +150,8 @@ class Session:
             nodeid, text = bodies[with_errors[0]]["errors"][0]
             last = next((line for line in reversed(text.splitlines()) if line.startswith("E ")), text)
             who = names[with_errors[0]] if len(with_errors) == 1 else rank_ranges(with_errors)
-            message = one_line(f"different tests collected: {who} cannot collect {nodeid}: {last.removeprefix('E').strip()}")
+            why = last.removeprefix("E").strip()
+            message = one_line(f"different tests collected: {who} cannot collect {nodeid}: {why}")
             return {"disagreement": [message, f"{message}\n\n{text}"]}
         expected = list(bodies[0]["ids"])
         found = {rank: body["ids"] for rank, body in bodies.items() if rank != 0}

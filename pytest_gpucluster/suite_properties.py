@@ -31,5 +31,5 @@ def register(config: pytest.Config, send: Callable[[Mapping[str, Any]], None]) -
     from _pytest.junitxml import xml_key
 
     collector = _Collector(send)
-    config.stash[xml_key] = collector  # type: ignore[misc,assignment]  # the fixtures use these methods only
+    config.stash[xml_key] = collector  # type: ignore[misc]  # the fixtures use these methods only
     config.pluginmanager.register(collector)  # pytest's own unconfigure takes both back

@@ -152,9 +152,7 @@ class Thresholds:
             )
         return found[0] if found else None
 
-    def limit(
-        self, metric: str, *, sku: str, world_size: int, nnodes: int, labels: Mapping[str, str]
-    ) -> Limit | None:
+    def limit(self, metric: str, *, sku: str, world_size: int, nnodes: int, labels: Mapping[str, str]) -> Limit | None:
         """Return the entry that decides about this metric here, or None if there is none."""
         known = facts(world_size=world_size, nnodes=nnodes, labels=labels)
         return next((limit for limit in self.entries(metric, sku=sku) if limit.applies(known)), None)
@@ -211,8 +209,7 @@ def load(*paths: Path) -> Thresholds:
 def _without_replaced(limits: Iterable[Limit]) -> tuple[Limit, ...]:
     # Layers come in order, so a later entry with the same conditions takes the place of the earlier one.
     kept = {
-        (limit.sku, limit.metric, frozenset((part.key, part.text) for part in limit.when)): limit
-        for limit in limits
+        (limit.sku, limit.metric, frozenset((part.key, part.text) for part in limit.when)): limit for limit in limits
     }
     return tuple(kept.values())
 
@@ -240,9 +237,7 @@ class _Reader:
             self._errors.append((1, 1, f"the file cannot be read: {error.strerror or error}"))
             return
         except UnicodeDecodeError as error:
-            self._errors.append(
-                (1, 1, f"the file is not UTF-8: byte {error.start} is {error.object[error.start]:#x}")
-            )
+            self._errors.append((1, 1, f"the file is not UTF-8: byte {error.start} is {error.object[error.start]:#x}"))
             return
         try:
             root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -256,7 +251,9 @@ class _Reader:
         except yaml.reader.ReaderError as error:
             before = text[: error.position]
             place = before.count("\n") + 1, len(before) - (before.rfind("\n") + 1) + 1
-            self._errors.append((*place, f"no valid YAML: the character {error.character!r} is not allowed"))
+            self._errors.append(
+                (*place, f"no valid YAML: the character U+{ord(text[error.position]):04X} is not allowed")
+            )
             return
         if root is None:
             self._errors.append((1, 1, "the file is empty; it needs schema_version and skus"))
@@ -269,17 +266,17 @@ class _Reader:
         top = self._mapping(root, "the file", ("schema_version", "skus"))
         if top is None:
             return
-        if "schema_version" not in top:
-            self._fail(
-                root, f"schema_version is missing; this version reads schema_version: {SCHEMA_VERSION}"
-            )
-        else:
+        whole = not self._errors  # else what is missing may be what was misspelt
+        if "schema_version" in top:
             node = top["schema_version"][1]
             version = self._text(node, "schema_version")
             if version is not None and version != str(SCHEMA_VERSION):
                 self._fail(node, f"schema_version is {version!r}; this version reads {SCHEMA_VERSION}")
+        elif whole:
+            self._fail(root, f"schema_version is missing; this version reads schema_version: {SCHEMA_VERSION}")
         if "skus" not in top:
-            self._fail(root, "skus is missing; it maps the name of a GPU to its limits")
+            if whole:
+                self._fail(root, "skus is missing; it maps the name of a GPU to its limits")
             return
         for name, (key, value) in (self._mapping(top["skus"][1], "skus", None) or {}).items():
             self._sku(name, key, value)
@@ -318,9 +315,7 @@ class _Reader:
                 self._fail(item, f"bad pattern {pattern!r}: {error}; nvml_name is a regular expression")
                 continue
             if matches_any:
-                self._fail(
-                    item, f"the pattern {pattern!r} takes any GPU; write the name that nvidia-smi -L shows"
-                )
+                self._fail(item, f"the pattern {pattern!r} takes any GPU; write the name that nvidia-smi -L shows")
                 continue
             found.append(pattern)
         return found
@@ -355,11 +350,10 @@ class _Reader:
         )
         if body is None:
             return None
+        whole = len(self._errors) == before  # else what is missing may be what was misspelt
         values = {name: self._text(value, name) for name, (_, value) in body.items() if name != "when"}
         bounds = {
-            name: self._bound(name, values[name], body[name][1], metric)
-            for name in ("min", "max")
-            if name in body
+            name: self._bound(name, values[name], body[name][1], metric) for name in ("min", "max") if name in body
         }
         limit = Limit(
             metric=metric.name,
@@ -377,10 +371,10 @@ class _Reader:
             for name in ("min", "max", "source", "despite_peak"):
                 if name in body:
                     self._fail(body[name][0], f"{name} and record_only exclude each other")
-        else:
+        elif whole:
             self._complete(node, body, metric)
             if len(self._errors) == before:
-                self._lint(limit, metric, body, excused=values.get("despite_peak") is not None)
+                self._lint(limit, metric, body, values)
         return limit if len(self._errors) == before else None
 
     def _bound(self, name: str, text: str | None, node: yaml.Node, metric: metrics.Metric) -> float | None:
@@ -405,39 +399,37 @@ class _Reader:
             return
         needed = {"higher": "min", "lower": "max"}.get(metric.better)
         if needed and needed not in body:
-            worse = "slow" if needed == "min" else "high"
             self._fail(
-                node, f"{metric.name} is better {metric.better}; without {needed} any {worse} value passes"
+                node,
+                f"{metric.name} needs {needed}: {metric.better} is better, and without it any value passes",
             )
         if "source" not in body:
             self._fail(node, "source is missing; say where the figure comes from")
 
-    def _lint(self, limit: Limit, metric: metrics.Metric, body: Mapping[str, Any], *, excused: bool) -> None:
+    def _lint(
+        self, limit: Limit, metric: metrics.Metric, body: Mapping[str, Any], written: Mapping[str, str | None]
+    ) -> None:
         if limit.min is not None and limit.max is not None and limit.min > limit.max:
-            low, high = units.show_apart(limit.min, limit.max, metric.unit)
-            self._fail(body["min"][1], f"min {low} is above max {high}")
+            self._fail(body["min"][1], f"min {written['min']} is above max {written['max']}")
         peak = peak_of(metric, self.skus.get(limit.sku))
-        if peak is None or limit.min is None or excused:
+        if peak is None or limit.min is None or written.get("despite_peak") is not None:
             return
-        most = peak if metric.peak_is_bound else peak * _MOST_OF_UNBOUND_PEAK
-        if limit.min > most:
-            shown, top = units.show_apart(limit.min, most, metric.unit)
-            of = "" if metric.peak_is_bound else f"{_MOST_OF_UNBOUND_PEAK:g} times "
+        sheet = f"{units.show(peak, metric.unit)}, the data sheet peak of {limit.sku}"
+        if limit.min > (peak if metric.peak_is_bound else peak * _MOST_OF_UNBOUND_PEAK):
+            times = "" if metric.peak_is_bound else f"{_MOST_OF_UNBOUND_PEAK:g} times "
             self._fail(
                 body["min"][1],
-                f"min {shown} is above {top}, {of}the data sheet peak of {limit.sku}; lower it, or give"
-                " the reason in despite_peak",
+                f"min {written['min']} is above {times}{sheet}; lower it, or give the reason in despite_peak",
             )
         # Between nodes a slow fabric is no mistake: the links in the node say nothing about it.
         within = metric.peak not in hardware.LINK_PEAKS or any(
-            part.key == "nnodes" and part.text == "1" for part in limit.when
+            part.key == "nnodes" and part.exact and part.low == 1 for part in limit.when
         )
         if within and limit.min < peak * _LEAST_OF_PEAK:
             self._fail(
                 body["min"][1],
-                f"min {units.show(limit.min, metric.unit)} is under {_LEAST_OF_PEAK:.0%} of"
-                f" {units.show(peak, metric.unit)}, the data sheet peak of {limit.sku}; check the unit, or"
-                " give the reason in despite_peak",
+                f"min {written['min']} is under {_LEAST_OF_PEAK * 100:g} % of {sheet}; check the unit, or give"
+                " the reason in despite_peak",
             )
 
     def _when(self, node: yaml.Node) -> tuple[Condition, ...]:
@@ -550,8 +542,7 @@ def peak_of(metric: metrics.Metric, sku: hardware.Sku | None) -> float | None:
         return None
     if metric.peak not in hardware.PEAK_UNITS:
         raise MeasurementError(
-            f"metric {metric.name!r} names the peak {metric.peak!r};"
-            f" known are {', '.join(hardware.PEAK_UNITS)}"
+            f"metric {metric.name!r} names the peak {metric.peak!r}; known are {', '.join(hardware.PEAK_UNITS)}"
         )
     peak: float | None = getattr(sku.peaks, metric.peak)
     return None if peak is None else units.convert(peak, hardware.PEAK_UNITS[metric.peak], metric.unit)

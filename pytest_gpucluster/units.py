@@ -43,6 +43,7 @@ def _table() -> dict[str, Unit]:
         "compute rate": {"FLOPS": 1} | {f"{p}FLOPS": f for p, f in decimal.items() if p != "k"},
         "time": {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9, "min": 60 * 10**9, "h": 3600 * 10**9},
         "token rate": {"tokens/s": 1},
+        "number of ranks": {"ranks": 1},
         "ratio": {"%": 1, "ratio": 100},
     }
     return {
@@ -182,8 +183,7 @@ def _same_dimension(source: str, target: str) -> None:
     ours, theirs = unit(source), unit(target)
     if ours.dimension != theirs.dimension:
         raise UnitError(
-            f"{source} is a unit of {ours.dimension}; {target} or another unit of {theirs.dimension} is"
-            " needed"
+            f"{source} is a unit of {ours.dimension}; {target} or another unit of {theirs.dimension} is needed"
         )
 
 

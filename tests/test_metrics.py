@@ -46,7 +46,7 @@ def test_a_site_may_register_its_metric_and_register_it_again(site_metric: Metri
 def test_a_second_definition_of_a_name_is_refused(site_metric: Metric) -> None:
     metrics.register(site_metric)
     other = Metric(name=site_metric.name, unit="GB/s", better="lower", doc="something else")
-    with pytest.raises(MeasurementError, match="'site.scratch.bandwidth' is already defined otherwise"):
+    with pytest.raises(MeasurementError, match=r"'site\.scratch\.bandwidth' is already defined otherwise"):
         metrics.register(other)
 
 
@@ -120,9 +120,7 @@ def test_what_is_no_measurement_is_refused_and_names_the_metric(
         (1.0, [1e308, 1e308], None),
     ],
 )
-def test_what_cannot_be_judged_is_kept_and_says_why(
-    value: float, samples: list[float], reason: str | None
-) -> None:
+def test_what_cannot_be_judged_is_kept_and_says_why(value: float, samples: list[float], reason: str | None) -> None:
     assert metrics.problem(measurement(BUSBW, value, unit="GB/s", samples=samples)) == reason
 
 

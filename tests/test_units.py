@@ -38,7 +38,10 @@ def test_a_quantity_is_a_number_and_a_unit(text: str, value: float, unit: str) -
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("380 gb/s", "unknown unit 'gb/s'; did you mean 'GB/s' or 'Gb/s'? Case matters: B is bytes, b is bits"),
+        (
+            "380 gb/s",
+            "unknown unit 'gb/s'; did you mean 'GB/s' or 'Gb/s'? Case matters: B is bytes, b is bits",
+        ),
         ("8 gib", "unknown unit 'gib'; did you mean 'GiB'? Case matters"),
         ("400 Gbps", "unknown unit 'Gbps'; did you mean 'Gb/s'?"),
         ("400 GBps", "unknown unit 'GBps'; did you mean 'GB/s'?"),
@@ -71,9 +74,7 @@ def test_a_unit_that_resembles_nothing_lists_the_known_ones() -> None:
 def test_the_expected_unit_is_named_where_a_quantity_lacks_one_or_has_another_dimension() -> None:
     with pytest.raises(UnitError, match="'380' has no unit: write '380 GB/s'"):
         units.parse("380", like="GB/s")
-    with pytest.raises(
-        UnitError, match="GiB is a unit of amount of data; GB/s or another unit of data rate is needed"
-    ):
+    with pytest.raises(UnitError, match="GiB is a unit of amount of data; GB/s or another unit of data rate is needed"):
         units.parse("380 GiB", like="GB/s")
 
 
@@ -94,9 +95,7 @@ def test_a_unit_error_is_a_measurement_error() -> None:
         (5, "s", "us", 5e6),
     ],
 )
-def test_conversion_is_exact_where_it_can_be(
-    value: float, source: str, target: str, expected: float
-) -> None:
+def test_conversion_is_exact_where_it_can_be(value: float, source: str, target: str, expected: float) -> None:
     assert units.convert(value, source, target) == expected
 
 

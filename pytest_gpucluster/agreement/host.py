@@ -37,8 +37,8 @@ def start(port: int, *, timeout_seconds: float = 120.0) -> subprocess.Popen[byte
         process.kill()
         process.wait()
         raise StoreError(
-            f"no store could be started on port {port} of this host. Another job may use the port: set MASTER_PORT to a "
-            "free one on every rank"
+            f"no store could be started on port {port} of this host. Another job may use the port: "
+            "set MASTER_PORT to a free one on every rank"
         )
     return process
 
@@ -51,9 +51,10 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     pidfd = os.pidfd_open(arguments.pid)
 
-    import torch.distributed as dist
+    import torch.distributed
 
-    store = dist.TCPStore("0.0.0.0", arguments.port, is_master=True, wait_for_workers=False)
+    store = torch.distributed.TCPStore(  # type: ignore[attr-defined]  # re-exported without a declaration
+        "0.0.0.0", arguments.port, is_master=True, wait_for_workers=False)
     print("listening", flush=True)
     sys.stdout.close()
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # replaces the closed stream until the process ends

@@ -1,4 +1,4 @@
-"""The roll call: every rank reports to the store before any process group is made, and rank 0 says whether they suit."""
+"""The roll call: every rank reports before any process group is made, and rank 0 says whether they suit."""
 
 from __future__ import annotations
 

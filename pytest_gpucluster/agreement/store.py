@@ -39,9 +39,9 @@ class Stores:
 
     main: Store
     side: Store
-    for_group: Callable[[], Any]
-    """Makes a ``torch.distributed.Store`` on a connection of its own: a rank that waits in it for a peer that never
-    comes is freed by closing that connection, and the agreement goes on over the others."""
+    for_group: Callable[[str], Any]
+    """Makes, under the given prefix, a ``torch.distributed.Store`` on a connection of its own: a rank that waits in it
+    for a peer that never comes is freed by closing that connection, and the agreement goes on over the others."""
 
 
 class MemoryStore:
@@ -109,8 +109,7 @@ def connect(facts: RankFacts, *, timeout_seconds: float) -> Stores:
         memory = MemoryStore()
         return Stores(main=memory, side=memory, for_group=_store_in_memory)
 
-    import torch.distributed as dist
-
+    dist = _torch_distributed()
     address = f"{facts.master_addr}:{facts.master_port}"
     timeout = timedelta(seconds=timeout_seconds)
     try:
@@ -127,10 +126,15 @@ def connect(facts: RankFacts, *, timeout_seconds: float) -> Stores:
             f"({first}). Check that MASTER_ADDR and MASTER_PORT name the first node as the other nodes can reach it, "
             f"and that no firewall lies between (launcher: {facts.launcher})"
         ) from error
-    return Stores(main=main, side=side, for_group=lambda: dist.PrefixStore(f"{prefix}/torch", tcp.clone()))
+    return Stores(main=main, side=side, for_group=lambda name: dist.PrefixStore(f"{prefix}/torch/{name}", tcp.clone()))
 
 
-def _store_in_memory() -> Any:
-    import torch.distributed as dist
+def _store_in_memory(name: str) -> Any:
+    return _torch_distributed().HashStore()
 
-    return dist.HashStore()
+
+def _torch_distributed() -> Any:
+    """Import torch late. Its stores are C++ classes, which it re-exports without declaring them."""
+    import torch.distributed
+
+    return torch.distributed

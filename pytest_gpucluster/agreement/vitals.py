@@ -1,4 +1,4 @@
-"""Who lives: process ends by pidfd on this host, frozen heartbeats anywhere, and what /proc says of a silent process."""
+"""Who lives: ends of processes by pidfd on this host, frozen heartbeats anywhere, and /proc about the silent."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Heartbeats:
 
     def __init__(self, ranks: Iterable[int]) -> None:
         now = time.monotonic()
-        self._last: dict[int, tuple[bytes, float]] = {rank: (b"", now) for rank in ranks}
+        self._last: dict[int, tuple[bytes, float]] = dict.fromkeys(ranks, (b"", now))
 
     @property
     def ranks(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""The watcher: one thread a rank that sees deaths, deadlines and signals, and gets the main thread out of where it hangs.
+"""The watcher: a thread that sees deaths, deadlines and signals, and gets the main thread out of where it hangs.
 
 It looks at the store's event log a few times a second and never blocks on the store. Whatever it decides about the
 run, rank 0's watcher decides; every watcher acts on its own process only.

@@ -145,8 +145,7 @@ def all_reduce(
         raise ValueError(f"dtype is one of {', '.join(DTYPES)}, not {dtype!r}{did_you_mean(dtype, DTYPES)}")
     if payload_bytes < 1 or payload_bytes % DTYPES[dtype].itemsize:
         raise ValueError(
-            f"payload_bytes must be a positive multiple of {DTYPES[dtype].itemsize} for {dtype}, "
-            f"not {payload_bytes}"
+            f"payload_bytes must be a positive multiple of {DTYPES[dtype].itemsize} for {dtype}, not {payload_bytes}"
         )
     if not (0 < seconds < math.inf and 0 <= warmup_seconds < math.inf):
         raise ValueError(
@@ -155,14 +154,18 @@ def all_reduce(
         )
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group that it should measure")
-    with memory_returned():
-        return _measure(
-            _Payload(group, device, payload_bytes, dtype),
-            clock or clock_for(device),
-            reduce or _sum,
-            seconds=seconds,
-            warmup_seconds=warmup_seconds,
-        )
+    try:
+        with memory_returned():
+            return _measure(
+                _Payload(group, device, payload_bytes, dtype),
+                clock or clock_for(device),
+                reduce or _sum,
+                seconds=seconds,
+                warmup_seconds=warmup_seconds,
+            )
+    finally:
+        # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
+        del group
 
 
 def finite_calls(ranks: int, dtype: str) -> int:
@@ -269,9 +272,7 @@ class _Plan:
 class _Payload:
     """One rank's tensor, and what its elements must sum up to."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, payload_bytes: int, dtype: str
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, payload_bytes: int, dtype: str) -> None:
         self.group, self.device, self.dtype = group, device, dtype
         self.ranks = dist.get_world_size(group)
         self.tensor = torch.empty(payload_bytes // DTYPES[dtype].itemsize, dtype=DTYPES[dtype], device=device)

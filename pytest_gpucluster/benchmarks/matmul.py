@@ -61,9 +61,7 @@ class _Kind:
 KINDS = {
     "bf16": _Kind(dtype=torch.bfloat16, bits=torch.int16, roundoff=2.0**-8),
     "fp16": _Kind(dtype=torch.float16, bits=torch.int16, roundoff=2.0**-11),
-    "tf32": _Kind(
-        dtype=torch.float32, bits=torch.int32, roundoff=2.0**-24, float32_precision="high", cleared_bits=13
-    ),
+    "tf32": _Kind(dtype=torch.float32, bits=torch.int32, roundoff=2.0**-24, float32_precision="high", cleared_bits=13),
     "fp32": _Kind(dtype=torch.float32, bits=torch.int32, roundoff=2.0**-24),
 }
 
@@ -278,9 +276,7 @@ class _Tally:
         )
 
 
-def _differences(
-    left: torch.Tensor, right: torch.Tensor, product: torch.Tensor, roundoff: float
-) -> str | None:
+def _differences(left: torch.Tensor, right: torch.Tensor, product: torch.Tensor, roundoff: float) -> str | None:
     """Compare a product with its true fp32 reference; describe what is wrong with it, or return None."""
     n = len(left)
     count, first = 0, ""

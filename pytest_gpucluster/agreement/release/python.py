@@ -6,12 +6,12 @@ import signal
 import threading
 import types
 
-import pytest
+from _pytest.outcomes import Failed  # pytest.fail.Exception, under the name that type checkers know
 
 RELEASE_SIGNAL = signal.SIGUSR2
 
 
-class Released(pytest.fail.Exception):
+class Released(Failed):
     """Raised in the main thread to end a phase of a test that cannot end by itself.
 
     It is one of pytest's outcome exceptions, hence no ``Exception``: a test's ``except Exception`` lets it through.

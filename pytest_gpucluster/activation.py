@@ -1,0 +1,50 @@
+"""Which kind of session this process has: a rank, the controller of local workers, or such a worker."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from pytest_gpucluster.agreement.release import nccl
+from pytest_gpucluster.errors import UsageProblem
+from pytest_gpucluster.fixtures import RUN
+from pytest_gpucluster.local import Controller, Worker, worker_count
+from pytest_gpucluster.run import Run, WorkerPlace
+from pytest_gpucluster.session import Session, take_junit
+
+
+def prepare_environment() -> None:
+    """Set what torch reads once, when it is imported."""
+    os.environ.update(nccl.ENVIRONMENT)
+
+
+def configure(config: pytest.Config) -> tuple[Session | Controller, Controller | None]:
+    """Make the session of this process, before other plugins are configured.
+
+    Returns:
+        The session, and the same again if it is the controller of local workers.
+
+    Raises:
+        pytest.UsageError: the launcher's variables contradict each other, or xdist would not use every GPU.
+    """
+    prepare_environment()
+    worker = getattr(config, "workerinput", None)
+    controller: Controller | None = None
+    try:
+        if worker is not None:
+            index, count = int(worker["workerid"].removeprefix("gw")), int(worker["workercount"])
+            run = Run(config, place=WorkerPlace(index=index, count=count))
+            session: Session | Controller = Worker(config, run)
+        else:
+            run = Run(config)
+            workers = worker_count(config) if run.facts.launcher == "single" else 0
+            if workers:
+                session = controller = Controller(config, run, workers)
+            else:
+                take_junit(config, run)
+                session = Session(config, run)
+    except UsageProblem as error:
+        raise pytest.UsageError(*str(error).splitlines()) from None
+    config.stash[RUN] = run
+    return session, controller

@@ -1,0 +1,92 @@
+"""What is shown of a failure: a rank's traceback as text that can travel, and the merged one on pytest's terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pytest_gpucluster.agreement.merge import Merged, one_line
+
+LONGEST_TEXT = 32_000
+"""Characters of one rank's failure that travel; the beginning and the end are kept."""
+_LONGEST_SECTION = 8_000
+
+
+class MergedRepr:
+    """What pytest prints of a failure: rank 0's own traceback if it has one to blame, and every culprit's."""
+
+    def __init__(self, merged: Merged, report: pytest.TestReport) -> None:
+        self.reprcrash = _Crash(merged.message)
+        self._text = merged.text
+        own = report.longrepr
+        alone = list(merged.culprits) == [0] and not merged.released and hasattr(own, "toterminal")
+        self._own = own if alone else None
+
+    def toterminal(self, tw: Any) -> None:
+        """Write to pytest's terminal writer."""
+        if self._own is not None:
+            self._own.toterminal(tw)  # type: ignore[union-attr]  # checked in __init__
+            tw.line(self.reprcrash.message, red=True)
+            return
+        for line in self._text.splitlines():
+            tw.line(line, red=line.startswith("E  "))
+
+    def __str__(self) -> str:
+        return self._text
+
+
+class _Crash:
+    """What pytest's short summary reads of a failure."""
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+        self.path, self.lineno = "", 0
+
+
+def clip(text: str, longest: int) -> str:
+    """Keep the beginning and the end of a text that is too long to travel."""
+    if len(text) <= longest:
+        return text
+    half = longest // 2
+    return f"{text[:half]}\n… {len(text) - 2 * half} characters left out …\n{text[-half:]}"
+
+
+def traceback_of(item: pytest.Item, when: str, error: BaseException) -> str:
+    excinfo = pytest.ExceptionInfo.from_exception(error)
+    try:
+        if when == "call":
+            return str(item.repr_failure(excinfo))
+        return str(item._repr_failure_py(excinfo, style=item.config.getoption("tbstyle", "auto")))
+    except Exception as broken:  # an exception whose own repr raises must not hide the failure
+        return f"{type(error).__name__} (its traceback cannot be shown: {type(broken).__name__})"
+
+
+def summary_of(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception as broken:  # as above
+        text = f"(its text cannot be shown: {type(broken).__name__})"
+    return text if isinstance(error, pytest.fail.Exception) else f"{type(error).__name__}: {text}"
+
+
+def sections_of(item: pytest.Item) -> list[tuple[str, str]]:
+    """Return what the failed test printed on this rank."""
+    return [
+        (f"Captured {key} {when}", clip(content, _LONGEST_SECTION))
+        for when, key, content in item._report_sections
+        if content
+    ]
+
+
+def line_of(report: pytest.TestReport) -> str:
+    if report.skipped:
+        return one_line(skip_reason(report))
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return one_line(crash.message if crash is not None else report.longreprtext)
+
+
+def skip_reason(report: pytest.TestReport) -> str:
+    if isinstance(report.longrepr, tuple):
+        return report.longrepr[2].removeprefix("Skipped: ")
+    return getattr(report, "wasxfail", "") or report.longreprtext

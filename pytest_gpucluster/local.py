@@ -1,0 +1,317 @@
+"""The GPUs of one node without a launcher: ``pytest -n N --dist each``, where worker gwI is rank I on GPU I.
+
+Every worker runs every test on its own GPU. The controller merges the N reports of a test into one, judges it, and lets
+pytest see that one only: the same testcases as under torchrun.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from pytest_gpucluster.agreement import collection
+from pytest_gpucluster.agreement.merge import Merged, RankOutcome, merge, one_line
+from pytest_gpucluster.errors import LaunchError
+from pytest_gpucluster.failure import MergedRepr, line_of, skip_reason
+from pytest_gpucluster.judging import judge_merged
+from pytest_gpucluster.phase import Phases, criterion_of
+from pytest_gpucluster.record import TestName, TestRecord, unique
+from pytest_gpucluster.run import Run
+from pytest_gpucluster.selection import is_selection
+from pytest_gpucluster.session import Session, take_junit
+
+PROPERTY = "gpucluster"
+"""The one key of ``report.user_properties`` in which a worker's outcome travels, as plain JSON types."""
+
+
+def worker_count(config: pytest.Config) -> int:
+    """Return how many workers pytest-xdist is going to start, 0 without it.
+
+    Raises:
+        LaunchError: xdist would give each test to one worker only, so that most GPUs were never measured.
+    """
+    specs = [str(spec) for spec in getattr(config.option, "tx", None) or []]
+    if not specs or getattr(config.option, "dist", "no") == "no":
+        return 0
+    if config.option.dist != "each":
+        raise LaunchError(
+            f"--dist {config.option.dist} gives each test to one worker, so that a criterion would be measured on one "
+            "GPU only. Use --dist each: pytest -n <GPUs> --dist each --max-worker-restart=0 -m single_gpu acceptance/"
+        )
+    return sum(int(spec.partition("*")[0]) if spec.partition("*")[1] else 1 for spec in specs)
+
+
+class Worker(Session):
+    """A worker: one rank that judges nothing and sends what it measured to the controller."""
+
+    def __init__(self, config: pytest.Config, run: Run) -> None:
+        super().__init__(config, run)
+        self._phases = Phases(run, judges=False)
+
+    def collected(self, session: pytest.Session) -> None:
+        """Leave the comparison of collections to the controller."""
+
+    def made(self, report: pytest.TestReport, item: pytest.Item) -> None:
+        """Put this rank's outcome into the report, which travels to the controller."""
+        outcome = self._phases.last_outcome
+        run = self._run
+        assert run.joined is not None
+        record = run.records.get(item.nodeid)
+        report.user_properties.append(
+            (
+                PROPERTY,
+                {
+                    "who": dict(run.joined.who[0]),
+                    "criterion": criterion_of(item),
+                    "applicable": record.applicable if record is not None else True,
+                    "outcome": outcome.to_json() if outcome is not None else None,
+                },
+            )
+        )
+
+    def show(self, report: pytest.TestReport) -> None:
+        """Say nothing: the controller does."""
+
+    def finish(self, session: pytest.Session) -> None:
+        """Keep pytest's own exit status: the verdict is the controller's."""
+
+
+@dataclass(kw_only=True)
+class _Parts:
+    """The reports of one test from the workers, while they come in."""
+
+    record: TestRecord
+    phases: dict[int, list[pytest.TestReport]] = field(default_factory=dict)
+    outcomes: dict[int, RankOutcome] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
+    merged: bool = False
+
+
+class Controller:
+    """The process that the operator started: it runs no test itself."""
+
+    def __init__(self, config: pytest.Config, run: Run, workers: int) -> None:
+        self._config = config
+        self._run = run
+        self._workers = workers
+        self._tests: dict[str, _Parts] = {}
+        self._collections: dict[int, Sequence[str]] = {}
+        self._lost: dict[int, str] = {}
+        self._who: dict[int, Mapping[str, Any]] = {}
+        self._hidden: weakref.WeakSet[pytest.TestReport] = weakref.WeakSet()
+        self._errors: weakref.WeakSet[pytest.TestReport] = weakref.WeakSet()
+        self._finished = False
+        take_junit(config, run)
+        run.names = {rank: f"rank {rank} (gw{rank})" for rank in range(workers)}
+
+    # ---- hooks that both kinds of session have ---------------------------------------------------------------
+
+    def start(self, session: pytest.Session) -> None:
+        """Start the record. The workers see to their own GPUs."""
+        if self._config.option.collectonly:
+            return
+        self._run.selection = is_selection(self._config)
+        self._run.open_for_workers(self._workers)
+
+    def header(self) -> list[str]:
+        """Return the lines under pytest's own header."""
+        return self._run.header()
+
+    def collect_report(self, report: pytest.CollectReport) -> None:
+        """Leave collection errors to pytest."""
+
+    def deselected(self) -> None:
+        """Only workers deselect."""
+
+    def collected(self, session: pytest.Session) -> None:
+        """The controller itself collects nothing."""
+
+    def refuses_to_run(self) -> bool:
+        """xdist's loop always runs."""
+        return False
+
+    def starts(self, item: pytest.Item) -> bool | None:
+        """No test runs in this process."""
+        return None
+
+    def phase(self, item: pytest.Item, when: str) -> Generator[None, Any, Any]:
+        """No test runs in this process."""
+        return (yield)
+
+    def made(self, report: pytest.TestReport, item: pytest.Item) -> None:
+        """No test runs in this process."""
+
+    def status(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
+        """Hide the parts of a test; show a broken one as an error."""
+        if report in self._hidden:
+            return "", "", ""
+        return ("error", "E", "ERROR") if report in self._errors else None
+
+    # ---- what comes from the workers -------------------------------------------------------------------------
+
+    def worker_collected(self, worker: str, node_ids: Sequence[str]) -> None:
+        """Compare what each worker found with the first one."""
+        self._collections[_index(worker)] = list(node_ids)
+        if len(self._collections) < self._workers:
+            return
+        expected = self._collections[min(self._collections)]
+        names = [TestName.of(nodeid, (nodeid.partition("::")[0], None, "")) for nodeid in expected]
+        self._run.collected = names
+        self._run.send({"type": "collected", "tests": [name.to_json() for name in names]})
+        different = collection.disagreement(expected, self._collections, self._run.names, subset=False)
+        if different is not None:
+            self._run.problem("collection", *different)
+
+    def worker_lost(self, worker: str, error: object) -> None:
+        """Remember a worker that ended before its tests did, and in which test."""
+        rank = _index(worker)
+        done = {nodeid for nodeid, parts in self._tests.items() if rank in parts.ended}
+        current = next((nodeid for nodeid in self._collections.get(rank, ()) if nodeid not in done), None)
+        during = f" during {current}" if current else " before its first test"
+        self._lost[rank] = one_line(f"lost{during}: worker {worker} crashed ({error})")
+        self._run.problem("rank lost", f"{self._run.names[rank]} is {self._lost[rank]}", str(error))
+
+    def started(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
+        """Put the first start of a test on record."""
+        if nodeid not in self._tests:
+            record = TestRecord(test=TestName.of(nodeid, location))
+            self._tests[nodeid] = _Parts(record=record)
+            line = {"type": "start", "nodeid": nodeid, "at": record.started_at}
+            self._run.send({**line, "deadline_seconds": float(self._run.settings.deadline)})  # type: ignore[union-attr]  # read in start
+
+    def show(self, report: pytest.TestReport) -> None:
+        """Hide every part but the last, which becomes the merged report of the test."""
+        worker = getattr(report, "node", None)
+        if worker is None:
+            return
+        rank = _index(worker.gateway.id)
+        self.started(report.nodeid, report.location)
+        parts = self._tests[report.nodeid]
+        if str(report.when) != "???":  # xdist's own report of a crash, which worker_lost has told before
+            self._take(parts, rank, report)
+        if self._complete(parts) and not parts.merged:
+            self._merge(parts, report)
+        else:
+            self._hidden.add(report)
+            report.outcome = "passed"
+
+    def _take(self, parts: _Parts, rank: int, report: pytest.TestReport) -> None:
+        body: Any = next((value for name, value in report.user_properties if name == PROPERTY), None)
+        parts.phases.setdefault(rank, []).append(report)
+        if body is not None:
+            self._note(parts, rank, report, body)
+        if report.when == "teardown":
+            parts.ended.add(rank)
+
+    def _note(self, parts: _Parts, rank: int, report: pytest.TestReport, body: Mapping[str, Any]) -> None:
+        record = parts.record
+        if record.test.criterion is None and body["criterion"] is not None:
+            record.test = TestName.of(report.nodeid, report.location, body["criterion"])
+        record.applicable = record.applicable and body["applicable"]
+        if rank not in self._who:
+            self._who[rank] = {**body["who"], "rank": rank, "local_rank": rank}
+            self._run.take_worker(rank, self._who[rank])
+        outcome = RankOutcome.from_json(rank, body["outcome"]) if body["outcome"] else None
+        known = parts.outcomes.get(rank)
+        if report.skipped and hasattr(report, "wasxfail"):
+            outcome = RankOutcome(rank=rank, outcome="skipped", message=report.wasxfail)
+        if outcome is not None and (known is None or known.outcome == "passed"):
+            measured = outcome.measurements or (known.measurements if known else ())
+            parts.outcomes[rank] = RankOutcome(
+                rank=rank,
+                outcome=outcome.outcome,
+                message=outcome.message,
+                text=outcome.text,
+                measurements=measured,
+                sections=outcome.sections,
+            )
+
+    def _complete(self, parts: _Parts) -> bool:
+        return all(rank in parts.ended or rank in self._lost for rank in range(self._workers))
+
+    def _merge(self, parts: _Parts, carrier: pytest.TestReport | None) -> None:
+        parts.merged = True
+        record = parts.record
+        merged = self._merged(parts)
+        bad = merged.outcome in ("failed", "error")
+        outcome = "failed" if bad else merged.outcome
+        if carrier is not None:
+            carrier.when = "call"
+            carrier.location = (record.test.file, record.test.line - 1, record.test.name)
+            carrier.outcome = outcome  # type: ignore[assignment]  # passed, failed or skipped
+            carrier.duration = max((sum(r.duration for r in reports) for reports in parts.phases.values()), default=0.0)
+            if bad:
+                carrier.longrepr = MergedRepr(merged, carrier)  # type: ignore[assignment]  # asked for toterminal only
+                if merged.outcome == "error":
+                    self._errors.add(carrier)
+            elif outcome == "skipped":
+                path, line, _ = carrier.location
+                carrier.longrepr = (path, line or 0, f"Skipped: {merged.message}")
+        seconds = max((sum(r.duration for r in reports) for reports in parts.phases.values()), default=0.0)
+        text = (str(merged.text) or merged.message) if bad else merged.message
+        record.add("call", outcome=outcome, message=merged.message, text=text, seconds=seconds, merged=merged)
+        for reports in parts.phases.values():
+            own = [(name, value) for name, value in reports[-1].user_properties if name != PROPERTY]
+            record.properties = unique([*record.properties, *own])
+        self._run.records[record.test.nodeid] = record
+        self._run.send(record.line())
+
+    def _merged(self, parts: _Parts) -> Merged:
+        outcomes = []
+        for rank in range(self._workers):
+            known = parts.outcomes.get(rank)
+            if rank in self._lost and rank not in parts.ended:
+                known = RankOutcome(rank=rank, outcome="lost", message=self._lost[rank], text=self._lost[rank])
+            elif known is None:
+                known = _from_pytest(rank, parts.phases.get(rank, []))
+            outcomes.append(known)
+        merged = merge(outcomes, self._run.names)
+        if merged.outcome == "skipped":
+            return merged
+        return judge_merged(self._run, parts.record, merged, outcomes)
+
+    # ---- the end ---------------------------------------------------------------------------------------------
+
+    def finish(self, session: pytest.Session) -> None:
+        """Close the record: a test that did not come from every worker is an error."""
+        if self._finished or self._run.recorder is None:
+            return
+        self._finished = True
+        for parts in self._tests.values():
+            if not parts.merged:
+                for rank in range(self._workers):
+                    if rank not in parts.ended:
+                        self._lost.setdefault(rank, "no report of this test came from its worker")
+                self._merge(parts, None)
+        session.exitstatus = self._run.finish_for_workers(int(session.exitstatus))
+
+    def last_words(self, session: pytest.Session) -> None:
+        """Print the verdict under everything else."""
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        if self._run.verdict is None or reporter is None or not self._finished:
+            return
+        for line, markup in self._run.closing_lines():
+            reporter.write_line(line, **markup)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+def _index(worker: str) -> int:
+    return int(worker.removeprefix("gw"))
+
+
+def _from_pytest(rank: int, reports: Sequence[pytest.TestReport]) -> RankOutcome:
+    """Read a worker's outcome from plain reports, when it could not send its own."""
+    for report in reports:
+        if report.failed:
+            kind = "failed" if report.when == "call" else "error"
+            return RankOutcome(rank=rank, outcome=kind, message=line_of(report), text=report.longreprtext)
+        if report.skipped:
+            return RankOutcome(rank=rank, outcome="skipped", message=skip_reason(report))
+    text = "its worker sent no outcome"
+    return RankOutcome(rank=rank, outcome="error", message=text, text=text)

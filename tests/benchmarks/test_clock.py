@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import doctest
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pytest_gpucluster.benchmarks import clock as clock_module
+from pytest_gpucluster.benchmarks.clock import EventClock, ManualClock, WallClock, clock_for
+
+
+class FakeEvent:
+    """A CUDA event on a device that is ``device_ms`` into its work when the event is recorded."""
+
+    device_ms = 0.0
+    synchronized = False
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self, stream):
+        assert stream == "the current stream of cuda:1"
+        self.at_ms = FakeEvent.device_ms
+
+    def elapsed_time(self, end):
+        assert FakeEvent.synchronized, "an event was read before the device had reached it"
+        return end.at_ms - self.at_ms
+
+
+@pytest.fixture
+def event_clock(monkeypatch):
+    waits = []
+
+    def synchronize(device):
+        FakeEvent.synchronized = True
+        waits.append(str(device))
+
+    monkeypatch.setattr(FakeEvent, "device_ms", 0.0)
+    monkeypatch.setattr(FakeEvent, "synchronized", False)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the current stream of {device}")
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    return SimpleNamespace(clock=EventClock(torch.device("cuda", 1)), waits=waits)
+
+
+def test_doctests_hold():
+    assert doctest.testmod(clock_module).failed == 0
+
+
+def test_events_are_all_recorded_before_one_wait(event_clock):
+    for took_ms in (10, 20, 5):
+        with event_clock.clock.region():
+            FakeEvent.device_ms += took_ms
+        FakeEvent.device_ms += 1000  # between the regions: not counted
+    assert event_clock.waits == []
+    assert event_clock.clock.read() == pytest.approx([0.010, 0.020, 0.005])
+    assert event_clock.waits == ["cuda:1"]
+    assert event_clock.clock.read() == []
+
+
+def test_an_event_region_that_raises_is_not_counted(event_clock):
+    with pytest.raises(ZeroDivisionError), event_clock.clock.region():
+        1 / 0  # noqa: B018  # what fails does not matter
+    assert event_clock.clock.read() == []
+
+
+def test_wall_clock_counts_what_is_inside_its_regions():
+    clock = WallClock()
+    begin = time.perf_counter()
+    for _ in range(2):
+        with clock.region():
+            time.sleep(0.01)
+    elapsed = time.perf_counter() - begin
+    first, second = clock.read()
+    assert first >= 0.01
+    assert second >= 0.01
+    assert first + second <= elapsed
+    assert clock.read() == []
+
+
+@pytest.mark.parametrize("clock", [WallClock(), ManualClock()], ids=["wall", "manual"])
+def test_a_region_that_raises_is_not_counted(clock):
+    with pytest.raises(ZeroDivisionError), clock.region():
+        1 / 0  # noqa: B018
+    clock.synchronize()
+    assert clock.read() == []
+
+
+def test_each_device_has_its_clock():
+    assert isinstance(clock_for(torch.device("cpu")), WallClock)
+    assert isinstance(clock_for(torch.device("cuda", 0)), EventClock)
+
+
+def test_a_device_without_a_clock_is_an_error():
+    with pytest.raises(ValueError, match="for cuda and for cpu devices, not for 'meta'"):
+        clock_for(torch.device("meta"))

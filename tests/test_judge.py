@@ -1,0 +1,434 @@
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_gpucluster import metrics, thresholds
+from pytest_gpucluster.errors import MeasurementError
+from pytest_gpucluster.judge import Judgement, judge
+from pytest_gpucluster.metrics import Measurement, Metric, measurement
+
+LIMITS = thresholds.load()
+BUSBW = "nccl.all_reduce.busbw"
+ALGBW = "nccl.all_reduce.algbw"
+BF16 = "matmul.bf16.tflops"
+GB = {"size": "1 GB"}
+
+
+def world_of(size: int) -> dict[int, str]:
+    return {rank: f"rank {rank} (gpu-{rank // 8:02}, GPU {rank % 8} GPU-1f2e)" for rank in range(size)}
+
+
+def hold(
+    by_rank: Mapping[int, list[Measurement]],
+    *,
+    size: int = 8,
+    ranks_per_node: int = 8,
+    sku: str | None = "H100 SXM",
+    gpu_name: str | None = "NVIDIA H100 80GB HBM3",
+    limits: thresholds.Thresholds = LIMITS,
+) -> Judgement:
+    return judge(
+        by_rank,
+        world=world_of(size),
+        node_of={rank: rank // ranks_per_node for rank in range(size)},
+        limits=limits,
+        sku=sku,
+        gpu_name=gpu_name,
+    )
+
+
+def busbw(value: float, **arguments: object) -> Measurement:
+    return measurement(BUSBW, value, **({"unit": "GB/s", "labels": GB} | arguments))  # type: ignore[arg-type]
+
+
+def bf16(value: float, **arguments: object) -> Measurement:
+    return measurement(BF16, value, **({"unit": "TFLOPS"} | arguments))  # type: ignore[arg-type]
+
+
+def all_ranks(value: float = 442.1, size: int = 8, **others: float) -> dict[int, list[Measurement]]:
+    """Every rank measured ``value``, but ``r3=312.4`` for rank 3."""
+    return {rank: [busbw(others.get(f"r{rank}", value))] for rank in range(size)}
+
+
+def test_values_above_the_limit_pass_and_the_slowest_rank_decides() -> None:
+    verdict = hold(all_ranks(r5=420.0))
+    assert (verdict.outcome, verdict.message, verdict.text) == ("passed", "", "")
+    (judged,) = verdict.measurements
+    assert (judged.status, judged.value, judged.worst_rank, judged.median) == ("passed", 420.0, 5, 442.1)
+    assert judged.margin == pytest.approx(0.05)
+    assert judged.peak_ratio == pytest.approx(420 / 450)
+    assert judged.reason == ""
+
+
+def test_a_value_exactly_at_the_limit_passes() -> None:
+    assert hold(all_ranks(400.0)).outcome == "passed"
+    assert hold(all_ranks(math.nextafter(400.0, 0))).outcome == "failed"
+
+
+def test_one_slow_rank_fails_and_is_named_in_one_line() -> None:
+    verdict = hold(all_ranks(r3=312.4))
+    assert verdict.outcome == "failed"
+    assert verdict.message == (
+        "nccl.all_reduce.busbw 312.4 GB/s < 400 GB/s (size=1 GB) on rank 3 (gpu-00, GPU 3 GPU-1f2e)"
+    )
+    assert "[limit: thresholds.yaml:" in verdict.text
+    assert verdict.measurements[0].margin == pytest.approx(-0.219)
+
+
+def test_two_slow_ranks_are_both_named_and_more_are_counted() -> None:
+    assert hold(all_ranks(r3=312.4, r1=390)).message == (
+        "nccl.all_reduce.busbw 312.4 GB/s < 400 GB/s (size=1 GB) on rank 3 (gpu-00, GPU 3 GPU-1f2e),"
+        " and rank 1 (gpu-00, GPU 1 GPU-1f2e)"
+    )
+    assert hold(all_ranks(300.0, r2=299)).message == (
+        "nccl.all_reduce.busbw 299 GB/s < 400 GB/s (size=1 GB) on rank 2 (gpu-00, GPU 2 GPU-1f2e), and 7 more ranks"
+    )
+
+
+def test_a_maximum_is_missed_from_above_and_the_slowest_rank_decides() -> None:
+    labels = {"size": "4 B"}
+    slow = {rank: [measurement("nccl.all_reduce.latency", 1 + 3 * rank, unit="s", labels=labels)] for rank in range(3)}
+    verdict = hold(slow, size=3, sku="cpu-rehearsal", gpu_name=None)
+    assert verdict.outcome == "failed"
+    assert verdict.message == (
+        "nccl.all_reduce.latency 7000000 us > 5000000 us (size=4 B) on rank 2 (gpu-00, GPU 2 GPU-1f2e)"
+    )
+
+
+def test_a_value_just_under_the_limit_is_not_shown_as_equal_to_it() -> None:
+    assert "399.9996 GB/s < 400 GB/s" in hold(all_ranks(r3=399.9996)).message
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (busbw(math.nan), "the value is NaN"),
+        (busbw(math.inf), "the value is infinite"),
+        (busbw(-math.inf), "the value is infinite"),
+        (busbw(-5.0), "the value is negative (-5)"),
+        (busbw(442.1, samples=[442.1, math.nan]), "1 of 2 samples cannot be judged, the first is NaN"),
+    ],
+    ids=["nan", "inf", "-inf", "negative", "nan sample"],
+)
+@pytest.mark.parametrize("record_only", [False, True])
+def test_what_cannot_be_judged_is_an_error_even_if_only_recorded(bad: Measurement, why: str, record_only: bool) -> None:
+    by_rank = all_ranks()
+    by_rank[3] = [bad]
+    if record_only:
+        by_rank = {
+            rank: [Measurement.from_json(m.to_json() | {"record_only": True}) for m in ms]
+            for rank, ms in by_rank.items()
+        }
+    verdict = hold(by_rank)
+    assert verdict.outcome == "error"
+    assert verdict.message == f"{BUSBW} (size=1 GB): {why} on rank 3 (gpu-00, GPU 3 GPU-1f2e)"
+    assert verdict.measurements[0].worst_rank == 3
+
+
+def test_a_missing_rank_is_an_error() -> None:
+    by_rank = all_ranks()
+    del by_rank[2], by_rank[6]
+    verdict = hold(by_rank)
+    assert verdict.outcome == "error"
+    assert verdict.message == (
+        f"{BUSBW} (size=1 GB): no value from rank 2 (gpu-00, GPU 2 GPU-1f2e) and 1 more ranks (with these labels)"
+    )
+
+
+def test_labels_that_differ_between_ranks_are_missing_values() -> None:
+    by_rank = all_ranks()
+    by_rank[7] = [busbw(442.1, labels={"size": "2 GB"})]
+    verdict = hold(by_rank)
+    assert verdict.outcome == "error"
+    assert [judged.status for judged in verdict.measurements] == ["error", "error"]
+
+
+def test_a_value_measured_twice_under_the_same_labels_is_an_error() -> None:
+    by_rank = all_ranks()
+    by_rank[4] = [busbw(442.1), busbw(410.0)]
+    verdict = hold(by_rank)
+    assert verdict.outcome == "error"
+    assert "measured 2 times on rank 4 (gpu-00, GPU 4 GPU-1f2e); a label must tell" in verdict.message
+    assert verdict.measurements[0].values[4] == 410.0
+
+
+def test_a_value_from_outside_the_run_is_an_error() -> None:
+    by_rank = all_ranks() | {9: [busbw(442.1)]}
+    assert "measured by rank 9, which is no part of this run" in hold(by_rank).message
+
+
+def test_nothing_measured_is_left_to_the_caller() -> None:
+    assert hold({0: [], 1: []}).measurements == ()
+
+
+def test_an_unknown_metric_is_refused() -> None:
+    alien = Measurement(metric="zzz", value=1.0, unit="GB/s")
+    with pytest.raises(MeasurementError, match="unknown metric 'zzz'"):
+        hold({0: [alien]}, size=1)
+
+
+def test_a_failure_wins_over_an_error_and_keeps_it_in_the_text() -> None:
+    by_rank = all_ranks(r3=312.4)
+    by_rank[5] = [busbw(math.nan)]
+    verdict = hold(by_rank)
+    assert verdict.outcome == "failed"
+    assert verdict.message.startswith("nccl.all_reduce.busbw 312.4 GB/s < 400 GB/s")
+    assert "also: the value is NaN on rank 5" in verdict.text
+    other_metric = {rank: [busbw(312.4), bf16(math.nan)] for rank in range(8)}
+    verdict = hold(other_metric)
+    assert verdict.outcome == "failed"
+    assert "NaN" in verdict.text
+    assert [judged.status for judged in verdict.measurements] == ["failed", "error"]
+
+
+def test_the_largest_miss_speaks_for_several() -> None:
+    by_rank = {0: [busbw(399.0, labels={"size": "2 GB"}), busbw(100.0), bf16(699.0)]}
+    for rank in range(1, 8):
+        by_rank[rank] = [busbw(440.0, labels={"size": "2 GB"}), busbw(440.0), bf16(730.0)]
+    verdict = hold(by_rank)
+    assert verdict.message == (
+        "nccl.all_reduce.busbw 100 GB/s < 400 GB/s (size=1 GB) on rank 0 (gpu-00, GPU 0 GPU-1f2e); 2 more"
+    )
+    assert verdict.text.count("[limit: ") == 3
+
+
+# Too fast to be true ---------------------------------------------------------------------------------------------
+
+
+def test_a_product_above_the_data_sheet_peak_is_an_error() -> None:
+    verdict = hold({rank: [bf16(990.0 if rank == 3 else 730.0)] for rank in range(8)})
+    assert verdict.outcome == "error"
+    assert verdict.message == (
+        "matmul.bf16.tflops: too fast to be true: 990 TFLOPS > 989 TFLOPS, the data sheet peak of H100 SXM,"
+        " on rank 3 (gpu-00, GPU 3 GPU-1f2e)"
+    )
+    assert verdict.measurements[0].peak_ratio == pytest.approx(990 / 989)
+    assert hold({rank: [bf16(989.0)] for rank in range(8)}).outcome == "passed"
+
+
+def algbw(value: float, size: int) -> dict[int, list[Measurement]]:
+    return {rank: [measurement(ALGBW, value, unit="GB/s", labels=GB)] for rank in range(size)}
+
+
+def test_algbw_above_the_link_is_too_fast_inside_a_node_only() -> None:
+    assert "too fast to be true: 451 GB/s > 450 GB/s" in hold(algbw(451.0, 8)).message
+    assert hold(algbw(450.0, 8)).outcome == "passed"
+    assert hold(algbw(451.0, 16), size=16).outcome == "passed"
+    assert hold(algbw(451.0, 1), size=1).outcome == "passed"
+
+
+def test_busbw_may_pass_the_link_peak() -> None:
+    verdict = hold(all_ranks(482.0))
+    assert verdict.outcome == "passed"
+    assert verdict.measurements[0].peak_ratio == pytest.approx(482 / 450)
+    across = hold(all_ranks(435.0, size=16), size=16)
+    assert across.outcome == "passed"
+    assert across.measurements[0].peak_ratio is None
+
+
+# Limits that are not there ---------------------------------------------------------------------------------------
+
+
+def test_what_the_limits_only_record_passes_and_says_why() -> None:
+    by_rank = {rank: [busbw(22.3, labels={"size": "1 MB"})] for rank in range(8)}
+    verdict = hold(by_rank)
+    assert verdict.outcome == "passed"
+    (judged,) = verdict.measurements
+    assert (judged.status, judged.limit, judged.margin) == ("recorded", None, None)
+    assert judged.reason.startswith("recorded only: limits hold at 1 GB and above (thresholds.yaml:")
+
+
+def test_what_the_test_only_records_is_not_judged_unless_some_rank_asks_for_it() -> None:
+    slow = {rank: [busbw(1.0, record_only=True)] for rank in range(8)}
+    assert hold(slow).outcome == "passed"
+    slow[0] = [busbw(1.0)]
+    assert hold(slow).outcome == "failed"
+
+
+def test_what_the_test_only_records_needs_no_known_gpu() -> None:
+    slow = {rank: [busbw(1.0, record_only=True)] for rank in range(8)}
+    assert hold(slow, sku=None, gpu_name="NVIDIA H300").outcome == "passed"
+
+
+def resolved(text: str, value: str, tmp_path: Path) -> thresholds.Thresholds:
+    """Load the YAML of an error text, with the placeholders filled in as its reader would."""
+    yaml = text[text.index("schema_version") :].split("\n\n")[0]
+    assert "<what you accept>" in yaml
+    assert "<where the figure comes from>" in yaml
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.replace("<what you accept>", value).replace("<where the figure comes from>", "us"))
+    return thresholds.load(thresholds.shipped_path(), path)
+
+
+def test_a_missing_limit_is_an_error_whose_yaml_resolves_it(tmp_path: Path) -> None:
+    by_rank = all_ranks(300.0, size=12)
+    verdict = hold(by_rank, size=12, ranks_per_node=6)
+    assert verdict.outcome == "error"
+    assert verdict.message == (
+        "nccl.all_reduce.busbw (size=1 GB): no limit on H100 SXM for these conditions;"
+        " the text below shows the YAML to add"
+    )
+    assert "world_size 16, nnodes 2, size 1 GB or more (thresholds.yaml:" in verdict.text
+    mine = resolved(verdict.text, "250", tmp_path)
+    assert hold(by_rank, size=12, ranks_per_node=6, limits=mine).outcome == "passed"
+    assert hold(all_ranks(240.0, size=12), size=12, ranks_per_node=6, limits=mine).outcome == "failed"
+
+
+@pytest.mark.parametrize(
+    "gpu_name",
+    ["NVIDIA H300", "NVIDIA H200 NVL", "NVIDIA B200 (rev. 2) [x+y]", "O'Brien\\GPU: #1 {a}"],
+)
+def test_an_unknown_gpu_is_an_error_whose_yaml_makes_it_known(gpu_name: str, tmp_path: Path) -> None:
+    verdict = hold(all_ranks(), sku=None, gpu_name=gpu_name)
+    assert verdict.outcome == "error"
+    assert f"unknown GPU {gpu_name!r}: no SKU matches it" in verdict.message
+    mine = resolved(verdict.text, "400", tmp_path)
+    assert mine.sku_for(gpu_name) == "my-gpu"
+    assert hold(all_ranks(), sku="my-gpu", gpu_name=gpu_name, limits=mine).outcome == "passed"
+
+
+def test_a_gpu_without_a_name_and_a_sku_that_does_not_exist_are_errors() -> None:
+    assert "the name of the GPU is not known" in hold(all_ranks(), sku=None, gpu_name=None).message
+    assert "unknown SKU 'H300'" in hold(all_ranks(), sku="H300", gpu_name="NVIDIA H300").message
+
+
+def test_a_label_the_loader_would_refuse_is_left_out_of_the_yaml(tmp_path: Path) -> None:
+    labels = {"size": "huge", "dtype": "a to b: {", "note": "\x1b[31m\nred"}
+    by_rank = {rank: [bf16(730.0, labels=labels)] for rank in range(8)}
+    verdict = hold(by_rank, sku=None, gpu_name="NVIDIA H300")
+    resolved(verdict.text, "700", tmp_path)
+    assert "\n" not in verdict.message
+    assert "\x1b" not in verdict.message + verdict.text
+
+
+# Scopes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def scoped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> thresholds.Thresholds:
+    monkeypatch.setattr(metrics, "_REGISTRY", dict(metrics.METRICS))
+    for scope in ("node", "world"):
+        metrics.register(Metric(name=f"site.{scope}", unit="s", better="lower", scope=scope, doc="x"))  # type: ignore[arg-type]
+    path = tmp_path / "site.yaml"
+    path.write_text(
+        "schema_version: 1\nskus:\n  H200:\n    limits:\n"
+        "      site.node: {min: 1 s, max: 10 s, source: us}\n"
+        "      site.world: {max: 0 s, source: us}\n"
+    )
+    return thresholds.load(path)
+
+
+def test_a_metric_of_the_node_needs_one_value_per_node(scoped: thresholds.Thresholds) -> None:
+    one = [measurement("site.node", 5, unit="s")]
+    arguments = {"size": 16, "sku": "H200", "limits": scoped}
+    assert hold({0: one, 8: one}, **arguments).outcome == "passed"  # type: ignore[arg-type]
+    verdict = hold({0: one, 7: one}, **arguments)  # type: ignore[arg-type]
+    assert verdict.outcome == "error"
+    assert verdict.message == "site.node: no value from node 1 (rank 8 (gpu-01, GPU 0 GPU-1f2e))"
+
+
+def test_with_both_bounds_the_value_nearest_to_missing_decides(scoped: thresholds.Thresholds) -> None:
+    values = {rank: [measurement("site.node", value, unit="s")] for rank, value in enumerate((5, 0.5, 9.9))}
+    verdict = hold(values, size=3, sku="H200", limits=scoped)
+    assert verdict.message == "site.node 0.5 s < 1 s on rank 1 (gpu-00, GPU 1 GPU-1f2e)"
+
+
+def test_a_metric_of_the_world_needs_one_value_and_a_bound_of_zero_can_be_met_and_missed(
+    scoped: thresholds.Thresholds,
+) -> None:
+    arguments = {"size": 16, "sku": "H200", "limits": scoped}
+    assert hold({3: [measurement("site.world", 0, unit="s")]}, **arguments).outcome == "passed"  # type: ignore[arg-type]
+    verdict = hold({3: [measurement("site.world", 2, unit="s")]}, **arguments)  # type: ignore[arg-type]
+    assert verdict.message == "site.world 2 s > 0 s on rank 3 (gpu-00, GPU 3 GPU-1f2e)"
+
+
+# The form that travels -------------------------------------------------------------------------------------------
+
+
+def test_the_json_form_is_complete() -> None:
+    by_rank = {0: [busbw(442.0, samples=[441, 443])], 1: [busbw(312.0)]}
+    (judged,) = hold(by_rank, size=2).measurements
+    limit = judged.limit
+    assert limit is not None
+    assert judged.to_json() == {
+        "metric": BUSBW,
+        "unit": "GB/s",
+        "labels": GB,
+        "status": "failed",
+        "value": 312.0,
+        "worst_rank": 1,
+        "limit": {"min": 315.0, "max": None, "source": "derived: 0.70 of peak", "origin": limit.origin},
+        "margin": pytest.approx(-3 / 315),
+        "median": 377.0,
+        "values": {"0": 442.0, "1": 312.0},
+        "samples": {"0": [441.0, 443.0], "1": []},
+        "peak_ratio": pytest.approx(312 / 450),
+        "reason": judged.reason,
+    }
+
+
+@given(
+    st.dictionaries(
+        st.integers(0, 9),
+        st.lists(
+            st.builds(
+                busbw,
+                st.floats(),
+                samples=st.lists(st.floats(), max_size=3),
+                labels=st.dictionaries(st.sampled_from(["size", "x"]), st.text(), max_size=2),
+                record_only=st.booleans(),
+            ),
+            max_size=3,
+        ),
+    ),
+    st.sampled_from([None, "H100 SXM", "H300", "cpu-rehearsal"]),
+    st.one_of(st.none(), st.text()),
+)
+def test_whatever_was_measured_gives_one_line_and_strict_json(
+    by_rank: dict[int, list[Measurement]], sku: str | None, gpu_name: str | None
+) -> None:
+    verdict = hold(by_rank, sku=sku, gpu_name=gpu_name)
+    assert len(verdict.message) <= 200
+    assert (verdict.message == "") == (verdict.outcome == "passed")
+    assert verdict.message.isprintable()
+    assert all(line.isprintable() for line in verdict.text.split("\n"))
+    for judged in verdict.measurements:
+        json.dumps(judged.to_json(), allow_nan=False)
+        assert (judged.status == "passed") <= (judged.reason == "")
+        if judged.status == "passed":
+            assert set(judged.values) == set(range(8))
+            assert all(value >= 0 for value in judged.values.values())
+
+
+def test_a_long_label_does_not_push_the_rank_out_of_the_line() -> None:
+    labels = GB | {"note": "x" * 300}
+    by_rank = {rank: [busbw(312.4, labels=labels)] for rank in range(8)}
+    message = hold(by_rank).message
+    assert len(message) <= 200
+    assert "on rank 0 (gpu-00, GPU 0 GPU-1f2e)" in message
+
+
+def test_a_thousand_ranks_are_judged_in_milliseconds() -> None:
+    samples = [float(n) for n in range(100)]
+    by_rank = {rank: [busbw(350.0 + rank, samples=samples)] for rank in range(1024)}
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        hold(by_rank, size=1024)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.05
+
+
+def test_a_thousand_broken_ranks_still_give_a_short_reason() -> None:
+    verdict = hold({rank: [busbw(math.nan)] for rank in range(1024)}, size=1024)
+    assert verdict.outcome == "error"
+    assert "and 1021 more problems" in verdict.text
+    assert len(verdict.text) < 1000
