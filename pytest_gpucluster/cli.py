@@ -149,9 +149,7 @@ def _overridden(options: JUnitOptions, overrides: Sequence[str]) -> JUnitOptions
         if not equals:
             raise OptionError(f"-o {override}: no value; write {name}=VALUE")
         if name in _CHOICES and value not in _CHOICES[name]:
-            raise OptionError(
-                f"-o {override}: {value!r} is not allowed; allowed: {', '.join(_CHOICES[name])}"
-            )
+            raise OptionError(f"-o {override}: {value!r} is not allowed; allowed: {', '.join(_CHOICES[name])}")
         if name == "junit_log_passing_tests":
             if value.lower() not in _FLAGS:
                 raise OptionError(f"-o {override}: {value!r} is not allowed; allowed: true, false")

@@ -288,9 +288,7 @@ def read(path: Path, *, keep_samples: bool = True) -> Journal:
             value = json.loads(raw.decode("utf-8"))
         except (ValueError, RecursionError) as error:
             if number == 1:
-                raise JournalError(
-                    f"{where}: not a journal of this project, or cut off in its first line"
-                ) from None
+                raise JournalError(f"{where}: not a journal of this project, or cut off in its first line") from None
             if number < len(lines):
                 raise JournalError(f"{where}: damaged: not a line of JSON ({error})") from None
             cut = True

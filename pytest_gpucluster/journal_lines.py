@@ -201,9 +201,7 @@ class Fields:
         self._where = where
 
     def _bad(self, name: str, expected: str) -> JournalError:
-        return JournalError(
-            f"{self._where}: {name!r} must be {expected}, found {_shown(self._value.get(name))}"
-        )
+        return JournalError(f"{self._where}: {name!r} must be {expected}, found {_shown(self._value.get(name))}")
 
     def text(self, name: str, default: str | None = None) -> str:
         value = self._value.get(name, default)
@@ -291,9 +289,7 @@ class Fields:
 
     def number_by_rank(self, name: str) -> dict[int, float]:
         try:
-            return {
-                int(rank): _number(value) for rank, value in self.mapping(name).items() if value is not None
-            }
+            return {int(rank): _number(value) for rank, value in self.mapping(name).items() if value is not None}
         except ValueError:
             raise self._bad(name, "numbers by rank") from None
 

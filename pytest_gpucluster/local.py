@@ -18,6 +18,7 @@ from pytest_gpucluster.agreement.merge import Merged, RankOutcome, merge, one_li
 from pytest_gpucluster.errors import LaunchError
 from pytest_gpucluster.failure import MergedRepr, line_of, skip_reason
 from pytest_gpucluster.judging import judge_merged
+from pytest_gpucluster.opening import Opening
 from pytest_gpucluster.phase import Phases, criterion_of
 from pytest_gpucluster.record import TestName, TestRecord, unique
 from pytest_gpucluster.run import Run
@@ -115,7 +116,7 @@ class Controller:
         if self._config.option.collectonly:
             return
         self._run.selection = is_selection(self._config)
-        self._run.open_for_workers(self._workers)
+        Opening(self._run).open_for_workers(self._workers)
 
     def header(self) -> list[str]:
         """Return the lines under pytest's own header."""

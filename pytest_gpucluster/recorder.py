@@ -210,9 +210,7 @@ class Recorder:
             if self._is_gone:
                 return self._failure or f"the recorder (pid {self.pid}) has ended"
             why = self._failure or self._stuck
-            unconfirmed = (
-                f"the recorder (pid {self.pid}) has not confirmed the reports on disk within {timeout:g} s"
-            )
+            unconfirmed = f"the recorder (pid {self.pid}) has not confirmed the reports on disk within {timeout:g} s"
             return f"{unconfirmed}: {why}" if why else unconfirmed
 
     def _is_foreign(self) -> bool:
@@ -247,9 +245,7 @@ class Recorder:
             self._stuck = None
         except OSError as error:
             if isinstance(error, TimeoutError) or error.errno in (errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM):
-                self._stuck = (
-                    f"the recorder (pid {self.pid}) takes no lines; {len(self._waiting)} packets wait"
-                )
+                self._stuck = f"the recorder (pid {self.pid}) takes no lines; {len(self._waiting)} packets wait"
             elif error.errno is None:
                 raise  # a signal handler's
             else:
@@ -296,9 +292,7 @@ class Recorder:
         with contextlib.suppress(Exception):
             self._process.wait(timeout=0.5)
         status = self._process.returncode
-        how = (
-            "" if status is None else f", status {status}" if status >= 0 else f", killed by signal {-status}"
-        )
+        how = "" if status is None else f", status {status}" if status >= 0 else f", killed by signal {-status}"
         before = f"; before that: {self._failure}" if self._failure else ""
         self._failure = (
             f"the recorder (pid {self.pid}{how}) has ended: nothing more is recorded, and the report on disk "

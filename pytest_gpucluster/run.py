@@ -5,10 +5,8 @@ Rank 0 alone speaks to the operator and to the recorder.
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
-import platform
 import socket
 import sys
 import tempfile
@@ -16,23 +14,23 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpucluster import __version__, options, verdict
-from pytest_gpucluster.agreement import host, preflight
+from pytest_gpucluster import options, verdict
+from pytest_gpucluster.agreement import preflight
 from pytest_gpucluster.agreement.exchange import Exchange
-from pytest_gpucluster.agreement.join import Joined, Refusal, Refused, join, roll
+from pytest_gpucluster.agreement.fault_file import FaultFile
+from pytest_gpucluster.agreement.join import Joined, roll
 from pytest_gpucluster.agreement.merge import one_line
-from pytest_gpucluster.agreement.store import Stores, connect
+from pytest_gpucluster.agreement.store import Stores
 from pytest_gpucluster.agreement.watch import Ending, Watch
 from pytest_gpucluster.cluster import Cluster
-from pytest_gpucluster.errors import EnvironmentBroken, GpuClusterError, LaunchError, OptionError, UsageProblem
+from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.launch import RankFacts, detect
 from pytest_gpucluster.record import TestName, TestRecord, now
 from pytest_gpucluster.recorder import Recorder
-from pytest_gpucluster.run_directory import new_run_directory, require_writable
 
 if TYPE_CHECKING:
     from pytest_gpucluster.thresholds import Thresholds
@@ -76,7 +74,7 @@ class Run:
         self.records: dict[str, TestRecord] = {}
         self.problems: list[str] = []
         self.verdict: verdict.Verdict | None = None
-        self._fault_file: IO[str] | None = None
+        self.fault_file = FaultFile()
 
     @property
     def rank(self) -> int:
@@ -92,289 +90,6 @@ class Run:
     def rehearsal(self) -> bool:
         """Tell whether this run says nothing about hardware."""
         return self.device == "cpu"
-
-    # ---- opening ---------------------------------------------------------------------------------------------
-
-    def open(self) -> None:
-        """Read the settings, start the recorder, call the roll and start the watcher.
-
-        Every rank must call this. On a problem, of this rank or another, the session ends here on every rank, and
-        rank 0 reports it.
-        """
-        self._refuse_restart()
-        problem = self._prepare()
-        if self.facts.world_size == 1 and problem is not None:
-            self._refuse(problem)
-        if problem is None or self.facts.world_size > 1:
-            try:
-                self._join(problem)
-            except Refused as error:
-                self._refuse(error.refusal)
-            except GpuClusterError as error:
-                self._refuse(_refusal(error))
-
-    def _refuse_restart(self) -> None:
-        if self.facts.restart_count == 0:
-            return
-        message = (
-            f"this is restart {self.facts.restart_count} of a run that has already broken; its verdict stands and its "
-            "reports are left as they are. Run torchrun with --max-restarts=0"
-        )
-        self._silence_stderr()
-        pytest.exit(message, returncode=11)
-
-    def _prepare(self) -> Refusal | None:
-        """Do what needs no other rank. Return what went wrong instead of raising, so that all ranks can be told."""
-        try:
-            self.settings = options.resolve(self.config, self.environ)
-            self.timeouts = self.settings.timeouts or self.timeouts
-            _refuse_conflicts(self.config, self.facts)
-        except GpuClusterError as error:
-            problem: Refusal | None = _refusal(error)
-        else:
-            problem = None
-        if self.rank == 0 and self.place is None:
-            try:
-                self._start_recorder()
-            except GpuClusterError as error:
-                problem = problem or _refusal(error)
-        if self.settings is None:
-            return problem
-        try:
-            if self.settings.sku == "cpu-rehearsal" and not self.rehearsal:
-                raise OptionError(
-                    "--gpucluster-sku cpu-rehearsal: its limits say nothing about a GPU; leave the option out, or name "
-                    "the SKU that the GPU is"
-                )
-            if self.settings.expect is not None:
-                self.expectation = preflight.Expectation.parse(self.settings.expect)
-            if self.rank == 0 and self.place is None:
-                self._load_thresholds()
-        except GpuClusterError as error:
-            problem = problem or _refusal(error)
-        return problem
-
-    def _load_thresholds(self) -> None:
-        from pytest_gpucluster import thresholds
-
-        assert self.settings is not None
-        overlay = self.settings.thresholds
-        paths = [thresholds.shipped_path(), *([overlay] if overlay is not None else [])]
-        self.thresholds = thresholds.load(*paths)
-
-    @property
-    def limits(self) -> Thresholds:
-        """The limits in force. Rank 0 has read them before the first test; other ranks read them when asked."""
-        if self.thresholds is None:
-            self._load_thresholds()
-        assert self.thresholds is not None
-        return self.thresholds
-
-    def _start_recorder(self) -> None:
-        report_dir = Path(self.settings.report_dir if self.settings else "gpucluster-report")
-        if self.junit_path is not None:
-            require_writable(self.junit_path.parent, "the directory of --junitxml")
-        self.directory = new_run_directory(report_dir)
-        self.junit_path = self.junit_path or self.directory / "junit.xml"
-        self.recorder = Recorder.start(self.directory, self.junit_path)
-        self.recorder.send(
-            {
-                "type": "run",
-                "schema_version": 1,
-                "run_id": self.facts.run_id,
-                "started_at": now(),
-                "argv": [str(arg) for arg in self.config.invocation_params.args],
-                "device": self.device,
-                "rehearsal": self.rehearsal,
-                "selection": self.selection,
-                "hostname": self.facts.hostname,
-                "launcher": self.facts.launcher,
-                "world_size": self.facts.world_size,
-                "nnodes": self.facts.nnodes,
-                "options": self.settings.to_json() if self.settings else {},
-                "versions": {"python": platform.python_version(), "pytest": pytest.__version__},
-                "plugin_version": __version__,
-                "junit": _junit_options(self.config, self.junit_path),
-            }
-        )
-
-    def _join(self, problem: Refusal | None) -> None:
-        facts = self.facts
-        if facts.world_size > 1 and not facts.agent_store and facts.rank == 0:
-            host.start(int(facts.master_port or 0))
-        self.stores = connect(facts, timeout_seconds=self.timeouts.join)
-        me = self._describe_me(problem)
-        self.joined = join(
-            self.stores.main,
-            facts,
-            me,
-            timeout_seconds=self.timeouts.join,
-            check=self._check,
-            shared={
-                "recorder_pid": self.recorder.pid if self.recorder else None,
-                "directory": str(self.directory.resolve()) if self.directory else None,
-            },
-        )
-        self.names = {rank: f"rank {rank} ({host_})" for rank, host_ in enumerate(self.joined.hosts)}
-        self.names.update({rank: _name(who) for rank, who in self.joined.who.items()})
-        if self.place is not None:
-            self.names = {0: _name({**me, "rank": self.place.index})}
-        assert self.settings is not None
-        self.exchange = Exchange(self.stores, facts.rank, facts.world_size)
-        self.watch = Watch(
-            facts=facts,
-            side=self.stores.side,
-            numbers=self.exchange,
-            who=self.joined.who,
-            names=self.names,
-            timeouts=self.timeouts,
-            fault_file=self._open_fault_file(),
-            on_ending=self._ending,
-            on_beat=self._beat,
-            on_overtime=self._overtime,
-        )
-        self.cluster = Cluster(
-            facts,
-            hosts=list(self.joined.hosts),
-            device_type=self.device,
-            device_index=me.get("cuda_index") or 0,
-            store_for_group=self.stores.for_group,
-            guard=self.watch.guard,
-            deadline_seconds=float(self.settings.deadline),
-        )
-        if self.recorder is not None:
-            self.recorder.fault_file(str(self._fault_path))
-        self.watch.start()
-
-    @property
-    def _fault_path(self) -> Path:
-        return Path(tempfile.gettempdir()) / f"gpucluster-fault-{os.getpid()}.txt"
-
-    def _open_fault_file(self) -> IO[str]:
-        """Let faulthandler write to a file that others on this host can read once this process is dead."""
-        if self._fault_file is None:
-            self._fault_file = open(self._fault_path, "w", encoding="utf-8")  # noqa: SIM115  # until the end
-            faulthandler.enable(self._fault_file)
-        return self._fault_file
-
-    def _describe_me(self, problem: Refusal | None) -> dict[str, Any]:
-        from pytest_gpucluster.inventory import identify, start_time
-
-        plain = {
-            "rank": self.facts.rank,
-            "host": self.facts.hostname,
-            "node_rank": self.facts.node_rank,
-            "local_rank": self.facts.local_rank,
-            "pid": os.getpid(),
-            "start_time": start_time(),
-            "fault_file": str(self._fault_path),
-        }
-        if problem is None:
-            try:
-                return {**identify(self._on_its_gpu(), "cpu" if self.rehearsal else "cuda"), **plain}
-            except GpuClusterError as error:
-                problem = _refusal(error)
-        return {**plain, "problem": problem.text, "exit": problem.exit}
-
-    def _on_its_gpu(self) -> RankFacts:
-        """Return the facts by which the GPU is chosen: a local worker takes the one of its own number."""
-        if self.place is None:
-            return self.facts
-        return replace(self.facts, local_rank=self.place.index, local_world_size=self.place.count)
-
-    def open_for_workers(self, workers: int) -> None:
-        """Start the record of a run whose ranks are local workers."""
-        self.facts = replace(self.facts, world_size=workers, local_world_size=workers)
-        problem = self._prepare()
-        if problem is None and not self.rehearsal:
-            problem = self._too_few_gpus(workers)
-        if problem is not None:
-            self._refuse(problem)
-        self.joined = Joined(hosts=[self.facts.hostname] * workers, who={}, shared={"directory": str(self.directory)})
-
-    def _too_few_gpus(self, workers: int) -> Refusal | None:
-        from pytest_gpucluster.inventory import TorchCuda, choose_cuda_index
-
-        visible = TorchCuda().visible()
-        try:
-            if visible == 0:
-                self._describe_me(None)
-            choose_cuda_index(replace(self.facts, local_rank=workers - 1), visible)
-            if workers > visible:
-                raise LaunchError(
-                    f"-n {workers} starts more workers than the {visible} GPU that {self.facts.hostname} shows; one "
-                    f"worker needs one GPU of its own. Use -n {visible}, or show more GPUs to this process"
-                )
-        except GpuClusterError as error:
-            return _refusal(error)
-        return None
-
-    def take_worker(self, rank: int, who: Mapping[str, Any]) -> None:
-        """Note what a local worker says of itself."""
-        assert self.joined is not None
-        self.joined = replace(self.joined, who={**self.joined.who, rank: who})
-        self.names[rank] = _name(who)
-
-    def _check(self, who: Mapping[int, Mapping[str, Any]]) -> Refusal | None:
-        """Rank 0: hold the roll against what was declared, and put both on record."""
-        unable: dict[tuple[str, int], list[int]] = {}
-        for rank, facts in who.items():
-            if "problem" in facts:
-                unable.setdefault((facts["problem"], facts["exit"]), []).append(rank)
-        if unable:
-            (text, exit_code), _ = next(iter(unable.items()))
-            texts = [text for text, _ in unable]
-            return Refusal(message=one_line(text), text="\n".join(texts), exit=exit_code)
-        found = preflight.problems(
-            who,
-            self.facts,
-            expectation=self.expectation,
-            device="cpu" if self.rehearsal else "cuda",
-            sku_of=self.limits.sku_for,
-        )
-        self.send(
-            {
-                "type": "cluster",
-                "ranks": [
-                    {
-                        key: facts[key]
-                        for key in ("rank", "host", "local_rank", "node_rank", "pid", "gpu", "versions")
-                    }
-                    for facts in who.values()
-                ],
-                "problems": [problem.text for problem in found],
-            }
-        )
-        if not found:
-            return None
-        return Refusal(
-            message=one_line(found[0].text), text="\n".join(problem.text for problem in found), exit=11
-        )
-
-    def _refuse(self, refusal: Refusal) -> None:
-        """End the session before its first test, with a report."""
-        name = "usage" if refusal.exit == 4 else "preflight"
-        self.send(
-            {
-                "type": "problem",
-                "name": name,
-                "outcome": "error",
-                "message": refusal.message,
-                "text": refusal.text,
-            }
-        )
-        self.verdict = verdict.Verdict(word=verdict.BROKEN, exit=refusal.exit, reason=refusal.message)
-        self._write_end()
-        self._leave(self.verdict)
-        self._silence_stderr()
-        if refusal.exit == 4:
-            raise pytest.UsageError(*refusal.text.splitlines())
-        print(f"ERROR: {refusal.text}", file=sys.stderr)
-        pytest.exit(f"{verdict.BROKEN}: {refusal.message}", returncode=refusal.exit)
-
-    def _silence_stderr(self) -> None:
-        if self.rank != 0:
-            sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # only rank 0 speaks, until the process ends
 
     def header(self) -> list[str]:
         """Return what the operator should see before the first test."""
@@ -405,6 +120,28 @@ class Run:
                 {"bold": True, "green": good, "red": not good},
             ),
         ]
+
+    def load_thresholds(self) -> None:
+        from pytest_gpucluster import thresholds
+
+        assert self.settings is not None
+        overlay = self.settings.thresholds
+        paths = [thresholds.shipped_path(), *([overlay] if overlay is not None else [])]
+        self.thresholds = thresholds.load(*paths)
+
+    @property
+    def limits(self) -> Thresholds:
+        """The limits in force. Rank 0 has read them before the first test; other ranks read them when asked."""
+        if self.thresholds is None:
+            self.load_thresholds()
+        assert self.thresholds is not None
+        return self.thresholds
+
+    def take_worker(self, rank: int, who: Mapping[str, Any]) -> None:
+        """Note what a local worker says of itself."""
+        assert self.joined is not None
+        self.joined = replace(self.joined, who={**self.joined.who, rank: who})
+        self.names[rank] = name_of_rank(who)
 
     # ---- during the run --------------------------------------------------------------------------------------
 
@@ -460,19 +197,19 @@ class Run:
         self.problems.append(message)
         self.send({"type": "problem", "name": name, "outcome": "error", "message": message, "text": text})
 
-    def _beat(self) -> None:
+    def beat(self) -> None:
         if self.recorder is not None:
             self.recorder.beat()
 
-    def _ending(self, ending: Ending) -> None:
+    def note_ending(self, ending: Ending) -> None:
         """Called by the watcher, maybe seconds before a SIGKILL: what is known goes on record at once."""
         self.problem(ending.name, one_line(ending.message), ending.text or ending.message)
 
-    def _overtime(self, ending: Ending) -> None:
+    def overtime(self, ending: Ending) -> None:
         """The main thread did not come back in time: the watcher ends the process with the reports written."""
         if self.verdict is None:
             self.verdict = self.decide(pytest_exit=ending.exit, ending=ending)
-            self._write_end()
+            self.write_end()
         text = f"\n{self.verdict.word}: {self.verdict.reason}\n"
         if self.rank == 0:
             os.write(2, text.encode("utf-8", "backslashreplace"))
@@ -524,7 +261,7 @@ class Run:
         ranks = [{key: facts[key] for key in keys} for _, facts in sorted(who.items())]
         self.send({"type": "cluster", "ranks": ranks, "problems": []})
         self.verdict = self.decide(pytest_exit=pytest_exit, ending=None)
-        self._write_end()
+        self.write_end()
         return self.verdict.exit
 
     def finish(self, pytest_exit: int) -> int:
@@ -544,7 +281,7 @@ class Run:
         elif self.rank != 0:
             self.verdict = _told(agreed) or self.decide(pytest_exit=pytest_exit, ending=watch.ending)
         assert self.verdict is not None
-        self._write_end()
+        self.write_end()
         return self.verdict.exit
 
     def _agree_on_finish(self, pytest_exit: int) -> Mapping[str, Any]:
@@ -565,7 +302,7 @@ class Run:
             self.watch.end(Ending(name="store lost", message=str(error), exit=11))
             return {}
 
-    def _write_end(self) -> None:
+    def write_end(self) -> None:
         if self.recorder is None or self.verdict is None:
             return
         outcomes = [record.outcome for record in self.records.values()]
@@ -585,9 +322,7 @@ class Run:
         if error is not None:
             self.problems.append(error)
             if self.verdict.exit in (0, 10):
-                self.verdict = verdict.Verdict(
-                    word=verdict.BROKEN, exit=11, reason=f"no complete report: {error}"
-                )
+                self.verdict = verdict.Verdict(word=verdict.BROKEN, exit=11, reason=f"no complete report: {error}")
 
     def close(self) -> None:
         """Leave: no rank is called lost after this."""
@@ -602,15 +337,8 @@ class Run:
         watch.close()
         if self.cluster is not None and ending is None:
             self.cluster.close()
-        if self.verdict is not None:
-            self._leave(self.verdict)
-        self._remove_fault_file()
-
-    def _remove_fault_file(self) -> None:
-        if self._fault_file is not None:
-            faulthandler.disable()
-            self._fault_file.close()
-            self._fault_path.unlink(missing_ok=True)
+        self.tell_launcher()
+        self.fault_file.close()
 
     def _wait_for_reports(self) -> None:
         """Keep the launcher's agent alive until the recorder has ended: its end takes every process with it."""
@@ -621,10 +349,10 @@ class Run:
         while pid is not None and Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
 
-    def _leave(self, result: verdict.Verdict) -> None:
+    def tell_launcher(self) -> None:
         """Put one readable line into torchrun's summary of failures."""
-        path = self.environ.get("TORCHELASTIC_ERROR_FILE")
-        if path is None or result.exit == 0:
+        path, result = self.environ.get("TORCHELASTIC_ERROR_FILE"), self.verdict
+        if path is None or result is None or result.exit == 0:
             return
         text = f"{result.word} (exit code {result.exit}): {result.reason}"
         body = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}
@@ -640,52 +368,8 @@ def _told(agreed: Mapping[str, Any]) -> verdict.Verdict | None:
     return verdict.Verdict(word=agreed["word"], exit=agreed["exit"], reason=agreed["reason"])
 
 
-def _refusal(error: GpuClusterError) -> Refusal:
-    return Refusal(
-        message=one_line(str(error)), text=str(error), exit=4 if isinstance(error, UsageProblem) else 11
-    )
-
-
-def _refuse_conflicts(config: pytest.Config, facts: RankFacts) -> None:
-    """Refuse pytest options that cannot work on many ranks at once.
-
-    Raises:
-        LaunchError: names the option and the way out.
-    """
-    if facts.launcher == "single":
-        return
-    if getattr(config.option, "numprocesses", None) or getattr(config.option, "tx", None):
-        raise LaunchError(
-            f"-n (pytest-xdist) and {facts.launcher} both start processes. Leave out -n: the launcher's ranks are the "
-            "processes; or leave out the launcher: pytest -n <GPUs> --dist each --max-worker-restart=0 -m single_gpu"
-        )
-    if getattr(config.option, "usepdb", False) or getattr(config.option, "trace", False):
-        raise LaunchError(
-            f"--pdb and --trace need one process with a terminal, but {facts.launcher} started "
-            f"{facts.world_size} ranks. Run plain pytest on one GPU to debug, with -m single_gpu"
-        )
-
-
-def _name(who: Mapping[str, Any]) -> str:
+def name_of_rank(who: Mapping[str, Any]) -> str:
     gpu = who.get("gpu")
     if not gpu:
         return f"rank {who['rank']} ({who['host']})"
     return f"rank {who['rank']} ({who['host']}, GPU {gpu['index']} {gpu['uuid'][:12]}…)"
-
-
-def _junit_options(config: pytest.Config, path: Path) -> dict[str, Any]:
-    def ini(name: str, default: Any) -> Any:
-        try:
-            return config.getini(name)
-        except (KeyError, ValueError):  # -p no:junitxml
-            return default
-
-    return {
-        "path": str(path),
-        "family": ini("junit_family", "xunit2"),
-        "suite_name": ini("junit_suite_name", "pytest"),
-        "prefix": getattr(config.option, "junitprefix", None) or "",
-        "logging": ini("junit_logging", "no"),
-        "log_passing": bool(ini("junit_log_passing_tests", True)),
-        "duration_report": ini("junit_duration_report", "total"),
-    }

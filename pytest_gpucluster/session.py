@@ -15,6 +15,7 @@ from pytest_gpucluster.agreement import collection
 from pytest_gpucluster.agreement.merge import one_line, rank_ranges
 from pytest_gpucluster.agreement.watch import Ending
 from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.opening import Opening
 from pytest_gpucluster.phase import Phases, name_of
 from pytest_gpucluster.run import Run
 from pytest_gpucluster.selection import is_selection
@@ -61,7 +62,7 @@ class Session:
         if self._config.option.collectonly:
             return
         self._run.selection = is_selection(self._config)
-        self._run.open()
+        Opening(self._run).open()
 
     def _silence(self) -> None:
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")

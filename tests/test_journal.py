@@ -59,9 +59,7 @@ def written(path, *lines):
         pytest.param([], "before the first test", id="nothing"),
         pytest.param([COLLECTED], "before the first test", id="collected"),
         pytest.param([COLLECTED, start("a")], "during t.py::test_a", id="running"),
-        pytest.param(
-            [COLLECTED, start("a"), result("a")], "between two tests, after t.py::test_a", id="between"
-        ),
+        pytest.param([COLLECTED, start("a"), result("a")], "between two tests, after t.py::test_a", id="between"),
         pytest.param(
             [COLLECTED, *(line for name in "abc" for line in (start(name), result(name)))],
             "after the last test, t.py::test_c, before its verdict",
@@ -196,9 +194,7 @@ def test_a_tail_of_zero_bytes_counts_as_cut_off(tmp_path):
             "schema_version 2 by pytest-gpucluster 9.1; this version reads up to 1",
             id="newer",
         ),
-        pytest.param(
-            journal.encode(RUN) + b"{\n" + journal.encode(COLLECTED), "jsonl:2: damaged", id="damaged"
-        ),
+        pytest.param(journal.encode(RUN) + b"{\n" + journal.encode(COLLECTED), "jsonl:2: damaged", id="damaged"),
         pytest.param(
             journal.encode(RUN) + journal.encode(result("a", "splendid")),
             "jsonl:2: 'outcome' must be one of passed, failed, error, skipped, found 'splendid'",
@@ -236,9 +232,7 @@ def test_a_journal_is_found_by_its_folder_and_by_the_latest_run(tmp_path):
 
 
 def test_lines_and_fields_of_a_later_version_within_the_schema_are_passed_over(tmp_path):
-    path = written(
-        tmp_path / "j", RUN, {"type": "weather", "is": "fine"}, {**result("a"), "colour": "green"}, end()
-    )
+    path = written(tmp_path / "j", RUN, {"type": "weather", "is": "fine"}, {**result("a"), "colour": "green"}, end())
     assert journal.read(path).verdict == "ACCEPTED"
 
 
@@ -307,9 +301,7 @@ for letter in (b"b", b"c"):
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 writer.append(b"d\\n")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == [str(errno.EFBIG)] * 2
     lines = (tmp_path / "journal.jsonl").read_bytes().split(b"\n")
     assert lines == [b"a" * 900, b"b" * 900, b"c" * 900, b"d", b""]
@@ -361,7 +353,5 @@ except Exception as error:
     mount = f'mount -t tmpfs -o {options} none "$0" && exec "$1" -c "$2"'
     command = ["unshare", "-Urm", "sh", "-c", mount, str(tmp_path), sys.executable, script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.startswith(
-        f"OptionError the report directory {tmp_path}: cannot be written to ({reason}); "
-    )
+    assert done.stdout.startswith(f"OptionError the report directory {tmp_path}: cannot be written to ({reason}); ")
     assert way_out in done.stdout

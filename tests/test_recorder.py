@@ -233,6 +233,34 @@ def test_exceptions_out_of_signal_handlers_neither_tear_nor_lose_nor_double_a_li
     assert len(names) >= 300 - interruptions
 
 
+def test_a_packet_that_was_sent_when_a_signal_handler_raised_is_taken_once(place, recording):
+    class Interrupted:
+        """The worst moment: the kernel has the packet, and its sender does not know."""
+
+        def __init__(self, channel):
+            self.channel = channel
+            self.is_next = False
+
+        def send(self, *arguments):
+            sent = self.channel.send(*arguments)
+            self.is_next = not self.is_next
+            if self.is_next:
+                raise Released
+            return sent
+
+        def __getattr__(self, name):
+            return getattr(self.channel, name)
+
+    recording._channel = Interrupted(recording._channel)
+    for line in (RUN, *({"type": "property", "name": str(i), "value": "x" * 100_000} for i in range(10))):
+        with contextlib.suppress(Released):
+            recording.send(line)
+    recording._channel = recording._channel.channel
+    assert recording.finish(END, DEADLINE) is None
+    properties = journal.read(place / "run" / "journal.jsonl").properties
+    assert properties == tuple((str(i), "x" * 100_000) for i in range(10))
+
+
 def test_a_forked_child_of_rank_0_says_nothing(place, recording):
     recording.send(RUN)
     child = os.fork()
@@ -313,8 +341,8 @@ def test_the_faulthandlers_last_words_are_in_the_report(place):
     then = """
     import ctypes, faulthandler
     file = open(place / "fault", "w")
-    file.write("of an earlier test\\n"); file.flush()
     handle.fault_file(place / "fault")
+    file.write("of an earlier test\\n"); file.flush()
     handle.send({"type": "start", "nodeid": "t.py::test_c", "at": "", "deadline_seconds": 300})
     report = place / "report.xml"
     while not report.exists() or "ended here" not in report.read_text(): time.sleep(0.01)

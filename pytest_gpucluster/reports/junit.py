@@ -93,9 +93,7 @@ def render(journal: Journal, options: JUnitOptions | None = None) -> str:
         built,
         hostname=visible(journal.run.hostname) or None,
         timestamp=_timestamp(journal.run.started_at) or None,
-        properties={
-            visible(name): visible(value) for name, value in _suite_properties(journal, options).items()
-        },
+        properties={visible(name): visible(value) for name, value in _suite_properties(journal, options).items()},
         stdout=visible(_suite_note(journal)) or None,
     ).build_xml_doc()
     return _document(suite, cases, journal, options)
@@ -199,9 +197,7 @@ def _ended_here(journal: Journal) -> str:
     if journal.recent_problem is not None:
         parts.append(journal.recent_problem.text)
     if journal.end is None:
-        parts.append(
-            _KILLED.format("the run went on" if journal.running is None else "this test was running")
-        )
+        parts.append(_KILLED.format("the run went on" if journal.running is None else "this test was running"))
     return "\n\n".join(part for part in parts if part)
 
 

@@ -168,9 +168,7 @@ def _outcome_table(result: TestResult, journal: Journal) -> str:
     passed = set(range(journal.run.world_size)) - told_ranks - set(silent)
     if passed:
         rows[False, "passed", ""] = sorted(passed)
-    ordered = sorted(
-        rows.items(), key=lambda row: (not row[0][0], _WORST_FIRST.get(row[0][1], 1), min(row[1]))
-    )
+    ordered = sorted(rows.items(), key=lambda row: (not row[0][0], _WORST_FIRST.get(row[0][1], 1), min(row[1])))
     lines = ["Ranks:"]
     # The ranks that passed are one row and always the last: they never push a bad one out.
     for (is_culprit, outcome, message), ranks in ordered[:ROWS]:

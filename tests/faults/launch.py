@@ -289,7 +289,8 @@ def start(
             command += [f"--nnodes={nodes}", f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}"]
         else:
             command += ["--master-addr=127.0.0.1", f"--master-port={port}"]
-        command += ["-m", "pytest", ".", "--gpucluster-device=cpu", f"--junitxml={junit_path}"]
+        # hypothesis, if it is installed, loads itself at the end of every session that does not use it: half a second.
+        command += ["-m", "pytest", ".", "-p", "no:hypothesispytest", "--gpucluster-device=cpu", f"--junitxml={junit_path}"]
         command += [f"--gpucluster-report-dir={directory / 'reports'}", f"--gpucluster-timeouts={timeouts}"]
         command += [f"--gpucluster-deadline={deadline}", *options]
         with (directory / f"output{node}.txt").open("ab") as output:
@@ -332,7 +333,6 @@ def _environment(
         "OMP_NUM_THREADS": "1",
         "STAMPS": str(directory / "stamps"),
         "TMPDIR": str(directory / "tmp"),
-        "PYTHONDONTWRITEBYTECODE": "1",
         "COLUMNS": "200",
     }
     if host is not None:

@@ -281,9 +281,7 @@ def test_before_anything_is_collected_there_is_one_error():
 
 
 def test_the_running_test_is_an_error_and_the_rest_did_not_run():
-    assert verdicts(
-        junit.render(journal(COLLECTED, start("test_a"), result("test_a"), start("test_b[1 GB]")))
-    ) == {
+    assert verdicts(junit.render(journal(COLLECTED, start("test_a"), result("test_a"), start("test_b[1 GB]")))) == {
         "test_a": "passed",
         "test_b[1 GB]": "error: the run ended here: acceptance/t.py::test_b[1 GB]",
         "test_c": "skipped: not run: the run ended during acceptance/t.py::test_b[1 GB]",
@@ -324,17 +322,13 @@ def test_the_reason_told_names_the_culprit_in_the_running_test():
     [("BROKEN", "error"), ("REJECTED", "failure"), ("INCOMPLETE", "skipped"), ("UNHEARD OF", "error")],
 )
 def test_a_verdict_that_no_testcase_shows_has_its_own(verdict, tag):
-    document = junit.render(
-        journal(result("test_a"), {**END, "verdict": verdict, "exit": 11, "reason": "because"})
-    )
+    document = junit.render(journal(result("test_a"), {**END, "verdict": verdict, "exit": 11, "reason": "because"}))
     assert verdicts(document) == {"test_a": "passed", "run": f"{tag}: {verdict}: because"}
 
 
 @pytest.mark.parametrize("verdict", ["ACCEPTED", "SELECTION PASSED", "REHEARSED"])
 def test_a_good_verdict_adds_no_testcase(verdict):
-    assert verdicts(junit.render(journal(result("test_a"), {**END, "verdict": verdict}))) == {
-        "test_a": "passed"
-    }
+    assert verdicts(junit.render(journal(result("test_a"), {**END, "verdict": verdict}))) == {"test_a": "passed"}
 
 
 def test_problems_outside_any_test_are_testcases():
@@ -384,12 +378,9 @@ def test_a_rehearsal_says_so():
 
 
 def test_measurements_stand_in_the_testcase_as_property_lines():
-    document = junit.render(
-        journal(result("test_a", measurements=[busbw()], properties=[["k", "a ]] b\nc"]]))
-    )
+    document = junit.render(journal(result("test_a", measurements=[busbw()], properties=[["k", "a ]] b\nc"]])))
     assert cases(document)["test_a"].find("system-out").text.splitlines() == [
-        "[[PROPERTY|nccl.all_reduce.busbw{size=1 GB}="
-        "442.1 GB/s (limit >= 400 GB/s, margin +10.5 %, worst rank 3)]]",
+        "[[PROPERTY|nccl.all_reduce.busbw{size=1 GB}=442.1 GB/s (limit >= 400 GB/s, margin +10.5 %, worst rank 3)]]",
         "[[PROPERTY|k=a ] ] b c]]",
     ]
 
@@ -512,8 +503,7 @@ def test_a_failing_measurement_shows_each_rank_worst_first_and_folds_the_equal_o
         "  rank 3 (gpu-02, GPU 1 GPU-3f2e3d4c): failed (culprit): too slow",
         "  rank 1 (gpu-01, GPU 1 GPU-1f2e3d4c): released",
         "  ranks 0, 2: passed",
-        "nccl.all_reduce.busbw{size=1 GB}: "
-        "380 GB/s (FAILED, limit >= 400 GB/s, margin -5.0 %, worst rank 3):",
+        "nccl.all_reduce.busbw{size=1 GB}: 380 GB/s (FAILED, limit >= 400 GB/s, margin -5.0 %, worst rank 3):",
         "  limit from thresholds.yaml:14:7 (vendor)",
         "  rank 3 (gpu-02, GPU 1 GPU-3f2e3d4c): 380 GB/s, margin -5.0 %",
         "  ranks 0-2: 450 GB/s, margin +12.5 %",
@@ -521,9 +511,7 @@ def test_a_failing_measurement_shows_each_rank_worst_first_and_folds_the_equal_o
 
 
 def test_a_failure_on_1024_ranks_stays_small():
-    ranks = [
-        {"rank": rank, "outcome": "failed", "message": f"rank {rank}: " + "x" * 300} for rank in range(1024)
-    ]
+    ranks = [{"rank": rank, "outcome": "failed", "message": f"rank {rank}: " + "x" * 300} for rank in range(1024)]
     values = {str(rank): 300.0 + rank / 7 for rank in range(1024)}
     lines = [
         result(
@@ -636,9 +624,7 @@ def test_what_is_no_plain_file_is_written_to_and_not_replaced():
 def test_a_failed_write_leaves_the_former_file(tmp_path, monkeypatch):
     path = tmp_path / "report.xml"
     junit.write(path, "<old/>")
-    monkeypatch.setattr(
-        Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
-    )
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
         junit.write(path, "<new/>")
     assert path.read_text() == "<old/>"

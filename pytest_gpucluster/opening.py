@@ -1,0 +1,319 @@
+"""How a run begins: settings, the recorder, the roll call, the watcher; or a refusal that every rank understands."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_gpucluster import __version__, options, verdict
+from pytest_gpucluster.agreement import host, preflight
+from pytest_gpucluster.agreement.exchange import Exchange
+from pytest_gpucluster.agreement.join import Joined, Refusal, Refused, join
+from pytest_gpucluster.agreement.merge import one_line
+from pytest_gpucluster.agreement.store import connect
+from pytest_gpucluster.agreement.watch import Watch
+from pytest_gpucluster.cluster import Cluster
+from pytest_gpucluster.errors import GpuClusterError, LaunchError, OptionError, UsageProblem
+from pytest_gpucluster.launch import RankFacts
+from pytest_gpucluster.record import now
+from pytest_gpucluster.recorder import Recorder
+from pytest_gpucluster.run import Run, name_of_rank
+from pytest_gpucluster.run_directory import new_run_directory, require_writable
+
+
+class Opening:
+    """Opens one process's :class:`Run`."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def open(self) -> None:
+        """Read the settings, start the recorder, call the roll and start the watcher.
+
+        Every rank must call this. On a problem, of this rank or another, the session ends here on every rank, and
+        rank 0 reports it.
+        """
+        self._refuse_restart()
+        problem = self._prepare()
+        if self._run.facts.world_size == 1 and problem is not None:
+            self._refuse(problem)
+        if problem is None or self._run.facts.world_size > 1:
+            try:
+                self._join(problem)
+            except Refused as error:
+                self._silence_stderr()  # it is the same on every rank: rank 0 says it for all
+                self._refuse(error.refusal)
+            except GpuClusterError as error:
+                self._refuse(_refusal(error))
+
+    def _refuse_restart(self) -> None:
+        if self._run.facts.restart_count == 0:
+            return
+        message = (
+            f"this is restart {self._run.facts.restart_count} of a run that has already broken; its verdict stands and "
+            "its reports are left as they are. Run torchrun with --max-restarts=0"
+        )
+        self._silence_stderr()
+        pytest.exit(message, returncode=11)
+
+    def _prepare(self) -> Refusal | None:
+        """Do what needs no other rank. Return what went wrong instead of raising, so that all ranks can be told."""
+        try:
+            self._run.settings = options.resolve(self._run.config, self._run.environ)
+            self._run.timeouts = self._run.settings.timeouts or self._run.timeouts
+            _refuse_conflicts(self._run.config, self._run.facts)
+        except GpuClusterError as error:
+            problem: Refusal | None = _refusal(error)
+        else:
+            problem = None
+        if self._run.rank == 0 and self._run.place is None:
+            try:
+                self._start_recorder()
+            except GpuClusterError as error:
+                problem = problem or _refusal(error)
+        if self._run.settings is None:
+            return problem
+        try:
+            if self._run.settings.sku == "cpu-rehearsal" and not self._run.rehearsal:
+                raise OptionError(
+                    "--gpucluster-sku cpu-rehearsal: its limits say nothing about a GPU; leave the option out, or name "
+                    "the SKU that the GPU is"
+                )
+            if self._run.settings.expect is not None:
+                self._run.expectation = preflight.Expectation.parse(self._run.settings.expect)
+            if self._run.rank == 0 and self._run.place is None:
+                self._run.load_thresholds()
+        except GpuClusterError as error:
+            problem = problem or _refusal(error)
+        return problem
+
+    def _start_recorder(self) -> None:
+        report_dir = Path(self._run.settings.report_dir if self._run.settings else "gpucluster-report")
+        if self._run.junit_path is not None:
+            require_writable(self._run.junit_path.parent, "the directory of --junitxml")
+        self._run.directory = new_run_directory(report_dir)
+        self._run.junit_path = self._run.junit_path or self._run.directory / "junit.xml"
+        self._run.recorder = Recorder.start(self._run.directory, self._run.junit_path)
+        self._run.recorder.send(
+            {
+                "type": "run",
+                "schema_version": 1,
+                "run_id": self._run.facts.run_id,
+                "started_at": now(),
+                "argv": [str(arg) for arg in self._run.config.invocation_params.args],
+                "device": self._run.device,
+                "rehearsal": self._run.rehearsal,
+                "selection": self._run.selection,
+                "hostname": self._run.facts.hostname,
+                "launcher": self._run.facts.launcher,
+                "world_size": self._run.facts.world_size,
+                "nnodes": self._run.facts.nnodes,
+                "options": self._run.settings.to_json() if self._run.settings else {},
+                "versions": {"python": platform.python_version(), "pytest": pytest.__version__},
+                "plugin_version": __version__,
+                "junit": _junit_options(self._run.config, self._run.junit_path),
+            }
+        )
+
+    def _join(self, problem: Refusal | None) -> None:
+        facts = self._run.facts
+        if facts.world_size > 1 and not facts.agent_store and facts.rank == 0:
+            host.start(int(facts.master_port or 0))
+        self._run.stores = connect(facts, timeout_seconds=self._run.timeouts.join)
+        me = self._describe_me(problem)
+        self._run.joined = join(
+            self._run.stores.main,
+            facts,
+            me,
+            timeout_seconds=self._run.timeouts.join,
+            check=self._check,
+            shared={
+                "recorder_pid": self._run.recorder.pid if self._run.recorder else None,
+                "directory": str(self._run.directory.resolve()) if self._run.directory else None,
+            },
+        )
+        self._run.names = {rank: f"rank {rank} ({host_})" for rank, host_ in enumerate(self._run.joined.hosts)}
+        self._run.names.update({rank: name_of_rank(who) for rank, who in self._run.joined.who.items()})
+        if self._run.place is not None:
+            self._run.names = {0: name_of_rank({**me, "rank": self._run.place.index})}
+        assert self._run.settings is not None
+        self._run.exchange = Exchange(self._run.stores, facts.rank, facts.world_size)
+        self._run.watch = Watch(
+            facts=facts,
+            side=self._run.stores.side,
+            numbers=self._run.exchange,
+            who=self._run.joined.who,
+            names=self._run.names,
+            timeouts=self._run.timeouts,
+            fault_file=self._run.fault_file.open(),
+            on_ending=self._run.note_ending,
+            on_beat=self._run.beat,
+            on_overtime=self._run.overtime,
+        )
+        self._run.cluster = Cluster(
+            facts,
+            hosts=list(self._run.joined.hosts),
+            device_type=self._run.device,
+            device_index=me.get("cuda_index") or 0,
+            store_for_group=self._run.stores.for_group,
+            guard=self._run.watch.guard,
+            deadline_seconds=float(self._run.settings.deadline),
+        )
+        if self._run.recorder is not None:
+            self._run.recorder.fault_file(str(self._run.fault_file.path))
+        self._run.watch.start()
+
+    def _describe_me(self, problem: Refusal | None) -> dict[str, Any]:
+        from pytest_gpucluster.inventory import identify, start_time
+
+        plain = {
+            "rank": self._run.facts.rank,
+            "host": self._run.facts.hostname,
+            "node_rank": self._run.facts.node_rank,
+            "local_rank": self._run.facts.local_rank,
+            "pid": os.getpid(),
+            "start_time": start_time(),
+            "fault_file": str(self._run.fault_file.path),
+        }
+        if problem is None:
+            try:
+                return {**identify(self._on_its_gpu(), "cpu" if self._run.rehearsal else "cuda"), **plain}
+            except GpuClusterError as error:
+                problem = _refusal(error)
+        return {**plain, "problem": problem.text, "exit": problem.exit}
+
+    def _on_its_gpu(self) -> RankFacts:
+        """Return the facts by which the GPU is chosen: a local worker takes the one of its own number."""
+        if self._run.place is None:
+            return self._run.facts
+        return replace(self._run.facts, local_rank=self._run.place.index, local_world_size=self._run.place.count)
+
+    def open_for_workers(self, workers: int) -> None:
+        """Start the record of a run whose ranks are local workers."""
+        self._run.facts = replace(self._run.facts, world_size=workers, local_world_size=workers)
+        problem = self._prepare()
+        if problem is None and not self._run.rehearsal:
+            problem = self._too_few_gpus(workers)
+        if problem is not None:
+            self._refuse(problem)
+        self._run.joined = Joined(
+            hosts=[self._run.facts.hostname] * workers, who={}, shared={"directory": str(self._run.directory)}
+        )
+
+    def _too_few_gpus(self, workers: int) -> Refusal | None:
+        me = self._describe_me(None)
+        if "problem" in me:
+            return Refusal(message=one_line(me["problem"]), text=me["problem"], exit=me["exit"])
+        visible = int(me["visible_gpus"])
+        if workers <= visible:
+            return None
+        return _refusal(
+            LaunchError(
+                f"-n {workers} starts more workers than {self._run.facts.hostname} shows GPUs ({visible}), and each "
+                f"worker needs one of its own. Use -n {visible}, or show more GPUs to this process"
+            )
+        )
+
+    def _check(self, who: Mapping[int, Mapping[str, Any]]) -> Refusal | None:
+        """Rank 0: hold the roll against what was declared, and put both on record."""
+        unable: dict[tuple[str, int], list[int]] = {}
+        for rank, facts in who.items():
+            if "problem" in facts:
+                unable.setdefault((facts["problem"], facts["exit"]), []).append(rank)
+        if unable:
+            (text, exit_code), _ = next(iter(unable.items()))
+            texts = [text for text, _ in unable]
+            return Refusal(message=one_line(text), text="\n".join(texts), exit=exit_code)
+        found = preflight.problems(
+            who,
+            self._run.facts,
+            expectation=self._run.expectation,
+            device="cpu" if self._run.rehearsal else "cuda",
+            sku_of=self._run.limits.sku_for,
+        )
+        self._run.send(
+            {
+                "type": "cluster",
+                "ranks": [
+                    {key: facts[key] for key in ("rank", "host", "local_rank", "node_rank", "pid", "gpu", "versions")}
+                    for facts in who.values()
+                ],
+                "problems": [problem.text for problem in found],
+            }
+        )
+        if not found:
+            return None
+        return Refusal(message=one_line(found[0].text), text="\n".join(problem.text for problem in found), exit=11)
+
+    def _refuse(self, refusal: Refusal) -> None:
+        """End the session before its first test, with a report."""
+        name = "usage" if refusal.exit == 4 else "preflight"
+        self._run.send(
+            {
+                "type": "problem",
+                "name": name,
+                "outcome": "error",
+                "message": refusal.message,
+                "text": refusal.text,
+            }
+        )
+        self._run.verdict = verdict.Verdict(word=verdict.BROKEN, exit=refusal.exit, reason=refusal.message)
+        self._run.write_end()
+        self._run.tell_launcher()
+        if refusal.exit == 4:
+            raise pytest.UsageError(*refusal.text.splitlines())
+        print(f"ERROR: {refusal.text}", file=sys.stderr)
+        pytest.exit(f"{verdict.BROKEN}: {refusal.message}", returncode=refusal.exit)
+
+    def _silence_stderr(self) -> None:
+        if self._run.rank != 0:
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # only rank 0 speaks, until the process ends
+
+
+def _refusal(error: GpuClusterError) -> Refusal:
+    return Refusal(message=one_line(str(error)), text=str(error), exit=4 if isinstance(error, UsageProblem) else 11)
+
+
+def _refuse_conflicts(config: pytest.Config, facts: RankFacts) -> None:
+    """Refuse pytest options that cannot work on many ranks at once.
+
+    Raises:
+        LaunchError: names the option and the way out.
+    """
+    if facts.launcher == "single":
+        return
+    if getattr(config.option, "numprocesses", None) or getattr(config.option, "tx", None):
+        raise LaunchError(
+            f"-n (pytest-xdist) and {facts.launcher} both start processes. Leave out -n: the launcher's ranks are the "
+            "processes; or leave out the launcher: pytest -n <GPUs> --dist each --max-worker-restart=0 -m single_gpu"
+        )
+    if getattr(config.option, "usepdb", False) or getattr(config.option, "trace", False):
+        raise LaunchError(
+            f"--pdb and --trace need one process with a terminal, but {facts.launcher} started "
+            f"{facts.world_size} ranks. Run plain pytest on one GPU to debug, with -m single_gpu"
+        )
+
+
+def _junit_options(config: pytest.Config, path: Path) -> dict[str, Any]:
+    def ini(name: str, default: Any) -> Any:
+        try:
+            return config.getini(name)
+        except (KeyError, ValueError):  # -p no:junitxml
+            return default
+
+    return {
+        "path": str(path),
+        "family": ini("junit_family", "xunit2"),
+        "suite_name": ini("junit_suite_name", "pytest"),
+        "prefix": getattr(config.option, "junitprefix", None) or "",
+        "logging": ini("junit_logging", "no"),
+        "log_passing": bool(ini("junit_log_passing_tests", True)),
+        "duration_report": ini("junit_duration_report", "total"),
+    }
