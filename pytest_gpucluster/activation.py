@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import socket
+import sys
 
 import pytest
 
+from pytest_gpucluster import refused
+from pytest_gpucluster.agreement.merge import one_line
 from pytest_gpucluster.agreement.release import nccl
 from pytest_gpucluster.errors import UsageProblem
 from pytest_gpucluster.fixtures import RUN
 from pytest_gpucluster.local import Controller, Worker, worker_count
+from pytest_gpucluster.opening import run_line
 from pytest_gpucluster.run import Run, WorkerPlace
 from pytest_gpucluster.session import Session, take_junit
 
@@ -45,6 +50,21 @@ def configure(config: pytest.Config) -> tuple[Session | Controller, Controller |
                 take_junit(config, run)
                 session = Session(config, run)
     except UsageProblem as error:
-        raise pytest.UsageError(*str(error).splitlines()) from None
+        if worker is None:
+            _replace_junit(config, str(error))
+        raise pytest.UsageError(str(error)) from None
     config.stash[RUN] = run
     return session, controller
+
+
+def _replace_junit(config: pytest.Config, text: str) -> None:
+    """Let no file of an earlier run pass for this one's. Which rank this is may be unknown: any rank says so."""
+    path = getattr(config.option, "xmlpath", None)
+    if not path:
+        return
+    junit_path = refused.asked_path(path)
+    first = run_line(config, os.environ.get("GPUCLUSTER_HOSTNAME") or socket.gethostname(), junit_path)
+    problem = refused.problem_line(message=one_line(text), text=text, exit=4)
+    lost = refused.write_junit(junit_path, first, problem, 4)
+    if lost is not None:
+        print(f"ERROR: {lost}", file=sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from pytest_gpucluster.errors import (
+    CommunicationError,
     EnvironmentBroken,
     HardwareFault,
     InconclusiveMeasurement,
@@ -13,18 +14,42 @@ from pytest_gpucluster.errors import (
 )
 
 _DIED_OF_HARDWARE = re.compile(
-    r"uncorrectable (NVLink |ECC )?error|hardware stack error|contained", re.IGNORECASE
+    r"uncorrectable (NVLink |ECC )?error|hardware stack error|over nvlink or a hardware error", re.IGNORECASE
 )
-"""Source: CUDA Runtime API, cudaError_t: cudaErrorECCUncorrectable, cudaErrorNvlinkUncorrectable,
-cudaErrorHardwareStackError, cudaErrorContained."""
+"""Source: CUDA Runtime API, texts of cudaErrorECCUncorrectable, cudaErrorNvlinkUncorrectable,
+cudaErrorHardwareStackError and cudaErrorContained ("Invalid access of peer GPU memory over nvlink or a hardware
+error")."""
 
 _STICKY = re.compile(
     r"uncorrectable|hardware stack error|illegal (memory access|instruction|address)|misaligned address"
-    r"|unspecified launch failure|device-side assert|launch timed out|context is destroyed|contained",
+    r"|invalid program counter|global/shared address space|over nvlink or a hardware error"
+    r"|unspecified launch failure|device-side assert|launch timed out|context is destroyed",
     re.IGNORECASE,
 )
 """Errors after which a CUDA context never works again. Source: CUDA Runtime API, cudaError_t ("this leaves the
 process in an inconsistent state and any further CUDA work will return the same error")."""
+
+
+_CUT = re.compile(
+    r"connection (closed|reset) by peer|broken pipe|socket (closed|connection .*closed)|connectFullMesh failed"
+    r"|failed to (recv|send)|remote process exited|communicator was aborted",
+    re.IGNORECASE,
+)
+"""What a rank sees of a peer's end, or of a peer's release. Source: gloo/transport/tcp/pair.cc, c10d's socket.cpp,
+and ncclGetErrorString of ncclRemoteError."""
+
+
+def connection_cut(error: BaseException) -> bool:
+    """Tell whether an exception only says that a peer is gone from a collective, or from the making of a group."""
+    return isinstance(error, (RuntimeError, CommunicationError)) and bool(_CUT.search(text_of(error)))
+
+
+def text_of(error: BaseException) -> str:
+    """Return an exception's text, also where its ``__str__`` raises."""
+    try:
+        return str(error)
+    except Exception as broken:  # must not hide the failure
+        return f"(its text cannot be shown: {type(broken).__name__})"
 
 
 def kind_of(error: BaseException, when: str) -> str:
@@ -42,7 +67,9 @@ def kind_of(error: BaseException, when: str) -> str:
 
 def gpu_died(error: BaseException) -> str | None:
     """Tell whether this process's CUDA context is dead: "hardware" if the GPU itself is the cause, else "unknown"."""
-    text = str(error)
-    if not isinstance(error, RuntimeError) or "CUDA" not in text or not _STICKY.search(text):
+    if not isinstance(error, RuntimeError):
+        return None
+    text = text_of(error)
+    if "CUDA" not in text or not _STICKY.search(text):
         return None
     return "hardware" if _DIED_OF_HARDWARE.search(text) else "unknown"

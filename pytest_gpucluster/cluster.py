@@ -8,6 +8,8 @@ one under fresh keys of the store.
 from __future__ import annotations
 
 import gc
+import logging
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -45,7 +47,7 @@ class Cluster:
         device_type: str,
         device_index: int,
         store_for_group: Callable[[str], Any],
-        guard: Callable[[Releaser], None],
+        guard: Callable[..., None],
         deadline_seconds: float,
     ) -> None:
         self.rank = facts.rank
@@ -151,22 +153,20 @@ class Cluster:
         self._group = None
         self._subgroups.clear()
         self._releaser = None
-        gc.collect()  # objects that hold the group abort the process if they die after it
+        _drop_references()
         if self.backend == "gloo" and dist.is_initialized():
             dist.destroy_process_group()
 
     def close(self) -> None:
         """Destroy the groups at the orderly end of a run. Every rank must call this."""
-        import sys
-
         if self._group is None:
             return
         import torch.distributed as dist
 
         self._group = None
         self._subgroups.clear()
-        gc.collect()
-        if "torch" in sys.modules and dist.is_initialized():
+        _drop_references()
+        if dist.is_initialized():
             dist.destroy_process_group()
 
     @property
@@ -182,6 +182,8 @@ class Cluster:
                 "torch.distributed is initialized already, but not by this plugin. Use cluster.group instead of "
                 "init_process_group: only the plugin's group can be made anew after a fault"
             )
+        # At DEBUG this logger writes usage statistics, which pytest would show under every failure.
+        logging.getLogger("c10d-NullHandler-default").setLevel(logging.INFO)
         # torch numbers its groups, and a making that was cut short has moved the count on this rank alone.
         dist.distributed_c10d._world.group_count = 0
         options: dict[str, Any] = {}
@@ -209,8 +211,18 @@ class Cluster:
                 f"made: {str(error).splitlines()[0]}"
             ) from error
         if self._device_type == "cuda":
+            # From here on an abort frees the rank; of sockets only those of a sub-group in the making.
+            self._sockets = SocketReleaser()
             self._releaser = NcclReleaser()
-            self._guard(self._releaser)
+            self._guard(self._releaser, self._sockets)
         group = dist.group.WORLD
         assert group is not None
         return group
+
+
+def _drop_references() -> None:
+    """Let go of what may hold a group: an object that dies after its group aborts the process."""
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):  # pytest leaves failures there
+        if hasattr(sys, name):
+            delattr(sys, name)
+    gc.collect()

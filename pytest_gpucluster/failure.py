@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pytest_gpucluster.agreement.merge import Merged, one_line
+from pytest_gpucluster.cause import text_of
 
 LONGEST_TEXT = 32_000
 """Characters of one rank's failure that travel; the beginning and the end are kept."""
@@ -18,9 +19,9 @@ class MergedRepr:
 
     def __init__(self, merged: Merged, report: pytest.TestReport) -> None:
         self.reprcrash = _Crash(merged.message)
-        self._text = merged.text
+        self._text, self._table = merged.text, merged.table
         own = report.longrepr
-        alone = list(merged.culprits) == [0] and not merged.released and hasattr(own, "toterminal")
+        alone = list(merged.culprits) == [0] and not (merged.released or merged.judged) and hasattr(own, "toterminal")
         self._own = own if alone else None
 
     def toterminal(self, tw: Any) -> None:
@@ -31,6 +32,9 @@ class MergedRepr:
             return
         for line in self._text.splitlines():
             tw.line(line, red=line.startswith("E  "))
+        if self._table:
+            tw.line()
+            tw.line(self._table)
 
     def __str__(self) -> str:
         return self._text
@@ -42,6 +46,9 @@ class _Crash:
     def __init__(self, message: str) -> None:
         self.message = message
         self.path, self.lineno = "", 0
+
+    def __str__(self) -> str:  # what --tb=line prints
+        return self.message
 
 
 def clip(text: str, longest: int) -> str:
@@ -63,10 +70,7 @@ def traceback_of(item: pytest.Item, when: str, error: BaseException) -> str:
 
 
 def summary_of(error: BaseException) -> str:
-    try:
-        text = str(error)
-    except Exception as broken:  # as above
-        text = f"(its text cannot be shown: {type(broken).__name__})"
+    text = text_of(error)
     return text if isinstance(error, pytest.fail.Exception) else f"{type(error).__name__}: {text}"
 
 

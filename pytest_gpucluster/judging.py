@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from pytest_gpucluster.agreement.merge import Merged, RankOutcome, one_line
+from pytest_gpucluster.errors import MeasurementError
 from pytest_gpucluster.judge import judge
 from pytest_gpucluster.metrics import Measurement
 from pytest_gpucluster.record import TestRecord
 from pytest_gpucluster.reports.terminal import measurement_table
+from pytest_gpucluster.units import show_apart
 
 if TYPE_CHECKING:
     from pytest_gpucluster.run import Run
@@ -21,8 +23,13 @@ def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequenc
     A criterion that measured nothing is an error. A test that has failed already keeps its failure, unless a limit is
     missed too: a verdict about the hardware outweighs a broken run. The judged values go on record in any case.
     """
-    by_rank = {o.rank: [Measurement.from_json(m) for m in o.measurements] for o in outcomes}
     criterion = record.test.criterion
+    try:
+        by_rank = {o.rank: [Measurement.from_json(m) for m in o.measurements] for o in outcomes}
+    except MeasurementError as error:  # such as a metric that only some ranks know
+        if merged.outcome != "passed":
+            return merged
+        return Merged(outcome="error", message=one_line(str(error)), text=str(error), ranks=merged.ranks)
     if not any(by_rank.values()):
         if criterion is None or merged.outcome != "passed":
             return merged
@@ -42,15 +49,36 @@ def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequenc
         return merged
     if merged.outcome == "error" and judgement.outcome != "failed":
         return merged
-    text = f"{judgement.text}\n\n{measurement_table(record.measurements)}"
+    missed = _missed(record.measurements)
     return Merged(
         outcome=judgement.outcome,
         message=one_line(judgement.message),
-        text=text if merged.outcome == "passed" else f"{text}\n\n{merged.text}",
-        culprits=sorted(
-            {m.worst_rank for m in judgement.measurements if m.status == "failed" and m.worst_rank is not None}
-        ),
-        released=merged.released,
-        ranks=merged.ranks,
+        text=judgement.text if merged.outcome == "passed" else f"{judgement.text}\n\n{merged.text}",
+        table=measurement_table(record.measurements),
+        culprits=sorted(missed),
+        released=[rank for rank in merged.released if rank not in missed],
+        ranks=[
+            *({"rank": rank, "outcome": "failed", "message": why} for rank, why in sorted(missed.items())),
+            *(row for row in merged.ranks if row["rank"] not in missed),
+        ],
         dirty=merged.dirty,
+        judged=True,
     )
+
+
+def _missed(measurements: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+    """Return every rank whose own value misses a limit, and the first limit that it misses."""
+    missed: dict[int, str] = {}
+    for judged in measurements:
+        limit = judged["limit"] or {}
+        low, high = limit.get("min"), limit.get("max")
+        for rank, value in judged["values"].items():
+            if judged["status"] != "failed" or not isinstance(value, (int, float)):
+                continue
+            if low is not None and value < low:
+                found, needed = show_apart(value, low, judged["unit"])
+                missed.setdefault(int(rank), f"{judged['metric']} {found} < {needed}")
+            elif high is not None and value > high:
+                found, needed = show_apart(value, high, judged["unit"])
+                missed.setdefault(int(rank), f"{judged['metric']} {found} > {needed}")
+    return missed

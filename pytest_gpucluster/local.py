@@ -22,9 +22,10 @@ from pytest_gpucluster.opening import Opening
 from pytest_gpucluster.phase import Phases, criterion_of
 from pytest_gpucluster.record import TestName, TestRecord, unique
 from pytest_gpucluster.run import Run
-from pytest_gpucluster.selection import is_selection
-from pytest_gpucluster.session import Session, take_junit
+from pytest_gpucluster.selection import is_selection, only_lists
+from pytest_gpucluster.session import Session, last_error, take_junit
 
+_BAD = ("failed", "error", "hung", "lost")
 PROPERTY = "gpucluster"
 """The one key of ``report.user_properties`` in which a worker's outcome travels, as plain JSON types."""
 
@@ -76,6 +77,7 @@ class Worker(Session):
 
     def show(self, report: pytest.TestReport) -> None:
         """Say nothing: the controller does."""
+        self._phases.take_subtest(report)
 
     def finish(self, session: pytest.Session) -> None:
         """Keep pytest's own exit status: the verdict is the controller's."""
@@ -89,6 +91,8 @@ class _Parts:
     phases: dict[int, list[pytest.TestReport]] = field(default_factory=dict)
     outcomes: dict[int, RankOutcome] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
+    expected_failures: dict[int, str] = field(default_factory=dict)
+    """Rank -> why its failure was expected (xfail)."""
     merged: bool = False
 
 
@@ -105,6 +109,7 @@ class Controller:
         self._who: dict[int, Mapping[str, Any]] = {}
         self._hidden: weakref.WeakSet[pytest.TestReport] = weakref.WeakSet()
         self._errors: weakref.WeakSet[pytest.TestReport] = weakref.WeakSet()
+        self._cannot_collect: str | None = None
         self._finished = False
         take_junit(config, run)
         run.names = {rank: f"rank {rank} (gw{rank})" for rank in range(workers)}
@@ -113,7 +118,7 @@ class Controller:
 
     def start(self, session: pytest.Session) -> None:
         """Start the record. The workers see to their own GPUs."""
-        if self._config.option.collectonly:
+        if only_lists(self._config):
             return
         self._run.selection = is_selection(self._config)
         Opening(self._run).open_for_workers(self._workers)
@@ -123,7 +128,11 @@ class Controller:
         return self._run.header()
 
     def collect_report(self, report: pytest.CollectReport) -> None:
-        """Leave collection errors to pytest."""
+        """Put on record what a worker cannot collect."""
+        if report.failed and self._run.recorder is not None:
+            message = one_line(f"cannot collect {report.nodeid}: {last_error(report.longreprtext)}")
+            self._cannot_collect = self._cannot_collect or message
+            self._run.problem("collection", message, report.longreprtext)
 
     def deselected(self) -> None:
         """Only workers deselect."""
@@ -148,7 +157,7 @@ class Controller:
 
     def status(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
         """Hide the parts of a test; show a broken one as an error."""
-        if report in self._hidden:
+        if hasattr(report, "context") or report in self._hidden:  # a subtest is told with its test
             return "", "", ""
         return ("error", "E", "ERROR") if report in self._errors else None
 
@@ -173,7 +182,9 @@ class Controller:
         done = {nodeid for nodeid, parts in self._tests.items() if rank in parts.ended}
         current = next((nodeid for nodeid in self._collections.get(rank, ()) if nodeid not in done), None)
         during = f" during {current}" if current else " before its first test"
-        self._lost[rank] = one_line(f"lost{during}: worker {worker} crashed ({error})")
+        # An exception comes as its whole traceback: the last line says what it was.
+        why = next((line for line in reversed(str(error).splitlines()) if line.strip()), "no reason given")
+        self._lost[rank] = one_line(f"lost{during}: worker {worker} crashed ({why})")
         self._run.problem("rank lost", f"{self._run.names[rank]} is {self._lost[rank]}", str(error))
 
     def started(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
@@ -187,7 +198,7 @@ class Controller:
     def show(self, report: pytest.TestReport) -> None:
         """Hide every part but the last, which becomes the merged report of the test."""
         worker = getattr(report, "node", None)
-        if worker is None:
+        if worker is None or hasattr(report, "context"):
             return
         rank = _index(worker.gateway.id)
         self.started(report.nodeid, report.location)
@@ -217,9 +228,13 @@ class Controller:
             self._who[rank] = {**body["who"], "rank": rank, "local_rank": rank}
             self._run.take_worker(rank, self._who[rank])
         outcome = RankOutcome.from_json(rank, body["outcome"]) if body["outcome"] else None
+        if str(report.outcome) == "rerun":  # pytest-rerunfailures: this attempt does not count
+            self._note_rerun(parts, rank, report)
+            return
         known = parts.outcomes.get(rank)
         if report.skipped and hasattr(report, "wasxfail"):
-            outcome = RankOutcome(rank=rank, outcome="skipped", message=report.wasxfail)
+            parts.expected_failures[rank] = report.wasxfail
+            outcome = RankOutcome(rank=rank, outcome="passed")
         if outcome is not None and (known is None or known.outcome == "passed"):
             measured = outcome.measurements or (known.measurements if known else ())
             parts.outcomes[rank] = RankOutcome(
@@ -230,6 +245,12 @@ class Controller:
                 measurements=measured,
                 sections=outcome.sections,
             )
+
+    def _note_rerun(self, parts: _Parts, rank: int, report: pytest.TestReport) -> None:
+        attempt = 1 + sum(str(earlier.outcome) == "rerun" for earlier in parts.phases[rank][:-1])
+        parts.outcomes.pop(rank, None)
+        parts.record.properties.append((f"attempt {attempt}", f"{self._run.names[rank]}: {line_of(report)}"))
+        parts.record.attempts = max(parts.record.attempts, attempt + 1)
 
     def _complete(self, parts: _Parts) -> bool:
         return all(rank in parts.ended or rank in self._lost for rank in range(self._workers))
@@ -249,15 +270,26 @@ class Controller:
                 carrier.longrepr = MergedRepr(merged, carrier)  # type: ignore[assignment]  # asked for toterminal only
                 if merged.outcome == "error":
                     self._errors.add(carrier)
+            elif parts.expected_failures:
+                carrier.wasxfail = merged.message
             elif outcome == "skipped":
                 path, line, _ = carrier.location
                 carrier.longrepr = (path, line or 0, f"Skipped: {merged.message}")
         seconds = max((sum(r.duration for r in reports) for reports in parts.phases.values()), default=0.0)
         text = (str(merged.text) or merged.message) if bad else merged.message
-        record.add("call", outcome=outcome, message=merged.message, text=text, seconds=seconds, merged=merged)
-        for reports in parts.phases.values():
+        record.add(
+            "call",
+            outcome=outcome,
+            message=merged.message,
+            text=text,
+            seconds=seconds,
+            merged=merged,
+            wasxfail=merged.message if parts.expected_failures and not bad else None,
+        )
+        for _, reports in sorted(parts.phases.items(), reverse=True):  # as elsewhere, rank 0's output is shown
             own = [(name, value) for name, value in reports[-1].user_properties if name != PROPERTY]
             record.properties = unique([*record.properties, *own])
+            record.sections = list(reports[-1].sections)
         self._run.records[record.test.nodeid] = record
         self._run.send(record.line())
 
@@ -271,6 +303,8 @@ class Controller:
                 known = _from_pytest(rank, parts.phases.get(rank, []))
             outcomes.append(known)
         merged = merge(outcomes, self._run.names)
+        if merged.outcome == "passed" and parts.expected_failures:
+            return Merged(outcome="skipped", message=next(iter(parts.expected_failures.values())))
         if merged.outcome == "skipped":
             return merged
         return judge_merged(self._run, parts.record, merged, outcomes)
@@ -282,13 +316,28 @@ class Controller:
         if self._finished or self._run.recorder is None:
             return
         self._finished = True
+        stopped = int(session.exitstatus) == pytest.ExitCode.INTERRUPTED
         for parts in self._tests.values():
-            if not parts.merged:
-                for rank in range(self._workers):
-                    if rank not in parts.ended:
-                        self._lost.setdefault(rank, "no report of this test came from its worker")
-                self._merge(parts, None)
-        session.exitstatus = self._run.finish_for_workers(int(session.exitstatus))
+            if parts.merged:
+                continue
+            if stopped and not any(outcome.outcome in _BAD for outcome in parts.outcomes.values()):
+                self._leave_out(parts)
+                continue
+            for rank in range(self._workers):
+                if rank not in parts.ended:
+                    self._lost.setdefault(rank, "no report of this test came from its worker")
+            self._merge(parts, None)
+        alike = len(self._collections) == self._workers and len(set(map(tuple, self._collections.values()))) == 1
+        why = self._cannot_collect if alike and not self._tests else None
+        session.exitstatus = self._run.finish_for_workers(int(session.exitstatus), why=why)
+
+    def _leave_out(self, parts: _Parts) -> None:
+        """Put on record that a test did not come to its end on every worker, because the run was stopped."""
+        parts.merged = True
+        message = "not run to its end on every worker: the run was stopped"
+        parts.record.add("call", outcome="skipped", message=message, text=message, seconds=0.0, merged=None)
+        self._run.records[parts.record.test.nodeid] = parts.record
+        self._run.send(parts.record.line())
 
     def last_words(self, session: pytest.Session) -> None:
         """Print the verdict under everything else."""

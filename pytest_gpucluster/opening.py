@@ -12,20 +12,24 @@ from typing import Any
 
 import pytest
 
-from pytest_gpucluster import __version__, options, verdict
+from pytest_gpucluster import __version__, options, refused, verdict
 from pytest_gpucluster.agreement import host, preflight
 from pytest_gpucluster.agreement.exchange import Exchange
 from pytest_gpucluster.agreement.join import Joined, Refusal, Refused, join
-from pytest_gpucluster.agreement.merge import one_line
+from pytest_gpucluster.agreement.merge import one_line, rank_ranges
 from pytest_gpucluster.agreement.store import connect
 from pytest_gpucluster.agreement.watch import Watch
 from pytest_gpucluster.cluster import Cluster
 from pytest_gpucluster.errors import GpuClusterError, LaunchError, OptionError, UsageProblem
 from pytest_gpucluster.launch import RankFacts
+from pytest_gpucluster.metrics import register
 from pytest_gpucluster.record import now
 from pytest_gpucluster.recorder import Recorder
 from pytest_gpucluster.run import Run, name_of_rank
-from pytest_gpucluster.run_directory import new_run_directory, require_writable
+from pytest_gpucluster.run_directory import new_run_directory
+
+_TEXTS_SHOWN = 4
+"""Of many ranks' different problems so many are told in full."""
 
 
 class Opening:
@@ -48,8 +52,9 @@ class Opening:
             try:
                 self._join(problem)
             except Refused as error:
-                self._silence_stderr()  # it is the same on every rank: rank 0 says it for all
-                self._refuse(error.refusal)
+                if self._run.rank == 0:
+                    self._refuse(error.refusal)
+                self._leave(error.refusal)
             except GpuClusterError as error:
                 self._refuse(_refusal(error))
 
@@ -60,12 +65,16 @@ class Opening:
             f"this is restart {self._run.facts.restart_count} of a run that has already broken; its verdict stands and "
             "its reports are left as they are. Run torchrun with --max-restarts=0"
         )
-        self._silence_stderr()
+        if self._run.rank != 0:
+            self._silence_stderr()
         pytest.exit(message, returncode=11)
 
     def _prepare(self) -> Refusal | None:
         """Do what needs no other rank. Return what went wrong instead of raising, so that all ranks can be told."""
         try:
+            for found in self._run.config.hook.pytest_gpucluster_metrics():
+                for metric in found:
+                    register(metric)
             self._run.settings = options.resolve(self._run.config, self._run.environ)
             self._run.timeouts = self._run.settings.timeouts or self._run.timeouts
             _refuse_conflicts(self._run.config, self._run.facts)
@@ -75,57 +84,61 @@ class Opening:
             problem = None
         if self._run.rank == 0 and self._run.place is None:
             try:
+                self._require_junit()
+            except GpuClusterError as error:
+                problem = problem or _refusal(error)
+            try:
                 self._start_recorder()
             except GpuClusterError as error:
                 problem = problem or _refusal(error)
         if self._run.settings is None:
             return problem
+        self._run.expectation = self._run.settings.expect
         try:
             if self._run.settings.sku == "cpu-rehearsal" and not self._run.rehearsal:
                 raise OptionError(
                     "--gpucluster-sku cpu-rehearsal: its limits say nothing about a GPU; leave the option out, or name "
                     "the SKU that the GPU is"
                 )
-            if self._run.settings.expect is not None:
-                self._run.expectation = preflight.Expectation.parse(self._run.settings.expect)
             if self._run.rank == 0 and self._run.place is None:
                 self._run.load_thresholds()
         except GpuClusterError as error:
             problem = problem or _refusal(error)
         return problem
 
+    def _require_junit(self) -> None:
+        path = self._run.junit_path
+        if path is None:
+            return
+        try:
+            refused.require_file(path)
+        except OptionError:
+            self._run.junit_path = None  # the one in the report directory must do
+            raise
+
     def _start_recorder(self) -> None:
-        report_dir = Path(self._run.settings.report_dir if self._run.settings else "gpucluster-report")
-        if self._run.junit_path is not None:
-            require_writable(self._run.junit_path.parent, "the directory of --junitxml")
-        self._run.directory = new_run_directory(report_dir)
+        self._run.directory = new_run_directory(options.report_directory(self._run.config, self._run.environ))
         self._run.junit_path = self._run.junit_path or self._run.directory / "junit.xml"
         self._run.recorder = Recorder.start(self._run.directory, self._run.junit_path)
-        self._run.recorder.send(
-            {
-                "type": "run",
-                "schema_version": 1,
-                "run_id": self._run.facts.run_id,
-                "started_at": now(),
-                "argv": [str(arg) for arg in self._run.config.invocation_params.args],
-                "device": self._run.device,
-                "rehearsal": self._run.rehearsal,
-                "selection": self._run.selection,
-                "hostname": self._run.facts.hostname,
-                "launcher": self._run.facts.launcher,
-                "world_size": self._run.facts.world_size,
-                "nnodes": self._run.facts.nnodes,
-                "options": self._run.settings.to_json() if self._run.settings else {},
-                "versions": {"python": platform.python_version(), "pytest": pytest.__version__},
-                "plugin_version": __version__,
-                "junit": _junit_options(self._run.config, self._run.junit_path),
-            }
-        )
+        self._run.recorder.send(self._first_line())
+
+    def _first_line(self) -> dict[str, Any]:
+        return {
+            **run_line(self._run.config, self._run.facts.hostname, self._run.junit_path),
+            "run_id": self._run.facts.run_id,
+            "device": self._run.device,
+            "rehearsal": self._run.rehearsal,
+            "selection": self._run.selection,
+            "launcher": self._run.facts.launcher,
+            "world_size": self._run.facts.world_size,
+            "nnodes": self._run.facts.nnodes,
+            "options": self._run.settings.to_json() if self._run.settings else {},
+        }
 
     def _join(self, problem: Refusal | None) -> None:
         facts = self._run.facts
         if facts.world_size > 1 and not facts.agent_store and facts.rank == 0:
-            host.start(int(facts.master_port or 0))
+            host.start(facts)
         self._run.stores = connect(facts, timeout_seconds=self._run.timeouts.join)
         me = self._describe_me(problem)
         self._run.joined = join(
@@ -229,7 +242,10 @@ class Opening:
                 unable.setdefault((facts["problem"], facts["exit"]), []).append(rank)
         if unable:
             (text, exit_code), _ = next(iter(unable.items()))
-            texts = [text for text, _ in unable]
+            texts = [text for text, _ in list(unable)[:_TEXTS_SHOWN]]
+            rest = [rank for ranks in list(unable.values())[_TEXTS_SHOWN:] for rank in ranks]
+            if rest:
+                texts.append(f"and {len(rest)} more ranks: {rank_ranges(rest)}")
             return Refusal(message=one_line(text), text="\n".join(texts), exit=exit_code)
         found = preflight.problems(
             who,
@@ -254,27 +270,34 @@ class Opening:
 
     def _refuse(self, refusal: Refusal) -> None:
         """End the session before its first test, with a report."""
-        name = "usage" if refusal.exit == 4 else "preflight"
-        self._run.send(
-            {
-                "type": "problem",
-                "name": name,
-                "outcome": "error",
-                "message": refusal.message,
-                "text": refusal.text,
-            }
-        )
+        problem = refused.problem_line(message=refusal.message, text=refusal.text, exit=refusal.exit)
+        self._run.send(problem)
         self._run.verdict = verdict.Verdict(word=verdict.BROKEN, exit=refusal.exit, reason=refusal.message)
         self._run.write_end()
+        if self._run.recorder is None and self._run.rank == 0 and self._run.junit_path is not None:
+            lost = refused.write_junit(self._run.junit_path, self._first_line(), problem, refusal.exit)
+            if lost is not None:
+                print(f"ERROR: {lost}", file=sys.stderr)
         self._run.tell_launcher()
+        text = refusal.text
+        if self._run.recorder is not None:
+            text += f"\nJUnit: {self._run.junit_path}"
         if refusal.exit == 4:
-            raise pytest.UsageError(*refusal.text.splitlines())
-        print(f"ERROR: {refusal.text}", file=sys.stderr)
-        pytest.exit(f"{verdict.BROKEN}: {refusal.message}", returncode=refusal.exit)
+            raise pytest.UsageError(text)
+        print(f"ERROR: {text}", file=sys.stderr)
+        pytest.exit(f"{verdict.BROKEN}, exit code {refusal.exit}: the run was not started", returncode=refusal.exit)
+
+    def _leave(self, refusal: Refusal) -> None:
+        """End the session of a rank above 0 without a word: rank 0 says it for all."""
+        self._run.verdict = verdict.Verdict(word=verdict.BROKEN, exit=refusal.exit, reason=refusal.message)
+        self._run.tell_launcher()
+        self._silence_stderr()
+        # The agent waits for every rank; one exit code a node is enough, and gives one block in its summary.
+        is_quiet = self._run.facts.agent_store and self._run.facts.local_rank != 0
+        pytest.exit(f"{verdict.BROKEN}: {refusal.message}", returncode=0 if is_quiet else refusal.exit)
 
     def _silence_stderr(self) -> None:
-        if self._run.rank != 0:
-            sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # only rank 0 speaks, until the process ends
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
 
 
 def _refusal(error: GpuClusterError) -> Refusal:
@@ -301,7 +324,22 @@ def _refuse_conflicts(config: pytest.Config, facts: RankFacts) -> None:
         )
 
 
-def _junit_options(config: pytest.Config, path: Path) -> dict[str, Any]:
+def run_line(config: pytest.Config, hostname: str, junit_path: Path | None) -> dict[str, Any]:
+    """Return the journal's first line, as far as it can be told before the launcher's variables are read."""
+    return {
+        "type": "run",
+        "schema_version": 1,
+        "run_id": "",
+        "started_at": now(),
+        "argv": [str(arg) for arg in config.invocation_params.args],
+        "hostname": hostname,
+        "versions": {"python": platform.python_version(), "pytest": pytest.__version__},
+        "plugin_version": __version__,
+        "junit": _junit_options(config, junit_path),
+    }
+
+
+def _junit_options(config: pytest.Config, path: Path | None) -> dict[str, Any]:
     def ini(name: str, default: Any) -> Any:
         try:
             return config.getini(name)
@@ -309,7 +347,7 @@ def _junit_options(config: pytest.Config, path: Path) -> dict[str, Any]:
             return default
 
     return {
-        "path": str(path),
+        "path": None if path is None else str(path),
         "family": ini("junit_family", "xunit2"),
         "suite_name": ini("junit_suite_name", "pytest"),
         "prefix": getattr(config.option, "junitprefix", None) or "",

@@ -54,6 +54,8 @@ class Timeouts:
             name, _, value = part.partition("=")
             if name not in cls.__dataclass_fields__:
                 raise OptionError(f"unknown timeout {name!r}; allowed: {allowed}, each as name=seconds")
+            if name in values:
+                raise OptionError(f"timeout {name!r} is given twice")
             values[name] = _positive_seconds(value)
         return cls(**values)
 
@@ -107,6 +109,12 @@ def _one_of(*allowed: str) -> Callable[[str], str]:
     return parse
 
 
+def _shape(text: str) -> Any:
+    from pytest_gpucluster.agreement.preflight import Expectation  # a session without the option pays nothing
+
+    return Expectation.parse(text)
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(filter(None, (name.strip() for name in text.split(","))))
 
@@ -122,7 +130,8 @@ OPTIONS = (
     _Option(
         name="expect",
         metavar="NODESxGPUS[xSKU]",
-        help="the cluster that was ordered, such as 2x8xH100; anything less is an error before the first test",
+        parse=_shape,
+        help="the cluster that was ordered, such as 2x8xH100; anything else is an error before the first test",
     ),
     _Option(
         name="thresholds",
@@ -209,17 +218,27 @@ def resolve(config: pytest.Config, environ: Mapping[str, str] = os.environ) -> S
     """Resolve every option.
 
     Raises:
-        OptionError: names the setting, its origin, the value found and the values allowed.
+        OptionError: names every wrong setting, its origin, the value found and the values allowed.
     """
     found: dict[str, Setting] = {}
+    complaints = []
     for option in OPTIONS:
         raw, origin, shown = _raw(config, option, environ)
+        value = None
         try:
             value = None if raw is None else option.parse(raw)
         except OptionError as error:
-            raise OptionError(f"{shown}: {error}") from None
+            complaints.append(f"{shown}: {error}")
         found[option.name.replace("-", "_")] = Setting(value=value, origin=origin)
+    if complaints:
+        raise OptionError("\n".join(complaints))
     return Settings(settings=found)
+
+
+def report_directory(config: pytest.Config, environ: Mapping[str, str] = os.environ) -> Path:
+    """Return where reports go, also where another setting is wrong."""
+    option = next(option for option in OPTIONS if option.name == "report-dir")
+    return Path(_raw(config, option, environ)[0] or "gpucluster-report")
 
 
 def _ini(config: pytest.Config, option: _Option) -> str | None:

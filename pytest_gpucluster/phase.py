@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from _pytest.outcomes import Failed, Skipped  # pytest.fail.Exception and pytest.skip.Exception, for type checkers
+from _pytest.skipping import xfailed_key
 
 from pytest_gpucluster import cause
 from pytest_gpucluster.agreement.merge import Merged, RankOutcome, merge, one_line
@@ -36,6 +37,8 @@ from pytest_gpucluster.selection import why_not_applicable
 if TYPE_CHECKING:
     from pytest_gpucluster.run import Run
 
+_EXPLAINED_SECONDS = 0.5
+"""How long a rank whose connection was cut waits for news of the cause: a few rounds of its watcher."""
 MEASUREMENTS = pytest.StashKey[list[Measurement]]()
 
 
@@ -50,6 +53,16 @@ class AgreedSkip(Skipped):
     """The ranks agree that the test is skipped."""
 
 
+class FailedSubtests(Failed):
+    """Subtests have failed: told at the end of the body, so that every rank hears of it."""
+
+    def __init__(self, reports: Sequence[pytest.TestReport]) -> None:
+        count = f"{len(reports)} subtest{'s' * (len(reports) > 1)} failed"
+        texts = [f"{_subtest(report)}\n{report.longreprtext}" for report in reports]
+        summary = f"{count}: {_subtest(reports[0])}: {line_of(reports[0])}"
+        super().__init__("\n\n".join([summary, *texts]), pytrace=False)
+
+
 class Phases:
     """Carries the tests of one rank through their phases. Main thread only."""
 
@@ -61,6 +74,7 @@ class Phases:
         self._merged: weakref.WeakKeyDictionary[pytest.TestReport, Merged] = weakref.WeakKeyDictionary()
         self._last: Merged | None = None
         self._dirty = False
+        self._failed_subtests: list[pytest.TestReport] = []
 
     # ---- before and around a test ----------------------------------------------------------------------------
 
@@ -77,6 +91,8 @@ class Phases:
         name = name_of(item)
         record = TestRecord(test=name)
         self._run.records[item.nodeid] = record
+        self._failed_subtests = []
+        self._require_ranks(item)
         self._run.send(
             {
                 "type": "start",
@@ -96,9 +112,9 @@ class Phases:
         error: BaseException | None = None
         try:
             try:
-                if when == "setup":
-                    self._require_ranks(item)
                 yield
+                if when == "call" and self._failed_subtests:
+                    raise FailedSubtests(self._failed_subtests)
                 if when == "teardown" and self._dirty:
                     # A session fixture may hold what the fault has broken: everything is set up anew.
                     item.session._setupstate.teardown_exact(None)
@@ -123,7 +139,8 @@ class Phases:
         if why is not None:
             ranks, nodes = run.declared_topology()
             run.records[item.nodeid].applicable = why_not_applicable(item, ranks=ranks, nodes=nodes) is None
-            pytest.skip(why)
+            # Not pytest.skip() in a wrapper of the setup: teardown expects that other plugins have set up.
+            item.add_marker(pytest.mark.skip(reason=why))
 
     def _interrupted(self, stop: BaseException, when: str, item: pytest.Item) -> None:
         assert self._run.watch is not None
@@ -150,6 +167,9 @@ class Phases:
         if isinstance(error, (pytest.skip.Exception, pytest.xfail.Exception)):
             return RankOutcome(rank=rank, outcome="skipped", message=one_line(str(error.msg)), text=str(error.msg))
         released = self._run.watch.released(number)
+        cut = released is None and cause.connection_cut(error)
+        if cut:
+            released = self._run.watch.explanation(number, _EXPLAINED_SECONDS)
         text = clip(traceback_of(item, when, error), LONGEST_TEXT)
         if isinstance(error, Released) or released is not None:
             message = str(released or error)
@@ -158,7 +178,7 @@ class Phases:
             )
         return RankOutcome(
             rank=rank,
-            outcome=cause.kind_of(error, when),
+            outcome="cut" if cut else cause.kind_of(error, when),
             message=one_line(summary_of(error)),
             text=text,
             measurements=measurements,
@@ -175,42 +195,54 @@ class Phases:
         assert run.exchange is not None
         assert run.stores is not None
         label = f"{when} of {item.nodeid}"
-        if own.outcome in ("failed", "error"):
+        if own.outcome in ("failed", "error", "cut", "skipped"):
+            how = "skipped" if own.outcome == "skipped" else "failed"
             try:
-                watch.report_failure(run.stores.main, number, own.message)
+                watch.report_absence(run.stores.main, number, f"{how}: {own.message}")
             except RuntimeError as lost:  # torch's DistError family
                 watch.end(Ending(name="store lost", message=one_line(str(lost)), exit=11))
         died = cause.gpu_died(error) if error is not None else None
         body = {"at": label, **own.to_json(), **({"died": died} if died else {})}
+        if error is not None and own.outcome in ("failed", "error") and expects_failure(item, error):
+            body["expected"] = True
 
         def decide(bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
             return self._decide(item, when, number, label, bodies)
 
         if watch.ending is not None:
-            return self._ended(own, decide, body)
+            return self._ended(item, when, own, decide, body)
         try:
             verdict = run.exchange.run(body, decide, deadline_seconds=self._deadline(item) + run.timeouts.stuck)
         except EnvironmentBroken as lost:
             watch.end(Ending(name="store lost", message=str(lost), exit=11))
-            return self._ended(own, decide, body)
+            return self._ended(item, when, own, decide, body)
         if "ended" in verdict:
-            return self._ended(own, decide, body)
+            return self._ended(item, when, own, decide, body)
         if verdict.get("stop"):
             watch.agreed_to_end(Ending(**verdict["stop"]))
         return verdict
 
-    def _ended(self, own: RankOutcome, decide: Any, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _ended(
+        self, item: pytest.Item, when: str, own: RankOutcome, decide: Any, body: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
         """The run has ended and nobody waits for anybody: rank 0 reports what it knows."""
         watch = self._run.watch
         assert watch is not None
         assert watch.ending is not None
+        ending = watch.ending
         if self._run.rank != 0:
-            return {"o": "error", "msg": watch.ending.message}
+            return {"o": "error", "msg": ending.message}
         if own.outcome == "passed":
-            body = {**body, "o": "released", "msg": watch.ending.message}
-        bodies: dict[int, Mapping[str, Any]] = {0: body}
-        for rank in watch.ending.culprits:
-            bodies[rank] = {"o": "lost", "msg": watch.ending.message, "text": watch.ending.text}
+            if when == "teardown" and self._run.records[item.nodeid].outcome in ("failed", "error"):
+                return {"o": "passed"}  # the call has told it: one test, one error
+            body = {**body, "o": "released", "msg": ending.message}
+        # Of the other ranks nothing is known. That is not a pass.
+        unknown = {"o": "released", "msg": "nothing was heard of it: the run had ended"}
+        lost = {"o": "lost", "msg": ending.message, "text": ending.text}
+        bodies: dict[int, Mapping[str, Any]] = {
+            rank: lost if rank in ending.culprits else unknown for rank in self._run.names
+        }
+        bodies[0] = body
         verdict: Mapping[str, Any] = decide(bodies)
         return verdict
 
@@ -227,10 +259,14 @@ class Phases:
             if body.get("at", label) != label:
                 text = f"runs {body['at']} while rank 0 runs {label}: the ranks are out of step"
                 outcome = RankOutcome(rank=rank, outcome="error", message=text, text=text)
-            elif outcome.outcome == "released" and rank in culprits:
+            elif outcome.outcome in ("released", "passed", "cut") and rank in culprits:
                 found = culprits[rank]
                 outcome = RankOutcome(
-                    rank=rank, outcome="hung", message=found.message, text=f"{found.text}\n\n{outcome.text}"
+                    rank=rank,
+                    outcome="hung",
+                    message=found.message,
+                    text=f"{found.text}\n\n{outcome.text}".rstrip(),
+                    measurements=outcome.measurements,
                 )
             outcomes.append(outcome)
         released = next((o.message for o in outcomes if o.outcome == "released"), "")
@@ -245,6 +281,8 @@ class Phases:
             verdict["msg"] = merged.message
         if merged.dirty:
             verdict["dirty"] = True
+        if merged.culprits and all(bodies[rank].get("expected") for rank in merged.culprits):
+            verdict["expected"] = True
         if stop is not None:
             verdict["stop"] = {
                 "name": stop.name,
@@ -294,7 +332,12 @@ class Phases:
         outcome = verdict["o"]
         if outcome == "passed":
             return
-        if error is not None and (outcome != "skipped") == (own.outcome != "skipped"):
+        failed_here = own.outcome in ("failed", "error")
+        if verdict.get("expected") and not failed_here:
+            pytest.xfail(item.stash[xfailed_key].reason)  # type: ignore[union-attr]  # a peer's marker is ours too
+        # A marker may allow for this rank's exception, but not for another rank's.
+        only_here = failed_here and not verdict.get("expected") and expects_failure(item, error)
+        if error is not None and not only_here and (outcome != "skipped") == (own.outcome != "skipped"):
             raise error
         if outcome == "skipped":
             raise AgreedSkip(verdict.get("msg", ""))
@@ -307,8 +350,20 @@ class Phases:
         if self._last is not None:
             self._merged[report] = self._last
 
+    def take_subtest(self, report: pytest.TestReport) -> bool:
+        """Keep the report of a failed subtest for the end of its test. Return whether it is of a subtest."""
+        if not hasattr(report, "context"):
+            return False
+        if report.failed:
+            self._failed_subtests.append(report)
+            # As a failure of its own it would count for --maxfail, and end the session of this rank alone.
+            report.outcome = "passed"
+        return True
+
     def show(self, report: pytest.TestReport) -> None:
         """Rank 0: let pytest's report say what all ranks agreed on, and put it on record."""
+        if self.take_subtest(report):
+            return
         if self._run.rank != 0 or self._run.watch is None:
             return
         merged = self._merged.get(report)
@@ -322,6 +377,8 @@ class Phases:
             record.start_again(line_of(report))
             return
         self._take(record, report, merged)
+        if report.when == "call" and record.measurements:
+            report.user_properties.append(("gpucluster", {"measurements": record.measurements}))
         if report.when == "teardown":
             self._run.send(record.line())
 
@@ -339,8 +396,14 @@ class Phases:
         own = [(name, value) for name, value in report.user_properties if name != "gpucluster"]
         record.properties = unique([*record.properties, *own])
 
+    def is_folded(self, report: pytest.TestReport) -> bool:
+        """Tell whether a report is shown with its test, and not alone."""
+        return any(report is kept for kept in self._failed_subtests)
+
     def is_error(self, report: pytest.TestReport) -> bool:
         """Tell whether a failed call is an error of the run rather than a verdict about hardware."""
+        if not report.failed:
+            return False
         merged = self._merged.get(report)
         return merged is not None and merged.outcome == "error" and report.failed and report.when == "call"
 
@@ -350,6 +413,20 @@ class Phases:
             return float(marker.args[0])
         assert self._run.settings is not None
         return float(self._run.settings.deadline)
+
+
+def _subtest(report: pytest.TestReport) -> str:
+    """Return how a subtest calls itself."""
+    head = str(getattr(report, "head_line", "") or "")
+    return head.removeprefix(report.location[2]).strip() or "(unnamed)"
+
+
+def expects_failure(item: pytest.Item, error: BaseException | None) -> bool:
+    """Tell whether the test has an ``xfail`` marker that allows for this exception."""
+    xfailed = item.stash.get(xfailed_key, None)
+    if xfailed is None or item.config.option.runxfail:
+        return False
+    return xfailed.raises is None or isinstance(error, xfailed.raises)
 
 
 def name_of(item: pytest.Item) -> TestName:

@@ -102,7 +102,8 @@ class TestRecord:
         if when == "call":
             self.call_seconds += seconds
         if merged is not None:
-            self.ranks += merged.ranks
+            told = {row["rank"] for row in self.ranks}
+            self.ranks += [row for row in merged.ranks if row["rank"] not in told]  # the first phase tells most
             self.culprits |= set(merged.culprits)
             self.released |= set(merged.released)
         if outcome == "failed":

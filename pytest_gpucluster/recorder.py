@@ -96,8 +96,8 @@ class Recorder:
         junit_path: Path | None,
         *,
         stderr: int | None = None,
-        grace_seconds: float = 20.0,
-        quiet_seconds: float = 5.0,
+        grace_seconds: float = 1.0,
+        quiet_seconds: float = 2.5,
     ) -> Recorder:
         """Start the recorder of this process. That takes milliseconds: it need not be ready for lines.
 
@@ -114,7 +114,7 @@ class Recorder:
         import subprocess  # here, because a rank above 0 never needs it
 
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "pytest_gpucluster.recorder"]
+        command = [sys.executable, "-m", "pytest_gpucluster.recording"]
         command += [
             "--channel",
             str(theirs.fileno()),
@@ -348,9 +348,3 @@ def _has_ended(pid: int) -> bool:
     except (OSError, IndexError):
         return True
     return state in (b"Z", b"X")
-
-
-if __name__ == "__main__":
-    from pytest_gpucluster.recording import main
-
-    main()

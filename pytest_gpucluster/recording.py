@@ -25,6 +25,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import NoReturn
 
+from pytest_gpucluster import fault_dump
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal import FILE_NAME, Journal, JournalBuilder, JournalWriter, encode
 from pytest_gpucluster.recorder import BEAT, CHUNK_BYTES, END, FAULT_FILE, HEADER, LINE, SHIELDED
@@ -175,10 +176,14 @@ def _told(path: Path, error: OSError) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Watch:
-    """When rank 0 counts as silent, in seconds: past a test's deadline, and since it was last heard."""
+    """When rank 0 counts as silent, in seconds: past a test's deadline, and since it was last heard.
 
-    grace_seconds: float = 20.0
-    quiet_seconds: float = 5.0
+    Rank 0 beats every second. The other ranks give it up, and may kill it, after 4 s (``agreement.watch``): what it is
+    like must be on record before that.
+    """
+
+    grace_seconds: float = 1.0
+    quiet_seconds: float = 2.5
 
 
 class Session:
@@ -284,8 +289,11 @@ class Session:
             return
         journal = self._record.builder.journal()
         state = _process_state(self._parent)
+        place = fault_dump.place(self._fault_text())
+        holding = f", holding the GIL at {place}" if place else ""
         self._silence = (
-            f"{self._rank_0(journal)} does not answer, {state}, {overdue:.0f} s past the deadline of {running.nodeid}"
+            f"{self._rank_0(journal)} does not answer, {state}{holding}, {overdue:.0f} s past the deadline of "
+            f"{running.nodeid}"
         )
         text = f"It was last heard {now - self._heard_at:.0f} s before.\n{_process_facts(self._parent)}"
         self._record.add({"type": "silence", "at": _now(), "message": self._silence, "text": text + self._fault_text()})
@@ -296,7 +304,9 @@ class Session:
             return
         problem = journal.recent_problem
         if problem is None or problem.name == _OWN_PROBLEM:
-            message = f"{self._rank_0(journal)} ended without a word {journal.where}"
+            message = f"{self._rank_0(journal)} ended without a word {journal.where}{self._fatal_error()}"
+            if self._silence:
+                message = f"{self._silence}; then it was ended"
             text = (
                 "The recorder saw the process end before it had closed the journal. Whether a signal or an "
                 "exit ended it is not known here: only its parent, the launcher, learns that."
@@ -356,6 +366,11 @@ class Session:
         except OSError:
             return ""
         return f"\n\nIts faulthandler wrote:\n{text}" if text.strip() else ""
+
+    def _fatal_error(self) -> str:
+        """Return the first words of faulthandler about the signal that ended rank 0, as far as it could see one."""
+        found = fault_dump.fatal_error(self._fault_text())
+        return f" ({found})" if found else ""
 
     def _tell(self) -> None:
         """Tell rank 0 when the state of the disk has changed."""
@@ -428,3 +443,7 @@ def main() -> NoReturn:
     Session(socket.socket(fileno=options.channel), options.parent, record, watch).serve()
     # At once: ranks wait for this process to end before they let the launcher end theirs.
     os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

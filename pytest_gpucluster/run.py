@@ -30,7 +30,8 @@ from pytest_gpucluster.cluster import Cluster
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.launch import RankFacts, detect
 from pytest_gpucluster.record import TestName, TestRecord, now
-from pytest_gpucluster.recorder import Recorder
+from pytest_gpucluster.recorder import Recorder, wait_for_end
+from pytest_gpucluster.reports.terminal import measurement_table
 
 if TYPE_CHECKING:
     from pytest_gpucluster.thresholds import Thresholds
@@ -54,6 +55,8 @@ class Run:
         self.place = place
         self.config = config
         self.environ = os.environ
+        # For last words when the main thread cannot speak: pytest's capture takes descriptor 2 for itself later.
+        self._stderr = os.dup(2)
         hostname = self.environ.get("GPUCLUSTER_HOSTNAME") or socket.gethostname()
         self.facts: RankFacts = detect(self.environ, hostname)
         self.settings: options.Settings | None = None
@@ -110,8 +113,9 @@ class Run:
         """Return the last lines that the operator sees, with pytest's markup: where the reports lie, the verdict."""
         assert self.verdict is not None
         good = self.verdict.exit == 0
-        rehearsal = " (REHEARSAL on cpu)" if self.rehearsal else ""
+        rehearsal = " (a REHEARSAL on cpu, which says nothing about hardware)" if self.rehearsal else ""
         return [
+            *((line, {}) for line in self._measured()),
             *((problem, {"red": True}) for problem in self.problems if problem != self.verdict.reason),
             (f"journal: {self.directory}/journal.jsonl", {}),
             (f"JUnit:   {self.junit_path}", {}),
@@ -121,7 +125,19 @@ class Run:
             ),
         ]
 
+    def _measured(self) -> list[str]:
+        """Return what was measured as a table, unless pytest is to be quiet."""
+        measured = [judged for record in self.records.values() for judged in record.measurements]
+        if not measured or self.config.option.verbose < 0:
+            return []
+        return measurement_table(measured).splitlines()
+
     def load_thresholds(self) -> None:
+        """Read the limits in force.
+
+        Raises:
+            ThresholdsError: a file is malformed; the message lists every problem.
+        """
         from pytest_gpucluster import thresholds
 
         assert self.settings is not None
@@ -193,7 +209,10 @@ class Run:
             self.recorder.send(dict(line))
 
     def problem(self, name: str, message: str, text: str) -> None:
-        """Put something on record that is outside any test."""
+        """Put something on record that is outside any test, once."""
+        message = one_line(message)
+        if message in self.problems:
+            return
         self.problems.append(message)
         self.send({"type": "problem", "name": name, "outcome": "error", "message": message, "text": text})
 
@@ -212,7 +231,7 @@ class Run:
             self.write_end()
         text = f"\n{self.verdict.word}: {self.verdict.reason}\n"
         if self.rank == 0:
-            os.write(2, text.encode("utf-8", "backslashreplace"))
+            os.write(self._stderr, text.encode("utf-8", "backslashreplace"))
         self._wait_for_reports()
         os._exit(self.verdict.exit)
 
@@ -254,25 +273,41 @@ class Run:
             return f"{shape}, as allocated by {self.facts.scheduler.name}"
         return f"{shape}, as launched (nothing was declared by --gpucluster-expect)"
 
-    def finish_for_workers(self, pytest_exit: int) -> int:
-        """Close the record of a run whose ranks are local workers; returns the exit code."""
+    def finish_for_workers(self, pytest_exit: int, *, why: str | None = None) -> int:
+        """Close the record of a run whose ranks are local workers; returns the exit code.
+
+        ``why`` no test has run, if what was to be collected could not be collected by any worker.
+        """
         who = self.joined.who if self.joined else {}
         keys = ("rank", "host", "local_rank", "node_rank", "pid", "gpu", "versions")
         ranks = [{key: facts[key] for key in keys} for _, facts in sorted(who.items())]
         self.send({"type": "cluster", "ranks": ranks, "problems": []})
-        self.verdict = self.decide(pytest_exit=pytest_exit, ending=None)
+        ending = None
+        if why is not None:
+            ending = Ending(name="collection", message=one_line(why), exit=2)
+        elif pytest_exit == pytest.ExitCode.INTERRUPTED and not self._has_gone_wrong():
+            ending = Ending(name="interrupted", message="interrupted before every worker had run every test", exit=2)
+            self.note_ending(ending)
+        self.verdict = self.decide(pytest_exit=pytest_exit, ending=ending)
         self.write_end()
         return self.verdict.exit
 
-    def finish(self, pytest_exit: int) -> int:
-        """Agree on the verdict and close the record. Every rank must call this; returns the exit code."""
+    def _has_gone_wrong(self) -> bool:
+        """Tell whether something is on record that explains why pytest has stopped."""
+        return bool(self.problems) or any(record.outcome in ("failed", "error") for record in self.records.values())
+
+    def finish(self, pytest_exit: int, *, why: str | None = None) -> int:
+        """Agree on the verdict and close the record. Every rank must call this; returns the exit code.
+
+        ``why`` pytest has interrupted itself, if it has and that is known.
+        """
         if self.watch is None or self.exchange is None:
             return pytest_exit
         watch = self.watch
         if watch.ending is None and pytest_exit in (2, 3):
             name = {2: "interrupted", 3: "internal error"}[pytest_exit]
-            who = self.names[self.rank]
-            watch.end(Ending(name=name, message=f"{name} on {who}", exit=pytest_exit))
+            message = one_line(why or f"{name} on {self.names[self.rank]}")
+            watch.end(Ending(name=name, message=message, exit=pytest_exit))
         agreed: Mapping[str, Any] = {}
         if watch.ending is None:
             agreed = self._agree_on_finish(pytest_exit)
@@ -330,10 +365,11 @@ class Run:
             return
         watch = self.watch
         watch.goodbye("finished")
-        self._wait_for_reports()
         ending = watch.ending
-        if ending is not None and ending.name == "rank stuck" and self.rank not in ending.culprits:
+        if ending is not None and ending.name in ("rank stuck", "rank lost") and self.rank not in ending.culprits:
             watch.kill_stuck([rank for rank in ending.culprits if rank != self.rank])
+        # After that: the recorder lives as long as rank 0, which may be the one that is stuck.
+        self._wait_for_reports()
         watch.close()
         if self.cluster is not None and ending is None:
             self.cluster.close()
@@ -345,9 +381,8 @@ class Run:
         if self.joined is None or self.rank == 0 or self.joined.hosts[0] != self.facts.hostname:
             return
         pid = self.joined.shared.get("recorder_pid")
-        deadline = time.monotonic() + _REPORTS_WRITTEN_SECONDS
-        while pid is not None and Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        if pid is not None:
+            wait_for_end(int(pid), _REPORTS_WRITTEN_SECONDS)
 
     def tell_launcher(self) -> None:
         """Put one readable line into torchrun's summary of failures."""

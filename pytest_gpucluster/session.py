@@ -17,8 +17,9 @@ from pytest_gpucluster.agreement.watch import Ending
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.opening import Opening
 from pytest_gpucluster.phase import Phases, name_of
+from pytest_gpucluster.refused import asked_path
 from pytest_gpucluster.run import Run
-from pytest_gpucluster.selection import is_selection
+from pytest_gpucluster.selection import is_selection, only_lists
 
 if TYPE_CHECKING:
     from _pytest._io import TerminalWriter
@@ -32,7 +33,7 @@ def take_junit(config: pytest.Config, run: Run) -> None:
     path = getattr(config.option, "xmlpath", None)
     if not path:
         return
-    run.junit_path = Path(os.path.abspath(os.path.expanduser(os.path.expandvars(path))))
+    run.junit_path = asked_path(path)
     config.option.xmlpath = None
     suite_properties.register(config, run.send)
 
@@ -59,7 +60,7 @@ class Session:
         """Open the run; ranks above 0 fall silent."""
         if self._run.rank != 0:
             self._silence()
-        if self._config.option.collectonly:
+        if only_lists(self._config):
             return
         self._run.selection = is_selection(self._config)
         Opening(self._run).open()
@@ -91,15 +92,22 @@ class Session:
 
     def collected(self, session: pytest.Session) -> None:
         """Agree with all ranks on the tests to run. Every rank must call this."""
-        if self._config.option.collectonly or self._run.watch is None:
+        if self._run.watch is None:
             return
         self._node_ids = [item.nodeid for item in session.items]
         if self._run.facts.world_size > 1:
             self._agree_on_collection(session)
         if self.refuses_to_run():
             session.items[:] = []
+        elif self._collection_errors and self._run.rank == 0:
+            self._run.problem("collection", *self._why_not_collected())
         self._run.collected = [name_of(item) for item in session.items]
         self._run.send({"type": "collected", "tests": [test.to_json() for test in self._run.collected]})
+
+    def _why_not_collected(self) -> tuple[str, str]:
+        """Return the first collection error in one line, and all of them."""
+        nodeid, text = self._collection_errors[0]
+        return f"cannot collect {nodeid}: {last_error(text)}", "\n\n".join(text for _, text in self._collection_errors)
 
     def _agree_on_collection(self, session: pytest.Session) -> None:
         run, node_ids = self._run, self._node_ids
@@ -149,10 +157,8 @@ class Session:
         with_errors = [rank for rank, body in bodies.items() if body["errors"]]
         if with_errors and len(with_errors) < len(bodies):
             nodeid, text = bodies[with_errors[0]]["errors"][0]
-            last = next((line for line in reversed(text.splitlines()) if line.startswith("E ")), text)
             who = names[with_errors[0]] if len(with_errors) == 1 else rank_ranges(with_errors)
-            why = last.removeprefix("E").strip()
-            message = one_line(f"different tests collected: {who} cannot collect {nodeid}: {why}")
+            message = one_line(f"different tests collected: {who} cannot collect {nodeid}: {last_error(text)}")
             return {"disagreement": [message, f"{message}\n\n{text}"]}
         expected = list(bodies[0]["ids"])
         found = {rank: body["ids"] for rank, body in bodies.items() if rank != 0}
@@ -187,6 +193,8 @@ class Session:
 
     def status(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
         """Return pytest's words for a call that broke, or None."""
+        if self._phases.is_folded(report):
+            return "", "", ""
         return ("error", "E", "ERROR") if self._phases.is_error(report) else None
 
     # ---- the end ---------------------------------------------------------------------------------------------
@@ -196,12 +204,15 @@ class Session:
         if self._run.watch is None or self._finished:
             return
         self._finished = True
-        session.exitstatus = self._run.finish(int(session.exitstatus))
+        why = self._why_not_collected()[0] if self._collection_errors else None
+        session.exitstatus = self._run.finish(int(session.exitstatus), why=why)
 
     def last_words(self, session: pytest.Session) -> None:
         """Print the verdict under everything else."""
-        if self._run.facts.agent_store and self._run.facts.local_rank != 0:
-            # The agent waits for every rank; one exit code a node is enough, and gives one block in its summary.
+        ended = self._run.watch is not None and self._run.watch.ending is not None
+        if self._run.facts.agent_store and self._run.facts.local_rank != 0 and not ended:
+            # The agent waits for every rank; one exit code a node is enough, and gives one block in its summary. But
+            # when the run has broken, the first rank of the node may not be there any more to give it.
             session.exitstatus = 0
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
         if self._run.rank != 0 or self._run.verdict is None or reporter is None or not self._finished:
@@ -212,3 +223,9 @@ class Session:
     def close(self) -> None:
         """Leave the run, once everything is printed."""
         self._run.close()
+
+
+def last_error(text: str) -> str:
+    """Return the last line that pytest marks as the error in a traceback."""
+    last = next((line for line in reversed(text.splitlines()) if line.startswith("E ")), text)
+    return one_line(last.removeprefix("E"))

@@ -80,7 +80,8 @@ def decide(
     if ending is not None:
         return Verdict(word=BROKEN, exit=ending[0], reason=ending[1])
     if errors or problems:
-        return Verdict(word=BROKEN, exit=11, reason=_first(errors, "broke") if errors else problems[0])
+        # What went wrong outside the tests explains what then broke in them.
+        return Verdict(word=BROKEN, exit=11, reason=problems[0] if problems else _first(errors, "broke"))
     if pytest_exit in (2, 3, 4, 5):
         return Verdict(word=BROKEN, exit=pytest_exit, reason=EXIT_CODES[pytest_exit].partition(": ")[2])
     if pytest_exit != 0:
@@ -92,7 +93,7 @@ def decide(
     passed = [r for r in results if r.outcome == "passed"]
     reason = f"{len(passed)} passed; {topology}"
     if rehearsal:
-        return Verdict(word=REHEARSED, exit=0, reason=f"{reason}; a rehearsal says nothing about hardware")
+        return Verdict(word=REHEARSED, exit=0, reason=reason)
     if selection:
         return Verdict(word=SELECTION_PASSED, exit=0, reason=f"{reason}; only a selection ran")
     if not any(r.criterion for r in passed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from pytest_gpucluster.agreement.merge import one_line, rank_ranges
@@ -11,8 +12,8 @@ _SHOWN = 20
 
 
 def digest(node_ids: Sequence[str]) -> str:
-    """Return a hash of the set of tests: ranks may have found them in another order."""
-    text = "\n".join(sorted(node_ids)).encode("utf-8", "surrogateescape")
+    """Return a hash of the tests: ranks may have found them in another order, but each as often."""
+    text = "\n".join(sorted(node_ids)).encode("utf-8", "surrogatepass")
     return hashlib.sha256(text).hexdigest()
 
 
@@ -31,23 +32,29 @@ def disagreement(
     """
     groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[int]] = {}
     for rank, node_ids in found.items():
-        missing = tuple(node_id for node_id in expected if node_id not in set(node_ids))
-        extra = () if subset else tuple(node_id for node_id in node_ids if node_id not in set(expected))
+        missing = _without(expected, node_ids)
+        extra = () if subset else _without(node_ids, expected)
         if missing or extra:
             groups.setdefault((missing, extra), []).append(rank)
     if not groups:
         return None
     (missing, extra), ranks = next(iter(groups.items()))
     who = names[ranks[0]] if len(ranks) == 1 else rank_ranges(ranks)
+    verbs = ("lacks", "alone has") if len(ranks) == 1 else ("lack", "alone have")
     parts = [
         f"{what} {len(tests)} test{'s' if len(tests) > 1 else ''} ({tests[0]}{', …' if len(tests) > 1 else ''})"
-        for what, tests in (("lacks", missing), ("alone has", extra))
+        for what, tests in zip(verbs, (missing, extra), strict=True)
         if tests
     ]
     message = one_line(f"different tests collected: {who} {' and '.join(parts)}")
     return message, "\n\n".join(
         _diff(rank_ranges(ranks), missing, extra) for (missing, extra), ranks in groups.items()
     )
+
+
+def _without(node_ids: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
+    """Return what is in the first and not, or not as often, in the second."""
+    return tuple((Counter(node_ids) - Counter(others)).elements())
 
 
 def _diff(who: str, missing: Sequence[str], extra: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -124,6 +125,11 @@ class Culprit:
     text: str
 
 
+def silent_culprit(state: str) -> Culprit:
+    """Return what is said of a rank that does not answer; ``state`` is that of its process, as seen from outside."""
+    return Culprit(message=f"does not answer ({state})", text=f"The process does not answer: {state}.")
+
+
 def culprits(
     wheres: Mapping[int, Where], silent: Mapping[int, str], *, missing: Sequence[int]
 ) -> dict[int, Culprit]:
@@ -137,11 +143,7 @@ def culprits(
     A rank that does not even answer is to blame; else one that is stuck outside of any collective; else one that
     finished without, or entered another collective than, what the others wait in.
     """
-    found = {
-        rank: Culprit(message=f"does not answer ({state})", text=f"The process does not answer: {state}.")
-        for rank, state in silent.items()
-        if rank in missing
-    }
+    found = {rank: silent_culprit(state) for rank, state in silent.items() if rank in missing}
     stuck = {rank: where for rank, where in wheres.items() if rank in missing}
     for rank, where in stuck.items():
         if not where.pending:
@@ -155,18 +157,21 @@ def culprits(
 
 def _left_behind(wheres: Mapping[int, Where], stuck: Mapping[int, Where]) -> dict[int, Culprit]:
     waits = {rank: where.pending[-1] for rank, where in stuck.items()}
-    furthest = max(waits.values(), key=lambda o: o.sequence)
+    # Where most ranks wait is where all should be; of equally many, the one that is further.
+    counts = Counter(waits.values())
+    furthest = max(waits.values(), key=lambda o: (counts[o], o.sequence))
     waiting = [rank for rank, o in waits.items() if o == furthest]
     told = f"{furthest.name} #{furthest.sequence} of group {furthest.group}"
+    waiters = f"{rank_ranges(waiting)} {'waits' if len(waiting) == 1 else 'wait'}"
     found: dict[int, Culprit] = {}
     for rank, where in wheres.items():
         if rank in waiting:
             continue
         if rank in waits:
             other = waits[rank]
-            message = f"waits in {other.name} #{other.sequence}, while {rank_ranges(waiting)} wait in {told}"
+            message = f"waits in {other.name} #{other.sequence}, while {waiters} in {told}"
         elif where.entered(furthest.group) < furthest.sequence:
-            message = f"finished without entering {told}, in which {rank_ranges(waiting)} wait"
+            message = f"finished without entering {told}, where {waiters}"
         else:
             continue
         found[rank] = Culprit(message=message, text=where.describe())

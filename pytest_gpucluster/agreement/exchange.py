@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
+from pytest_gpucluster.agreement.merge import one_line
 from pytest_gpucluster.agreement.store import Store, Stores
 from pytest_gpucluster.errors import StoreError
 
@@ -72,9 +73,7 @@ class Exchange:
                 verdict = json.loads(self._store.get(verdict_key(number)))
                 self._garbage.append(key_of(number - 1, self._rank))
         except RuntimeError as error:  # torch's DistError family
-            raise StoreError(
-                f"the rendezvous store has stopped answering: {str(error).splitlines()[0]}"
-            ) from error
+            raise StoreError(f"the rendezvous store has stopped answering: {one_line(str(error))}") from error
         return verdict
 
     def take_garbage(self) -> list[str]:

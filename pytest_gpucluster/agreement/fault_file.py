@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import secrets
 import tempfile
 from pathlib import Path
 from typing import IO
@@ -13,13 +14,15 @@ class FaultFile:
     """The file of this process. It is removed at an orderly end."""
 
     def __init__(self) -> None:
-        self.path = Path(tempfile.gettempdir()) / f"gpucluster-fault-{os.getpid()}.txt"
+        # Numbers of processes come again, also for other users: a file that somebody left must not be in the way.
+        name = f"gpucluster-fault-{os.getpid()}-{secrets.token_hex(4)}.txt"
+        self.path = Path(tempfile.gettempdir()) / name
         self._file: IO[str] | None = None
 
     def open(self) -> IO[str]:
         """Let faulthandler write here, and return the open file."""
         if self._file is None:
-            self._file = open(self.path, "w", encoding="utf-8")  # noqa: SIM115  # faulthandler writes until the end
+            self._file = open(self.path, "x", encoding="utf-8")  # noqa: SIM115  # faulthandler writes until the end
             faulthandler.enable(self._file)
         return self._file
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from pytest_gpucluster.agreement.merge import one_line
 from pytest_gpucluster.agreement.store import Store
 from pytest_gpucluster.errors import PreflightError, StoreError
 from pytest_gpucluster.launch import RankFacts
@@ -55,8 +56,22 @@ def join(
 
     Raises:
         Refused: the ranks do not suit; it is the same on every rank.
-        StoreError: rank 0 gave no word in time.
+        StoreError: rank 0 gave no word in time, or the store has gone.
     """
+    try:
+        return _report(store, facts, me, timeout_seconds, check, shared)
+    except RuntimeError as error:  # torch's DistError family
+        raise StoreError(f"{facts}: the rendezvous store is gone: {one_line(str(error))}") from error
+
+
+def _report(
+    store: Store,
+    facts: RankFacts,
+    me: Who,
+    timeout_seconds: float,
+    check: Callable[[Mapping[int, Who]], Refusal | None],
+    shared: Mapping[str, Any],
+) -> Joined:
     store.set(f"hb/{facts.rank}", "0")
     store.set(f"who/{facts.rank}", json.dumps(me))
     store.add("who/count", 1)
@@ -79,11 +94,12 @@ def join(
         store.wait(["join"], timedelta(seconds=timeout_seconds + _VERDICT_MARGIN_SECONDS))
     except RuntimeError as error:
         raise StoreError(
-            f"rank {facts.rank} on {facts.hostname}: rank 0 gave no word within {timeout_seconds:g} s after the start; "
+            f"{facts}: rank 0 gave no word within {timeout_seconds:g} s after the start ({one_line(str(error))}); "
             "see its output and the report on its host"
         ) from error
     answer = json.loads(store.get("join"))
     if answer["refusal"] is not None:
+        store.set(f"bye/{facts.rank}", "refused")
         raise Refused(Refusal(**answer["refusal"]))
     here = [rank for rank, host in enumerate(answer["hosts"]) if host == me["host"] or rank == 0]
     return Joined(hosts=answer["hosts"], who=roll(store, here), shared=answer["shared"])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 MESSAGE_LENGTH = 200
 """A failure's message is one line of at most this many characters. Source: what CI readers show in their lists."""
+_ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +17,8 @@ class RankOutcome:
     """How a phase ended on one rank.
 
     ``outcome`` is passed, failed (a verdict about the hardware), error (the run or its environment broke), skipped,
-    released (ended by us because of a peer), hung or lost. ``message`` is one line, ``text`` the whole failure.
+    released (ended by us because of a peer), cut (a peer was gone from a collective), hung or lost. ``message`` is one
+    line, ``text`` the whole failure.
     """
 
     rank: int
@@ -63,6 +66,10 @@ class Merged:
     ranks: Sequence[Mapping[str, Any]] = field(default=())
     dirty: bool = False
     """Ranks may have been left in different places: the process group must be made anew."""
+    table: str = ""
+    """What was measured, for the terminal; reports make their own from the journal."""
+    judged: bool = False
+    """The text begins with the judgement on the measurements, which pytest's own traceback lacks."""
 
 
 def one_line(text: str, limit: int = MESSAGE_LENGTH) -> str:
@@ -96,7 +103,8 @@ def merge(outcomes: Sequence[RankOutcome], names: Mapping[int, str], *, unfinish
         names: rank -> how to call it, with host and GPU.
         unfinished: why ranks were released when none of them is to blame, such as a deadline.
     """
-    released = [o.rank for o in outcomes if o.outcome == "released"]
+    outcomes = _cut_explained(outcomes)
+    released = _ranks_of(outcomes, "released")
     bad = [o for o in outcomes if o.outcome in ("failed", "error", "hung", "lost")]
     skipped = [o for o in outcomes if o.outcome == "skipped"]
     ranks = [
@@ -104,12 +112,12 @@ def merge(outcomes: Sequence[RankOutcome], names: Mapping[int, str], *, unfinish
         for o in outcomes
         if o.outcome != "passed"
     ]
+    if not bad and skipped and len(skipped) < len(outcomes):
+        return _disagreeing_skip(skipped, outcomes, names, ranks)
     if not bad and not released:
         if not skipped:
             return Merged(outcome="passed")
-        if len(skipped) == len(outcomes):
-            return Merged(outcome="skipped", message=skipped[0].message, text=skipped[0].text, ranks=ranks)
-        return _disagreeing_skip(skipped, outcomes, names, ranks)
+        return Merged(outcome="skipped", message=skipped[0].message, text=skipped[0].text, ranks=ranks)
     if not bad:
         message = f"{unfinished or 'released'}: {rank_ranges(released)} did not finish"
         return Merged(
@@ -127,7 +135,9 @@ def merge(outcomes: Sequence[RankOutcome], names: Mapping[int, str], *, unfinish
     same = [o.rank for o in bad if (o.outcome, o.message) == (first.outcome, first.message)]
     others = len(bad) - len(same)
     who = names[first.rank] if len(same) == 1 else rank_ranges(same)
-    message = f"{who}: {first.message}" + (f" (and {others} more failing)" if others else "")
+    # What says of a rank that it is lost begins with its name already.
+    message = first.message if first.message.startswith(who) else f"{who}: {first.message}"
+    message += f" (and {others} more failing)" if others else ""
     parts = _folded(bad, names)
     if released:
         parts.append(f"Released because of this, not to blame: {rank_ranges(released)}.")
@@ -142,8 +152,19 @@ def merge(outcomes: Sequence[RankOutcome], names: Mapping[int, str], *, unfinish
     )
 
 
+def _cut_explained(outcomes: Sequence[RankOutcome]) -> Sequence[RankOutcome]:
+    """A rank whose peer was gone suffers from what happened to that peer. If nobody knows of that, it is the error."""
+    explained = any(o.outcome in ("failed", "error", "hung", "lost", "skipped") for o in outcomes)
+    outcome = "released" if explained else "error"
+    return [replace(o, outcome=outcome) if o.outcome == "cut" else o for o in outcomes]
+
+
 def _of(outcomes: Sequence[RankOutcome], outcome: str) -> list[RankOutcome]:
     return [o for o in outcomes if o.outcome == outcome]
+
+
+def _ranks_of(outcomes: Sequence[RankOutcome], outcome: str) -> list[int]:
+    return [o.rank for o in _of(outcomes, outcome)]
 
 
 def _disagreeing_skip(
@@ -162,6 +183,7 @@ def _disagreeing_skip(
         message=one_line(message),
         text=f"{message}\n\n{table}",
         culprits=quiet,
+        released=_ranks_of(outcomes, "released"),
         ranks=ranks,
         dirty=True,
     )
@@ -171,9 +193,12 @@ def _folded(bad: Sequence[RankOutcome], names: Mapping[int, str]) -> list[str]:
     """Return one section for each different failure: a thousand equal tracebacks are one."""
     groups: dict[tuple[str, str], list[RankOutcome]] = {}
     for outcome in bad:
-        groups.setdefault((outcome.outcome, outcome.text or outcome.message), []).append(outcome)
+        # The addresses of objects differ in each process and tell nothing.
+        text = _ADDRESS.sub("0x…", outcome.text or outcome.message)
+        groups.setdefault((outcome.outcome, text), []).append(outcome)
     sections = []
-    for (kind, text), members in groups.items():
+    for (kind, _), members in groups.items():
+        text = members[0].text or members[0].message
         if len(members) == 1:
             title = names[members[0].rank]
         else:

@@ -61,14 +61,15 @@ class MemoryStore:
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        self.wait(keys, timedelta(seconds=self._timeout))
         with self._changed:
+            self.wait(keys, timedelta(seconds=self._timeout))
             return [self._values[key] for key in keys]
 
     def add(self, key: str, amount: int) -> int:
         with self._changed:
             total = int(self._values.get(key, b"0")) + amount
             self._values[key] = str(total).encode()
+            self._changed.notify_all()
             return total
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -91,7 +92,9 @@ class MemoryStore:
             if not self._changed.wait_for(
                 lambda: all(key in self._values for key in keys), timeout.total_seconds()
             ):
-                raise TimeoutError(f"none of the keys {list(keys)} came within {timeout}")
+                missing = [key for key in keys if key not in self._values]
+                # A RuntimeError, as torch's DistStoreError is one: callers catch that.
+                raise RuntimeError(f"{', '.join(missing)} did not come within {timeout.total_seconds():g} s")
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout.total_seconds()
@@ -116,7 +119,7 @@ def connect(facts: RankFacts, *, timeout_seconds: float) -> Stores:
         tcp = dist.TCPStore(
             str(facts.master_addr), int(facts.master_port or 0), is_master=False, timeout=timeout
         )
-        prefix = f"gpucluster/{facts.run_id}/{facts.restart_count}"
+        prefix = prefix_of(facts)
         main = dist.PrefixStore(prefix, tcp)
         side = dist.PrefixStore(prefix, tcp.clone())
     except RuntimeError as error:  # DistNetworkError and DistStoreError are RuntimeErrors
@@ -127,6 +130,11 @@ def connect(facts: RankFacts, *, timeout_seconds: float) -> Stores:
             f"and that no firewall lies between (launcher: {facts.launcher})"
         ) from error
     return Stores(main=main, side=side, for_group=lambda name: dist.PrefixStore(f"{prefix}/torch/{name}", tcp.clone()))
+
+
+def prefix_of(facts: RankFacts) -> str:
+    """Return what every key of a run begins with."""
+    return f"gpucluster/{facts.run_id}/{facts.restart_count}"
 
 
 def _store_in_memory(name: str) -> Any:

@@ -47,13 +47,15 @@ class Siblings:
         for peer, facts in who.items():
             if peer == rank or facts["host"] != who[rank]["host"] or not hasattr(os, "pidfd_open"):
                 continue
-            # The same host name may hide another pid namespace (a container for each rank).
-            if start_time(facts["pid"]) != facts["start_time"]:
-                continue
             try:
                 fd = os.pidfd_open(facts["pid"])
             except OSError:
                 continue  # it has ended meanwhile: its frozen heartbeat will tell
+            # The same host name may hide another pid namespace (a container for each rank), or the number may have
+            # been given to another process. Compared once the pidfd holds it, so that it cannot change any more.
+            if start_time(facts["pid"]) != facts["start_time"]:
+                os.close(fd)
+                continue
             self._rank_of_fd[fd] = peer
             self.rank_fds[peer] = fd
 

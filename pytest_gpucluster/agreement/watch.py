@@ -13,10 +13,12 @@ import os
 import select
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from pytest_gpucluster import fault_dump
 from pytest_gpucluster.agreement import diagnosis, events, exchange, vitals
 from pytest_gpucluster.agreement.release import Releaser
 from pytest_gpucluster.agreement.release.python import PythonReleaser
@@ -28,13 +30,17 @@ _TICK_SECONDS = 0.1
 _RANKS_PER_TICK = 256
 """Above this many ranks each looks less often, so that the store's load stays what it is at this many."""
 _BEAT_SECONDS = 1.0
+_LOOK_SECONDS = 0.01
 _GIL_DUMP_SECONDS = 2.5
 """A process that holds the GIL this long has its stacks written by faulthandler, which needs no GIL."""
 _ANSWER_SECONDS = 1.0
 """How long ranks have to say where they are, once a deadline has passed."""
 _LOST_BEFORE_TERM_SECONDS = 0.4
 """torchrun sends SIGTERM about 0.1 s after another rank's death: look that long for a death that explains it."""
+_SILENT_SECONDS = 4.0
+"""A rank 0 that is past a deadline and has not beaten for so long is stopped or holds the GIL: nobody hears of it."""
 _BACKSTOP_SECONDS = 10.0
+"""Whatever else goes wrong with rank 0: so long after it should have given up, the others go on without it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +64,7 @@ class _Phase:
     in_body: bool = True
     peer_failed: float | None = None
     peer_message: str = ""
+    release_reason: str = ""
     overdue_since: float | None = None
     released_since: float | None = None
     culprits: dict[int, diagnosis.Culprit] = field(default_factory=dict)
@@ -118,12 +125,13 @@ class Watch:
         """Start watching. Main thread."""
         self._pipe.install()
         self.python.install()
+        self._arm_dump()  # here too: the first test may take the GIL before the watcher's first look
         self._thread.start()
 
-    def guard(self, releaser: Releaser) -> None:
+    def guard(self, *releasers: Releaser) -> None:
         """Use one more way to free the main thread: that of a process group just made."""
         with self._lock:
-            self._releasers = [releaser]
+            self._releasers = list(releasers)
 
     def enter(self, label: str, deadline_seconds: float) -> int:
         """Open a phase: from now on the main thread may be released. Return the number of its exchange."""
@@ -145,6 +153,20 @@ class Watch:
         """Return why this rank was released in a phase, or None if it came back by itself."""
         return self._released.get(number)
 
+    def explanation(self, number: int, wait_seconds: float) -> str | None:
+        """Return why a peer may be gone from a collective of a phase; wait a moment for the news of it.
+
+        A closed connection is often known before what closed it: a death, or a peer's release.
+        """
+        until = time.monotonic() + wait_seconds
+        while True:
+            with self._lock:
+                phase = self._phase
+                reason = self.ending.message if self.ending else phase.release_reason or phase.peer_message
+            if reason or phase.number != number or time.monotonic() >= until:
+                return reason or None
+            time.sleep(_LOOK_SECONDS)
+
     def culprits(self, number: int) -> dict[int, diagnosis.Culprit]:
         """Return the ranks found to hold the others up in a phase (rank 0's watcher knows)."""
         with self._lock:
@@ -155,10 +177,16 @@ class Watch:
         with self._lock:
             return self._phase.number == number and self._phase.stuck
 
-    def report_failure(self, store: Store, number: int, message: str) -> None:
-        """Tell the peers that this rank has failed, so that those who wait for it are released."""
-        if self._facts.world_size > 1 and self.ending is None:
-            events.post(store, "failed", rank=self._facts.rank, number=number, message=message)
+    def report_absence(self, store: Store, number: int, message: str) -> None:
+        """Tell the peers that this rank has failed or skipped, so that those who wait for it are released.
+
+        The first of them does: a thousand ranks that fail alike need no thousand events.
+        """
+        if self._facts.world_size == 1 or self.ending is not None:
+            return
+        first = store.compare_set(f"absent/{number}", "", str(self._facts.rank))
+        if first.decode() == str(self._facts.rank):
+            events.post(store, "absent", rank=self._facts.rank, number=number, message=message)
 
     def end(self, ending: Ending) -> None:
         """End the run, from the main thread."""
@@ -167,7 +195,9 @@ class Watch:
     def agreed_to_end(self, ending: Ending) -> None:
         """Take over an ending that the verdict of an exchange has told every rank."""
         with self._lock:
-            self.ending = self.ending or ending
+            if self.ending is None:
+                self.ending = ending
+                self._ending_since = time.monotonic()
 
     def goodbye(self, reason: str) -> None:
         """Say that this rank leaves on purpose: whoever finds it gone later will not call it lost."""
@@ -223,9 +253,12 @@ class Watch:
                     self._store.delete_key(key)
             except RuntimeError as error:  # torch's DistError family: the store's connection is gone
                 self._store_gone(error)
-                return self._after_store()
+                return self._without_store()
+            except Exception as error:  # nobody else would ever learn that this rank is watched no more
+                self._broken(error)
+                return self._without_store()
 
-    def _after_store(self) -> None:
+    def _without_store(self) -> None:
         while not self._stop.wait(self._tick):
             self._act_on_ending()
 
@@ -240,6 +273,11 @@ class Watch:
             ),
             tell=False,
         )
+
+    def _broken(self, error: Exception) -> None:
+        message = f"the watcher of {self._names[self._facts.rank]} broke: {type(error).__name__}: {error}"
+        text = "".join(traceback.format_exception(error))
+        self._end(Ending(name="internal error", message=message, exit=3, text=text), tell=True)
 
     # ---- what can happen -------------------------------------------------------------------------------------
 
@@ -256,8 +294,7 @@ class Watch:
                 text = file.read()
         except OSError:
             return ""
-        fatal = [line for line in text.splitlines() if line.startswith("Fatal Python error")]
-        return f" ({fatal[-1]})" if fatal else " (killed, or ended by os._exit)"
+        return f" ({fault_dump.fatal_error(text) or 'killed, or ended by os._exit'})"
 
     def _lose(self, rank: int, why: str) -> None:
         if rank in self._lost:
@@ -296,27 +333,27 @@ class Watch:
             )
             if stuck:
                 self._ending_since -= self._timeouts.terminate - 2.0
+        elif kind == "overdue":
+            self._say_where(event["number"], phase)
         elif event["number"] != phase.number:
             return  # of a phase that is over here
-        elif kind == "failed" and phase.peer_failed is None:
+        elif kind == "absent" and phase.peer_failed is None:
             phase.peer_failed = time.monotonic()
-            phase.peer_message = f"{self._names[event['rank']]} failed: {event['message']}"
-        elif kind == "overdue":
-            self._say_where(phase)
+            phase.peer_message = f"{self._names[event['rank']]} {event['message']}"
         elif kind == "release":
             phase.culprits = {
                 int(rank): diagnosis.Culprit(**culprit) for rank, culprit in event["culprits"].items()
             }
             self._release(phase, event["reason"])
 
-    def _say_where(self, phase: _Phase) -> None:
+    def _say_where(self, number: int, phase: _Phase) -> None:
         where = diagnosis.Where(
             rank=self._facts.rank,
             arrived=not phase.in_body,
             stack=diagnosis.main_thread_stack(),
             operations=self._operations(phase),
         )
-        self._store.set(f"where/{phase.number}/{self._facts.rank}", json.dumps(where.to_json()))
+        self._store.set(f"where/{number}/{self._facts.rank}", json.dumps(where.to_json()))
 
     def _operations(self, phase: _Phase) -> list[diagnosis.Operation]:
         making = [diagnosis.making_group() for releaser in self._releasers if releaser.making_group]
@@ -324,7 +361,7 @@ class Watch:
 
     def _beat(self) -> None:
         self._store.set(f"hb/{self._facts.rank}", str(time.monotonic_ns()))
-        faulthandler.dump_traceback_later(_GIL_DUMP_SECONDS, file=self._fault_file, exit=False)
+        self._arm_dump()
         self._on_beat()
         if self._facts.agent_store and os.getppid() != self._parent:
             message = (
@@ -348,6 +385,9 @@ class Watch:
             elif here and silent > self._timeouts.unresponsive and self._facts.rank == 0:
                 self._phase.deadline_seconds = 0.0
 
+    def _arm_dump(self) -> None:
+        faulthandler.dump_traceback_later(_GIL_DUMP_SECONDS, file=self._fault_file, exit=False)
+
     def _store_says_bye(self, rank: int, silent: float) -> bool:
         return silent > 2 * _BEAT_SECONDS and self._store.check([f"bye/{rank}"])
 
@@ -370,15 +410,20 @@ class Watch:
             self._free_main(phase)
         if self._facts.rank == 0:
             self._hold_to_deadline(phase, now)
-        elif phase.overdue > self._timeouts.grace + self._timeouts.stuck + _BACKSTOP_SECONDS:
-            silent = self._heartbeats.silent_for(0)
-            state = (
-                vitals.process_state(self._who[0]["pid"])
-                if 0 in self._siblings.rank_fds
-                else "on another host"
-            )
-            why = f"it has not ended {phase.label} and has been silent for {silent:.0f} s ({state})"
-            self._lose(0, why)
+        else:
+            self._watch_rank_0(phase)
+
+    def _watch_rank_0(self, phase: _Phase) -> None:
+        """Ranks above 0: nobody but they can tell that rank 0, which holds all to the deadline, is itself stuck."""
+        silent = self._heartbeats.silent_for(0)
+        latest = self._timeouts.grace + self._timeouts.stuck + _BACKSTOP_SECONDS
+        here = 0 in self._siblings.rank_fds
+        if (
+            phase.overdue > latest
+            or (phase.overdue > _ANSWER_SECONDS and silent > _SILENT_SECONDS)
+            or (here and silent > self._timeouts.unresponsive)
+        ):
+            self._lose(0, f"it does not answer ({self._silence(0)})")
 
     def _look_for_termination(self) -> None:
         if self._terminated_at is None or self.ending is not None:
@@ -426,6 +471,8 @@ class Watch:
         }
         silent = {rank: self._silence(rank) for rank in missing if rank not in answered}
         found = diagnosis.culprits(wheres, silent, missing=missing)
+        # Here at once: the ranks may answer before this rank has read its own event.
+        phase.culprits = found
         reason = f"not finished within {phase.deadline_seconds:g} s"
         if found:
             reason += "; " + "; ".join(
@@ -446,14 +493,19 @@ class Watch:
         if rank not in self._siblings.rank_fds:
             return f"on {self._who[rank]['host']}, no heartbeat for {self._heartbeats.silent_for(rank):.0f} s"
         state = f"process {self._who[rank]['pid']} is {vitals.process_state(self._who[rank]['pid'])}"
-        with contextlib.suppress(OSError), open(self._who[rank]["fault_file"], encoding="utf-8") as file:
-            frames = [line.strip() for line in file if line.strip().startswith("File ")]
-            if frames:
-                state += f", holding the GIL at {frames[0]}"
+        path = self._who[rank]["fault_file"]
+        with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="backslashreplace") as file:
+            place = fault_dump.place(file.read())
+            if place:
+                state += f", holding the GIL at {place}"
         return state
 
     def _give_up(self, phase: _Phase, missing: Sequence[int]) -> None:
         phase.stuck = True
+        for rank in missing:
+            if rank != 0 and not self._store.check([f"where/{phase.number}/{rank}"]):
+                state = self._silence(rank)  # by now more may be known of it
+                phase.culprits[rank] = diagnosis.silent_culprit(state)
         names = ", ".join(self._names[rank] for rank in missing)
         told = "; ".join(c.message for rank, c in phase.culprits.items() if rank in missing)
         message = f"{names} cannot be released from {phase.label}" + (f": {told}" if told else "")
@@ -474,6 +526,7 @@ class Watch:
 
     def _release(self, phase: _Phase, reason: str) -> None:
         with self._lock:
+            phase.release_reason = phase.release_reason or reason
             if phase.released_since is None or phase.in_body:
                 phase.released_since = phase.released_since or time.monotonic()
                 self._free_main(phase, reason)

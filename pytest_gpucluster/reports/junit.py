@@ -30,6 +30,7 @@ from pytest_gpucluster.reports.tables import (
     measurement_text,
     metric_name,
     one_line,
+    rank_ranges,
     rank_tables,
     visible,
 )
@@ -291,8 +292,10 @@ def _suite_properties(journal: Journal, options: JUnitOptions) -> dict[str, str]
         "version.pytest-gpucluster": run.plugin_version,
     }
     properties |= {f"version.{name}": version for name, version in run.versions.items()}
+    properties |= _cluster_properties(journal)
     for name, (value, origin) in run.options.items():
-        properties[f"option.{name}"] = f"{value} (from {origin})" if origin else value
+        if origin != "default":
+            properties[f"option.{name}"] = f"{value} (from {origin})" if origin else value
     properties = {name: value for name, value in properties.items() if value}
     for name, value in journal.properties:
         _set(properties, name, value)
@@ -306,6 +309,24 @@ def _suite_properties(journal: Journal, options: JUnitOptions) -> dict[str, str]
                 limit = f"{limit_text(judged)}; {judged.limit.origin or 'of unknown origin'}{source}"
                 _set(properties, f"limit[{judged.metric}]", limit, unless_same=True)
     return properties
+
+
+def _cluster_properties(journal: Journal) -> dict[str, str]:
+    """Return hosts, GPUs and versions; where ranks differ, each value with its ranks."""
+    ranks = journal.cluster.ranks if journal.cluster else ()
+    facts: dict[str, dict[str, list[int]]] = {}
+    for place in ranks:
+        known = {"host": place.host, "gpu": (place.gpu or {}).get("name", "")}
+        known |= {f"version.{name}": version for name, version in place.versions.items()}
+        for name, value in known.items():
+            if value:
+                facts.setdefault(name, {}).setdefault(value, []).append(place.rank)
+    return {
+        name: next(iter(values))
+        if len(values) == 1
+        else ", ".join(f"{value} ({rank_ranges(members)})" for value, members in values.items())
+        for name, values in facts.items()
+    }
 
 
 def _set(properties: dict[str, str], name: str, value: str, *, unless_same: bool = False) -> None:

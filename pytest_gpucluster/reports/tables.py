@@ -162,7 +162,7 @@ def _outcome_table(result: TestResult, journal: Journal) -> str:
     silent = sorted({*result.released, *result.culprits} - told_ranks)
     for rank in silent:
         is_culprit = rank in result.culprits
-        rows.setdefault((is_culprit, "error" if is_culprit else "released", ""), []).append(rank)
+        rows.setdefault((is_culprit, result.outcome if is_culprit else "released", ""), []).append(rank)
     if not rows:
         return ""
     passed = set(range(journal.run.world_size)) - told_ranks - set(silent)

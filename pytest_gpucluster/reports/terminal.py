@@ -21,7 +21,7 @@ def measurement_table(measurements: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _number(value: object, unit: str) -> str:
-    return f"{value:.6g} {unit}" if isinstance(value, (int, float)) else f"{value or 'none'}"
+    return f"{value:.4g} {unit}" if isinstance(value, (int, float)) else f"{value or 'none'}"
 
 
 def _limit(body: Mapping[str, Any]) -> str:
@@ -29,7 +29,7 @@ def _limit(body: Mapping[str, Any]) -> str:
     if not isinstance(limit, dict):
         return "none"
     parts = [
-        f"{sign} {limit[key]:.6g} {body['unit']}"
+        f"{sign} {limit[key]:.4g} {body['unit']}"
         for key, sign in (("min", ">="), ("max", "<="))
         if limit.get(key) is not None
     ]

@@ -53,9 +53,10 @@ class SocketReleaser:
 
     def release(self) -> None:
         """Shut the connections down; a listening socket stays, because gloo aborts the process without it."""
-        if self._making is not None:
-            self._take(self._making)
-        for fd, inode in self._sockets.items():
+        making = self._making  # the main thread may leave the block, and take sockets, at any moment
+        if making is not None:
+            self._take(making)
+        for fd, inode in list(self._sockets.items()):
             try:
                 # The number may have been given to another file since: the inode tells.
                 if os.readlink(f"{_FDS}/{fd}") != inode:
@@ -63,10 +64,8 @@ class SocketReleaser:
                 connection = socket.socket(fileno=os.dup(fd))
             except OSError:
                 continue  # closed in the meantime: nobody waits on it any more
-            with connection:
-                if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    continue
-                with contextlib.suppress(OSError):  # the peer was faster
+            with connection, contextlib.suppress(OSError):  # the peer was faster
+                if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     connection.shutdown(socket.SHUT_RDWR)
 
     def _take(self, before: dict[int, str]) -> None:

@@ -29,9 +29,9 @@ class NcclReleaser:
 
     def release(self) -> None:
         """Abort the default group and all groups made from it."""
-        if self._aborted:
-            return
-        self._aborted = True
         from torch.distributed import distributed_c10d
 
+        if self._aborted or not distributed_c10d.is_initialized():
+            return
+        self._aborted = True
         distributed_c10d._abort_process_group()

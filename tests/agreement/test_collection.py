@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from pytest_gpucluster.agreement.collection import digest, disagreement
+
+NAMES = {rank: f"rank {rank} (gpu-{rank:02d})" for rank in range(8)}
+TESTS = ["test_a.py::test_one", "test_a.py::test_two", "test_b.py::test_three"]
+
+
+def compare(
+    found: dict[int, list[str]], *, subset: bool = False, expected: list[str] = TESTS
+) -> tuple[str, str] | None:
+    return disagreement(expected, found, NAMES, subset=subset)
+
+
+def message(found: dict[int, list[str]], *, expected: list[str] = TESTS) -> str:
+    told = compare(found, expected=expected)
+    assert told is not None
+    return told[0]
+
+
+def test_the_digest_depends_on_the_tests_and_not_on_their_order() -> None:
+    shuffled = random.Random(1).sample(TESTS, len(TESTS))
+    assert digest(shuffled) == digest(TESTS)
+    assert digest(TESTS[:-1]) != digest(TESTS)
+    assert digest([*TESTS[:-1], "test_b.py::test_thrée"]) != digest(TESTS)
+
+
+def test_the_digest_depends_on_how_often_a_test_comes() -> None:
+    assert digest([*TESTS, TESTS[0]]) != digest(TESTS)
+
+
+def test_the_digest_takes_names_that_are_no_valid_text() -> None:
+    assert digest(["test_\udcff.py::test"]) != digest(["test_\ud800.py::test"])
+
+
+def test_ranks_with_the_same_tests_in_any_order_agree() -> None:
+    assert compare({1: list(TESTS), 2: TESTS[::-1]}) is None
+    assert compare({}) is None
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        pytest.param(TESTS[:2], f"rank 1 (gpu-01) lacks 1 test ({TESTS[2]})", id="one is missing"),
+        pytest.param(TESTS[:1], f"rank 1 (gpu-01) lacks 2 tests ({TESTS[1]}, …)", id="two are missing"),
+        pytest.param([*TESTS, "x.py::t"], "rank 1 (gpu-01) alone has 1 test (x.py::t)", id="one is too many"),
+        pytest.param([*TESTS, TESTS[0]], f"rank 1 (gpu-01) alone has 1 test ({TESTS[0]})", id="one comes twice"),
+        pytest.param(
+            [*TESTS[1:], "x.py::t"],
+            f"rank 1 (gpu-01) lacks 1 test ({TESTS[0]}) and alone has 1 test (x.py::t)",
+            id="both",
+        ),
+    ],
+)
+def test_the_message_says_who_lacks_or_alone_has_what(found: list[str], expected: str) -> None:
+    assert message({1: found, 2: list(TESTS)}) == f"different tests collected: {expected}"
+
+
+def test_a_test_that_rank_0_has_twice_and_another_once_is_missing_there() -> None:
+    assert message({1: TESTS}, expected=[*TESTS, TESTS[0]]).endswith(f"lacks 1 test ({TESTS[0]})")
+
+
+def test_ranks_that_deviate_alike_are_told_together() -> None:
+    told = compare({1: TESTS[:2], 2: TESTS[:2], 3: TESTS[:2], 4: list(TESTS), 5: [*TESTS, "x.py::t"]})
+    assert told is not None
+    message, diff = told
+    assert message == f"different tests collected: ranks 1-3 lack 1 test ({TESTS[2]})"
+    assert diff.split("\n\n") == [
+        f"rank 0 against ranks 1-3:\n- {TESTS[2]}    (only on rank 0, missing on ranks 1-3)",
+        "rank 0 against rank 5:\n+ x.py::t    (only on rank 5)",
+    ]
+
+
+def test_what_rank_0_left_out_by_its_cache_may_be_known_elsewhere() -> None:
+    assert compare({1: [*TESTS, "x.py::t"]}, subset=True) is None
+    assert compare({1: TESTS[:2]}, subset=True) is not None
+
+
+def test_a_long_diff_is_cut_and_says_how_much_is_left_out() -> None:
+    told = compare({1: []}, expected=[f"t.py::test[{n}]" for n in range(25)])
+    assert told is not None
+    lines = told[1].splitlines()
+    assert lines[-1] == "- and 5 more"
+    assert len(lines) == 1 + 20 + 1
+
+
+def test_the_message_stays_one_line_of_bounded_length() -> None:
+    assert len(message({1: []}, expected=["t.py::test[" + "x" * 500 + "]"])) == 200
+
+
+def test_large_suites_on_many_ranks_are_compared_in_no_time() -> None:
+    tests = [f"t.py::test[{n}]" for n in range(3000)]
+    begin = time.perf_counter()
+    assert disagreement(tests, dict.fromkeys(range(1, 8), tests[:-1]), NAMES, subset=False) is not None
+    assert time.perf_counter() - begin < 2.0

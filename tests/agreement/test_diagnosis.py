@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pytest_gpucluster.agreement import diagnosis
+from pytest_gpucluster.agreement.diagnosis import Operation, Where, culprits, main_thread_stack, recorded_operations
+
+STACK = """\
+  File "/suite/test_nccl.py", line 12, in test_it
+    step(cluster)
+  File "/suite/steps.py", line 40, in step
+    time.sleep(100)"""
+
+
+def op(sequence: int, name: str = "all_reduce", *, pending: bool = True, group: str = "world") -> Operation:
+    return Operation(group=group, sequence=sequence, name=name, pending=pending)
+
+
+def at(rank: int, *operations: Operation, arrived: bool = False, stack: str = STACK) -> Where:
+    return Where(rank=rank, arrived=arrived, stack=stack, operations=operations)
+
+
+def blamed(*wheres: Where, missing: list[int], silent: dict[int, str] | None = None) -> dict[int, str]:
+    found = culprits({where.rank: where for where in wheres}, silent or {}, missing=missing)
+    return {rank: culprit.message for rank, culprit in found.items()}
+
+
+def test_a_rank_that_hangs_outside_of_any_collective_is_blamed_with_its_place() -> None:
+    waiting = [at(rank, op(4, pending=False), op(5)) for rank in (0, 2)]
+    hanging = at(1, op(4, pending=False))
+    assert blamed(*waiting, hanging, missing=[0, 1, 2]) == {1: "hangs at steps.py:40 in step"}
+
+
+def test_a_rank_without_a_stack_still_gets_a_place() -> None:
+    assert blamed(at(0, stack="  (no Python frame)"), missing=[0]) == {0: "hangs outside of any collective"}
+
+
+def test_a_rank_that_does_not_answer_is_blamed_and_those_that_wait_for_it_are_not() -> None:
+    found = blamed(at(0, op(5)), missing=[0, 1], silent={1: "process 7 is T: stopped by a signal"})
+    assert found == {1: "does not answer (process 7 is T: stopped by a signal)"}
+
+
+def test_a_silent_rank_that_has_finished_is_not_blamed() -> None:
+    assert blamed(at(0), missing=[0], silent={1: "gone"}) == {0: "hangs at steps.py:40 in step"}
+
+
+def test_a_rank_that_has_finished_is_not_blamed_for_being_outside_of_a_collective() -> None:
+    found = blamed(at(0, arrived=True), at(1), missing=[1])
+    assert list(found) == [1]
+
+
+@pytest.mark.parametrize(
+    ("wheres", "missing", "expected"),
+    [
+        pytest.param(
+            [at(0, op(5)), at(1, op(4, pending=False), arrived=True), at(2, op(5))],
+            [0, 2],
+            {1: "finished without entering all_reduce #5 of group world, where ranks 0, 2 wait"},
+            id="one has left before the others' collective",
+        ),
+        pytest.param(
+            [at(0, op(5)), at(1, op(5, "barrier")), at(2, op(5))],
+            [0, 1, 2],
+            {1: "waits in barrier #5, while ranks 0, 2 wait in all_reduce #5 of group world"},
+            id="one is in another collective",
+        ),
+        pytest.param(
+            [at(0, op(5, "barrier")), at(1, op(5)), at(2, op(5))],
+            [0, 1, 2],
+            {0: "waits in barrier #5, while ranks 1-2 wait in all_reduce #5 of group world"},
+            id="rank 0 is in another collective",
+        ),
+        pytest.param(
+            [at(0, op(5)), at(1, op(4))],
+            [0, 1],
+            {1: "waits in all_reduce #4, while rank 0 waits in all_reduce #5 of group world"},
+            id="of two the one that is behind",
+        ),
+        pytest.param(
+            [at(0, op(9, group="tp")), at(1, op(8, group="world")), at(2, op(8, group="world"))],
+            [0, 1, 2],
+            {0: "waits in all_reduce #9, while ranks 1-2 wait in all_reduce #8 of group world"},
+            id="most ranks decide, not the count of another group",
+        ),
+        pytest.param([at(0, op(5)), at(1, op(5))], [0, 1], {}, id="all wait in the same: nobody is blamed"),
+        pytest.param(
+            [at(0, op(5)), at(1, op(5, pending=False), arrived=True)], [0], {}, id="one has been through it already"
+        ),
+    ],
+)
+def test_where_all_wait_in_collectives_the_odd_one_out_is_blamed(
+    wheres: list[Where], missing: list[int], expected: dict[int, str]
+) -> None:
+    assert blamed(*wheres, missing=missing) == expected
+
+
+def test_the_making_of_a_group_counts_as_a_collective_that_all_must_enter() -> None:
+    found = blamed(at(0, diagnosis.making_group()), at(1, arrived=True), missing=[0])
+    assert found == {
+        1: "finished without entering the making of a process group #1 of group in the making, where rank 0 waits"
+    }
+
+
+def test_a_culprits_text_holds_its_last_collectives_and_its_stack() -> None:
+    where = at(1, *(op(n, pending=n == 9) for n in range(1, 10)))
+    found = culprits({0: at(0, op(10)), 1: where}, {}, missing=[0, 1])[1].text
+    assert "all_reduce #9 in group world: entered, not finished\n" in found
+    assert "all_reduce #5 in group world: finished\n" in found
+    assert "#4" not in found
+    assert found.endswith(f"stack of the main thread:\n{STACK}")
+    assert at(1).describe().startswith("no collective was entered\n")
+
+
+def test_a_place_travels_unchanged_as_json() -> None:
+    where = at(3, op(1, pending=False), op(2))
+    assert Where.from_json(3, json.loads(json.dumps(where.to_json()))) == Where(
+        rank=3, arrived=False, stack=STACK, operations=[op(1, pending=False), op(2)]
+    )
+
+
+def test_the_main_threads_stack_is_seen_from_another_thread() -> None:
+    seen: list[str] = []
+    thread = threading.Thread(target=lambda: seen.append(main_thread_stack()))
+    thread.start()
+    thread.join()
+    assert "in test_the_main_threads_stack_is_seen_from_another_thread" in seen[0]
+
+
+def test_the_main_threads_stack_begins_at_the_test_and_not_in_pytest() -> None:
+    stack = main_thread_stack()
+    assert "/_pytest/" not in stack
+    assert "/pluggy/" not in stack
+    first = stack.splitlines()[0]
+    assert f'File "{__file__}"' in first
+    assert "in test_the_main_threads_stack_begins_at_the_test" in first
+
+
+def entry(sequence: int, created: int, **more: Any) -> dict[str, Any]:
+    return {
+        "process_group": ["0", "default_pg"],
+        "collective_seq_id": sequence,
+        "p2p_seq_id": 0,
+        "profiling_name": "gloo:all_reduce",
+        "retired": False,
+        "state": "scheduled",
+        "time_created_ns": created,
+        **more,
+    }
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Stand in the place of torch's flight recorder."""
+
+    def record(*entries: dict[str, Any]) -> None:
+        dump = json.dumps({"entries": entries}).encode()
+        module = SimpleNamespace(_dump_fr_trace_json=lambda: dump)
+        monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", module)
+
+    return record
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        pytest.param({}, Operation(group="default_pg", sequence=5, name="all_reduce", pending=True), id="waiting"),
+        pytest.param({"retired": True}, op(5, pending=False, group="default_pg"), id="retired is over"),
+        pytest.param({"state": "completed"}, op(5, pending=False, group="default_pg"), id="completed is over"),
+        pytest.param({"state": "started"}, op(5, group="default_pg"), id="started is not over"),
+        pytest.param({"process_group": []}, op(5, group="?"), id="a group without a name"),
+        pytest.param({"process_group": ["7", ""]}, op(5, group="?"), id="a group with an empty name"),
+        pytest.param(
+            {"collective_seq_id": 0, "p2p_seq_id": 3, "profiling_name": "nccl:send 0->1"},
+            op(3, "send 0->1", group="default_pg"),
+            id="point to point",
+        ),
+        pytest.param({"profiling_name": "coalesced"}, op(5, "coalesced", group="default_pg"), id="no backend's name"),
+    ],
+)
+def test_an_entry_of_the_flight_recorder_becomes_an_operation(
+    recorder: Any, more: dict[str, Any], expected: Operation
+) -> None:
+    recorder(entry(5, 100, **more))
+    assert recorded_operations(0) == [expected]
+
+
+def test_what_was_entered_before_the_phase_is_left_out(recorder: Any) -> None:
+    recorder(entry(1, 99), entry(2, 100), entry(3, 101))
+    assert [o.sequence for o in recorded_operations(100)] == [2, 3]
+
+
+def test_without_torch_there_is_no_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name == "torch" or name.startswith("torch.")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert recorded_operations(0) == []
+    assert "torch" not in sys.modules
+
+
+def test_the_flight_recorder_of_the_installed_torch_is_understood() -> None:
+    code = """
+import time, torch, torch.distributed as dist
+from pytest_gpucluster.agreement.diagnosis import recorded_operations
+begin = time.time_ns()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(2))
+dist.barrier()
+print([(o.group, o.sequence, o.name, o.pending) for o in recorded_operations(begin)])
+print(recorded_operations(time.time_ns()))
+"""
+    environ = {**os.environ, "TORCH_FR_BUFFER_SIZE": "2000"}
+    child = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
+    assert child.stdout.splitlines() == [
+        "[('default_pg', 1, 'all_reduce', False), ('default_pg', 2, 'barrier', False)]",
+        "[]",
+    ], child.stderr

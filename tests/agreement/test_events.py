@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from pytest_gpucluster.agreement import events
+from pytest_gpucluster.agreement.events import EventLog, post
+from pytest_gpucluster.agreement.store import MemoryStore
+
+
+class Clock:
+    """Stands in the place of the time module."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    fake = Clock()
+    monkeypatch.setattr(events, "time", fake)
+    return fake
+
+
+def kinds(log: EventLog) -> list[str]:
+    return [event["kind"] for event in log.unread()]
+
+
+def test_events_are_read_once_and_in_the_order_in_which_they_were_posted() -> None:
+    store = MemoryStore()
+    log = EventLog(store)
+    assert log.unread() == []
+    post(store, "absent", rank=1, number=4, message="m\nwith \x00 bytes")
+    post(store, "overdue", number=4)
+    assert log.unread() == [
+        {"kind": "absent", "rank": 1, "number": 4, "message": "m\nwith \x00 bytes"},
+        {"kind": "overdue", "number": 4},
+    ]
+    assert log.unread() == []
+
+
+def test_a_reader_that_comes_late_sees_all_that_was_posted_before() -> None:
+    store = MemoryStore()
+    post(store, "first")
+    early = EventLog(store)
+    assert kinds(early) == ["first"]
+    post(store, "second")
+    assert kinds(early) == ["second"]
+    assert kinds(EventLog(store)) == ["first", "second"]
+
+
+def test_no_event_is_lost_where_many_ranks_post_at_once() -> None:
+    store = MemoryStore()
+
+    def rank(number: int) -> None:
+        for _ in range(50):
+            post(store, "absent", rank=number)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ranks = [event["rank"] for event in EventLog(store).unread()]
+    assert sorted(ranks) == sorted([0, 1, 2, 3] * 50)
+
+
+def test_an_event_that_is_being_posted_is_waited_for_so_that_the_order_holds(clock: Clock) -> None:
+    store = MemoryStore()
+    log = EventLog(store)
+    ticket = store.add("ev/count", 1)  # a rank has drawn a ticket, and its text is under way
+    post(store, "later")
+    assert kinds(log) == []
+    clock.now += 1.9
+    assert kinds(log) == []
+    store.set(f"ev/{ticket}", '{"kind": "earlier"}')
+    assert kinds(log) == ["earlier", "later"]
+
+
+def test_a_rank_that_died_between_ticket_and_text_holds_nobody_up_for_long(clock: Clock) -> None:
+    store = MemoryStore()
+    log = EventLog(store)
+    store.add("ev/count", 1)
+    post(store, "lost")
+    assert kinds(log) == []
+    clock.now += 2.1
+    assert kinds(log) == ["lost"]
+    store.add("ev/count", 1)  # the next one that never comes gets its own time
+    post(store, "end")
+    assert kinds(log) == []
+    clock.now += 2.1
+    assert kinds(log) == ["end"]

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from pytest_gpucluster.agreement import exchange
+from pytest_gpucluster.agreement.exchange import Exchange, answer_for, answer_verdict, arrived, key_of, verdict_key
+from pytest_gpucluster.agreement.store import MemoryStore, Store, Stores
+from pytest_gpucluster.errors import StoreError
+
+Bodies = dict[int, Mapping[str, Any]]
+DEADLINE = 20.0
+
+
+def over(store: Store) -> Stores:
+    return Stores(main=store, side=store, for_group=lambda name: None)
+
+
+def echo(bodies: Bodies) -> Mapping[str, Any]:
+    """Decide by saying what all ranks said."""
+    return {"said": [bodies[rank]["x"] for rank in sorted(bodies)]}
+
+
+def together(world_size: int, rank: Callable[[int], Any]) -> list[Any]:
+    """Let each rank run in a thread of its own; return what each came to, in the order of ranks."""
+    with ThreadPoolExecutor(world_size) as pool:
+        return [future.result(timeout=30) for future in [pool.submit(rank, number) for number in range(world_size)]]
+
+
+def one_round(numbers: Exchange, body: Mapping[str, Any], decide: Any = echo) -> Mapping[str, Any]:
+    numbers.begin()
+    return numbers.run(body, decide, deadline_seconds=DEADLINE)
+
+
+def memory(world_size: int) -> Callable[[int], Store]:
+    shared = MemoryStore()
+    return lambda rank: shared
+
+
+def tcp(world_size: int) -> Callable[[int], Store]:
+    import torch.distributed
+
+    dist: Any = torch.distributed
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # The server lives as long as somebody holds it.
+    stores = [server, *(dist.TCPStore("127.0.0.1", server.port, is_master=False) for _ in range(world_size))]
+    return lambda rank: stores[rank + 1]
+
+
+@pytest.mark.parametrize("kind", [pytest.param(memory, id="in memory"), pytest.param(tcp, id="over torch's tcp store")])
+def test_every_rank_gets_the_verdict_that_rank_0_made_of_what_all_said(kind: Any) -> None:
+    store_of = kind(4)
+    deciders: list[str] = []
+
+    def decide(bodies: Bodies) -> Mapping[str, Any]:
+        deciders.append(threading.current_thread().name)
+        return echo(bodies)
+
+    def rank(number: int) -> list[Mapping[str, Any]]:
+        numbers = Exchange(over(store_of(number)), number, 4)
+        return [one_round(numbers, {"x": f"{number}.{turn}"}, decide) for turn in range(10)]
+
+    expected = [{"said": [f"{number}.{turn}" for number in range(4)]} for turn in range(10)]
+    assert together(4, rank) == [expected] * 4
+    assert len(deciders) == 10
+
+
+def test_a_rank_that_is_ahead_waits_for_the_others() -> None:
+    store = MemoryStore()
+    go = threading.Event()
+
+    def rank(number: int) -> tuple[Mapping[str, Any], bool]:
+        numbers = Exchange(over(store), number, 2)
+        if number == 1:
+            go.wait(10)
+        else:
+            threading.Timer(0.05, go.set).start()
+        return one_round(numbers, {"x": number}), go.is_set()
+
+    assert together(2, rank) == [({"said": [0, 1]}, True)] * 2
+
+
+def test_a_single_rank_decides_alone_and_leaves_nothing_in_the_store() -> None:
+    store = MemoryStore()
+    numbers = Exchange(over(store), 0, 1)
+    assert one_round(numbers, {"x": "me"}) == {"said": ["me"]}
+    assert not store._values
+    assert numbers.take_garbage() == []
+
+
+def test_phases_are_numbered_in_order() -> None:
+    numbers = Exchange(over(MemoryStore()), 0, 1)
+    assert numbers.number == 0
+    assert [numbers.begin(), numbers.begin()] == [1, 2]
+    assert numbers.number == 2
+
+
+def test_a_rank_that_cannot_post_is_answered_for_and_nobody_waits_for_it() -> None:
+    store = MemoryStore()
+    answer_for(store, 1, 1, {"x": "lost"})
+    assert one_round(Exchange(over(store), 0, 2), {"x": "me"}) == {"said": ["me", "lost"]}
+
+
+def test_an_answer_in_the_place_of_a_rank_never_replaces_its_own() -> None:
+    store = MemoryStore()
+    store.set(key_of(1, 1), json.dumps({"x": "its own"}))
+    answer_for(store, 1, 1, {"x": "lost"})
+    assert one_round(Exchange(over(store), 0, 2), {"x": "me"}) == {"said": ["me", "its own"]}
+
+
+def test_a_rank_whose_rank_0_is_gone_gets_a_verdict_from_its_own_watcher() -> None:
+    store = MemoryStore()
+    answer_verdict(store, 1, {"ended": True})
+    assert one_round(Exchange(over(store), 1, 2), {"x": "me"}) == {"ended": True}
+
+
+def test_a_verdict_in_the_place_of_rank_0_never_replaces_its_own() -> None:
+    store = MemoryStore()
+    store.set(verdict_key(1), json.dumps({"o": "passed"}))
+    answer_verdict(store, 1, {"ended": True})
+    assert one_round(Exchange(over(store), 1, 2), {"x": "me"}) == {"o": "passed"}
+
+
+def test_who_has_arrived_is_known_by_what_it_posted() -> None:
+    store = MemoryStore()
+    assert not arrived(store, 1, 1)
+    answer_for(store, 1, 1, {})
+    assert arrived(store, 1, 1)
+    assert not arrived(store, 2, 1)
+    assert not arrived(store, 1, 0)
+
+
+def test_keys_are_thrown_away_only_after_every_rank_has_read_them() -> None:
+    store = MemoryStore()
+    turns = 6
+
+    def rank(number: int) -> int:
+        numbers = Exchange(over(store), number, 3)
+        for turn in range(turns):
+            one_round(numbers, {"x": turn})
+            for key in numbers.take_garbage():
+                store.delete_key(key)
+        assert numbers.take_garbage() == []
+        return numbers.number
+
+    assert together(3, rank) == [turns] * 3
+    last = {key_of(turns, 1), key_of(turns, 2), verdict_key(turns), verdict_key(turns - 1)}
+    assert set(store._values) == last, "what is left must not grow with the number of tests"
+
+
+def test_the_wait_ends_by_itself_long_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "_ANSWER_MARGIN_SECONDS", 0.05)
+    for rank in (0, 1):
+        numbers = Exchange(over(MemoryStore()), rank, 2)
+        numbers.begin()
+        with pytest.raises(StoreError, match=r"^the rendezvous store has stopped answering: "):
+            numbers.run({"x": 0}, echo, deadline_seconds=0.01)
+
+
+class Gone(MemoryStore):
+    """A store whose connection is gone."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text = text
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        raise RuntimeError(self._text)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        pytest.param(
+            "failed to recv, got 0 bytes\nException raised from recvBytes", "failed to recv, got 0 bytes", id="x"
+        ),
+        pytest.param("", "", id="an error without a text"),
+    ],
+)
+def test_a_store_that_is_gone_is_an_error_of_the_environment_in_one_line(text: str, told: str) -> None:
+    with pytest.raises(StoreError) as caught:
+        one_round(Exchange(over(Gone(text)), 0, 2), {"x": 0})
+    assert str(caught.value) == f"the rendezvous store has stopped answering: {told}"

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import faulthandler
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pytest_gpucluster.agreement.fault_file import FaultFile
+
+
+@pytest.fixture(autouse=True)
+def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let temporary files lie in the test's folder, and give pytest its own fault handler back."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    enabled = faulthandler.is_enabled()
+    yield
+    if enabled:
+        faulthandler.enable(sys.__stderr__)
+
+
+def test_the_last_stacks_of_a_process_that_died_can_be_read_by_others(tmp_path: Path) -> None:
+    code = """
+import faulthandler
+from pytest_gpucluster.agreement.fault_file import FaultFile
+file = FaultFile()
+file.open()
+print(file.path, flush=True)
+faulthandler._sigsegv()
+"""
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    child = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=30)
+    assert child.returncode < 0
+    path = Path(child.stdout.strip())
+    assert path.parent == tmp_path
+    text = path.read_text()
+    assert text.startswith("Fatal Python error: Segmentation fault")
+    assert 'File "<string>"' in text
+
+
+def test_an_orderly_end_leaves_no_file(tmp_path: Path) -> None:
+    file = FaultFile()
+    file.open()
+    assert file.path.exists()
+    assert faulthandler.is_enabled()
+    file.close()
+    assert list(tmp_path.iterdir()) == []
+    assert not faulthandler.is_enabled()
+    file.close()
+
+
+def test_nothing_is_made_before_it_is_opened(tmp_path: Path) -> None:
+    FaultFile().close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_is_opened_once_and_where_the_other_ranks_were_told(tmp_path: Path) -> None:
+    file = FaultFile()
+    announced = file.path
+    assert file.open() is file.open()
+    assert list(tmp_path.iterdir()) == [announced]
+    assert f"-{os.getpid()}-" in announced.name
+    file.close()
+
+
+def test_a_file_left_by_a_process_of_the_same_number_is_not_in_the_way(tmp_path: Path) -> None:
+    left = FaultFile()
+    left.open().write("Fatal Python error: of another process\n")
+    left.open().flush()
+    again = FaultFile()
+    again.open()
+    assert again.path.read_text() == ""
+    assert left.path.read_text() != ""
+    again.close()
+    left.close()
+
+
+def test_a_link_that_somebody_laid_there_is_not_followed(tmp_path: Path) -> None:
+    file = FaultFile()
+    precious = tmp_path / "precious"
+    precious.write_text("kept")
+    file.path.symlink_to(precious)
+    with pytest.raises(FileExistsError):
+        file.open()
+    assert precious.read_text() == "kept"

@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from pytest_gpucluster.agreement import join as module
+from pytest_gpucluster.agreement.join import Joined, Refusal, Refused, join, roll
+from pytest_gpucluster.agreement.store import MemoryStore
+from pytest_gpucluster.errors import PreflightError, StoreError
+from pytest_gpucluster.launch import RankFacts
+
+REFUSAL = Refusal(message="rank 2 never reported", text="rank 2 never reported\nwhat to do: look", exit=11)
+HOSTS = ("gpu-06", "gpu-06", "gpu-07", "gpu-07")
+
+
+def facts(rank: int, world_size: int = 4) -> RankFacts:
+    return RankFacts(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank % 2,
+        local_world_size=2,
+        node_rank=rank // 2,
+        nnodes=2,
+        hostname=HOSTS[rank],
+        launcher="torchrun",
+        run_id="a1",
+    )
+
+
+def call(
+    store: MemoryStore,
+    rank: int,
+    *,
+    check: Callable[[Mapping[int, Any]], Refusal | None] = lambda who: None,
+    timeout_seconds: float = 20.0,
+    **more: Any,
+) -> Joined:
+    me = {"rank": rank, "host": HOSTS[rank], **more}
+    shared = {"recorder_pid": 77} if rank == 0 else {}
+    return join(store, facts(rank), me, timeout_seconds=timeout_seconds, check=check, shared=shared)
+
+
+def all_of(store: MemoryStore, ranks: list[int], **settings: Any) -> dict[int, Joined | Exception]:
+    """Let these ranks report at once, each in a thread; return what each came to."""
+
+    def one(rank: int) -> Joined | Exception:
+        try:
+            return call(store, rank, **settings)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return dict(zip(ranks, pool.map(one, ranks, timeout=30), strict=True))
+
+
+def test_when_all_have_come_every_rank_knows_the_hosts_and_what_rank_0_shares() -> None:
+    found = all_of(MemoryStore(), [0, 1, 2, 3])
+    for rank, joined in found.items():
+        assert isinstance(joined, Joined), (rank, joined)
+        assert list(joined.hosts) == list(HOSTS)
+        assert joined.shared == {"recorder_pid": 77}
+
+
+def test_rank_0_knows_all_and_the_others_rank_0_and_their_own_host() -> None:
+    found = all_of(MemoryStore(), [3, 2, 1, 0])
+    known = {rank: sorted(joined.who) for rank, joined in found.items() if isinstance(joined, Joined)}
+    assert known == {0: [0, 1, 2, 3], 1: [0, 1], 2: [0, 2, 3], 3: [0, 2, 3]}
+
+
+def test_what_a_rank_says_of_itself_arrives_unchanged_and_can_be_fetched_later() -> None:
+    store = MemoryStore()
+    found = all_of(store, [0, 1, 2, 3], gpu=None, versions={"torch": "2.13", "driver": None}, name="g\udcffpu")
+    expected = {"gpu": None, "versions": {"torch": "2.13", "driver": None}, "name": "g\udcffpu"}
+    joined = found[0]
+    assert isinstance(joined, Joined)
+    assert joined.who[2] == {"rank": 2, "host": "gpu-07", **expected}
+    assert roll(store, [3]) == {3: {"rank": 3, "host": "gpu-07", **expected}}
+
+
+def test_the_check_runs_once_on_rank_0_with_every_rank() -> None:
+    seen: list[list[int]] = []
+
+    def check(who: Mapping[int, Any]) -> None:
+        seen.append(sorted(who))
+
+    all_of(MemoryStore(), [0, 1, 2, 3], check=check)
+    assert seen == [[0, 1, 2, 3]]
+
+
+def test_a_refusal_is_told_to_every_rank_alike() -> None:
+    found = all_of(MemoryStore(), [0, 1, 2, 3], check=lambda who: REFUSAL)
+    for rank, error in found.items():
+        assert isinstance(error, Refused), (rank, error)
+        assert isinstance(error, PreflightError)
+        assert error.refusal == REFUSAL
+        assert str(error) == REFUSAL.text
+
+
+def test_a_rank_that_leaves_refused_is_not_called_lost_later() -> None:
+    store = MemoryStore()
+    all_of(store, [0, 1, 2, 3], check=lambda who: REFUSAL)
+    assert store.check([f"bye/{rank}" for rank in (1, 2, 3)])
+
+
+def test_a_rank_that_never_comes_is_missing_from_the_roll_at_the_deadline_and_no_earlier() -> None:
+    seen: list[list[int]] = []
+
+    def check(who: Mapping[int, Any]) -> Refusal:
+        seen.append(sorted(who))
+        return REFUSAL
+
+    begin = time.perf_counter()
+    found = all_of(MemoryStore(), [0, 1, 3], check=check, timeout_seconds=0.2)
+    assert 0.2 <= time.perf_counter() - begin < 10
+    assert seen == [[0, 1, 3]]
+    assert all(isinstance(error, Refused) for error in found.values())
+
+
+def test_nobody_waits_longer_than_the_last_rank_needs() -> None:
+    store = MemoryStore()
+    begin = time.perf_counter()
+    late = threading.Timer(0.1, call, (store, 3))
+    late.start()
+    found = all_of(store, [0, 1, 2], timeout_seconds=30)
+    late.join()
+    assert all(isinstance(joined, Joined) for joined in found.values())
+    assert time.perf_counter() - begin < 10
+
+
+def test_without_a_word_of_rank_0_the_others_give_up_and_say_where_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_VERDICT_MARGIN_SECONDS", 0.05)
+    with pytest.raises(StoreError) as caught:
+        call(MemoryStore(), 2, timeout_seconds=0.01)
+    message = str(caught.value)
+    assert message.startswith("rank 2 on gpu-07: rank 0 gave no word within 0.01 s after the start")
+    assert message.endswith("see its output and the report on its host")
+
+
+class Gone(MemoryStore):
+    """A store whose connection breaks at one of its calls."""
+
+    def __init__(self, at: str) -> None:
+        super().__init__()
+        self._at = at
+
+    def set(self, key: str, value: str) -> None:
+        if key.startswith(self._at):
+            raise RuntimeError("Broken pipe\nException raised from sendBytes")
+        super().set(key, value)
+
+    def wait(self, keys: Any, timeout: timedelta) -> None:
+        if self._at == "wait":
+            raise RuntimeError("Connection reset by peer\nException raised from recvBytes")
+        super().wait(keys, timeout)
+
+
+@pytest.mark.parametrize(
+    ("rank", "at", "told"),
+    [
+        pytest.param(1, "who/", "rank 1 on gpu-06: the rendezvous store is gone: Broken pipe", id="at the report"),
+        pytest.param(0, "join", "rank 0 on gpu-06: the rendezvous store is gone: Broken pipe", id="at rank 0's word"),
+        pytest.param(1, "wait", "(Connection reset by peer); see its output", id="while waiting"),
+    ],
+)
+def test_a_store_that_goes_away_is_an_error_of_the_environment_in_one_line(rank: int, at: str, told: str) -> None:
+    with pytest.raises(StoreError) as caught:
+        call(Gone(at), rank, timeout_seconds=0.01)
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)

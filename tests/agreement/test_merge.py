@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import doctest
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_gpucluster.agreement import merge as module
+from pytest_gpucluster.agreement.merge import MESSAGE_LENGTH, RankOutcome, merge, one_line, rank_ranges
+
+NAMES = {rank: f"rank {rank} (gpu-{rank:02d})" for rank in range(8)}
+
+
+def outcome(rank: int, kind: str, message: str = "", text: str = "", **more: Any) -> RankOutcome:
+    return RankOutcome(rank=rank, outcome=kind, message=message, text=text or message, **more)
+
+
+def world(*kinds: str) -> list[RankOutcome]:
+    """Ranks 0, 1, ... with these outcomes; each that is not passed says which rank it is."""
+    return [outcome(rank, kind, "" if kind == "passed" else f"m{rank}") for rank, kind in enumerate(kinds)]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected", "culprits", "released"),
+    [
+        pytest.param(["passed"] * 3, "passed", [], [], id="all pass"),
+        pytest.param(["skipped"] * 3, "skipped", [], [], id="all skip"),
+        pytest.param(["passed", "failed", "passed"], "failed", [1], [], id="one fails"),
+        pytest.param(
+            ["released", "failed", "released"], "failed", [1], [0, 2], id="one fails, the others are released"
+        ),
+        pytest.param(["passed", "error"], "error", [1], [], id="one breaks"),
+        pytest.param(["released", "hung"], "error", [1], [0], id="one hangs"),
+        pytest.param(["released", "lost"], "error", [1], [0], id="one is lost"),
+        pytest.param(["error", "failed"], "failed", [0, 1], [], id="hardware outweighs the environment"),
+        pytest.param(["lost", "failed"], "failed", [0, 1], [], id="hardware outweighs a loss"),
+        pytest.param(["released", "released"], "error", [], [0, 1], id="nobody is to blame, and nobody passes"),
+        pytest.param(["released", "passed"], "error", [], [0], id="one did not finish, for no known reason"),
+        pytest.param(["skipped", "passed"], "error", [0], [], id="one skips alone"),
+        pytest.param(["skipped", "released"], "error", [0], [1], id="one skips, the other waited for it"),
+        pytest.param(["skipped", "failed"], "failed", [1], [], id="a failure tells more than a skip"),
+    ],
+)
+def test_the_ranks_outcomes_become_one(
+    kinds: list[str], expected: str, culprits: list[int], released: list[int]
+) -> None:
+    merged = merge(world(*kinds), NAMES)
+    assert (merged.outcome, list(merged.culprits), list(merged.released)) == (expected, culprits, released)
+
+
+def test_ranks_left_in_different_places_make_the_group_dirty() -> None:
+    assert not merge(world("passed", "passed"), NAMES).dirty
+    assert not merge(world("skipped", "skipped"), NAMES).dirty
+    for kinds in (["passed", "failed"], ["released", "released"], ["skipped", "passed"]):
+        assert merge(world(*kinds), NAMES).dirty, kinds
+
+
+@pytest.mark.parametrize(
+    ("kinds", "message"),
+    [
+        pytest.param(["error", "failed"], "rank 1 (gpu-01): m1 (and 1 more failing)", id="a verdict before an error"),
+        pytest.param(["failed", "hung"], "rank 1 (gpu-01): m1 (and 1 more failing)", id="a hang before its victims"),
+        pytest.param(["hung", "lost"], "rank 1 (gpu-01): m1 (and 1 more failing)", id="a loss before all"),
+        pytest.param(["failed", "failed"], "rank 0 (gpu-00): m0 (and 1 more failing)", id="else the lowest rank"),
+    ],
+)
+def test_the_message_names_what_explains_the_rest(kinds: list[str], message: str) -> None:
+    assert merge(world(*kinds), NAMES).message == message
+
+
+def test_a_failure_that_all_share_is_told_once() -> None:
+    ranks = [outcome(rank, "failed", "RuntimeError: boom", "Traceback of boom") for rank in range(8)]
+    merged = merge(ranks, NAMES)
+    assert merged.message == "ranks 0-7: RuntimeError: boom"
+    assert merged.text == "ranks 0-7 (first: rank 0 (gpu-00)): failed\nTraceback of boom"
+
+
+def test_different_failures_keep_a_section_each_with_the_name_of_the_rank() -> None:
+    merged = merge([outcome(0, "failed", "a", "text a"), outcome(1, "failed", "b", "text b")], NAMES)
+    assert merged.text == "rank 0 (gpu-00): failed\ntext a\n\nrank 1 (gpu-01): failed\ntext b"
+
+
+def test_equal_texts_of_different_kinds_are_not_folded() -> None:
+    merged = merge([outcome(0, "failed", "m", "same"), outcome(1, "error", "m", "same")], NAMES)
+    assert merged.text.count("same") == 2
+
+
+def test_released_ranks_are_listed_and_not_blamed() -> None:
+    merged = merge(world("released", "failed", "released", "released"), NAMES)
+    assert merged.text.endswith("Released because of this, not to blame: ranks 0, 2-3.")
+    assert {body["rank"]: body["outcome"] for body in merged.ranks} == {
+        0: "released",
+        1: "failed",
+        2: "released",
+        3: "released",
+    }
+
+
+def test_bare_passes_are_not_among_the_ranks_that_are_told_of() -> None:
+    merged = merge(world("passed", "failed", "passed"), NAMES)
+    assert merged.ranks == [{"rank": 1, "outcome": "failed", "message": "m1"}]
+
+
+def test_without_a_culprit_the_reason_of_the_release_is_told() -> None:
+    merged = merge(world("released", "released"), NAMES, unfinished="not finished within 30 s")
+    assert merged.message == "not finished within 30 s: ranks 0-1 did not finish"
+    assert "m0" in merged.text
+    assert "m1" in merged.text
+
+
+def test_a_skip_of_some_ranks_only_names_both_sides_and_the_reason() -> None:
+    merged = merge([outcome(0, "passed"), outcome(1, "skipped", "no such GPU"), outcome(2, "passed")], NAMES)
+    assert merged.message == "ranks disagree: rank 1 skipped (no such GPU), ranks 0, 2 did not"
+    assert "rank 1 (gpu-01): skipped no such GPU\nrank 2 (gpu-02): passed" in merged.text
+
+
+def test_a_skip_of_all_keeps_its_reason() -> None:
+    merged = merge(world("skipped", "skipped"), NAMES)
+    assert (merged.message, merged.text) == ("m0", "m0")
+
+
+@pytest.mark.parametrize(
+    ("other", "expected", "culprits", "released"),
+    [
+        pytest.param("failed", "failed", [1], [0], id="a failure"),
+        pytest.param("lost", "error", [1], [0], id="a loss"),
+        pytest.param("hung", "error", [1], [0], id="a hang"),
+        pytest.param("skipped", "error", [1], [0], id="a skip"),
+        pytest.param("passed", "error", [0], [], id="nothing"),
+    ],
+)
+def test_a_cut_connection_is_blamed_only_if_nothing_explains_it(
+    other: str, expected: str, culprits: list[int], released: list[int]
+) -> None:
+    merged = merge(world("cut", other), NAMES)
+    assert (merged.outcome, list(merged.culprits), list(merged.released)) == (expected, culprits, released)
+
+
+def test_a_message_that_names_its_rank_already_does_not_name_it_twice() -> None:
+    merged = merge([outcome(0, "released"), outcome(1, "lost", "rank 1 (gpu-01) is lost during call")], NAMES)
+    assert merged.message == "rank 1 (gpu-01) is lost during call"
+
+
+def test_the_message_is_one_line_of_bounded_length_whatever_the_ranks_say() -> None:
+    said = [outcome(0, "failed", "word " * 100 + "\nnext line"), outcome(1, "released", "x" * 500)]
+    for ranks in (said, [said[1]], [outcome(0, "skipped", "y" * 500), outcome(1, "passed")]):
+        message = merge(ranks, NAMES, unfinished="z" * 500).message
+        assert len(message) == MESSAGE_LENGTH
+        assert "\n" not in message
+        assert message.endswith("…")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        pytest.param("", "", id="nothing"),
+        pytest.param("\n \n  first\nsecond", "first", id="the first line that says something"),
+        pytest.param("a" * MESSAGE_LENGTH, "a" * MESSAGE_LENGTH, id="just fits"),
+        pytest.param("a" * (MESSAGE_LENGTH + 1), "a" * (MESSAGE_LENGTH - 1) + "…", id="just too long"),
+        pytest.param("one\u2028two", "one", id="a separator that only splitlines knows"),
+    ],
+)
+def test_one_line_is_the_first_that_says_something(text: str, expected: str) -> None:
+    assert one_line(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        pytest.param([3], "rank 3", id="one"),
+        pytest.param([2, 0, 1], "ranks 0-2", id="a run"),
+        pytest.param([0, 1], "ranks 0-1", id="two"),
+        pytest.param([5, 0, 1, 2, 7], "ranks 0-2, 5, 7", id="runs and single ones"),
+        pytest.param([4, 4], "rank 4", id="the same twice"),
+    ],
+)
+def test_ranks_are_told_as_ranges(ranks: list[int], expected: str) -> None:
+    assert rank_ranges(ranks) == expected
+
+
+@given(st.sets(st.integers(0, 60), min_size=1))
+def test_ranges_of_ranks_hold_exactly_those_ranks(ranks: set[int]) -> None:
+    told: set[int] = set()
+    for span in rank_ranges(sorted(ranks)).partition(" ")[2].split(", "):
+        low, _, high = span.partition("-")
+        told |= set(range(int(low), int(high or low) + 1))
+    assert told == ranks
+
+
+def test_an_outcome_travels_unchanged_as_json() -> None:
+    sent = RankOutcome(
+        rank=3,
+        outcome="failed",
+        message="m",
+        text="t\x1b[0m \udc80",
+        measurements=[{"metric": "x", "value": "NaN"}],
+        sections=[("Captured stdout call", "out")],
+    )
+    assert RankOutcome.from_json(3, json.loads(json.dumps(sent.to_json()))) == sent
+
+
+def test_a_bare_pass_travels_as_little_as_possible() -> None:
+    assert RankOutcome(rank=0, outcome="passed").to_json() == {"o": "passed"}
+
+
+def test_the_examples_in_the_docstrings_hold() -> None:
+    result = doctest.testmod(module)
+    assert result.attempted > 0
+    assert result.failed == 0

@@ -1,0 +1,304 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import pytest
+
+from pytest_gpucluster.agreement.release import nccl
+from pytest_gpucluster.agreement.release.gloo import SocketReleaser, open_sockets
+from pytest_gpucluster.agreement.release.python import RELEASE_SIGNAL, PythonReleaser, Released
+
+DEADLINE_SECONDS = 20.0
+
+
+# ---- Python code ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def releaser() -> Iterator[PythonReleaser]:
+    """A releaser of this process's main thread, which is the one that runs the test."""
+    before = signal.getsignal(RELEASE_SIGNAL)
+    made = PythonReleaser()
+    made.install()
+    yield made
+    signal.signal(RELEASE_SIGNAL, before)
+
+
+def later(call: Callable[[], object]) -> threading.Timer:
+    timer = threading.Timer(0.02, call)
+    timer.start()
+    return timer
+
+
+def hold_a_lock() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire(timeout=DEADLINE_SECONDS)
+
+
+def loop() -> None:
+    end = time.monotonic() + DEADLINE_SECONDS
+    while time.monotonic() < end:
+        pass
+
+
+def swallow_every_exception() -> None:
+    end = time.monotonic() + DEADLINE_SECONDS
+    while time.monotonic() < end:
+        with contextlib.suppress(Exception):
+            time.sleep(DEADLINE_SECONDS)
+
+
+@pytest.mark.parametrize(
+    "blocked",
+    [
+        pytest.param(lambda: time.sleep(DEADLINE_SECONDS), id="a sleep"),
+        pytest.param(loop, id="a loop"),
+        pytest.param(hold_a_lock, id="a lock"),
+        pytest.param(swallow_every_exception, id="code that swallows every Exception"),
+    ],
+)
+def test_python_code_that_hangs_is_ended_with_the_reason(
+    releaser: PythonReleaser, blocked: Callable[[], object]
+) -> None:
+    releaser.arm("not finished within 3 s")
+    timer = later(releaser.release)
+    begin = time.monotonic()
+    with pytest.raises(Released, match=r"^not finished within 3 s$"):
+        blocked()
+    timer.join()
+    assert time.monotonic() - begin < DEADLINE_SECONDS / 2
+
+
+def test_the_release_is_one_of_pytests_own_failures() -> None:
+    assert issubclass(Released, pytest.fail.Exception)
+    assert not issubclass(Released, Exception)
+
+
+def test_nothing_is_raised_before_it_is_armed(releaser: PythonReleaser) -> None:
+    releaser.release()
+    signal.raise_signal(RELEASE_SIGNAL)
+
+
+def test_nothing_is_raised_once_the_main_thread_has_come_back(releaser: PythonReleaser) -> None:
+    releaser.arm("late")
+    releaser.disarm()
+    releaser.release()
+    signal.raise_signal(RELEASE_SIGNAL)  # one that was already on its way
+
+
+def test_one_release_raises_once_however_many_signals_come(releaser: PythonReleaser) -> None:
+    releaser.arm("once")
+    with pytest.raises(Released):
+        signal.raise_signal(RELEASE_SIGNAL)
+    signal.raise_signal(RELEASE_SIGNAL)
+    releaser.release()
+
+
+def test_code_that_swallows_even_the_release_can_be_released_again(releaser: PythonReleaser) -> None:
+    for reason in ("first", "second"):
+        releaser.arm(reason)
+        with pytest.raises(Released, match=f"^{reason}$"):
+            signal.raise_signal(RELEASE_SIGNAL)
+
+
+def test_a_test_that_takes_the_signal_loses_it_when_the_handler_is_installed_again(releaser: PythonReleaser) -> None:
+    def foreign(signum: int, frame: FrameType | None) -> None:
+        pytest.fail("the test's own handler was called")
+
+    signal.signal(RELEASE_SIGNAL, foreign)
+    releaser.install()
+    releaser.arm("mine")
+    with pytest.raises(Released, match=r"^mine$"):
+        signal.raise_signal(RELEASE_SIGNAL)
+
+
+# ---- connections ---------------------------------------------------------------------------------------------------
+
+
+class Pair:
+    """A connection over TCP with both of its ends and its listener in this process."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.one = socket.create_connection(self.listener.getsockname())
+        self.other, _ = self.listener.accept()
+        self.all = (self.listener, self.one, self.other)
+        for each in self.all:
+            each.settimeout(DEADLINE_SECONDS)
+
+    def close(self) -> None:
+        for each in self.all:
+            each.close()
+
+
+@pytest.fixture
+def pairs() -> Iterator[Callable[[], Pair]]:
+    """Make connections."""
+    made: list[Pair] = []
+
+    def make() -> Pair:
+        made.append(Pair())
+        return made[-1]
+
+    yield make
+    for pair in made:
+        pair.close()
+
+
+def is_connected(end: socket.socket) -> bool:
+    """Tell whether an end would wait for data, instead of being told that there will be none."""
+    end.setblocking(False)
+    try:
+        return end.recv(1) != b""
+    except BlockingIOError:
+        return True
+    finally:
+        end.settimeout(DEADLINE_SECONDS)
+
+
+def test_both_sides_of_a_groups_connections_are_freed(pairs: Callable[[], Pair]) -> None:
+    releaser = SocketReleaser()
+    with releaser.taking():
+        pair = pairs()
+    timer = later(releaser.release)
+    assert pair.other.recv(1) == b""
+    assert pair.one.recv(1) == b""
+    timer.join()
+
+
+def test_a_listener_lives_on_because_gloo_aborts_the_process_without_it(pairs: Callable[[], Pair]) -> None:
+    releaser = SocketReleaser()
+    with releaser.taking():
+        pair = pairs()
+    releaser.release()
+    assert not is_connected(pair.one)
+    with socket.create_connection(pair.listener.getsockname()) as again:
+        accepted, _ = pair.listener.accept()
+        accepted.sendall(b"x")
+        assert again.recv(1) == b"x"
+        accepted.close()
+
+
+def test_connections_from_before_and_after_the_group_was_made_are_left_alone(pairs: Callable[[], Pair]) -> None:
+    releaser = SocketReleaser()
+    before = pairs()
+    with releaser.taking():
+        mine = pairs()
+    after = pairs()
+    releaser.release()
+    assert [is_connected(pair.one) for pair in (before, mine, after)] == [True, False, True]
+
+
+def test_a_number_that_was_given_to_another_connection_is_left_alone(pairs: Callable[[], Pair]) -> None:
+    releaser = SocketReleaser()
+    with releaser.taking():
+        mine = pairs()
+    number = mine.one.fileno()
+    other = pairs()
+    os.dup2(other.one.fileno(), number)  # closes the group's connection and takes its number
+    releaser.release()
+    assert is_connected(other.one)
+    assert is_connected(other.other)
+
+
+def test_connections_that_are_closed_already_are_no_error(pairs: Callable[[], Pair]) -> None:
+    releaser = SocketReleaser()
+    with releaser.taking():
+        mine = pairs()
+        also = pairs()
+    mine.close()
+    also.one.shutdown(socket.SHUT_RDWR)
+    releaser.release()
+    assert not is_connected(also.other)
+    releaser.release()
+
+
+def test_sockets_that_have_no_connection_are_no_error() -> None:
+    releaser = SocketReleaser()
+    with releaser.taking(), socket.socket(type=socket.SOCK_DGRAM), socket.socket():
+        releaser.release()
+
+
+def test_a_group_in_the_making_is_released_in_the_middle_of_it(pairs: Callable[[], Pair]) -> None:
+    releaser = SocketReleaser()
+    assert not releaser.making_group
+    with releaser.taking():
+        assert releaser.making_group
+        pair = pairs()
+        timer = later(releaser.release)
+        assert pair.one.recv(1) == b""
+        timer.join()
+    assert not releaser.making_group
+
+
+def test_a_group_whose_making_fails_is_no_longer_in_the_making(pairs: Callable[[], Pair]) -> None:
+    releaser = SocketReleaser()
+    with pytest.raises(RuntimeError), releaser.taking():
+        raise RuntimeError("cannot be made")
+    assert not releaser.making_group
+
+
+def test_connections_of_each_group_are_released(pairs: Callable[[], Pair]) -> None:
+    releaser = SocketReleaser()
+    with releaser.taking():
+        first = pairs()
+    with releaser.taking():
+        second = pairs()
+    releaser.release()
+    assert not is_connected(first.one)
+    assert not is_connected(second.one)
+
+
+def test_releasing_leaves_no_descriptor_open(pairs: Callable[[], Pair]) -> None:
+    releaser = SocketReleaser()
+    with releaser.taking():
+        pairs()
+    before = set(os.listdir("/proc/self/fd"))
+    releaser.release()
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_open_sockets_are_told_from_other_files(pairs: Callable[[], Pair]) -> None:
+    pair = pairs()
+    read_fd, write_fd = os.pipe()
+    found = open_sockets()
+    os.close(read_fd)
+    os.close(write_fd)
+    assert found[pair.one.fileno()] == os.readlink(f"/proc/self/fd/{pair.one.fileno()}")
+    assert read_fd not in found
+
+
+# ---- NCCL ----------------------------------------------------------------------------------------------------------
+
+
+def test_communicators_are_aborted_once_they_are_there_and_never_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed import distributed_c10d
+
+    calls: list[str] = []
+    for name in ("_abort_process_group", "destroy_process_group"):
+        monkeypatch.setattr(distributed_c10d, name, lambda name=name: calls.append(name))
+    releaser = nccl.NcclReleaser()
+    assert not releaser.making_group
+    releaser.release()  # nothing to abort, and nothing to raise from a watcher
+    assert calls == []
+    monkeypatch.setattr(distributed_c10d, "is_initialized", lambda: True)
+    releaser.release()
+    releaser.release()
+    assert calls == ["_abort_process_group"]
+
+
+def test_torch_is_told_not_to_kill_the_process_and_to_record_what_it_does() -> None:
+    assert nccl.ENVIRONMENT == {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_FR_BUFFER_SIZE": "2000",
+    }

@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from pytest_gpucluster.agreement.store import MemoryStore, connect
+from pytest_gpucluster.errors import StoreError
+from pytest_gpucluster.launch import RankFacts
+
+SHORT = timedelta(seconds=0.05)
+FACTS = RankFacts(
+    rank=1,
+    world_size=2,
+    local_rank=1,
+    local_world_size=2,
+    node_rank=0,
+    nnodes=1,
+    hostname="gpu-07",
+    launcher="torchrun",
+    run_id="a1",
+    master_addr="127.0.0.1",
+    master_port=1,
+    agent_store=True,
+)
+
+
+def hash_store() -> Any:
+    import torch.distributed
+
+    return torch.distributed.HashStore()
+
+
+def tcp_store() -> Any:
+    import torch.distributed
+
+    return torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def prefix_store() -> Any:
+    import torch.distributed
+
+    return torch.distributed.PrefixStore("gpucluster/a1/0", tcp_store())
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(MemoryStore, id="memory"),
+        pytest.param(hash_store, id="torch's hash store"),
+        pytest.param(tcp_store, id="torch's tcp store"),
+        pytest.param(prefix_store, id="torch's tcp store with a prefix"),
+    ]
+)
+def store(request: pytest.FixtureRequest) -> Any:
+    """Each kind of store: what one does the others must do, since the agreement is written for all of them."""
+    made = request.param()
+    made.set_timeout(SHORT)
+    return made
+
+
+def test_what_was_set_can_be_read_by_key_and_in_any_order(store: Any) -> None:
+    store.set("a", "1")
+    store.set("b", "2")
+    store.set("a", "3")
+    assert store.get("a") == b"3"
+    assert store.multi_get(["b", "a", "b"]) == [b"2", b"3", b"2"]
+    assert store.multi_get([]) == []
+
+
+def test_text_comes_back_as_bytes_of_utf_8(store: Any) -> None:
+    store.set("a", "größer ✓")
+    assert store.get("a") == "größer ✓".encode()
+
+
+def test_a_counter_counts_and_reads_as_text(store: Any) -> None:
+    assert [store.add("n", 1), store.add("n", 2), store.add("n", 0)] == [1, 3, 3]
+    assert store.get("n") == b"3"
+
+
+def test_looking_at_a_counter_makes_it(store: Any) -> None:
+    assert store.add("n", 0) == 0
+    assert store.check(["n"])
+
+
+def test_check_asks_for_all_keys_and_never_waits(store: Any) -> None:
+    store.set("a", "1")
+    begin = time.perf_counter()
+    assert store.check(["a"])
+    assert not store.check(["a", "b"])
+    assert store.check([])
+    assert time.perf_counter() - begin < 1.0
+
+
+@pytest.mark.parametrize(
+    ("before", "expected", "desired", "returned", "after"),
+    [
+        pytest.param(None, "", "new", b"new", b"new", id="there was nothing, as expected"),
+        pytest.param("old", "", "new", b"old", b"old", id="somebody was faster"),
+        pytest.param("old", "old", "new", b"new", b"new", id="it is what was expected"),
+        pytest.param("old", "other", "new", b"old", b"old", id="it is something else"),
+        pytest.param(None, "old", "new", b"old", None, id="there is nothing, unexpectedly"),
+    ],
+)
+def test_compare_set_sets_only_what_is_as_expected(
+    store: Any, before: str | None, expected: str, desired: str, returned: bytes, after: bytes | None
+) -> None:
+    if before is not None:
+        store.set("k", before)
+    assert store.compare_set("k", expected, desired) == returned
+    assert (store.get("k") if store.check(["k"]) else None) == after
+
+
+def test_a_deleted_key_is_gone_and_deleting_tells_whether_it_was_there(store: Any) -> None:
+    store.set("a", "1")
+    assert store.delete_key("a")
+    assert not store.check(["a"])
+    assert not store.delete_key("a")
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        pytest.param(lambda store: store.get("no"), id="get"),
+        pytest.param(lambda store: store.multi_get(["yes", "no"]), id="multi_get"),
+        pytest.param(lambda store: store.wait(["yes", "no"], SHORT), id="wait"),
+    ],
+)
+def test_a_key_that_never_comes_is_a_runtime_error_in_time(store: Any, ask: Callable[[Any], object]) -> None:
+    store.set("yes", "1")
+    begin = time.perf_counter()
+    with pytest.raises(RuntimeError):
+        ask(store)
+    assert SHORT.total_seconds() * 0.9 < time.perf_counter() - begin < 5.0
+
+
+@pytest.mark.parametrize(
+    "come",
+    [
+        pytest.param(lambda store: store.set("late", "1"), id="set"),
+        pytest.param(lambda store: store.add("late", 1), id="add"),
+        pytest.param(lambda store: store.compare_set("late", "", "1"), id="compare_set"),
+    ],
+)
+def test_a_waiting_rank_is_woken_by_whatever_brings_the_key(come: Callable[[Any], object]) -> None:
+    store = MemoryStore()
+    store.set_timeout(timedelta(seconds=20))
+    woken: list[bytes] = []
+    thread = threading.Thread(target=lambda: woken.append(store.get("late")), daemon=True)
+    thread.start()
+    time.sleep(0.02)  # so that it is waiting in most rounds; the result does not depend on it
+    begin = time.perf_counter()
+    come(store)
+    thread.join(10)
+    assert woken == [b"1"]
+    assert time.perf_counter() - begin < 5.0
+
+
+def test_the_error_of_the_memory_store_names_the_keys_that_are_missing() -> None:
+    store = MemoryStore()
+    store.set("there", "1")
+    with pytest.raises(RuntimeError, match=r"^not/here did not come within 0\.05 s$"):
+        store.wait(["there", "not/here"], SHORT)
+
+
+# ---- connecting ----------------------------------------------------------------------------------------------------
+
+
+def closed_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return int(held.getsockname()[1])
+
+
+def test_a_single_process_needs_no_address() -> None:
+    alone = RankFacts(
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        local_world_size=1,
+        node_rank=0,
+        nnodes=1,
+        hostname="gpu-07",
+        launcher="single",
+        run_id="single",
+    )
+    stores = connect(alone, timeout_seconds=1)
+    stores.main.set("a", "1")
+    assert stores.side.get("a") == b"1"
+    stores.for_group("g").set("a", "2")
+    assert stores.main.get("a") == b"1"
+
+
+def facts(**changes: Any) -> RankFacts:
+    return RankFacts(**{**{name: getattr(FACTS, name) for name in FACTS.__dataclass_fields__}, **changes})
+
+
+def test_an_address_that_does_not_answer_is_named_with_the_rank_and_the_way_out() -> None:
+    port = closed_port()
+    begin = time.perf_counter()
+    with pytest.raises(StoreError) as caught:
+        connect(facts(master_port=port), timeout_seconds=0.5)
+    assert time.perf_counter() - begin < 10.0
+    message = str(caught.value)
+    assert message.startswith(f"rank 1 on gpu-07: no store answers at 127.0.0.1:{port} within 0.5 s (")
+    assert "Check that MASTER_ADDR and MASTER_PORT name the first node" in message
+    assert message.endswith("(launcher: torchrun)")
+    assert "\n" not in message
+
+
+def test_both_connections_of_a_rank_see_the_same_keys_and_no_other_run_does() -> None:
+    import torch.distributed
+
+    server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    here = connect(facts(master_port=server.port), timeout_seconds=10)
+    peer = connect(facts(master_port=server.port, rank=0), timeout_seconds=10)
+    here.main.set("a", "1")
+    assert here.side.get("a") == b"1"
+    assert peer.main.get("a") == b"1"
+    for other in (facts(master_port=server.port, run_id="b2"), facts(master_port=server.port, restart_count=1)):
+        assert not connect(other, timeout_seconds=10).main.check(["a"])
+
+
+def test_a_blocked_main_connection_does_not_block_the_other() -> None:
+    import torch.distributed
+
+    server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stores = connect(facts(master_port=server.port), timeout_seconds=10)
+    stores.main.set_timeout(timedelta(seconds=20))
+    blocked = threading.Thread(target=lambda: stores.main.get("late"), daemon=True)
+    blocked.start()
+    time.sleep(0.1)  # so that it is inside the blocking call
+    begin = time.perf_counter()
+    stores.side.set("other", "1")
+    took = time.perf_counter() - begin
+    stores.side.set("late", "1")
+    blocked.join(10)
+    assert not blocked.is_alive()
+    assert took < 5.0
+
+
+def test_each_process_group_gets_a_place_of_its_own() -> None:
+    import torch.distributed
+
+    server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stores = connect(facts(master_port=server.port), timeout_seconds=10)
+    first, second = stores.for_group("world/1"), stores.for_group("world/2")
+    first.set("a", "1")
+    assert not second.check(["a"])
+    assert not stores.main.check(["a"])
+    assert stores.for_group("world/1").get("a") == b"1"

@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from pytest_gpucluster.agreement import vitals
+from pytest_gpucluster.agreement.vitals import Heartbeats, Siblings, process_state, start_time
+
+DEADLINE_SECONDS = 20.0
+
+
+def until(found: Callable[[], object]) -> None:
+    """Wait until something is so."""
+    end = time.monotonic() + DEADLINE_SECONDS
+    while not found():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that waits to be killed."""
+    process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)"])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def ended_child() -> subprocess.Popen[bytes]:
+    """A process that has ended and is not yet reaped."""
+    process = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    until(lambda: process_state(process.pid).startswith("Z"))
+    return process
+
+
+def facts(pid: int, *, host: str = "gpu-06", started: int | None = None) -> dict[str, Any]:
+    return {"host": host, "pid": pid, "start_time": start_time(pid) if started is None else started}
+
+
+def siblings(who: dict[int, dict[str, Any]]) -> Siblings:
+    """Rank 0 is this process."""
+    return Siblings({0: facts(os.getpid()), **who}, 0)
+
+
+def test_a_process_has_one_start_time_for_all_its_life(child: subprocess.Popen[bytes]) -> None:
+    begin = start_time(child.pid)
+    assert begin is not None
+    assert start_time(child.pid) == begin
+    assert (start_time(os.getpid()) or 0) <= begin
+
+
+def test_a_process_that_is_gone_has_neither_start_time_nor_state() -> None:
+    process = ended_child()
+    process.wait()
+    assert start_time(process.pid) is None
+    assert process_state(process.pid) == "gone"
+
+
+def test_the_name_of_a_program_cannot_spoil_what_is_read_of_it() -> None:
+    code = "import ctypes, time; ctypes.CDLL(None).prctl(15, b') Z 1 (', 0, 0, 0); print(flush=True); time.sleep(100)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            until(lambda: process_state(process.pid) == "S: sleeping")
+            assert start_time(process.pid)
+        finally:
+            process.kill()
+
+
+def test_a_process_stopped_by_a_signal_is_told_from_one_that_sleeps(child: subprocess.Popen[bytes]) -> None:
+    until(lambda: process_state(child.pid) == "S: sleeping")
+    child.send_signal(signal.SIGSTOP)
+    until(lambda: process_state(child.pid) == "T: stopped by a signal")
+    child.send_signal(signal.SIGCONT)
+    until(lambda: process_state(child.pid) == "S: sleeping")
+
+
+def test_a_process_that_nobody_has_reaped_is_dead() -> None:
+    process = ended_child()
+    assert process_state(process.pid) == "Z: dead, not yet reaped"
+    process.wait()
+
+
+def test_the_end_of_a_sibling_is_seen_at_once_and_told_once(child: subprocess.Popen[bytes]) -> None:
+    watched = siblings({1: facts(child.pid)})
+    poller = select.poll()
+    watched.watch(poller)
+    assert poller.poll(0) == []
+    assert watched.ended() == []
+    child.kill()
+    ready = [fd for fd, _ in poller.poll(DEADLINE_SECONDS * 1000)]
+    assert watched.ended() == [1]
+    assert [watched.rank_of(fd, poller) for fd in ready] == [1]
+    assert [watched.rank_of(fd, poller) for fd in ready] == [None]
+    assert poller.poll(0) == [], "else the watcher's loop would spin"
+    watched.close()
+
+
+def test_a_descriptor_of_something_else_is_no_rank(child: subprocess.Popen[bytes]) -> None:
+    watched = siblings({1: facts(child.pid)})
+    assert watched.rank_of(999, select.poll()) is None
+    watched.close()
+
+
+def test_a_stopped_sibling_has_not_ended(child: subprocess.Popen[bytes]) -> None:
+    watched = siblings({1: facts(child.pid)})
+    child.send_signal(signal.SIGSTOP)
+    until(lambda: process_state(child.pid).startswith("T"))
+    assert watched.ended() == []
+    watched.close()
+
+
+def test_a_sibling_that_ended_before_anybody_looked_is_ended() -> None:
+    process = ended_child()
+    watched = siblings({1: facts(process.pid)})
+    assert watched.ended() == [1]
+    process.wait()
+    watched.close()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        pytest.param({"host": "gpu-07"}, id="on another host"),
+        pytest.param({"started": 1}, id="another process under a number used again"),
+        pytest.param({"started": -1}, id="in another pid namespace"),
+    ],
+)
+def test_what_is_no_sibling_is_not_watched(child: subprocess.Popen[bytes], changed: dict[str, Any]) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    watched = siblings({1: facts(child.pid, **changed)})
+    assert watched.rank_fds == {}
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_process_that_is_gone_is_not_watched() -> None:
+    process = ended_child()
+    process.wait()
+    assert siblings({1: facts(process.pid, started=5)}).rank_fds == {}
+
+
+def test_a_number_given_to_another_process_just_now_is_not_taken(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = facts(child.pid)
+    real = os.pidfd_open
+
+    def reused(pid: int) -> int:
+        """Between any earlier look and the pidfd the number goes to another process."""
+        monkeypatch.setattr(vitals, "start_time", lambda pid: told["start_time"] + 1)
+        return real(pid)
+
+    monkeypatch.setattr(os, "pidfd_open", reused)
+    assert siblings({1: told}).rank_fds == {}
+
+
+def test_a_rank_is_not_its_own_sibling() -> None:
+    assert siblings({}).rank_fds == {}
+
+
+def test_a_sibling_can_be_signalled_until_it_has_ended_and_after(child: subprocess.Popen[bytes]) -> None:
+    watched = siblings({1: facts(child.pid)})
+    watched.signal(1, signal.SIGKILL)
+    assert child.wait(DEADLINE_SECONDS) == -signal.SIGKILL
+    watched.signal(1, signal.SIGKILL)
+    watched.signal(7, signal.SIGKILL)
+    watched.close()
+
+
+def test_closing_gives_every_descriptor_back(child: subprocess.Popen[bytes]) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    watched = siblings({1: facts(child.pid)})
+    assert set(os.listdir("/proc/self/fd")) != before
+    watched.close()
+    assert watched.rank_fds == {}
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+class Clock:
+    """Stands in the place of the time module."""
+
+    now = 50.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_a_heartbeat_counts_from_when_it_last_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(vitals, "time", clock)
+    beats = Heartbeats([1, 2])
+    assert beats.ranks == [1, 2]
+    clock.now += 3
+    assert beats.silent_for(1) == 3, "also one that has never beaten"
+    beats.update({1: b"100", 2: b"7"})
+    clock.now += 4
+    beats.update({1: b"100", 2: b"8"})
+    clock.now += 1
+    assert (beats.silent_for(1), beats.silent_for(2)) == (5, 1)
+    beats.update({1: b"99"})
+    assert beats.silent_for(1) == 0, "a beat is a change, whatever the other clock says"

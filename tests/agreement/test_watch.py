@@ -1,0 +1,620 @@
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_gpucluster.agreement import events, watch
+from pytest_gpucluster.agreement.diagnosis import Operation, Where
+from pytest_gpucluster.agreement.exchange import Exchange, key_of, verdict_key
+from pytest_gpucluster.agreement.release.python import RELEASE_SIGNAL, Released
+from pytest_gpucluster.agreement.store import MemoryStore, Stores
+from pytest_gpucluster.agreement.vitals import start_time
+from pytest_gpucluster.agreement.watch import Ending, Watch
+from pytest_gpucluster.launch import RankFacts
+from pytest_gpucluster.options import Timeouts
+
+DEADLINE_SECONDS = 20.0
+TICK = 0.01
+NAMES = {0: "rank 0 (gpu-06)", 1: "rank 1 (gpu-07)"}
+ENDING = Ending(name="rank lost", message="rank 1 (gpu-07) is lost", exit=11, culprits=[1])
+
+
+def until(found: Callable[[], object]) -> None:
+    """Wait until something is so."""
+    end = time.monotonic() + DEADLINE_SECONDS
+    while not found():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def hang(after: Callable[[], object] = lambda: None) -> None:
+    """Do something that leads to a release, and hang. In one call: the release may come at once."""
+    after()
+    time.sleep(DEADLINE_SECONDS)
+
+
+class Blocked:
+    """A releaser of a call that never returns by itself, such as the making of a group."""
+
+    def __init__(self, *, making_group: bool) -> None:
+        self.making_group = making_group
+        self.releases = 0
+
+    def release(self) -> None:
+        self.releases += 1
+
+
+class Place:
+    """One rank's watch over a store in memory. What the other rank does, the test does in its place."""
+
+    def __init__(
+        self, rank: int, fault_file: Any, *, timeouts: Timeouts, store: MemoryStore, peer: dict[str, Any]
+    ) -> None:
+        self.store = store
+        self.endings: list[Ending] = []
+        self.overtimes: list[Ending] = []
+        self.beats = 0
+        self.beat_error: Exception | None = None
+        facts = RankFacts(
+            rank=rank,
+            world_size=2,
+            local_rank=0,
+            local_world_size=1,
+            node_rank=rank,
+            nnodes=2,
+            hostname=f"gpu-0{6 + rank}",
+            launcher="torchrun",
+            run_id="a1",
+            master_addr="gpu-06",
+            master_port=29500,
+        )
+        mine = {"host": facts.hostname, "pid": os.getpid(), "start_time": start_time(os.getpid()), "fault_file": "/no"}
+        theirs = {"host": f"gpu-0{7 - rank}", "pid": 1, "start_time": 1, "fault_file": "/no", **peer}
+        store.set("hb/0", "0")
+        store.set("hb/1", "0")
+        self.watch = Watch(
+            facts=facts,
+            side=store,
+            numbers=Exchange(Stores(main=store, side=store, for_group=lambda name: None), rank, 2),
+            who={rank: mine, 1 - rank: theirs},
+            names=NAMES,
+            timeouts=timeouts,
+            fault_file=fault_file,
+            on_ending=self.endings.append,
+            on_beat=self._beat,
+            on_overtime=self.overtimes.append,
+        )
+
+    def _beat(self) -> None:
+        self.beats += 1
+        if self.beat_error is not None:
+            raise self.beat_error
+
+    def posted(self, kind: str) -> list[dict[str, Any]]:
+        """The events of a kind, whoever posted them."""
+        return [event for event in events.EventLog(self.store).unread() if event["kind"] == kind]
+
+    def settle(self) -> None:
+        """Let the watcher look around a few times."""
+        time.sleep(10 * TICK)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Place]]:
+    """Make and start a watch, and take back what it does to this process."""
+    monkeypatch.setattr(watch, "_TICK_SECONDS", TICK)
+    monkeypatch.setattr(watch, "_BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(watch, "_ANSWER_SECONDS", 0.1)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, RELEASE_SIGNAL)}
+    wakeup = signal.set_wakeup_fd(-1)
+    made: list[Place] = []
+    with (tmp_path / "fault").open("w") as fault_file:
+
+        def make(
+            rank: int, store: MemoryStore | None = None, peer: dict[str, Any] | None = None, **timeouts: float
+        ) -> Place:
+            chosen = Timeouts(**{"grace": 0.05, "stuck": 0.2, "terminate": 10.0, **timeouts})
+            made.append(Place(rank, fault_file, timeouts=chosen, store=store or MemoryStore(), peer=peer or {}))
+            made[-1].watch.start()
+            return made[-1]
+
+        try:
+            yield make
+        finally:
+            for each in made:
+                each.watch.close()
+            faulthandler.cancel_dump_traceback_later()
+            signal.set_wakeup_fd(wakeup)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def answer_where(place: Place, rank: int, number: int, *operations: Operation) -> threading.Thread:
+    """In the place of a peer: say where it is, once rank 0 asks."""
+
+    def answer() -> None:
+        until(lambda: place.posted("overdue"))
+        where = Where(
+            rank=rank, arrived=False, stack='  File "/s/test_x.py", line 3, in test_it', operations=operations
+        )
+        place.store.set(f"where/{number}/{rank}", json.dumps(where.to_json()))
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    return thread
+
+
+# ---- deadlines -----------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_0_that_hangs_is_found_named_and_released(place: Callable[..., Place]) -> None:
+    here = place(0)
+    number = here.watch.enter("call of test_x.py::test_it", 0.1)
+    here.store.set(key_of(number, 1), "{}")
+    peer = answer_where(here, 1, number)
+    with pytest.raises(Released) as caught:
+        hang()
+    peer.join()
+    here.watch.leave()
+    reason = str(caught.value)
+    assert re.fullmatch(r"not finished within 0\.1 s; rank 0 \(gpu-06\) hangs at test_watch\.py:\d+ in hang", reason)
+    assert here.watch.released(number) == reason
+    assert list(here.watch.culprits(number)) == [0]
+    assert "time.sleep(DEADLINE_SECONDS)" in here.watch.culprits(number)[0].text
+    assert not here.watch.unreleasable(number)
+    assert here.endings == []
+
+
+def test_a_peer_that_hangs_is_named_and_every_rank_is_told_to_release(place: Callable[..., Place]) -> None:
+    here = place(0, stuck=DEADLINE_SECONDS)
+    number = here.watch.enter("call of t", 0.05)
+    here.watch.leave()
+    answer_where(here, 1, number).join()
+    until(lambda: here.posted("release"))
+    (event,) = here.posted("release")
+    assert event["number"] == number
+    assert event["reason"] == "not finished within 0.05 s; rank 1 (gpu-07) hangs at test_x.py:3 in test_it"
+    assert list(event["culprits"]) == ["1"]
+    assert list(here.watch.culprits(number)) == [1]
+    assert here.watch.released(number) is None, "this rank came back by itself"
+
+
+def test_nobody_is_asked_or_released_before_the_deadline(place: Callable[..., Place]) -> None:
+    here = place(0)
+    here.watch.enter("call of t", DEADLINE_SECONDS)
+    here.settle()
+    assert here.posted("overdue") == here.posted("release") == []
+
+
+def test_a_deadline_that_passes_when_all_have_arrived_releases_nobody(place: Callable[..., Place]) -> None:
+    here = place(0)
+    number = here.watch.enter("call of t", 0.01)
+    here.watch.leave()
+    here.store.set(key_of(number, 1), "{}")
+    here.settle()
+    here.settle()
+    assert here.posted("release") == []
+    assert here.endings == []
+
+
+def test_a_peer_that_neither_answers_nor_comes_back_ends_the_run_and_is_answered_for(
+    place: Callable[..., Place],
+) -> None:
+    here = place(0)
+    number = here.watch.enter("call of t", 0.05)
+    here.watch.leave()
+    until(lambda: here.endings)
+    assert here.watch.unreleasable(number)
+    (ending,) = here.endings
+    assert (ending.name, ending.exit, list(ending.culprits)) == ("rank stuck", 11, [1])
+    assert ending.message.startswith(
+        "rank 1 (gpu-07) cannot be released from call of t: does not answer (on gpu-07, no heartbeat for "
+    )
+    answered = json.loads(here.store.get(key_of(number, 1)))
+    assert answered["o"] == "hung"
+    assert answered["msg"].startswith("does not answer (on gpu-07")
+
+
+def test_the_culprits_of_an_earlier_phase_are_not_those_of_the_next(place: Callable[..., Place]) -> None:
+    here = place(0, stuck=DEADLINE_SECONDS)
+    number = here.watch.enter("call of t", 0.05)
+    here.watch.leave()
+    until(lambda: here.watch.culprits(number))
+    here.store.set(key_of(number, 1), "{}")
+    following = here.watch.enter("teardown of t", DEADLINE_SECONDS)
+    assert here.watch.culprits(following) == {}
+    assert here.watch.culprits(number) == {}
+    assert here.watch.released(following) is None
+
+
+def test_a_rank_says_where_it_is_when_rank_0_asks(place: Callable[..., Place]) -> None:
+    here = place(1)
+    here.watch.guard(Blocked(making_group=True))
+    number = here.watch.enter("call of t", DEADLINE_SECONDS)
+    events.post(here.store, "overdue", number=number)
+    until(lambda: here.store.check([f"where/{number}/1"]))
+    where = Where.from_json(1, json.loads(here.store.get(f"where/{number}/1")))
+    assert not where.arrived
+    assert "in test_a_rank_says_where_it_is_when_rank_0_asks" in where.stack
+    assert [operation.name for operation in where.pending] == ["the making of a process group"]
+
+
+def test_a_release_by_rank_0_frees_whatever_blocks_this_rank(place: Callable[..., Place]) -> None:
+    here = place(1)
+    blocked = Blocked(making_group=False)
+    here.watch.guard(blocked)
+    number = here.watch.enter("call of t", DEADLINE_SECONDS)
+    with pytest.raises(Released, match=r"^not finished within 3 s$"):
+        hang(lambda: events.post(here.store, "release", number=number, reason="not finished within 3 s", culprits={}))
+    here.watch.leave()
+    assert blocked.releases >= 1
+
+
+def test_a_release_of_another_phase_is_none_of_this_one(place: Callable[..., Place]) -> None:
+    here = place(1)
+    number = here.watch.enter("call of t", DEADLINE_SECONDS)
+    events.post(here.store, "release", number=number - 1, reason="old", culprits={})
+    events.post(here.store, "release", number=number + 1, reason="early", culprits={})
+    here.settle()
+    assert here.watch.released(number) is None
+
+
+def test_no_release_comes_after_the_body_has_been_left(place: Callable[..., Place]) -> None:
+    here = place(1)
+    number = here.watch.enter("call of t", DEADLINE_SECONDS)
+    here.watch.leave()
+    events.post(here.store, "release", number=number, reason="late", culprits={})
+    here.settle()
+    assert here.watch.released(number) is None
+
+
+# ---- a peer's failure ----------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_waits_in_a_collective_for_a_failed_peer_is_released_after_a_grace(
+    place: Callable[..., Place],
+) -> None:
+    here = place(1, grace=0.2)
+    here.watch.guard(Blocked(making_group=True))
+    number = here.watch.enter("call of t", DEADLINE_SECONDS)
+    begin = time.monotonic()
+    with pytest.raises(Released, match=r"^rank 0 \(gpu-06\) failed: ValueError: boom$"):
+        hang(lambda: events.post(here.store, "absent", rank=0, number=number, message="failed: ValueError: boom"))
+    assert time.monotonic() - begin >= 0.15
+    here.watch.leave()
+    assert here.watch.explanation(number, 0) == "rank 0 (gpu-06) failed: ValueError: boom"
+
+
+def test_a_rank_that_is_still_busy_is_left_alone_after_a_peers_failure(place: Callable[..., Place]) -> None:
+    here = place(1, grace=0.02)
+    here.watch.guard(Blocked(making_group=False))
+    number = here.watch.enter("call of t", DEADLINE_SECONDS)
+    events.post(here.store, "absent", rank=0, number=number, message="failed: boom")
+    until(lambda: here.watch.explanation(number, 0))
+    here.settle()
+    assert here.watch.released(number) is None
+
+
+def test_the_first_failure_of_a_phase_is_told_and_no_other(place: Callable[..., Place]) -> None:
+    here = place(1)
+    first = here.watch.enter("call of t", DEADLINE_SECONDS)
+    here.watch.report_absence(here.store, first, "failed: one")
+    second = here.watch.enter("teardown of t", DEADLINE_SECONDS)
+    here.store.set(f"absent/{second}", "0")  # rank 0 was faster
+    here.watch.report_absence(here.store, second, "failed: two")
+    assert [event["message"] for event in here.posted("absent")] == ["failed: one"]
+
+
+def test_what_explains_a_cut_connection_is_waited_for_but_not_for_ever(place: Callable[..., Place]) -> None:
+    here = place(1)
+    number = here.watch.enter("call of t", DEADLINE_SECONDS)
+    here.watch.leave()
+    assert here.watch.explanation(number, 0.02) is None
+    timer = threading.Timer(0.05, events.post, (here.store, "absent"), {"rank": 0, "number": number, "message": "died"})
+    timer.start()
+    assert here.watch.explanation(number, DEADLINE_SECONDS) == "rank 0 (gpu-06) died"
+    timer.join()
+
+
+# ---- losses --------------------------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_another_rank_saw_ends_the_run_here_and_frees_this_rank(place: Callable[..., Place]) -> None:
+    here = place(1)
+    number = here.watch.enter("call of t", DEADLINE_SECONDS)
+    with pytest.raises(Released):
+        hang(lambda: events.post(here.store, "lost", rank=0, message="process 7 is gone without a word"))
+    here.watch.leave()
+    assert here.watch.ending == Ending(
+        name="rank lost",
+        message="rank 0 (gpu-06) is lost during call of t: process 7 is gone without a word",
+        exit=11,
+        culprits=[0],
+    )
+    assert here.endings == [here.watch.ending]
+    until(lambda: here.store.check([verdict_key(number)]))
+    assert json.loads(here.store.get(verdict_key(number))) == {"ended": True}
+
+
+def test_rank_0_answers_for_a_lost_rank_so_that_it_does_not_wait_for_it(place: Callable[..., Place]) -> None:
+    here = place(0)
+    number = here.watch.enter("call of t", DEADLINE_SECONDS)
+    here.watch.leave()
+    events.post(here.store, "lost", rank=1, message="gone")
+    until(lambda: here.store.check([key_of(number, 1)]))
+    assert json.loads(here.store.get(key_of(number, 1)))["o"] == "lost"
+
+
+@pytest.mark.parametrize(
+    "says_bye", [pytest.param(False, id="without a word"), pytest.param(True, id="with a goodbye")]
+)
+def test_a_frozen_heartbeat_on_another_host_is_a_loss_unless_the_rank_said_goodbye(
+    place: Callable[..., Place], says_bye: bool
+) -> None:
+    store = MemoryStore()
+    if says_bye:
+        store.set("bye/1", "finished")
+    here = place(0, store, dead=0.2)
+    here.watch.enter("call of t", DEADLINE_SECONDS)
+    here.watch.leave()
+    if says_bye:
+        until(lambda: here.beats > 8)
+        assert here.endings == []
+    else:
+        until(lambda: here.endings)
+        assert here.endings[0].name == "rank lost"
+        assert here.endings[0].message.startswith("rank 1 (gpu-07) is lost during call of t: no heartbeat for ")
+        assert here.posted("lost")[0]["rank"] == 1
+
+
+def test_a_heartbeat_that_goes_on_is_no_loss(place: Callable[..., Place]) -> None:
+    here = place(0, dead=0.3)
+    beat = 0
+    until_beats = 12
+
+    def beating() -> bool:
+        nonlocal beat
+        beat += 1
+        here.store.set("hb/1", str(beat))
+        return here.beats > until_beats
+
+    until(beating)
+    assert here.endings == []
+    assert here.store.get("hb/0") != b"0"
+
+
+@pytest.fixture
+def sibling() -> Iterator[subprocess.Popen[bytes]]:
+    """The process of rank 1, on the host of rank 0."""
+    process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)"])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("left", "told"),
+    [
+        pytest.param("", "(killed, or ended by os._exit)", id="nothing"),
+        pytest.param(
+            "Fatal Python error: Segmentation fault\n", "(Fatal Python error: Segmentation fault)", id="stacks"
+        ),
+        pytest.param(None, "is gone without a word", id="no file at all"),
+    ],
+)
+def test_a_sibling_that_dies_is_lost_at_once_and_its_last_words_are_told(
+    place: Callable[..., Place], sibling: subprocess.Popen[bytes], tmp_path: Path, left: str | None, told: str
+) -> None:
+    path = tmp_path / "sibling"
+    if left is not None:
+        path.write_text(left)
+    peer = {"host": "gpu-06", "pid": sibling.pid, "start_time": start_time(sibling.pid), "fault_file": str(path)}
+    here = place(0, peer=peer)
+    here.watch.enter("call of t", DEADLINE_SECONDS)
+    here.watch.leave()
+    sibling.kill()
+    until(lambda: here.endings)
+    message = here.endings[0].message
+    assert message.startswith(f"rank 1 (gpu-07) is lost during call of t: process {sibling.pid} is gone without a word")
+    assert message.endswith(told)
+
+
+def test_a_sibling_that_said_goodbye_may_end(place: Callable[..., Place], sibling: subprocess.Popen[bytes]) -> None:
+    here = place(0, peer={"host": "gpu-06", "pid": sibling.pid, "start_time": start_time(sibling.pid)})
+    here.store.set("bye/1", "finished")
+    sibling.kill()
+    sibling.wait()
+    here.settle()
+    assert here.endings == []
+
+
+def test_a_sibling_that_cannot_be_released_is_killed(
+    place: Callable[..., Place], sibling: subprocess.Popen[bytes]
+) -> None:
+    here = place(0, peer={"host": "gpu-06", "pid": sibling.pid, "start_time": start_time(sibling.pid)})
+    here.store.set("bye/1", "")
+    here.watch.kill_stuck([], wait_seconds=DEADLINE_SECONDS)
+    assert sibling.poll() is None
+    here.watch.kill_stuck([1], wait_seconds=0)
+    assert sibling.wait(DEADLINE_SECONDS) == -signal.SIGKILL
+
+
+# ---- the end -------------------------------------------------------------------------------------------------------
+
+
+def test_an_ending_is_told_once_however_often_it_is_found(place: Callable[..., Place]) -> None:
+    here = place(0)
+    here.watch.end(ENDING)
+    here.watch.end(Ending(name="other", message="later", exit=2))
+    events.post(here.store, "lost", rank=1, message="later")
+    here.settle()
+    assert here.watch.ending == ENDING
+    assert here.endings == [ENDING]
+    assert [event["message"] for event in here.posted("end")] == [ENDING.message]
+
+
+def test_an_ending_that_a_peer_told_is_taken_over_and_not_told_again(place: Callable[..., Place]) -> None:
+    here = place(1)
+    body = {"name": "interrupted", "message": "interrupted (Ctrl-C) on rank 0", "exit": 2, "culprits": [], "text": ""}
+    events.post(here.store, "end", **body)
+    until(lambda: here.endings)
+    here.settle()
+    assert here.endings == [Ending(**body)]
+    assert len(here.posted("end")) == 1
+
+
+def test_an_ending_of_all_ranks_by_an_exchange_needs_no_telling(place: Callable[..., Place]) -> None:
+    here = place(1)
+    here.watch.agreed_to_end(ENDING)
+    here.watch.agreed_to_end(Ending(name="other", message="later", exit=2))
+    here.settle()
+    assert here.watch.ending == ENDING
+    assert here.endings == here.posted("end") == []
+
+
+def test_a_main_thread_that_does_not_come_back_in_time_is_ended_in_its_place(place: Callable[..., Place]) -> None:
+    here = place(0, terminate=0.3)
+    here.watch.end(ENDING)
+    begin = time.monotonic()
+    until(lambda: here.overtimes)
+    assert time.monotonic() - begin >= 0.2
+    assert here.overtimes[0] == ENDING
+
+
+def test_the_time_also_runs_where_all_ranks_agreed_to_end(place: Callable[..., Place]) -> None:
+    here = place(1, terminate=0.3)
+    begin = time.monotonic()
+    here.watch.agreed_to_end(ENDING)
+    until(lambda: here.overtimes)
+    assert time.monotonic() - begin >= 0.3
+
+
+def test_after_the_end_the_main_thread_is_freed_from_every_further_body(place: Callable[..., Place]) -> None:
+    here = place(0)
+    here.watch.end(ENDING)
+    with pytest.raises(Released, match=r"^rank 1 \(gpu-07\) is lost$"):
+        hang(lambda: here.watch.enter("teardown of t", DEADLINE_SECONDS))
+    here.watch.leave()
+
+
+def test_an_orderly_close_ends_the_watcher_and_calls_no_overtime(place: Callable[..., Place]) -> None:
+    here = place(0, terminate=0.05)
+    here.watch.end(ENDING)
+    here.watch.close()
+    seen = len(here.overtimes)
+    time.sleep(0.1)
+    assert len(here.overtimes) == seen
+    assert "gpucluster-watch" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_sigterm_is_a_goodbye_and_ends_the_run_once_no_death_explains_it(
+    place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "_LOST_BEFORE_TERM_SECONDS", 0.1)
+    here = place(0)
+    here.watch.enter("call of t", DEADLINE_SECONDS)
+    here.watch.leave()
+    os.kill(os.getpid(), signal.SIGTERM)
+    until(lambda: here.endings)
+    ending = here.endings[0]
+    assert (ending.name, ending.exit) == ("terminated", 2)
+    assert ending.message == "ended by SIGTERM on gpu-06 during call of t"
+    assert here.store.get("bye/0") == b"SIGTERM"
+
+
+def test_a_death_that_explains_a_sigterm_is_what_is_told(
+    place: Callable[..., Place], sibling: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "_LOST_BEFORE_TERM_SECONDS", 5.0)
+    here = place(0, peer={"host": "gpu-06", "pid": sibling.pid, "start_time": start_time(sibling.pid)})
+    os.kill(os.getpid(), signal.SIGTERM)
+    until(lambda: here.store.check(["bye/0"]))
+    here.settle()
+    assert here.endings == []
+    sibling.kill()
+    until(lambda: here.endings)
+    assert here.endings[0].name == "rank lost"
+
+
+class Breaking(MemoryStore):
+    """A store whose connection can break."""
+
+    broken = False
+
+    def add(self, key: str, amount: int) -> int:
+        if self.broken:
+            raise RuntimeError("Connection reset by peer")
+        return super().add(key, amount)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        if self.broken:
+            raise RuntimeError("Broken pipe")
+        return super().compare_set(key, expected, desired)
+
+
+def test_a_store_that_is_gone_ends_the_run_and_frees_this_rank(place: Callable[..., Place]) -> None:
+    store = Breaking()
+    here = place(1, store)
+    here.watch.enter("call of t", DEADLINE_SECONDS)
+    with pytest.raises(Released):
+        hang(lambda: setattr(store, "broken", True))
+    here.watch.leave()
+    (ending,) = here.endings
+    assert (ending.name, ending.exit) == ("store lost", 11)
+    assert ending.message == (
+        "the rendezvous store at gpu-06:29500 is gone: the launcher's agent on the first node has ended"
+    )
+    assert ending.text == "Connection reset by peer"
+
+
+def test_a_watcher_that_breaks_ends_the_run_instead_of_watching_no_more(place: Callable[..., Place]) -> None:
+    here = place(1)
+    here.watch.enter("call of t", DEADLINE_SECONDS)
+    with pytest.raises(Released):
+        hang(lambda: setattr(here, "beat_error", KeyError("x")))
+    here.watch.leave()
+    (ending,) = here.endings
+    assert (ending.name, ending.exit) == ("internal error", 3)
+    assert ending.message == "the watcher of rank 1 (gpu-07) broke: KeyError: 'x'"
+    assert "Traceback" in ending.text
+    assert [event["name"] for event in here.posted("end")] == ["internal error"]
+
+
+def test_a_silent_rank_0_is_lost_once_its_deadline_has_passed(
+    place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "_SILENT_SECONDS", 0.2)
+    here = place(1)
+    here.watch.enter("call of t", 0.05)
+    here.watch.leave()
+    until(lambda: here.endings)
+    assert (here.endings[0].name, list(here.endings[0].culprits)) == ("rank lost", [0])
+    assert "it does not answer (on gpu-06, no heartbeat for " in here.endings[0].message
+
+
+def test_a_rank_0_that_beats_is_given_its_time_past_the_deadline(
+    place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "_SILENT_SECONDS", 0.2)
+    here = place(1, stuck=DEADLINE_SECONDS)
+    here.watch.enter("call of t", 0.01)
+    here.watch.leave()
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        here.store.set("hb/0", str(time.monotonic()))
+        time.sleep(0.02)
+    assert here.endings == []

@@ -1,0 +1,247 @@
+"""Faults of rank 1 (or 0) that end a test on that rank; each is followed by a test that needs all ranks."""
+
+import os
+import sys
+import threading
+
+import pytest
+from stamps import RANK, all_reduce, meet, stamp
+
+
+def test_first(cluster):
+    meet(cluster, "nothing")
+
+
+def test_before(cluster):
+    stamp("before")
+    if RANK == 1:
+        raise RuntimeError("raised before the collective")
+    all_reduce(cluster)
+
+
+def test_after_before(cluster):
+    meet(cluster, "before")
+
+
+def test_before_on_rank_0(cluster):
+    stamp("before_on_rank_0")
+    if RANK == 0:
+        raise RuntimeError("raised before the collective")
+    all_reduce(cluster)
+
+
+def test_after_before_on_rank_0(cluster):
+    meet(cluster, "before_on_rank_0")
+
+
+def test_inside(cluster):
+    import torch
+
+    stamp("inside")
+    if RANK == 1:
+        torch.distributed.all_reduce(torch.ones(1 << 20), group=cluster.group, async_op=True)
+        raise RuntimeError("raised inside the collective")
+    torch.distributed.all_reduce(torch.ones(1 << 20), group=cluster.group)
+    torch.distributed.barrier(group=cluster.group)
+
+
+def test_after_inside(cluster):
+    meet(cluster, "inside")
+
+
+def test_afterwards(cluster):
+    all_reduce(cluster)
+    stamp("afterwards")
+    if RANK == 1:
+        raise RuntimeError("raised after the collective")
+
+
+def test_after_afterwards(cluster):
+    meet(cluster, "afterwards")
+
+
+def test_while_the_group_is_made(cluster):
+    cluster.discard(epoch=10_000)
+    stamp("while_the_group_is_made")
+    if RANK == 1:
+        raise RuntimeError("raised instead of making the group")
+    all_reduce(cluster)
+
+
+def test_after_while_the_group_is_made(cluster):
+    meet(cluster, "while_the_group_is_made")
+
+
+def test_skip(cluster):
+    stamp("skip")
+    if RANK == 1:
+        pytest.skip("no NVLink here")
+    all_reduce(cluster)
+
+
+def test_after_skip(cluster):
+    meet(cluster, "skip")
+
+
+@pytest.fixture
+def without_scratch_space():
+    stamp("setup")
+    if RANK == 1:
+        raise RuntimeError("no scratch space")
+
+
+def test_setup(cluster, without_scratch_space):
+    stamp("body_entered_in_spite_of_the_setup")
+    all_reduce(cluster)
+
+
+def test_after_setup(cluster):
+    meet(cluster, "setup")
+
+
+@pytest.fixture
+def not_cleaned_up():
+    yield
+    stamp("teardown")
+    if RANK == 1:
+        raise RuntimeError("cannot clean up")
+
+
+def test_teardown(cluster, not_cleaned_up):
+    all_reduce(cluster)
+
+
+def test_after_teardown(cluster):
+    meet(cluster, "teardown")
+
+
+@pytest.fixture(scope="session")
+def shared():
+    stamp("shared_is_set_up")
+    return object()
+
+
+def test_with_a_session_fixture(cluster, shared):
+    stamp("with_a_session_fixture")
+    if RANK == 1:
+        raise RuntimeError("broke what the session shares")
+    all_reduce(cluster)
+
+
+def test_after_with_a_session_fixture(cluster, shared):
+    meet(cluster, "with_a_session_fixture")
+
+
+def test_nan(cluster, measure):
+    stamp("nan")
+    measure("matmul.bf16.tflops", float("nan") if RANK == 1 else 1.0, unit="TFLOPS")
+
+
+def test_after_nan(cluster):
+    meet(cluster, "nan")
+
+
+def test_huge(cluster):
+    stamp("huge")
+    if RANK == 1:
+        raise RuntimeError("first words\n" + "x" * 10_000_000 + "\nlast words")
+    all_reduce(cluster)
+
+
+def test_after_huge(cluster):
+    meet(cluster, "huge")
+
+
+class Hostile(Exception):
+    """Cannot be shown, cannot be pickled."""
+
+    def __str__(self):
+        raise ValueError("no text")
+
+    __repr__ = __str__
+
+    def __reduce__(self):
+        raise TypeError("cannot be pickled")
+
+
+def test_hostile(cluster):
+    stamp("hostile")
+    if RANK == 1:
+        raise Hostile(threading.Lock())
+    all_reduce(cluster)
+
+
+def test_after_hostile(cluster):
+    meet(cluster, "hostile")
+
+
+def test_sys_exit(cluster):
+    stamp("sys_exit")
+    if RANK == 1:
+        sys.exit(3)
+    all_reduce(cluster)
+
+
+def test_after_sys_exit(cluster):
+    meet(cluster, "sys_exit")
+
+
+def test_alike_on_all_ranks(cluster):
+    stamp("alike_on_all_ranks")
+    raise RuntimeError("the same everywhere")
+
+
+def test_after_alike_on_all_ranks(cluster):
+    meet(cluster, "alike_on_all_ranks")
+
+
+def test_swallowed_by_the_peer(cluster):
+    stamp("swallowed_by_the_peer")
+    if RANK == 1:
+        raise RuntimeError("rank 1 fails")
+    try:
+        all_reduce(cluster)
+    except Exception:
+        stamp("swallowed")
+
+
+def test_after_swallowed_by_the_peer(cluster):
+    meet(cluster, "swallowed_by_the_peer")
+
+
+@pytest.mark.xfail(reason="a known weakness", raises=RuntimeError)
+def test_expected_to_fail(cluster):
+    stamp("expected_to_fail")
+    if RANK == 1:
+        raise RuntimeError("as expected")
+    all_reduce(cluster)
+
+
+def test_after_expected_to_fail(cluster):
+    meet(cluster, "expected_to_fail")
+
+
+def test_binary(cluster):
+    garbage = bytes(range(256)) * 4
+    for descriptor in (1, 2):
+        os.write(descriptor, garbage)
+    print("\x00\x1b[31m\ud800\ufffe]]>")
+    stamp("binary")
+    if RANK == 1:
+        raise RuntimeError("\x00\x08\x1b[31m\ud800\ufffe ]]> <&>")
+    all_reduce(cluster)
+
+
+def test_after_binary(cluster):
+    meet(cluster, "binary")
+
+
+@pytest.mark.parametrize("text", ["\x00\x1b[31m", "\ud800", "]]><&\"'", "nul\\0", "ü " * 400, "\n\r\t", "\ufffe"])
+def test_names(cluster, text):
+    all_reduce(cluster)
+    if text == "\ud800" and RANK == 1:
+        raise RuntimeError(text)
+
+
+def test_after_names(cluster):
+    meet(cluster, "names")

@@ -1,0 +1,65 @@
+"""Ranks that die: the run ends at once, the report says who was lost and during which test."""
+
+from __future__ import annotations
+
+import pytest
+from torchrun import suite, torchrun
+
+WORDS = {
+    "kill": "killed, or ended by os._exit",
+    "crash": "Fatal Python error: Segmentation fault",
+    "leave_with_3": "killed, or ended by os._exit",
+    "leave_with_0": "killed, or ended by os._exit",
+}
+
+
+def die(tmp_path, fault, victim):
+    return torchrun(
+        tmp_path, suite("one_fault"), deadline=30.0, environment={"FAULT": fault, "VICTIM": str(victim)}
+    )
+
+
+def agrees_that_it_is_over(run):
+    assert run.verdicts["test_first"] == "passed"
+    assert run.verdicts["test_next"].startswith("skipped: not run: rank")
+    assert run.end[:2] == ("BROKEN", 11)
+    # Also where the dead rank itself said 0: an agent that ends with 0 is a run that passed.
+    assert run.exits == [1]
+    assert run.left_over == []
+
+
+@pytest.mark.parametrize("fault", WORDS)
+def test_a_dead_rank_is_named(tmp_path, times, fault):
+    run = die(tmp_path, fault, 1)
+    stamp = run.stamp("fault", 1)
+    expected = "rank 1 (node-a) is lost during call of test_one_fault.py::test_fault: process {} is gone without a word ({})"
+    expected = expected.format(stamp.pid, WORDS[fault])
+    assert run.verdicts["test_fault"] == f"error: {expected}", run.output
+    assert run.verdicts["rank lost"] == f"error: {expected}"
+    agrees_that_it_is_over(run)
+    assert run.end[2] == "rank 0"
+    times.add(f"death: {fault}, rank 1", run, "test_fault", since=stamp.at, over=True)
+
+
+@pytest.mark.parametrize("fault", WORDS)
+def test_a_dead_rank_0_is_named_by_the_recorder(tmp_path, times, fault):
+    run = die(tmp_path, fault, 0)
+    stamp = run.stamp("fault", 0)
+    expected = f"rank 0 (node-a, pid {stamp.pid}) ended without a word during test_one_fault.py::test_fault"
+    if fault == "crash":
+        expected += f" ({WORDS[fault]})"
+    assert run.verdicts["test_fault"] == f"error: the run ended here: {expected}", run.output
+    assert run.verdicts["rank lost"] == f"error: {expected}"
+    agrees_that_it_is_over(run)
+    assert run.end[2] == "recorder"
+    times.add(f"death: {fault}, rank 0", run, "test_fault", since=stamp.at, over=True)
+
+
+def test_collectives_that_do_not_match_are_the_end_of_a_gloo_rank(tmp_path, times):
+    # gloo throws in a thread of its own: the process is aborted, and no plugin can prevent it.
+    run = die(tmp_path, "mismatch", 1)
+    message = run.verdicts["test_fault"]
+    assert "test_one_fault.py::test_fault" in message
+    assert "Fatal Python error: Aborted" in message
+    agrees_that_it_is_over(run)
+    times.add("death: mismatched all_reduce", run, "test_fault", since=run.stamp("fault", 1).at, over=True)

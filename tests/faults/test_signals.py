@@ -1,0 +1,65 @@
+"""Ctrl-C and SIGTERM, to the launcher or to one rank: reports are written, and say what was interrupted."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from torchrun import start, suite, torchrun
+
+
+def hang(tmp_path):
+    """Start a run of which rank 1 sleeps and rank 0 waits for it."""
+    return start(tmp_path, suite("one_fault"), deadline=60.0, environment={"FAULT": "wait", "VICTIM": "1"})
+
+
+def is_told(run, times, name, message, since):
+    assert run.verdicts["test_first"] == "passed"
+    assert message in run.verdicts["test_fault"], run.output
+    assert run.verdicts["test_fault"].startswith("error: ")
+    assert run.verdicts["test_next"].startswith("skipped: not run: ")
+    assert run.end[:2] == ("BROKEN", 2)
+    assert run.exits[0] != 0
+    assert run.left_over == []
+    times.add(f"signal: {name}", run, "test_fault", since=since, over=True)
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [(signal.SIGINT, "interrupted (Ctrl-C) on rank "), (signal.SIGTERM, "ended by SIGTERM on node-a during call of test_one")],
+    ids=["Ctrl-C", "SIGTERM"],
+)
+def test_a_signal_to_the_launcher_ends_the_run_with_reports(tmp_path, times, number, message):
+    run = hang(tmp_path)
+    since = run.wait_for_stamp("fault", 1).at
+    since = max(since, run.wait_for_stamp("fault", 0).at)
+    os.kill(run.agents[0].pid, number)
+    is_told(run.wait(), times, f"{number.name} to the launcher", message, since)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_interrupt_of_one_rank_ends_all(tmp_path, times, victim):
+    environment = {"FAULT": "interrupt", "VICTIM": str(victim)}
+    run = torchrun(tmp_path, suite("one_fault"), deadline=60.0, environment=environment)
+    message = f"interrupted (Ctrl-C) on rank {victim} (node-a)"
+    is_told(run, times, f"SIGINT, rank {victim}", message, run.stamp("fault", victim).at)
+    assert run.exits == [1]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_sigterm_to_one_rank_ends_all(tmp_path, times, victim):
+    environment = {"FAULT": "terminate", "VICTIM": str(victim)}
+    run = torchrun(tmp_path, suite("one_fault"), deadline=60.0, environment=environment)
+    message = "ended by SIGTERM on node-a during call of test_one_fault.py::test_fault"
+    is_told(run, times, f"SIGTERM, rank {victim}", message, run.stamp("fault", victim).at)
+    assert run.exits == [1]
+
+
+def test_pytest_exit_on_one_rank_ends_all_with_its_code(tmp_path):
+    environment = {"FAULT": "end_the_session", "VICTIM": "1"}
+    run = torchrun(tmp_path, suite("one_fault"), deadline=60.0, environment=environment)
+    assert "interrupted on rank 1 (node-a) during call of test_one_fault.py::test_fault" in run.verdicts["test_fault"]
+    assert run.end[:2] == ("BROKEN", 7)
+    assert run.exits == [1]
+    assert run.left_over == []

@@ -1,0 +1,56 @@
+"""Hangs that nothing can end but SIGKILL: the run ends with every report written, and leaves no process behind."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torchrun import suite, torchrun
+
+DEADLINE = 1.0
+EXPECTED = {
+    ("hang_in_c", 1): "rank 1 (node-a): hangs at test_one_fault.py:{line} in hang_in_c",
+    ("hang_in_c", 0): "the run ended here: rank 0 (node-a) cannot be released from call of "
+    "test_one_fault.py::test_fault: hangs at test_one_fault.py:{line} in hang_in_c",
+    ("hold_the_gil", 1): "rank 1 (node-a): does not answer (process {pid} is S: sleeping, holding the GIL at "
+    "test_one_fault.py:{line} in hold_the_gil)",
+    ("hold_the_gil", 0): "the run ended here: rank 0 (node-a, pid {pid}) does not answer, process state S (sleeping), "
+    "holding the GIL at test_one_fault.py:{line} in hold_the_gil",
+    ("stop", 1): "rank 1 (node-a): does not answer (process {pid} is T: stopped by a signal)",
+    ("stop", 0): "the run ended here: rank 0 (node-a, pid {pid}) does not answer, process state T (stopped by a signal)",
+}
+LINES = {
+    name: next(n for n, line in enumerate(suite("one_fault")["test_one_fault.py"].splitlines(), 1) if text in line)
+    for name, text in {"hang_in_c": "no signal ends this", "hold_the_gil": "PyDLL", "stop": "SIGSTOP"}.items()
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """All of them, several at once: each spends most of its time waiting for deadlines."""
+
+    def run(case):
+        fault, victim = case
+        return torchrun(
+            tmp_path_factory.mktemp(f"{fault}-{victim}"),
+            suite("one_fault"),
+            deadline=DEADLINE,
+            environment={"FAULT": fault, "VICTIM": str(victim)},
+        )
+
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        return dict(zip(EXPECTED, pool.map(run, EXPECTED), strict=True))
+
+
+@pytest.mark.parametrize(("fault", "victim"), EXPECTED)
+def test_the_run_ends_and_the_report_names_the_culprit(runs, times, fault, victim):
+    run = runs[fault, victim]
+    stamp = run.stamp("fault", victim)
+    expected = EXPECTED[fault, victim].format(pid=stamp.pid, line=LINES[fault])
+    assert run.verdicts["test_fault"].startswith(f"error: {expected}"), run.output
+    assert run.verdicts["test_first"] == "passed"
+    assert run.verdicts["test_next"].startswith("skipped: not run: rank")
+    assert run.end[:2] == ("BROKEN", 11)
+    assert run.exits == [1]
+    assert run.left_over == []
+    times.add(f"stuck: {fault}, rank {victim}", run, "test_fault", since=stamp.at + DEADLINE, over=True)

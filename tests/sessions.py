@@ -1,0 +1,222 @@
+"""Runs of pytest for tests: a project in a folder, a session over it, and what it left on disk.
+
+A session runs in this process where it can: torch is imported once then. What needs processes of its own has a hard
+deadline, after which all of them are killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+import torch  # noqa: F401  # sessions in this process must find it loaded: it cannot be imported twice
+import xmlschema
+
+import pytest_gpucluster.activation
+import pytest_gpucluster.inventory
+import pytest_gpucluster.thresholds  # noqa: F401  # as torch; and these need not be loaded again for each session
+from pytest_gpucluster import journal
+from pytest_gpucluster.agreement.release import nccl
+
+SCHEMA = xmlschema.XMLSchema(str(Path(__file__).parent / "data" / "junit-10.xsd"))
+DEADLINE_SECONDS = 60.0
+"""Generous: nothing here should take a third of it."""
+
+CPU = "--gpucluster-device=cpu"
+_OF_A_LAUNCHER = ("TORCH", "PYTEST_", "GPUCLUSTER_", "SLURM_", "OMPI_", "PMIX_", "PMI_", "MASTER_", "NCCL_", "JOB_")
+_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK")
+
+
+def is_left_over(name: str) -> bool:
+    """Tell whether an environment variable could make a session something else than what the test says."""
+    return name.startswith(_OF_A_LAUNCHER) or name in _OF_A_RANK
+
+
+def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return an environment for a process, without what a launcher may have left in this one."""
+    kept = {name: value for name, value in os.environ.items() if not is_left_over(name)}
+    return {**kept, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **(more or {})}
+
+
+@dataclass(kw_only=True)
+class Left:
+    """What a run printed, returned and left on disk."""
+
+    directory: Path
+    exit: int
+    stdout: str
+    stderr: str
+    seconds: float = 0.0
+    junit_path: Path = field(default=Path("report.xml"))
+
+    @property
+    def output(self) -> str:
+        """Everything that was printed."""
+        return f"{self.stdout}\n{self.stderr}"
+
+    @cached_property
+    def document(self) -> ET.Element:
+        """The JUnit file, which must be valid."""
+        text = (self.directory / self.junit_path).read_text(encoding="utf-8")
+        SCHEMA.validate(text)
+        return ET.fromstring(text)
+
+    @property
+    def cases(self) -> list[ET.Element]:
+        """Every testcase in the order of the file."""
+        return list(self.document.iter("testcase"))
+
+    @cached_property
+    def verdicts(self) -> dict[str, str]:
+        """Name of each testcase -> "passed" or "error: its message". No name may come twice."""
+        names = [case.get("name", "") for case in self.cases]
+        assert len(names) == len(set(names)), names
+        return {case.get("name", ""): _verdict(case) for case in self.cases}
+
+    def case(self, name: str) -> ET.Element:
+        """Return a testcase."""
+        return next(case for case in self.cases if case.get("name") == name)
+
+    def body(self, name: str) -> str:
+        """Return the text of a testcase's failure, error or skip."""
+        return "".join(child.text or "" for child in self.case(name) if child.tag in ("failure", "error", "skipped"))
+
+    @property
+    def properties(self) -> dict[str, str]:
+        """The properties of the testsuite."""
+        return {p.get("name", ""): p.get("value", "") for p in self.document.iterfind(".//testsuite/properties/property")}
+
+    @cached_property
+    def journal(self) -> journal.Journal:
+        """The journal of the latest run."""
+        return journal.read(self.directory / "gpucluster-report" / "latest" / "journal.jsonl")
+
+    @property
+    def end(self) -> tuple[str, int]:
+        """The verdict and the exit code of the closing line, which rank 0 itself has written."""
+        assert self.journal.end is not None, self.output
+        assert self.journal.end.by == "rank 0"
+        return self.journal.verdict, self.journal.exit
+
+
+def _verdict(case: ET.Element) -> str:
+    for child in case:
+        if child.tag in ("failure", "error", "skipped"):
+            message = child.get("message") or ""
+            assert "\n" not in message
+            return f"{child.tag}: {message}"
+    return "passed"
+
+
+class Project:
+    """A folder with a suite that turns the plugin on by its ini file."""
+
+    def __init__(self, pytester: pytest.Pytester, ini: str = "gpucluster = true") -> None:
+        self.pytester = pytester
+        self.path = pytester.path
+        self.ini(ini)
+
+    def ini(self, text: str) -> None:
+        """Write the ini file."""
+        self.pytester.makeini(f"[pytest]\n{text}")
+
+    def suite(self, text: str = "", **files: str) -> None:
+        """Write test_it.py and other files."""
+        self.pytester.makepyfile(**({"test_it": text} if text else {}), **files)
+
+    def run(self, *options: str, device: str | None = CPU, junit: bool = True) -> Left:
+        """Run a session in this process."""
+        arguments = [*([device] if device else []), *(["--junitxml=report.xml"] if junit else []), *options]
+        begin = time.monotonic()
+        result = self.pytester.runpytest_inprocess("-p", "no:hypothesispytest", *arguments, no_reraise_ctrlc=True)
+        return Left(
+            directory=self.path,
+            exit=int(result.ret),
+            stdout=result.stdout.str(),
+            stderr=result.stderr.str(),
+            seconds=time.monotonic() - begin,
+        )
+
+    def spawn(
+        self, *options: str, device: str | None = CPU, more: Mapping[str, str] | None = None, junit: bool = True
+    ) -> Process:
+        """Start a session in a process of its own."""
+        command = [sys.executable, "-m", "pytest", "-p", "no:hypothesispytest", *([device] if device else [])]
+        command += ["--junitxml=report.xml"] if junit else []
+        return Process([*command, *options], self.path, environment(more))
+
+    def run_apart(self, *options: str, **settings: object) -> Left:
+        """Run a session in a process of its own to its end."""
+        with self.spawn(*options, **settings) as process:  # type: ignore[arg-type]  # passed through
+            return process.wait()
+
+
+class Process:
+    """A process with a hard deadline, in a session of its own, so that all it started can be killed with it."""
+
+    _count = 0
+
+    def __init__(self, command: Sequence[str], directory: Path, environ: Mapping[str, str]) -> None:
+        Process._count += 1
+        self.directory = directory
+        self._paths = [directory / f".{name}-{Process._count}" for name in ("stdout", "stderr")]
+        self._started = time.monotonic()
+        with self._paths[0].open("wb") as stdout, self._paths[1].open("wb") as stderr:
+            self.popen = subprocess.Popen(
+                command,
+                cwd=directory,
+                env=dict(environ),
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.popen.wait()
+
+    @property
+    def output(self) -> str:
+        """What it has printed until now."""
+        return "\n".join(path.read_text(errors="backslashreplace") for path in self._paths)
+
+    def wait(self) -> Left:
+        """Wait for the end of the process."""
+        left = self._started + DEADLINE_SECONDS - time.monotonic()
+        try:
+            self.popen.wait(timeout=left)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"not over after {DEADLINE_SECONDS:g} s:\n{self.output}") from None
+        stdout, stderr = (path.read_text(errors="backslashreplace") for path in self._paths)
+        return Left(
+            directory=self.directory,
+            exit=self.popen.returncode,
+            stdout=stdout,
+            stderr=stderr,
+            seconds=time.monotonic() - self._started,
+        )
+
+
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take away what a launcher may have left, and take back what a session in this process sets for torch."""
+    for name in filter(is_left_over, list(os.environ)):
+        if name != "PYTEST_CURRENT_TEST":
+            monkeypatch.delenv(name)
+    for name, value in nccl.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+

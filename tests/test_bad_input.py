@@ -1,0 +1,201 @@
+"""What is asked for in a way that cannot work: a clear error, its exit code, and a report that is no pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from sessions import CPU, Left, Project
+
+SUITE = "def test_it(): raise AssertionError('must not run')"
+STALE = '<testsuites><testsuite name="pytest" tests="1"><testcase name="test_it" time="0"/></testsuite></testsuites>'
+BAD_LIMITS = """
+schema_version: 1
+skus:
+  cpu-rehearsal:
+    limits:
+      matmul.fp32.tflops: {minimum: 1 TFLOPS}
+      matmul.bf16.tflops: {min: 1 GB/s, source: here}
+"""
+
+
+@pytest.fixture
+def stale(project: Project) -> Project:
+    """A project whose last run has passed, as its report says."""
+    project.suite(SUITE)
+    (project.path / "report.xml").write_text(STALE)
+    (project.path / "file").write_text("no directory")
+    (project.path / "bad.yaml").write_text(BAD_LIMITS)
+    return project
+
+
+def refused(left: Left, *texts: str, exit: int = 4) -> None:
+    """Check that a session was refused with these texts, on the terminal and in the report."""
+    assert left.exit == exit, left.output
+    name = "usage" if exit == 4 else "preflight"
+    assert list(left.verdicts) == [name], left.verdicts
+    assert left.verdicts[name].startswith("error: ")
+    assert (left.properties["verdict"], left.properties["exit"]) == ("BROKEN", str(exit))
+    for text in texts:
+        assert text in left.body(name)
+        assert text in left.output
+    assert "Traceback" not in left.output
+    assert "must not run" not in left.output
+
+
+OPTIONS = {
+    "unknown device": (["--gpucluster-device=gpu"], ["--gpucluster-device gpu: 'gpu' is not allowed", "cuda, cpu"]),
+    "no CUDA": (
+        ["--gpucluster-device=cuda"],
+        ["rank 0 on ", "device is cuda", "what to do: ", "--gpucluster-device=cpu"],
+    ),
+    "no shape": ([CPU, "--gpucluster-expect=8"], ["'8' is no shape of a cluster", "2x8xH100"]),
+    "a shape of nothing": ([CPU, "--gpucluster-expect=0x8"], ["'0x8' is no shape of a cluster"]),
+    "a shape without SKU": ([CPU, "--gpucluster-expect=1x8x"], ["'1x8x' names no SKU"]),
+    "unknown timeout": ([CPU, "--gpucluster-timeouts=jion=3"], ["unknown timeout 'jion'; allowed: join, grace"]),
+    "timeout without number": (
+        [CPU, "--gpucluster-timeouts=join=soon"],
+        ["--gpucluster-timeouts join=soon: 'soon' is not a number of seconds"],
+    ),
+    "timeout below zero": ([CPU, "--gpucluster-timeouts=join=-1"], ["'-1' is not a positive number of seconds"]),
+    "deadline NaN": ([CPU, "--gpucluster-deadline=nan"], ["'nan' is not a positive number of seconds"]),
+    "several at once": (
+        ["--gpucluster-device=gpu", "--gpucluster-deadline=0"],
+        ["--gpucluster-device gpu: ", "--gpucluster-deadline 0: '0' is not a positive number"],
+    ),
+    "limits missing": ([CPU, "--gpucluster-thresholds=none.yaml"], ["none.yaml", "No such file"]),
+    "limits a directory": ([CPU, "--gpucluster-thresholds=."], ["directory"]),
+    "limits malformed": (
+        [CPU, "--gpucluster-thresholds=bad.yaml"],
+        ["bad.yaml:6:28: ", "'minimum'", "did you mean 'min'", "bad.yaml:7:33: ", "GB/s", "TFLOPS"],
+    ),
+    "limits no YAML": ([CPU, "--gpucluster-thresholds=report.xml"], ["report.xml:1:"]),
+    "report directory below a file": (
+        [CPU, "--gpucluster-report-dir=file/reports"],
+        ["the report directory file/reports: cannot be written to", "a file is in the way"],
+    ),
+    "rehearsal limits for a GPU": (
+        ["--gpucluster-device=cuda", "--gpucluster-sku=cpu-rehearsal"],
+        ["--gpucluster-sku cpu-rehearsal", "say nothing about a GPU"],
+    ),
+    "one test for each worker": (
+        [CPU, "-n", "2"],
+        ["--dist load gives each test to one worker", "pytest -n <GPUs> --dist each --max-worker-restart=0"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "texts"), OPTIONS.values(), ids=OPTIONS)
+def test_a_wrong_option_is_told_and_replaces_an_earlier_report(
+    stale: Project, options: list[str], texts: list[str]
+) -> None:
+    refused(stale.run(*options, device=None), *texts)
+
+
+@pytest.mark.parametrize(
+    ("environ", "ini", "texts"),
+    [
+        ({"GPUCLUSTER_DEADLINE": "soon"}, "", ["GPUCLUSTER_DEADLINE=soon: 'soon' is not a number of seconds"]),
+        ({}, "gpucluster_deadline = soon", ["tox.ini: gpucluster_deadline = soon: 'soon' is not a number of seconds"]),
+        ({"GPUCLUSTER_EXPECT": "many"}, "", ["GPUCLUSTER_EXPECT=many: 'many' is no shape of a cluster"]),
+    ],
+    ids=["environment", "ini", "shape in the environment"],
+)
+def test_the_place_of_a_wrong_setting_is_named(
+    stale: Project, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], ini: str, texts: list[str]
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    stale.ini(f"gpucluster = true\n{ini}")
+    refused(stale.run(), *texts)
+
+
+CONTRADICTIONS = {
+    "RANK without WORLD_SIZE": ({"RANK": "3"}, ["RANK=3 tells of other processes"]),
+    "WORLD_SIZE without a launcher": ({"WORLD_SIZE": "8"}, ["WORLD_SIZE=8 tells of several processes"]),
+    "half of torchrun": (
+        {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2"},
+        ["torchrun (TORCHELASTIC_RUN_ID is set)", "LOCAL_RANK is missing", "MASTER_ADDR is missing", "found: "],
+    ),
+    "beyond the world": (
+        {"JOB_COMPLETION_INDEX": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "pod-0.svc", "MASTER_PORT": "29500"},
+        ["JOB_COMPLETION_INDEX=4 is not below WORLD_SIZE=4"],
+    ),
+    "a pod that knows of no other": ({"JOB_COMPLETION_INDEX": "0"}, ["WORLD_SIZE is missing"]),
+    "a task without its number": (
+        {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "7"},
+        ["SLURM_PROCID is missing", "SLURM_LOCALID is missing"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("variables", "texts"), CONTRADICTIONS.values(), ids=CONTRADICTIONS)
+def test_contradictory_variables_of_a_launcher_are_told_and_replace_an_earlier_report(
+    stale: Project, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], texts: list[str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    refused(stale.run(), "do not make a rank", "what to do: ", *texts)
+
+
+@pytest.mark.parametrize(
+    ("option", "texts"),
+    [
+        ("--junitxml=file/report.xml", ["the directory of --junitxml ", "/file: cannot be written to"]),
+        ("--junitxml=/dev/stdout", ["--junitxml /dev/stdout: ", "Name a file", "gpucluster report"]),
+        ("--junitxml=/proc/self/fd/1", ["--junitxml /proc/self/fd/1: "]),
+    ],
+)
+def test_a_report_that_cannot_be_kept_is_refused_and_the_one_beside_the_journal_says_so(
+    stale: Project, option: str, texts: list[str]
+) -> None:
+    left = stale.run(option, junit=False)
+    assert left.exit == 4
+    for text in texts:
+        assert text in left.output
+    left.junit_path = Path("gpucluster-report/latest/junit.xml")
+    refused(left, *texts)
+    assert "JUnit: gpucluster-report/" in left.output
+    assert left.end == ("BROKEN", 4)
+
+
+def test_a_report_at_dev_null_is_a_way_to_have_none(stale: Project) -> None:
+    stale.suite("def test_it(): pass")
+    assert stale.run("--junitxml=/dev/null", junit=False).exit == 0
+
+
+def test_where_nothing_can_be_written_the_reason_is_still_told(stale: Project) -> None:
+    left = stale.run("--junitxml=file/report.xml", "--gpucluster-report-dir=file/reports", junit=False)
+    assert left.exit == 4
+    assert "the directory of --junitxml " in left.output
+
+
+def test_contradictory_variables_with_an_unwritable_report_are_both_told(
+    stale: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    left = stale.run("--junitxml=file/report.xml", junit=False)
+    assert left.exit == 4
+    assert "RANK=3 tells of other processes" in left.output
+    assert "file/report.xml is not replaced" in left.output
+
+
+def test_the_report_directory_of_the_command_line_counts_although_another_option_is_wrong(stale: Project) -> None:
+    left = stale.run("--gpucluster-device=gpu", "--gpucluster-report-dir=elsewhere", device=None)
+    assert left.exit == 4
+    assert (stale.path / "elsewhere" / "latest" / "journal.jsonl").exists()
+    assert not (stale.path / "gpucluster-report").exists()
+
+
+@pytest.mark.parametrize("options", [["no/such/dir"], ["test_it.py::test_no_such"]])
+def test_a_path_that_is_not_there_replaces_an_earlier_report(stale: Project, options: list[str]) -> None:
+    left = stale.run(*options)
+    assert left.exit == 4
+    assert left.end == ("BROKEN", 4)
+    assert [verdict.split(":")[0] for verdict in left.verdicts.values()] == ["error"]
+    assert options[0] in left.output
+
+
+def test_a_limits_file_that_is_missing_is_told_before_anything_is_collected(stale: Project) -> None:
+    left = stale.run("--gpucluster-thresholds=none.yaml")
+    assert "collected" not in left.stdout

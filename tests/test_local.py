@@ -1,0 +1,276 @@
+"""The GPUs of one node without a launcher: N workers' reports become one testcase, one verdict, one report."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import textwrap
+import time
+
+import pytest
+from sessions import DEADLINE_SECONDS, Left, Project
+
+WORKERS = ("-n", "2", "--dist", "each", "--max-worker-restart=0")
+HEAD = """\
+import os, pytest, signal, time
+RANK = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+"""
+
+
+def local(project: Project, suite: str, *options: str) -> Left:
+    """Run a suite on two workers."""
+    project.suite(HEAD + textwrap.dedent(suite))
+    return project.run_apart(*WORKERS, *options)
+
+
+def test_the_reports_of_two_workers_become_one_testcase_each(project: Project) -> None:
+    left = local(
+        project,
+        """
+    @pytest.mark.single_gpu
+    @pytest.mark.criterion("speed")
+    @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+    def test_speed(dtype, measure, record_property):
+        print(f"output of {RANK}")
+        record_property("serial", 4711)
+        measure(f"matmul.{dtype}.tflops", 1 + RANK, unit="TFLOPS", samples=[1, 2], n=256)
+
+    class TestIt:
+        @pytest.mark.single_gpu
+        def test_rank(self, cluster, gpu, inventory):
+            assert (cluster.world_size, len(inventory), gpu.sku) == (1, 1, "cpu-rehearsal")
+
+    @pytest.mark.criterion("links")
+    def test_not_selected(measure): pass
+        """,
+        *("-m", "single_gpu", "-v", "-o", "junit_logging=all"),
+    )
+    assert (left.exit, left.end) == (0, ("REHEARSED", 0)), left.output
+    assert [(case.get("classname"), case.get("name")) for case in left.cases] == [
+        ("test_it", "test_speed[bf16]"),
+        ("test_it", "test_speed[fp32]"),
+        ("test_it.TestIt", "test_rank"),
+    ]
+    assert set(left.verdicts.values()) == {"passed"}
+    (judged,) = left.journal.results[0].measurements
+    assert (judged.value, judged.worst_rank, judged.values) == (1.0, 0, {0: 1.0, 1: 2.0})
+    assert left.journal.run.world_size == 2
+    assert [place.rank for place in left.journal.cluster.ranks] == [0, 1]  # type: ignore[union-attr]  # there is one
+    assert "output of 0" in (left.case("test_speed[bf16]").findtext("system-out") or "")
+    assert "[[PROPERTY|serial=4711]]" in (left.case("test_speed[bf16]").findtext("system-out") or "")
+    assert len(re.findall("PASSED test_it.py::test_speed.bf16.", left.stdout)) == 1
+    assert "gpucluster: 2 ranks on 1 node" in left.stdout
+    assert "3 passed" in left.stdout
+    assert left.stdout.splitlines()[-1].startswith("REHEARSED (REHEARSAL on cpu), exit code 0: 3 passed")
+    # One process finds the same testcases.
+    alone = project.run("-m", "single_gpu")
+    assert [case.attrib["name"] for case in alone.cases] == [case.attrib["name"] for case in left.cases]
+
+
+def test_what_happens_on_one_worker_decides(project: Project) -> None:
+    left = local(
+        project,
+        """
+    @pytest.mark.criterion("limit")
+    def test_limit(measure):
+        measure("matmul.fp32.tflops", 1, unit="MFLOPS" if RANK else "TFLOPS")
+
+    @pytest.mark.criterion("silent")
+    def test_one_measures(measure):
+        if RANK == 0:
+            measure("matmul.fp32.tflops", 1, unit="TFLOPS")
+
+    @pytest.fixture
+    def bad_setup():
+        assert RANK == 0, "no disk"
+
+    def test_setup(bad_setup): pass
+
+    @pytest.fixture
+    def bad_teardown():
+        yield
+        assert RANK == 0, "still busy"
+
+    def test_teardown(bad_teardown): pass
+
+    def test_fails():
+        assert RANK == 0, "only here"
+
+    def test_fails_alike():
+        assert False, "everywhere"
+
+    def test_skipped_here():
+        if RANK:
+            pytest.skip("not on this GPU")
+
+    def test_skipped():
+        pytest.skip("no such thing")
+
+    @pytest.mark.xfail(reason="known")
+    def test_expected():
+        assert RANK == 0
+
+    @pytest.mark.xfail(reason="known", strict=True)
+    def test_unexpected(): pass
+
+    def test_subtests(subtests):
+        with subtests.test("sub"):
+            assert RANK == 0
+
+    @pytest.mark.deadline(1)
+    def test_hangs():
+        if RANK:
+            time.sleep(30)
+
+    def test_fine(): pass
+        """,
+    )
+    assert (left.exit, left.end) == (1, ("REJECTED", 1)), left.output
+    told = {name: re.sub(r"\(.*?\)", "()", verdict) for name, verdict in left.verdicts.items()}
+    assert told == {
+        "test_limit": "failure: matmul.fp32.tflops 0.000001 TFLOPS < 0.0005 TFLOPS on rank 1 ()",
+        "test_one_measures": told["test_one_measures"],
+        "test_setup": "error: rank 1 (): AssertionError: no disk",
+        "test_teardown": "error: rank 1 (): AssertionError: still busy",
+        "test_fails": "failure: rank 1 (): AssertionError: only here",
+        "test_fails_alike": "failure: ranks 0-1: AssertionError: everywhere",
+        "test_skipped_here": "error: ranks disagree: rank 1 skipped (), rank 0 did not",
+        "test_skipped": "skipped: no such thing",
+        "test_expected": "skipped: known",
+        "test_unexpected": told["test_unexpected"],
+        "test_subtests": "failure: rank 1 (): 1 subtest failed: [sub]: assert 1 == 0",
+        "test_hangs": "error: rank 1 (): hangs at test_it.py:57 in test_hangs",
+        "test_fine": "passed",
+    }
+    assert told["test_one_measures"].startswith("error: matmul.fp32.tflops: ")
+    assert "rank 1" in told["test_one_measures"]
+    assert told["test_unexpected"].startswith("failure: ")
+    assert "rank 0 (" in left.body("test_fails")
+    assert 'assert RANK == 0, "only here"' in left.body("test_fails")
+    assert left.body("test_fails_alike").count('assert False, "everywhere"') == 1
+    assert "time.sleep(30)" in left.body("test_hangs")
+    # Plain pytest's own counting sees each test once too.
+    assert "5 failed, 1 passed, 1 skipped, 1 xfailed, 5 errors in" in left.stdout
+
+
+def test_a_killed_worker_is_named_and_what_ran_before_is_kept(project: Project) -> None:
+    left = local(
+        project,
+        """
+    def test_before(cluster): pass
+
+    def test_killed():
+        if RANK == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def test_after(): pass
+        """,
+    )
+    assert (left.exit, left.end) == (11, ("BROKEN", 11)), left.output
+    assert left.verdicts["test_before"] == "passed"
+    assert re.match(r"error: rank 1 \(.*\): lost during test_it.py::test_killed: ", left.verdicts["test_killed"])
+    assert left.verdicts["test_after"].startswith("error: rank 1 (")
+    assert re.match(r"error: rank 1 \(.*\) is lost during test_it.py::test_killed", left.verdicts["rank lost"])
+    assert len(left.cases) == 4
+
+
+def test_different_tests_in_the_workers_are_never_a_pass(project: Project) -> None:
+    left = local(project, "@pytest.mark.parametrize('value', range(2 + RANK))\ndef test_it(value): pass\n")
+    assert (left.exit, left.end) == (11, ("BROKEN", 11)), left.output
+    message = "different tests collected: rank 1 (gw1) alone has 1 test (test_it.py::test_it[2])"
+    assert left.verdicts["collection"] == f"error: {message}"
+    assert left.verdicts["test_it[0]"] == "passed"
+    assert left.verdicts["test_it[2]"].startswith("error: rank 0 (")
+    assert left.stdout.splitlines()[-1] == f"BROKEN (REHEARSAL on cpu), exit code 11: {message}"
+
+
+def test_an_import_error_on_one_worker_is_told(project: Project) -> None:
+    left = local(project, "if RANK:\n    import no_such_module_here\ndef test_it(): pass\n")
+    assert (left.exit, left.end) == (11, ("BROKEN", 11)), left.output
+    assert "cannot collect test_it.py: ModuleNotFoundError" in left.verdicts["collection"]
+    assert left.verdicts["test_it"].startswith("error: ")
+
+
+def test_an_import_error_on_all_workers_is_pytests_own_end(project: Project) -> None:
+    left = local(project, "import no_such_module_here\n")
+    assert (left.exit, left.end) == (2, ("BROKEN", 2)), left.output
+    assert "cannot collect test_it.py: ModuleNotFoundError" in left.verdicts["collection"]
+
+
+def test_a_worker_that_refuses_to_start_says_why(project: Project) -> None:
+    project.pytester.makeconftest(
+        "import os\nif os.environ.get('PYTEST_XDIST_WORKER') == 'gw1': os.environ['GPUCLUSTER_DEADLINE'] = 'soon'"
+    )
+    left = local(project, "def test_it(): pass")
+    assert (left.exit, left.end) == (11, ("BROKEN", 11)), left.output
+    assert "rank 1 (gw1) is lost before its first test" in left.verdicts["rank lost"]
+    assert "GPUCLUSTER_DEADLINE=soon: 'soon' is not a number of seconds" in left.verdicts["rank lost"]
+
+
+@pytest.mark.parametrize(
+    ("option", "verdicts"),
+    [
+        ("-x", {"test_fails": "failure", "test_fails_too": "skipped"}),
+        ("--maxfail=2", {"test_fails": "failure", "test_fails_too": "failure"}),
+    ],
+)
+def test_stopping_counts_merged_failures(project: Project, option: str, verdicts: dict[str, str]) -> None:
+    left = local(
+        project,
+        """
+    def test_fails(): assert 0
+    def test_fails_too():
+        time.sleep(1)
+        assert 0
+    def test_slow(): time.sleep(20)
+        """,
+        option,
+    )
+    assert (left.exit, left.end) == (1, ("REJECTED", 1)), left.output
+    found = {name: verdict.split(":")[0] for name, verdict in left.verdicts.items()}
+    assert found == {**verdicts, "test_slow": "skipped"}
+
+
+def test_a_selection_of_nothing_is_broken(project: Project) -> None:
+    left = local(project, "def test_it(): pass", "-k", "nothing_is_called_so")
+    assert (left.exit, left.end) == (5, ("BROKEN", 5)), left.output
+    assert [verdict.split(":")[0] for verdict in left.verdicts.values()] == ["error"]
+
+
+def test_a_rerun_on_one_worker_counts_once(project: Project) -> None:
+    pytest.importorskip("pytest_rerunfailures")
+    left = local(
+        project,
+        """
+    tries = []
+
+    @pytest.mark.criterion("flaky")
+    def test_flaky(measure):
+        tries.append(1)
+        measure("inventory.ranks", len(tries), unit="ranks", record_only=True)
+        assert RANK == 0 or len(tries) > 1, "the first time"
+        """,
+        "--reruns=1",
+    )
+    assert (left.exit, left.end) == (0, ("REHEARSED", 0)), left.output
+    (flaky,) = left.journal.results
+    assert flaky.attempts == 2
+    assert "the first time" in dict(flaky.properties)["attempt 1"]
+    assert flaky.measurements[0].values == {0: 1, 1: 2}
+
+
+def test_ctrl_c_leaves_a_report(project: Project) -> None:
+    project.suite(HEAD + "def test_before(): pass\ndef test_long():\n    open(f'at{RANK}', 'w')\n    time.sleep(30)\n")
+    with project.spawn(*WORKERS) as process:
+        until = time.monotonic() + DEADLINE_SECONDS
+        while not all((project.path / f"at{rank}").exists() for rank in (0, 1)):
+            assert time.monotonic() < until, process.output
+            assert process.popen.poll() is None, process.output
+            time.sleep(0.05)
+        os.kill(process.popen.pid, signal.SIGINT)
+        left = process.wait()
+    assert (left.exit, left.end) == (2, ("BROKEN", 2)), left.output
+    assert left.verdicts["test_before"] == "passed"
+    assert left.verdicts["test_long"].startswith("skipped: not run to its end on every worker")
+    assert left.verdicts["interrupted"].startswith("error: interrupted")

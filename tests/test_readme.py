@@ -1,0 +1,228 @@
+"""What the README and CONTRIBUTING tell an operator to type or to expect is so."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pytest_gpucluster import options, plugin, thresholds, verdict
+from pytest_gpucluster.cli import _parser
+from pytest_gpucluster.launch import detect
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/*.md"))}
+PAGES |= {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")}
+MODULES = sorted(
+    path.relative_to(ROOT / "pytest_gpucluster")
+    for path in (ROOT / "pytest_gpucluster").rglob("*.py")
+    if not path.stem.startswith("__")
+)
+_OF_A_LAUNCHER = ("TORCH", "SLURM_", "OMPI_", "PMIX_", "GPUCLUSTER_", "PYTEST_")
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """The fenced blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def commands(text: str) -> list[list[str]]:
+    """Every command line of every console block, as words."""
+    lines = "".join(blocks(text, "console")).replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def table(text: str, first: str) -> list[list[str]]:
+    """The rows of the table whose header begins so."""
+    body = text.partition(f"| {first} |")[2].partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in body]
+
+
+def names(cells: list[str]) -> list[str]:
+    """What stands in backticks, without arguments."""
+    return [re.split(r"[(=]", name)[0] for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+
+
+def pytest_arguments() -> list[list[str]]:
+    """What follows pytest in the README's commands."""
+    found = []
+    for words in commands(README):
+        for index, word in enumerate(words):
+            if word == "pytest":
+                found.append(words[index + 1 :])
+    return found
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(_OF_A_LAUNCHER)}
+
+
+def test_the_table_of_exit_codes_is_the_code_s() -> None:
+    rows = table(README, "exit code")
+    assert {int(code): text for code, text in rows} == dict(verdict.EXIT_CODES)
+
+
+def test_every_option_has_a_row() -> None:
+    assert names([row[0] for row in table(README, "option")]) == [option.flag for option in options.OPTIONS]
+
+
+def test_every_marker_has_a_row() -> None:
+    documented = names([row[0] for row in table(README, "marker")])
+    assert documented == [re.split(r"[(:]", marker)[0] for marker in plugin._MARKERS]
+
+
+def test_every_fixture_has_a_row() -> None:
+    source = (ROOT / "pytest_gpucluster" / "fixtures.py").read_text(encoding="utf-8")
+    defined = re.findall(r"^@pytest\.fixture.*\ndef (\w+)", source, re.MULTILINE)
+    assert names([row[0] for row in table(README, "fixture")]) == defined
+
+
+def test_variables_of_launchers_are_those_that_are_read() -> None:
+    source = (ROOT / "pytest_gpucluster" / "launch.py").read_text(encoding="utf-8")
+    section = README.partition("### srun, mpirun, Kubernetes")[2].partition("\n## ")[0]
+    documented = {name for name in re.findall(r"`([A-Z][A-Z_]{3,})\b", section) if name != "GPUCLUSTER_HOSTNAME"}
+    assert len(documented) > 20
+    assert sorted(name for name in documented if f'"{name}"' not in source) == []
+
+
+def test_the_pod_template_makes_a_rank() -> None:
+    [template] = [block for block in blocks(README, "yaml") if block.startswith("env:")]
+    variables = {entry["name"]: entry["value"] for entry in yaml.safe_load(template)["env"]}
+    assert all(isinstance(value, str) for value in variables.values()), "Kubernetes takes text only"
+    facts = detect({"JOB_COMPLETION_INDEX": "3", **variables}, "pod-3")
+    assert (facts.rank, facts.world_size, facts.nnodes) == (3, 16, 16)
+
+
+def test_the_example_of_limits_loads_over_the_shipped_file(tmp_path: Path) -> None:
+    [example] = [block for block in blocks(README, "yaml") if block.startswith("schema_version")]
+    file = tmp_path / "my-limits.yaml"
+    file.write_text(example, encoding="utf-8")
+    limits = thresholds.load(thresholds.shipped_path(), file)
+    found = limits.limit("nccl.all_reduce.busbw", sku="H100 SXM", world_size=16, nnodes=2, labels={"size": "1 GB"})
+    assert found is not None
+    assert (found.min, found.origin) == (380.0, f"{file}:6:11")
+    assert limits.sku_for("NVIDIA My GPU 96GB") == "My GPU"
+
+
+def test_make_knows_the_targets() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^(\w+):", makefile, re.MULTILINE))
+    told = {words[1] for text in (README, CONTRIBUTING) for words in commands(text) if words[0] == "make"}
+    assert {"rehearsal", "test"} <= told <= targets
+
+
+def test_pytest_takes_the_options_of_every_command() -> None:
+    arguments = pytest_arguments()
+    assert len(arguments) >= 6
+    # Every option of every command, in one process: pytest stops at the first that it does not know. Those that
+    # start processes or name files are parsed by name only.
+    told = {word.partition("=")[0] for words in arguments for word in words if word.startswith("-")}
+    shown = subprocess.run(
+        [sys.executable, "-m", "pytest", "--help"],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    ).stdout
+    known = set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", shown))
+    # pytest's help shows --junitxml and the like in their other spelling.
+    assert (
+        sorted(word for word in told if word not in known and word.replace("junitxml", "junit-xml") not in known) == []
+    )
+
+
+def test_torchrun_takes_the_options_of_every_command() -> None:
+    parser = pytest.importorskip("torch.distributed.run").get_args_parser()
+    told = [words for words in commands(README) if words[0] == "torchrun"]
+    assert len(told) == 3
+    for words in told:
+        parsed = parser.parse_args([word.replace("$NODE_RANK", "1") for word in words[1:]])
+        assert parsed.module is True
+        assert parsed.training_script == "pytest"
+
+
+def test_the_gpucluster_command_takes_what_the_readme_says() -> None:
+    told = re.findall(r"`gpucluster (report [^`]+)`", README)
+    assert told
+    for line in told:
+        assert _parser().parse_args(shlex.split(line)).command == "report"
+
+
+def test_the_expected_cluster_of_the_readme_is_one() -> None:
+    from pytest_gpucluster.agreement.preflight import Expectation
+
+    found = set(re.findall(r"--gpucluster-expect=(\w+)", README))
+    assert {str(Expectation.parse(text)) for text in found} == found
+
+
+def test_the_example_test_passes_in_a_rehearsal(tmp_path: Path) -> None:
+    [example] = blocks(README, "python")
+    (tmp_path / "test_example.py").write_text(example, encoding="utf-8")
+    (tmp_path / "pytest.ini").write_text("[pytest]\ngpucluster = true\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--gpucluster-device=cpu", "-p", "no:cacheprovider"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "REHEARSED" in done.stdout
+
+
+@pytest.mark.parametrize("text", [row[0].strip("`") for row in table(README, "you see")])
+def test_what_an_operator_sees_is_what_the_code_says(text: str) -> None:
+    """Each message has words of its own in the source; names and numbers are made up when it is shown."""
+    source = "".join((ROOT / "pytest_gpucluster" / path).read_text(encoding="utf-8") for path in MODULES)
+    pieces = (
+        "is gone without a word",
+        "hangs {place}",
+        "does not answer (",
+        "different tests collected: ",
+        " were launched, but --gpucluster-expect=",
+        "is built without CUDA",
+        "ended without a word",
+        ": no SKU matches it",
+        "too fast to be true: ",
+        "_miss(metric, value, bounds, labels)",
+    )
+    told = {
+        "is gone without a word": "process 4711 is gone without a word",
+        "hangs {place}": "hangs at",
+        "_miss(metric, value, bounds, labels)": " GB/s < ",
+    }
+    mine = [piece for piece in pieces if told.get(piece, piece) in text]
+    assert len(mine) == 1
+    assert mine[0] in source
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_between_pages_lead_somewhere(page: str) -> None:
+    targets = re.findall(r"\]\(([^)#]+?)(?:#[\w-]*)?\)", PAGES[page])
+    gone = [t for t in targets if "://" not in t and not (ROOT / page).parent.joinpath(t).exists()]
+    assert gone == []
+
+
+def test_anchors_in_the_readme_are_headings() -> None:
+    headings = {
+        re.sub(r"[^\w -]", "", h.lower()).strip().replace(" ", "-") for h in re.findall(r"^#+ (.*)$", README, re.M)
+    }
+    assert set(re.findall(r"\]\(#([\w-]+)\)", README)) <= headings
+
+
+def test_the_picture_of_the_layers_names_every_module() -> None:
+    [picture] = blocks(CONTRIBUTING, "text")
+    missing = [path.as_posix() for path in MODULES if not re.search(rf"\b{path.stem}\b", picture)]
+    assert missing == [], "add it to the picture in CONTRIBUTING.md, where its imports put it"

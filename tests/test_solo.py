@@ -1,0 +1,656 @@
+"""One process without a launcher: every verdict that one CPU rank can reach, and pytest's own features under the plugin."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+from sessions import CPU, Project
+
+RECORDED = 'measure("inventory.ranks", 1, unit="ranks", record_only=True)'
+
+
+# ---- verdicts and exit codes ----------------------------------------------------------------------------------------
+
+
+def test_all_passed_on_cpu_is_a_rehearsal(project: Project) -> None:
+    project.suite(
+        f"""
+        import pytest
+
+        @pytest.mark.criterion("first")
+        def test_first(measure):
+            {RECORDED}
+
+        @pytest.mark.criterion("limited")
+        def test_limited(measure):
+            measure("matmul.fp32.tflops", 2, unit="GFLOPS", samples=[2, 3], n=256)
+
+        def test_no_criterion():
+            pass
+        """
+    )
+    left = project.run()
+    assert (left.exit, left.end) == (0, ("REHEARSED", 0))
+    assert left.verdicts == {"test_first": "passed", "test_limited": "passed", "test_no_criterion": "passed"}
+    assert left.properties["rehearsal"] == "true"
+    assert left.properties["test_it.test_limited[matmul.fp32.tflops{n=256}]"].startswith("0.002 TFLOPS (limit >= 0.0005")
+    header, last = left.stdout.splitlines()[2:4], left.stdout.splitlines()[-1]
+    assert header[0] == "gpucluster: 1 rank on 1 node (single), device cpu, REHEARSAL: says nothing about hardware"
+    assert "device=cpu (command line)" in header[1]
+    assert last.startswith("REHEARSED (REHEARSAL on cpu), exit code 0: 3 passed; 1 node, 1 rank, as launched")
+
+
+VERDICTS = {
+    "a limit missed": (
+        'measure("matmul.fp32.tflops", 1, unit="MFLOPS")',
+        ("REJECTED", 1),
+        "failure: matmul.fp32.tflops 0.000001 TFLOPS < 0.0005 TFLOPS on rank 0 (",
+    ),
+    "an assertion": ("assert 1 == 2", ("REJECTED", 1), "failure: rank 0 ("),
+    "a wrong result": (
+        "from pytest_gpucluster.errors import WrongResult; raise WrongResult('3 of 9 differ')",
+        ("REJECTED", 1),
+        "failure: rank 0 (",
+    ),
+    "an inconclusive measurement": (
+        "from pytest_gpucluster.errors import InconclusiveMeasurement as I; raise I('scatters too much')",
+        ("REJECTED", 1),
+        "failure: rank 0 (",
+    ),
+    "a broken environment": (
+        "from pytest_gpucluster.errors import CommunicationError as C; raise C('no group')",
+        ("BROKEN", 11),
+        "error: rank 0 (",
+    ),
+    "skipped in the body": ("pytest.skip('no disk here')", ("INCOMPLETE", 10), "skipped: no disk here"),
+    "a missing extra": ("pytest.importorskip('no_such_module')", ("INCOMPLETE", 10), "skipped: could not import"),
+    "nothing measured": ("pass", ("BROKEN", 11), "error: criterion it has measured nothing"),
+    "no limit for the metric": (
+        'measure("site.thing", 1, unit="GB/s")',
+        ("BROKEN", 11),
+        "error: site.thing: no limit on cpu-rehearsal",
+    ),
+    "NaN": (
+        'measure("matmul.fp32.tflops", float("nan"), unit="TFLOPS")',
+        ("BROKEN", 11),
+        "error: matmul.fp32.tflops: the value is NaN on rank 0",
+    ),
+    "infinite": (
+        'measure("matmul.fp32.tflops", float("inf"), unit="TFLOPS")',
+        ("BROKEN", 11),
+        "error: matmul.fp32.tflops: the value is infinite on rank 0",
+    ),
+    "negative": (
+        'measure("matmul.fp32.tflops", -1.5, unit="TFLOPS")',
+        ("BROKEN", 11),
+        "error: matmul.fp32.tflops: the value is negative (-1.5) on rank 0",
+    ),
+    "NaN that is only recorded": (
+        'measure("inventory.ranks", float("nan"), unit="ranks", record_only=True)',
+        ("BROKEN", 11),
+        "error: inventory.ranks: the value is NaN on rank 0",
+    ),
+    "a bad sample": (
+        'measure("matmul.fp32.tflops", 1, unit="TFLOPS", samples=[1, float("nan")])',
+        ("BROKEN", 11),
+        "error: matmul.fp32.tflops: 1 of 2 samples cannot be judged, the first is NaN on rank 0",
+    ),
+    "the wrong dimension": (
+        'measure("matmul.fp32.tflops", 1, unit="GB/s")',
+        ("BROKEN", 11),
+        "error: rank 0 (",
+    ),
+    "an unknown unit": ('measure("matmul.fp32.tflops", 1, unit="TFLOPs/h")', ("BROKEN", 11), "error: rank 0 ("),
+    "an unknown metric": ('measure("matmul.bf32.tflops", 1, unit="TFLOPS")', ("BROKEN", 11), "error: rank 0 ("),
+    "no number": ('measure("matmul.fp32.tflops", "1", unit="TFLOPS")', ("BROKEN", 11), "error: rank 0 ("),
+    "measured twice": (
+        f"{RECORDED}; {RECORDED}",
+        ("BROKEN", 11),
+        "error: inventory.ranks: measured 2 times on rank 0",
+    ),
+    "a limit missed and NaN": (
+        'measure("inventory.ranks", float("nan"), unit="ranks", record_only=True);'
+        ' measure("matmul.fp32.tflops", 1, unit="MFLOPS")',
+        ("REJECTED", 1),
+        "failure: matmul.fp32.tflops 0.000001 TFLOPS < 0.0005 TFLOPS on rank 0 (",
+    ),
+    "a limit missed before the body breaks": (
+        'measure("matmul.fp32.tflops", 1, unit="MFLOPS"); raise pytest_gpucluster.errors.StoreError("gone")',
+        ("REJECTED", 1),
+        "failure: matmul.fp32.tflops 0.000001 TFLOPS < 0.0005 TFLOPS on rank 0 (",
+    ),
+}
+SITE = """
+    import pytest
+    from pytest_gpucluster import metrics
+
+    def pytest_configure():
+        metrics.register(metrics.Metric(name="site.thing", unit="GB/s", better="higher", doc="of a site"))
+"""
+
+
+@pytest.mark.parametrize(("body", "end", "verdict"), VERDICTS.values(), ids=VERDICTS)
+def test_what_happens_in_the_body_decides_word_exit_code_and_testcase(
+    project: Project, body: str, end: tuple[str, int], verdict: str
+) -> None:
+    project.suite(
+        f"""
+        import pytest, pytest_gpucluster.errors
+
+        @pytest.mark.criterion("it")
+        def test_it(measure):
+            {body}
+
+        @pytest.mark.criterion("other")
+        def test_other(measure):
+            {RECORDED}
+        """,
+        conftest=SITE,
+    )
+    left = project.run()
+    assert (left.exit, left.end) == (end[1], end), left.output
+    assert left.verdicts["test_it"].startswith(verdict), left.verdicts
+    assert left.verdicts["test_other"] == "passed"
+    last = left.stdout.splitlines()[-1]
+    assert last.startswith(f"{end[0]} (REHEARSAL on cpu), exit code {end[1]}: ")
+    assert len(left.verdicts) == 2
+
+
+TOLD = {
+    "no limit for the metric": ["cpu-rehearsal:", "site.thing:", "- min: <what you accept> GB/s"],
+    "the wrong dimension": ["matmul.fp32.tflops", "'GB/s'", "TFLOPS"],
+    "an unknown unit": ["matmul.fp32.tflops", "TFLOPs/h"],
+    "an unknown metric": ["unknown metric 'matmul.bf32.tflops'", "did you mean"],
+    "no number": ["'1' is no number"],
+    "a limit missed": ["[limit: thresholds.yaml:", ">= 0.0005 TFLOPS"],
+    "measured twice": ["inventory.ranks", "label"],
+}
+
+
+@pytest.mark.parametrize("which", TOLD)
+def test_the_failure_says_what_was_found_and_what_to_do(project: Project, which: str) -> None:
+    body = VERDICTS[which][0]
+    project.suite(f"import pytest\n@pytest.mark.criterion('it')\ndef test_it(measure):\n    {body}\n", conftest=SITE)
+    left = project.run()
+    for text in TOLD[which]:
+        assert text in left.body("test_it")
+        assert text in left.stdout
+
+
+AROUND = {
+    "in setup": ("raise ValueError('early')\n    yield", ("BROKEN", 11), "error: in setup: rank 0"),
+    "in teardown": ("yield\n    raise ValueError('late')", ("BROKEN", 11), "error: in teardown: rank 0"),
+    "a limit missed and then teardown": ("yield\n    raise ValueError('late')", ("REJECTED", 1), "failure: matmul"),
+}
+
+
+@pytest.mark.parametrize(("fixture", "end", "verdict"), AROUND.values(), ids=AROUND)
+def test_a_fault_around_the_body_is_an_error_and_never_hides_a_missed_limit(
+    project: Project, fixture: str, end: tuple[str, int], verdict: str
+) -> None:
+    unit = "MFLOPS" if end[1] == 1 else "TFLOPS"
+    project.suite(
+        f"import pytest\n\n@pytest.fixture\ndef thing():\n    {fixture}\n\n"
+        "@pytest.mark.criterion('it')\ndef test_it(thing, measure):\n"
+        f"    measure('matmul.fp32.tflops', 1, unit='{unit}')\n"
+    )
+    left = project.run()
+    assert (left.exit, left.end) == (end[1], end)
+    assert left.verdicts["test_it"].startswith(verdict), left.verdicts
+    assert len(left.cases) == 1
+
+
+# ---- what is required -----------------------------------------------------------------------------------------------
+
+NEEDS = """
+    import pytest
+
+    @pytest.mark.criterion("alone")
+    def test_alone(measure):
+        measure("inventory.ranks", 1, unit="ranks", record_only=True)
+
+    @pytest.mark.needs_ranks(2)
+    @pytest.mark.criterion("links")
+    def test_links(measure):
+        raise AssertionError("must not run")
+
+    @pytest.mark.needs_nodes(2)
+    @pytest.mark.criterion("fabric")
+    def test_fabric(measure):
+        raise AssertionError("must not run")
+"""
+
+
+def test_what_the_topology_has_no_room_for_is_skipped_and_not_missed(project: Project) -> None:
+    project.suite(NEEDS)
+    left = project.run()
+    assert (left.exit, left.end) == (0, ("REHEARSED", 0))
+    assert left.verdicts["test_links"] == "skipped: needs 2 ranks, and there is 1"
+    assert left.verdicts["test_fabric"] == "skipped: needs 2 nodes, and there is 1"
+
+
+def test_what_was_allocated_must_have_been_launched(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    project.suite(NEEDS)
+    left = project.run()
+    assert (left.exit, left.end) == (11, ("BROKEN", 11))
+    assert "slurm allocated 2 nodes" in left.verdicts["preflight"]
+
+
+def test_a_criterion_for_which_the_allocation_has_room_is_missed(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
+    monkeypatch.setenv("SLURM_GPUS_PER_NODE", "8")
+    project.suite(NEEDS)
+    left = project.run()
+    assert (left.exit, left.end) == (10, ("INCOMPLETE", 10))
+    assert "did not run: links (needs 2 ranks, and there is 1)" in left.stdout.splitlines()[-1]
+    assert "fabric" not in left.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("required", "end"),
+    [("alone", ("REHEARSED", 0)), ("alone,links", ("INCOMPLETE", 10)), ("alnoe", ("INCOMPLETE", 10))],
+)
+def test_required_criteria_must_have_run(project: Project, required: str, end: tuple[str, int]) -> None:
+    project.suite(NEEDS)
+    left = project.run(f"--gpucluster-require={required}")
+    assert (left.exit, left.end) == (end[1], end)
+    if end[1]:
+        missing = required.rpartition(",")[2]
+        assert f"did not run: {missing} (required" in left.stdout.splitlines()[-1]
+
+
+def test_more_than_was_launched_is_expected(project: Project) -> None:
+    project.suite(NEEDS)
+    left = project.run("--gpucluster-expect=1x2")
+    assert (left.exit, left.end) == (11, ("BROKEN", 11))
+    assert list(left.verdicts) == ["preflight"]
+    assert "1 node with 1 rank in all were launched, but --gpucluster-expect=1x2" in left.verdicts["preflight"]
+    assert "torchrun --nnodes=1 --nproc-per-node=2" in left.output
+
+
+@pytest.mark.parametrize(
+    ("options", "end"),
+    [
+        (["-k", "alone"], ("REHEARSED", 0)),
+        (["-k", "nothing_is_called_so"], ("BROKEN", 5)),
+        (["-m", "needs_ranks"], ("INCOMPLETE", 10)),
+        (["test_it.py::test_alone"], ("REHEARSED", 0)),
+        (["no_such_file.py"], ("BROKEN", 4)),
+        (["--deselect", "test_it.py::test_links"], ("REHEARSED", 0)),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
+)
+def test_a_selection_has_its_own_verdict(project: Project, options: list[str], end: tuple[str, int]) -> None:
+    project.suite(NEEDS)
+    left = project.run(*options)
+    assert (left.exit, left.end) == (end[1], end), left.output
+    assert left.journal.run.selection is True
+    if end[1] in (4, 5):
+        assert [verdict.split(":")[0] for verdict in left.verdicts.values()] == ["error"]
+
+
+def test_an_import_error_is_pytests_own_end(project: Project) -> None:
+    project.suite("import no_such_module_here", test_fine="def test_fine(): pass")
+    left = project.run()
+    assert (left.exit, left.end) == (2, ("BROKEN", 2))
+    assert any("no_such_module_here" in verdict for verdict in left.verdicts.values()), left.verdicts
+
+
+def test_only_collecting_starts_nothing_and_leaves_no_report(project: Project) -> None:
+    project.suite(NEEDS)
+    left = project.run("--collect-only", "-q")
+    assert left.exit == 0
+    assert left.stdout.splitlines()[:3] == [f"test_it.py::test_{name}" for name in ("alone", "links", "fabric")]
+    assert not (project.path / "gpucluster-report").exists()
+
+
+def test_exit_in_a_test_ends_the_run_with_its_code_and_a_report(project: Project) -> None:
+    project.suite(
+        """
+        import pytest
+
+        def test_before(): pass
+        def test_exit(): pytest.exit("enough", returncode=7)
+        def test_after(): pass
+        """
+    )
+    left = project.run()
+    assert left.exit == left.journal.exit == 7
+    assert left.journal.verdict == "BROKEN"
+    assert left.verdicts["test_before"] == "passed"
+    assert left.verdicts["test_exit"].startswith("error: the run ended here: ")
+    assert "enough" in left.verdicts["test_exit"]
+    assert left.verdicts["test_after"].startswith("skipped: not run: ")
+
+
+def test_ctrl_c_in_a_test_leaves_a_report(project: Project) -> None:
+    project.suite("def test_it(): raise KeyboardInterrupt\ndef test_after(): pass")
+    left = project.run()
+    assert (left.exit, left.end) == (2, ("BROKEN", 2))
+    assert left.verdicts["test_it"].startswith("error: the run ended here: interrupted on rank 0")
+    assert left.verdicts["test_after"].startswith("skipped: not run: ")
+
+
+@pytest.mark.parametrize("option", ["-x", "--maxfail=1"])
+def test_stopping_at_the_first_failure_leaves_the_rest_not_run(project: Project, option: str) -> None:
+    project.suite("def test_it(): assert 0\ndef test_after(): pass")
+    left = project.run(option)
+    assert (left.exit, left.end) == (1, ("REJECTED", 1))
+    assert left.verdicts["test_after"].startswith("skipped: not run: ")
+
+
+# ---- pytest's own features ------------------------------------------------------------------------------------------
+
+PROPERTIES = """
+    import pytest
+
+    @pytest.fixture(scope="session", autouse=True)
+    def whole(record_testsuite_property):
+        record_testsuite_property("site", "north")
+
+    def test_it(record_property, record_xml_attribute):
+        record_property("serial", 4711)
+        record_xml_attribute("assertions", "REQ-1")
+        print("to stdout")
+"""
+
+# Here, as in every test of this project, a warning is an error.
+_XML_ATTRIBUTE = ("-W", "ignore:record_xml_attribute is an experimental", "-W", "default:record_xml_attribute.*left out")
+
+
+def test_recorded_properties_reach_the_report(project: Project) -> None:
+    project.suite(PROPERTIES)
+    left = project.run(*_XML_ATTRIBUTE)
+    assert left.exit == 0
+    assert left.properties["site"] == "north"
+    assert left.case("test_it").get("assertions") is None  # it would make the file invalid
+    assert "record_xml_attribute: 'assertions' is left out of the report" in left.stdout
+    assert "[[PROPERTY|serial=4711]]" in (left.case("test_it").findtext("system-out") or "")
+
+
+def test_xunit1_has_properties_file_and_line(project: Project) -> None:
+    project.suite(PROPERTIES)
+    project.ini("gpucluster = true\njunit_family = xunit1")
+    left = project.run(*_XML_ATTRIBUTE)
+    case = next(ET.parse(project.path / "report.xml").iter("testcase"))
+    assert left.exit == 0
+    assert (case.get("file"), case.get("line")) == ("test_it.py", "7")
+    found = {p.get("name"): p.get("value") for p in case.iterfind("properties/property")}
+    assert found == {"serial": "4711"}
+
+
+def test_junit_options_keep_their_meaning(project: Project) -> None:
+    project.suite(
+        """
+        import sys, time, pytest
+
+        @pytest.fixture
+        def slow():
+            time.sleep(0.3)
+
+        def test_it(slow):
+            print("to stdout")
+            print("to stderr", file=sys.stderr)
+            assert 0
+        """
+    )
+    project.ini("gpucluster = true\njunit_suite_name = mine\njunit_logging = all\njunit_duration_report = call")
+    left = project.run("--junitprefix=site")
+    case = left.case("test_it")
+    assert left.document.find("testsuite").get("name") == "mine"  # type: ignore[union-attr]  # it is there
+    assert case.get("classname") == "site.test_it"
+    assert float(case.get("time", "9")) < 0.3
+    assert "to stdout" in (case.findtext("system-out") or "")
+    assert "to stderr" in (case.findtext("system-err") or "")
+    plain = project.run("-o", "junit_logging=no", "-o", "junit_duration_report=total", "-o", "junit_suite_name=pytest")
+    assert float(plain.case("test_it").get("time", "0")) >= 0.3
+    assert plain.case("test_it").find("system-err") is None
+
+
+def test_without_junitxml_the_report_lies_beside_the_journal(project: Project) -> None:
+    project.suite("def test_it(): pass")
+    left = project.run(junit=False)
+    left.junit_path = next((project.path / "gpucluster-report" / "latest").glob("*.xml"))
+    assert left.verdicts == {"test_it": "passed"}
+    assert f"JUnit:   {left.journal.run.junit.path}" in left.stdout
+
+
+def test_expected_failures_are_shown_as_pytest_shows_them(project: Project) -> None:
+    project.suite(
+        """
+        import pytest
+
+        @pytest.mark.xfail(reason="known")
+        def test_fails(): assert 0
+
+        @pytest.mark.xfail(reason="known")
+        def test_passes(): pass
+
+        @pytest.mark.xfail(reason="known", strict=True)
+        def test_strict(): pass
+
+        @pytest.mark.xfail(run=False, reason="never")
+        def test_not_run(): assert 0
+
+        def test_imperative(): pytest.xfail("in the body")
+        """
+    )
+    left = project.run("-rxX")
+    assert (left.exit, left.end) == (1, ("REJECTED", 1))
+    assert left.verdicts["test_fails"] == "skipped: known"
+    assert left.verdicts["test_passes"] == "passed"
+    assert left.verdicts["test_strict"].startswith("failure: ")
+    assert "XPASS(strict)" in left.verdicts["test_strict"]
+    assert left.verdicts["test_not_run"] == "skipped: [NOTRUN] never"
+    assert left.verdicts["test_imperative"] == "skipped: in the body"
+    assert left.case("test_fails").find("skipped").get("type") == "pytest.xfail"  # type: ignore[union-attr]
+    assert re.search(r"1 failed, 3 xfailed, 1 xpassed", left.stdout)
+
+
+def test_an_expected_failure_is_no_evidence_for_its_criterion(project: Project) -> None:
+    project.suite(
+        """
+        import pytest
+
+        @pytest.mark.xfail(reason="too slow for now")
+        @pytest.mark.criterion("speed")
+        def test_it(measure):
+            measure("matmul.fp32.tflops", 1, unit="MFLOPS")
+        """
+    )
+    left = project.run()
+    assert (left.exit, left.end) == (10, ("INCOMPLETE", 10))
+    assert left.verdicts == {"test_it": "skipped: too slow for now"}
+
+
+def test_a_rerun_counts_its_attempts_and_keeps_what_the_first_one_said(project: Project) -> None:
+    pytest.importorskip("pytest_rerunfailures")
+    project.suite(
+        """
+        import pytest
+        tries = []
+
+        @pytest.mark.criterion("flaky")
+        def test_flaky(measure):
+            tries.append(1)
+            measure("inventory.ranks", len(tries), unit="ranks", record_only=True)
+            assert len(tries) > 1, "the first time"
+
+        def test_always(): assert 0
+        """
+    )
+    left = project.run("--reruns=2")
+    assert (left.exit, left.end) == (1, ("REJECTED", 1))
+    assert left.verdicts["test_flaky"] == "passed"
+    flaky, always = left.journal.results
+    assert (flaky.attempts, always.attempts) == (2, 3)
+    assert "the first time" in dict(flaky.properties)["attempt 1"]
+    assert [judged.value for judged in flaky.measurements] == [2]
+    assert "1 failed, 1 passed, 3 rerun" in left.stdout
+
+
+def test_unittest_classes_run(project: Project) -> None:
+    project.suite(
+        """
+        import unittest
+
+        class TestIt(unittest.TestCase):
+            def setUp(self): self.value = 1
+            def test_passes(self): self.assertEqual(self.value, 1)
+            def test_fails(self): self.assertEqual(self.value, 2)
+            def test_skips(self): self.skipTest("not here")
+            @unittest.expectedFailure
+            def test_expected(self): self.fail("as known")
+        """
+    )
+    left = project.run()
+    assert (left.exit, left.end) == (1, ("REJECTED", 1))
+    kinds = {name: verdict.split(":")[0] for name, verdict in left.verdicts.items()}
+    assert kinds == {
+        "test_passes": "passed",
+        "test_fails": "failure",
+        "test_skips": "skipped",
+        "test_expected": "skipped",
+    }
+    assert {case.get("classname") for case in left.cases} == {"test_it.TestIt"}
+
+
+@pytest.mark.skipif(pytest.version_tuple < (9, 0), reason="subtests came with pytest 9")
+def test_a_failed_subtest_fails_its_test_in_one_testcase(project: Project) -> None:
+    project.suite(
+        """
+        def test_it(subtests):
+            for number in range(3):
+                with subtests.test(msg="sub", number=number):
+                    assert number != 1
+
+        def test_fine(subtests):
+            with subtests.test(msg="fine"):
+                pass
+        """
+    )
+    left = project.run()
+    assert (left.exit, left.end) == (1, ("REJECTED", 1))
+    assert left.verdicts["test_fine"] == "passed"
+    assert left.verdicts["test_it"].startswith("failure: ")
+    assert "1 subtest failed: [sub] (number=1): assert 1 != 1" in left.body("test_it")
+    assert "assert number != 1" in left.body("test_it")
+    assert "assert number != 1" in left.stdout
+    assert len(left.cases) == 2
+    assert "1 failed, 1 passed in" in left.stdout
+
+
+def test_tests_of_one_name_in_two_files_and_hostile_ids_are_all_in_the_report(project: Project) -> None:
+    project.suite(
+        """
+        import pytest
+
+        @pytest.mark.parametrize("value", ["a]]>b", "<&\\x1b[31m\\0", "ü\\ud800", "x" * 300])
+        def test_it(value):
+            print(value.encode("utf-8", "replace"), "\\x1b[31m")
+        """,
+        test_more="def test_it(): pass",
+    )
+    left = project.run("-o", "junit_logging=all")
+    assert (left.exit, left.end) == (0, ("REHEARSED", 0))
+    assert len(left.cases) == 5
+
+
+# ---- fixtures -------------------------------------------------------------------------------------------------------
+
+
+def test_fixtures_say_what_this_rank_is(project: Project) -> None:
+    project.suite(
+        """
+        import pytest
+
+        def test_cluster(cluster):
+            assert (cluster.rank, cluster.world_size, cluster.local_world_size, cluster.nnodes) == (0, 1, 1, 1)
+            assert str(cluster.device) == "cpu" and cluster.backend == "gloo"
+            assert cluster.hosts == [cluster.hostname]
+
+        def test_group(cluster):
+            import torch
+            ones = torch.ones(2)
+            torch.distributed.all_reduce(ones, group=cluster.group)
+            cluster.barrier()
+            assert ones.tolist() == [1, 1]
+            assert cluster.all_gather_object({"a": 1}) == [{"a": 1}]
+            assert cluster.subgroups(1) is cluster.group
+
+        def test_gpu(gpu):
+            assert (gpu.name, gpu.sku, gpu.uuid, gpu.peaks) == ("cpu", "cpu-rehearsal", None, None)
+
+        def test_limits(limits):
+            found = limits.limit("matmul.fp32.tflops", sku="cpu-rehearsal", world_size=1, nnodes=1, labels={})
+            assert found.min == 0.0005 and found.origin.startswith("thresholds.yaml:")
+
+        def test_inventory(inventory, cluster):
+            import os
+            assert [who["rank"] for who in inventory] == [0]
+            assert inventory[0]["pid"] == os.getpid()
+            assert inventory[0]["versions"]["torch"]
+
+        @pytest.mark.parametrize("size", ["1/2 GB"])
+        def test_artifacts(artifacts, size):
+            (artifacts / "plot.txt").write_text("x")
+        """
+    )
+    left = project.run()
+    assert (left.exit, left.end) == (0, ("REHEARSED", 0)), left.output
+    (plot,) = (project.path / "gpucluster-report" / "latest").rglob("plot.txt")
+    assert plot.parent.parent.name == "artifacts"
+    assert "test_artifacts" in plot.parent.name
+
+
+def test_fixtures_say_how_to_turn_the_plugin_on_where_it_is_off(project: Project) -> None:
+    project.ini("")
+    project.suite("def test_it(cluster): pass")
+    left = project.run(device=None)
+    assert left.exit == 1
+    assert "fixture 'cluster' not found" in left.stdout
+
+
+def test_a_second_run_never_overwrites_the_evidence_of_the_first(project: Project) -> None:
+    project.suite("def test_it(): pass")
+    assert [project.run("-q").exit for _ in range(2)] == [0, 0]
+    runs = [path for path in (project.path / "gpucluster-report").iterdir() if not path.is_symlink()]
+    assert len(runs) == 2
+    assert all((path / "journal.jsonl").stat().st_size > 0 for path in runs)
+
+
+def test_the_last_failed_test_alone_is_a_selection(project: Project) -> None:
+    project.suite("def test_fails(): assert 0\ndef test_fine(): pass")
+    assert project.run().exit == 1
+    left = project.run("--lf")
+    assert list(left.verdicts) == ["test_fails"]
+    assert left.journal.run.selection is True
+
+
+def test_settings_come_with_their_origin(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUCLUSTER_DEADLINE", "17")
+    project.ini("gpucluster = true\ngpucluster_require = it\ngpucluster_deadline = 99")
+    project.suite(f"import pytest\n@pytest.mark.criterion('it')\ndef test_it(measure):\n    {RECORDED}\n")
+    left = project.run()
+    assert left.exit == 0, left.output
+    origins = {name: origin for name, (_, origin) in left.journal.run.options.items()}
+    assert (origins["device"], origins["deadline"], origins["require"], origins["expect"]) == (
+        "command line",
+        "environment",
+        "ini",
+        "default",
+    )
+    assert "deadline=17.0 (environment)" in left.stdout
+
+
+def test_the_plugin_takes_part_in_a_project_without_its_ini_setting_when_an_option_asks(project: Project) -> None:
+    project.ini("")
+    project.suite("def test_it(cluster): assert cluster.world_size == 1")
+    assert project.run(CPU, device=None).end == ("REHEARSED", 0)
