@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from pytest_gpucluster import fixtures, hardware, metrics, options, plugin, thresholds, units, verdict
+from pytest_gpucluster.limits import KNOWN_LABELS, TOPOLOGY
 
 PAGE = Path(__file__).with_name("reference.md")
 
@@ -115,7 +116,7 @@ def _metrics() -> Iterator[str]:
 
 def _limits() -> Iterator[str]:
     yield "## Conditions of a limit\n"
-    names = [*thresholds.TOPOLOGY, *thresholds.KNOWN_LABELS]
+    names = [*TOPOLOGY, *KNOWN_LABELS]
     yield (
         f"Under `when`: {_listed(names)}, and under `labels:` any other label of a measurement. A condition is a value,"
         " `X or more`, `below X` or `X to Y`.\n"

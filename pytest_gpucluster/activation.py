@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from pytest_gpucluster import refused
-from pytest_gpucluster.agreement.merge import one_line
 from pytest_gpucluster.agreement.release import nccl
 from pytest_gpucluster.errors import UsageProblem
 from pytest_gpucluster.fixtures import RUN
@@ -17,6 +16,7 @@ from pytest_gpucluster.local import Controller, Worker, worker_count
 from pytest_gpucluster.opening import run_line
 from pytest_gpucluster.run import Run, WorkerPlace
 from pytest_gpucluster.session import Session, take_junit
+from pytest_gpucluster.wording import first_line
 
 
 def prepare_environment() -> None:
@@ -64,7 +64,7 @@ def _replace_junit(config: pytest.Config, text: str) -> None:
         return
     junit_path = refused.asked_path(path)
     first = run_line(config, os.environ.get("GPUCLUSTER_HOSTNAME") or socket.gethostname(), junit_path)
-    problem = refused.problem_line(message=one_line(text), text=text, exit=4)
+    problem = refused.problem_line(message=first_line(text), text=text, exit=4)
     lost = refused.write_junit(junit_path, first, problem, 4)
     if lost is not None:
         print(f"ERROR: {lost}", file=sys.stderr)

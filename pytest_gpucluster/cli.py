@@ -13,6 +13,7 @@ from pathlib import Path
 from pytest_gpucluster import __version__
 from pytest_gpucluster.errors import JournalError, OptionError
 from pytest_gpucluster.journal import JUnitOptions, locate, read
+from pytest_gpucluster.wording import visible
 
 DONE, USAGE, NO_JOURNAL, NO_OUTPUT = 0, 2, 3, 4
 
@@ -129,7 +130,7 @@ def _report(options: argparse.Namespace) -> int:
     if journal.cut:
         print(f"gpucluster: {path}: its last line is cut off and left out", file=sys.stderr)
     rehearsal = "REHEARSAL, " if journal.run.rehearsal else ""
-    reason = junit.visible(f" ({journal.reason})" if journal.reason else "")
+    reason = visible(f" ({journal.reason})" if journal.reason else "")
     print(f"gpucluster: {rehearsal}{journal.verdict}{reason}: {options.junitxml}", file=sys.stderr)
     return DONE
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from pytest_gpucluster.agreement.merge import Merged, one_line
+from pytest_gpucluster.agreement.merge import Merged
 from pytest_gpucluster.cause import text_of
+from pytest_gpucluster.wording import first_line
 
 LONGEST_TEXT = 32_000
 """Characters of one rank's failure that travel; the beginning and the end are kept."""
@@ -60,8 +61,8 @@ def clip(text: str, longest: int) -> str:
 
 
 def traceback_of(item: pytest.Item, when: str, error: BaseException) -> str:
-    excinfo = pytest.ExceptionInfo.from_exception(error)
     try:
+        excinfo = pytest.ExceptionInfo.from_exception(error)
         if when == "call":
             return str(item.repr_failure(excinfo))
         return str(item._repr_failure_py(excinfo, style=item.config.getoption("tbstyle", "auto")))
@@ -85,9 +86,9 @@ def sections_of(item: pytest.Item) -> list[tuple[str, str]]:
 
 def line_of(report: pytest.TestReport) -> str:
     if report.skipped:
-        return one_line(skip_reason(report))
+        return first_line(skip_reason(report))
     crash = getattr(report.longrepr, "reprcrash", None)
-    return one_line(crash.message if crash is not None else report.longreprtext)
+    return first_line(crash.message if crash is not None else report.longreprtext)
 
 
 def skip_reason(report: pytest.TestReport) -> str:

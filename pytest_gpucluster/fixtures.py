@@ -15,8 +15,8 @@ from pytest_gpucluster.phase import MEASUREMENTS
 if TYPE_CHECKING:
     from pytest_gpucluster.cluster import Cluster
     from pytest_gpucluster.hardware import Peaks
+    from pytest_gpucluster.limits import Thresholds
     from pytest_gpucluster.run import Run
-    from pytest_gpucluster.thresholds import Thresholds
 
 RUN = pytest.StashKey["Run"]()
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pytest_gpucluster.errors import JournalError
+from pytest_gpucluster.journal_fields import Fields
 from pytest_gpucluster.journal_lines import (
     Cluster,
     CollectedTest,
     End,
-    Fields,
     JudgedLimit,
     JudgedMetric,
     JUnitOptions,

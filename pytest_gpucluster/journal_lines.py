@@ -1,17 +1,15 @@
 """The lines of a journal as typed values, and how each is read from its JSON object.
 
-A field that is missing has its default, so that a journal of an earlier version is read; a field of the wrong
-type is an error, never a guess.
+A field that is missing has its default, so that a journal of an earlier version is read.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from pytest_gpucluster.errors import JournalError
+from pytest_gpucluster.journal_fields import Fields
 
 OUTCOMES = ("passed", "failed", "error", "skipped")
 
@@ -189,127 +187,6 @@ class End:
     counts: Mapping[str, int] = field(default_factory=dict)
     not_run: tuple[str, ...] = ()
     by: str = ""
-
-
-class Fields:
-    """One line's fields, read with their types. ``where`` begins every complaint."""
-
-    def __init__(self, value: object, where: str) -> None:
-        if not isinstance(value, dict):
-            raise JournalError(f"{where}: expected a JSON object, found {_shown(value)}")
-        self._value: dict[str, Any] = value
-        self._where = where
-
-    def _bad(self, name: str, expected: str) -> JournalError:
-        return JournalError(f"{self._where}: {name!r} must be {expected}, found {_shown(self._value.get(name))}")
-
-    def text(self, name: str, default: str | None = None) -> str:
-        value = self._value.get(name, default)
-        if value is None and default is not None:
-            return default
-        if not isinstance(value, str):
-            raise self._bad(name, "text")
-        return value
-
-    def any_text(self, name: str) -> str:
-        return str(self._value.get(name, ""))
-
-    def optional_text(self, name: str) -> str | None:
-        return None if self._value.get(name) is None else self.text(name)
-
-    def choice(self, name: str, allowed: Iterable[str], default: str | None = None) -> str:
-        value = self.text(name, default)
-        if value not in allowed:
-            raise self._bad(name, "one of " + ", ".join(allowed))
-        return value
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self._value.get(name, default)
-        if not isinstance(value, bool):
-            raise self._bad(name, "true or false")
-        return value
-
-    def integer(self, name: str, default: int) -> int:
-        value = self.optional_integer(name)
-        return default if value is None else value
-
-    def optional_integer(self, name: str) -> int | None:
-        value = self._value.get(name)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            raise self._bad(name, "an integer")
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        value = self.optional_number(name)
-        return default if value is None else value
-
-    def optional_number(self, name: str) -> float | None:
-        value = self._value.get(name)
-        try:
-            return None if value is None else _number(value)
-        except ValueError:
-            raise self._bad(name, "a number") from None
-
-    def items(self, name: str) -> list[Any]:
-        value = self._value.get(name)
-        if value is None:
-            return []
-        if not isinstance(value, list):
-            raise self._bad(name, "a list")
-        return value
-
-    def integers(self, name: str) -> tuple[int, ...]:
-        values = self.items(name)
-        if not all(isinstance(value, int) for value in values):
-            raise self._bad(name, "a list of integers")
-        return tuple(values)
-
-    def pairs(self, name: str) -> tuple[tuple[str, str], ...]:
-        values = self.items(name)
-        if not all(isinstance(value, list) and len(value) == 2 for value in values):
-            raise self._bad(name, "a list of pairs")
-        return tuple((str(key), str(value)) for key, value in values)
-
-    def mapping(self, name: str) -> dict[str, Any]:
-        value = self._value.get(name)
-        if value is None:
-            return {}
-        if not isinstance(value, dict):
-            raise self._bad(name, "an object")
-        return value
-
-    def texts(self, name: str) -> dict[str, str]:
-        return {key: str(value) for key, value in self.mapping(name).items()}
-
-    def inner(self, name: str) -> Fields:
-        return Fields(self.mapping(name), f"{self._where}: {name}")
-
-    def each(self, name: str) -> list[Fields]:
-        return [Fields(value, f"{self._where}: {name}[{i}]") for i, value in enumerate(self.items(name))]
-
-    def number_by_rank(self, name: str) -> dict[int, float]:
-        try:
-            return {int(rank): _number(value) for rank, value in self.mapping(name).items() if value is not None}
-        except ValueError:
-            raise self._bad(name, "numbers by rank") from None
-
-    def numbers_by_rank(self, name: str) -> dict[int, tuple[float, ...]]:
-        try:
-            return {int(rank): tuple(map(_number, values)) for rank, values in self.mapping(name).items()}
-        except (TypeError, ValueError):
-            raise self._bad(name, "lists of numbers by rank") from None
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _number(value: object) -> float:
-    """Read a number, which may be the text NaN, Infinity or -Infinity: JSON itself has no such numbers."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError
-    return float(value)
 
 
 def read_run(line: Fields) -> Run:

@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pytest_gpucluster import hardware, metrics, stats, units
+from pytest_gpucluster.limits import KNOWN_LABELS, TOPOLOGY, Limit, Thresholds, facts, peak_of
 from pytest_gpucluster.metrics import Measurement, Metric
-from pytest_gpucluster.thresholds import KNOWN_LABELS, TOPOLOGY, Limit, Thresholds, facts, peak_of
+from pytest_gpucluster.wording import MESSAGE_CHARACTERS
 
 Outcome = Literal["passed", "failed", "error"]
 Status = Literal["passed", "failed", "error", "recorded"]
-
-LONGEST_MESSAGE = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,7 +361,7 @@ def _message(decisive: Sequence[Judged]) -> str:
     if not decisive:
         return ""
     more = f"; {len(decisive) - 1} more" if len(decisive) > 1 else ""
-    room = LONGEST_MESSAGE - len(more)
+    room = MESSAGE_CHARACTERS - len(more)
     reason = decisive[0].reason
     labels = _labels(decisive[0].labels)
     if len(reason) > room and len(labels) > 40:

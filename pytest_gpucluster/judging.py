@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpucluster.agreement.merge import Merged, RankOutcome, one_line
+from pytest_gpucluster.agreement.merge import Merged, RankOutcome
 from pytest_gpucluster.errors import MeasurementError
 from pytest_gpucluster.judge import judge
 from pytest_gpucluster.metrics import Measurement
 from pytest_gpucluster.record import TestRecord
 from pytest_gpucluster.reports.terminal import measurement_table
 from pytest_gpucluster.units import show_apart
+from pytest_gpucluster.wording import first_line
 
 if TYPE_CHECKING:
     from pytest_gpucluster.run import Run
@@ -29,7 +30,7 @@ def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequenc
     except MeasurementError as error:  # such as a metric that only some ranks know
         if merged.outcome != "passed":
             return merged
-        return Merged(outcome="error", message=one_line(str(error)), text=str(error), ranks=merged.ranks)
+        return Merged(outcome="error", message=first_line(str(error)), text=str(error), ranks=merged.ranks)
     if not any(by_rank.values()):
         if criterion is None or merged.outcome != "passed":
             return merged
@@ -52,7 +53,7 @@ def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequenc
     missed = _missed(record.measurements)
     return Merged(
         outcome=judgement.outcome,
-        message=one_line(judgement.message),
+        message=first_line(judgement.message),
         text=judgement.text if merged.outcome == "passed" else f"{judgement.text}\n\n{merged.text}",
         table=measurement_table(record.measurements),
         culprits=sorted(missed),

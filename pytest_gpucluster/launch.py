@@ -22,21 +22,20 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from pytest_gpucluster.errors import LaunchError
+from pytest_gpucluster.hostlist import expand_hostlist
+from pytest_gpucluster.launch_variables import LaunchVariables
 
 Launcher = Literal["torchrun", "slurm", "openmpi", "kubernetes", "single"]
 
 # Below Linux' default ephemeral range (32768-60999) and Kubernetes' NodePorts (30000-32767).
 _FIRST_PORT, _PORTS = 20000, 10000
-# A hostlist that expands to more than any cluster has is a typing error, not a cluster.
-_MOST_HOSTS = 65536
 # Slurm numbers its own steps (batch script, interactive shell, extern) from the top of 32 bits downwards.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-_LOOPBACK = re.compile(r"localhost|127\.\d+\.\d+\.\d+|::1|\[::1\]", re.IGNORECASE)
 # Process counts of launchers whose ranks this module cannot read.
 _FOREIGN_LAUNCHERS = {
     "PMI_SIZE": "MPICH or Intel MPI",
@@ -101,134 +100,8 @@ def detect(environ: Mapping[str, str], hostname: str) -> RankFacts:
     return _single(environ, hostname)
 
 
-def expand_hostlist(text: str) -> list[str]:
-    """Expand a Slurm host list such as ``gpu-[003,007-009],login1`` into its host names, in order.
-
-    Raises:
-        LaunchError: the brackets do not match, a range is malformed, or the list is absurdly long.
-
-    Source: https://slurm.schedmd.com/scontrol.html (``show hostnames``).
-    """
-    hosts: list[str] = []
-    for part in _split_outside_brackets(text):
-        names = [""]
-        for piece in re.split(r"(\[[^\[\]]*\])", part):
-            choices = list(_bracket(piece[1:-1], text)) if piece.startswith("[") else [piece]
-            if any(mark in choice for choice in choices for mark in "[]"):
-                raise _bad_hostlist(text, f"unbalanced brackets in {part!r}")
-            if len(names) * len(choices) > _MOST_HOSTS:
-                raise _bad_hostlist(text, f"more than {_MOST_HOSTS} hosts")
-            names = [name + choice for name in names for choice in choices]
-        hosts += names
-        if len(hosts) > _MOST_HOSTS:
-            raise _bad_hostlist(text, f"more than {_MOST_HOSTS} hosts")
-    if not hosts or not all(hosts):
-        raise _bad_hostlist(text, "an empty host name")
-    return hosts
-
-
-def _split_outside_brackets(text: str) -> list[str]:
-    return [part.strip() for part in re.split(r",(?![^\[]*\])", text)]
-
-
-def _bracket(ranges: str, text: str) -> Iterator[str]:
-    for item in ranges.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", item.strip(), re.ASCII)
-        if not match:
-            raise _bad_hostlist(text, f"{item!r} is neither a number nor a range such as 007-009")
-        first, last = match[1], match[2] or match[1]
-        if int(last) < int(first):
-            raise _bad_hostlist(text, f"the range {item!r} runs backwards")
-        if int(last) - int(first) >= _MOST_HOSTS:
-            raise _bad_hostlist(text, f"more than {_MOST_HOSTS} hosts")
-        # Leading zeros belong to the name: 007-009 is three digits wide.
-        for number in range(int(first), int(last) + 1):
-            yield f"{number:0{len(first)}d}"
-
-
-def _bad_hostlist(text: str, why: str) -> LaunchError:
-    return LaunchError(f"host list {text!r}: {why}; expected a list such as 'gpu-[003,007-009],login1'")
-
-
-class _Variables:
-    """Reads one source's variables and keeps every complaint, so that one error can name them all."""
-
-    def __init__(self, environ: Mapping[str, str], hostname: str, source: str, remedy: str) -> None:
-        self._environ, self._hostname, self._source, self._remedy = environ, hostname, source, remedy
-        self._seen: list[str] = []
-        self._numbers: dict[str, int] = {}
-        self._complaints: list[str] = []
-
-    def text(self, name: str, default: str | None = None) -> str:
-        """Read a text. An empty variable is a missing one."""
-        if name not in self._seen:
-            self._seen.append(name)
-        value = self._environ.get(name, "")
-        if value:
-            return value
-        if default is None:
-            self.complain(f"{name} is {'empty' if name in self._environ else 'missing'}")
-        return default or ""
-
-    def number(
-        self, name: str, default: int | None = None, *, least: int = 0, most: int | None = None
-    ) -> int:
-        """Read a whole number. A bad one becomes a complaint, and `least` stands in to go on reading."""
-        value = self.text(name, None if default is None else str(default))
-        if not value:
-            return least
-        if not re.fullmatch(r"\d{1,18}", value, re.ASCII):
-            self.complain(f"{name}={value!r} is not a whole number of at least {least}")
-            return least
-        if int(value) < least or (most is not None and int(value) > most):
-            allowed = f"at least {least}" if most is None else f"between {least} and {most}"
-            self.complain(f"{name}={value} is not {allowed}")
-            return least
-        self._numbers[name] = int(value)
-        return int(value)
-
-    def below(self, index: str, count: str) -> None:
-        """Complain where an index is not below its count. What could not be read was reported already."""
-        numbers = self._numbers
-        if index in numbers and count in numbers and numbers[index] >= numbers[count]:
-            self.complain(f"{index}={numbers[index]} is not below {count}={numbers[count]}")
-
-    def at_most(self, part: str, whole: str) -> None:
-        """Complain where a part is more than the whole."""
-        numbers = self._numbers
-        if part in numbers and whole in numbers and numbers[part] > numbers[whole]:
-            self.complain(f"{part}={numbers[part]} is above {whole}={numbers[whole]}")
-
-    def master_addr(self, default: str | None, *, nnodes: int) -> str:
-        """Read the address of rank 0, which must not mean each node itself."""
-        address = self.text("MASTER_ADDR", default)
-        if nnodes > 1 and _LOOPBACK.fullmatch(address):
-            self.complain(f"MASTER_ADDR={address} is this node itself, but the ranks are on {nnodes} nodes")
-        return address
-
-    def master_port(self, default: int | None) -> int:
-        """Read the port of rank 0's store."""
-        return self.number("MASTER_PORT", default, least=1, most=65535)
-
-    def complain(self, text: str) -> None:
-        """Remember what is wrong."""
-        if text not in self._complaints:
-            self._complaints.append(text)
-
-    def settle(self) -> None:
-        """Raise everything that was found wrong as one error."""
-        if not self._complaints:
-            return
-        found = " ".join(f"{name}={self._environ[name]}" for name in self._seen if name in self._environ)
-        raise LaunchError(
-            f"{self._hostname}: the variables of {self._source} do not make a rank: "
-            + "; ".join(self._complaints)
-            + f"\nfound: {found or 'none of them'}\nwhat to do: {self._remedy}"
-        )
-
-
 def _torchrun(environ: Mapping[str, str], hostname: str) -> RankFacts:
-    read = _Variables(
+    read = LaunchVariables(
         environ,
         hostname,
         "torchrun (TORCHELASTIC_RUN_ID is set)",
@@ -275,7 +148,7 @@ def _position_on_node(environ: Mapping[str, str], facts: RankFacts) -> int:
 
 def _openmpi(environ: Mapping[str, str], hostname: str) -> RankFacts:
     """Read mpirun's process. Source: https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html"""
-    read = _Variables(
+    read = LaunchVariables(
         environ,
         hostname,
         "Open MPI (OMPI_COMM_WORLD_SIZE is set)",
@@ -333,7 +206,7 @@ def _slurm(environ: Mapping[str, str], hostname: str) -> RankFacts:
 
     Source: https://slurm.schedmd.com/srun.html (OUTPUT ENVIRONMENT VARIABLES).
     """
-    read = _Variables(
+    read = LaunchVariables(
         environ,
         hostname,
         "a Slurm step (SLURM_STEP_ID and SLURM_STEP_NUM_TASKS are set)",
@@ -350,9 +223,7 @@ def _slurm(environ: Mapping[str, str], hostname: str) -> RankFacts:
     tasks = _tasks_per_node(read, world_size, nnodes)
     local_world_size = tasks[node_rank] if node_rank < len(tasks) else 1
     if node_rank < len(tasks) and local_rank >= local_world_size:
-        read.complain(
-            f"SLURM_LOCALID={local_rank} is not below the {local_world_size} tasks of node {node_rank}"
-        )
+        read.complain(f"SLURM_LOCALID={local_rank} is not below the {local_world_size} tasks of node {node_rank}")
     first_host: str | None = None
     if not environ.get("MASTER_ADDR"):
         first_host = _first_host(read)
@@ -377,7 +248,7 @@ def _slurm(environ: Mapping[str, str], hostname: str) -> RankFacts:
     return facts
 
 
-def _first_host(read: _Variables) -> str:
+def _first_host(read: LaunchVariables) -> str:
     # Some sites' wrappers drop the step's list; the job's has the same first node for a step on all nodes.
     nodelist = read.text("SLURM_STEP_NODELIST", "") or read.text("SLURM_JOB_NODELIST")
     try:
@@ -387,7 +258,7 @@ def _first_host(read: _Variables) -> str:
         return "unknown"
 
 
-def _tasks_per_node(read: _Variables, world_size: int, nnodes: int) -> list[int]:
+def _tasks_per_node(read: LaunchVariables, world_size: int, nnodes: int) -> list[int]:
     """Expand ``8(x2),4`` to [8, 8, 4] and hold it against the other counts."""
     text = read.text("SLURM_STEP_TASKS_PER_NODE")
     tasks: list[int] = []
@@ -410,7 +281,7 @@ def _kubernetes(environ: Mapping[str, str], hostname: str) -> RankFacts:
 
     Source: https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode
     """
-    read = _Variables(
+    read = LaunchVariables(
         environ,
         hostname,
         "a Kubernetes Indexed Job (JOB_COMPLETION_INDEX is set)",
@@ -444,7 +315,7 @@ def _kubernetes(environ: Mapping[str, str], hostname: str) -> RankFacts:
 
 
 def _single(environ: Mapping[str, str], hostname: str) -> RankFacts:
-    read = _Variables(
+    read = LaunchVariables(
         environ,
         hostname,
         "a single process (no torchrun, mpirun, Slurm step or Indexed Job)",

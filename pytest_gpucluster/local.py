@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pytest_gpucluster.agreement import collection
-from pytest_gpucluster.agreement.merge import Merged, RankOutcome, merge, one_line
+from pytest_gpucluster.agreement.merge import Merged, RankOutcome, merge
 from pytest_gpucluster.errors import LaunchError
 from pytest_gpucluster.failure import MergedRepr, line_of, skip_reason
 from pytest_gpucluster.judging import judge_merged
@@ -24,6 +24,7 @@ from pytest_gpucluster.record import TestName, TestRecord, unique
 from pytest_gpucluster.run import Run
 from pytest_gpucluster.selection import is_selection, only_lists
 from pytest_gpucluster.session import Session, last_error, take_junit
+from pytest_gpucluster.wording import first_line as one_line
 
 _BAD = ("failed", "error", "hung", "lost")
 PROPERTY = "gpucluster"
@@ -91,6 +92,8 @@ class _Parts:
     phases: dict[int, list[pytest.TestReport]] = field(default_factory=dict)
     outcomes: dict[int, RankOutcome] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
+    between_attempts: set[int] = field(default_factory=set)
+    """Ranks that have failed and try again."""
     expected_failures: dict[int, str] = field(default_factory=dict)
     """Rank -> why its failure was expected (xfail)."""
     merged: bool = False
@@ -139,6 +142,10 @@ class Controller:
 
     def collected(self, session: pytest.Session) -> None:
         """The controller itself collects nothing."""
+
+    def not_collected(self, session: pytest.Session, error: BaseException) -> None:
+        """Let pytest tell it."""
+        raise error
 
     def refuses_to_run(self) -> bool:
         """xdist's loop always runs."""
@@ -214,9 +221,11 @@ class Controller:
     def _take(self, parts: _Parts, rank: int, report: pytest.TestReport) -> None:
         body: Any = next((value for name, value in report.user_properties if name == PROPERTY), None)
         parts.phases.setdefault(rank, []).append(report)
+        if report.when == "setup":
+            parts.between_attempts.discard(rank)
         if body is not None:
             self._note(parts, rank, report, body)
-        if report.when == "teardown":
+        if report.when == "teardown" and rank not in parts.between_attempts:
             parts.ended.add(rank)
 
     def _note(self, parts: _Parts, rank: int, report: pytest.TestReport, body: Mapping[str, Any]) -> None:
@@ -235,6 +244,8 @@ class Controller:
         if report.skipped and hasattr(report, "wasxfail"):
             parts.expected_failures[rank] = report.wasxfail
             outcome = RankOutcome(rank=rank, outcome="passed")
+        if report.failed and (outcome is None or outcome.outcome == "passed"):
+            outcome = _from_pytest(rank, [report])  # such as a strict xfail that passes: pytest says so afterwards
         if outcome is not None and (known is None or known.outcome == "passed"):
             measured = outcome.measurements or (known.measurements if known else ())
             parts.outcomes[rank] = RankOutcome(
@@ -249,6 +260,7 @@ class Controller:
     def _note_rerun(self, parts: _Parts, rank: int, report: pytest.TestReport) -> None:
         attempt = 1 + sum(str(earlier.outcome) == "rerun" for earlier in parts.phases[rank][:-1])
         parts.outcomes.pop(rank, None)
+        parts.between_attempts.add(rank)
         parts.record.properties.append((f"attempt {attempt}", f"{self._run.names[rank]}: {line_of(report)}"))
         parts.record.attempts = max(parts.record.attempts, attempt + 1)
 

@@ -16,7 +16,6 @@ from pytest_gpucluster import __version__, options, refused, verdict
 from pytest_gpucluster.agreement import host, preflight
 from pytest_gpucluster.agreement.exchange import Exchange
 from pytest_gpucluster.agreement.join import Joined, Refusal, Refused, join
-from pytest_gpucluster.agreement.merge import one_line, rank_ranges
 from pytest_gpucluster.agreement.store import connect
 from pytest_gpucluster.agreement.watch import Watch
 from pytest_gpucluster.cluster import Cluster
@@ -27,6 +26,8 @@ from pytest_gpucluster.record import now
 from pytest_gpucluster.recorder import Recorder
 from pytest_gpucluster.run import Run, name_of_rank
 from pytest_gpucluster.run_directory import new_run_directory
+from pytest_gpucluster.wording import first_line as one_line
+from pytest_gpucluster.wording import rank_ranges
 
 _TEXTS_SHOWN = 4
 """Of many ranks' different problems so many are told in full."""

@@ -15,7 +15,7 @@ from _pytest.outcomes import Failed, Skipped  # pytest.fail.Exception and pytest
 from _pytest.skipping import xfailed_key
 
 from pytest_gpucluster import cause
-from pytest_gpucluster.agreement.merge import Merged, RankOutcome, merge, one_line
+from pytest_gpucluster.agreement.merge import Merged, RankOutcome, merge
 from pytest_gpucluster.agreement.release.python import Released
 from pytest_gpucluster.agreement.watch import Ending
 from pytest_gpucluster.errors import EnvironmentBroken
@@ -33,6 +33,7 @@ from pytest_gpucluster.judging import judge_merged
 from pytest_gpucluster.metrics import Measurement
 from pytest_gpucluster.record import TestName, TestRecord, unique
 from pytest_gpucluster.selection import why_not_applicable
+from pytest_gpucluster.wording import first_line as one_line
 
 if TYPE_CHECKING:
     from pytest_gpucluster.run import Run
@@ -145,11 +146,13 @@ class Phases:
     def _interrupted(self, stop: BaseException, when: str, item: pytest.Item) -> None:
         assert self._run.watch is not None
         who = self._run.names[self._run.rank]
+        how = "Ctrl-C" if isinstance(stop, KeyboardInterrupt) else "pytest.exit"
+        why = one_line(str(stop))
         code = getattr(stop, "returncode", None)
         self._run.watch.end(
             Ending(
                 name="interrupted",
-                message=f"interrupted on {who} during {when} of {item.nodeid}: {one_line(str(stop)) or 'Ctrl-C'}",
+                message=f"interrupted ({how}) on {who} during {when} of {item.nodeid}" + (f": {why}" if why else ""),
                 exit=int(code) if code is not None else 2,
             )
         )
@@ -379,7 +382,9 @@ class Phases:
         self._take(record, report, merged)
         if report.when == "call" and record.measurements:
             report.user_properties.append(("gpucluster", {"measurements": record.measurements}))
-        if report.when == "teardown":
+        if report.when == "setup":
+            record.between_attempts = False
+        if report.when == "teardown" and not record.between_attempts:
             self._run.send(record.line())
 
     def _take(self, record: TestRecord, report: pytest.TestReport, merged: Merged | None) -> None:
@@ -426,7 +431,8 @@ def expects_failure(item: pytest.Item, error: BaseException | None) -> bool:
     xfailed = item.stash.get(xfailed_key, None)
     if xfailed is None or item.config.option.runxfail:
         return False
-    return xfailed.raises is None or isinstance(error, xfailed.raises)
+    raises: Any = xfailed.raises  # exception types, or since pytest 8.4 a RaisesExc
+    return raises is None or (raises.matches(error) if hasattr(raises, "matches") else isinstance(error, raises))
 
 
 def name_of(item: pytest.Item) -> TestName:

@@ -94,7 +94,11 @@ class Hooks:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection(self, session: pytest.Session) -> Generator[None, Any, Any]:
         """Agree on the tests to run, in rank 0's order."""
-        result = yield
+        try:
+            result = yield
+        except (pytest.UsageError, pytest.exit.Exception) as error:
+            self._session.not_collected(session, error)
+            return True
         self._session.collected(session)
         return result
 

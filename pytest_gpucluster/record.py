@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
-from pytest_gpucluster.agreement.merge import Merged, one_line
+from pytest_gpucluster.agreement.merge import Merged
+from pytest_gpucluster.wording import first_line as one_line
 
 _PARAMETERS = re.compile(r"\[.*$", re.DOTALL)
 
@@ -85,6 +86,8 @@ class TestRecord:
     properties: list[tuple[str, str]] = field(default_factory=list)
     attempts: int = 1
     applicable: bool = True
+    between_attempts: bool = False
+    """The attempt is over, and another one follows: nothing is known of the test yet."""
 
     def add(
         self,
@@ -123,6 +126,7 @@ class TestRecord:
         self.attempts += 1
         self.outcome, self.phase, self.message, self.text, self.wasxfail = "passed", "call", "", "", None
         self.measurements, self.sections = [], []
+        self.between_attempts = True
 
     def line(self) -> dict[str, Any]:
         """Return the journal's line."""

@@ -1,56 +1,31 @@
-"""What the recorder process does: take lines from rank 0, keep journal and JUnit on disk, outlive rank 0.
+"""What is on disk of a run: the journal, and the JUnit file that is made anew from it.
 
 The JUnit file is replaced with every line that changes it and is pessimistic: at every moment it says what
-would be true if nothing came after it. If rank 0 ends without a closing line, the recorder closes the journal
-itself. Then it ends: who waits for its end knows that the reports are on disk.
+would be true if nothing came after it.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import json
 import math
 import os
 import re
-import select
-import signal
-import socket
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
-from typing import NoReturn
 
-from pytest_gpucluster import fault_dump
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal import FILE_NAME, Journal, JournalBuilder, JournalWriter, encode
-from pytest_gpucluster.recorder import BEAT, CHUNK_BYTES, END, FAULT_FILE, HEADER, LINE, SHIELDED
 from pytest_gpucluster.reports import junit
-from pytest_gpucluster.reports.tables import one_line
+
+OWN_PROBLEM = "recorder"
+"""The name of the problem that stands for a line which no reader would accept."""
 
 # The recorder shares its cores with the ranks: of its time, so much may go into rendering ...
 _RENDER_SHARE = 0.1
 # ... but no change waits longer than this.
 _LATEST_SECONDS = 0.5
-_TICK_SECONDS = 0.5
-_FAULT_BYTES = 64 * 1024
-
-_OWN_PROBLEM = "recorder"
-
-_STATES = {
-    "R": "running",
-    "S": "sleeping",
-    "D": "in an uninterruptible wait for a device or a file system",
-    "T": "stopped by a signal",
-    "t": "stopped by a debugger",
-    "Z": "dead, not reaped",
-    "X": "dead",
-    "I": "idle",
-}
 
 
 class Record:
@@ -93,7 +68,7 @@ class Record:
                 self.add(
                     {
                         "type": "problem",
-                        "name": _OWN_PROBLEM,
+                        "name": OWN_PROBLEM,
                         "outcome": "error",
                         "message": self.refused,
                         "text": raw[:10_000].decode("utf-8", "backslashreplace"),
@@ -172,278 +147,3 @@ def _is_stream(path: Path) -> bool:
 
 def _told(path: Path, error: OSError) -> str:
     return f"{path}: not written: {error.strerror or error}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Watch:
-    """When rank 0 counts as silent, in seconds: past a test's deadline, and since it was last heard.
-
-    Rank 0 beats every second. The other ranks give it up, and may kill it, after 4 s (``agreement.watch``): what it is
-    like must be on record before that.
-    """
-
-    grace_seconds: float = 1.0
-    quiet_seconds: float = 2.5
-
-
-class Session:
-    """The conversation with rank 0 and the watch over it."""
-
-    def __init__(self, channel: socket.socket, parent: int, record: Record, watch: Watch) -> None:
-        self._channel = channel
-        self._parent = parent
-        self._record = record
-        self._watch = watch
-        self._message = bytearray()
-        self._last_packet = 0
-        self._is_connected = True
-        self._is_closed = False
-        self._heard_at = time.monotonic()
-        self._started_at = time.monotonic()
-        self._silence = ""
-        self._told: str | None = None
-        self._fault_file: Path | None = None
-        self._fault_offset = 0
-
-    def serve(self) -> None:
-        """Record until the closing line has come or rank 0 has ended, and everything is on disk."""
-        self._channel.setblocking(False)
-        poller = select.poll()
-        poller.register(self._channel, select.POLLIN)
-        end = _end_descriptor(self._parent)
-        if end is not None:
-            poller.register(end, select.POLLIN)
-        while True:
-            wait = min(_TICK_SECONDS, max(0.0, self._record.due_at() - time.monotonic()))
-            ready = {descriptor for descriptor, _ in poller.poll(wait * 1000)}
-            # Read after the look at rank 0, so that nothing it said before its end is left unread.
-            has_ended = (end in ready) if end is not None else os.getppid() != self._parent
-            was_connected = self._is_connected
-            self._take()
-            if was_connected and not self._is_connected:
-                poller.unregister(self._channel)
-            if self._is_closed or has_ended:
-                break
-            self._watch_rank_0()
-            if time.monotonic() >= self._record.due_at():
-                self._record.render()
-            self._tell()
-        if not self._is_closed:
-            self._write_obituary()
-        failure = self._record.close()
-        if not self._say({"done": failure}) and failure:
-            print(f"gpucluster recorder: {failure}", file=sys.stderr, flush=True)
-
-    def _take(self) -> None:
-        while self._is_connected and not self._is_closed:
-            try:
-                packet = self._channel.recv(HEADER.size + CHUNK_BYTES)
-            except BlockingIOError:
-                return
-            except OSError:
-                packet = b""
-            if not packet:
-                # It closed the socket. Its end is another matter: a forked child may hold the socket open.
-                self._is_connected = False
-                return
-            number, is_last = HEADER.unpack_from(packet)
-            if number <= self._last_packet:
-                continue
-            self._last_packet = number
-            self._message += packet[HEADER.size :]
-            if is_last:
-                message, self._message = bytes(self._message), bytearray()
-                self._heard_at = time.monotonic()
-                self._obey(message[:1], message[1:])
-
-    def _obey(self, kind: bytes, content: bytes) -> None:
-        if kind == BEAT:
-            if self._silence:
-                self._silence = ""
-                self._record.add({"type": "silence", "at": _now(), "message": "", "text": ""})
-        elif kind == FAULT_FILE:
-            self._fault_file = Path(os.fsdecode(content))
-            self._fault_offset = self._fault_size()
-        elif kind in (LINE, END):
-            self._silence = ""
-            before = self._record.builder.running
-            self._record.add_encoded(content)
-            if self._record.builder.running is not before:
-                self._started_at = time.monotonic()
-                # What was written before this test is not about it.
-                self._fault_offset = self._fault_size()
-            if kind == END:
-                self._is_closed = True
-                journal = self._record.journal()
-                if journal is not None and journal.end is None:
-                    self._close_for_rank_0(journal, "rank 0's closing line was refused")
-
-    def _watch_rank_0(self) -> None:
-        """Note in the report when rank 0 is silent past the deadline of its test."""
-        running = self._record.builder.running
-        if running is None or self._silence:
-            return
-        now = time.monotonic()
-        overdue = now - self._started_at - running.deadline_seconds
-        if overdue <= self._watch.grace_seconds or now - self._heard_at <= self._watch.quiet_seconds:
-            return
-        journal = self._record.builder.journal()
-        state = _process_state(self._parent)
-        place = fault_dump.place(self._fault_text())
-        holding = f", holding the GIL at {place}" if place else ""
-        self._silence = (
-            f"{self._rank_0(journal)} does not answer, {state}{holding}, {overdue:.0f} s past the deadline of "
-            f"{running.nodeid}"
-        )
-        text = f"It was last heard {now - self._heard_at:.0f} s before.\n{_process_facts(self._parent)}"
-        self._record.add({"type": "silence", "at": _now(), "message": self._silence, "text": text + self._fault_text()})
-
-    def _write_obituary(self) -> None:
-        journal = self._record.journal()
-        if journal is None:
-            return
-        problem = journal.recent_problem
-        if problem is None or problem.name == _OWN_PROBLEM:
-            message = f"{self._rank_0(journal)} ended without a word {journal.where}{self._fatal_error()}"
-            if self._silence:
-                message = f"{self._silence}; then it was ended"
-            text = (
-                "The recorder saw the process end before it had closed the journal. Whether a signal or an "
-                "exit ended it is not known here: only its parent, the launcher, learns that."
-            )
-            if self._silence:
-                text += f"\nBefore that: {self._silence}"
-            text += self._fault_text()
-            self._record.add(
-                {"type": "problem", "name": "rank lost", "outcome": "error", "message": message, "text": text}
-            )
-        else:
-            message = problem.message
-        self._close_for_rank_0(self._record.journal() or journal, message)
-
-    def _close_for_rank_0(self, journal: Journal, reason: str) -> None:
-        counts = dict.fromkeys(("passed", "failed", "error", "skipped"), 0)
-        for result in journal.results:
-            counts[result.outcome] += 1
-        if journal.running is not None:
-            counts["error"] += 1
-        self._record.add(
-            {
-                "type": "end",
-                "at": _now(),
-                "verdict": "REJECTED" if journal.has_failed else "BROKEN",
-                "exit": 1 if journal.has_failed else 11,
-                "reason": one_line(reason, junit.MESSAGE_CHARACTERS),
-                "counts": counts,
-                "not_run": [test.nodeid for test in journal.not_run],
-                "by": "recorder",
-            }
-        )
-
-    def _rank_0(self, journal: Journal) -> str:
-        place = journal.place(0)
-        parts = [(place.host if place else "") or journal.run.hostname or socket.gethostname()]
-        if place is not None and place.gpu:
-            parts.append(f"GPU {place.gpu.get('index', '?')} {place.gpu.get('uuid', '')[:12]}".rstrip())
-        return f"rank 0 ({', '.join(parts)}, pid {self._parent})"
-
-    def _fault_size(self) -> int:
-        try:
-            return self._fault_file.stat().st_size if self._fault_file is not None else 0
-        except OSError:
-            return 0
-
-    def _fault_text(self) -> str:
-        """Return what faulthandler wrote since the test began."""
-        if self._fault_file is None:
-            return ""
-        try:
-            with self._fault_file.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                begin = self._fault_offset if self._fault_offset <= size else 0
-                file.seek(max(begin, size - _FAULT_BYTES))
-                text = file.read(_FAULT_BYTES).decode("utf-8", "backslashreplace")
-        except OSError:
-            return ""
-        return f"\n\nIts faulthandler wrote:\n{text}" if text.strip() else ""
-
-    def _fatal_error(self) -> str:
-        """Return the first words of faulthandler about the signal that ended rank 0, as far as it could see one."""
-        found = fault_dump.fatal_error(self._fault_text())
-        return f" ({found})" if found else ""
-
-    def _tell(self) -> None:
-        """Tell rank 0 when the state of the disk has changed."""
-        failure = self._record.failure
-        if failure != self._told and self._say({"failure": failure}):
-            self._told = failure
-
-    def _say(self, what: Mapping[str, str | None]) -> bool:
-        text = json.dumps({key: one_line(value, 4000) if value else None for key, value in what.items()})
-        try:
-            self._channel.send(text.encode(), socket.MSG_NOSIGNAL)
-        except OSError:
-            return False
-        return True
-
-
-def _end_descriptor(pid: int) -> int | None:
-    """Return a descriptor that becomes readable when a process ends, or None where there are none."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except (AttributeError, OSError):
-        return None
-    # If it ended before, the number may be another process's by now.
-    if os.getppid() != pid:
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
-def _process_state(pid: int) -> str:
-    try:
-        letter = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return "its process state is unknown"
-    return f"process state {letter} ({_STATES.get(letter, 'unknown')})"
-
-
-def _process_facts(pid: int) -> str:
-    """Return what the kernel tells about a process without its help."""
-    lines = [f"Process {pid}: {_process_state(pid)}."]
-    with contextlib.suppress(OSError):
-        waits = Path(f"/proc/{pid}/wchan").read_text(errors="replace").strip()
-        if waits not in ("", "0"):
-            lines.append(f"Its main thread waits in the kernel function {waits}.")
-    with contextlib.suppress(OSError):
-        stack = Path(f"/proc/{pid}/stack").read_text(errors="replace").strip()
-        if stack:
-            lines.append(f"Its kernel stack:\n{stack}")
-    return "\n".join(lines)
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-
-
-def main() -> NoReturn:
-    """Run as the recorder process."""
-    for number in SHIELDED:
-        signal.signal(number, signal.SIG_IGN)
-    parser = argparse.ArgumentParser(description="The recorder of a run. It is started by rank 0, not by hand.")
-    parser.add_argument("--channel", type=int, required=True)
-    parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--junit", type=Path)
-    parser.add_argument("--grace-seconds", type=float, required=True)
-    parser.add_argument("--quiet-seconds", type=float, required=True)
-    options = parser.parse_args()
-    record = Record(options.run_dir, options.junit)
-    watch = Watch(grace_seconds=options.grace_seconds, quiet_seconds=options.quiet_seconds)
-    Session(socket.socket(fileno=options.channel), options.parent, record, watch).serve()
-    # At once: ranks wait for this process to end before they let the launcher end theirs.
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -23,7 +23,6 @@ from pytest_gpucluster.agreement import preflight
 from pytest_gpucluster.agreement.exchange import Exchange
 from pytest_gpucluster.agreement.fault_file import FaultFile
 from pytest_gpucluster.agreement.join import Joined, roll
-from pytest_gpucluster.agreement.merge import one_line
 from pytest_gpucluster.agreement.store import Stores
 from pytest_gpucluster.agreement.watch import Ending, Watch
 from pytest_gpucluster.cluster import Cluster
@@ -32,9 +31,10 @@ from pytest_gpucluster.launch import RankFacts, detect
 from pytest_gpucluster.record import TestName, TestRecord, now
 from pytest_gpucluster.recorder import Recorder, wait_for_end
 from pytest_gpucluster.reports.terminal import measurement_table
+from pytest_gpucluster.wording import first_line as one_line
 
 if TYPE_CHECKING:
-    from pytest_gpucluster.thresholds import Thresholds
+    from pytest_gpucluster.limits import Thresholds
 
 _REPORTS_WRITTEN_SECONDS = 10.0
 _FINISH_DEADLINE_SECONDS = 60.0

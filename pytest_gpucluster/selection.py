@@ -34,7 +34,7 @@ def is_selection(config: pytest.Config) -> bool:
 
 def _covers(arguments: Sequence[str], whole: Sequence[Path], directory: Path) -> bool:
     asked = [(directory / argument.partition("::")[0]).resolve() for argument in arguments]
-    if any("::" in argument for argument in arguments) or not all(path.is_dir() for path in asked):
+    if any("::" in argument for argument in arguments):
         return False
     return all(any(path == part or path in part.parents for path in asked) for part in whole)
 

@@ -12,7 +12,6 @@ import pytest
 
 from pytest_gpucluster import suite_properties
 from pytest_gpucluster.agreement import collection
-from pytest_gpucluster.agreement.merge import one_line, rank_ranges
 from pytest_gpucluster.agreement.watch import Ending
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.opening import Opening
@@ -20,6 +19,8 @@ from pytest_gpucluster.phase import Phases, name_of
 from pytest_gpucluster.refused import asked_path
 from pytest_gpucluster.run import Run
 from pytest_gpucluster.selection import is_selection, only_lists
+from pytest_gpucluster.wording import first_line as one_line
+from pytest_gpucluster.wording import rank_ranges
 
 if TYPE_CHECKING:
     from _pytest._io import TerminalWriter
@@ -97,12 +98,26 @@ class Session:
         self._node_ids = [item.nodeid for item in session.items]
         if self._run.facts.world_size > 1:
             self._agree_on_collection(session)
+        self._run.collected = [name_of(item) for item in session.items]
+        self._run.send({"type": "collected", "tests": [test.to_json() for test in self._run.collected]})
         if self.refuses_to_run():
             session.items[:] = []
         elif self._collection_errors and self._run.rank == 0:
             self._run.problem("collection", *self._why_not_collected())
-        self._run.collected = [name_of(item) for item in session.items]
-        self._run.send({"type": "collected", "tests": [test.to_json() for test in self._run.collected]})
+
+    def not_collected(self, session: pytest.Session, error: BaseException) -> None:
+        """Tell all ranks that this one cannot collect anything; raise the error again if none of them can."""
+        run = self._run
+        if run.watch is None or run.facts.world_size == 1:
+            raise error
+        self._collection_errors.append((" ".join(map(str, self._config.args)), f"E {type(error).__name__}: {error}"))
+        session.items = []
+        self._agree_on_collection(session)
+        if run.watch.ending is not None:
+            return
+        if run.rank != 0 and isinstance(error, pytest.UsageError):
+            raise pytest.UsageError  # rank 0 says it for all
+        raise error
 
     def _why_not_collected(self) -> tuple[str, str]:
         """Return the first collection error in one line, and all of them."""
@@ -127,7 +142,15 @@ class Session:
             assert run.watch is not None
             if run.rank == 0:
                 run.problem("collection", message, text)
+                self._write_lines(text)
             run.watch.agreed_to_end(ending)
+
+    def _write_lines(self, text: str) -> None:
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            reporter.ensure_newline()
+            for line in text.splitlines():
+                reporter.write_line(line, red=True)
 
     def _exchange(self, label: str, body: Mapping[str, Any], decide: Any) -> Mapping[str, Any]:
         run = self._run

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -64,6 +65,15 @@ class Left:
         """Everything that was printed."""
         return f"{self.stdout}\n{self.stderr}"
 
+    @property
+    def last_line(self) -> tuple[str, int, str]:
+        """The last line of the terminal: verdict, exit code and reason. It says that this is a rehearsal."""
+        line = self.stdout.splitlines()[-1]
+        found = re.match(r"([A-Z ]+?)( \(.*\))?, exit code (\d+): (.*)", line)
+        assert found is not None, self.output
+        assert "REHEARSAL on cpu" in line
+        return found[1], int(found[3]), found[4]
+
     @cached_property
     def document(self) -> ET.Element:
         """The JUnit file, which must be valid."""
@@ -94,7 +104,9 @@ class Left:
     @property
     def properties(self) -> dict[str, str]:
         """The properties of the testsuite."""
-        return {p.get("name", ""): p.get("value", "") for p in self.document.iterfind(".//testsuite/properties/property")}
+        return {
+            p.get("name", ""): p.get("value", "") for p in self.document.iterfind(".//testsuite/properties/property")
+        }
 
     @cached_property
     def journal(self) -> journal.Journal:
@@ -219,4 +231,3 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
     for name, value in nccl.ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-

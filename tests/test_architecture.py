@@ -20,30 +20,36 @@ NAME = "pytest_gpucluster"
 # Low to high. A module imports only what stands before it here, or beside it in the same folder ("x.*").
 LAYERS = (
     "__init__",
+    "wording",
     "errors",
     "units",
     "stats",
     "metrics",
+    "hostlist",
+    "launch_variables",
     "launch",
     "hardware",
+    "limits",
+    "yaml_document",
     "thresholds",
     "judge",
     "cause",
     "fault_dump",
     "verdict",
     "run_directory",
+    "journal_fields",
     "journal_lines",
     "journal",
     "reports.*",
     "recorder",
     "recording",
+    "recorder_process",
     "agreement.release.*",
     "agreement.*",
     "record",
     "refused",
     "benchmarks.*",
     "inventory",
-    "telemetry",
     "cluster",
     "options",
     "selection",
@@ -65,17 +71,27 @@ LAYERS = (
 
 # What is held tighter than its place in the order.
 CONFINED = {
+    "wording": (),
     "errors": (),
-    "launch": ("errors",),
+    "hostlist": ("errors",),
+    "launch_variables": ("errors",),
+    "launch": ("errors", "hostlist", "launch_variables"),
+    "limits": ("errors", "units", "metrics", "hardware"),
+    "yaml_document": ("units",),
     "benchmarks.*": ("errors", "units", "stats", "benchmarks.*"),
-    "agreement.*": ("errors", "launch", "metrics", "judge", "journal", "journal_lines", "fault_dump", "agreement.*"),
+    "agreement.*": (
+        *("wording", "errors", "launch", "metrics", "judge", "journal", "journal_lines", "fault_dump"),
+        "agreement.*",
+    ),
     "inventory": ("__init__", "errors", "launch", "hardware"),
-    "journal": ("errors", "metrics", "journal_lines", "run_directory"),
+    "journal_fields": ("errors",),
+    "journal_lines": ("journal_fields",),
+    "journal": ("errors", "metrics", "journal_fields", "journal_lines", "run_directory"),
     "cluster": ("errors", "launch", "agreement.release.*"),
     "cli": (
         "__init__",
-        *("errors", "units", "stats", "metrics", "launch", "hardware", "thresholds", "judge", "verdict"),
-        *("journal*", "run_directory", "reports.*", "inventory", "telemetry", "recorder", "recording"),
+        *("wording", "errors", "units", "stats", "metrics", "launch", "hardware", "limits", "thresholds", "judge"),
+        *("verdict", "journal*", "run_directory", "reports.*", "inventory", "recorder", "recording"),
     ),
     "__main__": ("cli",),
 }
@@ -90,8 +106,8 @@ ONLY_IN = {
         "agreement.host",
         "agreement.release.*",
     ),
-    "pynvml": ("inventory", "telemetry"),
-    "yaml": ("thresholds",),
+    "pynvml": ("inventory",),
+    "yaml": ("yaml_document",),
     "junit_xml": ("reports.junit",),
     "pytest": (
         *("plugin", "options", "hookspecs", "fixtures", "selection", "suite_properties"),
@@ -103,7 +119,7 @@ ONLY_IN = {
     "xdist": (),
 }
 
-LIGHT = ("reports.*", "journal", "journal_lines", "recorder", "recording", "cli", "__main__")
+LIGHT = ("reports.*", "journal*", "recorder", "recording", "recorder_process", "cli", "__main__")
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "base", "misc"}
 
 
@@ -209,9 +225,7 @@ def loaded_by(*modules: str) -> set[str]:
     """What a fresh interpreter has loaded after these imports."""
     names = [NAME if module == "__init__" else f"{NAME}.{module}" for module in modules]
     code = f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name)\nprint(*sys.modules)"
-    child = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
-    )
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert child.returncode == 0, child.stderr
     return {name.partition(".")[0] for name in child.stdout.split()}
 
@@ -222,14 +236,12 @@ def test_importing_the_plugin_loads_neither_torch_nor_nvml_nor_yaml() -> None:
 
 def test_what_reads_and_renders_the_journal_needs_no_torch_pytest_or_yaml() -> None:
     light = [
-        module
-        for module in MODULES
-        if module != "__main__" and any(matches(module, pattern) for pattern in LIGHT)
+        module for module in MODULES if module != "__main__" and any(matches(module, pattern) for pattern in LIGHT)
     ]
     assert {"journal", "recorder", "cli", "reports.junit"} <= set(light)
     assert loaded_by(*light) & {"torch", "pytest", "_pytest", "yaml", "pynvml", "numpy"} == set()
 
 
-@pytest.mark.parametrize("module", ["launch", "inventory", "agreement.preflight", "judge", "metrics"])
+@pytest.mark.parametrize("module", ["launch", "inventory", "agreement.preflight", "judge", "thresholds", "metrics"])
 def test_what_a_rank_is_and_how_it_is_judged_can_be_known_without_torch(module: str) -> None:
     assert loaded_by(module) & {"torch", "pytest", "pynvml"} == set()

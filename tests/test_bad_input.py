@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from sessions import CPU, Left, Project
+
+from pytest_gpucluster.opening import Opening
 
 SUITE = "def test_it(): raise AssertionError('must not run')"
 STALE = '<testsuites><testsuite name="pytest" tests="1"><testcase name="test_it" time="0"/></testsuite></testsuites>'
@@ -194,6 +197,15 @@ def test_a_path_that_is_not_there_replaces_an_earlier_report(stale: Project, opt
     assert left.end == ("BROKEN", 4)
     assert [verdict.split(":")[0] for verdict in left.verdicts.values()] == ["error"]
     assert options[0] in left.output
+
+
+def test_of_many_ranks_with_different_problems_a_few_are_told_and_the_others_counted() -> None:
+    who = {rank: {"problem": f"rank {rank} has no GPU\nwhat to do: look", "exit": 4} for rank in range(16)}
+    refusal = Opening(SimpleNamespace())._check({**who, 15: {"problem": who[2]["problem"], "exit": 4}})
+    assert refusal is not None
+    assert (refusal.message, refusal.exit) == ("rank 0 has no GPU", 4)
+    assert refusal.text.count("has no GPU") == 4
+    assert refusal.text.splitlines()[-1] == "and 11 more ranks: ranks 4-14"
 
 
 def test_a_limits_file_that_is_missing_is_told_before_anything_is_collected(stale: Project) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pytest_gpucluster import metrics, thresholds
 from pytest_gpucluster.errors import MeasurementError
 from pytest_gpucluster.judge import Judgement, judge
+from pytest_gpucluster.limits import Thresholds
 from pytest_gpucluster.metrics import Measurement, Metric, measurement
 
 LIMITS = thresholds.load()
@@ -33,7 +34,7 @@ def hold(
     ranks_per_node: int = 8,
     sku: str | None = "H100 SXM",
     gpu_name: str | None = "NVIDIA H100 80GB HBM3",
-    limits: thresholds.Thresholds = LIMITS,
+    limits: Thresholds = LIMITS,
 ) -> Judgement:
     return judge(
         by_rank,
@@ -258,7 +259,7 @@ def test_what_the_test_only_records_needs_no_known_gpu() -> None:
     assert hold(slow, sku=None, gpu_name="NVIDIA H300").outcome == "passed"
 
 
-def resolved(text: str, value: str, tmp_path: Path) -> thresholds.Thresholds:
+def resolved(text: str, value: str, tmp_path: Path) -> Thresholds:
     """Load the YAML of an error text, with the placeholders filled in as its reader would."""
     yaml = text[text.index("schema_version") :].split("\n\n")[0]
     assert "<what you accept>" in yaml
@@ -313,7 +314,7 @@ def test_a_label_the_loader_would_refuse_is_left_out_of_the_yaml(tmp_path: Path)
 
 
 @pytest.fixture
-def scoped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> thresholds.Thresholds:
+def scoped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Thresholds:
     monkeypatch.setattr(metrics, "_REGISTRY", dict(metrics.METRICS))
     for scope in ("node", "world"):
         metrics.register(Metric(name=f"site.{scope}", unit="s", better="lower", scope=scope, doc="x"))  # type: ignore[arg-type]
@@ -326,7 +327,7 @@ def scoped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> thresholds.Thresh
     return thresholds.load(path)
 
 
-def test_a_metric_of_the_node_needs_one_value_per_node(scoped: thresholds.Thresholds) -> None:
+def test_a_metric_of_the_node_needs_one_value_per_node(scoped: Thresholds) -> None:
     one = [measurement("site.node", 5, unit="s")]
     arguments = {"size": 16, "sku": "H200", "limits": scoped}
     assert hold({0: one, 8: one}, **arguments).outcome == "passed"  # type: ignore[arg-type]
@@ -335,14 +336,14 @@ def test_a_metric_of_the_node_needs_one_value_per_node(scoped: thresholds.Thresh
     assert verdict.message == "site.node: no value from node 1 (rank 8 (gpu-01, GPU 0 GPU-1f2e))"
 
 
-def test_with_both_bounds_the_value_nearest_to_missing_decides(scoped: thresholds.Thresholds) -> None:
+def test_with_both_bounds_the_value_nearest_to_missing_decides(scoped: Thresholds) -> None:
     values = {rank: [measurement("site.node", value, unit="s")] for rank, value in enumerate((5, 0.5, 9.9))}
     verdict = hold(values, size=3, sku="H200", limits=scoped)
     assert verdict.message == "site.node 0.5 s < 1 s on rank 1 (gpu-00, GPU 1 GPU-1f2e)"
 
 
 def test_a_metric_of_the_world_needs_one_value_and_a_bound_of_zero_can_be_met_and_missed(
-    scoped: thresholds.Thresholds,
+    scoped: Thresholds,
 ) -> None:
     arguments = {"size": 16, "sku": "H200", "limits": scoped}
     assert hold({3: [measurement("site.world", 0, unit="s")]}, **arguments).outcome == "passed"  # type: ignore[arg-type]

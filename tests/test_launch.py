@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_gpucluster.errors import LaunchError
-from pytest_gpucluster.launch import Allocation, RankFacts, detect, expand_hostlist
+from pytest_gpucluster.launch import Allocation, RankFacts, detect
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "a1",
@@ -124,9 +124,7 @@ def test_torchrun_tells_everything() -> None:
             (0, 1, 0, 1, 0, 1),
             id="interactive shell of salloc",
         ),
-        pytest.param(
-            KUBERNETES | {"WORLD_SIZE": "1"}, "single", (0, 1, 0, 1, 0, 1), id="every pod on its own"
-        ),
+        pytest.param(KUBERNETES | {"WORLD_SIZE": "1"}, "single", (0, 1, 0, 1, 0, 1), id="every pod on its own"),
         pytest.param({"RANK": "0", "WORLD_SIZE": "1"}, "single", (0, 1, 0, 1, 0, 1), id="a world of one"),
         pytest.param(TORCHRUN | STEP, "torchrun", (9, 16, 1, 8, 1, 2), id="torchrun under srun"),
         pytest.param(
@@ -135,18 +133,14 @@ def test_torchrun_tells_everything() -> None:
             (9, 16, 1, 8, 1, 2),
             id="torchrun under srun with one task a node",
         ),
-        pytest.param(
-            TORCHRUN | {"JOB_COMPLETION_INDEX": "1"}, "torchrun", (9, 16, 1, 8, 1, 2), id="torchrun in a pod"
-        ),
+        pytest.param(TORCHRUN | {"JOB_COMPLETION_INDEX": "1"}, "torchrun", (9, 16, 1, 8, 1, 2), id="torchrun in a pod"),
         pytest.param(
             OPENMPI | STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"},
             "openmpi",
             (9, 16, 1, 8, 1, 2),
             id="mpirun whose daemon is a slurm task",
         ),
-        pytest.param(
-            STEP | {"RANK": "5", "WORLD_SIZE": "99"}, "slurm", (9, 16, 1, 8, 1, 2), id="foreign variables"
-        ),
+        pytest.param(STEP | {"RANK": "5", "WORLD_SIZE": "99"}, "slurm", (9, 16, 1, 8, 1, 2), id="foreign variables"),
         pytest.param(
             STEP | {"SLURM_STEP_NUM_TASKS": "12", "SLURM_STEP_TASKS_PER_NODE": "8,4"},
             "slurm",
@@ -155,9 +149,7 @@ def test_torchrun_tells_everything() -> None:
         ),
     ],
 )
-def test_the_first_source_that_applies_wins(
-    environ: dict[str, str], launcher: str, expected: tuple[int, ...]
-) -> None:
+def test_the_first_source_that_applies_wins(environ: dict[str, str], launcher: str, expected: tuple[int, ...]) -> None:
     found = facts(environ)
     assert (found.launcher, place(found)) == (launcher, expected)
 
@@ -200,8 +192,7 @@ def test_all_ranks_of_a_launch_agree_on_what_is_common() -> None:
         for r in range(16)
     ]
     mpi = [
-        facts(OPENMPI | {"OMPI_COMM_WORLD_RANK": str(r), "OMPI_COMM_WORLD_LOCAL_RANK": str(r % 8)})
-        for r in range(16)
+        facts(OPENMPI | {"OMPI_COMM_WORLD_RANK": str(r), "OMPI_COMM_WORLD_LOCAL_RANK": str(r % 8)}) for r in range(16)
     ]
     for launch in (slurm, mpi):
         assert [found.rank for found in launch] == list(range(16))
@@ -223,9 +214,7 @@ def test_virtual_local_ranks_of_torchrun_are_undone() -> None:
     ("environ", "expected"),
     [
         pytest.param({}, Allocation(), id="none"),
-        pytest.param(
-            BATCH, Allocation(name="slurm", nnodes=2, gpus_per_node=8), id="batch script: the job's"
-        ),
+        pytest.param(BATCH, Allocation(name="slurm", nnodes=2, gpus_per_node=8), id="batch script: the job's"),
         pytest.param(
             STEP | {"SLURM_JOB_NUM_NODES": "4"},
             Allocation(name="slurm", nnodes=2, gpus_per_node=8),
@@ -241,15 +230,9 @@ def test_virtual_local_ranks_of_torchrun_are_undone() -> None:
             Allocation(name="slurm", nnodes=2, gpus_per_node=8),
             id="GPUs of the job",
         ),
-        pytest.param(
-            without(BATCH, "SLURM_GPUS_ON_NODE"), Allocation(name="slurm", nnodes=2), id="no GPUs told"
-        ),
-        pytest.param(
-            BATCH | {"SLURM_GPUS_ON_NODE": "many"}, Allocation(name="slurm", nnodes=2), id="unreadable GPUs"
-        ),
-        pytest.param(
-            BATCH | {"SLURM_HET_SIZE": "2"}, Allocation(name="slurm"), id="heterogeneous job: no one shape"
-        ),
+        pytest.param(without(BATCH, "SLURM_GPUS_ON_NODE"), Allocation(name="slurm", nnodes=2), id="no GPUs told"),
+        pytest.param(BATCH | {"SLURM_GPUS_ON_NODE": "many"}, Allocation(name="slurm", nnodes=2), id="unreadable GPUs"),
+        pytest.param(BATCH | {"SLURM_HET_SIZE": "2"}, Allocation(name="slurm"), id="heterogeneous job: no one shape"),
         pytest.param(TORCHRUN | {"KUBERNETES_SERVICE_HOST": "x"}, Allocation(name="kubernetes"), id="pod"),
     ],
 )
@@ -287,9 +270,7 @@ def test_what_the_scheduler_gave(environ: dict[str, str], expected: Allocation) 
         pytest.param(STEP | {"SLURM_STEP_NODELIST": "gpu-[06"}, ["unbalanced brackets"]),
         pytest.param(without(STEP, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"), ["NODELIST is missing"]),
         pytest.param(STEP | {"MASTER_ADDR": "localhost"}, ["MASTER_ADDR=localhost is this node itself"]),
-        pytest.param(
-            STEP | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, ["task 0 is on node 1", "export MASTER_ADDR"]
-        ),
+        pytest.param(STEP | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, ["task 0 is on node 1", "export MASTER_ADDR"]),
         pytest.param(without(OPENMPI, "MASTER_ADDR"), ["MASTER_ADDR is missing", "-x MASTER_ADDR="]),
         pytest.param(OPENMPI | {"OMPI_COMM_WORLD_SIZE": "12"}, ["12 ranks cannot be 8 on every node"]),
         pytest.param(
@@ -325,57 +306,9 @@ def test_the_error_shows_what_was_found() -> None:
     assert "found: WORLD_SIZE=16 LOCAL_RANK=1 LOCAL_WORLD_SIZE=8 GROUP_RANK=1 GROUP_WORLD_SIZE=2" in text
 
 
-@pytest.mark.parametrize(
-    ("text", "hosts"),
-    [
-        pytest.param("login1", ["login1"], id="one host"),
-        pytest.param(
-            "gpu-[003,007-009],login1", ["gpu-003", "gpu-007", "gpu-008", "gpu-009", "login1"], id="mixed"
-        ),
-        pytest.param("gpu[8-11]", ["gpu8", "gpu9", "gpu10", "gpu11"], id="no leading zeros"),
-        pytest.param("r[1-2]n[01,03]", ["r1n01", "r1n03", "r2n01", "r2n03"], id="two brackets"),
-        pytest.param("gpu[1-2]-ib.cluster", ["gpu1-ib.cluster", "gpu2-ib.cluster"], id="suffix"),
-        pytest.param("a1,b[2],c3", ["a1", "b2", "c3"], id="one in brackets"),
-    ],
-)
-def test_hostlists_expand_in_order(text: str, hosts: list[str]) -> None:
-    assert expand_hostlist(text) == hosts
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "a,,b",
-        "gpu-[1-3",
-        "gpu-1]",
-        "gpu-[]",
-        "gpu-[a-b]",
-        "gpu-[9-1]",
-        "gpu[0-99999999]",
-        "a[1-999]b[1-999]",
-    ],
-)
-def test_a_malformed_hostlist_is_an_error_that_shows_the_form(text: str) -> None:
-    with pytest.raises(LaunchError, match=r"gpu-\[003,007-009\],login1"):
-        expand_hostlist(text)
-
-
-@given(st.text(alphabet="ab1-,[]09 ", max_size=30))
-def test_any_text_is_a_hostlist_or_an_error(text: str) -> None:
-    try:
-        hosts = expand_hostlist(text)
-    except LaunchError:
-        return
-    assert hosts
-    assert all(hosts)
-
-
 @given(
     st.dictionaries(
-        st.sampled_from(
-            sorted({*TORCHRUN, *STEP, *OPENMPI, *KUBERNETES, "PMI_SIZE", "CUDA_VISIBLE_DEVICES"})
-        ),
+        st.sampled_from(sorted({*TORCHRUN, *STEP, *OPENMPI, *KUBERNETES, "PMI_SIZE", "CUDA_VISIBLE_DEVICES"})),
         st.one_of(st.integers(-1, 20).map(str), st.sampled_from(["", "x", "8(x2)", "gpu-[1-2]", "1" * 30])),
     )
 )

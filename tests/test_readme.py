@@ -86,7 +86,8 @@ def test_every_fixture_has_a_row() -> None:
 
 
 def test_variables_of_launchers_are_those_that_are_read() -> None:
-    source = (ROOT / "pytest_gpucluster" / "launch.py").read_text(encoding="utf-8")
+    modules = [ROOT / "pytest_gpucluster" / name for name in ("launch.py", "launch_variables.py")]
+    source = "".join(module.read_text(encoding="utf-8") for module in modules)
     section = README.partition("### srun, mpirun, Kubernetes")[2].partition("\n## ")[0]
     documented = {name for name in re.findall(r"`([A-Z][A-Z_]{3,})\b", section) if name != "GPUCLUSTER_HOSTNAME"}
     assert len(documented) > 20

@@ -628,7 +628,7 @@ def test_killed_at_any_moment_a_valid_report_is_left(tmp_path):
 
 def test_the_recorder_is_light():
     script = (
-        "import sys, pytest_gpucluster.recorder, pytest_gpucluster.recording\n"
+        "import sys, pytest_gpucluster.recorder, pytest_gpucluster.recorder_process\n"
         "print({'torch', 'pytest', '_pytest', 'yaml', 'pynvml', 'numpy'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE, check=True)

@@ -17,7 +17,8 @@ import textwrap
 import time
 import uuid
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -310,6 +311,22 @@ def start(
 def torchrun(directory: Path, files: Mapping[str, str] | None, *options: str, **settings: object) -> Run:
     """Run torchrun over a suite to its end. Arguments as of :func:`start`."""
     return start(directory, files, *options, **settings).wait()  # type: ignore[arg-type]  # passed through
+
+
+def with_one_fault(
+    make_directory: Callable[[str], Path], cases: Iterable[tuple[str, int]], *, deadline: float, at_once: int = 2
+) -> dict[tuple[str, int], Run]:
+    """Run the suite of one fault for each fault and victim, some at once: most of each run is waiting."""
+
+    def run(case: tuple[str, int]) -> Run:
+        fault, victim = case
+        environment = {"FAULT": fault, "VICTIM": str(victim)}
+        directory = make_directory(f"{fault}-{victim}-")
+        return torchrun(directory, suite("one_fault"), deadline=deadline, environment=environment)
+
+    with ThreadPoolExecutor(max_workers=at_once) as pool:
+        started = {case: pool.submit(run, case) for case in cases}
+    return {case: future.result() for case, future in started.items()}
 
 
 def _environment(directory: Path, token: str) -> dict[str, str | bytes]:

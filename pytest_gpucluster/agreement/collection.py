@@ -6,7 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from pytest_gpucluster.agreement.merge import one_line, rank_ranges
+from pytest_gpucluster.wording import first_line, rank_ranges
 
 _SHOWN = 20
 
@@ -46,10 +46,8 @@ def disagreement(
         for what, tests in zip(verbs, (missing, extra), strict=True)
         if tests
     ]
-    message = one_line(f"different tests collected: {who} {' and '.join(parts)}")
-    return message, "\n\n".join(
-        _diff(rank_ranges(ranks), missing, extra) for (missing, extra), ranks in groups.items()
-    )
+    message = first_line(f"different tests collected: {who} {' and '.join(parts)}")
+    return message, "\n\n".join(_diff(rank_ranges(ranks), missing, extra) for (missing, extra), ranks in groups.items())
 
 
 def _without(node_ids: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pytest_gpucluster.agreement.merge import rank_ranges
+from pytest_gpucluster.wording import rank_ranges
 
 _SHOWN_OPERATIONS = 5
 _OWN_FILES = ("/pytest_gpucluster/plugin.py", "/pytest_gpucluster/run.py", "/_pytest/", "/pluggy/")
@@ -130,9 +130,7 @@ def silent_culprit(state: str) -> Culprit:
     return Culprit(message=f"does not answer ({state})", text=f"The process does not answer: {state}.")
 
 
-def culprits(
-    wheres: Mapping[int, Where], silent: Mapping[int, str], *, missing: Sequence[int]
-) -> dict[int, Culprit]:
+def culprits(wheres: Mapping[int, Where], silent: Mapping[int, str], *, missing: Sequence[int]) -> dict[int, Culprit]:
     """Return the ranks to blame for a phase that did not end in time.
 
     Args:

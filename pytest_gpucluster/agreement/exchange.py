@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
-from pytest_gpucluster.agreement.merge import one_line
 from pytest_gpucluster.agreement.store import Store, Stores
 from pytest_gpucluster.errors import StoreError
+from pytest_gpucluster.wording import first_line
 
 Body = Mapping[str, Any]
 _ANSWER_MARGIN_SECONDS = 60.0
@@ -61,9 +61,7 @@ class Exchange:
                 bodies: dict[int, Body] = {0: body}
                 if self._peers:
                     raw = self._store.multi_get([key_of(number, peer) for peer in self._peers])
-                    bodies.update(
-                        (peer, json.loads(text)) for peer, text in zip(self._peers, raw, strict=True)
-                    )
+                    bodies.update((peer, json.loads(text)) for peer, text in zip(self._peers, raw, strict=True))
                 verdict = decide(bodies)
                 if self._peers:
                     self._store.set(verdict_key(number), json.dumps(verdict))
@@ -73,7 +71,7 @@ class Exchange:
                 verdict = json.loads(self._store.get(verdict_key(number)))
                 self._garbage.append(key_of(number - 1, self._rank))
         except RuntimeError as error:  # torch's DistError family
-            raise StoreError(f"the rendezvous store has stopped answering: {one_line(str(error))}") from error
+            raise StoreError(f"the rendezvous store has stopped answering: {first_line(str(error))}") from error
         return verdict
 
     def take_garbage(self) -> list[str]:

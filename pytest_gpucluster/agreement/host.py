@@ -26,7 +26,7 @@ _LAST_WORDS_SECONDS = 0.2
 _POLL_SECONDS = 0.1
 
 
-def start(facts: RankFacts, *, timeout_seconds: float = 120.0) -> subprocess.Popen[bytes]:
+def start(facts: RankFacts, *, timeout_seconds: float = 120.0) -> None:
     """Start the store's process on this host and return once it listens. Rank 0 only.
 
     Raises:
@@ -38,6 +38,8 @@ def start(facts: RankFacts, *, timeout_seconds: float = 120.0) -> subprocess.Pop
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
     )
     assert process.stdout is not None
+    import torch.distributed  # noqa: F401  # needed next in any case, and the new process is busy with the same
+
     ready, _, _ = select.select([process.stdout], [], [], timeout_seconds)
     line = process.stdout.readline().decode("utf-8", "backslashreplace").strip() if ready else ""
     process.stdout.close()
@@ -49,7 +51,7 @@ def start(facts: RankFacts, *, timeout_seconds: float = 120.0) -> subprocess.Pop
             f"({line or f'no answer within {timeout_seconds:g} s'}). Another job may use the port: "
             "set MASTER_PORT to a free one on every rank"
         )
-    return process
+    process.returncode = 0  # it outlives this process on purpose, which is no reason for a warning
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from pytest_gpucluster.agreement.merge import one_line
 from pytest_gpucluster.agreement.store import Store
 from pytest_gpucluster.errors import PreflightError, StoreError
 from pytest_gpucluster.launch import RankFacts
+from pytest_gpucluster.wording import first_line
 
 _POLL_SECONDS = 0.02
 _VERDICT_MARGIN_SECONDS = 60.0
@@ -61,7 +61,7 @@ def join(
     try:
         return _report(store, facts, me, timeout_seconds, check, shared)
     except RuntimeError as error:  # torch's DistError family
-        raise StoreError(f"{facts}: the rendezvous store is gone: {one_line(str(error))}") from error
+        raise StoreError(f"{facts}: the rendezvous store is gone: {first_line(str(error))}") from error
 
 
 def _report(
@@ -94,7 +94,7 @@ def _report(
         store.wait(["join"], timedelta(seconds=timeout_seconds + _VERDICT_MARGIN_SECONDS))
     except RuntimeError as error:
         raise StoreError(
-            f"{facts}: rank 0 gave no word within {timeout_seconds:g} s after the start ({one_line(str(error))}); "
+            f"{facts}: rank 0 gave no word within {timeout_seconds:g} s after the start ({first_line(str(error))}); "
             "see its output and the report on its host"
         ) from error
     answer = json.loads(store.get("join"))

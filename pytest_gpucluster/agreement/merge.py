@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-MESSAGE_LENGTH = 200
-"""A failure's message is one line of at most this many characters. Source: what CI readers show in their lists."""
+from pytest_gpucluster.wording import first_line, rank_ranges
+
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
 
 
@@ -72,29 +72,6 @@ class Merged:
     """The text begins with the judgement on the measurements, which pytest's own traceback lacks."""
 
 
-def one_line(text: str, limit: int = MESSAGE_LENGTH) -> str:
-    """Return the first non-empty line of a text, cut to ``limit`` characters."""
-    first = next((line.strip() for line in text.splitlines() if line.strip()), "")
-    return first if len(first) <= limit else first[: limit - 1] + "…"
-
-
-def rank_ranges(ranks: Sequence[int]) -> str:
-    """Return "rank 3" or "ranks 0-2, 5".
-
-    >>> rank_ranges([5, 0, 1, 2])
-    'ranks 0-2, 5'
-    """
-    ordered = sorted(set(ranks))
-    spans: list[tuple[int, int]] = []
-    for rank in ordered:
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1] = (spans[-1][0], rank)
-        else:
-            spans.append((rank, rank))
-    shown = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
-    return f"{'rank' if len(ordered) == 1 else 'ranks'} {shown}"
-
-
 def merge(outcomes: Sequence[RankOutcome], names: Mapping[int, str], *, unfinished: str = "") -> Merged:
     """Merge the outcomes of all ranks.
 
@@ -107,11 +84,7 @@ def merge(outcomes: Sequence[RankOutcome], names: Mapping[int, str], *, unfinish
     released = _ranks_of(outcomes, "released")
     bad = [o for o in outcomes if o.outcome in ("failed", "error", "hung", "lost")]
     skipped = [o for o in outcomes if o.outcome == "skipped"]
-    ranks = [
-        {"rank": o.rank, "outcome": o.outcome, "message": o.message}
-        for o in outcomes
-        if o.outcome != "passed"
-    ]
+    ranks = [{"rank": o.rank, "outcome": o.outcome, "message": o.message} for o in outcomes if o.outcome != "passed"]
     if not bad and skipped and len(skipped) < len(outcomes):
         return _disagreeing_skip(skipped, outcomes, names, ranks)
     if not bad and not released:
@@ -122,7 +95,7 @@ def merge(outcomes: Sequence[RankOutcome], names: Mapping[int, str], *, unfinish
         message = f"{unfinished or 'released'}: {rank_ranges(released)} did not finish"
         return Merged(
             outcome="error",
-            message=one_line(message),
+            message=first_line(message),
             text="\n\n".join(_folded(_of(outcomes, "released"), names)) or message,
             released=released,
             ranks=ranks,
@@ -143,7 +116,7 @@ def merge(outcomes: Sequence[RankOutcome], names: Mapping[int, str], *, unfinish
         parts.append(f"Released because of this, not to blame: {rank_ranges(released)}.")
     return Merged(
         outcome="failed" if any(o.outcome == "failed" for o in bad) else "error",
-        message=one_line(message),
+        message=first_line(message),
         text="\n\n".join(parts),
         culprits=sorted(o.rank for o in bad),
         released=released,
@@ -180,7 +153,7 @@ def _disagreeing_skip(
     table = "\n".join(f"{names[o.rank]}: {o.outcome} {o.message}".rstrip() for o in outcomes)
     return Merged(
         outcome="error",
-        message=one_line(message),
+        message=first_line(message),
         text=f"{message}\n\n{table}",
         culprits=quiet,
         released=_ranks_of(outcomes, "released"),

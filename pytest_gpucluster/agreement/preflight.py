@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pytest_gpucluster.agreement.merge import rank_ranges
 from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.launch import RankFacts
+from pytest_gpucluster.wording import rank_ranges
 
 Who = Mapping[str, Any]
 COMPARED_VERSIONS = ("python", "torch", "cuda", "nccl", "driver", "pytest_gpucluster")
@@ -186,8 +186,7 @@ def _strangers(who: Mapping[int, Who], facts: RankFacts) -> Iterator[Problem]:
                 [rank for ranks in names.values() for rank in ranks],
                 f"node_rank {node} is {len(names)} hosts: {', '.join(names)}",
                 [f"{host}: {rank_ranges(ranks)}" for host, ranks in names.items()],
-                "number the ranks node after node (mpirun --rank-by slot --map-by ppr:GPUS:node), or use"
-                " torchrun",
+                "number the ranks node after node (mpirun --rank-by slot --map-by ppr:GPUS:node), or use torchrun",
             )
 
 
@@ -257,17 +256,14 @@ def _unknown_gpus(who: Mapping[int, Who]) -> Iterator[Problem]:
         )
 
 
-def _hosts_of_nodes(
-    who: Mapping[int, Who], facts: RankFacts, expectation: Expectation | None
-) -> Iterator[Problem]:
+def _hosts_of_nodes(who: Mapping[int, Who], facts: RankFacts, expectation: Expectation | None) -> Iterator[Problem]:
     """Two launchers on one host are no two nodes, except in a rehearsal."""
     declared = expectation.nodes if expectation else facts.scheduler.nnodes
     hosts = sorted({_host(they) for they in who.values()})
     if declared is not None and len(hosts) < declared:
         yield _problem(
             sorted(who),
-            f"{_count(facts.nnodes, 'node')} were launched on only {_count(len(hosts), 'host')}:"
-            f" {', '.join(hosts)}",
+            f"{_count(facts.nnodes, 'node')} were launched on only {_count(len(hosts), 'host')}: {', '.join(hosts)}",
             [],
             "start one launcher on each host, or declare what is meant with --gpucluster-expect",
         )
@@ -330,9 +326,7 @@ def _skus(
                     "exclude the node, or declare the SKU that is meant",
                 )
     if len(names) > 1:
-        yield _deviation(
-            "GPU", names, who, "one set of limits cannot judge different GPUs: test each kind alone"
-        )
+        yield _deviation("GPU", names, who, "one set of limits cannot judge different GPUs: test each kind alone")
 
 
 def _versions(who: Mapping[int, Who]) -> Iterator[Problem]:
@@ -354,8 +348,7 @@ def _deviation(what: str, values: Mapping[str, list[int]], who: Mapping[int, Who
     usual = max(values, key=lambda value: (len(values[value]), -values[value][0]))
     deviants = {value: ranks for value, ranks in values.items() if value != usual}
     told = "; ".join(
-        f"{_plain(value)!r} on {rank_ranges(ranks)} ({_hosts(ranks, who)})"
-        for value, ranks in deviants.items()
+        f"{_plain(value)!r} on {rank_ranges(ranks)} ({_hosts(ranks, who)})" for value, ranks in deviants.items()
     )
     return _problem(
         sorted(rank for ranks in deviants.values() for rank in ranks),

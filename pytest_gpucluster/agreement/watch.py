@@ -106,6 +106,7 @@ class Watch:
         self._phase = _Phase(number=0, label="start", deadline_seconds=float("inf"), in_body=False)
         self._released: dict[int, str] = {}
         self._events = events.EventLog(side)
+        self._early: list[Mapping[str, Any]] = []
         self._pipe = WakeupPipe()
         self._siblings = vitals.Siblings(who, facts.rank)
         self._who = who
@@ -243,7 +244,8 @@ class Watch:
                         self._process_ended(rank)
                 if heard:
                     self._signalled(heard)
-                for event in self._events.unread():
+                early, self._early = self._early, []
+                for event in [*early, *self._events.unread()]:
                     self._event(event)
                 if time.monotonic() >= next_beat:
                     next_beat = time.monotonic() + _BEAT_SECONDS
@@ -316,7 +318,8 @@ class Watch:
         self.goodbye(signal.Signals(max(heard)).name)
         if signal.SIGINT in heard:
             who = self._names[self._facts.rank]
-            self._end(Ending(name="interrupted", message=f"interrupted (Ctrl-C) on {who}", exit=2), tell=True)
+            message = f"interrupted (Ctrl-C) on {who} during {self._phase.label}"
+            self._end(Ending(name="interrupted", message=message, exit=2), tell=True)
         elif self._terminated_at is None:
             self._terminated_at = time.monotonic()
 
@@ -335,8 +338,10 @@ class Watch:
                 self._ending_since -= self._timeouts.terminate - 2.0
         elif kind == "overdue":
             self._say_where(event["number"], phase)
-        elif event["number"] != phase.number:
+        elif event["number"] < phase.number:
             return  # of a phase that is over here
+        elif event["number"] > phase.number:
+            self._early.append(event)  # a peer is ahead: it has failed in a phase that this rank is about to enter
         elif kind == "absent" and phase.peer_failed is None:
             phase.peer_failed = time.monotonic()
             phase.peer_message = f"{self._names[event['rank']]} {event['message']}"

@@ -29,16 +29,13 @@ from pytest_gpucluster.reports.tables import (
     limit_text,
     measurement_text,
     metric_name,
-    one_line,
-    rank_ranges,
     rank_tables,
-    visible,
 )
+from pytest_gpucluster.wording import MESSAGE_CHARACTERS, one_line, rank_ranges, visible
 
-__all__ = ["FAMILIES", "JUnitOptions", "render", "visible", "write"]
+__all__ = ["FAMILIES", "JUnitOptions", "render", "write"]
 
 FAMILIES = ("xunit2", "xunit1", "legacy")
-MESSAGE_CHARACTERS = 200
 # GitLab reads at most 30 MB a file; the journal keeps what is left out here.
 _TEXT_CHARACTERS = 256 * 1024
 

@@ -7,27 +7,15 @@ rest only the worst are shown.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable
 
 from pytest_gpucluster.journal import Journal, JudgedMetric, TestResult
+from pytest_gpucluster.wording import one_line, rank_ranges
 
 ROWS = 16
 _MEASUREMENT_TABLES = 8
 _MEASUREMENT_LINES = 64
-_RANGES = 24
 _MESSAGE_CHARACTERS = 300
 _WORST_FIRST = {"failed": 0, "error": 1, "skipped": 2, "released": 3, "passed": 4}
-
-# XML 1.0 allows #x9 | #xA | #xD | [#x20-#xD7FF] | [#xE000-#xFFFD] | [#x10000-#x10FFFF]
-# (https://www.w3.org/TR/xml/#charsets). DEL and the C1 controls are allowed but act on terminals, and a lone
-# carriage return would be read back as a newline.
-_INVISIBLE = re.compile("[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-
-
-def visible(text: str) -> str:
-    """Return a text with every character that XML cannot carry shown as ``#x1B``. Nothing is dropped."""
-    return _INVISIBLE.sub(lambda match: f"#x{ord(match.group()):02X}", text.replace("\r\n", "\n"))
 
 
 def quantity(value: float | None, unit: str, *, beside: float | None = None) -> str:
@@ -56,20 +44,6 @@ def percent(ratio: float) -> str:
     """Return a ratio as "+10.5 %"; a margin that was missed by a hair keeps its sign."""
     text = f"{ratio * 100:+.1f}"
     return ("-0.0 %" if ratio < 0 else "+0.0 %") if float(text) == 0 else f"{text} %"
-
-
-def rank_ranges(ranks: Iterable[int]) -> str:
-    """Return "rank 3" or "ranks 0-2, 5"; after many ranges only how many ranks there are."""
-    numbers = sorted(set(ranks))
-    ranges: list[list[int]] = []
-    for rank in numbers:
-        if ranges and rank == ranges[-1][1] + 1:
-            ranges[-1][1] = rank
-        else:
-            ranges.append([rank, rank])
-    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges[:_RANGES])
-    more = f", ... ({len(numbers)} ranks)" if len(ranges) > _RANGES else ""
-    return f"{'rank' if len(numbers) == 1 else 'ranks'} {shown}{more}"
 
 
 def rank_name(journal: Journal, rank: int) -> str:
@@ -219,10 +193,3 @@ def _rank_value(judged: JudgedMetric, value: float) -> str:
     text = quantity(value, judged.unit, beside=_nearest_limit(judged, value))
     kept = margin(judged, value)
     return text if kept is None else f"{text}, margin {percent(kept)}"
-
-
-def one_line(text: str, characters: int) -> str:
-    """Return a text on one line, cut with an ellipsis where it is longer than so many characters."""
-    # Made visible first: Python takes some control characters for white space.
-    line = " ".join(visible(text).split())
-    return line if len(line) <= characters else line[: characters - 1] + "\N{HORIZONTAL ELLIPSIS}"

@@ -85,6 +85,12 @@ def test_a_rank_that_has_finished_is_not_blamed_for_being_outside_of_a_collectiv
             id="of two the one that is behind",
         ),
         pytest.param(
+            [at(0, op(4)), at(1, op(5))],
+            [0, 1],
+            {0: "waits in all_reduce #4, while rank 1 waits in all_reduce #5 of group world"},
+            id="also where that is rank 0",
+        ),
+        pytest.param(
             [at(0, op(9, group="tp")), at(1, op(8, group="world")), at(2, op(8, group="world"))],
             [0, 1, 2],
             {0: "waits in all_reduce #9, while ranks 1-2 wait in all_reduce #8 of group world"},
@@ -212,6 +218,8 @@ begin = time.time_ns()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.ones(2))
 dist.barrier()
+while any(o.pending for o in recorded_operations(begin)):  # it learns of an end a moment later
+    assert time.time_ns() < begin + 20e9
 print([(o.group, o.sequence, o.name, o.pending) for o in recorded_operations(begin)])
 print(recorded_operations(time.time_ns()))
 """

@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-import doctest
 import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from pytest_gpucluster.agreement import merge as module
-from pytest_gpucluster.agreement.merge import MESSAGE_LENGTH, RankOutcome, merge, one_line, rank_ranges
+from pytest_gpucluster.agreement.merge import RankOutcome, merge
+from pytest_gpucluster.wording import MESSAGE_CHARACTERS
 
 NAMES = {rank: f"rank {rank} (gpu-{rank:02d})" for rank in range(8)}
 
@@ -148,46 +145,9 @@ def test_the_message_is_one_line_of_bounded_length_whatever_the_ranks_say() -> N
     said = [outcome(0, "failed", "word " * 100 + "\nnext line"), outcome(1, "released", "x" * 500)]
     for ranks in (said, [said[1]], [outcome(0, "skipped", "y" * 500), outcome(1, "passed")]):
         message = merge(ranks, NAMES, unfinished="z" * 500).message
-        assert len(message) == MESSAGE_LENGTH
+        assert len(message) == MESSAGE_CHARACTERS
         assert "\n" not in message
         assert message.endswith("…")
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        pytest.param("", "", id="nothing"),
-        pytest.param("\n \n  first\nsecond", "first", id="the first line that says something"),
-        pytest.param("a" * MESSAGE_LENGTH, "a" * MESSAGE_LENGTH, id="just fits"),
-        pytest.param("a" * (MESSAGE_LENGTH + 1), "a" * (MESSAGE_LENGTH - 1) + "…", id="just too long"),
-        pytest.param("one\u2028two", "one", id="a separator that only splitlines knows"),
-    ],
-)
-def test_one_line_is_the_first_that_says_something(text: str, expected: str) -> None:
-    assert one_line(text) == expected
-
-
-@pytest.mark.parametrize(
-    ("ranks", "expected"),
-    [
-        pytest.param([3], "rank 3", id="one"),
-        pytest.param([2, 0, 1], "ranks 0-2", id="a run"),
-        pytest.param([0, 1], "ranks 0-1", id="two"),
-        pytest.param([5, 0, 1, 2, 7], "ranks 0-2, 5, 7", id="runs and single ones"),
-        pytest.param([4, 4], "rank 4", id="the same twice"),
-    ],
-)
-def test_ranks_are_told_as_ranges(ranks: list[int], expected: str) -> None:
-    assert rank_ranges(ranks) == expected
-
-
-@given(st.sets(st.integers(0, 60), min_size=1))
-def test_ranges_of_ranks_hold_exactly_those_ranks(ranks: set[int]) -> None:
-    told: set[int] = set()
-    for span in rank_ranges(sorted(ranks)).partition(" ")[2].split(", "):
-        low, _, high = span.partition("-")
-        told |= set(range(int(low), int(high or low) + 1))
-    assert told == ranks
 
 
 def test_an_outcome_travels_unchanged_as_json() -> None:
@@ -204,9 +164,3 @@ def test_an_outcome_travels_unchanged_as_json() -> None:
 
 def test_a_bare_pass_travels_as_little_as_possible() -> None:
     assert RankOutcome(rank=0, outcome="passed").to_json() == {"o": "passed"}
-
-
-def test_the_examples_in_the_docstrings_hold() -> None:
-    result = doctest.testmod(module)
-    assert result.attempted > 0
-    assert result.failed == 0

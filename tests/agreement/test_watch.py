@@ -205,7 +205,7 @@ def test_a_deadline_that_passes_when_all_have_arrived_releases_nobody(place: Cal
     here.store.set(key_of(number, 1), "{}")
     here.settle()
     here.settle()
-    assert here.posted("release") == []
+    assert here.posted("overdue") == here.posted("release") == []
     assert here.endings == []
 
 
@@ -295,6 +295,19 @@ def test_a_rank_that_waits_in_a_collective_for_a_failed_peer_is_released_after_a
     assert time.monotonic() - begin >= 0.15
     here.watch.leave()
     assert here.watch.explanation(number, 0) == "rank 0 (gpu-06) failed: ValueError: boom"
+
+
+def test_a_failure_in_a_phase_that_this_rank_has_not_entered_yet_is_not_forgotten(place: Callable[..., Place]) -> None:
+    here = place(1, grace=0.1)
+    here.watch.guard(Blocked(making_group=True))
+    number = here.watch.enter("setup of t", DEADLINE_SECONDS)
+    here.watch.leave()
+    events.post(here.store, "absent", rank=0, number=number + 1, message="failed: ValueError: boom")
+    here.settle()
+    here.watch.enter("call of t", DEADLINE_SECONDS)
+    with pytest.raises(Released, match="boom"):
+        hang()
+    here.watch.leave()
 
 
 def test_a_rank_that_is_still_busy_is_left_alone_after_a_peers_failure(place: Callable[..., Place]) -> None:

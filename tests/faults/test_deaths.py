@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
-from torchrun import suite, torchrun
+from torchrun import with_one_fault
 
 WORDS = {
     "kill": "killed, or ended by os._exit",
@@ -13,10 +15,10 @@ WORDS = {
 }
 
 
-def die(tmp_path, fault, victim):
-    return torchrun(
-        tmp_path, suite("one_fault"), deadline=30.0, environment={"FAULT": fault, "VICTIM": str(victim)}
-    )
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    cases = [*itertools.product(WORDS, (0, 1)), ("mismatch", 1)]
+    return with_one_fault(tmp_path_factory.mktemp, cases, deadline=30.0)
 
 
 def agrees_that_it_is_over(run):
@@ -29,11 +31,11 @@ def agrees_that_it_is_over(run):
 
 
 @pytest.mark.parametrize("fault", WORDS)
-def test_a_dead_rank_is_named(tmp_path, times, fault):
-    run = die(tmp_path, fault, 1)
+def test_a_dead_rank_is_named(runs, times, fault):
+    run = runs[fault, 1]
     stamp = run.stamp("fault", 1)
-    expected = "rank 1 (node-a) is lost during call of test_one_fault.py::test_fault: process {} is gone without a word ({})"
-    expected = expected.format(stamp.pid, WORDS[fault])
+    lost = "rank 1 (node-a) is lost during call of test_one_fault.py::test_fault"
+    expected = f"{lost}: process {stamp.pid} is gone without a word ({WORDS[fault]})"
     assert run.verdicts["test_fault"] == f"error: {expected}", run.output
     assert run.verdicts["rank lost"] == f"error: {expected}"
     agrees_that_it_is_over(run)
@@ -42,8 +44,8 @@ def test_a_dead_rank_is_named(tmp_path, times, fault):
 
 
 @pytest.mark.parametrize("fault", WORDS)
-def test_a_dead_rank_0_is_named_by_the_recorder(tmp_path, times, fault):
-    run = die(tmp_path, fault, 0)
+def test_a_dead_rank_0_is_named_by_the_recorder(runs, times, fault):
+    run = runs[fault, 0]
     stamp = run.stamp("fault", 0)
     expected = f"rank 0 (node-a, pid {stamp.pid}) ended without a word during test_one_fault.py::test_fault"
     if fault == "crash":
@@ -55,9 +57,9 @@ def test_a_dead_rank_0_is_named_by_the_recorder(tmp_path, times, fault):
     times.add(f"death: {fault}, rank 0", run, "test_fault", since=stamp.at, over=True)
 
 
-def test_collectives_that_do_not_match_are_the_end_of_a_gloo_rank(tmp_path, times):
+def test_collectives_that_do_not_match_are_the_end_of_a_gloo_rank(runs, times):
     # gloo throws in a thread of its own: the process is aborted, and no plugin can prevent it.
-    run = die(tmp_path, "mismatch", 1)
+    run = runs["mismatch", 1]
     message = run.verdicts["test_fault"]
     assert "test_one_fault.py::test_fault" in message
     assert "Fatal Python error: Aborted" in message

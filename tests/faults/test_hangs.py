@@ -39,7 +39,7 @@ def test_the_report_names_the_culprit_and_the_next_test_passes(run, times, fault
     verdict = run.verdicts[f"test_{fault}"]
     assert matches(verdict, EXPECTED[fault]), verdict
     assert run.verdicts[f"test_after_{fault}"] == "passed"
-    since = run.stamp(fault, 0).at + DEADLINE if fault not in ("setup", "teardown") else run.stamp(fault, 1).at + DEADLINE
+    since = run.stamp(fault, 1).at + DEADLINE
     times.add(f"hang: {fault}", run, f"test_{fault}", since=since, passed=f"after_{fault}")
 
 

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 
-import pytest
 from torchrun import start, suite
 
 HOSTS = ("node-a", "node-b")
@@ -44,7 +43,28 @@ def is_told(run, times, name, messages, since, case="test_fault"):
 
 
 def test_a_lost_node_is_named_by_its_host(tmp_path, times):
-    run, stamps, since = hang(tmp_path)
-    kill(run.agents[1].pid, stamps[1].pid)
-    message = "rank 1 (node-b) is lost during call of test_one_fault.py::test_fault: "
-    is_told(run.wait(), times, "node lost (dead=3)", [message], since)
+    run, stamps, since = hang(tmp_path, ranks=2)
+    kill(run.agents[1].pid, stamps[2].pid, stamps[3].pid)
+    messages = [f"rank {rank} (node-b) is lost during call of test_one_fault.py::test_fault: " for rank in (2, 3)]
+    is_told(run.wait(), times, "node lost (dead=3)", messages, since)
+
+
+def test_a_rank_lost_beside_others_is_named_at_once(tmp_path, times):
+    run, stamps, since = hang(tmp_path, ranks=2)
+    kill(stamps[2].pid)
+    message = "rank 2 (node-b) is lost during call of test_one_fault.py::test_fault: process"
+    is_told(run.wait(), times, "death of a rank on the second node", [message], since)
+
+
+def test_a_lost_launcher_is_named_by_its_node(tmp_path, times):
+    run, _, since = hang(tmp_path)
+    kill(run.agents[1].pid)
+    message = "the launcher's agent on node-b (node_rank 1) is gone"
+    is_told(run.wait(), times, "launcher of the second node lost", [message], since)
+
+
+def test_the_lost_launcher_of_the_first_node_takes_the_store_with_it(tmp_path, times):
+    run, _, since = hang(tmp_path)
+    kill(run.agents[0].pid)
+    messages = ["the rendezvous store at 127.0.0.1:", "the launcher's agent on node-a (node_rank 0) is gone"]
+    is_told(run.wait(), times, "launcher of the first node lost", messages, since)

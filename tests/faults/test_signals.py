@@ -6,7 +6,7 @@ import os
 import signal
 
 import pytest
-from torchrun import start, suite, torchrun
+from torchrun import start, suite, with_one_fault
 
 
 def hang(tmp_path):
@@ -27,7 +27,10 @@ def is_told(run, times, name, message, since):
 
 @pytest.mark.parametrize(
     ("number", "message"),
-    [(signal.SIGINT, "interrupted (Ctrl-C) on rank "), (signal.SIGTERM, "ended by SIGTERM on node-a during call of test_one")],
+    [
+        (signal.SIGINT, "interrupted (Ctrl-C) on rank "),
+        (signal.SIGTERM, "ended by SIGTERM on node-a during call of test_one"),
+    ],
     ids=["Ctrl-C", "SIGTERM"],
 )
 def test_a_signal_to_the_launcher_ends_the_run_with_reports(tmp_path, times, number, message):
@@ -38,28 +41,32 @@ def test_a_signal_to_the_launcher_ends_the_run_with_reports(tmp_path, times, num
     is_told(run.wait(), times, f"{number.name} to the launcher", message, since)
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    cases = [("interrupt", 0), ("interrupt", 1), ("terminate", 0), ("terminate", 1), ("end_the_session", 1)]
+    return with_one_fault(tmp_path_factory.mktemp, cases, deadline=60.0)
+
+
 @pytest.mark.parametrize("victim", [0, 1])
-def test_an_interrupt_of_one_rank_ends_all(tmp_path, times, victim):
-    environment = {"FAULT": "interrupt", "VICTIM": str(victim)}
-    run = torchrun(tmp_path, suite("one_fault"), deadline=60.0, environment=environment)
-    message = f"interrupted (Ctrl-C) on rank {victim} (node-a)"
+def test_an_interrupt_of_one_rank_ends_all(runs, times, victim):
+    run = runs["interrupt", victim]
+    message = f"interrupted (Ctrl-C) on rank {victim} (node-a) during call of test_one_fault.py::test_fault"
     is_told(run, times, f"SIGINT, rank {victim}", message, run.stamp("fault", victim).at)
     assert run.exits == [1]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_sigterm_to_one_rank_ends_all(tmp_path, times, victim):
-    environment = {"FAULT": "terminate", "VICTIM": str(victim)}
-    run = torchrun(tmp_path, suite("one_fault"), deadline=60.0, environment=environment)
+def test_a_sigterm_to_one_rank_ends_all(runs, times, victim):
+    run = runs["terminate", victim]
     message = "ended by SIGTERM on node-a during call of test_one_fault.py::test_fault"
     is_told(run, times, f"SIGTERM, rank {victim}", message, run.stamp("fault", victim).at)
     assert run.exits == [1]
 
 
-def test_pytest_exit_on_one_rank_ends_all_with_its_code(tmp_path):
-    environment = {"FAULT": "end_the_session", "VICTIM": "1"}
-    run = torchrun(tmp_path, suite("one_fault"), deadline=60.0, environment=environment)
-    assert "interrupted on rank 1 (node-a) during call of test_one_fault.py::test_fault" in run.verdicts["test_fault"]
+def test_pytest_exit_on_one_rank_ends_all_with_its_code(runs):
+    run = runs["end_the_session", 1]
+    message = "interrupted (pytest.exit) on rank 1 (node-a) during call of test_one_fault.py::test_fault: enough of it"
+    assert message in run.verdicts["test_fault"]
     assert run.end[:2] == ("BROKEN", 7)
     assert run.exits == [1]
     assert run.left_over == []

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
-from torchrun import suite, torchrun
+from torchrun import suite, with_one_fault
 
 DEADLINE = 1.0
 EXPECTED = {
@@ -17,7 +15,10 @@ EXPECTED = {
     ("hold_the_gil", 0): "the run ended here: rank 0 (node-a, pid {pid}) does not answer, process state S (sleeping), "
     "holding the GIL at test_one_fault.py:{line} in hold_the_gil",
     ("stop", 1): "rank 1 (node-a): does not answer (process {pid} is T: stopped by a signal)",
-    ("stop", 0): "the run ended here: rank 0 (node-a, pid {pid}) does not answer, process state T (stopped by a signal)",
+    (
+        "stop",
+        0,
+    ): "the run ended here: rank 0 (node-a, pid {pid}) does not answer, process state T (stopped by a signal)",
 }
 LINES = {
     name: next(n for n, line in enumerate(suite("one_fault")["test_one_fault.py"].splitlines(), 1) if text in line)
@@ -27,19 +28,7 @@ LINES = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """All of them, several at once: each spends most of its time waiting for deadlines."""
-
-    def run(case):
-        fault, victim = case
-        return torchrun(
-            tmp_path_factory.mktemp(f"{fault}-{victim}"),
-            suite("one_fault"),
-            deadline=DEADLINE,
-            environment={"FAULT": fault, "VICTIM": str(victim)},
-        )
-
-    with ThreadPoolExecutor(max_workers=3) as pool:
-        return dict(zip(EXPECTED, pool.map(run, EXPECTED), strict=True))
+    return with_one_fault(tmp_path_factory.mktemp, EXPECTED, deadline=DEADLINE, at_once=3)
 
 
 @pytest.mark.parametrize(("fault", "victim"), EXPECTED)

@@ -15,7 +15,9 @@ class Times:
 
     rows: list[tuple[str, float, float | None, float | None]] = field(default_factory=list)
 
-    def add(self, fault: str, run: Run, case: str, *, since: float, passed: str | None = None, over: bool = False) -> None:
+    def add(
+        self, fault: str, run: Run, case: str, *, since: float, passed: str | None = None, over: bool = False
+    ) -> None:
         """Add a row.
 
         Args:
@@ -30,9 +32,13 @@ class Times:
 
     def lines(self) -> list[str]:
         """Return the table."""
-        width = max((len(row[0]) for row in self.rows), default=0)
-        head = f"{'seconds after the fault (or after its deadline)':{width}}  report  next test  launcher ended"
-        return [head, *(f"{row[0]:{width}}  {_cell(row[1], 6)}  {_cell(row[2], 9)}  {_cell(row[3], 14)}" for row in self.rows)]
+        title = "seconds after the fault (or its deadline)"
+        width = max(len(title), *(len(row[0]) for row in self.rows))
+        lines = [f"{title:{width}}  report  next test  launcher ended"]
+        for fault, *cells in self.rows:
+            shown = [_cell(seconds, size) for seconds, size in zip(cells, (6, 9, 14), strict=True)]
+            lines.append("  ".join([f"{fault:{width}}", *shown]).rstrip())
+        return lines
 
 
 def _cell(seconds: float | None, width: int) -> str:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from pytest_gpucluster.journal import JournalBuilder, JUnitOptions
 from pytest_gpucluster.reports import junit, tables
+from pytest_gpucluster.wording import visible
 
 SCHEMA = xmlschema.XMLSchema(str(Path(__file__).parent.parent / "data" / "junit-10.xsd"))
 
@@ -239,25 +240,9 @@ def test_any_text_makes_a_well_formed_file_and_is_all_there(text):
         document = junit.render(
             journal(line, {**END, "reason": text}, run=run), JUnitOptions(family=family, logging="all")
         )
-        assert f"<{junit.visible(text)}>" in cases(document)["test_x"].find("failure").text
-        assert f"<{junit.visible(text)}>" in cases(document)["test_x"].find("system-out").text
+        assert f"<{visible(text)}>" in cases(document)["test_x"].find("failure").text
+        assert f"<{visible(text)}>" in cases(document)["test_x"].find("system-out").text
         document.encode("utf-8")
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        pytest.param("\x1b[0m", "#x1B[0m", id="escape"),
-        pytest.param("\x00", "#x00", id="nul"),
-        pytest.param("\x7f\x9b", "#x7F#x9B", id="del-and-c1"),
-        pytest.param("\ud800", "#xD800", id="lone-surrogate"),
-        pytest.param("\uffff", "#xFFFF", id="noncharacter"),
-        pytest.param("10 %\r20 %\r\n", "10 %#x0D20 %\n", id="progress-bar"),
-        pytest.param("\ufeffé漢\U0001f600\t\n", "\ufeffé漢\U0001f600\t\n", id="what-xml-carries"),
-    ],
-)
-def test_control_characters_are_shown_never_dropped(text, expected):
-    assert junit.visible(text) == expected
 
 
 def test_control_characters_in_a_message_are_shown_too():
@@ -529,19 +514,6 @@ def test_a_failure_on_1024_ranks_stays_small():
     assert body.splitlines()[1].startswith("  rank 1000: failed (culprit)")
     assert "1008 more: ranks 15-999, 1001-1023; the journal has them all" in body
     assert "  1008 more ranks: 302.3 GB/s to 446.1 GB/s" in body
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [
-        ([3], "rank 3"),
-        ([0, 1, 2, 5], "ranks 0-2, 5"),
-        (range(1024), "ranks 0-1023"),
-        (range(0, 1024, 2), "ranks " + ", ".join(str(i) for i in range(0, 48, 2)) + ", ... (512 ranks)"),
-    ],
-)
-def test_ranks_are_named_in_ranges(ranks, text):
-    assert tables.rank_ranges(ranks) == text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,173 @@
+"""The limits in force: what a metric must reach on a SKU, under which conditions, and which entry decides.
+
+Files are layers. Where an entry of a later file applies, it decides; elsewhere the earlier files stand.
+Within one file the entry with the most conditions decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pytest_gpucluster import hardware, metrics, units
+from pytest_gpucluster.errors import MeasurementError, ThresholdsError
+
+# The facts about a run that a limit can depend on, besides a measurement's labels.
+TOPOLOGY = ("world_size", "nnodes", "local_world_size")
+# Labels that may stand directly under `when`. Others go under `labels:` there, so that a misspelt key is an
+# error.
+KNOWN_LABELS = ("size", "dtype", "transport")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Condition:
+    """One line of ``when``: the fact ``key`` must be equal to, or lie in the range of, ``text``.
+
+    A number or quantity is compared by its amount, so ``1 GB`` holds for ``1000 MB``. What is neither is
+    compared as text. A fact that is missing, or of another dimension, never holds.
+    """
+
+    key: str
+    text: str
+    dimension: str | None
+    low: float = -math.inf
+    high: float = math.inf
+    high_open: bool = False
+
+    @property
+    def exact(self) -> bool:
+        """Tell whether a single value satisfies the condition."""
+        return self.dimension is None or self.low == self.high
+
+    def holds(self, fact: str | None) -> bool:
+        """Tell whether a fact, as text, satisfies the condition."""
+        if fact is None:
+            return False
+        if self.dimension is None:
+            return fact == self.text
+        amount = units.magnitude(fact)
+        if amount is None or amount[0] != self.dimension:
+            return False
+        # "1.1 GB" and "1100 MB" differ in the last bit.
+        value, slack = amount[1], 1e-12 * abs(amount[1])
+        return self.low - slack <= value and (
+            value + slack < self.high if self.high_open else value - slack <= self.high
+        )
+
+    def overlaps(self, other: Condition) -> bool:
+        """Tell whether one fact could satisfy both conditions."""
+        if self.dimension is None or other.dimension is None:
+            return self.text == other.text
+        if self.dimension != other.dimension:
+            return False
+        first, second = (self, other) if self.low <= other.low else (other, self)
+        return second.low < first.high if first.high_open else second.low <= first.high
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """What a metric must reach on a SKU, in the metric's canonical unit, or why it is only recorded there.
+
+    Either ``min`` or ``max`` (or both) with a ``source``, or ``record_only`` with the reason.
+    """
+
+    metric: str
+    sku: str
+    unit: str
+    min: float | None
+    max: float | None
+    source: str
+    origin: str
+    when: tuple[Condition, ...] = ()
+    record_only: str | None = None
+    layer: int = 0
+
+    @property
+    def precedence(self) -> tuple[int, int, int]:
+        """Order entries: later files first, then more conditions, then more exact ones."""
+        return self.layer, len(self.when), sum(condition.exact for condition in self.when)
+
+    def applies(self, facts: Mapping[str, str]) -> bool:
+        """Tell whether all conditions hold."""
+        return all(condition.holds(facts.get(condition.key)) for condition in self.when)
+
+    def overlaps(self, other: Limit) -> bool:
+        """Tell whether some run could satisfy the conditions of both."""
+        theirs = {condition.key: condition for condition in other.when}
+        return all(ours.overlaps(theirs[ours.key]) for ours in self.when if ours.key in theirs)
+
+    def conditions(self) -> str:
+        """Write the conditions in one line."""
+        return ", ".join(f"{condition.key} {condition.text}" for condition in self.when) or "always"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        return {"min": self.min, "max": self.max, "source": self.source, "origin": self.origin}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thresholds:
+    """All limits and SKUs in force."""
+
+    skus: Mapping[str, hardware.Sku]
+    limits: tuple[Limit, ...]
+    _by_name: Mapping[tuple[str, str], list[Limit]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        index: dict[tuple[str, str], list[Limit]] = {}
+        for limit in sorted(self.limits, key=lambda limit: limit.precedence, reverse=True):
+            index.setdefault((limit.sku, limit.metric), []).append(limit)
+        object.__setattr__(self, "_by_name", index)
+
+    def sku_for(self, nvml_name: str) -> str | None:
+        """Name the SKU whose pattern matches the whole NVML name. None: an unknown GPU.
+
+        Raises: ThresholdsError if several SKUs claim the name.
+        """
+        found = hardware.matching(self.skus.values(), nvml_name)
+        if len(found) > 1:
+            raise ThresholdsError(
+                f"the GPU {nvml_name!r} is claimed by {' and '.join(map(repr, found))}: make their nvml_name"
+                " patterns narrower, or choose one with --gpucluster-sku"
+            )
+        return found[0] if found else None
+
+    def limit(self, metric: str, *, sku: str, world_size: int, nnodes: int, labels: Mapping[str, str]) -> Limit | None:
+        """Return the entry that decides about this metric here, or None if there is none."""
+        known = facts(world_size=world_size, nnodes=nnodes, labels=labels)
+        return next((limit for limit in self.entries(metric, sku=sku) if limit.applies(known)), None)
+
+    def entries(self, metric: str, *, sku: str) -> Sequence[Limit]:
+        """Return every entry for a metric on a SKU, the one that decides first in front."""
+        return self._by_name.get((sku, metric), [])
+
+
+def facts(*, world_size: int, nnodes: int, labels: Mapping[str, str]) -> dict[str, str]:
+    """Return what conditions are held against: the topology of the run, and the labels of the measurement.
+
+    A label called like a fact of the topology (``world_size`` of a sub-group) describes who measured, so it
+    wins. ``local_world_size`` is known where the ranks divide evenly among the nodes.
+    """
+    known = {"world_size": str(world_size), "nnodes": str(nnodes)} | dict(labels)
+    if "local_world_size" not in known:
+        ranks, nodes = known["world_size"], known["nnodes"]
+        if ranks.isdecimal() and nodes.isdecimal() and int(nodes) and int(ranks) % int(nodes) == 0:
+            known["local_world_size"] = str(int(ranks) // int(nodes))
+    return known
+
+
+def peak_of(metric: metrics.Metric, sku: hardware.Sku | None) -> float | None:
+    """Return the data sheet peak that the metric is held beside, in the metric's unit, where there is one.
+
+    Raises: MeasurementError if the metric names a peak that no data sheet entry has.
+    """
+    if metric.peak is None or sku is None or sku.peaks is None:
+        return None
+    if metric.peak not in hardware.PEAK_UNITS:
+        raise MeasurementError(
+            f"metric {metric.name!r} names the peak {metric.peak!r}; known are {', '.join(hardware.PEAK_UNITS)}"
+        )
+    peak: float | None = getattr(sku.peaks, metric.peak)
+    return None if peak is None else units.convert(peak, hardware.PEAK_UNITS[metric.peak], metric.unit)

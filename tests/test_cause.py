@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from pytest_gpucluster import errors
+from pytest_gpucluster.cause import connection_cut, gpu_died, kind_of, text_of
+
+
+def cuda(text: str) -> RuntimeError:
+    """An error as torch words it."""
+    return RuntimeError(
+        f"CUDA error: {text}\nCUDA kernel errors might be asynchronously reported at some other API call"
+    )
+
+
+class BadText(RuntimeError):
+    """An error that cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+HARDWARE = {
+    "ECC": "uncorrectable ECC error encountered",
+    "NVLink": "uncorrectable NVLink error detected during the execution",
+    "stack": "hardware stack error",
+    "contained": "Invalid access of peer GPU memory over nvlink or a hardware error",
+}
+STICKY = {
+    "address": "an illegal memory access was encountered",
+    "instruction": "an illegal instruction was encountered",
+    "alignment": "misaligned address",
+    "address space": "operation not supported on global/shared address space",
+    "program counter": "invalid program counter",
+    "launch": "unspecified launch failure",
+    "assert": "device-side assert triggered",
+    "time": "the launch timed out and was terminated",
+    "context": "context is destroyed",
+}
+HARMLESS = {
+    "memory": "out of memory",
+    "argument": "invalid argument",
+    "no device": "no CUDA-capable device is detected",
+    "a word": "the list contained nothing",
+}
+
+
+@pytest.mark.parametrize("text", HARDWARE.values(), ids=HARDWARE)
+def test_a_gpu_that_died_of_its_hardware_is_a_verdict_wherever_it_happened(text: str) -> None:
+    assert gpu_died(cuda(text)) == "hardware"
+    assert [kind_of(cuda(text), when) for when in ("setup", "call", "teardown")] == ["failed"] * 3
+
+
+@pytest.mark.parametrize("text", STICKY.values(), ids=STICKY)
+def test_a_gpu_that_works_no_more_for_another_reason_is_a_broken_run(text: str) -> None:
+    assert gpu_died(cuda(text)) == "unknown"
+    assert kind_of(cuda(text), "call") == "error"
+
+
+@pytest.mark.parametrize("text", HARMLESS.values(), ids=HARMLESS)
+def test_after_other_errors_the_gpu_goes_on(text: str) -> None:
+    assert gpu_died(cuda(text)) is None
+    assert kind_of(cuda(text), "call") == "failed"
+
+
+def test_words_of_cuda_in_an_error_of_something_else_kill_no_gpu() -> None:
+    assert gpu_died(AssertionError("CUDA error: uncorrectable ECC error encountered")) is None
+    assert gpu_died(RuntimeError("an illegal memory access was encountered")) is None
+
+
+def test_errors_that_torch_raises_are_runtime_errors() -> None:
+    import torch
+
+    assert issubclass(torch.AcceleratorError, RuntimeError)
+    assert issubclass(torch.distributed.DistBackendError, RuntimeError)
+
+
+def test_an_error_of_nccl_that_carries_cudas_is_recognised() -> None:
+    error = RuntimeError(
+        "NCCL error in: ProcessGroupNCCL.cpp:77, unhandled cuda error (run with NCCL_DEBUG=INFO for details)\n"
+        "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+        "Cuda failure 214 'uncorrectable ECC error encountered'"
+    )
+    assert gpu_died(error) == "hardware"
+
+
+@pytest.mark.parametrize(
+    ("error", "setup", "call"),
+    [
+        pytest.param(AssertionError("x"), "error", "failed", id="an assertion"),
+        pytest.param(pytest.fail.Exception("x"), "error", "failed", id="pytest.fail"),
+        pytest.param(ValueError("x"), "error", "failed", id="any exception"),
+        pytest.param(errors.HardwareFault("x"), "failed", "failed", id="a hardware fault"),
+        pytest.param(errors.WrongResult("x"), "failed", "failed", id="a wrong result"),
+        pytest.param(errors.InconclusiveMeasurement("x"), "failed", "failed", id="samples that scatter"),
+        pytest.param(errors.CommunicationError("x"), "error", "error", id="no process group"),
+        pytest.param(errors.StoreError("x"), "error", "error", id="no store"),
+        pytest.param(errors.EnvironmentBroken("x"), "error", "error", id="a broken environment"),
+        pytest.param(errors.MeasurementError("x"), "error", "error", id="no measurement"),
+        pytest.param(errors.UnitError("x"), "error", "error", id="a wrong unit"),
+        pytest.param(errors.UsageProblem("x"), "error", "error", id="a wrong use"),
+        pytest.param(BadText(), "error", "failed", id="an exception that cannot say what it is"),
+        pytest.param(KeyboardInterrupt(), "error", "failed", id="no Exception at all"),
+    ],
+)
+def test_the_kind_of_a_failure_is_what_the_exception_says_or_where_it_happened(
+    error: BaseException, setup: str, call: str
+) -> None:
+    assert [kind_of(error, when) for when in ("setup", "call", "teardown")] == [setup, call, setup]
+
+
+def test_an_error_that_cannot_say_what_it_is_has_a_text_anyway() -> None:
+    assert text_of(BadText()) == "(its text cannot be shown: ValueError)"
+    assert text_of(ValueError("x")) == "x"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        pytest.param("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.1.1]:4711", True, id="gloo"),
+        pytest.param("[..] Read error [127.0.1.1]:4711: Connection reset by peer", True, id="a reset"),
+        pytest.param("writev [127.0.0.1]:4711: Broken pipe", True, id="a pipe"),
+        pytest.param("Gloo connectFullMesh failed with [..] no error", True, id="the making of a group"),
+        pytest.param("failed to recv, got 0 bytes", True, id="the store in the making of a group"),
+        pytest.param("ncclRemoteError: remote process exited or there was a network error", True, id="nccl"),
+        pytest.param("The size of tensor a (3) must match the size of tensor b (4)", False, id="anything else"),
+        pytest.param("", False, id="nothing"),
+    ],
+)
+@pytest.mark.parametrize("kind", [RuntimeError, errors.CommunicationError])
+def test_a_peer_that_is_gone_is_recognised_by_what_the_backends_say(
+    kind: Callable[[str], Exception], text: str, expected: bool
+) -> None:
+    assert connection_cut(kind(text)) is expected
+
+
+def test_the_same_words_in_a_tests_own_failure_are_its_own() -> None:
+    assert not connection_cut(AssertionError("Connection closed by peer"))
+    assert not connection_cut(ConnectionResetError("Connection reset by peer"))
+    assert not connection_cut(BadText())

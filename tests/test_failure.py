@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pytest_gpucluster.agreement.merge import Merged
+from pytest_gpucluster.failure import LONGEST_TEXT, MergedRepr, clip, line_of, skip_reason, summary_of, traceback_of
+
+# Rank 0's report of a failed call, replaced as the plugin replaces it. What the ranks agreed on comes from the test.
+CONFTEST = """
+import pytest
+from pytest_gpucluster.agreement.merge import Merged
+from pytest_gpucluster.failure import MergedRepr, line_of, sections_of, summary_of, traceback_of
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logreport(report):
+    if report.failed:
+        merged = Merged(outcome="failed", **MERGED)
+        report.longrepr = MergedRepr(merged, report)
+        print("LINE:", line_of(report))
+        print("TEXT:", report.longreprtext.splitlines()[0])
+"""
+TEST = """
+def test_it():
+    value = 41
+    assert value == 42
+"""
+QUICK = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest")  # what takes time and plays no part here
+OTHERS = {
+    "message": "rank 3 (gpu-07): AssertionError: boom",
+    "text": "rank 3 (gpu-07): failed\\ndef test_it():\\nE   AssertionError: boom",
+    "culprits": [3],
+    "released": [0],
+}
+
+
+@pytest.fixture
+def printed(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run one failing test whose report says what the ranks agreed on; return what pytest prints."""
+
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def run(*arguments: str, **merged: Any) -> pytest.RunResult:
+        pytester.makeconftest(CONFTEST.replace("MERGED", repr(merged)).replace("\\\\n", "\\n"))
+        pytester.makepyfile(test_it=TEST)
+        result = pytester.runpytest_inprocess(*QUICK, "-s", *arguments)
+        result.assert_outcomes(failed=1)
+        return result
+
+    return run
+
+
+def test_a_failure_of_another_rank_is_shown_instead_of_rank_0s_own(printed: Any) -> None:
+    result = printed(**OTHERS)
+    result.stdout.fnmatch_lines(
+        [
+            "*LINE: rank 3 (gpu-07): AssertionError: boom",
+            "TEXT: rank 3 (gpu-07): failed",
+            "*= FAILURES =*",
+            "rank 3 (gpu-07): failed",
+            "E   AssertionError: boom",
+            "FAILED test_it.py::test_it - rank 3 (gpu-07): AssertionError: boom",
+        ]
+    )
+    result.stdout.no_fnmatch_line("*value == 42*")
+
+
+def test_where_rank_0_alone_failed_its_own_traceback_is_shown_with_the_name_of_the_rank(printed: Any) -> None:
+    result = printed(message="rank 0 (gpu-06): assert 41 == 42", text="unused", culprits=[0])
+    result.stdout.fnmatch_lines(
+        ["*= FAILURES =*", ">   *assert value == 42", "E   *assert 41 == 42", "rank 0 (gpu-06): assert 41 == 42"]
+    )
+    result.stdout.no_fnmatch_line("unused")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({"culprits": [0, 3]}, id="two culprits"),
+        pytest.param({"culprits": [0], "released": [1]}, id="others were released"),
+        pytest.param({"culprits": [0], "judged": True}, id="a limit was missed too"),
+        pytest.param({"culprits": []}, id="no culprit"),
+    ],
+)
+def test_where_more_is_to_be_told_the_merged_text_is_shown(printed: Any, more: dict[str, Any]) -> None:
+    result = printed(message="m", text="the merged text", **more)
+    result.stdout.fnmatch_lines(["*= FAILURES =*", "the merged text"])
+    result.stdout.no_fnmatch_line("*assert value == 42*")
+
+
+def test_what_was_measured_stands_below_the_text(printed: Any) -> None:
+    result = printed(message="m", text="the merged text", table="failed  x.bandwidth  3 GB/s")
+    result.stdout.fnmatch_lines(["the merged text", "", "failed  x.bandwidth  3 GB/s"], consecutive=True)
+
+
+@pytest.mark.parametrize("style", ["long", "short", "native", "line"])
+def test_every_style_of_traceback_names_the_rank(printed: Any, style: str) -> None:
+    result = printed(f"--tb={style}", **OTHERS)
+    lines = [line for line in result.outlines if line.startswith("rank 3 (gpu-07)")]
+    assert lines
+    assert "object at 0x" not in result.stdout.str()
+
+
+def test_lines_of_an_error_are_red_and_others_are_not(printed: Any) -> None:
+    text = printed("--color=yes", **OTHERS).stdout.str()
+    assert "\x1b[31mE   AssertionError: boom\x1b[0m" in text
+    assert "\x1b[31mdef test_it" not in text
+
+
+def test_as_text_it_is_the_merged_text() -> None:
+    report: Any = SimpleNamespace(longrepr=None)
+    assert str(MergedRepr(Merged(outcome="failed", message="m", text="t\nu"), report)) == "t\nu"
+
+
+# ---- what a rank says of its failure -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "longest", "expected"),
+    [
+        pytest.param("", 4, "", id="nothing"),
+        pytest.param("abcd", 4, "abcd", id="just fits"),
+        pytest.param("abcde", 4, "ab\n… 1 characters left out …\nde", id="just too long"),
+        pytest.param("abcdefg", 5, "ab\n… 3 characters left out …\nfg", id="an odd length"),
+    ],
+)
+def test_a_long_text_keeps_its_beginning_and_its_end(text: str, longest: int, expected: str) -> None:
+    assert clip(text, longest) == expected
+
+
+def test_a_huge_text_travels_as_a_small_one() -> None:
+    assert len(clip("x" * 10_000_000, LONGEST_TEXT)) < LONGEST_TEXT + 100
+
+
+class BadText(Exception):
+    """An exception that cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+    __repr__ = __str__
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        pytest.param(ValueError("x"), "ValueError: x", id="an exception"),
+        pytest.param(KeyError(), "KeyError: ", id="an exception without a text"),
+        pytest.param(pytest.fail.Exception("told so"), "told so", id="pytest.fail"),
+        pytest.param(BadText(), "BadText: (its text cannot be shown: ValueError)", id="one that cannot say what it is"),
+    ],
+)
+def test_a_failure_is_summed_up_by_its_kind_and_its_text(error: BaseException, expected: str) -> None:
+    assert summary_of(error) == expected
+
+
+def test_failures_of_every_kind_have_a_traceback_as_text(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(
+        """
+        import pytest
+        from pytest_gpucluster.failure import sections_of, summary_of, traceback_of
+
+        @pytest.hookimpl(wrapper=True)
+        def pytest_runtest_makereport(item, call):
+            report = yield
+            if call.excinfo is not None:
+                text = traceback_of(item, call.when, call.excinfo.value)
+                sections = sections_of(item)
+                with open("told.txt", "a") as file:
+                    print(item.name, call.when, type(text).__name__, repr(text), sections, file=file)
+            return report
+        """
+    )
+    pytester.makepyfile(
+        """
+        import pytest
+
+        class BadText(Exception):
+            def __str__(self):
+                raise ValueError("no text")
+            __repr__ = __str__
+
+        class BadRepr:
+            def __eq__(self, other):
+                return False
+            def __repr__(self):
+                raise RuntimeError("no repr")
+
+        @pytest.fixture
+        def broken():
+            raise ValueError("in the setup")
+
+        def test_plain():
+            print("to stdout")
+            assert 1 == 2
+
+        def test_bad_text():
+            raise BadText
+
+        def test_bad_repr():
+            value = BadRepr()
+            assert value == 1
+
+        def test_setup(broken):
+            pass
+
+        def test_fail():
+            pytest.fail("told so", pytrace=False)
+        """
+    )
+    pytester.runpytest_inprocess(*QUICK).assert_outcomes(failed=4, errors=1)
+    told = {line.split()[0]: line for line in (pytester.path / "told.txt").read_text().splitlines()}
+    assert list(told) == ["test_plain", "test_bad_text", "test_bad_repr", "test_setup", "test_fail"]
+    for line in told.values():
+        assert line.split()[2] == "str"
+    assert "assert 1 == 2" in told["test_plain"]
+    assert told["test_plain"].endswith("[('Captured stdout call', 'to stdout\\n')]")
+    assert "BadText" in told["test_bad_text"]
+    assert "BadRepr" in told["test_bad_repr"]
+    assert "in the setup" in told["test_setup"]
+    assert "setup str" in told["test_setup"]
+    assert "'told so'" in told["test_fail"]
+
+
+def test_an_item_that_cannot_show_its_failure_does_not_hide_it() -> None:
+    item: Any = SimpleNamespace(repr_failure=lambda excinfo: 1 // 0)
+    with pytest.raises(KeyError) as raised:
+        raise KeyError("x")
+    assert traceback_of(item, "call", raised.value) == "KeyError (its traceback cannot be shown: ZeroDivisionError)"
+    assert traceback_of(item, "call", KeyError()) == "KeyError (its traceback cannot be shown: AssertionError)"
+
+
+def report(**fields: Any) -> Any:
+    return SimpleNamespace(**{"skipped": False, "failed": True, "longrepr": None, "longreprtext": "", **fields})
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        pytest.param(report(longrepr=SimpleNamespace(reprcrash=SimpleNamespace(message="a\nb"))), "a", id="a crash"),
+        pytest.param(report(longreprtext="\n first\nsecond"), "first", id="only a text"),
+        pytest.param(report(longrepr="x", longreprtext="x" * 300), "x" * 199 + "…", id="a long text"),
+        pytest.param(
+            report(skipped=True, longrepr=("a.py", 3, "Skipped: no GPU")), "no GPU", id="a skip with its place"
+        ),
+        pytest.param(report(skipped=True, wasxfail="reason: known"), "reason: known", id="an expected failure"),
+        pytest.param(report(skipped=True, longreprtext="text"), "text", id="a skip of another kind"),
+    ],
+)
+def test_a_report_is_summed_up_in_one_line(told: Any, expected: str) -> None:
+    assert line_of(told) == expected
+
+
+def test_the_reason_of_a_skip_is_told_in_full() -> None:
+    assert skip_reason(report(skipped=True, longrepr=("a.py", 3, "Skipped: one\ntwo"))) == "one\ntwo"

@@ -1,0 +1,150 @@
+"""In a project that merely has the plugin installed, pytest behaves as without it."""
+
+from __future__ import annotations
+
+import re
+import sys
+import xml.etree.ElementTree as ET
+
+import pytest
+from sessions import Left, Process, Project, environment
+
+WITHOUT = ("-p", "no:gpucluster")
+SUITE = """
+    import unittest
+    import pytest
+
+    @pytest.fixture
+    def broken():
+        '''A fixture of this project.'''
+        yield
+        raise ValueError("late")
+
+    def test_passes(record_property):
+        record_property("key", "value")
+        print("output")
+
+    def test_fails(): assert [1, 2] == [1, 3]
+    def test_teardown(broken): pass
+    def test_skipped(): pytest.skip("not here")
+
+    @pytest.mark.xfail(reason="known")
+    def test_expected(): assert 0
+
+    @pytest.mark.parametrize("value", ["a", "b"])
+    def test_parameters(value): pass
+
+    class TestIt(unittest.TestCase):
+        def test_it(self): self.assertEqual(1, 1)
+"""
+
+
+@pytest.fixture
+def plain(project: Project) -> Project:
+    """A project that does not use the plugin."""
+    project.ini("")
+    project.suite(SUITE)
+    return project
+
+
+def normalised(left: Left) -> str:
+    """Return what was printed, without times and without the line of plugins."""
+    text = re.sub(r"\d+\.\d+s", "0s", left.output)
+    lines = [line for line in text.splitlines() if not line.startswith("plugins: ")]
+    return "\n".join(re.sub(r"0x[0-9a-f]+", "0x0", line) for line in lines)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["-v"],
+        ["-rA", "-vv"],
+        ["-x"],
+        ["--fixtures"],
+        ["--markers"],
+        ["--collect-only", "-q"],
+        ["--strict-markers", "-k", "passes"],
+        ["no_such_file.py"],
+    ],
+    ids=" ".join,
+)
+def test_it_prints_and_returns_what_pytest_does(plain: Project, options: list[str]) -> None:
+    found = [plain.run("-p", "no:cacheprovider", *extra, *options, device=None, junit=False) for extra in ((), WITHOUT)]
+    assert normalised(found[0]) == normalised(found[1])
+    assert found[0].exit == found[1].exit
+    assert not (plain.path / "gpucluster-report").exists()
+
+
+def test_only_the_line_of_plugins_and_the_help_name_it(plain: Project) -> None:
+    for options in (["-v"], ["--fixtures"], ["--markers"]):
+        left = plain.run(*options, device=None, junit=False)
+        lines = [line for line in left.output.splitlines() if "gpucluster" in line and not line.startswith("rootdir: ")]
+        assert all(line.startswith("plugins: ") for line in lines), lines
+    assert "--gpucluster-device" in plain.run("--help", device=None, junit=False).stdout
+
+
+@pytest.mark.parametrize("family", ["xunit2", "xunit1", "legacy"])
+def test_junit_is_pytests_own(plain: Project, family: str) -> None:
+    def report(*extra: str) -> str:
+        arguments = ["-p", "no:cacheprovider", "-o", f"junit_family={family}", "--junitxml=own.xml", *extra]
+        # Here a warning is an error, and pytest warns of record_property in xunit2.
+        left = plain.run("-W", "default::pytest.PytestWarning", *arguments, device=None, junit=False)
+        assert left.exit == 1
+        root = ET.parse(plain.path / "own.xml").getroot()
+        for element in root.iter():
+            for name in ("time", "timestamp"):
+                element.attrib.pop(name, None)
+        return ET.tostring(root, encoding="unicode")
+
+    assert report() == report(*WITHOUT)
+
+
+def test_the_environment_does_not_turn_it_on(plain: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"DEVICE": "cpu", "EXPECT": "2x8", "DEADLINE": "soon", "REPORT_DIR": "elsewhere"}.items():
+        monkeypatch.setenv(f"GPUCLUSTER_{name}", value)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "half"}.items():
+        monkeypatch.setenv(name, value)
+    left = plain.run(device=None, junit=False)
+    assert left.exit == 1
+    assert "1 failed, 5 passed" in left.stdout
+    assert {path.name for path in plain.path.iterdir() if "gpucluster" in path.name} == set()
+    assert not (plain.path / "elsewhere").exists()
+
+
+HEAVY = """
+import atexit, sys
+def tell():
+    with open("loaded.txt", "w") as file:
+        print(*sys.modules, file=file)
+atexit.register(tell)
+"""
+
+
+@pytest.mark.parametrize("options", [["--help"], ["-q"], ["--fixtures"], ["--co"]], ids=" ".join)
+def test_nothing_heavy_is_loaded(plain: Project, options: list[str]) -> None:
+    plain.suite("def test_it(): pass", conftest=HEAVY)
+    command = [sys.executable, "-m", "pytest", "-p", "no:hypothesispytest", *options]
+    with Process(command, plain.path, environment()) as process:
+        left = process.wait()
+    assert left.exit == 0, left.output
+    loaded = (plain.path / "loaded.txt").read_text().split()
+    assert "pytest_gpucluster.plugin" in loaded
+    assert {name.partition(".")[0] for name in loaded} & {"torch", "numpy", "pynvml", "yaml", "junit_xml"} == set()
+    own = {name for name in loaded if name.startswith("pytest_gpucluster.")}
+    assert own <= {f"pytest_gpucluster.{name}" for name in ("plugin", "options", "errors", "hookspecs")}
+
+
+def test_environment_variables_for_torch_are_left_alone(plain: Project) -> None:
+    plain.suite("import os\ndef test_it(): assert not [name for name in os.environ if name.startswith('TORCH_')]")
+    with Process([sys.executable, "-m", "pytest"], plain.path, environment()) as process:
+        left = process.wait()
+    assert left.exit == 0, left.output
+
+
+def test_xdist_distributes_as_it_does_without_it(plain: Project) -> None:
+    plain.suite("import pytest\n@pytest.mark.parametrize('value', range(4))\ndef test_it(value): pass\n")
+    command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "no:hypothesispytest"]
+    with Process(command, plain.path, environment()) as process:
+        left = process.wait()
+    assert left.exit == 0, left.output
+    assert "4 passed" in left.stdout

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pytest_gpucluster import thresholds
+from pytest_gpucluster.agreement.merge import Merged, RankOutcome, merge
+from pytest_gpucluster.judging import judge_merged
+from pytest_gpucluster.metrics import measurement
+from pytest_gpucluster.record import TestName, TestRecord
+
+LIMITS = thresholds.load()
+H100 = "NVIDIA H100 80GB HBM3"
+BF16 = "matmul.bf16.tflops"
+NAMES = {0: "rank 0 (gpu-06)", 1: "rank 1 (gpu-06)"}
+GOOD, SLOW, NAN = 731.0, 312.4, float("nan")
+
+
+def run(*, sku: str | None = "H100 SXM") -> Any:
+    return SimpleNamespace(
+        names=NAMES, limits=LIMITS, gpu_name=lambda: H100, node_of=lambda: {0: 0, 1: 0}, sku=lambda gpu: sku
+    )
+
+
+def bf16(value: float, **more: Any) -> dict[str, Any]:
+    return measurement(BF16, value, unit="TFLOPS", **more).to_json()
+
+
+def said(*values: float | None, kinds: Sequence[str] = ("passed", "passed")) -> list[RankOutcome]:
+    """What the ranks measured, None for a rank that measured nothing."""
+    return [
+        RankOutcome(
+            rank=rank,
+            outcome=kind,
+            message="" if kind == "passed" else f"m{rank}",
+            text="" if kind == "passed" else f"text of {rank}",
+            measurements=[] if value is None else [bf16(value)],
+        )
+        for rank, (value, kind) in enumerate(zip(values, kinds, strict=True))
+    ]
+
+
+def record(criterion: str | None = "matmul") -> TestRecord:
+    return TestRecord(test=TestName.of("a.py::test_matmul", ("a.py", 1, "test_matmul"), criterion))
+
+
+def judged(
+    outcomes: Sequence[RankOutcome], criterion: str | None = "matmul", *, sku: str | None = "H100 SXM"
+) -> tuple[Merged, Sequence[Mapping[str, Any]]]:
+    test = record(criterion)
+    return judge_merged(run(sku=sku), test, merge(outcomes, NAMES), outcomes), test.measurements
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "criterion", "outcome", "culprits"),
+    [
+        pytest.param(said(GOOD, GOOD), "matmul", "passed", [], id="all above the limit"),
+        pytest.param(said(GOOD, SLOW), "matmul", "failed", [1], id="one below it"),
+        pytest.param(said(SLOW, SLOW), "matmul", "failed", [0, 1], id="all below it"),
+        pytest.param(said(GOOD, SLOW), None, "failed", [1], id="below it in a test that is no criterion"),
+        pytest.param(said(GOOD, None), "matmul", "error", [], id="one value is missing"),
+        pytest.param(said(GOOD, NAN), "matmul", "error", [], id="one value is no number"),
+        pytest.param(said(SLOW, NAN), "matmul", "failed", [0], id="too slow outweighs no number"),
+        pytest.param(said(None, None), "matmul", "error", [], id="a criterion that measured nothing"),
+        pytest.param(said(None, None), None, "passed", [], id="a test that measured nothing"),
+        pytest.param(
+            said(None, None, kinds=("failed", "passed")), "matmul", "failed", [0], id="a failure without a value"
+        ),
+        pytest.param(
+            said(None, None, kinds=("error", "released")), "matmul", "error", [0], id="an error without a value"
+        ),
+        pytest.param(said(GOOD, GOOD, kinds=("error", "passed")), "matmul", "error", [0], id="good values, but broken"),
+        pytest.param(said(GOOD, SLOW, kinds=("error", "passed")), "matmul", "failed", [1], id="slow outweighs broken"),
+        pytest.param(said(GOOD, NAN, kinds=("error", "passed")), "matmul", "error", [0], id="the error stays"),
+        pytest.param(said(SLOW, GOOD, kinds=("passed", "failed")), "matmul", "failed", [1], id="the failure stays"),
+        pytest.param(said(GOOD, None, kinds=("passed", "lost")), "matmul", "error", [1], id="a lost rank stays lost"),
+    ],
+)
+def test_what_was_measured_and_what_happened_make_one_outcome(
+    outcomes: list[RankOutcome], criterion: str | None, outcome: str, culprits: list[int]
+) -> None:
+    merged, _ = judged(outcomes, criterion)
+    assert (merged.outcome, list(merged.culprits)) == (outcome, culprits)
+
+
+def test_a_missed_limit_names_rank_value_and_limit_in_one_line() -> None:
+    merged, _ = judged(said(GOOD, SLOW))
+    assert merged.message.startswith(f"{BF16} 312.4 TFLOPS < 700 TFLOPS")
+    assert "rank 1 (gpu-06)" in merged.message
+    assert merged.ranks == [{"rank": 1, "outcome": "failed", "message": f"{BF16} 312.4 TFLOPS < 700 TFLOPS"}]
+    assert "thresholds.yaml:" in merged.text
+    assert BF16 in merged.table
+    assert merged.judged
+
+
+def test_a_criterion_without_a_measurement_says_so() -> None:
+    merged, measurements = judged(said(None, None))
+    assert merged.message == "criterion matmul has measured nothing: nothing is accepted without a measurement"
+    assert measurements == []
+
+
+def test_what_was_measured_goes_on_record_whatever_the_outcome() -> None:
+    for outcomes in (said(GOOD, GOOD), said(GOOD, SLOW), said(GOOD, GOOD, kinds=("error", "passed"))):
+        _, measurements = judged(outcomes)
+        assert [(m["metric"], list(m["values"])) for m in measurements] == [(BF16, ["0", "1"])]
+
+
+def test_a_missed_limit_beside_an_error_keeps_the_errors_text_and_blames_no_victim() -> None:
+    merged, _ = judged(said(GOOD, SLOW, kinds=("error", "released")))
+    assert merged.outcome == "failed"
+    assert merged.text.endswith("Released because of this, not to blame: rank 1.")
+    assert "text of 0" in merged.text
+    assert (list(merged.culprits), list(merged.released)) == ([1], [])
+    assert [(row["rank"], row["outcome"]) for row in merged.ranks] == [(1, "failed"), (0, "error")]
+    assert merged.dirty
+
+
+def test_a_missed_limit_alone_leaves_no_rank_in_another_place() -> None:
+    merged, _ = judged(said(GOOD, SLOW))
+    assert not merged.dirty
+
+
+def test_a_gpu_without_limits_is_never_a_pass() -> None:
+    merged, _ = judged(said(GOOD, GOOD), sku=None)
+    assert merged.outcome == "error"
+    assert "unknown GPU" in merged.message
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        pytest.param({**bf16(GOOD), "metric": "site.speed"}, "unknown metric 'site.speed'", id="an unknown metric"),
+        pytest.param({"metric": BF16}, "this is no measurement in transit", id="half a measurement"),
+        pytest.param({**bf16(GOOD), "value": "fast"}, "this is no measurement in transit", id="no number"),
+    ],
+)
+def test_a_measurement_that_cannot_be_read_is_an_error_and_not_the_end_of_rank_0(
+    bad: dict[str, Any], message: str
+) -> None:
+    for kinds, outcome in ((("passed", "passed"), "error"), (("passed", "failed"), "failed")):
+        outcomes = said(GOOD, GOOD, kinds=kinds)
+        outcomes[1] = RankOutcome(rank=1, outcome=kinds[1], message="m1", measurements=[bad])
+        merged, _ = judged(outcomes)
+        assert merged.outcome == outcome
+        assert merged.message.startswith(message if outcome == "error" else "rank 1 (gpu-06): m1")

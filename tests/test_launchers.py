@@ -1,0 +1,314 @@
+"""Ranks that no torchrun has started: they meet at a store that rank 0 hosts, agree, and leave one report.
+
+Two processes on this host stand for the tasks of a Slurm step, the ranks of mpirun and the pods of an Indexed Job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from sessions import CPU, Left, Process, Project, environment
+
+from pytest_gpucluster.launch import detect
+
+SUITE = """
+    import pytest
+
+    def test_all_reduce(cluster):
+        import torch
+        ones = torch.ones(4)
+        torch.distributed.all_reduce(ones, group=cluster.group)
+        assert ones.tolist() == [2.0] * 4
+        assert cluster.all_gather_object(cluster.rank) == [0, 1]
+
+    @pytest.mark.criterion("ranks")
+    def test_measured(cluster, measure, inventory):
+        measure("matmul.fp32.tflops", 2 - cluster.rank, unit="TFLOPS")
+        assert len(inventory) == 2
+"""
+_HOST = "pytest_gpucluster.agreement.host"
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def slurm(rank: int, port: int) -> dict[str, str]:
+    """What a step of two tasks on one node gives to a task."""
+    return {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_STEP_ID": "3",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "MASTER_PORT": str(port),
+    }
+
+
+def openmpi(rank: int, port: int) -> dict[str, str]:
+    """What mpirun -n 2 gives to a rank."""
+    return {
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+        "PMIX_NAMESPACE": f"prterun-{port}@1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def kubernetes(rank: int, port: int) -> dict[str, str]:
+    """What an Indexed Job of two pods gives to a pod, with the documented template."""
+    return {
+        "JOB_COMPLETION_INDEX": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "pod-0.localhost",
+        "MASTER_PORT": str(port),
+        "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+        "GPUCLUSTER_HOSTNAME": f"pod-{rank}",
+    }
+
+
+LAUNCHERS = {"slurm": slurm, "kubernetes": kubernetes}
+Variables = Callable[[int, int], dict[str, str]]
+
+
+@contextlib.contextmanager
+def started(
+    project: Project, variables: Variables, port: int, *options: str, ranks: int = 2
+) -> Iterator[list[Process]]:
+    """Start ranks; kill them, and a store that one of them hosts, in the end."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:hypothesispytest", CPU, "--junitxml=report.xml", *options]
+    processes: list[Process] = []
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: [os.kill(pid, 9) for pid in stores(port)])
+        for rank in range(ranks):
+            environ = {**variables(rank, port), "PYTHONUNBUFFERED": "1"}
+            if environ.get("MASTER_ADDR") == "pod-0.localhost" and not resolves("pod-0.localhost"):
+                environ["MASTER_ADDR"] = socket.gethostname()
+            processes.append(stack.enter_context(Process(command, project.path, environment(environ))))
+        yield processes
+
+
+def resolves(name: str) -> bool:
+    """Tell whether a name has an address here."""
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        return False
+    return True
+
+
+def stores(port: int) -> list[int]:
+    """Return the processes that host a store on a port."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                if _HOST in words and words[words.index("--port") + 1] == str(port):
+                    found.append(int(entry.name))
+    return found
+
+
+def wait_until_gone(port: int, seconds: float) -> None:
+    """Check that the store's process ends."""
+    until = time.monotonic() + seconds
+    while left := stores(port):
+        assert time.monotonic() < until, f"the store's process {left} is still there {seconds:g} s after the ranks"
+        time.sleep(0.05)
+
+
+def run(project: Project, variables: Variables, *options: str) -> list[Left]:
+    """Run two ranks to their end."""
+    port = free_port()
+    with started(project, variables, port, *options) as processes:
+        left = [process.wait() for process in processes]
+        wait_until_gone(port, 5.0)
+    return left
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_ranks_meet_agree_and_leave_one_report(project: Project, launcher: str) -> None:
+    variables = LAUNCHERS[launcher]
+    assert detect(variables(1, 1), "here").launcher == launcher
+    project.suite(SUITE)
+    first, second = run(project, variables)
+    assert (first.exit, second.exit) == (0, 0), first.output + second.output
+    assert first.end == ("REHEARSED", 0)
+    assert first.verdicts == {"test_all_reduce": "passed", "test_measured": "passed"}
+    assert (first.journal.run.launcher, first.journal.run.world_size) == (launcher, 2)
+    (judged,) = first.journal.results[1].measurements
+    assert (judged.worst_rank, judged.values) == (1, {0: 2.0, 1: 1.0})
+    assert "2 passed" in first.stdout
+    assert second.output.strip() == ""
+
+
+def test_a_failure_on_one_rank_is_the_same_exit_code_on_all(project: Project) -> None:
+    assert detect(openmpi(1, 1), "here").launcher == "openmpi"
+    project.suite(SUITE + "\n    def test_fails(cluster):\n        assert cluster.rank == 0, 'only here'\n")
+    first, second = run(project, openmpi)
+    assert (first.exit, second.exit) == (1, 1), first.output + second.output
+    assert first.end == ("REJECTED", 1)
+    assert first.journal.run.launcher == "openmpi"
+    assert first.verdicts["test_fails"].startswith("failure: rank 1 (")
+    assert "only here" in first.verdicts["test_fails"]
+    assert first.verdicts["test_all_reduce"] == "passed"
+    assert second.output.strip() == ""
+
+
+def test_a_killed_rank_0_is_named_by_the_store_and_leaves_a_report(project: Project) -> None:
+    project.suite(
+        """
+        import os, signal, time
+
+        def test_killed(cluster):
+            cluster.barrier()
+            if cluster.rank == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(30)
+        """
+    )
+    first, second = run(project, slurm)
+    assert first.exit == -9
+    assert second.exit == 11, second.output
+    assert second.seconds < 15
+    assert first.verdicts["test_killed"].startswith("error: the run ended here: rank 0 (")
+    assert first.journal.end is not None
+    assert first.journal.end.by == "recorder"
+
+
+def test_a_port_in_use_is_told_on_rank_0(project: Project) -> None:
+    project.suite(SUITE)
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with started(project, slurm, port, ranks=1) as (process,):
+            left = process.wait()
+    assert left.exit == 11, left.output
+    assert f"no store could be started on port {port} of " in left.stderr
+    assert "set MASTER_PORT to a free one on every rank" in left.stderr
+    assert "Traceback" not in left.output
+    assert left.verdicts["preflight"].startswith(f"error: no store could be started on port {port}")
+
+
+def test_a_missing_rank_is_named_within_the_time(project: Project) -> None:
+    project.suite(SUITE)
+    with started(project, slurm, free_port(), "--gpucluster-timeouts=join=3", ranks=1) as (process,):
+        left = process.wait()
+    assert left.exit == 11, left.output
+    assert left.seconds < 20
+    assert left.verdicts["preflight"].startswith("error: rank 1 on ")
+    assert "never reported (1 of 2 ranks did)" in left.verdicts["preflight"]
+    assert left.verdicts["preflight"][7:] in left.stderr
+
+
+def test_a_store_that_does_not_answer_is_told_within_the_time(project: Project) -> None:
+    def nobody(rank: int, port: int) -> dict[str, str]:
+        return {**slurm(1, port), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+    project.suite(SUITE)
+    with started(project, nobody, 1, "--gpucluster-timeouts=join=2", ranks=1) as (process,):
+        left = process.wait()
+    assert left.exit == 11, left.output
+    assert left.seconds < 20
+    assert "rank 1 on " in left.stderr
+    assert "no store answers at 127.0.0.1:1 within 2 s" in left.stderr
+    assert "Check that MASTER_ADDR and MASTER_PORT name the first node" in left.stderr
+    assert "Traceback" not in left.output
+
+
+def test_what_one_rank_cannot_do_is_told_once_for_all(project: Project) -> None:
+    def one_is_wrong(rank: int, port: int) -> dict[str, str]:
+        return {**slurm(rank, port), **({"GPUCLUSTER_DEADLINE": "soon"} if rank == 1 else {})}
+
+    project.suite(SUITE)
+    first, second = run(project, one_is_wrong)
+    assert (first.exit, second.exit) == (4, 4), first.output + second.output
+    assert "GPUCLUSTER_DEADLINE=soon: 'soon' is not a number of seconds" in first.stderr
+    assert "GPUCLUSTER_DEADLINE=soon" in first.verdicts["usage"]
+    assert second.output.strip() == ""
+
+
+def torchrun(project: Project, *options: str, more: Mapping[str, str] | None = None) -> Left:
+    """Run two ranks under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
+    command += [f"--master-port={free_port()}", "-m", "pytest", "-p", "no:hypothesispytest", "--junitxml=report.xml"]
+    with Process([*command, *options], project.path, environment(more)) as process:
+        return process.wait()
+
+
+def test_fewer_ranks_than_expected_are_named_under_torchrun(project: Project) -> None:
+    project.suite(SUITE)
+    left = torchrun(project, CPU, "--gpucluster-expect=2x8")
+    assert left.exit == 1  # torchrun's, whatever the ranks' is
+    message = "1 node with 2 ranks in all were launched, but --gpucluster-expect=2x8 is 2 nodes with 8 GPUs each"
+    assert left.verdicts["preflight"].startswith(f"error: {message}")
+    assert left.end == ("BROKEN", 11)
+    assert left.stderr.count(f"ERROR: {message}") == 1
+    assert f"BROKEN (exit code 11): {message}" in left.stderr  # in torchrun's own summary
+    assert "what to do: torchrun --nnodes=2 --nproc-per-node=8" in left.stderr
+
+
+@pytest.mark.parametrize("where", ["0", "1"])
+def test_a_suite_that_one_rank_does_not_find_is_told_on_all(project: Project, where: str) -> None:
+    project.suite(
+        "def test_it(): raise AssertionError('must not run')",
+        conftest=f"""
+        import os, pytest
+
+        def pytest_collection_modifyitems():
+            if os.environ["RANK"] == "{where}":
+                raise pytest.UsageError("file or directory not found: acceptance")
+        """,
+    )
+    left = torchrun(project, CPU)
+    assert left.end == ("BROKEN", 11)
+    assert left.verdicts["collection"].startswith(f"error: different tests collected: rank {where} (")
+    assert "UsageError: file or directory not found: acceptance" in left.verdicts["collection"]
+    assert left.exit == 1
+    assert left.seconds < 20
+
+
+def test_no_gpu_on_any_rank_is_told_once_under_torchrun(project: Project) -> None:
+    project.suite(SUITE)
+    left = torchrun(project, "--gpucluster-device=cuda", more={"CUDA_VISIBLE_DEVICES": ""})
+    assert left.exit == 1
+    assert left.end == ("BROKEN", 4)
+    for rank in (0, 1):
+        assert f"rank {rank} on " in left.body("usage")
+    assert left.stderr.count("ERROR: rank 0 on ") == 1
+    assert left.stderr.count("what to do: ") == left.body("usage").count("what to do: ")
+    assert "--gpucluster-device=cpu" in left.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [("-n2", "-n (pytest-xdist) and slurm both start processes"), ("--pdb", "--pdb and --trace need one process")],
+)
+def test_workers_and_debuggers_under_a_launcher_are_refused_with_the_way_out(
+    project: Project, option: str, text: str
+) -> None:
+    project.suite(SUITE)
+    with started(project, slurm, free_port(), "--gpucluster-timeouts=join=0.1", option, ranks=1) as (process,):
+        left = process.wait()
+    assert left.exit == 4, left.output
+    assert text in left.stderr
+    assert "-m single_gpu" in left.stderr
+    assert text in left.verdicts["usage"]

@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_gpucluster import activation, options
+from pytest_gpucluster.errors import OptionError
+from pytest_gpucluster.options import OPTIONS, Settings, Timeouts, active, asked_for, resolve
+
+INI = "gpucluster_deadline = 30\ngpucluster_sku = from-ini\n"
+
+
+@pytest.fixture
+def configure(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Make pytest's configuration of an empty project, from command line and ini; nothing is started."""
+    for name in [name for name in os.environ if name.startswith("GPUCLUSTER_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(activation, "prepare_environment", lambda: None)
+
+    def make(*arguments: str, ini: str = "") -> pytest.Config:
+        pytester.makeini(f"[pytest]\n{ini}")
+        return pytester.parseconfig(*arguments)
+
+    return make
+
+
+def test_the_options_are_these_and_no_others() -> None:
+    frozen = [(option.flag, option.dest, option.variable, option.metavar, option.default) for option in OPTIONS]
+    assert frozen == [
+        ("--gpucluster-device", "gpucluster_device", "GPUCLUSTER_DEVICE", "DEVICE", "cuda"),
+        ("--gpucluster-expect", "gpucluster_expect", "GPUCLUSTER_EXPECT", "NODESxGPUS[xSKU]", None),
+        ("--gpucluster-thresholds", "gpucluster_thresholds", "GPUCLUSTER_THRESHOLDS", "FILE", None),
+        ("--gpucluster-sku", "gpucluster_sku", "GPUCLUSTER_SKU", "NAME", None),
+        ("--gpucluster-report-dir", "gpucluster_report_dir", "GPUCLUSTER_REPORT_DIR", "DIR", "gpucluster-report"),
+        ("--gpucluster-deadline", "gpucluster_deadline", "GPUCLUSTER_DEADLINE", "SECONDS", "300"),
+        ("--gpucluster-require", "gpucluster_require", "GPUCLUSTER_REQUIRE", "CRITERIA", ""),
+        ("--gpucluster-timeouts", "gpucluster_timeouts", "GPUCLUSTER_TIMEOUTS", "NAME=SECONDS,...", ""),
+    ]
+
+
+def test_every_option_is_on_the_command_line_in_the_ini_file_and_in_the_help(configure: Any) -> None:
+    config = configure()
+    for option in OPTIONS:
+        assert getattr(config.option, option.dest) is None
+        assert config.getini(option.dest) in (None, "")
+        assert option.help
+
+
+def test_nothing_given_means_the_defaults(configure: Any) -> None:
+    settings = resolve(configure(), {})
+    assert {name: setting.value for name, setting in settings.settings.items()} == {
+        "device": "cuda",
+        "expect": None,
+        "thresholds": None,
+        "sku": None,
+        "report_dir": Path("gpucluster-report"),
+        "deadline": 300.0,
+        "require": (),
+        "timeouts": Timeouts(),
+    }
+    assert {setting.origin for setting in settings.settings.values()} == {"default"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "ini", "value", "origin"),
+    [
+        pytest.param([], {}, "", 300.0, "default", id="nothing"),
+        pytest.param([], {}, INI, 30.0, "ini", id="ini over default"),
+        pytest.param([], {"GPUCLUSTER_DEADLINE": "20"}, INI, 20.0, "environment", id="environment over ini"),
+        pytest.param(
+            ["--gpucluster-deadline=10"],
+            {"GPUCLUSTER_DEADLINE": "20"},
+            INI,
+            10.0,
+            "command line",
+            id="command line over environment",
+        ),
+        pytest.param(["-o", "gpucluster_deadline=40"], {}, INI, 40.0, "ini", id="an overridden ini setting"),
+    ],
+)
+def test_the_closest_setting_counts_and_its_origin_is_known(
+    configure: Any, arguments: list[str], environ: dict[str, str], ini: str, value: float, origin: str
+) -> None:
+    settings = resolve(configure(*arguments, ini=ini), environ)
+    assert settings.deadline == value
+    assert settings.settings["deadline"].origin == origin
+    assert settings.settings["device"].origin == "default"
+
+
+def test_settings_are_read_by_name_and_unknown_names_are_no_settings(configure: Any) -> None:
+    settings = resolve(configure("--gpucluster-require=lora, matmul ,,", "--gpucluster-thresholds=a b.yaml"), {})
+    assert settings.require == ("lora", "matmul")
+    assert settings.thresholds == Path("a b.yaml")
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = settings.no_such
+
+
+def test_settings_go_on_record_as_text_with_their_origin(configure: Any) -> None:
+    body = resolve(configure("--gpucluster-deadline=10"), {"GPUCLUSTER_SKU": "B200"}).to_json()
+    assert body["deadline"] == {"value": "10.0", "origin": "command line"}
+    assert body["sku"] == {"value": "B200", "origin": "environment"}
+    assert body["expect"] == {"value": None, "origin": "default"}
+    assert list(body) == [option.name.replace("-", "_") for option in OPTIONS]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "ini", "message"),
+    [
+        pytest.param(
+            ["--gpucluster-device=gpu"],
+            {},
+            "",
+            "--gpucluster-device gpu: 'gpu' is not allowed; choose one of: cuda, cpu",
+            id="command line",
+        ),
+        pytest.param(
+            [],
+            {"GPUCLUSTER_DEVICE": "CPU"},
+            "",
+            "GPUCLUSTER_DEVICE=CPU: 'CPU' is not allowed; choose one of: cuda, cpu",
+            id="environment",
+        ),
+        pytest.param(
+            [],
+            {"GPUCLUSTER_DEVICE": ""},
+            "",
+            "GPUCLUSTER_DEVICE=: '' is not allowed; choose one of: cuda, cpu",
+            id="an empty variable is not the default",
+        ),
+        pytest.param(
+            [],
+            {},
+            "gpucluster_deadline = soon",
+            "{ini}: gpucluster_deadline = soon: 'soon' is not a number of seconds",
+            id="ini",
+        ),
+        pytest.param(
+            ["--gpucluster-timeouts=grce=1"],
+            {},
+            "",
+            "--gpucluster-timeouts grce=1: unknown timeout 'grce'; allowed: join, grace, stuck, dead, unresponsive, "
+            "terminate, each as name=seconds",
+            id="a timeout that is none",
+        ),
+        pytest.param(
+            ["--gpucluster-device=x", "--gpucluster-deadline=0"],
+            {},
+            "",
+            "--gpucluster-device x: 'x' is not allowed; choose one of: cuda, cpu\n"
+            "--gpucluster-deadline 0: '0' is not a positive number of seconds",
+            id="all of them at once",
+        ),
+    ],
+)
+def test_a_wrong_value_is_told_with_its_place_and_what_is_allowed(
+    configure: Any, arguments: list[str], environ: dict[str, str], ini: str, message: str
+) -> None:
+    config = configure(*arguments, ini=ini)
+    with pytest.raises(OptionError) as caught:
+        resolve(config, environ)
+    assert str(caught.value) == message.format(ini=config.inipath)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "1e400", "five", "", "5 s"])
+def test_a_deadline_is_a_positive_finite_number(configure: Any, text: str) -> None:
+    with pytest.raises(OptionError, match=r"is not a (positive )?number of seconds"):
+        resolve(configure(f"--gpucluster-deadline={text}"), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        pytest.param("", Timeouts(), id="nothing changes nothing"),
+        pytest.param("grace=2", Timeouts(grace=2.0), id="one"),
+        pytest.param(" grace=2 , join=900 ,", Timeouts(grace=2.0, join=900.0), id="two, with spaces"),
+        pytest.param(
+            "join=1,grace=2,stuck=3,dead=4,unresponsive=5,terminate=6.5",
+            Timeouts(join=1.0, grace=2.0, stuck=3.0, dead=4.0, unresponsive=5.0, terminate=6.5),
+            id="all",
+        ),
+    ],
+)
+def test_timeouts_are_read_by_name(text: str, expected: Timeouts) -> None:
+    assert Timeouts.parse(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param("grase=2", "unknown timeout 'grase'", id="a wrong name"),
+        pytest.param("grace", "'' is not a number of seconds", id="no value"),
+        pytest.param("grace=soon", "'soon' is not a number of seconds", id="no number"),
+        pytest.param("grace=0", "'0' is not a positive number of seconds", id="zero"),
+        pytest.param("grace=inf", "'inf' is not a positive number of seconds", id="for ever"),
+        pytest.param("grace=1,grace=2", "timeout 'grace' is given twice", id="twice"),
+    ],
+)
+def test_wrong_timeouts_are_refused(text: str, message: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        Timeouts.parse(text)
+    assert str(caught.value).startswith(message)
+
+
+def test_the_report_directory_is_known_also_where_another_setting_is_wrong(configure: Any) -> None:
+    config = configure("--gpucluster-device=x", "--gpucluster-report-dir=there")
+    assert options.report_directory(config, {}) == Path("there")
+    assert options.report_directory(configure(), {"GPUCLUSTER_REPORT_DIR": "elsewhere"}) == Path("elsewhere")
+    assert options.report_directory(configure(), {}) == Path("gpucluster-report")
+
+
+# ---- whether the plugin takes part ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ini", "expected"),
+    [
+        pytest.param([], "", False, id="merely installed"),
+        pytest.param([], "gpucluster = true", True, id="the ini setting"),
+        pytest.param([], "gpucluster = false", False, id="the ini setting says no"),
+        pytest.param([], "gpucluster_device = cpu", True, id="any other ini setting of it"),
+        *(
+            pytest.param([f"{option.flag}=1"], "", True, id=f"the option {option.name}, whatever its value")
+            for option in OPTIONS
+        ),
+        pytest.param(["--gpucluster-sku="], "", True, id="an empty option, which is an error later"),
+        pytest.param(["-o", "gpucluster=true"], "", True, id="an overridden ini setting"),
+    ],
+)
+def test_the_plugin_takes_part_where_the_project_or_the_command_line_asks(
+    configure: Any, arguments: list[str], ini: str, expected: bool
+) -> None:
+    assert active(configure(*arguments, ini=ini)) is expected
+
+
+def test_the_environment_alone_never_turns_it_on(configure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for option in OPTIONS:
+        monkeypatch.setenv(option.variable, "cpu")
+    monkeypatch.setenv("GPUCLUSTER", "1")
+    assert not active(configure())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        pytest.param([], False, id="nothing"),
+        pytest.param(["-v", "tests"], False, id="other options"),
+        pytest.param(["--gpucluster-device", "cpu"], True, id="in two words"),
+        pytest.param(["-v", "--gpucluster-device=cpu"], True, id="in one"),
+        pytest.param(["gpucluster-report/test_x.py"], False, id="a path of that name"),
+    ],
+)
+def test_options_are_recognised_before_pytest_has_parsed_them(arguments: list[str], expected: bool) -> None:
+    assert asked_for(arguments) is expected
+
+
+def test_settings_of_no_project_are_made_by_hand() -> None:
+    settings = Settings(settings={"device": options.Setting(value="cpu", origin="default")})
+    assert settings.device == "cpu"

@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import json
+import re
+from datetime import datetime, timezone
+from typing import Any
+
+import pytest
+from _pytest import junitxml
+
+from pytest_gpucluster import record
+from pytest_gpucluster.agreement.merge import Merged
+from pytest_gpucluster.record import TestName, TestRecord, now, unique
+
+NODE_IDS = {
+    "a function": "tests/test_a.py::test_it",
+    "at the root": "test_a.py::test_it",
+    "a class": "tests/gpu/test_a.py::TestA::test_it",
+    "a class in a class": "test_a.py::TestA::TestB::test_it",
+    "parametrised": "test_a.py::test_it[1 GB-fp8]",
+    "two colons in the id": "test_a.py::TestA::test_it[a::b]",
+    "a slash in the id": "test_a.py::test_it[/dev/nvme0]",
+    "a file's name in the id": "test_a.py::test_it[x.py::y]",
+    "brackets in the id": "test_a.py::test_it[a[0]]",
+    "a closing bracket in the id": "test_a.py::test_it[a]b]",
+    "an empty id": "test_a.py::test_it[]",
+    "a line break in the id": "test_a.py::test_it[a\nb]",
+    "a line break and two colons in the id": "test_a.py::test_it[a\n::b]",
+    "unicode": "tests/größe/test_ä.py::test_✓[日本]",
+    "a directory that looks like a module": "tests.py/test_a.py::test_it",
+    "brackets in a directory": "tests[1]/test_a.py::test_it[2]",
+    "dots in a directory": "v1.2/test_a.py::test_it",
+    "another kind of file": "docs/guide.rst::guide.rst",
+}
+
+
+def named(nodeid: str) -> TestName:
+    return TestName.of(nodeid, (nodeid.partition("::")[0], 11, "x"))
+
+
+@pytest.mark.parametrize("nodeid", NODE_IDS.values(), ids=NODE_IDS)
+def test_a_test_is_called_as_in_pytests_own_junit(nodeid: str) -> None:
+    if "[" in nodeid.partition("::")[0] and not hasattr(junitxml, "NodeId"):
+        pytest.skip("this pytest takes a bracket in a directory for a parameter")
+    *classes, name = junitxml.mangle_test_address(nodeid)
+    found = named(nodeid)
+    assert (found.classname, found.name) == (".".join(classes), name)
+
+
+def test_what_is_no_test_of_a_file_is_called_after_the_file() -> None:
+    found = named("tests/test_a.py")
+    assert (found.classname, found.name) == ("tests.test_a", "tests.test_a")
+
+
+@pytest.mark.parametrize(("location_line", "line"), [(11, 12), (0, 1), (None, 1)], ids=str)
+def test_lines_count_from_one(location_line: int | None, line: int) -> None:
+    found = TestName.of("a.py::test", ("a.py", location_line, "test"), "matmul")
+    assert (found.file, found.line, found.criterion) == ("a.py", line, "matmul")
+
+
+def test_a_name_goes_on_record_with_the_fields_of_the_journal() -> None:
+    assert TestName.of("a.py::T::t[1]", ("a.py", 4, "T.t[1]"), "matmul").to_json() == {
+        "nodeid": "a.py::T::t[1]",
+        "classname": "a.T",
+        "name": "t[1]",
+        "file": "a.py",
+        "line": 5,
+        "criterion": "matmul",
+    }
+
+
+def test_times_are_in_utc_with_milliseconds() -> None:
+    text = now()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", text)
+    assert abs((datetime.now(timezone.utc) - datetime.fromisoformat(text)).total_seconds()) < 60
+
+
+# ---- the phases of a test ------------------------------------------------------------------------------------------
+
+
+def made(*phases: tuple[str, str, str], merged: dict[str, Merged] | None = None) -> TestRecord:
+    """A test with these phases: when, pytest's outcome, message."""
+    test = TestRecord(test=named("a.py::test"))
+    for when, outcome, message in phases:
+        add(test, when, outcome, message, (merged or {}).get(when))
+    return test
+
+
+def add(
+    test: TestRecord, when: str, outcome: str, message: str = "", merged: Merged | None = None, **more: Any
+) -> None:
+    text = f"text of {message}" if message else ""
+    test.add(when, outcome=outcome, message=message, text=text, seconds=0.5, merged=merged, **more)
+
+
+SETUP, CALL, TEARDOWN = ("setup", "passed", ""), ("call", "passed", ""), ("teardown", "passed", "")
+
+
+@pytest.mark.parametrize(
+    ("phases", "outcome", "phase", "message"),
+    [
+        pytest.param([SETUP, CALL, TEARDOWN], "passed", "call", "", id="all passed"),
+        pytest.param([SETUP, ("call", "failed", "c"), TEARDOWN], "failed", "call", "c", id="the call failed"),
+        pytest.param([("setup", "failed", "s"), TEARDOWN], "error", "setup", "s", id="the setup broke"),
+        pytest.param([SETUP, CALL, ("teardown", "failed", "t")], "error", "teardown", "t", id="the teardown broke"),
+        pytest.param(
+            [SETUP, ("call", "failed", "c"), ("teardown", "failed", "t")], "failed", "call", "c", id="the first decides"
+        ),
+        pytest.param([("setup", "skipped", "s"), TEARDOWN], "skipped", "setup", "s", id="skipped in the setup"),
+        pytest.param([SETUP, ("call", "skipped", "c"), TEARDOWN], "skipped", "call", "c", id="skipped in the call"),
+        pytest.param(
+            [SETUP, ("call", "skipped", "c"), ("teardown", "failed", "t")],
+            "error",
+            "teardown",
+            "t",
+            id="a skip never hides a broken teardown",
+        ),
+        pytest.param(
+            [SETUP, ("call", "failed", "c"), ("teardown", "skipped", "t")],
+            "failed",
+            "call",
+            "c",
+            id="a skip never hides a failure",
+        ),
+    ],
+)
+def test_the_phases_make_one_outcome(
+    phases: list[tuple[str, str, str]], outcome: str, phase: str, message: str
+) -> None:
+    line = made(*phases).line()
+    assert (line["outcome"], line["phase"], line["message"]) == (outcome, phase, message)
+
+
+@pytest.mark.parametrize(
+    ("when", "agreed", "outcome"),
+    [
+        pytest.param("call", "error", "error", id="a call that broke is no verdict about hardware"),
+        pytest.param("setup", "failed", "failed", id="a GPU that died in the setup is one"),
+        pytest.param("teardown", "failed", "failed", id="or in the teardown"),
+        pytest.param("call", "passed", "failed", id="pytest's own failure of a call that the ranks passed"),
+        pytest.param("teardown", "passed", "error", id="pytest's own failure of a teardown"),
+    ],
+)
+def test_what_the_ranks_agreed_on_refines_pytests_outcome(when: str, agreed: str, outcome: str) -> None:
+    test = made((when, "failed", "m"), merged={when: Merged(outcome=agreed)})
+    assert test.outcome == outcome
+
+
+def test_a_verdict_about_hardware_outweighs_a_broken_phase_before_it_and_both_texts_are_kept() -> None:
+    test = made(
+        ("call", "failed", "c"),
+        ("teardown", "failed", "t"),
+        merged={"call": Merged(outcome="error"), "teardown": Merged(outcome="failed")},
+    )
+    assert (test.outcome, test.phase, test.message) == ("failed", "call", "c")
+    assert test.text == "text of c\n\nteardown: text of t"
+
+
+def test_durations_add_up_and_the_calls_is_known_alone() -> None:
+    line = made(SETUP, CALL, TEARDOWN).line()
+    assert (line["duration_seconds"], line["call_seconds"]) == (1.5, 0.5)
+
+
+def test_culprits_and_released_ranks_of_all_phases_are_on_record_and_each_rank_is_told_once() -> None:
+    rows = [{"rank": 3, "outcome": "failed", "message": "boom"}, {"rank": 1, "outcome": "released", "message": "m"}]
+    later = [{"rank": 3, "outcome": "error", "message": "again"}, {"rank": 0, "outcome": "error", "message": "x"}]
+    line = made(
+        ("call", "failed", "c"),
+        ("teardown", "failed", "t"),
+        merged={
+            "call": Merged(outcome="failed", culprits=[3], released=[1], ranks=rows),
+            "teardown": Merged(outcome="error", culprits=[0, 3], released=[2], ranks=later),
+        },
+    ).line()
+    assert (line["culprits"], line["released"]) == ([0, 3], [1, 2])
+    assert line["ranks"] == [*rows, later[1]]
+
+
+def test_an_expected_failure_is_a_skip_with_its_reason() -> None:
+    test = made(SETUP)
+    add(test, "call", "skipped", "m", wasxfail="reason: known")
+    assert (test.line()["outcome"], test.line()["wasxfail"]) == ("skipped", "reason: known")
+
+
+def test_an_unexpected_pass_passes_with_its_reason() -> None:
+    test = made(SETUP)
+    add(test, "call", "passed", wasxfail="")
+    assert (test.line()["outcome"], test.line()["wasxfail"]) == ("passed", "")
+
+
+def test_without_an_expectation_there_is_no_such_field() -> None:
+    assert "wasxfail" not in made(SETUP, CALL, TEARDOWN).line()
+
+
+def test_another_attempt_starts_clean_and_what_the_first_one_said_stays() -> None:
+    test = made(SETUP, ("call", "failed", "boom"))
+    test.measurements = [{"metric": "x"}]
+    test.sections = [("Captured stdout call", "x")]
+    test.start_again("ignored")
+    add(test, "setup", "passed")
+    add(test, "call", "passed")
+    line = test.line()
+    assert (line["outcome"], line["message"], line["text"]) == ("passed", "", "")
+    assert (line["measurements"], line["sections"]) == ([], [])
+    assert line["attempts"] == 2
+    assert line["properties"] == [["attempt 1", "failed: boom"]]
+
+
+def test_every_attempt_is_counted() -> None:
+    test = made(("call", "failed", "one"))
+    test.start_again("")
+    add(test, "call", "failed", "two")
+    test.start_again("")
+    add(test, "call", "failed", "three")
+    line = test.line()
+    assert (line["outcome"], line["message"], line["attempts"]) == ("failed", "three", 3)
+    assert line["properties"] == [["attempt 1", "failed: one"], ["attempt 2", "failed: two"]]
+
+
+def test_a_line_is_plain_json() -> None:
+    line = made(SETUP, ("call", "failed", "c")).line()
+    assert json.loads(json.dumps(line)) == line
+    assert line["type"] == "test"
+
+
+def test_a_message_of_many_lines_is_one_on_record() -> None:
+    assert made(("call", "failed", "first\nsecond")).line()["message"] == "first"
+    assert made(("call", "skipped", "x" * 300)).line()["message"].endswith("…")
+
+
+def test_properties_of_three_reports_come_once_and_as_text() -> None:
+    assert unique([("a", 1), ("b", None), ("a", 1), ("a", 2)]) == [("a", "1"), ("b", "None"), ("a", "2")]
+
+
+def test_a_record_is_not_taken_for_a_test_class() -> None:
+    assert not any(getattr(kind, "__test__", True) for kind in (record.TestName, record.TestRecord))

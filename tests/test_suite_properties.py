@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from pytest_gpucluster import suite_properties
+
+
+class Sent:
+    """Keeps what is put on record, and gives pytest's fixtures their place to write to."""
+
+    def __init__(self) -> None:
+        self.lines: list[Mapping[str, Any]] = []
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_configure(self, config: pytest.Config) -> None:
+        suite_properties.register(config, self.lines.append)
+
+
+@pytest.fixture
+def sent(pytester: pytest.Pytester) -> Any:
+    """Run tests; return the lines that were put on record."""
+
+    def run(text: str, *arguments: str, **outcomes: int) -> list[Mapping[str, Any]]:
+        pytester.makepyfile(text)
+        plugin = Sent()
+        # Hypothesis' plugin takes time and plays no part here.
+        result = pytester.inline_run("-p", "no:hypothesispytest", *arguments, plugins=[plugin])
+        result.assertoutcome(**outcomes)
+        return plugin.lines
+
+    return run
+
+
+def test_a_property_of_the_suite_goes_on_record_as_text(sent: Any) -> None:
+    lines = sent(
+        """
+        def test_it(record_testsuite_property):
+            record_testsuite_property("site", "north")
+            record_testsuite_property("racks", 4)
+        """,
+        passed=1,
+    )
+    assert lines == [
+        {"type": "property", "name": "site", "value": "north"},
+        {"type": "property", "name": "racks", "value": "4"},
+    ]
+
+
+@pytest.mark.parametrize("family", ["xunit1", "xunit2", "legacy"])
+def test_a_property_of_a_test_is_no_error_and_no_warning_in_any_family(sent: Any, family: str) -> None:
+    lines = sent(
+        """
+        def test_it(record_property, request):
+            record_property("a", 1)
+            assert request.node.user_properties == [("a", 1)]
+        """,
+        "-W",
+        "error",
+        "-o",
+        f"junit_family={family}",
+        passed=1,
+    )
+    assert lines == [], "it travels with the report of its test"
+
+
+def test_an_attribute_of_a_testcase_is_left_out_with_a_warning(sent: Any) -> None:
+    lines = sent(
+        """
+        import pytest
+
+        def test_it(record_xml_attribute):
+            with pytest.warns(pytest.PytestWarning, match="'assertions' is left out of the report"):
+                record_xml_attribute("assertions", "REQ-1")
+        """,
+        "-W",
+        "ignore:record_xml_attribute is an experimental",
+        passed=1,
+    )
+    assert lines == []
+
+
+def test_pytest_takes_the_collector_back_at_the_end(pytester: pytest.Pytester) -> None:
+    from _pytest.junitxml import xml_key
+
+    config = pytester.parseconfigure()
+    before = config.pluginmanager.get_plugins()
+    suite_properties.register(config, lambda line: None)
+    assert config.pluginmanager.get_plugins() != before
+    config._ensure_unconfigure()
+    assert xml_key not in config.stash
+    assert config.pluginmanager.get_plugins() == before
