@@ -202,16 +202,20 @@ def register(parser: pytest.Parser) -> None:
         parser.addini(option.dest, f"{option.help} (as {option.flag})", type="string", default=None)
 
 
-def asked_for(args: list[str]) -> bool:
-    """Tell from raw command-line arguments whether an option of this plugin is used."""
-    return any(arg.startswith("--gpucluster-") for arg in args)
+def asked_for(early_config: pytest.Config, args: list[str]) -> bool:
+    """Tell whether the plugin will take part, from raw command-line arguments and the ini file alone."""
+    return any(arg.startswith("--gpucluster-") for arg in args) or _in_ini(early_config)
+
+
+def _in_ini(config: pytest.Config) -> bool:
+    return bool(config.getini("gpucluster")) or any(_ini(config, option) for option in OPTIONS)
 
 
 def active(config: pytest.Config) -> bool:
     """Tell whether the plugin takes part in this session."""
     if any(getattr(config.option, option.dest, None) is not None for option in OPTIONS):
         return True
-    return bool(config.getini("gpucluster")) or any(_ini(config, option) for option in OPTIONS)
+    return _in_ini(config)
 
 
 def resolve(config: pytest.Config, environ: Mapping[str, str] = os.environ) -> Settings:
@@ -229,6 +233,8 @@ def resolve(config: pytest.Config, environ: Mapping[str, str] = os.environ) -> S
             value = None if raw is None else option.parse(raw)
         except OptionError as error:
             complaints.append(f"{shown}: {error}")
+        if isinstance(value, Path):
+            value = _base(config, origin) / value
         found[option.name.replace("-", "_")] = Setting(value=value, origin=origin)
     if complaints:
         raise OptionError("\n".join(complaints))
@@ -238,7 +244,13 @@ def resolve(config: pytest.Config, environ: Mapping[str, str] = os.environ) -> S
 def report_directory(config: pytest.Config, environ: Mapping[str, str] = os.environ) -> Path:
     """Return where reports go, also where another setting is wrong."""
     option = next(option for option in OPTIONS if option.name == "report-dir")
-    return Path(_raw(config, option, environ)[0] or "gpucluster-report")
+    raw, origin, _ = _raw(config, option, environ)
+    return _base(config, origin) / (raw or "gpucluster-report")
+
+
+def _base(config: pytest.Config, origin: str) -> Path:
+    """Return what a path is relative to: as everywhere in pytest, the ini file for what the ini file says."""
+    return config.inipath.parent if origin == "ini" and config.inipath is not None else Path()
 
 
 def _ini(config: pytest.Config, option: _Option) -> str | None:

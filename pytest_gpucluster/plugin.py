@@ -44,7 +44,7 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
     """Set torch's environment before any conftest can import torch."""
-    if options.asked_for(args) or early_config.getini("gpucluster"):
+    if options.asked_for(early_config, args):
         from pytest_gpucluster.activation import prepare_environment
 
         prepare_environment()

@@ -243,17 +243,30 @@ def test_the_environment_alone_never_turns_it_on(configure: Any, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("arguments", "ini", "expected"),
     [
-        pytest.param([], False, id="nothing"),
-        pytest.param(["-v", "tests"], False, id="other options"),
-        pytest.param(["--gpucluster-device", "cpu"], True, id="in two words"),
-        pytest.param(["-v", "--gpucluster-device=cpu"], True, id="in one"),
-        pytest.param(["gpucluster-report/test_x.py"], False, id="a path of that name"),
+        pytest.param([], "", False, id="nothing"),
+        pytest.param(["-v", "tests"], "", False, id="other options"),
+        pytest.param(["--gpucluster-device", "cpu"], "", True, id="in two words"),
+        pytest.param(["-v", "--gpucluster-device=cpu"], "", True, id="in one"),
+        pytest.param(["gpucluster-report/test_x.py"], "", False, id="a path of that name"),
+        pytest.param([], "gpucluster = true", True, id="turned on in the ini file"),
+        pytest.param([], "gpucluster_device = cpu", True, id="a setting in the ini file"),
     ],
 )
-def test_options_are_recognised_before_pytest_has_parsed_them(arguments: list[str], expected: bool) -> None:
-    assert asked_for(arguments) is expected
+def test_options_are_recognised_before_pytest_has_parsed_them(
+    configure: Any, arguments: list[str], ini: str, expected: bool
+) -> None:
+    assert asked_for(configure(ini=ini), arguments) is expected
+
+
+def test_a_path_of_the_ini_file_is_relative_to_that_file(configure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configure(ini="gpucluster_thresholds = limits.yaml\ngpucluster_report_dir = /reports")
+    monkeypatch.chdir("/")
+    settings = resolve(config, {"GPUCLUSTER_SKU": "H200"})
+    assert settings.thresholds == config.inipath.parent / "limits.yaml"
+    assert str(settings.report_dir) == "/reports"
+    assert resolve(config, {"GPUCLUSTER_THRESHOLDS": "mine.yaml"}).thresholds == Path("mine.yaml")
 
 
 def test_settings_of_no_project_are_made_by_hand() -> None:

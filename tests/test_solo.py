@@ -334,7 +334,7 @@ def test_ctrl_c_in_a_test_leaves_a_report(project: Project) -> None:
     project.suite("def test_it(): raise KeyboardInterrupt\ndef test_after(): pass")
     left = project.run()
     assert (left.exit, left.end) == (2, ("BROKEN", 2))
-    assert left.verdicts["test_it"].startswith("error: the run ended here: interrupted on rank 0")
+    assert left.verdicts["test_it"].startswith("error: the run ended here: interrupted (Ctrl-C) on rank 0")
     assert left.verdicts["test_after"].startswith("skipped: not run: ")
 
 

@@ -6,9 +6,10 @@ waits for a rank that is known to be gone, because the watcher then posts in its
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -55,24 +56,34 @@ class Exchange:
             StoreError: the store has gone, or gave no answer long after the deadline.
         """
         number = self.number
-        try:
+        with _store_trouble():
             self._store.set_timeout(timedelta(seconds=deadline_seconds + _ANSWER_MARGIN_SECONDS))
-            if self._rank == 0:
-                bodies: dict[int, Body] = {0: body}
-                if self._peers:
-                    raw = self._store.multi_get([key_of(number, peer) for peer in self._peers])
-                    bodies.update((peer, json.loads(text)) for peer, text in zip(self._peers, raw, strict=True))
-                verdict = decide(bodies)
-                if self._peers:
-                    self._store.set(verdict_key(number), json.dumps(verdict))
-                    self._garbage.append(verdict_key(number - 2))
-            else:
-                self._store.set(key_of(number, self._rank), json.dumps(body))
-                verdict = json.loads(self._store.get(verdict_key(number)))
-                self._garbage.append(key_of(number - 1, self._rank))
-        except RuntimeError as error:  # torch's DistError family
-            raise StoreError(f"the rendezvous store has stopped answering: {first_line(str(error))}") from error
+            if self._rank != 0:
+                return self._follow(number, body)
+            bodies = self._gather(number, body)
+        try:
+            verdict = decide(bodies)
+        except BaseException:
+            self._publish(number, {"ended": True})  # nobody must wait for a verdict that will not come
+            raise
+        self._publish(number, verdict)
         return verdict
+
+    def _follow(self, number: int, body: Body) -> Body:
+        self._store.set(key_of(number, self._rank), json.dumps(body))
+        verdict: Body = json.loads(self._store.get(verdict_key(number)))
+        self._garbage.append(key_of(number - 1, self._rank))
+        return verdict
+
+    def _gather(self, number: int, body: Body) -> dict[int, Body]:
+        raw = self._store.multi_get([key_of(number, peer) for peer in self._peers]) if self._peers else []
+        return {0: body, **{peer: json.loads(text) for peer, text in zip(self._peers, raw, strict=True)}}
+
+    def _publish(self, number: int, verdict: Body) -> None:
+        if self._peers:
+            with _store_trouble():
+                self._store.set(verdict_key(number), json.dumps(verdict))
+            self._garbage.append(verdict_key(number - 2))
 
     def take_garbage(self) -> list[str]:
         """Return keys that every rank has read. The watcher deletes them, off the critical path."""
@@ -80,6 +91,14 @@ class Exchange:
         while self._garbage:
             keys.append(self._garbage.popleft())
         return keys
+
+
+@contextlib.contextmanager
+def _store_trouble() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # torch's DistError family
+        raise StoreError(f"the rendezvous store has stopped answering: {first_line(str(error))}") from error
 
 
 def answer_for(store: Store, number: int, rank: int, body: Body) -> None:
