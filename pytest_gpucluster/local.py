@@ -24,7 +24,7 @@ from pytest_gpucluster.record import TestName, TestRecord, unique
 from pytest_gpucluster.run import Run
 from pytest_gpucluster.selection import is_selection, only_lists
 from pytest_gpucluster.session import Session, last_error, take_junit
-from pytest_gpucluster.wording import first_line as one_line
+from pytest_gpucluster.wording import first_line
 
 _BAD = ("failed", "error", "hung", "lost")
 PROPERTY = "gpucluster"
@@ -133,7 +133,7 @@ class Controller:
     def collect_report(self, report: pytest.CollectReport) -> None:
         """Put on record what a worker cannot collect."""
         if report.failed and self._run.recorder is not None:
-            message = one_line(f"cannot collect {report.nodeid}: {last_error(report.longreprtext)}")
+            message = first_line(f"cannot collect {report.nodeid}: {last_error(report.longreprtext)}")
             self._cannot_collect = self._cannot_collect or message
             self._run.problem("collection", message, report.longreprtext)
 
@@ -191,7 +191,7 @@ class Controller:
         during = f" during {current}" if current else " before its first test"
         # An exception comes as its whole traceback: the last line says what it was.
         why = next((line for line in reversed(str(error).splitlines()) if line.strip()), "no reason given")
-        self._lost[rank] = one_line(f"lost{during}: worker {worker} crashed ({why})")
+        self._lost[rank] = first_line(f"lost{during}: worker {worker} crashed ({why})")
         self._run.problem("rank lost", f"{self._run.names[rank]} is {self._lost[rank]}", str(error))
 
     def started(self, nodeid: str, location: tuple[str, int | None, str]) -> None:

@@ -26,8 +26,7 @@ from pytest_gpucluster.record import now
 from pytest_gpucluster.recorder import Recorder
 from pytest_gpucluster.run import Run, name_of_rank
 from pytest_gpucluster.run_directory import new_run_directory
-from pytest_gpucluster.wording import first_line as one_line
-from pytest_gpucluster.wording import rank_ranges
+from pytest_gpucluster.wording import first_line, rank_ranges
 
 _TEXTS_SHOWN = 4
 """Of many ranks' different problems so many are told in full."""
@@ -224,7 +223,7 @@ class Opening:
     def _too_few_gpus(self, workers: int) -> Refusal | None:
         me = self._describe_me(None)
         if "problem" in me:
-            return Refusal(message=one_line(me["problem"]), text=me["problem"], exit=me["exit"])
+            return Refusal(message=first_line(me["problem"]), text=me["problem"], exit=me["exit"])
         visible = int(me["visible_gpus"])
         if workers <= visible:
             return None
@@ -247,7 +246,7 @@ class Opening:
             rest = [rank for ranks in list(unable.values())[_TEXTS_SHOWN:] for rank in ranks]
             if rest:
                 texts.append(f"and {len(rest)} more ranks: {rank_ranges(rest)}")
-            return Refusal(message=one_line(text), text="\n".join(texts), exit=exit_code)
+            return Refusal(message=first_line(text), text="\n".join(texts), exit=exit_code)
         found = preflight.problems(
             who,
             self._run.facts,
@@ -267,7 +266,7 @@ class Opening:
         )
         if not found:
             return None
-        return Refusal(message=one_line(found[0].text), text="\n".join(problem.text for problem in found), exit=11)
+        return Refusal(message=first_line(found[0].text), text="\n".join(problem.text for problem in found), exit=11)
 
     def _refuse(self, refusal: Refusal) -> None:
         """End the session before its first test, with a report."""
@@ -302,7 +301,7 @@ class Opening:
 
 
 def _refusal(error: GpuClusterError) -> Refusal:
-    return Refusal(message=one_line(str(error)), text=str(error), exit=4 if isinstance(error, UsageProblem) else 11)
+    return Refusal(message=first_line(str(error)), text=str(error), exit=4 if isinstance(error, UsageProblem) else 11)
 
 
 def _refuse_conflicts(config: pytest.Config, facts: RankFacts) -> None:

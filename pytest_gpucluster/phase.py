@@ -159,9 +159,7 @@ class Phases:
 
     # ---- this rank's outcome ---------------------------------------------------------------------------------
 
-    def _own_outcome(
-        self, item: pytest.Item, when: str, number: int, error: BaseException | None
-    ) -> RankOutcome:
+    def _own_outcome(self, item: pytest.Item, when: str, number: int, error: BaseException | None) -> RankOutcome:
         assert self._run.watch is not None
         rank = self._run.rank
         measurements = [m.to_json() for m in item.stash.get(MEASUREMENTS, [])] if when == "call" else []

@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from pytest_gpucluster.agreement.merge import Merged
-from pytest_gpucluster.wording import first_line as one_line
+from pytest_gpucluster.wording import first_line
 
 _PARAMETERS = re.compile(r"\[.*$", re.DOTALL)
 
@@ -113,7 +113,7 @@ class TestRecord:
             outcome = self._refine(when, merged)
             self._worsen(when, outcome, message, text)
         elif outcome == "skipped" and self.outcome == "passed":
-            self.outcome, self.phase, self.message, self.text = "skipped", when, one_line(message), text
+            self.outcome, self.phase, self.message, self.text = "skipped", when, first_line(message), text
             self.wasxfail = wasxfail
         elif wasxfail is not None:
             self.wasxfail = wasxfail
@@ -121,7 +121,7 @@ class TestRecord:
     def start_again(self, message: str) -> None:
         """Begin another attempt of the same test; what the earlier one said stays on record."""
         self.properties.append(
-            (f"attempt {self.attempts}", one_line(f"{self.outcome}: {self.message or message}"))
+            (f"attempt {self.attempts}", first_line(f"{self.outcome}: {self.message or message}"))
         )
         self.attempts += 1
         self.outcome, self.phase, self.message, self.text, self.wasxfail = "passed", "call", "", "", None
@@ -160,7 +160,7 @@ class TestRecord:
     def _worsen(self, when: str, outcome: str, message: str, text: str) -> None:
         first = self.outcome in ("passed", "skipped")
         if first:
-            self.phase, self.message, self.text = when, one_line(message), text
+            self.phase, self.message, self.text = when, first_line(message), text
         else:
             self.text = f"{self.text}\n\n{when}: {text}"
         if first or outcome == "failed":  # a verdict about the hardware outweighs a broken environment

@@ -31,7 +31,7 @@ from pytest_gpucluster.launch import RankFacts, detect
 from pytest_gpucluster.record import TestName, TestRecord, now
 from pytest_gpucluster.recorder import Recorder, wait_for_end
 from pytest_gpucluster.reports.terminal import measurement_table
-from pytest_gpucluster.wording import first_line as one_line
+from pytest_gpucluster.wording import first_line
 
 if TYPE_CHECKING:
     from pytest_gpucluster.limits import Thresholds
@@ -210,7 +210,7 @@ class Run:
 
     def problem(self, name: str, message: str, text: str) -> None:
         """Put something on record that is outside any test, once."""
-        message = one_line(message)
+        message = first_line(message)
         if message in self.problems:
             return
         self.problems.append(message)
@@ -222,7 +222,7 @@ class Run:
 
     def note_ending(self, ending: Ending) -> None:
         """Called by the watcher, maybe seconds before a SIGKILL: what is known goes on record at once."""
-        self.problem(ending.name, one_line(ending.message), ending.text or ending.message)
+        self.problem(ending.name, first_line(ending.message), ending.text or ending.message)
 
     def overtime(self, ending: Ending) -> None:
         """The main thread did not come back in time: the watcher ends the process with the reports written."""
@@ -284,7 +284,7 @@ class Run:
         self.send({"type": "cluster", "ranks": ranks, "problems": []})
         ending = None
         if why is not None:
-            ending = Ending(name="collection", message=one_line(why), exit=2)
+            ending = Ending(name="collection", message=first_line(why), exit=2)
         elif pytest_exit == pytest.ExitCode.INTERRUPTED and not self._has_gone_wrong():
             ending = Ending(name="interrupted", message="interrupted before every worker had run every test", exit=2)
             self.note_ending(ending)
@@ -306,7 +306,7 @@ class Run:
         watch = self.watch
         if watch.ending is None and pytest_exit in (2, 3):
             name = {2: "interrupted", 3: "internal error"}[pytest_exit]
-            message = one_line(why or f"{name} on {self.names[self.rank]}")
+            message = first_line(why or f"{name} on {self.names[self.rank]}")
             watch.end(Ending(name=name, message=message, exit=pytest_exit))
         agreed: Mapping[str, Any] = {}
         if watch.ending is None:

@@ -19,8 +19,7 @@ from pytest_gpucluster.phase import Phases, name_of
 from pytest_gpucluster.refused import asked_path
 from pytest_gpucluster.run import Run
 from pytest_gpucluster.selection import is_selection, only_lists
-from pytest_gpucluster.wording import first_line as one_line
-from pytest_gpucluster.wording import rank_ranges
+from pytest_gpucluster.wording import first_line, rank_ranges
 
 if TYPE_CHECKING:
     from _pytest._io import TerminalWriter
@@ -50,6 +49,7 @@ class Session:
         self._node_ids: list[str] = []
         self._subset = any(getattr(config.option, name, False) for name in _OF_THE_CACHE[:5])
         self._finished = False
+        self._own_cache: tempfile.TemporaryDirectory[str] | None = None
         if run.rank != 0:  # rank 0's cache alone chooses and orders tests, and nobody else clears it
             for name in _OF_THE_CACHE:
                 if getattr(config.option, name, False):
@@ -73,7 +73,8 @@ class Session:
             writer._file = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
         cache = getattr(self._config, "cache", None)
         if cache is not None:  # never written by this rank: nobody else must find its half of the truth
-            cache._cachedir = Path(tempfile.mkdtemp(prefix="gpucluster-cache-"))
+            self._own_cache = tempfile.TemporaryDirectory(prefix="gpucluster-cache-", ignore_cleanup_errors=True)
+            cache._cachedir = Path(self._own_cache.name)
 
     def header(self) -> list[str]:
         """Return the lines under pytest's own header."""
@@ -181,7 +182,7 @@ class Session:
         if with_errors and len(with_errors) < len(bodies):
             nodeid, text = bodies[with_errors[0]]["errors"][0]
             who = names[with_errors[0]] if len(with_errors) == 1 else rank_ranges(with_errors)
-            message = one_line(f"different tests collected: {who} cannot collect {nodeid}: {last_error(text)}")
+            message = first_line(f"different tests collected: {who} cannot collect {nodeid}: {last_error(text)}")
             return {"disagreement": [message, f"{message}\n\n{text}"]}
         expected = list(bodies[0]["ids"])
         found = {rank: body["ids"] for rank, body in bodies.items() if rank != 0}
@@ -246,9 +247,11 @@ class Session:
     def close(self) -> None:
         """Leave the run, once everything is printed."""
         self._run.close()
+        if self._own_cache is not None:
+            self._own_cache.cleanup()
 
 
 def last_error(text: str) -> str:
     """Return the last line that pytest marks as the error in a traceback."""
     last = next((line for line in reversed(text.splitlines()) if line.startswith("E ")), text)
-    return one_line(last.removeprefix("E"))
+    return first_line(last.removeprefix("E"))

@@ -331,9 +331,7 @@ class Watch:
             self._end(self._loss(event["rank"], event["message"]), tell=False)
         elif kind == "end":
             stuck = self._facts.rank in event["culprits"] and event["name"] == "rank stuck"
-            self._end(
-                Ending(**{k: event[k] for k in ("name", "message", "exit", "culprits", "text")}), tell=False
-            )
+            self._end(Ending(**{k: event[k] for k in ("name", "message", "exit", "culprits", "text")}), tell=False)
             if stuck:
                 self._ending_since -= self._timeouts.terminate - 2.0
         elif kind == "overdue":
@@ -346,9 +344,7 @@ class Watch:
             phase.peer_failed = time.monotonic()
             phase.peer_message = f"{self._names[event['rank']]} {event['message']}"
         elif kind == "release":
-            phase.culprits = {
-                int(rank): diagnosis.Culprit(**culprit) for rank, culprit in event["culprits"].items()
-            }
+            phase.culprits = {int(rank): diagnosis.Culprit(**culprit) for rank, culprit in event["culprits"].items()}
             self._release(phase, event["reason"])
 
     def _say_where(self, number: int, phase: _Phase) -> None:
@@ -369,9 +365,7 @@ class Watch:
         self._arm_dump()
         self._on_beat()
         if self._facts.agent_store and os.getppid() != self._parent:
-            message = (
-                f"the launcher's agent on {self._facts.hostname} (node_rank {self._facts.node_rank}) is gone"
-            )
+            message = f"the launcher's agent on {self._facts.hostname} (node_rank {self._facts.node_rank}) is gone"
             self._end(Ending(name="agent lost", message=message, exit=11), tell=True)
         ranks = self._heartbeats.ranks
         if not ranks:
@@ -384,9 +378,7 @@ class Watch:
             if rank in self._lost or self._store_says_bye(rank, silent):
                 continue
             if not here and silent > self._timeouts.dead:
-                self._lose(
-                    rank, f"no heartbeat for {silent:.0f} s: its host {self._who[rank]['host']} may be down"
-                )
+                self._lose(rank, f"no heartbeat for {silent:.0f} s: its host {self._who[rank]['host']} may be down")
             elif here and silent > self._timeouts.unresponsive and self._facts.rank == 0:
                 self._phase.deadline_seconds = 0.0
 
@@ -480,9 +472,7 @@ class Watch:
         phase.culprits = found
         reason = f"not finished within {phase.deadline_seconds:g} s"
         if found:
-            reason += "; " + "; ".join(
-                f"{self._names[rank]} {c.message}" for rank, c in list(found.items())[:3]
-            )
+            reason += "; " + "; ".join(f"{self._names[rank]} {c.message}" for rank, c in list(found.items())[:3])
         events.post(
             self._store,
             "release",
@@ -555,9 +545,7 @@ class Watch:
             self.ending = ending
             self._ending_since = time.monotonic()
         self._on_ending(ending)
-        with contextlib.suppress(
-            RuntimeError
-        ):  # the store may be what has gone; the report above matters more
+        with contextlib.suppress(RuntimeError):  # the store may be what has gone; the report above matters more
             if tell and self._facts.world_size > 1:
                 events.post(self._store, "end", **_fields(ending))
             self._answer_waits(ending)

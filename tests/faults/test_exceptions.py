@@ -60,6 +60,10 @@ def test_every_other_result_is_kept(run):
     assert run.left_over == []
 
 
+def test_nothing_stays_in_the_directory_for_temporary_files(run):
+    assert [path.name for path in (run.directory / "tmp").glob("gpucluster-*")] == []
+
+
 def test_nobody_enters_a_body_that_one_rank_could_not_set_up(run):
     assert all(run.find_stamp("body_entered_in_spite_of_the_setup", rank) is None for rank in (0, 1))
 
