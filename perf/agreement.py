@@ -5,8 +5,9 @@ Both sides are started by torchrun with the same number of ranks on this machine
 * plain: pytest without the plugin, every rank for itself;
 * agreed: the plugin on cpu, each test carrying one measurement of 100 samples on every rank, judged and on record.
 
-Printed are milliseconds a test, the median over the pairs with minimum and maximum: the whole run of the suite, what the
-plugin adds to plain pytest, and the part of it that is spent inside exchanges (three a test, waiting for peers included).
+Printed are milliseconds a test, the median over the pairs with minimum and maximum: the whole run of the suite, what
+the plugin adds to plain pytest, and the part of it that is spent inside exchanges (three a test, waiting for peers
+included).
 
     python perf/agreement.py [--ranks 2,4] [--tests 200] [--pairs 5]
 """
@@ -26,7 +27,7 @@ GOALS_MS = {2: (1.5, 3.0), 4: (3.0, 6.0)}
 """ranks -> milliseconds a test: inside exchanges, and added in all."""
 _DEADLINE_SECONDS = 300
 
-_SUITE = '''
+_SUITE = """
 import pytest
 import torch  # as every acceptance test does: pytest's log capture is slower with torch's loggers, on both sides
 
@@ -36,9 +37,9 @@ SAMPLES = [1.0 + i / 1000 for i in range(100)]
 @pytest.mark.parametrize("number", range({tests}))
 def test_measures(measure, number):
     measure("matmul.bf16.tflops", 1.0, unit="TFLOPS", samples=SAMPLES, record_only=True)
-'''
+"""
 
-_CONFTEST = '''
+_CONFTEST = """
 import json
 import os
 import time
@@ -79,7 +80,7 @@ else:
             TIMES["exchange"] += time.perf_counter() - begin
 
     Exchange.run = timed
-'''
+"""
 
 
 def milliseconds_per_test(folder: Path, side: str, ranks: int) -> tuple[float, float]:

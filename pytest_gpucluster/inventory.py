@@ -186,9 +186,7 @@ def identify(
         return who
     visible = cuda.visible()
     if visible < 1:
-        raise no_cuda(
-            facts, torch_version=str(who["versions"]["torch"]), cuda_version=who["versions"]["cuda"]
-        )
+        raise no_cuda(facts, torch_version=str(who["versions"]["torch"]), cuda_version=who["versions"]["cuda"])
     index = choose_cuda_index(facts, visible)
     gpu = cuda.gpu(index)
     uuid = full_uuid(gpu.uuid, gpu.name)

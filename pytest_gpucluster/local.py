@@ -18,8 +18,9 @@ from pytest_gpucluster.agreement.merge import Merged, RankOutcome, merge
 from pytest_gpucluster.errors import LaunchError
 from pytest_gpucluster.failure import MergedRepr, line_of, skip_reason
 from pytest_gpucluster.judging import judge_merged
+from pytest_gpucluster.markers import criterion_of
 from pytest_gpucluster.opening import Opening
-from pytest_gpucluster.phase import Phases, criterion_of
+from pytest_gpucluster.phase import Phases
 from pytest_gpucluster.record import TestName, TestRecord, unique
 from pytest_gpucluster.run import Run
 from pytest_gpucluster.selection import is_selection, only_lists
@@ -139,6 +140,9 @@ class Controller:
 
     def deselected(self) -> None:
         """Only workers deselect."""
+
+    def require_usable_markers(self, session: pytest.Session) -> None:
+        """Only workers collect."""
 
     def collected(self, session: pytest.Session) -> None:
         """The controller itself collects nothing."""

@@ -139,9 +139,7 @@ OPTIONS = (
         parse=Path,
         help="a YAML file of limits laid over the shipped thresholds.yaml, limit by limit",
     ),
-    _Option(
-        name="sku", metavar="NAME", help="judge by the limits of this SKU, whatever the GPU calls itself"
-    ),
+    _Option(name="sku", metavar="NAME", help="judge by the limits of this SKU, whatever the GPU calls itself"),
     _Option(
         name="report-dir",
         metavar="DIR",

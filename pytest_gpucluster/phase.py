@@ -15,9 +15,9 @@ from _pytest.outcomes import Failed, Skipped  # pytest.fail.Exception and pytest
 from _pytest.skipping import xfailed_key
 
 from pytest_gpucluster import cause
+from pytest_gpucluster.agreement.ending import Ending
 from pytest_gpucluster.agreement.merge import Merged, RankOutcome, merge
 from pytest_gpucluster.agreement.release.python import Released
-from pytest_gpucluster.agreement.watch import Ending
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.failure import (
     LONGEST_TEXT,
@@ -30,10 +30,11 @@ from pytest_gpucluster.failure import (
     traceback_of,
 )
 from pytest_gpucluster.judging import judge_merged
+from pytest_gpucluster.markers import criterion_of, deadline_of
 from pytest_gpucluster.metrics import Measurement
 from pytest_gpucluster.record import TestName, TestRecord, unique
 from pytest_gpucluster.selection import why_not_applicable
-from pytest_gpucluster.wording import first_line as one_line
+from pytest_gpucluster.wording import first_line
 
 if TYPE_CHECKING:
     from pytest_gpucluster.run import Run
@@ -147,7 +148,7 @@ class Phases:
         assert self._run.watch is not None
         who = self._run.names[self._run.rank]
         how = "Ctrl-C" if isinstance(stop, KeyboardInterrupt) else "pytest.exit"
-        why = one_line(str(stop))
+        why = first_line(str(stop))
         code = getattr(stop, "returncode", None)
         self._run.watch.end(
             Ending(
@@ -166,7 +167,7 @@ class Phases:
         if error is None:
             return RankOutcome(rank=rank, outcome="passed", measurements=measurements)
         if isinstance(error, (pytest.skip.Exception, pytest.xfail.Exception)):
-            return RankOutcome(rank=rank, outcome="skipped", message=one_line(str(error.msg)), text=str(error.msg))
+            return RankOutcome(rank=rank, outcome="skipped", message=first_line(str(error.msg)), text=str(error.msg))
         released = self._run.watch.released(number)
         cut = released is None and cause.connection_cut(error)
         if cut:
@@ -175,12 +176,12 @@ class Phases:
         if isinstance(error, Released) or released is not None:
             message = str(released or error)
             return RankOutcome(
-                rank=rank, outcome="released", message=one_line(message), text=text, measurements=measurements
+                rank=rank, outcome="released", message=first_line(message), text=text, measurements=measurements
             )
         return RankOutcome(
             rank=rank,
             outcome="cut" if cut else cause.kind_of(error, when),
-            message=one_line(summary_of(error)),
+            message=first_line(summary_of(error)),
             text=text,
             measurements=measurements,
             sections=sections_of(item) if rank != 0 else (),
@@ -201,7 +202,7 @@ class Phases:
             try:
                 watch.report_absence(run.stores.main, number, f"{how}: {own.message}")
             except RuntimeError as lost:  # torch's DistError family
-                watch.end(Ending(name="store lost", message=one_line(str(lost)), exit=11))
+                watch.end(Ending(name="store lost", message=first_line(str(lost)), exit=11))
         died = cause.gpu_died(error) if error is not None else None
         body = {"at": label, **own.to_json(), **({"died": died} if died else {})}
         if error is not None and own.outcome in ("failed", "error") and expects_failure(item, error):
@@ -218,6 +219,8 @@ class Phases:
             watch.end(Ending(name="store lost", message=str(lost), exit=11))
             return self._ended(item, when, own, decide, body)
         if "ended" in verdict:
+            # Rank 0 has ended the run, or has failed to decide; the news of which may still be on its way.
+            watch.agreed_to_end(Ending(name="run ended", message="rank 0 has ended the run", exit=11))
             return self._ended(item, when, own, decide, body)
         if verdict.get("stop"):
             watch.agreed_to_end(Ending(**verdict["stop"]))
@@ -305,7 +308,7 @@ class Phases:
             rank = min(dead)
             return Ending(
                 name="GPU lost",
-                message=one_line(f"the GPU of {self._run.names[rank]} works no more: {merged.message}"),
+                message=first_line(f"the GPU of {self._run.names[rank]} works no more: {merged.message}"),
                 exit=1 if "hardware" in dead.values() else 11,
                 culprits=sorted(dead),
             )
@@ -411,11 +414,8 @@ class Phases:
         return merged is not None and merged.outcome == "error" and report.failed and report.when == "call"
 
     def _deadline(self, item: pytest.Item) -> float:
-        marker = item.get_closest_marker("deadline")
-        if marker is not None and marker.args:
-            return float(marker.args[0])
         assert self._run.settings is not None
-        return float(self._run.settings.deadline)
+        return deadline_of(item, float(self._run.settings.deadline))
 
 
 def _subtest(report: pytest.TestReport) -> str:
@@ -436,9 +436,3 @@ def expects_failure(item: pytest.Item, error: BaseException | None) -> bool:
 def name_of(item: pytest.Item) -> TestName:
     """Return how a test is called in reports."""
     return TestName.of(item.nodeid, item.location, criterion_of(item))
-
-
-def criterion_of(item: pytest.Item) -> str | None:
-    """Return the name in the test's ``criterion`` marker, or None."""
-    marker = item.get_closest_marker("criterion")
-    return str(marker.args[0]) if marker is not None and marker.args else None

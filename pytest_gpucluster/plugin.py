@@ -96,6 +96,7 @@ class Hooks:
         """Agree on the tests to run, in rank 0's order."""
         try:
             result = yield
+            self._session.require_usable_markers(session)
         except (pytest.UsageError, pytest.exit.Exception) as error:
             self._session.not_collected(session, error)
             return True

@@ -120,9 +120,7 @@ class TestRecord:
 
     def start_again(self, message: str) -> None:
         """Begin another attempt of the same test; what the earlier one said stays on record."""
-        self.properties.append(
-            (f"attempt {self.attempts}", first_line(f"{self.outcome}: {self.message or message}"))
-        )
+        self.properties.append((f"attempt {self.attempts}", first_line(f"{self.outcome}: {self.message or message}")))
         self.attempts += 1
         self.outcome, self.phase, self.message, self.text, self.wasxfail = "passed", "call", "", "", None
         self.measurements, self.sections = [], []

@@ -20,11 +20,12 @@ import pytest
 
 from pytest_gpucluster import options, verdict
 from pytest_gpucluster.agreement import preflight
+from pytest_gpucluster.agreement.ending import Ending
 from pytest_gpucluster.agreement.exchange import Exchange
 from pytest_gpucluster.agreement.fault_file import FaultFile
 from pytest_gpucluster.agreement.join import Joined, roll
 from pytest_gpucluster.agreement.store import Stores
-from pytest_gpucluster.agreement.watch import Ending, Watch
+from pytest_gpucluster.agreement.watch import Watch
 from pytest_gpucluster.cluster import Cluster
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.launch import RankFacts, detect

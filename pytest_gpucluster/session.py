@@ -12,8 +12,9 @@ import pytest
 
 from pytest_gpucluster import suite_properties
 from pytest_gpucluster.agreement import collection
-from pytest_gpucluster.agreement.watch import Ending
+from pytest_gpucluster.agreement.ending import Ending
 from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.markers import require_usable
 from pytest_gpucluster.opening import Opening
 from pytest_gpucluster.phase import Phases, name_of
 from pytest_gpucluster.refused import asked_path
@@ -91,6 +92,14 @@ class Session:
     def deselected(self) -> None:
         """Some tests are left out."""
         self._run.selection = True
+
+    def require_usable_markers(self, session: pytest.Session) -> None:
+        """Refuse a marker that says nothing usable, before the first test.
+
+        Raises:
+            pytest.UsageError: names the test, the marker and what it needs.
+        """
+        require_usable(session.items)
 
     def collected(self, session: pytest.Session) -> None:
         """Agree with all ranks on the tests to run. Every rank must call this."""

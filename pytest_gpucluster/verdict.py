@@ -97,9 +97,7 @@ def decide(
     if selection:
         return Verdict(word=SELECTION_PASSED, exit=0, reason=f"{reason}; only a selection ran")
     if not any(r.criterion for r in passed):
-        return Verdict(
-            word=SELECTION_PASSED, exit=0, reason=f"{reason}; the suite holds no acceptance criterion"
-        )
+        return Verdict(word=SELECTION_PASSED, exit=0, reason=f"{reason}; the suite holds no acceptance criterion")
     return Verdict(word=ACCEPTED, exit=0, reason=reason)
 
 
@@ -108,9 +106,7 @@ def _first(results: Sequence[TestResult], what: str) -> str:
     return f"{results[0].nodeid} {what}: {results[0].message}{more}"
 
 
-def _missing(
-    results: Sequence[TestResult], not_run: Collection[str], required: Collection[str]
-) -> Mapping[str, str]:
+def _missing(results: Sequence[TestResult], not_run: Collection[str], required: Collection[str]) -> Mapping[str, str]:
     """Return criterion -> why it did not run, for those that had to."""
     missing = {
         str(r.criterion): r.message or "skipped"

@@ -53,6 +53,7 @@ LAYERS = (
     "cluster",
     "options",
     "selection",
+    "markers",
     "suite_properties",
     "hookspecs",
     "run",
@@ -110,7 +111,7 @@ ONLY_IN = {
     "yaml": ("yaml_document",),
     "junit_xml": ("reports.junit",),
     "pytest": (
-        *("plugin", "options", "hookspecs", "fixtures", "selection", "suite_properties"),
+        *("plugin", "options", "hookspecs", "fixtures", "selection", "markers", "suite_properties"),
         *("activation", "session", "local", "opening", "run", "phase", "failure"),
         # The exception that is raised into a test must be one of pytest's own failures.
         "agreement.release.python",

@@ -123,9 +123,7 @@ def test_without_nvml_the_gpu_keeps_its_uuid_and_the_reason_is_named() -> None:
 
 
 def test_nvml_that_fails_half_way_is_named_and_no_crash() -> None:
-    who = identify(
-        FACTS, "cuda", cuda=FakeCuda(), open_nvml=lambda: FakeNvml(fault=RuntimeError("GPU is lost"))
-    )
+    who = identify(FACTS, "cuda", cuda=FakeCuda(), open_nvml=lambda: FakeNvml(fault=RuntimeError("GPU is lost")))
     assert who["nvml"] == "NVML failed: GPU is lost"
     assert who["versions"]["driver"] == "580.65.06"
     assert who["node_gpus"] is None
@@ -220,15 +218,11 @@ def test_start_time_tells_processes_apart() -> None:
     mine = start_time()
     assert mine is not None
     code = "from pytest_gpucluster.inventory import start_time; print(start_time())"
-    child = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert int(child.stdout) > mine
 
 
 def test_importing_the_module_loads_neither_torch_nor_nvml() -> None:
     code = "import pytest_gpucluster.inventory, sys; print({'torch', 'pynvml'} & set(sys.modules))"
-    child = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert child.stdout.strip() == "set()"

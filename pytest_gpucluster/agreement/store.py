@@ -89,9 +89,7 @@ class MemoryStore:
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
         with self._changed:
-            if not self._changed.wait_for(
-                lambda: all(key in self._values for key in keys), timeout.total_seconds()
-            ):
+            if not self._changed.wait_for(lambda: all(key in self._values for key in keys), timeout.total_seconds()):
                 missing = [key for key in keys if key not in self._values]
                 # A RuntimeError, as torch's DistStoreError is one: callers catch that.
                 raise RuntimeError(f"{', '.join(missing)} did not come within {timeout.total_seconds():g} s")
@@ -116,9 +114,7 @@ def connect(facts: RankFacts, *, timeout_seconds: float) -> Stores:
     address = f"{facts.master_addr}:{facts.master_port}"
     timeout = timedelta(seconds=timeout_seconds)
     try:
-        tcp = dist.TCPStore(
-            str(facts.master_addr), int(facts.master_port or 0), is_master=False, timeout=timeout
-        )
+        tcp = dist.TCPStore(str(facts.master_addr), int(facts.master_port or 0), is_master=False, timeout=timeout)
         prefix = prefix_of(facts)
         main = dist.PrefixStore(prefix, tcp)
         side = dist.PrefixStore(prefix, tcp.clone())

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pytest_gpucluster import fault_dump
+
 _STATES = {
     "R": "running",
     "S": "sleeping",
@@ -116,3 +118,38 @@ class Heartbeats:
     def silent_for(self, rank: int) -> float:
         """Return for how many seconds a rank's beat has stood still."""
         return time.monotonic() - self._last[rank][1]
+
+
+class Vitals:
+    """What this process knows of the lives of the ranks that it watches."""
+
+    def __init__(self, who: Mapping[int, Mapping[str, Any]], rank: int) -> None:
+        self.who = who
+        self.siblings = Siblings(who, rank)
+        # Rank 0 watches all; the others watch rank 0, and each its siblings' processes.
+        self.heartbeats = Heartbeats([peer for peer in who if peer != rank] if rank == 0 else [0])
+
+    def is_here(self, rank: int) -> bool:
+        """Tell whether a rank's process can be seen from this one."""
+        return rank in self.siblings.rank_fds
+
+    def last_words(self, rank: int) -> str:
+        """Return what faulthandler wrote for a sibling that died of a signal it could still report."""
+        try:
+            with open(self.who[rank]["fault_file"], encoding="utf-8", errors="backslashreplace") as file:
+                text = file.read()
+        except OSError:
+            return ""
+        return f" ({fault_dump.fatal_error(text) or 'killed, or ended by os._exit'})"
+
+    def describe_silence(self, rank: int) -> str:
+        """Describe a process that does not answer, as far as this host can see it."""
+        if rank not in self.siblings.rank_fds:
+            return f"on {self.who[rank]['host']}, no heartbeat for {self.heartbeats.silent_for(rank):.0f} s"
+        state = f"process {self.who[rank]['pid']} is {process_state(self.who[rank]['pid'])}"
+        path = self.who[rank]["fault_file"]
+        with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="backslashreplace") as file:
+            place = fault_dump.place(file.read())
+            if place:
+                state += f", holding the GIL at {place}"
+        return state

@@ -15,15 +15,17 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import IO, Any
 
-from pytest_gpucluster import fault_dump
-from pytest_gpucluster.agreement import diagnosis, events, exchange, vitals
+from pytest_gpucluster.agreement import diagnosis, events, exchange
+from pytest_gpucluster.agreement.deadline import ANSWER_SECONDS, Deadline
+from pytest_gpucluster.agreement.ending import Ending
 from pytest_gpucluster.agreement.release import Releaser
 from pytest_gpucluster.agreement.release.python import PythonReleaser
 from pytest_gpucluster.agreement.signals import WakeupPipe
 from pytest_gpucluster.agreement.store import Store
+from pytest_gpucluster.agreement.vitals import Vitals
+from pytest_gpucluster.agreement.watched_phase import WatchedPhase
 from pytest_gpucluster.launch import RankFacts
 
 _TICK_SECONDS = 0.1
@@ -31,48 +33,16 @@ _RANKS_PER_TICK = 256
 """Above this many ranks each looks less often, so that the store's load stays what it is at this many."""
 _BEAT_SECONDS = 1.0
 _LOOK_SECONDS = 0.01
+_RELEASE_SECONDS = 2.0
+"""How long a look of the watcher may wait for an abort to return."""
 _GIL_DUMP_SECONDS = 2.5
 """A process that holds the GIL this long has its stacks written by faulthandler, which needs no GIL."""
-_ANSWER_SECONDS = 1.0
-"""How long ranks have to say where they are, once a deadline has passed."""
 _LOST_BEFORE_TERM_SECONDS = 0.4
 """torchrun sends SIGTERM about 0.1 s after another rank's death: look that long for a death that explains it."""
 _SILENT_SECONDS = 4.0
 """A rank 0 that is past a deadline and has not beaten for so long is stopped or holds the GIL: nobody hears of it."""
 _BACKSTOP_SECONDS = 10.0
 """Whatever else goes wrong with rank 0: so long after it should have given up, the others go on without it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ending:
-    """Why the run ends before its last test, and with which exit code."""
-
-    name: str
-    message: str
-    exit: int
-    culprits: Sequence[int] = ()
-    text: str = ""
-
-
-@dataclass(kw_only=True)
-class _Phase:
-    number: int
-    label: str
-    deadline_seconds: float
-    started: float = field(default_factory=time.monotonic)
-    started_ns: int = field(default_factory=time.time_ns)
-    in_body: bool = True
-    peer_failed: float | None = None
-    peer_message: str = ""
-    release_reason: str = ""
-    overdue_since: float | None = None
-    released_since: float | None = None
-    culprits: dict[int, diagnosis.Culprit] = field(default_factory=dict)
-    stuck: bool = False
-
-    @property
-    def overdue(self) -> float:
-        return time.monotonic() - self.started - self.deadline_seconds
 
 
 class Watch:
@@ -103,15 +73,21 @@ class Watch:
         self._on_ending, self._on_beat, self._on_overtime = on_ending, on_beat, on_overtime
         self._releasers: list[Releaser] = []
         self._lock = threading.RLock()
-        self._phase = _Phase(number=0, label="start", deadline_seconds=float("inf"), in_body=False)
+        self._phase = WatchedPhase(number=0, label="start", deadline_seconds=float("inf"), in_body=False)
         self._released: dict[int, str] = {}
         self._events = events.EventLog(side)
         self._early: list[Mapping[str, Any]] = []
         self._pipe = WakeupPipe()
-        self._siblings = vitals.Siblings(who, facts.rank)
         self._who = who
-        watched = [r for r in who if r != facts.rank] if facts.rank == 0 else [0]
-        self._heartbeats = vitals.Heartbeats(watched)
+        self._vitals = Vitals(who, facts.rank)
+        self._siblings, self._heartbeats = self._vitals.siblings, self._vitals.heartbeats
+        self._deadline = Deadline(
+            store=side,
+            vitals=self._vitals,
+            names=names,
+            stuck_seconds=timeouts.stuck,
+            end_at_once=self._end_at_once,
+        )
         self._parent = os.getppid()
         self._lost: set[int] = set()
         self._ending_since = 0.0
@@ -141,7 +117,7 @@ class Watch:
         with self._lock:
             self.python.disarm()
             number = self._exchange.begin()
-            self._phase = _Phase(number=number, label=label, deadline_seconds=deadline_seconds)
+            self._phase = WatchedPhase(number=number, label=label, deadline_seconds=deadline_seconds)
         return number
 
     def leave(self) -> None:
@@ -287,16 +263,7 @@ class Watch:
         if self._store.check([f"bye/{rank}"]) or rank in self._lost:
             return
         process = f"process {self._who[rank]['pid']} is gone without a word"
-        self._lose(rank, f"{process}{self._last_words(rank)}")
-
-    def _last_words(self, rank: int) -> str:
-        """Return what faulthandler wrote for a sibling that died of a signal it could still report."""
-        try:
-            with open(self._who[rank]["fault_file"], encoding="utf-8", errors="backslashreplace") as file:
-                text = file.read()
-        except OSError:
-            return ""
-        return f" ({fault_dump.fatal_error(text) or 'killed, or ended by os._exit'})"
+        self._lose(rank, f"{process}{self._vitals.last_words(rank)}")
 
     def _lose(self, rank: int, why: str) -> None:
         if rank in self._lost:
@@ -331,7 +298,7 @@ class Watch:
             self._end(self._loss(event["rank"], event["message"]), tell=False)
         elif kind == "end":
             stuck = self._facts.rank in event["culprits"] and event["name"] == "rank stuck"
-            self._end(Ending(**{k: event[k] for k in ("name", "message", "exit", "culprits", "text")}), tell=False)
+            self._end(Ending.from_json(event), tell=False)
             if stuck:
                 self._ending_since -= self._timeouts.terminate - 2.0
         elif kind == "overdue":
@@ -347,7 +314,7 @@ class Watch:
             phase.culprits = {int(rank): diagnosis.Culprit(**culprit) for rank, culprit in event["culprits"].items()}
             self._release(phase, event["reason"])
 
-    def _say_where(self, number: int, phase: _Phase) -> None:
+    def _say_where(self, number: int, phase: WatchedPhase) -> None:
         where = diagnosis.Where(
             rank=self._facts.rank,
             arrived=not phase.in_body,
@@ -356,7 +323,7 @@ class Watch:
         )
         self._store.set(f"where/{number}/{self._facts.rank}", json.dumps(where.to_json()))
 
-    def _operations(self, phase: _Phase) -> list[diagnosis.Operation]:
+    def _operations(self, phase: WatchedPhase) -> list[diagnosis.Operation]:
         making = [diagnosis.making_group() for releaser in self._releasers if releaser.making_group]
         return diagnosis.recorded_operations(phase.started_ns) + making
 
@@ -374,7 +341,7 @@ class Watch:
         self._heartbeats.update(dict(zip(ranks, beats, strict=True)))
         for rank in ranks:
             silent = self._heartbeats.silent_for(rank)
-            here = rank in self._siblings.rank_fds
+            here = self._vitals.is_here(rank)
             if rank in self._lost or self._store_says_bye(rank, silent):
                 continue
             if not here and silent > self._timeouts.dead:
@@ -406,21 +373,21 @@ class Watch:
         if phase.released_since is not None and phase.in_body:
             self._free_main(phase)
         if self._facts.rank == 0:
-            self._hold_to_deadline(phase, now)
+            self._deadline.hold(phase)
         else:
             self._watch_rank_0(phase)
 
-    def _watch_rank_0(self, phase: _Phase) -> None:
+    def _watch_rank_0(self, phase: WatchedPhase) -> None:
         """Ranks above 0: nobody but they can tell that rank 0, which holds all to the deadline, is itself stuck."""
         silent = self._heartbeats.silent_for(0)
         latest = self._timeouts.grace + self._timeouts.stuck + _BACKSTOP_SECONDS
-        here = 0 in self._siblings.rank_fds
+        here = self._vitals.is_here(0)
         if (
             phase.overdue > latest
-            or (phase.overdue > _ANSWER_SECONDS and silent > _SILENT_SECONDS)
+            or (phase.overdue > ANSWER_SECONDS and silent > _SILENT_SECONDS)
             or (here and silent > self._timeouts.unresponsive)
         ):
-            self._lose(0, f"it does not answer ({self._silence(0)})")
+            self._lose(0, f"it does not answer ({self._vitals.describe_silence(0)})")
 
     def _look_for_termination(self) -> None:
         if self._terminated_at is None or self.ending is not None:
@@ -431,110 +398,34 @@ class Watch:
             message = f"ended by SIGTERM on {self._facts.hostname} during {self._phase.label}"
             self._end(Ending(name="terminated", message=message, exit=2), tell=True)
 
-    def _hold_to_deadline(self, phase: _Phase, now: float) -> None:
-        """Rank 0: past the deadline find out where everyone is, name the culprits, release, and give up at last."""
-        if phase.overdue <= 0:
-            return
-        if phase.overdue_since is None:
-            if self._missing(phase):
-                phase.overdue_since = now
-                events.post(self._store, "overdue", number=phase.number)
-            return
-        if phase.released_since is None:
-            ranks = list(self._who)
-            answered = [r for r in ranks if self._store.check([f"where/{phase.number}/{r}"])]
-            if len(answered) < len(ranks) and now - phase.overdue_since < _ANSWER_SECONDS:
-                return
-            self._blame(phase, answered)
-            return
-        missing = self._missing(phase)
-        if missing and not phase.stuck and now - phase.released_since > self._timeouts.stuck:
-            self._give_up(phase, missing)
+    def _release(self, phase: WatchedPhase, reason: str) -> None:
+        phase.release_reason = phase.release_reason or reason
+        phase.released_since = phase.released_since or time.monotonic()
+        self._free_main(phase, reason)
 
-    def _missing(self, phase: _Phase) -> list[int]:
-        return [
-            rank
-            for rank in self._who
-            if (phase.in_body if rank == 0 else not exchange.arrived(self._store, phase.number, rank))
-        ]
-
-    def _blame(self, phase: _Phase, answered: Sequence[int]) -> None:
-        missing = self._missing(phase)
-        if not missing:
-            return
-        wheres = {
-            rank: diagnosis.Where.from_json(rank, json.loads(self._store.get(f"where/{phase.number}/{rank}")))
-            for rank in answered
-        }
-        silent = {rank: self._silence(rank) for rank in missing if rank not in answered}
-        found = diagnosis.culprits(wheres, silent, missing=missing)
-        # Here at once: the ranks may answer before this rank has read its own event.
-        phase.culprits = found
-        reason = f"not finished within {phase.deadline_seconds:g} s"
-        if found:
-            reason += "; " + "; ".join(f"{self._names[rank]} {c.message}" for rank, c in list(found.items())[:3])
-        events.post(
-            self._store,
-            "release",
-            number=phase.number,
-            reason=reason,
-            culprits={rank: {"message": c.message, "text": c.text} for rank, c in found.items()},
-        )
-        phase.released_since = now = time.monotonic()
-        phase.overdue_since = phase.overdue_since or now
-
-    def _silence(self, rank: int) -> str:
-        """Describe a process that does not answer, as far as this host can see it."""
-        if rank not in self._siblings.rank_fds:
-            return f"on {self._who[rank]['host']}, no heartbeat for {self._heartbeats.silent_for(rank):.0f} s"
-        state = f"process {self._who[rank]['pid']} is {vitals.process_state(self._who[rank]['pid'])}"
-        path = self._who[rank]["fault_file"]
-        with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="backslashreplace") as file:
-            place = fault_dump.place(file.read())
-            if place:
-                state += f", holding the GIL at {place}"
-        return state
-
-    def _give_up(self, phase: _Phase, missing: Sequence[int]) -> None:
-        phase.stuck = True
-        for rank in missing:
-            if rank != 0 and not self._store.check([f"where/{phase.number}/{rank}"]):
-                state = self._silence(rank)  # by now more may be known of it
-                phase.culprits[rank] = diagnosis.silent_culprit(state)
-        names = ", ".join(self._names[rank] for rank in missing)
-        told = "; ".join(c.message for rank, c in phase.culprits.items() if rank in missing)
-        message = f"{names} cannot be released from {phase.label}" + (f": {told}" if told else "")
-        ending = Ending(name="rank stuck", message=message, exit=11, culprits=list(missing))
-        if 0 in missing:
-            self._end(ending, tell=True)
-            self._ending_since -= self._timeouts.terminate
-            return
-        events.post(self._store, "end", **_fields(ending))
-        for rank in missing:
-            culprit = phase.culprits.get(rank)
-            body = {
-                "o": "hung",
-                "msg": culprit.message if culprit else "cannot be released",
-                "text": culprit.text if culprit else "The rank could not be released.",
-            }
-            exchange.answer_for(self._store, phase.number, rank, body)
-
-    def _release(self, phase: _Phase, reason: str) -> None:
-        with self._lock:
-            phase.release_reason = phase.release_reason or reason
-            if phase.released_since is None or phase.in_body:
-                phase.released_since = phase.released_since or time.monotonic()
-                self._free_main(phase, reason)
-
-    def _free_main(self, phase: _Phase, reason: str | None = None) -> None:
+    def _free_main(self, phase: WatchedPhase, reason: str | None = None) -> None:
         with self._lock:
             if not phase.in_body or phase is not self._phase:
                 return
             reason = self._released.setdefault(phase.number, reason or phase.peer_message or phase.label)
             self.python.arm(reason)
-            for releaser in self._releasers:
-                releaser.release()
-            self.python.release()
+            releasers = list(self._releasers)
+        self._release_all(releasers)
+        self.python.release()
+
+    def _release_all(self, releasers: Sequence[Releaser]) -> None:
+        """Try every way, each in a thread of its own: an abort that hangs or fails must not take the watcher along."""
+        for releaser in releasers:
+            attempt = threading.Thread(target=self._attempt, args=(releaser,), daemon=True)
+            attempt.start()
+            attempt.join(_RELEASE_SECONDS)
+
+    def _attempt(self, releaser: Releaser) -> None:
+        try:
+            releaser.release()
+        except Exception as error:  # the rank is found stuck then, and this says why
+            self._fault_file.write(f"{type(releaser).__name__}: {type(error).__name__}: {error}\n")
+            self._fault_file.flush()
 
     # ---- the end ---------------------------------------------------------------------------------------------
 
@@ -545,15 +436,19 @@ class Watch:
             self.ending = ending
             self._ending_since = time.monotonic()
         self._on_ending(ending)
-        with contextlib.suppress(RuntimeError):  # the store may be what has gone; the report above matters more
+        with contextlib.suppress(Exception):  # the store, or what reads it, may be what broke; the report matters more
             if tell and self._facts.world_size > 1:
-                events.post(self._store, "end", **_fields(ending))
+                events.post(self._store, "end", **ending.to_json())
             self._answer_waits(ending)
         if ending.name != "interrupted":  # pytest raises KeyboardInterrupt by itself
             self._release(self._phase, ending.message)
         else:
-            for releaser in self._releasers:
-                releaser.release()
+            self._release_all(self._releasers)
+
+    def _end_at_once(self, ending: Ending) -> None:
+        """Rank 0's own main thread is stuck: the watcher ends the run in its place."""
+        self._end(ending, tell=True)
+        self._ending_since -= self._timeouts.terminate
 
     def _answer_waits(self, ending: Ending) -> None:
         number = self._phase.number
@@ -576,13 +471,3 @@ class Watch:
         if time.monotonic() - self._ending_since > self._timeouts.terminate and not self._stop.is_set():
             self._on_overtime(ending)
         return True
-
-
-def _fields(ending: Ending) -> dict[str, Any]:
-    return {
-        "name": ending.name,
-        "message": ending.message,
-        "exit": ending.exit,
-        "culprits": list(ending.culprits),
-        "text": ending.text,
-    }

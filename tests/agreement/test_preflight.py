@@ -95,9 +95,7 @@ def test_a_world_as_declared_has_no_problem() -> None:
             "ranks 9, 11 on gpu-07 (node_rank 1) never reported (14 of 16 ranks did)",
             id="siblings did",
         ),
-        pytest.param(
-            [3, *range(8, 16)], "ranks 3, 8-15 never reported: 2 nodes (7 of 16 ranks did)", id="two nodes"
-        ),
+        pytest.param([3, *range(8, 16)], "ranks 3, 8-15 never reported: 2 nodes (7 of 16 ranks did)", id="two nodes"),
     ],
 )
 def test_missing_ranks_are_named_by_host_or_by_node(gone: Any, message: str) -> None:
@@ -129,13 +127,9 @@ def test_nobody_at_all_is_a_problem() -> None:
 @pytest.mark.parametrize(
     ("launched", "expected", "parts"),
     [
-        pytest.param(
-            (1, 8), "2x8xH100", ["1 node with 8 ranks", "2 nodes with 8 GPUs each"], id="a node too few"
-        ),
+        pytest.param((1, 8), "2x8xH100", ["1 node with 8 ranks", "2 nodes with 8 GPUs each"], id="a node too few"),
         pytest.param((2, 4), "2x8", ["2 nodes with 8 ranks", "--nproc-per-node=8"], id="half of the GPUs"),
-        pytest.param(
-            (2, 8), "1x8", ["2 nodes with 16 ranks", "--gpucluster-expect=1x8"], id="a node too many"
-        ),
+        pytest.param((2, 8), "1x8", ["2 nodes with 16 ranks", "--gpucluster-expect=1x8"], id="a node too many"),
         pytest.param((1, 16), "2x8", ["1 node with 16 ranks"], id="as many ranks on fewer nodes"),
     ],
 )
@@ -185,9 +179,7 @@ def test_ranks_that_see_only_their_own_gpu_do_not_make_a_node_small() -> None:
         pytest.param(Allocation(name="kubernetes"), None, id="it does not say"),
     ],
 )
-def test_without_an_expectation_the_allocation_is_declared(
-    scheduler: Allocation, message: str | None
-) -> None:
+def test_without_an_expectation_the_allocation_is_declared(scheduler: Allocation, message: str | None) -> None:
     found = check(world(), replace(FACTS, scheduler=scheduler), None)
     assert [problem.message for problem in found] == ([message] if message else [])
 
@@ -204,9 +196,7 @@ def test_gpus_without_a_rank_are_named_against_the_allocation_and_the_expectatio
     for they in who.values():
         they["node_gpus"] = 8
     found = only(check(who, facts, None))
-    assert found.message == (
-        "only 4 of the 8 GPUs of gpu-06 (node_rank 0) have a rank, but slurm allocated 8"
-    )
+    assert found.message == ("only 4 of the 8 GPUs of gpu-06 (node_rank 0) have a rank, but slurm allocated 8")
     assert "--gpucluster-expect=1x4" in found.text
     assert check(who, facts, Expectation.parse("1x4xH100")) == []
 
@@ -265,9 +255,7 @@ def test_one_node_with_two_host_names_is_named() -> None:
         ),
     ],
 )
-def test_a_rank_claimed_twice_is_named(
-    change: dict[int, dict[str, Any]], message: str, ranks: tuple[int, ...]
-) -> None:
+def test_a_rank_claimed_twice_is_named(change: dict[int, dict[str, Any]], message: str, ranks: tuple[int, ...]) -> None:
     who = world()
     for rank, values in change.items():
         who[rank] |= values
@@ -311,10 +299,7 @@ def test_another_sku_than_expected_is_named() -> None:
     for rank in range(16):
         who[rank]["gpu"]["name"] = "NVIDIA H200"
     found = only(check(who))
-    assert (
-        "ranks 0-15 (gpu-06): the GPU is 'NVIDIA H200', but --gpucluster-expect=2x8xH100 says H100"
-        in found.text
-    )
+    assert "ranks 0-15 (gpu-06): the GPU is 'NVIDIA H200', but --gpucluster-expect=2x8xH100 says H100" in found.text
 
 
 def test_mixed_gpus_are_a_problem_even_where_no_sku_was_declared() -> None:

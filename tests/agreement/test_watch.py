@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 
-from pytest_gpucluster.agreement import events, watch
+from pytest_gpucluster.agreement import deadline, events, watch
 from pytest_gpucluster.agreement.diagnosis import Operation, Where
+from pytest_gpucluster.agreement.ending import Ending
 from pytest_gpucluster.agreement.exchange import Exchange, key_of, verdict_key
 from pytest_gpucluster.agreement.release.python import RELEASE_SIGNAL, Released
 from pytest_gpucluster.agreement.store import MemoryStore, Stores
 from pytest_gpucluster.agreement.vitals import start_time
-from pytest_gpucluster.agreement.watch import Ending, Watch
+from pytest_gpucluster.agreement.watch import Watch
 from pytest_gpucluster.launch import RankFacts
 from pytest_gpucluster.options import Timeouts
 
@@ -116,7 +117,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     """Make and start a watch, and take back what it does to this process."""
     monkeypatch.setattr(watch, "_TICK_SECONDS", TICK)
     monkeypatch.setattr(watch, "_BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(watch, "_ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(deadline, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(watch, "ANSWER_SECONDS", 0.1)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, RELEASE_SIGNAL)}
     wakeup = signal.set_wakeup_fd(-1)
     made: list[Place] = []

@@ -1,0 +1,112 @@
+"""Rank 0 holds every rank to the deadline of a phase: ask, blame, release, and at last give up."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from pytest_gpucluster.agreement import diagnosis, events, exchange
+from pytest_gpucluster.agreement.ending import Ending
+from pytest_gpucluster.agreement.store import Store
+from pytest_gpucluster.agreement.vitals import Vitals
+from pytest_gpucluster.agreement.watched_phase import WatchedPhase
+
+ANSWER_SECONDS = 1.0
+"""How long ranks have to say where they are, once a deadline has passed."""
+
+
+class Deadline:
+    """The steps after a missed deadline, one at each look of rank 0's watcher; none of them blocks."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        vitals: Vitals,
+        names: Mapping[int, str],
+        stuck_seconds: float,
+        end_at_once: Callable[[Ending], None],
+    ) -> None:
+        self._store = store
+        self._vitals = vitals
+        self._who = vitals.who
+        self._names = names
+        self._stuck_seconds = stuck_seconds
+        self._end_at_once = end_at_once
+
+    def hold(self, phase: WatchedPhase) -> None:
+        """Past the deadline find out where everyone is, name the culprits, release, and give up at last."""
+        if phase.overdue <= 0:
+            return
+        now = time.monotonic()
+        if phase.overdue_since is None:
+            if self._missing(phase):
+                phase.overdue_since = now
+                events.post(self._store, "overdue", number=phase.number)
+            return
+        if phase.released_since is None:
+            ranks = list(self._who)
+            answered = [r for r in ranks if self._store.check([f"where/{phase.number}/{r}"])]
+            if len(answered) < len(ranks) and now - phase.overdue_since < ANSWER_SECONDS:
+                return
+            self._blame(phase, answered)
+            return
+        missing = self._missing(phase)
+        if missing and not phase.stuck and now - phase.released_since > self._stuck_seconds:
+            self._give_up(phase, missing)
+
+    def _missing(self, phase: WatchedPhase) -> list[int]:
+        return [
+            rank
+            for rank in self._who
+            if (phase.in_body if rank == 0 else not exchange.arrived(self._store, phase.number, rank))
+        ]
+
+    def _blame(self, phase: WatchedPhase, answered: Sequence[int]) -> None:
+        missing = self._missing(phase)
+        if not missing:
+            return
+        wheres = {
+            rank: diagnosis.Where.from_json(rank, json.loads(self._store.get(f"where/{phase.number}/{rank}")))
+            for rank in answered
+        }
+        silent = {rank: self._vitals.describe_silence(rank) for rank in missing if rank not in answered}
+        found = diagnosis.culprits(wheres, silent, missing=missing)
+        # Here at once: the ranks may answer before this rank has read its own event.
+        phase.culprits = found
+        reason = f"not finished within {phase.deadline_seconds:g} s"
+        if found:
+            reason += "; " + "; ".join(f"{self._names[rank]} {c.message}" for rank, c in list(found.items())[:3])
+        events.post(
+            self._store,
+            "release",
+            number=phase.number,
+            reason=reason,
+            culprits={rank: {"message": c.message, "text": c.text} for rank, c in found.items()},
+        )
+        phase.released_since = now = time.monotonic()
+        phase.overdue_since = phase.overdue_since or now
+
+    def _give_up(self, phase: WatchedPhase, missing: Sequence[int]) -> None:
+        phase.stuck = True
+        for rank in missing:
+            if rank != 0 and not self._store.check([f"where/{phase.number}/{rank}"]):
+                state = self._vitals.describe_silence(rank)  # by now more may be known of it
+                phase.culprits[rank] = diagnosis.silent_culprit(state)
+        names = ", ".join(self._names[rank] for rank in missing)
+        told = "; ".join(c.message for rank, c in phase.culprits.items() if rank in missing)
+        message = f"{names} cannot be released from {phase.label}" + (f": {told}" if told else "")
+        ending = Ending(name="rank stuck", message=message, exit=11, culprits=list(missing))
+        if 0 in missing:
+            self._end_at_once(ending)
+            return
+        events.post(self._store, "end", **ending.to_json())
+        for rank in missing:
+            culprit = phase.culprits.get(rank)
+            body = {
+                "o": "hung",
+                "msg": culprit.message if culprit else "cannot be released",
+                "text": culprit.text if culprit else "The rank could not be released.",
+            }
+            exchange.answer_for(self._store, phase.number, rank, body)
