@@ -39,6 +39,11 @@ _CUT = re.compile(
 and ncclGetErrorString of ncclRemoteError."""
 
 
+_ENVIRONMENT = (OSError, ImportError, MemoryError)
+_OF_TORCH = {"DistError", "OutOfMemoryError"}
+"""By name, so that torch need not be imported: communication that failed, and memory that somebody else may hold."""
+
+
 def connection_cut(error: BaseException) -> bool:
     """Tell whether an exception only says that a peer is gone from a collective, or from the making of a group."""
     return isinstance(error, (RuntimeError, CommunicationError)) and bool(_CUT.search(text_of(error)))
@@ -61,6 +66,8 @@ def kind_of(error: BaseException, when: str) -> str:
     if isinstance(error, (HardwareFault, InconclusiveMeasurement)) or gpu_died(error) == "hardware":
         return "failed"
     if isinstance(error, (EnvironmentBroken, MeasurementError, UsageProblem)) or gpu_died(error):
+        return "error"
+    if isinstance(error, _ENVIRONMENT) or _OF_TORCH & {kind.__name__ for kind in type(error).__mro__}:
         return "error"
     return "failed" if when == "call" else "error"
 

@@ -47,6 +47,7 @@ class Cluster:
         device_type: str,
         device_index: int,
         store_for_group: Callable[[str], Any],
+        after_abort: Callable[[], object] = lambda: None,
         guard: Callable[..., None],
         deadline_seconds: float,
     ) -> None:
@@ -61,6 +62,7 @@ class Cluster:
         self.backend = BACKENDS[device_type]
         self._device_type, self._device_index = device_type, device_index
         self._store_for_group = store_for_group
+        self._after_abort = after_abort
         self._guard = guard
         self._deadline_seconds = deadline_seconds
         self._epoch = 0
@@ -75,6 +77,17 @@ class Cluster:
         import torch
 
         return torch.device("cpu") if self._device_type == "cpu" else torch.device("cuda", self._device_index)
+
+    def take_device(self) -> None:
+        """Make this rank's GPU the current one: what says "cuda" without a number must not mean GPU 0 on all ranks."""
+        if self._device_type == "cuda":
+            import torch
+
+            torch.cuda.set_device(self._device_index)
+
+    def allow(self, deadline_seconds: float) -> None:
+        """Let groups that are made from now on outlast the longest deadline of any test."""
+        self._deadline_seconds = max(self._deadline_seconds, deadline_seconds)
 
     @property
     def group(self) -> ProcessGroup:
@@ -156,6 +169,8 @@ class Cluster:
         _drop_references()
         if self.backend == "gloo" and dist.is_initialized():
             dist.destroy_process_group()
+        elif self.backend == "nccl":
+            self._after_abort()
 
     def close(self) -> None:
         """Destroy the groups at the orderly end of a run. Every rank must call this."""
@@ -174,7 +189,6 @@ class Cluster:
         return timedelta(seconds=self._deadline_seconds + _BEYOND_DEADLINE_SECONDS)
 
     def _make_group(self) -> ProcessGroup:
-        import torch
         import torch.distributed as dist
 
         if dist.is_initialized():
@@ -187,8 +201,8 @@ class Cluster:
         # torch numbers its groups, and a making that was cut short has moved the count on this rank alone.
         dist.distributed_c10d._world.group_count = 0
         options: dict[str, Any] = {}
+        self.take_device()
         if self._device_type == "cuda":
-            torch.cuda.set_device(self._device_index)
             # With device_id the communicator is connected now, under the test's deadline. Made lazily, at the first
             # collective, it would be under no timeout at all.
             options["device_id"] = self.device
@@ -197,9 +211,11 @@ class Cluster:
         self._guard(self._sockets)
         try:
             with self._sockets.taking():
+                store = self._store_for_group(f"group/{self._epoch}")
+                store.set_timeout(self._timeout)
                 dist.init_process_group(
                     self.backend,
-                    store=self._store_for_group(f"group/{self._epoch}"),
+                    store=store,
                     rank=self.rank,
                     world_size=self.world_size,
                     timeout=self._timeout,

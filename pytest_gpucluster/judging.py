@@ -46,6 +46,9 @@ def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequenc
         gpu_name=gpu,
     )
     record.measurements = [judged.to_json() for judged in judgement.measurements]
+    asked = any(not measured.record_only for measurements in by_rank.values() for measured in measurements)
+    if asked and all(judged.status == "recorded" for judged in judgement.measurements):
+        record.unjudged = judgement.measurements[0].reason  # the limits file has none: nothing is accepted by that
     if judgement.outcome == "passed" or merged.outcome == "failed":
         return merged
     if merged.outcome == "error" and judgement.outcome != "failed":

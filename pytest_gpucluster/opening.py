@@ -19,7 +19,7 @@ from pytest_gpucluster.agreement.join import Joined, Refusal, Refused, join
 from pytest_gpucluster.agreement.store import connect
 from pytest_gpucluster.agreement.watch import Watch
 from pytest_gpucluster.cluster import Cluster
-from pytest_gpucluster.errors import GpuClusterError, LaunchError, OptionError, UsageProblem
+from pytest_gpucluster.errors import EnvironmentBroken, GpuClusterError, LaunchError, OptionError, UsageProblem
 from pytest_gpucluster.launch import RankFacts
 from pytest_gpucluster.metrics import register
 from pytest_gpucluster.record import now
@@ -91,6 +91,8 @@ class Opening:
                 self._start_recorder()
             except GpuClusterError as error:
                 problem = problem or _refusal(error)
+            except OSError as error:  # no further process can be started
+                problem = problem or _refusal(EnvironmentBroken(f"the recorder cannot be started: {error}"))
         if self._run.settings is None:
             return problem
         self._run.expectation = self._run.settings.expect
@@ -176,9 +178,11 @@ class Opening:
             device_type=self._run.device,
             device_index=me.get("cuda_index") or 0,
             store_for_group=self._run.stores.for_group,
+            after_abort=self._run.stores.after_abort,
             guard=self._run.watch.guard,
             deadline_seconds=float(self._run.settings.deadline),
         )
+        self._run.cluster.take_device()
         if self._run.recorder is not None:
             self._run.recorder.fault_file(str(self._run.fault_file.path))
         self._run.watch.start()

@@ -154,7 +154,7 @@ class Phases:
             Ending(
                 name="interrupted",
                 message=f"interrupted ({how}) on {who} during {when} of {item.nodeid}" + (f": {why}" if why else ""),
-                exit=int(code) if code is not None else 2,
+                exit=code if code in (2, 3, 4) else 2,  # pytest.exit(returncode=0) is no pass
             )
         )
 
@@ -165,7 +165,14 @@ class Phases:
         rank = self._run.rank
         measurements = [m.to_json() for m in item.stash.get(MEASUREMENTS, [])] if when == "call" else []
         if error is None:
-            return RankOutcome(rank=rank, outcome="passed", measurements=measurements)
+            # A body that was released may still come back as if nothing had been: an aborted wait returns without an
+            # exception. What it measured or computed meanwhile means nothing.
+            why = self._run.watch.released(number)
+            if why is None:
+                return RankOutcome(rank=rank, outcome="passed", measurements=measurements)
+            return RankOutcome(
+                rank=rank, outcome="released", message=first_line(why), text=why, measurements=measurements
+            )
         if isinstance(error, (pytest.skip.Exception, pytest.xfail.Exception)):
             return RankOutcome(rank=rank, outcome="skipped", message=first_line(str(error.msg)), text=str(error.msg))
         released = self._run.watch.released(number)
@@ -219,8 +226,9 @@ class Phases:
             watch.end(Ending(name="store lost", message=str(lost), exit=11))
             return self._ended(item, when, own, decide, body)
         if "ended" in verdict:
-            # Rank 0 has ended the run, or has failed to decide; the news of which may still be on its way.
-            watch.agreed_to_end(Ending(name="run ended", message="rank 0 has ended the run", exit=11))
+            unknown = Ending(name="internal error", message="rank 0 could not decide on the verdict", exit=3)
+            told = verdict["ended"]
+            watch.agreed_to_end(Ending.from_json(told) if isinstance(told, Mapping) else unknown)
             return self._ended(item, when, own, decide, body)
         if verdict.get("stop"):
             watch.agreed_to_end(Ending(**verdict["stop"]))
@@ -239,7 +247,7 @@ class Phases:
         if own.outcome == "passed":
             if when == "teardown" and self._run.records[item.nodeid].outcome in ("failed", "error"):
                 return {"o": "passed"}  # the call has told it: one test, one error
-            body = {**body, "o": "released", "msg": ending.message}
+            body = {**body, "o": "released", "msg": "the run had ended"}
         # Of the other ranks nothing is known. That is not a pass.
         unknown = {"o": "released", "msg": "nothing was heard of it: the run had ended"}
         lost = {"o": "lost", "msg": ending.message, "text": ending.text}

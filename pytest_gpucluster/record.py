@@ -86,6 +86,7 @@ class TestRecord:
     properties: list[tuple[str, str]] = field(default_factory=list)
     attempts: int = 1
     applicable: bool = True
+    unjudged: str = ""
     between_attempts: bool = False
     """The attempt is over, and another one follows: nothing is known of the test yet."""
 

@@ -247,6 +247,8 @@ class Run:
                 outcome=record.outcome,
                 message=record.message,
                 applicable=record.applicable,
+                unjudged=record.unjudged,
+                attempts=record.attempts,
             )
             for record in self.records.values()
         ]
@@ -325,6 +327,8 @@ class Run:
         assert self.exchange is not None
 
         def decide(bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
+            if self.recorder is not None and self.recorder.failure:
+                self.problems.append(self.recorder.failure)  # now, so that every rank ends with the same exit code
             worst = max((body.get("exit", 11) for body in bodies.values()), default=pytest_exit)
             ending = self.watch.ending if self.watch else None
             self.verdict = self.decide(pytest_exit=worst, ending=ending)

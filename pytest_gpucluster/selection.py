@@ -26,6 +26,9 @@ def is_selection(config: pytest.Config) -> bool:
     """
     if any(getattr(config.option, name, None) for name in _CHOOSING):
         return True
+    overridden = getattr(config.option, "override_ini", None) or []
+    if any(setting.startswith(("python_", "testpaths", "norecursedirs")) for setting in overridden):
+        return True
     patterns = [str(config.rootpath / path) for path in config.getini("testpaths")]
     found = [path for pattern in patterns for path in glob.glob(pattern, recursive=True)] or [str(config.rootpath)]
     whole = [Path(path).resolve() for path in found]

@@ -14,7 +14,7 @@ from pytest_gpucluster import suite_properties
 from pytest_gpucluster.agreement import collection
 from pytest_gpucluster.agreement.ending import Ending
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.markers import require_usable
+from pytest_gpucluster.markers import deadline_of, require_usable
 from pytest_gpucluster.opening import Opening
 from pytest_gpucluster.phase import Phases, name_of
 from pytest_gpucluster.refused import asked_path
@@ -106,6 +106,8 @@ class Session:
         if self._run.watch is None:
             return
         self._node_ids = [item.nodeid for item in session.items]
+        if self._run.cluster is not None:
+            self._run.cluster.allow(max((deadline_of(item, 0.0) for item in session.items), default=0.0))
         if self._run.facts.world_size > 1:
             self._agree_on_collection(session)
         self._run.collected = [name_of(item) for item in session.items]

@@ -45,6 +45,9 @@ class TestResult:
     message: str = ""
     applicable: bool = True
     """False where the declared topology has too few ranks or nodes for it."""
+    unjudged: str = ""
+    """Why none of its values was held against a limit, although the test asked for it."""
+    attempts: int = 1
 
 
 def decide(
@@ -78,7 +81,7 @@ def decide(
         reason = _first(failed, "failed") if failed else str(ending and ending[1])
         return Verdict(word=REJECTED, exit=1, reason=reason)
     if ending is not None:
-        return Verdict(word=BROKEN, exit=ending[0], reason=ending[1])
+        return Verdict(word=BROKEN, exit=11 if ending[0] in (0, 10) else ending[0], reason=ending[1])
     if errors or problems:
         # What went wrong outside the tests explains what then broke in them.
         return Verdict(word=BROKEN, exit=11, reason=problems[0] if problems else _first(errors, "broke"))
@@ -86,19 +89,29 @@ def decide(
         return Verdict(word=BROKEN, exit=pytest_exit, reason=EXIT_CODES[pytest_exit].partition(": ")[2])
     if pytest_exit != 0:
         return Verdict(word=BROKEN, exit=11, reason=f"pytest ended with exit status {pytest_exit}")
-    missing = _missing(results, not_run, required)
-    if missing:
-        names = "; ".join(f"{name} ({why})" for name, why in list(missing.items())[:5])
-        return Verdict(word=INCOMPLETE, exit=10, reason=f"did not run: {names}")
+    gaps = _told("did not run", _missing(results, not_run, required))
+    gaps += _told("not judged", {str(r.criterion): r.unjudged for r in results if r.criterion and r.unjudged})
+    if gaps:
+        return Verdict(word=INCOMPLETE, exit=10, reason="; ".join(gaps))
     passed = [r for r in results if r.outcome == "passed"]
     reason = f"{len(passed)} passed; {topology}"
+    again = [str(r.criterion or r.nodeid) for r in passed if r.attempts > 1]
+    if again:
+        reason += f"; passed only when run again: {', '.join(again[:5])}"
+    if selection:
+        reason += "; only a selection ran"
     if rehearsal:
         return Verdict(word=REHEARSED, exit=0, reason=reason)
     if selection:
-        return Verdict(word=SELECTION_PASSED, exit=0, reason=f"{reason}; only a selection ran")
+        return Verdict(word=SELECTION_PASSED, exit=0, reason=reason)
     if not any(r.criterion for r in passed):
         return Verdict(word=SELECTION_PASSED, exit=0, reason=f"{reason}; the suite holds no acceptance criterion")
     return Verdict(word=ACCEPTED, exit=0, reason=reason)
+
+
+def _told(what: str, names: Mapping[str, str]) -> list[str]:
+    listed = "; ".join(f"{name} ({why})" for name, why in list(names.items())[:5])
+    return [f"{what}: {listed}"] if names else []
 
 
 def _first(results: Sequence[TestResult], what: str) -> str:

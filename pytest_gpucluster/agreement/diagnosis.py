@@ -7,7 +7,7 @@ import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,20 +91,20 @@ def making_group() -> Operation:
 
 
 def recorded_operations(since_ns: int) -> list[Operation]:
-    """Return this process's collectives since a wall-clock time, from torch's flight recorder (all backends).
+    """Return this process's collectives since a wall-clock time, from torch's flight recorders.
 
     Older entries are left out: one that was released in an earlier test stays unfinished in the recorder for ever.
 
-    Source: torch/csrc/distributed/c10d/FlightRecorder: an entry is "retired" once its work has ended.
+    Source: torch/csrc/distributed/c10d/FlightRecorder.hpp and ProcessGroupNCCL.hpp: NCCL has a recorder of its own, and
+    an entry is "retired" once its work has ended.
     """
     c10d = sys.modules.get("torch._C._distributed_c10d")
     if c10d is None:
         torch_c = getattr(sys.modules.get("torch"), "_C", None)
         c10d = getattr(torch_c, "_distributed_c10d", None)
-    dump = getattr(c10d, "_dump_fr_trace_json", None)
-    if dump is None:
-        return []
-    recorded = json.loads(dump())
+    entries: list[dict[str, Any]] = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # gloo and others; NCCL, where torch has it
+        entries += _entries(getattr(c10d, name, None))
     return [
         Operation(
             group=(entry["process_group"] or ["?"])[-1] or "?",
@@ -112,9 +112,37 @@ def recorded_operations(since_ns: int) -> list[Operation]:
             name=entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
             pending=not entry["retired"] and entry["state"] != "completed",
         )
-        for entry in recorded.get("entries", [])[-50:]
+        for entry in entries
         if entry["time_created_ns"] >= since_ns
     ]
+
+
+def _entries(dump: Callable[[], str | bytes] | None) -> list[dict[str, Any]]:
+    """Return the last entries of one recorder. If it cannot be read, it must not hide the other or stop the watcher."""
+    if dump is None:
+        return []
+    try:
+        found: list[dict[str, Any]] = json.loads(dump()).get("entries", [])
+    except Exception as error:  # whatever torch raises here: the report then says that this recorder is unreadable
+        return [
+            {
+                "process_group": ["?", "unreadable"],
+                "collective_seq_id": 0,
+                "profiling_name": f"flight recorder: {type(error).__name__}",
+                "retired": True,
+                "state": "completed",
+                "time_created_ns": sys.maxsize,
+            }
+        ]
+    return found[-50:]
+
+
+def unrecorded_operations() -> list[Operation]:
+    """Return what the main thread waits in by its stack, where no recorder knows of it: gloo's point-to-point, say."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    inside = [entry for entry in traceback.extract_stack(frame)[-8:] if "/torch/distributed/" in entry.filename]
+    names = [entry.name for entry in inside if not entry.name.startswith(("wrapper", "_"))]
+    return [Operation(group="unrecorded", sequence=1, name=names[-1], pending=True)] if names else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,10 +205,11 @@ def _left_behind(wheres: Mapping[int, Where], stuck: Mapping[int, Where]) -> dic
 
 
 def _place(stack_lines: Sequence[str]) -> str:
-    """Return "at file:line in function" of the innermost frame."""
-    for line in reversed(stack_lines):
-        stripped = line.strip()
-        if stripped.startswith("File "):
+    """Return "at file:line in function" of the innermost frame, of those outside installed packages if there is one."""
+    frames = [line.strip() for line in stack_lines if line.strip().startswith("File ")]
+    own = [line for line in frames if "/site-packages/" not in line and "/lib/python" not in line]
+    for stripped in reversed(own or frames):
+        if stripped:
             file, _, rest = stripped[5:].partition(", line ")
             number, _, function = rest.partition(", in ")
             return f"at {file.strip(chr(34)).rpartition('/')[2]}:{number} in {function}"

@@ -42,6 +42,8 @@ class Stores:
     for_group: Callable[[str], Any]
     """Makes, under the given prefix, a ``torch.distributed.Store`` on a connection of its own: a rank that waits in it
     for a peer that never comes is freed by closing that connection, and the agreement goes on over the others."""
+    after_abort: Callable[[], object] = lambda: None
+    """Takes back what NCCL's watchdog leaves in the store at a timeout; a later group would read it as its own."""
 
 
 class MemoryStore:
@@ -125,7 +127,13 @@ def connect(facts: RankFacts, *, timeout_seconds: float) -> Stores:
             f"({first}). Check that MASTER_ADDR and MASTER_PORT name the first node as the other nodes can reach it, "
             f"and that no firewall lies between (launcher: {facts.launcher})"
         ) from error
-    return Stores(main=main, side=side, for_group=lambda name: dist.PrefixStore(f"{prefix}/torch/{name}", tcp.clone()))
+    return Stores(
+        main=main,
+        side=side,
+        for_group=lambda name: dist.PrefixStore(f"{prefix}/torch/{name}", tcp.clone()),
+        # Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, kStoreDumpKey, on the store below all prefixes.
+        after_abort=lambda: tcp.delete_key("exception_dump"),
+    )
 
 
 def prefix_of(facts: RankFacts) -> str:

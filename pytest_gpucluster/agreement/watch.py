@@ -325,7 +325,10 @@ class Watch:
 
     def _operations(self, phase: WatchedPhase) -> list[diagnosis.Operation]:
         making = [diagnosis.making_group() for releaser in self._releasers if releaser.making_group]
-        return diagnosis.recorded_operations(phase.started_ns) + making
+        found = diagnosis.recorded_operations(phase.started_ns) + making
+        if phase.in_body and not any(operation.pending for operation in found):
+            found += diagnosis.unrecorded_operations()
+        return found
 
     def _beat(self) -> None:
         self._store.set(f"hb/{self._facts.rank}", str(time.monotonic_ns()))
@@ -459,7 +462,7 @@ class Watch:
                     body = {"o": outcome, "msg": ending.message, "text": ending.text or ending.message}
                     exchange.answer_for(self._store, number, rank, body)
         else:
-            exchange.answer_verdict(self._store, number, {"ended": True})
+            exchange.answer_verdict(self._store, number, {"ended": ending.to_json()})
 
     def _act_on_ending(self) -> bool:
         """Keep at freeing the main thread; when time is up, end the process in its place."""

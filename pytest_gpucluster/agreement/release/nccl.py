@@ -9,11 +9,16 @@ off"). The environment for it is set in :data:`ENVIRONMENT`, before torch is imp
 
 from __future__ import annotations
 
+import threading
+
 ENVIRONMENT = {
     # torchrun exports 1: at the first timeout the watchdog would then kill the process, and its report with it.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # Left over in an operator's shell, these would change what a wait and a release mean.
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": "0",
     # The flight recorder: which collectives each rank has entered and left.
     "TORCH_FR_BUFFER_SIZE": "2000",
 }
@@ -26,12 +31,20 @@ class NcclReleaser:
 
     def __init__(self) -> None:
         self._aborted = False
+        self._lock = threading.Lock()
 
     def release(self) -> None:
-        """Abort the default group and all groups made from it."""
+        """Abort the default group and all groups made from it.
+
+        A second call while the first is under way returns at once; one that failed may be tried again.
+        """
         from torch.distributed import distributed_c10d
 
-        if self._aborted or not distributed_c10d.is_initialized():
+        if not self._lock.acquire(blocking=False):
             return
-        self._aborted = True
-        distributed_c10d._abort_process_group()
+        try:
+            if not self._aborted and distributed_c10d.is_initialized():
+                distributed_c10d._abort_process_group()
+                self._aborted = True
+        finally:
+            self._lock.release()
