@@ -154,7 +154,8 @@ class Phases:
             Ending(
                 name="interrupted",
                 message=f"interrupted ({how}) on {who} during {when} of {item.nodeid}" + (f": {why}" if why else ""),
-                exit=code if code in (2, 3, 4) else 2,  # pytest.exit(returncode=0) is no pass
+                # A test's own code is kept, unless it would say that something was accepted, rejected or incomplete.
+                exit=2 if code in (None, 0, 1, 10) else int(code),
             )
         )
 

@@ -140,3 +140,30 @@ def test_the_same_words_in_a_tests_own_failure_are_its_own() -> None:
     assert not connection_cut(AssertionError("Connection closed by peer"))
     assert not connection_cut(ConnectionResetError("Connection reset by peer"))
     assert not connection_cut(BadText())
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named as torch's."""
+
+
+class DistError(RuntimeError):
+    """Named as torch's."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        pytest.param(OSError("Input/output error"), id="the operating system"),
+        pytest.param(ImportError("no module named apex"), id="a missing package"),
+        pytest.param(MemoryError(), id="host memory"),
+        pytest.param(OutOfMemoryError("CUDA out of memory"), id="GPU memory"),
+        pytest.param(DistError("NCCL error: unhandled system error"), id="communication"),
+        pytest.param(type("Inner", (DistError,), {})("ncclRemoteError"), id="a kind of communication error"),
+    ],
+)
+def test_what_the_environment_lacks_is_no_verdict_about_hardware(error: Exception) -> None:
+    assert kind_of(error, "call") == "error"
+
+
+def test_any_other_exception_of_a_test_is_a_failure_as_in_pytest() -> None:
+    assert kind_of(ValueError("wrong"), "call") == kind_of(AssertionError(), "call") == "failed"

@@ -146,3 +146,21 @@ def test_a_measurement_that_cannot_be_read_is_an_error_and_not_the_end_of_rank_0
         merged, _ = judged(outcomes)
         assert merged.outcome == outcome
         assert merged.message.startswith(message if outcome == "error" else "rank 1 (gpu-06): m1")
+
+
+def test_a_criterion_whose_values_the_limits_file_only_records_is_not_judged() -> None:
+    def values(*, record_only: bool) -> list[RankOutcome]:
+        measured = measurement(
+            "nccl.all_reduce.busbw", 12.0, unit="GB/s", labels={"size": "1 GB"}, record_only=record_only
+        )
+        return [RankOutcome(rank=rank, outcome="passed", measurements=[measured.to_json()]) for rank in NAMES]
+
+    test = record("nccl.all_reduce")
+    outcomes = values(record_only=False)
+    assert judge_merged(run(sku="H100 PCIe"), test, merge(outcomes, NAMES), outcomes).outcome == "passed"
+    assert test.unjudged.startswith("recorded only: no measurement")
+
+    as_the_test_asked = record("inventory")
+    outcomes = values(record_only=True)
+    judge_merged(run(sku="H100 PCIe"), as_the_test_asked, merge(outcomes, NAMES), outcomes)
+    assert as_the_test_asked.unjudged == ""

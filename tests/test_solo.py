@@ -311,6 +311,36 @@ def test_only_collecting_starts_nothing_and_leaves_no_report(project: Project) -
     assert not (project.path / "gpucluster-report").exists()
 
 
+def test_a_body_that_was_released_and_came_back_as_if_nothing_had_been_has_not_passed(project: Project) -> None:
+    project.suite(
+        """
+        import time, pytest
+
+        @pytest.mark.criterion("matmul")
+        @pytest.mark.deadline(1)
+        def test_swallows(measure):
+            try:
+                time.sleep(30)
+            except BaseException:
+                pass
+            measure("matmul.fp32.tflops", 0.5, unit="TFLOPS")
+
+        def test_after(): pass
+        """
+    )
+    left = project.run()
+    assert (left.exit, left.end) == (11, ("BROKEN", 11))
+    assert left.verdicts["test_swallows"].startswith("error: ")
+    assert left.verdicts["test_after"] == "passed"
+
+
+@pytest.mark.parametrize("code", [0, 1, 10])
+def test_exit_in_a_test_never_looks_like_a_verdict_about_hardware(project: Project, code: int) -> None:
+    project.suite(f"import pytest\ndef test_exit(): pytest.exit('enough', returncode={code})\ndef test_after(): pass")
+    left = project.run()
+    assert (left.exit, left.end) == (2, ("BROKEN", 2))
+
+
 def test_exit_in_a_test_ends_the_run_with_its_code_and_a_report(project: Project) -> None:
     project.suite(
         """

@@ -161,3 +161,26 @@ def test_every_exit_code_of_the_table_is_explained() -> None:
     for code, text in EXIT_CODES.items():
         word = {0: "ACCEPTED, SELECTION PASSED or REHEARSED", 1: REJECTED, 10: INCOMPLETE}.get(code, BROKEN)
         assert text.startswith(f"{word}: ")
+
+
+@pytest.mark.parametrize("code", [0, 10])
+def test_a_run_that_was_ended_is_never_a_pass_nor_incomplete_whatever_its_code(code: int) -> None:
+    found = verdict(PASSED, ending=(code, "somebody asked for it"))
+    assert (found.word, found.exit) == (BROKEN, 11)
+
+
+def test_a_criterion_that_no_limit_judged_accepts_nothing() -> None:
+    unjudged = TestResult(nodeid="t", criterion="nccl", outcome="passed", unjudged="recorded only: no measurement")
+    found = verdict(PASSED, unjudged)
+    assert (found.word, found.exit) == (INCOMPLETE, 10)
+    assert found.reason == "not judged: nccl (recorded only: no measurement)"
+
+
+def test_what_passed_only_when_run_again_is_named() -> None:
+    again = TestResult(nodeid="t", criterion="nccl", outcome="passed", attempts=3)
+    assert "passed only when run again: nccl" in verdict(PASSED, again).reason
+    assert "again" not in verdict(PASSED).reason
+
+
+def test_a_rehearsal_says_when_only_a_selection_ran() -> None:
+    assert verdict(PASSED, rehearsal=True, selection=True).reason.endswith("only a selection ran")

@@ -128,7 +128,7 @@ def _entries(dump: Callable[[], str | bytes] | None) -> list[dict[str, Any]]:
             {
                 "process_group": ["?", "unreadable"],
                 "collective_seq_id": 0,
-                "profiling_name": f"flight recorder: {type(error).__name__}",
+                "profiling_name": f"flight recorder ({type(error).__name__})",
                 "retired": True,
                 "state": "completed",
                 "time_created_ns": sys.maxsize,

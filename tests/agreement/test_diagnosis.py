@@ -229,3 +229,41 @@ print(recorded_operations(time.time_ns()))
         "[('default_pg', 1, 'all_reduce', False), ('default_pg', 2, 'barrier', False)]",
         "[]",
     ], child.stderr
+
+
+def test_nccls_own_recorder_is_read_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dump(*entries: dict[str, Any]) -> Any:
+        return lambda: json.dumps({"entries": entries}).encode()
+
+    module = SimpleNamespace(
+        _dump_fr_trace_json=dump(entry(5, 100)),
+        _dump_nccl_trace_json=dump(entry(7, 100, profiling_name="nccl:all_reduce")),
+    )
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", module)
+    assert [operation.sequence for operation in recorded_operations(0)] == [5, 7]
+    del module._dump_fr_trace_json
+    assert [operation.sequence for operation in recorded_operations(0)] == [7]
+
+
+def test_a_recorder_that_cannot_be_read_hides_neither_the_other_nor_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> bytes:
+        raise RuntimeError("no such recorder")
+
+    module = SimpleNamespace(
+        _dump_fr_trace_json=broken, _dump_nccl_trace_json=lambda: json.dumps({"entries": [entry(7, 100)]})
+    )
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", module)
+    found = recorded_operations(0)
+    assert [(operation.name, operation.pending) for operation in found] == [
+        ("flight recorder (RuntimeError)", False),
+        ("all_reduce", True),
+    ]
+
+
+def test_a_place_is_that_of_the_operators_own_code_where_there_is_one() -> None:
+    stack = (
+        '  File "/suite/test_it.py", line 7, in test_it\n    wait()\n'
+        '  File "/venv/lib/python3.11/site-packages/torch/x.py", line 9, in wait\n    lock()\n'
+    )
+    found = culprits({0: Where(rank=0, arrived=False, stack=stack)}, {}, missing=[0])
+    assert found[0].message == "hangs at test_it.py:7 in test_it"

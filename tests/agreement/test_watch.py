@@ -360,7 +360,7 @@ def test_a_loss_that_another_rank_saw_ends_the_run_here_and_frees_this_rank(plac
     )
     assert here.endings == [here.watch.ending]
     until(lambda: here.store.check([verdict_key(number)]))
-    assert json.loads(here.store.get(verdict_key(number))) == {"ended": True}
+    assert json.loads(here.store.get(verdict_key(number))) == {"ended": here.watch.ending.to_json()}
 
 
 def test_rank_0_answers_for_a_lost_rank_so_that_it_does_not_wait_for_it(place: Callable[..., Place]) -> None:
