@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pytest_gpucluster import __version__, options, refused, verdict
-from pytest_gpucluster.agreement import host, preflight
+from pytest_gpucluster.agreement import host, preflight, vitals
 from pytest_gpucluster.agreement.exchange import Exchange
 from pytest_gpucluster.agreement.join import Joined, Refusal, Refused, join
 from pytest_gpucluster.agreement.store import connect
@@ -143,6 +143,7 @@ class Opening:
             host.start(facts)
         self._run.stores = connect(facts, timeout_seconds=self._run.timeouts.join)
         me = self._describe_me(problem)
+        recorder_pid = self._run.recorder.pid if self._run.recorder else None
         self._run.joined = join(
             self._run.stores.main,
             facts,
@@ -150,7 +151,8 @@ class Opening:
             timeout_seconds=self._run.timeouts.join,
             check=self._check,
             shared={
-                "recorder_pid": self._run.recorder.pid if self._run.recorder else None,
+                "recorder_pid": recorder_pid,
+                "recorder_started": None if recorder_pid is None else vitals.start_time(recorder_pid),
                 "directory": str(self._run.directory.resolve()) if self._run.directory else None,
             },
         )

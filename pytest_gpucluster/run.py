@@ -25,6 +25,7 @@ from pytest_gpucluster.agreement.exchange import Exchange
 from pytest_gpucluster.agreement.fault_file import FaultFile
 from pytest_gpucluster.agreement.join import Joined, roll
 from pytest_gpucluster.agreement.store import Stores
+from pytest_gpucluster.agreement.vitals import start_time
 from pytest_gpucluster.agreement.watch import Watch
 from pytest_gpucluster.cluster import Cluster
 from pytest_gpucluster.errors import EnvironmentBroken
@@ -386,7 +387,8 @@ class Run:
         if self.joined is None or self.rank == 0 or self.joined.hosts[0] != self.facts.hostname:
             return
         pid = self.joined.shared.get("recorder_pid")
-        if pid is not None:
+        # The same host name may hide another pid namespace, where that number is somebody else's.
+        if pid is not None and start_time(int(pid)) == self.joined.shared["recorder_started"]:
             wait_for_end(int(pid), _REPORTS_WRITTEN_SECONDS)
 
     def tell_launcher(self) -> None:

@@ -19,7 +19,7 @@ EXIT_CODES = {
     3: "BROKEN: an internal error",
     4: "BROKEN: a usage error; nothing was measured",
     5: "BROKEN: no test was collected",
-    10: "INCOMPLETE: nothing failed, but a required criterion did not run",
+    10: "INCOMPLETE: nothing failed, but a required criterion did not run, or no limit judged it",
     11: "BROKEN: a rank lost or hung, different tests collected, or another fault of the environment",
 }
 

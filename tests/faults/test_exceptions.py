@@ -23,6 +23,7 @@ EXPECTED = {
     "sys_exit": f"failure: {RANK_1}: SystemExit: 3",
     "alike_on_all_ranks": "failure: ranks 0-1: RuntimeError: the same everywhere",
     "swallowed_by_the_peer": f"failure: {RANK_1}: RuntimeError: rank 1 fails",
+    "point_to_point": f"failure: {RANK_1}: RuntimeError: rank 1 sends nothing",
     "expected_to_fail": "skipped: a known weakness",
     "binary": f"failure: {RANK_1}: RuntimeError: ",
 }

@@ -5,6 +5,8 @@ import sys
 import threading
 
 import pytest
+import torch
+import torch.distributed as dist
 from stamps import RANK, all_reduce, meet, stamp
 
 
@@ -207,6 +209,17 @@ def test_swallowed_by_the_peer(cluster):
 
 def test_after_swallowed_by_the_peer(cluster):
     meet(cluster, "swallowed_by_the_peer")
+
+
+def test_point_to_point(cluster):
+    stamp("point_to_point")
+    if RANK == 1:
+        raise RuntimeError("rank 1 sends nothing")
+    dist.recv(torch.zeros(4), src=1, group=cluster.group)
+
+
+def test_after_point_to_point(cluster):
+    meet(cluster, "point_to_point")
 
 
 @pytest.mark.xfail(reason="a known weakness", raises=RuntimeError)
