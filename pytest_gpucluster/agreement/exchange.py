@@ -18,6 +18,7 @@ from pytest_gpucluster.errors import StoreError
 from pytest_gpucluster.wording import first_line
 
 Body = Mapping[str, Any]
+_WORTH_DELETING_BYTES = 512
 _ANSWER_MARGIN_SECONDS = 60.0
 """How much later than the watcher's own deadlines a blocked exchange gives up by itself."""
 
@@ -41,6 +42,7 @@ class Exchange:
         self._peers = [peer for peer in range(world_size) if peer != 0]
         self.number = 0
         self._garbage: deque[str] = deque()
+        self._large: str | None = None
 
     def begin(self) -> int:
         """Open the next exchange, at the start of a phase, and return its number."""
@@ -70,9 +72,14 @@ class Exchange:
         return verdict
 
     def _follow(self, number: int, body: Body) -> Body:
-        self._store.set(key_of(number, self._rank), json.dumps(body))
+        text = json.dumps(body)
+        self._store.set(key_of(number, self._rank), text)
         verdict: Body = json.loads(self._store.get(verdict_key(number)))
-        self._garbage.append(key_of(number - 1, self._rank))
+        # This verdict says that rank 0 is done with the phase before. What is small may stay: to take it back would
+        # cost as much as to post it.
+        if self._large is not None:
+            self._garbage.append(self._large)
+        self._large = key_of(number, self._rank) if len(text) > _WORTH_DELETING_BYTES else None
         return verdict
 
     def _gather(self, number: int, body: Body) -> dict[int, Body]:
@@ -83,7 +90,6 @@ class Exchange:
         if self._peers:
             with _store_trouble():
                 self._store.set(verdict_key(number), json.dumps(verdict))
-            self._garbage.append(verdict_key(number - 2))
 
     def take_garbage(self) -> list[str]:
         """Return keys that every rank has read. The watcher deletes them, off the critical path."""
