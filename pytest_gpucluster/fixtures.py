@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pytest_gpucluster.hardware import Peaks
     from pytest_gpucluster.limits import Thresholds
     from pytest_gpucluster.run import Run
+    from pytest_gpucluster.sampling import Series
 
 RUN = pytest.StashKey["Run"]()
 
@@ -42,10 +43,11 @@ class Measure(Protocol):
     def __call__(
         self,
         metric: str,
-        value: float,
+        value: float | Series,
         *,
         unit: str,
         samples: Sequence[float] = (),
+        telemetry: Mapping[str, Any] | None = None,
         record_only: bool = False,
         **labels: object,
     ) -> None: ...
@@ -91,6 +93,9 @@ def gpu(request: pytest.FixtureRequest) -> Gpu:
 def measure(request: pytest.FixtureRequest) -> Measure:
     """Record a value: ``measure("matmul.bf16.tflops", 731.0, unit="TFLOPS", samples=[...], n=16384)``.
 
+    Instead of a number it can be a ``Series``, which brings its samples and how sure its median is: then the worse end
+    of its interval must meet the limit.
+
     All measurements of a test, from all ranks, are judged together at the end of its call phase, against the limits
     for this SKU and topology. A metric without a limit is an error, unless ``record_only=True``. Further keywords are
     labels: they tell the values of a sweep apart and choose among limits.
@@ -103,10 +108,11 @@ def measure(request: pytest.FixtureRequest) -> Measure:
 
     def record(
         metric: str,
-        value: float,
+        value: float | Series,
         *,
         unit: str,
         samples: Sequence[float] = (),
+        telemetry: Mapping[str, Any] | None = None,
         record_only: bool = False,
         **labels: object,
     ) -> None:
@@ -117,6 +123,7 @@ def measure(request: pytest.FixtureRequest) -> Measure:
                 unit=unit,
                 samples=samples,
                 labels={key: str(label) for key, label in labels.items()},
+                telemetry=telemetry,
                 record_only=record_only,
             )
         )

@@ -11,13 +11,14 @@ error: dropping it would make a broken rank look like a rank that measured nothi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
 from pytest_gpucluster import units
 from pytest_gpucluster.errors import MeasurementError, UnitError
+from pytest_gpucluster.sampling import Series
 
 Better = Literal["higher", "lower", "none"]
 Scope = Literal["rank", "node", "world"]
@@ -74,13 +75,20 @@ def known(name: str) -> Metric:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One value of a metric on one rank, in the metric's canonical unit, with the samples behind it."""
+    """One value of a metric on one rank, in the metric's canonical unit, with the samples behind it.
+
+    ``interval`` encloses the true value with 95 % confidence, where that is known. ``inconclusive`` says why the
+    samples scatter too much for a verdict. ``telemetry`` is what the GPU did meanwhile, in plain JSON types.
+    """
 
     metric: str
     value: float
     unit: str
     samples: tuple[float, ...] = ()
+    interval: tuple[float, float] | None = None
+    inconclusive: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
+    telemetry: Mapping[str, Any] = field(default_factory=dict)
     record_only: bool = False
 
     def to_json(self) -> dict[str, Any]:
@@ -90,7 +98,10 @@ class Measurement:
             "value": number_to_json(self.value),
             "unit": self.unit,
             "samples": numbers_to_json(self.samples),
+            "interval": None if self.interval is None else numbers_to_json(self.interval),
+            "inconclusive": self.inconclusive,
             "labels": dict(self.labels),
+            "telemetry": dict(self.telemetry),
             "record_only": self.record_only,
         }
 
@@ -108,14 +119,27 @@ class Measurement:
                 data["record_only"],
             )
             value, samples = number_from_json(data["value"]), tuple(map(number_from_json, data["samples"]))
+            interval = None if data["interval"] is None else tuple(map(number_from_json, data["interval"]))
+            inconclusive, telemetry = data["inconclusive"], data["telemetry"]
         except (KeyError, TypeError, ValueError) as error:
             raise MeasurementError(f"this is no measurement in transit: {error!r} in {data!r:.200}") from None
         if not isinstance(metric, str) or known(metric).unit != unit:
             raise MeasurementError(f"{metric!r} travels in {known(str(metric)).unit}, not in {unit!r}")
         if not isinstance(labels, Mapping) or not isinstance(record_only, bool):
             raise MeasurementError(f"labels {labels!r:.80} or record_only {record_only!r:.20} has a wrong type")
-        texts = {str(key): str(label) for key, label in labels.items()}
-        return cls(metric=metric, value=value, unit=unit, samples=samples, labels=texts, record_only=record_only)
+        if not isinstance(inconclusive, str) or not isinstance(telemetry, Mapping):
+            raise MeasurementError(f"inconclusive {inconclusive!r:.80} or telemetry {telemetry!r:.80} has a wrong type")
+        return cls(
+            metric=metric,
+            value=value,
+            unit=unit,
+            samples=samples,
+            interval=None if interval is None else _pair(interval),
+            inconclusive=inconclusive,
+            labels={str(key): str(label) for key, label in labels.items()},
+            telemetry=telemetry,
+            record_only=record_only,
+        )
 
 
 def measurement(
@@ -125,17 +149,25 @@ def measurement(
     unit: str,
     samples: Iterable[Any] = (),
     labels: Mapping[str, Any] | None = None,
+    telemetry: Mapping[str, Any] | None = None,
     record_only: bool = False,
 ) -> Measurement:
     """Make a measurement, converting ``value`` and ``samples`` from ``unit`` to the metric's own unit.
 
-    Numbers may be of any type that converts to float (int, numpy scalar, one-element tensor). NaN, infinite
-    and negative values are kept for the judge.
+    The value is a number of any type that converts to float (int, numpy scalar, one-element tensor), or a ``Series``,
+    which brings its samples and its interval. NaN, infinite and negative values are kept for the judge.
 
     Raises: MeasurementError if the metric is unknown, the unit is missing, unknown or of another dimension,
     or a value is no number.
     """
     metric = known(name)
+    interval: tuple[float, float] | None = None
+    inconclusive = ""
+    if isinstance(value, Series):
+        if samples:
+            raise MeasurementError(f"{name}: a series brings its own samples; do not give others beside it")
+        interval, inconclusive = (value.low, value.high), value.inconclusive
+        samples, value = value.samples, value.median
     if not isinstance(unit, str):
         raise MeasurementError(f"{name}: the unit must be text such as {metric.unit!r}, not {unit!r}")
     if not isinstance(record_only, bool):
@@ -147,6 +179,8 @@ def measurement(
         numbers = tuple(map(_number, samples))
         if unit != metric.unit:
             numbers = tuple(units.convert(sample, unit, metric.unit) for sample in numbers)
+        if interval is not None:
+            interval = _pair([units.convert(end, unit, metric.unit) for end in interval])
     except (UnitError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         # RuntimeError is what a tensor of several elements, or on a lost device, raises.
         kind = UnitError if isinstance(error, UnitError) else MeasurementError
@@ -156,7 +190,10 @@ def measurement(
         value=converted,
         unit=metric.unit,
         samples=numbers,
+        interval=interval,
+        inconclusive=inconclusive,
         labels={str(key): str(label) for key, label in (labels or {}).items()},
+        telemetry=dict(telemetry or {}),
         record_only=record_only,
     )
 
@@ -200,6 +237,12 @@ def number_from_json(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{value!r} is no number")
     return float(value)
+
+
+def _pair(ends: Sequence[float]) -> tuple[float, float]:
+    if len(ends) != 2:
+        raise MeasurementError(f"an interval has two ends, not {len(ends)}")
+    return ends[0], ends[1]
 
 
 def _defect(value: float) -> str | None:
@@ -272,6 +315,16 @@ register(
 )
 register(
     Metric(
+        name="nccl.all_reduce.average_busbw",
+        unit="GB/s",
+        better="higher",
+        peak="link_gb_per_second",
+        peak_is_bound=False,
+        doc="The same from the mean of all ranks' times, as nccl-tests prints it; busbw decides.",
+    )
+)
+register(
+    Metric(
         name="nccl.all_reduce.latency",
         unit="us",
         better="lower",
@@ -286,3 +339,13 @@ register(
         doc="Ranks that reported before the first test. Recorded; the inventory's checks decide.",
     )
 )
+for _name, _unit, _better, _doc in (
+    ("gpu.findings", "findings", "lower", "What is wrong with the GPU, as NVML and the kernel log tell it."),
+    ("gpu.usable_dtypes", "dtypes", "higher", "Dtypes in which a small product on the GPU equals the CPU's."),
+    ("gpu.memory.total", "GB", "higher", "Device memory as NVML counts it, what the driver keeps for itself included."),
+    ("gpu.memory.free", "%", "higher", "Device memory that nobody but this job uses, as a part of the total."),
+    ("gpu.temperature", "degC", "lower", "Temperature of the GPU under load."),
+    ("gpu.power_limit", "%", "higher", "Enforced power limit as a part of the card's default."),
+):
+    _better_typed: Better = "higher" if _better == "higher" else "lower"
+    register(Metric(name=_name, unit=_unit, better=_better_typed, doc=_doc))

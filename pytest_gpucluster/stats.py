@@ -52,6 +52,39 @@ def percentile(samples: Sequence[float], percent: float) -> float:
     return low if share == 0 or low == high else low * (1 - share) + high * share
 
 
+def median_interval(samples: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float]:
+    """Return the shortest symmetric pair of samples that encloses the true median with at least ``confidence``.
+
+    It asks nothing of the distribution, but that samples do not depend on each other: of n samples the k-th smallest
+    is above the true median with the probability of fewer than k heads in n throws of a coin.
+
+    >>> median_interval([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    (1.0, 6.0)
+    >>> median_interval([float(sample) for sample in range(1, 13)])
+    (3.0, 10.0)
+
+    Raises: ValueError if there are too few samples for this confidence (fewer than 6 for 95 %), or ``confidence`` is
+    not between 0 and 1.
+    Source: David and Nagaraja, "Order Statistics" (3rd edition, 2003), section 7.1.
+    """
+    if not 0 < confidence < 1:
+        raise ValueError(f"a confidence lies between 0 and 1, not at {confidence}")
+    count = len(samples)
+    tail, outside = (1 - confidence) / 2, 0
+    rank = 0
+    while rank < count // 2:
+        outside += math.comb(count, rank)
+        if outside > tail * 2**count:
+            break
+        rank += 1
+    if rank == 0:
+        raise ValueError(f"{count} samples cannot enclose their median with a confidence of {confidence:g}")
+    if any(map(math.isnan, samples)):
+        return math.nan, math.nan
+    ordered = sorted(samples)
+    return ordered[rank - 1], ordered[count - rank]
+
+
 def mad(samples: Sequence[float]) -> float:
     """Return the median absolute deviation from the median, unscaled.
 

@@ -44,6 +44,11 @@ def _table() -> dict[str, Unit]:
         "time": {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9, "min": 60 * 10**9, "h": 3600 * 10**9},
         "token rate": {"tokens/s": 1},
         "number of ranks": {"ranks": 1},
+        "number of findings": {"findings": 1},
+        "number of dtypes": {"dtypes": 1},
+        "power": {"mW": 1, "W": 1000},
+        "frequency": {"Hz": 1, "kHz": 10**3, "MHz": 10**6, "GHz": 10**9},
+        "temperature": {"degC": 1},
         "ratio": {"%": 1, "ratio": 100},
     }
     return {

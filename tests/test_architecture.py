@@ -24,6 +24,7 @@ LAYERS = (
     "errors",
     "units",
     "stats",
+    "sampling",
     "metrics",
     "hostlist",
     "launch_variables",
@@ -79,7 +80,7 @@ CONFINED = {
     "launch": ("errors", "hostlist", "launch_variables"),
     "limits": ("errors", "units", "metrics", "hardware"),
     "yaml_document": ("units",),
-    "benchmarks.*": ("errors", "units", "stats", "benchmarks.*"),
+    "benchmarks.*": ("errors", "units", "stats", "sampling", "benchmarks.*"),
     "agreement.*": (
         *("wording", "errors", "launch", "metrics", "judge", "journal", "journal_lines", "fault_dump"),
         "agreement.*",

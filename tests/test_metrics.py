@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pytest_gpucluster import hardware, metrics, units
 from pytest_gpucluster.errors import MeasurementError, UnitError
 from pytest_gpucluster.metrics import Measurement, Metric, measurement
+from pytest_gpucluster.sampling import Sampling, series
 
 BUSBW = "nccl.all_reduce.busbw"
 
@@ -142,7 +143,10 @@ def test_the_form_in_transit_is_plain_json() -> None:
         "value": "NaN",
         "unit": "GB/s",
         "samples": [1.0, "Infinity"],
+        "interval": None,
+        "inconclusive": "",
         "labels": {"size": "1 GB"},
+        "telemetry": {},
         "record_only": False,
     }
 
@@ -180,3 +184,26 @@ def test_a_hundred_samples_are_cheap_to_send() -> None:
         made.to_json()
         times.append(time.perf_counter() - start)
     assert min(times) < 50e-6
+
+
+def test_a_series_brings_its_samples_and_its_interval() -> None:
+    sampling = Sampling(warmup_seconds=0, window_seconds=1, longest_seconds=1, tolerance_ratio=0.01)
+    made = measurement("hbm.copy.bandwidth", series([3000.0, 3100.0] * 6, sampling), unit="GB/s")
+    assert (made.value, made.interval) == (3.05, (3.0, 3.1))
+    assert made.samples[:2] == (3.0, 3.1)
+    assert "3.3 % wide" in made.inconclusive
+    assert Measurement.from_json(json.loads(json.dumps(made.to_json()))) == made
+
+
+def test_a_series_takes_no_samples_beside_its_own() -> None:
+    sampling = Sampling(warmup_seconds=0, window_seconds=1, longest_seconds=1, tolerance_ratio=0.01)
+    with pytest.raises(MeasurementError, match="brings its own samples"):
+        measurement("hbm.copy.bandwidth", series([3.0] * 8, sampling), unit="TB/s", samples=[1.0])
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"interval": [1.0]}, {"interval": "wide"}, {"inconclusive": None}, {"telemetry": [1]}]
+)
+def test_what_is_no_interval_or_telemetry_is_refused_in_transit(wrong: dict[str, object]) -> None:
+    with pytest.raises(MeasurementError):
+        Measurement.from_json({**measurement(BUSBW, 1, unit="GB/s").to_json(), **wrong})

@@ -1,0 +1,112 @@
+"""When to stop measuring, and what a series of samples amounts to. Pure: no clock, no device.
+
+Measured is until the interval that encloses the median is narrow enough, or the time is up. Then the time is granted
+once more. What is still not narrow enough is inconclusive, and that is never a pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pytest_gpucluster import stats
+
+MIN_SAMPLES = 8
+"""With fewer, the interval is no more than the smallest and the largest sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How long to warm up, how long to measure, and how sure to be.
+
+    Attributes:
+        warmup_seconds: at least so much load before the first sample counts.
+        window_seconds: at least so long the samples take together.
+        longest_seconds: without certainty not longer than this, and then the same once more.
+        tolerance_ratio: certain is a series whose median lies, with 95 % confidence, in an interval no wider than
+            this part of it: 0.01 is 1 %.
+
+    Raises:
+        ValueError: a time or the tolerance is out of its range.
+    """
+
+    warmup_seconds: float
+    window_seconds: float
+    longest_seconds: float
+    tolerance_ratio: float
+
+    def __post_init__(self) -> None:
+        times_are_good = 0 <= self.warmup_seconds < math.inf and 0 < self.window_seconds <= self.longest_seconds
+        if not (times_are_good and self.longest_seconds < math.inf and 0 < self.tolerance_ratio < math.inf):
+            raise ValueError(
+                "warmup_seconds must not be negative, window_seconds must be positive and not above longest_seconds, "
+                f"tolerance_ratio must be positive: {self}"
+            )
+
+    @property
+    def at_most_seconds(self) -> float:
+        """How long a series can take: the longest time, and the one extension."""
+        return 2 * self.longest_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """Samples of one quantity, their median, and the interval that encloses the true median with 95 % confidence.
+
+    ``inconclusive`` says why the interval is too wide to be sure of the median; it is empty if it is not.
+    """
+
+    samples: tuple[float, ...]
+    median: float
+    low: float
+    high: float
+    inconclusive: str = ""
+
+    @property
+    def width_ratio(self) -> float:
+        """Width of the interval as a part of the median; infinite where the median is not positive."""
+        return (self.high - self.low) / self.median if self.median > 0 else math.inf
+
+    def scaled(self, factor: float) -> Series:
+        """Return the same series in another unit, such as bytes a second from calls a second."""
+        return Series(
+            samples=tuple(sample * factor for sample in self.samples),
+            median=self.median * factor,
+            low=self.low * factor,
+            high=self.high * factor,
+            inconclusive=self.inconclusive,
+        )
+
+
+def is_settled(samples: Sequence[float], sampling: Sampling) -> bool:
+    """Tell whether the median of the samples is known within the tolerance."""
+    if len(samples) < MIN_SAMPLES:
+        return False
+    low, high = stats.median_interval(samples)
+    return high - low <= sampling.tolerance_ratio * stats.median(samples)
+
+
+def wants_more(samples: Sequence[float], *, spent_seconds: float, sampling: Sampling) -> bool:
+    """Tell whether to go on measuring after ``spent_seconds`` of samples."""
+    if len(samples) < MIN_SAMPLES or spent_seconds < sampling.window_seconds:
+        return True
+    return spent_seconds < sampling.at_most_seconds and not is_settled(samples, sampling)
+
+
+def series(samples: Iterable[float], sampling: Sampling) -> Series:
+    """Sum up samples after the last one was taken.
+
+    Raises:
+        ValueError: there are fewer than 6 samples.
+    """
+    taken = tuple(samples)
+    low, high = stats.median_interval(taken)
+    result = Series(samples=taken, median=stats.median(taken), low=low, high=high)
+    if is_settled(taken, sampling):
+        return result
+    why = (
+        f"the 95 % interval of the median is {100 * result.width_ratio:.2g} % wide after {len(taken)} samples, and "
+        f"{100 * sampling.tolerance_ratio:g} % is allowed"
+    )
+    return Series(samples=taken, median=result.median, low=low, high=high, inconclusive=why)
