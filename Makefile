@@ -32,8 +32,9 @@ lint: $(STAMP) ## check style, format and types
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-perf: $(STAMP) ## measure what the agreement between ranks costs
+perf: $(STAMP) ## measure what the agreement between ranks costs; simulate how often the rules err
 	OMP_NUM_THREADS=1 $(PY) perf/agreement.py
+	$(PY) perf/rules.py
 
 clean: ## remove caches and build output; .venv and the reports stay, for reports are evidence
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -4,27 +4,45 @@ import pytest
 
 from pytest_gpucluster.benchmarks.matmul import measure_matmul
 
-# On cuda: matrices far larger than the cache, after a warm-up that takes the GPU to its power limit.
-WORKLOADS = {
-    "cuda": {"n": 16384, "seconds": 3.0, "warmup_seconds": 2.0},
-    "cpu": {"n": 256, "seconds": 0.3, "warmup_seconds": 0.1},
-}
+DTYPES = ["bf16", "fp16", "tf32", "fp32", pytest.param("fp8", marks=pytest.mark.needs_peak("fp8_tflops"))]
+BESIDE_SECONDS = 120.0  # making the operands and the reference
+
+
+@pytest.fixture(autouse=True)
+def deadline(request, workload):
+    """Give the sizes the time that they may take, and as long again for verifying the products."""
+    sampling = workload.matmul.sampling
+    longest = sampling.warmup_seconds + sampling.at_most_seconds
+    request.node.add_marker(pytest.mark.deadline(BESIDE_SECONDS + 2 * len(workload.matmul.sizes) * longest))
 
 
 @pytest.mark.single_gpu
 @pytest.mark.criterion("matmul")
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_matmul(dtype, cluster, measure):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_matmul(dtype, cluster, workload, telemetry, measure):
     """Accepted: every GPU multiplies large matrices at the limit's rate or above, and every product is right.
 
     Why: training is matrix products. A GPU that is hot, starved of power or faulty holds up all others at
-    every step; one that computes wrongly spoils a model without a trace. fp32 is true fp32, with TF32 off.
+    every step; one that computes wrongly spoils a model without a trace. fp32 is true fp32, with TF32 off. fp8 has e4m3
+    operands, a bf16 result and fast accumulation. The largest size is held against the limit, the others are recorded.
 
-    When it fails: a rate below the limit on one GPU: look at its temperature, power limit and clocks
-    (``nvidia-smi -q -d TEMPERATURE,POWER,CLOCK,PERFORMANCE``), at airflow and at other jobs on it. On all
-    GPUs: driver, power profile, or a limit meant for another GPU. A wrong product: take this GPU out of
-    service and run the vendor's diagnostics (``dcgmi diag -r 3``).
+    When it fails: a rate below the limit on one GPU: look at the clocks, power and throttle reasons on record with it,
+    at its temperature and power limit (``nvidia-smi -q -d TEMPERATURE,POWER,CLOCK,PERFORMANCE``), at airflow
+    and at other jobs on it. On all GPUs: driver, power profile, or a limit meant for another GPU. Inconclusive: the
+    rate did not settle; look for the same. A wrong product: take this GPU out of service and run the vendor's
+    diagnostics (``dcgmi diag -r 3``). An error for memory: somebody else holds it.
+
+    On cpu this rehearses with small matrices.
     """
-    workload = WORKLOADS[cluster.device.type]
-    result = measure_matmul(cluster.device, dtype=dtype, **workload)
-    measure(f"matmul.{dtype}.tflops", result.tflops, unit="TFLOPS", samples=result.samples_tflops, n=result.n)
+    sizes = workload.matmul.sizes
+    for n in sizes:
+        window = telemetry()
+        result = measure_matmul(cluster.device, n=n, dtype=dtype, sampling=workload.matmul.sampling, during=window)
+        measure(
+            f"matmul.{dtype}.tflops",
+            result.tflops,
+            unit="TFLOPS",
+            telemetry=window.summary(),
+            record_only=n != max(sizes),
+            n=n,
+        )

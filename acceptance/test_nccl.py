@@ -5,50 +5,96 @@ import pytest
 from pytest_gpucluster.benchmarks.collectives import all_reduce
 from pytest_gpucluster.units import parse
 
-# Smaller payloads are recorded: their time is mostly latency, and limits on busbw hold from the last size up.
-SIZES = {
-    "cuda": ("1 MB", "10 MB", "100 MB", "1 GB"),
-    "cpu": ("64 kB", "256 kB", "1 MB"),
-}
-TIMES = {
-    "cuda": {"seconds": 3.0, "warmup_seconds": 1.0},
-    "cpu": {"seconds": 0.2, "warmup_seconds": 0.05},
-}
+SCOPES = [
+    pytest.param("gpu", id="gpu"),
+    pytest.param("node", id="node", marks=pytest.mark.needs_local_ranks(2)),
+    # On one node the node is the world.
+    pytest.param("world", id="world", marks=pytest.mark.needs_nodes(2)),
+]
+BESIDE_SECONDS = 120.0  # making the groups, filling and verifying the payloads
+
+
+def bytes_of(size):
+    """Return a size as it is written, such as "1 GB", in bytes."""
+    return int(parse(size).to("B"))
+
+
+@pytest.fixture(autouse=True)
+def deadline(request, cluster, workload):
+    """Give the sweep the time that its workload may take."""
+    swept = workload.all_reduce
+    longest = swept.sampling.warmup_seconds + swept.sampling.at_most_seconds
+    seconds = BESIDE_SECONDS + len({*swept.sizes, *swept.latency_sizes}) * longest
+    request.node.add_marker(pytest.mark.deadline(seconds))
+    cluster.allow(seconds)
+
+
+@pytest.fixture(autouse=True)
+def nccl_log(request, cluster):
+    """Leave NCCL's log of each rank in the test's folder, however the test ends."""
+    folder = request.getfixturevalue("artifacts") if cluster.nccl_log.path is not None else None
+    yield
+    if folder is not None:
+        cluster.nccl_log.keep(folder / f"nccl-rank-{cluster.rank}.log")
 
 
 @pytest.mark.nccl
-@pytest.mark.needs_ranks(2)
 @pytest.mark.criterion("nccl.all_reduce")
-def test_all_reduce(cluster, measure):
-    """Accepted: on every rank the largest all-reduce reaches the limit's busbw, and all sums are right.
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("scope", SCOPES)
+def test_all_reduce(scope, dtype, cluster, inventory, workload, telemetry, measure, record_property):
+    """Accepted: on every rank the all-reduce reaches the limit's busbw, over the fabric that the limit expects, and
+    all sums are right.
 
     Why: each training step ends in an all-reduce of the gradients. Bus bandwidth (busbw) is that of
     nccl-tests: it stands beside the links' own speed whatever the number of ranks. The slowest rank decides.
+    Each GPU is measured alone, then all nodes at once but each for itself, then all of them together: so a
+    node that is slow by itself can be told from a slow network. One GPU has no link: there only the sums count,
+    of one small and of the largest payload.
 
     When it fails: inside one node look at NVLink (``nvidia-smi nvlink -s``) and the Fabric Manager; across
-    nodes at the InfiniBand ports (``ibstat``: rate, state) and at what NCCL chose (``NCCL_DEBUG=INFO``: a
-    line "via NET/Socket" means that it does not use InfiniBand). Run halves of the nodes to find the slow
-    one. A wrong sum: take the named rank's GPU, and then the one that contributed it, out of service and
-    repeat.
+    nodes at the InfiniBand ports (``ibstat``: rate, state). What NCCL chose is on record with the test, and its
+    log lies in the test's folder: NET/Socket means that it does not use InfiniBand. Run halves of the nodes to
+    find the slow one. A wrong sum: take the named rank's GPU, and then the one that contributed it, out of
+    service and repeat. Inconclusive: something else uses the links or the GPUs.
 
     On cpu this rehearses with gloo.
     """
-    kind = cluster.device.type
-    for size in SIZES[kind]:
-        result = all_reduce(cluster.group, cluster.device, payload_bytes=int(parse(size).to("B")), **TIMES[kind])
-        measure(
-            "nccl.all_reduce.busbw",
-            result.busbw_bytes_per_second,
-            unit="B/s",
-            samples=result.samples_busbw_bytes_per_second,
-            record_only=size != SIZES[kind][-1],
-            size=size,
-        )
-        measure(
-            "nccl.all_reduce.algbw",
-            result.algbw_bytes_per_second,
-            unit="B/s",
-            samples=result.samples_algbw_bytes_per_second,
-            record_only=True,
-            size=size,
-        )
+    groups = {
+        "gpu": lambda: cluster.subgroups(1),
+        "node": lambda: cluster.node_group([who["node_rank"] for who in inventory]),
+        "world": lambda: cluster.group,
+    }
+    group = groups[scope]()
+    alone = group.size() == 1
+    small, large = workload.all_reduce.latency_sizes, workload.all_reduce.sizes
+    if alone:
+        small, large = small[:1], (max(large, key=bytes_of),)
+    found = {}
+    with cluster.using(group):
+        for size in dict.fromkeys((*small, *large)):
+            window = telemetry()
+            result = all_reduce(
+                group,
+                cluster.device,
+                payload_bytes=bytes_of(size),
+                dtype=dtype,
+                sampling=workload.all_reduce.sampling,
+                during=window,
+            )
+            found[size] = result, window.summary()
+    carried = cluster.carried_by(group)
+    for name, text in carried.properties().items():
+        record_property(f"nccl.{name}", text)
+
+    for size, (result, seen) in found.items():
+        nnodes = cluster.nnodes if scope == "world" else 1
+        labels = {"size": size, "dtype": dtype, "world_size": result.ranks, "nnodes": nnodes, **carried.labels}
+        if size in small:
+            measure("nccl.all_reduce.latency", result.latency, unit="s", telemetry=seen, record_only=alone, **labels)
+        if size not in large:
+            continue
+        measure("nccl.all_reduce.algbw", result.algbw, unit="B/s", telemetry=seen, record_only=True, **labels)
+        if not alone:
+            measure("nccl.all_reduce.busbw", result.busbw, unit="B/s", telemetry=seen, **labels)
+            measure("nccl.all_reduce.average_busbw", result.average_busbw, unit="B/s", record_only=True, **labels)

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +22,8 @@ from pytest_gpucluster.agreement.release.gloo import SocketReleaser
 from pytest_gpucluster.agreement.release.nccl import NcclReleaser
 from pytest_gpucluster.errors import CommunicationError
 from pytest_gpucluster.launch import RankFacts
+from pytest_gpucluster.nccl_choice import Agreed, agreed
+from pytest_gpucluster.nccl_log import NcclLog
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +42,7 @@ class Cluster:
         hosts: the host of each rank, a list of world_size names.
         device: the torch device of this rank, ``cuda:<index>`` or ``cpu``.
         backend: "nccl" for cuda, "gloo" for cpu.
+        nccl_log: NCCL's log of this rank.
     """
 
     def __init__(
@@ -67,8 +73,12 @@ class Cluster:
         self._deadline_seconds = deadline_seconds
         self._epoch = 0
         self._group: ProcessGroup | None = None
-        self._subgroups: dict[int, ProcessGroup] = {}
+        self.nccl_log = NcclLog(None, "NCCL is not used on cpu")
+        if self.backend == "nccl":
+            self.nccl_log = NcclLog.of(os.environ, pid=os.getpid())
+        self._subgroups: dict[tuple[int, ...], ProcessGroup] = {}
         self._sockets = SocketReleaser()
+        self._sockets_of_world = self._sockets
         self._releaser: Releaser | None = None
 
     @property
@@ -125,29 +135,55 @@ class Cluster:
         return gathered
 
     def subgroups(self, size: int) -> ProcessGroup:
-        """Return the group of ``size`` consecutive ranks that this rank is in.
+        """Return the group of ``size`` consecutive ranks that this rank is in; ``size=1`` is this rank alone.
 
-        Collective on first use of a size: every rank must call this, because every rank takes part in making all of
-        the groups. ``size=local_world_size`` gives one group a node.
+        Collective on first use of a size: every rank must call this, because with NCCL every rank takes part in making
+        all of the groups.
 
         Raises:
             ValueError: the world cannot be divided into groups of this size.
+            CommunicationError: the group could not be made.
         """
-        import torch.distributed as dist
-
         if size < 1 or self.world_size % size:
             raise ValueError(f"{self.world_size} ranks cannot be divided into groups of {size}")
-        whole = self.group
-        if size == self.world_size:
-            return whole
-        if size not in self._subgroups:
-            with self._sockets.taking():
-                mine, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]  # torch
-                    [list(range(start, start + size)) for start in range(0, self.world_size, size)],
-                    timeout=self._timeout,
-                )
-            self._subgroups[size] = mine
-        return self._subgroups[size]
+        first = self.rank - self.rank % size
+        return self._group_of(range(first, first + size))
+
+    def node_group(self, nodes: Sequence[int]) -> ProcessGroup:
+        """Return the group of all ranks on this rank's node. Collective on first use, as :meth:`subgroups`.
+
+        Args:
+            nodes: the node of each rank, the same on all ranks, as the inventory has it.
+
+        Raises:
+            CommunicationError: the nodes have different numbers of ranks, or the group could not be made.
+        """
+        ranks = Counter(nodes)
+        if len(set(ranks.values())) > 1:
+            found = ", ".join(f"node {node} has {count}" for node, count in sorted(ranks.items()))
+            raise CommunicationError(
+                f"the nodes have different numbers of ranks ({found}), so no limit is meant for all of them. Start "
+                "equally many ranks on every node (--nproc-per-node), or run the suite on equal nodes only"
+            )
+        return self._group_of(rank for rank, node in enumerate(nodes) if node == nodes[self.rank])
+
+    def using(self, group: ProcessGroup) -> AbstractContextManager[None]:
+        """Take what NCCL logs inside as being about this group, which must be the only one that is used inside."""
+        return self.nccl_log.reading(_ranks_of(group))
+
+    def carried_by(self, group: ProcessGroup) -> Agreed:
+        """Tell what carries the data of the groups that all ranks are in: this one here, others of its size elsewhere.
+
+        Read from what NCCL logged while the group was made and inside :meth:`using`, so ask after the group was used.
+
+        Collective: every rank of the world must call this, each with its group.
+        """
+        ranks = _ranks_of(group)
+        if self.backend == "gloo":
+            return Agreed(transport="gloo")
+        mine = self.nccl_log.choice(ranks, rest=len(ranks) == self.world_size)
+        hosts = len({self.hosts[rank] for rank in ranks})
+        return agreed(self.all_gather_object(mine.to_json()), ranks=len(ranks), hosts=hosts)
 
     def discard(self, epoch: int) -> None:
         """Throw the groups away after a fault; the next use makes new ones. Every rank must call this.
@@ -166,6 +202,7 @@ class Cluster:
         self._group = None
         self._subgroups.clear()
         self._releaser = None
+        self.nccl_log.begin_again()
         _drop_references()
         if self.backend == "gloo" and dist.is_initialized():
             dist.destroy_process_group()
@@ -174,6 +211,7 @@ class Cluster:
 
     def close(self) -> None:
         """Destroy the groups at the orderly end of a run. Every rank must call this."""
+        self.nccl_log.remove()
         if self._group is None:
             return
         import torch.distributed as dist
@@ -206,11 +244,12 @@ class Cluster:
             # With device_id the communicator is connected now, under the test's deadline. Made lazily, at the first
             # collective, it would be under no timeout at all.
             options["device_id"] = self.device
-        self._sockets = SocketReleaser()
+            self._open_log()
+        self._sockets = self._sockets_of_world = SocketReleaser()
         self._releaser = self._sockets
         self._guard(self._sockets)
         try:
-            with self._sockets.taking():
+            with self.nccl_log.reading(tuple(range(self.world_size))), self._sockets.taking():
                 store = self._store_for_group(f"group/{self._epoch}")
                 store.set_timeout(self._timeout)
                 dist.init_process_group(
@@ -234,6 +273,47 @@ class Cluster:
         group = dist.group.WORLD
         assert group is not None
         return group
+
+    def _group_of(self, ranks: Iterable[int]) -> ProcessGroup:
+        import torch.distributed as dist
+
+        mine, whole = tuple(ranks), self.group
+        if len(mine) == self.world_size:
+            return whole
+        if mine in self._subgroups:
+            return self._subgroups[mine]
+        if self._device_type == "cuda":
+            # While NCCL splits the communicator, torch holds the lock that an abort needs. What frees the split is the
+            # end of the connections through which the whole group agrees on it.
+            assert self._releaser is not None
+            self._guard(self._releaser, self._sockets, self._sockets_of_world)
+        try:
+            with self.nccl_log.reading(mine), self._sockets.taking():
+                # Each rank asks for its own group only: one split of the communicator makes all of them, where naming
+                # every group to every rank would take as many splits as there are groups.
+                made: ProcessGroup = dist.new_group(list(mine), timeout=self._timeout, use_local_synchronization=True)
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"rank {self.rank} on {self.hostname}: no {self.backend} group of the ranks {mine[0]} to {mine[-1]} "
+                f"could be made: {str(error).splitlines()[0]}"
+            ) from error
+        finally:
+            if self._device_type == "cuda":
+                self._guard(self._releaser, self._sockets)
+        self._subgroups[mine] = made
+        return made
+
+    def _open_log(self) -> None:
+        try:
+            self.nccl_log.open()
+        except OSError as error:  # a group works without it, and what expects a transport will say why it is unknown
+            self.nccl_log = NcclLog(None, f"its folder cannot be made: {error}")
+
+
+def _ranks_of(group: ProcessGroup) -> tuple[int, ...]:
+    import torch.distributed as dist
+
+    return tuple(dist.get_process_group_ranks(group))
 
 
 def _drop_references() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,9 +15,13 @@ from pytest_gpucluster.phase import MEASUREMENTS
 if TYPE_CHECKING:
     from pytest_gpucluster.cluster import Cluster
     from pytest_gpucluster.hardware import Peaks
+    from pytest_gpucluster.health.gathering import Sources
     from pytest_gpucluster.limits import Thresholds
+    from pytest_gpucluster.nvml import Nvml
     from pytest_gpucluster.run import Run
     from pytest_gpucluster.sampling import Series
+    from pytest_gpucluster.telemetry import Window
+    from pytest_gpucluster.workloads import Workload
 
 RUN = pytest.StashKey["Run"]()
 
@@ -51,6 +55,12 @@ class Measure(Protocol):
         record_only: bool = False,
         **labels: object,
     ) -> None: ...
+
+
+class Telemetry(Protocol):
+    """The type of the ``telemetry`` fixture."""
+
+    def __call__(self) -> Window: ...
 
 
 def _run(request: pytest.FixtureRequest) -> Run:
@@ -129,6 +139,58 @@ def measure(request: pytest.FixtureRequest) -> Measure:
         )
 
     return record
+
+
+@pytest.fixture(scope="session")
+def workload(request: pytest.FixtureRequest) -> Workload:
+    """The sizes, shapes and times to measure with: the profile in force of the ``workloads.yaml`` beside the tests,
+    with ``--gpucluster-workload`` laid over it. An attribute for each section of the file: matmul, hbm, all_reduce
+    (its key is nccl.all_reduce), health."""
+    found = _run(request).workload
+    if found is None:
+        pytest.fail(
+            "this fixture was asked for while the test was already running, when no workload has been read: name "
+            "`workload` among the arguments of the test or of its fixtures",
+            pytrace=False,
+        )
+    return found
+
+
+@pytest.fixture(scope="session")
+def telemetry(gpu: Gpu) -> Iterator[Telemetry]:
+    """Watch the GPU while it is measured: ``window = telemetry()`` is a context manager to be held open meanwhile, and
+    ``measure(..., telemetry=window.summary())`` puts its clocks, power, temperature, utilisation and throttle reasons
+    on record. On cpu a window does nothing and its summary is empty. What NVML does not tell never fails a test: the
+    summary names it."""
+    from pytest_gpucluster.errors import EnvironmentBroken
+    from pytest_gpucluster.nvml import PyNvml
+    from pytest_gpucluster.telemetry import Sampler
+
+    nvml, why_not = None, ""
+    if gpu.uuid is not None:
+        try:
+            nvml = PyNvml()
+        except EnvironmentBroken as error:
+            why_not = str(error)
+    sampler = Sampler(nvml, gpu.uuid, why_not=why_not)
+    yield sampler.window
+    sampler.close()
+
+
+@pytest.fixture(scope="session")
+def nvml() -> Nvml:
+    """NVML of this node, opened on first use. Where there is none the test is an error: health is then unknown."""
+    from pytest_gpucluster.nvml import PyNvml
+
+    return PyNvml()
+
+
+@pytest.fixture(scope="session")
+def gpu_sources(nvml: Nvml) -> Sources:
+    """Where health criteria ask: NVML, kernel log, PCI bus, process table."""
+    from pytest_gpucluster.health.gathering import Sources
+
+    return Sources(nvml=nvml)
 
 
 @pytest.fixture(scope="session")

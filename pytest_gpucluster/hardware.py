@@ -1,4 +1,4 @@
-"""What the data sheets promise: dense peaks, memory and link rates per SKU, each with its source.
+"""What the data sheets promise: dense peaks, memory and links per SKU, each with its source.
 
 A peak is used twice: as a yardstick beside a measured value, and as the bound above which a value is too fast
 to be true. Marketing figures with sparsity are twice these and are never used.
@@ -57,12 +57,43 @@ LINK_PEAKS = frozenset({"link_gb_per_second"})
 
 
 @dataclass(frozen=True, kw_only=True)
+class Promise:
+    """What every healthy GPU of a SKU has besides its speed.
+
+    Attributes:
+        memory_gb: device memory in GB (decimal), as the data sheet has it. NVML's total is a few percent more.
+        pcie_generation, pcie_width: of the link to the host; None where the host is reached another way.
+        nvlinks: links that must be up; 0 where the GPU has none, None where bridges are optional.
+        nvswitch: the usual baseboard has an NVSwitch, so a Fabric Manager must run.
+        fabric_state: NVML tells how the GPU's registration with the Fabric Manager stands.
+        ecc: ECC is on as delivered.
+        row_remap: faulty rows of memory are replaced by spare ones.
+        retired_pages: faulty pages of memory are taken out of use, as before row remapping.
+        required_queries: what NVML must tell, or health cannot be judged. All else may be missing, and is named then.
+        source: where this is from.
+    """
+
+    memory_gb: float
+    pcie_generation: int | None
+    pcie_width: int | None
+    nvlinks: int | None
+    nvswitch: bool
+    fabric_state: bool
+    ecc: bool = True
+    row_remap: bool = True
+    retired_pages: bool = False
+    required_queries: tuple[str, ...]
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sku:
-    """A kind of GPU: how NVML names it, and its peaks where they are known."""
+    """A kind of GPU: how NVML names it, and its peaks and other promises where they are known."""
 
     name: str
     nvml_names: tuple[str, ...] = ()
     peaks: Peaks | None = None
+    promise: Promise | None = None
 
     def matches(self, nvml_name: str) -> bool:
         """Tell whether one of the patterns matches the whole NVML name."""
@@ -72,6 +103,26 @@ class Sku:
 _TABLE = "dense figures as collected in stas00/ml-engineering, compute/accelerator/README.md"
 _NVLINK = "NVIDIA data sheet, half of the bidirectional NVLink figure"
 _PCIE = "PCIe x16 after line coding: gen4 31.5 GB/s, gen5 63 GB/s in one direction"
+
+ANY_GPU = (
+    "memory.total",
+    "memory.used",
+    "temperature.gpu",
+    "throttle.reasons",
+    "power.limit",
+    "power.limit.default",
+)
+"""Queries that every data center GPU answers, also one that is not in this table."""
+_PROTECTED = ("ecc.mode", "ecc.uncorrected.volatile")
+_ROWS = ("rows.remapped.uncorrected", "rows.pending", "rows.failed")
+_PCIE_LINK = ("pcie.generation", "pcie.width", "pcie.generation.max", "pcie.width.max")
+_REQUIRED = (*ANY_GPU, *_PROTECTED, *_ROWS)
+_MEMORY_ERRORS = (
+    "row remapping instead of retired pages from Ampere on: NVIDIA GPU Memory Error Management,"
+    " https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/"
+)
+_BOARD = f"NVSwitch on HGX boards: NVIDIA Fabric Manager User Guide; {_MEMORY_ERRORS}"
+_OPTIONAL_BRIDGES = "NVLink bridges are optional"
 
 _HOPPER_SXM = {
     "fp32_tflops": 67.0,
@@ -92,6 +143,16 @@ _H100_SXM = Sku(
         source=f"NVIDIA H100 data sheet, https://www.nvidia.com/en-us/data-center/h100/; {_TABLE}",
         link_source=f"{_NVLINK} (NVLink 4: 900 GB/s); {_PCIE}",
     ),
+    promise=Promise(
+        memory_gb=80.0,
+        pcie_generation=5,
+        pcie_width=16,
+        nvlinks=18,
+        nvswitch=True,
+        fabric_state=True,
+        required_queries=(*_REQUIRED, *_PCIE_LINK, "nvlink.up", "mig.mode"),
+        source=f"NVIDIA H100 data sheet, SXM: 80 GB, PCIe gen5, 18 NVLinks of 50 GB/s; {_BOARD}",
+    ),
 )
 _H100_PCIE = Sku(
     name="H100 PCIe",
@@ -107,6 +168,16 @@ _H100_PCIE = Sku(
         host_gb_per_second=63.0,
         source=f"NVIDIA H100 data sheet, PCIe, https://www.nvidia.com/en-us/data-center/h100/; {_TABLE}",
         link_source=f"NVLink bridges are optional, so no link rate holds for every board; {_PCIE}",
+    ),
+    promise=Promise(
+        memory_gb=80.0,
+        pcie_generation=5,
+        pcie_width=16,
+        nvlinks=None,
+        nvswitch=False,
+        fabric_state=False,
+        required_queries=(*_REQUIRED, *_PCIE_LINK, "mig.mode"),
+        source=f"NVIDIA H100 data sheet, PCIe: 80 GB, PCIe gen5; {_OPTIONAL_BRIDGES}; {_MEMORY_ERRORS}",
     ),
 )
 _H100_NVL = Sku(
@@ -124,6 +195,16 @@ _H100_NVL = Sku(
         source=f"NVIDIA H100 data sheet, NVL, https://www.nvidia.com/en-us/data-center/h100/; {_TABLE}",
         link_source=f"NVLink bridges are optional, so no link rate holds for every board; {_PCIE}",
     ),
+    promise=Promise(
+        memory_gb=94.0,
+        pcie_generation=5,
+        pcie_width=16,
+        nvlinks=None,
+        nvswitch=False,
+        fabric_state=False,
+        required_queries=(*_REQUIRED, *_PCIE_LINK, "mig.mode"),
+        source=f"NVIDIA H100 data sheet, NVL: 94 GB, PCIe gen5; {_OPTIONAL_BRIDGES}; {_MEMORY_ERRORS}",
+    ),
 )
 _H200 = Sku(
     name="H200",
@@ -133,6 +214,16 @@ _H200 = Sku(
         hbm_tb_per_second=4.8,
         source=f"NVIDIA H200 data sheet, SXM, https://www.nvidia.com/en-us/data-center/h200/; {_TABLE}",
         link_source=f"{_NVLINK} (NVLink 4: 900 GB/s); {_PCIE}",
+    ),
+    promise=Promise(
+        memory_gb=141.0,
+        pcie_generation=5,
+        pcie_width=16,
+        nvlinks=18,
+        nvswitch=True,
+        fabric_state=True,
+        required_queries=(*_REQUIRED, *_PCIE_LINK, "nvlink.up", "mig.mode"),
+        source=f"NVIDIA H200 data sheet, SXM: 141 GB, PCIe gen5, 18 NVLinks of 50 GB/s; {_BOARD}",
     ),
 )
 _A100_80GB = Sku(
@@ -151,6 +242,16 @@ _A100_80GB = Sku(
         source=f"NVIDIA A100 data sheet, SXM, https://www.nvidia.com/en-us/data-center/a100/; {_TABLE}",
         link_source=f"{_NVLINK} (NVLink 3: 600 GB/s); {_PCIE}",
     ),
+    promise=Promise(
+        memory_gb=80.0,
+        pcie_generation=4,
+        pcie_width=16,
+        nvlinks=12,
+        nvswitch=True,
+        fabric_state=False,
+        required_queries=(*_REQUIRED, *_PCIE_LINK, "nvlink.up", "mig.mode"),
+        source=f"NVIDIA A100 data sheet, SXM: 80 GB, PCIe gen4, 12 NVLinks of 50 GB/s; {_BOARD}",
+    ),
 )
 _B200 = Sku(
     name="B200",
@@ -166,6 +267,16 @@ _B200 = Sku(
         host_gb_per_second=63.0,
         source=f"NVIDIA HGX data sheet, https://www.nvidia.com/en-us/data-center/hgx/; {_TABLE}",
         link_source=f"{_NVLINK} (NVLink 5: 1800 GB/s); {_PCIE}",
+    ),
+    promise=Promise(
+        memory_gb=180.0,
+        pcie_generation=5,
+        pcie_width=16,
+        nvlinks=18,
+        nvswitch=True,
+        fabric_state=True,
+        required_queries=(*_REQUIRED, *_PCIE_LINK, "nvlink.up", "mig.mode"),
+        source=f"NVIDIA DGX B200 data sheet: 1440 GB in 8 GPUs, PCIe gen5, 18 NVLinks of 100 GB/s; {_BOARD}",
     ),
 )
 _GB200 = Sku(
@@ -183,6 +294,16 @@ _GB200 = Sku(
         source=f"NVIDIA GB200 NVL72 data sheet, https://www.nvidia.com/en-us/data-center/gb200-nvl72/; {_TABLE}",
         link_source=f"{_NVLINK} (NVLink 5: 1800 GB/s)",
     ),
+    promise=Promise(
+        memory_gb=186.0,
+        pcie_generation=None,
+        pcie_width=None,
+        nvlinks=18,
+        nvswitch=True,
+        fabric_state=True,
+        required_queries=(*_REQUIRED, "nvlink.up", "mig.mode"),
+        source=f"NVIDIA GB200 NVL72 data sheet: 13.4 TB in 72 GPUs; 18 NVLinks of 100 GB/s; {_BOARD}",
+    ),
 )
 _L40S = Sku(
     name="L40S",
@@ -198,6 +319,16 @@ _L40S = Sku(
         host_gb_per_second=31.5,
         source=f"NVIDIA L40S data sheet, https://www.nvidia.com/en-us/data-center/l40s/; {_TABLE}",
         link_source=f"no NVLink, so GPUs meet over PCIe gen4; {_PCIE}",
+    ),
+    promise=Promise(
+        memory_gb=48.0,
+        pcie_generation=4,
+        pcie_width=16,
+        nvlinks=0,
+        nvswitch=False,
+        fabric_state=False,
+        required_queries=(*_REQUIRED, *_PCIE_LINK),
+        source=f"NVIDIA L40S data sheet: 48 GB with ECC, PCIe gen4 x16, no NVLink, no MIG; {_MEMORY_ERRORS}",
     ),
 )
 
@@ -217,6 +348,11 @@ SKUS: Mapping[str, Sku] = MappingProxyType(
         )
     }
 )
+
+
+def promise_of(sku: str | None) -> Promise | None:
+    """Return what a SKU promises; None where nothing is known of it."""
+    return SKUS[sku].promise if sku is not None and sku in SKUS else None
 
 
 def matching(skus: Iterable[Sku], nvml_name: str) -> list[str]:

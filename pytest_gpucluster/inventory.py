@@ -17,31 +17,17 @@ from typing import Any, Literal, Protocol
 from pytest_gpucluster import __version__
 from pytest_gpucluster.errors import EnvironmentBroken, LaunchError, OptionError
 from pytest_gpucluster.launch import RankFacts
+from pytest_gpucluster.nvml import NOT_AVAILABLE, NotAvailable, Nvml, NvmlGpu, PyNvml
 
 Device = Literal["cuda", "cpu"]
-NOT_AVAILABLE = "not available"
-
-
-@dataclass(frozen=True, kw_only=True)
-class NvmlGpu:
-    """One GPU, as the driver knows it."""
-
-    index: int
-    uuid: str
-    pci_bus_id: str
-    name: str
-
-
-class Nvml(Protocol):
-    """What is asked of NVML here."""
-
-    def driver_version(self) -> str: ...
-
-    def count(self) -> int:
-        """GPUs of this node that the driver shows to this process."""
-
-    def find(self, uuid: str) -> NvmlGpu | None:
-        """Look a GPU up by its full UUID (``GPU-...``, ``MIG-...``); None where NVML does not know it."""
+TOLD_BY_NVML = {
+    "serial": "serial",
+    "vbios": "vbios",
+    "power_limit_watts": "power.limit",
+    "ecc": "ecc.mode",
+    "mig": "mig.mode",
+}
+"""Key of a rank's ``gpu`` -> NVML's query."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,47 +82,6 @@ class TorchCuda:
         )
 
 
-class PyNvml:
-    """NVML through nvidia-ml-py.
-
-    Raises:
-        EnvironmentBroken: there is no driver library, or it does not answer.
-    """
-
-    def __init__(self) -> None:
-        try:
-            import pynvml  # type: ignore[import-untyped]  # nvidia-ml-py ships no types
-
-            pynvml.nvmlInit()
-        except Exception as error:
-            raise EnvironmentBroken(f"NVML is {NOT_AVAILABLE}: {error}") from error
-        self._nvml: Any = pynvml
-
-    def driver_version(self) -> str:
-        """Read the kernel driver's version, such as ``580.65.06``."""
-        return _text(self._nvml.nvmlSystemGetDriverVersion())
-
-    def count(self) -> int:
-        """Count the GPUs of this node, also those that ``CUDA_VISIBLE_DEVICES`` hides."""
-        return int(self._nvml.nvmlDeviceGetCount())
-
-    def find(self, uuid: str) -> NvmlGpu | None:
-        """Look a GPU up. A GPU that has fallen off the bus is not found, which the preflight reports."""
-        nvml = self._nvml
-        try:
-            handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-            if uuid.startswith("MIG-"):
-                handle = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
-            return NvmlGpu(
-                index=int(nvml.nvmlDeviceGetIndex(handle)),
-                uuid=uuid,
-                pci_bus_id=_text(nvml.nvmlDeviceGetPciInfo(handle).busId),
-                name=_text(nvml.nvmlDeviceGetName(handle)),
-            )
-        except nvml.NVMLError:
-            return None
-
-
 def identify(
     facts: RankFacts,
     device: Device,
@@ -147,10 +92,11 @@ def identify(
     """Describe this rank in plain JSON types.
 
     Returns:
-        rank, host, node_rank, local_rank, pid: as launched.
+        rank, host, node_rank, local_rank, local_world_size, pid: as launched.
         start_time: clock ticks since boot, to tell a reused pid; None where there is no /proc.
-        gpu: ``index`` (NVML's), ``uuid``, ``pci_bus_id``, ``name``, ``memory_bytes``; None on cpu. What only
-        NVML knows is None without it.
+        gpu: ``index`` (NVML's), ``uuid``, ``pci_bus_id``, ``name``, ``memory_bytes``, ``serial``, ``vbios``,
+        ``power_limit_watts``, ``ecc`` and ``mig`` (true for on); None on cpu. What only NVML knows is None where it
+        does not tell.
         cuda_index: N of ``cuda:N``; None on cpu.
         versions: ``python``, ``torch``, ``cuda``, ``nccl``, ``driver``, ``pytest_gpucluster``.
         visible_gpus, node_gpus: the GPUs that CUDA shows to this process, and that NVML counts.
@@ -168,6 +114,7 @@ def identify(
         "host": facts.hostname,
         "node_rank": facts.node_rank,
         "local_rank": facts.local_rank,
+        "local_world_size": facts.local_world_size,
         "pid": os.getpid(),
         "start_time": start_time(),
         "gpu": None,
@@ -191,6 +138,7 @@ def identify(
     gpu = cuda.gpu(index)
     uuid = full_uuid(gpu.uuid, gpu.name)
     known: NvmlGpu | None = None
+    told: dict[str, Any] = dict.fromkeys(TOLD_BY_NVML)
     try:
         nvml = open_nvml()
         who["versions"]["driver"] = nvml.driver_version()
@@ -198,6 +146,8 @@ def identify(
         known = nvml.find(uuid)
         if known is None:
             who["nvml"] = f"NVML does not know {uuid}, which CUDA shows as cuda:{index}"
+        else:
+            told = {key: _tell(nvml, uuid, query) for key, query in TOLD_BY_NVML.items()}
     except Exception as error:
         # The driver's own failures come in many types. What is lost is named; the preflight decides.
         who["nvml"] = str(error) if isinstance(error, EnvironmentBroken) else f"NVML failed: {error}"
@@ -209,8 +159,17 @@ def identify(
         "pci_bus_id": known.pci_bus_id if known else None,
         "name": gpu.name,
         "memory_bytes": gpu.memory_bytes,
+        **told,
     }
     return who
+
+
+def _tell(nvml: Nvml, uuid: str, query: str) -> Any:
+    """Read what identifies a GPU; None where the card does not have it. The health criterion says why."""
+    try:
+        return nvml.read(uuid, query)
+    except NotAvailable:
+        return None
 
 
 def choose_cuda_index(facts: RankFacts, visible: int) -> int:
@@ -271,7 +230,3 @@ def start_time(stat: Path = Path("/proc/self/stat")) -> int | None:
 def _visible_devices() -> str:
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
     return "" if value is None else f" (CUDA_VISIBLE_DEVICES={value!r})"
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)

@@ -21,8 +21,6 @@ from pytest_gpucluster.journal_lines import (
     Cluster,
     CollectedTest,
     End,
-    JudgedLimit,
-    JudgedMetric,
     JUnitOptions,
     Problem,
     RankOutcome,
@@ -31,6 +29,7 @@ from pytest_gpucluster.journal_lines import (
     Silence,
     Started,
     TestResult,
+    Workload,
     read_cluster,
     read_collected,
     read_end,
@@ -39,7 +38,9 @@ from pytest_gpucluster.journal_lines import (
     read_silence,
     read_started,
     read_test_result,
+    read_workload,
 )
+from pytest_gpucluster.journal_measurements import JudgedLimit, JudgedMetric
 from pytest_gpucluster.run_directory import new_run_directory, require_writable
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "Silence",
     "Started",
     "TestResult",
+    "Workload",
     "encode",
     "locate",
     "new_run_directory",
@@ -84,6 +86,7 @@ class Journal:
 
     run: Run
     cluster: Cluster | None = None
+    workload: Workload | None = None
     collected: tuple[CollectedTest, ...] | None = None
     results: tuple[TestResult, ...] = ()
     """One per test, in the order in which they finished. A later attempt replaces an earlier one."""
@@ -215,6 +218,8 @@ class JournalBuilder:
             return
         if kind == "cluster":
             journal = replace(journal, cluster=read_cluster(fields))
+        elif kind == "workload":
+            journal = replace(journal, workload=read_workload(fields))
         elif kind == "collected":
             journal = replace(journal, collected=read_collected(fields))
         elif kind == "start":

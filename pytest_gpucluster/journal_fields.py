@@ -95,8 +95,39 @@ class Fields:
             raise self._bad(name, "an object")
         return value
 
+    def optional_texts(self, name: str) -> tuple[str, ...] | None:
+        value = self._value.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+            raise self._bad(name, "a list of texts")
+        return tuple(value)
+
+    def optional_pair(self, name: str) -> tuple[float, float] | None:
+        try:
+            return None if self._value.get(name) is None else _pair(self._value[name])
+        except ValueError:
+            raise self._bad(name, "two numbers") from None
+
+    def pair_by_rank(self, name: str) -> dict[int, tuple[float, float]]:
+        try:
+            return {int(rank): _pair(ends) for rank, ends in self.mapping(name).items() if ends is not None}
+        except ValueError:
+            raise self._bad(name, "two numbers by rank") from None
+
+    def mapping_by_rank(self, name: str) -> dict[int, dict[str, Any]]:
+        values = self.mapping(name)
+        try:
+            by_rank = {int(rank): value for rank, value in values.items()}
+        except ValueError:
+            raise self._bad(name, "objects by rank") from None
+        if not all(isinstance(value, dict) for value in values.values()):
+            raise self._bad(name, "objects by rank")
+        return by_rank
+
     def texts(self, name: str) -> dict[str, str]:
-        return {key: str(value) for key, value in self.mapping(name).items()}
+        """Return texts by name. What is null is not known, and left out."""
+        return {key: str(value) for key, value in self.mapping(name).items() if value is not None}
 
     def inner(self, name: str) -> Fields:
         return Fields(self.mapping(name), f"{self._where}: {name}")
@@ -120,6 +151,12 @@ class Fields:
 def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _pair(value: Any) -> tuple[float, float]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise ValueError
+    return _number(value[0]), _number(value[1])
 
 
 def _number(value: object) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pytest_gpucluster.journal_fields import Fields
+from pytest_gpucluster.journal_measurements import JudgedMetric, read_judged
 
 OUTCOMES = ("passed", "failed", "error", "skipped")
 
@@ -71,6 +72,16 @@ class Cluster:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What was run: sizes, shapes and times, each with where it was set."""
+
+    profile: str = ""
+    file: str = ""
+    values: Mapping[str, str] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class CollectedTest:
     """A test that is to run."""
 
@@ -89,34 +100,6 @@ class Started:
     nodeid: str
     at: str = ""
     deadline_seconds: float = math.inf
-
-
-@dataclass(frozen=True, kw_only=True)
-class JudgedLimit:
-    """The limit that a value was held against."""
-
-    min: float | None = None
-    max: float | None = None
-    source: str = ""
-    origin: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class JudgedMetric:
-    """A metric of all ranks and what was decided about it. Values are in ``unit``; a margin is a ratio."""
-
-    metric: str
-    unit: str = ""
-    labels: Mapping[str, str] = field(default_factory=dict)
-    status: str = "error"
-    value: float | None = None
-    worst_rank: int | None = None
-    limit: JudgedLimit | None = None
-    margin: float | None = None
-    median: float | None = None
-    values: Mapping[int, float] = field(default_factory=dict)
-    samples: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
-    reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,32 +223,6 @@ def read_cluster(line: Fields) -> Cluster:
     )
 
 
-def _limit(limit: Fields) -> JudgedLimit:
-    return JudgedLimit(
-        min=limit.optional_number("min"),
-        max=limit.optional_number("max"),
-        source=limit.text("source", ""),
-        origin=limit.text("origin", ""),
-    )
-
-
-def _judged(line: Fields, keep_samples: bool) -> JudgedMetric:
-    return JudgedMetric(
-        metric=line.text("metric"),
-        unit=line.text("unit", ""),
-        labels=line.texts("labels"),
-        status=line.choice("status", ("passed", "failed", "error", "recorded")),
-        value=line.optional_number("value"),
-        worst_rank=line.optional_integer("worst_rank"),
-        limit=_limit(line.inner("limit")) if line.mapping("limit") else None,
-        margin=line.optional_number("margin"),
-        median=line.optional_number("median"),
-        values=line.number_by_rank("values"),
-        samples=line.numbers_by_rank("samples") if keep_samples else {},
-        reason=line.text("reason", ""),
-    )
-
-
 def read_test_result(line: Fields, keep_samples: bool) -> TestResult:
     return TestResult(
         nodeid=line.text("nodeid"),
@@ -282,7 +239,7 @@ def read_test_result(line: Fields, keep_samples: bool) -> TestResult:
         started_at=line.text("started_at", ""),
         duration_seconds=line.number("duration_seconds", 0.0),
         call_seconds=line.number("call_seconds", 0.0),
-        measurements=tuple(_judged(each, keep_samples) for each in line.each("measurements")),
+        measurements=tuple(read_judged(each, keep_samples) for each in line.each("measurements")),
         ranks=tuple(
             RankOutcome(
                 rank=rank.integer("rank", -1),
@@ -296,6 +253,15 @@ def read_test_result(line: Fields, keep_samples: bool) -> TestResult:
         sections=line.pairs("sections"),
         properties=line.pairs("properties"),
         attempts=line.integer("attempts", 1),
+    )
+
+
+def read_workload(line: Fields) -> Workload:
+    return Workload(
+        profile=line.text("profile", ""),
+        file=line.text("file", ""),
+        values=line.texts("values"),
+        origins=line.texts("origins"),
     )
 
 

@@ -3,80 +3,27 @@
 Nothing passes by default. A value that is NaN, a rank that did not measure, a metric without a limit, a GPU
 without limits and a value above the data sheet peak are errors; a value beyond its limit is a failure, and
 wins over errors, because a slow GPU must be named even where another rank said nothing.
+
+A pass needs certainty: where a measurement has an interval, the end that is nearer to the limit decides. A value that
+keeps the limit while its interval reaches beyond, or whose samples scatter too much, is inconclusive: a failure too.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
 
 from pytest_gpucluster import hardware, metrics, stats, units
-from pytest_gpucluster.limits import KNOWN_LABELS, TOPOLOGY, Limit, Thresholds, facts, peak_of
+from pytest_gpucluster.judged import Judged, Judgement, Outcome, Status
+from pytest_gpucluster.limits import Limit, Thresholds, facts, peak_of
 from pytest_gpucluster.metrics import Measurement, Metric
-from pytest_gpucluster.wording import MESSAGE_CHARACTERS
+from pytest_gpucluster.misses import Miss, interval_text, margin, misses
+from pytest_gpucluster.missing_limit import missing_limit
+from pytest_gpucluster.stragglers import straggler_ratio, straggler_ratios
+from pytest_gpucluster.wording import MESSAGE_CHARACTERS, printable
 
-Outcome = Literal["passed", "failed", "error"]
-Status = Literal["passed", "failed", "error", "recorded"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Judged:
-    """One metric with one set of labels, over all ranks.
-
-    ``value`` is the worst rank's, which decides. ``margin`` is its distance from the limit as a share of the
-    limit, negative when missed. ``peak_ratio`` is ``value`` over the data sheet peak, where one applies.
-    ``advice`` is what to do in several lines, such as the YAML to add.
-    """
-
-    metric: str
-    unit: str
-    labels: Mapping[str, str]
-    status: Status
-    value: float | None
-    worst_rank: int | None
-    limit: Limit | None
-    margin: float | None
-    median: float | None
-    values: Mapping[int, float]
-    samples: Mapping[int, tuple[float, ...]]
-    peak_ratio: float | None
-    reason: str
-    advice: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON types; numbers that JSON lacks become text."""
-        return {
-            "metric": self.metric,
-            "unit": self.unit,
-            "labels": dict(self.labels),
-            "status": self.status,
-            "value": _optional(self.value),
-            "worst_rank": self.worst_rank,
-            "limit": None if self.limit is None else self.limit.to_json(),
-            "margin": _optional(self.margin),
-            "median": _optional(self.median),
-            "values": {str(rank): metrics.number_to_json(value) for rank, value in self.values.items()},
-            "samples": {str(rank): metrics.numbers_to_json(values) for rank, values in self.samples.items()},
-            "peak_ratio": _optional(self.peak_ratio),
-            "reason": self.reason,
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Judgement:
-    """The verdict on all measurements of one test.
-
-    ``message`` is one line of at most 200 characters, empty when passed; ``text`` says everything, in several
-    lines.
-    """
-
-    outcome: Outcome
-    message: str
-    text: str
-    measurements: tuple[Judged, ...]
+__all__ = ["Judged", "Judgement", "judge", "straggler_ratio"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +44,7 @@ class _Court:
         object.__setattr__(self, "nodes", nodes)
 
     def name(self, rank: int) -> str:
-        return _one_line(self.world.get(rank, f"rank {rank}"))
+        return printable(self.world.get(rank, f"rank {rank}"))
 
 
 def judge(
@@ -148,74 +95,109 @@ def _judge_group(metric: Metric, group: Sequence[tuple[int, Measurement]], court
     )
     bounds = None if recorded else limit
 
-    def badness(value: float) -> float:
+    def badness(measured: Measurement) -> float:
         # The larger, the worse. What cannot be judged is worse than anything that can.
-        if not math.isfinite(value) or value < 0:
+        if not math.isfinite(measured.value) or measured.value < 0:
             return math.inf
-        if bounds is not None:
-            return -_margin(value, bounds)
-        return value if metric.better == "lower" else -value
+        distance = None if bounds is None else margin(measured, bounds)
+        if distance is not None:
+            return math.inf if math.isnan(distance) else -distance
+        return measured.value if metric.better == "lower" else -measured.value
 
-    values: dict[int, float] = {}
-    samples: dict[int, tuple[float, ...]] = {}
+    of: dict[int, Measurement] = {}
     for rank, measured in group:
-        if rank not in values or badness(measured.value) > badness(values[rank]):
-            values[rank] = measured.value
-            samples[rank] = measured.samples
+        if rank not in of or badness(measured) > badness(of[rank]):
+            of[rank] = measured
 
     problems = list(_problems(metric, group, peak, court))
+    ratios = {} if problems else _ratios(metric, of)
     advice = ""
-    if not recorded and limit is None:
-        problem, advice = _no_limit(metric, labels, known, court)
+    if bounds is not None:
+        problems += ((problem, None) for problem in _undecided(bounds, labels, ratios))
+    elif not recorded:
+        problem, advice = missing_limit(
+            metric, labels, known, limits=court.limits, sku=court.sku, gpu_name=court.gpu_name
+        )
         problems.append((problem, None))
 
-    worst = max(values, key=lambda rank: badness(values[rank]))
-    value, reason = values[worst], ""
-    margin: float | None = None
-    status: Status = "passed"
-    if bounds is not None and math.isfinite(badness(value)):
-        margin = _margin(value, bounds)
     # A miss is found among the values that can be judged, also where the worst value cannot.
-    missed = [rank for rank in values if bounds is not None and 0 < badness(values[rank]) < math.inf]
-    if missed and bounds is not None:
-        worst = max(missed, key=lambda rank: badness(values[rank]))
-        value = values[worst]
-        margin, status = _margin(value, bounds), "failed"
-        others = f", and {len(missed) - 1} more ranks" if len(missed) > 2 else ""
-        others = f", and {court.name(next(r for r in missed if r != worst))}" if len(missed) == 2 else others
-        reason = f"{_miss(metric, value, bounds, labels)} on {court.name(worst)}{others}"
+    judgeable = {rank: measured for rank, measured in of.items() if badness(measured) < math.inf}
+    missed: list[Miss] = []
+    if bounds is not None:
+        missed = list(misses(metric, bounds, judgeable, ratios=ratios, transport=labels.get("transport")))
+
+    worst = max(of, key=lambda rank: badness(of[rank]))
+    status: Status = "passed"
+    reason = ""
+    if missed:
+        status = "failed"
+        worst = next((rank for miss in missed for rank in miss.by_rank), worst)
+        reason = "; also: ".join(f"{miss.text}{_labels(labels)}{_on(list(miss.by_rank), court)}" for miss in missed)
         reason += f"; also: {_first_few(problems)}" if problems else ""
     elif problems:
         status = "error"
         reason = f"{metric.name}{_labels(labels)}: {_first_few(problems)}"
         culprit = problems[0][1]
-        if culprit is not None and culprit in values:
-            worst, value = culprit, values[culprit]
-            margin = _margin(value, bounds) if bounds is not None and math.isfinite(badness(value)) else None
+        worst = worst if culprit is None or culprit not in of else culprit
     elif recorded:
         status = "recorded"
-        if limit is not None and limit.record_only is not None:
-            reason = f"recorded only: {limit.record_only} ({limit.origin})"
-        else:
-            reason = "recorded only, as the test asked"
+        reason = _why_recorded(limit, of, court)
 
-    judgeable = [value for value in values.values() if math.isfinite(value)]
+    distance = margin(of[worst], bounds) if bounds is not None and worst in judgeable else None
+    if distance is None and bounds is not None and bounds.min_ratio_to_median is not None and worst in ratios:
+        distance = ratios[worst] / bounds.min_ratio_to_median - 1
+    inconclusive = of[worst].inconclusive
+    if not inconclusive and any(miss.inconclusive and worst in miss.by_rank for miss in missed):
+        inconclusive = f"{interval_text(of[worst])}, on both sides of the limit"
+    finite = [measured.value for measured in of.values() if math.isfinite(measured.value)]
     return Judged(
         metric=metric.name,
         unit=metric.unit,
         labels=labels,
         status=status,
-        value=value,
+        value=of[worst].value,
         worst_rank=worst,
         limit=bounds,
-        margin=margin,
-        median=stats.median(judgeable) if judgeable else None,
-        values=values,
-        samples=samples,
-        peak_ratio=value / peak if peak is not None and math.isfinite(value) else None,
-        reason=_one_line(reason),
+        margin=distance,
+        median=stats.median(finite) if finite else None,
+        mean=math.fsum(value / len(finite) for value in finite) if finite else None,
+        ratio_to_median=min(ratios.values(), default=None),
+        values={rank: measured.value for rank, measured in of.items()},
+        samples={rank: measured.samples for rank, measured in of.items()},
+        intervals={rank: measured.interval for rank, measured in of.items() if measured.interval is not None},
+        telemetry={rank: measured.telemetry for rank, measured in of.items() if measured.telemetry},
+        inconclusive=printable(inconclusive),
+        peak_ratio=of[worst].value / peak if peak is not None and math.isfinite(of[worst].value) else None,
+        reason=printable(reason),
+        misses={rank: printable(text) for miss in missed for rank, text in miss.by_rank.items()},
         advice=advice,
     )
+
+
+def _ratios(metric: Metric, of: Mapping[int, Measurement]) -> dict[int, float]:
+    """Hold every rank beside the others, where there are others and one end is the better."""
+    if metric.better == "none" or metric.scope == "world" or len(of) < 2:
+        return {}
+    return straggler_ratios({rank: measured.value for rank, measured in of.items()}, metric.better)
+
+
+def _undecided(limit: Limit, labels: Mapping[str, str], ratios: Mapping[int, float]) -> Iterable[str]:
+    """Yield what a limit demands and nobody can tell."""
+    if limit.expect_transport is not None and "transport" not in labels:
+        expected = " or ".join(limit.expect_transport)
+        yield f"no label says which transport carries it, and the limit expects {expected} ({limit.origin})"
+    if limit.min is None and limit.max is None and not ratios:
+        yield f"the limit is a ratio to the other ranks, and there is no other rank to stand beside ({limit.origin})"
+
+
+def _why_recorded(limit: Limit | None, of: Mapping[int, Measurement], court: _Court) -> str:
+    reason = "recorded only, as the test asked"
+    if limit is not None and limit.record_only is not None:
+        reason = f"recorded only: {limit.record_only} ({limit.origin})"
+    noisy = [rank for rank, measured in of.items() if measured.inconclusive]
+    if noisy:
+        reason += f"; inconclusive: {of[noisy[0]].inconclusive} on {_ranks(noisy, court.name)}"
+    return reason
 
 
 def _limit_for(metric: Metric, labels: Mapping[str, str], court: _Court) -> Limit | None:
@@ -277,84 +259,9 @@ def _missing(metric: Metric, counts: Mapping[int, int], court: _Court) -> str | 
     return None
 
 
-def _no_limit(metric: Metric, labels: Mapping[str, str], known: Mapping[str, str], court: _Court) -> tuple[str, str]:
-    """Say that nothing can be judged here, and show the YAML that would change it."""
-    bound = "max" if metric.better == "lower" else "min"
-    entry = [f"{bound}: <what you accept> {metric.unit}", "source: <where the figure comes from>"]
-    entries = court.limits.entries(metric.name, sku=court.sku) if court.sku is not None else []
-    when = _conditions_of(metric, labels, known, entries)
-    if when:
-        entry.insert(0, f"when: {{{', '.join(f'{name}: {text}' for name, text in when.items())}}}")
-    gpu, name = _one_line(court.gpu_name or ""), court.sku or "my-gpu"
-    pattern = []
-    if court.sku in court.limits.skus:
-        problem = f"no limit on {court.sku}" + (" for these conditions" if entries else "")
-    else:
-        pattern = [f"    nvml_name: {_single_quoted(_pattern(gpu or '<NVML name>'))}"]
-        problem = f"unknown GPU {gpu!r}: no SKU matches it" if gpu else "the name of the GPU is not known"
-        if court.sku is not None:
-            problem = f"unknown SKU {court.sku!r}"
-    lines = [
-        f"{problem}. Add this to a file and pass it with --gpucluster-thresholds FILE:",
-        "",
-        "schema_version: 1",
-        "skus:",
-        f"  {_scalar(name)}:",
-        *pattern,
-        "    limits:",
-        f"      {metric.name}:",
-        *(f"        {'- ' if index == 0 else '  '}{line}" for index, line in enumerate(entry)),
-    ]
-    if entries:
-        lines += ["", "Limits of this metric there apply to other conditions:"]
-        lines += [f"  {limit.conditions()} ({limit.origin})" for limit in entries]
-    return problem + "; the text below shows the YAML to add", "\n".join(lines)
-
-
-def _conditions_of(
-    metric: Metric, labels: Mapping[str, str], known: Mapping[str, str], entries: Sequence[Limit]
-) -> dict[str, str]:
-    """Choose the conditions that a new entry should have: what others depend on, and what tells values
-    apart."""
-    used = {condition.key for limit in entries for condition in limit.when}
-    names = [name for name in ("world_size", "nnodes") if known[name].isdecimal()]
-    if not (used.intersection(TOPOLOGY) or metric.peak in hardware.LINK_PEAKS):
-        names = []
-    when = {name: known[name] for name in names}
-    for name in KNOWN_LABELS:
-        # Only what the loader reads back as the same condition is worth showing.
-        text = labels.get(name, "")
-        amount = units.magnitude(text)
-        size = amount is not None and amount[0] in ("amount of data", "number")
-        if size if name == "size" else re.fullmatch(r"[A-Za-z][A-Za-z0-9_.-]*", text):
-            when[name] = text
-    return when
-
-
 def _first_few(problems: Sequence[tuple[str, int | None]]) -> str:
     told = "; also: ".join(problem for problem, _ in problems[:3])
     return told + (f"; and {len(problems) - 3} more problems" if len(problems) > 3 else "")
-
-
-def _margin(value: float, limit: Limit) -> float:
-    """Return the distance to the nearer bound as a share of it; negative when missed.
-
-    A bound of zero has no shares: there the distance itself counts.
-    """
-    margins = []
-    if limit.min is not None:
-        margins.append((value - limit.min) / (limit.min or 1.0))
-    if limit.max is not None:
-        margins.append((limit.max - value) / (limit.max or 1.0))
-    return min(margins)
-
-
-def _miss(metric: Metric, value: float, limit: Limit, labels: Mapping[str, str]) -> str:
-    below = limit.min is not None and value < limit.min
-    bound = limit.min if below else limit.max
-    assert bound is not None  # a missed limit has the bound that was missed
-    shown, needed = units.show_apart(value, bound, metric.unit)
-    return f"{metric.name} {shown} {'<' if below else '>'} {needed}{_labels(labels)}"
 
 
 def _message(decisive: Sequence[Judged]) -> str:
@@ -377,30 +284,17 @@ def _text(told: Sequence[Judged]) -> str:
 
 
 def _labels(labels: Mapping[str, str]) -> str:
-    return _one_line(f" ({', '.join(f'{name}={text}' for name, text in labels.items())})") if labels else ""
+    return printable(f" ({', '.join(f'{name}={text}' for name, text in labels.items())})") if labels else ""
+
+
+def _on(ranks: Sequence[int], court: _Court) -> str:
+    if not ranks:
+        return ""
+    others = f", and {court.name(ranks[1])}" if len(ranks) == 2 else ""
+    others = f", and {len(ranks) - 1} more ranks" if len(ranks) > 2 else others
+    return f" on {court.name(ranks[0])}{others}"
 
 
 def _ranks(ranks: Sequence[int], name: Callable[[int], str] = "rank {}".format) -> str:
     more = f" and {len(ranks) - 1} more ranks" if len(ranks) > 1 else ""
     return name(ranks[0]) + more
-
-
-def _one_line(text: str) -> str:
-    # Labels and host names come from outside: they must not break a line or a terminal.
-    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
-
-
-def _scalar(text: str) -> str:
-    return text if re.fullmatch(r"[A-Za-z0-9](?:[A-Za-z0-9_. -]*[A-Za-z0-9_.])?", text) else _single_quoted(text)
-
-
-def _single_quoted(text: str) -> str:
-    return "'" + _one_line(text).replace("'", "''") + "'"
-
-
-def _pattern(nvml_name: str) -> str:
-    return re.sub(r"([\\.^$*+?{}\[\]|()])", r"\\\1", nvml_name)
-
-
-def _optional(value: float | None) -> float | str | None:
-    return None if value is None else metrics.number_to_json(value)

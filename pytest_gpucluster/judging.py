@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from pytest_gpucluster.agreement.merge import Merged, RankOutcome
 from pytest_gpucluster.errors import MeasurementError
@@ -11,7 +11,6 @@ from pytest_gpucluster.judge import judge
 from pytest_gpucluster.metrics import Measurement
 from pytest_gpucluster.record import TestRecord
 from pytest_gpucluster.reports.terminal import measurement_table
-from pytest_gpucluster.units import show_apart
 from pytest_gpucluster.wording import first_line
 
 if TYPE_CHECKING:
@@ -53,7 +52,10 @@ def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequenc
         return merged
     if merged.outcome == "error" and judgement.outcome != "failed":
         return merged
-    missed = _missed(record.measurements)
+    missed: dict[int, str] = {}
+    for judged in judgement.measurements:
+        for rank, what in judged.misses.items():
+            missed.setdefault(rank, what)
     return Merged(
         outcome=judgement.outcome,
         message=first_line(judgement.message),
@@ -68,21 +70,3 @@ def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequenc
         dirty=merged.dirty,
         judged=True,
     )
-
-
-def _missed(measurements: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-    """Return every rank whose own value misses a limit, and the first limit that it misses."""
-    missed: dict[int, str] = {}
-    for judged in measurements:
-        limit = judged["limit"] or {}
-        low, high = limit.get("min"), limit.get("max")
-        for rank, value in judged["values"].items():
-            if judged["status"] != "failed" or not isinstance(value, (int, float)):
-                continue
-            if low is not None and value < low:
-                found, needed = show_apart(value, low, judged["unit"])
-                missed.setdefault(int(rank), f"{judged['metric']} {found} < {needed}")
-            elif high is not None and value > high:
-                found, needed = show_apart(value, high, judged["unit"])
-                missed.setdefault(int(rank), f"{judged['metric']} {found} > {needed}")
-    return missed

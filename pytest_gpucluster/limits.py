@@ -7,6 +7,7 @@ Within one file the entry with the most conditions decides.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,8 @@ TOPOLOGY = ("world_size", "nnodes", "local_world_size")
 # Labels that may stand directly under `when`. Others go under `labels:` there, so that a misspelt key is an
 # error.
 KNOWN_LABELS = ("size", "dtype", "transport")
+FORMS = "a value, 'X or more', 'below X' or 'X to Y'"
+"""How a condition is written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +69,52 @@ class Condition:
         return second.low < first.high if first.high_open else second.low <= first.high
 
 
+def condition(key: str, text: str) -> Condition:
+    """Read a condition.
+
+    >>> condition("size", "1 GB or more").holds("1000 MB")
+    True
+
+    Raises: ThresholdsError saying what is allowed.
+    """
+    parts = re.fullmatch(
+        r"(?P<least>.+?) +or +more|below +(?P<below>.+)|(?P<first>.+?) +to +(?P<last>.+)|(?P<exact>.+)", text
+    )
+    ends = {name: end for name, end in parts.groupdict().items() if end} if parts else {}
+    amounts = {name: units.magnitude(end) for name, end in ends.items()}
+    known = [amount for amount in amounts.values() if amount is not None]
+    if "exact" in ends and not known and key not in TOPOLOGY and key != "size":
+        return Condition(key=key, text=text, dimension=None)
+    allowed = {"size": ("amount of data", "number")}.get(key, ("number",) if key in TOPOLOGY else None)
+    dimensions = {dimension for dimension, _ in known}
+    wrong = allowed is not None and not dimensions.issubset(allowed)
+    if len(known) < len(amounts) or len(dimensions) != 1 or wrong:
+        kind = {"size": "sizes such as 1 GB"}.get(key, "numbers such as 8")
+        raise ThresholdsError(f"{key} is {text!r}; allowed is {FORMS}, with {kind}")
+    if key in TOPOLOGY and any(value < 1 or not value.is_integer() for _, value in known):
+        raise ThresholdsError(f"{key} is {text!r}; it counts in whole numbers from 1")
+    amount = {name: value[1] for name, value in amounts.items() if value is not None}
+    exact = amount.get("exact")
+    found = Condition(
+        key=key,
+        text=text,
+        dimension=known[0][0],
+        low=amount.get("least", amount.get("first", -math.inf if exact is None else exact)),
+        high=amount.get("below", amount.get("last", math.inf if exact is None else exact)),
+        high_open="below" in amount,
+    )
+    if found.low > found.high:
+        raise ThresholdsError(f"{key} is {text!r}; nothing lies in that range")
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class Limit:
     """What a metric must reach on a SKU, in the metric's canonical unit, or why it is only recorded there.
 
-    Either ``min`` or ``max`` (or both) with a ``source``, or ``record_only`` with the reason.
+    ``min``, ``max``, ``min_ratio_to_median`` (one of them or more) with a ``source``, or ``record_only`` with the
+    reason. ``min_ratio_to_median`` is what ``straggler_ratio`` must reach on every rank. ``expect_transport`` names
+    what may have carried the data, by the measurement's label ``transport``.
     """
 
     metric: str
@@ -82,6 +126,8 @@ class Limit:
     origin: str
     when: tuple[Condition, ...] = ()
     record_only: str | None = None
+    min_ratio_to_median: float | None = None
+    expect_transport: tuple[str, ...] | None = None
     layer: int = 0
 
     @property
@@ -104,7 +150,14 @@ class Limit:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON types."""
-        return {"min": self.min, "max": self.max, "source": self.source, "origin": self.origin}
+        return {
+            "min": self.min,
+            "max": self.max,
+            "min_ratio_to_median": self.min_ratio_to_median,
+            "expect_transport": None if self.expect_transport is None else list(self.expect_transport),
+            "source": self.source,
+            "origin": self.origin,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ from pytest_gpucluster.run import Run
 from pytest_gpucluster.selection import is_selection, only_lists
 from pytest_gpucluster.session import Session, last_error, take_junit
 from pytest_gpucluster.wording import first_line
+from pytest_gpucluster.workloads import WorkloadRecord
 
 _BAD = ("failed", "error", "hung", "lost")
 PROPERTY = "gpucluster"
@@ -55,6 +56,15 @@ class Worker(Session):
     def __init__(self, config: pytest.Config, run: Run) -> None:
         super().__init__(config, run)
         self._phases = Phases(run, judges=False)
+        self._has_told = False
+
+    def look_over(self, session: pytest.Session) -> None:
+        """Leave it to the controller to say that the tests cannot be run: nothing is left to run here."""
+        try:
+            super().look_over(session)
+        except pytest.UsageError as error:
+            session.items[:] = []
+            self._config.workeroutput[PROPERTY] = str(error)  # type: ignore[attr-defined]  # by xdist, for its workers
 
     def collected(self, session: pytest.Session) -> None:
         """Leave the comparison of collections to the controller."""
@@ -65,10 +75,13 @@ class Worker(Session):
         run = self._run
         assert run.joined is not None
         record = run.records.get(item.nodeid)
+        workload = run.workload_record.line() if run.workload_record is not None and not self._has_told else None
+        self._has_told = True
         report.user_properties.append(
             (
                 PROPERTY,
                 {
+                    "workload": workload,
                     "who": dict(run.joined.who[0]),
                     "criterion": criterion_of(item),
                     "applicable": record.applicable if record is not None else True,
@@ -114,7 +127,10 @@ class Controller:
         self._hidden: weakref.WeakSet[pytest.TestReport] = weakref.WeakSet()
         self._errors: weakref.WeakSet[pytest.TestReport] = weakref.WeakSet()
         self._cannot_collect: str | None = None
+        self._cannot_run: str | None = None
         self._finished = False
+        self._workload_rank = 0
+        """The worker that told its workload first."""
         take_junit(config, run)
         run.names = {rank: f"rank {rank} (gw{rank})" for rank in range(workers)}
 
@@ -141,8 +157,12 @@ class Controller:
     def deselected(self) -> None:
         """Only workers deselect."""
 
-    def require_usable_markers(self, session: pytest.Session) -> None:
+    def look_over(self, session: pytest.Session) -> None:
         """Only workers collect."""
+
+    def after_collection(self) -> list[str]:
+        """Only workers collect."""
+        return []
 
     def collected(self, session: pytest.Session) -> None:
         """The controller itself collects nothing."""
@@ -198,6 +218,12 @@ class Controller:
         self._lost[rank] = first_line(f"lost{during}: worker {worker} crashed ({why})")
         self._run.problem("rank lost", f"{self._run.names[rank]} is {self._lost[rank]}", str(error))
 
+    def worker_finished(self, worker: str, output: Mapping[str, Any]) -> None:
+        """Take a worker's last words: why it could not run the tests, if it could not."""
+        if PROPERTY in output and self._cannot_run is None:
+            self._cannot_run = str(output[PROPERTY])
+            self._run.problem("usage", self._cannot_run, self._cannot_run)
+
     def started(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
         """Put the first start of a test on record."""
         if nodeid not in self._tests:
@@ -240,6 +266,8 @@ class Controller:
         if rank not in self._who:
             self._who[rank] = {**body["who"], "rank": rank, "local_rank": rank}
             self._run.take_worker(rank, self._who[rank])
+        if body.get("workload") is not None:
+            self._take_workload(rank, WorkloadRecord.from_line(body["workload"]))
         outcome = RankOutcome.from_json(rank, body["outcome"]) if body["outcome"] else None
         if str(report.outcome) == "rerun":  # pytest-rerunfailures: this attempt does not count
             self._note_rerun(parts, rank, report)
@@ -260,6 +288,21 @@ class Controller:
                 measurements=measured,
                 sections=outcome.sections,
             )
+
+    def _take_workload(self, rank: int, workload: WorkloadRecord) -> None:
+        known = self._run.workload_record
+        if known is None:
+            self._workload_rank = rank
+            self._run.take_workload(workload)
+            reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+            if reporter is not None:
+                reporter.ensure_newline()
+                reporter.write_line(f"gpucluster workload: {workload}")
+            return
+        first = {self._workload_rank: known.compared, rank: workload.compared}
+        different = collection.workload_disagreement(first, self._run.names, subset=False)
+        if different is not None:
+            self._run.problem("collection", *different)
 
     def _note_rerun(self, parts: _Parts, rank: int, report: pytest.TestReport) -> None:
         attempt = 1 + sum(str(earlier.outcome) == "rerun" for earlier in parts.phases[rank][:-1])
@@ -345,7 +388,8 @@ class Controller:
             self._merge(parts, None)
         alike = len(self._collections) == self._workers and len(set(map(tuple, self._collections.values()))) == 1
         why = self._cannot_collect if alike and not self._tests else None
-        session.exitstatus = self._run.finish_for_workers(int(session.exitstatus), why=why)
+        refused = self._cannot_run if not self._tests else None
+        session.exitstatus = self._run.finish_for_workers(int(session.exitstatus), why=why, refused=refused)
 
     def _leave_out(self, parts: _Parts) -> None:
         """Put on record that a test did not come to its end on every worker, because the run was stopped."""
@@ -360,6 +404,9 @@ class Controller:
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
         if self._run.verdict is None or reporter is None or not self._finished:
             return
+        if self._cannot_run is not None and "\n" in self._cannot_run:  # the verdict tells the first line only
+            for line in self._cannot_run.splitlines():
+                reporter.write_line(line, red=True)
         for line, markup in self._run.closing_lines():
             reporter.write_line(line, **markup)
 

@@ -203,11 +203,22 @@ def problem(measured: Measurement) -> str | None:
     value = _defect(measured.value)
     if value is not None:
         return f"the value is {value}"
+    if measured.interval is not None and sound_interval(measured) is None:
+        low, high = measured.interval
+        return f"the value {measured.value:g} has an interval that makes no sense: {low:g} to {high:g}"
     # A finite sum and a minimum of zero or more clear the usual case without looking at each sample.
     if not measured.samples or (math.isfinite(sum(measured.samples)) and min(measured.samples) >= 0):
         return None
     bad = [defect for defect in map(_defect, measured.samples) if defect is not None]
     return f"{len(bad)} of {len(measured.samples)} samples cannot be judged, the first is {bad[0]}" if bad else None
+
+
+def sound_interval(measured: Measurement) -> tuple[float, float] | None:
+    """Return the interval if it encloses the value and both ends could be measured values, else None."""
+    if measured.interval is None:
+        return None
+    low, high = measured.interval
+    return (low, high) if 0 <= low <= measured.value <= high < math.inf else None
 
 
 def number_to_json(value: float) -> float | str:

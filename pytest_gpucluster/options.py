@@ -7,10 +7,10 @@ command line asks for it. An environment variable alone never turns it on: it ma
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pytest_gpucluster.errors import OptionError
 
@@ -70,11 +70,14 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class _Option:
+    """One option. A repeatable one is given as often as needed; it has one value a line in the ini file, and ``;``
+    between the values in the environment. Its value is a tuple, and ``parse`` also takes where each one was written."""
+
     name: str
     metavar: str
     help: str
     default: str | None = None
-    parse: Callable[[str], Any] = str
+    parse: Callable[..., Any] = str
     repeatable: bool = False
 
     @property
@@ -115,6 +118,12 @@ def _shape(text: str) -> Any:
     return Expectation.parse(text)
 
 
+def _override(text: str, origin: str) -> Any:
+    from pytest_gpucluster.workload_file import Override  # it reads YAML: a session without the option pays nothing
+
+    return Override.parse(text, origin=origin)
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(filter(None, (name.strip() for name in text.split(","))))
 
@@ -140,6 +149,22 @@ OPTIONS = (
         help="a YAML file of limits laid over the shipped thresholds.yaml, limit by limit",
     ),
     _Option(name="sku", metavar="NAME", help="judge by the limits of this SKU, whatever the GPU calls itself"),
+    _Option(
+        name="profile",
+        metavar="PROFILE",
+        default="full",
+        parse=_one_of(*PROFILES),
+        help="which profile of the suite's workloads.yaml to measure with: quick, full or soak; on cpu it is always "
+        "cpu (default: full)",
+    ),
+    _Option(
+        name="workload",
+        metavar="KEY=VALUE",
+        parse=_override,
+        repeatable=True,
+        help="change one value of the profile, such as matmul.sizes=8192,16384 or matmul.window=5s; as often as "
+        "needed, in the ini file one a line, in the environment separated by ;",
+    ),
     _Option(
         name="report-dir",
         metavar="DIR",
@@ -186,9 +211,17 @@ class Settings:
     def to_json(self) -> dict[str, dict[str, str | None]]:
         """Return name -> value and origin as text, for the journal's header."""
         return {
-            name: {"value": None if setting.value is None else str(setting.value), "origin": setting.origin}
+            name: {"value": None if setting.value is None else _as_text(setting.value), "origin": setting.origin}
             for name, setting in self.settings.items()
         }
+
+    def chosen(self) -> list[str]:
+        """Return each setting that is no default, as ``name=value (origin)``."""
+        return [
+            f"{name}={_as_text(setting.value)} ({setting.origin})"
+            for name, setting in self.settings.items()
+            if setting.origin != "default"
+        ]
 
 
 def register(parser: pytest.Parser) -> None:
@@ -196,8 +229,16 @@ def register(parser: pytest.Parser) -> None:
     group = parser.getgroup("gpucluster", "acceptance of GPU clusters (pytest-gpucluster)")
     parser.addini("gpucluster", "turn pytest-gpucluster on for this project", type="bool", default=False)
     for option in OPTIONS:
-        group.addoption(option.flag, dest=option.dest, metavar=option.metavar, default=None, help=option.help)
-        parser.addini(option.dest, f"{option.help} (as {option.flag})", type="string", default=None)
+        group.addoption(
+            option.flag,
+            dest=option.dest,
+            metavar=option.metavar,
+            action="append" if option.repeatable else "store",
+            default=None,
+            help=option.help,
+        )
+        kind: Literal["linelist", "string"] = "linelist" if option.repeatable else "string"
+        parser.addini(option.dest, f"{option.help} (as {option.flag})", type=kind, default=None)
 
 
 def asked_for(early_config: pytest.Config, args: list[str]) -> bool:
@@ -225,12 +266,17 @@ def resolve(config: pytest.Config, environ: Mapping[str, str] = os.environ) -> S
     found: dict[str, Setting] = {}
     complaints = []
     for option in OPTIONS:
-        raw, origin, shown = _raw(config, option, environ)
-        value = None
-        try:
-            value = None if raw is None else option.parse(raw)
-        except OptionError as error:
-            complaints.append(f"{shown}: {error}")
+        raws, origin, shown = _raw(config, option, environ)
+        values: list[Any] = []
+        for raw in raws:
+            try:
+                values.append(option.parse(raw, f"{origin}: {shown(raw)}") if option.repeatable else option.parse(raw))
+            except OptionError as error:
+                complaints.append(f"{shown(raw)}: {error}")
+        value: Any = next(iter(values), None)
+        if option.repeatable:
+            value = tuple(values)
+            complaints += _repeated(values, shown)
         if isinstance(value, Path):
             value = _base(config, origin) / value
         found[option.name.replace("-", "_")] = Setting(value=value, origin=origin)
@@ -242,7 +288,7 @@ def resolve(config: pytest.Config, environ: Mapping[str, str] = os.environ) -> S
 def report_directory(config: pytest.Config, environ: Mapping[str, str] = os.environ) -> Path:
     """Return where reports go, also where another setting is wrong."""
     option = next(option for option in OPTIONS if option.name == "report-dir")
-    raw, origin, _ = _raw(config, option, environ)
+    [raw], origin, _ = _raw(config, option, environ)
     return _base(config, origin) / (raw or "gpucluster-report")
 
 
@@ -251,18 +297,41 @@ def _base(config: pytest.Config, origin: str) -> Path:
     return config.inipath.parent if origin == "ini" and config.inipath is not None else Path()
 
 
-def _ini(config: pytest.Config, option: _Option) -> str | None:
+def _as_text(value: Any) -> str:
+    if not isinstance(value, tuple):
+        return str(value)
+    names = all(isinstance(part, str) for part in value)
+    return (", " if names else "; ").join(map(str, value))
+
+
+def _repeated(values: Sequence[Any], shown: Callable[[str], str]) -> list[str]:
+    """Complain about keys that come twice: which of the values counts must not depend on their order."""
+    keys = [value.key for value in values]
+    return [
+        f"{shown(f'{key}=...')}: {key} is given {keys.count(key)} times"
+        for key in dict.fromkeys(keys)
+        if keys.count(key) > 1
+    ]
+
+
+def _ini(config: pytest.Config, option: _Option) -> list[str]:
     value = config.getini(option.dest)
-    return str(value) if value else None
+    return [str(part) for part in value] if isinstance(value, list) else [str(value)] if value else []
 
 
-def _raw(config: pytest.Config, option: _Option, environ: Mapping[str, str]) -> tuple[str | None, str, str]:
+def _raw(
+    config: pytest.Config, option: _Option, environ: Mapping[str, str]
+) -> tuple[list[str], str, Callable[[str], str]]:
+    """Return the values as written, their origin, and how to show such a value with its place."""
     command_line = getattr(config.option, option.dest, None)
     if command_line is not None:
-        return str(command_line), "command line", f"{option.flag} {command_line}"
+        given = [str(part) for part in command_line] if option.repeatable else [str(command_line)]
+        return given, "command line", lambda text: f"{option.flag} {text}"
     if option.variable in environ:
-        return environ[option.variable], "environment", f"{option.variable}={environ[option.variable]}"
-    ini = _ini(config, option)
-    if ini is not None:
-        return ini, "ini", f"{config.inipath}: {option.dest} = {ini}"
-    return option.default, "default", f"{option.flag} (default)"
+        text = environ[option.variable]
+        given = [part.strip() for part in text.split(";") if part.strip()] if option.repeatable else [text]
+        return given, "environment", lambda text: f"{option.variable}={text}"
+    given = _ini(config, option)
+    if given:
+        return given, "ini", lambda text: f"{config.inipath}: {option.dest} = {text}"
+    return [] if option.default is None else [option.default], "default", lambda text: f"{option.flag} (default)"

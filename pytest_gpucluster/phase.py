@@ -94,7 +94,7 @@ class Phases:
         record = TestRecord(test=name)
         self._run.records[item.nodeid] = record
         self._failed_subtests = []
-        self._require_ranks(item)
+        self._require_room(item)
         self._run.send(
             {
                 "type": "start",
@@ -134,13 +134,12 @@ class Phases:
         verdict = self._agree(item, when, number, own, error)
         self._end_as_agreed(item, verdict, own, error, number)
 
-    def _require_ranks(self, item: pytest.Item) -> None:
-        """Skip a test that needs more ranks or nodes; on record is whether the declared topology has room for it."""
+    def _require_room(self, item: pytest.Item) -> None:
+        """Skip a test that needs more than there is; on record is whether there is room for it in what was ordered."""
         run = self._run
-        why = why_not_applicable(item, ranks=run.facts.world_size, nodes=run.facts.nnodes)
+        why = why_not_applicable(item, run.room())
         if why is not None:
-            ranks, nodes = run.declared_topology()
-            run.records[item.nodeid].applicable = why_not_applicable(item, ranks=ranks, nodes=nodes) is None
+            run.records[item.nodeid].applicable = why_not_applicable(item, run.declared_room()) is None
             # Not pytest.skip() in a wrapper of the setup: teardown expects that other plugins have set up.
             item.add_marker(pytest.mark.skip(reason=why))
 

@@ -24,6 +24,9 @@ _MARKERS = (
     "training: trains a model",
     "needs_ranks(n): does not run with fewer than n ranks",
     "needs_nodes(n): does not run with fewer than n nodes",
+    "needs_local_ranks(n): does not run with fewer than n ranks on each node",
+    "needs_gpu: does not run in a rehearsal on cpu",
+    "needs_peak(name): does not run where the data sheet of the GPU has no such peak, such as fp8_tflops",
     "deadline(seconds): the longest that one phase of this test may take, instead of --gpucluster-deadline",
     "soak: runs for a long time",
 )
@@ -91,12 +94,20 @@ class Hooks:
         """A deselected test makes this run a selection."""
         self._session.deselected()
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Refuse tests that cannot be run as they are, before anybody hears of them."""
+        self._session.look_over(session)
+
+    def pytest_report_collectionfinish(self) -> list[str]:
+        """Say what will be measured with."""
+        return self._session.after_collection()
+
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection(self, session: pytest.Session) -> Generator[None, Any, Any]:
         """Agree on the tests to run, in rank 0's order."""
         try:
             result = yield
-            self._session.require_usable_markers(session)
         except (pytest.UsageError, pytest.exit.Exception) as error:
             self._session.not_collected(session, error)
             return True
@@ -175,6 +186,8 @@ class WorkerHooks:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object | None) -> None:
-        """Note a worker that has crashed."""
+        """Note a worker that has crashed, or that could not run the tests."""
         if error:
             self._controller.worker_lost(node.gateway.id, error)
+        else:
+            self._controller.worker_finished(node.gateway.id, getattr(node, "workeroutput", None) or {})

@@ -33,10 +33,13 @@ from pytest_gpucluster.launch import RankFacts, detect
 from pytest_gpucluster.record import TestName, TestRecord, now
 from pytest_gpucluster.recorder import Recorder, wait_for_end
 from pytest_gpucluster.reports.terminal import measurement_table
+from pytest_gpucluster.selection import Room
 from pytest_gpucluster.wording import first_line
 
 if TYPE_CHECKING:
+    from pytest_gpucluster.hardware import Sku
     from pytest_gpucluster.limits import Thresholds
+    from pytest_gpucluster.workloads import Workload, WorkloadRecord
 
 _REPORTS_WRITTEN_SECONDS = 10.0
 _FINISH_DEADLINE_SECONDS = 60.0
@@ -67,6 +70,8 @@ class Run:
         self.directory: Path | None = None
         self.junit_path: Path | None = None
         self.thresholds: Thresholds | None = None
+        self.workload: Workload | None = None
+        self.workload_record: WorkloadRecord | None = None
         self.expectation: preflight.Expectation | None = None
         self.stores: Stores | None = None
         self.exchange: Exchange | None = None
@@ -96,6 +101,11 @@ class Run:
         """Tell whether this run says nothing about hardware."""
         return self.device == "cpu"
 
+    @property
+    def profile(self) -> str:
+        """Return the profile of the workload in force: on cpu always that of a rehearsal."""
+        return "cpu" if self.rehearsal or self.settings is None else str(self.settings.profile)
+
     def header(self) -> list[str]:
         """Return what the operator should see before the first test."""
         facts, settings = self.facts, self.settings
@@ -105,9 +115,11 @@ class Run:
         lines = [f"gpucluster: {shape}{'s' * (facts.nnodes != 1)} ({facts.launcher}), device {self.device}"]
         if self.rehearsal:
             lines[0] += ", REHEARSAL: says nothing about hardware"
-        chosen = [f"{name}={s.value} ({s.origin})" for name, s in settings.settings.items() if s.origin != "default"]
+        chosen = settings.chosen()
         if chosen:
             lines.append(f"gpucluster settings: {', '.join(chosen)}")
+        if self.rehearsal and settings.settings["profile"].origin != "default":
+            lines.append(f"gpucluster profile: cpu, and not {settings.profile}: a rehearsal on cpu takes no other")
         lines.append(f"gpucluster report: {self.directory}")
         return lines
 
@@ -190,15 +202,30 @@ class Run:
         """Return rank -> node_rank. Rank 0 knows all ranks."""
         return {rank: int(who["node_rank"]) for rank, who in self.joined.who.items()} if self.joined else {}
 
-    def declared_topology(self) -> tuple[int, int]:
-        """Return the ranks and nodes that were ordered: as expected, else as allocated, else as launched."""
-        allocated = self.facts.scheduler
+    def room(self) -> Room:
+        """Return what there is to run tests on, as launched."""
+        return Room(
+            ranks=self.facts.world_size,
+            nodes=self.facts.nnodes,
+            ranks_per_node=self.facts.world_size // self.facts.nnodes,
+            on_cpu=self.rehearsal,
+            data_sheet=self._data_sheet,
+        )
+
+    def _data_sheet(self) -> Sku | None:
+        name = None if self.rehearsal else self.sku(self.gpu_name())
+        return None if name is None else self.limits.skus.get(name)
+
+    def declared_room(self) -> Room:
+        """Return what was ordered to run tests on: as expected, else as allocated, else as launched."""
+        room, allocated = self.room(), self.facts.scheduler
         if self.expectation is not None:
-            return self.expectation.nodes * self.expectation.gpus_per_node, self.expectation.nodes
-        if allocated.nnodes is not None:
-            per_node = allocated.gpus_per_node or self.facts.local_world_size
-            return allocated.nnodes * per_node, allocated.nnodes
-        return self.facts.world_size, self.facts.nnodes
+            nodes, per_node = self.expectation.nodes, self.expectation.gpus_per_node
+        elif allocated.nnodes is not None:
+            nodes, per_node = allocated.nnodes, allocated.gpus_per_node or self.facts.local_world_size
+        else:
+            return room
+        return replace(room, ranks=nodes * per_node, nodes=nodes, ranks_per_node=per_node)
 
     def artifacts_directory(self) -> Path:
         """Return where tests put their files: the same path on every host, shared or not."""
@@ -262,8 +289,13 @@ class Run:
             required=self.settings.require if self.settings else (),
             rehearsal=self.rehearsal,
             selection=self.selection,
-            topology=self._topology(),
+            topology="; ".join([self._topology(), *(self.workload_record.remarks if self.workload_record else ())]),
         )
+
+    def take_workload(self, record: WorkloadRecord) -> None:
+        """Put on record what is going to be run."""
+        self.workload_record = record
+        self.send(record.line())
 
     def _not_run(self) -> list[str]:
         return [test.nodeid for test in self.collected if test.nodeid not in self.records]
@@ -277,17 +309,20 @@ class Run:
             return f"{shape}, as allocated by {self.facts.scheduler.name}"
         return f"{shape}, as launched (nothing was declared by --gpucluster-expect)"
 
-    def finish_for_workers(self, pytest_exit: int, *, why: str | None = None) -> int:
+    def finish_for_workers(self, pytest_exit: int, *, why: str | None = None, refused: str | None = None) -> int:
         """Close the record of a run whose ranks are local workers; returns the exit code.
 
-        ``why`` no test has run, if what was to be collected could not be collected by any worker.
+        ``why`` no test has run, if what was to be collected could not be collected by any worker; ``refused`` if they
+        were, and could not be run.
         """
         who = self.joined.who if self.joined else {}
         keys = ("rank", "host", "local_rank", "node_rank", "pid", "gpu", "versions")
         ranks = [{key: facts[key] for key in keys} for _, facts in sorted(who.items())]
         self.send({"type": "cluster", "ranks": ranks, "problems": []})
         ending = None
-        if why is not None:
+        if refused is not None:
+            ending = Ending(name="usage", message=first_line(refused), exit=4, text=refused)
+        elif why is not None:
             ending = Ending(name="collection", message=first_line(why), exit=2)
         elif pytest_exit == pytest.ExitCode.INTERRUPTED and not self._has_gone_wrong():
             ending = Ending(name="interrupted", message="interrupted before every worker had run every test", exit=2)

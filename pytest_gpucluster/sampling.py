@@ -83,7 +83,7 @@ def is_settled(samples: Sequence[float], sampling: Sampling) -> bool:
     """Tell whether the median of the samples is known within the tolerance."""
     if len(samples) < MIN_SAMPLES:
         return False
-    low, high = stats.median_interval(samples)
+    low, high = _interval(samples)
     return high - low <= sampling.tolerance_ratio * stats.median(samples)
 
 
@@ -101,7 +101,7 @@ def series(samples: Iterable[float], sampling: Sampling) -> Series:
         ValueError: there are fewer than 6 samples.
     """
     taken = tuple(samples)
-    low, high = stats.median_interval(taken)
+    low, high = _interval(taken)
     result = Series(samples=taken, median=stats.median(taken), low=low, high=high)
     if is_settled(taken, sampling):
         return result
@@ -110,3 +110,9 @@ def series(samples: Iterable[float], sampling: Sampling) -> Series:
         f"{100 * sampling.tolerance_ratio:g} % is allowed"
     )
     return Series(samples=taken, median=result.median, low=low, high=high, inconclusive=why)
+
+
+def _interval(samples: Sequence[float]) -> tuple[float, float]:
+    """Return the ends for samples in the order of time. A rate that drifts or swings is known less well than one that
+    scatters as much at random."""
+    return stats.median_interval(samples, correlation=stats.rank_correlation(samples))

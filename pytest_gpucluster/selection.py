@@ -1,12 +1,17 @@
-"""Which part of the suite was asked for, and which tests the declared topology has room for."""
+"""Which part of the suite was asked for, and which tests there is room for: ranks, nodes, a GPU, what it can do."""
 
 from __future__ import annotations
 
 import glob
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from pytest_gpucluster.hardware import PEAK_UNITS, Sku
+from pytest_gpucluster.units import did_you_mean
 
 _CHOOSING = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf", "stepwise")
 
@@ -42,19 +47,68 @@ def _covers(arguments: Sequence[str], whole: Sequence[Path], directory: Path) ->
     return all(any(path == part or path in part.parents for path in asked) for part in whole)
 
 
-def why_not_applicable(item: pytest.Item, *, ranks: int, nodes: int) -> str | None:
-    """Return why a test cannot run with this many ranks and nodes, or None if it can.
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """What there is to run a test on."""
+
+    ranks: int
+    nodes: int
+    ranks_per_node: int
+    on_cpu: bool = False
+    data_sheet: Callable[[], Sku | None] = lambda: None
+    """What is known of the GPUs, asked for where a test depends on it. None on cpu, and for an unknown GPU."""
+
+
+def why_not_applicable(item: pytest.Item, room: Room) -> str | None:
+    """Return why a test cannot run here, or None if it can.
 
     Raises:
-        pytest.UsageError: a marker without a whole number says nothing, and must not be taken for "any number".
+        pytest.UsageError: a marker that says nothing usable, such as one without a number, must not be taken for
+            "always".
     """
-    for name, have, what in (("needs_ranks", ranks, "ranks"), ("needs_nodes", nodes, "nodes")):
-        marker = item.get_closest_marker(name)
-        if marker is None:
+    for name, have, what in (
+        ("needs_ranks", room.ranks, "ranks"),
+        ("needs_nodes", room.nodes, "nodes"),
+        ("needs_local_ranks", room.ranks_per_node, "ranks on each node"),
+    ):
+        need = _value_of(item, name, "n")
+        if need is _NO_MARKER:
             continue
-        need = marker.args[0] if marker.args else marker.kwargs.get("n")
         if isinstance(need, bool) or not isinstance(need, int):
             raise pytest.UsageError(f"{item.nodeid}: the marker {name}(n) needs a whole number, not {need!r}")
         if have < need:
             return f"needs {need} {what}, and there {'is' if have == 1 else 'are'} {have}"
-    return None
+    return _without_gpu(item, room) or _without_peak(item, room)
+
+
+def _without_gpu(item: pytest.Item, room: Room) -> str | None:
+    value = _value_of(item, "needs_gpu", "")
+    if value is not _NO_MARKER and value is not None:
+        raise pytest.UsageError(f"{item.nodeid}: the marker needs_gpu takes no value, and has {value!r}")
+    return "needs a GPU, and this is a rehearsal on cpu" if room.on_cpu and value is None else None
+
+
+def _without_peak(item: pytest.Item, room: Room) -> str | None:
+    name = _value_of(item, "needs_peak", "name")
+    if name is _NO_MARKER:
+        return None
+    if name not in PEAK_UNITS:
+        hint = did_you_mean(name, PEAK_UNITS) if isinstance(name, str) else ""
+        raise pytest.UsageError(
+            f"{item.nodeid}: the marker needs_peak(name) needs one of {', '.join(PEAK_UNITS)}, not {name!r}{hint}"
+        )
+    sku = room.data_sheet()
+    if sku is None or sku.peaks is None or getattr(sku.peaks, name) is not None:
+        return None
+    return f"needs {name}, and the data sheet of {sku.name} has none"
+
+
+_NO_MARKER = object()
+
+
+def _value_of(item: pytest.Item, marker_name: str, parameter: str) -> Any:
+    """Return the marker's one value, None where it has none, or _NO_MARKER."""
+    marker = item.get_closest_marker(marker_name)
+    if marker is None:
+        return _NO_MARKER
+    return marker.args[0] if marker.args else marker.kwargs.get(parameter)

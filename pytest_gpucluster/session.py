@@ -13,20 +13,25 @@ import pytest
 from pytest_gpucluster import suite_properties
 from pytest_gpucluster.agreement import collection
 from pytest_gpucluster.agreement.ending import Ending
-from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.errors import EnvironmentBroken, UsageProblem
 from pytest_gpucluster.markers import deadline_of, require_usable
 from pytest_gpucluster.opening import Opening
 from pytest_gpucluster.phase import Phases, name_of
 from pytest_gpucluster.refused import asked_path
 from pytest_gpucluster.run import Run
-from pytest_gpucluster.selection import is_selection, only_lists
+from pytest_gpucluster.selection import is_selection, only_lists, why_not_applicable
 from pytest_gpucluster.wording import first_line, rank_ranges
+from pytest_gpucluster.workload_of_tests import read_workload
 
 if TYPE_CHECKING:
     from _pytest._io import TerminalWriter
 
 _OF_THE_CACHE = ("lf", "failedfirst", "newfirst", "stepwise", "stepwise_skip", "stepwise_reset", "cacheclear")
 """Options that choose or order tests by what an earlier run left in this rank's cache: rank 0's cache decides."""
+
+
+_ALL = ""
+"""In place of the name of what cannot be collected: everything was, and it cannot be run."""
 
 
 def take_junit(config: pytest.Config, run: Run) -> None:
@@ -49,6 +54,8 @@ class Session:
         self._collection_errors: list[tuple[str, str]] = []
         self._node_ids: list[str] = []
         self._subset = any(getattr(config.option, name, False) for name in _OF_THE_CACHE[:5])
+        self._unusable = False
+        """The tests were collected, and cannot be run as they are."""
         self._finished = False
         self._own_cache: tempfile.TemporaryDirectory[str] | None = None
         if run.rank != 0:  # rank 0's cache alone chooses and orders tests, and nobody else clears it
@@ -93,13 +100,34 @@ class Session:
         """Some tests are left out."""
         self._run.selection = True
 
-    def require_usable_markers(self, session: pytest.Session) -> None:
-        """Refuse a marker that says nothing usable, before the first test.
+    def look_over(self, session: pytest.Session) -> None:
+        """Refuse what the collected tests cannot run with, before the first one: markers, and their workload.
 
         Raises:
-            pytest.UsageError: names the test, the marker and what it needs.
+            pytest.UsageError: names the test, the marker and what it needs; or lists what is wrong with the workload.
         """
-        require_usable(session.items)
+        run = self._run
+        try:
+            require_usable(session.items)
+            if run.settings is None or run.watch is None:  # tests are listed only
+                return
+            room = run.room()
+            for item in session.items:
+                why_not_applicable(item, room)
+            loaded = read_workload(
+                session.items, root=self._config.rootpath, profile=run.profile, overrides=run.settings.workload
+            )
+        except (pytest.UsageError, UsageProblem) as error:
+            self._unusable = True
+            raise pytest.UsageError(str(error)) from None
+        if loaded is not None:
+            run.workload = loaded.workload
+            run.take_workload(loaded.record)
+
+    def after_collection(self) -> list[str]:
+        """Return what is shown under the number of tests."""
+        record = self._run.workload_record
+        return [] if record is None else [f"gpucluster workload: {record}"]
 
     def collected(self, session: pytest.Session) -> None:
         """Agree with all ranks on the tests to run. Every rank must call this."""
@@ -120,13 +148,21 @@ class Session:
     def not_collected(self, session: pytest.Session, error: BaseException) -> None:
         """Tell all ranks that this one cannot collect anything; raise the error again if none of them can."""
         run = self._run
-        if run.watch is None or run.facts.world_size == 1:
+        if run.watch is None:
             raise error
-        self._collection_errors.append((" ".join(map(str, self._config.args)), f"E {type(error).__name__}: {error}"))
-        session.items = []
-        self._agree_on_collection(session)
-        if run.watch.ending is not None:
-            return
+        if run.facts.world_size > 1:
+            what = _ALL if self._unusable else " ".join(map(str, self._config.args))
+            text = str(error) if self._unusable else f"E {type(error).__name__}: {error}"
+            self._collection_errors.append((what, text))
+            session.items = []
+            self._agree_on_collection(session)
+            if run.watch.ending is not None:
+                return
+        if isinstance(error, pytest.UsageError):
+            text = str(error)
+            if run.rank == 0:
+                run.problem("usage", text, text)
+            run.watch.agreed_to_end(Ending(name="usage", message=first_line(text), exit=4, text=text))
         if run.rank != 0 and isinstance(error, pytest.UsageError):
             raise pytest.UsageError  # rank 0 says it for all
         raise error
@@ -139,10 +175,13 @@ class Session:
     def _agree_on_collection(self, session: pytest.Session) -> None:
         run, node_ids = self._run, self._node_ids
         errors = [[nodeid, text[-8000:]] for nodeid, text in self._collection_errors]
-        summary = {"hash": collection.digest(node_ids), "errors": errors}
+        workload = run.workload_record.compared if run.workload_record is not None else {}
+        summary = {"hash": collection.digest(node_ids), "workload": collection.digest_of(workload), "errors": errors}
         first = self._exchange("collection", summary, self._compare_hashes)
         if first.get("full"):
-            first = self._exchange("collection", {"ids": node_ids, "errors": errors}, self._compare_lists)
+            first = self._exchange(
+                "collection", {"ids": node_ids, "workload": workload, "errors": errors}, self._compare_lists
+            )
         if "ids" in first and run.rank != 0:
             by_id: dict[str, list[pytest.Item]] = {}
             for item in session.items:
@@ -181,7 +220,7 @@ class Session:
     def _compare_hashes(self, bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
         """Rank 0: equal hashes in the same order need nothing more; lists travel only where they may differ."""
         bodies = {rank: body for rank, body in bodies.items() if "hash" in body}
-        equal = len({body["hash"] for body in bodies.values()}) == 1
+        equal = len({(body["hash"], body["workload"]) for body in bodies.values()}) == 1
         if equal and not any(body["errors"] for body in bodies.values()):
             return {"ids": self._node_ids}
         return {"full": True}
@@ -193,11 +232,17 @@ class Session:
         if with_errors and len(with_errors) < len(bodies):
             nodeid, text = bodies[with_errors[0]]["errors"][0]
             who = names[with_errors[0]] if len(with_errors) == 1 else rank_ranges(with_errors)
-            message = first_line(f"different tests collected: {who} cannot collect {nodeid}: {last_error(text)}")
+            message = f"different tests collected: {who} cannot collect {nodeid}: {last_error(text)}"
+            if nodeid == _ALL:
+                message = f"not every rank can run these tests: {who} cannot: {text}"
+            message = first_line(message)
             return {"disagreement": [message, f"{message}\n\n{text}"]}
         expected = list(bodies[0]["ids"])
         found = {rank: body["ids"] for rank, body in bodies.items() if rank != 0}
         different = collection.disagreement(expected, found, names, subset=self._subset)
+        if different is None:
+            workloads = {rank: body["workload"] for rank, body in bodies.items()}
+            different = collection.workload_disagreement(workloads, names, subset=self._subset)
         return {"ids": expected} if different is None else {"disagreement": list(different)}
 
     def refuses_to_run(self) -> bool:

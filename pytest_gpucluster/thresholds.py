@@ -5,6 +5,7 @@ All errors of all files are reported at once. Within one file two entries that c
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -14,17 +15,29 @@ from typing import Any
 
 from pytest_gpucluster import hardware, metrics, units
 from pytest_gpucluster.errors import MeasurementError, ThresholdsError, UnitError
-from pytest_gpucluster.limits import KNOWN_LABELS, TOPOLOGY, Condition, Limit, Thresholds, peak_of
+from pytest_gpucluster.limits import FORMS, KNOWN_LABELS, TOPOLOGY, Condition, Limit, Thresholds, condition, peak_of
 from pytest_gpucluster.yaml_document import Document, Node
 
 SCHEMA_VERSION = 1
 
-# A floor outside this part of the data sheet peak is nearly always a wrong unit.
+# The keys of each level of a file. The schema for editors is made from the same.
+FILE_KEYS = ("schema_version", "skus")
+SKU_KEYS = ("nvml_name", "limits")
+ENTRY_KEYS = (
+    *("min", "max", "min_ratio_to_median", "expect_transport"),
+    *("source", "when", "record_only", "despite_peak"),
+)
+WHEN_KEYS = (*TOPOLOGY, *KNOWN_LABELS, "labels")
+RECORD_ONLY_EXCLUDES = ("min", "max", "min_ratio_to_median", "expect_transport", "source", "despite_peak")
+BOUNDS = ("min", "max", "min_ratio_to_median")
+"""At least one of them stands in an entry that is judged."""
+NEEDED_BOUND = {"higher": "min", "lower": "max"}
+"""Without this one, or a ratio to the median, any value passes."""
+
+# A floor under this part of the data sheet peak is nearly always a wrong unit, and so is such a ratio.
 _LEAST_OF_PEAK = 0.05
 # All-reduce busbw measured with in-switch reduction: 482 GB/s where the links carry 450 in one direction.
 _MOST_OF_UNBOUND_PEAK = 1.1
-
-_FORMS = "a value, 'X or more', 'below X' or 'X to Y'"
 
 
 def shipped_path() -> Path:
@@ -65,6 +78,17 @@ def _without_replaced(limits: Iterable[Limit]) -> tuple[Limit, ...]:
     return tuple(kept.values())
 
 
+def _guessed(name: str) -> metrics.Metric:
+    """Return what a misspelt metric can be checked by: what all metrics of nearly its name have in common.
+
+    Where they have no unit in common, it has none either, and its bounds are held to be any quantity.
+    """
+    close = difflib.get_close_matches(name, metrics.METRICS, n=len(metrics.METRICS), cutoff=0.8)
+    alike = {(metrics.METRICS[other].unit, metrics.METRICS[other].better) for other in close}
+    unit, better = alike.pop() if len(alike) == 1 else ("", "none")
+    return metrics.Metric(name=name, unit=unit, better=better, doc="")
+
+
 class _Reader:
     """Reads one file, collecting errors instead of stopping at the first."""
 
@@ -75,14 +99,14 @@ class _Reader:
         self.limits: list[Limit] = []
 
     def read(self, path: Path) -> None:
-        root = self.file.root(path, needs="schema_version and skus", block_scalar_hint=f"a condition is {_FORMS}")
+        root = self.file.root(path, needs="schema_version and skus", block_scalar_hint=f"a condition is {FORMS}")
         if root is not None:
             self._top(root)
 
     # Each method below reads one kind of node.
 
     def _top(self, root: Node) -> None:
-        top = self.file.mapping(root, "the file", ("schema_version", "skus"))
+        top = self.file.mapping(root, "the file", FILE_KEYS)
         if top is None:
             return
         whole = not self.file.complaints  # else what is missing may be what was misspelt
@@ -101,7 +125,7 @@ class _Reader:
             self._sku(name, key, value)
 
     def _sku(self, name: str, key: Node, node: Node) -> None:
-        body = self.file.mapping(node, f"the SKU {name!r}", ("nvml_name", "limits"))
+        body = self.file.mapping(node, f"the SKU {name!r}", SKU_KEYS)
         if body is None:
             return
         if "nvml_name" in body:
@@ -144,7 +168,7 @@ class _Reader:
             metric = metrics.known(name)
         except MeasurementError as error:
             self.file.fail(key, str(error))
-            return
+            metric = _guessed(name)
         entries: list[tuple[Node, Limit]] = []
         for item in self.file.items(node):
             limit = self._entry(sku, metric, item)
@@ -161,63 +185,103 @@ class _Reader:
         self.limits += [limit for _, limit in entries]
 
     def _entry(self, sku: str, metric: metrics.Metric, node: Node) -> Limit | None:
+        """Return an entry, or None where its conditions cannot be read."""
         before = len(self.file.complaints)
-        body = self.file.mapping(
-            node,
-            f"an entry of {metric.name}",
-            ("min", "max", "source", "when", "record_only", "despite_peak"),
-        )
+        body = self.file.mapping(node, f"an entry of {metric.name}", ENTRY_KEYS)
         if body is None:
             return None
         whole = len(self.file.complaints) == before  # else what is missing may be what was misspelt
-        values = {name: self.file.text(value, name) for name, (_, value) in body.items() if name != "when"}
+        nested = ("when", "expect_transport")
+        values = {name: self.file.text(value, name) for name, (_, value) in body.items() if name not in nested}
         bounds = {
             name: self._bound(name, values[name], body[name][1], metric) for name in ("min", "max") if name in body
         }
+        ratio = self._ratio(values["min_ratio_to_median"], body, metric) if "min_ratio_to_median" in body else None
+        transports = self._transports(body["expect_transport"][1]) if "expect_transport" in body else None
+        so_far = len(self.file.complaints)
+        when = self._when(body["when"][1]) if "when" in body else ()
+        conditions_are_good = len(self.file.complaints) == so_far
         limit = Limit(
             metric=metric.name,
             sku=sku,
             unit=metric.unit,
             min=bounds.get("min"),
             max=bounds.get("max"),
+            min_ratio_to_median=ratio,
+            expect_transport=transports,
             source=values.get("source") or "",
             origin=f"{self.file.name}:{node.start_mark.line + 1}:{node.start_mark.column + 1}",
-            when=self._when(body["when"][1]) if "when" in body else (),
+            when=when,
             record_only=values.get("record_only"),
             layer=self.layer,
         )
         if "record_only" in body:
-            for name in ("min", "max", "source", "despite_peak"):
+            for name in RECORD_ONLY_EXCLUDES:
                 if name in body:
                     self.file.fail(body[name][0], f"{name} and record_only exclude each other")
         elif whole:
             self._complete(node, body, metric)
-            if len(self.file.complaints) == before:
-                self._lint(limit, metric, body, values)
-        return limit if len(self.file.complaints) == before else None
+            self._lint(limit, metric, body, values)
+        return limit if conditions_are_good else None
 
     def _bound(self, name: str, text: str | None, node: Node, metric: metrics.Metric) -> float | None:
         if text is None:
             return None
         try:
-            value = units.parse(text, like=metric.unit).to(metric.unit)
+            value = units.parse(text, like=metric.unit or None)
+            amount = value.to(metric.unit) if metric.unit else value.value
         except UnitError as error:
             self.file.fail(node, f"{name}: {error}")
             return None
-        if value < 0 or (value == 0 and name == "min"):
+        if math.copysign(1, amount) < 0 or (amount == 0 and name == "min"):
             needs = "above zero, or nothing can miss it" if name == "min" else "zero or more"
             self.file.fail(node, f"{name} is {text}; it must be {needs}")
-        return value
+            return None
+        return amount
+
+    def _ratio(self, text: str | None, body: Mapping[str, tuple[Node, Node]], metric: metrics.Metric) -> float | None:
+        name = "min_ratio_to_median"
+        key, node = body[name]
+        if metric.scope == "world" or (metric.better == "none" and metric.unit):
+            why = (
+                "there is one value in the whole run" if metric.scope == "world" else "neither more nor less is better"
+            )
+            self.file.fail(key, f"{name} says nothing of {metric.name}: {why}")
+        if text is None:
+            return None
+        bare = units.magnitude(text)
+        try:
+            # 0.75 without a unit is no three quarters of a percent.
+            like = "ratio" if bare is not None and bare[0] == "number" and bare[1] <= 1 else "%"
+            ratio = units.parse(text, like=like).to("ratio")
+        except UnitError as error:
+            self.file.fail(node, f"{name}: {error}")
+            return None
+        if not _LEAST_OF_PEAK <= ratio <= 1:
+            self.file.fail(node, f"{name} is {text}; it must be from {_LEAST_OF_PEAK * 100:g} % to 100 %")
+            return None
+        return ratio
+
+    def _transports(self, node: Node) -> tuple[str, ...]:
+        found: list[str] = []
+        for item in self.file.items(node):
+            name = self.file.text(item, "expect_transport")
+            if name in found:
+                self.file.fail(item, f"expect_transport has {name!r} twice")
+            elif name is not None:
+                found.append(name)
+        return tuple(found)
 
     def _complete(self, node: Node, body: Mapping[str, Any], metric: metrics.Metric) -> None:
-        if "min" not in body and "max" not in body:
+        if not any(name in body for name in BOUNDS):
             self.file.fail(
                 node,
-                f"no limit for {metric.name}; give min or max with a source, or record_only with a reason",
+                f"no limit for {metric.name}; give {', '.join(BOUNDS[:-1])} or {BOUNDS[-1]} with a source, or"
+                " record_only with a reason",
             )
             return
-        needed = {"higher": "min", "lower": "max"}.get(metric.better)
-        if needed and needed not in body:
+        needed = NEEDED_BOUND.get(metric.better)
+        if needed and needed not in body and "min_ratio_to_median" not in body:
             self.file.fail(
                 node,
                 f"{metric.name} needs {needed}: {metric.better} is better, and without it any value passes",
@@ -226,12 +290,16 @@ class _Reader:
             self.file.fail(node, "source is missing; say where the figure comes from")
 
     def _lint(
-        self, limit: Limit, metric: metrics.Metric, body: Mapping[str, Any], written: Mapping[str, str | None]
+        self,
+        limit: Limit,
+        metric: metrics.Metric,
+        body: Mapping[str, Any],
+        written: Mapping[str, str | None],
     ) -> None:
         if limit.min is not None and limit.max is not None and limit.min > limit.max:
             self.file.fail(body["min"][1], f"min {written['min']} is above max {written['max']}")
         peak = peak_of(metric, self.skus.get(limit.sku))
-        if peak is None or limit.min is None or written.get("despite_peak") is not None:
+        if peak is None or limit.min is None or "despite_peak" in body:
             return
         sheet = f"{units.show(peak, metric.unit)}, the data sheet peak of {limit.sku}"
         if limit.min > (peak if metric.peak_is_bound else peak * _MOST_OF_UNBOUND_PEAK):
@@ -252,7 +320,7 @@ class _Reader:
             )
 
     def _when(self, node: Node) -> tuple[Condition, ...]:
-        body = self.file.mapping(node, "when", (*TOPOLOGY, *KNOWN_LABELS, "labels")) or {}
+        body = self.file.mapping(node, "when", WHEN_KEYS) or {}
         found = [self._condition(key, value) for key, (_, value) in body.items() if key != "labels"]
         if "labels" in body:
             for key, (key_node, value) in (self.file.mapping(body["labels"][1], "labels", None) or {}).items():
@@ -265,36 +333,8 @@ class _Reader:
         text = self.file.text(node, key)
         if text is None:
             return None
-        parts = re.fullmatch(
-            r"(?P<least>.+?) +or +more|below +(?P<below>.+)|(?P<first>.+?) +to +(?P<last>.+)|(?P<exact>.+)",
-            text,
-        )
-        ends = {name: end for name, end in parts.groupdict().items() if end} if parts else {}
-        amounts = {name: units.magnitude(end) for name, end in ends.items()}
-        known = [amount for amount in amounts.values() if amount is not None]
-        plain = "exact" in ends and not known
-        if plain and key not in TOPOLOGY and key != "size":
-            return Condition(key=key, text=text, dimension=None)
-        allowed = {"size": ("amount of data", "number")}.get(key, ("number",) if key in TOPOLOGY else None)
-        dimensions = {dimension for dimension, _ in known}
-        wrong = allowed is not None and not dimensions.issubset(allowed)
-        if len(known) < len(amounts) or len(dimensions) != 1 or wrong:
-            kind = {"size": "sizes such as 1 GB"}.get(key, "numbers such as 8")
-            self.file.fail(node, f"{key} is {text!r}; allowed is {_FORMS}, with {kind}")
+        try:
+            return condition(key, text)
+        except ThresholdsError as error:
+            self.file.fail(node, str(error))
             return None
-        if key in TOPOLOGY and any(value < 1 or value != int(value) for _, value in known):
-            self.file.fail(node, f"{key} is {text!r}; it counts in whole numbers from 1")
-            return None
-        amount = {name: value[1] for name, value in amounts.items() if value is not None}
-        exact = amount.get("exact")
-        condition = Condition(
-            key=key,
-            text=text,
-            dimension=known[0][0],
-            low=amount.get("least", amount.get("first", -math.inf if exact is None else exact)),
-            high=amount.get("below", amount.get("last", math.inf if exact is None else exact)),
-            high_open="below" in amount,
-        )
-        if condition.low > condition.high:
-            self.file.fail(node, f"{key} is {text!r}; nothing lies in that range")
-        return condition

@@ -20,6 +20,11 @@ def visible(text: str) -> str:
     return _INVISIBLE.sub(lambda match: f"#x{ord(match.group()):02X}", text.replace("\r\n", "\n"))
 
 
+def printable(text: str) -> str:
+    """Return a text in which nothing breaks a line or acts on a terminal: what is not printable becomes U+FFFD."""
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
+
+
 def first_line(text: str, characters: int = MESSAGE_CHARACTERS) -> str:
     """Return the first line of a text that is not empty, cut with an ellipsis to so many characters.
 

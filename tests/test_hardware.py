@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from pytest_gpucluster import hardware, units
+from pytest_gpucluster.nvml import QUERIES
 
 # Figures of the data sheets: fp32, tf32, bf16, fp8, HBM, link in one direction.
 DATA_SHEETS = {
@@ -78,3 +79,48 @@ def test_the_rehearsal_has_no_peaks_and_takes_no_gpu() -> None:
     assert rehearsal.peaks is None
     assert rehearsal.nvml_names == ()
     assert set(hardware.SKUS) == {*DATA_SHEETS, hardware.CPU_REHEARSAL}
+
+
+# Of the data sheets: memory in GB, PCIe generation, NVLinks.
+PROMISES = {
+    "A100 80GB": (80, 4, 12),
+    "H100 SXM": (80, 5, 18),
+    "H100 PCIe": (80, 5, None),
+    "H100 NVL": (94, 5, None),
+    "H200": (141, 5, 18),
+    "B200": (180, 5, 18),
+    "GB200": (186, None, 18),
+    "L40S": (48, 4, 0),
+}
+
+
+@pytest.mark.parametrize("name", PROMISES)
+def test_what_a_sku_promises_is_of_its_data_sheet(name: str) -> None:
+    promise = hardware.promise_of(name)
+    assert promise is not None
+    assert (promise.memory_gb, promise.pcie_generation, promise.nvlinks) == PROMISES[name]
+    assert promise.pcie_width == (16 if promise.pcie_generation else None)
+    assert "data sheet" in promise.source
+
+
+@pytest.mark.parametrize("name", PROMISES)
+def test_required_queries_are_those_that_the_sku_can_answer(name: str) -> None:
+    promise = hardware.promise_of(name)
+    assert promise is not None
+    required = set(promise.required_queries)
+    assert required <= set(QUERIES)
+    assert required >= set(hardware.ANY_GPU)
+    assert len(required) == len(promise.required_queries)
+    # Row remapping took the place of retired pages: whoever asks for both fails every card.
+    assert promise.row_remap
+    assert "rows.pending" in required
+    assert not promise.retired_pages
+    assert "pages.pending" not in required
+    assert ("pcie.generation" in required) == (promise.pcie_generation is not None)
+    assert ("nvlink.up" in required) == bool(promise.nvlinks)
+    assert ("mig.mode" in required) == (name != "L40S")
+
+
+@pytest.mark.parametrize("name", [None, "T4", hardware.CPU_REHEARSAL])
+def test_nothing_is_promised_of_a_gpu_that_is_not_in_the_table(name: str | None) -> None:
+    assert hardware.promise_of(name) is None

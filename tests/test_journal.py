@@ -14,8 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpucluster import journal, run_directory
+from pytest_gpucluster import journal, metrics, run_directory, thresholds
 from pytest_gpucluster.errors import JournalError, OptionError
+from pytest_gpucluster.judge import judge
+from pytest_gpucluster.sampling import Series
 
 RUN = {"type": "run", "schema_version": 1, "run_id": "r1", "started_at": "2026-01-02T03:04:05+00:00"}
 TESTS = [{"nodeid": f"t.py::test_{name}", "classname": "t", "name": f"test_{name}"} for name in "abc"]
@@ -142,11 +144,104 @@ def test_measurements_are_read_with_their_types():
     assert judged.limit == journal.JudgedLimit(min=400.0, source="s", origin="thresholds.yaml:14:7")
 
 
+def test_how_sure_a_value_is_and_what_the_gpu_did_are_read():
+    line = {
+        "metric": "nccl.all_reduce.busbw",
+        "status": "failed",
+        "value": 442.1,
+        "interval": [440.2, 443.9],
+        "intervals": {"3": [440.2, 443.9]},
+        "inconclusive": "12 % wide",
+        "mean": 445.0,
+        "ratio_to_median": 0.71,
+        "peak_ratio": 0.98,
+        "telemetry": {"3": {"sm_clock_mhz": [1740, 1755, 1980], "throttle": ["sw_power_cap"]}},
+        "limit": {"min": None, "source": "s", "min_ratio_to_median": 0.75, "expect_transport": ["NET/IB", "P2P"]},
+    }
+    judged = built(result("a", measurements=[line])).results[0].measurements[0]
+    assert judged.interval == (440.2, 443.9)
+    assert judged.intervals == {3: (440.2, 443.9)}
+    assert judged.inconclusive == "12 % wide"
+    assert (judged.mean, judged.ratio_to_median, judged.peak_ratio) == (445.0, 0.71, 0.98)
+    assert judged.telemetry == {3: {"sm_clock_mhz": [1740, 1755, 1980], "throttle": ["sw_power_cap"]}}
+    assert (judged.limit.min_ratio_to_median, judged.limit.expect_transport) == (0.75, ("NET/IB", "P2P"))
+
+
+def test_what_the_judge_puts_on_record_is_read_as_it_was():
+    measured = {
+        rank: [
+            metrics.measurement(
+                "matmul.bf16.tflops",
+                Series(samples=(value,) * 8, median=value, low=value - 1, high=value + 1),
+                unit="TFLOPS",
+                telemetry={"sm_clock_mhz": [1740, 1755, 1980]},
+                labels={"n": 16384},
+            )
+        ]
+        for rank, value in ((0, 740.0), (1, 731.0))
+    }
+    [judged] = judge(
+        measured,
+        world={0: "rank 0", 1: "rank 1"},
+        node_of={0: 0, 1: 0},
+        limits=thresholds.load(),
+        sku="H100 SXM",
+        gpu_name=None,
+    ).measurements
+    line = json.loads(journal.encode(result("a", measurements=[judged.to_json()])))
+    [read] = built(line).results[0].measurements
+    assert (read.value, read.worst_rank, read.status) == (judged.value, judged.worst_rank, judged.status)
+    assert read.interval == (730.0, 732.0)
+    assert read.intervals == {0: (739.0, 741.0), 1: (730.0, 732.0)}
+    assert read.telemetry == {rank: {"sm_clock_mhz": [1740, 1755, 1980]} for rank in (0, 1)}
+    assert (read.mean, read.median, read.peak_ratio) == (judged.mean, judged.median, judged.peak_ratio)
+    assert read.ratio_to_median == judged.ratio_to_median
+    assert read.limit.source == judged.limit.source
+
+
+def test_a_measurement_of_an_earlier_version_has_none_of_it():
+    line = {"metric": "m", "status": "passed", "value": 1.0, "limit": {"min": 0.5, "source": "s", "origin": "o"}}
+    judged = built(result("a", measurements=[line])).results[0].measurements[0]
+    assert (judged.interval, judged.intervals, judged.inconclusive, judged.telemetry) == (None, {}, "", {})
+    assert (judged.mean, judged.ratio_to_median, judged.peak_ratio) == (None, None, None)
+    assert (judged.limit.min_ratio_to_median, judged.limit.expect_transport) == (None, None)
+
+
+def test_what_was_run_is_known_with_where_it_was_set():
+    line = {
+        "type": "workload",
+        "profile": "full",
+        "file": "workloads.yaml",
+        "values": {"matmul.sizes": "4096, 8192", "hbm.window": "3 s"},
+        "origins": {"matmul.sizes": "--gpucluster-workload"},
+    }
+    workload = built(line).workload
+    assert (workload.profile, workload.file) == ("full", "workloads.yaml")
+    assert workload.values == {"matmul.sizes": "4096, 8192", "hbm.window": "3 s"}
+    assert workload.origins == {"matmul.sizes": "--gpucluster-workload"}
+    assert built().workload is None
+
+
 def test_samples_can_be_left_out():
     builder = journal.JournalBuilder(keep_samples=False)
     builder.add(RUN)
     builder.add(result("a", measurements=[{"metric": "m", "status": "passed", "samples": {"0": [1.0]}}]))
     assert builder.journal().results[0].measurements[0].samples == {}
+
+
+@pytest.mark.parametrize(
+    ("status", "kept"), [("passed", {1}), ("recorded", {1}), ("failed", {0, 1}), ("error", {0, 1})]
+)
+def test_of_many_ranks_only_what_reports_show_is_kept(status, kept):
+    builder = journal.JournalBuilder(keep_samples=False)
+    builder.add(RUN)
+    by_rank = {"0": {"throttle": []}, "1": {"throttle": ["hw_thermal"]}}
+    told = {"intervals": {"0": [1.0, 2.0], "1": [0.5, 1.0]}, "interval": [0.5, 1.0], "telemetry": by_rank}
+    builder.add(result("a", measurements=[{"metric": "m", "status": status, "value": 0.7, "worst_rank": 1, **told}]))
+    [judged] = builder.journal().results[0].measurements
+    assert set(judged.telemetry) == kept
+    assert set(judged.intervals) == (kept if len(kept) == 2 else set())
+    assert judged.interval == (0.5, 1.0)
 
 
 # ---- reading

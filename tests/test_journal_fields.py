@@ -23,6 +23,10 @@ READERS: dict[str, tuple[Callable[[Fields], object], list[object], object]] = {
     "mapping": (lambda line: line.mapping("x"), [[], "a"], {}),
     "number by rank": (lambda line: line.number_by_rank("x"), [{"0": "many"}, {"first": 1}, []], {}),
     "numbers by rank": (lambda line: line.numbers_by_rank("x"), [{"0": ["many"]}, {"0": 1}, []], {}),
+    "optional texts": (lambda line: line.optional_texts("x"), ["NET/IB", ["a", 1], {}], None),
+    "optional pair": (lambda line: line.optional_pair("x"), [[1.0], [1.0, "many"], "12", {}, [1.0, 2.0, 3.0]], None),
+    "pair by rank": (lambda line: line.pair_by_rank("x"), [{"0": [1.0]}, {"first": [1.0, 2.0]}, {"0": "12"}, []], {}),
+    "mapping by rank": (lambda line: line.mapping_by_rank("x"), [{"0": []}, {"first": {}}, {"0": None}, []], {}),
     "inner": (lambda line: line.inner("x").text("y", "z"), [[], {"y": 1}], "z"),
     "each": (lambda line: line.each("x"), [["a"], {}], []),
 }
@@ -48,6 +52,16 @@ def test_numbers_that_json_lacks_are_text() -> None:
     assert math.isnan(line.number("a", 0.0))
     assert line.optional_number("b") == -math.inf
     assert line.number_by_rank("c") == {0: 1.0, 2: math.inf}
+    ends = Fields({"a": [1, "Infinity"], "b": {"3": ["-Infinity", 2.5], "4": None}}, "line 2")
+    assert ends.optional_pair("a") == (1.0, math.inf)
+    assert ends.pair_by_rank("b") == {3: (-math.inf, 2.5)}
+
+
+def test_a_text_that_is_not_known_is_left_out() -> None:
+    assert Fields({"x": {"torch": "2.13", "nccl": None, "cuda": 13}}, "line 2").texts("x") == {
+        "torch": "2.13",
+        "cuda": "13",
+    }
 
 
 def test_what_is_no_object_is_shown_shortly() -> None:

@@ -3,60 +3,18 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from verdicts import ALGBW, BUSBW, GB, all_ranks, bf16, busbw, hold
 
 from pytest_gpucluster import metrics, thresholds
 from pytest_gpucluster.errors import MeasurementError
-from pytest_gpucluster.judge import Judgement, judge
 from pytest_gpucluster.limits import Thresholds
 from pytest_gpucluster.metrics import Measurement, Metric, measurement
-
-LIMITS = thresholds.load()
-BUSBW = "nccl.all_reduce.busbw"
-ALGBW = "nccl.all_reduce.algbw"
-BF16 = "matmul.bf16.tflops"
-GB = {"size": "1 GB"}
-
-
-def world_of(size: int) -> dict[int, str]:
-    return {rank: f"rank {rank} (gpu-{rank // 8:02}, GPU {rank % 8} GPU-1f2e)" for rank in range(size)}
-
-
-def hold(
-    by_rank: Mapping[int, list[Measurement]],
-    *,
-    size: int = 8,
-    ranks_per_node: int = 8,
-    sku: str | None = "H100 SXM",
-    gpu_name: str | None = "NVIDIA H100 80GB HBM3",
-    limits: Thresholds = LIMITS,
-) -> Judgement:
-    return judge(
-        by_rank,
-        world=world_of(size),
-        node_of={rank: rank // ranks_per_node for rank in range(size)},
-        limits=limits,
-        sku=sku,
-        gpu_name=gpu_name,
-    )
-
-
-def busbw(value: float, **arguments: object) -> Measurement:
-    return measurement(BUSBW, value, **({"unit": "GB/s", "labels": GB} | arguments))  # type: ignore[arg-type]
-
-
-def bf16(value: float, **arguments: object) -> Measurement:
-    return measurement(BF16, value, **({"unit": "TFLOPS"} | arguments))  # type: ignore[arg-type]
-
-
-def all_ranks(value: float = 442.1, size: int = 8, **others: float) -> dict[int, list[Measurement]]:
-    """Every rank measured ``value``, but ``r3=312.4`` for rank 3."""
-    return {rank: [busbw(others.get(f"r{rank}", value))] for rank in range(size)}
+from pytest_gpucluster.sampling import Series
 
 
 def test_values_above_the_limit_pass_and_the_slowest_rank_decides() -> None:
@@ -230,7 +188,8 @@ def test_busbw_may_pass_the_link_peak() -> None:
     verdict = hold(all_ranks(482.0))
     assert verdict.outcome == "passed"
     assert verdict.measurements[0].peak_ratio == pytest.approx(482 / 450)
-    across = hold(all_ranks(435.0, size=16), size=16)
+    ib = {"labels": GB | {"transport": "NET/IB"}}
+    across = hold({rank: [busbw(435.0, **ib)] for rank in range(16)}, size=16)
     assert across.outcome == "passed"
     assert across.measurements[0].peak_ratio is None
 
@@ -355,7 +314,9 @@ def test_a_metric_of_the_world_needs_one_value_and_a_bound_of_zero_can_be_met_an
 
 
 def test_the_json_form_is_complete() -> None:
-    by_rank = {0: [busbw(442.0, samples=[441, 443])], 1: [busbw(312.0)]}
+    seen = {"sm_clock_mhz": [1200, 1400, 1980]}
+    by_rank = {0: [busbw(Series(samples=(441.0, 443.0), median=442.0, low=441.0, high=443.0), telemetry=seen)]}
+    by_rank[1] = [busbw(312.0)]
     (judged,) = hold(by_rank, size=2).measurements
     limit = judged.limit
     assert limit is not None
@@ -366,10 +327,23 @@ def test_the_json_form_is_complete() -> None:
         "status": "failed",
         "value": 312.0,
         "worst_rank": 1,
-        "limit": {"min": 315.0, "max": None, "source": "derived: 0.70 of peak", "origin": limit.origin},
+        "interval": None,
+        "inconclusive": "",
+        "limit": {
+            "min": 315.0,
+            "max": None,
+            "min_ratio_to_median": None,
+            "expect_transport": None,
+            "source": "derived: 0.70 of peak",
+            "origin": limit.origin,
+        },
         "margin": pytest.approx(-3 / 315),
         "median": 377.0,
+        "mean": 377.0,
+        "ratio_to_median": pytest.approx(312 / 442),
         "values": {"0": 442.0, "1": 312.0},
+        "intervals": {"0": [441.0, 443.0]},
+        "telemetry": {"0": seen},
         "samples": {"0": [441.0, 443.0], "1": []},
         "peak_ratio": pytest.approx(312 / 450),
         "reason": judged.reason,
@@ -381,10 +355,14 @@ def test_the_json_form_is_complete() -> None:
         st.integers(0, 9),
         st.lists(
             st.builds(
-                busbw,
-                st.floats(),
-                samples=st.lists(st.floats(), max_size=3),
-                labels=st.dictionaries(st.sampled_from(["size", "x"]), st.text(), max_size=2),
+                Measurement,
+                metric=st.just(BUSBW),
+                unit=st.just("GB/s"),
+                value=st.floats(),
+                samples=st.lists(st.floats(), max_size=3).map(tuple),
+                interval=st.none() | st.tuples(st.floats(), st.floats()),
+                inconclusive=st.just("") | st.text(),
+                labels=st.dictionaries(st.sampled_from(["size", "x", "transport"]), st.text(), max_size=2),
                 record_only=st.booleans(),
             ),
             max_size=3,
@@ -407,6 +385,7 @@ def test_whatever_was_measured_gives_one_line_and_strict_json(
         if judged.status == "passed":
             assert set(judged.values) == set(range(8))
             assert all(value >= 0 for value in judged.values.values())
+            assert judged.inconclusive == ""
 
 
 def test_a_long_label_does_not_push_the_rank_out_of_the_line() -> None:

@@ -11,6 +11,7 @@ from pytest_gpucluster.agreement.merge import Merged, RankOutcome, merge
 from pytest_gpucluster.judging import judge_merged
 from pytest_gpucluster.metrics import measurement
 from pytest_gpucluster.record import TestName, TestRecord
+from pytest_gpucluster.sampling import Series
 
 LIMITS = thresholds.load()
 H100 = "NVIDIA H100 80GB HBM3"
@@ -94,6 +95,36 @@ def test_a_missed_limit_names_rank_value_and_limit_in_one_line() -> None:
     assert "thresholds.yaml:" in merged.text
     assert BF16 in merged.table
     assert merged.judged
+
+
+def measured(*values: float | Series) -> list[RankOutcome]:
+    return [
+        RankOutcome(rank=rank, outcome="passed", measurements=[measurement(BF16, value, unit="TFLOPS").to_json()])
+        for rank, value in enumerate(values)
+    ]
+
+
+def test_a_rank_whose_value_is_not_sure_is_a_culprit_and_says_why() -> None:
+    merged, _ = judged(measured(GOOD, Series(samples=(697, 703, 709), median=703, low=697, high=709)))
+    assert (merged.outcome, list(merged.culprits)) == ("failed", [1])
+    assert merged.ranks[0]["message"] == (
+        f"{BF16} 703 TFLOPS is not surely above 700 TFLOPS: its 95 % interval is 697 to 709 TFLOPS"
+    )
+
+
+def test_a_rank_behind_the_others_is_a_culprit() -> None:
+    merged, [metric] = judged(measured(790.0, 710.0))
+    assert (merged.outcome, list(merged.culprits)) == ("failed", [1])
+    assert "710 TFLOPS is 0.8987 of the other rank (790 TFLOPS), 0.929 is required" in merged.ranks[0]["message"]
+    assert (metric["ratio_to_median"], metric["worst_rank"]) == (pytest.approx(710 / 790), 1)
+
+
+def test_a_wrong_transport_is_a_failure_of_no_rank_in_particular() -> None:
+    label = {"size": "1 GB", "world_size": "16", "nnodes": "2", "transport": "NET/Socket"}
+    value = measurement("nccl.all_reduce.busbw", 435.0, unit="GB/s", labels=label).to_json()
+    merged, _ = judged([RankOutcome(rank=rank, outcome="passed", measurements=[value]) for rank in NAMES])
+    assert (merged.outcome, list(merged.culprits)) == ("failed", [])
+    assert "NET/Socket carries it, expected is NET/IB" in merged.message
 
 
 def test_a_criterion_without_a_measurement_says_so() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from pytest_gpucluster import hardware, metrics
 from pytest_gpucluster.errors import MeasurementError, ThresholdsError
-from pytest_gpucluster.limits import Condition, Limit, Thresholds, facts, peak_of
+from pytest_gpucluster.limits import Condition, Limit, Thresholds, condition, facts, peak_of
 
 BUSBW = "nccl.all_reduce.busbw"
 
@@ -74,6 +75,49 @@ def test_conditions_overlap_if_and_only_if_some_fact_satisfies_both(a: Condition
     facts = [str(n / 2) for n in range(-2, 24)]
     both = any(a.holds(fact) and b.holds(fact) for fact in facts)
     assert a.overlaps(b) == b.overlaps(a) == both
+
+
+@given(
+    st.sampled_from(["world_size", "nnodes", "size", "dtype", "bucket"]),
+    st.text() | st.text(alphabet="0123456789.eE GMB/s", min_size=1).map(lambda text: f"{text} or more"),
+)
+def test_any_text_is_a_condition_or_an_error_that_says_what_is_allowed(key: str, text: str) -> None:
+    try:
+        found = condition(key, text)
+    except ThresholdsError as error:
+        refused = str(error)
+    else:
+        refused = ""
+        assert (found.key, found.text) == (key, text)
+        assert found.low <= found.high
+    assert refused == "" or refused.startswith(f"{key} is {text!r}; ")
+
+
+@pytest.mark.parametrize("text", ["1e999", "1e999 or more", "2 to 1e999"])
+def test_a_count_beyond_all_numbers_is_refused(text: str) -> None:
+    with pytest.raises(ThresholdsError, match="it counts in whole numbers from 1"):
+        condition("world_size", text)
+
+
+@given(st.integers(1, 10**6), st.integers(1, 10**6), st.integers(1, 10**6))
+def test_a_range_that_is_written_holds_for_what_lies_in_it(first: int, last: int, fact: int) -> None:
+    low, high = sorted((first, last))
+    assert condition("world_size", f"{low} to {high}").holds(str(fact)) == (low <= fact <= high)
+    assert condition("world_size", f"{low} or more").holds(str(fact)) == (fact >= low)
+    assert condition("world_size", f"below {low}").holds(str(fact)) == (fact < low)
+    assert condition("size", f"{low} kB").holds(f"{low * 1000} B")
+
+
+def test_the_json_form_has_what_was_demanded() -> None:
+    one = replace(limit("us"), min_ratio_to_median=0.75, expect_transport=("NET/IB",))
+    assert one.to_json() == {
+        "min": 100.0,
+        "max": None,
+        "min_ratio_to_median": 0.75,
+        "expect_transport": ["NET/IB"],
+        "source": "us",
+        "origin": "",
+    }
 
 
 # Choosing --------------------------------------------------------------------------------------------------------

@@ -34,18 +34,21 @@ def test_the_options_are_these_and_no_others() -> None:
         ("--gpucluster-expect", "gpucluster_expect", "GPUCLUSTER_EXPECT", "NODESxGPUS[xSKU]", None),
         ("--gpucluster-thresholds", "gpucluster_thresholds", "GPUCLUSTER_THRESHOLDS", "FILE", None),
         ("--gpucluster-sku", "gpucluster_sku", "GPUCLUSTER_SKU", "NAME", None),
+        ("--gpucluster-profile", "gpucluster_profile", "GPUCLUSTER_PROFILE", "PROFILE", "full"),
+        ("--gpucluster-workload", "gpucluster_workload", "GPUCLUSTER_WORKLOAD", "KEY=VALUE", None),
         ("--gpucluster-report-dir", "gpucluster_report_dir", "GPUCLUSTER_REPORT_DIR", "DIR", "gpucluster-report"),
         ("--gpucluster-deadline", "gpucluster_deadline", "GPUCLUSTER_DEADLINE", "SECONDS", "300"),
         ("--gpucluster-require", "gpucluster_require", "GPUCLUSTER_REQUIRE", "CRITERIA", ""),
         ("--gpucluster-timeouts", "gpucluster_timeouts", "GPUCLUSTER_TIMEOUTS", "NAME=SECONDS,...", ""),
     ]
+    assert [option.flag for option in OPTIONS if option.repeatable] == ["--gpucluster-workload"]
 
 
 def test_every_option_is_on_the_command_line_in_the_ini_file_and_in_the_help(configure: Any) -> None:
     config = configure()
     for option in OPTIONS:
         assert getattr(config.option, option.dest) is None
-        assert config.getini(option.dest) in (None, "")
+        assert config.getini(option.dest) in (None, "", [])
         assert option.help
 
 
@@ -59,6 +62,8 @@ def test_nothing_given_means_the_defaults(configure: Any) -> None:
         "report_dir": Path("gpucluster-report"),
         "deadline": 300.0,
         "require": (),
+        "profile": "full",
+        "workload": (),
         "timeouts": Timeouts(),
     }
     assert {setting.origin for setting in settings.settings.values()} == {"default"}
@@ -146,6 +151,50 @@ def test_settings_go_on_record_as_text_with_their_origin(configure: Any) -> None
             id="a timeout that is none",
         ),
         pytest.param(
+            ["--gpucluster-profile=fast"],
+            {},
+            "",
+            "--gpucluster-profile fast: 'fast' is not allowed; choose one of: quick, full, soak",
+            id="a profile that is none",
+        ),
+        pytest.param(
+            ["--gpucluster-profile=cpu"],
+            {},
+            "",
+            "--gpucluster-profile cpu: 'cpu' is not allowed; choose one of: quick, full, soak",
+            id="the profile of a rehearsal",
+        ),
+        pytest.param(
+            ["--gpucluster-workload=matmul.sizes=17", "--gpucluster-workload=health.mig=on", "--gpucluster-workload=x"],
+            {},
+            "",
+            "--gpucluster-workload matmul.sizes=17: matmul.sizes: 17 is not a multiple of 16 from 16 to 65536\n"
+            "--gpucluster-workload x: 'x' is no KEY=VALUE, such as matmul.sizes=8192,16384 or matmul.window=5s",
+            id="some of several",
+        ),
+        pytest.param(
+            [],
+            {"GPUCLUSTER_WORKLOAD": "matmul.window=5; health.mig=on"},
+            "",
+            "GPUCLUSTER_WORKLOAD=matmul.window=5: matmul.window: '5' has no unit: write '5 s'",
+            id="one of several in the environment",
+        ),
+        pytest.param(
+            [],
+            {},
+            "gpucluster_workload =\n    health.mig = on\n    health.load = soon",
+            "{ini}: gpucluster_workload = health.load = soon: health.load: 'soon' is no quantity: write a decimal "
+            "number and a unit, such as '400 s'",
+            id="one of several in the ini file",
+        ),
+        pytest.param(
+            ["--gpucluster-workload=health.load=1s", "--gpucluster-workload=health.load=2s"],
+            {},
+            "",
+            "--gpucluster-workload health.load=...: health.load is given 2 times",
+            id="a key twice",
+        ),
+        pytest.param(
             ["--gpucluster-device=x", "--gpucluster-deadline=0"],
             {},
             "",
@@ -162,6 +211,62 @@ def test_a_wrong_value_is_told_with_its_place_and_what_is_allowed(
     with pytest.raises(OptionError) as caught:
         resolve(config, environ)
     assert str(caught.value) == message.format(ini=config.inipath)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "ini", "origins"),
+    [
+        pytest.param(
+            ["--gpucluster-workload=health.load=2s", "--gpucluster-workload", "matmul.sizes=16,32"],
+            {"GPUCLUSTER_WORKLOAD": "health.mig=on"},
+            "",
+            {
+                "health.load=2s": "command line: --gpucluster-workload health.load=2s",
+                "matmul.sizes=16, 32": "command line: --gpucluster-workload matmul.sizes=16,32",
+            },
+            id="command line, over the environment",
+        ),
+        pytest.param(
+            [],
+            {"GPUCLUSTER_WORKLOAD": "health.load=2s; matmul.sizes=16,32;"},
+            "gpucluster_workload = health.mig=on",
+            {
+                "health.load=2s": "environment: GPUCLUSTER_WORKLOAD=health.load=2s",
+                "matmul.sizes=16, 32": "environment: GPUCLUSTER_WORKLOAD=matmul.sizes=16,32",
+            },
+            id="environment, over the ini file",
+        ),
+        pytest.param(
+            [],
+            {},
+            "gpucluster_workload =\n    health.load = 2 s\n    matmul.sizes = 16, 32",
+            {
+                "health.load=2 s": "ini: {ini}: gpucluster_workload = health.load = 2 s",
+                "matmul.sizes=16, 32": "ini: {ini}: gpucluster_workload = matmul.sizes = 16, 32",
+            },
+            id="ini file",
+        ),
+        pytest.param([], {"GPUCLUSTER_WORKLOAD": ""}, "", {}, id="an empty variable overrides nothing"),
+    ],
+)
+def test_a_workload_can_be_overridden_key_by_key(
+    configure: Any, arguments: list[str], environ: dict[str, str], ini: str, origins: dict[str, str]
+) -> None:
+    config = configure(*arguments, ini=ini)
+    settings = resolve(config, environ)
+    found = {str(override): override.origin for override in settings.workload}
+    assert found == {text: origin.format(ini=config.inipath) for text, origin in origins.items()}
+    assert settings.to_json()["workload"]["value"] == "; ".join(origins)
+
+
+def test_the_settings_that_were_chosen_are_told_with_their_origin(configure: Any) -> None:
+    arguments = ["--gpucluster-workload=matmul.sizes=16,32", "--gpucluster-workload=health.mig=on"]
+    settings = resolve(configure(*arguments, "--gpucluster-require=lora,matmul"), {"GPUCLUSTER_PROFILE": "soak"})
+    assert settings.chosen() == [
+        "profile=soak (environment)",
+        "workload=matmul.sizes=16, 32; health.mig=on (command line)",
+        "require=lora, matmul (command line)",
+    ]
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "1e400", "five", "", "5 s"])
@@ -252,6 +357,7 @@ def test_the_environment_alone_never_turns_it_on(configure: Any, monkeypatch: py
         pytest.param(["gpucluster-report/test_x.py"], "", False, id="a path of that name"),
         pytest.param([], "gpucluster = true", True, id="turned on in the ini file"),
         pytest.param([], "gpucluster_device = cpu", True, id="a setting in the ini file"),
+        pytest.param([], "gpucluster_workload = health.mig=on", True, id="a list in the ini file"),
     ],
 )
 def test_options_are_recognised_before_pytest_has_parsed_them(

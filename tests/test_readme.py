@@ -197,12 +197,19 @@ def test_what_an_operator_sees_is_what_the_code_says(text: str) -> None:
         "ended without a word",
         ": no SKU matches it",
         "too fast to be true: ",
-        "_miss(metric, value, bounds, labels)",
+        "_beyond(metric, of[rank].value, limit)",
+        " is not surely ",
+        " is inconclusive: ",
+        " is {found} of {of_whom}",
+        " carries it, expected is ",
+        "{codes}: {places}",
     )
     told = {
         "is gone without a word": "process 4711 is gone without a word",
         "hangs {place}": "hangs at",
-        "_miss(metric, value, bounds, labels)": " GB/s < ",
+        "_beyond(metric, of[rank].value, limit)": " GB/s < ",
+        " is {found} of {of_whom}": " is 0.62 of the median of the ",
+        "{codes}: {places}": "ecc_uncorrected: GPU 3 (",
     }
     mine = [piece for piece in pieces if told.get(piece, piece) in text]
     assert len(mine) == 1

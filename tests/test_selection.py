@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pytest_gpucluster.selection import is_selection, only_lists, why_not_applicable
+from pytest_gpucluster.hardware import SKUS, Sku
+from pytest_gpucluster.selection import Room, is_selection, only_lists, why_not_applicable
 
 
 @pytest.fixture
@@ -117,32 +118,111 @@ def marker(*args: Any, **kwargs: Any) -> Any:
     return SimpleNamespace(args=args, kwargs=kwargs)
 
 
+def room(
+    ranks: int = 8, nodes: int = 1, per_node: int | None = None, *, on_cpu: bool = False, sku: str | None = "H100 SXM"
+) -> Room:
+    known = None if sku is None else SKUS.get(sku, Sku(name=sku))
+    per_node = ranks // nodes if per_node is None else per_node
+    return Room(ranks=ranks, nodes=nodes, ranks_per_node=per_node, on_cpu=on_cpu, data_sheet=lambda: known)
+
+
 @pytest.mark.parametrize(
-    ("markers", "ranks", "nodes", "why"),
+    ("markers", "place", "why"),
     [
-        pytest.param({}, 1, 1, None, id="no marker"),
-        pytest.param({"needs_ranks": marker(2)}, 2, 1, None, id="enough ranks"),
-        pytest.param({"needs_ranks": marker(2)}, 1, 1, "needs 2 ranks, and there is 1", id="too few ranks"),
-        pytest.param({"needs_ranks": marker(16)}, 8, 1, "needs 16 ranks, and there are 8", id="far too few ranks"),
-        pytest.param({"needs_ranks": marker(n=4)}, 2, 1, "needs 4 ranks, and there are 2", id="given by name"),
-        pytest.param({"needs_nodes": marker(2)}, 8, 1, "needs 2 nodes, and there is 1", id="too few nodes"),
-        pytest.param({"needs_nodes": marker(2)}, 8, 2, None, id="enough nodes"),
+        pytest.param({}, room(1), None, id="no marker"),
+        pytest.param({"needs_ranks": marker(2)}, room(2), None, id="enough ranks"),
+        pytest.param({"needs_ranks": marker(2)}, room(1), "needs 2 ranks, and there is 1", id="too few ranks"),
+        pytest.param({"needs_ranks": marker(16)}, room(8), "needs 16 ranks, and there are 8", id="far too few ranks"),
+        pytest.param({"needs_ranks": marker(n=4)}, room(2), "needs 4 ranks, and there are 2", id="given by name"),
+        pytest.param({"needs_nodes": marker(2)}, room(8), "needs 2 nodes, and there is 1", id="too few nodes"),
+        pytest.param({"needs_nodes": marker(2)}, room(8, 2), None, id="enough nodes"),
         pytest.param(
-            {"needs_ranks": marker(2), "needs_nodes": marker(3)}, 8, 2, "needs 3 nodes, and there are 2", id="both"
+            {"needs_ranks": marker(2), "needs_nodes": marker(3)},
+            room(8, 2),
+            "needs 3 nodes, and there are 2",
+            id="both",
         ),
+        pytest.param({"needs_local_ranks": marker(4)}, room(8, 2), None, id="enough ranks on each node"),
+        pytest.param(
+            {"needs_local_ranks": marker(8)},
+            room(8, 2),
+            "needs 8 ranks on each node, and there are 4",
+            id="too few ranks on each node",
+        ),
+        pytest.param(
+            {"needs_local_ranks": marker(2)},
+            room(4, 4),
+            "needs 2 ranks on each node, and there is 1",
+            id="one rank on each node",
+        ),
+        pytest.param({"needs_gpu": marker()}, room(), None, id="a GPU"),
+        pytest.param(
+            {"needs_gpu": marker()},
+            room(on_cpu=True, sku=None),
+            "needs a GPU, and this is a rehearsal on cpu",
+            id="no GPU",
+        ),
+        pytest.param({"needs_peak": marker("fp8_tflops")}, room(), None, id="a peak"),
+        pytest.param(
+            {"needs_peak": marker(name="fp8_tflops")},
+            room(sku="A100 80GB"),
+            "needs fp8_tflops, and the data sheet of A100 80GB has none",
+            id="no such peak",
+        ),
+        pytest.param(
+            {"needs_peak": marker("link_gb_per_second")},
+            room(sku="H100 NVL"),
+            "needs link_gb_per_second, and the data sheet of H100 NVL has none",
+            id="no such link",
+        ),
+        pytest.param({"needs_peak": marker("fp8_tflops")}, room(sku=None), None, id="an unknown GPU"),
+        pytest.param({"needs_peak": marker("fp8_tflops")}, room(sku="mine"), None, id="a SKU without a data sheet"),
+        pytest.param({"needs_peak": marker("fp8_tflops")}, room(on_cpu=True, sku=None), None, id="a peak on cpu"),
     ],
 )
-def test_a_test_does_not_run_with_too_few_ranks_or_nodes(
-    markers: dict[str, Any], ranks: int, nodes: int, why: str | None
-) -> None:
+def test_a_test_does_not_run_where_it_has_no_room(markers: dict[str, Any], place: Room, why: str | None) -> None:
     item: Any = Marked(**markers)
-    assert why_not_applicable(item, ranks=ranks, nodes=nodes) == why
+    assert why_not_applicable(item, place) == why
 
 
 @pytest.mark.parametrize("bad", [marker(), marker("2"), marker(2.0), marker(True), marker(m=2)], ids=str)
-def test_a_marker_without_a_whole_number_is_not_taken_for_any_number(bad: Any) -> None:
-    item: Any = Marked(needs_ranks=bad)
-    with pytest.raises(
-        pytest.UsageError, match=r"^a\.py::test: the marker needs_ranks\(n\) needs a whole number, not "
-    ):
-        why_not_applicable(item, ranks=8, nodes=1)
+@pytest.mark.parametrize("name", ["needs_ranks", "needs_nodes", "needs_local_ranks"])
+def test_a_marker_without_a_whole_number_is_not_taken_for_any_number(name: str, bad: Any) -> None:
+    item: Any = Marked(**{name: bad})
+    with pytest.raises(pytest.UsageError, match=rf"^a\.py::test: the marker {name}\(n\) needs a whole number, not "):
+        why_not_applicable(item, room())
+
+
+@pytest.mark.parametrize("on_cpu", [True, False], ids=["cpu", "cuda"])
+@pytest.mark.parametrize("bad", [marker("H100"), marker(False)], ids=str)
+def test_a_marker_that_takes_no_value_is_refused_with_one(bad: Any, on_cpu: bool) -> None:
+    item: Any = Marked(needs_gpu=bad)
+    with pytest.raises(pytest.UsageError, match=r"^a\.py::test: the marker needs_gpu takes no value, and has "):
+        why_not_applicable(item, room(on_cpu=on_cpu))
+
+
+@pytest.mark.parametrize(
+    ("bad", "end"),
+    [
+        (marker(), "host_gb_per_second, not None"),
+        (marker("fp8_tflop"), "host_gb_per_second, not 'fp8_tflop'; did you mean 'fp8_tflops'?"),
+        (marker(8), "host_gb_per_second, not 8"),
+        (marker(peak="fp8_tflops"), "host_gb_per_second, not None"),
+    ],
+    ids=["none", "misspelt", "a number", "by another name"],
+)
+@pytest.mark.parametrize("sku", ["H100 SXM", "A100 80GB", None], ids=["it has it", "it has not", "unknown"])
+def test_a_peak_that_no_data_sheet_has_is_refused_on_every_gpu(bad: Any, end: str, sku: str | None) -> None:
+    item: Any = Marked(needs_peak=bad)
+    with pytest.raises(pytest.UsageError) as caught:
+        why_not_applicable(item, room(sku=sku))
+    assert str(caught.value).startswith("a.py::test: the marker needs_peak(name) needs one of fp32_tflops, ")
+    assert str(caught.value).endswith(end)
+
+
+def test_the_data_sheet_is_looked_up_only_for_a_test_that_depends_on_it() -> None:
+    def fail() -> Sku | None:
+        raise AssertionError("asked for")
+
+    item: Any = Marked(needs_ranks=marker(1))
+    assert why_not_applicable(item, Room(ranks=1, nodes=1, ranks_per_node=1, data_sheet=fail)) is None

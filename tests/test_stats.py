@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -64,3 +65,48 @@ def test_a_summary_names_its_figures() -> None:
     assert stats.summary([4.0, 1.0, 3.0, 2.0]) == stats.Summary(
         count=4, minimum=1.0, p50=2.5, p99=pytest.approx(3.97), maximum=4.0, mad=1.0
     )
+
+
+@pytest.mark.parametrize(
+    ("samples", "correlation"),
+    [
+        pytest.param([5.0] * 12, 0.0, id="all equal"),
+        pytest.param([1.0, 2.0] * 6, 0.0, id="each unlike the one before"),
+        pytest.param([float(n) for n in range(100)], 0.95, id="a drift"),
+        pytest.param([1.0] * 10 + [2.0] * 10, 0.95, id="a step"),
+        pytest.param([1.0, math.nan, 2.0], 0.0, id="NaN"),
+        pytest.param([1.0, 2.0], 0.0, id="too few to tell"),
+    ],
+)
+def test_neighbours_that_resemble_each_other_are_seen(samples: list[float], correlation: float) -> None:
+    assert stats.rank_correlation(samples) == pytest.approx(correlation, abs=0.06)
+
+
+def test_independent_samples_hardly_resemble_each_other() -> None:
+    random = Random(1)
+    found = [stats.rank_correlation([random.gauss(0, 1) for _ in range(40)]) for _ in range(200)]
+    assert stats.median(found) < 0.1
+
+
+@pytest.mark.parametrize("samples", [[float(n) for n in range(12)], [float(n % 7) for n in range(50)]])
+def test_resemblance_only_widens_the_interval(samples: list[float]) -> None:
+    widths = []
+    for correlation in (0.0, 0.2, 0.5, 0.9, 0.95):
+        low, high = stats.median_interval(samples, correlation=correlation)
+        widths.append(high - low)
+    assert widths == sorted(widths)
+    assert widths[-1] == max(samples) - min(samples)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"confidence": 1.0}, {"confidence": 0.0}, {"correlation": 1.0}, {"correlation": -0.1}]
+)
+def test_an_interval_of_impossible_certainty_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="lies between 0 and 1"):
+        stats.median_interval([1.0] * 8, **wrong)
+
+
+@pytest.mark.parametrize("count", range(6))
+def test_too_few_samples_cannot_enclose_their_median(count: int) -> None:
+    with pytest.raises(ValueError, match="cannot enclose"):
+        stats.median_interval([1.0] * count)

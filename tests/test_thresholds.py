@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from pytest_gpucluster import hardware, metrics, thresholds, units
+from pytest_gpucluster import metrics, thresholds, units
 from pytest_gpucluster.errors import ThresholdsError
-from pytest_gpucluster.limits import Condition, Limit, Thresholds, peak_of
+from pytest_gpucluster.limits import Condition, Limit, Thresholds
 
 BUSBW = "nccl.all_reduce.busbw"
 
@@ -76,7 +79,10 @@ BROKEN = {
     ),
     "unknown key": (
         entry("{mim: 700 TFLOPS, source: us}"),
-        ["5:28: unknown key 'mim'; allowed are min, max, source, when, record_only, despite_peak; did you mean 'min'?"],
+        [
+            "5:28: unknown key 'mim'; allowed are min, max, min_ratio_to_median, expect_transport, source, when,"
+            " record_only, despite_peak; did you mean 'min'?"
+        ],
     ),
     "duplicate key": (
         entry("{" + OK + ", min: 800 TFLOPS}"),
@@ -88,7 +94,10 @@ BROKEN = {
     ),
     "merge key": (
         entry("{<<: {" + OK + "}}"),
-        ["5:28: unknown key '<<'; allowed are min, max, source, when, record_only, despite_peak"],
+        [
+            "5:28: unknown key '<<'; allowed are min, max, min_ratio_to_median, expect_transport, source, when,"
+            " record_only, despite_peak"
+        ],
     ),
     "wrong case": (
         entry("{min: 400 gb/s, source: us}", metric=BUSBW),
@@ -116,7 +125,10 @@ BROKEN = {
     "no source": (entry("{min: 700 TFLOPS}"), ["5:27: source is missing; say where the figure comes from"]),
     "no bound": (
         entry("{source: us}"),
-        ["5:27: no limit for matmul.bf16.tflops; give min or max with a source, or record_only with a reason"],
+        [
+            "5:27: no limit for matmul.bf16.tflops; give min, max or min_ratio_to_median with a source, or"
+            " record_only with a reason"
+        ],
     ),
     "bound of the wrong side": (
         entry("{max: 700 TFLOPS, source: us}"),
@@ -149,6 +161,117 @@ BROKEN = {
         [
             "5:33: min 2333 MB/s is under 5 % of 3.35 TB/s, the data sheet peak of H100 SXM; check the"
             " unit, or give the reason in despite_peak"
+        ],
+    ),
+    "infinite": (
+        entry("{min: 1e999 TFLOPS, source: us}"),
+        ["5:33: min: '1e999 TFLOPS' is too large"],
+    ),
+    "negative ceiling": (
+        entry("{max: -1 us, source: us}", metric="nccl.all_reduce.latency"),
+        ["5:38: max is -1 us; it must be zero or more"],
+    ),
+    "ratio without a unit": (
+        entry("{min_ratio_to_median: 0.75, source: us}"),
+        ["5:49: min_ratio_to_median: '0.75' has no unit: write '0.75 ratio'"],
+    ),
+    "percent without a unit": (
+        entry("{min_ratio_to_median: 75, source: us}"),
+        ["5:49: min_ratio_to_median: '75' has no unit: write '75 %'"],
+    ),
+    "ratio in another unit": (
+        entry("{min_ratio_to_median: 75 TFLOPS, source: us}"),
+        ["5:49: min_ratio_to_median: TFLOPS is a unit of compute rate; % or another unit of ratio is needed"],
+    ),
+    "ratio above all": (
+        entry("{min_ratio_to_median: 100.1 %, source: us}"),
+        ["5:49: min_ratio_to_median is 100.1 %; it must be from 5 % to 100 %"],
+    ),
+    "ratio of a hundredth": (
+        entry("{min_ratio_to_median: 0.75 %, source: us}"),
+        ["5:49: min_ratio_to_median is 0.75 %; it must be from 5 % to 100 %"],
+    ),
+    "negative ratio": (
+        entry("{min_ratio_to_median: -75 %, source: us}"),
+        ["5:49: min_ratio_to_median is -75 %; it must be from 5 % to 100 %"],
+    ),
+    "empty ratio": (entry("{min_ratio_to_median: , source: us}"), ["5:48: min_ratio_to_median is empty"]),
+    "ratio without source": (
+        entry("{min_ratio_to_median: 75 %}"),
+        ["5:27: source is missing; say where the figure comes from"],
+    ),
+    "ratio of what has no better side": (
+        entry("{min_ratio_to_median: 75 %, source: us}", metric="inventory.ranks"),
+        ["5:25: min_ratio_to_median says nothing of inventory.ranks: neither more nor less is better"],
+    ),
+    "transport alone": (
+        entry("{expect_transport: NET/IB, source: us}", metric=BUSBW),
+        [
+            f"5:30: no limit for {BUSBW}; give min, max or min_ratio_to_median with a source, or record_only with a"
+            " reason"
+        ],
+    ),
+    "empty transport": (
+        entry("{min: 400 GB/s, source: us, expect_transport: }", metric=BUSBW),
+        ["5:75: expect_transport is empty"],
+    ),
+    "no transport": (
+        entry("{min: 400 GB/s, source: us, expect_transport: []}", metric=BUSBW),
+        ["5:76: the list is empty"],
+    ),
+    "the same transport twice": (
+        entry("{min: 400 GB/s, source: us, expect_transport: [P2P, P2P]}", metric=BUSBW),
+        ["5:82: expect_transport has 'P2P' twice"],
+    ),
+    "a mapping as transport": (
+        entry("{min: 400 GB/s, source: us, expect_transport: {NET: IB}}", metric=BUSBW),
+        ["5:76: expect_transport must be a single value, not a mapping"],
+    ),
+    "record_only with the new keys": (
+        entry("{record_only: why, min_ratio_to_median: 75 %, expect_transport: NET/IB}"),
+        [
+            "5:46: min_ratio_to_median and record_only exclude each other",
+            "5:73: expect_transport and record_only exclude each other",
+        ],
+    ),
+    "all that is wrong under a misspelt metric": (
+        entry(
+            "[{when: {wrld_size: 8}, min: 400 Gbs, source: us}, {when: {nnodes: 0}, max: 5, sorce: us}]",
+            metric="nccl.all_reduce.bsbw",
+        ),
+        [
+            "5:7: unknown metric 'nccl.all_reduce.bsbw'; did you mean 'nccl.all_reduce.busbw'?",
+            "5:38: unknown key 'wrld_size'; allowed are world_size, nnodes, local_world_size, size, dtype,"
+            " transport, labels; did you mean 'world_size'?",
+            "5:58: min: unknown unit 'Gbs'; did you mean 'GB/s'?",
+            "5:96: nnodes is '0'; it counts in whole numbers from 1",
+            "5:105: max: '5' has no unit: write '5 GB/s'",
+            "5:108: unknown key 'sorce'; allowed are min, max, min_ratio_to_median, expect_transport, source, when,"
+            " record_only, despite_peak; did you mean 'source'?",
+        ],
+    ),
+    "what can be checked where the metric cannot be guessed": (
+        entry("{min: hot, max: 5 GBs, source: us}", metric="gpu.temp"),
+        [
+            "5:7: unknown metric 'gpu.temp'; did you mean 'gpu.temperature'?",
+            "5:23: min: 'hot' is no quantity: write a decimal number and a unit, such as '380 GB/s'",
+            "5:33: max: unknown unit 'GBs'; did you mean 'GB/s'?",
+        ],
+    ),
+    "a bad bound beside a floor above the peak": (
+        entry("{min: 990 TFLOPS, max: 5 s, source: us}"),
+        [
+            "5:33: min 990 TFLOPS is above 989 TFLOPS, the data sheet peak of H100 SXM; lower it, or"
+            " give the reason in despite_peak",
+            "5:50: max: s is a unit of time; TFLOPS or another unit of compute rate is needed",
+        ],
+    ),
+    "two entries that both apply, one of them broken": (
+        entry("[{when: {world_size: 8}, " + OK + "}, {when: {nnodes: 1}, min: 7 TFLOP, source: us}]"),
+        [
+            "5:82: this entry (nnodes 1) and that at line 5 (world_size 8) can both apply; add a"
+            " condition to one of them",
+            "5:107: min: unknown unit 'TFLOP'; did you mean 'TFLOPS'?",
         ],
     ),
     "record_only with min": (
@@ -247,6 +370,7 @@ def test_all_errors_of_all_files_come_at_once_in_the_order_of_the_files(
         "b.yaml:2:15",
         "b.yaml:2:27",
         "b.yaml:2:43",
+        "b.yaml:2:46",
         "c.yaml:1:1",
     ]
 
@@ -262,9 +386,34 @@ def test_a_limit_is_in_the_canonical_unit_and_cites_its_line_and_source(tmp_path
     assert limit.to_json() == {
         "min": 700.0,
         "max": None,
+        "min_ratio_to_median": None,
+        "expect_transport": None,
         "source": "us",
         "origin": f"{tmp_path}/limits0.yaml:5:27",
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "ratio"), [("75 %", 0.75), ("0.75 ratio", 0.75), ("100 %", 1.0), ("5 %", 0.05), ("92.9%", 0.929)]
+)
+def test_a_ratio_to_the_median_is_read_with_its_unit(text: str, ratio: float, tmp_path: Path) -> None:
+    [limit] = read(tmp_path, entry("{min_ratio_to_median: " + text + ", source: us}")).limits
+    assert (limit.min, limit.max, limit.min_ratio_to_median) == (None, None, pytest.approx(ratio))
+
+
+@pytest.mark.parametrize(
+    ("text", "names"), [("NET/IB", ["NET/IB"]), ("[P2P, SHM]", ["P2P", "SHM"]), ("[NET/IB]", ["NET/IB"])]
+)
+def test_a_transport_is_a_name_or_a_list_of_names(text: str, names: list[str], tmp_path: Path) -> None:
+    [limit] = read(
+        tmp_path, entry("{min: 1 TB/s, expect_transport: " + text + ", source: us}", metric="hbm.copy.bandwidth")
+    ).limits
+    assert limit.to_json()["expect_transport"] == names
+
+
+def test_a_metric_that_is_misspelt_gives_no_limit(tmp_path: Path) -> None:
+    with pytest.raises(ThresholdsError, match=r"did you mean 'matmul\.bf16\.tflops'"):
+        read(tmp_path, entry("{" + OK + "}", metric="matmul.bf61.tflops"))
 
 
 def test_a_reason_in_writing_admits_an_unusual_floor(tmp_path: Path) -> None:
@@ -318,6 +467,61 @@ def test_other_labels_stand_under_labels(tmp_path: Path) -> None:
     assert not limits.limit("matmul.bf16.tflops", labels={}, **where)  # type: ignore[arg-type]
 
 
+# Round trips -----------------------------------------------------------------------------------------------------
+
+FIGURES = st.floats(1e-3, 1e6).map(lambda value: f"{value:.6g}")
+SIZES = st.builds("{} {}".format, st.integers(1, 4096), st.sampled_from(["B", "kB", "MB", "GB", "KiB", "GiB"]))
+RANKS = st.integers(1, 4096).map(str)
+
+
+def forms(ends: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    """A condition in each form, with one end; a range of two ends could be empty."""
+    return st.builds(str.format, st.sampled_from(["{}", "{} or more", "below {}"]), ends)
+
+
+@given(
+    st.sampled_from(["matmul.bf16.tflops", BUSBW, "nccl.all_reduce.latency", "gpu.memory.free"]),
+    FIGURES,
+    FIGURES,
+    st.none() | st.floats(5, 100).map(lambda value: f"{value:.4g} %"),
+    st.dictionaries(st.sampled_from(["world_size", "nnodes", "local_world_size"]), forms(RANKS)),
+    st.none() | forms(SIZES),
+    st.none() | st.lists(st.sampled_from(["NET/IB", "P2P", "SHM"]), min_size=1, unique=True),
+    st.data(),
+)
+def test_every_limit_that_can_be_written_is_read_back(
+    tmp_path_factory: pytest.TempPathFactory,
+    metric: str,
+    low: str,
+    high: str,
+    ratio: str | None,
+    when: dict[str, str],
+    size: str | None,
+    transports: list[str] | None,
+    data: st.DataObject,
+) -> None:
+    unit = metrics.known(metric).unit
+    same = [symbol for symbol, other in units.UNITS.items() if other.dimension == units.UNITS[unit].dimension]
+    low, high = f"{low} {data.draw(st.sampled_from(same))}", f"{high} {data.draw(st.sampled_from(same))}"
+    if units.parse(low).to(unit) > units.parse(high).to(unit):
+        low, high = high, low
+    written: dict[str, object] = {"min": low, "max": high, "source": "us", "despite_peak": "made at random"}
+    written |= {"when": when | ({"size": size} if size else {})} if when or size else {}
+    written |= {"min_ratio_to_median": ratio} if ratio else {}
+    written |= {"expect_transport": transports} if transports else {}
+    path = tmp_path_factory.getbasetemp() / "made.yaml"
+    path.write_text(json.dumps({"schema_version": 1, "skus": {"H200": {"limits": {metric: written}}}}))
+    [limit] = thresholds.load(path).limits
+    assert (limit.min, limit.max) == (units.parse(low).to(unit), units.parse(high).to(unit))
+    assert limit.min_ratio_to_median == (units.parse(ratio).to("ratio") if ratio else None)
+    assert limit.expect_transport == (tuple(transports) if transports else None)
+    assert {part.key: part.text for part in limit.when} == written.get("when", {})
+    for part in limit.when:
+        end = re.sub(r"^below | or more$", "", part.text)
+        assert part.holds(end) == (not part.text.startswith("below"))
+        assert part.exact == (end == part.text)
+
+
 # Choosing --------------------------------------------------------------------------------------------------------
 
 
@@ -360,83 +564,3 @@ def test_a_new_sku_is_recognised_by_its_whole_name(tmp_path: Path) -> None:
     assert limits.sku_for("NVIDIA H300") == limits.sku_for("NVIDIA H300 96GB") == "H300"
     assert limits.sku_for("NVIDIA H300 NVL") is None
     assert limits.sku_for("NVIDIA H200") == "H200"
-
-
-# The shipped file ------------------------------------------------------------------------------------------------
-
-SHIPPED = thresholds.load()
-
-
-@pytest.mark.parametrize(
-    ("metric", "where", "minimum"),
-    [
-        ("matmul.bf16.tflops", (1, 1, {}), 700.0),
-        ("matmul.fp32.tflops", (16, 2, {}), 60.0),
-        ("hbm.copy.bandwidth", (16, 2, {}), 2.5),
-        (BUSBW, (8, 1, {"size": "1 GB"}), 400.0),
-        (BUSBW, (8, 1, {"size": "8 GiB"}), 400.0),
-        (BUSBW, (16, 2, {"size": "1 GB"}), 350.0),
-    ],
-)
-def test_the_h100_limits_are_the_accepted_figures_to_the_digit(
-    metric: str, where: tuple[int, int, dict[str, str]], minimum: float
-) -> None:
-    world_size, nnodes, labels = where
-    limit = SHIPPED.limit(metric, sku="H100 SXM", world_size=world_size, nnodes=nnodes, labels=labels)
-    assert limit is not None
-    assert (limit.min, limit.max) == (minimum, None)
-    assert "accept" in limit.source
-
-
-def test_small_messages_are_recorded_and_an_unforeseen_topology_has_no_limit() -> None:
-    small = busbw(SHIPPED, 16, 2, "100 MB")
-    assert small is not None
-    assert small.record_only
-    assert busbw(SHIPPED, 12, 2, "1 GB") is None
-    assert busbw(SHIPPED, 16, 2, None) is None
-
-
-# Taken before any test runs: other tests add metrics of their own.
-JUDGED = [name for name, metric in metrics.METRICS.items() if metric.better != "none"]
-
-
-@pytest.mark.parametrize("sku", hardware.SKUS)
-def test_every_sku_says_something_about_every_metric(sku: str) -> None:
-    assert [name for name in JUDGED if not SHIPPED.entries(name, sku=sku)] == []
-
-
-@pytest.mark.parametrize("limit", SHIPPED.limits, ids=lambda limit: f"{limit.sku}-{limit.metric}-{limit.origin}")
-def test_every_shipped_figure_agrees_with_the_source_it_cites(limit: Limit) -> None:
-    if limit.record_only is not None:
-        assert (limit.min, limit.max, limit.source) == (None, None, "")
-        return
-    peak = peak_of(metrics.known(limit.metric), SHIPPED.skus[limit.sku])
-    share = re.match(r"0\.90 of (\S+ [A-Za-z/]+S?)", limit.source)
-    if limit.source == "derived: 0.70 of peak":
-        assert peak is not None
-        assert limit.min == pytest.approx(0.7 * peak, rel=1e-9)
-    elif share:
-        measured = units.parse(share[1].rstrip(","), like=limit.unit).to(limit.unit)
-        # Rounded down to a readable figure.
-        assert limit.min is not None
-        assert 0.895 * measured <= limit.min <= 0.9 * measured
-    else:
-        assert re.match(r"acceptance of|floor shipped by|Azure/|no H200 figure|rehearsal floor", limit.source)
-
-
-@pytest.mark.parametrize("limit", [limit for limit in SHIPPED.limits if limit.sku == hardware.CPU_REHEARSAL])
-def test_every_rehearsal_limit_can_be_missed_and_says_that_it_proves_nothing(limit: Limit) -> None:
-    if limit.record_only is None:
-        assert (limit.min or limit.max or 0) > 0
-        assert limit.source == "rehearsal floor: proves the path, says nothing about hardware"
-
-
-def test_the_example_for_operators_in_the_shipped_file_loads(tmp_path: Path) -> None:
-    lines = thresholds.shipped_path().read_text(encoding="utf-8").splitlines()
-    start = lines.index("#     schema_version: 1")
-    end = next(number for number in range(start, len(lines)) if lines[number] == "#")
-    example = "\n".join(line.removeprefix("#     ") for line in lines[start:end])
-    limits = read(tmp_path, example, shipped=True)
-    limit = busbw(limits, 16, 2, "1 GB")
-    assert limit is not None
-    assert (limit.min, limit.source) == (380.0, "contract with the vendor, annex 2")

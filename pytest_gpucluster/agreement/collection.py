@@ -1,4 +1,4 @@
-"""Do all ranks run the same tests? Pure: hashes in the normal case, a diff when they differ."""
+"""Do all ranks run the same tests, with the same workload? Pure: hashes in the normal case, a diff when they differ."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ def digest(node_ids: Sequence[str]) -> str:
     """Return a hash of the tests: ranks may have found them in another order, but each as often."""
     text = "\n".join(sorted(node_ids)).encode("utf-8", "surrogatepass")
     return hashlib.sha256(text).hexdigest()
+
+
+def digest_of(values: Mapping[str, str]) -> str:
+    """Return a hash of a workload's keys and values."""
+    return digest([f"{key}={value}" for key, value in values.items()])
 
 
 def disagreement(
@@ -48,6 +53,46 @@ def disagreement(
     ]
     message = first_line(f"different tests collected: {who} {' and '.join(parts)}")
     return message, "\n\n".join(_diff(rank_ranges(ranks), missing, extra) for (missing, extra), ranks in groups.items())
+
+
+def workload_disagreement(
+    workloads: Mapping[int, Mapping[str, str]], names: Mapping[int, str], *, subset: bool
+) -> tuple[str, str] | None:
+    """Compare the workloads of other ranks with the first one's. With different sizes a collective would hang.
+
+    Args:
+        workloads: rank -> key -> value; nothing where no test uses a workload.
+        subset: the first rank left tests out by its cache, maybe all of those that use a workload.
+
+    Returns:
+        None if they agree, else one line for the report and every key of every group of deviating ranks.
+    """
+    first, expected = next(iter(workloads.items()))
+    if subset and not expected:
+        return None
+    groups: dict[tuple[tuple[str, str, str], ...], list[int]] = {}
+    for rank, values in workloads.items():
+        keys = dict.fromkeys([*expected, *values])
+        differences = tuple(
+            (key, values.get(key, "nothing"), expected.get(key, "nothing"))
+            for key in keys
+            if values.get(key) != expected.get(key)
+        )
+        if differences:
+            groups.setdefault(differences, []).append(rank)
+    if not groups:
+        return None
+    differences, ranks = next(iter(groups.items()))
+    who, verb = (names[ranks[0]], "has") if len(ranks) == 1 else (rank_ranges(ranks), "have")
+    key, value, other = differences[0]
+    more = f" (and {len(differences) - 1} more keys)" if len(differences) > 1 else ""
+    message = first_line(f"different workloads: {who} {verb} {key} {value}, and {names[first]} has {other}{more}")
+    told = []
+    for differences, ranks in groups.items():
+        who = ", ".join(names[rank] for rank in ranks[:_SHOWN]) + (", …" if len(ranks) > _SHOWN else "")
+        told.append("\n".join([f"{names[first]} against {who}:", *(f"{k}: {b} | {a}" for k, a, b in differences)]))
+    hint = "The same workloads.yaml must lie on every host, and every rank must get the same --gpucluster-workload."
+    return message, "\n\n".join([*told, hint])
 
 
 def _without(node_ids: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:

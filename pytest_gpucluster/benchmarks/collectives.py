@@ -1,105 +1,33 @@
-"""How fast a group of ranks adds up its data, with the sums verified.
-
->>> busbw_factor(2), busbw_factor(8), busbw_factor(16)
-(1.0, 1.75, 1.875)
-"""
+"""How fast a group of ranks adds up its data, with the sums verified."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import statistics
+import time
+import zlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
-from pytest_gpucluster import stats
 from pytest_gpucluster.benchmarks.clock import Clock, clock_for
-from pytest_gpucluster.benchmarks.footprint import memory_returned
-from pytest_gpucluster.errors import InconclusiveMeasurement, WrongResult
+from pytest_gpucluster.benchmarks.collective_result import CollectiveResult
+from pytest_gpucluster.benchmarks.footprint import free_bytes, memory_returned
+from pytest_gpucluster.benchmarks.payload import DTYPES, Payload, finite_calls, needed_bytes
+from pytest_gpucluster.benchmarks.ranks import Ranks
+from pytest_gpucluster.benchmarks.window_plan import WindowPlan
+from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
+from pytest_gpucluster.sampling import Sampling, series, wants_more
 from pytest_gpucluster.units import did_you_mean, show
 
 Reduce = Callable[[torch.Tensor, dist.ProcessGroup], object]
 """Replace a tensor by the sum of all ranks' tensors."""
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-WINDOW_SECONDS = 0.1
-"""About how long the calls of one window take together, at most."""
-
-MIN_WINDOWS = 8
-MAX_WINDOWS = 1000
-
-LARGEST_ADDEND = 127
-"""Whole numbers up to this one are exact in all dtypes: bf16 has 8 significant bits."""
-
-_CHUNK_ELEMENTS = 2**24
-"""The expected sums are made for so many elements at a time, to need little memory beside the payload."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CollectiveResult:
-    """What this rank saw of a collective. Other ranks see other times; the slowest decides.
-
-    Attributes:
-        collective: its name, such as ``all_reduce``.
-        payload_bytes, dtype: what each rank gave.
-        ranks: size of the group.
-        calls_per_window, windows: how often it was called between two looks at the clock, and how many such
-        windows.
-        seconds_per_call: median of the samples.
-        samples_seconds_per_call: one for each window.
-        verified_elements: sums that were compared with the expected ones, before the windows and after them.
-    """
-
-    collective: str
-    payload_bytes: int
-    dtype: str
-    ranks: int
-    calls_per_window: int
-    windows: int
-    seconds_per_call: float
-    samples_seconds_per_call: tuple[float, ...]
-    verified_elements: int
-
-    @property
-    def algbw_bytes_per_second(self) -> float:
-        """Payload over time.
-
-        Source: nccl-tests, doc/PERFORMANCE.md, "Algorithm bandwidth".
-        """
-        return self.payload_bytes / self.seconds_per_call
-
-    @property
-    def samples_algbw_bytes_per_second(self) -> tuple[float, ...]:
-        """``algbw`` of each window."""
-        return tuple(self.payload_bytes / seconds for seconds in self.samples_seconds_per_call)
-
-    @property
-    def busbw_bytes_per_second(self) -> float | None:
-        """What the slowest link must carry for this ``algbw``; None for one rank, which uses no link."""
-        return self.algbw_bytes_per_second * busbw_factor(self.ranks) if self.ranks > 1 else None
-
-    @property
-    def samples_busbw_bytes_per_second(self) -> tuple[float, ...]:
-        """``busbw`` of each window; empty for one rank."""
-        if self.ranks == 1:
-            return ()
-        factor = busbw_factor(self.ranks)
-        return tuple(sample * factor for sample in self.samples_algbw_bytes_per_second)
-
-
-def busbw_factor(ranks: int) -> float:
-    """Return the ratio of busbw to algbw of an all-reduce: 2 (n - 1) / n.
-
-    Raises:
-        ValueError: there are fewer than two ranks, so nothing crosses a link.
-
-    Source: nccl-tests, doc/PERFORMANCE.md, "AllReduce".
-    """
-    if ranks < 2:
-        raise ValueError(f"busbw is defined for 2 ranks and more, not for {ranks}")
-    return 2 * (ranks - 1) / ranks
+_PLENTY_BYTES = 2**52
+"""Stands for free memory that nobody can tell: then the allocation itself will tell."""
 
 
 def all_reduce(
@@ -108,37 +36,40 @@ def all_reduce(
     *,
     payload_bytes: int,
     dtype: str = "fp32",
-    seconds: float,
-    warmup_seconds: float,
+    sampling: Sampling,
+    during: AbstractContextManager[object] | None = None,
     clock: Clock | None = None,
     reduce: Reduce | None = None,
+    now: Callable[[], float] = time.monotonic,
 ) -> CollectiveResult:
     """Measure the in-place sum of one tensor over all ranks of a group, in seconds a call.
 
-    Collective: every rank of the group must call this.
+    Collective: every rank of the group must call this, with the same size, dtype and sampling.
 
-    A window is a barrier and then a number of calls one after the other; its sample is the time of all of
-    them over their number, on this rank. The first rank of the group decides, from its own warm-up, how many
-    calls and windows there are, for all ranks. The payload is made anew before each window, outside the time,
-    and a window has no more calls than keep the growing sums finite.
+    A window is a barrier and then a number of calls one after the other. A sample is the time of one or more windows
+    over the number of their calls, on this rank. After each sample the ranks share theirs, and the first rank decides
+    for all whether more are wanted: it goes by the slowest rank's sample, and counts all time that passes. The payload
+    is made anew outside of the windows, often enough to keep the growing sums finite.
 
-    The sums are verified before the first window and after the last: each element has one rank that
-    contributes a whole number, the others zero, so that the sum is exact in any order. A rank that finds a
-    wrong sum says so after its last collective, in order not to leave the others waiting.
+    The sums are verified before the first window and after the last. A rank that finds a wrong sum says so after its
+    last collective, in order not to leave the others waiting.
 
     Args:
         group: the ranks that take part.
         device: where this rank's payload is.
         payload_bytes: size of each rank's tensor.
         dtype: "fp32", "bf16" or "fp16".
-        seconds: about how long to measure, in 8 to 1000 windows of 0.1 s at most.
-        warmup_seconds: at least how long to call before.
+        sampling: how long to warm up and to measure, and how sure to be. What is not sure in time is returned as
+            inconclusive.
+        during: entered for the time of the windows that count, without warm-up and verification.
         clock: takes the time; by default the device's own.
         reduce: ``reduce(tensor, group)``, by default ``torch.distributed.all_reduce``.
+        now: the time of day of the first rank, in seconds.
 
     Raises:
         WrongResult: a sum on this rank is wrong; names the rank, the count and the first element.
-        InconclusiveMeasurement: the clock did not advance.
+        InconclusiveMeasurement: a rank's clock did not advance; on all ranks.
+        EnvironmentBroken: the ranks do not measure the same, or one has too little memory; on all ranks.
         ValueError: an argument is out of its range, or this rank is not in the group.
     """
     if dtype not in DTYPES:
@@ -147,188 +78,151 @@ def all_reduce(
         raise ValueError(
             f"payload_bytes must be a positive multiple of {DTYPES[dtype].itemsize} for {dtype}, not {payload_bytes}"
         )
-    if not (0 < seconds < math.inf and 0 <= warmup_seconds < math.inf):
-        raise ValueError(
-            "seconds must be positive and warmup_seconds not negative, "
-            f"not seconds={seconds}, warmup_seconds={warmup_seconds}"
-        )
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group that it should measure")
     try:
         with memory_returned():
-            return _measure(
-                _Payload(group, device, payload_bytes, dtype),
-                clock or clock_for(device),
-                reduce or _sum,
-                seconds=seconds,
-                warmup_seconds=warmup_seconds,
+            return _made(group, device, payload_bytes, dtype, sampling, clock, reduce).measure(
+                sampling, during or nullcontext(), now
             )
     finally:
         # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
         del group
 
 
-def finite_calls(ranks: int, dtype: str) -> int:
-    """Return how often ``ranks`` ranks can add up a payload in place before a sum overflows.
+def _made(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    payload_bytes: int,
+    dtype: str,
+    sampling: Sampling,
+    clock: Clock | None,
+    reduce: Reduce | None,
+) -> _AllReduce:
+    ranks = Ranks(group, device)
+    _agree(ranks, payload_bytes, dtype, sampling, free=free_bytes(device))
+    payload = Payload(group, device, payload_bytes, dtype)
+    return _AllReduce(group, ranks, payload, clock or clock_for(device), reduce or _sum)
 
-    After the first call all ranks hold the addend, and each further call multiplies it by their number.
 
-    >>> finite_calls(2, "fp32"), finite_calls(16, "fp32"), finite_calls(8, "fp16")
-    (122, 31, 4)
-    """
-    if ranks < 2:
-        return 2**31
-    return 1 + math.floor(math.log(torch.finfo(DTYPES[dtype]).max / LARGEST_ADDEND, ranks))
+def _agree(ranks: Ranks, payload_bytes: int, dtype: str, sampling: Sampling, *, free: int | None) -> None:
+    """Find on all ranks what would let some wait for others that do something else, or that have failed."""
+    known = _PLENTY_BYTES if free is None else free
+    mine = [payload_bytes, list(DTYPES).index(dtype), zlib.crc32(repr(sampling).encode()), known]
+    told = [[int(number) for number in numbers] for numbers in ranks.gather(mine)]
+    names = list(DTYPES)
+    for index, (size, kind, sampled, _) in enumerate(told):
+        if [size, kind, sampled] != told[0][:3]:
+            first = f"{show(told[0][0], 'B')} {names[told[0][1]]}"
+            found = f"{show(size, 'B')} {names[kind]}" + ("" if sampled == told[0][2] else " for other times")
+            raise EnvironmentBroken(
+                f"the ranks do not measure the same: {ranks.name(index)} {found}, {ranks.name(0)} {first}. "
+                "Give all nodes the same suite, profile and workload"
+            )
+    needed = needed_bytes(payload_bytes, dtype)
+    least = min(range(len(told)), key=lambda index: told[index][3])
+    if told[least][3] < needed:
+        raise EnvironmentBroken(
+            f"{ranks.name(least)}: an all_reduce of {show(payload_bytes, 'B')} {dtype} needs "
+            f"{show(needed / 2**30, 'GiB')} of memory with its verification, and "
+            f"{show(told[least][3] / 2**30, 'GiB')} are free. End what else uses the memory, or leave this size out "
+            "(--gpucluster-workload nccl.all_reduce.sizes=...)"
+        )
 
 
-def _measure(
-    payload: _Payload, clock: Clock, reduce: Reduce, *, seconds: float, warmup_seconds: float
-) -> CollectiveResult:
-    group = payload.group
-    most_calls = finite_calls(payload.ranks, payload.dtype)
+class _AllReduce:
+    """One size and dtype on one group."""
 
-    def window(calls: int) -> float:
-        """Return the seconds of ``calls`` calls on this rank."""
-        payload.fill()
-        payload.barrier()
-        clock.synchronize()
-        with clock.region():
-            for _ in range(calls):
-                reduce(payload.tensor, group)
-        [elapsed] = clock.read()
+    def __init__(self, group: dist.ProcessGroup, ranks: Ranks, payload: Payload, clock: Clock, reduce: Reduce) -> None:
+        self._group, self._ranks, self._payload, self._clock, self._reduce = group, ranks, payload, clock, reduce
+        self._finite_calls = finite_calls(ranks.count, payload.dtype)
+
+    def measure(
+        self, sampling: Sampling, during: AbstractContextManager[object], now: Callable[[], float]
+    ) -> CollectiveResult:
+        findings = [self._verify()]
+        try:
+            plan = self._warm_up(sampling, now)
+            with during:
+                samples = self._samples(plan, sampling, now)
+        except InconclusiveMeasurement:
+            if findings[0]:  # it matters more, and may be why
+                raise WrongResult(findings[0]) from None
+            raise
+        findings.append(self._verify())
+        wrong = [finding for finding in findings if finding]
+        if wrong:
+            raise WrongResult(wrong[0])
+        slowest = series((max(times) for times in samples), sampling)
+        mine, mean = (
+            replace(series(taken, sampling), inconclusive=slowest.inconclusive)
+            for taken in ([times[dist.get_rank(self._group)] for times in samples], map(statistics.fmean, samples))
+        )
+        return CollectiveResult(
+            collective="all_reduce",
+            payload_bytes=self._payload.tensor.nbytes,
+            dtype=self._payload.dtype,
+            ranks=self._ranks.count,
+            calls_per_window=plan.calls,
+            windows_per_sample=plan.windows,
+            latency=mine,
+            slowest_latency=slowest,
+            mean_latency=mean,
+            verified_elements=len(findings) * self._payload.tensor.numel(),
+            sampling=sampling,
+        )
+
+    def _warm_up(self, sampling: Sampling, now: Callable[[], float]) -> WindowPlan:
+        """Call until the time is up; return the plan of all ranks."""
+        plan, begin, more = WindowPlan(), now(), 1.0
+        while more:
+            started = now()
+            slowest = max(self._sample(plan))
+            plan = plan.after(slowest, now() - started, sampling=sampling, finite_calls=self._finite_calls)
+            decision = [plan.calls, plan.windows, plan.call_seconds, now() - begin < sampling.warmup_seconds]
+            calls, windows, call_seconds, more = self._ranks.of_first(decision)
+            plan = WindowPlan(calls=int(calls), windows=int(windows), call_seconds=call_seconds)
+        return plan
+
+    def _samples(self, plan: WindowPlan, sampling: Sampling, now: Callable[[], float]) -> list[list[float]]:
+        """Return sample after sample, of all ranks each, until the first rank has seen enough."""
+        samples: list[list[float]] = []
+        begin, more = now(), 1.0
+        while more:
+            samples.append(self._sample(plan))
+            slowest = [max(times) for times in samples]
+            [more] = self._ranks.of_first([wants_more(slowest, spent_seconds=now() - begin, sampling=sampling)])
+        return samples
+
+    def _sample(self, plan: WindowPlan) -> list[float]:
+        """Return the seconds per call of each rank, over all windows of a sample."""
+        elapsed = sum(self._window(plan) for _ in range(plan.windows))
+        times = [seconds for [seconds] in self._ranks.gather([elapsed / (plan.calls * plan.windows)])]
+        stopped = [index for index, seconds in enumerate(times) if not 0 < seconds < math.inf]
+        if stopped:
+            raise InconclusiveMeasurement(
+                f"{self._payload}: the clock of {self._ranks.name(stopped[0])} did not advance: "
+                f"a call took {times[stopped[0]]} s"
+            )
+        return times
+
+    def _window(self, plan: WindowPlan) -> float:
+        """Return the seconds of all calls of a window on this rank."""
+        self._payload.ready(plan.calls)
+        self._clock.synchronize()
+        self._ranks.barrier()
+        # After the barrier: all GPUs come out of it together, and their hosts get ahead while they wait here.
+        self._clock.get_ahead(plan.calls, seconds=plan.window_seconds)
+        with self._clock.region():
+            for _ in range(plan.calls):
+                self._reduce(self._payload.tensor, self._group)
+        [elapsed] = self._clock.read()
         return elapsed
 
-    def verify() -> str | None:
-        payload.fill()
-        reduce(payload.tensor, group)
-        return payload.defect()
-
-    findings = [verify()]
-    plan = _Plan(calls=1)
-    spent = 0.0
-    while not plan.windows:
-        elapsed = window(plan.calls)
-        spent += elapsed
-        plan = payload.of_first_rank(
-            _Plan.after(
-                elapsed,
-                plan.calls,
-                spent,
-                seconds=seconds,
-                warmup_seconds=warmup_seconds,
-                most_calls=most_calls,
-            )
-        )
-    samples = [window(plan.calls) / plan.calls for _ in range(plan.windows)]
-    findings.append(verify())
-    wrong = [finding for finding in findings if finding]
-    if wrong:
-        raise WrongResult(wrong[0])
-    if not min(samples) > 0:
-        raise InconclusiveMeasurement(f"{payload}: the clock did not advance: a window took {min(samples)} s")
-    return CollectiveResult(
-        collective="all_reduce",
-        payload_bytes=payload.tensor.nbytes,
-        dtype=payload.dtype,
-        ranks=payload.ranks,
-        calls_per_window=plan.calls,
-        windows=plan.windows,
-        seconds_per_call=stats.median(samples),
-        samples_seconds_per_call=tuple(samples),
-        verified_elements=len(findings) * payload.tensor.numel(),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """What is called next: one window of the warm-up, or, if ``windows`` is not 0, the windows that count."""
-
-    calls: int
-    windows: int = 0
-
-    @classmethod
-    def after(
-        cls,
-        elapsed: float,
-        calls: int,
-        spent: float,
-        *,
-        seconds: float,
-        warmup_seconds: float,
-        most_calls: int,
-    ) -> _Plan:
-        """Plan from the last window of the warm-up, ``calls`` calls in ``elapsed`` seconds."""
-        # A clock that stands still is reported at the end, by the rank whose clock it is.
-        call_seconds = elapsed / calls if elapsed > 0 else math.inf
-        window_seconds = min(WINDOW_SECONDS, seconds / MIN_WINDOWS)
-        wanted = max(1, min(most_calls, round(window_seconds / call_seconds)))
-        if spent < warmup_seconds and elapsed > 0:
-            # The first calls connect and take far longer, so the number may only grow step by step.
-            return cls(calls=min(wanted, 10 * calls))
-        windows = math.ceil(seconds / (wanted * call_seconds))
-        return cls(calls=wanted, windows=min(MAX_WINDOWS, max(MIN_WINDOWS, windows)))
-
-
-class _Payload:
-    """One rank's tensor, and what its elements must sum up to."""
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, payload_bytes: int, dtype: str) -> None:
-        self.group, self.device, self.dtype = group, device, dtype
-        self.ranks = dist.get_world_size(group)
-        self.tensor = torch.empty(payload_bytes // DTYPES[dtype].itemsize, dtype=DTYPES[dtype], device=device)
-        self._rank = dist.get_rank(group)
-        self._flag = torch.zeros(1, device=device)
-        self._round = 0
-
-    def barrier(self) -> None:
-        """Start to wait for all ranks of the group."""
-        dist.all_reduce(self._flag, group=self.group)
-
-    def of_first_rank(self, plan: _Plan) -> _Plan:
-        """Return the plan of the first rank of the group, on every rank."""
-        shared = torch.tensor([plan.calls, plan.windows], device=self.device)
-        dist.broadcast(shared, group=self.group, group_src=0)
-        calls, windows = shared.tolist()
-        return _Plan(calls=calls, windows=windows)
-
-    def fill(self) -> None:
-        """Write this rank's addends, other ones than the last time, so that old sums are wrong sums."""
-        self._round += 1
-        for part, contributor, addend in self._chunks():
-            part.copy_(addend.where(contributor == self._rank, 0))
-
-    def defect(self) -> str | None:
-        """Describe what is wrong with the sums, or return None. Waits for the device."""
-        count, first = 0, ""
-        start = 0
-        for part, contributor, addend in self._chunks():
-            wrong = part != addend  # a NaN is unequal too
-            here = int(wrong.sum())
-            if here and not count:
-                at = int(wrong.view(torch.uint8).argmax())
-                source = dist.get_global_rank(self.group, int(contributor[at]))
-                first = (
-                    f"the first at offset {start + at}: found {float(part[at]):.9g}, "
-                    f"expected {int(addend[at])}, which rank {source} contributed"
-                )
-            count += here
-            start += len(part)
-        return f"{self}: {count} of {start} sums are wrong, {first}" if count else None
-
-    def _chunks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield part after part of the tensor, with the contributor and the addend of each element."""
-        for start in range(0, len(self.tensor), _CHUNK_ELEMENTS):
-            part = self.tensor[start : start + _CHUNK_ELEMENTS]
-            index = torch.arange(start + self._round, start + self._round + len(part), device=self.device)
-            # 127 is prime: data that arrive at a wrong offset differ, unless both periods divide the
-            # distance.
-            yield part, index % self.ranks, (index * 3 + self._round) % LARGEST_ADDEND + 1
-
-    def __str__(self) -> str:
-        return (
-            f"rank {dist.get_rank()}: all_reduce of {show(self.tensor.nbytes, 'B')} {self.dtype} "
-            f"over {self.ranks} ranks"
-        )
+    def _verify(self) -> str | None:
+        self._payload.fill()
+        self._reduce(self._payload.tensor, self._group)
+        return self._payload.defect()
 
 
 def _sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -1,12 +1,20 @@
-"""What a benchmark leaves behind in device memory: nothing."""
+"""Memory of the device: what a benchmark needs, what it must exceed, and what it leaves behind: nothing."""
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch
+
+from pytest_gpucluster.errors import EnvironmentBroken
+
+CACHES = 3
+"""Buffers that are used in turn exceed the device's last cache by this factor together: then none is still in it when
+its turn comes again. Source: this suite's rule; twice would do for a cache that forgets the oldest first."""
 
 
 @contextmanager
@@ -26,3 +34,52 @@ def memory_returned() -> Iterator[None]:
         raise
     # Does nothing where CUDA was never used.
     torch.cuda.empty_cache()
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Return the size of the device's last cache; 0 where it does not matter, as on cpu."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    return 0
+
+
+def sets_beyond_cache(set_bytes: int, cache: int) -> int:
+    """Return how many sets of buffers to use in turn, so that no set is in the cache when its turn comes.
+
+    One, if it is large enough by itself.
+
+    >>> sets_beyond_cache(500, 50), sets_beyond_cache(150, 50), sets_beyond_cache(100, 50), sets_beyond_cache(1, 0)
+    (1, 1, 2, 1)
+    """
+    return max(1, math.ceil(CACHES * cache / set_bytes))
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return how much memory of the device is free; None if that is not known."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch's allocator keeps is free for torch, but not counted so
+        return int(torch.cuda.mem_get_info(device)[0])
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def require_free(device: torch.device, needed_bytes: int, what: str, *, instead: str) -> None:
+    """Make sure that there is enough memory, before a benchmark takes it.
+
+    Args:
+        device: whose memory.
+        needed_bytes: what the benchmark will allocate.
+        what: the benchmark, for the message.
+        instead: how to ask for less, for the message.
+
+    Raises: EnvironmentBroken if less is free. It is no failure: somebody else may hold the memory.
+    """
+    free = free_bytes(device)
+    if free is not None and free < needed_bytes:
+        raise EnvironmentBroken(
+            f"{device}: {what} needs {needed_bytes / 1e9:.3g} GB of memory, and {free / 1e9:.3g} GB are free; end what"
+            f" else uses this device (nvidia-smi names the processes), or {instead}"
+        )

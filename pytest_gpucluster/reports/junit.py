@@ -25,13 +25,9 @@ from pathlib import Path
 import junit_xml  # type: ignore[import-untyped]
 
 from pytest_gpucluster.journal import CollectedTest, Journal, JUnitOptions, TestResult
-from pytest_gpucluster.reports.tables import (
-    limit_text,
-    measurement_text,
-    metric_name,
-    rank_tables,
-)
-from pytest_gpucluster.wording import MESSAGE_CHARACTERS, one_line, rank_ranges, visible
+from pytest_gpucluster.reports.junit_properties import suite_properties
+from pytest_gpucluster.reports.tables import measured_pairs, rank_tables
+from pytest_gpucluster.wording import MESSAGE_CHARACTERS, one_line, visible
 
 __all__ = ["FAMILIES", "JUnitOptions", "render", "write"]
 
@@ -86,12 +82,14 @@ def render(journal: Journal, options: JUnitOptions | None = None) -> str:
         elif case.verdict == "skipped":
             test_case.add_skipped_info(message or "skipped", body)
         built.append(test_case)
+    placed = ((_placed(result, options), result) for result in journal.results)
+    named = [(f"{case.classname}.{case.name}", result) for case, result in placed]
     suite = junit_xml.TestSuite(
         visible(options.suite_name),
         built,
         hostname=visible(journal.run.hostname) or None,
         timestamp=_timestamp(journal.run.started_at) or None,
-        properties={visible(name): visible(value) for name, value in _suite_properties(journal, options).items()},
+        properties={visible(name): visible(value) for name, value in suite_properties(journal, named).items()},
         stdout=visible(_suite_note(journal)) or None,
     ).build_xml_doc()
     return _document(suite, cases, journal, options)
@@ -214,8 +212,7 @@ def _finished(result: TestResult, journal: Journal, options: JUnitOptions) -> _C
         # The table comes first: where a reader cuts a long text, it is the stack traces that go.
         tables = rank_tables(result, journal)
         case.body = "\n\n".join(part for part in (tables, result.text) if part)
-    measured = [(metric_name(judged), measurement_text(judged)) for judged in result.measurements]
-    case.properties = [*measured, *result.properties]
+    case.properties = [*measured_pairs(result.measurements), *result.properties]
     lines = [f"[[PROPERTY|{_in_brackets(name)}={_in_brackets(value)}]]" for name, value in case.properties]
     out, err = _captured(result, options)
     case.out = "\n".join([*lines, *([out] if out else [])])
@@ -273,70 +270,6 @@ def _captured(result: TestResult, options: JUnitOptions) -> tuple[str, str]:
     return out, err
 
 
-def _suite_properties(journal: Journal, options: JUnitOptions) -> dict[str, str]:
-    run = journal.run
-    properties = {
-        "verdict": journal.verdict,
-        "exit": str(journal.exit),
-        "reason": journal.reason,
-        "rehearsal": "true" if run.rehearsal else "false",
-        "selection": "true" if run.selection else "false",
-        "device": run.device,
-        "world_size": str(run.world_size),
-        "nnodes": str(run.nnodes),
-        "launcher": run.launcher,
-        "run_id": run.run_id,
-        "version.pytest-gpucluster": run.plugin_version,
-    }
-    properties |= {f"version.{name}": version for name, version in run.versions.items()}
-    properties |= _cluster_properties(journal)
-    for name, (value, origin) in run.options.items():
-        if origin != "default":
-            properties[f"option.{name}"] = f"{value} (from {origin})" if origin else value
-    properties = {name: value for name, value in properties.items() if value}
-    for name, value in journal.properties:
-        _set(properties, name, value)
-    for result in journal.results:
-        where = _placed(result, options)
-        for judged in result.measurements:
-            name = f"{where.classname}.{where.name}[{metric_name(judged)}]"
-            _set(properties, name, measurement_text(judged))
-            if judged.limit is not None:
-                source = f"; {judged.limit.source}" if judged.limit.source else ""
-                limit = f"{limit_text(judged)}; {judged.limit.origin or 'of unknown origin'}{source}"
-                _set(properties, f"limit[{judged.metric}]", limit, unless_same=True)
-    return properties
-
-
-def _cluster_properties(journal: Journal) -> dict[str, str]:
-    """Return hosts, GPUs and versions; where ranks differ, each value with its ranks."""
-    ranks = journal.cluster.ranks if journal.cluster else ()
-    facts: dict[str, dict[str, list[int]]] = {}
-    for place in ranks:
-        known = {"host": place.host, "gpu": (place.gpu or {}).get("name", "")}
-        known |= {f"version.{name}": version for name, version in place.versions.items()}
-        for name, value in known.items():
-            if value:
-                facts.setdefault(name, {}).setdefault(value, []).append(place.rank)
-    return {
-        name: next(iter(values))
-        if len(values) == 1
-        else ", ".join(f"{value} ({rank_ranges(members)})" for value, members in values.items())
-        for name, values in facts.items()
-    }
-
-
-def _set(properties: dict[str, str], name: str, value: str, *, unless_same: bool = False) -> None:
-    """Add a property and never replace one: a second one of a name gets a number."""
-    free, number = name, 1
-    while free in properties:
-        if unless_same and properties[free] == value:
-            return
-        number += 1
-        free = f"{name} ({number})"
-    properties[free] = value
-
-
 def _suite_note(journal: Journal) -> str:
     if not journal.run.rehearsal:
         return ""
@@ -387,8 +320,8 @@ def _bounded(text: str) -> str:
 
 
 def _in_brackets(text: str) -> str:
-    # A line of this form ends at "]]".
-    return " ".join(visible(text).replace("]]", "] ]").split())
+    # A line of this form ends at the first "]]".
+    return re.sub(r"\](?=\]|$)", "] ", " ".join(visible(text).split()))
 
 
 def write(path: Path, document: str) -> None:

@@ -7,8 +7,10 @@ rest only the worst are shown.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 
 from pytest_gpucluster.journal import Journal, JudgedMetric, TestResult
+from pytest_gpucluster.reports.telemetry_text import clock_text, telemetry_text
 from pytest_gpucluster.wording import one_line, rank_ranges
 
 ROWS = 16
@@ -18,15 +20,15 @@ _MESSAGE_CHARACTERS = 300
 _WORST_FIRST = {"failed": 0, "error": 1, "skipped": 2, "released": 3, "passed": 4}
 
 
-def quantity(value: float | None, unit: str, *, beside: float | None = None) -> str:
+def quantity(value: float | None, unit: str, *, beside: float | None = None, digits: int = 4) -> str:
     """Return "442.1 GB/s", with enough digits to tell the value from the one that it stands beside."""
     if value is None:
         return "no value"
-    text = _digits(value, 4)
-    for digits in (6, 9, 17):
-        if beside is None or value == beside or text != _digits(beside, 4):
+    text = _digits(value, digits)
+    for more in (6, 9, 17):
+        if beside is None or value == beside or text != _digits(beside, digits):
             break
-        text = _digits(value, digits)
+        text = _digits(value, more)
     return f"{text} {unit}".strip()
 
 
@@ -64,19 +66,32 @@ def metric_name(judged: JudgedMetric) -> str:
 
 
 def limit_text(judged: JudgedMetric) -> str:
-    """Return ">= 400 GB/s", "<= 20 us", "3 to 5 us" or "no limit"."""
+    """Return ">= 400 GB/s", "<= 20 us", "3 to 5 us" or "no limit", then what else the limit demands."""
     limit = judged.limit
-    if limit is None or (limit.min is None and limit.max is None):
+    if limit is None:
         return "no limit"
-    if limit.max is None:
-        return f">= {quantity(limit.min, judged.unit)}"
-    if limit.min is None:
-        return f"<= {quantity(limit.max, judged.unit)}"
-    return f"{quantity(limit.min, '')} to {quantity(limit.max, judged.unit)}"
+    parts = []
+    if limit.min is not None and limit.max is not None:
+        parts.append(f"{quantity(limit.min, '')} to {quantity(limit.max, judged.unit)}")
+    elif limit.min is not None:
+        parts.append(f">= {quantity(limit.min, judged.unit)}")
+    elif limit.max is not None:
+        parts.append(f"<= {quantity(limit.max, judged.unit)}")
+    if limit.min_ratio_to_median is not None:
+        parts.append(f"each rank >= {quantity(100 * limit.min_ratio_to_median, '%')} of the others' median")
+    if limit.expect_transport is not None:
+        parts.append(f"over {' or '.join(limit.expect_transport)}")
+    return ", ".join(parts) or "no limit"
+
+
+def share(ratio: float) -> str:
+    """Return a ratio as "73 %", for people who compare it with a data sheet."""
+    return quantity(100 * ratio, "%", digits=2)
 
 
 def measurement_text(judged: JudgedMetric) -> str:
-    """Return "442.1 GB/s (limit >= 400 GB/s, margin +10.5 %, worst rank 3)"."""
+    """Return "442.1 GB/s, 95 % interval 440.2 to 443.9 (limit >= 400 GB/s, margin +10.5 %, 73 % of peak, worst rank
+    3)"."""
     details = []
     if judged.status == "recorded":
         details.append("recorded only")
@@ -84,14 +99,53 @@ def measurement_text(judged: JudgedMetric) -> str:
         details.append(judged.status.upper())
     if judged.limit is not None:
         details.append(f"limit {limit_text(judged)}")
-    if judged.margin is not None:
+    if judged.margin is not None and _has_shares(judged):
         details.append(f"margin {percent(judged.margin)}")
+    if judged.peak_ratio is not None:
+        details.append(f"{share(judged.peak_ratio)} of peak")
+    if judged.ratio_to_median is not None and len(judged.values) > 1:
+        least = judged.limit.min_ratio_to_median if judged.limit is not None else None
+        ratio = quantity(100 * judged.ratio_to_median, "%", beside=None if least is None else 100 * least)
+        details.append(f"lowest rank {ratio} of the others' median")
     if judged.worst_rank is not None:
         details.append(f"worst rank {judged.worst_rank}")
+    if judged.inconclusive and judged.inconclusive not in judged.reason:
+        details.append(f"inconclusive: {judged.inconclusive}")
     if judged.status == "error" and judged.reason:
         details.append(judged.reason)
     text = quantity(judged.value, judged.unit, beside=_nearest_limit(judged, judged.value))
+    text += interval_text(judged, judged.interval)
     return f"{text} ({', '.join(details)})" if details else text
+
+
+def interval_text(judged: JudgedMetric, interval: tuple[float, float] | None) -> str:
+    """Return ", 95 % interval 440.2 to 443.9", in the unit of the value before it, or an empty text."""
+    if interval is None:
+        return ""
+    low, high = (quantity(end, "", beside=_nearest_limit(judged, end)) for end in interval)
+    return f", 95 % interval {low} to {high}"
+
+
+def worst_telemetry(judged: JudgedMetric) -> str:
+    """Return what the GPU of the worst rank did meanwhile, or an empty text."""
+    told = judged.telemetry.get(judged.worst_rank) if judged.worst_rank is not None else None
+    text = telemetry_text(told) if told else ""
+    return f"rank {judged.worst_rank}: {text}" if text else ""
+
+
+def measured_pairs(measurements: Iterable[JudgedMetric]) -> Iterator[tuple[str, str]]:
+    """Yield name and text of each measurement, and after it of its telemetry.
+
+    Values that come from one window have one telemetry, which is given once.
+    """
+    told: set[tuple[tuple[tuple[str, str], ...], str]] = set()
+    for judged in measurements:
+        yield metric_name(judged), measurement_text(judged)
+        text = worst_telemetry(judged)
+        key = tuple(sorted(judged.labels.items())), text
+        if text and key not in told:
+            told.add(key)
+            yield f"{metric_name(judged)}.telemetry", text
 
 
 def _nearest_limit(judged: JudgedMetric, value: float | None) -> float | None:
@@ -101,16 +155,30 @@ def _nearest_limit(judged: JudgedMetric, value: float | None) -> float | None:
     return min(bounds, key=lambda bound: abs(bound - value), default=None)
 
 
-def margin(judged: JudgedMetric, value: float) -> float | None:
-    """Return by which ratio a value keeps (positive) or misses (negative) its limit."""
-    if judged.limit is None or not math.isfinite(value):
+def margin(judged: JudgedMetric, value: float, interval: tuple[float, float] | None = None) -> float | None:
+    """Return by which ratio a value keeps (positive) or misses (negative) its limit, None where that is no ratio.
+
+    Of a value that is known to lie in an interval, the end that is nearer to the limit decides.
+    """
+    return _distance(judged, value, interval) if _has_shares(judged) else None
+
+
+def _distance(judged: JudgedMetric, value: float, interval: tuple[float, float] | None) -> float | None:
+    """Return the margin; of a limit of zero, which has no shares, the distance itself."""
+    low, high = interval or (value, value)
+    if judged.limit is None or not math.isfinite(low) or not math.isfinite(high):
         return None
-    margins = []
-    if judged.limit.min:
-        margins.append((value - judged.limit.min) / judged.limit.min)
-    if judged.limit.max:
-        margins.append((judged.limit.max - value) / judged.limit.max)
-    return min(margins, default=None)
+    distances = []
+    if judged.limit.min is not None:
+        distances.append((low - judged.limit.min) / (judged.limit.min or 1.0))
+    if judged.limit.max is not None:
+        distances.append((judged.limit.max - high) / (judged.limit.max or 1.0))
+    return min(distances, default=None)
+
+
+def _has_shares(judged: JudgedMetric) -> bool:
+    """Tell whether a margin is a share of the limit: of a limit of zero it is a distance."""
+    return judged.limit is None or 0 not in (judged.limit.min, judged.limit.max)
 
 
 def rank_tables(result: TestResult, journal: Journal) -> str:
@@ -167,9 +235,12 @@ def _measurement_table(judged: JudgedMetric, journal: Journal) -> str:
     if judged.limit is not None:
         source = f" ({judged.limit.source})" if judged.limit.source else ""
         lines.append(f"  limit from {judged.limit.origin or 'an unknown place'}{source}")
+    telemetry = worst_telemetry(judged)
+    if telemetry:
+        lines.append(f"  telemetry of {telemetry}")
     rows: dict[str, list[int]] = {}
     for rank in sorted(judged.values, key=lambda rank: _badness(judged, rank)):
-        rows.setdefault(_rank_value(judged, judged.values[rank]), []).append(rank)
+        rows.setdefault(_rank_value(judged, rank), []).append(rank)
     for text, ranks in list(rows.items())[:ROWS]:
         who = rank_name(journal, ranks[0]) if len(ranks) == 1 else rank_ranges(ranks)
         lines.append(f"  {who}: {text}")
@@ -185,11 +256,15 @@ def _badness(judged: JudgedMetric, rank: int) -> tuple[int, float, int]:
     value = judged.values[rank]
     if not math.isfinite(value):
         return (0, 0.0, rank)
-    kept = margin(judged, value)
+    kept = _distance(judged, value, judged.intervals.get(rank))
     return (1, value if kept is None else kept, rank)
 
 
-def _rank_value(judged: JudgedMetric, value: float) -> str:
-    text = quantity(value, judged.unit, beside=_nearest_limit(judged, value))
-    kept = margin(judged, value)
-    return text if kept is None else f"{text}, margin {percent(kept)}"
+def _rank_value(judged: JudgedMetric, rank: int) -> str:
+    """Return a rank's value with its distance from the limit, and what may explain it: clock and throttle."""
+    value, interval = judged.values[rank], judged.intervals.get(rank)
+    text = quantity(value, judged.unit, beside=_nearest_limit(judged, value)) + interval_text(judged, interval)
+    kept = margin(judged, value, interval)
+    parts = [text] if kept is None else [text, f"margin {percent(kept)}"]
+    clock = clock_text(judged.telemetry.get(rank, {}))
+    return ", ".join([*parts, clock] if clock else parts)

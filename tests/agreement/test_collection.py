@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from pytest_gpucluster.agreement.collection import digest, disagreement
+from pytest_gpucluster.agreement.collection import digest, digest_of, disagreement, workload_disagreement
 
 NAMES = {rank: f"rank {rank} (gpu-{rank:02d})" for rank in range(8)}
 TESTS = ["test_a.py::test_one", "test_a.py::test_two", "test_b.py::test_three"]
@@ -98,3 +98,64 @@ def test_large_suites_on_many_ranks_are_compared_in_no_time() -> None:
     begin = time.perf_counter()
     assert disagreement(tests, dict.fromkeys(range(1, 8), tests[:-1]), NAMES, subset=False) is not None
     assert time.perf_counter() - begin < 2.0
+
+
+# ---- workloads -------------------------------------------------------------------------------------------------------
+
+FULL = {"profile": "full", "matmul.sizes": "4096, 8192", "hbm.sizes": "8 GiB"}
+
+
+def test_the_digest_of_a_workload_depends_on_its_keys_and_values_only() -> None:
+    assert digest_of(FULL) == digest_of(dict(reversed(FULL.items())))
+    assert digest_of(FULL) != digest_of(FULL | {"hbm.sizes": "8 GB"})
+    assert digest_of(FULL) != digest_of({})
+
+
+def test_ranks_with_the_same_workload_agree() -> None:
+    assert workload_disagreement({0: FULL, 1: dict(FULL)}, NAMES, subset=False) is None
+    assert workload_disagreement({0: {}, 1: {}}, NAMES, subset=False) is None
+
+
+def test_a_different_value_is_named_with_its_rank_and_host() -> None:
+    told = workload_disagreement({0: FULL, 1: FULL, 2: FULL | {"hbm.sizes": "8 GB"}}, NAMES, subset=False)
+    assert told is not None
+    message, text = told
+    assert message == "different workloads: rank 2 (gpu-02) has hbm.sizes 8 GB, and rank 0 (gpu-00) has 8 GiB"
+    assert text.split("\n\n")[0] == "rank 0 (gpu-00) against rank 2 (gpu-02):\nhbm.sizes: 8 GiB | 8 GB"
+    assert "The same workloads.yaml must lie on every host" in text
+
+
+def test_ranks_with_the_same_deviation_are_told_together_and_every_key_is_in_the_text() -> None:
+    quick = FULL | {"profile": "quick", "matmul.sizes": "16"}
+    told = workload_disagreement({0: FULL, 1: quick, 2: quick, 3: FULL | {"hbm.sizes": "1 B"}}, NAMES, subset=False)
+    assert told is not None
+    message, text = told
+    assert (
+        message == "different workloads: ranks 1-2 have profile quick, and rank 0 (gpu-00) has full (and 1 more keys)"
+    )
+    assert text.split("\n\n")[:2] == [
+        "rank 0 (gpu-00) against rank 1 (gpu-01), rank 2 (gpu-02):\nprofile: full | quick\n"
+        "matmul.sizes: 4096, 8192 | 16",
+        "rank 0 (gpu-00) against rank 3 (gpu-03):\nhbm.sizes: 8 GiB | 1 B",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "message"),
+    [
+        (FULL, {}, "rank 1 (gpu-01) has profile nothing, and rank 0 (gpu-00) has full (and 2 more keys)"),
+        ({}, FULL, "rank 1 (gpu-01) has profile full, and rank 0 (gpu-00) has nothing (and 2 more keys)"),
+    ],
+    ids=["only the first", "only the other"],
+)
+def test_a_workload_that_only_some_ranks_have_is_a_difference(
+    first: dict[str, str], other: dict[str, str], message: str
+) -> None:
+    told = workload_disagreement({0: first, 1: other}, NAMES, subset=False)
+    assert told is not None
+    assert told[0] == f"different workloads: {message}"
+
+
+def test_tests_that_rank_0_left_out_by_its_cache_may_have_a_workload_elsewhere() -> None:
+    assert workload_disagreement({0: {}, 1: FULL}, NAMES, subset=True) is None
+    assert workload_disagreement({0: FULL, 1: {}}, NAMES, subset=True) is not None

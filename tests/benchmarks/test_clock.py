@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import doctest
 import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -42,7 +43,17 @@ def event_clock(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the current stream of {device}")
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    return SimpleNamespace(clock=EventClock(torch.device("cuda", 1)), waits=waits)
+    current, spins = ["no device"], []
+
+    @contextmanager
+    def on(device):
+        current.append(str(device))
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: spins.append((current[-1], cycles)))
+    return SimpleNamespace(clock=EventClock(torch.device("cuda", 1)), waits=waits, spins=spins)
 
 
 def test_doctests_hold():
@@ -64,6 +75,36 @@ def test_an_event_region_that_raises_is_not_counted(event_clock):
     with pytest.raises(ZeroDivisionError), event_clock.clock.region():
         1 / 0  # noqa: B018  # what fails does not matter
     assert event_clock.clock.read() == []
+
+
+@pytest.mark.parametrize(
+    ("launches", "seconds", "spins"),
+    [
+        (1, 0.0, [("cuda:1", 100_000)]),
+        (8, 0.0009, [("cuda:1", 800_000)]),
+        (1, 0.001, []),
+        (64, 0.5, []),
+    ],
+    ids=["unknown time", "short region", "1 ms", "long region"],
+)
+def test_the_device_spins_ahead_of_short_regions_only(event_clock, launches, seconds, spins):
+    event_clock.clock.get_ahead(launches, seconds=seconds)
+    assert event_clock.spins == spins
+    assert event_clock.waits == []
+    assert event_clock.clock.read() == []  # it is no region
+
+
+def test_the_manual_clock_notes_what_it_was_prepared_for():
+    clock = ManualClock()
+    clock.get_ahead(3, seconds=0.5)
+    assert clock.prepared == [(3, 0.5)]
+    assert clock.now_seconds == 0
+
+
+def test_the_wall_clock_needs_no_preparation():
+    clock = WallClock()
+    clock.get_ahead(10**9, seconds=0.0)
+    assert clock.read() == []
 
 
 def test_wall_clock_counts_what_is_inside_its_regions():

@@ -1,151 +1,212 @@
 from __future__ import annotations
 
 import math
-import statistics
+import re
 import weakref
+from contextlib import nullcontext
+from itertools import pairwise
 
 import pytest
 import torch
 
 from pytest_gpucluster.benchmarks import matmul
+from pytest_gpucluster.benchmarks.arithmetic import ARITHMETICS, arithmetic
 from pytest_gpucluster.benchmarks.clock import ManualClock
-from pytest_gpucluster.benchmarks.matmul import KINDS, measure_matmul
-from pytest_gpucluster.errors import InconclusiveMeasurement, WrongResult
+from pytest_gpucluster.benchmarks.comparison import bits_of
+from pytest_gpucluster.benchmarks.matmul import measure_matmul
+from pytest_gpucluster.benchmarks.scaled_product import scaled_product
+from pytest_gpucluster.cause import kind_of
+from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
+from pytest_gpucluster.sampling import Sampling
 
 CPU = torch.device("cpu")
 N = 64
 FLOPS = 2 * N**3
+DTYPES = list(ARITHMETICS)
+FIRSTS = 2
+"""Products that are made before the warm-up: a b and b a."""
+WARM_UP = 11
+"""Products of the warm-up below: bursts of 1 and 10."""
 
 
 class Multiplier:
-    """``torch.mm`` that takes ``seconds`` of a manual clock; ``fault`` changes product ``at``."""
+    """torch's product that takes ``seconds`` of a manual clock; ``fault`` changes product ``at``."""
 
     def __init__(self, *, seconds=0.01, at=None, fault=None):
         self.clock = ManualClock()
         self.calls = 0
-        self.outs = []
+        self.operands, self.outs = [], []
         self._seconds, self._at, self._fault = seconds, at, fault
 
     def __call__(self, a, b, out):
-        torch.mm(a, b, out=out)
+        if a.dtype == torch.float8_e4m3fn:
+            scaled_product(CPU)(a, b, out)
+        else:
+            torch.mm(a, b, out=out)
         took = self._seconds(self.calls) if callable(self._seconds) else self._seconds
         self.clock.advance(took)
         if self.calls == self._at:
             self._fault(out)
         self.calls += 1
+        self.operands.append((weakref.ref(a), weakref.ref(b)))
         self.outs.append(weakref.ref(out))
 
 
-def measure(multiply, *, dtype="fp32", n=N, seconds=0.8, warmup_seconds=0.05):
+def sampling(*, warmup=0.05, window=0.8, longest=2.0, tolerance=0.01):
+    return Sampling(warmup_seconds=warmup, window_seconds=window, longest_seconds=longest, tolerance_ratio=tolerance)
+
+
+def measure(multiply, *, dtype="fp32", n=N, chosen=None, **others):
     return measure_matmul(
         CPU,
         n=n,
         dtype=dtype,
-        seconds=seconds,
-        warmup_seconds=warmup_seconds,
+        sampling=chosen or sampling(),
         clock=multiply.clock,
         multiply=multiply,
+        **others,
     )
 
 
 def flip_bit(offset, bit=0):
     def fault(out):
-        out.view({2: torch.int16, 4: torch.int32}[out.itemsize]).flatten()[offset] ^= 1 << bit
+        bits_of(out)[offset] ^= 1 << bit
 
     return fault
 
 
-@pytest.mark.parametrize("dtype", list(KINDS))
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_healthy_device_is_measured_and_every_product_verified(dtype):
-    result = measure_matmul(CPU, n=48, dtype=dtype, seconds=0.02, warmup_seconds=0.005)
-    assert (result.n, result.dtype, result.flops_per_iter) == (48, dtype, 2 * 48**3)
-    assert result.verified_products == result.iters + 2
-    assert len(result.samples_tflops) == matmul.MIN_BLOCKS
-    assert result.tflops == statistics.median(result.samples_tflops)
-    assert result.tflops > 0
+    quick = sampling(warmup=0.005, window=0.02, longest=0.05, tolerance=10)
+    result = measure_matmul(CPU, n=48, dtype=dtype, sampling=quick)
+    assert (result.n, result.dtype, result.flops_per_iter, result.operand_sets) == (48, dtype, 2 * 48**3, 1)
+    assert result.verified_products >= result.iters + FIRSTS + 2
+    assert len(result.tflops.samples) >= 8
+    assert result.tflops.low <= result.tflops.median <= result.tflops.high
+    assert result.tflops.median > 0
 
 
 def test_the_rate_is_operations_over_the_time_of_the_products_alone():
-    multiply = Multiplier(seconds=0.01)
-    result = measure(multiply, seconds=4.0, warmup_seconds=2.0)
-    assert result.samples_tflops == pytest.approx([FLOPS / 0.01 / 1e12] * 16)  # 16 blocks of 0.25 s
-    assert result.iters == 16 * 25
-    warmed_up = multiply.calls - result.iters - 2
-    assert 200 <= warmed_up <= 225
+    multiply = Multiplier(seconds=1 / 128)
+    result = measure(multiply, chosen=sampling(warmup=2, window=4, longest=10))
+    assert result.tflops.samples == pytest.approx([FLOPS * 128 / 1e12] * 16)  # 16 blocks of 0.25 s
+    assert result.tflops.inconclusive == ""
+    assert result.iters == 16 * 32
+    assert result.verified_products == multiply.calls
+    warmed_up = multiply.calls - result.iters - FIRSTS
+    assert 256 <= warmed_up <= 256 + 32
 
 
 def test_a_slow_device_has_a_low_rate():
     fast, slow = measure(Multiplier(seconds=0.01)), measure(Multiplier(seconds=0.02))
-    assert slow.tflops == pytest.approx(fast.tflops / 2)
+    assert slow.tflops.median == pytest.approx(fast.tflops.median / 2)
 
 
-def test_a_device_that_slows_down_halfway_shows_it_in_its_samples():
-    result = measure(Multiplier(seconds=lambda call: 0.01 if call < 50 else 0.04))
-    assert max(result.samples_tflops) == pytest.approx(4 * min(result.samples_tflops))
+def test_a_device_whose_rate_does_not_settle_is_returned_as_inconclusive():
+    result = measure(Multiplier(seconds=lambda call: 0.01 if call // 20 % 2 else 0.04))
+    assert "interval of the median is" in result.tflops.inconclusive
+    assert max(result.tflops.samples) == pytest.approx(4 * min(result.tflops.samples))
 
 
-def test_the_time_of_the_first_product_does_not_decide_the_count():
-    result = measure(Multiplier(seconds=lambda call: 5.0 if call < 3 else 0.01), warmup_seconds=5.1)
-    assert result.iters == 80
+def test_a_clock_that_stands_still_is_inconclusive():
+    with pytest.raises(InconclusiveMeasurement, match="the clock did not advance"):
+        measure(Multiplier(seconds=0.0))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("dtype", "bit"),
-    [("fp32", 0), ("bf16", 0), ("fp16", 15), ("tf32", 30)],
-    ids=["fp32 last bit", "bf16 last bit", "fp16 sign", "tf32 exponent"],
+    "at",
+    [FIRSTS, FIRSTS + WARM_UP, FIRSTS + WARM_UP + 40, FIRSTS + WARM_UP + 79],
+    ids=["first of the warm-up", "first timed", "timed", "last timed"],
 )
-def test_one_wrong_bit_in_one_timed_product_is_found(dtype, bit):
+@pytest.mark.parametrize("bit", [0, 14], ids=["last bit", "exponent"])
+def test_one_wrong_bit_in_any_product_is_found(dtype, at, bit):
     with pytest.raises(WrongResult) as caught:
-        measure(Multiplier(at=40, fault=flip_bit(3 * N + 5, bit)), dtype=dtype)
+        measure(Multiplier(at=at, fault=flip_bit(3 * N + 5, bit)), dtype=dtype)
     message = str(caught.value)
-    assert message.startswith(f"cpu: matmul {dtype} n=64: 1 of 80 timed products are wrong; the first, ")
-    assert "in 1 of 4096 elements, first at offset 197 (row 3, column 5): found " in message
-    found, expected = (int(part.partition(")")[0], 16) for part in message.split("(0x")[1:])
-    assert found ^ expected == 1 << bit
-    assert "\n" not in message
+    found = re.fullmatch(
+        rf"cpu: matmul {dtype} n=64: product {at - FIRSTS} is wrong in 1 of 4096 elements, first at row 3, column 5:"
+        r" found \S+ \((0x[0-9a-f]+)\), expected \S+ \((0x[0-9a-f]+)\); 1 of (\d+) products are wrong",
+        message,
+    )
+    assert found is not None, message
+    assert int(found[3]) > at - FIRSTS
+    assert int(found[1], 16) ^ int(found[2], 16) == 1 << bit
+    assert len(found[1]) == 2 + 2 * arithmetic(dtype).result.itemsize
 
 
-def test_a_product_that_was_not_computed_is_found():
+def test_no_product_after_the_last_verified_one_counts():
+    result = measure(Multiplier())
+    assert (result.iters, result.verified_products) == (80, 80 + WARM_UP + FIRSTS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("first", [FIRSTS, FIRSTS + 1, 40], ids=str)
+def test_products_that_are_not_computed_are_found(dtype, first):
     class Lazy(Multiplier):
         def __call__(self, a, b, out):
-            if self.calls < 30:
+            if self.calls < first:
                 return super().__call__(a, b, out)
             self.calls += 1
             self.clock.advance(0.01)
 
-    with pytest.raises(WrongResult, match=r"\d+ of 80 timed products are wrong; .* in 4096 of 4096 elements"):
-        measure(Lazy())
+    with pytest.raises(WrongResult, match=r"is wrong in 40\d\d of 4096 elements, .*; \d+ of \d+ products are wrong$"):
+        measure(Lazy(), dtype=dtype)
+
+
+class Skipping(Multiplier):
+    """Leaves product ``skipped`` out, in the time that it would have taken."""
+
+    def __init__(self, skipped):
+        super().__init__()
+        self._skipped = skipped
+
+    def __call__(self, a, b, out):
+        before = out.clone()
+        super().__call__(a, b, out)
+        if self.calls == self._skipped + 1:
+            out.copy_(before)
+
+
+@pytest.mark.parametrize("at", [FIRSTS, 30, 31, 50], ids=str)
+def test_a_single_product_that_is_not_computed_is_found(at):
+    with pytest.raises(WrongResult, match=rf"product {at - FIRSTS} is wrong in 4096 of 4096 elements"):
+        measure(Skipping(at))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0], ids=str)
 @pytest.mark.parametrize("at", [0, 1, 40], ids=["first product", "second product", "timed product"])
-def test_a_value_that_does_not_belong_is_a_wrong_result(value, at):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_value_that_does_not_belong_is_a_wrong_result(dtype, value, at):
     def fault(out):
         out[7, 9] = value
 
-    with pytest.raises(WrongResult, match=r"first at offset 457 \(row 7, column 9\): found"):
-        measure(Multiplier(at=at, fault=fault))
+    with pytest.raises(WrongResult, match="first at row 7, column 9: found"):
+        measure(Multiplier(at=at, fault=fault), dtype=dtype)
 
 
-def test_an_element_that_is_never_written_is_a_wrong_result():
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_element_that_is_never_written_is_a_wrong_result(dtype):
     class Gap(Multiplier):
         def __call__(self, a, b, out):
             super().__call__(a, b, kept := out.clone())
             kept[2, 2] = out[2, 2]
             out.copy_(kept)
 
-    with pytest.raises(WrongResult, match=r"1 of 4096 elements, .* \(row 2, column 2\): found nan"):
-        measure(Gap())
+    with pytest.raises(WrongResult, match="1 of 4096 elements, first at row 2, column 2: found nan"):
+        measure(Gap(), dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", list(KINDS))
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_small_error_in_every_product_is_held_against_the_reference(dtype):
     class Offset(Multiplier):
         def __call__(self, a, b, out):
             super().__call__(a, b, out)
             out[1, 0] += 0.05 * math.sqrt(N)  # a twentieth of an element's standard deviation
 
-    with pytest.raises(WrongResult, match="wrong in 1 of 4096 elements, first at offset 64 "):
+    with pytest.raises(
+        WrongResult, match="the first product is wrong in 1 of 4096 elements, first at row 1, column 0:"
+    ):
         measure(Offset(), dtype=dtype)
 
 
@@ -155,44 +216,170 @@ def test_tf32_that_claims_to_be_fp32_is_a_wrong_result():
             short_a, short_b = ((x.view(torch.int32) & -(1 << 13)).view(torch.float32) for x in (a, b))
             super().__call__(short_a, short_b, out)
 
-    assert measure(Tf32(), dtype="tf32").verified_products == 82
+    assert measure(Tf32(), dtype="tf32").iters == 80
     with pytest.raises(WrongResult, match="the fp32 reference is"):
         measure(Tf32(), dtype="fp32")
 
 
-def test_the_reference_is_made_in_parts_and_the_offset_counts_through(monkeypatch):
-    monkeypatch.setattr(matmul, "_REFERENCE_ELEMENTS", 10 * N)
-    assert measure(Multiplier()).verified_products == 82
-
-    def fault(out):
-        out[61, 3] = out[63, 0] = 1e6
-
-    with pytest.raises(WrongResult, match=r"2 of 4096 elements, first at offset 3907 \(row 61, column 3\)"):
-        measure(Multiplier(at=0, fault=fault))
-
-
-def test_the_operands_depend_on_the_seed_alone():
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_operands_are_random_and_depend_on_the_seed_alone(dtype):
     seen = []
 
-    def multiply(a, b, out):
-        seen.append((a.clone(), b.clone()))
-        torch.mm(a, b, out=out)
+    def product(a, b, out):
+        seen.append((a.float(), b.float()))
+        Multiplier()(a, b, out)
 
+    quick = sampling(warmup=0, window=1e-4, longest=1e-4, tolerance=100)
+    starts = []
     for seed in (1, 1, 2):
-        seen.append(None)
-        measure_matmul(CPU, n=8, dtype="fp32", seconds=1e-4, warmup_seconds=0, seed=seed, multiply=multiply)
-    starts = [index + 1 for index, each in enumerate(seen) if each is None]
+        starts.append(len(seen))
+        measure_matmul(CPU, n=16, dtype=dtype, sampling=quick, seed=seed, multiply=product)
     first, again, other = (seen[start] for start in starts)
     assert torch.equal(first[0], again[0])
     assert torch.equal(first[1], again[1])
     assert not torch.equal(first[0], other[0])
     assert not torch.equal(first[0], first[1])
     assert first[0].std() > 0.5
+    assert torch.equal(seen[1][0], first[1])  # b a follows a b
+    assert torch.equal(seen[1][1], first[0])
 
 
-def test_a_clock_that_stands_still_is_inconclusive():
-    with pytest.raises(InconclusiveMeasurement, match="the clock did not advance"):
-        measure(Multiplier(seconds=0.0))
+def test_the_second_operand_of_fp8_is_column_major():
+    strides = []
+
+    class Look(Multiplier):
+        def __call__(self, a, b, out):
+            strides.append((a.stride(), b.stride(), a.dtype, b.dtype, out.dtype))
+            super().__call__(a, b, out)
+
+    measure(Look(), dtype="fp8")
+    fp8 = torch.float8_e4m3fn
+    assert set(strides) == {((N, 1), (1, N), fp8, fp8, torch.bfloat16)}
+
+
+# Operands and result of one fp32 product are 12 n^2 bytes, of fp8 4 n^2.
+@pytest.mark.parametrize(
+    ("dtype", "cache", "sets"),
+    [
+        ("fp32", 0, 1),
+        ("fp32", 4 * N**2, 1),
+        ("fp32", 4 * N**2 + 1, 2),
+        ("fp32", 16 * N**2, 4),
+        ("fp8", 4 * N**2, 3),
+        ("bf16", 4 * N**2, 2),
+    ],
+    ids=str,
+)
+def test_operands_that_fit_the_cache_are_used_in_turn_with_others(dtype, cache, sets):
+    left, results = [], []
+
+    class Look(Multiplier):
+        def __call__(self, a, b, out):
+            left.append(a.data_ptr())
+            results.append(out.data_ptr())
+            super().__call__(a, b, out)
+
+    multiply = Look(seconds=1 / 512)  # so many products that each result comes to its turn again
+    result = measure(multiply, dtype=dtype, cache=cache)
+    assert result.operand_sets == sets
+    assert result.verified_products == multiply.calls
+    steady, outs = left[FIRSTS * sets :], results[FIRSTS * sets :]
+    assert len(set(steady)) == 2 * sets
+    for index in range(len(steady) - sets + 1):
+        assert len(set(steady[index : index + sets])) == sets
+    # Each result always belongs to one set, and holds the two products of it in turn.
+    for place in set(outs):
+        products = [operand for operand, out in zip(steady, outs, strict=True) if out == place]
+        assert len(set(products)) == 2
+        assert all(one != other for one, other in pairwise(products))
+
+
+@pytest.mark.parametrize("sets", [1, 2, 3])
+@pytest.mark.parametrize("at", [2, 7, 33, 60], ids=str)
+def test_a_wrong_product_of_any_set_is_found(sets, at):
+    cache = (sets - 1) * 12 * N**2 // 3 + 1
+    fault = Multiplier(at=FIRSTS * sets + at, fault=flip_bit(9, 3))
+    with pytest.raises(WrongResult, match=rf"product {at} is wrong in 1 of 4096 elements, first at row 0, column 9:"):
+        measure(fault, cache=cache)
+
+
+def test_results_are_as_many_as_their_memory_allows(monkeypatch):
+    outs = set()
+
+    class Look(Multiplier):
+        def __call__(self, a, b, out):
+            outs.add(out.data_ptr())
+            super().__call__(a, b, out)
+
+    monkeypatch.setattr(matmul, "RESULTS_BYTES", 3 * 4 * N**2)
+    multiply = Look()
+    measure(multiply)
+    assert len(outs) == 3
+    assert max(launches for launches, _ in multiply.clock.prepared) == 3
+
+
+def test_one_result_alone_still_shows_what_was_not_written(monkeypatch):
+    monkeypatch.setattr(matmul, "RESULTS_BYTES", 1)
+    assert measure(Multiplier()).iters == 80
+    with pytest.raises(WrongResult, match="in 4096 of 4096 elements"):
+        measure(Skipping(30))
+
+
+def test_the_device_is_kept_waiting_ahead_of_regions_by_the_clock():
+    multiply = Multiplier()
+    measure(multiply)
+    assert multiply.clock.prepared[0] == (1, 0.0)
+    assert multiply.clock.prepared[-1] == pytest.approx((10, 0.1))
+
+
+def test_the_device_is_watched_while_samples_are_taken():
+    entered = []
+
+    class During(nullcontext):
+        def __enter__(self):
+            entered.append(multiply.calls)
+
+    multiply = Multiplier()
+    result = measure(multiply, during=During())
+    assert entered == [multiply.calls - result.iters]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [16, 64, 80])
+@pytest.mark.parametrize("cache", [0, 50_000], ids=["one set", "sets"])
+def test_what_is_allocated_is_what_was_asked_to_be_free(monkeypatch, dtype, n, cache):
+    kind = arithmetic(dtype)
+    layout = matmul._Layout(n=n, kind=kind, cache=cache)
+    products = matmul._Products(CPU, layout, name="here", seed=0, multiply=Multiplier())
+    tensors = [*products._results, products._comparison._mask]
+    for pair in products._sets:
+        tensors += [turn.first for turn in pair] + [turn.left for turn in pair]
+        tensors += [turn.right for turn in pair] if dtype == "fp8" else []
+    held = sum(each.nbytes for each in tensors)
+    reference = 2 * 4 * n**2 + 6 * 4 * n**2
+    assert held + reference <= layout.needed_bytes + 8 * n
+    assert layout.needed_bytes <= 1.1 * (held + reference) + 64
+
+
+def test_the_judged_size_fits_into_the_memory_of_a_small_data_centre_gpu():
+    for dtype in DTYPES:
+        assert matmul._Layout(n=16384, kind=arithmetic(dtype), cache=60 * 2**20).needed_bytes < 14e9
+
+
+def test_too_little_memory_is_an_error_before_anything_is_allocated(monkeypatch):
+    monkeypatch.setattr(matmul, "_Products", lambda *_, **__: pytest.fail("allocated"))
+    with pytest.raises(EnvironmentBroken) as caught:
+        measure(Multiplier(), n=2**24)
+    message = str(caught.value)
+    assert message.startswith("cpu: matmul fp32 n=16777216 needs ")
+    assert message.endswith("choose smaller sizes, such as --gpucluster-workload matmul.sizes=4096,8192")
+    assert kind_of(caught.value, "call") == "error"
+
+
+def test_a_gpu_without_fp8_is_an_error(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(EnvironmentBroken, match=r"fp8 products need compute capability 8\.9"):
+        measure_matmul(torch.device("cuda", 0), n=16, dtype="fp8", sampling=sampling())
 
 
 def switches():
@@ -253,31 +440,38 @@ def test_tf32_is_allowed_only_where_it_is_measured(torch_switches):
     assert set(inside) == {"tf32"}
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "fp8"])
 @pytest.mark.parametrize("at", [None, 1, 40], ids=["measured", "wrong reference", "wrong bit"])
-def test_no_tensor_is_left_behind(at):
-    multiply = Multiplier(at=at, fault=flip_bit(0, 30))
+def test_no_tensor_is_held_when_the_memory_is_given_back_or_later(monkeypatch, dtype, at):
+    multiply = Multiplier(at=at, fault=flip_bit(0, 14 if dtype == "fp8" else 30))
+    given_back = []
+
+    def alive():
+        operands = [ref for pair in multiply.operands for ref in pair]
+        return [ref() is not None for ref in multiply.outs + operands]
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(any(alive())))
     error = None
     try:
-        measure(multiply)
+        measure(multiply, dtype=dtype)
     except WrongResult as caught:
         error = caught  # kept, as a report keeps it
     assert (error is None) == (at is None)
-    assert all(out() is None for out in multiply.outs)
+    assert given_back == [False]
+    assert not any(alive())
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"dtype": "bf-16"}, "dtype is one of bf16, fp16, tf32, fp32, not 'bf-16'; did you mean 'bf16'"),
+        ({"dtype": "bf-16"}, "dtype is one of bf16, fp16, tf32, fp32, fp8, not 'bf-16'; did you mean 'bf16'"),
         ({"n": 0}, "n must be at least 1"),
-        ({"seconds": 0}, "seconds positive"),
-        ({"seconds": math.nan}, "seconds=nan"),
-        ({"seconds": math.inf}, "seconds=inf"),
-        ({"warmup_seconds": -1}, "warmup_seconds=-1"),
+        ({"n": -16, "dtype": "fp8"}, "n must be at least 1"),
+        ({"n": 40, "dtype": "fp8"}, "for fp8 a multiple of 16, not 40"),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    ids=["dtype", "n", "negative", "fp8"],
 )
 def test_an_argument_out_of_range_is_refused(arguments, message):
-    good = {"n": 8, "dtype": "fp32", "seconds": 0.1, "warmup_seconds": 0}
+    good = {"n": 8, "dtype": "fp32"}
     with pytest.raises(ValueError, match=message):
-        measure_matmul(CPU, **(good | arguments))
+        measure_matmul(CPU, sampling=sampling(), **(good | arguments))

@@ -115,6 +115,32 @@ def busbw(status="passed", value=442.1, **more):
     }
 
 
+SEEN = {
+    "seconds": 3.1,
+    "samples": 31,
+    "sm_clock_mhz": [1740, 1755, 1980],
+    "power_watts": [698, 698, 698],
+    "temperature_celsius": [67, 67, 67],
+    "throttle": ["sw_power_cap"],
+    "not_available": {},
+}
+WORKLOAD = {
+    "type": "workload",
+    "profile": "full",
+    "file": "acceptance/workloads.yaml",
+    "values": {"matmul.sizes": "4096, 8192", "hbm.window": "3 s", "nccl.all_reduce.sizes": ""},
+    "origins": {"matmul.sizes": "--gpucluster-workload", "hbm.window": "acceptance/workloads.yaml:14:7"},
+}
+
+
+def sure(**more):
+    """A measurement as a version writes it that knows intervals and telemetry."""
+    limit = {"min": 400.0, "max": None, "source": "vendor", "origin": "thresholds.yaml:14:7"}
+    limit |= {"min_ratio_to_median": 0.75, "expect_transport": ["NET/IB"]}
+    told = {"interval": [440.2, 443.9], "intervals": {"3": [440.2, 443.9]}, "telemetry": {"3": SEEN}, "limit": limit}
+    return busbw(**{**told, "peak_ratio": 0.98, "ratio_to_median": 0.9825, "mean": 448.0, **more})
+
+
 def problem(name, message, outcome="error", text="details"):
     return {"type": "problem", "name": name, "outcome": outcome, "message": message, "text": text}
 
@@ -160,6 +186,13 @@ JOURNALS = {
     "error": [result(NAMES[0], "error", phase="setup", measurements=[busbw("error", "NaN", reason="NaN")])],
     "skipped": [result(NAMES[0], "skipped"), {**END, "verdict": "INCOMPLETE", "exit": 10}],
     "xfailed": [result(NAMES[0], "skipped", wasxfail="reason: known")],
+    "sure": [
+        CLUSTER,
+        COLLECTED,
+        WORKLOAD,
+        result(NAMES[0], measurements=[sure()]),
+        result(NAMES[1], "failed", measurements=[sure(status="failed", inconclusive="12 % wide")]),
+    ],
     "problems": [
         problem("rank lost", "rank 1 died"),
         problem("rank lost", "rank 2 died"),
@@ -183,6 +216,19 @@ JOURNALS = {
             "ranks": [{"rank": 1, "outcome": "failed", "message": HOSTILE}],
         },
         problem(HOSTILE, HOSTILE, text=HOSTILE),
+        {**WORKLOAD, "profile": HOSTILE, "values": {HOSTILE: HOSTILE}, "origins": {HOSTILE: HOSTILE}},
+        result(
+            NAMES[0],
+            "failed",
+            measurements=[
+                sure(
+                    status="failed",
+                    inconclusive=HOSTILE,
+                    telemetry={"3": {"throttle": [HOSTILE], "not_available": {HOSTILE: HOSTILE}}},
+                    limit={"min": 1.0, "source": HOSTILE, "origin": HOSTILE, "expect_transport": [HOSTILE]},
+                )
+            ],
+        ),
         {**END, "reason": HOSTILE},
     ],
 }
@@ -354,6 +400,48 @@ def test_the_suite_says_what_was_decided_where_and_with_what():
     assert (attributes["hostname"], attributes["time"]) == ("gpu-01", "60.000")
 
 
+def test_the_suite_says_what_was_run_and_where_that_was_set():
+    found = properties(junit.render(journal(WORKLOAD, result("test_a"), END)))
+    assert {name: value for name, value in found.items() if name.startswith("workload.")} == {
+        "workload.profile": "full",
+        "workload.file": "acceptance/workloads.yaml",
+        "workload.matmul.sizes": "4096, 8192 (--gpucluster-workload)",
+        "workload.hbm.window": "3 s (acceptance/workloads.yaml:14:7)",
+    }
+
+
+def test_a_workload_of_a_test_suite_never_hides_the_runs_own():
+    line = {**WORKLOAD, "values": {"profile": "quick"}, "origins": {}}
+    assert properties(junit.render(journal(line, result("test_a"))))["workload.profile"] == "full"
+
+
+def test_a_value_is_told_with_how_sure_it_is_and_what_its_gpu_did():
+    document = junit.render(journal(result("test_a", measurements=[sure()])))
+    told = {
+        "nccl.all_reduce.busbw{size=1 GB}": (
+            "442.1 GB/s, 95 % interval 440.2 to 443.9 (limit >= 400 GB/s, each rank >= 75 % of the others' median, "
+            "over NET/IB, margin +10.5 %, 98 % of peak, lowest rank 98.25 % of the others' median, worst rank 3)"
+        ),
+        "nccl.all_reduce.busbw{size=1 GB}.telemetry": (
+            "rank 3: sm clock 1755 MHz (1740 to 1980), 698 W, 67 degC, throttle: sw_power_cap"
+        ),
+    }
+    found = properties(document)
+    assert {name: found[f"acceptance.t.test_a[{name}]"] for name in told} == told
+    assert found["limit[nccl.all_reduce.busbw]"] == (
+        ">= 400 GB/s, each rank >= 75 % of the others' median, over NET/IB; thresholds.yaml:14:7; vendor"
+    )
+    lines = cases(document)["test_a"].find("system-out").text.splitlines()
+    assert lines == [f"[[PROPERTY|{name}={value}]]" for name, value in told.items()]
+
+
+def test_a_failure_shows_the_telemetry_of_its_worst_rank():
+    document = junit.render(journal(result("test_a", "failed", measurements=[sure(status="failed")])))
+    lines = cases(document)["test_a"].find("failure").text.splitlines()
+    assert "  telemetry of rank 3: sm clock 1755 MHz (1740 to 1980), 698 W, 67 degC, throttle: sw_power_cap" in lines
+    assert any(line.startswith("  rank 3: ") and line.endswith("throttle: sw_power_cap") for line in lines)
+
+
 def test_a_rehearsal_says_so():
     document = junit.render(journal(*ALL, run={**RUN, "rehearsal": True, "device": "cpu"}))
     SCHEMA.validate(document)
@@ -363,10 +451,10 @@ def test_a_rehearsal_says_so():
 
 
 def test_measurements_stand_in_the_testcase_as_property_lines():
-    document = junit.render(journal(result("test_a", measurements=[busbw()], properties=[["k", "a ]] b\nc"]])))
+    document = junit.render(journal(result("test_a", measurements=[busbw()], properties=[["k", "a ]]] b\nc]"]])))
     assert cases(document)["test_a"].find("system-out").text.splitlines() == [
         "[[PROPERTY|nccl.all_reduce.busbw{size=1 GB}=442.1 GB/s (limit >= 400 GB/s, margin +10.5 %, worst rank 3)]]",
-        "[[PROPERTY|k=a ] ] b c]]",
+        "[[PROPERTY|k=a ] ] ] b c] ]]",
     ]
 
 

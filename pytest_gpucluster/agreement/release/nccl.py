@@ -34,7 +34,9 @@ class NcclReleaser:
         self._lock = threading.Lock()
 
     def release(self) -> None:
-        """Abort the default group and all groups made from it.
+        """Abort the default group and all groups made from it, in one go: torch keeps all of them in one register.
+
+        A group that is still in the making is in no register yet; its sockets must be shut down beside this.
 
         A second call while the first is under way returns at once; one that failed may be tried again.
         """

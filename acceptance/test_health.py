@@ -1,0 +1,80 @@
+"""Is every GPU well: does it compute right, does it lack nothing, and are all of them alike?"""
+
+from functools import partial
+
+import pytest
+
+from pytest_gpucluster.benchmarks.dtypes import check_product, dtypes_of
+from pytest_gpucluster.benchmarks.load import held_bytes, keep_busy
+from pytest_gpucluster.health.examination import examine
+from pytest_gpucluster.health.finding import identity
+from pytest_gpucluster.health.fleet import require_uniform
+from pytest_gpucluster.health.gathering import gather
+
+
+@pytest.mark.single_gpu
+@pytest.mark.criterion("gpu.compute")
+def test_gpu_computes(cluster, inventory, workload, measure):
+    """Accepted: every GPU multiplies small matrices in each dtype, and every bit of the products is right.
+
+    Why: a GPU that is listed may still not work, and one that computes wrongly spoils a model without a trace. The
+    answers are exact integers, computed on the CPU too.
+
+    When it fails: take the named GPU out of service and run the vendor's diagnostics (``dcgmi diag -r 3``). If a dtype
+    is missing on all GPUs, look at the versions of driver and torch.
+
+    On cpu the CPU multiplies, without fp8.
+    """
+    where = next(str(identity(who)) for who in inventory if who["rank"] == cluster.rank)
+    usable = dtypes_of(cluster.device)
+    for dtype in usable:
+        check_product(cluster.device, dtype, n=workload.health.product_size, where=where)
+    measure("gpu.usable_dtypes", len(usable), unit="dtypes")
+
+
+@pytest.mark.single_gpu
+@pytest.mark.needs_gpu
+@pytest.mark.criterion("gpu.health")
+def test_gpu_health(cluster, gpu, gpu_sources, inventory, workload, measure):
+    """Accepted: nothing is wrong with any GPU, as far as driver, kernel log and PCI bus tell.
+
+    Looked at: memory as promised and 95 % of it free beside this job's own ranks; ECC on and no uncorrected errors; no
+    pending or failed row remap; no thermal or hardware slowdown; temperature below the card's own slowdown limit; power
+    limit not below the default; PCIe generation and width; NVLinks up and without errors; the Fabric Manager's state
+    where there is an NVSwitch; no Xid that takes a node out; MIG as declared; no GPU that has left the bus. What means
+    something under load only is read under load.
+
+    Why: such faults slow a job down at every step or kill it after hours, and no benchmark says which GPU it was.
+
+    When it fails: each finding names the GPU (index, UUID, serial number, PCI address) and says what to do. A failure
+    is the hardware's. An error means that it could not be judged, or that somebody else uses the GPU.
+    """
+    health = workload.health
+    load = partial(keep_busy, cluster.device, seconds=health.load_seconds)
+    held = held_bytes(cluster.device)
+    situation = gather(
+        gpu_sources, inventory, rank=cluster.rank, sku=gpu.sku, mig=health.mig, load=load, held_bytes=held
+    )
+    examined = examine(situation)
+    notes = [str(note) for note in examined.of_kind("note")]
+    for note in notes:
+        print(note)
+    measure("gpu.findings", len(examined.of_kind("hardware")), unit="findings", telemetry={"notes": notes})
+    for reading in examined.readings():
+        measure(reading.metric, reading.value, unit=reading.unit, record_only=reading.record_only)
+    examined.require_healthy()
+
+
+@pytest.mark.needs_gpu
+@pytest.mark.needs_ranks(2)
+@pytest.mark.criterion("gpu.fleet")
+def test_fleet_is_uniform(inventory, measure):
+    """Accepted: all GPUs have the same VBIOS, memory size, power limit, ECC and MIG mode.
+
+    Why: the slowest GPU sets the pace of all. One with older firmware or a lower power limit is that one, and passes
+    every criterion that looks at it alone.
+
+    When it fails: bring the named ranks' hosts to the firmware and settings of the others.
+    """
+    measure("inventory.ranks", len(inventory), unit="ranks", record_only=True)
+    require_uniform(inventory)

@@ -1,0 +1,25 @@
+"""Write the JSON Schemas of the YAML files, for editors, from the tables that the loaders read by.
+
+python docs/schemas.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from pytest_gpucluster.schema import SCHEMAS
+from pytest_gpucluster.workload_schema import workloads_schema
+
+FOLDER = Path(__file__).parent
+
+
+def pages() -> dict[Path, str]:
+    """Return each schema's file with its text."""
+    makers = {**SCHEMAS, "workloads.schema.json": workloads_schema}
+    return {FOLDER / name: json.dumps(make(), indent=2) + "\n" for name, make in makers.items()}
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")

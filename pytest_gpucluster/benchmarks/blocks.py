@@ -1,0 +1,139 @@
+"""Repeat an operation until its rate is known: warm-up, blocks as samples, as many as it takes.
+
+Operations are started in bursts. A burst is one timed region, in which nothing but the operations runs; then its
+results are verified, while they are all still there; then comes the next. Bursts make up a block, and a block one
+sample: single operations are autocorrelated.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+from pytest_gpucluster.benchmarks.clock import Clock
+from pytest_gpucluster.errors import InconclusiveMeasurement
+from pytest_gpucluster.sampling import MIN_SAMPLES, Sampling, Series, series, wants_more
+
+BLOCK_SECONDS = 0.25
+"""A sample is the rate over about this long. It is less where the window is too short for enough samples."""
+
+BATCH_SECONDS = 1.0
+"""After the window, so much is measured until it is decided again whether to go on."""
+
+NOTHING: AbstractContextManager[object] = nullcontext()
+"""What is held open meanwhile, unless the caller has something."""
+
+
+class Work(Protocol):
+    """Operations of one kind, numbered from 0, and the memory to keep the results of the last few."""
+
+    most_at_once: int
+    """As many results are kept until they are verified."""
+
+    def start(self, index: int) -> None:
+        """Start operation ``index``, without waiting for it."""
+
+    def verify(self, done: range) -> None:
+        """Look at the results of these operations, the last ones.
+
+        Raises: WrongResult if one is not what it must be.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """Operations a second of the time that the operations themselves took.
+
+    Attributes:
+        per_second: one sample for each block.
+        timed: operations that the samples are made of.
+        verified: all operations that were started, those of the warm-up included.
+    """
+
+    per_second: Series
+    timed: int
+    verified: int
+
+
+def measure_rate(
+    work: Work, clock: Clock, *, sampling: Sampling, during: AbstractContextManager[object] = NOTHING
+) -> Rate:
+    """Measure how many operations a second are done.
+
+    Args:
+        work: what to do and to verify.
+        clock: takes the time.
+        sampling: how long to warm up, how long to measure, how sure to be. Counted is the time in timed regions.
+        during: held open while samples are taken, not during the warm-up. It is entered for the window, and again for
+            each batch after it.
+
+    Raises:
+        WrongResult: from ``work.verify``.
+        InconclusiveMeasurement: the clock did not advance.
+    """
+    bursts = _Bursts(work, clock)
+    bursts.warm_up(sampling.warmup_seconds)
+    per_block = bursts.operations_in(min(BLOCK_SECONDS, sampling.window_seconds / MIN_SAMPLES))
+    rates: list[float] = []
+    spent, batch = 0.0, sampling.window_seconds
+    while wants_more(rates, spent_seconds=spent, sampling=sampling):
+        until = spent + batch
+        if spent < sampling.at_most_seconds:
+            until = min(until, sampling.at_most_seconds)
+        with during:
+            while spent < until:
+                seconds = bursts.block(per_block)
+                rates.append(per_block / seconds)
+                spent += seconds
+        batch = min(BATCH_SECONDS, sampling.window_seconds)
+    return Rate(per_second=series(rates, sampling), timed=per_block * len(rates), verified=bursts.done)
+
+
+class _Bursts:
+    """Starts operations, times and verifies them."""
+
+    def __init__(self, work: Work, clock: Clock) -> None:
+        self._work, self._clock = work, clock
+        self._each_seconds = 0.0  # unknown: then the clock prepares for the shortest
+        self.done = 0
+
+    def warm_up(self, seconds: float) -> None:
+        """Work for at least ``seconds``, in bursts that grow."""
+        spent, bursts, count = 0.0, 0, 1
+        # The first operation takes far longer than the others: what one takes is known from the second burst on, and
+        # the count may only grow step by step.
+        while bursts < 2 or spent < seconds:
+            spent += self._burst(count)
+            bursts += 1
+            count = max(1, min(10 * count, self.operations_in(BLOCK_SECONDS), self._work.most_at_once))
+
+    def operations_in(self, seconds: float) -> int:
+        """Return how many operations take about ``seconds``, by the last burst."""
+        return max(1, round(seconds / self._each_seconds))
+
+    def block(self, operations: int) -> float:
+        """Do so many operations in bursts of about the same size; return their seconds."""
+        bursts = math.ceil(operations / self._work.most_at_once)
+        ends = [operations * index // bursts for index in range(bursts + 1)]
+        seconds = 0.0
+        # No generator: as a frame in a traceback its closure would keep the work, and all its memory, alive.
+        for begin, end in itertools.pairwise(ends):
+            seconds += self._burst(end - begin)
+        return seconds
+
+    def _burst(self, count: int) -> float:
+        batch = range(self.done, self.done + count)
+        self._clock.get_ahead(count, seconds=count * self._each_seconds)
+        with self._clock.region():
+            for index in batch:
+                self._work.start(index)
+        self.done += count
+        self._work.verify(batch)
+        [seconds] = self._clock.read()
+        if not 0 < seconds < math.inf:
+            raise InconclusiveMeasurement(f"the clock did not advance: {count} operations took {seconds} s")
+        self._each_seconds = seconds / count
+        return seconds

@@ -1,0 +1,247 @@
+"""Three ways to go through device memory: copy, read, write. Each pass leaves a trace, by which it is verified.
+
+Passes over one set of buffers follow each other at shifted places, so that what a pass failed to do leaves data of an
+earlier pass where they do not belong. Several sets, used in turn, keep small buffers out of the cache.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pytest_gpucluster.benchmarks.comparison import Difference
+from pytest_gpucluster.benchmarks.pattern import PART_WORDS, Pattern, PatternWriter, signed
+from pytest_gpucluster.errors import WrongResult
+
+WORD_BYTES = 8
+
+STEP_WORDS = 64
+"""How far one pass is shifted against the next: 512 bytes, so that all begin as aligned as an allocation does."""
+
+PASSES_AT_ONCE = 64
+"""Passes until the next look: a quarter of a second of 8 GiB copies is about as many."""
+
+_READ_PLACES = 3
+"""Reads use so many places in turn, so that not all sums are the same."""
+
+_DATA = Pattern(start=0)
+
+_NO_DATA = _DATA.word(-1)
+"""A word that no buffer has in it as data: the pattern comes to it after 2**64 words."""
+
+
+class Operations:
+    """What is timed, each a single call into torch; the seam at which tests plant faults."""
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy all words; torch leaves it to the driver's own copy between buffers of one dtype."""
+        target.copy_(source)
+
+    def read(self, source: torch.Tensor, total: torch.Tensor) -> None:
+        """Sum up all words, modulo 2**64, to ``total``, which has no dimension.
+
+        int64, because its sum is the same in any order of additions whatever the bits; int32 would first be copied to
+        int64. torch's full reduction reads close to the memory's speed: 3.136 TB/s of an H100's 3.35 with 4 GiB of
+        fp32. int64 takes the same kernel and has half as many elements a byte to add. torch itself cuts what is beyond
+        32-bit indices into parts.
+        Source: https://github.com/pytorch/pytorch/issues/132964.
+        """
+        torch.sum(source, dim=0, out=total)
+
+    def write(self, target: torch.Tensor, value: int) -> None:
+        """Set all words to one value."""
+        target.fill_(value)
+
+
+class Copies:
+    """Copies from one buffer to the other and back, each to the next place: read plus written bytes count.
+
+    Each copy takes along what the one before has left. So when the data have come through many copies as they were at
+    first, every one of them was right and complete, and one look shows it. For the next copies all is laid out anew.
+    """
+
+    def __init__(self, device: torch.device, words: int, sets: int, operations: Operations, *, name: str) -> None:
+        self.most_at_once = PASSES_AT_ONCE
+        self._words, self._operations, self._name = words, operations, name
+        self._writer = PatternWriter(device, words)
+        length = words + PASSES_AT_ONCE * STEP_WORDS
+        self._sets = [(_empty(device, length), _empty(device, length)) for _ in range(sets)]
+        self._first = 0  # of those that have been done since all was laid out
+        self._lay_out()
+
+    @staticmethod
+    def needed_bytes(words: int, sets: int) -> int:
+        """Memory for buffers and verification."""
+        return 2 * sets * (words + PASSES_AT_ONCE * STEP_WORDS) * WORD_BYTES + PatternWriter.needed_bytes(words)
+
+    @staticmethod
+    def touched_bytes(words: int) -> int:
+        """Bytes that one pass moves."""
+        return 2 * words * WORD_BYTES
+
+    def start(self, index: int) -> None:
+        pair, copies = self._copies_of_set(index)
+        self._operations.copy(self._place(pair, copies), self._place(pair, copies + 1))
+
+    def _copies_of_set(self, index: int) -> tuple[tuple[torch.Tensor, torch.Tensor], int]:
+        """Return the set whose turn it is, and how many copies it has seen since all was laid out."""
+        sets = len(self._sets)
+        return self._sets[index % sets], (index - self._first) // sets
+
+    def _place(self, pair: tuple[torch.Tensor, torch.Tensor], copies: int) -> torch.Tensor:
+        """Where the data are after so many copies. What was there before is one or two places off."""
+        return pair[copies % 2][copies * STEP_WORDS :][: self._words]
+
+    def verify(self, done: range) -> None:
+        for index in done[-len(self._sets) :]:
+            pair, copies = self._copies_of_set(index)
+            data = self._place(pair, copies + 1)
+            wrong = self._writer.compare(data, _DATA)
+            if wrong is not None:
+                raise WrongResult(
+                    f"{self._name}: {_described(wrong, data, _DATA.word(wrong.offset))}; after copies {self._first} to"
+                    f" {done[-1]}, each of what the one before it left"
+                )
+        self._first = done.stop
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        for ours, theirs in self._sets:
+            self._writer.fill(ours[: self._words], _DATA)
+            ours[self._words :].fill_(_NO_DATA)
+            theirs.fill_(_NO_DATA)
+
+
+class Reads:
+    """Sums of a known pattern, each over the next place. Every sum is compared with what it must be."""
+
+    def __init__(self, device: torch.device, words: int, sets: int, operations: Operations, *, name: str) -> None:
+        self.most_at_once = PASSES_AT_ONCE
+        self._words, self._operations, self._name = words, operations, name
+        self._writer = PatternWriter(device, words)
+        self._sets = [_empty(device, words + (_READ_PLACES - 1) * STEP_WORDS) for _ in range(sets)]
+        for buffer in self._sets:
+            self._writer.fill(buffer, _DATA)
+        self._expected = [_DATA.total(shift * STEP_WORDS, words) for shift in range(_READ_PLACES)]
+        # What a sum that was never written must not look like.
+        self._none = next(signed(total + 1) for total in self._expected if signed(total + 1) not in self._expected)
+        self._totals = torch.full((PASSES_AT_ONCE,), self._none, dtype=torch.int64, device=device)
+
+    @staticmethod
+    def needed_bytes(words: int, sets: int) -> int:
+        """Memory for buffers and verification."""
+        return sets * (words + (_READ_PLACES - 1) * STEP_WORDS) * WORD_BYTES + PatternWriter.needed_bytes(words)
+
+    @staticmethod
+    def touched_bytes(words: int) -> int:
+        """Bytes that one pass moves."""
+        return words * WORD_BYTES
+
+    def start(self, index: int) -> None:
+        shift = self._shift(index) * STEP_WORDS
+        buffer = self._sets[index % len(self._sets)]
+        self._operations.read(buffer[shift : shift + self._words], self._totals[index % PASSES_AT_ONCE])
+
+    def _shift(self, index: int) -> int:
+        return index // len(self._sets) % _READ_PLACES
+
+    def verify(self, done: range) -> None:
+        totals = self._totals.tolist()
+        self._totals.fill_(self._none)
+        wrong = [index for index in done if totals[index % PASSES_AT_ONCE] != self._expected[self._shift(index)]]
+        if not wrong:
+            return
+        first = wrong[0]
+        found, expected = totals[first % PASSES_AT_ONCE], self._expected[self._shift(first)]
+        raise WrongResult(
+            f"{self._name}: the sum of read {first} is wrong: found {_hex(found)}, expected {_hex(expected)};"
+            f" {len(wrong)} of {len(done)} reads are wrong; {self._what_lies_there(first)}"
+        )
+
+    def _what_lies_there(self, index: int) -> str:
+        buffer = self._sets[index % len(self._sets)]
+        wrong = self._writer.compare(buffer, _DATA)
+        if wrong is None:
+            return "the memory itself holds what was written there"
+        return f"in memory {_described(wrong, buffer, _DATA.word(wrong.offset))}"
+
+
+class Writes:
+    """Fills, each with another value and from the next place on.
+
+    What lies before the place of the next fill stays, so that after many fills the beginning of each one is still
+    there to be seen, and the last one from beginning to end.
+    """
+
+    def __init__(self, device: torch.device, words: int, sets: int, operations: Operations, *, name: str) -> None:
+        self.most_at_once = PASSES_AT_ONCE
+        self._words, self._operations, self._name = words, operations, name
+        self._sets = [_empty(device, words + PASSES_AT_ONCE * STEP_WORDS) for _ in range(sets)]
+        for buffer in self._sets:
+            buffer.fill_(_NO_DATA)
+        self._first = 0  # of those whose traces are in the buffers
+
+    @staticmethod
+    def needed_bytes(words: int, sets: int) -> int:
+        """Memory for buffers and verification."""
+        return sets * (words + PASSES_AT_ONCE * STEP_WORDS) * WORD_BYTES + min(PART_WORDS, words)
+
+    @staticmethod
+    def touched_bytes(words: int) -> int:
+        """Bytes that one pass moves."""
+        return words * WORD_BYTES
+
+    def start(self, index: int) -> None:
+        self._operations.write(self._place(index), self._value(index))
+
+    @staticmethod
+    def _value(index: int) -> int:
+        return _DATA.word(index + 1)  # word 0 is 0, and zeros are not data
+
+    def _place(self, index: int) -> torch.Tensor:
+        # Within a burst places only go up, whichever the set.
+        shift = (index - self._first) * STEP_WORDS
+        return self._sets[index % len(self._sets)][shift : shift + self._words]
+
+    def _kept(self, index: int, done: range) -> torch.Tensor:
+        """What is still to be seen of a write: up to where the next one of its set began."""
+        written, sets = self._place(index), len(self._sets)
+        return written[: sets * STEP_WORDS] if index + sets in done else written
+
+    def verify(self, done: range) -> None:
+        counts = torch.stack([_count_of_others(self._kept(index, done), self._value(index)) for index in done])
+        wrong = counts.nonzero().flatten().tolist()  # waits for all of them
+        if wrong:
+            index = done[wrong[0]]
+            kept, value = self._kept(index, done), self._value(index)
+            offset = int((kept != value).nonzero()[0])
+            raise WrongResult(
+                f"{self._name}: {_described(Difference(count=int(counts[wrong[0]]), offset=offset), kept, value)};"
+                f" after write {index}, {len(wrong)} of {len(done)} writes are wrong"
+            )
+        self._first = done.stop
+
+
+def _count_of_others(words: torch.Tensor, value: int) -> torch.Tensor:
+    """Count the words that are not ``value``, on the device."""
+    parts = (words[start : start + PART_WORDS] for start in range(0, len(words), PART_WORDS))
+    return torch.stack([(part != value).sum() for part in parts]).sum()
+
+
+def _empty(device: torch.device, words: int) -> torch.Tensor:
+    return torch.empty(words, dtype=torch.int64, device=device)
+
+
+def _described(wrong: Difference, words: torch.Tensor, expected: int) -> str:
+    found = int(words[wrong.offset])
+    flipped = ((found ^ expected) % 2**64).bit_count()
+    return (
+        f"{wrong.count} of {len(words)} 8-byte words are wrong, first at byte {wrong.offset * WORD_BYTES}: found"
+        f" {_hex(found)}, expected {_hex(expected)} (bits that differ: {flipped})"
+    )
+
+
+def _hex(word: int) -> str:
+    return f"{word % 2**64:#018x}"
+
+
+KINDS: dict[str, type[Copies] | type[Reads] | type[Writes]] = {"copy": Copies, "read": Reads, "write": Writes}

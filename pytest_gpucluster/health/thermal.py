@@ -1,0 +1,63 @@
+"""Does the GPU hold its clocks under load, and is it cool enough for that?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pytest_gpucluster.health.finding import Finding
+from pytest_gpucluster.health.situation import Situation
+
+BAD_REASONS = {
+    "hw_slowdown": "hardware slowdown",
+    "hw_thermal": "hardware thermal slowdown",
+    "sw_thermal": "software thermal slowdown",
+    "hw_power_brake": "power brake by the power supply",
+}
+"""Throttle reasons of a GPU that is too hot or short of power. A healthy one at its power limit shows sw_power_cap."""
+
+
+def check(situation: Situation) -> Iterator[Finding]:
+    """Look at the throttle reasons under load, and at the temperature beside the card's own slowdown limit."""
+    seen = {reason for reasons in situation.loaded("throttle.reasons") for reason in reasons}
+    bad = [f"{words} ({name})" for name, words in BAD_REASONS.items() if name in seen]
+    if bad:
+        hottest = max(situation.loaded("temperature.gpu"), default=None)
+        at = "" if hottest is None else f", at up to {hottest} degC"
+        yield situation.finding(
+            "throttle",
+            "hardware",
+            f"clocks held down under load by: {', '.join(bad)}{at}",
+            allowed="no thermal and no hardware slowdown",
+            remedy="look at airflow or coolant, heat sink and power supplies of this node",
+        )
+    if "sw_power_cap" in seen:
+        yield situation.finding(
+            "power_cap",
+            "note",
+            "clocks held down by the power limit (sw_power_cap), as with any healthy GPU under full load",
+            allowed="anything",
+            remedy="nothing",
+        )
+    yield from _temperature(situation)
+
+
+def _temperature(situation: Situation) -> Iterator[Finding]:
+    hottest = max(situation.loaded("temperature.gpu"), default=None)
+    limit = situation.before.get("temperature.slowdown")
+    margins = situation.loaded("temperature.margin")
+    too_hot = ""
+    # A limit of 0 is how some drivers say that the card has none.
+    if limit and hottest is not None and hottest >= limit:
+        too_hot = f"{hottest} degC under load"
+        allowed = f"below {limit} degC, where this card slows down"
+    elif margins and min(margins) <= 0:
+        too_hot = f"{hottest} degC under load, {min(margins)} degC away from this card's slowdown limit"
+        allowed = "more than 0 degC away from it"
+    if too_hot:
+        yield situation.finding(
+            "temperature",
+            "hardware",
+            too_hot,
+            allowed=allowed,
+            remedy="look at airflow or coolant, heat sink and inlet temperature of this node",
+        )

@@ -1,0 +1,148 @@
+"""What the kernel log of this boot says of the GPUs: the driver's Xid reports, each with its PCI address.
+
+A log that cannot be read is no finding and no pass: it is said, with the host's way out. Without root most
+distributions refuse it (``kernel.dmesg_restrict``), and in a container there may be none.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+KMSG = Path("/dev/kmsg")
+COMMANDS = (("dmesg",), ("journalctl", "-k", "-b", "--no-pager", "-o", "cat"))
+"""Asked in turn where /dev/kmsg cannot be read."""
+COMMAND_SECONDS = 5.0
+_RECORD_BYTES = 8192
+_MOST_RECORDS = 1_000_000
+"""Far more than a kernel buffer holds: a bound on reading a log that grows meanwhile."""
+
+# NVRM: Xid (PCI:0000:3b:00): 79, pid=1896, GPU has fallen off the bus. The function number is mostly left out.
+_XID = re.compile(r"NVRM:.*?Xid \(PCI:(?P<pci>[0-9a-fA-F:.]+)\): (?P<code>\d+)(?P<text>.*)")
+_PCI = re.compile(
+    r"(?:(?P<domain>[0-9a-fA-F]+):)?(?P<bus>[0-9a-fA-F]{1,2}):(?P<device>[0-9a-fA-F]{1,2})(?:\.(?P<function>[0-7]))?"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Xid:
+    """One report of the driver. Source: NVIDIA, https://docs.nvidia.com/deploy/xid-errors/"""
+
+    pci: str
+    code: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelLog:
+    """Lines of this boot and where they are from; ``why_not`` is empty unless nothing could be read."""
+
+    lines: tuple[str, ...] = ()
+    source: str = ""
+    why_not: str = ""
+
+    def xids(self) -> tuple[Xid, ...]:
+        """Return the driver's reports in the order of the log."""
+        return parse(self.lines)
+
+
+def read(*, kmsg: Path = KMSG, commands: Sequence[Sequence[str]] = COMMANDS) -> KernelLog:
+    """Read this boot's kernel log from the first place that gives it. Takes at most a few seconds."""
+    refused = []
+    try:
+        return KernelLog(lines=tuple(_records(kmsg)), source=str(kmsg))
+    except OSError as error:
+        refused.append(f"{kmsg}: {error.strerror or error}")
+    for command in commands:
+        try:
+            return KernelLog(lines=tuple(_output(command).splitlines()), source=" ".join(command))
+        except (OSError, subprocess.SubprocessError) as error:
+            refused.append(f"{command[0]}: {_why(error)}")
+    return KernelLog(why_not="; ".join(refused))
+
+
+def parse(lines: Iterable[str]) -> tuple[Xid, ...]:
+    """Find the Xid reports among kernel log lines.
+
+    >>> parse(["[ 9.1] NVRM: Xid (PCI:0000:3B:00): 79, pid=1896, GPU has fallen off the bus."])
+    (Xid(pci='0000:3b:00.0', code=79, text='pid=1896, GPU has fallen off the bus.'),)
+    """
+    found = []
+    for line in lines:
+        match = _XID.search(line)
+        if match is not None:
+            pci = normalised(match["pci"]) or match["pci"]
+            found.append(Xid(pci=pci, code=int(match["code"]), text=match["text"].strip(" ,")))
+    return tuple(found)
+
+
+def normalised(address: str) -> str | None:
+    """Write a PCI address the kernel's way, whoever has written it; None if it is none.
+
+    >>> normalised("00000000:3B:00.0"), normalised("0000:3b:00"), normalised("3b:00.0")
+    ('0000:3b:00.0', '0000:3b:00.0', '0000:3b:00.0')
+    """
+    match = _PCI.fullmatch(address.strip())
+    if match is None:
+        return None
+    domain, bus, device = (int(match[name] or "0", 16) for name in ("domain", "bus", "device"))
+    return f"{domain:04x}:{bus:02x}:{device:02x}.{match['function'] or 0}"
+
+
+def _records(kmsg: Path) -> list[str]:
+    """Read what the kernel's buffer holds now. One read gives one record: ``priority,sequence,time,flags;text``.
+
+    Source: Linux, Documentation/ABI/testing/dev-kmsg.
+    """
+    descriptor = os.open(kmsg, os.O_RDONLY | os.O_NONBLOCK)
+    lines: list[str] = []
+    try:
+        for _ in range(_MOST_RECORDS):
+            try:
+                record = os.read(descriptor, _RECORD_BYTES)
+            except BlockingIOError:
+                break  # all of it is read
+            except OSError as error:
+                if error.errno == errno.EPIPE:
+                    continue  # the oldest records were overwritten meanwhile; reading goes on with the next
+                raise
+            if not record:
+                break
+            for line in record.decode("utf-8", "replace").splitlines():
+                # What follows a record's first line are its fields, and begins with a blank.
+                if line and not line.startswith(" "):
+                    lines.append(line.partition(";")[2] or line)
+    finally:
+        os.close(descriptor)
+    return lines
+
+
+def _output(command: Sequence[str]) -> str:
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=COMMAND_SECONDS,
+        check=True,
+        env={**os.environ, "LC_ALL": "C"},
+    )
+    text = done.stdout.decode("utf-8", "replace")
+    if not text.strip():
+        # Without the right to read it, journalctl ends well and shows nothing.
+        said = done.stderr.decode("utf-8", "replace").strip()
+        raise OSError(errno.ENODATA, said.splitlines()[-1] if said else "it shows no line")
+    return text
+
+
+def _why(error: OSError | subprocess.SubprocessError) -> str:
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"no answer within {COMMAND_SECONDS:g} s"
+    if isinstance(error, subprocess.CalledProcessError):
+        said = (error.stderr or b"").decode("utf-8", "replace").strip()
+        return said.splitlines()[-1] if said else f"it ended with {error.returncode}"
+    return str(getattr(error, "strerror", None) or error)

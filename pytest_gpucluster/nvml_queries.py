@@ -1,0 +1,389 @@
+"""What can be asked of a GPU through NVML: named queries, each with its unit and one plain value.
+
+    >>> QUERIES["power.draw"].unit
+    'W'
+
+Nothing here imports NVML: a query is handed the module and a handle.
+
+Source: NVML API reference, https://docs.nvidia.com/deploy/nvml-api/; each query names its functions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+Ask = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Query:
+    """One thing to ask of a GPU. ``functions`` are NVML's; ``of_slice``: a MIG slice has a value of its own."""
+
+    name: str
+    unit: str
+    doc: str
+    functions: str
+    ask: Ask
+    of_slice: bool = False
+
+
+THROTTLE_REASONS: Mapping[int, str] = MappingProxyType(
+    {
+        0x001: "gpu_idle",
+        0x002: "applications_clocks",
+        0x004: "sw_power_cap",
+        0x008: "hw_slowdown",
+        0x010: "sync_boost",
+        0x020: "sw_thermal",
+        0x040: "hw_thermal",
+        0x080: "hw_power_brake",
+        0x100: "display_clocks",
+    }
+)
+"""Bit -> short name. Source: NVML, nvmlClocksEventReasons."""
+
+NVLINK_COUNTERS: Mapping[str, str] = MappingProxyType(
+    {
+        "replay": "NVML_NVLINK_ERROR_DL_REPLAY",
+        "recovery": "NVML_NVLINK_ERROR_DL_RECOVERY",
+        "crc_flit": "NVML_NVLINK_ERROR_DL_CRC_FLIT",
+        "crc_data": "NVML_NVLINK_ERROR_DL_CRC_DATA",
+        "ecc_data": "NVML_NVLINK_ERROR_DL_ECC_DATA",
+    }
+)
+"""Error counters of a link up to NVLink 4, by nvmlDeviceGetNvLinkErrorCounter."""
+
+NVLINK5_COUNTERS: Mapping[str, str] = MappingProxyType(
+    {
+        "malformed_packets": "NVML_FI_DEV_NVLINK_COUNT_MALFORMED_PACKET_ERRORS",
+        "buffer_overruns": "NVML_FI_DEV_NVLINK_COUNT_BUFFER_OVERRUN_ERRORS",
+        "received_errors": "NVML_FI_DEV_NVLINK_COUNT_RCV_ERRORS",
+        "received_remote_errors": "NVML_FI_DEV_NVLINK_COUNT_RCV_REMOTE_ERRORS",
+        "received_general_errors": "NVML_FI_DEV_NVLINK_COUNT_RCV_GENERAL_ERRORS",
+        "local_link_integrity": "NVML_FI_DEV_NVLINK_COUNT_LOCAL_LINK_INTEGRITY_ERRORS",
+        "transmit_discards": "NVML_FI_DEV_NVLINK_COUNT_XMIT_DISCARDS",
+        "link_recovery_failed": "NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_FAILED_EVENTS",
+        "link_recovery": "NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS",
+        "effective_errors": "NVML_FI_DEV_NVLINK_COUNT_EFFECTIVE_ERRORS",
+        "symbol_errors": "NVML_FI_DEV_NVLINK_COUNT_SYMBOL_ERRORS",
+    }
+)
+"""Error counters of a link from NVLink 5 on: field values whose scope is the link."""
+
+FABRIC_STATES = ("not supported", "not started", "in progress", "completed")
+"""By NVML_GPU_FABRIC_STATE_*."""
+
+# Field of the health mask -> (name when it is bad, the values that mean so).
+# Source: NVML, NVML_GPU_FABRIC_HEALTH_MASK_*: two-bit fields, 0 not supported, 1 true, 2 false.
+_FABRIC_HEALTH = (
+    ("DEGRADED_BW", "bandwidth degraded", (1,)),
+    ("ROUTE_RECOVERY", "route recovery in progress", (1,)),
+    ("ROUTE_UNHEALTHY", "route unhealthy", (1,)),
+    ("ACCESS_TIMEOUT_RECOVERY", "access timeout recovery in progress", (1,)),
+    ("INCORRECT_CONFIGURATION", "incorrect configuration", tuple(range(2, 16))),
+)
+
+
+def _memory(field: str) -> Callable[[Any, Any], int]:
+    # Version 2 tells what the driver keeps for itself apart from what processes use.
+    return lambda nvml, gpu: int(getattr(nvml.nvmlDeviceGetMemoryInfo(gpu, version=nvml.nvmlMemory_v2), field))
+
+
+def _processes(nvml: Any, gpu: Any) -> tuple[tuple[int, int | None], ...]:
+    found = {int(entry.pid): entry.usedGpuMemory for entry in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
+    try:
+        graphics = nvml.nvmlDeviceGetGraphicsRunningProcesses(gpu)
+    except nvml.NVMLError_NotSupported:
+        graphics = ()  # a card without graphics has no such processes
+    for entry in graphics:
+        found.setdefault(int(entry.pid), entry.usedGpuMemory)
+    return tuple((pid, None if used is None else int(used)) for pid, used in sorted(found.items()))
+
+
+def _ecc_errors(kind: str, counter: str) -> Callable[[Any, Any], int]:
+    return lambda nvml, gpu: int(
+        nvml.nvmlDeviceGetTotalEccErrors(
+            gpu, getattr(nvml, f"NVML_MEMORY_ERROR_TYPE_{kind}"), getattr(nvml, f"NVML_{counter}_ECC")
+        )
+    )
+
+
+def _remapped(position: int, of: type) -> Ask:
+    # (by correctable errors, by uncorrectable ones, one is pending, one has failed)
+    return lambda nvml, gpu: of(nvml.nvmlDeviceGetRemappedRows(gpu)[position])
+
+
+def _throttle(nvml: Any, gpu: Any) -> tuple[str, ...]:
+    bits = int(nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu))
+    names = [name for bit, name in THROTTLE_REASONS.items() if bits & bit]
+    unknown = bits & ~sum(THROTTLE_REASONS)
+    return (*names, *([f"unknown_{unknown:#x}"] if unknown else []))
+
+
+def _watts(function: str) -> Callable[[Any, Any], float]:
+    return lambda nvml, gpu: getattr(nvml, function)(gpu) / 1000
+
+
+def _links(nvml: Any, gpu: Any) -> dict[int, bool]:
+    """Ask link by link; numbers beyond the card's last link are invalid arguments or not supported."""
+    states: dict[int, bool] = {}
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            states[link] = bool(nvml.nvmlDeviceGetNvLinkState(gpu, link))
+        except (nvml.NVMLError_NotSupported, nvml.NVMLError_InvalidArgument):
+            continue
+    return states
+
+
+def _switch_links(nvml: Any, gpu: Any) -> int:
+    found = _fields(nvml, gpu, {"links": "NVML_FI_DEV_NVSWITCH_CONNECTED_LINK_COUNT"})
+    if not found:
+        raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
+    return found["links"]
+
+
+def _link_errors(nvml: Any, gpu: Any) -> dict[str, dict[int, int]]:
+    counts: dict[str, dict[int, int]] = {}
+    links = [link for link, up in _links(nvml, gpu).items() if up]
+    for link in links:
+        for name, constant in NVLINK_COUNTERS.items():
+            try:
+                value = nvml.nvmlDeviceGetNvLinkErrorCounter(gpu, link, getattr(nvml, constant))
+            except (nvml.NVMLError_NotSupported, nvml.NVMLError_InvalidArgument):
+                continue
+            counts.setdefault(name, {})[link] = int(value)
+        for name, value in _fields(nvml, gpu, NVLINK5_COUNTERS, link).items():
+            counts.setdefault(name, {})[link] = value
+    if links and not counts:
+        raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
+    return counts
+
+
+def _fields(nvml: Any, gpu: Any, constants: Mapping[str, str], scope: int = 0) -> dict[str, int]:
+    """Read field values; those that this GPU does not have are left out."""
+    known = {name: getattr(nvml, constant) for name, constant in constants.items() if hasattr(nvml, constant)}
+    if not known:
+        return {}
+    values = nvml.nvmlDeviceGetFieldValues(gpu, [(field, scope) for field in known.values()])
+    lost = (nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_RESET_REQUIRED)
+    for value in values:
+        if value.nvmlReturn in lost:
+            raise nvml.NVMLError(value.nvmlReturn)
+    return {
+        name: int(_field(nvml, value))
+        for name, value in zip(known, values, strict=True)
+        if value.nvmlReturn == nvml.NVML_SUCCESS
+    }
+
+
+def _field(nvml: Any, value: Any) -> int | float:
+    members = {
+        nvml.NVML_VALUE_TYPE_DOUBLE: "dVal",
+        nvml.NVML_VALUE_TYPE_UNSIGNED_INT: "uiVal",
+        nvml.NVML_VALUE_TYPE_UNSIGNED_LONG: "ulVal",
+        nvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG: "ullVal",
+        nvml.NVML_VALUE_TYPE_SIGNED_LONG_LONG: "sllVal",
+        nvml.NVML_VALUE_TYPE_SIGNED_INT: "siVal",
+        nvml.NVML_VALUE_TYPE_UNSIGNED_SHORT: "usVal",
+    }
+    found: int | float = getattr(value.value, members[value.valueType])
+    return found
+
+
+def _fabric(nvml: Any, gpu: Any) -> dict[str, Any]:
+    """Ask with the newest structure that driver and package share; the first has no health mask."""
+    for structure in ("c_nvmlGpuFabricInfo_v3_t", "c_nvmlGpuFabricInfo_v2_t"):
+        if not hasattr(nvml, structure):
+            continue
+        info = getattr(nvml, structure)()
+        try:
+            nvml.nvmlDeviceGetGpuFabricInfoV(gpu, ctypes.byref(info))
+        except (nvml.NVMLError_FunctionNotFound, nvml.NVMLError_ArgumentVersionMismatch):
+            continue
+        return _fabric_told(nvml, info, mask=int(info.healthMask))
+    info = nvml.c_nvmlGpuFabricInfo_t()
+    nvml.nvmlDeviceGetGpuFabricInfo(gpu, ctypes.byref(info))
+    return _fabric_told(nvml, info, mask=0)
+
+
+def _fabric_told(nvml: Any, info: Any, mask: int) -> dict[str, Any]:
+    state, status = int(info.state), int(info.status)
+    health = []
+    for field, words, bad in _FABRIC_HEALTH:
+        shift = getattr(nvml, f"NVML_GPU_FABRIC_HEALTH_MASK_SHIFT_{field}", None)
+        width = getattr(nvml, f"NVML_GPU_FABRIC_HEALTH_MASK_WIDTH_{field}", None)
+        if shift is not None and width is not None and (mask >> shift) & width in bad:
+            health.append(words)
+    return {
+        "state": FABRIC_STATES[state] if state < len(FABRIC_STATES) else f"unknown ({state})",
+        "status": "success" if status == nvml.NVML_SUCCESS else str(nvml.NVMLError(status)),
+        "health": tuple(health),
+    }
+
+
+def _number(function: str) -> Callable[[Any, Any], int]:
+    return lambda nvml, gpu: int(getattr(nvml, function)(gpu))
+
+
+def _switch(function: str) -> Callable[[Any, Any], bool]:
+    return lambda nvml, gpu: bool(getattr(nvml, function)(gpu))
+
+
+def _words(function: str) -> Callable[[Any, Any], str]:
+    return lambda nvml, gpu: text(getattr(nvml, function)(gpu))
+
+
+def _clock(kind: str) -> Callable[[Any, Any], int]:
+    return lambda nvml, gpu: int(nvml.nvmlDeviceGetClockInfo(gpu, getattr(nvml, f"NVML_CLOCK_{kind}")))
+
+
+def _table() -> dict[str, Query]:
+    table: dict[str, Query] = {}
+
+    def add(name: str, unit: str, function: str, ask: Ask, doc: str, **more: bool) -> None:
+        table[name] = Query(name=name, unit=unit, doc=doc, functions=function, ask=ask, **more)
+
+    def plain(name: str, unit: str, function: str, make: Callable[[str], Ask], doc: str) -> None:
+        add(name, unit, function, make(function), doc)
+
+    plain("serial", "text", "nvmlDeviceGetSerial", _words, "Serial number of the board.")
+    plain("vbios", "text", "nvmlDeviceGetVbiosVersion", _words, "Version of the video BIOS.")
+    memory = "nvmlDeviceGetMemoryInfo_v2"
+    add("memory.total", "B", memory, _memory("total"), "Device memory, what the driver keeps included.", of_slice=True)
+    add("memory.free", "B", memory, _memory("free"), "Memory that nobody uses.", of_slice=True)
+    add("memory.used", "B", memory, _memory("used"), "Memory that processes use.", of_slice=True)
+    add("memory.reserved", "B", memory, _memory("reserved"), "Memory the driver keeps for itself.", of_slice=True)
+    add(
+        "processes",
+        "(pid, B)",
+        "nvmlDeviceGetComputeRunningProcesses, nvmlDeviceGetGraphicsRunningProcesses",
+        _processes,
+        "Who has a context on the GPU: pairs of pid and bytes, None where NVML does not tell the bytes.",
+        of_slice=True,
+    )
+    add(
+        "ecc.mode", "bool", "nvmlDeviceGetEccMode", lambda nvml, gpu: bool(nvml.nvmlDeviceGetEccMode(gpu)[0]), "ECC on."
+    )
+    total = "nvmlDeviceGetTotalEccErrors"
+    add(
+        "ecc.uncorrected.volatile",
+        "errors",
+        total,
+        _ecc_errors("UNCORRECTED", "VOLATILE"),
+        "Uncorrected errors since the driver was loaded.",
+    )
+    add(
+        "ecc.uncorrected.aggregate",
+        "errors",
+        total,
+        _ecc_errors("UNCORRECTED", "AGGREGATE"),
+        "Uncorrected errors over the life of the card.",
+    )
+    add(
+        "ecc.corrected.volatile",
+        "errors",
+        total,
+        _ecc_errors("CORRECTED", "VOLATILE"),
+        "Corrected errors since the driver was loaded.",
+    )
+    rows = "nvmlDeviceGetRemappedRows"
+    add("rows.remapped.corrected", "rows", rows, _remapped(0, int), "Rows remapped after correctable errors.")
+    add("rows.remapped.uncorrected", "rows", rows, _remapped(1, int), "Rows remapped after uncorrectable errors.")
+    add("rows.pending", "bool", rows, _remapped(2, bool), "A remap waits for a reset of the GPU.")
+    add("rows.failed", "bool", rows, _remapped(3, bool), "A remap has failed: no spare row was left.")
+    plain(
+        "pages.pending",
+        "bool",
+        "nvmlDeviceGetRetiredPagesPendingStatus",
+        _switch,
+        "A page waits to be retired; only before row remapping.",
+    )
+    plain("clock.sm", "MHz", "nvmlDeviceGetClockInfo", lambda _: _clock("SM"), "Clock of the SMs.")
+    plain("clock.memory", "MHz", "nvmlDeviceGetClockInfo", lambda _: _clock("MEM"), "Clock of the memory.")
+    plain("power.draw", "W", "nvmlDeviceGetPowerUsage", _watts, "Power of the board.")
+    plain("power.limit", "W", "nvmlDeviceGetEnforcedPowerLimit", _watts, "Power limit that is enforced.")
+    plain("power.limit.default", "W", "nvmlDeviceGetPowerManagementDefaultLimit", _watts, "Power limit by default.")
+    add(
+        "temperature.gpu",
+        "degC",
+        "nvmlDeviceGetTemperature",
+        lambda nvml, gpu: int(nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)),
+        "Temperature of the GPU.",
+    )
+    add(
+        "temperature.slowdown",
+        "degC",
+        "nvmlDeviceGetTemperatureThreshold",
+        lambda nvml, gpu: int(nvml.nvmlDeviceGetTemperatureThreshold(gpu, nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN)),
+        "Temperature at which the hardware slows the GPU down.",
+    )
+    plain(
+        "temperature.margin",
+        "degC",
+        "nvmlDeviceGetMarginTemperature",
+        _number,
+        "Distance to the nearest slowdown threshold; newer cards tell this instead.",
+    )
+    add(
+        "utilization.gpu",
+        "%",
+        "nvmlDeviceGetUtilizationRates",
+        lambda nvml, gpu: int(nvml.nvmlDeviceGetUtilizationRates(gpu).gpu),
+        "Part of the time in which a kernel ran.",
+    )
+    add(
+        "throttle.reasons",
+        "names",
+        "nvmlDeviceGetCurrentClocksEventReasons",
+        _throttle,
+        "What holds the clocks down at this moment, as short names.",
+    )
+    plain("pcie.generation", "gen", "nvmlDeviceGetCurrPcieLinkGeneration", _number, "PCIe generation now.")
+    plain("pcie.width", "lanes", "nvmlDeviceGetCurrPcieLinkWidth", _number, "PCIe lanes now.")
+    plain(
+        "pcie.generation.max",
+        "gen",
+        "nvmlDeviceGetMaxPcieLinkGeneration",
+        _number,
+        "Best generation of this card in this slot.",
+    )
+    plain("pcie.width.max", "lanes", "nvmlDeviceGetMaxPcieLinkWidth", _number, "Most lanes of this card in this slot.")
+    add("nvlink.up", "link -> bool", "nvmlDeviceGetNvLinkState", _links, "The card's NVLinks, and whether each is up.")
+    add("nvlink.switch", "links", "nvmlDeviceGetFieldValues", _switch_links, "NVLinks that lead to an NVSwitch.")
+    add(
+        "nvlink.errors",
+        "counter -> link -> count",
+        "nvmlDeviceGetNvLinkErrorCounter, nvmlDeviceGetFieldValues",
+        _link_errors,
+        "Error counters of the NVLinks that are up, those that this generation has.",
+    )
+    add(
+        "fabric",
+        "state, status, health",
+        "nvmlDeviceGetGpuFabricInfoV",
+        _fabric,
+        "How far the GPU's registration with the Fabric Manager is, how it ended, and what is wrong with it.",
+    )
+    add(
+        "mig.mode", "bool", "nvmlDeviceGetMigMode", lambda nvml, gpu: bool(nvml.nvmlDeviceGetMigMode(gpu)[0]), "MIG on."
+    )
+    plain(
+        "persistence.mode",
+        "bool",
+        "nvmlDeviceGetPersistenceMode",
+        _switch,
+        "The driver stays loaded while nobody uses the GPU.",
+    )
+    return table
+
+
+QUERIES: Mapping[str, Query] = MappingProxyType(_table())
+
+
+def text(value: str | bytes) -> str:
+    """Return NVML's text, which older nvidia-ml-py gives as bytes."""
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)

@@ -1,0 +1,296 @@
+"""Workloads: the sizes, shapes and times that a suite measures with. Pure; ``workload_file`` reads them.
+
+    workload.matmul.sizes                     # (4096, 8192, 16384)
+    workload.all_reduce.sampling              # Sampling(warmup_seconds=2.0, ...)
+
+What a key means, how it is written and what is allowed stands once, at the attribute that it fills: the loader, the
+command line, the JSON Schema and the documents are made from it. A new key is one line; a new section is a class and
+a line in :class:`Workload`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pytest_gpucluster.errors import UnitError
+from pytest_gpucluster.sampling import Sampling
+from pytest_gpucluster.workload_values import Amount, Choice, Duration, Kind, Ratio, Whole, repeated
+
+PROFILES = ("quick", "full", "soak", "cpu")
+USUAL_PROFILE = "full"
+CPU_PROFILE = "cpu"
+"""The one of a rehearsal on cpu, whatever was asked for."""
+
+_MB, _TB = 10**6, 10**12
+_DAY_SECONDS = 86400
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """What a key means and how its value is written."""
+
+    doc: str
+    kind: Kind
+    key: str = ""
+    """How the file calls it, if not like the attribute."""
+    is_list: bool = False
+
+    @property
+    def allowed(self) -> str:
+        """What is allowed, in a few words."""
+        return f"a list; each item is {self.kind.allowed}" if self.is_list else self.kind.allowed
+
+    def read(self, texts: Sequence[str]) -> tuple[Any, list[tuple[int, str]]]:
+        """Return the value, and what is wrong with which of its texts. A list becomes a tuple."""
+        values: list[Any] = []
+        complaints: list[tuple[int, str]] = []
+        for index, text in enumerate(texts):
+            try:
+                values.append(self.kind.read(text))
+            except (ValueError, UnitError) as error:
+                complaints.append((index, str(error)))
+        if complaints:
+            return None, complaints
+        twice = repeated(texts, values)
+        if twice is not None:
+            index, text = twice
+            return None, [(index, f"{text}; each value is measured once")]
+        return (tuple(values) if self.is_list else values[0]), []
+
+
+SAMPLING = {
+    "warmup_seconds": Spec(
+        key="warmup",
+        doc="at least so long the load runs before the first sample counts",
+        kind=Duration(least_seconds=0, most_seconds=_DAY_SECONDS),
+    ),
+    "window_seconds": Spec(
+        key="window",
+        doc="at least so long the samples take together",
+        kind=Duration(least_seconds=0.01, most_seconds=_DAY_SECONDS),
+    ),
+    "longest_seconds": Spec(
+        key="longest",
+        doc="without certainty about the median no longer than this, and then once more; not below window",
+        kind=Duration(least_seconds=0.01, most_seconds=_DAY_SECONDS),
+    ),
+    "tolerance_ratio": Spec(
+        key="tolerance",
+        doc="certain is a median whose 95 % interval is no wider than this part of it",
+        kind=Ratio(least=0.0001, most=3),
+    ),
+}
+"""Attribute of :class:`~pytest_gpucluster.sampling.Sampling` -> its key, in each section that has a ``sampling``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matmul:
+    """Products of two n x n matrices, in every dtype."""
+
+    sizes: Annotated[
+        tuple[int, ...],
+        Spec(
+            doc="n of the n x n matrices; the largest is judged",
+            # torch._scaled_mm, which multiplies fp8, takes no other sizes.
+            kind=Whole(least=16, most=65536, multiple_of=16),
+            is_list=True,
+        ),
+    ]
+    sampling: Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hbm:
+    """Copying, reading and writing the GPU's own memory."""
+
+    sizes_bytes: Annotated[
+        tuple[int, ...],
+        Spec(
+            key="sizes",
+            doc="size of one buffer, and a copy has two; the largest is judged",
+            kind=Amount(least_bytes=_MB, most_bytes=_TB, multiple_of=16),
+            is_list=True,
+        ),
+    ]
+    sampling: Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduce:
+    """All-reduce between GPUs. Sizes stay as they are written: they are labels of the measurements, too."""
+
+    sizes: Annotated[
+        tuple[str, ...],
+        Spec(
+            doc="what each rank contributes; the limits say from which size on they hold",
+            kind=Amount(least_bytes=4, most_bytes=_TB, multiple_of=4, as_written=True),
+            is_list=True,
+        ),
+    ]
+    latency_sizes: Annotated[
+        tuple[str, ...],
+        Spec(
+            doc="what each rank contributes where the time of one all-reduce is recorded",
+            kind=Amount(least_bytes=4, most_bytes=100 * _MB, multiple_of=4, as_written=True),
+            is_list=True,
+        ),
+    ]
+    sampling: Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Health:
+    """The look at the GPU itself."""
+
+    load_seconds: Annotated[
+        float,
+        Spec(
+            key="load",
+            doc="how long the GPU is kept busy before its PCIe link is looked at",
+            kind=Duration(least_seconds=0.01, most_seconds=3600),
+        ),
+    ]
+    mig: Annotated[
+        str,
+        Spec(doc="whether the GPUs are meant to be partitioned (Multi-Instance GPU)", kind=Choice(words=("off", "on"))),
+    ]
+    product_size: Annotated[
+        int,
+        Spec(
+            doc="n of the n x n products that are compared with the CPU's",
+            kind=Whole(least=16, most=8192, multiple_of=16),
+        ),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is measured with: one profile, complete. Each attribute but ``profile`` is a section of the file."""
+
+    profile: str
+    matmul: Annotated[Matmul, "matmul"]
+    hbm: Annotated[Hbm, "hbm"]
+    all_reduce: Annotated[AllReduce, "nccl.all_reduce"]
+    health: Annotated[Health, "health"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadRecord:
+    """What was run, as reports state it."""
+
+    profile: str
+    file: str
+    values: Mapping[str, str]
+    """Path of each key -> its value as written."""
+    origins: Mapping[str, str]
+    """Path of each key -> file, line and column; or where else, and how, an operator has set it."""
+
+    @property
+    def overridden(self) -> list[str]:
+        """Each ``key=value`` that the file does not say."""
+        return [
+            f"{key}={value}"
+            for key, value in self.values.items()
+            if not self.origins.get(key, "").startswith(f"{self.file}:")
+        ]
+
+    @property
+    def remarks(self) -> list[str]:
+        """What a verdict must say of it: another profile than full, and what was overridden."""
+        said = [f"profile {self.profile}"] if self.profile not in (USUAL_PROFILE, CPU_PROFILE) else []
+        return said + ([f"workload overridden: {'; '.join(self.overridden)}"] if self.overridden else [])
+
+    @property
+    def compared(self) -> dict[str, str]:
+        """What must be the same on every rank: with different sizes a collective would hang."""
+        return {"profile": self.profile, **self.values}
+
+    def line(self) -> dict[str, Any]:
+        """Return the journal's line."""
+        body = {"profile": self.profile, "file": self.file, "values": dict(self.values), "origins": dict(self.origins)}
+        return {"type": "workload", **body}
+
+    @classmethod
+    def from_line(cls, line: Mapping[str, Any]) -> WorkloadRecord:
+        """Read what :meth:`line` has made."""
+        return cls(profile=line["profile"], file=line["file"], values=line["values"], origins=line["origins"])
+
+    def __str__(self) -> str:
+        over = f", overridden: {'; '.join(self.overridden)}" if self.overridden else ""
+        return f"{self.profile} ({self.file}){over}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """One section of the file."""
+
+    path: str
+    """Its key in a profile; the dots are levels of the file."""
+    attribute: str
+    """Of :class:`Workload`."""
+    type: type
+    keys: Mapping[str, tuple[str, ...]]
+    """Path of each key -> the attribute that it fills, inside this section."""
+
+    @property
+    def doc(self) -> str:
+        """What the section is about."""
+        return " ".join((self.type.__doc__ or "").split())
+
+    @property
+    def window_and_longest(self) -> tuple[str, str] | None:
+        """Return the paths of the two times that depend on each other, in a section that is sampled."""
+        window, longest = f"{self.path}.window", f"{self.path}.longest"
+        return (window, longest) if longest in self.keys else None
+
+
+def _sections() -> Iterator[tuple[Section, dict[str, Spec]]]:
+    for name, hint in _hints(Workload):
+        path = next(iter(getattr(hint, "__metadata__", ())), None)
+        if path is None:
+            continue
+        kind = typing.get_args(hint)[0]
+        keys: dict[str, tuple[str, ...]] = {}
+        specs: dict[str, Spec] = {}
+        for attribute, of in _hints(kind):
+            places: dict[tuple[str, ...], Spec] = {(attribute, part): spec for part, spec in SAMPLING.items()}
+            if of is not Sampling:
+                places = {(attribute,): of.__metadata__[0]}
+            for place, spec in places.items():
+                where = f"{path}.{spec.key or attribute}"
+                keys[where], specs[where] = place, spec
+        yield Section(path=path, attribute=name, type=kind, keys=keys), specs
+
+
+def _hints(of: type) -> Iterator[tuple[str, Any]]:
+    hints = typing.get_type_hints(of, include_extras=True)
+    return ((part.name, hints[part.name]) for part in dataclasses.fields(of))
+
+
+SECTIONS: tuple[Section, ...] = tuple(section for section, _ in _sections())
+KEYS: Mapping[str, Spec] = {path: spec for _, specs in _sections() for path, spec in specs.items()}
+"""Path of every key, such as ``nccl.all_reduce.latency_sizes`` -> what it means and how it is written."""
+
+
+def build(profile: str, values: Mapping[str, Any]) -> Workload:
+    """Make a workload of the values of all keys.
+
+    Raises:
+        KeyError: a key has no value.
+        ValueError: two values contradict each other.
+    """
+    sections = {}
+    for section in SECTIONS:
+        plain: dict[str, Any] = {}
+        for path, place in section.keys.items():
+            if len(place) == 1:
+                plain[place[0]] = values[path]
+            else:
+                plain.setdefault(place[0], {})[place[1]] = values[path]
+        nested = {name: Sampling(**value) if isinstance(value, dict) else value for name, value in plain.items()}
+        sections[section.attribute] = section.type(**nested)
+    return Workload(profile=profile, **sections)

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import doctest
+
+import pytest
+
+from pytest_gpucluster.benchmarks import collective_result
+from pytest_gpucluster.benchmarks.collective_result import CollectiveResult, busbw_factor
+from pytest_gpucluster.sampling import Sampling, series
+
+SAMPLING = Sampling(warmup_seconds=0, window_seconds=1, longest_seconds=1, tolerance_ratio=0.01)
+
+
+def result(seconds=0.01, *, slowest=0.02, mean=0.016, ranks=8, noisy=False):
+    times = [seconds * (2 if noisy and index % 2 else 1) for index in range(10)]
+    return CollectiveResult(
+        collective="all_reduce",
+        payload_bytes=10**9,
+        dtype="bf16",
+        ranks=ranks,
+        calls_per_window=1,
+        windows_per_sample=1,
+        latency=series(times, SAMPLING),
+        slowest_latency=series([slowest] * 10, SAMPLING),
+        mean_latency=series([mean] * 10, SAMPLING),
+        verified_elements=1,
+        sampling=SAMPLING,
+    )
+
+
+def test_doctests_hold():
+    assert doctest.testmod(collective_result).failed == 0
+
+
+def test_one_rank_has_no_busbw():
+    with pytest.raises(ValueError, match="2 ranks and more, not for 1"):
+        busbw_factor(1)
+    alone = result(ranks=1)
+    assert alone.busbw is alone.slowest_busbw is alone.average_busbw is None
+    assert alone.algbw.median == pytest.approx(100e9)
+
+
+def test_bandwidths_are_those_of_their_times():
+    eight = result()
+    assert eight.algbw.median == pytest.approx(100e9)
+    assert eight.busbw.median == pytest.approx(175e9)
+    assert eight.slowest_busbw.median == pytest.approx(87.5e9)
+    assert eight.average_busbw.median == pytest.approx(1e9 / 0.016 * 1.75)
+
+
+def test_the_interval_of_a_rate_has_its_ends_the_right_way_round():
+    rate = result(noisy=True).busbw
+    assert rate.low < rate.high
+    assert rate.low == pytest.approx(87.5e9)
+    assert rate.high == pytest.approx(175e9)
+
+
+def test_a_rate_is_as_inconclusive_as_its_time():
+    noisy = result(noisy=True)
+    assert noisy.latency.inconclusive != ""
+    assert noisy.algbw.inconclusive == noisy.busbw.inconclusive == noisy.latency.inconclusive
+    assert result().busbw.inconclusive == ""

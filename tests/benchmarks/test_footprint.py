@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import doctest
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_gpucluster.benchmarks import footprint
+from pytest_gpucluster.benchmarks.footprint import (
+    CACHES,
+    cache_bytes,
+    free_bytes,
+    memory_returned,
+    require_free,
+    sets_beyond_cache,
+)
+from pytest_gpucluster.cause import kind_of
+from pytest_gpucluster.errors import EnvironmentBroken
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
+
+
+def test_doctests_hold():
+    assert doctest.testmod(footprint).failed == 0
+
+
+@settings(deadline=None)
+@given(set_bytes=st.integers(1, 10**10), cache=st.integers(0, 10**9))
+def test_buffers_exceed_the_cache_and_no_more_than_they_must(set_bytes, cache):
+    sets = sets_beyond_cache(set_bytes, cache)
+    assert sets * set_bytes >= CACHES * cache
+    assert sets == 1 or (sets - 1) * set_bytes < CACHES * cache
+
+
+def test_the_cache_is_what_the_device_says(monkeypatch):
+    properties = {CUDA: SimpleNamespace(L2_cache_size=60 * 2**20)}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
+    assert cache_bytes(CUDA) == 60 * 2**20
+    assert cache_bytes(CPU) == 0
+
+
+def test_what_the_allocator_keeps_is_given_back_before_free_memory_is_counted(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: asked.append("empty"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (asked.append(device), (7, 100))[1])
+    assert free_bytes(CUDA) == 7
+    assert asked == ["empty", CUDA]
+
+
+def test_too_little_memory_is_an_error_that_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(footprint, "free_bytes", lambda device: 40 * 10**9)
+    require_free(CUDA, 40 * 10**9, "copy", instead="ask for less")
+    with pytest.raises(EnvironmentBroken) as caught:
+        require_free(CUDA, 64 * 10**9, "memory copy of 32 GB", instead="ask for less")
+    assert str(caught.value) == (
+        "cuda:1: memory copy of 32 GB needs 64 GB of memory, and 40 GB are free; end what else uses this device"
+        " (nvidia-smi names the processes), or ask for less"
+    )
+    assert kind_of(caught.value, "call") == "error"
+
+
+def test_memory_that_cannot_be_counted_is_not_refused(monkeypatch):
+    monkeypatch.setattr(footprint, "free_bytes", lambda device: None)
+    require_free(CPU, 10**15, "copy", instead="ask for less")
+
+
+def test_free_memory_of_this_machine_is_known_or_none(monkeypatch, tmp_path):
+    free = free_bytes(CPU)
+    assert free is None or free > 0
+    monkeypatch.setattr(footprint, "Path", lambda path: tmp_path / "none")
+    assert free_bytes(CPU) is None
+
+
+@pytest.mark.parametrize("outcome", ["returns", "raises"])
+def test_the_cache_is_emptied_either_way(monkeypatch, outcome):
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+
+    def call():
+        with memory_returned():
+            if outcome == "raises":
+                raise ValueError("as planned")
+
+    if outcome == "raises":
+        with pytest.raises(ValueError, match="as planned"):
+            call()
+    else:
+        call()
+    assert emptied == [True]
+
+
+def test_a_lost_device_does_not_hide_why(monkeypatch):
+    def lost():
+        raise RuntimeError("CUDA error: device lost")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lost)
+    with pytest.raises(ValueError, match="the reason"), memory_returned():
+        raise ValueError("the reason")

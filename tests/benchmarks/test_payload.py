@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import doctest
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pytest_gpucluster.benchmarks import payload
+from pytest_gpucluster.benchmarks.payload import LARGEST_ADDEND, Payload, finite_calls, needed_bytes
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def alone():
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_doctests_hold():
+    assert doctest.testmod(payload).failed == 0
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("ranks", [2, 3, 8, 1000])
+def test_sums_stay_finite_as_long_as_promised(ranks, dtype):
+    largest, total = torch.finfo(payload.DTYPES[dtype]).max, float(LARGEST_ADDEND)
+    for _ in range(finite_calls(ranks, dtype) - 1):
+        total *= ranks
+    assert total <= largest < total * ranks
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_every_addend_is_a_whole_number_that_the_dtype_holds_exactly(alone, dtype):
+    made = Payload(alone, CPU, 4000, dtype)
+    for _ in range(3):
+        made.fill()
+        values = made.tensor.double()
+        assert bool((values == values.round()).all())
+        assert 1 <= float(values.min()) <= float(values.max()) <= LARGEST_ADDEND
+        assert made.defect() is None
+
+
+def test_a_payload_is_filled_with_other_data_each_time(alone):
+    made = Payload(alone, CPU, 4000, "fp32")
+    made.fill()
+    before = made.tensor.clone()
+    made.fill()
+    assert bool((made.tensor != before).all())
+
+
+@pytest.mark.parametrize("index", [0, 150, 299, 300, 999])
+def test_each_single_wrong_bit_is_found_in_every_part(alone, monkeypatch, index):
+    monkeypatch.setattr(payload, "_CHUNK_ELEMENTS", 300)
+    for bit in range(32):
+        made = Payload(alone, CPU, 4000, "fp32")
+        made.fill()
+        made.tensor.view(torch.int32)[index] ^= -(2**31) if bit == 31 else 1 << bit
+        assert f"1 of 1000 sums are wrong, the first at offset {index}: found" in (made.defect() or "")
+
+
+def test_a_payload_is_filled_again_before_a_sum_overflows_and_not_sooner(alone, monkeypatch):
+    made = Payload(alone, CPU, 4000, "fp32")
+    monkeypatch.setattr(made, "_finite_calls", 10)
+    fills = []
+    monkeypatch.setattr(made, "fill", lambda: (fills.append(made._calls), setattr(made, "_calls", 0)))
+    for _ in range(5):
+        made.ready(4)
+    assert fills == [0, 8, 8]
+
+
+def test_memory_is_counted_for_the_payload_and_for_one_part_of_what_verifies_it():
+    part = needed_bytes(8 * 2**30, "fp32") - 8 * 2**30
+    assert needed_bytes(64 * 2**30, "bf16") == 64 * 2**30 + part
+    assert needed_bytes(4000, "fp32") < 100_000
+
+
+def test_a_payload_of_more_elements_than_32_bits_can_count_is_made_and_checked_in_parts(alone):
+    made = Payload(alone, torch.device("meta"), 8 * 2**30, "bf16")
+    assert made.tensor.numel() == 2**32
+    parts = list(made._chunks())
+    assert sum(len(part) for part, _, _ in parts) == 2**32
+    assert {len(part) for part, _, _ in parts} == {2**24}
+    assert {index.dtype for _, index, _ in parts} == {torch.int64}

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pytest_gpucluster.benchmarks.scaled_product import require_fp8, scaled_product
+from pytest_gpucluster.cause import kind_of
+from pytest_gpucluster.errors import EnvironmentBroken
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 2)
+N = 32
+
+
+def operands():
+    generator = torch.Generator().manual_seed(3)
+    a, b = (torch.randn(N, N, generator=generator).to(torch.float8_e4m3fn) for _ in range(2))
+    return a, b.t().contiguous().t()
+
+
+@pytest.mark.parametrize("name", ["_scaled_mm", "scaled_mm"])
+def test_by_either_name_it_is_the_product_of_the_matrices(monkeypatch, name):
+    if name == "scaled_mm":
+        monkeypatch.delattr(torch, "_scaled_mm")
+    a, b = operands()
+    out = torch.full((N, N), torch.nan, dtype=torch.bfloat16)
+    scaled_product(CPU)(a, b, out)
+    torch.testing.assert_close(out, (a.float() @ b.float()).bfloat16(), rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("name", ["_scaled_mm", "scaled_mm"])
+def test_fast_accumulation_is_asked_for(monkeypatch, name):
+    asked = []
+
+    def fake(a, b, *scales, use_fast_accum, **others):
+        asked.append((use_fast_accum, others.get("out_dtype", others.get("output_dtype"))))
+        return torch.zeros(N, N, dtype=torch.bfloat16)
+
+    if name == "scaled_mm":
+        monkeypatch.delattr(torch, "_scaled_mm")
+        monkeypatch.setattr(torch.nn.functional, "scaled_mm", fake)
+    else:
+        monkeypatch.setattr(torch, "_scaled_mm", fake)
+    scaled_product(CPU)(*operands(), torch.empty(N, N, dtype=torch.bfloat16))
+    assert asked == [(True, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)], ids=["L40S", "H100", "B200"])
+def test_gpus_with_fp8_tensor_cores_are_accepted(monkeypatch, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    require_fp8(CUDA)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6)], ids=["A100", "A40"])
+def test_an_older_gpu_is_an_error_and_no_failure(monkeypatch, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with pytest.raises(EnvironmentBroken, match=r"cuda:2: fp8 products need compute capability 8\.9 .* has 8\.[06];"):
+        require_fp8(CUDA)
+    assert kind_of(EnvironmentBroken(), "call") == "error"
+
+
+def test_a_rehearsal_on_cpu_has_fp8():
+    require_fp8(CPU)

@@ -1,0 +1,100 @@
+"""NVML for tests: GPUs whose every query has a planted value, or an exception in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from pytest_gpucluster.nvml import QUERIES, NotAvailable, NvmlGpu
+
+
+class FakeNvml:
+    """GPUs by UUID -> query -> value, an exception to raise, or a callable that gives one or the other.
+
+    A query without a planted value is not supported, as on a card that lacks it. GPUs are numbered as they come.
+    """
+
+    def __init__(
+        self,
+        gpus: Mapping[str, Mapping[str, Any]],
+        *,
+        name: str = "NVIDIA H100 80GB HBM3",
+        driver: str = "580.65.06",
+        pci: Mapping[str, str] | None = None,
+        count: int | None = None,
+        silent: Iterable[str] = (),
+    ) -> None:
+        """``silent``: UUIDs that are counted and do not answer, as a lost GPU."""
+        self.gpus = {uuid: dict(values) for uuid, values in gpus.items()}
+        for values in self.gpus.values():
+            assert set(values) <= set(QUERIES), f"no such query: {sorted(set(values) - set(QUERIES))}"
+        self.name, self.driver, self.silent = name, driver, set(silent)
+        self.pci = dict(pci or {uuid: f"00000000:{0x1B + 0x10 * i:02X}:00.0" for i, uuid in enumerate(self.gpus)})
+        self._count = count
+
+    def driver_version(self) -> str:
+        return self.driver
+
+    def count(self) -> int:
+        return len(self.gpus) if self._count is None else self._count
+
+    def find(self, uuid: str) -> NvmlGpu | None:
+        if uuid not in self.gpus or uuid in self.silent:
+            return None
+        return NvmlGpu(index=list(self.gpus).index(uuid), uuid=uuid, pci_bus_id=self.pci[uuid], name=self.name)
+
+    def pci_bus_ids(self) -> tuple[str, ...]:
+        return tuple(self.pci[uuid] for uuid in self.gpus if uuid not in self.silent)
+
+    def read(self, uuid: str, query: str) -> Any:
+        functions = QUERIES[query].functions
+        if uuid not in self.gpus or uuid in self.silent:
+            raise NotAvailable("the GPU is lost: it has fallen off the bus or is inaccessible", "lost")
+        if query not in self.gpus[uuid]:
+            raise NotAvailable(f"not supported by this GPU or driver ({functions})")
+        value = self.gpus[uuid][query]
+        if isinstance(value, Callable):  # type: ignore[arg-type]  # mypy takes no Callable here
+            value = value()
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+
+HEALTHY_H100: Mapping[str, Any] = {
+    "serial": "1650123456789",
+    "vbios": "96.00.74.00.01",
+    "memory.total": 85_520_809_984,
+    "memory.free": 84_400_000_000,
+    "memory.used": 520_000_000,
+    "memory.reserved": 600_000_000,
+    "processes": (),
+    "ecc.mode": True,
+    "ecc.uncorrected.volatile": 0,
+    "ecc.uncorrected.aggregate": 0,
+    "ecc.corrected.volatile": 0,
+    "rows.remapped.corrected": 0,
+    "rows.remapped.uncorrected": 0,
+    "rows.pending": False,
+    "rows.failed": False,
+    "clock.sm": 1755,
+    "clock.memory": 2619,
+    "power.draw": 690.0,
+    "power.limit": 700.0,
+    "power.limit.default": 700.0,
+    "temperature.gpu": 61,
+    "temperature.slowdown": 89,
+    "temperature.margin": 26,
+    "utilization.gpu": 100,
+    "throttle.reasons": (),
+    "pcie.generation": 5,
+    "pcie.width": 16,
+    "pcie.generation.max": 5,
+    "pcie.width.max": 16,
+    "nvlink.up": dict.fromkeys(range(18), True),
+    "nvlink.switch": 18,
+    "nvlink.errors": {name: dict.fromkeys(range(18), 0) for name in ("replay", "recovery", "crc_flit")},
+    "fabric": {"state": "completed", "status": "success", "health": ()},
+    "mig.mode": False,
+    "persistence.mode": True,
+}
+"""What an H100 SXM says that nothing is wrong with. It has no retired pages."""

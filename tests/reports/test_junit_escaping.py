@@ -1,0 +1,155 @@
+"""Whatever text a test, a rank or a driver comes up with: the JUnit file is valid, and a reader finds the text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import junitparser
+import pytest
+import xmlschema
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from pytest_gpucluster.journal import JournalBuilder, JUnitOptions
+from pytest_gpucluster.reports import junit
+from pytest_gpucluster.wording import MESSAGE_CHARACTERS, one_line, visible
+
+SCHEMA = xmlschema.XMLSchema(str(Path(__file__).parent.parent / "data" / "junit-10.xsd"))
+
+# With control characters, lone surrogates and what XML forbids.
+ANY = st.text(st.characters())
+SOME = st.text(st.characters(), min_size=1)
+# What is likely to break a format: its own brackets, entities, escapes and line ends.
+NASTY = st.lists(
+    st.sampled_from(["]]>", "]]", "[[PROPERTY|", "<!--", "-->", "<![CDATA[", "&amp;", "&#0;", "&", "<", '"', "'"])
+    | st.sampled_from(["\r\n", "\r", "\n", "\t", "\x00", "\x1b[31m", "\x85", "\u2028", "\ud800", "\ufffe", "漢", "🚀"]),
+    min_size=1,
+).map("".join)
+TEXT = SOME | NASTY
+QUICK = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def read_back(*lines: dict[str, Any], family: str = "xunit2", logging: str = "no") -> junitparser.TestSuite:
+    """Render, hold the file against Jenkins' schema where it claims to follow it, and read it as a CI system does."""
+    builder = JournalBuilder(keep_samples=False)
+    builder.add({"type": "run", "schema_version": 1, "run_id": "r1", "started_at": "2026-01-02T03:04:05Z"})
+    for line in lines:
+        builder.add(line)
+    document = junit.render(builder.journal(), JUnitOptions(family=family, logging=logging))
+    if family == "xunit2":
+        SCHEMA.validate(document)
+    [suite] = junitparser.JUnitXml.fromstring(document.encode("utf-8"))
+    return suite
+
+
+def finished(name: str = "test_a", outcome: str = "passed", **more: Any) -> dict[str, Any]:
+    return {"type": "test", "nodeid": f"t.py::{name}", "classname": "t", "name": name, "outcome": outcome, **more}
+
+
+def properties(suite: junitparser.TestSuite) -> dict[str, str]:
+    return {each.name: each.value for each in suite.properties()}
+
+
+def case_of(suite: junitparser.TestSuite) -> junitparser.TestCase:
+    return next(iter(suite))
+
+
+@given(name=TEXT, classname=TEXT)
+@example(name="]]>", classname="<&>\n\t\r")
+@QUICK
+def test_a_testcase_is_found_by_its_name(name: str, classname: str) -> None:
+    case = case_of(read_back(finished(name, classname=classname)))
+    assert (case.name, case.classname) == (visible(name), visible(classname))
+
+
+@given(name=TEXT)
+@QUICK
+def test_two_testcases_never_have_one_name(name: str) -> None:
+    lines = [{**finished(name), "nodeid": f"{i}"} for i in range(2)]
+    names = [case.name for case in read_back(*lines)][:2]
+    assert names == [visible(name), f"{visible(name)} (2)"]
+
+
+@pytest.mark.parametrize("outcome", ["failed", "error", "skipped"])
+@given(message=ANY | NASTY, text=ANY | NASTY)
+@example(message="x" * 500, text="]]>")
+@QUICK
+def test_message_and_text_of_an_outcome_are_read(outcome: str, message: str, text: str) -> None:
+    [verdict] = case_of(read_back(finished(outcome=outcome, message=message, text=f"<{text}>"))).result
+    expected = one_line(message, MESSAGE_CHARACTERS) or outcome
+    assert verdict.message == expected
+    assert len(verdict.message) <= MESSAGE_CHARACTERS
+    assert verdict.text == f"<{visible(text)}>"
+
+
+@given(out=ANY | NASTY, err=ANY | NASTY)
+@QUICK
+def test_captured_output_is_read(out: str, err: str) -> None:
+    sections = [["Captured stdout call", f"<{out}>"], ["Captured stderr call", f"<{err}>"]]
+    case = case_of(read_back(finished(sections=sections), logging="all"))
+    assert f"<{visible(out)}>" in case.system_out
+    assert f"<{visible(err)}>" in case.system_err
+
+
+@given(key=TEXT, label=TEXT, why=TEXT, origin=TEXT, source=TEXT, transport=TEXT)
+@QUICK
+def test_a_measurement_is_one_line_whatever_its_labels_hold(
+    key: str, label: str, why: str, origin: str, source: str, transport: str
+) -> None:
+    judged = {
+        "metric": "nccl.all_reduce.busbw",
+        "unit": "GB/s",
+        "labels": {key: label},
+        "status": "failed",
+        "value": 442.1,
+        "worst_rank": 0,
+        "interval": [440.2, 443.9],
+        "inconclusive": why,
+        "limit": {"min": 400.0, "source": source, "origin": origin, "expect_transport": [transport]},
+        "telemetry": {"0": {"throttle": [why], "not_available": {key: why}}},
+        "values": {"0": 442.1},
+    }
+    suite = read_back(finished(outcome="failed", measurements=[judged]))
+    name = f"nccl.all_reduce.busbw{{{key}={label}}}"
+    assert f"t.test_a[{visible(name)}]" in properties(suite)
+    assert f"t.test_a[{visible(name)}.telemetry]" in properties(suite)
+    limit = properties(suite)["limit[nccl.all_reduce.busbw]"]
+    assert visible(f"over {transport}; {origin}; {source}") in limit
+    case = case_of(suite)
+    # Split as CI systems do: at line feeds only.
+    lines = case.system_out.split("\n")
+    assert len(lines) == 2
+    assert all(line.startswith("[[PROPERTY|nccl") and line.endswith("]]") for line in lines)
+    assert all(line.index("]]") == len(line) - 2 for line in lines), "a reader stops at the first pair"
+
+
+@given(name=TEXT, value=ANY | NASTY)
+@QUICK
+def test_properties_of_a_test_are_read_in_the_family_that_has_them(name: str, value: str) -> None:
+    suite = read_back(finished(properties=[[name, value]]), family="xunit1")
+    found = case_of(suite).child(junitparser.Properties)
+    assert [(each.name, each.value) for each in found] == [(visible(name), visible(value))]
+
+
+@given(key=TEXT, value=TEXT, origin=TEXT)
+@QUICK
+def test_what_was_run_is_read_with_where_it_was_set(key: str, value: str, origin: str) -> None:
+    line = {"type": "workload", "profile": value, "file": origin, "values": {key: value}, "origins": {key: origin}}
+    found = properties(read_back(line, finished()))
+    assert found["workload.profile"] == visible(value)
+    assert found["workload.file"] == visible(origin)
+    if key not in ("profile", "file"):
+        assert found[f"workload.{visible(key)}"] == visible(f"{value} ({origin})")
+
+
+@given(name=TEXT, message=ANY | NASTY, text=ANY | NASTY)
+@QUICK
+def test_what_goes_wrong_outside_of_tests_is_a_testcase(name: str, message: str, text: str) -> None:
+    line = {"type": "problem", "name": name, "outcome": "error", "message": message, "text": f"<{text}>"}
+    suite = read_back(line, {"type": "end", "verdict": "BROKEN", "exit": 11, "reason": message})
+    case = case_of(suite)
+    assert case.name == visible(name)
+    [verdict] = case.result
+    assert verdict.message == (one_line(message, MESSAGE_CHARACTERS) or "error")
+    assert verdict.text == f"<{visible(text)}>"

@@ -1,0 +1,260 @@
+"""Process groups: gloo's for real, and what is asked of torch for NCCL where there is no GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrun import torchrun
+
+from pytest_gpucluster import nccl_log
+from pytest_gpucluster.agreement.release.gloo import SocketReleaser
+from pytest_gpucluster.agreement.release.nccl import NcclReleaser
+from pytest_gpucluster.cluster import Cluster
+from pytest_gpucluster.errors import CommunicationError
+from pytest_gpucluster.launch import RankFacts
+
+P2P = "node-a:7:8 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM\n"
+IB = "node-a:7:8 [0] NCCL INFO Channel 00/0 : 7[7] -> 8[0] [send] via NET/IB/0/GDRDMA\n"
+
+
+class Nccl:
+    """torch.distributed as rank 5 of 16 on 2 nodes sees it, where what NCCL would do is written down."""
+
+    def __init__(self, monkeypatch):
+        self.made, self.guards, self.log, self.fails = [], [], None, ""
+        monkeypatch.setattr(dist, "init_process_group", self.init)
+        monkeypatch.setattr(dist, "new_group", self.new_group)
+        monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: group.ranks)
+        monkeypatch.setattr(dist, "all_gather_object", self.gather)
+        monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=SimpleNamespace(ranks=list(range(16)))))
+        monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+        self.cluster = Cluster(
+            RankFacts(
+                rank=5,
+                world_size=16,
+                local_rank=5,
+                local_world_size=8,
+                node_rank=0,
+                nnodes=2,
+                hostname="node-a",
+                launcher="torchrun",
+                run_id="x",
+            ),
+            hosts=["node-a"] * 8 + ["node-b"] * 8,
+            device_type="cuda",
+            device_index=5,
+            store_for_group=lambda key: SimpleNamespace(set_timeout=lambda timeout: None),
+            guard=lambda *releasers: self.guards.append(releasers),
+            deadline_seconds=10,
+        )
+
+    def init(self, backend, **options):
+        self.made.append((backend, options["device_id"]))
+        self.write(IB)
+
+    def new_group(self, ranks, **options):
+        self.made.append((ranks, options))
+        self.guarded_while_making = self.guards[-1]
+        if self.fails:
+            raise RuntimeError(self.fails)
+        self.write(P2P)
+        return SimpleNamespace(ranks=ranks)
+
+    def gather(self, gathered, value, group):
+        gathered[:] = [value] * 16
+
+    def write(self, text):
+        if self.cluster.nccl_log.path is not None:
+            with self.cluster.nccl_log.path.open("a") as file:
+                file.write(text)
+
+
+@pytest.fixture
+def nccl(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS"):
+        monkeypatch.setenv(name, "")  # so that it is put back afterwards
+        monkeypatch.delenv(name)
+    nccl_log.prepare(os.environ)
+    yield Nccl(monkeypatch)
+    for name in ("NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS"):
+        os.environ.pop(name, None)
+
+
+def test_with_nccl_one_split_makes_all_groups_of_a_size_and_each_rank_asks_for_its_own(nccl):
+    groups = [nccl.cluster.subgroups(size) for size in (1, 8, 8, 16)]
+    assert nccl.made[0] == ("nccl", torch.device("cuda:5"))
+    assert [ranks for ranks, _ in nccl.made[1:]] == [[5], list(range(8))]
+    assert all(options["use_local_synchronization"] for _, options in nccl.made[1:])
+    assert groups[1] is groups[2]
+    assert groups[3] is nccl.cluster.group
+
+
+def test_a_nodes_ranks_need_not_be_consecutive(nccl):
+    nccl.cluster.node_group([rank % 2 for rank in range(16)])
+    assert nccl.made[1][0] == [1, 3, 5, 7, 9, 11, 13, 15]
+
+
+def test_the_node_of_one_node_is_the_world(nccl):
+    assert nccl.cluster.node_group([0] * 16) is nccl.cluster.group
+    assert len(nccl.made) == 1
+
+
+def test_nodes_with_different_numbers_of_ranks_are_refused_on_all_ranks(nccl):
+    with pytest.raises(CommunicationError, match=r"different numbers of ranks \(node 0 has 10, node 1 has 6\)"):
+        nccl.cluster.node_group([0] * 10 + [1] * 6)
+    assert nccl.made == []
+
+
+@pytest.mark.parametrize("size", [0, -1, 3, 17])
+def test_a_size_that_does_not_divide_the_world_is_refused(nccl, size):
+    with pytest.raises(ValueError, match=f"16 ranks cannot be divided into groups of {size}"):
+        nccl.cluster.subgroups(size)
+    assert nccl.made == []
+
+
+def test_while_nccl_splits_a_release_shuts_the_whole_groups_sockets_too_and_afterwards_it_does_not(nccl):
+    assert nccl.cluster.group
+    [making], made = nccl.guards[0], nccl.guards[-1]
+    assert isinstance(making, SocketReleaser), "the sockets over which the whole group was made"
+    assert isinstance(made[0], NcclReleaser)
+    assert making not in made, "an abort frees a rank, and a watchdog may still want the store"
+    nccl.cluster.subgroups(8)
+    assert nccl.guarded_while_making == (*made, making)
+    assert nccl.guards[-1] == made
+
+
+def test_a_group_that_cannot_be_made_names_rank_and_ranks_and_restores_the_guard(nccl):
+    assert nccl.cluster.group
+    nccl.fails = "NCCL error\nmore"
+    with pytest.raises(
+        CommunicationError, match=r"^rank 5 on node-a: no nccl group of the ranks 0 to 7 could be made: "
+    ):
+        nccl.cluster.subgroups(8)
+    assert len(nccl.guards[-1]) == 2
+    nccl.fails = ""
+    assert nccl.cluster.subgroups(8).ranks == list(range(8))
+
+
+def test_each_group_is_told_by_its_own_part_of_the_log(nccl):
+    node, world = nccl.cluster.subgroups(8), nccl.cluster.group
+    with nccl.cluster.using(node):
+        nccl.write(P2P)
+    nccl.write(IB)
+    assert nccl.cluster.carried_by(node).transport == "P2P"
+    assert nccl.cluster.carried_by(world).transport == "NET/IB"
+    assert nccl.cluster.carried_by(world).properties()["connections"] == "32 NET/IB/GDRDMA"
+    assert nccl.cluster.carried_by(nccl.cluster.subgroups(1)).transport == "none"
+
+
+def test_a_log_that_cannot_be_made_leaves_the_transport_unknown_and_the_group_works(nccl, monkeypatch):
+    def refuse():
+        raise PermissionError("/tmp/x belongs to somebody else")
+
+    monkeypatch.setattr(nccl.cluster.nccl_log, "open", refuse)
+    carried = nccl.cluster.carried_by(nccl.cluster.group)
+    assert carried.transport is None
+    assert carried.unknown == "rank 0: its folder cannot be made: /tmp/x belongs to somebody else"
+
+
+def test_the_end_of_a_run_removes_the_log(nccl, tmp_path):
+    assert nccl.cluster.group
+    assert nccl.cluster.nccl_log.path.exists()
+    with contextlib.suppress(ValueError):  # there is no real group to destroy
+        nccl.cluster.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_torch_keeps_a_subgroup_in_the_register_that_an_abort_goes_through():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        made = dist.new_group([0], use_local_synchronization=True)
+        assert set(dist.distributed_c10d._world.pg_names) == {dist.group.WORLD, made}
+    finally:
+        dist.destroy_process_group()
+
+
+# ---- gloo, for real ------------------------------------------------------------------------------------------------
+
+SUITE = """
+import time
+import pytest
+import torch
+import torch.distributed as dist
+from stamps import RANK, meet, stamp
+
+def total(group):
+    tensor = torch.tensor([float(RANK)])
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()
+
+def test_every_size(cluster):
+    assert total(cluster.subgroups(1)) == RANK
+    assert total(cluster.subgroups(2)) == [1, 1, 5, 5][RANK]
+    assert total(cluster.subgroups(4)) == 6
+    assert cluster.subgroups(1).size() == 1
+    assert cluster.subgroups(2) is cluster.subgroups(2)
+    assert cluster.subgroups(4) is cluster.group
+
+def test_nodes(cluster):
+    assert total(cluster.node_group([0, 1, 0, 1])) == [2, 4, 2, 4][RANK]
+    assert cluster.carried_by(cluster.subgroups(2)).labels == {"transport": "gloo"}
+
+def test_uneven_nodes(cluster):
+    cluster.node_group([0, 0, 0, 1])
+
+def test_hang_in_a_subgroup(cluster):
+    pair = cluster.subgroups(2)
+    total(pair)
+    stamp("hang")
+    if RANK == 3:
+        time.sleep(600)
+    total(pair)
+
+def test_after_hang_in_a_subgroup(cluster):
+    assert total(cluster.subgroups(2)) == [1, 1, 5, 5][RANK]
+    meet(cluster, "hang")
+
+def test_hang_before_a_subgroup_is_made(cluster):
+    cluster.barrier()
+    if RANK == 2:
+        time.sleep(600)
+    total(cluster.subgroups(2))
+
+def test_after_hang_before_a_subgroup_is_made(cluster):
+    assert total(cluster.subgroups(2)) == [1, 1, 5, 5][RANK]
+    meet(cluster, "making")
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return torchrun(tmp_path_factory.mktemp("cluster"), {"test_groups.py": SUITE}, ranks=4, deadline=2.0)
+
+
+def test_groups_of_every_size_sum_up_their_own_ranks_only(run):
+    assert run.verdicts["test_every_size"] == "passed"
+    assert run.verdicts["test_nodes"] == "passed"
+
+
+def test_uneven_nodes_are_an_error_that_says_what_to_do(run):
+    assert run.verdicts["test_uneven_nodes"].startswith("error: ")
+    assert "the nodes have different numbers of ranks (node 0 has 3, node 1 has 1)" in run.verdicts["test_uneven_nodes"]
+    assert "Start equally many ranks on every node" in run.body("test_uneven_nodes")
+
+
+@pytest.mark.parametrize(
+    ("fault", "victim"), [("hang_in_a_subgroup", 3), ("hang_before_a_subgroup_is_made", 2)], ids=["in it", "before it"]
+)
+def test_a_rank_that_hangs_holds_up_its_subgroup_only_until_the_deadline_and_the_next_test_has_new_groups(
+    run, fault, victim
+):
+    assert run.verdicts[f"test_{fault}"].startswith(f"error: rank {victim} (node-a): hangs at test_groups.py:")
+    assert run.verdicts[f"test_after_{fault}"] == "passed"
+    assert run.left_over == []

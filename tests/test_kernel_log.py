@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_gpucluster import kernel_log
+from pytest_gpucluster.kernel_log import Xid, normalised, parse, read
+
+FALLEN = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
+
+
+@pytest.mark.parametrize(
+    ("line", "xid"),
+    [
+        pytest.param(
+            f"[12345.678901] {FALLEN}",
+            Xid(pci="0000:3b:00.0", code=79, text="pid='<unknown>', name=<unknown>, GPU has fallen off the bus."),
+            id="dmesg",
+        ),
+        pytest.param(
+            "NVRM: Xid (PCI:0000:10:1c): 63, pid=1896, Row Remapper: New row marked for remapping",
+            Xid(pci="0000:10:1c.0", code=63, text="pid=1896, Row Remapper: New row marked for remapping"),
+            id="journalctl -o cat",
+        ),
+        pytest.param(
+            "NVRM: GPU at PCI:0000:3b:00: Xid (PCI:0000:3B:00): 119",
+            Xid(pci="0000:3b:00.0", code=119, text=""),
+            id="capitals, and no text",
+        ),
+        pytest.param("NVRM: GPU at PCI:0000:3b:00: GPU-aa", None, id="a line about a GPU"),
+        pytest.param("NVRM: Xid (PCI:0000:3b:00): many", None, id="no number"),
+        pytest.param("usb 1-1: Xid (PCI:0000:3b:00): 79", None, id="not the driver's"),
+        pytest.param("", None, id="empty"),
+    ],
+)
+def test_xids_are_found_in_lines_of_the_log(line: str, xid: Xid | None) -> None:
+    assert parse([line]) == (() if xid is None else (xid,))
+
+
+def test_xids_come_in_the_order_of_the_log() -> None:
+    assert [xid.code for xid in parse([FALLEN.replace("79", "48"), "other", FALLEN])] == [48, 79]
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        pytest.param("00000000:3B:00.0", "0000:3b:00.0", id="NVML"),
+        pytest.param("0000:3b:00.0", "0000:3b:00.0", id="sysfs"),
+        pytest.param("0000:3b:00", "0000:3b:00.0", id="kernel log"),
+        pytest.param("3b:00.0", "0000:3b:00.0", id="lspci"),
+        pytest.param("00010000:07:00.0", "10000:07:00.0", id="a domain beyond four digits"),
+        pytest.param("0001:00:00.0", "0001:00:00.0", id="Azure numbers domains"),
+        pytest.param("not an address", None, id="none"),
+        pytest.param("", None, id="empty"),
+    ],
+)
+def test_an_address_is_the_same_whoever_has_written_it(address: str, expected: str | None) -> None:
+    assert normalised(address) == expected
+
+
+def records(*texts: str) -> list[bytes | OSError]:
+    """What reads of /dev/kmsg give: one record each, then that there is nothing more yet."""
+    found: list[bytes | OSError] = [f"6,{n},{n},-;{text}\n SUBSYSTEM=pci\n".encode() for n, text in enumerate(texts)]
+    return [*found, BlockingIOError(errno.EAGAIN, "later")]
+
+
+def serve(monkeypatch: pytest.MonkeyPatch, answers: list[bytes | OSError]) -> None:
+    """Let reads of any descriptor give these answers."""
+    rest = iter(answers)
+
+    def reads(_: int, __: int) -> bytes:
+        answer = next(rest)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(kernel_log.os, "read", reads)
+
+
+def test_the_kernels_buffer_is_read_record_by_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kmsg").touch()
+    # An overwritten record in between is an error of one read only.
+    first, *rest = records("usb 1-1: new device; fast", FALLEN)
+    serve(monkeypatch, [first, OSError(errno.EPIPE, "overwritten"), *rest])
+    log = read(kmsg=tmp_path / "kmsg", commands=())
+    assert log.lines == ("usb 1-1: new device; fast", FALLEN)
+    assert (log.source, log.why_not) == (str(tmp_path / "kmsg"), "")
+    assert [xid.code for xid in log.xids()] == [79]
+
+
+def command(text: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", text)
+
+
+def test_where_the_buffer_is_refused_commands_are_asked_in_turn(tmp_path: Path) -> None:
+    refused = command("import sys; print('dmesg: read kernel buffer failed', file=sys.stderr); sys.exit(1)")
+    told = command(f"print({FALLEN!r})")
+    log = read(kmsg=tmp_path / "none", commands=(refused, told))
+    assert [xid.code for xid in log.xids()] == [79]
+    assert log.why_not == ""
+    assert log.source.startswith(sys.executable)
+
+
+def test_a_log_that_nobody_shows_says_each_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_log, "COMMAND_SECONDS", 0.2)
+    silent = command("pass")
+    hangs = command("import time; time.sleep(60)")
+    refused = command("import sys; print('Operation not permitted', file=sys.stderr); sys.exit(1)")
+    log = read(kmsg=tmp_path / "none", commands=(silent, hangs, refused, ("no-such-command-here",)))
+    assert log.lines == ()
+    assert log.xids() == ()
+    for reason in (
+        "No such file or directory",
+        "it shows no line",
+        "no answer within 0.2 s",
+        "Operation not permitted",
+    ):
+        assert reason in log.why_not
+    assert "no-such-command-here: No such file or directory" in log.why_not
+
+
+def test_a_buffer_that_may_not_be_opened_is_a_reason_and_no_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(kernel_log.os, "open", refuse)
+    log = read(kmsg=tmp_path / "kmsg", commands=())
+    assert log.why_not == f"{tmp_path / 'kmsg'}: Operation not permitted"
+
+
+def test_the_log_of_this_host_is_read_or_it_is_said_why_not() -> None:
+    log = read()
+    assert bool(log.why_not) != bool(log.source)

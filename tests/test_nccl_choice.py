@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import doctest
+
+import pytest
+
+from pytest_gpucluster import nccl_choice, thresholds
+from pytest_gpucluster.judge import judge
+from pytest_gpucluster.metrics import measurement
+from pytest_gpucluster.nccl_choice import Choice, agreed, choice
+
+# Written for these tests, in the formats of NCCL 2.18 to 2.28.
+ONE_NODE = """\
+NCCL version 2.28.9+cuda12.9
+node-a:4101:4188 [0] NCCL INFO Using network IB
+node-a:4101:4188 [0] NCCL INFO ncclCommInitRankConfig comm 0x55d0c1e0 rank 0 nranks 8 cudaDev 0 nvmlDev 0 busId 1b000 \
+commId 0x9d2e1c - Init START
+node-a:4101:4188 [0] NCCL INFO NVLS multicast support is available on dev 0 (NVLS_NCHANNELS 16)
+node-a:4101:4188 [0] NCCL INFO Channel 00/24 : 0 1 2 3 4 5 6 7
+node-a:4101:4188 [0] NCCL INFO ncclCommInitRankConfig comm 0x55d0c1e0 rank 0 nranks 8 cudaDev 0 nvmlDev 0 busId 1b000 \
+commId 0x9d2e1c - Init COMPLETE
+node-a:4101:4205 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read
+node-a:4101:4205 [0] NCCL INFO Channel 01/0 : 0[0] -> 1[1] via P2P/CUMEM/read
+node-a:4101:4205 [0] NCCL INFO Connected all rings, use ring PXN 0 GDR 1
+node-a:4101:4206 [0] NCCL INFO NVLS comm 0x55d0c1e0 headRank 0 nHeads 8 nvlsRanks 8 buffSize 1048576 nvlsPerRankSize \
+33554432 nvlsTotalSize 268435456
+node-a:4101:4101 [0] NCCL INFO AllReduce: 4 Bytes -> Algo RING proto LL channel{Lo..Hi}={0..0}
+node-a:4101:4101 [0] NCCL INFO Broadcast: 1000000000 Bytes -> Algo RING proto SIMPLE channel{Lo..Hi}={0..15}
+node-a:4101:4101 [0] NCCL INFO AllReduce: 1000000000 Bytes -> Algo NVLS proto SIMPLE channel{Lo..Hi}={0..15}
+""".splitlines()
+IB = "node-a:1:2 [7] NCCL INFO Channel 00/0 : 7[7] -> 8[0] [send] via NET/IB/0(8)/GDRDMA"
+SOCKET = "node-a:1:2 [7] NCCL INFO Channel 00/0 : 15[7] -> 0[0] [receive] via NET/Socket/1"
+P2P = "node-a:1:2 [3] NCCL INFO Channel 05/0 : 3[3] -> 4[4] via P2P/IPC/read"
+SHM = "node-a:1:2 [3] NCCL INFO Channel 05 : 3[3] -> 4[4] via SHM/direct/direct"
+
+
+def test_doctests_hold():
+    assert doctest.testmod(nccl_choice).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "transport", "kind"),
+    [
+        (P2P, "P2P", "P2P/IPC/read"),
+        ("h:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM", "P2P", "P2P/CUMEM"),
+        ("h:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/direct pointer", "P2P", "P2P/direct pointer"),
+        ("h:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 3[3] via P2P/indirect/1[1]", "P2P", "P2P/indirect"),
+        ("h:1:2 [3] NCCL INFO Ring 00 : 3[3d000] -> 4[b2000] via P2P/IPC", "P2P", "P2P/IPC"),
+        ("h:1:2 [3] NCCL INFO Ring 00 : 3 -> 4 [send] via NET/IB/0", "NET/IB", "NET/IB"),
+        (SHM, "SHM", "SHM/direct/direct"),
+        (IB, "NET/IB", "NET/IB/GDRDMA"),
+        ("h:1:2 [0] NCCL INFO Channel 00/0 : 8[0] -> 0[0] [receive] via NET/IBext_v8/2", "NET/IB", "NET/IBext_v8"),
+        ("h:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 8[0] [send] via NET/AWS Libfabric/0/GDRDMA/Shared",
+         "NET/AWS Libfabric", "NET/AWS Libfabric/GDRDMA/Shared"),
+        (SOCKET, "NET/Socket", "NET/Socket"),
+        ("h:1:2 [0] NCCL INFO CollNet 00/0 : 0 [send] via COLLNET/SHARP/0/GDRDMA", "COLLNET/SHARP",
+         "COLLNET/SHARP/GDRDMA"),
+        ("h:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via WARP/9", "WARP", "WARP"),
+    ],
+    ids=["ipc", "cumem", "pointer", "indirect", "2.5", "2.4", "shm", "ib", "ext", "plugin", "socket", "sharp", "new"],
+)  # fmt: skip
+def test_a_line_about_a_connection_gives_its_transport(line, transport, kind):
+    found = choice([line])
+    assert found.transports == (transport,)
+    assert found.connections == {kind: 1}
+    assert found.unknown == ""
+
+
+def test_a_whole_log_tells_version_network_nvls_and_algorithms():
+    found = choice(ONE_NODE)
+    assert found == Choice(
+        transports=("P2P",),
+        connections={"P2P/CUMEM/read": 2},
+        algorithms={4: ("Ring LL",), 1000000000: ("NVLS Simple",)},
+        nvls="used",
+        network="IB",
+        version="2.28.9+cuda12.9",
+        ranks=(8,),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("AllReduce: 8 Bytes -> Algo TREE proto LL128 channel{Lo..Hi}={0..1}", "Tree LL128"),
+        ("AllReduce: 8 Bytes -> Algo NVLS_TREE proto SIMPLE channel{Lo..Hi}={0..1}", "NVLSTree Simple"),
+        ("AllReduce: 8 Bytes -> Algo COLLNET_DIRECT proto SIMPLE channel{Lo..Hi}={0..1}", "CollnetDirect Simple"),
+        ("8 Bytes -> Algo 1 proto 2 time 23.1", "Ring Simple"),
+        ("AllReduce: 8 Bytes -> Algo 5 proto 2 time 23.1", "NVLSTree Simple"),
+        ("8 Bytes -> Algo 9 proto 2 time 23.1", "number 9 Simple"),
+        ("AllReduce: 8 Bytes -> Algo WARP proto SIMPLE channel{Lo..Hi}={0..1}", "WARP Simple"),
+        ("AllReduce [Symmetric]: 8 Bytes -> Kernel AllReduce_AGxLL_R nchannels 1 nthreads 512 nWorks 1",
+         "symmetric AllReduce_AGxLL_R"),
+    ],
+    ids=["tree", "nvls tree", "collnet", "by number", "nvls tree by number", "unknown number", "new", "symmetric"],
+)  # fmt: skip
+def test_an_algorithm_has_one_name_in_all_versions(text, name):
+    assert choice([f"h:1:1 [0] NCCL INFO {text}"]).algorithms == {8: (name,)}
+
+
+@pytest.mark.parametrize(
+    ("lines", "nvls"),
+    [
+        (["NCCL INFO NVLS multicast support is not available on dev 0"], "not available"),
+        (["NCCL INFO NVLS multicast support is available on dev 0"], "available"),
+        (["NCCL INFO Connected NVLS tree", "NCCL INFO NVLS multicast support is available on dev 0"], "used"),
+        ([], ""),
+    ],
+    ids=["not available", "available", "used", "nothing said"],
+)
+def test_nvls_that_is_there_is_told_from_nvls_that_is_used(lines, nvls):
+    assert choice(lines).nvls == nvls
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "NCCL INFO Channel 00/24 : 0 1 2 3",
+        "via NET/IB/0",
+        "Channel 00/0 : 0[0] -> 1[1] via",
+        "\0\0\0",
+        "Bytes -> Algo",
+    ],
+)
+def test_what_is_no_connection_leaves_the_transport_unknown(line):
+    found = choice([line])
+    assert found.transports == ()
+    assert found.unknown == "NCCL's log has no line about a connection of this group"
+
+
+def together(*lines_of_ranks, ranks=16, hosts=1):
+    return agreed([choice(lines).to_json() for lines in lines_of_ranks], ranks=ranks, hosts=hosts)
+
+
+@pytest.mark.parametrize(
+    ("lines", "transport"),
+    [
+        ([[P2P], [P2P]], "P2P"),
+        ([[P2P], [SHM]], "SHM"),
+        ([[P2P, IB], [P2P], [SHM]], "NET/IB"),
+        ([[P2P, IB], [P2P, SOCKET]], "NET/Socket"),
+        ([[IB], [IB.replace("NET/IB", "NET/gIB")]], "NET/IB+NET/gIB"),
+        ([[IB], [P2P.replace("P2P", "WARP")]], "WARP"),
+    ],
+    ids=["nvlink", "host memory", "infiniband", "one socket", "two networks", "unknown hop"],
+)
+def test_the_farthest_hop_of_any_rank_is_the_groups_transport(lines, transport):
+    found = together(*lines)
+    assert found.transport == transport
+    assert found.labels == {"transport": transport}
+
+
+def test_one_rank_that_does_not_know_leaves_all_without_a_transport():
+    found = together([P2P, IB], [])
+    assert (found.transport, found.labels) == (None, {})
+    assert found.properties()["transport"] == (
+        "not known: rank 1: NCCL's log has no line about a connection of this group"
+    )
+    assert agreed([], ranks=8, hosts=1).transport is None
+
+
+def test_hosts_that_no_log_shows_a_connection_between_leave_the_transport_unknown():
+    found = together([P2P], [SHM], hosts=2)
+    assert found.transport is None
+    assert found.unknown == "no rank's log shows how the 2 hosts are connected, only P2P and SHM inside them"
+
+
+def test_nvlink_between_hosts_is_p2p():
+    line = "h:1:2 [0] NCCL INFO Channel 00/0 : 3[3] -> 4[0] via P2P/MNNVL"
+    assert together([P2P], [line], hosts=2).transport == "P2P"
+
+
+def test_one_rank_alone_is_connected_to_nobody():
+    assert together([], [], ranks=1).labels == {"transport": "none"}
+
+
+def test_what_goes_on_record_adds_up_all_ranks():
+    told = together(ONE_NODE, [P2P, P2P], ranks=8).properties()
+    assert told == {
+        "transport": "P2P",
+        "connections": "2 P2P/CUMEM/read, 2 P2P/IPC/read",
+        "algorithms": "4 B: Ring LL; 1000000000 B: NVLS Simple",
+        "nvls": "used",
+        "network": "IB",
+        "version": "2.28.9+cuda12.9",
+    }
+
+
+def test_an_algorithm_that_the_log_does_not_tell_is_said_to_be_unknown():
+    assert together([IB], [IB]).properties()["algorithms"] == "not known: NCCL's log does not say"
+
+
+@pytest.mark.parametrize(
+    ("lines", "outcome", "message"),
+    [
+        ([P2P, IB], "passed", ""),
+        ([P2P, SOCKET], "failed", "NET/Socket"),
+        ([], "error", "no label says which transport carries it, and the limit expects NET/IB"),
+    ],
+    ids=["expected", "another", "unknown"],
+)
+def test_two_nodes_pass_over_infiniband_only_at_the_shipped_limits(lines, outcome, message):
+    labels = {"size": "1 GB", "dtype": "bf16", "world_size": "16", "nnodes": "2"}
+    labels |= together(*[lines] * 16, hosts=2).labels
+    judgement = judge(
+        {rank: [measurement("nccl.all_reduce.busbw", 430, unit="GB/s", labels=labels)] for rank in range(16)},
+        world={rank: f"rank {rank}" for rank in range(16)},
+        node_of={rank: rank // 8 for rank in range(16)},
+        limits=thresholds.load(thresholds.shipped_path()),
+        sku="H100 SXM",
+        gpu_name="NVIDIA H100 80GB HBM3",
+    )
+    assert judgement.outcome == outcome, judgement.text
+    assert message in judgement.text

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from pytest_gpucluster import pci_bus
+from pytest_gpucluster.pci_bus import unlisted
+
+GPU, OTHER = "0000:3b:00.0", "0000:5e:00.0"
+
+
+class Bus:
+    """A bus, the driver's folder and /dev in a folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.devices, self.driver, self.nodes = root / "devices", root / "nvidia" / "gpus", root / "dev"
+        self.mounts = root / "mountinfo"
+        for folder in (self.devices, self.driver, self.nodes):
+            folder.mkdir(parents=True)
+        self.mounts.write_text("36 35 98:0 / /proc rw,nosuid - proc proc rw\n")
+
+    def add(
+        self,
+        address: str,
+        *,
+        vendor: str = "0x10de",
+        kind: str = "0x030200",
+        config: bytes = b"\xde\x10\x30\x23",
+        driver: str | None = "nvidia",
+        minor: int | None = 0,
+        node: bool = True,
+    ) -> None:
+        entry = self.devices / address
+        entry.mkdir()
+        (entry / "vendor").write_text(f"{vendor}\n")
+        (entry / "class").write_text(f"{kind}\n")
+        (entry / "config").write_bytes(config + bytes(60))
+        if driver:
+            target = self.devices.parent / "drivers" / driver
+            target.mkdir(parents=True, exist_ok=True)
+            (entry / "driver").symlink_to(target)
+        if minor is not None:
+            (self.driver / address).mkdir()
+            (self.driver / address / "information").write_text(f"Model: \t NVIDIA H100\nDevice Minor: \t {minor}\n")
+            if node:
+                (self.nodes / f"nvidia{minor}").touch()
+
+    def states(self, *listed: str) -> dict[str, str]:
+        found = unlisted(listed, devices=self.devices, driver=self.driver, nodes=self.nodes, mounts=self.mounts)
+        assert all(gpu.detail for gpu in found)
+        return {gpu.address: gpu.state for gpu in found}
+
+
+@pytest.fixture
+def bus(tmp_path: Path) -> Bus:
+    return Bus(tmp_path)
+
+
+def test_a_gpu_that_nvml_lists_is_not_looked_at(bus: Bus) -> None:
+    bus.add(GPU)
+    assert bus.states("00000000:3B:00.0") == {}
+
+
+@pytest.mark.parametrize(
+    ("device", "state"),
+    [
+        pytest.param({"config": b"\xff" * 4}, "dead", id="fallen off the bus"),
+        pytest.param({"minor": None}, "dead", id="the driver does not list it"),
+        pytest.param({}, "answers", id="it can be opened"),
+        pytest.param({"node": False}, "hidden", id="no device file in this container"),
+        pytest.param({"driver": "vfio-pci"}, "elsewhere", id="given to a virtual machine"),
+        pytest.param({"driver": None}, "no driver", id="no driver"),
+        pytest.param({"kind": "0x030000"}, "answers", id="with a display"),
+    ],
+)
+def test_a_gpu_that_nvml_does_not_list_is_told_with_its_state(bus: Bus, device: dict, state: str) -> None:
+    bus.add(OTHER, minor=7) if device.get("minor", 0) is not None else bus.add(OTHER, minor=None)
+    bus.add(GPU, **device)
+    assert bus.states(OTHER) == {GPU: state}
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param({"vendor": "0x8086"}, id="of another vendor"),
+        pytest.param({"kind": "0x068000"}, id="an NVSwitch"),
+        pytest.param({"kind": "0x040300"}, id="the audio part of a card"),
+    ],
+)
+def test_what_is_no_gpu_is_left_out(bus: Bus, device: dict) -> None:
+    bus.add(GPU, **device)
+    assert bus.states() == {}
+
+
+def test_a_container_that_shows_a_part_of_the_gpus_hides_the_others(bus: Bus) -> None:
+    bus.add(GPU, minor=None)
+    bus.mounts.write_text(f"99 35 0:5 / {bus.driver.parent} rw - tmpfs tmpfs rw\n")
+    assert bus.states() == {GPU: "hidden"}
+
+
+@pytest.mark.parametrize(
+    ("code", "state"),
+    [(errno.EPERM, "hidden"), (errno.EACCES, "hidden"), (errno.EIO, "dead"), (errno.ENODEV, "dead")],
+)
+def test_what_the_driver_says_to_opening_tells_hidden_from_dead(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, code: int, state: str
+) -> None:
+    bus.add(GPU)
+
+    def refuse(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(pci_bus.os, "open", refuse)
+    assert bus.states() == {GPU: state}
+
+
+def test_a_system_without_sysfs_shows_no_gpus(tmp_path: Path) -> None:
+    assert unlisted((), devices=tmp_path / "none") == ()
+
+
+def test_the_bus_of_this_host_can_be_looked_at() -> None:
+    assert isinstance(unlisted(()), tuple)

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pytest_gpucluster import thresholds
+from pytest_gpucluster.agreement.preflight import Expectation
+from pytest_gpucluster.run import Run
+
+A100 = "NVIDIA A100-SXM4-80GB"
+
+
+def run_on(
+    gpu: str | None,
+    *,
+    sku: str | None = None,
+    expect: str | None = None,
+    allocated: tuple[int | None, int | None] = (None, None),
+) -> Any:
+    """Two nodes with four ranks each; nothing of it is started."""
+    run = Run.__new__(Run)
+    scheduler = SimpleNamespace(nnodes=allocated[0], gpus_per_node=allocated[1])
+    made: dict[str, Any] = {
+        "facts": SimpleNamespace(world_size=8, nnodes=2, local_world_size=4, scheduler=scheduler),
+        "settings": SimpleNamespace(device="cpu" if gpu is None else "cuda", sku=sku, profile="quick"),
+        "joined": SimpleNamespace(who={rank: {"gpu": None if gpu is None else {"name": gpu}} for rank in range(4)}),
+        "expectation": None if expect is None else Expectation.parse(expect),
+        "thresholds": thresholds.load(thresholds.shipped_path()),
+    }
+    for name, value in made.items():
+        setattr(run, name, value)
+    return run
+
+
+def test_there_is_room_for_what_was_launched() -> None:
+    room = run_on("NVIDIA H100 80GB HBM3").room()
+    assert (room.ranks, room.nodes, room.ranks_per_node, room.on_cpu) == (8, 2, 4, False)
+
+
+@pytest.mark.parametrize(
+    ("expect", "allocated", "room"),
+    [
+        (None, (None, None), (8, 2, 4)),
+        ("4x8", (None, None), (32, 4, 8)),
+        (None, (3, 8), (24, 3, 8)),
+        (None, (3, None), (12, 3, 4)),
+        ("2x8", (3, 4), (16, 2, 8)),
+    ],
+    ids=["as launched", "as expected", "as allocated", "nodes as allocated", "expected rather than allocated"],
+)
+def test_what_was_ordered_decides_which_tests_apply(
+    expect: str | None, allocated: tuple[int | None, int | None], room: tuple[int, int, int]
+) -> None:
+    found = run_on(A100, expect=expect, allocated=allocated).declared_room()
+    assert (found.ranks, found.nodes, found.ranks_per_node) == room
+
+
+@pytest.mark.parametrize(
+    ("gpu", "sku", "known"),
+    [
+        (A100, None, "A100 80GB"),
+        (A100, "H100 SXM", "H100 SXM"),
+        ("NVIDIA X1", None, None),
+        (A100, "no such SKU", None),
+        (None, None, None),
+    ],
+    ids=["by its name", "by the option", "an unknown GPU", "an unknown SKU", "cpu"],
+)
+def test_the_data_sheet_is_that_of_the_sku_in_force(gpu: str | None, sku: str | None, known: str | None) -> None:
+    sheet = run_on(gpu, sku=sku).room().data_sheet()
+    assert (None if sheet is None else sheet.name) == known
+
+
+def test_on_cpu_the_profile_is_always_that_of_a_rehearsal() -> None:
+    assert run_on(None).profile == "cpu"
+    assert run_on(A100).profile == "quick"

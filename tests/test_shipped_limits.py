@@ -1,0 +1,365 @@
+"""The shipped limits decide: every one of them passes what keeps it, fails what misses it, and cites its source."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from verdicts import world_of
+
+from pytest_gpucluster import hardware, metrics, thresholds, units
+from pytest_gpucluster.judge import Judgement, judge
+from pytest_gpucluster.limits import Limit, peak_of
+from pytest_gpucluster.metrics import Measurement, measurement
+from pytest_gpucluster.sampling import Series
+
+SHIPPED = thresholds.load()
+BUSBW = "nccl.all_reduce.busbw"
+BF16 = "matmul.bf16.tflops"
+
+
+class Run(NamedTuple):
+    """Where a limit applies."""
+
+    nnodes: int
+    local_world_size: int
+    labels: dict[str, str]
+
+    @property
+    def world_size(self) -> int:
+        return self.nnodes * self.local_world_size
+
+
+# Runs that operators have. Those of 8 ranks come first, so that most limits are tried with 8 ranks.
+RUNS = [
+    Run(nnodes, ranks, {"size": size} if size else {})
+    for size, nnodes, ranks in product(("", "1 GB", "1 MB", "4 B"), (1, 2, 3), (8, 4, 2, 1))
+]
+
+
+def run_of(limit: Limit) -> Run:
+    """The first run in which this limit decides."""
+    for run in RUNS:
+        where = {"world_size": run.world_size, "nnodes": run.nnodes, "labels": run.labels}
+        if SHIPPED.limit(limit.metric, sku=limit.sku, **where) is limit:  # type: ignore[arg-type]
+            return run
+    raise AssertionError(f"no run of {len(RUNS)} is decided by {limit.origin}: {limit.conditions()}")
+
+
+def hold(limit: Limit, value: Callable[[int], object], *, sku: str | None = "", transport: str = "") -> Judgement:
+    """Judge where ``limit`` decides; ``value`` gives each rank's, None for none."""
+    run = run_of(limit)
+    labels = dict(run.labels)
+    if limit.expect_transport:
+        labels["transport"] = transport or limit.expect_transport[0]
+    made: dict[int, list[Measurement]] = {}
+    for rank in range(run.world_size):
+        given = value(rank)
+        made[rank] = [] if given is None else [measurement(limit.metric, given, unit=limit.unit, labels=labels)]
+    return judge(
+        made,
+        world=world_of(run.world_size),
+        node_of={rank: rank // run.local_world_size for rank in range(run.world_size)},
+        limits=SHIPPED,
+        sku=limit.sku if sku == "" else sku,
+        gpu_name="NVIDIA H300",
+    )
+
+
+def one_bad(limit: Limit, bad: object, good: float | None = None) -> Judgement:
+    """Rank 1 is bad, or the only rank; all others are well within the limit."""
+    alone = run_of(limit).world_size == 1
+    return hold(limit, lambda rank: bad if rank == 1 or alone else good_value(limit) if good is None else good)
+
+
+def good_value(limit: Limit) -> float:
+    return limit.min * 1.02 if limit.min is not None else (limit.max or 0.0) / 2
+
+
+def sure(low: float, value: float, high: float) -> Series:
+    return Series(samples=(low, value, high), median=value, low=low, high=high)
+
+
+def name(limit: Limit) -> str:
+    return f"{limit.sku}-{limit.metric}-{limit.origin.removeprefix('thresholds.yaml:')}"
+
+
+JUDGED = [limit for limit in SHIPPED.limits if limit.record_only is None]
+RECORDED = [limit for limit in SHIPPED.limits if limit.record_only is not None]
+every_limit = pytest.mark.parametrize("limit", JUDGED, ids=name)
+
+
+def test_there_is_something_to_try() -> None:
+    assert {limit.sku for limit in JUDGED} == set(hardware.SKUS)
+    assert len(JUDGED) > 100
+
+
+@every_limit
+def test_a_value_exactly_at_the_limit_passes_and_the_next_number_fails(limit: Limit) -> None:
+    bound = limit.min if limit.min is not None else limit.max
+    assert bound is not None
+    verdict = one_bad(limit, bound)
+    assert verdict.outcome == "passed", verdict.message
+    beyond = math.nextafter(bound, -1 if limit.min is not None else math.inf)
+    verdict = one_bad(limit, beyond)
+    assert verdict.outcome == "failed"
+    assert f"{limit.metric} " in verdict.message
+    assert limit.origin in verdict.text
+    assert verdict.measurements[0].worst_rank == (1 if run_of(limit).world_size > 1 else 0)
+
+
+@every_limit
+def test_an_interval_that_reaches_beyond_the_limit_fails_and_one_within_passes(limit: Limit) -> None:
+    if limit.min is not None:
+        inside, across = (
+            sure(limit.min, limit.min * 1.01, limit.min * 1.02),
+            sure(limit.min * 0.99, limit.min * 1.01, limit.min * 1.02),
+        )
+    else:
+        top = limit.max or 0.0
+        inside, across = sure(top / 4, top / 2, top), sure(top / 4, top / 2, top * 1.01 + 1)
+    assert one_bad(limit, inside).outcome == "passed"
+    verdict = one_bad(limit, across)
+    assert verdict.outcome == "failed"
+    assert "is not surely" in verdict.message
+
+
+@every_limit
+def test_what_could_not_be_measured_well_fails(limit: Limit) -> None:
+    good = good_value(limit)
+    noisy = Series(samples=(good,) * 3, median=good, low=good, high=good, inconclusive="it scatters")
+    verdict = one_bad(limit, noisy)
+    assert verdict.outcome == "failed"
+    assert "is inconclusive: it scatters" in verdict.message
+
+
+@every_limit
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0, None], ids=["nan", "inf", "negative", "missing"])
+def test_what_cannot_be_judged_is_an_error(limit: Limit, bad: float | None) -> None:
+    if bad is None and run_of(limit).world_size == 1:
+        assert hold(limit, lambda rank: None).measurements == ()  # the criterion has measured nothing: see judging
+        return
+    verdict = one_bad(limit, bad)
+    assert verdict.outcome == "error"
+    assert "rank 1" in verdict.message
+
+
+@every_limit
+def test_an_unknown_gpu_is_an_error(limit: Limit) -> None:
+    verdict = hold(limit, lambda rank: good_value(limit), sku=None)
+    assert verdict.outcome == "error"
+    assert "unknown GPU 'NVIDIA H300'" in verdict.message
+
+
+def test_a_topology_without_a_limit_is_an_error() -> None:
+    verdict = judge(
+        {rank: [measurement(BUSBW, 442.0, unit="GB/s", labels={"size": "1 GB"})] for rank in range(12)},
+        world=world_of(12),
+        node_of={rank: rank // 6 for rank in range(12)},
+        limits=SHIPPED,
+        sku="H100 SXM",
+        gpu_name="NVIDIA H100 80GB HBM3",
+    )
+    assert verdict.outcome == "error"
+    assert "no limit on H100 SXM for these conditions" in verdict.message
+
+
+def with_peak() -> Iterator[tuple[Limit, float]]:
+    for limit in JUDGED:
+        metric = metrics.known(limit.metric)
+        peak = peak_of(metric, SHIPPED.skus[limit.sku])
+        if peak is not None and metric.peak_is_bound:
+            yield limit, peak
+
+
+@pytest.mark.parametrize(("limit", "peak"), [pytest.param(*case, id=name(case[0])) for case in with_peak()])
+def test_what_is_above_the_data_sheet_peak_is_an_error(limit: Limit, peak: float) -> None:
+    # All ranks near the peak, or the one would be out of line with the others too.
+    verdict = one_bad(limit, peak * 1.001, good=peak * 0.99)
+    assert verdict.outcome == "error"
+    assert f"the data sheet peak of {limit.sku}, on rank 1" in verdict.message
+    assert one_bad(limit, peak, good=peak * 0.99).outcome == "passed"
+
+
+@pytest.mark.parametrize("limit", [limit for limit in JUDGED if limit.min_ratio_to_median], ids=name)
+def test_a_rank_behind_the_others_fails(limit: Limit) -> None:
+    ratio = limit.min_ratio_to_median
+    peak = peak_of(metrics.known(limit.metric), SHIPPED.skus[limit.sku])
+    assert ratio is not None
+    assert peak is not None or limit.sku == hardware.CPU_REHEARSAL
+    # Nothing is above the peak, so some floors are met by no rank that is so far behind.
+    healthy = min(math.inf if peak is None else peak, (limit.min or 0) / ratio * 1.05)
+    verdict = one_bad(limit, healthy * ratio * 0.99, good=healthy)
+    assert verdict.outcome == "failed"
+    assert verdict.measurements[0].worst_rank == 1
+    assert verdict.measurements[0].ratio_to_median == pytest.approx(ratio * 0.99)
+    kept_the_floor = healthy * ratio * 0.99 >= (limit.min or 0)
+    assert ("of the median of the 7 other ranks" in verdict.message) == kept_the_floor
+
+
+def test_the_h100_rule_for_stragglers_is_stricter_than_the_floor() -> None:
+    limit = SHIPPED.limit(BF16, sku="H100 SXM", world_size=8, nnodes=1, labels={})
+    assert limit is not None
+    verdict = one_bad(limit, 710.0, good=790.0)
+    assert verdict.message.startswith("matmul.bf16.tflops 710 TFLOPS is 0.8987 of the median of the 7 other ranks")
+
+
+@pytest.mark.parametrize("limit", [limit for limit in JUDGED if limit.expect_transport], ids=name)
+def test_another_transport_fails(limit: Limit) -> None:
+    assert hold(limit, lambda rank: good_value(limit)).outcome == "passed"
+    verdict = hold(limit, lambda rank: good_value(limit), transport="NET/Socket")
+    assert verdict.outcome == "failed"
+    assert "NET/Socket carries it, expected is" in verdict.message
+
+
+@pytest.mark.parametrize("limit", RECORDED, ids=name)
+def test_what_is_only_recorded_can_come_up_and_says_why(limit: Limit) -> None:
+    verdict = hold(limit, lambda rank: 1.0)
+    assert verdict.outcome == "passed"
+    assert [judged.status for judged in verdict.measurements] == ["recorded"]
+    assert limit.record_only in verdict.measurements[0].reason
+
+
+def test_groups_inside_one_run_are_judged_by_their_own_size() -> None:
+    where = {"sku": "H100 SXM", "world_size": 16, "nnodes": 2}
+    for labels, expected in (
+        ({"world_size": "1", "nnodes": "1"}, None),
+        ({"world_size": "8", "nnodes": "1"}, 400.0),
+        ({"world_size": "4", "nnodes": "1"}, 315.0),
+        ({}, 350.0),
+    ):
+        for dtype in ("bf16", "fp32"):
+            limit = SHIPPED.limit(BUSBW, labels={"size": "1 GB", "dtype": dtype} | labels, **where)  # type: ignore[arg-type]
+            assert limit is not None
+            assert limit.min == expected
+
+
+# Figures and sources ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("metric", "where", "minimum"),
+    [
+        ("matmul.bf16.tflops", (1, 1, {}), 700.0),
+        ("matmul.fp32.tflops", (16, 2, {}), 60.0),
+        ("hbm.copy.bandwidth", (16, 2, {}), 2.5),
+        (BUSBW, (8, 1, {"size": "1 GB"}), 400.0),
+        (BUSBW, (8, 1, {"size": "8 GiB"}), 400.0),
+        (BUSBW, (16, 2, {"size": "1 GB"}), 350.0),
+    ],
+)
+def test_the_h100_limits_are_the_accepted_figures_to_the_digit(
+    metric: str, where: tuple[int, int, dict[str, str]], minimum: float
+) -> None:
+    world_size, nnodes, labels = where
+    limit = SHIPPED.limit(metric, sku="H100 SXM", world_size=world_size, nnodes=nnodes, labels=labels)
+    assert limit is not None
+    assert (limit.min, limit.max) == (minimum, None)
+    assert "accept" in limit.source
+
+
+def test_small_messages_are_recorded_and_an_unforeseen_topology_has_no_limit() -> None:
+    where = {"sku": "H100 SXM", "nnodes": 2}
+    small = SHIPPED.limit(BUSBW, world_size=16, labels={"size": "100 MB"}, **where)  # type: ignore[arg-type]
+    assert small is not None
+    assert small.record_only
+    assert SHIPPED.limit(BUSBW, world_size=12, labels={"size": "1 GB"}, **where) is None  # type: ignore[arg-type]
+    assert SHIPPED.limit(BUSBW, world_size=16, labels={}, **where) is None  # type: ignore[arg-type]
+
+
+# Taken before any test runs: other tests add metrics of their own.
+KNOWN = [name for name, metric in metrics.METRICS.items() if metric.better != "none"]
+
+
+@pytest.mark.parametrize("sku", hardware.SKUS)
+def test_every_sku_says_something_about_every_metric(sku: str) -> None:
+    assert [name for name in KNOWN if not SHIPPED.entries(name, sku=sku)] == []
+
+
+# The data sheets' capacities, in GB, as their makers print them.
+CAPACITIES = {
+    "H100 SXM": 80,
+    "H100 PCIe": 80,
+    "H100 NVL": 94,
+    "H200": 141,
+    "A100 80GB": 80,
+    "B200": 180,
+    "GB200": 186,
+    "L40S": 48,
+}
+# What NVML shows as total, in MiB, on healthy cards: more than the data sheet's figure.
+NVML_TOTALS = {
+    "H100 SXM": 81559,
+    "H100 NVL": 95830,
+    "H200": 143771,
+    "A100 80GB": 81920,
+    "B200": 183359,
+    "GB200": 189471,
+    "L40S": 46068,
+}
+
+
+@pytest.mark.parametrize("limit", SHIPPED.limits, ids=name)
+def test_every_shipped_figure_agrees_with_the_source_it_cites(limit: Limit) -> None:
+    if limit.record_only is not None:
+        assert (limit.min, limit.max, limit.source) == (None, None, "")
+        return
+    source, _, ratio = limit.source.partition("; ratio: ")
+    peak = peak_of(metrics.known(limit.metric), SHIPPED.skus[limit.sku])
+    share = re.match(r"0\.90 of (\S+ [A-Za-z/]+S?)", source)
+    if source == "derived: 0.70 of peak":
+        assert peak is not None
+        assert limit.min == pytest.approx(0.7 * peak, rel=1e-9)
+    elif share:
+        measured = units.parse(share[1].rstrip(","), like=limit.unit).to(limit.unit)
+        # Rounded down to a readable figure.
+        assert limit.min is not None
+        assert 0.895 * measured <= limit.min <= 0.9 * measured
+    elif limit.metric == "gpu.memory.total":
+        assert limit.min == CAPACITIES[limit.sku]
+        assert re.search(r"data sheet|user guide", source)
+    else:
+        assert re.match(
+            r"acceptance of|floor shipped by|Azure/|no H200 figure|rehearsal floor|this suite's rule", source
+        )
+    figures = {
+        "": None,
+        "likewise": 0.05,  # a rehearsal floor too
+        "0.75, nvidia-resiliency-ext's default for stragglers": 0.75,
+        "715 of 769 TFLOPS, Azure/ai-infrastructure-on-azure, fail level of what it expects of H100 bf16": 715 / 769,
+    }
+    assert limit.min_ratio_to_median == pytest.approx(figures[ratio], abs=0.001)
+    if limit.min_ratio_to_median is not None:
+        assert limit.min_ratio_to_median <= figures[ratio]
+
+
+@pytest.mark.parametrize("sku", NVML_TOTALS)
+def test_a_healthy_card_s_memory_as_nvml_counts_it_keeps_the_data_sheet_s_figure(sku: str) -> None:
+    limit = SHIPPED.limit("gpu.memory.total", sku=sku, world_size=1, nnodes=1, labels={})
+    assert limit is not None
+    total = units.convert(NVML_TOTALS[sku], "MiB", "GB")
+    assert limit.min is not None
+    assert limit.min <= total <= limit.min * 1.08
+
+
+@pytest.mark.parametrize("limit", [limit for limit in JUDGED if limit.sku == hardware.CPU_REHEARSAL], ids=name)
+def test_every_rehearsal_limit_says_that_it_proves_nothing(limit: Limit) -> None:
+    said = limit.source.removesuffix("; ratio: likewise")
+    assert said == "rehearsal floor: proves the path, says nothing about hardware"
+
+
+def test_the_example_for_operators_in_the_shipped_file_loads(tmp_path: Path) -> None:
+    lines = thresholds.shipped_path().read_text(encoding="utf-8").splitlines()
+    start = lines.index("#     schema_version: 1")
+    end = next(number for number in range(start, len(lines)) if lines[number] == "#")
+    example = "\n".join(line.removeprefix("#     ") for line in lines[start:end])
+    (tmp_path / "my.yaml").write_text(example, encoding="utf-8")
+    limits = thresholds.load(thresholds.shipped_path(), tmp_path / "my.yaml")
+    limit = limits.limit(BUSBW, sku="H100 SXM", world_size=16, nnodes=2, labels={"size": "1 GB"})
+    assert limit is not None
+    assert (limit.min, limit.source) == (380.0, "contract with the vendor, annex 2")

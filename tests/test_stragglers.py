@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_gpucluster.judge import straggler_ratio
+from pytest_gpucluster.metrics import Better
+from pytest_gpucluster.stragglers import straggler_ratios
+
+VALUES = st.dictionaries(st.integers(0, 63), st.floats(0, 1e12), min_size=2, max_size=24)
+SIDES = st.sampled_from(["higher", "lower"])
+
+
+@pytest.mark.parametrize(
+    ("values", "ratios"),
+    [
+        pytest.param([100, 60], [100 / 60, 0.6], id="two ranks"),
+        pytest.param([100, 100, 60], [100 / 80, 100 / 80, 0.6], id="three ranks"),
+        pytest.param([100, 100, 60, 60], [100 / 60, 100 / 60, 0.6, 0.6], id="half of them slow"),
+        pytest.param([100] * 15 + [62], [1.0] * 15 + [0.62], id="one of sixteen"),
+        pytest.param([50, 50, 50, 100], [1.0, 1.0, 1.0, 2.0], id="most of them slow alike: not seen"),
+        pytest.param([0, 0, 0], [0.0, 0.0, 0.0], id="nothing reached by anyone"),
+        pytest.param([0, 5], [0.0, math.inf], id="nothing reached by one"),
+    ],
+)
+def test_a_rank_is_held_beside_the_median_of_the_others(values: list[float], ratios: list[float]) -> None:
+    found = straggler_ratios(dict(enumerate(values)), "higher")
+    assert list(found.values()) == pytest.approx(ratios)
+
+
+def test_where_less_is_better_the_largest_value_is_behind() -> None:
+    found = straggler_ratios({0: 20.0, 1: 20.0, 2: 40.0, 3: 0.0}, "lower")
+    assert found == {0: 1.0, 1: 1.0, 2: 0.5, 3: math.inf}
+    assert straggler_ratios({0: 0.0, 1: 0.0}, "lower") == {0: 1.0, 1: 1.0}
+
+
+@given(VALUES, SIDES)
+def test_the_ratio_is_that_of_the_median_of_a_list_without_the_rank(values: dict[int, float], better: Better) -> None:
+    found = straggler_ratios(values, better)
+    for rank, value in values.items():
+        others = statistics.median([other for key, other in values.items() if key != rank])
+        assert straggler_ratio(values, rank, better) == found[rank]
+        if value > 0 and others > 0:
+            assert found[rank] == pytest.approx(value / others if better == "higher" else others / value)
+
+
+@given(VALUES, SIDES)
+def test_the_worst_value_has_the_lowest_ratio(values: dict[int, float], better: Better) -> None:
+    found = straggler_ratios(values, better)
+    worst = min(values, key=values.__getitem__) if better == "higher" else max(values, key=values.__getitem__)
+    assert found[worst] == min(found.values())
+
+
+@given(st.floats(1, 1e6), st.integers(2, 64), st.floats(0.01, 0.99))
+def test_one_slow_rank_shows_exactly_how_slow_it_is_at_any_number_of_ranks(
+    healthy: float, ranks: int, slowness: float
+) -> None:
+    values = dict.fromkeys(range(ranks), healthy) | {ranks - 1: healthy * slowness}
+    found = straggler_ratios(values, "higher")
+    assert found[ranks - 1] == pytest.approx(slowness)
+    assert min(found, key=found.__getitem__) == ranks - 1
+    assert all(found[rank] >= 1 for rank in range(ranks - 1))
+
+
+@pytest.mark.parametrize(
+    ("values", "better", "why"),
+    [
+        ({}, "higher", "two values or more"),
+        ({0: 1.0}, "higher", "two values or more"),
+        ({0: 1.0, 1: math.nan}, "higher", "must be finite"),
+        ({0: 1.0, 1: math.inf}, "lower", "must be finite"),
+        ({0: 1.0, 1: -1.0}, "lower", "must be finite and not negative"),
+        ({0: 1.0, 1: 1.0}, "none", "none is behind"),
+    ],
+    ids=["nobody", "alone", "nan", "inf", "negative", "no better side"],
+)
+def test_what_cannot_be_compared_is_refused(values: dict[int, float], better: Better, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        straggler_ratios(values, better)
+
+
+def test_a_rank_without_a_value_is_refused() -> None:
+    with pytest.raises(KeyError):
+        straggler_ratio({0: 1.0, 1: 1.0}, 7, "higher")
