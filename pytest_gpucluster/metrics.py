@@ -360,3 +360,14 @@ for _name, _unit, _better, _doc in (
 ):
     _better_typed: Better = "higher" if _better == "higher" else "lower"
     register(Metric(name=_name, unit=_unit, better=_better_typed, doc=_doc))
+for _name, _doc in (
+    ("training.step.loss_error", "Difference of the loss to that of the CPU's same steps, all in fp32."),
+    ("training.step.gradient_error", "Likewise for the gradients: of their norm before clipping, or their distance."),
+    ("training.step.weight_error", "Distance of the weights to the CPU's, as a part of the way that those have gone."),
+    ("training.step.bf16_loss_error", "Difference of the loss in bf16 to that of the same device in fp32."),
+    ("training.step.bf16_gradient_error", "Likewise for the gradients: of their norm, or their distance."),
+    ("training.step.bf16_weight_error", "Distance of the weights after steps in bf16 to those in fp32, as above."),
+    ("ddp.loss_error", "Difference of a rank's loss to that of one process with the same global batch."),
+    ("ddp.gradient_error", "Likewise for the gradients that the ranks share: of their norm, or their distance."),
+):
+    register(Metric(name=_name, unit="ratio", better="lower", doc=_doc))

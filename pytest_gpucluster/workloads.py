@@ -168,6 +168,22 @@ class Health:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Training:
+    """Training a decoder to see that it is right: on each GPU alone, and on all ranks together."""
+
+    layers: Annotated[int, Spec(doc="blocks of the decoder", kind=Whole(least=1, most=1000))]
+    # A head is an even part of the width.
+    width: Annotated[int, Spec(doc="width of the decoder", kind=Whole(least=64, most=65536, multiple_of=64))]
+    heads: Annotated[int, Spec(doc="heads of its attention; width is an even multiple", kind=Whole(least=1, most=1024))]
+    vocab: Annotated[int, Spec(doc="tokens that there are", kind=Whole(least=16, most=1_000_000))]
+    sequence: Annotated[
+        int, Spec(doc="tokens of a row, all of which are trained on", kind=Whole(least=8, most=1_000_000))
+    ]
+    batch: Annotated[int, Spec(doc="rows of each rank in a step", kind=Whole(least=1, most=65536))]
+    steps: Annotated[int, Spec(doc="steps that are compared one by one", kind=Whole(least=2, most=1000))]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Workload:
     """What is measured with: one profile, complete. Each attribute but ``profile`` is a section of the file."""
 
@@ -176,6 +192,7 @@ class Workload:
     hbm: Annotated[Hbm, "hbm"]
     all_reduce: Annotated[AllReduce, "nccl.all_reduce"]
     health: Annotated[Health, "health"]
+    training: Annotated[Training, "training"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ profiles:
       all_reduce:
         {sizes: [64 kB], latency_sizes: [8 B], warmup: 0 s, window: 200 ms, longest: 1 s, tolerance: 50 %}
     health: {load: 50 ms, mig: off, product_size: 64}
+    training: {layers: 2, width: 64, heads: 4, vocab: 256, sequence: 32, batch: 4, steps: 4}
 """
 
 
@@ -91,8 +92,8 @@ def test_a_profile_says_what_differs_and_inherits_the_rest(tmp_path: Path) -> No
     assert full.workload.hbm.sizes_bytes == (10**9,)
     assert full.workload.hbm.sampling == full.workload.matmul.sampling
     assert (full.workload.health.mig, full.workload.health.product_size) == ("on", 64)
-    assert full.record.origins["health.mig"] == "my.yaml:10:41"
-    assert full.record.origins["hbm.sizes"] == "my.yaml:13:18"
+    assert full.record.origins["health.mig"] == "my.yaml:11:41"
+    assert full.record.origins["hbm.sizes"] == "my.yaml:14:18"
     assert full.record.origins["matmul.sizes"] == "my.yaml:4:21"
     assert read(tmp_path, text, "cpu").workload.health.mig == "off"
 
@@ -126,14 +127,17 @@ BROKEN = {
         replaced("  cpu:", "  cpus:"),
         ["3:3: unknown key 'cpus'; allowed are quick, full, soak, cpu; did you mean 'cpu'?"],
     ),
-    "a profile twice": (COMPLETE + "  cpu: {}\n", ["10:3: duplicate key 'cpu'; the first one is at line 3"]),
+    "a profile twice": (COMPLETE + "  cpu: {}\n", ["11:3: duplicate key 'cpu'; the first one is at line 3"]),
     "empty profile": (
         COMPLETE + "  full:\n",
-        ["10:8: the profile 'full' is empty; it must be keys with values"],
+        ["11:8: the profile 'full' is empty; it must be keys with values"],
     ),
     "unknown section": (
         replaced("    matmul:", "    matmlu:"),
-        ["4:5: unknown key 'matmlu'; allowed are inherits, matmul, hbm, nccl, health; did you mean 'matmul'?"],
+        [
+            "4:5: unknown key 'matmlu'; allowed are inherits, matmul, hbm, nccl, health, training; "
+            "did you mean 'matmul'?"
+        ],
     ),
     "unknown key": (
         replaced("{sizes: 8 MiB,", "{size: 8 MiB,"),
@@ -164,10 +168,12 @@ BROKEN = {
     "missing sections": (
         COMPLETE + "  full: {health: {load: 1 s, mig: off, product_size: 64}, hbm: {sizes: 1 GB}}\n",
         [
-            "10:3: the profile 'full' lacks matmul.sizes, matmul.warmup, matmul.window, matmul.longest,"
+            "11:3: the profile 'full' lacks matmul.sizes, matmul.warmup, matmul.window, matmul.longest,"
             " matmul.tolerance, hbm.warmup, hbm.window, hbm.longest, hbm.tolerance, nccl.all_reduce.sizes,"
             " nccl.all_reduce.latency_sizes, nccl.all_reduce.warmup, nccl.all_reduce.window,"
-            " nccl.all_reduce.longest, nccl.all_reduce.tolerance; write them, or inherits: another profile"
+            " nccl.all_reduce.longest, nccl.all_reduce.tolerance, training.layers, training.width, training.heads,"
+            " training.vocab, training.sequence, training.batch, training.steps; write them, or inherits: another"
+            " profile"
         ],
     ),
     "empty list": (replaced("[128, 256]", "[]"), ["4:21: the list is empty"]),
@@ -225,27 +231,27 @@ BROKEN = {
     ),
     "a window longer than an inherited longest time": (
         COMPLETE + "  full:\n    inherits: cpu\n    hbm: {window: 1 min}\n",
-        ["12:19: hbm.window is 1 min, and hbm.longest, which must not be shorter, is 1 s (line 5)"],
+        ["13:19: hbm.window is 1 min, and hbm.longest, which must not be shorter, is 1 s (line 5)"],
     ),
     "inherits from nobody": (
         COMPLETE + "  full: {inherits: quick}\n",
-        ["10:20: 'full' inherits the unknown profile 'quick'; allowed are cpu"],
+        ["11:20: 'full' inherits the unknown profile 'quick'; allowed are cpu"],
     ),
     "inherits from itself": (
         COMPLETE + "  full: {inherits: full}\n",
-        ["10:20: 'full' inherits itself; allowed are cpu"],
+        ["11:20: 'full' inherits itself; allowed are cpu"],
     ),
     "inherits in a circle": (
         COMPLETE + "  full: {inherits: quick}\n  quick: {inherits: soak}\n  soak: {inherits: full}\n",
-        ["12:20: soak inherits full inherits quick inherits soak: no profile is there to inherit from"],
+        ["13:20: soak inherits full inherits quick inherits soak: no profile is there to inherit from"],
     ),
     "inherits a misspelt profile": (
         COMPLETE + "  full: {inherits: cup}\n",
-        ["10:20: 'full' inherits the unknown profile 'cup'; allowed are cpu; did you mean 'cpu'?"],
+        ["11:20: 'full' inherits the unknown profile 'cup'; allowed are cpu; did you mean 'cpu'?"],
     ),
     "inherits from many": (
         COMPLETE + "  full: {inherits: [cpu]}\n",
-        ["10:20: inherits must be a single value, not a list"],
+        ["11:20: inherits must be a single value, not a list"],
     ),
     "all at once": (
         COMPLETE.replace("[128, 256]", "[100]").replace("50 ms", "soon").replace("8 B", "7 B").replace("50 %", "0 %"),
@@ -296,7 +302,21 @@ VALUES = st.sampled_from(["1 s", "0 s", "1", "", "~", "[1, 2]", "[]", "8 GiB", "
         st.tuples(
             st.sampled_from(["  ", "    ", "      "]),
             st.sampled_from(
-                ["cpu", "full", "inherits", "matmul", "hbm", "sizes", "window", "nccl", "all_reduce", "health", "mig"]
+                [
+                    "cpu",
+                    "full",
+                    "inherits",
+                    "matmul",
+                    "hbm",
+                    "sizes",
+                    "window",
+                    "nccl",
+                    "all_reduce",
+                    "health",
+                    "mig",
+                    "training",
+                    "layers",
+                ]
             ),
             VALUES,
         ),

@@ -20,6 +20,13 @@ VALUES: dict[str, Any] = {
     "health.load": 0.05,
     "health.mig": "off",
     "health.product_size": 64,
+    "training.layers": 2,
+    "training.width": 64,
+    "training.heads": 4,
+    "training.vocab": 256,
+    "training.sequence": 32,
+    "training.batch": 4,
+    "training.steps": 4,
 }
 TIMES = {"warmup": 0.0, "window": 0.2, "longest": 1.0, "tolerance": 0.5}
 VALUES |= {
@@ -44,7 +51,7 @@ def test_the_keys_are_these_and_no_others() -> None:
 def test_every_attribute_of_a_workload_but_its_name_is_a_section_of_the_file() -> None:
     attributes = [field.name for field in dataclasses.fields(Workload)]
     assert attributes == ["profile", *(section.attribute for section in SECTIONS)]
-    assert [section.path for section in SECTIONS] == ["matmul", "hbm", "nccl.all_reduce", "health"]
+    assert [section.path for section in SECTIONS] == ["matmul", "hbm", "nccl.all_reduce", "health", "training"]
 
 
 def test_every_key_and_section_says_what_it_means_and_what_is_allowed() -> None:
@@ -64,6 +71,7 @@ def test_the_values_of_the_keys_become_a_workload() -> None:
         hbm=workloads.Hbm(sizes_bytes=(2**23,), sampling=sampling),
         all_reduce=workloads.AllReduce(sizes=("64 kB", "1 MB"), latency_sizes=("8 B",), sampling=sampling),
         health=workloads.Health(load_seconds=0.05, mig="off", product_size=64),
+        training=workloads.Training(layers=2, width=64, heads=4, vocab=256, sequence=32, batch=4, steps=4),
     )
     with pytest.raises(dataclasses.FrozenInstanceError):
         workload.profile = "full"  # type: ignore[misc]  # that is what is tried

@@ -1,0 +1,150 @@
+"""Is a training step on one device right? The same steps on the CPU, in another precision, and after a reload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pytest_gpucluster.benchmarks.arithmetic import numerics
+from pytest_gpucluster.benchmarks.footprint import memory_returned, require_free
+from pytest_gpucluster.benchmarks.training.decoder import Geometry, make_decoder
+from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
+from pytest_gpucluster.benchmarks.training.packed_tokens import PackedTokens
+from pytest_gpucluster.benchmarks.training.step import Training
+from pytest_gpucluster.benchmarks.training.trajectory import Errors, Trajectory, errors, follow
+from pytest_gpucluster.errors import WrongResult
+
+CPU = torch.device("cpu")
+
+Store = Callable[[dict[str, Any], Path], object]
+"""Write a checkpoint to a file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCheck:
+    """What was found.
+
+    Attributes:
+        fp32: the device's steps in fp32 beside the CPU's.
+        bf16: the device's steps in bf16 beside its own in fp32.
+        losses: of the device's steps in fp32.
+    """
+
+    fp32: Errors
+    bf16: Errors
+    losses: tuple[float, ...]
+
+
+def check_step(
+    device: torch.device,
+    geometry: Geometry,
+    *,
+    batch: int,
+    steps: int,
+    folder: Path,
+    seed: int = 0,
+    store: Store = torch.save,
+) -> StepCheck:
+    """Take the same training steps on the device in fp32 and in bf16, and on the CPU in fp32, TF32 being off.
+
+    Then model and optimizer are written to a file, read into another model, and must be the same bit by bit, and so
+    must the next loss.
+
+    Args:
+        device: where to train.
+        geometry: of the decoder.
+        batch: rows of a step.
+        steps: how many.
+        folder: for the checkpoint, which is removed.
+        seed: of weights and data.
+        store: by default ``torch.save``.
+
+    Raises:
+        WrongResult: a loss or gradient is not finite, a weight has not moved, or the checkpoint is not what was saved.
+        EnvironmentBroken: too little memory is free.
+        ValueError: an argument is out of its range.
+    """
+    if batch < 1 or steps < 1:
+        raise ValueError(f"batch and steps must be at least 1, not {batch} and {steps}")
+    require_free(
+        device,
+        needed_bytes(geometry, batch),
+        f"training {geometry.parameters / 1e6:.3g}M parameters",
+        instead="choose a smaller one, such as --gpucluster-workload training.width=256",
+    )
+    with memory_returned(), numerics("highest"):
+        return _check(device, geometry, batch, steps, folder, seed, store)
+
+
+def needed_bytes(geometry: Geometry, batch: int) -> int:
+    """Estimate the memory of two models in training: weights, gradients and both moments of AdamW, all fp32; and of
+    the activations, of which some 40 of a block's width and the logits three times are kept, if nothing is recomputed.
+    """
+    tokens = batch * geometry.sequence
+    activations = 4 * tokens * (40 * geometry.layers * geometry.width + 3 * geometry.vocab)
+    return 2 * 16 * geometry.parameters + activations
+
+
+def _check(
+    device: torch.device, geometry: Geometry, batch: int, steps: int, folder: Path, seed: int, store: Store
+) -> StepCheck:
+    # One batch more than steps: its loss is taken before and after the reload.
+    data = PackedTokens(rows=batch * (steps + 1), sequence=geometry.sequence, vocab=geometry.vocab, seed=seed)
+    batches = torch.split(torch.stack([data[row] for row in range(len(data))]), batch)
+
+    def run(where: torch.device, precision: str) -> tuple[Training, Trajectory]:
+        training = Training(make_decoder(geometry, where, seed=seed), where, precision=precision)
+        placed = [rows.to(where) for rows in batches[:steps]]
+        return training, follow(training, placed, where=f"{where} in {precision}")
+
+    _, reference = run(CPU, "fp32")
+    _, bf16 = run(device, "bf16")
+    training, fp32 = run(device, "fp32")
+    other = Training(make_decoder(geometry, device, seed=seed + 1), device, precision="fp32")
+    _check_checkpoint(training, other, batches[steps].to(device), folder / "checkpoint.pt", store, where=str(device))
+    return StepCheck(
+        fp32=errors(fp32, reference),
+        bf16=errors(bf16, fp32),
+        losses=tuple(seen.loss for seen in fp32.steps),
+    )
+
+
+def _check_checkpoint(
+    training: Training, other: Training, rows: torch.Tensor, path: Path, store: Store, *, where: str
+) -> None:
+    try:
+        store({"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}, path)
+        read = torch.load(path, map_location=CPU, weights_only=True)
+    finally:
+        path.unlink(missing_ok=True)
+    other.model.load_state_dict(read["model"])
+    other.optimizer.load_state_dict(read["optimizer"])
+    for what, saved, loaded in (
+        ("model", _model_print(training), _model_print(other)),
+        ("optimizer", _optimizer_print(training), _optimizer_print(other)),
+    ):
+        if saved != loaded:
+            raise WrongResult(
+                f"{where}: the {what} read from the checkpoint is not the one that was written: fingerprint "
+                f"{loaded:016x}, expected {saved:016x}. Look at the file system of {path.parent}, then at the GPU"
+            )
+    with torch.no_grad():
+        before, after = training.loss(rows), other.loss(rows)
+    if not torch.equal(before, after):
+        raise WrongResult(
+            f"{where}: the next loss after reloading the checkpoint is {float(after)!r}, without reloading "
+            f"{float(before)!r}; they must be the same bit by bit"
+        )
+
+
+def _model_print(training: Training) -> int:
+    return fingerprint(training.model.parameters())
+
+
+def _optimizer_print(training: Training) -> int:
+    states = (training.optimizer.state[weight] for weight in training.model.parameters())
+    return fingerprint(state[name] for state in states for name in sorted(state))

@@ -1,0 +1,108 @@
+"""The decoder is what its geometry says, and counts its own operations right."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import cross_entropy
+from torch.utils.flop_counter import FlopCounterMode
+
+from pytest_gpucluster.benchmarks.training import decoder
+from pytest_gpucluster.benchmarks.training.decoder import Geometry, make_decoder
+from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
+
+CPU = torch.device("cpu")
+SIZES = {"layers": 2, "width": 64, "heads": 4, "vocab": 96, "sequence": 16}
+GEOMETRY = Geometry(**SIZES)
+
+
+def tokens(rows=2, length=GEOMETRY.sequence):
+    return torch.randint(GEOMETRY.vocab, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    "geometry",
+    [GEOMETRY, Geometry(layers=3, width=192, heads=2, vocab=50, sequence=8)],
+    ids=["small", "other"],
+)
+def test_the_geometry_counts_the_weights_that_there_are(geometry):
+    model = make_decoder(geometry, CPU, seed=0)
+    assert sum(weight.numel() for weight in model.parameters()) == geometry.parameters
+    matrices = [weight for name, weight in model.named_parameters() if weight.dim() > 1 and name != "embedding.weight"]
+    assert sum(weight.numel() for weight in matrices) == geometry.multiplied_parameters
+
+
+def test_operations_for_a_token_are_those_that_torch_counts_but_half_of_the_attention_s():
+    model = make_decoder(GEOMETRY, CPU, seed=0)
+    rows = tokens()
+    # Decomposed into products, the attention is counted whole, masked half and all.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        logits = model(rows)
+        cross_entropy(logits.flatten(0, 1), rows.flatten()).backward()
+    masked_half = 6 * GEOMETRY.layers * GEOMETRY.width * GEOMETRY.sequence
+    assert counter.get_total_flops() == rows.numel() * (GEOMETRY.training_flops_per_token + masked_half)
+
+
+def test_a_seed_gives_the_same_weights_whatever_torch_s_own_generator_does():
+    first = fingerprint(make_decoder(GEOMETRY, CPU, seed=7).parameters())
+    torch.manual_seed(123)
+    assert fingerprint(make_decoder(GEOMETRY, CPU, seed=7).parameters()) == first
+    assert fingerprint(make_decoder(GEOMETRY, CPU, seed=8).parameters()) != first
+
+
+def test_making_one_leaves_torch_s_own_generator_alone():
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    make_decoder(GEOMETRY, CPU, seed=7)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_no_token_sees_what_comes_after_it():
+    model, rows = make_decoder(GEOMETRY, CPU, seed=0), tokens()
+    changed = rows.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % GEOMETRY.vocab
+    with torch.no_grad():
+        found, other = model(rows), model(changed)
+    assert torch.equal(found[:, :9], other[:, :9])
+    assert not torch.equal(found[:, 9], other[:, 9])
+    assert not torch.equal(found[:, 10], other[:, 10]), "later tokens see it"
+
+
+def test_positions_count_by_their_distance_only():
+    cosine, sine = decoder._rotary(GEOMETRY)
+    random = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, 1, 1, 16, generator=random) for _ in range(2))
+
+    def score(at, other):
+        turned = decoder._turned(query, cosine[at : at + 1], sine[at : at + 1])
+        return float((turned * decoder._turned(key, cosine[other : other + 1], sine[other : other + 1])).sum())
+
+    assert score(2, 5) == pytest.approx(score(9, 12), rel=1e-4)
+    assert score(2, 5) != pytest.approx(score(2, 6), rel=1e-2)
+
+
+def test_an_untrained_decoder_is_about_as_good_as_guessing():
+    model, rows = make_decoder(GEOMETRY, CPU, seed=0), tokens(8)
+    with torch.no_grad():
+        loss = cross_entropy(model(rows).flatten(0, 1), rows.flatten())
+    assert float(loss) == pytest.approx(math.log(GEOMETRY.vocab), rel=0.05)
+
+
+def test_nothing_but_weights_is_kept_in_a_checkpoint():
+    model = make_decoder(GEOMETRY, CPU, seed=0)
+    assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
+    assert torch.isfinite(model.get_buffer("cosine")).all()
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_size_below_one_is_refused(name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, not 0"):
+        Geometry(**{**SIZES, name: 0})
+
+
+def test_heads_that_do_not_divide_the_width_are_refused():
+    with pytest.raises(ValueError, match="width must be an even multiple of heads, and 64 is none of 3"):
+        Geometry(**{**SIZES, "heads": 3})
