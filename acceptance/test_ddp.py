@@ -2,6 +2,8 @@
 
 import pytest
 
+from pytest_gpucluster.affinity import examine, own_place, place_of_gpu, require_near
+from pytest_gpucluster.benchmarks.training.data_parallel import check_data_parallel
 from pytest_gpucluster.benchmarks.training.decoder import Geometry
 from pytest_gpucluster.benchmarks.training.step_check import check_step
 
@@ -33,8 +35,62 @@ def test_training_step(cluster, geometry, workload, artifacts, measure):
     On cpu the CPU is compared with itself, and bf16 with fp32.
     """
     sizes = workload.training
-    found = check_step(cluster.device, geometry, batch=sizes.batch, steps=sizes.steps, folder=artifacts)
+    # The ranks of a node, or of all nodes, share the folder.
+    checkpoint = artifacts / f"checkpoint-rank-{cluster.rank}.pt"
+    found = check_step(cluster.device, geometry, batch=sizes.batch, steps=sizes.steps, checkpoint=checkpoint)
     for name, errors in (("", found.fp32), ("bf16_", found.bf16)):
         measure(f"training.step.{name}loss_error", errors.loss, unit="ratio", steps=sizes.steps)
         measure(f"training.step.{name}gradient_error", errors.gradient, unit="ratio", steps=sizes.steps)
         measure(f"training.step.{name}weight_error", errors.weight, unit="ratio", steps=sizes.steps)
+
+
+@pytest.mark.training
+@pytest.mark.needs_ranks(2)
+@pytest.mark.criterion("ddp")
+def test_ddp(cluster, geometry, workload, measure):
+    """Accepted: all ranks together take the training steps that one process takes with the same rows: the same losses
+    and gradients, and after every step the same weights on all ranks, bit by bit. Each rank is the rank that its
+    launcher says, and reads its own rows: no two ranks share any, none is left out, and each epoch has another order.
+
+    Why: a job whose ranks do not exchange gradients, read the same data or have drifted apart still trains, and its
+    loss still falls. Nothing says that it wastes the cluster, or that the model is not what it should be.
+
+    When it fails: the named rank's GPU first: repeat ``test_training_step`` and ``-k nccl``, and run the vendor's
+    diagnostics (``dcgmi diag -r 3``). No rank named alone: the all-reduce or the software is wrong, so look at the
+    versions of torch and NCCL, and at NCCL_* variables.
+
+    On cpu this rehearses with gloo.
+    """
+    sizes = workload.training
+    found = check_data_parallel(
+        cluster.group,
+        cluster.device,
+        geometry,
+        rank=cluster.rank,
+        world_size=cluster.world_size,
+        batch=sizes.batch,
+        steps=sizes.steps,
+    )
+    labels = {"global_batch": found.global_batch, "steps": found.steps}
+    measure("ddp.loss_error", found.loss_error, unit="ratio", **labels)
+    measure("ddp.gradient_error", found.gradient_error, unit="ratio", **labels)
+
+
+@pytest.mark.single_gpu
+@pytest.mark.needs_gpu
+@pytest.mark.criterion("affinity")
+def test_affinity(cluster, gpu, inventory, measure):
+    """Accepted: each rank may run on CPUs beside its GPU, and take memory there.
+
+    Why: a rank that is bound to the CPUs of another NUMA node moves all its data across the link between the sockets,
+    at each step. A rank that is not bound at all is told of in a note: the kernel may move it to the other socket.
+
+    When it fails: ``nvidia-smi topo -m`` shows the CPUs of each GPU. Bind the ranks as the finding says.
+    """
+    [who] = [who for who in inventory if who["rank"] == cluster.rank]
+    findings = examine(who, own_place(), place_of_gpu(gpu.pci_bus_id))
+    notes = [str(finding) for finding in findings if finding.kind == "note"]
+    for note in notes:
+        print(note)
+    measure("inventory.ranks", len(inventory), unit="ranks", record_only=True, telemetry={"notes": notes})
+    require_near(findings)

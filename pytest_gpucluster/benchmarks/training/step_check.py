@@ -45,7 +45,7 @@ def check_step(
     *,
     batch: int,
     steps: int,
-    folder: Path,
+    checkpoint: Path,
     seed: int = 0,
     store: Store = torch.save,
 ) -> StepCheck:
@@ -59,7 +59,7 @@ def check_step(
         geometry: of the decoder.
         batch: rows of a step.
         steps: how many.
-        folder: for the checkpoint, which is removed.
+        checkpoint: the file to write, this rank's own; it is removed.
         seed: of weights and data.
         store: by default ``torch.save``.
 
@@ -77,7 +77,7 @@ def check_step(
         instead="choose a smaller one, such as --gpucluster-workload training.width=256",
     )
     with memory_returned(), numerics("highest"):
-        return _check(device, geometry, batch, steps, folder, seed, store)
+        return _check(device, geometry, batch, steps, checkpoint, seed, store)
 
 
 def needed_bytes(geometry: Geometry, batch: int) -> int:
@@ -90,7 +90,7 @@ def needed_bytes(geometry: Geometry, batch: int) -> int:
 
 
 def _check(
-    device: torch.device, geometry: Geometry, batch: int, steps: int, folder: Path, seed: int, store: Store
+    device: torch.device, geometry: Geometry, batch: int, steps: int, checkpoint: Path, seed: int, store: Store
 ) -> StepCheck:
     # One batch more than steps: its loss is taken before and after the reload.
     data = PackedTokens(rows=batch * (steps + 1), sequence=geometry.sequence, vocab=geometry.vocab, seed=seed)
@@ -105,7 +105,7 @@ def _check(
     _, bf16 = run(device, "bf16")
     training, fp32 = run(device, "fp32")
     other = Training(make_decoder(geometry, device, seed=seed + 1), device, precision="fp32")
-    _check_checkpoint(training, other, batches[steps].to(device), folder / "checkpoint.pt", store, where=str(device))
+    _check_checkpoint(training, other, batches[steps].to(device), checkpoint, store, where=str(device))
     return StepCheck(
         fp32=errors(fp32, reference),
         bf16=errors(bf16, fp32),

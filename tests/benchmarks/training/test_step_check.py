@@ -21,7 +21,7 @@ SIZES = {"batch": 2, "steps": 3}
 
 @pytest.fixture
 def check(tmp_path):
-    return lambda **more: check_step(DEVICE, GEOMETRY, folder=tmp_path, **(SIZES | more))
+    return lambda **more: check_step(DEVICE, GEOMETRY, checkpoint=tmp_path / "checkpoint.pt", **(SIZES | more))
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_another_loss_after_the_reload_is_seen(check, monkeypatch):
 def test_too_little_memory_is_the_environment_s_fault(tmp_path, monkeypatch):
     monkeypatch.setattr("pytest_gpucluster.benchmarks.footprint.free_bytes", lambda device: 1000)
     with pytest.raises(EnvironmentBroken, match=r"training 0\.\d+M parameters needs .* training\.width=256"):
-        check_step(DEVICE, GEOMETRY, folder=tmp_path, **SIZES)
+        check_step(DEVICE, GEOMETRY, checkpoint=tmp_path / "checkpoint.pt", **SIZES)
     assert needed_bytes(GEOMETRY, 2) > 32 * GEOMETRY.parameters
 
 

@@ -1,0 +1,91 @@
+"""Which rank reads the wrong rows is told, and what is wrong with all of them."""
+
+from __future__ import annotations
+
+import pytest
+from torch.utils.data import DistributedSampler
+
+from pytest_gpucluster.benchmarks.training.packed_tokens import PackedTokens
+from pytest_gpucluster.benchmarks.training.shares import defects, share
+
+ROWS = 30
+DATA = PackedTokens(rows=ROWS, sequence=4, vocab=9, seed=0)
+
+
+def shares(ranks=4):
+    return [share(DATA, rank=rank, world_size=ranks, seed=0) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 30])
+def test_torch_s_own_sampler_has_no_defect(ranks):
+    assert defects(shares(ranks), shares(ranks), rows=ROWS) == {}
+
+
+def test_a_rank_with_another_one_s_rows_is_named_and_so_is_the_other():
+    found = shares()
+    found[2] = found[1]
+    told = defects(found, shares(), rows=ROWS)
+    assert list(told) == [2]
+    assert "from that of rank 1. Look at its sampler: num_replicas, rank, seed and set_epoch" in told[2]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"seed": 1},
+        {"world_size": 5},
+        {"make": lambda data, **more: DistributedSampler(data, **(more | {"shuffle": False}))},
+    ],
+    ids=["another seed", "another number of ranks", "no shuffling"],
+)
+def test_a_sampler_made_otherwise_is_seen_on_its_rank_alone(wrong):
+    found = shares()
+    found[3] = share(DATA, **({"rank": 3, "world_size": 4, "seed": 0} | wrong))
+    assert list(defects(found, shares(), rows=ROWS)) == [3]
+
+
+def test_a_sampler_that_forgets_the_epoch_is_seen():
+    found = shares()
+    found[0][1] = found[0][0]
+    assert "of epoch 1, and its share is" in defects(found, shares(), rows=ROWS)[0]
+
+
+def change(how):
+    made = [[list(rows) for rows in of_rank] for of_rank in shares(2)]
+    how(made)
+    return made
+
+
+def lose(made):
+    made[0][0] = [made[0][0][1] if row == made[0][0][0] else row for row in made[0][0]]
+
+
+def shorten(made):
+    del made[1][1][-1]
+
+
+def repeat(made):
+    for epochs in made:
+        epochs[0] += made[0][0][:3]
+
+
+def stand_still(made):
+    for epochs in made:
+        epochs[1] = epochs[0]
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        (lose, "1 of 30 rows are read by no rank in epoch 0"),
+        (shorten, "the ranks read different numbers of rows in epoch 1: [14, 15]"),
+        (repeat, "6 rows are read twice in epoch 0; fewer than the 2 ranks may be, as padding"),
+        (stand_still, "the order of the rows does not change with the epoch"),
+    ],
+    ids=["a row that nobody reads", "unequal", "too much padding", "the same order"],
+)
+def test_a_sampler_that_is_wrong_on_every_rank_is_every_rank_s_fault(how, told):
+    made = change(how)
+    found = defects(made, made, rows=ROWS)
+    assert list(found) == [0, 1]
+    assert found[0] == found[1] == told
