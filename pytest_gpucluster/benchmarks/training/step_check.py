@@ -101,8 +101,7 @@ def _check(
         placed = [rows.to(where) for rows in batches[:steps]]
         return training, follow(training, placed, where=f"{where} in {precision}")
 
-    _, reference = run(CPU, "fp32")
-    _, bf16 = run(device, "bf16")
+    reference, bf16 = run(CPU, "fp32")[1], run(device, "bf16")[1]  # their models are gone then
     training, fp32 = run(device, "fp32")
     other = Training(make_decoder(geometry, device, seed=seed + 1), device, precision="fp32")
     _check_checkpoint(training, other, batches[steps].to(device), checkpoint, store, where=str(device))
