@@ -26,10 +26,10 @@ def test_hbm(kind, cluster, workload, telemetry, measure):
     the others are recorded.
 
     When it fails: a rate below the limit on one GPU: look at its memory clock on record with it, at ECC errors and row
-    remaps (``nvidia-smi -q -d ECC,ROW_REMAPPER``), and at other jobs on it. On all GPUs: ECC modes, driver, or a limit
-    meant for another GPU. Inconclusive: something else uses the memory. Wrong data: take this GPU out of service
-    and run the vendor's diagnostics (``dcgmi diag -r 3``). An error for memory: a copy needs two buffers, and somebody
-    else may hold what is missing.
+    remaps (``nvidia-smi -q -d ECC,ROW_REMAPPER``), and at other jobs on it. On all GPUs: the driver (older ones copy
+    more slowly), ECC modes, or a limit meant for another GPU. Inconclusive: something else uses the memory. Wrong
+    data: take this GPU out of service and run the vendor's diagnostics (``dcgmi diag -r 3``). An error for
+    memory: a copy needs two buffers, and somebody else may hold what is missing.
 
     On cpu this rehearses with small buffers.
     """

@@ -193,7 +193,10 @@ def _facts(run: Evidence) -> Iterator[tuple[str, str]]:
     if journal.cut:
         yield "journal", "its last line is cut off and left out"
     yield "started", about.started_at
-    yield "GPUs", f"{about.world_size} ranks on {about.nnodes} nodes, {', '.join(run.gpus)}"
+    ranks, nodes = (
+        f"{count} {what}{'s' * (count != 1)}" for count, what in ((about.world_size, "rank"), (about.nnodes, "node"))
+    )
+    yield "GPUs", f"{ranks} on {nodes}, {', '.join(run.gpus)}"
     for name, title in {"driver": "driver", "torch": "torch", "cuda": "CUDA", "nccl": "NCCL"}.items():
         yield title, ", ".join(_versions(journal, name)) or "unknown"
     yield "pytest-gpucluster", about.plugin_version

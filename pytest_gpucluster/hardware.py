@@ -67,8 +67,6 @@ class Promise:
         nvswitch: the usual baseboard has an NVSwitch, so a Fabric Manager must run.
         fabric_state: NVML tells how the GPU's registration with the Fabric Manager stands.
         ecc: ECC is on as delivered.
-        row_remap: faulty rows of memory are replaced by spare ones.
-        retired_pages: faulty pages of memory are taken out of use, as before row remapping.
         required_queries: what NVML must tell, or health cannot be judged. All else may be missing, and is named then.
         source: where this is from.
     """
@@ -80,8 +78,6 @@ class Promise:
     nvswitch: bool
     fabric_state: bool
     ecc: bool = True
-    row_remap: bool = True
-    retired_pages: bool = False
     required_queries: tuple[str, ...]
     source: str
 
@@ -116,6 +112,7 @@ ANY_GPU = (
 _PROTECTED = ("ecc.mode", "ecc.uncorrected.volatile")
 _ROWS = ("rows.remapped.uncorrected", "rows.pending", "rows.failed")
 _PCIE_LINK = ("pcie.generation", "pcie.width", "pcie.generation.max", "pcie.width.max")
+_NVLINKS = ("nvlink.up", "nvlink.errors")
 _REQUIRED = (*ANY_GPU, *_PROTECTED, *_ROWS)
 _MEMORY_ERRORS = (
     "row remapping instead of retired pages from Ampere on: NVIDIA GPU Memory Error Management,"
@@ -150,7 +147,7 @@ _H100_SXM = Sku(
         nvlinks=18,
         nvswitch=True,
         fabric_state=True,
-        required_queries=(*_REQUIRED, *_PCIE_LINK, "nvlink.up", "mig.mode"),
+        required_queries=(*_REQUIRED, *_PCIE_LINK, *_NVLINKS, "mig.mode"),
         source=f"NVIDIA H100 data sheet, SXM: 80 GB, PCIe gen5, 18 NVLinks of 50 GB/s; {_BOARD}",
     ),
 )
@@ -222,7 +219,7 @@ _H200 = Sku(
         nvlinks=18,
         nvswitch=True,
         fabric_state=True,
-        required_queries=(*_REQUIRED, *_PCIE_LINK, "nvlink.up", "mig.mode"),
+        required_queries=(*_REQUIRED, *_PCIE_LINK, *_NVLINKS, "mig.mode"),
         source=f"NVIDIA H200 data sheet, SXM: 141 GB, PCIe gen5, 18 NVLinks of 50 GB/s; {_BOARD}",
     ),
 )
@@ -249,7 +246,7 @@ _A100_80GB = Sku(
         nvlinks=12,
         nvswitch=True,
         fabric_state=False,
-        required_queries=(*_REQUIRED, *_PCIE_LINK, "nvlink.up", "mig.mode"),
+        required_queries=(*_REQUIRED, *_PCIE_LINK, *_NVLINKS, "mig.mode"),
         source=f"NVIDIA A100 data sheet, SXM: 80 GB, PCIe gen4, 12 NVLinks of 50 GB/s; {_BOARD}",
     ),
 )
@@ -275,7 +272,7 @@ _B200 = Sku(
         nvlinks=18,
         nvswitch=True,
         fabric_state=True,
-        required_queries=(*_REQUIRED, *_PCIE_LINK, "nvlink.up", "mig.mode"),
+        required_queries=(*_REQUIRED, *_PCIE_LINK, *_NVLINKS, "mig.mode"),
         source=f"NVIDIA DGX B200 data sheet: 1440 GB in 8 GPUs, PCIe gen5, 18 NVLinks of 100 GB/s; {_BOARD}",
     ),
 )
@@ -301,7 +298,7 @@ _GB200 = Sku(
         nvlinks=18,
         nvswitch=True,
         fabric_state=True,
-        required_queries=(*_REQUIRED, "nvlink.up", "mig.mode"),
+        required_queries=(*_REQUIRED, *_NVLINKS, "mig.mode"),
         source=f"NVIDIA GB200 NVL72 data sheet: 13.4 TB in 72 GPUs; 18 NVLinks of 100 GB/s; {_BOARD}",
     ),
 )

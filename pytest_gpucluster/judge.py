@@ -187,7 +187,10 @@ def _undecided(limit: Limit, labels: Mapping[str, str], ratios: Mapping[int, flo
         expected = " or ".join(limit.expect_transport)
         yield f"no label says which transport carries it, and the limit expects {expected} ({limit.origin})"
     if limit.min is None and limit.max is None and not ratios:
-        yield f"the limit is a ratio to the other ranks, and there is no other rank to stand beside ({limit.origin})"
+        yield (
+            "the limit is only a ratio to the other ranks, and there is no other rank to stand beside; add a min or max"
+            f" at {limit.origin}"
+        )
 
 
 def _why_recorded(limit: Limit | None, of: Mapping[int, Measurement], court: _Court) -> str:

@@ -18,6 +18,8 @@ KMSG = Path("/dev/kmsg")
 COMMANDS = (("dmesg",), ("journalctl", "-k", "-b", "--no-pager", "-o", "cat"))
 """Asked in turn where /dev/kmsg cannot be read."""
 COMMAND_SECONDS = 5.0
+_FIRST = "Linux version"
+"""Of what a kernel says first."""
 _RECORD_BYTES = 8192
 _MOST_RECORDS = 1_000_000
 """Far more than a kernel buffer holds: a bound on reading a log that grows meanwhile."""
@@ -40,11 +42,16 @@ class Xid:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelLog:
-    """Lines of this boot and where they are from; ``why_not`` is empty unless nothing could be read."""
+    """Lines of this boot and where they are from.
+
+    ``why_not`` is empty unless nothing could be read; ``lost_records`` counts the oldest ones that the kernel has
+    overwritten, as far as the source tells.
+    """
 
     lines: tuple[str, ...] = ()
     source: str = ""
     why_not: str = ""
+    lost_records: int = 0
 
     def xids(self) -> tuple[Xid, ...]:
         """Return the driver's reports in the order of the log."""
@@ -55,12 +62,16 @@ def read(*, kmsg: Path = KMSG, commands: Sequence[Sequence[str]] = COMMANDS) -> 
     """Read this boot's kernel log from the first place that gives it. Takes at most a few seconds."""
     refused = []
     try:
-        return KernelLog(lines=tuple(_records(kmsg)), source=str(kmsg))
+        lines, first = _records(kmsg)
+        _require_kernel(lines)
+        return KernelLog(lines=tuple(lines), source=str(kmsg), lost_records=first)
     except OSError as error:
         refused.append(f"{kmsg}: {error.strerror or error}")
     for command in commands:
         try:
-            return KernelLog(lines=tuple(_output(command).splitlines()), source=" ".join(command))
+            lines = _output(command).splitlines()
+            _require_kernel(lines)
+            return KernelLog(lines=tuple(lines), source=" ".join(command))
         except (OSError, subprocess.SubprocessError) as error:
             refused.append(f"{command[0]}: {_why(error)}")
     return KernelLog(why_not="; ".join(refused))
@@ -94,13 +105,31 @@ def normalised(address: str) -> str | None:
     return f"{domain:04x}:{bus:02x}:{device:02x}.{match['function'] or 0}"
 
 
-def _records(kmsg: Path) -> list[str]:
-    """Read what the kernel's buffer holds now. One read gives one record: ``priority,sequence,time,flags;text``.
+def _require_kernel(lines: Sequence[str]) -> None:
+    """Refuse what looks like a kernel log and is none, in which no GPU would ever have an Xid.
 
+    A container may put /dev/null in the place of /dev/kmsg, a gVisor sandbox makes its messages up, and a small virtual
+    machine around a container has a kernel without the driver, which runs outside. The driver names itself when it is
+    loaded, so a log that reaches back to the boot and never names it is another kernel's.
+    Source: gVisor, its documentation on how to tell it by dmesg.
+    """
+    if not any(lines):
+        raise OSError(errno.ENODATA, "it shows no line")
+    if "Starting gVisor" in lines[0]:
+        raise OSError(errno.ENODATA, "it is made up by gVisor and not the host's")
+    if any(_FIRST in line for line in lines[:3]) and not any("NVRM:" in line for line in lines):
+        raise OSError(errno.ENODATA, "its kernel has not loaded NVIDIA's driver, so another one drives the GPUs")
+
+
+def _records(kmsg: Path) -> tuple[list[str], int]:
+    """Read what the kernel's buffer holds now, and the number of its first record, which is 0 until it overflows.
+
+    One read gives one record: ``priority,sequence,time,flags;text``.
     Source: Linux, Documentation/ABI/testing/dev-kmsg.
     """
     descriptor = os.open(kmsg, os.O_RDONLY | os.O_NONBLOCK)
     lines: list[str] = []
+    first: int | None = None
     try:
         for _ in range(_MOST_RECORDS):
             try:
@@ -113,13 +142,20 @@ def _records(kmsg: Path) -> list[str]:
                 raise
             if not record:
                 break
+            if first is None:
+                first = _sequence(record)
             for line in record.decode("utf-8", "replace").splitlines():
                 # What follows a record's first line are its fields, and begins with a blank.
                 if line and not line.startswith(" "):
                     lines.append(line.partition(";")[2] or line)
     finally:
         os.close(descriptor)
-    return lines
+    return lines, first or 0
+
+
+def _sequence(record: bytes) -> int:
+    fields = record.partition(b";")[0].split(b",")
+    return int(fields[1]) if len(fields) > 1 and fields[1].isdigit() else 0
 
 
 def _output(command: Sequence[str]) -> str:

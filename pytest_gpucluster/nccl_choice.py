@@ -115,7 +115,14 @@ def choice(lines: Iterable[str]) -> Choice:
     algorithms: dict[int, dict[str, None]] = {}
     nvls = network = version = ""
     ranks: dict[int, None] = {}
+    told: set[str] = set()
     for line in lines:
+        if " Bytes -> " in line:
+            # There is one for each call: hundreds of thousands, of which hardly any says something new.
+            what = line.partition("NCCL INFO ")[2] or line
+            if what in told:
+                continue
+            told.add(what)
         if hop := _HOP.search(line) or _COLLNET_HOP.search(line):
             kind = _kind(hop["via"].strip())
             connections[kind] = connections.get(kind, 0) + 1

@@ -29,7 +29,6 @@ MOST_BYTES = 2 * 2**20
 
 _PRIVATE = "gpucluster-nccl-"
 _TELLING_LEVELS = ("INFO", "ABORT", "TRACE")
-_PREFIX = re.compile(r"^.*?NCCL INFO ")
 
 
 def prepare(environment: MutableMapping[str, str]) -> None:
@@ -136,7 +135,7 @@ class NcclLog:
         left_out = written = 0
         with target.open("w", encoding="utf-8") as kept:
             for line in self._lines(0, self._end()):
-                what = _PREFIX.sub("", line)
+                what = line.partition("NCCL INFO ")[2] or line
                 if what in seen or written + len(line) > most_bytes:
                     left_out += 1
                     continue
@@ -157,8 +156,9 @@ class NcclLog:
         assert self.path is not None
         with self.path.open("rb") as file:
             file.seek(start)
-            while file.tell() < end:
-                yield file.readline(end - file.tell()).decode("utf-8", errors="replace")
+            while start < end and (line := file.readline(end - start)):  # it ends early where somebody has cut the file
+                start += len(line)
+                yield line.decode("utf-8", errors="replace")
 
     def _end(self) -> int:
         with contextlib.suppress(OSError):

@@ -47,7 +47,7 @@ class Nvml(Protocol):
     def driver_version(self) -> str: ...
 
     def count(self) -> int:
-        """GPUs of this node that the driver shows to this process."""
+        """GPUs of this node that this process may use, also those that do not answer."""
 
     def find(self, uuid: str) -> NvmlGpu | None:
         """Look a GPU up by its full UUID (``GPU-...``, ``MIG-...``); None where NVML does not know it."""
@@ -86,8 +86,8 @@ class PyNvml:
         return text(self._of_node("nvmlSystemGetDriverVersion"))
 
     def count(self) -> int:
-        """Count the GPUs of this node, also those that ``CUDA_VISIBLE_DEVICES`` hides."""
-        return int(self._of_node("nvmlDeviceGetCount"))
+        """Count the GPUs that this process may use, also those that ``CUDA_VISIBLE_DEVICES`` hides."""
+        return len(self._permitted())
 
     def find(self, uuid: str) -> NvmlGpu | None:
         """Look a GPU up. A GPU that has fallen off the bus is not found, which the preflight reports."""
@@ -106,10 +106,10 @@ class PyNvml:
     def pci_bus_ids(self) -> tuple[str, ...]:
         """Read the PCI address of every GPU that still answers."""
         nvml, found = self._nvml, []
-        for index in range(self.count()):
+        for handle in self._permitted():
             try:
-                handle = nvml.nvmlDeviceGetHandleByIndex(index)
-                found.append(text(nvml.nvmlDeviceGetPciInfo(handle).busId))
+                if handle is not None:
+                    found.append(text(nvml.nvmlDeviceGetPciInfo(handle).busId))
             except nvml.NVMLError:
                 continue  # what does not answer is missing here, and that is how it is noticed
         return tuple(found)
@@ -136,6 +136,23 @@ class PyNvml:
         except self._nvml.NVMLError as error:
             raise EnvironmentBroken(f"NVML failed: {error} ({function}); see `nvidia-smi` on this host") from error
 
+    def _permitted(self) -> list[Any]:
+        """Return the handle of each GPU that this process may use, None for one that does not answer.
+
+        NVML also counts GPUs that a cgroup keeps from this process, as Slurm's do. They are no fault.
+        Source: nvml.h, nvmlDeviceGetCount_v2.
+        """
+        nvml = self._nvml
+        found: list[Any] = []
+        for index in range(int(self._of_node("nvmlDeviceGetCount"))):
+            try:
+                found.append(nvml.nvmlDeviceGetHandleByIndex(index))
+            except nvml.NVMLError_NoPermission:
+                continue
+            except nvml.NVMLError:
+                found.append(None)
+        return found
+
     def _handle(self, uuid: str) -> Any:
         if uuid not in self._handles:
             self._handles[uuid] = self._look_up(uuid)
@@ -147,10 +164,9 @@ class PyNvml:
             return nvml.nvmlDeviceGetHandleByUUID(uuid)
         except nvml.NVMLError_GpuIsLost:
             # NVML gives up when any GPU of the node is lost. This one may be well.
-            for index in range(self.count()):
+            for handle in self._permitted():
                 try:
-                    handle = nvml.nvmlDeviceGetHandleByIndex(index)
-                    if text(nvml.nvmlDeviceGetUUID(handle)) == uuid:
+                    if handle is not None and text(nvml.nvmlDeviceGetUUID(handle)) == uuid:
                         return handle
                 except nvml.NVMLError:
                     continue
@@ -172,6 +188,7 @@ def _not_available(nvml: Any, error: Exception, functions: str) -> NotAvailable:
     kinds: dict[Any, tuple[Absence, str]] = {
         nvml.NVML_ERROR_NOT_SUPPORTED: ("not supported", "not supported by this GPU or driver"),
         nvml.NVML_ERROR_FUNCTION_NOT_FOUND: ("not supported", "not known to this driver"),
+        nvml.NVML_ERROR_DEPRECATED: ("not supported", "not supported any more by this driver"),
         nvml.NVML_ERROR_NO_PERMISSION: ("no permission", "no permission for this user or container"),
         nvml.NVML_ERROR_GPU_IS_LOST: ("lost", "the GPU is lost: it has fallen off the bus or is inaccessible"),
         nvml.NVML_ERROR_RESET_REQUIRED: ("lost", "the GPU requires a reset before it can be used again"),

@@ -42,9 +42,11 @@ THROTTLE_REASONS: Mapping[int, str] = MappingProxyType(
         0x040: "hw_thermal",
         0x080: "hw_power_brake",
         0x100: "display_clocks",
+        0x200: "board_limit",
+        0x400: "reliability",
     }
 )
-"""Bit -> short name. Source: NVML, nvmlClocksEventReasons."""
+"""Bit -> short name; the last two are of driver 615 or later. Source: NVML, nvmlClocksEventReasons."""
 
 NVLINK_COUNTERS: Mapping[str, str] = MappingProxyType(
     {
@@ -153,8 +155,8 @@ def _link_errors(nvml: Any, gpu: Any) -> dict[str, dict[int, int]]:
         for name, constant in NVLINK_COUNTERS.items():
             try:
                 value = nvml.nvmlDeviceGetNvLinkErrorCounter(gpu, link, getattr(nvml, constant))
-            except (nvml.NVMLError_NotSupported, nvml.NVMLError_InvalidArgument):
-                continue
+            except (nvml.NVMLError_NotSupported, nvml.NVMLError_InvalidArgument, nvml.NVMLError_Deprecated):
+                continue  # none of them on Blackwell: NVML API reference, changes between v560 and v565
             counts.setdefault(name, {})[link] = int(value)
         for name, value in _fields(nvml, gpu, NVLINK5_COUNTERS, link).items():
             counts.setdefault(name, {})[link] = value
@@ -202,8 +204,12 @@ def _fabric(nvml: Any, gpu: Any) -> dict[str, Any]:
         info = getattr(nvml, structure)()
         try:
             nvml.nvmlDeviceGetGpuFabricInfoV(gpu, ctypes.byref(info))
-        except (nvml.NVMLError_FunctionNotFound, nvml.NVMLError_ArgumentVersionMismatch):
-            continue
+        except (
+            nvml.NVMLError_FunctionNotFound,
+            nvml.NVMLError_ArgumentVersionMismatch,
+            nvml.NVMLError_InvalidArgument,
+        ):
+            continue  # this driver does not know the structure, and drivers have more than one word for that
         return _fabric_told(nvml, info, mask=int(info.healthMask))
     info = nvml.c_nvmlGpuFabricInfo_t()
     nvml.nvmlDeviceGetGpuFabricInfo(gpu, ctypes.byref(info))

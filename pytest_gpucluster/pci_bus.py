@@ -62,7 +62,8 @@ def _is_gpu(entry: Path) -> bool:
 def _state(entry: Path, *, driver: Path, nodes: Path, limited: bool) -> PciGpu:
     address = entry.name
     try:
-        begin = (entry / "config").read_bytes()[:4]
+        with (entry / "config").open("rb", buffering=0) as config:  # no more than is needed is read from the device
+            begin = config.read(4)
     except OSError as error:
         return PciGpu(address=address, state="dead", detail=f"its PCI configuration cannot be read: {_said(error)}")
     if begin == b"\xff" * 4:
@@ -99,7 +100,8 @@ def _view_is_limited(mounts: Path, driver: Path) -> bool:
         return False
     folder = str(driver.parent)
     points = [fields[4] for fields in map(str.split, lines) if len(fields) > 4]
-    return any(point == folder or point.startswith(f"{folder}/") for point in points)
+    # Newer runtimes replace a file beside the list of GPUs, which hides none.
+    return any(point in (folder, str(driver)) or point.startswith(f"{driver}/") for point in points)
 
 
 def _minor(information: Path) -> int | None:

@@ -28,12 +28,13 @@ from pytest_gpucluster.agreement.store import Stores
 from pytest_gpucluster.agreement.vitals import start_time
 from pytest_gpucluster.agreement.watch import Watch
 from pytest_gpucluster.cluster import Cluster
-from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.errors import EnvironmentBroken, ThresholdsError
 from pytest_gpucluster.launch import RankFacts, detect
 from pytest_gpucluster.record import TestName, TestRecord, now
 from pytest_gpucluster.recorder import Recorder, wait_for_end
 from pytest_gpucluster.reports.terminal import measurement_table
 from pytest_gpucluster.selection import Room
+from pytest_gpucluster.units import did_you_mean
 from pytest_gpucluster.wording import first_line
 
 if TYPE_CHECKING:
@@ -127,17 +128,20 @@ class Run:
         """Return the last lines that the operator sees, with pytest's markup: where the reports lie, the verdict."""
         assert self.verdict is not None
         good = self.verdict.exit == 0
-        rehearsal = " (a REHEARSAL on cpu, which says nothing about hardware)" if self.rehearsal else ""
         return [
             *((line, {}) for line in self._measured()),
             *((problem, {"red": True}) for problem in self.problems if problem != self.verdict.reason),
             (f"journal: {self.directory}/journal.jsonl", {}),
             (f"JUnit:   {self.junit_path}", {}),
             (
-                f"{self.verdict.word}{rehearsal}, exit code {self.verdict.exit}: {self.verdict.reason}",
+                f"{self._headline(self.verdict)}, exit code {self.verdict.exit}: {self.verdict.reason}",
                 {"bold": True, "green": good, "red": not good},
             ),
         ]
+
+    def _headline(self, decided: verdict.Verdict) -> str:
+        """Return the verdict's word; a rehearsal never stands alone as a verdict about hardware."""
+        return f"{decided.word}{' (a REHEARSAL on cpu, which says nothing about hardware)' if self.rehearsal else ''}"
 
     def _measured(self) -> list[str]:
         """Return what was measured as a table, unless pytest is to be quiet."""
@@ -150,14 +154,24 @@ class Run:
         """Read the limits in force.
 
         Raises:
-            ThresholdsError: a file is malformed; the message lists every problem.
+            ThresholdsError: a file is malformed, and the message lists every problem; or the SKU that was asked for is
+                in none of them.
         """
         from pytest_gpucluster import thresholds
 
         assert self.settings is not None
         overlay = self.settings.thresholds
         paths = [thresholds.shipped_path(), *([overlay] if overlay is not None else [])]
-        self.thresholds = thresholds.load(*paths)
+        found = thresholds.load(*paths)
+        asked = self.settings.sku
+        if asked is not None and asked not in found.skus:  # told now, and not after all has been measured
+            origin = self.settings.settings["sku"].origin
+            raise ThresholdsError(
+                f"--gpucluster-sku is {asked!r} ({origin}), and no limits are known for it;"
+                f" known are {', '.join(found.skus)}, and what a file for --gpucluster-thresholds adds"
+                f"{did_you_mean(asked, found.skus)}"
+            )
+        self.thresholds = found
 
     @property
     def limits(self) -> Thresholds:
@@ -258,7 +272,7 @@ class Run:
         if self.verdict is None:
             self.verdict = self.decide(pytest_exit=ending.exit, ending=ending)
             self.write_end()
-        text = f"\n{self.verdict.word}: {self.verdict.reason}\n"
+        text = f"\n{self._headline(self.verdict)}: {self.verdict.reason}\n"
         if self.rank == 0:
             os.write(self._stderr, text.encode("utf-8", "backslashreplace"))
         self._wait_for_reports()
@@ -289,7 +303,7 @@ class Run:
             required=self.settings.require if self.settings else (),
             rehearsal=self.rehearsal,
             selection=self.selection,
-            topology="; ".join([self._topology(), *(self.workload_record.remarks if self.workload_record else ())]),
+            topology="; ".join([self._topology(), *self._remarks()]),
         )
 
     def take_workload(self, record: WorkloadRecord) -> None:
@@ -308,6 +322,17 @@ class Run:
         if self.facts.scheduler.nnodes is not None:
             return f"{shape}, as allocated by {self.facts.scheduler.name}"
         return f"{shape}, as launched (nothing was declared by --gpucluster-expect)"
+
+    def _remarks(self) -> list[str]:
+        """Return in what this run was less, or other, than the whole suite with the shipped limits."""
+        said = self.workload_record.remarks if self.workload_record is not None else []
+        if self.settings is None:
+            return said
+        if self.settings.sku is not None:
+            said = [*said, f"judged as {self.settings.sku} (--gpucluster-sku)"]
+        if self.settings.thresholds is not None:
+            said = [*said, f"limits overlaid by {self.settings.thresholds}"]
+        return said
 
     def finish_for_workers(self, pytest_exit: int, *, why: str | None = None, refused: str | None = None) -> int:
         """Close the record of a run whose ranks are local workers; returns the exit code.
@@ -431,7 +456,8 @@ class Run:
         path, result = self.environ.get("TORCHELASTIC_ERROR_FILE"), self.verdict
         if path is None or result is None or result.exit == 0:
             return
-        text = f"{result.word} (exit code {result.exit}): {result.reason}"
+        rehearsal = "REHEARSAL, " if self.rehearsal else ""
+        text = f"{rehearsal}{result.word} (exit code {result.exit}): {result.reason}"
         body = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}
         try:
             Path(path).write_text(json.dumps(body), encoding="utf-8")

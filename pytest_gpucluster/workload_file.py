@@ -12,7 +12,7 @@ from typing import Any
 
 from pytest_gpucluster import units
 from pytest_gpucluster.errors import OptionError, ThresholdsError
-from pytest_gpucluster.workloads import KEYS, PROFILES, SECTIONS, Workload, WorkloadRecord, build
+from pytest_gpucluster.workloads import CPU_PROFILE, KEYS, PROFILES, SECTIONS, Workload, WorkloadRecord, build
 from pytest_gpucluster.yaml_document import Document, Node
 
 FILE_NAME = "workloads.yaml"
@@ -85,10 +85,10 @@ def load(path: Path, *, profile: str, overrides: Sequence[Override] = (), name: 
     if reader.file.complaints:
         raise ThresholdsError("\n".join(reader.file.report()))
     if profile not in profiles:
-        raise ThresholdsError(
-            f"{reader.file.name}: the profile {profile!r} is asked for, and the file has {', '.join(profiles)}; add it"
-            " to the file, or choose another with --gpucluster-profile"
-        )
+        found = f"{reader.file.name}: the profile {profile!r} is asked for, and the file has {', '.join(profiles)}"
+        if profile == CPU_PROFILE:
+            raise ThresholdsError(f"{found}; add it to the file: a rehearsal on cpu takes no other")
+        raise ThresholdsError(f"{found}; add it to the file, or choose another with --gpucluster-profile")
     entries = dict(profiles[profile])
     for override in overrides:
         value, _ = KEYS[override.key].read(override.texts)
@@ -125,10 +125,15 @@ def _last(overrides: Iterable[Override]) -> set[str]:
 
 
 def _contradictions(entries: _Entries, own: Iterable[str]) -> Iterator[tuple[_Entry, _Entry, str]]:
-    """Yield each window that is longer than its longest time: the entry that is one's own, the other, and the text."""
+    """Yield each window that is longer than its longest time: the entry that is one's own, the other, and the text.
+
+    Where both were inherited, the profile that they come from has told it.
+    """
     for section in SECTIONS:
         window, longest = section.window_and_longest or ("", "")
-        if window in entries and longest in entries and entries[window].value > entries[longest].value:
+        if not {window, longest} <= entries.keys() or not {window, longest} & set(own):
+            continue
+        if entries[window].value > entries[longest].value:
             is_window, is_longest = (entries[path].texts[0] for path in (window, longest))
             text = f"{window} is {is_window}, and {longest}, which must not be shorter, is {is_longest}"
             first, second = (longest, window) if longest in own else (window, longest)

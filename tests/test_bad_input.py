@@ -81,6 +81,14 @@ OPTIONS = {
         ["--gpucluster-device=cuda", "--gpucluster-sku=cpu-rehearsal"],
         ["--gpucluster-sku cpu-rehearsal", "say nothing about a GPU"],
     ),
+    "SKU misspelt": (
+        [CPU, "--gpucluster-sku=H100SXM"],
+        ["--gpucluster-sku is 'H100SXM' (command line)", "known are H100 SXM, ", "did you mean 'H100 SXM'?"],
+    ),
+    "SKU empty": (
+        [CPU, "--gpucluster-sku="],
+        ["--gpucluster-sku is '' (command line), and no limits are known for it"],
+    ),
     "one test for each worker": (
         [CPU, "-n", "2"],
         ["--dist load gives each test to one worker", "pytest -n <GPUs> --dist each --max-worker-restart=0"],

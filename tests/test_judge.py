@@ -54,11 +54,13 @@ def test_two_slow_ranks_are_both_named_and_more_are_counted() -> None:
 
 def test_a_maximum_is_missed_from_above_and_the_slowest_rank_decides() -> None:
     labels = {"size": "4 B"}
-    slow = {rank: [measurement("nccl.all_reduce.latency", 1 + 3 * rank, unit="s", labels=labels)] for rank in range(3)}
+    slow = {
+        rank: [measurement("nccl.all_reduce.latency", 400 * (1 + rank), unit="ms", labels=labels)] for rank in range(3)
+    }
     verdict = hold(slow, size=3, sku="cpu-rehearsal", gpu_name=None)
     assert verdict.outcome == "failed"
     assert verdict.message == (
-        "nccl.all_reduce.latency 7000000 us > 5000000 us (size=4 B) on rank 2 (gpu-00, GPU 2 GPU-1f2e)"
+        "nccl.all_reduce.latency 1200000 us > 1000000 us (size=4 B) on rank 2 (gpu-00, GPU 2 GPU-1f2e)"
     )
 
 
@@ -253,6 +255,13 @@ def test_an_unknown_gpu_is_an_error_whose_yaml_makes_it_known(gpu_name: str, tmp
     mine = resolved(verdict.text, "400", tmp_path)
     assert mine.sku_for(gpu_name) == "my-gpu"
     assert hold(all_ranks(), sku="my-gpu", gpu_name=gpu_name, limits=mine).outcome == "passed"
+
+
+def test_where_less_is_better_the_yaml_to_add_has_a_maximum() -> None:
+    latency = measurement("nccl.all_reduce.latency", 20.0, unit="us")
+    verdict = hold({0: [latency]}, size=1, sku=None, gpu_name="NVIDIA H300")
+    assert "        - max: <what you accept> us\n" in verdict.text
+    assert "min:" not in verdict.text
 
 
 def test_a_gpu_without_a_name_and_a_sku_that_does_not_exist_are_errors() -> None:

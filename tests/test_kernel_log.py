@@ -134,6 +134,52 @@ def test_a_buffer_that_may_not_be_opened_is_a_reason_and_no_crash(
     assert log.why_not == f"{tmp_path / 'kmsg'}: Operation not permitted"
 
 
+def test_records_that_the_kernel_has_overwritten_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kmsg").touch()
+    serve(monkeypatch, [b"6,512,9,-;usb 1-1", b"6,513,9,-;usb 1-2", BlockingIOError(errno.EAGAIN, "later")])
+    assert read(kmsg=tmp_path / "kmsg", commands=()).lost_records == 512
+    serve(monkeypatch, records("usb 1-1"))
+    assert read(kmsg=tmp_path / "kmsg", commands=()).lost_records == 0
+
+
+def test_a_device_file_that_stands_in_for_the_log_is_no_log() -> None:
+    log = read(kmsg=Path(os.devnull), commands=())
+    assert (log.source, log.why_not) == ("", f"{os.devnull}: it shows no line")
+
+
+def test_the_messages_that_a_sandbox_makes_up_are_no_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made_up = ("Starting gVisor...", "Feeding the init monster...")
+    told = command(f"print('[    0.000000] {made_up[0]}'); print('[    0.400000] {made_up[1]}')")
+    log = read(kmsg=tmp_path / "none", commands=(told,))
+    assert log.source == ""
+    assert "made up by gVisor and not the host's" in log.why_not
+    (tmp_path / "kmsg").touch()
+    serve(monkeypatch, records(*made_up))
+    assert "made up by gVisor" in read(kmsg=tmp_path / "kmsg", commands=()).why_not
+
+
+LOADED = "NVRM: loading NVIDIA UNIX x86_64 Kernel Module  580.65.06"
+
+
+@pytest.mark.parametrize(
+    ("lines", "is_read"),
+    [
+        pytest.param(("Linux version 6.8.0", "usb 1-1: new device"), False, id="a guest kernel without the driver"),
+        pytest.param(("Linux version 6.8.0", LOADED), True, id="since boot, with the driver"),
+        pytest.param(("Booting Linux on physical CPU 0x0", "Linux version 6.8.0"), False, id="a guest kernel on Arm"),
+        pytest.param(("usb 1-1: new device", "usb 1-2: new device"), True, id="the boot is overwritten"),
+    ],
+)
+def test_a_log_since_boot_that_never_names_the_driver_is_another_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: tuple[str, ...], is_read: bool
+) -> None:
+    (tmp_path / "kmsg").touch()
+    serve(monkeypatch, records(*lines))
+    log = read(kmsg=tmp_path / "kmsg", commands=())
+    assert (log.lines == lines) is is_read
+    assert ("its kernel has not loaded NVIDIA's driver" in log.why_not) is not is_read
+
+
 def test_the_log_of_this_host_is_read_or_it_is_said_why_not() -> None:
     log = read()
     assert bool(log.why_not) != bool(log.source)

@@ -262,7 +262,7 @@ def test_fewer_ranks_than_expected_are_named_under_torchrun(project: Project) ->
     assert left.verdicts["preflight"].startswith(f"error: {message}")
     assert left.end == ("BROKEN", 11)
     assert left.stderr.count(f"ERROR: {message}") == 1
-    assert f"BROKEN (exit code 11): {message}" in left.stderr  # in torchrun's own summary
+    assert f"REHEARSAL, BROKEN (exit code 11): {message}" in left.stderr  # in torchrun's own summary
     assert "what to do: torchrun --nnodes=2 --nproc-per-node=8" in left.stderr
 
 

@@ -90,13 +90,13 @@ def test_a_plain_miss_speaks_before_an_uncertain_value_with_a_lower_end() -> Non
 
 def test_a_maximum_takes_the_high_end() -> None:
     def latency(high: float) -> dict[int, list[Measurement]]:
-        made = measurement(LATENCY, sure(4.8, 4.7, high), unit="s", labels={"size": "4 B"})
+        made = measurement(LATENCY, sure(0.8, 0.7, high), unit="s", labels={"size": "4 B"})
         return {0: [made], 1: [made]}
 
-    assert hold(latency(5.0), size=2, sku="cpu-rehearsal").outcome == "passed"
-    verdict = hold(latency(5.2), size=2, sku="cpu-rehearsal")
+    assert hold(latency(1.0), size=2, sku="cpu-rehearsal").outcome == "passed"
+    verdict = hold(latency(1.2), size=2, sku="cpu-rehearsal")
     assert verdict.message == (
-        "nccl.all_reduce.latency 4800000 us is not surely below 5000000 us: its 95 % interval is 4700000 to 5200000 us"
+        "nccl.all_reduce.latency 800000 us is not surely below 1000000 us: its 95 % interval is 700000 to 1200000 us"
         " (size=4 B) on rank 0 (gpu-00, GPU 0 GPU-1f2e), and rank 1 (gpu-00, GPU 1 GPU-1f2e)"
     )
 
@@ -220,7 +220,8 @@ def test_a_ratio_stands_alone_but_not_with_one_rank(tmp_path: Path) -> None:
     assert hold(with_rank_3(730.0), limits=mine).outcome == "passed"
     alone = hold({0: [bf16(730.0)]}, size=1, limits=mine)
     assert alone.outcome == "error"
-    assert "there is no other rank to stand beside" in alone.message
+    assert "there is no other rank to stand beside; add a min or max at " in alone.message
+    assert f"at {alone.measurements[0].limit.origin}" in alone.text  # type: ignore[union-attr]
 
 
 def test_with_one_rank_a_minimum_decides_alone() -> None:

@@ -66,6 +66,22 @@ def test_a_line_about_a_connection_gives_its_transport(line, transport, kind):
     assert found.unknown == ""
 
 
+def test_of_the_lines_about_each_call_only_what_is_new_is_read(monkeypatch):
+    searched = []
+
+    class Counting:
+        def search(self, line):
+            searched.append(line)
+            return chosen.search(line)
+
+    chosen = nccl_choice._CHOSEN
+    monkeypatch.setattr(nccl_choice, "_CHOSEN", Counting())
+    line = "node-a:1:{} [0] NCCL INFO AllReduce: {} Bytes -> Algo RING proto LL channel{{Lo..Hi}}={{0..0}}"
+    found = choice(line.format(thread, size) for thread in range(100) for size in (8, 1000))
+    assert found.algorithms == {8: ("Ring LL",), 1000: ("Ring LL",)}
+    assert len(searched) == 2
+
+
 def test_a_whole_log_tells_version_network_nvls_and_algorithms():
     found = choice(ONE_NODE)
     assert found == Choice(

@@ -183,6 +183,17 @@ def test_a_line_that_is_only_half_written_does_no_harm(log):
     assert log.choice(NODE).transports == ("P2P",)
 
 
+def test_a_log_that_somebody_has_cut_short_is_read_to_its_end(log, tmp_path):
+    with log.reading(NODE):
+        write(log, P2P + IB)
+        os.truncate(log.path, len(P2P))
+        write(log, "")
+    log._parts = [(NODE, 0, len(P2P + IB))]
+    assert log.choice(NODE).transports == ("P2P",)
+    log.keep(tmp_path / "kept.log")
+    assert (tmp_path / "kept.log").read_text() == P2P
+
+
 def test_bytes_that_are_no_text_do_no_harm(log):
     with log.reading(NODE):
         log.path.write_bytes(b"\xff\xfe\0" + P2P.encode())

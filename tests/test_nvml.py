@@ -76,6 +76,7 @@ SIMPLE: list[tuple[str, str, Any, Any]] = [
     ("rows.pending", "nvmlDeviceGetRemappedRows", (1, 2, 0, 1), False),
     ("rows.failed", "nvmlDeviceGetRemappedRows", (1, 2, 0, 1), True),
     ("throttle.reasons", "nvmlDeviceGetCurrentClocksEventReasons", 0x44, ("sw_power_cap", "hw_thermal")),
+    ("throttle.reasons", "nvmlDeviceGetCurrentClocksEventReasons", 0x600, ("board_limit", "reliability")),
     ("throttle.reasons", "nvmlDeviceGetCurrentClocksEventReasons", 0x1001, ("gpu_idle", "unknown_0x1000")),
 ]
 
@@ -167,6 +168,15 @@ def test_nvlink_errors_are_the_counters_of_the_links_that_are_up(library: Librar
     assert PyNvml().read(GPU, "nvlink.errors") == {"replay": {0: 10, 2: 12}, "link_recovery": {0: 100, 2: 102}}
 
 
+@pytest.mark.parametrize("error", [pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_DEPRECATED])
+def test_a_card_without_the_older_counters_tells_the_newer_ones(library: Library, error: int) -> None:
+    library.answers("nvmlDeviceGetNvLinkState", lambda _, link: int(link == 0))
+    library.fails("nvmlDeviceGetNvLinkErrorCounter", error)
+    received = pynvml.NVML_FI_DEV_NVLINK_COUNT_RCV_ERRORS
+    library.answers("nvmlDeviceGetFieldValues", field_values({received: 7}))
+    assert PyNvml().read(GPU, "nvlink.errors") == {"received_errors": {0: 7}}
+
+
 def test_nvlink_errors_are_not_available_where_no_counter_is_supported(library: Library) -> None:
     library.answers("nvmlDeviceGetNvLinkState", lambda _, link: int(link == 0))
     library.fails("nvmlDeviceGetNvLinkErrorCounter", pynvml.NVML_ERROR_NOT_SUPPORTED)
@@ -195,13 +205,13 @@ def test_nvlinks_to_a_switch_are_a_field_value(library: Library) -> None:
         PyNvml().read(GPU, "nvlink.switch")
 
 
-def fills(structure: str, **fields: int) -> Any:
+def fills(structure: str, refusal: int = pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH, /, **fields: int) -> Any:
     """Fill the structure that was handed over by reference, and refuse others."""
 
     def fill(_: object, reference: Any) -> None:
         info = reference._obj
         if type(info) is not getattr(pynvml, structure):
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
+            raise pynvml.NVMLError(refusal)
         for name, value in fields.items():
             setattr(info, name, value)
 
@@ -227,6 +237,12 @@ def test_the_fabric_tells_state_status_and_health(library: Library, structure: s
     }
 
 
+def test_a_driver_that_calls_a_newer_structure_invalid_is_asked_with_an_older_one(library: Library) -> None:
+    answer = fills("c_nvmlGpuFabricInfo_v2_t", pynvml.NVML_ERROR_INVALID_ARGUMENT, state=3, status=0, healthMask=1)
+    library.answers("nvmlDeviceGetGpuFabricInfoV", answer)
+    assert PyNvml().read(GPU, "fabric")["health"] == ("bandwidth degraded",)
+
+
 def test_an_old_driver_tells_the_fabric_without_health(library: Library) -> None:
     library.fails("nvmlDeviceGetGpuFabricInfoV", pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
     library.answers("nvmlDeviceGetGpuFabricInfo", fills("c_nvmlGpuFabricInfo_t", state=2, status=0))
@@ -241,6 +257,7 @@ def test_a_future_fabric_state_is_not_taken_for_a_known_one(library: Library) ->
 REASONS = {
     pynvml.NVML_ERROR_NOT_SUPPORTED: ("not supported", "not supported by this GPU or driver"),
     pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: ("not supported", "not known to this driver"),
+    pynvml.NVML_ERROR_DEPRECATED: ("not supported", "not supported any more by this driver"),
     pynvml.NVML_ERROR_NO_PERMISSION: ("no permission", "no permission"),
     pynvml.NVML_ERROR_GPU_IS_LOST: ("lost", "the GPU is lost"),
     pynvml.NVML_ERROR_RESET_REQUIRED: ("lost", "requires a reset"),
@@ -306,10 +323,12 @@ def test_a_slice_has_its_own_memory_and_its_gpu_has_the_rest(library: Library) -
     assert handles == {"memory": f"handle of {SLICE}", "power": "handle of its GPU"}
 
 
-def describe(library: Library, uuids: dict[int, str], lost: set[int]) -> None:
-    """A node whose GPUs are numbered; some are lost."""
+def describe(library: Library, uuids: dict[int, str], lost: set[int], refused: frozenset[int] = frozenset()) -> None:
+    """A node whose GPUs are numbered; some are lost, some kept from this process."""
 
     def handle(index: int) -> int:
+        if index in refused:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)
         if index in lost:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
         return index
@@ -347,6 +366,16 @@ def test_a_lost_gpu_is_counted_and_its_address_left_out(library: Library) -> Non
     nvml = PyNvml()
     assert nvml.count() == 2
     assert nvml.pci_bus_ids() == ("00000000:01:00.0",)
+
+
+def test_a_gpu_that_a_cgroup_keeps_from_this_process_is_not_counted(library: Library) -> None:
+    describe(library, {0: "GPU-dd", 1: GPU, 2: OTHER}, lost={1}, refused=frozenset({0}))
+    nvml = PyNvml()
+    assert nvml.count() == 2
+    assert nvml.pci_bus_ids() == ("00000000:02:00.0",)
+    found = nvml.find(OTHER)
+    assert found is not None
+    assert found.index == 2
 
 
 def test_every_query_has_a_unit_a_description_and_functions_of_nvml() -> None:

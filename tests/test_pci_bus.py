@@ -101,6 +101,12 @@ def test_a_container_that_shows_a_part_of_the_gpus_hides_the_others(bus: Bus) ->
     assert bus.states() == {GPU: "hidden"}
 
 
+def test_a_container_that_replaces_another_file_of_the_driver_hides_no_gpu(bus: Bus) -> None:
+    bus.add(GPU, minor=None)
+    bus.mounts.write_text(f"99 35 0:5 / {bus.driver.parent}/params rw - tmpfs tmpfs rw\n")
+    assert bus.states() == {GPU: "dead"}
+
+
 @pytest.mark.parametrize(
     ("code", "state"),
     [(errno.EPERM, "hidden"), (errno.EACCES, "hidden"), (errno.EIO, "dead"), (errno.ENODEV, "dead")],

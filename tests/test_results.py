@@ -130,7 +130,7 @@ def test_a_figure_stands_with_all_that_it_takes_to_trace_it(tmp_path: Path) -> N
         "SHA-256 of the journal": sha256,
         "verdict": "SELECTION PASSED: 1 passed",
         "started": "2026-01-02T03:04:05+00:00",
-        "GPUs": "2 ranks on 1 nodes, NVIDIA H200",
+        "GPUs": "2 ranks on 1 node, NVIDIA H200",
         "driver": "580.65.06",
         "torch": "2.11.0",
         "CUDA": "13.0",

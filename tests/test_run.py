@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from pytest_gpucluster import thresholds
 from pytest_gpucluster.agreement.preflight import Expectation
+from pytest_gpucluster.record import TestName, TestRecord
 from pytest_gpucluster.run import Run
 
 A100 = "NVIDIA A100-SXM4-80GB"
@@ -18,16 +20,24 @@ def run_on(
     sku: str | None = None,
     expect: str | None = None,
     allocated: tuple[int | None, int | None] = (None, None),
+    overlay: Path | None = None,
 ) -> Any:
     """Two nodes with four ranks each; nothing of it is started."""
     run = Run.__new__(Run)
     scheduler = SimpleNamespace(nnodes=allocated[0], gpus_per_node=allocated[1])
     made: dict[str, Any] = {
         "facts": SimpleNamespace(world_size=8, nnodes=2, local_world_size=4, scheduler=scheduler),
-        "settings": SimpleNamespace(device="cpu" if gpu is None else "cuda", sku=sku, profile="quick"),
+        "settings": SimpleNamespace(
+            device="cpu" if gpu is None else "cuda", sku=sku, profile="quick", thresholds=overlay, require=()
+        ),
         "joined": SimpleNamespace(who={rank: {"gpu": None if gpu is None else {"name": gpu}} for rank in range(4)}),
         "expectation": None if expect is None else Expectation.parse(expect),
         "thresholds": thresholds.load(thresholds.shipped_path()),
+        "records": {"test_a": TestRecord(test=TestName.of("test_a", ("a.py", 1, "test_a"), "matmul"))},
+        "collected": [],
+        "problems": [],
+        "workload_record": None,
+        "selection": False,
     }
     for name, value in made.items():
         setattr(run, name, value)
@@ -71,6 +81,22 @@ def test_what_was_ordered_decides_which_tests_apply(
 def test_the_data_sheet_is_that_of_the_sku_in_force(gpu: str | None, sku: str | None, known: str | None) -> None:
     sheet = run_on(gpu, sku=sku).room().data_sheet()
     assert (None if sheet is None else sheet.name) == known
+
+
+@pytest.mark.parametrize(
+    ("sku", "overlay", "told"),
+    [
+        ("H100 SXM", Path("mine.yaml"), "; judged as H100 SXM (--gpucluster-sku); limits overlaid by mine.yaml"),
+        (None, Path("mine.yaml"), "; limits overlaid by mine.yaml"),
+        (None, None, "(nothing was declared by --gpucluster-expect)"),
+    ],
+    ids=["another SKU and limits", "other limits", "the shipped limits"],
+)
+def test_a_verdict_tells_by_which_limits_it_was_reached(sku: str | None, overlay: Path | None, told: str) -> None:
+    run = run_on(A100, sku=sku, overlay=overlay)
+    reached = run.decide(pytest_exit=0, ending=None)
+    assert reached.word == "ACCEPTED"
+    assert reached.reason.endswith(told)
 
 
 def test_on_cpu_the_profile_is_always_that_of_a_rehearsal() -> None:

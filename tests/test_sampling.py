@@ -41,6 +41,11 @@ def test_a_noisy_series_says_why_it_is_inconclusive() -> None:
     assert found.inconclusive == ("the 95 % interval of the median is 29 % wide after 12 samples, and 1 % is allowed")
 
 
+def test_too_few_samples_are_inconclusive_however_equal_they_are() -> None:
+    assert series([700.0] * (MIN_SAMPLES - 1), SAMPLING).inconclusive
+    assert not series([700.0] * MIN_SAMPLES, SAMPLING).inconclusive
+
+
 @pytest.mark.parametrize("bad", [math.nan, -1.0, 0.0])
 def test_samples_that_mean_nothing_are_inconclusive(bad: float) -> None:
     assert series([bad] * 12, SAMPLING).inconclusive or bad == 0.0

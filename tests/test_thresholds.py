@@ -171,6 +171,10 @@ BROKEN = {
         entry("{max: -1 us, source: us}", metric="nccl.all_reduce.latency"),
         ["5:38: max is -1 us; it must be zero or more"],
     ),
+    "ceiling below zero by its sign alone": (
+        entry("{max: -0 us, source: us}", metric="nccl.all_reduce.latency"),
+        ["5:38: max is -0 us; it must be zero or more"],
+    ),
     "ratio without a unit": (
         entry("{min_ratio_to_median: 0.75, source: us}"),
         ["5:49: min_ratio_to_median: '0.75' has no unit: write '0.75 ratio'"],
@@ -425,6 +429,9 @@ def test_a_floor_of_a_slow_fabric_is_no_mistake_but_inside_a_node_it_is(tmp_path
     assert read(tmp_path, across).limits[0].min == 5.0
     with pytest.raises(ThresholdsError, match="under 5 % of 450 GB/s"):
         read(tmp_path, across.replace("nnodes: 2", "nnodes: 1"))
+    for both in ("nnodes: 1 to 2", "world_size: 2 or more"):
+        with pytest.raises(ThresholdsError, match="under 5 % of 450 GB/s"):
+            read(tmp_path, across.replace("nnodes: 2", both))
 
 
 def test_an_anchor_may_be_used_again(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,21 +11,38 @@ from typing import Any
 
 import torch
 
+from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.units import did_you_mean
 
+_OVERRIDE = "NVIDIA_TF32_OVERRIDE"
+
 _FP32_ACCUMULATION = 32 * 2.0**-24
-"""Products of the operands are exact in fp32 (true fp32 rounds each once), so what remains is the accumulation of n
-terms. With rounding errors that are independent, n additions of random terms are off by 0.7 u |row| |column|,
-u = 2**-24, and six standard deviations of that, for reference and product together, are 6 u. Partial sums that are
-truncated instead of rounded can add about 5 u at n = 16384. The rest is margin: at that n the bound is 0.0002 of an
-element's standard deviation, and the worst element of a TF32 product that claims to be fp32 is off by about 0.002.
+"""Of true fp32, and so of the reference. Each product and each sum is rounded to nearest, so what remains is the
+accumulation of n terms. With rounding errors that are independent, n additions of random terms are off by 0.7 u |row|
+|column|, u = 2**-24, and six standard deviations of that, for reference and product together, are 6 u. The rest is
+margin: at n = 16384 the bound is 0.0002 of an element's standard deviation, and the worst element of a TF32 product
+that claims to be fp32 is off by about 0.002.
 Source: the model is Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis" (2019).
+"""
+
+_TENSOR_CORE_ACCUMULATION = 256 * 2.0**-24
+"""Tensor cores multiply bf16, fp16 and TF32 exactly and sum in fp32, but cut off instead of rounding: at each step (of
+4 TF32 products on Ampere and Ada, of 8 on Hopper, of more for 16 bits) products and sum are aligned to the largest and
+what lies below bit 24 (Hopper and Blackwell: 25) goes, then what lies below bit 23 of the new sum. All of that is
+toward zero, so the errors of a sum that keeps its sign add up.
+
+derived: emulated for TF32 at n = 16384, in units of 2**-24 |row| |column|, the root mean square is 7 on Ampere and 5 on
+Hopper. It grows with the sum: six standard deviations out, where one of 2**28 elements lies, the worst was off by 59 on
+Ampere and 44 on Hopper; 137 there if it rounded down, not toward zero. For smaller n it is less. At n = 16384
+this bound is 0.002 of an element's standard deviation.
+Source: for the arithmetic Xie et al., MMA-Sim (arXiv:2511.10909), and its code, which was compared with the hardware
+bit by bit: https://github.com/microsoft/MMA-Sim.
 """
 
 _FP8_FAST_ACCUMULATION = 10 * 2.0**-13
 """On Ada and Hopper the tensor cores sum fp8 products with 13 bits of fraction: at each step of 32 products (16 on
-Ada) the products and the sum so far are aligned to the largest of them, and what lies below its 13th bit is cut off.
-Fast accumulation does all n terms that way. Blackwell keeps 25 bits.
+Ada) the products and the sum so far are aligned to the largest of them, and what lies below its 13th bit is cut off,
+toward zero. Fast accumulation does all n terms that way. Blackwell keeps 25 bits.
 
 derived: emulated for random operands with steps of 16 and of 32, the error in units of 2**-13 |row| |column| is 0.20
 (root mean square) at n = 16384, and less for smaller n. It grows with the sum: of elements that come to lie six
@@ -32,7 +50,8 @@ standard deviations out, where one of 2**28 does, the worst of hundreds was off 
 0.16, at 4096 0.08 of an element's standard deviation. Later products are compared with the first one bit by bit.
 Source: DeepSeek-V3 Technical Report (arXiv:2412.19437), section 3.5.2; SageAttention2 (arXiv:2411.10958), which finds
 1 + 8 + 13 bits; Xie et al., MMA-Sim (arXiv:2511.10909), and Khattak and Mikaitis, "Accurate Models of NVIDIA Tensor
-Cores" (arXiv:2512.07004), which compare models with the hardware bit by bit.
+Cores" (arXiv:2512.07004), which compare models with the hardware bit by bit. That they find it cut off toward zero
+matters: rounded down, the same elements would be off by 62, and six standard deviations out by 135.
 """
 
 
@@ -53,7 +72,7 @@ class Arithmetic:
     operands: torch.dtype
     result: torch.dtype
     roundoff: float
-    accumulation: float = _FP32_ACCUMULATION
+    accumulation: float = _TENSOR_CORE_ACCUMULATION
     float32_precision: str = "highest"
     cleared_bits: int = 0
     is_scaled: bool = False
@@ -73,7 +92,9 @@ ARITHMETICS: Mapping[str, Arithmetic] = MappingProxyType(
             float32_precision="high",
             cleared_bits=13,
         ),
-        "fp32": Arithmetic(operands=torch.float32, result=torch.float32, roundoff=2.0**-24),
+        "fp32": Arithmetic(
+            operands=torch.float32, result=torch.float32, roundoff=2.0**-24, accumulation=_FP32_ACCUMULATION
+        ),
         "fp8": Arithmetic(
             operands=torch.float8_e4m3fn,
             result=torch.bfloat16,
@@ -94,6 +115,22 @@ def arithmetic(dtype: str) -> Arithmetic:
     if dtype not in ARITHMETICS:
         raise ValueError(f"dtype is one of {', '.join(ARITHMETICS)}, not {dtype!r}{did_you_mean(dtype, ARITHMETICS)}")
     return ARITHMETICS[dtype]
+
+
+def require_switches(device: torch.device, kind: Arithmetic) -> None:
+    """Make sure that torch's switch decides between true fp32 and TF32.
+
+    Raises: EnvironmentBroken if a variable overrides it: then the one may be measured as the other, and a GPU blamed
+    for being slow, or wrong.
+    Source: NVIDIA_TF32_OVERRIDE=0 turns TF32 off in all of NVIDIA's libraries:
+    https://deeprec.readthedocs.io/en/latest/NVIDIA-TF32.html.
+    """
+    value = os.environ.get(_OVERRIDE)
+    if device.type == "cuda" and kind.operands == torch.float32 and value:
+        raise EnvironmentBroken(
+            f"{device}: {_OVERRIDE}={value} is set in the environment, so that NVIDIA's libraries do not let torch"
+            " choose between fp32 and TF32; unset it"
+        )
 
 
 @contextmanager

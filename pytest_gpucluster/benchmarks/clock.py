@@ -49,8 +49,12 @@ _CYCLES_PER_SECOND = 2e9
 """About the highest clock of the GPUs so far. At a lower one the device waits longer, which does no harm."""
 
 
+RESOLUTION_SECONDS = 0.5e-6
+"""About what CUDA events can tell apart. Source: CUDA Runtime API, event management, cudaEventElapsedTime."""
+
+
 class EventClock:
-    """Device time between pairs of CUDA events on the current stream: resolution about half a microsecond.
+    """Device time between pairs of CUDA events on the current stream, to about ``RESOLUTION_SECONDS``.
 
     Source: CUDA Runtime API, event management, cudaEventElapsedTime.
     """

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from pytest_gpucluster.benchmarks.clock import Clock, clock_for
+from pytest_gpucluster.benchmarks.clock import RESOLUTION_SECONDS, Clock, clock_for
 from pytest_gpucluster.benchmarks.collective_result import CollectiveResult
 from pytest_gpucluster.benchmarks.footprint import free_bytes, memory_returned
 from pytest_gpucluster.benchmarks.payload import DTYPES, Payload, finite_calls, needed_bytes
@@ -210,14 +210,15 @@ class _AllReduce:
         """Return the seconds of all calls of a window on this rank."""
         self._payload.ready(plan.calls)
         self._clock.synchronize()
+        # Ahead of the barrier: a wait that each GPU counts in cycles of its own clock would pull them apart after it.
+        self._clock.get_ahead(1 + plan.calls, seconds=plan.window_seconds)
         self._ranks.barrier()
-        # After the barrier: all GPUs come out of it together, and their hosts get ahead while they wait here.
-        self._clock.get_ahead(plan.calls, seconds=plan.window_seconds)
         with self._clock.region():
             for _ in range(plan.calls):
                 self._reduce(self._payload.tensor, self._group)
         [elapsed] = self._clock.read()
-        return elapsed
+        # One GPU alone has nothing to do for a sum in place, and that may take less than its clock can tell.
+        return max(elapsed, RESOLUTION_SECONDS) if self._ranks.count == 1 else elapsed
 
     def _verify(self) -> str | None:
         self._payload.fill()

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 import torch
 
+from pytest_gpucluster.benchmarks.arithmetic import numerics
 from pytest_gpucluster.benchmarks.scaled_product import CAPABILITY, scaled_product
 from pytest_gpucluster.errors import WrongResult
 from pytest_gpucluster.units import did_you_mean
@@ -85,12 +86,8 @@ def check_product(
         for shape in ((n, K), (K, n))
     )
     expected = a @ b
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if kind.tf32 else "highest")
-    try:
+    with numerics("high" if kind.tf32 else "highest"):
         product = (multiply or (_scaled_mm if kind.fp8 else torch.mm))(_to(a, device, kind), _to(b, device, kind))
-    finally:
-        torch.set_float32_matmul_precision(precision)
     what = f"the {dtype} product of {n} x {K} and {K} x {n} matrices on {where or device}"
     _compare(product.cpu().double(), expected, what)
 

@@ -11,25 +11,26 @@ import torch
 from pytest_gpucluster.benchmarks.footprint import memory_returned
 
 LOOK_SECONDS = 0.2
-"""About how long the device works between two looks."""
+"""About how long the device still works after a look."""
+
+ROWS = {"cuda": 8192, "cpu": 256}
+"""Rows and columns of the matrices. A product of 8192 takes a data center GPU to its power limit."""
 
 COPY_BYTES = 64 * 2**20
-"""Enough for one copy to last milliseconds on any link, so that the link does not fall asleep between copies."""
+"""Enough for one copy to last milliseconds on a link of PCIe, so that the link does not fall asleep in between."""
 
-SMALLEST, LARGEST = 256, 8192
-"""Rows and columns of the matrices. The largest takes a data center GPU to its power limit."""
+PRODUCTS_PER_COPY = 4
+"""So many take longer than the copy on every GPU: then the multipliers never wait for the link."""
 
-PRODUCT_SECONDS = 0.001
-"""Matrices grow until a product takes so long: then launching it costs nothing beside it."""
-
+_MEASURED_SECONDS = 0.1
 _STEPS_AT_MOST = 10_000
 
 
 def keep_busy(device: torch.device, look: Callable[[], None], *, seconds: float) -> int:
     """Multiply bf16 matrices and copy from the host until the time is up, and look at the device meanwhile.
 
-    Products and copies are enqueued for about ``LOOK_SECONDS``; ``look`` is called while they run, then they are waited
-    for. On cpu, where nothing runs by itself, it is called after them.
+    Products and copies are enqueued for as long as the last look took and ``LOOK_SECONDS`` more; ``look`` is called
+    while they run, then they are waited for. On cpu, where nothing runs by itself, it is called after them.
 
     Args:
         device: what to keep busy.
@@ -54,43 +55,44 @@ def held_bytes(device: torch.device) -> int:
 
 
 def _keep_busy(device: torch.device, look: Callable[[], None], *, seconds: float) -> int:
-    step = _large_enough(device)
-    until, looks, steps = time.monotonic() + seconds, 0, 1
+    step = _Step(device)
+    each = _seconds_of(step)
+    until, looks, look_seconds = time.monotonic() + seconds, 0, 0.0
     while looks == 0 or time.monotonic() < until:
-        begin = time.monotonic()
-        for _ in range(steps):
+        for _ in range(max(1, min(_STEPS_AT_MOST, round((LOOK_SECONDS + look_seconds) / each)))):
             step.enqueue()
+        begin = time.monotonic()
         look()
+        look_seconds = min(time.monotonic() - begin, seconds)
         step.wait()
         looks += 1
-        took = max(time.monotonic() - begin, 1e-6)
-        # As many as last for the time between two looks; doubling at most, for the first are slow.
-        steps = max(1, min(_STEPS_AT_MOST, 2 * steps, round(steps * LOOK_SECONDS / took)))
     return looks
 
 
-def _large_enough(device: torch.device) -> _Step:
-    n = SMALLEST
+def _seconds_of(step: _Step) -> float:
+    """Measure one step with ever more of them, which also loads the kernels and wakes the clocks."""
+    count = 1
     while True:
-        step = _Step(device, n)
-        took = []
-        for _ in range(2):  # the first one of a size loads its kernel
-            begin = time.monotonic()
+        begin = time.monotonic()
+        for _ in range(count):
             step.enqueue()
-            step.wait()
-            took.append(time.monotonic() - begin)
-        if took[-1] >= PRODUCT_SECONDS or n >= LARGEST:
-            return step
-        n *= 2
+        step.wait()
+        took = time.monotonic() - begin
+        if took >= _MEASURED_SECONDS or count >= _STEPS_AT_MOST:
+            return max(took / count, 1e-6)
+        count *= 2
 
 
 class _Step:
-    """One product and one copy, which run at the same time where the device has streams."""
+    """Some products and one copy, which run at the same time where the device has streams."""
 
-    def __init__(self, device: torch.device, n: int) -> None:
-        generator = torch.Generator().manual_seed(0)
+    def __init__(self, device: torch.device) -> None:
+        generator = torch.Generator(device).manual_seed(0)
+        n = ROWS[device.type]
         # Random: zeros would let the device run cooler than work does.
-        self._a, self._b = (torch.randn(n, n, generator=generator).to(device, torch.bfloat16) for _ in range(2))
+        self._a, self._b = (
+            torch.randn(n, n, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(2)
+        )
         self._out = torch.empty_like(self._a)
         self._device = device
         self._streams = device.type == "cuda"
@@ -101,7 +103,8 @@ class _Step:
         self._side = torch.cuda.Stream(device) if self._streams else None  # type: ignore[no-untyped-call]
 
     def enqueue(self) -> None:
-        torch.mm(self._a, self._b, out=self._out)
+        for _ in range(PRODUCTS_PER_COPY):
+            torch.mm(self._a, self._b, out=self._out)
         with torch.cuda.stream(self._side):
             self._there.copy_(self._host, non_blocking=True)
 

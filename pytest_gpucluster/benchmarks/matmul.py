@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pytest_gpucluster.benchmarks.arithmetic import Arithmetic, arithmetic, numerics
+from pytest_gpucluster.benchmarks.arithmetic import Arithmetic, arithmetic, numerics, require_switches
 from pytest_gpucluster.benchmarks.blocks import NOTHING, Rate, measure_rate
 from pytest_gpucluster.benchmarks.clock import Clock, clock_for
 from pytest_gpucluster.benchmarks.comparison import Comparison, bytes_to_compare, difference_seen, shown
@@ -94,7 +94,8 @@ def measure_matmul(
     Raises:
         WrongResult: a product is wrong, NaN and infinities included; names the count and the first element.
         InconclusiveMeasurement: the clock did not advance.
-        EnvironmentBroken: too little memory is free, or the device has no fp8.
+        EnvironmentBroken: too little memory is free, the device has no fp8, or the environment forbids to choose
+            between fp32 and TF32.
         ValueError: an argument is out of its range.
 
     Source: 2 n**3 operations for a product: Golub and Van Loan, "Matrix Computations" (4th edition), section
@@ -105,6 +106,7 @@ def measure_matmul(
         raise ValueError(f"n must be at least 1, and for {dtype} a multiple of {kind.multiple_of}, not {n}")
     if kind.is_scaled:
         require_fp8(device)
+    require_switches(device, kind)
     layout = _Layout(n=n, kind=kind, cache=cache_bytes(device) if cache is None else cache)
     require_free(
         device,

@@ -33,16 +33,20 @@ class Operations:
     """What is timed, each a single call into torch; the seam at which tests plant faults."""
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy all words; torch leaves it to the driver's own copy between buffers of one dtype."""
+        """Copy all words. Between contiguous buffers of one dtype torch leaves it to the driver (cudaMemcpyAsync).
+
+        How close that comes to the memory's speed depends on the driver: an older one copied at 3.3 TB/s on an H200.
+        Source: https://github.com/NVIDIA/cccl/issues/1672.
+        """
         target.copy_(source)
 
     def read(self, source: torch.Tensor, total: torch.Tensor) -> None:
         """Sum up all words, modulo 2**64, to ``total``, which has no dimension.
 
-        int64, because its sum is the same in any order of additions whatever the bits; int32 would first be copied to
+        int64, because its sum is the same in any order of additions whatever the bits; torch would first copy int32 to
         int64. torch's full reduction reads close to the memory's speed: 3.136 TB/s of an H100's 3.35 with 4 GiB of
-        fp32. int64 takes the same kernel and has half as many elements a byte to add. torch itself cuts what is beyond
-        32-bit indices into parts.
+        fp32. That int64 does so too is derived, not measured: it takes the same kernel, loads as wide or wider, and has
+        half as many elements a byte to add. torch itself cuts what is beyond 32-bit indices into parts.
         Source: https://github.com/pytorch/pytorch/issues/132964.
         """
         torch.sum(source, dim=0, out=total)
@@ -213,9 +217,9 @@ class Writes:
         if wrong:
             index = done[wrong[0]]
             kept, value = self._kept(index, done), self._value(index)
-            offset = int((kept != value).nonzero()[0])
+            seen = Difference(count=int(counts[wrong[0]]), offset=_first_of_others(kept, value))
             raise WrongResult(
-                f"{self._name}: {_described(Difference(count=int(counts[wrong[0]]), offset=offset), kept, value)};"
+                f"{self._name}: {_described(seen, kept, value)};"
                 f" after write {index}, {len(wrong)} of {len(done)} writes are wrong"
             )
         self._first = done.stop
@@ -225,6 +229,18 @@ def _count_of_others(words: torch.Tensor, value: int) -> torch.Tensor:
     """Count the words that are not ``value``, on the device."""
     parts = (words[start : start + PART_WORDS] for start in range(0, len(words), PART_WORDS))
     return torch.stack([(part != value).sum() for part in parts]).sum()
+
+
+def _first_of_others(words: torch.Tensor, value: int) -> int:
+    """Return the offset of the first word that is not ``value``; 0 if by now there is none, which the report shows.
+
+    In parts, because torch's search for it takes no more than 2**31 words at once, and room for each that it finds.
+    """
+    for start in range(0, len(words), PART_WORDS):
+        others = words[start : start + PART_WORDS] != value
+        if others.any():
+            return start + int(others.view(torch.uint8).argmax())  # the first of equal maxima
+    return 0
 
 
 def _empty(device: torch.device, words: int) -> torch.Tensor:

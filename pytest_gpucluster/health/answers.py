@@ -57,8 +57,9 @@ def _lost(situation: Situation) -> str:
 
 
 def _absent(situation: Situation) -> dict[str, Missing]:
-    """Queries without a value; those under load count only if they were read under load."""
-    absent = {query: why for query, why in situation.before.missing.items() if query not in UNDER_LOAD}
+    """Queries without a value before or after load; those under load count only if they were read under load."""
+    missing = {**situation.after.missing, **situation.before.missing}
+    absent = {query: why for query, why in missing.items() if query not in UNDER_LOAD}
     for query in UNDER_LOAD:
         if situation.loaded(query):
             continue

@@ -78,11 +78,18 @@ class Examination:
     def require_healthy(self) -> None:
         """Raise what was found, each finding with its GPU and what to do.
 
+        A load that has failed under CUDA is raised as it is, for what it says of this process; the findings, which may
+        tell why, are printed before.
+
         Raises:
+            RuntimeError: the load's own failure.
             HardwareFault: the hardware is to be rejected.
             EnvironmentBroken: only the environment is at fault: the GPU could not be judged, or is disturbed.
         """
         hardware, environment = self.of_kind("hardware"), self.of_kind("environment")
+        if self.situation.load_failure is not None:
+            print(_text(hardware + environment + self.of_kind("note")))
+            raise self.situation.load_failure
         if hardware:
             raise HardwareFault(_text(hardware + environment + self.of_kind("note")))
         if environment:

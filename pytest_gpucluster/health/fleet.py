@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
+from pytest_gpucluster.health.finding import identity
 from pytest_gpucluster.wording import rank_ranges
 
 COMPARED = {
@@ -21,6 +22,8 @@ COMPARED = {
 _MAY_BE_UNKNOWN = ("ecc", "mig")
 """Some cards have neither. All of a fleet must still say the same."""
 
+_MOST_NAMED = 16
+
 
 def require_uniform(inventory: Sequence[Mapping[str, Any]]) -> None:
     """Compare the GPUs of all ranks, and name the odd ones.
@@ -30,6 +33,7 @@ def require_uniform(inventory: Sequence[Mapping[str, Any]]) -> None:
         EnvironmentBroken: what is compared is not known of every rank.
     """
     unknown, different = [], []
+    odd: set[int] = set()
     for key, words in COMPARED.items():
         values = {int(who["rank"]): who["gpu"].get(key) for who in inventory}
         missing = [rank for rank, value in values.items() if value is None]
@@ -38,9 +42,17 @@ def require_uniform(inventory: Sequence[Mapping[str, Any]]) -> None:
         known = Counter(value for value in values.values() if value is not None)
         if len(known) > 1:
             different.append(f"{words}: {_split(values, known, inventory)}")
+            usual = known.most_common(1)[0][0]
+            odd |= {rank for rank, value in values.items() if value not in (None, usual)}
     what_to_do = "what to do: bring the named nodes to the same firmware and settings, or have them replaced"
     if different:
-        raise HardwareFault("\n".join([f"GPUs of the fleet differ: {different[0]}", *different[1:], what_to_do]))
+        names = [f"- rank {who['rank']}: {identity(who)}" for who in inventory if int(who["rank"]) in odd]
+        more = [f"- and {len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
+        raise HardwareFault(
+            "\n".join(
+                [f"GPUs of the fleet differ: {different[0]}", *different[1:], *names[:_MOST_NAMED], *more, what_to_do]
+            )
+        )
     if unknown:
         raise EnvironmentBroken(
             f"GPUs cannot be compared: {'; '.join(unknown)}\n"

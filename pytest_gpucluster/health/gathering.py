@@ -50,20 +50,20 @@ def gather(
         load: keeps this GPU busy.
         held_bytes: what this process's allocator holds on the GPU.
 
-    Raises:
-        RuntimeError: as ``load``, if the GPU still answers afterwards.
+    Returns: the situation, also where the load has failed: ``load_failure`` is why, if the GPU still answers.
     """
     me = next(who for who in inventory if who["rank"] == rank)
     uuid = str(me["gpu"]["uuid"])
     before = take(sources.nvml, uuid)
     under_load: list[Snapshot] = []
-    load_error = ""
+    load_error, load_failure = "", None
     try:
         load(lambda: under_load.append(take(sources.nvml, uuid, UNDER_LOAD)))
     except RuntimeError as error:
-        load_error = f"the load ended with {error}"
-        if not _is_lost(take(sources.nvml, uuid, ("temperature.gpu",))):
-            raise
+        if _is_lost(take(sources.nvml, uuid, ("temperature.gpu",))):
+            load_error = f"the load ended with {error}"
+        else:
+            load_failure = error
     after = take(sources.nvml, uuid)
     ranks = [who for who in inventory if (who["host"], who["node_rank"]) == (me["host"], me["node_rank"])]
     return Situation(
@@ -78,10 +78,10 @@ def gather(
         held_bytes=held_bytes,
         who={pid: sources.who_is(pid) for pid, _ in before.get("processes") or ()},
         mig=mig,
-        node_gpus=sources.nvml.count(),
         kernel_log=sources.kernel_log(),
         node=_node(sources, int(me["local_world_size"])) if me["local_rank"] == 0 else None,
         load_error=load_error,
+        load_failure=load_failure,
     )
 
 

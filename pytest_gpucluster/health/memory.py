@@ -29,7 +29,7 @@ def check(situation: Situation) -> Iterator[Finding]:
             allowed=f"at least {100 * LEAST_FREE_RATIO:g} % free beside this job's own ranks",
             remedy="end the named process and start again, or reset the GPU where none is named",
         )
-    elif strangers:
+    elif strangers and not _may_be_this_one(situation):
         yield situation.finding(
             "stranger",
             "note",
@@ -77,15 +77,18 @@ def _size(situation: Situation) -> Iterator[Finding]:
 def _strangers(situation: Situation) -> list[str]:
     """Name the processes that are not this job's."""
     listed = _listed(situation)
-    others = {pid: used for pid, used in listed.items() if pid not in situation.own_pids}
     named = []
-    for pid, used in others.items():
-        who = situation.who.get(pid)
-        if who is not None and not who.known and not set(listed) & situation.own_pids and len(others) == 1:
-            continue  # one process under a number of another namespace: this one itself
-        size = "an unknown amount" if used is None else f"{used / 1e9:.2f} GB ({used} bytes)"
-        named.append(f"{who or f'pid {pid}'} with {size}")
+    for pid, used in listed.items():
+        if pid not in situation.own_pids:
+            size = "an unknown amount" if used is None else f"{used / 1e9:.2f} GB ({used} bytes)"
+            named.append(f"{situation.who.get(pid) or f'pid {pid}'} with {size}")
     return named
+
+
+def _may_be_this_one(situation: Situation) -> bool:
+    """Tell whether NVML names one process only, by a number that is not of this namespace: then it is this one."""
+    listed = _listed(situation)
+    return len(listed) == 1 and all(pid in situation.who and not situation.who[pid].known for pid in listed)
 
 
 def _listed(situation: Situation) -> dict[int, int | None]:

@@ -34,7 +34,8 @@ def check(situation: Situation) -> Iterator[Finding]:
         return
     before: Mapping[int, bool] | None = situation.before.get("nvlink.up")
     if before is not None:
-        after = situation.after.get("nvlink.up") or before
+        told = situation.after.get("nvlink.up")
+        after = before if told is None else told  # a card that shows no link any more has lost them
         yield from _states(situation, {link: up and after.get(link, False) for link, up in before.items()})
     yield from _errors(situation)
 
@@ -43,10 +44,13 @@ def switched_off(situation: Situation) -> bool:
     """Tell whether this is the only GPU of its node and all its links are down.
 
     So are they by design where a hypervisor gives a single GPU of a board to a virtual machine. There is no other GPU
-    that they could reach.
+    that they could reach. A container or cgroup shows a single GPU too, but the PCI bus shows the others, and so do the
+    other ranks of the node.
     """
     states: Mapping[int, bool] = situation.before.get("nvlink.up") or {}
-    return situation.node_gpus == 1 and not any(states.values())
+    node = situation.node
+    alone = node is not None and node.nvml_gpus == node.ranks == 1 and not node.unlisted
+    return alone and not any(states.values())
 
 
 def _states(situation: Situation, states: Mapping[int, bool]) -> Iterator[Finding]:
@@ -77,7 +81,8 @@ def _states(situation: Situation, states: Mapping[int, bool]) -> Iterator[Findin
 
 def _errors(situation: Situation) -> Iterator[Finding]:
     before: Mapping[str, Mapping[int, int]] = situation.before.get("nvlink.errors") or {}
-    after: Mapping[str, Mapping[int, int]] = situation.after.get("nvlink.errors") or before
+    told: Mapping[str, Mapping[int, int]] | None = situation.after.get("nvlink.errors")
+    after = before if told is None else told
     old = []
     for counter, links in after.items():
         grown = {link: count - before.get(counter, {}).get(link, 0) for link, count in links.items()}

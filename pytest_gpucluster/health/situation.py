@@ -83,9 +83,9 @@ class Situation:
         held_bytes: what this process's allocator holds on the GPU.
         who: pid -> who that is, for the processes that NVML names.
         mig: "on" or "off", as declared.
-        node_gpus: GPUs that NVML counts on this node.
         node: what this rank says for its node; None where another rank does.
         load_error: how the load ended, if the GPU was lost under it.
+        load_failure: what the load raised, if the GPU still answers: CUDA's own word on what has happened to it.
     """
 
     gpu: Identity
@@ -100,9 +100,9 @@ class Situation:
     held_bytes: int = 0
     who: Mapping[int, Who] = field(default_factory=dict)
     mig: str = "off"
-    node_gpus: int = 1
     node: Node | None = None
     load_error: str = ""
+    load_failure: RuntimeError | None = None
 
     @property
     def snapshots(self) -> tuple[Snapshot, ...]:

@@ -15,6 +15,8 @@ BAD_REASONS = {
 }
 """Throttle reasons of a GPU that is too hot or short of power. A healthy one at its power limit shows sw_power_cap."""
 
+_EXPECTED = {"sw_power_cap", "gpu_idle"}
+
 
 def check(situation: Situation) -> Iterator[Finding]:
     """Look at the throttle reasons under load, and at the temperature beside the card's own slowdown limit."""
@@ -38,6 +40,15 @@ def check(situation: Situation) -> Iterator[Finding]:
             allowed="anything",
             remedy="nothing",
         )
+    others = sorted(seen - set(BAD_REASONS) - _EXPECTED)
+    if others:
+        yield situation.finding(
+            "clocks_held",
+            "note",
+            f"clocks held down under load by: {', '.join(others)}",
+            allowed="anything, as long as the GPU is fast enough",
+            remedy="undo clocks if somebody has set them: `nvidia-smi -rgc`, `nvidia-smi -rac`",
+        )
     yield from _temperature(situation)
 
 
@@ -45,6 +56,14 @@ def _temperature(situation: Situation) -> Iterator[Finding]:
     hottest = max(situation.loaded("temperature.gpu"), default=None)
     limit = situation.before.get("temperature.slowdown")
     margins = situation.loaded("temperature.margin")
+    if not limit and not margins and hottest is not None:
+        yield situation.finding(
+            "temperature_limit",
+            "note",
+            f"{hottest} degC under load, and NVML does not tell at which temperature this card slows down",
+            allowed="anything: a card that slows down says so in its throttle reasons",
+            remedy="compare with the data sheet, or update driver and nvidia-ml-py",
+        )
     too_hot = ""
     # A limit of 0 is how some drivers say that the card has none.
     if limit and hottest is not None and hottest >= limit:

@@ -25,6 +25,15 @@ def check(situation: Situation) -> Iterator[Finding]:
             remedy="look for Xids as root: `dmesg | grep -i xid`",
         )
         return
+    if log.lost_records:
+        yield situation.finding(
+            "kernel_log",
+            "note",
+            f"kernel log of {situation.gpu.host} begins late: {log.lost_records} older records of {log.source} are"
+            " overwritten, so Xids among them are not seen",
+            allowed="a log that reaches back to the boot",
+            remedy="look for older Xids as root: `journalctl -k -b | grep -i xid`",
+        )
     address = normalised(situation.gpu.pci or "")
     if address is None:
         yield situation.finding(
@@ -45,7 +54,7 @@ def check(situation: Situation) -> Iterator[Finding]:
             f"xid_{code}",
             "hardware" if bad else "note",
             f"Xid {code} {times} in the kernel log of this boot ({log.source}), the last one: {last[code]}",
-            allowed="no Xid that takes a node out of service" if bad else "anything: mostly a program's fault",
+            allowed="no Xid that takes a node out of service" if bad else "Xids that a program can cause",
             remedy="take the node out of service and run the vendor's diagnostics; see NVIDIA's Xid catalogue"
             if bad
             else "see NVIDIA's Xid catalogue",

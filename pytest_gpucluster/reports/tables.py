@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from pytest_gpucluster.journal import Journal, JudgedMetric, TestResult
 from pytest_gpucluster.reports.telemetry_text import clock_text, telemetry_text
+from pytest_gpucluster.units import show
 from pytest_gpucluster.wording import one_line, rank_ranges
 
 ROWS = 16
@@ -37,9 +38,7 @@ def _digits(value: float, digits: int) -> str:
         return "NaN"
     if math.isinf(value):
         return "Infinity" if value > 0 else "-Infinity"
-    if 10**digits <= abs(value) < 1e15:
-        return f"{value:.0f}"
-    return f"{value:.{digits}g}"
+    return show(value, "", digits=digits).rstrip()
 
 
 def percent(ratio: float) -> str:

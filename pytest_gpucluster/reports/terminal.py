@@ -1,4 +1,4 @@
-"""Plain-text pieces for the terminal and for failure texts: aligned, readable without colour and at 80 columns."""
+"""Plain-text pieces for the terminal and for failure texts: aligned, and readable without colour."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 
 from pytest_gpucluster.reports.tables import percent
 from pytest_gpucluster.units import show, show_apart
-from pytest_gpucluster.wording import printable
+from pytest_gpucluster.wording import one_line, printable
 
 _HEADER = ("", "metric", "value", "limit", "margin", "of peak", "worst rank")
+# One long label of a test must not push the values of all others out of sight.
+_METRIC_CHARACTERS = 120
 # Columns that are left out where no row has anything in them.
 _OPTIONAL = {"margin", "of peak"}
 
@@ -26,7 +28,8 @@ def measurement_table(measurements: Iterable[Mapping[str, Any]]) -> str:
     rows = [_HEADER]
     for judged in shown:
         labels = ",".join(f"{key}={value}" for key, value in judged["labels"].items())
-        metric = printable(f"{judged['metric']}[{labels}]" if labels else judged["metric"])
+        name = printable(f"{judged['metric']}[{labels}]" if labels else judged["metric"])
+        metric = one_line(name, _METRIC_CHARACTERS)
         value, limit = _value_and_limit(judged)
         peak = judged.get("peak_ratio")
         share = f"{show(100 * peak, '%', digits=2)}" if isinstance(peak, (int, float)) else ""

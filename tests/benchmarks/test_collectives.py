@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from pytest_gpucluster.benchmarks import collectives, payload
-from pytest_gpucluster.benchmarks.clock import ManualClock
+from pytest_gpucluster.benchmarks.clock import RESOLUTION_SECONDS, ManualClock
 from pytest_gpucluster.benchmarks.collectives import all_reduce
+from pytest_gpucluster.benchmarks.ranks import Ranks
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.sampling import Sampling
 
@@ -180,8 +181,29 @@ def test_what_is_measured_meanwhile_sees_the_windows_and_neither_warm_up_nor_ver
 def test_the_clock_is_told_how_much_is_about_to_be_enqueued(alone):
     reduce = Summing(2**-7)
     measure(alone, reduce)
-    assert reduce.clock.prepared[0] == (1, math.inf)
-    assert reduce.clock.prepared[-1] == (32, 0.25)
+    # The barrier is one more.
+    assert reduce.clock.prepared[0] == (2, math.inf)
+    assert reduce.clock.prepared[-1] == (33, 0.25)
+
+
+def test_nothing_is_enqueued_between_the_barrier_and_the_calls(alone, monkeypatch):
+    reduce, order = Summing(2**-7), []
+    get_ahead, barrier, call = reduce.clock.get_ahead, Ranks.barrier, Summing.__call__
+
+    def noted_get_ahead(launches, *, seconds):
+        order.append(f"ahead of {launches}")
+        get_ahead(launches, seconds=seconds)
+
+    def noted_barrier(ranks):
+        order.append("barrier")
+        barrier(ranks)
+
+    monkeypatch.setattr(reduce.clock, "get_ahead", noted_get_ahead)
+    monkeypatch.setattr(Ranks, "barrier", noted_barrier)
+    monkeypatch.setattr(Summing, "__call__", lambda *arguments: order.append("call") or call(*arguments))
+    measure(alone, reduce)
+    # The last call of all is the verification.
+    assert order[-35:] == ["ahead of 33", "barrier", *["call"] * 32, "call"]
 
 
 class Noisy(Summing):
@@ -239,15 +261,29 @@ def test_sums_are_verified_in_parts_and_the_offset_counts_through(alone, monkeyp
         measure(alone, Summing(at=0, fault=fault))
 
 
-@pytest.mark.parametrize("seconds", [0.0, math.nan, math.inf], ids=str)
+@pytest.mark.parametrize("seconds", [math.nan, math.inf], ids=str)
 def test_a_clock_that_does_not_tell_the_time_is_inconclusive(alone, seconds):
     with pytest.raises(InconclusiveMeasurement, match="the clock of rank 0 did not advance"):
         measure(alone, Summing(seconds=seconds))
 
 
+def test_one_gpu_that_has_nothing_to_do_takes_what_its_clock_can_tell(alone):
+    idle, wall = Summing(seconds=0.0), iter(range(10_000))
+    result = all_reduce(
+        alone,
+        CPU,
+        payload_bytes=4000,
+        sampling=SAMPLING,
+        clock=idle.clock,
+        reduce=idle,
+        now=lambda: next(wall) / 10,
+    )
+    assert result.latency.median == pytest.approx(RESOLUTION_SECONDS / result.calls_per_window)
+
+
 def test_a_wrong_sum_outweighs_a_clock_that_stands_still(alone):
     with pytest.raises(WrongResult, match="offset 3"):
-        measure(alone, Summing(seconds=0.0, at=0, fault=lambda tensor: tensor[3].fill_(-1)))
+        measure(alone, Summing(seconds=math.nan, at=0, fault=lambda tensor: tensor[3].fill_(-1)))
 
 
 @pytest.mark.parametrize("at", [None, 0], ids=["measured", "wrong"])

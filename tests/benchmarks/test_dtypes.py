@@ -77,6 +77,19 @@ def test_the_precision_of_fp32_products_is_left_as_it_was() -> None:
     assert torch.get_float32_matmul_precision() == before
 
 
+def test_a_product_is_checked_although_only_the_newer_switches_of_precision_were_set() -> None:
+    cuda = torch.backends.cuda.matmul
+    before = torch.get_float32_matmul_precision(), cuda.fp32_precision
+    try:
+        # From then on torch refuses to tell the precision in the words of the older switch.
+        cuda.fp32_precision = "tf32"
+        check_product(CPU, "fp32", n=64)
+        assert cuda.fp32_precision == "tf32"
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        cuda.fp32_precision = before[1]
+
+
 def test_an_unknown_dtype_is_a_mistake() -> None:
     with pytest.raises(ValueError, match="did you mean 'bf16'"):
         check_product(CPU, "bf61", n=64)

@@ -211,6 +211,28 @@ def test_a_wrong_write_is_counted_and_located():
     )
 
 
+def test_wrong_words_of_a_write_are_looked_for_in_parts(monkeypatch):
+    monkeypatch.setattr(memory_passes, "PART_WORDS", 300)
+
+    class Short(Operations):
+        clock = ManualClock()
+
+        def write(self, target, value):
+            super().write(target[:-20], value)
+            self.clock.advance(0.01)
+
+    with pytest.raises(WrongResult, match=r": 20 of 1000 8-byte words are wrong, first at byte 7840: found 0x"):
+        measure("write", Short())
+
+
+def test_a_wrong_word_that_is_right_when_looked_at_again_is_still_a_wrong_result(monkeypatch):
+    monkeypatch.setattr(memory_passes, "_count_of_others", lambda words, value: torch.tensor(1))
+    with pytest.raises(
+        WrongResult, match=r"1 of \d+ 8-byte words are wrong, first at byte 0: .* \(bits that differ: 0\)"
+    ):
+        measure("write", Passes())
+
+
 def test_the_last_write_is_verified_to_its_end():
     class Short(Operations):
         clock = ManualClock()

@@ -7,7 +7,7 @@ import pytest
 from fake_nvml import HEALTHY_H100, FakeNvml
 from patient import NAMES, PCI, PID, UUID, examined, nvml, who
 
-from pytest_gpucluster import hardware
+from pytest_gpucluster import cause, hardware
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
 from pytest_gpucluster.health.finding import Finding
 from pytest_gpucluster.health.xid import TAKE_OUT
@@ -117,6 +117,11 @@ HARDWARE: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
         ("17 NVLinks are up", "down: 5"),
     ),
     "nvlinks missing": ({"nvlink.up": links(count=12)}, "nvlink_down", ("12 NVLinks are up",)),
+    "nvlinks gone under load": (
+        {"nvlink.up": grows(links(), {})},
+        "nvlink_down",
+        ("0 NVLinks are up",),
+    ),
     "nvlink replays": ({"nvlink.errors": {"replay": {0: 0, 4: 9}}}, "nvlink_errors", ("replay", "link 4: 9")),
     "nvlink recovery": ({"nvlink.errors": {"recovery": {2: 1}}}, "nvlink_errors", ("recovery", "link 2: 1")),
     "nvlink 5 errors grow": (
@@ -181,6 +186,16 @@ ENVIRONMENT: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
         "query_missing",
         ("power.limit: Unknown Error", "nvidia-smi -q"),
     ),
+    "memory taken by a process of another container": (
+        {"planted": {**FULL, "processes": ((70001, 4 * GB),)}, "known_pids": False},
+        "memory_taken",
+        ("pid 70001, which this host or container does not show with 4.00 GB",),
+    ),
+    "a required query that fails after the load": (
+        {"planted": {"ecc.uncorrected.volatile": grows(0, NotAvailable("Unknown Error", "failed"))}},
+        "query_missing",
+        ("ecc.uncorrected.volatile: Unknown Error",),
+    ),
     "throttle reasons not told under load": (
         {"without": ["throttle.reasons"]},
         "query_missing",
@@ -221,6 +236,21 @@ def test_what_cannot_be_judged_or_is_disturbed_is_an_error_and_never_a_pass(case
 
 NOTES: dict[str, tuple[dict[str, Any], str, str]] = {
     "at the power limit": ({"planted": {"throttle.reasons": ("sw_power_cap",)}}, "power_cap", "sw_power_cap"),
+    "clocks that somebody has set": (
+        {"planted": {"throttle.reasons": ("applications_clocks", "gpu_idle", "unknown_0x1000")}},
+        "clocks_held",
+        "by: applications_clocks, unknown_0x1000; ",
+    ),
+    "no limit of temperature": (
+        {"planted": {"temperature.slowdown": 0}, "without": ["temperature.margin"]},
+        "temperature_limit",
+        "61 degC under load, and NVML does not tell",
+    ),
+    "a kernel log that has overflowed": (
+        {"log": KernelLog(source="/dev/kmsg", lost_records=512)},
+        "kernel_log",
+        "begins late: 512 older records of /dev/kmsg are overwritten",
+    ),
     "persistence off": ({"planted": {"persistence.mode": False}}, "persistence", "nvidia-persistenced"),
     "errors of an earlier life": ({"planted": {"ecc.uncorrected.aggregate": 2}}, "ecc_history", "2 uncorrected"),
     "another process that leaves enough": (
@@ -273,6 +303,23 @@ def test_a_note_is_told_and_fails_nothing(case: str) -> None:
     assert note.kind == "note"
     assert words in str(note)
     found.require_healthy()
+
+
+HIDDEN = PciGpu(address="0000:5e:00.0", state="hidden", detail="this container does not show it")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param({"unlisted": (HIDDEN,)}, id="a container hides the others"),
+        pytest.param({"inventory": [{**who(), "local_rank": 3}]}, id="another rank is shown another one"),
+        pytest.param({"inventory": [{**who(), "local_world_size": 8}]}, id="each rank is shown its own"),
+        pytest.param({"count": 2}, id="there is another one"),
+    ],
+)
+def test_links_that_are_down_are_excused_on_the_only_gpu_of_a_node_alone(arguments: dict[str, Any]) -> None:
+    found = examined({"nvlink.up": links(set(range(18)))}, **arguments)
+    assert "nvlink_down" in codes(found.of_kind("hardware"))
 
 
 @pytest.mark.parametrize("code", sorted(TAKE_OUT))
@@ -342,12 +389,24 @@ def test_a_load_that_dies_of_a_lost_gpu_is_the_gpus_fault() -> None:
     assert "the load ended with CUDA error: unspecified launch failure" in str(found.findings[0])
 
 
-def test_a_load_that_fails_on_a_gpu_that_answers_is_not_explained_away() -> None:
-    def die(look: Any) -> None:
-        raise RuntimeError("CUDA error: misaligned address")
+def test_a_load_that_fails_on_a_gpu_that_answers_is_raised_as_it_is_and_what_nvml_tells_is_said_before(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fake = nvml()
 
-    with pytest.raises(RuntimeError, match="misaligned address"):
-        examined(load=die)
+    def die(look: Any) -> None:
+        look()
+        fake.gpus[UUID]["ecc.uncorrected.volatile"] = 1
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+
+    found = examined(fake=fake, load=die)
+    assert "gpu_lost" not in codes(found.findings)
+    with pytest.raises(RuntimeError, match="uncorrectable ECC error") as caught:
+        found.require_healthy()
+    assert cause.gpu_died(caught.value) == "hardware"
+    said = capsys.readouterr().out
+    assert "ecc_uncorrected (hardware): 1 uncorrected memory errors" in said
+    assert all(name in said for name in NAMES)
 
 
 def test_a_load_without_a_look_is_never_a_pass() -> None:

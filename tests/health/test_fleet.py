@@ -37,6 +37,21 @@ def test_the_odd_ranks_are_named_with_their_values_and_hosts(key: str, odd: Any,
     assert "what to do: " in str(caught.value)
 
 
+def test_the_odd_gpus_are_told_by_all_their_names_and_no_others() -> None:
+    with pytest.raises(HardwareFault) as caught:
+        require_uniform(fleet({}, {}, {"vbios": "x", "serial": "odd"}, {}))
+    names = [line for line in str(caught.value).splitlines() if line.startswith("- ")]
+    assert names == ["- rank 2: GPU 2 (GPU-2, serial odd, PCI 00000000:3B:00.0) on gpu-02"]
+
+
+def test_of_many_odd_gpus_the_first_are_named_and_the_rest_counted() -> None:
+    with pytest.raises(HardwareFault) as caught:
+        require_uniform(fleet(*[{}] * 21, *[{"vbios": "x"}] * 20))
+    names = [line for line in str(caught.value).splitlines() if line.startswith("- ")]
+    assert len(names) == 17
+    assert names[-1] == "- and 4 more"
+
+
 def test_all_differences_are_told_at_once() -> None:
     with pytest.raises(HardwareFault) as caught:
         require_uniform(fleet({}, {"vbios": "x", "ecc": False}))

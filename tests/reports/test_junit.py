@@ -400,6 +400,16 @@ def test_the_suite_says_what_was_decided_where_and_with_what():
     assert (attributes["hostname"], attributes["time"]) == ("gpu-01", "60.000")
 
 
+def test_a_limit_that_decides_about_several_values_is_told_once():
+    small, other = busbw(labels={"size": "2 GB"}), busbw(labels={"size": "4 GB"})
+    other["limit"] = {**other["limit"], "min": 410.0, "origin": "mine.yaml:6:11"}
+    found = properties(junit.render(journal(result("test_a", measurements=[busbw(), small, other]))))
+    assert {name: text for name, text in found.items() if name.startswith("limit[")} == {
+        "limit[nccl.all_reduce.busbw]": ">= 400 GB/s; thresholds.yaml:14:7; vendor",
+        "limit[nccl.all_reduce.busbw] (2)": ">= 410 GB/s; mine.yaml:6:11; vendor",
+    }
+
+
 def test_the_suite_says_what_was_run_and_where_that_was_set():
     found = properties(junit.render(journal(WORKLOAD, result("test_a"), END)))
     assert {name: value for name, value in found.items() if name.startswith("workload.")} == {

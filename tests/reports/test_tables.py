@@ -30,6 +30,20 @@ BUSBW = JudgedMetric(
 
 
 @pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (5e-05, "0.00005 TFLOPS"),
+        (1e6, "1000000 TFLOPS"),
+        (1e-9, "1e-09 TFLOPS"),
+        (0.0, "0 TFLOPS"),
+        (12345.6, "12346 TFLOPS"),
+    ],
+)
+def test_small_and_large_values_are_written_out(value: float, text: str) -> None:
+    assert tables.quantity(value, "TFLOPS") == text
+
+
+@pytest.mark.parametrize(
     ("changes", "text"),
     [
         pytest.param(

@@ -49,6 +49,12 @@ def test_the_columns_are_aligned_and_no_line_ends_in_blanks() -> None:
             "nccl.all_reduce.busbw[size=1 GB,dtype=bf16]",
             id="two labels",
         ),
+        pytest.param(
+            {"labels": {"name": "x" * 500}},
+            1,
+            "nccl.all_reduce.busbw[name=" + "x" * 92 + "…",
+            id="a label that is too long for a table",
+        ),
         pytest.param({"labels": {}}, 1, "nccl.all_reduce.busbw", id="no label"),
         pytest.param({"value": 0.0}, 2, "0 GB/s", id="zero is a value"),
         pytest.param({"value": None}, 2, "none", id="no value"),
