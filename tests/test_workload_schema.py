@@ -88,6 +88,7 @@ def test_what_the_loader_takes_the_schema_takes(text: str, tmp_path: Path) -> No
 LOADER_ONLY = {
     *("duplicate key", "a size twice"),
     *("a window longer than its longest time", "a window longer than an inherited longest time"),
+    "a window longer than its longest time in a profile that others inherit",
     *("inherits from nobody", "inherits in a circle"),
 }
 
