@@ -44,11 +44,12 @@ def unlisted(
     nodes: Path = NODES,
     mounts: Path = MOUNTS,
 ) -> tuple[PciGpu, ...]:
-    """Look at the NVIDIA GPUs on the bus whose addresses NVML does not list. None where there is no sysfs."""
-    try:
-        entries = sorted(devices.iterdir())
-    except OSError:
-        return ()
+    """Look at the NVIDIA GPUs on the bus whose addresses NVML does not list.
+
+    Raises:
+        OSError: the bus cannot be looked at. That is not the same as a bus without further GPUs.
+    """
+    entries = sorted(devices.iterdir())
     limited = _view_is_limited(mounts, driver)
     known = {normalised(address) for address in listed}
     found = [entry for entry in entries if normalised(entry.name) not in known and _is_gpu(entry)]

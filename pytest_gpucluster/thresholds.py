@@ -110,13 +110,7 @@ class _Reader:
         if top is None:
             return
         whole = not self.file.complaints  # else what is missing may be what was misspelt
-        if "schema_version" in top:
-            node = top["schema_version"][1]
-            version = self.file.text(node, "schema_version")
-            if version is not None and version != str(SCHEMA_VERSION):
-                self.file.fail(node, f"schema_version is {version!r}; this version reads {SCHEMA_VERSION}")
-        elif whole:
-            self.file.fail(root, f"schema_version is missing; this version reads schema_version: {SCHEMA_VERSION}")
+        self.file.require_version(root, top, SCHEMA_VERSION)
         if "skus" not in top:
             if whole:
                 self.file.fail(root, "skus is missing; it maps the name of a GPU to its limits")

@@ -6,7 +6,7 @@ text, ``012`` is ten, ``NO`` is False and the last of two equal keys wins.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -99,6 +99,17 @@ class Document:
             else:
                 found[name] = key, value
         return found
+
+    def require_version(self, root: Node, top: Mapping[str, tuple[Node, Node]], version: int) -> None:
+        """Complain about a file of another ``schema_version``, or of none. A missing key is no news beside complaints:
+        it may be the one that was misspelt."""
+        if "schema_version" in top:
+            node = top["schema_version"][1]
+            found = self.text(node, "schema_version")
+            if found is not None and found != str(version):
+                self.fail(node, f"schema_version is {found!r}; this version reads {version}")
+        elif not self.complaints:
+            self.fail(root, f"schema_version is missing; this version reads schema_version: {version}")
 
     def text(self, node: Node, what: str) -> str | None:
         """Return a single value as it is written, or None if it is empty or no single value."""

@@ -99,11 +99,18 @@ def _identity(nvml: Nvml, me: Mapping[str, Any], before: Snapshot) -> Identity:
 
 def _node(sources: Sources, ranks: int) -> Node:
     answering = sources.nvml.pci_bus_ids()
+    found: tuple[PciGpu, ...] = ()
+    unreadable = ""
+    try:
+        found = sources.unlisted(answering)
+    except OSError as error:  # named in a note, and taken for no answer
+        unreadable = str(error)
     return Node(
         nvml_gpus=sources.nvml.count(),
         answering=len(answering),
         ranks=ranks,
-        unlisted=sources.unlisted(answering),
+        unlisted=found,
+        bus_unreadable=unreadable,
     )
 
 

@@ -26,6 +26,15 @@ def check(situation: Situation) -> Iterator[Finding]:
     node = situation.node
     if node is None:
         return
+    if node.bus_unreadable:
+        yield situation.finding(
+            "pci_bus",
+            "note",
+            f"the PCI bus cannot be looked at, so GPUs that have left it are not noticed: {node.bus_unreadable}",
+            allowed="a bus that this job may read",
+            remedy="compare `lspci | grep -i nvidia` on this host with `nvidia-smi -L`",
+            gpu=Identity(host=situation.gpu.host),
+        )
     for gpu in node.unlisted:
         yield _unlisted(situation, gpu)
     silent = node.nvml_gpus - node.answering

@@ -45,11 +45,11 @@ def switched_off(situation: Situation) -> bool:
 
     So are they by design where a hypervisor gives a single GPU of a board to a virtual machine. There is no other GPU
     that they could reach. A container or cgroup shows a single GPU too, but the PCI bus shows the others, and so do the
-    other ranks of the node.
+    other ranks of the node. Where the bus cannot be looked at, nobody knows, and nothing is excused.
     """
     states: Mapping[int, bool] = situation.before.get("nvlink.up") or {}
     node = situation.node
-    alone = node is not None and node.nvml_gpus == node.ranks == 1 and not node.unlisted
+    alone = node is not None and node.nvml_gpus == node.ranks == 1 and not (node.unlisted or node.bus_unreadable)
     return alone and not any(states.values())
 
 

@@ -64,12 +64,16 @@ def take(nvml: Nvml, uuid: str, queries: Iterable[str] = tuple(QUERIES)) -> Snap
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """What one rank of a node says for all of them: the GPUs on the bus, in NVML and in the job."""
+    """What one rank of a node says for all of them: the GPUs on the bus, in NVML and in the job.
+
+    ``bus_unreadable`` says why nothing is known of the bus; then ``unlisted`` being empty means nothing.
+    """
 
     nvml_gpus: int
     answering: int
     ranks: int
     unlisted: tuple[PciGpu, ...] = ()
+    bus_unreadable: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,13 +46,23 @@ def nvml(planted: Mapping[str, Any] | None = None, without: Iterable[str] = (), 
 
 
 def sources(
-    fake: FakeNvml, *, log: KernelLog | None = None, unlisted: tuple[PciGpu, ...] = (), known_pids: bool = True
+    fake: FakeNvml,
+    *,
+    log: KernelLog | None = None,
+    unlisted: tuple[PciGpu, ...] | OSError = (),
+    known_pids: bool = True,
 ) -> Sources:
     """Return sources that tell nothing bad but what is given."""
+
+    def bus(listed: Iterable[str]) -> tuple[PciGpu, ...]:
+        if isinstance(unlisted, OSError):
+            raise unlisted
+        return unlisted
+
     return Sources(
         nvml=fake,
         kernel_log=lambda: log or KernelLog(source="dmesg"),
-        unlisted=lambda listed: unlisted,
+        unlisted=bus,
         who_is=lambda pid: Who(pid=pid, user="alice", command="python train.py", known=known_pids),
     )
 
@@ -73,7 +83,7 @@ def examined(
     held_bytes: int = 0,
     inventory: list[dict[str, Any]] | None = None,
     log: KernelLog | None = None,
-    unlisted: tuple[PciGpu, ...] = (),
+    unlisted: tuple[PciGpu, ...] | OSError = (),
     known_pids: bool = True,
     fake: FakeNvml | None = None,
     **settings: Any,

@@ -291,6 +291,11 @@ NOTES: dict[str, tuple[dict[str, Any], str, str]] = {
         "gpu_not_listed",
         "/dev/nvidia4",
     ),
+    "a bus that cannot be looked at": (
+        {"unlisted": PermissionError(13, "Permission denied", "/sys/bus/pci/devices")},
+        "pci_bus",
+        "Permission denied: '/sys/bus/pci/devices'",
+    ),
 }
 
 
@@ -312,6 +317,7 @@ HIDDEN = PciGpu(address="0000:5e:00.0", state="hidden", detail="this container d
     "arguments",
     [
         pytest.param({"unlisted": (HIDDEN,)}, id="a container hides the others"),
+        pytest.param({"unlisted": PermissionError(13, "Permission denied")}, id="nobody knows of others"),
         pytest.param({"inventory": [{**who(), "local_rank": 3}]}, id="another rank is shown another one"),
         pytest.param({"inventory": [{**who(), "local_world_size": 8}]}, id="each rank is shown its own"),
         pytest.param({"count": 2}, id="there is another one"),
