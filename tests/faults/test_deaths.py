@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 from torchrun import with_one_fault
@@ -58,10 +59,11 @@ def test_a_dead_rank_0_is_named_by_the_recorder(runs, times, fault):
 
 
 def test_collectives_that_do_not_match_are_the_end_of_a_gloo_rank(runs, times):
-    # gloo throws in a thread of its own: the process is aborted, and no plugin can prevent it.
+    # gloo throws in a thread of its own, or writes past the smaller buffer first: either way the process ends by a
+    # signal, and no plugin can prevent it.
     run = runs["mismatch", 1]
     message = run.verdicts["test_fault"]
     assert "test_one_fault.py::test_fault" in message
-    assert "Fatal Python error: Aborted" in message
+    assert re.search("Fatal Python error: (Aborted|Segmentation fault)", message), message
     agrees_that_it_is_over(run)
     times.add("death: mismatched all_reduce", run, "test_fault", since=run.stamp("fault", 1).at, over=True)
