@@ -14,7 +14,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "make: $(PYTHON) is `$(PYTHON) --version 2>&1`; Python 3.10 or newer is needed: make PYTHON=/path/to/python3.12 ..." >&2; \
 	  exit 1; }
 	test -x $(PY) || $(PYTHON) -m venv .venv
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,lora,vision]'
 	@touch $@
 
 rehearsal: $(STAMP) ## run the acceptance suite on two CPU ranks: no GPU needed, nothing is accepted by it

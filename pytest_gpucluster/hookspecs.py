@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from pytest_gpucluster.metrics import Metric
+    from pytest_gpucluster.metric_catalogue import Metric
 
 
 @pytest.hookspec
@@ -17,7 +17,7 @@ def pytest_gpucluster_metrics() -> Iterable[Metric]:  # type: ignore[empty-body]
 
     Example, in a conftest.py::
 
-        from pytest_gpucluster.metrics import Metric
+        from pytest_gpucluster.metric_catalogue import Metric
 
         def pytest_gpucluster_metrics():
             return [Metric(name="site.scratch.bandwidth", unit="GB/s", better="higher", scope="node", peak=None,

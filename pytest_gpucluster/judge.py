@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pytest_gpucluster import hardware, metrics, stats, units
 from pytest_gpucluster.judged import Judged, Judgement, Outcome, Status
 from pytest_gpucluster.limits import Limit, Thresholds, facts, peak_of
-from pytest_gpucluster.metrics import Measurement, Metric
+from pytest_gpucluster.metric_catalogue import Metric
+from pytest_gpucluster.metrics import Measurement
 from pytest_gpucluster.misses import Miss, interval_text, margin, misses
 from pytest_gpucluster.missing_limit import missing_limit
 from pytest_gpucluster.stragglers import straggler_ratio, straggler_ratios

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pytest_gpucluster import hardware, metrics, units
+from pytest_gpucluster import hardware, units
 from pytest_gpucluster.errors import MeasurementError, ThresholdsError
+from pytest_gpucluster.metric_catalogue import Metric
 
 # The facts about a run that a limit can depend on, besides a measurement's labels.
 TOPOLOGY = ("world_size", "nnodes", "local_world_size")
@@ -211,7 +212,7 @@ def facts(*, world_size: int, nnodes: int, labels: Mapping[str, str]) -> dict[st
     return known
 
 
-def peak_of(metric: metrics.Metric, sku: hardware.Sku | None) -> float | None:
+def peak_of(metric: Metric, sku: hardware.Sku | None) -> float | None:
     """Return the data sheet peak that the metric is held beside, in the metric's unit, where there is one.
 
     Raises: MeasurementError if the metric names a peak that no data sheet entry has.

@@ -14,36 +14,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from pytest_gpucluster import units
 from pytest_gpucluster.errors import MeasurementError, UnitError
+from pytest_gpucluster.metric_catalogue import CATALOGUE, Metric
 from pytest_gpucluster.sampling import Series
 
-Better = Literal["higher", "lower", "none"]
-Scope = Literal["rank", "node", "world"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Metric:
-    """A quantity with a name that limits can be set on.
-
-    ``scope`` says who must report it: every rank, one rank per node, or anyone. ``peak`` names the attribute
-    of ``hardware.Peaks`` that the value is held beside. ``peak_is_bound``: a value above the peak is
-    impossible; it is False where a formula, not bytes on a wire, makes the value, and better algorithms pass
-    the peak legitimately.
-    """
-
-    name: str
-    unit: str
-    better: Better
-    scope: Scope = "rank"
-    peak: str | None = None
-    peak_is_bound: bool = True
-    doc: str
-
-
-_REGISTRY: dict[str, Metric] = {}
+_REGISTRY: dict[str, Metric] = {metric.name: metric for metric in CATALOGUE}
 METRICS: Mapping[str, Metric] = MappingProxyType(_REGISTRY)
 
 
@@ -272,102 +250,3 @@ def _number(value: Any) -> float:
         return float(value)
     except TypeError:
         raise TypeError(f"{value!r:.80} is no number") from None
-
-
-for _kind, _doc in {
-    "bf16": "bfloat16",
-    "fp16": "half precision",
-    "tf32": "fp32 with TF32 tensor cores allowed",
-    "fp32": "true fp32, TF32 off",
-    "fp8": "fp8 (e4m3) with bf16 output",
-}.items():
-    register(
-        Metric(
-            name=f"matmul.{_kind}.tflops",
-            unit="TFLOPS",
-            better="higher",
-            peak=f"{_kind}_tflops",
-            doc=f"Dense square product in {_doc}: 2 n^3 operations over the time of one product.",
-        )
-    )
-for _kind, _doc in {
-    "copy": "device to device copy, bytes read plus bytes written",
-    "read": "reduction, bytes read",
-    "write": "fill, bytes written",
-}.items():
-    register(
-        Metric(
-            name=f"hbm.{_kind}.bandwidth",
-            unit="TB/s",
-            better="higher",
-            peak="hbm_tb_per_second",
-            doc=f"Device memory: {_doc}, over the time of one pass.",
-        )
-    )
-register(
-    Metric(
-        name="nccl.all_reduce.algbw",
-        unit="GB/s",
-        better="higher",
-        peak="link_gb_per_second",
-        doc="All-reduce payload bytes over time: no rank takes in its payload faster than its links.",
-    )
-)
-register(
-    Metric(
-        name="nccl.all_reduce.busbw",
-        unit="GB/s",
-        better="higher",
-        peak="link_gb_per_second",
-        # The ring formula counts bytes that in-switch reduction and trees never send.
-        peak_is_bound=False,
-        doc="All-reduce algbw times 2 (n - 1) / n, as nccl-tests defines it. The slowest rank decides.",
-    )
-)
-register(
-    Metric(
-        name="nccl.all_reduce.average_busbw",
-        unit="GB/s",
-        better="higher",
-        peak="link_gb_per_second",
-        peak_is_bound=False,
-        doc="The same from the mean of all ranks' times, as nccl-tests prints it; busbw decides.",
-    )
-)
-register(
-    Metric(
-        name="nccl.all_reduce.latency",
-        unit="us",
-        better="lower",
-        doc="Time of one small all-reduce. The slowest rank decides.",
-    )
-)
-register(
-    Metric(
-        name="inventory.ranks",
-        unit="ranks",
-        better="none",
-        doc="Ranks that reported before the first test. Recorded; the inventory's checks decide.",
-    )
-)
-for _name, _unit, _better, _doc in (
-    ("gpu.findings", "findings", "lower", "What is wrong with the GPU, as NVML and the kernel log tell it."),
-    ("gpu.usable_dtypes", "dtypes", "higher", "Dtypes in which a small product on the GPU equals the CPU's."),
-    ("gpu.memory.total", "GB", "higher", "Device memory as NVML counts it, what the driver keeps for itself included."),
-    ("gpu.memory.free", "%", "higher", "Device memory that nobody but this job uses, as a part of the total."),
-    ("gpu.temperature", "degC", "lower", "Temperature of the GPU under load."),
-    ("gpu.power_limit", "%", "higher", "Enforced power limit as a part of the card's default."),
-):
-    _better_typed: Better = "higher" if _better == "higher" else "lower"
-    register(Metric(name=_name, unit=_unit, better=_better_typed, doc=_doc))
-for _name, _doc in (
-    ("training.step.loss_error", "Difference of the loss to that of the CPU's same steps, all in fp32."),
-    ("training.step.gradient_error", "Likewise for the gradients: of their norm before clipping, or their distance."),
-    ("training.step.weight_error", "Distance of the weights to the CPU's, as a part of the way that those have gone."),
-    ("training.step.bf16_loss_error", "Difference of the loss in bf16 to that of the same device in fp32."),
-    ("training.step.bf16_gradient_error", "Likewise for the gradients: of their norm, or their distance."),
-    ("training.step.bf16_weight_error", "Distance of the weights after steps in bf16 to those in fp32, as above."),
-    ("ddp.loss_error", "Difference of a rank's loss to that of one process with the same global batch."),
-    ("ddp.gradient_error", "Likewise for the gradients that the ranks share: of their norm, or their distance."),
-):
-    register(Metric(name=_name, unit="ratio", better="lower", doc=_doc))

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from pytest_gpucluster import stats, units
 from pytest_gpucluster.limits import Limit
-from pytest_gpucluster.metrics import Measurement, Metric, sound_interval
+from pytest_gpucluster.metric_catalogue import Metric
+from pytest_gpucluster.metrics import Measurement, sound_interval
 
 
 @dataclass(frozen=True, kw_only=True)

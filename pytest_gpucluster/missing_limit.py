@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from pytest_gpucluster import hardware, units
 from pytest_gpucluster.limits import KNOWN_LABELS, TOPOLOGY, Limit, Thresholds
-from pytest_gpucluster.metrics import Metric
+from pytest_gpucluster.metric_catalogue import Metric
 from pytest_gpucluster.wording import printable
 
 

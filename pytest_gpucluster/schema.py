@@ -15,6 +15,7 @@ from typing import Any
 
 from pytest_gpucluster import hardware, metrics, thresholds, units
 from pytest_gpucluster.limits import KNOWN_LABELS, TOPOLOGY
+from pytest_gpucluster.metric_catalogue import Metric
 
 Schema = dict[str, Any]
 
@@ -108,18 +109,18 @@ SCHEMAS: Mapping[str, Callable[[], Schema]] = MappingProxyType({"thresholds.sche
 """File name below docs/ -> what makes it."""
 
 
-def _metric(metric: metrics.Metric) -> Schema:
+def _metric(metric: Metric) -> Schema:
     unit = f" In {metric.unit}; {metric.better} is better." if metric.better != "none" else f" In {metric.unit}."
     return {"description": metric.doc + unit, **one_or_more(_to(_entry_name(metric)))}
 
 
-def _entry_name(metric: metrics.Metric) -> str:
+def _entry_name(metric: Metric) -> str:
     # Metrics of one unit and kind share a definition.
     shared = "" if metric.scope != "world" else " of the world"
     return re.sub(r"[^A-Za-z0-9_]+", "_", f"entry in {metric.unit} {metric.better}{shared}")
 
 
-def _entry(metric: metrics.Metric) -> Schema:
+def _entry(metric: Metric) -> Schema:
     compared = metric.better != "none" and metric.scope != "world"
     example = f"A quantity with its unit, such as 400 {metric.unit}."
     properties: dict[str, Schema | bool] = {

@@ -16,6 +16,7 @@ from typing import Any
 from pytest_gpucluster import hardware, metrics, units
 from pytest_gpucluster.errors import MeasurementError, ThresholdsError, UnitError
 from pytest_gpucluster.limits import FORMS, KNOWN_LABELS, TOPOLOGY, Condition, Limit, Thresholds, condition, peak_of
+from pytest_gpucluster.metric_catalogue import Metric
 from pytest_gpucluster.yaml_document import Document, Node
 
 SCHEMA_VERSION = 1
@@ -78,7 +79,7 @@ def _without_replaced(limits: Iterable[Limit]) -> tuple[Limit, ...]:
     return tuple(kept.values())
 
 
-def _guessed(name: str) -> metrics.Metric:
+def _guessed(name: str) -> Metric:
     """Return what a misspelt metric can be checked by: what all metrics of nearly its name have in common.
 
     Where they have no unit in common, it has none either, and its bounds are held to be any quantity.
@@ -86,7 +87,7 @@ def _guessed(name: str) -> metrics.Metric:
     close = difflib.get_close_matches(name, metrics.METRICS, n=len(metrics.METRICS), cutoff=0.8)
     alike = {(metrics.METRICS[other].unit, metrics.METRICS[other].better) for other in close}
     unit, better = alike.pop() if len(alike) == 1 else ("", "none")
-    return metrics.Metric(name=name, unit=unit, better=better, doc="")
+    return Metric(name=name, unit=unit, better=better, doc="")
 
 
 class _Reader:
@@ -178,7 +179,7 @@ class _Reader:
             entries.append((item, limit))
         self.limits += [limit for _, limit in entries]
 
-    def _entry(self, sku: str, metric: metrics.Metric, node: Node) -> Limit | None:
+    def _entry(self, sku: str, metric: Metric, node: Node) -> Limit | None:
         """Return an entry, or None where its conditions cannot be read."""
         before = len(self.file.complaints)
         body = self.file.mapping(node, f"an entry of {metric.name}", ENTRY_KEYS)
@@ -218,7 +219,7 @@ class _Reader:
             self._lint(limit, metric, body, values)
         return limit if conditions_are_good else None
 
-    def _bound(self, name: str, text: str | None, node: Node, metric: metrics.Metric) -> float | None:
+    def _bound(self, name: str, text: str | None, node: Node, metric: Metric) -> float | None:
         if text is None:
             return None
         try:
@@ -233,7 +234,7 @@ class _Reader:
             return None
         return amount
 
-    def _ratio(self, text: str | None, body: Mapping[str, tuple[Node, Node]], metric: metrics.Metric) -> float | None:
+    def _ratio(self, text: str | None, body: Mapping[str, tuple[Node, Node]], metric: Metric) -> float | None:
         name = "min_ratio_to_median"
         key, node = body[name]
         if metric.scope == "world" or (metric.better == "none" and metric.unit):
@@ -266,7 +267,7 @@ class _Reader:
                 found.append(name)
         return tuple(found)
 
-    def _complete(self, node: Node, body: Mapping[str, Any], metric: metrics.Metric) -> None:
+    def _complete(self, node: Node, body: Mapping[str, Any], metric: Metric) -> None:
         if not any(name in body for name in BOUNDS):
             self.file.fail(
                 node,
@@ -286,7 +287,7 @@ class _Reader:
     def _lint(
         self,
         limit: Limit,
-        metric: metrics.Metric,
+        metric: Metric,
         body: Mapping[str, Any],
         written: Mapping[str, str | None],
     ) -> None:

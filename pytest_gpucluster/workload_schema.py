@@ -11,8 +11,9 @@ from typing import Any
 
 from pytest_gpucluster.schema import Schema, document, mapping, one_or_more, quantity
 from pytest_gpucluster.workload_file import FILE_KEYS, INHERITS, SCHEMA_VERSION, key_tree
+from pytest_gpucluster.workload_sections import Spec
 from pytest_gpucluster.workload_values import Amount, Choice, Duration, Kind, Ratio, Whole
-from pytest_gpucluster.workloads import KEYS, PROFILES, SECTIONS, Spec
+from pytest_gpucluster.workloads import KEYS, PROFILES, SECTIONS
 
 
 def workloads_schema() -> Schema:
