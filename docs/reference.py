@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from pytest_gpucluster import fixtures, hardware, metrics, options, plugin, thresholds, units, verdict
-from pytest_gpucluster.limits import KNOWN_LABELS, TOPOLOGY
+from pytest_gpucluster.limits import EVERY_SKU, KNOWN_LABELS, TOPOLOGY
 
 PAGE = Path(__file__).with_name("reference.md")
 
@@ -132,9 +132,13 @@ def _skus() -> Iterator[str]:
     yield "## Known GPUs\n"
     yield "A pattern must match the whole name that NVML and `nvidia-smi -L` show. Any other GPU is unknown.\n"
     limits = thresholds.load(thresholds.shipped_path())
-    entries = {name: sum(limit.sku == name for limit in limits.limits) for name in limits.skus}
+    entries = {name: sum(limit.sku == name for limit in limits.limits) for name in (EVERY_SKU, *limits.skus)}
+    yield (
+        f"Beside the entries of its own, thresholds.yaml has {entries[EVERY_SKU]} for every SKU (`every_sku`), also for "
+        "one that an operator adds.\n"
+    )
     yield from _table(
-        ("SKU", "NVML name", "entries in thresholds.yaml"),
+        ("SKU", "NVML name", "own entries in thresholds.yaml"),
         ((name, _listed(sku.nvml_names) or "none: CPU ranks", str(entries[name])) for name, sku in limits.skus.items()),
     )
     yield from _table(

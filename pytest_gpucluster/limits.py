@@ -109,6 +109,10 @@ def condition(key: str, text: str) -> Condition:
     return found
 
 
+EVERY_SKU = "every SKU"
+"""Stands for the SKU in a limit that holds on each SKU whose own entries do not decide."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Limit:
     """What a metric must reach on a SKU, in the metric's canonical unit, or why it is only recorded there.
@@ -132,9 +136,10 @@ class Limit:
     layer: int = 0
 
     @property
-    def precedence(self) -> tuple[int, int, int]:
-        """Order entries: later files first, then more conditions, then more exact ones."""
-        return self.layer, len(self.when), sum(condition.exact for condition in self.when)
+    def precedence(self) -> tuple[int, bool, int, int]:
+        """Order entries: later files first, then the SKU's own, then more conditions, then more exact ones."""
+        exact = sum(condition.exact for condition in self.when)
+        return self.layer, self.sku != EVERY_SKU, len(self.when), exact
 
     def applies(self, facts: Mapping[str, str]) -> bool:
         """Tell whether all conditions hold."""
@@ -195,7 +200,10 @@ class Thresholds:
 
     def entries(self, metric: str, *, sku: str) -> Sequence[Limit]:
         """Return every entry for a metric on a SKU, the one that decides first in front."""
-        return self._by_name.get((sku, metric), [])
+        own, of_all = (self._by_name.get((name, metric), []) for name in (sku, EVERY_SKU))
+        if sku not in self.skus or not of_all:
+            return own
+        return sorted((*own, *of_all), key=lambda limit: limit.precedence, reverse=True)
 
 
 def facts(*, world_size: int, nnodes: int, labels: Mapping[str, str]) -> dict[str, str]:

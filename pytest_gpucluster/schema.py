@@ -72,8 +72,10 @@ def one_or_more(item: Schema, **more: Any) -> Schema:
 def limits_schema() -> Schema:
     """Return the schema of a file of limits, for the metrics and SKUs that are known now."""
     limits = mapping({metric.name: _metric(metric) for metric in metrics.METRICS.values()})
+    anywhere = mapping({metric.name: _metric(metric) for metric in metrics.METRICS.values() if metric.peak is None})
     definitions: Schema = {
         "limits": {"description": "The limits, by metric.", **limits},
+        "limits_of_every_sku": {"description": "The limits of metrics that have no data sheet peak.", **anywhere},
         "when": {
             "description": "What the entry applies to. Within a file the entry with the most conditions decides.",
             **_when(),
@@ -92,6 +94,11 @@ def limits_schema() -> Schema:
     version = thresholds.SCHEMA_VERSION
     root = {
         "schema_version": {"enum": [version, str(version)], "description": "Which form this file has."},
+        "every_sku": mapping(
+            {"limits": _to("limits_of_every_sku")},
+            required=["limits"],
+            description="Limits that hold on each SKU whose own entries do not decide.",
+        ),
         "skus": mapping(
             skus,
             additionalProperties=mapping(sku, required=["nvml_name"]),
@@ -101,7 +108,10 @@ def limits_schema() -> Schema:
     assert tuple(root) == thresholds.FILE_KEYS
     return document(
         "Limits of pytest-gpucluster",
-        {**mapping(root, required=list(root)), "definitions": definitions},
+        {
+            **mapping(root, required=["schema_version"], anyOf=[{"required": ["every_sku"]}, {"required": ["skus"]}]),
+            "definitions": definitions,
+        },
     )
 
 

@@ -15,14 +15,25 @@ from typing import Any
 
 from pytest_gpucluster import hardware, metrics, units
 from pytest_gpucluster.errors import MeasurementError, ThresholdsError, UnitError
-from pytest_gpucluster.limits import FORMS, KNOWN_LABELS, TOPOLOGY, Condition, Limit, Thresholds, condition, peak_of
+from pytest_gpucluster.limits import (
+    EVERY_SKU,
+    FORMS,
+    KNOWN_LABELS,
+    TOPOLOGY,
+    Condition,
+    Limit,
+    Thresholds,
+    condition,
+    peak_of,
+)
 from pytest_gpucluster.metric_catalogue import Metric
 from pytest_gpucluster.yaml_document import Document, Node
 
 SCHEMA_VERSION = 1
 
 # The keys of each level of a file. The schema for editors is made from the same.
-FILE_KEYS = ("schema_version", "skus")
+FILE_KEYS = ("schema_version", "every_sku", "skus")
+EVERY_SKU_KEYS = ("limits",)
 SKU_KEYS = ("nvml_name", "limits")
 ENTRY_KEYS = (
     *("min", "max", "min_ratio_to_median", "expect_transport"),
@@ -100,7 +111,9 @@ class _Reader:
         self.limits: list[Limit] = []
 
     def read(self, path: Path) -> None:
-        root = self.file.root(path, needs="schema_version and skus", block_scalar_hint=f"a condition is {FORMS}")
+        root = self.file.root(
+            path, needs="schema_version, and every_sku or skus", block_scalar_hint=f"a condition is {FORMS}"
+        )
         if root is not None:
             self._top(root)
 
@@ -112,8 +125,12 @@ class _Reader:
             return
         whole = not self.file.complaints  # else what is missing may be what was misspelt
         self.file.require_version(root, top, SCHEMA_VERSION)
+        if "every_sku" in top:
+            body = self.file.mapping(top["every_sku"][1], "every_sku", EVERY_SKU_KEYS)
+            if body and "limits" in body:
+                self._limits(EVERY_SKU, body["limits"][1])
         if "skus" not in top:
-            if whole:
+            if whole and "every_sku" not in top:
                 self.file.fail(root, "skus is missing; it maps the name of a GPU to its limits")
             return
         for name, (key, value) in (self.file.mapping(top["skus"][1], "skus", None) or {}).items():
@@ -134,9 +151,12 @@ class _Reader:
                 f"{units.did_you_mean(name, self.skus)}",
             )
         if "limits" in body:
-            found = self.file.mapping(body["limits"][1], f"the limits of {name!r}", None) or {}
-            for metric, (metric_key, value) in found.items():
-                self._metric(name, metric, metric_key, value)
+            self._limits(name, body["limits"][1])
+
+    def _limits(self, sku: str, node: Node) -> None:
+        what = f"the limits of {sku}" if sku == EVERY_SKU else f"the limits of {sku!r}"
+        for metric, (key, value) in (self.file.mapping(node, what, None) or {}).items():
+            self._metric(sku, metric, key, value)
 
     def _patterns(self, sku: str, node: Node) -> list[str]:
         if sku == hardware.CPU_REHEARSAL:
@@ -164,6 +184,10 @@ class _Reader:
         except MeasurementError as error:
             self.file.fail(key, str(error))
             metric = _guessed(name)
+        if sku == EVERY_SKU and metric.peak is not None:
+            self.file.fail(
+                key, f"{name} stands beside the data sheet peak of each SKU, so its limits stand under skus, by SKU"
+            )
         entries: list[tuple[Node, Limit]] = []
         for item in self.file.items(node):
             limit = self._entry(sku, metric, item)

@@ -98,6 +98,7 @@ def test_the_shipped_file_names_its_schema_and_keeps_it() -> None:
 
 VALID = {
     "a limit": entry("{" + OK + "}"),
+    "only of every SKU": "schema_version: 1\nevery_sku: {limits: {ddp.loss_error: {max: 1 ratio, source: us}}}\n",
     "a list": entry("[{when: {world_size: 8}, " + OK + "}, {record_only: why}]"),
     "a ratio alone": entry("{min_ratio_to_median: 75 %, source: us}"),
     "a transport": entry("{" + OK + ", expect_transport: NET/IB}"),

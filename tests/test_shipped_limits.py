@@ -14,7 +14,7 @@ from verdicts import world_of
 
 from pytest_gpucluster import hardware, metrics, thresholds, units
 from pytest_gpucluster.judge import Judgement, judge
-from pytest_gpucluster.limits import Limit, peak_of
+from pytest_gpucluster.limits import EVERY_SKU, TOPOLOGY, Limit, peak_of
 from pytest_gpucluster.metrics import Measurement, measurement
 from pytest_gpucluster.sampling import Series
 
@@ -29,6 +29,7 @@ class Run(NamedTuple):
     nnodes: int
     local_world_size: int
     labels: dict[str, str]
+    sku: str = ""
 
     @property
     def world_size(self) -> int:
@@ -43,11 +44,13 @@ RUNS = [
 
 
 def run_of(limit: Limit) -> Run:
-    """The first run in which this limit decides."""
-    for run in RUNS:
-        where = {"world_size": run.world_size, "nnodes": run.nnodes, "labels": run.labels}
-        if SHIPPED.limit(limit.metric, sku=limit.sku, **where) is limit:  # type: ignore[arg-type]
-            return run
+    """The first run, on the first SKU, in which this limit decides."""
+    named = {part.key: part.text for part in limit.when if part.key not in (*TOPOLOGY, "size")}
+    for sku, run in product(hardware.SKUS if limit.sku == EVERY_SKU else (limit.sku,), RUNS):
+        labels = run.labels | named
+        where = {"world_size": run.world_size, "nnodes": run.nnodes, "labels": labels}
+        if SHIPPED.limit(limit.metric, sku=sku, **where) is limit:  # type: ignore[arg-type]
+            return run._replace(labels=labels, sku=sku)
     raise AssertionError(f"no run of {len(RUNS)} is decided by {limit.origin}: {limit.conditions()}")
 
 
@@ -66,7 +69,7 @@ def hold(limit: Limit, value: Callable[[int], object], *, sku: str | None = "", 
         world=world_of(run.world_size),
         node_of={rank: rank // run.local_world_size for rank in range(run.world_size)},
         limits=SHIPPED,
-        sku=limit.sku if sku == "" else sku,
+        sku=run.sku if sku == "" else sku,
         gpu_name="NVIDIA H300",
     )
 
@@ -95,7 +98,7 @@ every_limit = pytest.mark.parametrize("limit", JUDGED, ids=name)
 
 
 def test_there_is_something_to_try() -> None:
-    assert {limit.sku for limit in JUDGED} == set(hardware.SKUS)
+    assert {limit.sku for limit in JUDGED} == {*hardware.SKUS, EVERY_SKU}
     assert len(JUDGED) > 100
 
 
@@ -172,7 +175,7 @@ def test_a_topology_without_a_limit_is_an_error() -> None:
 def with_peak() -> Iterator[tuple[Limit, float]]:
     for limit in JUDGED:
         metric = metrics.known(limit.metric)
-        peak = peak_of(metric, SHIPPED.skus[limit.sku])
+        peak = peak_of(metric, SHIPPED.skus.get(limit.sku))
         if peak is not None and metric.peak_is_bound:
             yield limit, peak
 
@@ -189,7 +192,7 @@ def test_what_is_above_the_data_sheet_peak_is_an_error(limit: Limit, peak: float
 @pytest.mark.parametrize("limit", [limit for limit in JUDGED if limit.min_ratio_to_median], ids=name)
 def test_a_rank_behind_the_others_fails(limit: Limit) -> None:
     ratio = limit.min_ratio_to_median
-    peak = peak_of(metrics.known(limit.metric), SHIPPED.skus[limit.sku])
+    peak = peak_of(metrics.known(limit.metric), SHIPPED.skus.get(limit.sku))
     assert ratio is not None
     assert peak is not None or limit.sku == hardware.CPU_REHEARSAL
     # Nothing is above the peak, so some floors are met by no rank that is so far behind.
@@ -310,7 +313,7 @@ def test_every_shipped_figure_agrees_with_the_source_it_cites(limit: Limit) -> N
         assert (limit.min, limit.max, limit.source) == (None, None, "")
         return
     source, _, ratio = limit.source.partition("; ratio: ")
-    peak = peak_of(metrics.known(limit.metric), SHIPPED.skus[limit.sku])
+    peak = peak_of(metrics.known(limit.metric), SHIPPED.skus.get(limit.sku))
     share = re.match(r"0\.90 of (\S+ [A-Za-z/]+S?)", source)
     if source == "derived: 0.70 of peak":
         assert peak is not None

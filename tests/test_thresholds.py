@@ -38,8 +38,8 @@ def errors_of(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> lis
 
 OK = "min: 700 TFLOPS, source: us"
 BROKEN = {
-    "empty file": ("", ["1:1: the file is empty; it needs schema_version and skus"]),
-    "only a comment": ("# nothing\n", ["1:1: the file is empty; it needs schema_version and skus"]),
+    "empty file": ("", ["1:1: the file is empty; it needs schema_version, and every_sku or skus"]),
+    "only a comment": ("# nothing\n", ["1:1: the file is empty; it needs schema_version, and every_sku or skus"]),
     "no mapping": ("- 1\n", ["1:1: the file is no mapping; it must be keys with values"]),
     "nothing in it": (
         "schema_version: 1\n",
@@ -53,6 +53,21 @@ BROKEN = {
         entry("{" + OK + "}").replace(": 1", ": 2", 1),
         ["1:17: schema_version is '2'; this version reads 1"],
     ),
+    "a section of every SKU with another key": (
+        "schema_version: 1\nevery_sku: {limit: {ddp.loss_error: {" + "max: 1 ratio, source: us}}}\n",
+        ["2:13: unknown key 'limit'; allowed are limits; did you mean 'limits'?"],
+    ),
+    "an empty section of every SKU": (
+        "schema_version: 1\nevery_sku:\n",
+        ["2:11: every_sku is empty; it must be keys with values"],
+    ),
+    "one figure for the peaks of all": (
+        "schema_version: 1\nevery_sku: {limits: {matmul.bf16.tflops: {" + OK + "}}}\n",
+        [
+            "2:22: matmul.bf16.tflops stands beside the data sheet peak of each SKU, so its limits stand under skus, "
+            "by SKU"
+        ],
+    ),
     "octal version": (
         entry("{" + OK + "}").replace(": 1", ": 01", 1),
         ["1:17: schema_version is '01'; this version reads 1"],
@@ -60,7 +75,7 @@ BROKEN = {
     "empty skus": ("schema_version: 1\nskus:\n", ["2:6: skus is empty; it must be keys with values"]),
     "unknown top key": (
         "schema_version: 1\nsku: {}\n",
-        ["2:1: unknown key 'sku'; allowed are schema_version, skus; did you mean 'skus'?"],
+        ["2:1: unknown key 'sku'; allowed are schema_version, every_sku, skus; did you mean 'skus'?"],
     ),
     "unknown sku": (
         entry("{" + OK + "}", sku="H100 SMX"),
@@ -571,3 +586,27 @@ def test_a_new_sku_is_recognised_by_its_whole_name(tmp_path: Path) -> None:
     assert limits.sku_for("NVIDIA H300") == limits.sku_for("NVIDIA H300 96GB") == "H300"
     assert limits.sku_for("NVIDIA H300 NVL") is None
     assert limits.sku_for("NVIDIA H200") == "H200"
+
+
+EVERY = "schema_version: 1\nevery_sku: {limits: {ddp.loss_error: %s}}\n"
+"""A file of its own, or the top of one that goes on with skus."""
+
+
+def loss(limits: Thresholds, sku: str, **labels: str) -> str | None:
+    found = limits.limit("ddp.loss_error", sku=sku, world_size=8, nnodes=1, labels=labels)
+    return found and found.source
+
+
+def test_what_holds_on_every_sku_holds_on_a_new_one_too_but_on_no_unknown_gpu(tmp_path: Path) -> None:
+    found = read(tmp_path, EVERY % "{max: 1 ratio, source: all}" + "skus: {H300: {nvml_name: NVIDIA H300}}\n")
+    assert [loss(found, sku) for sku in ("H100 SXM", "cpu-rehearsal", "H300", "H400")] == ["all", "all", "all", None]
+
+
+def test_a_sku_s_own_entry_decides_where_it_applies_and_the_later_file_before_it(tmp_path: Path) -> None:
+    own = "skus: {H200: {limits: {ddp.loss_error: {when: {dtype: bf16}, max: 2 ratio, source: own}}}}\n"
+    first = EVERY % "[{max: 1 ratio, source: all}, {when: {dtype: bf16, world_size: 8}, max: 1 ratio, source: two}]"
+    found = read(tmp_path, first + own)
+    assert (loss(found, "H200", dtype="bf16"), loss(found, "H200")) == ("own", "all")
+    assert loss(found, "H100 SXM", dtype="bf16") == "two"
+    later = read(tmp_path, first + own, EVERY % "{max: 3 ratio, source: later}")
+    assert (loss(later, "H200", dtype="bf16"), loss(later, "H200"), loss(later, "L40S")) == ("later",) * 3
