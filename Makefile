@@ -25,7 +25,7 @@ rehearsal: $(STAMP) ## run the acceptance suite on two CPU ranks: no GPU needed,
 	exit $$status
 
 test: $(STAMP) ## run the project's own tests, warnings being errors
-	$(PY) -m pytest tests
+	$(PY) -m pytest tests --durations=12 --durations-min=10
 
 lint: $(STAMP) ## check style, format and types
 	$(PY) -m ruff check .

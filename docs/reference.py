@@ -134,8 +134,8 @@ def _skus() -> Iterator[str]:
     limits = thresholds.load(thresholds.shipped_path())
     entries = {name: sum(limit.sku == name for limit in limits.limits) for name in (EVERY_SKU, *limits.skus)}
     yield (
-        f"Beside the entries of its own, thresholds.yaml has {entries[EVERY_SKU]} for every SKU (`every_sku`), also for "
-        "one that an operator adds.\n"
+        f"Beside a SKU's own entries thresholds.yaml has {entries[EVERY_SKU]} that hold on every SKU (`every_sku`), also "
+        "on one that an operator adds.\n"
     )
     yield from _table(
         ("SKU", "NVML name", "own entries in thresholds.yaml"),
