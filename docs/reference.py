@@ -53,7 +53,7 @@ def _options() -> Iterator[str]:
         ("command line", "ini", "environment", "default", "meaning"),
         (
             (
-                f"`{option.flag} {option.metavar}`",
+                f"`{option.flag} {option.metavar}`" if option.bare is None else f"`{option.flag} [{option.metavar}]`",
                 f"`{option.dest}`",
                 f"`{option.variable}`",
                 f"`{option.default}`" if option.default else "",
@@ -134,8 +134,8 @@ def _skus() -> Iterator[str]:
     limits = thresholds.load(thresholds.shipped_path())
     entries = {name: sum(limit.sku == name for limit in limits.limits) for name in (EVERY_SKU, *limits.skus)}
     yield (
-        f"Beside a SKU's own entries thresholds.yaml has {entries[EVERY_SKU]} that hold on every SKU (`every_sku`), also "
-        "on one that an operator adds.\n"
+        f"Beside a SKU's own entries thresholds.yaml has {entries[EVERY_SKU]} that hold on every SKU (`every_sku`), "
+        "on one that an operator adds too.\n"
     )
     yield from _table(
         ("SKU", "NVML name", "own entries in thresholds.yaml"),
