@@ -48,9 +48,10 @@ def test_training_step(cluster, geometry, workload, artifacts, measure):
 @pytest.mark.needs_ranks(2)
 @pytest.mark.criterion("ddp")
 def test_ddp(cluster, geometry, workload, measure):
-    """Accepted: all ranks together take the training steps that one process takes with the same rows: the same losses
-    and gradients, and after every step the same weights on all ranks, bit by bit. Each rank is the rank that its
-    launcher says, and reads its own rows: no two ranks share any, none is left out, and each epoch has another order.
+    """Accepted: all ranks together take the training steps that one process takes with the same rows, in fp32 and in
+    bf16: the same losses and gradients, and after every step the same weights on all ranks, bit by bit. Each rank is
+    the rank that its launcher says, and reads its own rows: no two ranks share any, none is left out, and each epoch
+    has another order.
 
     Why: a job whose ranks do not exchange gradients, read the same data or have drifted apart still trains, and its
     loss still falls. Nothing says that it wastes the cluster, or that the model is not what it should be.
@@ -62,18 +63,20 @@ def test_ddp(cluster, geometry, workload, measure):
     On cpu this rehearses with gloo.
     """
     sizes = workload.training
-    found = check_data_parallel(
-        cluster.group,
-        cluster.device,
-        geometry,
-        rank=cluster.rank,
-        world_size=cluster.world_size,
-        batch=sizes.batch,
-        steps=sizes.steps,
-    )
-    labels = {"global_batch": found.global_batch, "steps": found.steps}
-    measure("ddp.loss_error", found.loss_error, unit="ratio", **labels)
-    measure("ddp.gradient_error", found.gradient_error, unit="ratio", **labels)
+    for name, precision in (("", "fp32"), ("bf16_", "bf16")):
+        found = check_data_parallel(
+            cluster.group,
+            cluster.device,
+            geometry,
+            rank=cluster.rank,
+            world_size=cluster.world_size,
+            batch=sizes.batch,
+            steps=sizes.steps,
+            precision=precision,
+        )
+        labels = {"global_batch": found.global_batch, "steps": found.steps}
+        measure(f"ddp.{name}loss_error", found.loss_error, unit="ratio", **labels)
+        measure(f"ddp.{name}gradient_error", found.gradient_error, unit="ratio", **labels)
 
 
 @pytest.mark.single_gpu

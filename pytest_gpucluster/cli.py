@@ -21,7 +21,8 @@ _EXIT_CODES = """\
 exit codes:
   0  done (whatever the verdict of the run)
   2  wrong usage
-  3  the journal is missing, damaged, no journal, or of a newer version
+  3  what is to be read cannot be used: a journal or curve is missing, damaged, something else or of a newer version, or
+     curves are not alike
   4  the output cannot be written
 """
 
@@ -29,11 +30,17 @@ _EXAMPLES = """\
 examples:
   gpucluster report gpucluster-report/latest --junitxml report.xml
   gpucluster report gpucluster-report/20260102-030405/journal.jsonl --junitxml - -o junit_family=xunit1
+  gpucluster golden run-1/curve.csv gpucluster-report/latest --out golden.json
 """
 
 _REPORT = """\
 Render the reports of a run again from its journal, at any time and on any machine. A journal of a run that
 was killed is rendered as far as it goes, with an error for the test in which the run ended.
+"""
+
+_GOLDEN = """\
+Make a golden loss curve of one or more runs of the same experiment, for --gpucluster-golden. Of a journal or a folder
+of a run the curve among its artifacts is taken, if its test passed; of a report directory the latest run's.
 """
 
 _CHOICES = {
@@ -61,6 +68,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.print_help(sys.stderr)
         return USAGE
+    if options.command == "golden":
+        # Imported here, so that the other commands need none of it.
+        from pytest_gpucluster import golden_command
+
+        return golden_command.run(options.curves, options.out, options.test)
+    if options.command == "data":
+        from pytest_gpucluster import data_command
+
+        return data_command.run(options)
     return _report(options)
 
 
@@ -98,6 +114,27 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="one of pytest's settings instead of the run's own: " + ", ".join(_SETTINGS),
     )
+    golden = commands.add_parser(
+        "golden",
+        help="make a golden loss curve of one or more runs",
+        description=_GOLDEN,
+        epilog=_EXAMPLES + "\n" + _EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    golden.add_argument(
+        "curves",
+        metavar="CURVE.csv|JOURNAL",
+        type=Path,
+        nargs="+",
+        help="the CSV file of a curve, a journal.jsonl, the folder of a run, or a report directory (its latest run)",
+    )
+    golden.add_argument("--out", metavar="FILE", type=Path, required=True, help="write the golden curve here")
+    golden.add_argument(
+        "--test", metavar="TEXT", default="", help="of a run, the curve of the test with this in its id, as lora_tiny"
+    )
+    from pytest_gpucluster import data_command  # imports nothing heavy until it runs
+
+    data_command.add_parser(commands)
     return parser
 
 

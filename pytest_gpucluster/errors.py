@@ -4,7 +4,8 @@
     |-- UsageProblem                 the operator asked for something impossible: exit code 4, nothing was measured
     |   |-- OptionError              an option or ini value
     |   |-- LaunchError              the launcher's variables: missing, partial or contradictory
-    |   `-- ThresholdsError          a limits or workloads file
+    |   |-- ThresholdsError          a limits or workloads file
+    |   `-- CurveError               a file of a loss curve, or a golden one of another experiment
     |-- EnvironmentBroken            the run could not be carried through: JUnit error, exit code 11
     |   |-- PreflightError           the ranks that came are not the ranks that were declared
     |   |-- StoreError               the rendezvous store does not answer
@@ -40,6 +41,10 @@ class LaunchError(UsageProblem):
 
 class ThresholdsError(UsageProblem):
     """A YAML file of limits or workloads is malformed. The message lists every problem as file:line:column."""
+
+
+class CurveError(UsageProblem):
+    """A loss curve cannot be read, or is not of the experiment that it is to be compared with."""
 
 
 class EnvironmentBroken(GpuClusterError):

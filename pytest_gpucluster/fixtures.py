@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pytest
 
 from pytest_gpucluster.phase import MEASUREMENTS
+from pytest_gpucluster.run_directory import artifacts_name
 
 if TYPE_CHECKING:
     from pytest_gpucluster.cluster import Cluster
@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from pytest_gpucluster.health.gathering import Sources
     from pytest_gpucluster.limits import Thresholds
     from pytest_gpucluster.nvml import Nvml
+    from pytest_gpucluster.progress import Report
     from pytest_gpucluster.run import Run
     from pytest_gpucluster.sampling import Series
     from pytest_gpucluster.telemetry import Window
+    from pytest_gpucluster.training_inputs import TrainingInputs
     from pytest_gpucluster.workloads import Workload
 
 RUN = pytest.StashKey["Run"]()
@@ -206,11 +208,33 @@ def inventory(request: pytest.FixtureRequest) -> list[Mapping[str, Any]]:
     return _run(request).inventory()
 
 
+@pytest.fixture(scope="session")
+def settings(request: pytest.FixtureRequest) -> TrainingInputs:
+    """What training takes from outside, as the options say: data ("images", "function_calls" -> name, path, revision,
+    sha256), model (name, path, revision), resume, scratch, golden. What was not given is None, data are empty then;
+    paths were there, on every rank, before the first test."""
+    from pytest_gpucluster.training_inputs import TrainingInputs
+
+    found = _run(request).settings
+    assert found is not None
+    return TrainingInputs.of(found)
+
+
 @pytest.fixture
 def artifacts(request: pytest.FixtureRequest) -> Path:
     """A folder for this test's files on this rank's host, inside the report directory of the run."""
     run = _run(request)
-    name = re.sub(r"[^\w.-]+", "_", request.node.nodeid).strip("_")
-    folder = run.artifacts_directory() / name
+    folder = run.artifacts_directory() / artifacts_name(request.node.nodeid)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+@pytest.fixture
+def progress(request: pytest.FixtureRequest) -> Report:
+    """Show how far a long test is: ``progress(step, of, loss=..., tokens_per_second=...)`` on every rank. Rank 0's
+    terminal shows it with the remaining time: one line that is written over on a terminal, else a plain line every 10 s
+    and for the last step. A figure may be a function, called only where it is shown. No report holds it; ``-q`` is
+    silent."""
+    from pytest_gpucluster.progress import progress_of
+
+    return progress_of(request.config, request.node.name, rank=_run(request).rank)

@@ -26,6 +26,7 @@ from pytest_gpucluster.record import now
 from pytest_gpucluster.recorder import Recorder
 from pytest_gpucluster.run import Run, name_of_rank
 from pytest_gpucluster.run_directory import new_run_directory
+from pytest_gpucluster.training_inputs import TrainingInputs
 from pytest_gpucluster.wording import first_line, rank_ranges
 
 _TEXTS_SHOWN = 4
@@ -200,6 +201,7 @@ class Opening:
             "pid": os.getpid(),
             "start_time": start_time(),
             "fault_file": str(self._run.fault_file.path),
+            "inputs": self._inputs(),
         }
         if problem is None:
             try:
@@ -207,6 +209,13 @@ class Opening:
             except GpuClusterError as error:
                 problem = _refusal(error)
         return {**plain, "problem": problem.text, "exit": problem.exit}
+
+    def _inputs(self) -> dict[str, Any] | None:
+        """Return what this rank was given to train with, and what of it is not there."""
+        if self._run.settings is None:
+            return None
+        inputs = TrainingInputs.of(self._run.settings)
+        return {"told": inputs.told(), "problems": inputs.problems()}
 
     def _on_its_gpu(self) -> RankFacts:
         """Return the facts by which the GPU is chosen: a local worker takes the one of its own number."""
@@ -218,6 +227,8 @@ class Opening:
         """Start the record of a run whose ranks are local workers."""
         self._run.facts = replace(self._run.facts, world_size=workers, local_world_size=workers)
         problem = self._prepare()
+        if problem is None:
+            problem = self._missing_inputs()
         if problem is None and not self._run.rehearsal:
             problem = self._too_few_gpus(workers)
         if problem is not None:
@@ -225,6 +236,10 @@ class Opening:
         self._run.joined = Joined(
             hosts=[self._run.facts.hostname] * workers, who={}, shared={"directory": str(self._run.directory)}
         )
+
+    def _missing_inputs(self) -> Refusal | None:
+        problems = (self._inputs() or {}).get("problems", [])
+        return _refusal(OptionError("\n".join(problems))) if problems else None
 
     def _too_few_gpus(self, workers: int) -> Refusal | None:
         me = self._describe_me(None)
@@ -272,7 +287,8 @@ class Opening:
         )
         if not found:
             return None
-        return Refusal(message=first_line(found[0].text), text="\n".join(problem.text for problem in found), exit=11)
+        text = "\n".join(problem.text for problem in found)
+        return Refusal(message=first_line(found[0].text), text=text, exit=max(problem.exit for problem in found))
 
     def _refuse(self, refusal: Refusal) -> None:
         """End the session before its first test, with a report."""

@@ -13,51 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pytest_gpucluster.errors import OptionError
+from pytest_gpucluster.option_values import Timeouts as Timeouts  # also found here
+from pytest_gpucluster.option_values import data, model, names, one_of, override, positive_seconds, shape, yes_or_no
 
 if TYPE_CHECKING:
     import pytest
 
 DEVICES = ("cuda", "cpu")
 PROFILES = ("quick", "full", "soak")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Timeouts:
-    """How long to wait, in seconds, before a silence means something.
-
-    The defaults suit hosts that share a fast network. ``--gpucluster-timeouts grace=2,join=900`` changes some.
-    """
-
-    join: float = 300.0
-    """Every rank must have reported to the store by then (imports over a slow file system are the usual delay)."""
-    grace: float = 1.0
-    """A rank that waits in a collective for this long after a peer's failure is released."""
-    stuck: float = 10.0
-    """A rank that has not come back this long after its release cannot be released: the run ends."""
-    dead: float = 30.0
-    """A rank on another host whose heartbeat has stood still this long is lost."""
-    unresponsive: float = 60.0
-    """A process that lives, but whose heartbeat has stood still this long, is treated as hung."""
-    terminate: float = 20.0
-    """After SIGTERM everything is over by then; torchrun sends SIGKILL after 30 s."""
-
-    @classmethod
-    def parse(cls, text: str) -> Timeouts:
-        """Read ``name=seconds,...``.
-
-        Raises:
-            OptionError: an unknown name, or a value that is no positive number.
-        """
-        allowed = ", ".join(cls.__dataclass_fields__)
-        values: dict[str, float] = {}
-        for part in filter(None, (piece.strip() for piece in text.split(","))):
-            name, _, value = part.partition("=")
-            if name not in cls.__dataclass_fields__:
-                raise OptionError(f"unknown timeout {name!r}; allowed: {allowed}, each as name=seconds")
-            if name in values:
-                raise OptionError(f"timeout {name!r} is given twice")
-            values[name] = _positive_seconds(value)
-        return cls(**values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +34,18 @@ class Setting:
 @dataclass(frozen=True, kw_only=True)
 class _Option:
     """One option. A repeatable one is given as often as needed; it has one value a line in the ini file, and ``;``
-    between the values in the environment. Its value is a tuple, and ``parse`` also takes where each one was written."""
+    between the values in the environment. Its value is a tuple."""
 
     name: str
     metavar: str
     help: str
     default: str | None = None
     parse: Callable[..., Any] = str
+    takes: Literal["text", "place", "base"] = "text"
+    """What ``parse`` takes: the text alone; also where it was written; also what a relative path is relative to."""
     repeatable: bool = False
+    bare: str | None = None
+    """The value of the option where the command line gives it none; None: it must have one."""
 
     @property
     def flag(self) -> str:
@@ -93,39 +60,10 @@ class _Option:
         return self.dest.upper()
 
 
-def _positive_seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise OptionError(f"{text!r} is not a number of seconds") from None
-    if not 0 < value < float("inf"):
-        raise OptionError(f"{text!r} is not a positive number of seconds")
-    return value
-
-
-def _one_of(*allowed: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in allowed:
-            raise OptionError(f"{text!r} is not allowed; choose one of: {', '.join(allowed)}")
-        return text
-
-    return parse
-
-
-def _shape(text: str) -> Any:
-    from pytest_gpucluster.agreement.preflight import Expectation  # a session without the option pays nothing
-
-    return Expectation.parse(text)
-
-
-def _override(text: str, origin: str) -> Any:
-    from pytest_gpucluster.workload_file import Override  # it reads YAML: a session without the option pays nothing
-
-    return Override.parse(text, origin=origin)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(filter(None, (name.strip() for name in text.split(","))))
+def _path(text: str, base: Path) -> Path:
+    if not text.strip():
+        raise OptionError("no path")
+    return base / os.path.expanduser(text)
 
 
 OPTIONS = (
@@ -133,19 +71,20 @@ OPTIONS = (
         name="device",
         metavar="DEVICE",
         default="cuda",
-        parse=_one_of(*DEVICES),
+        parse=one_of(*DEVICES),
         help="cuda, or cpu for a rehearsal with gloo, small sizes and the cpu-rehearsal limits (default: cuda)",
     ),
     _Option(
         name="expect",
         metavar="NODESxGPUS[xSKU]",
-        parse=_shape,
+        parse=shape,
         help="the cluster that was ordered, such as 2x8xH100; anything else is an error before the first test",
     ),
     _Option(
         name="thresholds",
         metavar="FILE",
-        parse=Path,
+        parse=_path,
+        takes="base",
         help="a YAML file of limits laid over the shipped thresholds.yaml, limit by limit",
     ),
     _Option(name="sku", metavar="NAME", help="judge by the limits of this SKU, whatever the GPU calls itself"),
@@ -153,14 +92,15 @@ OPTIONS = (
         name="profile",
         metavar="PROFILE",
         default="full",
-        parse=_one_of(*PROFILES),
+        parse=one_of(*PROFILES),
         help="which profile of the suite's workloads.yaml to measure with: quick, full or soak; on cpu it is always "
         "cpu (default: full)",
     ),
     _Option(
         name="workload",
         metavar="KEY=VALUE",
-        parse=_override,
+        parse=override,
+        takes="place",
         repeatable=True,
         help="change one value of the profile, such as matmul.sizes=8192,16384 or matmul.window=5s; as often as "
         "needed, in the ini file one a line, in the environment separated by ;",
@@ -169,20 +109,21 @@ OPTIONS = (
         name="report-dir",
         metavar="DIR",
         default="gpucluster-report",
-        parse=Path,
+        parse=_path,
+        takes="base",
         help="where each run leaves its own folder (default: gpucluster-report)",
     ),
     _Option(
         name="deadline",
         metavar="SECONDS",
         default="300",
-        parse=_positive_seconds,
+        parse=positive_seconds,
         help="the longest that a phase of one test may take, unless it has its own deadline marker (default: 300)",
     ),
     _Option(
         name="require",
         metavar="CRITERIA",
-        parse=_names,
+        parse=names,
         default="",
         help="criteria that must have run, by name, separated by commas, on top of those that the topology requires",
     ),
@@ -192,6 +133,46 @@ OPTIONS = (
         parse=Timeouts.parse,
         default="",
         help=f"change waiting times: {', '.join(Timeouts.__dataclass_fields__)}",
+    ),
+    _Option(
+        name="data",
+        metavar="[NAME=]PATH",
+        parse=data,
+        takes="base",
+        repeatable=True,
+        help="data to train with: images=FOLDER, function_calls=FILE[@sha256:HEX] or function_calls=ORG/NAME[@REVISION]"
+        " of the hub; a bare folder is images, a bare file function_calls; as often as needed, in the ini file one a "
+        "line, in the environment separated by ;",
+    ),
+    _Option(
+        name="model",
+        metavar="PATH|NAME[@REVISION]",
+        parse=model,
+        takes="base",
+        help="the pretrained model to fine-tune: a folder with its config.json, or a name on the hub",
+    ),
+    _Option(
+        name="scratch",
+        metavar="DIR",
+        parse=_path,
+        takes="base",
+        help="an existing folder for checkpoints, on a file system that all ranks share; without it they go into the "
+        "run's folder",
+    ),
+    _Option(
+        name="resume",
+        metavar="yes|no",
+        default="no",
+        parse=yes_or_no,
+        bare="yes",
+        help="go on from the newest checkpoint in the scratch folder; without a value it means yes (default: no)",
+    ),
+    _Option(
+        name="golden",
+        metavar="FILE",
+        parse=_path,
+        takes="base",
+        help="a golden loss curve, made by gpucluster golden; a curve that leaves its band is a failure",
     ),
 )
 
@@ -236,6 +217,7 @@ def register(parser: pytest.Parser) -> None:
             action="append" if option.repeatable else "store",
             default=None,
             help=option.help,
+            **({} if option.bare is None else {"nargs": "?", "const": option.bare}),
         )
         kind: Literal["linelist", "string"] = "linelist" if option.repeatable else "string"
         parser.addini(option.dest, f"{option.help} (as {option.flag})", type=kind, default=None)
@@ -270,16 +252,15 @@ def resolve(config: pytest.Config, environ: Mapping[str, str] = os.environ) -> S
         values: list[Any] = []
         for raw in raws:
             try:
-                values.append(option.parse(raw, f"{origin}: {shown(raw)}") if option.repeatable else option.parse(raw))
+                values.append(option.parse(raw, *_beside(config, option, origin, shown(raw))))
             except OptionError as error:
                 complaints.append(f"{shown(raw)}: {error}")
         value: Any = next(iter(values), None)
         if option.repeatable:
             value = tuple(values)
             complaints += _repeated(values, shown)
-        if isinstance(value, Path):
-            value = _base(config, origin) / value
         found[option.name.replace("-", "_")] = Setting(value=value, origin=origin)
+    complaints += _nothing_to_resume(found)
     if complaints:
         raise OptionError("\n".join(complaints))
     return Settings(settings=found)
@@ -297,7 +278,24 @@ def _base(config: pytest.Config, origin: str) -> Path:
     return config.inipath.parent if origin == "ini" and config.inipath is not None else Path()
 
 
+def _beside(config: pytest.Config, option: _Option, origin: str, shown: str) -> list[Any]:
+    """Return what the parser of an option takes beside the text."""
+    beside: dict[str, list[Any]] = {"text": [], "place": [f"{origin}: {shown}"], "base": [_base(config, origin)]}
+    return beside[option.takes]
+
+
+def _nothing_to_resume(found: Mapping[str, Setting]) -> list[str]:
+    if found["resume"].value is not True or found["scratch"].origin != "default":
+        return []
+    return [
+        f"--gpucluster-resume ({found['resume'].origin}): without --gpucluster-scratch there is no checkpoint to go on "
+        "from, since every run has a folder of its own; name the folder that the interrupted run had"
+    ]
+
+
 def _as_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if not isinstance(value, tuple):
         return str(value)
     names = all(isinstance(part, str) for part in value)

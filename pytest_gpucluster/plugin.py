@@ -27,6 +27,7 @@ _MARKERS = (
     "needs_local_ranks(n): does not run with fewer than n ranks on each node",
     "needs_gpu: does not run in a rehearsal on cpu",
     "needs_peak(name): does not run where the data sheet of the GPU has no such peak, such as fp8_tflops",
+    "needs_data(name): does not run without --gpucluster-data name=PATH",
     "deadline(seconds): the longest that one phase of this test may take, instead of --gpucluster-deadline",
     "soak: runs for a long time",
 )

@@ -33,6 +33,7 @@ from pytest_gpucluster.launch import RankFacts, detect
 from pytest_gpucluster.record import TestName, TestRecord, now
 from pytest_gpucluster.recorder import Recorder, wait_for_end
 from pytest_gpucluster.reports.terminal import measurement_table
+from pytest_gpucluster.run_directory import ARTIFACTS
 from pytest_gpucluster.selection import Room
 from pytest_gpucluster.units import did_you_mean
 from pytest_gpucluster.wording import first_line
@@ -224,6 +225,7 @@ class Run:
             ranks_per_node=self.facts.world_size // self.facts.nnodes,
             on_cpu=self.rehearsal,
             data_sheet=self._data_sheet,
+            data=frozenset(data.key for data in self.settings.data) if self.settings is not None else frozenset(),
         )
 
     def _data_sheet(self) -> Sku | None:
@@ -244,7 +246,7 @@ class Run:
     def artifacts_directory(self) -> Path:
         """Return where tests put their files: the same path on every host, shared or not."""
         shared = self.joined.shared.get("directory") if self.joined else None
-        return Path(shared or tempfile.gettempdir()) / "artifacts"
+        return Path(shared or tempfile.gettempdir()) / ARTIFACTS
 
     def send(self, line: Mapping[str, Any]) -> None:
         """Put a line on record. Rank 0 only; on other ranks nothing happens."""

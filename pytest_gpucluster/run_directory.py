@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import time
 from pathlib import Path
 
 from pytest_gpucluster.errors import OptionError
+
+ARTIFACTS = "artifacts"
+"""Folder of a run in which each test has a folder for its files."""
 
 # More than a block, so that a full disk is noticed; little enough for a probe.
 _PROBE_BYTES = 64 * 1024
@@ -83,3 +87,12 @@ def _point_latest_to(directory: Path) -> None:
             link.replace(directory.parent / "latest")
         except OSError:
             link.unlink()
+
+
+def artifacts_name(nodeid: str) -> str:
+    """Return the name of a test's folder among the artifacts.
+
+    >>> artifacts_name("acceptance/test_nccl.py::test_all_reduce[node-bf16]")
+    'acceptance_test_nccl.py_test_all_reduce_node-bf16'
+    """
+    return re.sub(r"[^\w.-]+", "_", nodeid).strip("_")

@@ -1,4 +1,4 @@
-"""Which part of the suite was asked for, and which tests there is room for: ranks, nodes, a GPU, what it can do."""
+"""Which part of the suite was asked for, and which tests there is room for: ranks, nodes, a GPU, what it can do, data."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pytest_gpucluster.hardware import PEAK_UNITS, Sku
+from pytest_gpucluster.training_inputs import DATA_NAMES
 from pytest_gpucluster.units import did_you_mean
 
 _CHOOSING = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf", "stepwise")
@@ -57,6 +58,8 @@ class Room:
     on_cpu: bool = False
     data_sheet: Callable[[], Sku | None] = lambda: None
     """What is known of the GPUs, asked for where a test depends on it. None on cpu, and for an unknown GPU."""
+    data: frozenset[str] = frozenset()
+    """Names of what ``--gpucluster-data`` gives."""
 
 
 def why_not_applicable(item: pytest.Item, room: Room) -> str | None:
@@ -78,7 +81,7 @@ def why_not_applicable(item: pytest.Item, room: Room) -> str | None:
             raise pytest.UsageError(f"{item.nodeid}: the marker {name}(n) needs a whole number, not {need!r}")
         if have < need:
             return f"needs {need} {what}, and there {'is' if have == 1 else 'are'} {have}"
-    return _without_gpu(item, room) or _without_peak(item, room)
+    return _without_gpu(item, room) or _without_peak(item, room) or _without_data(item, room)
 
 
 def _without_gpu(item: pytest.Item, room: Room) -> str | None:
@@ -101,6 +104,18 @@ def _without_peak(item: pytest.Item, room: Room) -> str | None:
     if sku is None or sku.peaks is None or getattr(sku.peaks, name) is not None:
         return None
     return f"needs {name}, and the data sheet of {sku.name} has none"
+
+
+def _without_data(item: pytest.Item, room: Room) -> str | None:
+    name = _value_of(item, "needs_data", "name")
+    if name is _NO_MARKER:
+        return None
+    if name not in DATA_NAMES:
+        hint = did_you_mean(name, DATA_NAMES) if isinstance(name, str) else ""
+        raise pytest.UsageError(
+            f"{item.nodeid}: the marker needs_data(name) needs one of {', '.join(DATA_NAMES)}, not {name!r}{hint}"
+        )
+    return None if name in room.data else f"needs --gpucluster-data {name}=PATH, and it was not given"
 
 
 _NO_MARKER = object()

@@ -143,7 +143,8 @@ def repeated(texts: Sequence[str], values: Sequence[Any]) -> tuple[int, str] | N
     """Return the first value of a list that comes twice, also where it is written differently: 1 GB and 1000 MB."""
     seen: dict[Hashable, str] = {}
     for index, (text, value) in enumerate(zip(texts, values, strict=True)):
-        same = units.magnitude(value) if isinstance(value, str) else value
+        # A word has no magnitude.
+        same = (units.magnitude(value) or value) if isinstance(value, str) else value
         if same in seen:
             return index, f"{text} comes twice" if seen[same] == text else f"{text} is the same as {seen[same]}"
         seen[same] = text

@@ -15,7 +15,24 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pytest_gpucluster.sampling import Sampling
-from pytest_gpucluster.workload_sections import SAMPLING, AllReduce, Hbm, Health, Matmul, Spec, Training
+from pytest_gpucluster.workload_sections import (
+    SAMPLING,
+    AllReduce,
+    Checkpoint,
+    Fsdp,
+    FailurePropagation,
+    Hbm,
+    Health,
+    Lora,
+    LoraThroughput,
+    Matmul,
+    Scaling,
+    Spec,
+    Training,
+    TrainingModel,
+    TrainingThroughput,
+    Vision,
+)
 
 PROFILES = ("quick", "full", "soak", "cpu")
 USUAL_PROFILE = "full"
@@ -33,6 +50,18 @@ class Workload:
     all_reduce: Annotated[AllReduce, "nccl.all_reduce"]
     health: Annotated[Health, "health"]
     training: Annotated[Training, "training"]
+    fsdp: Annotated[Fsdp, "fsdp"]
+    checkpoint: Annotated[Checkpoint, "checkpoint"]
+    throughput: Annotated[TrainingThroughput, "training.throughput"]
+    throughput_contract: Annotated[TrainingModel, "training.throughput.contract"]
+    throughput_large: Annotated[TrainingModel, "training.throughput.large"]
+    throughput_sharded: Annotated[TrainingModel, "training.throughput.sharded"]
+    scaling: Annotated[Scaling, "scaling"]
+    failure_propagation: Annotated[FailurePropagation, "failure_propagation"]
+    vision: Annotated[Vision, "vision"]
+    lora_tiny: Annotated[Lora, "lora.tiny"]
+    qwen2_lora: Annotated[Lora, "lora.qwen2"]
+    lora_throughput: Annotated[LoraThroughput, "lora.throughput"]
 
 
 @dataclass(frozen=True, kw_only=True)

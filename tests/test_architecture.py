@@ -74,6 +74,8 @@ LAYERS = (
     "affinity",
     "inventory",
     "cluster",
+    "training_inputs",
+    "option_values",
     "options",
     "selection",
     "markers",
@@ -85,11 +87,14 @@ LAYERS = (
     "judging",
     "failure",
     "phase",
+    "progress",
     "fixtures",
     "session",
     "local",
     "activation",
     "plugin",
+    "golden_command",
+    "data_command",
     "cli",
     "__main__",
 )
@@ -138,10 +143,14 @@ CONFINED = {
     "affinity": ("errors", "kernel_log", "health.finding"),
     "telemetry": ("stats", "nvml"),
     "inventory": ("__init__", "errors", "launch", "hardware", "nvml"),
+    "progress": ("wording",),
     "journal_fields": ("errors",),
     "journal_measurements": ("journal_fields",),
     "journal_lines": ("journal_fields", "journal_measurements"),
     "journal": ("errors", "metrics", "journal_fields", "journal_measurements", "journal_lines", "run_directory"),
+    "option_values": ("errors", "agreement.preflight", "workload_file", "training_inputs"),
+    "golden_command": ("errors", "journal", "run_directory", "benchmarks.lora.curve", "benchmarks.lora.golden"),
+    "training_inputs": ("errors", "benchmarks.lora.golden"),
     "nccl_choice": (),
     "nccl_log": ("nccl_choice",),
     "cluster": ("errors", "launch", "nccl_log", "nccl_choice", "agreement.release.*"),
@@ -149,7 +158,9 @@ CONFINED = {
         "__init__",
         *("wording", "errors", "units", "stats", "metrics", "launch", "hardware", "limits", "thresholds", "judge"),
         *("verdict", "journal*", "run_directory", "reports.*", "nvml*", "inventory", "recorder", "recording"),
+        *("golden_command", "data_command"),
     ),
+    "data_command": ("wording", "errors", "units", "benchmarks.lora.*"),
     "__main__": ("cli",),
 }
 
@@ -167,7 +178,7 @@ ONLY_IN = {
     "yaml": ("yaml_document",),
     "junit_xml": ("reports.junit",),
     "pytest": (
-        *("plugin", "options", "hookspecs", "fixtures", "selection", "markers", "suite_properties"),
+        *("plugin", "options", "hookspecs", "fixtures", "progress", "selection", "markers", "suite_properties"),
         "workload_of_tests",
         *("activation", "session", "local", "opening", "run", "phase", "failure"),
         # The exception that is raised into a test must be one of pytest's own failures.
@@ -177,7 +188,11 @@ ONLY_IN = {
     "xdist": (),
 }
 
-LIGHT = ("reports.*", "journal*", "recorder", "recording", "recorder_process", "cli", "__main__")
+LIGHT = (
+    *("reports.*", "journal*", "recorder", "recording", "recorder_process", "cli", "golden_command", "__main__"),
+    "data_command",
+    *("benchmarks.lora.curve", "benchmarks.lora.golden"),
+)
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "base", "misc"}
 
 

@@ -66,6 +66,19 @@ OPTIONS = {
         ["--gpucluster-device=gpu", "--gpucluster-deadline=0"],
         ["--gpucluster-device gpu: ", "--gpucluster-deadline 0: '0' is not a positive number"],
     ),
+    "data missing": (
+        [CPU, "--gpucluster-data=images=nowhere"],
+        ["--gpucluster-data images=nowhere: no such folder (rank 0 on ", "what to do: correct the option"],
+    ),
+    "model missing": ([CPU, "--gpucluster-model=./nowhere"], ["--gpucluster-model ./nowhere: no such folder, and"]),
+    "resumed from nowhere": (
+        [CPU, "--gpucluster-resume"],
+        ["--gpucluster-resume (command line): without --gpucluster-scratch there is no checkpoint"],
+    ),
+    "scratch missing for workers": (
+        [CPU, "--gpucluster-scratch=nowhere", "-n", "2", "--dist", "each"],
+        ["--gpucluster-scratch nowhere: no such folder"],
+    ),
     "limits missing": ([CPU, "--gpucluster-thresholds=none.yaml"], ["none.yaml", "No such file"]),
     "limits a directory": ([CPU, "--gpucluster-thresholds=."], ["directory"]),
     "limits malformed": (

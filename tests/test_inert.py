@@ -131,7 +131,9 @@ def test_nothing_heavy_is_loaded(plain: Project, options: list[str]) -> None:
     assert "pytest_gpucluster.plugin" in loaded
     assert {name.partition(".")[0] for name in loaded} & {"torch", "numpy", "pynvml", "yaml", "junit_xml"} == set()
     own = {name for name in loaded if name.startswith("pytest_gpucluster.")}
-    assert own <= {f"pytest_gpucluster.{name}" for name in ("plugin", "options", "errors", "hookspecs")}
+    assert own <= {
+        f"pytest_gpucluster.{name}" for name in ("plugin", "options", "option_values", "errors", "hookspecs")
+    }
 
 
 def test_environment_variables_for_torch_are_left_alone(plain: Project) -> None:

@@ -40,8 +40,14 @@ def test_the_options_are_these_and_no_others() -> None:
         ("--gpucluster-deadline", "gpucluster_deadline", "GPUCLUSTER_DEADLINE", "SECONDS", "300"),
         ("--gpucluster-require", "gpucluster_require", "GPUCLUSTER_REQUIRE", "CRITERIA", ""),
         ("--gpucluster-timeouts", "gpucluster_timeouts", "GPUCLUSTER_TIMEOUTS", "NAME=SECONDS,...", ""),
+        ("--gpucluster-data", "gpucluster_data", "GPUCLUSTER_DATA", "[NAME=]PATH", None),
+        ("--gpucluster-model", "gpucluster_model", "GPUCLUSTER_MODEL", "PATH|NAME[@REVISION]", None),
+        ("--gpucluster-scratch", "gpucluster_scratch", "GPUCLUSTER_SCRATCH", "DIR", None),
+        ("--gpucluster-resume", "gpucluster_resume", "GPUCLUSTER_RESUME", "yes|no", "no"),
+        ("--gpucluster-golden", "gpucluster_golden", "GPUCLUSTER_GOLDEN", "FILE", None),
     ]
-    assert [option.flag for option in OPTIONS if option.repeatable] == ["--gpucluster-workload"]
+    assert [option.flag for option in OPTIONS if option.repeatable] == ["--gpucluster-workload", "--gpucluster-data"]
+    assert [option.flag for option in OPTIONS if option.bare] == ["--gpucluster-resume"]
 
 
 def test_every_option_is_on_the_command_line_in_the_ini_file_and_in_the_help(configure: Any) -> None:
@@ -65,6 +71,11 @@ def test_nothing_given_means_the_defaults(configure: Any) -> None:
         "profile": "full",
         "workload": (),
         "timeouts": Timeouts(),
+        "data": (),
+        "model": None,
+        "scratch": None,
+        "resume": False,
+        "golden": None,
     }
     assert {setting.origin for setting in settings.settings.values()} == {"default"}
 
@@ -195,6 +206,33 @@ def test_settings_go_on_record_as_text_with_their_origin(configure: Any) -> None
             id="a key twice",
         ),
         pytest.param(
+            ["--gpucluster-data=picures=/data", "--gpucluster-data=images=/a", "--gpucluster-data=images=/b"],
+            {},
+            "",
+            "--gpucluster-data picures=/data: unknown data 'picures'; allowed: images=FOLDER, "
+            "function_calls=FILE[@sha256:HEX], function_calls=ORG/NAME[@REVISION] of the hub, or a bare path: a folder "
+            "is images, a file is function_calls\n"
+            "--gpucluster-data images=...: images is given 2 times",
+            id="data of no name, and twice",
+        ),
+        pytest.param(
+            ["--gpucluster-resume"],
+            {},
+            "",
+            "--gpucluster-resume (command line): without --gpucluster-scratch there is no checkpoint to go on from, "
+            "since every run has a folder of its own; name the folder that the interrupted run had",
+            id="nothing to go on from",
+        ),
+        pytest.param(
+            ["--gpucluster-resume", "acceptance/"],
+            {},
+            "",
+            "--gpucluster-resume acceptance/: 'acceptance/' is neither yes nor no; write =yes behind the option, or "
+            "let it stand last or before another option",
+            id="a flag that took a path for its value",
+        ),
+        pytest.param([], {"GPUCLUSTER_SCRATCH": " "}, "", "GPUCLUSTER_SCRATCH= : no path", id="a path that is empty"),
+        pytest.param(
             ["--gpucluster-device=x", "--gpucluster-deadline=0"],
             {},
             "",
@@ -269,44 +307,34 @@ def test_the_settings_that_were_chosen_are_told_with_their_origin(configure: Any
     ]
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "1e400", "five", "", "5 s"])
-def test_a_deadline_is_a_positive_finite_number(configure: Any, text: str) -> None:
-    with pytest.raises(OptionError, match=r"is not a (positive )?number of seconds"):
-        resolve(configure(f"--gpucluster-deadline={text}"), {})
-
-
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("arguments", "environ", "ini", "expected"),
     [
-        pytest.param("", Timeouts(), id="nothing changes nothing"),
-        pytest.param("grace=2", Timeouts(grace=2.0), id="one"),
-        pytest.param(" grace=2 , join=900 ,", Timeouts(grace=2.0, join=900.0), id="two, with spaces"),
-        pytest.param(
-            "join=1,grace=2,stuck=3,dead=4,unresponsive=5,terminate=6.5",
-            Timeouts(join=1.0, grace=2.0, stuck=3.0, dead=4.0, unresponsive=5.0, terminate=6.5),
-            id="all",
-        ),
+        pytest.param(["--gpucluster-resume"], {}, "", (True, "command line"), id="bare"),
+        pytest.param(["--gpucluster-resume", "-q"], {}, "", (True, "command line"), id="bare, before another option"),
+        pytest.param(["--gpucluster-resume=yes"], {}, "", (True, "command line"), id="yes"),
+        pytest.param(["--gpucluster-resume=no"], {}, "gpucluster_resume = yes", (False, "command line"), id="no"),
+        pytest.param([], {"GPUCLUSTER_RESUME": "1"}, "", (True, "environment"), id="environment"),
+        pytest.param([], {}, "gpucluster_resume = true", (True, "ini"), id="ini"),
+        pytest.param([], {}, "", (False, "default"), id="default"),
     ],
 )
-def test_timeouts_are_read_by_name(text: str, expected: Timeouts) -> None:
-    assert Timeouts.parse(text) == expected
+def test_a_flag_needs_no_value_and_may_have_one(
+    configure: Any, arguments: list[str], environ: dict[str, str], ini: str, expected: tuple[bool, str]
+) -> None:
+    settings = resolve(configure(*arguments, "--gpucluster-scratch=/scratch", ini=ini), environ)
+    assert (settings.resume, settings.settings["resume"].origin) == expected
+    assert settings.to_json()["resume"]["value"] == ("yes" if expected[0] else "no")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        pytest.param("grase=2", "unknown timeout 'grase'", id="a wrong name"),
-        pytest.param("grace", "'' is not a number of seconds", id="no value"),
-        pytest.param("grace=soon", "'soon' is not a number of seconds", id="no number"),
-        pytest.param("grace=0", "'0' is not a positive number of seconds", id="zero"),
-        pytest.param("grace=inf", "'inf' is not a positive number of seconds", id="for ever"),
-        pytest.param("grace=1,grace=2", "timeout 'grace' is given twice", id="twice"),
-    ],
-)
-def test_wrong_timeouts_are_refused(text: str, message: str) -> None:
-    with pytest.raises(OptionError) as caught:
-        Timeouts.parse(text)
-    assert str(caught.value).startswith(message)
+def test_data_and_model_go_on_record_as_they_were_understood(configure: Any, tmp_path: Path) -> None:
+    ini = f"gpucluster_data =\n    {tmp_path}\n    function_calls=org/calls@v1\ngpucluster_model = org/model"
+    settings = resolve(configure(ini=ini), {})
+    assert settings.to_json()["data"] == {
+        "value": f"images={tmp_path}; function_calls=org/calls@v1 on the hub",
+        "origin": "ini",
+    }
+    assert settings.to_json()["model"] == {"value": "org/model on the hub", "origin": "ini"}
 
 
 def test_the_report_directory_is_known_also_where_another_setting_is_wrong(configure: Any) -> None:
@@ -367,11 +395,17 @@ def test_options_are_recognised_before_pytest_has_parsed_them(
 
 
 def test_a_path_of_the_ini_file_is_relative_to_that_file(configure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = configure(ini="gpucluster_thresholds = limits.yaml\ngpucluster_report_dir = /reports")
+    config = configure(
+        ini="gpucluster_thresholds = limits.yaml\ngpucluster_report_dir = /reports\ngpucluster_golden = g.json\n"
+        "gpucluster_data = images=pictures\ngpucluster_model = ./qwen2"
+    )
     monkeypatch.chdir("/")
     settings = resolve(config, {"GPUCLUSTER_SKU": "H200"})
     assert settings.thresholds == config.inipath.parent / "limits.yaml"
     assert str(settings.report_dir) == "/reports"
+    assert settings.golden == config.inipath.parent / "g.json"
+    assert settings.data[0].source.path == config.inipath.parent / "pictures"
+    assert settings.model.path == config.inipath.parent / "qwen2"
     assert resolve(config, {"GPUCLUSTER_THRESHOLDS": "mine.yaml"}).thresholds == Path("mine.yaml")
 
 

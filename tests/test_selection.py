@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -178,6 +179,13 @@ def room(
         pytest.param({"needs_peak": marker("fp8_tflops")}, room(sku=None), None, id="an unknown GPU"),
         pytest.param({"needs_peak": marker("fp8_tflops")}, room(sku="mine"), None, id="a SKU without a data sheet"),
         pytest.param({"needs_peak": marker("fp8_tflops")}, room(on_cpu=True, sku=None), None, id="a peak on cpu"),
+        pytest.param({"needs_data": marker("images")}, replace(room(), data=frozenset({"images"})), None, id="data"),
+        pytest.param(
+            {"needs_data": marker(name="images")},
+            replace(room(), data=frozenset({"function_calls"})),
+            "needs --gpucluster-data images=PATH, and it was not given",
+            id="no data",
+        ),
     ],
 )
 def test_a_test_does_not_run_where_it_has_no_room(markers: dict[str, Any], place: Room, why: str | None) -> None:
@@ -226,3 +234,19 @@ def test_the_data_sheet_is_looked_up_only_for_a_test_that_depends_on_it() -> Non
 
     item: Any = Marked(needs_ranks=marker(1))
     assert why_not_applicable(item, Room(ranks=1, nodes=1, ranks_per_node=1, data_sheet=fail)) is None
+
+
+@pytest.mark.parametrize(
+    ("bad", "end"),
+    [
+        (marker(), "not None"),
+        (marker("image"), "not 'image'; did you mean 'images'?"),
+        (marker(data="images"), "not None"),
+    ],
+    ids=["none", "misspelt", "by another name"],
+)
+def test_data_that_no_option_gives_are_refused(bad: Any, end: str) -> None:
+    item: Any = Marked(needs_data=bad)
+    with pytest.raises(pytest.UsageError) as caught:
+        why_not_applicable(item, room())
+    assert str(caught.value) == (f"a.py::test: the marker needs_data(name) needs one of images, function_calls, {end}")

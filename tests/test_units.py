@@ -23,6 +23,7 @@ VALUES = st.floats(min_value=-1e30, max_value=1e30, allow_nan=False)
         ("700 TFLOPS", 700.0, "TFLOPS"),
         ("12 us", 12.0, "us"),
         ("500 tokens/s", 500.0, "tokens/s"),
+        ("12.5 images/s", 12.5, "images/s"),
         ("1e9 B", 1e9, "B"),
         ("5e-3 s", 0.005, "s"),
         ("012 GB/s", 12.0, "GB/s"),

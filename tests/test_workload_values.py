@@ -114,10 +114,12 @@ def test_any_text_is_a_value_or_refused(text: str, kind: Kind) -> None:
     [
         (["1", "2"], [1, 2], None),
         (["1", "2", "1"], [1, 2, 1], (2, "1 comes twice")),
+        (["exit", "kill"], ["exit", "kill"], None),
+        (["exit", "kill", "exit"], ["exit", "kill", "exit"], (2, "exit comes twice")),
         (["1 GB", "1000 MB"], ["1 GB", "1000 MB"], (1, "1000 MB is the same as 1 GB")),
         (["1 GB", "1 GiB"], ["1 GB", "1 GiB"], None),
     ],
-    ids=["different", "a number twice", "a size in two units", "sizes of one number"],
+    ids=["different", "a number twice", "words", "a word twice", "a size in two units", "sizes of one number"],
 )
 def test_a_repeated_value_is_found_however_it_is_written(texts: list[str], values: list[Any], found: Any) -> None:
     assert repeated(texts, values) == found

@@ -61,6 +61,7 @@ class Problem:
     text: str
     ranks: tuple[int, ...]
     outcome: Literal["error"] = "error"
+    exit: int = 11
 
     @property
     def message(self) -> str:
@@ -99,6 +100,7 @@ def problems(
         found += _gpus_of_nodes(who, facts, expectation, complete=complete)
         found += _skus(who, expectation, sku_of)
     found += _versions(who)
+    found += _inputs(who)
     return found
 
 
@@ -341,6 +343,30 @@ def _versions(who: Mapping[int, Who]) -> Iterator[Problem]:
                 who,
                 "give every node the same driver, image and environment, then start again",
             )
+
+
+def _inputs(who: Mapping[int, Who]) -> Iterator[Problem]:
+    """Hold what was given to train with against each other, and tell what is not there. A rank's ``inputs`` are
+    ``told`` (option -> value) and ``problems``."""
+    told = {rank: (they.get("inputs") or {}).get("told", {}) for rank, they in sorted(who.items())}
+    for option in dict.fromkeys(option for options in told.values() for option in options):
+        values: dict[str, list[int]] = defaultdict(list)
+        for rank, options in told.items():
+            values[options.get(option, "not given")].append(rank)
+        if len(values) > 1:
+            yield _deviation(option, values, who, "start every rank with the same options, environment and ini file")
+    wrong: dict[str, list[int]] = defaultdict(list)
+    for rank, they in sorted(who.items()):
+        for text in (they.get("inputs") or {}).get("problems", []):
+            wrong[_plain(text)].append(rank)
+    for text, ranks in wrong.items():
+        everywhere = len(ranks) == len(who)
+        yield Problem(
+            text=f"{text} ({rank_ranges(ranks)} on {_hosts(ranks, who)})\nwhat to do: "
+            + ("correct the option, or leave it out" if everywhere else "mount it on each of these nodes, at the same place"),
+            ranks=tuple(ranks),
+            exit=4 if everywhere else 11,
+        )
 
 
 def _deviation(what: str, values: Mapping[str, list[int]], who: Mapping[int, Who], remedy: str) -> Problem:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import traceback
 from collections.abc import Iterator
@@ -18,20 +19,29 @@ its turn comes again. Source: this suite's rule; twice would do for a cache that
 
 
 @contextmanager
-def memory_returned() -> Iterator[None]:
+def memory_returned(*, circles: bool = False) -> Iterator[None]:
     """Give the memory of what is called inside back to the device, whether it returns or raises.
 
     torch's allocator would keep it, and NCCL, which allocates for itself, would run out of memory later. The
     tensors must belong to a function called inside: those of the caller are still in use.
+
+    Args:
+        circles: what is called inside makes objects that hold each other, as FSDP2 and DistributedDataParallel do.
+            Without this they stay until Python looks for such; and on gloo, where one of them outlives its process
+            group, that aborts the process.
     """
     try:
         yield
     except BaseException as error:
         # A report keeps the traceback, the traceback its frames, and the frames gigabytes of tensors.
         traceback.clear_frames(error.__traceback__)
+        if circles:
+            gc.collect()
         with suppress(RuntimeError):  # on a lost device this fails as well, and must not hide why
             torch.cuda.empty_cache()
         raise
+    if circles:
+        gc.collect()
     # Does nothing where CUDA was never used.
     torch.cuda.empty_cache()
 
@@ -59,11 +69,14 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what torch's allocator keeps is free for torch, but not counted so
         return int(torch.cuda.mem_get_info(device)[0])
-    with suppress(OSError):
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return None
+    return _host_bytes("MemAvailable:")
+
+
+def total_bytes(device: torch.device) -> int | None:
+    """Return how much memory the device has, used or not; None if that is not known."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return _host_bytes("MemTotal:")
 
 
 def require_free(device: torch.device, needed_bytes: int, what: str, *, instead: str) -> None:
@@ -83,3 +96,11 @@ def require_free(device: torch.device, needed_bytes: int, what: str, *, instead:
             f"{device}: {what} needs {needed_bytes / 1e9:.3g} GB of memory, and {free / 1e9:.3g} GB are free; end what"
             f" else uses this device (nvidia-smi names the processes), or {instead}"
         )
+
+
+def _host_bytes(name: str) -> int | None:
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith(name):
+                return int(line.split()[1]) * 1024
+    return None

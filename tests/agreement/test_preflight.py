@@ -373,3 +373,44 @@ def test_a_malformed_expectation_is_an_error_that_shows_the_form(text: str) -> N
     with pytest.raises(OptionError, match=r"allowed: NODESxGPUS.*one node is 1x8xH100") as caught:
         Expectation.parse(text)
     assert repr(text) in str(caught.value)
+
+
+def given(told: dict[str, str], *problems: str) -> dict[str, Any]:
+    return {"told": told, "problems": list(problems)}
+
+
+def test_what_ranks_were_given_to_train_with_is_the_same() -> None:
+    who = world()
+    for rank, they in who.items():
+        they["inputs"] = given({"--gpucluster-model": "/b" if rank == 9 else "/a", "--gpucluster-golden": "/g"})
+    found = only(check(who))
+    assert found.message == (
+        "--gpucluster-model differs between ranks: '/b' on rank 9 (gpu-07); the other 15 ranks have '/a'"
+    )
+    assert (found.ranks, found.exit) == ((9,), 11)
+
+
+def test_what_one_rank_was_not_given_is_a_difference() -> None:
+    who = world()
+    for rank, they in who.items():
+        they["inputs"] = given({"--gpucluster-resume": "yes"} if rank != 3 else {})
+    assert only(check(who)).message.startswith("--gpucluster-resume differs between ranks: 'not given' on rank 3 (gpu-")
+
+
+def test_a_path_that_is_missing_on_one_node_names_its_ranks_and_host() -> None:
+    who = world()
+    for rank, they in who.items():
+        they["inputs"] = given({}, *(["--gpucluster-data images=/data: no such folder"] if rank >= 8 else []))
+    found = only(check(who))
+    assert found.message == "--gpucluster-data images=/data: no such folder (ranks 8-15 on gpu-07)"
+    assert "mount it on each of these nodes" in found.text
+    assert (found.ranks, found.exit) == (tuple(range(8, 16)), 11)
+
+
+def test_a_path_that_is_missing_everywhere_is_a_usage_error() -> None:
+    who = world()
+    for they in who.values():
+        they["inputs"] = given({}, "--gpucluster-golden /g: no such file")
+    found = only(check(who))
+    assert found.message == "--gpucluster-golden /g: no such file (ranks 0-15 on gpu-06, gpu-07)"
+    assert found.exit == 4

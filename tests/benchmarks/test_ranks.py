@@ -30,3 +30,11 @@ def test_a_nan_arrives_as_one(ranks):
 
 def test_a_rank_is_named_by_its_number_in_the_world(ranks):
     assert (ranks.count, ranks.name(0)) == (1, "rank 0")
+
+
+def test_without_a_group_it_is_this_rank_alone():
+    ranks = Ranks(None, torch.device("cpu"))
+    ranks.barrier()
+    assert (ranks.count, ranks.index, ranks.name(0)) == (1, 0, "rank 0")
+    assert ranks.gather([1, 2.5]) == [[1.0, 2.5]]
+    assert ranks.of_first([True]) == [1.0]

@@ -101,10 +101,11 @@ def check_data_parallel(
     world_size: int,
     batch: int,
     steps: int,
+    precision: str = "fp32",
     seed: int = 0,
     pieces: Pieces | None = None,
 ) -> DataParallel:
-    """Train on all ranks with DistributedDataParallel in fp32, and beside it, on each rank, as one process would.
+    """Train on all ranks with DistributedDataParallel, and beside it, on each rank, as one process would.
 
     Collective: every rank of the group must call this, with the same sizes and seed.
 
@@ -120,6 +121,7 @@ def check_data_parallel(
         rank, world_size: as the launcher says.
         batch: rows of each rank in a step.
         steps: at most; they end with the first that goes wrong.
+        precision: one of ``step.PRECISIONS``, of all ranks and of the one process.
         seed: of weights, data and order.
         pieces: what the training is made of; by default ``PIECES`` of this module.
 
@@ -134,9 +136,17 @@ def check_data_parallel(
         raise ValueError(f"batch and steps must be at least 1, not {batch} and {steps}")
     try:
         with memory_returned(), numerics("highest"):
-            return _Check(group, device, geometry, batch=batch, steps=steps, seed=seed, pieces=pieces or PIECES).run(
-                rank, world_size
+            check = _Check(
+                group,
+                device,
+                geometry,
+                batch=batch,
+                steps=steps,
+                precision=precision,
+                seed=seed,
+                pieces=pieces or PIECES,
             )
+            return check.run(rank, world_size)
     finally:
         # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
         del group
@@ -151,10 +161,11 @@ class _Check:
         *,
         batch: int,
         steps: int,
+        precision: str,
         seed: int,
         pieces: Pieces,
     ) -> None:
-        self._group, self._device, self._geometry = group, device, geometry
+        self._group, self._device, self._geometry, self._precision = group, device, geometry, precision
         self._batch, self._steps, self._seed, self._pieces = batch, steps, seed, pieces
         self._ranks = Ranks(group, device)
         self._rank = dist.get_rank(group)
@@ -217,9 +228,9 @@ class _Check:
         if self._found:
             return  # DistributedDataParallel would send rank 0's weights to all, and nobody would see it
         replica = self._pieces.replicate(model, self._device, self._group)
-        training = Training(replica, self._device, precision="fp32", parts=self._pieces.step)
-        alone = Training(self._made(), self._device, precision="fp32")
-        copy = Training(self._made(), self._device, precision="fp32")
+        training = Training(replica, self._device, precision=self._precision, parts=self._pieces.step)
+        alone = Training(self._made(), self._device, precision=self._precision)
+        copy = Training(self._made(), self._device, precision=self._precision)
         for step in range(self._steps):
             self._step(step, training, alone, copy, shares)
             if self._found:
@@ -244,7 +255,7 @@ class _Check:
         reference = alone.step([rows_of_rank.to(self._device) for rows_of_rank in due])
         taken = training.backward([rows])
         gradients, wanted = gradients_of(training.model), gradients_of(alone.model)
-        _repeat(training, copy)
+        repeat(training, copy)
         training.update()
 
         loss = float(taken.losses.mean())
@@ -261,9 +272,9 @@ class _Check:
     def _compare(self, step: int, rows: torch.Tensor, loss: float, weights: list[int], due: list[torch.Tensor]) -> None:
         """Tell the other ranks what this one has read, lost and become, and find who is at fault."""
         prints = [fingerprint([rows_of_rank]) for rows_of_rank in due]
-        told = self._ranks.gather([*_halves(fingerprint([rows])), loss])
+        told = self._ranks.gather([*halves(fingerprint([rows])), loss])
         for rank, (high, low, its_loss) in enumerate(told):
-            read = _whole(high, low)
+            read = whole(high, low)
             if read != prints[rank]:
                 whose = f"those of {self._ranks.name(prints.index(read))}" if read in prints else "no rank's"
                 self._found[rank] = (
@@ -281,9 +292,9 @@ class _Check:
             weights: the fingerprint of this rank's, and what they are when the optimizer's step is repeated.
             when: for the message.
         """
-        told = self._ranks.gather([number for one in weights for number in _halves(one)])
-        found = [_whole(*numbers[:2]) for numbers in told]
-        repeated = [_whole(*numbers[2:]) for numbers in told]
+        told = self._ranks.gather([number for one in weights for number in halves(one)])
+        found = [whole(*numbers[:2]) for numbers in told]
+        repeated = [whole(*numbers[2:]) for numbers in told]
         [(usual, most), *others] = Counter(found).most_common()
         for rank in range(self._ranks.count):
             if found[rank] != repeated[rank]:
@@ -315,17 +326,18 @@ class _Check:
                 )
 
 
-def _repeat(training: Training, copy: Training) -> None:
+def repeat(training: Training, copy: Training) -> None:
     """Let a copy take the optimizer's step that the training is about to take."""
     for weight, its in zip(training.model.parameters(), copy.model.parameters(), strict=True):
         its.grad = None if weight.grad is None else weight.grad.clone()
     copy.optimizer.step()
 
 
-def _halves(number: int) -> list[float]:
-    """Split 64 bits in two, for numbers travel as fp64."""
+def halves(number: int) -> list[float]:
+    """Split 64 bits in two, for ``Ranks`` sends numbers as fp64."""
     return [number >> 32, number & (2**32 - 1)]
 
 
-def _whole(high: float, low: float) -> int:
+def whole(high: float, low: float) -> int:
+    """Put together what :func:`halves` has split."""
     return (int(high) << 32) + int(low)

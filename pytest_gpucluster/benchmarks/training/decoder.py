@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+CPU = torch.device("cpu")
 
 INITIAL_DEVIATION = 0.02
 """Standard deviation of the initial weights. Source: Radford et al., "Language Models are Unsupervised Multitask
@@ -28,8 +34,12 @@ class Geometry:
         heads: of the attention; each is width / heads wide, which must be even.
         vocab: tokens that there are.
         sequence: positions of a block of tokens.
+        key_heads: heads of keys and values, each shared by equally many heads of queries; 0: as many as heads.
+            Source: Ainslie et al., "GQA" (arXiv:2305.13245).
+        inner: width inside the MLP; 0: 8/3 of the width, see :attr:`mlp_width`.
 
-    Raises: ValueError if a number is below 1, or the width is no even multiple of the heads.
+    Raises: ValueError if a number is below 1, or the width is no even multiple of the heads, or these are no multiple
+        of the heads of keys.
 
     >>> Geometry(layers=12, width=768, heads=12, vocab=50257, sequence=512).parameters
     162148608
@@ -40,27 +50,37 @@ class Geometry:
     heads: int
     vocab: int
     sequence: int
+    key_heads: int = 0
+    inner: int = 0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
+            least = 0 if name in ("key_heads", "inner") else 1
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, not {value}")
         if self.width % (2 * self.heads):
             raise ValueError(f"width must be an even multiple of heads, and {self.width} is none of {self.heads}")
+        if self.key_heads and self.heads % self.key_heads:
+            raise ValueError(f"heads must be a multiple of key_heads, and {self.heads} is none of {self.key_heads}")
+
+    @property
+    def key_width(self) -> int:
+        """Width of all keys of a position together, and of all values."""
+        return self.width // self.heads * (self.key_heads or self.heads)
 
     @property
     def mlp_width(self) -> int:
-        """Width inside the MLP: 8/3 of the residual stream's, up to the next multiple of 64.
+        """Width inside the MLP: where it is not said, 8/3 of the residual stream's, up to the next multiple of 64.
 
         Three matrices of this width hold as many weights as two of four times the width. Source: Shazeer, "GLU Variants
         Improve Transformer" (arXiv:2002.05202), section 3. The multiple suits the tiles of tensor cores.
         """
-        return -(-8 * self.width // (3 * 64)) * 64
+        return self.inner or -(-8 * self.width // (3 * 64)) * 64
 
     @property
     def multiplied_parameters(self) -> int:
         """Weights that each token is multiplied with: all matrices but the embedding, which is only looked up."""
-        block = 4 * self.width**2 + 3 * self.width * self.mlp_width
+        block = 2 * self.width * (self.width + self.key_width) + 3 * self.width * self.mlp_width
         return self.layers * block + self.vocab * self.width
 
     @property
@@ -100,6 +120,15 @@ class Decoder(nn.Module):
         self.register_buffer("cosine", cosine, persistent=False)
         self.register_buffer("sine", sine, persistent=False)
 
+    def recompute(self) -> None:
+        """Keep nothing of a block from forward but its input, and compute the rest again in backward.
+
+        Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174). To be called before
+        the blocks are compiled and sharded.
+        """
+        for block in self.blocks:
+            block.recomputed = True  # type: ignore[assignment]  # to torch's types a module has tensors only
+
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the logits of the token after each one.
 
@@ -117,23 +146,65 @@ class Decoder(nn.Module):
         return logits
 
 
-def make_decoder(geometry: Geometry, device: torch.device, *, seed: int) -> Decoder:
-    """Make a decoder whose initial weights follow from the seed alone: they are drawn on the CPU for every device."""
-    random = torch.Generator().manual_seed(seed)
-    # On meta first: torch's own initial values would be drawn from its global generator, for nothing.
+def make_decoder(geometry: Geometry, device: torch.device, *, seed: int, drawn_on: torch.device = CPU) -> Decoder:
+    """Make a decoder whose initial weights follow from the seed alone.
+
+    Args:
+        geometry: its size.
+        device: where it shall be.
+        seed: other seeds make other weights.
+        drawn_on: where the random numbers are drawn. On the CPU they are the same for every device. On a GPU, for which
+            ``device`` is meant, that is some 100 times as fast, and only GPUs of one kind draw the same.
+    """
+    random = torch.Generator(drawn_on).manual_seed(seed)
+    decoder = on_meta(geometry).to_empty(device=drawn_on)
+    fill(decoder, random)
+    return decoder.to(device)
+
+
+def on_meta(geometry: Geometry) -> Decoder:
+    """Make a decoder on the meta device: shapes without memory. It takes ``to_empty`` and :func:`fill` to use it."""
+    # torch's own initial values would be drawn from its global generator, for nothing.
     with torch.device("meta"):
-        decoder = Decoder(geometry)
-    decoder = decoder.to_empty(device=torch.device("cpu"))
+        return Decoder(geometry)
+
+
+def fill(decoder: Decoder, random: torch.Generator) -> None:
+    """Give all weights of a decoder, or this rank's parts of them if it is sharded, their initial values in place.
+
+    Args:
+        decoder: with memory.
+        random: on the device of the decoder.
+    """
     with torch.no_grad():
         for weight in decoder.parameters():
             if weight.dim() > 1:
-                weight.normal_(std=INITIAL_DEVIATION, generator=random)
+                part = weight.to_local() if isinstance(weight, DTensor) else weight
+                part.normal_(std=INITIAL_DEVIATION, generator=random)
             else:
                 weight.fill_(1.0)
         # What was made on meta has no values, those of the positions neither.
-        for name, values in zip(("cosine", "sine"), _rotary(geometry), strict=True):
+        for name, values in zip(("cosine", "sine"), _rotary(decoder.geometry), strict=True):
             decoder.get_buffer(name).copy_(values)
-    return decoder.to(device)
+
+
+def missing_flash_attention(device: torch.device, geometry: Geometry) -> str:
+    """Say why a decoder of this size cannot have flash attention in bf16 on a device: "" if it can.
+
+    Without it attention keeps and reads a matrix of all positions by all positions. Source: Dao et al.,
+    "FlashAttention" (arXiv:2205.14135).
+    """
+    keys, wide = geometry.key_heads or geometry.heads, geometry.width // geometry.heads
+    query, key = (
+        torch.zeros(1, heads, 16, wide, dtype=torch.bfloat16, device=device) for heads in (geometry.heads, keys)
+    )
+    try:
+        with warnings.catch_warnings(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            warnings.simplefilter("ignore")  # torch warns of each reason, and raises then
+            functional.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=keys != geometry.heads)
+    except RuntimeError as error:  # what torch raises where the kernel that is asked for cannot be taken
+        return str(error).splitlines()[0]
+    return ""
 
 
 class _Block(nn.Module):
@@ -142,15 +213,23 @@ class _Block(nn.Module):
     def __init__(self, geometry: Geometry) -> None:
         super().__init__()
         width, inner = geometry.width, geometry.mlp_width
-        self.heads = geometry.heads
+        self.heads, self.key_heads = geometry.heads, geometry.key_heads or geometry.heads
+        self.recomputed = False
         self.attention_norm = nn.RMSNorm(width, eps=NORM_EPSILON)
-        self.query_key_value = nn.Linear(width, 3 * width, bias=False)
+        self.query_key_value = nn.Linear(width, width + 2 * geometry.key_width, bias=False)
         self.attended = nn.Linear(width, width, bias=False)
         self.mlp_norm = nn.RMSNorm(width, eps=NORM_EPSILON)
         self.gate_and_up = nn.Linear(width, 2 * inner, bias=False)
         self.down = nn.Linear(inner, width, bias=False)
 
     def forward(self, stream: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+        if self.recomputed and torch.is_grad_enabled():
+            # Inside of the block, so that compiling and sharding the block come after it.
+            again: torch.Tensor = checkpoint(self._through, stream, cosine, sine, use_reentrant=False)
+            return again
+        return self._through(stream, cosine, sine)
+
+    def _through(self, stream: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
         stream = stream + self.attended(self._attention(self.attention_norm(stream), cosine, sine))
         gate, up = self.gate_and_up(self.mlp_norm(stream)).chunk(2, dim=-1)
         added: torch.Tensor = stream + self.down(functional.silu(gate) * up)
@@ -158,10 +237,14 @@ class _Block(nn.Module):
 
     def _attention(self, stream: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
         batch, positions, width = stream.shape
-        by_head = self.query_key_value(stream).view(batch, positions, 3, self.heads, width // self.heads)
-        query, key, value = by_head.permute(2, 0, 3, 1, 4)
+        by_head = self.query_key_value(stream).view(batch, positions, -1, width // self.heads).transpose(1, 2)
+        query, key, value = by_head.split([self.heads, self.key_heads, self.key_heads], dim=1)
         mixed = functional.scaled_dot_product_attention(
-            _turned(query, cosine, sine), _turned(key, cosine, sine), value, is_causal=True
+            _turned(query, cosine, sine),
+            _turned(key, cosine, sine),
+            value,
+            is_causal=True,
+            enable_gqa=self.key_heads != self.heads,
         )
         return mixed.transpose(1, 2).reshape(batch, positions, width)
 

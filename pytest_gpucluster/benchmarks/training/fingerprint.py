@@ -19,12 +19,13 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> int:
     elements of up to 32 bits that have changed places, if there are fewer than 2^31 in all: their difference is then
     off by less than 2^64. The sum is the same in whatever order it is made. One wait for each device.
     """
-    position, sums = 0, []
+    position = 0
+    sums: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         flat = tensor.detach().contiguous().flatten()
         words = flat.view(_WORDS[flat.element_size()])
         for part in torch.split(words, _AT_ONCE):
             factors = torch.arange(position, position + part.numel(), device=part.device).mul_(2).add_(1)
-            sums.append(factors.mul_(part).sum())
+            sums.setdefault(part.device, []).append(factors.mul_(part).sum())
             position += part.numel()
-    return sum(int(one) for one in sums) % 2**64
+    return sum(int(torch.stack(of_device).sum()) for of_device in sums.values()) % 2**64

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 
-PRECISIONS = ("fp32", "bf16")
-"""fp32: all of it. bf16: products and attention in bf16 by autocast; weights, gradients and optimizer in fp32."""
+PRECISIONS = ("fp32", "bf16", "own")
+"""fp32: all of it. bf16: products and attention in bf16 by autocast; weights, gradients and optimizer in fp32.
+own: as the model's weights are, or as its sharding casts them."""
 
 LARGEST_NORM = 1.0
 """Gradients above this norm are scaled down to it. Source: Brown et al., "Language Models are Few-Shot Learners"
@@ -27,6 +32,9 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Update = Callable[[nn.Module, torch.optim.Optimizer], None]
 """Change a model's weights by its gradients."""
 
+Clip = Callable[[nn.Module], torch.Tensor]
+"""Scale a model's gradients down to ``LARGEST_NORM`` where they are above it; return their norm before, fp32."""
+
 
 def token_mean(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the mean cross entropy of all tokens, in fp32 and in nats.
@@ -41,12 +49,19 @@ def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
+def clip_gradients(model: nn.Module) -> torch.Tensor:
+    """Clip the gradients of a model, sharded or not. Of a sharded one every rank must call this."""
+    norm = nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parts:
     """What a step is made of. A test puts one that is broken in the place of another."""
 
     loss: Loss = token_mean
     update: Update = optimizer_step
+    clip: Clip = clip_gradients
 
 
 PARTS = Parts()
@@ -111,12 +126,17 @@ class Training:
         """
         losses = []
         self.optimizer.zero_grad(set_to_none=True)
-        for rows in batches:
-            loss = self.loss(rows)
-            (loss / len(batches)).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        for number, rows in enumerate(batches, start=1):
+            # The ranks share the gradients once, those of all micro-batches together.
+            with nullcontext() if number == len(batches) else unshared(self.model):
+                loss = self.loss(rows)
+                (loss / len(batches)).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             losses.append(loss.detach())
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), LARGEST_NORM)
-        return Taken(losses=torch.stack(losses), gradient_norm=norm)
+        return Taken(losses=torch.stack(losses), gradient_norm=self.clip())
+
+    def clip(self) -> torch.Tensor:
+        """Scale the gradients down to ``LARGEST_NORM``, and return their norm before. Collective, if sharded."""
+        return self._parts.clip(self.model)
 
     def update(self) -> None:
         """Change the weights by their gradients."""
@@ -127,3 +147,19 @@ class Training:
         taken = self.backward(batches)
         self.update()
         return taken
+
+
+@contextmanager
+def unshared(model: nn.Module) -> Iterator[None]:
+    """Let each rank keep to itself the gradients of what goes forward and backward inside."""
+    if isinstance(model, DistributedDataParallel):
+        with model.no_sync():
+            yield
+    elif isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+    else:
+        yield

@@ -34,8 +34,9 @@ def check():
     dist.destroy_process_group()
 
 
-def test_one_rank_agrees_with_itself(check):
-    found = check()
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_one_rank_agrees_with_itself(check, precision):
+    found = check(precision=precision)
     assert (found.loss_error, found.gradient_error) == (0, 0)
     assert (len(found.losses), found.steps, found.global_batch) == (3, 3, 2)
 
@@ -73,6 +74,15 @@ def test_too_little_memory_is_the_environment_s_fault(check, monkeypatch):
 def test_no_rows_or_steps_are_refused(check, sizes):
     with pytest.raises(ValueError, match="batch and steps must be at least 1"):
         check(**sizes)
+
+
+def test_in_bf16_other_losses_are_seen_than_in_fp32(check):
+    assert check(precision="bf16").losses != check().losses
+
+
+def test_an_unknown_precision_is_refused(check):
+    with pytest.raises(ValueError, match="precision is one of fp32, bf16, own, not 'fp8'"):
+        check(precision="fp8")
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["passed", "failed"])

@@ -17,6 +17,8 @@ from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
 CPU = torch.device("cpu")
 SIZES = {"layers": 2, "width": 64, "heads": 4, "vocab": 96, "sequence": 16}
 GEOMETRY = Geometry(**SIZES)
+SHARED = Geometry(**SIZES, key_heads=2, inner=80)
+QWEN2_7B = Geometry(layers=28, width=3584, heads=28, key_heads=4, inner=18944, vocab=152064, sequence=4096)
 
 
 def tokens(rows=2, length=GEOMETRY.sequence):
@@ -25,8 +27,8 @@ def tokens(rows=2, length=GEOMETRY.sequence):
 
 @pytest.mark.parametrize(
     "geometry",
-    [GEOMETRY, Geometry(layers=3, width=192, heads=2, vocab=50, sequence=8)],
-    ids=["small", "other"],
+    [GEOMETRY, Geometry(layers=3, width=192, heads=2, vocab=50, sequence=8), SHARED],
+    ids=["small", "other", "shared keys"],
 )
 def test_the_geometry_counts_the_weights_that_there_are(geometry):
     model = make_decoder(geometry, CPU, seed=0)
@@ -35,15 +37,84 @@ def test_the_geometry_counts_the_weights_that_there_are(geometry):
     assert sum(weight.numel() for weight in matrices) == geometry.multiplied_parameters
 
 
-def test_operations_for_a_token_are_those_that_torch_counts_but_half_of_the_attention_s():
-    model = make_decoder(GEOMETRY, CPU, seed=0)
+@pytest.mark.parametrize("geometry", [GEOMETRY, SHARED], ids=["small", "shared keys"])
+def test_operations_for_a_token_are_those_that_torch_counts_but_half_of_the_attention_s(geometry):
+    model = make_decoder(geometry, CPU, seed=0)
     rows = tokens()
     # Decomposed into products, the attention is counted whole, masked half and all.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         logits = model(rows)
         cross_entropy(logits.flatten(0, 1), rows.flatten()).backward()
-    masked_half = 6 * GEOMETRY.layers * GEOMETRY.width * GEOMETRY.sequence
-    assert counter.get_total_flops() == rows.numel() * (GEOMETRY.training_flops_per_token + masked_half)
+    masked_half = 6 * geometry.layers * geometry.width * geometry.sequence
+    assert counter.get_total_flops() == rows.numel() * (geometry.training_flops_per_token + masked_half)
+
+
+def test_the_geometry_of_qwen2_7b_has_its_weights_and_operations():
+    biases = QWEN2_7B.layers * (QWEN2_7B.width + 2 * QWEN2_7B.key_width)
+    assert QWEN2_7B.parameters + biases == 7_615_616_512
+    assert QWEN2_7B.training_flops_per_token == pytest.approx(44.89e9, rel=0.001)
+
+
+def test_shared_keys_are_those_of_as_many_heads_that_are_alike():
+    shared = make_decoder(SHARED, CPU, seed=0)
+    whole = make_decoder(Geometry(**SIZES, inner=80), CPU, seed=0)
+    wide, kept = SHARED.width, SHARED.key_width
+    with torch.no_grad():
+        for one, other in zip(whole.parameters(), shared.parameters(), strict=True):
+            if one.shape == other.shape:
+                one.copy_(other)
+                continue
+            query, *keys_and_values = other.split([wide, kept, kept])
+            # Each head of keys, 16 wide, stands for two heads of queries.
+            alike = [one.view(2, 1, 16, wide).expand(2, 2, 16, wide).reshape(wide, wide) for one in keys_and_values]
+            one.copy_(torch.cat([query, *alike]))
+        assert torch.allclose(shared(tokens()), whole(tokens()), atol=1e-6)
+
+
+def test_recomputed_blocks_give_the_same_gradients_and_keep_less():
+    def run(recompute):
+        model, kept = make_decoder(GEOMETRY, CPU, seed=0), []
+        if recompute:
+            model.recompute()
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda saved: kept.append(saved.nbytes) or saved, lambda saved: saved
+        ):
+            loss = cross_entropy(model(tokens()).flatten(0, 1), tokens().flatten())
+        loss.backward()
+        return [weight.grad for weight in model.parameters()], sum(kept)
+
+    (one, kept), (other, kept_less) = run(False), run(True)
+    assert all(map(torch.equal, one, other))
+    assert kept_less < kept / 2
+
+
+def test_numbers_drawn_on_the_device_are_those_of_the_cpu_where_that_is_the_device():
+    drawn = make_decoder(GEOMETRY, CPU, seed=7, drawn_on=CPU)
+    assert fingerprint(drawn.parameters()) == fingerprint(make_decoder(GEOMETRY, CPU, seed=7).parameters())
+
+
+def test_flash_attention_is_there_or_told_why_not(monkeypatch):
+    assert decoder.missing_flash_attention(CPU, SHARED) == ""
+
+    def none(*arguments, **more):
+        raise RuntimeError("No available kernel. Aborting execution.")
+
+    monkeypatch.setattr(decoder.functional, "scaled_dot_product_attention", none)
+    assert decoder.missing_flash_attention(CPU, GEOMETRY) == "No available kernel. Aborting execution."
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"key_heads": 3}, "heads must be a multiple of key_heads, and 4 is none of 3"),
+        ({"key_heads": -1}, "key_heads must be at least 0, not -1"),
+        ({"inner": -64}, "inner must be at least 0, not -64"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_keys_and_inner_widths_that_cannot_be_are_refused(more, told):
+    with pytest.raises(ValueError, match=told):
+        Geometry(**SIZES, **more)
 
 
 def test_a_seed_gives_the_same_weights_whatever_torch_s_own_generator_does():

@@ -48,3 +48,16 @@ def test_parts_and_strides_make_no_difference(monkeypatch):
     monkeypatch.setattr(module, "_AT_ONCE", 7)
     assert fingerprint([tensor]) == whole
     assert 0 <= whole < 2**64
+
+
+def test_however_many_tensors_there_are_the_device_is_waited_for_once(monkeypatch):
+    many = list(numbers().split(9))
+    whole, waits, asked = fingerprint(many), [], torch.Tensor.__int__
+    monkeypatch.setattr(torch.Tensor, "__int__", lambda tensor: waits.append(tensor) or asked(tensor))
+    assert fingerprint(many) == whole
+    assert len(waits) == 1
+    assert fingerprint([numbers()]) == whole
+
+
+def test_nothing_has_a_fingerprint_too():
+    assert fingerprint([]) == 0

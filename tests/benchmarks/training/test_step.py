@@ -104,5 +104,5 @@ def test_the_learning_rate_and_the_update_decide_how_far_weights_move():
 
 
 def test_an_unknown_precision_is_refused():
-    with pytest.raises(ValueError, match="precision is one of fp32, bf16, not 'fp16'"):
+    with pytest.raises(ValueError, match="precision is one of fp32, bf16, own, not 'fp16'"):
         training("fp16")

@@ -1,0 +1,117 @@
+"""Does a training go on from a checkpoint as if nothing had happened, and how fast is the file system it lies on?"""
+
+from statistics import median
+
+import pytest
+
+from pytest_gpucluster.benchmarks.checkpoint.bandwidth import storage_bandwidth
+from pytest_gpucluster.benchmarks.checkpoint.resume import check_resume
+from pytest_gpucluster.benchmarks.training.decoder import Geometry
+
+BESIDE_SECONDS = 300.0  # what a test may take with nothing to wait for but the ranks
+SLOWEST_BYTES_PER_SECOND = 20e6  # of a rank; a file system that is slower is not waited for
+
+
+@pytest.fixture
+def geometry(workload):
+    """The decoder that is trained."""
+    sizes = workload.fsdp
+    return Geometry(
+        layers=sizes.layers, width=sizes.width, heads=sizes.heads, vocab=sizes.vocab, sequence=sizes.sequence
+    )
+
+
+@pytest.fixture
+def scratch(settings, artifacts):
+    """The folder that all ranks share: of --gpucluster-scratch, else the test's own."""
+    return (settings.scratch or artifacts) / "pytest-gpucluster-checkpoint"
+
+
+@pytest.fixture(autouse=True)
+def deadline(request, cluster, workload):
+    """Give the files the time that a slow file system needs."""
+    sizes = workload.checkpoint
+    seconds = BESIDE_SECONDS + 2 * sizes.passes * sizes.file_bytes / SLOWEST_BYTES_PER_SECOND
+    request.node.add_marker(pytest.mark.deadline(seconds))
+    cluster.allow(seconds)
+
+
+@pytest.mark.training
+@pytest.mark.criterion("checkpoint")
+def test_checkpoint(cluster, geometry, workload, scratch, measure):
+    """Accepted: a sharded training that is saved by torch.distributed.checkpoint goes on from there with the same
+    losses, bit by bit; and also on half of the ranks, or by DistributedDataParallel, but for the order of sums. Model
+    and optimizer are the ones that were saved, to the last bit. A copy with a truncated shard and one with a missing
+    shard are refused, and the file is named. A save that is interrupted leaves the checkpoint before it as it was.
+
+    Why: a job on many GPUs will be interrupted. What it resumes from must be what was saved, or the work of days is
+    lost without a message.
+
+    When it fails: the message names the file: look at the file system that it lies on, and at the hosts that write to
+    it. A wrong state with right files: the versions of torch, then the named rank's GPU. A folder that other hosts do
+    not see: pass one on a shared file system by ``--gpucluster-scratch``.
+
+    On one rank there are no fewer ranks to go on with.
+    """
+    world = cluster.world_size
+    fewer = next((size for size in range(world // 2, 0, -1) if world % size == 0), None)
+    found = check_resume(
+        cluster.group,
+        cluster.device,
+        geometry,
+        scratch,
+        fewer=cluster.subgroups(fewer) if fewer else None,
+        batch=workload.fsdp.batch,
+        steps=workload.checkpoint.steps,
+    )
+    labels = {"steps": found.steps}
+    measure("checkpoint.resume_error", found.same, unit="ratio", ranks=world, **labels)
+    measure("checkpoint.reshard_error", found.replicated, unit="ratio", ranks=world, sharded="no", **labels)
+    if found.fewer is not None:
+        measure("checkpoint.reshard_error", found.fewer, unit="ratio", ranks=found.fewer_ranks, sharded="yes", **labels)
+
+
+@pytest.mark.training
+@pytest.mark.criterion("checkpoint.bandwidth")
+def test_checkpoint_bandwidth(cluster, workload, scratch, progress, measure):
+    """Accepted: all ranks at once write a file to the shared file system, read that of another rank, and find in it
+    every byte as it was written. Where limits were set for the own storage, they write and read at that rate or above.
+
+    Why: while a checkpoint is written the GPUs wait. The slowest rank decides, for all wait for it.
+
+    The time to write includes that until the data are on stable storage (fsync). A rank reads what was written on
+    another host, past its own page cache. The labels say how: ``O_DIRECT`` keeps the cache out; with
+    ``posix_fadvise``, where the file system has no O_DIRECT, the kernel is asked to drop what it has. On one host
+    the reader's cache is the writer's, so there only O_DIRECT says something about storage.
+
+    When it fails: look at the label ``file_system`` first: ``tmpfs`` or ``overlay`` is no shared file system, so pass
+    one by ``--gpucluster-scratch``. Then measure fewer ranks: a rate per rank that rises means that the servers or
+    their network are the limit, and one that stays means that the client is.
+    """
+    sizes = workload.checkpoint
+    found = storage_bandwidth(
+        cluster.group,
+        scratch,
+        hosts=cluster.hosts,
+        file_bytes=sizes.file_bytes,
+        passes=sizes.passes,
+        progress=progress,
+    )
+    labels = {
+        "world_size": cluster.world_size,
+        "nnodes": cluster.nnodes,
+        "file_bytes": found.file_bytes,
+        "file_system": found.file_system,
+    }
+    measure("checkpoint.verified", found.verified_ratio, unit="ratio", **labels)
+    written, read = found.written_bytes_per_second, found.read_bytes_per_second
+    measure("checkpoint.write_bandwidth", median(written), unit="B/s", samples=written, **labels)
+    measure(
+        "checkpoint.read_bandwidth",
+        median(read),
+        unit="B/s",
+        samples=read,
+        past_the_cache=found.past_the_cache,
+        other_host="yes" if found.other_host else "no",
+        **labels,
+    )

@@ -1,0 +1,68 @@
+"""Does a job end, and say which rank it was, when one of its ranks dies in training?"""
+
+import pytest
+
+from pytest_gpucluster.benchmarks.training.decoder import Geometry
+from pytest_gpucluster.benchmarks.training.propagation import check_propagation
+
+BESIDE_SECONDS = 60.0  # what is left of a job that hangs is killed, and its memory given back
+
+
+@pytest.fixture(autouse=True)
+def deadline(request, cluster, workload):
+    """Give the jobs the time that they may take, one after the other."""
+    asked = workload.failure_propagation
+    seconds = len(asked.deaths) * (asked.start_seconds + asked.end_seconds + BESIDE_SECONDS)
+    request.node.add_marker(pytest.mark.deadline(seconds))
+    cluster.allow(seconds)
+
+
+@pytest.mark.training
+@pytest.mark.needs_local_ranks(2)
+@pytest.mark.criterion("failure_propagation")
+def test_failure_propagation(cluster, inventory, workload, artifacts, measure):
+    """Accepted: on every node, a small training of which one rank dies ends within the limit. Its launcher's exit code
+    is not 0 and its output names the rank and its exit code, and no process is left. The rank exits, raises an
+    exception, or is killed.
+
+    Why: the other ranks wait for the dead one in their all-reduce. Where nobody ends them, the job holds all its GPUs
+    until somebody looks; where its exit code is 0, or no rank is named, the same GPU is taken for the next job. The
+    training is a job of its own, which the first rank of each node starts by torchrun, so that it does not end this
+    suite. It has torch's own settings for NCCL, and not those that this suite sets for its ranks.
+
+    When it fails: the job's output lies in the test's folder. Processes in state D hang in the driver: look at the
+    kernel log. Processes in state S or R do not hear of the end: look at what has changed NCCL's or torchrun's
+    settings (TORCH_NCCL_*, TORCHELASTIC_*), and for a handler of SIGTERM. A job that does not begin: GPUs in compute
+    mode EXCLUSIVE_PROCESS take no second process (``nvidia-smi -c DEFAULT``).
+
+    On cpu this rehearses with gloo.
+    """
+    if cluster.local_rank != 0:
+        return  # one job a node: its ranks take the GPUs of all ranks here
+    here = [who for who in inventory if who["node_rank"] == cluster.node_rank]
+    model, asked = workload.training, workload.failure_propagation
+    for how in asked.deaths:
+        found = check_propagation(
+            cluster.device,
+            Geometry(
+                layers=model.layers, width=model.width, heads=model.heads, vocab=model.vocab, sequence=model.sequence
+            ),
+            ranks=len(here),
+            how=how,
+            batch=model.batch,
+            steps=asked.steps,
+            # The nodes may share the folder.
+            folder=artifacts / f"node-{cluster.node_rank}-{how}",
+            start_seconds=asked.start_seconds,
+            end_seconds=asked.end_seconds,
+            visible=[who["gpu"]["uuid"] for who in here if who["gpu"]],
+        )
+        notes = [] if found.is_root_cause else [f"torchrun names rank {found.rank}, and another one before it"]
+        measure(
+            "failure_propagation.seconds",
+            found.seconds,
+            unit="s",
+            telemetry={"notes": notes},
+            death=how,
+            ranks=len(here),
+        )

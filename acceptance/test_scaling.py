@@ -1,0 +1,217 @@
+"""How much of one GPU's rate is left to each GPU when more of them train together?"""
+
+import pytest
+
+from pytest_gpucluster.benchmarks.collectives import all_reduce
+from pytest_gpucluster.benchmarks.ranks import Ranks
+from pytest_gpucluster.benchmarks.training.decoder import Geometry
+from pytest_gpucluster.benchmarks.training.scaling import efficiency, rates, straggler_table, told_series
+from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
+from pytest_gpucluster.units import parse
+
+KINDS = {"node": ("node", "gpu"), "fabric": ("world", "node"), "total": ("world", "gpu")}
+BESIDE_SECONDS = 300.0  # compiling, connecting, filling and verifying
+
+
+@pytest.fixture(autouse=True)
+def deadline(request, cluster, workload):
+    """Give each of two passes the time that its workload may take."""
+    longest = max(
+        asked.sampling.warmup_seconds + asked.sampling.at_most_seconds
+        for asked in (workload.scaling, workload.all_reduce)
+    )
+    seconds = 2 * (longest + BESIDE_SECONDS)
+    request.node.add_marker(pytest.mark.deadline(seconds))
+    cluster.allow(seconds)
+
+
+@pytest.fixture(scope="session")
+def known():
+    """What was measured before in groups of each size: one pass serves several ratios."""
+    return {}
+
+
+@pytest.fixture
+def setup(workload):
+    """What is trained, on each GPU the same whatever the size of its group."""
+    asked = workload.scaling
+    return Setup(
+        geometry=Geometry(
+            layers=asked.layers,
+            width=asked.width,
+            heads=asked.heads,
+            vocab=asked.vocab,
+            sequence=asked.sequence,
+            key_heads=asked.key_heads,
+            inner=asked.inner,
+        ),
+        strategy="ddp",
+        batch=asked.batch,
+        compiled=asked.compiled == "on",
+        recompute=asked.recompute == "on",
+        workers=asked.workers,
+        prefetch=asked.prefetch,
+    )
+
+
+@pytest.fixture
+def group_of(cluster, inventory):
+    """Return the group that this rank is in: "gpu" (itself, and no group), "node" or "world"."""
+    groups = {
+        "gpu": lambda: None,
+        "node": lambda: cluster.node_group([who["node_rank"] for who in inventory]),
+        "world": lambda: cluster.group,
+    }
+    return lambda scope: groups[scope]()
+
+
+@pytest.fixture
+def rates_of(cluster, group_of, known, progress, setup, telemetry, workload):
+    """Train in the groups of a scope, all of them at once, unless that has been done; return the rates."""
+
+    def measured(scope):
+        group = group_of(scope)
+        return rates(
+            cluster.group,
+            group,
+            cluster.device,
+            setup,
+            sampling=workload.scaling.sampling,
+            known=known,
+            using=None if group is None else cluster.using(group),
+            during=telemetry(),
+            progress=progress,
+        )
+
+    return measured
+
+
+@pytest.fixture
+def labels(setup):
+    """What a figure of scaling means nothing without."""
+    return {
+        "parameters": setup.geometry.parameters,
+        "batch": setup.batch,
+        "tokens_per_gpu_and_step": setup.tokens,
+    }
+
+
+@pytest.mark.training
+@pytest.mark.needs_ranks(2)
+@pytest.mark.criterion("scaling")
+def test_stragglers(cluster, rates_of, labels, artifacts, measure):
+    """Accepted: no GPU that trains by itself is far behind the others, while all of them train.
+
+    Why: the slowest GPU sets the pace of every larger group. Here nothing is exchanged, so a rank that is behind is
+    slow by itself. All GPUs are busy at once: power, cooling, CPU cores and memory are shared as in a large job. The
+    rates of all ranks are on record, and in ``stragglers.csv`` in the test's folder, the slowest first.
+
+    When it fails: on the named rank look at clocks and throttle reasons (``nvidia-smi -q -d PERFORMANCE``), at what
+    else runs on its CPU cores, and repeat ``-k matmul`` and ``-k hbm`` there.
+
+    On cpu the ranks share the cores of one host.
+    """
+    found = rates_of("gpu")
+    if cluster.rank == 0:
+        (artifacts / "stragglers.csv").write_text(straggler_table(found.of_rank, cluster.hosts), encoding="utf-8")
+    measure(
+        "scaling.tokens_per_second",
+        found.mine,
+        unit="tokens/s",
+        telemetry={"notes": list(found.notes)},
+        group_size=1,
+        **labels,
+    )
+
+
+@pytest.mark.training
+@pytest.mark.criterion("scaling")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("node", marks=pytest.mark.needs_local_ranks(2)),
+        pytest.param("fabric", marks=pytest.mark.needs_nodes(2)),
+        pytest.param("total", marks=pytest.mark.needs_nodes(2)),
+    ],
+)
+def test_scaling(kind, rates_of, labels, measure):
+    """Accepted: in groups of a node over one GPU (node), in the world over groups of a node (fabric), and in the world
+    over one GPU (total) more than the limit of the tokens a second per GPU are left.
+
+    Why: this is what a larger job loses. Node and fabric tell where: inside of the nodes or between them. It is weak
+    scaling: the model, and the tokens per GPU and step, are the same in groups of each size, and both are stated, for
+    with fewer tokens a step any network looks worse. All groups of one size train at once, all parameters, with DDP.
+    The slowest rank of the larger groups stands over the median rank of the smaller ones.
+
+    When it fails: named by ``test_stragglers``, a slow GPU is the cause. Else, for node look at NVLink and ``-k nccl``
+    of the scope node; for fabric at ``test_busbw_retention`` and ``-k nccl`` of the scope world. If both are good, the
+    exchange does not hide behind the backward pass: look at the CPU cores of each rank, and at NCCL_* variables. More
+    than the upper limit: the smaller groups were slowed down by something; repeat it. Inconclusive: likewise.
+
+    On cpu this rehearses with gloo.
+    """
+    above, below = KINDS[kind]
+    smaller, larger = rates_of(below), rates_of(above)
+    slowest = larger.of_rank[larger.slowest].median
+    notes = [*larger.notes, f"slowest of {larger.group_size}: rank {larger.slowest} with {slowest:.6g} tokens/s"]
+    for found in (smaller, larger):
+        measure(
+            "scaling.tokens_per_second",
+            found.mine,
+            unit="tokens/s",
+            record_only=True,
+            group_size=found.group_size,
+            **labels,
+        )
+    measure(
+        "scaling.efficiency",
+        efficiency(larger.of_rank, smaller.of_rank),
+        unit="ratio",
+        telemetry={"notes": notes},
+        kind=kind,
+        group_size=larger.group_size,
+        over=smaller.group_size,
+        **labels,
+    )
+
+
+@pytest.mark.nccl
+@pytest.mark.needs_nodes(2)
+@pytest.mark.needs_local_ranks(2)
+@pytest.mark.criterion("scaling.busbw_retention")
+def test_busbw_retention(cluster, group_of, workload, telemetry, measure):
+    """Accepted: the all-reduce of the whole world reaches more than the limit of the busbw that a node has for itself.
+
+    Why: busbw is comparable for groups of any size, so this is what the network between the nodes leaves of the links
+    inside. It says nothing about training: where the exchange hides behind computation, half may be plenty, and where
+    it cannot hide, all of it may be too little. So it is a criterion of its own beside ``test_scaling``.
+
+    When it fails: as for ``-k nccl`` of the scope world: InfiniBand ports (``ibstat``), NET/Socket in NCCL's log, or a
+    node that is slow.
+
+    On cpu this rehearses with gloo.
+    """
+    size = max(workload.all_reduce.sizes, key=lambda text: parse(text).to("B"))
+    found = {}
+    for scope in ("node", "world"):
+        group = group_of(scope)
+        with cluster.using(group):
+            found[scope] = all_reduce(
+                group,
+                cluster.device,
+                payload_bytes=int(parse(size).to("B")),
+                dtype="bf16",
+                sampling=workload.all_reduce.sampling,
+                during=telemetry(),
+            )
+    everyone = Ranks(cluster.group, cluster.device)
+    node, world = (told_series(everyone, found[scope].slowest_busbw) for scope in ("node", "world"))
+    measure(
+        "scaling.busbw_retention",
+        efficiency(world, node),
+        unit="ratio",
+        size=size,
+        dtype="bf16",
+        group_size=found["world"].ranks,
+        over=found["node"].ranks,
+    )

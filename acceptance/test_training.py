@@ -1,0 +1,152 @@
+"""How fast does training go: full steps of a decoder, on all GPUs together?"""
+
+import pytest
+
+from pytest_gpucluster.benchmarks.footprint import total_bytes
+from pytest_gpucluster.benchmarks.training.decoder import Geometry
+from pytest_gpucluster.benchmarks.training.step_parts import DEFINITIONS
+from pytest_gpucluster.benchmarks.training.throughput import throughput
+from pytest_gpucluster.benchmarks.training.throughput_setup import (
+    FLOPS_DEFINITION,
+    MFU_DEFINITION,
+    TOKENS_DEFINITION,
+    Setup,
+)
+from pytest_gpucluster.errors import MeasurementError
+
+BESIDE_SECONDS = 420.0  # making the model, compiling, the first steps, and the steps in which the parts are timed
+
+
+@pytest.fixture(autouse=True)
+def deadline(request, cluster, workload):
+    """Give the measurement the time that its workload may take."""
+    sampling = workload.throughput.sampling
+    seconds = BESIDE_SECONDS + sampling.warmup_seconds + sampling.at_most_seconds
+    request.node.add_marker(pytest.mark.deadline(seconds))
+    cluster.allow(seconds)
+
+
+@pytest.fixture
+def setup(strategy, model, workload):
+    """What is trained, and how."""
+    sizes = {
+        "contract": workload.throughput_contract,
+        "large": workload.throughput_large if strategy == "ddp" else workload.throughput_sharded,
+    }[model]
+    geometry = Geometry(
+        layers=sizes.layers,
+        width=sizes.width,
+        heads=sizes.heads,
+        vocab=sizes.vocab,
+        sequence=sizes.sequence,
+        key_heads=sizes.key_heads,
+        inner=sizes.inner,
+    )
+    how = workload.throughput
+    return Setup(
+        geometry=geometry,
+        strategy=strategy,
+        batch=sizes.batch,
+        compiled=how.compiled == "on",
+        recompute=sizes.recompute == "on",
+        workers=how.workers,
+        prefetch=how.prefetch,
+    )
+
+
+def describe(setup):
+    """Say in a few words what is trained, and how."""
+    sizes, again = setup.geometry, ", blocks recomputed" if setup.recompute else ""
+    shape = f"{sizes.layers} layers, {sizes.width} wide, vocabulary {sizes.vocab}"
+    how = f"by {setup.strategy}{again}, {setup.batch} x {sizes.sequence} tokens a step"
+    return (
+        f"{sizes.parameters / 1e6:.4g}M parameters, {shape}, {how}, {setup.workers} workers, prefetch {setup.prefetch}"
+    )
+
+
+def peak_flops(gpu, cluster, limits, labels):
+    """Return what the GPU can do at most in bf16 by its data sheet; None where no limit needs it.
+
+    Where a limit is set on MFU, a GPU without a figure has none that could keep it: that is an error.
+    """
+    if gpu.peaks is not None:
+        return gpu.peaks.bf16_tflops * 1e12
+    limit = None
+    if gpu.sku is not None:
+        where = {"world_size": cluster.world_size, "nnodes": cluster.nnodes, "labels": labels}
+        limit = limits.limit("training.mfu", sku=gpu.sku, **where)
+    if limit is None or limit.record_only is None:
+        raise MeasurementError(
+            f"training.mfu cannot be measured on {gpu.name} ({gpu.sku or 'an unknown SKU'}): no data sheet peak is "
+            "known. Add the SKU to hardware.py, or set record_only for training.mfu in your limits"
+        )
+    return None
+
+
+@pytest.mark.training
+@pytest.mark.criterion("training.throughput")
+@pytest.mark.parametrize("model", ["contract", "large"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_throughput(
+    strategy, model, setup, cluster, gpu, workload, limits, telemetry, measure, progress, record_property
+):
+    """Accepted: on every rank the tokens/s of full training steps, and for the large model the MFU, reach their limits,
+    while the loss falls, all weights move, and with ddp all ranks keep the same ones.
+
+    Why: this is what the cluster is for. Everything takes part: data loading, bf16 products, flash attention, the
+    exchange of gradients and weights, the optimizer. The contract model is small, and its limit the one of the
+    contract; the large one fills a GPU. With fsdp each rank has only a part of it.
+
+    When it fails: look at ``training.parts`` of each rank. A long data_wait: more ``workers`` or ``prefetch``. A long
+    exposed_communication on all ranks: ``-k nccl``; on all but one rank: that one is slow, and the others wait for it.
+    A long forward and backward: ``-k matmul``, clocks and throttle reasons. ``compiled=no``: there is no compiler, see
+    the note. docs/training.md tells how to try other settings.
+
+    On cpu this rehearses tiny models with gloo, and nothing is compiled unless asked for.
+    """
+    needed, there = setup.needed_bytes(cluster.world_size), total_bytes(cluster.device)
+    if there is not None and needed > there:
+        # The way out comes first: a report may cut the reason.
+        pytest.skip(
+            f"needs about {needed / 1e9:.3g} GB on each of {cluster.world_size} ranks, and {cluster.device} has "
+            f"{there / 1e9:.3g} GB: take more GPUs, or a smaller model (--gpucluster-workload training.throughput...); "
+            f"{describe(setup)}"
+        )
+    window = telemetry()
+    found = throughput(
+        cluster.group,
+        cluster.device,
+        setup,
+        sampling=workload.throughput.sampling,
+        during=window,
+        progress=progress,
+    )
+    for name, text in {
+        "model": f"{describe(setup)}, on each of {cluster.world_size} GPUs",
+        "tokens_per_second": TOKENS_DEFINITION,
+        "flops_per_token": f"{found.flops_per_token}; {FLOPS_DEFINITION}",
+        "mfu": MFU_DEFINITION,
+        **{f"parts.{part}": text for part, text in DEFINITIONS.items()},
+    }.items():
+        record_property(f"training.{name}", text)
+    for number, note in enumerate(found.notes, start=1):
+        print(f"note: {note}")
+        record_property(f"training.note.{number}", note)
+
+    labels = {
+        "strategy": strategy,
+        "model": model,
+        "tokens_per_step": found.tokens * cluster.world_size,
+        "compiled": "yes" if found.compiled else "no" if setup.compiled else "off",
+    }
+    seen = window.summary()
+    rate = found.tokens_per_second
+    measure("training.tokens_per_second", rate, unit="tokens/s", telemetry={**seen, "notes": found.notes}, **labels)
+    measure("training.step_time", found.step_seconds, unit="s", record_only=True, **labels)
+    measure("training.step_time_p99", found.p99_seconds, unit="s", record_only=True, **labels)
+    for part, seconds in found.parts.items():
+        measure("training.parts", seconds, unit="s", record_only=True, part=part, **labels)
+    peak = peak_flops(gpu, cluster, limits, labels)
+    if peak is not None:
+        measure("training.tflops", rate.scaled(found.flops_per_token / 1e12), unit="TFLOPS", record_only=True, **labels)
+        measure("training.mfu", rate.scaled(found.flops_per_token / peak), unit="ratio", telemetry=seen, **labels)

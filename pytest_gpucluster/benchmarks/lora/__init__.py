@@ -1,0 +1,1 @@
+"""Fine-tuning with LoRA: the conversations it learns from, and what an adapter has learned of them."""

@@ -1,0 +1,379 @@
+"""Does LoRA fine-tuning learn what it should on these ranks? A loss below a limit alone would miss most faults.
+
+So each condition is found out by itself: all is finite, the loss ends low and that of held-out blocks falls, every
+adapter has moved and the base has not, some steps equal those of one rank, steps after a checkpoint are the same a
+second time, bit by bit, and what was saved gives the same loss when it is read again.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pytest_gpucluster.benchmarks.arithmetic import numerics
+from pytest_gpucluster.benchmarks.checkpoint import store
+from pytest_gpucluster.benchmarks.checkpoint.together import first
+from pytest_gpucluster.benchmarks.determinism import deterministic
+from pytest_gpucluster.benchmarks.footprint import memory_returned
+from pytest_gpucluster.benchmarks.lora.curve import Curve, Point, mean_of_last
+from pytest_gpucluster.benchmarks.lora.evaluation import CallScore, evaluate
+from pytest_gpucluster.benchmarks.lora.learned import LAST, Checks, Convergence, Learned
+from pytest_gpucluster.benchmarks.lora.lesson import Lesson, judged_blocks
+from pytest_gpucluster.benchmarks.lora.loop import STARTING_STEPS, Loop, Pieces, Step
+from pytest_gpucluster.benchmarks.lora.model import Base
+from pytest_gpucluster.benchmarks.lora.parity import Parity, check_parity, steps_of
+from pytest_gpucluster.benchmarks.lora.plan import Recipe
+from pytest_gpucluster.benchmarks.lora.reloaded import reload, reloaded_loss
+from pytest_gpucluster.benchmarks.ranks import Ranks
+from pytest_gpucluster.benchmarks.training.compilation import fresh_compiler
+from pytest_gpucluster.benchmarks.training.trajectory import relative
+from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.sampling import series
+
+_FEWEST_RATES = 6
+"""Samples that the interval of a median needs."""
+
+
+def context_of(base: Base, recipe: Recipe, lesson: Lesson) -> dict[str, str]:
+    """Return what defines the experiment, whatever the number of ranks."""
+    return {
+        "model": base.label,
+        "weights": base.origin if base.is_random else "given",
+        "data_sha256": lesson.sha256,
+        "seed": str(recipe.seed),
+        "global_batch": str(recipe.global_batch),
+        "sequence": str(lesson.train.judged.shape[1]),
+        "precision": recipe.precision,
+        "steps": str(recipe.steps),
+        "warmup_steps": str(recipe.warmup_steps),
+        "learning_rate": repr(recipe.learning_rate),
+        "rank": str(base.adapters.rank),
+    }
+
+
+def converge(
+    world: dist.ProcessGroup,
+    group: dist.ProcessGroup,
+    alone: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    base: Base,
+    recipe: Recipe,
+    checks: Checks,
+    lesson: Lesson,
+    folder: Path,
+    final: Path,
+    resume: bool = False,
+    progress: Callable[..., None] | None = None,
+    pieces: Pieces | None = None,
+) -> Convergence:
+    """Train, and find out everything that tells a right training from a wrong one.
+
+    Collective: every rank of the world must call this, with the same arguments.
+
+    Args:
+        world: all ranks.
+        group: the ranks that train one model together, this one among them; as ``plan.group_size`` says.
+        alone: the group of this rank only.
+        device: where this rank trains.
+        base: what is trained.
+        recipe: how.
+        checks: what else is found out.
+        lesson: from what.
+        folder: for checkpoints, this group's own, on a file system that its ranks share.
+        final: the folder for the adapters when they are trained, on such a file system too.
+        resume: go on from the newest checkpoint in ``folder``; without it older ones there are an error. The folder is
+            removed at the end of a training that came to its end.
+        progress: shows how far it is.
+        pieces: of the training on many ranks; by default ``PIECES`` of ``loop``.
+
+    Raises:
+        WrongResult: weights or data differ between ranks before the first step, or a checkpoint is broken.
+        EnvironmentBroken: too little memory, a folder that cannot be used, or a checkpoint of another experiment.
+    """
+    try:
+        with memory_returned(circles=True), numerics("highest"), deterministic():
+            return _Course(world, group, alone, device, base, recipe, checks, lesson, pieces, progress).run(
+                folder, final, resume
+            )
+    finally:
+        # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
+        del world, group, alone
+
+
+class _Course:
+    def __init__(
+        self,
+        world: dist.ProcessGroup,
+        group: dist.ProcessGroup,
+        alone: dist.ProcessGroup,
+        device: torch.device,
+        base: Base,
+        recipe: Recipe,
+        checks: Checks,
+        lesson: Lesson,
+        pieces: Pieces | None,
+        progress: Callable[..., None] | None,
+    ) -> None:
+        self._world, self._group, self._alone, self._device = world, group, alone, device
+        self._base, self._recipe, self._checks, self._lesson = base, recipe, checks, lesson
+        self._pieces, self._progress = pieces, progress
+        self._everyone, self._ranks = Ranks(world, device), Ranks(group, device)
+        self._context = context_of(base, recipe, lesson)
+        self._points: list[Point] = []
+        self._held_out: list[tuple[int, float]] = []
+        self._notes: list[str] = []
+        self._finite = self._taken = 0
+
+    def run(self, folder: Path, final: Path, resume: bool) -> Convergence:
+        found = dict[str, Parity]()
+        for precision in self._checks.parity_precisions:
+            found[precision] = self._parity(precision)
+        if not self._all(all(one.all_finite for one in found.values())):
+            return self._found(found, None, None)
+        newest = self._newest(folder)
+        if newest is None and resume:
+            self._notes.append(f"there was no checkpoint in {folder.name} to resume from")
+        if newest is not None and not resume:
+            raise EnvironmentBroken(
+                f"{folder} holds checkpoints already, the newest is {newest.name}. Go on from it with "
+                "--gpucluster-resume, or choose another folder (--gpucluster-scratch)"
+            )
+        with memory_returned(circles=True), self._compiler():
+            trained = self._train(folder, final, newest)
+        finite = self._all(all(step.all_finite for step in trained.steps))
+        group_error = self._group_error() if finite and self._everyone.count > self._ranks.count else None
+        if not finite:
+            return self._found(found, trained, None)
+        with memory_returned(circles=True), self._compiler():
+            replay = self._replay(folder, trained.steps)
+        with memory_returned(circles=True):
+            reload_error, calls = self._reload(final)
+        # Who starts again has nothing to go on from: the training has come to its end.
+        first(self._group, lambda: shutil.rmtree(folder) if folder.exists() else None)
+        learned = Learned(
+            final_loss=mean_of_last(self._curve(), LAST),
+            held_out_before=self._held_out[0][1],
+            held_out_after=self._held_out[-1][1],
+            moved_adapters=trained.moved_adapters,
+            unchanged_base=trained.unchanged_base,
+            replayed_steps=replay.same,
+            resume_error=replay.loss_error,
+            replayed=len(replay.steps),
+            reload_error=reload_error,
+            group_error=group_error,
+            calls=calls,
+        )
+        return self._found(found, trained, learned, replay.steps)
+
+    # ---- phases
+
+    def _parity(self, precision: str) -> Parity:
+        checks, ranks = self._checks, self._ranks.count
+        recipe = self._recipe.compared(
+            steps=checks.parity_steps,
+            global_batch=-(-checks.parity_batch // ranks) * ranks,
+            precision=precision,
+        )
+        packed = judged_blocks(self._lesson.train, checks.parity_sequence)
+        found = check_parity(self._group, self._alone, self._device, self._base, recipe, packed, pieces=self._pieces)
+        self._count(found.finite, found.steps)
+        return found
+
+    def _train(self, folder: Path, final: Path, newest: Path | None) -> _Trained:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        loop = self._loop()
+        done = self._go_on(loop, newest) if newest is not None else 0
+        if not done:
+            self._held_out.append((0, loop.held_out_loss(self._lesson.held_out)))
+        if loop.recomputes:
+            self._notes.append("activations are recomputed: the memory demands it")
+        if self._recipe.compiled and loop.not_compiled:
+            self._notes.append(f"torch.compile does not work here, so blocks run eagerly: {loop.not_compiled}")
+
+        def seen(step: Step) -> None:
+            self._points.append(_point(step))
+            if step.step < self._recipe.steps and step.step % self._checks.checkpoint_every == 0:
+                loop.save(folder, step.step, self._extra())
+            if self._progress is not None:
+                rate = loop.tokens_of_rank / step.seconds
+                self._progress(step.step, self._recipe.steps, loss=step.loss, tokens_per_second=rate)
+
+        steps = steps_of(loop, self._recipe.steps, first=done + 1, seen=seen)
+        self._count(sum(step.finite for step in steps), len(steps))
+        if not steps[-1].all_finite:
+            self._points.append(_point(steps[-1]))
+        else:
+            self._held_out.append((self._recipe.steps, loop.held_out_loss(self._lesson.held_out)))
+            loop.save_final(final)
+        cuda = self._device.type == "cuda"
+        return _Trained(
+            steps=steps,
+            resumed_at=done,
+            tokens_of_rank=loop.tokens_of_rank,
+            moved_adapters=loop.moved_adapters(),
+            unchanged_base=loop.unchanged_base(),
+            recomputes=loop.recomputes,
+            peak_bytes=torch.cuda.max_memory_allocated(self._device) if cuda else None,
+        )
+
+    def _go_on(self, loop: Loop, newest: Path) -> int:
+        """Go on from a checkpoint; return its step."""
+        extra = loop.load(newest)
+        if extra.get("context") != self._context:
+            theirs = extra.get("context") or {}
+            odd = [key for key in self._context if theirs.get(key) != self._context[key]]
+            raise EnvironmentBroken(
+                f"{newest} is of another experiment: {', '.join(odd[:4])} differ. Resume with the same data, model and "
+                "workload, or choose another folder (--gpucluster-scratch)"
+            )
+        self._points = [Point(**point) for point in extra["points"]]
+        self._held_out = [(int(step), float(loss)) for step, loss in extra["held_out"]]
+        self._notes.append(f"resumed from {newest.name}")
+        return int(extra["step"])
+
+    def _replay(self, folder: Path, steps: Sequence[Step]) -> _Replay:
+        """Take the steps after the newest checkpoint again, with a model made anew."""
+        newest = self._newest(folder)
+        loop = self._loop()
+        begin = int(loop.load(newest)["step"]) if newest is not None else 0
+        before = {step.step: step for step in steps}
+        again = steps_of(loop, self._recipe.steps, first=begin + 1)
+        self._count(sum(step.finite for step in again), len(again))
+        pairs = [(step, before[step.step]) for step in again]
+        same = sum(one.weights == other.weights for one, other in pairs)
+        return _Replay(
+            steps=again,
+            same=same / (self._recipe.steps - begin),
+            loss_error=max(relative(one.loss, other.loss) for one, other in pairs),
+        )
+
+    def _reload(self, final: Path) -> tuple[float, CallScore | None]:
+        """Read what was saved into a model made anew, whole on each rank."""
+        checks, lesson = self._checks, self._lesson
+        model = reload(self._base, final, self._device, precision=self._recipe.precision, seed=self._recipe.seed)
+        loss = reloaded_loss(model, lesson.held_out, self._ranks, dist.get_rank(self._group), self._device)
+        error = relative(loss, self._held_out[-1][1])
+        if not checks.calls:
+            return error, None
+        each = -(-checks.calls // self._ranks.count)
+        mine = list(lesson.held_out_rows)[dist.get_rank(self._group) :: self._ranks.count]
+        score = evaluate(
+            model, lesson.tokenizer, mine, device=self._device, limit=each, max_new_tokens=checks.call_tokens
+        )
+        fields = (score.asked, score.well_formed, score.right_function, score.right_arguments)
+        asked, well_formed, function, arguments = (
+            int(sum(column)) for column in zip(*self._ranks.gather(fields), strict=True)
+        )
+        return error, CallScore(
+            asked=asked,
+            well_formed=well_formed,
+            right_function=function,
+            right_arguments=arguments,
+            unasked=score.unasked,
+            answers=score.answers,
+        )
+
+    # ---- what they share
+
+    def _loop(self) -> Loop:
+        return Loop(self._group, self._device, self._base, self._recipe, self._lesson.train, pieces=self._pieces)
+
+    def _compiler(self) -> AbstractContextManager[None]:
+        """Let what was compiled for a model go with it."""
+        return fresh_compiler() if self._recipe.compiled else nullcontext()
+
+    def _newest(self, folder: Path) -> Path | None:
+        """Return the newest checkpoint as the first rank of the group sees it."""
+        name: str = first(self._group, lambda: str(store.latest(folder) or ""))
+        return Path(name) if name else None
+
+    def _extra(self) -> dict[str, Any]:
+        points = [vars(point) for point in self._points]
+        return {"context": self._context, "points": points, "held_out": [list(pair) for pair in self._held_out]}
+
+    def _all(self, good: bool) -> bool:
+        """Tell whether something holds on all ranks of the world, so that all go on or none."""
+        return all(told for [told] in self._everyone.gather([float(good)]))
+
+    def _group_error(self) -> float:
+        """Return the largest difference of this group's losses to those of the first group."""
+        told = self._everyone.gather([point.loss for point in self._points])
+        return max(relative(point.loss, other) for point, other in zip(self._points, told[0], strict=True))
+
+    def _count(self, finite: int, taken: int) -> None:
+        self._finite += finite
+        self._taken += taken
+
+    def _curve(self) -> Curve:
+        return Curve(points=tuple(self._points), held_out=tuple(self._held_out), context=self._context)
+
+    def _found(
+        self,
+        parity: Mapping[str, Parity],
+        trained: _Trained | None,
+        learned: Learned | None,
+        again: Sequence[Step] = (),
+    ) -> Convergence:
+        rates: list[float] = []
+        if trained is not None:
+            timed = (*trained.steps[STARTING_STEPS:], *again[STARTING_STEPS:])
+            if len(timed) < _FEWEST_RATES:
+                timed = (*trained.steps, *again)  # the slow ones too: no rate looks better by that
+            rates = [trained.tokens_of_rank / step.seconds for step in timed]
+        adapters = self._base.adapters
+        return Convergence(
+            finite_steps=self._finite / self._taken if self._taken else math.nan,
+            parity=parity,
+            curve=self._curve(),
+            learned=learned,
+            tokens_per_second=series(rates, self._checks.sampling) if len(rates) >= _FEWEST_RATES else None,
+            flops_per_token=self._base.geometry.flops_per_token(
+                int(self._lesson.train.judged.shape[1]),
+                rank=adapters.rank,
+                head_trained=adapters.trains_head,
+            ),
+            peak_bytes=trained.peak_bytes if trained is not None else None,
+            recomputes=trained is not None and trained.recomputes,
+            groups=self._everyone.count // self._ranks.count,
+            ranks=self._ranks.count,
+            resumed_at=trained.resumed_at if trained is not None else 0,
+            notes=tuple(self._notes),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Replay:
+    steps: Sequence[Step]
+    same: float
+    loss_error: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Trained:
+    steps: Sequence[Step]
+    resumed_at: int
+    tokens_of_rank: int
+    moved_adapters: float
+    unchanged_base: float
+    recomputes: bool
+    peak_bytes: int | None
+
+
+def _point(step: Step) -> Point:
+    return Point(
+        step=step.step,
+        loss=step.loss,
+        all_token_loss=step.all_token_loss,
+        gradient_norm=step.gradient_norm,
+        learning_rate=step.learning_rate,
+    )

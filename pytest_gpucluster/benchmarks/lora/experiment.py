@@ -1,0 +1,129 @@
+"""A LoRA experiment from the sizes of a workload: its recipe, its checks, and what it learns from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from pytest_gpucluster.benchmarks.lora.held_out import held_out_split
+from pytest_gpucluster.benchmarks.lora.learned import Checks
+from pytest_gpucluster.benchmarks.lora.lesson import Lesson, judged_blocks
+from pytest_gpucluster.benchmarks.lora.model import Base, tiny_base
+from pytest_gpucluster.benchmarks.lora.packing import pack
+from pytest_gpucluster.benchmarks.lora.plan import Recipe
+from pytest_gpucluster.benchmarks.lora.rows import Row, Rows
+from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
+from pytest_gpucluster.benchmarks.lora.tokenizer import tiny_tokenizer, tokenizer_for
+from pytest_gpucluster.sampling import Sampling
+
+SEED = 0
+TINY_VOCAB = 512
+
+
+class Sizes(Protocol):
+    """A section ``lora.*`` of a workload."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def warmup_steps(self) -> int: ...
+    @property
+    def global_batch(self) -> int: ...
+    @property
+    def micro_batch(self) -> int: ...
+    @property
+    def sequence(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def held_out_ratio(self) -> float: ...
+    @property
+    def held_out_blocks(self) -> int: ...
+    @property
+    def precision(self) -> str: ...
+    @property
+    def recompute(self) -> str: ...
+    @property
+    def compiled(self) -> str: ...
+    @property
+    def parity_steps(self) -> int: ...
+    @property
+    def parity_batch(self) -> int: ...
+    @property
+    def parity_sequence(self) -> int: ...
+    @property
+    def parity_precisions(self) -> tuple[str, ...]: ...
+    @property
+    def checkpoint_every(self) -> int: ...
+    @property
+    def calls(self) -> int: ...
+    @property
+    def call_tokens(self) -> int: ...
+    @property
+    def tolerance_ratio(self) -> float: ...
+
+
+def recipe_of(sizes: Sizes, base: Base) -> Recipe:
+    """Return how to train a base.
+
+    Raises: ValueError if two sizes contradict each other.
+    """
+    return Recipe(
+        steps=sizes.steps,
+        warmup_steps=sizes.warmup_steps,
+        global_batch=sizes.global_batch,
+        micro_batch=sizes.micro_batch,
+        learning_rate=base.adapters.learning_rate,
+        precision=sizes.precision,
+        recompute=sizes.recompute,
+        compiled=sizes.compiled == "on",
+        seed=SEED,
+    )
+
+
+def checks_of(sizes: Sizes) -> Checks:
+    """Return what is found out beside the training."""
+    return Checks(
+        parity_steps=sizes.parity_steps,
+        parity_batch=sizes.parity_batch,
+        parity_sequence=sizes.parity_sequence,
+        parity_precisions=sizes.parity_precisions,
+        checkpoint_every=sizes.checkpoint_every,
+        calls=sizes.calls,
+        call_tokens=sizes.call_tokens,
+        # The steps are as many as they are: nothing is measured longer to be surer.
+        sampling=Sampling(
+            warmup_seconds=0.0, window_seconds=1.0, longest_seconds=1.0, tolerance_ratio=sizes.tolerance_ratio
+        ),
+    )
+
+
+def tiny_experiment(sizes: Sizes) -> tuple[Base, Lesson]:
+    """Return the base that needs no download, and synthetic conversations in the format of glaive-function-calling-v2.
+
+    Its tokenizer is made of them, on the spot: the same on every rank.
+    """
+    rows = synthetic_rows(sizes.rows, SEED)
+    tokenizer = tiny_tokenizer(held_out_split(rows, sizes.held_out_ratio, SEED)[0], TINY_VOCAB)
+    origin = f"{sizes.rows} synthetic conversations from seed {SEED}"
+    return tiny_base(len(tokenizer)), _lesson(rows, tokenizer, sizes, origin)
+
+
+def given_experiment(sizes: Sizes, base: Base, rows: Rows) -> Lesson:
+    """Return conversations that were given, in the tokens of a base that was given."""
+    assert base.folder is not None
+    origin = f"{rows.source}{f'@{rows.revision}' if rows.revision else ''}, sha256 {rows.sha256}"
+    return _lesson(rows.rows[: sizes.rows], tokenizer_for(base.folder), sizes, origin)
+
+
+def _lesson(rows: Sequence[Row], tokenizer: Any, sizes: Sizes, origin: str) -> Lesson:
+    train, held_out = held_out_split(rows, sizes.held_out_ratio, SEED)
+    return Lesson(
+        train=judged_blocks(
+            pack(train, tokenizer, sizes.sequence, blocks=sizes.steps * sizes.global_batch), sizes.sequence
+        ),
+        held_out=judged_blocks(pack(held_out, tokenizer, sizes.sequence, blocks=sizes.held_out_blocks), sizes.sequence),
+        held_out_rows=held_out,
+        tokenizer=tokenizer,
+        origin=origin,
+    )

@@ -1,0 +1,189 @@
+"""Files of a data set on the Hugging Face hub: from its cache, or fetched within a deadline."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pytest_gpucluster.errors import EnvironmentBroken
+
+_NAME = re.compile(r"(?P<repository>[\w][\w.-]*/[\w][\w.-]*)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
+
+_OF_A_FILE = (".json", ".jsonl", ".safetensors")
+"""No data set is called so: it is a path in a folder, and the file is missing."""
+
+ANSWER_SECONDS = 10.0
+"""How long the hub may take to say what it has. Source: huggingface_hub's own default for one request."""
+
+DOWNLOAD_SECONDS = 1800.0
+"""How long a download may take. Source: this suite's rule: the original's 271 MB at 150 kB/s."""
+
+INSTALL = "python -m pip install -c constraints.txt -e '.[lora]'"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pinned:
+    """What is known of a file on the hub."""
+
+    file: str
+    revision: str
+    sha256: str
+
+
+PINNED = {
+    "glaiveai/glaive-function-calling-v2": Pinned(
+        file="glaive-function-calling-v2.json",
+        revision="e7f4b6456019f5d8bcb991ef0dd67d8ff23221ac",
+        sha256="e9b5d671812b5ca2fbd7b625a37d5c99a19576c37252cdc806defe256aea6dad",
+    )
+}
+"""The original: 112,960 rows. Source: revision and sha256 as public projects pin them that train on this file,
+https://huggingface.co/datasets/glaiveai/glaive-function-calling-v2/tree/e7f4b6456019f5d8bcb991ef0dd67d8ff23221ac"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubName:
+    """A repository of a data set, at a revision. ``file`` and ``sha256`` are None where they are not known."""
+
+    repository: str
+    revision: str
+    file: str | None = None
+    sha256: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.repository}@{self.revision}"
+
+
+def hub_name(text: str, revision: str | None = None) -> HubName | None:
+    """Read ``owner/name`` or ``owner/name@revision``; None if the text is no such name.
+
+    The original at its pinned revision, which is its default, comes with its file and sha256.
+    """
+    match = _NAME.fullmatch(text)
+    if match is None or match["repository"].endswith(_OF_A_FILE):
+        return None
+    pinned = PINNED.get(match["repository"])
+    revision = match["revision"] or revision or (pinned.revision if pinned else "main")
+    known = pinned if pinned and pinned.revision == revision else None
+    return HubName(
+        repository=match["repository"],
+        revision=revision,
+        file=pinned.file if pinned else None,
+        sha256=known.sha256 if known else None,
+    )
+
+
+def fetch(name: HubName) -> Path:
+    """Return the path of the data set's one JSON file, from the cache or from the hub.
+
+    The hub is asked once what it has, and must answer within ``ANSWER_SECONDS``. If it does not, or with
+    HF_HUB_OFFLINE, only the cache is looked at. So nothing waits for a network that is not there: huggingface_hub by
+    itself would ask again and again, for minutes. A download must be over within ``DOWNLOAD_SECONDS``.
+
+    Raises: EnvironmentBroken, saying what is missing: the package, the file in the cache, or an answer of the hub.
+    """
+    try:
+        import huggingface_hub
+        from huggingface_hub import constants
+    except ImportError:
+        raise EnvironmentBroken(f"{name}: huggingface_hub is not installed; install it with {INSTALL}") from None
+    offline = bool(constants.HF_HUB_OFFLINE)
+    listed: list[str] | None = None
+    trouble: Exception | None = None
+    # Whatever goes wrong has other types by the version of huggingface_hub: of its own, httpx, requests, the socket.
+    try:
+        if not offline:
+            hub = huggingface_hub.HfApi()
+            told = hub.dataset_info(name.repository, revision=name.revision, timeout=ANSWER_SECONDS)
+            listed = [sibling.rfilename for sibling in told.siblings or ()]
+    except Exception as error:
+        trouble = error
+    try:
+        file = name.file or _only_json(name, listed if listed is not None else _cached(name))
+        return _within(
+            DOWNLOAD_SECONDS,
+            lambda: Path(
+                huggingface_hub.hf_hub_download(
+                    name.repository,
+                    file,
+                    repo_type="dataset",
+                    revision=name.revision,
+                    etag_timeout=ANSWER_SECONDS,
+                    local_files_only=listed is None,
+                )
+            ),
+        )
+    except EnvironmentBroken:
+        raise
+    except Exception as error:
+        cause = trouble or error
+        first = next((line.strip() for line in str(cause).splitlines() if line.strip()), "no reason given")
+        why = (
+            "HF_HUB_OFFLINE is set, and it is not in the hub's cache; fetch it where there is a network, or name a path"
+            if offline
+            else "the hub does not give it, and it is not in the hub's cache; name a path instead"
+        )
+        raise EnvironmentBroken(f"{name}: {why} ({type(cause).__name__}: {first[:200]})") from error
+
+
+def local_only(model: str | Path, revision: str | None = None) -> bool:
+    """Tell whether a model is to be loaded without the hub: it is a path, HF_HUB_OFFLINE is set, or the hub does not
+    answer. transformers by itself would ask it again and again.
+
+    Raises: ImportError without huggingface_hub.
+    """
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or Path(model).exists():
+        return True
+    try:
+        huggingface_hub.HfApi().model_info(str(model), revision=revision, timeout=ANSWER_SECONDS)
+    except Exception:  # of types as in fetch; whoever loads it then says what is not in the cache
+        return True
+    return False
+
+
+def _only_json(name: HubName, files: Sequence[str]) -> str:
+    candidates = sorted(file for file in files if file.endswith((".json", ".jsonl")))
+    if len(candidates) != 1:
+        found = ", ".join(candidates[:10]) or "none"
+        raise EnvironmentBroken(
+            f"{name}: one JSON or JSONL file is expected in it, found: {found}; name a path instead"
+        )
+    return candidates[0]
+
+
+def _cached(name: HubName) -> list[str]:
+    """Return the files of a repository that are in the cache."""
+    from huggingface_hub import snapshot_download
+
+    folder = Path(
+        snapshot_download(name.repository, repo_type="dataset", revision=name.revision, local_files_only=True)
+    )
+    return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+
+
+def _within(seconds: float, work: Callable[[], Path]) -> Path:
+    """Return what the work returns, or raise what it raises. Raises: TimeoutError if it is not over by then."""
+    done: list[Path] = []
+    failed: list[Exception] = []
+
+    def run() -> None:
+        try:
+            done.append(work())
+        except Exception as error:  # raised again below, in the thread that waits
+            failed.append(error)
+
+    # A daemon: one that never ends must not keep the process alive.
+    thread = threading.Thread(target=run, name="hub", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if failed:
+        raise failed[0]
+    if not done:
+        raise TimeoutError(f"not over after {seconds:g} s")
+    return done[0]

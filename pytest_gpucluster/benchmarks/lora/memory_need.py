@@ -1,0 +1,96 @@
+"""How much of a GPU's memory a LoRA training takes, so that it is known before whether to recompute activations."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from pytest_gpucluster.benchmarks.footprint import free_bytes
+from pytest_gpucluster.benchmarks.lora.model import DTYPES, Base
+from pytest_gpucluster.benchmarks.lora.plan import Recipe, micro_batch
+from pytest_gpucluster.benchmarks.ranks import Ranks
+
+MARGIN = 1.1
+"""What is estimated may be off by a tenth, and the allocator leaves gaps. Source: this suite's rule."""
+
+
+def needed_bytes(base: Base, *, ranks: int, micro_batch: int, sequence: int, precision: str, recompute: bool) -> int:
+    """Estimate the memory of one rank: the larger of making the model and of a training step.
+
+    It is made whole on each rank, and sharded then. In a step each rank keeps its part of the base and of what learns
+    (fp32, gradient and two moments: 16 bytes), the gathered root and two gathered blocks, the activations, and the
+    logits with their gradients in fp32.
+
+    Kept of a token in each block, in bytes, with e bytes to a number: the inputs of the seven adapters after dropout
+    and its masks, (6 hidden + intermediate) (e + 1); two norms in fp32, 8 hidden; queries, keys, values and what
+    attention returns, 4 hidden e; gate, its activation and up, 3 intermediate e. Recomputing keeps only each block's
+    input, and all that of one block.
+
+    Source: counted in transformers' modeling_qwen2.py; not measured on a GPU so far.
+    """
+    geometry, e = base.geometry, DTYPES[precision].itemsize
+    hidden, tokens = geometry.hidden, micro_batch * sequence
+    saved = len(base.adapters.saved) * geometry.vocab * hidden
+    trained = geometry.adapter_parameters(base.adapters.rank) + saved
+    root = 2 * geometry.vocab * hidden
+    of_block = (geometry.parameters - root) // geometry.layers
+    kept_of_token = (
+        (6 * hidden + geometry.intermediate) * (e + 1) + 8 * hidden + 4 * hidden * e + 3 * geometry.intermediate * e
+    )
+    activations = tokens * kept_of_token * (1 if recompute else geometry.layers)
+    if recompute:
+        activations += tokens * hidden * e * geometry.layers
+    logits = tokens * geometry.vocab * (e + 4 + 4)
+    making = geometry.parameters * e + trained * 4
+    step = (geometry.parameters * e + trained * 16) // ranks + (root + 2 * of_block) * e + activations + logits
+    return int(MARGIN * max(making, step))
+
+
+def too_little_memory(
+    world: dist.ProcessGroup, device: torch.device, base: Base, recipe: Recipe, sequence: int, *, ranks: int
+) -> str:
+    """Say why a training does not fit into the memory of the GPUs, with the figures; "" if it does, on all of them.
+
+    Collective: every rank of the world must call this.
+
+    Args:
+        world: all ranks.
+        device: of this rank.
+        base, recipe, sequence: what is to be trained.
+        ranks: that train one model together.
+    """
+    return memory_for(Ranks(world, device), device, base, recipe, sequence, ranks=ranks)[1]
+
+
+def memory_for(
+    everyone: Ranks, device: torch.device, base: Base, recipe: Recipe, sequence: int, *, ranks: int
+) -> tuple[bool, str]:
+    """Return whether to recompute activations, and why there is too little memory: "" if there is enough.
+
+    Activations are recomputed where the rank with the least free memory could not keep them. The first rank decides.
+
+    Collective: each of ``everyone`` must call this.
+    """
+    free = int(min(told for [told] in everyone.gather([float(free_bytes(device) or 0)])))
+    at_once = micro_batch(recipe, ranks)
+
+    def need(recompute: bool) -> int:
+        return needed_bytes(
+            base,
+            ranks=ranks,
+            micro_batch=at_once,
+            sequence=sequence,
+            precision=recipe.precision,
+            recompute=recompute,
+        )
+
+    wanted = recipe.recompute == "on" or (recipe.recompute == "auto" and 0 < free < need(False))
+    recompute, lacking = map(bool, everyone.of_first([float(wanted), float(0 < free < need(wanted))]))
+    if not lacking:
+        return recompute, ""
+    return recompute, (
+        f"training {base.label} on {ranks} ranks with {at_once} blocks of {sequence} tokens at once needs about "
+        f"{need(recompute) / 1e9:.3g} GB of memory on each, and the rank with the least has {free / 1e9:.3g} GB free; "
+        "end what else uses the device (nvidia-smi names the processes), use more ranks, or set a smaller micro_batch "
+        "or sequence, such as --gpucluster-workload lora.qwen2.micro_batch=1"
+    )

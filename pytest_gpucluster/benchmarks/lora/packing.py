@@ -1,0 +1,203 @@
+"""Conversations as blocks of tokens of one length, one after another, and which of their tokens are judged.
+
+Nothing is padded, and attention is plainly causal: a block may begin in the middle of a conversation and may hold
+several. Source: training on packed blocks as torchtune and TRL name it; that conversations see what stands before them
+in their block is the price of static shapes and flash attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from typing import Any
+
+import torch
+
+from pytest_gpucluster.benchmarks.lora.draws import Draws
+from pytest_gpucluster.benchmarks.lora.rendering import segments
+from pytest_gpucluster.benchmarks.lora.rows import Row
+from pytest_gpucluster.errors import EnvironmentBroken
+
+_AT_ONCE = 512
+"""Rows that are given to the tokenizer together: it spreads them over its threads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """What became of the rows.
+
+    Attributes:
+        rows: that were laid out.
+        tokens: of these rows, end tokens included.
+        judged: tokens among them that the assistant says, end tokens included.
+        dropped: tokens at the end that fill no block.
+        blocks: of ``sequence + 1`` tokens.
+        judged_targets: targets in the blocks that count. The first token of a block is no target.
+        longest: tokens of the longest row.
+    """
+
+    rows: int
+    tokens: int
+    judged: int
+    dropped: int
+    blocks: int
+    judged_targets: int
+    longest: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Packed:
+    """Blocks of tokens.
+
+    Attributes:
+        tokens: int64, blocks x (sequence + 1): inputs are ``tokens[:, :-1]``, targets ``tokens[:, 1:]``.
+        judged: bool, blocks x sequence: which of the targets the assistant says.
+        statistics: what became of the rows.
+    """
+
+    tokens: torch.Tensor
+    judged: torch.Tensor
+    statistics: Statistics
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def encode(row: Row, tokenizer: Any) -> tuple[list[int], list[bool]]:
+    """Return the tokens of a row, and which of them the assistant says: its words, and the end token after them.
+
+    Each piece of a row is turned into tokens by itself, so that no token is half judged. A row that does not end with
+    the assistant is closed by an end token that is not judged.
+    """
+    [(tokens, judged)] = _encoded([row], tokenizer)
+    return tokens, judged
+
+
+def pack(rows: Iterable[Row], tokenizer: Any, sequence: int, *, blocks: int | None = None) -> Packed:
+    """Lay rows out as tokens, one after another in their order, and cut that into blocks.
+
+    Args:
+        rows: conversations.
+        tokenizer: of transformers, with an end token.
+        sequence: positions of a block; it holds one token more.
+        blocks: how many are wanted: the rows after them are not looked at. None takes all rows.
+
+    Raises:
+        EnvironmentBroken: the rows do not fill one block.
+        ValueError: ``sequence`` or ``blocks`` is below 1, or the tokenizer has no end token.
+    """
+    if sequence < 1 or (blocks is not None and blocks < 1):
+        raise ValueError(f"sequence and blocks must be at least 1, not {sequence} and {blocks}")
+    if tokenizer.eos_token_id is None:
+        raise ValueError("the tokenizer has no end token (eos_token)")
+    length = sequence + 1
+    pieces: list[torch.Tensor] = []
+    masks: list[torch.Tensor] = []
+    used = total = longest = 0
+    for chunk in _chunks(rows, _AT_ONCE):
+        for tokens, judged in _encoded(chunk, tokenizer):
+            pieces.append(torch.tensor(tokens, dtype=torch.int32))
+            masks.append(torch.tensor(judged, dtype=torch.bool))
+            used, total, longest = used + 1, total + len(tokens), max(longest, len(tokens))
+            if blocks is not None and total >= blocks * length:
+                break
+        if blocks is not None and total >= blocks * length:
+            break
+    count = total // length if blocks is None else min(total // length, blocks)
+    if not count:
+        raise EnvironmentBroken(
+            f"{used} rows are {total} tokens, which do not fill one block of {length}: give more rows, or a shorter"
+            f" sequence than {sequence}"
+        )
+    mask = torch.cat(masks)
+    in_blocks = mask[: count * length].view(count, length)[:, 1:].contiguous()
+    return Packed(
+        tokens=torch.cat(pieces)[: count * length].view(count, length).long(),
+        judged=in_blocks,
+        statistics=Statistics(
+            rows=used,
+            tokens=total,
+            judged=int(mask.sum()),
+            dropped=total - count * length,
+            blocks=count,
+            judged_targets=int(in_blocks.sum()),
+            longest=longest,
+        ),
+    )
+
+
+@lru_cache(maxsize=2)
+def order(seed: int, epoch: int, blocks: int) -> tuple[int, ...]:
+    """Return the order in which an epoch goes through the blocks: the same on every rank and for every world size."""
+    numbers = list(range(blocks))
+    Draws(seed, "order", epoch).shuffle(numbers)
+    return tuple(numbers)
+
+
+def global_batch(step: int, *, size: int, blocks: int, seed: int) -> list[int]:
+    """Return the blocks of a step, of all ranks together. After the last block the next epoch begins, in its own order.
+
+    It depends on the step alone, so that a training which is resumed goes on with the same blocks.
+
+    Args:
+        step: from 0.
+        size: blocks of a step: the global batch, whatever the world size.
+        blocks: how many there are.
+        seed: of the order.
+
+    Raises: ValueError if there is no block, or ``size`` is below 1.
+    """
+    if size < 1 or blocks < 1 or step < 0:
+        raise ValueError(f"size and blocks must be at least 1 and step at least 0, not {size}, {blocks} and {step}")
+    places = (divmod(step * size + offset, blocks) for offset in range(size))
+    return [order(seed, epoch, blocks)[place] for epoch, place in places]
+
+
+def share(batch: Sequence[int], *, rank: int, world_size: int) -> list[int]:
+    """Return the part of a global batch that a rank of a group takes: equally many each, in their order.
+
+    Raises: ValueError if the batch cannot be shared out equally.
+    """
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise ValueError(f"rank must be one of {world_size} ranks, not {rank}")
+    if len(batch) % world_size:
+        raise ValueError(f"{len(batch)} blocks cannot be shared out equally among {world_size} ranks")
+    each = len(batch) // world_size
+    return list(batch[rank * each : (rank + 1) * each])
+
+
+def _encoded(rows: Sequence[Row], tokenizer: Any) -> Iterator[tuple[list[int], list[bool]]]:
+    laid_out = [list(segments(row)) for row in rows]
+    # No special token of its own: a model that begins each text with one would have it at every turn.
+    ids = iter(ids_of([segment.text for pieces in laid_out for segment in pieces], tokenizer))
+    end = tokenizer.eos_token_id
+    for pieces in laid_out:
+        tokens: list[int] = []
+        judged: list[bool] = []
+        for segment in pieces:
+            piece = list(next(ids)) + ([end] if segment.judged else [])
+            tokens += piece
+            judged += [segment.judged] * len(piece)
+        if not pieces[-1].judged:
+            tokens.append(end)
+            judged.append(False)
+        yield tokens, judged
+
+
+def ids_of(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
+    """Return the tokens of each text, without those that a model puts at the begin of all texts."""
+    # A long text is no mistake here: it is cut into blocks. Without this the tokenizer warns of it.
+    if not texts:
+        return []
+    found: list[list[int]] = tokenizer(
+        list(texts), add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
+    )["input_ids"]
+    return found
+
+
+def _chunks(rows: Iterable[Row], size: int) -> Iterator[list[Row]]:
+    each = iter(rows)
+    while chunk := list(islice(each, size)):
+        yield chunk

@@ -1,0 +1,297 @@
+"""Conversations to learn function calls from, read from a file or from the hub, with what was wrong in them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pytest_gpucluster.benchmarks.lora.conversation import BETWEEN, LABELS, Turn, turns_of
+from pytest_gpucluster.benchmarks.lora.hub import HubName, fetch, hub_name
+from pytest_gpucluster.errors import EnvironmentBroken
+
+MALFORMED_RATIO = 0.01
+"""The part of the rows that may be malformed. Source: this suite's rule; with more it is another file."""
+
+SHAPES: Mapping[str, tuple[str, ...]] = {
+    "glaive": ("system", "chat"),
+    "instruction": ("instruction", "output"),
+}
+"""The keys that a row must have, by the name of its shape. An instruction row may have an ``input`` as well."""
+
+_ALLOWED = "{system, chat} as in glaive-function-calling-v2, or {instruction, input, output}"
+_SHOWN = 5
+_LENGTH_BYTES = 8  # of safetensors, before its JSON: https://huggingface.co/docs/safetensors/index, "Format"
+_NOT_SPACE = re.compile(r"[^ \t\r\n]")
+_DECODER = json.JSONDecoder()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A conversation.
+
+    Attributes:
+        system: what stands before it: ``SYSTEM: ...`` with the functions, or nothing.
+        chat: its turns, as text.
+        line: where it begins in its file, from 1; 0 if it is from none.
+    """
+
+    system: str
+    chat: str
+    line: int = 0
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """Take the chat apart, at each access. Raises: ValueError if it is no conversation."""
+        return turns_of(self.chat)
+
+    def key(self) -> str:
+        """Return what two rows share exactly if they are the same conversation."""
+        return hashlib.sha256(
+            f"{self.system.strip()}\0{self.chat.strip()}".encode("utf-8", "surrogatepass")
+        ).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Malformed:
+    """A row that cannot be used.
+
+    Attributes:
+        line: where it begins in its file, from 1.
+        row: its number, from 0.
+        reason: what is wrong with it.
+    """
+
+    line: int
+    row: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"line {self.line} (row {self.row}): {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """What a source holds.
+
+    Attributes:
+        rows: the conversations, in the order of the file.
+        malformed: the rows that were left out.
+        sha256: of the file's bytes.
+        source: the path or hub name.
+        revision: of the hub's repository; None for a path.
+    """
+
+    rows: tuple[Row, ...]
+    malformed: tuple[Malformed, ...]
+    sha256: str
+    source: str
+    revision: str | None = None
+
+
+def load_rows(source: str | Path, *, sha256: str | None = None, revision: str | None = None) -> Rows:
+    """Read conversations from a file, or from a repository of data sets on the Hugging Face hub.
+
+    The file is one JSON array, or JSONL: one object a line. A row has one of the ``SHAPES``. A row that cannot be used
+    is left out and told in ``malformed``.
+
+    Args:
+        source: a path, or as text ``owner/name`` with or without ``@revision``. A path that exists wins.
+        sha256: that the file must have. The original's own is known and always demanded.
+        revision: of the hub's repository, unless ``source`` names it. The original's own is known.
+
+    Raises:
+        EnvironmentBroken: no such file; the hub does not answer, or HF_HUB_OFFLINE is set and nothing is cached; the
+            sha256 is another one; the file is empty, not UTF-8, cut off or of an unknown shape; or more than
+            ``MALFORMED_RATIO`` of its rows are malformed. The message says where.
+    """
+    path = Path(source)
+    name = None if isinstance(source, Path) else hub_name(source, revision)
+    if not path.exists() and name is None:
+        raise EnvironmentBroken(
+            f"{source}: no such file, and no name on the hub, which is owner/name or owner/name@revision"
+        )
+    if not path.exists() and name is not None:
+        path = fetch(name)
+        sha256 = sha256 or name.sha256
+        shown: str | HubName = name
+    else:
+        shown, name = str(source), None
+    data = _bytes(path)
+    found = hashlib.sha256(data).hexdigest()
+    if sha256 is not None and found != sha256.strip().lower():
+        raise EnvironmentBroken(
+            f"{shown}: its sha256 is {found}, and {sha256} is expected: it is another file, or damaged; get it again,"
+            " or name its own sha256"
+        )
+    rows, malformed = read(data, str(shown))
+    return Rows(
+        rows=tuple(rows),
+        malformed=tuple(malformed),
+        sha256=found,
+        source=str(source),
+        revision=name.revision if name else None,
+    )
+
+
+def read(data: bytes, where: str) -> tuple[list[Row], list[Malformed]]:
+    """Read the bytes of a file: the rows that can be used, and the others.
+
+    Args:
+        data: UTF-8, with or without a byte order mark.
+        where: the file's name, for messages.
+
+    Raises: EnvironmentBroken, as ``load_rows``.
+    """
+    if data[_LENGTH_BYTES : _LENGTH_BYTES + 1] == b"{" and b"\0" in data[:_LENGTH_BYTES]:
+        raise EnvironmentBroken(f"{where}: a safetensors file, and no rows; name the file of rows that it was made of")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise EnvironmentBroken(
+            f"{where}:{line}: not UTF-8: byte {error.start} is 0x{data[error.start]:02x}; store the file as UTF-8"
+        ) from None
+    if not (first := _NOT_SPACE.search(text)):
+        raise EnvironmentBroken(f"{where}: the file is empty; there must be rows of {_ALLOWED}")
+    rows: list[Row] = []
+    malformed: list[Malformed] = []
+    values = _array(text, first.start(), where) if first.group() == "[" else _lines(text, where)
+    for number, (line, value) in enumerate(values):
+        try:
+            if isinstance(value, json.JSONDecodeError):
+                raise ValueError(f"no JSON: {value.msg} at column {value.colno}")
+            rows.append(row_of(value, line))
+        except UnknownShape as error:
+            if number == 0:
+                raise EnvironmentBroken(f"{where}:{line}: {error}") from None
+            malformed.append(Malformed(line=line, row=number, reason=str(error)))
+        except ValueError as error:
+            malformed.append(Malformed(line=line, row=number, reason=str(error)))
+    _refuse_many(malformed, len(rows) + len(malformed), where)
+    return rows, malformed
+
+
+class UnknownShape(ValueError):
+    """A row has other keys than any shape that is known."""
+
+
+def row_of(value: object, line: int = 0) -> Row:
+    """Make a row of a JSON object of any of the ``SHAPES``.
+
+    Raises:
+        UnknownShape: its keys are of none.
+        ValueError: it is no object, a field is no text, or its chat is no conversation.
+    """
+    if not isinstance(value, dict):
+        raise ValueError(f"a row must be an object, not {_kind(value)}")
+    shape = next((name for name, keys in SHAPES.items() if all(key in value for key in keys)), None)
+    if shape is None:
+        keys = ", ".join(map(str, value)) or "none"
+        raise UnknownShape(f"a row has the keys {keys[:200]}; allowed are {_ALLOWED}")
+    if shape == "glaive":
+        row = Row(system=_text(value, "system"), chat=_text(value, "chat"), line=line)
+    else:
+        asked = [_text(value, "instruction"), _text(value, "input") if value.get("input") is not None else ""]
+        question = "\n".join(part.strip() for part in asked if part.strip())
+        chat = [f"{LABELS['user']} {question}", f"{LABELS['assistant']} {_text(value, 'output').strip()}"]
+        row = Row(system="", chat=BETWEEN.join(chat), line=line)
+    turns_of(row.chat)
+    return row
+
+
+def _text(value: dict[str, Any], key: str) -> str:
+    text = value[key]
+    if not isinstance(text, str):
+        raise ValueError(f"{key} must be a text, not {_kind(text)}")
+    return text
+
+
+def _kind(value: object) -> str:
+    kinds = {
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        str: "a text",
+        list: "an array",
+        dict: "an object",
+    }
+    return kinds.get(type(value), "null")
+
+
+def _lines(text: str, where: str) -> Iterator[tuple[int, Any]]:
+    """Yield each line's number and value, or the error in it. A cut-off last line is an error of the whole file."""
+    lines = text.split("\n")
+    for number, line in enumerate(lines, 1):
+        if not _NOT_SPACE.search(line):
+            continue
+        try:
+            yield number, json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines) and number > 1:
+                raise EnvironmentBroken(
+                    f"{where}:{number}:{error.colno}: the file is cut off in its last line: {error.msg}; get it again"
+                ) from None
+            yield number, error
+        except RecursionError:
+            yield number, json.JSONDecodeError("nested too deeply", line, 0)
+
+
+def _array(text: str, at: int, where: str) -> Iterator[tuple[int, Any]]:
+    """Yield where each element of one JSON array begins, and its value."""
+    line, counted, count = 1, 0, 0
+    at = _next(text, at + 1, where, count)
+    while text[at] != "]":
+        if count:
+            if text[at] != ",":
+                raise _broken(text, at, where, count, f"',' or ']' expected, not {text[at]!r}")
+            at = _next(text, at + 1, where, count)
+        line, counted = line + text.count("\n", counted, at), at
+        try:
+            value, end = _DECODER.raw_decode(text, at)
+        except json.JSONDecodeError as error:
+            raise _broken(text, error.pos, where, count, error.msg) from None
+        except RecursionError:
+            raise _broken(text, at, where, count, "nested too deeply") from None
+        yield line, value
+        count += 1
+        at = _next(text, end, where, count)
+    if rest := _NOT_SPACE.search(text, at + 1):
+        raise _broken(text, rest.start(), where, count, "nothing may follow the array")
+    if not count:
+        raise EnvironmentBroken(f"{where}: the file is empty: an array without any row")
+
+
+def _next(text: str, at: int, where: str, count: int) -> int:
+    found = _NOT_SPACE.search(text, at)
+    if not found:
+        raise _broken(text, len(text), where, count, "the array does not end")
+    return found.start()
+
+
+def _broken(text: str, at: int, where: str, count: int, message: str) -> EnvironmentBroken:
+    line, column = text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
+    cut = "the file is cut off" if not _NOT_SPACE.search(text, at) or "Unterminated" in message else "no JSON"
+    return EnvironmentBroken(f"{where}:{line}:{column}: {cut} in row {count}: {message}; get it again, or mend it")
+
+
+def _refuse_many(malformed: Sequence[Malformed], count: int, where: str) -> None:
+    if len(malformed) <= MALFORMED_RATIO * count:
+        return
+    shown = "; ".join(map(str, malformed[:_SHOWN]))
+    more = f"; and {len(malformed) - _SHOWN} more" if len(malformed) > _SHOWN else ""
+    raise EnvironmentBroken(
+        f"{where}: {len(malformed)} of {count} rows are malformed, and at most {MALFORMED_RATIO:.0%} may be:"
+        f" {shown}{more}"
+    )
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise EnvironmentBroken(f"{path}: {error.strerror or error}; name a file of rows") from None

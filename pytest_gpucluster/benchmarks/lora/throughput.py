@@ -1,0 +1,163 @@
+"""How many tokens a GPU trains on in a second, and how much memory it takes, whatever the weights are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from pytest_gpucluster.benchmarks.blocks import NOTHING
+from pytest_gpucluster.benchmarks.footprint import memory_returned
+from pytest_gpucluster.benchmarks.lora.loop import STARTING_STEPS, Loop, Pieces
+from pytest_gpucluster.benchmarks.lora.model import Base
+from pytest_gpucluster.benchmarks.lora.packing import Packed, Statistics
+from pytest_gpucluster.benchmarks.lora.plan import Recipe
+from pytest_gpucluster.benchmarks.training.compilation import fresh_compiler
+from pytest_gpucluster.errors import WrongResult
+from pytest_gpucluster.sampling import Sampling, Series, series, wants_more
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraThroughput:
+    """What was found on this rank.
+
+    Attributes:
+        tokens_per_second: input tokens of all positions, none of which is padding, over the time of a step: one sample
+            for each steady step. It is this GPU's rate.
+        flops_per_token: by the formula, without what is recomputed.
+        peak_bytes: of the GPU's memory; None on cpu.
+        recomputes: whether activations were recomputed.
+        steps: that were taken.
+        notes: for the report.
+    """
+
+    tokens_per_second: Series
+    flops_per_token: int
+    peak_bytes: int | None
+    recomputes: bool
+    steps: int
+    notes: tuple[str, ...]
+
+
+def lora_throughput(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    base: Base,
+    recipe: Recipe,
+    sequence: int,
+    sampling: Sampling,
+    during: AbstractContextManager[object] = NOTHING,
+    progress: Callable[..., None] | None = None,
+    pieces: Pieces | None = None,
+) -> LoraThroughput:
+    """Train on random tokens until the rate is known.
+
+    Collective: every rank of the group must call this, with the same arguments. The first rank decides for all when it
+    is enough.
+
+    Args:
+        group: the ranks that train one model together.
+        device: where this rank trains.
+        base: what is trained.
+        recipe: how; its steps are those at most, and fix only the learning rate.
+        sequence: positions of a block.
+        sampling: how long to warm up, how long to measure, how sure to be.
+        during: held open while steps are timed, not during the warm-up.
+        progress: shows how far it is.
+        pieces: by default ``PIECES`` of ``loop``.
+
+    Raises:
+        WrongResult: a loss or norm is not finite.
+        EnvironmentBroken: too little memory is free.
+    """
+    try:
+        compiler = fresh_compiler() if recipe.compiled else nullcontext()
+        with memory_returned(circles=True), compiler:
+            return _measure(group, device, base, recipe, sequence, sampling, during, progress, pieces)
+    finally:
+        # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
+        del group
+
+
+def random_blocks(count: int, sequence: int, vocab: int, seed: int) -> Packed:
+    """Return blocks of random tokens, all of which are judged."""
+    random = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(vocab, (count, sequence + 1), generator=random)
+    total = count * (sequence + 1)
+    return Packed(
+        tokens=tokens,
+        judged=torch.ones(count, sequence, dtype=torch.bool),
+        statistics=Statistics(
+            rows=0,
+            tokens=total,
+            judged=total,
+            dropped=0,
+            blocks=count,
+            judged_targets=count * sequence,
+            longest=sequence + 1,
+        ),
+    )
+
+
+def _measure(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    base: Base,
+    recipe: Recipe,
+    sequence: int,
+    sampling: Sampling,
+    during: AbstractContextManager[object],
+    progress: Callable[..., None] | None,
+    pieces: Pieces | None,
+) -> LoraThroughput:
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    packed = random_blocks(4 * recipe.global_batch, sequence, base.geometry.vocab, recipe.seed)
+    loop = Loop(group, device, base, recipe, packed, pieces=pieces)
+    taken = 0
+
+    def take() -> float:
+        nonlocal taken
+        taken += 1
+        step = loop.step(taken)
+        if not step.all_finite:
+            raise WrongResult(
+                f"step {taken}: the loss is {step.loss} and the gradients' norm {step.gradient_norm}, and both must be "
+                "finite. Look at -k ddp and at the GPU"
+            )
+        rate = loop.tokens_of_rank / step.seconds
+        if progress is not None:
+            progress(taken, recipe.steps, loss=step.loss, tokens_per_second=rate)
+        return step.seconds
+
+    def goes_on(more: bool) -> bool:
+        [decided] = loop.ranks.of_first([float(more)])
+        return bool(decided) and taken < recipe.steps
+
+    warm = 0.0
+    while goes_on(taken < STARTING_STEPS or warm < sampling.warmup_seconds):
+        warm += take()
+    rates: list[float] = []
+    spent = 0.0
+    with during:
+        while goes_on(wants_more(rates, spent_seconds=spent, sampling=sampling)):
+            seconds = take()
+            rates.append(loop.tokens_of_rank / seconds)
+            spent += seconds
+    notes = ["activations are recomputed"] if loop.recomputes else []
+    if recipe.compiled and loop.not_compiled:
+        notes.append(f"torch.compile does not work here, so blocks run eagerly: {loop.not_compiled}")
+    adapters = base.adapters
+    return LoraThroughput(
+        tokens_per_second=series(rates, sampling),
+        flops_per_token=base.geometry.flops_per_token(sequence, rank=adapters.rank, head_trained=adapters.trains_head),
+        peak_bytes=torch.cuda.max_memory_allocated(device) if cuda else None,
+        recomputes=loop.recomputes,
+        steps=taken,
+        notes=tuple(notes),
+    )

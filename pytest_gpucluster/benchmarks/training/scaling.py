@@ -1,0 +1,190 @@
+"""How much of one GPU's rate is left to each GPU in a larger group: weak scaling.
+
+The rate of the slowest rank in the larger groups stands over that of the median rank in the smaller ones. Both are
+per GPU, with the same model and the same tokens per GPU and step. The median, because a GPU that is slow by itself
+holds up the larger group: over the slowest rank's own rate nothing of that would be seen.
+
+>>> one_gpu, node = [_rate(100.0), _rate(102.0), _rate(60.0)], [_rate(57.0), _rate(57.0), _rate(57.0)]
+>>> efficiency(node, one_gpu).median
+0.57
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from pytest_gpucluster import stats
+from pytest_gpucluster.benchmarks.ranks import Ranks
+from pytest_gpucluster.benchmarks.training.throughput import Pieces, Progress, throughput
+from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
+from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.sampling import Sampling, Series
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What all ranks reached in groups of one size, all groups at once. Equal on all ranks, but for ``notes``.
+
+    Attributes:
+        group_size: ranks that trained together.
+        of_rank: tokens a second of each rank of the world, without the samples.
+        mine: this rank's own, with them.
+        notes: what a reader must know of this rank's training.
+    """
+
+    group_size: int
+    of_rank: tuple[Series, ...]
+    mine: Series
+    notes: tuple[str, ...]
+
+    @property
+    def slowest(self) -> int:
+        """The rank with the lowest rate, or the first whose rate is no number."""
+        return min(range(len(self.of_rank)), key=lambda rank: _order(self.of_rank[rank].median))
+
+
+def rates(
+    world: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    setup: Setup,
+    *,
+    sampling: Sampling,
+    known: MutableMapping[int, Rates] | None = None,
+    using: AbstractContextManager[object] | None = None,
+    during: AbstractContextManager[object] | None = None,
+    pieces: Pieces | None = None,
+    progress: Progress | None = None,
+) -> Rates:
+    """Train in groups of one size, all of them at once, and tell each other the rates.
+
+    Collective: every rank of the world must call this, with groups of one size.
+
+    Args:
+        world: all ranks.
+        group: the ranks that train together; None: each rank alone, which needs no group.
+        device: where this rank trains.
+        setup: what is trained, and how.
+        sampling: how long to warm up and to measure, and how sure to be.
+        known: group size -> rates that were measured before with the same setup and sampling. They are taken where all
+            ranks have them, and new ones are added that are certain.
+        using: entered while the group is used, and no other one.
+        during: entered for the time of the steps that count.
+        pieces: what the training is made of.
+        progress: as of ``throughput``.
+
+    Raises:
+        EnvironmentBroken: the ranks have groups of different sizes.
+        As ``throughput`` otherwise.
+    """
+    try:
+        return _rates(world, group, device, setup, sampling, known, using, during, pieces, progress)
+    finally:
+        # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
+        del world, group
+
+
+def _rates(
+    world: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    setup: Setup,
+    sampling: Sampling,
+    known: MutableMapping[int, Rates] | None,
+    using: AbstractContextManager[object] | None,
+    during: AbstractContextManager[object] | None,
+    pieces: Pieces | None,
+    progress: Progress | None,
+) -> Rates:
+    everyone = Ranks(world, device)
+    size = 1 if group is None else dist.get_world_size(group)
+    before = {} if known is None else known
+    # This is the start line, too: nobody begins before all are here.
+    told = everyone.gather([size, size in before])
+    other = next((rank for rank, (its, _) in enumerate(told) if its != told[0][0]), None)
+    if other is not None:
+        raise EnvironmentBroken(
+            f"{everyone.name(other)} trains in a group of {told[other][0]:.0f}, {everyone.name(0)} in one of "
+            f"{told[0][0]:.0f}: start equally many ranks on every node"
+        )
+    # A rank that failed meanwhile has less than the others.
+    if all(has for _, has in told):
+        return before[size]
+    with using or nullcontext():
+        found = throughput(group, device, setup, sampling=sampling, during=during, pieces=pieces, progress=progress)
+    mine = found.tokens_per_second
+    of_rank = tuple(told_series(everyone, mine))
+    measured = Rates(group_size=size, of_rank=of_rank, mine=mine, notes=found.notes)
+    # What was not certain may be so the next time. All ranks know the same of it.
+    if not any(one.inconclusive for one in of_rank):
+        before[size] = measured
+    return measured
+
+
+def straggler_table(of_rank: Sequence[Series], hosts: Sequence[str]) -> str:
+    """Return the ranks as CSV, the slowest first: rank, host, tokens a second, and these over the others' median.
+
+    Args:
+        of_rank: the rate of each rank by itself, of two ranks at least.
+        hosts: the host of each rank.
+    """
+    medians = [one.median for one in of_rank]
+    rows = ["rank,host,tokens_per_second,ratio_to_median_of_others"]
+    for rank in sorted(range(len(medians)), key=lambda rank: _order(medians[rank])):
+        others = stats.median([rate for other, rate in enumerate(medians) if other != rank])
+        ratio = medians[rank] / others if others else math.nan
+        rows.append(f"{rank},{hosts[rank]},{medians[rank]:.6g},{ratio:.4g}")
+    return "\n".join(rows) + "\n"
+
+
+def told_series(ranks: Ranks, mine: Series) -> list[Series]:
+    """Return every rank's series, without the samples. Collective: every rank must call this."""
+    told = ranks.gather([mine.median, mine.low, mine.high, bool(mine.inconclusive)])
+    return [
+        _rate(median, low, high, f"{ranks.name(rank)} is not sure of its own rate" * bool(unsure))
+        for rank, (median, low, high, unsure) in enumerate(told)
+    ]
+
+
+def efficiency(larger: Sequence[Series], smaller: Sequence[Series]) -> Series:
+    """Return the slowest rate in larger groups over the median rate in smaller ones, with the interval of the ratio.
+
+    The interval is from the lowest that the one may be over the highest that the other may be, to the opposite: at
+    least as wide as the true one with the same confidence. What any rank is not sure of makes the ratio inconclusive.
+    A rate that is no positive number makes it NaN, which is never accepted.
+
+    Args:
+        larger: the rate of each rank in the larger groups.
+        smaller: the rate of each rank in the smaller groups.
+
+    Raises: ValueError if there is no rate.
+    """
+    if not larger or not smaller:
+        raise ValueError("a ratio of rates needs rates of both sizes")
+    every = [*larger, *smaller]
+    if not all(0 < end < math.inf for one in every for end in (one.low, one.median, one.high)):
+        return _rate(math.nan)
+    above = [min(getattr(one, end) for one in larger) for end in ("median", "low", "high")]
+    below = [stats.median([getattr(one, end) for one in smaller]) for end in ("median", "high", "low")]
+    median, low, high = (upper / lower for upper, lower in zip(above, below, strict=True))
+    return _rate(median, low, high, next((one.inconclusive for one in every if one.inconclusive), ""))
+
+
+def _rate(median: float, low: float | None = None, high: float | None = None, inconclusive: str = "") -> Series:
+    return Series(
+        samples=(),
+        median=median,
+        low=median if low is None else low,
+        high=median if high is None else high,
+        inconclusive=inconclusive,
+    )
+
+
+def _order(rate: float) -> float:
+    return -math.inf if math.isnan(rate) else rate

@@ -1,0 +1,475 @@
+"""How many tokens a second each rank trains, with the training itself verified."""
+
+from __future__ import annotations
+
+import math
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from pytest_gpucluster.benchmarks.blocks import BATCH_SECONDS
+from pytest_gpucluster.benchmarks.clock import Clock, clock_for
+from pytest_gpucluster.benchmarks.footprint import free_bytes, memory_returned
+from pytest_gpucluster.benchmarks.ranks import Ranks
+from pytest_gpucluster.benchmarks.training.compilation import (
+    compile_blocks,
+    compile_failed,
+    fresh_compiler,
+    missing_compiler,
+)
+from pytest_gpucluster.benchmarks.training.data_parallel import Replicate, replicate
+from pytest_gpucluster.benchmarks.training.decoder import Decoder, make_decoder, missing_flash_attention, on_meta
+from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
+from pytest_gpucluster.benchmarks.training.loading import Loading, endless_batches
+from pytest_gpucluster.benchmarks.training.sharding import allocate, mesh_of, shard
+from pytest_gpucluster.benchmarks.training.step import PARTS, Parts, Taken, Training
+from pytest_gpucluster.benchmarks.training.step_parts import (
+    COMMUNICATION,
+    GATHERED_BYTES,
+    exposed,
+    time_alone,
+    time_parts,
+)
+from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
+from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
+from pytest_gpucluster.sampling import MIN_SAMPLES, Sampling, Series, series, wants_more
+from pytest_gpucluster.stats import median, percentile
+
+LEARNING_RATE = 1e-4
+"""Source: this suite's rule: small enough for every size here without a warm-up of the rate, and large enough for the
+loss to fall in a dozen steps."""
+
+FIRST_STEPS = 3
+"""Before anything is timed: the first compiles and connects, and the optimizer makes its moments."""
+
+PARTS_STEPS = 5
+"""Steps in which the parts are timed, and as many without exchange."""
+
+MOST_STEPS = 10_000
+"""Between two decisions. What each has seen is kept on the device until then."""
+
+_PLENTY_BYTES = 2**52
+"""Stands for free memory that nobody can tell: then the allocation itself will tell."""
+
+Progress = Callable[..., None]
+"""``progress(step, of, **figures)``: shown to whoever waits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """What the measured training is made of. A test puts one that is broken in the place of another."""
+
+    make: Callable[..., Decoder] = make_decoder
+    replicate: Replicate = replicate
+    batches: Callable[..., Iterator[torch.Tensor]] = endless_batches
+    missing_compiler: Callable[[torch.device], str] = missing_compiler
+    step: Parts = PARTS
+    clock: Callable[[torch.device], Clock] = clock_for
+
+
+PIECES = Pieces()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """What was measured on this rank.
+
+    Attributes:
+        tokens_per_second: of this rank, one sample for each steady step. It is as inconclusive as the slowest rank's.
+        step_seconds: of the same steps.
+        p99_seconds: of the same steps; with fewer than 100 it is near the longest.
+        parts: seconds of data_wait, forward, backward, optimizer and exposed_communication in other steps. One that is
+            not known is not there, and a note says why.
+        flops_per_token: of the model; what is recomputed does not count.
+        tokens: of this rank in a step.
+        compiled: the blocks were.
+        losses: of the first step, and of the last one with the same rows.
+        steps: that the optimizer has taken.
+        notes: what a reader of the figures must know.
+    """
+
+    tokens_per_second: Series
+    step_seconds: Series
+    p99_seconds: float
+    parts: Mapping[str, float]
+    flops_per_token: int
+    tokens: int
+    compiled: bool
+    losses: tuple[float, float]
+    steps: int
+    notes: tuple[str, ...] = ()
+
+
+def throughput(
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    setup: Setup,
+    *,
+    sampling: Sampling,
+    during: AbstractContextManager[object] | None = None,
+    seed: int = 0,
+    pieces: Pieces | None = None,
+    progress: Progress | None = None,
+) -> Throughput:
+    """Measure tokens a second of full training steps in bf16: all that a training does, data loading included.
+
+    Collective: every rank of the group must call this, with the same setup and sampling.
+
+    The first steps, in which blocks are compiled, do not count, nor does the warm-up. Then steps are taken one after
+    the other as a training takes them, without any wait between them. The first rank decides for all how many: until
+    the median of the slowest rank's steps is known. Where the time of a step goes is measured afterwards in other
+    steps. The rows of the very first step are trained on once more after the last one that counts.
+
+    Args:
+        group: the ranks that train together; None: this rank alone, with ddp only. A group of one exchanges nothing.
+        device: where this rank trains.
+        setup: what is trained, and how.
+        sampling: how long to warm up and to measure, and how sure to be. What is not sure in time is returned as
+            inconclusive.
+        during: entered for the time of the steps that count.
+        seed: of weights and data.
+        pieces: what the training is made of; by default ``PIECES`` of this module.
+        progress: called on every rank after some steps each, with the step, how many there will be as far as is known,
+            and the figures ``loss`` and ``tokens_per_second``.
+
+    Raises:
+        WrongResult: on the rank at fault: a loss or gradient is not finite, the loss of the first rows has not fallen,
+            a weight tensor has not moved, the optimizer has skipped steps, the rows were fewer than they should, or
+            the ranks' weights differ with ddp.
+        InconclusiveMeasurement: a rank's clock did not advance; on all ranks.
+        EnvironmentBroken: the ranks do not measure the same, or one has too little memory, on all ranks; or this rank
+            gets no data, runs out of memory, or cannot compile the model although it has a compiler.
+        ValueError: fsdp without a group.
+    """
+    if group is None and setup.strategy == "fsdp":
+        raise ValueError("fsdp needs a group to share the model in, if only of one rank")
+    try:
+        with memory_returned(circles=True), fresh_compiler() if setup.compiled else nullcontext():
+            return _measure(
+                group, device, setup, sampling, during or nullcontext(), seed, pieces or PIECES, progress or _silent
+            )
+    except torch.OutOfMemoryError as error:
+        needed = setup.needed_bytes(1 if group is None else dist.get_world_size(group))
+        said = f"{error}. The estimate was {needed / 1e9:.3g} GB. Choose a smaller batch, or recompute blocks"
+    except RuntimeError as error:
+        if not compile_failed(error):
+            raise
+        said = f"blocks cannot be compiled: {compile_failed(error)}. Look at torch and triton, or run eager"
+    finally:
+        # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
+        del group
+    # Here, where nothing refers to the error any more, whose frames hold the model.
+    raise EnvironmentBroken(f"{device}: {said} (--gpucluster-workload training.throughput...)")
+
+
+def _measure(
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    setup: Setup,
+    sampling: Sampling,
+    during: AbstractContextManager[object],
+    seed: int,
+    pieces: Pieces,
+    progress: Progress,
+) -> Throughput:
+    ranks = Ranks(group, device)
+    _agree(ranks, device, setup, sampling)
+    notes = []
+    compiled, why_not = _compiles(ranks, device, pieces) if setup.compiled else (False, "")
+    if why_not:
+        notes.append(f"no compiler, ran eager: {why_not}")
+    slow_attention = missing_flash_attention(device, setup.geometry)
+    if slow_attention:
+        notes.append(f"no flash attention: {slow_attention}")
+    training = _training(group, ranks, device, setup, compiled=compiled, seed=seed, pieces=pieces)
+    loading = Loading(batch=setup.batch, workers=setup.workers, prefetch=setup.prefetch, seed=seed)
+    batches = pieces.batches(setup.geometry, loading, device, rank=ranks.index, count=ranks.count)
+    return _Steps(ranks, device, setup, training, batches, pieces.clock(device), progress).measure(
+        sampling, during, compiled, notes
+    )
+
+
+def _agree(ranks: Ranks, device: torch.device, setup: Setup, sampling: Sampling) -> None:
+    """Find on all ranks what would let some wait for others that do something else, or that have failed."""
+    free = free_bytes(device)
+    mine = [zlib.crc32(repr((setup, sampling)).encode()), _PLENTY_BYTES if free is None else free]
+    told = ranks.gather(mine)
+    for index, (measured, _) in enumerate(told):
+        if measured != told[0][0]:
+            raise EnvironmentBroken(
+                f"the ranks do not train the same: {ranks.name(index)} has another setup than {ranks.name(0)}. Give "
+                "all nodes the same suite, profile and workload"
+            )
+    needed = setup.needed_bytes(ranks.count)
+    least = min(range(len(told)), key=lambda index: told[index][1])
+    if told[least][1] < needed:
+        raise EnvironmentBroken(
+            f"{ranks.name(least)}: training {setup.geometry.parameters / 1e6:.4g}M parameters by {setup.strategy} on "
+            f"{ranks.count} ranks with {setup.tokens} tokens each needs about {needed / 1e9:.3g} GB of memory on each, "
+            f"and {told[least][1] / 1e9:.3g} GB are free. End what else uses the device (nvidia-smi names the "
+            "processes), or choose a smaller batch or model (--gpucluster-workload training.throughput...)"
+        )
+
+
+def _compiles(ranks: Ranks, device: torch.device, pieces: Pieces) -> tuple[bool, str]:
+    """Tell for all ranks whether they compile, and why not: else some would be faster than others."""
+    mine = pieces.missing_compiler(device)
+    lacking = [index for index, [lacks] in enumerate(ranks.gather([bool(mine)])) if lacks]
+    if not lacking:
+        return True, ""
+    return False, mine or f"{ranks.name(lacking[0])} has none, and all ranks must run alike"
+
+
+def _training(
+    group: dist.ProcessGroup | None,
+    ranks: Ranks,
+    device: torch.device,
+    setup: Setup,
+    *,
+    compiled: bool,
+    seed: int,
+    pieces: Pieces,
+) -> Training:
+    """Make model and optimizer: blocks are recomputed, compiled, then shared, in this order."""
+    replicated = setup.strategy == "ddp"
+    whole = pieces.make(setup.geometry, device, seed=seed, drawn_on=device) if replicated else on_meta(setup.geometry)
+    if setup.recompute:
+        whole.recompute()
+    if compiled:
+        compile_blocks(whole)
+    model: nn.Module = whole
+    if not replicated:
+        assert group is not None
+        model = allocate(shard(whole, mesh_of(group, device)), device, seed=seed, rank=ranks.index)
+    elif group is not None and ranks.count > 1:
+        model = pieces.replicate(whole, device, group)
+    # A sharded model casts by itself.
+    precision = "bf16" if replicated else "own"
+    return Training(model, device, precision=precision, learning_rate=LEARNING_RATE, parts=pieces.step)
+
+
+class _Steps:
+    """Takes steps, and remembers of each what it took and what it has seen."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        device: torch.device,
+        setup: Setup,
+        training: Training,
+        batches: Iterator[torch.Tensor],
+        clock: Clock,
+        progress: Progress,
+    ) -> None:
+        self._ranks, self._device, self._setup, self._training = ranks, device, setup, training
+        self._batches, self._clock, self._progress = batches, clock, progress
+        self._losses: list[float] = []
+        self._norms: list[float] = []
+        self._tokens: list[int] = []
+
+    def measure(
+        self, sampling: Sampling, during: AbstractContextManager[object], compiled: bool, notes: list[str]
+    ) -> Throughput:
+        start = _prints(self._training.model)
+        first_rows = next(self._batches)
+        self._take(iter([first_rows]))
+        planned = self._warm_up(sampling)
+        with during:
+            times = self._samples(sampling, planned)
+        self._take(iter([first_rows]))
+        steps, found = len(self._losses), self._defect(start)
+        parts: dict[str, float] = {}
+        if not any(wrong for [wrong] in self._ranks.gather([bool(found)])):
+            parts = self._parts(notes)
+        if found:
+            raise WrongResult(f"{self._ranks.name(self._ranks.index)} {found}")
+        mine = [of_step[self._ranks.index] for of_step in times]
+        seen = series(map(max, times), sampling).inconclusive
+        return Throughput(
+            tokens_per_second=replace(
+                series((self._setup.tokens / seconds for seconds in mine), sampling), inconclusive=seen
+            ),
+            step_seconds=replace(series(mine, sampling), inconclusive=seen),
+            p99_seconds=percentile(mine, 99),
+            parts=parts,
+            flops_per_token=self._setup.geometry.training_flops_per_token,
+            tokens=self._setup.tokens,
+            compiled=compiled,
+            losses=(self._losses[0], self._losses[steps - 1]),
+            steps=steps,
+            notes=tuple(notes),
+        )
+
+    # ---- the steps
+
+    def _take(self, batches: Iterator[torch.Tensor], count: int = 1) -> list[float]:
+        """Take steps as a training does; return the seconds of each on this rank."""
+        taken: list[Taken] = []
+        for _ in range(count):
+            with self._clock.region():
+                rows = next(batches)
+                taken.append(self._training.step([rows]))
+            self._tokens.append(rows[:, 1:].numel())
+        seconds = self._clock.read()
+        self._losses += torch.cat([one.losses for one in taken]).tolist()
+        self._norms += torch.stack([one.gradient_norm for one in taken]).tolist()
+        return seconds
+
+    def _warm_up(self, sampling: Sampling) -> int:
+        """Take steps until the time is up; return how many to take next, by the first rank."""
+        begin, count, more = time.monotonic(), FIRST_STEPS, True
+        while more:
+            each = median(self._slowest(self._take(self._batches, count)))
+            left = sampling.warmup_seconds - (time.monotonic() - begin)
+            wanted = sampling.window_seconds if left <= 0 else min(left, BATCH_SECONDS)
+            told = self._ranks.of_first([left > 0, _steps_in(wanted, each)])
+            more, count = bool(told[0]), int(told[1])
+            self._show(count, each)
+        return max(MIN_SAMPLES, count)
+
+    def _samples(self, sampling: Sampling, count: int) -> list[list[float]]:
+        """Return the seconds of each step on all ranks, step after step, until the first rank has seen enough."""
+        times: list[list[float]] = []
+        spent, more = 0.0, True
+        while more:
+            mine = self._take(self._batches, count)
+            told = self._on_all(mine)
+            times += [list(of_step) for of_step in zip(*told, strict=True)]
+            spent += sum(told[0])
+            slowest = [max(of_step) for of_step in times]
+            wanted = min(BATCH_SECONDS, max(sampling.window_seconds, sampling.at_most_seconds - spent))
+            decision = [
+                wants_more(slowest, spent_seconds=spent, sampling=sampling),
+                _steps_in(wanted, median(slowest)),
+            ]
+            told_more, told_count = self._ranks.of_first(decision)
+            more, count = bool(told_more), int(told_count)
+            self._show(count if more else 0, median(mine))
+        return times
+
+    def _on_all(self, seconds: list[float]) -> list[list[float]]:
+        """Return the seconds of the same steps on each rank."""
+        told = self._ranks.gather(seconds)
+        stopped = [index for index, of_rank in enumerate(told) if not all(0 < one < math.inf for one in of_rank)]
+        if stopped:
+            raise InconclusiveMeasurement(f"the clock of {self._ranks.name(stopped[0])} did not advance in a step")
+        return told
+
+    def _slowest(self, seconds: list[float]) -> list[float]:
+        return [max(of_step) for of_step in zip(*self._on_all(seconds), strict=True)]
+
+    def _show(self, to_come: int, step_seconds: float) -> None:
+        self._progress(
+            len(self._losses),
+            len(self._losses) + to_come,
+            loss=self._losses[-1],
+            tokens_per_second=self._setup.tokens / step_seconds,
+        )
+
+    # ---- whether it was a training
+
+    def _defect(self, start: list[int]) -> str:
+        """Say what is wrong with the training on this rank: "" if nothing is. Collective."""
+        # In each step the loss comes before the gradients, in which all ranks have what one of them had in its loss.
+        seen = [number for both in zip(self._losses, self._norms, strict=True) for number in both]
+        bad = next((place for place, number in enumerate(seen) if not math.isfinite(number)), math.inf)
+        first = min(place for [place] in self._ranks.gather([bad]))
+        differing = self._differing()
+        if first < math.inf:
+            if bad > first:
+                return ""
+            step, of_gradients = divmod(int(first), 2)
+            what = "a gradients' norm" if of_gradients else "a loss"
+            return (
+                f"has {what} of {seen[int(first)]:g} in step {step + 1}, and it must be finite. Repeat "
+                "test_training_step there, and run the vendor's diagnostics (dcgmi diag -r 3)"
+            )
+        odd = {tokens for tokens in self._tokens if tokens != self._setup.tokens}
+        if odd:
+            return (
+                f"has trained on {min(odd)} tokens in a step, and {self._setup.batch} x {self._setup.geometry.sequence}"
+                " were asked for: its rate would count tokens that were not there. Look at how it reads its data"
+            )
+        if not self._losses[-1] < self._losses[0]:
+            return (
+                f"has a loss of {self._losses[-1]:.6g} after {len(self._losses)} steps on rows on which it was "
+                f"{self._losses[0]:.6g} in the first step: it has learnt nothing"
+            )
+        counts = {int(state["step"]) for state in self._training.optimizer.state.values()}
+        if counts != {len(self._losses)}:
+            return (
+                f"has taken {len(self._losses)} training steps, and its optimizer {min(counts, default=0)}: work was "
+                "skipped, so its rate is that of something else"
+            )
+        weights = self._training.model.named_parameters()
+        named = zip(weights, start, _prints(self._training.model), strict=True)
+        still = [
+            name.removeprefix("module.")  # that is how DistributedDataParallel calls what it wraps
+            for (name, weight), old, new in named
+            if old == new and _part(weight).numel()
+        ]
+        if still:
+            return (
+                f"has {len(still)} of {len(start)} weight tensors that have not moved in {len(self._losses)} steps: "
+                f"{', '.join(still[:8])}. Each of them must"
+            )
+        return differing
+
+    def _differing(self) -> str:
+        """Say so where this rank's replica has other weights than most."""
+        if self._setup.strategy != "ddp":
+            return ""
+        whole = fingerprint(self._training.model.parameters())
+        told = [(high, low) for high, low in self._ranks.gather([whole >> 32, whole & (2**32 - 1)])]
+        [(usual, most), *others] = Counter(told).most_common()
+        if not others or (told[self._ranks.index] == usual and most > others[0][1]):
+            return ""
+        return (
+            f"has other weights than other ranks after {len(self._losses)} steps: {len(others) + 1} kinds on "
+            f"{len(told)} ranks. The gradients were not made the same on all of them: look at the all-reduce "
+            "(nccl.all_reduce in this run), and at what skips it"
+        )
+
+    # ---- where the time goes
+
+    def _parts(self, notes: list[str]) -> dict[str, float]:
+        parts = time_parts(self._training, self._batches, self._clock, steps=PARTS_STEPS)
+        if self._ranks.count == 1:
+            return parts | {COMMUNICATION: 0.0}
+        needed = GATHERED_BYTES * self._setup.geometry.parameters if self._setup.strategy == "fsdp" else 0
+        free = free_bytes(self._device)
+        least = min(told for [told] in self._ranks.gather([_PLENTY_BYTES if free is None else free]))
+        if least < needed:
+            notes.append(
+                f"{COMMUNICATION} is not known: a step without exchange needs {needed / 1e9:.3g} GB more on each rank, "
+                f"and {least / 1e9:.3g} GB are free"
+            )
+            return parts
+        alone = time_alone(self._training, self._batches, self._clock, steps=PARTS_STEPS)
+        return parts | {COMMUNICATION: exposed(parts, alone)}
+
+
+def _steps_in(seconds: float, each: float) -> int:
+    return max(1, min(MOST_STEPS, math.ceil(seconds / each)))
+
+
+def _part(weight: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of a weight."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def _prints(model: nn.Module) -> list[int]:
+    """Return the fingerprint of each weight tensor, of this rank's part if it is sharded."""
+    return [fingerprint([_part(weight)]) for weight in model.parameters()]
+
+
+def _silent(step: int, of: int, **figures: float) -> None:
+    """Show nothing."""

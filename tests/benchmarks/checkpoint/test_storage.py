@@ -1,0 +1,120 @@
+"""A file is written and read to its last byte, and each wrong one is found."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pytest_gpucluster.benchmarks.checkpoint import storage
+from pytest_gpucluster.benchmarks.checkpoint.storage import (
+    PAGE_BYTES,
+    Contents,
+    file_system_of,
+    read_file,
+    reads_directly,
+    write_file,
+)
+
+CHUNK = 2**16
+
+SIZES = [PAGE_BYTES, CHUNK, CHUNK + 3 * PAGE_BYTES, 5 * CHUNK]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(storage, "CHUNK_BYTES", CHUNK)
+
+
+@pytest.fixture(params=[True, False], ids=["O_DIRECT", "posix_fadvise"])
+def direct(request, tmp_path):
+    """Both ways to read, the first one where the file system has it."""
+    probe = tmp_path / "probe"
+    probe.write_bytes(bytes(PAGE_BYTES))
+    if request.param and not reads_directly(probe):
+        pytest.skip("no O_DIRECT here")
+    return request.param
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_was_written_is_read_and_verified(tmp_path, size, direct):
+    path = tmp_path / "file"
+    assert write_file(path, size, Contents(3)) > 0
+    assert path.stat().st_size == size
+    found = read_file(path, size, Contents(3), direct=direct)
+    assert (found.verified_bytes, found.defect) == (size, "")
+    assert found.seconds > 0
+
+
+@pytest.mark.parametrize("at", [0, 4097, CHUNK - 1, CHUNK, 4 * CHUNK + 17, 5 * CHUNK - 1])
+def test_each_single_wrong_bit_is_found(tmp_path, at, direct):
+    path, size = tmp_path / "file", 5 * CHUNK
+    write_file(path, size, Contents(3))
+    with path.open("r+b") as stream:
+        stream.seek(at)
+        byte = stream.read(1)[0]
+        stream.seek(at)
+        stream.write(bytes([byte ^ 128]))
+    found = read_file(path, size, Contents(3), direct=direct)
+    assert found.defect.startswith(f"at byte {at - at % 8}: found ")
+    assert found.verified_bytes == 4 * CHUNK
+
+
+@pytest.mark.parametrize("left", [0, 100, PAGE_BYTES, CHUNK, 2 * CHUNK + 5000])
+def test_a_file_that_ends_too_soon_is_found(tmp_path, left, direct):
+    path, size = tmp_path / "file", 5 * CHUNK
+    write_file(path, size, Contents(3))
+    os.truncate(path, left)
+    found = read_file(path, size, Contents(3), direct=direct)
+    assert found.defect == f"ends at byte {left} of {size}"
+    assert found.verified_bytes == left - left % CHUNK
+
+
+def test_the_file_of_another_rank_is_none_of_this_one(tmp_path, direct):
+    path = tmp_path / "file"
+    write_file(path, CHUNK, Contents(3))
+    assert read_file(path, CHUNK, Contents(4), direct=direct).defect.startswith("at byte 8: found ")
+
+
+def test_no_page_is_like_another_one(tmp_path):
+    path = tmp_path / "file"
+    write_file(path, 2 * CHUNK, Contents(3))
+    content = path.read_bytes()
+    pages = {content[at : at + PAGE_BYTES] for at in range(0, len(content), PAGE_BYTES)}
+    assert len(pages) == 2 * CHUNK // PAGE_BYTES
+
+
+def test_a_file_is_not_written_over(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        write_file(tmp_path / "file", PAGE_BYTES, Contents(3))
+
+
+def test_a_file_that_cannot_be_opened_is_an_error_and_no_lack_of_o_direct(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        reads_directly(tmp_path / "none")
+
+
+MOUNTS = r"""24 1 8:1 / / rw shared:1 - ext4 /dev/sda1 rw
+25 24 0:22 / /run rw - tmpfs tmpfs rw
+26 24 0:50 / /mnt/a\040b rw - lustre mgs:/fs rw
+27 24 0:51 / /mnt rw shared:7 master:3 - nfs4 server:/mnt rw
+28 27 0:52 / /mnt rw - ceph server:/mnt rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [("/home/x", "ext4"), ("/run/y/z", "tmpfs"), ("/mnt/a b/c", "lustre"), ("/mnt/z", "ceph")]
+)
+def test_the_file_system_is_that_of_the_longest_mount_point(monkeypatch, path, kind):
+    monkeypatch.setattr(storage.Path, "read_text", lambda self, **how: MOUNTS)
+    assert file_system_of(Path(path)) == kind
+
+
+def test_a_file_system_that_the_kernel_does_not_tell_is_unknown(monkeypatch, tmp_path):
+    def fail(self, **how):
+        raise PermissionError
+
+    monkeypatch.setattr(storage.Path, "read_text", fail)
+    assert file_system_of(tmp_path) == "unknown"

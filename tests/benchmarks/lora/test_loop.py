@@ -1,0 +1,203 @@
+"""The LoRA loop on one rank; with two, tests/test_acceptance_lora.py."""
+
+from __future__ import annotations
+
+import gc
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pytest_gpucluster.benchmarks.lora import loop as lora_loop
+from pytest_gpucluster.benchmarks.lora import memory_need
+from pytest_gpucluster.benchmarks.lora.judged_loss import JudgedLoss
+from pytest_gpucluster.benchmarks.lora.loop import PIECES, Loop
+from pytest_gpucluster.benchmarks.lora.memory_need import memory_for, too_little_memory
+from pytest_gpucluster.benchmarks.lora.model import make_adapted, random_base, tiny_base
+from pytest_gpucluster.benchmarks.lora.plan import Recipe
+from pytest_gpucluster.benchmarks.lora.throughput import lora_throughput, random_blocks
+from pytest_gpucluster.benchmarks.ranks import Ranks
+from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
+from pytest_gpucluster.sampling import Sampling
+
+CPU = torch.device("cpu")
+BASE = tiny_base(64)
+RECIPE = Recipe(steps=4, warmup_steps=1, global_batch=4, micro_batch=4, learning_rate=5e-3, precision="fp32")
+
+
+def blocks(count=8, sequence=16):
+    packed = random_blocks(count, sequence, 64, seed=1)
+    packed.judged[:, 1::2] = False
+    packed.judged[1] = False
+    packed.judged[1, 3] = True
+    return packed
+
+
+@pytest.fixture
+def make():
+    """Makes loops over a group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def loop(packed=None, *, pieces=None, base=BASE, **changes):
+        recipe = replace(RECIPE, **changes)
+        return Loop(dist.group.WORLD, CPU, base, recipe, packed or blocks(), pieces=pieces)
+
+    yield loop
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def steps(loop, count=3):
+    return [loop.step(number) for number in range(1, count + 1)]
+
+
+def test_the_loss_is_the_mean_over_the_judged_targets_alone(make):
+    packed = blocks(count=4)
+    [step] = steps(make(packed, dropout=False), 1)
+    model = make_adapted(BASE, CPU, precision="fp32", dropout=False, seed=0).eval()
+    logits = model(input_ids=packed.tokens[:, :-1]).logits.detach()
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), packed.tokens[:, 1:].flatten(), reduction="none")
+    assert step.loss == pytest.approx(float(losses[packed.judged.flatten()].mean()), rel=1e-5)
+    assert step.all_token_loss == pytest.approx(float(losses.mean()), rel=1e-5)
+    assert step.all_finite
+
+
+def test_micro_batches_add_up_to_the_same_step(make):
+    whole, parts = (steps(make(dropout=False, micro_batch=size)) for size in (4, 1))
+    for one, other in zip(whole, parts, strict=True):
+        assert other.loss == pytest.approx(one.loss, rel=1e-5)
+        assert other.gradient_norm == pytest.approx(one.gradient_norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_recomputing_activations_changes_nothing(make, precision):
+    kept, recomputed = (steps(make(precision=precision, recompute=how)) for how in ("off", "on"))
+    assert [step.loss for step in kept] == [step.loss for step in recomputed]
+    assert [step.weights for step in kept] == [step.weights for step in recomputed]
+
+
+def test_logits_in_parts_give_the_same_losses(make, monkeypatch):
+    model = JudgedLoss(make_adapted(BASE, CPU, precision="fp32", dropout=False, seed=0))
+    packed = blocks()
+    whole = model(packed.tokens, packed.judged)
+    monkeypatch.setattr("pytest_gpucluster.benchmarks.lora.judged_loss.LOGITS_AT_ONCE", 64 * 10)
+    parts = model(packed.tokens, packed.judged)
+    torch.testing.assert_close(parts, whole)
+    parts[0].backward()
+
+
+def test_the_same_seed_gives_the_same_weights_after_each_step_and_another_one_others(make):
+    one, again = (steps(make()) for _ in range(2))
+    assert [step.weights for step in one] == [step.weights for step in again]
+    other = steps(make(seed=1))
+    assert not {step.weights for step in one} & {step.weights for step in other}
+
+
+def test_adapters_move_and_the_base_does_not(make):
+    loop = make()
+    assert (loop.moved_adapters(), loop.unchanged_base()) == (0.0, 1.0)
+    steps(loop)
+    assert (loop.moved_adapters(), loop.unchanged_base()) == (1.0, 1.0)
+
+
+def test_a_frozen_weight_that_changes_is_seen(make):
+    loop = make()
+    frozen = [weight for weight in loop.model.parameters() if not weight.requires_grad]
+    frozen[2].to_local().detach().view(torch.int32).flatten()[0] ^= 1
+    assert loop.unchanged_base() == (len(frozen) - 1) / len(frozen)
+
+
+def test_held_out_blocks_are_taken_whole_and_leave_the_model_as_it_was(make):
+    loop, packed = make(dropout=False), blocks(count=5)
+    loss = loop.held_out_loss(packed)
+    assert math.isfinite(loss)
+    assert loop.held_out_loss(packed) == loss
+    assert steps(loop, 1)[0].weights == steps(make(dropout=False), 1)[0].weights
+
+
+def test_a_block_in_which_nothing_is_judged_is_refused(make):
+    packed = blocks()
+    packed.judged[2] = False
+    with pytest.raises(ValueError, match="in each block to train on something must be judged"):
+        make(packed)
+
+
+def test_without_a_compiler_blocks_run_eagerly_and_it_is_said(make, monkeypatch):
+    monkeypatch.setattr(lora_loop, "missing_compiler", lambda device: "no C compiler")
+    loop = make(compiled=True)
+    assert loop.not_compiled == "no C compiler"
+    assert steps(loop, 1)[0].all_finite
+
+
+def test_a_step_that_is_not_finite_is_told(make):
+    loop = make(pieces=replace(PIECES, loss=lambda summed, targets: summed * math.inf))
+    [step] = steps(loop, 1)
+    assert (step.finite, step.all_finite) == (False, False)
+
+
+def test_running_out_of_memory_is_told_with_its_figures(make):
+    def loss(summed, targets):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of 79 GiB")
+
+    loop = make(pieces=replace(PIECES, loss=loss))
+    with pytest.raises(
+        EnvironmentBroken, match=r"out of memory in step 1 of lora_tiny: .*4 blocks of 16 .*estimated"
+    ) as told:
+        loop.step(1)
+    assert told.value.__context__ is None
+
+
+def test_too_little_memory_is_told_with_its_figures_before_anything_is_made(make, monkeypatch):
+    monkeypatch.setattr(memory_need, "free_bytes", lambda device: 10**6)
+    with pytest.raises(EnvironmentBroken, match=r"needs about .* GB of memory on each, and .* has 0.001 GB free"):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("free_gb", "recompute", "lacking"), [(120, False, False), (60, True, False), (20, True, True)]
+)
+def test_activations_of_qwen2_7b_are_recomputed_where_the_memory_demands_it(
+    make, monkeypatch, free_gb, recompute, lacking
+):
+    monkeypatch.setattr(memory_need, "free_bytes", lambda device: free_gb * 10**9)
+    recipe = replace(RECIPE, global_batch=2, micro_batch=2, precision="bf16")
+    ranks = Ranks(dist.group.WORLD, CPU)
+    found = memory_for(ranks, CPU, random_base(), recipe, 4096, ranks=1)
+    assert (found[0], bool(found[1])) == (recompute, lacking)
+    why = too_little_memory(dist.group.WORLD, CPU, random_base(), recipe, 4096, ranks=1)
+    assert bool(why) == lacking
+
+
+def test_the_throughput_of_any_sizes_can_be_measured(make):
+    sampling = Sampling(warmup_seconds=0.0, window_seconds=0.01, longest_seconds=0.1, tolerance_ratio=3.0)
+    seen = []
+    found = lora_throughput(
+        dist.group.WORLD,
+        CPU,
+        base=BASE,
+        recipe=replace(RECIPE, steps=1000, recompute="auto"),
+        sequence=16,
+        sampling=sampling,
+        progress=lambda step, of, **figures: seen.append(figures["tokens_per_second"]),
+    )
+    assert found.tokens_per_second.median > 0
+    assert len(found.tokens_per_second.samples) == found.steps - 3 >= 8
+    assert len(seen) == found.steps
+    assert found.tokens_per_second.samples[0] in seen
+    assert found.peak_bytes is None
+
+
+def test_throughput_of_losses_that_are_not_finite_is_no_throughput(make):
+    sampling = Sampling(warmup_seconds=0.0, window_seconds=0.01, longest_seconds=0.1, tolerance_ratio=3.0)
+    with pytest.raises(WrongResult, match="step 1: the loss is"):
+        lora_throughput(
+            dist.group.WORLD,
+            CPU,
+            base=BASE,
+            recipe=replace(RECIPE, steps=1000),
+            sequence=16,
+            sampling=sampling,
+            pieces=replace(PIECES, loss=lambda summed, targets: summed * math.nan),
+        )

@@ -1,0 +1,86 @@
+"""What a LoRA training has shown, as figures: nothing that a limit asks for is left out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from pytest_gpucluster import metrics
+from pytest_gpucluster.benchmarks.lora.curve import Curve
+from pytest_gpucluster.benchmarks.lora.evaluation import CallScore
+from pytest_gpucluster.benchmarks.lora.figures import figures_of
+from pytest_gpucluster.benchmarks.lora.learned import Convergence, Learned
+from pytest_gpucluster.benchmarks.lora.parity import Parity
+from pytest_gpucluster.sampling import Series
+
+PARITY = Parity(loss_error=1e-7, gradient_error=1e-6, finite=10, steps=10, all_finite=True)
+LEARNED = Learned(
+    final_loss=0.3,
+    held_out_before=6.0,
+    held_out_after=0.6,
+    moved_adapters=1.0,
+    unchanged_base=1.0,
+    replayed_steps=1.0,
+    resume_error=0.0,
+    replayed=20,
+    reload_error=0.0,
+    group_error=None,
+    calls=CallScore(asked=4, well_formed=3, right_function=2, right_arguments=1, unasked={}, answers=()),
+)
+FOUND = Convergence(
+    finite_steps=1.0,
+    parity={"fp32": PARITY},
+    curve=Curve(points=(), context={"model": "lora_tiny", "precision": "bf16"}),
+    learned=LEARNED,
+    tokens_per_second=Series(samples=(1e4,) * 6, median=1e4, low=1e4, high=1e4),
+    flops_per_token=31_716_278_272,
+    peak_bytes=70 * 10**9,
+    recomputes=False,
+    groups=1,
+    ranks=8,
+    resumed_at=0,
+    notes=(),
+)
+
+
+def values(found, peak=989.0):
+    return {one.metric: one.value for one in figures_of(found, peak_tflops=peak)}
+
+
+def test_each_figure_is_a_known_metric_in_its_unit():
+    for one in figures_of(FOUND, peak_tflops=989.0):
+        metrics.measurement(one.metric, one.value, unit=one.unit, labels=dict(one.labels))
+
+
+def test_the_figures_are_what_was_found():
+    found = values(FOUND)
+    assert found["lora.held_out_ratio"] == pytest.approx(0.1)
+    assert found["lora.mfu"].median == pytest.approx(1e4 * 31.716e9 / 989e12, rel=1e-4)
+    assert [found[f"lora.calls.{name}"] for name in ("well_formed", "right_function", "right_arguments")] == [
+        0.75,
+        0.5,
+        0.25,
+    ]
+    assert "lora.group_error" not in found
+
+
+def test_groups_are_compared_where_there_are_some():
+    assert values(replace(FOUND, learned=replace(LEARNED, group_error=0.01)))["lora.group_error"] == 0.01
+
+
+def test_a_rate_that_nobody_knows_is_nan_and_never_left_out():
+    found = values(replace(FOUND, tokens_per_second=None))
+    assert math.isnan(found["lora.tokens_per_second"])
+    assert math.isnan(found["lora.mfu"])
+
+
+def test_without_a_peak_there_is_no_mfu():
+    assert "lora.mfu" not in values(FOUND, peak=None)
+
+
+def test_a_training_that_ended_early_says_only_what_it_knows():
+    broken = replace(PARITY, loss_error=math.nan, gradient_error=math.nan, finite=0, all_finite=False)
+    found = values(replace(FOUND, learned=None, finite_steps=0.0, parity={"fp32": broken}, tokens_per_second=None))
+    assert found == {"lora.finite_steps": 0.0}

@@ -1,0 +1,120 @@
+"""The bases that LoRA is trained on: the same on every rank, and refused where they are not what they claim to be."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pytest_gpucluster.benchmarks.lora import model as lora_model
+from pytest_gpucluster.benchmarks.lora.geometry import QWEN2_7B
+from pytest_gpucluster.benchmarks.lora.model import QWEN2_LABEL, given_base, make_adapted, make_base, tiny_base
+from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
+from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
+
+CPU = torch.device("cpu")
+BASE = tiny_base(300)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A small model, as transformers saves one."""
+    path = tmp_path_factory.mktemp("models") / "small-qwen2"
+    make_base(BASE, CPU, precision="fp32", seed=3).save_pretrained(path)
+    return path
+
+
+def config_of(folder, tmp_path, **changes):
+    fields = json.loads((folder / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    return tmp_path
+
+
+def test_a_seed_gives_the_same_weights_again_and_another_one_others():
+    one, again, other = (
+        fingerprint(make_adapted(BASE, CPU, precision="bf16", dropout=True, seed=seed).parameters())
+        for seed in (0, 0, 1)
+    )
+    assert one == again != other
+
+
+def test_the_base_is_bf16_and_what_learns_fp32():
+    model = make_adapted(BASE, CPU, precision="bf16", dropout=True, seed=0)
+    assert {weight.dtype for weight in model.parameters() if not weight.requires_grad} == {torch.bfloat16}
+    assert {weight.dtype for weight in model.parameters() if weight.requires_grad} == {torch.float32}
+
+
+def test_rotary_frequencies_have_their_values():
+    rotary = make_base(BASE, CPU, precision="bf16", seed=0).model.rotary_emb
+    half = BASE.geometry.hidden // BASE.geometry.heads // 2
+    torch.testing.assert_close(rotary.inv_freq, 1e6 ** (-torch.arange(half) / half))
+
+
+def test_a_given_model_keeps_its_own_name_and_its_weights(folder):
+    base = given_base(str(folder), path=folder)
+    assert (base.label, base.geometry, base.is_random) == ("small-qwen2", BASE.geometry, False)
+    assert base.adapters.rank == 64
+    loaded, made = (make_base(one, CPU, precision="fp32", seed=3) for one in (base, BASE))
+    assert fingerprint(loaded.parameters()) == fingerprint(made.parameters())
+    torch.testing.assert_close(loaded.model.rotary_emb.inv_freq, made.model.rotary_emb.inv_freq)
+
+
+def test_only_qwen2_7b_s_sizes_are_called_so(tmp_path):
+    fields = QWEN2_7B.config_fields() | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert given_base("x", path=tmp_path).label == QWEN2_LABEL
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"num_hidden_layers": 27}))
+    assert given_base("x", path=tmp_path).label == tmp_path.name
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"model_type": "llama"}, "a model of type qwen2 is expected, and config.json says llama"),
+        ({"use_sliding_window": True, "sliding_window": 16}, "asks for a sliding window"),
+    ],
+    ids=["another type", "sliding window"],
+)
+def test_another_kind_of_model_is_refused(folder, tmp_path, changes, told):
+    with pytest.raises(EnvironmentBroken, match=told):
+        given_base("x", path=config_of(folder, tmp_path, **changes))
+
+
+def test_a_folder_without_a_model_is_told(tmp_path):
+    with pytest.raises(EnvironmentBroken, match="no model is there"):
+        given_base("x", path=tmp_path)
+
+
+def test_weights_that_are_missing_are_told(folder, tmp_path):
+    base = given_base("x", path=config_of(folder, tmp_path))
+    with pytest.raises(EnvironmentBroken, match="the weights cannot be loaded"):
+        make_base(base, CPU, precision="fp32", seed=0)
+
+
+def test_a_hub_name_without_a_revision_is_refused():
+    with pytest.raises(EnvironmentBroken, match="Qwen/Qwen2-7B names no revision"):
+        given_base("Qwen/Qwen2-7B")
+
+
+def test_offline_a_model_that_is_not_cached_fails_at_once_and_says_why(monkeypatch, tmp_path):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(EnvironmentBroken, match="Qwen/Qwen2-7B@0123abc: HF_HUB_OFFLINE is set, and it is not in"):
+        given_base("Qwen/Qwen2-7B", revision="0123abc")
+
+
+def test_a_model_that_has_other_weights_than_its_sizes_say_is_wrong(monkeypatch):
+    made = lora_model.make_base
+    monkeypatch.setattr(lora_model, "make_base", lambda base, *given, **more: made(tiny_base(301), *given, **more))
+    with pytest.raises(WrongResult, match=r"lora_tiny: the base has [\d,]+ parameters, expected [\d,]+"):
+        make_adapted(BASE, CPU, precision="fp32", dropout=True, seed=0)
+
+
+def test_a_model_called_qwen2_7b_must_have_its_parameters():
+    fake = replace(BASE, label=QWEN2_LABEL)
+    with pytest.raises(WrongResult, match="expected 7,615,616,512"):
+        make_adapted(fake, CPU, precision="fp32", dropout=True, seed=0)

@@ -1,0 +1,124 @@
+"""A job inside of another one: its environment, and that nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pytest_gpucluster.benchmarks.training.child_job import ChildJob, environment_of_its_own
+
+# A child of the job in a session of its own, as torchrun starts its ranks, that takes no SIGTERM.
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('here', flush=True); time.sleep(600)"
+)
+STARTS_IT = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {STUBBORN!r}], start_new_session=True)"
+
+
+def job(tmp_path: Path, code: str) -> ChildJob:
+    return ChildJob([sys.executable, "-c", code], dict(os.environ), tmp_path / "output.txt")
+
+
+def is_there(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_its_environment_has_what_the_site_has_set_and_nothing_of_this_rank() -> None:
+    mine = {
+        "PATH": "/bin",
+        "HOME": "/home/me",
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "NCCL_IB_HCA": "mlx5",
+        "LD_PRELOAD": "x",
+        "RANK": "3",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "3",
+        "LOCAL_WORLD_SIZE": "8",
+        "GROUP_RANK": "0",
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_RUN_ID": "none",
+        "PET_NNODES": "2",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_FILE": "/tmp/x",
+        "NCCL_DEBUG_SUBSYS": "INIT",
+    }
+    assert set(environment_of_its_own(mine)) == {"PATH", "HOME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "LD_PRELOAD"}
+
+
+def test_what_is_set_for_this_suite_s_own_ranks_is_taken_away() -> None:
+    from pytest_gpucluster import nccl_log
+    from pytest_gpucluster.agreement.release import nccl
+
+    own: dict[str, str] = dict(nccl.ENVIRONMENT)
+    nccl_log.prepare(own)
+    assert environment_of_its_own(own) == {}
+
+
+def test_a_job_that_ends_leaves_its_exit_code_and_its_words(tmp_path: Path) -> None:
+    with job(tmp_path, "import sys; print('some words'); sys.exit(7)") as child:
+        assert child.wait(lambda: child.exit_code is not None, seconds=60)
+        assert (child.exit_code, child.last_words) == (7, "some words")
+        assert child.processes() == []
+
+
+def test_its_processes_are_found_whatever_session_they_are_in_and_none_is_left(tmp_path: Path) -> None:
+    with job(tmp_path, STARTS_IT) as child:
+        assert child.wait(lambda: "here" in child.text and child.exit_code is not None, seconds=60)
+        [living] = child.processes()
+        assert living != child.pid
+        assert child.state_of(living) in "RSD"
+    assert not is_there(living)
+    assert child.state_of(living) in ("", "Z")
+
+
+def test_it_is_ended_too_where_the_test_is_torn_out_of_its_wait(tmp_path: Path) -> None:
+    child = job(tmp_path, STUBBORN)
+
+    def torn_out() -> None:
+        with child:
+            assert child.wait(lambda: "here" in child.text, seconds=60)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        torn_out()
+    assert child.exit_code == -9
+    assert not is_there(child.pid)
+
+
+def test_other_processes_are_not_touched(tmp_path: Path) -> None:
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        with job(tmp_path, STUBBORN) as child:
+            assert child.wait(lambda: "here" in child.text, seconds=60)
+            assert other.pid not in child.processes()
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_a_wait_has_a_deadline(tmp_path: Path) -> None:
+    with job(tmp_path, STUBBORN) as child:
+        begin = time.monotonic()
+        assert not child.wait(lambda: False, seconds=0.1)
+        assert time.monotonic() - begin < 30
+
+
+def test_of_many_words_the_last_are_kept(tmp_path: Path) -> None:
+    with job(tmp_path, "print('x' * 100000 + 'the end')") as child:
+        child.wait(lambda: child.exit_code is not None, seconds=60)
+        assert len(child.last_words) < 5000
+        assert child.last_words.endswith("the end")
+    with ChildJob(["true"], {}, tmp_path / "silent.txt") as child:
+        assert child.last_words == "nothing was printed"

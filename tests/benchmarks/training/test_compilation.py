@@ -1,0 +1,89 @@
+"""Whether blocks can be compiled, and what happens where they cannot."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from pytest_gpucluster.benchmarks.training import compilation
+from pytest_gpucluster.benchmarks.training.compilation import compile_blocks, fresh_compiler, missing_compiler
+from pytest_gpucluster.benchmarks.training.decoder import Geometry, make_decoder
+from pytest_gpucluster.benchmarks.training.packed_tokens import PackedTokens
+from pytest_gpucluster.benchmarks.training.step import Training
+
+CPU = torch.device("cpu")
+GEOMETRY = Geometry(layers=2, width=64, heads=2, vocab=64, sequence=16)
+
+
+def test_a_compiler_that_is_not_there_is_told(tmp_path):
+    # In a process of its own: torch remembers whether it has found one.
+    code = (
+        "import torch; from pytest_gpucluster.benchmarks.training.compilation import missing_compiler; "
+        "print(missing_compiler(torch.device('cpu')))"
+    )
+    without = {"CXX": "/nowhere/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TMPDIR": str(tmp_path)}
+    child = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **without},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=240,
+    )
+    assert re.fullmatch(r"\w+: (InvalidCxxCompiler: )?No working C\+\+ compiler found .*\n", child.stdout), child.stdout
+
+
+def test_a_compiler_that_compiles_wrongly_is_told(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **options: lambda given: function(given) + 1)
+    assert missing_compiler(CPU).startswith("what it compiles is wrong: [2.0, 5.0")
+
+
+def test_what_triton_s_import_raises_is_told(monkeypatch):
+    def compile(function, **options):
+        raise ImportError("cannot import name 'x' from 'triton'\nmore")
+
+    monkeypatch.setattr(torch, "compile", compile)
+    assert missing_compiler(CPU) == "ImportError: cannot import name 'x' from 'triton'"
+
+
+def test_a_bug_is_no_missing_compiler(monkeypatch):
+    def compile(function, **options):
+        raise KeyError("x")
+
+    monkeypatch.setattr(torch, "compile", compile)
+    with pytest.raises(KeyError):
+        missing_compiler(CPU)
+
+
+def test_compiled_and_recomputed_blocks_train_as_others_do():
+    if shutil.which("g++") is None:
+        pytest.skip("there is no C++ compiler here")
+    assert missing_compiler(CPU) == ""
+    data = PackedTokens(rows=4, sequence=GEOMETRY.sequence, vocab=GEOMETRY.vocab, seed=0)
+    rows = torch.stack([data[row] for row in range(4)])
+
+    def losses(compiled):
+        model = make_decoder(GEOMETRY, CPU, seed=0)
+        model.recompute()
+        if compiled:
+            compile_blocks(model)
+        training = Training(model, CPU, precision="fp32")
+        return [float(training.step([rows]).losses) for _ in range(3)]
+
+    graphs = torch._dynamo.utils.counters["stats"]
+    with fresh_compiler():
+        before = graphs["unique_graphs"]
+        assert losses(compiled=True) == pytest.approx(losses(compiled=False), rel=1e-5)
+        # Both blocks share what was compiled once.
+        assert graphs["unique_graphs"] - before == 1
+
+
+def test_a_home_directory_does_not_get_into_reports(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert compilation._told("backend='x' raised:\n  no /home/someone/bin/gcc\nmore") == "no ~/bin/gcc"

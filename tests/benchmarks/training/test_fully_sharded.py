@@ -1,0 +1,105 @@
+"""What the check of a sharded training finds on one rank; with more, tests/test_acceptance_fsdp.py."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pytest_gpucluster.benchmarks.training import sharding
+from pytest_gpucluster.benchmarks.training.decoder import Geometry
+from pytest_gpucluster.benchmarks.training.fully_sharded import PIECES, check_fully_sharded
+from pytest_gpucluster.benchmarks.training.sharded_memory import held_memory
+from pytest_gpucluster.benchmarks.training.step import PARTS, token_mean
+from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
+
+CPU = torch.device("cpu")
+GEOMETRY = Geometry(layers=1, width=64, heads=2, vocab=64, sequence=16)
+
+
+@pytest.fixture
+def group():
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    gc.collect()
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def check(group):
+    """The check over that group."""
+
+    def run(**more):
+        given = {"alone": group, "batch": 2, "steps": 2} | more
+        return check_fully_sharded(group, CPU, GEOMETRY, **given)
+
+    return run
+
+
+def test_one_rank_agrees_with_itself(check):
+    found = check()
+    for parity in (found.fp32, found.offloaded, found.bf16):
+        assert parity.loss == 0
+        assert parity.gradient < 1e-6
+    assert (found.ddp_loss_error, found.share) == (0, 1)
+    assert found.parameter_bytes == 4 * GEOMETRY.parameters
+    assert (len(found.losses), found.steps, found.global_batch) == (2, 2, 2)
+
+
+def test_an_algorithm_that_gives_other_bits_each_time_is_seen_in_the_replay(check):
+    calls = []
+
+    def loss(logits, targets):
+        calls.append(1)
+        return token_mean(logits, targets) * (1 + 1e-6 * (len(calls) == 1))
+
+    with pytest.raises(WrongResult, match="rank 0 has other weights or moments after step 1 than in the replay from"):
+        check(pieces=replace(PIECES, step=replace(PARTS, loss=loss)))
+
+
+def test_too_little_memory_is_the_environment_s_fault(check, group, monkeypatch):
+    monkeypatch.setattr("pytest_gpucluster.benchmarks.footprint.free_bytes", lambda device: 1000)
+    with pytest.raises(EnvironmentBroken, match=r"fsdp\.width=256"):
+        check()
+    with pytest.raises(EnvironmentBroken, match=r"fsdp\.width=256"):
+        held_memory(group, CPU, GEOMETRY, batch=2)
+
+
+@pytest.mark.parametrize("sizes", [{"batch": 0}, {"steps": 0}], ids=["batch", "steps"])
+def test_no_rows_or_steps_are_refused(check, sizes):
+    with pytest.raises(ValueError, match="batch and steps must be at least 1"):
+        check(**sizes)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["passed", "failed"])
+def test_nothing_of_the_training_stays_alive(check, fails):
+    alive = []
+
+    def shard(*given, **how):
+        model = sharding.shard(*given, **how)
+        alive.append(weakref.ref(model))
+        return model
+
+    def update(model, optimizer):
+        if fails:
+            raise RuntimeError("lost")
+        optimizer.step()
+
+    kept = None
+    try:
+        check(pieces=replace(PIECES, shard=shard, step=replace(PARTS, update=update)))
+    except RuntimeError as error:
+        kept = error  # with its traceback, as a report keeps it
+    assert (kept is not None) == fails
+    gc.collect()  # FSDP's own objects refer to each other
+    assert {one() for one in alive} == {None}
+
+
+def test_a_rank_holds_weights_gradients_and_two_moments(group):
+    held = held_memory(group, CPU, GEOMETRY, batch=2)
+    assert (held.ranks, held.state_bytes, held.peak_bytes) == (1, 16 * GEOMETRY.parameters, None)

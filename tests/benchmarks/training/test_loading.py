@@ -1,0 +1,68 @@
+"""Rows come without end, each to one rank only, and from workers as without them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+
+import pytest
+import torch
+
+from pytest_gpucluster.benchmarks.training import loading
+from pytest_gpucluster.benchmarks.training.decoder import Geometry
+from pytest_gpucluster.benchmarks.training.loading import Loading, endless_batches
+from pytest_gpucluster.errors import EnvironmentBroken
+
+CPU = torch.device("cpu")
+GEOMETRY = Geometry(layers=1, width=64, heads=2, vocab=64, sequence=16)
+
+
+def batches(count, *, workers=0, rank=0, ranks=1):
+    made = endless_batches(GEOMETRY, Loading(batch=3, workers=workers, prefetch=2), CPU, rank=rank, count=ranks)
+    return list(itertools.islice(made, count))
+
+
+def test_no_two_ranks_share_a_row_and_none_is_left_out():
+    one, two = (torch.cat(batches(4, rank=rank, ranks=2)) for rank in (0, 1))
+    alone = torch.cat(batches(8))
+    assert torch.equal(alone[0::2], one)
+    assert torch.equal(alone[1::2], two)
+
+
+def test_workers_bring_the_same_rows_in_the_same_order():
+    assert all(map(torch.equal, batches(7, workers=2), batches(7)))
+    assert batches(1)[0].shape == (3, GEOMETRY.sequence + 1)
+
+
+def test_a_worker_that_dies_is_the_environment_s_fault(monkeypatch):
+    class Deadly(loading.PackedTokens):
+        def __getitem__(self, row):
+            if row == 4:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().__getitem__(row)
+
+    monkeypatch.setattr(loading, "PackedTokens", Deadly)
+    with pytest.raises(EnvironmentBroken, match=r"DataLoader worker .* /dev/shm.*training\.throughput\.workers=0"):
+        batches(5, workers=1)
+
+
+def test_a_worker_that_brings_nothing_is_not_waited_for_without_end(monkeypatch):
+    class Slow(loading.PackedTokens):
+        def __getitem__(self, row):
+            signal.pause()
+
+    monkeypatch.setattr(loading, "PackedTokens", Slow)
+    monkeypatch.setattr(loading, "WAIT_SECONDS", 0.5)
+    with pytest.raises(EnvironmentBroken, match=r"DataLoader timed out after 0\.5 seconds"):
+        batches(1, workers=1)
+
+
+def test_an_error_of_the_data_themselves_stays_what_it_is(monkeypatch):
+    class Broken(loading.PackedTokens):
+        def __getitem__(self, row):
+            raise RuntimeError("something else")
+
+    monkeypatch.setattr(loading, "PackedTokens", Broken)
+    with pytest.raises(RuntimeError, match="something else"):
+        batches(1)

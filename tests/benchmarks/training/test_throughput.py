@@ -1,0 +1,222 @@
+"""What the measurement of throughput finds on one rank; with two, tests/test_acceptance_training.py."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from verdicts import world_of
+
+from pytest_gpucluster import thresholds
+from pytest_gpucluster.benchmarks.clock import ManualClock
+from pytest_gpucluster.benchmarks.training import throughput as module
+from pytest_gpucluster.benchmarks.training.decoder import Geometry
+from pytest_gpucluster.benchmarks.training.step import PARTS, optimizer_step
+from pytest_gpucluster.benchmarks.training.throughput import PIECES, throughput
+from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
+from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
+from pytest_gpucluster.judge import judge
+from pytest_gpucluster.metrics import measurement
+from pytest_gpucluster.sampling import Sampling
+
+CPU = torch.device("cpu")
+GEOMETRY = Geometry(layers=1, width=64, heads=2, vocab=64, sequence=16)
+SAMPLING = Sampling(warmup_seconds=0, window_seconds=0.05, longest_seconds=0.2, tolerance_ratio=3)
+
+
+def setup(**more):
+    given = {"strategy": "ddp", "batch": 2, "compiled": False, "recompute": False, "workers": 0, "prefetch": 1}
+    return Setup(geometry=GEOMETRY, **given | more)
+
+
+def alone(pieces=None, *, sampling=SAMPLING, progress=None, **more):
+    return throughput(None, CPU, setup(**more), sampling=sampling, pieces=pieces, progress=progress)
+
+
+@pytest.fixture
+def group():
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def test_a_rank_alone_is_measured_without_a_group():
+    found = alone()
+    assert found.tokens == 2 * 16
+    assert found.flops_per_token == GEOMETRY.training_flops_per_token
+    assert found.tokens_per_second.samples == tuple(32 / seconds for seconds in found.step_seconds.samples)
+    assert found.tokens_per_second.median == pytest.approx(32 / found.step_seconds.median, rel=0.5)
+    assert found.step_seconds.median <= found.p99_seconds <= max(found.step_seconds.samples)
+    assert found.losses[1] < found.losses[0]
+    assert found.parts["exposed_communication"] == 0
+    assert min(found.parts.values()) >= 0
+    assert (found.compiled, found.notes) == (False, ())
+
+
+def test_one_rank_of_fsdp_needs_a_group(group):
+    with pytest.raises(ValueError, match="fsdp needs a group"):
+        alone(strategy="fsdp")
+    found = throughput(group, CPU, setup(strategy="fsdp", recompute=True), sampling=SAMPLING)
+    assert found.losses[1] < found.losses[0]
+
+
+def test_progress_is_told_until_the_last_step_that_counts():
+    told = []
+    found = alone(progress=lambda step, of, **figures: told.append((step, of, sorted(figures))))
+    assert told[-1][0] == told[-1][1] == found.steps - 1  # one more is taken with the first rows
+    assert {tuple(names) for _, _, names in told} == {("loss", "tokens_per_second")}
+
+
+def test_a_setup_without_a_compiler_runs_eager_and_says_so():
+    found = alone(replace(PIECES, missing_compiler=lambda device: "no g++"), compiled=True)
+    assert (found.compiled, found.notes) == (False, ("no compiler, ran eager: no g++",))
+
+
+def test_no_flash_attention_is_noted(monkeypatch):
+    monkeypatch.setattr(module, "missing_flash_attention", lambda device, geometry: "no kernel")
+    assert alone().notes == ("no flash attention: no kernel",)
+
+
+def test_a_clock_that_stands_still_measures_nothing():
+    with pytest.raises(InconclusiveMeasurement, match="the clock of rank 0 did not advance"):
+        alone(replace(PIECES, clock=lambda device: ManualClock()))
+
+
+@pytest.mark.parametrize(
+    ("update", "told"),
+    [
+        (lambda model, optimizer: None, "it has learnt nothing"),
+        (lambda model, optimizer: [optimizer.step(), optimizer.step()], "and its optimizer"),
+    ],
+    ids=["none", "twice"],
+)
+def test_an_optimizer_that_does_something_else_is_seen(update, told):
+    with pytest.raises(WrongResult, match=f"rank 0 has .*{told}"):
+        alone(replace(PIECES, step=replace(PARTS, update=update)))
+
+
+def test_a_norm_that_is_not_finite_is_seen_although_every_loss_is():
+    def clip(model):
+        return PARTS.clip(model) * float("inf")
+
+    with pytest.raises(WrongResult, match="rank 0 has a gradients' norm of inf in step 1"):
+        alone(replace(PIECES, step=replace(PARTS, clip=clip)))
+
+
+def test_weights_that_stop_moving_are_named():
+    def update(model, optimizer):
+        for name, weight in model.named_parameters():
+            weight.grad = None if "norm" in name else weight.grad
+        optimizer_step(model, optimizer)
+
+    with pytest.raises(WrongResult, match=r"3 of 9 .* not moved in \d+ steps: blocks\.0\.attention_norm\.weight, "):
+        alone(replace(PIECES, step=replace(PARTS, update=update)))
+
+
+def test_too_little_memory_is_told_before_anything_is_made(monkeypatch):
+    monkeypatch.setattr(module, "free_bytes", lambda device: 1000)
+    with pytest.raises(
+        EnvironmentBroken, match=r"rank 0: training 0\.06163M parameters by ddp on 1 ranks with 32 tokens"
+    ):
+        alone(replace(PIECES, make=None))
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "2 GiB. The estimate was 0.00138 GB"),
+        (
+            torch._dynamo.exc.InternalTorchDynamoError("cannot\nmore"),
+            "blocks cannot be compiled: InternalTorchDynamoError: cannot. Look",
+        ),
+    ],
+    ids=["memory", "compiler"],
+)
+def test_what_the_step_runs_into_is_the_environment_s_fault_and_holds_no_model(error, told):
+    alive = []
+
+    def loss(logits, targets):
+        alive.append(weakref.ref(logits))
+        raise error
+
+    with pytest.raises(EnvironmentBroken, match=told) as caught:
+        alone(replace(PIECES, step=replace(PARTS, loss=loss)))
+    assert "--gpucluster-workload training.throughput" in str(caught.value)
+    assert caught.value.__context__ is None
+    assert [ref() for ref in alive] == [None]
+
+
+def test_any_other_error_stays_what_it_is():
+    def loss(logits, targets):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        alone(replace(PIECES, step=replace(PARTS, loss=loss)))
+
+
+def test_ranks_that_would_train_something_else_are_told_on_all_of_them():
+    ranks = SimpleNamespace(
+        count=2, name="rank {}".format, gather=lambda numbers: [numbers, [numbers[0] + 1, numbers[1]]]
+    )
+    with pytest.raises(EnvironmentBroken, match="rank 1 has another setup than rank 0"):
+        module._agree(ranks, CPU, setup(), SAMPLING)
+
+
+def test_without_memory_for_whole_weights_the_exchange_is_not_known(monkeypatch):
+    monkeypatch.setattr(module, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(module, "time_parts", lambda *given, steps: {"forward": 1.0})
+    steps = SimpleNamespace(
+        _ranks=SimpleNamespace(count=2, gather=lambda numbers: [numbers, numbers]),
+        _setup=setup(strategy="fsdp"),
+        **dict.fromkeys(("_training", "_batches", "_clock", "_device")),
+    )
+    notes = []
+    assert module._Steps._parts(steps, notes) == {"forward": 1.0}
+    assert "exposed_communication is not known: a step without exchange needs" in notes[0]
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["passed", "failed"])
+def test_nothing_of_the_training_stays_alive(group, fails):
+    alive = []
+
+    def make(*arguments, **more):
+        model = PIECES.make(*arguments, **more)
+        alive.append(weakref.ref(model))
+        return model
+
+    def update(model, optimizer):
+        if not fails:
+            optimizer.step()
+
+    kept = None
+    try:
+        throughput(
+            group,
+            CPU,
+            setup(workers=1),
+            sampling=SAMPLING,
+            pieces=replace(PIECES, make=make, step=replace(PARTS, update=update)),
+        )
+    except WrongResult as error:
+        kept = error
+    assert (kept is not None) == fails
+    assert [ref() for ref in alive] == [None]
+
+
+def test_a_rate_above_the_data_sheet_s_peak_is_too_fast_to_be_true():
+    def verdict(tflops):
+        found = measurement("training.tflops", tflops, unit="TFLOPS", record_only=True)
+        return judge(
+            {0: [found]}, world=world_of(1), node_of={0: 0}, limits=thresholds.load(), sku="H100 SXM", gpu_name=None
+        )
+
+    assert verdict(988).outcome == "passed"
+    assert verdict(990).outcome == "error"
+    assert "too fast to be true" in verdict(990).message

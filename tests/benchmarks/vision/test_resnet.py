@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
+from pytest_gpucluster.benchmarks.vision import resnet
+from pytest_gpucluster.benchmarks.vision.resnet import NETWORKS, ResNet, make_resnet, outputs_of
+from pytest_gpucluster.errors import EnvironmentBroken
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "parameters"),
+    [("resnet18", 1000, 11_689_512), ("resnet50", 1000, 25_557_032), ("resnet18", 10, 11_181_642)],
+)
+def test_a_network_has_exactly_the_parameters_of_its_geometry(name, classes, parameters):
+    with torch.device("meta"):
+        model = ResNet(name, classes=classes)
+    assert sum(weight.numel() for weight in model.parameters()) == parameters
+    assert NETWORKS[name].parameters_with(classes) == parameters
+
+
+def test_another_network_than_the_geometry_s_is_refused(monkeypatch):
+    import transformers
+
+    normal = transformers.ResNetConfig
+    monkeypatch.setattr(transformers, "ResNetConfig", lambda **fields: normal(**{**fields, "depths": [2, 2, 2, 3]}))
+    with (
+        pytest.raises(
+            EnvironmentBroken, match=r"makes a resnet18 of [\d,]+ parameters .* it has 11,689,512\. Install "
+        ),
+        torch.device("meta"),
+    ):
+        ResNet("resnet18")
+
+
+def test_an_unknown_network_is_refused():
+    with pytest.raises(ValueError, match=r"one of resnet18, resnet50, not 'resnet19'; did you mean 'resnet18'\?"):
+        ResNet("resnet19")
+
+
+def test_weights_follow_from_the_seed_alone_and_are_channels_last():
+    one, two, other = (make_resnet("resnet18", CPU, classes=10, seed=seed) for seed in (1, 1, 2))
+    prints = [fingerprint(model.parameters()) for model in (one, two, other)]
+    assert prints[0] == prints[1] != prints[2]
+    kernel = next(weight for weight in one.parameters() if weight.shape[2:] == (7, 7))
+    assert kernel.is_contiguous(memory_format=torch.channels_last)
+    state = torch.get_rng_state()
+    make_resnet("resnet18", CPU, classes=10, seed=3)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("side", [resnet.SMALLEST_SIDE, 32, 224])
+def test_a_bottleneck_halves_the_image_in_its_3_x_3_convolution(side):
+    model = make_resnet("resnet50", CPU, classes=10, seed=0)
+    strides = {
+        module.kernel_size: module.stride
+        for module in model.network.resnet.encoder.stages[1].layers[0].layer.modules()
+        if isinstance(module, torch.nn.Conv2d)
+    }
+    assert strides == {(1, 1): (1, 1), (3, 3): (2, 2)}
+    with torch.no_grad():
+        assert model(torch.zeros(2, 3, side, side)).shape == (2, 10)
+
+
+def test_outputs_are_counted_without_computing_them():
+    # The stem alone: 64 channels of 112 x 112 from convolution, normalisation and activation, and 56 x 56 pooled.
+    stem = 64 * (3 * 112 * 112 + 56 * 56)
+    assert outputs_of("resnet18", 224) > stem
+    # Sides of 448 have four times as many, but for the pooled ones and the logits.
+    assert outputs_of("resnet18", 448) == pytest.approx(4 * outputs_of("resnet18", 224), rel=0.001)

@@ -1,0 +1,51 @@
+"""Small data sets on disk, laid out as the real ones are."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+from pathlib import Path
+
+import torch
+
+
+def idx(values: torch.Tensor) -> bytes:
+    """An IDX file of unsigned bytes."""
+    return struct.pack(f">I{values.dim()}I", 0x0800 | values.dim(), *values.shape) + bytes(values.flatten().tolist())
+
+
+def write_idx(folder: Path, *, rows: int = 24, side: int = 28, suffix: str = "") -> Path:
+    """FashionMNIST with a few rows: the first pixel of each is its number, and labels go round."""
+    folder.mkdir(parents=True, exist_ok=True)
+    images = torch.arange(rows, dtype=torch.uint8)[:, None, None].repeat(1, side, side)
+    labels = torch.arange(rows, dtype=torch.uint8) % 10
+    for name, values in (("train-images-idx3-ubyte", images), ("train-labels-idx1-ubyte", labels)):
+        content = idx(values)
+        (folder / f"{name}{suffix}").write_bytes(gzip.compress(content) if suffix == ".gz" else content)
+    return folder
+
+
+def cifar_rows(rows: int, first: int) -> list[tuple[int, bytes]]:
+    """Label and 3072 bytes of each row: red is its number, green 100 and blue 200."""
+    return [((first + row) % 10, bytes([first + row] * 1024 + [100] * 1024 + [200] * 1024)) for row in range(rows)]
+
+
+def write_cifar(folder: Path, *, rows: int = 5) -> Path:
+    """The binary version of CIFAR-10 with a few rows a file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(5):
+        content = b"".join(bytes([label]) + image for label, image in cifar_rows(rows, number * rows))
+        (folder / f"data_batch_{number + 1}.bin").write_bytes(content)
+    return folder
+
+
+def write_image_folder(folder: Path, *, classes: int = 3, images: int = 6, side: tuple[int, int] = (60, 44)) -> Path:
+    """JPEG and PNG files of one tint for each class."""
+    from PIL import Image
+
+    for label in range(classes):
+        (folder / f"n{label:04}").mkdir(parents=True, exist_ok=True)
+        for number in range(images):
+            tint = (80 * label % 256, 40 * number % 256, 200)
+            Image.new("RGB", side, tint).save(folder / f"n{label:04}" / f"{number}.{('JPEG', 'png')[number % 2]}")
+    return folder

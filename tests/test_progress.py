@@ -1,0 +1,249 @@
+"""The fixture ``progress``: what rank 0's terminal shows of a long test, and that nothing else shows it."""
+
+from __future__ import annotations
+
+import math
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from sessions import CPU, DEADLINE_SECONDS, Project, environment
+from torchrun import torchrun
+
+from pytest_gpucluster.progress import LIVE_SECONDS, PLAIN_SECONDS, Progress, describe, progress_of, silent
+
+
+class FakeScreen:
+    """Keeps what was shown; a line that was written over stands beside those that stay."""
+
+    def __init__(self, live: bool) -> None:
+        self.live = live
+        self.shown: list[str] = []
+
+    def rewrite(self, text: str, *, ends: bool) -> None:
+        assert self.live
+        self.shown.append(text + "!" * ends)
+
+    def line(self, text: str) -> None:
+        assert not self.live
+        self.shown.append(text)
+
+
+class Steps:
+    """A progress whose clock stands still until it is moved."""
+
+    def __init__(self, live: bool) -> None:
+        self.time = 0.0
+        self.screen = FakeScreen(live)
+        self.progress = Progress(self.screen, "test_it", now=lambda: self.time)
+
+    def after(self, seconds: float, step: int, of: int = 100, **figures: object) -> list[str]:
+        """Take a step, and return all that was shown by then."""
+        self.time += seconds
+        self.progress(step, of, **figures)  # type: ignore[arg-type]  # figures of any kind
+        return self.screen.shown
+
+
+@pytest.mark.parametrize(
+    ("figures", "left", "text"),
+    [
+        ({}, None, "step 3 of 9"),
+        ({"loss": 0.123456}, 59.6, "step 3 of 9, loss 0.1235, 1:00 left"),
+        ({"tokens_per_second": 8573.4, "images_per_second": 12.25}, 0.0, "8,573 tokens/s, 12.25 images/s, 0:00 left"),
+        ({"held_out_loss": math.nan, "gradient_norm": math.inf}, 7384, "held out loss nan, gradient norm inf, 2:03:04"),
+    ],
+    ids=["nothing", "loss", "rates", "no numbers"],
+)
+def test_figures_are_put_in_words(figures: dict[str, float], left: float | None, text: str) -> None:
+    assert text in describe(3, 9, figures, left)
+
+
+def test_a_plain_line_comes_now_and_then_and_for_the_last_step() -> None:
+    steps = Steps(live=False)
+    assert steps.after(0, 1) == []
+    assert steps.after(PLAIN_SECONDS - 0.1, 2) == []
+    assert steps.after(0.1, 11, loss=2.0) == ["test_it: step 11 of 100, loss 2, 1:29 left"]
+    assert len(steps.after(PLAIN_SECONDS / 2, 20)) == 1
+    assert steps.after(0.1, 100)[1:] == ["test_it: step 100 of 100"]
+
+
+def test_the_live_line_is_written_over_as_often_as_can_be_read() -> None:
+    steps = Steps(live=True)
+    assert steps.after(0, 1) == ["test_it: step 1 of 100"]
+    assert len(steps.after(LIVE_SECONDS / 2, 2)) == 1
+    assert steps.after(LIVE_SECONDS / 2, 3)[1:] == ["test_it: step 3 of 100, 0:10 left"]
+    assert steps.after(0, 100)[2:] == ["test_it: step 100 of 100!"], "the last step stays"
+
+
+@pytest.mark.parametrize("last", [20, 50], ids=["a lower step", "after the last step"])
+def test_a_training_that_begins_again_is_a_new_one(last: int) -> None:
+    steps = Steps(live=False)
+    steps.after(0, 1, 50)
+    shown = len(steps.after(9, last, 50))
+    step = 10 if last == 20 else 60
+    assert len(steps.after(9, step, 75)) == shown, "nothing is known of its pace"
+    assert steps.after(10, step + 10, 75)[shown:] == [f"test_it: step {step + 10} of 75, 0:{65 - step:02} left"]
+
+
+def test_a_total_that_becomes_known_only_later_changes_what_is_left() -> None:
+    steps = Steps(live=False)
+    steps.after(0, 1, 10)
+    steps.after(5, 6, 30)
+    assert steps.after(5, 11, 31) == ["test_it: step 11 of 31, 0:20 left"]
+
+
+def test_a_figure_that_is_a_function_is_called_only_where_it_is_shown() -> None:
+    read: list[int] = []
+
+    def loss() -> float:
+        read.append(1)
+        return 1.5
+
+    steps = Steps(live=False)
+    for step in range(1, 10):
+        steps.after(0, step, 10, loss=loss)
+    assert read == []
+    assert steps.after(0, 10, 10, loss=loss) == ["test_it: step 10 of 10, loss 1.5"]
+    assert read == [1]
+
+
+@pytest.mark.parametrize("odd", [(0, 0), (12, 10), (-3, 10)])
+def test_odd_numbers_of_steps_fail_no_test(odd: tuple[int, int]) -> None:
+    for live in (True, False):
+        steps = Steps(live)
+        for _ in range(3):
+            steps.after(11, *odd)
+
+
+def test_ranks_above_0_show_nothing_at_no_cost(pytestconfig: pytest.Config) -> None:
+    assert progress_of(pytestconfig, "test_it", rank=1) is silent
+
+    def unread() -> float:
+        raise AssertionError("a figure was read")
+
+    silent(1, 1, loss=unread)
+
+
+# In a session ----------------------------------------------------------------------------------------------------
+
+SUITE = """
+    import pytest
+
+    def test_first(progress):
+        print("printed")
+        for step in range(1, 4):
+            progress(step, 3, loss=1 / step)
+
+    def test_second(progress):
+        progress(1, 1)
+        assert False
+
+    def test_third():
+        pass
+    """
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("--capture=no",), ("--capture=sys",), ("-v",)], ids=["usual", "uncaptured", "sys", "verbose"]
+)
+def test_the_last_step_is_a_plain_line_of_its_own_and_no_report_holds_it(project: Project, options: tuple[str]) -> None:
+    project.suite(SUITE)
+    left = project.run_apart(*options, "-o", "junit_logging=all")
+    lines = left.stdout.splitlines()
+    assert lines.count("test_first: step 3 of 3, loss 0.3333") == 1
+    assert lines.count("test_second: step 1 of 1") == 1
+    assert [name for name, verdict in left.verdicts.items() if verdict == "passed"] == ["test_first", "test_third"]
+    assert "step 3" not in (project.path / "report.xml").read_text()
+    assert "step 3" not in str(left.journal)
+
+
+def test_quiet_is_silent(project: Project) -> None:
+    project.suite(SUITE)
+    assert "step" not in project.run("-q").output
+
+
+def test_without_a_terminal_reporter_the_test_goes_on(project: Project) -> None:
+    project.suite("def test_it(progress): progress(1, 1)")
+    assert project.run_apart("-p", "no:terminal").exit == 0
+
+
+def test_workers_are_silent(project: Project) -> None:
+    project.suite("import pytest\n@pytest.mark.single_gpu\ndef test_it(progress): progress(1, 1)")
+    left = project.run_apart("-n", "2", "--dist", "each", "--max-worker-restart=0")
+    assert left.verdicts == {"test_it": "passed"}
+    assert "step 1" not in left.output
+
+
+def on_a_terminal(project: Project, *options: str) -> str:
+    """Run the suite in a process whose standard output is a terminal of 80 columns; return what it has received."""
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-p", "no:hypothesispytest", CPU, *options],
+        cwd=project.path,
+        env=environment({"COLUMNS": "80", "TERM": "xterm"}),
+        stdin=subprocess.DEVNULL,
+        stdout=follower,
+        stderr=follower,
+        start_new_session=True,
+    )
+    os.close(follower)
+    until, received = time.monotonic() + DEADLINE_SECONDS, b""
+    try:
+        while time.monotonic() < until:
+            try:
+                more = os.read(leader, 65536)
+            except OSError:  # nobody has the terminal open any more
+                break
+            received += more
+        process.wait(timeout=DEADLINE_SECONDS)
+    finally:
+        os.close(leader)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return received.decode()
+
+
+def test_on_a_terminal_one_line_is_written_over_and_pytest_goes_on_below(project: Project) -> None:
+    project.suite(
+        """
+    import time
+
+    def test_first(progress):
+        for step in range(1, 5):
+            progress(step, 4, loss=1.0)
+            time.sleep(0.25)
+
+    def test_second(progress):
+        progress(1, 1, **{"long" * 40: 1.0})
+
+    def test_third(progress):
+        progress(1, 9)
+        assert False
+    """
+    )
+    received = on_a_terminal(project)
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", received).replace("\r\n", "\n")
+    [live] = [line for line in plain.split("\n") if "test_first: step" in line]
+    over = [part.rstrip() for part in live.split("\r") if part]
+    assert over[0] == "test_first: step 1 of 4, loss 1"
+    assert re.fullmatch(r"test_first: step 2 of 4, loss 1, 0:0\d left", over[1])
+    assert over[-1] == "test_first: step 4 of 4, loss 1"
+    assert max(len(part) for part in live.split("\r")) < 80
+    assert plain.partition(live)[2].startswith("\n."), "the outcome is on a line of its own"
+    [cut] = [line.lstrip("\r") for line in plain.split("\n") if "test_second: step" in line]
+    assert cut.rstrip() == f"test_second: step 1 of 1, {'long' * 40}"[:78]
+    [unfinished] = [line for line in plain.split("\n") if "test_third: step" in line]
+    assert unfinished.split("\r")[-1].startswith("test_third: step 1 of 9 F ")
+    assert "FAILED test_it.py::test_third" in plain
+
+
+def test_of_two_ranks_the_first_alone_shows_it(tmp_path_factory: pytest.TempPathFactory) -> None:
+    run = torchrun(tmp_path_factory.mktemp("ranks"), {"test_it.py": "def test_it(progress): progress(7, 7)\n"})
+    assert run.verdicts == {"test_it": "passed"}
+    assert run.output.count("step 7 of 7") == 1

@@ -1,0 +1,70 @@
+"""The fixture ``settings``: from the options to the test and the journal; ranks that were given other things stop."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from sessions import Project
+from torchrun import start, write_suite
+
+SUITE = """
+    import pytest
+
+    def test_settings(settings):
+        assert settings.data["images"].path.name == "pictures"
+        assert settings.data["function_calls"].revision == "v1"
+        assert settings.model.name == "org/model"
+        assert settings.resume and settings.scratch.name == "scratch"
+        assert settings.golden is None
+        with pytest.raises(TypeError):
+            settings.data["images"] = None
+"""
+NOTHING = """
+    def test_nothing(settings):
+        assert settings.model is None and settings.scratch is None and settings.golden is None
+        assert not settings.resume and not settings.data
+"""
+MUST_NOT_RUN = "def test_it(settings): raise AssertionError('must not run')"
+ON_NODE_B = 'if [ "$GPUCLUSTER_HOSTNAME" = node-b ]; then cd ../other; export GPUCLUSTER_MODEL=org/b; fi; exec "$@"'
+
+
+def test_a_test_gets_what_the_options_say(project: Project) -> None:
+    project.suite(SUITE)
+    for name in ("pictures", "scratch"):
+        (project.path / name).mkdir()
+    project.ini("gpucluster = true\ngpucluster_model = org/model")
+    left = project.run(
+        "--gpucluster-data=pictures",
+        "--gpucluster-data=function_calls=org/calls@v1",
+        "--gpucluster-scratch=scratch",
+        "--gpucluster-resume",
+    )
+    assert left.verdicts == {"test_settings": "passed"}, left.output
+    assert "model=org/model on the hub (ini)" in left.output
+    assert "resume=yes (command line)" in left.output
+
+
+def test_without_options_there_is_nothing(project: Project) -> None:
+    project.suite(NOTHING)
+    assert project.run().verdicts == {"test_nothing": "passed"}
+
+
+def test_ranks_that_were_given_other_things_do_not_start(tmp_path: Path) -> None:
+    write_suite(tmp_path, {"test_it.py": MUST_NOT_RUN})
+    shutil.copytree(tmp_path / "suite", tmp_path / "other")
+    (tmp_path / "suite" / "pictures").mkdir()
+    run = start(
+        tmp_path,
+        None,
+        "--gpucluster-data=images=pictures",
+        ranks=1,
+        hosts=("node-a", "node-b"),
+        environment={"GPUCLUSTER_MODEL": "org/a"},
+        before=("sh", "-c", ON_NODE_B, "sh"),
+    ).wait()
+    assert "must not run" not in run.output
+    body = run.body("preflight")
+    assert "--gpucluster-model differs between ranks: 'org/b on the hub' on rank 1 (node-b); the other 1 rank" in body
+    assert "--gpucluster-data images=pictures: no such folder (rank 1 on node-b)" in body
+    assert run.end[:2] == ("BROKEN", 11)
