@@ -32,8 +32,10 @@ lint: $(STAMP) ## check style, format and types
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-perf: $(STAMP) ## measure what the agreement between ranks costs; simulate how often the rules err
+perf: $(STAMP) ## measure the cost of agreement, our LoRA loop beside Trainer's, loader settings; simulate the rules
 	OMP_NUM_THREADS=1 $(PY) perf/agreement.py
+	OMP_NUM_THREADS=1 $(PY) perf/training.py
+	OMP_NUM_THREADS=1 $(PY) perf/loader.py
 	$(PY) perf/rules.py
 
 clean: ## remove caches and build output; .venv and the reports stay, for reports are evidence

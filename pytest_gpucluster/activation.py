@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from pytest_gpucluster import nccl_log, refused
+from pytest_gpucluster import cublas, nccl_log, refused
 from pytest_gpucluster.agreement.release import nccl
 from pytest_gpucluster.errors import UsageProblem
 from pytest_gpucluster.fixtures import RUN
@@ -20,9 +20,10 @@ from pytest_gpucluster.wording import first_line
 
 
 def prepare_environment() -> None:
-    """Set what torch reads once, when it is imported, and NCCL, when it writes its first message."""
+    """Set what torch reads once, when it is imported or first multiplies, and NCCL, when it writes its first message."""
     os.environ.update(nccl.ENVIRONMENT)
     nccl_log.prepare(os.environ)
+    cublas.prepare(os.environ)
 
 
 def configure(config: pytest.Config) -> tuple[Session | Controller, Controller | None]:

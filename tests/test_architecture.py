@@ -32,6 +32,7 @@ LAYERS = (
     "launch",
     "nccl_choice",
     "nccl_log",
+    "cublas",
     "hardware",
     "limits",
     "yaml_document",

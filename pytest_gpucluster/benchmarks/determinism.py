@@ -8,28 +8,26 @@ from contextlib import contextmanager
 
 import torch
 
-_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+from pytest_gpucluster import cublas
+from pytest_gpucluster.errors import EnvironmentBroken
 
 
 @contextmanager
 def deterministic() -> Iterator[None]:
     """Let torch choose only algorithms that give the same bits again, and put its switch back.
 
-    cuBLAS does so if its workspace is one of two; torch refuses to multiply on a GPU as long as the environment names
-    neither. Source: https://docs.nvidia.com/cuda/cublas/#results-reproducibility and
+    "error", not "warn": with a mere warning the backward of flash and memory-efficient attention stay as they are
+    (Source: pytorch, aten/src/ATen/native/transformers/cuda/attention_backward.cu). Source of the switch:
     https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html.
+
+    Raises: EnvironmentBroken where a GPU is in use and the environment keeps cuBLAS from it; see ``cublas.prepare``.
     """
+    if torch.cuda.is_initialized() and (hindrance := cublas.hindrance(os.environ)):
+        raise EnvironmentBroken(hindrance)
     before = torch.get_deterministic_debug_mode()
-    workspace = os.environ.get(_WORKSPACE)
-    if workspace not in (":4096:8", ":16:8"):
-        os.environ[_WORKSPACE] = ":4096:8"
     try:
         # What torch.use_deterministic_algorithms does, but for compiled code, whose compiler it would import.
         torch.set_deterministic_debug_mode("error")
         yield
     finally:
         torch.set_deterministic_debug_mode(before)
-        if workspace is None:
-            os.environ.pop(_WORKSPACE, None)
-        else:
-            os.environ[_WORKSPACE] = workspace

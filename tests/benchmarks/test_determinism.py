@@ -1,26 +1,18 @@
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
 from pytest_gpucluster.benchmarks.determinism import deterministic
+from pytest_gpucluster.cublas import NAME
+from pytest_gpucluster.errors import EnvironmentBroken
 
-NAME = "CUBLAS_WORKSPACE_CONFIG"
 
-
-@pytest.mark.parametrize(
-    ("before", "inside"), [(None, ":4096:8"), (":16:8", ":16:8"), (":4096:2:16:8", ":4096:8")], ids=str
-)
-def test_the_switches_are_set_inside_and_as_before_outside(monkeypatch, before, inside):
-    monkeypatch.delenv(NAME, raising=False)
-    if before is not None:
-        monkeypatch.setenv(NAME, before)
+def test_the_switch_is_set_inside_and_as_before_outside():
     with deterministic():
-        assert (torch.are_deterministic_algorithms_enabled(), os.environ[NAME]) == (True, inside)
+        assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
-    assert (torch.are_deterministic_algorithms_enabled(), os.environ.get(NAME)) == (False, before)
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_an_algorithm_that_gives_other_bits_each_time_is_refused_inside():
@@ -30,3 +22,18 @@ def test_an_algorithm_that_gives_other_bits_each_time_is_refused_inside():
     act()
     with deterministic(), pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
         act()
+
+
+@pytest.mark.parametrize("chosen", [None, ":4096:2:16:8"])
+def test_a_workspace_that_keeps_cublas_from_it_is_an_error_where_a_gpu_is_in_use(monkeypatch, chosen):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.delenv(NAME, raising=False)
+    if chosen is not None:
+        monkeypatch.setenv(NAME, chosen)
+    told = f"CUBLAS_WORKSPACE_CONFIG is {chosen!r}, and only with :4096:8 or :16:8 "
+    with pytest.raises(EnvironmentBroken, match=told), deterministic():
+        pass
+    assert not torch.are_deterministic_algorithms_enabled()
+    monkeypatch.setenv(NAME, ":16:8")
+    with deterministic():
+        assert torch.are_deterministic_algorithms_enabled()
