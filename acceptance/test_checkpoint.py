@@ -9,7 +9,7 @@ from pytest_gpucluster.benchmarks.checkpoint.resume import check_resume
 from pytest_gpucluster.benchmarks.training.decoder import Geometry
 
 BESIDE_SECONDS = 300.0  # what a test may take with nothing to wait for but the ranks
-SLOWEST_BYTES_PER_SECOND = 20e6  # of a rank; a file system that is slower is not waited for
+SLOWEST_BYTES_PER_SECOND = 10e6  # of a rank; a file system that is slower is not waited for
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def geometry(workload):
 @pytest.fixture
 def scratch(settings, artifacts):
     """The folder that all ranks share: of --gpucluster-scratch, else the test's own."""
-    return (settings.scratch or artifacts) / "pytest-gpucluster-checkpoint"
+    return settings.scratch or artifacts
 
 
 @pytest.fixture(autouse=True)

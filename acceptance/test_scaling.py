@@ -3,6 +3,7 @@
 import pytest
 
 from pytest_gpucluster.benchmarks.collectives import all_reduce
+from pytest_gpucluster.benchmarks.footprint import total_bytes
 from pytest_gpucluster.benchmarks.ranks import Ranks
 from pytest_gpucluster.benchmarks.training.decoder import Geometry
 from pytest_gpucluster.benchmarks.training.scaling import efficiency, rates, straggler_table, told_series
@@ -32,10 +33,10 @@ def known():
 
 
 @pytest.fixture
-def setup(workload):
+def setup(cluster, workload):
     """What is trained, on each GPU the same whatever the size of its group."""
     asked = workload.scaling
-    return Setup(
+    made = Setup(
         geometry=Geometry(
             layers=asked.layers,
             width=asked.width,
@@ -52,6 +53,14 @@ def setup(workload):
         workers=asked.workers,
         prefetch=asked.prefetch,
     )
+    needed, there = made.needed_bytes(cluster.world_size), total_bytes(cluster.device)
+    if there is not None and needed > there:
+        pytest.skip(
+            f"{made.geometry.parameters / 1e6:.4g}M parameters with {made.tokens} tokens a step: needs about "
+            f"{needed / 1e9:.3g} GB on each rank, and {cluster.device} has {there / 1e9:.3g} GB in all: take a smaller "
+            "batch or model (--gpucluster-workload scaling.batch=4)"
+        )
+    return made
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from pytest_gpucluster.wording import first_line
 
 
 def prepare_environment() -> None:
-    """Set what torch reads once, when it is imported or first multiplies, and NCCL, when it writes its first message."""
+    """Set what torch reads once, at its import and its first product, and NCCL when it writes its first message."""
     os.environ.update(nccl.ENVIRONMENT)
     nccl_log.prepare(os.environ)
     cublas.prepare(os.environ)

@@ -21,8 +21,8 @@ _EXIT_CODES = """\
 exit codes:
   0  done (whatever the verdict of the run)
   2  wrong usage
-  3  what is to be read cannot be used: a journal or curve is missing, damaged, something else or of a newer version, or
-     curves are not alike
+  3  the journal is missing, damaged, no journal, or of a newer version; so is a curve, or curves are not alike; the
+     rows, the model or the adapter cannot be used
   4  the output cannot be written
 """
 

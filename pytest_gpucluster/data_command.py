@@ -111,6 +111,11 @@ def run(options: argparse.Namespace) -> int:
         return _complain(f"{error.name or error} is not installed; install it with {_install()}", FAILED)
     except (EnvironmentBroken, WrongResult) as error:
         return _complain(str(error), FAILED)
+    except (MemoryError, RuntimeError) as error:
+        # Torch's own is known by its name, so that --help needs no torch.
+        if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":
+            raise
+        return _complain(f"no memory left: {_shown(error)}; choose a smaller --batch, or another --device", FAILED)
 
 
 def _add_of_rows(parser: argparse.ArgumentParser) -> None:
@@ -131,7 +136,7 @@ def _prepare(options: argparse.Namespace) -> int:
     out: Path = options.out
     if out.is_dir() or not out.parent.is_dir():
         wrong = "is a folder" if out.is_dir() else f"there is no folder {out.parent}"
-        return _complain(f"--out {out}: {wrong}; name a file", USAGE)
+        return _complain(f"--out {out}: {wrong}; name a file", NO_OUTPUT)
     if os.path.realpath(out) == os.path.realpath(options.source):
         return _complain(f"--out {out}: that is the source itself; name another file", USAGE)
     # The tokenizer first: it is loaded in a moment, and the rows are not.
@@ -273,6 +278,10 @@ def _digest(text: str) -> str:
     if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
         raise argparse.ArgumentTypeError(f"{text!r} is no sha256: 64 digits of 0-9 and a-f, as sha256sum prints them")
     return digest
+
+
+def _shown(error: Exception) -> str:
+    return one_line(str(error) or type(error).__name__, _CHARACTERS)
 
 
 def _install() -> str:

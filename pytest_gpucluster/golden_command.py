@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pytest_gpucluster import journal
 from pytest_gpucluster.benchmarks.lora import golden
-from pytest_gpucluster.benchmarks.lora.curve import Curve, is_curve, read_csv
+from pytest_gpucluster.benchmarks.lora.curve import FIRST_LINE, Curve, is_curve, read_csv
 from pytest_gpucluster.errors import CurveError, JournalError
 from pytest_gpucluster.run_directory import ARTIFACTS, artifacts_name
 
@@ -67,7 +67,12 @@ def curve_of(place: Path, test: str = "") -> tuple[Path, Curve]:
         if place.is_file() and (place.suffix == ".csv" or is_curve(place)):
             return place, read_csv(place)
         path = journal.locate(place)
-        record = journal.read(path, keep_samples=False)
+        try:
+            record = journal.read(path, keep_samples=False)
+        except JournalError as error:
+            if path.name == journal.FILE_NAME:
+                raise
+            raise CurveError(f"{error}; and no loss curve, which begins with {FIRST_LINE!r}") from None
         folder = path.parent / ARTIFACTS
         tests = {artifacts_name(result.nodeid): result for result in record.results if test in result.nodeid}
         found = sorted(

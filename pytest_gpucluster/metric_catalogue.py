@@ -173,9 +173,9 @@ TRAINING = (
             "fsdp.bf16_loss_error": "Difference of a rank's loss in bf16 to that of one process in bf16.",
             "fsdp.bf16_gradient_error": "Likewise for the gradients: of their norm, or their distance.",
             "fsdp.ddp_loss_error": "Difference of a rank's loss to that of DistributedDataParallel on the same ranks.",
-            "fsdp.share": "Bytes of weights and moments on a rank over those of 1/N of each weight, rounded up to rows.",
-            "checkpoint.resume_error": "Difference of the losses after a checkpoint to those without an interruption, on "
-            "the same ranks.",
+            "fsdp.share": "Bytes of weights and moments on a rank over those of 1/N of each, rounded up to rows.",
+            "checkpoint.resume_error": "Difference of the losses after a checkpoint to those without a break, on the "
+            "same ranks.",
             "checkpoint.reshard_error": "Likewise on fewer ranks with the same global batch, or without sharding.",
         }
     ),
@@ -324,15 +324,16 @@ SCALING = (
         unit="ratio",
         better="higher",
         scope="world",
-        doc="Weak scaling: tokens/s per GPU of the slowest rank in larger groups over those of the median rank in smaller "
-        "ones. `kind` is node (a node over one GPU), fabric (the world over a node) or total (the world over one GPU).",
+        doc="Weak scaling: tokens/s per GPU of the slowest rank in larger groups over those of the median rank in "
+        "smaller ones. `kind` is node (a node over one GPU), fabric (the world over a node) or total (the world over "
+        "one GPU).",
     ),
     Metric(
         name="scaling.busbw_retention",
         unit="ratio",
         better="higher",
         scope="world",
-        doc="All-reduce busbw of the world over that of a node, of the slowest rank each. It says nothing about training.",
+        doc="All-reduce busbw of the world over that of a node, of the slowest rank each; no word about training.",
     ),
     Metric(
         name="failure_propagation.seconds",

@@ -115,9 +115,21 @@ class Opening:
             return
         try:
             refused.require_file(path)
+            self._require_no_input(path)
         except OptionError:
             self._run.junit_path = None  # the one in the report directory must do
             raise
+
+    def _require_no_input(self, path: Path) -> None:
+        """Keep the report from replacing what the run reads."""
+        settings = self._run.settings
+        if settings is None:
+            return
+        read = {"thresholds": settings.thresholds, "golden": settings.golden}
+        read |= {f"data {data.key}": data.source.path for data in settings.data}
+        for option, file in read.items():
+            if file is not None and os.path.realpath(file) == os.path.realpath(path):
+                raise OptionError(f"--junitxml {path}: is the file of --gpucluster-{option}; name another one")
 
     def _start_recorder(self) -> None:
         self._run.directory = new_run_directory(options.report_directory(self._run.config, self._run.environ))

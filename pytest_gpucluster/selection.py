@@ -1,4 +1,4 @@
-"""Which part of the suite was asked for, and which tests there is room for: ranks, nodes, a GPU, what it can do, data."""
+"""Which part of the suite was asked for, and which tests there is room for: ranks, nodes, a GPU, its dtypes, data."""
 
 from __future__ import annotations
 

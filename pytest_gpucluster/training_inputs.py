@@ -18,7 +18,7 @@ from pytest_gpucluster.errors import CurveError, OptionError
 
 DataName = Literal["images", "function_calls"]
 DATA_NAMES: tuple[DataName, ...] = ("images", "function_calls")
-_FILES = (".json", ".jsonl")
+_FILES = (".json", ".jsonl", ".safetensors")
 _DATA_FORMS = (
     "images=FOLDER, function_calls=FILE[@sha256:HEX], function_calls=ORG/NAME[@REVISION] of the hub, or a bare path: a "
     "folder is images, a file is function_calls"
@@ -211,5 +211,8 @@ def _file(option: str, path: Path) -> Iterator[str]:
         yield f"{option}: no such file"
     elif os.path.isdir(path):
         yield f"{option}: is a folder, and must be a file"
+    elif not os.path.isfile(path):
+        # Each rank reads it, and reading a pipe would wait for who writes into it.
+        yield f"{option}: is a pipe or a device, and must be a file"
     elif not os.access(path, os.R_OK):
         yield f"{option}: cannot be read"

@@ -208,8 +208,7 @@ class Vision:
     workers: Annotated[
         int,
         Spec(
-            doc="processes of each rank that read images ahead; 0: the rank reads them itself, and /dev/shm is not looked "
-            "at",
+            doc="processes of each rank that read images ahead; 0: the rank reads them itself, without /dev/shm",
             kind=Whole(least=0, most=256),
         ),
     ]
@@ -300,9 +299,7 @@ class Fsdp:
 class Checkpoint:
     """Saving a sharded training and going on from it, and the speed of the file system that it is saved to."""
 
-    steps: Annotated[
-        int, Spec(doc="steps before the checkpoint, and as many after it", kind=Whole(least=1, most=1000))
-    ]
+    steps: Annotated[int, Spec(doc="steps before the checkpoint, and as many after it", kind=Whole(least=1, most=1000))]
     file_bytes: Annotated[
         int,
         Spec(

@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
-from pytest_gpucluster.benchmarks.checkpoint import bandwidth, resume, storage, store
+from pytest_gpucluster.benchmarks.checkpoint import bandwidth, resume, shared_folder, storage, store
 from pytest_gpucluster.errors import WrongResult
 
 ON_RANK_1 = os.environ["RANK"] == "1"
@@ -109,15 +109,20 @@ FAULTS = {
 }
 
 def pytest_runtest_setup(item):
-    bandwidth.SEEN_SECONDS = 0.5
+    shared_folder.SEEN_SECONDS = 0.5
     fault = item.path.stem.removeprefix("test_checkpoint_")
     resume.PIECES, store.PIECES, bandwidth.PIECES = FAULTS[fault]
 """
 
 OF_STORAGE = ("slow", "unshared", "truncated", "changed")
 RUNS = {
-    "two": (2, ("none", "truncated", "missing", "changed", "full", "older")),
-    "more": (2, ("moments", "rows", "rate", "lenient", "alone", "slow", "unshared")),
+    "two": (
+        2,
+        (
+            *("none", "truncated", "missing", "changed", "full", "older"),
+            *("moments", "rows", "rate", "lenient", "alone", "slow", "unshared"),
+        ),
+    ),
     "four": (4, ("none",)),
 }
 BANDWIDTH = "test_checkpoint_bandwidth"
@@ -139,7 +144,7 @@ def runs(tmp_path_factory):
         skipped += [f"({fault} and not bandwidth)" for fault in faults if fault in ("slow", "unshared")]
         selected = f"-k=not ({' or '.join(skipped)})" if skipped else "-k=checkpoint"
         started = torchrun.start(tmp_path_factory.mktemp(name), files, selected, ranks=ranks, deadline=60.0)
-        started.deadline = 240.0  # several trainings for each fault
+        started.deadline = 300.0  # several trainings for each fault
         return started.wait()
 
     with ThreadPoolExecutor(max_workers=2) as pool:
@@ -254,7 +259,7 @@ def test_a_file_that_other_ranks_do_not_see_is_an_error_that_names_it(runs):
     assert "pass-0-rank-00001.bin, which another rank has made, is not there on this host after 0.5 s" in found.text
 
 
-@pytest.mark.parametrize(("name", "end"), [("two", "REJECTED"), ("more", "REJECTED"), ("four", "REHEARSED")])
+@pytest.mark.parametrize(("name", "end"), [("two", "REJECTED"), ("four", "REHEARSED")])
 def test_the_run_goes_on_after_each_fault_and_ends_as_it_should(runs, name, end):
     assert runs[name].end[0] == end
     assert runs[name].left_over == []

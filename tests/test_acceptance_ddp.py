@@ -3,7 +3,6 @@ them."""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -84,16 +83,10 @@ def pytest_runtest_setup(item):
     step_check.make_decoder = frozen if fault == "frozen" else MAKE
 """
 
-ALONE = {
-    "nosync": (0, 1),
-    "samedata": (1,),
-    "bit": (1,),
-    "nan": (1,),
-    "sampler": (1,),
-    "epoch": (0, 1),
-    "frozen": (0, 1),
-    "start": (0, 1),
-}
+ALL = (
+    *("none", "nosync", "samedata", "bit", "scaled", "scaledone"),
+    *("nan", "sampler", "epoch", "frozen", "start"),
+)
 RANK_1 = "rank 1 (node-a)"
 METRICS = {f"ddp.{name}{kind}_error" for name in ("", "bf16_") for kind in ("loss", "gradient")}
 
@@ -104,41 +97,27 @@ def files(*faults):
     return {f"test_ddp_{fault}.py": text for fault in faults} | {"workloads.yaml": workloads, "conftest.py": FAULTS}
 
 
-RUNS = {
-    "ddp": (("none", "nosync", "samedata", "bit", "scaled", "scaledone"), "-k=not training_step and not affinity"),
-    "more": (("nan", "sampler", "epoch", "frozen", "start"), "-k=not affinity"),
-}
-
-
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Two runs with all faults, one after the other: after each the ranks go on with a new group."""
-
-    def run(name):
-        faults, *options = RUNS[name]
-        started = torchrun.start(tmp_path_factory.mktemp(name), files(*faults), *options, deadline=40.0)
-        started.deadline = 180.0  # two trainings for each fault
-        return started.wait()
-
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        return dict(zip(RUNS, pool.map(run, RUNS), strict=True))
+def run(tmp_path_factory):
+    """One run with all faults, one after the other: after each the ranks go on with a new group."""
+    started = torchrun.start(tmp_path_factory.mktemp("run"), files(*ALL), "-k=not affinity", deadline=40.0)
+    started.deadline = 300.0  # some trainings for each fault
+    return started.wait()
 
 
-def result(runs, fault, test="test_ddp"):
-    [found] = [
-        each for run in runs.values() for each in run.journal.results if each.nodeid == f"test_ddp_{fault}.py::{test}"
-    ]
+def result(run, fault, test="test_ddp"):
+    [found] = [each for each in run.journal.results if each.nodeid == f"test_ddp_{fault}.py::{test}"]
     return found
 
 
-def test_a_right_training_passes_beside_the_wrong_ones(runs):
-    found = result(runs, "none")
+def test_a_right_training_passes_beside_the_wrong_ones(run):
+    found = result(run, "none")
     assert (found.outcome, found.culprits) == ("passed", ())
     assert {one.metric for one in found.measurements} == METRICS
     for one in found.measurements:
         assert (one.status, len(one.values)) == ("passed", 2)
         assert one.labels == {"global_batch": "8", "steps": "4"}
-    assert result(runs, "sampler", "test_training_step").outcome == "passed"
+    assert result(run, "sampler", "test_training_step").outcome == "passed"
 
 
 @pytest.mark.parametrize(
@@ -162,23 +141,23 @@ def test_a_right_training_passes_beside_the_wrong_ones(runs):
         ),
     ],
 )
-def test_each_fault_rejects_and_names_the_ranks_at_fault(runs, fault, culprits, told):
-    found = result(runs, fault)
+def test_each_fault_rejects_and_names_the_ranks_at_fault(run, fault, culprits, told):
+    found = result(run, fault)
     assert found.outcome == "failed"
     assert found.culprits == culprits
     assert "WrongResult" in found.message
     assert told in found.text
 
 
-def test_a_loss_times_the_number_of_ranks_misses_all_limits(runs):
-    found = result(runs, "scaled")
+def test_a_loss_times_the_number_of_ranks_misses_all_limits(run):
+    found = result(run, "scaled")
     assert found.outcome == "failed"
     assert {one.metric: one.status for one in found.measurements} == dict.fromkeys(METRICS, "failed")
     assert all(one.value == pytest.approx(1.0, rel=0.02) for one in found.measurements)
 
 
-def test_a_loss_that_is_off_on_one_rank_is_found_on_that_rank(runs):
-    found = result(runs, "scaledone")
+def test_a_loss_that_is_off_on_one_rank_is_found_on_that_rank(run):
+    found = result(run, "scaledone")
     assert found.outcome == "failed"
     assert found.message.startswith("ddp.loss_error 0.001")
     assert f"on {RANK_1}" in found.message
@@ -193,15 +172,13 @@ def test_a_loss_that_is_off_on_one_rank_is_found_on_that_rank(runs):
         ("frozen", (0, 1), "1 of 15 weight tensors have not moved in 4 steps: blocks.1.down.weight"),
     ],
 )
-def test_a_step_that_is_wrong_on_a_device_is_found_there(runs, fault, culprits, told):
-    found = result(runs, fault, "test_training_step")
+def test_a_step_that_is_wrong_on_a_device_is_found_there(run, fault, culprits, told):
+    found = result(run, fault, "test_training_step")
     assert (found.outcome, found.culprits) == ("failed", culprits)
     assert told in found.text
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_the_run_goes_on_after_each_fault_and_ends_in_a_rejection(runs, name):
-    run = runs[name]
+def test_the_run_goes_on_after_each_fault_and_ends_in_a_rejection(run):
     assert run.end[:2] == ("REJECTED", 1)
     assert run.left_over == []
     assert not [one.nodeid for one in run.journal.results if one.outcome not in ("passed", "failed")]

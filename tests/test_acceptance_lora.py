@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 
 import pytest
 import torch
 import torchrun
 
-from pytest_gpucluster.benchmarks.lora import golden
-from pytest_gpucluster.benchmarks.lora.curve import read_csv
+from pytest_gpucluster.benchmarks.lora import golden, prepared
+from pytest_gpucluster.benchmarks.lora.curve import Curve, Point, read_csv
 from pytest_gpucluster.benchmarks.lora.model import make_base, tiny_base
+from pytest_gpucluster.benchmarks.lora.rows import Rows
 from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
-from pytest_gpucluster.benchmarks.lora.tokenizer import tiny_tokenizer
+from pytest_gpucluster.benchmarks.lora.tokenizer import tiny_tokenizer, tokenizer_for
 
 ACCEPTANCE = Path(__file__).parent.parent / "acceptance"
 LONGEST_SECONDS = 500.0
@@ -25,12 +25,12 @@ SHORT = {
     "warmup_steps": 1,
     "global_batch": 8,
     "micro_batch": 2,
-    "sequence": 128,
-    "rows": 300,
+    "sequence": 64,
+    "rows": 200,
     "held_out_blocks": 5,
     "parity": "fp32",
     "parity_steps": 3,
-    "parity_sequence": 128,
+    "parity_sequence": 64,
     "checkpoint_every": 4,
     "calls": 2,
     "call_tokens": 8,
@@ -50,10 +50,11 @@ every_sku:
 FAULTS = """
 import importlib.util, math, os
 from dataclasses import replace
+import pytest
 import torch
 import torch.distributed as dist
 from pytest_gpucluster.benchmarks.checkpoint import store
-from pytest_gpucluster.benchmarks.lora import loop
+from pytest_gpucluster.benchmarks.lora import golden, loop, memory_need
 from pytest_gpucluster.benchmarks.lora.loop import PIECES, fully_sharded, token_mean
 from pytest_gpucluster.benchmarks.lora.model import make_adapted
 from pytest_gpucluster.benchmarks.lora.packing import share
@@ -154,25 +155,49 @@ PIECES_OF = {
     "drift": {"update": drifting},
     "golden": {},
     "astray": {"learning_rate": lambda step, recipe: cosine(step, recipe) / 2},
+    "foreign": {},
+    "weights": {},
     "model": {},
     "noextra": {},
+    "nomemory": {},
     "a_whole": {},
     "b_interrupted": {"update": interrupted},
     "c_resumed": {},
 }
 
-FIND = importlib.util.find_spec
+# What the golden curve that is read is of.
+CURVE_OF = {"foreign": {"model": "qwen2-7b"}, "weights": {"weights": "0" * 16}}
+FIND, FREE = importlib.util.find_spec, memory_need.free_bytes
+
+def fault_of(item):
+    return item.path.stem.removeprefix("test_lora_")
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    # So far as to look at the memory it needs no GPU.
+    for item in items:
+        if fault_of(item) == "nomemory":
+            item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "needs_gpu"]
 
 def pytest_runtest_setup(item):
     calls.clear()
-    missing = item.path.stem == "test_lora_noextra"
+    fault = fault_of(item)
+    missing = fault == "noextra"
     importlib.util.find_spec = lambda name, *more: None if missing and name == "peft" else FIND(name, *more)
-    loop.PIECES = replace(PIECES, **PIECES_OF[item.path.stem.removeprefix("test_lora_")])
+    loop.PIECES = replace(PIECES, **PIECES_OF[fault])
+    memory_need.free_bytes = (lambda device: 10**9) if fault == "nomemory" else FREE
+
+    def read(path):
+        curve = golden.read(path)
+        return replace(curve, context={**curve.context, **CURVE_OF.get(fault, {})})
+
+    item.module.read = read
 """
 
+RIGHT = "none"
+WRONG = ("nosync", "samedata", "scaled", "rate", "nan", "other", "frozen", "bit", "base", "late", "truncated")
 RUNS = {
-    "parity": (("none", "nosync", "samedata", "scaled", "rate", "nan", "other"), ()),
-    "state": (("frozen", "bit", "base", "late", "truncated"), ()),
+    "faults": ((RIGHT, *WRONG), ()),
     "resume": (("a_whole", "b_interrupted", "c_resumed"), ("--gpucluster-resume",)),
     # Not to be divided among two ranks: each trains by itself.
     "groups": (("groups", "drift"), ("--gpucluster-workload=lora.tiny.global_batch=7",)),
@@ -230,24 +255,38 @@ def runs(tmp_path_factory):
 def against_golden(runs, tmp_path_factory):
     """A run against the curve of a right one."""
     directory = tmp_path_factory.mktemp("golden")
-    golden.write(directory / "golden.json", [read_csv(curve_path(runs["parity"], "none"))])
-    return start("golden", directory, ("golden", "astray"), f"--gpucluster-golden={directory / 'golden.json'}")
+    golden.write(directory / "golden.json", [read_csv(curve_path(runs["faults"], RIGHT))])
+    faults = ("golden", "astray", "foreign", "weights")
+    return start("golden", directory, faults, f"--gpucluster-golden={directory / 'golden.json'}")
 
 
 @pytest.fixture(scope="module")
 def of_model(runs, tmp_path_factory):
-    """A run with a small model and data of its own; in one file the extra is missing."""
+    """A run with a small model and data of its own; in one file the extra is missing, in one the memory."""
     directory = tmp_path_factory.mktemp("model")
     rows = synthetic_rows(600, seed=5)
     tokenizer = tiny_tokenizer(rows)
     folder = directory / "small-qwen2"
     make_base(tiny_base(len(tokenizer)), torch.device("cpu"), precision="bf16", seed=3).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    lines = [json.dumps({"system": row.system, "chat": row.chat}) for row in rows]
-    (directory / "rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    options = (f"--gpucluster-model={folder}", f"--gpucluster-data=function_calls={directory / 'rows.jsonl'}")
-    chosen = "(model and not tiny) or (noextra and tiny)"
-    return start("model", directory, ("model", "noextra"), *options, chosen=chosen)
+    given = Rows(rows=tuple(rows), malformed=(), sha256="0" * 64, source="rows")
+    blocks = directory / "blocks.safetensors"
+    prepared.write(
+        blocks, prepared.prepare(given, tokenizer_for(folder), name="small", sequence=64, held_out=0.1, seed=0)
+    )
+    # Of the other model of this run, whose test would compare it.
+    tiny = Curve(
+        points=(Point(step=1, loss=1.0, all_token_loss=1.0, gradient_norm=1.0, learning_rate=1.0),),
+        context={**dict.fromkeys(golden.REQUIRED, "x"), "model": "lora_tiny"},
+    )
+    golden.write(directory / "golden.json", [tiny])
+    options = (
+        f"--gpucluster-model={folder}",
+        f"--gpucluster-data=function_calls={blocks}",
+        f"--gpucluster-golden={directory / 'golden.json'}",
+    )
+    chosen = "(lora_model and not tiny) or (noextra and tiny) or (nomemory and throughput)"
+    return start("model", directory, ("model", "noextra", "nomemory"), *options, chosen=chosen)
 
 
 def result(runs, fault):
@@ -275,7 +314,7 @@ CONDITIONS = {
 }
 
 
-@pytest.mark.parametrize("fault", ["none", "a_whole"])
+@pytest.mark.parametrize("fault", [RIGHT, "a_whole"])
 def test_a_right_training_passes_beside_the_wrong_ones_and_each_condition_is_a_measurement(runs, fault):
     found = result(runs, fault)
     assert (found.outcome, found.culprits) == ("passed", ())
@@ -368,10 +407,26 @@ def test_a_curve_that_leaves_the_band_of_the_golden_one_fails(against_golden):
     found = {
         each.nodeid.partition("::")[0]: next(one for one in each.measurements if one.metric == "lora.golden_deviation")
         for each in against_golden.journal.results
+        if each.measurements
     }
     same, astray = found["test_lora_golden.py"], found["test_lora_astray.py"]
     assert (same.status, same.value) == ("passed", 0.0)
     assert (astray.status, astray.value > 1) == ("failed", True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("foreign", "is a golden curve of qwen2-7b, and no test of this run trains qwen2-7b"),
+        ("weights", "not the same experiment: weights is '"),
+    ],
+)
+def test_a_golden_curve_that_cannot_be_compared_is_an_error_before_the_training(against_golden, fault, told):
+    [found] = [each for each in against_golden.journal.results if f"lora_{fault}.py" in each.nodeid]
+    assert found.outcome == "error"
+    assert told in found.text
+    assert not found.measurements
+    assert not list((against_golden.directory / "reports" / "latest").rglob(f"*lora_{fault}.py*/curve-*.csv"))
 
 
 def test_a_model_that_is_given_is_trained_under_its_own_name_and_stands_for_no_criterion(of_model):
@@ -382,8 +437,18 @@ def test_a_model_that_is_given_is_trained_under_its_own_name_and_stands_for_no_c
     statuses = {one.metric: one.status for one in trained.measurements}
     assert {metric for metric, status in statuses.items() if status == "passed"} == CONDITIONS - {"lora.final_loss"}
     assert statuses["lora.final_loss"] == "recorded"
+    assert "lora.golden_deviation" not in statuses
     for criterion in ("test_qwen2_lora", "test_qwen2_lora_throughput"):
         assert found[f"test_lora_model.py::{criterion}"].outcome == "skipped"
+
+
+def test_too_little_memory_for_the_throughput_is_told_with_its_figures_and_nothing_is_run(of_model):
+    [found] = [
+        each for each in of_model.journal.results if each.nodeid == "test_lora_nomemory.py::test_qwen2_lora_throughput"
+    ]
+    assert (found.outcome, found.measurements) == ("skipped", ())
+    assert "training qwen2-7b-random on 2 ranks with 2 blocks of 64 tokens at once needs about" in found.message
+    assert "GB of memory on each, and the rank with the least has 1 GB free" in found.message
 
 
 def test_without_the_extra_nothing_is_run_and_the_way_to_install_it_is_told(of_model):
@@ -407,9 +472,8 @@ def curve(run, name):
         return list(csv.DictReader(line for line in file if not line.startswith("#")))
 
 
-@pytest.mark.parametrize("name", ["parity", "state"])
-def test_the_run_goes_on_after_each_fault_and_ends_in_a_rejection(runs, name):
-    run = runs[name]
+def test_the_run_goes_on_after_each_fault_and_ends_in_a_rejection(runs):
+    run = runs["faults"]
     assert run.end[:2] == ("REJECTED", 1)
     assert run.left_over == []
     assert not [one.nodeid for one in run.journal.results if one.outcome not in ("passed", "failed")]

@@ -119,7 +119,9 @@ def runs(tmp_path_factory):
             data = [f"--gpucluster-data=images={folder}"]
         else:
             data = []
-        started = torchrun.start(directory, files(*faults), f"-k={keyword}", *data, deadline=120.0, timeouts="stuck=20")
+        options = (f"-k={keyword}", *data)
+        ranks = 2 if name == "faults" else 1
+        started = torchrun.start(directory, files(*faults), *options, ranks=ranks, deadline=120.0, timeouts="stuck=20")
         started.deadline = DEADLINE_SECONDS
         return started.wait()
 

@@ -117,7 +117,7 @@ CONFINED = {
     "stragglers": ("metric_catalogue", "metrics"),
     "misses": ("stats", "units", "limits", "metric_catalogue", "metrics"),
     "judged": ("limits", "metrics"),
-    "benchmarks.*": ("errors", "units", "stats", "sampling", "benchmarks.*"),
+    "benchmarks.*": ("errors", "units", "stats", "sampling", "cublas", "benchmarks.*"),
     "agreement.*": (
         *(
             "wording",
@@ -154,6 +154,7 @@ CONFINED = {
     "training_inputs": ("errors", "benchmarks.lora.golden"),
     "nccl_choice": (),
     "nccl_log": ("nccl_choice",),
+    "cublas": (),
     "cluster": ("errors", "launch", "nccl_log", "nccl_choice", "agreement.release.*"),
     "cli": (
         "__init__",

@@ -29,6 +29,8 @@ def stale(project: Project) -> Project:
     (project.path / "report.xml").write_text(STALE)
     (project.path / "file").write_text("no directory")
     (project.path / "bad.yaml").write_text(BAD_LIMITS)
+    # Not report.xml itself: a run replaces that while it reads its limits.
+    (project.path / "page.xml").write_text(STALE)
     return project
 
 
@@ -85,7 +87,7 @@ OPTIONS = {
         [CPU, "--gpucluster-thresholds=bad.yaml"],
         ["bad.yaml:6:28: ", "'minimum'", "did you mean 'min'", "bad.yaml:7:33: ", "GB/s", "TFLOPS"],
     ),
-    "limits no YAML": ([CPU, "--gpucluster-thresholds=report.xml"], ["report.xml:1:"]),
+    "limits no YAML": ([CPU, "--gpucluster-thresholds=page.xml"], ["page.xml:1:"]),
     "report directory below a file": (
         [CPU, "--gpucluster-report-dir=file/reports"],
         ["the report directory file/reports: cannot be written to", "a file is in the way"],
@@ -181,6 +183,16 @@ def test_a_report_that_cannot_be_kept_is_refused_and_the_one_beside_the_journal_
     refused(left, *texts)
     assert "JUnit: gpucluster-report/" in left.output
     assert left.end == ("BROKEN", 4)
+
+
+@pytest.mark.parametrize("option", ["thresholds=", "golden=", "data=function_calls="])
+def test_a_report_does_not_replace_what_the_run_reads(stale: Project, option: str) -> None:
+    left = stale.run("--junitxml=bad.yaml", f"--gpucluster-{option}bad.yaml", junit=False)
+    assert left.exit == 4
+    assert (
+        f"bad.yaml: is the file of --gpucluster-{option.strip('=').replace('=', ' ')}; name another one" in left.output
+    )
+    assert (stale.path / "bad.yaml").read_text() == BAD_LIMITS
 
 
 def test_a_report_at_dev_null_is_a_way_to_have_none(stale: Project) -> None:

@@ -213,8 +213,6 @@ USAGE = {
     "all held out": ["prepare", "SOURCE", "--tiny", "--out", "OUT", "--held-out", "100%"],
     "sha256": ["prepare", "SOURCE", "--tiny", "--out", "OUT", "--sha256", "abc"],
     "output is the source": ["prepare", "SOURCE", "--tiny", "--out", "SOURCE"],
-    "output in no folder": ["prepare", "SOURCE", "--tiny", "--out", "OUT/nowhere/at/all"],
-    "output is a folder": ["prepare", "SOURCE", "--tiny", "--out", "FOLDER"],
     "no data": ["evaluate", "ADAPTER"],
     "no device": ["evaluate", "ADAPTER", "--data", "SOURCE", "--device", "gpu"],
     "another device": ["evaluate", "ADAPTER", "--data", "SOURCE", "--device", "meta"],
@@ -239,7 +237,7 @@ def test_wrong_usage_is_exit_code_2_and_nothing_is_written(words, source, adapte
 def failing(capsys, *words):
     """The one line that is told of an error. transformers may show its progress beside it."""
     code, said, told = run(capsys, *words)
-    assert (code, said) == (1, "")
+    assert (code, said) == (3, "")
     assert "Traceback" not in told
     [line] = [line for line in told.splitlines() if line.startswith("gpucluster: ")]
     return line
@@ -263,7 +261,7 @@ def failing(capsys, *words):
     ],
     ids=["empty", "shape", "sha256", "cut off", "too few", "no block", "no tokens", "missing"],
 )
-def test_rows_that_cannot_be_used_are_one_line_and_exit_code_1(data, words, why, tmp_path, capsys):
+def test_rows_that_cannot_be_used_are_one_line_and_exit_code_3(data, words, why, tmp_path, capsys):
     path, out = tmp_path / "rows.json", tmp_path / "out"
     if data is not None:
         path.write_text(data)
@@ -274,6 +272,22 @@ def test_rows_that_cannot_be_used_are_one_line_and_exit_code_1(data, words, why,
 def test_a_model_without_a_tokenizer_is_told_before_the_rows_are_read(tmp_path, capsys):
     told = failing(capsys, "prepare", tmp_path / "none.json", "--model", tmp_path, "--out", tmp_path / "out")
     assert "no tokenizer can be loaded from it" in told
+
+
+@pytest.mark.parametrize(("out", "why"), [("nowhere/out", "there is no folder"), ("", "is a folder")])
+def test_an_output_without_a_place_is_exit_code_4_before_anything_is_read(out, why, tmp_path, capsys):
+    code, said, told = run(capsys, "prepare", tmp_path / "none.json", "--tiny", "--out", tmp_path / out)
+    assert (code, said) == (4, "")
+    assert told.startswith(f"gpucluster: --out {tmp_path / out}: {why}")
+
+
+def test_an_adapter_for_which_there_is_no_memory_is_one_line(adapter, questions, capsys, monkeypatch):
+    def full(*arguments, **named):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")
+
+    monkeypatch.setattr(saved_adapter, "load", full)
+    words = ["--data", questions, "--device", "cpu", "--held-out", "10%"]
+    assert failing(capsys, "evaluate", adapter, *words).startswith("gpucluster: no memory left: CUDA out of memory. ")
 
 
 def test_an_output_that_cannot_be_written_is_exit_code_4(source, tmp_path, capsys, monkeypatch):
@@ -364,7 +378,7 @@ def test_a_base_with_a_weight_missing_is_refused(source, base, adapter, tmp_path
     save_file(weights, other / "model.safetensors", {"format": "pt"})
     words = ["--data", source, "--device", "cpu", "--held-out", "10%", "--base", other]
     code, said, told = run(capsys, "evaluate", adapter, *words)
-    assert (code, said) == (1, "")
+    assert (code, said) == (3, "")
     assert "1 weights are not in its files, such as model.layers.0.mlp.up_proj.weight" in told
 
 

@@ -125,12 +125,14 @@ def test_runs_of_different_experiments_are_named(tmp_path: Path, csv: Path, caps
         pytest.param(
             ["{tmp}/bad.csv", "--out", "{tmp}/g"], 3, "bad.csv:1: no loss curve of this version", id="no curve"
         ),
+        pytest.param(["{tmp}/bad.txt", "--out", "{tmp}/g"], 3, "and no loss curve, which begins with", id="neither"),
     ],
 )
 def test_what_cannot_work_is_told(
     tmp_path: Path, csv: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, told: str
 ) -> None:
-    (tmp_path / "bad.csv").write_text("a,b\n")
+    for name in ("bad.csv", "bad.txt"):
+        (tmp_path / name).write_text("a,b\n")
     before = csv.read_bytes()
     assert main(["golden", *(each.format(csv=csv, tmp=tmp_path) for each in arguments)]) == code
     said = capsys.readouterr().err

@@ -28,7 +28,7 @@ def run_on(
     made: dict[str, Any] = {
         "facts": SimpleNamespace(world_size=8, nnodes=2, local_world_size=4, scheduler=scheduler),
         "settings": SimpleNamespace(
-            device="cpu" if gpu is None else "cuda", sku=sku, profile="quick", thresholds=overlay, require=()
+            device="cpu" if gpu is None else "cuda", sku=sku, profile="quick", thresholds=overlay, require=(), data=()
         ),
         "joined": SimpleNamespace(who={rank: {"gpu": None if gpu is None else {"name": gpu}} for rank in range(4)}),
         "expectation": None if expect is None else Expectation.parse(expect),
@@ -42,6 +42,15 @@ def run_on(
     for name, value in made.items():
         setattr(run, name, value)
     return run
+
+
+def test_there_is_room_for_tests_of_the_data_that_were_given() -> None:
+    run = run_on(None)
+    assert run.room().data == frozenset()
+    run.settings.data = (SimpleNamespace(key="images"),)
+    assert run.room().data == {"images"}
+    run.settings = None
+    assert run.room().data == frozenset()
 
 
 def test_there_is_room_for_what_was_launched() -> None:

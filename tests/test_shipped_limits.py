@@ -144,13 +144,31 @@ def test_what_could_not_be_measured_well_fails(limit: Limit) -> None:
 @every_limit
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0, None], ids=["nan", "inf", "negative", "missing"])
 def test_what_cannot_be_judged_is_an_error(limit: Limit, bad: float | None) -> None:
-    # What a node or the world reports is not missing where another rank has reported it.
-    if bad is None and (run_of(limit).world_size == 1 or metrics.known(limit.metric).scope != "rank"):
+    if bad is None and run_of(limit).world_size == 1:
         assert hold(limit, lambda rank: None).measurements == ()  # the criterion has measured nothing: see judging
+        return
+    if bad is None and metrics.known(limit.metric).scope != "rank":
+        # What a node or the world reports is not missing where another rank there has reported it.
+        assert one_bad(limit, bad).outcome == "passed"
         return
     verdict = one_bad(limit, bad)
     assert verdict.outcome == "error"
     assert f"rank {min(1, run_of(limit).world_size - 1)}" in verdict.message
+
+
+@pytest.mark.parametrize("limit", [limit for limit in JUDGED if metrics.known(limit.metric).scope == "node"], ids=name)
+def test_a_node_that_reports_nothing_is_an_error(limit: Limit) -> None:
+    labels = {part.key: part.text for part in limit.when if part.key not in TOPOLOGY}
+    verdict = judge(
+        {0: [measurement(limit.metric, good_value(limit), unit=limit.unit, labels=labels)]},
+        world=world_of(4),
+        node_of={rank: rank // 2 for rank in range(4)},
+        limits=SHIPPED,
+        sku=run_of(limit).sku,
+        gpu_name=None,
+    )
+    assert verdict.outcome == "error"
+    assert "no value from node 1" in verdict.message
 
 
 @every_limit

@@ -129,6 +129,17 @@ def test_what_is_there_is_no_problem_and_is_told(place: Path) -> None:
     }
 
 
+def test_a_pipe_is_not_waited_for(place: Path) -> None:
+    os.mkfifo(place / "pipe")
+    found = TrainingInputs(
+        data={"function_calls": Source(name="pipe", path=place / "pipe")}, golden=place / "pipe"
+    ).problems()
+    assert found == [
+        "--gpucluster-data function_calls=pipe: is a pipe or a device, and must be a file",
+        f"--gpucluster-golden {place}/pipe: is a pipe or a device, and must be a file",
+    ]
+
+
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [

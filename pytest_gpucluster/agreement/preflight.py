@@ -363,7 +363,11 @@ def _inputs(who: Mapping[int, Who]) -> Iterator[Problem]:
         everywhere = len(ranks) == len(who)
         yield Problem(
             text=f"{text} ({rank_ranges(ranks)} on {_hosts(ranks, who)})\nwhat to do: "
-            + ("correct the option, or leave it out" if everywhere else "mount it on each of these nodes, at the same place"),
+            + (
+                "correct the option, or leave it out"
+                if everywhere
+                else "mount it on each of these nodes, at the same place"
+            ),
             ranks=tuple(ranks),
             exit=4 if everywhere else 11,
         )

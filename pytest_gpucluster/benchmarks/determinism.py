@@ -22,7 +22,8 @@ def deterministic() -> Iterator[None]:
 
     Raises: EnvironmentBroken where a GPU is in use and the environment keeps cuBLAS from it; see ``cublas.prepare``.
     """
-    if torch.cuda.is_initialized() and (hindrance := cublas.hindrance(os.environ)):
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    if in_use and (hindrance := cublas.hindrance(os.environ)):
         raise EnvironmentBroken(hindrance)
     before = torch.get_deterministic_debug_mode()
     try:

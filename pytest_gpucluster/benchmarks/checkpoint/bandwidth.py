@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
+from pytest_gpucluster.benchmarks.checkpoint.shared_folder import make_own, wait_for
 from pytest_gpucluster.benchmarks.checkpoint.storage import (
     CHUNK_BYTES,
     PAGE_BYTES,
@@ -21,12 +22,9 @@ from pytest_gpucluster.benchmarks.checkpoint.storage import (
     reads_directly,
     write_file,
 )
-from pytest_gpucluster.benchmarks.checkpoint.together import first, meet, together
+from pytest_gpucluster.benchmarks.checkpoint.together import first, together
 from pytest_gpucluster.benchmarks.footprint import memory_returned
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
-
-SEEN_SECONDS = 30.0
-"""So long another host may take to see a file that is there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +81,8 @@ def storage_bandwidth(
 
     Args:
         group: the ranks that take part.
-        folder: on the file system to be measured, which all ranks share. What is in it is removed.
+        folder: on the file system to be measured, which all ranks share. The files lie in a folder of their own there,
+            which is removed at the end; after an error it stays, empty where no rank was killed.
         hosts: of each rank.
         file_bytes: of each file; a multiple of ``PAGE_BYTES``.
         passes: how often.
@@ -132,8 +131,8 @@ class _Passes:
         self._mine, self._others = Contents(rank), Contents(self._other)
 
     def run(self, passes: int, progress: Callable[..., None]) -> Bandwidth:
-        first(self._group, self._begin)
-        together(self._group, lambda: _wait_for(self._folder))
+        self._folder = Path(first(self._group, lambda: str(self._begin())))
+        together(self._group, lambda: wait_for(self._folder))
         written, read, direct = [], [], False
         verified, defect = 0, ""
         for number in range(passes):
@@ -147,11 +146,13 @@ class _Passes:
                 read.append(self._file_bytes / found.seconds)
                 verified += found.verified_bytes
                 defect = defect or (f"{other} {found.defect}" if found.defect else "")
-            finally:
-                mine.unlink(missing_ok=True)
+            except BaseException:
+                with suppress(OSError):  # it would hide why
+                    mine.unlink(missing_ok=True)
+                raise
+            together(self._group, partial(mine.unlink, missing_ok=True))
             progress(number + 1, passes)
         kind = first(self._group, lambda: file_system_of(self._folder))
-        meet(self._group)  # the others may still be removing their files
         first(self._group, lambda: shutil.rmtree(self._folder))
         if defect:
             raise WrongResult(
@@ -170,16 +171,15 @@ class _Passes:
         )
 
     def _reads_directly(self, path: Path) -> bool:
-        _wait_for(path)
+        wait_for(path)
         return reads_directly(path)
 
     def _read(self, path: Path, *, direct: bool) -> FileRead:
-        _wait_for(path)
+        wait_for(path)
         return self._pieces.read(path, self._file_bytes, self._others, direct=direct)
 
-    def _begin(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir(parents=True)
+    def _begin(self) -> Path:
+        self._folder.mkdir(parents=True, exist_ok=True)
         needed, free = dist.get_world_size(self._group) * self._file_bytes, shutil.disk_usage(self._folder).free
         if free < needed + CHUNK_BYTES:
             raise EnvironmentBroken(
@@ -187,15 +187,4 @@ class _Passes:
                 "Make room, choose another folder (--gpucluster-scratch), or smaller files "
                 "(--gpucluster-workload checkpoint.size=...)"
             )
-
-
-def _wait_for(path: Path) -> None:
-    """Wait until a file or folder that another host has made is there."""
-    until = time.monotonic() + SEEN_SECONDS
-    while not path.exists():
-        if time.monotonic() > until:
-            raise EnvironmentBroken(
-                f"{path}, which another rank has made, is not there on this host after {SEEN_SECONDS:g} s. Choose a "
-                "folder on a file system that all hosts share (--gpucluster-scratch)"
-            )
-        time.sleep(0.02)
+        return make_own(self._folder)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from pytest_gpucluster.benchmarks.arithmetic import numerics
 from pytest_gpucluster.benchmarks.checkpoint import manifest, store
+from pytest_gpucluster.benchmarks.checkpoint.shared_folder import make_own
 from pytest_gpucluster.benchmarks.checkpoint.store import Saved
 from pytest_gpucluster.benchmarks.checkpoint.together import first, together
 from pytest_gpucluster.benchmarks.determinism import deterministic
@@ -91,8 +92,8 @@ def check_resume(
         group: the ranks that save together.
         device: where this rank trains.
         geometry: of the decoder.
-        folder: for checkpoints, on a file system that all ranks share. What is in it is removed, at the start and at
-            the end; after an error it stays.
+        folder: on a file system that all ranks share. The checkpoints lie in a folder of their own there, which is
+            removed at the end; after an error it stays, for whoever looks for the cause.
         fewer: a group that this rank is in, with a part of the ranks; all ranks are in one of this size.
         batch: rows of each rank in a step.
         steps: before the checkpoint, and as many after it.
@@ -106,9 +107,11 @@ def check_resume(
     """
     if batch < 1 or steps < 1:
         raise ValueError(f"batch and steps must be at least 1, not {batch} and {steps}")
+    # Fewer ranks take the same rows.
+    most = batch * dist.get_world_size(group) // dist.get_world_size(fewer or group)
     require_free(
         device,
-        needed_bytes(geometry, batch),
+        needed_bytes(geometry, most),
         f"training {geometry.parameters / 1e6:.3g}M parameters",
         instead="choose a smaller one, such as --gpucluster-workload fsdp.width=256",
     )
@@ -141,7 +144,7 @@ class _Check:
         )
 
     def run(self, fewer: dist.ProcessGroup | None) -> Resumed:
-        first(self._group, lambda: shutil.rmtree(self._folder, ignore_errors=True))
+        self._folder = Path(first(self._group, lambda: str(make_own(self._folder))))
         training = self._sharded(self._group, self._seed)
         consumed = self._steps * self._global_batch
         self._losses(training, self._group, consumed=0)

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from pytest_gpucluster.benchmarks.checkpoint import manifest
 from pytest_gpucluster.benchmarks.checkpoint.manifest import Manifest, Sealed
+from pytest_gpucluster.benchmarks.checkpoint.shared_folder import wait_for
 from pytest_gpucluster.benchmarks.checkpoint.together import first, together
 from pytest_gpucluster.errors import EnvironmentBroken
 
@@ -43,10 +44,6 @@ KEPT = 2
 _PUBLISHED = re.compile(r"step-(\d{8,})")
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 _PARTIAL, _REPLACED = ".partial-", ".replaced-"
-SEEN_SECONDS = 30.0
-"""So long a network file system may take to show one host what another one has made. NFS clients keep what they know
-of a folder for up to 60 s by default, but ask again for a name that they do not know (Source: nfs(5), acdirmax and
-lookupcache)."""
 
 
 def write_shards(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) -> None:
@@ -195,7 +192,7 @@ def _save(
 ) -> tuple[Manifest, Path]:
     together(group, lambda: _examine(step, optimizer, extra, keep))
     partial = Path(first(group, lambda: str(_begin(folder, step))))
-    together(group, lambda: require_seen(partial))
+    together(group, lambda: wait_for(partial))
     state = _state(model, optimizer, options)
     with _alike(f"the checkpoint of step {step} could not be written to {partial}", group):
         used.write(state, partial, group)
@@ -263,20 +260,10 @@ def _begin(folder: Path, step: int) -> Path:
             shutil.rmtree(aside)
         else:
             os.rename(aside, path)
+    _sync(folder.parent)  # the folder may be new, and with it everything would be lost
     partial = folder / f"{_PARTIAL}step-{step:08d}-{uuid.uuid4().hex[:8]}"
     partial.mkdir()
     return partial
-
-
-def require_seen(partial: Path) -> None:
-    until = time.monotonic() + SEEN_SECONDS
-    while not partial.is_dir():
-        if time.monotonic() > until:
-            raise EnvironmentBroken(
-                f"{partial}, which the first rank has made, is not there on this host after {SEEN_SECONDS:g} s. "
-                "Choose a folder on a file system that all hosts share (--gpucluster-scratch)"
-            )
-        time.sleep(0.05)
 
 
 def _sealed(partial: Path, group: dist.ProcessGroup) -> dict[str, Sealed]:
@@ -307,8 +294,9 @@ def _finish(partial: Path, path: Path, whole: Manifest, used: Pieces, keep: int)
     manifest.write(partial, whole)
     _sync(partial)
     used.publish(partial, path)
-    steps = sorted(one for one in _entries(path.parent, "step-") if one != path and _PUBLISHED.fullmatch(one.name))
-    for old in steps[: max(0, len(steps) + 1 - keep)]:
+    older = {int(match[1]): one for one in _entries(path.parent, "step-") if (match := _PUBLISHED.fullmatch(one.name))}
+    older.pop(whole.step)
+    for _, old in sorted(older.items())[: max(0, len(older) + 1 - keep)]:
         # Under its own name a checkpoint is always whole, also while it is removed.
         doomed = old.with_name(f"{_PARTIAL}removed-{old.name}-{uuid.uuid4().hex[:8]}")
         os.rename(old, doomed)

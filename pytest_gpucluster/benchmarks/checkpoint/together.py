@@ -36,7 +36,7 @@ def first(group: dist.ProcessGroup, act: Callable[[], T]) -> T:
     """Let the first rank of the group do something, and return on every rank what it got.
 
     Collective: every rank of the group must call this. Inside of ``act`` nothing collective may happen. The first rank
-    waits for nobody: what others may still use it must not remove before a :func:`meet`.
+    waits for nobody: what others may still use it must not remove before a :func:`together`.
 
     Raises: as :func:`together`.
     """
@@ -50,11 +50,6 @@ def first(group: dist.ProcessGroup, act: Callable[[], T]) -> T:
         raise _KINDS[kind](f"rank {dist.get_global_rank(group, 0)}: {value}") from error
     result: T = value
     return result
-
-
-def meet(group: dist.ProcessGroup) -> None:
-    """Wait on the host until every rank of the group has come here. Collective: every rank must call this."""
-    together(group, lambda: None)
 
 
 def _outcome(act: Callable[[], T]) -> tuple[tuple[str, Any], Exception | None]:

@@ -11,7 +11,7 @@ import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,40 +23,22 @@ from pytest_gpucluster.benchmarks.checkpoint import store
 from pytest_gpucluster.benchmarks.checkpoint.together import first
 from pytest_gpucluster.benchmarks.determinism import deterministic
 from pytest_gpucluster.benchmarks.footprint import memory_returned
+from pytest_gpucluster.benchmarks.lora.context import context_of, require_same_context
 from pytest_gpucluster.benchmarks.lora.curve import Curve, Point, mean_of_last
 from pytest_gpucluster.benchmarks.lora.evaluation import CallScore, evaluate
+from pytest_gpucluster.benchmarks.lora.golden import Golden, require_same_experiment
 from pytest_gpucluster.benchmarks.lora.learned import LAST, Checks, Convergence, Learned
 from pytest_gpucluster.benchmarks.lora.lesson import Lesson, judged_blocks
-from pytest_gpucluster.benchmarks.lora.loop import STARTING_STEPS, Loop, Pieces, Step
+from pytest_gpucluster.benchmarks.lora.loop import Loop, Pieces, Step
 from pytest_gpucluster.benchmarks.lora.model import Base
 from pytest_gpucluster.benchmarks.lora.parity import Parity, check_parity, steps_of
 from pytest_gpucluster.benchmarks.lora.plan import Recipe
 from pytest_gpucluster.benchmarks.lora.reloaded import reload, reloaded_loss
+from pytest_gpucluster.benchmarks.lora.throughput import steady_rate
 from pytest_gpucluster.benchmarks.ranks import Ranks
 from pytest_gpucluster.benchmarks.training.compilation import fresh_compiler
 from pytest_gpucluster.benchmarks.training.trajectory import relative
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.sampling import series
-
-_FEWEST_RATES = 6
-"""Samples that the interval of a median needs."""
-
-
-def context_of(base: Base, recipe: Recipe, lesson: Lesson) -> dict[str, str]:
-    """Return what defines the experiment, whatever the number of ranks."""
-    return {
-        "model": base.label,
-        "weights": base.origin if base.is_random else "given",
-        "data_sha256": lesson.sha256,
-        "seed": str(recipe.seed),
-        "global_batch": str(recipe.global_batch),
-        "sequence": str(lesson.train.judged.shape[1]),
-        "precision": recipe.precision,
-        "steps": str(recipe.steps),
-        "warmup_steps": str(recipe.warmup_steps),
-        "learning_rate": repr(recipe.learning_rate),
-        "rank": str(base.adapters.rank),
-    }
 
 
 def converge(
@@ -72,6 +54,7 @@ def converge(
     folder: Path,
     final: Path,
     resume: bool = False,
+    golden: Golden | None = None,
     progress: Callable[..., None] | None = None,
     pieces: Pieces | None = None,
 ) -> Convergence:
@@ -92,17 +75,20 @@ def converge(
         final: the folder for the adapters when they are trained, on such a file system too.
         resume: go on from the newest checkpoint in ``folder``; without it older ones there are an error. The folder is
             removed at the end of a training that came to its end.
+        golden: the curve that this one will be compared with; looked at here only to refuse one of another experiment
+            before the first step.
         progress: shows how far it is.
         pieces: of the training on many ranks; by default ``PIECES`` of ``loop``.
 
     Raises:
         WrongResult: weights or data differ between ranks before the first step, or a checkpoint is broken.
         EnvironmentBroken: too little memory, a folder that cannot be used, or a checkpoint of another experiment.
+        CurveError: the golden curve is of another experiment.
     """
     try:
         with memory_returned(circles=True), numerics("highest"), deterministic():
             return _Course(world, group, alone, device, base, recipe, checks, lesson, pieces, progress).run(
-                folder, final, resume
+                folder, final, resume, golden
             )
     finally:
         # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
@@ -127,13 +113,13 @@ class _Course:
         self._base, self._recipe, self._checks, self._lesson = base, recipe, checks, lesson
         self._pieces, self._progress = pieces, progress
         self._everyone, self._ranks = Ranks(world, device), Ranks(group, device)
-        self._context = context_of(base, recipe, lesson)
+        self._context = self._context_of(0)  # until there is a model
         self._points: list[Point] = []
         self._held_out: list[tuple[int, float]] = []
         self._notes: list[str] = []
         self._finite = self._taken = 0
 
-    def run(self, folder: Path, final: Path, resume: bool) -> Convergence:
+    def run(self, folder: Path, final: Path, resume: bool, golden: Golden | None) -> Convergence:
         found = dict[str, Parity]()
         for precision in self._checks.parity_precisions:
             found[precision] = self._parity(precision)
@@ -148,13 +134,13 @@ class _Course:
                 "--gpucluster-resume, or choose another folder (--gpucluster-scratch)"
             )
         with memory_returned(circles=True), self._compiler():
-            trained = self._train(folder, final, newest)
+            trained = self._train(folder, final, newest, golden)
         finite = self._all(all(step.all_finite for step in trained.steps))
         group_error = self._group_error() if finite and self._everyone.count > self._ranks.count else None
         if not finite:
             return self._found(found, trained, None)
         with memory_returned(circles=True), self._compiler():
-            replay = self._replay(folder, trained.steps)
+            replay = self._replay(folder, trained)
         with memory_returned(circles=True):
             reload_error, calls = self._reload(final)
         # Who starts again has nothing to go on from: the training has come to its end.
@@ -185,18 +171,22 @@ class _Course:
         )
         packed = judged_blocks(self._lesson.train, checks.parity_sequence)
         found = check_parity(self._group, self._alone, self._device, self._base, recipe, packed, pieces=self._pieces)
-        self._count(found.finite, found.steps)
+        self._count(found.finite, found.taken)
         return found
 
-    def _train(self, folder: Path, final: Path, newest: Path | None) -> _Trained:
+    def _train(self, folder: Path, final: Path, newest: Path | None, golden: Golden | None) -> _Trained:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         loop = self._loop()
+        self._context = self._context_of(loop.start)
+        if golden is not None:
+            require_same_experiment(golden, self._context)
         done = self._go_on(loop, newest) if newest is not None else 0
         if not done:
             self._held_out.append((0, loop.held_out_loss(self._lesson.held_out)))
         if loop.recomputes:
-            self._notes.append("activations are recomputed: the memory demands it")
+            why = "the workload asks for it" if self._recipe.recompute == "on" else "the memory demands it"
+            self._notes.append(f"activations are recomputed: {why}")
         if self._recipe.compiled and loop.not_compiled:
             self._notes.append(f"torch.compile does not work here, so blocks run eagerly: {loop.not_compiled}")
 
@@ -229,24 +219,19 @@ class _Course:
     def _go_on(self, loop: Loop, newest: Path) -> int:
         """Go on from a checkpoint; return its step."""
         extra = loop.load(newest)
-        if extra.get("context") != self._context:
-            theirs = extra.get("context") or {}
-            odd = [key for key in self._context if theirs.get(key) != self._context[key]]
-            raise EnvironmentBroken(
-                f"{newest} is of another experiment: {', '.join(odd[:4])} differ. Resume with the same data, model and "
-                "workload, or choose another folder (--gpucluster-scratch)"
-            )
+        require_same_context(newest, extra, self._context)
         self._points = [Point(**point) for point in extra["points"]]
         self._held_out = [(int(step), float(loss)) for step, loss in extra["held_out"]]
         self._notes.append(f"resumed from {newest.name}")
         return int(extra["step"])
 
-    def _replay(self, folder: Path, steps: Sequence[Step]) -> _Replay:
+    def _replay(self, folder: Path, trained: _Trained) -> _Replay:
         """Take the steps after the newest checkpoint again, with a model made anew."""
         newest = self._newest(folder)
-        loop = self._loop()
+        # Whatever memory is free by now: a forward pass that is recomputed may round otherwise, where it is compiled.
+        loop = self._loop(recompute="on" if trained.recomputes else "off")
         begin = int(loop.load(newest)["step"]) if newest is not None else 0
-        before = {step.step: step for step in steps}
+        before = {step.step: step for step in trained.steps}
         again = steps_of(loop, self._recipe.steps, first=begin + 1)
         self._count(sum(step.finite for step in again), len(again))
         pairs = [(step, before[step.step]) for step in again]
@@ -285,12 +270,16 @@ class _Course:
 
     # ---- what they share
 
-    def _loop(self) -> Loop:
-        return Loop(self._group, self._device, self._base, self._recipe, self._lesson.train, pieces=self._pieces)
+    def _context_of(self, weights: int) -> dict[str, str]:
+        return context_of(self._base, self._recipe, self._lesson, ranks=self._ranks.count, weights=weights)
+
+    def _loop(self, *, recompute: str = "") -> Loop:
+        recipe = replace(self._recipe, recompute=recompute or self._recipe.recompute)
+        return Loop(self._group, self._device, self._base, recipe, self._lesson.train, pieces=self._pieces)
 
     def _compiler(self) -> AbstractContextManager[None]:
-        """Let what was compiled for a model go with it."""
-        return fresh_compiler() if self._recipe.compiled else nullcontext()
+        """Let what was compiled for a model go with it, and what is compiled again be the same."""
+        return fresh_compiler(repeatable=True) if self._recipe.compiled else nullcontext()
 
     def _newest(self, folder: Path) -> Path | None:
         """Return the newest checkpoint as the first rank of the group sees it."""
@@ -324,19 +313,16 @@ class _Course:
         learned: Learned | None,
         again: Sequence[Step] = (),
     ) -> Convergence:
-        rates: list[float] = []
+        rate = None
         if trained is not None:
-            timed = (*trained.steps[STARTING_STEPS:], *again[STARTING_STEPS:])
-            if len(timed) < _FEWEST_RATES:
-                timed = (*trained.steps, *again)  # the slow ones too: no rate looks better by that
-            rates = [trained.tokens_of_rank / step.seconds for step in timed]
+            rate = steady_rate([trained.steps, again], trained.tokens_of_rank, self._checks.sampling)
         adapters = self._base.adapters
         return Convergence(
             finite_steps=self._finite / self._taken if self._taken else math.nan,
             parity=parity,
             curve=self._curve(),
             learned=learned,
-            tokens_per_second=series(rates, self._checks.sampling) if len(rates) >= _FEWEST_RATES else None,
+            tokens_per_second=rate,
             flops_per_token=self._base.geometry.flops_per_token(
                 int(self._lesson.train.judged.shape[1]),
                 rank=adapters.rank,

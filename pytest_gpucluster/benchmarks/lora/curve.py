@@ -49,7 +49,7 @@ class Curve:
     """(step, loss over held-out rows in nats a token); step 0 is before training."""
     context: Mapping[str, str] = field(default_factory=dict)
     """What defines the experiment, such as model, data, seed: a golden curve is compared only where all of it is the
-    same. What may differ between equal experiments, such as the number of ranks, does not belong here."""
+    same. What may differ between equal experiments does not belong here: without dropout, the number of ranks."""
 
     def __post_init__(self) -> None:
         for what, steps in (
@@ -132,8 +132,8 @@ def read_csv(path: Path) -> Curve:
         raise CurveError(f"{path}: cannot be read: {error}") from None
     lines = text.splitlines()
     if not lines or lines[0] != FIRST_LINE:
-        found = lines[0][:80] if lines else "nothing"
-        raise CurveError(f"{path}:1: no loss curve of this version: it begins with {found!r}, not with {FIRST_LINE!r}")
+        found = repr(lines[0][:80]) if lines else "nothing"
+        raise CurveError(f"{path}:1: no loss curve of this version: it begins with {found}, not with {FIRST_LINE!r}")
     header = next((number for number, line in enumerate(lines) if not line.startswith("#")), len(lines))
     context: dict[str, str] = {}
     for number, line in enumerate(lines[1:header], start=2):

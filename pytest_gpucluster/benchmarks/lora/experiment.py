@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from pytest_gpucluster.benchmarks.lora.held_out import held_out_split
 from pytest_gpucluster.benchmarks.lora.learned import Checks
 from pytest_gpucluster.benchmarks.lora.lesson import Lesson, judged_blocks
 from pytest_gpucluster.benchmarks.lora.model import Base, tiny_base
-from pytest_gpucluster.benchmarks.lora.packing import pack
+from pytest_gpucluster.benchmarks.lora.packing import Packed, pack
 from pytest_gpucluster.benchmarks.lora.plan import Recipe
-from pytest_gpucluster.benchmarks.lora.rows import Row, Rows
+from pytest_gpucluster.benchmarks.lora.prepared import Prepared, is_prepared, read, require_fit
+from pytest_gpucluster.benchmarks.lora.rows import Row, Rows, load_rows
 from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
 from pytest_gpucluster.benchmarks.lora.tokenizer import tiny_tokenizer, tokenizer_for
+from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.sampling import Sampling
 
 SEED = 0
@@ -109,11 +114,54 @@ def tiny_experiment(sizes: Sizes) -> tuple[Base, Lesson]:
     return tiny_base(len(tokenizer)), _lesson(rows, tokenizer, sizes, origin)
 
 
-def given_experiment(sizes: Sizes, base: Base, rows: Rows) -> Lesson:
-    """Return conversations that were given, in the tokens of a base that was given."""
+def given_data(source: str | Path, *, sha256: str | None = None, revision: str | None = None) -> Rows | Prepared:
+    """Read conversations that were given: rows as ``load_rows`` takes them, or a file of ``gpucluster data prepare``.
+
+    Raises: EnvironmentBroken, as ``load_rows`` and ``prepared.read``; or the file has another sha256.
+    """
+    path = Path(source)
+    try:
+        packed = path.is_file() and is_prepared(path)
+        found = hashlib.sha256(path.read_bytes()).hexdigest() if packed and sha256 is not None else sha256
+    except OSError as error:
+        raise EnvironmentBroken(
+            f"{path}: {error.strerror or error}; name a file of rows, or of packed blocks"
+        ) from None
+    if not packed:
+        return load_rows(source, sha256=sha256, revision=revision)
+    if found != sha256:
+        raise EnvironmentBroken(
+            f"{path}: its sha256 is {found}, and {sha256} is expected: it is another file, or damaged"
+        )
+    return read(path)
+
+
+def given_experiment(sizes: Sizes, base: Base, data: Rows | Prepared) -> Lesson:
+    """Return conversations that were given, in the tokens of a base that was given.
+
+    Raises: EnvironmentBroken if blocks were made for another tokenizer or another length.
+    """
     assert base.folder is not None
-    origin = f"{rows.source}{f'@{rows.revision}' if rows.revision else ''}, sha256 {rows.sha256}"
-    return _lesson(rows.rows[: sizes.rows], tokenizer_for(base.folder), sizes, origin)
+    tokenizer = tokenizer_for(base.folder)
+    if isinstance(data, Rows):
+        return _lesson(data.rows[: sizes.rows], tokenizer, sizes, _origin(data.source, data.revision, data.sha256))
+    require_fit(data, tokenizer, sizes.sequence)
+    made = data.context
+    return Lesson(
+        train=judged_blocks(_first(data.train, sizes.steps * sizes.global_batch), sizes.sequence),
+        held_out=judged_blocks(_first(data.held_out, sizes.held_out_blocks), sizes.sequence),
+        held_out_rows=data.held_out_rows,
+        tokenizer=tokenizer,
+        origin=f"prepared blocks of {_origin(made.get('source'), made.get('revision'), made.get('sha256'))}",
+    )
+
+
+def _origin(source: str | None, revision: str | None, sha256: str | None) -> str:
+    return f"{source}{f'@{revision}' if revision else ''}, sha256 {sha256}"
+
+
+def _first(packed: Packed, blocks: int) -> Packed:
+    return replace(packed, tokens=packed.tokens[:blocks], judged=packed.judged[:blocks])
 
 
 def _lesson(rows: Sequence[Row], tokenizer: Any, sizes: Sizes, origin: str) -> Lesson:

@@ -42,7 +42,7 @@ def figures_of(found: Convergence, *, peak_tflops: float | None) -> Iterator[Fig
     }
     yield Figure(metric="lora.finite_steps", value=found.finite_steps, unit="ratio", labels=labels)
     for precision, parity in found.parity.items():
-        if parity.all_finite:
+        if parity.taken > parity.steps:  # else not even all ranks together were finite
             compared = {"model": context["model"], "precision": precision, "steps": str(parity.steps)}
             yield Figure(metric="lora.loss_error", value=parity.loss_error, unit="ratio", labels=compared)
             yield Figure(metric="lora.gradient_error", value=parity.gradient_error, unit="ratio", labels=compared)

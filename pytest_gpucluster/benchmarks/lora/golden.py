@@ -2,9 +2,8 @@
 
 It shows what a threshold on the last losses cannot: a run that arrives at a low loss by another way. With synchronous
 training the way is known: seed, data and global batch define it, whatever the number of ranks. Dropout is the
-exception: where each rank draws its own, another number of ranks leaves the floor of the band after some 30 steps of
-the tiny model, by up to 4 bands. Then the number of ranks belongs to the context, or the runs that the golden curve is
-made of must have had several numbers, so that their spread makes the band.
+exception: each rank draws its own, and another number of ranks leaves the floor of the band after some 30 steps of the
+tiny model, by up to 4 bands. So with dropout the number of ranks belongs to the context.
 """
 
 from __future__ import annotations

@@ -122,9 +122,10 @@ def fetch(name: HubName) -> Path:
         cause = trouble or error
         first = next((line.strip() for line in str(cause).splitlines() if line.strip()), "no reason given")
         why = (
-            "HF_HUB_OFFLINE is set, and it is not in the hub's cache; fetch it where there is a network, or name a path"
+            "HF_HUB_OFFLINE is set, and it is not in the hub's cache; fetch it where there is a network, or name a file"
+            " that is here"
             if offline
-            else "the hub does not give it, and it is not in the hub's cache; name a path instead"
+            else "the hub does not give it, and it is not in the hub's cache; name a file that is here"
         )
         raise EnvironmentBroken(f"{name}: {why} ({type(cause).__name__}: {first[:200]})") from error
 

@@ -20,7 +20,7 @@ from pytest_gpucluster.benchmarks.checkpoint.together import first
 from pytest_gpucluster.benchmarks.clock import clock_for
 from pytest_gpucluster.benchmarks.lora.adapters import is_outer_factor
 from pytest_gpucluster.benchmarks.lora.judged_loss import JudgedLoss
-from pytest_gpucluster.benchmarks.lora.memory_need import memory_for, needed_bytes
+from pytest_gpucluster.benchmarks.lora.memory_need import memory_for, out_of_memory
 from pytest_gpucluster.benchmarks.lora.model import Base, make_adapted
 from pytest_gpucluster.benchmarks.lora.packing import Packed, global_batch, share
 from pytest_gpucluster.benchmarks.lora.plan import Recipe, cosine, micro_batch, seed_of_step
@@ -199,7 +199,18 @@ class Loop:
         except torch.OutOfMemoryError as error:
             spent = str(error).split(". ")[0]
         if spent:  # raised outside: inside it would keep the first error, and that all tensors of the step
-            raise EnvironmentBroken(self._out_of_memory(number, spent))
+            raise EnvironmentBroken(
+                out_of_memory(
+                    self._device,
+                    self.base,
+                    self.recipe,
+                    self.sequence,
+                    ranks=self.ranks.count,
+                    recompute=self.recomputes,
+                    during=f"step {number}",
+                    said=spent,
+                )
+            )
         self.optimizer.zero_grad(set_to_none=True)
         [seconds] = self._clock.read()
         told = self.ranks.gather(sums.tolist())
@@ -217,26 +228,6 @@ class Loop:
             all_finite=all(finite),
             seconds=seconds,
             weights=fingerprint(_local(weight) for weight in self._trained.values()),
-        )
-
-    def _out_of_memory(self, number: int, spent: str) -> str:
-        estimate = needed_bytes(
-            self.base,
-            ranks=self.ranks.count,
-            micro_batch=self._micro,
-            sequence=self.sequence,
-            precision=self.recipe.precision,
-            recompute=self.recomputes,
-        )
-        held = ""
-        if self._device.type == "cuda":
-            most, total = torch.cuda.max_memory_allocated(self._device), torch.cuda.mem_get_info(self._device)[1]
-            held = f", torch held {most / 1e9:.3g} GB at most of {total / 1e9:.3g} GB"
-        return (
-            f"{self._device}: out of memory in step {number} of {self.base.label}: {spent}. {self._micro} blocks of "
-            f"{self.sequence} tokens at once, activations {'' if self.recomputes else 'not '}recomputed; "
-            f"{estimate / 1e9:.3g} GB were estimated{held}. Set a smaller micro_batch, or recompute=on "
-            "(--gpucluster-workload lora.qwen2.recompute=on)"
         )
 
     @property

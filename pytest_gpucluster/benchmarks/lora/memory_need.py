@@ -94,3 +94,37 @@ def memory_for(
         "end what else uses the device (nvidia-smi names the processes), use more ranks, or set a smaller micro_batch "
         "or sequence, such as --gpucluster-workload lora.qwen2.micro_batch=1"
     )
+
+
+def out_of_memory(
+    device: torch.device,
+    base: Base,
+    recipe: Recipe,
+    sequence: int,
+    *,
+    ranks: int,
+    recompute: bool,
+    during: str,
+    said: str,
+) -> str:
+    """Say with what figures the memory did not suffice, although it was estimated to.
+
+    Args:
+        device: of this rank.
+        base, recipe, sequence, ranks, recompute: what was trained, and how.
+        during: what it was in the middle of.
+        said: by torch.
+    """
+    at_once = micro_batch(recipe, ranks)
+    estimate = needed_bytes(
+        base, ranks=ranks, micro_batch=at_once, sequence=sequence, precision=recipe.precision, recompute=recompute
+    )
+    held = ""
+    if device.type == "cuda":
+        most, total = torch.cuda.max_memory_allocated(device), torch.cuda.mem_get_info(device)[1]
+        held = f", torch held {most / 1e9:.3g} GB at most of {total / 1e9:.3g} GB"
+    return (
+        f"{device}: out of memory in {during} of {base.label}: {said}. {at_once} blocks of {sequence} tokens at once, "
+        f"activations {'' if recompute else 'not '}recomputed; {estimate / 1e9:.3g} GB were estimated{held}. Set a "
+        "smaller micro_batch, or recompute=on (--gpucluster-workload lora.qwen2.recompute=on)"
+    )

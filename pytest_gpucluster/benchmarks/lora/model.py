@@ -25,6 +25,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 TINY_LABEL, RANDOM_LABEL, QWEN2_LABEL = "lora_tiny", "qwen2-7b-random", "qwen2-7b"
 
+
 @dataclass(frozen=True, kw_only=True)
 class Base:
     """A model to put adapters on.
@@ -204,9 +205,7 @@ def _from_hub(name: str, revision: str | None) -> Path:
         why = (
             "HF_HUB_OFFLINE is set, and it is not in the hub's cache; fetch it elsewhere, or name a folder"
             if constants.HF_HUB_OFFLINE
-            else "the hub does not answer, and it is not in the hub's cache; name a folder instead"
-            if local
-            else "the hub does not give it; name a folder instead, or set HF_HUB_OFFLINE=1 where it is in the cache"
+            else "the hub does not give it, and it is not in the hub's cache; name a folder instead"
         )
         raise EnvironmentBroken(f"{name}@{revision}: {why} ({type(error).__name__}: {first_line(error)})") from error
 

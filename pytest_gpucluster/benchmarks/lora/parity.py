@@ -29,14 +29,16 @@ class Parity:
     Attributes:
         loss_error: of the losses.
         gradient_error: of the gradients' norms before clipping.
-        finite: steps whose losses and norm are finite on this rank; ``steps`` if all are.
+        finite: steps whose losses and norm are finite on this rank; ``taken`` if all are.
+        taken: steps, together and alone.
         steps: that were taken together.
-        all_finite: whether that holds on all ranks.
+        all_finite: whether the steps together were finite on all ranks, and those alone on this one.
     """
 
     loss_error: float
     gradient_error: float
     finite: int
+    taken: int
     steps: int
     all_finite: bool
 
@@ -72,18 +74,19 @@ def check_parity(
             return steps_of(Loop(ranks, device, base, recipe, packed, pieces=made_of), recipe.steps)
 
     together = follow(group, pieces)
-    finite = sum(step.finite for step in together)
-    if not together[-1].all_finite:
-        return Parity(
-            loss_error=math.nan, gradient_error=math.nan, finite=finite, steps=len(together), all_finite=False
-        )
-    pairs = list(zip(together, follow(alone, Pieces()), strict=True))
+    alone_steps = follow(alone, Pieces()) if together[-1].all_finite else []
+    taken = [*together, *alone_steps]
+    compared = taken[-1].all_finite
+    pairs = list(zip(together, alone_steps, strict=True)) if compared else []
     return Parity(
-        loss_error=max(relative(one.loss, other.loss) for one, other in pairs),
-        gradient_error=max(relative(one.gradient_norm, other.gradient_norm) for one, other in pairs),
-        finite=finite,
+        loss_error=max((relative(one.loss, other.loss) for one, other in pairs), default=math.nan),
+        gradient_error=max(
+            (relative(one.gradient_norm, other.gradient_norm) for one, other in pairs), default=math.nan
+        ),
+        finite=sum(step.finite for step in taken),
+        taken=len(taken),
         steps=len(together),
-        all_finite=True,
+        all_finite=compared,
     )
 
 

@@ -208,6 +208,10 @@ def _text(value: dict[str, Any], key: str) -> str:
     text = value[key]
     if not isinstance(text, str):
         raise ValueError(f"{key} must be a text, not {_kind(text)}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{key} has half a character, {text[error.start]!r}, at {error.start}") from None
     return text
 
 
@@ -226,19 +230,21 @@ def _kind(value: object) -> str:
 def _lines(text: str, where: str) -> Iterator[tuple[int, Any]]:
     """Yield each line's number and value, or the error in it. A cut-off last line is an error of the whole file."""
     lines = text.split("\n")
+    readable = False
     for number, line in enumerate(lines, 1):
         if not _NOT_SPACE.search(line):
             continue
         try:
-            yield number, json.loads(line)
+            value, _ = _json(line, 0, whole=True)
+            readable = True
+            yield number, value
         except json.JSONDecodeError as error:
-            if number == len(lines) and number > 1:
+            # A file without one readable line is no JSONL: that its last line is not either says nothing.
+            if number == len(lines) and readable:
                 raise EnvironmentBroken(
                     f"{where}:{number}:{error.colno}: the file is cut off in its last line: {error.msg}; get it again"
                 ) from None
             yield number, error
-        except RecursionError:
-            yield number, json.JSONDecodeError("nested too deeply", line, 0)
 
 
 def _array(text: str, at: int, where: str) -> Iterator[tuple[int, Any]]:
@@ -252,11 +258,9 @@ def _array(text: str, at: int, where: str) -> Iterator[tuple[int, Any]]:
             at = _next(text, at + 1, where, count)
         line, counted = line + text.count("\n", counted, at), at
         try:
-            value, end = _DECODER.raw_decode(text, at)
+            value, end = _json(text, at)
         except json.JSONDecodeError as error:
             raise _broken(text, error.pos, where, count, error.msg) from None
-        except RecursionError:
-            raise _broken(text, at, where, count, "nested too deeply") from None
         yield line, value
         count += 1
         at = _next(text, end, where, count)
@@ -264,6 +268,21 @@ def _array(text: str, at: int, where: str) -> Iterator[tuple[int, Any]]:
         raise _broken(text, rest.start(), where, count, "nothing may follow the array")
     if not count:
         raise EnvironmentBroken(f"{where}: the file is empty: an array without any row")
+
+
+def _json(text: str, at: int, *, whole: bool = False) -> tuple[Any, int]:
+    """Read the value at a place of a text, with the place after it; ``whole``: it must be all of the text.
+
+    Raises: json.JSONDecodeError, whatever is wrong with it.
+    """
+    try:
+        return (json.loads(text), len(text)) if whole else _DECODER.raw_decode(text, at)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError:
+        raise json.JSONDecodeError("nested too deeply", text, at) from None
+    except ValueError as error:  # such as a number of more digits than Python reads
+        raise json.JSONDecodeError(str(error).partition(";")[0], text, at) from None
 
 
 def _next(text: str, at: int, where: str, count: int) -> int:
@@ -286,7 +305,7 @@ def _refuse_many(malformed: Sequence[Malformed], count: int, where: str) -> None
     more = f"; and {len(malformed) - _SHOWN} more" if len(malformed) > _SHOWN else ""
     raise EnvironmentBroken(
         f"{where}: {len(malformed)} of {count} rows are malformed, and at most {MALFORMED_RATIO:.0%} may be:"
-        f" {shown}{more}"
+        f" {shown}{more}; mend them or take them out, or name another file: one JSON array, or one object a line"
     )
 
 

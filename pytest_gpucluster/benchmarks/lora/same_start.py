@@ -1,4 +1,4 @@
-"""What must be the same on all ranks before the first step. Afterwards each keeps its part only, and nothing would tell."""
+"""What must be the same on all ranks before the first step. Later each keeps a part only, and nothing tells."""
 
 from __future__ import annotations
 

@@ -72,7 +72,10 @@ FUNCTIONS = (
             "What will the weather be like in {city} for {days} days?",
             "Can you tell me the weather of {city}? I need {days} days.",
         ),
-        respond=lambda arguments, drawn: {"forecast": ("sunny", "cloudy", "rainy")[drawn % 3], "degrees": 10 + drawn % 5},
+        respond=lambda arguments, drawn: {
+            "forecast": ("sunny", "cloudy", "rainy")[drawn % 3],
+            "degrees": 10 + drawn % 5,
+        },
         answer="The weather in {city} will be {forecast}, with {degrees} degrees.",
     ),
     Function(

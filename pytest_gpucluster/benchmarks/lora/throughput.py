@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -11,13 +11,16 @@ import torch.distributed as dist
 
 from pytest_gpucluster.benchmarks.blocks import NOTHING
 from pytest_gpucluster.benchmarks.footprint import memory_returned
-from pytest_gpucluster.benchmarks.lora.loop import STARTING_STEPS, Loop, Pieces
+from pytest_gpucluster.benchmarks.lora.loop import STARTING_STEPS, Loop, Pieces, Step
 from pytest_gpucluster.benchmarks.lora.model import Base
 from pytest_gpucluster.benchmarks.lora.packing import Packed, Statistics
 from pytest_gpucluster.benchmarks.lora.plan import Recipe
 from pytest_gpucluster.benchmarks.training.compilation import fresh_compiler
 from pytest_gpucluster.errors import WrongResult
 from pytest_gpucluster.sampling import Sampling, Series, series, wants_more
+
+_FEWEST_RATES = 6
+"""Samples that the interval of a median needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +84,20 @@ def lora_throughput(
     finally:
         # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
         del group
+
+
+def steady_rate(trainings: Sequence[Sequence[Step]], tokens: int, sampling: Sampling) -> Series | None:
+    """Return the rate of the steady steps of trainings that were taken anyway; None where there are too few.
+
+    Args:
+        trainings: the steps of each, from its first one.
+        tokens: of a step on this rank.
+        sampling: how sure the rate must be.
+    """
+    timed = [step for steps in trainings for step in steps[STARTING_STEPS:]]
+    if len(timed) < _FEWEST_RATES:
+        timed = [step for steps in trainings for step in steps]  # the slow ones too: no rate looks better by that
+    return series([tokens / step.seconds for step in timed], sampling) if len(timed) >= _FEWEST_RATES else None
 
 
 def random_blocks(count: int, sequence: int, vocab: int, seed: int) -> Packed:

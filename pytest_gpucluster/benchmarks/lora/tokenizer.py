@@ -70,9 +70,10 @@ def tokenizer_for(model: str | Path, revision: str | None = None) -> Any:
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        where = "" if Path(model).exists() else "it is no folder here and not in the hub's cache; "
         raise EnvironmentBroken(
-            f"{model}: no tokenizer can be loaded from it ({first[:200]}); name the folder of a model, with its"
-            " tokenizer.json and tokenizer_config.json"
+            f"{model}: no tokenizer can be loaded from it ({first[:200]}); {where if local else ''}name the folder of a"
+            " model, with its tokenizer.json and tokenizer_config.json"
         ) from error
     if tokenizer.eos_token_id is None:
         raise EnvironmentBroken(f"{model}: its tokenizer has no end token (eos_token), which ends each answer")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import subprocess
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -24,9 +27,9 @@ def missing_compiler(device: torch.device) -> str:
     try:
         with fresh_compiler():
             found = torch.compile(_tried, fullgraph=True, dynamic=False)(given)
-    # All that a missing or broken compiler raises: RuntimeErrors of torch's own, what the start of a process raises,
-    # and an import of triton that fails.
-    except (RuntimeError, OSError, ImportError) as error:
+    # All that a missing or broken compiler raises: RuntimeErrors of torch's own, what the start of a process raises or
+    # its exit code (triton calls a C compiler by itself), and an import of triton that fails.
+    except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
         return f"{type(error).__name__}: {_told(str(error))}"
     if not torch.equal(found, _tried(given)):
         return f"what it compiles is wrong: {found.tolist()}, expected {_tried(given).tolist()}"
@@ -52,21 +55,33 @@ def compile_failed(error: BaseException) -> str:
 
 
 @contextmanager
-def fresh_compiler() -> Iterator[None]:
+def fresh_compiler(*, repeatable: bool = False) -> Iterator[None]:
     """Forget what was compiled before, and afterwards what was compiled inside.
 
     torch keeps a limited number of versions of each function, and holds what those refer to.
+
+    Args:
+        repeatable: let what is compiled a second time give the same bits. By default the compiler measures which way of
+            summing is faster, and the next time another one may win.
     """
     torch._dynamo.reset()
     try:
         # Blocks are the pieces already: cutting them further at the ends of DDP's buckets gains nothing, and cannot be
         # done where they are recomputed.
-        with torch._dynamo.config.patch(optimize_ddp=False), warnings.catch_warnings():
+        with torch._dynamo.config.patch(optimize_ddp=False), _unmeasured(repeatable), warnings.catch_warnings():
             # The compiler warns of what torch does itself. Where warnings are errors, that would look like no compiler.
             warnings.filterwarnings("ignore", module=r"torch\.")
             yield
     finally:
         torch._dynamo.reset()
+
+
+def _unmeasured(wanted: bool) -> AbstractContextManager[object]:
+    """Keep the compiler from measuring what changes numbers. Source: "deterministic" of torch/_inductor/config.py."""
+    if not wanted:
+        return nullcontext()
+    inductor: Any = importlib.import_module("torch._inductor.config")  # slow, so only where something is compiled
+    return inductor.patch(deterministic=True) if hasattr(inductor, "deterministic") else nullcontext()
 
 
 def _tried(given: torch.Tensor) -> torch.Tensor:

@@ -135,7 +135,7 @@ def check_data_parallel(
     if batch < 1 or steps < 1:
         raise ValueError(f"batch and steps must be at least 1, not {batch} and {steps}")
     try:
-        with memory_returned(), numerics("highest"):
+        with memory_returned(circles=True), numerics("highest"):
             check = _Check(
                 group,
                 device,

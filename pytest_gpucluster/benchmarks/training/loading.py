@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing.context import BaseContext
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Sampler
@@ -17,6 +21,17 @@ ROWS = 2**31
 
 WAIT_SECONDS = 120.0
 """The longest that a batch may take. Source: this suite's rule; a batch of packed tokens takes milliseconds."""
+
+LOOK_SECONDS = 2.0
+"""While nothing comes, the workers are looked after so often: no signal tells of their death, for the server that has
+started them is their parent."""
+
+
+_START = "forkserver"
+"""How workers are started. Not by fork: a rank holds a CUDA context, and threads of NCCL and gloo, which no child
+survives. Not by spawn: each worker would import torch again. The server is started anew, imports torch once, and holds
+nothing else than this module. Source: torch.multiprocessing, "CUDA in multiprocessing"; Python, multiprocessing,
+"Contexts and start methods"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +65,24 @@ class OwnRows(Sampler[int]):
         return iter(range(self._rank, ROWS, self._count))
 
 
+def _next(batches: Iterator[torch.Tensor]) -> torch.Tensor:
+    last = time.monotonic() + WAIT_SECONDS
+    while True:
+        try:
+            return next(batches)
+        except RuntimeError as error:
+            # torch has looked for a dead worker before it says so, and takes the next call as if this one had not been.
+            if not str(error).startswith("DataLoader timed out") or time.monotonic() > last:
+                raise
+
+
+def worker_context() -> BaseContext:
+    """Return how the workers of a DataLoader are to be started, beside a GPU and process groups."""
+    context = multiprocessing.get_context(_START)
+    context.set_forkserver_preload([__name__])
+    return context
+
+
 def endless_batches(
     geometry: Geometry, loading: Loading, device: torch.device, *, rank: int, count: int
 ) -> Iterator[torch.Tensor]:
@@ -67,7 +100,13 @@ def endless_batches(
     Raises: EnvironmentBroken if no batch comes in ``WAIT_SECONDS``, or a worker has died.
     """
     data = PackedTokens(rows=ROWS, sequence=geometry.sequence, vocab=geometry.vocab, seed=loading.seed)
-    ahead = {"prefetch_factor": loading.prefetch, "timeout": WAIT_SECONDS} if loading.workers else {}
+    ahead: dict[str, Any] = {}
+    if loading.workers:
+        ahead = {
+            "multiprocessing_context": worker_context(),
+            "prefetch_factor": loading.prefetch,
+            "timeout": LOOK_SECONDS,
+        }
     loader = DataLoader(
         data,
         batch_size=loading.batch,
@@ -75,18 +114,18 @@ def endless_batches(
         num_workers=loading.workers,
         # Only from pinned memory can a copy go on while the host does something else.
         pin_memory=device.type == "cuda",
-        **ahead,  # type: ignore[arg-type]  # of two types in one mapping
+        **ahead,
     )
     batches = iter(loader)
     while True:
         try:
-            rows = next(batches)
+            rows = _next(batches)
         except RuntimeError as error:
             if "DataLoader" not in str(error):
                 raise
             raise EnvironmentBroken(
                 f"no batch came from the {loading.workers} workers of the DataLoader: {str(error).splitlines()[0]}. "
                 "Look at the memory of the node and at the size of its /dev/shm, or read without workers "
-                "(--gpucluster-workload training.throughput.workers=0)"
+                "(--gpucluster-workload, workers=0 of what this test trains)"
             ) from error
         yield rows.to(device, non_blocking=True)

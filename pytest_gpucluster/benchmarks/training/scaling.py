@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from pytest_gpucluster import stats
+from pytest_gpucluster.benchmarks.footprint import memory_returned
 from pytest_gpucluster.benchmarks.ranks import Ranks
 from pytest_gpucluster.benchmarks.training.throughput import Pieces, Progress, throughput
 from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
@@ -64,7 +65,8 @@ def rates(
 ) -> Rates:
     """Train in groups of one size, all of them at once, and tell each other the rates.
 
-    Collective: every rank of the world must call this, with groups of one size.
+    Collective: every rank of the world must call this, with groups of one size. No rank warms up before all have
+    compiled; each group ends when its own rate is known.
 
     Args:
         world: all ranks.
@@ -84,9 +86,11 @@ def rates(
         As ``throughput`` otherwise.
     """
     try:
-        return _rates(world, group, device, setup, sampling, known, using, during, pieces, progress)
+        # It clears the frames that a kept traceback keeps, all but this one.
+        with memory_returned():
+            return _rates(world, group, device, setup, sampling, known, using, during, pieces, progress)
     finally:
-        # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
+        # A gloo group that outlives its end aborts the process.
         del world, group
 
 
@@ -105,7 +109,6 @@ def _rates(
     everyone = Ranks(world, device)
     size = 1 if group is None else dist.get_world_size(group)
     before = {} if known is None else known
-    # This is the start line, too: nobody begins before all are here.
     told = everyone.gather([size, size in before])
     other = next((rank for rank, (its, _) in enumerate(told) if its != told[0][0]), None)
     if other is not None:
@@ -117,7 +120,19 @@ def _rates(
     if all(has for _, has in told):
         return before[size]
     with using or nullcontext():
-        found = throughput(group, device, setup, sampling=sampling, during=during, pieces=pieces, progress=progress)
+        found = throughput(
+            group,
+            device,
+            setup,
+            sampling=sampling,
+            during=during,
+            pieces=pieces,
+            progress=progress,
+            in_parts=False,
+            # The start line: some compile longer, and what the others measured meanwhile would be of idle neighbours.
+            # The world's group has been used above, so it has nothing to connect here.
+            ready=lambda: everyone.gather([size]),
+        )
     mine = found.tokens_per_second
     of_rank = tuple(told_series(everyone, mine))
     measured = Rates(group_size=size, of_rank=of_rank, mine=mine, notes=found.notes)

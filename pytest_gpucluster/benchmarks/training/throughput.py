@@ -118,6 +118,8 @@ def throughput(
     seed: int = 0,
     pieces: Pieces | None = None,
     progress: Progress | None = None,
+    in_parts: bool = True,
+    ready: Callable[[], object] = lambda: None,
 ) -> Throughput:
     """Measure tokens a second of full training steps in bf16: all that a training does, data loading included.
 
@@ -139,6 +141,9 @@ def throughput(
         pieces: what the training is made of; by default ``PIECES`` of this module.
         progress: called on every rank after some steps each, with the step, how many there will be as far as is known,
             and the figures ``loss`` and ``tokens_per_second``.
+        in_parts: measure as well where the time of a step goes; without it ``parts`` is empty.
+        ready: called once on every rank after the first step, which compiles, and before the warm-up. Groups that train
+            at the same time can wait for each other in it.
 
     Raises:
         WrongResult: on the rank at fault: a loss or gradient is not finite, the loss of the first rows has not fallen,
@@ -154,20 +159,31 @@ def throughput(
     try:
         with memory_returned(circles=True), fresh_compiler() if setup.compiled else nullcontext():
             return _measure(
-                group, device, setup, sampling, during or nullcontext(), seed, pieces or PIECES, progress or _silent
+                group,
+                device,
+                setup,
+                sampling,
+                during or nullcontext(),
+                seed,
+                pieces or PIECES,
+                progress or _silent,
+                in_parts,
+                ready,
             )
     except torch.OutOfMemoryError as error:
         needed = setup.needed_bytes(1 if group is None else dist.get_world_size(group))
         said = f"{error}. The estimate was {needed / 1e9:.3g} GB. Choose a smaller batch, or recompute blocks"
+        said += ", by --gpucluster-workload"
     except RuntimeError as error:
         if not compile_failed(error):
             raise
         said = f"blocks cannot be compiled: {compile_failed(error)}. Look at torch and triton, or run eager"
+        said += " (compiled=off, by --gpucluster-workload)"
     finally:
         # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
         del group
     # Here, where nothing refers to the error any more, whose frames hold the model.
-    raise EnvironmentBroken(f"{device}: {said} (--gpucluster-workload training.throughput...)")
+    raise EnvironmentBroken(f"{device}: {said}")
 
 
 def _measure(
@@ -179,9 +195,11 @@ def _measure(
     seed: int,
     pieces: Pieces,
     progress: Progress,
+    in_parts: bool,
+    ready: Callable[[], object],
 ) -> Throughput:
     ranks = Ranks(group, device)
-    _agree(ranks, device, setup, sampling)
+    _agree(ranks, device, setup, sampling, in_parts)
     notes = []
     compiled, why_not = _compiles(ranks, device, pieces) if setup.compiled else (False, "")
     if why_not:
@@ -193,14 +211,14 @@ def _measure(
     loading = Loading(batch=setup.batch, workers=setup.workers, prefetch=setup.prefetch, seed=seed)
     batches = pieces.batches(setup.geometry, loading, device, rank=ranks.index, count=ranks.count)
     return _Steps(ranks, device, setup, training, batches, pieces.clock(device), progress).measure(
-        sampling, during, compiled, notes
+        sampling, during, compiled, notes, in_parts=in_parts, ready=ready
     )
 
 
-def _agree(ranks: Ranks, device: torch.device, setup: Setup, sampling: Sampling) -> None:
+def _agree(ranks: Ranks, device: torch.device, setup: Setup, sampling: Sampling, in_parts: bool) -> None:
     """Find on all ranks what would let some wait for others that do something else, or that have failed."""
     free = free_bytes(device)
-    mine = [zlib.crc32(repr((setup, sampling)).encode()), _PLENTY_BYTES if free is None else free]
+    mine = [zlib.crc32(repr((setup, sampling, in_parts)).encode()), _PLENTY_BYTES if free is None else free]
     told = ranks.gather(mine)
     for index, (measured, _) in enumerate(told):
         if measured != told[0][0]:
@@ -215,7 +233,7 @@ def _agree(ranks: Ranks, device: torch.device, setup: Setup, sampling: Sampling)
             f"{ranks.name(least)}: training {setup.geometry.parameters / 1e6:.4g}M parameters by {setup.strategy} on "
             f"{ranks.count} ranks with {setup.tokens} tokens each needs about {needed / 1e9:.3g} GB of memory on each, "
             f"and {told[least][1] / 1e9:.3g} GB are free. End what else uses the device (nvidia-smi names the "
-            "processes), or choose a smaller batch or model (--gpucluster-workload training.throughput...)"
+            "processes), or choose a smaller batch or model for this test by --gpucluster-workload"
         )
 
 
@@ -276,18 +294,26 @@ class _Steps:
         self._tokens: list[int] = []
 
     def measure(
-        self, sampling: Sampling, during: AbstractContextManager[object], compiled: bool, notes: list[str]
+        self,
+        sampling: Sampling,
+        during: AbstractContextManager[object],
+        compiled: bool,
+        notes: list[str],
+        *,
+        in_parts: bool,
+        ready: Callable[[], object],
     ) -> Throughput:
         start = _prints(self._training.model)
         first_rows = next(self._batches)
         self._take(iter([first_rows]))
+        ready()
         planned = self._warm_up(sampling)
         with during:
             times = self._samples(sampling, planned)
         self._take(iter([first_rows]))
         steps, found = len(self._losses), self._defect(start)
         parts: dict[str, float] = {}
-        if not any(wrong for [wrong] in self._ranks.gather([bool(found)])):
+        if in_parts and not any(wrong for [wrong] in self._ranks.gather([bool(found)])):
             parts = self._parts(notes)
         if found:
             raise WrongResult(f"{self._ranks.name(self._ranks.index)} {found}")

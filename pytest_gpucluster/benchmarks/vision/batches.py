@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, default_collate
 
+from pytest_gpucluster.benchmarks.training.loading import worker_context
 from pytest_gpucluster.benchmarks.training.shares import MakeSampler
 from pytest_gpucluster.benchmarks.vision.images import Images, Sample
 from pytest_gpucluster.benchmarks.vision.shared_memory import Look, look, shortage
@@ -21,14 +22,6 @@ from pytest_gpucluster.errors import EnvironmentBroken
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Images, uint8, batch x height x width x colours, and labels, int64, batch."""
-
-_START = "forkserver"
-"""How workers are started. Not by fork: a rank holds a CUDA context, and threads of NCCL and gloo, which no child
-survives. Not by spawn: each worker would import torch again. The server is started anew, imports torch once, and holds
-nothing else. Source: torch.multiprocessing, "CUDA in multiprocessing"; Python, multiprocessing, "Contexts and start
-methods"."""
-
-_PRELOADED = "pytest_gpucluster.benchmarks.vision.batches"
 
 _END_SECONDS = 2.0
 """How long workers that nothing has ended may take to end by themselves."""
@@ -93,9 +86,11 @@ class Batches:
     ) -> None:
         settings: dict[str, Any] = {}
         if workers:
-            context = multiprocessing.get_context(_START)
-            context.set_forkserver_preload([_PRELOADED])
-            settings = {"multiprocessing_context": context, "prefetch_factor": prefetch, "persistent_workers": True}
+            settings = {
+                "multiprocessing_context": worker_context(),
+                "prefetch_factor": prefetch,
+                "persistent_workers": True,
+            }
         rows = EpochAfterEpoch(images, batch=batch, rank=rank, world_size=world_size, seed=seed, make=make_sampler)
         loader = DataLoader(
             _Readable(images),

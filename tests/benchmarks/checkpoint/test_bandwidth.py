@@ -24,7 +24,7 @@ def measure(tmp_path):
 
     def run(**more):
         given = {"hosts": ["a"], "file_bytes": SIZE, "passes": 2} | more
-        return storage_bandwidth(dist.group.WORLD, tmp_path / "folder", **given)
+        return storage_bandwidth(dist.group.WORLD, tmp_path, **given)
 
     yield run
     dist.destroy_process_group()

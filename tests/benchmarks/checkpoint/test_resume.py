@@ -25,7 +25,7 @@ def check(tmp_path):
 
     def run(**more):
         given = {"fewer": None, "batch": 2, "steps": 2} | more
-        return check_resume(dist.group.WORLD, torch.device("cpu"), GEOMETRY, tmp_path / "folder", **given)
+        return check_resume(dist.group.WORLD, torch.device("cpu"), GEOMETRY, tmp_path, **given)
 
     yield run
     gc.collect()
@@ -33,12 +33,12 @@ def check(tmp_path):
 
 
 def test_one_rank_goes_on_as_if_nothing_had_happened(check, tmp_path):
-    (tmp_path / "folder" / "left").mkdir(parents=True)
+    (tmp_path / "gpucluster-checkpoint-of-another-run").mkdir()
     found = check()
     assert (found.same, found.replicated, found.fewer, found.fewer_ranks, found.steps) == (0, 0, None, 0, 2)
     assert found.saved.step == 2
     assert found.saved.stored_bytes > 12 * GEOMETRY.parameters
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["gpucluster-checkpoint-of-another-run"]
 
 
 def test_a_group_of_fewer_ranks_is_another_way(check):

@@ -70,7 +70,7 @@ def test_steps_must_rise(steps: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        pytest.param("", ":1: no loss curve of this version: it begins with 'nothing'", id="empty"),
+        pytest.param("", ":1: no loss curve of this version: it begins with nothing,", id="empty"),
         pytest.param("step,loss\n1,2\n", ":1: no loss curve of this version: it begins with 'step,loss'", id="another"),
         pytest.param("# pytest-gpucluster loss curve 2\n", ":1: no loss curve of this version", id="newer"),
         pytest.param(f"{FIRST_LINE}\n", ":2: the columns must be step,loss,", id="no columns"),

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pytest_gpucluster.benchmarks.lora import loop as lora_loop
-from pytest_gpucluster.benchmarks.lora import memory_need
+from pytest_gpucluster.benchmarks.lora import memory_need, parity
 from pytest_gpucluster.benchmarks.lora.judged_loss import JudgedLoss
 from pytest_gpucluster.benchmarks.lora.loop import PIECES, Loop
 from pytest_gpucluster.benchmarks.lora.memory_need import memory_for, too_little_memory
@@ -135,6 +135,15 @@ def test_a_step_that_is_not_finite_is_told(make):
     loop = make(pieces=replace(PIECES, loss=lambda summed, targets: summed * math.inf))
     [step] = steps(loop, 1)
     assert (step.finite, step.all_finite) == (False, False)
+
+
+def test_a_reference_that_is_not_finite_compares_nothing(make, monkeypatch):
+    monkeypatch.setattr(parity, "Pieces", lambda: replace(PIECES, loss=lambda summed, targets: summed * math.nan))
+    recipe = RECIPE.compared(steps=2, global_batch=2, precision="fp32")
+    found = parity.check_parity(dist.group.WORLD, dist.group.WORLD, CPU, BASE, recipe, blocks())
+    assert (found.finite, found.taken, found.steps, found.all_finite) == (2, 3, 2, False)
+    assert math.isnan(found.loss_error)
+    assert math.isnan(found.gradient_error)
 
 
 def test_running_out_of_memory_is_told_with_its_figures(make):

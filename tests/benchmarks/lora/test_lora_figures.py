@@ -15,7 +15,7 @@ from pytest_gpucluster.benchmarks.lora.learned import Convergence, Learned
 from pytest_gpucluster.benchmarks.lora.parity import Parity
 from pytest_gpucluster.sampling import Series
 
-PARITY = Parity(loss_error=1e-7, gradient_error=1e-6, finite=10, steps=10, all_finite=True)
+PARITY = Parity(loss_error=1e-7, gradient_error=1e-6, finite=20, taken=20, steps=10, all_finite=True)
 LEARNED = Learned(
     final_loss=0.3,
     held_out_before=6.0,
@@ -81,6 +81,14 @@ def test_without_a_peak_there_is_no_mfu():
 
 
 def test_a_training_that_ended_early_says_only_what_it_knows():
-    broken = replace(PARITY, loss_error=math.nan, gradient_error=math.nan, finite=0, all_finite=False)
+    broken = replace(PARITY, loss_error=math.nan, gradient_error=math.nan, finite=0, taken=10, all_finite=False)
     found = values(replace(FOUND, learned=None, finite_steps=0.0, parity={"fp32": broken}, tokens_per_second=None))
     assert found == {"lora.finite_steps": 0.0}
+
+
+def test_a_reference_that_is_not_finite_on_a_rank_leaves_no_gap_in_its_figures():
+    broken = replace(PARITY, loss_error=math.nan, gradient_error=math.nan, finite=19, all_finite=False)
+    found = values(replace(FOUND, learned=None, finite_steps=0.95, parity={"fp32": broken}, tokens_per_second=None))
+    assert set(found) == {"lora.finite_steps", "lora.loss_error", "lora.gradient_error"}
+    assert math.isnan(found["lora.loss_error"])
+    assert math.isnan(found["lora.gradient_error"])

@@ -11,6 +11,7 @@ import torch
 from pytest_gpucluster.benchmarks.lora import model as lora_model
 from pytest_gpucluster.benchmarks.lora.geometry import QWEN2_7B
 from pytest_gpucluster.benchmarks.lora.model import QWEN2_LABEL, given_base, make_adapted, make_base, tiny_base
+from pytest_gpucluster.benchmarks.lora.reloaded import reload
 from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
@@ -91,6 +92,41 @@ def test_weights_that_are_missing_are_told(folder, tmp_path):
     base = given_base("x", path=config_of(folder, tmp_path))
     with pytest.raises(EnvironmentBroken, match="the weights cannot be loaded"):
         make_base(base, CPU, precision="fp32", seed=0)
+
+
+def test_weights_that_are_cut_off_are_told(folder, tmp_path):
+    base = given_base("x", path=config_of(folder, tmp_path))
+    whole = (folder / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(EnvironmentBroken, match="the weights cannot be loaded: "):
+        make_base(base, CPU, precision="fp32", seed=0)
+
+
+def test_adapters_that_are_cut_off_are_told(tmp_path):
+    model = make_adapted(BASE, CPU, precision="fp32", dropout=True, seed=0)
+    model.save_pretrained(tmp_path, save_embedding_layers=False)
+    path = tmp_path / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(WrongResult, match="the adapters that were saved cannot be read again"):
+        reload(BASE, tmp_path, CPU, precision="fp32", seed=0)
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch, tmp_path):
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    asked = []
+
+    def silent(self, name, **given):
+        asked.append((name, given["revision"], given["timeout"]))
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", silent)
+    with pytest.raises(EnvironmentBroken, match="Qwen/Qwen2-7B@0123abc: the hub does not give it, and it is not in"):
+        given_base("Qwen/Qwen2-7B", revision="0123abc")
+    assert asked == [("Qwen/Qwen2-7B", "0123abc", 10.0)]
 
 
 def test_a_hub_name_without_a_revision_is_refused():

@@ -94,12 +94,13 @@ def test_more_than_one_row_in_a_hundred_is_an_error_that_names_the_first():
         read(jsonl([*GOOD[:197], bad, bad, bad]), "rows.jsonl")
     assert str(error.value) == (
         "rows.jsonl: 3 of 200 rows are malformed, and at most 1% may be: line 198 (row 197): the chat is empty;"
-        " line 199 (row 198): the chat is empty; line 200 (row 199): the chat is empty"
+        " line 199 (row 198): the chat is empty; line 200 (row 199): the chat is empty; mend them or take them out, or"
+        " name another file: one JSON array, or one object a line"
     )
 
 
 def test_only_a_few_of_many_malformed_rows_are_shown():
-    with pytest.raises(EnvironmentBroken, match=r"line 5 .*; and 15 more$"):
+    with pytest.raises(EnvironmentBroken, match=r"line 5 .*; and 15 more; mend them"):
         read(jsonl([{"system": "", "chat": ""}] * 20), "rows")
 
 
@@ -122,8 +123,9 @@ def test_an_empty_file_is_an_error(data):
             r"rows:1:\d+: no JSON in row 1: ',' or '\]' expected",
         ),
         (b"[" * 200_000, "rows:1:2: no JSON in row 0: nested too deeply"),
+        (b"[" + b"9" * 5000 + b"]", "rows:1:2: no JSON in row 0: Exceeds the limit"),
     ],
-    ids=["last bracket", "in a text", "before a value", "a bracket", "more after it", "no comma", "nested"],
+    ids=["last bracket", "in a text", "before a value", "a bracket", "more after it", "no comma", "nested", "number"],
 )
 def test_a_broken_array_is_an_error_with_its_place(data, place):
     with pytest.raises(EnvironmentBroken, match=f"^{place}"):
@@ -135,6 +137,26 @@ def test_jsonl_that_is_cut_off_is_an_error_though_only_one_row_is_lost(cut):
     data = jsonl(GOOD)[: -1 - cut]
     with pytest.raises(EnvironmentBroken, match=r"^rows:200:\d+: the file is cut off in its last line: "):
         read(data, "rows")
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"n": ' + b"9" * 5000 + b"}", "no JSON: Exceeds the limit"),
+        (b'{"n": ' + b"[" * 100_000, "no JSON: nested too deeply"),
+        (b'{"system": "", "chat": "USER: a\\nASSISTANT: \\ud800"}', r"chat has half a character, '\ud800', at 19"),
+    ],
+    ids=["number", "nested", "half a character"],
+)
+def test_a_line_that_python_or_a_tokenizer_cannot_read_is_malformed(line, reason):
+    rows, [malformed] = read(line + b"\n" + jsonl(GOOD), "rows")
+    assert (len(rows), malformed.line) == (200, 1)
+    assert malformed.reason.startswith(reason)
+
+
+def test_a_file_without_a_readable_line_is_no_file_that_was_cut_off():
+    with pytest.raises(EnvironmentBroken, match=r"^rows: \d+ of \d+ rows are malformed.*one object a line$"):
+        read(json.dumps(GOOD[0], indent=1).encode(), "rows")
 
 
 def test_jsonl_without_a_line_break_at_its_end_is_whole():

@@ -87,3 +87,12 @@ def test_compiled_and_recomputed_blocks_train_as_others_do():
 def test_a_home_directory_does_not_get_into_reports(monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
     assert compilation._told("backend='x' raised:\n  no /home/someone/bin/gcc\nmore") == "no ~/bin/gcc"
+
+
+def test_what_is_to_be_compiled_again_is_not_chosen_by_measuring():
+    inductor = pytest.importorskip("torch._inductor.config")
+    seen = []
+    for repeatable in (False, True):
+        with fresh_compiler(repeatable=repeatable):
+            seen.append(inductor.deterministic)
+    assert [*seen, inductor.deterministic] == [False, True, False]

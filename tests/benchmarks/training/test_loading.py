@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import sys
+import time
 
 import pytest
 import torch
@@ -12,10 +14,34 @@ import torch
 from pytest_gpucluster.benchmarks.training import loading
 from pytest_gpucluster.benchmarks.training.decoder import Geometry
 from pytest_gpucluster.benchmarks.training.loading import Loading, endless_batches
+from pytest_gpucluster.benchmarks.training.packed_tokens import PackedTokens
 from pytest_gpucluster.errors import EnvironmentBroken
 
 CPU = torch.device("cpu")
 GEOMETRY = Geometry(layers=1, width=64, heads=2, vocab=64, sequence=16)
+
+
+class Deadly(PackedTokens):
+    def __getitem__(self, row):
+        if row == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(row)
+
+
+class Slow(PackedTokens):
+    def __getitem__(self, row):
+        signal.pause()
+
+
+class Watched(PackedTokens):
+    """Rows that say what a worker has of the process that has started it."""
+
+    def __getitem__(self, row):
+        return torch.tensor(HERITAGE)
+
+
+HERITAGE = [0]
+"""What a copy of this process would have in it."""
 
 
 def batches(count, *, workers=0, rank=0, ranks=1):
@@ -35,27 +61,27 @@ def test_workers_bring_the_same_rows_in_the_same_order():
     assert batches(1)[0].shape == (3, GEOMETRY.sequence + 1)
 
 
-def test_a_worker_that_dies_is_the_environment_s_fault(monkeypatch):
-    class Deadly(loading.PackedTokens):
-        def __getitem__(self, row):
-            if row == 4:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return super().__getitem__(row)
+def test_a_worker_is_no_copy_of_the_rank(monkeypatch):
+    monkeypatch.setattr(loading, "PackedTokens", Watched)
+    monkeypatch.setattr(sys.modules[__name__], "HERITAGE", [1])
+    assert batches(1)[0][0] == 1
+    assert batches(1, workers=1)[0][0] == 0, "it would have a CUDA context, and the threads' locks"
 
+
+def test_a_worker_that_dies_is_the_environment_s_fault(monkeypatch):
     monkeypatch.setattr(loading, "PackedTokens", Deadly)
-    with pytest.raises(EnvironmentBroken, match=r"DataLoader worker .* /dev/shm.*training\.throughput\.workers=0"):
+    with pytest.raises(EnvironmentBroken, match=r"DataLoader worker .* /dev/shm.*--gpucluster-workload, workers=0"):
         batches(5, workers=1)
 
 
 def test_a_worker_that_brings_nothing_is_not_waited_for_without_end(monkeypatch):
-    class Slow(loading.PackedTokens):
-        def __getitem__(self, row):
-            signal.pause()
-
     monkeypatch.setattr(loading, "PackedTokens", Slow)
-    monkeypatch.setattr(loading, "WAIT_SECONDS", 0.5)
-    with pytest.raises(EnvironmentBroken, match=r"DataLoader timed out after 0\.5 seconds"):
+    monkeypatch.setattr(loading, "WAIT_SECONDS", 1.0)
+    monkeypatch.setattr(loading, "LOOK_SECONDS", 0.3)
+    began = time.monotonic()
+    with pytest.raises(EnvironmentBroken, match=r"DataLoader timed out after 0\.3 seconds"):
         batches(1, workers=1)
+    assert time.monotonic() - began > 1, "a look does not end the wait"
 
 
 def test_an_error_of_the_data_themselves_stays_what_it_is(monkeypatch):

@@ -148,7 +148,7 @@ def test_what_the_step_runs_into_is_the_environment_s_fault_and_holds_no_model(e
 
     with pytest.raises(EnvironmentBroken, match=told) as caught:
         alone(replace(PIECES, step=replace(PARTS, loss=loss)))
-    assert "--gpucluster-workload training.throughput" in str(caught.value)
+    assert "by --gpucluster-workload" in str(caught.value)
     assert caught.value.__context__ is None
     assert [ref() for ref in alive] == [None]
 
@@ -166,7 +166,7 @@ def test_ranks_that_would_train_something_else_are_told_on_all_of_them():
         count=2, name="rank {}".format, gather=lambda numbers: [numbers, [numbers[0] + 1, numbers[1]]]
     )
     with pytest.raises(EnvironmentBroken, match="rank 1 has another setup than rank 0"):
-        module._agree(ranks, CPU, setup(), SAMPLING)
+        module._agree(ranks, CPU, setup(), SAMPLING, True)
 
 
 def test_without_memory_for_whole_weights_the_exchange_is_not_known(monkeypatch):
@@ -220,3 +220,23 @@ def test_a_rate_above_the_data_sheet_s_peak_is_too_fast_to_be_true():
     assert verdict(988).outcome == "passed"
     assert verdict(990).outcome == "error"
     assert "too fast to be true" in verdict(990).message
+
+
+def test_others_can_be_waited_for_after_the_first_step_and_parts_can_be_left_out():
+    seen, steps = [], []
+
+    def update(model, optimizer):
+        optimizer_step(model, optimizer)
+        steps.append(1)
+
+    found = throughput(
+        None,
+        CPU,
+        setup(),
+        sampling=SAMPLING,
+        pieces=replace(PIECES, step=replace(PARTS, update=update)),
+        in_parts=False,
+        ready=lambda: seen.append(len(steps)),
+    )
+    assert seen == [1], "after what compiles, and before what warms up"
+    assert (found.parts, found.steps) == ({}, len(steps))

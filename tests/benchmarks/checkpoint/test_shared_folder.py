@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from pytest_gpucluster.benchmarks.checkpoint import shared_folder
+from pytest_gpucluster.benchmarks.checkpoint.shared_folder import make_own, wait_for
+from pytest_gpucluster.errors import EnvironmentBroken
+
+
+def test_each_run_has_a_folder_of_its_own_beside_what_is_there(tmp_path):
+    scratch = tmp_path / "not" / "there"
+    first, second = make_own(scratch), make_own(scratch)
+    assert first != second
+    assert set(scratch.iterdir()) == {first, second}
+    assert list(first.iterdir()) == []
+
+
+def test_a_file_that_comes_late_is_waited_for(tmp_path):
+    path = tmp_path / "late"
+    later = threading.Timer(0.1, path.touch)
+    later.start()
+    wait_for(path)
+    later.join()
+    assert path.exists()
+
+
+def test_a_folder_that_is_not_shared_is_the_environment_s_fault(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_folder, "SEEN_SECONDS", 0.1)
+    with pytest.raises(EnvironmentBroken, match=r"is not there on this host after 0\.1 s.*--gpucluster-scratch"):
+        wait_for(tmp_path / "none")
