@@ -13,7 +13,8 @@ from verdicts import ALGBW, BUSBW, GB, all_ranks, bf16, busbw, hold
 from pytest_gpucluster import metrics, thresholds
 from pytest_gpucluster.errors import MeasurementError
 from pytest_gpucluster.limits import Thresholds
-from pytest_gpucluster.metrics import Measurement, Metric, measurement
+from pytest_gpucluster.metric_catalogue import Metric
+from pytest_gpucluster.metrics import Measurement, measurement
 from pytest_gpucluster.sampling import Series
 
 

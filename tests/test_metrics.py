@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from pytest_gpucluster import hardware, metrics, units
 from pytest_gpucluster.errors import MeasurementError, UnitError
-from pytest_gpucluster.metrics import Measurement, Metric, measurement
+from pytest_gpucluster.metric_catalogue import Metric
+from pytest_gpucluster.metrics import Measurement, measurement
 from pytest_gpucluster.sampling import Sampling, series
 
 BUSBW = "nccl.all_reduce.busbw"
