@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import hypothesis
@@ -22,3 +23,14 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Proje
 
     sessions.clean_environment(monkeypatch)
     return sessions.Project(pytester)
+
+
+def pytest_unconfigure() -> None:
+    """Let go of the batches that tests took from a DataLoader's workers.
+
+    Once pytest has put modules back that a test had changed, torch's own references to them complain at the end of the
+    interpreter, each in five lines, behind pytest's summary.
+    """
+    reductions = sys.modules.get("torch.multiprocessing.reductions")
+    if reductions is not None:
+        reductions.shared_cache.clear()

@@ -182,6 +182,8 @@ def collected(*arguments):
 
 
 @pytest.mark.parametrize("option", ["-k", "-m"])
-def test_the_keyword_and_the_marker_nccl_select_this_criterion_and_nothing_else_of_the_suite(option):
+def test_the_keyword_and_the_marker_nccl_select_what_measures_all_reduce_and_nothing_else_of_the_suite(option):
     ids = {f"{scope}-{dtype}" for scope in ("gpu", "node", "world") for dtype in ("bf16", "fp32")}
-    assert collected(option, "nccl") == {f"acceptance/test_nccl.py::test_all_reduce[{name}]" for name in ids}
+    assert collected(option, "nccl") == {f"acceptance/test_nccl.py::test_all_reduce[{name}]" for name in ids} | {
+        "acceptance/test_scaling.py::test_busbw_retention"
+    }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -13,7 +12,6 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from pytest_gpucluster.benchmarks.blocks import BATCH_SECONDS
 from pytest_gpucluster.benchmarks.clock import Clock, clock_for
@@ -27,7 +25,7 @@ from pytest_gpucluster.benchmarks.training.compilation import (
 )
 from pytest_gpucluster.benchmarks.training.data_parallel import Replicate, replicate
 from pytest_gpucluster.benchmarks.training.decoder import Decoder, make_decoder, missing_flash_attention, on_meta
-from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
+from pytest_gpucluster.benchmarks.training.evidence import Evidence
 from pytest_gpucluster.benchmarks.training.loading import Loading, endless_batches
 from pytest_gpucluster.benchmarks.training.sharding import allocate, mesh_of, shard
 from pytest_gpucluster.benchmarks.training.step import PARTS, Parts, Taken, Training
@@ -275,7 +273,7 @@ def _training(
 
 
 class _Steps:
-    """Takes steps, and remembers of each what it took and what it has seen."""
+    """Takes steps, and tells how long each took."""
 
     def __init__(
         self,
@@ -289,9 +287,7 @@ class _Steps:
     ) -> None:
         self._ranks, self._device, self._setup, self._training = ranks, device, setup, training
         self._batches, self._clock, self._progress = batches, clock, progress
-        self._losses: list[float] = []
-        self._norms: list[float] = []
-        self._tokens: list[int] = []
+        self._evidence = Evidence(ranks, setup, training)
 
     def measure(
         self,
@@ -303,7 +299,6 @@ class _Steps:
         in_parts: bool,
         ready: Callable[[], object],
     ) -> Throughput:
-        start = _prints(self._training.model)
         first_rows = next(self._batches)
         self._take(iter([first_rows]))
         ready()
@@ -311,7 +306,8 @@ class _Steps:
         with during:
             times = self._samples(sampling, planned)
         self._take(iter([first_rows]))
-        steps, found = len(self._losses), self._defect(start)
+        losses = self._evidence.losses
+        steps, found = len(losses), self._evidence.defect()
         parts: dict[str, float] = {}
         if in_parts and not any(wrong for [wrong] in self._ranks.gather([bool(found)])):
             parts = self._parts(notes)
@@ -329,7 +325,7 @@ class _Steps:
             flops_per_token=self._setup.geometry.training_flops_per_token,
             tokens=self._setup.tokens,
             compiled=compiled,
-            losses=(self._losses[0], self._losses[steps - 1]),
+            losses=(losses[0], losses[steps - 1]),
             steps=steps,
             notes=tuple(notes),
         )
@@ -343,10 +339,9 @@ class _Steps:
             with self._clock.region():
                 rows = next(batches)
                 taken.append(self._training.step([rows]))
-            self._tokens.append(rows[:, 1:].numel())
+            self._evidence.tokens.append(rows[:, 1:].numel())
         seconds = self._clock.read()
-        self._losses += torch.cat([one.losses for one in taken]).tolist()
-        self._norms += torch.stack([one.gradient_norm for one in taken]).tolist()
+        self._evidence.add(taken)
         return seconds
 
     def _warm_up(self, sampling: Sampling) -> int:
@@ -393,75 +388,12 @@ class _Steps:
         return [max(of_step) for of_step in zip(*self._on_all(seconds), strict=True)]
 
     def _show(self, to_come: int, step_seconds: float) -> None:
+        losses = self._evidence.losses
         self._progress(
-            len(self._losses),
-            len(self._losses) + to_come,
-            loss=self._losses[-1],
+            len(losses),
+            len(losses) + to_come,
+            loss=losses[-1],
             tokens_per_second=self._setup.tokens / step_seconds,
-        )
-
-    # ---- whether it was a training
-
-    def _defect(self, start: list[int]) -> str:
-        """Say what is wrong with the training on this rank: "" if nothing is. Collective."""
-        # In each step the loss comes before the gradients, in which all ranks have what one of them had in its loss.
-        seen = [number for both in zip(self._losses, self._norms, strict=True) for number in both]
-        bad = next((place for place, number in enumerate(seen) if not math.isfinite(number)), math.inf)
-        first = min(place for [place] in self._ranks.gather([bad]))
-        differing = self._differing()
-        if first < math.inf:
-            if bad > first:
-                return ""
-            step, of_gradients = divmod(int(first), 2)
-            what = "a gradients' norm" if of_gradients else "a loss"
-            return (
-                f"has {what} of {seen[int(first)]:g} in step {step + 1}, and it must be finite. Repeat "
-                "test_training_step there, and run the vendor's diagnostics (dcgmi diag -r 3)"
-            )
-        odd = {tokens for tokens in self._tokens if tokens != self._setup.tokens}
-        if odd:
-            return (
-                f"has trained on {min(odd)} tokens in a step, and {self._setup.batch} x {self._setup.geometry.sequence}"
-                " were asked for: its rate would count tokens that were not there. Look at how it reads its data"
-            )
-        if not self._losses[-1] < self._losses[0]:
-            return (
-                f"has a loss of {self._losses[-1]:.6g} after {len(self._losses)} steps on rows on which it was "
-                f"{self._losses[0]:.6g} in the first step: it has learnt nothing"
-            )
-        counts = {int(state["step"]) for state in self._training.optimizer.state.values()}
-        if counts != {len(self._losses)}:
-            return (
-                f"has taken {len(self._losses)} training steps, and its optimizer {min(counts, default=0)}: work was "
-                "skipped, so its rate is that of something else"
-            )
-        weights = self._training.model.named_parameters()
-        named = zip(weights, start, _prints(self._training.model), strict=True)
-        still = [
-            name.removeprefix("module.")  # that is how DistributedDataParallel calls what it wraps
-            for (name, weight), old, new in named
-            if old == new and _part(weight).numel()
-        ]
-        if still:
-            return (
-                f"has {len(still)} of {len(start)} weight tensors that have not moved in {len(self._losses)} steps: "
-                f"{', '.join(still[:8])}. Each of them must"
-            )
-        return differing
-
-    def _differing(self) -> str:
-        """Say so where this rank's replica has other weights than most."""
-        if self._setup.strategy != "ddp":
-            return ""
-        whole = fingerprint(self._training.model.parameters())
-        told = [(high, low) for high, low in self._ranks.gather([whole >> 32, whole & (2**32 - 1)])]
-        [(usual, most), *others] = Counter(told).most_common()
-        if not others or (told[self._ranks.index] == usual and most > others[0][1]):
-            return ""
-        return (
-            f"has other weights than other ranks after {len(self._losses)} steps: {len(others) + 1} kinds on "
-            f"{len(told)} ranks. The gradients were not made the same on all of them: look at the all-reduce "
-            "(nccl.all_reduce in this run), and at what skips it"
         )
 
     # ---- where the time goes
@@ -485,16 +417,6 @@ class _Steps:
 
 def _steps_in(seconds: float, each: float) -> int:
     return max(1, min(MOST_STEPS, math.ceil(seconds / each)))
-
-
-def _part(weight: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has of a weight."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
-
-
-def _prints(model: nn.Module) -> list[int]:
-    """Return the fingerprint of each weight tensor, of this rank's part if it is sharded."""
-    return [fingerprint([_part(weight)]) for weight in model.parameters()]
 
 
 def _silent(step: int, of: int, **figures: float) -> None:
