@@ -217,8 +217,8 @@ class Vision:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
-    """Training a decoder to see that it is right: on each GPU alone, and on all ranks together."""
+class Decoder:
+    """The sizes of a decoder, and of a step of its training."""
 
     layers: Annotated[int, Spec(doc="blocks of the decoder", kind=Whole(least=1, most=1000))]
     # A head is an even part of the width.
@@ -229,22 +229,25 @@ class Training:
         int, Spec(doc="tokens of a row, all of which are trained on", kind=Whole(least=8, most=1_000_000))
     ]
     batch: Annotated[int, Spec(doc="rows of each rank in a step", kind=Whole(least=1, most=65536))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(Decoder):
+    """Training a decoder to see that it is right: on each GPU alone, and on all ranks together."""
+
     steps: Annotated[int, Spec(doc="steps that are compared one by one", kind=Whole(least=2, most=1000))]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingModel:
+class TrainingModel(Decoder):
     """A decoder whose training is timed."""
 
-    layers: Annotated[int, Spec(doc="blocks of the decoder", kind=Whole(least=1, most=1000))]
-    width: Annotated[int, Spec(doc="width of the decoder", kind=Whole(least=64, most=65536, multiple_of=64))]
     inner: Annotated[
         int,
         Spec(
             doc="width inside its MLP; 0: 8/3 of the width, up to a multiple of 64", kind=Whole(least=0, most=1_000_000)
         ),
     ]
-    heads: Annotated[int, Spec(doc="heads of its attention; width is an even multiple", kind=Whole(least=1, most=1024))]
     key_heads: Annotated[
         int,
         Spec(
@@ -252,11 +255,6 @@ class TrainingModel:
             kind=Whole(least=0, most=1024),
         ),
     ]
-    vocab: Annotated[int, Spec(doc="tokens that there are", kind=Whole(least=16, most=1_000_000))]
-    sequence: Annotated[
-        int, Spec(doc="tokens of a row, all of which are trained on", kind=Whole(least=8, most=1_000_000))
-    ]
-    batch: Annotated[int, Spec(doc="rows of each GPU in a step", kind=Whole(least=1, most=65536))]
     recompute: Annotated[
         str,
         Spec(
@@ -280,18 +278,9 @@ class TrainingThroughput:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fsdp:
+class Fsdp(Decoder):
     """Training a decoder that is sharded over all ranks, to see that it is right; checkpoints are of the same."""
 
-    layers: Annotated[int, Spec(doc="blocks of the decoder", kind=Whole(least=1, most=1000))]
-    # A head is an even part of the width.
-    width: Annotated[int, Spec(doc="width of the decoder", kind=Whole(least=64, most=65536, multiple_of=64))]
-    heads: Annotated[int, Spec(doc="heads of its attention; width is an even multiple", kind=Whole(least=1, most=1024))]
-    vocab: Annotated[int, Spec(doc="tokens that there are", kind=Whole(least=16, most=1_000_000))]
-    sequence: Annotated[
-        int, Spec(doc="tokens of a row, all of which are trained on", kind=Whole(least=8, most=1_000_000))
-    ]
-    batch: Annotated[int, Spec(doc="rows of each rank in a step", kind=Whole(least=1, most=65536))]
     steps: Annotated[int, Spec(doc="steps that are compared one by one", kind=Whole(least=2, most=1000))]
 
 
