@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pytest_gpucluster.schema import Schema, document, mapping, one_or_more, quantity
+from pytest_gpucluster.sections.spec import Spec
 from pytest_gpucluster.workload_file import FILE_KEYS, INHERITS, SCHEMA_VERSION, key_tree
-from pytest_gpucluster.workload_sections import Spec
 from pytest_gpucluster.workload_values import Amount, Choice, Duration, Kind, Ratio, Whole
 from pytest_gpucluster.workloads import KEYS, PROFILES, SECTIONS
 

@@ -3,7 +3,7 @@
     workload.matmul.sizes                     # (4096, 8192, 16384)
     workload.all_reduce.sampling              # Sampling(warmup_seconds=2.0, ...)
 
-``workload_sections`` has what each key means. A new section is a class there and a line in :class:`Workload`.
+``sections/`` has what each key means. A new section is a class there and a line in :class:`Workload`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,15 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pytest_gpucluster.sampling import Sampling
-from pytest_gpucluster.workload_sections import (
-    SAMPLING,
-    AllReduce,
+from pytest_gpucluster.sections.fabric import AllReduce
+from pytest_gpucluster.sections.gpu import Hbm, Health, Matmul
+from pytest_gpucluster.sections.lora import Lora, LoraThroughput
+from pytest_gpucluster.sections.spec import SAMPLING, Spec
+from pytest_gpucluster.sections.training import (
     Checkpoint,
     FailurePropagation,
     Fsdp,
-    Hbm,
-    Health,
-    Lora,
-    LoraThroughput,
-    Matmul,
     Scaling,
-    Spec,
     Training,
     TrainingModel,
     TrainingThroughput,
