@@ -36,7 +36,10 @@ perf: $(STAMP) ## measure the cost of agreement, our LoRA loop beside Trainer's,
 	OMP_NUM_THREADS=1 $(PY) perf/agreement.py
 	OMP_NUM_THREADS=1 $(PY) perf/training.py
 	OMP_NUM_THREADS=1 $(PY) perf/loader.py
+	OMP_NUM_THREADS=1 $(PY) perf/collectives.py
+	OMP_NUM_THREADS=1 $(PY) perf/sampler.py
 	$(PY) perf/rules.py
+	$(PY) perf/isolation.py
 
 clean: ## remove caches and build output; .venv and the reports stay, for reports are evidence
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,7 +12,7 @@ from pytest_gpucluster import cublas, nccl_log, refused
 from pytest_gpucluster.agreement.release import nccl
 from pytest_gpucluster.errors import UsageProblem
 from pytest_gpucluster.fixtures import RUN
-from pytest_gpucluster.local import Controller, Worker, worker_count
+from pytest_gpucluster.local import DIRECTORY, SAMPLER, Controller, Worker, worker_count
 from pytest_gpucluster.opening import run_line
 from pytest_gpucluster.run import Run, WorkerPlace
 from pytest_gpucluster.session import Session, take_junit
@@ -41,7 +41,9 @@ def configure(config: pytest.Config) -> tuple[Session | Controller, Controller |
     try:
         if worker is not None:
             index, count = int(worker["workerid"].removeprefix("gw")), int(worker["workercount"])
-            run = Run(config, place=WorkerPlace(index=index, count=count))
+            place = WorkerPlace(index=index, count=count, directory=str(worker.get(DIRECTORY, "")))
+            run = Run(config, place=place)
+            run.accompaniment.told(worker.get(SAMPLER))
             session: Session | Controller = Worker(config, run)
         else:
             run = Run(config)

@@ -49,6 +49,12 @@ def connection_cut(error: BaseException) -> bool:
     return isinstance(error, (RuntimeError, CommunicationError)) and bool(_CUT.search(text_of(error)))
 
 
+def communication_failed(error: BaseException) -> bool:
+    """Tell whether an exception says that ranks could not talk to each other, whoever is to blame."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return isinstance(error, CommunicationError) or "DistError" in names or connection_cut(error)
+
+
 def text_of(error: BaseException) -> str:
     """Return an exception's text, also where its ``__str__`` raises."""
     try:

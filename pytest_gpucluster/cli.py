@@ -1,4 +1,4 @@
-"""The command ``gpucluster``: what can be done with a run after its end, without torch and without pytest."""
+"""The command ``gpucluster``: a run after its end, and runs on many nodes; without torch and without pytest."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ exit codes:
   3  the journal is missing, damaged, no journal, or of a newer version; so is a curve, or curves are not alike; the
      rows, the model or the adapter cannot be used
   4  the output cannot be written
+`gpucluster verdict` ends with the run's own exit code, and `gpucluster sweep` with the sweep's: see their --help.
 """
 
 _EXAMPLES = """\
 examples:
   gpucluster report gpucluster-report/latest --junitxml report.xml
   gpucluster report gpucluster-report/20260102-030405/journal.jsonl --junitxml - -o junit_family=xunit1
+  gpucluster verdict gpucluster-report/latest
   gpucluster golden run-1/curve.csv gpucluster-report/latest --out golden.json
 """
 
@@ -63,8 +65,11 @@ _SETTINGS = (*_CHOICES, "junit_log_passing_tests", "junit_suite_name")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
+    from pytest_gpucluster import sweep_command  # imports nothing heavy until it runs
+
     parser = _parser()
-    options = parser.parse_args(arguments)
+    own, for_pytest = sweep_command.split(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(own)
     if options.command is None:
         parser.print_help(sys.stderr)
         return USAGE
@@ -77,13 +82,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from pytest_gpucluster import data_command
 
         return data_command.run(options)
+    if options.command == "sweep":
+        return sweep_command.run(options, for_pytest)
+    if options.command == "verdict":
+        from pytest_gpucluster import verdict_command
+
+        return verdict_command.run(options)
     return _report(options)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gpucluster",
-        description="Work with the runs of pytest-gpucluster.",
+        description="Work with the runs of pytest-gpucluster, and start them on many nodes.",
         epilog=_EXAMPLES + "\n" + _EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -132,9 +143,11 @@ def _parser() -> argparse.ArgumentParser:
     golden.add_argument(
         "--test", metavar="TEXT", default="", help="of a run, the curve of the test with this in its id, as lora_tiny"
     )
-    from pytest_gpucluster import data_command  # imports nothing heavy until it runs
+    from pytest_gpucluster import data_command, sweep_command, verdict_command  # import nothing heavy until they run
 
     data_command.add_parser(commands)
+    verdict_command.add_parser(commands)
+    sweep_command.add_parser(commands)
     return parser
 
 

@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,7 @@ class Cluster:
         guard: Callable[..., None],
         deadline_seconds: float,
     ) -> None:
+        self._facts = facts
         self.rank = facts.rank
         self.local_rank = facts.local_rank
         self.world_size = facts.world_size
@@ -170,6 +172,43 @@ class Cluster:
     def using(self, group: ProcessGroup) -> AbstractContextManager[None]:
         """Take what NCCL logs inside as being about this group, which must be the only one that is used inside."""
         return self.nccl_log.reading(_ranks_of(group))
+
+    def among(self, ranks: Sequence[int], *, name: str, deadline_seconds: float) -> Cluster:
+        """Return a cluster of these ranks alone: a world of its own, whose group needs no rank outside of it.
+
+        So a part can still be looked at where no group of all ranks can be made any more. torch has one world at a
+        time: before, this cluster's groups must be thrown away, and before they are made anew, the returned one's.
+
+        Only the given ranks may call this, each with the same arguments.
+
+        Args:
+            ranks: of this cluster, in ascending order; number i among them is rank i of the returned cluster.
+            name: keeps its keys in the store apart; never used before.
+            deadline_seconds: how long anything in the group may take.
+
+        Raises:
+            ValueError: this rank is none of them.
+        """
+        if self._group is not None:
+            raise RuntimeError("throw the groups of all ranks away before making one among some of them")
+        nodes = sorted({self.hosts[rank] for rank in ranks})
+        facts = replace(
+            self._facts,
+            rank=list(ranks).index(self.rank),
+            world_size=len(ranks),
+            nnodes=len(nodes),
+            node_rank=nodes.index(self.hosts[self.rank]),
+        )
+        return Cluster(
+            facts,
+            hosts=[self.hosts[rank] for rank in ranks],
+            device_type=self._device_type,
+            device_index=self._device_index,
+            store_for_group=lambda key: self._store_for_group(f"{name}/{key}"),
+            after_abort=self._after_abort,
+            guard=self._guard,
+            deadline_seconds=deadline_seconds,
+        )
 
     def carried_by(self, group: ProcessGroup) -> Agreed:
         """Tell what carries the data of the groups that all ranks are in: this one here, others of its size elsewhere.

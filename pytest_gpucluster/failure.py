@@ -24,9 +24,21 @@ class MergedRepr:
         own = report.longrepr
         alone = list(merged.culprits) == [0] and not (merged.released or merged.judged) and hasattr(own, "toterminal")
         self._own = own if alone else None
+        self._later = ""
+
+    def explain(self, message: str, text: str) -> None:
+        """Replace the one line, and add a text at the end: what is known only after the failure."""
+        self.reprcrash.message = message
+        self._later = text
 
     def toterminal(self, tw: Any) -> None:
         """Write to pytest's terminal writer."""
+        self._write(tw)
+        if self._later:
+            tw.line()
+            tw.line(self._later)
+
+    def _write(self, tw: Any) -> None:
         if self._own is not None:
             self._own.toterminal(tw)  # type: ignore[union-attr]  # checked in __init__
             tw.line(self.reprcrash.message, red=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,15 +13,17 @@ from pytest_gpucluster.phase import MEASUREMENTS
 from pytest_gpucluster.run_directory import artifacts_name
 
 if TYPE_CHECKING:
+    from pytest_gpucluster.agreement.board import Board
     from pytest_gpucluster.cluster import Cluster
+    from pytest_gpucluster.fabric_ports import FabricSources
     from pytest_gpucluster.hardware import Peaks
     from pytest_gpucluster.health.gathering import Sources
     from pytest_gpucluster.limits import Thresholds
+    from pytest_gpucluster.node_sampler import Window
     from pytest_gpucluster.nvml import Nvml
     from pytest_gpucluster.progress import Report
     from pytest_gpucluster.run import Run
     from pytest_gpucluster.sampling import Series
-    from pytest_gpucluster.telemetry import Window
     from pytest_gpucluster.training_inputs import TrainingInputs
     from pytest_gpucluster.workloads import Workload
 
@@ -159,24 +161,12 @@ def workload(request: pytest.FixtureRequest) -> Workload:
 
 
 @pytest.fixture(scope="session")
-def telemetry(gpu: Gpu) -> Iterator[Telemetry]:
+def telemetry(request: pytest.FixtureRequest) -> Telemetry:
     """Watch the GPU while it is measured: ``window = telemetry()`` is a context manager to be held open meanwhile, and
     ``measure(..., telemetry=window.summary())`` puts its clocks, power, temperature, utilisation and throttle reasons
     on record. On cpu a window does nothing and its summary is empty. What NVML does not tell never fails a test: the
-    summary names it."""
-    from pytest_gpucluster.errors import EnvironmentBroken
-    from pytest_gpucluster.nvml import PyNvml
-    from pytest_gpucluster.telemetry import Sampler
-
-    nvml, why_not = None, ""
-    if gpu.uuid is not None:
-        try:
-            nvml = PyNvml()
-        except EnvironmentBroken as error:
-            why_not = str(error)
-    sampler = Sampler(nvml, gpu.uuid, why_not=why_not)
-    yield sampler.window
-    sampler.close()
+    summary names it. The whole body of every test is watched in any case."""
+    return _run(request).accompaniment.window
 
 
 @pytest.fixture(scope="session")
@@ -196,6 +186,15 @@ def gpu_sources(nvml: Nvml) -> Sources:
 
 
 @pytest.fixture(scope="session")
+def fabric_sources() -> FabricSources:
+    """Where the fabric's facts are read: sysfs and /proc for ports and modules, the environment and NCCL's files for
+    its settings. A test of your own can replace it."""
+    from pytest_gpucluster.fabric_ports import FabricSources
+
+    return FabricSources()
+
+
+@pytest.fixture(scope="session")
 def limits(request: pytest.FixtureRequest) -> Thresholds:
     """The limits in force: the shipped thresholds.yaml with --gpucluster-thresholds laid over it."""
     return _run(request).limits
@@ -206,6 +205,20 @@ def inventory(request: pytest.FixtureRequest) -> list[Mapping[str, Any]]:
     """What every rank reported of itself before the first test, in the order of ranks: rank, host, node_rank,
     local_rank, pid, gpu (None on cpu), versions."""
     return _run(request).inventory()
+
+
+@pytest.fixture(scope="session")
+def board(request: pytest.FixtureRequest) -> Board:
+    """Where ranks leave notices for each other without a process group, over the store through which they have met:
+    ``board.gather(name, value, ranks, within_seconds=...)`` returns the notices of these ranks that came in time, and
+    each of these ranks must call it. A notice is of plain JSON types, and lasts for one phase of a test."""
+    from pytest_gpucluster.agreement.board import Board
+
+    run = _run(request)
+    stores, exchange = run.stores, run.exchange
+    assert stores is not None
+    assert exchange is not None
+    return Board(stores.main, run.rank, lambda: exchange.number)
 
 
 @pytest.fixture(scope="session")

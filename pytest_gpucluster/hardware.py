@@ -24,7 +24,7 @@ class Peaks:
     board.
 
     ``link_gb_per_second`` is one direction, all links of one GPU to the others of its node (or NVLink
-    domain); ``host_gb_per_second`` is one direction of the PCIe x16 link to the host.
+    domain); ``host_gb_per_second`` is one direction of the link to the host: PCIe x16, or NVLink-C2C.
     """
 
     fp32_tflops: float
@@ -287,9 +287,9 @@ _GB200 = Sku(
         fp8_tflops=5000.0,
         hbm_tb_per_second=8.0,
         link_gb_per_second=900.0,
-        host_gb_per_second=None,  # the host is reached over NVLink-C2C, not PCIe
+        host_gb_per_second=450.0,  # the host is reached over NVLink-C2C, not PCIe
         source=f"NVIDIA GB200 NVL72 data sheet, https://www.nvidia.com/en-us/data-center/gb200-nvl72/; {_TABLE}",
-        link_source=f"{_NVLINK} (NVLink 5: 1800 GB/s)",
+        link_source=f"{_NVLINK} (NVLink 5: 1800 GB/s); NVLink-C2C: half of the 900 GB/s of a superchip, both its GPUs'",
     ),
     promise=Promise(
         memory_gb=186.0,

@@ -1,9 +1,9 @@
-"""Slurm's short form of many host names, and the names it stands for."""
+"""Slurm's short form of many host names, and the names it stands for: both ways."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from pytest_gpucluster.errors import LaunchError
 
@@ -35,6 +35,52 @@ def expand_hostlist(text: str) -> list[str]:
     if not hosts or not all(hosts):
         raise _bad(text, "an empty host name")
     return hosts
+
+
+def compress_hostlist(hosts: Iterable[str]) -> str:
+    """Return Slurm's short form of host names, sorted, each once: the inverse of ``expand_hostlist``.
+
+    Only a number at the end of a name goes into brackets. Slurm demands one there, and refuses "unit[0-31]rack"; other
+    names stand as they are.
+
+    >>> compress_hostlist(["gpu-007", "gpu-003", "gpu-008", "login1"])
+    'gpu-[003,007-008],login1'
+
+    Raises:
+        LaunchError: there are no names, or one is empty or has a comma, a bracket or white space in it.
+
+    Source: https://slurm.schedmd.com/slurm.conf.html (``NodeName``).
+    """
+    names = sorted(set(hosts))
+    for name in names:
+        if not name or re.search(r"[\s,\[\]]", name):
+            raise LaunchError(f"host name {name!r} cannot stand in a Slurm host list: it has to be a plain name")
+    if not names:
+        raise LaunchError("no host names to write as a Slurm host list")
+    numbers: dict[str, list[str]] = {}
+    for name in names:
+        number = re.search(r"[0-9]*\Z", name)
+        assert number is not None  # no digits are found, too
+        numbers.setdefault(name[: number.start()], []).append(number[0])
+    return ",".join(part for prefix in sorted(numbers) for part in _short(prefix, numbers[prefix]))
+
+
+def _short(prefix: str, numbers: Sequence[str]) -> Iterator[str]:
+    """Yield the host list of the names that are a prefix and one of some numbers, or nothing after it."""
+    if "" in numbers:
+        yield prefix
+    runs: list[list[str]] = []
+    for number in sorted((number for number in numbers if number), key=lambda number: (len(number), number)):
+        first, last = (runs[-1][0], runs[-1][-1]) if runs else ("", "")
+        if runs and number == f"{int(last) + 1:0{len(first)}d}" and len(runs[-1]) < _MOST_HOSTS:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    ranges = [run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    if len(runs) == 1 and len(runs[0]) == 1:
+        yield prefix + ranges[0]
+    elif runs:
+        yield f"{prefix}[{','.join(ranges)}]"
 
 
 def _split_outside_brackets(text: str) -> list[str]:

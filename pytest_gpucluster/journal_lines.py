@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from pytest_gpucluster.explanation import most_telling
 from pytest_gpucluster.journal_fields import Fields
 from pytest_gpucluster.journal_measurements import JudgedMetric, read_judged
 
@@ -138,6 +140,10 @@ class TestResult:
     sections: tuple[tuple[str, str], ...] = ()
     properties: tuple[tuple[str, str], ...] = ()
     attempts: int = 1
+    telemetry: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """What each rank's GPU did during the body, and what its counters have counted."""
+    isolation: Mapping[str, Any] = field(default_factory=dict)
+    """What the search for who is to blame has found; empty where there was none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +259,17 @@ def read_test_result(line: Fields, keep_samples: bool) -> TestResult:
         sections=line.pairs("sections"),
         properties=line.pairs("properties"),
         attempts=line.integer("attempts", 1),
+        telemetry=_telemetry(line, keep_samples),
+        isolation=line.mapping("isolation"),
     )
+
+
+def _telemetry(line: Fields, keep_samples: bool) -> Mapping[int, Mapping[str, Any]]:
+    """Return what the GPUs did; for reports, of a test that passed, the most telling one alone."""
+    told = line.mapping_by_rank("telemetry")
+    if keep_samples or line.text("outcome") != "passed":
+        return told
+    return {rank: seen for rank, seen in told.items() if rank == most_telling(told)}
 
 
 def read_workload(line: Fields) -> Workload:

@@ -13,14 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from pytest_gpucluster import hardware, metrics, stats, units
 from pytest_gpucluster.judged import Judged, Judgement, Outcome, Status
 from pytest_gpucluster.limits import Limit, Thresholds, facts, peak_of
 from pytest_gpucluster.metric_catalogue import Metric
 from pytest_gpucluster.metrics import Measurement
-from pytest_gpucluster.misses import Miss, interval_text, margin, misses
+from pytest_gpucluster.misses import NOTHING, Miss, interval_text, margin, misses
 from pytest_gpucluster.missing_limit import missing_limit
+from pytest_gpucluster.node_or_gpu import together
 from pytest_gpucluster.stragglers import straggler_ratio, straggler_ratios
 from pytest_gpucluster.wording import MESSAGE_CHARACTERS, printable
 
@@ -36,6 +38,8 @@ class _Court:
     limits: Thresholds
     sku: str | None
     gpu_name: str | None
+    meanwhile: Mapping[int, Mapping[str, Any]]
+    host_of: Mapping[int, str]
     nodes: Mapping[int, list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -56,16 +60,27 @@ def judge(
     limits: Thresholds,
     sku: str | None,
     gpu_name: str | None,
+    meanwhile: Mapping[int, Mapping[str, Any]] = NOTHING,
+    host_of: Mapping[int, str] = NOTHING,
 ) -> Judgement:
     """Judge all measurements of one test.
 
     ``world`` maps every rank to how it is called in messages, ``node_of`` to its node. ``sku`` is None where
-    the GPU is unknown. That nothing at all was measured is for the caller to judge; it gives an empty, passed
-    judgement here.
+    the GPU is unknown. ``meanwhile`` is what each rank's GPU did during the test, which may explain a missed value;
+    it decides nothing. ``host_of`` maps ranks to what their node is called in messages. That nothing at all was
+    measured is for the caller to judge; it gives an empty, passed judgement here.
 
     Raises: KeyError if a rank of ``world`` is not in ``node_of``; MeasurementError if a metric is unknown.
     """
-    court = _Court(world=world, node_of=node_of, limits=limits, sku=sku, gpu_name=gpu_name)
+    court = _Court(
+        world=world,
+        node_of=node_of,
+        limits=limits,
+        sku=sku,
+        gpu_name=gpu_name,
+        meanwhile=meanwhile,
+        host_of=host_of,
+    )
     groups: dict[tuple[str, tuple[tuple[str, str], ...]], list[tuple[int, Measurement]]] = {}
     for rank in sorted(by_rank):
         for measured in by_rank[rank]:
@@ -125,7 +140,11 @@ def _judge_group(metric: Metric, group: Sequence[tuple[int, Measurement]], court
     judgeable = {rank: measured for rank, measured in of.items() if badness(measured) < math.inf}
     missed: list[Miss] = []
     if bounds is not None:
-        missed = list(misses(metric, bounds, judgeable, ratios=ratios, transport=labels.get("transport")))
+        missed = list(
+            misses(
+                metric, bounds, judgeable, ratios=ratios, transport=labels.get("transport"), meanwhile=court.meanwhile
+            )
+        )
 
     worst = max(of, key=lambda rank: badness(of[rank]))
     status: Status = "passed"
@@ -133,7 +152,7 @@ def _judge_group(metric: Metric, group: Sequence[tuple[int, Measurement]], court
     if missed:
         status = "failed"
         worst = next((rank for miss in missed for rank in miss.by_rank), worst)
-        reason = "; also: ".join(f"{miss.text}{_labels(labels)}{_on(list(miss.by_rank), court)}" for miss in missed)
+        reason = "; also: ".join(f"{_told(miss, labels)}{_on(list(miss.by_rank), court)}" for miss in missed)
         reason += f"; also: {_first_few(problems)}" if problems else ""
     elif problems:
         status = "error"
@@ -287,6 +306,10 @@ def _text(told: Sequence[Judged]) -> str:
     return "\n\n".join(["\n".join(blocks), *advice] if blocks else [])
 
 
+def _told(miss: Miss, labels: Mapping[str, str]) -> str:
+    return f"{miss.text}{_labels(labels)}" + (f": {miss.why}" if miss.why else "")
+
+
 def _labels(labels: Mapping[str, str]) -> str:
     return printable(f" ({', '.join(f'{name}={text}' for name, text in labels.items())})") if labels else ""
 
@@ -294,8 +317,15 @@ def _labels(labels: Mapping[str, str]) -> str:
 def _on(ranks: Sequence[int], court: _Court) -> str:
     if not ranks:
         return ""
+    all_of = together(
+        ranks, nodes=court.nodes, host_of=court.host_of, noun="ranks" if court.gpu_name is None else "GPUs"
+    )
+    if all_of:
+        return f" on {printable(all_of)}, the worst is {court.name(ranks[0])}"
     others = f", and {court.name(ranks[1])}" if len(ranks) == 2 else ""
     others = f", and {len(ranks) - 1} more ranks" if len(ranks) > 2 else others
+    if len(court.nodes) > 1 and len(ranks) == len(court.world):
+        others += ": all there are, look at what they share"
     return f" on {court.name(ranks[0])}{others}"
 
 

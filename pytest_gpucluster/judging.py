@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 from pytest_gpucluster.agreement.merge import Merged, RankOutcome
 from pytest_gpucluster.errors import MeasurementError
 from pytest_gpucluster.judge import judge
 from pytest_gpucluster.metrics import Measurement
-from pytest_gpucluster.record import TestRecord
+from pytest_gpucluster.record import TestRecord, unique
 from pytest_gpucluster.reports.terminal import measurement_table
 from pytest_gpucluster.wording import first_line
 
@@ -24,6 +25,7 @@ def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequenc
     missed too: a verdict about the hardware outweighs a broken run. The judged values go on record in any case.
     """
     criterion = record.test.criterion
+    record.telemetry = {o.rank: o.telemetry for o in outcomes if o.telemetry}
     try:
         by_rank = {o.rank: [Measurement.from_json(m) for m in o.measurements] for o in outcomes}
     except MeasurementError as error:  # such as a metric that only some ranks know
@@ -43,6 +45,8 @@ def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequenc
         limits=run.limits,
         sku=run.sku(gpu),
         gpu_name=gpu,
+        meanwhile=record.telemetry,
+        host_of=dict(enumerate(run.joined.hosts)) if run.joined else {},
     )
     record.measurements = [judged.to_json() for judged in judgement.measurements]
     asked = any(not measured.record_only for measurements in by_rank.values() for measured in measurements)
@@ -70,3 +74,38 @@ def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequenc
         dirty=merged.dirty,
         judged=True,
     )
+
+
+def keep_interrupted(
+    run: Run,
+    record: TestRecord,
+    *,
+    message: str,
+    measured: Sequence[Measurement],
+    properties: Sequence[tuple[str, object]],
+) -> None:
+    """Put on record what rank 0 has measured in a test whose body was interrupted: an error, and never a pass.
+
+    The test comes to no other end, and the other ranks tell nothing any more. A test that has measured nothing is told
+    by the end of the run.
+    """
+    if run.rank != 0 or not measured:
+        return
+    own = RankOutcome(
+        rank=0, outcome="error", message=message, text=message, measurements=[each.to_json() for each in measured]
+    )
+    merged = Merged(
+        outcome="error", message=message, text=message, ranks=[{"rank": 0, "outcome": "error", "message": message}]
+    )
+    merged = judge_merged(run, record, merged, [own])
+    spent = datetime.now(timezone.utc) - datetime.fromisoformat(record.started_at)
+    record.properties = unique([*record.properties, *properties])
+    record.add(
+        "call",
+        outcome="failed",
+        message=merged.message,
+        text=merged.text,
+        seconds=max(0.0, spent.total_seconds()),
+        merged=merged,
+    )
+    run.send(record.line())

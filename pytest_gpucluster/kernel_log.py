@@ -45,13 +45,14 @@ class KernelLog:
     """Lines of this boot and where they are from.
 
     ``why_not`` is empty unless nothing could be read; ``lost_records`` counts the oldest ones that the kernel has
-    overwritten, as far as the source tells.
+    overwritten, and ``numbers`` has the kernel's number of each line, as far as the source tells.
     """
 
     lines: tuple[str, ...] = ()
     source: str = ""
     why_not: str = ""
     lost_records: int = 0
+    numbers: tuple[int, ...] = ()
 
     def xids(self) -> tuple[Xid, ...]:
         """Return the driver's reports in the order of the log."""
@@ -62,9 +63,9 @@ def read(*, kmsg: Path = KMSG, commands: Sequence[Sequence[str]] = COMMANDS) -> 
     """Read this boot's kernel log from the first place that gives it. Takes at most a few seconds."""
     refused = []
     try:
-        lines, first = _records(kmsg)
+        lines, numbers, first = _records(kmsg)
         _require_kernel(lines)
-        return KernelLog(lines=tuple(lines), source=str(kmsg), lost_records=first)
+        return KernelLog(lines=tuple(lines), source=str(kmsg), lost_records=first, numbers=tuple(numbers))
     except OSError as error:
         refused.append(f"{kmsg}: {error.strerror or error}")
     for command in commands:
@@ -121,14 +122,16 @@ def _require_kernel(lines: Sequence[str]) -> None:
         raise OSError(errno.ENODATA, "its kernel has not loaded NVIDIA's driver, so another one drives the GPUs")
 
 
-def _records(kmsg: Path) -> tuple[list[str], int]:
-    """Read what the kernel's buffer holds now, and the number of its first record, which is 0 until it overflows.
+def _records(kmsg: Path) -> tuple[list[str], list[int], int]:
+    """Read what the kernel's buffer holds now: its lines, the number of the record that each is of, and the number of
+    the first record, which is 0 until the buffer overflows.
 
     One read gives one record: ``priority,sequence,time,flags;text``.
     Source: Linux, Documentation/ABI/testing/dev-kmsg.
     """
     descriptor = os.open(kmsg, os.O_RDONLY | os.O_NONBLOCK)
     lines: list[str] = []
+    numbers: list[int] = []
     first: int | None = None
     try:
         for _ in range(_MOST_RECORDS):
@@ -142,15 +145,16 @@ def _records(kmsg: Path) -> tuple[list[str], int]:
                 raise
             if not record:
                 break
-            if first is None:
-                first = _sequence(record)
+            number = _sequence(record)
+            first = number if first is None else first
             for line in record.decode("utf-8", "replace").splitlines():
                 # What follows a record's first line are its fields, and begins with a blank.
                 if line and not line.startswith(" "):
                     lines.append(line.partition(";")[2] or line)
+                    numbers.append(number)
     finally:
         os.close(descriptor)
-    return lines, first or 0
+    return lines, numbers, first or 0
 
 
 def _sequence(record: bytes) -> int:

@@ -28,6 +28,10 @@ from pytest_gpucluster.session import Session, last_error, take_junit
 from pytest_gpucluster.wording import first_line
 from pytest_gpucluster.workloads import WorkloadRecord
 
+SAMPLER = "gpucluster_sampler"
+"""The key of ``workerinput`` in which a worker is told of the node's sampler."""
+DIRECTORY = "gpucluster_directory"
+"""The key of ``workerinput`` in which a worker is told of the run's folder."""
 _BAD = ("failed", "error", "hung", "lost")
 PROPERTY = "gpucluster"
 """The one key of ``report.user_properties`` in which a worker's outcome travels, as plain JSON types."""
@@ -129,6 +133,8 @@ class Controller:
         self._cannot_collect: str | None = None
         self._cannot_run: str | None = None
         self._finished = False
+        self._sampler: Mapping[str, Any] = {}
+        """How the workers reach the sampler of this node; nothing on cpu."""
         self._workload_rank = 0
         """The worker that told its workload first."""
         take_junit(config, run)
@@ -142,6 +148,8 @@ class Controller:
             return
         self._run.selection = is_selection(self._config)
         Opening(self._run).open_for_workers(self._workers)
+        if not self._run.rehearsal:
+            self._sampler = self._run.accompaniment.start()
 
     def header(self) -> list[str]:
         """Return the lines under pytest's own header."""
@@ -193,6 +201,13 @@ class Controller:
         return ("error", "E", "ERROR") if report in self._errors else None
 
     # ---- what comes from the workers -------------------------------------------------------------------------
+
+    def worker_input(self) -> dict[str, Any]:
+        """Return what a worker must be told before it starts."""
+        told: dict[str, Any] = {SAMPLER: dict(self._sampler)} if self._sampler else {}
+        if self._run.directory is not None:
+            told[DIRECTORY] = str(self._run.directory.resolve())
+        return told
 
     def worker_collected(self, worker: str, node_ids: Sequence[str]) -> None:
         """Compare what each worker found with the first one."""
@@ -287,6 +302,7 @@ class Controller:
                 text=outcome.text,
                 measurements=measured,
                 sections=outcome.sections,
+                telemetry=outcome.telemetry or (known.telemetry if known else {}),
             )
 
     def _take_workload(self, rank: int, workload: WorkloadRecord) -> None:
@@ -411,7 +427,8 @@ class Controller:
             reporter.write_line(line, **markup)
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """End what was started for the workers."""
+        self._run.accompaniment.close()
 
 
 def _index(worker: str) -> int:

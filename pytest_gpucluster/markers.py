@@ -37,6 +37,14 @@ def deadline_of(item: pytest.Item, default: float) -> float:
     return float(seconds)
 
 
+def turn_of(item: pytest.Item) -> int:
+    """Return when the test runs: 0 for those before all others, which find out why others would hang; 2 for those after
+    all others, which take long; 1 for the rest."""
+    if item.get_closest_marker("first") is not None:
+        return 0
+    return 1 if item.get_closest_marker("soak") is None else 2
+
+
 def require_usable(items: list[pytest.Item]) -> None:
     """Look at the markers of all tests before the first one runs.
 

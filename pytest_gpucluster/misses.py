@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 from pytest_gpucluster import stats, units
+from pytest_gpucluster.explanation import explanation
 from pytest_gpucluster.limits import Limit
 from pytest_gpucluster.metric_catalogue import Metric
 from pytest_gpucluster.metrics import Measurement, sound_interval
+
+NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Miss:
     """One way in which a limit is missed.
 
-    ``text`` tells the worst of it. ``by_rank`` tells it of every rank, the worst one first; it is empty where no rank
-    of its own is at fault. ``inconclusive``: whether more certainty could make a pass of it.
+    ``text`` tells the worst of it, ``why`` what its GPU did meanwhile that may explain it. ``by_rank`` tells both of
+    every rank, the worst one first; it is empty where no rank of its own is at fault. ``inconclusive``: whether more
+    certainty could make a pass of it.
     """
 
     text: str
+    why: str = ""
     by_rank: Mapping[int, str] = field(default_factory=dict)
     inconclusive: bool = False
 
@@ -42,6 +49,7 @@ def misses(
     *,
     ratios: Mapping[int, float],
     transport: str | None,
+    meanwhile: Mapping[int, Mapping[str, Any]] = NOTHING,
 ) -> Iterator[Miss]:
     """Yield every way in which a limit is missed, the plainest first. A rank is told only the plainest of its own.
 
@@ -51,21 +59,25 @@ def misses(
         of: the measurement of each rank whose value is finite and not negative.
         ratios: ``straggler_ratio`` of each rank; empty where they are not known.
         transport: what carried the data, where a label says so.
+        meanwhile: what each rank's GPU did during the test; it may explain a value that has no telemetry of its own.
     """
     said: dict[int, str] = {}
 
     def miss(found: Mapping[int, float], text: dict[int, str], *, inconclusive: bool = False) -> Iterator[Miss]:
-        by_rank = {rank: text[rank] for rank in sorted(found, key=found.__getitem__)}
-        said.update(by_rank)
-        if by_rank:
-            yield Miss(text=next(iter(by_rank.values())), by_rank=by_rank, inconclusive=inconclusive)
+        ranks = sorted(found, key=found.__getitem__)
+        said.update({rank: text[rank] for rank in ranks})
+        if ranks:
+            why = {rank: explanation(_seen(of[rank], meanwhile.get(rank, NOTHING))) for rank in ranks}
+            by_rank = {rank: f"{text[rank]}: {why[rank]}" if why[rank] else text[rank] for rank in ranks}
+            yield Miss(text=text[ranks[0]], why=why[ranks[0]], by_rank=by_rank, inconclusive=inconclusive)
 
     plain = {rank: by for rank, m in of.items() if (by := _margin(m.value, m.value, limit)) is not None and by < 0}
     yield from miss(plain, {rank: f"{metric.name} {_beyond(metric, of[rank].value, limit)}" for rank in plain})
 
     if limit.expect_transport is not None and transport is not None and transport not in limit.expect_transport:
         expected = " or ".join(limit.expect_transport)
-        yield Miss(text=f"{metric.name}: {transport} carries it, expected is {expected}")
+        why = next((str(m.telemetry["transport"]) for m in of.values() if m.telemetry.get("transport")), "")
+        yield Miss(text=f"{metric.name}: {transport} carries it, expected is {expected}", why=why)
 
     unsure = {
         rank: by for rank, m in of.items() if rank not in said and (by := margin(m, limit)) is not None and by < 0
@@ -81,6 +93,12 @@ def misses(
     if required is not None:
         behind = {rank: ratio for rank, ratio in ratios.items() if rank not in said and ratio < required}
         yield from miss(behind, {rank: _behind(metric, of, rank, ratios[rank], required) for rank in behind})
+
+
+def _seen(measured: Measurement, meanwhile: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what the GPU did: in the value's own window, or else during the whole test."""
+    own = measured.telemetry
+    return own if own.get("samples") else {**meanwhile, **own}
 
 
 def interval_text(measured: Measurement) -> str:
@@ -122,6 +140,8 @@ def _bound(limit: Limit, below: bool) -> float:
 def _behind(metric: Metric, of: Mapping[int, Measurement], rank: int, ratio: float, required: float) -> str:
     others = [measured.value for other, measured in of.items() if other != rank]
     middle = units.show(stats.median(others), metric.unit)
+    if len(others) > 2 and (spread := stats.mad(others)) > 0:
+        middle += f", MAD {units.show(spread, metric.unit)}"
     of_whom = f"the median of the {len(others)} other ranks" if len(others) > 1 else "the other rank"
     value = units.show(of[rank].value, metric.unit)
     found, needed = (text.removesuffix(" ratio") for text in units.show_apart(ratio, required, "ratio"))

@@ -18,6 +18,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from pytest_gpucluster import nccl_reasons
+from pytest_gpucluster.nccl_reasons import Reason
+
 _HOP = re.compile(
     r"(?:Channel|Ring) \d+(?:/\d+)? : \d+(?:\[[0-9a-f]+\])? -> \d+(?:\[[0-9a-f]+\])?(?: \[(?:send|receive)\])? "
     r"via (?P<via>.+)"
@@ -31,6 +34,7 @@ _NVLS = re.compile(r"NVLS comm 0x[0-9a-f]+ headRank|Connected NVLS tree")
 _NVLS_SUPPORT = re.compile(r"NVLS multicast support is (?P<no>not )?available")
 _VERSION = re.compile(r"NCCL version (?P<version>\S+)")
 _NETWORK = re.compile(r"Using network (?P<network>.+)")
+_DIRECT = "GDRDMA"
 _RANKS = re.compile(r"comm 0x[0-9a-f]+ rank \d+ nranks (?P<ranks>\d+) .*Init COMPLETE")
 
 # Older versions write the number of NCCL_ALGO_* and NCCL_PROTO_* (src/include/device.h).
@@ -51,6 +55,7 @@ class Choice:
         version: of NCCL.
         ranks: sizes of the communicators that were made.
         unknown: why nothing is known of the transports; empty where something is.
+        reasons: what the whole log of this process says about why something is not used.
     """
 
     transports: tuple[str, ...] = ()
@@ -61,6 +66,13 @@ class Choice:
     version: str = ""
     ranks: tuple[int, ...] = ()
     unknown: str = ""
+    reasons: tuple[Reason, ...] = ()
+
+    @property
+    def indirect(self) -> tuple[int, int]:
+        """Of the connections over InfiniBand or RoCE: those that go through the host's memory, and all."""
+        over = {kind: count for kind, count in self.connections.items() if _transport(kind) == "NET/IB"}
+        return sum(count for kind, count in over.items() if _DIRECT not in kind.split("/")), sum(over.values())
 
     def to_json(self) -> dict[str, Any]:
         """Return plain types, to be told to the other ranks."""
@@ -81,13 +93,38 @@ class Agreed:
     choices: Sequence[Choice] = ()
 
     @property
+    def why(self) -> str:
+        """Why no better transport carries the data, as far as NCCL's log says; "" where nothing better is known of.
+
+        TCP is explained by what kept NCCL from InfiniBand, a way over InfiniBand through the host's memory by what kept
+        it from GPUDirect RDMA, and the host's memory inside a node by what kept it from P2P.
+        """
+        of_rank = {rank: one.reasons for rank, one in enumerate(self.choices)}
+        if self.transport is None:
+            return ""
+        if "NET/Socket" in self.transport:
+            return nccl_reasons.told(of_rank, nccl_reasons.NETWORK)
+        if self.transport == "SHM":
+            return nccl_reasons.told(of_rank, nccl_reasons.NODE)
+        indirect = [one.indirect for one in self.choices]
+        without, over = sum(some for some, _ in indirect), sum(every for _, every in indirect)
+        if not without:
+            return ""
+        why = nccl_reasons.told(of_rank, nccl_reasons.DIRECT)
+        return f"GPUDirect RDMA is off on {without} of {over} connections" + (f": {why}" if why else "")
+
+    def beside(self, telemetry: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a measurement's telemetry with ``why`` in it, as "transport": a miss is told with it."""
+        return {**telemetry, **({"transport": self.why} if self.why else {})}
+
+    @property
     def labels(self) -> dict[str, str]:
         """The label of a measurement; empty where the transport is not known, which no expectation accepts."""
         return {} if self.transport is None else {"transport": self.transport}
 
     def properties(self) -> dict[str, str]:
         """Return what goes on record beside the measurements, as text."""
-        told = {"transport": self.transport or f"not known: {self.unknown}"}
+        told = {"transport": self.transport or f"not known: {self.unknown}", "why": self.why}
         connections: dict[str, int] = {}
         algorithms: dict[int, dict[str, None]] = {}
         for one in self.choices:
@@ -160,7 +197,7 @@ def agreed(told: Sequence[Mapping[str, Any]], *, ranks: int, hosts: int) -> Agre
         ranks: how many are in each group; one alone is connected to nobody.
         hosts: over how many hosts a group goes.
     """
-    choices = [Choice(**one) for one in told]
+    choices = [Choice(**{**one, "reasons": tuple(Reason(**why) for why in one["reasons"])}) for one in told]
     if ranks == 1:
         return Agreed(transport="none", choices=choices)
     silent = [(rank, one.unknown) for rank, one in enumerate(choices) if not one.transports]

@@ -16,13 +16,15 @@ import secrets
 import socket
 import tempfile
 from collections.abc import Hashable, Iterator, Mapping, MutableMapping
+from dataclasses import replace
 from pathlib import Path
 
 from pytest_gpucluster.nccl_choice import Choice, choice
+from pytest_gpucluster.nccl_reasons import Reasons
 
-SUBSYSTEMS = "INIT,ENV,GRAPH,TUNING"
+SUBSYSTEMS = "INIT,ENV,GRAPH,NET,TUNING"
 """INIT has the connections, their transports and NVLS; TUNING has a line for each collective on a group's first rank;
-ENV and GRAPH tell an operator why."""
+ENV, GRAPH and NET tell why."""
 
 MOST_BYTES = 2 * 2**20
 """How much of a log is kept beside the report, on each rank."""
@@ -45,6 +47,15 @@ def prepare(environment: MutableMapping[str, str]) -> None:
     environment.setdefault("NCCL_DEBUG_SUBSYS", SUBSYSTEMS)
 
 
+def own_settings(environment: Mapping[str, str]) -> frozenset[str]:
+    """Return which of NCCL's variables :func:`prepare` has set, so that they are nobody's leftover."""
+    file = environment.get("NCCL_DEBUG_FILE", "")
+    if not (file and NcclLog._is_private(Path(file))):
+        return frozenset()
+    by_us = {"NCCL_DEBUG", "NCCL_DEBUG_FILE"}
+    return frozenset(by_us | ({"NCCL_DEBUG_SUBSYS"} if environment.get("NCCL_DEBUG_SUBSYS") == SUBSYSTEMS else set()))
+
+
 class NcclLog:
     """The log of this process, and which parts of it are of which communicator.
 
@@ -59,6 +70,7 @@ class NcclLog:
     def __init__(self, path: Path | None, why_not: str = "") -> None:
         self.path, self.why_not = path, why_not
         self._start = 0
+        self._reasons, self._reasons_read = Reasons(), 0
         self._parts: list[tuple[Hashable, int, int]] = []
 
     @classmethod
@@ -125,7 +137,12 @@ class NcclLog:
         mine = [(start, end) for key, start, end in self._parts if key == communicator]
         if rest:
             mine += self._outside()
-        return choice(line for start, end in sorted(mine) for line in self._lines(start, end))
+        found = choice(line for start, end in sorted(mine) for line in self._lines(start, end))
+        # NCCL looks for networks once for a process, so why it did not take one stands in any group's part.
+        end = self._end()
+        self._reasons.take(self._lines(self._reasons_read, end))
+        self._reasons_read = max(self._reasons_read, end)
+        return replace(found, reasons=self._reasons.found)
 
     def keep(self, target: Path, *, most_bytes: int = MOST_BYTES) -> None:
         """Copy the log to a file, of repeated lines the first one, up to a size. Does nothing where there is none."""

@@ -247,6 +247,10 @@ def _clock(kind: str) -> Callable[[Any, Any], int]:
     return lambda nvml, gpu: int(nvml.nvmlDeviceGetClockInfo(gpu, getattr(nvml, f"NVML_CLOCK_{kind}")))
 
 
+def _max_clock(kind: str) -> Callable[[Any, Any], int]:
+    return lambda nvml, gpu: int(nvml.nvmlDeviceGetMaxClockInfo(gpu, getattr(nvml, f"NVML_CLOCK_{kind}")))
+
+
 def _table() -> dict[str, Query]:
     table: dict[str, Query] = {}
 
@@ -309,6 +313,7 @@ def _table() -> dict[str, Query]:
         "A page waits to be retired; only before row remapping.",
     )
     plain("clock.sm", "MHz", "nvmlDeviceGetClockInfo", lambda _: _clock("SM"), "Clock of the SMs.")
+    plain("clock.sm.max", "MHz", "nvmlDeviceGetMaxClockInfo", lambda _: _max_clock("SM"), "Highest clock of the SMs.")
     plain("clock.memory", "MHz", "nvmlDeviceGetClockInfo", lambda _: _clock("MEM"), "Clock of the memory.")
     plain("power.draw", "W", "nvmlDeviceGetPowerUsage", _watts, "Power of the board.")
     plain("power.limit", "W", "nvmlDeviceGetEnforcedPowerLimit", _watts, "Power limit that is enforced.")
@@ -358,6 +363,7 @@ def _table() -> dict[str, Query]:
         "Best generation of this card in this slot.",
     )
     plain("pcie.width.max", "lanes", "nvmlDeviceGetMaxPcieLinkWidth", _number, "Most lanes of this card in this slot.")
+    plain("pcie.replays", "replays", "nvmlDeviceGetPcieReplayCounter", _number, "Packets sent again over PCIe.")
     add("nvlink.up", "link -> bool", "nvmlDeviceGetNvLinkState", _links, "The card's NVLinks, and whether each is up.")
     add("nvlink.switch", "links", "nvmlDeviceGetFieldValues", _switch_links, "NVLinks that lead to an NVSwitch.")
     add(

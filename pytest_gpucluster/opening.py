@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from pytest_gpucluster import __version__, options, refused, verdict
+from pytest_gpucluster.accompaniment import Place
 from pytest_gpucluster.agreement import host, preflight, vitals
 from pytest_gpucluster.agreement.exchange import Exchange
 from pytest_gpucluster.agreement.join import Joined, Refusal, Refused, join
@@ -26,6 +27,7 @@ from pytest_gpucluster.record import now
 from pytest_gpucluster.recorder import Recorder
 from pytest_gpucluster.run import Run, name_of_rank
 from pytest_gpucluster.run_directory import new_run_directory
+from pytest_gpucluster.telemetry import INTERVAL_SECONDS
 from pytest_gpucluster.training_inputs import TrainingInputs
 from pytest_gpucluster.wording import first_line, rank_ranges
 
@@ -156,6 +158,7 @@ class Opening:
             host.start(facts)
         self._run.stores = connect(facts, timeout_seconds=self._run.timeouts.join)
         me = self._describe_me(problem)
+        me |= self._start_sampler(me)
         recorder_pid = self._run.recorder.pid if self._run.recorder else None
         self._run.joined = join(
             self._run.stores.main,
@@ -171,6 +174,7 @@ class Opening:
         )
         self._run.names = {rank: f"rank {rank} ({host_})" for rank, host_ in enumerate(self._run.joined.hosts)}
         self._run.names.update({rank: name_of_rank(who) for rank, who in self._run.joined.who.items()})
+        self._take_place(me)
         if self._run.place is not None:
             self._run.names = {0: name_of_rank({**me, "rank": self._run.place.index})}
         assert self._run.settings is not None
@@ -221,6 +225,29 @@ class Opening:
             except GpuClusterError as error:
                 problem = _refusal(error)
         return {**plain, "problem": problem.text, "exit": problem.exit}
+
+    def _start_sampler(self, me: Mapping[str, Any]) -> dict[str, Any]:
+        """Start the node's sampler, if this is its first rank; return what the others must know of it."""
+        if not me.get("gpu") or me["local_rank"] != 0 or self._run.place is not None:
+            return {}  # a local worker's was started by its controller
+        return {"sampler": self._run.accompaniment.start()}
+
+    def _take_place(self, me: Mapping[str, Any]) -> None:
+        """Let tests be watched: by this rank, and by the sampler of its node."""
+        run = self._run
+        assert run.joined is not None
+        here = (me["host"], me["node_rank"])
+        node = [who for who in run.joined.who.values() if (who["host"], who["node_rank"]) == here]
+        if run.place is None:
+            run.accompaniment.told(next((who["sampler"] for who in node if who.get("sampler")), None))
+        run.accompaniment.join(
+            Place(
+                node=node,
+                rank=me["rank"],
+                sku=lambda: run.sku(me["gpu"]["name"] if me["gpu"] else None),
+                interval_seconds=lambda: run.workload.telemetry.interval_seconds if run.workload else INTERVAL_SECONDS,
+            )
+        )
 
     def _inputs(self) -> dict[str, Any] | None:
         """Return what this rank was given to train with, and what of it is not there."""

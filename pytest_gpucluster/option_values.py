@@ -119,6 +119,26 @@ def override(text: str, origin: str) -> Any:
     return Override.parse(text, origin=origin)
 
 
+def soak(text: str, origin: str) -> Any:
+    """Read how long the burn-in lasts: one changed value of the workload (``workload_file.Override``).
+
+    Raises:
+        OptionError: no time, or one that the burn-in cannot have.
+    """
+    return override(f"burn_in.duration={text}", origin)
+
+
+def sizes(text: str, origin: str) -> Any:
+    """Read the sizes of all collectives: changed values of the workload (a tuple of ``workload_file.Override``).
+
+    Raises:
+        OptionError: as ``collective_sizes.read``.
+    """
+    from pytest_gpucluster.collective_sizes import read  # as above
+
+    return read(text, origin=origin)
+
+
 def data(text: str, base: Path) -> Any:
     """Read what to train with (``training_inputs.Data``).
 

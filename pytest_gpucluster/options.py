@@ -14,7 +14,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.option_values import Timeouts as Timeouts  # also found here
-from pytest_gpucluster.option_values import data, model, names, one_of, override, positive_seconds, shape, yes_or_no
+from pytest_gpucluster.option_values import (
+    data,
+    model,
+    names,
+    one_of,
+    override,
+    positive_seconds,
+    shape,
+    sizes,
+    soak,
+    yes_or_no,
+)
 
 if TYPE_CHECKING:
     import pytest
@@ -106,6 +117,21 @@ OPTIONS = (
         "needed, in the ini file one a line, in the environment separated by ;",
     ),
     _Option(
+        name="sizes",
+        metavar="SIZE|BEGIN:END:FACTOR,...",
+        parse=sizes,
+        takes="place",
+        help="measure every collective with these sizes, as for nccl-tests (K, M, G are binary; 1 GB is decimal), such "
+        "as 8,512M:8G:2",
+    ),
+    _Option(
+        name="soak",
+        metavar="TIME",
+        parse=soak,
+        takes="place",
+        help="how long the burn-in lasts, such as 2h or 90min; the profile is soak then, unless another is named",
+    ),
+    _Option(
         name="report-dir",
         metavar="DIR",
         default="gpucluster-report",
@@ -177,6 +203,10 @@ OPTIONS = (
 )
 
 
+OVERRIDING = ("workload", "sizes", "soak")
+"""Settings whose values are laid over the profile (``workload_file.Override``)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The resolved settings of a run."""
@@ -188,6 +218,11 @@ class Settings:
             return self.settings[name].value
         except KeyError:
             raise AttributeError(name) from None
+
+    @property
+    def overrides(self) -> tuple[Any, ...]:
+        """What is laid over the profile (``workload_file.Override``), by whichever option."""
+        return _overrides(self.settings)
 
     def to_json(self) -> dict[str, dict[str, str | None]]:
         """Return name -> value and origin as text, for the journal's header."""
@@ -261,6 +296,9 @@ def resolve(config: pytest.Config, environ: Mapping[str, str] = os.environ) -> S
             complaints += _repeated(values, shown)
         found[option.name.replace("-", "_")] = Setting(value=value, origin=origin)
     complaints += _nothing_to_resume(found)
+    complaints += _overridden_twice(found)
+    if found["soak"].value is not None and found["profile"].origin == "default":
+        found["profile"] = Setting(value="soak", origin=f"--gpucluster-soak, {found['soak'].origin}")
     if complaints:
         raise OptionError("\n".join(complaints))
     return Settings(settings=found)
@@ -290,6 +328,23 @@ def _nothing_to_resume(found: Mapping[str, Setting]) -> list[str]:
     return [
         f"--gpucluster-resume ({found['resume'].origin}): without --gpucluster-scratch there is no checkpoint to go on "
         "from, since every run has a folder of its own; name the folder that the interrupted run had"
+    ]
+
+
+def _overrides(found: Mapping[str, Setting], names: Sequence[str] = OVERRIDING) -> tuple[Any, ...]:
+    values = [found[name].value for name in names]
+    given = [value if isinstance(value, tuple) else (value,) for value in values if value is not None]
+    return tuple(override for several in given for override in several)
+
+
+def _overridden_twice(found: Mapping[str, Setting]) -> list[str]:
+    """Complain where two options set the same value of the workload."""
+    of_workload, *others = ({override.key: override for override in _overrides(found, [name])} for name in OVERRIDING)
+    return [
+        f"{other.origin}, and {of_workload[key].origin}: both set {key}; leave one out"
+        for other_keys in others
+        for key, other in other_keys.items()
+        if key in of_workload
     ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,10 +16,11 @@ from _pytest.outcomes import Failed, Skipped  # pytest.fail.Exception and pytest
 from _pytest.skipping import xfailed_key
 
 from pytest_gpucluster import cause
+from pytest_gpucluster.accompaniment import Company
 from pytest_gpucluster.agreement.ending import Ending
 from pytest_gpucluster.agreement.merge import Merged, RankOutcome, merge
 from pytest_gpucluster.agreement.release.python import Released
-from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
 from pytest_gpucluster.failure import (
     LONGEST_TEXT,
     MergedRepr,
@@ -29,7 +31,8 @@ from pytest_gpucluster.failure import (
     summary_of,
     traceback_of,
 )
-from pytest_gpucluster.judging import judge_merged
+from pytest_gpucluster.isolating import Isolator
+from pytest_gpucluster.judging import judge_merged, keep_interrupted
 from pytest_gpucluster.markers import criterion_of, deadline_of
 from pytest_gpucluster.metrics import Measurement
 from pytest_gpucluster.record import TestName, TestRecord, unique
@@ -77,6 +80,14 @@ class Phases:
         self._last: Merged | None = None
         self._dirty = False
         self._failed_subtests: list[pytest.TestReport] = []
+        self._company: Company | None = None
+        """What has gone along with the body that runs, or has run last."""
+        self._has_worsened = False
+        """This rank's failure says more than its exception: what the counters have counted beside it."""
+        self._isolator = Isolator(run)
+        self._isolates = False
+        """All ranks have agreed to search for who is to blame for the failure of the test in progress."""
+        self._shown: MergedRepr | None = None
 
     # ---- before and around a test ----------------------------------------------------------------------------
 
@@ -110,13 +121,17 @@ class Phases:
         if watch is None:
             return (yield)
         self._last = self.last_outcome = None
+        if when == "teardown" and self._isolates:
+            self._isolate(item)
         number = watch.enter(f"{when} of {item.nodeid}", self._deadline(item))
         error: BaseException | None = None
+        self._company = None
         try:
             try:
-                yield
-                if when == "call" and self._failed_subtests:
-                    raise FailedSubtests(self._failed_subtests)
+                if when == "call":
+                    yield from self._accompanied(item)
+                else:
+                    yield
                 if when == "teardown" and self._dirty:
                     # A session fixture may hold what the fault has broken: everything is set up anew.
                     item.session._setupstate.teardown_exact(None)
@@ -131,8 +146,36 @@ class Phases:
             watch.leave()
             error = raised
         own = self._own_outcome(item, when, number, error)
+        self._has_worsened = False
+        if self._company is not None:
+            own = replace(own, telemetry=self._company.telemetry)
+            fault = self._company.fault
+            if fault is not None and error is not fault:
+                own, self._has_worsened = _worsened(own, fault), True
         verdict = self._agree(item, when, number, own, error)
         self._end_as_agreed(item, verdict, own, error, number)
+
+    def _accompanied(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """Run the body watched, and with its counters taken; fail it for what they have counted.
+
+        Raises: what the body has raised comes first.
+        """
+        company = self._company = self._run.accompaniment.company(counts=criterion_of(item) is not None)
+        company.begin()
+        try:
+            yield
+            if self._failed_subtests:
+                raise FailedSubtests(self._failed_subtests)
+            company.end()
+            company.require_well()
+        except (pytest.skip.Exception, pytest.xfail.Exception):
+            company.end()
+            company.require_no_fault()
+            raise
+        finally:
+            company.end()
+            measured: list[Measurement] = item.stash.get(MEASUREMENTS, [])
+            measured[:] = company.beside(measured)
 
     def _require_room(self, item: pytest.Item) -> None:
         """Skip a test that needs more than there is; on record is whether there is room for it in what was ordered."""
@@ -149,10 +192,20 @@ class Phases:
         how = "Ctrl-C" if isinstance(stop, KeyboardInterrupt) else "pytest.exit"
         why = first_line(str(stop))
         code = getattr(stop, "returncode", None)
+        message = f"interrupted ({how}) on {who} during {when} of {item.nodeid}" + (f": {why}" if why else "")
+        if when == "call" and self._judges:
+            measured = item.stash.get(MEASUREMENTS, [])
+            keep_interrupted(
+                self._run,
+                self._run.records[item.nodeid],
+                message=message,
+                measured=measured,
+                properties=item.user_properties,
+            )
         self._run.watch.end(
             Ending(
                 name="interrupted",
-                message=f"interrupted ({how}) on {who} during {when} of {item.nodeid}" + (f": {why}" if why else ""),
+                message=message,
                 # A test's own code is kept, unless it would say that something was accepted, rejected or incomplete.
                 exit=2 if code in (None, 0, 1, 10) else int(code),
             )
@@ -212,6 +265,8 @@ class Phases:
                 watch.end(Ending(name="store lost", message=first_line(str(lost)), exit=11))
         died = cause.gpu_died(error) if error is not None else None
         body = {"at": label, **own.to_json(), **({"died": died} if died else {})}
+        if error is not None and cause.communication_failed(error):
+            body["unreached"] = True
         if error is not None and own.outcome in ("failed", "error") and expects_failure(item, error):
             body["expected"] = True
 
@@ -286,6 +341,8 @@ class Phases:
         self.last_outcome = outcomes[0]
         if merged.outcome in ("passed", "failed", "error") and when == "call" and self._judges:
             merged = judge_merged(run, run.records[item.nodeid], merged, outcomes)
+        if self._has_worsened:
+            merged = replace(merged, judged=True)
         stop = self._stop(bodies, outcomes, merged, watch.unreleasable(number))
         self._last = merged
         verdict: dict[str, Any] = {"o": merged.outcome}
@@ -295,6 +352,8 @@ class Phases:
             verdict["dirty"] = True
         if merged.culprits and all(bodies[rank].get("expected") for rank in merged.culprits):
             verdict["expected"] = True
+        if when == "call" and "expected" not in verdict and stop is None:
+            verdict |= self._searched_after(item, merged, bodies, outcomes)
         if stop is not None:
             verdict["stop"] = {
                 "name": stop.name,
@@ -303,6 +362,25 @@ class Phases:
                 "culprits": list(stop.culprits),
             }
         return verdict
+
+    def _searched_after(
+        self,
+        item: pytest.Item,
+        merged: Merged,
+        bodies: Mapping[int, Mapping[str, Any]],
+        outcomes: Sequence[RankOutcome],
+    ) -> Mapping[str, bool]:
+        """Rank 0: say whether all ranks search for who is to blame: after what GPUs, nodes or links may have done."""
+        if item.get_closest_marker("isolate") is None or len(self._run.names) < 2 or not self._judges:
+            return {}
+        unreached = any(body.get("unreached") for body in bodies.values())
+        if merged.outcome != "failed" and not unreached and not any(o.outcome in ("hung", "cut") for o in outcomes):
+            return {}
+        why_not = self._isolator.why_not()
+        if why_not is None:
+            return {"isolate": True}
+        self._run.records[item.nodeid].properties.append(("isolation", f"no search: {why_not}"))
+        return {}
 
     def _stop(
         self,
@@ -341,6 +419,7 @@ class Phases:
             run.cluster.discard(epoch=number)
         if run.watch is not None and run.watch.ending is not None:
             item.session.shouldstop = run.watch.ending.message
+        self._isolates = bool(verdict.get("isolate"))
         outcome = verdict["o"]
         if outcome == "passed":
             return
@@ -354,6 +433,24 @@ class Phases:
         if outcome == "skipped":
             raise AgreedSkip(verdict.get("msg", ""))
         raise AgreedFailure(verdict.get("msg", ""))
+
+    def _isolate(self, item: pytest.Item) -> None:
+        """Search for who is to blame for the failure of the test's body. Every rank must call this."""
+        run = self._run
+        assert run.watch is not None
+        assert run.cluster is not None
+        assert run.exchange is not None
+        self._isolates = False
+        # Session fixtures may hold groups, which make way for those of the search.
+        self._dirty = True
+        run.cluster.discard(epoch=run.exchange.number)
+        try:
+            self._isolator.search(item, run.records[item.nodeid], self._shown)
+        except (KeyboardInterrupt, pytest.exit.Exception) as stop:
+            self._interrupted(stop, "the search after", item)
+            raise
+        if run.watch.ending is not None:
+            item.session.shouldstop = run.watch.ending.message
 
     # ---- pytest's reports on rank 0 --------------------------------------------------------------------------
 
@@ -380,7 +477,8 @@ class Phases:
             return
         merged = self._merged.get(report)
         if merged is not None and report.failed and merged.outcome in ("failed", "error"):
-            report.longrepr = MergedRepr(merged, report)  # type: ignore[assignment]  # pytest asks for toterminal only
+            self._shown = MergedRepr(merged, report)
+            report.longrepr = self._shown  # type: ignore[assignment]  # pytest asks for toterminal only
         record = self._run.records.get(report.nodeid)
         if record is None:
             return
@@ -419,11 +517,22 @@ class Phases:
         if not report.failed:
             return False
         merged = self._merged.get(report)
+        record = self._run.records.get(report.nodeid)
+        if record is not None and record.isolation is not None and record.outcome == "failed":
+            return False  # it began as an error; by now the hardware to blame is known
         return merged is not None and merged.outcome == "error" and report.failed and report.when == "call"
 
     def _deadline(self, item: pytest.Item) -> float:
         assert self._run.settings is not None
         return deadline_of(item, float(self._run.settings.deadline))
+
+
+def _worsened(own: RankOutcome, fault: HardwareFault) -> RankOutcome:
+    """Return the outcome of a rank that has counted a fault of the hardware: it has failed, however its body has ended.
+    What the body itself has come to stays first."""
+    message = "; ".join(part for part in (own.message, first_line(str(fault))) if part)
+    text = "\n\n".join(part for part in (own.text, f"{type(fault).__name__}: {fault}") if part)
+    return replace(own, outcome="failed", message=first_line(message), text=text)
 
 
 def _subtest(report: pytest.TestReport) -> str:

@@ -28,8 +28,11 @@ _MARKERS = (
     "needs_gpu: does not run in a rehearsal on cpu",
     "needs_peak(name): does not run where the data sheet of the GPU has no such peak, such as fp8_tflops",
     "needs_data(name): does not run without --gpucluster-data name=PATH",
+    "needs_scheduler(name): does not run but in a job of this scheduler: slurm or kubernetes",
+    "isolate: when it fails, find the nodes, GPUs or links that are to blame, by probes of smaller groups",
     "deadline(seconds): the longest that one phase of this test may take, instead of --gpucluster-deadline",
-    "soak: runs for a long time",
+    "first: runs before every test without this marker",
+    "soak: runs for a long time, after all tests without this marker",
 )
 
 
@@ -94,6 +97,13 @@ class Hooks:
     def pytest_deselected(self) -> None:
         """A deselected test makes this run a selection."""
         self._session.deselected()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Let what must come first run before all else, and what takes long after it; the rest stays in its order."""
+        from pytest_gpucluster.markers import turn_of
+
+        items.sort(key=turn_of)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -179,6 +189,11 @@ class WorkerHooks:
 
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """Tell a worker, before it is started, what the controller has started for all of them."""
+        node.workerinput.update(self._controller.worker_input())
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:

@@ -79,6 +79,8 @@ class TestRecord:
     seconds: float = 0.0
     call_seconds: float = 0.0
     measurements: list[Mapping[str, Any]] = field(default_factory=list)
+    telemetry: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """Rank -> what its GPU did during the body; nothing of ranks without a GPU."""
     ranks: list[Mapping[str, Any]] = field(default_factory=list)
     culprits: set[int] = field(default_factory=set)
     released: set[int] = field(default_factory=set)
@@ -87,6 +89,8 @@ class TestRecord:
     attempts: int = 1
     applicable: bool = True
     unjudged: str = ""
+    isolation: Mapping[str, Any] | None = None
+    """What the search for who is to blame has found, where there was one."""
     between_attempts: bool = False
     """The attempt is over, and another one follows: nothing is known of the test yet."""
 
@@ -124,7 +128,7 @@ class TestRecord:
         self.properties.append((f"attempt {self.attempts}", first_line(f"{self.outcome}: {self.message or message}")))
         self.attempts += 1
         self.outcome, self.phase, self.message, self.text, self.wasxfail = "passed", "call", "", "", None
-        self.measurements, self.sections = [], []
+        self.measurements, self.sections, self.telemetry = [], [], {}
         self.between_attempts = True
 
     def line(self) -> dict[str, Any]:
@@ -149,6 +153,10 @@ class TestRecord:
         }
         if self.wasxfail is not None:
             body["wasxfail"] = self.wasxfail
+        if self.telemetry:
+            body["telemetry"] = {str(rank): dict(told) for rank, told in sorted(self.telemetry.items())}
+        if self.isolation is not None:
+            body["isolation"] = dict(self.isolation)
         return body
 
     def _refine(self, when: str, merged: Merged | None) -> str:

@@ -27,6 +27,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pytest_gpucluster import light_process
 from pytest_gpucluster.journal import encode
 
 if TYPE_CHECKING:
@@ -38,20 +39,6 @@ HEADER = struct.Struct("<QB")
 CHUNK_BYTES = 48 * 1024
 # The first byte of a message says what it is.
 LINE, END, BEAT, FAULT_FILE = b"L", b"E", b"B", b"F"
-# Signals that launchers, schedulers and terminals send to everything they can reach.
-SHIELDED = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGALRM,
-    signal.SIGXCPU,
-    signal.SIGTSTP,
-    signal.SIGTTIN,
-    signal.SIGTTOU,
-)
 # A recorder that takes nothing for so long is stuck, on a disk most likely; the tests go on without it.
 _SEND_SECONDS = 2.0
 _SEND_AGAIN_SECONDS = 0.02
@@ -127,7 +114,7 @@ class Recorder:
         if junit_path is not None:
             command += ["--junit", os.path.abspath(junit_path)]
         # The recorder inherits the mask, so there is no moment in which one of these could end it.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, light_process.SHIELDED)
         try:
             process = subprocess.Popen(
                 command,
@@ -136,7 +123,7 @@ class Recorder:
                 stderr=stderr,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                env=_environment(),
+                env=light_process.environment(),
             )
         except BaseException:
             ours.close()
@@ -303,17 +290,6 @@ class Recorder:
 def _packets(message: bytes) -> list[_Packet]:
     begins = range(0, len(message), CHUNK_BYTES)
     return [_Packet(message[i : i + CHUNK_BYTES], i + CHUNK_BYTES >= len(message)) for i in begins]
-
-
-def _environment() -> dict[str, str]:
-    """Return an environment in which a new interpreter finds this package, wherever it is started."""
-    environment = dict(os.environ)
-    root = Path(__file__).resolve().parent.parent
-    if root.name not in ("site-packages", "dist-packages"):
-        inherited = environment.get("PYTHONPATH")
-        environment["PYTHONPATH"] = os.pathsep.join([str(root), *([inherited] if inherited else [])])
-    environment["PYTHONSAFEPATH"] = "1"
-    return environment
 
 
 def wait_for_end(pid: int, timeout: float) -> bool:

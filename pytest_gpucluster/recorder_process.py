@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import select
-import signal
 import socket
 import sys
 import time
@@ -21,9 +20,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import NoReturn
 
-from pytest_gpucluster import fault_dump
+from pytest_gpucluster import fault_dump, light_process
 from pytest_gpucluster.journal import Journal
-from pytest_gpucluster.recorder import BEAT, CHUNK_BYTES, END, FAULT_FILE, HEADER, LINE, SHIELDED
+from pytest_gpucluster.recorder import BEAT, CHUNK_BYTES, END, FAULT_FILE, HEADER, LINE
 from pytest_gpucluster.recording import OWN_PROBLEM, Record
 from pytest_gpucluster.wording import MESSAGE_CHARACTERS, one_line
 
@@ -78,7 +77,7 @@ class Session:
         self._channel.setblocking(False)
         poller = select.poll()
         poller.register(self._channel, select.POLLIN)
-        end = _end_descriptor(self._parent)
+        end = light_process.end_descriptor(self._parent)
         if end is not None:
             poller.register(end, select.POLLIN)
         while True:
@@ -255,19 +254,6 @@ class Session:
         return True
 
 
-def _end_descriptor(pid: int) -> int | None:
-    """Return a descriptor that becomes readable when a process ends, or None where there are none."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except (AttributeError, OSError):
-        return None
-    # If it ended before, the number may be another process's by now.
-    if os.getppid() != pid:
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
 def _process_state(pid: int) -> str:
     try:
         letter = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
@@ -296,8 +282,7 @@ def _now() -> str:
 
 def main() -> NoReturn:
     """Run as the recorder process."""
-    for number in SHIELDED:
-        signal.signal(number, signal.SIG_IGN)
+    light_process.shield()
     parser = argparse.ArgumentParser(description="The recorder of a run. It is started by rank 0, not by hand.")
     parser.add_argument("--channel", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_gpucluster import options, verdict
+from pytest_gpucluster.accompaniment import Accompaniment
 from pytest_gpucluster.agreement import preflight
 from pytest_gpucluster.agreement.ending import Ending
 from pytest_gpucluster.agreement.exchange import Exchange
@@ -53,6 +54,8 @@ class WorkerPlace:
 
     index: int
     count: int
+    directory: str = ""
+    """The run's folder, which the controller has made."""
 
 
 class Run:
@@ -80,6 +83,7 @@ class Run:
         self.watch: Watch | None = None
         self.cluster: Cluster | None = None
         self.joined: Joined | None = None
+        self.accompaniment = Accompaniment()
         self.names: dict[int, str] = {0: "rank 0"}
         self.selection = False
         self.collected: list[TestName] = []
@@ -226,6 +230,7 @@ class Run:
             on_cpu=self.rehearsal,
             data_sheet=self._data_sheet,
             data=frozenset(data.key for data in self.settings.data) if self.settings is not None else frozenset(),
+            scheduler=self.facts.scheduler.name,
         )
 
     def _data_sheet(self) -> Sku | None:
@@ -245,6 +250,9 @@ class Run:
 
     def artifacts_directory(self) -> Path:
         """Return where tests put their files: the same path on every host, shared or not."""
+        if self.place is not None and self.place.directory:
+            # Each local worker is rank 0 of its own world: they would write over each other's files.
+            return Path(self.place.directory) / ARTIFACTS / f"rank-{self.place.index}"
         shared = self.joined.shared.get("directory") if self.joined else None
         return Path(shared or tempfile.gettempdir()) / ARTIFACTS
 
@@ -429,6 +437,7 @@ class Run:
 
     def close(self) -> None:
         """Leave: no rank is called lost after this."""
+        self.accompaniment.close()
         if self.watch is None:
             return
         watch = self.watch

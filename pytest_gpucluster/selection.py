@@ -14,6 +14,7 @@ from pytest_gpucluster.hardware import PEAK_UNITS, Sku
 from pytest_gpucluster.training_inputs import DATA_NAMES
 from pytest_gpucluster.units import did_you_mean
 
+SCHEDULERS = ("slurm", "kubernetes")
 _CHOOSING = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf", "stepwise")
 
 
@@ -60,6 +61,8 @@ class Room:
     """What is known of the GPUs, asked for where a test depends on it. None on cpu, and for an unknown GPU."""
     data: frozenset[str] = frozenset()
     """Names of what ``--gpucluster-data`` gives."""
+    scheduler: str | None = None
+    """Whose job this is: "slurm", "kubernetes", or None."""
 
 
 def why_not_applicable(item: pytest.Item, room: Room) -> str | None:
@@ -81,7 +84,8 @@ def why_not_applicable(item: pytest.Item, room: Room) -> str | None:
             raise pytest.UsageError(f"{item.nodeid}: the marker {name}(n) needs a whole number, not {need!r}")
         if have < need:
             return f"needs {need} {what}, and there {'is' if have == 1 else 'are'} {have}"
-    return _without_gpu(item, room) or _without_peak(item, room) or _without_data(item, room)
+    reasons = (_without_gpu, _without_peak, _without_data, _without_scheduler)
+    return next((why for reason in reasons if (why := reason(item, room)) is not None), None)
 
 
 def _without_gpu(item: pytest.Item, room: Room) -> str | None:
@@ -116,6 +120,18 @@ def _without_data(item: pytest.Item, room: Room) -> str | None:
             f"{item.nodeid}: the marker needs_data(name) needs one of {', '.join(DATA_NAMES)}, not {name!r}{hint}"
         )
     return None if name in room.data else f"needs --gpucluster-data {name}=PATH, and it was not given"
+
+
+def _without_scheduler(item: pytest.Item, room: Room) -> str | None:
+    name = _value_of(item, "needs_scheduler", "name")
+    if name is _NO_MARKER:
+        return None
+    if name not in SCHEDULERS:
+        hint = did_you_mean(name, SCHEDULERS) if isinstance(name, str) else ""
+        raise pytest.UsageError(
+            f"{item.nodeid}: the marker needs_scheduler(name) needs one of {', '.join(SCHEDULERS)}, not {name!r}{hint}"
+        )
+    return None if room.scheduler == name else f"needs a job of {name}, and this is none"
 
 
 _NO_MARKER = object()

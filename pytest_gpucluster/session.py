@@ -115,7 +115,7 @@ class Session:
             for item in session.items:
                 why_not_applicable(item, room)
             loaded = read_workload(
-                session.items, root=self._config.rootpath, profile=run.profile, overrides=run.settings.workload
+                session.items, root=self._config.rootpath, profile=run.profile, overrides=run.settings.overrides
             )
         except (pytest.UsageError, UsageProblem) as error:
             self._unusable = True

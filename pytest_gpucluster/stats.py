@@ -6,10 +6,12 @@ A NaN among the samples makes every result NaN: it must reach the judge, not van
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,23 @@ def percentile(samples: Sequence[float], percent: float) -> float:
     return low if share == 0 or low == high else low * (1 - share) + high * share
 
 
+@functools.lru_cache(maxsize=4096)
+def _outer_rank(count: int, confidence: float) -> int:
+    """Return how many of ``count`` ordered samples lie at most outside of an end of the interval, itself included.
+
+    In whole numbers: of some thousand samples the chances are beyond what a float can hold.
+    """
+    tail = Fraction((1 - confidence) / 2)
+    most = tail.numerator * 2**count // tail.denominator
+    outside, ways = 0, 1  # ways to throw exactly `rank` heads in `count` throws
+    for rank in range(count // 2):
+        outside += ways
+        if outside > most:
+            return rank
+        ways = ways * (count - rank) // (rank + 1)
+    return count // 2
+
+
 def median_interval(
     samples: Sequence[float], *, confidence: float = 0.95, correlation: float = 0.0
 ) -> tuple[float, float]:
@@ -85,13 +104,7 @@ def median_interval(
             f"confidence lies between 0 and 1, not at {confidence}; correlation from 0 to below 1, not at {correlation}"
         )
     count = len(samples)
-    tail, outside = (1 - confidence) / 2, 0
-    rank = 0
-    while rank < count // 2:
-        outside += math.comb(count, rank)
-        if outside > tail * 2**count:
-            break
-        rank += 1
+    rank = _outer_rank(count, confidence)
     if rank == 0:
         raise ValueError(f"{count} samples cannot enclose their median with a confidence of {confidence:g}")
     if any(map(math.isnan, samples)):

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pytest_gpucluster.sampling import Sampling
-from pytest_gpucluster.sections.fabric import AllReduce
-from pytest_gpucluster.sections.gpu import Hbm, Health, Matmul
+from pytest_gpucluster.sections.fabric import AllReduce, Collectives, Isolation, Links
+from pytest_gpucluster.sections.gpu import BurnIn, Determinism, Hbm, Health, Matmul, MemoryPatterns, Telemetry
+from pytest_gpucluster.sections.host import Host, HostLink
 from pytest_gpucluster.sections.lora import Lora, LoraThroughput
 from pytest_gpucluster.sections.spec import SAMPLING, Spec
+from pytest_gpucluster.sections.surroundings import Connectivity, SharedFilesystem
 from pytest_gpucluster.sections.training import (
     Checkpoint,
     FailurePropagation,
@@ -44,7 +46,13 @@ class Workload:
     matmul: Annotated[Matmul, "matmul"]
     hbm: Annotated[Hbm, "hbm"]
     all_reduce: Annotated[AllReduce, "nccl.all_reduce"]
+    collectives: Annotated[Collectives, "nccl.collectives"]
+    links: Annotated[Links, "links"]
+    isolation: Annotated[Isolation, "isolation"]
+    telemetry: Annotated[Telemetry, "telemetry"]
     health: Annotated[Health, "health"]
+    host: Annotated[Host, "host"]
+    host_link: Annotated[HostLink, "host_link"]
     training: Annotated[Training, "training"]
     fsdp: Annotated[Fsdp, "fsdp"]
     checkpoint: Annotated[Checkpoint, "checkpoint"]
@@ -58,6 +66,11 @@ class Workload:
     lora_tiny: Annotated[Lora, "lora.tiny"]
     qwen2_lora: Annotated[Lora, "lora.qwen2"]
     lora_throughput: Annotated[LoraThroughput, "lora.throughput"]
+    burn_in: Annotated[BurnIn, "burn_in"]
+    memory_patterns: Annotated[MemoryPatterns, "memory_patterns"]
+    determinism: Annotated[Determinism, "determinism"]
+    connectivity: Annotated[Connectivity, "connectivity"]
+    shared_filesystem: Annotated[SharedFilesystem, "shared_filesystem"]
 
 
 @dataclass(frozen=True, kw_only=True)

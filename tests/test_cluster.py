@@ -258,3 +258,28 @@ def test_a_rank_that_hangs_holds_up_its_subgroup_only_until_the_deadline_and_the
     assert run.verdicts[f"test_{fault}"].startswith(f"error: rank {victim} (node-a): hangs at test_groups.py:")
     assert run.verdicts[f"test_after_{fault}"] == "passed"
     assert run.left_over == []
+
+
+def test_some_ranks_are_a_world_of_their_own_with_its_own_keys_and_the_same_gpu(nccl, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        nccl.cluster, "_store_for_group", lambda key: asked.append(key) or SimpleNamespace(set_timeout=lambda _: None)
+    )
+    among = nccl.cluster.among([3, 5, 12], name="isolation/9/3", deadline_seconds=60)
+    assert (among.rank, among.world_size, among.nnodes, among.node_rank) == (1, 3, 2, 0)
+    assert among.hosts == ["node-a", "node-a", "node-b"]
+    assert among.device == nccl.cluster.device
+    assert among.group is not None
+    assert asked == ["isolation/9/3/group/0"]
+    assert nccl.made == [("nccl", torch.device("cuda", 5))]
+
+
+def test_a_part_must_not_be_made_beside_the_groups_of_all(nccl):
+    assert nccl.cluster.group is not None
+    with pytest.raises(RuntimeError, match="throw the groups of all ranks away before"):
+        nccl.cluster.among([5], name="x", deadline_seconds=1)
+
+
+def test_a_rank_is_not_in_a_part_that_leaves_it_out(nccl):
+    with pytest.raises(ValueError, match="5 is not in list"):
+        nccl.cluster.among([3], name="x", deadline_seconds=1)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_gpucluster.errors import LaunchError
-from pytest_gpucluster.hostlist import expand_hostlist
+from pytest_gpucluster.hostlist import compress_hostlist, expand_hostlist
 
 
 @pytest.mark.parametrize(
@@ -50,3 +50,52 @@ def test_any_text_is_a_hostlist_or_an_error(text: str) -> None:
         return
     assert hosts
     assert all(hosts)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "text"),
+    [
+        pytest.param(["login1"], "login1", id="one host"),
+        pytest.param(["gpu-007", "gpu-003"], "gpu-[003,007]", id="sorted"),
+        pytest.param(["gpu-003", "gpu-003"], "gpu-003", id="each once"),
+        pytest.param(["gpu9", "gpu10", "gpu8", "gpu11"], "gpu[8-11]", id="by number, not by letter"),
+        pytest.param(["n098", "n099", "n100", "n102"], "n[098-100,102]", id="leading zeros"),
+        pytest.param(["n1", "n01", "n001"], "n[1,01,001]", id="zeros belong to the name"),
+        pytest.param(["r1n1", "r1n2", "r2n1"], "r1n[1-2],r2n1", id="the last number only"),
+        pytest.param(["gpu1-ib", "gpu2-ib"], "gpu1-ib,gpu2-ib", id="Slurm takes no brackets inside a name"),
+        pytest.param(["gpu", "gpu1", "gpu2"], "gpu,gpu[1-2]", id="a name without a number"),
+        pytest.param(["10", "9", "11"], "[9-11]", id="only a number"),
+    ],
+)
+def test_host_names_are_written_shortly(hosts: list[str], text: str) -> None:
+    assert compress_hostlist(hosts) == text
+
+
+HOSTS = st.lists(
+    st.one_of(
+        st.from_regex(r"[a-c]{0,2}-?0{0,2}[0-9]{1,3}", fullmatch=True),
+        st.from_regex(r"[a-z][a-z0-9.-]{0,12}", fullmatch=True),
+    ),
+    min_size=1,
+    max_size=40,
+)
+
+
+@given(HOSTS)
+def test_the_short_form_stands_for_the_same_hosts(hosts: list[str]) -> None:
+    expanded = expand_hostlist(compress_hostlist(hosts))
+    assert sorted(expanded) == sorted(set(hosts))
+
+
+@given(st.integers(0, 3000), st.integers(1, 300), st.integers(0, 4))
+def test_hosts_in_a_row_are_one_range(first: int, count: int, width: int) -> None:
+    hosts = [f"gpu-{number:0{width}d}" for number in range(first, first + count)]
+    short = compress_hostlist(hosts)
+    assert expand_hostlist(short) == hosts
+    assert short.count("-") <= 2
+
+
+@pytest.mark.parametrize("hosts", [[], [""], ["a,b"], ["a[1]"], ["a b"], ["a\n"]], ids=repr)
+def test_what_no_host_list_can_hold_is_refused(hosts: list[str]) -> None:
+    with pytest.raises(LaunchError, match="host"):
+        compress_hostlist(hosts)

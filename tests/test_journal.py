@@ -244,6 +244,18 @@ def test_of_many_ranks_only_what_reports_show_is_kept(status, kept):
     assert judged.interval == (0.5, 1.0)
 
 
+@pytest.mark.parametrize(("outcome", "kept"), [("passed", {1}), ("failed", {0, 1}), ("error", {0, 1})])
+def test_of_what_gpus_did_during_a_test_that_passed_the_most_telling_is_kept(outcome, kept):
+    by_rank = {"0": {"temperature_celsius": [50, 60, 70]}, "1": {"throttle_share": {"hw_thermal": 0.5}}}
+    for keep_samples in (True, False):
+        builder = journal.JournalBuilder(keep_samples=keep_samples)
+        builder.add(RUN)
+        builder.add(result("a", outcome, telemetry=by_rank))
+        told = builder.journal().results[0].telemetry
+        assert set(told) == ({0, 1} if keep_samples else kept)
+        assert told[1] == {"throttle_share": {"hw_thermal": 0.5}}
+
+
 # ---- reading
 
 

@@ -22,7 +22,12 @@ GOOD, SLOW, NAN = 731.0, 312.4, float("nan")
 
 def run(*, sku: str | None = "H100 SXM") -> Any:
     return SimpleNamespace(
-        names=NAMES, limits=LIMITS, gpu_name=lambda: H100, node_of=lambda: {0: 0, 1: 0}, sku=lambda gpu: sku
+        names=NAMES,
+        limits=LIMITS,
+        gpu_name=lambda: H100,
+        node_of=lambda: {0: 0, 1: 0},
+        sku=lambda gpu: sku,
+        joined=SimpleNamespace(hosts=("gpu-06", "gpu-06")),
     )
 
 
@@ -195,3 +200,17 @@ def test_a_criterion_whose_values_the_limits_file_only_records_is_not_judged() -
     outcomes = values(record_only=True)
     judge_merged(run(sku="H100 PCIe"), as_the_test_asked, merge(outcomes, NAMES), outcomes)
     assert as_the_test_asked.unjudged == ""
+
+
+def test_a_slow_node_is_called_by_its_host() -> None:
+    """Four ranks on two nodes, of which one is slow throughout."""
+    outcomes = said(GOOD, GOOD, SLOW, SLOW - 1, kinds=("passed",) * 4)
+    names = {rank: f"rank {rank}" for rank in range(4)}
+    world = run()
+    world.names, world.node_of = names, lambda: {0: 0, 1: 0, 2: 1, 3: 1}
+    world.joined = SimpleNamespace(hosts=("gpu-06", "gpu-06", "gpu-07", "gpu-07"))
+    merged = judge_merged(world, record(), merge(outcomes, names), outcomes)
+    assert merged.message == (
+        "matmul.bf16.tflops 311.4 TFLOPS < 700 TFLOPS on all 2 GPUs of gpu-07 (look at the node), the worst is rank 3"
+    )
+    assert merged.culprits == [2, 3]

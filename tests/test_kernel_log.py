@@ -137,7 +137,8 @@ def test_a_buffer_that_may_not_be_opened_is_a_reason_and_no_crash(
 def test_records_that_the_kernel_has_overwritten_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "kmsg").touch()
     serve(monkeypatch, [b"6,512,9,-;usb 1-1", b"6,513,9,-;usb 1-2", BlockingIOError(errno.EAGAIN, "later")])
-    assert read(kmsg=tmp_path / "kmsg", commands=()).lost_records == 512
+    log = read(kmsg=tmp_path / "kmsg", commands=())
+    assert (log.lost_records, log.lines, log.numbers) == (512, ("usb 1-1", "usb 1-2"), (512, 513))
     serve(monkeypatch, records("usb 1-1"))
     assert read(kmsg=tmp_path / "kmsg", commands=()).lost_records == 0
 

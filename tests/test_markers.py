@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
 import pytest
 
-from pytest_gpucluster.markers import criterion_of, deadline_of, require_usable
+from pytest_gpucluster.markers import criterion_of, deadline_of, require_usable, turn_of
+
+if TYPE_CHECKING:
+    from sessions import Project
 
 
 def item_with(pytester: pytest.Pytester, marker: str) -> pytest.Item:
@@ -54,3 +60,27 @@ def test_a_marker_that_says_nothing_usable_is_a_usage_error_before_the_first_tes
 ) -> None:
     with pytest.raises(pytest.UsageError, match=told):
         require_usable([item_with(pytester, marker)])
+
+
+def test_what_finds_out_why_others_would_hang_comes_before_them() -> None:
+    def item(name: str, *markers: str) -> Any:
+        return SimpleNamespace(name=name, get_closest_marker=lambda marker: marker if marker in markers else None)
+
+    items = [item("a"), item("b", "first"), item("c", "nccl"), item("d", "nccl", "first")]
+    assert [one.name for one in sorted(items, key=turn_of)] == ["b", "d", "a", "c"]
+
+
+def test_the_marker_first_moves_tests_of_a_session_and_leaves_the_others_in_their_order(project: Project) -> None:
+    project.suite(
+        test_a="def test_a(): pass\ndef test_b(): pass\n",
+        test_z="import pytest\ndef test_y(): pass\n@pytest.mark.first\ndef test_z(): pass\n",
+    )
+    assert list(project.run().verdicts) == ["test_z", "test_a", "test_b", "test_y"]
+
+
+def test_the_marker_soak_moves_tests_behind_all_others(project: Project) -> None:
+    project.suite(
+        test_a="import pytest\n@pytest.mark.soak\ndef test_a(): pass\ndef test_b(): pass\n",
+        test_z="def test_z(): pass\n",
+    )
+    assert list(project.run().verdicts) == ["test_b", "test_z", "test_a"]

@@ -291,3 +291,43 @@ def test_mean_and_median_of_all_ranks_stand_beside_the_worst() -> None:
     (judged,) = hold(all_ranks(440.0, r3=400.0)).measurements
     assert (judged.median, judged.mean) == (440.0, 435.0)
     assert judged.ratio_to_median == pytest.approx(400 / 440)
+
+
+# What the GPU did meanwhile ---------------------------------------------------------------------------------------
+
+HOT = {"samples": 30, "throttle_share": {"hw_thermal": 0.62}, "temperature_celsius": [70, 88, 91]}
+WHY = "HW thermal slowdown 62 % of the time, 91 degC"
+
+
+def test_a_missed_value_is_explained_by_what_its_gpu_did() -> None:
+    size = {"n": "16384"}
+    healthy = {rank: [bf16(730.0, labels=size)] for rank in range(8)}
+    verdict = hold(healthy | {3: [bf16(612.0, labels=size, telemetry=HOT)]})
+    assert verdict.message == f"matmul.bf16.tflops 612 TFLOPS < 700 TFLOPS (n=16384): {WHY} on {RANK_3}"
+    assert verdict.measurements[0].misses == {3: f"matmul.bf16.tflops 612 TFLOPS < 700 TFLOPS: {WHY}"}
+
+
+def test_without_telemetry_of_its_own_the_whole_test_explains_it() -> None:
+    verdict = hold(with_rank_3(612.0), meanwhile={3: HOT, 5: {"lost": "gone"}})
+    assert verdict.message == f"matmul.bf16.tflops 612 TFLOPS < 700 TFLOPS: {WHY} on {RANK_3}"
+
+
+def test_its_own_window_counts_and_not_the_whole_test() -> None:
+    cool = {"samples": 30, "throttle_share": {}, "temperature_celsius": [50, 50, 50]}
+    by_rank = with_rank_3(730.0) | {3: [bf16(612.0, telemetry=cool)]}
+    verdict = hold(by_rank, meanwhile={3: HOT})
+    assert verdict.message == f"matmul.bf16.tflops 612 TFLOPS < 700 TFLOPS on {RANK_3}"
+
+
+def test_each_rank_that_misses_has_its_own_explanation() -> None:
+    by_rank = with_rank_3(612.0) | {5: [bf16(650.0, telemetry={"lost": "gone", "samples": 1})]}
+    verdict = hold(by_rank, meanwhile={3: HOT})
+    assert list(verdict.measurements[0].misses.values()) == [
+        f"matmul.bf16.tflops 612 TFLOPS < 700 TFLOPS: {WHY}",
+        "matmul.bf16.tflops 650 TFLOPS < 700 TFLOPS: the GPU was lost",
+    ]
+
+
+def test_a_value_that_is_not_missed_needs_no_explanation_and_none_decides() -> None:
+    verdict = hold(with_rank_3(730.0), meanwhile=dict.fromkeys(range(8), HOT))
+    assert (verdict.outcome, verdict.message) == ("passed", "")

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import dataclasses
 import doctest
+import json
 
 import pytest
 
@@ -8,6 +10,7 @@ from pytest_gpucluster import nccl_choice, thresholds
 from pytest_gpucluster.judge import judge
 from pytest_gpucluster.metrics import measurement
 from pytest_gpucluster.nccl_choice import Choice, agreed, choice
+from pytest_gpucluster.nccl_reasons import Reasons
 
 # Written for these tests, in the formats of NCCL 2.18 to 2.28.
 ONE_NODE = """\
@@ -229,3 +232,64 @@ def test_two_nodes_pass_over_infiniband_only_at_the_shipped_limits(lines, outcom
     )
     assert judgement.outcome == outcome, judgement.text
     assert message in judgement.text
+
+
+def saying(*lines, reasons=()):
+    gathered = Reasons()
+    gathered.take(reasons)
+    return dataclasses.replace(choice(lines), reasons=gathered.found).to_json()
+
+
+NO_DEVICE = "node-a:1:2 [0] NCCL INFO NET/IB : No device found."
+HOST_MEMORY = IB.replace("/GDRDMA", "")
+NO_MODULE = "node-a:1:2 [0] NCCL INFO NET/IB : GPU Direct RDMA Disabled for HCA 0 'mlx5_0'"
+
+
+def test_a_fall_back_to_sockets_is_on_record_with_its_reason_and_explains_a_miss():
+    found = agreed([saying(SOCKET, reasons=[NO_DEVICE]), saying(SOCKET)], ranks=16, hosts=2)
+    assert found.why == "NCCL has found no InfiniBand device (rank 0)"
+    assert found.properties()["why"] == found.why
+    assert found.beside({"samples": 3}) == {"samples": 3, "transport": found.why}
+
+
+def test_a_way_through_the_hosts_memory_is_told_with_what_keeps_gpudirect_rdma_off():
+    found = agreed([saying(IB, HOST_MEMORY, P2P, reasons=[NO_MODULE, NO_DEVICE])], ranks=16, hosts=2)
+    assert found.transport == "NET/IB"
+    assert found.why == "GPUDirect RDMA is off on 1 of 2 connections: mlx5_0 has neither nvidia_peermem nor DMA-BUF"
+    silent = agreed([saying(HOST_MEMORY)], ranks=16, hosts=2)
+    assert silent.why == "GPUDirect RDMA is off on 1 of 1 connections"
+
+
+def test_host_memory_inside_a_node_is_told_with_what_keeps_p2p_off():
+    line = "node-a:1:2 [0] NCCL INFO NCCL_P2P_DISABLE set by environment to 1."
+    assert agreed([saying(SHM, reasons=[line])], ranks=2, hosts=1).why == "NCCL_P2P_DISABLE=1 is set"
+
+
+@pytest.mark.parametrize("lines", [[IB], [P2P], [P2P, IB]], ids=["direct", "nvlink", "both"])
+def test_where_nothing_better_is_known_nothing_is_told(lines):
+    found = agreed([saying(*lines, reasons=[NO_DEVICE, NO_MODULE])], ranks=16, hosts=1)
+    assert found.why == ""
+    assert "why" not in found.properties()
+    assert found.beside({"samples": 3}) == {"samples": 3}
+
+
+def test_what_is_told_to_other_ranks_survives_json():
+    told = json.loads(json.dumps(saying(SOCKET, reasons=[NO_DEVICE])))
+    assert agreed([told], ranks=2, hosts=2).why == "NCCL has found no InfiniBand device"
+
+
+def test_a_transport_that_is_not_the_expected_one_fails_with_the_reason_in_the_log():
+    found = agreed([saying(SOCKET, reasons=[NO_DEVICE])] * 16, ranks=16, hosts=2)
+    labels = {"size": "1 GB", "dtype": "bf16", **found.labels}
+    made = measurement("nccl.all_reduce.busbw", 400.0, unit="GB/s", labels=labels, telemetry=found.beside({}))
+    verdict = judge(
+        {rank: [made] for rank in range(16)},
+        world={rank: f"rank {rank} (node-{rank // 8})" for rank in range(16)},
+        node_of={rank: rank // 8 for rank in range(16)},
+        limits=thresholds.load(),
+        sku="H100 SXM",
+        gpu_name=None,
+    )
+    assert verdict.outcome == "failed"
+    assert "NET/Socket carries it, expected is NET/IB" in verdict.text
+    assert ": NCCL has found no InfiniBand device" in verdict.text

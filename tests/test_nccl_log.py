@@ -210,3 +210,28 @@ def test_the_kept_copy_has_each_line_once_and_a_bounded_size(log, tmp_path):
     write(log, "".join(f"line {number}\n" for number in range(10_000)))
     log.keep(tmp_path / "short.log", most_bytes=1000)
     assert os.path.getsize(tmp_path / "short.log") < 1100
+
+
+def test_why_a_network_was_not_taken_is_told_for_every_group_wherever_it_stands(log):
+    with log.reading(WORLD):
+        write(log, "node-a:1:2 [0] NCCL INFO NET/IB : No device found.\n")
+    with log.reading(NODE):
+        write(log, P2P)
+    assert [reason.text for reason in log.choice(NODE).reasons] == ["NCCL has found no InfiniBand device"]
+    write(log, "node-a:1:2 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.4<0>\n")
+    log.begin_again()
+    assert [reason.text for reason in log.choice(WORLD).reasons] == [
+        "NCCL has found no InfiniBand device",
+        "sockets go over eth0",
+    ]
+
+
+def test_what_this_suite_has_set_is_known_from_what_an_operator_has_set():
+    environment = {"NCCL_IB_HCA": "mlx5"}
+    prepare(environment)
+    assert nccl_log.own_settings(environment) == {"NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS"}
+    environment["NCCL_DEBUG_SUBSYS"] = "ALL"
+    assert nccl_log.own_settings(environment) == {"NCCL_DEBUG", "NCCL_DEBUG_FILE"}
+    theirs = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": "/scratch/%p.log", "NCCL_DEBUG_SUBSYS": SUBSYSTEMS}
+    assert nccl_log.own_settings(theirs) == frozenset()
+    assert nccl_log.own_settings({}) == frozenset()

@@ -52,6 +52,7 @@ SIMPLE: list[tuple[str, str, Any, Any]] = [
     ("ecc.mode", "nvmlDeviceGetEccMode", [1, 0], True),
     ("pages.pending", "nvmlDeviceGetRetiredPagesPendingStatus", 0, False),
     ("clock.sm", "nvmlDeviceGetClockInfo", lambda _, kind: {pynvml.NVML_CLOCK_SM: 1980}[kind], 1980),
+    ("clock.sm.max", "nvmlDeviceGetMaxClockInfo", lambda _, kind: {pynvml.NVML_CLOCK_SM: 1980}[kind], 1980),
     ("clock.memory", "nvmlDeviceGetClockInfo", lambda _, kind: {pynvml.NVML_CLOCK_MEM: 2619}[kind], 2619),
     ("power.draw", "nvmlDeviceGetPowerUsage", 690500, 690.5),
     ("power.limit", "nvmlDeviceGetEnforcedPowerLimit", 700000, 700.0),

@@ -36,6 +36,8 @@ def test_the_options_are_these_and_no_others() -> None:
         ("--gpucluster-sku", "gpucluster_sku", "GPUCLUSTER_SKU", "NAME", None),
         ("--gpucluster-profile", "gpucluster_profile", "GPUCLUSTER_PROFILE", "PROFILE", "full"),
         ("--gpucluster-workload", "gpucluster_workload", "GPUCLUSTER_WORKLOAD", "KEY=VALUE", None),
+        ("--gpucluster-sizes", "gpucluster_sizes", "GPUCLUSTER_SIZES", "SIZE|BEGIN:END:FACTOR,...", None),
+        ("--gpucluster-soak", "gpucluster_soak", "GPUCLUSTER_SOAK", "TIME", None),
         ("--gpucluster-report-dir", "gpucluster_report_dir", "GPUCLUSTER_REPORT_DIR", "DIR", "gpucluster-report"),
         ("--gpucluster-deadline", "gpucluster_deadline", "GPUCLUSTER_DEADLINE", "SECONDS", "300"),
         ("--gpucluster-require", "gpucluster_require", "GPUCLUSTER_REQUIRE", "CRITERIA", ""),
@@ -70,6 +72,8 @@ def test_nothing_given_means_the_defaults(configure: Any) -> None:
         "require": (),
         "profile": "full",
         "workload": (),
+        "sizes": None,
+        "soak": None,
         "timeouts": Timeouts(),
         "data": (),
         "model": None,
@@ -206,6 +210,43 @@ def test_settings_go_on_record_as_text_with_their_origin(configure: Any) -> None
             id="a key twice",
         ),
         pytest.param(
+            ["--gpucluster-sizes=8,512M:8G"],
+            {},
+            "",
+            "--gpucluster-sizes 8,512M:8G: '512M:8G' is no range; write begin:end:factor, such as 8,512M:8G:2",
+            id="half a range of sizes",
+        ),
+        pytest.param(
+            ["--gpucluster-sizes=1G", "--gpucluster-workload=nccl.collectives.sizes=1 GB"],
+            {},
+            "",
+            "command line: --gpucluster-sizes 1G, and command line: --gpucluster-workload nccl.collectives.sizes=1 GB: "
+            "both set nccl.collectives.sizes; leave one out",
+            id="sizes twice",
+        ),
+        pytest.param(
+            ["--gpucluster-soak=2"],
+            {},
+            "",
+            "--gpucluster-soak 2: burn_in.duration: '2' has no unit: write '2 s'",
+            id="a burn-in without a unit",
+        ),
+        pytest.param(
+            [],
+            {"GPUCLUSTER_SOAK": "0 s"},
+            "",
+            "GPUCLUSTER_SOAK=0 s: burn_in.duration: '0 s' is not a time from 0.1 s to 168 h",
+            id="a burn-in of no time",
+        ),
+        pytest.param(
+            ["--gpucluster-soak=2h", "--gpucluster-workload=burn_in.duration=1h"],
+            {},
+            "",
+            "command line: --gpucluster-soak 2h, and command line: --gpucluster-workload burn_in.duration=1h: both set "
+            "burn_in.duration; leave one out",
+            id="two lengths of the burn-in",
+        ),
+        pytest.param(
             ["--gpucluster-data=picures=/data", "--gpucluster-data=images=/a", "--gpucluster-data=images=/b"],
             {},
             "",
@@ -295,6 +336,28 @@ def test_a_workload_can_be_overridden_key_by_key(
     found = {str(override): override.origin for override in settings.workload}
     assert found == {text: origin.format(ini=config.inipath) for text, origin in origins.items()}
     assert settings.to_json()["workload"]["value"] == "; ".join(origins)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "profile"),
+    [
+        pytest.param(["--gpucluster-soak=2 h"], {}, ("soak", "--gpucluster-soak, command line"), id="soak"),
+        pytest.param(
+            ["--gpucluster-soak=2 h", "--gpucluster-profile=quick"],
+            {},
+            ("quick", "command line"),
+            id="one that is named",
+        ),
+        pytest.param([], {"GPUCLUSTER_SOAK": "2 h"}, ("soak", "--gpucluster-soak, environment"), id="environment"),
+    ],
+)
+def test_the_length_of_the_burn_in_overrides_the_workload_and_takes_the_profile_soak(
+    configure: Any, arguments: list[str], environ: dict[str, str], profile: tuple[str, str]
+) -> None:
+    settings = resolve(configure(*arguments, "--gpucluster-workload=health.load=2s"), environ)
+    assert [str(override) for override in settings.overrides] == ["health.load=2s", "burn_in.duration=2 h"]
+    assert (settings.profile, settings.settings["profile"].origin) == profile
+    assert settings.to_json()["soak"]["value"] == "burn_in.duration=2 h"
 
 
 def test_the_settings_that_were_chosen_are_told_with_their_origin(configure: Any) -> None:

@@ -201,7 +201,10 @@ def test_what_an_operator_sees_is_what_the_code_says(text: str) -> None:
         " is not surely ",
         " is inconclusive: ",
         " is {found} of {of_whom}",
+        " (look at the node)",
+        "the slowest at {",
         " carries it, expected is ",
+        '"isolated: "',
         "{codes}: {places}",
     )
     told = {
@@ -209,6 +212,8 @@ def test_what_an_operator_sees_is_what_the_code_says(text: str) -> None:
         "hangs {place}": "hangs at",
         "_beyond(metric, of[rank].value, limit)": " GB/s < ",
         " is {found} of {of_whom}": " is 0.62 of the median of the ",
+        "the slowest at {": "the slowest at 3.1 GB/s",
+        '"isolated: "': "isolated: node-c; ",
         "{codes}: {places}": "ecc_uncorrected: GPU 3 (",
     }
     mine = [piece for piece in pieces if told.get(piece, piece) in text]

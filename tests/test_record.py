@@ -196,12 +196,14 @@ def test_another_attempt_starts_clean_and_what_the_first_one_said_stays() -> Non
     test = made(SETUP, ("call", "failed", "boom"))
     test.measurements = [{"metric": "x"}]
     test.sections = [("Captured stdout call", "x")]
+    test.telemetry = {0: {"lost": "gone"}}
     test.start_again("ignored")
     add(test, "setup", "passed")
     add(test, "call", "passed")
     line = test.line()
     assert (line["outcome"], line["message"], line["text"]) == ("passed", "", "")
     assert (line["measurements"], line["sections"]) == ([], [])
+    assert "telemetry" not in line
     assert line["attempts"] == 2
     assert line["properties"] == [["attempt 1", "failed: boom"]]
 
@@ -221,6 +223,14 @@ def test_a_line_is_plain_json() -> None:
     line = made(SETUP, ("call", "failed", "c")).line()
     assert json.loads(json.dumps(line)) == line
     assert line["type"] == "test"
+
+
+def test_what_the_gpus_did_is_on_record_by_rank_where_there_are_any() -> None:
+    test = made(SETUP)
+    test.telemetry = {1: {"throttle": []}, 0: {"throttle": ["hw_thermal"]}}
+    line = test.line()
+    assert line["telemetry"] == {"0": {"throttle": ["hw_thermal"]}, "1": {"throttle": []}}
+    assert json.loads(json.dumps(line)) == line
 
 
 def test_a_message_of_many_lines_is_one_on_record() -> None:

@@ -186,6 +186,14 @@ def room(
             "needs --gpucluster-data images=PATH, and it was not given",
             id="no data",
         ),
+        pytest.param({"needs_scheduler": marker("slurm")}, replace(room(), scheduler="slurm"), None, id="Slurm"),
+        pytest.param(
+            {"needs_scheduler": marker(name="kubernetes")},
+            replace(room(), scheduler="slurm"),
+            "needs a job of kubernetes, and this is none",
+            id="another scheduler",
+        ),
+        pytest.param({"needs_scheduler": marker("slurm")}, room(), "needs a job of slurm, and this is none", id="none"),
     ],
 )
 def test_a_test_does_not_run_where_it_has_no_room(markers: dict[str, Any], place: Room, why: str | None) -> None:
@@ -250,3 +258,18 @@ def test_data_that_no_option_gives_are_refused(bad: Any, end: str) -> None:
     with pytest.raises(pytest.UsageError) as caught:
         why_not_applicable(item, room())
     assert str(caught.value) == (f"a.py::test: the marker needs_data(name) needs one of images, function_calls, {end}")
+
+
+@pytest.mark.parametrize(
+    ("bad", "end"),
+    [
+        pytest.param(marker(), "not None", id="nothing"),
+        pytest.param(marker("Slurm"), "not 'Slurm'; did you mean 'slurm'?", id="a capital letter"),
+        pytest.param(marker(3), "not 3", id="a number"),
+    ],
+)
+def test_a_scheduler_that_nobody_knows_is_not_taken_for_any_scheduler(bad: Any, end: str) -> None:
+    item: Any = Marked(needs_scheduler=bad)
+    with pytest.raises(pytest.UsageError) as caught:
+        why_not_applicable(item, room())
+    assert str(caught.value) == (f"a.py::test: the marker needs_scheduler(name) needs one of slurm, kubernetes, {end}")

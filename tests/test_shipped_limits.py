@@ -195,7 +195,9 @@ def with_peak() -> Iterator[tuple[Limit, float]]:
     for limit in JUDGED:
         metric = metrics.known(limit.metric)
         peak = peak_of(metric, SHIPPED.skus.get(limit.sku))
-        if peak is not None and metric.peak_is_bound:
+        # Across nodes the fabric carries it, and no link of a GPU bounds it.
+        across = metric.peak in hardware.LINK_PEAKS and run_of(limit).nnodes > 1
+        if peak is not None and metric.peak_is_bound and not across:
             yield limit, peak
 
 
@@ -221,7 +223,9 @@ def test_a_rank_behind_the_others_fails(limit: Limit) -> None:
     assert verdict.measurements[0].worst_rank == 1
     assert verdict.measurements[0].ratio_to_median == pytest.approx(ratio * 0.99)
     kept_the_floor = healthy * ratio * 0.99 >= (limit.min or 0)
-    assert ("of the median of the 7 other ranks" in verdict.message) == kept_the_floor
+    others = run_of(limit).world_size - 1
+    told = f"of the median of the {others} other ranks" if others > 1 else "of the other rank"
+    assert (told in verdict.message) == kept_the_floor
 
 
 def test_the_h100_rule_for_stragglers_is_stricter_than_the_floor() -> None:
@@ -334,9 +338,10 @@ def test_every_shipped_figure_agrees_with_the_source_it_cites(limit: Limit) -> N
     source, _, ratio = limit.source.partition("; ratio: ")
     peak = peak_of(metrics.known(limit.metric), SHIPPED.skus.get(limit.sku))
     share = re.match(r"0\.90 of (\S+ [A-Za-z/]+S?)", source)
-    if source == "derived: 0.70 of peak":
+    derived = re.fullmatch(r"derived: (0\.\d\d) of peak", source)
+    if derived:
         assert peak is not None
-        assert limit.min == pytest.approx(0.7 * peak, rel=1e-9)
+        assert limit.min == pytest.approx(float(derived[1]) * peak, rel=1e-9)
     elif share:
         measured = units.parse(share[1].rstrip(","), like=limit.unit).to(limit.unit)
         # Rounded down to a readable figure.

@@ -368,6 +368,30 @@ def test_ctrl_c_in_a_test_leaves_a_report(project: Project) -> None:
     assert left.verdicts["test_after"].startswith("skipped: not run: ")
 
 
+def test_what_was_measured_before_ctrl_c_is_on_record_and_is_no_pass(project: Project) -> None:
+    project.suite(
+        """
+        import pytest
+
+        @pytest.mark.criterion("speed")
+        def test_it(measure, record_property):
+            record_property("reached", "half of it")
+            measure("matmul.fp32.tflops", 1, unit="TFLOPS", n=256)
+            raise KeyboardInterrupt("after half of it")
+
+        def test_after(): pass
+        """
+    )
+    left = project.run()
+    assert (left.exit, left.end) == (2, ("BROKEN", 2))
+    assert left.verdicts["test_it"].startswith("error: interrupted (Ctrl-C) on rank 0")
+    assert left.verdicts["test_it"].endswith("during call of test_it.py::test_it: after half of it")
+    assert left.verdicts["test_after"].startswith("skipped: not run: ")
+    (result,) = (each for each in left.journal.results if each.nodeid.endswith("test_it"))
+    assert (result.outcome, result.properties) == ("error", (("reached", "half of it"),))
+    assert [(one.metric, one.value) for one in result.measurements] == [("matmul.fp32.tflops", 1.0)]
+
+
 @pytest.mark.parametrize("option", ["-x", "--maxfail=1"])
 def test_stopping_at_the_first_failure_leaves_the_rest_not_run(project: Project, option: str) -> None:
     project.suite("def test_it(): assert 0\ndef test_after(): pass")

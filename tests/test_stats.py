@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from fractions import Fraction
 from random import Random
 
 import pytest
@@ -115,3 +116,18 @@ def test_an_interval_that_is_exactly_as_sure_as_it_must_be_is_enough() -> None:
 def test_too_few_samples_cannot_enclose_their_median(count: int) -> None:
     with pytest.raises(ValueError, match="cannot enclose"):
         stats.median_interval([1.0] * count)
+
+
+@pytest.mark.parametrize("count", [6, 12, 100, 1000, 1100, 3000])
+def test_the_interval_of_the_median_is_that_of_the_binomial_distribution(count):
+    low, high = stats.median_interval([float(sample) for sample in range(1, count + 1)])
+    assert low + high == count + 1
+    rank = int(low)
+    outside = Fraction(sum(math.comb(count, k) for k in range(rank)), 2**count)
+    further = Fraction(sum(math.comb(count, k) for k in range(rank + 1)), 2**count)
+    assert outside <= Fraction("0.025") + Fraction(1, 10**15) < further
+
+
+def test_the_interval_of_very_many_samples_takes_no_time_to_speak_of():
+    low, high = stats.median_interval([float(sample) for sample in range(40_000)])
+    assert 19_700 < low < 20_000 < high < 20_300

@@ -1,90 +1,13 @@
-"""Telemetry: what is seen of a GPU during a window, and that NVML never disturbs what is measured."""
+"""Telemetry: what a window's readings are summed up to."""
 
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
-from fake_nvml import FakeNvml
 
 from pytest_gpucluster import nvml, telemetry
-from pytest_gpucluster.nvml import NotAvailable
-from pytest_gpucluster.telemetry import QUERIES, Sampler, summary
-
-GPU = "GPU-1f2e3d4c"
-DEADLINE = 30.0
-"""Seconds after which a test gives up. Nothing here depends on how long it takes."""
-NEVER = 3600.0
-
-VALUES = {
-    "clock.sm": 1755,
-    "clock.memory": 2619,
-    "power.draw": 698.25,
-    "temperature.gpu": 67,
-    "utilization.gpu": 99,
-    "throttle.reasons": ("gpu_idle", "sw_power_cap"),
-}
-LOST = NotAvailable("the GPU is lost", "lost")
-
-
-def turns(*values: Any, then: Any) -> Callable[[], Any]:
-    """Answer with each value once, then always with the last."""
-    left = iter(values)
-    return lambda: next(left, then)
-
-
-class Passes:
-    """Counts how often all queries were asked. The last query of a pass counts."""
-
-    def __init__(self, value: Any = ()) -> None:
-        self._value = value
-        self._condition = threading.Condition()
-        self.count = 0
-
-    def __call__(self) -> Any:
-        with self._condition:
-            self.count += 1
-            self._condition.notify_all()
-        return self._value
-
-    def wait_for(self, count: int) -> None:
-        with self._condition:
-            assert self._condition.wait_for(lambda: self.count >= count, DEADLINE)
-
-
-class Hang:
-    """A query that does not answer until it is let go."""
-
-    def __init__(self) -> None:
-        self.asked = threading.Event()
-        self.let_go = threading.Event()
-
-    def __call__(self) -> Any:
-        self.asked.set()
-        assert self.let_go.wait(DEADLINE)
-        return 1000
-
-
-@pytest.fixture
-def sampler() -> Iterator[Callable[..., Sampler]]:
-    made = []
-
-    def make(values: dict[str, Any], interval_seconds: float = 0.001, **more: Any) -> Sampler:
-        more = {"leave_seconds": DEADLINE, **more}
-        made.append(Sampler(FakeNvml({GPU: values}), GPU, interval_seconds, **more))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each._leave_seconds = DEADLINE
-        each.close()
-        assert each._thread is None or not each._thread.is_alive()
-
-
-# ---- the summary
+from pytest_gpucluster.telemetry import OF_THE_CARD, QUERIES, THROTTLE, checked, nothing, summary
 
 
 def test_each_series_is_summed_up_as_least_median_and_most() -> None:
@@ -118,275 +41,43 @@ def test_what_is_read_is_what_nvml_can_be_asked_for() -> None:
     assert [units[key] for key in QUERIES if key != telemetry.THROTTLE] == ["MHz", "MHz", "W", "degC", "%"]
 
 
-# ---- windows
+def test_what_the_card_tells_of_itself_can_be_asked_for() -> None:
+    assert {key: nvml.QUERIES[query].unit for key, query in OF_THE_CARD.items()} == {
+        "sm_clock_max_mhz": "MHz",
+        "slowdown_celsius": "degC",
+    }
+    told = summary({}, seconds=1, not_available={}, card={"sm_clock_max_mhz": 1980, "slowdown_celsius": 89.04})
+    assert (told["sm_clock_max_mhz"], told["slowdown_celsius"]) == (1980, 89.0)
 
 
-def test_a_window_tells_what_the_gpu_did_in_it(sampler: Callable[..., Sampler]) -> None:
-    passes = Passes(VALUES["throttle.reasons"])
-    clock = turns(1740, 1980, then=1755)
-    with sampler({**VALUES, "clock.sm": clock, "throttle.reasons": passes}).window() as window:
-        passes.wait_for(5)
-    told = window.summary()
-    assert told["samples"] >= 5
-    assert told["sm_clock_mhz"] == [1740, 1755, 1980]
-    assert told["power_watts"] == [698.2, 698.2, 698.2]
-    assert told["temperature_celsius"] == [67, 67, 67]
-    assert told["utilization_percent"] == [99, 99, 99]
-    assert told["throttle"] == ["sw_power_cap"]
-    assert told["not_available"] == {}
-    assert told["seconds"] > 0
+def test_each_throttle_reason_has_its_part_of_the_time() -> None:
+    readings = {THROTTLE: (("hw_thermal",), ("gpu_idle",), ("hw_thermal", "sw_power_cap"))}
+    spent = {"hw_thermal": 6.2, "sw_power_cap": 2.0, "gpu_idle": 3.8}
+    told = summary(readings, seconds=10.0, not_available={}, throttle_seconds=spent)
+    assert told["throttle_share"] == {"hw_thermal": 0.62, "sw_power_cap": 0.2}
+
+
+def test_no_part_of_the_time_is_more_than_all_of_it() -> None:
+    readings = {THROTTLE: (("hw_thermal",),)}
+    for seconds in (0.0, 1.0):
+        told = summary(readings, seconds=seconds, not_available={}, throttle_seconds={"hw_thermal": 1.1})
+        assert told["throttle_share"] == {"hw_thermal": 1.0}
+
+
+def test_a_window_without_a_reading_says_why_of_every_key() -> None:
+    told = nothing("no sampler here", seconds=2.5)
+    assert told == {"seconds": 2.5, "samples": 0, "not_available": dict.fromkeys(QUERIES, "no sampler here")}
     assert json.loads(json.dumps(told)) == told
 
 
-def test_a_window_shorter_than_the_interval_has_one_reading(sampler: Callable[..., Sampler]) -> None:
-    with sampler(VALUES, NEVER).window() as window:
-        pass
-    assert window.summary()["samples"] == 1
-    assert window.summary()["sm_clock_mhz"] == [1755, 1755, 1755]
+@pytest.mark.parametrize("value", ["fast", float("nan"), float("inf"), True, None, (1, 2)], ids=repr)
+def test_what_is_no_number_is_no_reading(value: object) -> None:
+    with pytest.raises(ValueError, match="NVML gave"):
+        checked("sm_clock_mhz", value)
 
 
-def test_nothing_is_asked_outside_a_window(sampler: Callable[..., Sampler]) -> None:
-    passes = Passes()
-    watched = sampler({**VALUES, "throttle.reasons": passes})
-    with watched.window():
-        passes.wait_for(1)
-    before = passes.count
-    with watched._condition:
-        watched._condition.wait_for(lambda: False, 0.05)  # time for many passes
-    assert passes.count <= before + 1, "at most the pass that was under way"
-
-
-def test_a_short_window_costs_one_pass(sampler: Callable[..., Sampler]) -> None:
-    passes = Passes()
-    watched = sampler({**VALUES, "throttle.reasons": passes}, NEVER)
-    for _ in range(50):
-        with watched.window():
-            pass
-    assert passes.count == 50
-
-
-def test_a_window_that_was_never_opened_says_so() -> None:
-    told = Sampler(FakeNvml({GPU: VALUES}), GPU).window().summary()
-    assert told["samples"] == 0
-    assert set(told["not_available"]) == set(QUERIES)
-
-
-def test_windows_can_follow_and_overlap(sampler: Callable[..., Sampler]) -> None:
-    watched = sampler(VALUES, NEVER)
-    with watched.window() as outer:
-        with watched.window() as first:
-            pass
-        with watched.window() as second:
-            pass
-    assert [window.summary()["samples"] for window in (first, second)] == [1, 1]
-    assert outer.summary()["samples"] == 2
-
-
-def test_a_window_that_is_entered_again_adds_up(sampler: Callable[..., Sampler]) -> None:
-    watched = sampler(VALUES, NEVER)
-    window = watched.window()
-    for _ in range(2):
-        with window:
-            pass
-    assert window.summary()["samples"] == 2
-
-
-def test_a_window_is_not_entered_while_it_is_open(sampler: Callable[..., Sampler]) -> None:
-    with sampler(VALUES).window() as window, pytest.raises(RuntimeError, match="open already"):
-        window.__enter__()
-
-
-def test_windows_of_many_threads_each_have_their_readings(sampler: Callable[..., Sampler]) -> None:
-    watched = sampler(VALUES)
-    told: list[dict[str, Any]] = []
-
-    def measure() -> None:
-        for _ in range(20):
-            with watched.window() as window:
-                pass
-            told.append(window.summary())
-
-    threads = [threading.Thread(target=measure) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE)
-    assert len(told) == 160
-    assert all(each["samples"] >= 1 and each["not_available"] == {} for each in told)
-
-
-def test_an_error_in_the_measurement_passes_through(sampler: Callable[..., Sampler]) -> None:
-    with pytest.raises(ZeroDivisionError), sampler(VALUES, NEVER).window() as window:
-        _ = 1 / 0
-    assert window.summary()["samples"] == 1
-
-
-def test_on_cpu_windows_do_nothing() -> None:
-    watched = Sampler(None, None)
-    with watched.window() as window:
-        pass
-    assert window.summary() == {}
-    assert watched._thread is None
-    watched.close()
-
-
-# ---- NVML at its worst
-
-
-def test_without_nvml_a_window_says_why() -> None:
-    watched = Sampler(None, GPU, why_not="NVML is not available: no driver library")
-    with watched.window() as window:
-        pass
-    told = window.summary()
-    assert told["samples"] == 0
-    assert told["not_available"] == dict.fromkeys(QUERIES, "NVML is not available: no driver library")
-
-
-def test_a_query_without_an_answer_is_named_and_not_asked_again(sampler: Callable[..., Sampler]) -> None:
-    asked, passes = Passes(NotAvailable("no sensor")), Passes()
-    watched = sampler({**VALUES, "power.draw": asked, "throttle.reasons": passes})
-    for window in (watched.window(), watched.window()):
-        with window:
-            passes.wait_for(passes.count + 3)
-        told = window.summary()
-        assert told["not_available"] == {"power_watts": "no sensor"}
-        assert "power_watts" not in told
-        assert told["samples"] >= 3
-    assert asked.count == 1
-
-
-@pytest.mark.parametrize(
-    ("answer", "why"),
-    [
-        pytest.param(NotAvailable("busy", "failed"), "busy", id="a failure of NVML"),
-        pytest.param(RuntimeError("broken"), "RuntimeError: broken", id="any other error"),
-        pytest.param("fast", "ValueError: NVML gave 'fast'", id="text for a number"),
-        pytest.param(float("nan"), "ValueError: NVML gave nan", id="NaN"),
-        pytest.param(True, "ValueError: NVML gave True", id="a truth value"),
-        pytest.param(None, "ValueError: NVML gave None", id="nothing"),
-    ],
-)
-def test_a_failure_costs_only_its_own_key_and_only_in_this_window(
-    sampler: Callable[..., Sampler], answer: Any, why: str
-) -> None:
-    watched = sampler({**VALUES, "clock.sm": turns(answer, then=1755)}, NEVER)
-    with watched.window() as first:
-        pass
-    with watched.window() as second:
-        pass
-    assert first.summary()["not_available"] == {"sm_clock_mhz": why}
-    assert first.summary()["power_watts"] == [698.2, 698.2, 698.2]
-    assert second.summary()["sm_clock_mhz"] == [1755, 1755, 1755]
-    assert second.summary()["not_available"] == {}
-
-
-def test_throttle_reasons_that_are_no_names_are_not_believed(sampler: Callable[..., Sampler]) -> None:
-    with sampler({**VALUES, "throttle.reasons": "sw_power_cap"}, NEVER).window() as window:
-        pass
-    assert window.summary()["not_available"] == {"throttle": "ValueError: NVML gave 'sw_power_cap'"}
-
-
-def test_a_lost_gpu_is_on_record_with_what_was_read_before(sampler: Callable[..., Sampler]) -> None:
-    temperature = Passes(67)
-    watched = sampler({**VALUES, "temperature.gpu": temperature, "power.draw": turns(700, 700, then=LOST)})
-    with watched.window() as window, watched._condition:
-        assert watched._condition.wait_for(lambda: window.lost, DEADLINE)
-    told = window.summary()
-    assert told["lost"] == "the GPU is lost"
-    assert told["not_available"] == dict.fromkeys(QUERIES, "the GPU is lost")
-    assert told["power_watts"] == [700, 700, 700]
-    assert temperature.count == 2  # nothing more is asked of a lost GPU
-    with watched.window() as after:
-        pass
-    assert after.summary()["lost"] == "the GPU is lost"
-
-
-def test_a_gpu_that_is_not_lost_is_not_said_to_be(sampler: Callable[..., Sampler]) -> None:
-    with sampler(VALUES, NEVER).window() as window:
-        pass
-    assert "lost" not in window.summary()
-
-
-def test_nvml_that_hangs_does_not_keep_the_measurement(sampler: Callable[..., Sampler]) -> None:
-    hang = Hang()
-    watched = sampler({**VALUES, "power.draw": hang}, leave_seconds=0.01)
-    with watched.window() as window:
-        assert hang.asked.wait(DEADLINE)
-    told = window.summary()
-    assert told["sm_clock_mhz"] == [1755, 1755, 1755]
-    assert told["not_available"]["power_watts"].startswith("NVML has not answered for ")
-    assert told["not_available"]["temperature_celsius"] == "not asked: NVML does not answer for power_watts"
-    # A window that opens while NVML still hangs neither waits nor starts a second thread to hang.
-    with watched.window() as next_window:
-        pass
-    assert next_window.summary()["samples"] == 0
-    assert "sm_clock_mhz" in next_window.summary()["not_available"]
-    assert [thread.name for thread in threading.enumerate()].count("gpucluster-telemetry") == 1
-    hang.let_go.set()
-
-
-def test_a_hang_after_some_readings_is_named_too(sampler: Callable[..., Sampler]) -> None:
-    hang = Hang()
-    answers = turns(lambda: 700, lambda: 701, then=hang)
-    watched = sampler({**VALUES, "power.draw": lambda: answers()()}, leave_seconds=0.01)
-    with watched.window() as window:
-        assert hang.asked.wait(DEADLINE)
-        with watched._condition:
-            assert not watched._condition.wait_for(lambda: False, 0.02)
-    told = window.summary()
-    assert told["power_watts"] == [700, 700.5, 701]
-    assert set(told["not_available"]) == {"power_watts"}
-    hang.let_go.set()
-
-
-def test_what_nvml_says_after_a_window_was_left_is_not_its_own(sampler: Callable[..., Sampler]) -> None:
-    hang = Hang()
-    watched = sampler({**VALUES, "power.draw": hang}, leave_seconds=0.01)
-    with watched.window() as window:
-        assert hang.asked.wait(DEADLINE)
-    before = window.summary()
-    hang.let_go.set()
-    with watched._condition:
-        assert watched._condition.wait_for(lambda: watched._asked is None, DEADLINE)
-    assert window.summary() == before
-
-
-def test_without_a_thread_the_measurement_goes_on(
-    sampler: Callable[..., Sampler], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    watched = sampler(VALUES)
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        with watched.window() as window:
-            pass
-    assert set(window.summary()["not_available"].values()) == {"no thread for the readings: can't start new thread"}
-    with watched.window() as again:
-        pass
-    assert again.summary()["samples"] >= 1
-
-
-def test_a_closed_sampler_asks_nothing_and_says_so(sampler: Callable[..., Sampler]) -> None:
-    watched = sampler(VALUES, NEVER)
-    with watched.window():
-        pass
-    watched.close()
-    with watched.window() as window:
-        pass
-    assert set(window.summary()["not_available"].values()) == {"the sampler is closed"}
-
-
-def test_the_thread_ends_with_the_process() -> None:
-    watched = Sampler(FakeNvml({GPU: VALUES}), GPU, NEVER)
-    with watched.window():
-        assert watched._thread is not None
-        assert watched._thread.daemon
-    watched.close()
-
-
-@pytest.mark.parametrize("interval", [0.0, -1.0, float("inf"), float("nan")])
-def test_an_interval_is_a_positive_time(interval: float) -> None:
-    with pytest.raises(ValueError, match="positive number of seconds"):
-        Sampler(None, None, interval)
+def test_what_are_no_names_are_no_throttle_reasons() -> None:
+    assert checked(THROTTLE, ["hw_thermal"]) == ("hw_thermal",)
+    for value in ("sw_power_cap", [1], 4):
+        with pytest.raises(ValueError, match="NVML gave"):
+            checked(THROTTLE, value)

@@ -13,16 +13,20 @@ from pytest_gpucluster.workload_file import Loaded, Override, find, key_tree, lo
 from pytest_gpucluster.workloads import KEYS, PROFILES
 
 SHIPPED = Path(__file__).parent.parent / "acceptance" / "workloads.yaml"
-FIRST = """\
+COLLECTIVES = """\
+      collectives:
+        {sizes: [64 kB], latency_sizes: [16 B], warmup: 0 s, window: 200 ms, longest: 1 s, tolerance: 300 %}
+"""
+FIRST = f"""\
 schema_version: 1
 profiles:
   cpu:
-    matmul: {sizes: [128, 256], warmup: 0 s, window: 200 ms, longest: 1 s, tolerance: 50 %}
-    hbm: {sizes: 8 MiB, warmup: 0 s, window: 200 ms, longest: 1 s, tolerance: 50 %}
+    matmul: {{sizes: [128, 256], warmup: 0 s, window: 200 ms, longest: 1 s, tolerance: 50 %}}
+    hbm: {{sizes: 8 MiB, warmup: 0 s, window: 200 ms, longest: 1 s, tolerance: 50 %}}
     nccl:
       all_reduce:
-        {sizes: [64 kB], latency_sizes: [8 B], warmup: 0 s, window: 200 ms, longest: 1 s, tolerance: 50 %}
-    health: {load: 50 ms, mig: off, product_size: 64}
+        {{sizes: [64 kB], latency_sizes: [8 B], warmup: 0 s, window: 200 ms, longest: 1 s, tolerance: 50 %}}
+{COLLECTIVES}    health: {{load: 50 ms, mig: off, product_size: 64}}
 """
 
 
@@ -160,9 +164,9 @@ BROKEN = {
         ["5:25: duplicate key 'sizes'; the first one is at line 5"],
     ),
     "a section without its level": (
-        replaced("      all_reduce:\n        {sizes:", "      {sizes:"),
+        replaced("      all_reduce:\n        {sizes:", "      {sizes:").replace(COLLECTIVES, ""),
         [
-            f"7:{column}: unknown key {key!r}; allowed are all_reduce"
+            f"7:{column}: unknown key {key!r}; allowed are all_reduce, collectives"
             for column, key in (
                 *((8, "sizes"), (24, "latency_sizes"), (46, "warmup")),
                 *((59, "window"), (75, "longest"), (89, "tolerance")),
@@ -171,7 +175,7 @@ BROKEN = {
     ),
     "a value for a section": (
         replaced("    health: {load: 50 ms, mig: off, product_size: 64}", "    health: off"),
-        ["9:13: health is no mapping; it must be keys with values"],
+        ["11:13: health is no mapping; it must be keys with values"],
     ),
     "a missing key": (
         replaced("{load: 50 ms, ", "{"),
@@ -186,11 +190,11 @@ BROKEN = {
         ],
     ),
     "empty list": (replaced("[128, 256]", "[]"), ["4:21: the list is empty"]),
-    "empty value": (replaced("load: 50 ms", "load:"), ["9:19: health.load is empty"]),
+    "empty value": (replaced("load: 50 ms", "load:"), ["11:19: health.load is empty"]),
     "an empty item": (replaced("[128, 256]", "[128, ~]"), ["4:27: matmul.sizes is empty"]),
     "a list for a value": (
         replaced("load: 50 ms", "load: [50 ms]"),
-        ["9:20: health.load must be a single value, not a list"],
+        ["11:20: health.load must be a single value, not a list"],
     ),
     "a mapping in a list": (
         replaced("[128, 256]", "[128, {n: 256}]"),
@@ -206,11 +210,11 @@ BROKEN = {
     ),
     "wrong unit": (
         replaced("load: 50 ms", "load: 50 MB"),
-        ["9:20: health.load: MB is a unit of amount of data; s or another unit of time is needed"],
+        ["11:20: health.load: MB is a unit of amount of data; s or another unit of time is needed"],
     ),
     "unknown unit": (
         replaced("load: 50 ms", "load: 50 msec"),
-        ["9:20: health.load: unknown unit 'msec'; did you mean 'ms'?"],
+        ["11:20: health.load: unknown unit 'msec'; did you mean 'ms'?"],
     ),
     "not a number": (
         replaced("tolerance: 50 %", "tolerance: .nan %"),
@@ -232,7 +236,7 @@ BROKEN = {
     ),
     "a word that is none": (
         replaced("mig: off", "mig: no"),
-        ["9:32: health.mig: 'no' is not off or on"],
+        ["11:32: health.mig: 'no' is not off or on"],
     ),
     "a window longer than its longest time": (
         replaced("window: 200 ms", "window: 2 s"),
@@ -275,7 +279,7 @@ BROKEN = {
                 for place, section in (("4:82", "matmul"), ("5:79", "hbm"), ("8:102", "nccl.all_reduce"))
             ),
             "8:42: nccl.all_reduce.latency_sizes: '7 B' is 7 B, which is no multiple of 4 B",
-            "9:20: health.load: 'soon' is no quantity: write a decimal number and a unit, such as '400 s'",
+            "11:20: health.load: 'soon' is no quantity: write a decimal number and a unit, such as '400 s'",
         ],
     ),
 }

@@ -62,7 +62,7 @@ def test_every_attribute_of_a_workload_but_its_name_is_a_section_of_the_file() -
     attributes = [field.name for field in dataclasses.fields(Workload)]
     assert attributes == ["profile", *(section.attribute for section in SECTIONS)]
     paths = [section.path for section in SECTIONS]
-    assert paths[:5] == ["matmul", "hbm", "nccl.all_reduce", "health", "training"]
+    assert paths[:4] == ["matmul", "hbm", "nccl.all_reduce", "nccl.collectives"]
     assert len(set(paths)) == len(paths)
 
 

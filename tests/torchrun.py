@@ -31,7 +31,7 @@ from pytest_gpucluster import journal
 HERE = Path(__file__).parent
 SUITES = HERE / "faults" / "suites"
 SCHEMA = xmlschema.XMLSchema(str(HERE / "data" / "junit-10.xsd"))
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 120.0
 """Generous: no run here should take a third of it."""
 _POLL_SECONDS = 0.02
 _LET_END_SECONDS = 3.0

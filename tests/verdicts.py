@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from pytest_gpucluster import thresholds
 from pytest_gpucluster.judge import Judgement, judge
 from pytest_gpucluster.limits import Thresholds
 from pytest_gpucluster.metrics import Measurement, measurement
+from pytest_gpucluster.misses import NOTHING
 
 LIMITS = thresholds.load()
 BUSBW = "nccl.all_reduce.busbw"
@@ -28,6 +30,7 @@ def hold(
     sku: str | None = "H100 SXM",
     gpu_name: str | None = "NVIDIA H100 80GB HBM3",
     limits: Thresholds = LIMITS,
+    meanwhile: Mapping[int, Mapping[str, Any]] = NOTHING,
 ) -> Judgement:
     return judge(
         by_rank,
@@ -36,6 +39,7 @@ def hold(
         limits=limits,
         sku=sku,
         gpu_name=gpu_name,
+        meanwhile=meanwhile,
     )
 
 

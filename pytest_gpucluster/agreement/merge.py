@@ -27,6 +27,8 @@ class RankOutcome:
     text: str = ""
     measurements: Sequence[Mapping[str, Any]] = ()
     sections: Sequence[tuple[str, str]] = ()
+    telemetry: Mapping[str, Any] = field(default_factory=dict)
+    """What this rank's GPU did during the body, and what its counters have counted."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON types; a bare pass is small."""
@@ -39,6 +41,8 @@ class RankOutcome:
             body["m"] = list(self.measurements)
         if self.sections:
             body["s"] = [list(section) for section in self.sections]
+        if self.telemetry:
+            body["t"] = dict(self.telemetry)
         return body
 
     @classmethod
@@ -51,6 +55,7 @@ class RankOutcome:
             text=body.get("text", ""),
             measurements=body.get("m", ()),
             sections=[(title, content) for title, content in body.get("s", ())],
+            telemetry=body.get("t", {}),
         )
 
 
@@ -69,7 +74,8 @@ class Merged:
     table: str = ""
     """What was measured, for the terminal; reports make their own from the journal."""
     judged: bool = False
-    """The text begins with the judgement on the measurements, which pytest's own traceback lacks."""
+    """The text has what pytest's own traceback lacks: the judgement on the measurements, or a fault that was counted
+    beside the failure."""
 
 
 def merge(outcomes: Sequence[RankOutcome], names: Mapping[int, str], *, unfinished: str = "") -> Merged:

@@ -74,7 +74,7 @@ def measure_rate(
         WrongResult: from ``work.verify``.
         InconclusiveMeasurement: the clock did not advance.
     """
-    bursts = _Bursts(work, clock)
+    bursts = Bursts(work, clock)
     bursts.warm_up(sampling.warmup_seconds)
     per_block = bursts.operations_in(min(BLOCK_SECONDS, sampling.window_seconds / MIN_SAMPLES))
     rates: list[float] = []
@@ -92,7 +92,7 @@ def measure_rate(
     return Rate(per_second=series(rates, sampling), timed=per_block * len(rates), verified=bursts.done)
 
 
-class _Bursts:
+class Bursts:
     """Starts operations, times and verifies them."""
 
     def __init__(self, work: Work, clock: Clock) -> None:
@@ -106,7 +106,7 @@ class _Bursts:
         # The first operation takes far longer than the others: what one takes is known from the second burst on, and
         # the count may only grow step by step.
         while bursts < 2 or spent < seconds:
-            spent += self._burst(count)
+            spent += self.burst(count)
             bursts += 1
             count = max(1, min(10 * count, self.operations_in(BLOCK_SECONDS), self._work.most_at_once))
 
@@ -121,10 +121,16 @@ class _Bursts:
         seconds = 0.0
         # No generator: as a frame in a traceback its closure would keep the work, and all its memory, alive.
         for begin, end in itertools.pairwise(ends):
-            seconds += self._burst(end - begin)
+            seconds += self.burst(end - begin)
         return seconds
 
-    def _burst(self, count: int) -> float:
+    def burst(self, count: int) -> float:
+        """Do so many operations in one timed region, and verify them; return their seconds.
+
+        Raises:
+            WrongResult: from ``work.verify``.
+            InconclusiveMeasurement: the clock did not advance.
+        """
         batch = range(self.done, self.done + count)
         self._clock.get_ahead(count, seconds=count * self._each_seconds)
         with self._clock.region():

@@ -1,4 +1,8 @@
-"""How fast a group of ranks adds up its data, with the sums verified."""
+"""How fast a group of ranks adds up, gathers, spreads or passes on its data, with all of it verified.
+
+result = measure_collective("all_gather", group, device, payload_bytes=10**9, dtype="bf16", sampling=sampling)
+result.busbw.median          # bytes a second
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,12 @@ import torch
 import torch.distributed as dist
 
 from pytest_gpucluster.benchmarks.clock import RESOLUTION_SECONDS, Clock, clock_for
+from pytest_gpucluster.benchmarks.collective_calls import MOVES, Call, launches
 from pytest_gpucluster.benchmarks.collective_result import CollectiveResult
+from pytest_gpucluster.benchmarks.collective_shape import COLLECTIVES, SUMMED
 from pytest_gpucluster.benchmarks.footprint import free_bytes, memory_returned
-from pytest_gpucluster.benchmarks.payload import DTYPES, Payload, finite_calls, needed_bytes
+from pytest_gpucluster.benchmarks.moved_payload import MovedPayload
+from pytest_gpucluster.benchmarks.payload import DTYPES, Payload, needed_bytes
 from pytest_gpucluster.benchmarks.ranks import Ranks
 from pytest_gpucluster.benchmarks.window_plan import WindowPlan
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
@@ -28,6 +35,90 @@ Reduce = Callable[[torch.Tensor, dist.ProcessGroup], object]
 
 _PLENTY_BYTES = 2**52
 """Stands for free memory that nobody can tell: then the allocation itself will tell."""
+
+
+def _sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
+
+
+CALLS: dict[str, Call] = {"all_reduce": lambda sent, received, group: _sum(received, group), **MOVES}
+"""Name of each collective -> what one call of it is. Looked up when it is measured: that is where tests put a fault."""
+
+
+def measure_collective(
+    collective: str,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    payload_bytes: int,
+    dtype: str = "fp32",
+    sampling: Sampling,
+    during: AbstractContextManager[object] | None = None,
+    clock: Clock | None = None,
+    call: Call | None = None,
+    now: Callable[[], float] = time.monotonic,
+) -> CollectiveResult:
+    """Measure one collective of all ranks of a group, in seconds a call.
+
+    Collective: every rank of the group must call this, with the same collective, size, dtype and sampling.
+
+    A window is a barrier and then a number of calls one after the other. A sample is the time of one or more windows
+    over the number of their calls, on this rank. After each sample the ranks share theirs, and the first rank decides
+    for all whether more are wanted: it goes by the slowest rank's sample, and counts all time that passes. Where sums
+    take the place of their addends, the payload is made anew outside of the windows, often enough to keep them finite.
+
+    Every element is verified before the first window and after the last, each time with new data. A rank that finds
+    something wrong says so after its last collective, in order not to leave the others waiting.
+
+    An all_reduce and a broadcast (from the group's first rank) are in place, the others not. In a send_recv each rank
+    sends to the next one and gets from the one before, all at once.
+
+    Args:
+        collective: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast" or "send_recv".
+        group: the ranks that take part.
+        device: where this rank's payload is.
+        payload_bytes: the size as nccl-tests counts it (``collective_shape``). What is then moved, rounded to equal
+            parts, is in the result.
+        dtype: "fp32", "bf16" or "fp16".
+        sampling: how long to warm up and to measure, and how sure to be. What is not sure in time is returned as
+            inconclusive.
+        during: entered for the time of the windows that count, without warm-up and verification.
+        clock: takes the time; by default the device's own.
+        call: ``call(sent, received, group)``, by default what stands in ``CALLS`` by then.
+        now: the time of day of the first rank, in seconds.
+
+    Raises:
+        WrongResult: an element on this rank is wrong; names the rank, the count, the first element, and from which
+            rank it comes.
+        InconclusiveMeasurement: a rank's clock did not advance; on all ranks.
+        EnvironmentBroken: the ranks do not measure the same, or one has too little memory; on all ranks.
+        ValueError: an argument is out of its range, or this rank is not in the group.
+    """
+    if collective not in COLLECTIVES:
+        known = ", ".join(COLLECTIVES)
+        raise ValueError(f"a collective is one of {known}, not {collective!r}{did_you_mean(collective, COLLECTIVES)}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is one of {', '.join(DTYPES)}, not {dtype!r}{did_you_mean(dtype, DTYPES)}")
+    if payload_bytes < 1 or payload_bytes % DTYPES[dtype].itemsize:
+        raise ValueError(
+            f"payload_bytes must be a positive multiple of {DTYPES[dtype].itemsize} for {dtype}, not {payload_bytes}"
+        )
+    if dist.get_rank(group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in the group that it should measure")
+    try:
+        with memory_returned():
+            ranks = Ranks(group, device)
+            _agree(ranks, collective, payload_bytes, dtype, sampling, free=free_bytes(device))
+            return _Measured(
+                group,
+                ranks,
+                _payload(collective, group, device, payload_bytes, dtype),
+                clock or clock_for(device),
+                call or CALLS[collective],
+            ).measure(sampling, during or nullcontext(), now)
+    finally:
+        # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
+        del group
 
 
 def all_reduce(
@@ -44,98 +135,78 @@ def all_reduce(
 ) -> CollectiveResult:
     """Measure the in-place sum of one tensor over all ranks of a group, in seconds a call.
 
-    Collective: every rank of the group must call this, with the same size, dtype and sampling.
-
-    A window is a barrier and then a number of calls one after the other. A sample is the time of one or more windows
-    over the number of their calls, on this rank. After each sample the ranks share theirs, and the first rank decides
-    for all whether more are wanted: it goes by the slowest rank's sample, and counts all time that passes. The payload
-    is made anew outside of the windows, often enough to keep the growing sums finite.
-
-    The sums are verified before the first window and after the last. A rank that finds a wrong sum says so after its
-    last collective, in order not to leave the others waiting.
-
-    Args:
-        group: the ranks that take part.
-        device: where this rank's payload is.
-        payload_bytes: size of each rank's tensor.
-        dtype: "fp32", "bf16" or "fp16".
-        sampling: how long to warm up and to measure, and how sure to be. What is not sure in time is returned as
-            inconclusive.
-        during: entered for the time of the windows that count, without warm-up and verification.
-        clock: takes the time; by default the device's own.
-        reduce: ``reduce(tensor, group)``, by default ``torch.distributed.all_reduce``.
-        now: the time of day of the first rank, in seconds.
-
-    Raises:
-        WrongResult: a sum on this rank is wrong; names the rank, the count and the first element.
-        InconclusiveMeasurement: a rank's clock did not advance; on all ranks.
-        EnvironmentBroken: the ranks do not measure the same, or one has too little memory; on all ranks.
-        ValueError: an argument is out of its range, or this rank is not in the group.
+    Collective: every rank of the group must call this. Arguments, result and errors are those of
+    :func:`measure_collective`; ``reduce(tensor, group)`` stands for its ``call``.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype is one of {', '.join(DTYPES)}, not {dtype!r}{did_you_mean(dtype, DTYPES)}")
-    if payload_bytes < 1 or payload_bytes % DTYPES[dtype].itemsize:
-        raise ValueError(
-            f"payload_bytes must be a positive multiple of {DTYPES[dtype].itemsize} for {dtype}, not {payload_bytes}"
-        )
-    if dist.get_rank(group) < 0:
-        raise ValueError(f"rank {dist.get_rank()} is not in the group that it should measure")
     try:
-        with memory_returned():
-            return _made(group, device, payload_bytes, dtype, sampling, clock, reduce).measure(
-                sampling, during or nullcontext(), now
-            )
+        return measure_collective(
+            "all_reduce",
+            group,
+            device,
+            payload_bytes=payload_bytes,
+            dtype=dtype,
+            sampling=sampling,
+            during=during,
+            clock=clock,
+            call=None if reduce is None else lambda sent, received, of: reduce(received, of),
+            now=now,
+        )
     finally:
-        # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
-        del group
+        del group  # as above
 
 
-def _made(
-    group: dist.ProcessGroup,
-    device: torch.device,
-    payload_bytes: int,
-    dtype: str,
-    sampling: Sampling,
-    clock: Clock | None,
-    reduce: Reduce | None,
-) -> _AllReduce:
-    ranks = Ranks(group, device)
-    _agree(ranks, payload_bytes, dtype, sampling, free=free_bytes(device))
-    payload = Payload(group, device, payload_bytes, dtype)
-    return _AllReduce(group, ranks, payload, clock or clock_for(device), reduce or _sum)
+def _payload(
+    collective: str, group: dist.ProcessGroup, device: torch.device, payload_bytes: int, dtype: str
+) -> Payload | MovedPayload:
+    if collective in SUMMED:
+        return Payload(group, device, payload_bytes, dtype, collective)
+    return MovedPayload(group, device, payload_bytes, dtype, collective)
 
 
-def _agree(ranks: Ranks, payload_bytes: int, dtype: str, sampling: Sampling, *, free: int | None) -> None:
+def _agree(
+    ranks: Ranks, collective: str, payload_bytes: int, dtype: str, sampling: Sampling, *, free: int | None
+) -> None:
     """Find on all ranks what would let some wait for others that do something else, or that have failed."""
     known = _PLENTY_BYTES if free is None else free
-    mine = [payload_bytes, list(DTYPES).index(dtype), zlib.crc32(repr(sampling).encode()), known]
-    told = [[int(number) for number in numbers] for numbers in ranks.gather(mine)]
     names = list(DTYPES)
-    for index, (size, kind, sampled, _) in enumerate(told):
-        if [size, kind, sampled] != told[0][:3]:
-            first = f"{show(told[0][0], 'B')} {names[told[0][1]]}"
-            found = f"{show(size, 'B')} {names[kind]}" + ("" if sampled == told[0][2] else " for other times")
+    mine = [
+        COLLECTIVES.index(collective),
+        payload_bytes,
+        names.index(dtype),
+        zlib.crc32(repr(sampling).encode()),
+        known,
+    ]
+    told = [[int(number) for number in numbers] for numbers in ranks.gather(mine)]
+    for index, (which, size, kind, sampled, _) in enumerate(told):
+        if [which, size, kind, sampled] != told[0][:4]:
+            first, found = f"{show(told[0][1], 'B')} {names[told[0][2]]}", f"{show(size, 'B')} {names[kind]}"
+            if which != told[0][0]:
+                first, found = f"{COLLECTIVES[told[0][0]]} of {first}", f"{COLLECTIVES[which]} of {found}"
+            found += "" if sampled == told[0][3] else " for other times"
             raise EnvironmentBroken(
                 f"the ranks do not measure the same: {ranks.name(index)} {found}, {ranks.name(0)} {first}. "
                 "Give all nodes the same suite, profile and workload"
             )
-    needed = needed_bytes(payload_bytes, dtype)
-    least = min(range(len(told)), key=lambda index: told[index][3])
-    if told[least][3] < needed:
+    needed = needed_bytes(payload_bytes, dtype, collective=collective, ranks=ranks.count)
+    least = min(range(len(told)), key=lambda index: told[index][4])
+    if told[least][4] < needed:
+        section = "all_reduce" if collective == "all_reduce" else "collectives"
         raise EnvironmentBroken(
-            f"{ranks.name(least)}: an all_reduce of {show(payload_bytes, 'B')} {dtype} needs "
-            f"{show(needed / 2**30, 'GiB')} of memory with its verification, and "
-            f"{show(told[least][3] / 2**30, 'GiB')} are free. End what else uses the memory, or leave this size out "
-            "(--gpucluster-workload nccl.all_reduce.sizes=...)"
+            f"{ranks.name(least)}: {'an' if collective.startswith('a') else 'a'} {collective} of "
+            f"{show(payload_bytes, 'B')} {dtype} needs {show(needed / 2**30, 'GiB')} of memory with its verification, "
+            f"and {show(told[least][4] / 2**30, 'GiB')} are free. End what else uses the memory, or leave this size "
+            f"out (--gpucluster-sizes, or --gpucluster-workload nccl.{section}.sizes=...)"
         )
 
 
-class _AllReduce:
-    """One size and dtype on one group."""
+class _Measured:
+    """One collective, size and dtype on one group."""
 
-    def __init__(self, group: dist.ProcessGroup, ranks: Ranks, payload: Payload, clock: Clock, reduce: Reduce) -> None:
-        self._group, self._ranks, self._payload, self._clock, self._reduce = group, ranks, payload, clock, reduce
-        self._finite_calls = finite_calls(ranks.count, payload.dtype)
+    def __init__(
+        self, group: dist.ProcessGroup, ranks: Ranks, payload: Payload | MovedPayload, clock: Clock, call: Call
+    ) -> None:
+        self._group, self._ranks, self._payload, self._clock, self._call = group, ranks, payload, clock, call
+        self._launches = launches(payload.shape.collective, ranks.count)
 
     def measure(
         self, sampling: Sampling, during: AbstractContextManager[object], now: Callable[[], float]
@@ -159,8 +230,8 @@ class _AllReduce:
             for taken in ([times[dist.get_rank(self._group)] for times in samples], map(statistics.fmean, samples))
         )
         return CollectiveResult(
-            collective="all_reduce",
-            payload_bytes=self._payload.tensor.nbytes,
+            collective=self._payload.shape.collective,
+            payload_bytes=self._payload.shape.payload_bytes,
             dtype=self._payload.dtype,
             ranks=self._ranks.count,
             calls_per_window=plan.calls,
@@ -168,7 +239,7 @@ class _AllReduce:
             latency=mine,
             slowest_latency=slowest,
             mean_latency=mean,
-            verified_elements=len(findings) * self._payload.tensor.numel(),
+            verified_elements=len(findings) * self._payload.shape.received,
             sampling=sampling,
         )
 
@@ -178,7 +249,7 @@ class _AllReduce:
         while more:
             started = now()
             slowest = max(self._sample(plan))
-            plan = plan.after(slowest, now() - started, sampling=sampling, finite_calls=self._finite_calls)
+            plan = plan.after(slowest, now() - started, sampling=sampling, finite_calls=self._payload.finite_calls)
             decision = [plan.calls, plan.windows, plan.call_seconds, now() - begin < sampling.warmup_seconds]
             calls, windows, call_seconds, more = self._ranks.of_first(decision)
             plan = WindowPlan(calls=int(calls), windows=int(windows), call_seconds=call_seconds)
@@ -211,20 +282,16 @@ class _AllReduce:
         self._payload.ready(plan.calls)
         self._clock.synchronize()
         # Ahead of the barrier: a wait that each GPU counts in cycles of its own clock would pull them apart after it.
-        self._clock.get_ahead(1 + plan.calls, seconds=plan.window_seconds)
+        self._clock.get_ahead(1 + plan.calls * self._launches, seconds=plan.window_seconds)
         self._ranks.barrier()
         with self._clock.region():
             for _ in range(plan.calls):
-                self._reduce(self._payload.tensor, self._group)
+                self._call(self._payload.sent, self._payload.received, self._group)
         [elapsed] = self._clock.read()
         # One GPU alone has nothing to do for a sum in place, and that may take less than its clock can tell.
         return max(elapsed, RESOLUTION_SECONDS) if self._ranks.count == 1 else elapsed
 
     def _verify(self) -> str | None:
         self._payload.fill()
-        self._reduce(self._payload.tensor, self._group)
+        self._call(self._payload.sent, self._payload.received, self._group)
         return self._payload.defect()
-
-
-def _sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)

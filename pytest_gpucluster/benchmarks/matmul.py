@@ -98,26 +98,14 @@ def measure_matmul(
             between fp32 and TF32.
         ValueError: an argument is out of its range.
 
-    Source: 2 n**3 operations for a product: Golub and Van Loan, "Matrix Computations" (4th edition), section
-    1.1.
+    Source: of the operations of a product, ``flops_of``.
     """
-    kind = arithmetic(dtype)
-    if n < 1 or n % kind.multiple_of:
-        raise ValueError(f"n must be at least 1, and for {dtype} a multiple of {kind.multiple_of}, not {n}")
-    if kind.is_scaled:
-        require_fp8(device)
-    require_switches(device, kind)
-    layout = _Layout(n=n, kind=kind, cache=cache_bytes(device) if cache is None else cache)
-    require_free(
-        device,
-        layout.needed_bytes,
-        f"matmul {dtype} n={n}",
-        instead="choose smaller sizes, such as --gpucluster-workload matmul.sizes=4096,8192",
-    )
-    flops = 2 * n**3
+    instead = "choose smaller sizes, such as --gpucluster-workload matmul.sizes=4096,8192"
+    layout = prepare(device, n=n, dtype=dtype, cache=cache, instead=instead)
+    flops = flops_of(n)
     name = f"{device}: matmul {dtype} n={n}"
-    with memory_returned(), numerics(kind.float32_precision):
-        by = multiply or (scaled_product(device) if kind.is_scaled else _mm)
+    with memory_returned(), numerics(layout.kind.float32_precision):
+        by = multiply or multiplier(device, layout.kind)
         rate = _measure(device, layout, name, seed, by, clock or clock_for(device), sampling, during)
     return MatmulResult(
         tflops=rate.per_second.scaled(flops / 1e12),
@@ -131,9 +119,47 @@ def measure_matmul(
     )
 
 
+def prepare(device: torch.device, *, n: int, dtype: str, instead: str, cache: int | None = None) -> Layout:
+    """Make sure that a device can multiply n x n matrices, and say how they lie in its memory.
+
+    Args:
+        device: where to multiply.
+        n, dtype: as in ``measure_matmul``.
+        instead: how to ask for less memory, for the message.
+        cache: bytes of the device's last cache; by default as the device says.
+
+    Raises:
+        EnvironmentBroken: too little memory is free, the device has no fp8, or the environment forbids to choose
+            between fp32 and TF32.
+        ValueError: an argument is out of its range.
+    """
+    kind = arithmetic(dtype)
+    if n < 1 or n % kind.multiple_of:
+        raise ValueError(f"n must be at least 1, and for {dtype} a multiple of {kind.multiple_of}, not {n}")
+    if kind.is_scaled:
+        require_fp8(device)
+    require_switches(device, kind)
+    layout = Layout(n=n, kind=kind, cache=cache_bytes(device) if cache is None else cache)
+    require_free(device, layout.needed_bytes, f"matmul {dtype} n={n}", instead=instead)
+    return layout
+
+
+def multiplier(device: torch.device, kind: Arithmetic) -> Multiply:
+    """Return what multiplies matrices of this kind: ``torch.mm``, and torch's scaled product for fp8."""
+    return scaled_product(device) if kind.is_scaled else _mm
+
+
+def flops_of(n: int) -> int:
+    """Return the operations of one product of n x n matrices.
+
+    Source: 2 n**3: Golub and Van Loan, "Matrix Computations" (4th edition), section 1.1.
+    """
+    return 2 * n**3
+
+
 def _measure(
     device: torch.device,
-    layout: _Layout,
+    layout: Layout,
     name: str,
     seed: int,
     multiply: Multiply,
@@ -142,12 +168,19 @@ def _measure(
     during: AbstractContextManager[object],
 ) -> Rate:
     # A function of its own, for its frame holds all tensors: see memory_returned.
-    products = _Products(device, layout, name=name, seed=seed, multiply=multiply)
+    products = Products(device, layout, name=name, seed=seed, multiply=multiply)
     return measure_rate(products, clock, sampling=sampling, during=during)
 
 
-class _Layout:
-    """How many matrices there are, and how large."""
+class Layout:
+    """How many matrices there are, and how large.
+
+    Attributes:
+        n, kind: what is multiplied, and in which arithmetic.
+        sets: pairs of operands that are used in turn.
+        results: products that are kept at a time.
+        operand_bytes, result_bytes: of one matrix.
+    """
 
     def __init__(self, *, n: int, kind: Arithmetic, cache: int) -> None:
         self.n, self.kind = n, kind
@@ -177,10 +210,13 @@ class _Turn:
     first: torch.Tensor
 
 
-class _Products:
-    """The operands and the results, which are used in turn: what ``measure_rate`` repeats."""
+class Products:
+    """The operands and the results, which are used in turn: what ``blocks`` repeats.
 
-    def __init__(self, device: torch.device, layout: _Layout, *, name: str, seed: int, multiply: Multiply) -> None:
+    Raises: WrongResult if one of the first products is wrong; names the first wrong element.
+    """
+
+    def __init__(self, device: torch.device, layout: Layout, *, name: str, seed: int, multiply: Multiply) -> None:
         self._layout, self._name, self._multiply = layout, name, multiply
         random = torch.Generator(device).manual_seed(seed)
         shape, dtype = (layout.n, layout.n), layout.kind.result
@@ -247,7 +283,7 @@ class _Products:
         )
 
 
-def _operand(layout: _Layout, random: torch.Generator) -> torch.Tensor:
+def _operand(layout: Layout, random: torch.Generator) -> torch.Tensor:
     kind, shape = layout.kind, (layout.n, layout.n)
     if kind.is_scaled:
         return torch.randn(shape, generator=random, device=random.device).to(kind.operands)

@@ -83,4 +83,50 @@ GPU = (
         better="higher",
         doc="Enforced power limit as a part of the card's default.",
     ),
+    Metric(
+        name="burn_in.retention",
+        unit="%",
+        better="higher",
+        doc="Rate of the last minute of a burn-in as a part of the first minute's, or of the last and first tenth. What"
+        " is missing to 100 % is the decay.",
+    ),
+    Metric(
+        name="burn_in.completed",
+        unit="%",
+        better="higher",
+        doc="How far the burn-in came, as a part of the time that was asked for.",
+    ),
+    Metric(
+        name="burn_in.slowed",
+        unit="%",
+        better="lower",
+        doc="Part of a burn-in in which NVML told of a thermal or hardware slowdown or a power brake, whichever took"
+        " longest.",
+    ),
+    Metric(name="burn_in.temperature", unit="degC", better="lower", doc="Highest temperature during the burn-in."),
+    Metric(name="burn_in.power", unit="W", better="none", doc="Median power during the burn-in. Recorded."),
+    Metric(
+        name="gpu.memory_patterns.wrong_words",
+        unit="words",
+        better="lower",
+        doc="64-bit words of device memory that were not read as they were written, counted in each pass anew.",
+    ),
+    Metric(
+        name="gpu.memory_patterns.share",
+        unit="%",
+        better="higher",
+        doc="Device memory that the patterns were written to, as a part of the total.",
+    ),
+    Metric(
+        name="gpu.determinism.repeated",
+        unit="%",
+        better="higher",
+        doc="Computations that gave the same bits every time on this GPU.",
+    ),
+    Metric(
+        name="gpu.determinism.agreed",
+        unit="%",
+        better="higher",
+        doc="Computations in which this GPU gave the bits of the majority of its model.",
+    ),
 )

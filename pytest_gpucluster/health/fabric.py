@@ -52,6 +52,8 @@ def _not_told(situation: Situation) -> Iterator[Finding]:
         return
     switch_links = situation.before.get("nvlink.switch")
     missing = situation.before.missing.get("fabric")
+    if missing is not None and missing.kind == "lost":
+        return  # the GPU is lost, which is told as what it is
     why = missing.reason if missing else "NVML says that it is not supported"
     if promise.fabric_state and switch_links:
         yield situation.finding(

@@ -26,7 +26,7 @@ import junit_xml  # type: ignore[import-untyped]
 
 from pytest_gpucluster.journal import CollectedTest, Journal, JUnitOptions, TestResult
 from pytest_gpucluster.reports.junit_properties import suite_properties
-from pytest_gpucluster.reports.tables import measured_pairs, rank_tables
+from pytest_gpucluster.reports.tables import rank_tables, told_pairs
 from pytest_gpucluster.wording import MESSAGE_CHARACTERS, one_line, visible
 
 __all__ = ["FAMILIES", "JUnitOptions", "render", "write"]
@@ -212,7 +212,7 @@ def _finished(result: TestResult, journal: Journal, options: JUnitOptions) -> _C
         # The table comes first: where a reader cuts a long text, it is the stack traces that go.
         tables = rank_tables(result, journal)
         case.body = "\n\n".join(part for part in (tables, result.text) if part)
-    case.properties = [*measured_pairs(result.measurements), *result.properties]
+    case.properties = [*told_pairs(result), *result.properties]
     lines = [f"[[PROPERTY|{_in_brackets(name)}={_in_brackets(value)}]]" for name, value in case.properties]
     out, err = _captured(result, options)
     case.out = "\n".join([*lines, *([out] if out else [])])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pytest_gpucluster.journal import Journal, TestResult
-from pytest_gpucluster.reports.tables import limit_text, measured_pairs
+from pytest_gpucluster.reports.tables import limit_text, told_pairs
 from pytest_gpucluster.wording import rank_ranges
 
 
@@ -40,7 +40,7 @@ def suite_properties(journal: Journal, named: Iterable[tuple[str, TestResult]]) 
     for name, value in journal.properties:
         _set(properties, name, value)
     for where, result in named:
-        for name, text in measured_pairs(result.measurements):
+        for name, text in told_pairs(result):
             _set(properties, f"{where}[{name}]", text)
         for judged in result.measurements:
             if judged.limit is not None:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from pytest_gpucluster.journal import Journal, JudgedMetric, TestResult
-from pytest_gpucluster.reports.telemetry_text import clock_text, telemetry_text
+from pytest_gpucluster.reports.telemetry_text import clock_text, telemetry_of_test, telemetry_text
 from pytest_gpucluster.units import show
 from pytest_gpucluster.wording import one_line, rank_ranges
 
@@ -147,6 +147,14 @@ def measured_pairs(measurements: Iterable[JudgedMetric]) -> Iterator[tuple[str, 
             yield f"{metric_name(judged)}.telemetry", text
 
 
+def told_pairs(result: TestResult) -> Iterator[tuple[str, str]]:
+    """Yield name and text of all that a test has measured, and of what a GPU did during its whole body."""
+    yield from measured_pairs(result.measurements)
+    seen = telemetry_of_test(result.telemetry, result.culprits)
+    if seen:
+        yield "telemetry", seen
+
+
 def _nearest_limit(judged: JudgedMetric, value: float | None) -> float | None:
     if judged.limit is None or value is None:
         return None
@@ -182,7 +190,8 @@ def _has_shares(judged: JudgedMetric) -> bool:
 
 def rank_tables(result: TestResult, journal: Journal) -> str:
     """Return what each rank said and measured, worst first, as the body of a failure or an error."""
-    parts = [_outcome_table(result, journal)]
+    seen = telemetry_of_test(result.telemetry, result.culprits)
+    parts = [_outcome_table(result, journal), f"Telemetry of the whole test: {seen}" if seen else ""]
     wanted = {"failed": 0, "error": 1, "passed": 2, "recorded": 3}
     judged = sorted(result.measurements, key=lambda each: wanted.get(each.status, 1))
     for i, each in enumerate(judged[:_MEASUREMENT_LINES]):

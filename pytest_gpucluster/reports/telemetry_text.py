@@ -7,14 +7,15 @@ the form that ``telemetry.summary`` gives is shown as it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pytest_gpucluster.explanation import most_telling
 from pytest_gpucluster.wording import one_line
 
 _REASON_CHARACTERS = 80
 _OTHER_CHARACTERS = 400
-_CLOCK = "sm_clock_mhz"
+_CLOCK, _HIGHEST = "sm_clock_mhz", "sm_clock_max_mhz"
 # key: (words before the figure, unit, words where it is not available)
 _FIGURES = {
     _CLOCK: ("sm clock ", "MHz", "sm clock"),
@@ -25,20 +26,30 @@ _FIGURES = {
 }
 
 
-# What says how much was read, and not what.
-_ABOUT_READING = ("seconds", "samples", "lost")
+# What says how much was read, and not what; and what stands beside another figure.
+_ABOUT_READING = ("seconds", "samples", "lost", "throttle_share", _HIGHEST, "slowdown_celsius")
+_COUNTED = ("counters", "counter_notes", "counters_not_available")
 
 
 def telemetry_text(told: Mapping[str, Any]) -> str:
     """Return all that is known of one GPU during one measurement; an empty text if that is nothing.
 
-    What a test adds of its own, such as notes, follows by its name.
+    Of throttle reasons the part of the time is told, of counters by how much they have changed. What a test adds of its
+    own, such as notes, follows by its name.
 
     >>> telemetry_text({"sm_clock_mhz": [1740, 1755, 1980], "power_watts": [698, 698, 698], "throttle": []})
     'sm clock 1755 MHz (1740 to 1980), 698 W, no throttle'
     """
-    parts = [_figure(key, told[key]) for key in _FIGURES if key in told]
-    return ", ".join([*parts, *_throttle(told), *_others(told), *_not_available(told)])
+    parts = [_figure(key, told) for key in _FIGURES if key in told]
+    return ", ".join([*parts, *_throttle(told), *_counted(told), *_others(told), *_not_available(told)])
+
+
+def telemetry_of_test(by_rank: Mapping[int, Mapping[str, Any]], culprits: Sequence[int] = ()) -> str:
+    """Return what a GPU did during a whole test: that of a culprit, or else the one that tells most."""
+    rank = next((rank for rank in culprits if rank in by_rank), None)
+    rank = most_telling(by_rank) if rank is None else rank
+    text = telemetry_text(by_rank[rank]) if rank is not None else ""
+    return f"rank {rank}: {text}" if text else ""
 
 
 def clock_text(told: Mapping[str, Any]) -> str:
@@ -47,17 +58,19 @@ def clock_text(told: Mapping[str, Any]) -> str:
     >>> clock_text({"sm_clock_mhz": [1200, 1200, 1980], "power_watts": [400, 410, 420], "throttle": ["hw_thermal"]})
     'sm clock 1200 MHz (1200 to 1980), throttle: hw_thermal'
     """
-    parts = [_figure(_CLOCK, told[_CLOCK])] if _CLOCK in told else []
+    parts = [_figure(_CLOCK, told)] if _CLOCK in told else []
     return ", ".join([*parts, *_throttle(told)])
 
 
-def _figure(key: str, value: Any) -> str:
-    before, unit, _ = _FIGURES[key]
+def _figure(key: str, told: Mapping[str, Any]) -> str:
+    value, (before, unit, _) = told[key], _FIGURES[key]
     if not isinstance(value, (list, tuple)) or len(value) != 3 or not all(map(_is_number, value)):
         return f"{before}{one_line(repr(value), _REASON_CHARACTERS)} {unit}"
     low, median, high = (f"{each:.0f}" for each in value)
     spread = f" ({low} to {high})" if low != high else ""
-    return f"{before}{median} {unit}{spread}"
+    highest = told.get(_HIGHEST)
+    of_highest = f" of {highest:.0f}" if key == _CLOCK and _is_number(highest) else ""
+    return f"{before}{median}{of_highest} {unit}{spread}"
 
 
 def _is_number(value: Any) -> bool:
@@ -70,12 +83,33 @@ def _throttle(told: Mapping[str, Any]) -> list[str]:
         return []
     if not isinstance(reasons, (list, tuple)):
         reasons = [reasons]
-    names = [one_line(str(reason), _REASON_CHARACTERS) for reason in reasons]
+    shares = told.get("throttle_share")
+    shares = shares if isinstance(shares, Mapping) else {}
+    names = [one_line(str(reason), _REASON_CHARACTERS) + _share(shares.get(str(reason))) for reason in reasons]
     return [f"throttle: {', '.join(names)}" if names else "no throttle"]
 
 
+def _share(share: Any) -> str:
+    return f" {100 * share:.0f} %" if _is_number(share) else ""
+
+
+def _counted(told: Mapping[str, Any]) -> list[str]:
+    """Return what the counters have counted, errors before amounts of data, and what was not counted."""
+    changed, notes, missing = (told.get(key) for key in _COUNTED)
+    parts = []
+    if isinstance(changed, Mapping) and changed:
+        names = sorted(changed, key=lambda name: str(name).endswith("_bytes"))
+        listed = [f"{name} {changed[name]:+g}" if _is_number(changed[name]) else str(name) for name in names]
+        parts.append(f"counters: {'; '.join(listed)}")
+    if notes:
+        parts.append(f"counters: {_listed(notes)}")
+    if isinstance(missing, Mapping) and missing:
+        parts.append(f"not counted: {', '.join(f'{name} ({why})' for name, why in missing.items())}")
+    return [one_line(part, _OTHER_CHARACTERS) for part in parts]
+
+
 def _others(told: Mapping[str, Any]) -> list[str]:
-    known = {*_FIGURES, *_ABOUT_READING, "throttle", "not_available"}
+    known = {*_FIGURES, *_ABOUT_READING, *_COUNTED, "throttle", "not_available"}
     others = {key: value for key, value in told.items() if key not in known and value not in (None, "", [], {})}
     return [one_line(f"{key}: {_listed(value)}", _OTHER_CHARACTERS) for key, value in others.items()]
 

@@ -7,9 +7,10 @@ from typing import Annotated
 
 from pytest_gpucluster.sampling import Sampling
 from pytest_gpucluster.sections.spec import Spec
-from pytest_gpucluster.workload_values import Amount, Choice, Duration, Whole
+from pytest_gpucluster.workload_values import Amount, Choice, Duration, Ratio, Whole
 
 MB, TB = 10**6, 10**12
+WEEK_SECONDS = 7 * 86400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,4 +67,87 @@ class Health:
             doc="n of the n x n products that are compared with the CPU's",
             kind=Whole(least=16, most=8192, multiple_of=16),
         ),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Telemetry:
+    """What each node's sampler reads of its GPUs while tests run."""
+
+    interval_seconds: Annotated[
+        float,
+        Spec(
+            key="interval",
+            doc="from one look at a GPU to the next",
+            kind=Duration(least_seconds=0.01, most_seconds=60),
+        ),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BurnIn:
+    """Products without a pause, each of them verified."""
+
+    duration_seconds: Annotated[
+        float,
+        Spec(
+            key="duration",
+            doc="how long; --gpucluster-soak sets it",
+            kind=Duration(least_seconds=0.1, most_seconds=WEEK_SECONDS),
+        ),
+    ]
+    interval_seconds: Annotated[
+        float,
+        Spec(
+            key="interval",
+            doc="about how long the products take whose rate is one point of the course",
+            kind=Duration(least_seconds=0.001, most_seconds=600),
+        ),
+    ]
+    n: Annotated[
+        int,
+        Spec(doc="n of the n x n matrices", kind=Whole(least=16, most=65536, multiple_of=16)),
+    ]
+    dtype: Annotated[
+        str,
+        Spec(doc="in which the products are taken", kind=Choice(words=("bf16", "fp16", "tf32", "fp32", "fp8"))),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPatterns:
+    """Patterns of bits written to device memory and read back."""
+
+    share: Annotated[
+        float,
+        Spec(doc="the part of the free memory that is written", kind=Ratio(least=0.01, most=0.98)),
+    ]
+    most_bytes: Annotated[
+        int,
+        Spec(
+            key="most",
+            doc="no more than this is written, however much is free",
+            kind=Amount(least_bytes=MB, most_bytes=100 * TB),
+        ),
+    ]
+    rounds: Annotated[
+        int,
+        Spec(
+            doc="how often each pattern is gone through, random ones with other numbers",
+            kind=Whole(least=1, most=10000),
+        ),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Determinism:
+    """The same computation, which must give the same bits."""
+
+    n: Annotated[
+        int,
+        Spec(doc="n of the n x n matrices", kind=Whole(least=64, most=16384, multiple_of=64)),
+    ]
+    repeats: Annotated[
+        int,
+        Spec(doc="how often each GPU computes it", kind=Whole(least=2, most=10000)),
     ]

@@ -158,6 +158,7 @@ def test_an_outcome_travels_unchanged_as_json() -> None:
         text="t\x1b[0m \udc80",
         measurements=[{"metric": "x", "value": "NaN"}],
         sections=[("Captured stdout call", "out")],
+        telemetry={"temperature_celsius": [60.0, 61.0, 62.0]},
     )
     assert RankOutcome.from_json(3, json.loads(json.dumps(sent.to_json()))) == sent
 

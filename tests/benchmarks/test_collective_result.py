@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import doctest
 
 import pytest
@@ -38,6 +39,29 @@ def test_one_rank_has_no_busbw():
     alone = result(ranks=1)
     assert alone.busbw is alone.slowest_busbw is alone.average_busbw is None
     assert alone.algbw.median == pytest.approx(100e9)
+
+
+@pytest.mark.parametrize(
+    ("collective", "factors"),
+    [
+        ("all_reduce", (1, 1.5, 1.75)),
+        ("all_gather", (0.5, 0.75, 0.875)),
+        ("reduce_scatter", (0.5, 0.75, 0.875)),
+        ("all_to_all", (0.5, 0.75, 0.875)),
+        ("broadcast", (1, 1, 1)),
+        ("send_recv", (1, 1, 1)),
+    ],
+)
+def test_factors_are_those_of_nccl_tests(collective, factors):
+    assert tuple(busbw_factor(ranks, collective) for ranks in (2, 4, 8)) == factors
+    moved = dataclasses.replace(result(), collective=collective)
+    assert moved.busbw.median == pytest.approx(factors[2] * moved.algbw.median)
+    assert moved.slowest_busbw.median == pytest.approx(factors[2] * 50e9)
+
+
+def test_an_unknown_collective_has_no_busbw():
+    with pytest.raises(ValueError, match="not 'gather'; did you mean 'all_gather'"):
+        busbw_factor(8, "gather")
 
 
 def test_bandwidths_are_those_of_their_times():

@@ -1,17 +1,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import os
 import statistics
-import subprocess
-import sys
 import textwrap
-import time
 import weakref
 
 import pytest
+import rank_scripts
 import torch
 import torch.distributed as dist
 
@@ -23,20 +19,12 @@ from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement,
 from pytest_gpucluster.sampling import Sampling
 
 CPU = torch.device("cpu")
-DEADLINE_SECONDS = 60
 
 PREAMBLE = """
-import json, os, sys
-import torch
-import torch.distributed as dist
 from pytest_gpucluster.benchmarks.clock import ManualClock
 from pytest_gpucluster.benchmarks.collectives import all_reduce
 from pytest_gpucluster.errors import GpuClusterError
 from pytest_gpucluster.sampling import Sampling
-
-rank, world_size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-group, device = dist.group.WORLD, torch.device("cpu")
 
 class Clocked:
     "An all-reduce whose calls take ``seconds`` of a manual clock; ``fault`` changes what call ``at`` leaves."
@@ -63,49 +51,11 @@ def outcome(function):
         return function()
     except GpuClusterError as error:
         return f"{type(error).__name__}: {error}"
-
-def say(value):
-    print("SAID " + json.dumps(value), flush=True)
-"""
-
-
-# A process that still refers to a group when its interpreter ends may be aborted by gloo.
-EPILOGUE = """
-dist.barrier()
-sys.stdout.flush()
-os._exit(0)
 """
 
 
 def run_ranks(tmp_path, body, *, ranks=2):
-    """Run a script on ``ranks`` processes; return what each one said. Past the deadline all are killed."""
-    script = tmp_path / "script.py"
-    script.write_text(PREAMBLE + textwrap.dedent(body) + EPILOGUE, encoding="utf-8")
-    outputs = [tmp_path / f"rank-{rank}.txt" for rank in range(ranks)]
-    processes = []
-    try:
-        for rank, output in enumerate(outputs):
-            with output.open("wb") as stream:
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, str(script), str(rank), str(ranks), str(tmp_path / "store")],
-                        stdout=stream,
-                        stderr=subprocess.STDOUT,
-                        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-                    )
-                )
-        end = time.monotonic() + DEADLINE_SECONDS
-        codes = [process.wait(timeout=max(0.1, end - time.monotonic())) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    texts = [output.read_text(encoding="utf-8", errors="replace") for output in outputs]
-    assert codes == [0] * ranks, "\n".join(texts)
-    return [
-        [json.loads(line.removeprefix("SAID ")) for line in text.splitlines() if line.startswith("SAID ")]
-        for text in texts
-    ]
+    return rank_scripts.run(tmp_path, PREAMBLE + textwrap.dedent(body), ranks=ranks)
 
 
 @pytest.fixture
@@ -251,7 +201,7 @@ def test_a_sum_that_turns_wrong_under_load_is_found_after_the_windows(alone):
 
 
 def test_sums_are_verified_in_parts_and_the_offset_counts_through(alone, monkeypatch):
-    monkeypatch.setattr(payload, "_CHUNK_ELEMENTS", 300)
+    monkeypatch.setattr(payload, "CHUNK_ELEMENTS", 300)
     assert measure(alone, Summing()).verified_elements == 2000
 
     def fault(tensor):

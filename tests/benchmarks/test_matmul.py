@@ -349,8 +349,8 @@ def test_the_device_is_watched_while_samples_are_taken():
 @pytest.mark.parametrize("cache", [0, 50_000], ids=["one set", "sets"])
 def test_what_is_allocated_is_what_was_asked_to_be_free(monkeypatch, dtype, n, cache):
     kind = arithmetic(dtype)
-    layout = matmul._Layout(n=n, kind=kind, cache=cache)
-    products = matmul._Products(CPU, layout, name="here", seed=0, multiply=Multiplier())
+    layout = matmul.Layout(n=n, kind=kind, cache=cache)
+    products = matmul.Products(CPU, layout, name="here", seed=0, multiply=Multiplier())
     tensors = [*products._results, products._comparison._mask]
     for pair in products._sets:
         tensors += [turn.first for turn in pair] + [turn.left for turn in pair]
@@ -363,11 +363,11 @@ def test_what_is_allocated_is_what_was_asked_to_be_free(monkeypatch, dtype, n, c
 
 def test_the_judged_size_fits_into_the_memory_of_a_small_data_centre_gpu():
     for dtype in DTYPES:
-        assert matmul._Layout(n=16384, kind=arithmetic(dtype), cache=60 * 2**20).needed_bytes < 14e9
+        assert matmul.Layout(n=16384, kind=arithmetic(dtype), cache=60 * 2**20).needed_bytes < 14e9
 
 
 def test_too_little_memory_is_an_error_before_anything_is_allocated(monkeypatch):
-    monkeypatch.setattr(matmul, "_Products", lambda *_, **__: pytest.fail("allocated"))
+    monkeypatch.setattr(matmul, "Products", lambda *_, **__: pytest.fail("allocated"))
     with pytest.raises(EnvironmentBroken) as caught:
         measure(Multiplier(), n=2**24)
     message = str(caught.value)

@@ -38,7 +38,7 @@ def test_every_addend_is_a_whole_number_that_the_dtype_holds_exactly(alone, dtyp
     made = Payload(alone, CPU, 4000, dtype)
     for _ in range(3):
         made.fill()
-        values = made.tensor.double()
+        values = made.sent.double()
         assert bool((values == values.round()).all())
         assert 1 <= float(values.min()) <= float(values.max()) <= LARGEST_ADDEND
         assert made.defect() is None
@@ -47,24 +47,24 @@ def test_every_addend_is_a_whole_number_that_the_dtype_holds_exactly(alone, dtyp
 def test_a_payload_is_filled_with_other_data_each_time(alone):
     made = Payload(alone, CPU, 4000, "fp32")
     made.fill()
-    before = made.tensor.clone()
+    before = made.sent.clone()
     made.fill()
-    assert bool((made.tensor != before).all())
+    assert bool((made.sent != before).all())
 
 
 @pytest.mark.parametrize("index", [0, 150, 299, 300, 999])
 def test_each_single_wrong_bit_is_found_in_every_part(alone, monkeypatch, index):
-    monkeypatch.setattr(payload, "_CHUNK_ELEMENTS", 300)
+    monkeypatch.setattr(payload, "CHUNK_ELEMENTS", 300)
     for bit in range(32):
         made = Payload(alone, CPU, 4000, "fp32")
         made.fill()
-        made.tensor.view(torch.int32)[index] ^= -(2**31) if bit == 31 else 1 << bit
+        made.sent.view(torch.int32)[index] ^= -(2**31) if bit == 31 else 1 << bit
         assert f"1 of 1000 sums are wrong, the first at offset {index}: found" in (made.defect() or "")
 
 
 def test_a_payload_is_filled_again_before_a_sum_overflows_and_not_sooner(alone, monkeypatch):
     made = Payload(alone, CPU, 4000, "fp32")
-    monkeypatch.setattr(made, "_finite_calls", 10)
+    monkeypatch.setattr(made, "finite_calls", 10)
     fills = []
     monkeypatch.setattr(made, "fill", lambda: (fills.append(made._calls), setattr(made, "_calls", 0)))
     for _ in range(5):
@@ -80,8 +80,44 @@ def test_memory_is_counted_for_the_payload_and_for_one_part_of_what_verifies_it(
 
 def test_a_payload_of_more_elements_than_32_bits_can_count_is_made_and_checked_in_parts(alone):
     made = Payload(alone, torch.device("meta"), 8 * 2**30, "bf16")
-    assert made.tensor.numel() == 2**32
-    parts = list(made._chunks())
+    assert made.sent.numel() == 2**32
+    parts = list(made._chunks(made.sent, 0))
     assert sum(len(part) for part, _, _ in parts) == 2**32
     assert {len(part) for part, _, _ in parts} == {2**24}
     assert {index.dtype for _, index, _ in parts} == {torch.int64}
+
+
+def test_of_a_reduce_scatter_each_rank_has_its_own_part_of_the_sums(monkeypatch):
+    ranks, made = 3, []
+    monkeypatch.setattr(payload.dist, "get_world_size", lambda group: ranks)
+    monkeypatch.setattr(payload.dist, "get_global_rank", lambda group, rank: rank + 10)
+    for rank in range(ranks):
+        monkeypatch.setattr(payload.dist, "get_rank", lambda group=None, rank=rank: rank)
+        made.append(Payload(None, CPU, 3600, "bf16", "reduce_scatter"))
+    for _ in range(2):
+        for one in made:
+            one.fill()
+        assert "600 of 600 sums are wrong, the first at offset 0: found -1" in made[1].defect()
+        total = sum(one.sent.double() for one in made)
+        for one, part in zip(made, total.chunk(ranks), strict=True):
+            one.received.copy_(part)
+            assert one.defect() is None
+    made[2].received[5] += 1
+    assert "1 of 600 sums are wrong, the first at offset 5: found " in made[2].defect()
+    # Element 5 of the third part is number 1205 of the whole, and the second filling begins one rank further.
+    assert made[2].defect().endswith(f"which rank {(1205 + 2) % ranks + 10} contributed")
+
+
+def test_sums_beside_their_addends_never_grow(alone):
+    made = Payload(alone, CPU, 4000, "fp16", "reduce_scatter")
+    made.ready(10**6)
+    before = made.sent.clone()
+    made.ready(10**6)
+    assert torch.equal(made.sent, before)
+
+
+def test_memory_is_counted_for_what_a_rank_gives_and_what_it_gets():
+    one = needed_bytes(2**30, "fp32", collective="broadcast", ranks=8)
+    assert needed_bytes(2**30, "fp32", collective="all_to_all", ranks=8) == one + 2**30
+    assert needed_bytes(2**30, "fp32", collective="all_gather", ranks=8) == one + 2**27
+    assert needed_bytes(2**30, "fp32", collective="reduce_scatter", ranks=8) == one + 2**27

@@ -371,7 +371,7 @@ def lost_after(reads: int) -> FakeNvml:
     return fake
 
 
-@pytest.mark.parametrize("reads", [0, 5, 35, 38, 55])
+@pytest.mark.parametrize("reads", [0, 5, 34, 35, 36, 38, 55])
 def test_a_gpu_that_is_lost_at_any_moment_is_rejected_by_its_names(reads: int) -> None:
     found = examined(fake=lost_after(reads))
     assert "gpu_lost" in codes(found.of_kind("hardware"))

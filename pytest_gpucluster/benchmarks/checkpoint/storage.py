@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from pytest_gpucluster import mounts
 from pytest_gpucluster.benchmarks.pattern import FACTOR, Pattern, PatternWriter
 
 CHUNK_BYTES = 2**24
@@ -148,19 +149,11 @@ def file_system_of(path: Path) -> str:
 
     Source: proc(5), /proc/pid/mountinfo.
     """
-    found, longest = "unknown", -1
     try:
-        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        found = mounts.holder(path.resolve(), mounts.read())
     except OSError:
-        return found
-    real = path.resolve()
-    for line in lines:
-        before, _, after = line.partition(" - ")
-        point = Path(before.split()[4].encode().decode("unicode_escape"))
-        # Of two mounted at the same place the later one is seen.
-        if real.is_relative_to(point) and len(point.parts) >= longest:
-            found, longest = after.split()[0], len(point.parts)
-    return found
+        return "unknown"
+    return "unknown" if found is None else found.kind
 
 
 @contextmanager

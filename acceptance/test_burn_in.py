@@ -1,0 +1,164 @@
+"""Does every GPU keep its rate and stay right for hours, does all of its memory hold, and do all give the same bits?"""
+
+import pytest
+
+from pytest_gpucluster.benchmarks.bit_patterns import PATTERNS
+from pytest_gpucluster.benchmarks.burn_in import burn_in
+from pytest_gpucluster.benchmarks.burn_in_course import Course
+from pytest_gpucluster.benchmarks.fingerprint_agreement import FingerprintAgreement
+from pytest_gpucluster.benchmarks.gpu_fingerprint import Fingerprint, take_fingerprint
+from pytest_gpucluster.benchmarks.memory_patterns import go_through
+from pytest_gpucluster.benchmarks.memory_survey import Survey
+from pytest_gpucluster.health.finding import identity
+from pytest_gpucluster.health.thermal import BAD_REASONS
+
+BESIDE_SECONDS = 120.0  # making the operands and the reference, or the buffers
+ROUND_SECONDS = 120.0  # of one pattern over all memory: some 20 s are expected on the largest and on the slowest GPU
+
+
+@pytest.fixture(autouse=True)
+def deadline(request, workload):
+    """Give each test the time that its workload may take."""
+    seconds = {
+        "test_burn_in": 1.2 * workload.burn_in.duration_seconds,
+        "test_memory_patterns": ROUND_SECONDS * workload.memory_patterns.rounds,
+        "test_gpu_repeats_its_bits": 10.0 * workload.determinism.repeats,
+    }
+    request.node.add_marker(pytest.mark.deadline(BESIDE_SECONDS + seconds.get(request.node.originalname, 0.0)))
+
+
+@pytest.fixture
+def names(inventory):
+    """How each rank's GPU is called, by rank."""
+    return {who["rank"]: f"rank {who['rank']}, {identity(who)}" for who in inventory}
+
+
+@pytest.mark.soak
+@pytest.mark.single_gpu
+@pytest.mark.criterion("burn_in")
+def test_burn_in(cluster, names, workload, telemetry, artifacts, progress, measure, record_property):
+    """Accepted: every GPU multiplies without a pause for as long as the workload says, every product is right, the rate
+    is at matmul's limit or above, in the last minute it is still what it was in the first one, and neither heat nor the
+    power supply has slowed the GPU down.
+
+    Why: heat comes slowly, and so do faults that it brings out: a fan, a cold plate, a power supply, a unit that is
+    wrong once in a million products. All GPUs of a node draw their full power at once here, as in training. How long:
+    ``burn_in.duration`` of the profile, or ``--gpucluster-soak 2h``. In less than ten minutes the first and the last
+    tenth are compared.
+
+    When it fails: the rate fell: look at temperature, power and throttle reasons on record with it, at airflow or
+    coolant, and at the course of the rate, a CSV file for each rank in the test's folder. A wrong product: take this
+    GPU out of service and run the vendor's diagnostics (``dcgmi diag -r 3``). Stopped: what was measured until then is
+    on record, and is no pass.
+
+    On cpu this rehearses for a moment.
+    """
+    asked = workload.burn_in
+    window = telemetry()
+    course = Course(asked.duration_seconds, artifacts / f"burn-in-rank-{cluster.rank}.csv")
+    try:
+        burn_in(
+            cluster.device,
+            course,
+            n=asked.n,
+            dtype=asked.dtype,
+            interval_seconds=asked.interval_seconds,
+            during=window,
+            progress=progress,
+        )
+    finally:
+        record_property("burn_in", course.reached)
+        seen = window.summary()
+        for one in course.readings(asked.dtype, seen, slowdowns=BAD_REASONS):
+            measure(
+                one.metric,
+                one.value,
+                unit=one.unit,
+                telemetry=seen,
+                record_only=one.record_only,
+                n=asked.n,
+                load="burn-in",
+            )
+    course.require_ends()
+    course.require_watched(seen, names[cluster.rank])
+
+
+@pytest.mark.single_gpu
+@pytest.mark.criterion("gpu.memory_patterns")
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_memory_patterns(pattern, cluster, workload, artifacts, progress, measure):
+    """Accepted: most of every GPU's memory is read as it was written, bit by bit, with this pattern.
+
+    Why: a cell that does not hold is met by the one tensor that lies there, hours into a job. Walking bits find those
+    that stick to a value or to a neighbour, moving inversions those that another cell's writing disturbs, random words
+    those that are two addresses' at once. ECC corrects single bits, and its counters tell of that, not this.
+
+    When it fails: the places are listed in the test's folder: buffer, byte offset, expected and found bits. One place
+    is a cell, many with the same bit a line. Take this GPU out of service and look at ECC errors and row remaps
+    (``nvidia-smi -q -d ECC,ROW_REMAPPER``). Too small a share: somebody else holds memory (nvidia-smi names the
+    processes).
+
+    On cpu this rehearses with a few MiB.
+    """
+    asked = workload.memory_patterns
+    survey = Survey(pattern=pattern)
+    try:
+        go_through(
+            cluster.device,
+            survey,
+            share=asked.share,
+            most_bytes=asked.most_bytes,
+            rounds=asked.rounds,
+            progress=progress,
+        )
+    finally:
+        labels = {"pattern": pattern}
+        if survey.wrong_words:
+            path = artifacts / f"memory-{pattern}-rank-{cluster.rank}.txt"
+            path.write_text(survey.listed(), encoding="utf-8")
+        # A word that was wrong is so, also where the rest was never looked at.
+        measure("gpu.memory_patterns.wrong_words", survey.wrong_words, unit="words", **labels)
+        if survey.is_complete:
+            measure("gpu.memory_patterns.share", survey.share, unit="ratio", **labels)
+    survey.require_right()
+
+
+@pytest.mark.single_gpu
+@pytest.mark.criterion("gpu.determinism")
+def test_gpu_repeats_its_bits(cluster, names, workload, measure):
+    """Accepted: every GPU gives the same bits each time that it computes the same: products in each dtype, sums,
+    softmax, attention, special functions, integers.
+
+    Why: the software is asked for the same order of operations each time. What differs then is the hardware, and a
+    GPU that is wrong now and then is the hardest to find later.
+
+    When it fails: repeat it there, take this GPU out of service, and run the vendor's diagnostics
+    (``dcgmi diag -r 3``).
+
+    On cpu the CPU computes, without fp8.
+    """
+    asked = workload.determinism
+    found = take_fingerprint(cluster.device, n=asked.n, repeats=asked.repeats)
+    measure("gpu.determinism.repeated", found.repeated, unit="ratio", repeats=asked.repeats)
+    found.require_steady(names[cluster.rank])
+
+
+@pytest.mark.needs_ranks(2)
+@pytest.mark.criterion("gpu.determinism")
+def test_gpus_agree(cluster, names, workload, measure):
+    """Accepted: all GPUs of a model give the same bits for the same computation.
+
+    Why: equal GPUs with equal software compute equally, to the last bit. One that does not is wrong, though its result
+    may look as good as any: it spoils what all others compute with it.
+
+    When it fails: the GPUs in the minority are named, with the computation. Repeat ``test_gpu_computes`` and
+    ``test_matmul`` there, and run the vendor's diagnostics (``dcgmi diag -r 3``). Of two GPUs that differ nobody can
+    tell which is wrong: run it with a third. An error: there is nobody to compare with.
+
+    On cpu the ranks' CPUs are compared.
+    """
+    mine = take_fingerprint(cluster.device, n=workload.determinism.n, repeats=1)
+    told = cluster.all_gather_object(mine.to_json())
+    agreement = FingerprintAgreement([Fingerprint.from_json(one) for one in told])
+    measure("gpu.determinism.agreed", agreement.agreed(cluster.rank), unit="ratio")
+    agreement.require(cluster.rank, names)

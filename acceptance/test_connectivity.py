@@ -1,0 +1,128 @@
+"""Do the nodes reach each other, know each other by name, and agree on the time?"""
+
+import os
+
+import pytest
+
+from pytest_gpucluster import nccl_environment
+from pytest_gpucluster.surroundings import names
+from pytest_gpucluster.surroundings.clocks import skew_of_nodes
+from pytest_gpucluster.surroundings.connectivity import connect_all, longest_seconds
+from pytest_gpucluster.surroundings.interfaces import choose
+from pytest_gpucluster.surroundings.names import all_questions, look_up, require_known
+from pytest_gpucluster.surroundings.nodes import Nodes
+
+BESIDE_SECONDS = 60.0
+
+
+@pytest.fixture
+def environ():
+    """The environment as NCCL sees it: its configuration files included."""
+    return {**os.environ, **nccl_environment.effective(nccl_environment.read(os.environ))}
+
+
+@pytest.fixture
+def nodes(cluster, inventory):
+    """The nodes, and for each the rank that speaks for it."""
+    return Nodes.of(inventory, cluster.node_rank)
+
+
+@pytest.fixture(autouse=True)
+def deadline(request, cluster, workload):
+    """Give the nodes the time that connections and lookups may take."""
+    asked, count = workload.connectivity, cluster.nnodes
+    seconds = BESIDE_SECONDS + longest_seconds(count, asked.deadline_seconds)
+    seconds += names.longest_seconds(2 * count, asked.lookup_seconds)
+    request.node.add_marker(pytest.mark.deadline(seconds))
+    cluster.allow(seconds)
+
+
+@pytest.mark.first
+@pytest.mark.criterion("connectivity")
+def test_connectivity(board, cluster, environ, measure, nodes, workload):
+    """Accepted: every node reaches every other node, and itself, over plain TCP, on the interface that NCCL will use
+    for its own connections; a few bytes pass, and many do. The store through which the ranks have met answers.
+
+    Why: where a firewall or a wrong interface lies between two nodes, the first collective hangs, and no message says
+    why. So this runs before all other tests, without NCCL.
+
+    When it fails: the message names both ends of each pair that is not connected, with address, interface and why that
+    one. Compare NCCL_SOCKET_IFNAME with `ip -br addr` on these hosts. "Connection refused" is a host that answers: look
+    at its firewall. A timeout is a packet that got lost: look at the network between. "A few bytes pass, and many do
+    not": the MTUs differ.
+
+    On cpu it is the interface that gloo will use.
+    """
+    if nodes.speaks != cluster.rank:
+        return
+    asked = workload.connectivity
+    reached = connect_all(
+        board,
+        nodes,
+        lambda: choose(cluster.backend, environ),
+        payload_bytes=asked.payload_bytes,
+        deadline_seconds=asked.deadline_seconds,
+    )
+    if cluster.rank == 0:
+        print("\n".join(f"{reached.hosts[node]}: {where}" for node, where in reached.addresses.items()))
+        measure("connectivity.nodes", reached.whole_nodes, unit="nodes", record_only=True, of=cluster.nnodes)
+        measure("connectivity.pairs", 100 * reached.reached_ratio, unit="%", nodes=cluster.nnodes)
+    measure("connectivity.rendezvous", board.round_trip_seconds(), unit="s")
+    slowest = reached.slowest_from(nodes.me)
+    if slowest is not None:
+        measure("connectivity.connect", slowest, unit="s")
+    reached.require_whole(nodes.me)
+
+
+@pytest.mark.needs_nodes(2)
+@pytest.mark.criterion("dns")
+def test_dns(board, cluster, environ, measure, nodes, workload):
+    """Accepted: from every node the name of every node has an address, and each lookup of a name or of an address is
+    answered in time. An address without a name is noted.
+
+    Why: the store through which ranks meet looks up the name of each address that connects. Where such lookups wait for
+    a server that does not answer, the start of a job on many nodes takes minutes, and looks like a hang.
+
+    When it fails: the output lists every slow lookup with the node that made it. Look at /etc/resolv.conf there, and at
+    the reverse zone of the named addresses; or list all nodes in /etc/hosts on every node.
+
+    In Kubernetes pods have names for each other only behind a headless service: there, an unknown name is noted.
+    """
+    if nodes.speaks != cluster.rank:
+        return
+    asked = workload.connectivity
+    questions = all_questions(
+        board, nodes, lambda: choose(cluster.backend, environ), deadline_seconds=asked.deadline_seconds
+    )
+    answers = look_up(questions, deadline_seconds=asked.lookup_seconds)
+    for kind in ("forward", "reverse"):
+        of_kind = [answer for answer in answers if answer.question.kind == kind]
+        measure(f"dns.{kind}", max(answer.seconds for answer in of_kind), unit="s", lookups=len(of_kind))
+    require_known(answers, nodes.hosts, me=nodes.me, in_pods="KUBERNETES_SERVICE_HOST" in os.environ)
+
+
+@pytest.mark.needs_nodes(2)
+@pytest.mark.criterion("clock_skew")
+def test_clock_skew(board, cluster, environ, measure, nodes, workload):
+    """Accepted: the clocks of all nodes agree.
+
+    Why: with clocks that differ, the logs of two nodes cannot be put into one order, files seem to be from the future,
+    and tickets and certificates are refused. Slurm's own messages are refused where clocks differ by minutes.
+
+    Each node asks the first one for its time, several times, and takes the answer that came back fastest; that the way
+    there and back may take differently long is the uncertainty, and counts against it. Each node's clock is held
+    against the median of the others: of two nodes both are named, for it cannot be told which of them is wrong.
+
+    When it fails: look at `chronyc tracking` or `timedatectl` on the named node.
+    """
+    if nodes.speaks != cluster.rank:
+        return
+    asked = workload.connectivity
+    series = skew_of_nodes(
+        board,
+        nodes,
+        lambda: choose(cluster.backend, environ),
+        samples=asked.clock_samples,
+        deadline_seconds=asked.deadline_seconds,
+    )
+    measure("clock.skew", series, unit="s")

@@ -1,0 +1,36 @@
+"""Does the node let its ranks do what a job needs?"""
+
+import dataclasses
+
+import pytest
+
+from pytest_gpucluster.host.examination import Wanted, examine, require_fit
+from pytest_gpucluster.host.facts import gather
+from pytest_gpucluster.host.readings import readings
+
+
+@pytest.mark.single_gpu
+@pytest.mark.criterion("host.limits")
+def test_host_limits(cluster, inventory, workload, measure):
+    """Accepted: open files, locked memory, /dev/shm, CPUs and tasks are enough for the ranks of each node, and no
+    setting of the host slows the GPUs down: CPU frequency governor, IOMMU, PCIe switches that redirect.
+
+    Why: such limits end a job after hours, or at the first collective over the network, with a message that names
+    none of them; and such settings cost a part of every step. In a container its own limits count.
+
+    When it fails: each figure stands with what was found and the way to more of it. An error is about a setting; it
+    says how to change it, or how to accept it (``--gpucluster-workload host.governor=any``). docs/host.md has them all.
+
+    One rank of each node looks. On cpu the settings are noted only, and the limits nearly nothing.
+    """
+    if cluster.local_rank != 0:
+        return
+    facts = gather(inventory, rank=cluster.rank)
+    findings = examine(facts, Wanted(**dataclasses.asdict(workload.host)))
+    for finding in findings:
+        print(finding)
+    for reading in readings(facts):
+        print(reading)
+        told = {"found": reading.found, "for more": reading.remedy}
+        measure(reading.metric, reading.value, unit=reading.unit, telemetry=told)
+    require_fit(findings)

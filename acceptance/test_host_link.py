@@ -1,0 +1,92 @@
+"""How fast do data go between each GPU and its host?"""
+
+import pytest
+
+from pytest_gpucluster.affinity import place_of_gpu
+from pytest_gpucluster.benchmarks.host_link import measure_host_link
+from pytest_gpucluster.benchmarks.host_link_together import measure_host_links_together
+from pytest_gpucluster.host.local_memory import require_local
+from pytest_gpucluster.host.pcie_link import PcieLink
+
+BESIDE_SECONDS = 120.0  # taking, pinning and filling the memory
+VERIFYING = 12.0  # times as long as copying, where one core compares what a PCIe gen5 link has brought
+TURNS = 16  # GPUs of a node, at most, that are copied to one after the other; without a launcher nobody knows how many
+
+
+@pytest.fixture(autouse=True)
+def deadline(request, cluster, workload):
+    """Give the copies the time that they may take, and what it takes to compare each of them."""
+    sampling = workload.host_link.sampling
+    times = VERIFYING + max(TURNS, cluster.local_world_size)
+    seconds = BESIDE_SECONDS + times * (sampling.warmup_seconds + sampling.at_most_seconds)
+    request.node.add_marker(pytest.mark.deadline(seconds))
+    cluster.allow(seconds)
+
+
+@pytest.fixture
+def link(request, gpu):
+    """Look at this GPU's PCIe link; on cpu there is none."""
+    return PcieLink(request.getfixturevalue("nvml") if gpu.uuid else None, gpu.uuid)
+
+
+@pytest.fixture
+def hold(cluster, gpu, inventory, workload, telemetry, link, measure):
+    """Measure by one of the two ways, and put on record what was seen beside the rates."""
+
+    def measured_by(benchmark, *arguments):
+        sizes = workload.host_link
+        place, window = place_of_gpu(gpu.pci_bus_id), telemetry()
+        result = benchmark(
+            *arguments,
+            payload_bytes=sizes.size_bytes,
+            copies=sizes.copies,
+            sampling=sizes.sampling,
+            cpus=place.cpus if place else None,
+            during=window,
+            look=link,
+        )
+        told = {**window.summary(), **link.told(), "memory": result.memory}
+        for direction in result.directions:
+            metric, rate = f"host_link.{direction}.bandwidth", result.bytes_per_second
+            measure(metric, rate, unit="B/s", telemetry=told, mode=result.mode, size=result.size)
+        require_local(inventory[cluster.rank], result.nodes, place)
+
+    return measured_by
+
+
+@pytest.mark.single_gpu
+@pytest.mark.criterion("host_link")
+@pytest.mark.parametrize("way", ["h2d", "d2h", "both"])
+def test_host_link(way, cluster, hold):
+    """Accepted: data go from pinned host memory to each GPU, and back, at the limit's rate or above, and every copy is
+    right. "both" is both directions at once, by the bytes of each. GPUs of a node take turns.
+
+    Why: batches, offloaded weights and checkpoints take this way. A link with half its lanes, or a generation behind,
+    shows nowhere else, and slows the whole job down at each step.
+
+    When it fails: on one GPU look at the PCIe generation and width that are on record with the rate: under load they
+    must be those of the data sheet; then at the slot, the riser, and errors (``nvidia-smi -q -d PCIE``). On all GPUs:
+    an IOMMU (``test_host_limits``), slow memory, a CPU governor, or a limit meant for another host. Wrong data: take
+    the GPU out of service. An error about memory: it could not be had beside the GPU, or not so much of it.
+
+    Host memory is taken on the GPU's NUMA node. On cpu both sides are host memory.
+    """
+    hold(measure_host_link, cluster.device, way)
+
+
+@pytest.mark.needs_local_ranks(2)
+@pytest.mark.criterion("host_link")
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+def test_host_links_together(direction, cluster, inventory, hold):
+    """Accepted: the same while all GPUs of a node copy at once; all nodes do so at the same time, each for itself.
+
+    Why: GPUs share the uplinks of PCIe switches, and the memory of their CPU. In training they all load at once.
+
+    When it fails: and ``test_host_link`` passes, look at what the GPUs share: memory channels that are not all filled,
+    NUMA settings of the BIOS (one node for each socket), ranks bound to one socket (``test_affinity``). One GPU
+    below the others, by pairs: they are on one PCIe switch.
+
+    Counted are the bytes of each GPU until the last one has ended.
+    """
+    group = cluster.node_group([who["node_rank"] for who in inventory])
+    hold(measure_host_links_together, group, cluster.device, direction)

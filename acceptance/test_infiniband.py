@@ -1,0 +1,48 @@
+"""Are the network cards of all nodes there, connected, fast and alike, and may they reach GPU memory?"""
+
+import pytest
+
+from pytest_gpucluster.fabric_exchange import ports_of_all
+from pytest_gpucluster.fabric_ports import expects_infiniband
+from pytest_gpucluster.nccl_environment import effective
+from pytest_gpucluster.surroundings.notice import require_nothing
+
+
+@pytest.mark.criterion("fabric.ports")
+def test_fabric_ports(board, cluster, fabric_sources, gpu, inventory, limits, measure, record_property, workload):
+    """Accepted: each node has as many active InfiniBand or RoCE ports as the limits demand, each as fast as they
+    demand; ports, cards, firmware and link layer are the same on all nodes; on RoCE there is an address that NCCL can
+    use; and a way to GPU memory, nvidia_peermem or DMA-BUF.
+
+    Why: NCCL uses what it finds. A port without a link is one rail less, and without any NCCL falls back to TCP: the
+    job runs, at a tenth of its speed.
+
+    Where no fabric is expected, its ports are recorded only: on one node, in a rehearsal, and where the limits of the
+    all-reduce expect another transport (``expect_transport``).
+
+    When it fails: each finding names its host and port. The same port on several nodes points to the switch of that
+    rail, nodes of one leaf switch to that switch. See docs/fabric.md.
+
+    On cpu the host's ports are read, if there are any.
+    """
+    expected, why = expects_infiniband(
+        limits,
+        sku=gpu.sku,
+        world_size=cluster.world_size,
+        nnodes=cluster.nnodes,
+        sizes=workload.all_reduce.sizes,
+        on_cpu=cluster.device.type == "cpu",
+    )
+    settings = effective(fabric_sources.settings())
+    seen = ports_of_all(board, fabric_sources, settings, inventory, cluster.rank, expected=expected)
+    if seen is None:
+        return
+    record_property("fabric.expected", f"{'yes' if expected else 'no'}: {why}")
+    record_property("fabric.ports", "; ".join(map(str, seen.mine.used)) or f"none: {seen.mine.adapters.why_not}")
+    record_property("fabric.peer_memory", str(seen.mine.peer_memory))
+    told = seen.mine.summary()
+    measure("fabric.active_ports", len(seen.mine.active), unit="ports", telemetry=told, record_only=not expected)
+    rates = [port.rate_gbps or 0.0 for port in seen.mine.active]
+    if expected or seen.anywhere:
+        measure("fabric.port_rate", min(rates, default=0.0), unit="Gb/s", record_only=not expected)
+    require_nothing(seen.findings)

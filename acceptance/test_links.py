@@ -1,0 +1,136 @@
+"""Is every single link between two GPUs as fast as the others, in both directions, and are all data right?"""
+
+import json
+
+import pytest
+
+from pytest_gpucluster.benchmarks.link_survey import rounds_of, survey
+from pytest_gpucluster.links.places import Places
+from pytest_gpucluster.links.plan import predicted_seconds
+from pytest_gpucluster.links.requirement import require_measured, require_sound
+from pytest_gpucluster.links.survey_text import announced, compact, text, to_json
+from pytest_gpucluster.units import parse
+
+BESIDE_SECONDS = 120.0  # making the groups, connecting every pair, filling and verifying the payloads
+LONGER = 3.0  # than planned: rounds in which a pair is far too slow
+
+
+def most_seconds(rounds, asked):
+    """Return how long the tournament may take."""
+    return BESIDE_SECONDS + LONGER * predicted_seconds(rounds, asked.round_seconds)
+
+
+@pytest.fixture
+def all_links(request, cluster, gpu, inventory, limits, workload, telemetry, progress, artifacts, record_property):
+    """Measure every link of a scope; return the survey and the labels of its figures."""
+    asked = workload.links
+
+    def surveyed(scope):
+        places = Places.of(inventory)
+        rounds = rounds_of(scope, places, cluster.rank)
+        group = cluster.group
+        if scope == "node":
+            group = cluster.node_group([who["node_rank"] for who in inventory])
+        labels = {
+            "scope": scope,
+            "size": asked.size,
+            "world_size": group.size(),
+            "nnodes": 1 if scope == "node" else cluster.nnodes,
+        }
+        where = {"world_size": cluster.world_size, "nnodes": cluster.nnodes}
+        limit = limits.limit("link.ratio_to_median", sku=gpu.sku or "", **where, labels=as_text(labels))
+        print(announced(rounds, predicted_seconds(rounds, asked.round_seconds), f"links, {scope}"))
+        window = telemetry()
+        with cluster.using(group):
+            found = survey(
+                cluster.group,
+                group,
+                cluster.device,
+                places,
+                scope,
+                payload_bytes=int(parse(asked.size).to("B")),
+                round_seconds=asked.round_seconds,
+                repeats=asked.repeats,
+                below=None if limit is None else limit.min,
+                longest_seconds=most_seconds(rounds, asked),
+                progress=progress,
+                during=window,
+            )
+        carried = cluster.carried_by(group)
+        for name, told in carried.properties().items():
+            record_property(f"nccl.{name}", told)
+        record_property("links.matrix", compact(found))
+        if cluster.rank == 0:
+            (artifacts / f"links-{scope}.json").write_text(json.dumps(to_json(found)), encoding="utf-8")
+            (artifacts / f"links-{scope}.txt").write_text(text(found), encoding="utf-8")
+        return found, {**labels, **carried.labels}, carried.beside(window.summary())
+
+    return surveyed
+
+
+@pytest.fixture(autouse=True)
+def deadline(request, cluster, inventory, workload):
+    """Give the tournament, and what is measured once more, the time that the workload may take."""
+    asked = workload.links
+    met = max(cluster.local_world_size, cluster.nnodes)
+    seconds = 2 * BESIDE_SECONDS + LONGER * (met + asked.repeats) * asked.round_seconds
+    request.node.add_marker(pytest.mark.deadline(seconds))
+    cluster.allow(seconds)
+
+
+def as_text(labels):
+    """Return labels as the limits are looked up by them."""
+    return {name: str(label) for name, label in labels.items()}
+
+
+@pytest.mark.needs_local_ranks(2)
+@pytest.mark.criterion("links")
+def test_links_within_node(cluster, all_links, measure):
+    """Accepted: each GPU sends to each other one of its node, and receives from it, at no less than the limit's part of
+    the median of all other pairs, on all nodes; and no slower than the limit's floor. All data arrive as sent.
+
+    Why: an all-reduce averages one bad link away, or slows down because of it without saying where. Here all pairs are
+    measured, each for itself: GPUs - 1 rounds, in each of which every GPU is in one pair only. Pairs that are far
+    behind are measured once more, alone. A GPU that is slow with most of the others is named, and not its partners.
+
+    When it fails: ``links-node.txt`` in the test's folder has the matrix, ``links-node.json`` all figures. One GPU:
+    look at its NVLinks (``nvidia-smi nvlink -s``, ``-e``). One link: at both ends. The whole node: at the Fabric
+    Manager. Alone it is as fast as the others: pairs share a way, such as a PCIe switch. Wrong data: take the named GPU
+    out of service.
+
+    On cpu this rehearses with gloo.
+    """
+    found, labels, seen = all_links("node")
+    record(found, labels, seen, cluster, measure)
+
+
+@pytest.mark.needs_nodes(2)
+@pytest.mark.criterion("links")
+def test_links_across_nodes(cluster, all_links, measure):
+    """Accepted: each GPU sends to the GPU with its number on each other node, and receives from it, at no less than the
+    limit's part of the median of all other pairs; and no slower than the limit's floor. All data arrive as sent.
+
+    Why: as within a node. All nodes meet each other in nodes - 1 rounds, all rails of two nodes at once, so 1,024 GPUs
+    on 128 nodes take 127 rounds. Nodes of which a rail is far behind meet once more, rail by rail.
+
+    When it fails: ``links-world.txt`` in the test's folder has a matrix of each rail. One port: look at the NIC
+    (``ibstat``) and its cable. A rail: at its leaf switch. Two nodes: at the way between them. Alone it is as fast as
+    the others: the rails share a PCIe switch, or routing sends several pairs the same way (adaptive routing). Wrong
+    data: take the named GPU or NIC out of service.
+
+    On cpu this rehearses with gloo.
+    """
+    found, labels, seen = all_links("world")
+    record(found, labels, seen, cluster, measure)
+
+
+def record(found, labels, seen, cluster, measure):
+    """Measure what stands for this rank; then name who is to blame."""
+    if cluster.rank in found.matrix.touching:
+        reading = found.of_rank(cluster.rank)
+        measure("link.bandwidth", reading.bytes_per_second, unit="B/s", telemetry=seen, **labels)
+        ratio = found.matrix.ratio(reading)
+        if ratio is not None:  # with one pair only there is nothing to stand beside
+            measure("link.ratio_to_median", ratio, unit="ratio", **labels)
+    require_sound(found, cluster.rank)
+    require_measured(found)

@@ -1,0 +1,73 @@
+"""Does the scheduler keep what it has promised this job?"""
+
+import os
+
+import pytest
+
+from pytest_gpucluster.surroundings import kubernetes, slurm
+from pytest_gpucluster.surroundings.job import examine_allocation
+from pytest_gpucluster.surroundings.nodes import Nodes
+from pytest_gpucluster.surroundings.notice import decisive, require_nothing
+
+
+@pytest.mark.needs_scheduler("slurm")
+@pytest.mark.criterion("slurm")
+def test_slurm(cluster, measure):
+    """Accepted: Slurm's controller answers in time, the job's partition is up, and each of the job's nodes is in a
+    state in which jobs run: not draining, down, or without an answer.
+
+    Why: a node that somebody has set to drain is suspected already, and a controller that does not answer ends jobs and
+    starts none.
+
+    When it fails: the message has Slurm's own word and reason for each node. Not under Slurm: not run.
+    """
+    if cluster.rank != 0:
+        return
+    pinged = slurm.ping()
+    measure("slurm.controller", pinged.seconds, unit="s")
+    nodes = slurm.nodes_of_job(os.environ)
+    found = slurm.states(nodes, os.environ.get("SLURM_JOB_PARTITION"))
+    measure("slurm.nodes", slurm.well(found, nodes), unit="nodes", record_only=True, of=len(nodes))
+    require_nothing(slurm.examine(pinged, found, nodes, cluster.hostname))
+
+
+@pytest.mark.needs_scheduler("slurm")
+@pytest.mark.criterion("slurm.allocation")
+def test_slurm_allocation(board, cluster, inventory, measure, request):
+    """Accepted: on each node the ranks see the GPUs that Slurm has given them, and no others; they may run on the CPUs
+    that were given, and the control group allows the memory. Nobody else has a process on these GPUs, and where the
+    node is this job's alone, nobody's files take memory in /dev/shm. What lies in /tmp is noted.
+
+    Why: a job that sees the GPUs of another one disturbs it and is disturbed. Ranks that all run on one CPU are slow
+    without a message. What an earlier job has left takes memory from every later one.
+
+    When it fails: each finding names the node, what was found there and what was allocated. Not under Slurm: not run.
+
+    On cpu there are no GPUs to look at.
+    """
+    nodes = Nodes.of(inventory, cluster.node_rank)
+    sources = request.getfixturevalue("gpu_sources") if cluster.device.type == "cuda" else None
+    found = examine_allocation(board, nodes, inventory, os.environ, rank=cluster.rank, sources=sources)
+    if found is None:
+        return
+    measure("scheduler.findings", len(decisive(found)), unit="findings", record_only=True, scheduler="slurm")
+    require_nothing(found)
+
+
+@pytest.mark.needs_scheduler("kubernetes")
+@pytest.mark.criterion("kubernetes")
+def test_kubernetes(cluster, inventory, measure):
+    """Accepted: each pod has a /dev/shm that is larger than a container's default, CPU time for its ranks, the RDMA
+    devices of its node where ranks are on several nodes, and with these the right to lock memory.
+
+    Why: a pod gets none of these by itself. Without RDMA, NCCL silently takes sockets; without IPC_LOCK it fails when
+    it registers memory; with 64 MiB of /dev/shm, it or the workers of a loader die of a bus error.
+
+    When it fails: each finding says what to add to the pod's template. Not in Kubernetes: not run.
+    """
+    if Nodes.of(inventory, cluster.node_rank).speaks != cluster.rank:
+        return
+    pod = kubernetes.read(kubernetes.ROOT)
+    found = kubernetes.examine(cluster.hostname, pod, ranks=cluster.local_world_size, nnodes=cluster.nnodes)
+    measure("scheduler.findings", len(decisive(found)), unit="findings", record_only=True, scheduler="kubernetes")
+    require_nothing(found)

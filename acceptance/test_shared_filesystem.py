@@ -1,0 +1,62 @@
+"""Do all nodes see the same files?"""
+
+import pytest
+
+from pytest_gpucluster.benchmarks.shared_files.survey import longest_seconds, survey
+
+BESIDE_SECONDS = 120.0
+
+
+@pytest.fixture(autouse=True)
+def deadline(request, cluster, workload):
+    """Give the files the time that a slow file system needs."""
+    asked = workload.shared_filesystem
+    seconds = BESIDE_SECONDS + longest_seconds(asked.renames, asked.small_files)
+    request.node.add_marker(pytest.mark.deadline(seconds))
+    cluster.allow(seconds)
+
+
+@pytest.mark.criterion("shared_filesystem")
+def test_shared_filesystem(artifacts, cluster, inventory, measure, record_property, settings, workload):
+    """Accepted: what one node writes every other node reads, also where it is written over. A file that is replaced by
+    renames is never missing and never torn for any reader, and all come to see its last version. The folder is on the
+    same kind of file system everywhere, there is room on it, and no node has a network file system that does not
+    answer. The rate of small files is on record. How fast large files are, ``checkpoint.bandwidth`` measures.
+
+    Why: checkpoints, logs and data sets are shared between nodes. A node that has another folder mounted there, or a
+    stale one, loses or mixes up what it writes, and nothing tells of it.
+
+    When it fails: the message names the node and the file, and says what each node has mounted. A folder that other
+    nodes do not see: pass one on a shared file system by ``--gpucluster-scratch``. "Stale file handle" or no answer:
+    mount it again on the named node, and look at the server.
+
+    On one node it has itself to read from.
+    """
+    asked = workload.shared_filesystem
+    found = survey(
+        cluster.group,
+        settings.scratch or artifacts,
+        nodes=[who["node_rank"] for who in inventory],
+        hosts=cluster.hosts,
+        file_bytes=asked.file_bytes,
+        replaced=asked.renames,
+        small=asked.small_files,
+    )
+    if found is None:
+        return
+    seen, reads, there = found.seen, found.reads, found.mounted
+    seen.require_there(cluster.hostname)
+    record_property("shared_filesystem.mount", str(there.mount or "unknown"))
+    labels = {"nnodes": cluster.nnodes, "file_system": there.mount.kind if there.mount else "unknown"}
+    measure("shared_filesystem.verified", seen.right / seen.files, unit="ratio", **labels)
+    measure("shared_filesystem.visible", seen.slowest_seconds, unit="s", **labels)
+    measure("shared_filesystem.whole_reads", 100 * reads.whole_ratio, unit="%", **labels)
+    measure("shared_filesystem.small_files", found.small_files_per_second, unit="files/s", **labels)
+    measure("shared_filesystem.free", 100 * there.free_ratio, unit="%", **labels)
+    if there.free_inodes_ratio is not None:
+        measure("shared_filesystem.free_inodes", 100 * there.free_inodes_ratio, unit="%", **labels)
+    print(
+        f"{cluster.hostname}: {reads.whole} whole reads of {reads.versions} versions, {reads.stale} refused as stale, "
+        f"{reads.backward} older than the one before"
+    )
+    found.require_sound(cluster.hostname)

@@ -1,0 +1,271 @@
+"""What our measurement of collectives costs: its busbw against that of a bare loop of the same calls, in one run.
+
+    python perf/collectives.py                             # two CPU ranks over gloo
+    python perf/collectives.py --device cuda --ranks 8 --sizes 1M,64M,1G
+
+In each pair both are taken in turn on the same group, the bare loop twice, in an order that changes from pair to pair,
+so that what else the machine does meets all alike. The bare loop calls a number of times between two looks at the
+host's clock, behind a barrier; of 8 such loops the median counts, and of each the slowest rank. Ours is
+``measure_collective`` as the criteria use it, with its windows, its clock and its verification.
+
+The ratio is ours to the bare loop's. Beside it stands that of the bare loop to itself (A/A), which is how far two
+figures of the same thing lie apart here. On cpu the median ratio must lie inside of the A/A band, the smallest to the
+largest of these ratios; on a GPU the lower end of the 95 % interval of the median ratio must be 0.98 or more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+LEAST_ON_GPU = 0.98
+LEAST_PAIRS = 20
+LEAST_BYTES = 2**20
+_LOOPS = 8
+_DTYPE = "fp32"
+_DEADLINE_SECONDS = 1800
+
+
+# ---- on each rank
+
+
+def child(arguments: argparse.Namespace) -> None:
+    """Take all pairs; rank 0 writes the seconds of each call."""
+    import torch
+    import torch.distributed as dist
+
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if arguments.device == "cuda" else "cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    found = []
+    for collective in arguments.collectives:
+        for size in arguments.sizes:
+            pairs = Pairs(collective, size, device, window_seconds=arguments.window)
+            taken = [pairs.take(number) for number in range(arguments.pairs)]
+            found.append({"collective": collective, "bytes": size, "pairs": taken})
+            if rank == 0:
+                print(f"{collective} {size} B: done", file=sys.stderr, flush=True)
+    if rank == 0:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} cores"
+        told = {"found": found, "ranks": ranks, "on": name, "torch": torch.__version__}
+        Path(arguments.result).write_text(json.dumps(told), encoding="utf-8")
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # a process that still refers to a group at its end may be aborted by gloo
+
+
+class Pairs:
+    """One collective and size: ours and the bare loop, in turns."""
+
+    def __init__(self, collective: str, payload_bytes: int, device: Any, *, window_seconds: float) -> None:
+        import torch
+        import torch.distributed as dist
+
+        from pytest_gpucluster.benchmarks.collective_shape import shape_of
+        from pytest_gpucluster.benchmarks.collectives import CALLS
+        from pytest_gpucluster.sampling import Sampling
+
+        group = dist.group.WORLD
+        assert group is not None
+        self._group, self._device, self._collective, self._bytes = group, device, collective, payload_bytes
+        shape = shape_of(collective, payload_bytes, itemsize=4, ranks=dist.get_world_size(group))
+        # Zeros: sums in place stay what they are.
+        self._sent = torch.zeros(shape.sent, device=device)
+        self._received = self._sent if shape.in_place else torch.zeros(shape.received, device=device)
+        self._call = CALLS[collective]
+        self._sampling = Sampling(
+            warmup_seconds=0.0, window_seconds=window_seconds, longest_seconds=window_seconds, tolerance_ratio=3.0
+        )
+        self._calls = 1
+        for _ in range(3):  # the first loops connect
+            seconds = self._loop()
+            self._calls = int(self._of_first(max(1.0, min(1000.0, window_seconds / _LOOPS / seconds))))
+
+    def take(self, number: int) -> dict[str, float]:
+        """Return the seconds of one call: of ours, and twice of the bare loop."""
+        ways = {"ours": self._ours, "bare": self._bare, "again": self._bare}
+        order = list(ways)
+        turned = order[number % 3 :] + order[: number % 3]
+        return {way: ways[way]() for way in (turned if number % 2 else turned[::-1])}
+
+    def _ours(self) -> float:
+        from pytest_gpucluster.benchmarks.collectives import measure_collective
+
+        result = measure_collective(
+            self._collective,
+            self._group,
+            self._device,
+            payload_bytes=self._bytes,
+            dtype=_DTYPE,
+            sampling=self._sampling,
+        )
+        return result.slowest_latency.median
+
+    def _bare(self) -> float:
+        return statistics.median(self._loop() for _ in range(_LOOPS))
+
+    def _loop(self) -> float:
+        """Return the seconds of a call on the slowest rank."""
+        import torch
+        import torch.distributed as dist
+
+        dist.barrier(group=self._group)
+        self._wait()
+        begin = time.perf_counter()
+        for _ in range(self._calls):
+            self._call(self._sent, self._received, self._group)
+        self._wait()
+        mine = torch.tensor([(time.perf_counter() - begin) / self._calls], dtype=torch.float64, device=self._device)
+        dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self._group)
+        return float(mine)
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize(self._device)
+
+    def _of_first(self, value: float) -> float:
+        import torch
+        import torch.distributed as dist
+
+        shared = torch.tensor([value], dtype=torch.float64, device=self._device)
+        dist.broadcast(shared, src=0, group=self._group)
+        return float(shared)
+
+
+# ---- what is printed
+
+
+def judged(pairs: list[dict[str, float]], device: str) -> dict[str, Any]:
+    """Return the ratios of some pairs, ours to bare and bare to bare, and whether ours is good.
+
+    A ratio is of rates, so above 1 ours is the faster one. Each has its median and that one's 95 % interval.
+    """
+    from pytest_gpucluster.stats import median_interval
+
+    ours = [pair["bare"] / pair["ours"] for pair in pairs]
+    same = [pair["bare"] / pair["again"] for pair in pairs]
+    middle, (low, high) = statistics.median(ours), median_interval(ours)
+    good = low >= LEAST_ON_GPU if device == "cuda" else min(same) <= middle <= max(same)
+    return {
+        "ratio": middle,
+        "low": low,
+        "high": high,
+        "same": statistics.median(same),
+        "band": (min(same), max(same)),
+    } | {"good": good}
+
+
+def row(found: dict[str, Any], ranks: int, device: str) -> tuple[str, bool]:
+    """Return a row of the table, and whether ours is good."""
+    from pytest_gpucluster.benchmarks.collective_result import busbw_factor
+
+    factor = found["bytes"] * busbw_factor(ranks, found["collective"]) / 1e9
+    rates = {way: factor / statistics.median(pair[way] for pair in found["pairs"]) for way in ("bare", "ours")}
+    seen = judged(found["pairs"], device)
+    cells = (
+        found["collective"],
+        f"{found['bytes'] / 2**20:g} MiB",
+        f"{rates['bare']:.3f}",
+        f"{rates['ours']:.3f}",
+        f"{seen['ratio']:.3f} ({seen['low']:.3f} to {seen['high']:.3f})",
+        f"{seen['same']:.3f} ({seen['band'][0]:.3f} to {seen['band'][1]:.3f})",
+        "good" if seen["good"] else "MISSED",
+    )
+    return f"| {' | '.join(cells)} |", bool(seen["good"])
+
+
+def run(arguments: argparse.Namespace, folder: Path) -> int:
+    """Let the ranks take the pairs, and print the table; return 1 if ours is not good somewhere.
+
+    Raises:
+        RuntimeError: the ranks failed, so that there is nothing to compare.
+    """
+    result = folder / "result.json"
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={arguments.ranks}", "--standalone"]
+    command += [__file__, f"--result={result}", *sys.argv[1:]]
+    environ = {"OMP_NUM_THREADS": "1", **os.environ}
+    load = [os.getloadavg()[0]]
+    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, timeout=_DEADLINE_SECONDS)
+    load.append(os.getloadavg()[0])
+    if done.returncode != 0 or not result.exists():
+        raise RuntimeError(f"ended with {done.returncode}:\n{done.stdout[-4000:]}")
+    told = json.loads(result.read_text(encoding="utf-8"))
+    print("| collective | size | bare loop, GB/s | ours, GB/s | ours to bare (95 %) | A/A (band) | |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    rows = [row(found, told["ranks"], arguments.device) for found in told["found"]]
+    for text, _ in rows:
+        print(text)
+    print(
+        f"\nbusbw over {told['ranks']} ranks, medians of {arguments.pairs} pairs; {told['on']}, load average "
+        f"{min(load):.1f} to {max(load):.1f}; Python {platform.python_version()}, torch {told['torch']}"
+    )
+    return 0 if all(good for _, good in rows) else 1
+
+
+def sizes(text: str) -> list[int]:
+    """Read sizes as of --gpucluster-sizes, in bytes."""
+    from pytest_gpucluster.collective_sizes import read
+    from pytest_gpucluster.errors import OptionError
+    from pytest_gpucluster.units import parse
+
+    try:
+        found = [round(parse(size).to("B")) for size in read(text)[0].texts]
+    except OptionError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if min(found) < LEAST_BYTES:
+        raise argparse.ArgumentTypeError("below 1 MiB a call is all latency, and the host's clock sees its own")
+    return found
+
+
+def collectives(text: str) -> list[str]:
+    """Read names of collectives."""
+    from pytest_gpucluster.benchmarks.collective_shape import COLLECTIVES
+
+    names = [name.strip() for name in text.split(",")]
+    if not set(names) <= set(COLLECTIVES):
+        raise argparse.ArgumentTypeError(f"{text!r} is not some of {', '.join(COLLECTIVES)}")
+    return names
+
+
+def main() -> int:
+    """Read the arguments."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--ranks", type=int, default=2, help="processes, on this host (default: 2)")
+    parser.add_argument("--pairs", type=int, default=LEAST_PAIRS, help=f"at least {LEAST_PAIRS}, which is the default")
+    parser.add_argument("--sizes", type=sizes, default="1M,8M", help="1 MiB and more (default: 1M,8M)")
+    parser.add_argument(
+        "--collectives",
+        type=collectives,
+        default="all_reduce,all_gather,reduce_scatter,all_to_all,broadcast,send_recv",
+        help="(default: all of them)",
+    )
+    parser.add_argument("--window", type=float, default=0.2, help="seconds of each figure (default: 0.2)")
+    parser.add_argument("--result", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.pairs < LEAST_PAIRS or arguments.ranks < 2:
+        parser.error(f"at least {LEAST_PAIRS} pairs and 2 ranks are needed")
+    if arguments.result:
+        child(arguments)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="gpucluster-perf-") as name:
+        return run(arguments, Path(name))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""How fast data go between host and one GPU at a time: each direction alone, or both at once; all copies verified."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from pytest_gpucluster.benchmarks.blocks import NOTHING, Rate, measure_rate
+from pytest_gpucluster.benchmarks.clock import Clock, clock_for
+from pytest_gpucluster.benchmarks.footprint import memory_returned, require_free
+from pytest_gpucluster.benchmarks.host_link_copies import (
+    D2H,
+    DIRECTIONS,
+    H2D,
+    WORD_BYTES,
+    Copier,
+    HostCopies,
+    bytes_on_device,
+    words_on_host,
+)
+from pytest_gpucluster.benchmarks.host_link_memory import host_memory
+from pytest_gpucluster.benchmarks.host_link_turn import Turn
+from pytest_gpucluster.benchmarks.memory import size_of
+from pytest_gpucluster.sampling import Sampling, Series
+from pytest_gpucluster.units import did_you_mean
+
+ALONE, BOTH, TOGETHER = "alone", "both", "together"
+WAYS = (*DIRECTIONS, BOTH)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostLinkResult:
+    """What this rank saw of the link between its host and its GPU.
+
+    Attributes:
+        bytes_per_second: of each direction, whatever went the other way.
+        directions: what was copied.
+        mode: "alone" (one direction of one GPU), "both" (both directions of one GPU) or "together" (one direction of
+            all GPUs of the node).
+        payload_bytes: of one copy.
+        verified_copies: each of them was compared, those of the warm-up too; of each direction.
+        nodes: NUMA node -> the part of the host memory that lay there; empty if the kernel does not tell.
+    """
+
+    bytes_per_second: Series
+    directions: tuple[str, ...]
+    mode: str
+    payload_bytes: int
+    verified_copies: int
+    nodes: Mapping[int, float]
+
+    @property
+    def size(self) -> str:
+        """The payload as a quantity: ``64 MiB``."""
+        return size_of(self.payload_bytes)
+
+    @property
+    def memory(self) -> str:
+        """Where the host memory lay, in a few words.
+
+        >>> HostLinkResult.shown({0: 0.75, 1: 0.25}), HostLinkResult.shown({})
+        ('NUMA node 0: 75 %, NUMA node 1: 25 %', 'NUMA node not told by the kernel')
+        """
+        return self.shown(self.nodes)
+
+    @staticmethod
+    def shown(nodes: Mapping[int, float]) -> str:
+        """Write parts of memory by their NUMA node."""
+        parts = [f"NUMA node {node}: {100 * part:.3g} %" for node, part in sorted(nodes.items())]
+        return ", ".join(parts) or "NUMA node not told by the kernel"
+
+
+def measure_host_link(
+    device: torch.device,
+    way: str,
+    *,
+    payload_bytes: int,
+    copies: int,
+    sampling: Sampling,
+    cpus: frozenset[int] | None = None,
+    during: AbstractContextManager[object] = NOTHING,
+    look: Callable[[], object] | None = None,
+    clock: Clock | None = None,
+    copier: Copier | None = None,
+    turn: Turn | None = None,
+) -> HostLinkResult:
+    """Measure copies from pinned host memory to the device, back, or both ways at once, in bytes a second.
+
+    Counted are the bytes of one direction. With both at once it is those of each direction over the time until both
+    have ended, so a slower direction is not hidden by a faster one.
+
+    Args:
+        device: which GPU. On cpu both sides are host memory, and the two directions take turns.
+        way: "h2d", "d2h" or "both".
+        payload_bytes: of one copy, a multiple of 8.
+        copies: as many are started one after the other, and have a buffer each, until all of them are verified.
+        sampling: how long to copy before and while samples are taken, and how sure to be. Verifying takes longer than
+            the copies, and counts for nothing.
+        cpus: beside the device: host memory is to lie on their NUMA node.
+        during: held open while samples are taken.
+        look: called while copies are under way, some times a second.
+        clock: takes the time; by default the device's own.
+        copier: what copies; by default torch.
+        turn: by what processes of a node copy one at a time; by default a lock that all of them know. While one
+            compares, the next one copies.
+
+    Returns: the result; its series may be inconclusive, and says so.
+
+    Raises:
+        WrongResult: a copy is not what it must be; names direction, how many words, the first one's offset and bits.
+        InconclusiveMeasurement: the clock did not advance.
+        EnvironmentBroken: too little memory is free, it cannot be pinned, or there was no turn.
+        ValueError: an argument is out of its range.
+
+    Source: as nvbandwidth counts and measures, host_to_device_memcpy_ce and its like, with 64 MiB a copy,
+    https://github.com/NVIDIA/nvbandwidth; its bidirectional tests time one direction, here both must end.
+    """
+    directions = directions_of(way)
+    words = check_sizes(device, directions, payload_bytes, copies)
+    name = f"{device}: host link {way}, {size_of(payload_bytes)}"
+    clock, copier = clock or clock_for(device), copier or Copier()
+    with memory_returned(), turn or Turn() as mine:
+        rate, nodes = _measure(
+            device, directions, words, copies, name, copier, clock, sampling, cpus, during, look, mine
+        )
+    return HostLinkResult(
+        bytes_per_second=rate.per_second.scaled(payload_bytes),
+        directions=directions,
+        mode=BOTH if way == BOTH else ALONE,
+        payload_bytes=payload_bytes,
+        verified_copies=rate.verified,
+        nodes=nodes,
+    )
+
+
+def _measure(
+    device: torch.device,
+    directions: tuple[str, ...],
+    words: int,
+    copies: int,
+    name: str,
+    copier: Copier,
+    clock: Clock,
+    sampling: Sampling,
+    cpus: frozenset[int] | None,
+    during: AbstractContextManager[object],
+    look: Callable[[], object] | None,
+    turn: Turn,
+) -> tuple[Rate, Mapping[int, float]]:
+    # A function of its own, for its frame holds all tensors: see memory_returned.
+    with host_memory(device, words_on_host(words, copies, directions), cpus=cpus) as host:
+        work = HostCopies(device, host.words, words, copies, directions, name=name, copier=copier, look=look, turn=turn)
+        return measure_rate(work, work.timed(clock), sampling=sampling, during=during), host.nodes
+
+
+def directions_of(way: str) -> tuple[str, ...]:
+    """Return the directions of a way.
+
+    Raises: ValueError if there is no such way.
+
+    >>> directions_of("h2d"), directions_of("both")
+    (('h2d',), ('h2d', 'd2h'))
+    """
+    if way not in WAYS:
+        raise ValueError(f"a way is one of {', '.join(WAYS)}, not {way!r}{did_you_mean(way, WAYS)}")
+    return (H2D, D2H) if way == BOTH else (way,)
+
+
+def check_sizes(device: torch.device, directions: tuple[str, ...], payload_bytes: int, copies: int) -> int:
+    """Return the 8-byte words of a copy, if there is memory for it all.
+
+    Raises:
+        ValueError: a size is out of its range.
+        EnvironmentBroken: too little memory is free.
+    """
+    if payload_bytes < WORD_BYTES or payload_bytes % WORD_BYTES:
+        raise ValueError(f"payload_bytes is a positive multiple of {WORD_BYTES}, not {payload_bytes}")
+    if copies < 1:
+        raise ValueError(f"copies is a positive number, not {copies}")
+    words = payload_bytes // WORD_BYTES
+    what = f"host link {'and '.join(directions)}, {copies} copies of {size_of(payload_bytes)}"
+    instead = "copy less: --gpucluster-workload host_link.copies=8"
+    require_free(device, bytes_on_device(words, copies, directions), what, instead=instead)
+    require_free(torch.device("cpu"), WORD_BYTES * words_on_host(words, copies, directions), what, instead=instead)
+    return words

@@ -1,0 +1,179 @@
+"""Copies between host and device, each of which is compared with what it must be, bit by bit.
+
+Both sides hold the same pattern. A copy takes it from one side, at a place that is shifted from time to time, to one of
+many buffers on the other side, where it is compared with that side's own. So a copy that was not made, or in part,
+leaves what an earlier one with another shift has left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from pytest_gpucluster.benchmarks.clock import Clock
+from pytest_gpucluster.benchmarks.comparison import difference_seen
+from pytest_gpucluster.benchmarks.host_link_turn import Turn
+from pytest_gpucluster.benchmarks.pattern import FACTOR
+from pytest_gpucluster.errors import WrongResult
+
+H2D, D2H = "h2d", "d2h"
+DIRECTIONS = (H2D, D2H)
+
+WORD_BYTES = 8
+LOOK_SECONDS = 0.2
+"""So much time is left between two looks at the link."""
+
+_STEP_WORDS = 64
+"""How far the next round is shifted: 512 bytes, so that all begin as aligned as an allocation does."""
+_SHIFTS = 3
+_NO_DATA = -FACTOR
+"""A word that is not in the pattern as far as memory reaches."""
+
+
+class Copier:
+    """What is timed: one call into torch; the seam at which tests plant faults."""
+
+    def copy(self, direction: str, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Start to copy all words. From and to pinned memory torch leaves it to cudaMemcpyAsync, and does not wait."""
+        target.copy_(source, non_blocking=True)
+
+
+def words_on_host(words: int, copies: int, directions: Sequence[str]) -> int:
+    """Return the words of host memory that are needed: the pattern, and buffers for what comes from the device."""
+    return words + (_SHIFTS - 1) * _STEP_WORDS + (copies * words if D2H in directions else 0)
+
+
+def bytes_on_device(words: int, copies: int, directions: Sequence[str]) -> int:
+    """Return the bytes of device memory that are needed, with those that a comparison takes for a moment."""
+    buffers = copies * words if H2D in directions else 0
+    return WORD_BYTES * (words + (_SHIFTS - 1) * _STEP_WORDS + buffers) + words
+
+
+class HostCopies:
+    """Copies of ``words`` 8-byte words, numbered from 0; with two directions each number is one copy each way.
+
+    Args:
+        device: where the device's side is.
+        host: memory for the host's side, of ``words_on_host`` words.
+        words: of one copy.
+        copies: buffers of a direction: so many copies are started until all of them are verified.
+        directions: "h2d", "d2h" or both.
+        name: for messages.
+        copier: makes the copies.
+        look: called while copies are under way, at most every ``LOOK_SECONDS``.
+        turn: is begun before copies are started, and ended when they are done; None where all copy at once.
+        now: the time, for looking.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        host: torch.Tensor,
+        words: int,
+        copies: int,
+        directions: Sequence[str],
+        *,
+        name: str,
+        copier: Copier,
+        look: Callable[[], object] | None = None,
+        turn: Turn | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.most_at_once = copies
+        self._device, self._words, self._name, self._copier = device, words, name, copier
+        self._look, self._turn, self._now, self._looked_at = look, turn, now, float("-inf")
+        pattern = words + (_SHIFTS - 1) * _STEP_WORDS
+        there = torch.empty(pattern, dtype=torch.int64, device=device)
+        self._sides = {H2D: (_filled(host[:pattern]), _filled(there)), D2H: (there, host[:pattern])}
+        """Direction -> the pattern that is copied, and the one of the other side to compare with."""
+        rest = {D2H: host[pattern:]}
+        if H2D in directions:
+            rest[H2D] = torch.empty(copies * words, dtype=torch.int64, device=device)
+        self._targets = {direction: rest[direction].fill_(_NO_DATA).view(copies, words) for direction in directions}
+        # torch ships no types for it.
+        self._side = (
+            torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            if device.type == "cuda" and len(self._targets) > 1
+            else None
+        )
+
+    def start(self, index: int) -> None:
+        """Start one copy in each direction. The second direction has a stream of its own, where there are streams."""
+        for number, (direction, targets) in enumerate(self._targets.items()):
+            source = self._place(self._sides[direction][0], index)
+            with torch.cuda.stream(self._side if number else None):
+                self._copier.copy(direction, source, targets[index % len(targets)])
+
+    def verify(self, done: range) -> None:
+        """Look at the link, wait for these copies, and compare each of them.
+
+        Raises: WrongResult that names direction, copy, and the first wrong word.
+        """
+        if self._look is not None and self._now() - self._looked_at >= LOOK_SECONDS:
+            self._look()
+            self._looked_at = self._now()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # what has arrived on the host is compared by the host
+        if self._turn is not None:
+            self._turn.end()  # comparing takes longer than copying, and needs no link
+        for direction, targets in self._targets.items():
+            for index in done:
+                expected = self._place(self._sides[direction][1], index)
+                if not torch.equal(targets[index % len(targets)], expected):
+                    raise WrongResult(self._described(direction, index, targets[index % len(targets)], expected))
+
+    def timed(self, clock: Clock) -> Clock:
+        """Return a clock whose regions are in this rank's turn, and hold the second direction's stream as well."""
+        return _CopyClock(clock, self._side, self._turn, self._device)
+
+    def _place(self, pattern: torch.Tensor, index: int) -> torch.Tensor:
+        shift = index // self.most_at_once % _SHIFTS * _STEP_WORDS
+        return pattern[shift : shift + self._words]
+
+    def _described(self, direction: str, index: int, found: torch.Tensor, expected: torch.Tensor) -> str:
+        wrong = difference_seen(found, expected, self._name)
+        word, wanted = (int(side[wrong.offset]) % 2**64 for side in (found, expected))
+        return (
+            f"{self._name}: {direction} copy {index}: {wrong.count} of {self._words} 8-byte words are wrong, first at "
+            f"byte {WORD_BYTES * wrong.offset}: found {word:#018x}, expected {wanted:#018x} (bits that differ: "
+            f"{(word ^ wanted).bit_count()})"
+        )
+
+
+class _CopyClock:
+    """A clock for copies: a region begins and ends for both streams together, where there are two.
+
+    Whoever measures lets it get ahead before each region: that is where a turn begins, and ``verify`` ends it.
+    """
+
+    def __init__(self, clock: Clock, side: torch.cuda.Stream | None, turn: Turn | None, device: torch.device) -> None:
+        self._clock, self._side, self._turn, self._device = clock, side, turn, device
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        with self._clock.region():
+            if self._side is not None:
+                self._side.wait_stream(torch.cuda.current_stream(self._device))
+            yield
+            if self._side is not None:
+                torch.cuda.current_stream(self._device).wait_stream(self._side)
+
+    def read(self) -> list[float]:
+        return self._clock.read()
+
+    def synchronize(self) -> None:
+        self._clock.synchronize()
+
+    def get_ahead(self, launches: int, *, seconds: float) -> None:
+        if self._turn is not None:
+            self._turn.begin()
+        self._clock.get_ahead(launches if self._side is None else 2 * launches, seconds=seconds)
+
+
+def _filled(pattern: torch.Tensor) -> torch.Tensor:
+    """Write word j as j times the factor, modulo 2**64. Source: as ``pattern``."""
+    torch.arange(len(pattern), out=pattern)
+    return pattern.mul_(FACTOR)

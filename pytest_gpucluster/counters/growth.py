@@ -1,0 +1,219 @@
+"""What has changed between two readings of the counters, and which of it is a fault of the hardware. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pytest_gpucluster.counters.snapshot import ACTIVE, INFINIBAND, QUERIES, RATE, XID, Counters
+from pytest_gpucluster.errors import HardwareFault
+from pytest_gpucluster.health.finding import Finding, Identity
+from pytest_gpucluster.health.nvlink import MUST_NOT_GROW, ZERO_TOLERANCE
+from pytest_gpucluster.health.xid import TAKE_OUT
+from pytest_gpucluster.infiniband import BYTES, CARRIER_DOWN, LINK_DOWNED
+
+_PORT = re.compile(rf"{INFINIBAND}\.(?P<port>.+)\.(?P<counter>\w+)")
+_LINK = re.compile(r"nvlink\.(?P<counter>\w+)\[(?P<link>\d+)\]")
+
+_DIAGNOSE = "take the GPU out of service, reset it, and run the vendor's diagnostics (`dcgmi diag -r 3`)"
+_RESET = "reset the GPU, or reboot the node, and run again"
+_CABLE = "look at the cable, the transceiver and the switch's port (`mlxlink -d DEVICE`, `ibdiagnet`), then run again"
+_OF_GPU: Mapping[str, tuple[str, str, str]] = {
+    "ecc.uncorrected.volatile": ("ecc_uncorrected", "uncorrected memory errors", _DIAGNOSE),
+    "ecc.uncorrected.aggregate": ("ecc_uncorrected", "uncorrected memory errors over the life of the card", _DIAGNOSE),
+    "rows.remapped.uncorrected": ("row_remapped", "rows of memory remapped after uncorrectable errors", _DIAGNOSE),
+    "rows.failed": ("row_remap_failed", "failed remap of a faulty row of memory", "have the GPU replaced"),
+    "rows.pending": ("row_remap_pending", "remap of a faulty row of memory, which waits for a reset", _RESET),
+    "pages.pending": ("page_pending", "page of memory that waits to be retired", _RESET),
+}
+"""Counter whose growth is a fault -> code, what it counts, what to do. The codes are those of the health criterion."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """What has changed.
+
+    Attributes:
+        changed: name -> by how much it has grown; of states (``nvlink.up[3]``, ``...active``, ``...rate``) the
+            difference, so that what went down is negative. A new Xid is ``xid.79``, with how many there were.
+        faults: of these, what rejects the hardware.
+        notes: what is worth knowing: a counter that was reset, an Xid that a program can cause, another job's GPU.
+        missing: query, ``xid`` or ``infiniband`` -> why it could not be compared. Who must not lack one decides.
+    """
+
+    changed: Mapping[str, float] = field(default_factory=dict)
+    faults: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()
+    missing: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain types; what is empty is left out."""
+        told = {
+            "changed": {name: _whole(value) for name, value in self.changed.items()},
+            "faults": [str(fault) for fault in self.faults],
+            "notes": list(self.notes),
+            "missing": dict(self.missing),
+        }
+        return {name: value for name, value in told.items() if value}
+
+    def require_no_fault(self) -> None:
+        """Raise what was found, each fault with its GPU or host and what to do.
+
+        Raises: HardwareFault.
+        """
+        if self.faults:
+            codes = ", ".join(dict.fromkeys(fault.code for fault in self.faults))
+            places = ", ".join(dict.fromkeys(str(fault.gpu) for fault in self.faults))
+            raise HardwareFault(
+                "\n".join([f"{codes} during this test: {places}", *(f"- {one}" for one in self.faults)])
+            )
+
+
+def changes(before: Counters, after: Counters) -> Changes:
+    """Compare two readings of the same rank.
+
+    A counter that is lower than before was reset, or has begun anew; what it shows has come since, at least.
+    """
+    changed: dict[str, float] = {}
+    faults: list[Finding] = []
+    notes: list[str] = []
+    missing = {**before.missing, **after.missing}
+
+    if after.lost and not before.lost:
+        faults.append(
+            Finding(
+                code="gpu_lost",
+                kind="hardware",
+                gpu=after.gpu,
+                found=f"the GPU does not answer any more: {after.lost}",
+                allowed="a GPU that answers",
+                remedy="take the node out of service, power it off and on, and have the GPU replaced if that does not "
+                "help",
+            )
+        )
+    for name, value in after.values.items():
+        if name not in before.values or value == before.values[name]:
+            continue
+        change = value - before.values[name]
+        if change < 0 and not _is_state(name):
+            notes.append(f"{name} went from {_whole(before.values[name])} to {_whole(value)}: it was reset, or wrapped")
+            change = 0 if _is_volume(name) else value
+        if change:
+            changed[name] = change
+    if not after.lost and "nvlink.up" not in after.missing:
+        # A card that shows no link any more has lost it.
+        for name in before.values:
+            if name.startswith("nvlink.up[") and before.values[name] and name not in after.values:
+                changed[name] = -1
+    faults += _faults(changed, before, after)
+    faults += _ports_gone(before, after)
+    for counters in (before, after):
+        other = after if counters is before else before
+        for name in counters.values:
+            if name in other.values or name in changed:
+                continue
+            if (query := _query(name)) and query not in missing:
+                missing[query] = f"{name} was told {'before' if counters is before else 'after'} the test only"
+    _xids(before, after, changed, faults, notes, missing)
+    return Changes(changed=changed, faults=tuple(faults), notes=tuple(notes), missing=missing)
+
+
+def _faults(changed: Mapping[str, float], before: Counters, after: Counters) -> Iterator[Finding]:
+    said: set[str] = set()
+    links: dict[tuple[str, str], list[str]] = {}
+    for name, change in changed.items():
+        if name in _OF_GPU and change > 0:
+            code, what, remedy = _OF_GPU[name]
+            if code not in said:  # errors since the driver was loaded are among those of the card's life
+                said.add(code)
+                yield _fault(after.gpu, code, f"{_whole(change)} new: {what}", remedy)
+        elif (link := _LINK.fullmatch(name)) is not None:
+            counter = link["counter"]
+            if counter == "up" and change < 0:
+                links.setdefault(("nvlink_down", "NVLinks that have gone down"), []).append(f"link {link['link']}")
+            elif counter in (*ZERO_TOLERANCE, *MUST_NOT_GROW) and change > 0:
+                key = "nvlink_errors", f"NVLink counter {counter} has grown"
+                links.setdefault(key, []).append(f"link {link['link']}: {_whole(change)}")
+        elif (port := _PORT.fullmatch(name)) is not None:
+            yield from _of_port(port["port"], port["counter"], change, before, after)
+    for (code, what), where in links.items():
+        remedy = "look at `nvidia-smi nvlink -e` and the Fabric Manager's log, then reset the GPUs of this node"
+        yield _fault(after.gpu, code, f"{what}: {', '.join(where)}", remedy)
+
+
+def _of_port(port: str, counter: str, change: float, before: Counters, after: Counters) -> Iterator[Finding]:
+    host = Identity(host=after.gpu.host)
+    if counter in (LINK_DOWNED, CARRIER_DOWN) and change > 0:
+        yield _fault(host, "link_down", f"port {port} has lost its link {_whole(change)} times ({counter})", _CABLE)
+    elif counter == ACTIVE and change < 0:
+        yield _fault(host, "port_down", f"port {port} was Active before, and is not any more", _CABLE)
+    elif counter == RATE and change < 0:
+        name = f"{INFINIBAND}.{port}.{RATE}"
+        found = f"port {port} has fallen from {before.values[name]:g} to {after.values[name]:g} Gb/s"
+        yield _fault(host, "port_rate", found, _CABLE)
+
+
+def _ports_gone(before: Counters, after: Counters) -> Iterator[Finding]:
+    for name, value in before.values.items():
+        port = _PORT.fullmatch(name)
+        if port is not None and port["counter"] == ACTIVE and value and name not in after.values:
+            why = after.missing.get(INFINIBAND)
+            found = f"port {port['port']} was Active before, and its HCA is gone" + (f": {why}" if why else "")
+            yield _fault(Identity(host=after.gpu.host), "port_down", found, "look at `lspci` and the kernel log")
+
+
+def _xids(
+    before: Counters,
+    after: Counters,
+    changed: dict[str, float],
+    faults: list[Finding],
+    notes: list[str],
+    missing: dict[str, str],
+) -> None:
+    old, new = before.log, after.log
+    if old is None or new is None:
+        return  # why is among what is missing, where anybody has looked
+    if old.source != new.source:
+        missing[XID] = f"the kernel log was read from {old.source} before the test and from {new.source} after it"
+        return
+    if old.numbers and new.numbers and new.numbers[0] > old.numbers[1] + 1:
+        missing[XID] = f"the kernel has overwritten {new.numbers[0] - old.numbers[1] - 1} records before they were read"
+    for key, xid in new.xids.items():
+        if key in old.xids:
+            continue
+        changed[f"xid.{xid.code}"] = changed.get(f"xid.{xid.code}", 0) + 1
+        # The log leaves the function number out, which is always 0.
+        gpu = after.gpus_of_node.get(f"{xid.pci[:-2]}.0")
+        found = f"Xid {xid.code}: {xid.text}"
+        if gpu is None:
+            notes.append(f"{found}, of PCI {xid.pci}, which is no GPU of this job")
+        elif xid.code not in TAKE_OUT:
+            notes.append(f"{found}, of {gpu}; a program can cause it")
+        else:
+            remedy = "take the node out of service and run the vendor's diagnostics; see NVIDIA's Xid catalogue"
+            faults.append(_fault(gpu, f"xid_{xid.code}", found, remedy))
+
+
+def _fault(gpu: Identity, code: str, found: str, remedy: str) -> Finding:
+    return Finding(code=code, kind="hardware", gpu=gpu, found=found, allowed="none during a test", remedy=remedy)
+
+
+def _query(name: str) -> str:
+    """Return which query told a counter; nothing for a port's, whose absence is told apart."""
+    if name.startswith("nvlink.") and not name.startswith("nvlink.up"):
+        return "nvlink.errors"
+    return next((query for query in QUERIES if name == query or name.startswith(f"{query}[")), "")
+
+
+def _is_state(name: str) -> bool:
+    return name.startswith("nvlink.up[") or name.endswith((f".{ACTIVE}", f".{RATE}"))
+
+
+def _is_volume(name: str) -> bool:
+    return name.endswith(tuple(f".{counter}" for counter in BYTES.values()))
+
+
+def _whole(value: float) -> float:
+    return int(value) if value == int(value) else value

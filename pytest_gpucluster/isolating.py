@@ -1,0 +1,323 @@
+"""After a collective has failed: find who is to blame, in the same session.
+
+Rank 0 plans, round by round, which groups are probed at once (``isolation.planner``). Every rank then takes part in the
+probe of its own group, an all-reduce in a process group of those ranks alone, and tells rank 0 what came of it in one
+exchange, whose verdict is the next round. A probe that does not end is released at its deadline, as any phase of a
+test. Units are nodes, or the GPUs of a single node.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_gpucluster import isolation_told
+from pytest_gpucluster.agreement.ending import Ending
+from pytest_gpucluster.agreement.release.python import Released
+from pytest_gpucluster.cause import connection_cut, text_of
+from pytest_gpucluster.errors import EnvironmentBroken, LaunchError, WrongResult
+from pytest_gpucluster.units import parse
+from pytest_gpucluster.wording import first_line
+
+if TYPE_CHECKING:
+    from pytest_gpucluster.cluster import Cluster
+    from pytest_gpucluster.failure import MergedRepr
+    from pytest_gpucluster.isolation.finding import Isolated
+    from pytest_gpucluster.isolation.probe import Outcome
+    from pytest_gpucluster.record import TestRecord
+    from pytest_gpucluster.run import Run
+
+METRIC = "nccl.all_reduce.busbw"
+"""What is probed, and whose limits are the floor of a group."""
+
+EXCLUDE = "exclude.txt"
+"""In the run's folder: the nodes to leave out of the next jobs."""
+
+_DTYPE = "fp32"
+Groups = Sequence[Sequence[int]]
+"""Ranks of each group that is probed in a round; no rank is in two of them."""
+
+
+class Isolator:
+    """Searches for who is to blame after failures. Every rank has one, and every rank must call :meth:`search`."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._spent_seconds = 0.0
+        self._found: Isolated | None = None
+        """What the last search has found, on rank 0; and after which test that was."""
+        self._after = ""
+
+    def why_not(self) -> str | None:
+        """Return why there is no search after a failure, or None if there is one. Rank 0 decides."""
+        run = self._run
+        if run.workload is None:
+            return "the suite has no workloads.yaml, which says how long to search"
+        if self._found is not None and self._found.culprits:
+            return f"it was done after {self._after}, with a result"
+        if self._spent_seconds >= run.workload.isolation.budget_seconds:
+            return f"the time for it is spent (isolation.budget, {run.workload.isolation.budget_seconds:g} s)"
+        return None
+
+    def search(self, item: pytest.Item, record: TestRecord, shown: MergedRepr | None) -> None:
+        """Probe groups until it is known who is to blame, or the time is up; rank 0 tells it.
+
+        Collective: every rank must call this, after the groups of all ranks were thrown away.
+
+        Args:
+            item: the test that has failed.
+            record: rank 0: where it goes on record.
+            shown: rank 0: what the terminal shows of the failure.
+        """
+        run = self._run
+        assert run.workload is not None
+        begin = time.monotonic()
+        self._say(f"searching for who is to blame, for {run.workload.isolation.budget_seconds:g} s at most")
+        plan = None
+        if run.rank == 0:
+            plan = _Plan(run, seconds=run.workload.isolation.budget_seconds - self._spent_seconds)
+        groups: Groups = ()
+        number = 0
+        while True:
+            body = self._probe(item, number, groups)
+            verdict = self._exchange(body, plan)
+            if verdict is None:
+                break
+            groups = verdict["groups"]
+            if not groups:
+                break
+            number += 1
+        seconds = time.monotonic() - begin
+        self._spent_seconds += seconds
+        if plan is not None:
+            self._found, self._after = plan.isolated(), item.nodeid
+            self._tell(plan, record, shown, seconds)
+
+    def _tell(self, plan: _Plan, record: TestRecord, shown: MergedRepr | None, seconds: float) -> None:
+        assert self._found is not None
+        found, names = self._found, plan.names
+        headline = isolation_told.headline(found, names.__getitem__)
+        text = isolation_told.text(found, names.__getitem__, seconds=seconds)
+        record.isolation = isolation_told.to_json(found, names, seconds=seconds)
+        record.message = first_line(f"{headline}; {record.message}")
+        record.text = f"{record.text}\n\n{text}"
+        for culprit in found.culprits:
+            record.culprits |= {rank for unit in culprit.units for rank in plan.ranks[unit]}
+        if found.culprits and record.outcome == "error":
+            # What could not be carried through is no mere breakdown any more: the hardware to blame is known.
+            record.outcome = "failed"
+            self._show_as_failure(record.test.nodeid)
+        if shown is not None:
+            shown.explain(record.message, text)
+        self._say(headline + self._exclude(plan, record))
+
+    def _exclude(self, plan: _Plan, record: TestRecord) -> str:
+        """Write exclude.txt beside the journal; return what the operator should hear of that."""
+        from pytest_gpucluster.isolation.exclude import exclude_text
+
+        assert self._found is not None
+        if not self._found.culprits or self._run.directory is None:
+            return ""
+        path = self._run.directory / EXCLUDE
+        try:
+            path.write_text(
+                exclude_text(self._found, host=plan.hosts.__getitem__, name=plan.names.__getitem__), encoding="utf-8"
+            )
+        except (OSError, LaunchError) as error:
+            record.properties.append(("exclude", f"not written: {error}"))
+            return f"; {EXCLUDE} could not be written: {error}"
+        record.properties.append(("exclude", str(path)))
+        return f"; leave out of the next jobs: {path}"
+
+    def _show_as_failure(self, nodeid: str) -> None:
+        """Let the terminal's summary count the test among the failures, and not among the errors."""
+        reporter = self._run.config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is None:
+            return
+        errors = reporter.stats.get("error", [])
+        for report in [one for one in errors if one.nodeid == nodeid and one.when == "call"]:
+            errors.remove(report)
+            reporter.stats.setdefault("failed", []).append(report)
+
+    def _say(self, text: str) -> None:
+        reporter = self._run.config.pluginmanager.get_plugin("terminalreporter")
+        if self._run.rank == 0 and reporter is not None and self._run.config.option.verbose >= 0:
+            reporter.ensure_newline()
+            reporter.write_line(f"gpucluster: {text}")
+
+    def _probe(self, item: pytest.Item, number: int, groups: Groups) -> Mapping[str, Any]:
+        """Take part in the probe of this rank's group, and return what this rank saw of it."""
+        run = self._run
+        assert run.watch is not None
+        assert run.cluster is not None
+        assert run.workload is not None
+        seconds = run.workload.isolation.probe_seconds
+        label = f"round {number} of the search after {item.nodeid}" if number else f"the search after {item.nodeid}"
+        mine = next((group for group in groups if run.rank in group), None)
+        phase = run.watch.enter(label, seconds)
+        seen: Mapping[str, Any] = {}
+        cluster: Cluster | None = None
+        try:
+            if mine is not None:
+                cluster = run.cluster.among(mine, name=f"isolation/{phase}/{mine[0]}", deadline_seconds=seconds)
+                seen = self._measured(cluster)
+        except (KeyboardInterrupt, pytest.exit.Exception):
+            raise
+        except (Exception, Released) as error:  # whatever a broken fabric raises is what is looked for
+            kind = "wrong" if isinstance(error, WrongResult) else "cut" if connection_cut(error) else "failure"
+            text = _in_the_world(text_of(error), mine or ())
+            seen = {kind: first_line(f"{run.names.get(run.rank, run.rank)}: {text}")}
+        finally:
+            run.watch.leave()
+        if cluster is not None:  # not before: a release must not strike in the middle of it
+            cluster.discard(epoch=0)
+        released = run.watch.released(phase)
+        if released is not None and "wrong" not in seen:
+            seen = {"failure": first_line(released)}
+        return seen
+
+    def _measured(self, cluster: Cluster) -> Mapping[str, Any]:
+        from pytest_gpucluster.benchmarks.collectives import all_reduce
+
+        assert self._run.workload is not None
+        asked = self._run.workload.isolation
+        result = all_reduce(
+            cluster.group,
+            cluster.device,
+            payload_bytes=int(parse(asked.size).to("B")),
+            dtype=_DTYPE,
+            sampling=asked.sampling,
+        )
+        busbw = result.slowest_busbw
+        return {"busbw": None if busbw is None else busbw.median / 1e9}
+
+    def _exchange(self, body: Mapping[str, Any], plan: _Plan | None) -> Mapping[str, Any] | None:
+        """Tell rank 0 and learn the next round; None once the run has ended."""
+        run = self._run
+
+        def decide(bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
+            assert plan is not None  # called on rank 0 only
+            return plan.decide(bodies)
+
+        assert run.watch is not None
+        assert run.exchange is not None
+        assert run.workload is not None
+        if run.watch.ending is not None:
+            return None
+        try:
+            verdict = run.exchange.run(
+                body, decide, deadline_seconds=run.workload.isolation.probe_seconds + run.timeouts.stuck
+            )
+        except EnvironmentBroken as lost:
+            run.watch.end(Ending(name="store lost", message=str(lost), exit=11))
+            return None
+        if "ended" in verdict:
+            told = verdict["ended"]
+            unknown = Ending(name="internal error", message="rank 0 could not plan the search", exit=3)
+            run.watch.agreed_to_end(Ending.from_json(told) if isinstance(told, Mapping) else unknown)
+            return None
+        return verdict
+
+
+def _in_the_world(text: str, ranks: Sequence[int]) -> str:
+    """Call the ranks of a group, which in it are numbered from 0, as all the run calls them."""
+
+    def known(match: re.Match[str]) -> str:
+        number = int(match[1])
+        return f"rank {ranks[number]}" if number < len(ranks) else match[0]
+
+    return re.sub(r"\brank (\d+)\b", known, text)
+
+
+class _Plan:
+    """Rank 0's side of a search: units and their ranks, what was probed, what is next."""
+
+    def __init__(self, run: Run, *, seconds: float) -> None:
+        from pytest_gpucluster.isolation.planner import Planner
+
+        self._run = run
+        self._until = time.monotonic() + seconds
+        node_of = run.node_of()
+        self.by_nodes = len(set(node_of.values())) > 1
+        self.ranks: dict[int, list[int]] = {}
+        """Unit -> its ranks."""
+        for rank in sorted(node_of):
+            self.ranks.setdefault(node_of[rank] if self.by_nodes else rank, []).append(rank)
+        assert run.workload is not None
+        self._planner = Planner(
+            sorted(self.ranks),
+            floor=self._floor,
+            min_ratio=run.workload.isolation.min_ratio,
+            name=self.names.__getitem__,
+            # One GPU by itself has no link, and its rate is that of nothing.
+            alone=all(len(ranks) > 1 for ranks in self.ranks.values()),
+        )
+        self._round: tuple[tuple[int, ...], ...] = ()
+        self._out_of_time = False
+
+    def decide(self, bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Take what the ranks saw in the last round, and say which groups of ranks are next; none: it is over."""
+        if self._round:
+            self._planner.take([self._outcome(members, bodies) for members in self._round])
+        self._out_of_time = time.monotonic() >= self._until
+        self._round = () if self._out_of_time else self._planner.next_round() or ()
+        return {"groups": [self._ranks_of(members) for members in self._round]}
+
+    @property
+    def hosts(self) -> dict[int, str]:
+        """The host of each unit."""
+        assert self._run.joined is not None
+        who = self._run.joined.who
+        return {unit: str(who[ranks[0]]["host"]) for unit, ranks in self.ranks.items()}
+
+    @property
+    def names(self) -> dict[int, str]:
+        """How each unit is called: a node by its host, a GPU as its rank is called everywhere."""
+        if not self.by_nodes:
+            return {unit: self._run.names[unit] for unit in self.ranks}
+        hosts = self.hosts
+        twice = len(set(hosts.values())) < len(hosts)
+        return {unit: f"{host} (node {unit})" if twice else host for unit, host in hosts.items()}
+
+    def isolated(self) -> Isolated:
+        """Return what is known by now."""
+        return self._planner.finding()
+
+    def _ranks_of(self, members: Sequence[int]) -> list[int]:
+        return sorted(rank for unit in members for rank in self.ranks[unit])
+
+    def _outcome(self, members: tuple[int, ...], bodies: Mapping[int, Mapping[str, Any]]) -> Outcome:
+        from pytest_gpucluster.isolation.probe import Outcome
+
+        seen = [bodies[rank] for rank in self._ranks_of(members)]
+
+        def first(kind: str) -> str:
+            return next((str(one[kind]) for one in seen if one.get(kind)), "")
+
+        rates = [one.get("busbw") for one in seen]
+        known = [rate for rate in rates if rate is not None]
+        failure = first("failure") or first("cut")  # whose peer was gone knows least of why
+        if not failure and not first("wrong") and not known:
+            failure = "nothing was heard of its ranks" if len(seen) > 1 else "one rank alone has no link to measure"
+        return Outcome(
+            members=members,
+            busbw=min(known) if len(known) == len(seen) else None,
+            wrong=first("wrong"),
+            failure=failure,
+        )
+
+    def _floor(self, units: int) -> float | None:
+        run = self._run
+        assert run.workload is not None
+        sku = run.sku(run.gpu_name())
+        if sku is None:
+            return None
+        ranks = units * max(len(ranks) for ranks in self.ranks.values())
+        labels = {"size": run.workload.isolation.size, "dtype": _DTYPE, "world_size": str(ranks)}
+        labels["nnodes"] = str(units if self.by_nodes else 1)
+        limit = run.limits.limit(METRIC, sku=sku, world_size=ranks, nnodes=int(labels["nnodes"]), labels=labels)
+        return None if limit is None else limit.min

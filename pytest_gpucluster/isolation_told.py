@@ -1,0 +1,50 @@
+"""How what a search for culprits has found is told: on the test's record, on the terminal, and in exclude.txt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpucluster.wording import first_line
+
+if TYPE_CHECKING:
+    from pytest_gpucluster.isolation.finding import Culprit, Isolated
+
+_PROBES_SHOWN = 64
+
+
+def headline(found: Isolated, name: Callable[[int], str]) -> str:
+    """Return in a few words who is to blame, or why that is not known.
+
+    Args:
+        found: what the search has found.
+        name: tells what a unit is called.
+    """
+    if found.culprits:
+        return "isolated: " + ", ".join(_named(culprit, name) for culprit in found.culprits)
+    if not found.reproduced:
+        return f"not isolated, not reproduced in {found.probes} probe{'s' * (found.probes != 1)}"
+    return f"not isolated: {found.why_undecided}"
+
+
+def text(found: Isolated, name: Callable[[int], str], *, seconds: float) -> str:
+    """Return what was found and what was tried, as lines for a report."""
+    lines = [f"Search for who is to blame, {seconds:.1f} s:", *found.summary(name), "Probes:"]
+    probed = [(number, one) for number, outcomes in enumerate(found.rounds, start=1) for one in outcomes]
+    for number, one in probed[:_PROBES_SHOWN]:
+        seen = one.wrong or one.failure or f"{one.busbw:.4g} GB/s"
+        lines.append(f"  round {number}: {', '.join(map(name, one.members))}: {first_line(seen)}")
+    if len(probed) > _PROBES_SHOWN:
+        lines.append(f"  and {len(probed) - _PROBES_SHOWN} more, which the journal has")
+    return "\n".join(lines)
+
+
+def to_json(found: Isolated, names: Mapping[int, str], *, seconds: float) -> dict[str, Any]:
+    """Return the same in plain JSON types, for the journal. ``names`` tells what each unit is called."""
+    return {**found.to_json(), "names": {str(unit): name for unit, name in names.items()}, "seconds": seconds}
+
+
+def _named(culprit: Culprit, name: Callable[[int], str]) -> str:
+    who = " and ".join(map(name, culprit.units))
+    who = f"the link between {who}" if culprit.kind == "link" else who
+    return f"{who} (intermittent: {culprit.failed} of {culprit.probes} probes)" if culprit.intermittent else who

@@ -1,0 +1,417 @@
+"""What variables of NCCL, UCX and CUDA do: which help, which hurt, and where. A table of rules. Pure.
+
+NCCL's guide has two kinds of variables: those that tell NCCL of the system may stay set; those of its section
+"Debugging" "should not be used in production nor retained in scripts". So each of the latter is worth a note, and what
+surely costs speed or breaks something here is more than that.
+
+Source, unless a rule has its own: NCCL user guide, "Environment Variables",
+https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pytest_gpucluster import nccl_values as values
+from pytest_gpucluster.health.finding import Finding, Identity, Kind
+from pytest_gpucluster.nccl_environment import Setting
+from pytest_gpucluster.nccl_values import Judge, Place
+
+GUIDE = "NCCL user guide, Environment Variables"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One variable.
+
+    Attributes:
+        name: of the variable.
+        does: what it does, where it helps and where it hurts.
+        judge: what its value is here: None where there is nothing to say.
+        remedy: what to do about it.
+        source: where this is from.
+    """
+
+    name: str
+    does: str
+    judge: Judge
+    remedy: str = "unset it"
+    source: str = GUIDE
+
+
+def _table(rules: Sequence[Rule]) -> Mapping[str, Rule]:
+    return {rule.name: rule for rule in rules}
+
+
+RULES: Mapping[str, Rule] = _table(
+    (
+        Rule(
+            name="NCCL_ALGO",
+            does="allows only some algorithms. Helps nowhere for long. `Ring` switches NVLS off, which hurts "
+            "all-reduce where there is an NVSwitch (366 instead of 482 GB/s on 8 H200), and trees, which hurts many "
+            "nodes",
+            judge=values.algorithms,
+        ),
+        Rule(
+            name="NCCL_PROTO",
+            does="allows only some protocols. `LL128` where NCCL has not chosen it can corrupt data; without `Simple` "
+            "large messages are slow; `^LL128` is a search for a bug",
+            judge=values.protocols,
+        ),
+        Rule(
+            name="NCCL_NVLS_ENABLE",
+            does="0 switches NVLS off: hurts in a node with an NVSwitch",
+            judge=values.when_off("environment", values.through_switch),
+        ),
+        Rule(
+            name="NCCL_CUMEM_ENABLE",
+            does="0 takes away the memory that NVLink between nodes (MNNVL) needs; frameworks for inference set it to "
+            "save memory",
+            judge=lambda value, place: "note",
+            source=f"{GUIDE}; vllm-project/vllm pull request 16992",
+        ),
+        Rule(
+            name="NCCL_MNNVL_ENABLE",
+            does="0 keeps NVLink between nodes (GB200 NVL72) from being used",
+            judge=values.when_off("environment", lambda place: place.nnodes > 1 and place.nvls),
+        ),
+        Rule(
+            name="NCCL_P2P_DISABLE",
+            does="1 sends what GPUs of a node say to each other through the host's memory, instead of NVLink or PCIe; "
+            "helps only where P2P over PCIe is broken (IOMMU, ACS)",
+            judge=values.when_on("environment", values.beside_others),
+        ),
+        Rule(
+            name="NCCL_P2P_LEVEL",
+            does="limits how far apart GPUs may be for P2P. `LOC` is never; `NVL` leaves PCIe out; `SYS` helps on some "
+            "machines without NVLink",
+            judge=values.p2p_level,
+        ),
+        Rule(
+            name="NCCL_P2P_DIRECT_DISABLE",
+            does="1 forbids direct access to buffers of other GPUs of the same process; with one GPU a process it "
+            "does nothing",
+            judge=values.when_on("note"),
+        ),
+        Rule(
+            name="NCCL_SHM_DISABLE",
+            does="1 sends what GPUs of a node without P2P say to each other over the network; helps only where "
+            "/dev/shm is too small, which is to be mended instead",
+            judge=values.when_on("environment", values.beside_others),
+        ),
+        Rule(
+            name="NCCL_IB_DISABLE",
+            does="1 switches InfiniBand and RoCE off, so that TCP carries all data between nodes; belongs to clusters "
+            "that have neither",
+            judge=values.when_on("environment", values.over_fabric),
+        ),
+        Rule(
+            name="NCCL_NET",
+            does="forces one network. `Socket` is TCP; `IB` or a plugin's name helps, as NCCL then fails instead of "
+            "falling back",
+            judge=values.network,
+        ),
+        Rule(
+            name="NCCL_NET_PLUGIN",
+            does="chooses the network plugin. `none` leaves out the one of the image (SHARP, EFA, GCP's)",
+            judge=lambda value, place: "note" if value.strip().lower() == "none" else None,
+        ),
+        Rule(
+            name="NCCL_NET_GDR_LEVEL",
+            does="limits how far a GPU and a network card may be apart for GPUDirect RDMA. `LOC` is never, and hurts; "
+            "`PHB` and `SYS` help where cards are not behind the GPUs' own PCIe switches, and can hurt elsewhere",
+            judge=values.gdr_level,
+        ),
+        Rule(
+            name="NCCL_NET_GDR_READ",
+            does="0 sends through the host's memory what leaves a GPU; helps on some machines without NVLink, and "
+            "hurts with it",
+            judge=values.when_off("environment", lambda place: place.has_fabric and place.nvlink),
+        ),
+        Rule(
+            name="NCCL_DMABUF_ENABLE",
+            does="0 leaves the way to GPU memory to nvidia_peermem: without that module GPUDirect RDMA is off",
+            judge=values.when_off("environment", lambda place: place.has_fabric and not place.peermem),
+        ),
+        Rule(
+            name="NCCL_IB_HCA",
+            does="chooses the cards. Helps where a node also has cards for storage; without `=` it takes prefixes, so "
+            "that `mlx5_1` takes mlx5_10 as well",
+            judge=values.cards,
+            remedy="unset it, or name cards of this node that are Active (`ibv_devices`)",
+        ),
+        Rule(
+            name="NCCL_IB_GID_INDEX",
+            does="chooses the address of a RoCE port; 3 is the usual one of RoCE v2 with IPv4. Belongs to RoCE: on "
+            "InfiniBand it names an entry that does not exist. NCCL 2.21 and newer find it themselves",
+            judge=values.gid_index,
+        ),
+        Rule(
+            name="NCCL_IB_TIMEOUT",
+            does="how long a lost packet is waited for. 22 helps on very large networks, and hides links that flap",
+            judge=lambda value, place: "environment" if not 0 < values.number(value) < 32 else "note",
+            remedy="unset it, or give it a value from 1 to 31: others wait for ever",
+        ),
+        Rule(
+            name="NCCL_IB_RETRY_CNT",
+            does="how often a packet is sent again; less than the default of 7 breaks jobs at a short disturbance",
+            judge=lambda value, place: "note" if values.number(value) != 7 else None,
+        ),
+        Rule(
+            name="NCCL_IB_QPS_PER_CONNECTION",
+            does="connections for each pair of ranks; 2 to 4 help on fabrics with several levels",
+            judge=lambda value, place: "note",
+        ),
+        Rule(
+            name="NCCL_IB_SPLIT_DATA_ON_QPS",
+            does="1 splits each message over the connections: hurts latency",
+            judge=lambda value, place: "note",
+        ),
+        Rule(
+            name="NCCL_IB_PCI_RELAXED_ORDERING",
+            does="1 helps in virtual machines, and is chosen by itself where it is possible; 0 hurts there",
+            judge=values.when_off("environment", values.over_fabric),
+        ),
+        Rule(
+            name="NCCL_IB_ADAPTIVE_ROUTING",
+            does="1 is the default on InfiniBand; on RoCE it helps only where the switches do it",
+            judge=lambda value, place: "note",
+        ),
+        Rule(
+            name="NCCL_IB_CUDA_SUPPORT",
+            does="nothing since NCCL 2.4: NCCL_NET_GDR_LEVEL has replaced it",
+            judge=lambda value, place: "note",
+        ),
+        Rule(
+            name="NCCL_SOCKET_IFNAME",
+            does="chooses the interface of NCCL's own connections, and of all data where TCP carries them. Helps where "
+            "hosts have several networks",
+            judge=values.interface,
+            remedy="unset it, or name an interface of this node that reaches the others (`ip -br addr`)",
+        ),
+        Rule(
+            name="NCCL_CROSS_NIC",
+            does="0 keeps to rails and belongs to fabrics that are built of rails; 1 belongs to those where all cards "
+            "of a node are on one switch",
+            judge=lambda value, place: None,
+        ),
+        Rule(
+            name="NCCL_COLLNET_ENABLE",
+            does="1 lets switches reduce (SHARP); helps where it is set up, does nothing elsewhere",
+            judge=lambda value, place: None,
+        ),
+        Rule(
+            name="NCCL_PXN_DISABLE",
+            does="1 forbids the way over another GPU's card: hurts all-to-all and large jobs on fabrics of rails",
+            judge=values.when_on("environment", lambda place: place.has_fabric and place.nvlink),
+        ),
+        Rule(
+            name="NCCL_TOPO_FILE",
+            does="a description of the machine; helps in virtual machines that hide it, and hurts on any other machine",
+            judge=values.topology,
+            remedy="name the file that belongs to this kind of machine, or unset it",
+        ),
+        Rule(
+            name="NCCL_GRAPH_FILE",
+            does="rings and trees that somebody has computed before; hurts on any other machine",
+            judge=lambda value, place: "note",
+            source="NCCL, src/graph/search.cc",
+        ),
+        Rule(
+            name="NCCL_BUFFSIZE",
+            does="bytes of the buffer between two GPUs, 4 MiB by default; less saves memory and hurts bandwidth",
+            judge=lambda value, place: "environment" if 0 < values.number(value) < 1 << 20 else "note",
+        ),
+        Rule(
+            name="NCCL_NTHREADS",
+            does="threads of each block of NCCL's kernels; fewer than the default hurt",
+            judge=lambda value, place: "environment" if 0 < values.number(value) < 256 else "note",
+        ),
+        Rule(
+            name="NCCL_MAX_NCHANNELS", does="most blocks of NCCL's kernels; a few hurt bandwidth", judge=values.channels
+        ),
+        Rule(
+            name="NCCL_MAX_CTAS",
+            does="the same, under its new name; helps where computing matters more than communication",
+            judge=values.channels,
+        ),
+        Rule(
+            name="NCCL_MIN_NCHANNELS",
+            does="fewest blocks of NCCL's kernels; more help bandwidth and take SMs from the model",
+            judge=lambda value, place: "note",
+        ),
+        Rule(
+            name="NCCL_CHECK_POINTERS",
+            does="1 looks at each pointer before each call: a help in debugging that costs latency",
+            judge=values.when_on("environment"),
+        ),
+        Rule(
+            name="NCCL_LAUNCH_MODE",
+            does="how kernels are launched where one process has several GPUs; not recommended since 2.9",
+            judge=lambda value, place: "note",
+        ),
+        Rule(
+            name="NCCL_DEBUG",
+            does="how much NCCL writes. INFO and TRACE are for debugging; where a run sets it without NCCL_DEBUG_FILE, "
+            "this suite cannot read which transport was chosen",
+            judge=lambda value, place: "environment" if value.strip().upper() == "TRACE" else "note",
+        ),
+        Rule(
+            name="NCCL_ASYNC_ERROR_HANDLING",
+            does="a name of torch's that is TORCH_NCCL_ASYNC_ERROR_HANDLING by now",
+            judge=lambda value, place: "note",
+            source="pytorch/pytorch, torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp",
+        ),
+        Rule(
+            name="NCCL_BLOCKING_WAIT",
+            does="a name of torch's that is TORCH_NCCL_BLOCKING_WAIT by now",
+            judge=lambda value, place: "note",
+            source="pytorch/pytorch, torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp",
+        ),
+        Rule(
+            name="UCX_NET_DEVICES",
+            does="chooses the cards of MPI over UCX. NCCL takes no notice of it, unless its plugin is the one of UCX",
+            judge=values.ucx_devices,
+            remedy="unset it, or name cards of this node with their port, such as mlx5_0:1",
+            source="OpenUCX documentation, FAQ: Which network devices does UCX use?",
+        ),
+        Rule(
+            name="UCX_TLS",
+            does="chooses the transports of MPI over UCX; NCCL takes no notice of it",
+            judge=lambda value, place: None,
+            source="OpenUCX documentation, FAQ: Which transports does UCX use?",
+        ),
+        Rule(
+            name="UCX_LOG_LEVEL",
+            does="how much UCX writes; debug and trace are for debugging",
+            judge=lambda value, place: "note" if value.strip().lower() in ("debug", "trace", "data", "func") else None,
+            source="OpenUCX documentation, UCX environment parameters",
+        ),
+        Rule(
+            name="CUDA_DEVICE_MAX_CONNECTIONS",
+            does="1 puts all kernels into one queue: Megatron needs it for tensor and sequence parallelism up to "
+            "Hopper; FSDP, whose copies and kernels are to overlap, is slower with it",
+            judge=lambda value, place: "note" if values.number(value) == 1 else None,
+            remedy="set it only for the jobs that need it",
+            source="NVIDIA/Megatron-LM, megatron/training/arguments.py",
+        ),
+        Rule(
+            name="CUDA_LAUNCH_BLOCKING",
+            does="1 waits for each kernel: a help in debugging that makes everything slow",
+            judge=values.when_on("environment"),
+            source="CUDA C programming guide, CUDA environment variables",
+        ),
+        Rule(
+            name="OMP_NUM_THREADS",
+            does="threads of computations on the CPU. torchrun sets it to 1 where nobody has; a loader that computes, "
+            "or an optimizer on the CPU, needs more",
+            judge=lambda value, place: None,
+            source="pytorch/pytorch, torch/distributed/run.py",
+        ),
+        Rule(
+            name="TORCH_DISTRIBUTED_DEBUG",
+            does="DETAIL compares each collective between the ranks before it runs: a help in debugging that is slow",
+            judge=lambda value, place: "environment" if value.strip().upper() == "DETAIL" else None,
+            source="PyTorch documentation, torch.distributed, Debugging",
+        ),
+    )
+)
+"""Name of a variable -> what is known of it."""
+
+DEBUGGING = frozenset(
+    (
+        "NCCL_P2P_DISABLE",
+        "NCCL_P2P_LEVEL",
+        "NCCL_P2P_DIRECT_DISABLE",
+        "NCCL_SHM_DISABLE",
+        "NCCL_BUFFSIZE",
+        "NCCL_NTHREADS",
+        "NCCL_MAX_NCHANNELS",
+        "NCCL_MIN_NCHANNELS",
+        "NCCL_CHECKS_DISABLE",
+        "NCCL_CHECK_POINTERS",
+        "NCCL_CHECK_MODE",
+        "NCCL_LAUNCH_MODE",
+        "NCCL_IB_DISABLE",
+        "NCCL_IB_AR_THRESHOLD",
+        "NCCL_IB_OOO_RQ",
+        "NCCL_IB_QPS_PER_CONNECTION",
+        "NCCL_IB_SPLIT_DATA_ON_QPS",
+        "NCCL_IB_CUDA_SUPPORT",
+        "NCCL_IB_PCI_RELAXED_ORDERING",
+        "NCCL_IB_ADAPTIVE_ROUTING",
+        "NCCL_IB_ECE_ENABLE",
+        "NCCL_MEM_SYNC_DOMAIN",
+        "NCCL_CUMEM_ENABLE",
+        "NCCL_CUMEM_HOST_ENABLE",
+        "NCCL_NET_GDR_LEVEL",
+        "NCCL_IB_GDR_LEVEL",
+        "NCCL_NET_GDR_C2C",
+        "NCCL_NET_GDR_READ",
+        "NCCL_NET_SHARED_BUFFERS",
+        "NCCL_NET_SHARED_COMMS",
+        "NCCL_SINGLE_RING_THRESHOLD",
+        "NCCL_LL_THRESHOLD",
+        "NCCL_TREE_THRESHOLD",
+        "NCCL_ALGO",
+        "NCCL_PROTO",
+        "NCCL_NVB_DISABLE",
+        "NCCL_PXN_DISABLE",
+        "NCCL_P2P_PXN_LEVEL",
+        "NCCL_PXN_C2C",
+        "NCCL_RUNTIME_CONNECT",
+        "NCCL_GRAPH_REGISTER",
+        "NCCL_LOCAL_REGISTER",
+        "NCCL_LEGACY_CUDA_REGISTER",
+        "NCCL_WIN_ENABLE",
+        "NCCL_SET_STACK_SIZE",
+        "NCCL_GRAPH_MIXING_SUPPORT",
+        "NCCL_DMABUF_ENABLE",
+        "NCCL_P2P_NET_CHUNKSIZE",
+        "NCCL_P2P_LL_THRESHOLD",
+        "NCCL_ALLOC_P2P_NET_LL_BUFFERS",
+        "NCCL_COMM_BLOCKING",
+        "NCCL_CGA_CLUSTER_SIZE",
+        "NCCL_MAX_CTAS",
+        "NCCL_MIN_CTAS",
+        "NCCL_NVLS_ENABLE",
+        "NCCL_IB_MERGE_NICS",
+        "NCCL_MNNVL_ENABLE",
+        "NCCL_MAX_NRINGS",
+        "NCCL_MIN_NRINGS",
+        "NCCL_RINGS",
+    )
+)
+"""The variables of the guide's section "Debugging", and names that these had before."""
+
+
+def judge(setting: Setting, place: Place, host: str) -> Finding | None:
+    """Return what is to be said of a variable on a host, or None.
+
+    Args:
+        setting: the variable.
+        place: where it is set.
+        host: the node's name.
+    """
+    rule = RULES.get(setting.name)
+    name = setting.name.strip()
+    kind: Kind | None = None
+    does, remedy = "", "unset it"
+    if setting.name != name:
+        kind, does = "note", f"it has no effect: the blank before = makes it another name than {name}"
+        remedy = f"write {name}= without a blank in {setting.origin}"
+    elif rule is not None:
+        kind, does, remedy = rule.judge(setting.value, place), rule.does, rule.remedy
+    elif name in DEBUGGING:
+        kind, does = "note", "NCCL's guide has it among those for debugging, which are not meant to stay set"
+    if kind is None:
+        return None
+    return Finding(
+        code=name.lower(),
+        kind=kind,
+        gpu=Identity(host=host),
+        found=f"{setting}: {does}",
+        allowed="not set" if kind == "environment" else "where it is meant",
+        remedy=remedy,
+    )

@@ -1,0 +1,246 @@
+"""What Slurm says of itself and of the job's nodes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pytest_gpucluster.errors import EnvironmentBroken, LaunchError
+from pytest_gpucluster.health.finding import Finding
+from pytest_gpucluster.hostlist import expand_hostlist
+from pytest_gpucluster.surroundings.notice import notice
+from pytest_gpucluster.wording import first_line
+
+ANSWER_SECONDS = 30.0
+"""Longer than Slurm's own MessageTimeout of 10 s (slurm.conf(5)), so that its own message is heard."""
+
+_PING = re.compile(r"Slurmctld\((?P<role>\w+)\) at (?P<host>\S+) is (?P<state>UP|DOWN)")
+"""Source: Slurm, src/scontrol/scontrol.c, _print_ping."""
+
+_FORMAT = "%N|%P|%a|%T|%E"
+"""Node, partition, whether that takes jobs, state, reason. Source: sinfo(1), --format."""
+
+RUNNING = ("allocated", "allocated+", "mixed")
+"""States of a node that runs a job and is well. Source: sinfo(1), NODE STATE CODES."""
+
+_FLAGS = {
+    "*": "Slurm's daemon on it does not answer",
+    "~": "it is powered off",
+    "#": "it is being powered up",
+    "!": "it is to be powered down",
+    "%": "it is being powered down",
+    "^": "a reboot was ordered",
+}
+"""Source: sinfo(1), NODE STATE CODES."""
+_HARMLESS_FLAGS = {"$": "in a maintenance reservation", "@": "to be rebooted when it is free", "-": "planned for a job"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ping:
+    """The controllers that answer and those that do not, as "role host", and how long it took to find out."""
+
+    up: tuple[str, ...]
+    down: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeState:
+    """A line of sinfo."""
+
+    node: str
+    partition: str
+    available: str
+    state: str
+    reason: str
+
+
+def ping(*, answer_seconds: float = ANSWER_SECONDS) -> Ping:
+    """Ask Slurm's controllers whether they are there.
+
+    Raises: EnvironmentBroken if none answers, or it cannot be asked.
+    """
+    begin = time.monotonic()
+    output, code = _ask(["scontrol", "ping"], answer_seconds)
+    seconds = time.monotonic() - begin
+    found = [(f"{one['role']} {one['host']}", one["state"]) for one in _PING.finditer(output)]
+    up = tuple(name for name, state in found if state == "UP")
+    if not up:
+        told = first_line(output.strip()) or f"exit code {code}, and no word"
+        raise EnvironmentBroken(
+            f"no controller of Slurm answers (scontrol ping: {told}). New jobs do not start, and this one may be "
+            "ended: look at slurmctld on the controller's host, and at the network to it"
+        )
+    return Ping(up=up, down=tuple(name for name, state in found if state == "DOWN"), seconds=seconds)
+
+
+def nodes_of_job(environ: Mapping[str, str]) -> list[str]:
+    """Return the names of the job's nodes, as Slurm calls them.
+
+    Raises: EnvironmentBroken if Slurm's variables do not tell.
+    """
+    listed = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or ""
+    try:
+        return expand_hostlist(listed)
+    except LaunchError as error:
+        raise EnvironmentBroken(f"SLURM_JOB_NODELIST does not name the nodes of the job: {error}") from error
+
+
+def states(
+    nodes: Sequence[str], partition: str | None, *, answer_seconds: float = ANSWER_SECONDS
+) -> tuple[NodeState, ...]:
+    """Ask in which state nodes and their partition are.
+
+    Args:
+        nodes: their names.
+        partition: of the job; None for every one that the nodes are in.
+        answer_seconds: how long to wait.
+
+    Raises: EnvironmentBroken if Slurm does not tell, or tells something else.
+    """
+    listed = ",".join(nodes)
+    command = ["sinfo", "--all", "--noheader", "--Node", "--nodes", listed, "--format", _FORMAT]
+    command += ["--partition", partition] if partition else []
+    output, code = _ask(command, answer_seconds)
+    found = []
+    for line in filter(str.strip, output.splitlines()):
+        fields = [field.strip() for field in line.split("|", 4)]
+        if code or len(fields) != 5:
+            raise EnvironmentBroken(f"sinfo does not tell the state of {listed} (exit code {code}): {first_line(line)}")
+        node, of, available, state, reason = fields
+        reason = "" if reason.lower() == "none" else reason
+        found.append(
+            NodeState(node=node, partition=of.rstrip("*"), available=available, state=state.lower(), reason=reason)
+        )
+    if not found:
+        raise EnvironmentBroken(f"sinfo knows nothing of {listed} (exit code {code})")
+    return tuple(found)
+
+
+def examine(pinged: Ping, found: Iterable[NodeState], nodes: Sequence[str], controller: str) -> list[Finding]:
+    """Return what is wrong with controllers, partitions and nodes.
+
+    Args:
+        pinged: what ``scontrol ping`` said.
+        found: what sinfo said.
+        nodes: the job's.
+        controller: whom findings about Slurm itself are about, such as this host.
+    """
+    findings = [
+        notice(
+            "slurm.controller",
+            "note",
+            controller,
+            f"Slurm's {name} does not answer",
+            allowed="every controller answers",
+            remedy="start slurmctld there again, for there is nobody to take over now",
+        )
+        for name in pinged.down
+    ]
+    lines = list(found)
+    for node in nodes:
+        of_node = [line for line in lines if line.node == node]
+        if not of_node:
+            findings.append(
+                notice(
+                    "slurm.node",
+                    "environment",
+                    node,
+                    "sinfo does not list this node of the job in the job's partition",
+                    allowed="every node of the job is listed",
+                    remedy=f"ask `scontrol show node {node}`",
+                )
+            )
+        findings += _of_node(node, of_node[:1])
+    closed = {line.partition: line.available for line in lines if line.available != "up"}
+    findings += [
+        notice(
+            "slurm.partition",
+            "environment",
+            controller,
+            f"the partition {partition} is {available}",
+            allowed="up",
+            remedy=f"ask `scontrol show partition {partition}`; `scontrol update PartitionName={partition} State=UP`",
+        )
+        for partition, available in closed.items()
+    ]
+    return findings
+
+
+def well(found: Iterable[NodeState], nodes: Sequence[str]) -> int:
+    """Return how many of these nodes are in a state in which jobs run."""
+    states = {line.node: _parts(line.state) for line in found}
+    return sum(
+        node in states and states[node][0] in RUNNING and not set(states[node][1]) & set(_FLAGS) for node in nodes
+    )
+
+
+def _parts(state: str) -> tuple[str, str]:
+    """Split a state from its flags: "allocated+" is a state, "mixed*" one with a flag."""
+    flags = "".join(dict.fromkeys(char for char in state if char in _FLAGS or char in _HARMLESS_FLAGS))
+    return state.rstrip("".join(_FLAGS) + "".join(_HARMLESS_FLAGS)), flags
+
+
+def _of_node(node: str, lines: Sequence[NodeState]) -> list[Finding]:
+    findings = []
+    for line in lines:
+        state, flags = _parts(line.state)
+        wrong = [_FLAGS[flag] for flag in flags if flag in _FLAGS]
+        if state not in RUNNING:
+            wrong.insert(0, f"it is {state}")
+        because = f" ({line.reason})" if line.reason else ""
+        if wrong:
+            findings.append(
+                notice(
+                    "slurm.node",
+                    "environment",
+                    node,
+                    f"Slurm calls this node {line.state}{because}: {', and '.join(wrong)}",
+                    allowed=" or ".join(RUNNING),
+                    remedy=f"ask `scontrol show node {node}`; somebody has taken it out of service, or wants to",
+                )
+            )
+        for flag in flags:
+            if flag in _HARMLESS_FLAGS:
+                findings.append(
+                    notice(
+                        "slurm.node",
+                        "note",
+                        node,
+                        f"{_HARMLESS_FLAGS[flag]}{because}",
+                        allowed="anything",
+                        remedy="nothing",
+                    )
+                )
+    return findings
+
+
+def _ask(command: list[str], seconds: float) -> tuple[str, int]:
+    """Run a command of Slurm's; return what it printed and its exit code.
+
+    Raises: EnvironmentBroken if it is not there or gives no answer.
+    """
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=seconds,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise EnvironmentBroken(
+            f"{command[0]} is not there, so Slurm cannot be asked. In a container, mount Slurm's commands, slurm.conf "
+            "and munge's socket into it"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise EnvironmentBroken(
+            f"`{' '.join(command[:2])}` gave no answer within {seconds:g} s: look at slurmctld on the controller's host"
+        ) from None
+    except OSError as error:
+        raise EnvironmentBroken(f"{command[0]} cannot be run: {error}") from error
+    return done.stdout.decode("utf-8", "replace"), done.returncode

@@ -1,0 +1,65 @@
+"""``gpucluster verdict``: a run's verdict again, as one line and as this command's exit code."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from pytest_gpucluster.errors import JournalError
+from pytest_gpucluster.journal import locate, read
+from pytest_gpucluster.sweep.answer import Answer
+from pytest_gpucluster.verdict import EXIT_CODES
+from pytest_gpucluster.wording import visible
+
+NO_VERDICT = 11
+
+_VERDICT = """\
+Print the verdict of a run, and end with the run's own exit code, also where its journal was cut off. torchrun itself
+ends with 1 for every code but 0.
+"""
+
+RUN_EXIT_CODES = (
+    "exit codes, those of the run:\n"
+    + "".join(f"  {code:<2} {what}\n" for code, what in EXIT_CODES.items())
+    + "     11 also where the journal cannot be read or the answer cannot be written, 2 also for wrong usage\n"
+)
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``verdict`` to the command's parser."""
+    looks: dict[str, Any] = {"epilog": RUN_EXIT_CODES, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = commands.add_parser(
+        "verdict", help="print a run's verdict, and end with its exit code", description=_VERDICT, **looks
+    )
+    parser.add_argument(
+        "journal",
+        metavar="JOURNAL",
+        type=Path,
+        help="a journal.jsonl, the folder of a run, or a report directory (its latest run)",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", type=Path, help="write the verdict and the first failure here, in at most 4096 bytes"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Tell a run's verdict and return its exit code."""
+    try:
+        path = locate(options.journal)
+        answer = Answer.of(read(path, keep_samples=False), str(path))
+    except JournalError as error:
+        print(f"gpucluster: no verdict: {error}", file=sys.stderr)
+        return NO_VERDICT
+    rehearsal = "REHEARSAL, " if answer.rehearsal else ""
+    reason = f": {answer.reason}" if answer.reason else ""
+    print(visible(f"gpucluster: {rehearsal}{answer.verdict}, exit code {answer.exit}{reason}"))
+    if options.json is not None:
+        try:
+            # In place, not beside it: a termination message is a file that is mounted.
+            options.json.write_text(answer.to_json(), encoding="utf-8")
+        except OSError as error:
+            print(f"gpucluster: --json {options.json}: {error.strerror or error}", file=sys.stderr)
+            return NO_VERDICT
+    return answer.exit

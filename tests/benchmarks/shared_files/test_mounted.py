@@ -1,0 +1,129 @@
+"""A folder that is mounted alike everywhere passes; a node that differs, or has a dead file system, is named."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pytest_gpucluster.benchmarks.shared_files.mounted import Mounted, Pieces, look, made, require_alike
+from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.mounts import Mount
+
+NFS = Mount(point="/data", kind="nfs4", source="server:/export", root="/", options=("rw", "vers=4.2"))
+LOCAL = Mount(point="/", kind="ext4", source="/dev/vda1", root="/", options=("rw",))
+FOLDER = Path("/data/run")
+HERE = Mounted(host="node-a", mount=NFS, free_ratio=0.5, free_inodes_ratio=None)
+
+
+def sizes(blocks: int = 100, free: int = 40, files: int = 0, free_files: int = 0) -> os.statvfs_result:
+    return os.statvfs_result((4096, 4096, blocks, free, free, files, free_files, free_files, 0, 255))
+
+
+def test_a_folder_s_mount_and_free_space_are_told(tmp_path: Path) -> None:
+    pieces = Pieces(mounts=lambda: (LOCAL,), statvfs=lambda path: sizes(files=1000, free_files=250))
+    seen = look(tmp_path, "node-a", pieces=pieces)
+    assert seen == Mounted(host="node-a", mount=LOCAL, free_ratio=0.4, free_inodes_ratio=0.25)
+    assert look(tmp_path, "node-a", pieces=replace(pieces, statvfs=lambda path: sizes())).free_inodes_ratio is None
+
+
+def test_this_host_s_own_folders_can_be_looked_at(tmp_path: Path) -> None:
+    seen = look(made(tmp_path / "a" / "b"), "node-a")
+    assert seen.mount is not None
+    assert 0 <= seen.free_ratio <= 1
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        (errno.ESTALE, "stale file handle ([Errno 116]"),
+        (errno.ENOTCONN, "not connected ([Errno 107]"),
+        (errno.EACCES, None),
+    ],
+)
+def test_a_network_file_system_that_is_gone_is_told_and_one_that_is_closed_to_us_is_not(
+    tmp_path: Path, code: int, told: str | None
+) -> None:
+    def statvfs(path: str) -> os.statvfs_result:
+        if path == "/data":
+            raise OSError(code, os.strerror(code))
+        return sizes()
+
+    broken = look(tmp_path, "node-a", pieces=Pieces(mounts=lambda: (LOCAL, NFS), statvfs=statvfs)).broken
+    if told is None:
+        assert broken == ()
+        return
+    assert len(broken) == 1
+    assert broken[0].startswith(f"nfs4 server:/export on /data: {told}")
+
+
+def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
+    never = threading.Event()
+
+    def statvfs(path: str) -> os.statvfs_result:
+        if path == "/data":
+            never.wait(30)
+        return sizes()
+
+    pieces = Pieces(mounts=lambda: (LOCAL, NFS), statvfs=statvfs)
+    try:
+        seen = look(tmp_path, "node-a", answer_seconds=0.1, pieces=pieces)
+        assert seen.broken == ("nfs4 server:/export on /data: no answer within 0.1 s",)
+        with pytest.raises(EnvironmentBroken, match=r"node-a: .* cannot be looked at: no answer within 0\.1 s\. Mount"):
+            look(tmp_path, "node-a", answer_seconds=0.1, pieces=replace(pieces, statvfs=lambda path: never.wait(30)))  # type: ignore[arg-type, return-value]
+    finally:
+        never.set()
+
+
+def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentBroken, match=r"node-a: .*none cannot be looked at: .*No such file"):
+        look(tmp_path / "none", "node-a")
+
+
+def test_what_is_mounted_may_be_unknown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def mounts() -> tuple[Mount, ...]:
+        raise OSError("no /proc")
+
+    assert look(tmp_path, "node-a", pieces=Pieces(mounts=mounts)).mount is None
+    assert "what is mounted is not known: no /proc" in capsys.readouterr().out
+
+
+def on(*mounts: Mount | None) -> list[Mounted]:
+    return [replace(HERE, host=f"node-{'abcd'[index]}", mount=mount) for index, mount in enumerate(mounts)]
+
+
+def test_the_same_everywhere_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    require_alike(FOLDER, on(NFS, NFS, NFS))
+    assert capsys.readouterr().out == ""
+
+
+def test_another_address_of_the_server_is_printed_and_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    require_alike(FOLDER, on(NFS, NFS, replace(NFS, source="10.0.0.2:/export")))
+    assert "10.0.0.2:/export on /data on node-c, where 2 of 3 hosts have nfs4 server:/export" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("seen", "told"),
+    [
+        (on(NFS, LOCAL, NFS), "the type of file system of /data/run: ext4 on node-b, where 2 of 3 hosts have nfs4"),
+        (on(NFS, NFS, None), "the type of file system of /data/run: unknown on node-c, where 2 of 3 hosts have nfs4"),
+        (
+            on(NFS, replace(NFS, options=("ro",)), NFS),
+            "what may be done of /data/run: read only on node-b, where 2 of 3 hosts have read and write",
+        ),
+        (on(replace(NFS, options=("ro",))), "/data/run is mounted read only on node-a"),
+        (
+            [HERE, replace(HERE, host="node-b", broken=("nfs4 x:/y on /z: stale file handle",))],
+            "- node-b: nfs4 x:/y on /z: stale file handle",
+        ),
+    ],
+    ids=["another type", "unknown", "read only on one", "read only on all", "broken"],
+)
+def test_a_node_that_differs_is_named(seen: list[Mounted], told: str) -> None:
+    with pytest.raises(EnvironmentBroken, match="file systems differ between the nodes, or do not answer") as raised:
+        require_alike(FOLDER, seen)
+    assert told in str(raised.value)

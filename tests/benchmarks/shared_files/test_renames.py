@@ -1,0 +1,148 @@
+"""A file system that replaces files at once passes; a reader that finds none, a part, or an old one is noticed."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pytest_gpucluster.benchmarks.checkpoint import shared_folder
+from pytest_gpucluster.benchmarks.shared_files import renames
+from pytest_gpucluster.benchmarks.shared_files.renames import (
+    FILE_BYTES,
+    Pieces,
+    Reads,
+    content_of,
+    put,
+    replace_and_read,
+    version_of,
+)
+from pytest_gpucluster.errors import WrongResult
+
+TIMES = 40
+
+
+def run(
+    folder: Path,
+    *,
+    replace: Callable[[Path, Path], None] = os.replace,
+    read: Callable[[Path], bytes] = Path.read_bytes,
+    times: int = TIMES,
+) -> Reads:
+    path = folder / "file"
+    put(path, 0)
+    return replace_and_read(path, times, writes=True, pieces=Pieces(replace=replace, read=read))
+
+
+def check(found: Reads, folder: Path) -> None:
+    found.require_whole("node-b", folder / "file", TIMES)
+
+
+def test_a_version_is_known_by_its_whole_content_only() -> None:
+    content = content_of(123456)
+    assert (version_of(content), len(content)) == (123456, FILE_BYTES)
+    assert version_of(content[:4096] + content_of(5)[4096:]) is None
+    assert version_of(content[:-1]) is None
+    assert version_of(b"") is None
+
+
+def test_this_host_s_file_system_replaces_at_once(tmp_path: Path) -> None:
+    found = run(tmp_path)
+    assert (found.missing, found.torn, found.stale, found.backward) == (0, 0, 0, 0)
+    assert (found.whole_ratio, found.last) == (1.0, TIMES)
+    assert found.versions > 2
+    check(found, tmp_path)
+
+
+def test_a_file_that_is_missing_for_a_moment_is_noticed(tmp_path: Path) -> None:
+    def replace(new: Path, path: Path) -> None:
+        path.unlink()
+        os.sched_yield()
+        new.rename(path)
+
+    reads = itertools.count(1)
+
+    def read(path: Path) -> bytes:
+        if next(reads) % 10 == 0:
+            raise FileNotFoundError(path)
+        return path.read_bytes()
+
+    found = run(tmp_path, replace=replace, read=read)
+    assert found.missing > 0
+    assert found.whole_ratio < 1
+    with pytest.raises(
+        WrongResult, match=r"node-b found .*/file missing \d+ times and torn 0 times in \d+ reads"
+    ) as raised:
+        check(found, tmp_path)
+    assert "missing after version" in str(raised.value)
+
+
+def test_a_file_that_is_written_in_place_is_seen_in_parts(tmp_path: Path) -> None:
+    reads = itertools.count(1)
+
+    def read(path: Path) -> bytes:
+        content = path.read_bytes()
+        return content[:4096] if next(reads) % 7 == 0 else content
+
+    found = run(tmp_path, read=read)
+    with pytest.raises(WrongResult, match=r"missing 0 times and torn \d+ times"):
+        check(found, tmp_path)
+    assert "4096 bytes that are no version, after version" in found.examples[0]
+
+
+def test_a_reader_that_is_shown_an_old_version_for_ever_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_folder, "SEEN_SECONDS", 0.1)
+    monkeypatch.setattr(renames, "_MOST_SECONDS_EACH", 0.005)
+    old = content_of(3)
+    found = run(tmp_path, read=lambda path: old)
+    assert (found.last, found.whole_ratio) == (3, 1.0)
+    with pytest.raises(WrongResult, match=r"node-b saw version 3 of .* at last, and version 40 lay there"):
+        check(found, tmp_path)
+
+
+def test_a_reader_that_sees_nothing_is_no_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renames, "_MOST_SECONDS_EACH", 0.0)
+    monkeypatch.setattr(shared_folder, "SEEN_SECONDS", 0.0)
+    found = run(tmp_path)
+    assert (found.whole, found.last, found.whole_ratio) == (0, -1, 0.0)
+    with pytest.raises(WrongResult, match="node-b saw none of"):
+        check(found, tmp_path)
+
+
+def test_stale_handles_and_older_versions_are_counted_and_no_failure(tmp_path: Path) -> None:
+    reads = itertools.count(1)
+
+    def read(path: Path) -> bytes:
+        number = next(reads)
+        if number % 5 == 0:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return content_of(0) if number == 31 else path.read_bytes()
+
+    found = run(tmp_path, read=read)
+    assert found.stale > 0
+    assert found.backward <= 1
+    check(found, tmp_path)
+
+
+def test_a_writer_that_fails_ends_the_reading_at_once(tmp_path: Path) -> None:
+    def replace(new: Path, path: Path) -> None:
+        if version_of(new.read_bytes()) == 5:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        new.replace(path)
+
+    with pytest.raises(OSError, match="Disk quota exceeded"):
+        run(tmp_path, replace=replace)
+
+
+def test_another_error_of_the_reader_is_raised(tmp_path: Path) -> None:
+    def read(path: Path) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with pytest.raises(PermissionError):
+        run(tmp_path, read=read)

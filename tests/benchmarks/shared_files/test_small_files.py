@@ -1,0 +1,42 @@
+"""Small files are counted over the time, and one that is lost or changed is noticed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pytest_gpucluster.benchmarks.shared_files.small_files import FILE_BYTES, Pieces, make, rate
+from pytest_gpucluster.errors import WrongResult
+
+
+def test_all_are_made_read_and_removed(tmp_path: Path) -> None:
+    sizes = []
+
+    def read(path: Path) -> bytes:
+        content = path.read_bytes()
+        sizes.append(len(content))
+        return content
+
+    assert rate(tmp_path / "small", 20, pieces=Pieces(read=read)) > 0
+    assert sizes == [FILE_BYTES] * 20
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lost_file_is_noticed(tmp_path: Path) -> None:
+    def lose(path: Path, content: bytes) -> None:
+        if path.name != "000003":
+            make(path, content)
+
+    with pytest.raises(WrongResult, match="1 of 5 files are listed wrongly, the first of them is 000003"):
+        rate(tmp_path / "small", 5, pieces=Pieces(make=lose))
+
+
+def test_a_changed_file_is_noticed(tmp_path: Path) -> None:
+    with pytest.raises(WrongResult, match="000000 is not as it was written"):
+        rate(tmp_path / "small", 5, pieces=Pieces(read=lambda path: path.read_bytes()[:-1]))
+
+
+def test_a_file_system_that_fails_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        rate(tmp_path / "none" / "small", 1)

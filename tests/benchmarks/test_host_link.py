@@ -1,0 +1,202 @@
+"""The link between host and GPU: rates from the time of the copies alone, and no wrong bit that is not found."""
+
+from __future__ import annotations
+
+import doctest
+import re
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_gpucluster.benchmarks import footprint, host_link, host_link_copies, host_link_together
+from pytest_gpucluster.benchmarks.clock import ManualClock
+from pytest_gpucluster.benchmarks.host_link import measure_host_link
+from pytest_gpucluster.benchmarks.host_link_copies import Copier
+from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
+from pytest_gpucluster.sampling import Sampling
+
+CPU = torch.device("cpu")
+WORDS = 1000
+SAMPLING = Sampling(warmup_seconds=0.05, window_seconds=0.8, longest_seconds=2, tolerance_ratio=0.01)
+WAYS = ("h2d", "d2h", "both")
+
+
+class Timed(Copier):
+    """torch's own, each taking ``seconds`` of a manual clock. What copy ``at`` leaves is up to ``fault``."""
+
+    def __init__(self, *, seconds=0.01, at=None, fault=None, direction=None):
+        self.clock, self.copies, self.targets = ManualClock(), [], []
+        self._seconds, self._at, self._fault, self._direction = seconds, at, fault, direction
+
+    def copy(self, direction, source, target):
+        before = target.clone()
+        super().copy(direction, source, target)
+        number = self.copies.count(direction)
+        self.clock.advance(self._seconds(number) if callable(self._seconds) else self._seconds)
+        if number == self._at and self._direction in (None, direction):
+            self._fault(target, before)
+        self.copies.append(direction)
+        self.targets.append(weakref.ref(target))
+
+
+def measure(way, copier, *, words=WORDS, copies=4, sampling=SAMPLING, **others):
+    return measure_host_link(
+        CPU, way, payload_bytes=8 * words, copies=copies, sampling=sampling, clock=copier.clock, copier=copier, **others
+    )
+
+
+def flip(offset, bit=0):
+    def fault(target, before):
+        target[offset] ^= 1 << bit
+
+    return fault
+
+
+def undone(target, before):
+    target.copy_(before)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_healthy_link_is_measured_and_every_copy_verified(way):
+    quick = Sampling(warmup_seconds=0.005, window_seconds=0.02, longest_seconds=0.05, tolerance_ratio=10)
+    result = measure_host_link(CPU, way, payload_bytes=2**16, copies=4, sampling=quick)
+    assert result.mode == ("both" if way == "both" else "alone")
+    assert result.directions == (("h2d", "d2h") if way == "both" else (way,))
+    assert result.bytes_per_second.median > 0
+    assert len(result.bytes_per_second.samples) >= 8
+    assert result.verified_copies > 8
+
+
+@pytest.mark.parametrize("way", ["h2d", "d2h"])
+def test_the_rate_is_bytes_over_the_time_of_the_copies_alone(way):
+    copier = Timed(seconds=1 / 128)
+    result = measure(way, copier)
+    assert result.bytes_per_second.samples == (8.0 * WORDS * 128,) * 8
+    assert result.bytes_per_second.inconclusive == ""
+    assert (set(copier.copies), result.verified_copies) == ({way}, len(copier.copies))
+
+
+def test_both_directions_at_once_count_the_bytes_of_each_over_the_time_of_both():
+    copier = Timed(seconds=1 / 128)
+    result = measure("both", copier)
+    assert result.bytes_per_second.median == pytest.approx(8.0 * WORDS * 64), "on cpu they take turns"
+    assert copier.copies.count("h2d") == copier.copies.count("d2h") == result.verified_copies
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_slow_link_has_a_low_rate(way):
+    fast, slow = measure(way, Timed(seconds=0.01)), measure(way, Timed(seconds=0.02))
+    assert slow.bytes_per_second.median == pytest.approx(fast.bytes_per_second.median / 2)
+
+
+def test_what_does_not_settle_is_returned_as_inconclusive():
+    result = measure("h2d", Timed(seconds=lambda number: 0.01 if number // 10 % 2 else 0.02))
+    assert "interval of the median" in result.bytes_per_second.inconclusive
+
+
+def test_a_clock_that_stands_still_is_inconclusive():
+    with pytest.raises(InconclusiveMeasurement, match="the clock did not advance"):
+        measure("h2d", Timed(seconds=0.0))
+
+
+@pytest.mark.parametrize("at", [0, 1, 5, 40], ids=["first", "second", "warm-up", "timed"])
+@pytest.mark.parametrize("offset", [0, 1, 500, WORDS - 1], ids=["begin", "second", "middle", "end"])
+@pytest.mark.parametrize(("way", "direction"), [("h2d", "h2d"), ("d2h", "d2h"), ("both", "h2d"), ("both", "d2h")])
+def test_a_bit_that_flips_in_any_copy_is_found_and_described(at, offset, way, direction):
+    with pytest.raises(WrongResult) as caught:
+        measure(way, Timed(at=at, fault=flip(offset, bit=9), direction=direction))
+    message = str(caught.value)
+    assert re.match(
+        rf"cpu: host link {way}, 8 kB: {direction} copy {at}: 1 of 1000 8-byte words are wrong, first at byte "
+        rf"{8 * offset}: found 0x",
+        message,
+    )
+    found, expected = (int(word, 16) for word in re.findall(r"0x[0-9a-f]{16}", message))
+    assert found ^ expected == 1 << 9
+    assert message.endswith("(bits that differ: 1)")
+
+
+@pytest.mark.parametrize("way", ["h2d", "d2h"])
+@settings(max_examples=25, deadline=None)
+@given(at=st.integers(0, 60), words=st.integers(1, 300), copies=st.integers(1, 9), data=st.data())
+def test_a_copy_that_leaves_out_a_part_is_found(way, at, words, copies, data):
+    begin = data.draw(st.integers(0, words - 1))
+    end = data.draw(st.integers(begin + 1, words))
+
+    def left_out(target, before):
+        target[begin:end] = before[begin:end]
+
+    with pytest.raises(WrongResult) as caught:
+        measure(way, Timed(at=at, fault=left_out), words=words, copies=copies)
+    assert f"{way} copy {at}: {end - begin} of {words} 8-byte words are wrong, first at byte {8 * begin}:" in str(
+        caught.value
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_copy_that_does_nothing_is_found(way):
+    with pytest.raises(WrongResult, match=r"copy 17: 1000 of 1000 8-byte words are wrong, first at byte 0"):
+        measure(way, Timed(at=17, fault=undone))
+
+
+def test_the_link_is_looked_at_while_copies_are_under_way_and_not_too_often():
+    copier, looks = Timed(), []
+    times = iter(range(10**6))
+
+    class Looked(host_link_copies.HostCopies):
+        def __init__(self, *arguments, **others):
+            super().__init__(*arguments, **others, now=lambda: next(times) * host_link_copies.LOOK_SECONDS / 4)
+
+    result = None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_link, "HostCopies", Looked)
+        result = measure("h2d", copier, look=lambda: looks.append(len(copier.copies)))
+    assert looks[0] == 1, "at the first burst, before its copies are compared"
+    assert 1 < len(looks) < result.verified_copies / 2
+
+
+def test_no_tensor_is_left_when_all_is_over():
+    copier = Timed()
+    measure("both", copier)
+    assert [target() for target in copier.targets if target() is not None] == []
+    failing = Timed(at=3, fault=undone)
+    with pytest.raises(WrongResult) as caught:
+        measure("both", failing)
+    assert caught.value is not None
+    assert [target() for target in failing.targets if target() is not None] == []
+
+
+def test_too_little_memory_is_an_error_that_says_how_to_ask_for_less(monkeypatch):
+    monkeypatch.setattr(footprint, "free_bytes", lambda device: 1000)
+    with pytest.raises(EnvironmentBroken, match=r"host link h2d, 4 copies of 8 kB needs .*host_link\.copies=8"):
+        measure("h2d", Timed())
+
+
+@pytest.mark.parametrize(
+    ("way", "arguments", "complaint"),
+    [
+        ("up", {}, "a way is one of h2d, d2h, both, not 'up'"),
+        ("h2h", {}, "did you mean 'h2d'"),
+        ("h2d", {"payload_bytes": 12}, "payload_bytes is a positive multiple of 8, not 12"),
+        ("h2d", {"payload_bytes": 0}, "payload_bytes is a positive multiple of 8, not 0"),
+        ("h2d", {"copies": 0}, "copies is a positive number, not 0"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(way, arguments, complaint):
+    given = {"payload_bytes": 8000, "copies": 4, "sampling": SAMPLING} | arguments
+    with pytest.raises(ValueError, match=complaint):
+        measure_host_link(CPU, way, **given)
+
+
+def test_the_pages_and_sizes_are_told_in_words():
+    result = measure("h2d", Timed())
+    assert result.size == "8 kB"
+    assert "NUMA node" in result.memory
+
+
+@pytest.mark.parametrize("module", [host_link, host_link_together], ids=lambda module: module.__name__)
+def test_the_examples_are_right(module):
+    assert doctest.testmod(module).failed == 0

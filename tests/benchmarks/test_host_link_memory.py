@@ -1,0 +1,139 @@
+"""Host memory for copies: fresh, where it is asked for, and pinned by CUDA's own calls."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pytest_gpucluster.benchmarks import host_link_memory
+from pytest_gpucluster.benchmarks.host_link_memory import host_memory, nodes_of
+from pytest_gpucluster.errors import EnvironmentBroken
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+WORDS = 2**17
+
+MAPS = """\
+7f00000000 default file=/usr/lib/libc.so mapped=2 N0=2 kernelpagesize_kB=4
+7f10000000 default anon=300 dirty=300 N0=75 N1=225 kernelpagesize_kB=4
+7f20000000 bind:1 stack anon=3 N1=3 kernelpagesize_kB=4
+"""
+
+
+def test_memory_is_zero_and_as_large_as_asked_for():
+    with host_memory(CPU, WORDS) as memory:
+        assert memory.words.dtype == torch.int64
+        assert memory.words.shape == (WORDS,)
+        assert not memory.words.any()
+        memory.words.fill_(-1)
+
+
+def test_this_kernel_s_word_of_where_it_lies_adds_up_to_all_of_it():
+    with host_memory(CPU, WORDS) as memory:
+        if not memory.nodes:
+            pytest.skip("this kernel does not tell")
+        assert sum(memory.nodes.values()) == pytest.approx(1)
+
+
+def test_the_thread_that_touches_it_runs_beside_the_device_and_then_where_it_was(monkeypatch):
+    before, asked = os.sched_getaffinity(0), []
+    touch = host_link_memory.ctypes.memset
+
+    def touched(*arguments):
+        asked.append(os.sched_getaffinity(0))
+        return touch(*arguments)
+
+    monkeypatch.setattr(host_link_memory, "ctypes", SimpleNamespace(memset=touched))
+    one = frozenset({max(before)})
+    with host_memory(CPU, WORDS, cpus=one):
+        assert os.sched_getaffinity(0) == before
+    with host_memory(CPU, WORDS):
+        pass
+    assert asked == [set(one), before]
+
+
+def test_cpus_that_are_not_allowed_here_change_nothing():
+    before = os.sched_getaffinity(0)
+    with host_memory(CPU, WORDS, cpus=frozenset({100_000})) as memory:
+        assert os.sched_getaffinity(0) == before
+        assert len(memory.words) == WORDS
+
+
+def test_more_than_there_is_is_an_error_that_says_how_to_ask_for_less():
+    with (
+        pytest.raises(EnvironmentBroken, match=r"cpu: no .* GB of host memory: .*host_link\.copies"),
+        host_memory(CPU, 2**57),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("address", "nodes"),
+    [(0x7F10000000, {0: 0.25, 1: 0.75}), (0x7F10000FFF, {0: 0.25, 1: 0.75}), (0x7F20000000, {1: 1.0}), (0x10, {})],
+)
+def test_the_pages_of_a_mapping_are_counted_by_node(tmp_path, address, nodes):
+    maps = tmp_path / "numa_maps"
+    maps.write_text(MAPS)
+    assert nodes_of(address, maps) == nodes
+
+
+@pytest.mark.parametrize("text", [None, "", "nonsense here\n", "7f10000000 default\n"])
+def test_a_kernel_that_does_not_tell_leaves_it_open(tmp_path, text):
+    maps = tmp_path / "numa_maps"
+    if text is not None:
+        maps.write_text(text)
+    assert nodes_of(0x7F10000000, maps) == {}
+
+
+class Runtime:
+    """CUDA's calls, as far as they are needed here."""
+
+    def __init__(self, monkeypatch, *, fails=0):
+        self.calls, self._fails = [], fails
+        for name in ("cudart", "synchronize", "device"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+
+    def cudart(self):
+        return self
+
+    def device(self, device):
+        import contextlib
+
+        return contextlib.nullcontext()
+
+    def synchronize(self, device):
+        self.calls.append("synchronize")
+
+    def cudaHostRegister(self, pointer, size, flags):  # CUDA's own name
+        self.calls.append(("register", pointer, size, flags))
+        return self._fails
+
+    def cudaHostUnregister(self, pointer):  # CUDA's own name
+        self.calls.append(("unregister", pointer))
+
+
+def test_memory_for_a_gpu_is_pinned_where_it_is_and_let_go_when_no_copy_runs(monkeypatch):
+    runtime = Runtime(monkeypatch)
+    with host_memory(CUDA, WORDS) as memory:
+        pointer = memory.words.data_ptr()
+        assert runtime.calls == [("register", pointer, 8 * WORDS, 1)]
+    assert runtime.calls[1:] == ["synchronize", ("unregister", pointer)]
+
+
+def test_memory_is_let_go_also_when_something_fails(monkeypatch):
+    runtime = Runtime(monkeypatch)
+    with pytest.raises(KeyError), host_memory(CUDA, WORDS):
+        raise KeyError
+    assert [call[0] for call in runtime.calls] == ["register", "s", "unregister"]
+
+
+def test_memory_that_cannot_be_pinned_is_an_error_and_not_unpinned(monkeypatch):
+    runtime = Runtime(monkeypatch, fails=2)
+    with (
+        pytest.raises(EnvironmentBroken, match=r"cuda:0: CUDA cannot pin 0\.00105 GB of host memory: error 2"),
+        host_memory(CUDA, WORDS),
+    ):
+        pass
+    assert len(runtime.calls) == 1

@@ -1,0 +1,200 @@
+"""Patterns on the CPU's memory: every kind of fault that is planted in its cells is found, and told with its place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from pytest_gpucluster.benchmarks import memory_patterns
+from pytest_gpucluster.benchmarks.bit_patterns import PATTERNS
+from pytest_gpucluster.benchmarks.memory_patterns import Cells, go_through, needed_bytes_beside
+from pytest_gpucluster.benchmarks.memory_survey import Survey
+from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
+
+CPU = torch.device("cpu")
+PART, BUFFER, WORDS = 64, 160, 400
+"""Three buffers of 160, 160 and 80 words, each of parts of 64 words and what is left."""
+
+
+class Faulty(Cells):
+    """Does something after each write, knowing which buffer and which word a part begins with."""
+
+    def __init__(self, after: Callable[[Faulty, int, int, torch.Tensor], None]) -> None:
+        self._after = after
+        self.buffers: dict[int, int] = {}
+        self.parts: dict[tuple[int, int], torch.Tensor] = {}
+        self.writes = 0
+
+    def write(self, target: torch.Tensor, words: torch.Tensor) -> None:
+        super().write(target, words)
+        storage = target.untyped_storage().data_ptr()
+        buffer = self.buffers.setdefault(storage, len(self.buffers))
+        self.parts[buffer, target.storage_offset()] = target
+        self.writes += 1
+        self._after(self, buffer, target.storage_offset(), target)
+
+
+def stuck(bit: int, *, high: bool) -> Callable[[Faulty, int, int, torch.Tensor], None]:
+    """Word 70 of buffer 1, which is word 6 of its second part, has a bit that cannot be changed."""
+
+    def after(cells: Faulty, buffer: int, first: int, part: torch.Tensor) -> None:
+        if (buffer, first) == (1, PART):
+            mask = torch.tensor(1 << bit if bit < 63 else -(2**63))
+            part[6] = part[6] | mask if high else part[6] & ~mask
+
+    return after
+
+
+def survey_of(pattern: str, cells: Cells | None = None, **more: object) -> Survey:
+    survey = Survey(pattern=pattern)
+    settings = {"share": 0.5, "most_bytes": 8 * WORDS, "part_words": PART, "buffer_words": BUFFER} | more
+    go_through(CPU, survey, cells=cells, **settings)  # type: ignore[arg-type]  # passed through
+    return survey
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_good_memory_is_gone_through_to_its_end_and_found_right(pattern: str) -> None:
+    survey = survey_of(pattern, rounds=2)
+    assert survey.buffer_bytes == [8 * 160, 8 * 160, 8 * 80]
+    assert (survey.wrong_words, survey.faults) == (0, {})
+    assert survey.passes == survey.passes_wanted > 3
+    assert survey.is_complete
+    assert 0 < survey.share < 1
+    survey.require_right()
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("high", [True, False], ids=["stuck at 1", "stuck at 0"])
+@pytest.mark.parametrize("bit", [0, 37, 63])
+def test_a_stuck_bit_is_found_by_each_pattern_with_buffer_and_byte(pattern: str, high: bool, bit: int) -> None:
+    survey = survey_of(pattern, Faulty(stuck(bit, high=high)))
+    [(place, fault)] = survey.faults.items()
+    assert place == (1, 70 * 8)
+    assert fault.xor == 1 << bit
+    assert bool(fault.found >> bit & 1) == high
+    assert survey.is_complete
+    with pytest.raises(WrongResult, match=rf"buffer 1, byte 0x230: .* \(bit {bit}\)"):
+        survey.require_right()
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_write_that_disturbs_a_cell_elsewhere_is_found(pattern: str) -> None:
+    # Word 1 of the very first part changes when the last buffer is written, long after it was written itself.
+    def after(cells: Faulty, buffer: int, first: int, part: torch.Tensor) -> None:
+        if buffer == 2 and first == 0:
+            cells.parts[0, 0][1] ^= 1 << 9
+
+    survey = survey_of(pattern, Faulty(after))
+    assert {*survey.faults} == {(0, 8)}
+    assert survey.faults[0, 8].xor == 1 << 9
+
+
+def test_two_addresses_that_are_one_cell_are_found_by_random_words() -> None:
+    # What is written to buffer 1 lands in buffer 0 too: patterns that repeat themselves cannot see it.
+    def after(cells: Faulty, buffer: int, first: int, part: torch.Tensor) -> None:
+        if (buffer, first) == (1, 0):
+            cells.parts[0, 0].copy_(part)
+
+    survey = survey_of("random", Faulty(after))
+    assert survey.wrong_words >= PART
+    assert {buffer for buffer, _ in survey.faults} == {0}
+
+
+def test_words_that_are_not_written_are_found_however_many() -> None:
+    class Lost(Cells):
+        def write(self, target: torch.Tensor, words: torch.Tensor) -> None:
+            """Leave the memory as it is."""
+
+    survey = survey_of("walking_zeros", Lost())
+    assert survey.wrong_words >= 64 * (WORDS - 64)
+    assert len(survey.faults) == memory_patterns.PLACES_LISTED
+
+
+def test_what_is_wrong_at_one_look_and_right_at_the_next_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest, lies = torch.ne, iter([True])
+
+    def lying(part: torch.Tensor, expected: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        honest(part, expected, out=out)
+        if next(lies, False):
+            out[5] = True
+        return out
+
+    monkeypatch.setattr(torch, "ne", lying)
+    survey = survey_of("random")
+    assert survey.wrong_words == 1
+    assert "byte 0x28: expected 0x" in survey.listed()
+    assert "read wrong once and right when it was read again" in survey.listed()
+
+
+def test_what_was_seen_before_an_interruption_is_kept() -> None:
+    def after(cells: Faulty, buffer: int, first: int, part: torch.Tensor) -> None:
+        stuck(3, high=True)(cells, buffer, first, part)
+        if cells.writes == 40:
+            raise KeyboardInterrupt
+
+    survey = Survey(pattern="walking_ones")
+    with pytest.raises(KeyboardInterrupt):
+        go_through(
+            CPU, survey, share=0.5, most_bytes=8 * WORDS, part_words=PART, buffer_words=BUFFER, cells=Faulty(after)
+        )
+    assert not survey.is_complete
+    assert survey.passes == 4
+    assert survey.wrong_words > 0
+    assert survey.reached == "after 4 of 65 passes over 3.2e-06 GB"
+
+
+def test_the_progress_of_the_passes_is_shown_once_somebody_has_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    survey_of("random", progress=lambda step, of, **figures: pytest.fail("nobody has waited"))
+    monkeypatch.setattr(memory_patterns, "SHOWN_SECONDS", 0.0)
+    shown: list[tuple[int, int, dict[str, float]]] = []
+    survey_of("random", progress=lambda step, of, **figures: shown.append((step, of, figures)))
+    assert shown == [(step, 3, {"wrong_words": 0}) for step in (1, 2, 3)]
+
+
+def test_a_share_of_what_is_free_is_taken_less_what_comparing_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = 10 * needed_bytes_beside(PART)
+    monkeypatch.setattr(memory_patterns, "free_bytes", lambda device: free)
+    monkeypatch.setattr(memory_patterns, "total_bytes", lambda device: 2 * free)
+    survey = survey_of("random", most_bytes=10**9, share=0.9)
+    assert survey.tested_bytes == pytest.approx(0.8 * free, abs=8)
+    assert survey.share == pytest.approx(0.4, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("free", "said"),
+    [(None, "it is not known how much memory is free"), (1000, "are too little to go through")],
+    ids=["unknown", "too little"],
+)
+def test_without_free_memory_nothing_is_said_of_it(
+    monkeypatch: pytest.MonkeyPatch, free: int | None, said: str
+) -> None:
+    monkeypatch.setattr(memory_patterns, "free_bytes", lambda device: free)
+    with pytest.raises(EnvironmentBroken, match=said):
+        survey_of("random")
+
+
+def test_memory_that_somebody_else_takes_meanwhile_is_no_fault_of_the_memory() -> None:
+    class Full(Cells):
+        def write(self, target: torch.Tensor, words: torch.Tensor) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    survey = Survey(pattern="random")
+    with pytest.raises(EnvironmentBroken, match="Another process may have taken memory meanwhile"):
+        go_through(CPU, survey, share=0.5, most_bytes=8 * WORDS, cells=Full())
+    assert not survey.is_complete
+
+
+@pytest.mark.parametrize(
+    "more", [{"share": 0.0}, {"share": math.nan}, {"rounds": 0}, {"part_words": 0}, {"buffer_words": 0}], ids=str
+)
+def test_arguments_out_of_range_are_refused(more: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="must be between 0 and 1"):
+        survey_of("random", **more)
+
+
+def test_an_unknown_pattern_is_refused_with_the_one_that_was_meant() -> None:
+    with pytest.raises(ValueError, match="not 'walking_one'; did you mean 'walking_ones'"):
+        survey_of("walking_one")

@@ -1,0 +1,73 @@
+"""Nodes with eight ports for tests, made of the product's own types, with anything changed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from pytest_gpucluster.fabric_ports import NodePorts
+from pytest_gpucluster.infiniband import Adapters, Device, Gid, Port
+from pytest_gpucluster.peer_memory import PeerMemory
+
+PEERMEM = PeerMemory(module="nvidia_peermem", why_no_dma_buf="the driver's kernel modules are not the open ones")
+
+
+def port(index: int, **changes: Any) -> Port:
+    """Return an active InfiniBand port."""
+    settings = {
+        "device": f"mlx5_{index}",
+        "number": 1,
+        "state": "ACTIVE",
+        "phys_state": "LinkUp",
+        "rate_gbps": 400.0,
+        "rate": "400 Gb/sec (4X NDR)",
+        "link_layer": "InfiniBand",
+        "lid": index + 1,
+        "sm_lid": 1,
+        "counters": {"link_downed": 0, "symbol_error": 0},
+    }
+    return Port(**{**settings, **changes})
+
+
+def roce(index: int, **changes: Any) -> Port:
+    """Return an active RoCE port with an IPv4 address."""
+    gids = (
+        Gid(index=2, address="0000:0000:0000:0000:0000:ffff:0a00:0004", kind="IB/RoCE v1", interface="eth2"),
+        Gid(index=3, address="0000:0000:0000:0000:0000:ffff:0a00:0004", kind="RoCE v2", interface="eth2"),
+    )
+    return port(index, **{"link_layer": "Ethernet", "gids": gids, **changes})
+
+
+def node(
+    host: str = "gpu-00",
+    *,
+    ports: int = 8,
+    changed: Mapping[int, Mapping[str, Any]] | None = None,
+    cards: Mapping[int, Mapping[str, Any]] | None = None,
+    without: tuple[int, ...] = (),
+    make: Any = port,
+    **changes: Any,
+) -> NodePorts:
+    """Return a node. ``changed`` and ``cards``: number of a port -> what is different of it, or of its card."""
+    devices = tuple(
+        Device(
+            **{
+                "name": f"mlx5_{index}",
+                "kind": "MT4129",
+                "firmware": "28.39.2048",
+                "board": "MT_0000000838",
+                "pci": f"0000:{index + 16:02x}:00.0",
+                "numa_node": index // 4,
+                "ports": (make(index, **(changed or {}).get(index, {})),),
+                **(cards or {}).get(index, {}),
+            }
+        )
+        for index in range(ports)
+        if index not in without
+    )
+    found = NodePorts(host=host, adapters=Adapters(devices=devices), peer_memory=PEERMEM)
+    return dataclasses.replace(found, **changes)
+
+
+DOWN = {"state": "DOWN", "phys_state": "Disabled"}

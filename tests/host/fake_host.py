@@ -1,0 +1,88 @@
+"""A host for tests: the files that the kernel shows, planted below a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pytest_gpucluster.host.facts import HostFacts, gather
+from pytest_gpucluster.host.tree import Tree
+
+LIMITS = """\
+Limit                     Soft Limit           Hard Limit           Units
+Max cpu time              unlimited            unlimited            seconds
+Max processes             {nproc}              {nproc}              processes
+Max open files            {nofile}             1048576              files
+Max locked memory         {memlock}            {memlock}            bytes
+"""
+
+MOUNTS = """\
+22 1 0:20 / /proc rw - proc proc rw
+25 1 0:23 / /dev/shm rw,nosuid,nodev shared:3 - tmpfs tmpfs rw,size=1056784056k
+30 1 0:27 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate
+"""
+
+
+def limits(*, nofile: object = 1048576, memlock: object = "unlimited", nproc: object = 8255000) -> str:
+    """Write /proc/self/limits."""
+    return LIMITS.format(nofile=nofile, memlock=memlock, nproc=nproc)
+
+
+def status(capabilities: int = 0) -> str:
+    """Write the lines of /proc/self/status that matter."""
+    return f"Name:\tpython\nCapEff:\t{capabilities:016x}\nMems_allowed_list:\t0-1\n"
+
+
+HEALTHY: Mapping[str, str] = {
+    "/proc/self/limits": limits(),
+    "/proc/self/status": status(),
+    "/proc/self/uid_map": "         0          0 4294967295\n",
+    "/proc/self/mountinfo": MOUNTS,
+    "/proc/self/cgroup": "0::/system.slice/job\n",
+    "/proc/meminfo": "MemTotal:       2113568112 kB\nMemFree:        1 kB\nHugePages_Total:       0\n",
+    "/proc/sys/fs/nr_open": "1048576\n",
+    "/proc/sys/kernel/threads-max": "16511000\n",
+    "/proc/sys/kernel/pid_max": "4194304\n",
+    "/proc/sys/kernel/numa_balancing": "0\n",
+    "/sys/fs/cgroup/memory.max": "max\n",
+    "/sys/fs/cgroup/system.slice/job/memory.max": "max\n",
+    "/sys/fs/cgroup/system.slice/job/cpu.max": "max 100000\n",
+    "/sys/fs/cgroup/system.slice/job/pids.max": "max\n",
+    "/sys/fs/cgroup/system.slice/job/cpuset.cpus.effective": "0-127\n",
+    "/sys/devices/system/cpu/online": "0-127\n",
+    "/sys/devices/system/cpu/offline": "\n",
+    "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "performance\n",
+    "/sys/devices/system/cpu/cpu127/cpufreq/scaling_governor": "performance\n",
+    "/sys/devices/system/node/online": "0-1\n",
+    "/sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
+}
+"""A host with 128 CPUs on two NUMA nodes and 2 TiB, in a control group that allows all of it."""
+
+
+def plant(root: Path, files: Mapping[str, str | None], *, healthy: bool = True) -> Tree:
+    """Write files below a folder; with ``healthy`` those of a healthy host beside them. None leaves one out."""
+    for name, text in {**(HEALTHY if healthy else {}), **files}.items():
+        if text is not None:
+            path = root / name.lstrip("/")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    return Tree(root=root)
+
+
+def space(total: int = 10**12, free: int = 10**12) -> Any:
+    """Return what tells the size of every file system."""
+    return lambda path: (total, free)
+
+
+def who(rank: int = 0, *, node_rank: int = 0, host: str = "gpu-07", pci: str | None = None) -> dict[str, Any]:
+    """What a rank says of itself; with ``pci`` it has a GPU there."""
+    gpu = {"index": rank, "uuid": f"GPU-{rank}", "serial": None, "pci_bus_id": pci} if pci else None
+    return {"rank": rank, "host": host, "node_rank": node_rank, "gpu": gpu}
+
+
+def facts(root: Path, files: Mapping[str, str | None] | None = None, *, ranks: int = 1, **others: Any) -> HostFacts:
+    """Gather what is known of a healthy host with these changes."""
+    tree = plant(root, files or {})
+    inventory = others.pop("inventory", [who(rank) for rank in range(ranks)])
+    return gather(inventory, rank=0, environ=others.pop("environ", {}), tree=tree, space=others.pop("space", space()))

@@ -1,0 +1,28 @@
+"""docs/host.md lists what the code can say, and nothing else."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+from pytest_gpucluster import metrics
+from pytest_gpucluster.host import examination
+
+PAGE = (Path(__file__).parents[2] / "docs" / "host.md").read_text(encoding="utf-8")
+
+
+def first_cells(header: str) -> set[str]:
+    """The names in the first column of the table whose header begins so."""
+    rows = PAGE[PAGE.index(f"| {header} |") :].split("\n\n")[0].splitlines()[2:]
+    return {name for row in rows for name in re.findall(r"`([\w.]+)`", row.split("|")[1])}
+
+
+def test_every_finding_is_documented() -> None:
+    codes = set(re.findall(r'_finding\(\s*facts,\s*"(\w+)"', inspect.getsource(examination)))
+    assert len(codes) >= 8
+    assert first_cells("finding") == codes
+
+
+def test_every_figure_is_documented() -> None:
+    assert first_cells("metric") == {name for name in metrics.METRICS if name.startswith("host.")}

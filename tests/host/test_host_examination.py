@@ -1,0 +1,136 @@
+"""Settings of a host that slow GPUs down are named, with what was found, what is needed, and the way out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fake_host import HEALTHY, MOUNTS, facts
+
+from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.health.finding import Finding, Identity
+from pytest_gpucluster.host.examination import ANY, Wanted, examine, require_fit
+from pytest_gpucluster.host.facts import GpuPath, HostFacts
+from pytest_gpucluster.host.pci_path import PciPath
+
+ALL_ANY = Wanted(governor=ANY, numa_balancing=ANY, iommu=ANY, acs=ANY)
+SMALL = {"/sys/devices/system/node/online": "0\n"}
+
+
+def gpu(index: int = 0, *, node: int | None = 0, **path: object) -> GpuPath:
+    there = PciPath(pci="0000:3b:00.0", **path)  # type: ignore[arg-type]
+    return GpuPath(who=Identity(host="gpu-07", index=index), node=node, path=there)
+
+
+def with_gpus(found: HostFacts, *gpus: GpuPath) -> HostFacts:
+    return replace(found, gpus=gpus, machine="x86_64")
+
+
+def found(host: HostFacts, code: str, wanted: Wanted | None = None) -> list[Finding]:
+    return [finding for finding in examine(host, wanted or Wanted()) if finding.code == code]
+
+
+def test_a_healthy_host_has_notes_only(tmp_path: Path) -> None:
+    host = with_gpus(facts(tmp_path), gpu(iommu="identity"))
+    findings = examine(host, Wanted())
+    assert [(finding.code, finding.kind) for finding in findings] == [("gpu_nodes", "note"), ("huge_pages", "note")]
+    require_fit(findings)
+
+
+@pytest.mark.parametrize("wanted", ["performance", ANY])
+def test_a_governor_that_saves_power_is_named_with_its_cpus(tmp_path: Path, wanted: str) -> None:
+    files = {"/sys/devices/system/cpu/cpu127/cpufreq/scaling_governor": "powersave\n"}
+    [finding] = found(facts(tmp_path, files), "governor", replace(Wanted(), governor=wanted))
+    assert finding.found == "the CPU frequency governor is powersave on the CPUs 127"
+    assert "cpupower frequency-set -g performance" in finding.remedy
+    assert finding.kind == ("note" if wanted == ANY else "environment")
+
+
+def test_a_machine_without_governors_is_a_note(tmp_path: Path) -> None:
+    files = {name: None for name in HEALTHY if "governor" in name}
+    [finding] = found(facts(tmp_path, files), "governor")
+    assert (finding.kind, "no CPU frequency governor" in finding.found) == ("note", True)
+
+
+@pytest.mark.parametrize(("wanted", "kind"), [(ANY, "note"), ("off", "environment")])
+def test_numa_balancing_is_named_where_there_are_several_nodes(tmp_path: Path, wanted: str, kind: str) -> None:
+    on = {"/proc/sys/kernel/numa_balancing": "1\n"}
+    [finding] = found(facts(tmp_path, on), "numa_balancing", replace(Wanted(), numa_balancing=wanted))
+    assert finding.kind == kind
+    assert "kernel.numa_balancing=1" in finding.found
+
+
+def test_numa_balancing_on_one_node_moves_nothing(tmp_path: Path) -> None:
+    host = facts(tmp_path, {"/proc/sys/kernel/numa_balancing": "1\n", **SMALL})
+    assert found(host, "numa_balancing", replace(Wanted(), numa_balancing="off")) == []
+
+
+@pytest.mark.parametrize(
+    ("machine", "wanted", "kind"),
+    [("x86_64", "passthrough", "environment"), ("x86_64", ANY, "note"), ("aarch64", "passthrough", "note")],
+)
+def test_an_iommu_that_translates_is_named_with_the_gpu(tmp_path: Path, machine: str, wanted: str, kind: str) -> None:
+    host = replace(with_gpus(facts(tmp_path), gpu(3, iommu="DMA-FQ")), machine=machine)
+    [finding] = found(host, "iommu", replace(Wanted(), iommu=wanted))
+    assert (finding.kind, finding.gpu.index, "DMA-FQ" in finding.found) == (kind, 3, True)
+    assert "iommu=pt" in finding.remedy
+
+
+@pytest.mark.parametrize(("wanted", "kind"), [("off", "environment"), (ANY, "note")])
+def test_switch_ports_that_redirect_are_named_with_the_gpu(tmp_path: Path, wanted: str, kind: str) -> None:
+    redirecting = (("0000:3a:04.0", ("request redirect",)),)
+    host = with_gpus(facts(tmp_path), gpu(), gpu(1, redirecting=redirecting))
+    [finding] = found(host, "acs", replace(Wanted(), acs=wanted))
+    assert (finding.kind, finding.gpu.index) == (kind, 1)
+    assert "0000:3a:04.0 (request redirect)" in finding.found
+    assert "ECAP_ACS+0x6.w=0000" in finding.remedy
+
+
+def test_ports_that_cannot_be_looked_at_are_a_note(tmp_path: Path) -> None:
+    host = with_gpus(facts(tmp_path), gpu(hidden=True), gpu(1), replace(gpu(2), path=None))
+    [finding] = found(host, "acs")
+    assert (finding.kind, finding.found) == ("note", "whether ACS redirects cannot be seen for 2 of 3 GPUs")
+
+
+def test_a_gpu_that_is_near_no_node_is_a_note_where_there_are_several(tmp_path: Path) -> None:
+    [finding] = found(with_gpus(facts(tmp_path), gpu(node=None)), "gpu_without_node")
+    assert finding.kind == "note"
+
+
+@pytest.mark.parametrize(
+    ("mounts", "told"),
+    [("", "no mount of its own"), (MOUNTS.replace("tmpfs", "overlay"), "a overlay")],
+    ids=["none", "on disk"],
+)
+def test_a_dev_shm_on_disk_is_named(tmp_path: Path, mounts: str, told: str) -> None:
+    [finding] = found(facts(tmp_path, {"/proc/self/mountinfo": mounts}), "shm_is_no_memory")
+    assert (finding.kind, finding.found) == ("environment", f"/dev/shm is {told}")
+
+
+def test_switched_off_cpus_and_huge_pages_are_notes(tmp_path: Path) -> None:
+    host = facts(
+        tmp_path,
+        {"/sys/devices/system/cpu/offline": "64-127\n", "/proc/meminfo": "MemTotal: 9 kB\nHugePages_Total: 512\n"},
+    )
+    assert [finding.kind for finding in found(host, "cpus_offline")] == ["note"]
+    [pages] = found(host, "huge_pages")
+    assert pages.found == "transparent huge pages: madvise; 512 huge pages set aside, which other memory cannot use"
+
+
+def test_all_that_is_more_than_a_note_is_raised_at_once(tmp_path: Path) -> None:
+    files = {"/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "schedutil\n", "/proc/self/mountinfo": ""}
+    findings = examine(with_gpus(facts(tmp_path, files), gpu(iommu="DMA")), Wanted())
+    with pytest.raises(EnvironmentBroken) as caught:
+        require_fit(findings)
+    lines = str(caught.value).splitlines()
+    assert [line.split(": ")[1].partition(" ")[0] for line in lines] == ["shm_is_no_memory", "governor", "iommu"]
+    assert all("; allowed: " in line and "; what to do: " in line for line in lines)
+
+
+def test_where_anything_is_accepted_the_same_is_noted(tmp_path: Path) -> None:
+    files = {"/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "schedutil\n"}
+    host = with_gpus(facts(tmp_path, files), gpu(iommu="DMA", redirecting=(("0000:3a:04.0", ("x",)),)))
+    findings = examine(host, ALL_ANY)
+    assert {"governor", "iommu", "acs"} <= {finding.code for finding in findings}
+    require_fit(findings)

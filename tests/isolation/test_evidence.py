@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from pytest_gpucluster.isolation.evidence import Evidence
+from pytest_gpucluster.isolation.held import hold
+from pytest_gpucluster.isolation.probe import Outcome
+
+Probed = tuple[tuple[int, ...], bool]
+
+
+def evidence(units: int, *rounds: Sequence[Probed], floor: float | None = None) -> Evidence:
+    """Rounds of groups, each with whether it was good."""
+    outcomes = [
+        [
+            Outcome(members=members, busbw=400.0 if good else None, failure="" if good else "not done after 60 s")
+            for members, good in probed
+        ]
+        for probed in rounds
+    ]
+    return Evidence(tuple(range(units)), hold(outcomes, floor=lambda size: floor))
+
+
+def accused(found: Evidence) -> list[tuple[int, ...]]:
+    return [culprit.units for culprit in found.culprits]
+
+
+BAD_0 = (
+    [((0, 1), False), ((2, 3), True), ((4, 5), True)],
+    [((0, 2), False), ((1, 3), True), ((4, 5), True)],
+    [((0, 3), False), ((1, 2), True), ((4, 5), True)],
+)
+
+
+def test_a_unit_that_fails_with_three_that_pass_without_it_is_the_culprit() -> None:
+    found = evidence(6, *BAD_0)
+    assert accused(found) == [(0,)]
+    [culprit] = found.culprits
+    assert (culprit.kind, culprit.failed, culprit.probes, culprit.intermittent) == ("unit", 3, 3, False)
+    assert culprit.evidence == (
+        "round 1, with 1: not done after 60 s",
+        "round 2, with 2: not done after 60 s",
+        "round 3, with 3: not done after 60 s",
+        "passed without it: 1, 2, 3",
+    )
+    assert (found.suspects, found.undecided, found.unexplained) == (frozenset(), frozenset(), [])
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_nobody_is_accused_before_it_was_confirmed_twice(rounds: int) -> None:
+    found = evidence(6, *BAD_0[:rounds])
+    assert accused(found) == []
+    assert 0 in found.suspects
+    assert {0, 1} <= found.undecided
+    assert found.reproduced
+
+
+def test_a_partner_that_never_passed_speaks_for_nobody() -> None:
+    """0 fails with 1, 2 and 3, but nothing says that those are good."""
+    found = evidence(4, *([((0, other), False)] for other in (1, 2, 3)))
+    assert accused(found) == []
+    assert found.undecided == {0, 1, 2, 3}
+
+
+def test_a_partner_that_fails_with_others_too_speaks_for_nobody() -> None:
+    found = evidence(
+        8,
+        *BAD_0,
+        [((1, 6), False), ((4, 5), True)],
+        [((6, 7), True), ((4, 5), True)],
+    )
+    # The probe with 1 may be the doing of 1, which has failed with 6, and 6 is good.
+    assert accused(found) == []
+
+
+def test_a_failure_with_a_culprit_in_it_is_held_against_nobody_else() -> None:
+    found = evidence(6, *BAD_0, [((0, 4), False)], [((0, 1, 2, 3, 4, 5), False)])
+    assert accused(found) == [(0,)]
+    assert found.undecided == frozenset()
+    [culprit] = found.culprits
+    assert (culprit.failed, culprit.probes) == (4, 4)
+
+
+def test_an_accusation_falls_when_a_later_probe_speaks_against_it() -> None:
+    """A probe that fails without 0 says that its partners fail on their own."""
+    assert accused(evidence(6, *BAD_0)) == [(0,)]
+    later = evidence(6, *BAD_0, [((1, 2), False)], [((1, 3), False)], [((2, 3), False)])
+    assert (0,) not in accused(later)
+
+
+def test_where_there_are_three_units_two_partners_are_enough() -> None:
+    rounds = [[((0, 1), False)], [((0, 2), False)], [((1, 2), True)]]
+    assert accused(evidence(3, *rounds)) == []
+    assert accused(evidence(3, *rounds, [((0, 1), False)])) == [(0,)]
+
+
+def test_of_two_units_neither_is_accused_however_often_they_fail() -> None:
+    found = evidence(2, *([((0, 1), False)] for _ in range(20)))
+    assert accused(found) == []
+    assert found.undecided == {0, 1}
+
+
+def test_a_unit_that_fails_alone_three_times_needs_no_partner() -> None:
+    rounds = [[((0,), False), ((1,), True)]] * 3
+    assert accused(evidence(2, *rounds[:2])) == []
+    assert accused(evidence(2, *rounds)) == [(0,)]
+
+
+def test_where_all_fail_alone_nobody_is_accused() -> None:
+    assert accused(evidence(3, *([[((0,), False), ((1,), False), ((2,), False)]] * 5))) == []
+
+
+def test_a_unit_that_is_good_alone_and_bad_with_others_is_bad_each_time_with_others() -> None:
+    found = evidence(6, [((unit,), True) for unit in range(6)], *BAD_0)
+    [culprit] = found.culprits
+    assert (culprit.failed, culprit.probes) == (3, 3)
+
+
+def rounds_of_a_link(times: int, *, passes: int = 0) -> list[list[Probed]]:
+    """0 and 1 together fail so often, then pass so often; each passes with others in between."""
+    rounds: list[list[Probed]] = []
+    for index in range(times + passes):
+        rounds.append([((0, 1), index >= times), ((2, 3), True)])
+        rounds.append([((0, 2), True), ((1, 3), True)])
+    return rounds
+
+
+def test_a_pair_that_fails_each_time_while_each_of_it_passes_with_others_is_a_bad_link() -> None:
+    found = evidence(4, *rounds_of_a_link(5))
+    assert accused(found) == [(0, 1)]
+    [culprit] = found.culprits
+    assert (culprit.kind, culprit.failed, culprit.probes) == ("link", 5, 5)
+    assert culprit.evidence[-2:] == ("0 passed 5 pairs with others", "1 passed 5 pairs with others")
+    assert found.undecided == frozenset()
+    assert accused(evidence(4, *rounds_of_a_link(3))) == []  # a unit that fails now and then would do that too often
+
+
+def test_a_pair_that_also_passes_is_no_link_before_chance_is_ruled_out() -> None:
+    assert accused(evidence(4, *rounds_of_a_link(5, passes=3))) == []
+    assert accused(evidence(4, *rounds_of_a_link(12, passes=2))) == [(0, 1)]
+
+
+def test_a_pair_of_which_one_fails_elsewhere_is_no_link() -> None:
+    assert accused(evidence(5, *rounds_of_a_link(6), [((0, 4), False)])) == []
+
+
+def test_a_fault_of_larger_groups_is_the_unit_without_which_all_pass() -> None:
+    def large(out: int) -> list[Probed]:
+        return [(tuple(unit for unit in range(4) if unit != out), out == 2)]
+
+    pairs: list[Probed] = [((0, 1), True), ((2, 3), True)]
+    whole: list[Probed] = [((0, 1, 2, 3), False)]
+    assert accused(evidence(4, pairs, whole, *map(large, (0, 1, 3, 2)))) == []
+    found = evidence(4, pairs, whole, *map(large, (0, 1, 3, 2, 2, 2)))
+    assert accused(found) == [(2,)]
+    assert (found.culprits[0].failed, found.culprits[0].probes) == (4, 4)
+    # Once without it and bad, and it may be anybody who fails now and then.
+    assert accused(evidence(4, pairs, whole, *map(large, (0, 1, 3, 2, 2, 2)), [((0, 1, 3), False)])) == []
+
+
+def test_both_ends_of_a_link_are_in_each_large_group_that_fails_and_neither_is_accused() -> None:
+    found = evidence(
+        6,
+        [((0, 1, 2), True), ((3, 4, 5), True)],
+        *([(members, False)] for members in ((0, 1, 3), (0, 2, 3), (0, 3, 4))),
+        *([((1, 2, 4), True)] for _ in range(3)),
+    )
+    assert accused(found) == []
+
+
+def now_and_then(others_too: bool) -> list[list[Probed]]:
+    """Thirty rounds, in which 0 fails with a new partner each tenth time; so does everybody else, or nobody."""
+    rounds: list[list[Probed]] = []
+    for index in range(30):
+        partner = 1 + index % 11
+        rest = [unit for unit in range(1, 32) if unit != partner]
+        probed: list[Probed] = [((0, partner), index % 10 != 0)]
+        for at, pair in enumerate(zip(rest[::2], rest[1::2], strict=True)):
+            probed.append((pair, not others_too or (index + at) % 10 != 5))
+        rounds.append(probed)
+    return rounds
+
+
+def test_failures_that_come_to_anybody_convict_nobody() -> None:
+    assert accused(evidence(32, *now_and_then(others_too=True))) == []
+
+
+def test_the_same_failures_convict_where_nobody_else_fails() -> None:
+    [culprit] = evidence(32, *now_and_then(others_too=False)).culprits
+    assert (culprit.units, culprit.failed, culprit.probes, culprit.intermittent) == ((0,), 3, 30, True)
+
+
+def test_what_was_never_probed_with_others_is_not_cleared() -> None:
+    found = evidence(4, [((0, 1), True), ((2,), True)], floor=300.0)
+    assert found.undecided == {2, 3}
+
+
+def test_a_speed_that_cannot_be_judged_clears_nobody() -> None:
+    assert evidence(2, [((0, 1), True)]).undecided == {0, 1}
+    assert evidence(2, [((0, 1), True)], floor=300.0).undecided == frozenset()
+
+
+def test_units_that_pass_among_themselves_only_are_an_island() -> None:
+    rounds: list[list[Probed]] = [
+        [((0, 1), True), ((2, 3), True), ((4, 5), True)],
+        [((0, 2), False), ((1, 3), False), ((4, 5), True)],
+        [((2, 4), True), ((3, 5), True), ((0, 1), True)],
+        [((0, 4), False), ((1, 5), False)],
+    ]
+    assert evidence(6, *rounds[:1]).islands() == []  # nothing was tried between them
+    assert evidence(6, *rounds).islands() == [[0, 1]]
+    assert evidence(6, *rounds, [((0, 3), True)]).islands() == []

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pytest
+
+from pytest_gpucluster.errors import LaunchError
+from pytest_gpucluster.hostlist import expand_hostlist
+from pytest_gpucluster.isolation.exclude import exclude_text, excluded
+from pytest_gpucluster.isolation.finding import Culprit, Isolated
+
+
+def found(*culprits: Culprit) -> Isolated:
+    return Isolated(culprits=culprits, cleared=(), undecided=(1, 2), rounds=(), why_undecided="", reproduced=True)
+
+
+def unit(number: int) -> Culprit:
+    return Culprit(units=(number,), kind="unit", failed=3, probes=3, evidence=())
+
+
+LINK = Culprit(units=(4, 9), kind="link", failed=5, probes=5, evidence=())
+
+
+def host(number: int) -> str:
+    return f"gpu-{number:03}"
+
+
+def sections(text: str) -> dict[str, list[str]]:
+    """What a script reads: lines that are no comment, by section."""
+    read: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if line.startswith("["):
+            read[line] = []
+        elif line and not line.startswith("#"):
+            read[list(read)[-1]].append(line)
+    return read
+
+
+def test_the_list_has_slurms_form_and_kubernetes_names() -> None:
+    text = exclude_text(found(unit(3), unit(7)), host=host)
+    assert sections(text) == {"[slurm]": ["gpu-[003,007]"], "[kubernetes]": ["gpu-003", "gpu-007"]}
+    assert "# kubectl cordon gpu-003\n# kubectl cordon gpu-007\n" in text
+    assert "# gpu-003: failed 3 of 3 probes, whoever it was with\n" in text
+
+
+def test_the_command_in_the_list_reads_the_list() -> None:
+    lines = exclude_text(found(unit(3), unit(7)), host=host).splitlines()
+    [command] = [line for line in lines if "sbatch" in line]
+    assert r"/^\[slurm\]/{n;p}" in command  # the line after the section's head
+    assert expand_hostlist(lines[lines.index("[slurm]") + 1]) == ["gpu-003", "gpu-007"]
+
+
+def test_of_a_bad_link_one_end_is_left_out() -> None:
+    text = exclude_text(found(LINK), host=host)
+    assert sections(text) == {"[slurm]": ["gpu-004"], "[kubernetes]": ["gpu-004"]}
+    assert "# the link between gpu-004 and gpu-009: failed 5 of 5 probes" in text
+    assert "of its two ends gpu-004 is left out; the other one would do as well" in text
+
+
+def test_gpus_of_a_node_are_its_host() -> None:
+    gpus = found(unit(3), unit(5))
+    assert excluded(gpus, host=lambda unit: "gpu-06") == ("gpu-06",)
+    text = exclude_text(gpus, host=lambda unit: "gpu-06", name=lambda unit: f"GPU {unit} of gpu-06")
+    assert "# GPU 3 of gpu-06: failed" in text
+    assert sections(text)["[slurm]"] == ["gpu-06"]
+
+
+def test_a_pod_is_listed_by_its_node() -> None:
+    text = exclude_text(found(unit(3)), host=lambda unit: "worker-3", node_name={"worker-3": "ip-10-0-0-3"}.__getitem__)
+    assert sections(text) == {"[slurm]": ["worker-3"], "[kubernetes]": ["ip-10-0-0-3"]}
+
+
+def test_nobody_is_left_out_on_a_suspicion() -> None:
+    assert exclude_text(found(), host=host) == ""
+
+
+def test_a_name_cannot_break_out_of_its_comment() -> None:
+    text = exclude_text(found(unit(3)), host=host, name=lambda unit: "gpu\n[slurm]\nall")
+    assert sections(text) == {"[slurm]": ["gpu-003"], "[kubernetes]": ["gpu-003"]}
+
+
+def test_a_host_that_no_list_can_hold_is_an_error() -> None:
+    with pytest.raises(LaunchError, match="plain name"):
+        exclude_text(found(unit(3)), host=lambda unit: "gpu 3")

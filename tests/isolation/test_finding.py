@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import json
+
+from pytest_gpucluster.isolation.finding import Culprit, Isolated
+from pytest_gpucluster.isolation.probe import Outcome
+
+UNIT = Culprit(units=(3,), kind="unit", failed=3, probes=3, evidence=("round 2, with 4: 100 GB/s",))
+NOW_AND_THEN = Culprit(units=(7,), kind="unit", failed=3, probes=11, evidence=())
+LINK = Culprit(units=(4, 5), kind="link", failed=5, probes=5, evidence=())
+
+
+def name(unit: int) -> str:
+    return f"gpu-{unit:03}"
+
+
+def isolated(*culprits: Culprit, reproduced: bool = True, undecided: tuple[int, ...] = (), why: str = "") -> Isolated:
+    rounds = ((Outcome(members=(0,), busbw=1.0), Outcome(members=(1,), busbw=1.0)), (Outcome(members=(0, 1), busbw=2),))
+    return Isolated(
+        culprits=culprits,
+        cleared=(0, 1),
+        undecided=undecided,
+        rounds=rounds,
+        why_undecided=why,
+        reproduced=reproduced,
+    )
+
+
+def test_a_culprit_is_told_in_a_line() -> None:
+    assert UNIT.summary(name) == "gpu-003: failed 3 of 3 probes, whoever it was with"
+    assert NOW_AND_THEN.summary(name) == "gpu-007: failed 3 of 11 probes: intermittent"
+    assert LINK.summary(name) == (
+        "the link between gpu-004 and gpu-005: failed 5 of 5 probes; each of the two passes with others"
+    )
+    assert [culprit.intermittent for culprit in (UNIT, NOW_AND_THEN, LINK)] == [False, True, False]
+
+
+def test_the_summary_says_what_was_found_and_what_was_tried() -> None:
+    assert isolated(UNIT, LINK, undecided=(9,), why="gpu-009 failed once").summary(name) == (
+        "2 culprits found in 2 rounds, 3 probes",
+        "gpu-003: failed 3 of 3 probes, whoever it was with",
+        "  round 2, with 4: 100 GB/s",
+        "the link between gpu-004 and gpu-005: failed 5 of 5 probes; each of the two passes with others",
+        "undecided: gpu-009",
+        "gpu-009 failed once",
+        "cleared: gpu-000, gpu-001",
+    )
+    assert isolated(UNIT).summary()[0] == "1 culprit found in 2 rounds, 3 probes"
+
+
+def test_what_did_not_happen_again_is_no_pass_and_what_was_not_confirmed_is_neither() -> None:
+    assert isolated(reproduced=False).summary()[0] == "not reproduced in 2 rounds, 3 probes"
+    assert isolated().summary()[0] == "no culprit confirmed in 2 rounds, 3 probes"
+
+
+def test_many_units_are_counted() -> None:
+    [line] = [line for line in isolated(undecided=tuple(range(100))).summary() if line.startswith("undecided")]
+    assert line.endswith("15 and 84 more")
+
+
+def test_all_of_it_goes_into_json() -> None:
+    found = isolated(NOW_AND_THEN, why="so")
+    told = json.loads(json.dumps(found.to_json(), allow_nan=False))
+    assert told["culprits"] == [
+        {"units": [7], "kind": "unit", "failed": 3, "probes": 11, "intermittent": True, "evidence": []}
+    ]
+    assert told["rounds"][1] == [{"members": [0, 1], "busbw": 2, "wrong": "", "failure": ""}]
+    assert (told["cleared"], told["undecided"], told["why_undecided"], told["reproduced"]) == ([0, 1], [], "so", True)

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from pytest_gpucluster.isolation.held import Held, below_floor, hold
+from pytest_gpucluster.isolation.probe import Outcome
+
+
+def pair(first: int, busbw: float | None, **more: str) -> Outcome:
+    return Outcome(members=(first, first + 1), busbw=busbw, **more)
+
+
+def no_floor(units: int) -> None:
+    return None
+
+
+def verdicts(outcomes: Sequence[Outcome], floor: float | None = None, **more: float) -> list[str]:
+    return [one.verdict for one in hold([outcomes], floor=lambda units: floor, **more)]
+
+
+def why(outcomes: Sequence[Outcome], floor: float | None = None) -> list[str]:
+    return [one.why for one in hold([outcomes], floor=lambda units: floor)]
+
+
+def test_a_group_far_behind_others_of_its_size_has_failed() -> None:
+    outcomes = [pair(0, 380), pair(2, 377), pair(4, 200)]
+    assert verdicts(outcomes) == ["passed", "passed", "failed"]
+    assert why(outcomes)[2] == "200 GB/s; usual for 2 units is 380 GB/s"
+    assert verdicts([pair(0, 380), pair(2, 324), pair(4, 322)]) == ["passed", "passed", "failed"]
+    assert verdicts(outcomes, min_ratio=0.5) == ["passed"] * 3
+
+
+def test_groups_of_another_size_are_no_yardstick() -> None:
+    alone = Outcome(members=(9,), busbw=450.0)
+    together = Outcome(members=tuple(range(8)), busbw=100.0)
+    held = hold([[alone, together], [pair(0, 380), pair(2, 380)]], floor=no_floor)
+    assert [one.verdict for one in held] == ["unjudged", "unjudged", "passed", "passed"]
+    assert held[1].why == "100 GB/s; there is nothing to hold it against"
+
+
+def test_earlier_rounds_count_and_a_later_one_can_change_a_verdict() -> None:
+    first, later = [pair(0, 200), pair(2, 200)], [pair(4, 380)]
+    assert [one.verdict for one in hold([first], floor=no_floor)] == ["passed", "passed"]
+    assert [one.verdict for one in hold([first, later], floor=no_floor)] == ["failed", "failed", "passed"]
+    assert [one.number for one in hold([first, later], floor=no_floor)] == [1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "told"),
+    [
+        (pair(4, None, failure="not done after 60 s"), "not done after 60 s"),
+        (pair(4, 380, wrong="rank 9 at 4 KiB"), "wrong data: rank 9 at 4 KiB"),
+        (pair(4, None), "no value, and nothing says why"),
+        (pair(4, float("nan")), "nan GB/s; usual for 2 units is 380 GB/s"),
+    ],
+    ids=["timeout", "wrong data", "nothing said", "nan"],
+)
+def test_what_is_broken_has_failed_whatever_the_others_do(outcome: Outcome, told: str) -> None:
+    outcomes = [pair(0, 380), pair(2, 380), outcome]
+    assert verdicts(outcomes) == ["passed", "passed", "failed"]
+    assert why(outcomes)[2] == told
+    assert verdicts([outcome]) == ["failed"]
+
+
+def test_the_floor_decides_also_where_there_is_no_other_group() -> None:
+    assert verdicts([pair(0, 380)], 390) == ["failed"]
+    assert why([pair(0, 380)], 390) == ["380 GB/s; the limit for 2 units is 390 GB/s"]
+    assert verdicts([pair(0, 390)], 390) == ["passed"]
+
+
+def test_a_value_with_nothing_beside_it_is_neither_good_nor_bad() -> None:
+    [one] = hold([[pair(0, 380)]], floor=no_floor)
+    assert (one.verdict, one.failed, one.passed) == ("unjudged", False, False)
+    slow, dead = hold([[pair(2, 1), pair(4, None, failure="x"), pair(6, 380)]], floor=no_floor)[:2]
+    assert (one.clears(slow), one.clears(dead)) == (False, True)
+
+
+def test_the_same_group_twice_is_no_other_group() -> None:
+    assert [one.verdict for one in hold([[pair(0, 380)], [pair(0, 200)]], floor=no_floor)] == ["unjudged"] * 2
+
+
+def test_where_nobody_of_many_reaches_the_floor_it_tells_nothing_about_one_of_them() -> None:
+    slow_fleet = [pair(2 * index, 300 + index) for index in range(4)]
+    assert verdicts(slow_fleet, 400) == ["passed"] * 4
+    assert verdicts([*slow_fleet, pair(8, 100)], 400) == ["passed"] * 4 + ["failed"]
+    assert below_floor([slow_fleet], floor=lambda units: 400.0) == {2: (303, 400.0)}
+    assert below_floor([slow_fleet[:3]], floor=lambda units: 400.0) == {}
+    assert verdicts(slow_fleet[:3], 400) == ["failed"] * 3
+    assert verdicts([*slow_fleet, pair(8, 401)], 400) == ["failed"] * 4 + ["passed"]
+
+
+def test_many_groups_show_how_far_healthy_ones_scatter() -> None:
+    steady = [pair(2 * index, 400.0 + index % 3) for index in range(20)]
+    assert verdicts([*steady, pair(40, 330)])[-1] == "failed"
+    wild = [pair(2 * index, 400.0 + 25 * (index % 3 - 1)) for index in range(20)]
+    assert verdicts([*wild, pair(40, 330)])[-1] == "passed"
+    assert verdicts([*wild, pair(40, 150)])[-1] == "failed"
+
+
+def test_most_groups_may_be_bad_where_there_are_few_units() -> None:
+    """Of four nodes two are bad: of six pairs one is good."""
+    outcomes = [pair(0, 200), pair(2, 200), pair(4, 200), pair(6, 200), pair(8, 200), pair(10, 380)]
+    assert verdicts(outcomes) == ["failed"] * 5 + ["passed"]
+
+
+def test_one_gpu_alone_has_no_figure_and_is_not_judged() -> None:
+    one, other = hold([[Outcome(members=(0,), busbw=None), Outcome(members=(1,), busbw=400.0)]], floor=no_floor)
+    assert (one.verdict, other.verdict) == ("unjudged", "unjudged")
+    assert isinstance(one, Held)

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_gpucluster.isolation.evidence import Evidence
+from pytest_gpucluster.isolation.held import hold
+from pytest_gpucluster.isolation.pairing import pairing
+from pytest_gpucluster.isolation.probe import Outcome
+
+Good = Callable[[tuple[int, ...]], bool]
+Rounds = list[list[tuple[int, ...]]]
+
+
+def play(units: int, rounds: int, good: Good) -> Rounds:
+    """The groups of so many rounds of pairs, each planned from what came of those before."""
+    played: Rounds = []
+    outcomes: list[list[Outcome]] = []
+    for number in range(rounds):
+        found = Evidence(tuple(range(units)), hold(outcomes, floor=lambda size: None))
+        groups = pairing(found, number)
+        played.append(groups)
+        outcomes.append(
+            [
+                Outcome(members=members, busbw=400.0 if good(members) else None, failure="" if good(members) else "x")
+                for members in groups
+            ]
+        )
+    return played
+
+
+def always(members: tuple[int, ...]) -> bool:
+    return True
+
+
+@given(st.integers(2, 24), st.integers(1, 8))
+def test_groups_are_disjoint_and_all_but_one_are_in_a_pair(units: int, rounds: int) -> None:
+    for groups in play(units, rounds, always):
+        busy = [unit for members in groups for unit in members]
+        assert len(busy) == len(set(busy)) == units - units % 2
+        assert all(len(members) == 2 for members in groups)
+
+
+@pytest.mark.parametrize("units", [2, 3, 4, 5, 6, 7, 16])
+def test_while_all_is_well_everybody_meets_everybody(units: int) -> None:
+    pairs = [members for groups in play(units, units - 1 + units % 2, always) for members in groups]
+    assert sorted(pairs) == list(itertools.combinations(range(units), 2))
+
+
+def test_of_an_odd_number_another_one_is_left_out_each_time() -> None:
+    left_out = [
+        ({0, 1, 2, 3, 4} - {unit for members in groups for unit in members}).pop() for groups in play(5, 5, always)
+    ]
+    assert sorted(left_out) == [0, 1, 2, 3, 4]
+
+
+def test_a_suspect_gets_a_new_partner_each_time() -> None:
+    rounds = play(8, 3, lambda members: 0 not in members)
+    assert len({max(members) for groups in rounds for members in groups if 0 in members}) == 3
+
+
+def test_a_pair_that_failed_is_probed_again_once_both_have_passed_with_others() -> None:
+    [(one, other), *_] = play(8, 1, always)[0]
+    rounds = play(8, 7, lambda members: members != (one, other))
+    assert [(one, other) in groups for groups in rounds] == [True, False, True, False, True, False, True]
+
+
+def test_who_failed_alone_is_probed_alone_again() -> None:
+    outcomes = [[Outcome(members=(unit,), busbw=100.0 if unit == 2 else 400.0) for unit in range(5)]]
+    found = Evidence(tuple(range(5)), hold(outcomes, floor=lambda size: None))
+    groups = pairing(found, 0)
+    assert (2,) in groups
+    assert sum(len(members) == 2 for members in groups) == 2
+
+
+def test_a_culprit_is_in_no_pair_any_more() -> None:
+    *_, last = play(8, 5, lambda members: 0 not in members)
+    assert all(0 not in members for members in last)
+
+
+def test_among_three_the_two_good_ones_meet() -> None:
+    """Else the bad one would take a partner each time, and nobody could speak for either."""
+    rounds = play(3, 3, lambda members: 0 not in members)
+    assert sorted(members for groups in rounds for members in groups) == [(0, 1), (0, 2), (1, 2)]

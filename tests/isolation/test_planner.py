@@ -1,0 +1,307 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_gpucluster.isolation.finding import Isolated
+from pytest_gpucluster.isolation.planner import MOST_ROUNDS, Planner
+from pytest_gpucluster.isolation.probe import Outcome
+
+Fault = Callable[[Sequence[int]], str]
+GOOD = 400.0
+
+
+def probe(members: Sequence[int], fault: Fault) -> Outcome:
+    """What a fault does to a group: "" nothing, "slow", "wrong", or "dead"."""
+    what = fault(members)
+    return Outcome(
+        members=tuple(members),
+        busbw=None if what == "dead" else GOOD / 4 if what == "slow" else GOOD,
+        wrong="rank 5 at byte 4096" if what == "wrong" else "",
+        failure="not done after 60 s" if what == "dead" else "",
+    )
+
+
+def search(units: int | Sequence[int], fault: Fault, *, floor: float | None = 300.0, **more: object) -> Isolated:
+    numbers = range(units) if isinstance(units, int) else units
+    planner = Planner(numbers, floor=lambda size: floor, **more)  # type: ignore[arg-type]
+    while (groups := planner.next_round()) is not None:
+        planner.take([probe(members, fault) for members in groups])
+    return planner.finding()
+
+
+def bad(*units: int, what: str = "slow", smallest: int = 2) -> Fault:
+    """Units that are bad in groups of so many or more."""
+    return lambda members: what if len(members) >= smallest and set(units) & set(members) else ""
+
+
+def bad_link(one: int, other: int, what: str = "slow") -> Fault:
+    return lambda members: what if {one, other} <= set(members) else ""
+
+
+def units_of(found: Isolated) -> list[tuple[int, ...]]:
+    return [culprit.units for culprit in found.culprits]
+
+
+def fine(members: Sequence[int]) -> str:
+    return ""
+
+
+# Who is found ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["slow", "dead", "wrong"])
+@pytest.mark.parametrize("units", [3, 4, 5, 6, 7, 8, 16])
+def test_a_bad_unit_is_found_confirmed_and_the_others_are_cleared(units: int, what: str) -> None:
+    for culprit in range(units):
+        found = search(units, bad(culprit, what=what))
+        assert units_of(found) == [(culprit,)]
+        assert found.cleared == tuple(unit for unit in range(units) if unit != culprit)
+        assert (found.undecided, found.why_undecided, found.reproduced) == ((), "", True)
+        [named] = found.culprits
+        assert named.failed == named.probes >= 3
+        # The rest together is the proof that nobody is missing from the list.
+        assert found.rounds[-1] == (probe(found.cleared, fine),)
+
+
+def test_two_of_four_are_found() -> None:
+    for one, other in ((0, 1), (0, 2), (1, 2), (2, 3)):
+        found = search(4, bad(one, other, what="dead"))
+        assert units_of(found) == [(one,), (other,)]
+        assert len(found.cleared) == 2
+
+
+def test_units_may_have_any_numbers() -> None:
+    found = search([7, 3, 12, 40, 5], bad(12))
+    assert units_of(found) == [(12,)]
+    assert found.cleared == (3, 5, 7, 40)
+
+
+def test_a_unit_that_is_slow_by_itself_is_told_by_that_and_needs_no_partner() -> None:
+    found = search(2, lambda members: "slow" if list(members) == [1] else "")
+    [culprit] = found.culprits
+    assert (culprit.units, culprit.failed, culprit.probes) == ((1,), 3, 3)
+    assert culprit.evidence[0] == "round 1, alone: 100 GB/s; the limit for one unit is 300 GB/s"
+
+
+def test_a_bad_link_is_told_from_its_ends() -> None:
+    for one, other in ((0, 1), (2, 5), (0, 7)):
+        found = search(8, bad_link(one, other, "wrong"))
+        assert units_of(found) == [(one, other)]
+        [culprit] = found.culprits
+        assert (culprit.kind, culprit.intermittent) == ("link", False)
+        assert found.undecided == ()
+        assert set(found.cleared) == set(range(8)) - {one, other}
+
+
+def test_a_link_that_shows_in_no_first_pair_is_found_by_halving() -> None:
+    found = search(64, bad_link(5, 40, "dead"))
+    assert units_of(found) == [(5, 40)]
+    assert any(outcome.members == tuple(range(64)) and outcome.failure for outcome in found.rounds[2])
+    assert len(found.rounds) < 30
+
+
+@pytest.mark.parametrize("smallest", [3, 4, 8, 9, 12, 15])
+def test_a_unit_that_is_bad_in_larger_groups_only_is_found_among_them(smallest: int) -> None:
+    for culprit in (0, 6, 15):
+        found = search(16, bad(culprit, what="dead", smallest=smallest))
+        assert units_of(found) == [(culprit,)], (smallest, culprit)
+        assert found.cleared == tuple(unit for unit in range(16) if unit != culprit)
+
+
+def test_a_fault_of_all_together_accuses_nobody() -> None:
+    found = search(8, lambda members: "slow" if len(members) == 8 else "")
+    assert (found.culprits, found.cleared) == ((), ())
+    assert found.undecided == tuple(range(8))
+    assert "not confirmed: 0, 1, 2, 3 and 4 more failed" in found.why_undecided
+    assert "although its parts pass" in found.why_undecided
+
+
+def test_a_unit_that_fails_now_and_then_is_said_to_be_so() -> None:
+    probes = 0
+
+    def each_third(members: Sequence[int]) -> str:
+        nonlocal probes
+        if len(members) < 2 or 3 not in members:
+            return ""
+        probes += 1
+        return "dead" if probes % 3 == 0 else ""
+
+    found = search(16, each_third)
+    [culprit] = found.culprits
+    assert culprit.units == (3,)
+    assert culprit.intermittent
+    assert 3 <= culprit.failed < culprit.probes
+    assert culprit.summary().endswith("intermittent")
+
+
+# Who is not accused ----------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_happen_again_is_said_to_be_so() -> None:
+    found = search(8, fine)
+    assert (found.culprits, found.reproduced, found.undecided) == ((), False, ())
+    assert found.why_undecided == f"nothing failed again in {len(found.rounds)} rounds of probes"
+
+
+def test_a_failure_that_comes_once_is_not_confirmed_and_its_units_are_not_cleared() -> None:
+    left = ["dead"]
+    found = search(8, lambda members: left.pop() if left and set(members) == {2, 5} else "")
+    assert found.culprits == ()
+    assert found.undecided == (2, 5)
+    assert found.why_undecided.startswith("not confirmed: 2, 5 failed 1 of ")
+    assert "not done after 60 s" in found.why_undecided
+
+
+def test_of_two_units_it_cannot_be_told_which_it_is() -> None:
+    found = search(2, lambda members: "dead" if len(members) == 2 else "")
+    assert (found.culprits, found.undecided, found.reproduced) == ((), (0, 1), True)
+    assert "of two it cannot be told which one it is" in found.why_undecided
+    assert len(found.rounds) < 8
+
+
+@pytest.mark.parametrize("units", [3, 4, 8])
+def test_where_no_pair_passes_nobody_is_accused(units: int) -> None:
+    found = search(units, lambda members: "dead" if len(members) > 1 else "")
+    assert (found.culprits, found.undecided) == ((), tuple(range(units)))
+    assert "nobody has passed with another" in found.why_undecided
+    assert len(found.rounds) < 10
+
+
+def test_where_all_fail_alone_nobody_is_accused() -> None:
+    found = search(4, lambda members: "dead")
+    assert (found.culprits, found.undecided) == ((), (0, 1, 2, 3))
+    assert "all may share the cause" in found.why_undecided
+
+
+def test_one_unit_alone_is_not_accused() -> None:
+    found = search(1, lambda members: "dead")
+    assert (found.culprits, found.undecided, len(found.rounds)) == ((), (0,), 3)
+    assert found.why_undecided == "there is only one: nobody to compare it with"
+
+
+def test_a_fleet_that_is_slow_throughout_is_no_single_unit() -> None:
+    found = search(8, fine, floor=GOOD + 1)
+    assert found.culprits == ()
+    assert found.undecided == tuple(range(8))
+    assert "reaches the limit of 401 GB/s" in found.why_undecided
+    assert "look at what all share" in found.why_undecided
+    assert len(found.rounds) < 6
+
+
+def test_in_a_slow_fleet_the_one_that_is_far_behind_is_found_all_the_same() -> None:
+    found = search(8, bad(3), floor=GOOD + 1)
+    assert units_of(found) == [(3,)]
+    assert "reaches the limit" in found.why_undecided
+    assert found.cleared == ()
+
+
+@pytest.mark.parametrize("leaf", [{0, 1, 14, 15}, {0, 1, 2, 3}], ids=["seen to pass among themselves", "or not"])
+def test_units_that_a_bad_switch_cuts_off_are_told_as_such(leaf: set[int]) -> None:
+    found = search(16, lambda members: "dead" if 0 < len(set(members) & leaf) < len(members) else "")
+    assert set(found.cleared) & leaf == set()
+    assert {unit for units in units_of(found) for unit in units} <= leaf
+    together = any(
+        len(outcome.members) > 1 and set(outcome.members) <= leaf for each in found.rounds for outcome in each
+    )
+    assert ("pass among themselves and fail with all others" in found.why_undecided) == together
+    assert together == (15 in leaf)
+    assert len(found.rounds) < 20
+
+
+def test_without_a_limit_the_speed_of_all_together_is_not_judged_and_that_is_said() -> None:
+    found = search(8, fine, floor=None)
+    assert not found.reproduced
+    assert "8 together did 400 GB/s; there is nothing to hold it against" in found.why_undecided
+
+
+def test_without_a_limit_a_slow_unit_is_still_found_beside_the_others() -> None:
+    assert units_of(search(8, bad(6), floor=None)) == [(6,)]
+
+
+@given(st.integers(1, 9), st.integers(0, 2**32 - 1), st.sampled_from([0.05, 0.3, 0.7]))
+def test_whatever_is_seen_it_comes_to_an_end_with_disjoint_groups(units: int, seed: int, share: float) -> None:
+    random = Random(seed)
+
+    def now_and_then(members: Sequence[int]) -> str:
+        return random.choice(["slow", "dead", "wrong"]) if random.random() < share else ""
+
+    planner = Planner(range(units), floor=lambda size: 300.0)
+    while (groups := planner.next_round()) is not None:
+        busy = [unit for members in groups for unit in members]
+        assert busy
+        assert len(busy) == len(set(busy))
+        assert set(busy) <= set(range(units))
+        planner.take([probe(members, now_and_then) for members in groups])
+        found = planner.finding()
+        named = {unit for culprit in found.culprits for unit in culprit.units}
+        assert named | set(found.cleared) | set(found.undecided) == set(range(units))
+        assert not named & set(found.cleared)
+        assert not set(found.cleared) & set(found.undecided)
+    assert len(planner.finding().rounds) <= MOST_ROUNDS
+
+
+# How it is used --------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_ends_the_search_and_what_is_open_then_is_said_to_be_so() -> None:
+    found = search(8, bad(2), budget_rounds=3)
+    assert len(found.rounds) == 3
+    assert found.culprits == ()
+    assert 2 in found.undecided
+    assert found.why_undecided.startswith("the search ended after 3 rounds, before it was through; not confirmed: ")
+
+
+def test_nothing_probed_is_nothing_cleared() -> None:
+    found = search(4, fine, budget_rounds=0)
+    assert (found.cleared, found.undecided, found.why_undecided) == ((), (0, 1, 2, 3), "nothing was probed")
+
+
+def test_a_finding_may_be_asked_for_in_the_middle() -> None:
+    planner = Planner(range(4))
+    planner.next_round()
+    assert planner.finding().why_undecided == "nothing was probed"
+
+
+def test_names_stand_in_the_evidence() -> None:
+    found = search(8, bad(3), name=lambda unit: f"gpu-{unit:03}")
+    assert any("with gpu-00" in line for line in found.culprits[0].evidence)
+
+
+def test_how_far_behind_is_slow_can_be_said() -> None:
+    assert units_of(search(8, bad(3), floor=None, min_ratio=0.2)) == []
+
+
+@pytest.mark.parametrize("what", ["slow", "dead"])
+@pytest.mark.parametrize("units", [2, 3, 4, 7])
+def test_single_gpus_are_never_probed_alone(units: int, what: str) -> None:
+    """One GPU has no link: its rate would be that of nothing."""
+    for fault in (bad(1, what=what), bad(1, what=what, smallest=3), bad_link(0, 1, what), fine):
+        found = search(units, fault, alone=False)
+        assert all(len(outcome.members) > 1 for outcomes in found.rounds for outcome in outcomes)
+
+
+@pytest.mark.parametrize("units", [[], [1, 1]], ids=["none", "twice"])
+def test_units_are_different_and_some(units: list[int]) -> None:
+    with pytest.raises(ValueError, match="different numbers"):
+        Planner(units)
+
+
+def test_each_round_is_taken_once_and_whole() -> None:
+    planner = Planner(range(4))
+    with pytest.raises(RuntimeError, match="next_round"):
+        planner.take([])
+    groups = planner.next_round()
+    assert groups is not None
+    with pytest.raises(RuntimeError, match="take"):
+        planner.next_round()
+    with pytest.raises(ValueError, match="one outcome for each group"):
+        planner.take([probe(members, fine) for members in groups[1:]])
+    with pytest.raises(ValueError, match="one outcome for each group"):
+        planner.take([probe(members, fine) for members in (*groups, groups[0])])
+    planner.take([probe(members, fine) for members in reversed(groups)])
+    assert planner.next_round() is not None

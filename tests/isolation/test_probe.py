@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from pytest_gpucluster.isolation.probe import Outcome
+
+
+@pytest.mark.parametrize(
+    ("outcome", "broken"),
+    [
+        (Outcome(members=(0, 1), busbw=380.0), False),
+        (Outcome(members=(0, 1), busbw=0.0), False),
+        (Outcome(members=(0, 1), busbw=None, failure="timeout"), True),
+        (Outcome(members=(0, 1), busbw=380.0, failure="lost afterwards"), True),
+        (Outcome(members=(0, 1), busbw=380.0, wrong="rank 3"), True),
+        (Outcome(members=(0, 1), busbw=None), True),
+        (Outcome(members=(0,), busbw=None), False),
+        (Outcome(members=(0,), busbw=None, failure="timeout"), True),
+        (Outcome(members=(0, 1), busbw=math.nan), True),
+        (Outcome(members=(0, 1), busbw=math.inf), True),
+        (Outcome(members=(0, 1), busbw=-1.0), True),
+    ],
+    ids=[
+        *("good", "zero", "timeout", "value and failure", "wrong data", "nothing said", "one GPU has no figure"),
+        *("one GPU that fails", "nan", "inf", "negative"),
+    ],
+)
+def test_what_is_broken_whatever_its_speed(outcome: Outcome, broken: bool) -> None:
+    assert outcome.broken is broken
+
+
+@pytest.mark.parametrize("members", [(), (1, 0), (2, 2)], ids=["none", "not ascending", "twice"])
+def test_a_group_has_units_in_order(members: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="ascending"):
+        Outcome(members=members, busbw=1.0)
+
+
+def test_it_goes_into_json_whatever_the_value() -> None:
+    told = Outcome(members=(0, 3), busbw=math.nan, wrong="rank 3").to_json()
+    assert json.loads(json.dumps(told, allow_nan=False)) == {
+        "members": [0, 3],
+        "busbw": "nan",
+        "wrong": "rank 3",
+        "failure": "",
+    }

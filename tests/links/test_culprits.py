@@ -1,0 +1,178 @@
+"""Planted faults are named, and nobody else: in nodes with 8 GPUs, and in a fabric of 128 nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from simulated_fabric import everything, measured, places
+
+from pytest_gpucluster.links.culprits import Culprit, culprits, explained_by_others
+from pytest_gpucluster.links.plan import across_nodes, pair, within_node
+from pytest_gpucluster.links.survey import matrix_of
+
+Fault = Callable[[int, int], float]
+BELOW = 0.75
+
+
+def touching(*ranks: int, left: float = 0.3) -> Fault:
+    return lambda sender, receiver: left if {sender, receiver} & set(ranks) else 1.0
+
+
+def between(*links: tuple[int, int], left: float = 0.3) -> Fault:
+    return lambda sender, receiver: left if pair(sender, receiver) in links else 1.0
+
+
+def told(found: tuple[Culprit, ...]) -> list[tuple[str, tuple[int, ...]]]:
+    return sorted((one.kind, one.ranks) for one in found)
+
+
+# Within nodes ------------------------------------------------------------------------------------------------------
+
+TWO_NODES = places(2, 8)
+WITHIN = [round_ for node in range(2) for round_ in within_node(TWO_NODES, node)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        pytest.param(touching(), [], id="none"),
+        pytest.param(touching(3), [("gpu", (3,))], id="a GPU"),
+        pytest.param(touching(0, 7, 12), [("gpu", (0,)), ("gpu", (7,)), ("gpu", (12,))], id="three GPUs"),
+        pytest.param(between((2, 5)), [("link", (2, 5))], id="a link"),
+        pytest.param(between((2, 5), (8, 9)), [("link", (2, 5)), ("link", (8, 9))], id="two links"),
+        pytest.param(
+            lambda s, r: min(touching(4)(s, r), between((1, 2))(s, r)), [("gpu", (4,)), ("link", (1, 2))], id="both"
+        ),
+        pytest.param(lambda s, r: 0.2 if s == 9 else 1.0, [("gpu", (9,))], id="a GPU that only sends slowly"),
+        # With 2 links of 7 it cannot be told which end it is.
+        pytest.param(between((0, 1), (0, 2)), [("link", (0, 1)), ("link", (0, 2))], id="two links of one GPU"),
+    ],
+)
+def test_in_a_node_the_gpu_or_the_link_is_named_and_not_the_partners(
+    fault: Fault, expected: list[tuple[str, tuple[int, ...]]]
+) -> None:
+    matrix = matrix_of(measured(WITHIN, fault, seed=1), "node", TWO_NODES)
+    assert told(culprits(matrix.slow(BELOW), matrix.pairs, TWO_NODES, "node")) == expected
+
+
+def test_a_node_that_is_slow_throughout_is_named_as_a_whole() -> None:
+    there = places(4, 8)
+    rounds = [round_ for node in range(4) for round_ in within_node(there, node)]
+    matrix = matrix_of(measured(rounds, touching(*there.ranks[2])), "node", there)
+    [found] = culprits(matrix.slow(BELOW), matrix.pairs, there, "node")
+    assert (found.kind, found.ranks, found.links) == ("node", there.ranks[2], 28)
+
+
+@pytest.mark.parametrize("rails", [2, 3, 4])
+def test_with_few_gpus_no_more_is_said_than_can_be_known(rails: int) -> None:
+    there = places(4, rails)
+    rounds = [round_ for node in range(4) for round_ in within_node(there, node)]
+    matrix = matrix_of(measured(rounds, touching(0)), "node", there)
+    found = told(culprits(matrix.slow(BELOW), matrix.pairs, there, "node"))
+    assert found == ([("link", (0, 1))] if rails == 2 else [("gpu", (0,))])
+
+
+# Across nodes ------------------------------------------------------------------------------------------------------
+
+RAILS = 4
+FABRIC = places(24, RAILS)
+ACROSS = across_nodes(FABRIC)
+
+
+def of_nodes(*nodes: int, rails: int = RAILS) -> Fault:
+    return lambda sender, receiver: 0.4 if {sender // rails, receiver // rails} & set(nodes) else 1.0
+
+
+FAULTS = [
+    pytest.param(of_nodes(), [], id="none"),
+    pytest.param(of_nodes(17), [("node", FABRIC.ranks[17])], id="a node"),
+    pytest.param(of_nodes(0, 23), [("node", FABRIC.ranks[0]), ("node", FABRIC.ranks[23])], id="two nodes"),
+    pytest.param(touching(42), [("port", (42,))], id="a port"),
+    pytest.param(touching(42, 43, 90), [("port", (42,)), ("port", (43,)), ("port", (90,))], id="three ports"),
+    pytest.param(
+        lambda sender, receiver: 0.4 if sender % RAILS == 1 else 1.0, [("rail", tuple(range(1, 96, 4)))], id="a rail"
+    ),
+    pytest.param(between((16, 80)), [("link", (16, 80))], id="a link"),
+    pytest.param(
+        lambda sender, receiver: 0.4 if {sender // RAILS, receiver // RAILS} == {3, 20} else 1.0,
+        [("node link", FABRIC.ranks[3] + FABRIC.ranks[20])],
+        id="two nodes with each other",
+    ),
+    pytest.param(
+        lambda s, r: min(of_nodes(9)(s, r), touching(42)(s, r), between((16, 80))(s, r)),
+        [("link", (16, 80)), ("node", FABRIC.ranks[9]), ("port", (42,))],
+        id="one of each",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fault", "expected"), FAULTS)
+def test_across_nodes_the_planted_fault_is_named_and_nothing_else(
+    fault: Fault, expected: list[tuple[str, tuple[int, ...]]]
+) -> None:
+    matrix = matrix_of(measured(ACROSS, fault, seed=2), "world", FABRIC)
+    assert told(culprits(matrix.slow(BELOW), matrix.pairs, FABRIC, "world")) == expected
+
+
+def test_among_1024_gpus_a_node_a_port_and_a_link_are_found_at_once_and_nothing_else() -> None:
+    there = places(128, 8)
+    rounds = across_nodes(there)
+
+    def fault(sender: int, receiver: int) -> float:
+        faults = (of_nodes(9, rails=8), touching(83), between((16, 800)))
+        return min(each(sender, receiver) for each in faults)
+
+    matrix = matrix_of(measured(rounds, fault), "world", there)
+    assert (len(rounds), len(matrix.pairs)) == (127, 128 * 127 // 2 * 8)
+    expected = [("link", (16, 800)), ("node", there.ranks[9]), ("port", (83,))]
+    assert told(culprits(matrix.slow(BELOW), matrix.pairs, there, "world")) == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "rails", "fault", "expected"),
+    [
+        (3, 1, touching(2), [("node", (2,))]),
+        (3, 2, touching(4, 5), [("node", (4, 5))]),
+        (3, 8, of_nodes(2, rails=8), [("node", tuple(range(16, 24)))]),
+        (3, 2, touching(4), [("port", (4,))]),
+        (2, 2, touching(3), [("link", (1, 3))]),
+        (4, 4, lambda s, r: 0.4 if s % 4 == 1 else 1.0, [("rail", (1, 5, 9, 13))]),
+    ],
+    ids=[
+        "the third node",
+        "the third of 3 nodes",
+        "with 8 rails",
+        "a port of 3 nodes",
+        "the other rail of 2 nodes",
+        "a rail of 4",
+    ],
+)
+def test_in_small_clusters_too(
+    nodes: int, rails: int, fault: Fault, expected: list[tuple[str, tuple[int, ...]]]
+) -> None:
+    there = places(nodes, rails)
+    matrix = matrix_of(measured(across_nodes(there), fault), "world", there)
+    assert told(culprits(matrix.slow(BELOW), matrix.pairs, there, "world")) == expected
+
+
+def test_where_everything_is_bad_nobody_is_picked_out() -> None:
+    there = places(4, 2)
+    links = everything(across_nodes(there))
+    [found] = culprits(links, links, there, "world")
+    assert (found.kind, len(found.ranks), found.links) == ("fabric", 8, 12)
+
+
+def test_what_a_culprit_explains_counts_against_nobody_else() -> None:
+    matrix = matrix_of(measured(WITHIN, touching(3)), "node", TWO_NODES)
+    found = culprits(matrix.slow(BELOW), matrix.pairs, TWO_NODES, "node")
+    assert explained_by_others(found, 0) == {pair(3, other) for other in range(8) if other != 3}
+    assert explained_by_others(found, 3) == set()
+
+
+def test_of_two_slow_gpus_each_answers_for_the_link_between_them() -> None:
+    matrix = matrix_of(measured(WITHIN, touching(3, 4)), "node", TWO_NODES)
+    found = culprits(matrix.slow(BELOW), matrix.pairs, TWO_NODES, "node")
+    assert {len(one.pairs) for one in found} == {7}
+    for rank in (3, 4):
+        assert (3, 4) not in explained_by_others(found, rank)

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import pytest
+from simulated_fabric import GB, measured, places
+
+from pytest_gpucluster.links.matrix import Matrix, Reading
+from pytest_gpucluster.links.plan import within_node
+from pytest_gpucluster.links.survey import Survey, matrix_of, readings_of
+
+NODE = places(1, 4)
+
+
+def survey(readings: list[Reading], *, alone: list[Reading] | None = None, below: float | None = 0.75) -> Survey:
+    return Survey(
+        scope="node",
+        places=NODE,
+        matrix=matrix_of(readings, "node", NODE),
+        alone=Matrix(alone or ()),
+        below=below,
+        rounds=3,
+        planned_seconds=1.5,
+        seconds=2.0,
+    )
+
+
+def slow_gpu(left: float = 0.2) -> list[Reading]:
+    return measured(within_node(NODE, 0), lambda sender, receiver: left if 3 in (sender, receiver) else 1.0, noise=0)
+
+
+def test_the_partners_of_a_slow_gpu_stand_for_what_they_reach_among_themselves() -> None:
+    found = survey(slow_gpu())
+    assert found.of_rank(3).bytes_per_second == pytest.approx(0.2 * 48 * GB)
+    for rank in range(3):
+        assert found.of_rank(rank).bytes_per_second == pytest.approx(48 * GB)
+        assert found.ratio_of_rank(rank) == pytest.approx(1.0)
+    assert found.ratio_of_rank(3) == pytest.approx(0.2)
+
+
+def test_both_ends_of_a_slow_link_stand_for_it() -> None:
+    fault = measured(within_node(NODE, 0), lambda s, r: 0.2 if {s, r} == {1, 2} else 1.0, noise=0)
+    found = survey(fault)
+    assert [found.ratio_of_rank(rank) for rank in range(4)] == pytest.approx([1.0, 0.2, 0.2, 1.0])
+    assert found.slow == ((1, 2),)
+
+
+def test_without_a_limit_nothing_is_far_behind_and_every_rank_stands_for_its_slowest_link() -> None:
+    found = survey(slow_gpu(), below=None)
+    assert found.slow == ()
+    assert found.culprits("slow") == ()
+    assert {found.of_rank(rank).bytes_per_second for rank in range(4)} == {found.of_rank(3).bytes_per_second}
+
+
+def test_data_that_arrive_wrong_only_alone_are_wrong() -> None:
+    [again] = [one for one in measured([((0, 1),)], wrong=[(1, 0)]) if one.wrong]
+    [found] = survey(slow_gpu(), alone=[again]).culprits("wrong")
+    assert (found.kind, found.ranks) == ("link", (0, 1))
+
+
+def test_the_readings_of_pairs_come_slowest_first_and_unmeasured_pairs_have_none() -> None:
+    matrix = survey(slow_gpu()).matrix
+    found = readings_of([(0, 1), (0, 3), (7, 8)], matrix)
+    assert [one.pair for one in found] == [(0, 3), (0, 3), (0, 1), (0, 1)]
+
+
+def test_across_nodes_a_slow_node_is_left_out_of_the_yardstick_with_all_its_rails() -> None:
+    there = places(3, 2)
+    rounds = [((0, 2),), ((0, 4), (1, 5)), ((2, 4), (3, 5))]
+    readings = measured(rounds, lambda s, r: 0.3 if {4, 5} & {s, r} else 1.0, noise=0)
+    assert matrix_of(readings, "world", there).yardstick((0, 4)) == 48 * GB
+    # By GPU, one of its two rails would still be in it.
+    assert matrix_of(readings, "node", there).yardstick((0, 4)) == pytest.approx(0.3 * 48 * GB)

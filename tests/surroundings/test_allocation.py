@@ -1,0 +1,147 @@
+"""A job that is bound to what it was given passes; what is missing or open to others is named with both numbers."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from pytest_gpucluster.health.finding import Finding
+from pytest_gpucluster.host.cgroup import Cgroup
+from pytest_gpucluster.surroundings.allocation import Allocation, Place, allocation, examine, place_of
+
+GIB = 2**30
+GIVEN = Allocation(gpus=4, cpus=16, memory_bytes=64 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("environ", "given"),
+    [
+        ({}, Allocation()),
+        ({"SLURM_STEP_GPUS": "0,1,5-7", "SLURM_GPUS_ON_NODE": "2"}, Allocation(gpus=5)),
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_GPUS": "0"}, Allocation(gpus=8)),
+        ({"SLURM_JOB_GPUS": "0-3"}, Allocation(gpus=4)),
+        ({"SLURM_JOB_GPUS": "gpu:4"}, Allocation()),
+        ({"SLURM_CPUS_ON_NODE": "16", "SLURM_MEM_PER_NODE": "65536"}, Allocation(cpus=16, memory_bytes=64 * GIB)),
+        ({"SLURM_CPUS_ON_NODE": "16", "SLURM_MEM_PER_CPU": "4096"}, Allocation(cpus=16, memory_bytes=64 * GIB)),
+        ({"SLURM_GPUS_ON_NODE": "2", "SLURM_MEM_PER_GPU": "1024"}, Allocation(gpus=2, memory_bytes=2 * GIB)),
+        ({"SLURM_MEM_PER_NODE": "0"}, Allocation()),
+        ({"SLURM_CPUS_ON_NODE": "many"}, Allocation()),
+    ],
+)
+def test_what_slurm_s_variables_give(environ: dict[str, str], given: Allocation) -> None:
+    assert allocation(environ) == given
+
+
+def test_a_rank_tells_what_it_is_bound_to() -> None:
+    told = place_of(3, {"CUDA_VISIBLE_DEVICES": "1"})
+    assert told == {"rank": 3, "cpus": sorted(os.sched_getaffinity(0)), "visible_devices": "1"}
+    assert place_of(3, {})["visible_devices"] is None
+
+
+def ranks(count: int = 4, *, visible: int = 4, uuids: int = 4) -> list[dict[str, Any]]:
+    return [
+        {"rank": rank, "gpu": {"uuid": f"GPU-{rank % uuids}", "index": rank}, "visible_gpus": visible}
+        for rank in range(count)
+    ]
+
+
+def places(count: int = 4, cpus: int = 16, *, devices: str | None = "0,1,2,3") -> list[Place]:
+    each = max(1, cpus // count)
+    return [
+        Place(rank=rank, cpus=tuple((rank * each + i) % cpus for i in range(each)), visible_devices=devices)
+        for rank in range(count)
+    ]
+
+
+def found(
+    given: Allocation = GIVEN,
+    places_: list[Place] | None = None,
+    who: list[dict[str, Any]] | None = None,
+    limit: int | None = 64 * GIB,
+    *,
+    versions: tuple[int, ...] = (2,),
+    on_cpu: bool = False,
+) -> list[Finding]:
+    return examine(
+        "node-a",
+        given,
+        places() if places_ is None else places_,
+        ranks() if who is None else who,
+        Cgroup(versions=versions, memory_bytes=limit),
+        on_cpu=on_cpu,
+    )
+
+
+def test_a_job_that_is_bound_as_it_was_given_has_no_findings() -> None:
+    assert found() == []
+
+
+def test_ranks_that_each_see_their_own_gpu_only_are_bound_as_well() -> None:
+    assert found(who=ranks(visible=1)) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "told"),
+    [
+        pytest.param(
+            {"who": ranks(visible=8)},
+            "environment",
+            "slurm.gpus (environment): a rank sees 8 GPUs (CUDA_VISIBLE_DEVICES: 0,1,2,3); allowed: the 4 that were",
+            id="GPUs of others",
+        ),
+        pytest.param(
+            {"who": ranks(visible=3, uuids=3), "places_": places(devices=None)},
+            "environment",
+            "slurm.gpus (environment): the ranks see 3 GPUs (CUDA_VISIBLE_DEVICES: not set); allowed: the 4 that were",
+            id="a GPU is gone",
+        ),
+        pytest.param(
+            {"who": ranks(2), "places_": places(2)}, "note", "ranks use 2 of 4 allocated GPUs", id="fewer ranks"
+        ),
+        pytest.param(
+            {"given": Allocation(cpus=16)}, "environment", "Slurm says nothing of GPUs", id="no GPUs were asked for"
+        ),
+        pytest.param(
+            {"places_": places(cpus=32)},
+            "environment",
+            "slurm.cpus (environment): the ranks may run on 32 CPUs (0-31); allowed: the 16 that were allocated",
+            id="CPUs of others",
+        ),
+        pytest.param(
+            {"places_": places(cpus=12)}, "note", "12 CPUs (0-11) of 16 allocated ones", id="some of the CPUs"
+        ),
+        pytest.param(
+            {"given": Allocation(gpus=4)}, "environment", "Slurm says nothing of CPUs", id="no CPUs were told"
+        ),
+        pytest.param({"limit": 32 * GIB}, "environment", "the control group allows 32 GiB", id="less memory"),
+        pytest.param({"limit": None}, "note", "no control group limits the memory", id="memory without a limit"),
+        pytest.param({"limit": 96 * GIB}, "note", "it is limited to 96 GiB", id="more memory"),
+        pytest.param(
+            {"limit": None, "versions": ()}, "note", "no control group can be looked at", id="no control group"
+        ),
+    ],
+)
+def test_what_is_bound_otherwise_is_named(arguments: dict[str, Any], kind: str, told: str) -> None:
+    [finding] = found(**arguments)
+    assert finding.kind == kind
+    assert told in str(finding)
+
+
+def test_ranks_that_share_one_cpu_are_an_error_that_points_to_srun() -> None:
+    one_cpu = [Place(rank=rank, cpus=(0,), visible_devices=None) for rank in range(4)]
+    shared, fewer = found(places_=one_cpu)
+    assert shared.kind == "environment"
+    assert "4 ranks share 1 CPUs (0)" in str(shared)
+    assert "srun --cpus-per-task" in shared.remedy
+    assert fewer.kind == "note"
+
+
+def test_a_rehearsal_looks_at_no_gpu() -> None:
+    assert found(Allocation(cpus=16), who=[{"rank": 0, "gpu": None, "visible_gpus": 0}], on_cpu=True) == []
+
+
+@pytest.mark.parametrize("limit", [62 * GIB, 66 * GIB])
+def test_a_limit_that_is_nearly_the_same_is_the_same(limit: int) -> None:
+    assert found(limit=limit) == []

@@ -1,0 +1,115 @@
+"""Offsets are those of the fastest answer, and of several clocks the one that is wrong stands out."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from pytest_gpucluster.agreement.board import Board
+from pytest_gpucluster.agreement.store import MemoryStore
+from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.surroundings import clocks
+from pytest_gpucluster.surroundings.clocks import Offset, offset, skew, skew_of_nodes
+from pytest_gpucluster.surroundings.interfaces import Chosen
+from pytest_gpucluster.surroundings.nodes import Nodes
+
+INVENTORY = [{"rank": node, "node_rank": node, "local_rank": 0, "host": f"node-{'abc'[node]}"} for node in range(3)]
+
+
+@pytest.mark.parametrize("by", [0.0, 3600.0, -0.25])
+@pytest.mark.parametrize("there", [0.001, 0.004], ids=["equal ways", "a slow way there"])
+def test_the_offset_is_right_within_its_error(by: float, there: float) -> None:
+    back = 0.001
+    sample = (100.0, 100.0 + there + by, 100.0 + there + by + 0.5, 100.0 + there + 0.5 + back)
+    found = offset([sample])
+    assert abs(found.seconds - by) <= found.error + 1e-9
+    assert found.error == pytest.approx((there + back) / 2)
+
+
+def test_of_several_answers_the_one_that_came_back_fastest_counts() -> None:
+    slow, fast = (0.0, 5.9, 5.9, 1.0), (10.0, 15.001, 15.001, 10.002)
+    assert offset([slow, fast, slow]) == Offset(seconds=5.0, error=0.001)
+
+
+def test_a_clock_that_is_set_meanwhile_has_no_negative_error() -> None:
+    assert offset([(10.0, 10.0, 10.5, 10.2)]).error == 0.0
+
+
+def test_without_an_answer_there_is_no_offset() -> None:
+    with pytest.raises(ValueError, match="no sample"):
+        offset([])
+
+
+def offsets(*seconds: float) -> dict[int, Offset]:
+    return {node: Offset(seconds=one, error=0.001) for node, one in enumerate(seconds)}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "skews"),
+    [
+        ((0.0, 5.0), (5.0, 5.0)),
+        ((0.0, 0.0, 5.0), (0.0, 0.0, 5.0)),
+        ((0.0, 5.0, 5.0), (5.0, 0.0, 0.0)),
+        ((0.0, 0.0, 5.0, 0.0), (0.0, 0.0, 5.0, 0.0)),
+        ((0.0, 5.0, -5.0, 0.0, 0.0), (0.0, 5.0, 5.0, 0.0, 0.0)),
+    ],
+)
+def test_each_clock_is_held_against_the_median_of_the_others(
+    seconds: tuple[float, ...], skews: tuple[float, ...]
+) -> None:
+    found = [skew(offsets(*seconds), node) for node in range(len(seconds))]
+    assert tuple(value for value, _ in found) == skews
+    assert {error for _, error in found} == {0.002}
+
+
+def test_a_clock_alone_cannot_be_compared() -> None:
+    with pytest.raises(ValueError, match="no other clock"):
+        skew(offsets(0.0), 0)
+
+
+def compared(monkeypatch: pytest.MonkeyPatch, choose: object = None) -> list[object]:
+    store = MemoryStore()
+
+    def loopback() -> Chosen:
+        return Chosen(interface="lo", address="127.0.0.1", why="a test")
+
+    def run(node: int) -> object:
+        nodes = Nodes.of(INVENTORY, node)
+        board = Board(store, nodes.speaks, lambda: 1)
+        try:
+            return skew_of_nodes(board, nodes, choose or loopback, samples=4, deadline_seconds=0.3)  # type: ignore[arg-type]
+        except EnvironmentBroken as error:
+            return error
+
+    monkeypatch.setattr(clocks, "_BESIDE_SECONDS", 0.5)
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        return list(pool.map(run, range(3)))
+
+
+def test_nodes_on_one_host_have_one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    for series in compared(monkeypatch):
+        assert isinstance(series, clocks.Series)
+        assert series.low <= series.median <= series.high < 1.0
+
+
+def test_a_first_node_without_an_address_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> Chosen:
+        raise EnvironmentBroken("NCCL finds no network interface")
+
+    begin = time.monotonic()
+    found = [str(one) for one in compared(monkeypatch, none)]
+    assert time.monotonic() - begin < 30
+    assert found[0] == "NCCL finds no network interface"
+    assert all("cannot ask node-a for its time: NCCL finds no network interface" in text for text in found[1:])
+
+
+def test_a_first_node_that_does_not_answer_is_an_error_on_all_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clocks.Responder, "__enter__", lambda self: self)
+    monkeypatch.setattr(clocks.Responder, "__exit__", lambda self, *_: self._server.server_close())
+    found = compared(monkeypatch)
+    for error in found:
+        assert isinstance(error, EnvironmentBroken)
+        assert "- node-b: cannot ask node-a for its time" in str(error)
+        assert "- node-c: cannot ask node-a for its time" in str(error)

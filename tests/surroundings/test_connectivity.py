@@ -1,0 +1,195 @@
+"""Who reaches whom is told by all nodes alike, and failures point to the node that explains them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from pytest_gpucluster.agreement.board import Board
+from pytest_gpucluster.agreement.store import MemoryStore
+from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
+from pytest_gpucluster.surroundings import connectivity
+from pytest_gpucluster.surroundings.connectivity import Pieces, Reached, connect_all, longest_seconds
+from pytest_gpucluster.surroundings.interfaces import Chosen
+from pytest_gpucluster.surroundings.nodes import Nodes
+
+INVENTORY = [
+    {"rank": 2 * node + local, "node_rank": node, "local_rank": local, "host": f"node-{'abcd'[node]}"}
+    for node in range(4)
+    for local in range(2)
+]
+
+
+def reached(count: int, *broken: tuple[int, int], absent: dict[int, str] | None = None) -> Reached:
+    """Everybody reaches everybody, but for some pairs."""
+    away = absent or {}
+    pairs = [(one, two) for one in range(count) for two in range(count) if not {one, two} & set(away)]
+    return Reached(
+        hosts={node: f"node-{node}" for node in range(count)},
+        addresses={node: f"10.0.0.{node} on eth0, NCCL's own choice" for node in range(count) if node not in away},
+        seconds={pair: 0.001 * (1 + pair[1]) for pair in pairs if pair not in broken},
+        failures={pair: "timed out" for pair in pairs if pair in broken},
+        absent=away,
+    )
+
+
+def test_the_first_rank_of_a_node_speaks_for_it() -> None:
+    nodes = Nodes.of(INVENTORY[::-1], 1)
+    assert nodes.speakers == {0: 0, 1: 2, 2: 4, 3: 6}
+    assert (nodes.hosts[3], nodes.me, nodes.speaks) == ("node-d", 1, 2)
+
+
+def test_all_who_reach_each_other_are_whole() -> None:
+    found = reached(4)
+    assert (found.reached_ratio, found.whole_nodes, found.blamed()) == (1.0, 4, ())
+    assert found.slowest_from(2) == pytest.approx(0.004)
+    for node in range(4):
+        found.require_whole(node)
+
+
+def around(node: int, count: int) -> list[tuple[int, int]]:
+    return [pair for other in range(count) if other != node for pair in ((node, other), (other, node))]
+
+
+@pytest.mark.parametrize(
+    ("count", "broken", "blamed"),
+    [
+        pytest.param(2, [(0, 1)], (0, 1), id="two nodes: both ends"),
+        pytest.param(8, [(2, 5), (5, 2)], (2, 5), id="one pair: both ends"),
+        pytest.param(8, around(3, 8), (3,), id="a node that nobody reaches"),
+        pytest.param(8, around(3, 8)[:10], (3,), id="a node that most do not reach"),
+        pytest.param(8, [*around(3, 8), (0, 1)], (0, 1, 3), id="a node, and a pair"),
+        pytest.param(8, [*around(3, 8), *around(6, 8)], (3, 6), id="two nodes"),
+        pytest.param(3, [(1, 1)], (1,), id="a node that does not reach itself"),
+        pytest.param(8, [(3, 3), *around(3, 8)], (3,), id="a node that reaches nobody, nor itself"),
+    ],
+)
+def test_failures_point_to_the_nodes_that_explain_them(
+    count: int, broken: list[tuple[int, int]], blamed: tuple[int, ...]
+) -> None:
+    found = reached(count, *broken)
+    assert found.blamed() == blamed
+    for node in range(count):
+        if node in blamed:
+            with pytest.raises(HardwareFault, match="nodes reach all others; look at node-"):
+                found.require_whole(node)
+        else:
+            found.require_whole(node)
+
+
+def test_both_ends_of_a_pair_are_named_with_address_and_reason() -> None:
+    with pytest.raises(HardwareFault) as raised:
+        reached(4, (2, 1)).require_whole(1)
+    text = str(raised.value)
+    assert text.startswith("2 of 4 nodes reach all others; look at node-1, node-2\n")
+    assert "- node-2 (10.0.0.2 on eth0, NCCL's own choice) does not reach node-1 (10.0.0.1 on eth0, " in text
+    assert "NCCL's own choice): timed out" in text
+
+
+def test_of_many_pairs_some_are_told() -> None:
+    with pytest.raises(HardwareFault, match=r"- and 42 more\n"):
+        reached(32, *around(3, 32)).require_whole(3)
+
+
+def test_a_node_without_an_interface_is_an_error_and_no_fault_of_the_hardware() -> None:
+    found = reached(3, absent={2: "NCCL finds no network interface"})
+    assert (found.reached_ratio, found.whole_nodes, found.blamed()) == (1.0, 0, (2,))
+    found.require_whole(0)
+    with pytest.raises(EnvironmentBroken, match="- node-2: NCCL finds no network interface"):
+        found.require_whole(2)
+
+
+def test_there_is_more_time_for_more_nodes() -> None:
+    assert longest_seconds(128, 10.0) > longest_seconds(2, 10.0) > 40
+
+
+# Over real sockets of this host ------------------------------------------------------------------------------------
+
+
+def connect(
+    count: int,
+    pieces: Callable[[int], Pieces] | None = None,
+    choose: Callable[[int], Callable[[], Chosen]] | None = None,
+) -> list[Reached]:
+    """Let nodes, each a thread, connect to each other."""
+    store = MemoryStore()
+
+    def loopback() -> Chosen:
+        return Chosen(interface="lo", address="127.0.0.1", why="a test")
+
+    def run(node: int) -> Reached:
+        nodes = Nodes.of([who for who in INVENTORY if who["node_rank"] < count], node)
+        return connect_all(
+            Board(store, nodes.speaks, lambda: 1),
+            nodes,
+            choose(node) if choose else loopback,
+            payload_bytes=4096,
+            deadline_seconds=5.0,
+            pieces=pieces(node) if pieces else None,
+        )
+
+    with ThreadPoolExecutor(max_workers=count) as pool:
+        return list(pool.map(run, range(count)))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_nodes_that_reach_each_other_all_learn_of_it(count: int) -> None:
+    for found in connect(count):
+        assert (found.reached_ratio, found.whole_nodes) == (1.0, count)
+        assert set(found.seconds) == {(one, two) for one in range(count) for two in range(count)}
+        assert found.addresses[0] == "127.0.0.1 on lo, a test"
+
+
+def test_a_node_that_cannot_be_called_is_named_on_every_node() -> None:
+    def choose(node: int) -> Callable[[], Chosen]:
+        return lambda: Chosen(interface="lo", address=f"127.0.0.{1 + node}", why="a test")
+
+    def pieces(node: int) -> Pieces:
+        def call(address: str, port: int, token: str, **more: Any) -> float:
+            if (address == "127.0.0.3") != (node == 2):
+                raise ConnectionRefusedError("Connection refused")
+            return connectivity.call(address, port, token, **more)
+
+        return Pieces(call=call)
+
+    for found in connect(3, pieces, choose):
+        assert found.failures == dict.fromkeys([(0, 2), (1, 2), (2, 0), (2, 1)], "Connection refused")
+        assert (found.blamed(), found.whole_nodes) == ((2,), 0)
+        assert found.reached_ratio == pytest.approx(5 / 9)
+
+
+def test_few_bytes_that_pass_where_many_do_not_point_to_the_mtu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def echo(self: Any, payload: bytes) -> None:
+        if len(payload) > 1500:
+            raise TimeoutError("timed out")
+
+    monkeypatch.setattr(connectivity.Caller, "echo", echo)
+    [found, _] = connect(2)
+    assert len(found.failures) == 4
+    assert "a few bytes pass, and 4096 do not (timed out): compare the MTUs" in found.failures[0, 1]
+
+
+def test_a_node_without_an_interface_keeps_nobody_waiting() -> None:
+    def choose(node: int) -> Callable[[], Chosen]:
+        def loopback() -> Chosen:
+            if node == 1:
+                raise EnvironmentBroken("NCCL finds no network interface")
+            return Chosen(interface="lo", address="127.0.0.1", why="a test")
+
+        return loopback
+
+    for found in connect(3, choose=choose):
+        assert found.absent == {1: "NCCL finds no network interface"}
+        assert (found.failures, found.whole_nodes) == ({}, 0)
+
+
+def test_an_address_that_nothing_can_listen_on_is_told_as_well() -> None:
+    def choose(node: int) -> Callable[[], Chosen]:
+        return lambda: Chosen(interface="eth9", address="203.0.113.77" if node else "127.0.0.1", why="a test")
+
+    found = connect(2, choose=choose)[0]
+    assert list(found.absent) == [1]
+    assert "annot assign requested address" in found.absent[1]

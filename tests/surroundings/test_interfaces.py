@@ -1,0 +1,121 @@
+"""The interface is chosen as NCCL or gloo would, and a variable that fits none is an error that lists what there is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.surroundings import interfaces as module
+from pytest_gpucluster.surroundings.interfaces import Interface, choose, interfaces, matches, of_gloo, of_nccl
+
+
+def interface(name: str, *addresses: str, running: bool = True) -> Interface:
+    return Interface(name=name, running=running, addresses=addresses or (f"10.0.0.{len(name)}",))
+
+
+LO = interface("lo", "127.0.0.1")
+DOCKER = interface("docker0", "172.17.0.1")
+ETH0 = interface("eth0", "10.1.0.5", "fd00::5")
+ETH1 = interface("eth1", "10.2.0.5")
+IB0 = interface("ib0", "10.9.0.5")
+ALL = (LO, DOCKER, ETH0, ETH1, IB0)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "fits"),
+    [
+        ("eth0", "eth", True),
+        ("eth0", "eth0", True),
+        ("eth01", "eth0", True),
+        ("eth01", "=eth0", False),
+        ("eth0", "=eth0,ib0", True),
+        ("ib0", "eth,ib", True),
+        ("lo", "^docker,lo", False),
+        ("eth0", "^docker,lo", True),
+        ("eth1", "^=eth0", True),
+        ("eth0", "^=eth0", False),
+        ("eth0", "eth0:5", True),
+    ],
+)
+def test_what_a_value_of_nccl_socket_ifname_fits(name: str, wanted: str, fits: bool) -> None:
+    assert matches(name, wanted) is fits
+
+
+@pytest.mark.parametrize(
+    ("found", "environ", "address"),
+    [
+        pytest.param(ALL, {}, "10.9.0.5", id="by itself: ib first"),
+        pytest.param((LO, DOCKER, ETH0), {}, "10.1.0.5", id="by itself: no docker, no loopback"),
+        pytest.param((LO, DOCKER), {}, "172.17.0.1", id="by itself: docker before the loopback"),
+        pytest.param((LO,), {}, "127.0.0.1", id="by itself: the loopback"),
+        pytest.param(ALL, {"NCCL_SOCKET_IFNAME": "eth1"}, "10.2.0.5", id="as asked"),
+        pytest.param(ALL, {"NCCL_SOCKET_IFNAME": "^ib,lo,docker"}, "10.1.0.5", id="the first one that is not excluded"),
+        pytest.param(ALL, {"NCCL_SOCKET_IFNAME": "e"}, "10.9.0.5", id="one character counts as none"),
+        pytest.param(ALL, {"NCCL_SOCKET_FAMILY": "AF_INET6"}, "fd00::5", id="IPv6"),
+        pytest.param((LO, interface("ib0", running=False), ETH0), {}, "10.1.0.5", id="one that is down is passed over"),
+    ],
+)
+def test_nccl_s_choice(found: tuple[Interface, ...], environ: dict[str, str], address: str) -> None:
+    assert of_nccl(found, environ).address == address
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        ({"NCCL_SOCKET_IFNAME": "bond0"}, "NCCL_SOCKET_IFNAME=bond0 fits none that is up"),
+        (
+            {"NCCL_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_FAMILY": "AF_INET6"},
+            "with NCCL_SOCKET_FAMILY=AF_INET6 fits none",
+        ),
+    ],
+)
+def test_where_nccl_would_find_none_the_interfaces_are_listed(environ: dict[str, str], told: str) -> None:
+    with pytest.raises(EnvironmentBroken, match=told) as raised:
+        of_nccl((LO, ETH0, interface("bond1", "10.3.0.1", running=False), ETH1), environ)
+    assert "eth0 (up: 10.1.0.5 fd00::5)" in str(raised.value)
+    assert "bond1 (down: 10.3.0.1)" in str(raised.value)
+
+
+def test_gloo_takes_what_it_is_told_else_the_way_to_the_rendezvous_else_what_is_no_loopback() -> None:
+    assert of_gloo(ALL, {"GLOO_SOCKET_IFNAME": "nothing,eth1"}, "10.1.0.1").address == "10.2.0.5"
+    chosen = of_gloo(ALL, {}, "10.9.0.1", source=lambda toward: "10.9.0.5")
+    assert (chosen.interface, chosen.address, chosen.why) == ("ib0", "10.9.0.5", "the way to 10.9.0.1")
+    assert of_gloo((LO, ETH0), {}, None).address == "10.1.0.5"
+    assert of_gloo((LO,), {}, None).address == "127.0.0.1"
+
+
+def test_gloo_without_a_usable_interface_is_an_error() -> None:
+    with pytest.raises(EnvironmentBroken, match="GLOO_SOCKET_IFNAME=bond0 names no interface of this host"):
+        of_gloo(ALL, {"GLOO_SOCKET_IFNAME": "bond0"}, None)
+    with pytest.raises(EnvironmentBroken, match="not even the loopback"):
+        of_gloo((), {}, None)
+
+
+def test_no_way_to_the_rendezvous_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*arguments: object, **more: object) -> None:
+        raise OSError("Network is unreachable")
+
+    monkeypatch.setattr(module.socket, "getaddrinfo", unreachable)
+    with pytest.raises(EnvironmentBroken, match="knows no way to head: Network is unreachable"):
+        of_gloo(ALL, {}, "head")
+
+
+def test_this_host_has_a_loopback_that_runs(tmp_path: Path) -> None:
+    found = {one.name: one for one in interfaces()}
+    assert found["lo"].running
+    assert found["lo"].addresses[0] == "127.0.0.1"
+    assert choose("gloo", {"MASTER_ADDR": "127.0.0.1"}).address == "127.0.0.1"
+    assert choose("nccl", {"NCCL_SOCKET_IFNAME": "=lo"}).address == "127.0.0.1"
+
+
+def test_ipv6_addresses_are_read_but_for_those_of_one_link_and_the_loopback_s(tmp_path: Path) -> None:
+    path = tmp_path / "if_inet6"
+    path.write_text(
+        f"{1:032x} 01 80 10 80 lo\nfe800000000000000000000000000001 02 40 20 80 lo\n"
+        "fd000000000000000000000000000007 02 40 00 80 lo\n"
+    )
+    [lo] = [one for one in interfaces(path) if one.name == "lo"]
+    assert lo.addresses == ("127.0.0.1", "fd00::7")
+    assert [one.addresses for one in interfaces(tmp_path / "none") if one.name == "lo"] == [("127.0.0.1",)]

@@ -1,0 +1,112 @@
+"""A node's part of a job: what every rank tells comes together, and whoever holds its GPUs is named."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_nvml import FakeNvml
+
+from pytest_gpucluster.agreement.board import Board
+from pytest_gpucluster.agreement.store import MemoryStore
+from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.health.finding import Finding
+from pytest_gpucluster.host.tree import Tree
+from pytest_gpucluster.process_table import Who
+from pytest_gpucluster.surroundings import job, leftovers
+from pytest_gpucluster.surroundings.job import examine_allocation
+from pytest_gpucluster.surroundings.nodes import Nodes
+
+ENVIRON = {"SLURM_GPUS_ON_NODE": "2", "SLURM_CPUS_ON_NODE": "2", "SLURM_JOB_START_TIME": "1000"}
+
+
+def nvml(*processes: tuple[tuple[int, int | None], ...] | None) -> FakeNvml:
+    """GPUs with the processes on each; None: it does not tell."""
+    return FakeNvml({f"GPU-{n}": {} if of is None else {"processes": of} for n, of in enumerate(processes)})
+
+
+def inventory(ranks: int = 2) -> list[dict[str, Any]]:
+    return [
+        {
+            "rank": rank,
+            "node_rank": 0,
+            "local_rank": rank,
+            "host": "node-a",
+            "pid": 100 + rank,
+            "visible_gpus": 2,
+            "gpu": {"uuid": f"GPU-{rank}", "index": rank},
+        }
+        for rank in range(ranks)
+    ]
+
+
+@pytest.fixture(autouse=True)
+def clean_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node with two CPUs, of which each rank has one, and nothing in its folders."""
+    cpu = tmp_path / "sys/devices/system/cpu"
+    cpu.mkdir(parents=True)
+    (cpu / "online").write_text("0-1\n")
+    (tmp_path / "files").mkdir()
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setattr(job, "ROOT", Tree(root=tmp_path))
+    monkeypatch.setattr(leftovers, "SHM", tmp_path / "files")
+    monkeypatch.setattr(leftovers, "TMP", tmp_path / "empty")
+    monkeypatch.setattr(job, "place_of", lambda rank, environ: {"rank": rank, "cpus": [rank], "visible_devices": None})
+
+
+def examined(asked: FakeNvml | None, *, silent: bool = False, environ: Mapping[str, str] = ENVIRON) -> list[Finding]:
+    store = MemoryStore()
+    sources = None if asked is None else SimpleNamespace(nvml=asked, who_is=lambda pid: Who(pid=pid, user="ann"))
+    found = None
+    for rank in (0,) if silent else (1, 0):
+        who = inventory()
+        nodes = Nodes.of(who, 0)
+        board = Board(store, rank, lambda: 1)
+        found = examine_allocation(board, nodes, who, environ, rank=rank, sources=sources)
+        assert (found is None) == (rank != 0)
+    assert found is not None
+    return found
+
+
+def test_a_node_that_is_this_job_s_alone_has_no_findings() -> None:
+    assert examined(nvml(((100, 10),), ((101, None),))) == []
+
+
+def test_a_rehearsal_asks_no_gpu() -> None:
+    assert examined(None, environ={"SLURM_CPUS_ON_NODE": "2"}) == []
+
+
+def test_whoever_else_is_on_the_gpus_is_named() -> None:
+    [finding] = examined(nvml(((100, 10), (7, 10**9)), ((101, 10),)))
+    assert (finding.code, finding.kind) == ("leftovers.process", "environment")
+    assert finding.found.startswith("pid 7 of user ann")
+
+
+def test_processes_that_nvml_does_not_tell_are_an_error() -> None:
+    [finding] = examined(nvml(((100, 10),), None))
+    assert finding.kind == "environment"
+    assert finding.found == (
+        "who is on GPU 1 is not known: not supported by this GPU or driver "
+        "(nvmlDeviceGetComputeRunningProcesses, nvmlDeviceGetGraphicsRunningProcesses)"
+    )
+
+
+def test_what_an_earlier_job_has_left_in_shared_memory_is_an_error_on_a_node_of_one_s_own(tmp_path: Path) -> None:
+    (tmp_path / "files/nccl-x").write_bytes(bytes(leftovers.LEAST_BYTES))
+    os.utime(tmp_path / "files/nccl-x", (500, 500))
+    both = nvml(((100, 10),), ((101, 10),))
+    [shm] = examined(both)
+    assert (shm.code, shm.kind) == ("leftovers.files", "environment")
+    assert "/files holds 1 entries with 1.0" in shm.found
+    shared = examined(both, environ={**ENVIRON, "SLURM_CPUS_ON_NODE": "1"})
+    assert [one.code for one in shared if one.kind == "environment"] == ["slurm.cpus"]
+
+
+def test_a_rank_that_tells_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "_WITHIN_SECONDS", 0.05)
+    with pytest.raises(EnvironmentBroken, match="node-a: rank 1 did not tell in time what it is bound to"):
+        examined(None, silent=True)

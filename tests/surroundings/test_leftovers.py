@@ -1,0 +1,112 @@
+"""What others have left is named by owner and size, and is an error where it takes what this job needs."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pytest_gpucluster.process_table import Who
+from pytest_gpucluster.surroundings import leftovers
+from pytest_gpucluster.surroundings.leftovers import LEAST_BYTES, files, of_files, of_processes
+
+UID = os.getuid()
+OTHER = 61234
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+def leave(folder: Path, name: str, size: int = 10, *, changed: float | None = None) -> None:
+    path = folder / name
+    path.write_bytes(b"x" * size)
+    if changed is not None:
+        os.utime(path, (changed, changed))
+
+
+def test_own_files_of_before_this_job_are_an_earlier_job_s(folder: Path) -> None:
+    leave(folder, "nccl-AbCd", LEAST_BYTES, changed=1000.0)
+    leave(folder, "torch_small", changed=1500.0)
+    leave(folder, "mine", changed=3000.0)
+    (folder / "subfolder").mkdir()
+    left = files(folder, uid=UID, before=2000.0)
+    assert left is not None
+    assert (left.count, left.largest) == (2, ("nccl-AbCd", "torch_small"))
+    assert left.bytes >= LEAST_BYTES
+    assert list(left.owners.values()) == [2]
+    assert str(left).startswith("2 entries with 1.0")
+
+
+def test_without_the_job_s_begin_own_files_are_this_job_s(folder: Path) -> None:
+    leave(folder, "x", changed=1000.0)
+    assert files(folder, uid=UID, before=None) is None
+
+
+def test_files_of_another_user_are_his(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave(folder, "x", 5000)
+    real = os.scandir
+
+    class Entry:
+        name = "x"
+
+        def stat(self, *, follow_symlinks: bool) -> os.stat_result:
+            told = list((folder / "x").lstat())
+            told[4] = OTHER
+            return os.stat_result(told, {"st_blocks": 16, "st_mtime": 9e9})
+
+    class Entries:
+        def __enter__(self) -> Iterator[Entry]:
+            return iter([Entry()])
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(leftovers.os, "scandir", lambda path: Entries() if path == folder else real(path))
+    left = files(folder, uid=UID, before=1.0)
+    assert left is not None
+    assert (left.owners, left.bytes) == ({f"uid {OTHER}": 1}, 8192)
+
+
+def test_an_empty_folder_holds_nothing(folder: Path) -> None:
+    assert files(folder, uid=UID, before=9e9) is None
+
+
+@pytest.mark.parametrize(
+    ("size", "alone", "kind"),
+    [
+        (2 * LEAST_BYTES, True, "environment"),
+        (2 * LEAST_BYTES, False, "note"),
+        (10, True, "note"),
+    ],
+    ids=["much, on a node of one's own", "much, on a shared node", "little"],
+)
+def test_memory_that_is_taken_on_a_node_of_one_s_own_is_an_error(
+    folder: Path, tmp_path: Path, size: int, alone: bool, kind: str
+) -> None:
+    leave(folder, "psm2_shm.1", size, changed=1000.0)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    [finding] = of_files("node-a", uid=UID, before=2000.0, alone=alone, shm=folder, tmp=empty)
+    assert (finding.code, finding.kind) == ("leftovers.files", kind)
+    assert "psm2_shm.1" in finding.found
+    [finding] = of_files("node-a", uid=UID, before=2000.0, alone=alone, shm=empty, tmp=folder)
+    assert finding.kind == "note"
+
+
+def test_a_folder_that_cannot_be_looked_into_is_told(folder: Path) -> None:
+    [finding] = of_files("node-a", uid=UID, before=None, alone=True, shm=folder / "none", tmp=folder)
+    assert finding.kind == "note"
+    assert "none cannot be looked into" in finding.found
+
+
+def test_processes_of_others_on_the_gpus_are_errors_and_this_job_s_are_not() -> None:
+    people = {7: Who(pid=7, user="ann", command="python train.py"), 8: Who(pid=8, known=False)}
+    found = list(of_processes("node-a", {5: 100, 7: 2 * 10**9, 8: None}, own={5}, who_is=people.__getitem__))
+    assert [one.kind for one in found] == ["environment", "note"]
+    assert found[0].found == "pid 7 of user ann (python train.py) holds 2 GB of GPU memory"
+    assert "which this host or container does not show holds an unknown amount" in found[1].found

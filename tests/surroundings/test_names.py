@@ -1,0 +1,101 @@
+"""Names are looked up within their time, whatever the resolver does, and what has no answer is told."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.surroundings.names import Answer, Question, longest_seconds, look_up, require_known
+
+
+class Resolver:
+    """Knows some names; waits for some, and for ever for others."""
+
+    def __init__(self) -> None:
+        self.never = threading.Event()
+
+    def forward(self, name: str) -> str:
+        if name == "silent":
+            self.never.wait(30)
+        if name == "slow":
+            time.sleep(0.2)
+        if name == "":
+            raise UnicodeError("label empty or too long")
+        if name == "unknown":
+            raise OSError("Name or service not known")
+        return "10.0.0.1"
+
+    def reverse(self, address: str) -> str:
+        if address == "10.0.0.9":
+            raise OSError("no name")
+        return f"host-of-{address}"
+
+
+def forward(*names: str) -> list[Question]:
+    return [Question(kind="forward", node=node, asked=name) for node, name in enumerate(names)]
+
+
+def test_answers_come_in_the_order_of_the_questions() -> None:
+    questions = [
+        *forward("slow", "a", "unknown", "b", "c", "d", ""),
+        Question(kind="reverse", node=1, asked="10.0.0.2"),
+    ]
+    answers = look_up(questions, deadline_seconds=20.0, resolver=Resolver())
+    assert [answer.question for answer in answers] == questions
+    assert [bool(answer.found) for answer in answers] == [True, True, False, True, True, True, False, True]
+    assert all(answer.came for answer in answers)
+    assert answers[0].seconds >= 0.2
+    assert answers[2].error == "Name or service not known"
+    assert answers[-1].found == "host-of-10.0.0.2"
+
+
+def test_a_resolver_that_never_answers_is_given_up_and_the_others_are_asked_all_the_same() -> None:
+    resolver = Resolver()
+    try:
+        answers = look_up(forward(*["silent"] * 6, "a", "b"), deadline_seconds=0.2, resolver=resolver)
+    finally:
+        resolver.never.set()
+    assert [answer.came for answer in answers] == [False] * 6 + [True, True]
+    for answer in answers[:6]:
+        assert answer.error == "no answer within 0.2 s"
+        assert answer.seconds >= 0.2
+
+
+def test_nothing_to_look_up_is_nothing() -> None:
+    assert look_up([], deadline_seconds=1.0) == ()
+
+
+def test_this_host_knows_its_loopback() -> None:
+    [answer] = look_up(forward("localhost"), deadline_seconds=30.0)
+    assert "127.0.0.1" in answer.found
+    assert longest_seconds(8, 10.0) == 30.0
+
+
+HOSTS = {0: "node-a", 1: "node-b"}
+
+
+def answer(kind: str = "forward", *, error: str = "", seconds: float = 0.01, came: bool = True) -> Answer:
+    question = Question(kind=kind, node=1, asked="gpu-2")  # type: ignore[arg-type]
+    return Answer(question=question, seconds=seconds, found="" if error else "10.0.0.2", error=error, came=came)
+
+
+def test_a_name_without_an_address_is_an_error_that_says_who_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = answer(error="Name or service not known")
+    with pytest.raises(EnvironmentBroken, match=r"dns\.unknown: node-a") as raised:
+        require_known([answer(), wrong], HOSTS, me=0, in_pods=False)
+    assert "gpu-2, as node-b calls itself, has no address (Name or service not known)" in str(raised.value)
+    require_known([wrong], HOSTS, me=0, in_pods=True)
+    assert "dns.unknown (note)" in capsys.readouterr().out
+
+
+def test_what_is_slow_and_addresses_without_a_name_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    slow, late = answer(seconds=4.0), answer(error="no answer within 10 s", seconds=10.0, came=False)
+    require_known([slow, late, answer("reverse", error="no name"), answer()], HOSTS, me=0, in_pods=False)
+    assert capsys.readouterr().out.splitlines() == [
+        "slow lookup on node-a: gpu-2 -> 10.0.0.2 (4 s)",
+        "slow lookup on node-a: gpu-2 -> no answer within 10 s (10 s)",
+        "no name on node-a for an address of node-b: gpu-2 -> no name (0.01 s)",
+    ]

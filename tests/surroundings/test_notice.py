@@ -1,0 +1,43 @@
+"""Findings end a test by their kind, and notes never do."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
+from pytest_gpucluster.health.finding import Finding, Kind
+from pytest_gpucluster.surroundings.notice import decisive, notice, require_nothing
+
+
+def found(kind: Kind, code: str = "x") -> Finding:
+    return notice(code, kind, "node-a", "5", allowed="6", remedy="add one")
+
+
+def test_notes_are_printed_and_end_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    require_nothing([found("note"), found("note")])
+    assert capsys.readouterr().out == "node-a: x (note): 5; allowed: 6; what to do: add one\n" * 2
+    require_nothing([])
+
+
+@pytest.mark.parametrize(
+    ("kinds", "error"),
+    [
+        (["environment"], EnvironmentBroken),
+        (["note", "environment"], EnvironmentBroken),
+        (["environment", "hardware"], HardwareFault),
+    ],
+    ids=str,
+)
+def test_the_worst_kind_says_how_the_test_ends(kinds: list[Kind], error: type[Exception]) -> None:
+    with pytest.raises(error) as raised:
+        require_nothing(found(kind, f"of.{kind}") for kind in kinds)
+    first, *lines = str(raised.value).splitlines()
+    assert first == ", ".join(f"of.{kind}" for kind in kinds if kind != "note") + ": node-a"
+    assert len(lines) == len(kinds)
+
+
+def test_what_decides_is_more_than_a_note() -> None:
+    assert [one.kind for one in decisive([found("note"), found("hardware"), found("environment")])] == [
+        "hardware",
+        "environment",
+    ]

@@ -1,0 +1,91 @@
+"""A responder answers whoever knows its token, and nobody else; a caller notices whatever does not come back."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+
+from pytest_gpucluster.surroundings.responder import _HEAD, MOST_BYTES, Caller, Responder, receive
+
+
+@pytest.mark.parametrize("payload", [b"", b"x", bytes(range(256)) * 2048], ids=["nothing", "a byte", "512 KiB"])
+def test_what_was_sent_comes_back(payload: bytes) -> None:
+    with (
+        Responder("127.0.0.1", deadline_seconds=5) as responder,
+        Caller("127.0.0.1", responder.port, responder.token, deadline_seconds=5) as caller,
+    ):
+        caller.echo(payload)
+        caller.echo(b"and again")
+
+
+def test_the_clock_is_that_of_the_other_host() -> None:
+    times = iter((100.0, 100.5))
+    with (
+        Responder("127.0.0.1", deadline_seconds=5, now=lambda: next(times)) as responder,
+        Caller("127.0.0.1", responder.port, responder.token, deadline_seconds=5) as caller,
+    ):
+        assert caller.clock() == (100.0, 100.5)
+
+
+def test_many_callers_are_answered_at_once() -> None:
+    with Responder("127.0.0.1", deadline_seconds=5) as responder:
+        callers = [Caller("127.0.0.1", responder.port, responder.token, deadline_seconds=5) for _ in range(20)]
+        for caller in reversed(callers):
+            with caller:
+                caller.echo(b"x")
+
+
+@pytest.mark.parametrize("token", ["0" * 16, "Ü" * 8], ids=["another token", "other bytes"])
+def test_who_does_not_know_the_token_gets_no_answer(token: str) -> None:
+    with (
+        Responder("127.0.0.1", deadline_seconds=5) as responder,
+        Caller("127.0.0.1", responder.port, token, deadline_seconds=5) as caller,
+        pytest.raises(ConnectionError, match="is it another program"),
+    ):
+        caller.echo(b"x")
+
+
+def test_a_length_beyond_reason_gets_no_answer() -> None:
+    with (
+        Responder("127.0.0.1", deadline_seconds=5) as responder,
+        socket.create_connection(("127.0.0.1", responder.port), timeout=5) as connection,
+    ):
+        connection.sendall(_HEAD.pack(responder.token.encode(), b"E", MOST_BYTES + 1))
+        with pytest.raises(EOFError):
+            receive(connection, 1)
+
+
+def test_nobody_there_is_refused() -> None:
+    with Responder("127.0.0.1", deadline_seconds=5) as responder:
+        port = responder.port
+    with pytest.raises(ConnectionRefusedError):
+        Caller("127.0.0.1", port, "x" * 16, deadline_seconds=5)
+
+
+def answering(answer: bytes) -> int:
+    """Start something that answers these bytes to whatever comes, and return its port."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with server, server.accept()[0] as connection:
+            connection.recv(1000)
+            connection.sendall(answer)
+            connection.recv(1000)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return int(server.getsockname()[1])
+
+
+def test_other_bytes_than_were_sent_are_noticed() -> None:
+    with (
+        Caller("127.0.0.1", answering(b"abd"), "x" * 16, deadline_seconds=5) as caller,
+        pytest.raises(ConnectionError, match="of 3 bytes that were sent there others came back"),
+    ):
+        caller.echo(b"abc")
+
+
+def test_silence_ends_at_the_deadline() -> None:
+    with Caller("127.0.0.1", answering(b""), "x" * 16, deadline_seconds=0.1) as caller, pytest.raises(TimeoutError):
+        caller.echo(b"abc")

@@ -1,0 +1,150 @@
+"""What Slurm's own commands say is believed, and what they do not say is an error."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.surroundings import slurm
+from pytest_gpucluster.surroundings.slurm import NodeState, Ping, examine, nodes_of_job, ping, states, well
+
+PING = Ping(up=("primary head",), down=(), seconds=0.1)
+
+
+class Commands:
+    """Executables in a folder that is first on PATH."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+    def say(self, name: str, output: str, code: int = 0, before: str = "") -> None:
+        path = self.folder / name
+        path.write_text(f'#!/bin/sh\necho "$@" > {path}.asked\n{before}\ncat <<"END"\n{output}\nEND\nexit {code}\n')
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+    def asked(self, name: str) -> list[str]:
+        return (self.folder / f"{name}.asked").read_text().split()
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
+    return Commands(tmp_path, monkeypatch)
+
+
+def test_a_controller_that_answers_is_timed(commands: Commands) -> None:
+    commands.say("scontrol", "Slurmctld(primary) at head1 is UP\nSlurmctld(backup) at head2 is DOWN")
+    found = ping()
+    assert (found.up, found.down) == (("primary head1",), ("backup head2",))
+    assert 0 < found.seconds < slurm.ANSWER_SECONDS
+    assert commands.asked("scontrol") == ["ping"]
+
+
+@pytest.mark.parametrize(
+    ("output", "code"),
+    [
+        ("Slurmctld(primary) at head1 is DOWN", 1),
+        ("slurm_load_ctl_conf error: Unable to contact slurm controller (connect failure)", 1),
+        ("", 0),
+    ],
+)
+def test_no_controller_that_answers_is_an_error(commands: Commands, output: str, code: int) -> None:
+    commands.say("scontrol", output, code)
+    with pytest.raises(EnvironmentBroken, match="no controller of Slurm answers") as raised:
+        ping()
+    assert (output or "exit code 0, and no word") in str(raised.value)
+
+
+def test_a_command_that_does_not_end_is_given_up(commands: Commands) -> None:
+    commands.say("scontrol", "Slurmctld(primary) at head1 is UP", before="exec sleep 30")
+    with pytest.raises(EnvironmentBroken, match=r"`scontrol ping` gave no answer within 0\.2 s"):
+        ping(answer_seconds=0.2)
+
+
+def test_without_slurm_s_commands_it_is_said_what_a_container_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(EnvironmentBroken, match=r"scontrol is not there, so Slurm cannot be asked\. In a container"):
+        ping()
+
+
+def test_the_states_of_the_job_s_nodes_are_asked_for(commands: Commands) -> None:
+    commands.say("sinfo", "gpu-001|train*|up|allocated|none\ngpu-002|train*|up|Draining@|bad cable, says ops|x")
+    assert states(["gpu-001", "gpu-002"], "train") == (
+        NodeState(node="gpu-001", partition="train", available="up", state="allocated", reason=""),
+        NodeState(node="gpu-002", partition="train", available="up", state="draining@", reason="bad cable, says ops|x"),
+    )
+    asked = commands.asked("sinfo")
+    assert asked[asked.index("--nodes") + 1] == "gpu-001,gpu-002"
+    assert asked[asked.index("--partition") + 1] == "train"
+
+
+@pytest.mark.parametrize(
+    ("output", "code", "told"),
+    [
+        ("slurm_load_partitions: Unable to contact slurm controller", 1, "does not tell the state of gpu-001"),
+        ("gpu-001 allocated", 0, "does not tell the state of gpu-001"),
+        ("", 0, "knows nothing of gpu-001"),
+    ],
+)
+def test_what_is_no_list_of_states_is_an_error(commands: Commands, output: str, code: int, told: str) -> None:
+    commands.say("sinfo", output, code)
+    with pytest.raises(EnvironmentBroken, match=told):
+        states(["gpu-001"], None)
+
+
+def of(state: str, *, available: str = "up", reason: str = "") -> list[NodeState]:
+    return [NodeState(node="gpu-001", partition="train", available=available, state=state, reason=reason)]
+
+
+@pytest.mark.parametrize("state", ["allocated", "mixed", "allocated+", "mixed-", "allocated$", "mixed@"])
+def test_a_node_that_runs_jobs_is_well(state: str) -> None:
+    findings = examine(PING, of(state), ["gpu-001"], "head")
+    assert {one.kind for one in findings} <= {"note"}
+    assert well(of(state), ["gpu-001"]) == 1
+    assert bool(findings) == (state[-1] in "-$@")
+
+
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        ("draining", "it is draining"),
+        ("drained*", "it is drained, and Slurm's daemon on it does not answer"),
+        ("down", "it is down"),
+        ("mixed*", "Slurm's daemon on it does not answer"),
+        ("allocated^", "a reboot was ordered"),
+        ("allocated#", "it is being powered up"),
+        ("idle", "it is idle"),
+        ("something new", "it is something new"),
+    ],
+)
+def test_a_node_in_another_state_is_named_with_slurm_s_reason(state: str, told: str) -> None:
+    [finding] = examine(PING, of(state, reason="ECC errors"), ["gpu-001"], "head")
+    assert (finding.code, finding.kind, str(finding.gpu)) == ("slurm.node", "environment", "gpu-001")
+    assert f"Slurm calls this node {state} (ECC errors): {told}" == finding.found
+    assert well(of(state), ["gpu-001"]) == 0
+
+
+def test_a_node_that_sinfo_does_not_list_and_a_partition_that_is_not_up_are_named() -> None:
+    found = examine(PING, of("mixed", available="drain"), ["gpu-001", "gpu-002"], "head")
+    assert [(one.code, one.kind, str(one.gpu)) for one in found] == [
+        ("slurm.node", "environment", "gpu-002"),
+        ("slurm.partition", "environment", "head"),
+    ]
+    assert found[1].found == "the partition train is drain"
+
+
+def test_a_backup_that_does_not_answer_is_a_note() -> None:
+    [finding] = examine(Ping(up=("primary a",), down=("backup b",), seconds=1.0), of("mixed"), ["gpu-001"], "head")
+    assert (finding.kind, finding.found) == ("note", "Slurm's backup b does not answer")
+
+
+def test_the_nodes_of_the_job_are_slurm_s() -> None:
+    assert nodes_of_job({"SLURM_JOB_NODELIST": "gpu-[001-002,7]"}) == ["gpu-001", "gpu-002", "gpu-7"]
+    assert nodes_of_job({"SLURM_NODELIST": "a"}) == ["a"]
+    for environ in ({}, {"SLURM_JOB_NODELIST": "gpu-[1"}):
+        with pytest.raises(EnvironmentBroken, match="SLURM_JOB_NODELIST does not name the nodes of the job"):
+            nodes_of_job(environ)

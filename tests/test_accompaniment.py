@@ -1,0 +1,540 @@
+"""What goes along with every test: the sampler's window and the counters, and what they decide."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_nvml import HEALTHY_H100, FakeNvml
+from sessions import Left, Project
+from sysfs_ports import add_port, write
+from torchrun import torchrun
+from watched_gpus import SAMPLED, conftest, pci_of, pretend, uuid_of
+
+from pytest_gpucluster import accompaniment, infiniband, nvml
+from pytest_gpucluster.accompaniment import Accompaniment, Company, Place, sources_of
+from pytest_gpucluster.counters import Sources
+from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
+from pytest_gpucluster.kernel_log import KernelLog
+from pytest_gpucluster.metrics import measurement
+from pytest_gpucluster.node_sampler import Link
+from pytest_gpucluster.nvml import NotAvailable
+
+GPU = uuid_of(0)
+XID_79 = "NVRM: Xid (PCI:0000:1b:00): 79, pid=1, GPU has fallen off the bus."
+XID_13 = "NVRM: Xid (PCI:0000:1b:00): 13, pid=1, Graphics Exception"
+ECC = "ecc.uncorrected.volatile"
+WORKERS = ("-n", "2", "--dist", "each", "--max-worker-restart=0")
+
+
+def who(rank: int = 0, *, gpu: bool = True, host: str = "gpu-07") -> dict[str, Any]:
+    known = {"index": rank, "uuid": uuid_of(rank), "pci_bus_id": pci_of(rank), "serial": "165", "name": "H100"}
+    return {"rank": rank, "host": host, "node_rank": 0, "local_rank": rank, "gpu": known if gpu else None}
+
+
+def sources(values: dict[str, Any], *, log: Callable[[], KernelLog] | None = None) -> Sources:
+    """Of an H100 whose NVML answers with these values, which may change."""
+    fake = FakeNvml({GPU: {}})
+    fake.gpus[GPU] = values
+    quiet = KernelLog(lines=("NVRM: loading",), source="dmesg")
+    return Sources.of([who()], rank=0, nvml=fake, kernel_log=log or (lambda: quiet))
+
+
+def company(values: dict[str, Any], required: tuple[str, ...] = (ECC,), **more: Any) -> Company:
+    settings = {"window": Link(None, None).window(), "sources": sources(values), "required": lambda: required}
+    return Company(**{**settings, **more})  # type: ignore[arg-type]
+
+
+# ---- one body
+
+
+def test_what_has_not_changed_is_not_told() -> None:
+    values = dict(HEALTHY_H100)
+    went = company(values)
+    went.begin()
+    went.end()
+    assert "counters" not in went.telemetry
+    went.require_well()
+
+
+def test_what_has_changed_goes_beside_every_measurement() -> None:
+    values = dict(HEALTHY_H100)
+    went = company(values)
+    went.begin()
+    values["pcie.replays"] = 3
+    went.end()
+    went.require_well()
+    assert went.telemetry["counters"] == {"pcie.replays": 3}
+    measured = [measurement("inventory.ranks", 1, unit="ranks", telemetry={"notes": ["kept"]})]
+    assert went.beside(measured)[0].telemetry == {"notes": ["kept"], "counters": {"pcie.replays": 3}}
+
+
+def test_a_new_uncorrected_error_is_a_fault() -> None:
+    values = dict(HEALTHY_H100)
+    went = company(values)
+    went.begin()
+    values[ECC] = 2
+    went.end()
+    assert went.telemetry["counters"] == {ECC: 2}
+    with pytest.raises(HardwareFault, match=r"ecc_uncorrected during this test: GPU 0 \(GPU-00000000"):
+        went.require_well()
+    with pytest.raises(HardwareFault):
+        went.require_no_fault()
+
+
+def test_a_required_counter_that_is_not_told_is_an_error() -> None:
+    values = dict(HEALTHY_H100)
+    del values[ECC]
+    went = company(values)
+    went.begin()
+    went.end()
+    with pytest.raises(EnvironmentBroken, match=r"NVML does not tell ecc\.uncorrected\.volatile on GPU 0 .*on gpu-07"):
+        went.require_well()
+    went.require_no_fault()
+
+
+def test_a_required_counter_that_is_told_before_only_is_an_error() -> None:
+    values = dict(HEALTHY_H100)
+    went = company(values)
+    went.begin()
+    values[ECC] = NotAvailable("no permission", "no permission")
+    went.end()
+    with pytest.raises(EnvironmentBroken, match="no permission"):
+        went.require_well()
+
+
+def test_any_other_counter_that_is_not_told_is_named_in_a_note() -> None:
+    values = dict(HEALTHY_H100)
+    del values["pcie.replays"]
+    went = company(values)
+    went.begin()
+    went.end()
+    went.require_well()
+    assert "not supported" in went.telemetry["counters_not_available"]["pcie.replays"]
+
+
+def test_a_fault_outweighs_what_is_not_told() -> None:
+    values = dict(HEALTHY_H100)
+    del values["rows.failed"]
+    went = company(values, required=(ECC, "rows.failed"))
+    went.begin()
+    values[ECC] = 1
+    went.end()
+    with pytest.raises(HardwareFault):
+        went.require_well()
+
+
+def test_a_driver_that_hangs_over_the_counters_hangs_nobody() -> None:
+    let_go = threading.Event()
+    values = {**HEALTHY_H100, ECC: lambda: let_go.wait(30) and 0}
+    went = company(values, taking_seconds=0.01)
+    begin = time.monotonic()
+    went.begin()
+    went.end()
+    assert time.monotonic() - begin < 20
+    let_go.set()
+    with pytest.raises(EnvironmentBroken, match=r"could not be taken before the test: no answer within 0\.01 s"):
+        went.require_well()
+    assert set(went.telemetry["counters_not_available"]) == {"all"}
+
+
+def test_counters_that_break_are_an_error_where_any_is_required_and_a_note_where_none_is() -> None:
+    values = {**HEALTHY_H100, ECC: OSError("broken")}
+    for required, is_error in (((ECC,), True), ((), False)):
+        went = company(values, required=required)
+        went.begin()
+        went.end()
+        assert "OSError: broken" in went.telemetry["counters_not_available"]["all"]
+        if is_error:
+            with pytest.raises(EnvironmentBroken, match="OSError: broken"):
+                went.require_well()
+        else:
+            went.require_well()
+
+
+def test_ending_twice_counts_once_and_ending_before_beginning_counts_nothing() -> None:
+    values = dict(HEALTHY_H100)
+    went = company(values)
+    went.end()
+    assert went.telemetry == {}
+    went.begin()
+    values["pcie.replays"] = 1
+    went.end()
+    values[ECC] = 5
+    went.end()
+    went.require_well()
+    assert went.telemetry["counters"] == {"pcie.replays": 1}
+
+
+def test_without_counters_nothing_is_asked() -> None:
+    went = Company(window=Link(None, None).window(), sources=None, required=tuple)
+    went.begin()
+    went.end()
+    went.require_well()
+    assert went.telemetry == {}
+
+
+# ---- a rank's part
+
+
+def joined(sku: str | None = "H100 SXM", *, gpu: bool = True) -> Accompaniment:
+    made = Accompaniment()
+    made.join(Place(node=[who(gpu=gpu)], rank=0, sku=lambda: sku))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("sku", "required"),
+    [
+        pytest.param("H100 SXM", {ECC, "rows.pending", "rows.failed", "nvlink.up"}, id="of an H100"),
+        pytest.param(None, set(), id="of a GPU that nobody knows"),
+    ],
+)
+def test_what_must_be_told_is_what_the_health_criterion_asks_for(
+    sku: str | None, required: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvml, "PyNvml", lambda: FakeNvml({GPU: HEALTHY_H100}))
+    assert required <= set(joined(sku).company(counts=True).required())
+    if not required:
+        assert not joined(sku).company(counts=True).required()
+    assert not joined(sku).company(counts=False).required()
+
+
+def test_where_nvml_cannot_be_opened_a_criterion_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise EnvironmentBroken("NVML is not available: no driver library")
+
+    monkeypatch.setattr(nvml, "PyNvml", refuse)
+    went = joined().company(counts=True)
+    went.begin()
+    went.end()
+    with pytest.raises(EnvironmentBroken, match="no driver library"):
+        went.require_well()
+
+
+def test_on_cpu_nothing_is_required_and_nvml_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise AssertionError("NVML on cpu")
+
+    monkeypatch.setattr(nvml, "PyNvml", refuse)
+    went = joined(gpu=False).company(counts=True)
+    went.begin()
+    went.end()
+    went.require_well()
+    assert set(went.telemetry) <= {"counters", "counter_notes"}
+
+
+def test_a_rank_knows_the_gpus_of_its_node_and_one_rank_answers_for_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvml, "PyNvml", lambda: FakeNvml({GPU: HEALTHY_H100}))
+    node = [who(0), who(1)]
+    assert [sources_of(node, rank).of_node for rank in (0, 1)] == [True, False]
+    assert set(sources_of(node, 1).gpus_of_node) == {"0000:1b:00.0", "0000:1c:00.0"}
+
+
+def test_a_sampler_that_cannot_be_started_is_named_in_every_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accompaniment.node_sampler, "COMMAND", ("/no/such/program",))
+    mine = joined()
+    told = mine.start()
+    assert told["address"] is None
+    mine.told(told)
+    with mine.window() as window:
+        pass
+    (why,) = set(window.summary()["not_available"].values())
+    assert why.startswith("the node's sampler could not be started: ")
+    mine.close()
+
+
+# ---- whole sessions
+
+
+SUITE = """
+    import time
+    import pytest
+
+    @pytest.mark.criterion("speed")
+    def test_speed(measure):
+        time.sleep(0.2)
+        measure("inventory.ranks", 1, unit="ranks", record_only=True)
+
+    def test_other():
+        time.sleep(0.2)
+    """
+
+
+@pytest.fixture
+def session(project: Project, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Left]]:
+    def run(suite: str = SUITE, *options: str, **settings: Any) -> Left:
+        pretend(monkeypatch.setattr, project.path, **settings)
+        project.suite(suite)
+        return project.run(*options)
+
+    yield run
+    assert "gpucluster-telemetry" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_the_whole_body_of_every_test_is_watched(session: Callable[..., Left]) -> None:
+    left = session()
+    assert set(left.verdicts.values()) == {"passed"}, left.output
+    for result in left.journal.results:
+        assert result.telemetry[0]["sm_clock_mhz"] == [1755, 1755, 1755]
+        assert result.telemetry[0]["seconds"] >= 0.2
+    text = "rank 0: sm clock 1755 of 1980 MHz, memory clock 2619 MHz, 698 W, 67 degC, utilisation 99 %,"
+    text += " throttle: sw_power_cap 100 %"
+    assert left.properties["test_it.test_other[telemetry]"] == text
+    assert left.properties["test_it.test_speed[telemetry]"].startswith(text)
+    assert f"[[PROPERTY|telemetry={text}]]" in (left.case("test_other").findtext("system-out") or "")
+
+
+def test_on_cpu_nothing_is_on_record(project: Project) -> None:
+    project.suite(SUITE)
+    left = project.run()
+    assert [result.telemetry for result in left.journal.results] == [{}, {}]
+    assert not any(name.endswith("[telemetry]") for name in left.properties)
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        pytest.param({"counted": [{}, {ECC: 2}]}, "ecc_uncorrected during this test: GPU 0 (GPU-00000000", id="ECC"),
+        pytest.param({"counted": [{}, {"rows.failed": True}]}, "row_remap_failed during this test", id="row remap"),
+        pytest.param(
+            {"counted": [{}, {"nvlink.up": {**dict.fromkeys(range(18), True), 5: False}}]},
+            "nvlink_down during this test",
+            id="NVLink",
+        ),
+        pytest.param(
+            {"kernel_logs": [KernelLog(lines=("NVRM: up",), source="dmesg"),
+                             KernelLog(lines=("NVRM: up", XID_79), source="dmesg")]},
+            "xid_79 during this test: GPU 0 (GPU-00000000",
+            id="Xid",
+        ),
+    ],
+)  # fmt: skip
+def test_a_criterion_that_passes_fails_for_what_was_counted(
+    session: Callable[..., Left], settings: dict[str, Any], found: str
+) -> None:
+    left = session(**settings)
+    assert left.verdicts["test_speed"].startswith("failure: ")
+    assert found in left.verdicts["test_speed"]
+    assert left.verdicts["test_other"] == "passed", "it is no criterion, and nothing is counted"
+    assert left.end == ("REJECTED", 1)
+    result = left.journal.results[0]
+    assert result.culprits == (0,)
+    assert result.telemetry[0]["counters"]
+    assert result.measurements[0].telemetry[0]["counters"] == result.telemetry[0]["counters"]
+    assert "what to do: " in left.body("test_speed")
+    assert "Telemetry of the whole test: rank 0: sm clock" in left.body("test_speed")
+
+
+def test_a_link_that_goes_down_under_a_criterion_fails_it(session: Callable[..., Left], tmp_path: Path) -> None:
+    port = add_port(tmp_path)
+    read = [0]
+
+    def ports() -> infiniband.Adapters:
+        read[0] += 1
+        if read[0] == 2:
+            write(port / "counters" / "link_downed", 1)
+        return infiniband.read(tmp_path, gids=False)
+
+    left = session(ports=ports)
+    assert "link_down during this test" in left.verdicts["test_speed"]
+    assert left.journal.results[0].telemetry[0]["counters"] == {"infiniband.mlx5_0/1.link_downed": 1}
+    assert left.end == ("REJECTED", 1)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"counted": [{}, {"ecc.corrected.volatile": 7}]}, id="corrected errors"),
+        pytest.param({"counted": [{"pcie.replays": 7}, {"pcie.replays": 9}]}, id="PCIe replays"),
+        pytest.param({"counted": [{ECC: 4}]}, id="errors of before, which are the health criterion's"),
+        pytest.param(
+            {"kernel_logs": [KernelLog(lines=("NVRM: up",), source="dmesg"),
+                             KernelLog(lines=("NVRM: up", XID_13), source="dmesg")]},
+            id="an Xid that a program can cause",
+        ),
+    ],
+)  # fmt: skip
+def test_what_no_hardware_is_rejected_for_is_told_and_passes(
+    session: Callable[..., Left], settings: dict[str, Any]
+) -> None:
+    left = session(**settings)
+    assert left.verdicts["test_speed"] == "passed"
+    if settings.get("counted") != [{ECC: 4}]:
+        assert left.journal.results[0].telemetry[0]["counters"]
+        assert "counters: " in left.properties["test_it.test_speed[telemetry]"]
+
+
+def test_a_required_counter_that_is_not_told_makes_the_criterion_an_error(session: Callable[..., Left]) -> None:
+    refused = NotAvailable("no permission for this user", "no permission")
+    left = session(SUITE, "--gpucluster-sku=H100 SXM", counted=[{"rows.failed": refused}])
+    assert left.verdicts["test_speed"].startswith("error: rank 0 (")
+    assert "EnvironmentBroken: NVML does not tell rows.failed on GPU 0" in left.verdicts["test_speed"]
+    assert left.verdicts["test_other"] == "passed"
+    assert left.end == ("BROKEN", 11)
+
+
+def body(text: str) -> str:
+    return f"""
+    import pytest
+    from pytest_gpucluster.errors import EnvironmentBroken
+
+    @pytest.mark.criterion("speed")
+    def test_speed(measure):
+        measure("inventory.ranks", 1, unit="ranks", record_only=True)
+        {text}
+    """
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        pytest.param("assert 1 == 2, 'its own'", "AssertionError: its own; ecc_", id="a failure"),
+        pytest.param("raise EnvironmentBroken('its own')", "EnvironmentBroken: its own; ecc_", id="an error"),
+    ],
+)
+def test_what_the_body_itself_came_to_stays_first(session: Callable[..., Left], text: str, first: str) -> None:
+    left = session(body(text), counted=[{}, {ECC: 2}])
+    assert left.verdicts["test_speed"].startswith("failure: ")
+    assert first in left.verdicts["test_speed"]
+    assert "ecc_uncorrected (hardware): 2 new" in left.body("test_speed")
+    assert left.end == ("REJECTED", 1)
+
+
+def test_a_skip_does_not_hide_a_fault(session: Callable[..., Left]) -> None:
+    left = session(body("pytest.skip('no room')"), counted=[{}, {ECC: 2}])
+    assert left.verdicts["test_speed"].startswith("failure: ")
+    assert "HardwareFault: ecc_uncorrected during this test" in left.verdicts["test_speed"]
+    assert left.end == ("REJECTED", 1)
+
+
+def test_without_a_fault_a_skip_stays_a_skip(session: Callable[..., Left]) -> None:
+    left = session(body("pytest.skip('no room')"))
+    assert left.verdicts["test_speed"] == "skipped: no room"
+
+
+def test_a_missed_value_is_explained_by_its_own_window_or_by_the_whole_test(session: Callable[..., Left]) -> None:
+    hot = {**SAMPLED, "throttle.reasons": ["hw_thermal"], "temperature.gpu": 91, "clock.sm": 1200}
+    left = session(
+        """
+    import pytest
+
+    @pytest.mark.criterion("speed")
+    @pytest.mark.parametrize("own", [True, False])
+    def test_speed(own, telemetry, measure):
+        with telemetry() as window:
+            pass
+        seen = window.summary() if own else {}
+        measure("matmul.fp32.tflops", 1, unit="MFLOPS", n=256, telemetry=seen)
+    """,
+        sampled={GPU: hot},
+    )
+    for name in ("test_speed[True]", "test_speed[False]"):
+        assert "(n=256): HW thermal slowdown 100 % of the time, 91 degC on rank 0 (" in left.verdicts[name]
+        assert "< " in left.verdicts[name]
+        (told,) = [rank.message for rank in next(r for r in left.journal.results if r.name == name).ranks]
+        assert told.endswith(": HW thermal slowdown 100 % of the time, 91 degC")
+
+
+def test_a_gpu_at_its_power_limit_fails_nothing(session: Callable[..., Left]) -> None:
+    left = session(sampled={GPU: {**SAMPLED, "throttle.reasons": ["sw_power_cap"]}})
+    assert set(left.verdicts.values()) == {"passed"}
+
+
+def test_a_sampler_that_hangs_or_is_not_there_fails_nothing(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch.setattr, project.path, sampled={GPU: {**SAMPLED, "power.draw": {"hang": 3600}}})
+    project.suite(SUITE)
+    hung = project.run()
+    assert set(hung.verdicts.values()) == {"passed"}
+    told = hung.journal.results[-1].telemetry[0]
+    assert told["not_available"]["power_watts"].startswith("NVML has not answered for ")
+    monkeypatch.setattr(accompaniment.node_sampler, "COMMAND", ("/no/such/program",))
+    gone = project.run()
+    assert set(gone.verdicts.values()) == {"passed"}
+    told = gone.journal.results[-1].telemetry[0]
+    assert set(told["not_available"].values()) == {
+        "the node's sampler could not be started: [Errno 2] No such file or directory: '/no/such/program'"
+    }
+
+
+def test_workers_without_a_launcher_share_their_controllers_sampler(project: Project) -> None:
+    project.suite(
+        """
+    import pytest, time
+    from pathlib import Path
+
+    @pytest.mark.single_gpu
+    @pytest.mark.criterion("speed")
+    def test_speed(measure, gpu):
+        time.sleep(0.2)
+        measure("inventory.ranks", 1, unit="ranks", record_only=True)
+        Path(f"gpu-{gpu.index}").touch()
+    """
+    )
+    # The controller believes in GPUs too: it starts the sampler, and it does not on cpu.
+    (project.path / "conftest.py").write_text(
+        conftest(sampled={uuid_of(0): SAMPLED, uuid_of(1): {**SAMPLED, "clock.sm": 1200}})
+        + "import os\nfrom pytest_gpucluster.run import Run\n"
+        + "if 'PYTEST_XDIST_WORKER' not in os.environ:\n"
+        + "    Run.rehearsal = property(lambda run: False)\n"
+    )
+    left = project.run_apart(*WORKERS)
+    assert left.verdicts == {"test_speed": "passed"}, left.output
+    (result,) = left.journal.results
+    journal = left.journal
+    assert {path.name for path in project.path.glob("gpu-*")} == {"gpu-0", "gpu-1"}
+    assert journal.run.world_size == 2
+    clocks = {rank: told["sm_clock_mhz"][1] for rank, told in result.telemetry.items()}
+    assert clocks == {0: 1755, 1: 1200}
+
+
+# ---- several ranks
+
+
+RANKS_SUITE = """
+    import os, time
+    from pathlib import Path
+    import pytest
+
+    def samplers():
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        return sum(b"fake_sampler" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children)
+
+    def test_one_sampler_a_node(cluster):
+        time.sleep(0.2)
+        assert samplers() == (cluster.local_rank == 0)
+
+    @pytest.mark.criterion("speed")
+    def test_speed(cluster, measure):
+        time.sleep(0.5)
+        measure("matmul.fp32.tflops", 1, unit="MFLOPS" if cluster.rank == 1 else "TFLOPS", n=256)
+
+    @pytest.mark.criterion("counted")
+    def test_counted(measure):
+        measure("inventory.ranks", 1, unit="ranks", record_only=True)
+    """
+
+
+def test_ranks_of_a_node_share_its_sampler_and_the_one_at_fault_is_named(tmp_path: Path) -> None:
+    hot = {**SAMPLED, "throttle.reasons": ["hw_thermal"], "temperature.gpu": 91}
+    sampled = {uuid_of(0): SAMPLED, uuid_of(1): hot}
+    healthy, faulty = conftest(sampled=sampled), conftest(sampled=sampled, counted=[{}, {}, {}, {ECC: 2}])
+    files = {
+        "test_it.py": RANKS_SUITE,
+        "conftest.py": f"import os\nexec({faulty!r} if os.environ['RANK'] == '1' else {healthy!r})\n",
+    }
+    run = torchrun(tmp_path, files, deadline=20.0)
+    assert run.verdicts["test_one_sampler_a_node"] == "passed", run.output
+    assert "HW thermal slowdown 100 % of the time, 91 degC on rank 1 (" in run.verdicts["test_speed"]
+    assert run.verdicts["test_counted"].startswith("failure: rank 1 (")
+    assert "ecc_uncorrected during this test: GPU 1 (GPU-00000001" in run.verdicts["test_counted"]
+    told = {result.name: result for result in run.journal.results}
+    clocks = {rank: seen["temperature_celsius"][2] for rank, seen in told["test_speed"].telemetry.items()}
+    assert clocks == {0: 67, 1: 91}
+    assert (told["test_counted"].culprits, told["test_counted"].telemetry[1]["counters"]) == ((1,), {ECC: 2})
+    assert "counters" not in told["test_counted"].telemetry[0]
+    assert run.left_over == []

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from boards import SharedBoard
+from sysfs_ports import add_port, write
+
+from pytest_gpucluster import fabric_exchange
+from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.fabric_exchange import PortsSeen, SettingsSeen, ports_of_all, settings_of_all, speakers
+from pytest_gpucluster.fabric_ports import FabricSources
+from pytest_gpucluster.nccl_environment import Setting
+
+
+def inventory(nodes: int, local_ranks: int = 2) -> list[dict[str, Any]]:
+    return [
+        {"rank": rank, "host": f"gpu-{rank // local_ranks:02d}", "node_rank": rank // local_ranks,
+         "local_rank": rank % local_ranks}
+        for rank in range(nodes * local_ranks)
+    ]  # fmt: skip
+
+
+class Nodes:
+    """Nodes with a sysfs each, and two healthy ports."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self.folder, self.count = folder, count
+        self.board = SharedBoard()
+        self.settings: dict[int, dict[str, str]] = {}
+        for index in range(count):
+            for device in range(2):
+                add_port(self.sysfs(index), f"mlx5_{device}", pci=f"0000:{device + 16}:00.0")
+            (self.sysfs(index) / "module" / "nvidia_peermem").mkdir(parents=True)
+
+    def sysfs(self, index: int) -> Path:
+        return self.folder / f"node-{index}"
+
+    def port(self, index: int, device: int = 0) -> Path:
+        return self.sysfs(index) / "class" / "infiniband" / f"mlx5_{device}" / "ports" / "1"
+
+    def look(self, *, expected: bool = True, without: tuple[int, ...] = (), within: float = 20.0) -> dict[int, Any]:
+        everyone = inventory(self.count)
+
+        def one(rank: int) -> PortsSeen | None:
+            sources = FabricSources(sysfs=self.sysfs(rank // 2), proc=self.folder / "proc", environ={})
+            settings = self.settings.get(rank, {})
+            board = self.board.of(rank)
+            return ports_of_all(board, sources, settings, everyone, rank, expected=expected, within_seconds=within)
+
+        return self.board.run([rank for rank in range(2 * self.count) if rank not in without], one)
+
+
+def test_the_first_rank_of_each_node_speaks_for_it() -> None:
+    assert speakers(list(reversed(inventory(3)))) == {0: 0, 1: 2, 2: 4}
+
+
+def test_nodes_that_are_alike_have_nothing_to_say(tmp_path: Path) -> None:
+    found = Nodes(tmp_path, 3).look()
+    assert [found[rank] for rank in (1, 3, 5)] == [None, None, None]
+    for rank in (0, 2, 4):
+        assert (found[rank].findings, found[rank].anywhere) == ((), True)
+        assert [port.name for port in found[rank].mine.active] == ["mlx5_0/1", "mlx5_1/1"]
+
+
+def test_a_bad_node_hears_of_its_fault_and_the_others_do_not(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 3)
+    write(nodes.port(1) / "state", "1: DOWN")
+    found = nodes.look()
+    assert [finding.code for finding in found[2].findings] == ["port_state"]
+    assert found[2].findings[0].gpu.host == "gpu-01"
+    assert found[0].findings == found[4].findings == ()
+
+
+def test_faults_that_share_a_rail_are_told_with_it_on_the_nodes_that_have_them(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 4)
+    for index in (1, 2):
+        write(nodes.port(index, 1) / "state", "1: DOWN")
+    found = nodes.look()
+    for rank in (2, 4):
+        assert [finding.code for finding in found[rank].findings] == ["port_state", "shared"]
+        assert "rail mlx5_1/1: faults on 2 of its 4 nodes" in found[rank].findings[1].found
+    assert found[0].findings == ()
+
+
+def test_cards_of_single_ranks_are_those_of_their_node(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 1)
+    nodes.settings = {0: {"NCCL_IB_HCA": "=mlx5_0"}, 1: {"NCCL_IB_HCA": "=mlx5_1"}}
+    assert [port.name for port in nodes.look()[0].mine.used] == ["mlx5_0/1", "mlx5_1/1"]
+
+
+def test_the_index_of_an_address_is_read_from_the_settings(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 1)
+    nodes.settings = {0: {"NCCL_IB_GID_INDEX": "3"}}
+    assert nodes.look()[0].mine.gid_index == 3
+    nodes = Nodes(tmp_path / "again", 1)
+    nodes.settings = {0: {"NCCL_IB_GID_INDEX": "-1"}}
+    assert nodes.look()[0].mine.gid_index is None
+
+
+def test_a_node_that_tells_nothing_is_an_error_and_no_port_of_it_counts(tmp_path: Path) -> None:
+    found = Nodes(tmp_path, 3).look(without=(2, 3), within=0.3)
+    [silent] = found[0].findings
+    assert (silent.code, silent.kind, silent.gpu.host) == ("silent", "environment", "gpu-01")
+    assert found[4].findings == ()
+
+
+def test_a_rank_that_compares_and_does_not_answer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fabric_exchange, "_JUDGED_WITHIN_SECONDS", 0.2)
+    found = Nodes(tmp_path, 2).look(without=(0, 1), within=0.1)
+    assert isinstance(found[2], EnvironmentBroken)
+    assert "rank 0, which compares the ports of all nodes, has not answered within 0.2 s" in str(found[2])
+
+
+def test_no_rank_but_the_first_reads_what_all_have_told(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 8)
+    nodes.look()
+    assert {rank: count for rank, count in nodes.board.read_by.items() if rank} == dict.fromkeys(range(2, 16, 2), 3)
+
+
+def test_nodes_without_ports_are_told_apart_from_a_run_without_any(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 2)
+    (nodes.sysfs(1) / "class" / "infiniband").rename(tmp_path / "gone")
+    found = nodes.look(expected=False)
+    assert found[2].anywhere
+    assert [(finding.code, finding.kind) for finding in found[2].findings] == [("no_ports", "note")]
+    nodes = Nodes(tmp_path / "none", 1)
+    (nodes.sysfs(0) / "class" / "infiniband").rename(tmp_path / "gone too")
+    assert not nodes.look(expected=False)[0].anywhere
+
+
+def setting(name: str, value: str) -> Setting:
+    return Setting(name=name, value=value, origin="environment")
+
+
+def settings_seen(of_rank: dict[int, list[Setting]], nodes: int = 2, within: float = 20.0) -> dict[int, Any]:
+    board, everyone = SharedBoard(), inventory(nodes)
+
+    def one(rank: int) -> SettingsSeen | None:
+        return settings_of_all(board.of(rank), of_rank[rank], everyone, rank, within_seconds=within)
+
+    return board.run(list(of_rank), one)
+
+
+def test_ranks_with_the_same_settings_have_nothing_to_say() -> None:
+    found = settings_seen({rank: [setting("NCCL_ALGO", "Tree")] for rank in range(4)})
+    assert [found[rank] for rank in (1, 2, 3)] == [None] * 3
+    assert found[0].findings(inventory(2)) == []
+    assert found[0].distinct() == [
+        {"ranks": [0, 1, 2, 3], "settings": [setting("NCCL_ALGO", "Tree").to_json()]},
+    ]
+
+
+def test_a_rank_with_another_value_is_named_with_its_host() -> None:
+    found = settings_seen({rank: [setting("NCCL_ALGO", "Ring")] if rank == 3 else [] for rank in range(4)})
+    [finding] = found[0].findings(inventory(2))
+    assert (finding.kind, finding.gpu.host) == ("environment", "gpu-01")
+    assert finding.found == "NCCL_ALGO is not set on ranks 0-2; Ring on rank 3 (gpu-01)"
+
+
+def test_a_card_for_each_local_rank_is_a_note() -> None:
+    found = settings_seen({rank: [setting("NCCL_IB_HCA", f"mlx5_{rank % 2}")] for rank in range(4)})
+    [finding] = found[0].findings(inventory(2))
+    assert finding.kind == "note"
+
+
+def test_a_rank_that_tells_no_settings_is_an_error() -> None:
+    found = settings_seen({0: [], 1: [], 2: []}, within=0.2)
+    [finding] = found[0].findings(inventory(2))
+    assert (finding.code, finding.kind) == ("silent", "environment")
+    assert finding.found.startswith("rank 3 told no settings")

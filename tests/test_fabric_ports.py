@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import dataclasses
+import doctest
+import json
+from pathlib import Path
+
+import pytest
+from sysfs_ports import add_port, add_roce
+
+from pytest_gpucluster import fabric_ports, infiniband, thresholds
+from pytest_gpucluster.fabric_ports import (
+    FabricSources,
+    NodePorts,
+    expects_infiniband,
+    read,
+    roce_gid,
+    selects,
+    used_ports,
+)
+
+SHIPPED = thresholds.load()
+
+
+def node(sysfs: Path, **changes: object) -> NodePorts:
+    sources = FabricSources(sysfs=sysfs, proc=sysfs / "proc", environ={})
+    settings = {"host": "gpu-00", "hcas": [""], "gid_index": None, **changes}
+    return read(sources, **settings)  # type: ignore[arg-type]
+
+
+def test_doctests_hold() -> None:
+    assert doctest.testmod(fabric_ports).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("wanted", "chosen"),
+    [
+        ("mlx5_1", ["mlx5_1/1", "mlx5_10/1", "mlx5_10/2"]),
+        ("=mlx5_1", ["mlx5_1/1"]),
+        ("=mlx5_1,mlx5_10:2", ["mlx5_1/1", "mlx5_10/2"]),
+        ("mlx5_10:1", ["mlx5_10/1"]),
+        ("^mlx5_10", ["mlx5_1/1"]),
+        ("^=mlx5_1", ["mlx5_10/1", "mlx5_10/2"]),
+        ("=mlx5_1:1:0:0,mlx5_10::1:0", ["mlx5_1/1", "mlx5_10/1", "mlx5_10/2"]),
+        ("hfi1", []),
+        (",", []),
+    ],
+)
+def test_a_choice_of_cards_means_what_it_means_to_nccl(tmp_path: Path, wanted: str, chosen: list[str]) -> None:
+    add_port(tmp_path, "mlx5_1")
+    add_port(tmp_path, "mlx5_10", 1, pci="0000:19:00.0")
+    add_port(tmp_path, "mlx5_10", 2, pci="0000:19:00.0")
+    ports = infiniband.read(tmp_path).ports
+    assert [port.name for port in ports if selects(wanted, port)] == chosen
+
+
+def test_of_two_kinds_of_ports_those_of_infiniband_are_the_fabric(tmp_path: Path) -> None:
+    add_port(tmp_path, "mlx5_0")
+    add_port(tmp_path, "mlx5_1", pci="0000:19:00.0", state="1: DOWN")
+    add_roce(tmp_path, "mlx5_2", pci="0000:1a:00.0", interface="eth2")
+    found = node(tmp_path)
+    assert [port.name for port in found.used] == ["mlx5_0/1", "mlx5_1/1"]
+    assert [port.name for port in found.active] == ["mlx5_0/1"]
+    assert found.device_of(found.used[0]).firmware == "28.39.2048"
+
+
+def test_where_no_infiniband_is_active_those_of_roce_are(tmp_path: Path) -> None:
+    add_port(tmp_path, "mlx5_0", state="1: DOWN")
+    add_roce(tmp_path, "mlx5_2", pci="0000:1a:00.0")
+    assert [port.name for port in node(tmp_path).used] == ["mlx5_2/1"]
+
+
+def test_where_nothing_is_active_all_are(tmp_path: Path) -> None:
+    add_port(tmp_path, "mlx5_0", state="1: DOWN")
+    assert [port.name for port in node(tmp_path).used] == ["mlx5_0/1"]
+    assert node(tmp_path).active == ()
+
+
+def test_ranks_that_use_a_card_each_use_all_of_them_together(tmp_path: Path) -> None:
+    for index in range(3):
+        add_port(tmp_path, f"mlx5_{index}", pci=f"0000:{index + 16}:00.0")
+    adapters = infiniband.read(tmp_path)
+    assert [p.device for p in used_ports(adapters, ("=mlx5_0", "=mlx5_2"))] == ["mlx5_0", "mlx5_2"]
+    assert len(used_ports(adapters, ("=mlx5_0", ""))) == 3, "a rank without a choice uses all"
+
+
+def test_what_a_node_tells_comes_back_the_same(tmp_path: Path) -> None:
+    add_roce(tmp_path)
+    found = node(tmp_path, hcas=["mlx5", "mlx5"], gid_index=3)
+    assert found.hcas == ("mlx5",)
+    assert NodePorts.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_roce_needs_a_gid_that_can_be_routed(tmp_path: Path) -> None:
+    add_roce(tmp_path)
+    [port] = node(tmp_path).used
+    assert [roce_gid(port, index) and roce_gid(port, index).index for index in (None, 3, 1, 7)] == [3, 3, 1, None]
+    without_ipv4 = dataclasses.replace(port, gids=tuple(gid for gid in port.gids if not gid.is_ipv4))
+    found = roce_gid(without_ipv4, None)
+    assert found is not None
+    assert (found.index, found.kind) == (1, "RoCE v2")
+    assert roce_gid(dataclasses.replace(port, gids=port.gids[:1]), None) is None
+
+
+def expects(sku: str | None = "H100 SXM", nnodes: int = 2, *, on_cpu: bool = False, limits: object = SHIPPED) -> bool:
+    found, why = expects_infiniband(
+        limits,  # type: ignore[arg-type]
+        sku=sku,
+        world_size=8 * nnodes,
+        nnodes=nnodes,
+        sizes=["1 MB", "1 GB"],
+        on_cpu=on_cpu,
+    )
+    assert why
+    return found
+
+
+def test_a_fabric_is_expected_between_nodes_and_nowhere_else() -> None:
+    assert expects()
+    assert expects(sku="L40S"), "no limit says otherwise"
+    assert expects(sku=None)
+    assert expects(nnodes=64)
+    assert not expects(nnodes=1)
+    assert not expects(on_cpu=True)
+
+
+def test_limits_that_expect_another_transport_expect_no_infiniband(tmp_path: Path) -> None:
+    file = tmp_path / "efa.yaml"
+    file.write_text(
+        "schema_version: 1\nskus:\n  H100 SXM:\n    limits:\n      nccl.all_reduce.busbw:\n"
+        "        - when: {nnodes: 2 or more, size: 1 GB or more}\n          min: 300 GB/s\n"
+        "          expect_transport: NET/AWS Libfabric\n          source: contract\n"
+    )
+    assert not expects(limits=thresholds.load(file))
+    file.write_text(file.read_text().replace("NET/AWS Libfabric", "[NET/IB, COLLNET/SHARP]"))
+    assert expects(limits=thresholds.load(file))
+
+
+def test_settings_come_from_the_environment_and_from_nccl_s_files(tmp_path: Path) -> None:
+    (tmp_path / ".nccl.conf").write_text("NCCL_ALGO=Ring\n")
+    (tmp_path / "nccl.conf").write_text("NCCL_PROTO=Simple\n")
+    sources = FabricSources(environ={"NCCL_DEBUG": "WARN"}, home=lambda: tmp_path, system_file=tmp_path / "nccl.conf")
+    assert [str(setting) for setting in sources.settings()] == [
+        f"NCCL_ALGO=Ring ({tmp_path}/.nccl.conf)",
+        "NCCL_DEBUG=WARN (environment)",
+        f"NCCL_PROTO=Simple ({tmp_path}/nccl.conf)",
+    ]

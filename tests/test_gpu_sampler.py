@@ -1,0 +1,464 @@
+"""One GPU's sampler: what is seen during a window, and that a misbehaving NVML keeps nobody waiting."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from fake_nvml import FakeNvml
+
+from pytest_gpucluster.gpu_sampler import IN_TURN, GpuSampler, GpuWindow, Pace
+from pytest_gpucluster.nvml import NotAvailable
+from pytest_gpucluster.telemetry import QUERIES
+
+GPU = "GPU-1f2e3d4c"
+DEADLINE = 30.0
+"""Seconds after which a test gives up. Nothing here depends on how long it takes."""
+NEVER = 3600.0
+
+VALUES = {
+    "clock.sm": 1755,
+    "clock.memory": 2619,
+    "power.draw": 698.25,
+    "temperature.gpu": 67,
+    "utilization.gpu": 99,
+    "throttle.reasons": ("gpu_idle", "sw_power_cap"),
+}
+LOST = NotAvailable("the GPU is lost", "lost")
+
+
+def turns(*values: Any, then: Any) -> Callable[[], Any]:
+    """Answer with each value once, then always with the last."""
+    left = iter(values)
+    return lambda: next(left, then)
+
+
+class Passes:
+    """Counts how often all queries were asked. The last query of a pass counts."""
+
+    def __init__(self, value: Any = ()) -> None:
+        self._value = value
+        self._condition = threading.Condition()
+        self.count = 0
+
+    def __call__(self) -> Any:
+        with self._condition:
+            self.count += 1
+            self._condition.notify_all()
+        return self._value
+
+    def wait_for(self, count: int) -> None:
+        with self._condition:
+            assert self._condition.wait_for(lambda: self.count >= count, DEADLINE)
+
+
+class Hang:
+    """A query that does not answer until it is let go."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.let_go = threading.Event()
+
+    def __call__(self) -> Any:
+        self.asked.set()
+        assert self.let_go.wait(DEADLINE)
+        return 1000
+
+
+@contextmanager
+def watched_by(window: GpuWindow) -> Iterator[GpuWindow]:
+    """Open a window and close it, as the process does for a rank."""
+    window.open()
+    try:
+        yield window
+    finally:
+        window.close()
+
+
+@pytest.fixture
+def sampler() -> Iterator[Callable[..., GpuSampler]]:
+    made: list[Pace] = []
+
+    def make(values: dict[str, Any], interval_seconds: float = 0.001, leave_seconds: float = DEADLINE) -> GpuSampler:
+        made.append(Pace(interval_seconds, leave_seconds=leave_seconds))
+        return GpuSampler(FakeNvml({GPU: values}), GPU, made[-1])
+
+    yield make
+    for pace in made:
+        pace.leave_seconds = DEADLINE
+        pace.close()
+        assert pace._thread is None or not pace._thread.is_alive()
+
+
+# ---- windows
+
+
+def test_a_window_tells_what_the_gpu_did_in_it(sampler: Callable[..., GpuSampler]) -> None:
+    passes = Passes(VALUES["throttle.reasons"])
+    clock = turns(1740, 1980, then=1755)
+    with watched_by(sampler({**VALUES, "clock.sm": clock, "throttle.reasons": passes}).window()) as window:
+        passes.wait_for(5)
+    told = window.summary()
+    assert told["samples"] >= 5
+    assert told["sm_clock_mhz"] == [1740, 1755, 1980]
+    assert told["power_watts"] == [698.2, 698.2, 698.2]
+    assert told["temperature_celsius"] == [67, 67, 67]
+    assert told["utilization_percent"] == [99, 99, 99]
+    assert told["throttle"] == ["sw_power_cap"]
+    assert told["not_available"] == {}
+    assert told["seconds"] > 0
+    assert json.loads(json.dumps(told)) == told
+
+
+def test_a_window_shorter_than_the_interval_has_one_reading(sampler: Callable[..., GpuSampler]) -> None:
+    with watched_by(sampler(VALUES, NEVER).window()) as window:
+        pass
+    assert window.summary()["samples"] == 1
+    assert window.summary()["sm_clock_mhz"] == [1755, 1755, 1755]
+
+
+def test_nothing_is_asked_outside_a_window(sampler: Callable[..., GpuSampler]) -> None:
+    passes = Passes()
+    watched = sampler({**VALUES, "throttle.reasons": passes})
+    with watched_by(watched.window()):
+        passes.wait_for(1)
+    before = passes.count
+    with watched._condition:
+        watched._condition.wait_for(lambda: False, 0.05)  # time for many passes
+    assert passes.count <= before + 1, "at most the pass that was under way"
+
+
+def test_a_short_window_costs_one_pass(sampler: Callable[..., GpuSampler]) -> None:
+    passes = Passes()
+    watched = sampler({**VALUES, "throttle.reasons": passes}, NEVER)
+    for _ in range(50):
+        with watched_by(watched.window()):
+            pass
+    assert passes.count == 50
+
+
+def test_a_window_that_was_never_opened_says_so() -> None:
+    told = GpuSampler(FakeNvml({GPU: VALUES}), GPU, Pace()).window().summary()
+    assert told["samples"] == 0
+    assert set(told["not_available"]) == set(QUERIES)
+
+
+def test_windows_can_follow_and_overlap(sampler: Callable[..., GpuSampler]) -> None:
+    watched = sampler(VALUES, NEVER)
+    with watched_by(watched.window()) as outer:
+        with watched_by(watched.window()) as first:
+            pass
+        with watched_by(watched.window()) as second:
+            pass
+    assert [window.summary()["samples"] for window in (first, second)] == [1, 1]
+    assert outer.summary()["samples"] == 2
+
+
+def test_a_window_that_is_entered_again_adds_up(sampler: Callable[..., GpuSampler]) -> None:
+    watched = sampler(VALUES, NEVER)
+    window = watched.window()
+    for _ in range(2):
+        with watched_by(window):
+            pass
+    assert window.summary()["samples"] == 2
+
+
+def test_a_window_is_not_entered_while_it_is_open(sampler: Callable[..., GpuSampler]) -> None:
+    with watched_by(sampler(VALUES).window()) as window, pytest.raises(RuntimeError, match="open already"):
+        window.open()
+
+
+def test_windows_of_many_threads_each_have_their_readings(sampler: Callable[..., GpuSampler]) -> None:
+    watched = sampler(VALUES)
+    told: list[dict[str, Any]] = []
+
+    def measure() -> None:
+        for _ in range(20):
+            with watched_by(watched.window()) as window:
+                pass
+            told.append(window.summary())
+
+    threads = [threading.Thread(target=measure) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE)
+    assert len(told) == 160
+    assert all(each["samples"] >= 1 and each["not_available"] == {} for each in told)
+
+
+# ---- NVML at its worst
+
+
+def test_without_nvml_a_window_says_why() -> None:
+    watched = GpuSampler(None, GPU, Pace(), why_not="NVML is not available: no driver library")
+    with watched_by(watched.window()) as window:
+        pass
+    told = window.summary()
+    assert told["samples"] == 0
+    assert told["not_available"] == dict.fromkeys(QUERIES, "NVML is not available: no driver library")
+
+
+def test_a_query_without_an_answer_is_named_and_not_asked_again(sampler: Callable[..., GpuSampler]) -> None:
+    asked, passes = Passes(NotAvailable("no sensor")), Passes()
+    watched = sampler({**VALUES, "power.draw": asked, "throttle.reasons": passes})
+    for window in (watched.window(), watched.window()):
+        with watched_by(window):
+            passes.wait_for(passes.count + 3)
+        told = window.summary()
+        assert told["not_available"] == {"power_watts": "no sensor"}
+        assert "power_watts" not in told
+        assert told["samples"] >= 3
+    assert asked.count == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        pytest.param(NotAvailable("busy", "failed"), "busy", id="a failure of NVML"),
+        pytest.param(RuntimeError("broken"), "RuntimeError: broken", id="any other error"),
+        pytest.param("fast", "ValueError: NVML gave 'fast'", id="text for a number"),
+        pytest.param(float("nan"), "ValueError: NVML gave nan", id="NaN"),
+        pytest.param(True, "ValueError: NVML gave True", id="a truth value"),
+        pytest.param(None, "ValueError: NVML gave None", id="nothing"),
+    ],
+)
+def test_a_failure_costs_only_its_own_key_and_only_in_this_window(
+    sampler: Callable[..., GpuSampler], answer: Any, why: str
+) -> None:
+    watched = sampler({**VALUES, "clock.sm": turns(answer, then=1755)}, NEVER)
+    with watched_by(watched.window()) as first:
+        pass
+    with watched_by(watched.window()) as second:
+        pass
+    assert first.summary()["not_available"] == {"sm_clock_mhz": why}
+    assert first.summary()["power_watts"] == [698.2, 698.2, 698.2]
+    assert second.summary()["sm_clock_mhz"] == [1755, 1755, 1755]
+    assert second.summary()["not_available"] == {}
+
+
+def test_throttle_reasons_that_are_no_names_are_not_believed(sampler: Callable[..., GpuSampler]) -> None:
+    with watched_by(sampler({**VALUES, "throttle.reasons": "sw_power_cap"}, NEVER).window()) as window:
+        pass
+    assert window.summary()["not_available"] == {"throttle": "ValueError: NVML gave 'sw_power_cap'"}
+
+
+def test_a_lost_gpu_is_on_record_with_what_was_read_before(sampler: Callable[..., GpuSampler]) -> None:
+    temperature = Passes(67)
+    watched = sampler({**VALUES, "temperature.gpu": temperature, "power.draw": turns(700, 700, then=LOST)})
+    with watched_by(watched.window()) as window, watched._condition:
+        assert watched._condition.wait_for(lambda: window.lost, DEADLINE)
+    told = window.summary()
+    assert told["lost"] == "the GPU is lost"
+    assert told["not_available"] == dict.fromkeys(QUERIES, "the GPU is lost")
+    assert told["power_watts"] == [700, 700, 700]
+    assert temperature.count == 2  # nothing more is asked of a lost GPU
+    with watched_by(watched.window()) as after:
+        pass
+    assert after.summary()["lost"] == "the GPU is lost"
+
+
+def test_a_gpu_that_is_not_lost_is_not_said_to_be(sampler: Callable[..., GpuSampler]) -> None:
+    with watched_by(sampler(VALUES, NEVER).window()) as window:
+        pass
+    assert "lost" not in window.summary()
+
+
+def test_nvml_that_hangs_does_not_keep_the_measurement(sampler: Callable[..., GpuSampler]) -> None:
+    hang = Hang()
+    watched = sampler({**VALUES, "power.draw": hang}, leave_seconds=0.01)
+    with watched_by(watched.window()) as window:
+        assert hang.asked.wait(DEADLINE)
+    told = window.summary()
+    assert told["sm_clock_mhz"] == [1755, 1755, 1755]
+    assert told["not_available"]["power_watts"].startswith("NVML has not answered for ")
+    assert told["not_available"]["temperature_celsius"] == "not asked: NVML does not answer for power_watts"
+    # A window that opens while NVML still hangs neither waits nor starts a second thread to hang.
+    with watched_by(watched.window()) as next_window:
+        pass
+    assert next_window.summary()["samples"] == 0
+    assert "sm_clock_mhz" in next_window.summary()["not_available"]
+    assert [thread.name for thread in threading.enumerate()].count("gpucluster-telemetry") == 1
+    hang.let_go.set()
+
+
+def test_a_hang_after_some_readings_is_named_too(sampler: Callable[..., GpuSampler]) -> None:
+    hang = Hang()
+    answers = turns(lambda: 700, lambda: 701, then=hang)
+    watched = sampler({**VALUES, "power.draw": lambda: answers()()}, leave_seconds=0.01)
+    with watched_by(watched.window()) as window:
+        assert hang.asked.wait(DEADLINE)
+        with watched._condition:
+            assert not watched._condition.wait_for(lambda: False, 0.02)
+    told = window.summary()
+    assert told["power_watts"] == [700, 700.5, 701]
+    assert set(told["not_available"]) == {"power_watts"}
+    hang.let_go.set()
+
+
+def test_what_nvml_says_after_a_window_was_left_is_not_its_own(sampler: Callable[..., GpuSampler]) -> None:
+    hang = Hang()
+    watched = sampler({**VALUES, "power.draw": hang}, leave_seconds=0.01)
+    with watched_by(watched.window()) as window:
+        assert hang.asked.wait(DEADLINE)
+    before = window.summary()
+    hang.let_go.set()
+    with watched._condition:
+        assert watched._condition.wait_for(lambda: watched._pace.asked is None, DEADLINE)
+    assert window.summary() == before
+
+
+def test_without_a_thread_the_measurement_goes_on(
+    sampler: Callable[..., GpuSampler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    watched = sampler(VALUES)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with watched_by(watched.window()) as window:
+            pass
+    assert set(window.summary()["not_available"].values()) == {"no thread for the readings: can't start new thread"}
+    with watched_by(watched.window()) as again:
+        pass
+    assert again.summary()["samples"] >= 1
+
+
+def test_a_closed_sampler_asks_nothing_and_says_so(sampler: Callable[..., GpuSampler]) -> None:
+    watched = sampler(VALUES, NEVER)
+    with watched_by(watched.window()):
+        pass
+    watched._pace.close()
+    with watched_by(watched.window()) as window:
+        pass
+    assert set(window.summary()["not_available"].values()) == {"the sampler is closed"}
+
+
+def test_the_thread_ends_with_the_process() -> None:
+    watched = GpuSampler(FakeNvml({GPU: VALUES}), GPU, Pace(NEVER))
+    with watched_by(watched.window()):
+        assert watched._pace._thread is not None
+        assert watched._pace._thread.daemon
+    watched._pace.close()
+
+
+@pytest.mark.parametrize("interval", [0.0, -1.0, float("inf"), float("nan")])
+def test_an_interval_is_a_positive_time(interval: float) -> None:
+    with pytest.raises(ValueError, match="positive number of seconds"):
+        Pace(interval)
+
+
+# ---- what is asked when, and what a reading stands for
+
+
+def test_slow_figures_are_read_in_turn_and_all_of_them_first(sampler: Callable[..., GpuSampler]) -> None:
+    counts = {query: Passes(value) for query, value in VALUES.items()}
+    with watched_by(sampler(dict(counts)).window()):
+        counts["throttle.reasons"].wait_for(1 + 4 * len(IN_TURN))
+    clock, throttle = counts["clock.sm"].count, counts["throttle.reasons"].count
+    assert abs(clock - throttle) <= 1
+    for query in ("clock.memory", "power.draw", "temperature.gpu", "utilization.gpu"):
+        assert 4 <= counts[query].count <= 2 + throttle / len(IN_TURN)
+
+
+def test_a_reason_has_the_time_from_its_reading_to_the_next_one() -> None:
+    window = GpuSampler(FakeNvml({GPU: VALUES}), GPU, Pace()).window()
+    window._opened_at = 10.0
+    for at, reasons in ((11.0, ("hw_thermal",)), (13.0, ("sw_power_cap",)), (14.0, ("hw_thermal", "sw_power_cap"))):
+        window.take({"throttle": reasons}, at)
+    window.finish(20.0)
+    # The first one stands for the time before it, too.
+    assert window._throttle_seconds == {"hw_thermal": 3.0 + 6.0, "sw_power_cap": 1.0 + 6.0}
+
+
+def test_shares_are_of_the_time_in_which_the_window_was_open(sampler: Callable[..., GpuSampler]) -> None:
+    window = sampler({**VALUES, "throttle.reasons": ("hw_thermal",)}, NEVER).window()
+    window.open(at=100.0)
+    window.close(at=104.0)
+    window.open(at=200.0)
+    window.close(at=206.0)
+    told = window.summary()
+    assert (told["seconds"], told["samples"]) == (10.0, 2)
+    assert told["throttle_share"] == {"hw_thermal": 1.0}
+
+
+def test_what_the_card_does_not_tell_of_itself_is_not_missing(sampler: Callable[..., GpuSampler]) -> None:
+    silent = {**VALUES, "temperature.slowdown": 0}
+    with watched_by(sampler(silent, NEVER).window()) as window:
+        pass
+    told = window.summary()
+    assert told["not_available"] == {}
+    assert "sm_clock_max_mhz" not in told
+    assert "slowdown_celsius" not in told
+
+
+def test_what_the_card_tells_of_itself_is_asked_once(sampler: Callable[..., GpuSampler]) -> None:
+    asked, passes = Passes(1980), Passes()
+    watched = sampler({**VALUES, "clock.sm.max": asked, "throttle.reasons": passes})
+    for _ in range(2):
+        with watched_by(watched.window()) as window:
+            passes.wait_for(passes.count + 3)
+    assert window.summary()["sm_clock_max_mhz"] == 1980
+    assert asked.count == 1
+
+
+def test_a_card_that_hangs_over_its_own_data_costs_no_reading(sampler: Callable[..., GpuSampler]) -> None:
+    hang = Hang()
+    watched = sampler({**VALUES, "clock.sm.max": hang}, 0.001, leave_seconds=0.01)
+    with watched_by(watched.window()) as window:
+        assert hang.asked.wait(DEADLINE)
+    assert window.summary()["sm_clock_mhz"] == [1755, 1755, 1755]
+    assert window.summary()["not_available"] == {}
+    hang.let_go.set()
+
+
+# ---- several GPUs at one pace
+
+
+def test_somebody_in_a_hurry_does_not_hold_up_the_other_gpus() -> None:
+    other = "GPU-5a6b7c8d"
+    passes = Passes()
+    nvml = FakeNvml({GPU: VALUES, other: {**VALUES, "throttle.reasons": passes}})
+    pace = Pace(0.05, leave_seconds=DEADLINE)
+    mine, its = GpuSampler(nvml, GPU, pace), GpuSampler(nvml, other, pace)
+    with watched_by(its.window()):
+        while passes.count < 3:  # far more often than a round is due
+            with watched_by(mine.window()):
+                pass
+    pace.close()
+
+
+def test_a_gpu_without_a_window_is_not_asked_beside_one_that_has() -> None:
+    other = "GPU-5a6b7c8d"
+    asked, passes = Passes(), Passes()
+    nvml = FakeNvml({GPU: {**VALUES, "throttle.reasons": passes}, other: {**VALUES, "throttle.reasons": asked}})
+    pace = Pace(0.001, leave_seconds=DEADLINE)
+    mine, its = GpuSampler(nvml, GPU, pace), GpuSampler(nvml, other, pace)
+    with watched_by(its.window()):
+        pass
+    before = asked.count
+    with watched_by(mine.window()):
+        passes.wait_for(10)
+    assert asked.count == before
+    pace.close()
+
+
+def test_a_hang_over_another_gpu_is_named() -> None:
+    other, hang = "GPU-5a6b7c8d", Hang()
+    nvml = FakeNvml({GPU: {**VALUES, "clock.sm": hang}, other: VALUES})
+    pace = Pace(0.001, leave_seconds=0.01)
+    with watched_by(GpuSampler(nvml, GPU, pace).window()):
+        assert hang.asked.wait(DEADLINE)
+        with watched_by(GpuSampler(nvml, other, pace).window()) as window:
+            pass
+    told = window.summary()
+    assert told["samples"] == 0
+    assert told["not_available"]["sm_clock_mhz"] == f"not asked: NVML does not answer for sm_clock_mhz of {GPU}"
+    hang.let_go.set()
+    pace.leave_seconds = DEADLINE
+    pace.close()

@@ -1,0 +1,276 @@
+"""docs/isolation-simulations.md: made by perf/isolation.py with the planner that is shipped, and true of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from pytest_gpucluster.isolation import evidence, planner
+from pytest_gpucluster.isolation.finding import Isolated
+from pytest_gpucluster.isolation.planner import Planner
+
+PERF = Path(__file__).parent.parent / "perf"
+sys.path.insert(0, str(PERF))  # programs, not a package: they import each other by name
+try:
+    import isolation
+    import isolation_cluster
+    import isolation_trials
+    from isolation_cluster import Cluster, Plant
+    from isolation_trials import CLAIMED, NODES, SCENARIOS, Found, Scenario, bound, nodes, run
+finally:
+    sys.path.remove(str(PERF))
+
+SHIPPED = isolation.PAGE.read_text(encoding="utf-8")
+BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
+SMALL = 64
+
+
+def rows() -> dict[str, list[str]]:
+    """The rows of the shipped page's tables by their first cell."""
+    lines = [line.strip("|").split("|") for line in SHIPPED.splitlines() if line.startswith("| ")]
+    return {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in lines}
+
+
+def test_the_page_was_made_with_these_parameters() -> None:
+    assert SHIPPED.startswith(isolation.header(isolation.TRIALS))
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value"),
+    [
+        (isolation, "SEED", 1),
+        (isolation, "NODES", 128),
+        (isolation_cluster, "NOISE", 0.03),
+        (isolation_cluster, "FLOOR_SHARE", 0.9),
+    ],
+    ids=["seed", "nodes", "noise", "floor"],
+)
+def test_a_page_of_other_parameters_is_noticed(
+    where: object, name: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(where, name, value)
+    assert not SHIPPED.startswith(isolation.header(isolation.TRIALS))
+
+
+def test_the_page_has_a_row_for_each_scenario_and_number_of_nodes() -> None:
+    assert rows().keys() == {"planted", *BY_NAME, "nodes", *map(str, isolation.SIZES)}
+
+
+def test_the_page_is_what_the_code_writes() -> None:
+    """A few of its clusters are made again: what came of them stands within what the page says."""
+    for name in ("3 slow NIC", "slow pair"):
+        again, shown = run(BY_NAME[name], NODES, 2), rows()[name]
+        assert max(again.rounds) <= int(shown[1])
+        assert again.missed == 0 or float(shown[2]) > 0
+
+
+# The promise: at the size that it is made for, and with less room.
+
+
+@pytest.mark.parametrize("scenario", CLAIMED, ids=lambda scenario: scenario.name)
+def test_bad_nodes_and_nics_are_found_in_time_and_nobody_else_is_accused(scenario: Scenario) -> None:
+    for total, trials in ((NODES, 2), (SMALL, 6), (16, 10), (8, 10)):
+        found = run(scenario, total, trials)
+        assert (found.missed, found.accused_falsely, found.half_right) == (0, 0, 0)
+        assert found.undecided == 0
+        assert max(found.rounds) <= bound(total)
+
+
+def test_the_shipped_page_bears_the_promise_out() -> None:
+    for scenario in CLAIMED:
+        _, most, missed, false, half_right, *_ = rows()[scenario.name]
+        assert int(most) <= bound(NODES)
+        assert (missed, false, half_right) == ("0", "0", "0")
+    for total in isolation.SIZES:
+        _, _, most, promised, missed, false = rows()[str(total)]
+        assert int(most) <= int(promised) == bound(total)
+        assert (missed, false) == ("0", "0")
+
+
+@pytest.mark.parametrize("total", [8, 16, 256, 1024])
+def test_the_bound_is_the_one_that_is_promised(total: int) -> None:
+    assert bound(total) == {8: 11, 16: 13, 256: 21, 1024: 25}[total]
+
+
+@pytest.mark.parametrize(
+    "name", ["slow pair", "dead pair, as neighbours in a ring only", "1 node, in groups of 8 or more"]
+)
+def test_links_and_faults_of_larger_groups_are_found(name: str) -> None:
+    found = run(BY_NAME[name], SMALL, 6)
+    assert (found.missed, found.accused_falsely, found.half_right) == (0, 0, 0)
+
+
+def test_what_fails_now_and_then_is_mostly_found_and_blames_nobody_else() -> None:
+    found = run(BY_NAME["1 node, slow 1 of 2"], SMALL, 20)
+    assert found.missed <= 4
+    assert found.accused_falsely <= 1
+    rare = run(BY_NAME["1 node, slow 1 of 8"], SMALL, 20)
+    assert rare.accused_falsely == 0
+
+
+def test_in_a_healthy_cluster_nobody_is_accused_and_it_is_not_reproduced() -> None:
+    found = run(BY_NAME["healthy"], SMALL, 10)
+    assert (found.accused_falsely, found.reproduced, found.undecided) == (0, 0, 0)
+    noisy = run(BY_NAME["healthy, 1 of 1000 probes fails"], SMALL, 10)
+    assert noisy.accused_falsely == 0
+
+
+def test_the_same_seed_gives_the_same() -> None:
+    scenario = BY_NAME["1 node, slow 1 of 4"]
+    assert run(scenario, 16, 3) == run(scenario, 16, 3)
+
+
+# That the simulation would notice a planner that errs.
+
+
+def accuses_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence, "CONFIRMED", 1)
+    monkeypatch.setattr(evidence.Evidence, "_told_on", lambda self, one: sorted(one.members)[:1])
+    monkeypatch.setattr(evidence.Evidence, "_of_many", lambda self, unit, tells: True)
+
+
+def sees_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = planner.hold
+
+    def blind(*arguments: object, **more: object) -> object:
+        return [dataclasses.replace(one, verdict="passed") for one in honest(*arguments, **more)]  # type: ignore[arg-type]
+
+    monkeypatch.setattr(planner, "hold", blind)
+
+
+def pairs_the_same_ones_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stubborn(found: evidence.Evidence, number: int) -> list[tuple[int, ...]]:
+        units = [unit for unit in found.units if unit not in found.guilty]
+        return list(zip(units[::2], units[1::2], strict=False))
+
+    monkeypatch.setattr(planner, "pairing", stubborn)
+
+
+@pytest.mark.parametrize(
+    "sabotage",
+    [accuses_at_once, sees_no_failure, pairs_the_same_ones_each_time],
+    ids=lambda function: function.__name__,
+)
+def test_a_planner_that_errs_is_seen_in_the_simulation(
+    sabotage: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sabotage(monkeypatch)
+    found = run(BY_NAME["2 dead NIC"], 16, 5)
+    assert found.missed or found.accused_falsely
+
+
+# That the cluster is what it says, and the planner is driven as a real one.
+
+
+def made(*plants: Plant, total: int = 8) -> Cluster:
+    return Cluster(nodes=total, plants=plants, random=Random(1))
+
+
+def test_a_fault_shows_where_it_is_planted_and_nowhere_else() -> None:
+    cluster = made(Plant(units=(3,), sort="dead"), Plant(units=(4, 5), factor=0.5))
+    dead, slow, good = cluster.probe([(2, 3), (4, 5), (6, 7)])
+    assert (dead.busbw, dead.failure) == (None, "not done after 60 s")
+    assert slow.busbw is not None
+    assert good.busbw is not None
+    assert slow.busbw < 0.6 * good.busbw
+    alone = cluster.probe([(3,)])[0]
+    assert not alone.broken
+    assert not cluster.probe([(0, 4), (5, 6)])[1].broken
+
+
+def test_wrong_data_may_be_seen_by_anybody_in_the_group() -> None:
+    cluster = made(Plant(units=(3,), sort="wrong"))
+    seen = {cluster.probe([(2, 3)])[0].wrong for _ in range(40)}
+    assert seen == {"rank of 2", "rank of 3"}
+
+
+def test_a_link_of_neighbours_shows_where_its_ends_are_next_to_each_other_in_the_ring() -> None:
+    cluster = made(Plant(units=(0, 1), sort="dead", neighbours=True))
+    shows = {
+        members: cluster.probe([members])[0].broken for members in ((0, 1), (0, 1, 2), (0, 2, 1 + 3), (0, 1, 5, 7))
+    }
+    assert shows == {(0, 1): True, (0, 1, 2): True, (0, 2, 4): False, (0, 1, 5, 7): True}
+    apart = made(Plant(units=(0, 2), sort="dead", neighbours=True))
+    assert not apart.probe([(0, 1, 2, 3)])[0].broken
+    assert apart.probe([(0, 1, 2)])[0].broken  # the ring's ends are neighbours
+
+
+def test_groups_that_share_a_node_are_refused() -> None:
+    with pytest.raises(ValueError, match="disjoint"):
+        made().probe([(0, 1), (1, 2)])
+
+
+def test_the_planner_is_given_units_limits_and_outcomes_and_nothing_of_the_plant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[object] = []
+
+    class Watched(Planner):
+        def __init__(self, *arguments: object, **more: object) -> None:
+            given.append((arguments, set(more)))
+            super().__init__(*arguments, **more)  # type: ignore[arg-type]
+
+        def take(self, outcomes: object) -> None:
+            given.extend(type(outcome).__name__ for outcome in outcomes)  # type: ignore[attr-defined]
+            super().take(outcomes)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(isolation_trials, "Planner", Watched)
+    plants, isolated = isolation_trials.trial(BY_NAME["1 slow NIC"], 8, 0)
+    assert isinstance(isolated, Isolated)
+    assert [culprit.units for culprit in isolated.culprits] == [plants[0].units]
+    assert given[0] == ((range(8),), {"floor"})
+    assert set(given[1:]) == {"Outcome"}
+
+
+def test_what_is_counted_is_what_was_planted_and_accused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a planner's answer that is known: one right, one missed, one innocent."""
+    right = evidence.Culprit(units=(1,), kind="unit", failed=3, probes=3, evidence=())
+    innocent = evidence.Culprit(units=(7,), kind="unit", failed=3, probes=3, evidence=())
+    end = evidence.Culprit(units=(4,), kind="unit", failed=3, probes=3, evidence=())
+    plants = [Plant(units=(1,)), Plant(units=(4, 5))]
+
+    def counted(*culprits: evidence.Culprit) -> Found:
+        answer = Isolated(culprits=culprits, cleared=(), undecided=(6,), rounds=(), why_undecided="", reproduced=True)
+        monkeypatch.setattr(isolation_trials, "search", lambda cluster, floor: answer)
+        return run(Scenario(name="x", make=lambda random, total: plants), 8, 1)
+
+    found = counted(right)
+    assert (found.planted, found.missed, found.accused_falsely, found.half_right) == (2, 1, 0, 0)
+    assert (found.reproduced, found.undecided, found.rounds) == (1, 1, [0])
+    found = counted(right, innocent)
+    assert (found.missed, found.accused_falsely) == (1, 1)
+    found = counted(right, end)
+    assert (found.missed, found.accused_falsely, found.half_right) == (1, 0, 1)
+
+
+def test_faults_are_planted_on_nodes_that_are_drawn_by_chance() -> None:
+    drawn = {plant.units for number in range(30) for plant in nodes(3)(Random(number), 16)}
+    assert len(drawn) > 12
+
+
+def test_printing_leaves_the_page_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(isolation, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(isolation, "SCENARIOS", (BY_NAME["healthy"], BY_NAME["1 dead NIC"]))
+    monkeypatch.setattr(isolation, "NODES", 8)
+    monkeypatch.setattr(isolation, "SIZES", (8,))
+    monkeypatch.setattr(sys, "argv", ["isolation.py", "--trials", "2", "--print"])
+    isolation.main()
+    assert not isolation.PAGE.exists()
+    printed = capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["isolation.py", "--trials", "2"])
+    isolation.main()
+    assert isolation.PAGE.read_text(encoding="utf-8") == printed.removesuffix("\n")
+
+
+def test_no_trials_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["isolation.py", "--trials", "0"])
+    with pytest.raises(SystemExit):
+        isolation.main()
+    assert "--trials must be 1 or more, not 0" in capsys.readouterr().err

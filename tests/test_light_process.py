@@ -1,0 +1,47 @@
+"""What the recorder and the node's sampler have in common."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_gpucluster import light_process
+
+
+def test_a_new_interpreter_finds_this_package_wherever_it_is_started(tmp_path: Path) -> None:
+    code = "import sys; from pytest_gpucluster import light_process; print('torch' in sys.modules, '' in sys.path)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=light_process.environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    safe = sys.version_info >= (3, 11)  # an older one knows no PYTHONSAFEPATH
+    assert done.stdout.split() == ["False", str(not safe)]
+
+
+def test_what_was_on_the_path_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/theirs")
+    assert light_process.environment()["PYTHONPATH"].split(os.pathsep)[-1] == "/theirs"
+
+
+def test_the_descriptor_of_the_parent_is_not_readable_while_it_lives() -> None:
+    end = light_process.end_descriptor(os.getppid())
+    if end is None:
+        pytest.skip("this kernel or sandbox has no descriptors of processes")
+    assert select.select([end], [], [], 0)[0] == []
+    os.close(end)
+
+
+@pytest.mark.parametrize("parent", [os.getpid(), 2**22 + 1], ids=["not its parent", "no process"])
+def test_another_process_is_not_taken_for_the_parent(parent: int) -> None:
+    assert light_process.end_descriptor(parent) is None

@@ -1,0 +1,68 @@
+"""What the kernel lists as mounted is read as it is, and a folder is found on the mount that holds it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pytest_gpucluster import mounts
+from pytest_gpucluster.mounts import holder, read
+
+TEXT = r"""
+22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda1 rw,discard
+23 22 0:21 / /dev/shm rw,nosuid shared:2 - tmpfs shm rw,size=65536k
+31 22 0:44 /team\040a /mnt/my\040data ro,relatime shared:9 master:3 - nfs4 server:/export rw,vers=4.2,hard
+32 22 0:45 / /mnt/fuse rw - fuse.juicefs JuiceFS:data rw
+33 31 0:46 / /mnt/my\040data rw - lustre 10.0.0.1@o2ib:/scratch rw
+34 22 0:47 / /broken rw nothing after this
+"""
+
+
+@pytest.fixture
+def found(tmp_path: Path) -> tuple[mounts.Mount, ...]:
+    path = tmp_path / "mountinfo"
+    path.write_text(TEXT.strip() + "\n", encoding="utf-8")
+    return read(path)
+
+
+def test_type_source_folder_and_options_are_read(found: tuple[mounts.Mount, ...]) -> None:
+    nfs = found[2]
+    assert (nfs.point, nfs.kind, nfs.source, nfs.root) == ("/mnt/my data", "nfs4", "server:/export", "/team a")
+    assert (nfs.option("vers"), nfs.option("soft"), found[1].option("size")) == ("4.2", None, "65536k")
+    assert str(nfs) == "nfs4 server:/export (/team a) on /mnt/my data"
+    assert [mount.kind for mount in found] == ["ext4", "tmpfs", "nfs4", "fuse.juicefs", "lustre"]
+
+
+def test_a_mount_is_read_only_if_itself_is_whatever_its_file_system_is(found: tuple[mounts.Mount, ...]) -> None:
+    assert [mount.read_only for mount in found] == [False, False, True, False, False]
+
+
+def test_network_file_systems_are_told_by_their_type(found: tuple[mounts.Mount, ...]) -> None:
+    assert [mount.is_network for mount in found] == [False, False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("folder", "kind"),
+    [
+        ("/home/me", "ext4"),
+        ("/dev/shm/x", "tmpfs"),
+        ("/dev/shmem", "ext4"),
+        pytest.param("/mnt/my data/run", "lustre", id="the later one of two at the same place"),
+        ("/mnt/fuse", "fuse.juicefs"),
+    ],
+)
+def test_a_folder_is_on_the_innermost_mount(found: tuple[mounts.Mount, ...], folder: str, kind: str) -> None:
+    held = holder(Path(folder), found)
+    assert held is not None
+    assert held.kind == kind
+
+
+def test_without_mounts_nothing_holds_a_folder() -> None:
+    assert holder(Path("/a"), ()) is None
+
+
+def test_this_host_is_read_too() -> None:
+    held = holder(Path("/proc"), read())
+    assert held is not None
+    assert held.kind == "proc"

@@ -1,0 +1,97 @@
+"""A slow node and a slow GPU are told apart, and a fleet that is slow throughout is neither."""
+
+from __future__ import annotations
+
+import pytest
+from verdicts import LIMITS, all_ranks, bf16, hold, world_of
+
+from pytest_gpucluster.judge import Judgement, judge
+from pytest_gpucluster.metrics import Measurement
+from pytest_gpucluster.node_or_gpu import together, whole_nodes
+
+NODES = {0: [0, 1, 2, 3], 1: [4, 5, 6, 7], 2: [8, 9, 10, 11]}
+HOSTS = {rank: f"gpu-{node}" for node, ranks in NODES.items() for rank in ranks}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [
+        pytest.param([5], "", id="a GPU"),
+        pytest.param([5, 4, 6], "", id="all GPUs of a node but one"),
+        pytest.param([7, 4, 5, 6], "all 4 GPUs of gpu-1 (look at the node)", id="a node"),
+        pytest.param([0, 7, 4, 5, 6], "all 4 GPUs of gpu-1 (look at the node) and 1 more GPUs", id="a node and a GPU"),
+        pytest.param(range(8), "all GPUs of gpu-0 and gpu-1 (look at the nodes)", id="two nodes"),
+        pytest.param(range(12), "", id="every rank: no node stands out"),
+        pytest.param([], "", id="nobody"),
+    ],
+)
+def test_a_node_is_named_if_all_of_it_is_concerned(ranks: list[int], told: str) -> None:
+    assert together(ranks, nodes=NODES, host_of=HOSTS, noun="GPUs") == told
+
+
+def test_more_than_two_nodes_are_counted() -> None:
+    nodes = {node: [2 * node, 2 * node + 1] for node in range(5)}
+    assert together(range(8), nodes=nodes, host_of={}, noun="ranks") == (
+        "all ranks of node 0 and 3 more nodes (look at the nodes)"
+    )
+
+
+@pytest.mark.parametrize("nodes", [{0: [0, 1]}, {0: [0], 1: [1]}], ids=["one node", "one GPU on each"])
+def test_where_node_and_gpu_are_the_same_nothing_is_told_apart(nodes: dict[int, list[int]]) -> None:
+    assert whole_nodes([0, 1], nodes) == []
+    assert whole_nodes([1], nodes) == []
+
+
+def held(slow: dict[int, float], good: float = 790.0) -> Judgement:
+    by_rank: dict[int, list[Measurement]] = {rank: [bf16(slow.get(rank, good))] for rank in range(16)}
+    return judge(
+        by_rank,
+        world=world_of(16),
+        node_of={rank: rank // 8 for rank in range(16)},
+        limits=LIMITS,
+        sku="H100 SXM",
+        gpu_name="NVIDIA H100 80GB HBM3",
+        host_of={rank: f"gpu-{rank // 8:02}" for rank in range(16)},
+    )
+
+
+def test_one_slow_gpu_of_two_nodes_is_named_alone() -> None:
+    verdict = held({11: 612.0})
+    assert verdict.message == "matmul.bf16.tflops 612 TFLOPS < 700 TFLOPS on rank 11 (gpu-01, GPU 3 GPU-1f2e)"
+
+
+def test_a_slow_node_is_named_as_a_node_with_its_worst_gpu() -> None:
+    verdict = held({rank: 612.0 + rank for rank in range(8, 16)})
+    assert verdict.message == (
+        "matmul.bf16.tflops 620 TFLOPS < 700 TFLOPS on all 8 GPUs of gpu-01 (look at the node), the worst is"
+        " rank 8 (gpu-01, GPU 0 GPU-1f2e)"
+    )
+    assert sorted(verdict.measurements[0].misses) == list(range(8, 16))
+
+
+def test_a_node_behind_the_others_is_named_though_all_its_gpus_keep_the_floor() -> None:
+    verdict = held(dict.fromkeys(range(8, 16), 705.0))
+    assert verdict.outcome == "failed"
+    assert "on all 8 GPUs of gpu-01 (look at the node)" in verdict.message
+
+
+def test_a_straggler_is_told_beside_the_median_and_the_spread_of_the_others() -> None:
+    verdict = held({3: 705.0, **dict.fromkeys(range(4, 9), 786.0), **dict.fromkeys(range(9, 14), 794.0)})
+    assert verdict.message == (
+        "matmul.bf16.tflops 705 TFLOPS is 0.8924 of the median of the 15 other ranks (790 TFLOPS, MAD 4 TFLOPS),"
+        " 0.929 is required on rank 3 (gpu-00, GPU 3 GPU-1f2e)"
+    )
+
+
+def test_a_fleet_that_is_slow_throughout_is_caught_by_the_floor_and_no_node_is_blamed() -> None:
+    verdict = held({}, good=612.0)
+    assert verdict.outcome == "failed"
+    assert verdict.message == (
+        "matmul.bf16.tflops 612 TFLOPS < 700 TFLOPS on rank 0 (gpu-00, GPU 0 GPU-1f2e), and 15 more ranks:"
+        " all there are, look at what they share"
+    )
+    assert verdict.measurements[0].ratio_to_median == 1.0
+
+
+def test_a_single_node_is_no_node_among_others() -> None:
+    assert "look at" not in hold(all_ranks(300.0)).message

@@ -1,0 +1,365 @@
+"""A rank's end of the node's sampler: what it is told, and that nothing of it ever disturbs what is measured."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fake_sampler
+import pytest
+
+from pytest_gpucluster import node_sampler
+from pytest_gpucluster.node_sampler import Link, NodeSampler
+from pytest_gpucluster.telemetry import QUERIES
+
+GPU, OTHER = "GPU-1f2e3d4c", "GPU-5a6b7c8d"
+DEADLINE = 30.0
+"""Seconds after which a test gives up. Nothing here depends on how long it takes."""
+VALUES = {
+    "clock.sm": 1755,
+    "clock.memory": 2619,
+    "power.draw": 698.25,
+    "temperature.gpu": 67,
+    "utilization.gpu": 99,
+    "throttle.reasons": ["gpu_idle", "sw_power_cap"],
+}
+Start = Callable[..., NodeSampler]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Start a sampler whose GPUs are not there, and end it after the test."""
+    started: list[NodeSampler] = []
+
+    def make(gpus: dict[str, Any] | None) -> NodeSampler:
+        monkeypatch.setattr(node_sampler, "COMMAND", fake_sampler.command(tmp_path, gpus))
+        started.append(node_sampler.start())
+        return started[-1]
+
+    yield make
+    for each in started:
+        each.close()
+
+
+_made: list[Link] = []
+
+
+def linked(address: str | None, *arguments: Any, **settings: Any) -> Link:
+    """A link that is closed after the test."""
+    _made.append(Link(address, *arguments, **settings))
+    return _made[-1]
+
+
+def patient(sampler: NodeSampler, uuid: str = GPU, interval_seconds: float = 0.01) -> Link:
+    """A link that waits for a process which is still starting."""
+    return linked(sampler.address, uuid, interval_seconds, answer_seconds=DEADLINE)
+
+
+@pytest.fixture(autouse=True)
+def links_are_closed() -> Iterator[None]:
+    yield
+    while _made:
+        link = _made.pop()
+        link._owner = os.getpid()
+        link.close()
+
+
+def missing(told: dict[str, Any]) -> set[str]:
+    assert set(told["not_available"]) == set(QUERIES)
+    return set(told["not_available"].values())
+
+
+class Mute:
+    """In the sampler's place: something that listens and says what it is told to, or nothing."""
+
+    def __init__(self) -> None:
+        self.address = f"gpucluster-test-{os.urandom(8).hex()}"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(f"\0{self.address}")
+        self._listener.listen()
+        self.channel: socket.socket | None = None
+
+    def accept(self) -> list[Any]:
+        """Take the rank in; return what it has said so far."""
+        self.channel, _ = self._listener.accept()
+        self.channel.settimeout(DEADLINE)
+        return [json.loads(self.channel.recv(65536)), json.loads(self.channel.recv(65536))]
+
+    def close(self) -> None:
+        for each in (self.channel, self._listener):
+            if each is not None:
+                each.close()
+
+
+@pytest.fixture
+def mute() -> Iterator[Mute]:
+    made = Mute()
+    yield made
+    made.close()
+
+
+# ---- what a rank is told
+
+
+def test_a_window_tells_what_the_gpu_did_in_it(start: Start) -> None:
+    link = patient(start({GPU: VALUES}))
+    with link.window() as window:
+        pass
+    told = window.summary()
+    assert told["sm_clock_mhz"] == [1755, 1755, 1755]
+    assert told["power_watts"] == [698.2, 698.2, 698.2]
+    assert told["throttle"] == ["sw_power_cap"]
+    assert told["throttle_share"] == {"sw_power_cap": 1.0}
+    assert (told["samples"] >= 1, told["not_available"]) == (True, {})
+    assert json.loads(json.dumps(told)) == told
+
+
+def test_each_rank_is_told_of_its_own_gpu(start: Start) -> None:
+    sampler = start({GPU: VALUES, OTHER: {**VALUES, "clock.sm": 1200}})
+    clocks = []
+    for uuid in (GPU, OTHER):
+        with patient(sampler, uuid).window() as window:
+            pass
+        clocks.append(window.summary()["sm_clock_mhz"][1])
+    assert clocks == [1755, 1200]
+
+
+def test_a_window_that_is_entered_again_adds_up(start: Start) -> None:
+    window = patient(start({GPU: VALUES}), interval_seconds=60.0).window()
+    for _ in range(3):
+        with window:
+            pass
+    assert window.summary()["samples"] == 3
+
+
+def test_windows_can_lie_inside_each_other(start: Start) -> None:
+    link = patient(start({GPU: VALUES}), interval_seconds=60.0)
+    with link.window() as outer:
+        for _ in range(2):
+            with link.window() as inner:
+                pass
+    assert (outer.summary()["samples"], inner.summary()["samples"]) == (2, 1)
+
+
+def test_windows_of_many_threads_each_have_their_own_answer(start: Start) -> None:
+    link = patient(start({GPU: VALUES}))
+    told: list[dict[str, Any]] = []
+
+    def measure() -> None:
+        for _ in range(10):
+            with link.window() as window:
+                pass
+            told.append(window.summary())
+
+    threads = [threading.Thread(target=measure) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE)
+    assert len(told) == 40
+    assert all(each["samples"] >= 1 and each["not_available"] == {} for each in told)
+
+
+def test_an_error_in_the_measurement_passes_through(start: Start) -> None:
+    link = patient(start({GPU: VALUES}))
+    with pytest.raises(ZeroDivisionError), link.window() as window:
+        _ = 1 / 0
+    assert window.summary()["samples"] >= 1
+
+
+def test_a_window_is_not_entered_while_it_is_open(start: Start) -> None:
+    with patient(start({GPU: VALUES})).window() as window, pytest.raises(RuntimeError, match="open already"):
+        window.__enter__()
+
+
+def test_a_window_that_was_never_opened_says_so() -> None:
+    assert missing(linked("nobody", GPU).window().summary()) == {"the window was never opened"}
+
+
+def test_windows_that_nobody_holds_any_more_are_forgotten(mute: Mute) -> None:
+    link = linked(mute.address, GPU, answer_seconds=0.0)
+    with link.window() as window:
+        pass
+    number = window._number
+    del window
+    gc.collect()
+    with link.window():
+        hello, first = mute.accept()
+    assert hello == {"gpu": GPU, "interval": 0.1}
+    assert (first["open"], first["forget"]) == (number, [])
+    assert mute.channel is not None
+    assert json.loads(mute.channel.recv(65536))["close"] == number
+    assert json.loads(mute.channel.recv(65536))["forget"] == [number]
+
+
+def test_on_cpu_windows_do_nothing() -> None:
+    link = linked(None, None)
+    with link.window() as window:
+        pass
+    assert window.summary() == {}
+    assert link._channel is None
+
+
+# ---- a sampler at its worst
+
+
+def test_without_nvml_a_window_says_why(start: Start) -> None:
+    with patient(start(None)).window() as window:
+        pass
+    assert missing(window.summary()) == {f"NVML is not available: {fake_sampler.NO_NVML}"}
+
+
+def test_a_gpu_that_nvml_does_not_know_is_lost_and_named(start: Start) -> None:
+    with patient(start({OTHER: VALUES})).window() as window:
+        pass
+    assert window.summary()["lost"] == "the GPU is lost: it has fallen off the bus or is inaccessible"
+
+
+def test_nvml_that_hangs_is_named_on_every_rank_and_keeps_none_waiting(start: Start) -> None:
+    hanging = {**VALUES, "power.draw": {"hang": 3600}}
+    sampler = start({GPU: hanging, OTHER: VALUES})
+    with patient(sampler).window() as window:
+        pass
+    told = window.summary()
+    assert told["sm_clock_mhz"] == [1755, 1755, 1755]
+    assert told["not_available"]["power_watts"].startswith("NVML has not answered for ")
+    with patient(sampler, OTHER).window() as beside:
+        pass
+    (why,) = missing(beside.summary())
+    assert why == f"not asked: NVML does not answer for power_watts of {GPU}"
+
+
+def test_a_node_without_a_sampler_says_why() -> None:
+    with linked(None, GPU, why_not="the node's sampler could not be started: no more processes").window() as window:
+        pass
+    assert missing(window.summary()) == {"the node's sampler could not be started: no more processes"}
+
+
+def test_an_address_where_nobody_listens_is_no_obstacle() -> None:
+    with linked("gpucluster-nobody", GPU).window() as window:
+        pass
+    assert missing(window.summary()) == {"the node's sampler cannot be reached: Connection refused"}
+
+
+def test_a_sampler_that_is_killed_leaves_what_it_had_told_before(start: Start) -> None:
+    sampler = start({GPU: VALUES})
+    link = patient(sampler)
+    window = link.window()
+    with window:
+        pass
+    before = window.summary()
+    with window:
+        os.kill(sampler.pid, signal.SIGKILL)
+        sampler._process.wait(DEADLINE)
+    told = window.summary()
+    assert told["sm_clock_mhz"] == before["sm_clock_mhz"]
+    assert told["seconds"] >= before["seconds"]
+    assert all("the node's sampler has ended" in why for why in missing(told))
+    with link.window() as later:
+        pass
+    assert all("the node's sampler" in why for why in missing(later.summary()))
+
+
+def test_a_sampler_that_is_stopped_keeps_nobody_waiting(start: Start) -> None:
+    sampler = start({GPU: VALUES})
+    link = patient(sampler)
+    with link.window():
+        pass
+    os.kill(sampler.pid, signal.SIGSTOP)
+    link._answer_seconds = 0.01
+    with link.window() as window:
+        pass
+    assert missing(window.summary()) == {"the node's sampler does not answer: no answer within 0.01 s"}
+    os.kill(sampler.pid, signal.SIGCONT)
+    link._answer_seconds, link._is_silent = DEADLINE, False
+    with link.window() as after:
+        pass
+    # The answer that came too late was another window's.
+    assert after.summary()["not_available"] == {}
+    assert not link._is_silent
+
+
+def test_who_has_not_answered_is_not_waited_for_as_long_again(mute: Mute) -> None:
+    link = linked(mute.address, GPU, answer_seconds=0.2)
+    begin = time.monotonic()
+    with link.window():
+        pass
+    first = time.monotonic() - begin
+    assert first >= 0.2
+    assert link._patience == 0.05
+
+
+def test_a_sampler_that_takes_nothing_is_not_waited_for(mute: Mute) -> None:
+    link = linked(mute.address, GPU, answer_seconds=0.0)
+    windows = [link.window() for _ in range(100_000)]
+    for window in windows:  # until the socket's buffer is full
+        window.__enter__()
+        if link._unopened:
+            break
+    assert set(link._unopened.values()) == {"the node's sampler takes no messages"}
+    window.__exit__(None, None, None)
+    assert missing(window.summary()) == {"the node's sampler takes no messages"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        pytest.param(b"{}}", "the node's sampler has failed: ", id="no JSON"),
+        pytest.param(b'{"failure": "KeyError: 7"}', "the node's sampler has refused: KeyError: 7", id="a refusal"),
+    ],
+)
+def test_a_sampler_that_makes_no_sense_is_left(mute: Mute, answer: bytes, why: str) -> None:
+    link = linked(mute.address, GPU, answer_seconds=DEADLINE)
+    with link.window() as window:
+        mute.accept()
+        assert mute.channel is not None
+        mute.channel.send(answer)
+    (told,) = missing(window.summary())
+    assert told.startswith(why)
+    assert link._channel is None
+
+
+def test_a_process_that_was_forked_from_the_rank_says_nothing_in_its_name(start: Start) -> None:
+    link = patient(start({GPU: VALUES}))
+    with link.window():
+        pass
+    link._owner = -1  # as in a forked child, which has the same objects and another process id
+    with link.window() as window:
+        pass
+    assert missing(window.summary()) == {"this process was forked from the rank, which alone is watched"}
+
+
+def test_a_closed_link_says_so(start: Start) -> None:
+    link = patient(start({GPU: VALUES}))
+    link.close()
+    with link.window() as window:
+        pass
+    assert missing(window.summary()) == {"the sampler is closed"}
+
+
+# ---- the process, for who has started it
+
+
+def test_nothing_of_it_is_left_when_it_is_closed(start: Start) -> None:
+    sampler = start({GPU: VALUES})
+    sampler.close()
+    assert not Path(f"/proc/{sampler.pid}").exists()
+    assert sampler.address not in Path("/proc/net/unix").read_text()
+
+
+def test_no_process_is_an_oserror(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_sampler, "COMMAND", ("/no/such/program",))
+    with pytest.raises(OSError, match="No such file"):
+        node_sampler.start()
+
+
+def test_two_samplers_do_not_share_an_address(start: Start) -> None:
+    assert start({GPU: VALUES}).address != start({GPU: VALUES}).address

@@ -1,0 +1,135 @@
+"""The node's sampler process: light, deaf to what launchers send, and never left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import dedent
+
+import fake_sampler
+import pytest
+
+from pytest_gpucluster import light_process, node_sampler, node_sampler_process
+from pytest_gpucluster.node_sampler import Link, NodeSampler
+
+GPU = "GPU-1f2e3d4c"
+DEADLINE = 30.0
+
+
+@pytest.fixture
+def sampler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeSampler]:
+    monkeypatch.setattr(node_sampler, "COMMAND", fake_sampler.command(tmp_path, {GPU: {"clock.sm": 1755}}))
+    started = node_sampler.start()
+    yield started
+    started.close()
+
+
+def answers(sampler: NodeSampler) -> bool:
+    link = Link(sampler.address, GPU, answer_seconds=DEADLINE)
+    with link.window() as window:
+        pass
+    link.close()
+    return window.summary().get("sm_clock_mhz") == [1755, 1755, 1755]
+
+
+def test_it_outlives_what_launchers_send_to_everything(sampler: NodeSampler) -> None:
+    assert answers(sampler)
+    for number in light_process.SHIELDED:
+        os.kill(sampler.pid, number)
+    assert answers(sampler)
+
+
+def test_it_is_in_a_session_of_its_own_and_has_no_torch(sampler: NodeSampler) -> None:
+    assert answers(sampler)
+    assert os.getsid(sampler.pid) == sampler.pid
+    assert "torch" not in Path(f"/proc/{sampler.pid}/maps").read_text()
+
+
+def test_it_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    command = fake_sampler.command(tmp_path, {GPU: {"clock.sm": {"hang": 3600}}})
+    code = f"""
+        import time
+        from pytest_gpucluster import node_sampler
+        from pytest_gpucluster.node_sampler import Link
+        node_sampler.COMMAND = {command!r}
+        sampler = node_sampler.start()
+        window = Link(sampler.address, {GPU!r}, answer_seconds={DEADLINE}).window()
+        with window:  # NVML hangs, and that must not keep the process either
+            pass
+        print(sampler.pid, flush=True)
+        time.sleep({DEADLINE})
+    """
+    with subprocess.Popen([sys.executable, "-c", dedent(code)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.send_signal(signal.SIGKILL)
+    until = time.monotonic() + DEADLINE
+    while _runs(pid):
+        assert time.monotonic() < until, "it has outlived its parent"
+        time.sleep(0.01)
+
+
+def test_it_ends_without_descriptors_of_processes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some kernels and sandboxes have none."""
+    monkeypatch.setattr(light_process, "end_descriptor", lambda parent: None)
+    monkeypatch.setattr(node_sampler_process, "_TICK_SECONDS", 0.001)
+    parents = iter([7, 7, 1])
+    monkeypatch.setattr(node_sampler_process.os, "getppid", lambda: next(parents))
+    node_sampler_process.wait_for_end(7)
+    assert next(parents, None) is None
+
+
+def test_a_rank_that_leaves_takes_its_windows_with_it(sampler: NodeSampler) -> None:
+    link = Link(sampler.address, GPU, 0.001, answer_seconds=DEADLINE)
+    link.window().__enter__()
+    link.close()
+    assert answers(sampler)
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [
+        pytest.param(b"no JSON", id="no JSON"),
+        pytest.param(b"[1]", id="no object"),
+        pytest.param(b'{"open": 1, "at": 0, "forget": []}', id="a window of no GPU"),
+        pytest.param(b'{"close": 7, "at": 0, "request": 1}', id="a window that was never opened"),
+        pytest.param(b'{"gpu": "GPU-2", "interval": -1}', id="an interval that is none"),
+    ],
+)
+def test_what_no_rank_says_ends_only_its_own_connection(sampler: NodeSampler, packet: bytes) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
+        channel.settimeout(DEADLINE)
+        channel.connect(f"\0{sampler.address}")
+        channel.send(packet)
+        assert b'"failure"' in channel.recv(65536)
+        assert channel.recv(65536) == b""
+    assert answers(sampler)
+
+
+def test_only_its_own_user_is_served(sampler: NodeSampler, tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can be somebody else")
+    code = f"""
+        import os, socket
+        os.setuid(65534)
+        channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        channel.connect("\\0{sampler.address}")
+        channel.settimeout({DEADLINE})
+        print(channel.recv(10))
+    """
+    assert answers(sampler)
+    done = subprocess.run([sys.executable, "-c", dedent(code)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.strip() == "b''", done.stderr
+
+
+def _runs(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from fabric_nodes import DOWN, PEERMEM, node, port, roce
+
+from pytest_gpucluster.fabric_ports import NodePorts
+from pytest_gpucluster.health.finding import Finding
+from pytest_gpucluster.infiniband import Adapters
+from pytest_gpucluster.peer_memory import PeerMemory
+from pytest_gpucluster.port_findings import Findings, examine
+
+
+def fleet(count: int = 4, odd: dict[int, dict[str, Any]] | None = None, **common: Any) -> dict[int, NodePorts]:
+    """Nodes that are alike, some of which are different."""
+    return {
+        index: node(f"gpu-{index:02d}", **{**common, "leaf": f"leaf-{index // 2}", **(odd or {}).get(index, {})})
+        for index in range(count)
+    }
+
+
+def found(nodes: dict[int, NodePorts], expected: bool = True) -> Findings:
+    return examine(nodes, expected=expected)
+
+
+def decisive(findings: Findings) -> dict[int, list[Finding]]:
+    return {
+        index: some
+        for index, every in findings.of_node.items()
+        if (some := [finding for finding in every if finding.kind != "note"])
+    }
+
+
+def only(findings: Findings, on: int) -> Finding:
+    """The only finding that decides, which must be on this node."""
+    [(index, [finding])] = decisive(findings).items()
+    assert index == on
+    assert finding.gpu.host == f"gpu-{on:02d}"
+    return finding
+
+
+@pytest.mark.parametrize("make", [port, roce], ids=["InfiniBand", "RoCE"])
+def test_nothing_is_wrong_with_nodes_that_are_alike(make: Any) -> None:
+    assert found(fleet(make=make)) == Findings(of_node={}, shared=())
+    assert found({}) == Findings(of_node={}, shared=())
+
+
+@pytest.mark.parametrize(
+    ("different", "code", "kind", "words"),
+    [
+        ({"changed": {3: DOWN}}, "port_state", "hardware",
+         "mlx5_3/1 InfiniBand DOWN (Disabled), 400 Gb/sec (4X NDR); on 3 of 4 nodes it is Active"),
+        ({"changed": {3: {"rate_gbps": 200.0, "rate": "200 Gb/sec (2X NDR)"}}}, "port_rate", "hardware",
+         "200 Gb/sec (2X NDR); on other nodes it has 400 Gb/s"),
+        ({"without": (3,)}, "port_missing", "hardware", "no port mlx5_3/1, which 3 of 4 nodes have"),
+        ({"cards": {3: {"board": "DEL0000000033"}}}, "board", "hardware",
+         "card of port mlx5_3/1: DEL0000000033, MT_0000000838 on 3 of 4 nodes"),
+        ({"cards": {3: {"firmware": "28.36.1010"}}}, "firmware", "hardware",
+         "firmware of MT_0000000838 on mlx5_3: 28.36.1010, 28.39.2048 on 31 of 32 cards"),
+        ({"peer_memory": PeerMemory(module="", why_no_dma_buf="kernel 5.4 is older than 5.12")}, "peer_memory",
+         "environment", "network cards cannot reach GPU memory: no module, and no DMA-BUF: kernel 5.4"),
+        ({"hcas": ("=mlx5_9",)}, "no_ports", "environment", "NCCL_IB_HCA==mlx5_9 selects none of the ports mlx5_0/1, "),
+        ({"adapters": Adapters(why_not="/sys/class/infiniband: No such file")}, "no_ports", "hardware",
+         "no InfiniBand or RoCE port: /sys/class/infiniband: No such file"),
+    ],
+    ids=["down", "slow", "missing", "board", "firmware", "peer memory", "choice", "none"],
+)  # fmt: skip
+def test_the_node_that_is_different_is_named(different: dict[str, Any], code: str, kind: str, words: str) -> None:
+    finding = only(found(fleet(odd={2: different})), on=2)
+    assert (finding.code, finding.kind) == (code, kind)
+    assert words in finding.found
+    assert finding.remedy
+
+
+def test_an_ethernet_port_without_an_address_in_an_infiniband_fabric_is_named_twice() -> None:
+    odd = {2: {"changed": {3: {"link_layer": "Ethernet"}}, "hcas": ("mlx5",)}}
+    findings = {finding.code: finding for finding in found(fleet(odd=odd)).of_node[2]}
+    assert set(findings) == {"link_layer", "roce_gid"}
+    assert findings["link_layer"].kind == "hardware"
+    assert findings["link_layer"].found == "link layer of port mlx5_3/1: Ethernet, InfiniBand on 3 of 4 nodes"
+
+
+def test_of_two_nodes_the_one_whose_port_is_down_or_slow_is_the_bad_one() -> None:
+    assert only(found(fleet(2, odd={1: {"changed": {0: DOWN}}})), on=1).code == "port_state"
+    slow = {0: {"rate_gbps": 100.0, "rate": "100 Gb/sec (1X NDR)"}}
+    assert only(found(fleet(2, odd={0: {"changed": slow}})), on=0).code == "port_rate"
+    assert only(found(fleet(2, odd={0: {"without": (7,)}})), on=0).code == "port_missing"
+
+
+def test_of_two_nodes_with_different_firmware_both_are_named_and_neither_is_blamed() -> None:
+    cards = {index: {"firmware": "28.36.1010"} for index in range(8)}
+    findings = decisive(found(fleet(2, odd={1: {"cards": cards}})))
+    assert sorted(findings) == [0, 1]
+    for [finding] in findings.values():
+        assert finding.code == "firmware"
+        assert finding.found.endswith("which is right cannot be told")
+
+
+def test_cards_of_different_boards_may_have_different_firmware() -> None:
+    cards = {7: {"board": "MT_0000000999", "firmware": "22.31.1014"}}
+    assert found(fleet(cards=cards)) == Findings(of_node={}, shared=())
+
+
+def test_a_port_that_is_down_everywhere_is_a_note_and_the_limit_decides() -> None:
+    findings = found(fleet(changed={7: DOWN}))
+    assert decisive(findings) == {}
+    assert [finding.code for finding in findings.of_node[0]] == ["port_inactive"]
+
+
+def test_a_port_that_no_subnet_manager_has_taken_in_says_so() -> None:
+    findings = found(fleet(2, odd={1: {"changed": {0: {"state": "INIT"}}}}))
+    assert "which no subnet manager has made Active" in findings.of_node[1][0].found
+
+
+def test_as_many_ports_under_other_names_are_a_note() -> None:
+    nodes = fleet(4)
+    renamed = tuple(
+        dataclasses.replace(
+            device,
+            name=f"mlx5_ib{index}",
+            ports=tuple(dataclasses.replace(one, device=f"mlx5_ib{index}") for one in device.ports),
+        )
+        for index, device in enumerate(nodes[3].adapters.devices)
+    )
+    nodes[3] = dataclasses.replace(nodes[3], adapters=Adapters(devices=renamed))
+    findings = found(nodes)
+    assert decisive(findings) == {}
+    assert {finding.code for finding in findings.of_node[3]} == {"port_missing"}
+
+
+def test_errors_since_the_driver_was_loaded_are_noted_with_their_counts() -> None:
+    changed = {5: {"counters": {"link_downed": 7, "symbol_error": 0, "port_rcv_errors": 2, "port_xmit_bytes": 10**12}}}
+    findings = found(fleet(odd={1: {"changed": changed}}))
+    [note] = findings.of_node[1]
+    assert (note.code, note.kind) == ("port_errors", "note")
+    assert note.found == "port mlx5_5/1 since its driver was loaded: link_downed 7, port_rcv_errors 2"
+
+
+@pytest.mark.parametrize(
+    ("gids", "index", "kind", "words"),
+    [
+        ((), None, "environment", "has no usable GID (its GIDs: none)"),
+        ((0,), None, "environment", "has no usable GID (its GIDs: 2: IB/RoCE v1)"),
+        ((0, 1), 9, "environment", "has no usable GID at NCCL_IB_GID_INDEX=9 (its GIDs: 2: IB/RoCE v1, 3: RoCE v2)"),
+        ((0, 1), 2, "note", "has a GID of IB/RoCE v1, which is not routed, at NCCL_IB_GID_INDEX=2"),
+    ],
+    ids=["none", "only v1", "wrong index", "index of v1"],
+)
+def test_a_roce_port_without_a_usable_address_is_named(
+    gids: tuple[int, ...], index: int | None, kind: str, words: str
+) -> None:
+    both = roce(0).gids
+    changed = {0: {"gids": tuple(both[position] for position in gids)}}
+    findings = found(fleet(2, odd={1: {"changed": changed}}, make=roce, gid_index=index))
+    some = [finding for finding in findings.of_node[1] if finding.found.startswith("port mlx5_0/1 ")]
+    assert [(finding.code, finding.kind) for finding in some] == [("roce_gid", kind)]
+    assert words in some[0].found
+
+
+def test_two_ways_to_gpu_memory_are_a_note() -> None:
+    other = PeerMemory(module="", why_no_dma_buf="")
+    findings = found(fleet(odd={3: {"peer_memory": other}}))
+    assert [(finding.code, finding.kind) for finding in findings.of_node[3]] == [("peer_memory_differs", "note")]
+    assert findings.of_node[3][0].found == f"way to GPU memory: DMA-BUF, {PEERMEM} on 3 of 4 nodes"
+
+
+def test_where_no_fabric_is_expected_everything_is_a_note() -> None:
+    odd = {1: {"changed": {0: DOWN}, "cards": {1: {"firmware": "1"}}}, 2: {"adapters": Adapters(why_not="none")}}
+    findings = found(fleet(odd=odd), expected=False)
+    assert decisive(findings) == {}
+    assert {"port_state", "firmware"} <= {finding.code for finding in findings.of_node[1]}
+    assert findings.shared == ()
+
+
+def test_one_rail_that_is_down_on_several_nodes_points_to_its_switch() -> None:
+    odd = {index: {"changed": {3: DOWN}} for index in (4, 5)}
+    findings = found(fleet(8, odd=odd))
+    assert findings.shared == (
+        "rail mlx5_3/1: faults on 2 of its 8 nodes (gpu-04, gpu-05)",
+        "leaf switch leaf-2: faults on 2 of its 2 nodes (gpu-04, gpu-05)",
+    )

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import doctest
+
+import pytest
+
+from pytest_gpucluster import rails
+from pytest_gpucluster.rails import PortFault, leaf_of, shared
+
+HOSTS = [f"gpu-{index:02d}" for index in range(12)]
+LEAVES = {host: "leaf-a" if index < 6 else "leaf-b" for index, host in enumerate(HOSTS)}
+
+
+def test_doctests_hold() -> None:
+    assert doctest.testmod(rails).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("address", "pattern", "leaf"),
+    [
+        ("core.s4.gpu-07", "switch.switch.node", "s4"),
+        ("s4.gpu-07", "switch.node", "s4"),
+        ("core.s4.gpu-07.example.org", "switch.switch.node", "s4"),
+        ("gpu-07", "node", ""),
+        ("gpu-07", "switch.node", ""),
+        ("", "", ""),
+    ],
+    ids=["tree", "one switch", "dots in the name", "no tree", "broken", "not under Slurm"],
+)
+def test_slurm_tells_the_leaf_switch_of_a_node(address: str, pattern: str, leaf: str) -> None:
+    variables = {"SLURM_TOPOLOGY_ADDR": address, "SLURM_TOPOLOGY_ADDR_PATTERN": pattern}
+    assert leaf_of({name: text for name, text in variables.items() if text}) == leaf
+
+
+def fault(host: str, rail: str = "mlx5_0/1") -> PortFault:
+    return PortFault(host=host, rail=rail, leaf=LEAVES[host])
+
+
+def test_single_faults_share_nothing() -> None:
+    assert shared([fault("gpu-00"), fault("gpu-07", "mlx5_3/1")], hosts=HOSTS, leaves=LEAVES) == []
+    assert shared([], hosts=[], leaves={}) == []
+
+
+def test_several_nodes_with_faults_on_one_rail_point_to_its_switch() -> None:
+    found = shared([fault("gpu-00"), fault("gpu-07"), fault("gpu-07", "mlx5_3/1")], hosts=HOSTS, leaves=LEAVES)
+    assert found == ["rail mlx5_0/1: faults on 2 of its 12 nodes (gpu-00, gpu-07)"]
+
+
+def test_several_nodes_of_one_leaf_switch_point_to_it() -> None:
+    faults = [fault("gpu-06", "mlx5_0/1"), fault("gpu-08", "mlx5_1/1"), fault("gpu-09", "mlx5_2/1")]
+    assert shared(faults, hosts=HOSTS, leaves=LEAVES) == [
+        "leaf switch leaf-b: faults on 3 of its 6 nodes (gpu-06, gpu-08, gpu-09)"
+    ]
+
+
+def test_many_nodes_are_counted_and_the_worst_comes_first() -> None:
+    faults = [fault(host) for host in HOSTS] + [fault("gpu-00", "mlx5_1/1"), fault("gpu-01", "mlx5_1/1")]
+    found = shared(faults, hosts=HOSTS, leaves={})
+    assert found[0].startswith("rail mlx5_0/1: faults on 12 of its 12 nodes (gpu-00, ")
+    assert "gpu-07 and 4 more)" in found[0]
+    assert found[1].startswith("rail mlx5_1/1: faults on 2")
+
+
+def test_two_faults_of_one_node_are_one_node() -> None:
+    assert shared([fault("gpu-00"), fault("gpu-00")], hosts=HOSTS, leaves=LEAVES) == []
