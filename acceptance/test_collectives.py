@@ -71,7 +71,7 @@ def test_collective(scope, collective, dtype, cluster, inventory, workload, tele
             )
             found[size] = result, window.summary()
     carried = cluster.carried_by(group)
-    for name, text in carried.properties().items():
+    for name, text in carried.properties(collective).items():
         record_property(f"nccl.{name}", text)
 
     name = f"nccl.{collective}"

@@ -3,22 +3,23 @@
 import pytest
 
 from pytest_gpucluster.affinity import place_of_gpu
-from pytest_gpucluster.benchmarks.host_link import measure_host_link
+from pytest_gpucluster.benchmarks.host_link import longest_seconds, measure_host_link
 from pytest_gpucluster.benchmarks.host_link_together import measure_host_links_together
 from pytest_gpucluster.host.local_memory import require_local
 from pytest_gpucluster.host.pcie_link import PcieLink
 
 BESIDE_SECONDS = 120.0  # taking, pinning and filling the memory
-VERIFYING = 12.0  # times as long as copying, where one core compares what a PCIe gen5 link has brought
+FASTEST_GB_PER_SECOND = 63.0  # PCIe gen5 x16, where no data sheet says more
 TURNS = 16  # GPUs of a node, at most, that are copied to one after the other; without a launcher nobody knows how many
 
 
 @pytest.fixture(autouse=True)
-def deadline(request, cluster, workload):
+def deadline(request, cluster, gpu, workload):
     """Give the copies the time that they may take, and what it takes to compare each of them."""
-    sampling = workload.host_link.sampling
-    times = VERIFYING + max(TURNS, cluster.local_world_size)
-    seconds = BESIDE_SECONDS + times * (sampling.warmup_seconds + sampling.at_most_seconds)
+    ranks = max(TURNS, cluster.local_world_size)
+    fastest = (gpu.peaks and gpu.peaks.host_gb_per_second) or FASTEST_GB_PER_SECOND
+    longest = longest_seconds(workload.host_link.sampling, ranks=ranks, gb_per_second=fastest)
+    seconds = BESIDE_SECONDS + longest
     request.node.add_marker(pytest.mark.deadline(seconds))
     cluster.allow(seconds)
 

@@ -42,7 +42,7 @@ def test_fabric_ports(board, cluster, fabric_sources, gpu, inventory, limits, me
     record_property("fabric.peer_memory", str(seen.mine.peer_memory))
     told = seen.mine.summary()
     measure("fabric.active_ports", len(seen.mine.active), unit="ports", telemetry=told, record_only=not expected)
-    rates = [port.rate_gbps or 0.0 for port in seen.mine.active]
     if expected or seen.anywhere:
-        measure("fabric.port_rate", min(rates, default=0.0), unit="Gb/s", record_only=not expected)
+        slowest = seen.mine.slowest_rate(cluster.local_world_size)
+        measure("fabric.port_rate", slowest, unit="Gb/s", record_only=not expected)
     require_nothing(seen.findings)

@@ -41,23 +41,23 @@ def all_links(request, cluster, gpu, inventory, limits, workload, telemetry, pro
         limit = limits.limit("link.ratio_to_median", sku=gpu.sku or "", **where, labels=as_text(labels))
         print(announced(rounds, predicted_seconds(rounds, asked.round_seconds), f"links, {scope}"))
         window = telemetry()
-        with cluster.using(group):
-            found = survey(
-                cluster.group,
-                group,
-                cluster.device,
-                places,
-                scope,
-                payload_bytes=int(parse(asked.size).to("B")),
-                round_seconds=asked.round_seconds,
-                repeats=asked.repeats,
-                below=None if limit is None else limit.min,
-                longest_seconds=most_seconds(rounds, asked),
-                progress=progress,
-                during=window,
-            )
+        found = survey(
+            cluster.group,
+            group,
+            cluster.device,
+            places,
+            scope,
+            payload_bytes=int(parse(asked.size).to("B")),
+            round_seconds=asked.round_seconds,
+            repeats=asked.repeats,
+            below=None if limit is None else limit.min,
+            longest_seconds=most_seconds(rounds, asked),
+            progress=progress,
+            during=window,
+            sweeping=lambda: cluster.using(group),
+        )
         carried = cluster.carried_by(group)
-        for name, told in carried.properties().items():
+        for name, told in carried.properties("send_recv").items():
             record_property(f"nccl.{name}", told)
         record_property("links.matrix", compact(found))
         if cluster.rank == 0:

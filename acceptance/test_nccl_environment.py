@@ -8,7 +8,7 @@ import pytest
 from pytest_gpucluster import infiniband, peer_memory
 from pytest_gpucluster.fabric_exchange import settings_of_all
 from pytest_gpucluster.hardware import promise_of
-from pytest_gpucluster.nccl_rules import judge
+from pytest_gpucluster.nccl_findings import judge
 from pytest_gpucluster.nccl_values import Place
 from pytest_gpucluster.surroundings.notice import require_nothing
 

@@ -139,6 +139,9 @@ def _reading() -> Iterator[str]:
         " now and then; they are told apart by how often each passes with others.",
         "What fails 1 of 8 times or less is often missed: three failures must come of it before it is accused. It is"
         " named as not confirmed if it showed at all, and the nodes that were in it are not cleared.",
+        "A pair that fails only now and then is hardly ever confirmed, for it looks like either of its ends. It stays"
+        " undecided. The other way round, a node that fails now and then may fail with the same partner so often that"
+        " the link between them is accused: that is the false accusation where there is one above.",
         "With two nodes, or with four of which three are bad, there is nobody left to compare with. Then nobody is"
         " accused.",
         "What a simulation cannot show: how real fabrics fail. Nobody measured here how far pairs scatter on one, or"

@@ -46,6 +46,9 @@ class Burning:
     def __init__(self, call_seconds: float) -> None:
         self._call_seconds = call_seconds
 
+    def find(self, uuid: str) -> Any:
+        return uuid
+
     def read(self, uuid: str, query: str) -> Any:
         end = time.thread_time() + self._call_seconds
         while self._call_seconds and time.thread_time() < end:

@@ -18,6 +18,7 @@ from pytest_gpucluster.counters import Changes, Counters, Sources
 from pytest_gpucluster.counters.snapshot import QUERIES
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
 from pytest_gpucluster.hardware import ANY_GPU, promise_of
+from pytest_gpucluster.infiniband import Adapters
 from pytest_gpucluster.metrics import Measurement
 from pytest_gpucluster.node_sampler import Link, NodeSampler, Window
 from pytest_gpucluster.telemetry import INTERVAL_SECONDS
@@ -52,6 +53,9 @@ class Place:
     sku: Callable[[], str | None]
     """The kind of GPU, which says what must be told of it."""
     interval_seconds: Callable[[], float] = lambda: INTERVAL_SECONDS
+    looks_at_ports: bool = True
+    """Of local workers each is a world of its own, and the first rank of its node: one of them looks at the node's
+    ports, so that a link that goes down is one failure and not one of each GPU."""
 
     @property
     def me(self) -> Who:
@@ -89,6 +93,11 @@ class Accompaniment:
 
     def window(self) -> Window:
         """Return a window on this rank's GPU, not yet open."""
+        if self._link is not None and self._link.is_unseen and self._process is None:
+            # Slurm's --gpus-per-task shows each rank its own GPU only, NVML's too: then each has a sampler of its own.
+            self.told(self.start())
+            self._link.close()
+            self._link = None
         if self._link is None:
             gpu = self._place.me["gpu"] if self._place is not None else None
             interval = self._place.interval_seconds() if self._place is not None else INTERVAL_SECONDS
@@ -111,6 +120,8 @@ class Accompaniment:
     def _my_sources(self) -> Sources | None:
         if self._sources is None and self._place is not None:
             self._sources = sources_of(self._place.node, self._place.rank)
+            if not self._place.looks_at_ports:
+                self._sources = replace(self._sources, adapters=Adapters)
         return self._sources
 
     def _required(self) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpucluster.agreement.release import Releaser
 from pytest_gpucluster.agreement.release.gloo import SocketReleaser
 from pytest_gpucluster.agreement.release.nccl import NcclReleaser
-from pytest_gpucluster.errors import CommunicationError
+from pytest_gpucluster.errors import CommunicationError, EnvironmentBroken
 from pytest_gpucluster.launch import RankFacts
 from pytest_gpucluster.nccl_choice import Agreed, agreed
 from pytest_gpucluster.nccl_log import NcclLog
@@ -188,9 +188,17 @@ class Cluster:
 
         Raises:
             ValueError: this rank is none of them.
+            EnvironmentBroken: a group that was thrown away is still there.
         """
+        import torch.distributed as dist
+
         if self._group is not None:
             raise RuntimeError("throw the groups of all ranks away before making one among some of them")
+        if dist.is_initialized():
+            raise EnvironmentBroken(
+                f"rank {self.rank} on {self.hostname}: its last process group was thrown away and is still there, so "
+                "that no other one can be made: to abort it has failed, or takes too long"
+            )
         nodes = sorted({self.hosts[rank] for rank in ranks})
         facts = replace(
             self._facts,

@@ -141,11 +141,11 @@ class SettingsSeen:
             found.append(
                 Finding(
                     code="differs",
-                    kind="note" if one.is_per_rank else "environment",
+                    kind="note" if one.is_meant else "environment",
                     gpu=Identity(host=hosts[odd[0]]),
                     found=f"{one} ({places})",
                     allowed="one value on all ranks"
-                    + (", or one for each local rank on all nodes" if one.is_per_rank else ""),
+                    + (", or one for each local rank, or each node, where that is meant" if one.is_meant else ""),
                     remedy="compare the shells' start files, /etc/nccl.conf and images of the hosts, and look at how "
                     "the launcher passes the environment on",
                 )
@@ -190,9 +190,10 @@ def settings_of_all(
     told = board.read("settings", ranks, within_seconds=within_seconds)
     of_rank = {one: tuple(Setting.from_json(setting) for setting in told[one]) for one in ranks if one in told}
     local = {int(who["rank"]): int(who["local_rank"]) for who in inventory}
+    nodes = {int(who["rank"]): int(who["node_rank"]) for who in inventory}
     return SettingsSeen(
         of_rank=of_rank,
-        differences=tuple(differences({one: effective(some) for one, some in of_rank.items()}, local)),
+        differences=tuple(differences({one: effective(some) for one, some in of_rank.items()}, local, nodes)),
         silent=tuple(one for one in ranks if one not in told),
     )
 

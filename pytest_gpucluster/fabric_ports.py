@@ -61,6 +61,15 @@ class NodePorts:
         """Those of them that carry data."""
         return tuple(port for port in self.used if port.is_active)
 
+    def slowest_rate(self, gpus: int) -> float:
+        """Return the rate of the slowest of as many active ports as there are GPUs, the fastest ones first, in Gb/s.
+
+        So a slower card for storage beside a fabric of RoCE does not count, and a port of the fabric that is slow does:
+        then there are not enough fast ones. 0 where no port is active.
+        """
+        fastest = sorted((port.rate_gbps or 0.0 for port in self.active), reverse=True)[:gpus]
+        return min(fastest, default=0.0)
+
     def device_of(self, port: Port) -> Device:
         """Return the HCA of a port."""
         return next(device for device in self.adapters.devices if device.name == port.device)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,7 +20,7 @@ import pytest
 from pytest_gpucluster import isolation_told
 from pytest_gpucluster.agreement.ending import Ending
 from pytest_gpucluster.agreement.release.python import Released
-from pytest_gpucluster.cause import connection_cut, text_of
+from pytest_gpucluster.cause import communication_failed, connection_cut, gpu_died, kind_of, text_of
 from pytest_gpucluster.errors import EnvironmentBroken, LaunchError, WrongResult
 from pytest_gpucluster.units import parse
 from pytest_gpucluster.wording import first_line
@@ -38,6 +40,9 @@ EXCLUDE = "exclude.txt"
 """In the run's folder: the nodes to leave out of the next jobs."""
 
 _DTYPE = "fp32"
+_OUT_OF_MEMORY = re.compile("out of memory", re.IGNORECASE)
+"""Of CUDA, and of NCCL, which has no exception of its own for it. Source: cudaGetErrorString of
+cudaErrorMemoryAllocation."""
 Groups = Sequence[Sequence[int]]
 """Ranks of each group that is probed in a round; no rank is in two of them."""
 
@@ -51,27 +56,31 @@ class Isolator:
         self._found: Isolated | None = None
         """What the last search has found, on rank 0; and after which test that was."""
         self._after = ""
+        self._untold: _Search | None = None
+        """The search that no test's record has yet. Rank 0."""
+        self._probed: Cluster | None = None
+        """Whose group is still there, because others may not have left it."""
 
     def why_not(self) -> str | None:
         """Return why there is no search after a failure, or None if there is one. Rank 0 decides."""
         run = self._run
         if run.workload is None:
             return "the suite has no workloads.yaml, which says how long to search"
+        if len(set(Counter(run.node_of().values()).values())) > 1:
+            return "the nodes have different numbers of ranks, so that groups of them cannot be held beside each other"
         if self._found is not None and self._found.culprits:
             return f"it was done after {self._after}, with a result"
         if self._spent_seconds >= run.workload.isolation.budget_seconds:
             return f"the time for it is spent (isolation.budget, {run.workload.isolation.budget_seconds:g} s)"
         return None
 
-    def search(self, item: pytest.Item, record: TestRecord, shown: MergedRepr | None) -> None:
-        """Probe groups until it is known who is to blame, or the time is up; rank 0 tells it.
+    def search(self, item: pytest.Item) -> None:
+        """Probe groups until it is known who is to blame, or the time is up.
 
         Collective: every rank must call this, after the groups of all ranks were thrown away.
 
         Args:
             item: the test that has failed.
-            record: rank 0: where it goes on record.
-            shown: rank 0: what the terminal shows of the failure.
         """
         run = self._run
         assert run.workload is not None
@@ -80,30 +89,59 @@ class Isolator:
         plan = None
         if run.rank == 0:
             plan = _Plan(run, seconds=run.workload.isolation.budget_seconds - self._spent_seconds)
+        try:
+            self._probe_all(item, plan)
+        finally:  # what an interruption ends has found something, too
+            seconds = time.monotonic() - begin
+            self._spent_seconds += seconds
+            if plan is not None:
+                if run.watch is not None and run.watch.ending is not None:
+                    plan.cut_short = first_line(run.watch.ending.message)
+                self._found, self._after = plan.isolated(), item.nodeid
+                excluded = self._exclude(plan)
+                self._untold = _Search(plan=plan, seconds=seconds, excluded=excluded)
+                self._say(self._headline(plan) + (f"; leave out of the next jobs: {excluded}" if excluded else ""))
+
+    def _probe_all(self, item: pytest.Item, plan: _Plan | None) -> None:
         groups: Groups = ()
         number = 0
         while True:
-            body = self._probe(item, number, groups)
-            verdict = self._exchange(body, plan)
+            try:
+                body = self._probe(item, number, groups)
+                verdict = self._exchange(body, plan)
+            finally:
+                self._let_go()
             if verdict is None:
-                break
+                return
             groups = verdict["groups"]
             if not groups:
-                break
+                return
             number += 1
-        seconds = time.monotonic() - begin
-        self._spent_seconds += seconds
-        if plan is not None:
-            self._found, self._after = plan.isolated(), item.nodeid
-            self._tell(plan, record, shown, seconds)
 
-    def _tell(self, plan: _Plan, record: TestRecord, shown: MergedRepr | None, seconds: float) -> None:
+    def tell(self, record: TestRecord, shown: MergedRepr | None) -> None:
+        """Put what the last search has found on the record of the test that it followed, once. Rank 0.
+
+        Args:
+            record: of that test, which knows by now how it has ended.
+            shown: what the terminal shows of the failure.
+        """
+        if self._untold is None:
+            return
+        search, self._untold = self._untold, None
         assert self._found is not None
-        found, names = self._found, plan.names
-        headline = isolation_told.headline(found, names.__getitem__)
-        text = isolation_told.text(found, names.__getitem__, seconds=seconds)
-        record.isolation = isolation_told.to_json(found, names, seconds=seconds)
-        record.message = first_line(f"{headline}; {record.message}")
+        found, plan, seconds = self._found, search.plan, search.seconds
+        names = plan.names
+        headline = self._headline(plan)
+        record.isolation = isolation_told.to_json(found, names, seconds=seconds, cut_short=plan.cut_short)
+        if search.excluded:
+            record.properties.append(("exclude", search.excluded))
+        if record.between_attempts:  # it is run again: what was found is told of the attempt before
+            record.properties.append(("isolation", headline))
+            return
+        text = isolation_told.text(found, names.__getitem__, seconds=seconds, cut_short=plan.cut_short)
+        # Where nobody was found, the failure itself tells more.
+        parts = (headline, record.message) if found.culprits else (record.message, headline)
+        record.message = first_line("; ".join(part for part in parts if part))
         record.text = f"{record.text}\n\n{text}"
         for culprit in found.culprits:
             record.culprits |= {rank for unit in culprit.units for rank in plan.ranks[unit]}
@@ -113,10 +151,13 @@ class Isolator:
             self._show_as_failure(record.test.nodeid)
         if shown is not None:
             shown.explain(record.message, text)
-        self._say(headline + self._exclude(plan, record))
 
-    def _exclude(self, plan: _Plan, record: TestRecord) -> str:
-        """Write exclude.txt beside the journal; return what the operator should hear of that."""
+    def _headline(self, plan: _Plan) -> str:
+        assert self._found is not None
+        return isolation_told.headline(self._found, plan.names.__getitem__, cut_short=plan.cut_short)
+
+    def _exclude(self, plan: _Plan) -> str:
+        """Write exclude.txt beside the journal, if there are culprits; return where it is, or why it is not there."""
         from pytest_gpucluster.isolation.exclude import exclude_text
 
         assert self._found is not None
@@ -128,10 +169,8 @@ class Isolator:
                 exclude_text(self._found, host=plan.hosts.__getitem__, name=plan.names.__getitem__), encoding="utf-8"
             )
         except (OSError, LaunchError) as error:
-            record.properties.append(("exclude", f"not written: {error}"))
-            return f"; {EXCLUDE} could not be written: {error}"
-        record.properties.append(("exclude", str(path)))
-        return f"; leave out of the next jobs: {path}"
+            return f"{EXCLUDE} could not be written: {error}"
+        return str(path)
 
     def _show_as_failure(self, nodeid: str) -> None:
         """Let the terminal's summary count the test among the failures, and not among the errors."""
@@ -160,25 +199,34 @@ class Isolator:
         mine = next((group for group in groups if run.rank in group), None)
         phase = run.watch.enter(label, seconds)
         seen: Mapping[str, Any] = {}
-        cluster: Cluster | None = None
         try:
-            if mine is not None:
-                cluster = run.cluster.among(mine, name=f"isolation/{phase}/{mine[0]}", deadline_seconds=seconds)
-                seen = self._measured(cluster)
+            try:
+                if mine is not None:
+                    self._probed = run.cluster.among(
+                        mine, name=f"isolation/{phase}/{mine[0]}", deadline_seconds=seconds
+                    )
+                    seen = self._measured(self._probed)
+            finally:
+                run.watch.leave()
         except (KeyboardInterrupt, pytest.exit.Exception):
             raise
         except (Exception, Released) as error:  # whatever a broken fabric raises is what is looked for
-            kind = "wrong" if isinstance(error, WrongResult) else "cut" if connection_cut(error) else "failure"
+            run.watch.leave()  # a release may have struck in the middle of leaving
             text = _in_the_world(text_of(error), mine or ())
-            seen = {kind: first_line(f"{run.names.get(run.rank, run.rank)}: {text}")}
-        finally:
-            run.watch.leave()
-        if cluster is not None:  # not before: a release must not strike in the middle of it
-            cluster.discard(epoch=0)
+            seen = {_kind(error): first_line(f"{run.names.get(run.rank, run.rank)}: {text}")}
         released = run.watch.released(phase)
-        if released is not None and "wrong" not in seen:
+        if released is not None and not seen.keys() & {"wrong", "unfit"}:
             seen = {"failure": first_line(released)}
+        if not seen.keys() & {"busbw", "wrong"}:
+            self._let_go()  # whoever waits for this rank in its group need not wait any longer
         return seen
+
+    def _let_go(self) -> None:
+        """Throw the group of the last probe away. With NCCL that aborts it, which would cut off whoever is still in it:
+        so where nothing has gone wrong, all ranks must have left it. And no release may strike in the middle of it."""
+        probed, self._probed = self._probed, None
+        if probed is not None:
+            probed.discard(epoch=0)
 
     def _measured(self, cluster: Cluster) -> Mapping[str, Any]:
         from pytest_gpucluster.benchmarks.collectives import all_reduce
@@ -233,6 +281,18 @@ def _in_the_world(text: str, ranks: Sequence[int]) -> str:
     return re.sub(r"\brank (\d+)\b", known, text)
 
 
+def _kind(error: BaseException) -> str:
+    """Return what an exception in a probe says: "wrong" data; a "failure" of the fabric; a connection that was "cut",
+    because a peer has ended; or that this rank is "unfit" for a probe, which is no fault of GPUs, nodes or links."""
+    if isinstance(error, WrongResult):
+        return "wrong"
+    if _OUT_OF_MEMORY.search(text_of(error)):
+        return "unfit"
+    if communication_failed(error):
+        return "cut" if connection_cut(error) else "failure"
+    return "unfit" if kind_of(error, "call") == "error" and not gpu_died(error) else "failure"
+
+
 class _Plan:
     """Rank 0's side of a search: units and their ranks, what was probed, what is next."""
 
@@ -257,15 +317,27 @@ class _Plan:
             alone=all(len(ranks) > 1 for ranks in self.ranks.values()),
         )
         self._round: tuple[tuple[int, ...], ...] = ()
-        self._out_of_time = False
+        self.cut_short = ""
+        """Why the search ends before the planner is through; nothing if it does not."""
 
     def decide(self, bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
         """Take what the ranks saw in the last round, and say which groups of ranks are next; none: it is over."""
-        if self._round:
+        self.cut_short = self._why_not_taken(bodies)
+        if not self.cut_short and self._round:
             self._planner.take([self._outcome(members, bodies) for members in self._round])
-        self._out_of_time = time.monotonic() >= self._until
-        self._round = () if self._out_of_time else self._planner.next_round() or ()
+        self._round = () if self.cut_short else self._planner.next_round() or ()
+        if self._round and time.monotonic() >= self._until:
+            self._round, self.cut_short = (), "the time for it is up (isolation.budget)"
         return {"groups": [self._ranks_of(members) for members in self._round]}
+
+    def _why_not_taken(self, bodies: Mapping[int, Mapping[str, Any]]) -> str:
+        """Return why nothing follows from a round for anybody's guilt, and no further round can be probed."""
+        assert self._run.watch is not None
+        if self._run.watch.ending is not None:  # it has cut off whoever was in a probe
+            return first_line(self._run.watch.ending.message)
+        # Told by the watcher in its place, as after any phase: it is gone, or cannot be released.
+        gone = next((f"{self._run.names[rank]}: {body.get('msg')}" for rank, body in bodies.items() if "o" in body), "")
+        return gone or next((str(body["unfit"]) for body in bodies.values() if "unfit" in body), "")
 
     @property
     def hosts(self) -> dict[int, str]:
@@ -301,8 +373,8 @@ class _Plan:
         rates = [one.get("busbw") for one in seen]
         known = [rate for rate in rates if rate is not None]
         failure = first("failure") or first("cut")  # whose peer was gone knows least of why
-        if not failure and not first("wrong") and not known:
-            failure = "nothing was heard of its ranks" if len(seen) > 1 else "one rank alone has no link to measure"
+        if not failure and not first("wrong") and len(known) < len(seen):
+            failure = "some of its ranks have no value" if len(seen) > 1 else "one rank alone has no link to measure"
         return Outcome(
             members=members,
             busbw=min(known) if len(known) == len(seen) else None,
@@ -316,8 +388,17 @@ class _Plan:
         sku = run.sku(run.gpu_name())
         if sku is None:
             return None
-        ranks = units * max(len(ranks) for ranks in self.ranks.values())
+        ranks = units * len(next(iter(self.ranks.values())))  # all have as many
         labels = {"size": run.workload.isolation.size, "dtype": _DTYPE, "world_size": str(ranks)}
         labels["nnodes"] = str(units if self.by_nodes else 1)
         limit = run.limits.limit(METRIC, sku=sku, world_size=ranks, nnodes=int(labels["nnodes"]), labels=labels)
         return None if limit is None else limit.min
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Search:
+    """A search that is over. ``excluded``: where exclude.txt is, or why it is not."""
+
+    plan: _Plan
+    seconds: float
+    excluded: str

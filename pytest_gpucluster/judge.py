@@ -129,7 +129,7 @@ def _judge_group(metric: Metric, group: Sequence[tuple[int, Measurement]], court
     ratios = {} if problems else _ratios(metric, of)
     advice = ""
     if bounds is not None:
-        problems += ((problem, None) for problem in _undecided(bounds, labels, ratios))
+        problems += ((problem, None) for problem in _undecided(bounds, labels, ratios, of))
     elif not recorded:
         problem, advice = missing_limit(
             metric, labels, known, limits=court.limits, sku=court.sku, gpu_name=court.gpu_name
@@ -201,11 +201,17 @@ def _ratios(metric: Metric, of: Mapping[int, Measurement]) -> dict[int, float]:
     return straggler_ratios({rank: measured.value for rank, measured in of.items()}, metric.better)
 
 
-def _undecided(limit: Limit, labels: Mapping[str, str], ratios: Mapping[int, float]) -> Iterable[str]:
+def _undecided(
+    limit: Limit, labels: Mapping[str, str], ratios: Mapping[int, float], of: Mapping[int, Measurement]
+) -> Iterable[str]:
     """Yield what a limit demands and nobody can tell."""
     if limit.expect_transport is not None and "transport" not in labels:
         expected = " or ".join(limit.expect_transport)
-        yield f"no label says which transport carries it, and the limit expects {expected} ({limit.origin})"
+        why = next((str(told) for one in of.values() if (told := one.telemetry.get("transport"))), "")
+        yield (
+            f"no label says which transport carries it, and the limit expects {expected} ({limit.origin})"
+            + (f": {why}" if why else "")
+        )
     if limit.min is None and limit.max is None and not ratios:
         yield (
             "the limit is only a ratio to the other ranks, and there is no other rank to stand beside; add a min or max"

@@ -10,7 +10,7 @@ import errno
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,6 +76,24 @@ def read(*, kmsg: Path = KMSG, commands: Sequence[Sequence[str]] = COMMANDS) -> 
         except (OSError, subprocess.SubprocessError) as error:
             refused.append(f"{command[0]}: {_why(error)}")
     return KernelLog(why_not="; ".join(refused))
+
+
+class Reader:
+    """Reads the log as often as it is called. Where it was refused once, nobody is asked again: the right to read it
+    does not come back, and a command that ends without it may take seconds."""
+
+    def __init__(self, read: Callable[[], KernelLog] = read) -> None:
+        self._read = read
+        self._refused: KernelLog | None = None
+
+    def __call__(self) -> KernelLog:
+        """Return what the log says now, or why it cannot be read."""
+        if self._refused is not None:
+            return self._refused
+        log = self._read()
+        if log.why_not:
+            self._refused = log
+        return log
 
 
 def parse(lines: Iterable[str]) -> tuple[Xid, ...]:

@@ -93,7 +93,7 @@ def detect(environ: Mapping[str, str], hostname: str) -> RankFacts:
         return _torchrun(environ, hostname)
     if "OMPI_COMM_WORLD_SIZE" in environ:
         return _openmpi(environ, hostname)
-    if _in_step(environ) and environ["SLURM_STEP_NUM_TASKS"] != "1":
+    if in_step(environ) and environ["SLURM_STEP_NUM_TASKS"] != "1":
         return _slurm(environ, hostname)
     if "JOB_COMPLETION_INDEX" in environ:
         return _kubernetes(environ, hostname)
@@ -191,7 +191,7 @@ def _openmpi(environ: Mapping[str, str], hostname: str) -> RankFacts:
     return facts
 
 
-def _in_step(environ: Mapping[str, str]) -> bool:
+def in_step(environ: Mapping[str, str]) -> bool:
     """Tell a step that srun started from a batch script and from Slurm's own interactive step."""
     step = environ.get("SLURM_STEP_ID", "")
     special = step.isdecimal() and int(step) >= _FIRST_SPECIAL_STEP
@@ -357,7 +357,7 @@ def _allocation(environ: Mapping[str, str]) -> Allocation:
     if "SLURM_JOB_ID" in environ:
         if "SLURM_HET_SIZE" in environ:
             return Allocation(name="slurm")
-        nnodes = "SLURM_STEP_NUM_NODES" if _in_step(environ) else "SLURM_JOB_NUM_NODES"
+        nnodes = "SLURM_STEP_NUM_NODES" if in_step(environ) else "SLURM_JOB_NUM_NODES"
         gpus_per_node = _count(environ.get("SLURM_GPUS_PER_NODE", ""))
         gpus, nodes = _count(environ.get("SLURM_GPUS", "")), _count(environ.get("SLURM_JOB_NUM_NODES", ""))
         if gpus_per_node is None and gpus and nodes and gpus % nodes == 0:

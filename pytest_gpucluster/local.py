@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
+from pytest_gpucluster import left_behind
 from pytest_gpucluster.agreement import collection
 from pytest_gpucluster.agreement.merge import Merged, RankOutcome, merge
 from pytest_gpucluster.errors import LaunchError
 from pytest_gpucluster.failure import MergedRepr, line_of, skip_reason
 from pytest_gpucluster.judging import judge_merged
+from pytest_gpucluster.left_behind import LeftBehind
 from pytest_gpucluster.markers import criterion_of
+from pytest_gpucluster.metrics import Measurement
 from pytest_gpucluster.opening import Opening
 from pytest_gpucluster.phase import Phases
 from pytest_gpucluster.record import TestName, TestRecord, unique
 from pytest_gpucluster.run import Run
+from pytest_gpucluster.run_directory import ARTIFACTS
 from pytest_gpucluster.selection import is_selection, only_lists
 from pytest_gpucluster.session import Session, last_error, take_junit
 from pytest_gpucluster.wording import first_line
@@ -59,7 +64,7 @@ class Worker(Session):
 
     def __init__(self, config: pytest.Config, run: Run) -> None:
         super().__init__(config, run)
-        self._phases = Phases(run, judges=False)
+        self._phases = Phases(run, judges=False, keep=self._leave_behind)
         self._has_told = False
 
     def look_over(self, session: pytest.Session) -> None:
@@ -93,6 +98,22 @@ class Worker(Session):
                 },
             )
         )
+
+    def _leave_behind(self, item: pytest.Item, message: str, measured: Sequence[Measurement]) -> None:
+        """Keep what an interrupted body has measured where the controller looks for it: no report is sent any more."""
+        place = self._run.place
+        if place is None or not place.directory or not measured:
+            return
+        outcome = RankOutcome(
+            rank=place.index,
+            outcome="error",
+            message=message,
+            text=message,
+            measurements=[each.to_json() for each in measured],
+        )
+        left = LeftBehind(nodeid=item.nodeid, outcome=outcome, properties=list(item.user_properties))
+        with suppress(OSError):  # then nothing is known of this worker, which is no pass, and Ctrl-C goes on
+            left.write(self._run.artifacts_directory())
 
     def show(self, report: pytest.TestReport) -> None:
         """Say nothing: the controller does."""
@@ -133,6 +154,8 @@ class Controller:
         self._cannot_collect: str | None = None
         self._cannot_run: str | None = None
         self._finished = False
+        self._is_interrupted = False
+        self._to_finish: pytest.Session | None = None
         self._sampler: Mapping[str, Any] = {}
         """How the workers reach the sampler of this node; nothing on cpu."""
         self._workload_rank = 0
@@ -386,14 +409,29 @@ class Controller:
 
     # ---- the end ---------------------------------------------------------------------------------------------
 
+    def interrupted(self) -> None:
+        """Note that the operator has ended the run."""
+        self._is_interrupted = True
+
     def finish(self, session: pytest.Session) -> None:
+        """Close the record, after Ctrl-C only once the workers have ended: until then they leave what they have."""
+        self._to_finish = session
+        if not self._is_interrupted:
+            self._finish()
+
+    def _finish(self) -> None:
         """Close the record: a test that did not come from every worker is an error."""
-        if self._finished or self._run.recorder is None:
+        session = self._to_finish
+        if session is None or self._finished or self._run.recorder is None:
             return
         self._finished = True
+        cut_short = self._take_left_behind() if self._is_interrupted else set()
         stopped = int(session.exitstatus) == pytest.ExitCode.INTERRUPTED
         for parts in self._tests.values():
             if parts.merged:
+                continue
+            if stopped and parts.record.test.nodeid in cut_short:
+                self._merge(parts, None)
                 continue
             if stopped and not any(outcome.outcome in _BAD for outcome in parts.outcomes.values()):
                 self._leave_out(parts)
@@ -405,7 +443,28 @@ class Controller:
         alike = len(self._collections) == self._workers and len(set(map(tuple, self._collections.values()))) == 1
         why = self._cannot_collect if alike and not self._tests else None
         refused = self._cannot_run if not self._tests else None
-        session.exitstatus = self._run.finish_for_workers(int(session.exitstatus), why=why, refused=refused)
+        session.exitstatus = self._run.finish_for_workers(
+            int(session.exitstatus), why=why, refused=refused, cut_short=cut_short
+        )
+
+    def _take_left_behind(self) -> set[str]:
+        """Take what interrupted workers have left of the tests that they were in; return these tests."""
+        assert self._run.directory is not None
+        cut_short = set()
+        for left in left_behind.found(self._run.directory / ARTIFACTS):
+            parts = self._tests.get(left.nodeid)
+            if parts is not None and not parts.merged and left.outcome.rank not in parts.ended:
+                parts.outcomes[left.outcome.rank] = left.outcome
+                parts.ended.add(left.outcome.rank)
+                parts.record.properties = unique([*left.properties, *parts.record.properties])
+                cut_short.add(left.nodeid)
+        for nodeid in cut_short:
+            parts = self._tests[nodeid]
+            for rank in set(range(self._workers)) - parts.ended - set(self._lost):
+                text = f"interrupted on {self._run.names[rank]}, which has left no measurements"
+                parts.outcomes[rank] = RankOutcome(rank=rank, outcome="error", message=text, text=text)
+                parts.ended.add(rank)
+        return cut_short
 
     def _leave_out(self, parts: _Parts) -> None:
         """Put on record that a test did not come to its end on every worker, because the run was stopped."""
@@ -417,6 +476,7 @@ class Controller:
 
     def last_words(self, session: pytest.Session) -> None:
         """Print the verdict under everything else."""
+        self._finish()
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
         if self._run.verdict is None or reporter is None or not self._finished:
             return
@@ -428,6 +488,7 @@ class Controller:
 
     def close(self) -> None:
         """End what was started for the workers."""
+        self._finish()  # Ctrl-C again, while the workers were ending
         self._run.accompaniment.close()
 
 

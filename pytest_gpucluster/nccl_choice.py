@@ -41,6 +41,20 @@ _RANKS = re.compile(r"comm 0x[0-9a-f]+ rank \d+ nranks (?P<ranks>\d+) .*Init COM
 _ALGORITHMS = ("Tree", "Ring", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree", "PAT")
 _PROTOCOLS = ("LL", "LL128", "Simple")
 
+_IN_LOG: Mapping[str, str] = {
+    "all_reduce": "AllReduce",
+    "all_gather": "AllGather",
+    "reduce_scatter": "ReduceScatter",
+    "all_to_all": "AlltoAll",
+    "broadcast": "Broadcast",
+}
+"""What a line about an algorithm calls a collective. Source: NCCL, src/collectives.cc, ncclFuncToString."""
+_UNNAMED = ""
+"""In older versions such a line does not say of which collective it is."""
+_SENT_PIECEWISE = ("all_to_all", "send_recv")
+"""What is made of single sends and receives, for which no algorithm is chosen: source: NCCL user guide,
+"Point-to-point communication"."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
@@ -49,7 +63,8 @@ class Choice:
     Attributes:
         transports: every transport that a connection of this rank uses.
         connections: how often each kind of connection occurs, in NCCL's words without the device's number.
-        algorithms: payload in bytes -> "Ring LL128" and the like. On the first rank of a group only.
+        algorithms: collective as the log calls it, "" where it does not -> payload in bytes -> "Ring LL128" and the
+            like. On the first rank of a group only.
         nvls: "used", "available", "not available", or "" where nothing is said.
         network: what NCCL uses between nodes, whether or not this group needs it.
         version: of NCCL.
@@ -60,7 +75,7 @@ class Choice:
 
     transports: tuple[str, ...] = ()
     connections: Mapping[str, int] = field(default_factory=dict)
-    algorithms: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    algorithms: Mapping[str, Mapping[int, tuple[str, ...]]] = field(default_factory=dict)
     nvls: str = ""
     network: str = ""
     version: str = ""
@@ -114,31 +129,38 @@ class Agreed:
         return f"GPUDirect RDMA is off on {without} of {over} connections" + (f": {why}" if why else "")
 
     def beside(self, telemetry: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a measurement's telemetry with ``why`` in it, as "transport": a miss is told with it."""
-        return {**telemetry, **({"transport": self.why} if self.why else {})}
+        """Return a measurement's telemetry with ``why``, or why nothing is known, as "transport": a miss is told so."""
+        why = self.why if self.transport is not None else f"transport not known: {self.unknown}"
+        return {**telemetry, **({"transport": why} if why else {})}
 
     @property
     def labels(self) -> dict[str, str]:
         """The label of a measurement; empty where the transport is not known, which no expectation accepts."""
         return {} if self.transport is None else {"transport": self.transport}
 
-    def properties(self) -> dict[str, str]:
-        """Return what goes on record beside the measurements, as text."""
+    def properties(self, collective: str = "all_reduce") -> dict[str, str]:
+        """Return what goes on record beside the measurements, as text. The algorithms are those of a collective."""
         told = {"transport": self.transport or f"not known: {self.unknown}", "why": self.why}
         connections: dict[str, int] = {}
         algorithms: dict[int, dict[str, None]] = {}
         for one in self.choices:
             for kind, count in one.connections.items():
                 connections[kind] = connections.get(kind, 0) + count
-            for size, names in one.algorithms.items():
-                algorithms.setdefault(size, {}).update(dict.fromkeys(names))
+            for name in dict.fromkeys((_IN_LOG.get(collective), _UNNAMED)):
+                if name is None or (name == _UNNAMED and collective in _SENT_PIECEWISE):
+                    continue
+                for size, names in one.algorithms.get(name, {}).items():
+                    algorithms.setdefault(size, {}).update(dict.fromkeys(names))
         told["connections"] = ", ".join(f"{count} {kind}" for kind, count in sorted(connections.items()))
         told["algorithms"] = "; ".join(f"{size} B: {' and '.join(algorithms[size])}" for size in sorted(algorithms))
         told["nvls"] = " and ".join(sorted({one.nvls for one in self.choices if one.nvls}))
         told["network"] = " and ".join(sorted({one.network for one in self.choices if one.network}))
         told["version"] = " and ".join(sorted({one.version for one in self.choices if one.version}))
         if self.choices and not algorithms and self.transport not in ("gloo", "none"):
-            told["algorithms"] = "not known: NCCL's log does not say"
+            piecewise = collective in _SENT_PIECEWISE
+            told["algorithms"] = (
+                "none: single sends and receives" if piecewise else "not known: NCCL's log does not say"
+            )
         return {name: text for name, text in told.items() if text}
 
 
@@ -149,7 +171,7 @@ def choice(lines: Iterable[str]) -> Choice:
     ('NET/IB',)
     """
     connections: dict[str, int] = {}
-    algorithms: dict[int, dict[str, None]] = {}
+    algorithms: dict[str, dict[int, dict[str, None]]] = {}
     nvls = network = version = ""
     ranks: dict[int, None] = {}
     told: set[str] = set()
@@ -164,8 +186,8 @@ def choice(lines: Iterable[str]) -> Choice:
             kind = _kind(hop["via"].strip())
             connections[kind] = connections.get(kind, 0) + 1
         elif chosen := _CHOSEN.search(line):
-            if chosen["collective"] in (None, "AllReduce"):
-                algorithms.setdefault(int(chosen["size"]), {})[_algorithm(chosen)] = None
+            of_collective = algorithms.setdefault(chosen["collective"] or _UNNAMED, {})
+            of_collective.setdefault(int(chosen["size"]), {})[_algorithm(chosen)] = None
         elif _NVLS.search(line):
             nvls = "used"
         elif support := _NVLS_SUPPORT.search(line):
@@ -180,7 +202,10 @@ def choice(lines: Iterable[str]) -> Choice:
     return Choice(
         transports=tuple(sorted(transports, key=lambda name: (_distance(name), name))),
         connections=connections,
-        algorithms={size: tuple(names) for size, names in algorithms.items()},
+        algorithms={
+            collective: {size: tuple(names) for size, names in sizes.items()}
+            for collective, sizes in algorithms.items()
+        },
         nvls=nvls,
         network=network,
         version=version,

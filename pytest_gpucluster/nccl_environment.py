@@ -26,6 +26,8 @@ SYSTEM_FILE = Path("/etc/nccl.conf")
 USER_FILE = ".nccl.conf"
 OF_A_RANK = ("NCCL_IB_HCA", "UCX_NET_DEVICES", "OMP_NUM_THREADS")
 """What a launcher may set for each rank of a node anew, so that each uses the card beside its GPU."""
+OF_A_NODE = ("NCCL_SOCKET_IFNAME",)
+"""What may be set for each node anew: the same network has another interface's name on another kind of host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +57,14 @@ class Setting:
 class Difference:
     """A variable that is not the same on all ranks.
 
-    ``by_value``: each value, or None for "not set", -> its ranks; the usual one comes first. ``is_per_rank``: each node
-    has the same values on the same local ranks, as a launcher sets them that gives each rank a card of its own.
+    ``by_value``: each value, or None for "not set", -> its ranks; the usual one comes first. ``is_meant``: each node
+    has the same values on the same local ranks, as a launcher sets them that gives each rank a card of its own; or it
+    is of a kind that a node may have for itself, and has one value on each.
     """
 
     name: str
     by_value: Mapping[str | None, tuple[int, ...]]
-    is_per_rank: bool
+    is_meant: bool
 
     def __str__(self) -> str:
         parts = [f"{'not set' if value is None else value} on {rank_ranges(on)}" for value, on in self.by_value.items()]
@@ -108,12 +111,15 @@ def effective(settings: Sequence[Setting]) -> dict[str, str]:
     return {setting.name: setting.value for setting in settings}
 
 
-def differences(settings: Mapping[int, Mapping[str, str]], local_ranks: Mapping[int, int]) -> list[Difference]:
+def differences(
+    settings: Mapping[int, Mapping[str, str]], local_ranks: Mapping[int, int], nodes: Mapping[int, int]
+) -> list[Difference]:
     """Compare the ranks.
 
     Args:
         settings: rank -> name -> value.
         local_ranks: rank -> its number on its node.
+        nodes: rank -> its node.
     """
     found = []
     for name in sorted({name for one in settings.values() for name in one}):
@@ -124,12 +130,18 @@ def differences(settings: Mapping[int, Mapping[str, str]], local_ranks: Mapping[
             value: tuple(rank for rank, other in values.items() if other == value)
             for value, _ in Counter(values.values()).most_common()
         }
-        of_local: dict[int, set[str | None]] = {}
-        for rank, value in values.items():
-            of_local.setdefault(local_ranks[rank], set()).add(value)
-        alike = all(len(some) == 1 for some in of_local.values())
-        found.append(Difference(name=name, by_value=by_value, is_per_rank=alike and name in OF_A_RANK))
+        per_rank = name in OF_A_RANK and _is_same_within(values, local_ranks)
+        per_node = name in OF_A_NODE and _is_same_within(values, nodes)
+        found.append(Difference(name=name, by_value=by_value, is_meant=per_rank or per_node))
     return found
+
+
+def _is_same_within(values: Mapping[int, str | None], group_of: Mapping[int, int]) -> bool:
+    """Tell whether the ranks of each group have one value."""
+    of_group: dict[int, set[str | None]] = {}
+    for rank, value in values.items():
+        of_group.setdefault(group_of[rank], set()).add(value)
+    return all(len(some) == 1 for some in of_group.values())
 
 
 def _is_of_interest(name: str) -> bool:

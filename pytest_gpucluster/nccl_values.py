@@ -119,8 +119,9 @@ def algorithms(value: str, place: Place) -> Kind | None:
 
 
 def protocols(value: str, place: Place) -> Kind | None:
-    """Judge a choice that forces LL128, or leaves Simple out."""
-    forced = not value.strip().startswith("^") and not excludes(value, "ll128")
+    """Judge a choice that forces LL128 where NCCL would hardly take it, or leaves Simple out."""
+    # Without NVLink NCCL takes LL128 nowhere; with it, it mostly does by itself (GCP has Simple,LL128 set on H100).
+    forced = not value.strip().startswith("^") and not excludes(value, "ll128") and not place.nvlink
     return "environment" if forced or excludes(value, "simple") else "note"
 
 

@@ -177,6 +177,8 @@ class Link:
         """Windows that nobody can enter again, which the process may forget."""
         self._is_silent = False
         """It owes an answer: it is not waited for as long again."""
+        self.is_unseen = False
+        """The sampler has said that it does not see this rank's GPU."""
 
     @property
     def has_gpu(self) -> bool:
@@ -290,6 +292,7 @@ class Link:
                 self._hang_up()
                 return f"the node's sampler has refused: {told['failure']}"
             self._is_silent = False
+            self.is_unseen = bool(told.get("unseen"))
             if told["request"] == request:
                 summary: dict[str, Any] = told["summary"]
                 return summary

@@ -6,6 +6,7 @@ A rank's messages, each a JSON object and a packet of its own:
     {"open": 7, "at": 12.3, "forget": [5, 6]}   window 7 opens, at a time of the monotonic clock; 5 and 6 are done with
     {"close": 7, "at": 15.4, "request": 12}     it closes; the answer is {"request": 12, "summary": {...}}
 
+An answer has ``"unseen": true`` too where NVML does not know the GPU here: a launcher may show each rank its own only.
 What cannot be obeyed is answered by {"failure": "why"}, and the connection is closed.
 
 A thread serves each rank and another one reads the GPUs, so that each rank is answered while NVML hangs. The process
@@ -23,7 +24,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from pytest_gpucluster import light_process
 from pytest_gpucluster.errors import EnvironmentBroken
@@ -36,15 +37,22 @@ _CREDENTIALS = struct.Struct("3i")
 """pid, uid and gid of a peer. Source: unix(7), SO_PEERCRED."""
 
 
+class Nvml(Reader, Protocol):
+    """What is needed of ``nvml.Nvml``."""
+
+    def find(self, uuid: str) -> Any:
+        """Look a GPU up; None where NVML does not know it."""
+
+
 class Node:
     """The GPUs that are read here, one sampler each."""
 
-    def __init__(self, open_nvml: Callable[[], Reader]) -> None:
+    def __init__(self, open_nvml: Callable[[], Nvml]) -> None:
         self._open_nvml = open_nvml
         self._lock = threading.Lock()
         self._pace: Pace | None = None
         self._samplers: dict[str, GpuSampler] = {}
-        self._nvml: Reader | None = None
+        self._nvml: Nvml | None = None
         self._why_not = ""
 
     def open(self) -> None:
@@ -62,6 +70,10 @@ class Node:
                 self._samplers[uuid] = GpuSampler(self._nvml, uuid, self._pace, why_not=self._why_not)
             return self._samplers[uuid]
 
+    def sees(self, uuid: str) -> bool:
+        """Tell whether NVML knows a GPU here; also where it knows none at all, which another process could not help."""
+        return self._nvml is None or self._nvml.find(uuid) is not None
+
 
 class Visit:
     """The conversation with one rank."""
@@ -70,6 +82,7 @@ class Visit:
         self._node = node
         self._channel = channel
         self._sampler: GpuSampler | None = None
+        self._is_unseen = False
         self._windows: dict[int, GpuWindow] = {}
 
     def serve(self) -> None:
@@ -97,6 +110,7 @@ class Visit:
     def _obey(self, message: Mapping[str, Any]) -> Mapping[str, Any] | None:
         if "gpu" in message:
             self._sampler = self._node.sampler(str(message["gpu"]), float(message["interval"]))
+            self._is_unseen = not self._node.sees(str(message["gpu"]))
             return None
         at = float(message["at"])
         if "open" in message:
@@ -111,7 +125,8 @@ class Visit:
             return None
         window = self._windows[int(message["close"])]
         window.close(at)
-        return {"request": message["request"], "summary": window.summary()}
+        unseen = {"unseen": True} if self._is_unseen else {}
+        return {"request": message["request"], "summary": window.summary(), **unseen}
 
 
 def serve(listener: socket.socket, node: Node) -> None:
@@ -136,7 +151,7 @@ def wait_for_end(parent: int) -> None:
         time.sleep(_TICK_SECONDS)
 
 
-def main(open_nvml: Callable[[], Reader] = PyNvml) -> NoReturn:
+def main(open_nvml: Callable[[], Nvml] = PyNvml) -> NoReturn:
     """Run as the sampler process."""
     light_process.shield()
     parser = argparse.ArgumentParser(description="The sampler of a node. It is started by a rank, not by hand.")

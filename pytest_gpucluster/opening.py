@@ -246,6 +246,7 @@ class Opening:
                 rank=me["rank"],
                 sku=lambda: run.sku(me["gpu"]["name"] if me["gpu"] else None),
                 interval_seconds=lambda: run.workload.telemetry.interval_seconds if run.workload else INTERVAL_SECONDS,
+                looks_at_ports=run.place is None or run.place.index == 0,
             )
         )
 

@@ -6,8 +6,9 @@ reruns and exit codes act on the same outcome on every rank, by construction.
 
 from __future__ import annotations
 
+import traceback
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,9 @@ _EXPLAINED_SECONDS = 0.5
 """How long a rank whose connection was cut waits for news of the cause: a few rounds of its watcher."""
 MEASUREMENTS = pytest.StashKey[list[Measurement]]()
 
+Keep = Callable[[pytest.Item, str, Sequence[Measurement]], None]
+"""``keep(item, message, measured)``: what to do with what was measured in a body that was interrupted."""
+
 
 class AgreedFailure(Failed):
     """The ranks' common verdict, raised on a rank whose own body came to another end."""
@@ -69,11 +73,18 @@ class FailedSubtests(Failed):
 
 
 class Phases:
-    """Carries the tests of one rank through their phases. Main thread only."""
+    """Carries the tests of one rank through their phases. Main thread only.
 
-    def __init__(self, run: Run, *, judges: bool = True) -> None:
+    Args:
+        run: what this process holds.
+        judges: this process holds measurements against limits; a local worker leaves that to its controller.
+        keep: takes what was measured until an interruption, where this process does not judge.
+    """
+
+    def __init__(self, run: Run, *, judges: bool = True, keep: Keep | None = None) -> None:
         self._run = run
         self._judges = judges
+        self._keep = keep
         self.last_outcome: RankOutcome | None = None
         """How the last phase ended on rank 0, which is all there is in a worker."""
         self._merged: weakref.WeakKeyDictionary[pytest.TestReport, Merged] = weakref.WeakKeyDictionary()
@@ -193,8 +204,10 @@ class Phases:
         why = first_line(str(stop))
         code = getattr(stop, "returncode", None)
         message = f"interrupted ({how}) on {who} during {when} of {item.nodeid}" + (f": {why}" if why else "")
-        if when == "call" and self._judges:
-            measured = item.stash.get(MEASUREMENTS, [])
+        measured = item.stash.get(MEASUREMENTS, [])
+        if when == "call" and self._keep is not None:
+            self._keep(item, message, measured)
+        elif when == "call" and self._judges:
             keep_interrupted(
                 self._run,
                 self._run.records[item.nodeid],
@@ -445,10 +458,17 @@ class Phases:
         self._dirty = True
         run.cluster.discard(epoch=run.exchange.number)
         try:
-            self._isolator.search(item, run.records[item.nodeid], self._shown)
+            self._isolator.search(item)
         except (KeyboardInterrupt, pytest.exit.Exception) as stop:
-            self._interrupted(stop, "the search after", item)
+            self._interrupted(stop, "the search after a failure", item)
+            # No report of a teardown will come: this is all that there is to tell of the test.
+            self._isolator.tell(run.records[item.nodeid], self._shown)
+            run.send(run.records[item.nodeid].line())
             raise
+        except Exception as error:  # the ranks are out of step now, so that no further test can be agreed on
+            message = f"the search after {item.nodeid} broke on {run.names[run.rank]}: {type(error).__name__}: {error}"
+            text = "".join(traceback.format_exception(error))
+            run.watch.end(Ending(name="internal error", message=first_line(message), exit=3, text=text))
         if run.watch.ending is not None:
             item.session.shouldstop = run.watch.ending.message
 
@@ -487,6 +507,8 @@ class Phases:
             record.start_again(line_of(report))
             return
         self._take(record, report, merged)
+        if report.when == "teardown":
+            self._isolator.tell(record, self._shown)
         if report.when == "call" and record.measurements:
             report.user_properties.append(("gpucluster", {"measurements": record.measurements}))
         if report.when == "setup":

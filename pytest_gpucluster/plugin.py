@@ -195,6 +195,11 @@ class WorkerHooks:
         """Tell a worker, before it is started, what the controller has started for all of them."""
         node.workerinput.update(self._controller.worker_input())
 
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Note Ctrl-C. pytest-xdist stops by this, too, such as after ``-x``, with an exception of its own."""
+        if excinfo.type is KeyboardInterrupt:
+            self._controller.interrupted()
+
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
         """Compare what the workers have found."""

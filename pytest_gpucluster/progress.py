@@ -1,14 +1,17 @@
 """How far a long step of a test is: step, loss, tokens/s and remaining time, on the terminal of rank 0 only.
 
 On a terminal it is one line that is written over and over. Elsewhere, as in the log of a batch job, it is a plain line
-now and then, and one for the last step. It goes past pytest's capture, so no report holds it.
+now and then, and one for the last step. It goes past pytest's capture, so no report holds it. Of local workers the
+first one shows it, as plain lines on standard error: the terminal is their controller's, but that is theirs, too.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 from pytest_gpucluster.wording import printable
@@ -21,6 +24,9 @@ PLAIN_SECONDS = 10.0
 
 LIVE_SECONDS = 0.2
 """At most so often the live line: nobody reads faster, and on a slow connection each takes its time."""
+
+FIRST_WORKER = "gw0"
+"""What pytest-xdist calls its first worker, which is rank 0."""
 
 Figure = float | Callable[[], float]
 """A number, or what returns it. It is called only where it is shown: reading a loss from a GPU waits for the GPU."""
@@ -142,12 +148,39 @@ class Terminal:
         self._reporter.flush()
 
 
+class StandardError:
+    """The standard error of a local worker, past pytest's capture."""
+
+    live = False
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._capture = config.pluginmanager.get_plugin("capturemanager")
+        self._has_begun = False
+
+    def rewrite(self, text: str, *, ends: bool) -> None:
+        """Never called: nothing here is live."""
+        self.line(text)
+
+    def line(self, text: str) -> None:
+        """Write a line that stays."""
+        with self._capture.global_and_fixture_disabled() if self._capture is not None else nullcontext():
+            # The controller has begun a line with the outcomes of the tests so far.
+            sys.stderr.write(f"{text}\n" if self._has_begun else f"\n{text}\n")
+            sys.stderr.flush()
+        self._has_begun = True
+
+
 def silent(step: int, of: int, **figures: Figure) -> None:
     """Show nothing."""
 
 
 def progress_of(config: pytest.Config, what: str, *, rank: int) -> Report:
-    """Return what shows the steps of a test in this process: nothing above rank 0, under ``-q``, or in a worker."""
+    """Return what shows the steps of a test in this process: nothing above rank 0, under ``-q``, or in a worker but the
+    first one."""
+    worker = getattr(config, "workerinput", None)
+    if worker is not None:
+        is_shown = worker["workerid"] == FIRST_WORKER and config.get_verbosity() >= 0
+        return Progress(StandardError(config), what) if is_shown else silent
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if rank != 0 or reporter is None or reporter.verbosity < 0:
         return silent

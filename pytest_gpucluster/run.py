@@ -11,7 +11,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -344,11 +344,13 @@ class Run:
             said = [*said, f"limits overlaid by {self.settings.thresholds}"]
         return said
 
-    def finish_for_workers(self, pytest_exit: int, *, why: str | None = None, refused: str | None = None) -> int:
+    def finish_for_workers(
+        self, pytest_exit: int, *, why: str | None = None, refused: str | None = None, cut_short: Collection[str] = ()
+    ) -> int:
         """Close the record of a run whose ranks are local workers; returns the exit code.
 
         ``why`` no test has run, if what was to be collected could not be collected by any worker; ``refused`` if they
-        were, and could not be run.
+        were, and could not be run; ``cut_short`` the tests whose error is the interruption itself.
         """
         who = self.joined.who if self.joined else {}
         keys = ("rank", "host", "local_rank", "node_rank", "pid", "gpu", "versions")
@@ -359,16 +361,19 @@ class Run:
             ending = Ending(name="usage", message=first_line(refused), exit=4, text=refused)
         elif why is not None:
             ending = Ending(name="collection", message=first_line(why), exit=2)
-        elif pytest_exit == pytest.ExitCode.INTERRUPTED and not self._has_gone_wrong():
+        elif pytest_exit == pytest.ExitCode.INTERRUPTED and not self._has_gone_wrong(cut_short):
             ending = Ending(name="interrupted", message="interrupted before every worker had run every test", exit=2)
             self.note_ending(ending)
         self.verdict = self.decide(pytest_exit=pytest_exit, ending=ending)
         self.write_end()
         return self.verdict.exit
 
-    def _has_gone_wrong(self) -> bool:
+    def _has_gone_wrong(self, cut_short: Collection[str]) -> bool:
         """Tell whether something is on record that explains why pytest has stopped."""
-        return bool(self.problems) or any(record.outcome in ("failed", "error") for record in self.records.values())
+        return bool(self.problems) or any(
+            record.outcome == "failed" or (record.outcome == "error" and nodeid not in cut_short)
+            for nodeid, record in self.records.items()
+        )
 
     def finish(self, pytest_exit: int, *, why: str | None = None) -> int:
         """Agree on the verdict and close the record. Every rank must call this; returns the exit code.

@@ -6,15 +6,22 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytest_gpucluster import units
 from pytest_gpucluster.errors import EnvironmentBroken, OptionError, UnitError
 from pytest_gpucluster.verdict import EXIT_CODES
+
+if TYPE_CHECKING:
+    from pytest_gpucluster.sweep.plan import Plan
+    from pytest_gpucluster.sweep.scheduler import Scheduler
+
+    _Begun = tuple[tuple[str, ...], str, int, Callable[[Plan, Path], Scheduler]]
+    """Nodes, python and port where the options name none, and what makes the scheduler."""
 
 USAGE, BROKE = 2, 11
 
@@ -49,6 +56,8 @@ examples:
   gpucluster sweep kubernetes --expect 8xH100 --selector nvidia.com/gpu.count=8 --pod-template pod.yaml
 """
 _PYTEST_DEFAULT = ("acceptance/",)
+_PORT_IN_PODS = 29500
+"""torchrun's own. A pod has an address of its own, so that no other run can have taken it."""
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -129,15 +138,12 @@ def run(options: argparse.Namespace, pytest_arguments: Sequence[str]) -> int:
 
 def _sweep(options: argparse.Namespace, pytest_arguments: list[str]) -> int:
     from pytest_gpucluster.run_directory import new_run_directory
-    from pytest_gpucluster.sweep import drive, evidence, plan, slurm
+    from pytest_gpucluster.sweep import drive, evidence, plan
 
     each = plan.each_node(options.expect)
     plan.require_free(pytest_arguments)
-    if options.scheduler == "slurm":
-        nodes, port = slurm.allocated(os.environ, options.nodes), slurm.port_of(os.environ)
-        python = options.python or sys.executable
-    else:
-        raise OptionError("not yet")
+    begin = _in_slurm if options.scheduler == "slurm" else _on_kubernetes
+    nodes, python, port, scheduler_of = begin(options, each.gpus_per_node)
     plan.require_nodes(nodes)
     todo = plan.Plan(
         nodes=nodes,
@@ -147,14 +153,44 @@ def _sweep(options: argparse.Namespace, pytest_arguments: list[str]) -> int:
         together_within=options.together_within,
         at_once=getattr(options, "at_once", len(nodes)),
         min_nodes=options.min_nodes,
-        python=python,
+        python=options.python or python,
         port=options.port or port,
     )
     directory = new_run_directory(options.report_dir.absolute())
-    scheduler = slurm.Slurm(todo, directory, environ=os.environ, options=options.srun)
+    scheduler = scheduler_of(todo, directory)
     _say(f"{len(nodes)} nodes, each alone; reports: {directory}")
     record = evidence.Evidence(directory, scheduler=options.scheduler, command=sys.argv, nodes=nodes)
     return drive.sweep(todo, scheduler, record, _say).exit
+
+
+def _in_slurm(options: argparse.Namespace, gpus: int) -> _Begun:
+    from pytest_gpucluster.sweep import slurm
+
+    nodes = slurm.allocated(os.environ, options.nodes)
+    slurm.require_programs()
+    return (
+        *(nodes, sys.executable, slurm.port_of(os.environ)),
+        lambda todo, directory: slurm.Slurm(todo, directory, environ=os.environ, options=options.srun),
+    )
+
+
+def _on_kubernetes(options: argparse.Namespace, gpus: int) -> _Begun:
+    from pytest_gpucluster.sweep import kubernetes
+
+    kubectl = kubernetes.Kubectl(options.namespace)
+    template = kubectl.template(options.pod_template, gpus=gpus)
+    nodes = kubectl.nodes(options.nodes, options.selector)
+    return (
+        *(tuple(node.name for node in nodes), "python", _PORT_IN_PODS),
+        lambda todo, directory: kubernetes.Kubernetes(
+            *(todo, directory),
+            kubectl=kubectl,
+            template=template,
+            nodes=nodes,
+            report_dir=options.pod_report_dir,
+            keep=options.keep,
+        ),
+    )
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:

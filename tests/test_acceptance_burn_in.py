@@ -27,6 +27,7 @@ from pytest_gpucluster.benchmarks import gpu_fingerprint, matmul, memory_pattern
 
 FAULTS = dict(pair.split("=") for pair in os.environ.get("FAULTS", "").split())
 FAULT, CALLS, SINCE, MADE = None, 0, 0.0, 0
+WRITTEN = []
 
 def pytest_runtest_setup(item):
     global FAULT, CALLS, SINCE, MADE
@@ -47,6 +48,10 @@ class Cells(memory_patterns.Cells):
         super().write(target, words)
         if FAULT == "stuck":
             target[1000] |= 1 << 40
+        if FAULT in ("full-at-once", "full-later"):
+            WRITTEN.append(target)
+            if len(WRITTEN) > {"full-at-once": 0, "full-later": 20}[FAULT]:
+                raise torch.OutOfMemoryError("planted")
 
 honest = gpu_fingerprint._softmax
 
@@ -222,6 +227,40 @@ def test_local_workers_burn_in_each_its_own_gpu_and_keep_their_files_apart(proje
     folder = project.path / "gpucluster-report" / "latest" / "artifacts"
     found = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.csv"))
     assert found == [f"rank-{rank}/test_burn_in.py_test_burn_in/burn-in-rank-0.csv" for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(("fault", "measured"), [("full-at-once", []), ("full-later", [(0.0, "recorded")])])
+def test_memory_that_was_not_gone_through_to_the_end_is_no_memory_without_wrong_words(
+    project: Project, fault: str, measured: list[tuple[float, str]]
+) -> None:
+    put(project)
+    left = project.run_apart("-k", "walking_ones", more={"FAULTS": f"walking_ones={fault}"})
+    assert left.exit == 11, left.output
+    [found] = left.journal.results
+    assert found.outcome == "error"
+    assert [(one.value, one.status) for one in found.measurements] == measured
+
+
+def test_local_workers_compare_their_bits_and_the_deviant_is_named(project: Project) -> None:
+    put(project)
+    (project.path / "conftest.py").write_text(
+        FAULTS.replace('os.environ.get("RANK", "1") == "1"', 'os.environ.get("PYTEST_XDIST_WORKER") == "gw1"'),
+        encoding="utf-8",
+    )
+    arguments = ("-n", "3", "--dist", "each", "--max-worker-restart=0", "-k", "test_gpu_repeats_its_bits")
+    left = project.run_apart(*arguments, more={"FAULTS": "test_gpu_repeats_its_bits=deviates"})
+    assert (left.exit, left.end) == (1, ("REJECTED", 1)), left.output
+    [found] = left.journal.results
+    assert list(found.culprits) == [1]
+    judged = {one.metric: one for one in found.measurements}
+    assert judged["gpu.determinism.repeated"].values == {0: 100.0, 1: 100.0, 2: 100.0}
+    agreed = judged["gpu.determinism.agreed"].values
+    assert (agreed[0], agreed[2]) == (100.0, 100.0)
+    assert agreed[1] < 100
+    body = left.body("test_gpu_repeats_its_bits")
+    assert re.search(
+        r"rank 1, \S+: the same computation gives other bits here: softmax gives \w+, and 2 of 3 alike", body
+    )
 
 
 STOPS = {

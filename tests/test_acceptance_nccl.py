@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pytest_gpucluster.benchmarks import collectives
+from pytest_gpucluster.cluster import Cluster
 from pytest_gpucluster.nccl_log import NcclLog
 
 FAULTS = dict(pair.split("=") for pair in os.environ.get("FAULTS", "").split())
@@ -48,8 +49,20 @@ if os.environ["RANK"] == "1":
 @pytest.fixture(autouse=True, scope="session")
 def log_as_of_nccl(cluster):
     path = Path(os.environ["TMPDIR"], f"{os.getpid()}.log")
-    path.write_text("NCCL INFO something\\n" * 3)
+    path.write_text(os.environ.get("NCCL_SAYS", "NCCL INFO something\\n" * 3))
     cluster.nccl_log = NcclLog(path)
+
+if "NCCL_SAYS" in os.environ:
+    read = Cluster.carried_by
+
+    def carried_by(self, group):  # what is asked after the measurement, as on GPUs
+        self.backend = "nccl"
+        try:
+            return read(self, group)
+        finally:
+            self.backend = "gloo"
+
+    Cluster.carried_by = carried_by
 """
 
 OPTIONS = (
@@ -92,6 +105,52 @@ def healthy(tmp_path_factory):
     """Two nodes with two ranks each, without a fault."""
     directory = tmp_path_factory.mktemp("healthy")
     return torchrun.torchrun(directory, files(), *OPTIONS, "-k=fp32", ranks=2, hosts=("node-a", "node-b"))
+
+
+SOCKETS = """\
+node-a:1:2 [0] NCCL INFO NCCL_SOCKET_IFNAME set by environment to eth0
+node-a:1:2 [0] NCCL INFO NET/IB : No device found.
+node-a:1:2 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.4<0>
+node-a:1:2 [0] NCCL INFO Using network Socket
+node-a:1:9 [0] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/Socket/0
+node-a:1:9 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0
+node-a:1:2 [0] NCCL INFO AllReduce: 64000 Bytes -> Algo RING proto LL channel{Lo..Hi}={0..0}
+"""
+OVER_INFINIBAND = """
+schema_version: 1
+skus:
+  cpu-rehearsal:
+    limits:
+      nccl.all_reduce.busbw: {min: 1 kB/s, source: planted, expect_transport: NET/IB}
+"""
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "not known"])
+def test_a_silent_fall_back_to_sockets_fails_with_the_reason_in_the_log(tmp_path, known):
+    run = torchrun.torchrun(
+        tmp_path,
+        files() | {"limits.yaml": OVER_INFINIBAND},
+        *OPTIONS,
+        "--gpucluster-thresholds=limits.yaml",
+        "-k=world-fp32",
+        ranks=1,
+        hosts=("node-a", "node-b"),
+        environment={"NCCL_SAYS": SOCKETS if known else "NCCL INFO something\n"},
+    )
+    found = run.verdicts["test_all_reduce[world-fp32]"]
+    told = dict(map(tuple, measured(run, "world-fp32").properties))
+    if not known:  # then it is no fault of the fabric, and no pass
+        assert found.startswith("error: nccl.all_reduce.busbw"), run.output
+        assert "transport not known: rank 0: NCCL's log has no line about a connection" in run.body(
+            "test_all_reduce[world-fp32]"
+        )
+        return
+    assert found.startswith("failure: nccl.all_reduce.busbw: NET/Socket carries it, expected is NET/IB"), run.output
+    why = "NCCL has found no InfiniBand device; NCCL_SOCKET_IFNAME=eth0 is set; sockets go over eth0"
+    assert why in run.body("test_all_reduce[world-fp32]")
+    assert (told["nccl.transport"], told["nccl.why"]) == ("NET/Socket", why)
+    assert told["nccl.algorithms"] == "64000 B: Ring LL"
+    assert run.end[:2] == ("REJECTED", 1)
 
 
 def measured(run, name):

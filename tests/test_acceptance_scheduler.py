@@ -9,7 +9,7 @@ import pytest
 from sessions import Left, Project
 
 from pytest_gpucluster.host.tree import Tree
-from pytest_gpucluster.surroundings import job, kubernetes, leftovers
+from pytest_gpucluster.surroundings import job, kubernetes, leftovers, slurm
 
 SUITE = (Path(__file__).parent.parent / "acceptance" / "test_scheduler.py").read_text(encoding="utf-8")
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu-001", "SLURM_JOB_PARTITION": "train"}
@@ -83,6 +83,15 @@ def test_slurm_s_own_trouble_is_an_error(
     assert left.verdicts["test_slurm"].startswith("error: ")
     assert told in left.verdicts["test_slurm"]
     assert left.end == ("BROKEN", 11)
+
+
+def test_where_slurm_s_commands_are_missing_the_run_is_incomplete(
+    project: Project, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm, "_COMMANDS", ("scontrol", "sinfo-of-no-container"))
+    left = under_slurm(project, root, monkeypatch, state="mixed")
+    assert left.verdicts["test_slurm"].startswith("skipped: sinfo-of-no-container cannot be found, so Slurm was not")
+    assert left.end == ("INCOMPLETE", 10)
 
 
 def test_a_slow_controller_misses_its_limit(project: Project, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

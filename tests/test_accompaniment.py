@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fake_sampler
 import pytest
 from fake_nvml import HEALTHY_H100, FakeNvml
 from sessions import Left, Project
@@ -15,7 +16,7 @@ from sysfs_ports import add_port, write
 from torchrun import torchrun
 from watched_gpus import SAMPLED, conftest, pci_of, pretend, uuid_of
 
-from pytest_gpucluster import accompaniment, infiniband, nvml
+from pytest_gpucluster import infiniband, node_sampler, nvml
 from pytest_gpucluster.accompaniment import Accompaniment, Company, Place, sources_of
 from pytest_gpucluster.counters import Sources
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
@@ -236,7 +237,7 @@ def test_a_rank_knows_the_gpus_of_its_node_and_one_rank_answers_for_the_node(mon
 
 
 def test_a_sampler_that_cannot_be_started_is_named_in_every_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accompaniment.node_sampler, "COMMAND", ("/no/such/program",))
+    monkeypatch.setattr(node_sampler, "COMMAND", ("/no/such/program",))
     mine = joined()
     told = mine.start()
     assert told["address"] is None
@@ -246,6 +247,45 @@ def test_a_sampler_that_cannot_be_started_is_named_in_every_window(monkeypatch: 
     (why,) = set(window.summary()["not_available"].values())
     assert why.startswith("the node's sampler could not be started: ")
     mine.close()
+
+
+def test_a_rank_whose_gpu_the_nodes_sampler_does_not_see_starts_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_sampler, "ANSWER_SECONDS", 30.0)
+    monkeypatch.setattr(node_sampler, "COMMAND", fake_sampler.command(tmp_path, {uuid_of(7): SAMPLED}))
+    first, mine = Accompaniment(), joined()
+    mine.told(first.start())
+    with mine.window() as window:
+        pass
+    assert window.summary()["samples"] == 0
+    assert set(window.summary()["not_available"])
+    monkeypatch.setattr(node_sampler, "COMMAND", fake_sampler.command(tmp_path, {GPU: SAMPLED}))
+    for _ in range(2):
+        with mine.window() as window:
+            pass
+        assert window.summary()["sm_clock_mhz"] == [1755, 1755, 1755]
+    mine.close()
+    first.close()
+
+
+def test_a_rank_that_sees_no_gpu_itself_starts_one_sampler_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_sampler, "ANSWER_SECONDS", 30.0)
+    monkeypatch.setattr(node_sampler, "COMMAND", fake_sampler.command(tmp_path, {uuid_of(7): SAMPLED}))
+    mine, started = joined(), []
+    real = node_sampler.start
+    monkeypatch.setattr(node_sampler, "start", lambda: started.append(real()) or started[-1])
+    first = Accompaniment()
+    mine.told(first.start())
+    for _ in range(4):
+        with mine.window() as window:
+            pass
+        assert window.summary()["lost"]
+    assert len(started) == 2
+    mine.close()
+    first.close()
 
 
 # ---- whole sessions
@@ -452,7 +492,7 @@ def test_a_sampler_that_hangs_or_is_not_there_fails_nothing(project: Project, mo
     assert set(hung.verdicts.values()) == {"passed"}
     told = hung.journal.results[-1].telemetry[0]
     assert told["not_available"]["power_watts"].startswith("NVML has not answered for ")
-    monkeypatch.setattr(accompaniment.node_sampler, "COMMAND", ("/no/such/program",))
+    monkeypatch.setattr(node_sampler, "COMMAND", ("/no/such/program",))
     gone = project.run()
     assert set(gone.verdicts.values()) == {"passed"}
     told = gone.journal.results[-1].telemetry[0]
@@ -490,6 +530,42 @@ def test_workers_without_a_launcher_share_their_controllers_sampler(project: Pro
     assert journal.run.world_size == 2
     clocks = {rank: told["sm_clock_mhz"][1] for rank, told in result.telemetry.items()}
     assert clocks == {0: 1755, 1: 1200}
+
+
+def test_of_local_workers_one_looks_at_the_ports_of_the_node(project: Project) -> None:
+    project.suite(
+        """
+    import pytest
+
+    @pytest.mark.single_gpu
+    @pytest.mark.criterion("speed")
+    def test_speed(measure):
+        measure("inventory.ranks", 1, unit="ranks", record_only=True)
+    """
+    )
+    a_link_goes_down = """
+import dataclasses
+from sysfs_ports import add_port, write
+from pytest_gpucluster import accompaniment, infiniband
+
+ROOT = Path(tempfile.mkdtemp())
+PORT = add_port(ROOT)
+READ = []
+
+def ports():
+    READ.append(1)
+    if len(READ) == 2:
+        write(PORT / "counters" / "link_downed", 1)
+    return infiniband.read(ROOT, gids=False)
+
+sources_of = accompaniment.sources_of
+accompaniment.sources_of = lambda node, rank: dataclasses.replace(sources_of(node, rank), adapters=ports)
+"""
+    (project.path / "conftest.py").write_text(conftest() + a_link_goes_down)
+    left = project.run_apart(*WORKERS)
+    assert left.verdicts["test_speed"].startswith("failure: "), left.output
+    assert "link_down during this test" in left.verdicts["test_speed"]
+    assert left.journal.results[0].culprits == (0,)
 
 
 # ---- several ranks

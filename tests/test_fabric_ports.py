@@ -54,6 +54,14 @@ def test_a_choice_of_cards_means_what_it_means_to_nccl(tmp_path: Path, wanted: s
     assert [port.name for port in ports if selects(wanted, port)] == chosen
 
 
+def test_a_slow_card_for_storage_is_not_the_slowest_port_of_the_fabric(tmp_path: Path) -> None:
+    for index in range(3):
+        slow = {"rate": "200 Gb/sec (4X HDR)"} if index == 2 else {}
+        add_port(tmp_path, f"mlx5_{index}", pci=f"0000:{index + 16}:00.0", **slow)
+    assert [node(tmp_path).slowest_rate(gpus) for gpus in (1, 2, 3, 8)] == [400, 400, 200, 200]
+    assert node(tmp_path / "none").slowest_rate(8) == 0
+
+
 def test_of_two_kinds_of_ports_those_of_infiniband_are_the_fabric(tmp_path: Path) -> None:
     add_port(tmp_path, "mlx5_0")
     add_port(tmp_path, "mlx5_1", pci="0000:19:00.0", state="1: DOWN")

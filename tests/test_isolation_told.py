@@ -49,6 +49,31 @@ def test_the_headline_names_the_culprit_or_says_why_there_is_none(found, told):
     assert isolation_told.headline(found, NAMES.__getitem__) == told
 
 
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        (isolated(why="nothing", reproduced=False), "not isolated, not reproduced in 2 probes: the time is up"),
+        (isolated(why="nothing was probed", reproduced=False, rounds=()), "not isolated: the time is up"),
+        (isolated(undecided=(1,), why="not confirmed"), "not isolated: the time is up"),
+        (isolated(culprit(1)), "isolated: node-b"),
+    ],
+    ids=["not reproduced", "nothing probed", "undecided", "node"],
+)
+def test_what_has_cut_the_search_short_is_said_where_nobody_was_found(found, told):
+    assert isolation_told.headline(found, NAMES.__getitem__, cut_short="the time is up") == told
+
+
+def test_the_text_and_the_journal_say_what_has_cut_the_search_short():
+    text = isolation_told.text(isolated(culprit(1)), NAMES.__getitem__, seconds=1.0, cut_short="the time is up")
+    assert "it has ended before it was through: the time is up" in text.splitlines()
+    assert isolation_told.to_json(isolated(), NAMES, seconds=1.0, cut_short="the time is up")["cut_short"]
+
+
+def test_a_probe_without_a_value_or_a_reason_is_shown_as_that():
+    found = isolated(rounds=((Outcome(members=(0, 1), busbw=None),),))
+    assert isolation_told.text(found, NAMES.__getitem__, seconds=1.0).endswith("round 1: node-a, node-b: no value")
+
+
 def test_the_text_has_the_evidence_and_every_probe_in_one_line_each():
     lines = isolation_told.text(isolated(culprit(1)), NAMES.__getitem__, seconds=12.34).splitlines()
     assert lines[0] == "Search for who is to blame, 12.3 s:"

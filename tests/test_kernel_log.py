@@ -184,3 +184,17 @@ def test_a_log_since_boot_that_never_names_the_driver_is_another_kernels(
 def test_the_log_of_this_host_is_read_or_it_is_said_why_not() -> None:
     log = read()
     assert bool(log.why_not) != bool(log.source)
+
+
+def test_where_the_log_was_refused_nobody_is_asked_again():
+    asked = []
+    refused = kernel_log.KernelLog(why_not="dmesg: Operation not permitted")
+    reader = kernel_log.Reader(lambda: asked.append(1) or refused)
+    assert [reader().why_not for _ in range(3)] == [refused.why_not] * 3
+    assert len(asked) == 1
+
+
+def test_a_log_that_can_be_read_is_read_each_time():
+    logs = [kernel_log.KernelLog(lines=("a",)), kernel_log.KernelLog(lines=("a", "b"))]
+    reader = kernel_log.Reader(iter(logs).__next__)
+    assert [reader().lines for _ in range(2)] == [("a",), ("a", "b")]

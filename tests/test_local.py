@@ -260,17 +260,85 @@ def test_a_rerun_on_one_worker_counts_once(project: Project) -> None:
     assert flaky.measurements[0].values == {0: 1, 1: 2}
 
 
-def test_ctrl_c_leaves_a_report(project: Project) -> None:
-    project.suite(HEAD + "def test_before(): pass\ndef test_long():\n    open(f'at{RANK}', 'w')\n    time.sleep(30)\n")
+def interrupted(project: Project, *, everybody: bool = False) -> Left:
+    """Press Ctrl-C once all workers are in their long test: it reaches the controller, or all of its group."""
     with project.spawn(*WORKERS) as process:
         until = time.monotonic() + DEADLINE_SECONDS
         while not all((project.path / f"at{rank}").exists() for rank in (0, 1)):
             assert time.monotonic() < until, process.output
             assert process.popen.poll() is None, process.output
             time.sleep(0.05)
-        os.kill(process.popen.pid, signal.SIGINT)
-        left = process.wait()
+        (os.killpg if everybody else os.kill)(process.popen.pid, signal.SIGINT)
+        return process.wait()
+
+
+def test_ctrl_c_leaves_a_report(project: Project) -> None:
+    project.suite(HEAD + "def test_before(): pass\ndef test_long():\n    open(f'at{RANK}', 'w')\n    time.sleep(30)\n")
+    left = interrupted(project)
     assert (left.exit, left.end) == (2, ("BROKEN", 2)), left.output
     assert left.verdicts["test_before"] == "passed"
     assert left.verdicts["test_long"].startswith("skipped: not run to its end on every worker")
     assert left.verdicts["interrupted"].startswith("error: interrupted")
+
+
+MEASURED = """
+@pytest.mark.criterion("speed")
+def test_before(measure):
+    measure("matmul.bf16.tflops", 2, unit="TFLOPS", n=256)
+
+@pytest.mark.criterion("long")
+def test_long(measure, record_property):
+    try:
+        open(f"at{RANK}", "w")
+        time.sleep(30)
+    finally:
+        record_property("reached", f"as far as {RANK}")
+        if RANK in {who}:
+            measure("matmul.bf16.tflops", 1 + RANK, unit="TFLOPS", record_only=True, n=256)
+"""
+
+
+@pytest.mark.parametrize("everybody", [False, True], ids=["controller", "terminal"])
+def test_ctrl_c_keeps_what_the_workers_had_measured(project: Project, everybody: bool) -> None:
+    project.suite(HEAD + MEASURED.replace("{who}", "{0, 1}"))
+    left = interrupted(project, everybody=everybody)
+    assert (left.exit, left.end) == (2, ("BROKEN", 2)), left.output
+    assert left.last_line[2].startswith("interrupted"), left.output
+    before, long = left.journal.results
+    assert (before.outcome, long.outcome) == ("passed", "error")
+    assert "interrupted (Ctrl-C) on rank 0" in left.verdicts["test_long"]
+    assert "during call of test_it.py::test_long" in left.verdicts["test_long"]
+    (kept,) = long.measurements
+    assert (kept.values, kept.status) == ({0: 1.0, 1: 2.0}, "recorded")
+    assert dict(long.properties)["reached"].startswith("as far as ")
+
+
+def test_of_a_worker_that_leaves_nothing_after_ctrl_c_that_is_said(project: Project) -> None:
+    project.suite(HEAD + MEASURED.replace("{who}", "{1}"))
+    left = interrupted(project)
+    assert (left.exit, left.end) == (2, ("BROKEN", 2)), left.output
+    _, long = left.journal.results
+    assert long.outcome == "error"
+    assert [one.values for one in long.measurements] == [{1: 2.0}]
+    assert "which has left no measurements" in left.body("test_long")
+
+
+SHOWN_GPUS = """
+from pytest_gpucluster import inventory
+
+def identify(facts, device):
+    return {"host": facts.hostname, "visible_gpus": 2, "gpu": None, "versions": {}}
+
+inventory.identify = identify
+"""
+
+
+@pytest.mark.parametrize("workers", [3, 16])
+def test_more_workers_than_gpus_is_wrong_usage_that_says_how_many_there_are(project: Project, workers: int) -> None:
+    project.suite("def test_it(): pass", conftest=SHOWN_GPUS)
+    left = project.run_apart("-n", str(workers), *WORKERS[2:], device=None)
+    assert left.exit == 4, left.output
+    assert f"-n {workers} starts more workers than " in left.stderr
+    assert "shows GPUs (2), and each worker needs one of its own. Use -n 2, or show more GPUs" in left.stderr
+    assert left.end == ("BROKEN", 4)
+    assert "created:" not in left.stdout, "no worker was started"

@@ -81,7 +81,7 @@ def test_of_the_lines_about_each_call_only_what_is_new_is_read(monkeypatch):
     monkeypatch.setattr(nccl_choice, "_CHOSEN", Counting())
     line = "node-a:1:{} [0] NCCL INFO AllReduce: {} Bytes -> Algo RING proto LL channel{{Lo..Hi}}={{0..0}}"
     found = choice(line.format(thread, size) for thread in range(100) for size in (8, 1000))
-    assert found.algorithms == {8: ("Ring LL",), 1000: ("Ring LL",)}
+    assert found.algorithms == {"AllReduce": {8: ("Ring LL",), 1000: ("Ring LL",)}}
     assert len(searched) == 2
 
 
@@ -90,7 +90,10 @@ def test_a_whole_log_tells_version_network_nvls_and_algorithms():
     assert found == Choice(
         transports=("P2P",),
         connections={"P2P/CUMEM/read": 2},
-        algorithms={4: ("Ring LL",), 1000000000: ("NVLS Simple",)},
+        algorithms={
+            "AllReduce": {4: ("Ring LL",), 1000000000: ("NVLS Simple",)},
+            "Broadcast": {1000000000: ("Ring Simple",)},
+        },
         nvls="used",
         network="IB",
         version="2.28.9+cuda12.9",
@@ -114,7 +117,8 @@ def test_a_whole_log_tells_version_network_nvls_and_algorithms():
     ids=["tree", "nvls tree", "collnet", "by number", "nvls tree by number", "unknown number", "new", "symmetric"],
 )  # fmt: skip
 def test_an_algorithm_has_one_name_in_all_versions(text, name):
-    assert choice([f"h:1:1 [0] NCCL INFO {text}"]).algorithms == {8: (name,)}
+    of_collective = "AllReduce" if text.startswith("AllReduce") else ""
+    assert choice([f"h:1:1 [0] NCCL INFO {text}"]).algorithms == {of_collective: {8: (name,)}}
 
 
 @pytest.mark.parametrize(
@@ -206,6 +210,27 @@ def test_what_goes_on_record_adds_up_all_ranks():
     }
 
 
+@pytest.mark.parametrize(
+    ("collective", "told"),
+    [
+        ("broadcast", "1000000000 B: Ring Simple"),
+        ("all_gather", "not known: NCCL's log does not say"),
+        ("all_to_all", "none: single sends and receives"),
+        ("send_recv", "none: single sends and receives"),
+    ],
+)
+def test_the_algorithms_on_record_are_those_of_the_collective_that_was_measured(collective, told):
+    assert together(ONE_NODE, ranks=8).properties(collective)["algorithms"] == told
+
+
+def test_a_line_that_names_no_collective_may_be_of_any_that_has_an_algorithm():
+    old = "node-a:1:2 [0] NCCL INFO 1000000000 Bytes -> Algo 1 proto 2 time 23.1"
+    found = together([P2P, old], [P2P], ranks=2)
+    for collective in ("all_reduce", "all_gather", "reduce_scatter", "broadcast"):
+        assert found.properties(collective)["algorithms"] == "1000000000 B: Ring Simple"
+    assert found.properties("send_recv")["algorithms"] == "none: single sends and receives"
+
+
 def test_an_algorithm_that_the_log_does_not_tell_is_said_to_be_unknown():
     assert together([IB], [IB]).properties()["algorithms"] == "not known: NCCL's log does not say"
 
@@ -276,6 +301,22 @@ def test_where_nothing_better_is_known_nothing_is_told(lines):
 def test_what_is_told_to_other_ranks_survives_json():
     told = json.loads(json.dumps(saying(SOCKET, reasons=[NO_DEVICE])))
     assert agreed([told], ranks=2, hosts=2).why == "NCCL has found no InfiniBand device"
+
+
+def test_a_transport_that_is_not_known_is_told_with_why_not():
+    found = agreed([Choice(unknown="NCCL_DEBUG=WARN is set in the environment").to_json()] * 16, ranks=16, hosts=2)
+    labels = {"size": "1 GB", "dtype": "bf16", **found.labels}
+    made = measurement("nccl.all_reduce.busbw", 400.0, unit="GB/s", labels=labels, telemetry=found.beside({}))
+    verdict = judge(
+        {rank: [made] for rank in range(16)},
+        world={rank: f"rank {rank}" for rank in range(16)},
+        node_of={rank: rank // 8 for rank in range(16)},
+        limits=thresholds.load(),
+        sku="H100 SXM",
+        gpu_name=None,
+    )
+    assert verdict.outcome == "error"
+    assert verdict.text.count("transport not known: rank 0: NCCL_DEBUG=WARN is set in the environment") == 1
 
 
 def test_a_transport_that_is_not_the_expected_one_fails_with_the_reason_in_the_log():

@@ -88,24 +88,35 @@ def test_a_setting_that_is_told_to_other_ranks_comes_back_the_same() -> None:
 
 
 LOCAL = {rank: rank % 4 for rank in range(8)}
+NODES = {rank: rank // 4 for rank in range(8)}
 
 
 def test_ranks_that_are_alike_differ_in_nothing() -> None:
-    assert differences({rank: {"NCCL_ALGO": "Tree"} for rank in range(8)}, LOCAL) == []
-    assert differences({}, {}) == []
+    assert differences({rank: {"NCCL_ALGO": "Tree"} for rank in range(8)}, LOCAL, NODES) == []
+    assert differences({}, {}, {}) == []
 
 
 def test_the_odd_rank_is_named_with_its_value() -> None:
     values = {rank: {"NCCL_ALGO": "Ring"} if rank == 5 else {} for rank in range(8)}
-    [found] = differences(values, LOCAL)
+    [found] = differences(values, LOCAL, NODES)
     assert str(found) == "NCCL_ALGO is not set on ranks 0-4, 6-7; Ring on rank 5"
-    assert not found.is_per_rank
+    assert not found.is_meant
 
 
 def test_a_card_for_each_local_rank_is_meant_and_any_other_pattern_is_not() -> None:
     per_rank = {rank: {"NCCL_IB_HCA": f"mlx5_{rank % 4}"} for rank in range(8)}
-    assert [found.is_per_rank for found in differences(per_rank, LOCAL)] == [True]
+    assert [found.is_meant for found in differences(per_rank, LOCAL, NODES)] == [True]
     broken = {**per_rank, 6: {"NCCL_IB_HCA": "mlx5_0"}}
-    assert [found.is_per_rank for found in differences(broken, LOCAL)] == [False]
+    assert [found.is_meant for found in differences(broken, LOCAL, NODES)] == [False]
     other = {rank: {"NCCL_ALGO": "Ring" if rank % 4 else "Tree"} for rank in range(8)}
-    assert [found.is_per_rank for found in differences(other, LOCAL)] == [False], "no launcher sets this for each rank"
+    found = differences(other, LOCAL, NODES)
+    assert [one.is_meant for one in found] == [False], "no launcher sets this for each rank"
+
+
+def test_an_interface_for_each_node_is_meant_and_one_rank_with_another_is_not() -> None:
+    per_node = {rank: {"NCCL_SOCKET_IFNAME": f"ens{rank // 4}f0"} for rank in range(8)}
+    assert [found.is_meant for found in differences(per_node, LOCAL, NODES)] == [True]
+    odd = {**per_node, 6: {"NCCL_SOCKET_IFNAME": "lo"}}
+    assert [found.is_meant for found in differences(odd, LOCAL, NODES)] == [False]
+    other = {rank: {"NCCL_ALGO": "Ring" if rank // 4 else "Tree"} for rank in range(8)}
+    assert [found.is_meant for found in differences(other, LOCAL, NODES)] == [False]

@@ -172,11 +172,13 @@ def test_without_a_terminal_reporter_the_test_goes_on(project: Project) -> None:
     assert project.run_apart("-p", "no:terminal").exit == 0
 
 
-def test_workers_are_silent(project: Project) -> None:
-    project.suite("import pytest\n@pytest.mark.single_gpu\ndef test_it(progress): progress(1, 1)")
-    left = project.run_apart("-n", "2", "--dist", "each", "--max-worker-restart=0")
+@pytest.mark.parametrize(("options", "shown"), [((), 1), (("--capture=sys",), 1), (("-q",), 0)])
+def test_of_local_workers_the_first_one_shows_it(project: Project, options: tuple[str, ...], shown: int) -> None:
+    project.suite("import pytest\n@pytest.mark.single_gpu\ndef test_it(progress): progress(1, 1, loss=2.5)")
+    left = project.run_apart("-n", "2", "--dist", "each", "--max-worker-restart=0", *options)
     assert left.verdicts == {"test_it": "passed"}
-    assert "step 1" not in left.output
+    assert left.stderr.splitlines().count("test_it: step 1 of 1, loss 2.5") == shown
+    assert "step 1" not in left.stdout + str(left.journal)
 
 
 def on_a_terminal(project: Project, *options: str) -> str:

@@ -24,7 +24,7 @@ def run_on(
 ) -> Any:
     """Two nodes with four ranks each; nothing of it is started."""
     run = Run.__new__(Run)
-    scheduler = SimpleNamespace(nnodes=allocated[0], gpus_per_node=allocated[1])
+    scheduler = SimpleNamespace(name=None, nnodes=allocated[0], gpus_per_node=allocated[1])
     made: dict[str, Any] = {
         "facts": SimpleNamespace(world_size=8, nnodes=2, local_world_size=4, scheduler=scheduler),
         "settings": SimpleNamespace(

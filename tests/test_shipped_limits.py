@@ -39,7 +39,7 @@ class Run(NamedTuple):
 # Runs that operators have. Those of 8 ranks come first, so that most limits are tried with 8 ranks.
 RUNS = [
     Run(nnodes, ranks, {"size": size} if size else {})
-    for size, nnodes, ranks in product(("", "1 GB", "1 MB", "4 B"), (1, 2, 3), (8, 4, 2, 1))
+    for size, nnodes, ranks in product(("", "1 GB", "1 MB", "4 B"), (1, 2, 3, 16), (8, 4, 2, 1))
 ]
 
 
@@ -388,3 +388,19 @@ def test_the_example_for_operators_in_the_shipped_file_loads(tmp_path: Path) -> 
     limit = limits.limit(BUSBW, sku="H100 SXM", world_size=16, nnodes=2, labels={"size": "1 GB"})
     assert limit is not None
     assert (limit.min, limit.source) == (380.0, "contract with the vendor, annex 2")
+
+
+@pytest.mark.parametrize("sku", ["H100 SXM", "H200", "A100 80GB", "B200", "GB200"])
+def test_gpus_inside_of_a_node_may_pass_on_faster_than_those_that_send_to_another_node(sku):
+    # The ends of a node are at one port's rate, and the others at NVLink's: no straggler is among them.
+    rates = {rank: 45.0 if rank % 8 in (0, 7) else 350.0 for rank in range(16)}
+    labels = {"size": "8 GiB", "dtype": "bf16", "world_size": "16", "nnodes": "2", "transport": "NET/IB"}
+    judgement = judge(
+        {rank: [measurement("nccl.send_recv.busbw", rate, unit="GB/s", labels=labels)] for rank, rate in rates.items()},
+        world={rank: f"rank {rank}" for rank in rates},
+        node_of={rank: rank // 8 for rank in rates},
+        limits=SHIPPED,
+        sku=sku,
+        gpu_name=None,
+    )
+    assert judgement.outcome == "passed", judgement.text

@@ -27,6 +27,9 @@ from pytest_gpucluster.benchmarks.memory import size_of
 from pytest_gpucluster.sampling import Sampling, Series
 from pytest_gpucluster.units import did_you_mean
 
+COMPARED_GB_PER_SECOND = 5.0
+"""What one core of a host compares, at least. Source: this suite's rule; it reads both sides from memory."""
+
 ALONE, BOTH, TOGETHER = "alone", "both", "together"
 WAYS = (*DIRECTIONS, BOTH)
 
@@ -71,6 +74,22 @@ class HostLinkResult:
         """Write parts of memory by their NUMA node."""
         parts = [f"NUMA node {node}: {100 * part:.3g} %" for node, part in sorted(nodes.items())]
         return ", ".join(parts) or "NUMA node not told by the kernel"
+
+
+def longest_seconds(sampling: Sampling, *, ranks: int, gb_per_second: float) -> float:
+    """Return how long all ranks of a node take at most, one after the other, with their comparing.
+
+    Args:
+        sampling: of each rank.
+        ranks: those that take turns. While one compares, the next one copies, so comparing counts once.
+        gb_per_second: the highest rate of a link: the faster it is, the more is to be compared.
+
+    >>> times = Sampling(warmup_seconds=0.5, window_seconds=1, longest_seconds=5, tolerance_ratio=0.01)
+    >>> longest_seconds(times, ranks=8, gb_per_second=50.0), longest_seconds(times, ranks=8, gb_per_second=450.0)
+    (189.0, 1029.0)
+    """
+    copying = sampling.warmup_seconds + sampling.at_most_seconds
+    return copying * (ranks + gb_per_second / COMPARED_GB_PER_SECOND)
 
 
 def measure_host_link(

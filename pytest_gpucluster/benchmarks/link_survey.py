@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -49,6 +49,7 @@ def survey(
     longest_seconds: float,
     progress: Progress | None = None,
     during: AbstractContextManager[object] | None = None,
+    sweeping: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Survey:
     """Measure all links of a scope, and those that are far behind once more, without what could have shared their way.
 
@@ -68,6 +69,8 @@ def survey(
         longest_seconds: after so long no other round of the tournament begins; what is left out is told.
         progress: told after each round of the tournament.
         during: entered for the time of the tournament.
+        sweeping: makes what is entered while only ``group`` is used. Within nodes the world is used as well, to tell
+            each other what was found: its connections are none of the group's.
 
     Raises:
         InconclusiveMeasurement, EnvironmentBroken, ValueError: as of :func:`links.sweep`.
@@ -77,15 +80,16 @@ def survey(
     rounds = rounds_of(scope, places, rank)
 
     def swept(planned: Sequence[Round], told: Progress | None = None) -> tuple[Matrix, float]:
-        found = links.sweep(
-            group,
-            device,
-            planned,
-            payload_bytes=payload_bytes,
-            round_seconds=round_seconds,
-            longest_seconds=longest_seconds,
-            progress=told,
-        )
+        with sweeping():
+            found = links.sweep(
+                group,
+                device,
+                planned,
+                payload_bytes=payload_bytes,
+                round_seconds=round_seconds,
+                longest_seconds=longest_seconds,
+                progress=told,
+            )
         if scope == "world":
             return matrix_of(found.readings, scope, places), found.seconds
         everyones = links.gathered(ranks, [one for one in found.readings if one.receiver == rank])

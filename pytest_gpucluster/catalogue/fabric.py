@@ -52,7 +52,8 @@ FABRIC = (
         unit="Gb/s",
         better="higher",
         scope="node",
-        doc="Rate of the slowest of these ports, width times speed of its link. Nothing is sent.",
+        doc="Rate of the slowest of these ports, width times speed of its link; of as many as there are GPUs, the "
+        "fastest first. Nothing is sent.",
     ),
     Metric(
         name="nccl.environment.findings",

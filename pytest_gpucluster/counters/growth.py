@@ -107,8 +107,12 @@ def changes(before: Counters, after: Counters) -> Changes:
         for name in before.values:
             if name.startswith("nvlink.up[") and before.values[name] and name not in after.values:
                 changed[name] = -1
-    faults += _faults(changed, before, after)
-    faults += _ports_gone(before, after)
+    for fault, port in (*_faults(changed, before, after), *_ports_gone(before, after)):
+        why_not = _why_no_fault(port, before)
+        if why_not:
+            notes.append(f"{fault.found}; {why_not}")
+        else:
+            faults.append(fault)
     for counters in (before, after):
         other = after if counters is before else before
         for name in counters.values:
@@ -120,7 +124,17 @@ def changes(before: Counters, after: Counters) -> Changes:
     return Changes(changed=changed, faults=tuple(faults), notes=tuple(notes), missing=missing)
 
 
-def _faults(changed: Mapping[str, float], before: Counters, after: Counters) -> Iterator[Finding]:
+def _why_no_fault(port: str, before: Counters) -> str:
+    """Return why what happens to a port rejects nothing, or nothing if it does."""
+    if port in before.beside:
+        return "it is an Ethernet port beside a fabric of InfiniBand"
+    if port and not before.values.get(f"{INFINIBAND}.{port}.{ACTIVE}"):
+        return "it was not Active before the test either"
+    return ""
+
+
+def _faults(changed: Mapping[str, float], before: Counters, after: Counters) -> Iterator[tuple[Finding, str]]:
+    """Yield each fault, and the port that it is of; "" for the GPU's."""
     said: set[str] = set()
     links: dict[tuple[str, str], list[str]] = {}
     for name, change in changed.items():
@@ -128,7 +142,7 @@ def _faults(changed: Mapping[str, float], before: Counters, after: Counters) -> 
             code, what, remedy = _OF_GPU[name]
             if code not in said:  # errors since the driver was loaded are among those of the card's life
                 said.add(code)
-                yield _fault(after.gpu, code, f"{_whole(change)} new: {what}", remedy)
+                yield _fault(after.gpu, code, f"{_whole(change)} new: {what}", remedy), ""
         elif (link := _LINK.fullmatch(name)) is not None:
             counter = link["counter"]
             if counter == "up" and change < 0:
@@ -137,10 +151,11 @@ def _faults(changed: Mapping[str, float], before: Counters, after: Counters) -> 
                 key = "nvlink_errors", f"NVLink counter {counter} has grown"
                 links.setdefault(key, []).append(f"link {link['link']}: {_whole(change)}")
         elif (port := _PORT.fullmatch(name)) is not None:
-            yield from _of_port(port["port"], port["counter"], change, before, after)
+            found = _of_port(port["port"], port["counter"], change, before, after)
+            yield from ((fault, port["port"]) for fault in found)
     for (code, what), where in links.items():
         remedy = "look at `nvidia-smi nvlink -e` and the Fabric Manager's log, then reset the GPUs of this node"
-        yield _fault(after.gpu, code, f"{what}: {', '.join(where)}", remedy)
+        yield _fault(after.gpu, code, f"{what}: {', '.join(where)}", remedy), ""
 
 
 def _of_port(port: str, counter: str, change: float, before: Counters, after: Counters) -> Iterator[Finding]:
@@ -155,13 +170,14 @@ def _of_port(port: str, counter: str, change: float, before: Counters, after: Co
         yield _fault(host, "port_rate", found, _CABLE)
 
 
-def _ports_gone(before: Counters, after: Counters) -> Iterator[Finding]:
+def _ports_gone(before: Counters, after: Counters) -> Iterator[tuple[Finding, str]]:
     for name, value in before.values.items():
         port = _PORT.fullmatch(name)
         if port is not None and port["counter"] == ACTIVE and value and name not in after.values:
             why = after.missing.get(INFINIBAND)
             found = f"port {port['port']} was Active before, and its HCA is gone" + (f": {why}" if why else "")
-            yield _fault(Identity(host=after.gpu.host), "port_down", found, "look at `lspci` and the kernel log")
+            fault = _fault(Identity(host=after.gpu.host), "port_down", found, "look at `lspci` and the kernel log")
+            yield fault, port["port"]
 
 
 def _xids(

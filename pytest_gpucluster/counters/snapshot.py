@@ -11,7 +11,8 @@ from pytest_gpucluster import kernel_log
 from pytest_gpucluster.counters.sources import Sources
 from pytest_gpucluster.health import situation
 from pytest_gpucluster.health.finding import Identity
-from pytest_gpucluster.infiniband import Adapters
+from pytest_gpucluster.infiniband import ETHERNET, Adapters
+from pytest_gpucluster.infiniband import INFINIBAND as LAYER_OF_FABRIC
 from pytest_gpucluster.kernel_log import KernelLog, Xid
 
 QUERIES = (
@@ -66,6 +67,8 @@ class Counters:
     missing: Mapping[str, str] = field(default_factory=dict)
     lost: str = ""
     gpus_of_node: Mapping[str, Identity] = field(default_factory=dict)
+    beside: frozenset[str] = frozenset()
+    """Ports of Ethernet on a node whose fabric is InfiniBand, as of a card for storage or management."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain types."""
@@ -82,6 +85,7 @@ def take(sources: Sources) -> Counters:
     values: dict[str, float] = {}
     missing: dict[str, str] = {}
     lost, log = "", None
+    beside: frozenset[str] = frozenset()
     if sources.has_gpu and sources.nvml is None:
         missing.update(dict.fromkeys(QUERIES, sources.why_no_nvml))
     elif sources.nvml is not None and sources.gpu.uuid is not None:
@@ -95,9 +99,16 @@ def take(sources: Sources) -> Counters:
             missing.update({XID: why} if why else {})
         adapters = sources.adapters()
         values.update(_of_ports(adapters))
+        beside = _beside(adapters)
         missing.update({INFINIBAND: adapters.why_not} if adapters.why_not else {})
     return Counters(
-        gpu=sources.gpu, values=values, log=log, missing=missing, lost=lost, gpus_of_node=sources.gpus_of_node
+        gpu=sources.gpu,
+        values=values,
+        log=log,
+        missing=missing,
+        lost=lost,
+        gpus_of_node=sources.gpus_of_node,
+        beside=beside,
     )
 
 
@@ -119,6 +130,12 @@ def _of_ports(adapters: Adapters) -> Iterator[tuple[str, float]]:
         yield f"{prefix}.{ACTIVE}", int(port.is_active)
         if port.rate_gbps is not None:
             yield f"{prefix}.{RATE}", port.rate_gbps
+
+
+def _beside(adapters: Adapters) -> frozenset[str]:
+    """Return the ports of Ethernet where a port of InfiniBand is active: then NCCL's fabric is that."""
+    fabric = any(port.is_active and port.link_layer == LAYER_OF_FABRIC for port in adapters.ports)
+    return frozenset(port.name for port in adapters.ports if fabric and port.link_layer == ETHERNET)
 
 
 def _log(log: KernelLog) -> tuple[Log | None, str]:

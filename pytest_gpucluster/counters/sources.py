@@ -36,7 +36,7 @@ class Sources:
     why_no_nvml: str = "NVML is not available"
     of_node: bool = False
     gpus_of_node: Mapping[str, Identity] = field(default_factory=dict)
-    kernel_log: Callable[[], KernelLog] = kernel_log.read
+    kernel_log: Callable[[], KernelLog] = field(default_factory=kernel_log.Reader)
     adapters: Callable[[], Adapters] = ports_of_node
 
     @property

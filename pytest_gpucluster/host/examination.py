@@ -131,6 +131,11 @@ def _iommu(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
             "--gpucluster-workload host.iommu=any",
             gpu.who,
         )
+    hidden = [gpu for gpu in facts.gpus if gpu.path is None]
+    if hidden:
+        found = f"whether an IOMMU translates cannot be seen for {len(hidden)} of {len(facts.gpus)} GPUs"
+        remedy = "look at /sys/kernel/iommu_groups/*/type on the host, where DMA and DMA-FQ translate"
+        yield _finding(facts, "iommu", "note", found, "anything", remedy)
 
 
 def _acs(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:

@@ -51,23 +51,33 @@ def pairing(evidence: Evidence, number: int) -> list[tuple[int, ...]]:
             mate = min(
                 left,
                 key=lambda other: (
-                    (min(unit, other), max(unit, other)) in linked,
+                    _pair(unit, other) in linked,
                     met[unit].get(other, 0),
                     other in suspects and unit in suspects,
                     evidence.failures(other) if unit in suspects else 0,
                 ),
             )
         del left[mate]
-        groups.append((min(unit, mate), max(unit, mate)))
+        groups.append(_pair(unit, mate))
     return sorted(groups)
 
 
 def _tournament(evidence: Evidence, units: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the pairs of the next round, in which all go on from whoever has been in most pairs."""
     if len(units) < 2:
         return []
     round_ = max(sum(1 for _ in evidence.pairs(unit)) for unit in units) % count_of_rounds(len(units))
-    met = ((index, partner(index, round_, len(units))) for index in range(len(units)))
-    return [(units[one], units[other]) for one, other in met if other is not None and one < other]
+    # Neighbours meet in the first round: they mostly share a switch, so it tests them and not what is beyond.
+    first = [(seat, partner(seat, 0, len(units))) for seat in range(len(units))]
+    seats = [seat for one, other in first if other is not None and one < other for seat in (one, other)]
+    seats += [one for one, other in first if other is None]
+    unit_of = dict(zip(seats, units, strict=True))
+    met = ((seat, partner(seat, round_, len(units))) for seat in range(len(units)))
+    return sorted(_pair(unit_of[one], unit_of[other]) for one, other in met if other is not None and one < other)
+
+
+def _pair(one: int, other: int) -> tuple[int, ...]:
+    return min(one, other), max(one, other)
 
 
 def _alone(evidence: Evidence, unit: int, number: int) -> bool:

@@ -83,11 +83,12 @@ def examine(
     cgroup: Cgroup,
     *,
     on_cpu: bool,
+    cores: int | None = None,
 ) -> list[Finding]:
     """Compare what a node's ranks are bound to with what was allocated there.
 
-    Less than was allocated is an error, and so are GPUs that others may have been given. CPUs and memory beyond the
-    allocation are noted where nothing keeps the job from them: others pay for that.
+    Less than was allocated is an error, and so are GPUs and CPUs that others may have been given. Memory beyond the
+    allocation is noted where nothing keeps the job from it: others pay for that.
 
     Args:
         host: the node.
@@ -96,10 +97,11 @@ def examine(
         who: of the same ranks, what they have said of themselves (``inventory.identify``).
         cgroup: its limits.
         on_cpu: a rehearsal, which uses no GPU.
+        cores: how many cores the ranks' CPUs are of; None if that is not known.
     """
     return [
         *([] if on_cpu else _gpus(host, given, places, who)),
-        *_cpus(host, given, places),
+        *_cpus(host, given, places, cores),
         *_memory(host, given, cgroup),
     ]
 
@@ -149,7 +151,7 @@ def _gpus(host: str, given: Allocation, places: Sequence[Place], who: Sequence[M
         )
 
 
-def _cpus(host: str, given: Allocation, places: Sequence[Place]) -> Iterator[Finding]:
+def _cpus(host: str, given: Allocation, places: Sequence[Place], cores: int | None) -> Iterator[Finding]:
     cpus = {cpu for place in places for cpu in place.cpus}
     if len(cpus) < len(places):
         yield notice(
@@ -169,6 +171,16 @@ def _cpus(host: str, given: Allocation, places: Sequence[Place]) -> Iterator[Fin
             "Slurm says nothing of CPUs (SLURM_CPUS_ON_NODE is not set)",
             allowed="CPUs are allocated to the job",
             remedy="start the ranks by srun or in a batch script",
+        )
+    elif len(cpus) > given.cpus and cores is not None and cores <= given.cpus:
+        # Where slurm.conf says CPUs=<number of cores>, a job gets all threads of its cores.
+        yield notice(
+            "slurm.cpus",
+            "note",
+            host,
+            f"the ranks may run on {len(cpus)} CPUs ({shown(cpus)}), which are {cores} cores",
+            allowed=f"the {given.cpus} CPUs that were allocated, which may be cores",
+            remedy="nothing, if Slurm counts cores here (`scontrol show node`: CPUTot); else set ConstrainCores=yes",
         )
     elif len(cpus) > given.cpus:
         yield notice(

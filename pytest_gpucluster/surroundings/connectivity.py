@@ -23,6 +23,8 @@ _AT_ONCE = 16
 _BESIDE_SECONDS = 30.0
 """What nodes may be apart when they begin and end."""
 _PAIRS_TOLD = 20
+_NODES_TOLD = 20
+_SILENT = "it gave no word in time, though its rank is there: is it busy, or stopped?"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,33 +34,38 @@ class Reached:
     Attributes:
         hosts: node -> its name.
         addresses: node -> its address and interface, as far as it has one.
-        seconds: (from, to) -> how long connecting and one exchange took, where it worked.
+        slowest: node -> how long the slowest of its connections took, with one exchange, of those that worked.
         failures: (from, to) -> why it did not work.
-        absent: node -> why nothing is known of it.
+        untried: (from, to) that nobody has tried, or told of.
+        absent: node -> why it has no address.
+        silent: nodes of which nothing was heard, or not enough.
     """
 
     hosts: Mapping[int, str]
     addresses: Mapping[int, str] = field(default_factory=dict)
-    seconds: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    slowest: Mapping[int, float] = field(default_factory=dict)
     failures: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    untried: frozenset[tuple[int, int]] = frozenset()
     absent: Mapping[int, str] = field(default_factory=dict)
+    silent: tuple[int, ...] = ()
 
     @property
     def reached_ratio(self) -> float:
         """Part of the pairs that reach each other: each node with every node, itself included, in both directions.
-        Nodes that have no address or are silent are no part of any pair."""
+        Nodes that have no address are no part of any pair."""
         present = len(self.hosts) - len(self.absent)
-        return len(self.seconds) / present**2 if present else 0.0
+        return 1 - len({*self.failures, *self.untried}) / present**2 if present else 0.0
 
     @property
     def whole_nodes(self) -> int:
         """How many nodes reach all nodes and are reached by all."""
-        nodes = list(self.hosts)
-        return sum(all((one, two) in self.seconds and (two, one) in self.seconds for two in nodes) for one in nodes)
+        if self.absent or self.silent:
+            return 0
+        return len(set(self.hosts) - {node for pair in (*self.failures, *self.untried) for node in pair})
 
     def slowest_from(self, node: int) -> float | None:
         """Return the longest time that a connection from this node took; None where none worked."""
-        return max((seconds for (one, _), seconds in self.seconds.items() if one == node), default=None)
+        return self.slowest.get(node)
 
     def blamed(self) -> tuple[int, ...]:
         """Return the nodes that the failures point to.
@@ -66,34 +73,39 @@ class Reached:
         A node that is part of failures with more than half of the others explains them by itself; of a pair that no
         such node explains both ends are named.
         """
-        left = set(self.failures)
-        blamed = set(self.absent)
-        left = {pair for pair in left if not blamed & set(pair)}
-        while left:
-            partners = {node: {one for pair in left if node in pair for one in pair} - {node} for node in self.hosts}
+        blamed = {*self.absent, *self.silent, *(one for one, two in self.failures if one == two)}
+        partners: dict[int, set[int]] = {}
+        for one, two in self.failures:
+            if not blamed & {one, two}:
+                partners.setdefault(one, set()).add(two)
+                partners.setdefault(two, set()).add(one)
+        while partners:
             worst = max(partners, key=lambda node: (len(partners[node]), -node))
-            own = {node for node, other in left if node == other}
-            if own:
-                found = own
-            elif len(partners[worst]) > 1 and 2 * len(partners[worst]) > len(self.hosts) - 1:
-                found = {worst}
-            else:
-                found = {node for pair in left for node in pair}
-            blamed |= found
-            left = {pair for pair in left if not found & set(pair)}
+            if len(partners[worst]) == 1 or 2 * len(partners[worst]) <= len(self.hosts) - 1:
+                blamed |= {*partners}
+                break
+            blamed.add(worst)
+            for other in partners.pop(worst):
+                partners[other].discard(worst)
+                if not partners[other]:
+                    del partners[other]
         return tuple(sorted(blamed))
 
     def require_whole(self, node: int) -> None:
-        """Make sure that all nodes reach each other; it is told on the nodes to which the failures point.
+        """Make sure that all nodes reach each other; it is told on the nodes to which the failures point, and for a
+        node that is silent by the first one.
 
-        Raises, on a node that is blamed:
+        Raises, on such a node:
             HardwareFault: each pair that does not, both ends named.
             EnvironmentBroken: all that could be tried works, but a node has no usable interface, or is silent.
         """
-        if node not in self.blamed():
+        blamed = self.blamed()
+        if node not in blamed and not (self.silent and node == min(self.hosts)):
             return
-        names = ", ".join(self.hosts[one] for one in self.blamed())
+        names = ", ".join(self.hosts[one] for one in blamed[:_NODES_TOLD])
+        names += f" and {len(blamed) - _NODES_TOLD} more" if len(blamed) > _NODES_TOLD else ""
         told = [f"- {self.hosts[one]}: {why}" for one, why in sorted(self.absent.items())]
+        told += [f"- {self.hosts[one]}: {_SILENT}" for one in self.silent]
         told += [
             f"- {self._name(one)} does not reach {self._name(two)}: {why}"
             for (one, two), why in sorted(self.failures.items())
@@ -193,8 +205,9 @@ def connect_all(
             }
         told = nodes.gather(board, "address", mine, within_seconds=within)
         there = {node: one for node, one in told.items() if "error" not in one}
-        # A node without an address of its own calls nobody: what it could reach says nothing.
-        called = {} if "error" in mine else there
+        # A node without an address of its own calls nobody: what it could reach says nothing. Each one begins with the
+        # node after it: if all began with the first one, that would have to answer them all at once.
+        called = {} if "error" in mine else _from(nodes.me, there)
         payload = bytes(index * 7 % 251 for index in range(payload_bytes))
 
         def attempt(one: Mapping[str, Any]) -> float | str:
@@ -208,25 +221,46 @@ def connect_all(
         with ThreadPoolExecutor(max_workers=_AT_ONCE) as pool:
             results = dict(zip(called, pool.map(attempt, called.values()), strict=True))
         # Who has told its results needs no answer any more: when all have, the responder may end.
-        reports = nodes.gather(board, "reached", results, within_seconds=within)
+        reports = nodes.gather(board, "reached", _report(nodes, results), within_seconds=within)
     absent = {node: one["error"] for node, one in told.items() if "error" in one}
     return _agreed(nodes, reports, absent, {node: one["where"] for node, one in there.items()})
+
+
+def _from(me: int, there: Mapping[int, Any]) -> dict[int, Any]:
+    """Return the nodes in the order in which one of them calls: those after it, then those before it, then itself."""
+    return {node: there[node] for node in sorted(there, key=lambda node: (node <= me, node))}
+
+
+def _report(nodes: Nodes, results: Mapping[int, float | str]) -> dict[str, Any]:
+    """Return what a node tells all others of its calls, in few words: each of them reads it, however many they are."""
+    failed: dict[str, list[int]] = {}
+    for node, result in results.items():
+        if isinstance(result, str):
+            failed.setdefault(result, []).append(node)
+    worked = [result for result in results.values() if not isinstance(result, str)]
+    left_out = [node for node in nodes.hosts if node not in results]
+    return {"slowest": max(worked, default=None), "failed": failed, "left_out": left_out}
 
 
 def _agreed(
     nodes: Nodes, reports: Mapping[int, Mapping[str, Any]], absent: Mapping[int, str], addresses: Mapping[int, str]
 ) -> Reached:
-    """Put together what every node has reached. JSON has made texts of the numbers of nodes."""
-    silent = {
-        node: "it gave no word in time, though its rank is there: is it busy, or stopped?"
-        for node in nodes.hosts
-        if node not in reports and node not in absent
-    }
-    results = {(one, int(two)): result for one, found in reports.items() for two, result in found.items()}
+    """Put together what every node has reached."""
+    told = {node: report for node, report in reports.items() if node not in absent}
+    silent = tuple(node for node in nodes.hosts if node not in told and node not in absent)
+    untried = {(one, two) for one in silent for two in nodes.hosts}
+    untried |= {(one, two) for one, report in told.items() for two in report["left_out"]}
     return Reached(
         hosts=nodes.hosts,
         addresses=addresses,
-        seconds={pair: result for pair, result in results.items() if not isinstance(result, str)},
-        failures={pair: result for pair, result in results.items() if isinstance(result, str)},
-        absent={**absent, **silent},
+        slowest={node: report["slowest"] for node, report in told.items() if report["slowest"] is not None},
+        failures={
+            (one, two): why
+            for one, report in told.items()
+            for why, others in report["failed"].items()
+            for two in others
+        },
+        untried=frozenset((one, two) for one, two in untried if two not in absent),
+        absent=absent,
+        silent=silent,
     )

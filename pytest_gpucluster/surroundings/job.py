@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from pytest_gpucluster.errors import EnvironmentBroken
@@ -70,7 +70,8 @@ def examine_allocation(
         for one in told.values()
     ]
     given = allocation(environ)
-    findings = examine(host, given, places, here, cgroup.read(ROOT), on_cpu=sources is None)
+    cores = _cores({cpu for place in places for cpu in place.cpus})
+    findings = examine(host, given, places, here, cgroup.read(ROOT), on_cpu=sources is None, cores=cores)
     online = processors.read(ROOT).online
     alone = given.cpus is not None and online is not None and given.cpus >= len(online)
     began = environ.get("SLURM_JOB_START_TIME", "")  # since Slurm 22.05
@@ -79,6 +80,15 @@ def examine_allocation(
     if sources is not None:
         findings += _processes(host, here, sources)
     return findings
+
+
+def _cores(cpus: Iterable[int]) -> int | None:
+    """Return how many cores these CPUs are of; None if the kernel does not tell it of each.
+
+    Source: Linux kernel, Documentation/admin-guide/cputopology.rst, thread_siblings_list.
+    """
+    siblings = {ROOT.numbers(f"{processors.CPUS}/cpu{cpu}/topology/thread_siblings_list") for cpu in cpus}
+    return None if None in siblings else len(siblings)
 
 
 def _processes(host: str, here: Sequence[Mapping[str, Any]], sources: Sources) -> list[Finding]:

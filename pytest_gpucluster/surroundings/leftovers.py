@@ -22,6 +22,7 @@ LEAST_BYTES = 2**20
 """Less than this in /dev/shm is noted only: it takes no memory worth the name."""
 _FIRST_USER = 1000
 """Numbers below are the system's own. Source: login.defs(5), UID_MIN."""
+_OVERFLOW = Path("/proc/sys/kernel/overflowuid")
 _NAMED = 5
 _MOST_ENTRIES = 100_000
 
@@ -43,8 +44,10 @@ class Left:
 def files(folder: Path, *, uid: int, before: float | None) -> Left | None:
     """Return what lies in a folder, not below, and belongs to another user, or to an earlier job of this one.
 
-    What is root's or a system user's is taken for the system's. Of this user's own entries those are an earlier job's
-    that were last changed before this one began.
+    What is root's or a system user's is taken for the system's; in a container with users of its own, so is what
+    belongs to anybody outside, for root's cannot be told from others' there. Of this user's own entries those are an
+    earlier job's that were last touched before this one began; what this job copies there may keep an old time of
+    change, and so the time counts at which the entry itself came or changed (ctime).
 
     Args:
         folder: to look into.
@@ -56,6 +59,7 @@ def files(folder: Path, *, uid: int, before: float | None) -> Left | None:
     Raises: OSError if the folder cannot be looked into.
     """
     found: list[tuple[int, str, int]] = []
+    nobody = _nobody()
     with os.scandir(folder) as entries:
         for number, entry in enumerate(entries):
             if number >= _MOST_ENTRIES:
@@ -64,8 +68,8 @@ def files(folder: Path, *, uid: int, before: float | None) -> Left | None:
                 told = entry.stat(follow_symlinks=False)
             except FileNotFoundError:  # it has been removed meanwhile
                 continue
-            others = told.st_uid != uid and told.st_uid >= _FIRST_USER
-            earlier = told.st_uid == uid and before is not None and told.st_mtime < before
+            others = told.st_uid not in (uid, nobody) and told.st_uid >= _FIRST_USER
+            earlier = told.st_uid == uid and before is not None and max(told.st_mtime, told.st_ctime) < before
             if others or (earlier and not stat.S_ISDIR(told.st_mode)):
                 found.append((told.st_blocks * 512, entry.name, told.st_uid))
     if not found:
@@ -149,6 +153,14 @@ def of_processes(
             allowed="this job's ranks only",
             remedy="end it, and let the epilog end what a job has left",
         )
+
+
+def _nobody() -> int | None:
+    """Return the number under which a container sees users that it does not know. Source: user_namespaces(7)."""
+    try:
+        return int(_OVERFLOW.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
 
 
 def _name(uid: int) -> str:

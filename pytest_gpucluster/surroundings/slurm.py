@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,11 +12,14 @@ from dataclasses import dataclass
 from pytest_gpucluster.errors import EnvironmentBroken, LaunchError
 from pytest_gpucluster.health.finding import Finding
 from pytest_gpucluster.hostlist import expand_hostlist
+from pytest_gpucluster.launch import in_step
 from pytest_gpucluster.surroundings.notice import notice
 from pytest_gpucluster.wording import first_line
 
 ANSWER_SECONDS = 30.0
 """Longer than Slurm's own MessageTimeout of 10 s (slurm.conf(5)), so that its own message is heard."""
+
+_COMMANDS = ("scontrol", "sinfo")
 
 _PING = re.compile(r"Slurmctld\((?P<role>\w+)\) at (?P<host>\S+) is (?P<state>UP|DOWN)")
 """Source: Slurm, src/scontrol/scontrol.c, _print_ping."""
@@ -64,12 +68,12 @@ def ping(*, answer_seconds: float = ANSWER_SECONDS) -> Ping:
     Raises: EnvironmentBroken if none answers, or it cannot be asked.
     """
     begin = time.monotonic()
-    output, code = _ask(["scontrol", "ping"], answer_seconds)
+    output, said, code = _ask(["scontrol", "ping"], answer_seconds)
     seconds = time.monotonic() - begin
     found = [(f"{one['role']} {one['host']}", one["state"]) for one in _PING.finditer(output)]
     up = tuple(name for name, state in found if state == "UP")
     if not up:
-        told = first_line(output.strip()) or f"exit code {code}, and no word"
+        told = first_line(output.strip() or said.strip()) or f"exit code {code}, and no word"
         raise EnvironmentBroken(
             f"no controller of Slurm answers (scontrol ping: {told}). New jobs do not start, and this one may be "
             "ended: look at slurmctld on the controller's host, and at the network to it"
@@ -77,16 +81,30 @@ def ping(*, answer_seconds: float = ANSWER_SECONDS) -> Ping:
     return Ping(up=up, down=tuple(name for name, state in found if state == "DOWN"), seconds=seconds)
 
 
+def why_not_asked() -> str | None:
+    """Return why Slurm cannot be asked anything here, or None if it can: its commands may be missing in a container."""
+    missing = [name for name in _COMMANDS if shutil.which(name) is None]
+    if not missing:
+        return None
+    return (
+        f"{' and '.join(missing)} cannot be found, so Slurm was not asked. In a container, mount Slurm's commands and "
+        "libraries, slurm.conf and munge's socket into it, such as (pyxis) srun --container-mounts=/usr/bin/scontrol,"
+        "/usr/bin/sinfo,/usr/lib64/slurm,/etc/slurm,/run/munge"
+    )
+
+
 def nodes_of_job(environ: Mapping[str, str]) -> list[str]:
-    """Return the names of the job's nodes, as Slurm calls them.
+    """Return the names of the nodes that this runs on, as Slurm calls them: those of the step that srun has started,
+    for it may leave out nodes of the job that are known to be bad; else those of the job.
 
     Raises: EnvironmentBroken if Slurm's variables do not tell.
     """
-    listed = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or ""
+    name = "SLURM_STEP_NODELIST" if in_step(environ) and environ.get("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
+    listed = environ.get(name) or environ.get("SLURM_NODELIST") or ""
     try:
         return expand_hostlist(listed)
     except LaunchError as error:
-        raise EnvironmentBroken(f"SLURM_JOB_NODELIST does not name the nodes of the job: {error}") from error
+        raise EnvironmentBroken(f"{name} does not name the nodes of the job: {error}") from error
 
 
 def states(
@@ -104,19 +122,21 @@ def states(
     listed = ",".join(nodes)
     command = ["sinfo", "--all", "--noheader", "--Node", "--nodes", listed, "--format", _FORMAT]
     command += ["--partition", partition] if partition else []
-    output, code = _ask(command, answer_seconds)
+    output, said, code = _ask(command, answer_seconds)
     found = []
     for line in filter(str.strip, output.splitlines()):
         fields = [field.strip() for field in line.split("|", 4)]
         if code or len(fields) != 5:
-            raise EnvironmentBroken(f"sinfo does not tell the state of {listed} (exit code {code}): {first_line(line)}")
+            told = first_line(said.strip() or line)
+            raise EnvironmentBroken(f"sinfo does not tell the state of {listed} (exit code {code}): {told}")
         node, of, available, state, reason = fields
         reason = "" if reason.lower() == "none" else reason
         found.append(
             NodeState(node=node, partition=of.rstrip("*"), available=available, state=state.lower(), reason=reason)
         )
     if not found:
-        raise EnvironmentBroken(f"sinfo knows nothing of {listed} (exit code {code})")
+        told = f": {first_line(said.strip())}" if said.strip() else ""
+        raise EnvironmentBroken(f"sinfo knows nothing of {listed} (exit code {code}){told}")
     return tuple(found)
 
 
@@ -218,8 +238,8 @@ def _of_node(node: str, lines: Sequence[NodeState]) -> list[Finding]:
     return findings
 
 
-def _ask(command: list[str], seconds: float) -> tuple[str, int]:
-    """Run a command of Slurm's; return what it printed and its exit code.
+def _ask(command: list[str], seconds: float) -> tuple[str, str, int]:
+    """Run a command of Slurm's; return its output, what it said beside that, such as a warning, and its exit code.
 
     Raises: EnvironmentBroken if it is not there or gives no answer.
     """
@@ -227,8 +247,7 @@ def _ask(command: list[str], seconds: float) -> tuple[str, int]:
         done = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            capture_output=True,
             timeout=seconds,
             check=False,
         )
@@ -243,4 +262,4 @@ def _ask(command: list[str], seconds: float) -> tuple[str, int]:
         ) from None
     except OSError as error:
         raise EnvironmentBroken(f"{command[0]} cannot be run: {error}") from error
-    return done.stdout.decode("utf-8", "replace"), done.returncode
+    return done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace"), done.returncode

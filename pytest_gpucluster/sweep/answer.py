@@ -57,7 +57,7 @@ class Answer:
     def to_json(self) -> str:
         """Return one line of JSON of at most ``MOST_BYTES`` bytes; texts are cut where it would be more."""
         plain: dict[str, Any] = {"schema_version": SCHEMA_VERSION, **asdict(self)}
-        for characters in (_CHARACTERS, _CHARACTERS // 2, _CHARACTERS // 4, _CHARACTERS // 8):
+        for characters in (_CHARACTERS, _CHARACTERS // 2, _CHARACTERS // 4, _CHARACTERS // 16):
             # Escapes of JSON are up to twelve bytes for a character.
             text = json.dumps({name: _cut(value, characters) for name, value in plain.items()})
             if len(text) <= MOST_BYTES:
@@ -73,7 +73,7 @@ class Answer:
         """
         try:
             read = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise JournalError(f"no answer of `gpucluster verdict`: {one_line(text, 80)!r}") from None
         if not isinstance(read, dict) or read.pop("schema_version", None) != SCHEMA_VERSION:
             raise JournalError(f"no answer of this version's `gpucluster verdict`: {one_line(text, 80)!r}")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.sweep.conclusion import conclude
 from pytest_gpucluster.sweep.evidence import Evidence
-from pytest_gpucluster.sweep.outcome import Outcome
+from pytest_gpucluster.sweep.outcome import Outcome, worse
 from pytest_gpucluster.sweep.plan import Plan
 from pytest_gpucluster.sweep.scheduler import Scheduler
 from pytest_gpucluster.sweep.table import progress_line, table, verdict_line
@@ -34,6 +34,7 @@ def sweep(plan: Plan, scheduler: Scheduler, evidence: Evidence, say: Callable[[s
     Raises:
         OSError: the evidence cannot be written. A verdict that nobody can read again is none.
     """
+    known: dict[str, Outcome] = {}
     alone: list[Outcome] = []
     together: Outcome | None = None
     why_not = interrupted = broke = ""
@@ -41,7 +42,9 @@ def sweep(plan: Plan, scheduler: Scheduler, evidence: Evidence, say: Callable[[s
         evidence.keep(conclude(plan.nodes, alone, None, interrupted=_UNTOLD), alone, None)
         try:
             for outcome in scheduler.alone(plan.nodes):
-                alone.append(outcome)
+                node = outcome.node
+                known[node] = worse(known[node], outcome) if node in known else outcome
+                alone = list(known.values())
                 say(progress_line(len(alone), len(plan.nodes), outcome))
                 evidence.keep(conclude(plan.nodes, alone, None, interrupted=_UNTOLD), alone, None)
             survived = {outcome.node for outcome in alone if outcome.survived}

@@ -68,6 +68,11 @@ class Outcome:
         }
 
 
+def worse(one: Outcome, other: Outcome) -> Outcome:
+    """Return the worse of two outcomes of one node: a rejection, then no verdict, then an incomplete one."""
+    return max(one, other, key=lambda outcome: (outcome.verdict == REJECTED, not outcome.survived, not outcome.passed))
+
+
 def outcome_of(node: str, answer: Answer | None, ended: Ended, *, nnodes: int, world_size: int) -> Outcome:
     """Return what became of a run, from what its journal answers and how its launcher ended.
 

@@ -43,12 +43,12 @@ class Plan:
         """Return the ranks on so many nodes."""
         return nnodes * self.each.gpus_per_node
 
-    def command_alone(self, report_dir: str, junit: str) -> list[str]:
-        """Return what runs on one node for itself."""
+    def command_alone(self) -> list[str]:
+        """Return what runs on one node for itself. It ends with pytest's arguments, so that more may follow."""
         start = [self.python, "-m", LAUNCHER, "--standalone"]
-        return [*start, f"--nproc-per-node={self.each.gpus_per_node}", *self._pytest(1, report_dir, junit)]
+        return [*start, f"--nproc-per-node={self.each.gpus_per_node}", *self._pytest(1)]
 
-    def command_together(self, nnodes: int, master: str, report_dir: str, junit: str) -> list[str]:
+    def command_together(self, nnodes: int, master: str) -> list[str]:
         """Return what runs on each of so many nodes, but for ``--node-rank``, which comes first after ``LAUNCHER``.
 
         Node rank 0 must be on the master: the static rendezvous keeps the first rank, and so the reports, there.
@@ -57,16 +57,17 @@ class Plan:
         """
         start = [self.python, "-m", LAUNCHER, f"--nnodes={nnodes}"]
         start += [f"--nproc-per-node={self.each.gpus_per_node}", f"--master-addr={master}"]
-        return [*start, f"--master-port={self.port}", *self._pytest(nnodes, report_dir, junit)]
+        return [*start, f"--master-port={self.port}", *self._pytest(nnodes)]
 
-    def _pytest(self, nnodes: int, report_dir: str, junit: str) -> list[str]:
+    def _pytest(self, nnodes: int) -> list[str]:
         sku = f"x{self.each.sku}" if self.each.sku else ""
-        return [
-            *("-m", "pytest", *self.pytest_arguments),
-            f"--gpucluster-expect={nnodes}x{self.each.gpus_per_node}{sku}",
-            f"--gpucluster-report-dir={report_dir}",
-            f"--junitxml={junit}",
-        ]
+        expect = f"--gpucluster-expect={nnodes}x{self.each.gpus_per_node}{sku}"
+        return ["-m", "pytest", *self.pytest_arguments, expect]
+
+
+def reporting(report_dir: str, junit: str) -> list[str]:
+    """Return pytest's arguments that say where a run leaves its reports."""
+    return [f"--gpucluster-report-dir={report_dir}", f"--junitxml={junit}"]
 
 
 def each_node(text: str) -> Expectation:
@@ -76,11 +77,14 @@ def each_node(text: str) -> Expectation:
         OptionError: anything else.
     """
     try:
-        return Expectation.parse(f"1x{text}")
+        each = Expectation.parse(f"1x{text}")
     except OptionError:
+        each = None
+    if each is None or re.match(r"\d+[xX]", each.sku or ""):
         raise OptionError(
-            f"--expect {text}: not what a node has; write its GPUs and their model, such as 8xH100, or 8"
-        ) from None
+            f"--expect {text}: not what one node has; write its GPUs and their model, such as 8xH100, or 8"
+        )
+    return each
 
 
 def require_free(arguments: Sequence[str]) -> None:

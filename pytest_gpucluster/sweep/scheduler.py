@@ -15,7 +15,10 @@ class Scheduler(Protocol):
     """Starts the runs of a sweep, and ends them. Every wait in it has a deadline."""
 
     def alone(self, nodes: Sequence[str]) -> Iterator[Outcome]:
-        """Run every node for itself, and yield what became of each as it ends: each node once."""
+        """Run every node for itself, and yield what became of each as it ends.
+
+        Where a scheduler puts a second run on a node, that node comes again: the worse outcome counts.
+        """
 
     def together(self, nodes: Sequence[str]) -> Outcome:
         """Run these nodes as one cluster. The outcome's node is ``TOGETHER``."""

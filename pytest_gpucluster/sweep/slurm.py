@@ -15,7 +15,7 @@ from pytest_gpucluster.hostlist import compress_hostlist, expand_hostlist
 from pytest_gpucluster.sweep import tool
 from pytest_gpucluster.sweep.answer import Answer
 from pytest_gpucluster.sweep.outcome import Ended, Outcome, outcome_of
-from pytest_gpucluster.sweep.plan import LAUNCHER, Plan
+from pytest_gpucluster.sweep.plan import LAUNCHER, Plan, reporting
 from pytest_gpucluster.sweep.scheduler import TOGETHER
 from pytest_gpucluster.sweep.step import Step
 
@@ -23,10 +23,6 @@ NAME = "gpucluster-sweep"
 """The name of each step, by which those that stay are found."""
 _POLL_SECONDS = 0.1
 _ASK_SECONDS = 60.0
-GRACE_SECONDS = 60.0
-"""From the request to end until srun is killed. Slurm itself waits for KillWait in between, 30 s by default. Source:
-https://slurm.schedmd.com/slurm.conf.html."""
-
 # A name that is one process's only, and what a launcher may have left: none of it is of the ranks to be started.
 _NOT_PASSED_ON = ("GPUCLUSTER_HOSTNAME", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _OF_TORCHRUN = ("PET_", "TORCHELASTIC_")
@@ -72,8 +68,21 @@ def allocated(environ: Mapping[str, str], wanted: str | None) -> tuple[str, ...]
     return tuple(chosen)
 
 
+def require_programs() -> None:
+    """Make sure that Slurm's programs are there.
+
+    Raises:
+        OptionError: one is not.
+    """
+    tool.require("srun", "squeue", "scancel")
+
+
 class Slurm:
     """The runs of a sweep as steps of the job that this process is in."""
+
+    grace_seconds = 60.0
+    """From the request to end until srun is killed. Slurm itself waits for KillWait in between, 30 s by default.
+    Source: https://slurm.schedmd.com/slurm.conf.html."""
 
     def __init__(
         self,
@@ -82,7 +91,6 @@ class Slurm:
         *,
         environ: Mapping[str, str],
         options: Sequence[str] = (),
-        grace_seconds: float = GRACE_SECONDS,
     ) -> None:
         """Take note of what to run; nothing is started.
 
@@ -91,14 +99,8 @@ class Slurm:
             directory: of the sweep, on a file system that all nodes share.
             environ: of this process.
             options: more options for every srun.
-            grace_seconds: from the request to end until srun is killed.
-
-        Raises:
-            OptionError: srun, squeue or scancel is missing.
         """
-        tool.require("srun", "squeue", "scancel")
         self._plan, self._directory, self._options = plan, directory, tuple(options)
-        self._grace = grace_seconds
         self._job = environ["SLURM_JOB_ID"]
         self._environ = {
             name: value
@@ -124,26 +126,19 @@ class Slurm:
     def together(self, nodes: Sequence[str]) -> Outcome:
         """Run these nodes as one cluster, whose first rank is on the first of them."""
         plan = self._plan
-        command = plan.command_together(
-            len(nodes), nodes[0], str(self._directory / TOGETHER), str(self._directory / f"{TOGETHER}.xml")
-        )
-        self._running[TOGETHER] = Step(
-            self._srun(nodes, plan.together_within, _with_rank_of_node(command, nodes)),
-            environ=self._environ,
-            log=self._directory / f"{TOGETHER}.log",
-            within_seconds=plan.together_within,
-            grace=self._grace,
-        )
+        folder = self._directory / TOGETHER
+        command = [*plan.command_together(len(nodes), nodes[0]), *reporting(str(folder), f"{folder}.xml")]
+        self._start(TOGETHER, nodes, _with_rank_of_node(command, nodes), folder, plan.together_within)
         while (how := self._running[TOGETHER].look()) is None:
             time.sleep(_POLL_SECONDS)
-        return self._outcome(TOGETHER, how, self._directory / TOGETHER, nnodes=len(nodes))
+        return self._outcome(TOGETHER, how, folder, nnodes=len(nodes))
 
     def stop(self) -> Sequence[str]:
         """End all steps that still run, and cancel those that stay."""
         running, self._running = self._running, {}
         for step in running.values():
             step.tell_to_end("the sweep ended")
-        until = time.monotonic() + self._grace
+        until = time.monotonic() + self.grace_seconds
         while any(step.look() is None for step in running.values()) and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
         left = [step for step in running.values() if step.look() is None]
@@ -153,26 +148,35 @@ class Slurm:
 
     def _start_alone(self, node: str) -> None:
         folder = self._directory / "nodes" / node
-        command = self._plan.command_alone(str(folder), f"{folder}.xml")
-        self._running[node] = Step(
-            self._srun([node], self._plan.alone_within, command),
+        command = [*self._plan.command_alone(), *reporting(str(folder), f"{folder}.xml")]
+        self._start(node, [node], command, folder, self._plan.alone_within)
+
+    def _start(self, name: str, nodes: Sequence[str], command: Sequence[str], folder: Path, within: float) -> None:
+        # Interrupted in between, there is a step that nobody knows of but Slurm.
+        before, self._uncertain = self._uncertain, True
+        self._running[name] = Step(
+            self._srun(nodes, within, command),
             environ=self._environ,
-            log=folder.with_name(f"{node}.log"),
-            within_seconds=self._plan.alone_within,
-            grace=self._grace,
+            log=folder.with_name(f"{name}.log"),
+            within_seconds=within,
+            grace=self.grace_seconds,
         )
+        self._uncertain = before
 
     def _srun(self, nodes: Sequence[str], within_seconds: float, command: Sequence[str]) -> list[str]:
         """Return an srun of one task a node.
 
         ``--time`` lets Slurm end the step where this process cannot; it counts in minutes, and comes after the
         sweep's own deadline. ``--cpu-bind=none`` gives a task, which is all ranks of its node, every CPU of the step.
+        Tasks may end one after the other: whoever ended the others would cut off the verdict that rank 0 still writes.
+
+        Source: https://slurm.schedmd.com/srun.html.
         """
-        minutes = math.ceil((within_seconds + 2 * self._grace) / 60) + 1
+        minutes = math.ceil((within_seconds + 2 * self.grace_seconds) / 60) + 1
         return [
             *("srun", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"),
             *(f"--nodelist={compress_hostlist(nodes)}", f"--job-name={NAME}", f"--time={minutes}"),
-            *("--cpu-bind=none", "--kill-on-bad-exit=1", "--export=ALL", *self._options),
+            *("--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=0", "--export=ALL", *self._options),
             *command,
         ]
 

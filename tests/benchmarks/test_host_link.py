@@ -191,6 +191,13 @@ def test_what_cannot_be_measured_is_refused(way, arguments, complaint):
         measure_host_link(CPU, way, **given)
 
 
+def test_the_time_allowed_grows_with_the_rate_of_the_link_for_all_of_it_is_compared():
+    rates = [host_link.longest_seconds(SAMPLING, ranks=8, gb_per_second=rate) for rate in (31.5, 63.0, 450.0)]
+    copying = SAMPLING.warmup_seconds + SAMPLING.at_most_seconds
+    assert rates == sorted(rates)
+    assert rates[-1] >= 450 / host_link.COMPARED_GB_PER_SECOND * copying
+
+
 def test_the_pages_and_sizes_are_told_in_words():
     result = measure("h2d", Timed())
     assert result.size == "8 kB"

@@ -53,6 +53,13 @@ class During:
         entered.append("out")
 surveyed(mine, "node", during=During())
 say(entered)
+
+# What is entered while only the group is used: the tournament and once more, and not when all tell each other.
+entered.clear()
+whole = link_survey.links.gathered
+link_survey.links.gathered = lambda *given: (entered.append("told"), whole(*given))[1]
+surveyed(mine, "node", sweeping=During)
+say(entered)
 nodes = mine = None
 """
 
@@ -86,6 +93,10 @@ def test_across_nodes_only_ranks_of_one_rail_meet(said: list[list[Any]]) -> None
 
 def test_what_accompanies_the_tournament_is_left_again(said: list[list[Any]]) -> None:
     assert same(said[5]) == ["in", "out"]
+
+
+def test_what_the_nodes_tell_each_other_is_outside_of_what_is_taken_for_the_group_s(said: list[list[Any]]) -> None:
+    assert same(said[6]) == ["in", "out", "told", "in", "out", "told"]
 
 
 def test_a_rank_takes_part_in_the_rounds_of_its_node_or_of_all() -> None:

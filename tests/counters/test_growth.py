@@ -221,6 +221,30 @@ def test_a_roce_port_whose_interface_lost_its_carrier_is_a_fault(tmp_path: Path)
     assert (fault.code, fault.found) == ("link_down", "port mlx5_0/1 has lost its link 1 times (carrier_down_count)")
 
 
+def test_what_happens_to_a_port_of_no_fabric_is_a_note(tmp_path: Path) -> None:
+    add_port(tmp_path)
+    storage = add_port(tmp_path, "mlx5_9", pci="0000:9a:00.0", link_layer="Ethernet")
+    before = on_port(tmp_path)
+    write(storage / "counters" / "link_downed", 1)
+    write(storage / "state", "1: DOWN")
+    found = changes(before, on_port(tmp_path))
+    assert found.faults == ()
+    assert len(found.notes) == 2
+    assert all(note.endswith("; it is an Ethernet port beside a fabric of InfiniBand") for note in found.notes)
+
+
+def test_a_port_that_was_not_active_before_rejects_nothing(tmp_path: Path) -> None:
+    add_port(tmp_path)
+    unused = add_port(tmp_path, "mlx5_1", pci="0000:9a:00.0", state="1: DOWN")
+    before = on_port(tmp_path)
+    write(unused / "counters" / "link_downed", 1)
+    found = changes(before, on_port(tmp_path))
+    assert found.faults == ()
+    assert found.notes == (
+        "port mlx5_1/1 has lost its link 1 times (link_downed); it was not Active before the test either",
+    )
+
+
 def test_an_hca_that_vanishes_is_a_fault_and_a_port_that_was_down_is_none(tmp_path: Path) -> None:
     add_port(tmp_path)
     add_port(tmp_path, "mlx5_1", state="1: DOWN")

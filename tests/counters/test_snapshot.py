@@ -108,7 +108,7 @@ def test_a_rank_knows_the_gpus_of_its_own_node_by_their_address() -> None:
         "0000:5e:00.0": "GPU-1",
     }
     assert (first.of_node, first.has_gpu, first.gpu.uuid) == (True, True, "GPU-0")
-    assert first.kernel_log is kernel_log.read
+    assert isinstance(first.kernel_log, kernel_log.Reader)
     second = Sources.of(inventory, rank=3, adapters=lambda: Adapters(why_not="none"))
     assert (second.of_node, second.gpu.host, second.nvml) == (False, "gpu-1", None)
     assert second.adapters().why_not == "none"

@@ -91,6 +91,8 @@ def test_ports_that_cannot_be_looked_at_are_a_note(tmp_path: Path) -> None:
     host = with_gpus(facts(tmp_path), gpu(hidden=True), gpu(1), replace(gpu(2), path=None))
     [finding] = found(host, "acs")
     assert (finding.kind, finding.found) == ("note", "whether ACS redirects cannot be seen for 2 of 3 GPUs")
+    [finding] = found(host, "iommu")
+    assert (finding.kind, finding.found) == ("note", "whether an IOMMU translates cannot be seen for 1 of 3 GPUs")
 
 
 def test_a_gpu_that_is_near_no_node_is_a_note_where_there_are_several(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from pytest_gpucluster.errors import LaunchError
@@ -80,3 +82,9 @@ def test_a_name_cannot_break_out_of_its_comment() -> None:
 def test_a_host_that_no_list_can_hold_is_an_error() -> None:
     with pytest.raises(LaunchError, match="plain name"):
         exclude_text(found(unit(3)), host=lambda unit: "gpu 3")
+
+
+def test_the_page_shows_a_list_as_it_is_written() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "isolation.md").read_text(encoding="utf-8")
+    now_and_then = Culprit(units=(7,), kind="unit", failed=3, probes=11, evidence=())
+    assert f"```text\n{exclude_text(found(unit(3), now_and_then), host=host)}```" in page

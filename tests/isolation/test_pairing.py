@@ -51,6 +51,12 @@ def test_while_all_is_well_everybody_meets_everybody(units: int) -> None:
     assert sorted(pairs) == list(itertools.combinations(range(units), 2))
 
 
+@pytest.mark.parametrize("units", [2, 5, 8])
+def test_neighbours_meet_first(units: int) -> None:
+    [groups] = play(units, 1, always)
+    assert groups == [(unit, unit + 1) for unit in range(0, units - 1, 2)]
+
+
 def test_of_an_odd_number_another_one_is_left_out_each_time() -> None:
     left_out = [
         ({0, 1, 2, 3, 4} - {unit for members in groups for unit in members}).pop() for groups in play(5, 5, always)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,12 +29,11 @@ INVENTORY = [
 def reached(count: int, *broken: tuple[int, int], absent: dict[int, str] | None = None) -> Reached:
     """Everybody reaches everybody, but for some pairs."""
     away = absent or {}
-    pairs = [(one, two) for one in range(count) for two in range(count) if not {one, two} & set(away)]
     return Reached(
         hosts={node: f"node-{node}" for node in range(count)},
         addresses={node: f"10.0.0.{node} on eth0, NCCL's own choice" for node in range(count) if node not in away},
-        seconds={pair: 0.001 * (1 + pair[1]) for pair in pairs if pair not in broken},
-        failures={pair: "timed out" for pair in pairs if pair in broken},
+        slowest={node: 0.001 * (1 + node) for node in range(count) if node not in away},
+        failures=dict.fromkeys(broken, "timed out"),
         absent=away,
     )
 
@@ -45,7 +47,7 @@ def test_the_first_rank_of_a_node_speaks_for_it() -> None:
 def test_all_who_reach_each_other_are_whole() -> None:
     found = reached(4)
     assert (found.reached_ratio, found.whole_nodes, found.blamed()) == (1.0, 4, ())
-    assert found.slowest_from(2) == pytest.approx(0.004)
+    assert found.slowest_from(2) == pytest.approx(0.003)
     for node in range(4):
         found.require_whole(node)
 
@@ -102,6 +104,26 @@ def test_a_node_without_an_interface_is_an_error_and_no_fault_of_the_hardware() 
         found.require_whole(2)
 
 
+def test_a_node_that_is_silent_is_told_by_the_first_one_and_its_pairs_count_as_broken() -> None:
+    found = replace(reached(4), silent=(2,), untried=frozenset((2, other) for other in range(4)))
+    assert (found.reached_ratio, found.whole_nodes, found.blamed()) == (0.75, 0, (2,))
+    for node in (1, 3):
+        found.require_whole(node)
+    for node in (0, 2):
+        with pytest.raises(EnvironmentBroken, match="look at node-2\n- node-2: it gave no word in time"):
+            found.require_whole(node)
+
+
+def test_a_thousand_nodes_that_all_fail_are_judged_in_moments_and_the_message_stays_short() -> None:
+    pairs = [(one, two) for one in range(300) for two in range(300) if one != two]
+    found = reached(300, *pairs)
+    begin = time.process_time()
+    with pytest.raises(HardwareFault, match=r"0 of 300 nodes reach all others; look at .* and 280 more\n") as raised:
+        found.require_whole(7)
+    assert time.process_time() - begin < 10
+    assert len(str(raised.value)) < 5000
+
+
 def test_there_is_more_time_for_more_nodes() -> None:
     assert longest_seconds(128, 10.0) > longest_seconds(2, 10.0) > 40
 
@@ -113,6 +135,7 @@ def connect(
     count: int,
     pieces: Callable[[int], Pieces] | None = None,
     choose: Callable[[int], Callable[[], Chosen]] | None = None,
+    deadline_seconds: float = 5.0,
 ) -> list[Reached]:
     """Let nodes, each a thread, connect to each other."""
     store = MemoryStore()
@@ -127,7 +150,7 @@ def connect(
             nodes,
             choose(node) if choose else loopback,
             payload_bytes=4096,
-            deadline_seconds=5.0,
+            deadline_seconds=deadline_seconds,
             pieces=pieces(node) if pieces else None,
         )
 
@@ -139,8 +162,48 @@ def connect(
 def test_nodes_that_reach_each_other_all_learn_of_it(count: int) -> None:
     for found in connect(count):
         assert (found.reached_ratio, found.whole_nodes) == (1.0, count)
-        assert set(found.seconds) == {(one, two) for one in range(count) for two in range(count)}
+        assert (found.failures, found.untried) == ({}, frozenset())
+        assert all(0 < (found.slowest_from(node) or 0) < 5 for node in range(count))
         assert found.addresses[0] == "127.0.0.1 on lo, a test"
+
+
+def test_no_two_nodes_begin_with_the_same_one_and_each_tells_little() -> None:
+    begun: dict[int, list[str]] = {}
+
+    def choose(node: int) -> Callable[[], Chosen]:
+        return lambda: Chosen(interface="lo", address=f"127.0.0.{1 + node}", why="a test")
+
+    def pieces(node: int) -> Pieces:
+        def call(address: str, port: int, token: str, **more: Any) -> float:
+            begun.setdefault(node, []).append(address)
+            return 0.001
+
+        return Pieces(call=call)
+
+    connect(4, pieces, choose)
+    assert {node: addresses[0] for node, addresses in begun.items()} == {
+        node: f"127.0.0.{1 + (node + 1) % 4}" for node in range(4)
+    }
+    told = connectivity._report(Nodes.of(INVENTORY, 0), {0: 0.001, 1: "timed out", 2: "timed out"})
+    assert told == {"slowest": 0.001, "failed": {"timed out": [1, 2]}, "left_out": [3]}
+
+
+def test_a_node_whose_results_do_not_come_is_silent_on_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connectivity, "_BESIDE_SECONDS", 0.1)
+    late = threading.Event()
+
+    def pieces(node: int) -> Pieces:
+        def call(address: str, port: int, token: str, **more: Any) -> float:
+            if node == 2:
+                late.wait(20)
+            return 0.001
+
+        return Pieces(call=call)
+
+    threading.Timer(6.0, late.set).start()
+    found = connect(3, pieces, deadline_seconds=0.5)
+    assert [one.silent for one in found] == [(2,), (2,), ()]
+    assert found[0].reached_ratio == pytest.approx(6 / 9)
 
 
 def test_a_node_that_cannot_be_called_is_named_on_every_node() -> None:

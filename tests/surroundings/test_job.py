@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,13 +96,27 @@ def test_processes_that_nvml_does_not_tell_are_an_error() -> None:
 
 def test_what_an_earlier_job_has_left_in_shared_memory_is_an_error_on_a_node_of_one_s_own(tmp_path: Path) -> None:
     (tmp_path / "files/nccl-x").write_bytes(bytes(leftovers.LEAST_BYTES))
-    os.utime(tmp_path / "files/nccl-x", (500, 500))
     both = nvml(((100, 10),), ((101, 10),))
-    [shm] = examined(both)
+    later = {**ENVIRON, "SLURM_JOB_START_TIME": "9999999999"}
+    assert examined(both) == [], "it came after the job had begun"
+    [shm] = examined(both, environ=later)
     assert (shm.code, shm.kind) == ("leftovers.files", "environment")
     assert "/files holds 1 entries with 1.0" in shm.found
-    shared = examined(both, environ={**ENVIRON, "SLURM_CPUS_ON_NODE": "1"})
+    shared = examined(both, environ={**later, "SLURM_CPUS_ON_NODE": "1"})
     assert [one.code for one in shared if one.kind == "environment"] == ["slurm.cpus"]
+
+
+@pytest.mark.parametrize(
+    ("siblings", "kind"), [("0-1", "note"), (None, "environment")], ids=["one core", "cores are not known"]
+)
+def test_all_threads_of_the_allocated_cores_are_no_error(tmp_path: Path, siblings: str | None, kind: str) -> None:
+    for cpu in range(2) if siblings else ():
+        folder = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{siblings}\n")
+    [finding] = examined(None, environ={"SLURM_CPUS_ON_NODE": "1"})
+    assert (finding.code, finding.kind) == ("slurm.cpus", kind)
+    assert ("which are 1 cores" in finding.found) == (siblings is not None)
 
 
 def test_a_rank_that_tells_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,12 +31,22 @@ def leave(folder: Path, name: str, size: int = 10, *, changed: float | None = No
         os.utime(path, (changed, changed))
 
 
+def now() -> float:
+    """Return a time that is surely after what was there before, and before what comes next."""
+    time.sleep(0.05)
+    between = time.time()
+    time.sleep(0.05)
+    return between
+
+
 def test_own_files_of_before_this_job_are_an_earlier_job_s(folder: Path) -> None:
-    leave(folder, "nccl-AbCd", LEAST_BYTES, changed=1000.0)
-    leave(folder, "torch_small", changed=1500.0)
-    leave(folder, "mine", changed=3000.0)
+    leave(folder, "nccl-AbCd", LEAST_BYTES)
+    leave(folder, "torch_small")
     (folder / "subfolder").mkdir()
-    left = files(folder, uid=UID, before=2000.0)
+    began = now()
+    leave(folder, "mine")
+    leave(folder, "data.tar", changed=1000.0)  # copied by this job, with its old time of change
+    left = files(folder, uid=UID, before=began)
     assert left is not None
     assert (left.count, left.largest) == (2, ("nccl-AbCd", "torch_small"))
     assert left.bytes >= LEAST_BYTES
@@ -48,7 +59,12 @@ def test_without_the_job_s_begin_own_files_are_this_job_s(folder: Path) -> None:
     assert files(folder, uid=UID, before=None) is None
 
 
-def test_files_of_another_user_are_his(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("unknown", [False, True], ids=["a user", "somebody outside of this container"])
+def test_files_of_another_user_are_his(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unknown: bool
+) -> None:
+    (tmp_path / "overflowuid").write_text(f"{OTHER if unknown else 65534}\n")
+    monkeypatch.setattr(leftovers, "_OVERFLOW", tmp_path / "overflowuid")
     leave(folder, "x", 5000)
     real = os.scandir
 
@@ -58,7 +74,7 @@ def test_files_of_another_user_are_his(folder: Path, monkeypatch: pytest.MonkeyP
         def stat(self, *, follow_symlinks: bool) -> os.stat_result:
             told = list((folder / "x").lstat())
             told[4] = OTHER
-            return os.stat_result(told, {"st_blocks": 16, "st_mtime": 9e9})
+            return os.stat_result(told, {"st_blocks": 16, "st_mtime": 9e9, "st_ctime": 9e9})
 
     class Entries:
         def __enter__(self) -> Iterator[Entry]:
@@ -68,6 +84,9 @@ def test_files_of_another_user_are_his(folder: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(leftovers.os, "scandir", lambda path: Entries() if path == folder else real(path))
     left = files(folder, uid=UID, before=1.0)
+    if unknown:
+        assert left is None, "it may be root's"
+        return
     assert left is not None
     assert (left.owners, left.bytes) == ({f"uid {OTHER}": 1}, 8192)
 
@@ -88,13 +107,13 @@ def test_an_empty_folder_holds_nothing(folder: Path) -> None:
 def test_memory_that_is_taken_on_a_node_of_one_s_own_is_an_error(
     folder: Path, tmp_path: Path, size: int, alone: bool, kind: str
 ) -> None:
-    leave(folder, "psm2_shm.1", size, changed=1000.0)
+    leave(folder, "psm2_shm.1", size)
     empty = tmp_path / "empty"
     empty.mkdir()
-    [finding] = of_files("node-a", uid=UID, before=2000.0, alone=alone, shm=folder, tmp=empty)
+    [finding] = of_files("node-a", uid=UID, before=now(), alone=alone, shm=folder, tmp=empty)
     assert (finding.code, finding.kind) == ("leftovers.files", kind)
     assert "psm2_shm.1" in finding.found
-    [finding] = of_files("node-a", uid=UID, before=2000.0, alone=alone, shm=empty, tmp=folder)
+    [finding] = of_files("node-a", uid=UID, before=now(), alone=alone, shm=empty, tmp=folder)
     assert finding.kind == "note"
 
 

@@ -91,6 +91,11 @@ def test_a_name_without_an_address_is_an_error_that_says_who_asked(capsys: pytes
     assert "dns.unknown (note)" in capsys.readouterr().out
 
 
+def test_a_name_that_is_not_known_is_an_error_also_where_that_took_long() -> None:
+    with pytest.raises(EnvironmentBroken, match="gpu-2, as node-b calls itself, has no address"):
+        require_known([answer(error="Temporary failure in name resolution", seconds=5.0)], HOSTS, me=0, in_pods=False)
+
+
 def test_what_is_slow_and_addresses_without_a_name_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     slow, late = answer(seconds=4.0), answer(error="no answer within 10 s", seconds=10.0, came=False)
     require_known([slow, late, answer("reverse", error="no name"), answer()], HOSTS, me=0, in_pods=False)

@@ -22,9 +22,10 @@ class Commands:
         self.folder = folder
         monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
-    def say(self, name: str, output: str, code: int = 0, before: str = "") -> None:
+    def say(self, name: str, output: str, code: int = 0, before: str = "", beside: str = "") -> None:
         path = self.folder / name
-        path.write_text(f'#!/bin/sh\necho "$@" > {path}.asked\n{before}\ncat <<"END"\n{output}\nEND\nexit {code}\n')
+        begin = f'#!/bin/sh\necho "$@" > {path}.asked\n{before}\necho "{beside}" >&2\n'
+        path.write_text(f'{begin}cat <<"END"\n{output}\nEND\nexit {code}\n')
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
     def asked(self, name: str) -> list[str]:
@@ -94,6 +95,34 @@ def test_what_is_no_list_of_states_is_an_error(commands: Commands, output: str, 
     commands.say("sinfo", output, code)
     with pytest.raises(EnvironmentBroken, match=told):
         states(["gpu-001"], None)
+
+
+def test_a_warning_beside_the_answer_is_no_part_of_it(commands: Commands) -> None:
+    warning = "sinfo: error: If munged is up, restart with --num-threads=10"
+    commands.say("sinfo", "gpu-001|train*|up|mixed|none", beside=warning)
+    assert [one.state for one in states(["gpu-001"], "train")] == ["mixed"]
+    commands.say("sinfo", "", 1, beside=warning)
+    with pytest.raises(EnvironmentBroken, match=r"knows nothing of gpu-001 \(exit code 1\): sinfo: error: If munged"):
+        states(["gpu-001"], "train")
+
+
+def test_what_is_missing_in_a_container_is_told_with_the_way_to_bring_it_in(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands.say("scontrol", "")
+    monkeypatch.setenv("PATH", str(commands.folder))
+    assert str(slurm.why_not_asked()).startswith("sinfo cannot be found, so Slurm was not asked. In a container, mount")
+    commands.say("sinfo", "")
+    assert slurm.why_not_asked() is None
+
+
+def test_of_a_step_its_own_nodes_count_and_not_those_that_srun_left_out() -> None:
+    environ = {"SLURM_JOB_NODELIST": "gpu-[001-004]", "SLURM_STEP_NODELIST": "gpu-[001,003]"}
+    step = {"SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "2"}
+    assert nodes_of_job({**environ, **step}) == ["gpu-001", "gpu-003"]
+    interactive = {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "gpu-001"}
+    assert len(nodes_of_job({**environ, **interactive})) == 4
+    assert len(nodes_of_job(environ)) == 4
 
 
 def of(state: str, *, available: str = "up", reason: str = "") -> list[NodeState]:

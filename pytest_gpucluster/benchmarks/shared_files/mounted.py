@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,12 +23,18 @@ _GONE = {errno.ESTALE: "stale file handle", errno.EIO: "input/output error", err
 T = TypeVar("T")
 
 
+def make(folder: Path) -> None:
+    """Make a folder where it is missing. Raises: OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
     """What is asked of the host. A test puts one that is broken in the place of another."""
 
     mounts: Callable[[], tuple[Mount, ...]] = mounts.read
     statvfs: Callable[[str], os.statvfs_result] = os.statvfs
+    make: Callable[[Path], None] = make
 
 
 PIECES = Pieces()
@@ -52,22 +59,14 @@ class Mounted:
     broken: tuple[str, ...] = field(default=())
 
 
-def made(folder: Path) -> Path:
-    """Make the folder where it is missing, and return it.
-
-    Raises: OSError.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
 def look(folder: Path, host: str, *, answer_seconds: float = ANSWER_SECONDS, pieces: Pieces | None = None) -> Mounted:
-    """Look at a folder and at every network file system of this host.
+    """Look at a folder, which is made where it is missing, and at every network file system of this host.
 
     Raises: EnvironmentBroken if the folder itself cannot be looked at, or its file system does not answer.
     """
     ask = pieces or PIECES
     try:
+        _within(answer_seconds, lambda: ask.make(folder))
         real = _within(answer_seconds, lambda: folder.resolve(strict=True))
         told = _within(answer_seconds, lambda: ask.statvfs(str(real)))
     except (OSError, TimeoutError) as error:
@@ -80,12 +79,14 @@ def look(folder: Path, host: str, *, answer_seconds: float = ANSWER_SECONDS, pie
     except OSError as error:
         print(f"{host}: what is mounted is not known: {error}")
         found = ()
+    network = [mount for mount in found if mount.is_network]
+    asked = [_begin(lambda mount=mount: ask.statvfs(mount.point)) for mount in network]  # type: ignore[misc]  # bound now
+    # All at once: a server that is gone may have many of them.
+    until = time.monotonic() + answer_seconds
     broken = []
-    for mount in found:
-        if not mount.is_network:
-            continue
+    for mount, answer in zip(network, asked, strict=True):
         try:
-            _within(answer_seconds, lambda mount=mount: ask.statvfs(mount.point))  # type: ignore[misc]  # bound now
+            answer(max(0.0, until - time.monotonic()))
         except (OSError, TimeoutError) as error:
             if isinstance(error, TimeoutError) or error.errno in _GONE:
                 broken.append(f"{mount}: {_why(error, answer_seconds)}")
@@ -134,6 +135,24 @@ def require_alike(folder: Path, seen: Sequence[Mounted]) -> None:
         )
 
 
+def not_shared(seen: Sequence[Mounted]) -> str:
+    """Return what an operator should hear where a folder is not the same one on all hosts."""
+    lines = []
+    for one in seen:
+        local = one.mount is not None and not one.mount.is_network
+        lines.append(f"- {one.host}: {one.mount or 'unknown'}{', which is no network file system' if local else ''}")
+    return "\n".join(
+        [
+            "what it is mounted from:",
+            *lines,
+            "what to do: pass a folder on a file system that all nodes share (--gpucluster-scratch FOLDER; without it "
+            "the run's own folder is used). A cluster that has none does not meet this criterion; to judge all the "
+            "rest of it, leave the file out (--deselect acceptance/test_shared_filesystem.py), and the verdict is that "
+            "of a selection",
+        ]
+    )
+
+
 def _deviants(seen: Sequence[Mounted], values: Sequence[str]) -> list[str]:
     """Return "value on hosts" for each value but the commonest one. Of two equally common ones the first counts."""
     counted = Counter(values)
@@ -154,9 +173,17 @@ def _why(error: BaseException, answer_seconds: float) -> str:
 
 
 def _within(seconds: float, ask: Callable[[], T]) -> T:
-    """Ask the kernel something in a thread: a file system whose server is gone never answers, nor can it be stopped.
+    """Ask the kernel something, and wait so long for the answer.
 
     Raises: TimeoutError without an errno, or the OSError that the kernel gave.
+    """
+    return _begin(ask)(seconds)
+
+
+def _begin(ask: Callable[[], T]) -> Callable[[float], T]:
+    """Ask the kernel something in a thread: a file system whose server is gone never answers, nor can it be stopped.
+
+    Returns: what waits so long for the answer, as :func:`_within`.
     """
     came: list[T] = []
     failed: list[OSError] = []
@@ -169,9 +196,13 @@ def _within(seconds: float, ask: Callable[[], T]) -> T:
 
     thread = threading.Thread(target=run, name="gpucluster-statvfs", daemon=True)
     thread.start()
-    thread.join(seconds)
-    if failed:
-        raise failed[0]
-    if not came:
-        raise TimeoutError
-    return came[0]
+
+    def wait(seconds: float) -> T:
+        thread.join(seconds)
+        if failed:
+            raise failed[0]
+        if not came:
+            raise TimeoutError
+        return came[0]
+
+    return wait

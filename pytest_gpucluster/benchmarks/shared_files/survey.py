@@ -131,7 +131,7 @@ class _Survey:
     def _look(self) -> Mounted | None:
         if not self._looks:
             return None
-        return mounted.look(mounted.made(self._folder), self._host)
+        return mounted.look(self._folder, self._host)
 
     def _find(self, folder: Path, mounts: list[Mounted]) -> None:
         """Wait for the folder that the first rank has made; where it does not come, say what is mounted where."""
@@ -140,8 +140,7 @@ class _Survey:
         try:
             wait_for(folder)
         except EnvironmentBroken as error:
-            seen = "\n".join(f"- {one.host}: {one.mount or 'unknown'}" for one in mounts)
-            raise EnvironmentBroken(f"{self._host}: {error}\nwhat it is mounted from:\n{seen}") from None
+            raise EnvironmentBroken(f"{self._host}: {error}\n{mounted.not_shared(mounts)}") from None
 
     def _write(self, folder: Path, turn: int, file_bytes: int) -> None:
         if self._looks:

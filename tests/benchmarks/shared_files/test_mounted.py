@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from pytest_gpucluster.benchmarks.shared_files.mounted import Mounted, Pieces, look, made, require_alike
+from pytest_gpucluster.benchmarks.shared_files.mounted import Mounted, Pieces, look, not_shared, require_alike
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.mounts import Mount
 
@@ -32,7 +33,8 @@ def test_a_folder_s_mount_and_free_space_are_told(tmp_path: Path) -> None:
 
 
 def test_this_host_s_own_folders_can_be_looked_at(tmp_path: Path) -> None:
-    seen = look(made(tmp_path / "a" / "b"), "node-a")
+    seen = look(tmp_path / "a" / "b", "node-a")
+    assert (tmp_path / "a" / "b").is_dir()
     assert seen.mount is not None
     assert 0 <= seen.free_ratio <= 1
 
@@ -81,7 +83,44 @@ def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentBroken, match=r"node-a: .*none cannot be looked at: .*No such file"):
-        look(tmp_path / "none", "node-a")
+        look(tmp_path / "none", "node-a", pieces=Pieces(make=lambda folder: None))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EnvironmentBroken, match=r"node-a: .*below cannot be looked at: .*Not a directory"):
+        look(tmp_path / "file" / "below", "node-a")
+
+
+def test_a_folder_that_cannot_even_be_made_keeps_nobody_waiting(tmp_path: Path) -> None:
+    never = threading.Event()
+    try:
+        with pytest.raises(EnvironmentBroken, match=r"cannot be looked at: no answer within 0\.1 s"):
+            look(tmp_path, "node-a", answer_seconds=0.1, pieces=Pieces(make=lambda folder: never.wait(30)))  # type: ignore[arg-type, return-value]
+    finally:
+        never.set()
+
+
+def test_many_mounts_of_one_server_that_is_gone_are_waited_for_at_once(tmp_path: Path) -> None:
+    never = threading.Event()
+
+    def statvfs(path: str) -> os.statvfs_result:
+        if path.startswith("/data"):
+            never.wait(60)
+        return sizes()
+
+    many = tuple(replace(NFS, point=f"/data/{index}") for index in range(40))
+    begin = time.monotonic()
+    try:
+        seen = look(tmp_path, "node-a", answer_seconds=0.5, pieces=Pieces(mounts=lambda: many, statvfs=statvfs))
+    finally:
+        never.set()
+    assert len(seen.broken) == 40
+    assert time.monotonic() - begin < 15, "one after the other they take 20 s"
+
+
+def test_a_folder_that_is_not_shared_is_told_with_what_it_is_and_what_to_do() -> None:
+    text = not_shared([HERE, replace(HERE, host="node-b", mount=LOCAL)])
+    assert "- node-a: nfs4 server:/export on /data\n" in text
+    assert "- node-b: ext4 /dev/vda1 on /, which is no network file system\n" in text
+    assert "--gpucluster-scratch FOLDER" in text
 
 
 def test_what_is_mounted_may_be_unknown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

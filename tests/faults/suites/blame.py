@@ -1,6 +1,8 @@
 """A collective that fails on faulty ranks, nodes or links, and what comes after it."""
 
 import os
+import random
+import signal
 import time
 
 import pytest
@@ -13,9 +15,12 @@ from pytest_gpucluster.benchmarks import collectives
 RANK = int(os.environ["RANK"])
 HOST = os.environ["GPUCLUSTER_HOSTNAME"]
 KIND, _, PLACE = os.environ["FAULT"].partition(":")
-"""Such as "slow:node-c", "wrong:2" (a rank) or "slow:node-a+node-c" (the link between them)."""
-EVERY = int(os.environ.get("EVERY", "1"))
-CALLS = 0
+"""Such as "slow:node-c", "wrong:2" (a rank), "slow:node-a+node-c" (the link between them), or "slow%60:node-c": in the
+first group, and in 60 % of those that follow. "die", "full" and "interrupt" are slow in the first group, and strike in
+the next."""
+KIND, _, OFTEN = KIND.partition("%")
+DRAWS = random.Random(1)
+GROUPS = 0
 SLOW_SECONDS = 0.1
 
 
@@ -31,10 +36,11 @@ def is_struck(group):
 
 
 def struck(group, known={}):  # noqa: B006  # one group at a time, and each is asked once
+    global GROUPS
     if known.get("group") is not group:
-        global CALLS
-        CALLS += 1
-        known.update(group=group, struck=is_struck(group) and CALLS % EVERY == 0)
+        GROUPS += 1
+        often = GROUPS == 1 or not OFTEN or 100 * DRAWS.random() < int(OFTEN)
+        known.update(group=group, struck=is_struck(group) and often)
     return known["struck"]
 
 
@@ -43,11 +49,23 @@ def faulty(tensor, group):
     if struck(group):
         if KIND == "drop":
             time.sleep(3600)
-        if KIND == "slow":
+        if KIND != "wrong":
             time.sleep(SLOW_SECONDS)
+        if GROUPS > 1:
+            strike()
     dist.all_reduce(tensor, group=group)
     if struck(group) and KIND == "wrong":
         tensor.view(torch.uint8)[3] ^= 16
+
+
+def strike():
+    """What happens to this rank in the middle of the search."""
+    if KIND == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if KIND == "interrupt":
+        os.kill(os.getpid(), signal.SIGINT)
+    if KIND == "full":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
 @pytest.fixture(autouse=True)

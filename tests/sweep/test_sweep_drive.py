@@ -1,0 +1,124 @@
+"""The order of a sweep, whatever the scheduler does."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.sweep import drive
+from pytest_gpucluster.sweep.evidence import Evidence
+from pytest_gpucluster.sweep.outcome import Outcome
+from pytest_gpucluster.sweep.plan import Plan, each_node
+
+CODES = {"ACCEPTED": 0, "REJECTED": 1, "INCOMPLETE": 10, "NO ANSWER": 11}
+
+
+def of(node, verdict):
+    return Outcome(
+        node=node, verdict=verdict, exit=CODES[verdict], failure="" if verdict == "ACCEPTED" else "why", seconds=1.5
+    )
+
+
+class Script:
+    """A scheduler in which everything is settled beforehand."""
+
+    def __init__(self, alone, together="ACCEPTED"):
+        self.told, self.joint, self.asked, self.stopped = alone, together, [], 0
+
+    def alone(self, nodes):
+        self.asked.append(tuple(nodes))
+        for node, verdict in self.told:
+            if isinstance(verdict, BaseException):
+                raise verdict
+            yield of(node, verdict)
+
+    def together(self, nodes):
+        self.asked.append(tuple(nodes))
+        if isinstance(self.joint, BaseException):
+            raise self.joint
+        return of("together", self.joint)
+
+    def stop(self):
+        self.stopped += 1
+        return ["job/x: it does not go away"]
+
+
+@pytest.fixture
+def carried_out(tmp_path):
+    """Carry out a sweep of n1 to n3: verdict, sweep.json, what was said."""
+
+    def run(scheduler, min_nodes=2):
+        plan = Plan(
+            nodes=("n1", "n2", "n3"),
+            each=each_node("8"),
+            pytest_arguments=(),
+            python="python",
+            alone_within=1.0,
+            together_within=1.0,
+            at_once=3,
+            min_nodes=min_nodes,
+            port=1,
+        )
+        said = []
+        record = Evidence(tmp_path, scheduler="slurm", command=["sweep"], nodes=plan.nodes)
+        verdict = drive.sweep(plan, scheduler, record, said.append)
+        assert scheduler.stopped == 1
+        return verdict, json.loads((tmp_path / "sweep.json").read_text()), "\n".join(said)
+
+    return run
+
+
+def test_the_survivors_run_together_in_the_order_of_the_nodes(carried_out):
+    script = Script([("n3", "ACCEPTED"), ("n2", "REJECTED"), ("n1", "INCOMPLETE")])
+    verdict, kept, said = carried_out(script)
+    assert script.asked == [("n1", "n2", "n3"), ("n1", "n3")]
+    assert (verdict.exit, kept["exit"], kept["finished"]) == (1, 1, True)
+    assert "[2/3] n2: REJECTED after 2 s: why" in said
+    assert "2 of 3 nodes run together now" in said
+    assert "not ended: job/x: it does not go away" in said
+    assert said.endswith(f"\n{verdict.word}, exit code 1: {verdict.reason}")
+
+
+def test_too_few_survivors_do_not_run_together(carried_out):
+    script = Script([("n1", "ACCEPTED"), ("n2", "ACCEPTED"), ("n3", "NO ANSWER")])
+    verdict, kept, said = carried_out(script, min_nodes=3)
+    assert script.asked == [("n1", "n2", "n3")]
+    assert (verdict.exit, kept["together"]) == (11, None)
+    assert "2 of 3 nodes are left, and --min-nodes is 3" in said
+
+
+def test_a_node_that_comes_twice_has_its_worse_outcome(carried_out):
+    for verdicts in (["ACCEPTED", "REJECTED"], ["REJECTED", "ACCEPTED"]):
+        verdict, kept, _ = carried_out(Script([("n1", each) for each in verdicts] + [("n2", "ACCEPTED")]))
+        assert verdict.exit == 1
+        assert [each["verdict"] for each in kept["alone"]] == ["REJECTED", "ACCEPTED"]
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "reason"),
+    [
+        (KeyboardInterrupt(), 2, "interrupted by Ctrl-C"),
+        (drive.Stopped("SIGTERM"), 2, "interrupted by SIGTERM"),
+        (EnvironmentBroken("kubectl is gone"), 11, "kubectl is gone"),
+    ],
+)
+def test_whatever_ends_it_what_is_known_is_kept(carried_out, ends, code, reason):
+    for script in (
+        Script([("n1", "ACCEPTED"), ("n2", ends)]),
+        Script([("n1", "ACCEPTED"), ("n2", "ACCEPTED"), ("n3", "ACCEPTED")], ends),
+    ):
+        verdict, kept, _ = carried_out(script)
+        assert (verdict.exit, kept["exit"], kept["finished"]) == (code, code, code != 2)
+        assert reason in kept["reason"]
+        assert kept["alone"][0]["node"] == "n1"
+        assert kept["together"] is None
+
+
+def test_what_cannot_be_kept_ends_the_sweep_and_all_that_was_started(carried_out, tmp_path):
+    (tmp_path / "sweep.txt").mkdir()
+    script = Script([("n1", "ACCEPTED")])
+    with pytest.raises(OSError, match=r"sweep\.txt"):
+        carried_out(script)
+    assert script.stopped == 1

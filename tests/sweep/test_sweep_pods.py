@@ -1,0 +1,63 @@
+"""What kubectl tells is read strictly where a verdict hangs on it, and never taken for a pass."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.sweep.pods import finished, nodes_of, pods_of
+
+
+@pytest.mark.parametrize(
+    "text", ["", "null", "[]", '{"kind": "Status"}', '{"kind": "List"}', '{"kind": "List", "items": [1]}']
+)
+@pytest.mark.parametrize("read", [nodes_of, lambda text: pods_of(text, "c"), finished], ids=["nodes", "pods", "job"])
+def test_anything_else_is_an_error(read, text):
+    with pytest.raises(EnvironmentBroken, match="kubectl has not told what was asked for"):
+        read(text)
+
+
+def pod(status, **metadata):
+    item = {"kind": "Pod", "metadata": {"name": "p", **metadata}, "status": status}
+    [found] = pods_of(json.dumps({"kind": "PodList", "items": [item]}), "suite")
+    return found
+
+
+def terminated(name="suite", **state):
+    return {"name": name, "state": {"terminated": state}}
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        {},
+        {"phase": "Succeeded"},
+        {"phase": "Succeeded", "containerStatuses": [terminated("sidecar", exitCode=0)]},
+        {"phase": "Running", "containerStatuses": [terminated(exitCode=0)]},
+        {"phase": "Failed", "containerStatuses": [terminated(reason="ContainerStatusUnknown")]},
+    ],
+)
+def test_without_the_end_of_its_container_a_pod_has_no_exit_code(status):
+    assert pod(status).exit is None
+
+
+def test_a_pod_says_why_it_does_not_start():
+    waiting = {"name": "suite", "state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}}
+    found = pod({"phase": "Pending", "containerStatuses": [waiting]})
+    assert (found.why, found.over, found.index, found.node) == ("ImagePullBackOff: no such image", False, -1, "")
+
+
+def test_an_end_that_is_not_told_in_seconds_has_no_duration():
+    status = {"phase": "Failed", "containerStatuses": [terminated(exitCode=1, startedAt=None, finishedAt="today")]}
+    assert (pod(status).exit, pod(status).seconds) == (1, None)
+
+
+def test_a_job_is_over_when_it_says_so():
+    def job(**condition):
+        return finished(json.dumps({"kind": "Job", "metadata": {"name": "j"}, "status": {"conditions": [condition]}}))
+
+    assert job(type="Failed", status="True", reason="DeadlineExceeded") == "DeadlineExceeded"
+    assert job(type="Complete", status="True") == "Complete"
+    assert job(type="Failed", status="False") == job(type="SuccessCriteriaMet", status="True") == ""

@@ -1,0 +1,76 @@
+"""``gpucluster verdict``: the run's own exit code, also of a journal that was cut off."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pytest_gpucluster import cli, journal
+from pytest_gpucluster.verdict import EXIT_CODES
+
+RUN = {"type": "run", "schema_version": 1, "run_id": "r", "started_at": "x", "nnodes": 2, "world_size": 16}
+FAILED = {"type": "test", "nodeid": "t.py::test_it", "criterion": "hbm", "outcome": "failed", "message": "slow"}
+
+
+def write(folder, *lines):
+    path = folder / "journal.jsonl"
+    path.write_bytes(b"".join(journal.encode(line) for line in (RUN, *lines)))
+    return path
+
+
+@pytest.mark.parametrize("code", EXIT_CODES)
+def test_the_exit_code_is_the_runs_own(tmp_path, capsys, code):
+    path = write(
+        tmp_path, {"type": "end", "verdict": "ACCEPTED" if code == 0 else "BROKEN", "exit": code, "reason": "so"}
+    )
+    assert cli.main(["verdict", str(path)]) == code
+    word = "ACCEPTED" if code == 0 else "BROKEN"
+    assert capsys.readouterr().out == f"gpucluster: {word}, exit code {code}: so\n"
+
+
+def test_a_journal_that_was_cut_off_is_broken_or_rejected(tmp_path, capsys):
+    path = write(tmp_path, {"type": "start", "nodeid": "t.py::test_it"})
+    assert cli.main(["verdict", str(tmp_path)]) == 11
+    assert capsys.readouterr().out == "gpucluster: BROKEN, exit code 11: the run ended during t.py::test_it\n"
+    write(tmp_path, FAILED)
+    assert cli.main(["verdict", str(tmp_path)]) == 1
+    path.write_bytes(path.read_bytes()[:-9])
+    assert cli.main(["verdict", str(tmp_path)]) == 11
+
+
+def test_the_answer_is_written_as_json(tmp_path, capsys):
+    path, out = (
+        write(tmp_path, FAILED, {"type": "end", "verdict": "REJECTED", "exit": 1, "reason": "hbm"}),
+        tmp_path / "o",
+    )
+    assert cli.main(["verdict", str(path), "--json", str(out)]) == 1
+    assert json.loads(out.read_text()) == {
+        "schema_version": 1,
+        "verdict": "REJECTED",
+        "exit": 1,
+        "reason": "hbm",
+        "failure": "hbm: slow",
+        "ended": True,
+        "rehearsal": False,
+        "nnodes": 2,
+        "world_size": 16,
+        "run_id": "r",
+        "journal": str(path),
+    }
+
+
+def test_no_journal_and_no_room_for_the_answer_are_no_pass(tmp_path, capsys):
+    assert cli.main(["verdict", str(tmp_path / "none")]) == 11
+    assert "no verdict: " in capsys.readouterr().err
+    path = write(tmp_path, {"type": "end", "verdict": "ACCEPTED", "exit": 0})
+    assert cli.main(["verdict", str(path), "--json", str(tmp_path / "none" / "out")]) == 11
+    assert "--json" in capsys.readouterr().err
+
+
+def test_help_has_the_exit_codes_of_runs(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["verdict", "--help"])
+    text = capsys.readouterr().out
+    for code, what in EXIT_CODES.items():
+        assert f"  {code:<2} {what}\n" in text
