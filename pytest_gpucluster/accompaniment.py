@@ -18,7 +18,6 @@ from pytest_gpucluster.counters import Changes, Counters, Sources
 from pytest_gpucluster.counters.snapshot import QUERIES
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
 from pytest_gpucluster.hardware import ANY_GPU, promise_of
-from pytest_gpucluster.infiniband import Adapters
 from pytest_gpucluster.metrics import Measurement
 from pytest_gpucluster.node_sampler import Link, NodeSampler, Window
 from pytest_gpucluster.telemetry import INTERVAL_SECONDS
@@ -121,7 +120,7 @@ class Accompaniment:
         if self._sources is None and self._place is not None:
             self._sources = sources_of(self._place.node, self._place.rank)
             if not self._place.looks_at_ports:
-                self._sources = replace(self._sources, adapters=Adapters)
+                self._sources = self._sources.without_ports()
         return self._sources
 
     def _required(self) -> tuple[str, ...]:

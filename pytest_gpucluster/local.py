@@ -117,7 +117,7 @@ class Worker(Session):
 
     def show(self, report: pytest.TestReport) -> None:
         """Say nothing: the controller does."""
-        self._phases.take_subtest(report)
+        self._phases.shown.take_subtest(report)
 
     def finish(self, session: pytest.Session) -> None:
         """Keep pytest's own exit status: the verdict is the controller's."""

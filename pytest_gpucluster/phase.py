@@ -7,7 +7,6 @@ reruns and exit codes act on the same outcome on every rank, by construction.
 from __future__ import annotations
 
 import traceback
-import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -24,11 +23,8 @@ from pytest_gpucluster.agreement.release.python import Released
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
 from pytest_gpucluster.failure import (
     LONGEST_TEXT,
-    MergedRepr,
     clip,
-    line_of,
     sections_of,
-    skip_reason,
     summary_of,
     traceback_of,
 )
@@ -36,8 +32,9 @@ from pytest_gpucluster.isolating import Isolator
 from pytest_gpucluster.judging import judge_merged, keep_interrupted
 from pytest_gpucluster.markers import criterion_of, deadline_of
 from pytest_gpucluster.metrics import Measurement
-from pytest_gpucluster.record import TestName, TestRecord, unique
+from pytest_gpucluster.record import TestName, TestRecord
 from pytest_gpucluster.selection import why_not_applicable
+from pytest_gpucluster.shown import FailedSubtests, Shown
 from pytest_gpucluster.wording import first_line
 
 if TYPE_CHECKING:
@@ -62,16 +59,6 @@ class AgreedSkip(Skipped):
     """The ranks agree that the test is skipped."""
 
 
-class FailedSubtests(Failed):
-    """Subtests have failed: told at the end of the body, so that every rank hears of it."""
-
-    def __init__(self, reports: Sequence[pytest.TestReport]) -> None:
-        count = f"{len(reports)} subtest{'s' * (len(reports) > 1)} failed"
-        texts = [f"{_subtest(report)}\n{report.longreprtext}" for report in reports]
-        summary = f"{count}: {_subtest(reports[0])}: {line_of(reports[0])}"
-        super().__init__("\n\n".join([summary, *texts]), pytrace=False)
-
-
 class Phases:
     """Carries the tests of one rank through their phases. Main thread only.
 
@@ -87,10 +74,8 @@ class Phases:
         self._keep = keep
         self.last_outcome: RankOutcome | None = None
         """How the last phase ended on rank 0, which is all there is in a worker."""
-        self._merged: weakref.WeakKeyDictionary[pytest.TestReport, Merged] = weakref.WeakKeyDictionary()
         self._last: Merged | None = None
         self._dirty = False
-        self._failed_subtests: list[pytest.TestReport] = []
         self._company: Company | None = None
         """What has gone along with the body that runs, or has run last."""
         self._has_worsened = False
@@ -98,7 +83,7 @@ class Phases:
         self._isolator = Isolator(run)
         self._isolates = False
         """All ranks have agreed to search for who is to blame for the failure of the test in progress."""
-        self._shown: MergedRepr | None = None
+        self.shown = Shown(run, self._isolator)
 
     # ---- before and around a test ----------------------------------------------------------------------------
 
@@ -115,7 +100,7 @@ class Phases:
         name = name_of(item)
         record = TestRecord(test=name)
         self._run.records[item.nodeid] = record
-        self._failed_subtests = []
+        self.shown.begin()
         self._require_room(item)
         self._run.send(
             {
@@ -175,8 +160,8 @@ class Phases:
         company.begin()
         try:
             yield
-            if self._failed_subtests:
-                raise FailedSubtests(self._failed_subtests)
+            if self.shown.failed_subtests:
+                raise FailedSubtests(self.shown.failed_subtests)
             company.end()
             company.require_well()
         except (pytest.skip.Exception, pytest.xfail.Exception):
@@ -462,7 +447,7 @@ class Phases:
         except (KeyboardInterrupt, pytest.exit.Exception) as stop:
             self._interrupted(stop, "the search after a failure", item)
             # No report of a teardown will come: this is all that there is to tell of the test.
-            self._isolator.tell(run.records[item.nodeid], self._shown)
+            self._isolator.tell(run.records[item.nodeid], self.shown.failure)
             run.send(run.records[item.nodeid].line())
             raise
         except Exception as error:  # the ranks are out of step now, so that no further test can be agreed on
@@ -472,77 +457,11 @@ class Phases:
         if run.watch.ending is not None:
             item.session.shouldstop = run.watch.ending.message
 
-    # ---- pytest's reports on rank 0 --------------------------------------------------------------------------
+    # ---- pytest's reports ------------------------------------------------------------------------------------
 
     def remember(self, report: pytest.TestReport) -> None:
         """Attach the merged outcome to the report just made."""
-        if self._last is not None:
-            self._merged[report] = self._last
-
-    def take_subtest(self, report: pytest.TestReport) -> bool:
-        """Keep the report of a failed subtest for the end of its test. Return whether it is of a subtest."""
-        if not hasattr(report, "context"):
-            return False
-        if report.failed:
-            self._failed_subtests.append(report)
-            # As a failure of its own it would count for --maxfail, and end the session of this rank alone.
-            report.outcome = "passed"
-        return True
-
-    def show(self, report: pytest.TestReport) -> None:
-        """Rank 0: let pytest's report say what all ranks agreed on, and put it on record."""
-        if self.take_subtest(report):
-            return
-        if self._run.rank != 0 or self._run.watch is None:
-            return
-        merged = self._merged.get(report)
-        if merged is not None and report.failed and merged.outcome in ("failed", "error"):
-            self._shown = MergedRepr(merged, report)
-            report.longrepr = self._shown  # type: ignore[assignment]  # pytest asks for toterminal only
-        record = self._run.records.get(report.nodeid)
-        if record is None:
-            return
-        if str(report.outcome) == "rerun":  # pytest-rerunfailures
-            self._take(record, report, merged)
-            record.start_again(line_of(report))
-            return
-        self._take(record, report, merged)
-        if report.when == "teardown":
-            self._isolator.tell(record, self._shown)
-        if report.when == "call" and record.measurements:
-            report.user_properties.append(("gpucluster", {"measurements": record.measurements}))
-        if report.when == "setup":
-            record.between_attempts = False
-        if report.when == "teardown" and not record.between_attempts:
-            self._run.send(record.line())
-
-    def _take(self, record: TestRecord, report: pytest.TestReport, merged: Merged | None) -> None:
-        record.add(
-            report.when or "call",
-            outcome="failed" if str(report.outcome) == "rerun" else report.outcome,
-            message=line_of(report),
-            text=report.longreprtext if report.failed else skip_reason(report),
-            seconds=report.duration,
-            merged=merged,
-            wasxfail=getattr(report, "wasxfail", None),
-        )
-        record.sections = list(report.sections)
-        own = [(name, value) for name, value in report.user_properties if name != "gpucluster"]
-        record.properties = unique([*record.properties, *own])
-
-    def is_folded(self, report: pytest.TestReport) -> bool:
-        """Tell whether a report is shown with its test, and not alone."""
-        return any(report is kept for kept in self._failed_subtests)
-
-    def is_error(self, report: pytest.TestReport) -> bool:
-        """Tell whether a failed call is an error of the run rather than a verdict about hardware."""
-        if not report.failed:
-            return False
-        merged = self._merged.get(report)
-        record = self._run.records.get(report.nodeid)
-        if record is not None and record.isolation is not None and record.outcome == "failed":
-            return False  # it began as an error; by now the hardware to blame is known
-        return merged is not None and merged.outcome == "error" and report.failed and report.when == "call"
+        self.shown.remember(report, self._last)
 
     def _deadline(self, item: pytest.Item) -> float:
         assert self._run.settings is not None
@@ -555,12 +474,6 @@ def _worsened(own: RankOutcome, fault: HardwareFault) -> RankOutcome:
     message = "; ".join(part for part in (own.message, first_line(str(fault))) if part)
     text = "\n\n".join(part for part in (own.text, f"{type(fault).__name__}: {fault}") if part)
     return replace(own, outcome="failed", message=first_line(message), text=text)
-
-
-def _subtest(report: pytest.TestReport) -> str:
-    """Return how a subtest calls itself."""
-    head = str(getattr(report, "head_line", "") or "")
-    return head.removeprefix(report.location[2]).strip() or "(unnamed)"
 
 
 def expects_failure(item: pytest.Item, error: BaseException | None) -> bool:

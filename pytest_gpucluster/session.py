@@ -269,13 +269,13 @@ class Session:
 
     def show(self, report: pytest.TestReport) -> None:
         """Let the report say what all ranks agreed on."""
-        self._phases.show(report)
+        self._phases.shown.show(report)
 
     def status(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
         """Return pytest's words for a call that broke, or None."""
-        if self._phases.is_folded(report):
+        if self._phases.shown.is_folded(report):
             return "", "", ""
-        return ("error", "E", "ERROR") if self._phases.is_error(report) else None
+        return ("error", "E", "ERROR") if self._phases.shown.is_error(report) else None
 
     # ---- the end ---------------------------------------------------------------------------------------------
 

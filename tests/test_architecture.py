@@ -114,7 +114,9 @@ LAYERS = (
     "judging",
     "failure",
     "isolation_told",
+    "isolation_plan",
     "isolating",
+    "shown",
     "phase",
     "progress",
     "fixtures",
@@ -260,11 +262,11 @@ ONLY_IN = {
     "pytest": (
         *("plugin", "options", "hookspecs", "fixtures", "progress", "selection", "markers", "suite_properties"),
         "workload_of_tests",
-        *("activation", "session", "local", "opening", "run", "phase", "failure", "isolating"),
+        *("activation", "session", "local", "opening", "run", "phase", "failure", "isolating", "shown"),
         # The exception that is raised into a test must be one of pytest's own failures.
         "agreement.release.python",
     ),
-    "_pytest": ("session", "suite_properties", "phase", "agreement.release.python"),
+    "_pytest": ("session", "suite_properties", "shown", "phase", "agreement.release.python"),
     "xdist": (),
 }
 

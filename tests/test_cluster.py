@@ -16,7 +16,7 @@ from pytest_gpucluster import nccl_log
 from pytest_gpucluster.agreement.release.gloo import SocketReleaser
 from pytest_gpucluster.agreement.release.nccl import NcclReleaser
 from pytest_gpucluster.cluster import Cluster
-from pytest_gpucluster.errors import CommunicationError
+from pytest_gpucluster.errors import CommunicationError, EnvironmentBroken
 from pytest_gpucluster.launch import RankFacts
 
 P2P = "node-a:7:8 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM\n"
@@ -277,6 +277,12 @@ def test_some_ranks_are_a_world_of_their_own_with_its_own_keys_and_the_same_gpu(
 def test_a_part_must_not_be_made_beside_the_groups_of_all(nccl):
     assert nccl.cluster.group is not None
     with pytest.raises(RuntimeError, match="throw the groups of all ranks away before"):
+        nccl.cluster.among([5], name="x", deadline_seconds=1)
+
+
+def test_a_part_is_not_made_where_an_abort_has_left_a_group_behind(nccl, monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    with pytest.raises(EnvironmentBroken, match="was thrown away and is still there"):
         nccl.cluster.among([5], name="x", deadline_seconds=1)
 
 

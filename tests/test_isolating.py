@@ -15,7 +15,8 @@ from pytest_gpucluster import isolation_told, thresholds
 from pytest_gpucluster.agreement.ending import Ending
 from pytest_gpucluster.agreement.release.python import Released
 from pytest_gpucluster.errors import CommunicationError, EnvironmentBroken, InconclusiveMeasurement, WrongResult
-from pytest_gpucluster.isolating import Isolator, _kind, _Plan
+from pytest_gpucluster.isolating import Isolator, _kind
+from pytest_gpucluster.isolation_plan import Plan
 
 ROOT = Path(__file__).parent.parent
 NODES = ("node-a", "node-b", "node-c", "node-d")
@@ -38,6 +39,8 @@ CASES = {
     "rank dies": ("die:1", ("node-a",), 2, ()),
     "no memory": ("full:1", ("node-a",), 2, ()),
     "interrupt": ("interrupt:0", ("node-a",), 2, ()),
+    "run again": ("slow:node-b", NODES[:2], 2, ("--reruns=1",)),
+    "broken": ("break:0", ("node-a",), 2, ()),
 }
 WITH_A_RESULT = [case for case, (fault, *_) in CASES.items() if fault.startswith(("slow", "drop", "wrong"))]
 WITH_A_RESULT.remove("no time")
@@ -155,6 +158,25 @@ def test_without_time_there_is_no_search_and_the_report_says_so(runs):
     assert run.verdicts["test_fabric"].startswith("failure: nccl.all_reduce.busbw 0.0")
 
 
+def test_a_test_that_is_run_again_keeps_what_was_found_after_its_first_attempt(runs):
+    run = runs["run again"]
+    [result] = [result for result in run.journal.results if result.name == "test_fabric"]
+    told = [value for name, value in result.properties if name == "isolation"]
+    assert told[0] == "isolated: node-b", run.output
+    assert told[1].startswith("no search: it was done after ")
+    assert result.attempts == 2
+    assert exclude(run)
+
+
+def test_a_search_that_breaks_ends_the_run_with_the_failure_on_record(runs):
+    run = runs["broken"]
+    assert run.verdicts["test_fabric"].startswith("failure: nccl.all_reduce.busbw 0.0"), run.output
+    assert run.end[:2] == ("BROKEN", 3)
+    assert "the search after test_blame.py::test_fabric broke on rank 0 (node-a): ValueError: a planner" in run.output
+    assert run.verdicts["test_next"].startswith("skipped: not run: ")
+    assert run.left_over == []
+
+
 @pytest.mark.parametrize(
     ("case", "why", "end"),
     [
@@ -191,7 +213,7 @@ def plan(node_of, *, hosts=None, seconds=60.0, sku="H100 SXM", size="1 GB"):
         gpu_name=lambda: "NVIDIA H100 80GB HBM3",
         sku=lambda gpu: sku,
     )
-    return _Plan(run, seconds=seconds)
+    return Plan(run, seconds=seconds)
 
 
 def nodes(count, ranks=8):

@@ -204,6 +204,9 @@ def test_what_an_operator_sees_is_what_the_code_says(text: str) -> None:
         " (look at the node)",
         "the slowest at {",
         " carries it, expected is ",
+        '"HW thermal slowdown"',
+        "{codes} during this test: {places}",
+        " does not reach ",
         '"isolated: "',
         "{codes}: {places}",
     )
@@ -213,6 +216,8 @@ def test_what_an_operator_sees_is_what_the_code_says(text: str) -> None:
         "_beyond(metric, of[rank].value, limit)": " GB/s < ",
         " is {found} of {of_whom}": " is 0.62 of the median of the ",
         "the slowest at {": "the slowest at 3.1 GB/s",
+        '"HW thermal slowdown"': "HW thermal slowdown 62 %",
+        "{codes} during this test: {places}": " during this test: GPU 3",
         '"isolated: "': "isolated: node-c; ",
         "{codes}: {places}": "ecc_uncorrected: GPU 3 (",
     }

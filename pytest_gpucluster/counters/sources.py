@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pytest_gpucluster import infiniband, kernel_log
@@ -43,6 +43,10 @@ class Sources:
     def has_gpu(self) -> bool:
         """Tell whether this rank has a GPU; a rehearsal on cpu has none."""
         return self.gpu.uuid is not None
+
+    def without_ports(self) -> Sources:
+        """Return the same without the node's ports: somebody else looks at them."""
+        return replace(self, adapters=Adapters)
 
     @classmethod
     def of(

@@ -11,13 +11,14 @@ import torch.distributed as dist
 from stamps import stamp
 
 from pytest_gpucluster.benchmarks import collectives
+from pytest_gpucluster.isolation.planner import Planner
 
 RANK = int(os.environ["RANK"])
 HOST = os.environ["GPUCLUSTER_HOSTNAME"]
 KIND, _, PLACE = os.environ["FAULT"].partition(":")
 """Such as "slow:node-c", "wrong:2" (a rank), "slow:node-a+node-c" (the link between them), or "slow%60:node-c": in the
-first group, and in 60 % of those that follow. "die", "full" and "interrupt" are slow in the first group, and strike in
-the next."""
+first group, and in 60 % of those that follow. "die", "full", "interrupt" and "break" are slow in the first group, and
+strike in the next."""
 KIND, _, OFTEN = KIND.partition("%")
 DRAWS = random.Random(1)
 GROUPS = 0
@@ -58,12 +59,18 @@ def faulty(tensor, group):
         tensor.view(torch.uint8)[3] ^= 16
 
 
+def broken(planner, outcomes):
+    raise ValueError("a planner that is at its wits' end")
+
+
 def strike():
     """What happens to this rank in the middle of the search."""
     if KIND == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if KIND == "interrupt":
         os.kill(os.getpid(), signal.SIGINT)
+    if KIND == "break":
+        Planner.take = broken
     if KIND == "full":
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
