@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ET
+from collections.abc import Iterator
 
 import pytest
 from sessions import CPU, Project
 
+from pytest_gpucluster import metrics
+
 RECORDED = 'measure("inventory.ranks", 1, unit="ranks", record_only=True)'
+
+
+@pytest.fixture(autouse=True)
+def metrics_as_before() -> Iterator[None]:
+    """Forget the metrics that suites of these tests add: a session in this process shares them with other tests."""
+    before = dict(metrics._REGISTRY)
+    yield
+    metrics._REGISTRY.clear()
+    metrics._REGISTRY.update(before)
 
 
 # ---- verdicts and exit codes ----------------------------------------------------------------------------------------
