@@ -23,22 +23,27 @@ FAULTS = """
 import os, time
 import pytest
 import torch
-from pytest_gpucluster.benchmarks import gpu_fingerprint, matmul, memory_patterns
+from pytest_gpucluster.benchmarks import burn_in_course, gpu_fingerprint, matmul, memory_patterns
 
 FAULTS = dict(pair.split("=") for pair in os.environ.get("FAULTS", "").split())
-FAULT, CALLS, SINCE, MADE = None, 0, 0.0, 0
+FAULT, POINTS, SINCE, MADE = None, 0, 0.0, 0
 WRITTEN = []
 
 def pytest_runtest_setup(item):
-    global FAULT, CALLS, SINCE, MADE
+    global FAULT, POINTS, SINCE, MADE
     name = item.callspec.id if hasattr(item, "callspec") else item.originalname
-    FAULT, CALLS, SINCE, MADE = FAULTS.get(name), 0, time.monotonic(), 0
+    FAULT, POINTS, SINCE, MADE = FAULTS.get(name), 0, time.monotonic(), 0
+
+add = burn_in_course.Course.add
+
+def counted(course, point):
+    global POINTS
+    POINTS += 1
+    add(course, point)
 
 def mm(a, b, out):
-    global CALLS
     torch.mm(a, b, out=out)
-    CALLS += 1
-    if FAULT == "bit" and CALLS == 200:
+    if FAULT == "bit" and POINTS == 1:
         out.view(-1).view(torch.uint8)[5] ^= 16
     if FAULT == "fades" and time.monotonic() - SINCE > 0.3:
         time.sleep(0.02)
@@ -65,6 +70,7 @@ def softmax(a, b):
 
 if os.environ.get("RANK", "1") == "1":
     matmul._mm, memory_patterns.Cells, gpu_fingerprint._softmax = mm, Cells, softmax
+    burn_in_course.Course.add = counted
 
 if "DEADLINE" in os.environ:
     def pytest_itemcollected(item):
@@ -123,7 +129,7 @@ def artifacts(run: torchrun.Run, name: str) -> dict[str, str]:
     [
         (
             "test_burn_in",
-            r"WrongResult: cpu: burn-in bf16 n=128: product 19\d is wrong in 1 of 16384 elements, first at row 0,"
+            r"WrongResult: cpu: burn-in bf16 n=128: product \d+ is wrong in 1 of 16384 elements, first at row 0,"
             " column 2",
         ),
         (
