@@ -125,11 +125,8 @@ LAYERS = (
     "local",
     "activation",
     "plugin",
-    "golden_command",
-    "data_command",
     "sweep.*",
-    "verdict_command",
-    "sweep_command",
+    "commands.*",
     "cli",
     "__main__",
 )
@@ -211,7 +208,6 @@ CONFINED = {
     "journal_lines": ("explanation", "journal_fields", "journal_measurements"),
     "journal": ("errors", "metrics", "journal_fields", "journal_measurements", "journal_lines", "run_directory"),
     "option_values": ("errors", "agreement.preflight", "workload_file", "collective_sizes", "training_inputs"),
-    "golden_command": ("errors", "journal", "run_directory", "benchmarks.lora.curve", "benchmarks.lora.golden"),
     "training_inputs": ("errors", "benchmarks.lora.golden"),
     "nccl_reasons": ("wording",),
     "nccl_choice": ("nccl_reasons",),
@@ -230,19 +226,20 @@ CONFINED = {
     "isolation_told": ("wording", "isolation.*"),
     "cublas": (),
     "cluster": ("errors", "launch", "nccl_log", "nccl_choice", "agreement.release.*"),
-    "cli": (
-        "__init__",
-        *("wording", "errors", "units", "stats", "metrics", "launch", "hardware", "limits", "thresholds", "judge"),
-        *("verdict", "journal*", "run_directory", "reports.*", "nvml*", "inventory", "recorder", "recording"),
-        *("golden_command", "data_command", "verdict_command", "sweep_command"),
+    "cli": ("__init__",),
+    "commands.command": ("wording", "errors", "journal"),
+    "commands.golden": (
+        *("errors", "journal", "run_directory", "benchmarks.lora.curve", "benchmarks.lora.golden"),
+        "commands.command",
     ),
+    "commands.report": ("wording", "errors", "journal", "reports.*", "commands.command"),
     "sweep.*": (
         *("wording", "errors", "hostlist", "verdict", "journal", "agreement.preflight", "isolation.exclude"),
         "sweep.*",
     ),
-    "verdict_command": ("wording", "errors", "verdict", "journal", "sweep.answer"),
-    "sweep_command": ("errors", "units", "verdict", "run_directory", "sweep.*"),
-    "data_command": ("wording", "errors", "units", "benchmarks.lora.*"),
+    "commands.verdict": ("wording", "errors", "verdict", "journal", "sweep.answer", "commands.command"),
+    "commands.sweep": ("errors", "units", "verdict", "run_directory", "sweep.*", "commands.command"),
+    "commands.data": ("wording", "errors", "units", "benchmarks.lora.*", "commands.command"),
     "__main__": ("cli",),
 }
 
@@ -271,8 +268,8 @@ ONLY_IN = {
 }
 
 LIGHT = (
-    *("reports.*", "journal*", "recorder", "recording", "recorder_process", "cli", "golden_command", "__main__"),
-    *("data_command", "sweep.*", "verdict_command", "sweep_command"),
+    *("reports.*", "journal*", "recorder", "recording", "recorder_process", "cli", "__main__"),
+    *("sweep.*", "commands.*"),
     *("benchmarks.lora.curve", "benchmarks.lora.golden"),
 )
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "base", "misc"}

@@ -1,182 +1,58 @@
-"""The command ``gpucluster``: rendering again, its exit codes, and that it needs nothing heavy."""
+"""The command ``gpucluster``: its words, what it imports, and how it ends."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
-from pathlib import Path
 
 import pytest
-import xmlschema
 
 import pytest_gpucluster
-from pytest_gpucluster import journal
-from pytest_gpucluster.cli import main
+from pytest_gpucluster import cli
 
-SCHEMA = xmlschema.XMLSchema(str(Path(__file__).parent / "data" / "junit-10.xsd"))
-
-LINES = [
-    {
-        "type": "run",
-        "schema_version": 1,
-        "run_id": "r1",
-        "started_at": "2026-01-02T03:04:05Z",
-        "rehearsal": True,
-    },
-    {"type": "collected", "tests": [{"nodeid": f"t.py::test_{name}"} for name in "ab"]},
-    {"type": "start", "nodeid": "t.py::test_a"},
-    {
-        "type": "test",
-        "nodeid": "t.py::test_a",
-        "outcome": "passed",
-        "sections": [["Captured stdout call", "OUT"]],
-        "duration_seconds": 2.0,
-        "call_seconds": 1.0,
-        "line": 7,
-    },
-    {"type": "start", "nodeid": "t.py::test_b"},
-]
-
-
-@pytest.fixture
-def run(tmp_path):
-    directory = journal.new_run_directory(tmp_path / "reports")
-    (directory / "journal.jsonl").write_bytes(b"".join(journal.encode(line) for line in LINES))
-    return directory
-
-
-@pytest.mark.parametrize("name", ["journal.jsonl", ".", "..", "../latest"])
-def test_a_run_is_named_by_its_journal_its_folder_or_the_report_directory(run, tmp_path, capsys, name):
-    out = tmp_path / "out.xml"
-    assert main(["report", str(run / name), "--junitxml", str(out)]) == 0
-    SCHEMA.validate(str(out))
-    error = ET.parse(out).getroot().find(".//error")
-    assert error.get("message") == "the run ended here: t.py::test_b"
-    assert capsys.readouterr().err == (f"gpucluster: REHEARSAL, BROKEN (the run ended during t.py::test_b): {out}\n")
-
-
-def test_a_journal_of_today_is_rendered_with_what_was_run_and_how_sure_it_is(tmp_path):
-    judged = {
-        "metric": "nccl.all_reduce.busbw",
-        "unit": "GB/s",
-        "status": "passed",
-        "value": 442.1,
-        "worst_rank": 0,
-        "interval": [440.2, 443.9],
-        "telemetry": {"0": {"throttle": ["sw_power_cap"]}},
-        "limit": {"min": 400.0, "min_ratio_to_median": None, "expect_transport": ["P2P"]},
-    }
-    lines = [
-        LINES[0],
-        {"type": "workload", "profile": "quick", "file": "w.yaml", "values": {"hbm.window": "3 s"}, "origins": {}},
-        {"type": "test", "nodeid": "t.py::test_a", "outcome": "passed", "measurements": [judged]},
-    ]
-    path, out = tmp_path / "journal.jsonl", tmp_path / "out.xml"
-    path.write_bytes(b"".join(journal.encode(line) for line in lines))
-    assert main(["report", str(path), "--junitxml", str(out)]) == 0
-    SCHEMA.validate(str(out))
-    found = {each.get("name"): each.get("value") for each in ET.parse(out).getroot().iter("property")}
-    assert found["workload.hbm.window"] == "3 s"
-    assert found["t.test_a[nccl.all_reduce.busbw]"] == (
-        "442.1 GB/s, 95 % interval 440.2 to 443.9 (limit >= 400 GB/s, over P2P, worst rank 0)"
-    )
-    assert found["t.test_a[nccl.all_reduce.busbw.telemetry]"] == "rank 0: throttle: sw_power_cap"
-
-
-def test_a_journal_that_is_cut_off_is_rendered_and_said_to_be_cut(run, tmp_path, capsys):
-    path = run / "journal.jsonl"
-    path.write_bytes(path.read_bytes()[:-10])
-    assert main(["report", str(run), "--junitxml", str(tmp_path / "out.xml")]) == 0
-    SCHEMA.validate(str(tmp_path / "out.xml"))
-    assert f"{path}: its last line is cut off and left out" in capsys.readouterr().err
-
-
-def test_the_document_can_go_to_the_standard_output(run, capfdbinary):
-    assert main(["report", str(run), "--junitxml", "-"]) == 0
-    assert ET.fromstring(capfdbinary.readouterr().out).get("name") == "pytest tests"
+HEAVY = ("torch", "pytest", "_pytest", "yaml", "pynvml", "numpy", "jinja2", "rich", "prometheus_client")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "path", "expected"),
+    ("words", "passed_on"),
     [
-        (["-o", "junit_family=xunit1"], ".//testcase", {"line": "7"}),
-        (["-o", "junit_suite_name=mine"], ".//testsuite", {"name": "mine"}),
-        (["-o", "junit_duration_report=call"], ".//testcase", {"time": "1.000"}),
-        (["--junitprefix", "site"], ".//testcase", {"classname": "site.t"}),
-    ],
-    ids=lambda value: value[-1] if isinstance(value, list) else "",
-)
-def test_pytests_settings_can_be_given_again(run, tmp_path, arguments, path, expected):
-    out = tmp_path / "out.xml"
-    assert main(["report", str(run), "--junitxml", str(out), *arguments]) == 0
-    element = ET.parse(out).getroot().find(path)
-    assert {name: element.get(name) for name in expected} == expected
-
-
-@pytest.mark.parametrize(("log_passing", "is_there"), [("yes", True), ("false", False)])
-def test_captured_output_can_be_asked_for(run, tmp_path, log_passing, is_there):
-    out = tmp_path / "out.xml"
-    settings = ["-o", "junit_logging=all", "-o", f"junit_log_passing_tests={log_passing}"]
-    assert main(["report", str(run), "--junitxml", str(out), *settings]) == 0
-    assert ("OUT" in out.read_text()) == is_there
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("junit_famly=xunit1", "no setting 'junit_famly'; allowed: junit_family, "),
-        ("junit_famly=xunit1", "did you mean junit_family?"),
-        ("junit_family=xunit3", "'xunit3' is not allowed; allowed: xunit2, xunit1, legacy"),
-        ("junit_log_passing_tests=maybe", "allowed: true, false"),
-        ("junit_family", "no value; write junit_family=VALUE"),
+        (["sweep", "slurm", "--expect=8xH100", "--", "-k", "a", "--", "b"], ["-k", "a", "--", "b"]),
+        (["sweep", "slurm", "--expect=8xH100"], []),
+        (["report", "--junitxml=x", "--", "journal"], []),
     ],
 )
-def test_a_wrong_setting_is_a_usage_error_that_says_what_is_allowed(run, tmp_path, capsys, override, message):
-    assert main(["report", str(run), "--junitxml", str(tmp_path / "out.xml"), "-o", override]) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out.xml").exists()
+def test_what_follows_the_dashes_is_for_somebody_else_where_the_command_starts_something(words, passed_on):
+    assert cli.parse(words).passed_on == passed_on
 
 
-def test_a_missing_or_foreign_journal_is_exit_code_3(tmp_path, capsys):
-    assert main(["report", str(tmp_path / "none"), "--junitxml", "out.xml"]) == 3
-    assert "no such journal" in capsys.readouterr().err
-    (tmp_path / "foreign").write_text("hello\n")
-    assert main(["report", str(tmp_path / "foreign"), "--junitxml", "out.xml"]) == 3
-    assert "not a journal of this project" in capsys.readouterr().err
-
-
-def test_an_output_that_cannot_be_written_is_exit_code_4(run, tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    assert main(["report", str(run), "--junitxml", str(tmp_path / "file" / "out.xml")]) == 4
-    assert f"--junitxml {tmp_path / 'file' / 'out.xml'}: " in capsys.readouterr().err
-
-
-def test_the_journal_is_never_overwritten_by_its_report(run, capsys):
-    path = run / "journal.jsonl"
-    before = path.read_bytes()
-    assert main(["report", str(run), "--junitxml", str(path)]) == 2
-    assert path.read_bytes() == before
-
-
-@pytest.mark.parametrize("arguments", [[], ["report"], ["report", "x"], ["repot"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [[], ["repot"]], ids=" ".join)
 def test_wrong_usage_is_exit_code_2(arguments, capsys):
-    try:
-        code = main(arguments)
-    except SystemExit as error:
-        code = error.code
-    assert code == 2
+    with pytest.raises(SystemExit) as error:
+        cli.main(arguments)
+    assert error.value.code == 2
     assert "usage: gpucluster" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["report", "--help"]], ids=" ".join)
-def test_help_has_examples_and_exit_codes(arguments, capsys):
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_each_command_has_examples_that_it_takes_itself_and_exit_codes(name, capsys):
     with pytest.raises(SystemExit) as error:
-        main(arguments)
+        cli.main([name, "--help"])
     assert error.value.code == 0
     text = capsys.readouterr().out
-    assert "gpucluster report gpucluster-report/latest --junitxml report.xml" in text
-    assert "3  the journal is missing" in text
+    assert f"gpucluster {name} " in text.partition("examples:\n")[2]
+    assert "exit codes" in text
+
+
+def test_help_names_every_command_and_imports_nothing_heavy():
+    script = (
+        "import sys\nfrom pytest_gpucluster import cli\n"
+        "try: cli.main(['--help'])\n"
+        f"finally: print([name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.endswith("[]\n")
+    for name in cli.COMMANDS:
+        assert f"\n    {name} " in done.stdout
 
 
 def test_the_module_is_the_command():
@@ -190,11 +66,7 @@ def test_the_module_is_the_command():
     assert done.stdout == f"pytest-gpucluster {pytest_gpucluster.__version__}\n"
 
 
-def test_rendering_needs_neither_torch_nor_pytest_nor_yaml(run, tmp_path):
-    script = (
-        "import sys\nfrom pytest_gpucluster.cli import main\nassert main(sys.argv[1:]) == 0\n"
-        "print([name for name in ('torch', 'pytest', '_pytest', 'yaml', 'pynvml', 'numpy') if name in sys.modules])"
-    )
-    command = [sys.executable, "-c", script, "report", str(run), "--junitxml", str(tmp_path / "out.xml")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "[]\n"
+def test_a_reader_that_has_had_enough_is_no_error():
+    command = f"{sys.executable} -m pytest_gpucluster verdict --help | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == ""

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpucluster import cli, data_command
+from pytest_gpucluster import cli
+from pytest_gpucluster.commands import data as data_command
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -402,11 +403,11 @@ def test_without_peft_the_line_to_install_it_is_told(source, adapter, monkeypatc
 
 @pytest.mark.parametrize("page", ["README.md", "docs/lora-data.md"])
 def test_the_commands_of_the_pages_are_taken(page):
-    text = (Path(__file__).parent.parent / page).read_text(encoding="utf-8").replace("\\\n", " ")
+    text = (Path(__file__).parent.parent.parent / page).read_text(encoding="utf-8").replace("\\\n", " ")
     told = re.findall(r"^(?:.*`)?gpucluster (data (?:prepare|evaluate) [^`\n]+)", text, re.MULTILINE)
     assert len(told) >= 2
     for line in told:
-        assert cli._parser().parse_args(shlex.split(line, comments=True)).command == "data"
+        assert cli.parse(shlex.split(line, comments=True)).command == "data"
 
 
 @pytest.mark.parametrize("words", [["--help"], ["prepare", "--help"], ["evaluate", "--help"]], ids=" ".join)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -10,13 +11,52 @@ from pathlib import Path
 from pytest_gpucluster import journal
 from pytest_gpucluster.benchmarks.lora import golden
 from pytest_gpucluster.benchmarks.lora.curve import FIRST_LINE, Curve, is_curve, read_csv
+from pytest_gpucluster.commands.command import complain, explain
 from pytest_gpucluster.errors import CurveError, JournalError
 from pytest_gpucluster.run_directory import ARTIFACTS, artifacts_name
 
 DONE, USAGE, NO_INPUT, NO_OUTPUT = 0, 2, 3, 4
 
+EXIT_CODES = """\
+exit codes:
+  0  done
+  2  wrong usage
+  3  a curve or journal is missing or damaged, or the curves are not alike
+  4  the output cannot be written
+"""
 
-def run(places: Sequence[Path], out: Path, test: str = "") -> int:
+_EXAMPLES = """\
+  gpucluster golden run-1/curve.csv gpucluster-report/latest --out golden.json
+"""
+
+_GOLDEN = """\
+Make a golden loss curve of one or more runs of the same experiment, for --gpucluster-golden. Of a journal or a folder
+of a run the curve among its artifacts is taken, if its test passed; of a report directory the latest run's.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``golden``."""
+    explain(parser, _GOLDEN, _EXAMPLES, EXIT_CODES)
+    parser.add_argument(
+        "curves",
+        metavar="CURVE.csv|JOURNAL",
+        type=Path,
+        nargs="+",
+        help="the CSV file of a curve, a journal.jsonl, the folder of a run, or a report directory (its latest run)",
+    )
+    parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="write the golden curve here")
+    parser.add_argument(
+        "--test", metavar="TEXT", default="", help="of a run, the curve of the test with this in its id, as lora_tiny"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Make a golden curve, and return the exit code."""
+    return make(options.curves, options.out, options.test)
+
+
+def make(places: Sequence[Path], out: Path, test: str = "") -> int:
     """Make a golden curve of the curves in these places, write it, and return the exit code.
 
     Args:
@@ -28,20 +68,20 @@ def run(places: Sequence[Path], out: Path, test: str = "") -> int:
     try:
         curves = [curve_of(place, test) for place in places]
     except (CurveError, JournalError) as error:
-        return _complain(str(error), NO_INPUT)
+        return complain(str(error), NO_INPUT)
     files = [os.path.realpath(path) for path, _ in curves]
     twice = [path for path, _ in curves if files.count(os.path.realpath(path)) > 1]
     if twice:
-        return _complain(f"{twice[0]} is given {len(twice)} times; a run counts once", USAGE)
+        return complain(f"{twice[0]} is given {len(twice)} times; a run counts once", USAGE)
     if os.path.realpath(out) in files:
-        return _complain(f"--out {out}: that is one of the curves; name another file", USAGE)
+        return complain(f"--out {out}: that is one of the curves; name another file", USAGE)
     try:
         made = golden.write(out, [curve for _, curve in curves])
     except CurveError as error:
         runs = "; ".join(f"run {number} is {path}" for number, (path, _) in enumerate(curves, start=1))
-        return _complain(f"{error} ({runs})", NO_INPUT)
+        return complain(f"{error} ({runs})", NO_INPUT)
     except OSError as error:
-        return _complain(f"--out {out}: {error.strerror or error}", NO_OUTPUT)
+        return complain(f"--out {out}: {error.strerror or error}", NO_OUTPUT)
     widest = max(made.band)
     runs = "1 run" if made.runs == 1 else f"{made.runs} runs"
     print(
@@ -96,8 +136,3 @@ def curve_of(place: Path, test: str = "") -> tuple[Path, Curve]:
     raise CurveError(
         f"{file}: its test did not pass, so it is no curve to go by; to use it all the same, name the CSV file itself"
     )
-
-
-def _complain(message: str, code: int) -> int:
-    print(f"gpucluster: {message}", file=sys.stderr)
-    return code

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
+from pytest_gpucluster.commands.command import add_journal, explain
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal import locate, read
 from pytest_gpucluster.sweep.answer import Answer
@@ -14,6 +14,10 @@ from pytest_gpucluster.verdict import EXIT_CODES
 from pytest_gpucluster.wording import visible
 
 NO_VERDICT = 11
+
+_EXAMPLES = """\
+  gpucluster verdict gpucluster-report/latest
+"""
 
 _VERDICT = """\
 Print the verdict of a run, and end with the run's own exit code, also where its journal was cut off. torchrun itself
@@ -27,18 +31,10 @@ RUN_EXIT_CODES = (
 )
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``verdict`` to the command's parser."""
-    looks: dict[str, Any] = {"epilog": RUN_EXIT_CODES, "formatter_class": argparse.RawDescriptionHelpFormatter}
-    parser = commands.add_parser(
-        "verdict", help="print a run's verdict, and end with its exit code", description=_VERDICT, **looks
-    )
-    parser.add_argument(
-        "journal",
-        metavar="JOURNAL",
-        type=Path,
-        help="a journal.jsonl, the folder of a run, or a report directory (its latest run)",
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``verdict``."""
+    explain(parser, _VERDICT, _EXAMPLES, RUN_EXIT_CODES)
+    add_journal(parser)
     parser.add_argument(
         "--json", metavar="FILE", type=Path, help="write the verdict and the first failure here, in at most 4096 bytes"
     )

@@ -6,13 +6,14 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pytest_gpucluster import units
+from pytest_gpucluster.commands.command import complain, explain
 from pytest_gpucluster.errors import EnvironmentBroken, OptionError, UnitError
 from pytest_gpucluster.verdict import EXIT_CODES
 
@@ -50,7 +51,6 @@ exit codes:
 """
 
 _EXAMPLES = """\
-examples:
   salloc --nodes=64 --gpus-per-node=8 --exclusive --no-kill gpucluster sweep slurm --expect 8xH100
   gpucluster sweep slurm --expect 8xH100 --nodes 'gpu-[001-016]' -- acceptance/ --gpucluster-profile quick
   gpucluster sweep kubernetes --expect 8xH100 --selector nvidia.com/gpu.count=8 --pod-template pod.yaml
@@ -60,28 +60,12 @@ _PORT_IN_PODS = 29500
 """torchrun's own. A pod has an address of its own, so that no other run can have taken it."""
 
 
-def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return what comes before the first ``--`` and what comes after it, if this is a sweep; else everything."""
-    words = list(arguments)
-    if words[:1] != ["sweep"] or "--" not in words:
-        return words, []
-    at = words.index("--")
-    return words[:at], words[at + 1 :]
-
-
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``sweep slurm`` and ``sweep kubernetes`` to the command's parser."""
-    looks: dict[str, Any] = {
-        "epilog": _EXAMPLES + "\n" + EXIT_CODES_OF_SWEEP,
-        "formatter_class": argparse.RawDescriptionHelpFormatter,
-    }
-    parser = commands.add_parser(
-        "sweep", help="run the suite on every node alone, then on the survivors together", description=_SWEEP, **looks
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add ``sweep slurm`` and ``sweep kubernetes``."""
+    explain(parser, _SWEEP, _EXAMPLES, EXIT_CODES_OF_SWEEP)
     schedulers = parser.add_subparsers(dest="scheduler", metavar="SCHEDULER", required=True)
-    slurm = schedulers.add_parser(
-        "slurm", help="in an allocation of Slurm", description=_SLURM, usage=_usage("slurm"), **looks
-    )
+    slurm = schedulers.add_parser("slurm", help="in an allocation of Slurm", usage=_usage("slurm"))
+    explain(slurm, _SLURM, _EXAMPLES, EXIT_CODES_OF_SWEEP)
     _add_common(slurm)
     slurm.add_argument("--nodes", metavar="HOSTLIST", help="of the allocation, such as 'gpu-[003,007]' (default: all)")
     slurm.add_argument(
@@ -94,9 +78,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         default=[],
         help="one more option for every srun, such as --srun=--gpus-per-node=8; as often as needed",
     )
-    kubernetes = schedulers.add_parser(
-        "kubernetes", help="with kubectl", description=_KUBERNETES, usage=_usage("kubernetes"), **looks
-    )
+    kubernetes = schedulers.add_parser("kubernetes", help="with kubectl", usage=_usage("kubernetes"))
+    explain(kubernetes, _KUBERNETES, _EXAMPLES, EXIT_CODES_OF_SWEEP)
     _add_common(kubernetes)
     which = kubernetes.add_mutually_exclusive_group(required=True)
     which.add_argument("--nodes", metavar="HOSTLIST", help="names of nodes, such as 'gpu-[003,007]' or a,b")
@@ -118,22 +101,22 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     kubernetes.add_argument("--keep", action="store_true", help="do not delete the Jobs at the end")
 
 
-def run(options: argparse.Namespace, pytest_arguments: Sequence[str]) -> int:
-    """Carry out a sweep and return its exit code."""
+def run(options: argparse.Namespace) -> int:
+    """Carry out a sweep and return its exit code. What stood after ``--`` goes to pytest."""
     from pytest_gpucluster.sweep import drive
 
     try:
         with _signals_end_it():
-            return _sweep(options, list(pytest_arguments) or list(_PYTEST_DEFAULT))
+            return _sweep(options, options.passed_on or list(_PYTEST_DEFAULT))
     except OptionError as error:
-        return _complain(str(error), USAGE)
+        return complain(str(error), USAGE)
     except EnvironmentBroken as error:
-        return _complain(str(error), BROKE)
+        return complain(str(error), BROKE)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        return _complain(f"what the sweep has found cannot be kept: {where}{error.strerror or error}", BROKE)
+        return complain(f"what the sweep has found cannot be kept: {where}{error.strerror or error}", BROKE)
     except (KeyboardInterrupt, drive.Stopped):  # before anything was started: what comes later, the sweep itself tells
-        return _complain("interrupted", USAGE)
+        return complain("interrupted", USAGE)
 
 
 def _sweep(options: argparse.Namespace, pytest_arguments: list[str]) -> int:
@@ -284,8 +267,3 @@ def _port(text: str) -> int:
 
 def _say(line: str) -> None:
     print(line, flush=True)
-
-
-def _complain(message: str, code: int) -> int:
-    print(f"gpucluster sweep: {message}", file=sys.stderr)
-    return code

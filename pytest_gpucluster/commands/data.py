@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpucluster import units
+from pytest_gpucluster.commands.command import complain, explain
 from pytest_gpucluster.errors import EnvironmentBroken, UnitError, WrongResult
 from pytest_gpucluster.wording import one_line
 
@@ -30,7 +31,6 @@ exit codes:
 """
 
 _EXAMPLES = """\
-examples:
   gpucluster data prepare glaive-function-calling-v2.json --model Qwen2-7B/ --out blocks.safetensors
   gpucluster data evaluate final/ --data blocks.safetensors --limit 200
 """
@@ -54,17 +54,12 @@ _WRONG_SHOWN = 10
 _CHARACTERS = 300
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``data prepare`` and ``data evaluate`` to the command's parser."""
-    looks: dict[str, Any] = {
-        "epilog": _EXAMPLES + "\n" + EXIT_CODES,
-        "formatter_class": argparse.RawDescriptionHelpFormatter,
-    }
-    data = commands.add_parser(
-        "data", help="prepare rows for LoRA, or ask a saved adapter for function calls", description=_DATA, **looks
-    )
-    steps = data.add_subparsers(dest="step", metavar="STEP", required=True)
-    prepare = steps.add_parser("prepare", help="make packed blocks of rows", description=_PREPARE, **looks)
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add ``data prepare`` and ``data evaluate``."""
+    explain(parser, _DATA, _EXAMPLES, EXIT_CODES)
+    steps = parser.add_subparsers(dest="step", metavar="STEP", required=True)
+    prepare = steps.add_parser("prepare", help="make packed blocks of rows")
+    explain(prepare, _PREPARE, _EXAMPLES, EXIT_CODES)
     prepare.add_argument("source", metavar="SOURCE", help=_SOURCE)
     tokens = prepare.add_mutually_exclusive_group(required=True)
     tokens.add_argument("--model", metavar="PATH", help="take the tokenizer of this model: a folder or a hub name")
@@ -78,9 +73,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--out", metavar="FILE", type=Path, required=True, help="write the blocks here, as safetensors"
     )
     _add_of_rows(prepare)
-    evaluate = steps.add_parser(
-        "evaluate", help="ask a saved adapter for function calls", description=_EVALUATE, **looks
-    )
+    evaluate = steps.add_parser("evaluate", help="ask a saved adapter for function calls")
+    explain(evaluate, _EVALUATE, _EXAMPLES, EXIT_CODES)
     evaluate.add_argument("adapter", metavar="ADAPTER_FOLDER", type=Path, help="a saved adapter, such as final/")
     evaluate.add_argument(
         "--data",
@@ -108,14 +102,14 @@ def run(options: argparse.Namespace) -> int:
     try:
         return _prepare(options) if options.step == "prepare" else _evaluate(options)
     except ImportError as error:
-        return _complain(f"{error.name or error} is not installed; install it with {_install()}", FAILED)
+        return complain(f"{error.name or error} is not installed; install it with {_install()}", FAILED)
     except (EnvironmentBroken, WrongResult) as error:
-        return _complain(str(error), FAILED)
+        return complain(str(error), FAILED)
     except (MemoryError, RuntimeError) as error:
         # Torch's own is known by its name, so that --help needs no torch.
         if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":
             raise
-        return _complain(f"no memory left: {_shown(error)}; choose a smaller --batch, or another --device", FAILED)
+        return complain(f"no memory left: {_shown(error)}; choose a smaller --batch, or another --device", FAILED)
 
 
 def _add_of_rows(parser: argparse.ArgumentParser) -> None:
@@ -136,9 +130,9 @@ def _prepare(options: argparse.Namespace) -> int:
     out: Path = options.out
     if out.is_dir() or not out.parent.is_dir():
         wrong = "is a folder" if out.is_dir() else f"there is no folder {out.parent}"
-        return _complain(f"--out {out}: {wrong}; name a file", NO_OUTPUT)
+        return complain(f"--out {out}: {wrong}; name a file", NO_OUTPUT)
     if os.path.realpath(out) == os.path.realpath(options.source):
-        return _complain(f"--out {out}: that is the source itself; name another file", USAGE)
+        return complain(f"--out {out}: that is the source itself; name another file", USAGE)
     # The tokenizer first: it is loaded in a moment, and the rows are not.
     encoder = None if options.tiny else tokenizer.tokenizer_for(options.model)
     loaded = rows.load_rows(options.source, sha256=options.sha256)
@@ -154,11 +148,11 @@ def _prepare(options: argparse.Namespace) -> int:
             seed=options.seed,
         )
     except ValueError as error:
-        return _complain(f"{options.source}: {error}", FAILED)
+        return complain(f"{options.source}: {error}", FAILED)
     try:
         prepared.write(out, made)
     except OSError as error:
-        return _complain(f"--out {out}: {error.strerror or error}", NO_OUTPUT)
+        return complain(f"--out {out}: {error.strerror or error}", NO_OUTPUT)
     for line in loaded.malformed[:_WRONG_SHOWN]:
         print(f"gpucluster: {options.source}: left out {one_line(str(line), _CHARACTERS)}", file=sys.stderr)
     _print_statistics(made, len(loaded.rows), len(loaded.malformed))
@@ -187,11 +181,11 @@ def _evaluate(options: argparse.Namespace) -> int:
     try:
         device = chosen(options.device)
     except ValueError as error:
-        return _complain(f"--device {options.device}: {error}", USAGE)
+        return complain(f"--device {options.device}: {error}", USAGE)
     try:
         held_out = _held_out(options)
     except ValueError as error:
-        return _complain(f"--data {options.data}: {error}", FAILED)
+        return complain(f"--data {options.data}: {error}", FAILED)
     saved = saved_adapter.load(options.adapter, device, base=options.base)
     score = evaluate(
         saved.model,
@@ -204,7 +198,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     )
     if not score.asked:
         why = "; ".join(f"{count} times {reason}" for reason, count in score.unasked.items()) or "there are none"
-        return _complain(f"--data {options.data}: no held-out conversation can be asked for a call: {why}", FAILED)
+        return complain(f"--data {options.data}: no held-out conversation can be asked for a call: {why}", FAILED)
     if options.json:
         print(json.dumps(_as_json(score, options, saved.base), indent=2))
     else:
@@ -288,8 +282,3 @@ def _install() -> str:
     from pytest_gpucluster.benchmarks.lora.hub import INSTALL
 
     return INSTALL
-
-
-def _complain(message: str, code: int) -> int:
-    print(f"gpucluster: {message}", file=sys.stderr)
-    return code
