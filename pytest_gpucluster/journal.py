@@ -21,7 +21,9 @@ from pytest_gpucluster.journal_lines import (
     Cluster,
     CollectedTest,
     End,
+    Environment,
     JUnitOptions,
+    LimitsInForce,
     Problem,
     RankOutcome,
     RankPlace,
@@ -33,6 +35,8 @@ from pytest_gpucluster.journal_lines import (
     read_cluster,
     read_collected,
     read_end,
+    read_environment,
+    read_limits,
     read_problem,
     read_run,
     read_silence,
@@ -49,12 +53,14 @@ __all__ = [
     "Cluster",
     "CollectedTest",
     "End",
+    "Environment",
     "JUnitOptions",
     "Journal",
     "JournalBuilder",
     "JournalWriter",
     "JudgedLimit",
     "JudgedMetric",
+    "LimitsInForce",
     "Problem",
     "RankOutcome",
     "RankPlace",
@@ -86,6 +92,8 @@ class Journal:
 
     run: Run
     cluster: Cluster | None = None
+    limits: LimitsInForce | None = None
+    environment: Environment | None = None
     workload: Workload | None = None
     collected: tuple[CollectedTest, ...] | None = None
     results: tuple[TestResult, ...] = ()
@@ -218,6 +226,10 @@ class JournalBuilder:
             return
         if kind == "cluster":
             journal = replace(journal, cluster=read_cluster(fields))
+        elif kind == "limits":
+            journal = replace(journal, limits=read_limits(fields))
+        elif kind == "environment":
+            journal = replace(journal, environment=read_environment(fields))
         elif kind == "workload":
             journal = replace(journal, workload=read_workload(fields))
         elif kind == "collected":

@@ -74,6 +74,28 @@ class Cluster:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LimitsInForce:
+    """Which limits the values were held against."""
+
+    sku: str | None = None
+    """None: no SKU of the files is this GPU, so nothing could be judged."""
+    gpu_name: str | None = None
+    """As NVML names it; None on cpu."""
+    files: tuple[tuple[str, str], ...] = ()
+    """(path, SHA-256), later files overlaying earlier ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Where the first rank ran: its system, and the variables that change what is measured."""
+
+    host: str = ""
+    system: str = ""
+    cpus: int | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Workload:
     """What was run: sizes, shapes and times, each with where it was set."""
 
@@ -226,6 +248,23 @@ def read_cluster(line: Fields) -> Cluster:
             for rank in line.each("ranks")
         ),
         problems=tuple(str(problem) for problem in line.items("problems")),
+    )
+
+
+def read_limits(line: Fields) -> LimitsInForce:
+    return LimitsInForce(
+        sku=line.optional_text("sku"),
+        gpu_name=line.optional_text("gpu_name"),
+        files=tuple((file.text("path", ""), file.text("sha256", "")) for file in line.each("files")),
+    )
+
+
+def read_environment(line: Fields) -> Environment:
+    return Environment(
+        host=line.text("host", ""),
+        system=line.text("system", ""),
+        cpus=line.optional_integer("cpus"),
+        variables=line.texts("variables"),
     )
 
 

@@ -315,16 +315,7 @@ class Opening:
             device="cpu" if self._run.rehearsal else "cuda",
             sku_of=self._run.limits.sku_for,
         )
-        self._run.send(
-            {
-                "type": "cluster",
-                "ranks": [
-                    {key: facts[key] for key in ("rank", "host", "local_rank", "node_rank", "pid", "gpu", "versions")}
-                    for facts in who.values()
-                ],
-                "problems": [problem.text for problem in found],
-            }
-        )
+        self._run.send_cluster(who, [problem.text for problem in found])
         if not found:
             return None
         text = "\n".join(problem.text for problem in found)

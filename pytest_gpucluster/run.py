@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpucluster import options, verdict
+from pytest_gpucluster import options, provenance, verdict
 from pytest_gpucluster.accompaniment import Accompaniment
 from pytest_gpucluster.agreement import preflight
 from pytest_gpucluster.agreement.ending import Ending
@@ -165,9 +165,7 @@ class Run:
         from pytest_gpucluster import thresholds
 
         assert self.settings is not None
-        overlay = self.settings.thresholds
-        paths = [thresholds.shipped_path(), *([overlay] if overlay is not None else [])]
-        found = thresholds.load(*paths)
+        found = thresholds.load(*self._limit_files())
         asked = self.settings.sku
         if asked is not None and asked not in found.skus:  # told now, and not after all has been measured
             origin = self.settings.settings["sku"].origin
@@ -177,6 +175,12 @@ class Run:
                 f"{did_you_mean(asked, found.skus)}"
             )
         self.thresholds = found
+
+    def _limit_files(self) -> list[Path]:
+        from pytest_gpucluster import thresholds
+
+        overlay = self.settings.thresholds if self.settings is not None else None
+        return [thresholds.shipped_path(), *([overlay] if overlay is not None else [])]
 
     @property
     def limits(self) -> Thresholds:
@@ -203,6 +207,21 @@ class Run:
         else:
             who = dict(self.joined.who)
         return [who[rank] for rank in sorted(who)]
+
+    def send_cluster(self, who: Mapping[int, Mapping[str, Any]], problems: Collection[str] = ()) -> None:
+        """Put on record what every rank said of itself, the limits in force and the environment."""
+        keys = ("rank", "host", "local_rank", "node_rank", "pid", "gpu", "versions")
+        ranks = [{key: facts[key] for key in keys} for _, facts in sorted(who.items())]
+        self.send({"type": "cluster", "ranks": ranks, "problems": list(problems)})
+        if self.recorder is None:
+            return
+        name = next((str(rank["gpu"]["name"]) for rank in ranks if rank["gpu"]), None)
+        try:
+            sku = self.sku(name)
+        except ThresholdsError:  # unreadable, or two SKUs claim this GPU: who judges says so
+            sku = None
+        self.send(provenance.limits_line(sku=sku, gpu_name=name, files=self._limit_files()))
+        self.send(provenance.environment_line(self.environ, self.facts.hostname))
 
     def sku(self, gpu_name: str | None) -> str | None:
         """Return the SKU whose limits apply, or None for an unknown GPU."""
@@ -353,9 +372,7 @@ class Run:
         were, and could not be run; ``cut_short`` the tests whose error is the interruption itself.
         """
         who = self.joined.who if self.joined else {}
-        keys = ("rank", "host", "local_rank", "node_rank", "pid", "gpu", "versions")
-        ranks = [{key: facts[key] for key in keys} for _, facts in sorted(who.items())]
-        self.send({"type": "cluster", "ranks": ranks, "problems": []})
+        self.send_cluster(who)
         ending = None
         if refused is not None:
             ending = Ending(name="usage", message=first_line(refused), exit=4, text=refused)

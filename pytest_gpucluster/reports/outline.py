@@ -1,0 +1,193 @@
+"""A run as people look at it: its verdict in words, and one row a test with the value that decides.
+
+Every report that people read is made from this, so that they all choose the same headline and the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pytest_gpucluster.journal import Journal, JudgedMetric, TestResult
+from pytest_gpucluster.metrics import METRICS
+from pytest_gpucluster.wording import first_line
+
+RUNNING, NOT_RUN = "running", "not run"
+"""Outcomes of a row besides a result's own: the run ended in this test, or before it."""
+
+_WORST_FIRST = {"failed": 0, "error": 1, RUNNING: 2, NOT_RUN: 3, "skipped": 4, "passed": 5}
+_OF_STATUS = {"failed": 0, "error": 1, "passed": 2, "recorded": 3}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One test of a run."""
+
+    nodeid: str
+    name: str
+    """function[parameters]; the whole id where the journal does not name them apart."""
+    outcome: str
+    """passed, failed, error, skipped, ``RUNNING`` or ``NOT_RUN``."""
+    criterion: str | None = None
+    headline: JudgedMetric | None = None
+    """The measurement that decides: the worst that was missed, else the one with the least margin."""
+    why: str = ""
+    """One line: the failure's message, or the reason why it did not run."""
+    result: TestResult | None = None
+
+    @property
+    def is_good(self) -> bool:
+        """Tell whether it passed."""
+        return self.outcome == "passed"
+
+    @property
+    def margin(self) -> float | None:
+        """Return the share by which the headline keeps its limit (negative: misses it); None where it is no share."""
+        return None if self.headline is None else share_of_limit(self.headline)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """A run."""
+
+    word: str
+    """ACCEPTED, SELECTION PASSED, REHEARSED, REJECTED, INCOMPLETE or BROKEN."""
+    exit: int
+    reason: str
+    rehearsal: bool
+    rows: tuple[Row, ...]
+    """In the order in which they ran; those that did not run come last."""
+    counts: dict[str, int]
+    """Outcome -> how many rows, of those outcomes that there are, worst first."""
+
+    @property
+    def title(self) -> str:
+        """Return the verdict's word; a rehearsal never stands alone as a verdict about hardware."""
+        return f"{self.word} (a REHEARSAL on cpu, which says nothing about hardware)" if self.rehearsal else self.word
+
+    @property
+    def is_good(self) -> bool:
+        """Tell whether nothing is wrong."""
+        return self.exit == 0
+
+    @property
+    def worst_first(self) -> tuple[Row, ...]:
+        """Return the rows, failures first; rows of one outcome keep their order."""
+        return tuple(sorted(self.rows, key=lambda row: _WORST_FIRST.get(row.outcome, 1)))
+
+    @property
+    def bad(self) -> tuple[Row, ...]:
+        """Return the rows that failed or broke, failures first."""
+        return tuple(row for row in self.worst_first if row.outcome in ("failed", "error", RUNNING))
+
+    @property
+    def did_not_run(self) -> tuple[Row, ...]:
+        """Return the rows that were skipped or never reached."""
+        return tuple(row for row in self.rows if row.outcome in (NOT_RUN, "skipped"))
+
+    def tightest(self, most: int = 5) -> tuple[tuple[Row, JudgedMetric], ...]:
+        """Return the values that kept their limit by the smallest share, the nearest first, one a test and metric."""
+        best: dict[tuple[str, str], tuple[float, Row, JudgedMetric]] = {}
+        for row in self.rows:
+            for judged in row.result.measurements if row.result is not None else ():
+                share = share_of_limit(judged)
+                key = row.nodeid, judged.metric
+                if judged.status == "passed" and share is not None and (key not in best or share < best[key][0]):
+                    best[key] = share, row, judged
+        found = sorted(best.values(), key=lambda each: each[0])
+        return tuple((row, judged) for _, row, judged in found[:most])
+
+
+def outline(journal: Journal) -> Outline:
+    """Return a run as people look at it."""
+    rows = [row_of(result) for result in journal.results]
+    if journal.running is not None:
+        told = {test.nodeid: test.criterion for test in journal.collected or ()}
+        nodeid = journal.running.nodeid
+        why = "the run ended here" if journal.end is None else first_line(journal.reason)
+        rows.append(
+            Row(nodeid=nodeid, name=short_name(nodeid), outcome=RUNNING, criterion=told.get(nodeid), why=why)
+        )
+    rows += [
+        Row(
+            nodeid=test.nodeid,
+            name=test.name or short_name(test.nodeid),
+            outcome=NOT_RUN,
+            criterion=test.criterion,
+            why="the run ended before it",
+        )
+        for test in journal.not_run
+    ]
+    found = Counter(row.outcome for row in rows)
+    return Outline(
+        word=journal.verdict,
+        exit=journal.exit,
+        reason=journal.reason,
+        rehearsal=journal.run.rehearsal,
+        rows=tuple(rows),
+        counts={outcome: found[outcome] for outcome in _WORST_FIRST if found[outcome]},
+    )
+
+
+def row_of(result: TestResult) -> Row:
+    """Return the row of a finished test."""
+    return Row(
+        nodeid=result.nodeid,
+        name=result.name or short_name(result.nodeid),
+        outcome=result.outcome,
+        criterion=result.criterion,
+        headline=headline(result.measurements),
+        why=first_line(result.message) if result.outcome != "passed" else "",
+        result=result,
+    )
+
+
+def headline(measurements: Iterable[JudgedMetric]) -> JudgedMetric | None:
+    """Return the measurement that stands for all of a test; None where there is none.
+
+    One that was missed, by the most; else one that could not be judged; else the one that kept its limit by the least;
+    else the first that was recorded.
+    """
+    told = list(measurements)
+    return min(told, key=lambda each: (_OF_STATUS.get(each.status, 1), _margin(each)), default=None)
+
+
+def share_of_limit(judged: JudgedMetric) -> float | None:
+    """Return the margin where it is a share: of a limit of zero it is a distance, and of a missing one nothing."""
+    limit = judged.limit
+    if limit is None or judged.margin is None or not math.isfinite(judged.margin) or 0 in (limit.min, limit.max):
+        return None
+    return judged.margin
+
+
+def short_name(nodeid: str) -> str:
+    """Return function[parameters] of a test's id.
+
+    >>> short_name("acceptance/test_nccl.py::test_all_reduce[node-bf16]")
+    'test_all_reduce[node-bf16]'
+    """
+    return nodeid.partition("::")[2] or nodeid
+
+
+def peak_value(judged: JudgedMetric) -> float | None:
+    """Return the data sheet peak that the value was held beside, in its unit; None where there is none."""
+    if judged.peak_ratio is None or judged.value is None or not judged.peak_ratio > 0:
+        return None
+    peak = judged.value / judged.peak_ratio
+    return peak if math.isfinite(peak) else None
+
+
+def is_better_higher(judged: JudgedMetric) -> bool | None:
+    """Tell whether more of it is better; None where the metric is not this suite's and its limit does not tell."""
+    metric = METRICS.get(judged.metric)
+    if metric is not None and metric.better in ("higher", "lower"):
+        return metric.better == "higher"
+    if judged.limit is None or (judged.limit.min is None) == (judged.limit.max is None):
+        return None
+    return judged.limit.min is not None
+
+
+def _margin(judged: JudgedMetric) -> float:
+    return judged.margin if judged.margin is not None and math.isfinite(judged.margin) else math.inf
