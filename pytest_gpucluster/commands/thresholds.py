@@ -1,0 +1,145 @@
+"""``gpucluster thresholds``: limits checked, explained, and proposed from accepted runs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from pytest_gpucluster.commands.command import JOURNAL_HELP, NO_JOURNAL, complain, explain
+from pytest_gpucluster.commands.thresholds_calibrate import calibrate
+from pytest_gpucluster.commands.thresholds_check import check
+from pytest_gpucluster.commands.thresholds_explain import explain_journal, explain_sku
+from pytest_gpucluster.errors import JournalError, ThresholdsError
+
+EXIT_CODES = """\
+exit codes:
+  0  no problem in the files; explained; floors are written
+  1  check: the files have problems. explain: nothing decides about a metric that was named, or about a value of the
+     journal. calibrate: no floor can be proposed
+  2  wrong usage
+  3  a journal or a file of limits is missing, damaged or not to be used, or a journal is of a newer version
+  4  the output cannot be written
+"""
+
+_EXAMPLES = """\
+  gpucluster thresholds check my-limits.yaml
+  gpucluster thresholds explain --sku "H100 SXM" --world-size 16 --nnodes 2 nccl.all_reduce.busbw --label size="1 GB"
+  gpucluster thresholds explain --journal gpucluster-report/latest matmul.bf16.tflops
+  gpucluster thresholds calibrate run-1/ run-2/ --out my-limits.yaml
+"""
+
+_THRESHOLDS = "Check files of limits, tell which limit decides and why, and propose floors from accepted runs."
+
+_CHECK = """\
+Look for all that is wrong in files of limits, and name each problem with file, line and column. The files are laid
+over the shipped one and over each other, as --gpucluster-thresholds does with one; without a file the shipped one is
+checked. An entry that demands less than the one whose place it takes is named; that is no problem.
+"""
+
+_EXPLAIN = """\
+Tell the limits in force, each with the file and line it is from, and its source. Of a METRIC all entries are told in
+the order in which they are asked: the one that decides, and why the others do not. What is not named, such as a size,
+is left open. With --journal SKU, topology and labels are those of the run; METRIC is every one that it has measured.
+"""
+
+_CALIBRATE = """\
+Propose floors from the journals of one or more ACCEPTED runs of the same SKU and workload, as a file of limits for
+review: the median of all ranks' values less so many spreads, rounded down to 3 digits, never above the data sheet peak,
+and no looser than the limit in force. Floors are proposed for rates (TFLOPS, GB/s, tokens/s and the like) that are
+judged; each has in its source what it is made of.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add ``thresholds check``, ``explain`` and ``calibrate``."""
+    explain(parser, _THRESHOLDS, _EXAMPLES, EXIT_CODES)
+    steps = parser.add_subparsers(dest="step", metavar="STEP", required=True)
+    looked = steps.add_parser("check", help="name all that is wrong in files of limits")
+    explain(looked, _CHECK, _EXAMPLES, EXIT_CODES)
+    looked.add_argument("files", metavar="FILE", type=Path, nargs="*", help="default: the shipped limits")
+    told = steps.add_parser("explain", help="tell which limit decides, and why")
+    explain(told, _EXPLAIN, _EXAMPLES, EXIT_CODES)
+    told.add_argument("metrics", metavar="METRIC", nargs="*", help="default: all; matmul. means all that begin so")
+    told.add_argument("--sku", metavar="NAME", help="a SKU, or words of its name: H100 is every H100")
+    told.add_argument("--world-size", metavar="N", type=_count, help="ranks of the run")
+    told.add_argument("--nnodes", metavar="N", type=_count, help="nodes of the run")
+    told.add_argument("--transport", metavar="NAME", help="the same as --label transport=NAME, such as NET/IB")
+    told.add_argument(
+        "--label", metavar="KEY=VALUE", type=_label, action="append", default=[], help="of the measurement; repeatable"
+    )
+    told.add_argument("--journal", metavar="JOURNAL", type=Path, help=JOURNAL_HELP)
+    told.add_argument(
+        "--thresholds",
+        metavar="FILE",
+        type=Path,
+        action="append",
+        default=[],
+        help="laid over the shipped limits, as --gpucluster-thresholds; repeatable",
+    )
+    told.set_defaults(refuse=told.error)
+    made = steps.add_parser("calibrate", help="propose floors from accepted runs")
+    explain(made, _CALIBRATE, _EXAMPLES, EXIT_CODES)
+    made.add_argument("journals", metavar="JOURNAL", type=Path, nargs="+", help=JOURNAL_HELP)
+    made.add_argument("--out", metavar="FILE", required=True, help="write the file here; - is the standard output")
+    made.add_argument(
+        "--spreads", metavar="K", type=_spreads, default=3.0, help="spreads below the median (default: 3)"
+    )
+    made.add_argument("--sku", metavar="NAME", help="what the SKU must be (default: that of the first journal)")
+    made.add_argument("--recorded", action="store_true", help="also for rates that are recorded only so far")
+    made.add_argument("--force", action="store_true", help="replace a file that is there")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check, explain or calibrate, and return the exit code."""
+    try:
+        if options.step == "check":
+            return check(options.files)
+        if options.step == "calibrate":
+            return calibrate(
+                options.journals,
+                options.out,
+                spreads=options.spreads,
+                sku=options.sku,
+                recorded=options.recorded,
+                force=options.force,
+            )
+        return _explain(options)
+    except (JournalError, ThresholdsError) as error:
+        for line in str(error).splitlines():
+            complain(line, NO_JOURNAL)
+        return NO_JOURNAL
+
+
+def _explain(options: argparse.Namespace) -> int:
+    known = {key: str(options.__dict__[key]) for key in ("world_size", "nnodes") if options.__dict__[key]}
+    known |= dict(options.label) | ({"transport": options.transport} if options.transport else {})
+    if options.journal is not None:
+        if options.sku or known:
+            options.refuse("--journal tells SKU, topology and labels itself: leave the options for these out")
+        return explain_journal(options.journal, options.metrics, options.thresholds)
+    if not options.sku:
+        options.refuse("explain needs --sku NAME or --journal JOURNAL")
+    return explain_sku(options.sku, options.metrics, options.thresholds, known)
+
+
+def _count(text: str) -> int:
+    if not (text.isdecimal() and text.isascii() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
+    return int(text)
+
+
+def _label(text: str) -> tuple[str, str]:
+    key, separator, value = text.partition("=")
+    if not (separator and key.strip() and value.strip()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    return key.strip(), value.strip()
+
+
+def _spreads(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0 and below 100")
+    return value

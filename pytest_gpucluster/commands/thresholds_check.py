@@ -1,0 +1,75 @@
+"""``gpucluster thresholds check``: all that is wrong in files of limits, with file, line and column."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_gpucluster.commands.command import DONE, NO_JOURNAL, complain
+from pytest_gpucluster.errors import ThresholdsError
+from pytest_gpucluster.wording import printable
+
+if TYPE_CHECKING:
+    from pytest_gpucluster.limits import Limit, Thresholds
+
+FAULTY = 1
+
+
+def check(files: Sequence[Path]) -> int:
+    """Print every problem of these files, or that there is none, and return the exit code."""
+    from pytest_gpucluster import thresholds
+    from pytest_gpucluster.explained_limits import looser
+
+    for path in files:
+        try:
+            path.read_bytes()
+        except OSError as error:
+            return complain(f"{path}: cannot be read: {error.strerror or error}", NO_JOURNAL)
+    shipped = thresholds.shipped_path()
+    others = [path for path in files if os.path.realpath(path) != os.path.realpath(shipped)]
+    try:
+        layers = [thresholds.load(shipped, *others[:count]) for count in range(len(others) + 1)]
+    except ThresholdsError:
+        return _problems(shipped, others)
+    for before, after in itertools.pairwise(layers):
+        for new, old in _replaced(after, before):
+            less = looser(new, old)
+            if less:
+                print(printable(f"{new.origin}: note: {new.metric} demands less than {old.origin}: {less}"))
+    found = layers[-1]
+    own = [limit for limit in found.limits if limit.layer > 0] if others else list(found.limits)
+    skus = {limit.sku for limit in own}
+    counted = "1 entry" if len(own) == 1 else f"{len(own)} entries"
+    print(f"no problem: {counted} for {len(skus)} {'SKU' if len(skus) == 1 else 'SKUs'}")
+    return DONE
+
+
+def _problems(shipped: Path, others: Sequence[Path]) -> int:
+    """Print the problems of all files: each is read, also after one that has some."""
+    from pytest_gpucluster import thresholds
+
+    problems: list[str] = []
+    try:
+        thresholds.load(shipped, *others)
+    except ThresholdsError as error:
+        problems = str(error).splitlines()
+    for line in problems:
+        print(printable(line))
+    print(f"{len(problems)} {'problem' if len(problems) == 1 else 'problems'}")
+    return FAULTY
+
+
+def _replaced(after: Thresholds, before: Thresholds) -> Iterator[tuple[Limit, Limit]]:
+    """Yield each entry of the last file with the one of the same conditions whose place it takes."""
+
+    def key(limit: Limit) -> tuple[object, ...]:
+        return limit.sku, limit.metric, frozenset((part.key, part.text) for part in limit.when)
+
+    kept = {key(limit): limit for limit in before.limits}
+    for limit in after.limits:
+        old = kept.get(key(limit))
+        if old is not None and old.origin != limit.origin:
+            yield limit, old

@@ -1,0 +1,76 @@
+"""Records for tests, made of the example runs: journals of changed lines, and records of changed clusters."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import example_runs
+
+from pytest_gpucluster.acceptance_record.content import content
+from pytest_gpucluster.acceptance_record.document import Document, read, sealed
+from pytest_gpucluster.journal import Journal, JournalBuilder, encode
+
+Lines = list[dict[str, Any]]
+DIGEST = "ab" * 32
+
+
+@functools.cache
+def _lines(name: str) -> Lines:
+    return example_runs.lines(name)
+
+
+def lines(name: str = "accepted") -> Lines:
+    """Return the lines of an example run, to be changed at will. Every GPU and node tells all that it can."""
+    found = copy.deepcopy(_lines(name))
+    for line in found:
+        for rank in line["ranks"] if line["type"] == "cluster" else ():
+            if rank["gpu"]:
+                rank["gpu"] |= {"board_part_number": "692-2G520", "inforom": "G520.0200", "gsp_firmware": "580.95.05"}
+    first = next(line for line in found if line["type"] == "test")
+    first["measurements"].append(
+        {"metric": "fabric.active_ports", "status": "recorded", "value": 2, "telemetry": {"0": told(0), "8": told(1)}}
+    )
+    return found
+
+
+def told(node: int) -> dict[str, Any]:
+    """Return what a node tells of its network adapters."""
+    adapters = [
+        {"name": f"mlx5_{n}", "board": "MT_838", "guid": f"a0:{node}{n}", "firmware": "28.39", "pci_bus_id": f"0:1{n}"}
+        for n in range(2)
+    ]
+    return {"ports": ["mlx5_0/1"], "adapters": adapters}
+
+
+def line_of(found: Lines, kind: str) -> dict[str, Any]:
+    return next(line for line in found if line["type"] == kind)
+
+
+def journal_of(found: Lines) -> Journal:
+    builder = JournalBuilder()
+    for line in found:
+        builder.add(line)
+    return builder.journal()
+
+
+def write_journal(folder: Path, found: Lines) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "journal.jsonl"
+    path.write_bytes(b"".join(map(encode, found)))
+    return path
+
+
+def record(folder: Path, name: str, change: Callable[[Lines], object] = lambda _: None) -> Document:
+    """Return the record of the accepted run, with its lines changed before."""
+    found = lines()
+    change(found)
+    text, _ = sealed(
+        content(journal_of(found), sha256=DIGEST), at="2026-01-02T03:04:05Z", by="J. Doe", note="", version="0.1.0"
+    )
+    path = folder / f"{name}.json"
+    path.write_text(text, encoding="utf-8")
+    return read(path)

@@ -1,0 +1,118 @@
+"""A record holds every part of the cluster, every value with its limit, and what is not known."""
+
+from __future__ import annotations
+
+from made_records import DIGEST, Lines, journal_of, line_of, lines
+
+from pytest_gpucluster.acceptance_record.canonical import canonical
+from pytest_gpucluster.acceptance_record.content import content
+
+
+def made(found: Lines) -> dict:
+    return content(journal_of(found), sha256=DIGEST)
+
+
+def test_every_gpu_stands_in_its_node_with_all_that_identifies_it():
+    told = made(lines())
+    assert told["accepted"] is True
+    assert told["missing"] == []
+    assert [(node["host"], len(node["gpus"])) for node in told["nodes"]] == [("gpu-01", 8), ("gpu-02", 8)]
+    known = line_of(lines(), "cluster")["ranks"][9]
+    gpu = told["nodes"][1]["gpus"][1]
+    assert gpu["rank"] == 9
+    keys = ("uuid", "serial", "board_part_number", "vbios", "inforom", "gsp_firmware", "pci_bus_id", "name")
+    assert [gpu[key] for key in keys] == [known["gpu"][key] for key in keys]
+    assert told["nodes"][1]["versions"]["driver"] == known["versions"]["driver"]
+    assert told["nodes"][1]["adapters"][1] == {
+        "name": "mlx5_1",
+        "guid": "a0:11",
+        "board": "MT_838",
+        "firmware": "28.39",
+        "pci_bus_id": "0:11",
+    }
+
+
+def test_what_is_not_known_is_named():
+    found = lines()
+    ranks = line_of(found, "cluster")["ranks"]
+    del ranks[2]["gpu"]["serial"]
+    ranks[3]["gpu"]["serial"] = None
+    ranks[8]["gpu"]["inforom"] = ""
+    for rank in ranks[8:]:
+        rank["versions"]["nccl"] = None
+    telemetry = line_of(found, "test")["measurements"][-1]["telemetry"]
+    del telemetry["8"]
+    telemetry["0"]["adapters"][1]["guid"] = ""
+    assert made(found)["missing"] == [
+        "serial number of the GPU of ranks 2-3",
+        "InfoROM of the GPU of rank 8",
+        "GUID of mlx5_1 on gpu-01",
+        "nccl on gpu-02",
+        "network adapters on gpu-02",
+    ]
+
+
+def test_what_is_not_known_of_many_nodes_is_told_once():
+    found = lines()
+    for rank in line_of(found, "cluster")["ranks"]:
+        rank["versions"]["nccl"] = None
+    line_of(found, "test")["measurements"].pop()
+    assert made(found)["missing"] == ["nccl on gpu-[01-02]", "network adapters on gpu-[01-02]"]
+    for rank in line_of(found, "cluster")["ranks"][8:]:
+        rank["host"] = "a name, [odd"
+    assert made(found)["missing"] == [
+        "nccl on gpu-01, a name, [odd",
+        "network adapters on gpu-01, a name, [odd",
+    ]
+
+
+def test_a_node_without_network_adapters_is_not_one_of_which_nothing_is_known():
+    found = lines()
+    line_of(found, "test")["measurements"][-1]["telemetry"]["8"]["adapters"] = []
+    told = made(found)
+    assert (told["nodes"][1]["adapters"], told["missing"]) == ([], [])
+
+
+def test_every_value_has_its_limit_its_margin_and_where_the_limit_comes_from():
+    journal = journal_of(lines())
+    told = content(journal, sha256=DIGEST)
+    assert [test["nodeid"] for test in told["tests"]] == [result.nodeid for result in journal.results]
+    shown = [each for test in told["tests"] for each in test["measurements"] if each["limit"]]
+    assert shown
+    assert all(each["limit"]["origin"] and each["limit"]["source"] for each in shown)
+    first = next(each for each in shown if each["metric"] == "matmul.bf16.tflops")
+    judged = next(
+        one
+        for result in journal.results
+        for one in result.measurements
+        if one.metric == "matmul.bf16.tflops" and one.limit
+    )
+    assert (first["value"], first["margin"], first["limit"]["min"]) == (judged.value, judged.margin, judged.limit.min)
+    assert first["worst_gpu_uuid"] == journal.place(judged.worst_rank).gpu["uuid"]
+
+
+def test_any_journal_can_be_made_a_record_that_has_a_canonical_form():
+    for name in ("cluster", "rehearsal", "broken", "hostile"):
+        told = made(lines(name))
+        assert canonical(told)
+        assert told["accepted"] is False
+        assert told["not_accepted_because"]
+
+
+def test_values_that_json_lacks_are_text():
+    found = lines()
+    line_of(found, "test")["measurements"][0].update(value="NaN", margin="-Infinity")
+    first = made(found)["tests"][0]["measurements"][0]
+    assert (first["value"], first["margin"]) == ("NaN", "-Infinity")
+
+
+def test_a_merged_run_names_the_runs_that_it_is_made_of():
+    found = lines()
+    assert (made(found)["run"]["merged_from"], made(found)["run"]["expected"]) == ([], "2x8xH100")
+    one = {"run_id": "a", "started_at": "2026-01-02", "verdict": "REJECTED", "journal": "x", "sha256": DIGEST}
+    found[0]["merged_from"] = [{**one, "exit": 1}]
+    told = made(found)
+    assert told["run"]["merged_from"] == [one]
+    assert told["accepted"] is True
+    found[0]["merged_despite"] = ["other GPUs"]
+    assert (made(found)["run"]["merged_despite"], made(found)["accepted"]) == (["other GPUs"], False)

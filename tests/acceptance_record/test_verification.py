@@ -1,0 +1,149 @@
+"""A record is held against its own seal, a digest from elsewhere, and the journal it is of."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from made_records import lines, record, write_journal
+
+from pytest_gpucluster.acceptance_record.content import content
+from pytest_gpucluster.acceptance_record.document import Document, digest, read, sealed
+from pytest_gpucluster.acceptance_record.verification import faults, faults_beside, journal_digest
+from pytest_gpucluster.errors import JournalError
+
+
+@pytest.fixture
+def made(tmp_path):
+    """A record of a journal on disk: (its path, the journal's path)."""
+    journal = write_journal(tmp_path / "run", lines())
+    sha256, told = journal_digest(journal)
+    text, _ = sealed(content(told, sha256=sha256), at="2026-01-02T03:04:05Z", by="", note="", version="0.1.0")
+    (tmp_path / "a.json").write_text(text)
+    return tmp_path / "a.json", journal
+
+
+def resealed(path) -> Document:
+    """Seal what now stands in a file anew, as a forger would."""
+    told = json.loads(path.read_text())
+    told["sha256"] = digest(told["record"])
+    path.write_text(json.dumps(told))
+    return read(path)
+
+
+def test_a_record_beside_its_own_journal_has_no_fault(made):
+    path, journal = made
+    sha256, told = journal_digest(journal)
+    document = read(path)
+    assert faults(document, known_digest=document.digest.upper()) == []
+    assert faults_beside(document, told, sha256) == []
+
+
+def test_a_changed_record_is_told_with_both_digests(made):
+    path, _ = made
+    text = path.read_text()
+    path.write_text(text.replace("gpu-01", "gpu-99"))
+    document = read(path)
+    [fault] = faults(document)
+    assert document.sealed in fault
+    assert document.digest in fault
+
+
+def test_a_forged_seal_is_noticed_by_a_digest_from_elsewhere_and_by_the_journal(made):
+    path, journal = made
+    known = read(path).digest
+    path.write_text(path.read_text().replace("gpu-01", "gpu-99"))
+    document = resealed(path)
+    assert faults(document) == []
+    [fault] = faults(document, known_digest=known)
+    assert f"not {known}" in fault
+    sha256, told = journal_digest(journal)
+    [fault] = faults_beside(document, told, sha256)
+    assert "it does not say what its journal says: nodes[0].host, run.host" in fault
+
+
+def test_a_record_of_another_journal_is_told(made, tmp_path):
+    path, _ = made
+    found = lines()
+    found[0]["run_id"] = "another"
+    sha256, told = journal_digest(write_journal(tmp_path / "other", found))
+    [fault] = faults_beside(read(path), told, sha256)
+    assert "it is of another journal" in fault
+
+
+def test_a_record_that_only_says_accepted_contradicts_itself(made):
+    path, _ = made
+    told = json.loads(path.read_text())
+    told["record"]["verdict"]["word"] = "REJECTED"
+    path.write_text(json.dumps(told))
+    assert [fault for fault in faults(resealed(path)) if "it contradicts itself" in fault]
+
+
+def test_a_record_of_a_run_that_was_not_accepted_has_no_fault_and_is_not_accepted(tmp_path):
+    document = record(tmp_path, "x", lambda found: found[0].update(selection=True))
+    assert faults(document) == []
+    assert not document.is_accepted
+
+
+def test_a_journal_that_is_being_written_is_refused(made, monkeypatch):
+    _, journal = made
+    from pytest_gpucluster.acceptance_record import verification
+
+    def growing(path):
+        path.write_bytes(path.read_bytes() + b'{"type":"property","name":"a","value":"b"}\n')
+        return verification.Journal
+
+    monkeypatch.setattr(verification, "read", growing)
+    with pytest.raises(JournalError, match="it is being written"):
+        journal_digest(journal)
+
+
+def test_a_missing_journal_is_told(tmp_path):
+    with pytest.raises(JournalError, match="no such journal"):
+        journal_digest(tmp_path / "none")
+    with pytest.raises(JournalError, match="cannot be read"):
+        journal_digest(tmp_path)
+
+
+def _test_failed(record: dict) -> None:
+    record["tests"][0]["outcome"] = "failed"
+
+
+def _value_missed(record: dict) -> None:
+    record["tests"][0]["measurements"][0]["status"] = "failed"
+
+
+def _nothing_judged(record: dict) -> None:
+    record["tests"] = []
+
+
+def _gpu_gone(record: dict) -> None:
+    record["nodes"][0]["gpus"].pop()
+
+
+def _gpu_twice(record: dict) -> None:
+    first, second, *_ = record["nodes"][0]["gpus"]
+    first["uuid"] = second["uuid"].upper()
+
+
+def _no_list(record: dict) -> None:
+    record["nodes"][0]["gpus"] = "eight"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (_test_failed, "1 of its tests did not pass, such as acceptance/"),
+        (_value_missed, "1 of its values did not keep their limit"),
+        (_nothing_judged, "none of its values was held against a limit"),
+        (_gpu_gone, "it has 2 nodes with 15 GPUs, and its run 2 nodes with 16 ranks"),
+        (_gpu_twice, "two of its GPUs have one UUID"),
+        (_no_list, "it has 2 nodes with 8 GPUs"),
+    ],
+)
+def test_a_record_that_was_changed_and_sealed_anew_contradicts_itself(made, change, why):
+    path, _ = made
+    told = json.loads(path.read_text())
+    change(told["record"])
+    path.write_text(json.dumps(told))
+    assert any("it contradicts itself" in fault and why in fault for fault in faults(resealed(path)))

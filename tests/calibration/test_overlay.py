@@ -1,0 +1,143 @@
+"""The proposed file is one that a run can load, in which each floor has its conditions and its source."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from accepted_runs import BF16, BUSBW, LIMIT, measured, source
+
+from pytest_gpucluster import thresholds
+from pytest_gpucluster.calibration.evidence import Source, series
+from pytest_gpucluster.calibration.floor import Kept, Proposal, propose
+from pytest_gpucluster.calibration.overlay import conditions_of, name_of, overlay
+from pytest_gpucluster.errors import ThresholdsError
+from pytest_gpucluster.limits import Limit
+
+OTHER = {**LIMIT, "min": 100.0}
+HOSTILE = "'a': {b}\n# <script>\x1b[31m\u202e \ud800"
+
+
+def text_of(sources: Sequence[Source], peak: float | None = None, shipped: str = "") -> str:
+    made = [propose(one, peak=peak) for one in series(sources)]
+    return overlay(
+        "H100 SXM",
+        [one for one in made if isinstance(one, Proposal)],
+        [one for one in made if isinstance(one, Kept)],
+        sources,
+        at="2026-01-02T03:04:05Z",
+        version="0.1.0",
+        spreads=3.0,
+        shipped=shipped,
+    )
+
+
+def load(folder: Path, text: str) -> list[Limit]:
+    path = folder / "proposed.yaml"
+    path.write_text(text, encoding="utf-8")
+    return [one for one in thresholds.load(thresholds.shipped_path(), path).limits if one.layer == 1]
+
+
+def test_a_floor_is_loaded_with_its_condition_and_says_what_it_is_made_of(tmp_path):
+    text = text_of([source(measured([710.0] * 8 + [600.0], limit=OTHER), number=7)])
+    [limit] = load(tmp_path, text)
+    assert (limit.metric, limit.sku, limit.min, limit.conditions()) == (BF16, "H100 SXM", 688.0, "n 16384")
+    assert limit.min_ratio_to_median == pytest.approx(0.929)
+    assert limit.source == (
+        "calibrated: median 710 TFLOPS less 3 spreads of 7.1 TFLOPS, 9 values of 1 run: run-7 of 2026-11-21"
+        " (sha256 000000000000); besides min as limits.yaml:7:9: the order"
+    )
+    assert "# BELOW IT, though accepted, and to be looked at before this is used: 600 TFLOPS on rank 8 (gpu-02)" in text
+    assert f"#     sha256 {7:064x}" in text
+
+
+def test_what_was_demanded_besides_min_stays_demanded(tmp_path):
+    limit = {**OTHER, "max": 800.0, "expect_transport": ["NET/IB", "P2P"]}
+    labels = {"size": "1 GB", "dtype": "bf16", "world_size": "16", "nnodes": "2", "scope": "it's", "transport": "P2P"}
+    [found] = load(tmp_path, text_of([source(measured([400.0] * 8, BUSBW, unit="GB/s", limit=limit, labels=labels))]))
+    assert (found.min, found.max, found.expect_transport) == (388.0, 800.0, ("NET/IB", "P2P"))
+    assert sorted(part.key for part in found.when) == ["dtype", "nnodes", "scope", "size", "world_size"]
+    assert found.applies(labels)
+    assert not found.applies({**labels, "size": "8 GB"})
+
+
+def test_a_floor_that_is_far_below_the_peak_says_that_it_is_meant(tmp_path):
+    labels = {"size": "1 MB", "world_size": "8", "nnodes": "1"}
+    text = text_of([source(measured([10.0] * 8, BUSBW, unit="GB/s", limit=None, labels=labels))], peak=450.0)
+    [found] = load(tmp_path, text)
+    assert found.min == 9.7
+    assert "despite_peak: 'measured, as the source says'" in text
+
+
+def test_what_has_no_floor_is_named_with_the_reason():
+    text = text_of([source(measured([710.0] * 8, limit=OTHER), measured([1.0], labels={"n": "8"}))])
+    assert "# No floor is proposed for:\n#   matmul.bf16.tflops (n=8): 1 value, and at least 6 are needed\n" in text
+
+
+def test_other_limits_that_judged_the_runs_are_named_so_that_they_are_not_lost():
+    run = source(measured([710.0] * 8, limit=OTHER))
+    [(path, digest)] = run.journal.limits.files
+    assert f"#   {path} (sha256 {digest})" in text_of([run])
+    assert path not in text_of([run], shipped=digest)
+
+
+def test_nothing_that_a_journal_says_breaks_out_of_its_place(tmp_path):
+    limit = {**OTHER, "source": HOSTILE, "origin": HOSTILE}
+    run = source(measured([710.0] * 8, limit=limit))
+    run = Source(path=HOSTILE, sha256=run.sha256, journal=run.journal)
+    text = text_of([run])
+    assert all(line.isprintable() for line in text.splitlines())
+    [found] = load(tmp_path, text)
+    assert found.min == 688.0
+    assert "'a': {b}" in found.source
+
+
+@pytest.mark.parametrize("text", ["0 to 1", "below 3", "5 or more", " padded", "a\nb"])
+def test_a_label_that_no_condition_can_say_has_no_floor(text):
+    [one] = series([source(measured([710.0] * 8, labels={"pair": text}))])
+    with pytest.raises(ThresholdsError, match=r"no condition can say|allowed is|nothing lies"):
+        conditions_of(one)
+
+
+def test_a_series_is_named_on_one_line():
+    [one] = series([source(measured([1.0], labels={"pair": HOSTILE}))])
+    assert name_of(one).isprintable()
+
+
+def decided(text: str, folder: Path, **labels: str) -> Limit:
+    path = folder / "proposed.yaml"
+    path.write_text(text, encoding="utf-8")
+    found = thresholds.load(thresholds.shipped_path(), path)
+    limit = found.limit(BF16, sku="H100 SXM", world_size=16, nnodes=2, labels=labels)
+    assert limit is not None
+    return limit
+
+
+@pytest.mark.parametrize("judged", [True, False])
+def test_a_floor_never_decides_about_what_has_more_labels_and_keeps_its_limit(tmp_path, judged):
+    """The burn-in measures the same product as the criterion of it, and is slower."""
+    labels = {"n": "16384", "load": "burn-in"}
+    hot = measured([702.0] * 8, labels=labels, limit=LIMIT if judged else None)
+    sources = [source(measured([730.0] * 8, limit=LIMIT), hot)]
+    cold, other = series(sources)
+    proposal, kept = propose(cold), propose(other)
+    assert isinstance(proposal, Proposal)
+    if judged:
+        assert isinstance(kept, Kept)
+    text = overlay(
+        "H100 SXM",
+        [proposal],
+        [kept] if isinstance(kept, Kept) else [],
+        sources,
+        recorded=[] if judged else [other],
+        at="2026-01-02T03:04:05Z",
+        version="0.1.0",
+        spreads=3.0,
+        shipped="",
+    )
+    assert decided(text, tmp_path, n="16384").min == 708.0
+    limit = decided(text, tmp_path, **labels)
+    assert limit.min == (700.0 if judged else None)
+    assert (limit.record_only is None) == judged
+    assert limit.min_ratio_to_median == (pytest.approx(0.929) if judged else None)
