@@ -1,0 +1,291 @@
+"""The merged journal: its lines, and the verdict on all of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from pytest_gpucluster import verdict
+from pytest_gpucluster.errors import OptionError
+from pytest_gpucluster.journal import SCHEMA_VERSION, JournalBuilder, MergedFrom
+from pytest_gpucluster.merging.attempts import Attempt, attempts_at, deciding, lines_of
+from pytest_gpucluster.merging.kinship import changes, differences
+from pytest_gpucluster.merging.numbering import Numbering, numbering, renumbered
+from pytest_gpucluster.merging.source import Source, time_of, told
+from pytest_gpucluster.wording import first_line, one_line
+from pytest_gpucluster.workloads import WorkloadRecord
+
+BY = "gpucluster merge"
+_OF_MERGING = "merged"
+"""The first word of the properties that say what was merged."""
+_DIFFERENCE = 400
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merged:
+    """What came of it."""
+
+    lines: Callable[[], Iterator[Mapping[str, Any]]]
+    """Yields those of the journal, from the first to the closing one. Of a thousand ranks all at once are large."""
+    verdict: verdict.Verdict
+    despite: tuple[str, ...]
+    """In what the clusters differ, if that was allowed."""
+
+
+def merge(sources: Sequence[Source], *, other_clusters: bool = False) -> Merged:
+    """Merge runs into one: the newest answer of each test, and one verdict on them.
+
+    Args:
+        sources: two or more, in any order.
+        other_clusters: runs of different hosts or GPUs may be merged. Then nothing is ACCEPTED by that.
+
+    Raises:
+        OptionError: one run is given twice, or the runs must not become one verdict; says in what they differ.
+    """
+    _require_apart(sources)
+    sources = sorted(sources, key=lambda source: source.started)
+    found = differences(sources)
+    refused = [difference for difference in found if not (difference.of_clusters and other_clusters)]
+    if refused:
+        said = "\n".join(f"  {one_line(difference.text, _DIFFERENCE)}" for difference in refused)
+        flag = all(difference.of_clusters for difference in refused)
+        what = (
+            "give --allow-different-clusters to merge them all the same, which accepts none of them"
+            if flag
+            else ("runs that were judged or measured otherwise have no common verdict; merge those that are alike")
+        )
+        raise OptionError(f"these runs are not of one cluster and one set of limits:\n{said}\n{what}")
+    numbers = numbering(sources)
+    nodeids = list(dict.fromkeys(nodeid for source in sources for nodeid in _tests_of(source)))
+    all_attempts = {nodeid: attempts_at(nodeid, sources) for nodeid in nodeids}
+    tried = {nodeid: attempts for nodeid, attempts in all_attempts.items() if attempts}
+    # What was merged despite of some difference stays so, however often it is merged again.
+    despite = [text for source in sources for text in source.journal.run.merged_despite]
+    despite = list(dict.fromkeys([*despite, *(one_line(difference.text, _DIFFERENCE) for difference in found)]))
+    decided = _decide(sources, tried, nodeids, despite)
+    counts = Counter(deciding(attempts).outcome for attempts in tried.values())
+    end = {
+        "type": "end",
+        "at": max(
+            filter(None, (source.journal.end.at if source.journal.end else "" for source in sources)), default=""
+        ),
+        "verdict": decided.word,
+        "exit": decided.exit,
+        "reason": decided.reason,
+        "counts": {kind: counts[kind] for kind in ("passed", "failed", "error", "skipped")},
+        "not_run": [nodeid for nodeid in nodeids if nodeid not in tried],
+        "by": BY,
+    }
+    lines = partial(_lines, sources, tried, numbers, despite, end)
+    return Merged(lines=lines, verdict=decided, despite=tuple(despite))
+
+
+def _lines(
+    sources: Sequence[Source],
+    tried: Mapping[str, Sequence[Attempt]],
+    numbers: Numbering,
+    despite: Sequence[str],
+    end: Mapping[str, Any],
+) -> Iterator[Mapping[str, Any]]:
+    yield from _head(sources, despite, numbers)
+    yield from _tests(tried, sources, numbers)
+    yield from _problems(sources)
+    yield end
+
+
+def _require_apart(sources: Sequence[Source]) -> None:
+    seen: dict[tuple[str, ...], Source] = {}
+    for source in sources:
+        run = source.journal.run
+        keys = {(run.run_id, run.started_at, run.hostname), *((each.sha256,) for each in source.runs)}
+        for each in keys & seen.keys():
+            both = f"{seen[each].path} and {source.path}"
+            same = "have a run in common" if source.is_merged or seen[each].is_merged else "are the same run"
+            raise OptionError(f"{both} {same}; give each run once")
+        seen |= dict.fromkeys(keys, source)
+
+
+def _tests_of(source: Source) -> Iterator[str]:
+    yield from (test.nodeid for test in source.journal.collected or ())
+    yield from (result.nodeid for result in source.journal.results)
+    if source.journal.running is not None:
+        yield source.journal.running.nodeid
+
+
+def _head(sources: Sequence[Source], despite: Sequence[str], numbers: Numbering) -> Iterator[Mapping[str, Any]]:
+    """Yield the lines before the tests: those of the newest run that has them, and what was merged."""
+    newest = sources[-1]
+    digest = hashlib.sha256("".join(source.sha256 for source in sources).encode()).hexdigest()
+    first = next(newest.all_of_type("run"))
+    is_other = bool(despite and numbers.ranks)
+    required = _required(sources)
+    demanded = {"require": {"value": ", ".join(required), "origin": BY}} if required else {}
+    yield {
+        **first,
+        "schema_version": SCHEMA_VERSION,
+        "run_id": f"merged-{digest[:12]}",
+        "started_at": _span(sources)[0],
+        # Nobody has written a JUnit file of it yet.
+        "junit": {**(first.get("junit") or {}), "path": None},
+        "selection": bool(despite) or not any(source.is_whole for source in sources),
+        "world_size": len(numbers.ranks) if is_other else first.get("world_size", 1),
+        "nnodes": len({rank.get("host") for rank in numbers.ranks}) if is_other else first.get("nnodes", 1),
+        "options": {**(first.get("options") or {}), **demanded},
+        "merged_from": [asdict(run) for run in _runs(sources)],
+        "merged_despite": list(despite),
+    }
+    if numbers.ranks:
+        problems = [problem for s in sources for problem in (s.journal.cluster.problems if s.journal.cluster else ())]
+        yield {"type": "cluster", "ranks": list(numbers.ranks), "problems": list(dict.fromkeys(problems))}
+    for kind in ("limits", "environment", "workload"):
+        line = next((line for source in reversed(sources) if (line := source.of_type(kind)) is not None), None)
+        if line is not None:
+            yield line
+    collected: dict[str, Mapping[str, Any]] = {}
+    for source in sources:
+        for test in (source.of_type("collected") or {}).get("tests") or []:
+            collected[test["nodeid"]] = test
+    yield {"type": "collected", "tests": list(collected.values())}
+    reasons = {source.sha256: f": {source.journal.reason}" for source in sources}
+    for number, run in enumerate(_runs(sources), start=1):
+        said = f"{told(run.run_id, run.started_at)}: {run.verdict}, exit code {run.exit}"
+        said += reasons.get(run.sha256, "")
+        yield {"type": "property", "name": f"{_OF_MERGING} run {number}", "value": first_line(said, 400)}
+        yield {"type": "property", "name": f"{_OF_MERGING} run {number} sha256", "value": run.sha256}
+    for number, text in enumerate(despite, start=1):
+        yield {"type": "property", "name": f"{_OF_MERGING} despite {number}", "value": text}
+    for number, text in enumerate(changes(sources), start=1):
+        yield {"type": "property", "name": f"{_OF_MERGING} with {number}", "value": first_line(text, 1000)}
+    for source in sources:
+        for line in source.all_of_type("property"):
+            if not (source.is_merged and str(line.get("name", "")).startswith(f"{_OF_MERGING} ")):
+                yield line
+
+
+def _runs(sources: Sequence[Source]) -> list[MergedFrom]:
+    """Return all runs that are in these journals, the oldest first."""
+    return sorted(
+        (run for source in sources for run in source.runs),
+        key=lambda run: time_of(run.started_at) or sources[0].started,
+    )
+
+
+def _span(sources: Sequence[Source]) -> tuple[str, str]:
+    """Return when the first of the runs began, and when the last one did."""
+    runs = _runs(sources)
+    return runs[0].started_at, runs[-1].started_at
+
+
+def _tests(
+    tried: Mapping[str, Sequence[Attempt]], sources: Sequence[Source], numbers: Numbering
+) -> Iterator[Mapping[str, Any]]:
+    for attempts in tried.values():
+        run = deciding(attempts).run
+        for line in lines_of(attempts, sources):
+            if not numbers.renumbers(run):
+                yield line
+                continue
+            note = ["ranks", f"renumbered by GPU or slot; texts have the numbers of {sources[run].told}"]
+            yield renumbered({**line, "properties": [*line["properties"], note]}, numbers.of_run[run])
+
+
+def _unanswered(sources: Sequence[Source]) -> list[Source]:
+    """Return the broken runs that no later run has answered: those after the last one that came to its end."""
+    last = max((number for number, source in enumerate(sources) if not source.broke), default=-1)
+    return list(sources[last + 1 :])
+
+
+def _problems(sources: Sequence[Source]) -> Iterator[Mapping[str, Any]]:
+    """Yield what went wrong outside of tests and still counts: what rejects hardware, and what nobody answered."""
+    unanswered = _unanswered(sources)
+    for source in sources:
+        for line in source.all_of_type("problem"):
+            if line.get("outcome") == "failed" or source in unanswered:
+                yield line
+
+
+def _decide(
+    sources: Sequence[Source],
+    tried: Mapping[str, Sequence[Attempt]],
+    nodeids: Sequence[str],
+    despite: Sequence[str],
+) -> verdict.Verdict:
+    results = [_result(lines_of(attempts, sources)) for attempts in tried.values()]
+    ending = _ending(sources, tried)
+    whole = any(source.is_whole for source in sources)
+    first, last = _span(sources)
+    said = f"merged from {len(_runs(sources))} runs, {first} to {last}"
+    said = "; ".join([said, *_remarks(sources), *(first_line(text) for text in changes(sources))])
+    if despite:
+        said += f"; OF DIFFERENT CLUSTERS: {'; '.join(despite)}"
+    return verdict.decide(
+        results,
+        pytest_exit=0,
+        ending=ending,
+        not_run=[nodeid for nodeid in nodeids if nodeid not in tried],
+        required=_required(sources),
+        rehearsal=sources[-1].journal.run.rehearsal,
+        selection=bool(despite) or not whole,
+        topology=said,
+    )
+
+
+def _remarks(sources: Sequence[Source]) -> list[str]:
+    """Return in what the runs were less, or other, than the whole suite with the shipped limits."""
+    said: list[str] = []
+    for source in sources:
+        workload = source.journal.workload
+        if workload is not None:
+            said += WorkloadRecord(
+                profile=workload.profile, file=workload.file, values=workload.values, origins=workload.origins
+            ).remarks
+        for option, remark in (("sku", "judged as {} (--gpucluster-sku)"), ("thresholds", "limits overlaid by {}")):
+            value = _option(source, option)
+            if value:
+                said.append(remark.format(value))
+    baselines = [_option(source, "baseline") for source in sources]
+    if any(baselines):
+        held = ", ".join(dict.fromkeys(filter(None, baselines)))
+        said.append(f"{sum(map(bool, baselines))} of {len(sources)} were held against a baseline ({held})")
+    return list(dict.fromkeys(said))
+
+
+def _option(source: Source, name: str) -> str:
+    """Return what an option was set to; empty where it was not."""
+    value, _ = source.journal.run.options.get(name, ("None", ""))
+    return "" if value == "None" else value
+
+
+def _ending(sources: Sequence[Source], tried: Mapping[str, Sequence[Attempt]]) -> tuple[int, str] | None:
+    """Return what ends the merged run before its time: hardware that was rejected outside of any test, or a run that
+    broke, and that no later one answers."""
+    for source in sources:
+        journal = source.journal
+        failed = next((problem for problem in journal.problems if problem.outcome == "failed"), None)
+        if failed is not None:
+            return 1, first_line(f"{source.told}: {failed.message}")
+        if journal.verdict == "REJECTED" and not any(result.outcome == "failed" for result in journal.results):
+            return 1, first_line(f"{source.told}: {journal.reason}")
+    unanswered = _unanswered(sources)
+    if unanswered:
+        last = unanswered[-1]
+        return 11, first_line(f"{last.told} broke, and no later run has come to its end: {last.journal.reason}")
+    return None
+
+
+def _result(lines: Sequence[Mapping[str, Any]]) -> verdict.TestResult:
+    """Return a test as the verdict sees it, read as every reader of the merged journal will read it."""
+    builder = JournalBuilder(keep_samples=False)
+    builder.add({"type": "run", "schema_version": SCHEMA_VERSION})
+    for line in lines:
+        builder.add(line)
+    return builder.journal().results[0].for_verdict
+
+
+def _required(sources: Sequence[Source]) -> list[str]:
+    """Return the criteria that any of the runs demanded."""
+    return list(dict.fromkeys(name for source in sources for name in source.journal.run.required))

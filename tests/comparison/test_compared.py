@@ -1,0 +1,198 @@
+"""Two runs compared: what has changed, and the answer."""
+
+from __future__ import annotations
+
+import pytest
+from written_runs import BF16, HBM, MATMUL, case, measured, place, read, write
+
+from pytest_gpucluster import journal
+from pytest_gpucluster.comparison.compared import compare
+from pytest_gpucluster.comparison.side import side, without_samples
+
+
+def found(old, new, **more):
+    return compare(side(old), side(new), **more)
+
+
+def one(*values, **more):
+    return read(case(MATMUL, "passed", measured(values, **more)))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "answer", "kind"),
+    [
+        pytest.param(one(730, 730), one(730, 730), "NO REGRESSION", "same", id="the same"),
+        pytest.param(one(730, 730), one(730, 600), "REGRESSION", "regressed", id="one rank is slower"),
+        pytest.param(one(730, 730), one(730, 720), "NO REGRESSION", "worse", id="a little slower"),
+        pytest.param(one(730, 730), one(730, 600, width=0.9), "UNDECIDED", "unsure", id="too noisy to say"),
+        pytest.param(one(730, 730), one(730, "NaN"), "UNDECIDED", "not comparable", id="no number now"),
+        pytest.param(one(730, 730), one(730), "UNDECIDED", "missing", id="a rank has no value now"),
+        pytest.param(one(730), one(730, 730), "UNDECIDED", "missing", id="a rank had no value before"),
+        pytest.param(one(730, 730), one(730, 900), "NO REGRESSION", "same", id="better"),
+        pytest.param(
+            one(730, 730, n="1"), one(730, 730, n="2"), "NOT COMPARABLE", "missing", id="another size is another value"
+        ),
+        pytest.param(
+            one(730, 730), one(730, 730, unit="GFLOPS"), "NOT COMPARABLE", "not comparable", id="in another unit"
+        ),
+        pytest.param(
+            one(40, 41, metric="nccl.all_reduce.busbw", transport="NET/IB"),
+            one(4, 5, metric="nccl.all_reduce.busbw", transport="NET/Socket"),
+            "REGRESSION",
+            "regressed",
+            id="a fall back to sockets is no missing value",
+        ),
+        pytest.param(
+            one(20, 20, metric="nccl.all_reduce.latency"),
+            one(30, 30, metric="nccl.all_reduce.latency"),
+            "REGRESSION",
+            "regressed",
+            id="less is better",
+        ),
+        pytest.param(
+            one(60, 60, metric="gpu.temperature"), one(80, 80, metric="gpu.temperature"), "NOT COMPARABLE", "regressed",
+            id="a state decides nothing",
+        ),
+        pytest.param(
+            one(730, 730, status="recorded"), one(600, 600, status="recorded"), "NOT COMPARABLE", "regressed",
+            id="what no limit judges decides nothing",
+        ),
+        pytest.param(
+            one(60, 60, metric="not.known", limit={"min": 1.0, "max": 2.0}),
+            one(60, 60, metric="not.known", limit={"min": 1.0, "max": 2.0}),
+            "NOT COMPARABLE",
+            "not comparable",
+            id="nobody knows whether more is better",
+        ),
+    ],
+)  # fmt: skip
+def test_the_answer_follows_from_the_values(old, new, answer, kind):
+    compared = found(old, new)
+    assert (compared.answer, compared.changes[0].kind) == (answer, kind)
+
+
+def test_what_is_recorded_decides_where_that_is_asked_for():
+    old, new = one(730, 730, status="recorded"), one(600, 600, status="recorded")
+    assert found(old, new, recorded_decide=True).answer == "REGRESSION"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "answer", "told"),
+    [
+        ("passed", "failed", "REGRESSION", "passed before, failed now: slow"),
+        ("passed", "error", "UNDECIDED", "passed before, broke now: slow"),
+        ("passed", "skipped", "UNDECIDED", "passed before, skipped now: slow"),
+        ("skipped", "passed", "UNDECIDED", "skipped before, passed now"),
+        ("failed", "passed", "NO REGRESSION", "failed before, passed now"),
+        ("failed", "failed", "NO REGRESSION", "failed before and now"),
+        ("skipped", "skipped", "NO REGRESSION", None),
+    ],
+)
+def test_how_a_test_has_ended_counts_too(before, now, answer, told):
+    good = case(MATMUL, "passed", measured([730, 730]))
+    compared = found(
+        read(good, case(HBM, before)), read(good, case(HBM, now, message="slow" if now != "passed" else ""))
+    )
+    assert compared.answer == answer
+    whys = [pair.why for change in compared.changes if not change.metric for pair in change.pairs]
+    assert whys == ([told] if told else [])
+
+
+def test_a_test_that_only_one_run_has_is_missing_and_partial_passes_over_it():
+    both = case(MATMUL, "passed", measured([730, 730]))
+    long, short = read(both, case(HBM, "passed", measured([3.0, 3.0], "hbm.copy.bandwidth"))), read(both)
+    for old, new in ((long, short), (short, long)):
+        assert found(old, new).answer == "UNDECIDED"
+        assert found(old, new, partial=True).answer == "NO REGRESSION"
+    broke = read(both, case(HBM, "error", message="lost"))
+    assert found(long, broke, partial=True).answer == "UNDECIDED", "a test that broke is no test that was left out"
+    assert found(long, read(), partial=True).answer == "NOT COMPARABLE"
+    failed = read(both, case(HBM, "failed", message="slow"))
+    assert found(short, failed, partial=True).answer == "UNDECIDED", "what failed is never passed over"
+    skipped = read(both, case(HBM, "skipped"))
+    assert found(skipped, short).answer == "NO REGRESSION", "no run has ever run that test"
+
+
+def test_a_run_that_was_killed_says_in_which_test():
+    both = case(MATMUL, "passed", measured([730, 730]))
+    old = read(both, case(HBM, "passed"))
+    for after in ([], [HBM]):  # the run ended in the second test, and before it
+        new = read(
+            both, collected=[MATMUL, HBM], then=[{"type": "start", "nodeid": each} for each in after], closed=False
+        )
+        assert found(old, new, partial=True).answer == "UNDECIDED", "nobody has chosen to leave that test out"
+    compared = found(old, new)
+    assert compared.answer == "UNDECIDED"
+    assert "passed before, not run now: the run ended in it" in [change.worst.why for change in compared.changes]
+
+
+def test_ranks_are_matched_by_their_gpus():
+    swapped = (place(0, uuid="GPU-gpu-a-1"), place(1, uuid="GPU-gpu-a-0"))
+    old = read(case(MATMUL, "passed", measured([700, 600])))
+    new = read(case(MATMUL, "passed", measured([600, 700])), ranks=swapped)
+    assert found(old, new).answer == "NO REGRESSION"
+    assert found(old, read(case(MATMUL, "passed", measured([600, 700])))).answer == "REGRESSION"
+
+
+def test_a_replaced_gpu_is_compared_with_the_one_that_was_in_its_slot():
+    new = read(case(MATMUL, "passed", measured([730, 600])), ranks=(place(0), place(1, uuid="GPU-new")))
+    [change] = found(one(730, 730), new).changes
+    assert (change.kind, change.worst.by) == ("regressed", "slot")
+    assert change.worst.why == "another GPU in this slot: GPU-gpu-a-1 before"
+
+
+def test_of_the_whole_cluster_there_is_one_value_whoever_reports_it():
+    old = read(case(MATMUL, "passed", measured({0: 0.98}, "scaling.efficiency", unit="ratio")))
+    new = read(case(MATMUL, "passed", measured({1: 0.80}, "scaling.efficiency", unit="ratio")))
+    [change] = found(old, new).changes
+    assert (change.kind, len(change.pairs)) == ("regressed", 1)
+
+
+def test_runs_of_another_kind_have_no_answer_and_no_changes():
+    compared = found(one(730, 730), read(case(MATMUL, "passed", measured([730, 730])), sku="H200 SXM"))
+    assert (compared.answer, compared.changes) == ("NOT COMPARABLE", ())
+    assert compared.obstacles == ("another SKU: H100 SXM before, H200 SXM now",)
+
+
+def test_samples_make_an_interval_where_the_journal_has_none():
+    def run(values):
+        line = {**measured([sum(values) / len(values)], width=None), "samples": {"0": values}}
+        return read(case(MATMUL, "passed", line), ranks=(place(0),))
+
+    assert found(run([90, 100, 110] * 4), run([84, 94, 104] * 4)).answer == "UNDECIDED"
+    assert found(run([99, 100, 101] * 4), run([93, 94, 95] * 4)).answer == "REGRESSION"
+
+
+def test_the_worst_comes_first_and_what_decides_nothing_last():
+    old = read(
+        case(
+            MATMUL,
+            "passed",
+            measured([730, 730]),
+            measured([730, 730], n="2"),
+            measured([1, 1], status="recorded", n="3"),
+        )
+    )
+    new = read(
+        case(
+            MATMUL,
+            "passed",
+            measured([700, 730]),
+            measured([730, 100], n="2"),
+            measured([0.1, 1], status="recorded", n="3"),
+        )
+    )
+    assert [(change.labels.get("n"), change.kind) for change in found(old, new).changes] == [
+        ("2", "regressed"),
+        (None, "regressed"),
+        ("3", "regressed"),
+    ]
+    assert found(old, new).changes[0].metric == BF16
+
+
+def test_a_journal_read_without_its_samples_gives_the_same_answer(tmp_path):
+    line = {**measured([100], width=None), "samples": {"0": [90, 100, 110, 101]}, "telemetry": {"0": {"sm_clock": 1}}}
+    path = write(tmp_path, case(MATMUL, "passed", line, measured([730, 731], n="2")), ranks=(place(0), place(1)))
+    small = journal.read(path, slim=without_samples)
+    assert side(small) == side(journal.read(path))
+    assert [(each.samples, each.telemetry) for each in small.results[0].measurements] == [({}, {}), ({}, {})]

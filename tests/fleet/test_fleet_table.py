@@ -1,0 +1,165 @@
+"""The matrix of a fleet: verdicts, marks, who is to go, at any number of nodes and criteria."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from written_runs import HBM, MATMUL, SUITE, case, measured, place, read
+
+from pytest_gpucluster.errors import LaunchError
+from pytest_gpucluster.fleet.document import document
+from pytest_gpucluster.fleet.drain import drain_text
+from pytest_gpucluster.fleet.matrix import matrix
+from pytest_gpucluster.fleet.node import Answer, fleet, journals_below
+from pytest_gpucluster.fleet.outliers import outliers
+from pytest_gpucluster.fleet.table import table
+from pytest_gpucluster.hostlist import expand_hostlist
+
+EVIL = "<script>\x1b[31m\u202eevil\n" + "x" * 10_000
+
+
+def answer(host, *tests, values=(730,), **more):
+    tests = tests or (case(MATMUL, "passed", measured(list(values))), case(HBM, "passed"))
+    return Answer(path=f"{host}.jsonl", journal=read(*tests, ranks=[place(0, host=host)], **more))
+
+
+def picture(*answers, expected=()):
+    known = fleet(answers, expected=expected)
+    return matrix(known, outliers(known))
+
+
+def named(drained):
+    return [each.node for each in drained]
+
+
+BROKEN = {"end": {"verdict": "BROKEN", "exit": 11, "reason": "lost"}}
+
+
+def test_every_node_is_good_to_be_drained_or_without_an_answer():
+    found = picture(
+        *(answer(f"gpu-{number}", values=[730 + number / 10]) for number in range(6)),
+        answer("gpu-7", case(MATMUL, "failed", message="too slow"), case(HBM, "passed")),
+        answer("gpu-8", values=[500]),
+        answer("gpu-9", case(MATMUL, "error", message="lost"), case(HBM, "passed"), **BROKEN),
+        answer("gpu-a", case(MATMUL, "passed", measured([730]))),
+        expected=["gpu-0", "gpu-b"],
+    )
+    assert named(found.drained) == ["gpu-7", "gpu-8"]
+    assert named(found.without_answer) == ["gpu-9", "gpu-a", "gpu-b"]
+    shown = table(found)
+    assert "gpu-7  REJECTED  F.\n" in shown
+    assert "gpu-8  ACCEPTED  o.\n" in shown
+    assert "gpu-9  BROKEN    E.\n" in shown
+    assert "gpu-a  ACCEPTED  .\n" in shown
+    assert "gpu-a: did not run test_hbm" in shown
+    assert "rank 0 (gpu-8, GPU 0 GPU-gpu-8-0): test_matmul: matmul.bf16.tflops 500 TFLOPS" in " ".join(shown.split())
+    assert shown.endswith("\n11 nodes: 6 good, 2 to be drained, 3 without an answer\n")
+
+
+def test_the_newest_run_of_a_node_counts_and_the_earlier_one_is_told():
+    slow = answer("gpu-1", case(MATMUL, "failed", message="slow"), started_at="2026-01-01T00:00:00+00:00")
+    found = picture(answer("gpu-1"), slow)
+    assert (named(found.drained), found.notes) == (
+        [],
+        ("gpu-1 has passed only when run again; before: REJECTED",),
+    )
+    again = answer("gpu-1", case(MATMUL, "failed", message="slow"), started_at="2027-01-01T00:00:00+00:00")
+    assert named(picture(answer("gpu-1"), again).drained) == ["gpu-1"]
+
+
+def test_a_run_on_several_nodes_is_told_and_left_out():
+    both = Answer(path="j", journal=read(case(MATMUL), ranks=[place(0, host="a"), place(1, host="b")]))
+    found = picture(answer("gpu-1"), both)
+    assert [node.name for node in found.fleet.nodes] == ["gpu-1"]
+    assert "j: a run on 2 nodes, left out" in found.notes
+
+
+def test_what_should_be_alike_and_is_not_is_told():
+    found = picture(answer("gpu-1"), answer("gpu-2", sku="H200 SXM", digest="e" * 64))
+    assert "the nodes have different SKUs: H100 SXM, H200 SXM" in found.notes
+    assert any("different limits" in note for note in found.notes)
+    assert picture(answer("gpu-1"), answer("gpu-2", rehearsal=True)).mixed
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+@pytest.mark.parametrize("criteria", [1, 9, 40, 150])
+def test_any_number_of_criteria_fits_the_terminal(width, criteria):
+    tests = [case(f"{SUITE}::test_number_{number}[{'x' * (number % 40)}]") for number in range(criteria)]
+    shown = table(picture(*(answer(f"gpu-{number:03}", *tests) for number in range(3))), width=width)
+    assert max(map(len, shown.splitlines())) <= width
+    marks = [line.split()[2] for line in shown.splitlines() if line.startswith("gpu-001 ")]
+    assert sum(map(len, marks)) == criteria
+    assert f"{criteria} test_number_{criteria - 1}"[:width] in shown
+
+
+def test_of_many_nodes_the_good_ones_are_counted():
+    answers = [answer(f"gpu-{number:03}") for number in range(100)]
+    answers.append(answer("gpu-zzz", case(MATMUL, "failed", message="slow"), case(HBM)))
+    shown = table(picture(*answers))
+    assert "gpu-zzz  REJECTED  F.\n" in shown
+    assert "and 37 more nodes, of which nothing is to be told; --all shows them" in shown
+    assert "gpu-099" in table(picture(*answers), everything=True)
+
+
+def test_nothing_hostile_reaches_the_terminal_or_the_drain_file():
+    found = picture(answer("gpu-1", case(MATMUL, "failed", message=EVIL)), answer(EVIL), expected=[EVIL + "2"])
+    for text in (table(found), drain_text(found)):
+        assert all(line.isprintable() for line in text.splitlines())
+    assert max(map(len, table(found).splitlines())) <= 80
+    json.loads(document(found, exit_code=1))
+    with pytest.raises(LaunchError, match="cannot stand in a Slurm host list"):
+        drain_text(picture(answer(EVIL, case(MATMUL, "failed", message="slow"))))
+
+
+def test_the_drain_file_is_what_schedulers_take():
+    bad = [answer(f"gpu-00{number}", case(MATMUL, "failed", message="slow")) for number in (3, 4)]
+    text = drain_text(picture(*bad, answer("gpu-005"), expected=["gpu-009"]))
+    lines = text.splitlines()
+    assert expand_hostlist(lines[lines.index("[slurm]") + 1]) == ["gpu-003", "gpu-004"]
+    assert lines[lines.index("[kubernetes]") + 1 :] == ["gpu-003", "gpu-004"]
+    assert "# gpu-003: REJECTED: test_matmul: slow" in lines
+    assert "# no answer, and not in the lists: gpu-009" in lines
+    assert drain_text(picture(answer("gpu-1"))) == "# No node of this fleet is to be drained.\n"
+
+
+def test_the_json_has_every_cell():
+    found = picture(*(answer(f"gpu-{number}") for number in range(6)), answer("gpu-8", values=[500]))
+    told = json.loads(document(found, exit_code=1))
+    assert told["nodes"][-1]["cells"][MATMUL]["outcome"] == "outlier"
+    assert told["nodes"][0]["cells"][MATMUL]["value"] == 730
+    assert [each["node"] for each in told["drain"]] == ["gpu-8"]
+    assert told["outliers"][0]["median"] == 730
+
+
+def test_journals_are_found_below_a_folder_each_once(tmp_path):
+    for name in ("a", "b/c"):
+        (tmp_path / "real" / name).mkdir(parents=True)
+        (tmp_path / "real" / name / "journal.jsonl").write_text("{}")
+    (tmp_path / "real" / "latest").symlink_to("a")
+    (tmp_path / "link").symlink_to("real")
+    for place_ in (tmp_path / "real", tmp_path / "link"):
+        assert [str(path.relative_to(place_)) for path in journals_below(place_)] == [
+            "a/journal.jsonl",
+            "b/c/journal.jsonl",
+        ]
+
+
+def test_a_journal_that_cannot_be_read_is_its_node_s_where_the_folder_says_whose():
+    lost = (
+        ("sweep/gpu-2/journal.jsonl", "sweep/gpu-2/journal.jsonl: empty"),
+        ("x/journal.jsonl", "x/journal.jsonl: bad"),
+    )
+    known = fleet([answer("gpu-1")], expected=["gpu-1", "gpu-2", "gpu-3"], unreadable=lost)
+    found = matrix(known, ())
+    assert {each.node: each.why for each in found.without_answer} == {
+        "gpu-2": "sweep/gpu-2/journal.jsonl: empty",
+        "x/journal.jsonl": "bad",
+        "gpu-3": "no journal",
+    }
+
+
+def test_the_drain_file_s_command_names_the_file():
+    text = drain_text(picture(answer("gpu-1", case(MATMUL, "failed", message="slow"))), file="'my drain.txt'")
+    assert "{n;p}' 'my drain.txt')" in text
+    assert "exclude.txt" not in text

@@ -1,0 +1,335 @@
+"""Several runs become one journal with one verdict."""
+
+from __future__ import annotations
+
+import pytest
+from written_runs import HBM, MATMUL, case, measured, place, write
+
+from pytest_gpucluster import journal
+from pytest_gpucluster.errors import OptionError
+from pytest_gpucluster.merging.merged import merge
+from pytest_gpucluster.merging.source import load
+
+FIRST, SECOND, THIRD = (f"2026-01-02T0{hour}:00:00+00:00" for hour in (3, 4, 5))
+DIMM = f"{MATMUL}[dimm]"
+
+
+def good(nodeid=MATMUL, values=(730, 731), **more):
+    return case(nodeid, "passed", measured(list(values)), **more)
+
+
+def bad(nodeid=MATMUL, outcome="failed", **more):
+    return case(nodeid, outcome, measured([730, 600], status="failed"), message="too slow", **more)
+
+
+@pytest.fixture
+def merged(tmp_path):
+    """Merge runs that are given as (tests, more): return the journal as every reader finds it, and the verdict."""
+
+    def do(*runs, other_clusters=False):
+        sources = []
+        for number, (tests, more) in enumerate(runs):
+            more = {"run_id": f"r{number}", "started_at": (FIRST, SECOND, THIRD)[number], **more}
+            sources.append(load(write(tmp_path / f"{number}", *tests, **more)))
+        found = merge(sources, other_clusters=other_clusters)
+        path = tmp_path / "merged.jsonl"
+        path.write_bytes(b"".join(journal.encode(line) for line in found.lines()))
+        read = journal.read(path)
+        assert (read.verdict, read.exit, read.reason) == (found.verdict.word, found.verdict.exit, found.verdict.reason)
+        return read
+
+    return do
+
+
+def built(found):
+    builder = journal.JournalBuilder()
+    for line in found.lines():
+        builder.add(line)
+    return builder.journal()
+
+
+def outcomes(read):
+    return {result.nodeid: result.outcome for result in read.results}
+
+
+BROKE = {"verdict": "BROKEN", "exit": 11, "reason": "rank 1 is lost"}
+PROBLEM = {"type": "problem", "name": "rank lost", "outcome": "error", "message": "rank 1 is lost"}
+
+
+def test_a_failure_that_passes_when_run_again_passes_and_says_so(merged):
+    read = merged(([bad(), good(HBM)], {}), ([good()], {"selection": True}))
+    assert (read.verdict, read.exit) == ("ACCEPTED", 0)
+    assert "passed only when run again: matmul" in read.reason
+    [result] = [result for result in read.results if result.nodeid == MATMUL]
+    assert (result.outcome, result.attempts) == ("passed", 2)
+    assert result.properties == (
+        ("attempt 1", f"run r0 of {FIRST}: failed: too slow"),
+        ("attempt 2", f"run r1 of {SECOND}, which counts: passed"),
+    )
+    assert result.measurements[0].values == {0: 730, 1: 731}
+    assert result.measurements[0].intervals != {}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "verdict", "outcome"),
+    [
+        ("passed", "failed", "REJECTED", "failed"),
+        ("passed", "error", "BROKEN", "error"),
+        ("passed", "skipped", "ACCEPTED", "passed"),
+        ("failed", "error", "REJECTED", "failed"),
+        ("failed", "skipped", "REJECTED", "failed"),
+        ("failed", "failed", "REJECTED", "failed"),
+        ("error", "passed", "ACCEPTED", "passed"),
+        ("error", "failed", "REJECTED", "failed"),
+        ("error", "skipped", "BROKEN", "error"),
+        ("skipped", "passed", "ACCEPTED", "passed"),
+        ("skipped", "skipped", "INCOMPLETE", "skipped"),
+    ],
+)
+def test_the_newest_answer_counts_and_a_skip_is_none(merged, before, now, verdict, outcome):
+    closed = {"end": {"verdict": "INCOMPLETE", "exit": 10}}
+    read = merged(([case(MATMUL, before, measured([7, 7])), good(HBM)], closed), ([case(MATMUL, now)], closed))
+    assert (read.verdict, outcomes(read)[MATMUL]) == (verdict, outcome)
+
+
+def test_the_order_in_which_they_are_named_does_not_matter(merged):
+    read = merged(([good()], {"started_at": SECOND}), ([bad()], {"started_at": FIRST}))
+    assert read.verdict == "ACCEPTED"
+    assert [each.run_id for each in read.run.merged_from] == ["r1", "r0"]
+    assert read.run.started_at == FIRST
+
+
+def test_what_a_killed_run_has_left_open_is_taken_from_the_rerun(merged):
+    killed = ([good()], {"collected": [MATMUL, HBM, DIMM], "then": [{"type": "start", "nodeid": HBM}], "closed": False})
+    read = merged(killed, ([good(HBM), good(DIMM)], {"selection": True}))
+    assert (read.verdict, outcomes(read)) == ("ACCEPTED", {MATMUL: "passed", HBM: "passed", DIMM: "passed"})
+    [result] = [result for result in read.results if result.nodeid == HBM]
+    assert result.properties[0] == (
+        "attempt 1",
+        f"run r0 of {FIRST}: error: the run ended here: the run ended during {HBM}",
+    )
+    read = merged(killed, ([good(DIMM)], {"selection": True}))
+    assert (read.verdict, outcomes(read)[HBM]) == ("BROKEN", "error")
+
+
+def test_what_no_run_has_run_is_incomplete(merged):
+    read = merged(([good()], {"collected": [MATMUL, HBM, DIMM]}), ([good(HBM)], {"selection": True}))
+    assert (read.verdict, read.exit) == ("INCOMPLETE", 10)
+    assert [test.nodeid for test in read.not_run] == [DIMM]
+    assert DIMM in read.reason
+
+
+def test_runs_that_broke_are_answered_only_by_a_later_one_that_did_not(merged):
+    broken = ([good()], {"collected": [MATMUL, HBM], "then": [PROBLEM], "end": BROKE})
+    assert merged(broken, ([good(HBM)], {})).verdict == "ACCEPTED"
+    read = merged(([good(), good(HBM)], {}), ([good(HBM)], {"then": [PROBLEM], "end": BROKE}))
+    assert (read.verdict, read.exit) == ("BROKEN", 11)
+    assert [problem.message for problem in read.problems] == ["rank 1 is lost"]
+    read = merged(([bad()], {}), ([good(HBM)], {"then": [PROBLEM], "end": BROKE}))
+    assert read.verdict == "REJECTED", "a failure outweighs a broken run"
+
+
+def test_hardware_that_was_rejected_outside_of_a_test_stays_rejected(merged):
+    died = {**PROBLEM, "outcome": "failed", "message": "the GPU of rank 1 works no more"}
+    closed = {"verdict": "REJECTED", "exit": 1, "reason": "a GPU died"}
+    read = merged(([good()], {"then": [died], "end": closed}), ([good()], {}))
+    assert (read.verdict, read.exit) == ("REJECTED", 1)
+    read = merged(([good()], {"end": closed}), ([good()], {}))
+    assert (read.verdict, "a GPU died" in read.reason) == ("REJECTED", True)
+
+
+def test_selections_alone_are_no_acceptance(merged):
+    read = merged(([good()], {"selection": True}), ([good(HBM)], {"selection": True}))
+    assert read.verdict == "SELECTION PASSED"
+    partly = {"type": "problem", "name": "collection", "outcome": "error", "message": "cannot collect"}
+    read = merged(([good()], {"then": [partly], "end": {**BROKE, "exit": 2}}), ([good(HBM)], {"selection": True}))
+    assert read.verdict == "SELECTION PASSED", "nobody knows what the suite holds"
+
+
+def test_a_rehearsal_stays_one_and_what_is_required_stays_required(merged):
+    cpu = {"rehearsal": True, "ranks": [place(0, uuid="")], "sku": "cpu-rehearsal"}
+    asked = {"options": {"require": {"value": "hbm, matmul", "origin": "ini"}}}
+    read = merged(([good(values=[1])], {**cpu, **asked}), ([good(values=[2])], cpu))
+    assert (read.verdict, "hbm (required" in read.reason) == ("INCOMPLETE", True)
+    assert read.run.rehearsal
+    assert merged(([good(values=[1])], cpu), ([good(values=[2])], cpu)).verdict == "REHEARSED"
+
+
+def test_what_does_not_apply_and_what_was_not_judged_keep_their_meaning(merged):
+    away = case(HBM, "skipped", message="too few nodes", applicable=False)
+    assert merged(([good(), away], {}), ([good()], {})).verdict == "ACCEPTED"
+    unjudged = good(HBM, unjudged="recorded only: no limit yet")
+    read = merged(([good(), unjudged], {}), ([good()], {}))
+    assert (read.verdict, "not judged" in read.reason) == ("INCOMPLETE", True)
+
+
+def test_a_verdict_says_of_what_it_was_less_than_the_whole_suite(merged):
+    less = {"options": {"sku": {"value": "H100 SXM", "origin": "ini"}, "thresholds": {"value": "low.yaml"}}}
+    read = merged(([good()], less), ([good()], less))
+    assert "judged as H100 SXM (--gpucluster-sku); limits overlaid by low.yaml" in read.reason
+
+
+def test_other_versions_and_variables_are_told_in_the_verdict(merged):
+    def on(driver, **variables):
+        environment = {
+            "type": "environment",
+            "variables": {"SLURM_JOB_ID": driver, "NCCL_DEBUG_FILE": driver, **variables},
+        }
+        ranks = [{**place(0), "versions": {"driver": driver}}]
+        return {"ranks": ranks, "then": [environment]}
+
+    read = merged(([good(values=[1])], on("550", NCCL_ALGO="Ring")), ([good(HBM, values=[1])], on("560")))
+    assert read.verdict == "ACCEPTED"
+    assert f"other versions in run r0 of {FIRST} than in run r1 of {SECOND}: driver: 550, then 560" in read.reason
+    assert "NCCL_ALGO: Ring, then not set" in read.reason
+    assert "SLURM_JOB_ID" not in read.reason
+    assert "NCCL_DEBUG_FILE" not in read.reason, "each run has its own"
+    assert "merged with 2" in dict(read.properties)
+
+
+@pytest.mark.parametrize(
+    ("other", "said", "is_cluster"),
+    [
+        ({"ranks": [place(0, host="b"), place(1, host="b")]}, "other hosts: gpu-a and b", True),
+        ({"ranks": [place(0), place(1, uuid="GPU-new")]}, "other GPUs", True),
+        ({"ranks": [place(0)]}, "other GPUs", True),
+        ({"options": {"expect": {"value": "2x8xH100"}}}, "other expectations", True),
+        ({"rehearsal": True}, "other kinds of run: a run on GPUs and a REHEARSAL on cpu", False),
+        ({"sku": "H200 SXM"}, "other SKUs: H100 SXM and H200 SXM", False),
+        ({"digest": "e" * 64}, "other limits", False),
+        ({"workload": {"matmul.sizes": "64", "training.batch": "8"}}, "matmul.sizes=16384 and matmul.sizes=64", False),
+    ],
+)
+def test_what_is_not_alike_is_refused_unless_an_operator_takes_other_clusters(merged, other, said, is_cluster):
+    runs = ([good(values=[1])], {}), ([good(HBM, values=[1])], other)
+    with pytest.raises(OptionError, match="not of one cluster") as error:
+        merged(*runs)
+    assert said in str(error.value)
+    assert ("--allow-different-clusters" in str(error.value)) is is_cluster
+    if not is_cluster:
+        with pytest.raises(OptionError, match="no common verdict"):
+            merged(*runs, other_clusters=True)
+        return
+    read = merged(*runs, other_clusters=True)
+    assert read.verdict == "SELECTION PASSED", "nothing is accepted by that"
+    assert "OF DIFFERENT CLUSTERS" in read.reason
+    assert said in read.run.merged_despite[0] or said in read.run.merged_despite[-1]
+    assert any(name.startswith("merged despite") for name, _ in read.properties)
+
+
+def test_ranks_have_the_numbers_of_the_newest_run_whatever_the_launcher_gave_them(merged):
+    turned = [place(0, uuid="GPU-gpu-a-1", local_rank=1), place(1, uuid="GPU-gpu-a-0", local_rank=0)]
+    slow = bad(
+        culprits=[1], released=[0], ranks=[{"rank": 1, "outcome": "failed"}], telemetry={"1": {"power_watts": [1]}}
+    )
+    slow["measurements"][0]["baseline"] = {"kind": "regressed", "rank": 1, "old_rank": 1}
+    read = merged(([slow, good(HBM)], {}), ([good(HBM)], {"ranks": turned}))
+    [result] = [result for result in read.results if result.nodeid == MATMUL]
+    assert (result.culprits, result.released, result.ranks[0].rank, dict(result.telemetry)) == (
+        (0,),
+        (1,),
+        0,
+        {0: {"power_watts": [1]}},
+    )
+    assert (result.measurements[0].values, result.measurements[0].worst_rank) == ({0: 600, 1: 730}, 0)
+    assert result.measurements[0].baseline == {"kind": "regressed", "rank": 0, "old_rank": 1}, (
+        "its own run keeps its own"
+    )
+    assert read.place(0).gpu["uuid"] == "GPU-gpu-a-1"
+    assert ("ranks", f"renumbered by GPU or slot; texts have the numbers of run r0 of {FIRST}") in result.properties
+
+
+def test_ranks_of_another_cluster_get_numbers_of_their_own(merged):
+    other = [place(0, host="b"), place(1, host="b")]
+    read = merged(([bad(culprits=[1])], {"ranks": other}), ([good(HBM)], {}), other_clusters=True)
+    [result] = [result for result in read.results if result.nodeid == MATMUL]
+    assert [read.place(rank).host for rank in range(4)] == ["gpu-a", "gpu-a", "b", "b"]
+    assert (result.culprits, result.measurements[0].values) == ((3,), {2: 730, 3: 600})
+    assert (read.run.world_size, read.run.nnodes) == (4, 2)
+
+
+def test_a_merged_journal_can_be_merged_again(merged, tmp_path):
+    merged(([bad(), good(HBM)], {}), ([bad()], {}))
+    again = load(tmp_path / "merged.jsonl")
+    last = load(write(tmp_path / "last", good(), run_id="r9", started_at=THIRD, selection=True))
+    read = built(merge([again, last]))
+    assert read.verdict == "ACCEPTED"
+    [result] = [result for result in read.results if result.nodeid == MATMUL]
+    assert result.attempts == 3
+
+
+def test_attempts_within_a_run_are_counted_too(merged):
+    read = merged(([bad(attempts=3)], {}), ([good(attempts=2)], {}))
+    assert read.results[0].attempts == 5
+
+
+def test_one_run_is_taken_once(tmp_path):
+    path = write(tmp_path / "a", good())
+    copy = write(tmp_path / "b", good(), closed=False)
+    with pytest.raises(OptionError, match="are the same run"):
+        merge([load(path), load(copy)])
+
+
+def test_what_passes_twice_was_not_run_again_for_a_failure(merged):
+    read = merged(([good(), good(HBM)], {}), ([good()], {"selection": True}))
+    assert (read.verdict, read.results[0].attempts) == ("ACCEPTED", 1)
+    assert "again" not in read.reason
+    assert [name for name, _ in read.results[0].properties] == ["attempt 1", "attempt 2"]
+
+
+def test_merged_again_of_each_result_its_own_time_counts(tmp_path, merged):
+    """The merged run began first, and yet one of its results is the newest."""
+    merged(([good(), good(HBM)], {}), ([bad(started_at=THIRD)], {"started_at": THIRD}))
+    between = write(tmp_path / "x", good(started_at=SECOND), run_id="r9", started_at=SECOND, selection=True)
+    read = built(merge([load(tmp_path / "merged.jsonl"), load(between)]))
+    assert read.verdict == "REJECTED"
+    assert [each.run_id for each in read.run.merged_from] == ["r0", "r9", "r1"]
+    [result] = [result for result in read.results if result.nodeid == MATMUL]
+    assert [text for _, text in result.properties] == [
+        f"run r0 of {FIRST}: passed",
+        f"run r9 of {SECOND}: passed",
+        f"run r1 of {THIRD}, which counts: failed: too slow",
+    ]
+    assert [name for name, _ in read.properties if name.startswith("merged run")] == [
+        f"merged run {number}{what}" for number in (1, 2, 3) for what in ("", " sha256")
+    ]
+
+
+def test_a_run_that_is_in_a_merged_journal_is_not_merged_into_it_again(tmp_path, merged):
+    merged(([bad(), good(HBM)], {}), ([good()], {}))
+    with pytest.raises(OptionError, match="have a run in common; give each run once"):
+        merge([load(tmp_path / "merged.jsonl"), load(tmp_path / "1" / "journal.jsonl")])
+
+
+def test_different_clusters_stay_different_however_often_they_are_merged(tmp_path, merged):
+    other = [place(0, host="b"), place(1, host="b")]
+    both = [place(0), place(1), {**other[0], "rank": 2}, {**other[1], "rank": 3}]
+    merged(([good()], {"ranks": other}), ([good(HBM)], {}), other_clusters=True)
+    whole = write(tmp_path / "x", good(), case(HBM, "skipped"), run_id="r9", started_at=THIRD, ranks=both)
+    read = built(merge([load(tmp_path / "merged.jsonl"), load(whole)]))
+    assert read.verdict == "SELECTION PASSED"
+    assert "OF DIFFERENT CLUSTERS: other hosts: b and gpu-a" in read.reason
+    assert len(read.run.merged_despite) == 2
+
+
+def test_a_merged_journal_says_of_itself_only_what_is_so(merged):
+    junit = {"junit": {"path": "first.xml", "family": "xunit1"}}
+    read = merged(([bad(), good(HBM)], junit), ([good()], junit))
+    assert (read.run.junit.path, read.run.junit.family) == (None, "xunit1"), "there is no JUnit file of both"
+    assert "require" not in read.run.options, "nobody has demanded anything"
+
+
+def test_which_runs_were_held_against_a_baseline_is_in_the_verdict(merged):
+    held = {"options": {"baseline": {"value": "old/journal.jsonl", "origin": "command line"}}}
+    read = merged(([bad(), good(HBM)], held), ([good()], {}))
+    assert "1 of 2 were held against a baseline (old/journal.jsonl)" in read.reason
+
+
+def test_a_difference_of_any_length_is_told_shortly(tmp_path):
+    sources = [
+        load(write(tmp_path / host[:1], good(), run_id=host[:1], ranks=[place(0, host=host)]))
+        for host in ("a" * 9999, "b")
+    ]
+    with pytest.raises(OptionError) as error:
+        merge(sources)
+    assert max(map(len, str(error.value).splitlines())) <= 410

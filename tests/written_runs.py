@@ -1,0 +1,136 @@
+"""Small journals for tests: what is not said is that of two good runs on the same node of H100s."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pytest_gpucluster import journal
+
+SUITE = "acceptance/test_it.py"
+MATMUL, HBM = f"{SUITE}::test_matmul", f"{SUITE}::test_hbm"
+BF16 = "matmul.bf16.tflops"
+
+
+def place(rank: int, *, host: str = "gpu-a", local_rank: int | None = None, uuid: str | None = None) -> dict[str, Any]:
+    """Return where a rank is; ``uuid`` "" is a rank on cpu."""
+    uuid = f"GPU-{host}-{rank}" if uuid is None else uuid
+    return {
+        "rank": rank,
+        "host": host,
+        "local_rank": rank if local_rank is None else local_rank,
+        "gpu": {"uuid": uuid, "index": rank, "name": "NVIDIA H100 80GB HBM3"} if uuid else None,
+    }
+
+
+def measured(
+    values: Sequence[float | str] | Mapping[int, float | str],
+    metric: str = BF16,
+    *,
+    unit: str = "TFLOPS",
+    width: float | None = 0.005,
+    status: str = "passed",
+    limit: Mapping[str, Any] | None = None,
+    **labels: str,
+) -> dict[str, Any]:
+    """Return a judged metric; ``width`` is that of each interval, as a share of its value; None: without."""
+    by_rank = dict(values) if isinstance(values, Mapping) else dict(enumerate(values))
+    line: dict[str, Any] = {
+        "metric": metric,
+        "unit": unit,
+        "labels": labels,
+        "status": status,
+        "value": min(by_rank.values(), key=float),
+        "worst_rank": min(by_rank, key=lambda rank: float(by_rank[rank])),
+        "values": {str(rank): value for rank, value in by_rank.items()},
+        "limit": None if status == "recorded" else {"min": 1.0} if limit is None else dict(limit),
+    }
+    if width is not None:
+        line["intervals"] = {
+            str(rank): [value * (1 - width / 2), value * (1 + width / 2)]
+            for rank, value in by_rank.items()
+            if isinstance(value, (int, float))
+        }
+    return line
+
+
+def case(
+    nodeid: str = MATMUL, outcome: str = "passed", *measurements: Mapping[str, Any], **more: Any
+) -> dict[str, Any]:
+    """Return a test's line."""
+    return {
+        "type": "test",
+        "nodeid": nodeid,
+        "name": nodeid.partition("::")[2],
+        "criterion": nodeid.partition("test_")[2].partition("::test_")[2],
+        "outcome": outcome,
+        "measurements": list(measurements),
+        **more,
+    }
+
+
+def lines(
+    *tests: Mapping[str, Any],
+    run_id: str = "r1",
+    started_at: str = "2026-01-02T03:04:05+00:00",
+    ranks: Sequence[Mapping[str, Any]] = (place(0), place(1)),
+    sku: str | None = "H100 SXM",
+    digest: str = "d" * 64,
+    workload: Mapping[str, str] | None = None,
+    collected: Sequence[str] | None = None,
+    end: Mapping[str, Any] | None = None,
+    closed: bool = True,
+    then: Sequence[Mapping[str, Any]] = (),
+    **run: Any,
+) -> list[dict[str, Any]]:
+    """Return a journal's lines: ``then`` follows the tests; without ``closed`` the run was killed there."""
+    hosts = dict.fromkeys(rank["host"] for rank in ranks)
+    ids = [each["nodeid"] for each in tests] if collected is None else collected
+    failed = any(each["outcome"] == "failed" for each in tests)
+    word, code = ("REJECTED", 1) if failed else ("ACCEPTED", 0)
+    found: list[dict[str, Any]] = [
+        {
+            "type": "run",
+            "schema_version": 1,
+            "run_id": run_id,
+            "started_at": started_at,
+            "hostname": next(iter(hosts), ""),
+            "device": "cuda",
+            "world_size": len(ranks),
+            "nnodes": len(hosts),
+            **run,
+        },
+        {"type": "cluster", "ranks": [dict(rank) for rank in ranks]},
+        {"type": "limits", "sku": sku, "gpu_name": None, "files": [{"path": "thresholds.yaml", "sha256": digest}]},
+        {
+            "type": "workload",
+            "profile": "full",
+            "file": "w.yaml",
+            "values": {"matmul.sizes": "16384", "training.batch": "8"} if workload is None else dict(workload),
+            "origins": {"matmul.sizes": "w.yaml:1:1", "training.batch": "w.yaml:2:1"},
+        },
+        {"type": "collected", "tests": [{"nodeid": nodeid, "name": nodeid.partition("::")[2]} for nodeid in ids]},
+    ]
+    for each in tests:
+        found += [{"type": "start", "nodeid": each["nodeid"]}, dict(each)]
+    found += [dict(line) for line in then]
+    if closed:
+        found.append({"type": "end", "verdict": word, "exit": code, "at": started_at, "reason": "so", **(end or {})})
+    return found
+
+
+def write(folder: Path, *tests: Mapping[str, Any], **more: Any) -> Path:
+    """Write a journal into a folder, and return it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / journal.FILE_NAME
+    path.write_bytes(b"".join(journal.encode(line) for line in lines(*tests, **more)))
+    return path
+
+
+def read(*tests: Mapping[str, Any], **more: Any) -> journal.Journal:
+    """Return a journal without a file."""
+    builder = journal.JournalBuilder()
+    for line in lines(*tests, **more):
+        builder.add(line)
+    return builder.journal()
