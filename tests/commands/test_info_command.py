@@ -1,0 +1,41 @@
+"""``gpucluster info``: on this machine, whatever it has."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pytest_gpucluster import cli
+from pytest_gpucluster.node_info.gathering import VIEWS
+
+
+@pytest.mark.parametrize("view", ["cpu", "ib"])
+def test_a_view_is_plain_text_of_80_columns_where_nobody_looks(view, capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert cli.main(["info", view]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "\x1b" not in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(("columns", "width"), [("90", 90), ("7", 72), ("none", 80), ("-5", 80)])
+def test_columns_is_obeyed_where_it_is_a_number(columns, width, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert cli.main(["info", "cpu"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= width
+
+
+def test_all_of_it_is_one_json_object(capsys):
+    assert cli.main(["info", "all", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["schema_version"] == 1
+    assert set(VIEWS["all"]) <= set(told)
+
+
+def test_a_view_that_there_is_not_is_wrong_usage(capsys):
+    with pytest.raises(SystemExit) as error:
+        cli.main(["info", "gpus"])
+    assert error.value.code == 2
+    assert "'gpu'" in capsys.readouterr().err

@@ -1,0 +1,84 @@
+"""Who reaches whom over what, by NVML and by the kernel's PCI devices."""
+
+from __future__ import annotations
+
+import fake_node
+import pytest
+
+from pytest_gpucluster.host.tree import Tree
+from pytest_gpucluster.node_info import gpus, network, topology
+from pytest_gpucluster.nvml import COMMON_ANCESTORS, NotAvailable
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory):
+    return fake_node.tree(tmp_path_factory.mktemp("node"))
+
+
+def read(tree, fake):
+    return topology.read(gpus.read(fake_node.told_by(fake)), network.adapters(tree), tree)
+
+
+def test_gpus_behind_switches_are_as_many_links_apart_as_they_have_to_the_switches(node):
+    told = read(node, fake_node.nvml())
+    assert told["between_gpus"] == [["X" if one == other else "NV18" for other in range(8)] for one in range(8)]
+    assert told["adapters"] == [f"mlx5_{number}" for number in range(8)]
+    expected = [
+        ["PIX" if nic == gpu else "NODE" if nic // 4 == gpu // 4 else "SYS" for gpu in range(8)] for nic in range(8)
+    ]
+    assert told["to_gpus"] == expected
+    assert told["numa_nodes"] == [0] * 4 + [1] * 4
+    assert told["cpus"] == ["0-63"] * 4 + ["64-127"] * 4
+
+
+def test_links_to_each_other_are_counted_by_the_address_at_their_end(node):
+    fake = fake_node.nvml(count=3)
+    uuids = list(fake.gpus)
+    ends = {uuid: dict.fromkeys(range(4), ("gpu", fake.pci[uuids[1 - at]])) for at, uuid in enumerate(uuids[:2])}
+    for uuid in uuids:
+        fake.gpus[uuid]["nvlink.ends"] = ends.get(uuid, {})
+    told = read(node, fake)
+    assert told["between_gpus"] == [["X", "NV4", "SYS"], ["NV4", "X", "SYS"], ["SYS", "SYS", "X"]]
+
+
+@pytest.mark.parametrize(
+    ("common", "way"),
+    list(zip(COMMON_ANCESTORS.values(), ["PIX", "PIX", "PXB", "PHB", "NODE", "SYS"], strict=True)),
+)
+def test_without_links_nvml_says_what_they_have_in_common(node, common, way):
+    fake = fake_node.nvml({"nvlink.ends": {}}, count=2)
+    fake.ways[frozenset(fake.gpus)] = common
+    assert read(node, fake)["between_gpus"] == [["X", way], [way, "X"]]
+
+
+def test_where_nvml_does_not_say_it_the_kernel_does_and_where_neither_does_it_is_not_guessed(node, tmp_path):
+    fake = fake_node.nvml({"nvlink.ends": NotAvailable("not supported")}, count=2)
+    fake.ways[frozenset(fake.gpus)] = NotAvailable("not supported")
+    assert read(node, fake)["between_gpus"][0] == ["X", "NODE"]
+    told = read(Tree(root=tmp_path), fake)
+    assert told["between_gpus"] == [["X", "?"], ["?", "X"]]
+    assert (told["numa_nodes"], told["cpus"], told["to_gpus"]) == ([None, None], [None, None], [])
+
+
+ROOT, PORT, UP = "pci0000:16", "0000:16:01.0", "0000:17:00.0"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "numa", "way"),
+    [
+        ((ROOT, PORT, UP, "0000:18:00.0"), (ROOT, PORT, UP, "0000:18:01.0"), 0, "PIX"),
+        ((ROOT, PORT), (ROOT, PORT), 0, "PIX"),  # two functions of one card
+        ((ROOT, PORT, UP, "0000:18:00.0"), (ROOT, PORT, UP, "0000:18:01.0", "0000:19:00.0", "0000:1a:00.0"), 0, "PXB"),
+        ((ROOT, PORT), (ROOT, "0000:16:02.0"), 0, "PHB"),
+        ((ROOT, PORT), ("pci0000:44", "0000:44:01.0"), 0, "NODE"),
+        ((ROOT, PORT), ("pci0000:44", "0000:44:01.0"), 1, "SYS"),
+        ((ROOT, PORT), ("pci0000:44", "0000:44:01.0"), -1, "?"),
+    ],
+)
+def test_the_way_between_two_devices_is_what_their_paths_do_not_share(tmp_path, one, other, numa, way):
+    tree = Tree(root=tmp_path)
+    fake_node.add_pci(tree, "0000:50:00.0", *one)
+    fake_node.add_pci(tree, "0000:51:00.0", *other, numa_node=numa)
+    assert topology.by_kernel(tree, "00000000:50:00.0", "0000:51:00.0") == way
+    assert topology.by_kernel(tree, "0000:51:00.0", "0000:50:00.0") == way
+    assert topology.by_kernel(tree, "0000:51:00.0", None) == "?"

@@ -1,0 +1,61 @@
+"""The notes that ranks leave for whoever started their launcher."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+
+from pytest_gpucluster import exit_note
+from pytest_gpucluster.exit_note import VARIABLE, BeginNote, ExitNote
+
+NOTE = ExitNote(
+    rank=1, local_world_size=2, launcher=7, word="REJECTED", exit=1, reason="<script>\x1b \ud83d slow", rehearsal=False
+)
+BEGUN = BeginNote(launcher=7, directory="/reports/1", recorder=99)
+
+
+def test_what_is_left_is_read_in_the_order_of_ranks(tmp_path):
+    environ = {VARIABLE: str(tmp_path)}
+    notes = [replace(NOTE, rank=rank) for rank in (10, 2, 0)]
+    assert [exit_note.leave(environ, note) for note in notes] == [None] * 3
+    assert exit_note.begin(environ, BEGUN) is None
+    assert exit_note.read(tmp_path, 7) == tuple(reversed(notes))
+    assert exit_note.read_begin(tmp_path, 7) == BEGUN
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["begun.json", *(f"rank-{n}.json" for n in (0, 10, 2))]
+
+
+def test_a_job_inside_of_a_test_is_not_taken_for_the_run(tmp_path):
+    exit_note.leave({VARIABLE: str(tmp_path)}, replace(NOTE, launcher=8))
+    exit_note.begin({VARIABLE: str(tmp_path)}, replace(BEGUN, launcher=8))
+    assert exit_note.read(tmp_path, 7) == ()
+    assert exit_note.read_begin(tmp_path, 7) is None
+
+
+def test_nothing_is_written_where_nobody_asks_and_a_full_disk_is_told(tmp_path):
+    assert exit_note.leave({}, NOTE) is None
+    missing = tmp_path / "gone"
+    wrong = exit_note.leave({VARIABLE: str(missing)}, NOTE)
+    assert wrong == f"cannot write {missing}/rank-1.json (GPUCLUSTER_EXIT_NOTES): No such file or directory"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        json.dumps({**asdict(NOTE), "exit": "0"}),
+        json.dumps({**asdict(NOTE), "exit": True}),
+        json.dumps({**asdict(NOTE), "rehearsal": 0}),
+        json.dumps({name: value for name, value in asdict(NOTE).items() if name != "exit"}),
+    ],
+    ids=["empty", "cut", "list", "null", "exit as text", "exit as bool", "rehearsal as number", "no exit"],
+)
+def test_what_is_no_note_is_as_good_as_none(tmp_path, text):
+    (tmp_path / "rank-1.json").write_text(text)
+    (tmp_path / "begun.json").write_text(text)
+    assert exit_note.read(tmp_path, 7) == ()
+    assert exit_note.read_begin(tmp_path, 7) is None

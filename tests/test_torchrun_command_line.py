@@ -1,0 +1,49 @@
+"""How torchrun is started over pytest."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_gpucluster.errors import OptionError
+from pytest_gpucluster.torchrun.command_line import command_line
+
+SUITE = ["acceptance/"]
+CPU = ["--gpucluster-device=cpu"]
+
+
+@pytest.mark.parametrize(
+    ("launch", "pytest_words", "environ", "ranks"),
+    [
+        ([], SUITE, {}, ("--nproc-per-node=gpu",)),
+        ([], [*SUITE, *CPU], {}, ("--nproc-per-node=2",)),
+        ([], [*SUITE, "--gpucluster-device", "cpu"], {}, ("--nproc-per-node=2",)),
+        ([], SUITE, {"GPUCLUSTER_DEVICE": "cpu"}, ("--nproc-per-node=2",)),
+        ([], [*CPU, *SUITE, "--gpucluster-device=cuda"], {"GPUCLUSTER_DEVICE": "cpu"}, ("--nproc-per-node=gpu",)),
+        ([], SUITE, {"PYTEST_ADDOPTS": "-k 'a b' --gpucluster-device=cpu"}, ("--nproc-per-node=2",)),
+        ([], [*SUITE, "--gpucluster-device=cuda"], {"PYTEST_ADDOPTS": CPU[0]}, ("--nproc-per-node=gpu",)),
+        ([], [*SUITE, "--gpucluster-device"], {}, ("--nproc-per-node=gpu",)),
+        (["--nnodes=2"], SUITE, {"PET_NPROC_PER_NODE": "8"}, ()),
+        (["--nproc-per-node=4"], SUITE, {}, ()),
+        (["--nproc_per_node", "4"], [*SUITE, *CPU], {}, ()),
+    ],
+)
+def test_without_a_number_of_ranks_there_is_one_for_each_gpu_or_two_to_rehearse(launch, pytest_words, environ, ranks):
+    line = command_line(launch, pytest_words, environ)
+    assert line.arguments == (*ranks, *launch, "-m", "pytest", *pytest_words)
+    assert bool(line.remark) is bool(ranks)
+
+
+@pytest.mark.parametrize("word", ["-m", "--module", "--no-python", "--no_python", "--run-path", "--run_path=1"])
+def test_torchrun_is_not_told_to_run_something_else(word):
+    with pytest.raises(OptionError, match=f"^{word}: what is run is pytest"):
+        command_line(["--nnodes=1", word], SUITE, {})
+
+
+def test_without_dashes_it_is_said_where_pytests_arguments_stand():
+    with pytest.raises(OptionError, match=r"`gpucluster run -- acceptance/`"):
+        command_line(["acceptance/"], [], {})
+
+
+def test_what_pytest_could_not_read_is_said_before_anything_starts():
+    with pytest.raises(OptionError, match=r"^PYTEST_ADDOPTS cannot be read: No closing quotation"):
+        command_line([], SUITE, {"PYTEST_ADDOPTS": "-k 'a"})
