@@ -1,0 +1,12 @@
+"""Charts as inline SVG: pure functions of what was measured, readable in print, without colour and without scripts.
+
+Colours are variables of the page (``--ink``, ``--muted``, ``--grid``, ``--good``, ``--bad``, ``--accent``), each with a
+value for where there is no such page. What a chart shows is also its text alternative.
+"""
+
+from pytest_gpucluster.reports.charts.bars import limit_bar
+from pytest_gpucluster.reports.charts.dots import rank_dots, rank_dots_key
+from pytest_gpucluster.reports.charts.lines import Level, Line, line_chart
+from pytest_gpucluster.reports.charts.matrix import Cell, heat_map
+
+__all__ = ["Cell", "Level", "Line", "heat_map", "limit_bar", "line_chart", "rank_dots", "rank_dots_key"]

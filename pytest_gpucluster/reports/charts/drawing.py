@@ -1,0 +1,212 @@
+"""A drawing: SVG elements whose texts are escaped, with a text alternative."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from markupsafe import Markup, escape
+
+from pytest_gpucluster.wording import one_line, printable
+
+INK = "var(--ink, #222)"
+MUTED = "var(--muted, #666)"
+GRID = "var(--grid, #ccc)"
+GOOD = "var(--good, #00785a)"
+BAD = "var(--bad, #b8460e)"
+ACCENT = "var(--accent, #0072b2)"
+PAPER = "var(--paper, #fff)"
+
+_TITLE_CHARACTERS = 200
+_DESCRIPTION_CHARACTERS = 1000
+_TEXT_CHARACTERS = 60
+_CHARACTER_WIDTH = 0.56
+"""Of a sans-serif font's size, on average: it serves to leave room, not to place anything exactly."""
+
+
+class Drawing:
+    """Elements in the order in which they are drawn. Lengths are in units of the drawing, which scales as a whole.
+
+    Args:
+        width: of the drawing.
+        height: of the drawing.
+        title: what it shows, in a few words.
+        description: what is to be seen, for those who do not see it.
+        label: a class beside ``chart-svg``, for the page's stylesheet.
+    """
+
+    def __init__(self, width: float, height: float, *, title: str, description: str = "", label: str = "") -> None:
+        self.width, self.height = width, height
+        self._parts: list[Markup] = []
+        self._title, self._description, self._label = title, description, label
+
+    def _add(self, name: str, text: str | None = None, **attributes: object) -> None:
+        told = Markup("").join(
+            Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), _number(value))
+            for key, value in attributes.items()
+            if value is not None
+        )
+        if text is None:
+            self._parts.append(Markup("<{}{}/>").format(Markup(name), told))
+        else:
+            inner = escape(_plain(text, _TEXT_CHARACTERS))
+            self._parts.append(Markup("<{0}{1}>{2}</{0}>").format(Markup(name), told, inner))
+
+    def line(
+        self, x1: float, y1: float, x2: float, y2: float, colour: str, *, width: float = 1, dash: str = ""
+    ) -> None:
+        """A straight line. ``dash`` is SVG's stroke-dasharray."""
+        self._add("line", x1=x1, y1=y1, x2=x2, y2=y2, stroke=colour, stroke_width=width, stroke_dasharray=dash or None)
+
+    def path(
+        self, points: Sequence[tuple[float, float]], colour: str, *, width: float = 1.5, dash: str = "", fill: str = ""
+    ) -> None:
+        """A line through points, or with ``fill`` the area inside of them."""
+        if not points:
+            return
+        told = "M" + "L".join(f"{_number(x)} {_number(y)}" for x, y in points) + ("Z" if fill else "")
+        if fill:
+            self._add("path", d=told, fill=fill, fill_opacity=0.22, stroke="none")
+            return
+        self._add(
+            "path",
+            d=told,
+            fill="none",
+            stroke=colour,
+            stroke_width=width,
+            stroke_dasharray=dash or None,
+            stroke_linejoin="round",
+        )
+
+    def rectangle(
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        *,
+        fill: str,
+        stroke: str | None = None,
+        stroke_width: float | None = None,
+        dash: str = "",
+    ) -> None:
+        """A rectangle."""
+        self._add(
+            "rect",
+            x=x,
+            y=y,
+            width=max(0.0, width),
+            height=max(0.0, height),
+            fill=fill,
+            stroke=stroke,
+            stroke_width=stroke_width,
+            stroke_dasharray=dash or None,
+        )
+
+    def mark(self, x: float, y: float, colour: str, *, shape: str = "circle", size: float = 3) -> None:
+        """A mark of one of the ``SHAPES``, so that colour alone never tells two things apart."""
+        if shape == "circle":
+            self._add("circle", cx=x, cy=y, r=size, fill=colour)
+        elif shape == "ring":
+            self._add("circle", cx=x, cy=y, r=size, fill="none", stroke=colour, stroke_width=1.5)
+        elif shape == "cross":
+            told = (
+                f"M{_number(x - size)} {_number(y - size)}l{2 * size} {2 * size}m0 {-2 * size}l{-2 * size} {2 * size}"
+            )
+            self._add("path", d=told, fill="none", stroke=colour, stroke_width=1.8)
+        else:
+            corners = {
+                "square": ((-1, -1), (1, -1), (1, 1), (-1, 1)),
+                "diamond": ((0, -1.3), (1.3, 0), (0, 1.3), (-1.3, 0)),
+                "triangle": ((0, -1.25), (1.2, 0.9), (-1.2, 0.9)),
+            }[shape]
+            told = "L".join(f"{_number(x + dx * size)} {_number(y + dy * size)}" for dx, dy in corners)
+            self._add("path", d=f"M{told}Z", fill=colour)
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        colour: str = INK,
+        *,
+        anchor: str = "start",
+        size: float | None = None,
+        bold: bool = False,
+    ) -> None:
+        """A text on one line, with its baseline at ``y``; ``anchor`` is start, middle or end."""
+        self._add(
+            "text",
+            text,
+            x=x,
+            y=y,
+            fill=colour,
+            text_anchor=None if anchor == "start" else anchor,
+            font_size=size,
+            font_weight="bold" if bold else None,
+        )
+
+    def done(self) -> Markup:
+        """Return the whole element."""
+        described = Markup("<desc>{}</desc>").format(_plain(self._description, _DESCRIPTION_CHARACTERS))
+        return Markup(
+            '<svg class="chart-svg {label}" role="img" viewBox="0 0 {width} {height}" width="{width}" '
+            'height="{height}" font-size="11" xmlns="http://www.w3.org/2000/svg">'
+            "<title>{title}</title>{described}{parts}</svg>"
+        ).format(
+            label=self._label,
+            width=_number(self.width),
+            height=_number(self.height),
+            title=_plain(self._title, _TITLE_CHARACTERS),
+            described=described if self._description else Markup(""),
+            parts=Markup("").join(self._parts),
+        )
+
+
+def end_labels(
+    drawing: Drawing, labels: Sequence[tuple[float, str, str]], *, x: float, lowest: float, size: float = 11
+) -> None:
+    """Write names beside the ends of what they name, none over another.
+
+    Args:
+        drawing: to write into.
+        labels: (place of the end, name, colour).
+        x: where all of them begin.
+        lowest: below this place nothing is written, as long as there is room above.
+        size: of the font.
+    """
+    ordered = sorted(labels, key=lambda label: label[0])
+    places: list[float] = []
+    for at, _, _ in ordered:
+        places.append(max(at + 3.5, places[-1] + 1.14 * size if places else -math.inf))
+    for index in range(len(places) - 1, -1, -1):
+        room = lowest - 1.14 * size * (len(places) - 1 - index)
+        places[index] = min(places[index], room)
+    for place, (_, name, colour) in zip(places, ordered, strict=True):
+        drawing.text(x, place, name, colour, size=None if size == 11 else size)
+
+
+SHAPES = ("circle", "square", "triangle", "diamond", "ring", "cross")
+"""Of marks."""
+
+
+def text_width(text: str, size: float = 11) -> float:
+    """Return about how wide a text is."""
+    return min(len(text), _TEXT_CHARACTERS) * size * _CHARACTER_WIDTH
+
+
+def _plain(text: str, characters: int) -> str:
+    """Return a text on one line in which nothing turns the direction of what follows."""
+    return printable(one_line(text, characters))
+
+
+def _number(value: object) -> object:
+    """Return a length as few digits; what is not finite must not get this far.
+
+    Raises: ValueError for NaN and infinities, which no browser draws.
+    """
+    if not isinstance(value, float):
+        return value
+    if not math.isfinite(value):
+        raise ValueError(f"a length of a drawing is {value!r}")
+    return f"{value:.2f}".rstrip("0").rstrip(".")

@@ -1,0 +1,146 @@
+"""A matrix of values as a heat map."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from pytest_gpucluster.reports.charts.drawing import BAD, GRID, INK, MUTED, Drawing, text_width
+from pytest_gpucluster.reports.charts.scale import finite, tick_text
+from pytest_gpucluster.wording import one_line
+
+_LABEL_CHARACTERS = 18
+_MOST = 32
+"""Rows and columns; of more, blocks are shown by their worst value."""
+_WITH_NUMBERS = 16
+# The ends and the middle of ColorBrewer's "Blues", light for little: told apart by every eye, and in print.
+# Source: C. Brewer, https://colorbrewer2.org/#type=sequential&scheme=Blues.
+_PALETTE = ((247, 251, 255), (107, 174, 214), (8, 48, 107))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """What stands at a row and a column. ``is_bad`` cells are outlined, and their number is bold."""
+
+    value: float
+    is_bad: bool = False
+
+
+def heat_map(
+    names: Sequence[str],
+    cells: Mapping[tuple[int, int], Cell],
+    *,
+    title: str,
+    unit: str,
+    heads: Sequence[str] = (),
+) -> Markup:
+    """Return a square matrix: the darker, the more; what is bad is outlined; what is not known is empty.
+
+    The scale begins at zero, so that a little scatter does not look like a fault.
+
+    Args:
+        names: of the rows and columns.
+        cells: by row and column, each counted from 0.
+        title: what it shows.
+        unit: of the values.
+        heads: short names of the columns; else their numbers.
+    """
+    heads = heads if len(heads) == len(names) <= _MOST else ()
+    names, cells = _blocks(names, cells)
+    count = len(names)
+    labels = [one_line(name, _LABEL_CHARACTERS) for name in names]
+    has_numbers = count <= _WITH_NUMBERS
+    size = 40.0 if has_numbers else 18.0
+    left = 24 + max((text_width(label, 10) for label in labels), default=0.0)
+    top = 34.0
+    width, height = left + max(count, 1) * size + 12, top + max(count, 1) * (0.68 * size) + 34
+    drawing = Drawing(
+        max(width, left + 300), height, title=title, description=_told(names, cells, unit), label="heat-map"
+    )
+    tall = 0.68 * size
+    highest = max(finite(cell.value for cell in cells.values()), default=0.0)
+    drawing.text(4, 12, f"rows send, columns receive; {unit}", MUTED, size=10)
+    for index, label in enumerate(labels):
+        drawing.text(left - 5, top + index * tall + tall / 2 + 3.5, label, INK, anchor="end", size=10)
+        head = one_line(heads[index], 5) if heads else str(index)
+        short = head if has_numbers or index % 4 == 0 else ""
+        drawing.text(left + index * size + size / 2, top - 5, short, MUTED, anchor="middle", size=10)
+    for (row, column), cell in sorted(cells.items()):
+        if row < count and column < count:
+            _draw(drawing, cell, (left + column * size, top + row * tall), (size, tall), highest, has_numbers)
+    # Outlines come last, so that no neighbour covers them.
+    for (row, column), cell in sorted(cells.items()):
+        if cell.is_bad and row < count and column < count:
+            x, y = left + column * size, top + row * tall
+            drawing.rectangle(x + 1, y + 1, size - 2, tall - 2, fill="none", stroke=BAD, stroke_width=2.2)
+    drawing.rectangle(left, top, count * size, count * tall, fill="none", stroke=GRID, stroke_width=0.8)
+    outlined = "; outlined: slow or wrong" if any(cell.is_bad for cell in cells.values()) else ""
+    _legend(drawing, left, height - 20, f"{tick_text(highest)} {unit}{outlined}")
+    return drawing.done()
+
+
+def _draw(
+    drawing: Drawing,
+    cell: Cell,
+    at: tuple[float, float],
+    size: tuple[float, float],
+    highest: float,
+    has_numbers: bool,
+) -> None:
+    (x, y), (width, height) = at, size
+    if not math.isfinite(cell.value):
+        drawing.rectangle(x, y, width, height, fill="none", stroke=BAD, stroke_width=1, dash="2 2")
+        drawing.text(x + width / 2, y + height / 2 + 3.5, "?", BAD, anchor="middle", size=10, bold=True)
+        return
+    share = 0.0 if highest <= 0 else min(1.0, max(0.0, cell.value / highest))
+    drawing.rectangle(x, y, width, height, fill=_colour(share))
+    if has_numbers:
+        # The numbers' colours go with the cell's own colour, which is the same on a dark page.
+        ink = "#fff" if share > 0.62 else "#111"
+        told = tick_text(cell.value)
+        drawing.text(x + width / 2, y + height / 2 + 3.5, told, ink, anchor="middle", size=10, bold=cell.is_bad)
+
+
+def _legend(drawing: Drawing, x: float, y: float, highest: str) -> None:
+    for step in range(10):
+        drawing.rectangle(x + 10 * step, y, 10, 9, fill=_colour((step + 0.5) / 10))
+    drawing.text(x - 4, y + 8, "0", MUTED, anchor="end", size=10)
+    drawing.text(x + 104, y + 8, highest, MUTED, size=10)
+
+
+def _colour(share: float) -> str:
+    low, high = (_PALETTE[0], _PALETTE[1]) if share < 0.5 else (_PALETTE[1], _PALETTE[2])
+    within = 2 * share if share < 0.5 else 2 * share - 1
+    red, green, blue = (round(a + within * (b - a)) for a, b in zip(low, high, strict=True))
+    return f"#{red:02x}{green:02x}{blue:02x}"
+
+
+def _blocks(
+    names: Sequence[str], cells: Mapping[tuple[int, int], Cell]
+) -> tuple[Sequence[str], Mapping[tuple[int, int], Cell]]:
+    """Return a matrix that fits: each block of many by its lowest value, bad if one of its cells is."""
+    if len(names) <= _MOST:
+        return names, cells
+    each = math.ceil(len(names) / _MOST)
+    found: dict[tuple[int, int], Cell] = {}
+    for (row, column), cell in cells.items():
+        place = row // each, column // each
+        known = found.get(place)
+        lower = known is None or not math.isfinite(cell.value) or cell.value < known.value
+        value = cell.value if known is None or lower else known.value
+        found[place] = Cell(value=value, is_bad=cell.is_bad or (known is not None and known.is_bad))
+    firsts = range(0, len(names), each)
+    return [f"{names[at]} and {min(each, len(names) - at) - 1} more" for at in firsts], found
+
+
+def _told(names: Sequence[str], cells: Mapping[tuple[int, int], Cell], unit: str) -> str:
+    values = finite(cell.value for cell in cells.values())
+    if not values:
+        return "no value"
+    bad = [place for place, cell in sorted(cells.items()) if cell.is_bad]
+    told = f"{len(cells)} values from {tick_text(min(values))} to {tick_text(max(values))} {unit}; {len(bad)} outlined"
+    listed = ", ".join(f"{names[row]} to {names[column]}" for row, column in bad[:12])
+    return f"{told}: {listed}" if listed else told

@@ -1,0 +1,227 @@
+"""What a test has measured: all of its values, and of those that decide the values of each rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any, TypeGuard
+
+from markupsafe import Markup
+
+from pytest_gpucluster.journal import Journal, JudgedMetric, RankPlace, TestResult
+from pytest_gpucluster.reports.charts import rank_dots, rank_dots_key
+from pytest_gpucluster.reports.html.readable import line, word
+from pytest_gpucluster.reports.html.table import Table, table
+from pytest_gpucluster.reports.outline import headline
+from pytest_gpucluster.reports.tables import (
+    interval_text,
+    limit_text,
+    margin,
+    metric_name,
+    percent,
+    quantity,
+    share,
+    worst_ranks_first,
+)
+from pytest_gpucluster.reports.telemetry_text import clock_text
+
+EMBEDDED_RANKS = 64
+"""Up to so many ranks the value of each is in the page; above, the median and the worst."""
+_WORST = 8
+_DETAILED = 6
+_MEASUREMENTS = 200
+_ORDER = {"failed": 0, "error": 1, "passed": 2, "recorded": 3}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByRank:
+    """The values of one measurement on all ranks."""
+
+    name: str
+    limit_from: str
+    chart: Markup
+    key: str
+    """What the marks of the chart mean."""
+    values: Table
+
+
+def measurements_table(result: TestResult) -> Table | None:
+    """Return one row a measurement, those that miss their limit first; None where nothing was measured.
+
+    What labels all of them stands in the caption alone.
+    """
+    judged = worst_first(result.measurements)
+    if not judged:
+        return None
+    shared = shared_labels(result)
+    told = ", ".join(f"{key}={value}" for key, value in shared.items())
+    head = ("Measurement", "Status", "Value", "95 % interval", "Limit", "Margin", "Of peak", "Lowest rank of median")
+    baseline = "Beside the baseline"
+    return table(
+        f"The worst rank's value of each{word(f'; all with {told}') if told else ''}",
+        (*head, baseline, "Worst rank", "Remark"),
+        [_row(each, shared, f"{result.message}\n{result.text}") for each in judged],
+        numbers=(*head[2:4], *head[5:]),
+        tones=[each.status if each.status in ("failed", "error") else "" for each in judged],
+        most=_MEASUREMENTS,
+    )
+
+
+def worst_first(measurements: Iterable[JudgedMetric]) -> list[JudgedMetric]:
+    """Return measurements, those that miss their limit first; those of one status keep their order."""
+    return sorted(measurements, key=lambda each: _ORDER.get(each.status, 1))
+
+
+def shared_labels(result: TestResult) -> Mapping[str, str]:
+    """Return the labels that all of several measurements of a test have, with the same value."""
+    judged = result.measurements
+    first = judged[0].labels if len(judged) > 1 else {}
+    return {key: value for key, value in first.items() if all(each.labels.get(key) == value for each in judged)}
+
+
+def short_name(judged: JudgedMetric, shared: Mapping[str, str]) -> str:
+    """Return a measurement's name without the labels that others share with it."""
+    own = {key: value for key, value in judged.labels.items() if key not in shared}
+    return word(metric_name(replace(judged, labels=own)))
+
+
+def _row(judged: JudgedMetric, shared: Mapping[str, str], told: str) -> tuple[str, ...]:
+    # What the failure's own text says is not said again beside each value.
+    reason = "" if judged.status == "failed" and judged.reason in told else judged.reason
+    remarks = (reason, "" if judged.inconclusive in judged.reason else f"inconclusive: {judged.inconclusive}")
+    several = judged.ratio_to_median is not None and len(judged.values) > 1
+    return (
+        short_name(judged, shared),
+        "recorded only" if judged.status == "recorded" else judged.status,
+        value_text(judged),
+        interval_text(judged, judged.interval).removeprefix(", 95 % interval "),
+        limit_text(judged),
+        margin_text(judged),
+        "" if judged.peak_ratio is None else share(judged.peak_ratio),
+        quantity(100 * judged.ratio_to_median, "%") if several and judged.ratio_to_median is not None else "",
+        baseline_text(judged),
+        "" if judged.worst_rank is None else str(judged.worst_rank),
+        "; ".join(remark for remark in remarks if remark),
+    )
+
+
+def baseline_text(judged: JudgedMetric) -> str:
+    """Return "regressed: 781 TFLOPS before (-5.2 %)" of the rank that is worse the most, as far as that is known.
+
+    The journal keeps it as it came, so nothing of it is taken for granted.
+    """
+    told = judged.baseline
+    if not told:
+        return ""
+    old, change, rank = told.get("old"), told.get("change_ratio"), told.get("rank")
+    before = old.get("value") if isinstance(old, Mapping) else None
+    seen = [f"{quantity(before, judged.unit)} before"] if _is_number(before) else []
+    seen += [f"({percent(change)})"] if _is_number(change) else []
+    seen += [f"on rank {rank}"] if isinstance(rank, int) and rank != judged.worst_rank else []
+    kind = str(told.get("kind") or "unknown")
+    parts = (f"{kind}: {' '.join(seen)}" if seen else kind, str(told.get("why") or ""))
+    return line("; ".join(part for part in parts if part))
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def value_text(judged: JudgedMetric) -> str:
+    """Return the value with its unit, with enough digits to tell it from the limit that it is nearest to."""
+    limit = judged.limit
+    bounds = [] if limit is None else [bound for bound in (limit.min, limit.max) if bound is not None]
+    value = judged.value
+    nearest = None if value is None else min(bounds, key=lambda bound: abs(bound - value), default=None)
+    return quantity(value, judged.unit, beside=nearest)
+
+
+def margin_text(judged: JudgedMetric) -> str:
+    """Return the margin as a signed share of the limit; nothing where it is none."""
+    is_share = judged.limit is not None and 0 not in (judged.limit.min, judged.limit.max)
+    if judged.margin is None or not is_share:
+        return ""
+    return percent(judged.margin) if math.isfinite(judged.margin) else "not a number"
+
+
+def by_rank(result: TestResult, journal: Journal, places: Mapping[int, RankPlace]) -> tuple[ByRank, ...]:
+    """Return the values of each rank of what was missed, else of what decides."""
+    chosen = [each for each in result.measurements if each.status in ("failed", "error")]
+    deciding = headline(result.measurements)
+    chosen = chosen or ([deciding] if deciding is not None else [])
+    return tuple(
+        ByRank(
+            name=word(metric_name(judged)),
+            limit_from=_origin(judged),
+            chart=rank_dots(judged, journal),
+            key=rank_dots_key(judged),
+            values=_values(judged, places),
+        )
+        for judged in chosen[:_DETAILED]
+        if len(judged.values) > 1
+    )
+
+
+def _origin(judged: JudgedMetric) -> str:
+    if judged.limit is None:
+        return ""
+    source = f" ({judged.limit.source})" if judged.limit.source else ""
+    return line(f"{limit_text(judged)}, from {judged.limit.origin or 'an unknown place'}{source}")
+
+
+def _values(judged: JudgedMetric, places: Mapping[int, RankPlace]) -> Table:
+    worst = worst_ranks_first(judged)
+    head = ("Rank", "Host", "GPU", "Value", "95 % interval", "Margin", "Clock and throttle")
+    if len(worst) <= EMBEDDED_RANKS:
+        rows = [_rank_row(judged, rank, places) for rank in worst]
+        caption, left_out = "Values, worst rank first", ""
+    else:
+        middle = median([value for value in judged.values.values() if math.isfinite(value)] or [math.nan])
+        rows = [("median", "", "", quantity(middle, judged.unit), "", "", "")]
+        rows += [_rank_row(judged, rank, places) for rank in worst[:_WORST]]
+        caption = f"Median of {len(worst)} ranks, and the {_WORST} worst"
+        left_out = f"the values of all {len(worst)} ranks are in the journal"
+    made = table(caption, head, rows, numbers=head[3:6])
+    return replace(made, left_out=left_out) if left_out else made
+
+
+def _rank_row(judged: JudgedMetric, rank: int, places: Mapping[int, RankPlace]) -> tuple[str, ...]:
+    value, interval = judged.values[rank], judged.intervals.get(rank)
+    kept = margin(judged, value, interval)
+    place = places.get(rank)
+    return (
+        str(rank),
+        word(place.host) if place is not None else "",
+        gpu_name(place),
+        quantity(value, judged.unit, beside=_bound(judged)),
+        interval_text(judged, interval).removeprefix(", 95 % interval "),
+        "" if kept is None else percent(kept),
+        clock_text(judged.telemetry.get(rank, {})),
+    )
+
+
+def _bound(judged: JudgedMetric) -> float | None:
+    if judged.limit is None:
+        return None
+    return judged.limit.min if judged.limit.min is not None else judged.limit.max
+
+
+def gpu_name(place: RankPlace | None) -> str:
+    """Return "3 GPU-1f2e3d4c" of a rank's GPU, as far as it is known."""
+    if place is None or not place.gpu:
+        return ""
+    return word(f"{place.gpu.get('index', '?')} {place.gpu.get('uuid', '')[:12]}".rstrip())
+
+
+def who(rank: int | None, places: Mapping[int, RankPlace]) -> str:
+    """Return "rank 11 on gpu-02, GPU 3", as far as it is known."""
+    if rank is None:
+        return ""
+    place = places.get(rank)
+    if place is None:
+        return f"rank {rank}"
+    on = f" on {word(place.host)}" if place.host else ""
+    gpu = f", GPU {word(place.gpu.get('index', '?'))}" if place.gpu else ""
+    return f"rank {rank}{on}{gpu}"

@@ -1,0 +1,88 @@
+"""Programs that only some tests need, and a browser without a window."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from selenium.webdriver import Chrome
+
+_PAGE_SECONDS = 60
+_OPTIONS = (
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"),
+    # It must not speak to anybody by itself: then whatever leaves is the page's doing.
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"),
+    *("--disable-default-apps", "--disable-extensions", "--no-default-browser-check"),
+)
+
+
+def require_program(name: str) -> str:
+    """Return the path of a program. Where it is missing the test is skipped; where CI is set, it fails.
+
+    Debian has them as: chromium, chromium-driver (chromedriver), prometheus (promtool), tmux, poppler-utils (pdftoppm).
+    """
+    path = shutil.which(name)
+    if path is not None:
+        return path
+    if os.environ.get("CI"):
+        pytest.fail(f"{name} is not installed here, and CI must run every test: see .ci/run", pytrace=False)
+    pytest.skip(f"{name} is not installed")
+
+
+@contextlib.contextmanager
+def browser(*, scripts: bool = True) -> Iterator[Chrome]:
+    """Start Chromium without a window, with or without JavaScript; it ends with the block."""
+    binary, driver_binary = require_program("chromium"), require_program("chromedriver")
+    webdriver = pytest.importorskip("selenium.webdriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = binary
+    for option in _OPTIONS:
+        options.add_argument(option)
+    options.add_argument("--window-size=1280,1000")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    if not scripts:
+        options.add_experimental_option("prefs", {"profile.managed_default_content_settings.javascript": 2})
+    from selenium.webdriver.chrome.service import Service
+
+    chrome = webdriver.Chrome(options=options, service=Service(driver_binary))
+    try:
+        chrome.set_page_load_timeout(_PAGE_SECONDS)
+        yield chrome
+    finally:
+        chrome.quit()
+
+
+def open_file(chrome: Chrome, path: Path) -> None:
+    """Load a page from disk, with a log that begins here."""
+    assert path.is_file(), path
+    chrome.get("about:blank")
+    for kind in ("browser", "performance"):
+        chrome.get_log(kind)  # type: ignore[attr-defined]  # Chromium's own, not in the stubs
+    chrome.get(path.resolve().as_uri())
+
+
+def console(chrome: Chrome) -> list[str]:
+    """Return what the page has written to the console since it was opened: errors, and what its policy forbade."""
+    return [str(entry["message"]) for entry in chrome.get_log("browser")]  # type: ignore[attr-defined]
+
+
+def requests(chrome: Chrome) -> list[str]:
+    """Return the address of every request since the page was opened; what is in the page itself is none."""
+    import json
+
+    sent: dict[str, str] = {}
+    for entry in chrome.get_log("performance"):  # type: ignore[attr-defined]
+        event: dict[str, Any] = json.loads(entry["message"])["message"]
+        told = event.get("params", {})
+        if event.get("method") == "Network.requestWillBeSent":
+            sent[str(told["requestId"])] = str(told["request"]["url"])
+        elif told.get("blockedReason") == "csp":  # the page's policy has stopped it before it left
+            sent.pop(str(told["requestId"]), None)
+    return [address for address in sent.values() if not address.startswith(("data:", "chrome"))]
