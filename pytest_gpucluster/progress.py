@@ -1,8 +1,8 @@
 """How far a long step of a test is: step, loss, tokens/s and remaining time, on the terminal of rank 0 only.
 
-On a terminal it is one line that is written over and over. Elsewhere, as in the log of a batch job, it is a plain line
-now and then, and one for the last step. It goes past pytest's capture, so no report holds it. Of local workers the
-first one shows it, as plain lines on standard error: the terminal is their controller's, but that is theirs, too.
+Where there is a live line (:mod:`live`), that shows it. Elsewhere, as in the log of a batch job, it is a plain line now
+and then. The last step is a line that stays everywhere. It goes past pytest's capture, so no report holds it. Of local
+workers the first one shows it: in the live line of their controller, else as plain lines on standard error.
 """
 
 from __future__ import annotations
@@ -12,9 +12,13 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from pytest_gpucluster.wording import printable
+from pytest_gpucluster.live import Live
+from pytest_gpucluster.live_hooks import LIVE
+from pytest_gpucluster.step_file import StepFile
+from pytest_gpucluster.wording import duration, printable
 
 if TYPE_CHECKING:
     import pytest
@@ -22,11 +26,14 @@ if TYPE_CHECKING:
 PLAIN_SECONDS = 10.0
 """At most so often a plain line."""
 
-LIVE_SECONDS = 0.2
-"""At most so often the live line: nobody reads faster, and on a slow connection each takes its time."""
+LIVE_SECONDS = 1.0
+"""At most so often the live line: a figure may have to be read from a GPU."""
 
 FIRST_WORKER = "gw0"
 """What pytest-xdist calls its first worker, which is rank 0."""
+
+STEPS = "gpucluster_steps"
+"""The key of ``workerinput`` in which a worker is told where to say how far it is."""
 
 Figure = float | Callable[[], float]
 """A number, or what returns it. It is called only where it is shown: reading a loss from a GPU waits for the GPU."""
@@ -65,7 +72,7 @@ def describe(step: int, of: int, figures: dict[str, float], left_seconds: float 
         words = what.replace("_", " ")
         parts.append(f"{words} {shown}" if what == name else f"{shown} {words}/s")
     if left_seconds is not None:
-        parts.append(f"{_duration(left_seconds)} left")
+        parts.append(f"{duration(left_seconds)} left")
     return ", ".join(parts)
 
 
@@ -110,42 +117,44 @@ class Progress:
 
 
 class Terminal:
-    """pytest's terminal, past its capture."""
+    """pytest's terminal, past its capture: plain lines."""
+
+    live = False
 
     def __init__(self, reporter: pytest.TerminalReporter, config: pytest.Config) -> None:
         self._reporter = reporter
         self._capture = config.pluginmanager.get_plugin("capturemanager")
-        # A property that became callable, and is still true or false: no need to know which pytest this is.
-        self.live = bool(reporter.isatty)
-        self._longest = 0
 
     def rewrite(self, text: str, *, ends: bool) -> None:
-        """Write over the live line; what ends it stays. What does not fit is cut: a line that wraps cannot be written
-        over."""
-        width = self._reporter._tw.fullwidth - 2
-        self._longest = min(width, max(self._longest, len(text)))
-        # A space, for pytest writes the letter of a test's outcome where the cursor is.
-        shown = f"{text[:width].ljust(self._longest)} " + "\n" * ends
-        if ends:
-            self._longest = 0
-        self._write(lambda: self._reporter.rewrite(shown))
+        """Never called: nothing here is live."""
+        self.line(text)
 
     def line(self, text: str) -> None:
         """Write a line that stays."""
-        self._write(lambda: self._reporter.write_line(text))
+        with self._capture.global_and_fixture_disabled() if self._capture is not None else nullcontext():
+            # pytest has begun a line with the name of the file.
+            self._reporter.ensure_newline()
+            self._reporter.write_line(text)
+            self._reporter.flush()
 
-    def _write(self, write: Callable[[], object]) -> None:
-        if self._capture is None:
-            self._begin_and(write)
-            return
-        with self._capture.global_and_fixture_disabled():
-            self._begin_and(write)
 
-    def _begin_and(self, write: Callable[[], object]) -> None:
-        # pytest has begun a line with the name of the file.
-        self._reporter.ensure_newline()
-        write()
-        self._reporter.flush()
+class LiveTerminal:
+    """The live line on pytest's terminal. What ends a test's steps stays, as it does without a live line."""
+
+    live = True
+
+    def __init__(self, live: Live, terminal: Terminal) -> None:
+        self._live, self._terminal = live, terminal
+
+    def rewrite(self, text: str, *, ends: bool) -> None:
+        """Write over the live line."""
+        self._live.rewrite(text, ends=ends)
+        if ends:
+            self._terminal.line(text)
+
+    def line(self, text: str) -> None:
+        """Write a line that stays."""
+        self._terminal.line(text)
 
 
 class StandardError:
@@ -179,15 +188,11 @@ def progress_of(config: pytest.Config, what: str, *, rank: int) -> Report:
     first one."""
     worker = getattr(config, "workerinput", None)
     if worker is not None:
-        is_shown = worker["workerid"] == FIRST_WORKER and config.get_verbosity() >= 0
-        return Progress(StandardError(config), what) if is_shown else silent
+        if worker["workerid"] != FIRST_WORKER or config.get_verbosity() < 0:
+            return silent
+        return Progress(StepFile(Path(worker[STEPS])) if STEPS in worker else StandardError(config), what)
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if rank != 0 or reporter is None or reporter.verbosity < 0:
         return silent
-    return Progress(Terminal(reporter, config), what)
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    terminal, live = Terminal(reporter, config), config.stash.get(LIVE, None)
+    return Progress(terminal if live is None else LiveTerminal(live, terminal), what)

@@ -1,21 +1,21 @@
-"""The fixture ``progress``: what rank 0's terminal shows of a long test, and that nothing else shows it."""
+"""The fixture ``progress``: what rank 0's terminal shows of a long test, and that nothing else shows it.
+
+tests/test_live_hooks.py has the live line on a terminal.
+"""
 
 from __future__ import annotations
 
 import math
-import os
-import pty
-import re
-import signal
-import subprocess
-import sys
-import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from sessions import CPU, DEADLINE_SECONDS, Project, environment
+from sessions import Project
 from torchrun import torchrun
 
-from pytest_gpucluster.progress import LIVE_SECONDS, PLAIN_SECONDS, Progress, describe, progress_of, silent
+from pytest_gpucluster.progress import LIVE_SECONDS, PLAIN_SECONDS, STEPS, Progress, describe, progress_of, silent
+from pytest_gpucluster.step_file import StepFile
 
 
 class FakeScreen:
@@ -76,7 +76,7 @@ def test_the_live_line_is_written_over_as_often_as_can_be_read() -> None:
     steps = Steps(live=True)
     assert steps.after(0, 1) == ["test_it: step 1 of 100"]
     assert len(steps.after(LIVE_SECONDS / 2, 2)) == 1
-    assert steps.after(LIVE_SECONDS / 2, 3)[1:] == ["test_it: step 3 of 100, 0:10 left"]
+    assert steps.after(LIVE_SECONDS / 2, 3)[1:] == ["test_it: step 3 of 100, 0:48 left"]
     assert steps.after(0, 100)[2:] == ["test_it: step 100 of 100!"], "the last step stays"
 
 
@@ -149,11 +149,19 @@ SUITE = """
 
 
 @pytest.mark.parametrize(
-    "options", [(), ("--capture=no",), ("--capture=sys",), ("-v",)], ids=["usual", "uncaptured", "sys", "verbose"]
+    ("options", "is_apart"),
+    [((), True), (("--capture=no",), False), (("--capture=sys",), False), (("-v",), False)],
+    ids=["usual", "uncaptured", "sys", "verbose"],
 )
-def test_the_last_step_is_a_plain_line_of_its_own_and_no_report_holds_it(project: Project, options: tuple[str]) -> None:
+def test_the_last_step_is_a_plain_line_of_its_own_and_no_report_holds_it(
+    project: Project, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], is_apart: bool
+) -> None:
     project.suite(SUITE)
-    left = project.run_apart(*options, "-o", "junit_logging=all")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("CI", raising=False)
+    left = (project.run_apart if is_apart else project.run)(*options, "-o", "junit_logging=all")
+    assert "\x1b" not in left.output, "what is no terminal has no live line"
+    assert "so far" not in left.output
     lines = left.stdout.splitlines()
     assert lines.count("test_first: step 3 of 3, loss 0.3333") == 1
     assert lines.count("test_second: step 1 of 1") == 1
@@ -169,80 +177,37 @@ def test_quiet_is_silent(project: Project) -> None:
 
 def test_without_a_terminal_reporter_the_test_goes_on(project: Project) -> None:
     project.suite("def test_it(progress): progress(1, 1)")
-    assert project.run_apart("-p", "no:terminal").exit == 0
+    assert project.run("-p", "no:terminal").exit == 0
 
 
-@pytest.mark.parametrize(("options", "shown"), [((), 1), (("--capture=sys",), 1), (("-q",), 0)])
-def test_of_local_workers_the_first_one_shows_it(project: Project, options: tuple[str, ...], shown: int) -> None:
+def test_of_local_workers_the_first_one_shows_it(project: Project) -> None:
     project.suite("import pytest\n@pytest.mark.single_gpu\ndef test_it(progress): progress(1, 1, loss=2.5)")
-    left = project.run_apart("-n", "2", "--dist", "each", "--max-worker-restart=0", *options)
+    left = project.run_apart("-n", "2", "--dist", "each", "--max-worker-restart=0")
     assert left.verdicts == {"test_it": "passed"}
-    assert left.stderr.splitlines().count("test_it: step 1 of 1, loss 2.5") == shown
+    assert left.stderr.splitlines().count("test_it: step 1 of 1, loss 2.5") == 1
     assert "step 1" not in left.stdout + str(left.journal)
 
 
-def on_a_terminal(project: Project, *options: str) -> str:
-    """Run the suite in a process whose standard output is a terminal of 80 columns; return what it has received."""
-    leader, follower = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-p", "no:hypothesispytest", CPU, *options],
-        cwd=project.path,
-        env=environment({"COLUMNS": "80", "TERM": "xterm"}),
-        stdin=subprocess.DEVNULL,
-        stdout=follower,
-        stderr=follower,
-        start_new_session=True,
+def worker(name: str, *, verbosity: int = 0, **told: str) -> Any:
+    """What pytest knows in a local worker whose output is not captured."""
+    return SimpleNamespace(
+        workerinput={"workerid": name, **told},
+        get_verbosity=lambda: verbosity,
+        pluginmanager=SimpleNamespace(get_plugin=lambda name: None),
     )
-    os.close(follower)
-    until, received = time.monotonic() + DEADLINE_SECONDS, b""
-    try:
-        while time.monotonic() < until:
-            try:
-                more = os.read(leader, 65536)
-            except OSError:  # nobody has the terminal open any more
-                break
-            received += more
-        process.wait(timeout=DEADLINE_SECONDS)
-    finally:
-        os.close(leader)
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return received.decode()
 
 
-def test_on_a_terminal_one_line_is_written_over_and_pytest_goes_on_below(project: Project) -> None:
-    project.suite(
-        """
-    import time
-
-    def test_first(progress):
-        for step in range(1, 5):
-            progress(step, 4, loss=1.0)
-            time.sleep(0.25)
-
-    def test_second(progress):
-        progress(1, 1, **{"long" * 40: 1.0})
-
-    def test_third(progress):
-        progress(1, 9)
-        assert False
-    """
-    )
-    received = on_a_terminal(project)
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", received).replace("\r\n", "\n")
-    [live] = [line for line in plain.split("\n") if "test_first: step" in line]
-    over = [part.rstrip() for part in live.split("\r") if part]
-    assert over[0] == "test_first: step 1 of 4, loss 1"
-    assert re.fullmatch(r"test_first: step 2 of 4, loss 1, 0:0\d left", over[1])
-    assert over[-1] == "test_first: step 4 of 4, loss 1"
-    assert max(len(part) for part in live.split("\r")) < 80
-    assert plain.partition(live)[2].startswith("\n."), "the outcome is on a line of its own"
-    [cut] = [line.lstrip("\r") for line in plain.split("\n") if "test_second: step" in line]
-    assert cut.rstrip() == f"test_second: step 1 of 1, {'long' * 40}"[:78]
-    [unfinished] = [line for line in plain.split("\n") if "test_third: step" in line]
-    assert unfinished.split("\r")[-1].startswith("test_third: step 1 of 9 F ")
-    assert "FAILED test_it.py::test_third" in plain
+def test_a_local_worker_says_it_on_standard_error_or_to_its_controller(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress_of(worker("gw0"), "test_it", rank=0)(1, 1)
+    assert capsys.readouterr().err == "\ntest_it: step 1 of 1\n"
+    steps = str(tmp_path / "step")
+    progress_of(worker("gw0", **{STEPS: steps}), "test_it", rank=0)(1, 2)
+    assert StepFile(Path(steps)).read() == "test_it: step 1 of 2"
+    assert progress_of(worker("gw1", **{STEPS: steps}), "test_it", rank=1) is silent
+    assert progress_of(worker("gw0", verbosity=-1, **{STEPS: steps}), "test_it", rank=0) is silent
+    assert capsys.readouterr().err == ""
 
 
 def test_of_two_ranks_the_first_alone_shows_it(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -1,0 +1,79 @@
+"""Keys on a terminal, and where there is none."""
+
+from __future__ import annotations
+
+import os
+import pty
+import termios
+from collections.abc import Iterator
+
+import pytest
+
+from pytest_gpucluster.dashboard import keyboard as module
+from pytest_gpucluster.dashboard.keyboard import Keyboard, keyboard
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[int, int]]:
+    leader, follower = pty.openpty()
+    yield leader, follower
+    for descriptor in (leader, follower):
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("key", ["q", "Q", "\x03", "\x04", "quit"])
+def test_these_keys_end_the_display(key: str) -> None:
+    reads, writes = os.pipe()
+    os.write(writes, key.encode())
+    assert Keyboard(reads).wait(60)
+    os.close(reads)
+    os.close(writes)
+
+
+def test_other_keys_do_not_and_waiting_is_bounded() -> None:
+    reads, writes = os.pipe()
+    os.write(writes, b"x\x1b[A")
+    assert not Keyboard(reads).wait(0.02)
+    os.close(writes)
+    assert Keyboard(reads).wait(60), "the terminal is gone"
+    os.close(reads)
+    nothing = Keyboard(None)
+    assert not nothing.is_there
+    assert not nothing.wait(0.01)
+
+
+class Input:
+    """A standard input."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+
+def test_the_terminal_is_left_as_it_was(pair: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    follower = pair[1]
+    monkeypatch.setattr(module.sys, "stdin", Input(follower))
+    before = termios.tcgetattr(follower)
+    seen = []
+
+    def show() -> None:
+        with keyboard() as keys:
+            told = termios.tcgetattr(follower)
+            seen.append((keys.is_there, bool(told[3] & termios.ECHO), told[6][termios.VSUSP]))
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        show()
+    assert seen == [(True, False, b"\0")], "no echo, and no Ctrl-Z that leaves the shell with this screen"
+    assert termios.tcgetattr(follower) == before
+
+
+def test_without_a_terminal_there_are_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    descriptor = os.open(os.devnull, os.O_RDONLY)
+    for stdin in (Input(descriptor), Input(-1)):
+        monkeypatch.setattr(module.sys, "stdin", stdin)
+        with keyboard() as keys:
+            assert not keys.is_there
+    os.close(descriptor)

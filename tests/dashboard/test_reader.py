@@ -1,0 +1,185 @@
+"""The process that reads a node, with planted GPUs and files, and the one that has started it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import fake_reader
+import pytest
+from fake_nvml import FakeNvml
+from sysfs_ports import add_port
+
+from pytest_gpucluster.dashboard import node_state, reader, reader_process
+from pytest_gpucluster.dashboard.node_state import NodeState
+from pytest_gpucluster.errors import EnvironmentBroken
+
+DEADLINE_SECONDS = 60.0
+
+
+class Stopped(Exception):
+    """Enough was said."""
+
+
+def said_by(read: Any, *arguments: Any, after: int) -> list[Mapping[str, Any]]:
+    """Return the first things that are said, and end it there."""
+    told: list[Mapping[str, Any]] = []
+
+    def say(one: Mapping[str, Any]) -> None:
+        told.append(one)
+        if len(told) >= after:
+            raise Stopped
+
+    with contextlib.suppress(Stopped):
+        read(*arguments[:1], say, *arguments[1:])
+    return told
+
+
+def test_all_gpus_are_listed_and_those_that_answer_are_read_round_after_round() -> None:
+    nvml = FakeNvml({"GPU-0": {"power.draw": 5.0}, "GPU-1": {}, "GPU-2": {}}, silent=["GPU-1"])
+    first, *looks = said_by(reader_process.read_gpus, lambda: nvml, 0.01, ("power_watts",), after=5)
+    assert [(gpu["index"], gpu["uuid"]) for gpu in first["nvml"]["gpus"]] == [(0, "GPU-0"), (1, None), (2, "GPU-2")]
+    assert first["nvml"]["driver"] == nvml.driver
+    assert [look["gpu"]["uuid"] for look in looks] == ["GPU-0", "GPU-2", "GPU-0", "GPU-2"]
+    assert looks[0]["gpu"]["power_watts"] == 5.0
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [(EnvironmentBroken("no driver library"), "no driver library"), (KeyError("x"), "NVML failed: KeyError: 'x'")],
+)
+def test_without_nvml_it_is_said_why(error: Exception, why: str) -> None:
+    def fail() -> Any:
+        raise error
+
+    assert said_by(reader_process.read_gpus, fail, 0.01, (), after=9) == [{"nvml": {"why_not": why}}]
+
+
+def test_the_host_and_its_ports_are_read(tmp_path: Path) -> None:
+    add_port(tmp_path / "sys", counters={"port_xmit_data": 1000, "port_rcv_data": None})
+    tree = reader_process.Tree(root=tmp_path)
+    host, ports = said_by(reader_process.read_host, tree, 0.01, after=2)
+    assert host["host"]["load"] is None
+    [port] = ports["ports"]
+    assert port == {
+        "name": "mlx5_0/1",
+        "link_layer": "InfiniBand",
+        "state": "ACTIVE",
+        "rate_gbps": 400.0,
+        "port_xmit_bytes": 4000,
+        "port_rcv_bytes": None,
+    }
+
+
+class Listener:
+    """Keeps what the process has said."""
+
+    def __init__(self) -> None:
+        self.told: list[Mapping[str, Any]] = []
+        self._condition = threading.Condition()
+
+    def take(self, one: Mapping[str, Any]) -> None:
+        with self._condition:
+            self.told.append(one)
+            self._condition.notify_all()
+
+    def wait_for(self, key: str) -> Mapping[str, Any]:
+        with self._condition:
+            there = self._condition.wait_for(lambda: any(key in one for one in self.told), DEADLINE_SECONDS)
+            assert there, f"{key} was never said: {self.told}"
+            return next(one for one in self.told if key in one)
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    opened: list[reader.NodeReader] = []
+
+    def start(gpus: Mapping[str, Any] | None, take: Any, **settings: Any) -> reader.NodeReader:
+        monkeypatch.setattr(reader, "COMMAND", fake_reader.command(tmp_path, gpus, tmp_path))
+        opened.append(reader.NodeReader(take, 0.05, **settings))
+        return opened[-1]
+
+    yield start
+    for one in opened:
+        one.close()
+
+
+def test_a_driver_that_hangs_over_one_gpu_leaves_the_rest_of_the_node_fresh(
+    started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_state, "STALE_SECONDS", 0.5)
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/loadavg").write_text("1.0 1.0 1.0 1/2 3\n")
+    state = NodeState(0.05)
+    hanging = fake_reader.h100(power__draw={"hang": 1000})
+    started({"GPU-0": fake_reader.h100(), "GPU-1": hanging, "GPU-2": fake_reader.h100()}, state.take)
+    until = time.monotonic() + DEADLINE_SECONDS
+    while not (node := state.node()).gpus or not all(gpu.is_stale for gpu in node.gpus) or node.host.is_stale:
+        assert time.monotonic() < until, "the host is as old as the GPUs, or they are not called stale"
+        time.sleep(0.02)
+    assert node.gpus[0].told["power_watts"] == 690.0, "the last value stays"
+    assert [gpu.age_seconds is None for gpu in node.gpus] == [False, True, True]
+    assert node.host.age_seconds is not None
+    assert node.host.told["load"] == [1.0, 1.0, 1.0]
+
+
+def test_beside_a_measurement_only_a_few_figures_of_gpus_are_read(started: Any) -> None:
+    listener = Listener()
+    opened = started({"GPU-0": fake_reader.h100()}, listener.take, few=True)
+    look = listener.wait_for("gpu")["gpu"]
+    assert set(look) == {"uuid", "not_available", "lost", *reader_process.gpu_glance.FEW}
+    opened.close()
+    assert not any("host" in one or "ports" in one for one in listener.told)
+    assert not any("ended" in one for one in listener.told), "it was ended on purpose"
+
+
+def test_a_reader_that_ends_on_its_own_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "COMMAND", (sys.executable, "-c", "print('cut'); print(3); raise SystemExit(3)", "--"))
+    listener = Listener()
+    opened = reader.NodeReader(listener.take, 1.0)
+    assert listener.wait_for("ended") == {"ended": 3}
+    opened.close()
+    assert listener.told == [{"ended": 3}], "what is no line of it is passed over"
+
+
+def test_without_a_thread_there_is_no_reader_and_its_process_is_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    started: list[Any] = []
+    real = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **named: started.append(real(*args, **named)) or started[0])
+    monkeypatch.setattr(reader, "COMMAND", fake_reader.command(tmp_path, {}))
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(OSError, match="new thread"):
+        reader.NodeReader(print, 1.0)
+    started[0].stdout.close()
+    assert started[0].poll() is not None
+
+
+def test_it_ends_when_nobody_reads_it_and_with_its_parent(tmp_path: Path) -> None:
+    command = [*fake_reader.command(tmp_path, {"GPU-0": {}}), "--interval", "0.05", "--parent", str(os.getpid())]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    json.loads(process.stdout.readline())
+    process.stdout.close()
+    assert process.wait(timeout=DEADLINE_SECONDS) == 0
+    script = "import subprocess, sys, os; print(subprocess.Popen([*sys.argv[1:], str(os.getpid())]).pid)"
+    done = subprocess.run(
+        [sys.executable, "-c", script, *command[:-1]],
+        stdout=subprocess.PIPE,
+        timeout=DEADLINE_SECONDS,
+        check=True,
+    )  # which only returns when the reader has let go of the pipe
+    pid = int(next(line for line in done.stdout.splitlines() if not line.startswith(b"{")))
+    assert not Path(f"/proc/{pid}/stat").exists() or Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
