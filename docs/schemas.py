@@ -1,4 +1,4 @@
-"""Write the JSON Schemas of the YAML files, for editors, from the tables that the loaders read by.
+"""Write the JSON Schemas: of the YAML files, for editors, from the tables that the loaders read by; of results.json.
 
 python docs/schemas.py
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from pytest_gpucluster.reports.results_schema import results_schema
 from pytest_gpucluster.schema import SCHEMAS
 from pytest_gpucluster.workload_schema import workloads_schema
 
@@ -16,7 +17,7 @@ FOLDER = Path(__file__).parent
 
 def pages() -> dict[Path, str]:
     """Return each schema's file with its text."""
-    makers = {**SCHEMAS, "workloads.schema.json": workloads_schema}
+    makers = {**SCHEMAS, "workloads.schema.json": workloads_schema, "results.schema.json": results_schema}
     return {FOLDER / name: json.dumps(make(), indent=2) + "\n" for name, make in makers.items()}
 
 

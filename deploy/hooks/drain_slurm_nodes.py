@@ -1,0 +1,38 @@
+"""Drain the nodes that a run has found to be bad, so that Slurm gives them to nobody until somebody has looked.
+
+    pytest -p drain_slurm_nodes ...                     # with this folder on PYTHONPATH
+    pytest_plugins = ["drain_slurm_nodes"]              # or in the conftest.py of the suite
+
+It drains whom the isolation has confirmed and put into ``exclude.txt``, and only if the run was REJECTED on GPUs: never
+on a suspicion, and never after a rehearsal. The user needs the right to change nodes (Slurm's operator or admin). What
+cannot be done is an error that is shown and kept in the run's folder; the verdict stays.
+
+Source: https://slurm.schedmd.com/scontrol.html (update node: State=DRAIN with a Reason).
+"""
+
+from __future__ import annotations
+
+import subprocess
+from typing import TYPE_CHECKING
+
+from pytest_gpucluster.hostlist import compress_hostlist
+
+if TYPE_CHECKING:
+    from pytest_gpucluster.verdict_record import VerdictRecord
+
+SECONDS = 30
+"""A controller that does not answer by then gets no more time: the launcher waits for this process."""
+
+
+def pytest_gpucluster_verdict(record: VerdictRecord) -> None:
+    """Drain the hosts of exclude.txt."""
+    if record.verdict != "REJECTED" or record.rehearsal or not record.excluded:
+        return
+    nodes = compress_hostlist(record.excluded)
+    reason = f"pytest-gpucluster job {record.job_id}: isolated as bad, see {record.directory}"
+    # A list of words: no shell reads what a host or a folder is called.
+    command = ["scontrol", "update", f"NodeName={nodes}", "State=DRAIN", f"Reason={reason}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{nodes} not drained: scontrol ended with {done.returncode}: {done.stderr.strip()}")
+    print(f"drained: {nodes}")

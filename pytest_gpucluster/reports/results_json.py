@@ -1,0 +1,294 @@
+"""results.json: what was decided and measured, for programs.
+
+Each key is described in docs/results.schema.json, which :mod:`results_schema` makes. The order of keys is always the
+same, and that of tests is the run's, so that two files can be compared line by line. JSON has no NaN and no infinity:
+they are the texts "NaN", "Infinity" and "-Infinity", as in the journal, and never a number.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pytest_gpucluster.journal import FILE_NAME, Cluster, Journal, JudgedMetric, Problem, RankPlace, TestResult
+from pytest_gpucluster.metrics import number_to_json
+from pytest_gpucluster.reports.outline import Outline, Row, is_better_higher, outline, peak_value
+from pytest_gpucluster.reports.tables import worst_telemetry
+from pytest_gpucluster.reports.timing import run_seconds
+from pytest_gpucluster.run_directory import ARTIFACTS, artifacts_name
+from pytest_gpucluster.verdict import ACCEPTED
+
+SCHEMA_VERSION = 1
+"""Raised when a key changes its meaning or goes away; a new key does not raise it."""
+
+
+def render(journal: Journal) -> str:
+    """Return results.json of a run, also of one that was cut off. It holds ASCII only, so that any tool reads it."""
+    return json.dumps(document(journal), indent=2, allow_nan=False) + "\n"
+
+
+def document(journal: Journal) -> dict[str, Any]:
+    """Return the same as plain JSON types."""
+    told = outline(journal)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "verdict": _verdict(told),
+        "run": _run(journal),
+        "cluster": _cluster(journal.cluster),
+        "limits": _limits(journal),
+        "environment": _environment(journal),
+        "workload": _workload(journal),
+        "tests": [_test(row, journal) for row in told.rows],
+        "not_run": [
+            {"nodeid": row.nodeid, "name": row.name, "criterion": row.criterion, "outcome": row.outcome, "why": row.why}
+            for row in told.did_not_run
+        ],
+        "tightest": [
+            {"nodeid": row.nodeid, "measurement": _index(row, judged), "margin": judged.margin}
+            for row, judged in told.tightest()
+        ],
+        "problems": [_problem(problem) for problem in journal.problems],
+        "properties": [list(pair) for pair in journal.properties],
+        "links": {"journal": FILE_NAME, "artifacts": ARTIFACTS},
+    }
+
+
+def _verdict(told: Outline) -> dict[str, Any]:
+    return {
+        "word": told.word,
+        "exit": told.exit,
+        "reason": told.reason,
+        # Not merely exit code 0, which a rehearsal and a selection have too.
+        "accepted": told.word == ACCEPTED and told.exit == 0 and not told.rehearsal,
+        "rehearsal": told.rehearsal,
+        "counts": dict(told.counts),
+    }
+
+
+def _run(journal: Journal) -> dict[str, Any]:
+    run, end = journal.run, journal.end
+    return {
+        "run_id": run.run_id,
+        "started_at": run.started_at,
+        "ended_at": end.at if end is not None else None,
+        "seconds": number_to_json(run_seconds(journal)),
+        "closed_by": end.by if end is not None else None,
+        "cut": journal.cut,
+        "merged_from": [
+            {
+                "journal": each.journal,
+                "sha256": each.sha256,
+                "run_id": each.run_id,
+                "started_at": each.started_at,
+                "verdict": each.verdict,
+                "exit": each.exit,
+            }
+            for each in run.merged_from
+        ],
+        "merged_despite": list(run.merged_despite),
+        "hostname": run.hostname,
+        "launcher": run.launcher,
+        "device": run.device,
+        "selection": run.selection,
+        "world_size": run.world_size,
+        "nnodes": run.nnodes,
+        "argv": list(run.argv),
+        "options": {name: {"value": value, "origin": origin} for name, (value, origin) in run.options.items()},
+        "versions": dict(run.versions),
+        "plugin_version": run.plugin_version,
+    }
+
+
+def _cluster(cluster: Cluster | None) -> dict[str, Any]:
+    ranks = cluster.ranks if cluster is not None else ()
+    return {
+        "ranks": [
+            {
+                "rank": place.rank,
+                "host": place.host,
+                "local_rank": place.local_rank,
+                "node_rank": place.node_rank,
+                "gpu": dict(place.gpu) if place.gpu else None,
+                "versions": dict(place.versions),
+            }
+            for place in ranks
+        ],
+        "problems": list(cluster.problems) if cluster is not None else [],
+    }
+
+
+def _limits(journal: Journal) -> dict[str, Any] | None:
+    limits = journal.limits
+    if limits is None:
+        return None
+    files = [{"path": path, "sha256": digest} for path, digest in limits.files]
+    return {"sku": limits.sku, "gpu_name": limits.gpu_name, "files": files}
+
+
+def _environment(journal: Journal) -> dict[str, Any] | None:
+    found = journal.environment
+    if found is None:
+        return None
+    return {"host": found.host, "system": found.system, "cpus": found.cpus, "variables": dict(found.variables)}
+
+
+def _workload(journal: Journal) -> dict[str, Any] | None:
+    workload = journal.workload
+    if workload is None:
+        return None
+    values = {key: {"value": value, "origin": workload.origins.get(key, "")} for key, value in workload.values.items()}
+    return {"profile": workload.profile, "file": workload.file, "values": values}
+
+
+def _test(row: Row, journal: Journal) -> dict[str, Any]:
+    result = row.result or TestResult(nodeid=row.nodeid, outcome="error", phase="")
+    started = result.started_at
+    if row.result is None and journal.running is not None and journal.running.nodeid == row.nodeid:
+        started = journal.running.at
+    return {
+        "nodeid": row.nodeid,
+        "name": row.name,
+        "criterion": row.criterion,
+        "outcome": row.outcome,
+        "message": result.message or row.why,
+        "text": result.text,
+        "phase": result.phase or None,
+        "xfail": result.wasxfail,
+        "attempts": result.attempts,
+        "applicable": result.applicable,
+        "unjudged": result.unjudged,
+        "started_at": started or None,
+        "seconds": number_to_json(result.duration_seconds),
+        "headline": None if row.headline is None else _index(row, row.headline),
+        "measurements": [_measurement(judged, journal) for judged in result.measurements],
+        "ranks": [{"rank": told.rank, "outcome": told.outcome, "message": told.message} for told in result.ranks],
+        "culprits": list(result.culprits),
+        "released": list(result.released),
+        "isolation": _isolation(result.isolation),
+        "properties": [list(pair) for pair in result.properties],
+        "artifacts": f"{ARTIFACTS}/{artifacts_name(row.nodeid)}",
+    }
+
+
+def _index(row: Row, judged: JudgedMetric) -> int:
+    measurements = row.result.measurements if row.result is not None else ()
+    return next(number for number, each in enumerate(measurements) if each is judged)
+
+
+def _measurement(judged: JudgedMetric, journal: Journal) -> dict[str, Any]:
+    higher = is_better_higher(judged)
+    limit = judged.limit
+    return {
+        "metric": judged.metric,
+        "labels": dict(judged.labels),
+        "unit": judged.unit,
+        "better": None if higher is None else "higher" if higher else "lower",
+        "status": judged.status,
+        "reason": judged.reason,
+        "inconclusive": judged.inconclusive,
+        "value": _number(judged.value),
+        "interval": _pair(judged.interval),
+        "worst": None if judged.worst_rank is None else _place(judged.worst_rank, journal),
+        "limit": None
+        if limit is None
+        else {
+            "min": _number(limit.min),
+            "max": _number(limit.max),
+            "min_ratio_to_median": _number(limit.min_ratio_to_median),
+            "expect_transport": None if limit.expect_transport is None else list(limit.expect_transport),
+            "source": limit.source,
+            "origin": limit.origin,
+        },
+        "margin": _number(judged.margin),
+        "peak": _number(peak_value(judged)),
+        "peak_ratio": _number(judged.peak_ratio),
+        "median": _number(judged.median),
+        "mean": _number(judged.mean),
+        "ratio_to_median": _number(judged.ratio_to_median),
+        "values": {str(rank): number_to_json(value) for rank, value in judged.values.items()},
+        "baseline": _baseline(judged.baseline),
+        "telemetry": worst_telemetry(judged),
+    }
+
+
+def _place(rank: int, journal: Journal) -> dict[str, Any]:
+    place = journal.place(rank) or RankPlace(rank=rank)
+    return {"rank": rank, "host": place.host or None, "gpu_uuid": (place.gpu or {}).get("uuid")}
+
+
+def _baseline(found: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what a value is beside the baseline's. The journal keeps it as it came: nothing is taken for granted."""
+    if not found:
+        return None
+    old = found.get("old")
+    return {
+        "kind": str(found.get("kind") or ""),
+        "old": _quantity(old.get("value") if isinstance(old, Mapping) else None),
+        "old_rank": _count(found.get("old_rank")),
+        "rank": _count(found.get("rank")),
+        "matched_by": str(found.get("matched_by") or ""),
+        "change_ratio": _quantity(found.get("change_ratio")),
+        "allowed_ratio": _quantity(found.get("allowed_ratio")),
+        "decides": found.get("decides") is True,
+        "why": str(found.get("why") or ""),
+    }
+
+
+def _quantity(value: object) -> float | str | None:
+    """Return a number as the journal writes it; None for what is none."""
+    if isinstance(value, str):
+        return value if value in ("NaN", "Infinity", "-Infinity") else None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return number_to_json(value)
+
+
+def _isolation(found: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what a search for culprits has found. The journal keeps it as it came, so nothing is taken for granted."""
+    if not found:
+        return None
+    names = found.get("names")
+    called: Mapping[str, Any] = names if isinstance(names, Mapping) else {}
+
+    def named(units: object) -> list[str]:
+        return [str(called.get(str(unit), unit)) for unit in _items(units)]
+
+    return {
+        "culprits": [
+            {
+                "names": named(culprit.get("units")),
+                "kind": str(culprit.get("kind", "")),
+                "failed": _count(culprit.get("failed")),
+                "probes": _count(culprit.get("probes")),
+                "evidence": [str(line) for line in _items(culprit.get("evidence"))],
+            }
+            for culprit in _items(found.get("culprits"))
+            if isinstance(culprit, Mapping)
+        ],
+        "cleared": named(found.get("cleared")),
+        "undecided": named(found.get("undecided")),
+        "why_undecided": str(found.get("why_undecided") or ""),
+        "reproduced": found.get("reproduced") is True,
+        "cut_short": str(found.get("cut_short") or ""),
+    }
+
+
+def _items(value: object) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else ()
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _problem(problem: Problem) -> dict[str, Any]:
+    return {"name": problem.name, "outcome": problem.outcome, "message": problem.message, "text": problem.text}
+
+
+def _number(value: float | None) -> float | str | None:
+    return None if value is None else number_to_json(value)
+
+
+def _pair(ends: tuple[float, float] | None) -> list[float | str] | None:
+    return None if ends is None else [number_to_json(end) for end in ends]

@@ -1,0 +1,401 @@
+"""A cluster that does not exist, whose run is recorded by this project's own code: the ranks' values are made up, and
+all else is as in a real run: they are merged, judged, isolated and put into lines by what does so there.
+
+Times and values are fixed: the same run has the same lines each time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from pytest_gpucluster import isolation_told, thresholds, verdict
+from pytest_gpucluster.agreement.merge import RankOutcome, merge
+from pytest_gpucluster.isolation.finding import Isolated
+from pytest_gpucluster.isolation.planner import Planner
+from pytest_gpucluster.isolation.probe import Outcome
+from pytest_gpucluster.judging import judge_merged
+from pytest_gpucluster.metrics import Measurement, measurement
+from pytest_gpucluster.provenance import environment_line, limits_line
+from pytest_gpucluster.record import TestName, TestRecord
+from pytest_gpucluster.sampling import Sampling, series
+from pytest_gpucluster.telemetry import summary
+from pytest_gpucluster.wording import first_line
+from pytest_gpucluster.workloads import WorkloadRecord
+
+LIMITS_FILE = Path(__file__).with_name("example_limits.yaml")
+FOLDER = "gpucluster-report/20261121-090000"
+"""Where the example runs say that they lie."""
+
+_LIMITS = thresholds.load(LIMITS_FILE)
+_LIMITS_NAME = "site/limits.yaml"
+_BEGIN = datetime(2026, 11, 21, 9, 0, tzinfo=timezone.utc)
+_SAMPLING = Sampling(warmup_seconds=2, window_seconds=3, longest_seconds=60, tolerance_ratio=0.05)
+_UNNAMED = uuid.UUID("6c1f3a52-8b5e-4d0c-9a37-2f7f5c1f0e11")
+_CARD = {"sm_clock_max_mhz": 1980.0, "slowdown_celsius": 92.0}
+_VERSIONS = {"python": "3.11.7", "pytest_gpucluster": "0.1.0"}
+CPU_VERSIONS = {**_VERSIONS, "torch": "2.13.0+cpu", "cuda": None, "nccl": None, "driver": None}
+GPU_VERSIONS = {**_VERSIONS, "torch": "2.13.0+cu130", "cuda": "13.0", "nccl": "2.28.9", "driver": "580.95.05"}
+
+Values = Mapping[int, Sequence[Measurement]]
+
+
+@dataclass(kw_only=True)
+class ExampleRun:
+    """A run while it is made: each method appends the lines that such a run would.
+
+    Attributes:
+        hosts: of the nodes, in order.
+        per_node: ranks on each.
+        has_gpus: H100; else it is a rehearsal on cpu.
+        seed: of all that is drawn.
+        lines: so far.
+    """
+
+    hosts: Sequence[str]
+    per_node: int
+    has_gpus: bool = True
+    seed: int = 1
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    results: list[verdict.TestResult] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    tests: list[TestName] = field(default_factory=list)
+    _at: datetime = _BEGIN
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.ranks = range(len(self.hosts) * self.per_node)
+        self.who = [self._identity(rank) for rank in self.ranks]
+        self.names = {rank: self._name(rank) for rank in self.ranks}
+
+    # ---- the ranks -------------------------------------------------------------------------------------------
+
+    def _identity(self, rank: int) -> dict[str, Any]:
+        node, local = divmod(rank, self.per_node)
+        gpu = None
+        if self.has_gpus:
+            digits = int(hashlib.sha256(f"{self.hosts[node]}/{local}".encode()).hexdigest()[:12], 16)
+            gpu = {
+                "index": local,
+                "uuid": f"GPU-{uuid.uuid5(_UNNAMED, f'{self.hosts[node]}/{local}')}",
+                "pci_bus_id": f"00000000:{0x19 + 0x12 * local:02X}:00.0",
+                "name": "NVIDIA H100 80GB HBM3",
+                "memory_bytes": 85_520_809_984,
+                "serial": str(1_650_000_000_000 + digits % 900_000_000),
+                "vbios": "96.00.89.00.01",
+                "power_limit_watts": 700.0,
+                "ecc": True,
+                "mig": False,
+            }
+        return {
+            "rank": rank,
+            "host": self.hosts[node],
+            "local_rank": local,
+            "node_rank": node,
+            "pid": 41_000 + 7 * rank,
+            "gpu": gpu,
+            "versions": dict(GPU_VERSIONS if self.has_gpus else CPU_VERSIONS),
+        }
+
+    def _name(self, rank: int) -> str:
+        who = self.who[rank]
+        gpu = f", GPU {who['gpu']['index']} {who['gpu']['uuid'][:12]}…" if who["gpu"] else ""
+        return f"rank {rank} ({who['host']}{gpu})"
+
+    def ranks_of(self, node: int) -> range:
+        """Return the ranks of a node."""
+        return range(node * self.per_node, (node + 1) * self.per_node)
+
+    # ---- values ----------------------------------------------------------------------------------------------
+
+    def series_of(self, center: float, *, spread: float = 0.006, count: int = 12) -> Any:
+        """Return samples around a value as a benchmark takes them."""
+        return series((self.random.gauss(center, spread * abs(center)) for _ in range(count)), _SAMPLING)
+
+    def values(
+        self,
+        metric: str,
+        center: float,
+        *,
+        unit: str,
+        others: Mapping[int, float] | None = None,
+        among: Sequence[int] | None = None,
+        telemetry: Mapping[int, Mapping[str, Any]] | None = None,
+        spread: float = 0.006,
+        record_only: bool = False,
+        exact: bool = False,
+        **labels: object,
+    ) -> dict[int, list[Measurement]]:
+        """Return a metric's value of each rank, near ``center`` but for ``others``; ``exact``: just that, unsampled."""
+        found = {}
+        for rank in self.ranks if among is None else among:
+            own = (others or {}).get(rank, center)
+            value = own if exact or not math.isfinite(own) else self.series_of(own, spread=spread)
+            seen = (telemetry or {}).get(rank, {})
+            found[rank] = [
+                measurement(metric, value, unit=unit, labels=labels, telemetry=seen, record_only=record_only)
+            ]
+        return found
+
+    def watched(
+        self, *, seconds: float = 3.2, watts: float = 690.0, hot: Mapping[int, float] | None = None
+    ) -> dict[int, dict[str, Any]]:
+        """Return what each rank's GPU did during a window; ``hot``: how long heat has slowed some of them, in s."""
+        if not self.has_gpus:
+            return {}
+        found = {}
+        for rank in self.ranks:
+            slowed = (hot or {}).get(rank, 0.0)
+            clock, celsius = (1290.0, 91.0) if slowed else (1755.0, 64.0)
+            readings = {
+                "sm_clock_mhz": [1980.0, *(clock + 15 * self.random.randint(-2, 2) for _ in range(4))],
+                "memory_clock_mhz": [2619.0] * 5,
+                "power_watts": [(0.72 if slowed else 1.0) * watts + self.random.uniform(-9, 9) for _ in range(5)],
+                "temperature_celsius": [celsius + self.random.randint(-2, 1) for _ in range(5)],
+                "utilization_percent": [100.0] * 5,
+                "throttle": [("hw_thermal",) * bool(slowed) + ("sw_power_cap",) * (watts > 600)],
+            }
+            spent = {"hw_thermal": slowed, "sw_power_cap": 0.9 * seconds}
+            found[rank] = summary(readings, seconds=seconds, not_available={}, throttle_seconds=spent, card=_CARD)
+        return found
+
+    # ---- lines -----------------------------------------------------------------------------------------------
+
+    def begin(
+        self, *, selection: bool = False, profile: str = "full", workload: Mapping[str, str] | None = None
+    ) -> None:
+        """The first lines: the run, the cluster, limits, environment and workload."""
+        device = "cuda" if self.has_gpus else "cpu"
+        nodes = len(self.hosts)
+        expect = f"{nodes}x{self.per_node}xH100" if self.has_gpus else None
+        options = {
+            "device": (device, "default" if self.has_gpus else "command line"),
+            "expect": (expect, "command line" if expect else "default"),
+            "thresholds": (_LIMITS_NAME, "ini file"),
+            "profile": (profile, "default"),
+            "report_dir": ("gpucluster-report", "default"),
+        }
+        self.lines.append(
+            {
+                "type": "run",
+                "schema_version": 1,
+                "run_id": f"example-{self.seed}",
+                "started_at": self._now(),
+                "argv": ["acceptance/", f"--gpucluster-device={device}", "--junitxml=report.xml"],
+                "hostname": self.hosts[0],
+                "versions": {"python": "3.11.7", "pytest": "9.2.0"},
+                "plugin_version": "0.1.0",
+                "junit": {
+                    "path": f"{FOLDER}/report.xml",
+                    "family": "xunit2",
+                    "suite_name": "pytest",
+                    "prefix": "",
+                    "logging": "no",
+                    "log_passing": True,
+                    "duration_report": "total",
+                },
+                "device": device,
+                "rehearsal": not self.has_gpus,
+                "selection": selection,
+                "launcher": "torchrun",
+                "world_size": len(self.ranks),
+                "nnodes": nodes,
+                "options": {name: {"value": value, "origin": origin} for name, (value, origin) in options.items()},
+            }
+        )
+        self.selection = selection
+        self.lines.append({"type": "cluster", "ranks": self.who, "problems": []})
+        in_force = limits_line(
+            sku="H100 SXM" if self.has_gpus else "cpu-rehearsal",
+            gpu_name="NVIDIA H100 80GB HBM3" if self.has_gpus else None,
+            files=[LIMITS_FILE],
+        )
+        self.lines.append({**in_force, "files": [{**in_force["files"][0], "path": _LIMITS_NAME}]})
+        variables = {"OMP_NUM_THREADS": "1", "PATH": "/never/recorded"}
+        if self.has_gpus:
+            variables |= {"NCCL_DEBUG": "INFO", "NCCL_IB_HCA": "mlx5", "SLURM_JOB_ID": "4242"}
+        environment = environment_line(variables, self.hosts[0])
+        system = "Ubuntu 24.04.3 LTS, Linux 6.8.0-85-generic, x86_64"
+        self.lines.append({**environment, "system": system, "cpus": 224 if self.has_gpus else 2})
+        sizes = workload or {"matmul.sizes": "8192, 16384", "matmul.window": "3 s", "burn_in.duration": "10 min"}
+        record = WorkloadRecord(
+            profile=profile if self.has_gpus else "cpu",
+            file="acceptance/workloads.yaml",
+            values=sizes,
+            origins={key: f"acceptance/workloads.yaml:{40 + 3 * at}:7" for at, key in enumerate(sizes)},
+        )
+        self.lines.append(record.line())
+
+    def collect(self, criteria: Mapping[str, str | None]) -> None:
+        """The line of collected tests: nodeid -> criterion."""
+        for at, (nodeid, criterion) in enumerate(criteria.items()):
+            location = (nodeid.partition("::")[0], 18 + 9 * at, "")
+            self.tests.append(TestName.of(nodeid, location, criterion))
+        self.lines.append({"type": "collected", "tests": [test.to_json() for test in self.tests]})
+
+    def start(self, nodeid: str, *, deadline_seconds: float = 300.0) -> TestRecord:
+        """The line of a test that begins; return its record."""
+        self._at += timedelta(milliseconds=40)
+        test = next(test for test in self.tests if test.nodeid == nodeid)
+        record = TestRecord(test=test, started_at=self._now())
+        self.lines.append(
+            {"type": "start", "nodeid": nodeid, "at": record.started_at, "deadline_seconds": deadline_seconds}
+        )
+        return record
+
+    def test(
+        self,
+        nodeid: str,
+        *measured: Values,
+        seconds: float = 12.0,
+        bad: Mapping[int, RankOutcome] | None = None,
+        properties: Sequence[tuple[str, str]] = (),
+        telemetry: Mapping[int, Mapping[str, Any]] | None = None,
+        printed: str = "",
+        isolated: tuple[Isolated, Callable[[int], str]] | None = None,
+    ) -> dict[str, Any]:
+        """The lines of a whole test: what every rank measured, and how those ended that did not simply pass."""
+        record = self.start(nodeid)
+        by_rank: dict[int, list[Measurement]] = {rank: [] for rank in self.ranks}
+        for values in measured:
+            for rank, found in values.items():
+                by_rank[rank] += found
+        outcomes = [
+            RankOutcome(
+                rank=rank,
+                outcome=(bad or {})[rank].outcome if rank in (bad or {}) else "passed",
+                message=(bad or {})[rank].message if rank in (bad or {}) else "",
+                text=(bad or {})[rank].text if rank in (bad or {}) else "",
+                measurements=[one.to_json() for one in by_rank[rank]],
+                telemetry=(telemetry or {}).get(rank, {}),
+            )
+            for rank in self.ranks
+        ]
+        merged = judge_merged(self._judge(), record, merge(outcomes, self.names), outcomes)
+        outcome = "failed" if merged.outcome in ("failed", "error") else merged.outcome
+        record.properties = list(properties)
+        if printed:
+            record.sections = [("Captured stdout call", printed)]
+        record.add("setup", outcome="passed", message="", text="", seconds=0.004, merged=None)
+        record.add("call", outcome=outcome, message=merged.message, text=merged.text, seconds=seconds, merged=merged)
+        if isolated is not None:
+            self._isolated(record, *isolated)
+        return self._finish(record, seconds)
+
+    def _isolated(self, record: TestRecord, found: Isolated, name: Callable[[int], str]) -> None:
+        units = sorted({unit for outcomes in found.rounds for one in outcomes for unit in one.members})
+        record.isolation = isolation_told.to_json(found, {unit: name(unit) for unit in units}, seconds=48.2)
+        record.properties.append(("exclude", f"{FOLDER}/exclude.txt"))
+        record.message = first_line(f"{isolation_told.headline(found, name)}; {record.message}")
+        record.text = f"{record.text}\n\n{isolation_told.text(found, name, seconds=48.2)}"
+        record.culprits |= {rank for one in found.culprits for node in one.units for rank in self.ranks_of(node)}
+
+    def skip(self, nodeid: str, why: str, *, applies: bool = False) -> None:
+        """The lines of a test that is skipped on every rank; if it ``applies``, it is missed."""
+        record = self.start(nodeid)
+        record.applicable = applies
+        merged = merge([RankOutcome(rank=rank, outcome="skipped", message=why, text=why) for rank in self.ranks], {})
+        record.add("setup", outcome="skipped", message=merged.message, text=merged.text, seconds=0.003, merged=merged)
+        self._finish(record, 0.003)
+
+    def lose(self, nodeid: str, rank: int, why: str) -> None:
+        """The lines of a test in which a rank is lost, which ends the run."""
+        record = self.start(nodeid)
+        message = f"{self.names[rank]} is lost during call of {nodeid}: {why}"
+        self.lines.append(
+            {"type": "problem", "name": "rank lost", "outcome": "error", "message": first_line(message), "text": why}
+        )
+        self.problems.append(first_line(message))
+        merged = merge(
+            [
+                RankOutcome(rank=one, outcome="lost" if one == rank else "released", message=message, text=message)
+                for one in self.ranks
+            ],
+            self.names,
+        )
+        record.add("call", outcome="failed", message=merged.message, text=merged.text, seconds=31.5, merged=merged)
+        self._finish(record, 31.5)
+
+    def end(self, *, properties: Sequence[tuple[str, str]] = ()) -> verdict.Verdict:
+        """The closing lines, with the verdict that this run deserves."""
+        self.lines += [{"type": "property", "name": name, "value": value} for name, value in properties]
+        done = {result.nodeid for result in self.results}
+        not_run = [test.nodeid for test in self.tests if test.nodeid not in done]
+        nodes = len(self.hosts)
+        shape = f"{nodes} node{'s' * (nodes != 1)}, {len(self.ranks)} ranks"
+        decided = verdict.decide(
+            self.results,
+            pytest_exit=0 if all(one.outcome in ("passed", "skipped") for one in self.results) else 1,
+            ending=(11, self.problems[0]) if self.problems else None,
+            not_run=not_run if not self.problems else (),
+            rehearsal=not self.has_gpus,
+            selection=self.selection,
+            topology=f"{shape}, as expected ({nodes}x{self.per_node}xH100)" if self.has_gpus else shape,
+        )
+        outcomes = [result.outcome for result in self.results]
+        self.lines.append(
+            {
+                "type": "end",
+                "at": self._now(),
+                "verdict": decided.word,
+                "exit": decided.exit,
+                "reason": decided.reason,
+                "counts": {kind: outcomes.count(kind) for kind in ("passed", "failed", "error", "skipped")},
+                "not_run": not_run,
+                "by": "rank 0",
+            }
+        )
+        return decided
+
+    def _finish(self, record: TestRecord, seconds: float) -> dict[str, Any]:
+        self._at += timedelta(seconds=seconds)
+        self.results.append(
+            verdict.TestResult(
+                nodeid=record.test.nodeid,
+                criterion=record.test.criterion,
+                outcome=record.outcome,
+                message=record.message,
+                applicable=record.applicable,
+                unjudged=record.unjudged,
+            )
+        )
+        line = record.line()
+        for judged in line["measurements"]:
+            if judged["limit"] is not None:  # the run read the file where its site keeps it
+                judged["limit"]["origin"] = judged["limit"]["origin"].replace(str(LIMITS_FILE), _LIMITS_NAME)
+            judged["reason"] = judged["reason"].replace(str(LIMITS_FILE), _LIMITS_NAME)
+        line["text"] = line["text"].replace(str(LIMITS_FILE), _LIMITS_NAME)
+        self.lines.append(line)
+        return line
+
+    def _judge(self) -> Any:
+        """What :func:`judge_merged` asks a run for."""
+        gpu = "NVIDIA H100 80GB HBM3" if self.has_gpus else None
+        return SimpleNamespace(
+            names=self.names,
+            baseline=None,
+            limits=_LIMITS,
+            joined=SimpleNamespace(hosts=[who["host"] for who in self.who]),
+            gpu_name=lambda: gpu,
+            sku=lambda _: "H100 SXM" if self.has_gpus else "cpu-rehearsal",
+            node_of=lambda: {who["rank"]: who["node_rank"] for who in self.who},
+        )
+
+    def _now(self) -> str:
+        return self._at.isoformat(timespec="milliseconds")
+
+
+def searched(units: int, rate_of: Callable[[tuple[int, ...]], float]) -> Isolated:
+    """Let the planner search for the culprit among nodes; ``rate_of`` tells the busbw of a group in GB/s."""
+    planner = Planner(range(units), floor=lambda count: 400.0 if count == 1 else 350.0)
+    while (groups := planner.next_round()) is not None:
+        planner.take([Outcome(members=members, busbw=rate_of(members)) for members in groups])
+    return planner.finding()

@@ -1,0 +1,112 @@
+"""The files that the tests of an example run leave in its folder, written by what writes them in a real run."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from example_cluster import ExampleRun
+
+from pytest_gpucluster.benchmarks.burn_in_course import Course
+from pytest_gpucluster.benchmarks.burn_in_course import Point as CoursePoint
+from pytest_gpucluster.benchmarks.lora.curve import Curve, Point
+from pytest_gpucluster.links.matrix import Reading
+from pytest_gpucluster.links.places import Places
+from pytest_gpucluster.links.survey import Survey, matrix_of
+from pytest_gpucluster.links.survey_text import text, to_json
+
+PAYLOAD_BYTES = 256_000_000
+GB = 1e9
+
+
+def links_within_nodes(run: ExampleRun, *, slow: Sequence[int] = (), seed: int = 5) -> Survey:
+    """Return what a survey of all links within nodes has found; those of the ranks in ``slow`` carry 2/5."""
+    drawn = random.Random(seed)
+    places = Places.of(run.who)
+    readings = [
+        _reading(sender, receiver, 0.4 if {sender, receiver} & set(slow) else 1.0, drawn)
+        for ranks in places.ranks
+        for sender in ranks
+        for receiver in ranks
+        if sender != receiver
+    ]
+    matrix = matrix_of(readings, "node", places)
+    again = [_reading(*pair, 0.4, drawn) for pair in matrix.slow(0.75)]
+    return Survey(
+        scope="node",
+        places=places,
+        matrix=matrix,
+        alone=matrix_of(again, "node", places),
+        below=0.75,
+        rounds=run.per_node - 1,
+        planned_seconds=7.0,
+        seconds=8.4,
+    )
+
+
+def _reading(sender: int, receiver: int, share: float, drawn: random.Random) -> Reading:
+    rate = share * drawn.gauss(372, 2.5) * GB
+    return Reading(
+        sender=sender,
+        receiver=receiver,
+        bytes_per_second=rate,
+        low=0.99 * rate,
+        high=1.01 * rate,
+        payload_bytes=PAYLOAD_BYTES,
+    )
+
+
+def write_links(folder: Path, survey: Survey) -> None:
+    """Write a survey as the links criterion does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"links-{survey.scope}.json").write_text(json.dumps(to_json(survey)), encoding="utf-8")
+    (folder / f"links-{survey.scope}.txt").write_text(text(survey), encoding="utf-8")
+
+
+def loss_curve(*, steps: int = 100, final: float = 0.31, seed: int = 6) -> Curve:
+    """Return a loss curve that falls to about ``final``."""
+    drawn = random.Random(seed)
+    points = []
+    for step in range(1, steps + 1):
+        loss = final + 2.1 * math.exp(-step / 18) + drawn.gauss(0, 0.02)
+        points.append(
+            Point(
+                step=step,
+                loss=loss,
+                all_token_loss=1.4 * loss,
+                gradient_norm=0.4 + 3 * math.exp(-step / 12) + abs(drawn.gauss(0, 0.05)),
+                learning_rate=2e-4 * min(1.0, step / 10),
+            )
+        )
+    held_out = tuple((step, final + 0.08 + 2.1 * math.exp(-step / 18)) for step in range(0, steps + 1, 25))
+    return Curve(points=tuple(points), held_out=held_out, context={"model": "lora_tiny", "precision": "bf16"})
+
+
+def write_curve(folder: Path, curve: Curve) -> None:
+    """Write a loss curve as the LoRA criteria do."""
+    folder.mkdir(parents=True, exist_ok=True)
+    curve.write_csv(folder / "curve-group-0.csv")
+
+
+def write_courses(
+    folder: Path, ranks: Sequence[int], *, slow: Sequence[int] = (), seconds: float = 600.0, seed: int = 7
+) -> None:
+    """Write the course of each rank's burn-in; those in ``slow`` get slower as they get warm."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = random.Random(seed)
+    for rank in ranks:
+        course = Course(seconds, folder / f"burn-in-rank-{rank}.csv")
+        for at in range(10, int(seconds) + 1, 10):
+            lost = 0.18 * min(1.0, at / 200) if rank in slow else 0.02 * min(1.0, at / 60)
+            course.add(
+                CoursePoint(
+                    at_seconds=float(at),
+                    products=680,
+                    busy_seconds=9.7,
+                    tflops=745 * (1 - lost) + drawn.gauss(0, 1.5),
+                )
+            )
+        course.is_complete = True

@@ -1,0 +1,44 @@
+"""Every report of the example runs, to the letter.
+
+After a change of a report: ``python tests/golden/regenerate.py``, and then read the diff.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from regenerate import REPORTS, names, reports_of
+
+
+@functools.cache
+def rendered(name: str) -> dict[str, str]:
+    return dict(reports_of(name))
+
+
+def test_there_is_a_folder_for_each_run_and_in_it_only_what_is_compared() -> None:
+    assert sorted(path.name for path in REPORTS.iterdir()) == sorted(names())
+    for name in names():
+        assert sorted(path.name for path in (REPORTS / name).iterdir()) == sorted(rendered(name))
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_reports_of_a_run_are_what_was_looked_at(name: str) -> None:
+    for file, text in rendered(name).items():
+        # Line by line: a comparison of whole pages takes pytest minutes to tell.
+        expected = (REPORTS / name / file).read_bytes().decode("utf-8").split("\n")
+        found = text.split("\n")
+        different = next(
+            (number for number, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b),
+            None if len(expected) == len(found) else min(len(expected), len(found)),
+        )
+        if different is not None:
+            was, is_now = ("".join(lines[different : different + 1])[:2000] for lines in (expected, found))
+            pytest.fail(f"reports/{name}/{file}:{different + 1}:\nexpected: {was}\nfound:    {is_now}", pytrace=False)
+
+
+def test_each_kind_of_report_and_each_kind_of_run_is_among_them() -> None:
+    assert {"cluster", "rehearsal"} <= set(names())
+    assert set(rendered("cluster")) == {
+        *("junit.xml", "report.html", "results.json", "metrics.prom", "report.md", "report.txt")
+    }

@@ -1,0 +1,58 @@
+"""Reports in a run's folder: all of them, or a word for each that is not there."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import example_runs
+import pytest
+
+from pytest_gpucluster import journal
+from pytest_gpucluster.reports import folder, prometheus
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return example_runs.write(tmp_path / "run", "rehearsal")
+
+
+def test_every_report_of_a_run_is_written_beside_its_journal(run: Path) -> None:
+    found = journal.read(run / journal.FILE_NAME, keep_samples=False)
+    assert folder.write(found, run) == {}
+    for kind in folder.OF_A_RUN:
+        text = (run / folder.FILES[kind]).read_text(encoding="utf-8")
+        assert text == folder.rendered(kind, found, folder=run)
+    assert [name for name in os.listdir(run) if name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("kind", folder.FILES)
+def test_each_kind_is_rendered(run: Path, kind: str) -> None:
+    found = journal.read(run / journal.FILE_NAME, keep_samples=False)
+    assert "REHEARS" in folder.rendered(kind, found, folder=run)
+
+
+def test_a_report_that_trips_over_something_is_named_and_the_others_are_there(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prometheus, "render", lambda _: 1 / 0)
+    missing = folder.write(journal.read(run / journal.FILE_NAME, keep_samples=False), run)
+    assert missing == {"metrics.prom": "cannot be rendered: ZeroDivisionError: division by zero"}
+    assert {"results.json", "report.html"} <= set(os.listdir(run))
+    assert not (run / "metrics.prom").exists()
+
+
+def test_a_report_that_cannot_be_written_is_named_and_what_was_there_stays(run: Path) -> None:
+    (run / "metrics.prom").mkdir()
+    (run / "metrics.prom" / "mine").write_text("")
+    missing = folder.write(journal.read(run / journal.FILE_NAME, keep_samples=False), run)
+    assert list(missing) == ["metrics.prom"]
+    assert missing["metrics.prom"].startswith("not written: ")
+    assert (run / "metrics.prom" / "mine").exists()
+
+
+def test_what_is_prepared_is_what_is_needed_later() -> None:
+    folder.prepare()
+    assert {folder._MODULES[kind] for kind in folder.OF_A_RUN} <= set(sys.modules)
+    assert set(folder._MODULES) == set(folder.FILES)

@@ -1,0 +1,246 @@
+"""The hook pytest_gpucluster_verdict: called once, when everything is on disk, and unable to change the verdict."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torchrun
+from sessions import Left, Project
+
+from pytest_gpucluster import journal
+
+TOLD = """
+import json
+from pathlib import Path
+
+def pytest_gpucluster_verdict(record):
+    seen = {
+        "verdict": record.verdict,
+        "exit": record.exit,
+        "reason": record.reason,
+        "rehearsal": record.rehearsal,
+        "hosts": record.hosts,
+        "is_absolute": record.directory.is_absolute(),
+        "results": [result.outcome for result in record.journal.results],
+        "closed": record.journal.end is not None,
+        "files": sorted(path.name for path in record.directory.iterdir() if path.is_file()),
+    }
+    with open("told.jsonl", "a") as file:
+        file.write(json.dumps(seen) + "\\n")
+"""
+FILES = ["journal.jsonl", "metrics.prom", "report.html", "results.json"]
+PASS = "def test_a(measure): measure('inventory.ranks', 1, unit='ranks', record_only=True)"
+FAIL = "def test_a(): assert 0"
+
+
+def told(project: Project) -> dict[str, object]:
+    """What the hook was told, which must be once."""
+    [line] = (project.path / "told.jsonl").read_text().splitlines()
+    found: dict[str, object] = json.loads(line)
+    return found
+
+
+def run(project: Project, suite: str, *options: str, conftest: str = TOLD) -> Left:
+    project.suite(textwrap.dedent(suite), conftest=textwrap.dedent(conftest))
+    return project.run(*options)
+
+
+@pytest.mark.parametrize(("suite", "verdict", "exit"), [(PASS, "REHEARSED", 0), (FAIL, "REJECTED", 1)])
+def test_it_is_called_once_with_everything_on_disk(project: Project, suite: str, verdict: str, exit: int) -> None:
+    left = run(project, suite)
+    assert left.exit == exit
+    seen = told(project)
+    assert (seen["verdict"], seen["exit"], seen["rehearsal"], seen["closed"]) == (verdict, exit, True, True)
+    assert seen["is_absolute"]
+    assert seen["files"] == FILES
+    assert len(seen["results"]) == len(seen["hosts"]) == 1  # type: ignore[arg-type]  # lists
+    assert seen["reason"] == left.journal.reason
+
+
+def test_it_is_called_for_a_run_that_is_refused_before_its_first_test(project: Project) -> None:
+    left = run(project, PASS, "--gpucluster-sku=H1000")
+    assert left.exit == 4
+    seen = told(project)
+    assert (seen["verdict"], seen["exit"], seen["results"]) == ("BROKEN", 4, [])
+    assert seen["files"] == FILES
+    assert "H1000" in str(seen["reason"])
+
+
+def test_it_is_called_for_a_run_that_was_interrupted(project: Project) -> None:
+    left = run(project, "def test_a(): raise KeyboardInterrupt")
+    assert left.exit == 2
+    assert (told(project)["verdict"], told(project)["exit"]) == ("BROKEN", 2)
+
+
+def test_it_is_not_called_where_nothing_is_run(project: Project) -> None:
+    run(project, PASS, "--collect-only", conftest=TOLD)
+    assert not (project.path / "told.jsonl").exists()
+
+
+BROKEN = {
+    "1 / 0": "ZeroDivisionError: division by zero",
+    "import sys; sys.exit(0)": "SystemExit: 0",
+    "import pytest; pytest.exit('fine', returncode=0)": "Exit: fine",
+    "import pytest; pytest.skip('not now')": "Skipped: not now",
+    "raise KeyboardInterrupt": "KeyboardInterrupt",
+    "record.exit = 0": "FrozenInstanceError: cannot assign to field 'exit'",
+    "raise ValueError('\\x1b[31m' + 'x' * 5000)": "ValueError: #x1B[31mxxx",
+}
+
+
+@pytest.mark.parametrize("exit", [0, 1])
+def test_whatever_goes_wrong_in_it_is_shown_and_kept_and_changes_nothing(project: Project, exit: int) -> None:
+    plugins = {
+        f"broken{number}": f"def pytest_gpucluster_verdict(record):\n    {what}\n" for number, what in enumerate(BROKEN)
+    }
+    project.suite(FAIL if exit else PASS, conftest=f"{TOLD}\npytest_plugins = {list(plugins)}", **plugins)
+    left = project.run()
+    assert left.exit == exit
+    assert left.end == ({0: "REHEARSED", 1: "REJECTED"}[exit], exit)
+    assert told(project)["exit"] == exit
+    assert "\x1b[31mx" not in left.stdout
+    kept = (project.path / "gpucluster-report" / "latest" / "hook-errors.txt").read_text()
+    for plugin, (what, shown) in zip(plugins, BROKEN.items(), strict=True):
+        assert f"pytest_gpucluster_verdict of {plugin} has failed: {shown}" in left.stdout
+        assert f"pytest_gpucluster_verdict of {plugin}:" in kept
+        assert what.split(";")[-1].strip() in kept
+
+
+def test_errors_that_cannot_be_kept_are_shown_nonetheless(project: Project) -> None:
+    broken = "def pytest_gpucluster_verdict(record):\n    (record.directory / 'hook-errors.txt').mkdir()\n    1 / 0\n"
+    left = run(project, PASS, conftest=broken)
+    assert left.exit == 0
+    assert "has failed: ZeroDivisionError" in left.stdout
+    assert "hook-errors.txt: not written: Is a directory" in left.stdout
+
+
+def test_an_exclude_list_that_cannot_be_read_is_told(project: Project) -> None:
+    suite = """
+    def test_a(artifacts):
+        (artifacts.parents[1] / "exclude.txt").write_text("[slurm]")
+        assert 0
+    """
+    left = run(project, suite)
+    assert left.exit == 1
+    assert "exclude.txt: cannot be read, so that nobody is excluded here" in left.stdout
+
+
+def test_a_report_that_could_not_be_made_is_named_and_nothing_else_is_lost(project: Project) -> None:
+    suite = """
+    def test_a(artifacts):
+        (artifacts.parents[1] / "metrics.prom").mkdir()
+        (artifacts.parents[1] / "metrics.prom" / "x").write_text("")
+    """
+    left = run(project, suite)
+    assert (left.exit, left.end) == (0, ("REHEARSED", 0))
+    assert "gpucluster: reports are missing: metrics.prom: not written: " in left.stdout
+    assert told(project)["files"] == [name for name in FILES if name != "metrics.prom"]
+
+
+def test_with_workers_of_one_node_the_controller_calls_it_once(project: Project) -> None:
+    project.suite(PASS, conftest=TOLD)
+    left = project.run_apart("-n", "2", "--dist", "each", "--max-worker-restart=0")
+    assert left.exit == 0, left.output
+    assert (told(project)["verdict"], told(project)["files"]) == ("REHEARSED", FILES)
+
+
+# ---- the example that drains nodes ----------------------------------------------------------------------------------
+
+DRAIN = Path(__file__).parents[1] / "deploy" / "hooks"
+SCRIPT = """
+import json, sys
+from pathlib import Path
+from pytest_gpucluster import journal
+from pytest_gpucluster.verdict_record import VerdictRecord
+sys.path.insert(0, sys.argv[1])
+import drain_slurm_nodes
+run, verdict, exit = Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+found = journal.read(run / journal.FILE_NAME)
+drain_slurm_nodes.pytest_gpucluster_verdict(
+    record=VerdictRecord.of(found, run, verdict=verdict, exit=exit, reason="")
+)
+"""
+SCONTROL = """#!{python}
+import json, pathlib, sys
+pathlib.Path({calls!r}).open("a").write(json.dumps(sys.argv[1:]) + "\\n")
+print({said!r}, file=sys.stderr)
+sys.exit({code})
+"""
+
+
+def drain(
+    folder: Path, verdict: str, *, rehearsal: bool = False, exclude: str = "gpu-[002-003]", code: int = 0
+) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
+    """Run the example over a run's folder with a scontrol that writes down what it is asked for."""
+    calls = folder / "calls"
+    (folder / "bin").mkdir()
+    scontrol = folder / "bin" / "scontrol"
+    scontrol.write_text(
+        SCONTROL.format(python=sys.executable, calls=str(calls), said="Access denied" if code else "", code=code)
+    )
+    scontrol.chmod(0o755)
+    directory = folder / "run; rm -rf $HOME"
+    directory.mkdir()
+    first = {"type": "run", "schema_version": 1, "run_id": "r", "started_at": "", "rehearsal": rehearsal}
+    where = {"type": "environment", "variables": {"SLURM_JOB_ID": "4242"}}
+    (directory / journal.FILE_NAME).write_bytes(b"".join(map(journal.encode, (first, where))))
+    if exclude:
+        (directory / "exclude.txt").write_text(f"# why\n[slurm]\n{exclude}\n\n[kubernetes]\na\n")
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(DRAIN), str(directory), verdict, "1"],
+        env={"PATH": str(folder / "bin"), "PYTHONPATH": str(DRAIN.parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done, [json.loads(line) for line in calls.read_text().splitlines()] if calls.exists() else []
+
+
+def test_the_example_drains_the_excluded_nodes_of_a_rejected_run(tmp_path: Path) -> None:
+    done, calls = drain(tmp_path, "REJECTED")
+    assert (done.returncode, done.stdout) == (0, "drained: gpu-[002-003]\n")
+    reason = f"Reason=pytest-gpucluster job 4242: isolated as bad, see {tmp_path}/run; rm -rf $HOME"
+    assert calls == [["update", "NodeName=gpu-[002-003]", "State=DRAIN", reason]]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "rehearsal", "exclude"),
+    [("REJECTED", True, "a"), ("BROKEN", False, "a"), ("ACCEPTED", False, "a"), ("REJECTED", False, "")],
+)
+def test_the_example_drains_nobody_otherwise(tmp_path: Path, verdict: str, rehearsal: bool, exclude: str) -> None:
+    done, calls = drain(tmp_path, verdict, rehearsal=rehearsal, exclude=exclude)
+    assert (done.returncode, done.stdout, calls) == (0, "", [])
+
+
+def test_the_example_says_so_when_it_may_not_drain(tmp_path: Path) -> None:
+    done, calls = drain(tmp_path, "REJECTED", code=1)
+    assert len(calls) == 1
+    assert "RuntimeError: gpu-[002-003] not drained: scontrol ended with 1: Access denied" in done.stderr
+
+
+# ---- with a launcher ------------------------------------------------------------------------------------------------
+
+
+def test_when_a_rank_is_lost_rank_0_still_calls_it_with_everything_on_disk(tmp_path: Path) -> None:
+    suite = """
+    import os, signal
+
+    def test_a(measure): measure('inventory.ranks', 1, unit='ranks', record_only=True)
+
+    def test_b(cluster):
+        if cluster.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        cluster.barrier()
+    """
+    run = torchrun.torchrun(tmp_path, {"test_it.py": suite, "conftest.py": TOLD})
+    [line] = (tmp_path / "suite" / "told.jsonl").read_text().splitlines()
+    seen = json.loads(line)
+    assert (seen["verdict"], seen["exit"], seen["closed"]) == ("BROKEN", 11, True), run.output
+    assert "rank 1" in seen["reason"]
+    assert seen["files"] == FILES

@@ -1,0 +1,128 @@
+"""Reports rendered in a process of their own: it may be slow, die or fail, and only its own report is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import example_runs
+import pytest
+
+from pytest_gpucluster import journal
+from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.recorder import wait_for_end
+from pytest_gpucluster.report_process import render_apart
+
+# The product forks in a process that has one thread. The one that runs all tests may have more, which is harmless for
+# a child that only renders.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+GENEROUS_SECONDS = 60.0
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return example_runs.write(tmp_path / "run", "rehearsal")
+
+
+def found(run: Path) -> Journal:
+    return journal.read(run / journal.FILE_NAME, keep_samples=False)
+
+
+def children() -> str | None:
+    """This process's children; None where the kernel does not tell."""
+    told = Path(f"/proc/self/task/{os.getpid()}/children")
+    return told.read_text() if told.exists() else None
+
+
+def test_all_reports_are_there_and_nothing_is_said(run: Path) -> None:
+    before = children()
+    assert render_apart(found(run), run, GENEROUS_SECONDS) is None
+    assert {"results.json", "metrics.prom", "report.html"} <= set(os.listdir(run))
+    assert json.loads((run / "results.json").read_text())["verdict"]["word"] == "REHEARSED"
+    assert children() == before
+
+
+def slow(journal: Journal, folder: Path, kinds: tuple[str, ...]) -> Mapping[str, str]:
+    if kinds == ("html",):
+        (folder / f".report.html.{os.getpid()}.tmp").write_text("half")
+        time.sleep(600)
+    return {}
+
+
+def test_one_that_takes_too_long_is_killed_and_leaves_nothing_behind(run: Path) -> None:
+    begin = time.monotonic()
+    missing = render_apart(found(run), run, 1.0, write=slow)
+    assert time.monotonic() - begin < GENEROUS_SECONDS
+    assert missing == (f"report.html: not rendered within 1 s; gpucluster report {run} --all DIR renders it again")
+    assert [name for name in os.listdir(run) if name.startswith(".")] == []
+
+
+def test_it_ends_by_itself_where_nobody_is_left_to_kill_it(run: Path) -> None:
+    def says_who_it_is(journal: Journal, folder: Path, kinds: tuple[str, ...]) -> Mapping[str, str]:
+        (folder / "pid").write_text(str(os.getpid()))
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(600)
+        return {}
+
+    if (recorder := os.fork()) == 0:
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)  # as a recorder does
+            render_apart(found(run), run, 1.0, write=says_who_it_is)
+        finally:
+            os._exit(1)
+    os.waitpid(recorder, 0)
+    assert wait_for_end(int((run / "pid").read_text()), GENEROUS_SECONDS)
+
+
+def dying(journal: Journal, folder: Path, kinds: tuple[str, ...]) -> Mapping[str, str]:
+    if kinds == ("prometheus",):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
+def test_one_that_dies_costs_itself_and_those_after_it(run: Path) -> None:
+    missing = render_apart(found(run), run, GENEROUS_SECONDS, write=dying)
+    assert missing is not None
+    why = "the process that rendered it has died"
+    assert missing.startswith(f"metrics.prom: {why}; report.html: {why}; gpucluster report ")
+
+
+def failing(journal: Journal, folder: Path, kinds: tuple[str, ...]) -> Mapping[str, str]:
+    if kinds == ("json",):
+        return {"results.json": "cannot be rendered: ValueError: \x1b[31m\nmore"}
+    return {}
+
+
+def test_one_that_fails_says_why_and_the_others_go_on(run: Path) -> None:
+    missing = render_apart(found(run), run, GENEROUS_SECONDS, write=failing)
+    assert missing is not None
+    assert missing.startswith("results.json: cannot be rendered: ValueError: ")
+    assert "report.html" not in missing
+
+
+def raising(journal: Journal, folder: Path, kinds: tuple[str, ...]) -> Mapping[str, str]:
+    raise MemoryError
+
+
+def test_the_child_never_comes_back_as_a_second_parent(run: Path) -> None:
+    me = os.getpid()
+    missing = render_apart(found(run), run, GENEROUS_SECONDS, write=raising)
+    assert os.getpid() == me
+    assert missing is not None
+    assert missing.count("has died") == 3
+
+
+def test_without_room_for_a_process_it_is_said(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_fork() -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", no_fork)
+    before = len(os.listdir("/proc/self/fd"))
+    missing = render_apart(found(run), run, GENEROUS_SECONDS)
+    assert missing is not None
+    assert missing.count("no process can be started for it: Resource temporarily unavailable") == 3
+    assert len(os.listdir("/proc/self/fd")) == before
