@@ -32,12 +32,13 @@ lint: $(STAMP) ## check style, format and types
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-perf: $(STAMP) ## measure the cost of agreement, our LoRA loop beside Trainer's, loader settings; simulate the rules
+perf: $(STAMP) ## measure the cost of agreement and reports, our LoRA loop beside Trainer's, loader settings; simulate the rules
 	OMP_NUM_THREADS=1 $(PY) perf/agreement.py
 	OMP_NUM_THREADS=1 $(PY) perf/training.py
 	OMP_NUM_THREADS=1 $(PY) perf/loader.py
 	OMP_NUM_THREADS=1 $(PY) perf/collectives.py
 	OMP_NUM_THREADS=1 $(PY) perf/sampler.py
+	$(PY) perf/reports.py
 	$(PY) perf/rules.py
 	$(PY) perf/isolation.py
 

@@ -12,7 +12,8 @@ from pytest_gpucluster import cublas, nccl_log, refused
 from pytest_gpucluster.agreement.release import nccl
 from pytest_gpucluster.errors import UsageProblem
 from pytest_gpucluster.fixtures import RUN
-from pytest_gpucluster.local import DIRECTORY, SAMPLER, Controller, Worker, worker_count
+from pytest_gpucluster.local import Controller, worker_count
+from pytest_gpucluster.local_worker import DIRECTORY, SAMPLER, Worker
 from pytest_gpucluster.opening import run_line
 from pytest_gpucluster.run import Run, WorkerPlace
 from pytest_gpucluster.session import Session, take_junit

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -11,10 +13,24 @@ from typing import Protocol, cast
 
 from pytest_gpucluster import __version__
 
-USAGE = 2
+DONE, USAGE, NO_OUTPUT = 0, 2, 4
+READER_GONE = 141
+"""As a shell says of a program that SIGPIPE has ended. Never 0: `gpucluster compare OLD NEW | head` may end before the
+answer is known."""
+
+_TAKES_NO_MORE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""What the standard output may say of a file that it was led to. Commands meet the errors of their own files."""
 
 COMMANDS = {
+    "info": "tell what this node is: CPUs, GPUs, topology, ports, driver stack",
+    "run": "run torchrun over pytest, and end with pytest's own exit code",
+    "watch": "show what this node is doing: GPUs, links, ports, processes",
     "report": "render the reports of a run again from its journal",
+    "merge": "make one journal, with one verdict, of several runs of one cluster",
+    "fleet": "show the runs of many nodes as one matrix, with outliers and whom to drain",
+    "compare": "tell what has become better or worse from one run to another",
+    "accept": "write, verify and compare acceptance records",
+    "thresholds": "check and explain limits, and propose floors from accepted runs",
     "verdict": "print a run's verdict, and end with its exit code",
     "sweep": "run the suite on every node alone, then on the survivors together",
     "golden": "make a golden loss curve of one or more runs",
@@ -22,11 +38,15 @@ COMMANDS = {
 }
 """Word -> what it does, in the order of the help. The module is ``commands.<word>``."""
 
-PASSING_ON = {"sweep"}
+PASSING_ON = {"run", "sweep"}
 """Words whose arguments after the first ``--`` belong to somebody else."""
 
+FOR_OTHERS = {"run"}
+"""Words of which options that they do not know belong to somebody else, too: they are ``options.for_others``."""
+
 _EPILOG = """\
-`gpucluster COMMAND --help` has the examples and the exit codes of a command. 2 is wrong usage everywhere.
+`gpucluster COMMAND --help` has the examples and the exit codes of a command. 2 is wrong usage everywhere,
+141 says that whoever read the output has closed it.
 """
 
 
@@ -43,13 +63,25 @@ class Command(Protocol):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
+    if sys.stdout is None:  # closed by whoever started this: all that is said would be lost, and the end a good one
+        print("gpucluster: the standard output is closed", file=sys.stderr)
+        return USAGE
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Where the locale has no character for it, a name or an ellipsis is shown by its number, as on standard error.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    code = READER_GONE
     try:
         code = _module(options.command).run(options)
         sys.stdout.flush()
     except BrokenPipeError:
         # Whoever read this has had enough, as `head` has. Python would complain once more when it closes the stream.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except OSError as error:
+        if error.filename is not None or error.errno not in _TAKES_NO_MORE:
+            raise
+        print(f"gpucluster: the standard output cannot be written to: {error.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NO_OUTPUT if code in (DONE, READER_GONE) else code
     return code
 
 
@@ -76,7 +108,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         inner = commands.add_parser(name, help=does)
         if name == said:
             _module(name).configure(inner)
-    options = parser.parse_args(words)
+    if said in FOR_OTHERS:
+        options, others = parser.parse_known_args(words)
+        options.for_others = others
+    else:
+        options = parser.parse_args(words)
     if options.command is None:
         parser.print_help(sys.stderr)
         raise SystemExit(USAGE)

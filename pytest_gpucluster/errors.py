@@ -15,7 +15,8 @@
     |-- MeasurementError             ``measure`` was called with something that is no measurement
     |   `-- UnitError                  a quantity or unit that cannot be understood, or that is of another dimension
     |-- InconclusiveMeasurement      the samples scatter too much to hold against a limit: never a pass
-    `-- JournalError                 a journal that is missing, foreign, or newer than this version
+    |-- JournalError                 a journal that is missing, foreign, or newer than this version
+    `-- RecordError                  an acceptance record that is missing, foreign, damaged, or newer than this version
 
 Every message says where, what was found and what is allowed, and what to do.
 """
@@ -85,3 +86,7 @@ class InconclusiveMeasurement(GpuClusterError):
 
 class JournalError(GpuClusterError):
     """A journal cannot be read: missing, foreign, or written by a newer version."""
+
+
+class RecordError(GpuClusterError):
+    """An acceptance record cannot be read, or is not as it was sealed."""

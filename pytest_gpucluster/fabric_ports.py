@@ -85,6 +85,16 @@ class NodePorts:
                 for device in self.adapters.devices
                 if device.name in used
             ],
+            "adapters": [
+                {
+                    "name": device.name,
+                    "board": device.board,
+                    "guid": device.guid,
+                    "firmware": device.firmware,
+                    "pci_bus_id": device.pci or "",
+                }
+                for device in self.adapters.devices
+            ],
             "peer_memory": str(self.peer_memory),
             "leaf_switch": self.leaf or "unknown",
         }

@@ -166,12 +166,13 @@ class Adapters:
         return cls(devices=tuple(map(device, told["devices"])), why_not=told["why_not"])
 
 
-def read(sysfs: Path = SYSFS, *, gids: bool = True) -> Adapters:
+def read(sysfs: Path = SYSFS, *, gids: bool = True, only_bytes: bool = False) -> Adapters:
     """Read all HCAs of this node.
 
     Args:
         sysfs: where sysfs is mounted.
         gids: whether to read the tables of GIDs, which have hundreds of entries on RoCE ports.
+        only_bytes: of the counters only ``BYTES``: the firmware is asked for each of the others.
     """
     folder = sysfs / "class" / "infiniband"
     try:
@@ -180,10 +181,10 @@ def read(sysfs: Path = SYSFS, *, gids: bool = True) -> Adapters:
         return Adapters(why_not=f"{folder}: {error.strerror or error}")
     if not names:
         return Adapters(why_not=f"{folder} is empty")
-    return Adapters(devices=tuple(_device(folder / name, gids=gids) for name in names))
+    return Adapters(devices=tuple(_device(folder / name, gids=gids, only_bytes=only_bytes) for name in names))
 
 
-def _device(folder: Path, *, gids: bool) -> Device:
+def _device(folder: Path, *, gids: bool, only_bytes: bool) -> Device:
     try:
         numbers = sorted(int(entry.name) for entry in (folder / "ports").iterdir() if entry.name.isdigit())
     except OSError:
@@ -197,17 +198,17 @@ def _device(folder: Path, *, gids: bool) -> Device:
         guid=_text(folder / "node_guid"),
         pci=normalised((folder / "device").resolve().name),
         numa_node=node if node is not None and node >= 0 else None,
-        ports=tuple(_port(folder, number, gids=gids) for number in numbers),
+        ports=tuple(_port(folder, number, gids=gids, only_bytes=only_bytes) for number in numbers),
     )
 
 
-def _port(device: Path, number: int, *, gids: bool) -> Port:
+def _port(device: Path, number: int, *, gids: bool, only_bytes: bool) -> Port:
     folder = device / "ports" / str(number)
     table = tuple(_gids(folder)) if gids else ()
     rate = _text(folder / "rate")
     amount = re.match(r"([0-9.]+) Gb/sec", rate)
     layer = _text(folder / "link_layer")
-    counters = dict(_counters(folder))
+    counters = dict(_counters(folder, only_bytes))
     interface = _text(folder / "gid_attrs" / "ndevs" / "0") if layer == ETHERNET else ""
     if interface and (downs := _number(device / "device" / "net" / interface / CARRIER_DOWN)) is not None:
         counters[CARRIER_DOWN] = downs
@@ -226,11 +227,11 @@ def _port(device: Path, number: int, *, gids: bool) -> Port:
     )
 
 
-def _counters(port: Path) -> Iterator[tuple[str, int]]:
-    for name in (*ERRORS, *CONGESTION, *BYTES):
+def _counters(port: Path, only_bytes: bool) -> Iterator[tuple[str, int]]:
+    for name in BYTES if only_bytes else (*ERRORS, *CONGESTION, *BYTES):
         if (count := _number(port / "counters" / name)) is not None:
             yield (BYTES[name], count * BYTES_PER_WORD) if name in BYTES else (name, count)
-    for name in HARDWARE_ERRORS:
+    for name in () if only_bytes else HARDWARE_ERRORS:
         if (count := _number(port / "hw_counters" / name)) is not None:
             yield name, count
 

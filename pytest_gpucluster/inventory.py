@@ -23,6 +23,9 @@ Device = Literal["cuda", "cpu"]
 TOLD_BY_NVML = {
     "serial": "serial",
     "vbios": "vbios",
+    "board_part_number": "board.part_number",
+    "inforom": "inforom",
+    "gsp_firmware": "gsp.firmware",
     "power_limit_watts": "power.limit",
     "ecc": "ecc.mode",
     "mig": "mig.mode",
@@ -95,8 +98,8 @@ def identify(
         rank, host, node_rank, local_rank, local_world_size, pid: as launched.
         start_time: clock ticks since boot, to tell a reused pid; None where there is no /proc.
         gpu: ``index`` (NVML's), ``uuid``, ``pci_bus_id``, ``name``, ``memory_bytes``, ``serial``, ``vbios``,
-        ``power_limit_watts``, ``ecc`` and ``mig`` (true for on); None on cpu. What only NVML knows is None where it
-        does not tell.
+        ``board_part_number``, ``inforom``, ``gsp_firmware``, ``power_limit_watts``, ``ecc`` and ``mig`` (true for on);
+        None on cpu. What only NVML knows is None where it does not tell.
         cuda_index: N of ``cuda:N``; None on cpu.
         versions: ``python``, ``torch``, ``cuda``, ``nccl``, ``driver``, ``pytest_gpucluster``.
         visible_gpus, node_gpus: the GPUs that CUDA shows to this process, and that NVML counts.

@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from pytest_gpucluster.record import TestRecord
     from pytest_gpucluster.run import Run
 
-EXCLUDE = "exclude.txt"
-"""In the run's folder: the nodes to leave out of the next jobs."""
-
 _OUT_OF_MEMORY = re.compile("out of memory", re.IGNORECASE)
 """Of CUDA, and of NCCL, which has no exception of its own for it. Source: cudaGetErrorString of
 cudaErrorMemoryAllocation."""
@@ -154,6 +151,7 @@ class Isolator:
 
     def _exclude(self, plan: Plan) -> str:
         """Write exclude.txt beside the journal, if there are culprits; return where it is, or why it is not there."""
+        from pytest_gpucluster.isolation.exclude import FILE_NAME as EXCLUDE
         from pytest_gpucluster.isolation.exclude import exclude_text
 
         assert self._found is not None

@@ -8,12 +8,15 @@ all reports.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import BinaryIO
 
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal_fields import Fields
@@ -24,6 +27,7 @@ from pytest_gpucluster.journal_lines import (
     Environment,
     JUnitOptions,
     LimitsInForce,
+    MergedFrom,
     Problem,
     RankOutcome,
     RankPlace,
@@ -61,6 +65,7 @@ __all__ = [
     "JudgedLimit",
     "JudgedMetric",
     "LimitsInForce",
+    "MergedFrom",
     "Problem",
     "RankOutcome",
     "RankPlace",
@@ -78,6 +83,8 @@ __all__ = [
 
 SCHEMA_VERSION = 1
 FILE_NAME = "journal.jsonl"
+_BLANK = b"\0\r\n\t "
+"""What a file may hold that was made and never written."""
 # A failed limit outweighs a broken run: the hardware is rejected even if the run then fell over.
 _SEVERITY = {"passed": 0, "skipped": 1, "error": 2, "failed": 3}
 
@@ -162,9 +169,12 @@ class Journal:
 
     def place(self, rank: int) -> RankPlace | None:
         """Return where a rank runs, or None if it never reported."""
-        if self.cluster is None:
-            return None
-        return next((place for place in self.cluster.ranks if place.rank == rank), None)
+        return self._places.get(rank)
+
+    @cached_property
+    def _places(self) -> Mapping[int, RankPlace]:
+        """Rank -> its place. Reports ask for each of a thousand ranks."""
+        return {} if self.cluster is None else {place.rank: place for place in reversed(self.cluster.ranks)}
 
 
 def _combined(earlier: TestResult, later: TestResult) -> TestResult:
@@ -199,11 +209,13 @@ class JournalBuilder:
     """Make a :class:`Journal` of lines that come one by one.
 
     With ``keep_samples=False`` the samples behind each value are left out, so that a process which only
-    renders reports stays small however many ranks there are.
+    renders reports stays small however many ranks there are. ``slim`` takes each result as it is read, and returns what
+    is to be kept of it.
     """
 
-    def __init__(self, *, keep_samples: bool = True) -> None:
+    def __init__(self, *, keep_samples: bool = True, slim: Callable[[TestResult], TestResult] | None = None) -> None:
         self._keep_samples = keep_samples
+        self._slim = slim
         self._journal: Journal | None = None
         self._results: dict[str, TestResult] = {}
 
@@ -238,6 +250,7 @@ class JournalBuilder:
             journal = replace(journal, running=read_started(fields), recent_problem=None)
         elif kind == "test":
             result = read_test_result(fields, self._keep_samples)
+            result = result if self._slim is None else self._slim(result)
             self._take(result)
             if journal.running is not None and journal.running.nodeid == result.nodeid:
                 journal = replace(journal, running=None)
@@ -276,42 +289,51 @@ class JournalBuilder:
         return replace(self._journal, results=tuple(self._results.values()), cut=cut)
 
 
-def read(path: Path, *, keep_samples: bool = True) -> Journal:
+def read(path: Path, *, keep_samples: bool = True, slim: Callable[[TestResult], TestResult] | None = None) -> Journal:
     """Read a journal, also one whose writer was killed.
 
     A last line that is cut off is left out and noted in ``Journal.cut``. Anything else that is not as it was
     written is an error: a report made from half of the evidence must not look like one made from all of it.
 
+    Args:
+        path: of the journal.
+        keep_samples: as of ``JournalBuilder``.
+        slim: as of ``JournalBuilder``.
+
     Raises:
         JournalError: no such file, not a journal, or written by a newer version.
     """
+    builder = JournalBuilder(keep_samples=keep_samples, slim=slim)
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            cut = _read_lines(file, builder, path)
     except FileNotFoundError:
         raise JournalError(f"{path}: no such journal; name a {FILE_NAME}, or the folder of a run") from None
     except OSError as error:
         raise JournalError(f"{path}: cannot be read: {error.strerror or error}") from None
-    if not content.strip(b"\0\r\n\t "):
-        raise JournalError(f"{path}: empty: the run ended before it was recorded")
-    lines = content.split(b"\n")
-    # A complete file ends with a newline, so what follows the last one was cut off while it was written.
-    if not lines[-1]:
-        lines.pop()
-    builder = JournalBuilder(keep_samples=keep_samples)
-    cut = False
-    for number, raw in enumerate(lines, start=1):
+    return builder.journal(cut=cut)
+
+
+def _read_lines(file: BinaryIO, builder: JournalBuilder, path: Path) -> bool:
+    """Add all lines, one by one: a journal of a thousand ranks is large. Return whether the last one was cut off."""
+    number = 0
+    for number, raw in enumerate(file, start=1):
         where = f"{path}:{number}"
         try:
             value = json.loads(raw.decode("utf-8"))
         except (ValueError, RecursionError) as error:
             if number == 1:
+                if not (raw + file.read()).strip(_BLANK):
+                    break
                 raise JournalError(f"{where}: not a journal of this project, or cut off in its first line") from None
-            if number < len(lines):
+            if file.read(1):
                 raise JournalError(f"{where}: damaged: not a line of JSON ({error})") from None
-            cut = True
-            break
+            return True
         builder.add(value, where)
-    return builder.journal(cut=cut)
+    else:
+        if number:
+            return False
+    raise JournalError(f"{path}: empty: the run ended before it was recorded")
 
 
 def locate(place: Path) -> Path:
@@ -376,21 +398,44 @@ class JournalWriter:
         """Write what is waiting, to a file made by the first call.
 
         Raises:
-            OSError: the disk did not take all of it, or there is such a file, which is another run's.
+            OSError: the disk did not take all of it, or there is such a file, which is another run's, or somebody has
+                removed the file since.
         """
         if self._descriptor < 0:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
             self._descriptor = os.open(self.path, flags, 0o644)
         while self.waiting:
             # A full disk takes a part of a line; the rest follows it as soon as there is room.
             written = os.write(self._descriptor, self.waiting)
             del self.waiting[:written]
+        self._require_in_place()
+
+    def content(self) -> bytes:
+        """Return all lines, also those that are not on disk, and those in a file that somebody has removed.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        if self._descriptor < 0:
+            return bytes(self.waiting)
+        with os.fdopen(os.dup(self._descriptor), "rb") as file:
+            file.seek(0)
+            return file.read() + self.waiting
+
+    def _require_in_place(self) -> None:
+        try:
+            is_in_place = os.path.samestat(os.fstat(self._descriptor), self.path.stat())
+        except FileNotFoundError:
+            is_in_place = False
+        if not is_in_place:  # what is written now is found by nobody
+            what = "somebody has removed or replaced it during the run"
+            raise FileNotFoundError(errno.ENOENT, what, str(self.path))
 
     def sync(self) -> None:
         """Write what is waiting and make the file outlive a power cut.
 
         Raises:
-            OSError: the disk did not take all of it.
+            OSError: the disk did not take all of it, or the file is not in its place any more.
         """
         self.flush()
         os.fsync(self._descriptor)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pytest_gpucluster import verdict
 from pytest_gpucluster.explanation import most_telling
 from pytest_gpucluster.journal_fields import Fields
 from pytest_gpucluster.journal_measurements import JudgedMetric, read_judged
@@ -31,6 +32,19 @@ class JUnitOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MergedFrom:
+    """One of the runs that a merged journal was made of."""
+
+    journal: str = ""
+    """Where its journal was."""
+    sha256: str = ""
+    run_id: str = ""
+    started_at: str = ""
+    verdict: str = ""
+    exit: int = 11
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """The first line: what was asked for, where, and with which versions."""
 
@@ -49,6 +63,17 @@ class Run:
     versions: Mapping[str, str] = field(default_factory=dict)
     plugin_version: str = ""
     junit: JUnitOptions = field(default_factory=JUnitOptions)
+    merged_from: tuple[MergedFrom, ...] = ()
+    """The runs that were merged, the oldest first; empty for a run of its own."""
+    merged_despite: tuple[str, ...] = ()
+    """In what the clusters of the merged runs differ."""
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """Return the criteria that the operator demanded by name."""
+        value, _ = self.options.get("require", ("None", ""))
+        names = [] if value == "None" else [name.strip() for name in value.split(",")]
+        return tuple(dict.fromkeys(filter(None, names)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +191,23 @@ class TestResult:
     """What each rank's GPU did during the body, and what its counters have counted."""
     isolation: Mapping[str, Any] = field(default_factory=dict)
     """What the search for who is to blame has found; empty where there was none."""
+    applicable: bool = True
+    """False where the declared topology has too few ranks or nodes for it."""
+    unjudged: str = ""
+    """Why none of its values was held against a limit, although the test asked for it."""
+
+    @property
+    def for_verdict(self) -> verdict.TestResult:
+        """Return what the verdict needs to know of it."""
+        return verdict.TestResult(
+            nodeid=self.nodeid,
+            criterion=self.criterion,
+            outcome=self.outcome,
+            message=self.message,
+            applicable=self.applicable,
+            unjudged=self.unjudged,
+            attempts=self.attempts,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,6 +272,18 @@ def read_run(line: Fields) -> Run:
             log_passing=junit.flag("log_passing", defaults.log_passing),
             duration_report=junit.text("duration_report", defaults.duration_report),
         ),
+        merged_from=tuple(
+            MergedFrom(
+                journal=each.text("journal", ""),
+                sha256=each.text("sha256", ""),
+                run_id=each.text("run_id", ""),
+                started_at=each.text("started_at", ""),
+                verdict=each.text("verdict", ""),
+                exit=each.integer("exit", 11),
+            )
+            for each in line.each("merged_from")
+        ),
+        merged_despite=tuple(str(text) for text in line.items("merged_despite")),
     )
 
 
@@ -300,6 +354,8 @@ def read_test_result(line: Fields, keep_samples: bool) -> TestResult:
         attempts=line.integer("attempts", 1),
         telemetry=_telemetry(line, keep_samples),
         isolation=line.mapping("isolation"),
+        applicable=line.flag("applicable", True),
+        unjudged=line.text("unjudged", ""),
     )
 
 
@@ -308,7 +364,8 @@ def _telemetry(line: Fields, keep_samples: bool) -> Mapping[int, Mapping[str, An
     told = line.mapping_by_rank("telemetry")
     if keep_samples or line.text("outcome") != "passed":
         return told
-    return {rank: seen for rank, seen in told.items() if rank == most_telling(told)}
+    telling = most_telling(told)
+    return {} if telling is None else {telling: told[telling]}
 
 
 def read_workload(line: Fields) -> Workload:

@@ -52,6 +52,8 @@ class JudgedMetric:
     ratio_to_median: float | None = None
     peak_ratio: float | None = None
     telemetry: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    baseline: Mapping[str, Any] = field(default_factory=dict)
+    """What it is beside the baseline's value (docs/compare.md); empty without a baseline."""
 
 
 def _limit(limit: Fields) -> JudgedLimit:
@@ -97,4 +99,5 @@ def read_judged(line: Fields, keep_samples: bool) -> JudgedMetric:
         ratio_to_median=line.optional_number("ratio_to_median"),
         peak_ratio=line.optional_number("peak_ratio"),
         telemetry=telemetry,
+        baseline=line.mapping("baseline"),
     )

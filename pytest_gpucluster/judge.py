@@ -62,13 +62,15 @@ def judge(
     gpu_name: str | None,
     meanwhile: Mapping[int, Mapping[str, Any]] = NOTHING,
     host_of: Mapping[int, str] = NOTHING,
+    known: Callable[[str], Metric] = metrics.known,
 ) -> Judgement:
     """Judge all measurements of one test.
 
     ``world`` maps every rank to how it is called in messages, ``node_of`` to its node. ``sku`` is None where
     the GPU is unknown. ``meanwhile`` is what each rank's GPU did during the test, which may explain a missed value;
-    it decides nothing. ``host_of`` maps ranks to what their node is called in messages. That nothing at all was
-    measured is for the caller to judge; it gives an empty, passed judgement here.
+    it decides nothing. ``host_of`` maps ranks to what their node is called in messages. ``known`` tells what a metric
+    is: who judges a journal anew may not have the site's own metrics. That nothing at all was measured is for the
+    caller to judge; it gives an empty, passed judgement here.
 
     Raises: KeyError if a rank of ``world`` is not in ``node_of``; MeasurementError if a metric is unknown.
     """
@@ -86,7 +88,7 @@ def judge(
         for measured in by_rank[rank]:
             key = measured.metric, tuple(sorted(measured.labels.items()))
             groups.setdefault(key, []).append((rank, measured))
-    judged = tuple(_judge_group(metrics.known(name), group, court) for (name, _), group in groups.items())
+    judged = tuple(_judge_group(known(name), group, court) for (name, _), group in groups.items())
     statuses = {item.status for item in judged}
     outcome: Outcome = "failed" if "failed" in statuses else "error" if "error" in statuses else "passed"
     decisive = [item for item in judged if item.status == outcome] if outcome != "passed" else []

@@ -48,6 +48,8 @@ class Judged:
     reason: str
     misses: Mapping[int, str] = field(default_factory=dict)
     advice: str = ""
+    baseline: Mapping[str, Any] = field(default_factory=dict)
+    """What it is beside the baseline's value, in plain JSON types; empty without a baseline."""
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -77,6 +79,7 @@ class Judged:
             "telemetry": {str(rank): dict(seen) for rank, seen in self.telemetry.items()},
             "peak_ratio": _optional(self.peak_ratio),
             "reason": self.reason,
+            **({"baseline": dict(self.baseline)} if self.baseline else {}),
         }
 
 

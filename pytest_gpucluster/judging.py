@@ -11,7 +11,7 @@ from pytest_gpucluster.errors import MeasurementError
 from pytest_gpucluster.judge import judge
 from pytest_gpucluster.metrics import Measurement
 from pytest_gpucluster.record import TestRecord, unique
-from pytest_gpucluster.reports.terminal import measurement_table
+from pytest_gpucluster.reports.text import measurement_table
 from pytest_gpucluster.wording import first_line
 
 if TYPE_CHECKING:
@@ -48,6 +48,15 @@ def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequenc
         meanwhile=record.telemetry,
         host_of=dict(enumerate(run.joined.hosts)) if run.joined else {},
     )
+    if run.baseline is not None:
+        judgement, notes = run.baseline.hold(
+            judgement,
+            nodeid=record.test.nodeid,
+            name=record.test.name,
+            facts=run.conditions(run.joined.who if run.joined else {}),
+            names=run.names,
+        )
+        record.properties = unique([*record.properties, *notes])
     record.measurements = [judged.to_json() for judged in judgement.measurements]
     asked = any(not measured.record_only for measurements in by_rank.values() for measured in measurements)
     if asked and all(judged.status == "recorded" for judged in judgement.measurements):
@@ -64,7 +73,7 @@ def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequenc
         outcome=judgement.outcome,
         message=first_line(judgement.message),
         text=judgement.text if merged.outcome == "passed" else f"{judgement.text}\n\n{merged.text}",
-        table=measurement_table(record.measurements),
+        table=measurement_table(record.result().measurements),
         culprits=sorted(missed),
         released=[rank for rank in merged.released if rank not in missed],
         ranks=[

@@ -124,7 +124,7 @@ def _torchrun(environ: Mapping[str, str], hostname: str) -> RankFacts:
         master_addr=read.text("MASTER_ADDR"),
         master_port=read.master_port(None),
         agent_store=read.text("TORCHELASTIC_USE_AGENT_STORE", "False") == "True",
-        scheduler=_allocation(environ),
+        scheduler=allocation(environ),
     )
     read.below("RANK", "WORLD_SIZE")
     read.below("LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -185,7 +185,7 @@ def _openmpi(environ: Mapping[str, str], hostname: str) -> RankFacts:
         run_id=run_id,
         master_addr=read.master_addr("127.0.0.1" if nnodes == 1 else None, nnodes=nnodes),
         master_port=read.master_port(port),
-        scheduler=_allocation(environ),
+        scheduler=allocation(environ),
     )
     read.settle()
     return facts
@@ -242,7 +242,7 @@ def _slurm(environ: Mapping[str, str], hostname: str) -> RankFacts:
         run_id=f"slurm-{job}.{step}-{read.number('SLURM_RESTART_COUNT', 0)}",
         master_addr=read.master_addr(first_host, nnodes=nnodes),
         master_port=read.master_port(_FIRST_PORT + (16 * job + step) % _PORTS),
-        scheduler=_allocation(environ),
+        scheduler=allocation(environ),
     )
     read.settle()
     return facts
@@ -310,7 +310,7 @@ def _kubernetes(environ: Mapping[str, str], hostname: str) -> RankFacts:
         run_id=f"kubernetes-{address}-{port}",
         master_addr=address,
         master_port=port,
-        scheduler=_allocation(environ),
+        scheduler=allocation(environ),
     )
 
 
@@ -344,11 +344,11 @@ def _alone(environ: Mapping[str, str], hostname: str) -> RankFacts:
         hostname=hostname,
         launcher="single",
         run_id="single",
-        scheduler=_allocation(environ),
+        scheduler=allocation(environ),
     )
 
 
-def _allocation(environ: Mapping[str, str]) -> Allocation:
+def allocation(environ: Mapping[str, str]) -> Allocation:
     """What the scheduler gave: the step's nodes inside a step (srun -N was a decision), else the whole job's.
 
     A variable of the scheduler that cannot be read declares nothing, and is no reason to refuse the ranks of

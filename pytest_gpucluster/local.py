@@ -8,38 +8,34 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from pytest_gpucluster import left_behind
+from pytest_gpucluster import closing, left_behind
 from pytest_gpucluster.agreement import collection
 from pytest_gpucluster.agreement.merge import Merged, RankOutcome, merge
+from pytest_gpucluster.announcement import announce
+from pytest_gpucluster.console import BROKE, Console, Status
 from pytest_gpucluster.errors import LaunchError
 from pytest_gpucluster.failure import MergedRepr, line_of, skip_reason
 from pytest_gpucluster.judging import judge_merged
-from pytest_gpucluster.left_behind import LeftBehind
-from pytest_gpucluster.markers import criterion_of
-from pytest_gpucluster.metrics import Measurement
+from pytest_gpucluster.live_hooks import begin_for_workers
+from pytest_gpucluster.local_worker import DIRECTORY, PROPERTY, SAMPLER
 from pytest_gpucluster.opening import Opening
-from pytest_gpucluster.phase import Phases
+from pytest_gpucluster.progress import STEPS
 from pytest_gpucluster.record import TestName, TestRecord, unique
+from pytest_gpucluster.reports.criterion_text import summary_text
+from pytest_gpucluster.reports.outline import row_of
 from pytest_gpucluster.run import Run
 from pytest_gpucluster.run_directory import ARTIFACTS
 from pytest_gpucluster.selection import is_selection, only_lists
-from pytest_gpucluster.session import Session, last_error, take_junit
+from pytest_gpucluster.session import last_error, take_junit
 from pytest_gpucluster.wording import first_line
 from pytest_gpucluster.workloads import WorkloadRecord
 
-SAMPLER = "gpucluster_sampler"
-"""The key of ``workerinput`` in which a worker is told of the node's sampler."""
-DIRECTORY = "gpucluster_directory"
-"""The key of ``workerinput`` in which a worker is told of the run's folder."""
 _BAD = ("failed", "error", "hung", "lost")
-PROPERTY = "gpucluster"
-"""The one key of ``report.user_properties`` in which a worker's outcome travels, as plain JSON types."""
 
 
 def worker_count(config: pytest.Config) -> int:
@@ -57,70 +53,6 @@ def worker_count(config: pytest.Config) -> int:
             "GPU only. Use --dist each: pytest -n <GPUs> --dist each --max-worker-restart=0 -m single_gpu acceptance/"
         )
     return sum(int(spec.partition("*")[0]) if spec.partition("*")[1] else 1 for spec in specs)
-
-
-class Worker(Session):
-    """A worker: one rank that judges nothing and sends what it measured to the controller."""
-
-    def __init__(self, config: pytest.Config, run: Run) -> None:
-        super().__init__(config, run)
-        self._phases = Phases(run, judges=False, keep=self._leave_behind)
-        self._has_told = False
-
-    def look_over(self, session: pytest.Session) -> None:
-        """Leave it to the controller to say that the tests cannot be run: nothing is left to run here."""
-        try:
-            super().look_over(session)
-        except pytest.UsageError as error:
-            session.items[:] = []
-            self._config.workeroutput[PROPERTY] = str(error)  # type: ignore[attr-defined]  # by xdist, for its workers
-
-    def collected(self, session: pytest.Session) -> None:
-        """Leave the comparison of collections to the controller."""
-
-    def made(self, report: pytest.TestReport, item: pytest.Item) -> None:
-        """Put this rank's outcome into the report, which travels to the controller."""
-        outcome = self._phases.last_outcome
-        run = self._run
-        assert run.joined is not None
-        record = run.records.get(item.nodeid)
-        workload = run.workload_record.line() if run.workload_record is not None and not self._has_told else None
-        self._has_told = True
-        report.user_properties.append(
-            (
-                PROPERTY,
-                {
-                    "workload": workload,
-                    "who": dict(run.joined.who[0]),
-                    "criterion": criterion_of(item),
-                    "applicable": record.applicable if record is not None else True,
-                    "outcome": outcome.to_json() if outcome is not None else None,
-                },
-            )
-        )
-
-    def _leave_behind(self, item: pytest.Item, message: str, measured: Sequence[Measurement]) -> None:
-        """Keep what an interrupted body has measured where the controller looks for it: no report is sent any more."""
-        place = self._run.place
-        if place is None or not place.directory or not measured:
-            return
-        outcome = RankOutcome(
-            rank=place.index,
-            outcome="error",
-            message=message,
-            text=message,
-            measurements=[each.to_json() for each in measured],
-        )
-        left = LeftBehind(nodeid=item.nodeid, outcome=outcome, properties=list(item.user_properties))
-        with suppress(OSError):  # then nothing is known of this worker, which is no pass, and Ctrl-C goes on
-            left.write(self._run.artifacts_directory())
-
-    def show(self, report: pytest.TestReport) -> None:
-        """Say nothing: the controller does."""
-        self._phases.shown.take_subtest(report)
-
-    def finish(self, session: pytest.Session) -> None:
-        """Keep pytest's own exit status: the verdict is the controller's."""
 
 
 @dataclass(kw_only=True)
@@ -144,6 +76,7 @@ class Controller:
     def __init__(self, config: pytest.Config, run: Run, workers: int) -> None:
         self._config = config
         self._run = run
+        self._console = Console(config, run)
         self._workers = workers
         self._tests: dict[str, _Parts] = {}
         self._collections: dict[int, Sequence[str]] = {}
@@ -158,6 +91,8 @@ class Controller:
         self._to_finish: pytest.Session | None = None
         self._sampler: Mapping[str, Any] = {}
         """How the workers reach the sampler of this node; nothing on cpu."""
+        self._steps: str | None = None
+        """Where the first worker says how far it is, if the live line shows it."""
         self._workload_rank = 0
         """The worker that told its workload first."""
         take_junit(config, run)
@@ -173,10 +108,11 @@ class Controller:
         Opening(self._run).open_for_workers(self._workers)
         if not self._run.rehearsal:
             self._sampler = self._run.accompaniment.start()
+        self._steps = begin_for_workers(self._config, self._run)
 
     def header(self) -> list[str]:
         """Return the lines under pytest's own header."""
-        return self._run.header()
+        return self._console.header()
 
     def collect_report(self, report: pytest.CollectReport) -> None:
         """Put on record what a worker cannot collect."""
@@ -217,11 +153,15 @@ class Controller:
     def made(self, report: pytest.TestReport, item: pytest.Item) -> None:
         """No test runs in this process."""
 
-    def status(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
-        """Hide the parts of a test; show a broken one as an error."""
+    def status(self, report: pytest.TestReport, told: Status) -> Status:
+        """Hide the parts of a test; show a broken one as an error; begin a criterion's line."""
         if hasattr(report, "context") or report in self._hidden:  # a subtest is told with its test
             return "", "", ""
-        return ("error", "E", "ERROR") if report in self._errors else None
+        return self._console.status(report, BROKE if report in self._errors else told)
+
+    def shown(self, report: pytest.TestReport) -> None:
+        """Say what was measured, under or beside what pytest has said."""
+        self._console.tell(report)
 
     # ---- what comes from the workers -------------------------------------------------------------------------
 
@@ -230,6 +170,8 @@ class Controller:
         told: dict[str, Any] = {SAMPLER: dict(self._sampler)} if self._sampler else {}
         if self._run.directory is not None:
             told[DIRECTORY] = str(self._run.directory.resolve())
+        if self._steps is not None:
+            told[STEPS] = self._steps
         return told
 
     def worker_collected(self, worker: str, node_ids: Sequence[str]) -> None:
@@ -304,6 +246,9 @@ class Controller:
         if rank not in self._who:
             self._who[rank] = {**body["who"], "rank": rank, "local_rank": rank}
             self._run.take_worker(rank, self._who[rank])
+            if len(self._who) == self._workers:  # before the first test is judged, which names who was at fault
+                self._run.send_cluster(self._who)
+                self._console.say(self._console.cluster())
         if body.get("workload") is not None:
             self._take_workload(rank, WorkloadRecord.from_line(body["workload"]))
         outcome = RankOutcome.from_json(rank, body["outcome"]) if body["outcome"] else None
@@ -333,10 +278,7 @@ class Controller:
         if known is None:
             self._workload_rank = rank
             self._run.take_workload(workload)
-            reporter = self._config.pluginmanager.get_plugin("terminalreporter")
-            if reporter is not None:
-                reporter.ensure_newline()
-                reporter.write_line(f"gpucluster workload: {workload}")
+            self._console.say(self._console.workload())
             return
         first = {self._workload_rank: known.compared, rank: workload.compared}
         different = collection.workload_disagreement(first, self._run.names, subset=False)
@@ -389,6 +331,9 @@ class Controller:
             record.properties = unique([*record.properties, *own])
             record.sections = list(reports[-1].sections)
         self._run.records[record.test.nodeid] = record
+        if carrier is not None and bad:
+            repr_: Any = carrier.longrepr
+            repr_.reprcrash.message = summary_text(row_of(record.result()), self._run.account.journal())
         self._run.send(record.line())
 
     def _merged(self, parts: _Parts) -> Merged:
@@ -443,8 +388,8 @@ class Controller:
         alike = len(self._collections) == self._workers and len(set(map(tuple, self._collections.values()))) == 1
         why = self._cannot_collect if alike and not self._tests else None
         refused = self._cannot_run if not self._tests else None
-        session.exitstatus = self._run.finish_for_workers(
-            int(session.exitstatus), why=why, refused=refused, cut_short=cut_short
+        session.exitstatus = closing.finish_for_workers(
+            self._run, int(session.exitstatus), why=why, refused=refused, cut_short=cut_short
         )
 
     def _take_left_behind(self) -> set[str]:
@@ -477,14 +422,16 @@ class Controller:
     def last_words(self, session: pytest.Session) -> None:
         """Print the verdict under everything else."""
         self._finish()
+        if not self._finished:
+            return
+        announce(self._run)
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
-        if self._run.verdict is None or reporter is None or not self._finished:
+        if reporter is None:
             return
         if self._cannot_run is not None and "\n" in self._cannot_run:  # the verdict tells the first line only
             for line in self._cannot_run.splitlines():
                 reporter.write_line(line, red=True)
-        for line, markup in self._run.closing_lines():
-            reporter.write_line(line, **markup)
+        self._console.close()
 
     def close(self) -> None:
         """End what was started for the workers."""

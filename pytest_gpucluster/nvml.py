@@ -8,7 +8,9 @@ Source: NVML API reference, https://docs.nvidia.com/deploy/nvml-api/
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from pytest_gpucluster.errors import EnvironmentBroken
@@ -17,6 +19,13 @@ from pytest_gpucluster.nvml_queries import text
 
 NOT_AVAILABLE = "not available"
 Absence = Literal["not supported", "no permission", "lost", "failed"]
+
+
+COMMON_ANCESTORS: Mapping[int, str] = MappingProxyType(
+    {0: "internal", 10: "single", 20: "multiple", 30: "hostbridge", 40: "node", 50: "system"}
+)
+"""What two GPUs have in common: the board, one PCIe switch, several of them, a host bridge, a NUMA node, the machine.
+Source: nvml.h, nvmlGpuTopologyLevel_t."""
 
 
 class NotAvailable(Exception):
@@ -48,6 +57,19 @@ class Nvml(Protocol):
 
     def count(self) -> int:
         """GPUs of this node that this process may use, also those that do not answer."""
+
+    def uuids(self) -> tuple[str | None, ...]:
+        """UUID of each of those GPUs in NVML's order; None for one that does not answer."""
+
+    def listed(self) -> tuple[NvmlGpu, ...]:
+        """GPUs that this process may use and that answer, in NVML's order."""
+
+    def between(self, uuid: str, other: str) -> str:
+        """Name the nearest thing that the ways of two GPUs to their CPU have in common: one of ``COMMON_ANCESTORS``.
+
+        Raises:
+            NotAvailable: there is no answer; it says why.
+        """
 
     def find(self, uuid: str) -> NvmlGpu | None:
         """Look a GPU up by its full UUID (``GPU-...``, ``MIG-...``); None where NVML does not know it."""
@@ -88,6 +110,37 @@ class PyNvml:
     def count(self) -> int:
         """Count the GPUs that this process may use, also those that ``CUDA_VISIBLE_DEVICES`` hides."""
         return len(self._permitted())
+
+    def uuids(self) -> tuple[str | None, ...]:
+        """Read the UUID of each GPU that this process may use, None for one that does not answer."""
+        nvml = self._nvml
+        found: list[str | None] = []
+        for handle in self._permitted():
+            try:
+                found.append(None if handle is None else text(nvml.nvmlDeviceGetUUID(handle)))
+            except nvml.NVMLError:
+                found.append(None)
+        return tuple(found)
+
+    def listed(self) -> tuple[NvmlGpu, ...]:
+        """List the GPUs that answer; ``count`` tells of how many."""
+        found = []
+        for handle in self._permitted():
+            try:
+                known = None if handle is None else self.find(text(self._nvml.nvmlDeviceGetUUID(handle)))
+            except self._nvml.NVMLError:
+                continue  # what does not answer is missing here, and that is how it is noticed
+            found += [known] if known is not None else []
+        return tuple(found)
+
+    def between(self, uuid: str, other: str) -> str:
+        """Ask for the nearest common ancestor of two GPUs."""
+        nvml, function = self._nvml, "nvmlDeviceGetTopologyCommonAncestor"
+        try:
+            level = int(getattr(nvml, function)(self._gpu(uuid), self._gpu(other)))
+        except nvml.NVMLError as error:
+            raise _not_available(nvml, error, function) from error
+        return COMMON_ANCESTORS.get(level, f"unknown ({level})")
 
     def find(self, uuid: str) -> NvmlGpu | None:
         """Look a GPU up. A GPU that has fallen off the bus is not found, which the preflight reports."""

@@ -76,6 +76,34 @@ NVLINK5_COUNTERS: Mapping[str, str] = MappingProxyType(
 )
 """Error counters of a link from NVLink 5 on: field values whose scope is the link."""
 
+NVLINK_KIBIBYTES: Mapping[str, str] = MappingProxyType(
+    {
+        "sent": "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX",
+        "received": "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX",
+    }
+)
+"""Field values that count user data in KiB, of one link or, with ``ALL_LINKS`` as scope, of all. Source: nvml.h,
+NVLink throughput counters field values."""
+
+NVLINK5_BYTES: Mapping[str, str] = MappingProxyType(
+    {
+        "sent": "NVML_FI_DEV_NVLINK_COUNT_XMIT_BYTES",
+        "received": "NVML_FI_DEV_NVLINK_COUNT_RCV_BYTES",
+    }
+)
+"""Field values that count the bytes of one link from NVLink 5 on."""
+
+ALL_LINKS = 2**32 - 1
+"""UINT_MAX as scope: the sum over all links. Source: nvml.h."""
+
+LINK_ENDS: Mapping[int, str] = MappingProxyType({0: "gpu", 1: "npu", 2: "switch", 255: "unknown"})
+"""Source: nvml.h, nvmlIntNvLinkDeviceType_t; an npu is IBM's POWER CPU."""
+
+LINK_VERSIONS: Mapping[int, str] = MappingProxyType(
+    {1: "1.0", 2: "2.0", 3: "2.2", 4: "3.0", 5: "3.1", 6: "4.0", 7: "5.0", 8: "6.0"}
+)
+"""NVML numbers the versions: an A100 says 5 and means 3.1. Source: nvml.h, NVML_NVLINK_VERSION_*."""
+
 FABRIC_STATES = ("not supported", "not started", "in progress", "completed")
 """By NVML_GPU_FABRIC_STATE_*."""
 
@@ -139,6 +167,35 @@ def _links(nvml: Any, gpu: Any) -> dict[int, bool]:
         except (nvml.NVMLError_NotSupported, nvml.NVMLError_InvalidArgument):
             continue
     return states
+
+
+def _of_links(nvml: Any, gpu: Any, ask: Callable[[int], Any]) -> dict[int, Any]:
+    """Ask about each link that is up; those that this GPU tells nothing of are left out."""
+    told: dict[int, Any] = {}
+    for link in [link for link, up in _links(nvml, gpu).items() if up]:
+        try:
+            told[link] = ask(link)
+        except (nvml.NVMLError_NotSupported, nvml.NVMLError_InvalidArgument):
+            continue
+    return told
+
+
+def _link_ends(nvml: Any, gpu: Any) -> dict[int, tuple[str, str]]:
+    def end(link: int) -> tuple[str, str]:
+        kind = int(nvml.nvmlDeviceGetNvLinkRemoteDeviceType(gpu, link))
+        # On a system with switches the driver gives the switch's address as zeros.
+        address = text(nvml.nvmlDeviceGetNvLinkRemotePciInfo(gpu, link).busId)
+        return LINK_ENDS.get(kind, f"unknown ({kind})"), address
+
+    return _of_links(nvml, gpu, end)
+
+
+def _link_versions(nvml: Any, gpu: Any) -> dict[int, str]:
+    def version(link: int) -> str:
+        number = int(nvml.nvmlDeviceGetNvLinkVersion(gpu, link))
+        return LINK_VERSIONS.get(number, f"unknown ({number})")
+
+    return _of_links(nvml, gpu, version)
 
 
 def _switch_links(nvml: Any, gpu: Any) -> int:
@@ -231,6 +288,20 @@ def _fabric_told(nvml: Any, info: Any, mask: int) -> dict[str, Any]:
     }
 
 
+def _link_bytes(nvml: Any, gpu: Any) -> dict[str, int]:
+    """Ask for all links together; where a generation does not count so, add up what its links have counted."""
+    found = _fields(nvml, gpu, NVLINK_KIBIBYTES, ALL_LINKS)
+    if len(found) == len(NVLINK_KIBIBYTES):
+        return {name: 1024 * count for name, count in found.items()}
+    totals: dict[str, int] = {}
+    for link in (link for link, up in _links(nvml, gpu).items() if up):
+        for name, count in _fields(nvml, gpu, NVLINK5_BYTES, link).items():
+            totals[name] = totals.get(name, 0) + count
+    if len(totals) < len(NVLINK5_BYTES):
+        raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
+    return totals
+
+
 def _number(function: str) -> Callable[[Any, Any], int]:
     return lambda nvml, gpu: int(getattr(nvml, function)(gpu))
 
@@ -262,6 +333,9 @@ def _table() -> dict[str, Query]:
 
     plain("serial", "text", "nvmlDeviceGetSerial", _words, "Serial number of the board.")
     plain("vbios", "text", "nvmlDeviceGetVbiosVersion", _words, "Version of the video BIOS.")
+    plain("board.part_number", "text", "nvmlDeviceGetBoardPartNumber", _words, "Part number of the board.")
+    plain("inforom", "text", "nvmlDeviceGetInforomImageVersion", _words, "Version of the whole InfoROM on the board.")
+    plain("gsp.firmware", "text", "nvmlDeviceGetGspFirmwareVersion", _words, "Version of the GSP's firmware.")
     memory = "nvmlDeviceGetMemoryInfo_v2"
     add("memory.total", "B", memory, _memory("total"), "Device memory, what the driver keeps included.", of_slice=True)
     add("memory.free", "B", memory, _memory("free"), "Memory that nobody uses.", of_slice=True)
@@ -315,6 +389,13 @@ def _table() -> dict[str, Query]:
     plain("clock.sm", "MHz", "nvmlDeviceGetClockInfo", lambda _: _clock("SM"), "Clock of the SMs.")
     plain("clock.sm.max", "MHz", "nvmlDeviceGetMaxClockInfo", lambda _: _max_clock("SM"), "Highest clock of the SMs.")
     plain("clock.memory", "MHz", "nvmlDeviceGetClockInfo", lambda _: _clock("MEM"), "Clock of the memory.")
+    plain(
+        "clock.memory.max",
+        "MHz",
+        "nvmlDeviceGetMaxClockInfo",
+        lambda _: _max_clock("MEM"),
+        "Highest clock of the memory.",
+    )
     plain("power.draw", "W", "nvmlDeviceGetPowerUsage", _watts, "Power of the board.")
     plain("power.limit", "W", "nvmlDeviceGetEnforcedPowerLimit", _watts, "Power limit that is enforced.")
     plain("power.limit.default", "W", "nvmlDeviceGetPowerManagementDefaultLimit", _watts, "Power limit by default.")
@@ -365,6 +446,20 @@ def _table() -> dict[str, Query]:
     plain("pcie.width.max", "lanes", "nvmlDeviceGetMaxPcieLinkWidth", _number, "Most lanes of this card in this slot.")
     plain("pcie.replays", "replays", "nvmlDeviceGetPcieReplayCounter", _number, "Packets sent again over PCIe.")
     add("nvlink.up", "link -> bool", "nvmlDeviceGetNvLinkState", _links, "The card's NVLinks, and whether each is up.")
+    add(
+        "nvlink.ends",
+        "link -> (kind, address)",
+        "nvmlDeviceGetNvLinkRemoteDeviceType, nvmlDeviceGetNvLinkRemotePciInfo",
+        _link_ends,
+        "What is at the other end of each NVLink that is up: gpu, switch or npu, and its PCI address.",
+    )
+    plain(
+        "nvlink.version",
+        "link -> version",
+        "nvmlDeviceGetNvLinkVersion",
+        lambda _: _link_versions,
+        "Version of NVLink of each link that is up.",
+    )
     add("nvlink.switch", "links", "nvmlDeviceGetFieldValues", _switch_links, "NVLinks that lead to an NVSwitch.")
     add(
         "nvlink.errors",
@@ -372,6 +467,13 @@ def _table() -> dict[str, Query]:
         "nvmlDeviceGetNvLinkErrorCounter, nvmlDeviceGetFieldValues",
         _link_errors,
         "Error counters of the NVLinks that are up, those that this generation has.",
+    )
+    add(
+        "nvlink.bytes",
+        "sent, received -> B",
+        "nvmlDeviceGetFieldValues",
+        _link_bytes,
+        "Bytes that have gone over the GPU's NVLinks, all together; they only grow.",
     )
     add(
         "fabric",

@@ -7,18 +7,20 @@ import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pytest_gpucluster import __version__, options, refused, verdict
+from pytest_gpucluster import __version__, closing, exit_note, options, refused, verdict
 from pytest_gpucluster.accompaniment import Place
 from pytest_gpucluster.agreement import host, preflight, vitals
 from pytest_gpucluster.agreement.exchange import Exchange
 from pytest_gpucluster.agreement.join import Joined, Refusal, Refused, join
 from pytest_gpucluster.agreement.store import connect
 from pytest_gpucluster.agreement.watch import Watch
+from pytest_gpucluster.announcement import announce
 from pytest_gpucluster.cluster import Cluster
 from pytest_gpucluster.errors import EnvironmentBroken, GpuClusterError, LaunchError, OptionError, UsageProblem
 from pytest_gpucluster.launch import RankFacts
@@ -107,6 +109,7 @@ class Opening:
                 )
             if self._run.rank == 0 and self._run.place is None:
                 self._run.load_thresholds()
+                self._run.load_baseline()
         except GpuClusterError as error:
             problem = problem or _refusal(error)
         return problem
@@ -128,6 +131,8 @@ class Opening:
         if settings is None:
             return
         read = {"thresholds": settings.thresholds, "golden": settings.golden}
+        if settings.baseline is not None:
+            read["baseline"] = settings.baseline
         read |= {f"data {data.key}": data.source.path for data in settings.data}
         for option, file in read.items():
             if file is not None and os.path.realpath(file) == os.path.realpath(path):
@@ -137,7 +142,13 @@ class Opening:
         self._run.directory = new_run_directory(options.report_directory(self._run.config, self._run.environ))
         self._run.junit_path = self._run.junit_path or self._run.directory / "junit.xml"
         self._run.recorder = Recorder.start(self._run.directory, self._run.junit_path)
-        self._run.recorder.send(self._first_line())
+        self._run.send(self._first_line())
+        begun = exit_note.BeginNote(
+            launcher=self._run.launcher, directory=str(self._run.directory.resolve()), recorder=self._run.recorder.pid
+        )
+        wrong = exit_note.begin(self._run.environ, begun)
+        if wrong is not None:
+            print(wrong, file=sys.stderr)
 
     def _first_line(self) -> dict[str, Any]:
         return {
@@ -189,7 +200,7 @@ class Opening:
             fault_file=self._run.fault_file.open(),
             on_ending=self._run.note_ending,
             on_beat=self._run.beat,
-            on_overtime=self._run.overtime,
+            on_overtime=partial(closing.overtime, self._run),
         )
         self._run.cluster = Cluster(
             facts,
@@ -317,21 +328,29 @@ class Opening:
         )
         self._run.send_cluster(who, [problem.text for problem in found])
         if not found:
-            return None
+            return self._foreign_baseline(who)
         text = "\n".join(problem.text for problem in found)
         return Refusal(message=first_line(found[0].text), text=text, exit=max(problem.exit for problem in found))
+
+    def _foreign_baseline(self, who: Mapping[int, Mapping[str, Any]]) -> Refusal | None:
+        baseline = self._run.baseline
+        why = baseline.why_foreign(self._run.conditions(who)) if baseline is not None else ""
+        if not why:
+            return None
+        return _refusal(OptionError(f"--gpucluster-baseline: nothing of this run can be held against it: {why}"))
 
     def _refuse(self, refusal: Refusal) -> None:
         """End the session before its first test, with a report."""
         problem = refused.problem_line(message=refusal.message, text=refusal.text, exit=refusal.exit)
         self._run.send(problem)
         self._run.verdict = verdict.Verdict(word=verdict.BROKEN, exit=refusal.exit, reason=refusal.message)
-        self._run.write_end()
+        closing.write_end(self._run)
         if self._run.recorder is None and self._run.rank == 0 and self._run.junit_path is not None:
             lost = refused.write_junit(self._run.junit_path, self._first_line(), problem, refusal.exit)
             if lost is not None:
                 print(f"ERROR: {lost}", file=sys.stderr)
-        self._run.tell_launcher()
+        announce(self._run)
+        closing.tell_launcher(self._run)
         text = refusal.text
         if self._run.recorder is not None:
             text += f"\nJUnit: {self._run.junit_path}"
@@ -343,7 +362,7 @@ class Opening:
     def _leave(self, refusal: Refusal) -> None:
         """End the session of a rank above 0 without a word: rank 0 says it for all."""
         self._run.verdict = verdict.Verdict(word=verdict.BROKEN, exit=refusal.exit, reason=refusal.message)
-        self._run.tell_launcher()
+        closing.tell_launcher(self._run)
         self._silence_stderr()
         # The agent waits for every rank; one exit code a node is enough, and gives one block in its summary.
         is_quiet = self._run.facts.agent_store and self._run.facts.local_rank != 0

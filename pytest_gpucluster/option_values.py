@@ -150,6 +150,45 @@ def data(text: str, base: Path) -> Any:
     return read_data(text, base)
 
 
+def journal(text: str, base: Path) -> Path:
+    """Read the place of an earlier run's journal.
+
+    A link such as ``latest`` is followed now: this run is about to become the latest one. Whether there is a journal,
+    only the rank that reads it needs to know.
+
+    Raises:
+        OptionError: no path.
+    """
+    from pytest_gpucluster.errors import JournalError  # as above
+    from pytest_gpucluster.journal import locate
+
+    if not text.strip():
+        raise OptionError("no path")
+    path = base / Path(text.strip()).expanduser()
+    try:
+        return locate(path).resolve()
+    except (JournalError, OSError):
+        return path
+
+
+class Percentage(float):
+    """A ratio that people read and write in percent."""
+
+    def __str__(self) -> str:
+        return f"{100 * self:g} %"
+
+
+def percentage(text: str) -> Percentage:
+    """Read by how much something may be worse, as a ratio.
+
+    Raises:
+        OptionError: as ``allowance``.
+    """
+    from pytest_gpucluster.comparison.allowance import allowance  # as above
+
+    return Percentage(allowance(text))
+
+
 def model(text: str, base: Path) -> Any:
     """Read a pretrained model's place (``training_inputs.Source``).
 

@@ -16,10 +16,12 @@ from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.option_values import Timeouts as Timeouts  # also found here
 from pytest_gpucluster.option_values import (
     data,
+    journal,
     model,
     names,
     one_of,
     override,
+    percentage,
     positive_seconds,
     shape,
     sizes,
@@ -200,6 +202,29 @@ OPTIONS = (
         takes="base",
         help="a golden loss curve, made by gpucluster golden; a curve that leaves its band is a failure",
     ),
+    _Option(
+        name="baseline",
+        metavar="JOURNAL",
+        parse=journal,
+        takes="base",
+        help="an earlier run, as its journal.jsonl or its folder; a criterion also fails when it is worse than there, "
+        "beyond noise and by more than --gpucluster-baseline-fail",
+    ),
+    _Option(
+        name="baseline-fail",
+        metavar="PERCENT",
+        default="3%",
+        parse=percentage,
+        help="by how much a value may be worse than in the baseline, in percent of that (default: 3 percent)",
+    ),
+    _Option(
+        name="live",
+        metavar="auto|never",
+        default="auto",
+        parse=one_of("auto", "never"),
+        help="a live line on the terminal of rank 0 while a test runs; auto: where there is one, and neither a CI "
+        "system nor -q, -s or --pdb (default: auto)",
+    ),
 )
 
 
@@ -297,6 +322,7 @@ def resolve(config: pytest.Config, environ: Mapping[str, str] = os.environ) -> S
         found[option.name.replace("-", "_")] = Setting(value=value, origin=origin)
     complaints += _nothing_to_resume(found)
     complaints += _overridden_twice(found)
+    complaints += _nothing_to_hold_against(found)
     if found["soak"].value is not None and found["profile"].origin == "default":
         found["profile"] = Setting(value="soak", origin=f"--gpucluster-soak, {found['soak'].origin}")
     if complaints:
@@ -329,6 +355,13 @@ def _nothing_to_resume(found: Mapping[str, Setting]) -> list[str]:
         f"--gpucluster-resume ({found['resume'].origin}): without --gpucluster-scratch there is no checkpoint to go on "
         "from, since every run has a folder of its own; name the folder that the interrupted run had"
     ]
+
+
+def _nothing_to_hold_against(found: Mapping[str, Setting]) -> list[str]:
+    allowed = found["baseline_fail"]
+    if found["baseline"].value is not None or allowed.origin == "default":
+        return []
+    return [f"--gpucluster-baseline-fail ({allowed.origin}): nothing is compared without --gpucluster-baseline"]
 
 
 def _overrides(found: Mapping[str, Setting], names: Sequence[str] = OVERRIDING) -> tuple[Any, ...]:

@@ -44,7 +44,8 @@ def read(sysfs: Path = Path("/sys"), proc: Path = Path("/proc"), release: str | 
         sysfs, proc: where they are mounted.
         release: of the kernel, such as ``5.15.0-1063-nvidia``; by default of the one that runs.
     """
-    module = next((name for name in MODULES if (sysfs / "module" / name).is_dir()), "")
+    # Path.is_dir raises where a folder above is closed to this user.
+    module = next((name for name in MODULES if os.path.isdir(sysfs / "module" / name)), "")
     return PeerMemory(module=module, why_no_dma_buf=_why_no_dma_buf(proc, release or os.uname().release))
 
 

@@ -14,6 +14,7 @@ import pytest
 from pytest_gpucluster import options
 
 if TYPE_CHECKING:
+    from pytest_gpucluster.console import Status
     from pytest_gpucluster.local import Controller
     from pytest_gpucluster.session import Session
 
@@ -162,15 +163,18 @@ class Hooks:
         self._session.made(report, item)
         return report
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Let rank 0's report say what all ranks agreed on, before anybody reads it."""
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None, None, None]:
+        """Let rank 0's report say what all ranks agreed on, before anybody reads it; then say what was measured."""
         self._session.show(report)
+        yield
+        self._session.shown(report)
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_report_teststatus(self, report: pytest.TestReport) -> Generator[None, Status, Status]:
         """Show what broke the run as an error, not as a failure of the hardware."""
-        return self._session.status(report)
+        told = yield
+        return self._session.status(report, told)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:

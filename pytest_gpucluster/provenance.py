@@ -15,6 +15,9 @@ RECORDED = ("CUDA_", "GPUCLUSTER_", "NCCL_", "NVSHMEM_", "OMP_", "PYTORCH_", "TO
 RECORDED_WHOLE = ("CUBLAS_WORKSPACE_CONFIG", "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_JOB_PARTITION", "TZ")
 """More such names. Nothing else is recorded: an environment may hold secrets."""
 
+NOT_RECORDED = ("GPUCLUSTER_EXIT_NOTES",)
+"""A folder that is made for one run and changes nothing."""
+
 
 def limits_line(*, sku: str | None, gpu_name: str | None, files: Sequence[Path]) -> dict[str, Any]:
     """Return the journal's line of the limits in force: for which SKU, and of which files, later ones overlaying.
@@ -39,7 +42,7 @@ def environment_line(environ: Mapping[str, str], hostname: str) -> dict[str, Any
         "variables": {
             name: value
             for name, value in sorted(environ.items())
-            if name.startswith(RECORDED) or name in RECORDED_WHOLE
+            if name not in NOT_RECORDED and (name.startswith(RECORDED) or name in RECORDED_WHOLE)
         },
     }
 

@@ -9,6 +9,8 @@ from datetime import datetime, timezone
 from typing import Any
 
 from pytest_gpucluster.agreement.merge import Merged
+from pytest_gpucluster.journal_fields import Fields
+from pytest_gpucluster.journal_lines import TestResult, read_test_result
 from pytest_gpucluster.wording import first_line
 
 _PARAMETERS = re.compile(r"\[.*$", re.DOTALL)
@@ -157,7 +159,19 @@ class TestRecord:
             body["telemetry"] = {str(rank): dict(told) for rank, told in sorted(self.telemetry.items())}
         if self.isolation is not None:
             body["isolation"] = dict(self.isolation)
+        if not self.applicable:
+            body["applicable"] = False
+        if self.unjudged:
+            body["unjudged"] = self.unjudged
         return body
+
+    def result(self) -> TestResult:
+        """Return the test as a reader of the journal finds it so far, without the samples behind the values.
+
+        Raises: JournalError if it cannot be read.
+        """
+        measurements = [{**measured, "samples": {}} for measured in self.measurements]
+        return read_test_result(Fields({**self.line(), "measurements": measurements}, self.test.nodeid), False)
 
     def _refine(self, when: str, merged: Merged | None) -> str:
         if merged is not None and merged.outcome in ("failed", "error"):

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpucluster import light_process
 from pytest_gpucluster.journal import encode
+from pytest_gpucluster.reports import folder as reports
 
 if TYPE_CHECKING:
     import subprocess
@@ -62,7 +63,7 @@ class Recorder:
     returns it. In a process forked from rank 0 every method does nothing.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], channel: socket.socket) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], channel: socket.socket, run_dir: Path) -> None:
         self.pid = process.pid
         self._process = process
         self._channel = channel
@@ -74,7 +75,12 @@ class Recorder:
         self._failure: str | None = None
         self._stuck: str | None = None
         self._is_gone = False
+        self._run_dir = run_dir
         self._acknowledged: list[str | None] = []
+        """What it said when the record was closed."""
+        self._knows_reports = False
+        self.missing: str | None = None
+        """After the end: which reports are not beside the journal, and why. Of the JUnit file :meth:`finish` tells."""
 
     @classmethod
     def start(
@@ -131,7 +137,7 @@ class Recorder:
         finally:
             theirs.close()
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        return cls(process, ours)
+        return cls(process, ours, Path(os.path.abspath(run_dir)))
 
     @property
     def failure(self) -> str | None:
@@ -171,9 +177,10 @@ class Recorder:
             self._lock.release()
 
     def finish(self, end_line: Mapping[str, object], timeout: float) -> str | None:
-        """Send the closing line and wait until journal and JUnit are on disk.
+        """Send the closing line and wait until journal and JUnit are on disk, and the other reports are, too.
 
-        Returns None then. Otherwise one line: what is not on disk, why, and where it was put instead.
+        Returns None then. Otherwise one line: what is not on disk, why, and where it was put instead. Of the other
+        reports :attr:`missing` tells: whatever happens to them is no failure of the record.
         """
         if self._is_foreign():
             return None
@@ -181,24 +188,32 @@ class Recorder:
         with self._lock:
             self._waiting.extend(_packets(END + encode(end_line)))
             self._flush(timeout)
-            while not self._acknowledged and not self._is_gone:
+            while not self._knows_reports and not self._is_gone:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
                 self._hear(left)
             if self._acknowledged:
-                self._channel.close()
-                self._is_gone = True
-                import subprocess
-
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(timeout=max(1.0, deadline - time.monotonic()))
+                self._leave(deadline)
                 return self._acknowledged[0]
             if self._is_gone:
                 return self._failure or f"the recorder (pid {self.pid}) has ended"
             why = self._failure or self._stuck
             unconfirmed = f"the recorder (pid {self.pid}) has not confirmed the reports on disk within {timeout:g} s"
             return f"{unconfirmed}: {why}" if why else unconfirmed
+
+    def _leave(self, deadline: float) -> None:
+        """Let go of a recorder that has closed the record, whether or not it has come to the end of the reports."""
+        import subprocess
+
+        self._channel.close()
+        self._is_gone = True
+        if not self._knows_reports:
+            names = ", ".join(reports.FILES_OF_A_RUN)
+            self.missing = f"{names}: not known whether they are there; {reports.AGAIN.format(self._run_dir)}"
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=max(1.0, deadline - time.monotonic()))
 
     def _is_foreign(self) -> bool:
         return os.getpid() != self._owner
@@ -251,27 +266,29 @@ class Recorder:
             if not packet:
                 self._note_end()
                 return
-            said = json.loads(packet)
-            if "done" in said:
-                self._acknowledged.append(said["done"])
+            self._take(json.loads(packet))
+            if self._acknowledged:
                 return
-            self._failure = said["failure"]
             timeout = 0.0
+
+    def _take(self, said: Mapping[str, str | None]) -> None:
+        if "failure" in said:
+            self._failure = said["failure"]
+        if "done" in said:
+            self._acknowledged.append(said["done"])
+        if "missing" in said:
+            self.missing, self._knows_reports = said["missing"], True
 
     def _note_end(self) -> None:
         """Remember that the recorder is gone, with the last that it said."""
         if self._is_gone:
             return
-        if not self._acknowledged:
+        if not self._knows_reports:
             # What it said before it ended is still to be read.
             with contextlib.suppress(OSError, ValueError):
                 self._channel.settimeout(0.0)
                 while packet := self._channel.recv(CHUNK_BYTES):
-                    said = json.loads(packet)
-                    if "done" in said:
-                        self._acknowledged.append(said["done"])
-                    else:
-                        self._failure = said["failure"]
+                    self._take(json.loads(packet))
         self._is_gone = True
         self._channel.close()
         if self._acknowledged:

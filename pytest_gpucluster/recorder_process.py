@@ -24,9 +24,13 @@ from pytest_gpucluster import fault_dump, light_process
 from pytest_gpucluster.journal import Journal
 from pytest_gpucluster.recorder import BEAT, CHUNK_BYTES, END, FAULT_FILE, HEADER, LINE
 from pytest_gpucluster.recording import OWN_PROBLEM, Record
+from pytest_gpucluster.reports import folder as reports
 from pytest_gpucluster.wording import MESSAGE_CHARACTERS, one_line
 
 _TICK_SECONDS = 0.5
+# All reports together, with the end of the record. Rank 0 waits for them, and so do the launchers: 10 s (closing.py).
+_REPORTS_SECONDS = 7.0
+_LEAST_SECONDS = 0.5
 _FAULT_BYTES = 64 * 1024
 
 _STATES = {
@@ -65,6 +69,7 @@ class Session:
         self._last_packet = 0
         self._is_connected = True
         self._is_closed = False
+        self._is_prepared = False
         self._heard_at = time.monotonic()
         self._started_at = time.monotonic()
         self._silence = ""
@@ -75,6 +80,8 @@ class Session:
     def serve(self) -> None:
         """Record until the closing line has come or rank 0 has ended, and everything is on disk."""
         self._channel.setblocking(False)
+        # Held by a child that renders, it would stay open when this process is killed: nobody would hear of that.
+        os.register_at_fork(after_in_child=self._channel.close)
         poller = select.poll()
         poller.register(self._channel, select.POLLIN)
         end = light_process.end_descriptor(self._parent)
@@ -92,14 +99,27 @@ class Session:
             if self._is_closed or has_ended:
                 break
             self._watch_rank_0()
+            self._prepare()
             if time.monotonic() >= self._record.due_at():
                 self._record.render()
             self._tell()
         if not self._is_closed:
             self._write_obituary()
-        failure = self._record.close()
-        if not self._say({"done": failure}) and failure:
-            print(f"gpucluster recorder: {failure}", file=sys.stderr, flush=True)
+        begin = time.monotonic()
+        self._conclude("done", self._record.close())
+        left = max(_LEAST_SECONDS, _REPORTS_SECONDS - (time.monotonic() - begin))
+        self._conclude("missing", self._record.render_reports(left))
+
+    def _conclude(self, what: str, told: str | None) -> None:
+        """Tell rank 0; in its place, where it is gone, whoever reads its standard error."""
+        if not self._say({what: told}) and told:
+            print(f"gpucluster recorder: {told}", file=sys.stderr, flush=True)
+
+    def _prepare(self) -> None:
+        """Load what the reports need, once, while rank 0 has begun to open the run and measures nothing yet."""
+        if not self._is_prepared and self._record.journal() is not None:
+            self._is_prepared = True
+            reports.prepare()
 
     def _take(self) -> None:
         while self._is_connected and not self._is_closed:

@@ -17,7 +17,10 @@ from pathlib import Path
 
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal import FILE_NAME, Journal, JournalBuilder, JournalWriter, encode
+from pytest_gpucluster.report_process import render_apart
 from pytest_gpucluster.reports import junit
+from pytest_gpucluster.reports.folder import FILES_OF_A_RUN
+from pytest_gpucluster.whole_file import write
 
 OWN_PROBLEM = "recorder"
 """The name of the problem that stands for a line which no reader would accept."""
@@ -98,7 +101,7 @@ class Record:
             return
         begin = time.monotonic()
         try:
-            junit.write(self._junit_path, junit.render(journal))
+            write(self._junit_path, junit.render(journal))
             self._junit_error = None
         except OSError as error:
             self._junit_error = _told(self._junit_path, error)
@@ -123,6 +126,19 @@ class Record:
         self._writer.close()
         return failure
 
+    def render_reports(self, seconds: float) -> str | None:
+        """Write the other reports beside the journal. Return what is missing of them, or None.
+
+        That is no failure of the record, of which they can be made at any time.
+        """
+        journal = self.journal()
+        if journal is None:
+            return None
+        if self._journal_error:
+            # It may be another run's folder, or a full disk: nothing is put beside a journal that is not this one.
+            return f"{', '.join(FILES_OF_A_RUN)}: not written beside a journal that is not whole; make them of its copy"
+        return render_apart(journal, self._writer.path.parent, seconds)
+
     def _rescue(self) -> str:
         """Write both files to the directory for temporary files and say where."""
         journal = self.journal()
@@ -132,10 +148,9 @@ class Record:
             if directory.exists():
                 directory = Path(tempfile.mkdtemp(prefix=f"gpucluster-{name}-"))
             directory.mkdir(mode=0o700, exist_ok=True)
-            content = self._writer.path.read_bytes() if self._writer.path.exists() else b""
-            (directory / FILE_NAME).write_bytes(content + self._writer.waiting)
+            (directory / FILE_NAME).write_bytes(self._writer.content())
             if self._junit_path is not None and journal is not None:
-                junit.write(directory / "report.xml", junit.render(journal))
+                write(directory / "report.xml", junit.render(journal))
         except Exception as error:  # the last resort: nothing is left but to say so
             return f"nor could they be written to the directory for temporary files: {error}"
         return f"complete copies are in {directory}"

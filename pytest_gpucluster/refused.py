@@ -17,6 +17,7 @@ from pytest_gpucluster.record import now
 from pytest_gpucluster.reports import junit
 from pytest_gpucluster.run_directory import require_writable
 from pytest_gpucluster.verdict import BROKEN
+from pytest_gpucluster.whole_file import write
 
 _STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd", "/proc")
 
@@ -54,7 +55,7 @@ def write_junit(path: Path, run_line: Mapping[str, Any], problem: Mapping[str, A
     builder.add(end)
     try:
         require_file(path)
-        junit.write(path, junit.render(builder.journal()))
+        write(path, junit.render(builder.journal()))
     except (OptionError, OSError) as error:
         return f"{path} is not replaced, whatever it says is of an earlier run: {error}"
     return None

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpucluster import suite_properties
+from pytest_gpucluster import closing, suite_properties
 from pytest_gpucluster.agreement import collection
 from pytest_gpucluster.agreement.ending import Ending
+from pytest_gpucluster.announcement import announce
+from pytest_gpucluster.console import BROKE, Console, Status
 from pytest_gpucluster.errors import EnvironmentBroken, UsageProblem
-from pytest_gpucluster.markers import deadline_of, require_usable
+from pytest_gpucluster.live_hooks import begin as begin_live
+from pytest_gpucluster.markers import criterion_of, deadline_of, require_usable
 from pytest_gpucluster.opening import Opening
 from pytest_gpucluster.phase import Phases, name_of
 from pytest_gpucluster.refused import asked_path
@@ -51,6 +54,9 @@ class Session:
         self._config = config
         self._run = run
         self._phases = Phases(run)
+        self._console = Console(config, run)
+        self._to_run: list[tuple[str, str | None]] = []
+        """Name and criterion of the tests that there is room for."""
         self._collection_errors: list[tuple[str, str]] = []
         self._node_ids: list[str] = []
         self._subset = any(getattr(config.option, name, False) for name in _OF_THE_CACHE[:5])
@@ -73,6 +79,7 @@ class Session:
             return
         self._run.selection = is_selection(self._config)
         Opening(self._run).open()
+        begin_live(self._config, self._run)
 
     def _silence(self) -> None:
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
@@ -86,7 +93,7 @@ class Session:
 
     def header(self) -> list[str]:
         """Return the lines under pytest's own header."""
-        return self._run.header()
+        return self._console.header()
 
     def started(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
         """Nothing: :meth:`starts` knows more of the test."""
@@ -112,8 +119,9 @@ class Session:
             if run.settings is None or run.watch is None:  # tests are listed only
                 return
             room = run.room()
-            for item in session.items:
-                why_not_applicable(item, room)
+            self._to_run = [
+                (item.name, criterion_of(item)) for item in session.items if why_not_applicable(item, room) is None
+            ]
             loaded = read_workload(
                 session.items, root=self._config.rootpath, profile=run.profile, overrides=run.settings.overrides
             )
@@ -126,8 +134,7 @@ class Session:
 
     def after_collection(self) -> list[str]:
         """Return what is shown under the number of tests."""
-        record = self._run.workload_record
-        return [] if record is None else [f"gpucluster workload: {record}"]
+        return self._console.workload(self._to_run)
 
     def collected(self, session: pytest.Session) -> None:
         """Agree with all ranks on the tests to run. Every rank must call this."""
@@ -271,11 +278,15 @@ class Session:
         """Let the report say what all ranks agreed on."""
         self._phases.shown.show(report)
 
-    def status(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
-        """Return pytest's words for a call that broke, or None."""
+    def status(self, report: pytest.TestReport, told: Status) -> Status:
+        """Return pytest's words for a report, with its own changed where a call broke, or where a line is begun."""
         if self._phases.shown.is_folded(report):
             return "", "", ""
-        return ("error", "E", "ERROR") if self._phases.shown.is_error(report) else None
+        return self._console.status(report, BROKE if self._phases.shown.is_error(report) else told)
+
+    def shown(self, report: pytest.TestReport) -> None:
+        """Say what was measured, under or beside what pytest has said."""
+        self._console.tell(report)
 
     # ---- the end ---------------------------------------------------------------------------------------------
 
@@ -285,7 +296,7 @@ class Session:
             return
         self._finished = True
         why = self._why_not_collected()[0] if self._collection_errors else None
-        session.exitstatus = self._run.finish(int(session.exitstatus), why=why)
+        session.exitstatus = closing.finish(self._run, int(session.exitstatus), why=why)
 
     def last_words(self, session: pytest.Session) -> None:
         """Print the verdict under everything else."""
@@ -294,15 +305,13 @@ class Session:
             # The agent waits for every rank; one exit code a node is enough, and gives one block in its summary. But
             # when the run has broken, the first rank of the node may not be there any more to give it.
             session.exitstatus = 0
-        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
-        if self._run.rank != 0 or self._run.verdict is None or reporter is None or not self._finished:
-            return
-        for line, markup in self._run.closing_lines():
-            reporter.write_line(line, **markup)
+        if self._run.rank == 0 and self._finished:
+            announce(self._run)
+            self._console.close()
 
     def close(self) -> None:
         """Leave the run, once everything is printed."""
-        self._run.close()
+        closing.close(self._run)
         if self._own_cache is not None:
             self._own_cache.cleanup()
 

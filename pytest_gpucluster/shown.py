@@ -12,6 +12,8 @@ from _pytest.outcomes import Failed  # pytest.fail.Exception, under the name tha
 from pytest_gpucluster.agreement.merge import Merged
 from pytest_gpucluster.failure import MergedRepr, line_of, skip_reason
 from pytest_gpucluster.record import TestRecord, unique
+from pytest_gpucluster.reports.criterion_text import summary_text
+from pytest_gpucluster.reports.outline import row_of
 
 if TYPE_CHECKING:
     from pytest_gpucluster.isolating import Isolator
@@ -77,14 +79,24 @@ class Shown:
             record.start_again(line_of(report))
             return
         self._take(record, report, merged)
+        told: object = report.longrepr
+        if report.when == "call" and self.failure is not None and told is self.failure:
+            self._name_culprit(self.failure, record)
         if report.when == "teardown":
             self._isolator.tell(record, self.failure)
+            if record.isolation is not None and self.failure is not None:
+                self._name_culprit(self.failure, record)
         if report.when == "call" and record.measurements:
             report.user_properties.append(("gpucluster", {"measurements": record.measurements}))
         if report.when == "setup":
             record.between_attempts = False
         if report.when == "teardown" and not record.between_attempts:
             self._run.send(record.line())
+
+    def _name_culprit(self, failure: MergedRepr, record: TestRecord) -> None:
+        """Let pytest's short summary begin with who it was, for it has room for little more; on record is what was
+        missed, as it was judged."""
+        failure.reprcrash.message = summary_text(row_of(record.result()), self._run.account.journal())
 
     def _take(self, record: TestRecord, report: pytest.TestReport, merged: Merged | None) -> None:
         record.add(

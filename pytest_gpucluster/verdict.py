@@ -95,7 +95,7 @@ def decide(
         return Verdict(word=INCOMPLETE, exit=10, reason="; ".join(gaps))
     passed = [r for r in results if r.outcome == "passed"]
     reason = f"{len(passed)} passed; {topology}"
-    again = [str(r.criterion or r.nodeid) for r in passed if r.attempts > 1]
+    again = list(dict.fromkeys(str(r.criterion or r.nodeid) for r in passed if r.attempts > 1))
     if again:
         reason += f"; passed only when run again: {', '.join(again[:5])}"
     if selection:
@@ -128,7 +128,9 @@ def _missing(results: Sequence[TestResult], not_run: Collection[str], required: 
     }
     missing.update((nodeid, "never started") for nodeid in not_run)
     ran = {r.criterion for r in results if r.outcome == "passed"}
-    missing.update((name, "required, but not in the suite that ran") for name in required if name not in ran)
+    skipped = {r.criterion: f"required, and skipped: {r.message or 'no reason given'}" for r in results}
+    absent = "required, but not in the suite that ran"
+    missing.update((name, skipped.get(name, absent)) for name in required if name not in ran)
     if not missing and not any(r.outcome == "passed" for r in results):
         missing["everything"] = "each test was skipped or does not apply here"
     return missing

@@ -48,6 +48,17 @@ def _cut(line: str, characters: int) -> str:
     return line if len(line) <= characters else line[: characters - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
+def duration(seconds: float) -> str:
+    """Return a time as minutes and seconds, from an hour on with hours.
+
+    >>> duration(75.4), duration(7384)
+    ('1:15', '2:03:04')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 def rank_ranges(ranks: Iterable[int]) -> str:
     """Return "rank 3" or "ranks 0-2, 5"; after many ranges only how many ranks there are.
 

@@ -23,20 +23,35 @@ class FakeNvml:
         pci: Mapping[str, str] | None = None,
         count: int | None = None,
         silent: Iterable[str] = (),
+        ways: Mapping[frozenset[str], str | Exception] | None = None,
     ) -> None:
-        """``silent``: UUIDs that are counted and do not answer, as a lost GPU."""
+        """``silent``: UUIDs that are counted and do not answer, as a lost GPU. ``ways``: between two UUIDs, as
+        ``Nvml.between`` tells; "system" where nothing is planted."""
         self.gpus = {uuid: dict(values) for uuid, values in gpus.items()}
         for values in self.gpus.values():
             assert set(values) <= set(QUERIES), f"no such query: {sorted(set(values) - set(QUERIES))}"
         self.name, self.driver, self.silent = name, driver, set(silent)
         self.pci = dict(pci or {uuid: f"00000000:{0x1B + 0x10 * i:02X}:00.0" for i, uuid in enumerate(self.gpus)})
         self._count = count
+        self.ways = dict(ways or {})
 
     def driver_version(self) -> str:
         return self.driver
 
     def count(self) -> int:
         return len(self.gpus) if self._count is None else self._count
+
+    def uuids(self) -> tuple[str | None, ...]:
+        return tuple(None if uuid in self.silent else uuid for uuid in self.gpus)
+
+    def listed(self) -> tuple[NvmlGpu, ...]:
+        return tuple(gpu for gpu in map(self.find, self.gpus) if gpu is not None)
+
+    def between(self, uuid: str, other: str) -> str:
+        told = self.ways.get(frozenset((uuid, other)), "system")
+        if isinstance(told, BaseException):
+            raise told
+        return told
 
     def find(self, uuid: str) -> NvmlGpu | None:
         if uuid not in self.gpus or uuid in self.silent:
@@ -63,6 +78,9 @@ class FakeNvml:
 HEALTHY_H100: Mapping[str, Any] = {
     "serial": "1650123456789",
     "vbios": "96.00.74.00.01",
+    "board.part_number": "900-2G520-0000-000",
+    "inforom": "G520.0200.00.05",
+    "gsp.firmware": "580.65.06",
     "memory.total": 85_520_809_984,
     "memory.free": 84_400_000_000,
     "memory.used": 520_000_000,
@@ -79,6 +97,7 @@ HEALTHY_H100: Mapping[str, Any] = {
     "clock.sm": 1755,
     "clock.sm.max": 1980,
     "clock.memory": 2619,
+    "clock.memory.max": 2619,
     "power.draw": 690.0,
     "power.limit": 700.0,
     "power.limit.default": 700.0,
@@ -93,6 +112,8 @@ HEALTHY_H100: Mapping[str, Any] = {
     "pcie.width.max": 16,
     "pcie.replays": 0,
     "nvlink.up": dict.fromkeys(range(18), True),
+    "nvlink.ends": dict.fromkeys(range(18), ("switch", "00000000:00:00.0")),
+    "nvlink.version": dict.fromkeys(range(18), "4.0"),
     "nvlink.switch": 18,
     "nvlink.errors": {name: dict.fromkeys(range(18), 0) for name in ("replay", "recovery", "crc_flit")},
     "fabric": {"state": "completed", "status": "success", "health": ()},

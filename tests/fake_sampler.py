@@ -4,7 +4,7 @@
 
 The process reads the planted values from a file. A value is what NVML would say; ``{"turns": [1, 2, 3]}`` gives each
 once and then always the last; ``{"not available": [reason, kind]}`` raises; ``{"hang": SECONDS}`` does not answer for
-so long; ``{"spend": SECONDS, "value": 5}`` burns processor time before it answers.
+so long; ``{"spend": SECONDS, "value": 5}`` burns processor time before it answers; ``{"plain": {...}}`` is an object.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ def command(folder: Path, gpus: Mapping[str, Mapping[str, Any]] | None) -> tuple
 def _answer(planted: Any) -> Any:
     if not isinstance(planted, dict):
         return tuple(planted) if isinstance(planted, list) else planted
+    if "plain" in planted:
+        return planted["plain"]
     if "turns" in planted:
         return _turns([_answer(value) for value in planted["turns"]])
     if "not available" in planted:

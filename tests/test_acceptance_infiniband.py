@@ -92,6 +92,14 @@ def test_two_nodes_that_are_alike_are_accepted(tmp_path: Path) -> None:
     assert {rank: told["cards"][0] for rank, told in judged.telemetry.items()} == dict.fromkeys(
         (0, 1), "mlx5_0: MT_0000000838, firmware 28.39.2048, PCI 0000:16:00.0, NUMA node 0"
     )
+    second = {
+        "name": "mlx5_1",
+        "board": "MT_0000000838",
+        "guid": "a088:c203:00ab:1234",
+        "firmware": "28.39.2048",
+        "pci_bus_id": "0000:17:00.0",
+    }
+    assert [told["adapters"][1] for told in judged.telemetry.values()] == [second, second]
     properties = dict(found.journal.results[0].properties)
     assert properties["fabric.expected"].startswith("yes: ")
     assert properties["fabric.peer_memory"] == "module nvidia_peermem"

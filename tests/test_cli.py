@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import subprocess
 import sys
 
@@ -52,7 +54,8 @@ def test_help_names_every_command_and_imports_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.endswith("[]\n")
     for name in cli.COMMANDS:
-        assert f"\n    {name} " in done.stdout
+        assert f"\n    {name}" in done.stdout
+        assert " ".join(cli.COMMANDS[name].split()) in " ".join(done.stdout.split())
 
 
 def test_the_module_is_the_command():
@@ -64,6 +67,71 @@ def test_the_module_is_the_command():
         check=True,
     )
     assert done.stdout == f"pytest-gpucluster {pytest_gpucluster.__version__}\n"
+
+
+def run_into(stdout, tmp_path, body):
+    """Run a command that does this, and return its exit code and what it has complained of."""
+    script = f"""
+import sys, types
+from pytest_gpucluster import cli
+def run(options):
+    {body}
+cli._module = lambda name: types.SimpleNamespace(configure=lambda parser: None, run=run)
+sys.exit(cli.main(["verdict"]))
+"""
+    (tmp_path / "script.py").write_text(script)
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py"], stdout=stdout, stderr=subprocess.PIPE, env=environ, timeout=60
+    )
+    return done.returncode, done.stderr
+
+
+def run_into_a_closed_pipe(tmp_path, body):
+    """Do so where nobody reads its output any more."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        return run_into(write, tmp_path, body)
+    finally:
+        os.close(write)
+
+
+def test_a_reader_that_is_gone_makes_no_answer_better(tmp_path):
+    assert run_into_a_closed_pipe(tmp_path, "print('REJECTED'); return 1") == (1, b"")
+    assert run_into_a_closed_pipe(tmp_path, "print('x' * 100_000, flush=True); return 1") == (cli.READER_GONE, b"")
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("print('ACCEPTED'); return 0", 4),
+        ("print('REJECTED'); return 1", 1),
+        ("print('x' * 100_000, flush=True); return 0", 4),
+    ],
+)
+def test_an_output_that_takes_no_more_is_named_and_makes_no_answer_better(tmp_path, body, code):
+    with open("/dev/full", "wb") as full:
+        left, said = run_into(full, tmp_path, body)
+    assert left == code
+    assert said == b"gpucluster: the standard output cannot be written to: No space left on device\n"
+
+
+def test_any_other_error_of_a_file_is_not_taken_for_that(monkeypatch):
+    def fail(options):
+        raise OSError(28, "No space left on device", "a file of its own")
+
+    monkeypatch.setattr("pytest_gpucluster.commands.info.run", fail)
+    with pytest.raises(OSError, match="a file of its own"):
+        cli.main(["info"])
+
+
+def test_what_the_locale_has_no_character_for_is_shown_by_its_number(monkeypatch):
+    said = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(said, encoding="ascii"))
+    monkeypatch.setattr("pytest_gpucluster.commands.info.run", lambda options: print("caf\u00e9 \u2026") or 0)
+    assert cli.main(["info"]) == 0
+    assert said.getvalue() == b"caf\\xe9 \\u2026\n"
 
 
 def test_a_reader_that_has_had_enough_is_no_error():

@@ -128,3 +128,11 @@ def test_what_is_told_to_other_ranks_comes_back_the_same(tmp_path: Path) -> None
     assert Adapters.from_json(json.loads(json.dumps(found.to_json()))) == found
     assert Adapters.from_json(Adapters(why_not="none").to_json()) == Adapters(why_not="none")
     assert dataclasses.replace(found, devices=()).ports == ()
+
+
+def test_only_the_bytes_are_read_where_nothing_else_is_wanted(tmp_path: Path) -> None:
+    add_port(tmp_path)
+    [port] = read(tmp_path, gids=False, only_bytes=True).ports
+    assert port.counters == {"port_xmit_bytes": 4000, "port_rcv_bytes": 8000}
+    assert port.gids == ()
+    assert port.is_active

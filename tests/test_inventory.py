@@ -82,6 +82,9 @@ def test_a_gpu_is_carried_from_cuda_to_nvml_by_uuid_not_by_index() -> None:
         "memory_bytes": 85_000_000_000,
         "serial": "1650123456789",
         "vbios": "96.00.74.00.01",
+        "board_part_number": "900-2G520-0000-000",
+        "inforom": "G520.0200.00.05",
+        "gsp_firmware": "580.65.06",
         "power_limit_watts": 700.0,
         "ecc": True,
         "mig": False,
@@ -94,7 +97,7 @@ def test_what_nvml_does_not_tell_of_a_gpu_is_none() -> None:
     who = identify(FACTS, "cuda", cuda=FakeCuda(), open_nvml=lambda: FakeNvml({"GPU-aa": without_mig}))
     assert (who["gpu"]["mig"], who["gpu"]["vbios"], who["nvml"]) == (None, "96.00.74.00.01", "")
     who = identify(FACTS, "cuda", cuda=FakeCuda(), open_nvml=no_nvml)
-    assert [who["gpu"][key] for key in TOLD_BY_NVML] == [None] * 5
+    assert [who["gpu"][key] for key in TOLD_BY_NVML] == [None] * 8
 
 
 def test_a_rank_describes_itself_in_plain_json() -> None:

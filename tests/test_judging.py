@@ -28,6 +28,7 @@ def run(*, sku: str | None = "H100 SXM") -> Any:
         node_of=lambda: {0: 0, 1: 0},
         sku=lambda gpu: sku,
         joined=SimpleNamespace(hosts=("gpu-06", "gpu-06")),
+        baseline=None,
     )
 
 

@@ -10,7 +10,8 @@ import pytest
 from fake_nvml import HEALTHY_H100, FakeNvml
 
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.nvml import QUERIES, NotAvailable, PyNvml
+from pytest_gpucluster.nvml import COMMON_ANCESTORS, QUERIES, NotAvailable, PyNvml
+from pytest_gpucluster.nvml_queries import LINK_ENDS, LINK_VERSIONS
 
 GPU, SLICE, OTHER = "GPU-aa", "MIG-bb", "GPU-cc"
 
@@ -48,11 +49,16 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 SIMPLE: list[tuple[str, str, Any, Any]] = [
     ("serial", "nvmlDeviceGetSerial", b"165", "165"),
+    ("board.part_number", "nvmlDeviceGetBoardPartNumber", "900-2G520-0000-000", "900-2G520-0000-000"),
+    ("inforom", "nvmlDeviceGetInforomImageVersion", "G520.0200.00.05", "G520.0200.00.05"),
+    # This one comes as bytes also from an nvidia-ml-py that gives text else.
+    ("gsp.firmware", "nvmlDeviceGetGspFirmwareVersion", b"580.65.06", "580.65.06"),
     ("vbios", "nvmlDeviceGetVbiosVersion", "96.00", "96.00"),
     ("ecc.mode", "nvmlDeviceGetEccMode", [1, 0], True),
     ("pages.pending", "nvmlDeviceGetRetiredPagesPendingStatus", 0, False),
     ("clock.sm", "nvmlDeviceGetClockInfo", lambda _, kind: {pynvml.NVML_CLOCK_SM: 1980}[kind], 1980),
     ("clock.sm.max", "nvmlDeviceGetMaxClockInfo", lambda _, kind: {pynvml.NVML_CLOCK_SM: 1980}[kind], 1980),
+    ("clock.memory.max", "nvmlDeviceGetMaxClockInfo", lambda _, kind: {pynvml.NVML_CLOCK_MEM: 2620}[kind], 2620),
     ("clock.memory", "nvmlDeviceGetClockInfo", lambda _, kind: {pynvml.NVML_CLOCK_MEM: 2619}[kind], 2619),
     ("power.draw", "nvmlDeviceGetPowerUsage", 690500, 690.5),
     ("power.limit", "nvmlDeviceGetEnforcedPowerLimit", 700000, 700.0),
@@ -128,6 +134,75 @@ def test_processes_come_once_each_also_where_graphics_is_not_supported(library: 
     assert PyNvml().read(GPU, "processes") == ((3, 2), (7, 500), (9, None))
 
 
+def test_links_that_are_up_tell_their_version_and_what_is_at_their_other_end(library: Library) -> None:
+    def of(answers: dict[int, Any]) -> Any:
+        def answer(_: object, link: int) -> Any:
+            if link not in answers:
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            return answers[link]
+
+        return answer
+
+    library.answers("nvmlDeviceGetNvLinkState", of({0: 1, 1: 0, 2: 1, 3: 1}))
+    library.answers("nvmlDeviceGetNvLinkVersion", of({0: 5, 2: 99}))
+    library.answers("nvmlDeviceGetNvLinkRemoteDeviceType", of({0: 0, 2: 2, 3: 7}))
+    library.answers("nvmlDeviceGetNvLinkRemotePciInfo", lambda *_: SimpleNamespace(busId=b"00000000:3B:00.0"))
+    address = "00000000:3B:00.0"
+    assert PyNvml().read(GPU, "nvlink.version") == {0: "3.1", 2: "unknown (99)"}
+    assert PyNvml().read(GPU, "nvlink.ends") == {
+        0: ("gpu", address),
+        2: ("switch", address),
+        3: ("unknown (7)", address),
+    }
+
+
+def test_the_names_of_versions_ends_and_ancestors_are_the_librarys() -> None:
+    named = {value: name for name, value in vars(pynvml).items() if name.startswith("NVML_NVLINK_VERSION_")}
+    assert {number: name[20:].replace("_", ".") for number, name in named.items() if number} == dict(LINK_VERSIONS)
+    levels = {value: name for name, value in vars(pynvml).items() if name.startswith("NVML_TOPOLOGY_")}
+    assert {level: levels[level][14:].lower() for level in COMMON_ANCESTORS} == {
+        **COMMON_ANCESTORS,
+        40: levels[40][14:].lower(),
+    }
+    assert pynvml.NVML_TOPOLOGY_NODE == 40
+    kinds = {value: name for name, value in vars(pynvml).items() if name.startswith("NVML_NVLINK_DEVICE_TYPE_")}
+    assert {kind: name[24:].lower().removeprefix("ibm") for kind, name in kinds.items()} == dict(LINK_ENDS)
+
+
+def test_the_gpus_that_answer_are_listed_and_the_others_are_left_out(library: Library) -> None:
+    def handle(index: int) -> str:
+        if index == 1:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return f"GPU-{index}"
+
+    library.answers("nvmlDeviceGetCount", 4)
+    library.answers("nvmlDeviceGetHandleByIndex", handle)
+    library.answers("nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
+    library.answers("nvmlDeviceGetIndex", lambda gpu: int(gpu[-1]))
+    library.answers("nvmlDeviceGetName", b"NVIDIA H100")
+    library.answers("nvmlDeviceGetPciInfo", lambda gpu: SimpleNamespace(busId=f"0000000{gpu[-1]}:1B:00.0"))
+
+    def uuid(gpu: str) -> str:
+        if gpu == "GPU-3":
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
+        return gpu
+
+    library.answers("nvmlDeviceGetUUID", uuid)
+    assert [(gpu.index, gpu.uuid, gpu.pci_bus_id) for gpu in PyNvml().listed()] == [
+        (0, "GPU-0", "00000000:1B:00.0"),
+        (2, "GPU-2", "00000002:1B:00.0"),
+    ]
+
+
+def test_what_two_gpus_have_in_common_has_a_name_or_a_reason(library: Library) -> None:
+    for level, name in {20: "multiple", 50: "system", 60: "unknown (60)"}.items():
+        library.answers("nvmlDeviceGetTopologyCommonAncestor", level)
+        assert PyNvml().between(GPU, OTHER) == name
+    library.fails("nvmlDeviceGetTopologyCommonAncestor", pynvml.NVML_ERROR_NOT_SUPPORTED)
+    with pytest.raises(NotAvailable, match=r"not supported.*CommonAncestor"):
+        PyNvml().between(GPU, OTHER)
+
+
 def test_nvlinks_are_those_that_the_card_has(library: Library) -> None:
     def state(_: object, link: int) -> int:
         if link < 3:
@@ -196,6 +271,46 @@ def test_a_gpu_that_is_lost_while_field_values_are_read_is_lost(library: Library
     with pytest.raises(NotAvailable) as caught:
         PyNvml().read(GPU, "nvlink.switch")
     assert caught.value.kind == "lost"
+
+
+def test_nvlink_bytes_are_counted_for_all_links_together(library: Library) -> None:
+    sent, received = pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX
+    every = 2**32 - 1  # UINT_MAX, which the fake adds to each answer as the scope
+    library.answers("nvmlDeviceGetFieldValues", field_values({sent: 5, received: 7}))
+    assert PyNvml().read(GPU, "nvlink.bytes") == {"sent": 1024 * (5 + every), "received": 1024 * (7 + every)}
+
+
+def test_where_a_card_counts_bytes_by_link_those_that_are_up_are_added(library: Library) -> None:
+    library.answers("nvmlDeviceGetNvLinkState", lambda _, link: {0: 1, 1: 0, 2: 1}.get(link, 0))
+    sent, received = pynvml.NVML_FI_DEV_NVLINK_COUNT_XMIT_BYTES, pynvml.NVML_FI_DEV_NVLINK_COUNT_RCV_BYTES
+    library.answers("nvmlDeviceGetFieldValues", field_values({sent: 100, received: 1000}))
+    assert PyNvml().read(GPU, "nvlink.bytes") == {"sent": 100 + 102, "received": 1000 + 1002}
+
+
+@pytest.mark.parametrize("known", [[], [pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX]], ids=["none", "one way only"])
+def test_nvlink_bytes_are_not_available_where_not_both_ways_are_counted(library: Library, known: list[int]) -> None:
+    library.answers("nvmlDeviceGetNvLinkState", lambda _, link: int(link == 0))
+    library.answers("nvmlDeviceGetFieldValues", field_values(dict.fromkeys(known, 5)))
+    with pytest.raises(NotAvailable, match="not supported by this GPU or driver"):
+        PyNvml().read(GPU, "nvlink.bytes")
+
+
+def test_every_gpu_is_listed_also_one_that_does_not_answer(library: Library) -> None:
+    def handle(index: int) -> Any:
+        error = {1: pynvml.NVML_ERROR_GPU_IS_LOST, 2: pynvml.NVML_ERROR_NO_PERMISSION}.get(index)
+        if error is not None:
+            raise pynvml.NVMLError(error)
+        return f"handle {index}"
+
+    def uuid(of: str) -> str:
+        if of == "handle 3":
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
+        return f"GPU of {of}"
+
+    library.answers("nvmlDeviceGetCount", 5)
+    library.answers("nvmlDeviceGetHandleByIndex", handle)
+    library.answers("nvmlDeviceGetUUID", uuid)
+    assert PyNvml().uuids() == ("GPU of handle 0", None, None, "GPU of handle 4"), "what a cgroup hides is not ours"
 
 
 def test_nvlinks_to_a_switch_are_a_field_value(library: Library) -> None:

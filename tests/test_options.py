@@ -47,6 +47,9 @@ def test_the_options_are_these_and_no_others() -> None:
         ("--gpucluster-scratch", "gpucluster_scratch", "GPUCLUSTER_SCRATCH", "DIR", None),
         ("--gpucluster-resume", "gpucluster_resume", "GPUCLUSTER_RESUME", "yes|no", "no"),
         ("--gpucluster-golden", "gpucluster_golden", "GPUCLUSTER_GOLDEN", "FILE", None),
+        ("--gpucluster-baseline", "gpucluster_baseline", "GPUCLUSTER_BASELINE", "JOURNAL", None),
+        ("--gpucluster-baseline-fail", "gpucluster_baseline_fail", "GPUCLUSTER_BASELINE_FAIL", "PERCENT", "3%"),
+        ("--gpucluster-live", "gpucluster_live", "GPUCLUSTER_LIVE", "auto|never", "auto"),
     ]
     assert [option.flag for option in OPTIONS if option.repeatable] == ["--gpucluster-workload", "--gpucluster-data"]
     assert [option.flag for option in OPTIONS if option.bare] == ["--gpucluster-resume"]
@@ -80,6 +83,9 @@ def test_nothing_given_means_the_defaults(configure: Any) -> None:
         "scratch": None,
         "resume": False,
         "golden": None,
+        "baseline": None,
+        "baseline_fail": 0.03,
+        "live": "auto",
     }
     assert {setting.origin for setting in settings.settings.values()} == {"default"}
 
@@ -475,3 +481,21 @@ def test_a_path_of_the_ini_file_is_relative_to_that_file(configure: Any, monkeyp
 def test_settings_of_no_project_are_made_by_hand() -> None:
     settings = Settings(settings={"device": options.Setting(value="cpu", origin="default")})
     assert settings.device == "cpu"
+
+
+def test_an_allowance_without_a_baseline_is_no_silent_nothing(configure: Any) -> None:
+    with pytest.raises(OptionError, match="nothing is compared without --gpucluster-baseline"):
+        resolve(configure("--gpucluster-baseline-fail=5%"), {})
+    with pytest.raises(OptionError, match="'much' is no percentage"):
+        resolve(configure("--gpucluster-baseline=x", "--gpucluster-baseline-fail=much"), {})
+    assert resolve(configure("--gpucluster-baseline=x", "--gpucluster-baseline-fail=5 %"), {}).baseline_fail == 0.05
+    told = resolve(configure("--gpucluster-baseline=x", "--gpucluster-baseline-fail=5"), {})
+    assert told.to_json()["baseline_fail"]["value"] == "5 %", "as people write it"
+
+
+def test_the_latest_run_is_looked_up_before_this_one_becomes_it(configure: Any, tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "journal.jsonl").write_text("{}")
+    (tmp_path / "latest").symlink_to("first")
+    settings = resolve(configure(f"--gpucluster-baseline={tmp_path}"), {})
+    assert settings.baseline == tmp_path / "first" / "journal.jsonl"

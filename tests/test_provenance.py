@@ -30,7 +30,13 @@ def test_an_unknown_gpu_has_no_sku(tmp_path):
 
 
 def test_only_variables_that_change_what_is_measured_are_on_record():
-    environ = {"NCCL_DEBUG": "INFO", "SLURM_JOB_ID": "7", "HF_TOKEN": "secret", "SLURM_JOBID_TOKEN": "secret"}
+    environ = {
+        "NCCL_DEBUG": "INFO",
+        "GPUCLUSTER_EXIT_NOTES": "/tmp/x",
+        "SLURM_JOB_ID": "7",
+        "HF_TOKEN": "secret",
+        "SLURM_JOBID_TOKEN": "secret",
+    }
     builder = JournalBuilder()
     builder.add(RUN)
     builder.add(environment_line(environ, "gpu-07"))

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from pytest_gpucluster import options, plugin, thresholds, verdict
-from pytest_gpucluster.cli import _parser
+from pytest_gpucluster.cli import parse
 from pytest_gpucluster.launch import detect
 
 ROOT = Path(__file__).parent.parent
@@ -156,7 +156,7 @@ def test_the_gpucluster_command_takes_what_the_readme_says() -> None:
     told = re.findall(r"`gpucluster (report [^`]+)`", README)
     assert told
     for line in told:
-        assert _parser().parse_args(shlex.split(line)).command == "report"
+        assert parse(shlex.split(line)).command == "report"
 
 
 def test_the_expected_cluster_of_the_readme_is_one() -> None:

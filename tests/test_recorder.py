@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -148,6 +149,41 @@ def test_a_finished_run_is_on_disk_when_finish_returns(place, recording):
     assert (read.verdict, read.end.by, read.cut) == ("ACCEPTED", "rank 0", False)
     assert (place / "report.xml").read_text() == junit.render(read)
     assert sorted(os.listdir(place)) == ["report.xml", "run"]
+    assert sorted(os.listdir(place / "run")) == ["journal.jsonl", "metrics.prom", "report.html", "results.json"]
+    assert json.loads((place / "run" / "results.json").read_text())["verdict"]["word"] == "ACCEPTED"
+    assert recording.missing is None
+
+
+def test_a_report_that_cannot_be_written_is_named_and_the_record_is_complete_nonetheless(place, recording):
+    (place / "run" / "report.html").mkdir()
+    recording.send(RUN)
+    assert recording.finish(END, DEADLINE) is None
+    assert recording.missing.startswith("report.html: not written: ")
+    assert recording.missing.endswith(f"gpucluster report {place / 'run'} --all DIR renders it again")
+    assert {"journal.jsonl", "metrics.prom", "results.json"} <= set(os.listdir(place / "run"))
+
+
+@pytest.mark.parametrize("ends", ["is killed", "takes too long"])
+def test_what_happens_while_the_reports_are_rendered_is_no_failure_of_the_record(place, recording, ends):
+    os.mkfifo(place / "run" / "results.json")  # nobody reads it: the first report waits here
+    for line in (RUN, COLLECTED, start("a"), result("a")):
+        recording.send(line)
+
+    def kill():
+        wait_until(lambda: b'"type":"end"' in (place / "run" / "journal.jsonl").read_bytes().replace(b" ", b""))
+        wait_until(lambda: verdicts(place / "report.xml")["test_b"].startswith("skipped"))
+        time.sleep(0.2)
+        os.kill(recording.pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    if ends == "is killed":
+        killer.start()
+    assert recording.finish(END, DEADLINE if ends == "is killed" else 2.0) is None
+    if ends == "is killed":
+        killer.join()
+    assert "results.json, metrics.prom, report.html: not known" in recording.missing
+    assert f"gpucluster report {place / 'run'} --all DIR" in recording.missing
+    assert journal.read(place / "run" / "journal.jsonl").verdict == "ACCEPTED"
 
 
 def test_a_run_without_junit_has_its_journal(place):
@@ -312,6 +348,9 @@ def test_a_rank_0_that_ends_without_a_word_is_named_with_its_test(place, ending)
         ("t.py::test_c",),
     )
     assert "is not known here" in read.problems[0].text
+    told = json.loads((place / "run" / "results.json").read_text())
+    assert (told["verdict"]["word"], told["verdict"]["exit"], told["verdict"]["reason"]) == ("BROKEN", 11, lost)
+    assert {"metrics.prom", "report.html"} <= set(os.listdir(place / "run"))
 
 
 def test_a_failure_before_rank_0_died_still_rejects(place):
@@ -570,6 +609,42 @@ def test_another_runs_journal_is_never_touched(place, monkeypatch):
     handle.send(RUN)
     assert "File exists" in handle.finish(END, DEADLINE)
     assert (place / "run" / "journal.jsonl").read_text() == "evidence"
+    assert os.listdir(place / "run") == ["journal.jsonl"]
+    # Neither is it mixed into the copy of this one.
+    assert journal.read(place / "gpucluster-r1" / "journal.jsonl").verdict == "ACCEPTED"
+
+
+def removed(run):
+    shutil.rmtree(run)
+
+
+def put_aside(run):
+    run.rename(run.with_name("aside"))
+
+
+def replaced(run):
+    (run / "journal.jsonl").unlink()
+    (run / "journal.jsonl").write_text("another\n")
+
+
+@pytest.mark.parametrize("change", [removed, put_aside, replaced])
+def test_a_journal_that_is_taken_away_is_told_and_put_elsewhere(place, monkeypatch, change):
+    monkeypatch.setenv("TMPDIR", str(place))
+    handle = Recorder.start(place / "run", place / "report.xml")
+    for line in (RUN, COLLECTED, start("a")):
+        handle.send(line)
+    wait_until(lambda: verdicts(place / "report.xml"))
+    change(place / "run")
+    for line in (result("a"), start("b"), result("b"), start("c"), result("c")):
+        handle.send(line)
+    wait_until(lambda: handle.failure)  # in time for a verdict on which all ranks agree
+    told = handle.finish(END, DEADLINE)
+    assert told is not None
+    assert f"{place / 'run' / 'journal.jsonl'}: not written: somebody has removed or replaced it during" in told
+    assert f"complete copies are in {place / 'gpucluster-r1'}" in told
+    read = journal.read(place / "gpucluster-r1" / "journal.jsonl")
+    assert (read.verdict, len(read.results)) == ("ACCEPTED", 3)
+    assert not (place / "run" / "report.html").exists()
 
 
 # ---- everything ends

@@ -8,6 +8,7 @@ import pytest
 
 from pytest_gpucluster import thresholds
 from pytest_gpucluster.agreement.preflight import Expectation
+from pytest_gpucluster.closing import decide
 from pytest_gpucluster.record import TestName, TestRecord
 from pytest_gpucluster.run import Run
 
@@ -27,6 +28,7 @@ def run_on(
     scheduler = SimpleNamespace(name=None, nnodes=allocated[0], gpus_per_node=allocated[1])
     made: dict[str, Any] = {
         "facts": SimpleNamespace(world_size=8, nnodes=2, local_world_size=4, scheduler=scheduler),
+        "baseline": None,
         "settings": SimpleNamespace(
             device="cpu" if gpu is None else "cuda", sku=sku, profile="quick", thresholds=overlay, require=(), data=()
         ),
@@ -103,7 +105,7 @@ def test_the_data_sheet_is_that_of_the_sku_in_force(gpu: str | None, sku: str | 
 )
 def test_a_verdict_tells_by_which_limits_it_was_reached(sku: str | None, overlay: Path | None, told: str) -> None:
     run = run_on(A100, sku=sku, overlay=overlay)
-    reached = run.decide(pytest_exit=0, ending=None)
+    reached = decide(run, pytest_exit=0, ending=None)
     assert reached.word == "ACCEPTED"
     assert reached.reason.endswith(told)
 

@@ -143,6 +143,12 @@ def test_the_table_of_verdicts(results: list[TestResult], changes: dict[str, Any
             id="what did not run, and why",
         ),
         pytest.param(
+            [PASSED, NO_ROOM],
+            {"required": ["fabric"]},
+            f"did not run: fabric (required, and skipped: {NO_ROOM.message})",
+            id="a required one that was skipped is in the suite",
+        ),
+        pytest.param(
             [], {}, "did not run: everything (each test was skipped or does not apply here)", id="nothing ran"
         ),
     ],
@@ -179,6 +185,7 @@ def test_a_criterion_that_no_limit_judged_accepts_nothing() -> None:
 def test_what_passed_only_when_run_again_is_named() -> None:
     again = TestResult(nodeid="t", criterion="nccl", outcome="passed", attempts=3)
     assert "passed only when run again: nccl" in verdict(PASSED, again).reason
+    assert verdict(PASSED, again, again).reason.count("nccl") == 1
     assert "again" not in verdict(PASSED).reason
 
 

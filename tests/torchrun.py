@@ -262,6 +262,7 @@ def start(
     environment: Mapping[str, str | bytes] | None = None,
     launcher: Sequence[str] = (),
     before: Sequence[str] = (),
+    by_command: bool = False,
     ini: str = "",
 ) -> Run:
     """Start torchrun over a suite.
@@ -276,6 +277,7 @@ def start(
         deadline: in seconds, for a phase of a test.
         launcher: more options of torchrun.
         before: a command that runs the launcher.
+        by_command: whether ``gpucluster run`` starts torchrun.
         ini: more lines of the suite's ini file.
     """
     if files is not None:
@@ -285,11 +287,13 @@ def start(
     token, port = uuid.uuid4().hex, free_port()
     agents: list[subprocess.Popen[bytes]] = []
     for node, host in enumerate(hosts):
-        command = [*before, sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+        module = ["pytest_gpucluster", "run"] if by_command else ["torch.distributed.run"]
+        command = [*before, sys.executable, "-m", *module, f"--nproc-per-node={ranks}"]
         command += [f"--nnodes={len(hosts)}", f"--node-rank={node}"]
         command += ["--master-addr=127.0.0.1", f"--master-port={port}", *launcher]
         # hypothesis, where it is installed, loads itself at the end of every session: half a second here.
-        command += ["-m", "pytest", ".", "-p", "no:hypothesispytest", "--gpucluster-device=cpu"]
+        command += ["--"] if by_command else ["-m", "pytest"]
+        command += [".", "-p", "no:hypothesispytest", "--gpucluster-device=cpu"]
         command += [f"--junitxml={directory / 'report.xml'}", f"--gpucluster-report-dir={directory / 'reports'}"]
         command += [f"--gpucluster-timeouts={timeouts}", f"--gpucluster-deadline={deadline}", *options]
         environ = {**_environment(directory, token), "GPUCLUSTER_HOSTNAME": host, **(environment or {})}

@@ -14,7 +14,10 @@ from typing import Any
 from pytest_gpucluster.wording import rank_ranges
 
 _SHOWN_OPERATIONS = 5
-_OWN_FILES = ("/pytest_gpucluster/plugin.py", "/pytest_gpucluster/run.py", "/_pytest/", "/pluggy/")
+_OWN_FILES = (
+    *("/pytest_gpucluster/plugin.py", "/pytest_gpucluster/run.py", "/pytest_gpucluster/closing.py"),
+    *("/_pytest/", "/pluggy/"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from pytest_gpucluster import whole_file
 from pytest_gpucluster.errors import JournalError
-from pytest_gpucluster.journal import Journal, locate, read
 from pytest_gpucluster.wording import printable
+
+if TYPE_CHECKING:
+    from pytest_gpucluster.journal import Journal, TestResult
 
 DONE, REGRESSED, USAGE, NO_JOURNAL, NO_OUTPUT = 0, 1, 2, 3, 4
 """Exit codes. ``REGRESSED`` is a comparison's answer no; what else ends with 1 says so in its own help."""
+
+STDOUT = ("-", "/dev/stdout")
+"""The names of the standard output. A file that it is redirected to is never replaced: somebody may be appending."""
 
 JOURNAL_HELP = "a journal.jsonl, the folder of a run, or a report directory (its latest run)"
 
@@ -36,37 +44,42 @@ def add_journal(parser: argparse.ArgumentParser, name: str = "journal", help: st
     parser.add_argument(name, metavar=name.upper(), type=Path, help=help)
 
 
-def read_journal(place: Path, *, keep_samples: bool = False) -> tuple[Path, Journal]:
+def read_journal(
+    place: Path, *, keep_samples: bool = False, slim: Callable[[TestResult], TestResult] | None = None
+) -> tuple[Path, Journal]:
     """Return where the journal of a run is, and what is in it; a last line that is cut off is told.
+
+    Args:
+        place: of the run.
+        keep_samples: else the samples behind each value are left out.
+        slim: takes each result, and returns what is to be kept of it.
 
     Raises:
         JournalError: missing, damaged, no journal of this project, or of a newer version.
     """
+    # Imported here, so that --help answers at once.
+    from pytest_gpucluster.journal import locate, read
+
     path = locate(place)
-    journal = read(path, keep_samples=keep_samples)
+    journal = read(path, keep_samples=keep_samples, slim=slim)
     if journal.cut:
         print(f"gpucluster: {path}: its last line is cut off and left out", file=sys.stderr)
     return path, journal
 
 
 def write_text(out: str, text: str) -> None:
-    """Write a report to a file, whole or not at all, or to the standard output, which is named ``-``.
+    """Write a report to a file, whole or not at all, or to the standard output, which is ``-``.
 
     Raises:
         OSError: it cannot be written; what was there is unchanged.
     """
-    if out == "-":
-        sys.stdout.write(text)
+    if out in STDOUT:
+        sys.stdout.flush()
+        # As bytes: a report is UTF-8 whatever the locale is, and half of a character from a file name stops nothing.
+        sys.stdout.buffer.write(text.encode("utf-8", "backslashreplace"))
         sys.stdout.flush()
         return
-    path = Path(out)
-    beside = path.with_name(f".{path.name}.new")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    except OSError:
-        beside.unlink(missing_ok=True)
-        raise
+    whole_file.write(Path(out), text)
 
 
 def complain(message: str, code: int) -> int:
@@ -82,6 +95,7 @@ __all__ = [
     "NO_JOURNAL",
     "NO_OUTPUT",
     "REGRESSED",
+    "STDOUT",
     "USAGE",
     "JournalError",
     "add_journal",

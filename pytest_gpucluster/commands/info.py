@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 
-from pytest_gpucluster.commands.command import DONE, NO_OUTPUT, complain, explain
+from pytest_gpucluster.commands.command import DONE, explain
 
 _INFO = """\
 Tell what this node is: CPUs, NUMA nodes, memory, GPUs and what connects them, NVLink, InfiniBand, driver stack, mounts,
@@ -57,13 +57,7 @@ def run(options: argparse.Namespace) -> int:
 
     told = gather(options.view, Sources())
     text = json.dumps(told, indent=2, allow_nan=False) + "\n" if options.json else render(told, width=_width())
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        return complain(f"the standard output cannot be written to: {error.strerror or error}", NO_OUTPUT)
+    sys.stdout.write(text)
     return DONE
 
 

@@ -11,7 +11,7 @@ from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal import locate, read
 from pytest_gpucluster.sweep.answer import Answer
 from pytest_gpucluster.verdict import EXIT_CODES
-from pytest_gpucluster.wording import visible
+from pytest_gpucluster.wording import printable, visible
 
 NO_VERDICT = 11
 
@@ -50,7 +50,8 @@ def run(options: argparse.Namespace) -> int:
         return NO_VERDICT
     rehearsal = "REHEARSAL, " if answer.rehearsal else ""
     reason = f": {answer.reason}" if answer.reason else ""
-    print(visible(f"gpucluster: {rehearsal}{answer.verdict}, exit code {answer.exit}{reason}"))
+    told = f"gpucluster: {rehearsal}{answer.verdict}, exit code {answer.exit}{reason}"
+    print(printable(" ".join(visible(told).split())))
     if options.json is not None:
         try:
             # In place, not beside it: a termination message is a file that is mounted.

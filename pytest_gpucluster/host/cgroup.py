@@ -70,7 +70,7 @@ def _folders(tree: Tree) -> Iterator[tuple[int, frozenset[str], str]]:
             if not fits:
                 continue
             for folder in _way_up(mount, path):
-                if tree.path(folder).is_dir():
+                if tree.has(folder):
                     yield version, controllers, folder
 
 

@@ -63,11 +63,11 @@ def read(tree: Tree, pci: str | None) -> PciPath | None:
         pci: its address as NVML writes it, such as 00000000:3B:00.0.
     """
     address = normalised(pci or "")
-    folder = tree.path(f"{DEVICES}/{address}")
-    if address is None or not folder.exists():
+    folder = f"{DEVICES}/{address}"
+    if address is None or not tree.has(folder):
         return None
     ports, hidden = [], False
-    for bridge in _bridges(folder.resolve()):
+    for bridge in _bridges(tree.path(folder).resolve()):
         try:
             config = (bridge / "config").read_bytes()
         except OSError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,11 @@ class Tree:
     def path(self, absolute: str) -> Path:
         """Return where ``/proc/...`` or ``/sys/...`` is below the root."""
         return self.root / absolute.lstrip("/")
+
+    def has(self, absolute: str) -> bool:
+        """Tell whether there is such a file or folder; what this process may not look at is as good as not there."""
+        # Path.exists raises where a folder above is closed to this user.
+        return os.path.exists(self.path(absolute))
 
     def text(self, absolute: str) -> str | None:
         """Return a file's text without the space around it; None if it cannot be read."""

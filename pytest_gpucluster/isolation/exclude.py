@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from pytest_gpucluster.hostlist import compress_hostlist
+from pytest_gpucluster.errors import LaunchError
+from pytest_gpucluster.hostlist import compress_hostlist, expand_hostlist
 from pytest_gpucluster.isolation.finding import Isolated
+
+FILE_NAME = "exclude.txt"
+"""In a run's folder."""
+_SLURM = "[slurm]"
 
 
 def excluded(found: Isolated, *, host: Callable[[int], str]) -> tuple[str, ...]:
@@ -53,7 +58,9 @@ def exclude_text(
     return "\n".join([*lines, *node_sections(hosts, node_name=node_name)]) + "\n"
 
 
-def node_sections(hosts: Iterable[str], *, node_name: Callable[[str], str] = lambda host: host) -> list[str]:
+def node_sections(
+    hosts: Iterable[str], *, node_name: Callable[[str], str] = lambda host: host, file: str = FILE_NAME
+) -> list[str]:
     """Return the lines of exclude.txt's two sections, and how to use them; there must be a host.
 
     Raises:
@@ -63,11 +70,23 @@ def node_sections(hosts: Iterable[str], *, node_name: Callable[[str], str] = lam
     nodes = sorted({node_name(host) for host in known})
     return [
         "#",
-        "# sbatch --exclude=\"$(sed -n '/^\\[slurm\\]/{n;p}' exclude.txt)\" ...",
-        "[slurm]",
+        f"# sbatch --exclude=\"$(sed -n '/^\\[slurm\\]/{{n;p}}' {file})\" ...",
+        _SLURM,
         compress_hostlist(known),
         "",
         *(f"# kubectl cordon {node}" for node in nodes),
         "[kubernetes]",
         *nodes,
     ]
+
+
+def excluded_hosts(text: str) -> tuple[str, ...]:
+    """Return the hosts of an exclude.txt, as Slurm calls them.
+
+    Raises:
+        LaunchError: it has no section ``[slurm]``, or what stands there is no host list.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    if _SLURM not in lines[:-1]:
+        raise LaunchError(f"{FILE_NAME} has no line after {_SLURM}")
+    return tuple(expand_hostlist(lines[lines.index(_SLURM) + 1]))

@@ -12,14 +12,11 @@ was killed never looks like a pass.
 from __future__ import annotations
 
 import math
-import os
 import re
-import stat
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta, timezone
-from pathlib import Path
+from datetime import timezone
 
 # The package has no type hints.
 import junit_xml  # type: ignore[import-untyped]
@@ -27,9 +24,10 @@ import junit_xml  # type: ignore[import-untyped]
 from pytest_gpucluster.journal import CollectedTest, Journal, JUnitOptions, TestResult
 from pytest_gpucluster.reports.junit_properties import suite_properties
 from pytest_gpucluster.reports.tables import rank_tables, told_pairs
+from pytest_gpucluster.reports.timing import moment, run_seconds
 from pytest_gpucluster.wording import MESSAGE_CHARACTERS, one_line, visible
 
-__all__ = ["FAMILIES", "JUnitOptions", "render", "write"]
+__all__ = ["FAMILIES", "JUnitOptions", "render"]
 
 FAMILIES = ("xunit2", "xunit1", "legacy")
 # GitLab reads at most 30 MB a file; the journal keeps what is left out here.
@@ -98,7 +96,7 @@ def render(journal: Journal, options: JUnitOptions | None = None) -> str:
 def _document(suite: ET.Element, cases: list[_Case], journal: Journal, options: JUnitOptions) -> str:
     """Make the builder's suite valid: `disabled` is in no schema, and times have at most 3 decimals."""
     suite.attrib.pop("disabled", None)
-    suite.set("time", _seconds(_suite_seconds(journal)))
+    suite.set("time", _seconds(run_seconds(journal)))
     is_rich = options.family != "xunit2"
     for element, case in zip(suite.iter("testcase"), cases, strict=True):
         element.set("classname", visible(case.classname))
@@ -276,35 +274,9 @@ def _suite_note(journal: Journal) -> str:
     return f"REHEARSAL on {journal.run.device or 'cpu'}: it says nothing about the acceptance of a cluster."
 
 
-def _suite_seconds(journal: Journal) -> float:
-    """Return how long the run took, as far as the journal tells."""
-    begin = _moment(journal.run.started_at)
-    moments = [_moment(journal.end.at)] if journal.end is not None else []
-    if not any(moments):
-        if journal.running is not None:
-            moments.append(_moment(journal.running.at))
-        for result in journal.results:
-            started = _moment(result.started_at)
-            if started is not None and math.isfinite(result.duration_seconds):
-                moments.append(started + timedelta(seconds=result.duration_seconds))
-    last = max((moment for moment in moments if moment is not None), default=None)
-    if begin is None or last is None:
-        return math.fsum(result.duration_seconds for result in journal.results)
-    return (last - begin).total_seconds()
-
-
-def _moment(text: str) -> datetime | None:
-    try:
-        # Python 3.10 does not read the Z.
-        moment = datetime.fromisoformat(re.sub("[zZ]$", "+00:00", text))
-    except ValueError:
-        return None
-    return moment if moment.tzinfo is not None else moment.replace(tzinfo=timezone.utc)
-
-
 def _timestamp(text: str) -> str:
-    moment = _moment(text)
-    return moment.astimezone(timezone.utc).isoformat(timespec="seconds") if moment is not None else ""
+    began = moment(text)
+    return began.astimezone(timezone.utc).isoformat(timespec="seconds") if began is not None else ""
 
 
 def _seconds(value: float) -> str:
@@ -322,32 +294,3 @@ def _bounded(text: str) -> str:
 def _in_brackets(text: str) -> str:
     # A line of this form ends at the first "]]".
     return re.sub(r"\](?=\]|$)", "] ", " ".join(visible(text).split()))
-
-
-def write(path: Path, document: str) -> None:
-    """Replace a file atomically: whoever reads it sees the former document or this one, never a part.
-
-    A path that is no plain file (a pipe, /dev/stdout) is written to as it is.
-
-    Raises:
-        OSError: it could not be written. A former document is intact.
-    """
-    content = document.encode("utf-8", "backslashreplace")
-    # A link is followed, as pytest does, so that it still points there.
-    path = Path(os.path.realpath(path))
-    try:
-        is_plain = stat.S_ISREG(path.stat().st_mode)
-    except FileNotFoundError:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        is_plain = True
-    if not is_plain:
-        path.write_bytes(content)
-        return
-    # Not named *.xml: what a killed writer leaves must not be taken for a report.
-    draft = path.with_name(f".{path.name[:200]}.{os.getpid()}.tmp")
-    try:
-        draft.write_bytes(content)
-        draft.replace(path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise

@@ -31,7 +31,7 @@ def suite_properties(journal: Journal, named: Iterable[tuple[str, TestResult]]) 
         "version.pytest-gpucluster": run.plugin_version,
     }
     properties |= {f"version.{name}": version for name, version in run.versions.items()}
-    properties |= _cluster_properties(journal)
+    properties |= cluster_facts(journal)
     for name, (value, origin) in run.options.items():
         if origin != "default":
             properties[f"option.{name}"] = f"{value} (from {origin})" if origin else value
@@ -62,7 +62,7 @@ def _workload_properties(journal: Journal) -> dict[str, str]:
     return properties
 
 
-def _cluster_properties(journal: Journal) -> dict[str, str]:
+def cluster_facts(journal: Journal) -> dict[str, str]:
     """Return hosts, GPUs and versions; where ranks differ, each value with its ranks."""
     ranks = journal.cluster.ranks if journal.cluster else ()
     facts: dict[str, dict[str, list[int]]] = {}

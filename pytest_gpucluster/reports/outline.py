@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from pytest_gpucluster.journal import Journal, JudgedMetric, TestResult
@@ -36,11 +36,18 @@ class Row:
     why: str = ""
     """One line: the failure's message, or the reason why it did not run."""
     result: TestResult | None = None
+    is_gap: bool = False
+    """Whether no run without it is accepted: a criterion that was skipped although it applies or was demanded."""
 
     @property
     def is_good(self) -> bool:
         """Tell whether it passed."""
         return self.outcome == "passed"
+
+    @property
+    def why_not_run(self) -> str:
+        """Return why it did not run; "required: ..." of what makes a run INCOMPLETE."""
+        return f"required: {self.why}" if self.is_gap else self.why
 
     @property
     def margin(self) -> float | None:
@@ -61,6 +68,8 @@ class Outline:
     """In the order in which they ran; those that did not run come last."""
     counts: dict[str, int]
     """Outcome -> how many rows, of those outcomes that there are, worst first."""
+    absent: tuple[str, ...] = ()
+    """Criteria that were demanded, and are those of no test of this run."""
 
     @property
     def title(self) -> str:
@@ -88,13 +97,18 @@ class Outline:
         return tuple(row for row in self.rows if row.outcome in (NOT_RUN, "skipped"))
 
     def tightest(self, most: int = 5) -> tuple[tuple[Row, JudgedMetric], ...]:
-        """Return the values that kept their limit by the smallest share, the nearest first, one a test and metric."""
+        """Return the values that kept their limit by the smallest share, the nearest first, one a test and metric.
+
+        What cannot be better (``is_whole``) is none of them.
+        """
         best: dict[tuple[str, str], tuple[float, Row, JudgedMetric]] = {}
         for row in self.rows:
             for judged in row.result.measurements if row.result is not None else ():
                 share = share_of_limit(judged)
                 key = row.nodeid, judged.metric
-                if judged.status == "passed" and share is not None and (key not in best or share < best[key][0]):
+                if judged.status != "passed" or share is None or is_whole(judged):
+                    continue
+                if key not in best or share < best[key][0]:
                     best[key] = share, row, judged
         found = sorted(best.values(), key=lambda each: each[0])
         return tuple((row, judged) for _, row, judged in found[:most])
@@ -102,14 +116,14 @@ class Outline:
 
 def outline(journal: Journal) -> Outline:
     """Return a run as people look at it."""
-    rows = [row_of(result) for result in journal.results]
+    required = journal.run.required
+    ran = {result.criterion for result in journal.results if result.outcome == "passed"}
+    rows = [row_of(result, required=[name for name in required if name not in ran]) for result in journal.results]
     if journal.running is not None:
         told = {test.nodeid: test.criterion for test in journal.collected or ()}
         nodeid = journal.running.nodeid
         why = "the run ended here" if journal.end is None else first_line(journal.reason)
-        rows.append(
-            Row(nodeid=nodeid, name=short_name(nodeid), outcome=RUNNING, criterion=told.get(nodeid), why=why)
-        )
+        rows.append(Row(nodeid=nodeid, name=short_name(nodeid), outcome=RUNNING, criterion=told.get(nodeid), why=why))
     rows += [
         Row(
             nodeid=test.nodeid,
@@ -121,6 +135,7 @@ def outline(journal: Journal) -> Outline:
         for test in journal.not_run
     ]
     found = Counter(row.outcome for row in rows)
+    criteria = {row.criterion for row in rows}
     return Outline(
         word=journal.verdict,
         exit=journal.exit,
@@ -128,30 +143,38 @@ def outline(journal: Journal) -> Outline:
         rehearsal=journal.run.rehearsal,
         rows=tuple(rows),
         counts={outcome: found[outcome] for outcome in _WORST_FIRST if found[outcome]},
+        absent=tuple(name for name in required if name not in criteria),
     )
 
 
-def row_of(result: TestResult) -> Row:
-    """Return the row of a finished test."""
+def row_of(result: TestResult, *, required: Collection[str] = ()) -> Row:
+    """Return the row of a finished test. ``required``: the criteria that the operator demands, and no test has met."""
+    criterion = result.criterion
     return Row(
         nodeid=result.nodeid,
         name=result.name or short_name(result.nodeid),
         outcome=result.outcome,
-        criterion=result.criterion,
+        criterion=criterion,
         headline=headline(result.measurements),
         why=first_line(result.message) if result.outcome != "passed" else "",
         result=result,
+        is_gap=result.outcome == "skipped" and criterion is not None and (result.applicable or criterion in required),
     )
 
 
 def headline(measurements: Iterable[JudgedMetric]) -> JudgedMetric | None:
     """Return the measurement that stands for all of a test; None where there is none.
 
-    One that was missed, by the most; else one that could not be judged; else the one that kept its limit by the least;
-    else the first that was recorded.
+    One that was missed, by the most; else one that could not be judged; else the one that kept its limit by the least,
+    as many times as it is better; else the first that was recorded. What cannot be better (``is_whole``) stands for a
+    test only where nothing else is.
     """
     told = list(measurements)
-    return min(told, key=lambda each: (_OF_STATUS.get(each.status, 1), _margin(each)), default=None)
+
+    def rank(judged: JudgedMetric) -> tuple[int, bool, float]:
+        return _OF_STATUS.get(judged.status, 1), judged.status == "passed" and is_whole(judged), _margin(judged)
+
+    return min(told, key=rank, default=None)
 
 
 def share_of_limit(judged: JudgedMetric) -> float | None:
@@ -160,6 +183,18 @@ def share_of_limit(judged: JudgedMetric) -> float | None:
     if limit is None or judged.margin is None or not math.isfinite(judged.margin) or 0 in (limit.min, limit.max):
         return None
     return judged.margin
+
+
+def is_whole(judged: JudgedMetric) -> bool:
+    """Tell whether a value is at a limit that nothing can be beyond: all of something, or nothing of what must not be.
+
+    Its margin of zero says nothing about how near it is to a failure.
+    """
+    limit = judged.limit
+    if limit is None or judged.value is None:
+        return False
+    all_of_it = {"%": 100.0, "ratio": 1.0}.get(judged.unit)
+    return judged.value in (limit.min, limit.max) and judged.value in (0.0, all_of_it)
 
 
 def short_name(nodeid: str) -> str:
@@ -190,4 +225,12 @@ def is_better_higher(judged: JudgedMetric) -> bool | None:
 
 
 def _margin(judged: JudgedMetric) -> float:
-    return judged.margin if judged.margin is not None and math.isfinite(judged.margin) else math.inf
+    """Return a margin by which limits from above and from below can be compared: how many times better, less one.
+
+    A share of an upper limit is never more than 1, however good the value is.
+    """
+    margin = judged.margin
+    if margin is None or not math.isfinite(margin):
+        return math.inf
+    is_upper = judged.limit is not None and judged.limit.max is not None and judged.limit.min is None
+    return margin / (1 - margin) if is_upper and 0 < margin < 1 else margin

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from pytest_gpucluster.journal import Journal, JudgedMetric, TestResult
 from pytest_gpucluster.reports.telemetry_text import clock_text, telemetry_of_test, telemetry_text
@@ -202,7 +203,23 @@ def rank_tables(result: TestResult, journal: Journal) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def _outcome_table(result: TestResult, journal: Journal) -> str:
+@dataclass(frozen=True, kw_only=True)
+class RankSaid:
+    """What some ranks reported of a test: the same words, so they are one row."""
+
+    who: str
+    outcome: str
+    """passed, failed, error, skipped or released."""
+    is_culprit: bool
+    message: str
+    ranks: tuple[int, ...]
+
+
+def ranks_said(result: TestResult, journal: Journal) -> tuple[RankSaid, ...]:
+    """Return what each rank reported, culprits first, ranks that said the same in one row; nothing if none said any.
+
+    The ranks that passed are one row, too, and always the last.
+    """
     rows: dict[tuple[bool, str, str], list[int]] = {}
     for told in result.ranks:
         is_culprit = told.rank in result.culprits
@@ -214,19 +231,34 @@ def _outcome_table(result: TestResult, journal: Journal) -> str:
         is_culprit = rank in result.culprits
         rows.setdefault((is_culprit, result.outcome if is_culprit else "released", ""), []).append(rank)
     if not rows:
-        return ""
+        return ()
     passed = set(range(journal.run.world_size)) - told_ranks - set(silent)
     if passed:
         rows[False, "passed", ""] = sorted(passed)
     ordered = sorted(rows.items(), key=lambda row: (not row[0][0], _WORST_FIRST.get(row[0][1], 1), min(row[1])))
+    return tuple(
+        RankSaid(
+            who=rank_name(journal, ranks[0]) if len(ranks) == 1 else rank_ranges(ranks),
+            outcome=outcome,
+            is_culprit=is_culprit,
+            message=message,
+            ranks=tuple(ranks),
+        )
+        for (is_culprit, outcome, message), ranks in ordered
+    )
+
+
+def _outcome_table(result: TestResult, journal: Journal) -> str:
+    rows = ranks_said(result, journal)
+    if not rows:
+        return ""
     lines = ["Ranks:"]
     # The ranks that passed are one row and always the last: they never push a bad one out.
-    for (is_culprit, outcome, message), ranks in ordered[:ROWS]:
-        who = rank_name(journal, ranks[0]) if len(ranks) == 1 else rank_ranges(ranks)
-        mark = " (culprit)" if is_culprit else ""
-        said = f": {one_line(message, _MESSAGE_CHARACTERS)}" if message else ""
-        lines.append(f"  {who}: {outcome}{mark}{said}")
-    rest = [rank for _, ranks in ordered[ROWS:] for rank in ranks]
+    for row in rows[:ROWS]:
+        mark = " (culprit)" if row.is_culprit else ""
+        said = f": {one_line(row.message, _MESSAGE_CHARACTERS)}" if row.message else ""
+        lines.append(f"  {row.who}: {row.outcome}{mark}{said}")
+    rest = [rank for row in rows[ROWS:] for rank in row.ranks]
     if rest:
         lines.append(f"  {len(rest)} more: {rank_ranges(rest)}; the journal has them all")
     return "\n".join(lines)
@@ -247,7 +279,7 @@ def _measurement_table(judged: JudgedMetric, journal: Journal) -> str:
     if telemetry:
         lines.append(f"  telemetry of {telemetry}")
     rows: dict[str, list[int]] = {}
-    for rank in sorted(judged.values, key=lambda rank: _badness(judged, rank)):
+    for rank in worst_ranks_first(judged):
         rows.setdefault(_rank_value(judged, rank), []).append(rank)
     for text, ranks in list(rows.items())[:ROWS]:
         who = rank_name(journal, ranks[0]) if len(ranks) == 1 else rank_ranges(ranks)
@@ -258,6 +290,11 @@ def _measurement_table(judged: JudgedMetric, journal: Journal) -> str:
         low, high = quantity(min(values), judged.unit), quantity(max(values), judged.unit)
         lines.append(f"  {len(rest)} more ranks: {low} to {high}")
     return "\n".join(lines)
+
+
+def worst_ranks_first(judged: JudgedMetric) -> list[int]:
+    """Return the ranks that have a value: those whose value is none, then those nearest to the limit or beyond it."""
+    return sorted(judged.values, key=lambda rank: _badness(judged, rank))
 
 
 def _badness(judged: JudgedMetric, rank: int) -> tuple[int, float, int]:

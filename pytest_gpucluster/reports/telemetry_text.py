@@ -28,6 +28,8 @@ _FIGURES = {
 
 # What says how much was read, and not what; and what stands beside another figure.
 _ABOUT_READING = ("seconds", "samples", "lost", "throttle_share", _HIGHEST, "slowdown_celsius")
+_FOR_MACHINES = ("adapters",)
+"""What other keys tell in words."""
 _COUNTED = ("counters", "counter_notes", "counters_not_available")
 
 
@@ -109,7 +111,7 @@ def _counted(told: Mapping[str, Any]) -> list[str]:
 
 
 def _others(told: Mapping[str, Any]) -> list[str]:
-    known = {*_FIGURES, *_ABOUT_READING, *_COUNTED, "throttle", "not_available"}
+    known = {*_FIGURES, *_ABOUT_READING, *_COUNTED, *_FOR_MACHINES, "throttle", "not_available"}
     others = {key: value for key, value in told.items() if key not in known and value not in (None, "", [], {})}
     return [one_line(f"{key}: {_listed(value)}", _OTHER_CHARACTERS) for key, value in others.items()]
 

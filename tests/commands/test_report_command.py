@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import example_runs
 import pytest
 import xmlschema
 
 from pytest_gpucluster import journal
 from pytest_gpucluster.cli import main
+from pytest_gpucluster.reports import folder, results_json
 
 SCHEMA = xmlschema.XMLSchema(str(Path(__file__).parent.parent / "data" / "junit-10.xsd"))
 
@@ -158,7 +161,7 @@ def test_the_journal_is_never_overwritten_by_its_report(run, capsys):
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("arguments", [["report"], ["report", "x"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["report"], ["report", "x", "--pdf", "y"]], ids=" ".join)
 def test_wrong_usage_is_exit_code_2(arguments, capsys):
     try:
         code = main(arguments)
@@ -166,6 +169,150 @@ def test_wrong_usage_is_exit_code_2(arguments, capsys):
         code = error.code
     assert code == 2
     assert "usage: gpucluster" in capsys.readouterr().err
+
+
+# ---- other formats, and several at once
+
+
+BEGINS = {
+    "junitxml": "<?xml",
+    "html": "<!doctype html>",
+    "json": "{",
+    "prometheus": "# HELP gpucluster_",
+    "markdown": "## ",
+    "text": "BROKEN (a REHEARSAL",
+}
+
+
+def test_without_a_format_the_run_is_told_as_text(run, capsys):
+    assert main(["report", str(run)]) == 0
+    told = capsys.readouterr()
+    assert told.out.startswith(BEGINS["text"])
+    *lines, where = told.out.splitlines()
+    assert where == f"journal: {run / 'journal.jsonl'}"
+    assert max(map(len, lines)) <= 80
+    assert "\x1b" not in told.out
+    assert told.err == ""
+
+
+def test_several_formats_are_written_at_once_and_told_in_one_line(run, tmp_path, capsys):
+    outs = {kind: tmp_path / f"{kind}.out" for kind in BEGINS}
+    assert main(["report", str(run), *(f"--{kind}={out}" for kind, out in outs.items())]) == 0
+    for kind, out in outs.items():
+        assert out.read_text(encoding="utf-8").lower().startswith(BEGINS[kind].lower()), kind
+    told = capsys.readouterr()
+    assert told.out == ""
+    [line] = told.err.splitlines()
+    assert line.endswith(f": {', '.join(str(outs[kind]) for kind in folder.FILES)}")
+
+
+def test_all_of_them_can_go_to_a_folder(run, tmp_path):
+    assert main(["report", str(run), "--all", str(tmp_path / "new" / "folder")]) == 0
+    assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == sorted(folder.FILES.values())
+
+
+def test_what_goes_to_the_standard_output_is_the_report_and_nothing_else(run, tmp_path, capfdbinary):
+    assert main(["report", str(run), "--json", "-", "--markdown", str(tmp_path / "a.md")]) == 0
+    told = capfdbinary.readouterr()
+    assert json.loads(told.out)["verdict"]["word"] == "BROKEN"
+    assert b"a.md" in told.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--json", "-", "--markdown", "-"], "--markdown -: --json goes there already; name another file"),
+        (["--text", "--html", "-"], "--text -: --html goes there already"),
+        (["--json", "{tmp}/a", "--html", "{tmp}/x/../a"], "--html goes there already"),
+        (["--json", "{run}/journal.jsonl"], "that is the journal itself; name another file"),
+        (["--prometheus", "{tmp}/link"], "that is the journal itself; name another file"),
+        (["--json", "-", "--text", "/dev/stdout"], "--json goes there already"),
+        (["--json", "{tmp}/a", "--all", ""], "--junitxml: nothing is named to write it to; an empty variable?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_outputs_that_would_replace_something_are_refused_before_any_is_written(
+    run, tmp_path, capsys, arguments, message
+):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "link").symlink_to(run / "journal.jsonl")
+    before = (run / "journal.jsonl").read_bytes()
+    given = [each.format(tmp=tmp_path, run=run) for each in arguments]
+    assert main(["report", str(run), *given]) == 2
+    told = capsys.readouterr()
+    assert message in told.err
+    assert told.out == ""
+    assert (run / "journal.jsonl").read_bytes() == before
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_report_that_cannot_be_written_does_not_cost_the_others(run, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    code = main(["report", str(run), "--json", str(tmp_path / "file" / "a"), "--markdown", str(tmp_path / "a.md")])
+    assert code == 4
+    told = capsys.readouterr().err
+    assert f"--json {tmp_path / 'file' / 'a'}: " in told
+    assert f": {tmp_path / 'a.md'}\n" in told
+    assert (tmp_path / "a.md").exists()
+
+
+def test_a_report_that_trips_over_something_does_not_cost_the_others(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(results_json, "render", lambda _: 1 / 0)
+    code = main(["report", str(run), "--json", str(tmp_path / "a.json"), "--markdown", str(tmp_path / "a.md")])
+    assert code == 4
+    assert "a.json: cannot be rendered: ZeroDivisionError" in capsys.readouterr().err
+    assert (tmp_path / "a.md").exists()
+    assert not (tmp_path / "a.json").exists()
+
+
+def test_a_former_file_is_intact_where_the_new_one_cannot_be_written(run, tmp_path, monkeypatch):
+    out = tmp_path / "metrics.prom"
+    out.write_text("before")
+
+    def full(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert main(["report", str(run), "--prometheus", str(out)]) == 4
+    assert out.read_text() == "before"
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["metrics.prom"]
+
+
+def test_the_line_about_what_was_written_is_one_and_acts_on_no_terminal(tmp_path, capsys):
+    hostile = example_runs.write(tmp_path / "run", "hostile")
+    assert main(["report", str(hostile), "--json", str(tmp_path / "a\nb.json")]) == 0
+    told = capsys.readouterr().err
+    assert told.endswith("b.json\n")
+    assert told.removesuffix("\n").isprintable()
+    assert len(told) < 400
+
+
+@pytest.mark.parametrize("out", ["-", "/dev/stdout"])
+@pytest.mark.parametrize("redirected", ["| cat >> {}", ">> {}"])
+def test_the_standard_output_is_appended_to_and_never_replaced(run, tmp_path, out, redirected):
+    summary = tmp_path / "summary.md"
+    summary.write_text("before\n")
+    command = f"{sys.executable} -m pytest_gpucluster report {run} --markdown {out} {redirected.format(summary)}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=True)
+    assert summary.read_text().startswith("before\n## ")
+    assert done.stderr.endswith(": the standard output\n")
+
+
+def test_a_standard_output_that_is_closed_is_no_success(run):
+    command = f"{sys.executable} -m pytest_gpucluster report {run} >&-"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (2, "gpucluster: the standard output is closed\n")
+
+
+def test_a_device_is_written_to_and_never_replaced(run):
+    assert main(["report", str(run), "--json", "/dev/null"]) == 0
+    assert Path("/dev/null").is_char_device()
+
+
+def test_a_reader_that_has_had_enough_is_told_of_by_the_code_alone(run):
+    command = f"{sys.executable} -m pytest_gpucluster report {run} --html - | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout, done.stderr) == ("141\n", "")
 
 
 @pytest.mark.parametrize("arguments", [["report", "--help"]], ids=" ".join)
@@ -183,6 +330,6 @@ def test_rendering_needs_neither_torch_nor_pytest_nor_yaml(run, tmp_path):
         "import sys\nfrom pytest_gpucluster.cli import main\nassert main(sys.argv[1:]) == 0\n"
         "print([name for name in ('torch', 'pytest', '_pytest', 'yaml', 'pynvml', 'numpy') if name in sys.modules])"
     )
-    command = [sys.executable, "-c", script, "report", str(run), "--junitxml", str(tmp_path / "out.xml")]
+    command = [sys.executable, "-c", script, "report", str(run), "--all", str(tmp_path / "all")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"

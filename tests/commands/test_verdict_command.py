@@ -74,3 +74,11 @@ def test_help_has_the_exit_codes_of_runs(capsys):
     text = capsys.readouterr().out
     for code, what in EXIT_CODES.items():
         assert f"  {code:<2} {what}\n" in text
+
+
+def test_a_hostile_reason_stays_on_its_line_and_acts_on_no_terminal(tmp_path, capsys):
+    write(tmp_path, {"type": "end", "verdict": "REJECTED", "exit": 1, "reason": "a\n\x1b[31m\u202eb\x85c"})
+    assert cli.main(["verdict", str(tmp_path)]) == 1
+    told = capsys.readouterr().out
+    assert told.endswith("c\n")
+    assert told.removesuffix("\n").isprintable()

@@ -6,7 +6,7 @@ import pytest
 
 from pytest_gpucluster.errors import LaunchError
 from pytest_gpucluster.hostlist import expand_hostlist
-from pytest_gpucluster.isolation.exclude import exclude_text, excluded
+from pytest_gpucluster.isolation.exclude import exclude_text, excluded, excluded_hosts
 from pytest_gpucluster.isolation.finding import Culprit, Isolated
 
 
@@ -88,3 +88,14 @@ def test_the_page_shows_a_list_as_it_is_written() -> None:
     page = (Path(__file__).parents[2] / "docs" / "isolation.md").read_text(encoding="utf-8")
     now_and_then = Culprit(units=(7,), kind="unit", failed=3, probes=11, evidence=())
     assert f"```text\n{exclude_text(found(unit(3), now_and_then), host=host)}```" in page
+
+
+def test_the_hosts_of_a_list_can_be_read_again() -> None:
+    some = found(unit(3), unit(7), LINK)
+    assert excluded_hosts(exclude_text(some, host=host)) == excluded(some, host=host)
+
+
+@pytest.mark.parametrize("text", ["", "[slurm]", "[kubernetes]\ngpu-1\n", "# [slurm]\ngpu-1\n"])
+def test_a_list_without_hosts_is_an_error_and_not_nobody(text: str) -> None:
+    with pytest.raises(LaunchError, match=r"no line after \[slurm\]"):
+        excluded_hosts(text)

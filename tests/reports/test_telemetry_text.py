@@ -69,7 +69,13 @@ def without(*keys: str, **reasons: str) -> dict[str, Any]:
             id="read, then lost",
         ),
         pytest.param(
-            {"throttle": [], "notes": ["persistence mode is off", "VBIOS 96"], "empty": [], "seconds": 3.0},
+            {
+                "throttle": [],
+                "notes": ["persistence mode is off", "VBIOS 96"],
+                "empty": [],
+                "seconds": 3.0,
+                "adapters": [{"name": "mlx5_0", "guid": "a088"}],
+            },
             "no throttle, notes: persistence mode is off; VBIOS 96",
             id="notes of a test",
         ),

@@ -1,0 +1,211 @@
+"""What rank 0 says on pytest's terminal: the header, a line for each criterion, and the closing summary.
+
+It is made of what is on record, so that it says what any later report says. pytest's own words stay as they are:
+PASSED or FAILED, and what was measured beside it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_gpucluster.errors import JournalError
+from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.predicted import predict
+from pytest_gpucluster.reports.criterion_text import headline_text, summary_text
+from pytest_gpucluster.reports.folder import found_in
+from pytest_gpucluster.reports.header import cluster_lines, fact, header_lines
+from pytest_gpucluster.reports.layout import clean, padded, paragraph
+from pytest_gpucluster.reports.outline import Row, outline, row_of
+from pytest_gpucluster.reports.tables import rank_name
+from pytest_gpucluster.reports.text import report_lines, summary
+from pytest_gpucluster.wording import MESSAGE_CHARACTERS, one_line
+
+if TYPE_CHECKING:
+    from pytest_gpucluster.run import Run
+
+_NAME_COLUMNS = 24
+_WORD_COLUMNS = 7
+_PROGRESS_COLUMNS = len(" [100%]") + 1
+_DETAIL = " " * 4
+Status = tuple[str, str, "str | tuple[str, Mapping[str, bool]]"]
+"""What pytest calls a report: category, letter, and word, maybe with its colours."""
+BROKE: Status = ("error", "E", "ERROR")
+"""Of what broke the run, and is no failure of the hardware."""
+
+
+class Console:
+    """One session's terminal. Without one, and above rank 0, it says nothing."""
+
+    def __init__(self, config: pytest.Config, run: Run) -> None:
+        self._config = config
+        self._run = run
+        self._begun: weakref.WeakKeyDictionary[pytest.TestReport, Row] = weakref.WeakKeyDictionary()
+        """Reports whose line has begun with pytest's word."""
+        self._told: weakref.WeakSet[pytest.TestReport] = weakref.WeakSet()
+        self._ends_at: int | None = None
+        """The column at which the last line of a criterion ends."""
+
+    @property
+    def _reporter(self) -> pytest.TerminalReporter | None:
+        if self._run.recorder is None:
+            return None
+        found: pytest.TerminalReporter | None = self._config.pluginmanager.get_plugin("terminalreporter")
+        return found
+
+    @property
+    def _verbosity(self) -> int:
+        return int(self._config.get_verbosity(pytest.Config.VERBOSITY_TEST_CASES))
+
+    # ---- before the first test -------------------------------------------------------------------------------
+
+    def header(self) -> list[str]:
+        """Return the lines under pytest's own header, once the ranks have joined."""
+        reporter, journal = self._reporter, self._run.account.journal()
+        if reporter is None or journal is None or self._run.settings is None or self._run.joined is None:
+            return []
+        width = reporter._tw.fullwidth
+        return [*header_lines(journal, width=width), *report_lines([("gpucluster report", str(self._run.directory))])]
+
+    def workload(self, tests: Sequence[tuple[str, str | None]] = ()) -> list[str]:
+        """Return with what will be measured, and how long that is going to take.
+
+        ``tests``: name and criterion of those that are going to run, where they are known.
+        """
+        reporter, record, workload = self._reporter, self._run.workload_record, self._run.workload
+        if reporter is None or record is None or reporter.verbosity < 0:
+            return []
+        width = reporter._tw.fullwidth
+        lines = fact("workload", str(record), width=width)
+        if tests and workload is not None:
+            lines += fact("predicted", str(predict(tests, workload)), width=width)
+        return lines
+
+    def cluster(self) -> list[str]:
+        """Return which cluster it is and which limits are in force, where the header came too early for that."""
+        reporter, journal = self._reporter, self._run.account.journal()
+        if reporter is None or journal is None or reporter.verbosity < 0:
+            return []
+        return cluster_lines(journal, width=reporter._tw.fullwidth)
+
+    def say(self, lines: Sequence[str]) -> None:
+        """Write lines between those of pytest."""
+        if self._reporter is not None and lines:
+            self._reporter.ensure_newline()
+            for line in lines:
+                self._reporter.write_line(line)
+
+    # ---- a line for each criterion ---------------------------------------------------------------------------
+
+    def status(self, report: pytest.TestReport, told: Status) -> Status:
+        """Return what pytest prints of a report: by default a criterion's word begins a line, which ``tell`` ends."""
+        reporter = self._reporter
+        category, letter, word = told
+        if reporter is None or not letter or report in self._told or report.when not in ("setup", "call", "teardown"):
+            return told
+        row = self._row(report)
+        if row is None:
+            if self._verbosity == 0 and self._is_at_end(reporter):
+                self._ends_at = None
+                return category, f"\n{letter}", word
+            return told
+        self._told.add(report)
+        self._begun[report] = row
+        if self._verbosity != 0:
+            return told
+        shown = word if isinstance(word, str) else word[0]
+        new = "\n" if reporter._tw.width_of_current_line else ""
+        return category, f"{new}  {shown.ljust(_WORD_COLUMNS)}", word
+
+    def tell(self, report: pytest.TestReport) -> None:
+        """Say what was measured, once pytest has said how the test ended."""
+        row, reporter = self._begun.pop(report, None), self._reporter
+        if row is None or reporter is None or self._verbosity < 0:
+            return
+        journal = self._run.account.journal()
+        writer = reporter._tw
+        if self._verbosity == 0:
+            name = padded(clean(row.name.removeprefix("test_")), _NAME_COLUMNS)
+            text = _beside(row, journal)
+            begun = " " * writer.width_of_current_line
+            indent = " " * (2 + _WORD_COLUMNS + 1)
+            lines = paragraph(
+                text, writer.fullwidth - _PROGRESS_COLUMNS, first=f"{begun} {name}{'  ' * bool(text)}", rest=indent
+            )
+            writer.write("\n".join([lines[0][len(begun) :].rstrip(), *lines[1:]]))
+            self._ends_at = writer.width_of_current_line
+        else:
+            text = _below(row, journal)
+            lines = paragraph(text, writer.fullwidth, first=_DETAIL, rest=_DETAIL) if text else []
+            writer.write("".join(f"\n{line}" for line in lines))
+        reporter.flush()
+
+    def _is_at_end(self, reporter: pytest.TerminalReporter) -> bool:
+        return bool(self._ends_at) and reporter._tw.width_of_current_line == self._ends_at
+
+    def _row(self, report: pytest.TestReport) -> Row | None:
+        """Return what is on record of a report's test, if it is a criterion or has measured something."""
+        record = self._run.records.get(report.nodeid)
+        if record is None or hasattr(report, "context"):
+            return None
+        if record.test.criterion is None and not record.measurements:
+            return None
+        try:
+            return row_of(record.result())
+        except JournalError:  # none is expected; the closing summary tells it, and pytest's own word is there
+            return None
+
+    # ---- after the last test ---------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Print the closing summary; its last line is the verdict."""
+        reporter, run = self._reporter, self._run
+        if reporter is None or run.verdict is None:
+            return
+        writer = reporter._tw
+        width, colour = writer.fullwidth, writer.hasmarkup
+        verbosity = int(self._config.option.verbose)
+        journal = run.account.journal()
+        if journal is not None:
+            seen = outline(journal)
+            for block in summary(journal, seen, width=width, verbosity=verbosity, colour=colour):
+                if block:
+                    reporter.ensure_newline()
+                    for line in [*block, ""]:
+                        reporter.write_line(line)
+        for text in run.account.unread:
+            reporter.write_line(one_line(f"this summary leaves a line out: {text}", MESSAGE_CHARACTERS), red=True)
+        for line in report_lines(self._reports()):
+            reporter.write_line(line)
+        good = run.verdict.exit == 0
+        reporter.write_line(
+            f"{run.headline(run.verdict)}, exit code {run.verdict.exit}: {one_line(run.verdict.reason, 10_000)}",
+            bold=True,
+            green=good,
+            red=not good,
+        )
+
+    def _reports(self) -> list[tuple[str, str]]:
+        run = self._run
+        if run.directory is not None:
+            return found_in(run.directory, junit=run.junit_path)
+        return [("JUnit", str(run.junit_path))] if run.junit_path is not None and run.junit_path.exists() else []
+
+
+def _beside(row: Row, journal: Journal | None) -> str:
+    if not row.is_good:
+        return summary_text(row, journal)
+    return "" if row.headline is None else headline_text(row.headline)
+
+
+def _below(row: Row, journal: Journal | None) -> str:
+    """Return the same for a line of its own; pytest itself says why a test was skipped."""
+    if row.outcome == "skipped":
+        return ""
+    text, judged = _beside(row, journal), row.headline
+    if row.is_good and text and judged is not None and judged.worst_rank is not None and journal is not None:
+        return f"{text}, {rank_name(journal, judged.worst_rank)}"
+    return text

@@ -1,0 +1,224 @@
+"""What rank 0 says on pytest's terminal: a header, a line for each criterion beside pytest's own word, a summary."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from sessions import Left, Project
+
+from pytest_gpucluster import thresholds
+
+SUITE = """
+    import pytest
+
+    @pytest.mark.criterion("speed")
+    @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+    def test_speed(dtype, measure):
+        measure(f"matmul.{dtype}.tflops", 2.0, unit="TFLOPS", samples=[2.0] * 8, n=256)
+
+    @pytest.mark.criterion("slow")
+    def test_slow(measure):
+        measure("matmul.fp32.tflops", 1.0, unit="MFLOPS", n=256)
+
+    def test_plain():
+        pass
+
+    def test_also_plain():
+        pass
+
+    @pytest.mark.criterion("fabric")
+    @pytest.mark.needs_ranks(2)
+    def test_fabric(measure):
+        pass
+    """
+
+
+@pytest.fixture
+def at_80_columns(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("GPUCLUSTER_HOSTNAME", "node-a")
+
+
+def between(left: Left, first: str, last: str) -> list[str]:
+    """The lines of the terminal from one that begins so to one that begins so."""
+    lines = left.stdout.splitlines()
+    begin = next(number for number, line in enumerate(lines) if line.startswith(first))
+    end = next(number for number, line in enumerate(lines) if number > begin and line.startswith(last))
+    return lines[begin:end]
+
+
+@pytest.mark.usefixtures("at_80_columns")
+def test_a_criterion_has_a_line_of_its_own(project: Project) -> None:
+    project.suite(SUITE)
+    left = project.run()
+    told = between(left, "test_it.py", "===")
+    assert [line.rstrip() for line in told if line] == [
+        "test_it.py",
+        "  PASSED  speed[bf16]               2 >= 0.0001 TFLOPS, > +999 %",
+        "  PASSED  speed[fp32]               2 >= 0.0005 TFLOPS, > +999 %",
+        "  FAILED  slow                      rank 0 (node-a): matmul.fp32.tflops",
+        "          0.000001 TFLOPS < 0.0005 TFLOPS (n=256)",
+        "..",
+        "  SKIPPED fabric                    needs 2 ranks, and there is 1        [100%]",
+    ]
+
+
+@pytest.mark.usefixtures("at_80_columns")
+def test_verbose_has_the_number_under_the_word(project: Project) -> None:
+    project.suite(SUITE)
+    left = project.run("-v")
+    told = "\n".join(line.rstrip() for line in between(left, "test_it.py::", "==="))
+    assert re.search(
+        r"^test_it\.py::test_speed\[bf16\] PASSED +\[ 16%\]\n    2 >= 0\.0001 TFLOPS, > \+999 %, rank 0 \(\S+\)$",
+        told,
+        re.MULTILINE,
+    ), told
+    assert re.search(
+        r"^test_it\.py::test_slow FAILED +\[ 50%\]\n    rank 0 \(\S+\): matmul\.fp32\.tflops 0\.000001 TFLOPS < ",
+        told,
+        re.MULTILINE,
+    ), told
+    assert "test_it.py::test_plain PASSED" in told
+    assert "\n\ntest_it" not in told
+    summary = " ".join(left.stdout.partition("Criteria:")[2].split())
+    assert "matmul.bf16.tflops{n=256}: 2 TFLOPS" in summary
+
+
+@pytest.mark.usefixtures("at_80_columns")
+def test_quiet_has_letters_what_failed_and_the_verdict(project: Project) -> None:
+    project.suite(SUITE)
+    left = project.run("-q")
+    assert "..F..s" in left.stdout
+    assert "Criteria:" not in left.stdout
+    assert "gpucluster: " not in left.stdout
+    assert "gpucluster predicted" not in left.stdout
+    assert "gpucluster workload" not in left.stdout
+    assert re.search(r"^FAILED  slow  0\.000001  >= 0\.0005  TFLOPS", left.stdout, re.MULTILINE), left.stdout
+    assert "JUnit:   " in left.stdout
+    assert left.last_line[:2] == ("REJECTED", 1)
+
+
+@pytest.mark.usefixtures("at_80_columns")
+def test_the_short_summary_begins_with_the_culprit_and_keeps_pytest_s_words(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    project.suite(SUITE)
+    left = project.run("-rA")
+    summary = left.stdout.partition("short test summary info")[2]
+    assert "PASSED test_it.py::test_speed[bf16]\n" in summary
+    assert re.search(
+        r"^FAILED test_it\.py::test_slow - rank 0 \(\S+\): matmul\.fp32\.tflops 0", summary, re.MULTILINE
+    ), summary
+    # On record it stays as it was judged.
+    assert left.verdicts["test_slow"].startswith("failure: matmul.fp32.tflops 0.000001 TFLOPS < 0.0005 TFLOPS")
+
+
+@pytest.mark.usefixtures("at_80_columns")
+def test_colour_is_pytest_s_and_changes_no_word(project: Project) -> None:
+    project.suite(SUITE)
+    plain, coloured = project.run(), project.run("--color=yes")
+    assert "\x1b[" not in plain.stdout
+    # pytest writes a line feed between the codes of a letter and its colour.
+    assert re.search(r"\x1b\[32m\n  PASSED ", coloured.stdout)
+    assert "\x1b[31mFAILED\x1b[0m  slow" in coloured.stdout
+    told = re.sub(r"\x1b\[\d+m", "", coloured.stdout)
+    for line in plain.stdout.splitlines():
+        if re.match(r"(  )?(PASSED|FAILED|SKIPPED)  ", line):
+            assert line in told
+
+
+def test_set_up_and_teardown_that_break_have_their_lines(project: Project) -> None:
+    project.suite(
+        """
+        import pytest
+
+        @pytest.fixture
+        def broken():
+            raise OSError("no such device")
+
+        @pytest.fixture
+        def breaks_later():
+            yield
+            raise OSError("it stays busy")
+
+        @pytest.mark.criterion("first")
+        def test_first(broken, measure): pass
+
+        @pytest.mark.criterion("second")
+        def test_second(breaks_later, measure):
+            measure("matmul.fp32.tflops", 2, unit="GFLOPS", samples=[2] * 8)
+
+        @pytest.mark.criterion("nothing")
+        def test_nothing(measure): pass
+        """
+    )
+    left = project.run()
+    told = "\n".join(between(left, "test_it.py", "==="))
+    assert re.search(r"^  ERROR   first +rank 0 \(\S+\): OSError: no such device", told, re.MULTILINE), told
+    assert re.search(r"^  PASSED  second +0\.002 >= 0\.0005 TFLOPS", told, re.MULTILINE), told
+    assert re.search(r"^  ERROR   second +rank 0 \(\S+\): OSError: it stays busy", told, re.MULTILINE), told
+    assert re.search(r"^  ERROR   nothing +criterion nothing has measured$", told, re.MULTILINE), told
+    assert left.last_line[:2] == ("BROKEN", 11)
+    assert re.search(r"^ERROR   second", left.stdout.partition("Criteria: 3 error")[2], re.MULTILINE), left.stdout
+
+
+def test_the_summary_tells_what_the_journal_cannot(project: Project) -> None:
+    # The recorder is stopped, as it is on a disk that takes nothing: what rank 0 has sent it knows by itself.
+    project.suite(
+        """
+        import os, pytest, signal
+
+        @pytest.mark.criterion("speed")
+        def test_speed(measure):
+            measure("matmul.fp32.tflops", 2, unit="GFLOPS", samples=[2] * 8)
+
+        @pytest.mark.criterion("last")
+        def test_last(measure, request):
+            from pytest_gpucluster.plugin import Hooks
+            hooks = request.config.pluginmanager.get_plugin("gpucluster-hooks")
+            os.kill(hooks._session._run.recorder.pid, signal.SIGKILL)
+            measure("matmul.fp32.tflops", 2, unit="GFLOPS", samples=[2] * 8)
+        """
+    )
+    left = project.run()
+    assert left.exit == 11
+    summary = left.stdout.partition("Criteria: 2 passed")[2]
+    assert re.search(r"^PASSED  last +0\.002", summary, re.MULTILINE), left.stdout
+    assert left.stdout.splitlines()[-1].startswith("BROKEN (a REHEARSAL")
+
+
+def test_a_name_cannot_act_on_the_terminal(project: Project) -> None:
+    project.suite(
+        """
+        import pytest
+
+        @pytest.mark.criterion("speed")
+        @pytest.mark.parametrize("size", [pytest.param(1, id="\\x1b[2J\\u202e"), pytest.param(2, id="x" * 3000)])
+        def test_speed(size, measure):
+            measure("matmul.fp32.tflops", 2, unit="GFLOPS", samples=[2] * 8, label="\\x1b[2J")
+        """
+    )
+    left = project.run("-v")
+    assert left.exit == 0, left.output
+    assert "\x1b" not in left.stdout
+    assert "\u202e" not in left.stdout.partition("Criteria:")[2]
+
+
+@pytest.mark.usefixtures("at_80_columns")
+def test_local_workers_are_told_once_for_all(project: Project) -> None:
+    project.suite(SUITE)
+    left = project.run_apart(
+        "-n", "2", "--dist", "each", "--max-worker-restart=0", "-p", "no:randomly", more={"COLUMNS": "80"}
+    )
+    assert left.exit == 1, left.output
+    lines = left.stdout.splitlines()
+    assert len([line for line in lines if line.startswith("  PASSED  speed[bf16]")]) == 1, left.output
+    assert len([line for line in lines if line.startswith("  FAILED  slow")]) == 1
+    # Both workers have told who they are before the first test is judged.
+    assert re.search(r"^FAILED test_it\.py::test_slow - rank 0 \(\S+\)", left.stdout, re.MULTILINE), left.output
+    assert lines.count("gpucluster limits: cpu-rehearsal, of " + str(thresholds.shipped_path())) == 1, left.output
+    assert len([line for line in lines if line.startswith("gpucluster cluster: 1 node x 2 CPU ranks")]) == 1
+    assert "Criteria: 1 failed" in left.stdout
+    assert max(len(line) for line in lines if line.startswith("  ")) <= 80
