@@ -83,8 +83,11 @@ class Outline:
 
     @property
     def worst_first(self) -> tuple[Row, ...]:
-        """Return the rows, failures first; rows of one outcome keep their order."""
-        return tuple(sorted(self.rows, key=lambda row: _WORST_FIRST.get(row.outcome, 1)))
+        """Return the rows, failures first; rows of one outcome keep their order.
+
+        What was skipped and had not to run comes last, so that it does not stand before all that was measured.
+        """
+        return tuple(sorted(self.rows, key=_severity))
 
     @property
     def bad(self) -> tuple[Row, ...]:
@@ -112,6 +115,12 @@ class Outline:
                     best[key] = share, row, judged
         found = sorted(best.values(), key=lambda each: each[0])
         return tuple((row, judged) for _, row, judged in found[:most])
+
+
+def _severity(row: Row) -> int:
+    if row.outcome == "skipped" and not row.is_gap:
+        return len(_WORST_FIRST)
+    return _WORST_FIRST.get(row.outcome, 1)
 
 
 def outline(journal: Journal) -> Outline:

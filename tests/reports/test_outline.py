@@ -10,8 +10,7 @@ import pytest
 from example_runs import write
 
 from pytest_gpucluster.journal import JudgedLimit, JudgedMetric, read
-from pytest_gpucluster.reports import outline as outlines
-from pytest_gpucluster.reports.outline import NOT_RUN, RUNNING, headline, is_whole, outline
+from pytest_gpucluster.reports.outline import NOT_RUN, RUNNING, Outline, Row, headline, is_whole, outline
 
 PASSED = JudgedMetric(
     metric="hbm.copy.bandwidth", unit="TB/s", status="passed", value=3.0, limit=JudgedLimit(min=2.5), margin=0.2
@@ -82,14 +81,24 @@ def test_the_example_that_is_rejected(tmp_path: Path) -> None:
     seen = outline(read(write(tmp_path, "cluster") / "journal.jsonl"))
     assert (seen.word, seen.exit, seen.is_good) == ("REJECTED", 1, False)
     assert list(seen.counts) == ["failed", "error", NOT_RUN, "skipped", "passed"]
-    assert [row.outcome for row in seen.worst_first] == sorted(
-        (row.outcome for row in seen.rows), key=list(outlines._WORST_FIRST).index
+    assert [row.outcome for row in seen.worst_first] == (
+        ["failed"] * 5 + ["error", NOT_RUN, "skipped"] + ["passed"] * 6 + ["skipped"]
     )
     assert [row.outcome for row in seen.bad] == ["failed"] * 5 + ["error"]
     assert {row.name for row in seen.did_not_run} == {"test_checkpoint_bandwidth", "test_qwen2_lora", "test_kubernetes"}
     margins = [judged.margin for _, judged in seen.tightest()]
     assert margins == sorted(margins, key=lambda margin: margin or 0.0)
     assert all(judged.status == "passed" and not is_whole(judged) for _, judged in seen.tightest())
+
+
+def test_what_had_to_run_stands_before_what_passed_and_other_skips_behind_it() -> None:
+    outcomes = (("passed", False), ("skipped", False), ("skipped", True), ("failed", False))
+    rows = tuple(
+        Row(nodeid=f"t.py::{number}", name=str(number), outcome=outcome, is_gap=is_gap)
+        for number, (outcome, is_gap) in enumerate(outcomes)
+    )
+    seen = Outline(word="REJECTED", exit=1, reason="", rehearsal=False, rows=rows, counts={})
+    assert [row.name for row in seen.worst_first] == ["3", "2", "0", "1"]
 
 
 def test_a_run_that_was_cut_off_is_no_pass(tmp_path: Path) -> None:
