@@ -294,7 +294,8 @@ def _did_not_run(seen: Outline, *, width: int, verbose: bool) -> list[str]:
         return []
     count, gaps = sum(map(len, by_reason.values())), sum(len(by_reason[told]) for told in by_reason if told[0] == 0)
     # Of a test that was never reached nobody knows whether it applies here.
-    lines = [f"Did not run: {count}{f', and {gaps} of them had to' if gaps else ''}"]
+    least = "at least " if any(order == 1 for order, _ in by_reason) else ""
+    lines = [f"Did not run: {count}{f', and {least}{gaps} of them had to' if gaps else ''}"]
     for (_, why), names in sorted(by_reason.items(), key=lambda each: each[0][0]):
         shown = names if verbose else names[:_NAMES_SHOWN]
         more = f", and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
