@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -119,6 +120,11 @@ def test_the_matrix_lies_in_the_tests_folder_and_in_the_journal(runs: dict[str, 
     assert "node-b, GB/s, from row to column" in artifact(runs["healthy"], "links-node.txt")
     across = json.loads(dict(measured(runs["healthy"], ACROSS).properties)["links.matrix"])
     assert {tuple(row[:2]) for row in across["readings"]} == {(0, 2), (2, 0), (1, 3), (3, 1)}
+
+
+def test_of_all_ranks_the_first_alone_shows_how_far_it_is(runs: dict[str, torchrun.Run]) -> None:
+    lines = [line for line in runs["healthy"].output.splitlines() if line.startswith(f"{ACROSS}: step ")]
+    assert len([line for line in lines if re.search(r"step (\d+) of \1$", line)]) == 1, lines
 
 
 def test_a_run_without_a_fault_is_rehearsed(runs: dict[str, torchrun.Run]) -> None:

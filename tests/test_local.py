@@ -38,8 +38,9 @@ def test_the_reports_of_two_workers_become_one_testcase_each(project: Project) -
 
     class TestIt:
         @pytest.mark.single_gpu
-        def test_rank(self, cluster, gpu, inventory):
+        def test_rank(self, cluster, gpu, inventory, progress):
             assert (cluster.world_size, len(inventory), gpu.sku) == (1, 1, "cpu-rehearsal")
+            progress(1, 1, loss=2.5)
 
     @pytest.mark.criterion("links")
     def test_not_selected(measure): pass
@@ -63,6 +64,9 @@ def test_the_reports_of_two_workers_become_one_testcase_each(project: Project) -
     assert "gpucluster: 2 ranks on 1 node" in left.stdout
     assert "3 passed" in left.stdout
     assert left.last_line[2].startswith("3 passed; 1 node, 2 ranks, as launched")
+    # The steps, past the capture: those of the first worker, and in no report.
+    assert left.stderr.splitlines().count("test_rank: step 1 of 1, loss 2.5") == 1, left.output
+    assert "step 1" not in left.stdout + str(left.journal) + (project.path / "report.xml").read_text()
     # One process finds the same testcases.
     alone = project.run("-m", "single_gpu")
     assert [case.attrib["name"] for case in alone.cases] == [case.attrib["name"] for case in left.cases]

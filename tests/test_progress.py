@@ -1,6 +1,7 @@
 """The fixture ``progress``: what rank 0's terminal shows of a long test, and that nothing else shows it.
 
-tests/test_live_hooks.py has the live line on a terminal.
+tests/test_live_hooks.py has the live line on a terminal, tests/test_local.py the steps of local workers, and
+tests/test_acceptance_links.py those of the ranks of torchrun.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import Any
 
 import pytest
 from sessions import Project
-from torchrun import torchrun
 
 from pytest_gpucluster.progress import LIVE_SECONDS, PLAIN_SECONDS, STEPS, Progress, describe, progress_of, silent
 from pytest_gpucluster.step_file import StepFile
@@ -180,14 +180,6 @@ def test_without_a_terminal_reporter_the_test_goes_on(project: Project) -> None:
     assert project.run("-p", "no:terminal").exit == 0
 
 
-def test_of_local_workers_the_first_one_shows_it(project: Project) -> None:
-    project.suite("import pytest\n@pytest.mark.single_gpu\ndef test_it(progress): progress(1, 1, loss=2.5)")
-    left = project.run_apart("-n", "2", "--dist", "each", "--max-worker-restart=0")
-    assert left.verdicts == {"test_it": "passed"}
-    assert left.stderr.splitlines().count("test_it: step 1 of 1, loss 2.5") == 1
-    assert "step 1" not in left.stdout + str(left.journal)
-
-
 def worker(name: str, *, verbosity: int = 0, **told: str) -> Any:
     """What pytest knows in a local worker whose output is not captured."""
     return SimpleNamespace(
@@ -208,9 +200,3 @@ def test_a_local_worker_says_it_on_standard_error_or_to_its_controller(
     assert progress_of(worker("gw1", **{STEPS: steps}), "test_it", rank=1) is silent
     assert progress_of(worker("gw0", verbosity=-1, **{STEPS: steps}), "test_it", rank=0) is silent
     assert capsys.readouterr().err == ""
-
-
-def test_of_two_ranks_the_first_alone_shows_it(tmp_path_factory: pytest.TempPathFactory) -> None:
-    run = torchrun(tmp_path_factory.mktemp("ranks"), {"test_it.py": "def test_it(progress): progress(7, 7)\n"})
-    assert run.verdicts == {"test_it": "passed"}
-    assert run.output.count("step 7 of 7") == 1
