@@ -78,7 +78,7 @@ def duration_text(seconds: float) -> str:
     """Return a time in a unit that a person plans with.
 
     >>> [duration_text(seconds) for seconds in (0.35, 42, 75, 3600, 90000)]
-    ['0.4 s', '42 s', '1.2 min', '1 h', '25 h']
+    ['0.35 s', '42 s', '1.2 min', '1 h', '25 h']
     """
     if seconds < 60:
         return f"{seconds:.2g} s"
