@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pytest_gpucluster.comparison.changes import Change, Pair, changes_of
+from pytest_gpucluster.comparison.changes import Change, Pair, Terms, changes_of
 from pytest_gpucluster.comparison.compared import terms_of
 from pytest_gpucluster.comparison.conditions import obstacles
 from pytest_gpucluster.comparison.document import pair_to_json
@@ -118,7 +118,7 @@ class Baseline:
             return judgement, [("baseline", f"nothing to be held against: the baseline {was}")]
         now = Tested(nodeid=nodeid, name=name, outcome=judgement.outcome, values=by_key(judgement.measurements))
         terms = terms_of(self.side, Side(facts=facts, tests={}), allowed=self.allowed)
-        changes = list(changes_of(before, now, terms))
+        changes = [_without_ranks_gone(change, terms) for change in changes_of(before, now, terms)]
         measurements = [
             self._judged(judged, next(each for each in changes if each.key == key_of(judged)), names)
             for judged in judgement.measurements
@@ -150,6 +150,18 @@ class Baseline:
             misses={**{rank: printable(text) for rank, text in texts.items()}, **judged.misses},
             baseline=told,
         )
+
+
+def _without_ranks_gone(change: Change, terms: Terms) -> Change:
+    """Return a change without the baseline's ranks that this run does not have, such as those of its other nodes.
+
+    They would hide what the ranks that are here were held against. A rank that is here and has no value now stays.
+    """
+    if not terms.new_ranks:
+        return change
+    here = {match.old for match in (*terms.of_gpu.values(), *terms.of_slot.values())}
+    pairs = tuple(pair for pair in change.pairs if pair.rank is not None or pair.old_rank in (None, *here))
+    return replace(change, pairs=pairs) if pairs else change
 
 
 def _decides(judged: Mapping[str, Any]) -> bool:

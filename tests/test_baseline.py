@@ -127,6 +127,21 @@ def test_a_gpu_is_held_against_itself_wherever_it_is_now(tmp_path):
     assert (judgement.outcome, list(judgement.measurements[0].misses)) == ("failed", [0])
 
 
+def test_ranks_that_only_the_baseline_has_do_not_hide_what_the_others_were_held_against(tmp_path):
+    ranks = [place(0), place(1), place(2, host="gpu-b", local_rank=0), place(3, host="gpu-b", local_rank=1)]
+    larger = case(MATMUL, "passed", measured([780, 781, 782, 783]))
+    good, [(_, note)] = held(tmp_path, judged(about(780), about(781)), larger, ranks=ranks)
+    assert note.startswith("same: ")
+    assert good.measurements[0].baseline["change_ratio"] is not None
+    bad, _ = held(tmp_path, judged(about(780), about(740)), larger, ranks=ranks)
+    assert (bad.outcome, list(bad.measurements[0].misses)) == ("failed", [1])
+
+
+def test_a_rank_of_this_run_without_a_value_is_still_told(tmp_path):
+    _, [(_, note)] = held(tmp_path, judged(about(780)), case(MATMUL, "passed", measured([780, 781])))
+    assert note == "nothing to be held against: no value now"
+
+
 @pytest.mark.parametrize(
     ("tests", "more", "said"),
     [

@@ -22,6 +22,7 @@ def check(files: Sequence[Path]) -> int:
     """Print every problem of these files, or that there is none, and return the exit code."""
     from pytest_gpucluster import thresholds
     from pytest_gpucluster.explained_limits import looser
+    from pytest_gpucluster.limits import EVERY_SKU
 
     for path in files:
         try:
@@ -41,9 +42,11 @@ def check(files: Sequence[Path]) -> int:
                 print(printable(f"{new.origin}: note: {new.metric} demands less than {old.origin}: {less}"))
     found = layers[-1]
     own = [limit for limit in found.limits if limit.layer > 0] if others else list(found.limits)
-    skus = {limit.sku for limit in own}
+    skus = {limit.sku for limit in own} - {EVERY_SKU}
     counted = "1 entry" if len(own) == 1 else f"{len(own)} entries"
-    print(f"no problem: {counted} for {len(skus)} {'SKU' if len(skus) == 1 else 'SKUs'}")
+    named = f"{len(skus)} {'SKU' if len(skus) == 1 else 'SKUs'}" if skus else ""
+    every = EVERY_SKU if any(limit.sku == EVERY_SKU for limit in own) else ""
+    print(f"no problem: {counted} for {' and '.join(filter(None, (named, every))) or 'no SKU'}")
     return DONE
 
 

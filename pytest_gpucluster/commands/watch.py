@@ -51,6 +51,7 @@ exit codes:
   1  with --once: there is no GPU, or one of them has not answered; what there is is shown
   2  wrong usage, or --gpus names a GPU that is not there
   4  the node cannot be read: no process can be started for it; or the output cannot be written
+  129, 143  SIGHUP (its terminal was closed) or SIGTERM has ended it
 """
 
 

@@ -42,6 +42,12 @@ def test_the_shipped_limits_have_no_problem(capsys):
     assert capsys.readouterr().out.startswith("no problem: ")
 
 
+def test_entries_for_every_sku_are_not_counted_as_a_sku(mine, capsys):
+    mine.write_text("schema_version: 1\nevery_sku:\n  limits:\n    gpu.findings: {max: 0 findings, source: we}\n")
+    assert cli.main(["thresholds", "check", str(mine)]) == 0
+    assert capsys.readouterr().out.endswith("no problem: 1 entry for every SKU\n")
+
+
 def test_an_entry_that_demands_less_is_noted_and_no_problem(mine, capsys):
     assert cli.main(["thresholds", "check", str(mine)]) == 0
     out = capsys.readouterr().out
