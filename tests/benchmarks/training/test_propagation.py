@@ -31,13 +31,14 @@ def check(folder: Path, **more: object) -> Propagation:
     return check_propagation(torch.device("cpu"), GEOMETRY, **settings)  # type: ignore[arg-type]  # by name
 
 
-@pytest.mark.parametrize(("how", "codes"), [("raise", {1, -6}), ("kill", {-9})])
+@pytest.mark.parametrize(("how", "codes"), [("raise", {1, -6, -15}), ("kill", {-9})])
 def test_a_rank_that_raises_or_is_killed_ends_the_job_and_is_named(tmp_path: Path, how: str, codes: set[int]) -> None:
     found = check(tmp_path, how=how)
     assert 0 < found.seconds < 60
     assert found.exit_code == 1
     assert found.rank == 1
-    # gloo's threads may abort an interpreter that ends with an exception.
+    # gloo's threads may abort an interpreter that ends with an exception. And its peer may be gone before it: then the
+    # launcher ends it in the middle of its own end.
     assert found.rank_exit_code in codes
     if how == "raise":
         assert "this rank dies in training, as it was told to" in (tmp_path / "job" / "output.txt").read_text()
