@@ -30,7 +30,7 @@ from pytest_gpucluster import journal
 from pytest_gpucluster.agreement.release import nccl
 
 SCHEMA = xmlschema.XMLSchema(str(Path(__file__).parent / "data" / "junit-10.xsd"))
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 120.0
 """Generous: nothing here should take a third of it."""
 
 CPU = "--gpucluster-device=cpu"
