@@ -2,19 +2,21 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 STAMP := .venv/.installed
+# constraints-oldest.txt has the oldest versions that are supported; for a .venv of its own.
+CONSTRAINTS ?= constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help rehearsal test lint perf clean
+.PHONY: help rehearsal test lint check-deploy perf clean
 
 help: ## show this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 22
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 	  echo "make: $(PYTHON) is `$(PYTHON) --version 2>&1`; Python 3.10 or newer is needed: make PYTHON=/path/to/python3.12 ..." >&2; \
 	  exit 1; }
 	test -x $(PY) || $(PYTHON) -m venv .venv
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,lora,vision]'
+	$(PY) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev,lora,vision]'
 	@touch $@
 
 rehearsal: $(STAMP) ## run the acceptance suite on two CPU ranks: no GPU needed, nothing is accepted by it
@@ -32,15 +34,11 @@ lint: $(STAMP) ## check style, format and types
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-perf: $(STAMP) ## measure the cost of agreement and reports, our LoRA loop beside Trainer's, loader settings; simulate the rules
-	OMP_NUM_THREADS=1 $(PY) perf/agreement.py
-	OMP_NUM_THREADS=1 $(PY) perf/training.py
-	OMP_NUM_THREADS=1 $(PY) perf/loader.py
-	OMP_NUM_THREADS=1 $(PY) perf/collectives.py
-	OMP_NUM_THREADS=1 $(PY) perf/sampler.py
-	$(PY) perf/reports.py
-	$(PY) perf/rules.py
-	$(PY) perf/isolation.py
+check-deploy: $(STAMP) ## look at all of deploy/: shell, images, workflows, manifests; needs npm and kubectl
+	$(PY) tests/deploy/check_deploy.py
+
+perf: $(STAMP) ## print all tables of perf/: what the suite costs, how faithful and how large it can be; simulate the rules
+	$(PY) perf/tables.py
 
 clean: ## remove caches and build output; .venv and the reports stay, for reports are evidence
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

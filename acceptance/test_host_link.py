@@ -66,7 +66,7 @@ def test_host_link(way, cluster, hold):
     shows nowhere else, and slows the whole job down at each step.
 
     When it fails: on one GPU look at the PCIe generation and width that are on record with the rate: under load they
-    must be those of the data sheet; then at the slot, the riser, and errors (``nvidia-smi -q -d PCIE``). On all GPUs:
+    must be those of the data sheet; then at the slot, the riser, and errors (``nvidia-smi -q``, part PCI). On all GPUs:
     an IOMMU (``test_host_limits``), slow memory, a CPU governor, or a limit meant for another host. Wrong data: take
     the GPU out of service. An error about memory: it could not be had beside the GPU, or not so much of it.
 

@@ -1,15 +1,16 @@
 """Is NCCL left to choose, or does a variable that somebody has set once choose for it?"""
 
+import dataclasses
 import json
-import socket
 
 import pytest
 
-from pytest_gpucluster import infiniband, peer_memory
 from pytest_gpucluster.fabric_exchange import settings_of_all
 from pytest_gpucluster.hardware import promise_of
+from pytest_gpucluster.nccl_advice.advising import advise
+from pytest_gpucluster.nccl_advice.advising import place as place_of
+from pytest_gpucluster.nccl_advice.gathering import Sources, gather, of_ranks
 from pytest_gpucluster.nccl_findings import judge
-from pytest_gpucluster.nccl_values import Place
 from pytest_gpucluster.surroundings.notice import require_nothing
 
 
@@ -22,6 +23,10 @@ def test_nccl_environment(artifacts, board, cluster, fabric_sources, gpu, invent
     surely hurts here is an error; what helps in some places and hurts in others, and what is meant for debugging only,
     is noted. What this suite has set itself is left out.
 
+    On record as well is what ``gpucluster nccl-env`` would advise on this node: its fabric, the variables that it needs
+    and why. One that is not set, or set otherwise, is noted and fails nothing: whether it costs anything is what the
+    collectives measure.
+
     Why: NCCL_P2P_DISABLE=1 or NCCL_ALGO=Ring, once set to look for a bug, costs half of the bandwidth for years, and no
     message ever says so.
 
@@ -32,14 +37,19 @@ def test_nccl_environment(artifacts, board, cluster, fabric_sources, gpu, invent
     """
     mine = fabric_sources.settings()
     promise = promise_of(gpu.sku)
-    place = Place(
+    node = Sources(
+        fabric=fabric_sources,
+        hostname=lambda: cluster.hostname,
+        gpus=lambda: of_ranks(inventory, cluster.node_rank),
+        nccl=lambda tree: inventory[cluster.rank]["versions"]["nccl"],
+    )
+    facts = gather(node)
+    place = dataclasses.replace(
+        place_of(facts),
         nnodes=cluster.nnodes,
         local_ranks=cluster.local_world_size,
         nvlink=promise is not None and bool(promise.nvlinks),
         nvls=promise is not None and promise.nvswitch and promise.fabric_state,
-        adapters=infiniband.read(fabric_sources.sysfs),
-        peermem=bool(peer_memory.read(fabric_sources.sysfs, fabric_sources.proc).module),
-        interfaces=tuple(name for _, name in socket.if_nameindex()),
     )
     for setting in mine:
         record_property(f"environment.{setting.name}", f"{setting.value} ({setting.origin})")
@@ -48,6 +58,10 @@ def test_nccl_environment(artifacts, board, cluster, fabric_sources, gpu, invent
     if everyone is not None:
         (artifacts / "environment.json").write_text(json.dumps(everyone.distinct(), indent=1), encoding="utf-8")
         findings += everyone.findings(inventory)
+    advised = advise(facts)
+    for name, text in advised.properties().items():
+        record_property(name, text)
+    findings += advised.notes(cluster.hostname)
     hurting = sum(found.kind != "note" for found in findings)
     measure("nccl.environment.findings", hurting, unit="findings", record_only=True)
     require_nothing(findings)

@@ -1,21 +1,50 @@
-"""Write docs/reference.md from the code: options, markers, fixtures, metrics, exit codes, timeouts, SKUs.
+"""Write docs/reference.md from the code: options, variables, markers, fixtures, hooks, metrics, exit codes, commands.
 
 python docs/reference.py
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import inspect
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from pytest_gpucluster import fixtures, hardware, metrics, options, plugin, thresholds, units, verdict
+from pytest_gpucluster import (
+    cli,
+    fixtures,
+    hardware,
+    hookspecs,
+    metrics,
+    options,
+    plugin,
+    thresholds,
+    units,
+    verdict,
+)
 from pytest_gpucluster.limits import EVERY_SKU, KNOWN_LABELS, TOPOLOGY
 
 PAGE = Path(__file__).with_name("reference.md")
+PACKAGE = Path(cli.__file__).parent
+
+VARIABLES = {
+    "GPUCLUSTER_HOSTNAME": "replaces the host's name in every report. Set it to the node's name in a pod or a"
+    " container: ranks on one node need the same, ranks on different nodes different ones",
+    "GPUCLUSTER_EXIT_NOTES": "a folder in which each rank leaves the verdict at its end, for whoever started its"
+    " launcher ([run.md](run.md)); `gpucluster run` sets it",
+    "GPUCLUSTER_CHILD_JOB": "marks the processes of the training that `failure_propagation` starts and lets die; never"
+    " to be set",
+}
+"""Variables of this project that are no options. A test holds them against those that the code names."""
+
+_OF_LAUNCHERS = re.compile(
+    r"(?:SLURM|OMPI|PMIX|PET|TORCHELASTIC|KUBERNETES|JOB|MASTER|LOCAL|GROUP|PYTEST)_[A-Z][A-Z_]*[A-Z]"
+    r"|RANK|WORLD_SIZE|NODE_RANK|LOGLEVEL"
+)
 
 _INTRODUCTION = """\
 # Reference
@@ -31,12 +60,15 @@ def page() -> str:
             _INTRODUCTION,
             *_options(),
             *_timeouts(),
+            *_variables(),
             *_exit_codes(),
             *_markers(),
             *_fixtures(),
+            *_hooks(),
             *_metrics(),
             *_limits(),
             *_skus(),
+            *_commands(),
         ]
     )
 
@@ -74,8 +106,34 @@ def _timeouts() -> Iterator[str]:
     )
 
 
+def _variables() -> Iterator[str]:
+    yield "## Environment variables\n"
+    yield "Beside those of the options above:\n"
+    yield from _table(("variable", "meaning"), ((f"`{name}`", text) for name, text in VARIABLES.items()))
+    yield "## Variables of launchers\n"
+    yield (
+        "Variables of launchers and schedulers that are read, and the modules that do so. The"
+        " [README](../README.md#srun-mpirun-kubernetes) says which of them tell a process its rank. NCCL's own are in"
+        " [infiniband.md](infiniband.md).\n"
+    )
+    yield from _table(
+        ("variable", "read by"), ((f"`{name}`", _listed(modules)) for name, modules in sorted(variables_read().items()))
+    )
+
+
+def variables_read() -> dict[str, list[str]]:
+    """Return the variables of launchers and schedulers that the package names, with the modules that name them."""
+    found: dict[str, set[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and _OF_LAUNCHERS.fullmatch(node.value):
+                found.setdefault(node.value, set()).add(path.relative_to(PACKAGE).as_posix())
+    return {name: sorted(modules) for name, modules in found.items()}
+
+
 def _exit_codes() -> Iterator[str]:
     yield "## Exit codes\n"
+    yield "Those of a run. Each [command](#commands) lists its own.\n"
     yield from _table(("exit code", "verdict"), ((str(code), text) for code, text in verdict.EXIT_CODES.items()))
 
 
@@ -90,6 +148,76 @@ def _markers() -> Iterator[str]:
 def _fixtures() -> Iterator[str]:
     yield "## Fixtures\n"
     yield from _table(("fixture", "scope", "what it is"), _fixture_rows(fixtures))
+
+
+def _hooks() -> Iterator[str]:
+    yield "## Hooks\n"
+    yield "Functions of a `conftest.py` or a plugin, with which a site adds to the suite.\n"
+    for node in ast.parse(inspect.getsource(hookspecs)).body:
+        if isinstance(node, ast.FunctionDef):
+            yield f"### `{node.name}({', '.join(argument.arg for argument in node.args.args)})`\n"
+            text, _, example = (ast.get_docstring(node) or "").partition("::\n")
+            yield text.strip().replace("``", "`") + (":\n" if example else "\n")
+            if example:
+                yield f"```python\n{textwrap.dedent(example).strip()}\n```\n"
+
+
+def _commands() -> Iterator[str]:
+    yield "## Commands\n"
+    yield from _table(
+        ("command", "what it does"),
+        ((f"[`gpucluster {word}`](#gpucluster-{word})", does) for word, does in cli.COMMANDS.items()),
+    )
+    yield "2 is wrong usage everywhere; 141 says that whoever read the output has closed it.\n"
+    for word in cli.COMMANDS:
+        parser = argparse.ArgumentParser(prog=f"gpucluster {word}")
+        cli._module(word).configure(parser)
+        yield from _command(parser, "###", epilogs=[])
+
+
+def _command(parser: argparse.ArgumentParser, level: str, epilogs: list[str]) -> Iterator[str]:
+    """Yield the section of one command: from its arguments, for argparse's help differs between versions of Python."""
+    yield f"{level} {parser.prog}\n"
+    for paragraph in (parser.description or "").strip().split("\n\n"):
+        preformatted = re.search(r"^  ", paragraph, re.MULTILINE)
+        yield f"```text\n{paragraph}\n```\n" if preformatted else f"{_outside_code(paragraph)}\n"
+    if parser.usage:
+        yield f"```text\n{textwrap.dedent(parser.usage).strip()}\n```\n"
+    rows = [row for action in parser._actions if (row := _argument(action, parser.prog))]
+    if rows:
+        yield from _table(("argument", "meaning"), rows)
+    for title, text in _parts(parser.epilog or ""):
+        if text not in epilogs:
+            epilogs.append(text)
+            yield f"{title}:\n\n```{'console' if title == 'Examples' else 'text'}\n{text}\n```\n"
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                yield from _command(inner, f"{level}#", epilogs)
+
+
+def _argument(action: argparse.Action, prog: str) -> tuple[str, str] | None:
+    if isinstance(action, (argparse._HelpAction, argparse._SubParsersAction)) or action.help == argparse.SUPPRESS:
+        return None
+    value = action.metavar or (action.dest.upper() if action.nargs != 0 else "")
+    shown = " ".join(value) if isinstance(value, tuple) else value
+    shown = {"?": f"[{shown}]", "+": f"{shown} ...", "*": f"[{shown} ...]"}.get(str(action.nargs), shown)
+    names = [f"`{name} {shown}`" if shown and action.nargs != 0 else f"`{name}`" for name in action.option_strings]
+    text = (action.help or "") % {**vars(action), "prog": prog}
+    if action.choices is not None and not isinstance(action, argparse._SubParsersAction):
+        text = f"{text}; one of {_listed(map(str, action.choices))}"
+    needed = "; needed" if action.required and action.option_strings else ""
+    return ", ".join(names) or f"`{shown}`", _outside_code(" ".join(text.split())) + needed
+
+
+def _parts(epilog: str) -> Iterator[tuple[str, str]]:
+    """Split what stands below a command's arguments: its examples, and its exit codes."""
+    examples, _, codes = epilog.partition("\nexit codes")
+    if examples.strip():
+        yield "Examples", textwrap.dedent(examples.partition("examples:\n")[2].rstrip("\n"))
+    if codes.strip():
+        title, _, listed = codes.partition("\n")
+        yield f"Exit codes{title.rstrip(':')}", textwrap.dedent(listed.rstrip("\n"))
 
 
 def _metrics() -> Iterator[str]:

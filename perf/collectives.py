@@ -27,8 +27,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-LEAST_ON_GPU = 0.98
-LEAST_PAIRS = 20
+from pairs import LEAST_PAIRS, in_turn, judged, rates, ratio_cells
+
 LEAST_BYTES = 2**20
 _LOOPS = 8
 _DTYPE = "fp32"
@@ -96,10 +96,7 @@ class Pairs:
 
     def take(self, number: int) -> dict[str, float]:
         """Return the seconds of one call: of ours, and twice of the bare loop."""
-        ways = {"ours": self._ours, "bare": self._bare, "again": self._bare}
-        order = list(ways)
-        turned = order[number % 3 :] + order[: number % 3]
-        return {way: ways[way]() for way in (turned if number % 2 else turned[::-1])}
+        return in_turn(number, self._ours, self._bare)
 
     def _ours(self) -> float:
         from pytest_gpucluster.benchmarks.collectives import measure_collective
@@ -150,41 +147,19 @@ class Pairs:
 # ---- what is printed
 
 
-def judged(pairs: list[dict[str, float]], device: str) -> dict[str, Any]:
-    """Return the ratios of some pairs, ours to bare and bare to bare, and whether ours is good.
-
-    A ratio is of rates, so above 1 ours is the faster one. Each has its median and that one's 95 % interval.
-    """
-    from pytest_gpucluster.stats import median_interval
-
-    ours = [pair["bare"] / pair["ours"] for pair in pairs]
-    same = [pair["bare"] / pair["again"] for pair in pairs]
-    middle, (low, high) = statistics.median(ours), median_interval(ours)
-    good = low >= LEAST_ON_GPU if device == "cuda" else min(same) <= middle <= max(same)
-    return {
-        "ratio": middle,
-        "low": low,
-        "high": high,
-        "same": statistics.median(same),
-        "band": (min(same), max(same)),
-    } | {"good": good}
-
-
 def row(found: dict[str, Any], ranks: int, device: str) -> tuple[str, bool]:
     """Return a row of the table, and whether ours is good."""
     from pytest_gpucluster.benchmarks.collective_result import busbw_factor
 
     factor = found["bytes"] * busbw_factor(ranks, found["collective"]) / 1e9
-    rates = {way: factor / statistics.median(pair[way] for pair in found["pairs"]) for way in ("bare", "ours")}
+    bare, ours = rates(found["pairs"], factor)
     seen = judged(found["pairs"], device)
     cells = (
         found["collective"],
         f"{found['bytes'] / 2**20:g} MiB",
-        f"{rates['bare']:.3f}",
-        f"{rates['ours']:.3f}",
-        f"{seen['ratio']:.3f} ({seen['low']:.3f} to {seen['high']:.3f})",
-        f"{seen['same']:.3f} ({seen['band'][0]:.3f} to {seen['band'][1]:.3f})",
-        "good" if seen["good"] else "MISSED",
+        f"{bare:.3f}",
+        f"{ours:.3f}",
+        *ratio_cells(seen),
     )
     return f"| {' | '.join(cells)} |", bool(seen["good"])
 

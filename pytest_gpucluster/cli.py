@@ -23,22 +23,26 @@ _TAKES_NO_MORE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 COMMANDS = {
     "info": "tell what this node is: CPUs, GPUs, topology, ports, driver stack",
+    "nccl-env": "say which of NCCL's variables this node needs, and which hurt it",
+    "nodes": "tell in what many nodes differ, by what info told of each",
     "run": "run torchrun over pytest, and end with pytest's own exit code",
     "watch": "show what this node is doing: GPUs, links, ports, processes",
     "report": "render the reports of a run again from its journal",
     "merge": "make one journal, with one verdict, of several runs of one cluster",
     "fleet": "show the runs of many nodes as one matrix, with outliers and whom to drain",
     "compare": "tell what has become better or worse from one run to another",
+    "crosscheck": "hold a run's collectives beside those of nccl-tests",
     "accept": "write, verify and compare acceptance records",
     "thresholds": "check and explain limits, and propose floors from accepted runs",
     "verdict": "print a run's verdict, and end with its exit code",
+    "ssh": "run the suite over the nodes of a hosts file, started over ssh",
     "sweep": "run the suite on every node alone, then on the survivors together",
     "golden": "make a golden loss curve of one or more runs",
     "data": "prepare rows for LoRA, or ask a saved adapter for function calls",
 }
-"""Word -> what it does, in the order of the help. The module is ``commands.<word>``."""
+"""Word -> what it does, in the order of the help. The module is ``commands.<word>``, with ``_`` for ``-``."""
 
-PASSING_ON = {"run", "sweep"}
+PASSING_ON = {"run", "ssh", "sweep", "crosscheck"}
 """Words whose arguments after the first ``--`` belong to somebody else."""
 
 FOR_OTHERS = {"run"}
@@ -62,7 +66,11 @@ class Command(Protocol):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    options = parse(sys.argv[1:] if arguments is None else arguments)
+    try:
+        options = parse(sys.argv[1:] if arguments is None else arguments)
+    except BrokenPipeError:  # up to Python 3.11 argparse lets it through
+        _let_go()
+        return READER_GONE
     if sys.stdout is None:  # closed by whoever started this: all that is said would be lost, and the end a good one
         print("gpucluster: the standard output is closed", file=sys.stderr)
         return USAGE
@@ -73,14 +81,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = _module(options.command).run(options)
         sys.stdout.flush()
-    except BrokenPipeError:
-        # Whoever read this has had enough, as `head` has. Python would complain once more when it closes the stream.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # whoever read this has had enough, as `head` has
+        _let_go()
     except OSError as error:
         if error.filename is not None or error.errno not in _TAKES_NO_MORE:
             raise
         print(f"gpucluster: the standard output cannot be written to: {error.strerror}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _let_go()
         return NO_OUTPUT if code in (DONE, READER_GONE) else code
     return code
 
@@ -120,5 +127,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def _let_go() -> None:
+    """Lead the standard output to nowhere: Python would complain once more when it closes the stream."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _module(name: str) -> Command:
-    return cast(Command, importlib.import_module(f"pytest_gpucluster.commands.{name}"))
+    return cast(Command, importlib.import_module(f"pytest_gpucluster.commands.{name.replace('-', '_')}"))

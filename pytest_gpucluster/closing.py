@@ -14,6 +14,7 @@ import pytest
 
 from pytest_gpucluster import exit_note, verdict
 from pytest_gpucluster.agreement.ending import Ending
+from pytest_gpucluster.agreement.fault_file import remove_left
 from pytest_gpucluster.agreement.vitals import start_time
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.record import now
@@ -187,6 +188,9 @@ def overtime(run: Run, ending: Ending) -> None:
         run.cry(text)
     _leave_note(run, run.verdict)
     _wait_for_reports(run)
+    if run.watch is not None:
+        run.watch.remove_left()
+    remove_left(str(run.fault_file.path))
     os._exit(run.verdict.exit)
 
 
@@ -202,11 +206,11 @@ def close(run: Run) -> None:
         watch.kill_stuck([rank for rank in ending.culprits if rank != run.rank])
     # After that: the recorder lives as long as rank 0, which may be the one that is stuck.
     _wait_for_reports(run)
+    watch.remove_left()
     watch.close()
     if run.cluster is not None and ending is None:
         run.cluster.close()
     tell_launcher(run)
-    run.fault_file.close()
 
 
 def _wait_for_reports(run: Run) -> None:

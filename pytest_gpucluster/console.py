@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_gpucluster.agreement.join import slow_connection
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal import Journal
 from pytest_gpucluster.predicted import predict
@@ -68,7 +69,12 @@ class Console:
         if reporter is None or journal is None or self._run.settings is None or self._run.joined is None:
             return []
         width = reporter._tw.fullwidth
-        return [*header_lines(journal, width=width), *report_lines([("gpucluster report", str(self._run.directory))])]
+        slow = slow_connection(self._run.joined.who)
+        return [
+            *header_lines(journal, width=width),
+            *(fact("SLOW START", slow, width=width) if slow else []),
+            *report_lines([("gpucluster report", str(self._run.directory))]),
+        ]
 
     def workload(self, tests: Sequence[tuple[str, str | None]] = ()) -> list[str]:
         """Return with what will be measured, and how long that is going to take.

@@ -16,7 +16,8 @@
     |   `-- UnitError                  a quantity or unit that cannot be understood, or that is of another dimension
     |-- InconclusiveMeasurement      the samples scatter too much to hold against a limit: never a pass
     |-- JournalError                 a journal that is missing, foreign, or newer than this version
-    `-- RecordError                  an acceptance record that is missing, foreign, damaged, or newer than this version
+    |-- RecordError                  an acceptance record that is missing, foreign, damaged, or newer than this version
+    `-- OutputError                  what another program has written is missing, foreign, damaged or cut off
 
 Every message says where, what was found and what is allowed, and what to do.
 """
@@ -90,3 +91,7 @@ class JournalError(GpuClusterError):
 
 class RecordError(GpuClusterError):
     """An acceptance record cannot be read, or is not as it was sealed."""
+
+
+class OutputError(GpuClusterError):
+    """What another program has written cannot be read: missing, foreign, damaged or cut off."""

@@ -20,9 +20,18 @@ def pytest_gpucluster_metrics() -> Iterable[Metric]:  # type: ignore[empty-body]
 
         from pytest_gpucluster.metric_catalogue import Metric
 
+
         def pytest_gpucluster_metrics():
-            return [Metric(name="site.scratch.bandwidth", unit="GB/s", better="higher", scope="node", peak=None,
-                           doc="sequential write to the scratch file system")]
+            return [
+                Metric(
+                    name="site.scratch.bandwidth",
+                    unit="GB/s",
+                    better="higher",
+                    scope="node",
+                    peak=None,
+                    doc="sequential write to the scratch file system",
+                )
+            ]
     """
 
 

@@ -24,8 +24,9 @@ _RECORD_BYTES = 8192
 _MOST_RECORDS = 1_000_000
 """Far more than a kernel buffer holds: a bound on reading a log that grows meanwhile."""
 
-# NVRM: Xid (PCI:0000:3b:00): 79, pid=1896, GPU has fallen off the bus. The function number is mostly left out.
-_XID = re.compile(r"NVRM:.*?Xid \(PCI:(?P<pci>[0-9a-fA-F:.]+)\): (?P<code>\d+)(?P<text>.*)")
+# NVRM: Xid (PCI:0000:3b:00): 79, pid=1896, GPU has fallen off the bus. The function number is mostly left out. Under
+# MIG the instance follows: (PCI:0000:01:00 GPU-I:05).
+_XID = re.compile(r"NVRM:.*?Xid \(PCI:(?P<pci>[0-9a-fA-F:.]+)[^)]*\): (?P<code>\d+)(?P<text>.*)")
 _PCI = re.compile(
     r"(?:(?P<domain>[0-9a-fA-F]+):)?(?P<bus>[0-9a-fA-F]{1,2}):(?P<device>[0-9a-fA-F]{1,2})(?:\.(?P<function>[0-7]))?"
 )

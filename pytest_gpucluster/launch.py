@@ -11,6 +11,8 @@ The first source that applies wins, and only its own variables can contradict ea
 4. A Kubernetes Indexed Job, one rank a pod: ``JOB_COMPLETION_INDEX``, with ``WORLD_SIZE``, ``MASTER_ADDR``
    and ``MASTER_PORT`` from the pod template. ``WORLD_SIZE=1`` says that every pod stands for itself. Without
    ``WORLD_SIZE`` it is an error: pods that do not know of each other would each be accepted alone.
+   A pod of Kubeflow (TrainJob, PyTorchJob) tells the same by ``PET_NODE_RANK`` and ``PET_NNODES``, and by
+   ``PET_NPROC_PER_NODE`` that torchrun is needed, where it wants more than one rank.
 5. A single process. Traces of any other launcher (``WORLD_SIZE=8`` from a script, MPICH, ...) are an error,
    because N processes that each believe to be alone would each be accepted alone.
 
@@ -95,6 +97,8 @@ def detect(environ: Mapping[str, str], hostname: str) -> RankFacts:
         return _openmpi(environ, hostname)
     if in_step(environ) and environ["SLURM_STEP_NUM_TASKS"] != "1":
         return _slurm(environ, hostname)
+    if "PET_NODE_RANK" in environ and _in_pod(environ):
+        return _kubeflow(environ, hostname)
     if "JOB_COMPLETION_INDEX" in environ:
         return _kubernetes(environ, hostname)
     return _single(environ, hostname)
@@ -298,6 +302,44 @@ def _kubernetes(environ: Mapping[str, str], hostname: str) -> RankFacts:
         read.complain(f"RANK={read.text('RANK')} is not JOB_COMPLETION_INDEX={rank}")
     address, port = read.master_addr(None, nnodes=world_size), read.master_port(None)
     read.settle()
+    return _pod(rank, world_size, address, port, environ, hostname)
+
+
+def _kubeflow(environ: Mapping[str, str], hostname: str) -> RankFacts:
+    """Read a pod of a TrainJob (Kubeflow Trainer v2) or PyTorchJob (Training Operator v1) with one rank.
+
+    Both set torchrun's own variables, PET_*, and no rank for a process that torchrun has not started. PyTorchJob adds
+    ``RANK``, the pod's, and ``WORLD_SIZE``, of all ranks.
+
+    Source: https://github.com/kubeflow/trainer, pkg/runtime/framework/plugins/torch/torch.go of v2 and
+    pkg/controller.v1/pytorch/envvar.go of v1.9.
+    """
+    read = LaunchVariables(
+        environ,
+        hostname,
+        "a pod of Kubeflow (PET_NODE_RANK is set)",
+        "start with `gpucluster run -- acceptance/`, whose torchrun reads all of them; without torchrun a pod has one"
+        " rank: numProcPerNode or nprocPerNode is 1",
+    )
+    rank, world_size = read.number("PET_NODE_RANK"), read.number("PET_NNODES", least=1)
+    read.below("PET_NODE_RANK", "PET_NNODES")
+    ranks = read.text("PET_NPROC_PER_NODE", "1")
+    if ranks != "1":
+        read.complain(f"PET_NPROC_PER_NODE={ranks} is not 1, and no torchrun has started this process")
+    for name, expected in (("RANK", rank), ("WORLD_SIZE", world_size), ("JOB_COMPLETION_INDEX", rank)):
+        if environ.get(name, str(expected)) != str(expected):
+            read.complain(f"{name}={read.text(name)} does not fit: this pod is {rank} of {world_size}")
+    if world_size == 1:
+        read.settle()
+        return _alone(environ, hostname)
+    address = "MASTER_ADDR" if environ.get("MASTER_ADDR") else "PET_MASTER_ADDR"
+    port = "MASTER_PORT" if environ.get("MASTER_PORT") else "PET_MASTER_PORT"
+    where, number = read.master_addr(None, nnodes=world_size, name=address), read.master_port(None, name=port)
+    read.settle()
+    return _pod(rank, world_size, where, number, environ, hostname)
+
+
+def _pod(rank: int, world_size: int, address: str, port: int, environ: Mapping[str, str], hostname: str) -> RankFacts:
     return RankFacts(
         rank=rank,
         world_size=world_size,
@@ -312,6 +354,10 @@ def _kubernetes(environ: Mapping[str, str], hostname: str) -> RankFacts:
         master_port=port,
         scheduler=allocation(environ),
     )
+
+
+def _in_pod(environ: Mapping[str, str]) -> bool:
+    return "KUBERNETES_SERVICE_HOST" in environ or "JOB_COMPLETION_INDEX" in environ
 
 
 def _single(environ: Mapping[str, str], hostname: str) -> RankFacts:
@@ -365,7 +411,7 @@ def allocation(environ: Mapping[str, str]) -> Allocation:
         if gpus_per_node is None:
             gpus_per_node = _count(environ.get("SLURM_GPUS_ON_NODE", ""))
         return Allocation(name="slurm", nnodes=_count(environ.get(nnodes, "")), gpus_per_node=gpus_per_node)
-    if "KUBERNETES_SERVICE_HOST" in environ or "JOB_COMPLETION_INDEX" in environ:
+    if _in_pod(environ):
         return Allocation(name="kubernetes")
     return Allocation()
 

@@ -57,16 +57,16 @@ class LaunchVariables:
         if part in numbers and whole in numbers and numbers[part] > numbers[whole]:
             self.complain(f"{part}={numbers[part]} is above {whole}={numbers[whole]}")
 
-    def master_addr(self, default: str | None, *, nnodes: int) -> str:
+    def master_addr(self, default: str | None, *, nnodes: int, name: str = "MASTER_ADDR") -> str:
         """Read the address of rank 0, which must not mean each node itself."""
-        address = self.text("MASTER_ADDR", default)
+        address = self.text(name, default)
         if nnodes > 1 and _LOOPBACK.fullmatch(address):
-            self.complain(f"MASTER_ADDR={address} is this node itself, but the ranks are on {nnodes} nodes")
+            self.complain(f"{name}={address} is this node itself, but the ranks are on {nnodes} nodes")
         return address
 
-    def master_port(self, default: int | None) -> int:
+    def master_port(self, default: int | None, *, name: str = "MASTER_PORT") -> int:
         """Read the port of rank 0's store."""
-        return self.number("MASTER_PORT", default, least=1, most=65535)
+        return self.number(name, default, least=1, most=65535)
 
     def complain(self, text: str) -> None:
         """Remember what is wrong."""

@@ -7,6 +7,7 @@ from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 import pytest
+from _pytest.terminal import TerminalReporter  # pytest 8.2 does not have it under its own name
 
 from pytest_gpucluster.footer import Footer
 from pytest_gpucluster.live import Live
@@ -29,7 +30,7 @@ def why_not(config: pytest.Config, environ: Mapping[str, str], *, asked: str) ->
     reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
     if asked == NEVER:
         return "it is switched off"
-    if type(reporter) is not pytest.TerminalReporter:
+    if type(reporter) is not TerminalReporter:
         return "another plugin has the terminal"
     if not bool(reporter.isatty):
         return "the output is no terminal"

@@ -102,6 +102,8 @@ def judge(setting: Setting, place: Place, host: str) -> Finding | None:
         kind, does = "note", "NCCL's guide has it among those for debugging, which are not meant to stay set"
     if kind is None:
         return None
+    if name in place.demanded:
+        kind, remedy = "note", "leave it: the provider's plugin for NCCL wants it"
     return Finding(
         code=name.lower(),
         kind=kind,

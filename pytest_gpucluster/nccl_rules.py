@@ -185,6 +185,28 @@ RULES: Mapping[str, Rule] = _table(
             remedy="unset it, or name an interface of this node that reaches the others (`ip -br addr`)",
         ),
         Rule(
+            name="NCCL_SOCKET_NTHREADS",
+            does="threads of each connection over TCP, 1 to 16; 4 help from 100 Gb/s on, and take CPUs. Does nothing "
+            "where RDMA carries the data",
+            judge=lambda value, place: None,
+        ),
+        Rule(
+            name="NCCL_NSOCKS_PERTHREAD",
+            does="sockets of each of these threads; 4 help from 100 Gb/s on. Threads times sockets are 64 at most",
+            judge=lambda value, place: None,
+        ),
+        Rule(
+            name="NCCL_IB_TC",
+            does="the traffic class of RoCE's packets; belongs to the switches' configuration, and is lossy or slow "
+            "where it is another than theirs",
+            judge=lambda value, place: None,
+        ),
+        Rule(
+            name="NCCL_IB_SL",
+            does="the service level on InfiniBand; belongs to the subnet manager's configuration",
+            judge=lambda value, place: None,
+        ),
+        Rule(
             name="NCCL_CROSS_NIC",
             does="0 keeps to rails and belongs to fabrics that are built of rails; 1 belongs to those where all cards "
             "of a node are on one switch",

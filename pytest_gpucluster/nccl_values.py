@@ -26,6 +26,7 @@ class Place:
         adapters: the node's InfiniBand and RoCE ports.
         peermem: the module that lets network cards reach GPU memory is loaded.
         interfaces: names of the network interfaces; empty where they are not known.
+        demanded: variables that the provider's own plugin wants set here.
     """
 
     nnodes: int = 1
@@ -35,6 +36,7 @@ class Place:
     adapters: Adapters = field(default_factory=Adapters)
     peermem: bool = False
     interfaces: tuple[str, ...] = ()
+    demanded: frozenset[str] = frozenset()
 
     @property
     def link_layers(self) -> set[str]:

@@ -169,6 +169,7 @@ class Opening:
             host.start(facts)
         self._run.stores = connect(facts, timeout_seconds=self._run.timeouts.join)
         me = self._describe_me(problem)
+        me["connect_seconds"] = round(self._run.stores.connect_seconds, 3)
         me |= self._start_sampler(me)
         recorder_pid = self._run.recorder.pid if self._run.recorder else None
         self._run.joined = join(

@@ -109,6 +109,9 @@ class Session:
         self._conclude("done", self._record.close())
         left = max(_LEAST_SECONDS, _REPORTS_SECONDS - (time.monotonic() - begin))
         self._conclude("missing", self._record.render_reports(left))
+        if not self._is_closed and self._fault_file is not None:
+            with contextlib.suppress(OSError):  # rank 0 is dead, and what it had to say is on record
+                self._fault_file.unlink(missing_ok=True)
 
     def _conclude(self, what: str, told: str | None) -> None:
         """Tell rank 0; in its place, where it is gone, whoever reads its standard error."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Generator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -63,7 +61,6 @@ class Session:
         self._unusable = False
         """The tests were collected, and cannot be run as they are."""
         self._finished = False
-        self._own_cache: tempfile.TemporaryDirectory[str] | None = None
         if run.rank != 0:  # rank 0's cache alone chooses and orders tests, and nobody else clears it
             for name in _OF_THE_CACHE:
                 if getattr(config.option, name, False):
@@ -88,8 +85,7 @@ class Session:
             writer._file = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
         cache = getattr(self._config, "cache", None)
         if cache is not None:  # never written by this rank: nobody else must find its half of the truth
-            self._own_cache = tempfile.TemporaryDirectory(prefix="gpucluster-cache-", ignore_cleanup_errors=True)
-            cache._cachedir = Path(self._own_cache.name)
+            cache._cachedir = self._run.fault_file.cache
 
     def header(self) -> list[str]:
         """Return the lines under pytest's own header."""
@@ -312,8 +308,7 @@ class Session:
     def close(self) -> None:
         """Leave the run, once everything is printed."""
         closing.close(self._run)
-        if self._own_cache is not None:
-            self._own_cache.cleanup()
+        self._run.fault_file.close()
 
 
 def last_error(text: str) -> str:

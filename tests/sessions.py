@@ -34,7 +34,19 @@ DEADLINE_SECONDS = 120.0
 """Generous: nothing here should take a third of it."""
 
 CPU = "--gpucluster-device=cpu"
-_OF_A_LAUNCHER = ("TORCH", "PYTEST_", "GPUCLUSTER_", "SLURM_", "OMPI_", "PMIX_", "PMI_", "MASTER_", "NCCL_", "JOB_")
+_OF_A_LAUNCHER = (
+    "TORCH",
+    "PYTEST_",
+    "GPUCLUSTER_",
+    "SLURM_",
+    "OMPI_",
+    "PMIX_",
+    "PMI_",
+    "MASTER_",
+    "NCCL_",
+    "JOB_",
+    "PET_",
+)
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK")
 
 

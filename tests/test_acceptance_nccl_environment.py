@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torchrun
 from sessions import Left, Project
-from sysfs_ports import add_port
+from sysfs_ports import add_port, add_roce
 
 TESTS = Path(__file__).parent
 ACCEPTANCE = TESTS.parent / "acceptance"
@@ -93,6 +93,29 @@ def test_a_setting_that_hurts_is_an_error_with_its_origin_and_no_verdict_on_the_
 def test_what_helps_elsewhere_is_a_note(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     left = rehearse(project, monkeypatch, "NCCL_DEBUG=INFO NCCL_P2P_DISABLE=1")
     assert left.verdicts == {"test_nccl_environment": "passed"}, left.output
+
+
+@pytest.mark.parametrize(
+    ("variables", "state"),
+    [
+        ("", "not set"),
+        ("NCCL_IB_HCA=mlx5", "set otherwise: mlx5"),
+        ("NCCL_IB_HCA=mlx5_0", "set: mlx5_0, which has the same effect"),
+    ],
+)
+def test_what_differs_from_the_advice_is_on_record_and_fails_nothing(
+    project: Project, monkeypatch: pytest.MonkeyPatch, variables: str, state: str
+) -> None:
+    add_roce(project.path / "sys", "mlx5_1", pci="0000:19:00.0", rate="100 Gb/sec (4X EDR)")
+    left = rehearse(project, monkeypatch, variables)
+    assert left.verdicts == {"test_nccl_environment": "passed"}, left.output
+    told = properties(left)
+    assert told["advice.fabric"] == "InfiniBand: 1 active port of 400 Gb/s (mlx5_0:1)"
+    assert told["advice.NCCL_IB_HCA"].startswith(f"=mlx5_0:1; {state}")
+    assert "mlx5_1:1: it is Ethernet, and the fabric is InfiniBand" in told["advice.NCCL_IB_HCA"]
+    assert [(one.metric, one.value) for one in left.journal.results[0].measurements] == [
+        ("nccl.environment.findings", 0)
+    ]
 
 
 def test_ranks_that_differ_are_named(tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ LAYERS = (
     "benchmarks.lora.curve",
     "reports.*",
     "comparison.*",
+    "crosscheck.*",
     "merging.*",
     "fleet.*",
     "baseline",
@@ -148,8 +149,11 @@ LAYERS = (
     "local",
     "activation",
     "plugin",
+    "remote.*",
     "sweep.*",
     "node_info.*",
+    "node_differences.*",
+    "nccl_advice.*",
     "torchrun.*",
     "acceptance_record.*",
     "calibration.*",
@@ -279,13 +283,24 @@ CONFINED = {
         "commands.command",
     ),
     "commands.report": ("wording", "errors", "journal", "reports.*", "commands.command"),
+    "remote.*": (
+        *("__init__", "wording", "errors", "hostlist", "verdict", "run_directory", "thresholds"),
+        *("agreement.preflight", "isolation.exclude", "remote.*"),
+    ),
     "sweep.*": (
         *("wording", "errors", "hostlist", "verdict", "journal", "agreement.preflight", "isolation.exclude"),
-        "sweep.*",
+        *("remote.*", "sweep.*"),
     ),
     "comparison.*": (
         *("wording", "errors", "stats", "units", "metrics", "journal"),
         *("reports.tables", "reports.outline", "reports.layout", "comparison.*"),
+    ),
+    "crosscheck.*": (
+        *("wording", "errors", "units", "journal", "reports.tables", "reports.layout"),
+        "crosscheck.*",
+    ),
+    "commands.crosscheck": (
+        *("wording", "errors", "units", "journal", "comparison.allowance", "crosscheck.*", "commands.command"),
     ),
     "merging.*": ("wording", "errors", "workloads", "verdict", "journal", "merging.*"),
     "fleet.*": (
@@ -300,13 +315,28 @@ CONFINED = {
         *("errors", "hostlist", "journal", "comparison.allowance", "comparison.side", "fleet.*", "commands.command"),
     ),
     "commands.verdict": ("wording", "errors", "verdict", "journal", "sweep.answer", "commands.command"),
-    "commands.sweep": ("errors", "units", "verdict", "run_directory", "sweep.*", "commands.command"),
+    "commands.access": ("errors", "units", "remote.*"),
+    "commands.ssh": (
+        *("__init__", "wording", "errors", "whole_file", "verdict", "run_directory", "agreement.preflight"),
+        *("remote.*", "sweep.answer", "commands.command", "commands.access"),
+    ),
+    "commands.sweep": (
+        *("errors", "units", "verdict", "run_directory", "remote.*", "sweep.*", "commands.command", "commands.access"),
+    ),
     "commands.data": ("wording", "errors", "units", "benchmarks.lora.*", "commands.command"),
     "node_info.*": (
         *("wording", "errors", "launch", "light_process", "nvml", "process_table", "infiniband", "kernel_log"),
         *("affinity", "host.*", "peer_memory", "surroundings.interfaces", "reports.layout", "node_info.*"),
     ),
     "commands.info": ("node_info.*", "commands.command"),
+    "node_differences.*": ("wording", "errors", "hostlist", "node_differences.*"),
+    "commands.nodes": ("errors", "hostlist", "node_differences.*", "commands.command"),
+    "nccl_advice.*": (
+        *("wording", "errors", "hardware", "launch", "infiniband", "peer_memory", "fabric_ports", "host.tree"),
+        *("nccl_environment", "nccl_values", "nccl_rules", "nccl_findings", "health.finding"),
+        *("kernel_log", "surroundings.interfaces", "node_info.*", "reports.layout", "nccl_advice.*"),
+    ),
+    "commands.nccl_env": ("nccl_advice.*", "commands.command"),
     "exit_note": (),
     "torchrun.*": ("wording", "errors", "verdict", "exit_note", "torchrun.*"),
     "commands.run": (
@@ -362,13 +392,17 @@ ONLY_IN = {
         # The exception that is raised into a test must be one of pytest's own failures.
         "agreement.release.python",
     ),
-    "_pytest": ("session", "suite_properties", "shown", "phase", "agreement.release.python"),
+    "_pytest": ("session", "suite_properties", "shown", "phase", "live_hooks", "agreement.release.python"),
     "xdist": (),
 }
 
 LIGHT = (
+    "node_differences.*",
     *("reports.*", "journal*", "recorder", "report_process", "recording", "recorder_process", "cli", "__main__"),
-    *("sweep.*", "node_info.*", "torchrun.*", "commands.*", "exit_note", "comparison.*", "merging.*", "fleet.*"),
+    *("remote.*", "sweep.*", "node_info.*", "torchrun.*", "commands.*", "exit_note"),
+    *("comparison.*", "merging.*", "fleet.*"),
+    "crosscheck.*",
+    *("nccl_advice.*",),
     *("dashboard.*", "footer", "step_file", "live", "acceptance_record.*", "calibration.*", "explained_limits"),
     *("benchmarks.lora.curve", "benchmarks.lora.golden"),
 )

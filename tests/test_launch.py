@@ -57,6 +57,26 @@ KUBERNETES = {
     "MASTER_ADDR": "accept-0.accept",
     "MASTER_PORT": "29500",
 }
+# What the operators set, besides JOB_COMPLETION_INDEX where the pods are of an Indexed Job.
+TRAINJOB = {
+    "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+    "JOB_COMPLETION_INDEX": "1",
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "1",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "accept-node-0-0.accept",
+    "PET_MASTER_PORT": "29400",
+}
+PYTORCHJOB = {
+    "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "1",
+    "PET_NODE_RANK": "1",
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "accept-master-0",
+    "MASTER_PORT": "23456",
+}
 
 
 def without(environ: Mapping[str, str], *names: str) -> dict[str, str]:
@@ -110,6 +130,22 @@ def test_torchrun_tells_everything() -> None:
         pytest.param(STEP, "slurm", (9, 16, 1, 8, 1, 2), id="slurm step"),
         pytest.param(OPENMPI, "openmpi", (9, 16, 1, 8, 1, 2), id="mpirun"),
         pytest.param(KUBERNETES, "kubernetes", (1, 2, 0, 1, 1, 2), id="indexed job"),
+        pytest.param(TRAINJOB, "kubernetes", (1, 2, 0, 1, 1, 2), id="trainjob of one rank a pod"),
+        pytest.param(PYTORCHJOB, "kubernetes", (1, 2, 0, 1, 1, 2), id="pytorchjob of one rank a pod"),
+        pytest.param(TORCHRUN | TRAINJOB, "torchrun", (9, 16, 1, 8, 1, 2), id="torchrun in a trainjob"),
+        pytest.param(
+            TORCHRUN | without(PYTORCHJOB, *TORCHRUN), "torchrun", (9, 16, 1, 8, 1, 2), id="torchrun in a pytorchjob"
+        ),
+        pytest.param(
+            without(TRAINJOB, "PET_MASTER_ADDR")
+            | {"PET_NNODES": "1", "PET_NODE_RANK": "0", "JOB_COMPLETION_INDEX": "0"},
+            "single",
+            (0, 1, 0, 1, 0, 1),
+            id="trainjob of one pod",
+        ),
+        pytest.param(
+            {"PET_NNODES": "2", "PET_NODE_RANK": "1"}, "single", (0, 1, 0, 1, 0, 1), id="torchrun's defaults in a shell"
+        ),
         pytest.param({}, "single", (0, 1, 0, 1, 0, 1), id="nothing"),
         pytest.param(BATCH, "single", (0, 1, 0, 1, 0, 1), id="batch script without a step"),
         pytest.param(
@@ -170,6 +206,8 @@ def test_the_first_source_that_applies_wins(environ: dict[str, str], launcher: s
             id="slurm overridden",
         ),
         pytest.param(KUBERNETES, ("accept-0.accept", 29500, False), id="kubernetes"),
+        pytest.param(TRAINJOB, ("accept-node-0-0.accept", 29400, False), id="trainjob"),
+        pytest.param(PYTORCHJOB, ("accept-master-0", 23456, False), id="pytorchjob"),
         pytest.param({}, (None, None, False), id="single"),
     ],
 )
@@ -283,6 +321,17 @@ def test_what_the_scheduler_gave(environ: dict[str, str], expected: Allocation) 
         pytest.param(KUBERNETES | {"JOB_COMPLETION_INDEX": "2"}, ["JOB_COMPLETION_INDEX=2 is not below"]),
         pytest.param(KUBERNETES | {"RANK": "0"}, ["RANK=0 is not JOB_COMPLETION_INDEX=1"]),
         pytest.param(KUBERNETES | {"MASTER_ADDR": "127.0.0.1"}, ["127.0.0.1 is this node itself"]),
+        pytest.param(TRAINJOB | {"PET_NPROC_PER_NODE": "8"}, ["PET_NPROC_PER_NODE=8 is not 1", "gpucluster run"]),
+        pytest.param(PYTORCHJOB | {"PET_NPROC_PER_NODE": "auto"}, ["PET_NPROC_PER_NODE=auto is not 1"]),
+        pytest.param(TRAINJOB | {"PET_NODE_RANK": "2"}, ["PET_NODE_RANK=2 is not below PET_NNODES=2"]),
+        pytest.param(TRAINJOB | {"PET_NNODES": "1:4"}, ["PET_NNODES='1:4' is not a whole number"]),
+        pytest.param(without(TRAINJOB, "PET_NNODES"), ["PET_NNODES is missing"]),
+        pytest.param(without(TRAINJOB, "PET_MASTER_ADDR"), ["PET_MASTER_ADDR is missing"]),
+        pytest.param(TRAINJOB | {"PET_MASTER_ADDR": "localhost"}, ["PET_MASTER_ADDR=localhost is this node itself"]),
+        pytest.param(TRAINJOB | {"PET_MASTER_PORT": "0"}, ["PET_MASTER_PORT=0 is not between"]),
+        pytest.param(TRAINJOB | {"JOB_COMPLETION_INDEX": "0"}, ["JOB_COMPLETION_INDEX=0 does not fit"]),
+        pytest.param(PYTORCHJOB | {"RANK": "0"}, ["RANK=0 does not fit: this pod is 1 of 2"]),
+        pytest.param(PYTORCHJOB | {"WORLD_SIZE": "16"}, ["WORLD_SIZE=16 does not fit"]),
         pytest.param(
             {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "gpu-06", "MASTER_PORT": "29500"},
             ["WORLD_SIZE=8 tells of several processes", "torchrun"],
@@ -308,7 +357,9 @@ def test_the_error_shows_what_was_found() -> None:
 
 @given(
     st.dictionaries(
-        st.sampled_from(sorted({*TORCHRUN, *STEP, *OPENMPI, *KUBERNETES, "PMI_SIZE", "CUDA_VISIBLE_DEVICES"})),
+        st.sampled_from(
+            sorted({*TORCHRUN, *STEP, *OPENMPI, *KUBERNETES, *TRAINJOB, "PMI_SIZE", "CUDA_VISIBLE_DEVICES"})
+        ),
         st.one_of(st.integers(-1, 20).map(str), st.sampled_from(["", "x", "8(x2)", "gpu-[1-2]", "1" * 30])),
     )
 )

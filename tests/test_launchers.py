@@ -34,6 +34,27 @@ SUITE = """
         assert len(inventory) == 2
 """
 _HOST = "pytest_gpucluster.agreement.host"
+ASKS_NO_DNS = """
+    def test_the_store_looks_up_no_name(cluster):
+        import os
+        from pathlib import Path
+
+        def read(entry, name):
+            try:
+                return (entry / name).read_bytes().split(bytes(1))
+            except OSError:
+                return []
+
+        port = os.environ["MASTER_PORT"].encode()
+        hosts = [
+            entry
+            for entry in Path("/proc").iterdir()
+            if {b"pytest_gpucluster.agreement.host", port} <= set(read(entry, "cmdline"))
+        ]
+        assert [[word for word in read(host, "environ") if b"RES_" in word] for host in hosts] == [
+            [b"RES_OPTIONS=rotate attempts:0"]
+        ]
+"""
 
 
 def free_port() -> int:
@@ -161,14 +182,17 @@ def test_ranks_meet_agree_and_leave_one_report(project: Project, launcher: str) 
 
 def test_a_failure_on_one_rank_is_the_same_exit_code_on_all(project: Project) -> None:
     assert detect(openmpi(1, 1), "here").launcher == "openmpi"
-    project.suite(SUITE + "\n    def test_fails(cluster):\n        assert cluster.rank == 0, 'only here'\n")
-    first, second = run(project, openmpi)
+    project.suite(
+        SUITE + ASKS_NO_DNS + "\n    def test_fails(cluster):\n        assert cluster.rank == 0, 'only here'\n"
+    )
+    first, second = run(project, lambda rank, port: {**openmpi(rank, port), "RES_OPTIONS": "rotate"})
     assert (first.exit, second.exit) == (1, 1), first.output + second.output
     assert first.end == ("REJECTED", 1)
     assert first.journal.run.launcher == "openmpi"
     assert first.verdicts["test_fails"].startswith("failure: rank 1 (")
     assert "only here" in first.verdicts["test_fails"]
     assert first.verdicts["test_all_reduce"] == "passed"
+    assert first.verdicts["test_the_store_looks_up_no_name"] == "passed"
     assert second.output.strip() == ""
 
 
@@ -187,7 +211,7 @@ def test_a_killed_rank_0_is_named_by_the_store_and_leaves_a_report(project: Proj
     first, second = run(project, slurm)
     assert first.exit == -9
     assert second.exit == 11, second.output
-    assert second.seconds < 15
+    assert second.seconds < 90
     assert first.verdicts["test_killed"].startswith("error: the run ended here: rank 0 (")
     assert first.journal.end is not None
     assert first.journal.end.by == "recorder"
@@ -213,7 +237,7 @@ def test_a_missing_rank_is_named_within_the_time(project: Project) -> None:
     with started(project, slurm, free_port(), "--gpucluster-timeouts=join=3", ranks=1) as (process,):
         left = process.wait()
     assert left.exit == 11, left.output
-    assert left.seconds < 20
+    assert left.seconds < 90  # by default they wait for 300
     assert left.verdicts["preflight"].startswith("error: rank 1 on ")
     assert "never reported (1 of 2 ranks did)" in left.verdicts["preflight"]
     assert left.verdicts["preflight"][7:] in left.stderr
@@ -227,7 +251,7 @@ def test_a_store_that_does_not_answer_is_told_within_the_time(project: Project) 
     with started(project, nobody, 1, "--gpucluster-timeouts=join=2", ranks=1) as (process,):
         left = process.wait()
     assert left.exit == 11, left.output
-    assert left.seconds < 20
+    assert left.seconds < 90  # by default they wait for 300
     assert "rank 1 on " in left.stderr
     assert "no store answers at 127.0.0.1:1 within 2 s" in left.stderr
     assert "Check that MASTER_ADDR and MASTER_PORT name the first node" in left.stderr
@@ -283,7 +307,7 @@ def test_a_suite_that_one_rank_does_not_find_is_told_on_all(project: Project, wh
     assert left.verdicts["collection"].startswith(f"error: different tests collected: rank {where} (")
     assert "UsageError: file or directory not found: acceptance" in left.verdicts["collection"]
     assert left.exit == 1
-    assert left.seconds < 20
+    assert left.seconds < 90  # by default they wait for 300
 
 
 def test_no_gpu_on_any_rank_is_told_once_under_torchrun(project: Project) -> None:

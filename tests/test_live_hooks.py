@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from _pytest.terminal import TerminalReporter
 from sessions import CPU, Project, environment
 from tmux import Terminal, terminal
 
@@ -113,7 +114,7 @@ def test_local_workers_say_how_far_they_are_on_their_controllers_terminal(projec
 def config_of(**changes: Any) -> Any:
     """A session before a terminal on which the line could be shown, but for these changes."""
     found = {"isatty": True, "verbosity": 0, "capture": "fd", "usepdb": False, "trace": False, **changes}
-    reporter: Any = pytest.TerminalReporter.__new__(pytest.TerminalReporter)
+    reporter: Any = TerminalReporter.__new__(TerminalReporter)
     reporter.isatty, reporter.config = found["isatty"], SimpleNamespace(option=SimpleNamespace(**found))
     reporter.config.option.verbose = found["verbosity"]
     return SimpleNamespace(

@@ -132,6 +132,7 @@ def test_what_happens_on_one_worker_decides(project: Project) -> None:
     )
     assert (left.exit, left.end) == (1, ("REJECTED", 1)), left.output
     told = {name: re.sub(r"\(.*?\)", "()", verdict) for name, verdict in left.verdicts.items()}
+    has_subtests = pytest.version_tuple >= (9, 0)
     assert told == {
         "test_limit": "failure: matmul.fp32.tflops 0.000001 TFLOPS < 0.0005 TFLOPS on rank 1 ()",
         "test_one_measures": told["test_one_measures"],
@@ -143,7 +144,9 @@ def test_what_happens_on_one_worker_decides(project: Project) -> None:
         "test_skipped": "skipped: no such thing",
         "test_expected": "skipped: known",
         "test_unexpected": told["test_unexpected"],
-        "test_subtests": "failure: rank 1 (): 1 subtest failed: [sub]: assert 1 == 0",
+        "test_subtests": "failure: rank 1 (): 1 subtest failed: [sub]: assert 1 == 0"
+        if has_subtests
+        else "error: ranks 0-1: FixtureLookupError: ()",
         "test_hangs": "error: rank 1 (): hangs at test_it.py:53 in test_hangs",
         "test_fine": "passed",
     }
@@ -155,7 +158,8 @@ def test_what_happens_on_one_worker_decides(project: Project) -> None:
     assert left.body("test_fails_alike").count('assert False, "everywhere"') == 1
     assert "time.sleep(30)" in left.body("test_hangs")
     # Plain pytest's own counting sees each test once too.
-    assert "5 failed, 1 passed, 1 skipped, 1 xfailed, 5 errors in" in left.stdout
+    failed, errors = (5, 5) if has_subtests else (4, 6)
+    assert f"{failed} failed, 1 passed, 1 skipped, 1 xfailed, {errors} errors in" in left.stdout
 
 
 def test_a_killed_worker_is_named_and_what_ran_before_is_kept(project: Project) -> None:
@@ -281,7 +285,8 @@ def test_ctrl_c_leaves_a_report(project: Project) -> None:
     left = interrupted(project)
     assert (left.exit, left.end) == (2, ("BROKEN", 2)), left.output
     assert left.verdicts["test_before"] == "passed"
-    assert left.verdicts["test_long"].startswith("skipped: not run to its end on every worker")
+    # "to its end on every worker" only where a worker's word that it has begun came before Ctrl-C.
+    assert left.verdicts["test_long"].startswith("skipped: not run")
     assert left.verdicts["interrupted"].startswith("error: interrupted")
 
 

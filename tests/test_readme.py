@@ -1,10 +1,9 @@
-"""What the README and CONTRIBUTING tell an operator to type or to expect is so."""
+"""What the README and CONTRIBUTING tell an operator to expect is so. What holds for every page is in tests/docs/."""
 
 from __future__ import annotations
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,15 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pytest_gpucluster import options, plugin, thresholds, verdict
-from pytest_gpucluster.cli import parse
+from pytest_gpucluster import thresholds, verdict
 from pytest_gpucluster.launch import detect
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/*.md"))}
-PAGES |= {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")}
 MODULES = sorted(
     path.relative_to(ROOT / "pytest_gpucluster")
     for path in (ROOT / "pytest_gpucluster").rglob("*.py")
@@ -34,31 +30,10 @@ def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
-def commands(text: str) -> list[list[str]]:
-    """Every command line of every console block, as words."""
-    lines = "".join(blocks(text, "console")).replace("\\\n", " ").splitlines()
-    return [words for line in lines if (words := shlex.split(line, comments=True))]
-
-
 def table(text: str, first: str) -> list[list[str]]:
     """The rows of the table whose header begins so."""
     body = text.partition(f"| {first} |")[2].partition("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in body]
-
-
-def names(cells: list[str]) -> list[str]:
-    """What stands in backticks, without arguments."""
-    return [re.split(r"[(=]", name)[0] for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
-
-
-def pytest_arguments() -> list[list[str]]:
-    """What follows pytest in the README's commands."""
-    found = []
-    for words in commands(README):
-        for index, word in enumerate(words):
-            if word == "pytest":
-                found.append(words[index + 1 :])
-    return found
 
 
 def environment() -> dict[str, str]:
@@ -68,21 +43,6 @@ def environment() -> dict[str, str]:
 def test_the_table_of_exit_codes_is_the_code_s() -> None:
     rows = table(README, "exit code")
     assert {int(code): text for code, text in rows} == dict(verdict.EXIT_CODES)
-
-
-def test_every_option_has_a_row() -> None:
-    assert names([row[0] for row in table(README, "option")]) == [option.flag for option in options.OPTIONS]
-
-
-def test_every_marker_has_a_row() -> None:
-    documented = names([row[0] for row in table(README, "marker")])
-    assert documented == [re.split(r"[(:]", marker)[0] for marker in plugin._MARKERS]
-
-
-def test_every_fixture_has_a_row() -> None:
-    source = (ROOT / "pytest_gpucluster" / "fixtures.py").read_text(encoding="utf-8")
-    defined = re.findall(r"^@pytest\.fixture.*\ndef (\w+)", source, re.MULTILINE)
-    assert names([row[0] for row in table(README, "fixture")]) == defined
 
 
 def test_variables_of_launchers_are_those_that_are_read() -> None:
@@ -111,52 +71,6 @@ def test_the_example_of_limits_loads_over_the_shipped_file(tmp_path: Path) -> No
     assert found is not None
     assert (found.min, found.origin) == (380.0, f"{file}:6:11")
     assert limits.sku_for("NVIDIA My GPU 96GB") == "My GPU"
-
-
-def test_make_knows_the_targets() -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"^(\w+):", makefile, re.MULTILINE))
-    told = {words[1] for text in (README, CONTRIBUTING) for words in commands(text) if words[0] == "make"}
-    assert {"rehearsal", "test"} <= told <= targets
-
-
-def test_pytest_takes_the_options_of_every_command() -> None:
-    arguments = pytest_arguments()
-    assert len(arguments) >= 6
-    # Every option of every command, in one process: pytest stops at the first that it does not know. Those that
-    # start processes or name files are parsed by name only.
-    told = {word.partition("=")[0] for words in arguments for word in words if word.startswith("-")}
-    shown = subprocess.run(
-        [sys.executable, "-m", "pytest", "--help"],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    ).stdout
-    known = set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", shown))
-    # pytest's help shows --junitxml and the like in their other spelling.
-    assert (
-        sorted(word for word in told if word not in known and word.replace("junitxml", "junit-xml") not in known) == []
-    )
-
-
-def test_torchrun_takes_the_options_of_every_command() -> None:
-    parser = pytest.importorskip("torch.distributed.run").get_args_parser()
-    told = [words for words in commands(README) if words[0] == "torchrun"]
-    assert len(told) == 3
-    for words in told:
-        parsed = parser.parse_args([word.replace("$NODE_RANK", "1") for word in words[1:]])
-        assert parsed.module is True
-        assert parsed.training_script == "pytest"
-
-
-def test_the_gpucluster_command_takes_what_the_readme_says() -> None:
-    told = re.findall(r"`gpucluster (report [^`]+)`", README)
-    assert told
-    for line in told:
-        assert parse(shlex.split(line)).command == "report"
 
 
 def test_the_expected_cluster_of_the_readme_is_one() -> None:
@@ -224,20 +138,6 @@ def test_what_an_operator_sees_is_what_the_code_says(text: str) -> None:
     mine = [piece for piece in pieces if told.get(piece, piece) in text]
     assert len(mine) == 1
     assert mine[0] in source
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_links_between_pages_lead_somewhere(page: str) -> None:
-    targets = re.findall(r"\]\(([^)#]+?)(?:#[\w-]*)?\)", PAGES[page])
-    gone = [t for t in targets if "://" not in t and not (ROOT / page).parent.joinpath(t).exists()]
-    assert gone == []
-
-
-def test_anchors_in_the_readme_are_headings() -> None:
-    headings = {
-        re.sub(r"[^\w -]", "", h.lower()).strip().replace(" ", "-") for h in re.findall(r"^#+ (.*)$", README, re.M)
-    }
-    assert set(re.findall(r"\]\(#([\w-]+)\)", README)) <= headings
 
 
 def test_the_picture_of_the_layers_names_every_module() -> None:

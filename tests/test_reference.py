@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import functools
 import importlib.util
 import re
 from pathlib import Path
@@ -9,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from pytest_gpucluster import fixtures, metrics, options, plugin, verdict
+from pytest_gpucluster import cli, fixtures, hookspecs, metrics, options, plugin, verdict
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -26,9 +28,15 @@ def load_generator() -> ModuleType:
 GENERATOR = load_generator()
 
 
+@functools.cache
+def page() -> str:
+    """The page as the code has it, made once: it reads every module."""
+    return str(GENERATOR.page())
+
+
 def section(title: str) -> list[str]:
     """The rows of the first table under a heading, without its header."""
-    body = GENERATOR.page().partition(f"## {title}\n")[2].partition("\n## ")[0]
+    body = page().partition(f"## {title}\n")[2].partition("\n## ")[0]
     return [line for line in body.splitlines() if line.startswith("|")][2:]
 
 
@@ -38,7 +46,7 @@ def names(title: str) -> list[str]:
 
 
 def test_the_page_is_what_the_code_says() -> None:
-    assert (DOCS / "reference.md").read_text(encoding="utf-8") == GENERATOR.page(), (
+    assert (DOCS / "reference.md").read_text(encoding="utf-8") == page(), (
         "docs/reference.md is stale; make it again: .venv/bin/python docs/reference.py"
     )
 
@@ -73,7 +81,70 @@ def test_every_metric_is_on_the_page() -> None:
     assert names("Metrics") == list(metrics.METRICS)
 
 
-@pytest.mark.parametrize("title", ["Options", "Exit codes", "Markers", "Fixtures", "Metrics", "Units"])
+def test_every_variable_of_this_project_is_on_the_page() -> None:
+    source = "".join(path.read_text(encoding="utf-8") for path in GENERATOR.PACKAGE.rglob("*.py"))
+    named = set(re.findall(r"\bGPUCLUSTER_[A-Z_]*[A-Z]\b", source)) - {option.variable for option in options.OPTIONS}
+    assert sorted(named) == sorted(GENERATOR.VARIABLES)
+    assert names("Environment variables") == list(GENERATOR.VARIABLES)
+
+
+def test_every_variable_of_launchers_that_is_read_is_on_the_page() -> None:
+    source = "".join((GENERATOR.PACKAGE / name).read_text(encoding="utf-8") for name in ("launch.py", "exit_note.py"))
+    named = set(re.findall(r"""["']((?:SLURM|OMPI|TORCHELASTIC|PMIX)_[A-Z_]*[A-Z])["']""", source))
+    assert len(named) > 15
+    assert named <= set(GENERATOR.variables_read())
+    assert all(f"| `{name}` |" in page() for name in named)
+
+
+def test_every_hook_is_on_the_page_with_its_example() -> None:
+    hooks = [
+        name for name, value in vars(hookspecs).items() if name.startswith("pytest_gpucluster_") and callable(value)
+    ]
+    body = page().partition("## Hooks\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^### `(\w+)\(", body, re.MULTILINE) == hooks
+    assert body.count("```python\n") == len(hooks)
+
+
+@pytest.mark.parametrize("word", cli.COMMANDS)
+def test_every_command_is_on_the_page_with_its_options_and_exit_codes(word: str) -> None:
+    body = page().partition(f"\n### gpucluster {word}\n")[2].partition("\n### ")[0]
+    parser = argparse.ArgumentParser(prog=f"gpucluster {word}")
+    cli._module(word).configure(parser)
+    assert "```console\n" in body
+    assert re.search(r"^Exit codes.*:$", body, re.MULTILINE)
+    missing = [flag for flag in flags(parser) if not re.search(rf"`{re.escape(flag)}[ `]", body)]
+    assert missing == []
+
+
+def flags(parser: argparse.ArgumentParser) -> list[str]:
+    """Every option of a command and of those below it, but for help."""
+    found = []
+    for action in parser._actions:
+        found += [flag for flag in action.option_strings if flag not in ("-h", "--help")]
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                found += flags(inner)
+    return found
+
+
+def test_nothing_of_how_a_terminal_is_wide_is_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert GENERATOR.page() == page()
+
+
+@pytest.mark.parametrize(
+    "title",
+    [
+        "Options",
+        "Environment variables",
+        "Variables of launchers",
+        "Exit codes",
+        "Markers",
+        "Fixtures",
+        "Metrics",
+        "Units",
+    ],
+)
 def test_no_row_has_another_number_of_cells_than_its_header(title: str) -> None:
-    header = GENERATOR.page().partition(f"## {title}\n")[2].partition("\n|")[2].partition("\n")[0]
+    header = page().partition(f"## {title}\n")[2].partition("\n|")[2].partition("\n")[0]
     assert {len(re.findall(r"(?<!\\)\|", row)) for row in section(title)} == {header.count("|") + 1}

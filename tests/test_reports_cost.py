@@ -57,6 +57,14 @@ def test_it_says_what_is_too_much(change, said):
     assert (said or "yes") in reports.row(GOOD | change)
 
 
+def test_of_more_ranks_more_is_allowed_and_of_fewer_not_less():
+    large = GOOD | {"render_seconds": 17.0, "peak_bytes": 1.9e9, "report_bytes": 7.9e6}
+    assert reports.missed(large, 4096) == ""
+    assert reports.missed(large, 2048) == "10 s or more, 1000 MB of memory or more, 4 MB of page or more"
+    assert reports.missed(large | {"render_seconds": 17.4}, 4096) == "20 s or more"
+    assert reports.missed(GOOD, 8) == ""
+
+
 def test_a_report_that_cannot_be_made_is_told(tmp_path):
     path = tmp_path / journal.FILE_NAME
     path.write_text("no journal\n")

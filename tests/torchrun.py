@@ -25,6 +25,7 @@ from pathlib import Path
 
 import junitparser
 import xmlschema
+from sessions import is_left_over
 
 from pytest_gpucluster import journal
 
@@ -36,8 +37,6 @@ DEADLINE_SECONDS = 120.0
 _POLL_SECONDS = 0.02
 _LET_END_SECONDS = 3.0
 _TOKEN = "GPUCLUSTER_TEST_TOKEN"
-_OF_A_LAUNCHER = ("TORCH", "PYTEST_", "GPUCLUSTER_", "SLURM_", "OMPI_", "PMIX_", "PMI_", "MASTER_", "NCCL_", "JOB_")
-_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK")
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,8 @@ class Run:
     """When the last launcher had ended (wall clock)."""
     left_over: list[str] = field(default_factory=list)
     """Processes that stayed when every launcher had ended."""
+    files_left: list[str] = field(default_factory=list)
+    """Temporary files of ours that stayed. Only where somebody on the host outlived the dead can they be gone."""
     _said: dict[str, str] = field(default_factory=dict)
     _looked_at: int = 0
 
@@ -131,6 +132,7 @@ class Run:
             time.sleep(_POLL_SECONDS)
         self._look()
         self.left_over = [_command(pid) for pid in left]
+        self.files_left = sorted(path.name for path in (self.directory / "tmp").glob("gpucluster-*"))
 
     # ---- what it left
 
@@ -334,11 +336,7 @@ def with_one_fault(
 
 
 def _environment(directory: Path, token: str) -> dict[str, str | bytes]:
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(_OF_A_LAUNCHER) and name not in _OF_A_RANK
-    }
+    kept = {name: value for name, value in os.environ.items() if not is_left_over(name)}
     return {
         **kept,
         _TOKEN: token,

@@ -24,6 +24,12 @@ _LINGER_SECONDS = 20.0
 _LAST_WORDS_SECONDS = 0.2
 """A rank says goodbye before its last look at the store."""
 _POLL_SECONDS = 0.1
+_NO_LOOKUPS = "attempts:0"
+"""For RES_OPTIONS: DNS is not asked at all. The store's only thread looks up the name of each address that connects,
+for torch's logs, one after the other, and answers nobody meanwhile. This process looks up nothing else.
+
+Source: resolv.conf(5), which RES_OPTIONS amends; torch/csrc/distributed/c10d/socket.cpp, formatSockAddr.
+"""
 
 
 def start(facts: RankFacts, *, timeout_seconds: float = 120.0) -> None:
@@ -35,7 +41,12 @@ def start(facts: RankFacts, *, timeout_seconds: float = 120.0) -> None:
     command = [sys.executable, "-m", __name__, "--port", str(facts.master_port), "--pid", str(os.getpid())]
     command += ["--prefix", prefix_of(facts), "--world-size", str(facts.world_size)]
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        env={**os.environ, "RES_OPTIONS": f"{os.environ.get('RES_OPTIONS', '')} {_NO_LOOKUPS}".strip()},
     )
     assert process.stdout is not None
     import torch.distributed  # noqa: F401  # needed next in any case, and the new process is busy with the same

@@ -16,6 +16,8 @@ from pytest_gpucluster.wording import first_line
 
 _POLL_SECONDS = 0.02
 _VERDICT_MARGIN_SECONDS = 60.0
+SLOW_CONNECT_SECONDS = 5.0
+"""From here on it is told. Source: this suite's rule; a resolver asks again after 5 s (resolv.conf(5), timeout)."""
 Who = Mapping[str, Any]
 
 
@@ -109,6 +111,21 @@ def roll(store: Store, ranks: Sequence[int]) -> dict[int, Who]:
     """Return what ranks have reported of themselves. Any time after :func:`join`."""
     texts = store.multi_get([f"who/{rank}" for rank in ranks])
     return {rank: json.loads(text) for rank, text in zip(ranks, texts, strict=True)}
+
+
+def slow_connection(who: Mapping[int, Who]) -> str:
+    """Return which rank took longest to connect to the store, and why that may be; nothing where none took long."""
+    seconds = {rank: float(one.get("connect_seconds", 0.0)) for rank, one in who.items()}
+    slow = [rank for rank in seconds if seconds[rank] >= SLOW_CONNECT_SECONDS]
+    if not slow:
+        return ""
+    longest = max(slow, key=lambda rank: seconds[rank])
+    return (
+        f"{len(slow)} of {len(who)} ranks took {SLOW_CONNECT_SECONDS:g} s or more to connect, rank {longest} on "
+        f"{who[longest].get('host', '?')} {seconds[longest]:.1f} s. The store looks up the name of each address that "
+        "connects, one after the other: see how long `getent hosts ::ffff:ADDRESS` takes on the first node, and "
+        "docs/scale.md for what helps; criterion dns measures it"
+    )
 
 
 class Refused(PreflightError):

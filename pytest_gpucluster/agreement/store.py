@@ -10,6 +10,7 @@ two: ``main`` for the main thread's exchanges, which block, and ``side`` for the
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -44,6 +45,8 @@ class Stores:
     for a peer that never comes is freed by closing that connection, and the agreement goes on over the others."""
     after_abort: Callable[[], object] = lambda: None
     """Takes back what NCCL's watchdog leaves in the store at a timeout; a later group would read it as its own."""
+    connect_seconds: float = 0.0
+    """How long it took to connect to a store that was up already; waiting for one to come up is left out."""
 
 
 class MemoryStore:
@@ -115,8 +118,11 @@ def connect(facts: RankFacts, *, timeout_seconds: float) -> Stores:
     dist = _torch_distributed()
     address = f"{facts.master_addr}:{facts.master_port}"
     timeout = timedelta(seconds=timeout_seconds)
+    begin = time.monotonic()
     try:
         tcp = dist.TCPStore(str(facts.master_addr), int(facts.master_port or 0), is_master=False, timeout=timeout)
+        if not facts.agent_store:  # rank 0 has just started it
+            begin = time.monotonic()
         prefix = prefix_of(facts)
         main = dist.PrefixStore(prefix, tcp)
         side = dist.PrefixStore(prefix, tcp.clone())
@@ -133,6 +139,7 @@ def connect(facts: RankFacts, *, timeout_seconds: float) -> Stores:
         for_group=lambda name: dist.PrefixStore(f"{prefix}/torch/{name}", tcp.clone()),
         # Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, kStoreDumpKey, on the store below all prefixes.
         after_abort=lambda: tcp.delete_key("exception_dump"),
+        connect_seconds=time.monotonic() - begin,
     )
 
 

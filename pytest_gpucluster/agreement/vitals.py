@@ -81,6 +81,15 @@ class Siblings:
         fds = {fd for fd, _ in poller.poll(0)}
         return [rank for rank, fd in self.rank_fds.items() if fd in fds]
 
+    def wait_for_end(self, ranks: Iterable[int], seconds: float) -> None:
+        """Wait for the end of some siblings, but no longer than so."""
+        until = time.monotonic() + seconds
+        poller = select.poll()
+        for fd in (self.rank_fds[rank] for rank in ranks if rank in self.rank_fds):
+            poller.register(fd, select.POLLIN)
+            poller.poll(1000 * max(0.0, until - time.monotonic()))
+            poller.unregister(fd)
+
     def signal(self, rank: int, number: int) -> None:
         """Send a signal to a sibling, if it still lives."""
         import signal as signals

@@ -20,6 +20,7 @@ from typing import IO, Any
 from pytest_gpucluster.agreement import diagnosis, events, exchange
 from pytest_gpucluster.agreement.deadline import ANSWER_SECONDS, Deadline
 from pytest_gpucluster.agreement.ending import Ending
+from pytest_gpucluster.agreement.fault_file import remove_left
 from pytest_gpucluster.agreement.release import Releaser
 from pytest_gpucluster.agreement.release.python import PythonReleaser
 from pytest_gpucluster.agreement.signals import WakeupPipe
@@ -32,6 +33,8 @@ _TICK_SECONDS = 0.1
 _RANKS_PER_TICK = 256
 """Above this many ranks each looks less often, so that the store's load stays what it is at this many."""
 _BEAT_SECONDS = 1.0
+_KILLED_SECONDS = 1.0
+"""How long the end of a killed sibling is waited for, so that what it leaves can be taken away."""
 _LOOK_SECONDS = 0.01
 _RELEASE_SECONDS = 2.0
 """How long a look of the watcher may wait for an abort to return."""
@@ -43,6 +46,11 @@ _SILENT_SECONDS = 4.0
 """A rank 0 that is past a deadline and has not beaten for so long is stopped or holds the GIL: nobody hears of it."""
 _BACKSTOP_SECONDS = 10.0
 """Whatever else goes wrong with rank 0: so long after it should have given up, the others go on without it."""
+
+
+def tick_seconds(world_size: int) -> float:
+    """Return how long a watcher waits between two looks at the events."""
+    return _TICK_SECONDS * max(1.0, world_size / _RANKS_PER_TICK)
 
 
 class Watch:
@@ -92,7 +100,7 @@ class Watch:
         self._lost: set[int] = set()
         self._ending_since = 0.0
         self._terminated_at: float | None = None
-        self._tick = _TICK_SECONDS * max(1.0, facts.world_size / _RANKS_PER_TICK)
+        self._tick = tick_seconds(facts.world_size)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpucluster-watch", daemon=True)
 
@@ -191,6 +199,11 @@ class Watch:
         else:
             self._pipe.restore()
 
+    def remove_left(self) -> None:
+        """Take away what dead siblings have left on this host's disk: nobody else will."""
+        for rank in self._siblings.ended():
+            remove_left(str(self._who[rank]["fault_file"]))
+
     def kill_stuck(self, ranks: Sequence[int], wait_seconds: float = 0.5) -> None:
         """End siblings that cannot be released: torchrun would wait 30 s for them."""
         if not ranks:
@@ -202,6 +215,7 @@ class Watch:
         for rank in ranks:
             if rank not in gone:
                 self._siblings.signal(rank, signal.SIGKILL)
+        self._siblings.wait_for_end(ranks, _KILLED_SECONDS)
 
     # ---- the watcher's loop ----------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ exit codes:
 _EXAMPLES = """\
   gpucluster accept gpucluster-report/latest --out accepted.json --by "J. Doe" --note "order 4711"
   gpucluster accept verify accepted.json --journal gpucluster-report/latest
-  gpucluster accept verify accepted.json --sha256 9f86d081884c7d65...
+  gpucluster accept verify accepted.json --sha256 $DIGEST
   gpucluster accept diff accepted.json accepted-after-repair.json
 """
 

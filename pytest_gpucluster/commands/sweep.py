@@ -13,6 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from pytest_gpucluster import units
+from pytest_gpucluster.commands.access import add_access, directory_of, hosts_and_access, run_id_of
 from pytest_gpucluster.commands.command import complain, explain
 from pytest_gpucluster.errors import EnvironmentBroken, OptionError, UnitError
 from pytest_gpucluster.verdict import EXIT_CODES
@@ -36,6 +37,11 @@ Sweep the nodes of the allocation that this command runs in: one srun a node, th
 report directory and this folder must be on a file system that all nodes share.
 """
 
+_SSH = """\
+Sweep the nodes of a hosts file over ssh, as `gpucluster ssh` does with one run: each node's reports are brought here.
+Nodes that do not answer are told in the table, and the others go on. Nothing needs to be shared.
+"""
+
 _KUBERNETES = """\
 Sweep nodes of a cluster with kubectl: an Indexed Job with one pod a node, then an Indexed Job with a headless service
 over the survivors. The Jobs are deleted at the end.
@@ -53,6 +59,7 @@ exit codes:
 _EXAMPLES = """\
   salloc --nodes=64 --gpus-per-node=8 --exclusive --no-kill gpucluster sweep slurm --expect 8xH100
   gpucluster sweep slurm --expect 8xH100 --nodes 'gpu-[001-016]' -- acceptance/ --gpucluster-profile quick
+  gpucluster sweep ssh hosts --expect 8xH100
   gpucluster sweep kubernetes --expect 8xH100 --selector nvidia.com/gpu.count=8 --pod-template pod.yaml
 """
 _PYTEST_DEFAULT = ("acceptance/",)
@@ -61,7 +68,7 @@ _PORT_IN_PODS = 29500
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add ``sweep slurm`` and ``sweep kubernetes``."""
+    """Add ``sweep slurm``, ``sweep kubernetes`` and ``sweep ssh``."""
     explain(parser, _SWEEP, _EXAMPLES, EXIT_CODES_OF_SWEEP)
     schedulers = parser.add_subparsers(dest="scheduler", metavar="SCHEDULER", required=True)
     slurm = schedulers.add_parser("slurm", help="in an allocation of Slurm", usage=_usage("slurm"))
@@ -77,6 +84,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         help="one more option for every srun, such as --srun=--gpus-per-node=8; as often as needed",
+    )
+    ssh = schedulers.add_parser("ssh", help="over ssh, without a scheduler", usage=_usage("ssh HOSTS"))
+    explain(ssh, _SSH, _EXAMPLES, EXIT_CODES_OF_SWEEP)
+    _add_common(ssh)
+    add_access(ssh)
+    ssh.add_argument(
+        "--at-once", metavar="N", type=_count, default=256, help="so many nodes alone at a time (default: 256)"
     )
     kubernetes = schedulers.add_parser("kubernetes", help="with kubectl", usage=_usage("kubernetes"))
     explain(kubernetes, _KUBERNETES, _EXAMPLES, EXIT_CODES_OF_SWEEP)
@@ -125,7 +139,7 @@ def _sweep(options: argparse.Namespace, pytest_arguments: list[str]) -> int:
 
     each = plan.each_node(options.expect)
     plan.require_free(pytest_arguments)
-    begin = _in_slurm if options.scheduler == "slurm" else _on_kubernetes
+    begin = {"slurm": _in_slurm, "kubernetes": _on_kubernetes, "ssh": _over_ssh}[options.scheduler]
     nodes, python, port, scheduler_of = begin(options, each.gpus_per_node)
     plan.require_nodes(nodes)
     todo = plan.Plan(
@@ -154,6 +168,35 @@ def _in_slurm(options: argparse.Namespace, gpus: int) -> _Begun:
     return (
         *(nodes, sys.executable, slurm.port_of(os.environ)),
         lambda todo, directory: slurm.Slurm(todo, directory, environ=os.environ, options=options.srun),
+    )
+
+
+def _over_ssh(options: argparse.Namespace, gpus: int) -> _Begun:
+    from pytest_gpucluster.remote.asking import require_ssh
+    from pytest_gpucluster.remote.plan import handed_on
+    from pytest_gpucluster.sweep import ssh
+
+    hosts, access = hosts_and_access(options)
+    for host in hosts:
+        if host.slots not in (None, gpus):
+            raise OptionError(f"{host.name} has slots={host.slots} in the hosts file, but --expect says {gpus}")
+    environ, left = handed_on(os.environ, options.env)
+    if left:
+        _say(f"set here, and not handed on (--env NAME does): {', '.join(left)}")
+    require_ssh(access)
+    return (
+        *(tuple(host.name for host in hosts), access.python, _PORT_IN_PODS),
+        lambda todo, directory: ssh.Ssh(
+            *(todo, directory),
+            hosts=hosts,
+            access=access,
+            node_directory=directory_of(options),
+            node_report_dir=options.node_report_dir,
+            run_id=run_id_of(directory),
+            environ=environ,
+            answer_seconds=options.connect_within + options.answer_within,
+            port=options.port or 0,
+        ),
     )
 
 

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from pytest_gpucluster.commands.command import add_journal, explain
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal import locate, read
 from pytest_gpucluster.sweep.answer import Answer
-from pytest_gpucluster.verdict import EXIT_CODES
+from pytest_gpucluster.verdict import BROKEN, EXIT_CODES
 from pytest_gpucluster.wording import printable, visible
 
 NO_VERDICT = 11
+_OF_PYTEST = range(2, 6)
+"""What a launcher may end with before there is a journal, and mean it: pytest's own codes for a run that never began.
+Its 1 may as well be srun's, which could not start anything."""
 
 _EXAMPLES = """\
   gpucluster verdict gpucluster-report/latest
+  gpucluster verdict gpucluster-report/latest --launcher-exit 137
 """
 
 _VERDICT = """\
 Print the verdict of a run, and end with the run's own exit code, also where its journal was cut off. torchrun itself
-ends with 1 for every code but 0.
+ends with 1 for every code but 0, and srun with the highest code of all nodes.
 """
 
 RUN_EXIT_CODES = (
@@ -38,6 +43,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", metavar="FILE", type=Path, help="write the verdict and the first failure here, in at most 4096 bytes"
     )
+    parser.add_argument(
+        "--launcher-exit",
+        metavar="CODE",
+        type=int,
+        default=0,
+        help="what the run's launcher ended with, such as srun: if that is not 0, the run is never a pass; and where "
+        "there is no journal, 2 to 5 are kept",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -46,8 +59,11 @@ def run(options: argparse.Namespace) -> int:
         path = locate(options.journal)
         answer = Answer.of(read(path, keep_samples=False), str(path))
     except JournalError as error:
-        print(f"gpucluster: no verdict: {error}", file=sys.stderr)
-        return NO_VERDICT
+        print(f"gpucluster: no verdict: {printable(str(error))}", file=sys.stderr)
+        return options.launcher_exit if options.launcher_exit in _OF_PYTEST else NO_VERDICT
+    if answer.exit == 0 and options.launcher_exit != 0:
+        reason = f"its journal says {answer.verdict}, but its launcher ended with exit code {options.launcher_exit}"
+        answer = replace(answer, verdict=BROKEN, exit=NO_VERDICT, reason=reason, failure=answer.failure or reason)
     rehearsal = "REHEARSAL, " if answer.rehearsal else ""
     reason = f": {answer.reason}" if answer.reason else ""
     told = f"gpucluster: {rehearsal}{answer.verdict}, exit code {answer.exit}{reason}"

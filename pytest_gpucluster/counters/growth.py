@@ -18,7 +18,7 @@ _PORT = re.compile(rf"{INFINIBAND}\.(?P<port>.+)\.(?P<counter>\w+)")
 _LINK = re.compile(r"nvlink\.(?P<counter>\w+)\[(?P<link>\d+)\]")
 
 _DIAGNOSE = "take the GPU out of service, reset it, and run the vendor's diagnostics (`dcgmi diag -r 3`)"
-_RESET = "reset the GPU, or reboot the node, and run again"
+_RESET = "reboot the node, and run again"
 _CABLE = "look at the cable, the transceiver and the switch's port (`mlxlink -d DEVICE`, `ibdiagnet`), then run again"
 _OF_GPU: Mapping[str, tuple[str, str, str]] = {
     "ecc.uncorrected.volatile": ("ecc_uncorrected", "uncorrected memory errors", _DIAGNOSE),

@@ -50,7 +50,7 @@ def check(situation: Situation) -> Iterator[Finding]:
             "hardware",
             "a page of memory waits to be retired",
             allowed="no page waiting",
-            remedy="reset the GPU, or reboot the node, and run again",
+            remedy="reboot the node, and run again: the log of this boot has an Xid of it as a rule",
         )
 
 
@@ -69,7 +69,7 @@ def _rows(situation: Situation) -> Iterator[Finding]:
             "hardware",
             "the remap of a faulty row of memory waits for a reset",
             allowed="no remap waiting",
-            remedy="reset the GPU, or reboot the node, and run again",
+            remedy="reboot the node, and run again: the log of this boot has an Xid of it as a rule",
         )
     remapped = (situation.worst("rows.remapped.corrected") or 0) + (situation.worst("rows.remapped.uncorrected") or 0)
     if remapped > MOST_REMAPPED_ROWS:

@@ -33,5 +33,5 @@ def _compare(situation: Situation, query: str, unit: str, promised: int | None) 
         allowed=f"{unit}{wanted}" + (f", as the {situation.sku} promises" if wanted == promised else ""),
         remedy="look at the slot, riser, retimer and the BIOS setting of this slot"
         if by_slot
-        else "reseat the GPU or its board, and look at the link's errors (`nvidia-smi -q -d PCIE`, `lspci -vv`)",
+        else "reseat the GPU or its board, and look at the link's errors (`nvidia-smi -q`, part PCI, and `lspci -vv`)",
     )

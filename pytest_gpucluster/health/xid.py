@@ -9,8 +9,14 @@ from pytest_gpucluster.health.finding import Finding
 from pytest_gpucluster.health.situation import Situation
 from pytest_gpucluster.kernel_log import normalised
 
-TAKE_OUT = frozenset({48, 56, 57, 58, 62, 63, 64, 65, 68, 69, 73, 74, 79, 80, 81, 92, 119, 120})
-"""Xids after which a node is taken out of service. Source: Azure/azurehpc-health-checks, azure_gpu_xid.nhc."""
+_IN_THE_FIELD = frozenset({48, 56, 57, 58, 62, 63, 64, 65, 68, 69, 73, 74, 79, 80, 81, 92, 119, 120})
+"""Source: Azure/azurehpc-health-checks, azure_gpu_xid.nhc."""
+_OF_NEWER_GPUS = frozenset({95, 140, 143, 158})
+"""An uncontained memory error, one that could not be recovered from, a GPU that could not be set up, and one that does
+not answer any more. For each of them the catalogue asks for a reset, not for a look at the program. Source: NVIDIA,
+https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html."""
+TAKE_OUT = _IN_THE_FIELD | _OF_NEWER_GPUS
+"""Xids after which a node is taken out of service."""
 
 
 def check(situation: Situation) -> Iterator[Finding]:

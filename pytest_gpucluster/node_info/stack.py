@@ -61,7 +61,7 @@ def read(
         "driver_kind": None if text is None else "open" if "Open Kernel Module" in text else "proprietary",
         "toolkit": _toolkit(tree),
         "torch": version("torch"),
-        "nccl": nccl() or _library(tree),
+        "nccl": nccl() or installed_library(tree),
         "pytest_gpucluster": version("pytest-gpucluster"),
         "fabric_manager": _fabric_manager(ask, missing),
         "ofed": _ofed(ask, missing),
@@ -77,7 +77,7 @@ def _modules(tree: Tree, missing: dict[str, str]) -> dict[str, str] | None:
     return {name: tree.text(f"{_LOADED}/{name}/version") or "" for name in _MODULES if tree.has(f"{_LOADED}/{name}")}
 
 
-def _library(tree: Tree) -> str | None:
+def installed_library(tree: Tree) -> str | None:
     """Return the version of the NCCL that the system has, as in NVIDIA's containers, by the name of its file."""
     names = (path.name for folder in _LIBRARIES for path in tree.path("/").glob(f"{folder}/libnccl.so.*"))
     versions = [found[1] for found in (re.fullmatch(r"libnccl\.so\.(\d+\.\d+\.\d+)", name) for name in names) if found]

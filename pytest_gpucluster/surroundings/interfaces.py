@@ -83,6 +83,17 @@ def matches(name: str, wanted: str) -> bool:
     return listed != other_than
 
 
+def by_itself(found: Sequence[Interface]) -> tuple[Interface, ...]:
+    """Return the interfaces that NCCL takes where no variable chooses: the first for its own connections, and all of
+    them where TCP carries the data."""
+    running = [one for one in found if one.running and one.addresses]
+    for wanted in _BY_ITSELF:
+        chosen = tuple(one for one in running if matches(one.name, wanted))
+        if chosen:
+            return chosen
+    return ()
+
+
 def choose(backend: str, environ: Mapping[str, str]) -> Chosen:
     """Return the address that this process's backend will use.
 

@@ -1,7 +1,12 @@
 """Names of hosts: what a host finds for the names and addresses of the others, and how long that takes.
 
 The store through which ranks meet looks up the name of each address that connects, on its only thread: where reverse
-lookups wait for a server that does not answer, the start of a job takes minutes.
+lookups wait for a server that does not answer, the start of a job takes minutes. An IPv4 address reaches it in IPv6's
+form, ::ffff:10.0.0.1, for which the C library does not take a line "10.0.0.1 gpu-001" of /etc/hosts: it asks DNS all
+the same. So that form is looked up here too.
+
+Source: torch/csrc/distributed/c10d/socket.cpp, which prefers IPv6, connects with AI_V4MAPPED, and names every socket by
+``formatSockAddr``; docs/scale.md has what was measured.
 """
 
 from __future__ import annotations
@@ -46,11 +51,18 @@ class SystemResolver:
         return ", ".join(dict.fromkeys(str(one[4][0]) for one in found))
 
     def reverse(self, address: str) -> str:
-        """Return the name of an address. Raises: OSError if it has none."""
-        return socket.getnameinfo((address, 0), socket.NI_NAMEREQD)[0]
+        """Return the name of an address, in the form that the store sees. Raises: OSError if it has none."""
+        return socket.getnameinfo((as_the_store_sees(address), 0), socket.NI_NAMEREQD)[0]
 
 
 SYSTEM: Resolver = SystemResolver()
+
+
+def as_the_store_sees(address: str) -> str:
+    """Return an address as the store's socket tells it: of IPv4 in IPv6's form, where this host has IPv6 at all."""
+    if ":" in address or not socket.has_dualstack_ipv6():
+        return address
+    return f"::ffff:{address}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,8 +120,9 @@ def states(
     Raises: EnvironmentBroken if Slurm does not tell, or tells something else.
     """
     listed = ",".join(nodes)
-    command = ["sinfo", "--all", "--noheader", "--Node", "--nodes", listed, "--format", _FORMAT]
-    command += ["--partition", partition] if partition else []
+    command = ["sinfo", "--noheader", "--Node", "--nodes", listed, "--format", _FORMAT]
+    # Also a partition that is hidden, which --partition implies: sinfo refuses both together.
+    command += ["--partition", partition] if partition else ["--all"]
     output, said, code = _ask(command, answer_seconds)
     found = []
     for line in filter(str.strip, output.splitlines()):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from pytest_gpucluster.errors import JournalError
-from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.journal import FILE_NAME, Journal, read
 from pytest_gpucluster.wording import one_line
 
 SCHEMA_VERSION = 1
@@ -95,6 +96,18 @@ _KINDS: Mapping[str, type[Any]] = {
     "run_id": str,
     "journal": str,
 }
+
+
+def answer_in(folder: Path) -> tuple[Answer | None, str]:
+    """Return what the journal of the one run in a report directory answers; or None, and why."""
+    journals = sorted(path for path in folder.glob(f"*/{FILE_NAME}") if path.parent.name != "latest")
+    if len(journals) != 1:
+        runs = f"{len(journals)} runs in {folder}, where one was started" if journals else ""
+        return None, runs
+    try:
+        return Answer.of(read(journals[0], keep_samples=False), str(journals[0])), ""
+    except JournalError as error:
+        return None, str(error)
 
 
 def _cut(value: Any, characters: int) -> Any:

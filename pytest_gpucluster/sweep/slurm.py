@@ -9,11 +9,10 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from pytest_gpucluster import journal
-from pytest_gpucluster.errors import EnvironmentBroken, JournalError, LaunchError, OptionError
+from pytest_gpucluster.errors import EnvironmentBroken, LaunchError, OptionError
 from pytest_gpucluster.hostlist import compress_hostlist, expand_hostlist
 from pytest_gpucluster.sweep import tool
-from pytest_gpucluster.sweep.answer import Answer
+from pytest_gpucluster.sweep.answer import answer_in
 from pytest_gpucluster.sweep.outcome import Ended, Outcome, outcome_of
 from pytest_gpucluster.sweep.plan import LAUNCHER, Plan, reporting
 from pytest_gpucluster.sweep.scheduler import TOGETHER
@@ -168,7 +167,8 @@ class Slurm:
 
         ``--time`` lets Slurm end the step where this process cannot; it counts in minutes, and comes after the
         sweep's own deadline. ``--cpu-bind=none`` gives a task, which is all ranks of its node, every CPU of the step.
-        Tasks may end one after the other: whoever ended the others would cut off the verdict that rank 0 still writes.
+        ``--mpi=none``, whatever the site has as its default: torchrun starts the ranks. Tasks may end one after the
+        other: whoever ended the others would cut off the verdict that rank 0 still writes.
 
         Source: https://slurm.schedmd.com/srun.html.
         """
@@ -176,7 +176,7 @@ class Slurm:
         return [
             *("srun", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"),
             *(f"--nodelist={compress_hostlist(nodes)}", f"--job-name={NAME}", f"--time={minutes}"),
-            *("--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=0", "--export=ALL", *self._options),
+            *("--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=0", "--export=ALL", "--mpi=none", *self._options),
             *command,
         ]
 
@@ -184,7 +184,7 @@ class Slurm:
         del self._running[name]
         if how.exit is None:  # srun was killed: its tasks may still be there
             self._uncertain = True
-        answer, why = _answer(folder)
+        answer, why = answer_in(folder)
         if answer is None:
             how = Ended(exit=how.exit, seconds=how.seconds, stopped=how.stopped, log=how.log, hint=why or how.hint)
         return outcome_of(name, answer, how, nnodes=nnodes, world_size=self._plan.world_size(nnodes))
@@ -212,18 +212,6 @@ def _with_rank_of_node(command: Sequence[str], nodes: Sequence[str]) -> list[str
     """Return a joint command that finds out on each node which of them it is."""
     # Plain names, as require_nodes has seen to, so that they need no quotes.
     return ["sh", "-c", _RANKED.format(nodes=" ".join(nodes)), command[0], *command[command.index(LAUNCHER) + 1 :]]
-
-
-def _answer(folder: Path) -> tuple[Answer | None, str]:
-    """Return what the journal of the one run in a folder answers; or None, and why."""
-    journals = sorted(path for path in folder.glob(f"*/{journal.FILE_NAME}") if path.parent.name != "latest")
-    if len(journals) != 1:
-        runs = f"{len(journals)} runs in {folder}, where one was started" if journals else ""
-        return None, runs
-    try:
-        return Answer.of(journal.read(journals[0], keep_samples=False), str(journals[0])), ""
-    except JournalError as error:
-        return None, str(error)
 
 
 def port_of(environ: Mapping[str, str]) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpucluster.agreement.fault_file import FaultFile
+from pytest_gpucluster.agreement.fault_file import FaultFile, remove_left
 
 
 @pytest.fixture(autouse=True)
@@ -87,3 +87,23 @@ def test_a_link_that_somebody_laid_there_is_not_followed(tmp_path: Path) -> None
     with pytest.raises(FileExistsError):
         file.open()
     assert precious.read_text() == "kept"
+
+
+def test_what_a_dead_process_left_is_taken_away_and_nothing_else(tmp_path: Path) -> None:
+    left = FaultFile()
+    left.open().write("Fatal Python error\n")
+    (left.cache / "v").mkdir(parents=True)
+    precious = tmp_path / "notes.txt"
+    precious.write_text("kept")
+    remove_left(str(left.path))
+    remove_left(str(left.path))  # by every survivor
+    remove_left(str(precious))
+    assert list(tmp_path.iterdir()) == [precious]
+    left.close()
+
+
+def test_its_own_folder_is_removed_at_an_orderly_end(tmp_path: Path) -> None:
+    file = FaultFile()
+    (file.cache / "v").mkdir(parents=True)
+    file.close()
+    assert list(tmp_path.iterdir()) == []

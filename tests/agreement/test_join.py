@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pytest_gpucluster.agreement import join as module
-from pytest_gpucluster.agreement.join import Joined, Refusal, Refused, join, roll
+from pytest_gpucluster.agreement.join import Joined, Refusal, Refused, join, roll, slow_connection
 from pytest_gpucluster.agreement.store import MemoryStore
 from pytest_gpucluster.errors import PreflightError, StoreError
 from pytest_gpucluster.launch import RankFacts
@@ -173,3 +173,13 @@ def test_a_store_that_goes_away_is_an_error_of_the_environment_in_one_line(rank:
         call(Gone(at), rank, timeout_seconds=0.01)
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_ranks_that_took_long_to_connect_are_counted_and_the_slowest_is_named() -> None:
+    who: dict[int, dict[str, Any]] = {rank: {"host": "gpu-06"} for rank in range(16)}
+    assert slow_connection(who) == ""
+    for rank, they in who.items():
+        they["connect_seconds"] = {3: 10.04, 4: 5.0}.get(rank, 4.99)
+    told = slow_connection(who)
+    assert told.startswith("2 of 16 ranks took 5 s or more to connect, rank 3 on gpu-06 10.0 s. ")
+    assert "getent hosts ::ffff:ADDRESS" in told

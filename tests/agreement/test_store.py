@@ -253,3 +253,27 @@ def test_each_process_group_gets_a_place_of_its_own() -> None:
     assert not second.check(["a"])
     assert not stores.main.check(["a"])
     assert stores.for_group("world/1").get("a") == b"1"
+
+
+@pytest.mark.parametrize("agent_store", [True, False], ids=["up already", "started by rank 0"])
+def test_connecting_takes_its_time_and_waiting_for_rank_0_is_no_part_of_it(
+    agent_store: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch.distributed
+
+    server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first = torch.distributed.TCPStore
+
+    def late(*arguments: Any, **keywords: Any) -> Any:
+        time.sleep(0.5)
+        return first(*arguments, **keywords)
+
+    monkeypatch.setattr("torch.distributed.TCPStore", late)
+    begin = time.monotonic()
+    stores = connect(facts(master_port=server.port, agent_store=agent_store), timeout_seconds=10)
+    whole = time.monotonic() - begin
+    assert 0 < stores.connect_seconds <= whole
+    if agent_store:
+        assert stores.connect_seconds >= 0.5
+    else:
+        assert stores.connect_seconds <= whole - 0.5

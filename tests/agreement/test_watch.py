@@ -448,6 +448,22 @@ def test_a_sibling_that_dies_is_lost_at_once_and_its_last_words_are_told(
     assert message.endswith(told)
 
 
+def test_survivors_take_away_what_a_dead_sibling_left_and_nothing_of_the_living(
+    place: Callable[..., Place], sibling: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    left = tmp_path / "gpucluster-fault-1-a.txt"
+    left.touch()
+    here = place(
+        0, peer={"host": "gpu-06", "pid": sibling.pid, "start_time": start_time(sibling.pid), "fault_file": str(left)}
+    )
+    here.watch.remove_left()
+    assert left.exists()
+    sibling.kill()
+    sibling.wait()
+    here.watch.remove_left()
+    assert not left.exists()
+
+
 def test_a_sibling_that_said_goodbye_may_end(place: Callable[..., Place], sibling: subprocess.Popen[bytes]) -> None:
     here = place(0, peer={"host": "gpu-06", "pid": sibling.pid, "start_time": start_time(sibling.pid)})
     here.store.set("bye/1", "finished")

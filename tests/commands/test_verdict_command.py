@@ -82,3 +82,26 @@ def test_a_hostile_reason_stays_on_its_line_and_acts_on_no_terminal(tmp_path, ca
     told = capsys.readouterr().out
     assert told.endswith("c\n")
     assert told.removesuffix("\n").isprintable()
+
+
+@pytest.mark.parametrize(
+    ("says", "launcher", "code"),
+    [(0, 0, 0), (0, 1, 11), (0, 137, 11), (0, -9, 11), (1, 0, 1), (1, 11, 1), (10, 137, 10), (2, 0, 2)],
+)
+def test_a_launcher_that_failed_is_never_a_pass_and_no_failure_is_lost(tmp_path, capsys, says, launcher, code):
+    word = {0: "ACCEPTED", 1: "REJECTED", 2: "BROKEN", 10: "INCOMPLETE"}[says]
+    path = write(tmp_path, {"type": "end", "verdict": word, "exit": says, "reason": "so"})
+    out = tmp_path / "answer.json"
+    assert cli.main(["verdict", str(path), f"--launcher-exit={launcher}", "--json", str(out)]) == code
+    told = json.loads(out.read_text())
+    assert (told["exit"], told["verdict"]) == (code, word if code == says else "BROKEN")
+    if code != says:
+        assert f"its launcher ended with exit code {launcher}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("launcher", "code"), [(0, 11), (1, 11), (2, 2), (4, 4), (5, 5), (10, 11), (11, 11), (143, 11)]
+)
+def test_without_a_journal_only_a_run_that_never_began_keeps_its_code(tmp_path, capsys, launcher, code):
+    assert cli.main(["verdict", str(tmp_path / "none"), f"--launcher-exit={launcher}"]) == code
+    assert "no verdict" in capsys.readouterr().err

@@ -55,7 +55,8 @@ def test_one_picture_is_plain_text_with_rates(plant: Any, capsys: pytest.Capture
     [row] = [line for line in out.splitlines() if "hw_thermal" in line]
     assert row.split()[:4] == ["1", "100", "71.2/79.6", "61"]
     assert "-" not in row, "two looks give a rate"
-    assert "mlx5_1/1 400 Gb/s      0.0     0.0" in out
+    # How wide the last column is depends on the version of rich.
+    assert "mlx5_1/1 400 Gb/s 0.0 0.0" in " ".join(out.split())
     assert "\x1b" not in out
     assert max(map(len, out.splitlines())) <= 80
 

@@ -29,6 +29,7 @@ def agrees_that_it_is_over(run):
     # Also where the dead rank itself said 0: an agent that ends with 0 is a run that passed.
     assert run.exits == [1]
     assert run.left_over == []
+    assert run.files_left == []
 
 
 @pytest.mark.parametrize("fault", WORDS)

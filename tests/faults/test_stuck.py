@@ -42,4 +42,5 @@ def test_the_run_ends_and_the_report_names_the_culprit(runs, times, fault, victi
     assert run.end[:2] == ("BROKEN", 11)
     assert run.exits == [1]
     assert run.left_over == []
+    assert run.files_left == []
     times.add(f"stuck: {fault}, rank {victim}", run, "test_fault", since=stamp.at + DEADLINE, over=True)

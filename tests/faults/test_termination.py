@@ -22,6 +22,7 @@ def is_told(run, times, name, message, since):
     assert run.end[:2] == ("BROKEN", 2)
     assert run.exits[0] != 0
     assert run.left_over == []
+    assert run.files_left == []
     times.add(f"signal: {name}", run, "test_fault", since=since, over=True)
 
 
@@ -70,3 +71,4 @@ def test_pytest_exit_on_one_rank_ends_all_with_its_code(runs):
     assert run.end[:2] == ("BROKEN", 7)
     assert run.exits == [1]
     assert run.left_over == []
+    assert run.files_left == []

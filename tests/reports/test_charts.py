@@ -344,11 +344,12 @@ def test_a_span_holds_every_value_that_can_be_drawn(values, zero):
     assert all(0 <= scale(value) <= 100 for value in values if math.isfinite(value))
 
 
+@example(low=3602879702.828125, width=1e-6)
 @given(low=st.floats(-1e12, 1e12), width=st.floats(1e-6, 1e12))
 def test_ticks_are_few_and_in_between(low, width):
     marks = ticks(low, low + width)
     assert len(marks) <= 8
-    assert marks == sorted(marks)
+    assert marks == sorted(set(marks))
 
 
 def test_ticks_that_are_near_each_other_are_told_apart():

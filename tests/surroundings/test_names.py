@@ -8,7 +8,14 @@ import time
 import pytest
 
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.surroundings.names import Answer, Question, longest_seconds, look_up, require_known
+from pytest_gpucluster.surroundings.names import (
+    Answer,
+    Question,
+    SystemResolver,
+    longest_seconds,
+    look_up,
+    require_known,
+)
 
 
 class Resolver:
@@ -72,6 +79,25 @@ def test_this_host_knows_its_loopback() -> None:
     [answer] = look_up(forward("localhost"), deadline_seconds=30.0)
     assert "127.0.0.1" in answer.found
     assert longest_seconds(8, 10.0) == 30.0
+
+
+@pytest.mark.parametrize(
+    ("address", "dual", "asked"),
+    [
+        pytest.param("10.0.0.1", True, "::ffff:10.0.0.1", id="IPv4"),
+        pytest.param("10.0.0.1", False, "10.0.0.1", id="IPv4 on a host without IPv6"),
+        pytest.param("fd00::1", True, "fd00::1", id="IPv6"),
+    ],
+)
+def test_the_address_that_the_store_looks_up_is_looked_up(
+    address: str, dual: bool, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A line for 10.0.0.1 in /etc/hosts answers for that form alone, and hides how slow DNS is with the other one.
+    seen = []
+    monkeypatch.setattr("socket.has_dualstack_ipv6", lambda: dual)
+    monkeypatch.setattr("socket.getnameinfo", lambda place, flags: seen.append(place) or ("gpu-001", "0"))
+    assert SystemResolver().reverse(address) == "gpu-001"
+    assert seen == [(asked, 0)]
 
 
 HOSTS = {0: "node-a", 1: "node-b"}

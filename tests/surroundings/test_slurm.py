@@ -177,3 +177,13 @@ def test_the_nodes_of_the_job_are_slurm_s() -> None:
     for environ in ({}, {"SLURM_JOB_NODELIST": "gpu-[1"}):
         with pytest.raises(EnvironmentBroken, match="SLURM_JOB_NODELIST does not name the nodes of the job"):
             nodes_of_job(environ)
+
+
+@pytest.mark.parametrize(("partition", "asked"), [("train", "--partition"), (None, "--all")])
+def test_sinfo_is_never_asked_for_all_partitions_and_for_one(
+    commands: Commands, partition: str | None, asked: str
+) -> None:
+    # Slurm 22.05: "Conflicting options, -a and -p, specified. Please choose one or the other."
+    commands.say("sinfo", "n1|train*|up|mixed|none")
+    assert [state.node for state in states(["n1"], partition)] == ["n1"]
+    assert {"--all", "--partition"} & set(commands.asked("sinfo")) == {asked}

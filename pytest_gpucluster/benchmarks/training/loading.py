@@ -120,11 +120,13 @@ def endless_batches(
     while True:
         try:
             rows = _next(batches)
-        except RuntimeError as error:
-            if "DataLoader" not in str(error):
+        except (RuntimeError, OSError, EOFError) as error:
+            # Besides torch's own words: of a worker that dies while it hands over a batch, only the closed pipe tells.
+            if not loading.workers or (isinstance(error, RuntimeError) and "DataLoader" not in str(error)):
                 raise
+            cause = str(error).partition("\n")[0] or type(error).__name__
             raise EnvironmentBroken(
-                f"no batch came from the {loading.workers} workers of the DataLoader: {str(error).splitlines()[0]}. "
+                f"no batch came from the {loading.workers} workers of the DataLoader: {cause}. "
                 "Look at the memory of the node and at the size of its /dev/shm, or read without workers "
                 "(--gpucluster-workload, workers=0 of what this test trains)"
             ) from error

@@ -76,6 +76,8 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
     rough = width / max(1, most - 1)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next((factor * power for factor in (1, 2, 5, 10) if factor * power >= rough), 10 * power)
+    if step <= _SMALLEST_SPAN * max(abs(low), abs(high)):
+        return []  # a double can hardly tell such ticks apart
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [number * step for number in range(first, last + 1)] if last - first < 10 * most else []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
 import sys
 import time
@@ -70,8 +71,31 @@ def test_a_worker_is_no_copy_of_the_rank(monkeypatch):
 
 def test_a_worker_that_dies_is_the_environment_s_fault(monkeypatch):
     monkeypatch.setattr(loading, "PackedTokens", Deadly)
-    with pytest.raises(EnvironmentBroken, match=r"DataLoader worker .* /dev/shm.*--gpucluster-workload, workers=0"):
+    with pytest.raises(EnvironmentBroken, match=r"DataLoader: .* /dev/shm.*--gpucluster-workload, workers=0"):
         batches(5, workers=1)
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionResetError(104, "Connection reset by peer"), EOFError(), RuntimeError("DataLoader worker died")]
+)
+def test_a_worker_that_dies_while_it_hands_over_is_the_environment_s_fault(monkeypatch, error):
+    def torn(loader):
+        raise error
+
+    monkeypatch.setattr(loading, "_next", torn)
+    with pytest.raises(EnvironmentBroken, match=rf"DataLoader: {re.escape(str(error)) or 'EOFError'}") as caught:
+        batches(1, workers=1)
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError("of somebody else"), RuntimeError("a wrong shape")])
+def test_what_no_worker_has_done_stays_as_it_is(monkeypatch, error):
+    def wrong(loader):
+        raise error
+
+    monkeypatch.setattr(loading, "_next", wrong)
+    with pytest.raises(type(error), match=str(error)):
+        batches(1)
 
 
 def test_a_worker_that_brings_nothing_is_not_waited_for_without_end(monkeypatch):

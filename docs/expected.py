@@ -1,0 +1,242 @@
+"""Write the expected figures into the pages of the playbook, from thresholds.yaml and the data sheets.
+
+python docs/expected.py
+
+A page has a pair of comments for each criterion; what stands between them is written by this program.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from string import ascii_lowercase
+from types import MappingProxyType
+
+from pytest_gpucluster import thresholds, units
+from pytest_gpucluster.limits import EVERY_SKU, Limit, Thresholds, peak_of
+from pytest_gpucluster.metric_catalogue import CATALOGUE, Metric
+
+PAGES = Path(__file__).with_name("playbook")
+REHEARSAL = "cpu-rehearsal"
+
+METRICS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "inventory": ("inventory.ranks",),
+        "connectivity": ("connectivity.*",),
+        "dns": ("dns.*",),
+        "clock_skew": ("clock.skew",),
+        "host.limits": ("host.*",),
+        "shared_filesystem": ("shared_filesystem.*",),
+        "slurm": ("slurm.*",),
+        "slurm.allocation": ("scheduler.findings",),
+        "kubernetes": ("scheduler.findings",),
+        "gpu.compute": ("gpu.usable_dtypes",),
+        "gpu.health": ("gpu.findings", "gpu.memory.*", "gpu.temperature", "gpu.power_limit"),
+        "gpu.fleet": ("inventory.ranks",),
+        "matmul": ("matmul.*",),
+        "hbm": ("hbm.*",),
+        "host_link": ("host_link.*",),
+        "affinity": ("inventory.ranks",),
+        "burn_in": ("burn_in.*",),
+        "gpu.memory_patterns": ("gpu.memory_patterns.*",),
+        "gpu.determinism": ("gpu.determinism.*",),
+        "fabric.ports": ("fabric.*",),
+        "nccl.environment": ("nccl.environment.*",),
+        "links": ("link.*",),
+        "nccl.all_reduce": ("nccl.all_reduce.*",),
+        "nccl.collectives": (
+            *("nccl.all_gather.*", "nccl.reduce_scatter.*", "nccl.all_to_all.*"),
+            *("nccl.broadcast.*", "nccl.send_recv.*"),
+        ),
+        "training.step": ("training.step.*",),
+        "ddp": ("ddp.*",),
+        "fsdp": ("fsdp.*",),
+        "checkpoint": ("checkpoint.resume_error", "checkpoint.reshard_error"),
+        "checkpoint.bandwidth": ("checkpoint.verified", "checkpoint.write_bandwidth", "checkpoint.read_bandwidth"),
+        "training.throughput": (
+            *("training.tokens_per_second", "training.mfu", "training.tflops", "training.parts"),
+            *("training.step_time", "training.step_time_p99"),
+        ),
+        "vision.throughput": ("vision.*",),
+        "vision.data": ("vision.*",),
+        "failure_propagation": ("failure_propagation.*",),
+        "scaling": ("scaling.efficiency", "scaling.tokens_per_second"),
+        "scaling.busbw_retention": ("scaling.busbw_retention",),
+        "lora_tiny": (
+            *("lora.finite_steps", "lora.loss_error", "lora.gradient_error", "lora.final_loss", "lora.held_out_*"),
+            *("lora.moved_adapters", "lora.unchanged_base", "lora.replayed_steps", "lora.resume_error"),
+            *("lora.reload_error", "lora.group_error", "lora.golden_deviation", "lora.calls.*"),
+        ),
+        "qwen2_lora": ("lora.final_loss", "lora.tokens_per_second", "lora.mfu", "lora.peak_memory"),
+        "qwen2_lora.throughput": ("lora.tokens_per_second", "lora.mfu", "lora.peak_memory"),
+    }
+)
+"""The metrics whose figures stand with each criterion; * stands for the rest of a name. What a fine-tuning of Qwen2
+shares with the tiny one stands with that."""
+
+_BLOCK = "<!-- expected figures of {}: written by docs/expected.py -->"
+_END = "<!-- end of expected figures -->"
+_SIGNS = (("min", ">="), ("max", "<="))
+_WIDTH = 118
+_RATIO = re.compile(r";\s*ratio: (.*)", re.DOTALL)
+
+
+def metrics_of(criterion: str) -> list[Metric]:
+    """Return the metrics of a criterion, in the catalogue's order."""
+    patterns = [re.escape(one).replace(r"\*", ".*") for one in METRICS[criterion]]
+    return [one for one in CATALOGUE if any(re.fullmatch(pattern, one.name) for pattern in patterns)]
+
+
+def figures(criterion: str, limits: Thresholds) -> str:
+    """Return what a page says of the figures of a criterion, as Markdown."""
+    return "".join(
+        f"{part}\n"
+        for part in (*_by_sku(criterion, limits), *_everywhere(criterion, limits), *_recorded(criterion, limits))
+    )
+
+
+def with_figures(text: str, limits: Thresholds) -> str:
+    """Return a page with its figures as they are now.
+
+    Raises: ValueError if the page names a criterion that is not known here, or leaves a block open.
+    """
+    parts = re.split(rf"({_BLOCK.format('([^:]+)')}\n)", text)
+    written = [parts[0]]
+    for opening, criterion, rest in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+        if criterion not in METRICS:
+            raise ValueError(
+                f"figures of {criterion} are asked for, which is no criterion; known are {', '.join(METRICS)}"
+            )
+        if _END not in rest:
+            raise ValueError(f"the figures of {criterion} have no {_END}")
+        written += [opening, "\n", figures(criterion, limits), _END, rest.partition(_END)[2]]
+    return "".join(written)
+
+
+def _entries(criterion: str, limits: Thresholds) -> Iterator[tuple[Metric, list[Limit]]]:
+    for metric in metrics_of(criterion):
+        yield metric, [one for one in limits.limits if one.metric == metric.name and one.sku != REHEARSAL]
+
+
+def _by_sku(criterion: str, limits: Thresholds) -> Iterator[str]:
+    """The figures that differ from one kind of GPU to the next: a row for each condition, a column for each kind."""
+    skus = [name for name in limits.skus if name != REHEARSAL]
+    letters = _Letters()
+    rows, ratios = [], []
+    for metric, entries in _entries(criterion, limits):
+        own = [one for one in entries if one.sku != EVERY_SKU]
+        for where in dict.fromkeys(one.conditions() for one in own):
+            there = {one.sku: one for one in own if one.conditions() == where}
+            if all(one.record_only is not None for one in there.values()):
+                continue
+            always = {one.sku: one for one in own if not one.when}
+            cells = [
+                _cell(there.get(sku) or always.get(sku), peak_of(metric, limits.skus[sku]), letters) for sku in skus
+            ]
+            rows.append([f"`{metric.name}`, {metric.unit}", where, *cells])
+        ratios += [one for one in own if one.min_ratio_to_median is not None]
+    if not rows:
+        return
+    yield from _table(["metric", "where", *skus], rows)
+    yield from _ratios(ratios)
+    yield from letters.legend()
+
+
+def _cell(limit: Limit | None, peak: float | None, letters: _Letters) -> str:
+    if limit is None:
+        return "-"
+    if limit.record_only is not None:
+        return "recorded"
+    bounds = [f"{sign} {getattr(limit, name):.6g}" for name, sign in _SIGNS if getattr(limit, name) is not None]
+    if peak is not None:
+        bounds[0] += f" of {peak:.6g}"
+    if limit.expect_transport is not None:
+        bounds.append(f"over {' or '.join(limit.expect_transport)}")
+    return f"{', '.join(bounds)} ({letters.of(_RATIO.sub('', limit.source))})"
+
+
+def _ratios(limits: Sequence[Limit]) -> Iterator[str]:
+    """Which part of the others' median each rank must reach."""
+    told: dict[tuple[float, str], dict[str, list[str]]] = {}
+    for one in limits:
+        ratio = one.min_ratio_to_median
+        found = _RATIO.search(one.source)
+        if ratio is not None:
+            source = found.group(1) if found else one.source
+            told.setdefault((ratio, source), {}).setdefault(one.metric, []).append(one.sku)
+    if not told:
+        return
+    usual = max(told, key=lambda key: sum(map(len, told[key].values())))
+    text = f"Beside its figure each rank must reach {100 * usual[0]:g} % of the median of the others ({usual[1]})"
+    for (ratio, source), where in told.items():
+        if (ratio, source) != usual:
+            names = "; ".join(f"`{metric}` on {', '.join(dict.fromkeys(skus))}" for metric, skus in where.items())
+            text += f"; {100 * ratio:g} % for {names} ({source})"
+    yield from _paragraph(f"{text}.")
+
+
+def _everywhere(criterion: str, limits: Thresholds) -> Iterator[str]:
+    """The figures that hold on every kind of GPU."""
+    rows = []
+    for metric, entries in _entries(criterion, limits):
+        for one in entries:
+            if one.sku == EVERY_SKU and one.record_only is None:
+                demands = [
+                    f"{sign} {units.show(getattr(one, name), one.unit)}".rstrip()
+                    for name, sign in _SIGNS
+                    if getattr(one, name) is not None
+                ]
+                if one.min_ratio_to_median is not None:
+                    demands.append(f"{100 * one.min_ratio_to_median:g} % of the others' median")
+                rows.append([f"`{metric.name}`", one.conditions(), ", ".join(demands), " ".join(one.source.split())])
+    if rows:
+        yield from _table(["metric, on every GPU", "where", "limit", "source"], rows)
+
+
+def _recorded(criterion: str, limits: Thresholds) -> Iterator[str]:
+    """What is measured and never judged."""
+    names = [
+        f"`{metric.name}`"
+        for metric, entries in _entries(criterion, limits)
+        if all(one.record_only is not None for one in entries)
+    ]
+    if names:
+        yield from _paragraph(f"Recorded, and judged by no limit: {', '.join(names)}.")
+
+
+class _Letters:
+    """A letter for each source, in the order in which they come."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, str] = {}
+
+    def of(self, source: str) -> str:
+        return self._of.setdefault(" ".join(source.split()), ascii_lowercase[len(self._of)])
+
+    def legend(self) -> Iterator[str]:
+        for source, letter in self._of.items():
+            yield from _wrapped(f"- ({letter}) {source}", indent="  ")
+        yield ""
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    for row in (header, ["---"] * len(header), *rows):
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
+    yield ""
+
+
+def _paragraph(text: str) -> Iterator[str]:
+    yield from _wrapped(text)
+    yield ""
+
+
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+if __name__ == "__main__":
+    in_force = thresholds.load(thresholds.shipped_path())
+    for page in sorted(PAGES.glob("*.md")):
+        page.write_text(with_figures(page.read_text(encoding="utf-8"), in_force), encoding="utf-8")

@@ -1,0 +1,256 @@
+"""What is measured twice: by this suite's own functions, and by a loop that does nothing but the work.
+
+Each subject has ``take(number)``, the seconds of one operation of both, ``each`` and ``unit``, what one operation is,
+and ``name``. Shapes, dtypes and the number of operand sets are the same on both sides. So is the warm-up: on a GPU the
+clocks follow the load, and whoever comes after a rest is flattered.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+
+import torch
+from pairs import in_turn
+
+from pytest_gpucluster.benchmarks.arithmetic import arithmetic, numerics
+from pytest_gpucluster.benchmarks.footprint import cache_bytes, sets_beyond_cache
+from pytest_gpucluster.benchmarks.matmul import flops_of, measure_matmul, multiplier, prepare
+from pytest_gpucluster.benchmarks.memory import measure_hbm
+from pytest_gpucluster.benchmarks.memory_passes import Copies
+from pytest_gpucluster.benchmarks.training.decoder import Geometry, make_decoder
+from pytest_gpucluster.benchmarks.training.loading import Loading, endless_batches
+from pytest_gpucluster.benchmarks.training.step import BETAS, LARGEST_NORM
+from pytest_gpucluster.benchmarks.training.throughput import LEARNING_RATE, throughput
+from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
+from pytest_gpucluster.sampling import Sampling
+
+
+def sampling_of(warmup_seconds: float, window_seconds: float) -> Sampling:
+    """Measure once, for as long as the window: how sure a single figure is does not matter here."""
+    return Sampling(
+        warmup_seconds=warmup_seconds,
+        window_seconds=window_seconds,
+        longest_seconds=window_seconds,
+        tolerance_ratio=3.0,
+    )
+
+
+class BareLoop:
+    """Calls some work again and again between two looks at the clock: CUDA events on a GPU, the host's on cpu."""
+
+    def __init__(self, device: torch.device, start: Callable[[int], object], sampling: Sampling) -> None:
+        self._device, self._start, self._sampling = device, start, sampling
+
+    def seconds(self) -> float:
+        """Warm up, then return the seconds of one call over the window."""
+        self._run(2)
+        each, warm = self._run(3) / 3, self._sampling.warmup_seconds
+        if warm:
+            self._run(self._calls(warm, each))
+        return self._timed(self._calls(self._sampling.window_seconds, each))
+
+    def _calls(self, seconds: float, each: float) -> int:
+        return max(1, round(seconds / each))
+
+    def _run(self, calls: int) -> float:
+        begin = time.perf_counter()
+        for index in range(calls):
+            self._start(index)
+        self._wait()
+        return time.perf_counter() - begin
+
+    def _timed(self, calls: int) -> float:
+        if self._device.type == "cpu":
+            return self._run(calls) / calls
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        begin.record()
+        for index in range(calls):
+            self._start(index)
+        end.record()
+        self._wait()
+        return begin.elapsed_time(end) / 1e3 / calls
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+class Matmul:
+    """``measure_matmul`` beside a loop of the library's product into the same kind of result."""
+
+    unit = "TFLOPS"
+
+    def __init__(self, device: torch.device, *, n: int, dtype: str, sampling: Sampling) -> None:
+        self.name, self.each = f"matmul {dtype} n={n}", flops_of(n) / 1e12
+        self._device, self._n, self._dtype, self._sampling = device, n, dtype, sampling
+        kind = arithmetic(dtype)
+        self._precision = kind.float32_precision
+        sets = prepare(device, n=n, dtype=dtype, instead="choose a smaller n").sets
+        random = torch.Generator(device).manual_seed(1)
+
+        def operand() -> torch.Tensor:
+            return torch.randn((n, n), generator=random, device=device).to(kind.operands)
+
+        self._sets = [
+            (
+                operand(),
+                operand().t() if kind.is_scaled else operand(),
+                torch.empty(n, n, dtype=kind.result, device=device),
+            )
+            for _ in range(sets)
+        ]
+        self._multiply = multiplier(device, kind)
+
+    def take(self, number: int) -> dict[str, float]:
+        """Return the seconds of one product."""
+        return in_turn(number, self._ours, self._bare)
+
+    def _ours(self) -> float:
+        found = measure_matmul(self._device, n=self._n, dtype=self._dtype, sampling=self._sampling)
+        return self.each / found.tflops.median
+
+    def _bare(self) -> float:
+        with numerics(self._precision):
+            return BareLoop(self._device, self._product, self._sampling).seconds()
+
+    def _product(self, index: int) -> None:
+        a, b, out = self._sets[index % len(self._sets)]
+        self._multiply(a, b, out)
+
+
+class HbmCopy:
+    """``measure_hbm``'s copy beside the best of torch's, cudaMemcpy's and, where there is Triton, a kernel's."""
+
+    unit = "GB/s"
+
+    def __init__(self, device: torch.device, *, payload_bytes: int, sampling: Sampling) -> None:
+        words = payload_bytes // 8
+        self.each = Copies.touched_bytes(words) / 1e9
+        self._device, self._bytes, self._sampling = device, payload_bytes, sampling
+        count = sets_beyond_cache(Copies.touched_bytes(words), cache_bytes(device))
+        self._sets = [(self._empty(words), self._empty(words)) for _ in range(count)]
+        ways = self._ways()
+        seconds = {way: BareLoop(device, call, sampling).seconds() for way, call in ways.items()}
+        best = min(seconds, key=lambda way: seconds[way])
+        self._copy = ways[best]
+        others = ", ".join(f"{way} {self.each / found:.0f}" for way, found in seconds.items())
+        self.name = f"HBM copy {payload_bytes / 2**20:g} MiB beside {best} (GB/s once: {others})"
+
+    def take(self, number: int) -> dict[str, float]:
+        """Return the seconds of one copy."""
+        return in_turn(number, self._ours, lambda: BareLoop(self._device, self._copy, self._sampling).seconds())
+
+    def _ours(self) -> float:
+        found = measure_hbm(self._device, "copy", payload_bytes=self._bytes, sampling=self._sampling)
+        return found.bytes_per_pass / found.bytes_per_second.median
+
+    def _empty(self, words: int) -> torch.Tensor:
+        return torch.full((words,), 1, dtype=torch.int64, device=self._device)
+
+    def _pair(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._sets[index % len(self._sets)]
+
+    def _ways(self) -> dict[str, Callable[[int], object]]:
+        def by_torch(index: int) -> None:
+            source, target = self._pair(index)
+            target.copy_(source)
+
+        ways: dict[str, Callable[[int], object]] = {"torch": by_torch}
+        if self._device.type == "cuda":
+            ways["cudaMemcpy"] = self._by_runtime()
+            kernel = self._by_triton()
+            if kernel is not None:
+                ways["triton"] = kernel
+        return ways
+
+    def _by_runtime(self) -> Callable[[int], object]:
+        """cudaMemcpyAsync of the runtime that torch has loaded, device to device, on the current stream."""
+        runtime = ctypes.CDLL(None)
+        if not hasattr(runtime, "cudaMemcpyAsync"):
+            major = str(torch.version.cuda).partition(".")[0]
+            runtime = ctypes.CDLL(f"libcudart.so.{major}")
+        runtime.cudaMemcpyAsync.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_int,
+            ctypes.c_void_p,
+        ]
+        stream, device_to_device = torch.cuda.current_stream(self._device).cuda_stream, 3
+
+        def copy(index: int) -> None:
+            source, target = self._pair(index)
+            code = runtime.cudaMemcpyAsync(target.data_ptr(), source.data_ptr(), self._bytes, device_to_device, stream)
+            if code:
+                raise RuntimeError(f"cudaMemcpyAsync: error {code}")
+
+        return copy
+
+    def _by_triton(self) -> Callable[[int], object] | None:
+        try:
+            from fidelity_kernel import copy_words
+        except ImportError:  # no Triton: the other two are left
+            return None
+
+        def copy(index: int) -> None:
+            source, target = self._pair(index)
+            copy_words(source, target)
+
+        return copy
+
+
+class TrainingStep:
+    """``throughput`` on one rank beside a training loop written by hand around the same decoder and loader."""
+
+    unit = "tokens/s"
+
+    def __init__(
+        self, device: torch.device, *, geometry: Geometry, batch: int, compiled: bool, sampling: Sampling
+    ) -> None:
+        self._device, self._geometry, self._batch, self._compiled = device, geometry, batch, compiled
+        self._sampling = sampling
+        self.each = batch * geometry.sequence
+        shape = f"{geometry.parameters / 1e6:.3g}M parameters, {batch} x {geometry.sequence} tokens"
+        self.name = f"training step, {shape}, {'compiled' if compiled else 'eager'}"
+
+    def take(self, number: int) -> dict[str, float]:
+        """Return the seconds of one step."""
+        return in_turn(number, self._ours, self._bare)
+
+    def _ours(self) -> float:
+        setup = Setup(
+            geometry=self._geometry,
+            strategy="ddp",
+            batch=self._batch,
+            compiled=self._compiled,
+            recompute=False,
+            workers=0,
+            prefetch=1,
+        )
+        found = throughput(None, self._device, setup, sampling=self._sampling, in_parts=False)
+        return found.step_seconds.median
+
+    def _bare(self) -> float:
+        model = make_decoder(self._geometry, self._device, seed=1, drawn_on=self._device)
+        if self._compiled:
+            for name, block in model.blocks.named_children():
+                setattr(model.blocks, name, torch.compile(block))
+        weights = list(model.parameters())
+        optimizer = torch.optim.AdamW(weights, lr=LEARNING_RATE, betas=BETAS, weight_decay=0.0, fused=True)
+        batches = endless_batches(
+            self._geometry, Loading(batch=self._batch, workers=0, prefetch=1), self._device, rank=0, count=1
+        )
+
+        def step(index: int) -> None:
+            rows = next(batches)
+            optimizer.zero_grad(set_to_none=True)
+            with torch.autocast(self._device.type, dtype=torch.bfloat16):
+                logits = model(rows[:, :-1])
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(weights, LARGEST_NORM)
+            optimizer.step()
+
+        return BareLoop(self._device, step, self._sampling).seconds()

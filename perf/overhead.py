@@ -1,0 +1,264 @@
+"""What the suite itself costs: to import, to start, and where the time of a rehearsal goes.
+
+    python perf/overhead.py                               # all three
+    python perf/overhead.py --only import,start
+    python perf/overhead.py --only rehearsal --select 'not training'
+
+* import: `pytest --help` in a project that does not use the plugin, with it installed and with `-p no:gpucluster`, in
+  turn. Goal: 15 ms more.
+* start: torchrun with 2 ranks over acceptance/, by stamps inside of one run (overhead_stamps.py), until the first
+  criterion begins. Goal: 1.0 s beyond importing torch and joining the run. torchrun's own start comes before that.
+* rehearsal: the same with all criteria. Goal: 60 s without those that train, 180 s with them.
+
+What an exchange of ranks costs a test, perf/agreement.py tells. Processor time is given beside wall time, for a machine
+that has other work lets everything wait. An import only computes, so its goal is held against the least processor time
+of each side, to which whatever else goes on can only add; the other goals are of wall time, and the load average stands
+below the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+SUBJECTS = ("import", "start", "rehearsal")
+GOAL_IMPORT_SECONDS = 0.015
+GOAL_START_SECONDS = 1.0
+GOAL_REHEARSAL_SECONDS = {"without those that train": 60.0, "all": 180.0}
+RANKS = 2
+_DEADLINE_SECONDS = 1800
+_PARTS = ("set-up", "warm-up", "verifying", "agreeing")
+LEFT_OUT = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:anyio")
+"""What is installed for this project's own tests, and not where an operator runs the suite."""
+_FIRST = "test_inventory"
+"""A criterion that takes no time, to end a start with."""
+
+_TORCH = "importing torch, with its parts that criteria use"
+START = (
+    ("torchrun, until rank 0's process begins", None, "exec"),
+    ("Python and pytest, until plugins are loaded", "exec", "plugin"),
+    ("settings, plugins, conftest files", "plugin", "torch begins"),
+    (_TORCH, "torch begins", "torch ends"),
+    ("the recorder, settings, limits", "torch ends", "connecting begins"),
+    ("connecting to the store", "connecting begins", "connecting ends"),
+    ("what this rank is", "connecting ends", "roll call begins"),
+    ("the roll call, with waiting for rank 1", "roll call begins", "roll call ends"),
+    ("the header, collection", "roll call ends", "collected"),
+    ("agreeing on the tests", "collected", "first test"),
+)
+"""Part of a start, from one moment to another; from torchrun's exec where there is none."""
+NOT_OURS = {START[0][0], _TORCH, "connecting to the store", "the roll call, with waiting for rank 1"}
+
+
+def seconds_of(command: Sequence[str], folder: Path) -> tuple[float, float]:
+    """Run a command and return its wall time and its processor time.
+
+    Raises:
+        RuntimeError: it failed, so that its time means nothing.
+    """
+    begin = time.perf_counter()
+    with (folder / "output.txt").open("wb") as output:
+        process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    wall = time.perf_counter() - begin
+    if process.returncode != 0:
+        text = (folder / "output.txt").read_text(errors="replace")[-2000:]
+        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{text}")
+    return wall, usage.ru_utime + usage.ru_stime
+
+
+def import_pairs(pairs: int) -> list[dict[str, tuple[float, float]]]:
+    """Take `pytest --help` with the plugin installed and without it, in turn."""
+    taken = []
+    with tempfile.TemporaryDirectory(prefix="gpucluster-perf-") as name:
+        folder = Path(name)
+        (folder / "pytest.ini").write_text("[pytest]\n")
+        command = [sys.executable, "-m", "pytest", "--help", *LEFT_OUT]
+        sides = {"installed": command, "without": [*command, "-p", "no:gpucluster"]}
+        for side in sides.values():  # byte code is written, and files are read, before anything counts
+            seconds_of(side, folder)
+        for number in range(pairs):
+            order = list(sides) if number % 2 else list(sides)[::-1]
+            taken.append({side: seconds_of(sides[side], folder) for side in order})
+    return taken
+
+
+def more(pairs: Sequence[Mapping[str, tuple[float, float]]], which: int) -> tuple[float, float, float]:
+    """Return how much more the plugin takes, in seconds: the median of the pairs and its 95 % interval."""
+    from pytest_gpucluster.stats import median_interval
+
+    differences = [pair["installed"][which] - pair["without"][which] for pair in pairs]
+    return statistics.median(differences), *median_interval(differences)
+
+
+def show_import(pairs: int) -> bool:
+    """Print what the import costs; return whether the goal is met."""
+    taken = import_pairs(pairs)
+    print(f"`pytest --help`, {pairs} pairs in turn\n")
+    print("| | without the plugin | installed, and off | more (95 % of the median) |")
+    print("| --- | ---: | ---: | ---: |")
+    for which, what in enumerate(("wall time", "processor time")):
+        sides = [statistics.median(pair[side][which] for pair in taken) for side in ("without", "installed")]
+        middle, low, high = (1e3 * value for value in more(taken, which))
+        cells = (what, *(f"{1e3 * side:.0f} ms" for side in sides), f"{middle:.1f} ms ({low:.1f} to {high:.1f})")
+        print(f"| {' | '.join(cells)} |")
+    least = {side: min(pair[side][1] for pair in taken) for side in ("without", "installed")}
+    found = least["installed"] - least["without"]
+    cells = ("processor time, least", *(f"{1e3 * side:.0f} ms" for side in least.values()), f"{1e3 * found:.1f} ms")
+    print(f"| {' | '.join(cells)} |")
+    return verdict("import", {"15 ms more of the processor, least": (found, GOAL_IMPORT_SECONDS)})
+
+
+def verdict(what: str, goals: Mapping[str, tuple[float, float]]) -> bool:
+    """Print which goals are met, each with what was found and what is allowed in seconds; return whether all are."""
+    for text, (found, allowed) in goals.items():
+        print(f"\ngoal of {what}: {text}: {'met' if found <= allowed else 'MISSED'} ({found:.3f} s)")
+    return all(found <= allowed for found, allowed in goals.values())
+
+
+def run_suite(folder: Path, *options: str) -> dict[str, Any]:
+    """Run acceptance/ with 2 ranks on cpu and return its stamps, from torchrun's exec on.
+
+    Raises:
+        RuntimeError: it did not pass, so that its time means nothing.
+    """
+    sys.path.insert(0, str(Path(__file__).parent))
+    from overhead_stamps import now
+
+    stamps = folder / "stamps.json"
+    stamps.unlink(missing_ok=True)
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "-m", "pytest"),
+        *("-q", "-p", "overhead_stamps", *LEFT_OUT, str(ROOT / "acceptance")),
+        *("--gpucluster-device=cpu", f"--gpucluster-report-dir={folder / 'reports'}", *options),
+    ]
+    begin = now()
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PERF_STAMPS": str(stamps)},
+        capture_output=True,
+        text=True,
+        timeout=_DEADLINE_SECONDS,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
+    found: dict[str, Any] = json.loads(stamps.read_text())
+    return {**found, "began": begin}
+
+
+def start_parts(found: Mapping[str, Any]) -> dict[str, float]:
+    """Return the seconds of each part of a start."""
+    moments = found["moments"]
+    return {what: moments[end] - (found["began"] if begin is None else moments[begin]) for what, begin, end in START}
+
+
+def ours(parts: Mapping[str, float]) -> float:
+    """Return the seconds of a start beyond torchrun's own, importing torch and joining."""
+    return sum(seconds for what, seconds in parts.items() if what not in NOT_OURS)
+
+
+def show_start(times: int) -> bool:
+    """Print where the time of a start goes; return whether the goal is met."""
+    with tempfile.TemporaryDirectory(prefix="gpucluster-perf-") as name:
+        found = [run_suite(Path(name), "-k", _FIRST) for _ in range(times)]
+    parts = [start_parts(one) for one in found]
+    print(f"\nfrom torchrun's exec to the first criterion, rank 0 of {RANKS}, medians of {times} starts\n")
+    print("| part | seconds | counts |")
+    print("| --- | ---: | --- |")
+    for what, _, _ in START:
+        seconds = statistics.median(one[what] for one in parts)
+        print(f"| {what} | {seconds:.2f} | {'no' if what in NOT_OURS else 'yes'} |")
+    beyond = statistics.median(ours(one) for one in parts)
+    processor = statistics.median(processor_beyond(one) for one in found)
+    print(f"| beyond torchrun, torch and joining | {beyond:.2f} | of the processor: {processor:.2f} s |")
+    return verdict("start", {"1.0 s beyond importing torch and joining": (beyond, GOAL_START_SECONDS)})
+
+
+def processor_beyond(found: Mapping[str, Any]) -> float:
+    """Return rank 0's processor time until the first criterion, without importing torch."""
+    taken = found["processor"]
+    return float(taken["first test"] - (taken["torch ends"] - taken["torch begins"]))
+
+
+def show_rehearsal(select: str) -> bool:
+    """Print where the time of a rehearsal goes; return whether the goals are met."""
+    with tempfile.TemporaryDirectory(prefix="gpucluster-perf-") as name:
+        found = run_suite(Path(name), *(["-m", select] if select else []))
+    print(f"\na rehearsal with {RANKS} ranks: seconds of rank 0\n")
+    print(f"| criterion | all | {' | '.join(_PARTS)} | measuring, and all else |")
+    print("| --- |" + " ---: |" * (len(_PARTS) + 2))
+    for told in [*found["tests"], total(found["tests"])]:
+        parts = [told["parts"].get(part, 0.0) for part in _PARTS]
+        values = (told["seconds"], *parts, told["seconds"] - sum(parts))
+        print(f"| {told['name']} | {' | '.join(f'{value:.2f}' for value in values)} |")
+    whole = found["end"] - found["began"]
+    training = sum(told["seconds"] for told in found["tests"] if told["training"])
+    before, after = found["moments"]["first test"] - found["began"], found["end"] - found["moments"]["first test"]
+    print(
+        f"\n{whole:.1f} s in all: {before:.1f} s before the first test, {after:.1f} s from there to the end of reports"
+    )
+    taken = {"without those that train": whole - training} | ({} if select else {"all": whole})
+    goals = {
+        f"{GOAL_REHEARSAL_SECONDS[what]:g} s, {what}": (taken[what], GOAL_REHEARSAL_SECONDS[what]) for what in taken
+    }
+    return verdict("the rehearsal", goals)
+
+
+def total(tests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return all tests together, as one."""
+    parts = {part: sum(told["parts"].get(part, 0.0) for told in tests) for part in _PARTS}
+    return {"name": "together", "seconds": sum(told["seconds"] for told in tests), "parts": parts}
+
+
+def subjects(text: str) -> list[str]:
+    """Read names of subjects, separated by commas."""
+    names = text.split(",")
+    if not set(names) <= set(SUBJECTS):
+        raise argparse.ArgumentTypeError(f"{text!r} is not some of {', '.join(SUBJECTS)}")
+    return names
+
+
+def main() -> int:
+    """Print the tables; return 1 if a goal is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=subjects, default=list(SUBJECTS), help="(default: import,start,rehearsal)")
+    parser.add_argument("--pairs", type=int, default=20, help="of `pytest --help` (default: 20)")
+    parser.add_argument("--starts", type=int, default=3, help="(default: 3)")
+    parser.add_argument("--select", default="", help="of the rehearsal, as pytest's -m (default: all criteria)")
+    arguments = parser.parse_args()
+    load = [os.getloadavg()[0]]
+    met = True
+    if "import" in arguments.only:
+        met = show_import(arguments.pairs) and met
+    if "start" in arguments.only:
+        met = show_start(arguments.starts) and met
+    if "rehearsal" in arguments.only:
+        met = show_rehearsal(arguments.select) and met
+    load.append(os.getloadavg()[0])
+    import pytest
+    import torch
+
+    print(
+        f"\n{os.cpu_count()} cores, load average {min(load):.1f} to {max(load):.1f}; Python "
+        f"{platform.python_version()}, pytest {pytest.__version__}, torch {torch.__version__}"
+    )
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

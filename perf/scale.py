@@ -1,0 +1,425 @@
+"""What the agreement costs with hundreds and thousands of ranks, on one machine.
+
+    python perf/scale.py                                   # 64, 256, 1024 ranks; some minutes
+    python perf/scale.py --ranks 2048 --tests 5
+    python perf/scale.py --ranks 1024 --failing            # in the last test all ranks fail with 20 kB each
+
+The store is the one that torchrun's agent holds, in a process of its own. Rank 0 is the real one: pytest with the
+plugin, its recorder, journal and JUnit. All others are simulated, many in a process, and speak the protocol with the
+product's own code (scale_crowd.py). Each posts one measurement of 200 samples a test, some 4 kB.
+
+What connecting takes depends on how fast the resolver finds names for addresses (perf/resolver.py). So it is also taken
+alone, with RES_OPTIONS=attempts:0 for all processes, with which DNS is not asked: that is held against the goal, and
+beside it stands what it took in the run.
+
+All of that shares this machine's cores, so the time of a test is an upper bound of what a cluster needs: there each
+rank has a core of its own. The processor time of the store and of rank 0, which no other machine can take over, stands
+beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from resolver import NO_DNS, Way, connect_seconds
+from scale_crowd import GPUS_PER_NODE, Plan, host_of
+
+GOAL_SECONDS_A_TEST = 1.0
+GOAL_CONNECT_SECONDS = 10.0
+GOAL_RANKS = 1024
+GOAL_MERGE_SECONDS, GOAL_MERGE_BYTES, GOAL_JUNIT_BYTES = 5.0, 10**9, 10**6
+CROWD_PROCESSES = 8
+_DEADLINE_SECONDS = 600
+_LOOK_SECONDS = 0.1
+
+_STORE = """
+import sys
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+_SUITE = """
+import pytest
+
+SAMPLES = [100 + i / 1000 for i in range(200)]
+
+
+@pytest.mark.parametrize("number", range({tests}))
+def test_measures(measure, number):
+    measure("matmul.bf16.tflops", 100.5, unit="TFLOPS", samples=SAMPLES, record_only=True)
+    assert not ({failing} and number == {tests} - 1), "it is wrong"
+"""
+
+_CONFTEST = """
+import json
+import os
+import time
+
+import pytest
+
+from pytest_gpucluster.agreement import exchange
+from pytest_gpucluster.agreement.exchange import Exchange
+
+TIMES = {"inside": 0.0, "deciding": 0.0, "exchanges": [], "bytes": 0}
+run, gather = Exchange.run, Exchange._gather
+
+
+def timed(self, body, decide, **keywords):
+    def timed_decide(bodies):
+        begin = time.perf_counter()
+        verdict = decide(bodies)
+        TIMES["deciding"] += time.perf_counter() - begin
+        return verdict
+
+    begin = time.perf_counter()
+    try:
+        return run(self, body, timed_decide, **keywords)
+    finally:
+        TIMES["exchanges"].append(time.perf_counter() - begin)
+
+
+def counted(self, number, body):
+    bodies = gather(self, number, body)
+    TIMES["bytes"] += sum(len(json.dumps(one)) for one in bodies.values()) if number <= 4 else 0
+    return bodies
+
+
+Exchange.run, Exchange._gather = timed, counted
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):
+    begin = time.perf_counter()
+    result = yield
+    TIMES.setdefault("tests", []).append(time.perf_counter() - begin)
+    return result
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtestloop(session):
+    begin, cpu = time.perf_counter(), time.process_time()
+    result = yield
+    TIMES["loop"], TIMES["cpu"] = time.perf_counter() - begin, time.process_time() - cpu
+    with open(os.environ["PERF_TIMES"], "w") as file:
+        json.dump(TIMES, file)
+    return result
+"""
+
+
+@dataclass
+class Usage:
+    """The most that a process has held, and the processor time that it has taken, by /proc."""
+
+    pid: int
+    rss_bytes: int = 0
+    descriptors: int = 0
+    cpu_seconds: float = 0.0
+
+    def look(self) -> None:
+        """Take the present state, if the process is still there."""
+        try:
+            status = Path(f"/proc/{self.pid}/status").read_text()
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            descriptors = len(os.listdir(f"/proc/{self.pid}/fd"))
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        for line in status.splitlines():
+            if line.startswith("VmHWM:"):
+                self.rss_bytes = max(self.rss_bytes, int(line.split()[1]) * 1024)
+        self.descriptors = max(self.descriptors, descriptors)
+        self.cpu_seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass
+class Watched:
+    """Looks at some processes again and again while a run goes on."""
+
+    store: Usage
+    rank_0: Usage
+    recorder: Usage | None = None
+    _over: threading.Event = field(default_factory=threading.Event)
+
+    def until_over(self) -> None:
+        """Look until ``end``; the recorder is the youngest session of rank 0's children."""
+        while not self._over.wait(_LOOK_SECONDS):
+            self.store.look()
+            self.rank_0.look()
+            if self.recorder is None:
+                self.recorder = recorder_of(self.rank_0.pid)
+            else:
+                self.recorder.look()
+
+    def end(self) -> None:
+        """Stop looking."""
+        self._over.set()
+
+
+def recorder_of(pid: int) -> Usage | None:
+    """Return the recorder that a rank has started, by its command line."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            words = (entry / "cmdline").read_bytes()
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if parent == pid and b"recorder_process" in words:
+            return Usage(int(entry.name))
+    return None
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on now."""
+    with socket.socket() as tried:
+        tried.bind(("127.0.0.1", 0))
+        return int(tried.getsockname()[1])
+
+
+def measure(ranks: int, tests: int, failing: bool, folder: Path) -> dict[str, Any]:
+    """Run a suite with one real rank and all others simulated.
+
+    Raises:
+        RuntimeError: a rank failed, so that the figures mean nothing.
+    """
+    (folder / "test_scale.py").write_text(_SUITE.format(tests=tests, failing=failing))
+    (folder / "conftest.py").write_text(_CONFTEST)
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    port, times = free_port(), folder / "times.json"
+    local = min(GPUS_PER_NODE, ranks)
+    variables = {
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks),
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": str(local),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": str(ranks // local),
+        "TORCHELASTIC_RUN_ID": f"scale-{port}",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GPUCLUSTER_HOSTNAME": host_of(0),
+        "PERF_TIMES": str(times),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # a warning for each look-up of a name that fails
+    }
+    environ = {**os.environ, **variables}
+    started: list[subprocess.Popen[str]] = []
+    output = (folder / "rank-0.txt").open("w")
+    try:
+        store = subprocess.Popen(
+            [sys.executable, "-c", _STORE, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        started.append(store)
+        assert store.stdout is not None
+        store.stdout.readline()
+        before = Usage(store.pid)
+        before.look()
+        # The simulated ranks first: theirs is the longer way, and rank 0 waits for them at the roll call.
+        plan = Plan(suite="test_scale.py", tests=tests, failing=failing)
+        crowds, results = [], []
+        for number, (first, last) in enumerate(shares(ranks)):
+            results.append(folder / f"crowd-{number}.json")
+            words = [str(ranks), str(first), str(last), plan.suite, str(tests), "failing" if failing else "passing"]
+            command = [sys.executable, str(Path(__file__).with_name("scale_crowd.py")), *words, str(results[-1])]
+            crowds.append(subprocess.Popen(command, env=environ, text=True))
+        started += crowds
+        rank_0 = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(folder / "pytest.ini")),
+                *("--gpucluster-device=cpu", f"--gpucluster-report-dir={folder / 'reports'}"),
+                *(f"--junitxml={folder / 'junit.xml'}", str(folder)),
+            ],
+            cwd=folder,
+            env=environ,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        started.append(rank_0)
+        watched = Watched(Usage(store.pid), Usage(rank_0.pid))
+        looking = threading.Thread(target=watched.until_over, daemon=True)
+        looking.start()
+        expected = 1 if failing else 0
+        codes = ended([rank_0, *crowds], [expected] + [0] * len(crowds))
+        watched.end()
+        looking.join()
+        watched.store.cpu_seconds -= before.cpu_seconds
+        told = [json.loads(result.read_text()) for result in results if result.exists()]
+        failures = [failure for one in told for failure in one["failures"]]
+        if codes[0] != expected or any(codes[1:]) or failures or len(told) < len(crowds):
+            text = (folder / "rank-0.txt").read_text()[-4000:]
+            raise RuntimeError(f"{ranks} ranks ended with {codes}:\n{text}\n{''.join(failures[:1])}")
+    finally:
+        output.close()
+        for process in started:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+            process.communicate()
+    operations: Counter[str] = Counter()
+    for one in told:
+        operations += Counter(one["operations"])
+    return {
+        "ranks": ranks,
+        "tests": tests,
+        **json.loads(times.read_text()),
+        "connect_seconds": max(one["connect_seconds"] for one in told),
+        "operations": sum(operations.values()) / (ranks - 1),
+        "waiting": (operations["add"] + operations["multi_get"]) / (ranks - 1),
+        "crowd_cpu": sum(one["cpu_seconds"] for one in told),
+        "watched": watched,
+        "junit_bytes": (folder / "junit.xml").stat().st_size,
+        "journal_bytes": next((folder / "reports").glob("*/journal.jsonl")).stat().st_size,
+        "failed": failed_in(folder / "junit.xml"),
+    }
+
+
+def ended(processes: list[subprocess.Popen[str]], expected: list[int]) -> list[int | None]:
+    """Wait until all have ended, or one otherwise than expected, whom the others would wait for; return their codes."""
+    deadline = time.monotonic() + _DEADLINE_SECONDS
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in processes]
+        wrong = [code for code, right in zip(codes, expected, strict=True) if code not in (None, right)]
+        if wrong or None not in codes:
+            return codes
+        time.sleep(_LOOK_SECONDS)
+    return [process.poll() for process in processes]
+
+
+def shares(ranks: int) -> list[tuple[int, int]]:
+    """Return the first and last simulated rank of each crowd process; rank 0 is real."""
+    count = min(CROWD_PROCESSES, ranks - 1)
+    ends = [1 + (ranks - 1) * number // count for number in range(count + 1)]
+    return [(begin, end - 1) for begin, end in itertools.pairwise(ends)]
+
+
+def failed_in(junit: Path) -> int:
+    """Return how many testcases of a JUnit file have failed."""
+    return len(ElementTree.parse(junit).getroot().findall(".//testcase/failure"))
+
+
+def row(found: dict[str, Any]) -> str:
+    """Return a row of the table of passing tests: medians over the tests but the first."""
+    tests = sorted(found["tests"][1:] or found["tests"])
+    watched = found["watched"]
+    recorder = watched.recorder.rss_bytes if watched.recorder else 0
+    cells = (
+        f"{found['ranks']}",
+        f"{tests[len(tests) // 2]:.3f} s",
+        f"{found['cpu'] / len(found['tests']):.3f} s",
+        f"{watched.store.cpu_seconds / len(found['tests']):.3f} s",
+        f"{found['connect_seconds']:.1f} s",
+        f"{found['connect_without_dns']:.1f} s",
+        f"{found['operations']:.0f}",
+        f"{found['bytes'] / 1e6:.2f} MB",
+        f"{watched.store.descriptors}",
+        f"{watched.store.rss_bytes / 1e6:.0f} MB",
+        f"{watched.rank_0.rss_bytes / 1e6:.0f} MB",
+        f"{recorder / 1e6:.0f} MB",
+        f"{found['journal_bytes'] / 1e6 / len(found['tests']):.2f} MB",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+HEADER = (
+    "| ranks | a test | of rank 0's processor | of the store's | to connect all | the same, without DNS |"
+    " operations a rank, whole run | to rank 0, first test | store: descriptors | store: memory | rank 0: memory |"
+    " recorder: memory | journal a test |"
+)
+
+
+def passing(arguments: argparse.Namespace) -> bool:
+    """Print the table of tests that pass; return whether the goals are met."""
+    met = True
+    print(HEADER)
+    print("|" + " --- |" * (HEADER.count("|") - 1), flush=True)
+    for ranks in arguments.ranks:
+        with tempfile.TemporaryDirectory(prefix="gpucluster-perf-") as name:
+            found = measure(ranks, arguments.tests, False, Path(name))
+        found["connect_without_dns"] = connect_seconds(ranks - 1, Way(name="without DNS", everywhere=NO_DNS))
+        print(row(found), flush=True)
+        if ranks == GOAL_RANKS:
+            tests = sorted(found["tests"][1:] or found["tests"])
+            typical = tests[len(tests) // 2]
+            met = typical <= GOAL_SECONDS_A_TEST and found["connect_without_dns"] <= GOAL_CONNECT_SECONDS
+            print(
+                f"goal at {ranks}: 1 s a test, all connected within 10 s without DNS: {'met' if met else 'MISSED'} "
+                f"({typical:.2f} s, {found['connect_without_dns']:.1f} s)"
+            )
+    return met
+
+
+def failing(arguments: argparse.Namespace) -> bool:
+    """Let all ranks fail in the last of some tests; return whether the goals are met."""
+    met = True
+    for ranks in arguments.ranks:
+        with tempfile.TemporaryDirectory(prefix="gpucluster-perf-") as name:
+            found = measure(ranks, 2, True, Path(name))
+        seconds, memory = found["tests"][-1], found["watched"].rank_0.rss_bytes
+        good = seconds <= GOAL_MERGE_SECONDS and memory <= GOAL_MERGE_BYTES
+        good = good and found["junit_bytes"] <= GOAL_JUNIT_BYTES and found["failed"] == 1
+        print(
+            f"{ranks} ranks fail with 20 kB each: {seconds:.2f} s for the test, rank 0 at {memory / 1e6:.0f} MB, "
+            f"JUnit {found['junit_bytes'] / 1e3:.0f} kB with {found['failed']} failed testcase "
+            f"(goal: 5 s, 1 GB, 1 MB): {'met' if good else 'MISSED'}",
+            flush=True,
+        )
+        met = met and good
+    return met
+
+
+def numbers(text: str) -> list[int]:
+    """Read numbers of ranks: whole nodes of 8, or fewer than that."""
+    found = [int(word) for word in text.split(",")]
+    if any(ranks < 2 or (ranks > GPUS_PER_NODE and ranks % GPUS_PER_NODE) for ranks in found):
+        raise argparse.ArgumentTypeError(f"{text!r}: each must be 2 to 8, or a multiple of 8")
+    return found
+
+
+def main() -> int:
+    """Read the arguments."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=numbers, default="64,256,1024", help="(default: 64,256,1024)")
+    parser.add_argument("--tests", type=int, default=10, help="(default: 10)")
+    parser.add_argument("--failing", action="store_true", help="let all ranks fail in the last test")
+    arguments = parser.parse_args()
+    needed = 2 * max(arguments.ranks) + 256
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < needed:
+        if hard < needed:
+            parser.error(f"{needed} open files are needed, and the hard limit is {hard} (ulimit -Hn)")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    load = [os.getloadavg()[0]]
+    begin = time.monotonic()
+    met = (failing if arguments.failing else passing)(arguments)
+    load.append(os.getloadavg()[0])
+    import torch
+
+    print(
+        f"\n{os.cpu_count()} cores, load average {min(load):.1f} to {max(load):.1f}, {time.monotonic() - begin:.0f} s; "
+        f"Python {platform.python_version()}, torch {torch.__version__}"
+    )
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

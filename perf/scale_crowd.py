@@ -1,0 +1,260 @@
+"""Many simulated ranks in one process: they speak the protocol with the product's own code, and measure nothing.
+
+    python perf/scale_crowd.py RANKS FIRST LAST RESULT     # started by perf/scale.py, with the launcher's variables
+
+Each rank has its two connections to the store, joins, agrees on the collection, and posts its outcome of every phase;
+it waits for each verdict as a rank does. Its watcher's part, the look at the event log at each tick and the heartbeat
+each second, is done for all ranks here by one thread over each rank's own connection.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+GPUS_PER_NODE = 8
+SAMPLES = 200
+"""Of each measurement: together some 4 kB a rank."""
+TRACEBACK_BYTES = 20_000
+_NO_PROCESS = 10_000_000
+"""Above every number that Linux gives to a process."""
+_LONGEST_SECONDS = 600
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What all simulated ranks do: one test after the other, and in the last one all fail if told so."""
+
+    suite: str
+    tests: int
+    failing: bool
+
+    @property
+    def node_ids(self) -> list[str]:
+        """The ids of the tests, in their order."""
+        return [f"{self.suite}::test_measures[{number}]" for number in range(self.tests)]
+
+
+class Counted:
+    """A store that counts its operations by name."""
+
+    def __init__(self, store: Any, counts: Counter[str]) -> None:
+        self._store, self._counts = store, counts
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        operation = getattr(self._store, name)
+
+        def counted(*arguments: Any) -> Any:
+            self._counts[name] += 1
+            return operation(*arguments)
+
+        return counted
+
+
+@dataclass
+class Connected:
+    """What is known of a simulated rank."""
+
+    rank: int
+    stores: Any
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+def facts_of(rank: int, world_size: int) -> Any:
+    """Return the facts of a simulated rank, on a node of ``GPUS_PER_NODE`` ranks."""
+    from pytest_gpucluster.launch import detect
+
+    local = min(GPUS_PER_NODE, world_size)
+    place = {"RANK": rank, "LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": local, "GROUP_RANK": rank // local}
+    return detect({**os.environ, **{name: str(value) for name, value in place.items()}}, host_of(rank))
+
+
+def host_of(rank: int) -> str:
+    """Return the name of a simulated rank's node."""
+    return f"node-{rank // GPUS_PER_NODE:04d}"
+
+
+class Crowd:
+    """The ranks of one process."""
+
+    def __init__(self, ranks: Sequence[int], world_size: int, plan: Plan) -> None:
+        self._ranks, self._world_size, self._plan = ranks, world_size, plan
+        self._connected: dict[int, Connected] = {}
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self.connect_seconds = 0.0
+        self.sleepers: list[subprocess.Popen[bytes]] = []
+        self.failures: list[str] = []
+
+    def run(self) -> None:
+        """Connect all ranks, then let each take part until the run's end."""
+        import torch.distributed  # noqa: F401  # not a part of connecting
+
+        begin = time.perf_counter()
+        self._on_each(self._connect)
+        self.connect_seconds = time.perf_counter() - begin
+        if self.failures:
+            return
+        watcher = threading.Thread(target=self._watch, daemon=True)
+        watcher.start()
+        self._on_each(self._take_part)
+        self._over.set()
+        watcher.join(10.0)
+
+    def operations(self) -> Counter[str]:
+        """Return the operations of all ranks together."""
+        total: Counter[str] = Counter()
+        for connected in self._connected.values():
+            total += connected.counts
+        return total
+
+    def _on_each(self, step: Callable[[int], None]) -> None:
+        def guarded(rank: int) -> None:
+            try:
+                step(rank)
+            except Exception:  # whatever it is, the program that started this one must show it
+                self.failures.append(f"simulated rank {rank}: {traceback.format_exc()}")
+
+        threads = [threading.Thread(target=guarded, args=(rank,)) for rank in self._ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _connect(self, rank: int) -> None:
+        from dataclasses import replace
+
+        from pytest_gpucluster.agreement.store import connect
+
+        stores = connect(facts_of(rank, self._world_size), timeout_seconds=120.0)
+        connected = Connected(rank=rank, stores=stores)
+        connected.stores = replace(
+            stores, main=Counted(stores.main, connected.counts), side=Counted(stores.side, connected.counts)
+        )
+        with self._lock:
+            self._connected[rank] = connected
+
+    def _take_part(self, rank: int) -> None:
+        from pytest_gpucluster.agreement import collection
+        from pytest_gpucluster.agreement.exchange import Exchange
+        from pytest_gpucluster.agreement.join import join
+
+        stores = self._connected[rank].stores
+        join(
+            stores.main,
+            facts_of(rank, self._world_size),
+            self._who(rank),
+            timeout_seconds=120.0,
+            check=lambda who: None,
+            shared={},
+        )
+        exchange = Exchange(stores, rank, self._world_size)
+
+        def agree(body: Mapping[str, Any]) -> Mapping[str, Any]:
+            exchange.begin()
+            verdict = exchange.run(body, lambda bodies: {}, deadline_seconds=300.0)
+            for key in exchange.take_garbage():
+                stores.side.delete_key(key)
+            return verdict
+
+        ids = self._plan.node_ids
+        summary = {"hash": collection.digest(ids), "workload": collection.digest_of({}), "errors": []}
+        told = agree(summary)
+        if told.get("ids") != ids:
+            raise RuntimeError(f"rank 0 collected something else: {told!r:.300}")
+        for number, nodeid in enumerate(ids):
+            fails = self._plan.failing and number == len(ids) - 1
+            for when in ("setup", "call", "teardown"):
+                verdict = agree({"at": f"{when} of {nodeid}", **self._outcome(rank, when, fails).to_json()})
+                if "ended" in verdict or verdict.get("stop"):
+                    raise RuntimeError(f"the run has ended: {verdict!r:.300}")
+        agree({"exit": 1 if self._plan.failing else 0})
+
+    def _who(self, rank: int) -> dict[str, Any]:
+        """Return what rank 0 says of itself, as this rank's own."""
+        store = self._connected[rank].stores.main
+        store.wait(["who/0"], timedelta(seconds=120))
+        who: dict[str, Any] = json.loads(store.get("who/0"))
+        local = min(GPUS_PER_NODE, self._world_size)
+        place = {"rank": rank, "host": host_of(rank), "node_rank": rank // local, "local_rank": rank % local}
+        return who | place | {"pid": self._process_of(rank)}
+
+    def _process_of(self, rank: int) -> int:
+        """Return the number of the process that stands for a rank: rank 0 can look after those of its own node."""
+        if host_of(rank) != host_of(0):
+            return _NO_PROCESS + rank
+        sleeper = subprocess.Popen(["sleep", str(_LONGEST_SECONDS)])
+        self.sleepers.append(sleeper)
+        return sleeper.pid
+
+    def _outcome(self, rank: int, when: str, fails: bool) -> Any:
+        from pytest_gpucluster.agreement.merge import RankOutcome
+        from pytest_gpucluster.metrics import Measurement
+
+        if when != "call":
+            return RankOutcome(rank=rank, outcome="passed")
+        if fails:
+            # What every rank has in common, and the address of an object, which no two have.
+            text = f"AssertionError: <Thing object at 0x{0x7F0000000000 + rank * 4096:x}>\n"
+            return RankOutcome(
+                rank=rank, outcome="failed", message="it is wrong", text=text * (TRACEBACK_BYTES // len(text))
+            )
+        samples = tuple(100 + (rank * 7919 + number * 104729) % 1000003 / 1000003 for number in range(SAMPLES))
+        value = Measurement(metric="matmul.bf16.tflops", value=100.5, unit="TFLOPS", samples=samples, record_only=True)
+        return RankOutcome(rank=rank, outcome="passed", measurements=[value.to_json()])
+
+    def _watch(self) -> None:
+        """Look at the event log and beat for each rank, evenly over the tick of a world of this size."""
+        from pytest_gpucluster.agreement.watch import tick_seconds
+
+        tick = tick_seconds(self._world_size)
+        connected = list(self._connected.values())
+        next_beat = dict.fromkeys(self._connected, 0.0)
+        begin, turn = time.monotonic(), 0
+        while not self._over.is_set():
+            place = connected[turn % len(connected)]
+            place.stores.side.add("ev/count", 0)
+            if time.monotonic() >= next_beat[place.rank]:
+                next_beat[place.rank] = time.monotonic() + 1.0
+                place.stores.side.set(f"hb/{place.rank}", str(time.monotonic_ns()))
+                place.stores.side.multi_get(["hb/0"])
+            turn += 1
+            self._over.wait(max(0.0, begin + turn * tick / len(connected) - time.monotonic()))
+
+
+def main(world_size: int, first: int, last: int, plan: Plan, result: Path) -> int:
+    """Run the ranks from ``first`` to ``last``, and write what was counted."""
+    threading.stack_size(512 * 1024)
+    crowd = Crowd(range(first, last + 1), world_size, plan)
+    try:
+        crowd.run()
+    finally:
+        for sleeper in crowd.sleepers:
+            sleeper.kill()
+            sleeper.wait()
+    told = {
+        "connect_seconds": crowd.connect_seconds,
+        "operations": dict(crowd.operations()),
+        "cpu_seconds": time.process_time(),
+        "failures": crowd.failures[:1],
+    }
+    result.write_text(json.dumps(told), encoding="utf-8")
+    sys.stdout.flush()
+    os._exit(1 if crowd.failures else 0)  # the stores' threads need no farewell
+
+
+if __name__ == "__main__":
+    _ranks, _first, _last, _suite, _tests, _failing, _result = sys.argv[1:]
+    _plan = Plan(suite=_suite, tests=int(_tests), failing=_failing == "failing")
+    sys.exit(main(int(_ranks), int(_first), int(_last), _plan, Path(_result)))

@@ -1,0 +1,1 @@
+"""Our figures beside those that another program has measured on the same GPUs."""

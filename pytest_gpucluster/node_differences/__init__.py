@@ -1,0 +1,1 @@
+"""What many nodes have told of themselves by ``gpucluster info``, and in what they differ. Pure, but for reading."""

@@ -1,0 +1,90 @@
+"""The table of nccl-tests: what is read of it, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from nccl_tests import old_table, table
+
+from pytest_gpucluster.crosscheck.nccl_output import IN_PLACE, OUT_OF_PLACE
+from pytest_gpucluster.crosscheck.nccl_table import read
+from pytest_gpucluster.errors import OutputError
+
+SIZES = {1_000_000: 40.4, 1_000_000_000: 442.28}
+
+
+def test_each_line_is_read_with_both_of_its_halves():
+    output = read(table(SIZES), "out.txt")
+    assert (output.collective, output.ranks, output.processes) == ("all_reduce", 8, 1)
+    assert (output.hosts, output.nccl, output.out_of_bounds, output.wrong) == (("gpu-a",), "2.27.3", 0, 0)
+    assert [row.size_bytes for row in output.rows] == list(SIZES)
+    assert {row.dtype for row in output.rows} == {"bfloat16"}
+    last = output.rows[1].figures
+    assert (last[IN_PLACE].busbw, last[OUT_OF_PLACE].busbw) == (442.28, 437.9)
+    assert last[IN_PLACE].resolution == pytest.approx(0.01)
+
+
+def test_ranks_and_processes_are_told_apart():
+    several = table(SIZES, hosts=("gpu-a.example", "gpu-b.example"), per_process=1)
+    output = read(several, "out.txt")
+    assert (output.ranks, output.processes, output.hosts) == (16, 16, ("gpu-a", "gpu-b"))
+    output = read(table(SIZES, hosts=("gpu-a", "gpu-b"), per_process=8), "out.txt")
+    assert (output.ranks, output.processes) == (16, 2)
+
+
+def test_wrong_elements_are_counted_and_data_that_nobody_looked_at_are_not_right():
+    assert read(table(SIZES, wrong=3), "out.txt").wrong == 12
+    assert read(table(SIZES, bounds=2), "out.txt").wrong == 2
+    output = read(table(SIZES, wrong="N/A"), "out.txt")
+    assert [row.figures[IN_PLACE].wrong for row in output.rows] == [None, None]
+
+
+def test_the_table_of_an_older_version_is_read_by_the_names_of_its_columns():
+    output = read(old_table({1024: 99.5}), "old.txt")
+    assert (output.collective, output.ranks, output.nccl) == (None, 8, "")
+    [row] = output.rows
+    assert (row.dtype, row.figures[OUT_OF_PLACE].busbw, row.figures[OUT_OF_PLACE].wrong) == ("float", 99.5, 0.0)
+    [row] = read(old_table({1024: 99.5}, error="  N/A"), "old.txt").rows
+    assert row.figures[OUT_OF_PLACE].wrong is None
+
+
+@pytest.mark.parametrize("tag", ["[1,0]<stdout>: ", "[1,12]<stdout>:", " 0: "])
+def test_what_a_launcher_puts_before_each_line_is_left_out(tag):
+    tagged = "".join(f"{tag}{line}\n" for line in table(SIZES).splitlines())
+    assert read(tagged, "out.txt").rows == read(table(SIZES), "out.txt").rows
+
+
+def test_a_time_of_day_after_the_last_column_is_left_out():
+    text = table(SIZES).replace("#wrong\n", "#wrong           timestamp\n")
+    lines = [f"{line}  2026-11-22 00:00:00" if "bfloat16" in line else line for line in text.splitlines()]
+    assert read("\n".join(lines), "out.txt").rows == read(table(SIZES), "out.txt").rows
+
+
+def test_nan_is_kept():
+    [row] = read(table({1024: math.nan}), "out.txt").rows
+    assert math.isnan(row.figures[IN_PLACE].busbw)
+
+
+GOOD = table(SIZES)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        pytest.param("", "no table of nccl-tests in it", id="empty"),
+        pytest.param("all_reduce_perf: command not found\n", "no table of nccl-tests in it", id="another program"),
+        pytest.param(GOOD.partition("# Out of bounds")[0], "cut off: the line 'Avg bus", id="cut off"),
+        pytest.param(GOOD.replace("# Out of bounds", "#"), "'Out of bounds values' at the end", id="bounds"),
+        pytest.param(GOOD * 2, "2 tables in one output.* build nccl-tests with MPI=1", id="without MPI"),
+        pytest.param(GOOD.replace("Group  0", "Group  1"), "several groups ran side by side", id="split"),
+        pytest.param(GOOD.replace("# nThread", "# threads"), "does not say on which GPUs", id="no GPUs"),
+        pytest.param(GOOD.replace("nGpus 8", "nGpus 0"), "it ran on no GPU", id="zero GPUs"),
+        pytest.param(GOOD.replace("442.28", "442.28 node [0] NCCL INFO"), ":19: .*without NCCL_DEBUG", id="log"),
+        pytest.param(GOOD.replace("442.28", "fast"), ":19: not a line of this table", id="no number"),
+        pytest.param(table(SIZES, wrong=-1), "not a line of this table", id="negative"),
+    ],
+)
+def test_what_is_no_whole_table_is_refused(text, said):
+    with pytest.raises(OutputError, match=f"(?s)^out.txt.*{said}"):
+        read(text, "out.txt")

@@ -1,0 +1,84 @@
+"""The variables of deploy/kubernetes/components/nccl-*, held against the advice for a node with that fabric."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pytest_gpucluster.nccl_advice.advice import Advised
+from pytest_gpucluster.nccl_advice.advising import advise
+from pytest_gpucluster.nccl_advice.cloud import GOOGLE_SCRIPTS
+from pytest_gpucluster.nccl_advice.gathering import gather
+from pytest_gpucluster.nccl_rules import RULES
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "nccl_advice"))
+
+import made_nodes
+
+COMPONENTS = Path(__file__).parent.parent.parent / "deploy" / "kubernetes" / "components"
+OF_NCCL = ("NCCL_", "FI_", "UCX_")
+FABRICS: Mapping[str, Any] = {
+    "nccl-infiniband": made_nodes.infiniband,
+    "nccl-roce": made_nodes.roce,
+    "nccl-ethernet": made_nodes.ethernet,
+    "nccl-aws": made_nodes.efa,
+    "nccl-azure": made_nodes.azure,
+    "nccl-gcp": made_nodes.roce,
+}
+"""Component -> a node that it is meant for."""
+
+
+def variables(folder: Path) -> dict[str, str]:
+    """What a component gives to the suite's container, from its settings and its patches."""
+    told = yaml.safe_load((folder / "kustomization.yaml").read_text(encoding="utf-8"))
+    literals = [one for made in told.get("configMapGenerator", ()) for one in made.get("literals", ())]
+    found = dict(one.split("=", 1) for one in literals)
+    for patch in told.get("patches", ()):
+        document = yaml.safe_load((folder / patch["path"]).read_text(encoding="utf-8"))
+        for container in document["spec"]["template"]["spec"].get("containers", ()):
+            found |= {one["name"]: one["value"] for one in container.get("env", ()) if "value" in one}
+    return found
+
+
+def advised(root: Path, component: str, given: Mapping[str, str]) -> Advised:
+    node = FABRICS[component](root)
+    if not any(one.name == "eth0" for one in node.found):
+        node.found.clear()
+        node.network("eth0", real=False, speed=None)
+    node.environ |= {"KUBERNETES_SERVICE_HOST": "10.96.0.1", **given}
+    return advise(gather(node.sources()))
+
+
+def test_every_component_about_nccl_is_looked_at() -> None:
+    assert {path.name for path in COMPONENTS.glob("nccl-*")} == set(FABRICS)
+
+
+@pytest.mark.parametrize("component", FABRICS)
+def test_a_component_sets_nothing_that_hurts_on_its_own_fabric(tmp_path: Path, component: str) -> None:
+    given = variables(COMPONENTS / component)
+    found = advised(tmp_path, component, given)
+    # Behind a pod's own interface nobody sees the card that TCP goes over.
+    assert (found.fabric.kind is None) is (component == "nccl-ethernet")
+    assert [f"{one.name}={one.value}: {one.why}" for one in found.remove] == []
+    assert {one.name for one in found.leave} & set(given) <= {"NCCL_SOCKET_IFNAME"}
+
+
+@pytest.mark.parametrize("component", FABRICS)
+def test_a_component_sets_only_variables_that_the_rules_know(component: str) -> None:
+    given = {name for name in variables(COMPONENTS / component) if name.startswith(OF_NCCL)}
+    assert given - set(RULES) == set()
+
+
+def test_a_component_for_another_network_is_found_harmful(tmp_path: Path) -> None:
+    given = variables(COMPONENTS / "nccl-ethernet")
+    harmful = {one.name for one in advised(tmp_path, "nccl-infiniband", given).remove}
+    assert "NCCL_NET" in harmful
+
+
+def test_the_script_of_google_is_the_one_that_is_advised() -> None:
+    assert GOOGLE_SCRIPTS["RoCE"] in variables(COMPONENTS / "nccl-gcp").values()

@@ -1,0 +1,397 @@
+"""deploy/slurm in a real Slurm: two and three slurmd on this host, fake GPUs, ranks on cpu, a suite that is small.
+
+What is run are the scripts themselves, by sbatch; `gpucluster` is the real one, behind a program of a few lines that
+can take the place of a node that is ill.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from browser import require_program
+from sessions import SCHEMA, environment
+from slurm_cluster import HOST, NODES, PROGRAMS, SlurmCluster, cluster, find
+
+from pytest_gpucluster import journal
+from pytest_gpucluster.reports.folder import FILES
+
+ROOT = Path(__file__).parents[2]
+SLURM = ROOT / "deploy" / "slurm"
+DEADLINE_SECONDS = 180.0
+"""Generous: no job here should take a tenth of it on a host that does nothing else."""
+_ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+# What a test does is said by the job's environment, so that a rerun may do better.
+SUITE = """\
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+ACT = os.environ.get("ACT", "")
+HERE = Path(os.environ["TEST_FOLDER"])
+
+
+@pytest.mark.criterion("inventory")
+def test_node(cluster, measure):
+    measure("inventory.ranks", cluster.world_size, unit="ranks", record_only=True)
+    assert ACT != f"bad {cluster.hostname}", "this node is bad"
+
+
+def test_together(cluster):
+    assert len(set(cluster.all_gather_object(cluster.hostname))) == cluster.nnodes
+    if ACT == "die" and cluster.rank == cluster.world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if ACT == "stay":
+        (HERE / "staying").touch()
+        time.sleep(100)
+
+
+def test_after():
+    assert ACT != "fail"
+"""
+
+# A node that is gone never comes to say so; one that is old has another version.
+PROGRAM = """\
+#!/bin/sh
+case "$ILL:$SLURMD_NODENAME" in
+  "gone $SLURMD_NODENAME:"*) read -r _ _ _ task _ </proc/$PPID/stat; kill -KILL "$task" $PPID ;;
+  "old $SLURMD_NODENAME:"*) [ "$1" != --version ] || {{ echo pytest-gpucluster 0.0.1; exit 0; }} ;;
+esac
+exec {python} -m pytest_gpucluster "$@"
+"""
+
+HEALTH = """\
+#!/bin/sh
+# slurmd starts this again and again, and after a job; it goes on where the test has asked for it. What does not come
+# of it the first time, such as while Slurm is busy, comes from the next health check, as on any site.
+[ -z "$SLURM_SCRIPT_CONTEXT" ] && flag=check || flag=$SLURM_SCRIPT_CONTEXT
+[ -e "{folder}/$flag-$SLURMD_NODENAME" ] || exit 0
+touch "{folder}/check-$SLURMD_NODENAME"
+HEALTH_CHECK_CONF="{folder}/health-$SLURMD_NODENAME.conf" exec {script}
+"""
+
+
+@dataclass(kw_only=True)
+class Job:
+    """A job that has ended."""
+
+    number: str
+    state: str
+    code: int
+    signal: int
+    output: str
+    folder: Path
+    """Of its reports."""
+
+    @property
+    def cases(self) -> dict[str, str]:
+        """The JUnit file, which must be valid: name -> passed, failure, error or skipped."""
+        text = (self.folder / "report.xml").read_text()
+        SCHEMA.validate(text)
+        cases = ET.fromstring(text).iter("testcase")
+        kinds = ("failure", "error", "skipped")
+        return {
+            str(case.get("name")): next((child.tag for child in case if child.tag in kinds), "passed") for case in cases
+        }
+
+    @property
+    def journal(self) -> journal.Journal:
+        """Its journal."""
+        return journal.read(self.folder / "latest" / "journal.jsonl")
+
+
+@dataclass(kw_only=True)
+class Site:
+    """A Slurm that is up, with a suite in a folder that all its nodes share."""
+
+    slurm: SlurmCluster
+    folder: Path
+
+    def environ(self, **more: str) -> dict[str, str]:
+        own = {
+            "SUITE_DIR": str(self.folder / "suite"),
+            "SUITE_VENV": str(self.folder / "venv"),
+            "GPUCLUSTER_REPORT_DIR": str(self.folder / "reports"),
+            "GPUCLUSTER_DEVICE": "cpu",
+            "TEST_FOLDER": str(self.folder),
+        }
+        return self.slurm.environment(environment({**own, **more}))
+
+    def submit(self, script: str, *words: str, options: tuple[str, ...] = ("--nodes=2",), **more: str) -> str:
+        command = ["sbatch", "--parsable", "--gpus-per-node=2", f"--output={self.folder}/%A.out", *options]
+        done = subprocess.run(
+            [*command, str(SLURM / script), *words],
+            env=self.environ(**more),
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def shown(self, number: str) -> dict[str, str]:
+        text = self.slurm.ask("scontrol", "--oneliner", "show", "job", number)
+        return dict(re.findall(r"(\w+)=(\S*)", text))
+
+    def ended(self, number: str, kind: str = "slurm") -> Job:
+        """Wait for the end of a job."""
+        self.until(lambda: self.shown(number)["JobState"] in _ENDED, f"the end of job {number}")
+        shown = self.shown(number)
+        code, _, signal = shown["ExitCode"].partition(":")
+        output = Path(shown["StdOut"])
+        return Job(
+            number=number,
+            state=shown["JobState"],
+            code=int(code),
+            signal=int(signal),
+            output=output.read_text() if output.exists() else "",
+            folder=self.folder / "reports" / f"{kind}-{number}",
+        )
+
+    def run(self, script: str, *words: str, kind: str = "slurm", **more: object) -> Job:
+        return self.ended(self.submit(script, *words, **more), kind)  # type: ignore[arg-type]  # passed through
+
+    def node(self, name: str) -> tuple[str, str]:
+        """Return a node's state and reason, as Slurm says them; but for who is being pinged at this moment."""
+        text = self.slurm.ask("scontrol", "--oneliner", "show", "node", name)
+        state, reason = re.search(r" State=(\S+)", text), re.search(r" Reason=(.*?)(?: \[|$)", text)
+        assert state is not None
+        return state[1].replace("+NOT_RESPONDING", ""), reason[1] if reason else ""
+
+    def until(self, found: Callable[[], object], what: str) -> None:
+        until = time.monotonic() + DEADLINE_SECONDS
+        while not found():
+            if time.monotonic() > until:
+                said = [*self.folder.glob("*.out"), *self.folder.glob("state-*/log")]
+                outputs = "\n".join(f"--- {path}\n{path.read_text(errors='replace')[-3000:]}" for path in said)
+                raise AssertionError(f"waited in vain for {what}\n{outputs}\n{self.slurm.logs()}")
+            time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    for program in PROGRAMS:
+        if find(program) is None:
+            require_program(program)
+    # Not below pytest's own folder: the paths of slurmd's sockets would be too long.
+    with tempfile.TemporaryDirectory(prefix="gpucluster-slurm-") as name:
+        folder = Path(name)
+        (folder / "suite" / "acceptance").mkdir(parents=True)
+        (folder / "suite" / "deploy").symlink_to(ROOT / "deploy")
+        (folder / "suite" / "pytest.ini").write_text("[pytest]\ngpucluster = true\naddopts = -p no:hypothesispytest\n")
+        (folder / "suite" / "acceptance" / "test_tiny.py").write_text(SUITE)
+        (folder / "suite" / "acceptance" / "test_scheduler.py").symlink_to(ROOT / "acceptance" / "test_scheduler.py")
+        for path, text in {
+            "venv/bin/gpucluster": PROGRAM.format(python=sys.executable),
+            "health.sh": HEALTH.format(folder=folder, script=SLURM / "health-check.sh"),
+        }.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text)
+            (folder / path).chmod(0o755)
+        with cluster(folder / "slurm") as slurm:
+            yield Site(slurm=slurm, folder=folder)
+    assert slurm.left() == []
+
+
+@pytest.fixture(autouse=True)
+def in_service(site: Site) -> Iterator[None]:
+    """What one test has drained is no trouble of the next one."""
+    yield
+    drained = [node for node in NODES if "DRAIN" in site.node(node)[0]]
+    if drained:
+        site.slurm.ask("scontrol", "update", f"NodeName={','.join(drained)}", "State=UNDRAIN")
+
+
+def test_a_job_on_two_nodes_passes_and_leaves_all_reports(site: Site) -> None:
+    job = site.run("acceptance.sbatch")
+    assert (job.state, job.code) == ("COMPLETED", 0), job.output
+    assert job.cases == {
+        **dict.fromkeys(("test_node", "test_together", "test_after", "test_slurm", "test_slurm_allocation"), "passed"),
+        "test_kubernetes": "skipped",
+    }
+    assert (job.journal.run.nnodes, job.journal.run.world_size) == (2, 4)
+    assert job.journal.end is not None
+    assert job.journal.end.by == "rank 0"
+    assert {path.name for path in (job.folder / "rendered").iterdir()} >= set(FILES.values())
+    assert json.loads((job.folder / "answer.json").read_text())["verdict"] == "REHEARSED"
+    assert sorted(path.name for path in (job.folder / "nodes").iterdir()) == sorted(NODES[:2])
+    [slurm] = [each for each in job.journal.results if each.nodeid.endswith("::test_slurm")]
+    assert [one.value for one in slurm.measurements if one.metric == "slurm.nodes"] == [2]
+    assert f"exit code 0; reports: {job.folder}" in job.output.splitlines()[-1]
+
+
+def test_a_failure_is_the_job_s_exit_code_and_what_failed_runs_again(site: Site) -> None:
+    failed = site.run("acceptance.sbatch", "-k", "tiny", ACT="fail")
+    assert (failed.state, failed.code) == ("FAILED", 1), failed.output
+    assert failed.cases == {"test_node": "passed", "test_together": "passed", "test_after": "failure"}
+    again = site.run("rerun.sbatch", failed.number, "--lf")
+    assert (again.state, again.code) == ("COMPLETED", 0), again.output
+    assert again.cases == {"test_after": "passed"}
+    merged = journal.read(again.folder / "merged" / "journal.jsonl")
+    assert [each.outcome for each in merged.results] == ["passed"] * 3
+    assert "passed only when run again" in again.output
+    assert failed.cases["test_after"] == "failure"
+    selected = site.run("rerun.sbatch", str(again.folder), "-k", "node", options=("--nodes=1",))
+    assert (selected.code, selected.cases) == (0, {"test_node": "passed"}), selected.output
+    assert "are not merged" in selected.output  # of one node and of two
+
+
+def test_a_rank_that_dies_breaks_the_job(site: Site) -> None:
+    job = site.run("acceptance.sbatch", "-k", "tiny", ACT="die")
+    assert (job.state, job.code) == ("FAILED", 11), job.output
+    assert job.cases["test_together"] == "error"
+    assert job.cases["test_node"] == "passed"
+    assert (job.folder / "rendered" / "report.html").exists()
+
+
+@pytest.mark.parametrize("words", [("--batch", "--signal=TERM"), ()], ids=["as before the time limit", "scancel"])
+def test_a_job_that_is_ended_leaves_its_reports_and_is_no_pass(site: Site, words: tuple[str, ...]) -> None:
+    (site.folder / "staying").unlink(missing_ok=True)
+    number = site.submit("acceptance.sbatch", "-k", "tiny", ACT="stay")
+    site.until((site.folder / "staying").exists, "the test that stays")
+    site.slurm.ask("scancel", *words, number)
+    job = site.ended(number)
+    # After scancel Slurm's own word is CANCELLED, and the script may be killed before its end: 0:15 or 0:9.
+    assert job.code in ((2, 11) if words else (0, 2, 11)), job.output
+    assert job.state == ("FAILED" if words else "CANCELLED")
+    site.until(lambda: job.journal.end is not None, "the end of the journal")
+    assert job.journal.exit in (2, 11)
+    assert job.cases["test_node"] == "passed"
+    assert job.cases["test_together"] in ("error", "skipped")
+    assert "passed" not in (job.cases["test_together"], job.cases["test_after"])
+    if words:
+        assert job.journal.exit == job.code == 2
+        assert "SIGTERM" in job.journal.reason
+        assert (job.folder / "rendered" / "report.html").exists()
+
+
+def test_nothing_is_run_where_a_node_does_not_answer_or_is_another_version(site: Site) -> None:
+    gone = site.run("acceptance.sbatch", ILL=f"gone {NODES[1]}")
+    assert (gone.state, gone.code) == ("FAILED", 11)
+    assert f"no answer from {NODES[1]}: " in gone.output
+    old = site.run("acceptance.sbatch", ILL=f"old {NODES[1]}")
+    assert old.code == 11
+    assert "the nodes have no suite, or different ones" in old.output
+    assert f"nodes/{NODES[1]}:pytest-gpucluster 0.0.1" in old.output
+    assert not (gone.folder / "latest").exists()
+    assert not (old.folder / "latest").exists()
+
+
+def test_every_node_has_its_own_element_of_the_array(site: Site) -> None:
+    words = ["--gpus-per-node=2", f"--output={site.folder}/%A_%a.out", "--", "-k", "test_node"]
+    done = subprocess.run(
+        ["bash", str(SLURM / "array-nodes.sbatch"), ",".join(NODES), *words],
+        env=site.environ(ACT=f"bad {NODES[1]}"),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    number = re.findall(r"job (\d+): 3 nodes", done.stdout)[0]
+    jobs = [site.ended(f"{number}_{element}") for element in range(3)]
+    assert [job.code for job in jobs] == [0, 1, 0], jobs[0].output
+    folder = site.folder / "reports" / f"array-{number}"
+    ran = {path.name: journal.read(path / "latest" / "journal.jsonl").run for path in folder.iterdir()}
+    assert {name: (run.hostname, run.world_size) for name, run in ran.items()} == {name: (name, 2) for name in NODES}
+    [fleet] = re.findall(r"when it is over: (.*)", done.stdout)
+    told = subprocess.run(["bash", "-c", fleet], env=site.environ(), capture_output=True, text=True, check=False)
+    assert told.returncode == 1
+    assert "3 nodes: 2 good, 1 to be drained" in told.stdout.replace("\n", " ")
+
+
+def test_all_nodes_tell_what_they_are_and_who_does_not_is_named(site: Site) -> None:
+    job = site.run("discover.sbatch", kind="discover", options=("--nodes=3",))
+    assert (job.code, job.state) == (0, "COMPLETED"), job.output
+    assert "3 nodes told what they are: they are alike" in job.output
+    assert {path.name for path in (job.folder / "nodes").iterdir()} == {f"{node}.json" for node in NODES}
+    gone = site.run("discover.sbatch", kind="discover", options=("--nodes=3",), ILL=f"gone {NODES[2]}")
+    assert (gone.code, gone.state) == (5, "FAILED"), gone.output
+    assert f"{NODES[2]}: no answer" in (gone.folder / "differences.txt").read_text()
+
+
+def test_a_health_check_drains_a_bad_node_and_gives_a_good_one_back(site: Site) -> None:
+    check = "acceptance/test_tiny.py -k test_node"
+    for node, act, flag in ((NODES[1], "", "check"), (NODES[2], f"bad {NODES[2]}", "epilog_slurmd")):
+        (site.folder / f"health-{node}.conf").write_text(
+            f"PATH={os.environ['PATH']}\nSUITE_DIR={site.folder}/suite SUITE_VENV={site.folder}/venv NODE={node}\n"
+            f"STATE_DIR={site.folder}/state-{node} GPUS=1 REHEARSE=yes DEADLINE=100 CHECK=({check})\n"
+            f"export SLURM_CONF={site.slurm.conf} GPUCLUSTER_HOSTNAME={node} ACT='{act}' TEST_FOLDER=/tmp\n"
+            "export GPUCLUSTER_DEVICE=cpu OMP_NUM_THREADS=1\n"
+        )
+        (site.folder / f"{flag}-{node}").touch()
+    program = site.folder / "health.sh"
+    try:
+        site.slurm.configure(f"HealthCheckProgram={program}", "HealthCheckInterval=2", f"Epilog={program}")
+        site.slurm.ask("srun", f"--nodelist={NODES[2]}", "--gpus-per-node=2", "true")
+        for node in NODES[1:]:
+            site.until((site.folder / f"state-{node}" / "next").exists, f"the end of the check of {node}")
+    finally:
+        site.slurm.configure()
+    logs = [(site.folder / f"state-{node}" / "log").read_text() for node in NODES[1:]]
+    state, reason = site.node(NODES[2])
+    assert state == "IDLE+DRAIN", logs
+    assert reason.startswith("gpucluster health check: REHEARSAL, REJECTED, exit code 1: acceptance/test_tiny.py")
+    assert site.node(NODES[1])[0] == "IDLE", logs
+    assert "exit code 0: REHEARSAL, REHEARSED" in logs[0]
+
+
+def test_the_hook_drains_who_was_isolated(site: Site) -> None:
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import types, drain_slurm_nodes as hook\n"
+        "hook.pytest_gpucluster_verdict(types.SimpleNamespace(verdict=sys.argv[2], rehearsal=False, job_id='4711',"
+        " excluded=sys.argv[3:], directory='/reports/x'))"
+    )
+    for verdict, nodes, state in (("BROKEN", NODES[1:], "IDLE"), ("REJECTED", NODES[1:], "IDLE+DRAIN")):
+        command = [sys.executable, "-c", script, str(ROOT / "deploy" / "hooks"), verdict, *nodes]
+        done = subprocess.run(command, env=site.environ(), capture_output=True, text=True, check=False, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert {site.node(node)[0] for node in nodes} == {state}
+    assert site.node(NODES[1])[1] == "pytest-gpucluster job 4711: isolated as bad, see /reports/x"
+    assert site.node(HOST) == ("IDLE", "")
+
+
+def test_a_sweep_leaves_out_the_bad_node(site: Site) -> None:
+    sweep = [sys.executable, "-m", "pytest_gpucluster", "sweep", "slurm", "--expect=1", "--report-dir=sweep"]
+    done = subprocess.run(
+        [
+            "salloc",
+            "--nodes=3",
+            "--gpus-per-node=2",
+            "--exclusive",
+            "--no-kill",
+            *sweep,
+            "--",
+            "acceptance/",
+            "-k",
+            "tiny",
+        ],
+        env=site.environ(ACT=f"bad {NODES[2]}"),
+        cwd=site.folder / "suite",
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE_SECONDS,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    kept = json.loads((site.folder / "suite" / "sweep" / "latest" / "sweep.json").read_text())
+    verdicts = {each["node"]: each["verdict"] for each in kept["alone"]}
+    assert verdicts == {NODES[0]: "REHEARSED", NODES[1]: "REHEARSED", NODES[2]: "REJECTED"}, done.stdout
+    assert kept["together"]["verdict"] == "REHEARSED", kept["together"]
+    assert journal.read(Path(kept["together"]["journal"])).run.nnodes == 2

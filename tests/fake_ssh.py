@@ -1,0 +1,136 @@
+"""An ssh that is a small program: what each node does is told by a file, and all else is our own side on the node.
+
+It runs the real ``remote.node`` in place of a node, but for what a run comes to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pytest_gpucluster import journal
+
+_SSH = """\
+#!{python}
+import json, os, pathlib, sys, time
+
+root = pathlib.Path({root!r})
+words = sys.argv[1:]
+name = words[words.index("--") + 1]
+acts = json.loads((root / "acts.json").read_text())
+act = {{**acts["*"], **acts.get(name, {{}})}}
+os.environ["GPUCLUSTER_HOSTNAME"] = act.get("calls itself", name)
+os.environ["SSH_CONNECTION"] = act.get("reached", "")
+if "refuses" in act:
+    sys.exit("ssh: connect to host " + name + " port 22: " + act["refuses"])
+print("Welcome to " + name + "!", flush=True)
+
+from pytest_gpucluster.remote import frames, node
+
+real_probe = node._DO["probe"]
+
+def probe(request):
+    real_say = node._say
+    node._say = lambda kind, value: real_say(kind, {{**value, **act.get("facts", {{}})}} if kind == "answer" else value)
+    return real_probe(request)
+
+def run(request):
+    with (root / "log.jsonl").open("a") as log:
+        log.write(json.dumps({{"name": name, "ssh": words, **request}}) + "\\n")
+    folder = pathlib.Path(request["directory"]) / (request["folder"] or ".")
+    if "prints" in act:
+        node._say(frames.OUT, act["prints"])
+        node._say(frames.ERR, "a warning\\x1b[31m\\n")
+    joint = "--nnodes=2" in request["words"]
+    act["exit"] = act.get("together exit", act["exit"]) if joint else act["exit"]
+    journals = act.get("together") if joint else None
+    for number, lines in enumerate(journals or act.get("journals", ())):
+        place = folder / f"20260102-00000{{number}}"
+        place.mkdir(parents=True)
+        (place / "journal.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
+    folder.mkdir(parents=True, exist_ok=True)
+    for wanted in act.get("writes", ()):
+        (folder / wanted).parent.mkdir(parents=True)
+        (folder / wanted).touch()
+    if "own disk" not in act:
+        (folder / "output.log").touch()
+    # Until it is told to end, or until nobody is there any more.
+    if "hangs" in act or (joint and "together hangs" in act):
+        while (said := os.read(0, 99)) and b"terminate" not in said:
+            pass
+    (folder / "ended.json").write_text(json.dumps({{"exit": act["exit"]}}))
+    if "lost" in act:
+        print(act["lost"], file=sys.stderr)
+        sys.exit(255)
+    node._say(frames.END, {{"exit": act["exit"], "error": act.get("error", "")}})
+    return 0
+
+def collect(request):
+    if "keeps for long" in act:
+        (root / "collecting").touch()
+        time.sleep(100)
+    if "keeps" in act:
+        return node._unable(act["keeps"])
+    return node._collect(request)
+
+node._DO.update(probe=probe, run=run, collect=collect)
+sys.exit(node.main())
+"""
+
+
+class FakeSsh:
+    """The program, what the nodes do, and what they were asked to run."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.bin = root / "bin"
+        self.bin.mkdir(parents=True)
+        (self.bin / "ssh").write_text(_SSH.format(python=sys.executable, root=str(root)))
+        (self.bin / "ssh").chmod(0o755)
+        (root / "log.jsonl").touch()
+
+    @property
+    def path(self) -> str:
+        """A PATH on which it comes first."""
+        return f"{self.bin}:{os.environ['PATH']}"
+
+    def acts(self, acts: Mapping[str, Mapping[str, Any]]) -> None:
+        """Say what happens on which node; "*" for what is the same on all."""
+        (self.root / "acts.json").write_text(json.dumps({"*": {"exit": 0}, **acts}))
+
+    @property
+    def notes(self) -> list[dict[str, Any]]:
+        """Every request to run something, in their order."""
+        return [json.loads(line) for line in (self.root / "log.jsonl").read_text().splitlines()]
+
+    @property
+    def started(self) -> dict[str, dict[str, Any]]:
+        """Node -> the last request to run something."""
+        return {note["name"]: note for note in self.notes}
+
+
+def journal_lines(
+    *,
+    outcome: str = "passed",
+    message: str = "",
+    verdict: str | None = "ACCEPTED",
+    exit: int = 0,
+    nnodes: int = 1,
+    ranks: int = 8,
+    rehearsal: bool = False,
+) -> list[dict[str, Any]]:
+    """Return the lines of the journal of a run; without a verdict it was cut off after its first test."""
+    test = {"type": "test", "nodeid": "t.py::test_it", "criterion": "matmul", "outcome": outcome, "message": message}
+    lines = [
+        {"type": "run", "schema_version": journal.SCHEMA_VERSION, "run_id": "r", "started_at": "2026-01-02T03:04:05Z"}
+        | {"nnodes": nnodes, "world_size": nnodes * ranks, "rehearsal": rehearsal},
+        {"type": "collected", "tests": [{"nodeid": "t.py::test_it"}, {"nodeid": "t.py::test_next"}]},
+        test,
+    ]
+    if verdict is None:
+        return [*lines, {"type": "start", "nodeid": "t.py::test_next"}]
+    return [*lines, {"type": "end", "verdict": verdict, "exit": exit, "reason": message or "1 passed"}]

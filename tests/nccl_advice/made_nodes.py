@@ -1,0 +1,255 @@
+"""Nodes for tests, as the kernel shows them below a folder: InfiniBand, RoCE, EFA, Ethernet, clouds, a laptop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from sysfs_ports import ROCE_GIDS, add_port, write
+
+from pytest_gpucluster.fabric_ports import FabricSources
+from pytest_gpucluster.nccl_advice.facts import Gpu
+from pytest_gpucluster.nccl_advice.gathering import SeenGpus, Sources
+from pytest_gpucluster.surroundings.interfaces import Interface
+
+H100 = "NVIDIA H100 80GB HBM3"
+AZURE = "7783-7084-3265-9085-8269-3286-77"
+HEAD = "Iface\tDestination\tGateway\tFlags\tRefCnt\tUse\tMetric\tMask\tMTU\tWindow\tIRTT\n"
+
+
+class Node:
+    """A node that is planted piece by piece."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.sysfs, self.proc = root / "sys", root / "proc"
+        self.found: list[Interface] = []
+        self.seen: list[Gpu] = []
+        self.environ: dict[str, str] = {}
+        self.nccl: str | None = "2.27.5"
+        self.gpus_unknown = ""
+        for folder in (self.sysfs, self.proc):
+            folder.mkdir(parents=True, exist_ok=True)
+        write(self.root / "etc/nccl.conf", None)
+
+    def pci(self, address: str, *above: str, numa_node: int = 0, **files: str) -> Path:
+        """Add a device below a host bridge and its bridges."""
+        folder = self.sysfs.joinpath("devices", *above, address)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in {"numa_node": str(numa_node), **files}.items():
+            write(folder / name, text)
+        devices = self.sysfs / "bus/pci/devices"
+        devices.mkdir(parents=True, exist_ok=True)
+        if not (devices / address).exists():
+            os.symlink(folder, devices / address)
+        return folder
+
+    def gpu(self, number: int, name: str = H100) -> None:
+        """Add a GPU behind a PCIe switch of its own."""
+        address = f"0000:{0x20 + number:02x}:00.0"
+        told = {"class": "0x030200", "vendor": "0x10de"}
+        self.pci(address, *switch(number), f"0000:{0x90 + number:02x}:00.0", **told)
+        self.seen.append(Gpu(name=name, pci=address))
+
+    def card(
+        self, device: str, *, beside: int | None = None, driver: str = "mlx5_core", interface: str = "", **port: Any
+    ) -> None:
+        """Add an RDMA port: behind the switch of a GPU, or on a bridge of its own. ``interface``: of RoCE."""
+        number = len(list((self.sysfs / "class/infiniband").glob("*")))
+        address = f"0000:{0x40 + number:02x}:00.0"
+        above = (
+            (*switch(beside), f"0000:{0x90 + beside:02x}:01.0")
+            if beside is not None
+            else ("pci0000:e0", "0000:e0:01.0")
+        )
+        function = self.pci(address, *above)
+        add_port(self.sysfs, device, interface=interface, **port)
+        link = self.sysfs / "class/infiniband" / device / "device"
+        link.unlink()
+        os.symlink(function, link)
+        self.driver(function, driver)
+        write(self.root / f"dev/infiniband/uverbs{number}", "")
+        if interface:
+            (function / "net" / interface).mkdir(parents=True, exist_ok=True)
+
+    def roce(self, device: str, interface: str, **card: Any) -> None:
+        """Add a RoCE port and its network interface."""
+        self.card(device, link_layer="Ethernet", gids=ROCE_GIDS, interface=interface, **card)
+        self.network(interface, speed=400_000)
+
+    def driver(self, function: Path, name: str) -> None:
+        drivers = self.sysfs / "bus/pci/drivers" / name
+        drivers.mkdir(parents=True, exist_ok=True)
+        if not (function / "driver").exists():
+            os.symlink(drivers, function / "driver")
+
+    def network(
+        self,
+        name: str,
+        *,
+        real: bool = True,
+        bridge: bool = False,
+        driver: str = "mlx5_core",
+        speed: int | None = 10_000,
+        over: Iterable[str] = (),
+        address: str = "",
+    ) -> None:
+        """Add an interface that is up. ``over``: those that it is made of; without any of it, it is virtual."""
+        folder = self.sysfs / "class/net" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        if real:
+            (folder / "device").mkdir(exist_ok=True)
+            self.driver(folder / "device", driver)
+        if bridge:
+            (folder / "bridge").mkdir()
+        for lower in over:
+            (folder / f"lower_{lower}").mkdir()
+        write(folder / "speed", -1 if speed is None else speed)
+        self.found.append(Interface(name=name, running=True, addresses=(address or f"10.0.0.{len(self.found) + 1}",)))
+
+    def default(self, name: str, metric: int = 0) -> None:
+        """Give an interface the default route."""
+        routes = self.proc / "net/route"
+        text = routes.read_text() if routes.exists() else HEAD + "eth9\t0000000A\t00000000\t0001\t0\t0\t0\t00FFFFFF\n"
+        write(routes, f"{text.rstrip()}\n{name}\t00000000\t0100000A\t0003\t0\t0\t{metric}\t00000000\t0\t0\t0")
+
+    def dmi(self, **tables: str) -> None:
+        """Write what the firmware tells."""
+        for name, text in tables.items():
+            write(self.sysfs / "class/dmi/id" / name, text)
+
+    def sources(self) -> Sources:
+        """Return where this node is asked."""
+        fabric = FabricSources(
+            sysfs=self.sysfs,
+            proc=self.proc,
+            environ=self.environ,
+            home=lambda: self.root / "home",
+            system_file=self.root / "etc/nccl.conf",
+        )
+        names = ["lo", *(one.name for one in self.found)]
+        return Sources(
+            fabric=fabric,
+            root=self.root,
+            hostname=lambda: "gpu-001",
+            interfaces=lambda: list(self.found),
+            names=lambda: names,
+            gpus=lambda: SeenGpus(
+                gpus=tuple(self.seen),
+                why_not=self.gpus_unknown,
+                nvlink=bool(self.seen),
+                nvls=bool(self.seen) and all(gpu.name == H100 for gpu in self.seen),
+            ),
+            nccl=lambda tree: self.nccl,
+        )
+
+
+def switch(number: int) -> tuple[str, ...]:
+    """Return the host bridge of a GPU, and the ports down to its PCIe switch."""
+    return (f"pci0000:{0x10 + number:02x}", f"0000:{0x10 + number:02x}:01.0", f"0000:{0x80 + number:02x}:00.0")
+
+
+def eight_gpus(root: Path) -> Node:
+    """A node of eight H100 with GPUDirect RDMA, and no network so far."""
+    node = Node(root)
+    for number in range(8):
+        node.gpu(number)
+    (node.sysfs / "module/nvidia_peermem").mkdir(parents=True)
+    return node
+
+
+def infiniband(root: Path, ports: int = 8) -> Node:
+    """Rail-optimised: each of eight GPUs has its own port of 400 Gb/s; eth0 for everything else."""
+    node = eight_gpus(root)
+    for number in range(ports):
+        node.card(f"mlx5_{number}", beside=number)
+    node.network("eth0", driver="igb")
+    node.default("eth0")
+    return node
+
+
+def roce(root: Path) -> Node:
+    """Eight rails of RoCE, and eth0."""
+    node = eight_gpus(root)
+    for number in range(8):
+        node.roce(f"mlx5_{number}", f"rail{number}", beside=number)
+    node.network("eth0", driver="igb")
+    node.default("eth0")
+    return node
+
+
+def ethernet(root: Path, speed: int | None = 100_000) -> Node:
+    """No RDMA: one network card."""
+    node = eight_gpus(root)
+    node.network("ens1", driver="ice", speed=speed)
+    node.default("ens1")
+    return node
+
+
+def efa(root: Path) -> Node:
+    """A machine of AWS with four EFA devices."""
+    node = eight_gpus(root)
+    node.dmi(sys_vendor="Amazon EC2", product_name="p5.48xlarge")
+    for number in range(4):
+        node.card(f"rdmap{number}s0", beside=number, driver="efa", link_layer="Unknown", rate="100 Gb/sec (4X EDR)")
+    node.network("ens5", driver="ena", speed=None)
+    node.default("ens5")
+    return node
+
+
+def azure(root: Path, topology: bool = True) -> Node:
+    """A machine of Azure: eight InfiniBand ports, and one of accelerated Ethernet."""
+    node = eight_gpus(root)
+    node.dmi(sys_vendor="Microsoft Corporation", product_name="Virtual Machine", chassis_asset_tag=AZURE)
+    for number in range(8):
+        node.card(f"mlx5_ib{number}", beside=number)
+    node.card("mlx5_an0", link_layer="Ethernet", gids=ROCE_GIDS, rate="100 Gb/sec (4X EDR)", interface="eth0")
+    node.network("eth0", driver="hv_netvsc", speed=100_000)
+    node.default("eth0")
+    if topology:
+        write(root / "opt/microsoft/ndv5-topo.xml", "<system/>")
+    return node
+
+
+def google(root: Path, cards: int = 9) -> Node:
+    """A machine of Google Cloud with several gVNICs: A3 Mega, or with 5 of them A3 High."""
+    node = eight_gpus(root)
+    node.dmi(sys_vendor="Google", product_name="Google Compute Engine")
+    for number in range(cards):
+        node.network(f"eth{number}", driver="gve", speed=None)
+    node.default("eth0")
+    return node
+
+
+def laptop(root: Path) -> Node:
+    """No GPU, one wireless card, and what containers and a VPN leave."""
+    node = Node(root)
+    node.gpus_unknown = "NVML Shared Library Not Found"
+    node.nccl = None
+    node.network("wlp2s0", driver="iwlwifi", speed=None)
+    node.network("docker0", real=False, bridge=True, speed=None)
+    node.default("wlp2s0", metric=600)
+    return node
+
+
+def pod(root: Path) -> Node:
+    """A container to which only its own virtual interface was given."""
+    node = eight_gpus(root)
+    node.environ["KUBERNETES_SERVICE_HOST"] = "10.96.0.1"
+    node.network("eth0", real=False, speed=None)
+    node.default("eth0")
+    return node
+
+
+MAKERS: Mapping[str, Any] = {
+    "infiniband": infiniband,
+    "roce": roce,
+    "ethernet": ethernet,
+    "efa": efa,
+    "azure": azure,
+    "google": google,
+    "laptop": laptop,
+    "pod": pod,
+}

@@ -1,0 +1,88 @@
+"""Who differs in what."""
+
+from __future__ import annotations
+
+import pytest
+from told_nodes import told
+
+from pytest_gpucluster.node_differences.facts import FACTS, NOT_TOLD
+from pytest_gpucluster.node_differences.groups import compare
+
+
+def different(*nodes):
+    found = compare({f"n{number}": node for number, node in enumerate(nodes)})
+    return {fact.name: [(group.shown, group.nodes) for group in fact.groups] for fact in found if not fact.alike}
+
+
+def gpus(**changed):
+    node = told()
+    node["gpus"]["gpus"][1] |= changed
+    return node["gpus"]
+
+
+def test_nodes_that_tell_the_same_are_alike():
+    assert different(told(), told(), told()) == {}
+
+
+def test_every_fact_is_told_by_the_node_of_a_test_or_is_not_there_here():
+    known = {fact.name for fact in compare({"n": told()}) if fact.known}
+    hidden = {"governors", "memory of the control group", "kernel modules", "why no GPU", "why no InfiniBand"}
+    of_a_driver = {"driver", "kind of driver", "CUDA toolkit", "NCCL", "fabric manager", "OFED", "InfoROM"}
+    of_gpus = {
+        "GSP firmware",
+        "board part number",
+        "highest SM clock (MHz)",
+        "highest memory clock (MHz)",
+        "persistence",
+    }
+    assert {fact.name for fact in FACTS} - known <= hidden | of_a_driver | of_gpus
+
+
+@pytest.mark.parametrize(
+    ("changed", "fact", "shown"),
+    [
+        ({"system__kernel": "5.4"}, "kernel", "5.4"),
+        ({"cpu__cpus": 4, "cpu__cores": 1}, "threads a core (SMT)", "4"),
+        ({"gpus__count": 1}, "GPUs", "1"),
+        ({"gpus": gpus(mig=True)}, "MIG", "1 x no, 1 x yes"),
+        ({"gpus": gpus(pcie_width=8)}, "PCIe width", "1 x 16, 1 x 8"),
+        ({"gpus": gpus(vbios="96.00.1")}, "VBIOS", "1 x 96.00.5E, 1 x 96.00.1"),
+        ({"gpus": gpus(nvlink_up={"0": True, "1": False})}, "NVLinks up", "1 x 18, 1 x 1"),
+        ({"gpus__why_not": "no driver"}, "why no GPU", "no driver"),
+        ({"infiniband__why_not": "hidden"}, "why no InfiniBand", "hidden"),
+        ({"mounts": []}, "network mounts", "none"),
+        ({"topology__between_gpus": [["X", "SYS"], ["SYS", "X"]]}, "between GPUs", None),
+    ],
+)
+def test_a_node_that_is_another_one_is_named(changed, fact, shown):
+    node = told()
+    for name, value in changed.items():
+        part, _, key = name.partition("__")
+        if key:
+            node[part][key] = value
+        else:
+            node[part] = value
+    found = different(told(), node, told())[fact]
+    assert [nodes for _, nodes in found] == [("n0", "n2"), ("n1",)]
+    assert shown is None or found[1][0] == shown
+
+
+def test_memory_differs_only_beyond_a_percent():
+    node = told()
+    total = node["memory"]["total_bytes"]
+    assert different(node, told(memory__total_bytes=int(total * 0.995))) == {}
+    assert list(different(node, told(memory__total_bytes=int(total * 0.98)))) == ["memory"]
+
+
+@pytest.mark.parametrize(
+    "broken", [{}, {"gpus": None}, {"gpus": {"gpus": 5, "count": "x"}}, {"infiniband": {"devices": [1]}}]
+)
+def test_what_a_node_does_not_tell_is_a_difference_and_no_crash(broken):
+    node = {**told(), **broken} if broken else {"schema_version": 1}
+    found = different(told(), told(), node)
+    assert found
+    assert NOT_TOLD in {shown for groups in found.values() for shown, _ in groups} or "x" in found["GPUs"][1][0]
+
+
+def test_true_is_not_one():
+    assert list(different(told(cpu__numa_balancing=True), told(cpu__numa_balancing=1))) == ["NUMA balancing"]

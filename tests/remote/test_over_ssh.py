@@ -1,0 +1,239 @@
+"""Runs over a real ssh: two nodes are two sshd on this host, each with an address and a name of its own.
+
+One real run each for what no program in ssh's place can show: that ranks meet and reports come, that everything ends
+with Ctrl-C, and that it ends where a connection is cut.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from browser import require_program
+from sessions import Process, environment
+from ssh_nodes import SshNodes, ssh_nodes
+
+from pytest_gpucluster import journal
+from pytest_gpucluster.remote.keeper import descendants
+
+SUITE = """\
+import time
+import pytest
+
+@pytest.mark.needs_ranks(2)
+def test_sum(cluster):
+    assert cluster.all_gather_object(cluster.rank) == [0, 1]
+
+def test_alone(cluster):
+    assert cluster.hostname != "node-2" or cluster.nnodes > 1, "a bad node"
+
+def test_slow(cluster):
+    open(f"begun-{cluster.rank}", "w").close()
+    time.sleep(120)
+"""
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory):
+    require_program("ssh")
+    # Debian has it in a folder that is not on everybody's PATH.
+    sshd = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin") or require_program("sshd")
+    folder = tmp_path_factory.mktemp("ssh-nodes")
+    names = ("node-1", "node-2", "node-3", "node-deaf")
+    with ssh_nodes(folder, sshd, names, forced={"node-deaf": "sleep 600"}) as started:
+        yield started
+
+
+@pytest.fixture
+def suite(tmp_path):
+    """A suite in a folder whose name has a space."""
+    folder = tmp_path / "my suite"
+    folder.mkdir()
+    (folder / "pytest.ini").write_text("[pytest]\ngpucluster = true\naddopts = -p no:hypothesispytest\n")
+    (folder / "test_it.py").write_text(SUITE)
+    return folder
+
+
+def start(nodes: SshNodes, folder: Path, what: str, *words: str, only: str = "node-[1-2]") -> Process:
+    """Start a command over the nodes, or over all that the hosts file has by now."""
+    hosts = folder / "hosts"
+    if not hosts.exists():
+        nodes.hosts(hosts)
+    command = [sys.executable, "-m", "pytest_gpucluster", *what.split(), str(hosts), nodes.option]
+    command += [f"--nodes={only}"] if only else []
+    return Process([*command, "--node-report-dir=on the node", *words], folder, environment())
+
+
+def run(nodes: SshNodes, folder: Path, name: str) -> Process:
+    """Start one test of the suite on two nodes with a rank each."""
+    return start(nodes, folder, "ssh", "--nproc-per-node=1", "--", ".", "-k", name, "--gpucluster-device=cpu")
+
+
+def kept(folder: Path) -> dict:
+    return json.loads((folder / "gpucluster-ssh" / "latest" / "ssh.json").read_text())
+
+
+def left_on(nodes: SshNodes) -> list[int]:
+    """What is still running on the nodes, after a moment: connections end a little later than what they carried."""
+    until = time.monotonic() + 30
+    while True:
+        found = [pid for node in nodes.nodes.values() for pid in descendants(node.process.pid)]
+        if not found or time.monotonic() > until:
+            return found
+        time.sleep(0.1)
+
+
+def await_ranks(process: Process, folder: Path) -> None:
+    await_files(process, folder, "begun-*")
+
+
+def await_files(process: Process, folder: Path, pattern: str) -> None:
+    until = time.monotonic() + 100
+    while len(list(folder.glob(pattern))) < 2:
+        assert process.popen.poll() is None, process.output
+        assert time.monotonic() < until, process.output
+        time.sleep(0.05)
+
+
+def test_two_nodes_run_together_and_their_reports_come(nodes, suite):
+    with run(nodes, suite, "sum") as process:
+        left = process.wait()
+    assert left.exit == 0, left.output
+    assert left.stderr.splitlines()[-1].startswith("REHEARSAL, REHEARSED, exit code 0: 1 passed")
+    assert "collected 3 items" in left.stdout
+    folder = suite / "gpucluster-ssh" / "latest"
+    told = journal.read(journal.locate(folder / "node-1"))
+    assert (told.run.nnodes, told.run.world_size, told.verdict) == (2, 2, "REHEARSED")
+    for name in ("report.html", "results.json", "metrics.prom", "report.md", "node-1/report.xml", "node-2/output.log"):
+        assert (folder / name).stat().st_size, name
+    results = json.loads((folder / "results.json").read_text())
+    assert sorted({rank["host"] for rank in results["cluster"]["ranks"]}) == ["node-1", "node-2"]
+    assert [node["exit"] for node in kept(suite)["nodes"]] == [0, 0]
+    assert left_on(nodes) == []
+
+
+def test_ctrl_c_ends_the_run_on_all_nodes_and_reports_come(nodes, suite):
+    with run(nodes, suite, "slow") as process:
+        await_ranks(process, suite)
+        process.popen.send_signal(signal.SIGINT)
+        left = process.wait()
+    assert left.exit == 2, left.output
+    assert left.stderr.splitlines()[-1] == "REHEARSAL, BROKEN, exit code 2: interrupted (SIGINT)"
+    told = journal.read(journal.locate(suite / "gpucluster-ssh" / "latest" / "node-1"))
+    assert (told.verdict, told.exit) == ("BROKEN", 2)
+    assert left_on(nodes) == []
+
+
+def test_a_connection_that_is_cut_ends_its_node_and_is_named(nodes, suite):
+    with run(nodes, suite, "slow") as process:
+        await_ranks(process, suite)
+        assert nodes.nodes["node-2"].cut()
+        left = process.wait()
+    assert left.exit == 11, left.output
+    assert "BROKEN, exit code 11: node-2: the connection was lost: " in left.stderr.splitlines()[-1]
+    told = journal.read(journal.locate(suite / "gpucluster-ssh" / "latest" / "node-1"))
+    assert told.verdict == "BROKEN"
+    assert "node-2" in told.reason
+    assert left_on(nodes) == []
+
+
+def test_nothing_runs_on_when_the_command_itself_is_killed(nodes, suite):
+    with run(nodes, suite, "slow") as process:
+        # Started on both nodes; what is started there need not have come far.
+        await_files(process, suite / "on the node", "*/node-*/output.log")
+        process.popen.kill()
+        process.popen.wait()
+        assert left_on(nodes) == []
+
+
+def test_a_look_tells_of_each_node_what_is_wrong_with_it(nodes, suite):
+    mute = socket.socket()
+    mute.bind(("127.0.0.1", 0))
+    mute.listen()
+    refusing = socket.socket()
+    refusing.bind(("127.0.0.1", 0))  # nobody listens there
+    nodes.hosts(
+        suite / "hosts",
+        f"node-mute address=127.0.0.1 port={mute.getsockname()[1]}",
+        f"node-down address=127.0.0.1 port={refusing.getsockname()[1]}",
+    )
+    taken: list[socket.socket] = []
+    threading.Thread(target=lambda: taken.append(mute.accept()[0]), daemon=True).start()
+    with start(
+        nodes, suite, "ssh", "--check", "--connect-within=3 s", only="node-[1-2],node-mute,node-down"
+    ) as process:
+        left = process.wait()
+    for each in (mute, refusing, *taken):
+        each.close()
+    assert left.exit == 12, left.output
+    lines = left.stdout.splitlines()
+    states = {line.split()[0]: line for line in lines if line.startswith("node-")}
+    for name in ("node-1", "node-2"):
+        assert states[name].split()[1] == "ready"
+    for name, why in (("node-mute", "timed out"), ("node-down", "Connection refused")):
+        assert states[name].split()[1:3] == ["no", "answer"]
+        assert why in lines[lines.index(states[name]) + 1]
+    assert lines[-1] == "gpucluster: 2 of 4 nodes are ready; no answer: node-mute, node-down"
+    assert left_on(nodes) == []
+
+
+def test_a_node_that_takes_the_connection_and_says_nothing_is_given_up(nodes, suite):
+    words = ("--check", "--connect-within=2 s", "--answer-within=1 s")
+    with start(nodes, suite, "ssh", *words, only="node-deaf") as process:
+        left = process.wait()
+    assert left.exit == 12, left.output
+    assert "no answer within 3 s" in left.stdout
+    assert left_on(nodes) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--python=/no/such/python"], "name the python of the nodes with --python"),
+        (["--ssh=-oIdentityFile=/dev/null", "--ssh=-oIdentitiesOnly=yes", "--ssh=-F/dev/null"], "known_hosts"),
+        (["--directory=/no/such folder"], "the working directory /no/such folder: No such file or directory"),
+        (["--python=/usr/bin/env python3 -S"], "--python"),
+    ],
+)
+def test_what_stands_in_the_way_is_told_with_what_to_do(words, told, nodes, suite):
+    with start(nodes, suite, "ssh", *words, "--check", only="node-1") as process:
+        left = process.wait()
+    assert left.exit in (11, 12), left.output
+    assert told in left.stdout
+
+
+def test_every_node_tells_what_it_is(nodes, suite):
+    with start(nodes, suite, "ssh", "--info") as process:
+        left = process.wait()
+    assert left.exit == 0, left.output
+    folder = suite / "gpucluster-ssh" / "latest"
+    for name in ("node-1", "node-2"):
+        assert json.loads((folder / f"{name}.json").read_text())["cpu"]["cpus"] >= 1
+
+
+def test_a_sweep_leaves_out_what_fails_alone_and_runs_the_others_together(nodes, suite):
+    words = ("--expect=1", "--", ".", "-k", "alone", "--gpucluster-device=cpu")
+    with start(nodes, suite, "sweep ssh", *words, only="node-[1-3]") as process:
+        left = process.wait()
+    assert left.exit == 1, left.output
+    folder = suite / "gpucluster-sweep" / "latest"
+    told = json.loads((folder / "sweep.json").read_text())
+    assert {each["node"]: each["verdict"] for each in told["alone"]} == {
+        "node-1": "REHEARSED",
+        "node-2": "REJECTED",
+        "node-3": "REHEARSED",
+    }
+    assert told["together"]["verdict"] == "REHEARSED"
+    assert "[slurm]\nnode-2\n" in (folder / "exclude.txt").read_text()
+    assert (folder / "nodes" / "node-2" / "report.xml").is_file()
+    joint = journal.read(Path(told["together"]["journal"]))
+    assert (joint.run.nnodes, joint.run.world_size) == (2, 2)
+    assert left_on(nodes) == []

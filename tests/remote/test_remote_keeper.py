@@ -1,0 +1,280 @@
+"""What runs on a node ends with the connection, in order where it can, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.remote import frames
+from pytest_gpucluster.remote.keeper import await_end
+
+_DEADLINE = 60.0
+_KEEP = """\
+import os, sys
+from pathlib import Path
+from pytest_gpucluster.remote.keeper import Job, keep
+folder = Path(sys.argv[1]) if sys.argv[1] else None
+job = Job(command=[sys.executable, "-S", "-c", sys.argv[4]], directory=None, environ=os.environ, folder=folder)
+sys.exit(keep(job, silent_seconds=float(sys.argv[2]), grace_seconds=float(sys.argv[3])))
+"""
+_POLITE = """\
+import pathlib, signal, sys, time
+def bye(number, frame):
+    pathlib.Path("told").write_text(signal.Signals(number).name)
+    print("reports are written", flush=True)
+    sys.exit(2)
+signal.signal(signal.SIGTERM, bye)
+signal.signal(signal.SIGINT, bye)
+print("begun", flush=True)
+time.sleep(600)
+"""
+_DEAF = """\
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+rank = [sys.executable, "-S", "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"]
+orphan = subprocess.Popen(rank, start_new_session=True, stdout=subprocess.DEVNULL)
+open("pids", "w").write(f"{os.getpid()} {orphan.pid}")
+print("begun", flush=True)
+time.sleep(600)
+"""
+
+
+class Kept:
+    """A keeper under way, and the other side of its connection."""
+
+    def __init__(self, tmp_path, script, *, silent=60.0, grace=60.0, folder=""):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _KEEP, folder, str(silent), str(grace), script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=tmp_path,
+        )
+
+    def frame(self):
+        line = self.process.stdout.readline()
+        return frames.decode(line) if line else None
+
+    def say(self, word):
+        self.process.stdin.write(f"{word}\n".encode())
+        self.process.stdin.flush()
+
+    def begun(self):
+        """Wait for the program's first line, which may come in pieces."""
+        said = ""
+        while not said.endswith("begun\n"):
+            said += self.frame().value
+
+    def rest(self):
+        """All that follows, to its end."""
+        return [frames.decode(line) for line in self.process.stdout.read().splitlines()]
+
+    def end(self):
+        return self.process.wait(timeout=_DEADLINE)
+
+
+@pytest.fixture
+def kept(tmp_path, request):
+    started = []
+
+    def start(script, **settings):
+        started.append(Kept(tmp_path, script, **settings))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.process.kill()
+        each.process.wait()
+        each.process.stdin.close()
+        each.process.stdout.close()
+
+
+def gone(pid):
+    """Wait until a process is there no more, or is only waited for."""
+    until = time.monotonic() + _DEADLINE
+    while time.monotonic() < until:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state in "ZX":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_what_a_program_says_and_how_it_ends_is_passed_on(kept, tmp_path):
+    script = "import sys; print('out ü'); print('err', file=sys.stderr)\n"
+    script += "sys.stdout.buffer.write(b'\\xff'); sys.exit(10)"
+    run = kept(script, folder="run")
+    told = run.rest()
+    assert "".join(frame.value for frame in told if frame.kind == frames.OUT) == "out ü\n\\xff"
+    assert "".join(frame.value for frame in told if frame.kind == frames.ERR) == "err\n"
+    assert told[-1] == frames.Frame(frames.END, {"exit": 10, "error": ""})
+    assert run.end() == 0
+    # Which of the two ways is read first is nobody's to say.
+    kept_lines = (tmp_path / "run" / "output.log").read_bytes().replace(b"\xff", b"\xff\n").splitlines()
+    assert sorted(kept_lines) == sorted(["out ü".encode(), b"err", b"\xff"])
+    assert await_end(tmp_path / "run", 0) == 10
+
+
+def test_much_output_is_passed_on_whole(kept):
+    run = kept("print('x' * 99 + '\\n', end='') or [print('y' * 999) for _ in range(4000)]")
+    time.sleep(0.5)  # nobody reads at first: what is said has to wait, and is not lost
+    text = "".join(frame.value for frame in run.rest() if frame.kind == frames.OUT)
+    assert text == "x" * 99 + "\n" + ("y" * 999 + "\n") * 4000
+
+
+@pytest.mark.parametrize(("word", "name"), [(frames.INTERRUPT, "SIGINT"), (frames.TERMINATE, "SIGTERM")])
+def test_it_ends_in_order_when_it_is_told_to(word, name, kept, tmp_path):
+    run = kept(_POLITE)
+    run.begun()
+    run.say(frames.BEAT)
+    run.say(word)
+    told = run.rest()
+    assert "".join(frame.value for frame in told if frame.kind == frames.OUT) == "reports are written\n"
+    assert told[-1].value == {"exit": 2, "error": ""}
+    assert (tmp_path / "told").read_text() == name
+
+
+def test_it_ends_when_the_other_side_hangs_up(kept, tmp_path):
+    run = kept(_POLITE, folder="run")
+    run.begun()
+    run.process.stdin.close()
+    assert run.end() == 0
+    assert (tmp_path / "told").read_text() == "SIGTERM"
+    assert (tmp_path / "run" / "output.log").read_text() == "begun\nreports are written\n"
+    assert await_end(tmp_path / "run", 0) == 2
+
+
+def test_it_ends_when_no_beat_comes_any_more(kept, tmp_path):
+    run = kept(_POLITE, silent=3.0)
+    run.begun()
+    for _ in range(33):
+        run.say(frames.BEAT)
+        time.sleep(0.1)
+    assert not (tmp_path / "told").exists()  # longer than that, and never long without a beat
+    assert run.end() == 0
+    assert (tmp_path / "told").read_text() == "SIGTERM"
+
+
+def test_it_ends_with_the_login_session(kept, tmp_path):
+    run = kept(_POLITE)
+    run.begun()
+    run.process.send_signal(signal.SIGHUP)
+    assert run.end() == 0
+    assert (tmp_path / "told").read_text() == "SIGTERM"
+
+
+def test_what_is_deaf_is_killed_with_all_that_came_of_it(kept, tmp_path):
+    run = kept(_DEAF, grace=0.5)
+    run.begun()
+    run.say(frames.TERMINATE)
+    end = run.rest()[-1]
+    assert end.value["exit"] is None
+    assert "killed" in end.value["error"]
+    for pid in (tmp_path / "pids").read_text().split():
+        assert gone(int(pid))
+
+
+def test_what_a_program_leaves_in_a_session_of_its_own_is_ended_too(kept, tmp_path):
+    run = kept(_DEAF.removesuffix("time.sleep(600)\n") + "sys.exit(0)", grace=0.5)
+    run.begun()
+    run.say(frames.TERMINATE)
+    run.process.stdin.close()
+    assert run.end() == 0
+    for pid in (tmp_path / "pids").read_text().split():
+        assert gone(int(pid))
+
+
+def test_it_is_not_left_alone_when_its_keeper_is_killed(kept, tmp_path):
+    run = kept(_POLITE)
+    run.begun()
+    run.process.kill()
+    until = time.monotonic() + _DEADLINE
+    while not (tmp_path / "told").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert (tmp_path / "told").read_text() == "SIGTERM"
+
+
+def test_where_nothing_was_started_there_is_nothing_to_bring(tmp_path):
+    with pytest.raises(EnvironmentBroken, match="nothing was started here"):
+        await_end(tmp_path / "gone", 0)
+    (tmp_path / "run").mkdir()
+    assert await_end(tmp_path / "run", 0.2) is None
+    (tmp_path / "run" / "ended.json").write_text("half a fi")
+    assert await_end(tmp_path / "run", 0) is None
+
+
+def node(request, **settings):
+    """Ask our side of a node, as ssh would."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest_gpucluster.remote.node"],
+        input=request,
+        capture_output=True,
+        timeout=_DEADLINE,
+        **settings,
+    )
+    assert done.stderr == b""
+    return done.returncode, [frames.decode(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("request_line", "told"),
+    [
+        (b"", "no request came"),
+        (b"rubbish\n", "no request came"),
+        (b'{"protocol": 7, "do": "run"}\n', "protocol 7"),
+        (frames.request("format"), "'format' is nothing that this version can do"),
+        (frames.request("collect", directory="/", folder="/gone/for/good"), "nothing was started here"),
+        (frames.request("run", words=["--version"], directory="/gone", folder=None), "cannot be started"),
+    ],
+)
+def test_a_request_that_cannot_be_met_is_answered_with_why(request_line, told):
+    code, answered = node(request_line)
+    assert code == 1
+    assert answered[0].kind == frames.HELLO
+    assert answered[-1].kind == frames.END
+    assert answered[-1].value["exit"] is None
+    assert told in answered[-1].value["error"]
+
+
+def probed(tmp_path, **changed):
+    asked = {"directory": str(tmp_path), "report_dir": "out", "arguments": ["suite"], "port": None}
+    asked["master"] = "127.0.0.1"
+    _, answered = node(frames.request("probe", **{**asked, **changed}))
+    return answered[1].value
+
+
+def test_a_node_that_is_fit_has_nothing_against_a_run(tmp_path):
+    (tmp_path / "suite").mkdir()
+    (tmp_path / "suite" / "test_it.py").write_text("")
+    first = probed(tmp_path)
+    assert first["problems"] == []
+    assert len(first["suite"]) == 12
+    (tmp_path / "suite" / "__pycache__").mkdir()
+    (tmp_path / "suite" / "__pycache__" / "x.pyc").write_text("")
+    assert probed(tmp_path)["suite"] == first["suite"]
+    (tmp_path / "suite" / "test_it.py").write_text("#")
+    assert probed(tmp_path)["suite"] != first["suite"]
+    assert probed(tmp_path, arguments=["elsewhere", "-k", "it"])["suite"] == ""
+    assert 20000 <= probed(tmp_path, port=0)["port"] < 30000
+
+
+def test_a_node_says_what_would_stop_a_run(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "No such file or directory (--directory)" in probed(tmp_path, directory="/gone")["problems"][0]
+    assert "a file is in the way" in probed(tmp_path, report_dir="file/out")["problems"][0]
+    assert "finds no address for" in probed(tmp_path, master="no-such-host.invalid")["problems"][0]
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        [problem] = probed(tmp_path, port=port)["problems"]
+        assert problem == f"cannot listen on port {port}: Address already in use (--port)"

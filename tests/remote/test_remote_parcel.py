@@ -1,0 +1,94 @@
+"""Reports on their way: packed, and unpacked without trust."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+
+import pytest
+
+from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.remote import parcel
+
+
+def packed(*members, gz=True):
+    """An archive of these: (TarInfo, content)."""
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w:gz" if gz else "w") as archive:
+        for member, content in members:
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    made.seek(0)
+    return made
+
+
+def named(name, kind=tarfile.REGTYPE, link=""):
+    member = tarfile.TarInfo(name)
+    member.type, member.linkname = kind, link
+    return member
+
+
+def test_a_folder_comes_as_it_was(tmp_path):
+    source = tmp_path / "a run"
+    (source / "20260102-030405" / "artifacts" / "ünterordner").mkdir(parents=True)
+    (source / "20260102-030405" / "journal.jsonl").write_bytes(b"x" * 300_000)
+    (source / "20260102-030405" / "artifacts" / "ünterordner" / "a b.txt").write_text("text")
+    (source / "latest").symlink_to("20260102-030405")
+    (source / "empty").touch()
+    pieces = list(parcel.pack(source))
+    assert all(pieces)
+    target = tmp_path / "here"
+    target.mkdir()
+    assert parcel.unpack(io.BytesIO(b"".join(pieces)), target) == 3
+    assert (target / "latest" / "journal.jsonl").read_bytes() == b"x" * 300_000
+    assert (target / "latest" / "artifacts" / "ünterordner" / "a b.txt").read_text() == "text"
+    assert (target / "empty").read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    ("member", "told"),
+    [
+        (named("../out"), "outside"),
+        (named("a/../../out"), "outside"),
+        (named("/etc/passwd"), "outside"),
+        (named("latest", tarfile.SYMTYPE, "/etc"), "neither a file nor a folder"),
+        (named("latest", tarfile.SYMTYPE, ".."), "neither a file nor a folder"),
+        (named("hard", tarfile.LNKTYPE, "/etc/passwd"), "neither a file nor a folder"),
+        (named("pipe", tarfile.FIFOTYPE), "neither a file nor a folder"),
+        (named("disk", tarfile.BLKTYPE), "neither a file nor a folder"),
+    ],
+)
+def test_nothing_is_taken_that_could_lie_outside_or_is_no_file(member, told, tmp_path):
+    target = tmp_path / "here"
+    target.mkdir()
+    with pytest.raises(EnvironmentBroken, match=told):
+        parcel.unpack(packed((member, b"")), target)
+    assert list(target.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+
+
+def test_nothing_is_written_through_a_link(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    target = tmp_path / "here"
+    target.mkdir()
+    content = packed((named("a", tarfile.SYMTYPE, "b"), b""), (named("a"), b"first"), (named("b"), b"second"))
+    assert parcel.unpack(content, target) == 2
+    assert ((target / "a").read_bytes(), (target / "a").is_symlink()) == (b"first", False)
+
+
+@pytest.mark.parametrize("damage", [lambda whole: whole[: len(whole) // 2], lambda _: b"", lambda _: b"x" * 999])
+def test_what_is_damaged_is_told(damage, tmp_path):
+    whole = packed((named("journal.jsonl"), bytes(range(256)) * 4000)).getvalue()
+    with pytest.raises(EnvironmentBroken, match="no whole archive"):
+        parcel.unpack(io.BytesIO(damage(whole)), tmp_path)
+
+
+def test_what_is_far_too_large_is_not_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(parcel, "MOST_BYTES", 1000)
+    with pytest.raises(EnvironmentBroken, match="they stay where they are"):
+        parcel.unpack(packed((named("a"), b"x" * 600), (named("b"), b"x" * 600)), tmp_path)
+
+
+def test_a_name_twice_is_an_error_and_never_a_mix(tmp_path):
+    with pytest.raises(FileExistsError):
+        parcel.unpack(packed((named("a"), b"1"), (named("a"), b"2")), tmp_path)
