@@ -5,6 +5,9 @@ STAMP := .venv/.installed
 # constraints-oldest.txt has the oldest versions that are supported; for a .venv of its own.
 CONSTRAINTS ?= constraints.txt
 
+# Where it is set, every rank of every run compiles all sources at its start: 0.6 s each, of which the tests have thousands.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help rehearsal test lint check-deploy perf clean
 

@@ -21,6 +21,7 @@ from pytest_gpucluster.metric_catalogue import CATALOGUE, Metric
 PAGES = Path(__file__).with_name("playbook")
 REHEARSAL = "cpu-rehearsal"
 
+_DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp8")
 METRICS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "inventory": ("inventory.ranks",),
@@ -35,7 +36,8 @@ METRICS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "gpu.compute": ("gpu.usable_dtypes",),
         "gpu.health": ("gpu.findings", "gpu.memory.*", "gpu.temperature", "gpu.power_limit"),
         "gpu.fleet": ("inventory.ranks",),
-        "matmul": ("matmul.*",),
+        "matmul": tuple(f"matmul.{dtype}.tflops" for dtype in _DTYPES),
+        "matmul.search": tuple(f"matmul.{dtype}.best_tflops" for dtype in _DTYPES),
         "hbm": ("hbm.*",),
         "host_link": ("host_link.*",),
         "affinity": ("inventory.ranks",),

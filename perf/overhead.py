@@ -8,7 +8,8 @@
   turn. Goal: 15 ms more.
 * start: torchrun with 2 ranks over acceptance/, by stamps inside of one run (overhead_stamps.py), until the first
   criterion begins. Goal: 1.0 s beyond importing torch and joining the run. torchrun's own start comes before that.
-* rehearsal: the same with all criteria. Goal: 60 s without those that train, 180 s with them.
+* rehearsal: the same with all criteria, with the parts of each as the run's journal has them. Goal: 60 s without those
+  that train, 180 s with them.
 
 What an exchange of ranks costs a test, perf/agreement.py tells. Processor time is given beside wall time, for a machine
 that has other work lets everything wait. An import only computes, so its goal is held against the least processor time
@@ -38,7 +39,8 @@ GOAL_START_SECONDS = 1.0
 GOAL_REHEARSAL_SECONDS = {"without those that train": 60.0, "all": 180.0}
 RANKS = 2
 _DEADLINE_SECONDS = 1800
-_PARTS = ("set-up", "warm-up", "verifying", "agreeing")
+_PARTS = ("set_up", "warm_up", "measuring", "verifying", "agreeing")
+"""Of ``pytest_gpucluster.time_spent``, those that are told apart."""
 LEFT_OUT = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:anyio")
 """What is installed for this project's own tests, and not where an operator runs the suite."""
 _FIRST = "test_inventory"
@@ -157,8 +159,19 @@ def run_suite(folder: Path, *options: str) -> dict[str, Any]:
     )
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
+    return {**told(stamps, folder / "reports"), "began": begin}
+
+
+def told(stamps: Path, reports: Path) -> dict[str, Any]:
+    """Return the stamps of the run that is the last one in a folder, each test with the parts that its journal has."""
+    from pytest_gpucluster import journal
+
     found: dict[str, Any] = json.loads(stamps.read_text())
-    return {**found, "began": begin}
+    path = max(reports.glob(f"*/{journal.FILE_NAME}"), key=lambda one: one.stat().st_mtime_ns)
+    spent = {result.nodeid: result.spent for result in journal.read(path, keep_samples=False).results}
+    for test in found["tests"]:
+        test["parts"] = {part: spent[test["nodeid"]][part].seconds for part in _PARTS}
+    return found
 
 
 def start_parts(found: Mapping[str, Any]) -> dict[str, float]:
@@ -186,6 +199,8 @@ def show_start(times: int) -> bool:
     beyond = statistics.median(ours(one) for one in parts)
     processor = statistics.median(processor_beyond(one) for one in found)
     print(f"| beyond torchrun, torch and joining | {beyond:.2f} | of the processor: {processor:.2f} s |")
+    if sys.dont_write_bytecode:
+        print("\nPYTHONDONTWRITEBYTECODE is set: each rank compiles all sources in each of these starts")
     return verdict("start", {"1.0 s beyond importing torch and joining": (beyond, GOAL_START_SECONDS)})
 
 
@@ -200,7 +215,7 @@ def show_rehearsal(select: str) -> bool:
     with tempfile.TemporaryDirectory(prefix="gpucluster-perf-") as name:
         found = run_suite(Path(name), *(["-m", select] if select else []))
     print(f"\na rehearsal with {RANKS} ranks: seconds of rank 0\n")
-    print(f"| criterion | all | {' | '.join(_PARTS)} | measuring, and all else |")
+    print(f"| criterion | all | {' | '.join(part.replace('_', '-') for part in _PARTS)} | all else |")
     print("| --- |" + " ---: |" * (len(_PARTS) + 2))
     for told in [*found["tests"], total(found["tests"])]:
         parts = [told["parts"].get(part, 0.0) for part in _PARTS]

@@ -1,9 +1,10 @@
-"""A pytest plugin for perf/overhead.py: when a rank comes to what, and where the time of each test goes.
+"""A pytest plugin for perf/overhead.py: when a rank comes to what, and how long each test takes.
 
     pytest -p overhead_stamps     # with perf/ on PYTHONPATH, and PERF_STAMPS a file that rank 0 writes at its end
 
 All moments are those of CLOCK_BOOTTIME, which all processes of a machine share, and in which /proc tells when a process
-began. Some methods of the product are wrapped, and nothing is replaced.
+began. Two functions of the product are wrapped, and nothing is replaced. Where the time of a test goes is in the run's
+journal.
 """
 
 from __future__ import annotations
@@ -11,19 +12,12 @@ from __future__ import annotations
 import functools
 import json
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import pytest
-
-PARTS = {"warm_up": "warm-up", "_warm_up": "warm-up", "verify": "verifying", "_verify": "verifying"}
-"""Method of a benchmark -> the part of a test that it is."""
-_BENCHMARKS = "pytest_gpucluster.benchmarks."
 
 
 def now() -> float:
@@ -40,24 +34,6 @@ def began() -> float:
 MOMENTS: dict[str, float] = {"exec": began(), "plugin": now()}
 PROCESSOR: dict[str, float] = {"plugin": time.process_time()}
 TESTS: list[dict[str, Any]] = []
-_OPEN: list[str] = []
-"""The part that is being timed; one within another counts for the outer one."""
-
-
-@contextmanager
-def timed(part: str) -> Iterator[None]:
-    """Add what happens within to a part of the present test."""
-    if _OPEN or not TESTS:
-        yield
-        return
-    _OPEN.append(part)
-    begin = now()
-    try:
-        yield
-    finally:
-        _OPEN.clear()
-        parts = TESTS[-1]["parts"]
-        parts[part] = parts.get(part, 0.0) + now() - begin
 
 
 def stamp(name: str) -> None:
@@ -65,17 +41,6 @@ def stamp(name: str) -> None:
     if name not in MOMENTS:
         MOMENTS[name] = now()
         PROCESSOR[name] = time.process_time()
-
-
-def wrapped(function: Callable[..., Any], part: str) -> Callable[..., Any]:
-    """Return a function that counts for a part."""
-
-    @functools.wraps(function)
-    def call(*arguments: Any, **keywords: Any) -> Any:
-        with timed(part):
-            return function(*arguments, **keywords)
-
-    return call
 
 
 def between(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -104,25 +69,15 @@ def pytest_load_initial_conftests() -> None:
 
     stamp("torch ends")
     from pytest_gpucluster import opening
-    from pytest_gpucluster.agreement.exchange import Exchange
 
     opening.connect = between(opening.connect, "connecting")  # type: ignore[attr-defined]
     opening.join = between(opening.join, "roll call")  # type: ignore[attr-defined]
-    Exchange.run = wrapped(Exchange.run, "agreeing")  # type: ignore[method-assign]
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """Count warm-up and verification of every benchmark that the collected tests have brought."""
+    """Stamp the end of the collection."""
     stamp("collected")
-    for name, module in list(sys.modules.items()):
-        if not name.startswith(_BENCHMARKS):
-            continue
-        for found in list(vars(module).values()):
-            if isinstance(found, type) and found.__module__ == name:
-                for method, part in PARTS.items():
-                    if isinstance(vars(found).get(method), FunctionType):
-                        setattr(found, method, wrapped(vars(found)[method], part))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -130,18 +85,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Any:
     """Take the whole time of a test."""
     stamp("first test")
     mark = item.get_closest_marker("training")
-    TESTS.append({"name": item.name, "training": mark is not None, "parts": {}})
+    TESTS.append({"nodeid": item.nodeid, "name": item.name, "training": mark is not None})
     begin = now()
     result = yield
     TESTS[-1]["seconds"] = now() - begin
     return result
-
-
-@pytest.hookimpl(wrapper=True, trylast=True)
-def pytest_runtest_setup() -> Any:
-    """Take the set-up's own time: fixtures, without the agreement after it."""
-    with timed("set-up"):
-        return (yield)
 
 
 @pytest.hookimpl(trylast=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rule_trials import FLEETS, NOISES, SLOW, SPREADS, Compared, Sampled, compare, sample, slow_fleet
+from straggler_trials import Kind, Named, name_all
 
 SLOW_FLEETS = ((2, 0), (2, 1), (2, 2), (8, 0), (8, 4), (8, 5), (8, 8), (64, 0), (64, 32), (64, 33), (64, 64))
 """Ranks, and how many of them are slow."""
@@ -19,6 +20,7 @@ class Results:
 
     ``one_slow`` is by ranks, spread and what the slow rank does; 1 stands for no slow rank. ``slow_fleets`` is by ranks
     and how many are slow, ``healthy_fleets`` by ranks and spread, both with how many the shipped entry refuses.
+    ``named`` is by kind of fleet and rule.
     """
 
     trials: int
@@ -26,6 +28,7 @@ class Results:
     one_slow: Mapping[tuple[int, float, float], Compared]
     slow_fleets: Mapping[tuple[int, int], tuple[Compared, int]]
     healthy_fleets: Mapping[tuple[int, float], tuple[Compared, int]]
+    named: Mapping[Kind, Mapping[str, Named]]
 
 
 def fleet_trials(ranks: int, trials: int) -> int:
@@ -53,4 +56,5 @@ def simulate(trials: int) -> Results:
             for ranks in FLEETS
             for spread in SPREADS
         },
+        named=name_all(trials),
     )

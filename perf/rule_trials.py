@@ -151,7 +151,8 @@ def take(blocks: Sequence[float], *, look_seconds: float = LOOK_SECONDS) -> tupl
     while sampling.wants_more(blocks[:taken], spent_seconds=taken * BLOCK_SECONDS, sampling=SAMPLING):
         until = min(taken * BLOCK_SECONDS + batch, SAMPLING.at_most_seconds)
         taken, batch = max(taken + 1, round(until / BLOCK_SECONDS)), look_seconds
-    return sampling.series(blocks[:taken], SAMPLING), taken * BLOCK_SECONDS
+    spent = taken * BLOCK_SECONDS
+    return sampling.series(blocks[:taken], SAMPLING, spent_seconds=spent), spent
 
 
 def ours(series: Series, level: float) -> bool:
@@ -219,7 +220,7 @@ def sample(name: str, trials: int, *, rules: Iterable[str] = tuple(RULES)) -> Sa
         result.ends[end] += 1
         result.seconds += seconds
         result.covered["ended"] += series.low <= 1 <= series.high
-        looked_once = sampling.series(next(windows(blocks, 1)), SAMPLING)
+        looked_once = sampling.series(next(windows(blocks, 1)), SAMPLING, spent_seconds=SAMPLING.window_seconds)
         result.covered["window"] += looked_once.low <= 1 <= looked_once.high
         often, _ = take(blocks, look_seconds=BLOCK_SECONDS)
         result.covered["often"] += often.low <= 1 <= often.high

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import rule_trials as trials_of
+import straggler_page
 from page_text import bullets, paragraph, table
 from rates import bounded, bounds, percent
 from rule_results import SLOW_FLEET, SLOW_FLEET_SPREAD, Results, fleet_trials, simulate
@@ -77,7 +78,8 @@ def header(trials: int) -> str:
 
 def page(results: Results) -> str:
     """Return the whole page."""
-    parts = [header(results.trials), *_sampling(results), *_stragglers(results), *_reading(results), *_others(results)]
+    parts = [header(results.trials), *_sampling(results), *_stragglers(results)]
+    parts += [*straggler_page.section(results.named, results.trials), *_reading(results), *_others(results)]
     return "\n".join(parts)
 
 
@@ -306,6 +308,7 @@ def _reading(results: Results) -> Iterator[str]:
         f"A ratio cannot see what most ranks share. With 5 of 8 ranks at {SLOW_FLEET:g}, a ratio of 0.93 fails"
         f" {_failed(most, 0.93)} % of the runs, the shipped entry {percent(refused, most.trials)} %. Half of the fleet"
         " is still seen, because each rank is held beside the others without itself.",
+        *straggler_page.reading(results.named),
         "An absolute limit must leave room for the spread, too: every rank has to reach it."
         f" {_room()} Of healthy fleets of 16 ranks it refuses {refuses(16, 0.01)} with a spread of 1 % and"
         f" {refuses(16, 0.02)} with 2 %.",

@@ -25,6 +25,7 @@ PROGRAMS: Mapping[str, Sequence[str]] = {
     "scale": ("scale.py", "--tests", "5"),
     "a failing test at scale": ("scale.py", "--ranks", "1024", "--failing"),
     "resolver": ("resolver.py", "--ranks", "16"),
+    "faults": ("faults.py",),
     "reports": ("reports.py",),
     "reports of 4,096 ranks": ("reports.py", "--ranks", "4096"),
     "training": ("training.py",),
@@ -32,8 +33,10 @@ PROGRAMS: Mapping[str, Sequence[str]] = {
     "fidelity": ("fidelity.py",),
     "collectives": ("collectives.py",),
     "sampler": ("sampler.py",),
+    "noise": ("noise.py",),
     "rules": ("rules.py",),
     "isolation": ("isolation.py",),
+    "soak": ("soak.py", "--rounds", "10", "--session", "0", "--at-once", "2"),
 }
 """Name -> script in this folder, and its arguments. docs/performance.md has what they said."""
 _MISSED = 1

@@ -10,6 +10,7 @@ from pytest_gpucluster.errors import (
     HardwareFault,
     InconclusiveMeasurement,
     MeasurementError,
+    PeerGaveUp,
     UsageProblem,
 )
 
@@ -39,13 +40,20 @@ _CUT = re.compile(
 and ncclGetErrorString of ncclRemoteError."""
 
 
+_LONGEST_TEXT = 100_000
+"""Characters of an exception's text that are looked at, half of them from its end. Libraries put what they say of
+themselves at either end, and a pattern that is searched for in ten million characters takes half a second."""
+
 _ENVIRONMENT = (OSError, ImportError, MemoryError)
 _OF_TORCH = {"DistError", "OutOfMemoryError"}
 """By name, so that torch need not be imported: communication that failed, and memory that somebody else may hold."""
 
 
 def connection_cut(error: BaseException) -> bool:
-    """Tell whether an exception only says that a peer is gone from a collective, or from the making of a group."""
+    """Tell whether an exception only says that a peer is gone: from a collective, from the making of a group, or before
+    it said what this rank waits for."""
+    if isinstance(error, PeerGaveUp):
+        return True
     return isinstance(error, (RuntimeError, CommunicationError)) and bool(_CUT.search(text_of(error)))
 
 
@@ -56,11 +64,13 @@ def communication_failed(error: BaseException) -> bool:
 
 
 def text_of(error: BaseException) -> str:
-    """Return an exception's text, also where its ``__str__`` raises."""
+    """Return an exception's text, also where its ``__str__`` raises; of a huge one the beginning and the end."""
     try:
-        return str(error)
+        text = str(error)
     except Exception as broken:  # must not hide the failure
         return f"(its text cannot be shown: {type(broken).__name__})"
+    half = _LONGEST_TEXT // 2
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:half]}\n{text[-half:]}"
 
 
 def kind_of(error: BaseException, when: str) -> str:

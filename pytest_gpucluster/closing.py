@@ -24,6 +24,8 @@ from pytest_gpucluster.wording import first_line
 
 _REPORTS_WRITTEN_SECONDS = 10.0
 _FINISH_DEADLINE_SECONDS = 60.0
+_TRY_AGAIN_SECONDS = 2.0
+"""How long the recorder may take to write once more what the disk had refused."""
 
 
 def decide(run: Run, *, pytest_exit: int, ending: Ending | None) -> verdict.Verdict:
@@ -138,8 +140,9 @@ def _agree_on_finish(run: Run, pytest_exit: int) -> Mapping[str, Any]:
     assert run.exchange is not None
 
     def settle(bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
-        if run.recorder is not None and run.recorder.failure:
-            run.problems.append(run.recorder.failure)  # now, so that every rank ends with the same exit code
+        failure = run.recorder.failure_now(_TRY_AGAIN_SECONDS) if run.recorder is not None else None
+        if failure is not None:
+            run.problems.append(failure)  # now, so that every rank ends with the same exit code
         worst = max((body.get("exit", 11) for body in bodies.values()), default=pytest_exit)
         ending = run.watch.ending if run.watch else None
         run.verdict = decide(run, pytest_exit=worst, ending=ending)

@@ -9,7 +9,8 @@
     |-- EnvironmentBroken            the run could not be carried through: JUnit error, exit code 11
     |   |-- PreflightError           the ranks that came are not the ranks that were declared
     |   |-- StoreError               the rendezvous store does not answer
-    |   `-- CommunicationError       a process group could not be made or used
+    |   |-- CommunicationError       a process group could not be made or used
+    |   `-- PeerGaveUp               another rank did not come to say what this one waits for
     |-- HardwareFault                a wrong result or a GPU that died: JUnit failure, exit code 1
     |   `-- WrongResult              verification found data that differ from the expected ones
     |-- MeasurementError             ``measure`` was called with something that is no measurement
@@ -63,6 +64,10 @@ class StoreError(EnvironmentBroken):
 
 class CommunicationError(EnvironmentBroken):
     """A process group could not be made or used."""
+
+
+class PeerGaveUp(EnvironmentBroken):
+    """Another rank did not come to say what this one waits for. What happened there is to blame, where it is known."""
 
 
 class HardwareFault(GpuClusterError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 import pytest
@@ -80,6 +81,25 @@ def traceback_of(item: pytest.Item, when: str, error: BaseException) -> str:
         return str(item._repr_failure_py(excinfo, style=item.config.getoption("tbstyle", "auto")))
     except Exception as broken:  # an exception whose own repr raises must not hide the failure
         return f"{type(error).__name__} (its traceback cannot be shown: {type(broken).__name__})"
+
+
+def let_go(error: BaseException) -> None:
+    """Free what the frames of a failure hold, once it has been reported.
+
+    A plugin may keep the exceptions of failed tests until the session ends, as pytest-rerunfailures does. With them
+    would stay the process group that was thrown away, with its threads and its sockets.
+    """
+    waiting: list[BaseException | None] = [error]
+    known: set[int] = set()
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in known:
+            continue
+        known.add(id(one))
+        traceback.clear_frames(one.__traceback__)  # all but those that still run
+        for frame, _ in traceback.walk_tb(one.__traceback__):
+            _ = frame.f_locals  # until Python 3.12 a copy, kept from when pytest has looked at it, and taken anew here
+        waiting += [one.__cause__, one.__context__]
 
 
 def summary_of(error: BaseException) -> str:

@@ -20,6 +20,9 @@ class Fields:
     def _bad(self, name: str, expected: str) -> JournalError:
         return JournalError(f"{self._where}: {name!r} must be {expected}, found {_shown(self._value.get(name))}")
 
+    def has(self, name: str) -> bool:
+        return self._value.get(name) is not None
+
     def text(self, name: str, default: str | None = None) -> str:
         value = self._value.get(name, default)
         if value is None and default is not None:

@@ -14,6 +14,7 @@ from pytest_gpucluster import verdict
 from pytest_gpucluster.explanation import most_telling
 from pytest_gpucluster.journal_fields import Fields
 from pytest_gpucluster.journal_measurements import JudgedMetric, read_judged
+from pytest_gpucluster.time_spent import PARTS
 
 OUTCOMES = ("passed", "failed", "error", "skipped")
 
@@ -161,6 +162,17 @@ class RankOutcome:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PartOfTime:
+    """What one part of a test took."""
+
+    seconds: float = 0.0
+    """Of the first rank, for which all parts together are the whole test."""
+    most_seconds: float = 0.0
+    most_rank: int = 0
+    """The rank that it took the longest."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TestResult:
     """A finished test, merged over all ranks."""
 
@@ -189,6 +201,8 @@ class TestResult:
     attempts: int = 1
     telemetry: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     """What each rank's GPU did during the body, and what its counters have counted."""
+    spent: Mapping[str, PartOfTime] = field(default_factory=dict)
+    """Part of ``time_spent.PARTS`` -> what it took; empty where that is not on record, as in journals before it was."""
     isolation: Mapping[str, Any] = field(default_factory=dict)
     """What the search for who is to blame has found; empty where there was none."""
     applicable: bool = True
@@ -353,6 +367,7 @@ def read_test_result(line: Fields, keep_samples: bool) -> TestResult:
         properties=line.pairs("properties"),
         attempts=line.integer("attempts", 1),
         telemetry=_telemetry(line, keep_samples),
+        spent=_spent(line),
         isolation=line.mapping("isolation"),
         applicable=line.flag("applicable", True),
         unjudged=line.text("unjudged", ""),
@@ -366,6 +381,19 @@ def _telemetry(line: Fields, keep_samples: bool) -> Mapping[int, Mapping[str, An
         return told
     telling = most_telling(told)
     return {} if telling is None else {telling: told[telling]}
+
+
+def _spent(line: Fields) -> Mapping[str, PartOfTime]:
+    told = line.inner("spent")
+    return {part: _part(told.inner(part)) for part in PARTS if told.has(part)}
+
+
+def _part(told: Fields) -> PartOfTime:
+    return PartOfTime(
+        seconds=told.number("seconds", 0.0),
+        most_seconds=told.number("most_seconds", 0.0),
+        most_rank=told.integer("most_rank", 0),
+    )
 
 
 def read_workload(line: Fields) -> Workload:

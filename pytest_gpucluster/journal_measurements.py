@@ -5,11 +5,13 @@ A field that is missing has its default, so that a journal of an earlier version
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from pytest_gpucluster.journal_fields import Fields
+from pytest_gpucluster.sampling import STOPPED_BY, Stopped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +31,9 @@ class JudgedMetric:
     """A metric of all ranks and what was decided about it. Values are in ``unit``; a margin is a ratio.
 
     ``interval`` is the worst rank's: it encloses the true value with 95 % confidence. ``inconclusive`` says why the
-    samples are no basis for a verdict. ``ratio_to_median`` is the lowest rank's value over the median of all ranks,
-    ``peak_ratio`` the value over the data sheet peak. ``telemetry`` is what each rank's GPU did meanwhile.
+    samples are no basis for a verdict, ``stopped`` why the worst rank took no more of them. ``ratio_to_median`` is the
+    lowest rank's value over the median of all ranks, ``peak_ratio`` the value over the data sheet peak. ``telemetry``
+    is what each rank's GPU did meanwhile.
     """
 
     metric: str
@@ -49,6 +52,7 @@ class JudgedMetric:
     interval: tuple[float, float] | None = None
     intervals: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     inconclusive: str = ""
+    stopped: Stopped | None = None
     ratio_to_median: float | None = None
     peak_ratio: float | None = None
     telemetry: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
@@ -64,6 +68,18 @@ def _limit(limit: Fields) -> JudgedLimit:
         origin=limit.text("origin", ""),
         min_ratio_to_median=limit.optional_number("min_ratio_to_median"),
         expect_transport=limit.optional_texts("expect_transport"),
+    )
+
+
+def _stopped(stopped: Fields) -> Stopped:
+    by = stopped.choice("by", STOPPED_BY)
+    return Stopped(
+        by=next(each for each in STOPPED_BY if each == by),
+        samples=stopped.integer("samples", 0),
+        seconds=stopped.number("seconds", 0.0),
+        width_ratio=stopped.number("width_ratio", math.nan),
+        allowed_ratio=stopped.number("allowed_ratio", math.nan),
+        extended=stopped.flag("extended", False),
     )
 
 
@@ -96,6 +112,7 @@ def read_judged(line: Fields, keep_samples: bool) -> JudgedMetric:
         interval=line.optional_pair("interval"),
         intervals=intervals,
         inconclusive=line.text("inconclusive", ""),
+        stopped=_stopped(line.inner("stopped")) if line.mapping("stopped") else None,
         ratio_to_median=line.optional_number("ratio_to_median"),
         peak_ratio=line.optional_number("peak_ratio"),
         telemetry=telemetry,

@@ -189,6 +189,7 @@ def _judge_group(metric: Metric, group: Sequence[tuple[int, Measurement]], court
         intervals={rank: measured.interval for rank, measured in of.items() if measured.interval is not None},
         telemetry={rank: measured.telemetry for rank, measured in of.items() if measured.telemetry},
         inconclusive=printable(inconclusive),
+        stopped=of[worst].stopped,
         peak_ratio=of[worst].value / peak if peak is not None and math.isfinite(of[worst].value) else None,
         reason=printable(reason),
         misses={rank: printable(text) for miss in missed for rank, text in miss.by_rank.items()},

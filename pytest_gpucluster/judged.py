@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pytest_gpucluster import metrics
 from pytest_gpucluster.limits import Limit
+from pytest_gpucluster.sampling import Stopped
 
 Outcome = Literal["passed", "failed", "error"]
 Status = Literal["passed", "failed", "error", "recorded"]
@@ -20,7 +21,7 @@ class Judged:
     ``value`` and ``interval`` are the worst rank's, which decides. ``margin`` is the distance of the deciding number
     from the limit as a share of the limit, negative when missed; the deciding number is the end of the interval that
     is nearer to the limit, or the value where there is no interval. ``inconclusive`` says why the deciding rank's
-    value could not be told from the limit.
+    value could not be told from the limit. ``stopped`` says why the worst rank took no more samples.
 
     ``median`` and ``mean`` are those of all ranks' values. ``ratio_to_median`` is the lowest of all ranks' ratios as
     ``straggler_ratio`` defines them. ``peak_ratio`` is ``value`` over the data sheet peak, where one applies.
@@ -46,6 +47,7 @@ class Judged:
     inconclusive: str
     peak_ratio: float | None
     reason: str
+    stopped: Stopped | None = None
     misses: Mapping[int, str] = field(default_factory=dict)
     advice: str = ""
     baseline: Mapping[str, Any] = field(default_factory=dict)
@@ -68,6 +70,7 @@ class Judged:
             "worst_rank": self.worst_rank,
             "interval": None if interval is None else metrics.numbers_to_json(interval),
             "inconclusive": self.inconclusive,
+            **({"stopped": metrics.stopped_to_json(self.stopped)} if self.stopped is not None else {}),
             "limit": None if self.limit is None else self.limit.to_json(),
             "margin": _optional(self.margin),
             "median": _optional(self.median),

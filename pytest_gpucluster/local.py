@@ -251,6 +251,8 @@ class Controller:
                 self._console.say(self._console.cluster())
         if body.get("workload") is not None:
             self._take_workload(rank, WorkloadRecord.from_line(body["workload"]))
+        if body["spent"] is not None:
+            record.spent[rank] = body["spent"]
         outcome = RankOutcome.from_json(rank, body["outcome"]) if body["outcome"] else None
         if str(report.outcome) == "rerun":  # pytest-rerunfailures: this attempt does not count
             self._note_rerun(parts, rank, report)
@@ -301,11 +303,13 @@ class Controller:
         merged = self._merged(parts)
         bad = merged.outcome in ("failed", "error")
         outcome = "failed" if bad else merged.outcome
+        # Before the carrier, which is one of these reports, is given the time of all.
+        seconds = max((sum(r.duration for r in reports) for reports in parts.phases.values()), default=0.0)
         if carrier is not None:
             carrier.when = "call"
             carrier.location = (record.test.file, record.test.line - 1, record.test.name)
             carrier.outcome = outcome  # type: ignore[assignment]  # passed, failed or skipped
-            carrier.duration = max((sum(r.duration for r in reports) for reports in parts.phases.values()), default=0.0)
+            carrier.duration = seconds
             if bad:
                 carrier.longrepr = MergedRepr(merged, carrier)  # type: ignore[assignment]  # asked for toterminal only
                 if merged.outcome == "error":
@@ -315,7 +319,6 @@ class Controller:
             elif outcome == "skipped":
                 path, line, _ = carrier.location
                 carrier.longrepr = (path, line or 0, f"Skipped: {merged.message}")
-        seconds = max((sum(r.duration for r in reports) for reports in parts.phases.values()), default=0.0)
         text = (str(merged.text) or merged.message) if bad else merged.message
         record.add(
             "call",

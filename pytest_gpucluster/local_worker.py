@@ -14,6 +14,7 @@ from pytest_gpucluster.metrics import Measurement
 from pytest_gpucluster.phase import Phases
 from pytest_gpucluster.run import Run
 from pytest_gpucluster.session import Session
+from pytest_gpucluster.time_spent import LEDGER
 
 SAMPLER = "gpucluster_sampler"
 """The key of ``workerinput`` in which a worker is told of the node's sampler."""
@@ -59,6 +60,7 @@ class Worker(Session):
                     "criterion": criterion_of(item),
                     "applicable": record.applicable if record is not None else True,
                     "outcome": outcome.to_json() if outcome is not None else None,
+                    "spent": LEDGER.told() if report.when == "teardown" else None,
                 },
             )
         )

@@ -19,7 +19,7 @@ from typing import Any
 from pytest_gpucluster import units
 from pytest_gpucluster.errors import MeasurementError, UnitError
 from pytest_gpucluster.metric_catalogue import CATALOGUE, Metric
-from pytest_gpucluster.sampling import Series
+from pytest_gpucluster.sampling import STOPPED_BY, Series, Stopped
 
 _REGISTRY: dict[str, Metric] = {metric.name: metric for metric in CATALOGUE}
 METRICS: Mapping[str, Metric] = MappingProxyType(_REGISTRY)
@@ -56,7 +56,8 @@ class Measurement:
     """One value of a metric on one rank, in the metric's canonical unit, with the samples behind it.
 
     ``interval`` encloses the true value with 95 % confidence, where that is known. ``inconclusive`` says why the
-    samples scatter too much for a verdict. ``telemetry`` is what the GPU did meanwhile, in plain JSON types.
+    samples scatter too much for a verdict. ``stopped`` says why there are no more samples, where it is known.
+    ``telemetry`` is what the GPU did meanwhile, in plain JSON types.
     """
 
     metric: str
@@ -65,6 +66,7 @@ class Measurement:
     samples: tuple[float, ...] = ()
     interval: tuple[float, float] | None = None
     inconclusive: str = ""
+    stopped: Stopped | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     telemetry: Mapping[str, Any] = field(default_factory=dict)
     record_only: bool = False
@@ -78,6 +80,7 @@ class Measurement:
             "samples": numbers_to_json(self.samples),
             "interval": None if self.interval is None else numbers_to_json(self.interval),
             "inconclusive": self.inconclusive,
+            "stopped": None if self.stopped is None else stopped_to_json(self.stopped),
             "labels": dict(self.labels),
             "telemetry": dict(self.telemetry),
             "record_only": self.record_only,
@@ -99,6 +102,7 @@ class Measurement:
             value, samples = number_from_json(data["value"]), tuple(map(number_from_json, data["samples"]))
             interval = None if data["interval"] is None else tuple(map(number_from_json, data["interval"]))
             inconclusive, telemetry = data["inconclusive"], data["telemetry"]
+            stopped = None if data["stopped"] is None else stopped_from_json(data["stopped"])
         except (KeyError, TypeError, ValueError) as error:
             raise MeasurementError(f"this is no measurement in transit: {error!r} in {data!r:.200}") from None
         if not isinstance(metric, str) or known(metric).unit != unit:
@@ -114,6 +118,7 @@ class Measurement:
             samples=samples,
             interval=None if interval is None else _pair(interval),
             inconclusive=inconclusive,
+            stopped=stopped,
             labels={str(key): str(label) for key, label in labels.items()},
             telemetry=telemetry,
             record_only=record_only,
@@ -141,10 +146,11 @@ def measurement(
     metric = known(name)
     interval: tuple[float, float] | None = None
     inconclusive = ""
+    stopped: Stopped | None = None
     if isinstance(value, Series):
         if samples:
             raise MeasurementError(f"{name}: a series brings its own samples; do not give others beside it")
-        interval, inconclusive = (value.low, value.high), value.inconclusive
+        interval, inconclusive, stopped = (value.low, value.high), value.inconclusive, value.stopped
         samples, value = value.samples, value.median
     if not isinstance(unit, str):
         raise MeasurementError(f"{name}: the unit must be text such as {metric.unit!r}, not {unit!r}")
@@ -170,6 +176,7 @@ def measurement(
         samples=numbers,
         interval=interval,
         inconclusive=inconclusive,
+        stopped=stopped,
         labels={str(key): str(label) for key, label in (labels or {}).items()},
         telemetry=dict(telemetry or {}),
         record_only=record_only,
@@ -226,6 +233,40 @@ def number_from_json(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{value!r} is no number")
     return float(value)
+
+
+def stopped_to_json(stopped: Stopped) -> dict[str, Any]:
+    """Return plain JSON types."""
+    return {
+        "by": stopped.by,
+        "samples": stopped.samples,
+        "seconds": number_to_json(stopped.seconds),
+        "width_ratio": number_to_json(stopped.width_ratio),
+        "allowed_ratio": number_to_json(stopped.allowed_ratio),
+        "extended": stopped.extended,
+    }
+
+
+def stopped_from_json(data: Mapping[str, Any]) -> Stopped:
+    """Undo ``stopped_to_json``.
+
+    Raises: KeyError, TypeError or ValueError if it is not of that form.
+    """
+    if not isinstance(data, Mapping):
+        raise TypeError(f"{data!r:.80} does not say why there are no more samples")
+    by, samples, extended = data["by"], data["samples"], data["extended"]
+    if by not in STOPPED_BY:
+        raise ValueError(f"measuring stops by {', '.join(STOPPED_BY)}, not by {by!r:.80}")
+    if type(samples) is not int or not isinstance(extended, bool):
+        raise TypeError(f"samples {samples!r:.80} or extended {extended!r:.80} has a wrong type")
+    return Stopped(
+        by=by,
+        samples=samples,
+        seconds=number_from_json(data["seconds"]),
+        width_ratio=number_from_json(data["width_ratio"]),
+        allowed_ratio=number_from_json(data["allowed_ratio"]),
+        extended=extended,
+    )
 
 
 def _pair(ends: Sequence[float]) -> tuple[float, float]:

@@ -24,6 +24,7 @@ from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
 from pytest_gpucluster.failure import (
     LONGEST_TEXT,
     clip,
+    let_go,
     sections_of,
     summary_of,
     traceback_of,
@@ -35,6 +36,7 @@ from pytest_gpucluster.metrics import Measurement
 from pytest_gpucluster.record import TestName, TestRecord
 from pytest_gpucluster.selection import why_not_applicable
 from pytest_gpucluster.shown import FailedSubtests, Shown
+from pytest_gpucluster.time_spent import LEDGER, SET_UP, counted
 from pytest_gpucluster.wording import first_line
 
 if TYPE_CHECKING:
@@ -76,6 +78,8 @@ class Phases:
         """How the last phase ended on rank 0, which is all there is in a worker."""
         self._last: Merged | None = None
         self._dirty = False
+        self._holders: list[BaseException] = []
+        """Failures whose frames may hold a group that was thrown away."""
         self._company: Company | None = None
         """What has gone along with the body that runs, or has run last."""
         self._has_worsened = False
@@ -84,6 +88,11 @@ class Phases:
         self._isolates = False
         """All ranks have agreed to search for who is to blame for the failure of the test in progress."""
         self.shown = Shown(run, self._isolator)
+
+    def let_go(self) -> None:
+        """Free what the failures hold that have been reported."""
+        while self._holders:
+            let_go(self._holders.pop())
 
     # ---- before and around a test ----------------------------------------------------------------------------
 
@@ -101,6 +110,7 @@ class Phases:
         record = TestRecord(test=name)
         self._run.records[item.nodeid] = record
         self.shown.begin()
+        LEDGER.clear()
         self._require_room(item)
         self._run.send(
             {
@@ -113,9 +123,26 @@ class Phases:
 
     def run_phase(self, item: pytest.Item, when: str) -> Generator[None, Any, Any]:
         """Wrap one of pytest's ``runtest`` hooks: everything inside is the body."""
-        watch = self._run.watch
-        if watch is None:
+        self.let_go()  # the phase before has been reported by now
+        if self._run.watch is None:
             return (yield)
+        if when == "setup":
+            LEDGER.open()
+        try:
+            return (yield from self._agreed_phase(item, when))
+        finally:
+            if when == "teardown":
+                self._note_time(item)
+
+    def _note_time(self, item: pytest.Item) -> None:
+        """Put on record where the test's time has gone on this rank. It is over."""
+        LEDGER.close()
+        if self._run.rank == 0:
+            self._run.records[item.nodeid].spent[0] = LEDGER.told()
+
+    def _agreed_phase(self, item: pytest.Item, when: str) -> Generator[None, Any, Any]:
+        watch = self._run.watch
+        assert watch is not None
         self._last = self.last_outcome = None
         if when == "teardown" and self._isolates:
             self._isolate(item)
@@ -126,6 +153,9 @@ class Phases:
             try:
                 if when == "call":
                     yield from self._accompanied(item)
+                elif when == "setup":
+                    with counted(SET_UP):
+                        yield
                 else:
                     yield
                 if when == "teardown" and self._dirty:
@@ -184,6 +214,7 @@ class Phases:
 
     def _interrupted(self, stop: BaseException, when: str, item: pytest.Item) -> None:
         assert self._run.watch is not None
+        self._note_time(item)
         who = self._run.names[self._run.rank]
         how = "Ctrl-C" if isinstance(stop, KeyboardInterrupt) else "pytest.exit"
         why = first_line(str(stop))
@@ -267,6 +298,8 @@ class Phases:
             body["unreached"] = True
         if error is not None and own.outcome in ("failed", "error") and expects_failure(item, error):
             body["expected"] = True
+        if when == "teardown":  # nearly all of the test is over: what follows is this exchange
+            body["spent"] = LEDGER.told()
 
         def decide(bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
             return self._decide(item, when, number, label, bodies)
@@ -334,6 +367,8 @@ class Phases:
                     measurements=outcome.measurements,
                 )
             outcomes.append(outcome)
+        if when == "teardown":
+            run.records[item.nodeid].spent |= {rank: body["spent"] for rank, body in bodies.items() if "spent" in body}
         released = next((o.message for o in outcomes if o.outcome == "released"), "")
         merged = merge(outcomes, run.names, unfinished=released)
         self.last_outcome = outcomes[0]
@@ -415,6 +450,8 @@ class Phases:
         if verdict.get("dirty") and run.cluster is not None:
             self._dirty = True
             run.cluster.discard(epoch=number)
+            if error is not None:
+                self._holders.append(error)
         if run.watch is not None and run.watch.ending is not None:
             item.session.shouldstop = run.watch.ending.message
         self._isolates = bool(verdict.get("isolate"))

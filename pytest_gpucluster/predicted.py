@@ -115,9 +115,18 @@ def _collectives(workload: Workload, name: str) -> Span:
     return _series(swept.sampling, len({*swept.sizes, *swept.latency_sizes}))
 
 
+def _matmul_search(workload: Workload, name: str) -> Span:
+    """Each candidate is looked at and, but for the first, warmed up as long; fp8 is multiplied in one layout."""
+    search = workload.matmul_search
+    count = len(search.shapes) * (1 if "[fp8]" in name else len(search.layouts))
+    looks = (2 * count - 1) * search.look_seconds + search.sampling.warmup_seconds
+    return Span(least_seconds=looks, most_seconds=looks) + _series(search.sampling)
+
+
 _RULES: Mapping[str, Callable[[Workload, str], Span]] = MappingProxyType(
     {
         "matmul": lambda workload, name: _series(workload.matmul.sampling, len(workload.matmul.sizes)),
+        "matmul.search": _matmul_search,
         "hbm": lambda workload, name: _series(workload.hbm.sampling, len(workload.hbm.sizes_bytes)),
         "nccl.all_reduce": _all_reduce,
         "nccl.collectives": _collectives,

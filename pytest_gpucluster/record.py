@@ -11,6 +11,7 @@ from typing import Any
 from pytest_gpucluster.agreement.merge import Merged
 from pytest_gpucluster.journal_fields import Fields
 from pytest_gpucluster.journal_lines import TestResult, read_test_result
+from pytest_gpucluster.time_spent import of_ranks
 from pytest_gpucluster.wording import first_line
 
 _PARAMETERS = re.compile(r"\[.*$", re.DOTALL)
@@ -83,6 +84,9 @@ class TestRecord:
     measurements: list[Mapping[str, Any]] = field(default_factory=list)
     telemetry: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     """Rank -> what its GPU did during the body; nothing of ranks without a GPU."""
+    spent: dict[int, Sequence[float]] = field(default_factory=dict)
+    """Rank -> where its time has gone (``time_spent``), all attempts together. Of the first rank all of it, of the
+    others up to when they had torn down."""
     ranks: list[Mapping[str, Any]] = field(default_factory=list)
     culprits: set[int] = field(default_factory=set)
     released: set[int] = field(default_factory=set)
@@ -157,6 +161,9 @@ class TestRecord:
             body["wasxfail"] = self.wasxfail
         if self.telemetry:
             body["telemetry"] = {str(rank): dict(told) for rank, told in sorted(self.telemetry.items())}
+        spent = of_ranks(self.spent)
+        if spent:
+            body["spent"] = spent
         if self.isolation is not None:
             body["isolation"] = dict(self.isolation)
         if not self.applicable:

@@ -39,7 +39,7 @@ HEADER = struct.Struct("<QB")
 # Below the default send buffer of a Unix socket (net.core.wmem_default, 208 KiB), with room for several.
 CHUNK_BYTES = 48 * 1024
 # The first byte of a message says what it is.
-LINE, END, BEAT, FAULT_FILE = b"L", b"E", b"B", b"F"
+LINE, END, BEAT, FAULT_FILE, AGAIN = b"L", b"E", b"B", b"F", b"A"
 # A recorder that takes nothing for so long is stuck, on a disk most likely; the tests go on without it.
 _SEND_SECONDS = 2.0
 _SEND_AGAIN_SECONDS = 0.02
@@ -79,6 +79,7 @@ class Recorder:
         self._acknowledged: list[str | None] = []
         """What it said when the record was closed."""
         self._knows_reports = False
+        self._has_tried_again = False
         self.missing: str | None = None
         """After the end: which reports are not beside the journal, and why. Of the JUnit file :meth:`finish` tells."""
 
@@ -150,6 +151,27 @@ class Recorder:
             finally:
                 self._lock.release()
         return self._failure or self._stuck
+
+    def failure_now(self, timeout: float) -> str | None:
+        """Return :attr:`failure` as it is now: the recorder first tries again what it could not write.
+
+        A disk may have had room again since it was last written to. Waits for ``timeout`` seconds at most, and only if
+        there is a failure.
+        """
+        if self.failure is None or self._is_foreign():
+            return None
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            self._has_tried_again = False
+            if not self._is_gone:
+                self._waiting.extend(_packets(AGAIN))
+                self._flush(timeout)
+            while not (self._has_tried_again or self._is_gone or self._stuck):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                self._hear(left)
+        return self.failure
 
     def send(self, line: Mapping[str, object]) -> None:
         """Record a line of the journal. If the recorder takes none for 2 s, it goes with the next one."""
@@ -274,6 +296,8 @@ class Recorder:
     def _take(self, said: Mapping[str, str | None]) -> None:
         if "failure" in said:
             self._failure = said["failure"]
+        if "again" in said:
+            self._has_tried_again = True
         if "done" in said:
             self._acknowledged.append(said["done"])
         if "missing" in said:

@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from pytest_gpucluster import fault_dump, light_process
 from pytest_gpucluster.journal import Journal
-from pytest_gpucluster.recorder import BEAT, CHUNK_BYTES, END, FAULT_FILE, HEADER, LINE
+from pytest_gpucluster.recorder import AGAIN, BEAT, CHUNK_BYTES, END, FAULT_FILE, HEADER, LINE
 from pytest_gpucluster.recording import OWN_PROBLEM, Record
 from pytest_gpucluster.reports import folder as reports
 from pytest_gpucluster.wording import MESSAGE_CHARACTERS, one_line
@@ -154,6 +154,10 @@ class Session:
         elif kind == FAULT_FILE:
             self._fault_file = Path(os.fsdecode(content))
             self._fault_offset = self._fault_size()
+        elif kind == AGAIN:
+            self._record.try_again()
+            if self._say({"failure": self._record.failure, "again": None}):
+                self._told = self._record.failure
         elif kind in (LINE, END):
             self._silence = ""
             before = self._record.builder.running

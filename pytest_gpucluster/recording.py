@@ -86,6 +86,16 @@ class Record:
         if self._changed_at is None:
             self._changed_at = time.monotonic()
 
+    def try_again(self) -> None:
+        """Write what the disk has not taken so far, and the JUnit file if it is not as it should be."""
+        try:
+            self._writer.flush()
+            self._journal_error = None
+        except OSError as error:
+            self._journal_error = _told(self._writer.path, error)
+        if self._junit_error:
+            self.render()
+
     def due_at(self) -> float:
         """Return when to render the JUnit file, on the monotonic clock; infinity if nothing changed."""
         if self._changed_at is None:

@@ -1,16 +1,22 @@
 """When to stop measuring, and what a series of samples amounts to. Pure: no clock, no device.
 
 Measured is until the interval that encloses the median is narrow enough, or the time is up. Then the time is granted
-once more. What is still not narrow enough is inconclusive, and that is never a pass.
+once more. What is still not narrow enough is inconclusive, and that is never a pass. A series says which it was.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from pytest_gpucluster import stats
+
+StoppedBy = Literal["interval", "time", "samples"]
+"""What ended a measurement: the interval was narrow enough; the time was up, the extension too; there were no more
+samples to take, such as steps of a training that was planned with so many."""
+STOPPED_BY: tuple[StoppedBy, ...] = get_args(StoppedBy)
 
 MIN_SAMPLES = 8
 """With fewer, the interval is no more than the smallest and the largest sample."""
@@ -51,10 +57,34 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stopped:
+    """Why no more samples were taken, and how much was known then.
+
+    Of what several ranks measure together it is told of the samples that have decided for all: the slowest rank's.
+
+    Attributes:
+        by: "interval", "time" or "samples".
+        samples: how many there were.
+        seconds: how long they took together; 0 where they were not taken for this.
+        width_ratio: of the 95 % interval, as a part of the median.
+        allowed_ratio: how wide it might be.
+        extended: whether ``longest`` was not enough.
+    """
+
+    by: StoppedBy
+    samples: int
+    seconds: float
+    width_ratio: float
+    allowed_ratio: float
+    extended: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Series:
     """Samples of one quantity, their median, and the interval that encloses the true median with 95 % confidence.
 
-    ``inconclusive`` says why the interval is too wide to be sure of the median; it is empty if it is not.
+    ``inconclusive`` says why the interval is too wide to be sure of the median; it is empty if it is not. ``stopped``
+    says why there are no more samples; it is None of what was not sampled.
     """
 
     samples: tuple[float, ...]
@@ -62,6 +92,7 @@ class Series:
     low: float
     high: float
     inconclusive: str = ""
+    stopped: Stopped | None = None
 
     @property
     def width_ratio(self) -> float:
@@ -70,13 +101,17 @@ class Series:
 
     def scaled(self, factor: float) -> Series:
         """Return the same series in another unit, such as bytes a second from calls a second."""
-        return Series(
+        return replace(
+            self,
             samples=tuple(sample * factor for sample in self.samples),
             median=self.median * factor,
             low=self.low * factor,
             high=self.high * factor,
-            inconclusive=self.inconclusive,
         )
+
+    def decided_by(self, other: Series) -> Series:
+        """Return this series, as sure as ``other``: the one by whose samples it was decided when enough is known."""
+        return replace(self, inconclusive=other.inconclusive, stopped=other.stopped)
 
 
 def is_settled(samples: Sequence[float], sampling: Sampling) -> bool:
@@ -94,8 +129,13 @@ def wants_more(samples: Sequence[float], *, spent_seconds: float, sampling: Samp
     return spent_seconds < sampling.at_most_seconds and not is_settled(samples, sampling)
 
 
-def series(samples: Iterable[float], sampling: Sampling) -> Series:
+def series(samples: Iterable[float], sampling: Sampling, *, spent_seconds: float) -> Series:
     """Sum up samples after the last one was taken.
+
+    Args:
+        samples: in the order of time.
+        sampling: by which they were taken.
+        spent_seconds: what ``wants_more`` was told last; 0 of samples that were not taken for this.
 
     Raises:
         ValueError: there are fewer than 6 samples.
@@ -103,13 +143,29 @@ def series(samples: Iterable[float], sampling: Sampling) -> Series:
     taken = tuple(samples)
     low, high = _interval(taken)
     result = Series(samples=taken, median=stats.median(taken), low=low, high=high)
-    if is_settled(taken, sampling):
-        return result
-    why = (
-        f"the 95 % interval of the median is {100 * result.width_ratio:.2g} % wide after {len(taken)} samples, and "
-        f"{100 * sampling.tolerance_ratio:g} % is allowed"
+    stopped = Stopped(
+        by=_stopped_by(taken, spent_seconds, sampling),
+        samples=len(taken),
+        # It stands beside every value on record: no more digits than anybody asks for.
+        seconds=float(f"{spent_seconds:.4g}"),
+        width_ratio=float(f"{result.width_ratio:.4g}"),
+        allowed_ratio=sampling.tolerance_ratio,
+        extended=spent_seconds > sampling.longest_seconds,
     )
-    return Series(samples=taken, median=result.median, low=low, high=high, inconclusive=why)
+    if is_settled(taken, sampling):
+        return replace(result, stopped=stopped)
+    how = {"time": f" in {spent_seconds:.3g} s, when the time was up", "samples": ", and no more were to be taken"}
+    why = (
+        f"the 95 % interval of the median is {100 * result.width_ratio:.2g} % wide after {len(taken)} samples"
+        f"{how[stopped.by]}; {100 * sampling.tolerance_ratio:g} % is allowed"
+    )
+    return replace(result, inconclusive=why, stopped=stopped)
+
+
+def _stopped_by(samples: Sequence[float], spent_seconds: float, sampling: Sampling) -> StoppedBy:
+    if wants_more(samples, spent_seconds=spent_seconds, sampling=sampling):
+        return "samples"
+    return "interval" if is_settled(samples, sampling) else "time"
 
 
 def _interval(samples: Sequence[float]) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from typing import Any
 from pytest_gpucluster.schema import Schema, document, mapping, one_or_more, quantity
 from pytest_gpucluster.sections.spec import Spec
 from pytest_gpucluster.workload_file import FILE_KEYS, INHERITS, SCHEMA_VERSION, key_tree
-from pytest_gpucluster.workload_values import Amount, Choice, Duration, Kind, Ratio, Whole
+from pytest_gpucluster.workload_values import Amount, Choice, Duration, Kind, Ratio, Sizes, Whole
 from pytest_gpucluster.workloads import KEYS, PROFILES, SECTIONS
 
 
@@ -67,6 +67,8 @@ def _item(kind: Kind) -> Schema:
     if isinstance(kind, Whole):
         number = {"type": "integer", "minimum": kind.least, "maximum": kind.most, "multipleOf": kind.multiple_of}
         return {"anyOf": [number, {"type": "string", "pattern": r"^\s*(?:0|[1-9][0-9]*)\s*$"}]}
+    if isinstance(kind, Sizes):
+        return {"type": "string", "pattern": rf"^\s*{kind.pattern}\s*$"}
     if isinstance(kind, Amount):
         return quantity("B", above_zero=True)
     if isinstance(kind, Duration):

@@ -53,6 +53,35 @@ class Whole:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Some whole numbers in a range with x between them, such as 64x128x256. Value: a tuple of int."""
+
+    names: tuple[str, ...]
+    """What each of them is."""
+    each: Whole
+
+    @property
+    def allowed(self) -> str:
+        """What is allowed, in a few words."""
+        return f"{'x'.join(self.names)}, each {self.each.allowed}"
+
+    @property
+    def pattern(self) -> str:
+        """A regular expression that what is written matches; it does not look at the range."""
+        return "x".join(f"(?:{_WHOLE.pattern})" for _ in self.names)
+
+    def read(self, text: str) -> tuple[int, ...]:
+        """Return the numbers, each in plain digits."""
+        parts = text.split("x")
+        if len(parts) != len(self.names):
+            raise ValueError(f"{text!r} is not {self.allowed}")
+        try:
+            return tuple(self.each.read(part) for part in parts)
+        except ValueError as error:
+            raise ValueError(f"{text!r} is not {'x'.join(self.names)}: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
 class Amount:
     """An amount of data with its unit. Value: bytes as int, or with ``as_written`` the text, which is then a label."""
 

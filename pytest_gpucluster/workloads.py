@@ -16,7 +16,16 @@ from typing import Annotated, Any
 
 from pytest_gpucluster.sampling import Sampling
 from pytest_gpucluster.sections.fabric import AllReduce, Collectives, Isolation, Links
-from pytest_gpucluster.sections.gpu import BurnIn, Determinism, Hbm, Health, Matmul, MemoryPatterns, Telemetry
+from pytest_gpucluster.sections.gpu import (
+    BurnIn,
+    Determinism,
+    Hbm,
+    Health,
+    Matmul,
+    MatmulSearch,
+    MemoryPatterns,
+    Telemetry,
+)
 from pytest_gpucluster.sections.host import Host, HostLink
 from pytest_gpucluster.sections.lora import Lora, LoraThroughput
 from pytest_gpucluster.sections.spec import SAMPLING, Spec
@@ -69,6 +78,7 @@ class Workload:
     burn_in: Annotated[BurnIn, "burn_in"]
     memory_patterns: Annotated[MemoryPatterns, "memory_patterns"]
     determinism: Annotated[Determinism, "determinism"]
+    matmul_search: Annotated[MatmulSearch, "matmul.search"]
     connectivity: Annotated[Connectivity, "connectivity"]
     shared_filesystem: Annotated[SharedFilesystem, "shared_filesystem"]
 

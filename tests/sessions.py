@@ -58,6 +58,7 @@ def is_left_over(name: str) -> bool:
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return an environment for a process, without what a launcher may have left in this one."""
     kept = {name: value for name, value in os.environ.items() if not is_left_over(name)}
+    kept.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile all sources anew
     return {**kept, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **(more or {})}
 
 

@@ -24,6 +24,7 @@ LAYERS = (
     "whole_file",
     "footer",
     "step_file",
+    "time_spent",
     "mounts",
     "errors",
     "units",
@@ -165,6 +166,7 @@ LAYERS = (
 # What is held tighter than its place in the order.
 CONFINED = {
     "wording": (),
+    "time_spent": (),
     "catalogue.*": ("catalogue.*",),
     "metric_catalogue": ("catalogue.*",),
     "errors": (),
@@ -185,13 +187,17 @@ CONFINED = {
     "stragglers": ("metric_catalogue", "metrics"),
     "explanation": (),
     "misses": ("stats", "units", "explanation", "limits", "metric_catalogue", "metrics"),
-    "judged": ("limits", "metrics"),
+    "judged": ("limits", "metrics", "sampling"),
     "node_or_gpu": (),
-    "benchmarks.*": ("errors", "units", "stats", "sampling", "cublas", "mounts", "links.*", "benchmarks.*"),
+    "benchmarks.*": (
+        *("errors", "time_spent", "units", "stats", "sampling", "cublas", "mounts", "links.*"),
+        "benchmarks.*",
+    ),
     "agreement.*": (
         *(
             "wording",
             "errors",
+            "time_spent",
             "launch",
             "metrics",
             "metric_catalogue",
@@ -247,8 +253,8 @@ CONFINED = {
     "live": ("wording", "footer", "step_file", "dashboard.node_state", "dashboard.reader"),
     "commands.watch": ("dashboard.*", "commands.command"),
     "journal_fields": ("errors",),
-    "journal_measurements": ("journal_fields",),
-    "journal_lines": ("explanation", "verdict", "journal_fields", "journal_measurements"),
+    "journal_measurements": ("sampling", "journal_fields"),
+    "journal_lines": ("explanation", "time_spent", "verdict", "journal_fields", "journal_measurements"),
     "journal": ("errors", "metrics", "journal_fields", "journal_measurements", "journal_lines", "run_directory"),
     "option_values": (
         *("errors", "agreement.preflight", "workload_file", "collective_sizes", "training_inputs"),

@@ -97,6 +97,7 @@ def test_an_error_of_nccl_that_carries_cudas_is_recognised() -> None:
         pytest.param(errors.InconclusiveMeasurement("x"), "failed", "failed", id="samples that scatter"),
         pytest.param(errors.CommunicationError("x"), "error", "error", id="no process group"),
         pytest.param(errors.StoreError("x"), "error", "error", id="no store"),
+        pytest.param(errors.PeerGaveUp("x"), "error", "error", id="a peer that gave up"),
         pytest.param(errors.EnvironmentBroken("x"), "error", "error", id="a broken environment"),
         pytest.param(errors.MeasurementError("x"), "error", "error", id="no measurement"),
         pytest.param(errors.UnitError("x"), "error", "error", id="a wrong unit"),
@@ -114,6 +115,17 @@ def test_the_kind_of_a_failure_is_what_the_exception_says_or_where_it_happened(
 def test_an_error_that_cannot_say_what_it_is_has_a_text_anyway() -> None:
     assert text_of(BadText()) == "(its text cannot be shown: ValueError)"
     assert text_of(ValueError("x")) == "x"
+
+
+@pytest.mark.parametrize("place", ["beginning", "end"])
+def test_of_a_huge_text_both_ends_are_looked_at(place: str) -> None:
+    filler, cut = "x" * 10_000_000, "Connection closed by peer"
+    huge = RuntimeError(f"{cut}\n{filler}" if place == "beginning" else f"{filler}\n{cut}")
+    assert connection_cut(huge)
+    # Patterns are never searched for in all of it, which takes half a second each.
+    assert len(text_of(huge)) <= 100_001
+    dead = str(cuda("uncorrectable ECC error encountered"))
+    assert gpu_died(RuntimeError(f"{dead}\n{filler}" if place == "beginning" else f"{filler}\n{dead}")) == "hardware"
 
 
 @pytest.mark.parametrize(
@@ -137,6 +149,7 @@ def test_a_peer_that_is_gone_is_recognised_by_what_the_backends_say(
 
 
 def test_the_same_words_in_a_tests_own_failure_are_its_own() -> None:
+    assert connection_cut(errors.PeerGaveUp("rank 0 gave up"))
     assert not connection_cut(AssertionError("Connection closed by peer"))
     assert not connection_cut(ConnectionResetError("Connection reset by peer"))
     assert not connection_cut(BadText())

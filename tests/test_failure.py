@@ -1,12 +1,24 @@
 from __future__ import annotations
 
+import traceback
+import weakref
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pytest_gpucluster.agreement.merge import Merged
-from pytest_gpucluster.failure import LONGEST_TEXT, MergedRepr, clip, line_of, skip_reason, summary_of, traceback_of
+from pytest_gpucluster.failure import (
+    LONGEST_TEXT,
+    MergedRepr,
+    clip,
+    let_go,
+    line_of,
+    skip_reason,
+    summary_of,
+    traceback_of,
+)
 
 # Rank 0's report of a failed call, replaced as the plugin replaces it. What the ranks agreed on comes from the test.
 CONFTEST = """
@@ -255,3 +267,37 @@ def test_a_report_is_summed_up_in_one_line(told: Any, expected: str) -> None:
 
 def test_the_reason_of_a_skip_is_told_in_full() -> None:
     assert skip_reason(report(skipped=True, longrepr=("a.py", 3, "Skipped: one\ntwo"))) == "one\ntwo"
+
+
+class Group:
+    """Something that only frames hold."""
+
+
+def test_a_failure_that_is_kept_lets_go_of_what_its_frames_hold() -> None:
+    groups: list[weakref.ref[Group]] = []
+
+    def waits() -> None:
+        group = Group()
+        groups.append(weakref.ref(group))
+        raise RuntimeError("cut")
+
+    def fails() -> None:
+        other = Group()
+        groups.append(weakref.ref(other))
+        try:
+            waits()
+        except RuntimeError as cut:
+            raise ValueError("released") from cut
+
+    with pytest.raises(ValueError, match="released") as kept:
+        fails()
+    assert [group() is None for group in groups] == [False, False]
+    # pytest looks at the locals of every frame that it may show; until Python 3.12 that leaves a copy of them.
+    for error in (kept.value, kept.value.__cause__):
+        assert error is not None
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            assert isinstance(frame.f_locals, Mapping)
+        del frame
+    let_go(kept.value)
+    assert [group() is None for group in groups] == [True, True]
+    assert str(kept.value) == "released"

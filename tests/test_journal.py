@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pytest_gpucluster import journal, metrics, run_directory, thresholds
 from pytest_gpucluster.errors import JournalError, OptionError
 from pytest_gpucluster.judge import judge
-from pytest_gpucluster.sampling import Series
+from pytest_gpucluster.sampling import Series, Stopped
 
 RUN = {"type": "run", "schema_version": 1, "run_id": "r1", "started_at": "2026-01-02T03:04:05+00:00"}
 TESTS = [{"nodeid": f"t.py::test_{name}", "classname": "t", "name": f"test_{name}"} for name in "abc"]
@@ -144,6 +144,9 @@ def test_measurements_are_read_with_their_types():
     assert judged.limit == journal.JudgedLimit(min=400.0, source="s", origin="thresholds.yaml:14:7")
 
 
+SURE = Stopped(by="interval", samples=8, seconds=3.0, width_ratio=0.0027, allowed_ratio=0.01)
+
+
 def test_how_sure_a_value_is_and_what_the_gpu_did_are_read():
     line = {
         "metric": "nccl.all_reduce.busbw",
@@ -152,6 +155,14 @@ def test_how_sure_a_value_is_and_what_the_gpu_did_are_read():
         "interval": [440.2, 443.9],
         "intervals": {"3": [440.2, 443.9]},
         "inconclusive": "12 % wide",
+        "stopped": {
+            "by": "time",
+            "samples": 40,
+            "seconds": 20.1,
+            "width_ratio": 0.12,
+            "allowed_ratio": 0.01,
+            "extended": True,
+        },
         "mean": 445.0,
         "ratio_to_median": 0.71,
         "peak_ratio": 0.98,
@@ -162,6 +173,9 @@ def test_how_sure_a_value_is_and_what_the_gpu_did_are_read():
     assert judged.interval == (440.2, 443.9)
     assert judged.intervals == {3: (440.2, 443.9)}
     assert judged.inconclusive == "12 % wide"
+    assert judged.stopped == Stopped(
+        by="time", samples=40, seconds=20.1, width_ratio=0.12, allowed_ratio=0.01, extended=True
+    )
     assert (judged.mean, judged.ratio_to_median, judged.peak_ratio) == (445.0, 0.71, 0.98)
     assert judged.telemetry == {3: {"sm_clock_mhz": [1740, 1755, 1980], "throttle": ["sw_power_cap"]}}
     assert (judged.limit.min_ratio_to_median, judged.limit.expect_transport) == (0.75, ("NET/IB", "P2P"))
@@ -172,7 +186,7 @@ def test_what_the_judge_puts_on_record_is_read_as_it_was():
         rank: [
             metrics.measurement(
                 "matmul.bf16.tflops",
-                Series(samples=(value,) * 8, median=value, low=value - 1, high=value + 1),
+                Series(samples=(value,) * 8, median=value, low=value - 1, high=value + 1, stopped=SURE),
                 unit="TFLOPS",
                 telemetry={"sm_clock_mhz": [1740, 1755, 1980]},
                 labels={"n": 16384},
@@ -193,6 +207,7 @@ def test_what_the_judge_puts_on_record_is_read_as_it_was():
     assert (read.value, read.worst_rank, read.status) == (judged.value, judged.worst_rank, judged.status)
     assert read.interval == (730.0, 732.0)
     assert read.intervals == {0: (739.0, 741.0), 1: (730.0, 732.0)}
+    assert read.stopped == SURE
     assert read.telemetry == {rank: {"sm_clock_mhz": [1740, 1755, 1980]} for rank in (0, 1)}
     assert (read.mean, read.median, read.peak_ratio) == (judged.mean, judged.median, judged.peak_ratio)
     assert read.ratio_to_median == judged.ratio_to_median
@@ -205,6 +220,14 @@ def test_a_measurement_of_an_earlier_version_has_none_of_it():
     assert (judged.interval, judged.intervals, judged.inconclusive, judged.telemetry) == (None, {}, "", {})
     assert (judged.mean, judged.ratio_to_median, judged.peak_ratio) == (None, None, None)
     assert (judged.limit.min_ratio_to_median, judged.limit.expect_transport) == (None, None)
+    assert judged.stopped is None
+
+
+@pytest.mark.parametrize("wrong", ["time", {"by": "boredom"}, {"by": "time", "samples": "many"}], ids=repr)
+def test_why_sampling_stopped_is_never_guessed(wrong):
+    line = {"metric": "m", "status": "passed", "value": 1.0, "stopped": wrong}
+    with pytest.raises(JournalError):
+        built(result("a", measurements=[line]))
 
 
 def test_what_was_run_is_known_with_where_it_was_set():

@@ -25,6 +25,16 @@ def test_every_metric_has_a_unit_a_description_and_a_peak_that_exists(metric: Me
         assert unit.dimension == units.unit(hardware.PEAK_UNITS[metric.peak]).dimension
 
 
+STOPPED = {
+    "by": "interval",
+    "samples": 8,
+    "seconds": 3.0,
+    "width_ratio": 0.004,
+    "allowed_ratio": 0.01,
+    "extended": False,
+}
+
+
 def test_an_unknown_metric_is_refused_with_the_one_that_was_meant() -> None:
     with pytest.raises(MeasurementError, match=r"unknown metric 'nccl.allreduce.busbw'; did you mean 'nccl"):
         metrics.known("nccl.allreduce.busbw")
@@ -146,6 +156,7 @@ def test_the_form_in_transit_is_plain_json() -> None:
         "samples": [1.0, "Infinity"],
         "interval": None,
         "inconclusive": "",
+        "stopped": None,
         "labels": {"size": "1 GB"},
         "telemetry": {},
         "record_only": False,
@@ -189,21 +200,50 @@ def test_a_hundred_samples_are_cheap_to_send() -> None:
 
 def test_a_series_brings_its_samples_and_its_interval() -> None:
     sampling = Sampling(warmup_seconds=0, window_seconds=1, longest_seconds=1, tolerance_ratio=0.01)
-    made = measurement("hbm.copy.bandwidth", series([3000.0, 3100.0] * 6, sampling), unit="GB/s")
+    made = measurement("hbm.copy.bandwidth", series([3000.0, 3100.0] * 6, sampling, spent_seconds=2), unit="GB/s")
     assert (made.value, made.interval) == (3.05, (3.0, 3.1))
     assert made.samples[:2] == (3.0, 3.1)
     assert "3.3 % wide" in made.inconclusive
+    assert made.stopped is not None
+    assert made.to_json()["stopped"] == {
+        "by": "time",
+        "samples": 12,
+        "seconds": 2.0,
+        "width_ratio": 0.03279,
+        "allowed_ratio": 0.01,
+        "extended": True,
+    }
     assert Measurement.from_json(json.loads(json.dumps(made.to_json()))) == made
+
+
+def test_why_sampling_stopped_travels_also_where_the_median_is_no_number() -> None:
+    sampling = Sampling(warmup_seconds=0, window_seconds=1, longest_seconds=1, tolerance_ratio=0.01)
+    made = measurement("hbm.copy.bandwidth", series([0.0] * 8, sampling, spent_seconds=2), unit="GB/s")
+    told = json.loads(json.dumps(made.to_json(), allow_nan=False))
+    assert told["stopped"]["width_ratio"] == "Infinity"
+    assert Measurement.from_json(told) == made
 
 
 def test_a_series_takes_no_samples_beside_its_own() -> None:
     sampling = Sampling(warmup_seconds=0, window_seconds=1, longest_seconds=1, tolerance_ratio=0.01)
     with pytest.raises(MeasurementError, match="brings its own samples"):
-        measurement("hbm.copy.bandwidth", series([3.0] * 8, sampling), unit="TB/s", samples=[1.0])
+        measurement("hbm.copy.bandwidth", series([3.0] * 8, sampling, spent_seconds=2), unit="TB/s", samples=[1.0])
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"interval": [1.0]}, {"interval": "wide"}, {"inconclusive": None}, {"telemetry": [1]}]
+    "wrong",
+    [
+        {"interval": [1.0]},
+        {"interval": "wide"},
+        {"inconclusive": None},
+        {"telemetry": [1]},
+        {"stopped": "time"},
+        {"stopped": {"by": "time"}},
+        {"stopped": {**STOPPED, "by": "boredom"}},
+        {"stopped": {**STOPPED, "samples": 8.5}},
+        {"stopped": {**STOPPED, "extended": "no"}},
+        {"stopped": {**STOPPED, "seconds": None}},
+    ],
 )
 def test_what_is_no_interval_or_telemetry_is_refused_in_transit(wrong: dict[str, object]) -> None:
     with pytest.raises(MeasurementError):

@@ -117,10 +117,10 @@ def test_samples_that_scatter_too_much_fail_even_above_the_limit() -> None:
 
 def test_a_noisy_series_from_the_sampling_itself_fails() -> None:
     sampling = Sampling(warmup_seconds=0, window_seconds=1, longest_seconds=2, tolerance_ratio=0.01)
-    noisy = series([730.0, 790.0] * 10, sampling)
+    noisy = series([730.0, 790.0] * 10, sampling, spent_seconds=20)
     assert noisy.inconclusive
     assert hold(with_rank_3(noisy)).outcome == "failed"
-    assert hold(with_rank_3(series([750.0, 750.5] * 10, sampling))).outcome == "passed"
+    assert hold(with_rank_3(series([750.0, 750.5] * 10, sampling, spent_seconds=3))).outcome == "passed"
 
 
 def test_what_is_only_recorded_notes_that_it_scatters() -> None:

@@ -21,6 +21,9 @@ QUICK = load(ACCEPTANCE / "workloads.yaml", profile="quick").workload
     [
         # Three sizes: 10 s of warm-up and 3 s of samples at least, 2 x 10 s at most.
         ("test_matmul[bf16]", "matmul", 3 * 13.0, 3 * 30.0),
+        # Six shapes in four layouts, looked at for 0.2 s and, but for the first, warmed up as long; then one of them.
+        ("test_matmul_search[bf16]", "matmul.search", 5.0 + 47 * 0.2 + 8.0, 5.0 + 47 * 0.2 + 25.0),
+        ("test_matmul_search[fp8]", "matmul.search", 5.0 + 11 * 0.2 + 8.0, 5.0 + 11 * 0.2 + 25.0),
         ("test_hbm[copy]", "hbm", 2 * 5.0, 2 * 22.0),
         # Nine sizes and three for the latency; one GPU alone takes the smallest of these and the largest.
         ("test_all_reduce[world-bf16]", "nccl.all_reduce", 12 * 5.0, 12 * 22.0),
@@ -71,7 +74,16 @@ def workload_of(profile: str) -> Workload:
 
 @pytest.mark.parametrize("profile", ["quick", "full", "soak", "cpu"])
 def test_the_least_is_never_more_than_the_most(profile: str) -> None:
-    criteria = ("matmul", "hbm", "nccl.all_reduce", "nccl.collectives", "burn_in", "gpu.health", "training.throughput")
+    criteria = (
+        "matmul",
+        "matmul.search",
+        "hbm",
+        "nccl.all_reduce",
+        "nccl.collectives",
+        "burn_in",
+        "gpu.health",
+        "training.throughput",
+    )
     for criterion in criteria:
         span = predict([("test_it[world]", criterion)], workload_of(profile)).span
         assert 0 < span.least_seconds <= span.most_seconds

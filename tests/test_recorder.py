@@ -590,6 +590,39 @@ def test_a_junit_path_that_cannot_be_written_is_told_early_and_at_the_end(place,
     assert journal.read(place / "run" / "journal.jsonl").verdict == "ACCEPTED"
 
 
+def test_a_failure_that_is_over_is_none_at_the_end(place, monkeypatch):
+    # Nothing has been recorded since there was room again, so nobody has noticed.
+    monkeypatch.setenv("TMPDIR", str(place))
+    (place / "file").write_text("")
+    handle = Recorder.start(place / "run", place / "file" / "report.xml")
+    assert handle.failure_now(DEADLINE) is None
+    for line in (RUN, COLLECTED):
+        handle.send(line)
+    wait_until(lambda: handle.failure)
+    assert "report.xml: not written: " in handle.failure_now(DEADLINE)
+    (place / "file").unlink()
+    time.sleep(1.0)  # the recorder does not look by itself
+    assert "report.xml: not written: " in handle.failure
+    assert handle.failure_now(DEADLINE) is None
+    assert handle.finish(END, DEADLINE) is None
+    assert verdicts(place / "file" / "report.xml")
+
+
+def test_asking_a_recorder_that_does_not_answer_or_is_dead_takes_no_longer_than_allowed(place, monkeypatch):
+    (place / "file").write_text("")
+    handle = Recorder.start(place / "run", place / "file" / "report.xml")
+    handle.send(RUN)
+    wait_until(lambda: handle.failure)
+    os.kill(handle.pid, signal.SIGSTOP)
+    begin = time.monotonic()
+    assert "report.xml: not written: " in handle.failure_now(0.2)
+    assert time.monotonic() - begin < 10
+    os.kill(handle.pid, signal.SIGKILL)
+    assert recorder.wait_for_end(handle.pid, DEADLINE)
+    assert "has ended: nothing more is recorded" in handle.failure_now(DEADLINE)
+    handle._process.wait()
+
+
 def test_a_pipe_gets_the_last_report_only(place):
     os.mkfifo(place / "pipe")
     reader = os.open(place / "pipe", os.O_RDONLY | os.O_NONBLOCK)

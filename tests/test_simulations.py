@@ -25,6 +25,7 @@ try:
     import rates
     import rule_trials
     import rules
+    import straggler_trials
 finally:
     sys.path.remove(str(PERF))
 
@@ -43,9 +44,9 @@ def skeleton(page: str) -> list[str]:
     return found + [line.split(" | ")[0] for line in lines if line.startswith("| ")]
 
 
-def cells(head: str, *first: str) -> dict[str, str]:
+def cells(head: str, *first: str, page: str = SHIPPED) -> dict[str, str]:
     """The row of the shipped page that begins so, in the table that has ``head`` in its head, by column."""
-    lines = iter(SHIPPED.splitlines())
+    lines = iter(page.splitlines())
     columns = next(line for line in lines if line.startswith("| ") and head in line)
     for line in lines:
         row = [cell.strip() for cell in line.strip("|").split("|")]
@@ -126,6 +127,58 @@ def test_a_small_run_gives_the_rates_of_the_page_for_a_fleet(ranks: int, spread:
         assert agrees(shown, found.failed[ratio], 150)
 
 
+ENTRY, TIGHT, LOOSE = "the shipped entry", "ratio 0.929 alone", "ratio 0.75 alone"
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+@pytest.mark.parametrize("spread", [0.01, 0.02])
+def test_a_small_run_gives_the_false_alarms_of_the_page(ranks: int, spread: float) -> None:
+    found = straggler_trials.name_stragglers((ranks, spread, 0, 1.0), 100)
+    shown = cells(f"{LOOSE}, spread", str(ranks))
+    assert list(found) == [LOOSE, TIGHT, ENTRY]
+    for rule, named in found.items():
+        assert named.missed == 0
+        assert named.passed == 100 - named.wronged
+        assert agrees(shown[f"{rule}, spread {100 * spread:g} %"], named.wronged, 100), rule
+
+
+@pytest.mark.parametrize(("ranks", "count", "at"), [(8, 1, 0.95), (8, 3, 0.9), (16, 2, 0.8), (64, 3, 0.95)])
+@pytest.mark.parametrize("rule", [TIGHT, ENTRY])
+def test_a_small_run_gives_the_misses_of_the_page(ranks: int, count: int, at: float, rule: str) -> None:
+    after = "By the shipped entry:" if rule == ENTRY else f"By the {TIGHT}:"
+    shown = cells("missed, spread 0.5", str(ranks), str(count), f"{at:g}", page=SHIPPED[SHIPPED.index(after) :])
+    for spread in straggler_trials.SPREADS:
+        named = straggler_trials.name_stragglers((ranks, spread, count, at), 60)[rule]
+        where = f"spread {100 * spread:g} %"
+        assert agrees(shown[f"missed, {where}"], named.missed, 60 * count), where
+        assert agrees(shown[f"passes, {where}"], named.passed, 60), where
+        assert agrees(shown[f"wronged, {where}"], named.wronged, 60), where
+
+
+def test_the_page_has_every_kind_of_fleet_that_is_asked_for() -> None:
+    kinds = straggler_trials.kinds()
+    assert len(kinds) == len(set(kinds)) == 5 * 3 * (1 + 3 * 3)
+    assert {ranks for ranks, *_ in kinds} == {8, 16, 64, 256, 1024}
+    assert {count for _, _, count, _ in kinds} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("rule", [LOOSE, TIGHT, ENTRY])
+def test_the_judge_names_whom_the_simulation_of_fleets_counts(rule: str) -> None:
+    """The whole judge, with the limit of each rule in the place of the shipped one."""
+    limit = straggler_trials.rules()[rule]
+    limits = changed_limits(min=limit.min, min_ratio_to_median=limit.min_ratio_to_median)
+    random, seen = Random(7), set()
+    for at in (1.0, 0.95, 0.9, 0.7) * 5:
+        values = rule_trials.fleet(random, 8, 0.02, at, 2)
+        by_rank = {rank: [measurement(rule_trials.METRIC, value, unit="TFLOPS")] for rank, value in enumerate(values)}
+        judgement = hold(by_rank, limits=limits)
+        named = straggler_trials.named(values, {rule: limit})[rule]
+        assert set(judgement.measurements[0].misses) == named
+        assert judgement.outcome == ("failed" if named else "passed")
+        seen.add(judgement.outcome)
+    assert seen == {"passed", "failed"}
+
+
 def test_the_same_seed_gives_the_same() -> None:
     assert rule_trials.sample(NOISY, 20) == rule_trials.sample(NOISY, 20)
     assert rule_trials.compare(8, 0.03, 0.95, 20) == rule_trials.compare(8, 0.03, 0.95, 20)
@@ -161,6 +214,24 @@ def a_slow_rank_is_found_and_named() -> None:
     assert found.failed[0.9] == found.named[0.9] == 200
 
 
+def slow_ranks_are_named_beside_each_other() -> None:
+    for count in (1, 2, 3):
+        named = straggler_trials.name_stragglers((16, 0.005, count, 0.9), 50)
+        assert (named[TIGHT].missed, named[ENTRY].missed) == (0, 0)
+
+
+def healthy_ranks_are_not_named() -> None:
+    for count, at in ((0, 1.0), (3, 0.8)):
+        found = straggler_trials.name_stragglers((64, 0.005, count, at), 50)
+        assert [named.wronged for named in found.values()] == [0, 0, 0]
+
+
+def a_loose_ratio_misses_who_is_a_little_behind() -> None:
+    found = straggler_trials.name_stragglers((16, 0.01, 3, 0.9), 50)
+    assert found[LOOSE].missed == 150
+    assert found[LOOSE].passed == 50
+
+
 def a_slow_fleet_is_not_found_by_the_ratio() -> None:
     for ranks, slow in ((8, 8), (8, 5), (64, 64)):
         found, _ = rule_trials.slow_fleet(ranks, slow, 0.9, 50, spread=0.01)
@@ -179,6 +250,9 @@ CLAIMS = [
     quiet_cards_hardly_take_longer_than_the_window,
     the_interval_holds_the_median,
     a_slow_rank_is_found_and_named,
+    slow_ranks_are_named_beside_each_other,
+    healthy_ranks_are_not_named,
+    a_loose_ratio_misses_who_is_a_little_behind,
     a_slow_fleet_is_not_found_by_the_ratio,
     a_slow_fleet_is_found_by_the_absolute_limit,
 ]
@@ -191,7 +265,7 @@ def test_what_the_page_claims_holds(claim: Callable[[], None]) -> None:
 
 def flatters(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = sampling.series
-    monkeypatch.setattr(sampling, "series", lambda samples, rule: honest(samples, rule).scaled(1.03))
+    monkeypatch.setattr(sampling, "series", lambda samples, rule, **spent: honest(samples, rule, **spent).scaled(1.03))
 
 
 def is_always_sure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,6 +293,28 @@ def compares_with_the_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def sees_stragglers_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stragglers, "straggler_ratios", lambda values, better: dict.fromkeys(values, 0.5))
+
+
+def compares_with_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Not the median of the others: among many healthy ranks the best one is far above most of them.
+    monkeypatch.setattr(
+        stragglers,
+        "straggler_ratios",
+        lambda values, better: {rank: 0.93 * value / max(values.values()) for rank, value in values.items()},
+    )
+
+
+def is_strict_with_who_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = stragglers.straggler_ratios
+    monkeypatch.setattr(
+        stragglers,
+        "straggler_ratios",
+        lambda values, better: {rank: ratio**3 for rank, ratio in honest(values, better).items()},
+    )
+
+
 def has_no_absolute_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rule_trials, "LIMITS", changed_limits(min=None))
 
@@ -232,6 +328,10 @@ def has_no_absolute_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         (gives_up_early, noise_is_outlasted),
         (never_has_enough, quiet_cards_hardly_take_longer_than_the_window),
         (sees_no_stragglers, a_slow_rank_is_found_and_named),
+        (sees_no_stragglers, slow_ranks_are_named_beside_each_other),
+        (sees_stragglers_everywhere, healthy_ranks_are_not_named),
+        (compares_with_the_best, healthy_ranks_are_not_named),
+        (is_strict_with_who_is_behind, a_loose_ratio_misses_who_is_a_little_behind),
         (compares_with_the_data_sheet, a_slow_fleet_is_not_found_by_the_ratio),
         (has_no_absolute_limit, a_slow_fleet_is_found_by_the_absolute_limit),
     ],

@@ -80,6 +80,26 @@ def test_each_end_of_torchrun_is_told_apart(monkeypatch, error, account):
     assert agent.run(SUITE) == account
 
 
+@pytest.mark.parametrize(
+    ("options", "log_dir"),
+    [
+        ([], "{notes}/torchrun"),
+        (["--log-dir=/logs"], "/logs"),
+        (["--tee=3"], None),
+        (["--redirects=0:1"], None),
+    ],
+    ids=["nothing was asked for", "a folder", "tee", "redirects"],
+)
+def test_torchruns_folder_of_logs_goes_with_the_account_where_nobody_has_asked_for_logs(
+    options, log_dir, monkeypatch, tmp_path
+):
+    told = []
+    monkeypatch.setenv(agent.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(torch.distributed.run, "run", told.append)
+    assert agent.run([*options, *SUITE]).how == "done"
+    assert told[0].log_dir == (None if log_dir is None else log_dir.format(notes=tmp_path))
+
+
 def test_an_account_is_read_as_it_was_written_or_not_at_all(tmp_path):
     account = Account(how="ranks failed", message="\x1b é", ranks=(RankEnd(rank=3, code=-9),))
     assert Account.read(tmp_path) is None

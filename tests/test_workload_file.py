@@ -17,11 +17,15 @@ COLLECTIVES = """\
       collectives:
         {sizes: [64 kB], latency_sizes: [16 B], warmup: 0 s, window: 200 ms, longest: 1 s, tolerance: 300 %}
 """
+SEARCH = (
+    "{shapes: [64x64x64, 64x128x32], layouts: [nn, nt], look: 10 ms, warmup: 0 s, window: 100 ms, longest: 1 s, "
+    "tolerance: 60 %}"
+)
 FIRST = f"""\
 schema_version: 1
 profiles:
   cpu:
-    matmul: {{sizes: [128, 256], warmup: 0 s, window: 200 ms, longest: 1 s, tolerance: 50 %}}
+    matmul: {{sizes: [128, 256], warmup: 0 s, window: 200 ms, longest: 1 s, tolerance: 50 %, search: {SEARCH}}}
     hbm: {{sizes: 8 MiB, warmup: 0 s, window: 200 ms, longest: 1 s, tolerance: 50 %}}
     nccl:
       all_reduce:
@@ -83,6 +87,10 @@ def test_the_shipped_profiles_measure_what_the_limits_are_about() -> None:
     assert set(full.all_reduce.sizes) == {*quick.all_reduce.sizes, "512 MiB", "1 GiB", "2 GiB", "4 GiB", "8 GiB"}
     assert (max(quick.hbm.sizes_bytes), max(full.hbm.sizes_bytes)) == (8 * 2**30, 32 * 10**9)
     assert max(soak.matmul.sizes) == max(full.matmul.sizes)
+    # A shape that was found elsewhere to be the fastest, and a square, in both layouts that models multiply in.
+    for profile in (quick, full, soak):
+        assert {(8192, 8192, 8192), (2048, 2048, 13312)} <= set(profile.matmul_search.shapes)
+        assert {"nn", "nt"} <= set(profile.matmul_search.layouts)
     assert min(part.sampling.window_seconds for part in (soak.matmul, soak.hbm, soak.all_reduce)) >= 60
     assert max(part.sampling.longest_seconds for part in (cpu.matmul, cpu.hbm, cpu.all_reduce)) <= 3
 
@@ -233,6 +241,38 @@ BROKEN = {
     "a size twice": (
         replaced("[64 kB]", "[64 kB, 128 kB, 64000 B]"),
         ["8:33: nccl.all_reduce.sizes: 64000 B is the same as 64 kB; each value is measured once"],
+    ),
+    "a shape of two numbers": (
+        replaced("64x64x64", "64x64"),
+        [
+            "4:111: matmul.search.shapes: '64x64' is not mxnxk, each a multiple of 16 from 16 to 65536",
+        ],
+    ),
+    "a shape with a number that is none": (
+        replaced("64x64x64", "64x6e1x64"),
+        [
+            "4:111: matmul.search.shapes: '64x6e1x64' is not mxnxk: '6e1' is not a multiple of 16 from 16 to 65536, in"
+            " plain digits",
+        ],
+    ),
+    "a shape that is no multiple": (
+        replaced("64x64x64", "64x64x60"),
+        [
+            "4:111: matmul.search.shapes: '64x64x60' is not mxnxk: 60 is not a multiple of 16 from 16 to 65536",
+        ],
+    ),
+    "a shape twice": (
+        replaced("64x128x32", "64x64x64"),
+        ["4:121: matmul.search.shapes: 64x64x64 comes twice; each value is measured once"],
+    ),
+    "no shape": (replaced("[64x64x64, 64x128x32]", "[]"), ["4:110: the list is empty"]),
+    "a layout that is none": (
+        replaced("[nn, nt]", "[nn, row]"),
+        ["4:147: matmul.search.layouts: 'row' is not nn or nt or tn or tt"],
+    ),
+    "a look without a unit": (
+        replaced("look: 10 ms", "look: 10"),
+        ["4:158: matmul.search.look: '10' has no unit: write '10 s'"],
     ),
     "a word that is none": (
         replaced("mig: off", "mig: no"),

@@ -86,7 +86,7 @@ def test_what_the_loader_takes_the_schema_takes(text: str, tmp_path: Path) -> No
 
 # What takes more than one value to see, or a look at the amount behind a quantity, only the loader sees.
 LOADER_ONLY = {
-    *("duplicate key", "a size twice"),
+    *("duplicate key", "a size twice", "a shape that is no multiple"),
     *("a window longer than its longest time", "a window longer than an inherited longest time"),
     "a window longer than its longest time in a profile that others inherit",
     *("inherits from nobody", "inherits in a circle"),

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_gpucluster.errors import UnitError
-from pytest_gpucluster.workload_values import Amount, Choice, Duration, Kind, Ratio, Whole, repeated
+from pytest_gpucluster.workload_values import Amount, Choice, Duration, Kind, Ratio, Sizes, Whole, repeated
 
 SIZE = Whole(least=16, most=65536, multiple_of=16)
+SHAPE = Sizes(names=("m", "n", "k"), each=SIZE)
 BYTES = Amount(least_bytes=4, most_bytes=10**12, multiple_of=4)
 LABEL = Amount(least_bytes=4, most_bytes=10**12, multiple_of=4, as_written=True)
 SECONDS = Duration(least_seconds=0.01, most_seconds=3600)
@@ -32,6 +33,7 @@ MIG = Choice(words=("off", "on"))
         pytest.param(TOLERANCE, "1 %", 0.01, id="percent"),
         pytest.param(TOLERANCE, "0.5 ratio", 0.5, id="a ratio"),
         pytest.param(MIG, "off", "off", id="a word"),
+        pytest.param(SHAPE, "64x128x2048", (64, 128, 2048), id="a shape"),
     ],
 )
 def test_a_value_is_read_in_base_units(kind: Kind, text: str, value: Any) -> None:
@@ -95,6 +97,22 @@ def test_a_value_is_read_in_base_units(kind: Kind, text: str, value: Any) -> Non
         pytest.param(TOLERANCE, "1", "'1' has no unit: write '1 %'", id="a ratio without unit"),
         pytest.param(MIG, "of", "'of' is not off or on; did you mean 'off'?", id="a misspelt word"),
         pytest.param(MIG, "false", "'false' is not off or on", id="another word"),
+        *(
+            pytest.param(SHAPE, text, f"{text!r} is not mxnxk, each a multiple of 16 from 16 to 65536", id=text)
+            for text in ("64", "64x64", "64x64x64x64", "64*64*64", "64X64X64", "")
+        ),
+        pytest.param(
+            SHAPE,
+            "64x8x64",
+            "'64x8x64' is not mxnxk: 8 is not a multiple of 16 from 16 to 65536",
+            id="a shape with a size that is too small",
+        ),
+        pytest.param(
+            SHAPE,
+            "64x x64",
+            "'64x x64' is not mxnxk: ' ' is not a multiple of 16 from 16 to 65536, in plain digits",
+            id="a shape with a gap",
+        ),
     ],
 )
 def test_what_is_not_allowed_is_told_with_what_is(kind: Kind, text: str, message: str) -> None:
@@ -103,7 +121,7 @@ def test_what_is_not_allowed_is_told_with_what_is(kind: Kind, text: str, message
     assert str(caught.value) == message
 
 
-@given(st.text(max_size=12), st.sampled_from([SIZE, BYTES, LABEL, SECONDS, TOLERANCE, MIG]))
+@given(st.text(max_size=12), st.sampled_from([SIZE, SHAPE, BYTES, LABEL, SECONDS, TOLERANCE, MIG]))
 def test_any_text_is_a_value_or_refused(text: str, kind: Kind) -> None:
     with contextlib.suppress(ValueError, UnitError):
         assert kind.read(text) or kind.read(text) == 0

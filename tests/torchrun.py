@@ -25,7 +25,7 @@ from pathlib import Path
 
 import junitparser
 import xmlschema
-from sessions import is_left_over
+from sessions import environment
 
 from pytest_gpucluster import journal
 
@@ -59,15 +59,16 @@ class Run:
     deadline: float
     settled: dict[str, float] = field(default_factory=dict)
     """Testcase -> when the report on disk first said of it what it said in the end (wall clock)."""
+    completed_at: float = 0.0
+    """When the report on disk first said all that it said in the end (wall clock)."""
     exits: list[int] = field(default_factory=list)
-    ended_at: float = 0.0
-    """When the last launcher had ended (wall clock)."""
     left_over: list[str] = field(default_factory=list)
     """Processes that stayed when every launcher had ended."""
     files_left: list[str] = field(default_factory=list)
     """Temporary files of ours that stayed. Only where somebody on the host outlived the dead can they be gone."""
     _said: dict[str, str] = field(default_factory=dict)
     _looked_at: int = 0
+    _content: bytes = b""
 
     # ---- while it runs
 
@@ -76,7 +77,6 @@ class Run:
         try:
             while any(agent.poll() is None for agent in self.agents):
                 self._go_on()
-            self.ended_at = time.time()
             self.exits = [agent.returncode for agent in self.agents]
             self._let_end()
         finally:
@@ -117,7 +117,11 @@ class Run:
             if changed == self._looked_at:
                 return
             self._looked_at = changed
-            for case in ET.parse(self.junit_path).getroot().iter("testcase"):
+            content = self.junit_path.read_bytes()
+            if content != self._content:
+                self._content = content
+                self.completed_at = changed / 1e9
+            for case in ET.fromstring(content).iter("testcase"):
                 name = str(case.get("name"))
                 said = "".join(f"{child.tag} {child.get('message')}" for child in case)
                 if self._said.get(name) != said:
@@ -320,7 +324,12 @@ def torchrun(directory: Path, files: Mapping[str, str] | None, *options: str, **
 
 
 def with_one_fault(
-    make_directory: Callable[[str], Path], cases: Iterable[tuple[str, int]], *, deadline: float, at_once: int = 2
+    make_directory: Callable[[str], Path],
+    cases: Iterable[tuple[str, int]],
+    *,
+    deadline: float,
+    at_once: int,
+    timeouts: str,
 ) -> dict[tuple[str, int], Run]:
     """Run the suite of one fault for each fault and victim, some at once: most of each run is waiting."""
 
@@ -328,7 +337,7 @@ def with_one_fault(
         fault, victim = case
         environment = {"FAULT": fault, "VICTIM": str(victim)}
         directory = make_directory(f"{fault}-{victim}-")
-        return torchrun(directory, suite("one_fault"), deadline=deadline, environment=environment)
+        return torchrun(directory, suite("one_fault"), deadline=deadline, timeouts=timeouts, environment=environment)
 
     with ThreadPoolExecutor(max_workers=at_once) as pool:
         started = {case: pool.submit(run, case) for case in cases}
@@ -336,12 +345,4 @@ def with_one_fault(
 
 
 def _environment(directory: Path, token: str) -> dict[str, str | bytes]:
-    kept = {name: value for name, value in os.environ.items() if not is_left_over(name)}
-    return {
-        **kept,
-        _TOKEN: token,
-        "OMP_NUM_THREADS": "1",
-        "STAMPS": str(directory / "stamps"),
-        "TMPDIR": str(directory / "tmp"),
-        "COLUMNS": "200",
-    }
+    return environment({_TOKEN: token, "STAMPS": str(directory / "stamps"), "TMPDIR": str(directory / "tmp")})

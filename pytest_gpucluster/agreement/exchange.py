@@ -15,6 +15,7 @@ from typing import Any
 
 from pytest_gpucluster.agreement.store import Store, Stores
 from pytest_gpucluster.errors import StoreError
+from pytest_gpucluster.time_spent import AGREEING, counted
 from pytest_gpucluster.wording import first_line
 
 Body = Mapping[str, Any]
@@ -57,6 +58,10 @@ class Exchange:
         Raises:
             StoreError: the store has gone, or gave no answer long after the deadline.
         """
+        with counted(AGREEING):
+            return self._run(body, decide, deadline_seconds)
+
+    def _run(self, body: Body, decide: Callable[[dict[int, Body]], Body], deadline_seconds: float) -> Body:
         number = self.number
         with _store_trouble():
             self._store.set_timeout(timedelta(seconds=deadline_seconds + _ANSWER_MARGIN_SECONDS))

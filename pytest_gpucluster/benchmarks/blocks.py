@@ -11,11 +11,13 @@ import itertools
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Protocol
 
 from pytest_gpucluster.benchmarks.clock import Clock
 from pytest_gpucluster.errors import InconclusiveMeasurement
 from pytest_gpucluster.sampling import MIN_SAMPLES, Sampling, Series, series, wants_more
+from pytest_gpucluster.time_spent import MEASURING, WARM_UP, counted, verified
 
 BLOCK_SECONDS = 0.25
 """A sample is the rate over about this long. It is less where the window is too short for enough samples."""
@@ -75,7 +77,8 @@ def measure_rate(
         InconclusiveMeasurement: the clock did not advance.
     """
     bursts = Bursts(work, clock)
-    bursts.warm_up(sampling.warmup_seconds)
+    with counted(WARM_UP):
+        bursts.warm_up(sampling.warmup_seconds)
     per_block = bursts.operations_in(min(BLOCK_SECONDS, sampling.window_seconds / MIN_SAMPLES))
     rates: list[float] = []
     spent, batch = 0.0, sampling.window_seconds
@@ -83,13 +86,15 @@ def measure_rate(
         until = spent + batch
         if spent < sampling.at_most_seconds:
             until = min(until, sampling.at_most_seconds)
-        with during:
+        with counted(MEASURING), during:
             while spent < until:
                 seconds = bursts.block(per_block)
                 rates.append(per_block / seconds)
                 spent += seconds
         batch = min(BATCH_SECONDS, sampling.window_seconds)
-    return Rate(per_second=series(rates, sampling), timed=per_block * len(rates), verified=bursts.done)
+    return Rate(
+        per_second=series(rates, sampling, spent_seconds=spent), timed=per_block * len(rates), verified=bursts.done
+    )
 
 
 class Bursts:
@@ -133,12 +138,16 @@ class Bursts:
         """
         batch = range(self.done, self.done + count)
         self._clock.get_ahead(count, seconds=count * self._each_seconds)
+        begun = perf_counter()
         with self._clock.region():
             for index in batch:
                 self._work.start(index)
+        started = perf_counter()
         self.done += count
         self._work.verify(batch)
+        looked = perf_counter()
         [seconds] = self._clock.read()
+        verified(looked - started, still_busy=seconds - (started - begun))
         if not 0 < seconds < math.inf:
             raise InconclusiveMeasurement(f"the clock did not advance: {count} operations took {seconds} s")
         self._each_seconds = seconds / count

@@ -18,8 +18,10 @@ from pytest_gpucluster.benchmarks.blocks import NOTHING, Bursts
 from pytest_gpucluster.benchmarks.burn_in_course import Course, Point
 from pytest_gpucluster.benchmarks.clock import Clock, clock_for
 from pytest_gpucluster.benchmarks.footprint import memory_returned
-from pytest_gpucluster.benchmarks.matmul import Layout, Multiply, Products, flops_of, multiplier, prepare
+from pytest_gpucluster.benchmarks.matmul import multiplier, prepare
+from pytest_gpucluster.benchmarks.matmul_products import Buffers, Multiply, Products
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
+from pytest_gpucluster.time_spent import MEASURING, counted
 
 Progress = Callable[..., None]
 """``progress(step, of, **figures)``: shown to whoever waits. A step is a second."""
@@ -74,16 +76,16 @@ def burn_in(
         if not 0 < value < math.inf:
             raise ValueError(f"{what} must be positive and finite, not {value}")
     instead = "choose smaller matrices, such as --gpucluster-workload burn_in.n=8192"
-    layout = prepare(device, n=n, dtype=dtype, instead=instead)
+    buffers = prepare(device, n=n, dtype=dtype, instead=instead)
     try:
-        with memory_returned(), numerics(layout.kind.float32_precision):
+        with memory_returned(), numerics(buffers.kind.float32_precision):
             _burn(
                 device,
                 course,
-                layout,
+                buffers,
                 f"{device}: burn-in {dtype} n={n}",
                 seed,
-                multiply or multiplier(device, layout.kind),
+                multiply or multiplier(device, buffers.kind),
                 clock or clock_for(device),
                 interval_seconds,
                 during,
@@ -104,7 +106,7 @@ def burn_in(
 def _burn(
     device: torch.device,
     course: Course,
-    layout: Layout,
+    buffers: Buffers,
     name: str,
     seed: int,
     multiply: Multiply,
@@ -115,11 +117,11 @@ def _burn(
     now: Callable[[], float],
 ) -> None:
     # A function of its own, for its frame holds all tensors: see memory_returned.
-    products = Products(device, layout, name=name, seed=seed, multiply=multiply)
+    products = Products(device, buffers, name=name, seed=seed, multiply=multiply)
     bursts = Bursts(products, clock)
     total, told = math.ceil(course.seconds), 0
     begin, gone = now(), 0.0
-    with during:
+    with counted(MEASURING), during:
         while gone < course.seconds:
             before, busy = bursts.done, 0.0
             until = min(gone + interval_seconds, course.seconds)
@@ -127,9 +129,8 @@ def _burn(
                 busy += bursts.burst(products.most_at_once)
                 gone = now() - begin
             done = bursts.done - before
-            point = Point(
-                at_seconds=gone, products=done, busy_seconds=busy, tflops=done * flops_of(layout.n) / busy / 1e12
-            )
+            tflops = done * buffers.shape.flops / busy / 1e12
+            point = Point(at_seconds=gone, products=done, busy_seconds=busy, tflops=tflops)
             course.add(point)
             step = int(gone) if gone < course.seconds else total
             if progress is not None and step > told and course.seconds >= SHOWN_SECONDS:

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from pytest_gpucluster.sampling import Sampling, Series, series
@@ -113,5 +113,5 @@ class CollectiveResult:
         return self._bandwidth(latency).scaled(busbw_factor(self.ranks, self.collective))
 
     def _bandwidth(self, latency: Series) -> Series:
-        rates = series((self.payload_bytes / seconds for seconds in latency.samples), self.sampling)
-        return replace(rates, inconclusive=latency.inconclusive)
+        rates = (self.payload_bytes / seconds for seconds in latency.samples)
+        return series(rates, self.sampling, spent_seconds=0).decided_by(latency)

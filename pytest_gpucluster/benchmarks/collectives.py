@@ -12,7 +12,6 @@ import time
 import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -28,6 +27,7 @@ from pytest_gpucluster.benchmarks.ranks import Ranks
 from pytest_gpucluster.benchmarks.window_plan import WindowPlan
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.sampling import Sampling, series, wants_more
+from pytest_gpucluster.time_spent import MEASURING, VERIFYING, WARM_UP, counted
 from pytest_gpucluster.units import did_you_mean, show
 
 Reduce = Callable[[torch.Tensor, dist.ProcessGroup], object]
@@ -213,9 +213,10 @@ class _Measured:
     ) -> CollectiveResult:
         findings = [self._verify()]
         try:
-            plan = self._warm_up(sampling, now)
-            with during:
-                samples = self._samples(plan, sampling, now)
+            with counted(WARM_UP):
+                plan = self._warm_up(sampling, now)
+            with counted(MEASURING), during:
+                samples, spent = self._samples(plan, sampling, now)
         except InconclusiveMeasurement:
             if findings[0]:  # it matters more, and may be why
                 raise WrongResult(findings[0]) from None
@@ -224,9 +225,9 @@ class _Measured:
         wrong = [finding for finding in findings if finding]
         if wrong:
             raise WrongResult(wrong[0])
-        slowest = series((max(times) for times in samples), sampling)
+        slowest = series((max(times) for times in samples), sampling, spent_seconds=spent)
         mine, mean = (
-            replace(series(taken, sampling), inconclusive=slowest.inconclusive)
+            series(taken, sampling, spent_seconds=spent).decided_by(slowest)
             for taken in ([times[dist.get_rank(self._group)] for times in samples], map(statistics.fmean, samples))
         )
         return CollectiveResult(
@@ -255,15 +256,18 @@ class _Measured:
             plan = WindowPlan(calls=int(calls), windows=int(windows), call_seconds=call_seconds)
         return plan
 
-    def _samples(self, plan: WindowPlan, sampling: Sampling, now: Callable[[], float]) -> list[list[float]]:
-        """Return sample after sample, of all ranks each, until the first rank has seen enough."""
+    def _samples(
+        self, plan: WindowPlan, sampling: Sampling, now: Callable[[], float]
+    ) -> tuple[list[list[float]], float]:
+        """Return sample after sample, of all ranks each, until the first rank has seen enough; and its seconds."""
         samples: list[list[float]] = []
-        begin, more = now(), 1.0
+        begin, spent, more = now(), 0.0, 1.0
         while more:
             samples.append(self._sample(plan))
             slowest = [max(times) for times in samples]
-            [more] = self._ranks.of_first([wants_more(slowest, spent_seconds=now() - begin, sampling=sampling)])
-        return samples
+            spent = now() - begin
+            spent, more = self._ranks.of_first([spent, wants_more(slowest, spent_seconds=spent, sampling=sampling)])
+        return samples, spent
 
     def _sample(self, plan: WindowPlan) -> list[float]:
         """Return the seconds per call of each rank, over all windows of a sample."""
@@ -292,6 +296,7 @@ class _Measured:
         return max(elapsed, RESOLUTION_SECONDS) if self._ranks.count == 1 else elapsed
 
     def _verify(self) -> str | None:
-        self._payload.fill()
-        self._call(self._payload.sent, self._payload.received, self._group)
-        return self._payload.defect()
+        with counted(VERIFYING):
+            self._payload.fill()
+            self._call(self._payload.sent, self._payload.received, self._group)
+            return self._payload.defect()

@@ -15,6 +15,7 @@ import torch
 from pytest_gpucluster.benchmarks.arithmetic import numerics
 from pytest_gpucluster.benchmarks.scaled_product import CAPABILITY, scaled_product
 from pytest_gpucluster.errors import WrongResult
+from pytest_gpucluster.time_spent import MEASURING, VERIFYING, counted
 from pytest_gpucluster.units import did_you_mean
 
 K = 256
@@ -85,11 +86,13 @@ def check_product(
         torch.randint(-kind.largest, kind.largest + 1, shape, generator=generator, dtype=torch.float64)
         for shape in ((n, K), (K, n))
     )
-    expected = a @ b
-    with numerics("high" if kind.tf32 else "highest"):
+    with counted(VERIFYING):
+        expected = a @ b
+    with counted(MEASURING), numerics("high" if kind.tf32 else "highest"):
         product = (multiply or (_scaled_mm if kind.fp8 else torch.mm))(_to(a, device, kind), _to(b, device, kind))
     what = f"the {dtype} product of {n} x {K} and {K} x {n} matrices on {where or device}"
-    _compare(product.cpu().double(), expected, what)
+    with counted(VERIFYING):
+        _compare(product.cpu().double(), expected, what)
 
 
 def _to(integers: torch.Tensor, device: torch.device, kind: _Kind) -> torch.Tensor:

@@ -22,6 +22,7 @@ from pytest_gpucluster.benchmarks.footprint import memory_returned, require_free
 from pytest_gpucluster.benchmarks.matmul import multiplier
 from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
 from pytest_gpucluster.errors import WrongResult
+from pytest_gpucluster.time_spent import MEASURING, counted
 
 HEAD = 64
 """Width of a head of attention, for which every kernel is made."""
@@ -163,7 +164,7 @@ def take_fingerprint(
     require_switches(device, arithmetic("fp32"))
     instead = "choose smaller matrices, such as --gpucluster-workload determinism.n=1024"
     require_free(device, _MATRICES * 4 * n * n, f"the fingerprint of n={n}", instead=instead)
-    with memory_returned(), deterministic(), torch.no_grad():
+    with counted(MEASURING), memory_returned(), deterministic(), torch.no_grad():
         digests, changed = _compute(device, stages_of(device) if stages is None else stages, n, repeats, seed)
     return Fingerprint(kind=kind_of(device), digests=digests, repeats=repeats, changed=changed)
 

@@ -7,7 +7,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from pytest_gpucluster.benchmarks.memory import size_of
 from pytest_gpucluster.benchmarks.ranks import Ranks
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.sampling import MIN_SAMPLES, Sampling, series, wants_more
+from pytest_gpucluster.time_spent import MEASURING, WARM_UP, counted, verified
 from pytest_gpucluster.units import did_you_mean
 
 SAMPLE_SECONDS = 0.25
@@ -146,7 +147,7 @@ class _Together:
             words = payload_bytes // 8
             work = HostCopies(device, host.words, words, copies, (direction,), name=name, copier=copier, look=look)
             try:
-                rates = self._rates(work, payload_bytes, during or nullcontext())
+                rates, spent = self._rates(work, payload_bytes, during or nullcontext())
             except InconclusiveMeasurement:
                 if self._wrong:  # it matters more, and may be why
                     raise WrongResult(self._wrong) from None
@@ -154,10 +155,10 @@ class _Together:
             nodes = host.nodes
         if self._wrong:
             raise WrongResult(self._wrong)
-        slowest = series((min(sample) for sample in rates), self._sampling)
-        mine = series((sample[self._ranks.index] for sample in rates), self._sampling)
+        slowest = series((min(sample) for sample in rates), self._sampling, spent_seconds=spent)
+        mine = series((sample[self._ranks.index] for sample in rates), self._sampling, spent_seconds=spent)
         return HostLinkResult(
-            bytes_per_second=replace(mine, inconclusive=slowest.inconclusive),
+            bytes_per_second=mine.decided_by(slowest),
             directions=(direction,),
             mode=TOGETHER,
             payload_bytes=payload_bytes,
@@ -204,19 +205,22 @@ class _Together:
                 "own error says what to do"
             )
 
-    def _rates(self, work: HostCopies, payload_bytes: int, during: AbstractContextManager[object]) -> list[list[float]]:
-        """Return sample after sample, of each rank its bytes a second."""
-        plan = self._warm_up(work)
+    def _rates(
+        self, work: HostCopies, payload_bytes: int, during: AbstractContextManager[object]
+    ) -> tuple[list[list[float]], float]:
+        """Return sample after sample, of each rank its bytes a second; and the seconds of all."""
+        with counted(WARM_UP):
+            plan = self._warm_up(work)
         rates: list[list[float]] = []
         spent, more = 0.0, 1.0
-        with during:
+        with counted(MEASURING), during:
             while more:
                 common = sum(map(max, self._sample(work, plan)))
                 spent += common
                 rates.append([plan.windows * count * payload_bytes / common for count in plan.copies])
                 slowest = [min(sample) for sample in rates]
                 [more] = self._ranks.of_first([wants_more(slowest, spent_seconds=spent, sampling=self._sampling)])
-        return rates
+        return rates, spent
 
     def _warm_up(self, work: HostCopies) -> Plan:
         """Copy until the time is up; return the plan of all ranks."""
@@ -248,14 +252,18 @@ class _Together:
         # Ahead of the barrier: a wait that each GPU counts in cycles of its own clock would pull them apart after it.
         self._clock.get_ahead(1 + copies, seconds=copies * self._each_seconds)
         self._ranks.barrier()
+        begun = time.perf_counter()
         with self._clock.region():
             for index in batch:
                 work.start(index)
+        started = time.perf_counter()
         self._done += copies
         try:
             work.verify(batch)
         except WrongResult as error:  # told after the last collective, in order not to leave the others waiting
             self._wrong = self._wrong or str(error)
+        looked = time.perf_counter()
         [seconds] = self._clock.read()
+        verified(looked - started, still_busy=seconds - (started - begun))
         self._each_seconds = seconds / copies
         return seconds

@@ -21,6 +21,7 @@ from pytest_gpucluster.benchmarks.ranks import Ranks
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement
 from pytest_gpucluster.links.matrix import Reading
 from pytest_gpucluster.links.plan import Pair, Round
+from pytest_gpucluster.time_spent import MEASURING, VERIFYING, WARM_UP, counted
 from pytest_gpucluster.units import show
 
 Progress = Callable[[int, int], object]
@@ -171,7 +172,8 @@ def _all(
     found: list[Reading] = []
     begin, done, more = now(), 0, float(bool(rounds))
     while more:
-        found += links.round(rounds[done], done)
+        with counted(MEASURING):
+            found += links.round(rounds[done], done)
         done += 1
         if progress is not None:
             progress(done, len(rounds))
@@ -203,7 +205,8 @@ class _Links:
     def round(self, pairs: Round, number: int) -> list[Reading]:
         """Measure all pairs of a round; return the readings of all of them."""
         peer = next((one if self._rank == other else other for one, other in pairs if self._rank in (one, other)), None)
-        own = self._paces(peer)
+        with counted(WARM_UP):
+            own = self._paces(peer)
         numbers = [-1.0] * _COLUMNS
         for direction in (0, 1):
             # Whoever has the lower rank sends first; who is in no pair only keeps step.
@@ -253,13 +256,15 @@ class _Links:
         rates: list[float] = []
         for windows, calls in ((1, 1), (WINDOWS, own.calls)):  # the first one warms up
             seed = link_payload.salt(*ends, 2 * when + (windows > 1))
-            if outgoing is not None:
-                link_payload.fill(outgoing, seed)
-            if incoming is not None:
-                link_payload.poison(incoming)
+            with counted(VERIFYING):
+                if outgoing is not None:
+                    link_payload.fill(outgoing, seed)
+                if incoming is not None:
+                    link_payload.poison(incoming)
             elapsed = [self._window(peer, outgoing, incoming, calls) for _ in range(windows)]
             if incoming is not None:
-                defects.append(link_payload.defect(incoming, seed) or nothing)
+                with counted(VERIFYING):
+                    defects.append(link_payload.defect(incoming, seed) or nothing)
                 rates = [calls * incoming.nbytes / seconds if seconds > 0 else math.inf for seconds in elapsed]
         if incoming is None:
             return [-1.0] * _COLUMNS

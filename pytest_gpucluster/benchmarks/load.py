@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from pytest_gpucluster.benchmarks.footprint import memory_returned
+from pytest_gpucluster.time_spent import MEASURING, counted
 
 LOOK_SECONDS = 0.2
 """About how long the device still works after a look."""
@@ -45,7 +46,7 @@ def keep_busy(device: torch.device, look: Callable[[], None], *, seconds: float)
     """
     if not 0 < seconds < math.inf:
         raise ValueError(f"seconds must be positive and finite, not {seconds}")
-    with memory_returned():
+    with counted(MEASURING), memory_returned():
         return _keep_busy(device, look, seconds=seconds)
 
 

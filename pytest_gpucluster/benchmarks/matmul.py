@@ -1,13 +1,11 @@
 """How fast one device multiplies matrices, with every product verified.
 
-The matrices are square and random, never zeros: zeros toggle fewer bits, draw less power, and were seen to
-run 13 % faster on a power-limited GPU.
+The matrices are random, never zeros: zeros toggle fewer bits, draw less power, and were seen to run 13 % faster on a
+power-limited GPU.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -16,20 +14,11 @@ import torch
 from pytest_gpucluster.benchmarks.arithmetic import Arithmetic, arithmetic, numerics, require_switches
 from pytest_gpucluster.benchmarks.blocks import NOTHING, Rate, measure_rate
 from pytest_gpucluster.benchmarks.clock import Clock, clock_for
-from pytest_gpucluster.benchmarks.comparison import Comparison, bytes_to_compare, difference_seen, shown
-from pytest_gpucluster.benchmarks.footprint import cache_bytes, memory_returned, require_free, sets_beyond_cache
-from pytest_gpucluster.benchmarks.matmul_reference import PART_BYTES, wrong_elements
+from pytest_gpucluster.benchmarks.footprint import cache_bytes, memory_returned, require_free
+from pytest_gpucluster.benchmarks.matmul_products import Buffers, Multiply, Products, layouts_of, usual_layout
+from pytest_gpucluster.benchmarks.matmul_shape import Shape
 from pytest_gpucluster.benchmarks.scaled_product import require_fp8, scaled_product
-from pytest_gpucluster.errors import WrongResult
 from pytest_gpucluster.sampling import Sampling, Series
-
-Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
-"""Write the product of the first two matrices to the third."""
-
-RESULTS_AT_ONCE = 64
-RESULTS_BYTES = 4 * 2**30
-"""So many products, and of no more than so many bytes, are kept until they are verified. Of bf16 matrices with
-n = 16384 it is 8 products: 0.1 s of work between two looks of the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,16 +27,16 @@ class MatmulResult:
 
     Attributes:
         tflops: in 10**12 floating point operations a second, a sample for each block of products.
-        n, dtype, seed: what was multiplied.
+        shape, dtype, seed: what was multiplied.
         flops_per_iter: operations of one product.
         iters: timed products, without those of the warm-up.
         verified_products: products compared element by element: the timed ones, those of the warm-up and the first
             ones, which the others are compared with.
-        operand_sets: pairs of operands that were used in turn, so that they do not stay in the device's cache.
+        operand_sets: sets of operands that were used in turn, so that they do not stay in the device's cache.
     """
 
     tflops: Series
-    n: int
+    shape: Shape
     dtype: str
     seed: int
     flops_per_iter: int
@@ -98,29 +87,45 @@ def measure_matmul(
             between fp32 and TF32.
         ValueError: an argument is out of its range.
 
-    Source: of the operations of a product, ``flops_of``.
+    Source: of the operations of a product, ``Shape.flops``.
     """
     instead = "choose smaller sizes, such as --gpucluster-workload matmul.sizes=4096,8192"
-    layout = prepare(device, n=n, dtype=dtype, cache=cache, instead=instead)
-    flops = flops_of(n)
+    buffers = prepare(device, n=n, dtype=dtype, cache=cache, instead=instead)
     name = f"{device}: matmul {dtype} n={n}"
-    with memory_returned(), numerics(layout.kind.float32_precision):
-        by = multiply or multiplier(device, layout.kind)
-        rate = _measure(device, layout, name, seed, by, clock or clock_for(device), sampling, during)
-    return MatmulResult(
-        tflops=rate.per_second.scaled(flops / 1e12),
-        n=n,
-        dtype=dtype,
-        seed=seed,
-        flops_per_iter=flops,
-        iters=rate.timed,
-        verified_products=rate.verified + 2 * layout.sets,
-        operand_sets=layout.sets,
-    )
+    return _measured(device, buffers, dtype, name, seed, multiply, clock, sampling, during)
 
 
-def prepare(device: torch.device, *, n: int, dtype: str, instead: str, cache: int | None = None) -> Layout:
-    """Make sure that a device can multiply n x n matrices, and say how they lie in its memory.
+def measure_shape(
+    device: torch.device,
+    shape: Shape,
+    *,
+    dtype: str,
+    sampling: Sampling,
+    instead: str,
+    seed: int = 0,
+    during: AbstractContextManager[object] = NOTHING,
+    clock: Clock | None = None,
+    multiply: Multiply | None = None,
+    cache: int | None = None,
+) -> MatmulResult:
+    """Measure products of any shape and layout, in TFLOPS: as ``measure_matmul`` does it, by the same rules.
+
+    Where a b and b a are not both of this shape and layout, the two products that take turns are a b and c b.
+
+    Args:
+        shape: what is multiplied.
+        instead: how to ask for less memory, for the message.
+        others: as for ``measure_matmul``.
+
+    Raises: as ``measure_matmul``.
+    """
+    buffers = prepare_shape(device, shape, dtype=dtype, cache=cache, instead=instead)
+    name = f"{device}: matmul {dtype} {shape}"
+    return _measured(device, buffers, dtype, name, seed, multiply, clock, sampling, during)
+
+
+def prepare(device: torch.device, *, n: int, dtype: str, instead: str, cache: int | None = None) -> Buffers:
+    """Make sure that a device can multiply n x n matrices, and say which it will hold.
 
     Args:
         device: where to multiply.
@@ -136,12 +141,34 @@ def prepare(device: torch.device, *, n: int, dtype: str, instead: str, cache: in
     kind = arithmetic(dtype)
     if n < 1 or n % kind.multiple_of:
         raise ValueError(f"n must be at least 1, and for {dtype} a multiple of {kind.multiple_of}, not {n}")
+    shape = Shape.square(n, layout=usual_layout(kind))
+    return prepare_shape(device, shape, dtype=dtype, instead=instead, cache=cache, what=f"n={n}")
+
+
+def prepare_shape(
+    device: torch.device, shape: Shape, *, dtype: str, instead: str, cache: int | None = None, what: str = ""
+) -> Buffers:
+    """Make sure that a device can take products of this shape, and say which matrices it will hold.
+
+    Args:
+        device: where to multiply.
+        shape: what is multiplied.
+        what: how the message calls it; by default as it is written.
+        others: as for ``prepare``.
+
+    Raises: as ``prepare``. ValueError also for a layout that this dtype cannot be multiplied in.
+    """
+    kind = arithmetic(dtype)
+    if any(size % kind.multiple_of for size in (shape.m, shape.n, shape.k)):
+        raise ValueError(f"m, n and k must be multiples of {kind.multiple_of} for {dtype}, not {shape}")
+    if shape.layout not in layouts_of(kind):
+        raise ValueError(f"{dtype} is multiplied in the layout {' or '.join(layouts_of(kind))} only, not {shape}")
     if kind.is_scaled:
         require_fp8(device)
     require_switches(device, kind)
-    layout = Layout(n=n, kind=kind, cache=cache_bytes(device) if cache is None else cache)
-    require_free(device, layout.needed_bytes, f"matmul {dtype} n={n}", instead=instead)
-    return layout
+    buffers = Buffers(shape=shape, kind=kind, cache=cache_bytes(device) if cache is None else cache)
+    require_free(device, buffers.needed_bytes, f"matmul {dtype} {what or shape}", instead=instead)
+    return buffers
 
 
 def multiplier(device: torch.device, kind: Arithmetic) -> Multiply:
@@ -150,16 +177,40 @@ def multiplier(device: torch.device, kind: Arithmetic) -> Multiply:
 
 
 def flops_of(n: int) -> int:
-    """Return the operations of one product of n x n matrices.
-
-    Source: 2 n**3: Golub and Van Loan, "Matrix Computations" (4th edition), section 1.1.
-    """
-    return 2 * n**3
+    """Return the operations of one product of n x n matrices: ``Shape.flops``."""
+    return Shape.square(n).flops
 
 
-def _measure(
+def _measured(
     device: torch.device,
-    layout: Layout,
+    buffers: Buffers,
+    dtype: str,
+    name: str,
+    seed: int,
+    multiply: Multiply | None,
+    clock: Clock | None,
+    sampling: Sampling,
+    during: AbstractContextManager[object],
+) -> MatmulResult:
+    with memory_returned(), numerics(buffers.kind.float32_precision):
+        by = multiply or multiplier(device, buffers.kind)
+        rate = _rate(device, buffers, name, seed, by, clock or clock_for(device), sampling, during)
+    flops = buffers.shape.flops
+    return MatmulResult(
+        tflops=rate.per_second.scaled(flops / 1e12),
+        shape=buffers.shape,
+        dtype=dtype,
+        seed=seed,
+        flops_per_iter=flops,
+        iters=rate.timed,
+        verified_products=rate.verified + 2 * buffers.sets,
+        operand_sets=buffers.sets,
+    )
+
+
+def _rate(
+    device: torch.device,
+    buffers: Buffers,
     name: str,
     seed: int,
     multiply: Multiply,
@@ -168,133 +219,8 @@ def _measure(
     during: AbstractContextManager[object],
 ) -> Rate:
     # A function of its own, for its frame holds all tensors: see memory_returned.
-    products = Products(device, layout, name=name, seed=seed, multiply=multiply)
+    products = Products(device, buffers, name=name, seed=seed, multiply=multiply)
     return measure_rate(products, clock, sampling=sampling, during=during)
-
-
-class Layout:
-    """How many matrices there are, and how large.
-
-    Attributes:
-        n, kind: what is multiplied, and in which arithmetic.
-        sets: pairs of operands that are used in turn.
-        results: products that are kept at a time.
-        operand_bytes, result_bytes: of one matrix.
-    """
-
-    def __init__(self, *, n: int, kind: Arithmetic, cache: int) -> None:
-        self.n, self.kind = n, kind
-        self.operand_bytes = n * n * kind.operands.itemsize
-        self.result_bytes = n * n * kind.result.itemsize
-        # Operands and result of one product: so much passes through the cache until the next one.
-        self.sets = sets_beyond_cache(2 * self.operand_bytes + self.result_bytes, cache)
-        results = max(1, min(RESULTS_AT_ONCE, RESULTS_BYTES // self.result_bytes))
-        # Whole rounds of the sets, so that each result always belongs to the same set.
-        self.results = max(1, results // self.sets) * self.sets
-
-    @property
-    def needed_bytes(self) -> int:
-        """Memory for operands, results, first products, comparison, and the reference with its fp32 operands."""
-        operands = self.sets * (4 if self.kind.is_scaled else 2) * self.operand_bytes
-        results = (self.results + 2 * self.sets) * self.result_bytes
-        reference = 2 * 4 * self.n**2 + min(PART_BYTES, 6 * 4 * self.n**2)
-        return operands + results + bytes_to_compare(self.result_bytes) + reference
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Turn:
-    """One of the two products of a pair of operands, and what it must be."""
-
-    left: torch.Tensor
-    right: torch.Tensor
-    first: torch.Tensor
-
-
-class Products:
-    """The operands and the results, which are used in turn: what ``blocks`` repeats.
-
-    Raises: WrongResult if one of the first products is wrong; names the first wrong element.
-    """
-
-    def __init__(self, device: torch.device, layout: Layout, *, name: str, seed: int, multiply: Multiply) -> None:
-        self._layout, self._name, self._multiply = layout, name, multiply
-        random = torch.Generator(device).manual_seed(seed)
-        shape, dtype = (layout.n, layout.n), layout.kind.result
-        # An element that is never written must not look right by chance.
-        self._results = [torch.full(shape, math.nan, dtype=dtype, device=device) for _ in range(layout.results)]
-        self._sets: list[tuple[_Turn, _Turn]] = []
-        for _ in range(layout.sets):
-            self._sets.append(self._turns(_operand(layout, random), _operand(layout, random)))
-        self._comparison = Comparison(self._results[0])
-        self._verified = 0
-        self.most_at_once = layout.results
-
-    def _turns(self, a: torch.Tensor, b: torch.Tensor) -> tuple[_Turn, _Turn]:
-        """Make a b and b a for the first time, and hold them against the reference.
-
-        Raises: WrongResult naming the first wrong element.
-        """
-        return self._first(a, b), self._first(b, a)
-
-    def _first(self, left: torch.Tensor, right: torch.Tensor) -> _Turn:
-        kind = self._layout.kind
-        if kind.is_scaled:
-            right = right.t().contiguous().t()  # the same matrix, column-major
-        first = self._results[0].fill_(math.nan)
-        self._multiply(left, right, first)
-        wrong = wrong_elements(left, right, first, kind)
-        if wrong is not None:
-            place = _place(wrong.count, wrong.row, wrong.column, self._layout.n)
-            raise WrongResult(f"{self._name}: the first product is wrong in {place}: {wrong.what}")
-        return _Turn(left=left, right=right, first=first.clone())
-
-    def start(self, index: int) -> None:
-        """Start product ``index``."""
-        turn, result = self._turn(index)
-        self._multiply(turn.left, turn.right, result)
-
-    def _turn(self, index: int) -> tuple[_Turn, torch.Tensor]:
-        # Each result holds the other product of its set before.
-        rounds, place = divmod(index, self._layout.results)
-        return self._sets[place % self._layout.sets][rounds % 2], self._results[place]
-
-    def verify(self, done: range) -> None:
-        """Compare the last products with the first ones.
-
-        The tensor cores rest meanwhile. derived, not measured, for bf16 and n = 16384 on an H100: the comparison reads
-        two matrices and writes and reads an eighth of one, 1.2 GB, which takes 0.40 ms at nine tenths of 3.35 TB/s,
-        beside 12.0 ms for a product at 731 TFLOPS: 3 %.
-
-        Raises: WrongResult naming how many products are wrong, and the first wrong element of the first one.
-        """
-        turns = [self._turn(index) for index in done]
-        answers = torch.stack([self._comparison.differ(result, turn.first) for turn, result in turns])
-        self._verified += len(done)
-        wrong = answers.nonzero().flatten().tolist()  # waits for all of them
-        if not wrong:
-            return
-        turn, result = turns[wrong[0]]
-        found = difference_seen(result, turn.first, self._name)
-        raise WrongResult(
-            f"{self._name}: product {done[wrong[0]]} is wrong in"
-            f" {_place(found.count, *divmod(found.offset, self._layout.n), self._layout.n)}:"
-            f" found {shown(result, found.offset)}, expected {shown(turn.first, found.offset)};"
-            f" {len(wrong)} of {self._verified} products are wrong"
-        )
-
-
-def _operand(layout: Layout, random: torch.Generator) -> torch.Tensor:
-    kind, shape = layout.kind, (layout.n, layout.n)
-    if kind.is_scaled:
-        return torch.randn(shape, generator=random, device=random.device).to(kind.operands)
-    operand = torch.randn(shape, generator=random, device=random.device, dtype=kind.operands)
-    if kind.cleared_bits:
-        operand.view(torch.int32).bitwise_and_(-(1 << kind.cleared_bits))
-    return operand
-
-
-def _place(count: int, row: int, column: int, n: int) -> str:
-    return f"{count} of {n * n} elements, first at row {row}, column {column}"
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:

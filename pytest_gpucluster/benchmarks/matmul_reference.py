@@ -7,12 +7,20 @@ from dataclasses import dataclass
 import torch
 
 from pytest_gpucluster.benchmarks.arithmetic import Arithmetic, numerics
+from pytest_gpucluster.benchmarks.matmul_shape import Shape
 
 _PART_ELEMENTS = 2**24
 """The reference is made for so many elements at a time, to need little memory beside the operands."""
 
-PART_BYTES = 6 * 4 * _PART_ELEMENTS
-"""What the reference needs beside fp32 copies of the operands: a few matrices of one part's size."""
+
+def reference_bytes(shape: Shape) -> int:
+    """Return the memory that the comparison with the reference needs beside operands and result.
+
+    It is fp32: the right operand and what its norms need, and for one part of the rows the left operand and a few
+    matrices of the part's size.
+    """
+    rows = _rows_of_a_part(shape.m, shape.n)
+    return 2 * 4 * shape.k * shape.n + 4 * rows * (5 * shape.n + max(shape.n, shape.k))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +51,7 @@ def wrong_elements(
         wide_right = right.float()
         right_norms = torch.linalg.vector_norm(wide_right, dim=0)
         columns = right.shape[1]
-        rows = max(1, _PART_ELEMENTS // columns)
+        rows = _rows_of_a_part(len(left), columns)
         for start in range(0, len(left), rows):
             wide_left = left[start : start + rows].float()
             reference = wide_left @ wide_right
@@ -62,3 +70,7 @@ def wrong_elements(
             count += here
     row, column, what = first
     return Wrong(count=count, row=row, column=column, what=what) if count else None
+
+
+def _rows_of_a_part(rows: int, columns: int) -> int:
+    return min(rows, max(1, _PART_ELEMENTS // columns))

@@ -14,6 +14,7 @@ from pytest_gpucluster.benchmarks.bit_patterns import PATTERNS, WORD_BYTES, Pass
 from pytest_gpucluster.benchmarks.footprint import free_bytes, memory_returned, total_bytes
 from pytest_gpucluster.benchmarks.memory_survey import PLACES_LISTED, Fault, Survey
 from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.time_spent import MEASURING, counted
 from pytest_gpucluster.units import did_you_mean
 
 PART_WORDS = 2**25
@@ -141,7 +142,8 @@ def _go_through(
     memory = _Memory(device, survey, words, cells, part_words, buffer_words)
     begin = time.monotonic()
     for number, step in enumerate(passes, start=1):
-        memory.go(step)
+        with counted(MEASURING):
+            memory.go(step)
         survey.passes = number
         if progress is not None and time.monotonic() - begin >= SHOWN_SECONDS:
             progress(number, len(passes), wrong_words=survey.wrong_words)

@@ -18,12 +18,12 @@ STATES = frozenset(
 OF_ONE_GPU = ("matmul.", "hbm.", "gpu.", "burn_in.")
 """Metrics whose value does not depend on how many ranks there are."""
 
-IN_LABELS = ("sizes", "latency_sizes")
+IN_LABELS = ("sizes", "latency_sizes", "shapes", "layouts")
 """Keys of a workload whose values stand in the labels: another size is another value there."""
 
 TIMES = (
     *("warmup", "window", "longest", "tolerance", "deadline", "interval", "budget", "probe", "lookup"),
-    *("clock_samples", "round", "repeats"),
+    *("clock_samples", "round", "repeats", "look"),
 )
 """Keys of a workload that say how long is measured, and not what."""
 

@@ -75,6 +75,10 @@ def renumbered(line: Line, numbers: Mapping[int, int]) -> dict[str, Any]:
         changed["ranks"] = [{**row, "rank": number(row.get("rank"))} for row in changed["ranks"]]
     if changed.get("telemetry"):
         changed["telemetry"] = by_rank(changed["telemetry"])
+    if changed.get("spent"):
+        changed["spent"] = {
+            part: {**told, "most_rank": number(told.get("most_rank"))} for part, told in changed["spent"].items()
+        }
     changed["measurements"] = [
         {
             **judged,

@@ -11,12 +11,22 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pytest_gpucluster.journal import FILE_NAME, Cluster, Journal, JudgedMetric, Problem, RankPlace, TestResult
-from pytest_gpucluster.metrics import number_to_json
+from pytest_gpucluster.journal import (
+    FILE_NAME,
+    Cluster,
+    Journal,
+    JudgedMetric,
+    PartOfTime,
+    Problem,
+    RankPlace,
+    TestResult,
+)
+from pytest_gpucluster.metrics import number_to_json, stopped_to_json
 from pytest_gpucluster.reports.outline import Outline, Row, is_better_higher, outline, peak_value
 from pytest_gpucluster.reports.tables import worst_telemetry
 from pytest_gpucluster.reports.timing import run_seconds
 from pytest_gpucluster.run_directory import ARTIFACTS, artifacts_name
+from pytest_gpucluster.time_spent import PARTS
 from pytest_gpucluster.verdict import ACCEPTED
 
 SCHEMA_VERSION = 1
@@ -160,6 +170,7 @@ def _test(row: Row, journal: Journal) -> dict[str, Any]:
         "unjudged": result.unjudged,
         "started_at": started or None,
         "seconds": number_to_json(result.duration_seconds),
+        "spent": _spent(result.spent),
         "headline": None if row.headline is None else _index(row, row.headline),
         "measurements": [_measurement(judged, journal) for judged in result.measurements],
         "ranks": [{"rank": told.rank, "outcome": told.outcome, "message": told.message} for told in result.ranks],
@@ -168,6 +179,20 @@ def _test(row: Row, journal: Journal) -> dict[str, Any]:
         "isolation": _isolation(result.isolation),
         "properties": [list(pair) for pair in result.properties],
         "artifacts": f"{ARTIFACTS}/{artifacts_name(row.nodeid)}",
+    }
+
+
+def _spent(parts: Mapping[str, PartOfTime]) -> dict[str, Any] | None:
+    if not parts:
+        return None
+    nothing = PartOfTime()
+    return {
+        part: {
+            "seconds": number_to_json(told.seconds),
+            "most_seconds": number_to_json(told.most_seconds),
+            "most_rank": told.most_rank,
+        }
+        for part, told in ((part, parts.get(part, nothing)) for part in PARTS)
     }
 
 
@@ -187,6 +212,7 @@ def _measurement(judged: JudgedMetric, journal: Journal) -> dict[str, Any]:
         "status": judged.status,
         "reason": judged.reason,
         "inconclusive": judged.inconclusive,
+        "stopped": None if judged.stopped is None else stopped_to_json(judged.stopped),
         "value": _number(judged.value),
         "interval": _pair(judged.interval),
         "worst": None if judged.worst_rank is None else _place(judged.worst_rank, journal),

@@ -11,6 +11,7 @@ from typing import Any
 from pytest_gpucluster.journal_lines import OUTCOMES
 from pytest_gpucluster.reports.outline import NOT_RUN, RUNNING
 from pytest_gpucluster.reports.results_json import SCHEMA_VERSION
+from pytest_gpucluster.sampling import STOPPED_BY
 from pytest_gpucluster.verdict import ACCEPTED, BROKEN, INCOMPLETE, REHEARSED, REJECTED, SELECTION_PASSED
 
 Schema = dict[str, Any]
@@ -203,6 +204,12 @@ def _test() -> Schema:
         unjudged=_text("Why none of its values was held against a limit, although the test asked for it; else empty."),
         started_at=_text_or_null("ISO 8601; null where it was not started."),
         seconds=_number("How long it took, with setup and teardown."),
+        spent=_or_null(
+            _keys(
+                "Where its time went, all attempts together; null where that is not on record.",
+                **{part: _part_of_time(what) for part, what in _PARTS_OF_TIME.items()},
+            )
+        ),
         headline={
             "type": ["integer", "null"],
             "minimum": 0,
@@ -226,6 +233,25 @@ def _test() -> Schema:
     )
 
 
+_PARTS_OF_TIME = {
+    "set_up": "pytest's set-up phase: fixtures.",
+    "warm_up": "Work before anything counts.",
+    "measuring": "Work that counts, with waiting for other ranks in it.",
+    "verifying": "Making sure that results are right.",
+    "agreeing": "The exchanges of all ranks that end a phase, with waiting for ranks that were not so far.",
+    "other": "The rest.",
+}
+
+
+def _part_of_time(what: str) -> Schema:
+    return _keys(
+        what,
+        seconds=_number("On the first rank, where all parts together are the whole test."),
+        most_seconds=_number("The most of any rank. The others tell theirs when they have torn down."),
+        most_rank=_integer("The first rank that it took so long."),
+    )
+
+
 def _measurement() -> Schema:
     return _keys(
         "A metric with one set of labels, over all ranks.",
@@ -240,6 +266,21 @@ def _measurement() -> Schema:
         },
         reason=_text("Why it failed or could not be judged."),
         inconclusive=_text("Why the value cannot be told from its limit; empty where it can."),
+        stopped=_or_null(
+            _keys(
+                "Why the worst rank took no more samples; null where it took none, or the journal is older.",
+                by={
+                    "enum": list(STOPPED_BY),
+                    "description": "interval: the 95 % interval of the median was narrow enough; time: the time was up "
+                    "and the extension too; samples: there were no more to take.",
+                },
+                samples=_integer("How many there were."),
+                seconds=_number("How long they took together; 0 where they were not taken for this."),
+                width_ratio=_number("How wide the interval was, as a ratio of the median."),
+                allowed_ratio=_number("How wide it might be."),
+                extended={"type": "boolean", "description": "Whether the longest time was not enough."},
+            )
+        ),
         value=_optional("The worst rank's value, which decides; null where there is none."),
         interval=_or_null(
             {

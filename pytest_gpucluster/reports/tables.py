@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from pytest_gpucluster.journal import Journal, JudgedMetric, TestResult
 from pytest_gpucluster.reports.telemetry_text import clock_text, telemetry_of_test, telemetry_text
+from pytest_gpucluster.reports.time_table import time_text
 from pytest_gpucluster.units import show
 from pytest_gpucluster.wording import one_line, rank_ranges
 
@@ -126,6 +127,20 @@ def interval_text(judged: JudgedMetric, interval: tuple[float, float] | None) ->
     return f", 95 % interval {low} to {high}"
 
 
+def stopped_text(judged: JudgedMetric) -> str:
+    """Return why the worst rank took no more samples, or an empty text where that is not known:
+    "sure after 12 samples in 3.01 s: 0.62 % wide, 1 % is allowed"."""
+    stopped = judged.stopped
+    if stopped is None:
+        return ""
+    is_sure = stopped.width_ratio <= stopped.allowed_ratio
+    why = {"interval": "sure", "time": "time up", "samples": "no more to take, sure" if is_sure else "no more to take"}
+    took = f" in {quantity(stopped.seconds, 's', digits=3)}" if stopped.seconds > 0 else ""
+    extended = ", extended" if stopped.extended else ""
+    width, allowed = (quantity(100 * ratio, "%", digits=2) for ratio in (stopped.width_ratio, stopped.allowed_ratio))
+    return f"{why[stopped.by]} after {stopped.samples} samples{took}{extended}: {width} wide, {allowed} is allowed"
+
+
 def worst_telemetry(judged: JudgedMetric) -> str:
     """Return what the GPU of the worst rank did meanwhile, or an empty text."""
     told = judged.telemetry.get(judged.worst_rank) if judged.worst_rank is not None else None
@@ -149,11 +164,15 @@ def measured_pairs(measurements: Iterable[JudgedMetric]) -> Iterator[tuple[str, 
 
 
 def told_pairs(result: TestResult) -> Iterator[tuple[str, str]]:
-    """Yield name and text of all that a test has measured, and of what a GPU did during its whole body."""
+    """Yield name and text of all that a test has measured, what a GPU did during its whole body, and where the test's
+    time went."""
     yield from measured_pairs(result.measurements)
     seen = telemetry_of_test(result.telemetry, result.culprits)
     if seen:
         yield "telemetry", seen
+    spent = time_text(result)
+    if spent:
+        yield "seconds", spent
 
 
 def _nearest_limit(judged: JudgedMetric, value: float | None) -> float | None:
@@ -275,7 +294,9 @@ def _measurement_table(judged: JudgedMetric, journal: Journal) -> str:
     if judged.limit is not None:
         source = f" ({judged.limit.source})" if judged.limit.source else ""
         lines.append(f"  limit from {judged.limit.origin or 'an unknown place'}{source}")
-    telemetry = worst_telemetry(judged)
+    stopped, telemetry = stopped_text(judged), worst_telemetry(judged)
+    if stopped:
+        lines.append(f"  sampling: {stopped}")
     if telemetry:
         lines.append(f"  telemetry of {telemetry}")
     rows: dict[str, list[int]] = {}

@@ -33,11 +33,14 @@ from pytest_gpucluster.reports.layout import (
 )
 from pytest_gpucluster.reports.outline import Outline, Row, outline, share_of_limit
 from pytest_gpucluster.reports.tables import measured_pairs, metric_name, rank_name
+from pytest_gpucluster.reports.time_table import seconds_in_tests, time_lines
 from pytest_gpucluster.wording import one_line
 
 LEAST_WIDTH = 60
 """No table is made for less; the terminal breaks its lines then."""
 QUIET, VERBOSE = -1, 1
+LONG_SECONDS = 5.0
+"""Nobody asks where the time of tests went that took less together."""
 _NAMES_SHOWN = 6
 _PROBLEMS_SHOWN = 20
 _WHY_CHARACTERS = 400
@@ -92,6 +95,7 @@ def summary(journal: Journal, seen: Outline, *, width: int, verbosity: int, colo
     if not quiet:
         yield _did_not_run(seen, width=width, verbose=verbose)
         yield _tightest(journal, seen, width=width)
+        yield time_lines(journal, width=width) if verbose or seconds_in_tests(journal) >= LONG_SECONDS else []
     yield _problems(journal, width=width, colour=colour)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pytest_gpucluster.sampling import Sampling
 from pytest_gpucluster.sections.spec import Spec
-from pytest_gpucluster.workload_values import Amount, Choice, Duration, Ratio, Whole
+from pytest_gpucluster.workload_values import Amount, Choice, Duration, Ratio, Sizes, Whole
 
 MB, TB = 10**6, 10**12
 WEEK_SECONDS = 7 * 86400
@@ -24,6 +24,37 @@ class Matmul:
             # torch._scaled_mm, which multiplies fp8, takes no other sizes.
             kind=Whole(least=16, most=65536, multiple_of=16),
             is_list=True,
+        ),
+    ]
+    sampling: Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatmulSearch:
+    """The search for the shape and layout whose product is the fastest, in every dtype."""
+
+    shapes: Annotated[
+        tuple[tuple[int, int, int], ...],
+        Spec(
+            doc="the shapes to search among: m x k times k x n",
+            kind=Sizes(names=("m", "n", "k"), each=Whole(least=16, most=65536, multiple_of=16)),
+            is_list=True,
+        ),
+    ]
+    layouts: Annotated[
+        tuple[str, ...],
+        Spec(
+            doc="how the left and the right operand lie, n by rows, t by columns; fp8 is always multiplied as nt",
+            kind=Choice(words=("nn", "nt", "tn", "tt")),
+            is_list=True,
+        ),
+    ]
+    look_seconds: Annotated[
+        float,
+        Spec(
+            key="look",
+            doc="about how long each is looked at, after a warm-up of the same length",
+            kind=Duration(least_seconds=0.001, most_seconds=3600),
         ),
     ]
     sampling: Sampling

@@ -27,6 +27,11 @@ _NO_GPU = (
     "(--nproc-per-node)"
 )
 
+_LOGS = ("redirects", "tee", "duplicate_stdout_filters", "duplicate_stderr_filters")
+"""Options of torchrun that write files into its folder of logs."""
+_NOTHING: tuple[object, ...] = (None, "", "0", [])
+"""What they are where nothing was asked for."""
+
 
 def main(arguments: list[str]) -> None:
     """Run torchrun, and leave word of how it ended."""
@@ -66,6 +71,7 @@ def run(arguments: list[str]) -> Account:
             how="usage",
             message=f"torchrun would run {told.training_script!r} and not pytest: what pytest gets stands after --",
         )
+    _keep_no_logs(told)
     if "LOGLEVEL" not in os.environ:  # torchrun's own variable for it
         # "failed (exitcode: 1) local_rank: 0 ...": what is told of it in the end says more.
         logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
@@ -81,6 +87,18 @@ def run(arguments: list[str]) -> Account:
     except Exception as error:  # of many types, torch's own among them: ranks that do not meet, a port that is taken
         return Account(how="error", message=f"{type(error).__name__}: {str(error) or _place(error)}")
     return Account(how="done")
+
+
+def _keep_no_logs(told: Any) -> None:
+    """Let torchrun's folder of logs lie where the account goes, which is taken away at the end.
+
+    torchrun makes one in any case, for the ranks' error files, and leaves it in TMPDIR for good. Where a log was asked
+    for, the folder stays torchrun's matter.
+    """
+    folder = os.environ.get(VARIABLE)
+    asked = (told.log_dir, *(getattr(told, name, "") for name in _LOGS))
+    if folder is not None and all(value in _NOTHING for value in asked):
+        told.log_dir = os.path.join(folder, "torchrun")
 
 
 def _place(error: Exception) -> str:

@@ -21,9 +21,9 @@ def result(seconds=0.01, *, slowest=0.02, mean=0.016, ranks=8, noisy=False):
         ranks=ranks,
         calls_per_window=1,
         windows_per_sample=1,
-        latency=series(times, SAMPLING),
-        slowest_latency=series([slowest] * 10, SAMPLING),
-        mean_latency=series([mean] * 10, SAMPLING),
+        latency=series(times, SAMPLING, spent_seconds=3),
+        slowest_latency=series([slowest] * 10, SAMPLING, spent_seconds=3),
+        mean_latency=series([mean] * 10, SAMPLING, spent_seconds=3),
         verified_elements=1,
         sampling=SAMPLING,
     )

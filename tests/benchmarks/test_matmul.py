@@ -9,11 +9,13 @@ from itertools import pairwise
 import pytest
 import torch
 
-from pytest_gpucluster.benchmarks import matmul
+from pytest_gpucluster.benchmarks import matmul, matmul_products
 from pytest_gpucluster.benchmarks.arithmetic import ARITHMETICS, arithmetic
 from pytest_gpucluster.benchmarks.clock import ManualClock
 from pytest_gpucluster.benchmarks.comparison import bits_of
 from pytest_gpucluster.benchmarks.matmul import measure_matmul
+from pytest_gpucluster.benchmarks.matmul_products import Buffers, Products, usual_layout
+from pytest_gpucluster.benchmarks.matmul_shape import Shape
 from pytest_gpucluster.benchmarks.scaled_product import scaled_product
 from pytest_gpucluster.cause import kind_of
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
@@ -79,7 +81,8 @@ def flip_bit(offset, bit=0):
 def test_a_healthy_device_is_measured_and_every_product_verified(dtype):
     quick = sampling(warmup=0.005, window=0.02, longest=0.05, tolerance=10)
     result = measure_matmul(CPU, n=48, dtype=dtype, sampling=quick)
-    assert (result.n, result.dtype, result.flops_per_iter, result.operand_sets) == (48, dtype, 2 * 48**3, 1)
+    usual = Shape.square(48, layout="nt" if dtype == "fp8" else "nn")
+    assert (result.shape, result.dtype, result.flops_per_iter, result.operand_sets) == (usual, dtype, 2 * 48**3, 1)
     assert result.verified_products >= result.iters + FIRSTS + 2
     assert len(result.tflops.samples) >= 8
     assert result.tflops.low <= result.tflops.median <= result.tflops.high
@@ -311,7 +314,7 @@ def test_results_are_as_many_as_their_memory_allows(monkeypatch):
             outs.add(out.data_ptr())
             super().__call__(a, b, out)
 
-    monkeypatch.setattr(matmul, "RESULTS_BYTES", 3 * 4 * N**2)
+    monkeypatch.setattr(matmul_products, "RESULTS_BYTES", 3 * 4 * N**2)
     multiply = Look()
     measure(multiply)
     assert len(outs) == 3
@@ -319,7 +322,7 @@ def test_results_are_as_many_as_their_memory_allows(monkeypatch):
 
 
 def test_one_result_alone_still_shows_what_was_not_written(monkeypatch):
-    monkeypatch.setattr(matmul, "RESULTS_BYTES", 1)
+    monkeypatch.setattr(matmul_products, "RESULTS_BYTES", 1)
     assert measure(Multiplier()).iters == 80
     with pytest.raises(WrongResult, match="in 4096 of 4096 elements"):
         measure(Skipping(30))
@@ -349,21 +352,22 @@ def test_the_device_is_watched_while_samples_are_taken():
 @pytest.mark.parametrize("cache", [0, 50_000], ids=["one set", "sets"])
 def test_what_is_allocated_is_what_was_asked_to_be_free(monkeypatch, dtype, n, cache):
     kind = arithmetic(dtype)
-    layout = matmul.Layout(n=n, kind=kind, cache=cache)
-    products = matmul.Products(CPU, layout, name="here", seed=0, multiply=Multiplier())
+    buffers = Buffers(shape=Shape.square(n, layout=usual_layout(kind)), kind=kind, cache=cache)
+    products = Products(CPU, buffers, name="here", seed=0, multiply=Multiplier())
     tensors = [*products._results, products._comparison._mask]
     for pair in products._sets:
         tensors += [turn.first for turn in pair] + [turn.left for turn in pair]
         tensors += [turn.right for turn in pair] if dtype == "fp8" else []
     held = sum(each.nbytes for each in tensors)
     reference = 2 * 4 * n**2 + 6 * 4 * n**2
-    assert held + reference <= layout.needed_bytes + 8 * n
-    assert layout.needed_bytes <= 1.1 * (held + reference) + 64
+    assert held + reference <= buffers.needed_bytes + 8 * n
+    assert buffers.needed_bytes <= 1.1 * (held + reference) + 64
 
 
 def test_the_judged_size_fits_into_the_memory_of_a_small_data_centre_gpu():
     for dtype in DTYPES:
-        assert matmul.Layout(n=16384, kind=arithmetic(dtype), cache=60 * 2**20).needed_bytes < 14e9
+        shape = Shape.square(16384, layout=usual_layout(arithmetic(dtype)))
+        assert Buffers(shape=shape, kind=arithmetic(dtype), cache=60 * 2**20).needed_bytes < 14e9
 
 
 def test_too_little_memory_is_an_error_before_anything_is_allocated(monkeypatch):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
-from times import GOAL_SECONDS, Times
+from cases import TIMES_VARIABLE
+from times import Times, table, verdicts
 
 _TIMES = pytest.StashKey[Times]()
 
@@ -15,9 +19,12 @@ def times(request: pytest.FixtureRequest) -> Times:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print the table."""
+    """Print the table, and write it for perf/faults.py."""
     times = config.stash.get(_TIMES, None)
-    if times is not None and times.rows:
-        terminalreporter.section(f"from fault to report and to the next test; goal {GOAL_SECONDS:g} s each")
-        for line in times.lines():
-            terminalreporter.write_line(line)
+    if times is None or not times.rows:
+        return
+    terminalreporter.section("from fault to report and to the next test")
+    for line in [*table(times.rows), "", *verdicts(times.rows)]:
+        terminalreporter.write_line(line)
+    if path := os.environ.get(TIMES_VARIABLE):
+        times.write(Path(path))

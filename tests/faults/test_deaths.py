@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 
 import pytest
-from torchrun import with_one_fault
+from cases import params, runs_of
+from times import DEATH
 
 WORDS = {
     "kill": "killed, or ended by os._exit",
@@ -17,9 +17,8 @@ WORDS = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    cases = [*itertools.product(WORDS, (0, 1)), ("mismatch", 1)]
-    return with_one_fault(tmp_path_factory.mktemp, cases, deadline=30.0)
+def runs(request, tmp_path_factory):
+    return runs_of(request, tmp_path_factory, deadline=30.0)
 
 
 def agrees_that_it_is_over(run):
@@ -32,9 +31,9 @@ def agrees_that_it_is_over(run):
     assert run.files_left == []
 
 
-@pytest.mark.parametrize("fault", WORDS)
-def test_a_dead_rank_is_named(runs, times, fault):
-    run = runs[fault, 1]
+@pytest.mark.parametrize("case", params(*((fault, 1) for fault in WORDS)))
+def test_a_dead_rank_is_named(runs, times, case):
+    run, (fault, _) = runs[case], case
     stamp = run.stamp("fault", 1)
     lost = "rank 1 (node-a) is lost during call of test_one_fault.py::test_fault"
     expected = f"{lost}: process {stamp.pid} is gone without a word ({WORDS[fault]})"
@@ -42,12 +41,12 @@ def test_a_dead_rank_is_named(runs, times, fault):
     assert run.verdicts["rank lost"] == f"error: {expected}"
     agrees_that_it_is_over(run)
     assert run.end[2] == "rank 0"
-    times.add(f"death: {fault}, rank 1", run, "test_fault", since=stamp.at, over=True)
+    times.ended(f"death: {fault}, rank 1", run, since=stamp.at, goal=DEATH)
 
 
-@pytest.mark.parametrize("fault", WORDS)
-def test_a_dead_rank_0_is_named_by_the_recorder(runs, times, fault):
-    run = runs[fault, 0]
+@pytest.mark.parametrize("case", params(*((fault, 0) for fault in WORDS)))
+def test_a_dead_rank_0_is_named_by_the_recorder(runs, times, case):
+    run, (fault, _) = runs[case], case
     stamp = run.stamp("fault", 0)
     expected = f"rank 0 (node-a, pid {stamp.pid}) ended without a word during test_one_fault.py::test_fault"
     if fault == "crash":
@@ -56,15 +55,16 @@ def test_a_dead_rank_0_is_named_by_the_recorder(runs, times, fault):
     assert run.verdicts["rank lost"] == f"error: {expected}"
     agrees_that_it_is_over(run)
     assert run.end[2] == "recorder"
-    times.add(f"death: {fault}, rank 0", run, "test_fault", since=stamp.at, over=True)
+    times.ended(f"death: {fault}, rank 0", run, since=stamp.at, goal=DEATH)
 
 
-def test_collectives_that_do_not_match_are_the_end_of_a_gloo_rank(runs, times):
+@pytest.mark.parametrize("case", params(("mismatch", 1)))
+def test_collectives_that_do_not_match_are_the_end_of_a_gloo_rank(runs, times, case):
     # gloo throws in a thread of its own, or writes past the smaller buffer first: either way the process ends by a
     # signal, and no plugin can prevent it.
-    run = runs["mismatch", 1]
+    run = runs[case]
     message = run.verdicts["test_fault"]
     assert "test_one_fault.py::test_fault" in message
     assert re.search("Fatal Python error: (Aborted|Segmentation fault)", message), message
     agrees_that_it_is_over(run)
-    times.add("death: mismatched all_reduce", run, "test_fault", since=run.stamp("fault", 1).at, over=True)
+    times.ended("death: mismatched all_reduce", run, since=run.stamp("fault", 1).at, goal=DEATH)

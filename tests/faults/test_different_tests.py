@@ -96,6 +96,7 @@ def test_rank_0_s_order_is_everybodys(tmp_path):
     assert run.end == ("REHEARSED", 0, "rank 0"), run.output
     for rank in (0, 1):
         assert [stamp.name for stamp in run.stamps[rank]] == [f"order{number}" for number in range(5)]
+    assert run.left_over == []
 
 
 def test_a_rank_that_hangs_while_it_collects_is_named_with_its_stack(tmp_path):

@@ -41,7 +41,7 @@ def test_the_report_names_the_culprit_and_the_next_test_passes(run, times, fault
     assert run.verdicts[f"test_{fault}"].startswith(EXPECTED[fault]), run.body(f"test_{fault}")
     assert run.verdicts[f"test_after_{fault}"] == "passed"
     since = run.stamp(fault, 0 if "rank_0" in fault else 1).at
-    times.add(fault, run, f"test_{fault}", since=since, passed=f"after_{fault}")
+    times.survived(f"exception: {fault}", run, f"test_{fault}", since=since, passed=f"after_{fault}")
 
 
 def test_who_only_suffered_is_listed_and_not_blamed(run):

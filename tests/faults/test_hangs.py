@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from times import HANG
 from torchrun import suite, torchrun
 
 RANK_0, RANK_1 = "rank 0 (node-a)", "rank 1 (node-a)"
@@ -40,7 +41,7 @@ def test_the_report_names_the_culprit_and_the_next_test_passes(run, times, fault
     assert matches(verdict, EXPECTED[fault]), verdict
     assert run.verdicts[f"test_after_{fault}"] == "passed"
     since = run.stamp(fault, 1).at + DEADLINE
-    times.add(f"hang: {fault}", run, f"test_{fault}", since=since, passed=f"after_{fault}")
+    times.survived(f"hang: {fault}", run, f"test_{fault}", since=since, passed=f"after_{fault}", report=HANG)
 
 
 def test_where_the_culprit_hangs_is_in_the_report(run):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import xml.etree.ElementTree as ET
 
+from times import DEATH
 from torchrun import SCHEMA, start, suite, torchrun
 
 from pytest_gpucluster import journal
@@ -118,4 +119,4 @@ def test_when_everything_is_killed_at_once_the_report_names_the_running_test(tmp
     assert run.verdicts["test_next"].startswith("skipped: not run: ")
     assert run.journal.end is None
     assert run.left_over == []
-    times.add("everything killed", run, "test_fault", since=max(stamp.at for stamp in stamps))
+    times.ended("death: everything killed", run, since=max(stamp.at for stamp in stamps), goal=DEATH)

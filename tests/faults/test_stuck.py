@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from torchrun import suite, with_one_fault
+from cases import params, runs_of
+from times import stuck
+from torchrun import suite
 
 DEADLINE = 1.0
+STUCK = 2.0
 EXPECTED = {
     ("hang_in_c", 1): "rank 1 (node-a): hangs at test_one_fault.py:{line} in hang_in_c",
     ("hang_in_c", 0): "the run ended here: rank 0 (node-a) cannot be released from call of "
@@ -27,15 +30,15 @@ LINES = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    return with_one_fault(tmp_path_factory.mktemp, EXPECTED, deadline=DEADLINE, at_once=3)
+def runs(request, tmp_path_factory):
+    return runs_of(request, tmp_path_factory, deadline=DEADLINE, at_once=3, timeouts=f"stuck={STUCK}")
 
 
-@pytest.mark.parametrize(("fault", "victim"), EXPECTED)
-def test_the_run_ends_and_the_report_names_the_culprit(runs, times, fault, victim):
-    run = runs[fault, victim]
+@pytest.mark.parametrize("case", params(*EXPECTED))
+def test_the_run_ends_and_the_report_names_the_culprit(runs, times, case):
+    run, (fault, victim) = runs[case], case
     stamp = run.stamp("fault", victim)
-    expected = EXPECTED[fault, victim].format(pid=stamp.pid, line=LINES[fault])
+    expected = EXPECTED[case].format(pid=stamp.pid, line=LINES[fault])
     assert run.verdicts["test_fault"].startswith(f"error: {expected}"), run.output
     assert run.verdicts["test_first"] == "passed"
     assert run.verdicts["test_next"].startswith("skipped: not run: rank")
@@ -43,4 +46,4 @@ def test_the_run_ends_and_the_report_names_the_culprit(runs, times, fault, victi
     assert run.exits == [1]
     assert run.left_over == []
     assert run.files_left == []
-    times.add(f"stuck: {fault}, rank {victim}", run, "test_fault", since=stamp.at + DEADLINE, over=True)
+    times.ended(f"stuck: {fault}, rank {victim}", run, since=stamp.at + DEADLINE, goal=stuck(STUCK))

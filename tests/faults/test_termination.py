@@ -6,7 +6,9 @@ import os
 import signal
 
 import pytest
-from torchrun import start, suite, with_one_fault
+from cases import params, runs_of
+from times import SIGNAL
+from torchrun import start, suite
 
 
 def hang(tmp_path):
@@ -23,7 +25,7 @@ def is_told(run, times, name, message, since):
     assert run.exits[0] != 0
     assert run.left_over == []
     assert run.files_left == []
-    times.add(f"signal: {name}", run, "test_fault", since=since, over=True)
+    times.ended(f"signal: {name}", run, since=since, goal=SIGNAL)
 
 
 @pytest.mark.parametrize(
@@ -43,29 +45,29 @@ def test_a_signal_to_the_launcher_ends_the_run_with_reports(tmp_path, times, num
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    cases = [("interrupt", 0), ("interrupt", 1), ("terminate", 0), ("terminate", 1), ("end_the_session", 1)]
-    return with_one_fault(tmp_path_factory.mktemp, cases, deadline=60.0)
+def runs(request, tmp_path_factory):
+    return runs_of(request, tmp_path_factory, deadline=60.0)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_an_interrupt_of_one_rank_ends_all(runs, times, victim):
-    run = runs["interrupt", victim]
+@pytest.mark.parametrize("case", params(("interrupt", 0), ("interrupt", 1)))
+def test_an_interrupt_of_one_rank_ends_all(runs, times, case):
+    run, (_, victim) = runs[case], case
     message = f"interrupted (Ctrl-C) on rank {victim} (node-a) during call of test_one_fault.py::test_fault"
     is_told(run, times, f"SIGINT, rank {victim}", message, run.stamp("fault", victim).at)
     assert run.exits == [1]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_sigterm_to_one_rank_ends_all(runs, times, victim):
-    run = runs["terminate", victim]
+@pytest.mark.parametrize("case", params(("terminate", 0), ("terminate", 1)))
+def test_a_sigterm_to_one_rank_ends_all(runs, times, case):
+    run, (_, victim) = runs[case], case
     message = "ended by SIGTERM on node-a during call of test_one_fault.py::test_fault"
     is_told(run, times, f"SIGTERM, rank {victim}", message, run.stamp("fault", victim).at)
     assert run.exits == [1]
 
 
-def test_pytest_exit_on_one_rank_ends_all_with_its_code(runs):
-    run = runs["end_the_session", 1]
+@pytest.mark.parametrize("case", params(("end_the_session", 1)))
+def test_pytest_exit_on_one_rank_ends_all_with_its_code(runs, case):
+    run = runs[case]
     message = "interrupted (pytest.exit) on rank 1 (node-a) during call of test_one_fault.py::test_fault: enough of it"
     assert message in run.verdicts["test_fault"]
     assert run.end[:2] == ("BROKEN", 7)

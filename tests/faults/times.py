@@ -1,48 +1,179 @@
-"""How long it took from a fault to the report on disk, and from a fault to the next test's pass."""
+"""How long it took from a fault to the report on disk and to the next test's pass, and whether that was short enough.
+
+Every figure is from stamps that the suite under test has written and from the files that the product has written. A
+goal that is missed fails no test, for these times depend on what else the machine does. It is said, here and by
+perf/faults.py.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from torchrun import Run
+from pytest_gpucluster.option_values import Timeouts
 
-GOAL_SECONDS = 2.0
+if TYPE_CHECKING:
+    from torchrun import Run
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What is demanded: from what to what, in at most so many seconds."""
+
+    text: str
+    seconds: float
+
+    def is_met(self, seconds: float | None) -> bool:
+        """Tell whether a time is short enough. What was not measured is not."""
+        return seconds is not None and seconds <= self.seconds  # False of NaN, too
+
+
+DEATH = Goal("a dead rank to a complete JUnit, on its host", 2.0)
+HANG = Goal("a hang to its report, past the deadline, where the rank can be released", 5.0)
+SURVIVED = Goal("a fault that is survived (a hang: its deadline) to the next test passing", 2.0)
+SIGNAL = Goal("a signal, or a lost launcher, to a complete JUnit", 2.0)
+
+_STUCK_SECONDS = 20.0
+_BESIDE_DEAD_SECONDS = 2.0
+"""As of a death on the same host. The two heartbeats that may come on top of `dead` are within it."""
+
+
+def stuck(setting: float) -> Goal:
+    """Return the goal where a rank cannot be released: 20 s as shipped, and less where `stuck` is set shorter."""
+    seconds = _STUCK_SECONDS - (Timeouts().stuck - setting)
+    return Goal(f"a hang that nothing ends to a complete JUnit, past the deadline, with stuck={setting:g}", seconds)
+
+
+def lost_node(dead: float) -> Goal:
+    """Return the goal for a node that is lost, which is noticed by its silence alone."""
+    return Goal(f"a lost node to a complete JUnit, with dead={dead:g}", dead + _BESIDE_DEAD_SECONDS)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A time, if there was one to take, and what it is held against, if anything is demanded."""
+
+    seconds: float | None = None
+    goal: Goal | None = None
+
+    @property
+    def is_missed(self) -> bool:
+        """Tell whether something is demanded and not so."""
+        return self.goal is not None and not self.goal.is_met(self.seconds)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A fault with its times."""
+
+    fault: str
+    report: Cell
+    next_test: Cell = Cell()
+
+    @property
+    def is_missed(self) -> bool:
+        """Tell whether one of its goals is missed."""
+        return self.report.is_missed or self.next_test.is_missed
 
 
 @dataclass
 class Times:
     """The rows of the table that is printed at the end of the session."""
 
-    rows: list[tuple[str, float, float | None, float | None]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
 
-    def add(
-        self, fault: str, run: Run, case: str, *, since: float, passed: str | None = None, over: bool = False
-    ) -> None:
-        """Add a row.
+    def ended(self, fault: str, run: Run, *, since: float, goal: Goal) -> None:
+        """Add a fault that the run has ended of: the time until the JUnit file was what it is now, with all tests.
 
         Args:
             fault: how it is called in the table.
-            case: the testcase that tells of it.
             since: wall-clock time of the fault, or of the deadline that it let pass.
-            passed: a stamp of the next test, if the run survives the fault.
-            over: the run ends of it: show also when the launcher has ended.
         """
-        after = None if passed is None else max(run.stamp(passed, rank).at for rank in run.stamps) - since
-        self.rows.append((fault, run.settled[case] - since, after, run.ended_at - since if over else None))
+        written = run.completed_at > 0.0
+        self.rows.append(Row(fault, Cell(run.completed_at - since if written else None, goal)))
 
-    def lines(self) -> list[str]:
-        """Return the table."""
-        title = "seconds after the fault (or its deadline)"
-        width = max(len(title), *(len(row[0]) for row in self.rows))
-        lines = [f"{title:{width}}  report  next test  launcher ended"]
-        for fault, *cells in self.rows:
-            shown = [_cell(seconds, size) for seconds, size in zip(cells, (6, 9, 14), strict=True)]
-            lines.append("  ".join([f"{fault:{width}}", *shown]).rstrip())
-        return lines
+    def survived(
+        self, fault: str, run: Run, case: str, *, since: float, passed: str, report: Goal | None = None
+    ) -> None:
+        """Add a fault that the run has gone on after.
+
+        Args:
+            case: the testcase that tells of it.
+            since: as of :meth:`ended`.
+            passed: a stamp of the next test. The last rank to write it counts.
+            report: what is demanded of the time until the JUnit file told of it, beside what is of the next test.
+        """
+        settled = run.settled.get(case)
+        after = max(run.stamp(passed, rank).at for rank in run.stamps)
+        self.rows.append(
+            Row(fault, Cell(None if settled is None else settled - since, report), Cell(after - since, SURVIVED))
+        )
+
+    def write(self, path: Path) -> None:
+        """Write all rows as JSON."""
+        path.write_text(json.dumps([asdict(row) for row in self.rows]), encoding="utf-8")
 
 
-def _cell(seconds: float | None, width: int) -> str:
-    if seconds is None:
-        return " " * width
-    mark = "" if seconds <= GOAL_SECONDS else " !"
-    return f"{seconds:.2f}{mark}".rjust(width)
+def read(path: Path) -> list[Row]:
+    """Return what :meth:`Times.write` has written."""
+    return [
+        Row(told["fault"], _cell(told["report"]), _cell(told["next_test"]))
+        for told in json.loads(path.read_text(encoding="utf-8"))
+    ]
+
+
+def _cell(told: dict[str, Any]) -> Cell:
+    return Cell(told["seconds"], None if told["goal"] is None else Goal(**told["goal"]))
+
+
+_TITLES = ("seconds after the fault, or after its deadline", "report", "goal", "next test", "goal", "")
+
+
+def table(rows: Iterable[Row]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    found = [_shown(row) for row in rows]
+    widths = [max(len(line[column]) for line in [_TITLES, *found]) for column in range(len(_TITLES))]
+    marks = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:-1]), "-" * widths[-1]]
+    return [_line(_TITLES, widths), _line(marks, widths), *(_line(line, widths) for line in found)]
+
+
+def _shown(row: Row) -> tuple[str, ...]:
+    cells = [part for cell in (row.report, row.next_test) for part in _parts(cell)]
+    return (row.fault, *cells, "MISSED" if row.is_missed else "met")
+
+
+def _parts(cell: Cell) -> tuple[str, str]:
+    seconds = "-" if cell.seconds is None else f"{round(cell.seconds, 2) + 0.0:.2f}"  # no -0.00
+    if cell.seconds is None and cell.goal is None:
+        seconds = ""
+    return seconds, "" if cell.goal is None else f"{cell.goal.seconds:g}"
+
+
+def _line(parts: Sequence[str], widths: Sequence[int]) -> str:
+    first, *others, last = [
+        part.ljust(width) if column in (0, len(widths) - 1) else part.rjust(width)
+        for column, (part, width) in enumerate(zip(parts, widths, strict=True))
+    ]
+    return f"| {' | '.join([first, *others, last])} |"
+
+
+def verdicts(rows: Sequence[Row]) -> list[str]:
+    """Return a line for each goal: whether it is met, by how many rows, and the worst of them."""
+    by_goal: dict[Goal, list[tuple[float | None, str]]] = {}
+    for row in rows:
+        for cell in (row.report, row.next_test):
+            if cell.goal is not None:
+                by_goal.setdefault(cell.goal, []).append((cell.seconds, row.fault))
+    return [_verdict(goal, found) for goal, found in by_goal.items()]
+
+
+def _verdict(goal: Goal, found: Sequence[tuple[float | None, str]]) -> str:
+    met = all(goal.is_met(seconds) for seconds, _ in found)
+    # Without a time, or NaN, is worse than any time.
+    seconds, fault = max(found, key=lambda one: (one[0] is None or one[0] != one[0], one[0] or 0.0))
+    worst = "not measured" if seconds is None else f"{seconds:.2f} s"
+    rows = f"{len(found)} row{'s' * (len(found) != 1)}"
+    return f"goal of {goal.seconds:g} s, {goal.text}: {'met' if met else 'MISSED'} ({rows}, worst {worst}: {fault})"

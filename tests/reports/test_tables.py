@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from pytest_gpucluster.journal import Journal, JudgedLimit, JudgedMetric, Run, TestResult
 from pytest_gpucluster.reports import tables
+from pytest_gpucluster.reports.tables import stopped_text
+from pytest_gpucluster.sampling import Stopped
 
 LIMIT = JudgedLimit(min=400.0, source="vendor", origin="thresholds.yaml:14:7")
 SLOW = {"sm_clock_mhz": [1200, 1200, 1980], "power_watts": [500, 500, 500], "throttle": ["hw_thermal"]}
@@ -172,3 +175,32 @@ def test_where_nothing_is_allowed_the_rank_with_most_comes_first():
     result = TestResult(nodeid="t.py::test", outcome="failed", measurements=(findings,))
     rows = tables.rank_tables(result, Journal(run=Run(run_id="r", started_at=""))).splitlines()
     assert rows[-3:] == ["  rank 1: 3 findings", "  rank 2: 1 findings", "  rank 0: 0 findings"]
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"by": "interval", "seconds": 3.012}, "sure after 12 samples in 3.01 s: 0.62 % wide, 1 % is allowed"),
+        (
+            {"by": "interval", "seconds": 12.0, "extended": True},
+            "sure after 12 samples in 12 s, extended: 0.62 % wide, 1 % is allowed",
+        ),
+        (
+            {"by": "time", "seconds": 20.0, "width_ratio": 0.29, "extended": True},
+            "time up after 12 samples in 20 s, extended: 29 % wide, 1 % is allowed",
+        ),
+        ({"by": "samples", "seconds": 0.0}, "no more to take, sure after 12 samples: 0.62 % wide, 1 % is allowed"),
+        (
+            {"by": "samples", "seconds": 0.0, "width_ratio": math.inf},
+            "no more to take after 12 samples: Infinity % wide, 1 % is allowed",
+        ),
+    ],
+    ids=["sure", "in the extension", "time up", "no more to take", "and not sure"],
+)
+def test_why_sampling_stopped_is_told(more, text):
+    told = {"samples": 12, "width_ratio": 0.0062, "allowed_ratio": 0.01, **more}
+    assert stopped_text(JudgedMetric(metric="m", stopped=Stopped(**told))) == text
+
+
+def test_nothing_is_told_of_what_was_not_sampled():
+    assert stopped_text(JudgedMetric(metric="m")) == ""

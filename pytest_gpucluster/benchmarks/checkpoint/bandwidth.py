@@ -25,6 +25,7 @@ from pytest_gpucluster.benchmarks.checkpoint.storage import (
 from pytest_gpucluster.benchmarks.checkpoint.together import first, together
 from pytest_gpucluster.benchmarks.footprint import memory_returned
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
+from pytest_gpucluster.time_spent import MEASURING, counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +100,7 @@ def storage_bandwidth(
             f"passes must be at least 1 and file_bytes a multiple of {PAGE_BYTES}, not {passes} and {file_bytes}"
         )
     try:
-        with memory_returned():
+        with counted(MEASURING), memory_returned():
             check = _Passes(group, folder, list(hosts), file_bytes, pieces or PIECES)
             return check.run(passes, progress or (lambda *told, **more: None))
     finally:

@@ -32,6 +32,7 @@ from pytest_gpucluster.benchmarks.training.step import Training
 from pytest_gpucluster.benchmarks.training.step_check import needed_bytes
 from pytest_gpucluster.benchmarks.training.trajectory import relative
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
+from pytest_gpucluster.time_spent import VERIFYING, counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +117,7 @@ def check_resume(
         instead="choose a smaller one, such as --gpucluster-workload fsdp.width=256",
     )
     try:
-        with memory_returned(circles=True), numerics("highest"), deterministic():
+        with counted(VERIFYING), memory_returned(circles=True), numerics("highest"), deterministic():
             check = _Check(group, device, geometry, folder, batch, steps, seed, pieces or PIECES)
             return check.run(fewer)
     finally:

@@ -39,6 +39,7 @@ from pytest_gpucluster.benchmarks.ranks import Ranks
 from pytest_gpucluster.benchmarks.training.compilation import fresh_compiler
 from pytest_gpucluster.benchmarks.training.trajectory import relative
 from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.time_spent import MEASURING, VERIFYING, counted
 
 
 def converge(
@@ -122,7 +123,8 @@ class _Course:
     def run(self, folder: Path, final: Path, resume: bool, golden: Golden | None) -> Convergence:
         found = dict[str, Parity]()
         for precision in self._checks.parity_precisions:
-            found[precision] = self._parity(precision)
+            with counted(VERIFYING):
+                found[precision] = self._parity(precision)
         if not self._all(all(one.all_finite for one in found.values())):
             return self._found(found, None, None)
         newest = self._newest(folder)
@@ -133,15 +135,15 @@ class _Course:
                 f"{folder} holds checkpoints already, the newest is {newest.name}. Go on from it with "
                 "--gpucluster-resume, or choose another folder (--gpucluster-scratch)"
             )
-        with memory_returned(circles=True), self._compiler():
+        with counted(MEASURING), memory_returned(circles=True), self._compiler():
             trained = self._train(folder, final, newest, golden)
         finite = self._all(all(step.all_finite for step in trained.steps))
         group_error = self._group_error() if finite and self._everyone.count > self._ranks.count else None
         if not finite:
             return self._found(found, trained, None)
-        with memory_returned(circles=True), self._compiler():
+        with counted(VERIFYING), memory_returned(circles=True), self._compiler():
             replay = self._replay(folder, trained)
-        with memory_returned(circles=True):
+        with counted(VERIFYING), memory_returned(circles=True):
             reload_error, calls = self._reload(final)
         # Who starts again has nothing to go on from: the training has come to its end.
         first(self._group, lambda: shutil.rmtree(folder) if folder.exists() else None)

@@ -18,6 +18,7 @@ from pytest_gpucluster.benchmarks.lora.plan import Recipe
 from pytest_gpucluster.benchmarks.training.compilation import fresh_compiler
 from pytest_gpucluster.errors import WrongResult
 from pytest_gpucluster.sampling import Sampling, Series, series, wants_more
+from pytest_gpucluster.time_spent import MEASURING, WARM_UP, counted
 
 _FEWEST_RATES = 6
 """Samples that the interval of a median needs."""
@@ -60,7 +61,7 @@ def lora_throughput(
     """Train on random tokens until the rate is known.
 
     Collective: every rank of the group must call this, with the same arguments. The first rank decides for all when it
-    is enough.
+    is enough, by the slowest rank's time of each step. Where the steps of the recipe end first, the series says so.
 
     Args:
         group: the ranks that train one model together.
@@ -97,7 +98,9 @@ def steady_rate(trainings: Sequence[Sequence[Step]], tokens: int, sampling: Samp
     timed = [step for steps in trainings for step in steps[STARTING_STEPS:]]
     if len(timed) < _FEWEST_RATES:
         timed = [step for steps in trainings for step in steps]  # the slow ones too: no rate looks better by that
-    return series([tokens / step.seconds for step in timed], sampling) if len(timed) >= _FEWEST_RATES else None
+    if len(timed) < _FEWEST_RATES:
+        return None
+    return series([tokens / step.seconds for step in timed], sampling, spent_seconds=0)
 
 
 def random_blocks(count: int, sequence: int, vocab: int, seed: int) -> Packed:
@@ -157,21 +160,27 @@ def _measure(
         return bool(decided) and taken < recipe.steps
 
     warm = 0.0
-    while goes_on(taken < STARTING_STEPS or warm < sampling.warmup_seconds):
-        warm += take()
+    with counted(WARM_UP):
+        while goes_on(taken < STARTING_STEPS or warm < sampling.warmup_seconds):
+            warm += take()
     rates: list[float] = []
+    slowest: list[float] = []
     spent = 0.0
-    with during:
-        while goes_on(wants_more(rates, spent_seconds=spent, sampling=sampling)):
+    with counted(MEASURING), during:
+        while goes_on(wants_more(slowest, spent_seconds=spent, sampling=sampling)):
             seconds = take()
+            longest = max(told for [told] in loop.ranks.gather([seconds]))
             rates.append(loop.tokens_of_rank / seconds)
-            spent += seconds
+            slowest.append(loop.tokens_of_rank / longest)
+            spent += longest
     notes = ["activations are recomputed"] if loop.recomputes else []
     if recipe.compiled and loop.not_compiled:
         notes.append(f"torch.compile does not work here, so blocks run eagerly: {loop.not_compiled}")
     adapters = base.adapters
     return LoraThroughput(
-        tokens_per_second=series(rates, sampling),
+        tokens_per_second=series(rates, sampling, spent_seconds=spent).decided_by(
+            series(slowest, sampling, spent_seconds=spent)
+        ),
         flops_per_token=base.geometry.flops_per_token(sequence, rank=adapters.rank, head_trained=adapters.trains_head),
         peak_bytes=torch.cuda.max_memory_allocated(device) if cuda else None,
         recomputes=loop.recomputes,

@@ -17,6 +17,7 @@ from pytest_gpucluster.benchmarks.shared_files.mounted import Mounted
 from pytest_gpucluster.benchmarks.shared_files.renames import Reads
 from pytest_gpucluster.benchmarks.shared_files.visibility import Seen
 from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.time_spent import MEASURING, counted
 
 _RENAMED = "renamed.bin"
 
@@ -80,7 +81,8 @@ def survey(
     Raises: EnvironmentBroken on all ranks: the folder is not there on a node, differs between nodes, or fails.
     """
     try:
-        return _Survey(group, folder, list(nodes), list(hosts)).run(file_bytes, replaced, small)
+        with counted(MEASURING):
+            return _Survey(group, folder, list(nodes), list(hosts)).run(file_bytes, replaced, small)
     finally:
         # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
         del group

@@ -32,6 +32,7 @@ from pytest_gpucluster.benchmarks.training.trajectory import (
     weights_of,
 )
 from pytest_gpucluster.errors import WrongResult
+from pytest_gpucluster.time_spent import VERIFYING, counted
 
 Read = Callable[[PackedTokens, Sequence[int]], torch.Tensor]
 """Return rows of a data set: int64, rows x (positions + 1)."""
@@ -135,7 +136,7 @@ def check_data_parallel(
     if batch < 1 or steps < 1:
         raise ValueError(f"batch and steps must be at least 1, not {batch} and {steps}")
     try:
-        with memory_returned(circles=True), numerics("highest"):
+        with counted(VERIFYING), memory_returned(circles=True), numerics("highest"):
             check = _Check(
                 group,
                 device,

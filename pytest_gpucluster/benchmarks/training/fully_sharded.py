@@ -24,6 +24,7 @@ from pytest_gpucluster.benchmarks.training.step import PARTS, Parts, Training
 from pytest_gpucluster.benchmarks.training.step_check import needed_bytes
 from pytest_gpucluster.benchmarks.training.trajectory import relative
 from pytest_gpucluster.errors import WrongResult
+from pytest_gpucluster.time_spent import VERIFYING, counted
 
 Shard = Callable[..., Decoder]
 """``shard(model, mesh, precision=, cpu_offload=)``, as :func:`~.sharding.shard`."""
@@ -129,7 +130,7 @@ def check_fully_sharded(
     if batch < 1 or steps < 1:
         raise ValueError(f"batch and steps must be at least 1, not {batch} and {steps}")
     try:
-        with memory_returned(circles=True), numerics("highest"), deterministic():
+        with counted(VERIFYING), memory_returned(circles=True), numerics("highest"), deterministic():
             check = _Check(group, alone, device, geometry, batch=batch, steps=steps, seed=seed, pieces=pieces or PIECES)
             return check.run()
     finally:

@@ -18,6 +18,7 @@ from pytest_gpucluster.benchmarks.training.decoder import Geometry
 from pytest_gpucluster.benchmarks.training.dying_rank import DEATHS, EXIT_CODE, Stamp, Stamps, arguments_for
 from pytest_gpucluster.benchmarks.training.step_check import needed_bytes
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
+from pytest_gpucluster.time_spent import MEASURING, counted
 
 CONTEXT_BYTES = 3 * 2**30
 """What a process takes of a GPU's memory before its first tensor: the CUDA context with its kernels, and NCCL's
@@ -131,7 +132,7 @@ def check_propagation(
         seconds=start_seconds + 2 * end_seconds,
     )
     command = [*made.launcher, "--standalone", f"--nproc-per-node={ranks}", "-m", made.module, *arguments]
-    with ChildJob(command, _environment(environ, visible), folder / "output.txt") as job:
+    with counted(MEASURING), ChildJob(command, _environment(environ, visible), folder / "output.txt") as job:
         return _Watch(job, folder, ranks=ranks, how=how).run(start_seconds, end_seconds)
 
 

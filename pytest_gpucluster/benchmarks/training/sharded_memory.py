@@ -14,6 +14,7 @@ from pytest_gpucluster.benchmarks.training.shard_layout import bytes_of
 from pytest_gpucluster.benchmarks.training.sharding import make_sharded, mesh_of
 from pytest_gpucluster.benchmarks.training.step import Training
 from pytest_gpucluster.benchmarks.training.step_check import needed_bytes
+from pytest_gpucluster.time_spent import MEASURING, counted
 
 STEPS = 2
 """The first one makes the moments; so from the second on all is there that there ever is."""
@@ -59,7 +60,7 @@ def held_memory(
         instead="choose a smaller one, such as --gpucluster-workload fsdp.width=256",
     )
     try:
-        with memory_returned(circles=True):
+        with counted(MEASURING), memory_returned(circles=True):
             return _held(group, device, geometry, batch, seed)
     finally:
         # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.

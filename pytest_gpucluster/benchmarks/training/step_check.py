@@ -17,6 +17,7 @@ from pytest_gpucluster.benchmarks.training.packed_tokens import PackedTokens
 from pytest_gpucluster.benchmarks.training.step import Training
 from pytest_gpucluster.benchmarks.training.trajectory import Errors, Trajectory, errors, follow
 from pytest_gpucluster.errors import WrongResult
+from pytest_gpucluster.time_spent import VERIFYING, counted
 
 CPU = torch.device("cpu")
 
@@ -76,7 +77,7 @@ def check_step(
         f"training {geometry.parameters / 1e6:.3g}M parameters",
         instead="choose a smaller one, such as --gpucluster-workload training.width=256",
     )
-    with memory_returned(), numerics("highest"):
+    with counted(VERIFYING), memory_returned(), numerics("highest"):
         return _check(device, geometry, batch, steps, checkpoint, seed, store)
 
 

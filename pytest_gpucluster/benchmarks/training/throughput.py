@@ -7,7 +7,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,7 @@ from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.sampling import MIN_SAMPLES, Sampling, Series, series, wants_more
 from pytest_gpucluster.stats import median, percentile
+from pytest_gpucluster.time_spent import MEASURING, VERIFYING, WARM_UP, counted
 
 LEARNING_RATE = 1e-4
 """Source: this suite's rule: small enough for every size here without a warm-up of the rate, and large enough for the
@@ -299,27 +300,29 @@ class _Steps:
         in_parts: bool,
         ready: Callable[[], object],
     ) -> Throughput:
-        first_rows = next(self._batches)
-        self._take(iter([first_rows]))
-        ready()
-        planned = self._warm_up(sampling)
-        with during:
-            times = self._samples(sampling, planned)
-        self._take(iter([first_rows]))
-        losses = self._evidence.losses
-        steps, found = len(losses), self._evidence.defect()
+        with counted(WARM_UP):
+            first_rows = next(self._batches)
+            self._take(iter([first_rows]))
+            ready()
+            planned = self._warm_up(sampling)
+        with counted(MEASURING), during:
+            times, spent = self._samples(sampling, planned)
+        with counted(VERIFYING):
+            self._take(iter([first_rows]))
+            losses = self._evidence.losses
+            steps, found = len(losses), self._evidence.defect()
         parts: dict[str, float] = {}
         if in_parts and not any(wrong for [wrong] in self._ranks.gather([bool(found)])):
-            parts = self._parts(notes)
+            with counted(MEASURING):
+                parts = self._parts(notes)
         if found:
             raise WrongResult(f"{self._ranks.name(self._ranks.index)} {found}")
         mine = [of_step[self._ranks.index] for of_step in times]
-        seen = series(map(max, times), sampling).inconclusive
+        slowest = series(map(max, times), sampling, spent_seconds=spent)
+        rates = (self._setup.tokens / seconds for seconds in mine)
         return Throughput(
-            tokens_per_second=replace(
-                series((self._setup.tokens / seconds for seconds in mine), sampling), inconclusive=seen
-            ),
-            step_seconds=replace(series(mine, sampling), inconclusive=seen),
+            tokens_per_second=series(rates, sampling, spent_seconds=spent).decided_by(slowest),
+            step_seconds=series(mine, sampling, spent_seconds=spent).decided_by(slowest),
             p99_seconds=percentile(mine, 99),
             parts=parts,
             flops_per_token=self._setup.geometry.training_flops_per_token,
@@ -356,8 +359,9 @@ class _Steps:
             self._show(count, each)
         return max(MIN_SAMPLES, count)
 
-    def _samples(self, sampling: Sampling, count: int) -> list[list[float]]:
-        """Return the seconds of each step on all ranks, step after step, until the first rank has seen enough."""
+    def _samples(self, sampling: Sampling, count: int) -> tuple[list[list[float]], float]:
+        """Return the seconds of each step on all ranks, step after step, until the first rank has seen enough; and
+        the seconds of all."""
         times: list[list[float]] = []
         spent, more = 0.0, True
         while more:
@@ -374,7 +378,7 @@ class _Steps:
             told_more, told_count = self._ranks.of_first(decision)
             more, count = bool(told_more), int(told_count)
             self._show(count if more else 0, median(mine))
-        return times
+        return times, spent
 
     def _on_all(self, seconds: list[float]) -> list[list[float]]:
         """Return the seconds of the same steps on each rank."""

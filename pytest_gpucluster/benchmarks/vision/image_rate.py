@@ -8,7 +8,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from pytest_gpucluster.benchmarks.vision.resnet import CLASSES, COLOURS, NETWORK
 from pytest_gpucluster.benchmarks.vision.shared_memory import needed_bytes, require_shared_memory
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.sampling import MIN_SAMPLES, Sampling, Series, series, wants_more
+from pytest_gpucluster.time_spent import MEASURING, VERIFYING, WARM_UP, counted
 
 LEARNING_RATE = 1e-3
 
@@ -158,7 +159,8 @@ class _Training:
             finally:
                 if self._batches is not None:
                     self._batches.close()
-            self._compare_weights()
+            with counted(VERIFYING):
+                self._compare_weights()
         except _AnotherRankFailed:
             return None
         return ImageRate(
@@ -318,23 +320,24 @@ class _Training:
         )
 
     def _measure(self, sampling: Sampling, during: AbstractContextManager[object]) -> tuple[Series, tuple[float, ...]]:
-        steps = self._warm_up(sampling)
+        with counted(WARM_UP):
+            steps = self._warm_up(sampling)
         blocks: list[_Block] = []
-        begin, more = self._now(), 1.0
-        with during:
+        images = steps * self._setup.batch
+        slowest: list[float] = []
+        begin, spent, more = self._now(), 0.0, 1.0
+        with counted(MEASURING), during:
             while more:
                 blocks.append(self._block(steps))
-                slowest = [max(block.seconds) for block in blocks]
-                wanted = len(self._losses) < LEAST_STEPS or wants_more(
-                    slowest, spent_seconds=self._now() - begin, sampling=sampling
-                )
-                [more] = self._ranks.of_first([wanted])
+                slowest.append(images / max(blocks[-1].seconds))
+                spent = self._now() - begin
+                wanted = len(self._losses) < LEAST_STEPS or wants_more(slowest, spent_seconds=spent, sampling=sampling)
+                spent, more = self._ranks.of_first([spent, wanted])
         mine = self._ranks.index
-        images = steps * self._setup.batch
-        decided = series((images / max(block.seconds) for block in blocks), sampling)
-        rates = series((images / block.seconds[mine] for block in blocks), sampling)
+        decided = series(slowest, sampling, spent_seconds=spent)
+        rates = series((images / block.seconds[mine] for block in blocks), sampling, spent_seconds=spent)
         return (
-            replace(rates, inconclusive=decided.inconclusive),
+            rates.decided_by(decided),
             tuple(block.wait_ratios[mine] for block in blocks),
         )
 

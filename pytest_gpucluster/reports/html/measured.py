@@ -23,6 +23,7 @@ from pytest_gpucluster.reports.tables import (
     percent,
     quantity,
     share,
+    stopped_text,
     worst_ranks_first,
 )
 from pytest_gpucluster.reports.telemetry_text import clock_text
@@ -58,10 +59,10 @@ def measurements_table(result: TestResult) -> Table | None:
     shared = shared_labels(result)
     told = ", ".join(f"{key}={value}" for key, value in shared.items())
     head = ("Measurement", "Status", "Value", "95 % interval", "Limit", "Margin", "Of peak", "Lowest rank of median")
-    baseline = "Beside the baseline"
+    rest = ("Beside the baseline", "Worst rank", "Sampling", "Remark")
     return table(
         f"The worst rank's value of each{word(f'; all with {told}') if told else ''}",
-        (*head, baseline, "Worst rank", "Remark"),
+        (*head, *rest),
         [_row(each, shared, f"{result.message}\n{result.text}") for each in judged],
         numbers=(*head[2:4], *head[5:]),
         tones=[each.status if each.status in ("failed", "error") else "" for each in judged],
@@ -103,6 +104,7 @@ def _row(judged: JudgedMetric, shared: Mapping[str, str], told: str) -> tuple[st
         quantity(100 * judged.ratio_to_median, "%") if several and judged.ratio_to_median is not None else "",
         baseline_text(judged),
         "" if judged.worst_rank is None else str(judged.worst_rank),
+        stopped_text(judged),
         "; ".join(remark for remark in remarks if remark),
     )
 

@@ -48,8 +48,8 @@ def test_after_loop(cluster):
 
 
 def test_finished_early(cluster):
-    all_reduce(cluster)
     stamp("finished_early")
+    all_reduce(cluster)
     if RANK == 0:
         all_reduce(cluster)
 
@@ -61,8 +61,8 @@ def test_after_finished_early(cluster):
 def test_another_collective(cluster):
     import torch
 
-    all_reduce(cluster)
     stamp("another_collective")
+    all_reduce(cluster)
     if RANK == 1:
         torch.distributed.barrier(group=cluster.group)
     else:
@@ -74,8 +74,8 @@ def test_after_another_collective(cluster):
 
 
 def test_never_joined_the_group(cluster):
-    cluster.discard(epoch=10_000)
     stamp("never_joined_the_group")
+    cluster.discard(epoch=10_000)
     if RANK == 0:
         all_reduce(cluster)
 

@@ -1,0 +1,69 @@
+"""How fast is every GPU with the product that suits it best? The figure that vendors' numbers can be held beside."""
+
+import os
+
+import pytest
+
+from pytest_gpucluster.benchmarks.matmul_search import candidates, first_rank_chooses, search_matmul
+from pytest_gpucluster.host.facts import WORKERS
+
+DTYPES = ["bf16", "fp16", "tf32", "fp32", pytest.param("fp8", marks=pytest.mark.needs_peak("fp8_tflops"))]
+BESIDE_SECONDS = 120.0  # making the operands and the reference of the measurement
+BESIDE_LOOK_SECONDS = 20.0  # the same of one candidate
+
+LOCAL_WORKERS = int(os.environ.get(WORKERS, "1"))
+
+
+def most_seconds(asked):
+    """Return how long the search may take, with as long again for verifying the products."""
+    looks = len(asked.shapes) * len(asked.layouts)
+    sampling = asked.sampling
+    longest = 2 * sampling.warmup_seconds + sampling.at_most_seconds + 2 * looks * asked.look_seconds
+    return BESIDE_SECONDS + looks * BESIDE_LOOK_SECONDS + 2 * longest
+
+
+@pytest.fixture(autouse=True)
+def deadline(request, workload):
+    """Give the candidates and the measurement the time that they may take."""
+    request.node.add_marker(pytest.mark.deadline(most_seconds(workload.matmul_search)))
+
+
+@pytest.mark.criterion("matmul.search")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_matmul_search(dtype, board, cluster, workload, telemetry, measure, record_property):
+    """Accepted: of every shape and layout of the workload, every product is right on every GPU. The rate of the fastest
+    is recorded and judged by no limit.
+
+    Why: figures for one GPU beside another, such as those of mamf-finder, are the best over many shapes. A limit must
+    not be held against a best of many: it would flatter, and the shape would not be the same from run to run. That is
+    what ``test_matmul`` is for. The first rank looks at every candidate for a moment and chooses one for all ranks;
+    all of them measure that one anew, by the same rules as everything else.
+
+    When it fails: a wrong product: take this GPU out of service and run the vendor's diagnostics
+    (``dcgmi diag -r 3``). An error for memory: choose smaller shapes in ``matmul.search.shapes``, or see who holds it.
+
+    On cpu this rehearses with two small shapes.
+    """
+    if LOCAL_WORKERS > 1:
+        pytest.skip("local workers cannot agree on one shape: start with torchrun, or one worker")
+    asked = workload.matmul_search
+    window = telemetry()
+    with first_rank_chooses(board, cluster.rank, within_seconds=most_seconds(asked)) as choose:
+        found = search_matmul(
+            cluster.device,
+            candidates(dtype, asked.shapes, asked.layouts),
+            dtype=dtype,
+            look_seconds=asked.look_seconds,
+            sampling=asked.sampling,
+            choose=choose,
+            during=window,
+        )
+    record_property("matmul.search", found.looks_text)
+    measure(
+        f"matmul.{dtype}.best_tflops",
+        found.best.tflops,
+        unit="TFLOPS",
+        telemetry=window.summary(),
+        record_only=True,
+        **found.best.shape.labels,
+    )

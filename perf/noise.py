@@ -1,0 +1,257 @@
+"""Whether a busy process beside a run flips its verdict: real sessions on CPU, with limits at 80 % of the median.
+
+    python perf/noise.py                           # matmul and HBM on one rank, all-reduce on two
+    python perf/noise.py --only matmul --repeats 5
+    python perf/noise.py --busy 2                  # two of them: on 2 cores they take from what is measured
+
+First each criterion is measured with nothing beside it, by a few sessions of the criteria in acceptance/. 80 % of the
+median of what they found becomes the limit, in a file of limits of its own. Then the sessions are repeated beside one
+process that never rests (odd repeats), or that works and rests by turns of 4 to 20 ms (even repeats).
+
+A verdict is wrong where a criterion is refused although the machine still does what the limit asks for. Whether it does
+tells the median of all repeats beside the same kind of process: where that is below the limit, the process has taken so
+much that refusing is right, and accepting is wrong. One rank on 2 cores leaves a core to its neighbour; two ranks leave
+none. The exit code is 1 if a verdict is wrong, or if the machine was not quiet before: then nothing is known.
+
+Sessions are made by fork, from a process that has imported torch: importing it anew takes longer than all the rest. The
+measuring itself is the product's own: acceptance/, its sampling, its judge; the values are read from the journals. The
+times are shorter than in a profile for GPUs. The tolerance is what the limit asks for: a median that is known to 10 %
+can be told from one that is 20 % lower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from noise_sessions import BUSY, Session, beside, session
+
+SHARE = 0.8
+"""Of the quiet median: the limit."""
+QUIET = 3
+REPEATS = 20
+METRICS: Mapping[str, tuple[str, int, str, str]] = {
+    "matmul": ("matmul.fp32.tflops", 1, "test_matmul.py", "test_matmul and fp32"),
+    "hbm": ("hbm.copy.bandwidth", 1, "test_hbm.py", "test_hbm and copy"),
+    "all-reduce": ("nccl.all_reduce.busbw", 2, "test_nccl.py", "test_all_reduce and node-fp32"),
+}
+"""Name -> the metric that is held against the limit, the ranks, the file in acceptance/, and what `-k` is given."""
+WORKLOAD = {
+    "matmul.sizes": "256",
+    "hbm.sizes": "16 MiB",
+    "nccl.all_reduce.sizes": "1 MB",
+    "nccl.all_reduce.latency_sizes": "8 B",
+    **{
+        f"{section}.{key}": value
+        for section in ("matmul", "hbm", "nccl.all_reduce")
+        for key, value in (("warmup", "0.1 s"), ("window", "0.1 s"), ("longest", "2 s"), ("tolerance", "10 %"))
+    },
+}
+"""What is measured, and for how long: 4 s at most where it does not settle before. Of so short a window a sample is
+12.5 ms, less than most time slices of a neighbour: a slice spoils few samples, which the median leaves aside. Samples
+of 0.25 s would nearly all be spoilt a little. The price: so short samples tell what a rank does while it has its core,
+and little of how often it has none; only where most samples are spoilt is that seen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a session found of one metric, as its journal has it: of the worst rank, in the metric's own unit."""
+
+    outcome: str
+    value: float
+    low: float
+    high: float
+    inconclusive: str
+    stopped: str
+
+
+def overlay(minimum: Mapping[str, tuple[float, str]]) -> str:
+    """Return a file of limits: metric -> its least value, and the unit of that."""
+    lines = ["schema_version: 1", "skus:", "  cpu-rehearsal:", "    limits:"]
+    for metric, (least, unit) in minimum.items():
+        # The small size beside it is recorded, as in the shipped file.
+        when = ", when: {size: 1 MB}" if metric.startswith("nccl.") else ""
+        lines.append(f"      {metric}:")
+        lines.append(f"        - {{min: {least:.9g} {unit}, source: {100 * SHARE:g} % of the quiet median{when}}}")
+        if when:
+            lines.append("        - {when: {size: below 64 kB}, record_only: the time is all latency}")
+    return "\n".join(lines) + "\n"
+
+
+def selected(names: Sequence[str]) -> list[tuple[int, list[str]]]:
+    """Return the sessions that measure these criteria: ranks, and the names that one session measures."""
+    by_ranks: dict[int, list[str]] = {}
+    for name in names:
+        by_ranks.setdefault(METRICS[name][1], []).append(name)
+    return sorted(by_ranks.items())
+
+
+def measured(names: Sequence[str], folder: Path, limits: Path | None, workload: Mapping[str, str]) -> dict[str, Found]:
+    """Run the sessions that measure these criteria; return what each has found.
+
+    Raises: RuntimeError if a session left no value, or broke; it has what was printed.
+    """
+    found: dict[str, Found] = {}
+    for ranks, of_session in selected(names):
+        options = [f"acceptance/{METRICS[name][2]}" for name in of_session]
+        options += ["-k", " or ".join(f"({METRICS[name][3]})" for name in of_session)]
+        options += [f"--gpucluster-workload={key}={value}" for key, value in workload.items()]
+        options += [f"--gpucluster-thresholds={limits}"] if limits is not None else []
+        made = session(options, ranks=ranks, folder=folder / f"{ranks}-ranks")
+        if made.journal.verdict not in ("REHEARSED", "REJECTED"):
+            raise RuntimeError(f"the session ended as {made.journal.verdict}:\n{made.said}")
+        found.update((name, _found(made, METRICS[name][0])) for name in of_session)
+    return found
+
+
+def _found(made: Session, metric: str) -> Found:
+    from pytest_gpucluster.reports.tables import stopped_text
+
+    held = [
+        (result.outcome, one)
+        for result in made.journal.results
+        for one in result.measurements
+        if one.metric == metric and one.limit is not None
+    ]
+    if len(held) != 1 or held[0][1].value is None or held[0][1].interval is None:
+        raise RuntimeError(
+            f"the session left {len(held)} values of {metric} with a limit and an interval:\n{made.said}"
+        )
+    [(outcome, judged)] = held
+    assert judged.value is not None
+    assert judged.interval is not None
+    low, high = judged.interval
+    return Found(
+        outcome=outcome,
+        value=judged.value,
+        low=low,
+        high=high,
+        inconclusive=judged.inconclusive,
+        stopped=stopped_text(judged),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdicts:
+    """What became of one criterion beside one kind of process.
+
+    Attributes:
+        of_quiet: the median of all repeats over the quiet median.
+        refused: repeats that did not pass.
+        wrong: repeats whose verdict is not the one that this median asks for.
+        right: that verdict.
+    """
+
+    repeats: int
+    of_quiet: float
+    refused: int
+    wrong: int
+    right: str
+
+
+def verdicts(found: Sequence[Found], quiet: float) -> Verdicts:
+    """Return which verdict was right of these repeats, and how many came to another one."""
+    middle = statistics.median(one.value for one in found)
+    refused = sum(one.outcome != "passed" for one in found)
+    keeps = middle >= SHARE * quiet
+    return Verdicts(
+        repeats=len(found),
+        of_quiet=middle / quiet,
+        refused=refused,
+        wrong=refused if keeps else len(found) - refused,
+        right="accepted" if keeps else "refused: truly slower",
+    )
+
+
+def units(names: Sequence[str]) -> dict[str, str]:
+    """Return the unit of each criterion's metric."""
+    from pytest_gpucluster.metrics import known
+
+    return {name: known(METRICS[name][0]).unit for name in names}
+
+
+@contextmanager
+def busy(kind: str, count: int) -> Iterator[None]:
+    """Keep so many busy processes beside what is done meanwhile."""
+    with ExitStack() as stack:
+        for _ in range(count):
+            stack.enter_context(beside(kind))
+        yield
+
+
+def row(repeat: str, name: str, found: Found, quiet: float, unit: str) -> str:
+    """Return a line of the table."""
+    why = f"; {found.inconclusive}" if found.inconclusive else ""
+    return (
+        f"| {repeat} | {name} | {found.outcome} | {found.value:.4g} ({found.low:.4g} to {found.high:.4g}) {unit} "
+        f"| {100 * found.value / quiet:.0f} % | {found.stopped}{why} |"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Set the limits, repeat, and say whether a verdict flipped."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help=f"separated by commas (default: {','.join(METRICS)})")
+    parser.add_argument("--repeats", type=int, default=REPEATS, help=f"(default: {REPEATS})")
+    parser.add_argument("--busy", type=int, default=1, help="busy processes (default: 1)")
+    parser.add_argument("--kind", choices=tuple(BUSY), help="of busy process (default: in turn)")
+    parser.add_argument("--workload", action="append", default=[], metavar="KEY=VALUE", help="as of a session")
+    asked = parser.parse_args(arguments)
+    names = asked.only.split(",") if asked.only else list(METRICS)
+    unknown = [name for name in names if name not in METRICS]
+    if unknown:
+        parser.error(f"--only {unknown[0]!r}: allowed are {', '.join(map(repr, METRICS))}")
+    if asked.repeats < 1 or asked.busy < 0:
+        parser.error("--repeats must be 1 or more, --busy 0 or more")
+    workload = {**WORKLOAD, **dict(pair.split("=", 1) for pair in asked.workload)}
+    seen: dict[tuple[str, str], list[Found]] = {}
+    with tempfile.TemporaryDirectory(prefix="noise-") as place:
+        folder, limits = Path(place), Path(place) / "limits.yaml"
+        print(f"load average before: {os.getloadavg()[0]:.1f}\n")
+        print("| beside | criterion | outcome | value (95 % interval) | of the quiet median | sampling |")
+        print("|---|---|---|---|---:|---|", flush=True)
+        quiet = [measured(names, folder / f"quiet-{number}", None, workload) for number in range(QUIET)]
+        middle = {name: statistics.median(one[name].value for one in quiet) for name in names}
+        unit = units(names)
+        for one in quiet:
+            for name, of_name in one.items():
+                print(row("nothing", name, of_name, middle[name], unit[name]), flush=True)
+        limits.write_text(overlay({METRICS[name][0]: (SHARE * middle[name], unit[name]) for name in names}))
+        for number in range(1, asked.repeats + 1):
+            kind = asked.kind or list(BUSY)[(number - 1) % len(BUSY)]
+            with busy(kind, asked.busy):
+                found = measured(names, folder / str(number), limits, workload)
+            for name, of_name in found.items():
+                seen.setdefault((name, kind), []).append(of_name)
+                print(row(kind, name, of_name, middle[name], unit[name]), flush=True)
+    unsure = sum(bool(of_name.inconclusive) for one in quiet for of_name in one.values())
+    told = {key: verdicts(of_key, middle[key[0]]) for key, of_key in seen.items()}
+    if unsure:
+        print(
+            f"\nNOT QUIET: {unsure} values with nothing beside them are inconclusive. Something else used the machine."
+        )
+    print(f"\nLimits: {100 * SHARE:g} % of the quiet median.\n")
+    print("| criterion | beside | repeats | of the quiet median | refused | right verdict | wrong |")
+    print("|---|---|---:|---:|---:|---|---:|")
+    for (name, kind), one in sorted(told.items()):
+        share = f"{100 * one.of_quiet:.0f} %"
+        print(f"| {name} | {kind} | {one.repeats} | {share} | {one.refused} | {one.right} | {one.wrong} |")
+    import torch
+
+    print(
+        f"\n{asked.busy} busy beside each, {os.cpu_count()} cores, {platform.machine()}, Python "
+        f"{platform.python_version()}, torch {torch.__version__}, load average {os.getloadavg()[0]:.1f}"
+    )
+    return 1 if unsure or any(one.wrong for one in told.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

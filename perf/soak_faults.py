@@ -1,0 +1,154 @@
+"""What is planted in a round of the soak, drawn from a seed, and what must come of it.
+
+Every round is drawn for itself from the seed and its number, so one round can be repeated without those before it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from random import Random
+
+HOST = "node-a"
+RANKS = 2
+DEADLINE_SECONDS = 6.0
+"""Of a phase of the struck test, where the fault is that a rank does not come back. All others have plenty."""
+PLENTY_SECONDS = 90.0
+
+TESTS = ("test_plain", "test_matmul", "test_all_reduce", "test_meeting")
+"""The suite of a round (soak_suite/test_round.py), in its order."""
+MOMENTS = ("set-up", "before", "inside", "after", "teardown")
+_MEASURED = ("test_matmul", "test_all_reduce")
+"""Only these have an inside: the k-th product, or sum, of the benchmark."""
+
+KINDS: Mapping[str, Sequence[str]] = {
+    "none": ("none",),
+    "kill": ("kill", "crash", "leave_with_3", "leave_with_0"),
+    "stop": ("stop", "pause"),
+    "raise": ("raise_error", "raise_assertion", "raise_exit"),
+    "hang": ("wait", "lock", "loop", "absent", "other_collective", "hang_in_c", "hold_the_gil"),
+    "garbage": ("print_garbage", "raise_garbage"),
+    "disk": ("fill_disk", "fill_disk_for_a_while"),
+}
+"""Kind -> faults of it, by the name of the function that makes it: in soak_suite/planting.py, or in one_fault.py of
+tests/faults/suites."""
+
+_SURVIVED = {"none", "pause", "print_garbage", "fill_disk_for_a_while"}
+"""After these the run is as good as without them."""
+_FATAL = {*KINDS["kill"], "stop", "hang_in_c", "hold_the_gil"}
+"""These end the run: no test after them is run."""
+_OF_COLLECTIVES = {"absent", "other_collective"}
+_ABOUT_THE_WAY = {"raise_exit": "SystemExit", "raise_assertion": "AssertionError", "raise_error": "RuntimeError"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is planted: how (``fault``, of a ``kind``), on which rank, in which test, at which moment of it.
+
+    ``call`` says in which product or sum it happens inside of a benchmark. ``launcher`` is "torchrun" or
+    "gpucluster run", which alone keeps the exit code. ``captured``: whether pytest captures output, or -s was given.
+    """
+
+    kind: str
+    fault: str
+    victim: int
+    test: str
+    moment: str
+    call: int
+    launcher: str
+    captured: bool
+
+    def told_to_ranks(self) -> str:
+        """Return it as the suite reads it."""
+        return json.dumps({**asdict(self), "deadline": self.deadline_seconds, "plenty": PLENTY_SECONDS})
+
+    @property
+    def deadline_seconds(self) -> float:
+        """Return the deadline of a phase of the struck test."""
+        return DEADLINE_SECONDS if self.kind == "hang" or self.fault == "stop" else PLENTY_SECONDS
+
+    @property
+    def name(self) -> str:
+        """Return it in a few words."""
+        if self.kind == "none":
+            return "none"
+        return f"{self.fault} {self.moment} {self.test}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What the reports must say.
+
+    Attributes:
+        verdict, exit: of the table of exit codes in DESIGN.md and the README.
+        outcome: of the struck test: "passed", "failure" or "error".
+        says: what the message of the struck test must hold: the culprit, and what it did.
+        ends_the_run: the tests after it are "not run".
+    """
+
+    verdict: str
+    exit: int
+    outcome: str
+    says: tuple[str, ...] = ()
+    ends_the_run: bool = False
+
+
+def draw(seed: int, number: int, kinds: Sequence[str] = tuple(KINDS)) -> Plan:
+    """Return what is planted in a round. Each kind comes once in as many rounds as there are kinds.
+
+    Args:
+        number: of the round, from 1.
+        kinds: names of KINDS.
+    """
+    block, place = divmod(number - 1, len(kinds))
+    order = Random(f"{seed} order {block}").sample(list(kinds), len(kinds))
+    random = Random(f"{seed} round {number}")
+    kind = order[place]
+    fault = random.choice(KINDS[kind])
+    tests = TESTS[:-1] if fault == "fill_disk_for_a_while" else TESTS  # the next test makes room again
+    test = random.choice(tests)
+    return Plan(
+        kind=kind,
+        fault=fault,
+        victim=random.randrange(RANKS),
+        test=test,
+        moment=random.choice(_moments(fault, test)),
+        call=random.randint(1, 4),
+        launcher=random.choice(("torchrun", "gpucluster run")),
+        captured=random.random() < 0.5,
+    )
+
+
+def _moments(fault: str, test: str) -> tuple[str, ...]:
+    if fault in _OF_COLLECTIVES:
+        return ("before", "after")  # where ranks are in step
+    # A rank that pauses in the middle of what is timed would rightly be called slow.
+    inside = test in _MEASURED and fault != "pause"
+    return tuple(moment for moment in MOMENTS if inside or moment != "inside")
+
+
+def expected(plan: Plan) -> Expected:
+    """Return what must come of a plan."""
+    if plan.fault in _SURVIVED:
+        return Expected(verdict="REHEARSED", exit=0, outcome="passed")
+    if plan.fault == "fill_disk":
+        # Nothing is wrong with any test; the run is not accepted because its record is not where it should be.
+        return Expected(verdict="BROKEN", exit=11, outcome="passed")
+    culprit = f"rank {plan.victim} ({HOST}"
+    if plan.fault in _FATAL:
+        return Expected(verdict="BROKEN", exit=11, outcome="error", says=(culprit,), ends_the_run=True)
+    if plan.kind == "hang":
+        # Of two ranks in two collectives neither is the odd one: both are named.
+        says = (f"rank {plan.victim}",) if plan.fault == "other_collective" else (culprit,)
+        return Expected(verdict="BROKEN", exit=11, outcome="error", says=says)
+    says = (f"{culprit}): {_ABOUT_THE_WAY.get(plan.fault, 'RuntimeError')}",)
+    if plan.moment in ("set-up", "teardown"):
+        where = "in setup" if plan.moment == "set-up" else "in teardown"
+        return Expected(verdict="BROKEN", exit=11, outcome="error", says=(where, *says))
+    return Expected(verdict="REJECTED", exit=1, outcome="failure", says=says)
+
+
+def after(test: str) -> tuple[str, ...]:
+    """Return the tests that come after one."""
+    return TESTS[TESTS.index(test) + 1 :]

@@ -1,0 +1,164 @@
+"""What a run has left behind: processes, sockets, temporary files, shared memory.
+
+A machine does other things at the same time, so every leftover must be traced to the run. While it goes on, its
+processes are looked at twice a second: they carry the run's token in their environment, and what they hold open is
+noted. Afterwards nothing of it may be there: no process with the token or in a session of theirs, no socket that one of
+them had, no new file in /tmp, /var/tmp or /dev/shm that one of them had open or that carries one of their numbers in
+its name, no System V segment that one of them made. The run's own TMPDIR must be empty but for what is promised there.
+
+What lived for less than half a second between two looks and left a file outside of TMPDIR under a name that says
+nothing is not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+from torchrun import processes
+
+SHARED = (Path("/dev/shm"), Path("/tmp"), Path("/var/tmp"))
+"""Folders for temporary files that every process of a host shares."""
+_LOOK_SECONDS = 0.5
+_SOCKET_TABLES = ("tcp", "tcp6", "udp", "udp6", "unix")
+_SYSV_SEGMENTS = Path("/proc/sysvipc/shm")
+
+
+class Observer:
+    """Looks at the processes of a run while it goes on. A context manager; :meth:`leftovers` is for afterwards."""
+
+    def __init__(self, token: str, pids: Iterable[int] = ()) -> None:
+        self._token = token
+        self._before = {folder: _entries(folder) for folder in SHARED}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="soak-observer", daemon=True)
+        self.pids: set[int] = set(pids)
+        self.sessions: set[int] = set(pids)
+        """A launcher leads one of its own, and so does each rank."""
+        self.sockets: set[int] = set()
+        """Inodes of sockets that they have had open."""
+        self.opened: set[str] = set()
+        """Files in the shared folders that they have had open."""
+
+    def __enter__(self) -> Observer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_LOOK_SECONDS):
+            self.look()
+
+    def look(self) -> None:
+        """Note what the processes of the run are, and what they have open."""
+        own = os.getsid(0)
+        for pid in processes(self._token):
+            self.pids.add(pid)
+            with contextlib.suppress(OSError):
+                self.sessions |= {os.getsid(pid)} - {own}
+            for name in _opened(pid):
+                found = re.fullmatch(r"socket:\[(\d+)\]", name)
+                if found:
+                    self.sockets.add(int(found[1]))
+                elif name.startswith(tuple(f"{folder}/" for folder in SHARED)):
+                    self.opened.add(name.removesuffix(" (deleted)"))
+
+    def leftovers(self, tmp: Path, promised: Iterable[str] = ()) -> list[str]:
+        """Return what the run has left behind, each in a few words; nothing is the best answer.
+
+        Args:
+            tmp: the run's own TMPDIR.
+            promised: names in it that the run has said it leaves there.
+        """
+        return [
+            *self._processes(),
+            *self._sockets(),
+            *(f"file in TMPDIR: {name}" for name in sorted(_entries(tmp) - set(promised))),
+            *self._shared_files(tmp),
+            *self._segments(),
+        ]
+
+    def _processes(self) -> list[str]:
+        ours = set(processes(self._token)) | {pid for pid, session in _sessions() if session in self.sessions}
+        return [f"process {pid}: {_command(pid)}" for pid in sorted(ours)]
+
+    def _sockets(self) -> list[str]:
+        return [f"socket {inode}: {line}" for inode, line in _sockets() if inode in self.sockets]
+
+    def _shared_files(self, tmp: Path) -> list[str]:
+        found = []
+        for folder in SHARED:
+            for name in sorted(_entries(folder) - self._before[folder]):
+                path = folder / name
+                numbers = {int(number) for number in re.findall(r"\d{2,10}", name)}
+                held = any(opened == str(path) or opened.startswith(f"{path}/") for opened in self.opened)
+                if tmp.is_relative_to(path):
+                    continue  # the round's own folder
+                if held or numbers & self.pids or self._token in name:
+                    found.append(f"file: {path}")
+        return found
+
+    def _segments(self) -> list[str]:
+        """Source: proc(5), /proc/sysvipc/shm: key, shmid, perms, size, cpid, lpid, ..."""
+        with contextlib.suppress(OSError):
+            lines = [line.split() for line in _SYSV_SEGMENTS.read_text().splitlines()[1:]]
+            return [f"System V segment {line[1]}" for line in lines if int(line[4]) in self.pids]
+        return []
+
+
+def _entries(folder: Path) -> set[str]:
+    with contextlib.suppress(OSError):
+        return {entry.name for entry in folder.iterdir()}
+    return set()
+
+
+def _opened(pid: int) -> list[str]:
+    """Return what a process has open: files, also mapped ones, and sockets."""
+    found = []
+    with contextlib.suppress(OSError):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found.append(os.readlink(entry))
+    with contextlib.suppress(OSError):
+        maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+        found += {line.split(maxsplit=5)[5] for line in maps.splitlines() if " /" in line}
+    return found
+
+
+def _sessions() -> list[tuple[int, int]]:
+    """Return every living process and its session. Source: proc_pid_stat(5), fields 3 and 6."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, IndexError):
+                fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+                if fields[0] not in "ZX":
+                    found.append((int(entry.name), int(fields[3])))
+    return found
+
+
+def _sockets() -> list[tuple[int, str]]:
+    """Return every socket of this network namespace: its inode and its line. Source: proc(5), /proc/net."""
+    found = []
+    for table in _SOCKET_TABLES:
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/net", table).read_text(errors="replace").splitlines()[1:]:
+                fields = line.split()
+                # Connections in TIME-WAIT are the kernel's, and have no inode.
+                inode = int(fields[6] if table == "unix" else fields[9])
+                if inode:
+                    found.append((inode, f"{table} {' '.join(fields[1:4])}"))
+    return found
+
+
+def _command(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    return "gone by now"

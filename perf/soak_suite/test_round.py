@@ -1,0 +1,43 @@
+"""A short rehearsal: a plain test, two criteria, a meeting of all ranks. Around and inside of them a fault is made."""
+
+import pytest
+from planting import Struck, strike
+from stamps import meet, stamp
+
+from pytest_gpucluster.benchmarks import collectives, matmul
+from pytest_gpucluster.sampling import Sampling
+
+# As short as can be, and content with any spread: what is measured here says nothing.
+SAMPLING = Sampling(warmup_seconds=0.01, window_seconds=0.02, longest_seconds=5.0, tolerance_ratio=1e6)
+
+
+def test_plain(cluster):
+    strike("test_plain", "before", cluster)
+    stamp("plain")
+    strike("test_plain", "after", cluster)
+
+
+@pytest.mark.criterion("matmul")
+def test_matmul(cluster, measure):
+    strike("test_matmul", "before", cluster)
+    multiply = Struck("test_matmul", lambda a, b, out: matmul._mm(a, b, out))
+    result = matmul.measure_matmul(cluster.device, n=128, dtype="fp32", sampling=SAMPLING, multiply=multiply)
+    measure("matmul.fp32.tflops", result.tflops, unit="TFLOPS", n=128)
+    strike("test_matmul", "after", cluster)
+
+
+@pytest.mark.criterion("nccl.all_reduce")
+def test_all_reduce(cluster, measure):
+    strike("test_all_reduce", "before", cluster)
+    reduce = Struck("test_all_reduce", lambda tensor, group: collectives._sum(tensor, group))
+    result = collectives.all_reduce(
+        cluster.group, cluster.device, payload_bytes=2**16, sampling=SAMPLING, reduce=reduce
+    )
+    measure("nccl.all_reduce.busbw", result.busbw, unit="B/s", size="64 kB", dtype="fp32", transport="gloo")
+    strike("test_all_reduce", "after", cluster)
+
+
+def test_meeting(cluster):
+    strike("test_meeting", "before", cluster)
+    meet(cluster, "all")
+    strike("test_meeting", "after", cluster)

@@ -1,0 +1,167 @@
+"""Where the time of a test goes: to set-up, warm-up, measuring, verifying, agreeing with the other ranks, and the rest.
+
+A benchmark says which part it is in:
+
+    with counted("verifying"):
+        require_right(found)
+
+Of parts within each other the innermost one counts. So every second counts once, and all parts together are the test,
+whatever calls what: a warm-up that verifies as it goes is both, each for its own time. What is in no part is
+``other``. Between tests nothing is counted, nor in any thread but the one that the test runs in, for it is the time
+that somebody waits.
+
+To enter a part and to leave it is to read a clock twice, and never asks a device anything.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+SET_UP, WARM_UP, MEASURING, VERIFYING, AGREEING = "set_up", "warm_up", "measuring", "verifying", "agreeing"
+OTHER = "other"
+PARTS = (SET_UP, WARM_UP, MEASURING, VERIFYING, AGREEING, OTHER)
+"""In the order in which they are told."""
+
+
+class Ledger:
+    """The seconds of one test, by part.
+
+    Args:
+        now: a clock in seconds, which only goes forward.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._thread: int | None = None
+        """The one that counts; None while no test is open."""
+        self._entered: list[str] = []
+        """From the outermost to the innermost part."""
+        self._since = 0.0
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+
+    def clear(self) -> None:
+        """Forget the last test."""
+        self.close()
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+
+    def open(self) -> None:
+        """Count from now on, in this thread; another attempt at a test adds to what is there."""
+        self._thread, self._entered, self._since = threading.get_ident(), [OTHER], self._now()
+
+    def close(self) -> None:
+        """Count no more. What was counted can still be told."""
+        self._take()
+        self._thread, self._entered = None, []
+
+    def enter(self, part: str) -> int:
+        """Begin a part; return what ``leave`` wants to know, which is 0 where nothing is counted."""
+        if self._thread != threading.get_ident():
+            return 0
+        self._take()
+        self._entered.append(part)
+        return len(self._entered)
+
+    def leave(self, entered: int) -> None:
+        """End a part, and whatever within it has not been ended."""
+        if not entered or self._thread != threading.get_ident() or len(self._entered) < entered:
+            return
+        self._take()
+        del self._entered[entered - 1 :]
+
+    def move(self, part: str, seconds: float) -> None:
+        """Let so many of the seconds that have just gone by be of ``part``, and not of the part that is open."""
+        if self._thread != threading.get_ident():
+            return
+        self._take()
+        moved = max(0.0, min(seconds, self._seconds[self._entered[-1]]))
+        self._seconds[self._entered[-1]] -= moved
+        self._seconds[part] += moved
+
+    def told(self) -> list[float]:
+        """Return the seconds of each part, in the order of ``PARTS``, as ranks tell each other."""
+        self._take()
+        return [round(seconds, 4) for seconds in self._seconds.values()]
+
+    def _take(self) -> None:
+        if self._thread == threading.get_ident():
+            now = self._now()
+            self._seconds[self._entered[-1]] += now - self._since
+            self._since = now
+
+
+LEDGER = Ledger()
+"""Of the test that this process runs."""
+
+
+class _Counted:
+    __slots__ = ("_entered", "_part")
+
+    def __init__(self, part: str) -> None:
+        self._part, self._entered = part, 0
+
+    def __enter__(self) -> None:
+        self._entered = LEDGER.enter(self._part)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        LEDGER.leave(self._entered)
+
+
+def counted(part: str) -> _Counted:
+    """Return a context manager whose time is that of ``part`` in the present test: "set_up", "warm_up", "measuring",
+    "verifying" or "agreeing".
+
+    It is for one use. Parts may be within each other: the innermost one counts. Where no test runs, such as in a
+    benchmark that is called by itself, and in threads beside the test's, nothing is counted.
+
+    Raises: ValueError if there is no such part.
+    """
+    if part not in PARTS:
+        raise ValueError(f"a part of a test is one of {', '.join(PARTS)}, not {part!r}")
+    return _Counted(part)
+
+
+def verified(seconds: float, *, still_busy: float) -> None:
+    """Count a verification that has just ended, and that had to wait for the work that it verifies.
+
+    For work that a device does while the host goes on: the host comes to verify when the work may only have begun, and
+    that wait belongs to the work. So the verification is what is left, and the wait stays in the part that is open.
+
+    Args:
+        seconds: what the verification took, as the host has seen it.
+        still_busy: how long the device still worked when it began: the seconds of the work by the device's own clock,
+            less those that the host took to start it.
+    """
+    LEDGER.move(VERIFYING, seconds - max(0.0, still_busy))
+
+
+def of_ranks(told: Mapping[int, Sequence[float]]) -> dict[str, Any]:
+    """Return for each part the first rank's seconds, and the most of any rank, with its rank. Plain JSON types.
+
+    Args:
+        told: rank -> seconds in the order of ``PARTS``. Without the first rank's there is nothing to be said.
+
+    >>> of_ranks({0: [0, 0, 2.0, 0, 0.5, 0], 1: [0, 0, 2.5, 0, 0, 0]})["measuring"]
+    {'seconds': 2.0, 'most_seconds': 2.5, 'most_rank': 1}
+    """
+    if 0 not in told:
+        return {}
+    found = {}
+    for index, part in enumerate(PARTS):
+        most = max(sorted(told), key=lambda rank: told[rank][index])  # the first of equal ones
+        found[part] = {"seconds": told[0][index], "most_seconds": told[most][index], "most_rank": most}
+    return found
+
+
+def in_words(part: str) -> str:
+    """Return a part as people read it.
+
+    >>> in_words("warm_up")
+    'warm-up'
+    """
+    return part.replace("_", "-")

@@ -1,0 +1,182 @@
+"""A busy process beside a run: its stalls flip no verdict, and hide nothing that is truly slow.
+
+perf/noise.py shows it with real sessions and a real process. Here the stalls are made up, on a clock that stands still
+otherwise: sampling, measurement and judge are the product's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import pytest
+from sessions import DEADLINE_SECONDS, environment
+
+from pytest_gpucluster import hardware, thresholds, workload_file
+from pytest_gpucluster.benchmarks.blocks import measure_rate
+from pytest_gpucluster.benchmarks.clock import ManualClock
+from pytest_gpucluster.judge import judge
+from pytest_gpucluster.judged import Judged
+from pytest_gpucluster.metrics import measurement
+from pytest_gpucluster.sampling import Sampling
+
+PERF = Path(__file__).parent.parent / "perf"
+sys.path.insert(0, str(PERF))  # programs, not a package: they import each other by name
+try:
+    import noise
+finally:
+    sys.path.remove(str(PERF))
+
+REPEATS = 20
+PRODUCT_SECONDS = 0.002
+METRIC = noise.METRICS["matmul"][0]
+QUIET_TFLOPS = 0.1
+
+
+def sampling_of_the_program() -> Sampling:
+    """The times that perf/noise.py gives its sessions, read as they read them."""
+    told = [
+        workload_file.Override.parse(f"{key}={value}")
+        for key, value in noise.WORKLOAD.items()
+        if key.startswith("matmul.")
+    ]
+    loaded = workload_file.load(PERF.parent / "acceptance" / "workloads.yaml", profile="cpu", overrides=told)
+    return loaded.workload.matmul.sampling
+
+
+@dataclass
+class Disturbed:
+    """Work whose clock is held up: for a time slice of 4 to 20 ms, in ``share`` of the time on average."""
+
+    clock: ManualClock
+    random: Random
+    share: float
+    speed: float
+    most_at_once: int = 8
+
+    def start(self, index: int) -> None:
+        seconds = PRODUCT_SECONDS / self.speed
+        # On average 12 ms are lost for each 12 ms * (1 - share) / share of work.
+        if self.share and self.random.random() < seconds * self.share / (0.012 * (1 - self.share)):
+            seconds += self.random.uniform(0.004, 0.020)
+        self.clock.advance(seconds)
+
+    def verify(self, done: range) -> None:
+        pass
+
+
+def repeated(tmp_path: Path, *, share: float, speed: float = 1.0, sampling: Sampling | None = None) -> list[Judged]:
+    """Measure and judge as often as the program does, by a limit of 80 % of the quiet rate."""
+    overlay = tmp_path / "limits.yaml"
+    overlay.write_text(noise.overlay({METRIC: (noise.SHARE * QUIET_TFLOPS, "TFLOPS")}))
+    limits = thresholds.load(thresholds.shipped_path(), overlay)
+    found = []
+    for number in range(REPEATS):
+        clock = ManualClock()
+        work = Disturbed(clock=clock, random=Random(f"20260 {share} {speed} {number}"), share=share, speed=speed)
+        rate = measure_rate(work, clock, sampling=sampling or sampling_of_the_program())
+        series = rate.per_second.scaled(QUIET_TFLOPS * PRODUCT_SECONDS)
+        judgement = judge(
+            {0: [measurement(METRIC, series, unit="TFLOPS")]},
+            world={0: "rank 0"},
+            node_of={0: 0},
+            limits=limits,
+            sku=hardware.CPU_REHEARSAL,
+            gpu_name=None,
+        )
+        found.append(judgement.measurements[0])
+    return found
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.1, 0.2, 0.3])
+def test_stalls_flip_no_verdict_at_80_percent(share: float, tmp_path: Path) -> None:
+    found = repeated(tmp_path, share=share)
+    assert Counter(judged.status for judged in found) == {"passed": REPEATS}
+    assert {judged.stopped.by for judged in found if judged.stopped is not None} == {"interval"}
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.1, 0.3])
+def test_what_does_70_percent_is_refused_in_every_repeat(share: float, tmp_path: Path) -> None:
+    found = repeated(tmp_path, share=share, speed=0.7)
+    assert Counter(judged.status for judged in found) == {"failed": REPEATS}
+
+
+def test_a_process_that_takes_most_of_the_time_is_not_called_noise(tmp_path: Path) -> None:
+    # With the samples so short, less than about three quarters spoil too few of them.
+    found = repeated(tmp_path, share=0.85)
+    assert Counter(judged.status for judged in found) == {"failed": REPEATS}
+
+
+def test_samples_longer_than_the_stalls_would_be_spoilt_by_them(tmp_path: Path) -> None:
+    """Why the program asks for so short a window."""
+    long = dataclasses.replace(sampling_of_the_program(), window_seconds=2.0)
+    found = repeated(tmp_path, share=0.2, sampling=long)
+    assert Counter(judged.status for judged in found)["failed"] > REPEATS / 4
+
+
+def test_sampling_goes_on_because_of_the_stalls(tmp_path: Path) -> None:
+    """The stalls do disturb: without them the window is enough, with them it is not always."""
+    quiet, noisy = repeated(tmp_path, share=0.0), repeated(tmp_path, share=0.3)
+    counts = [[judged.stopped.samples for judged in found if judged.stopped is not None] for found in (quiet, noisy)]
+    assert len(counts[0]) == len(counts[1]) == REPEATS
+    assert len(set(counts[0])) == 1
+    assert max(counts[1]) > counts[0][0]
+
+
+def test_a_rule_that_does_not_measure_on_flips_verdicts(tmp_path: Path) -> None:
+    impatient = Sampling(warmup_seconds=0.1, window_seconds=0.1, longest_seconds=0.1, tolerance_ratio=0.1)
+    found = repeated(tmp_path, share=0.3, sampling=impatient)
+    assert Counter(judged.status for judged in found)["failed"] > 0
+    assert {judged.stopped.by for judged in found if judged.status == "failed" and judged.stopped} == {"time"}
+
+
+def of(value: float, outcome: str) -> noise.Found:
+    """One repeat of the program."""
+    return noise.Found(outcome=outcome, value=value, low=value, high=value, inconclusive="", stopped="")
+
+
+@pytest.mark.parametrize(
+    ("found", "right", "refused", "wrong"),
+    [
+        ([of(99, "passed"), of(95, "passed"), of(90, "passed")], "accepted", 0, 0),
+        ([of(99, "passed"), of(95, "failed"), of(90, "passed")], "accepted", 1, 1),
+        ([of(60, "failed"), of(50, "failed"), of(55, "failed")], "refused: truly slower", 3, 0),
+        ([of(60, "failed"), of(85, "passed"), of(55, "failed")], "refused: truly slower", 2, 1),
+    ],
+    ids=["all passed", "one flipped", "truly slower", "accepted though slower"],
+)
+def test_a_verdict_is_wrong_where_the_median_of_the_repeats_says_otherwise(
+    found: list[noise.Found], right: str, refused: int, wrong: int
+) -> None:
+    told = noise.verdicts(found, quiet=100.0)
+    assert (told.right, told.refused, told.wrong, told.repeats) == (right, refused, wrong, 3)
+
+
+def test_one_session_measures_all_criteria_of_as_many_ranks() -> None:
+    assert noise.selected(list(noise.METRICS)) == [(1, ["matmul", "hbm"]), (2, ["all-reduce"])]
+
+
+def test_the_program_runs_real_sessions_on_two_ranks_and_says_what_it_found() -> None:
+    command = [sys.executable, str(PERF / "noise.py"), "--only", "all-reduce", "--repeats", "2"]
+    command += ["--workload", "nccl.all_reduce.tolerance=300 %"]  # a test asks for no quiet machine
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False
+    )
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines()]
+    taken = [row for row in rows if row[0] in ("nothing", "steady", "bursts")]
+    assert [row[0] for row in taken] == ["nothing"] * noise.QUIET + ["steady", "bursts"], done.stderr
+    assert {row[1] for row in taken} == {"all-reduce"}
+    # On a machine with much else to do even that may not be enough: then the row says so, and the program too.
+    said = re.compile(r"(sure|time up) after \d+ samples in .* wide, 300 % is allowed.*")
+    assert all(said.fullmatch(row[5]) for row in taken), taken
+    unsure = any(row[5].startswith("time up") for row in taken[: noise.QUIET])
+    assert ("NOT QUIET" in done.stdout) == unsure
+    judged = [row for row in rows if row[0] == "all-reduce"]
+    assert [row[1:3] for row in judged] == [["bursts", "1"], ["steady", "1"]]
+    assert done.returncode == int(unsure or any(row[6] != "0" for row in judged))

@@ -1,0 +1,365 @@
+"""Where the time of a test goes: what counts for which part, and what of it comes on record and to the terminal."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torchrun
+from sessions import Project
+
+from pytest_gpucluster import time_spent
+from pytest_gpucluster.benchmarks.blocks import measure_rate
+from pytest_gpucluster.benchmarks.clock import ManualClock, WallClock
+from pytest_gpucluster.journal import TestResult, read
+from pytest_gpucluster.sampling import Sampling
+from pytest_gpucluster.time_spent import LEDGER, MEASURING, OTHER, PARTS, VERIFYING, WARM_UP, Ledger, counted
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def ledger(clock: Clock) -> Ledger:
+    ledger = Ledger(clock)
+    ledger.open()
+    return ledger
+
+
+@pytest.fixture
+def open_test() -> Iterator[None]:
+    """A test that is open in this process's own ledger. Here the plugin is not on, so that nobody else uses it."""
+    LEDGER.clear()
+    LEDGER.open()
+    yield
+    LEDGER.clear()
+
+
+def told(ledger: Ledger) -> dict[str, float]:
+    """The parts that took any time."""
+    return {part: seconds for part, seconds in zip(PARTS, ledger.told(), strict=True) if seconds}
+
+
+# ---- the ledger --------------------------------------------------------------------------------------------------
+
+
+def test_of_nested_parts_the_innermost_counts_and_all_parts_are_the_whole(clock: Clock, ledger: Ledger) -> None:
+    clock.now += 1
+    measuring = ledger.enter(MEASURING)
+    clock.now += 10
+    verifying = ledger.enter(VERIFYING)
+    clock.now += 4
+    ledger.leave(verifying)
+    clock.now += 20
+    ledger.leave(measuring)
+    clock.now += 2
+    assert told(ledger) == {OTHER: 3, MEASURING: 30, VERIFYING: 4}
+    assert sum(ledger.told()) == clock.now - 100
+
+
+def test_a_part_ends_with_what_was_begun_in_it_and_not_ended(clock: Clock, ledger: Ledger) -> None:
+    outer = ledger.enter(WARM_UP)
+    lost = ledger.enter(VERIFYING)
+    clock.now += 1
+    ledger.leave(outer)
+    clock.now += 5
+    ledger.leave(lost)  # too late to mean anything
+    clock.now += 7
+    assert told(ledger) == {VERIFYING: 1, OTHER: 12}
+
+
+def test_between_tests_nothing_is_counted(clock: Clock, ledger: Ledger) -> None:
+    clock.now += 1
+    ledger.close()
+    assert ledger.enter(MEASURING) == 0
+    clock.now += 10
+    ledger.leave(0)
+    ledger.move(VERIFYING, 3)
+    assert told(ledger) == {OTHER: 1}
+    ledger.open()  # another attempt at the same test
+    clock.now += 2
+    assert told(ledger) == {OTHER: 3}
+    ledger.clear()
+    assert told(ledger) == {}
+
+
+def test_what_was_begun_before_a_test_is_no_part_of_it(clock: Clock) -> None:
+    ledger = Ledger(clock)
+    before = ledger.enter(MEASURING)
+    ledger.open()
+    clock.now += 3
+    ledger.leave(before)
+    clock.now += 4
+    assert told(ledger) == {OTHER: 7}
+
+
+def test_other_threads_change_nothing(clock: Clock, ledger: Ledger) -> None:
+    measuring = ledger.enter(MEASURING)
+
+    def elsewhere() -> None:
+        entered = ledger.enter(VERIFYING)
+        clock.now += 5
+        ledger.leave(entered)
+        ledger.leave(measuring)
+        ledger.move(VERIFYING, 5)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    clock.now += 1
+    ledger.leave(measuring)
+    assert told(ledger) == {MEASURING: 6}
+
+
+@pytest.mark.parametrize(("seconds", "found"), [(3, {MEASURING: 7, VERIFYING: 3}), (99, {VERIFYING: 10})])
+def test_no_more_is_moved_than_there_was(clock: Clock, ledger: Ledger, seconds: float, found: dict[str, float]) -> None:
+    ledger.enter(MEASURING)
+    clock.now += 10
+    ledger.move(VERIFYING, seconds)
+    ledger.move(VERIFYING, -1)
+    assert told(ledger) == found
+
+
+def test_a_part_that_raises_ends(open_test: None) -> None:
+    with pytest.raises(RuntimeError), counted("measuring"):
+        raise RuntimeError
+    time.sleep(0.05)
+    found = told(LEDGER)
+    assert found.get(MEASURING, 0.0) < found[OTHER]
+
+
+def test_a_misspelt_part_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"one of set_up, warm_up, .* not 'warmup'"):
+        counted("warmup")
+
+
+def test_the_most_of_any_rank_is_told_beside_the_first_ranks() -> None:
+    ranks = {2: [0.0, 1.0, 5.0, 0, 0, 0], 0: [0.5, 1.0, 4.0, 0, 2.0, 0], 1: [0.1, 1.0, 5.0, 0, 0, 0]}
+    found = time_spent.of_ranks(ranks)
+    assert list(found) == list(PARTS)
+    assert found["measuring"] == {"seconds": 4.0, "most_seconds": 5.0, "most_rank": 1}
+    assert found["agreeing"] == {"seconds": 2.0, "most_seconds": 2.0, "most_rank": 0}
+    assert time_spent.of_ranks({1: ranks[1]}) == {}
+
+
+# ---- benchmarks --------------------------------------------------------------------------------------------------
+
+
+class Work:
+    """Operations that take no time, with a verification that does."""
+
+    most_at_once = 4
+
+    def start(self, index: int) -> None:
+        time.sleep(0.002)
+
+    def verify(self, done: range) -> None:
+        time.sleep(0.006 * len(done))
+
+
+def test_a_rate_is_warm_up_measuring_and_verifying(open_test: None) -> None:
+    sampling = Sampling(warmup_seconds=0.05, window_seconds=0.2, longest_seconds=0.2, tolerance_ratio=0.5)
+    begin = time.perf_counter()
+    measure_rate(Work(), WallClock(), sampling=sampling)
+    gone = time.perf_counter() - begin
+    found = told(LEDGER)
+    assert found[WARM_UP] >= 0.05
+    assert found[MEASURING] >= 0.2
+    assert found[VERIFYING] > 2 * (found[WARM_UP] + found[MEASURING]) * 0.75  # three times as long as the work
+    assert sum(found.values()) == pytest.approx(gone, rel=0.2)
+
+
+class Awaited:
+    """Work that the host only enqueues, so that its verification waits for the device, and takes hardly any time."""
+
+    most_at_once = 1
+
+    def __init__(self, clock: ManualClock) -> None:
+        self._clock = clock
+
+    def start(self, index: int) -> None:
+        self._clock.advance(0.02)  # of the device; the host only enqueues
+
+    def verify(self, done: range) -> None:
+        time.sleep(0.02)  # until the device is there
+
+
+def test_waiting_for_the_device_is_no_verification(open_test: None) -> None:
+    clock = ManualClock()
+    sampling = Sampling(warmup_seconds=0.05, window_seconds=0.2, longest_seconds=0.2, tolerance_ratio=0.5)
+    measure_rate(Awaited(clock), clock, sampling=sampling)
+    found = told(LEDGER)
+    assert found.get(VERIFYING, 0.0) < 0.5 * found[MEASURING]
+    assert found[MEASURING] >= 0.19
+
+
+# ---- a session ---------------------------------------------------------------------------------------------------
+
+SUITE = """
+import time
+
+import pytest
+
+from pytest_gpucluster.time_spent import counted
+
+SECONDS = {"warm_up": 0.6, "measuring": 1.2, "verifying": 0.9}
+
+
+@pytest.fixture
+def slow():
+    time.sleep(0.3)
+    yield
+    time.sleep(0.5)
+
+
+@pytest.mark.criterion("site.parts")
+@pytest.mark.single_gpu
+def test_parts(slow, measure, rank):
+    for part, seconds in SECONDS.items():
+        with counted(part):
+            time.sleep(seconds)
+    if rank == 1:
+        with counted("measuring"):
+            time.sleep(1.5)
+    measure("matmul.bf16.tflops", 1.0, unit="TFLOPS", record_only=True)
+
+
+@pytest.mark.single_gpu
+def test_quick():
+    pass
+"""
+OF_TORCHRUN = """
+@pytest.fixture
+def rank(cluster):
+    return cluster.rank
+"""
+OF_WORKERS = """
+@pytest.fixture
+def rank():
+    import os
+    return int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+"""
+
+
+def require_parts(result: TestResult, *, ranks: int, waits: bool = True) -> None:
+    """The parts of ``test_parts``, by how they stand to each other."""
+    spent = result.spent
+    assert list(spent) == list(PARTS)
+    seconds = {part: told.seconds for part, told in spent.items()}
+    for part, least in {"set_up": 0.3, "warm_up": 0.6, "measuring": 1.2, "verifying": 0.9, "other": 0.5}.items():
+        assert seconds[part] >= least - 0.001, seconds
+    # A worker waits for no other: the test has then taken as long as its slowest rank.
+    slowest = sum(told.most_seconds for told in spent.values())
+    assert result.duration_seconds == pytest.approx(slowest if not waits else sum(seconds.values()), rel=0.1)
+    if ranks > 1:
+        assert (spent["measuring"].most_rank, spent["warm_up"].most_seconds >= 0.6) == (1, True)
+        # Rank 1 has slept 1.5 s longer there. Each sleeps about as long elsewhere.
+        assert spent["measuring"].most_seconds - seconds["measuring"] > 1.0
+
+
+def table_of(text: str) -> list[str]:
+    """The table of where the time went."""
+    lines = text.splitlines()
+    begin = next(index for index, line in enumerate(lines) if line.startswith("Where the time went"))
+    return lines[begin : lines.index("", begin)]
+
+
+def test_ranks_tell_their_parts_and_the_first_waits_for_the_other(tmp_path: Path) -> None:
+    files = {"test_it.py": SUITE + OF_TORCHRUN}
+    run = torchrun.torchrun(
+        tmp_path, files, timeouts="stuck=30", deadline=30.0, environment={"COLUMNS": "80", "OMP_NUM_THREADS": "1"}
+    )
+    assert run.exits == [0], run.output
+    parts, quick = run.journal.results
+    require_parts(parts, ranks=2)
+    # Its own work is 1.5 s less than rank 1's, which it must wait for where the body ends.
+    assert parts.spent["agreeing"].seconds > 1.0
+    assert parts.spent["agreeing"].most_rank == 0
+    assert quick.spent["measuring"].seconds == 0
+    head, titles, *rows = table_of(run.output)
+    assert "rank 0" in head
+    assert titles.split() == ["test", "all", "set-up", "warm-up", "measure", "verify", "agree", "other"]
+    assert [row.split()[0] for row in rows] == ["parts", "1", "together"]
+    assert max(map(len, [head, titles, *rows])) <= 80
+    assert all(float(cell) > 0 for cell in rows[0].split()[1:])
+
+
+def test_local_workers_tell_their_parts(project: Project) -> None:
+    project.suite(SUITE + OF_WORKERS)
+    left = project.run_apart("-n", "2", "--dist", "each", "--max-worker-restart=0", "-v", "-k", "parts")
+    assert left.exit == 0, left.output
+    [parts] = left.journal.results
+    require_parts(parts, ranks=2, waits=False)
+    assert table_of(left.stdout)[2].split()[0] == "parts"
+
+
+def test_one_process_tells_its_parts_also_of_a_test_that_fails(project: Project) -> None:
+    project.suite(SUITE + OF_WORKERS + "\ndef test_bad(slow):\n    with counted('verifying'):\n        assert 0\n")
+    left = project.run("-v")
+    assert left.exit == 1, left.output
+    by_name = {result.name: result for result in left.journal.results}
+    require_parts(by_name["test_parts"], ranks=1)
+    assert by_name["test_bad"].spent["set_up"].seconds >= 0.3
+    assert "test_bad" not in table_of(left.stdout)[0]
+    [said] = [value for name, value in left.properties.items() if name == "test_it.test_parts[seconds]"]
+    assert "warm-up 0.6, measuring 1.2, verifying 0.9" in said
+
+
+def test_attempts_at_a_test_are_one_sum(project: Project) -> None:
+    pytest.importorskip("pytest_rerunfailures")
+    project.suite("""
+import time
+tries = []
+def test_at_last():
+    from pytest_gpucluster.time_spent import counted
+    with counted("measuring"):
+        time.sleep(0.2)
+    tries.append(1)
+    assert len(tries) > 1
+""")
+    left = project.run("--reruns=1")
+    [result] = left.journal.results
+    assert result.attempts == 2, left.output
+    assert result.spent["measuring"].seconds >= 0.4
+
+
+def test_a_test_that_is_interrupted_says_where_it_was(project: Project) -> None:
+    project.suite("""
+import time
+from pytest_gpucluster.time_spent import counted
+def test_stopped(measure):
+    measure("matmul.bf16.tflops", 1.0, unit="TFLOPS", record_only=True)
+    with counted("warm_up"):
+        time.sleep(0.3)
+        raise KeyboardInterrupt
+""")
+    left = project.run()
+    [result] = left.journal.results
+    assert result.outcome == "error", left.output
+    assert result.spent["warm_up"].seconds >= 0.3
+
+
+def test_a_journal_from_before_is_read_and_tells_no_parts(project: Project) -> None:
+    project.suite("def test_it(): pass")
+    left = project.run("-v")
+    path = next(left.directory.glob("gpucluster-report/*/journal.jsonl"))
+    text = path.read_text()
+    begin, end = text.index(',"spent":'), text.index("}}", text.index(',"spent":')) + 2
+    path.write_text(text[:begin] + text[end:])
+    [result] = read(path).results
+    assert (result.outcome, dict(result.spent)) == ("passed", {})
