@@ -100,6 +100,9 @@ def let_go(error: BaseException) -> None:
         for frame, _ in traceback.walk_tb(one.__traceback__):
             _ = frame.f_locals  # until Python 3.12 a copy, kept from when pytest has looked at it, and taken anew here
         waiting += [one.__cause__, one.__context__]
+        # Of a group of exceptions, such as pytest's of fixtures that all fail when they are torn down.
+        parts = getattr(one, "exceptions", ())
+        waiting += [part for part in parts if isinstance(part, BaseException)] if isinstance(parts, tuple) else []
 
 
 def summary_of(error: BaseException) -> str:

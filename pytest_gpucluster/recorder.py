@@ -158,7 +158,8 @@ class Recorder:
         A disk may have had room again since it was last written to. Waits for ``timeout`` seconds at most, and only if
         there is a failure.
         """
-        if self.failure is None or self._is_foreign():
+        before = self.failure
+        if before is None or self._is_foreign():
             return None
         deadline = time.monotonic() + timeout
         with self._lock:
@@ -171,7 +172,8 @@ class Recorder:
                 if left <= 0:
                     break
                 self._hear(left)
-        return self.failure
+        # Without an answer nothing is known to be better, also where it has begun to take lines again.
+        return self.failure or (None if self._has_tried_again else before)
 
     def send(self, line: Mapping[str, object]) -> None:
         """Record a line of the journal. If the recorder takes none for 2 s, it goes with the next one."""

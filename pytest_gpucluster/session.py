@@ -76,6 +76,7 @@ class Session:
         if only_lists(self._config):
             return
         self._run.selection = is_selection(self._config)
+        _take_what_was_left_alone()
         Opening(self._run).open()
         begin_live(self._config, self._run)
         _leave_alone_what_is_loaded()
@@ -328,3 +329,13 @@ def _leave_alone_what_is_loaded() -> None:
     were made since: while tests are collected, and, worse, in the middle of a measurement.
     """
     gc.freeze()
+
+
+def _take_what_was_left_alone() -> None:
+    """Free what an earlier session in this process has left, which the garbage collector was kept from.
+
+    At the end of that session it would make the process end 1 s later: Python then looks through everything.
+    """
+    if gc.get_freeze_count():
+        gc.unfreeze()
+        gc.collect()

@@ -301,3 +301,27 @@ def test_a_failure_that_is_kept_lets_go_of_what_its_frames_hold() -> None:
     let_go(kept.value)
     assert [group() is None for group in groups] == [True, True]
     assert str(kept.value) == "released"
+
+
+class Several(Exception):
+    """As of a group of exceptions, which Python 3.10 has not."""
+
+    exceptions: tuple[object, ...] = ()
+
+
+@pytest.mark.parametrize("others", [(), ("no exception",)], ids=repr)
+def test_a_group_of_failures_lets_go_of_what_their_frames_hold_too(others: tuple[object, ...]) -> None:
+    groups: list[weakref.ref[Group]] = []
+
+    def fails() -> None:
+        group = Group()
+        groups.append(weakref.ref(group))
+        raise RuntimeError("cut")
+
+    with pytest.raises(RuntimeError, match="cut") as kept:
+        fails()
+    several = Several("two of them")
+    several.exceptions = (*others, kept.value)
+    assert groups[0]() is not None
+    let_go(several)
+    assert groups[0]() is None

@@ -87,8 +87,9 @@ def test_each_end_of_torchrun_is_told_apart(monkeypatch, error, account):
         (["--log-dir=/logs"], "/logs"),
         (["--tee=3"], None),
         (["--redirects=0:1"], None),
+        (["--logs-specs=site"], None),
     ],
-    ids=["nothing was asked for", "a folder", "tee", "redirects"],
+    ids=["nothing was asked for", "a folder", "tee", "redirects", "a plugin of torchrun's that keeps them"],
 )
 def test_torchruns_folder_of_logs_goes_with_the_account_where_nobody_has_asked_for_logs(
     options, log_dir, monkeypatch, tmp_path

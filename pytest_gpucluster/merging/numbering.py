@@ -77,7 +77,9 @@ def renumbered(line: Line, numbers: Mapping[int, int]) -> dict[str, Any]:
         changed["telemetry"] = by_rank(changed["telemetry"])
     if changed.get("spent"):
         changed["spent"] = {
-            part: {**told, "most_rank": number(told.get("most_rank"))} for part, told in changed["spent"].items()
+            part: {**told, "most_rank": number(told.get("most_rank"))}
+            for part, told in changed["spent"].items()
+            if isinstance(told, Mapping)  # null, or a part that this version does not know and has not looked at
         }
     changed["measurements"] = [
         {

@@ -27,8 +27,8 @@ _NO_GPU = (
     "(--nproc-per-node)"
 )
 
-_LOGS = ("redirects", "tee", "duplicate_stdout_filters", "duplicate_stderr_filters")
-"""Options of torchrun that write files into its folder of logs."""
+_LOGS = ("redirects", "tee", "duplicate_stdout_filters", "duplicate_stderr_filters", "logs_specs")
+"""Options of torchrun that write files into its folder of logs, or give that to somebody else who may."""
 _NOTHING: tuple[object, ...] = (None, "", "0", [])
 """What they are where nothing was asked for."""
 

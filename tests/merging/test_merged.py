@@ -223,7 +223,8 @@ def test_ranks_have_the_numbers_of_the_newest_run_whatever_the_launcher_gave_the
         culprits=[1], released=[0], ranks=[{"rank": 1, "outcome": "failed"}], telemetry={"1": {"power_watts": [1]}}
     )
     slow["measurements"][0]["baseline"] = {"kind": "regressed", "rank": 1, "old_rank": 1}
-    slow["spent"] = {"measuring": {"seconds": 2.0, "most_seconds": 2.5, "most_rank": 1}}
+    measuring = {"seconds": 2.0, "most_seconds": 2.5, "most_rank": 1}
+    slow["spent"] = {"measuring": measuring, "agreeing": None, "a part of a later version": 3.0}
     read = merged(([slow, good(HBM)], {}), ([good(HBM)], {"ranks": turned}))
     [result] = [result for result in read.results if result.nodeid == MATMUL]
     assert (result.culprits, result.released, result.ranks[0].rank, dict(result.telemetry)) == (
