@@ -355,6 +355,30 @@ def test_exit_in_a_test_never_looks_like_a_verdict_about_hardware(project: Proje
     assert (left.exit, left.end) == (2, ("BROKEN", 2))
 
 
+@pytest.mark.parametrize("scope", ["function", "module"])
+def test_a_fixture_that_exits_costs_no_test_but_those_that_need_it(project: Project, scope: str) -> None:
+    project.suite(
+        f"""
+        import sys
+        import pytest
+
+        @pytest.fixture(scope="{scope}")
+        def leaves(request):
+            if "{scope}" == "module" or request.node.name == "test_struck":
+                sys.exit(3)
+
+        def test_struck(leaves): pass
+        def test_next(leaves): pass
+        def test_without(): pass
+        """
+    )
+    left = project.run()
+    struck = left.verdicts["test_struck"]
+    assert re.match(r"error: in setup: .*SystemExit: 3", struck)
+    assert left.verdicts["test_next"] == ("passed" if scope == "function" else struck)
+    assert left.verdicts["test_without"] == "passed"
+
+
 def test_exit_in_a_test_ends_the_run_with_its_code_and_a_report(project: Project) -> None:
     project.suite(
         """
