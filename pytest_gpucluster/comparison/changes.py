@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from pytest_gpucluster.comparison.conditions import STATES
+from pytest_gpucluster.comparison.conditions import OF_A_SEARCH, STATES
 from pytest_gpucluster.comparison.places import Match
 from pytest_gpucluster.comparison.rule import KINDS, MISSING, NOT_COMPARABLE, Known, weigh
 from pytest_gpucluster.comparison.side import Key, Tested, Values, key_of
@@ -14,6 +14,8 @@ from pytest_gpucluster.journal import RankPlace
 
 FOUND_LABELS = ("transport",)
 """Labels that say what was found, and not what was asked for: such a value is the same one with another label."""
+_FOUND_BY_A_SEARCH = ("m", "n", "k", "layout")
+"""The same of the best of a search alone: elsewhere another size is another value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +119,13 @@ def _partners(old: Mapping[Key, Values], new: Mapping[Key, Values]) -> Iterator[
 
 
 def _asked(key: Key) -> Key:
-    return key[0], tuple((name, text) for name, text in key[1] if name not in FOUND_LABELS)
+    found = found_labels(key[0])
+    return key[0], tuple((name, text) for name, text in key[1] if name not in found)
+
+
+def found_labels(metric: str) -> tuple[str, ...]:
+    """Return the labels of a metric that say what was found, and not what was asked for."""
+    return (*FOUND_LABELS, *_FOUND_BY_A_SEARCH) if metric.endswith(OF_A_SEARCH) else FOUND_LABELS
 
 
 def _change(before: Values, now: Values, test: Tested, terms: Terms) -> Change:
@@ -134,7 +142,7 @@ def _change(before: Values, now: Values, test: Tested, terms: Terms) -> Change:
         pairs = list(_by_rank(before, now, terms))
     found = [
         f"{name} {before.labels.get(name, 'unknown')} before, {now.labels.get(name, 'unknown')} now"
-        for name in FOUND_LABELS
+        for name in found_labels(now.metric)
         if before.labels.get(name) != now.labels.get(name)
     ]
     return Change(

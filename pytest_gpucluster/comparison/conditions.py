@@ -18,7 +18,7 @@ STATES = frozenset(
 OF_ONE_GPU = ("matmul.", "hbm.", "gpu.", "burn_in.")
 """Metrics whose value does not depend on how many ranks there are."""
 
-IN_LABELS = ("sizes", "latency_sizes", "shapes", "layouts")
+IN_LABELS = ("sizes", "latency_sizes")
 """Keys of a workload whose values stand in the labels: another size is another value there."""
 
 TIMES = (
@@ -51,6 +51,10 @@ METRICS_OF = {
     "shared_filesystem": ("shared_filesystem.",),
 }
 """First part of a workload's key -> the metrics that are measured with it. A key that is not here concerns all."""
+
+OF_A_SEARCH = ".best_tflops"
+"""How a metric ends that is the best of a search. Its labels tell what was found, and only the keys below
+``matmul.search`` what was looked for."""
 
 
 def obstacles(old: Facts, new: Facts) -> tuple[str, ...]:
@@ -91,12 +95,18 @@ def why_not_of(old: Facts, new: Facts) -> Callable[[str], str]:
         if shape and not metric.startswith(OF_ONE_GPU):
             return shape
         for key in changed:
-            of = METRICS_OF.get(key.partition(".")[0])
-            if of is None or metric.startswith(of):
+            if _concerns(key, metric):
                 return f"measured otherwise: {key} was {before.get(key, 'not set')}, is {now.get(key, 'not set')}"
         return ""
 
     return why_not
+
+
+def _concerns(key: str, metric: str) -> bool:
+    if key.startswith("matmul.search."):
+        return metric.endswith(OF_A_SEARCH)
+    of = METRICS_OF.get(key.partition(".")[0])
+    return of is None or metric.startswith(of)
 
 
 def _is_other_shape(old: Facts, new: Facts) -> bool:

@@ -43,6 +43,13 @@ def one(*values, **more):
             id="a fall back to sockets is no missing value",
         ),
         pytest.param(
+            one(740, 740, metric="matmul.bf16.best_tflops", n="8192", layout="nn"),
+            one(600, 600, metric="matmul.bf16.best_tflops", n="13312", layout="nt"),
+            "REGRESSION",
+            "regressed",
+            id="another winner of a search is no missing value",
+        ),
+        pytest.param(
             one(20, 20, metric="nccl.all_reduce.latency"),
             one(30, 30, metric="nccl.all_reduce.latency"),
             "REGRESSION",

@@ -49,8 +49,15 @@ def test_on_another_number_of_ranks_only_what_one_gpu_does_is_compared():
         ({}, "training.tokens_per_second", False),
         ({"training.batch": "8", "matmul.window": "1 s", "matmul.sizes": "8192"}, "matmul.bf16.tflops", True),
         ({"training.batch": "8", "brand.new": "1"}, "matmul.bf16.tflops", False),
+        ({"training.batch": "8", "matmul.search.shapes": "1x1x1"}, "matmul.bf16.tflops", True),
+        ({"training.batch": "8", "matmul.search.shapes": "1x1x1"}, "matmul.bf16.best_tflops", False),
+        ({"training.batch": "8", "matmul.search.layouts": "nt"}, "matmul.fp8.best_tflops", False),
+        ({"training.batch": "8", "matmul.search.look": "1 s"}, "matmul.fp8.best_tflops", True),
     ],
-    ids=["other batch", "not of this metric", "not set", "times and sizes", "a key that nobody knows"],
+    ids=[
+        *("other batch", "not of this metric", "not set", "times and sizes", "a key that nobody knows"),
+        *("another search, beside it", "another search", "other layouts", "a longer look"),
+    ],
 )
 def test_what_was_measured_otherwise_is_not_comparable(now, metric, is_comparable):
     why = conditions.why_not_of(RUN, changed(workload=now))(metric)
