@@ -64,8 +64,9 @@ def test_a_journal_that_cannot_be_read_is_a_node_without_an_answer(sweep, capsys
     (sweep / "gpu-009").mkdir()
     (sweep / "gpu-009" / "journal.jsonl").write_text("")
     assert main(["fleet", str(sweep)]) == 5
-    shown = "".join(capsys.readouterr().out.split())  # a long path is broken anywhere
-    assert "journal.jsonl:empty:therunendedbeforeitwasrecorded" in shown
+    shown = capsys.readouterr().out
+    # Without spaces, for a long path is broken anywhere.
+    assert "journal.jsonl:empty:therunendedbeforeitwasrecorded" in "".join(shown.split())
     assert "7 nodes: 6 good, 0 to be drained, 1 without an answer" in shown
     assert main(["fleet", str(sweep / "gpu-009" / "journal.jsonl"), str(sweep)]) == 3
 
