@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ def require_program(name: str) -> str:
 
     Debian has them as: chromium, chromium-driver (chromedriver), prometheus (promtool), tmux, poppler-utils (pdftoppm).
     """
-    path = shutil.which(name)
+    path = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))  # of PyPI: shellcheck
     if path is not None:
         return path
     if os.environ.get("CI"):
