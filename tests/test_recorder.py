@@ -178,9 +178,12 @@ def test_what_happens_while_the_reports_are_rendered_is_no_failure_of_the_record
     killer = threading.Thread(target=kill)
     if ends == "is killed":
         killer.start()
-    assert recording.finish(END, DEADLINE if ends == "is killed" else 2.0) is None
-    if ends == "is killed":
-        killer.join()
+    try:
+        assert recording.finish(END, DEADLINE if ends == "is killed" else 2.0) is None
+        if ends == "is killed":
+            killer.join()
+    finally:  # with a reader the process that waits goes on, and ends
+        os.close(os.open(place / "run" / "results.json", os.O_RDONLY | os.O_NONBLOCK))
     assert "results.json, metrics.prom, report.html: not known" in recording.missing
     assert f"gpucluster report {place / 'run'} --all DIR" in recording.missing
     assert journal.read(place / "run" / "journal.jsonl").verdict == "ACCEPTED"
