@@ -15,8 +15,10 @@ for peers, without its merging and judging.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -130,7 +132,7 @@ def main() -> int:
     arguments = parser.parse_args()
     print(f"{os.cpu_count()} cores, {arguments.tests} tests, {arguments.pairs} pairs; ms a test, median (min to max)")
     print(f"{'ranks':>5}  {'plain pytest':22}  {'agreed':22}  {'added':22}  {'inside exchanges':22}  goals")
-    missed = False
+    missed, load = False, [os.getloadavg()[0]]
     with tempfile.TemporaryDirectory(prefix="gpucluster-perf-") as name:
         folder = Path(name)
         (folder / "test_suite.py").write_text(_SUITE.format(tests=arguments.tests))
@@ -150,6 +152,9 @@ def main() -> int:
             missed = missed or not met
             told = "none" if goals is None else f"{goals[0]} inside, {goals[1]} added: {'met' if met else 'MISSED'}"
             print(f"{ranks:5}  {shown(plain):22}  {shown(agreed):22}  {shown(added):22}  {shown(inside):22}  {told}")
+    load.append(os.getloadavg()[0])
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("pytest", "torch"))
+    print(f"\nload average {min(load):.1f} to {max(load):.1f}; Python {platform.python_version()}, {versions}")
     return 1 if missed else 0
 
 

@@ -82,8 +82,8 @@ class Pairs:
         assert group is not None
         self._group, self._device, self._collective, self._bytes = group, device, collective, payload_bytes
         shape = shape_of(collective, payload_bytes, itemsize=4, ranks=dist.get_world_size(group))
-        # Zeros: sums in place stay what they are.
-        self._sent = torch.zeros(shape.sent, device=device)
+        # Random, as ours, where nothing is summed in place: there only zeros stay what they are.
+        self._sent = torch.zeros(shape.sent, device=device) if shape.in_place else torch.rand(shape.sent, device=device)
         self._received = self._sent if shape.in_place else torch.zeros(shape.received, device=device)
         self._call = CALLS[collective]
         self._sampling = Sampling(

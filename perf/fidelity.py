@@ -5,6 +5,7 @@
     python perf/fidelity.py --device cuda --only hbm,training --compiled
 
 * matmul: ``measure_matmul``, every product of which is verified, beside a loop of the library's product;
+* rectangle: the same of ``measure_shape``, with which the search over shapes measures, of an n x n/2 x n/4 product;
 * hbm: ``measure_hbm``'s copy, verified, beside the best of torch's copy, cudaMemcpy and a kernel in Triton;
 * training: ``throughput``'s steps beside a training loop written by hand, around the same decoder and data.
 
@@ -26,8 +27,9 @@ from typing import Any
 
 from pairs import LEAST_PAIRS, judged, rates, ratio_cells
 
-SUBJECTS = ("matmul", "hbm", "training")
+SUBJECTS = ("matmul", "rectangle", "hbm", "training")
 DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp8")
+LEAST_N = 64
 _ON_CPU = {"n": 512, "mebibytes": 64, "warmup": 0.0, "window": 0.15}
 _ON_GPU = {"n": 16384, "mebibytes": 8192, "warmup": 1.0, "window": 2.0}
 
@@ -37,12 +39,19 @@ def makers(arguments: argparse.Namespace) -> Iterator[Callable[[], Any]]:
     import torch
     from fidelity_subjects import HbmCopy, Matmul, TrainingStep, sampling_of
 
+    from pytest_gpucluster.benchmarks.arithmetic import arithmetic
+    from pytest_gpucluster.benchmarks.matmul_products import usual_layout
+    from pytest_gpucluster.benchmarks.matmul_shape import Shape
     from pytest_gpucluster.benchmarks.training.decoder import Geometry
 
     device = torch.device("cuda:0" if arguments.device == "cuda" else "cpu")
     sampling = sampling_of(arguments.warmup, arguments.window)
     for dtype in arguments.dtypes if "matmul" in arguments.only else ():
-        yield lambda dtype=dtype: Matmul(device, n=arguments.n, dtype=dtype, sampling=sampling)
+        shape = Shape.square(arguments.n, layout=usual_layout(arithmetic(dtype)))
+        yield lambda shape=shape, dtype=dtype: Matmul(device, shape, dtype=dtype, sampling=sampling)
+    if "rectangle" in arguments.only:
+        shape = Shape(m=arguments.n, n=arguments.n // 2, k=arguments.n // 4, layout="nt")
+        yield lambda shape=shape: Matmul(device, shape, dtype="bf16", sampling=sampling)
     if "hbm" in arguments.only:
         yield lambda: HbmCopy(device, payload_bytes=arguments.mebibytes * 2**20, sampling=sampling)
     if "training" in arguments.only:
@@ -75,6 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
         taken = [subject.take(number) for number in range(arguments.pairs)]
         text, good = row(subject.name, subject.unit, subject.each, taken, arguments.device)
         print(text, flush=True)
+        if missing := getattr(subject, "missing", ""):
+            print(f"| {subject.name} | | | | | NOT WHOLE: {missing} |", flush=True)
+            good = False
         all_good = all_good and good
         del subject
     load.append(os.getloadavg()[0])
@@ -116,6 +128,8 @@ def main() -> int:
     for setting, value in (_ON_GPU if arguments.device == "cuda" else _ON_CPU).items():
         if getattr(arguments, setting) is None:
             setattr(arguments, setting, value)
+    if arguments.n < LEAST_N:
+        parser.error(f"--n {arguments.n}: {LEAST_N} rows or more are needed, for the rectangle has a quarter of them")
     arguments.dtypes = arguments.dtypes or list(DTYPES if arguments.device == "cuda" else ("bf16", "fp32"))
     return run(arguments)
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from pairs import in_turn
 
 from pytest_gpucluster.benchmarks.arithmetic import arithmetic, numerics
 from pytest_gpucluster.benchmarks.footprint import cache_bytes, sets_beyond_cache
-from pytest_gpucluster.benchmarks.matmul import flops_of, measure_matmul, multiplier, prepare
+from pytest_gpucluster.benchmarks.matmul import measure_matmul, measure_shape, multiplier, prepare_shape
+from pytest_gpucluster.benchmarks.matmul_shape import Shape
 from pytest_gpucluster.benchmarks.memory import measure_hbm
 from pytest_gpucluster.benchmarks.memory_passes import Copies
 from pytest_gpucluster.benchmarks.training.decoder import Geometry, make_decoder
@@ -25,6 +27,7 @@ from pytest_gpucluster.benchmarks.training.step import BETAS, LARGEST_NORM
 from pytest_gpucluster.benchmarks.training.throughput import LEARNING_RATE, throughput
 from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
 from pytest_gpucluster.sampling import Sampling
+from pytest_gpucluster.stats import median
 
 
 def sampling_of(warmup_seconds: float, window_seconds: float) -> Sampling:
@@ -37,36 +40,41 @@ def sampling_of(warmup_seconds: float, window_seconds: float) -> Sampling:
     )
 
 
+BLOCKS = 8
+"""A stall spoils one of them. Ours are medians of blocks, too: the mean of a whole window would flatter ours."""
+
+
 class BareLoop:
-    """Calls some work again and again between two looks at the clock: CUDA events on a GPU, the host's on cpu."""
+    """Calls some work again and again between looks at the clock: CUDA events on a GPU, the host's on cpu."""
 
     def __init__(self, device: torch.device, start: Callable[[int], object], sampling: Sampling) -> None:
         self._device, self._start, self._sampling = device, start, sampling
 
     def seconds(self) -> float:
-        """Warm up, then return the seconds of one call over the window."""
+        """Warm up, then return the seconds of one call: the median of the blocks of the window."""
         self._run(2)
         each, warm = self._run(3) / 3, self._sampling.warmup_seconds
         if warm:
             self._run(self._calls(warm, each))
-        return self._timed(self._calls(self._sampling.window_seconds, each))
+        calls = self._calls(self._sampling.window_seconds / BLOCKS, each)
+        return median([self._block(number * calls, calls) for number in range(BLOCKS)])
 
     def _calls(self, seconds: float, each: float) -> int:
         return max(1, round(seconds / each))
 
-    def _run(self, calls: int) -> float:
+    def _run(self, calls: int, first: int = 0) -> float:
         begin = time.perf_counter()
-        for index in range(calls):
+        for index in range(first, first + calls):
             self._start(index)
         self._wait()
         return time.perf_counter() - begin
 
-    def _timed(self, calls: int) -> float:
+    def _block(self, first: int, calls: int) -> float:
         if self._device.type == "cpu":
-            return self._run(calls) / calls
+            return self._run(calls, first) / calls
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         begin.record()
-        for index in range(calls):
+        for index in range(first, first + calls):
             self._start(index)
         end.record()
         self._wait()
@@ -77,29 +85,38 @@ class BareLoop:
             torch.cuda.synchronize(self._device)
 
 
+_INSTEAD = "choose a smaller n"
+
+
 class Matmul:
-    """``measure_matmul`` beside a loop of the library's product into the same kind of result."""
+    """``measure_matmul``, or ``measure_shape`` of a rectangle, beside a loop of the library's product into the same
+    kind of result."""
 
     unit = "TFLOPS"
 
-    def __init__(self, device: torch.device, *, n: int, dtype: str, sampling: Sampling) -> None:
-        self.name, self.each = f"matmul {dtype} n={n}", flops_of(n) / 1e12
-        self._device, self._n, self._dtype, self._sampling = device, n, dtype, sampling
+    def __init__(self, device: torch.device, shape: Shape, *, dtype: str, sampling: Sampling) -> None:
+        self.name = f"matmul {dtype} " + (f"n={shape.n}" if shape.is_square else str(shape))
+        self.each = shape.flops / 1e12
+        self._device, self._shape, self._dtype, self._sampling = device, shape, dtype, sampling
         kind = arithmetic(dtype)
         self._precision = kind.float32_precision
-        sets = prepare(device, n=n, dtype=dtype, instead="choose a smaller n").sets
+        buffers = prepare_shape(device, shape, dtype=dtype, instead=_INSTEAD)
         random = torch.Generator(device).manual_seed(1)
 
-        def operand() -> torch.Tensor:
-            return torch.randn((n, n), generator=random, device=device).to(kind.operands)
+        def operand(rows: int, columns: int, layout: str) -> torch.Tensor:
+            size = (columns, rows) if layout == "t" else (rows, columns)
+            made = torch.randn(size, generator=random, device=device).to(kind.operands)
+            if kind.cleared_bits:  # as ours: what a product draws of power depends on its bits
+                made.view(torch.int32).bitwise_and_(-(1 << kind.cleared_bits))
+            return made.t() if layout == "t" else made
 
-        self._sets = [
-            (
-                operand(),
-                operand().t() if kind.is_scaled else operand(),
-                torch.empty(n, n, dtype=kind.result, device=device),
-            )
-            for _ in range(sets)
+        self._operands = [
+            (operand(shape.m, shape.k, shape.layout[0]), operand(shape.k, shape.n, shape.layout[1]))
+            for _ in range(buffers.sets)
+        ]
+        # As many results as ours keeps until they are verified: fewer would stay in a cache that ours has left.
+        self._results = [
+            torch.zeros(shape.m, shape.n, dtype=kind.result, device=device) for _ in range(buffers.results)
         ]
         self._multiply = multiplier(device, kind)
 
@@ -108,7 +125,11 @@ class Matmul:
         return in_turn(number, self._ours, self._bare)
 
     def _ours(self) -> float:
-        found = measure_matmul(self._device, n=self._n, dtype=self._dtype, sampling=self._sampling)
+        told: dict[str, Any] = {"dtype": self._dtype, "sampling": self._sampling}
+        if self._shape.is_square:
+            found = measure_matmul(self._device, n=self._shape.n, **told)
+        else:
+            found = measure_shape(self._device, self._shape, instead=_INSTEAD, **told)
         return self.each / found.tflops.median
 
     def _bare(self) -> float:
@@ -116,12 +137,15 @@ class Matmul:
             return BareLoop(self._device, self._product, self._sampling).seconds()
 
     def _product(self, index: int) -> None:
-        a, b, out = self._sets[index % len(self._sets)]
-        self._multiply(a, b, out)
+        a, b = self._operands[index % len(self._operands)]
+        self._multiply(a, b, self._results[index % len(self._results)])
 
 
 class HbmCopy:
-    """``measure_hbm``'s copy beside the best of torch's, cudaMemcpy's and, where there is Triton, a kernel's."""
+    """``measure_hbm``'s copy beside the best of torch's, cudaMemcpy's and a Triton kernel's; on cpu beside torch's.
+
+    ``missing`` says which of them there is not.
+    """
 
     unit = "GB/s"
 
@@ -133,10 +157,13 @@ class HbmCopy:
         self._sets = [(self._empty(words), self._empty(words)) for _ in range(count)]
         ways = self._ways()
         seconds = {way: BareLoop(device, call, sampling).seconds() for way, call in ways.items()}
+        for way, call in reversed(ways.items()):  # the second look in another order: what comes later may be flattered
+            seconds[way] = min(seconds[way], BareLoop(device, call, sampling).seconds())
+        self.missing = "no Triton here" if device.type == "cuda" and "triton" not in ways else ""
         best = min(seconds, key=lambda way: seconds[way])
         self._copy = ways[best]
         others = ", ".join(f"{way} {self.each / found:.0f}" for way, found in seconds.items())
-        self.name = f"HBM copy {payload_bytes / 2**20:g} MiB beside {best} (GB/s once: {others})"
+        self.name = f"HBM copy {payload_bytes / 2**20:g} MiB beside {best} (GB/s, better of two: {others})"
 
     def take(self, number: int) -> dict[str, float]:
         """Return the seconds of one copy."""
@@ -191,7 +218,7 @@ class HbmCopy:
     def _by_triton(self) -> Callable[[int], object] | None:
         try:
             from fidelity_kernel import copy_words
-        except ImportError:  # no Triton: the other two are left
+        except ImportError:  # the other two are left, and the row is not good
             return None
 
         def copy(index: int) -> None:

@@ -6,17 +6,22 @@
 
 First each criterion is measured with nothing beside it, by a few sessions of the criteria in acceptance/. 80 % of the
 median of what they found becomes the limit, in a file of limits of its own. Then the sessions are repeated beside one
-process that never rests (odd repeats), or that works and rests by turns of 4 to 20 ms (even repeats).
+process that never rests (odd repeats), or that works and rests by turns of 4 to 20 ms (even repeats). Where the ranks
+have all cores of the machine, as two ranks have of 2, that is no noise but theft: a process that never rests takes a
+third of what is measured. Beside those the process does what an agent of a node does, a tenth of a core in bits of 2 to
+6 ms; --kind takes another one.
 
 A verdict is wrong where a criterion is refused although the machine still does what the limit asks for. Whether it does
 tells the median of all repeats beside the same kind of process: where that is below the limit, the process has taken so
-much that refusing is right, and accepting is wrong. One rank on 2 cores leaves a core to its neighbour; two ranks leave
-none. The exit code is 1 if a verdict is wrong, or if the machine was not quiet before: then nothing is known.
+much that refusing is right, and accepting is wrong. The exit code is 1 if a verdict flipped, rightly or not, or if the
+machine was not quiet before: then nothing is known.
 
 Sessions are made by fork, from a process that has imported torch: importing it anew takes longer than all the rest. The
 measuring itself is the product's own: acceptance/, its sampling, its judge; the values are read from the journals. The
-times are shorter than in a profile for GPUs. The tolerance is what the limit asks for: a median that is known to 10 %
-can be told from one that is 20 % lower.
+times are shorter than in a profile for GPUs. The tolerance is what the limit asks for: an interval that is 15 % wide
+reaches some 8 % down, and the limit lies 20 % down. matmul and HBM keep 10 %; all-reduce takes too long for that on
+CPU, where its samples follow when the kernel wakes the threads of gloo. With 25 % half of its repeats were refused, for
+the process takes a tenth of it.
 """
 
 from __future__ import annotations
@@ -36,7 +41,7 @@ from noise_sessions import BUSY, Session, beside, session
 
 SHARE = 0.8
 """Of the quiet median: the limit."""
-QUIET = 3
+QUIET = 5
 REPEATS = 20
 METRICS: Mapping[str, tuple[str, int, str, str]] = {
     "matmul": ("matmul.fp32.tflops", 1, "test_matmul.py", "test_matmul and fp32"),
@@ -46,19 +51,29 @@ METRICS: Mapping[str, tuple[str, int, str, str]] = {
 """Name -> the metric that is held against the limit, the ranks, the file in acceptance/, and what `-k` is given."""
 WORKLOAD = {
     "matmul.sizes": "256",
-    "hbm.sizes": "16 MiB",
-    "nccl.all_reduce.sizes": "1 MB",
-    "nccl.all_reduce.latency_sizes": "8 B",
+    # Beyond all of a last level cache that others on the same host fill too: 16 MiB were copied at 33 to 46 GB/s with
+    # nothing beside them, 256 MiB at 28 to 34.
+    "hbm.sizes": "256 MiB",
+    # One size for both, so that no time goes into a latency that nobody asks for. Of 1 MB most is waking up; 32 MB go
+    # through memory, which others on the same host use.
+    "nccl.all_reduce.sizes": "4 MB",
+    "nccl.all_reduce.latency_sizes": "4 MB",
     **{
         f"{section}.{key}": value
-        for section in ("matmul", "hbm", "nccl.all_reduce")
+        for section in ("matmul", "hbm")
         for key, value in (("warmup", "0.1 s"), ("window", "0.1 s"), ("longest", "2 s"), ("tolerance", "10 %"))
     },
+    "hbm.window": "0.4 s",
+    "nccl.all_reduce.warmup": "0.1 s",
+    "nccl.all_reduce.window": "2 s",
+    "nccl.all_reduce.longest": "4 s",
+    "nccl.all_reduce.tolerance": "15 %",
 }
-"""What is measured, and for how long: 4 s at most where it does not settle before. Of so short a window a sample is
-12.5 ms, less than most time slices of a neighbour: a slice spoils few samples, which the median leaves aside. Samples
-of 0.25 s would nearly all be spoilt a little. The price: so short samples tell what a rank does while it has its core,
-and little of how often it has none; only where most samples are spoilt is that seen."""
+"""What is measured, and for how long: 4 s at most where it does not settle before, all-reduce 8 s. Of a window of 0.1 s
+a sample is 12.5 ms, less than most time slices of a neighbour: a slice spoils few samples, which the median leaves
+aside. Samples of 0.25 s would nearly all be spoilt a little. The price: so short samples tell what a rank does while it
+has its core, and little of how often it has none; only where most samples are spoilt is that seen. HBM's are 50 ms: a
+copy alone takes 17 ms, and the memory's own pace changes within seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +93,26 @@ def overlay(minimum: Mapping[str, tuple[float, str]]) -> str:
     lines = ["schema_version: 1", "skus:", "  cpu-rehearsal:", "    limits:"]
     for metric, (least, unit) in minimum.items():
         # The small size beside it is recorded, as in the shipped file.
-        when = ", when: {size: 1 MB}" if metric.startswith("nccl.") else ""
+        when = f", when: {{size: {WORKLOAD['nccl.all_reduce.sizes']}}}" if metric.startswith("nccl.") else ""
         lines.append(f"      {metric}:")
         lines.append(f"        - {{min: {least:.9g} {unit}, source: {100 * SHARE:g} % of the quiet median{when}}}")
         if when:
             lines.append("        - {when: {size: below 64 kB}, record_only: the time is all latency}")
     return "\n".join(lines) + "\n"
+
+
+def kinds(name: str, cores: int) -> tuple[str, ...]:
+    """Return the processes that are noise beside this criterion, on a machine with so many cores."""
+    return ("light",) if METRICS[name][1] >= cores else ("steady", "bursts")
+
+
+def by_kind(names: Sequence[str], number: int, asked: str | None, *, cores: int) -> list[tuple[str, list[str]]]:
+    """Return what is measured beside which process in this repeat, counted from 1."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        of_name = kinds(name, cores)
+        found.setdefault(asked or of_name[(number - 1) % len(of_name)], []).append(name)
+    return list(found.items())
 
 
 def selected(names: Sequence[str]) -> list[tuple[int, list[str]]]:
@@ -211,6 +240,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--only {unknown[0]!r}: allowed are {', '.join(map(repr, METRICS))}")
     if asked.repeats < 1 or asked.busy < 0:
         parser.error("--repeats must be 1 or more, --busy 0 or more")
+    if lacking := [pair for pair in asked.workload if "=" not in pair]:
+        parser.error(f"--workload {lacking[0]!r}: KEY=VALUE is needed, such as matmul.window=0.2s")
     workload = {**WORKLOAD, **dict(pair.split("=", 1) for pair in asked.workload)}
     seen: dict[tuple[str, str], list[Found]] = {}
     with tempfile.TemporaryDirectory(prefix="noise-") as place:
@@ -226,12 +257,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(row("nothing", name, of_name, middle[name], unit[name]), flush=True)
         limits.write_text(overlay({METRICS[name][0]: (SHARE * middle[name], unit[name]) for name in names}))
         for number in range(1, asked.repeats + 1):
-            kind = asked.kind or list(BUSY)[(number - 1) % len(BUSY)]
-            with busy(kind, asked.busy):
-                found = measured(names, folder / str(number), limits, workload)
-            for name, of_name in found.items():
-                seen.setdefault((name, kind), []).append(of_name)
-                print(row(kind, name, of_name, middle[name], unit[name]), flush=True)
+            for kind, of_kind in by_kind(names, number, asked.kind, cores=os.cpu_count() or 1):
+                with busy(kind, asked.busy):
+                    found = measured(of_kind, folder / f"{number}-{kind}", limits, workload)
+                for name, of_name in found.items():
+                    seen.setdefault((name, kind), []).append(of_name)
+                    print(row(kind, name, of_name, middle[name], unit[name]), flush=True)
     unsure = sum(bool(of_name.inconclusive) for one in quiet for of_name in one.values())
     told = {key: verdicts(of_key, middle[key[0]]) for key, of_key in seen.items()}
     if unsure:
@@ -250,7 +281,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"\n{asked.busy} busy beside each, {os.cpu_count()} cores, {platform.machine()}, Python "
         f"{platform.python_version()}, torch {torch.__version__}, load average {os.getloadavg()[0]:.1f}"
     )
-    return 1 if unsure or any(one.wrong for one in told.values()) else 0
+    flipped = sum(one.refused for one in told.values())
+    met = not flipped and not unsure
+    print(f"\ngoal: no verdict flips: {'met' if met else 'MISSED'} ({flipped} of {sum(map(len, seen.values()))})")
+    return 0 if met else 1
 
 
 if __name__ == "__main__":

@@ -35,6 +35,14 @@ while True:
     while time.perf_counter() < until: pass
     time.sleep(random.uniform(0.004, 0.020))
 """,
+    "light": """\
+import random, time
+random.seed(20260)
+while True:
+    until = time.perf_counter() + random.uniform(0.002, 0.006)
+    while time.perf_counter() < until: pass
+    time.sleep(random.uniform(0.020, 0.052))
+""",
 }
 """Kind -> what the process does until it is killed."""
 
@@ -122,6 +130,11 @@ def _forked(options: Sequence[str], place: Mapping[str, str], folder: Path) -> i
         os.dup2(to, 2)
         os.environ.update({"OMP_NUM_THREADS": "1", **place})
         import pytest
+        import torch
+
+        # torch was imported before, and no longer asks the environment. Two threads on 2 cores wait for each other
+        # as soon as there is a third one: a product of matrices then took 2.5 times as long.
+        torch.set_num_threads(1)
 
         arguments = ["--gpucluster-device=cpu", f"--gpucluster-report-dir={folder / 'report'}"]
         code = int(pytest.main([*arguments, "-q", "-p", "no:cacheprovider", *options]))

@@ -200,7 +200,7 @@ def show_start(times: int) -> bool:
     processor = statistics.median(processor_beyond(one) for one in found)
     print(f"| beyond torchrun, torch and joining | {beyond:.2f} | of the processor: {processor:.2f} s |")
     if sys.dont_write_bytecode:
-        print("\nPYTHONDONTWRITEBYTECODE is set: each rank compiles all sources in each of these starts")
+        print("\nPYTHONDONTWRITEBYTECODE is set: each rank compiles what has no byte code yet, in each of these starts")
     return verdict("start", {"1.0 s beyond importing torch and joining": (beyond, GOAL_START_SECONDS)})
 
 

@@ -107,12 +107,21 @@ def _made(folder: Path, *, ranks: int, criteria: int) -> Path:
     return run / "journal.jsonl"
 
 
+def _some(text: str) -> list[str]:
+    names = text.split(",")
+    unknown = [name for name in names if name not in REPORTS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r}: allowed are {', '.join(map(repr, REPORTS))}")
+    return names
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; return 1 where a report takes too much."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1024, help="of the journal that is made")
     parser.add_argument("--criteria", type=int, default=40, help="of the journal that is made")
     parser.add_argument("--journal", type=Path, help="take this one instead")
+    parser.add_argument("--only", type=_some, default=[*REPORTS], help="names, separated by commas (default: all)")
     parser.add_argument("--one", choices=[*REPORTS], help="make one report in this process, and print what it took")
     asked = parser.parse_args(arguments)
     if asked.one is not None:
@@ -130,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("| report        | read s | made s | MB     | size MB | within bounds |")
         print("|---|---:|---:|---:|---:|---|")
         good = True
-        for name in REPORTS:
+        for name in asked.only:
             told = _in_a_process(name, path)
             print(row(told, ranks), flush=True)
             good = good and not missed(told, ranks)

@@ -245,10 +245,17 @@ def table(asked: Sequence[str], sizes: Sequence[int], why_not: str) -> list[dict
     return found
 
 
+def _numbers(text: str) -> list[int]:
+    words = text.split(",")
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise argparse.ArgumentTypeError(f"{text!r} is not numbers of ranks, such as 64,256")
+    return [int(word) for word in words]
+
+
 def main() -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", default="64", help="numbers of ranks, separated by commas (default: 64)")
+    parser.add_argument("--ranks", type=_numbers, default="64", help="separated by commas (default: 64)")
     parser.add_argument("--only", choices=[*RESOLVERS], action="append", help="(default: all)")
     arguments = parser.parse_args()
     load = [os.getloadavg()[0]]
@@ -256,7 +263,7 @@ def main() -> int:
     with ExitStack() as stack:
         if not why_not:
             stack.enter_context(nameservers(answer_seconds=_SLOW_SECONDS))
-        table(arguments.only or list(RESOLVERS), [int(word) for word in arguments.ranks.split(",")], why_not)
+        table(arguments.only or list(RESOLVERS), arguments.ranks, why_not)
     load.append(os.getloadavg()[0])
     import torch
 

@@ -93,7 +93,8 @@ class Crowd:
         self._connected: dict[int, Connected] = {}
         self._lock = threading.Lock()
         self._over = threading.Event()
-        self.connect_seconds = 0.0
+        self.connected_between = (0.0, 0.0)
+        """Seconds of the machine's clock: when the first rank set out, and when the last one had connected."""
         self.sleepers: list[subprocess.Popen[bytes]] = []
         self.failures: list[str] = []
 
@@ -101,9 +102,9 @@ class Crowd:
         """Connect all ranks, then let each take part until the run's end."""
         import torch.distributed  # noqa: F401  # not a part of connecting
 
-        begin = time.perf_counter()
+        begin = time.monotonic()
         self._on_each(self._connect)
-        self.connect_seconds = time.perf_counter() - begin
+        self.connected_between = (begin, time.monotonic())
         if self.failures:
             return
         watcher = threading.Thread(target=self._watch, daemon=True)
@@ -244,7 +245,7 @@ def main(world_size: int, first: int, last: int, plan: Plan, result: Path) -> in
             sleeper.kill()
             sleeper.wait()
     told = {
-        "connect_seconds": crowd.connect_seconds,
+        "connected_between": crowd.connected_between,
         "operations": dict(crowd.operations()),
         "cpu_seconds": time.process_time(),
         "failures": crowd.failures[:1],

@@ -27,8 +27,9 @@ from soak_faults import HOST, RANKS
 
 SUITE = Path(__file__).parent / "soak_suite" / "test_session.py"
 FAULT_EVERY = 10
-ALLOWED_KB = 50.0
-"""kB that a test may add to a process, after the warm-up: two and a half times what was found in 300 tests (21 kB)."""
+ALLOWED_KB = 40.0
+"""kB that a test may add to a process, after the warm-up: some twice what was found in 300 tests (17 kB on rank 0, 8 kB
+on others). pytest keeps each test and its reports to the end, and rank 0 the values that it puts on record."""
 LEAST_SAMPLES = 6
 DEADLINE_SECONDS = 1800.0
 HELD = ("descriptors", "threads", "memory")

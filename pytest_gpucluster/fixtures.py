@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 
-from pytest_gpucluster.phase import MEASUREMENTS
+from pytest_gpucluster.phase_outcome import MEASUREMENTS
 from pytest_gpucluster.run_directory import artifacts_name
 
 if TYPE_CHECKING:

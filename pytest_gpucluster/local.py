@@ -338,6 +338,7 @@ class Controller:
             repr_: Any = carrier.longrepr
             repr_.reprcrash.message = summary_text(row_of(record.result()), self._run.account.journal())
         self._run.send(record.line())
+        record.let_go()
 
     def _merged(self, parts: _Parts) -> Merged:
         outcomes = []

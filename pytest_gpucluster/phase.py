@@ -18,21 +18,15 @@ from _pytest.skipping import xfailed_key
 from pytest_gpucluster import cause
 from pytest_gpucluster.accompaniment import Company
 from pytest_gpucluster.agreement.ending import Ending
-from pytest_gpucluster.agreement.merge import Merged, RankOutcome, merge
-from pytest_gpucluster.agreement.release.python import Released
-from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
-from pytest_gpucluster.failure import (
-    LONGEST_TEXT,
-    clip,
-    let_go,
-    sections_of,
-    summary_of,
-    traceback_of,
-)
+from pytest_gpucluster.agreement.merge import Merged, RankOutcome
+from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.failure import let_go
 from pytest_gpucluster.isolating import Isolator
-from pytest_gpucluster.judging import judge_merged, keep_interrupted
+from pytest_gpucluster.judging import keep_interrupted
 from pytest_gpucluster.markers import criterion_of, deadline_of
 from pytest_gpucluster.metrics import Measurement
+from pytest_gpucluster.phase_outcome import MEASUREMENTS, expects_failure, own_outcome, worsened
+from pytest_gpucluster.phase_verdict import PhaseVerdict, label_of
 from pytest_gpucluster.record import TestName, TestRecord
 from pytest_gpucluster.selection import why_not_applicable
 from pytest_gpucluster.shown import FailedSubtests, Shown
@@ -41,10 +35,6 @@ from pytest_gpucluster.wording import first_line
 
 if TYPE_CHECKING:
     from pytest_gpucluster.run import Run
-
-_EXPLAINED_SECONDS = 0.5
-"""How long a rank whose connection was cut waits for news of the cause: a few rounds of its watcher."""
-MEASUREMENTS = pytest.StashKey[list[Measurement]]()
 
 Keep = Callable[[pytest.Item, str, Sequence[Measurement]], None]
 """``keep(item, message, measured)``: what to do with what was measured in a body that was interrupted."""
@@ -85,6 +75,7 @@ class Phases:
         self._has_worsened = False
         """This rank's failure says more than its exception: what the counters have counted beside it."""
         self._isolator = Isolator(run)
+        self._decides = PhaseVerdict(run, judges=judges, isolator=self._isolator)
         self._isolates = False
         """All ranks have agreed to search for who is to blame for the failure of the test in progress."""
         self.shown = Shown(run, self._isolator)
@@ -133,6 +124,7 @@ class Phases:
         finally:
             if when == "teardown":
                 self._note_time(item)
+                item.stash.get(MEASUREMENTS, []).clear()
 
     def _note_time(self, item: pytest.Item) -> None:
         """Put on record where the test's time has gone on this rank. It is over."""
@@ -146,7 +138,7 @@ class Phases:
         self._last = self.last_outcome = None
         if when == "teardown" and self._isolates:
             self._isolate(item)
-        number = watch.enter(f"{when} of {item.nodeid}", self._deadline(item))
+        number = watch.enter(label_of(item, when), self._deadline(item))
         error: BaseException | None = None
         self._company = None
         try:
@@ -171,13 +163,13 @@ class Phases:
         except BaseException as raised:  # pytest's outcomes are no Exceptions; all are raised again
             watch.leave()
             error = raised
-        own = self._own_outcome(item, when, number, error)
+        own = own_outcome(self._run, item, when, number, error)
         self._has_worsened = False
         if self._company is not None:
             own = replace(own, telemetry=self._company.telemetry)
             fault = self._company.fault
             if fault is not None and error is not fault:
-                own, self._has_worsened = _worsened(own, fault), True
+                own, self._has_worsened = worsened(own, fault), True
         verdict = self._agree(item, when, number, own, error)
         self._end_as_agreed(item, verdict, own, error, number)
 
@@ -240,42 +232,6 @@ class Phases:
             )
         )
 
-    # ---- this rank's outcome ---------------------------------------------------------------------------------
-
-    def _own_outcome(self, item: pytest.Item, when: str, number: int, error: BaseException | None) -> RankOutcome:
-        assert self._run.watch is not None
-        rank = self._run.rank
-        measurements = [m.to_json() for m in item.stash.get(MEASUREMENTS, [])] if when == "call" else []
-        if error is None:
-            # A body that was released may still come back as if nothing had been: an aborted wait returns without an
-            # exception. What it measured or computed meanwhile means nothing.
-            why = self._run.watch.released(number)
-            if why is None:
-                return RankOutcome(rank=rank, outcome="passed", measurements=measurements)
-            return RankOutcome(
-                rank=rank, outcome="released", message=first_line(why), text=why, measurements=measurements
-            )
-        if isinstance(error, (pytest.skip.Exception, pytest.xfail.Exception)):
-            return RankOutcome(rank=rank, outcome="skipped", message=first_line(str(error.msg)), text=str(error.msg))
-        released = self._run.watch.released(number)
-        cut = released is None and cause.connection_cut(error)
-        if cut:
-            released = self._run.watch.explanation(number, _EXPLAINED_SECONDS)
-        text = clip(traceback_of(item, when, error), LONGEST_TEXT)
-        if isinstance(error, Released) or released is not None:
-            message = str(released or error)
-            return RankOutcome(
-                rank=rank, outcome="released", message=first_line(message), text=text, measurements=measurements
-            )
-        return RankOutcome(
-            rank=rank,
-            outcome="cut" if cut else cause.kind_of(error, when),
-            message=first_line(summary_of(error)),
-            text=text,
-            measurements=measurements,
-            sections=sections_of(item) if rank != 0 else (),
-        )
-
     # ---- agreement -------------------------------------------------------------------------------------------
 
     def _agree(
@@ -285,7 +241,6 @@ class Phases:
         assert watch is not None
         assert run.exchange is not None
         assert run.stores is not None
-        label = f"{when} of {item.nodeid}"
         if own.outcome in ("failed", "error", "cut", "skipped"):
             how = "skipped" if own.outcome == "skipped" else "failed"
             try:
@@ -293,7 +248,7 @@ class Phases:
             except RuntimeError as lost:  # torch's DistError family
                 watch.end(Ending(name="store lost", message=first_line(str(lost)), exit=11))
         died = cause.gpu_died(error) if error is not None else None
-        body = {"at": label, **own.to_json(), **({"died": died} if died else {})}
+        body = {"at": label_of(item, when), **own.to_json(), **({"died": died} if died else {})}
         if error is not None and cause.communication_failed(error):
             body["unreached"] = True
         if error is not None and own.outcome in ("failed", "error") and expects_failure(item, error):
@@ -302,7 +257,9 @@ class Phases:
             body["spent"] = LEDGER.told()
 
         def decide(bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
-            return self._decide(item, when, number, label, bodies)
+            decided = self._decides.of(item, when, number, bodies, has_worsened=self._has_worsened)
+            self._last, self.last_outcome = decided.merged, decided.first
+            return decided.verdict
 
         if watch.ending is not None:
             return self._ended(item, when, own, decide, body)
@@ -343,98 +300,6 @@ class Phases:
         bodies[0] = body
         verdict: Mapping[str, Any] = decide(bodies)
         return verdict
-
-    def _decide(
-        self, item: pytest.Item, when: str, number: int, label: str, bodies: Mapping[int, Mapping[str, Any]]
-    ) -> Mapping[str, Any]:
-        """Rank 0: merge, judge and say whether the run can go on."""
-        run, watch = self._run, self._run.watch
-        assert watch is not None
-        culprits = watch.culprits(number)
-        outcomes = []
-        for rank, body in sorted(bodies.items()):
-            outcome = RankOutcome.from_json(rank, body)
-            if body.get("at", label) != label:
-                text = f"runs {body['at']} while rank 0 runs {label}: the ranks are out of step"
-                outcome = RankOutcome(rank=rank, outcome="error", message=text, text=text)
-            elif outcome.outcome in ("released", "passed", "cut") and rank in culprits:
-                found = culprits[rank]
-                outcome = RankOutcome(
-                    rank=rank,
-                    outcome="hung",
-                    message=found.message,
-                    text=f"{found.text}\n\n{outcome.text}".rstrip(),
-                    measurements=outcome.measurements,
-                )
-            outcomes.append(outcome)
-        if when == "teardown":
-            run.records[item.nodeid].spent |= {rank: body["spent"] for rank, body in bodies.items() if "spent" in body}
-        released = next((o.message for o in outcomes if o.outcome == "released"), "")
-        merged = merge(outcomes, run.names, unfinished=released)
-        self.last_outcome = outcomes[0]
-        if merged.outcome in ("passed", "failed", "error") and when == "call" and self._judges:
-            merged = judge_merged(run, run.records[item.nodeid], merged, outcomes)
-        if self._has_worsened:
-            merged = replace(merged, judged=True)
-        stop = self._stop(bodies, outcomes, merged, watch.unreleasable(number))
-        self._last = merged
-        verdict: dict[str, Any] = {"o": merged.outcome}
-        if merged.message:
-            verdict["msg"] = merged.message
-        if merged.dirty:
-            verdict["dirty"] = True
-        if merged.culprits and all(bodies[rank].get("expected") for rank in merged.culprits):
-            verdict["expected"] = True
-        if when == "call" and "expected" not in verdict and stop is None:
-            verdict |= self._searched_after(item, merged, bodies, outcomes)
-        if stop is not None:
-            verdict["stop"] = {
-                "name": stop.name,
-                "message": stop.message,
-                "exit": stop.exit,
-                "culprits": list(stop.culprits),
-            }
-        return verdict
-
-    def _searched_after(
-        self,
-        item: pytest.Item,
-        merged: Merged,
-        bodies: Mapping[int, Mapping[str, Any]],
-        outcomes: Sequence[RankOutcome],
-    ) -> Mapping[str, bool]:
-        """Rank 0: say whether all ranks search for who is to blame: after what GPUs, nodes or links may have done."""
-        if item.get_closest_marker("isolate") is None or len(self._run.names) < 2 or not self._judges:
-            return {}
-        unreached = any(body.get("unreached") for body in bodies.values())
-        if merged.outcome != "failed" and not unreached and not any(o.outcome in ("hung", "cut") for o in outcomes):
-            return {}
-        why_not = self._isolator.why_not()
-        if why_not is None:
-            return {"isolate": True}
-        self._run.records[item.nodeid].properties.append(("isolation", f"no search: {why_not}"))
-        return {}
-
-    def _stop(
-        self,
-        bodies: Mapping[int, Mapping[str, Any]],
-        outcomes: Sequence[RankOutcome],
-        merged: Merged,
-        unreleasable: bool,
-    ) -> Ending | None:
-        dead = {rank: body["died"] for rank, body in bodies.items() if body.get("died")}
-        if dead:
-            rank = min(dead)
-            return Ending(
-                name="GPU lost",
-                message=first_line(f"the GPU of {self._run.names[rank]} works no more: {merged.message}"),
-                exit=1 if "hardware" in dead.values() else 11,
-                culprits=sorted(dead),
-            )
-        if unreleasable:
-            stuck = [o.rank for o in outcomes if o.outcome == "hung"]
-            return Ending(name="rank stuck", message=merged.message, exit=11, culprits=stuck)
-        return None
 
     # ---- the agreed end --------------------------------------------------------------------------------------
 
@@ -503,23 +368,6 @@ class Phases:
     def _deadline(self, item: pytest.Item) -> float:
         assert self._run.settings is not None
         return deadline_of(item, float(self._run.settings.deadline))
-
-
-def _worsened(own: RankOutcome, fault: HardwareFault) -> RankOutcome:
-    """Return the outcome of a rank that has counted a fault of the hardware: it has failed, however its body has ended.
-    What the body itself has come to stays first."""
-    message = "; ".join(part for part in (own.message, first_line(str(fault))) if part)
-    text = "\n\n".join(part for part in (own.text, f"{type(fault).__name__}: {fault}") if part)
-    return replace(own, outcome="failed", message=first_line(message), text=text)
-
-
-def expects_failure(item: pytest.Item, error: BaseException | None) -> bool:
-    """Tell whether the test has an ``xfail`` marker that allows for this exception."""
-    xfailed = item.stash.get(xfailed_key, None)
-    if xfailed is None or item.config.option.runxfail:
-        return False
-    raises: Any = xfailed.raises  # exception types, or since pytest 8.4 a RaisesExc
-    return raises is None or (raises.matches(error) if hasattr(raises, "matches") else isinstance(error, raises))
 
 
 def name_of(item: pytest.Item) -> TestName:

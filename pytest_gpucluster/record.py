@@ -137,6 +137,11 @@ class TestRecord:
         self.measurements, self.sections, self.telemetry = [], [], {}
         self.between_attempts = True
 
+    def let_go(self) -> None:
+        """Forget the samples behind the values, once the line is sent: all ranks' of all tests would be much. The list
+        stays the same one, for the report of the test holds it too."""
+        self.measurements[:] = [{**measured, "samples": {}} for measured in self.measurements]
+
     def line(self) -> dict[str, Any]:
         """Return the journal's line."""
         body: dict[str, Any] = {

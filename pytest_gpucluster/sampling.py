@@ -68,7 +68,7 @@ class Stopped:
         seconds: how long they took together; 0 where they were not taken for this.
         width_ratio: of the 95 % interval, as a part of the median.
         allowed_ratio: how wide it might be.
-        extended: whether ``longest`` was not enough.
+        extended: whether they took longer than ``longest``, which is granted once more.
     """
 
     by: StoppedBy

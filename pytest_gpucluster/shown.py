@@ -92,6 +92,7 @@ class Shown:
             record.between_attempts = False
         if report.when == "teardown" and not record.between_attempts:
             self._run.send(record.line())
+            record.let_go()
 
     def _name_culprit(self, failure: MergedRepr, record: TestRecord) -> None:
         """Let pytest's short summary begin with who it was, for it has room for little more; on record is what was

@@ -21,6 +21,18 @@ FILE_KEYS = ("schema_version", "profiles")
 INHERITS = "inherits"
 
 
+def _allowed_beside(key: str) -> str:
+    """Return the keys of the section that an unknown one is in, or the sections: all keys are too many to read."""
+    parts = key.split(".")
+    for count in range(len(parts), 0, -1):
+        section = ".".join(parts[:count])
+        beside = [known for known in KEYS if known.startswith(f"{section}.")]
+        if beside:
+            return f"allowed in {section} are {', '.join(beside)}"
+    sections = dict.fromkeys(known.partition(".")[0] for known in KEYS)
+    return f"allowed are keys of {', '.join(sections)}, such as matmul.sizes"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Override:
     """One ``KEY=VALUE`` of an operator. ``origin`` is how the operator wrote it, and where."""
@@ -41,7 +53,7 @@ class Override:
             raise OptionError(f"{text!r} is no KEY=VALUE, such as matmul.sizes=8192,16384 or matmul.window=5s")
         if key not in KEYS:
             hint = units.did_you_mean(key, KEYS)
-            raise OptionError(f"unknown key {key!r}; allowed are {', '.join(KEYS)}{hint}")
+            raise OptionError(f"unknown key {key!r}; {_allowed_beside(key)}{hint}")
         spec = KEYS[key]
         texts = tuple(part.strip() for part in value.split(",")) if spec.is_list else (value,)
         complaints = [complaint for _, complaint in spec.read(texts)[1]]

@@ -153,3 +153,11 @@ def test_a_shape_that_does_not_fit_is_an_error_that_names_it_and_no_smaller_sear
     assert "matmul fp32 65536x65536x65536 nn needs " in found
     assert found.startswith("error: "), found
     assert run.end[:2] == ("BROKEN", 11)
+
+
+def test_several_local_workers_skip_it_and_that_is_no_pass(project):
+    for name in ("test_matmul_search.py", "workloads.yaml"):
+        (project.path / name).write_text((ACCEPTANCE / name).read_text(encoding="utf-8"), encoding="utf-8")
+    left = project.run_apart("-n", "2", "--dist", "each", "--max-worker-restart=0", "-k", "bf16", *OPTIONS)
+    assert left.verdicts["test_matmul_search[bf16]"].startswith("skipped: local workers cannot agree on one shape")
+    assert (left.exit, left.end) == (10, ("INCOMPLETE", 10)), left.output

@@ -140,6 +140,8 @@ LAYERS = (
     "isolation_plan",
     "isolating",
     "shown",
+    "phase_outcome",
+    "phase_verdict",
     "phase",
     "live_hooks",
     "progress",
@@ -393,12 +395,16 @@ ONLY_IN = {
     "pytest": (
         *("plugin", "options", "hookspecs", "fixtures", "progress", "selection", "markers", "suite_properties"),
         *("workload_of_tests", "console", "live_hooks"),
-        *("activation", "session", "local", "local_worker", "opening", "closing", "run", "phase", "failure"),
+        *("activation", "session", "local", "local_worker", "opening", "closing", "run", "failure"),
+        *("phase", "phase_outcome", "phase_verdict"),
         *("isolating", "shown"),
         # The exception that is raised into a test must be one of pytest's own failures.
         "agreement.release.python",
     ),
-    "_pytest": ("session", "suite_properties", "shown", "phase", "live_hooks", "agreement.release.python"),
+    "_pytest": (
+        *("session", "suite_properties", "shown", "phase_outcome", "phase", "live_hooks"),
+        "agreement.release.python",
+    ),
     "xdist": (),
 }
 

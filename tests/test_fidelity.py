@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pytest_gpucluster.benchmarks.matmul_shape import Shape
 from pytest_gpucluster.benchmarks.training.decoder import Geometry
 
 PERF = Path(__file__).parent.parent / "perf"
@@ -27,8 +29,9 @@ SHORT = fidelity_subjects.sampling_of(0.0, 0.01)
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: fidelity_subjects.Matmul(CPU, n=32, dtype="bf16", sampling=SHORT),
-        lambda: fidelity_subjects.Matmul(CPU, n=32, dtype="fp32", sampling=SHORT),
+        lambda: fidelity_subjects.Matmul(CPU, Shape.square(32), dtype="bf16", sampling=SHORT),
+        lambda: fidelity_subjects.Matmul(CPU, Shape.square(32), dtype="fp32", sampling=SHORT),
+        lambda: fidelity_subjects.Matmul(CPU, Shape(m=32, n=16, k=8, layout="nt"), dtype="bf16", sampling=SHORT),
         lambda: fidelity_subjects.HbmCopy(CPU, payload_bytes=2**16, sampling=SHORT),
         lambda: fidelity_subjects.TrainingStep(
             CPU,
@@ -38,7 +41,7 @@ SHORT = fidelity_subjects.sampling_of(0.0, 0.01)
             sampling=SHORT,
         ),
     ],
-    ids=["matmul bf16", "matmul fp32", "hbm", "training"],
+    ids=["matmul bf16", "matmul fp32", "rectangle", "hbm", "training"],
 )
 def test_a_pair_has_the_seconds_of_both_sides(make) -> None:  # type: ignore[no-untyped-def]
     subject = make()
@@ -80,5 +83,21 @@ def test_a_slower_way_is_missed_and_says_so() -> None:
 
 
 def test_names_that_are_unknown_are_refused() -> None:
-    with pytest.raises(Exception, match="'matmul,hbn' is not some of matmul, hbm, training"):
+    with pytest.raises(Exception, match="'matmul,hbn' is not some of matmul, rectangle, hbm, training"):
         fidelity.some_of(fidelity.SUBJECTS)("matmul,hbn")
+
+
+@pytest.mark.parametrize(("missing", "code"), [("", 0), ("no Triton here", 1)], ids=["whole", "a way is missing"])
+def test_a_row_that_lacks_a_way_to_compare_with_is_not_good(
+    missing: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Subject:
+        name, unit, each = "HBM copy", "GB/s", 1.0
+
+        def take(self, number: int) -> dict[str, float]:
+            return {"ours": 1.0, "bare": 1.0, "again": 1.0}
+
+    Subject.missing = missing  # type: ignore[attr-defined]
+    monkeypatch.setattr(fidelity, "makers", lambda arguments: [Subject])
+    assert fidelity.run(argparse.Namespace(pairs=20, device="cpu")) == code
+    assert ("NOT WHOLE: no Triton here" in capsys.readouterr().out) == bool(missing)

@@ -7,6 +7,7 @@ otherwise: sampling, measurement and judge are the product's own.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import subprocess
 import sys
@@ -30,6 +31,7 @@ PERF = Path(__file__).parent.parent / "perf"
 sys.path.insert(0, str(PERF))  # programs, not a package: they import each other by name
 try:
     import noise
+    import noise_sessions
 finally:
     sys.path.remove(str(PERF))
 
@@ -162,6 +164,17 @@ def test_one_session_measures_all_criteria_of_as_many_ranks() -> None:
     assert noise.selected(list(noise.METRICS)) == [(1, ["matmul", "hbm"]), (2, ["all-reduce"])]
 
 
+def test_beside_ranks_that_have_all_cores_no_process_takes_a_core_for_itself() -> None:
+    assert noise.kinds("all-reduce", 2) == ("light",)
+    assert noise.kinds("all-reduce", 3) == noise.kinds("matmul", 2) == ("steady", "bursts")
+    assert noise.kinds("matmul", 1) == ("light",)
+    names = list(noise.METRICS)
+    with_two_cores = {repeat: noise.by_kind(names, repeat, None, cores=2) for repeat in (1, 2)}
+    assert with_two_cores[1] == [("steady", ["matmul", "hbm"]), ("light", ["all-reduce"])]
+    assert with_two_cores[2] == [("bursts", ["matmul", "hbm"]), ("light", ["all-reduce"])]
+    assert noise.by_kind(names, 1, "bursts", cores=2) == [("bursts", names)]
+
+
 def test_the_program_runs_real_sessions_on_two_ranks_and_says_what_it_found() -> None:
     command = [sys.executable, str(PERF / "noise.py"), "--only", "all-reduce", "--repeats", "2"]
     command += ["--workload", "nccl.all_reduce.tolerance=300 %"]  # a test asks for no quiet machine
@@ -169,8 +182,9 @@ def test_the_program_runs_real_sessions_on_two_ranks_and_says_what_it_found() ->
         command, env=environment(), capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False
     )
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines()]
-    taken = [row for row in rows if row[0] in ("nothing", "steady", "bursts")]
-    assert [row[0] for row in taken] == ["nothing"] * noise.QUIET + ["steady", "bursts"], done.stderr
+    taken = [row for row in rows if row[0] in ("nothing", *noise_sessions.BUSY)]
+    beside = (2 * noise.kinds("all-reduce", os.cpu_count() or 1))[:2]
+    assert [row[0] for row in taken] == ["nothing"] * noise.QUIET + list(beside), done.stderr
     assert {row[1] for row in taken} == {"all-reduce"}
     # On a machine with much else to do even that may not be enough: then the row says so, and the program too.
     said = re.compile(r"(sure|time up) after \d+ samples in .* wide, 300 % is allowed.*")
@@ -178,5 +192,5 @@ def test_the_program_runs_real_sessions_on_two_ranks_and_says_what_it_found() ->
     unsure = any(row[5].startswith("time up") for row in taken[: noise.QUIET])
     assert ("NOT QUIET" in done.stdout) == unsure
     judged = [row for row in rows if row[0] == "all-reduce"]
-    assert [row[1:3] for row in judged] == [["bursts", "1"], ["steady", "1"]]
-    assert done.returncode == int(unsure or any(row[6] != "0" for row in judged))
+    assert [(row[1], int(row[2])) for row in judged] == sorted(Counter(beside).items())
+    assert done.returncode == int(unsure or any(row[4] != "0" for row in judged))

@@ -53,13 +53,15 @@ def test_a_rank_that_breaks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("seconds", "without_dns", "met"),
+    ("seconds", "connected", "met"),
     [(0.9, 9.9, True), (1.1, 1.0, False), (0.5, 10.1, False)],
     ids=["good", "a slow test", "slow to connect"],
 )
-def test_the_goal_of_connecting_is_that_of_ranks_that_ask_no_resolver(
+@pytest.mark.parametrize("resolver", [False, True], ids=["without DNS", "with it"])
+def test_what_is_slow_misses_a_goal(
+    resolver: bool,
     seconds: float,
-    without_dns: float,
+    connected: float,
     met: bool,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -70,16 +72,21 @@ def test_the_goal_of_connecting_is_that_of_ranks_that_ask_no_resolver(
         "tests": [9.0, seconds, seconds, seconds],
         "cpu": 1.0,
         "watched": watched,
-        "connect_seconds": 205.0,
+        "connect_seconds": connected,
         "operations": 1.0,
         "bytes": 1.0,
         "journal_bytes": 1.0,
     }
-    monkeypatch.setattr(scale, "measure", lambda *arguments: dict(found))
-    monkeypatch.setattr(
-        scale, "connect_seconds", lambda ranks, way: without_dns if way.everywhere == "attempts:0" else 0
-    )
-    assert scale.passing(argparse.Namespace(ranks=[1024], tests=4)) == met
+    asked = []
+
+    def measure(*_: object, resolver: bool) -> dict[str, object]:
+        asked.append(resolver)
+        return dict(found)
+
+    monkeypatch.setattr(scale, "measure", measure)
+    assert scale.passing(argparse.Namespace(ranks=[1024], tests=4, resolver=resolver)) == met
+    assert asked == [resolver]
     out = capsys.readouterr().out
-    assert f"| 205.0 s | {without_dns:.1f} s |" in out
+    assert f"| {connected:.1f} s |" in out
+    assert ("with this machine's resolver" if resolver else "without DNS") in out
     assert ("MISSED" not in out) == met

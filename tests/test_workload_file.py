@@ -12,6 +12,7 @@ from pytest_gpucluster.errors import OptionError, ThresholdsError
 from pytest_gpucluster.workload_file import Loaded, Override, find, key_tree, load
 from pytest_gpucluster.workloads import KEYS, PROFILES
 
+SECTIONS = ", ".join(dict.fromkeys(key.partition(".")[0] for key in KEYS))
 SHIPPED = Path(__file__).parent.parent / "acceptance" / "workloads.yaml"
 COLLECTIVES = """\
       collectives:
@@ -415,8 +416,22 @@ def test_an_override_is_laid_over_the_profile_in_force(tmp_path: Path) -> None:
             "matmul.sizes",
             "'matmul.sizes' is no KEY=VALUE, such as matmul.sizes=8192,16384 or matmul.window=5s",
         ),
-        ("matmul.size=16", f"unknown key 'matmul.size'; allowed are {', '.join(KEYS)}; did you mean 'matmul.sizes'?"),
-        ("=16", f"unknown key ''; allowed are {', '.join(KEYS)}"),
+        (
+            "hbm.size=16",
+            "unknown key 'hbm.size'; allowed in hbm are hbm.sizes, hbm.warmup, hbm.window, hbm.longest, hbm.tolerance; "
+            "did you mean 'hbm.sizes'?",
+        ),
+        (
+            "links=16",
+            "unknown key 'links'; allowed in links are links.size, links.round, links.repeats; "
+            "did you mean 'links.size'?",
+        ),
+        (
+            "links.nowhere.size=1",
+            "unknown key 'links.nowhere.size'; allowed in links are links.size, links.round, links.repeats; "
+            "did you mean 'links.size'?",
+        ),
+        ("=16", f"unknown key ''; allowed are keys of {SECTIONS}, such as matmul.sizes"),
         ("matmul.sizes=", "matmul.sizes: '' is not a multiple of 16 from 16 to 65536, in plain digits"),
         (
             "matmul.sizes=16,17,x",
@@ -427,7 +442,10 @@ def test_an_override_is_laid_over_the_profile_in_force(tmp_path: Path) -> None:
         ("matmul.window=5", "matmul.window: '5' has no unit: write '5 s'"),
         ("health.mig=maybe", "health.mig: 'maybe' is not off or on"),
     ],
-    ids=["no value", "unknown key", "no key", "empty", "two wrong items", "an item twice", "no unit", "no such word"],
+    ids=[
+        *("no value", "unknown key", "a section", "unknown section", "no key", "empty", "two wrong items"),
+        *("an item twice", "no unit", "no such word"),
+    ],
 )
 def test_an_override_is_read_as_strictly_as_the_file(text: str, message: str) -> None:
     with pytest.raises(OptionError) as caught:

@@ -29,6 +29,7 @@ from pytest_gpucluster.benchmarks.matmul_shape import Shape
 from pytest_gpucluster.errors import EnvironmentBroken, PeerGaveUp, StoreError
 from pytest_gpucluster.sampling import Sampling
 from pytest_gpucluster.stats import median
+from pytest_gpucluster.time_spent import MEASURING, WARM_UP, counted
 
 BLOCKS = 5
 """A look is the median of so many blocks: one disturbance does not decide."""
@@ -223,9 +224,11 @@ def _look(
 ) -> float:
     # A function of its own, for its frame holds all tensors: see memory_returned.
     bursts = Bursts(Products(device, buffers, name=name, seed=seed, multiply=multiply), clock)
-    bursts.warm_up(warmup_seconds)
-    count = bursts.operations_in(look_seconds / BLOCKS)
+    with counted(WARM_UP):
+        bursts.warm_up(warmup_seconds)
+        count = bursts.operations_in(look_seconds / BLOCKS)
     rates = []
-    for _ in range(BLOCKS):  # no comprehension: its frame in a traceback would keep the operands alive
-        rates.append(count * buffers.shape.flops / bursts.block(count) / 1e12)
+    with counted(MEASURING):
+        for _ in range(BLOCKS):  # no comprehension: its frame in a traceback would keep the operands alive
+            rates.append(count * buffers.shape.flops / bursts.block(count) / 1e12)
     return median(rates)

@@ -183,16 +183,15 @@ def _test(row: Row, journal: Journal) -> dict[str, Any]:
 
 
 def _spent(parts: Mapping[str, PartOfTime]) -> dict[str, Any] | None:
-    if not parts:
+    if not parts.keys() >= set(PARTS):
         return None
-    nothing = PartOfTime()
     return {
         part: {
             "seconds": number_to_json(told.seconds),
             "most_seconds": number_to_json(told.most_seconds),
             "most_rank": told.most_rank,
         }
-        for part, told in ((part, parts.get(part, nothing)) for part in PARTS)
+        for part, told in ((part, parts[part]) for part in PARTS)
     }
 
 

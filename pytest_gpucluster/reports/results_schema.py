@@ -278,7 +278,10 @@ def _measurement() -> Schema:
                 seconds=_number("How long they took together; 0 where they were not taken for this."),
                 width_ratio=_number("How wide the interval was, as a ratio of the median."),
                 allowed_ratio=_number("How wide it might be."),
-                extended={"type": "boolean", "description": "Whether the longest time was not enough."},
+                extended={
+                    "type": "boolean",
+                    "description": "Whether they took longer than the longest time.",
+                },
             )
         ),
         value=_optional("The worst rank's value, which decides; null where there is none."),

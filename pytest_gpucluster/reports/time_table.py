@@ -81,7 +81,7 @@ def time_text(result: TestResult) -> str:
     """Return "measuring 6.1, verifying 0.4": a test's parts that took a tenth of a second; "" where none did."""
     if not _has_parts(result):
         return ""
-    told = ((part, result.spent[part].seconds) for part in PARTS if part in result.spent)
+    told = ((part, result.spent[part].seconds) for part in PARTS)
     return ", ".join(f"{in_words(part)} {_number(seconds)}" for part, seconds in told if seconds >= _LEAST_SECONDS)
 
 
@@ -91,7 +91,7 @@ def _rows(journal: Journal) -> list[_Row]:
             name=shortened(
                 clean((result.name or short_name(result.nodeid)).removeprefix("test_") or result.nodeid), _LONGEST_NAME
             ),
-            seconds=tuple(result.spent[part].seconds if part in result.spent else 0.0 for part in PARTS),
+            seconds=tuple(result.spent[part].seconds for part in PARTS),
         )
         for result in journal.results
         if _has_parts(result)
@@ -99,8 +99,8 @@ def _rows(journal: Journal) -> list[_Row]:
 
 
 def _has_parts(result: TestResult) -> bool:
-    """Tell whether it is on record where a test's time went, in numbers that can be times."""
-    return bool(result.spent) and all(
+    """Tell whether it is on record where a test's time went: every part, in numbers that can be times."""
+    return result.spent.keys() >= set(PARTS) and all(
         math.isfinite(part.seconds) and part.seconds >= 0 for part in result.spent.values()
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import math
 import re
@@ -18,12 +19,14 @@ from pytest_gpucluster.journal import (
     JudgedLimit,
     JudgedMetric,
     MergedFrom,
+    PartOfTime,
     RankOutcome,
     RankPlace,
     Run,
     TestResult,
 )
 from pytest_gpucluster.reports.html import page
+from pytest_gpucluster.time_spent import MEASURING, PARTS, VERIFYING
 
 BASELINE = {"kind": "regressed", "rank": 3, "old": {"value": 781.0}, "change_ratio": -0.052, "why": "beyond noise"}
 
@@ -78,6 +81,14 @@ def test_samples_are_one_click_away_where_values_are(cluster: tuple[Path, str]) 
     assert said in below(cluster[1], "test_matmul[bf16]")
     assert said not in below(cluster[1], "test_kubernetes")
     assert "Every sample" not in page_of(measured()), "no journal lies beside the page"
+
+
+def test_where_a_tests_seconds_went_stands_below_its_row_if_it_is_on_record() -> None:
+    seconds = dict.fromkeys(PARTS, 0.0) | {MEASURING: 6.1, VERIFYING: 0.4}
+    spent = {part: PartOfTime(seconds=each, most_seconds=each) for part, each in seconds.items()}
+    document = page_of(dataclasses.replace(measured(), spent=spent))
+    assert "Seconds of rank 0: measuring 6.1, verifying 0.4" in document
+    assert "Seconds of rank 0" not in page_of(measured())
 
 
 def test_files_of_a_test_are_in_the_order_of_their_numbers(cluster: tuple[Path, str]) -> None:

@@ -14,9 +14,10 @@ import jsonschema
 import pytest
 
 from pytest_gpucluster import journal
-from pytest_gpucluster.journal import Journal, JournalBuilder, encode
+from pytest_gpucluster.journal import Journal, JournalBuilder, PartOfTime, encode
 from pytest_gpucluster.reports import results_json
 from pytest_gpucluster.reports.results_schema import results_schema
+from pytest_gpucluster.time_spent import PARTS
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "results.schema.json").read_text(encoding="utf-8"))
 VALID = jsonschema.Draft7Validator(SCHEMA)
@@ -228,6 +229,15 @@ def test_a_baseline_of_another_form_breaks_nothing_and_says_nothing(baseline: di
     VALID.validate(told)
     found = told["tests"][0]["measurements"][0]["baseline"]
     assert (found["old"], found["rank"], found["decides"]) == (None, None, False)
+
+
+def test_parts_of_time_are_told_all_or_not_at_all() -> None:
+    spent = {part: PartOfTime(seconds=1.0, most_seconds=2.0, most_rank=1) for part in PARTS}
+    told = results_json._spent(spent)
+    assert told is not None
+    assert list(told) == list(PARTS)
+    del spent[PARTS[-1]]
+    assert results_json._spent(spent) is None
 
 
 def test_it_is_ascii_whatever_the_names_are() -> None:

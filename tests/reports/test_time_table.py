@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -15,7 +16,8 @@ from pytest_gpucluster.time_spent import PARTS
 
 def result_of(name: str, *seconds: float) -> TestResult:
     """A test whose parts took these seconds, in the order of ``PARTS``; unknown where there are none."""
-    spent = {part: PartOfTime(seconds=each, most_seconds=each) for part, each in zip(PARTS, seconds, strict=False)}
+    told = [*seconds, *[0.0] * (len(PARTS) - len(seconds))] if seconds else []
+    spent = {part: PartOfTime(seconds=each, most_seconds=each) for part, each in zip(PARTS, told, strict=False)}
     return TestResult(nodeid=f"test_it.py::{name}", name=name, outcome="passed", spent=spent)
 
 
@@ -85,6 +87,13 @@ def test_a_test_of_which_nothing_is_known_is_not_in_the_table(seconds: list[floa
     lines = time_lines(journal_of([unknown, result_of("test_new", 1.0)]), width=80)
     assert lines[-1] == "and 1 test whose parts are not on record"
     assert not any(line.startswith("old") for line in lines)
+
+
+def test_a_test_of_which_a_part_is_missing_is_not_in_the_table_either() -> None:
+    whole = result_of("test_it", 1.0)
+    torn = dataclasses.replace(whole, spent={part: told for part, told in whole.spent.items() if part != PARTS[2]})
+    assert time_text(torn) == ""
+    assert time_lines(journal_of([torn]), width=80) == []
 
 
 def test_a_tests_parts_in_words_are_those_that_took_a_tenth_of_a_second() -> None:

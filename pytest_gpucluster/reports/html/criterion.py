@@ -20,6 +20,7 @@ from pytest_gpucluster.reports.html.table import Table, table
 from pytest_gpucluster.reports.html.telemetry import telemetry_table
 from pytest_gpucluster.reports.outline import Row
 from pytest_gpucluster.reports.tables import limit_text, metric_name, ranks_said
+from pytest_gpucluster.reports.time_table import time_text
 from pytest_gpucluster.reports.timing import duration
 
 _ATTEMPT = re.compile("attempt [0-9]+")
@@ -63,6 +64,8 @@ class Details:
     """What opens below a test's row."""
 
     place: str
+    spent: str
+    """Where its seconds went; empty where that is not on record."""
     message: str
     text: str
     advice: tuple[Advice, ...]
@@ -140,6 +143,7 @@ def details(
     sections = () if passed else result.sections
     return Details(
         place=line(f"{result.nodeid}{f' (line {result.line})' if result.line is not None else ''}"),
+        spent=time_text(result),
         # One line of it stands in the row already.
         message="" if passed or result.message.strip() == row.why else passage(result.message, 4096),
         text="" if result.text.strip() == row.why else passage(result.text),

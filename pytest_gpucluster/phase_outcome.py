@@ -1,0 +1,84 @@
+"""How a phase has ended on this rank: passed, failed, skipped, or released because another one did not come."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from _pytest.skipping import xfailed_key
+
+from pytest_gpucluster import cause
+from pytest_gpucluster.agreement.merge import RankOutcome
+from pytest_gpucluster.agreement.release.python import Released
+from pytest_gpucluster.errors import HardwareFault
+from pytest_gpucluster.failure import LONGEST_TEXT, clip, sections_of, summary_of, traceback_of
+from pytest_gpucluster.metrics import Measurement
+from pytest_gpucluster.wording import first_line
+
+if TYPE_CHECKING:
+    from pytest_gpucluster.run import Run
+
+_EXPLAINED_SECONDS = 0.5
+"""How long a rank whose connection was cut waits for news of the cause: a few rounds of its watcher."""
+MEASUREMENTS = pytest.StashKey[list[Measurement]]()
+"""What a test has measured so far on this rank, in its stash."""
+
+
+def own_outcome(run: Run, item: pytest.Item, when: str, number: int, error: BaseException | None) -> RankOutcome:
+    """Return how the body of a phase has ended on this rank.
+
+    Args:
+        run: what this process holds.
+        item: the test.
+        when: "setup", "call" or "teardown".
+        number: of the phase's exchange, under which the watcher knows the phase.
+        error: what the body has raised; None if it came to its end.
+    """
+    assert run.watch is not None
+    rank = run.rank
+    measurements = [m.to_json() for m in item.stash.get(MEASUREMENTS, [])] if when == "call" else []
+    if error is None:
+        # A body that was released may still come back as if nothing had been: an aborted wait returns without an
+        # exception. What it measured or computed meanwhile means nothing.
+        why = run.watch.released(number)
+        if why is None:
+            return RankOutcome(rank=rank, outcome="passed", measurements=measurements)
+        return RankOutcome(rank=rank, outcome="released", message=first_line(why), text=why, measurements=measurements)
+    if isinstance(error, (pytest.skip.Exception, pytest.xfail.Exception)):
+        return RankOutcome(rank=rank, outcome="skipped", message=first_line(str(error.msg)), text=str(error.msg))
+    released = run.watch.released(number)
+    cut = released is None and cause.connection_cut(error)
+    if cut:
+        released = run.watch.explanation(number, _EXPLAINED_SECONDS)
+    text = clip(traceback_of(item, when, error), LONGEST_TEXT)
+    if isinstance(error, Released) or released is not None:
+        message = str(released or error)
+        return RankOutcome(
+            rank=rank, outcome="released", message=first_line(message), text=text, measurements=measurements
+        )
+    return RankOutcome(
+        rank=rank,
+        outcome="cut" if cut else cause.kind_of(error, when),
+        message=first_line(summary_of(error)),
+        text=text,
+        measurements=measurements,
+        sections=sections_of(item) if rank != 0 else (),
+    )
+
+
+def worsened(own: RankOutcome, fault: HardwareFault) -> RankOutcome:
+    """Return the outcome of a rank that has counted a fault of the hardware: it has failed, however its body has ended.
+    What the body itself has come to stays first."""
+    message = "; ".join(part for part in (own.message, first_line(str(fault))) if part)
+    text = "\n\n".join(part for part in (own.text, f"{type(fault).__name__}: {fault}") if part)
+    return replace(own, outcome="failed", message=first_line(message), text=text)
+
+
+def expects_failure(item: pytest.Item, error: BaseException | None) -> bool:
+    """Tell whether the test has an ``xfail`` marker that allows for this exception."""
+    xfailed = item.stash.get(xfailed_key, None)
+    if xfailed is None or item.config.option.runxfail:
+        return False
+    raises: Any = xfailed.raises  # exception types, or since pytest 8.4 a RaisesExc
+    return raises is None or (raises.matches(error) if hasattr(raises, "matches") else isinstance(error, raises))
