@@ -170,7 +170,8 @@ def culprits(wheres: Mapping[int, Where], silent: Mapping[int, str], *, missing:
         missing: the ranks that have not finished the phase.
 
     A rank that does not even answer is to blame; else one that is stuck outside of any collective; else one that
-    finished without, or entered another collective than, what the others wait in.
+    finished without, or entered another collective than, what the others wait in. Where as many wait in one collective
+    as in another, and none of them is behind, nothing tells who is right: the ranks of both are named.
     """
     found = {rank: silent_culprit(state) for rank, state in silent.items() if rank in missing}
     stuck = {rank: where for rank, where in wheres.items() if rank in missing}
@@ -186,25 +187,44 @@ def culprits(wheres: Mapping[int, Where], silent: Mapping[int, str], *, missing:
 
 def _left_behind(wheres: Mapping[int, Where], stuck: Mapping[int, Where]) -> dict[int, Culprit]:
     waits = {rank: where.pending[-1] for rank, where in stuck.items()}
-    # Where most ranks wait is where all should be; of equally many, the one that is further.
-    counts = Counter(waits.values())
-    furthest = max(waits.values(), key=lambda o: (counts[o], o.sequence))
-    waiting = [rank for rank, o in waits.items() if o == furthest]
-    told = f"{furthest.name} #{furthest.sequence} of group {furthest.group}"
-    waiters = f"{rank_ranges(waiting)} {'waits' if len(waiting) == 1 else 'wait'}"
+    should = _where_all_should_be(waits)
     found: dict[int, Culprit] = {}
     for rank, where in wheres.items():
-        if rank in waiting:
+        own = waits.get(rank)
+        others = [o for o in should if o != own]
+        if own is None:
+            others = [o for o in others if where.entered(o.group) < o.sequence]
+        if not others:
             continue
-        if rank in waits:
-            other = waits[rank]
-            message = f"waits in {other.name} #{other.sequence}, while {waiters} in {told}"
-        elif where.entered(furthest.group) < furthest.sequence:
-            message = f"finished without entering {told}, where {waiters}"
+        if own:
+            group = "" if own.group in {o.group for o in others} else f" of group {own.group}"
+            told = " and ".join(f"{_waiters(o, waits)} in {_told(o)}" for o in others)
+            message = f"waits in {own.name} #{own.sequence}{group}, while {told}"
         else:
-            continue
+            told = " and ".join(f"{_told(o)}, where {_waiters(o, waits)}" for o in others)
+            message = f"finished without entering {told}"
         found[rank] = Culprit(message=message, text=where.describe())
     return found
+
+
+def _where_all_should_be(waits: Mapping[int, Operation]) -> list[Operation]:
+    """Return where most ranks wait; of equally many in one group, those that are furthest.
+
+    There are several only if nothing tells which of them is right: then the ranks of each are named.
+    """
+    counts = Counter(waits.values())
+    most = [o for o, count in counts.items() if count == max(counts.values())]
+    furthest = {group: max(o.sequence for o in most if o.group == group) for group in {o.group for o in most}}
+    return [o for o in most if o.sequence == furthest[o.group]]
+
+
+def _waiters(operation: Operation, waits: Mapping[int, Operation]) -> str:
+    ranks = [rank for rank, o in waits.items() if o == operation]
+    return f"{rank_ranges(ranks)} {'waits' if len(ranks) == 1 else 'wait'}"
+
+
+def _told(operation: Operation) -> str:
+    return f"{operation.name} #{operation.sequence} of group {operation.group}"
 
 
 def _place(stack_lines: Sequence[str]) -> str:

@@ -93,8 +93,48 @@ def test_a_rank_that_has_finished_is_not_blamed_for_being_outside_of_a_collectiv
         pytest.param(
             [at(0, op(9, group="tp")), at(1, op(8, group="world")), at(2, op(8, group="world"))],
             [0, 1, 2],
-            {0: "waits in all_reduce #9, while ranks 1-2 wait in all_reduce #8 of group world"},
+            {0: "waits in all_reduce #9 of group tp, while ranks 1-2 wait in all_reduce #8 of group world"},
             id="most ranks decide, not the count of another group",
+        ),
+        pytest.param(
+            [at(0, op(1)), at(1, op(1, "all_gather"))],
+            [0, 1],
+            {
+                0: "waits in all_reduce #1, while rank 1 waits in all_gather #1 of group world",
+                1: "waits in all_gather #1, while rank 0 waits in all_reduce #1 of group world",
+            },
+            id="of two in two collectives nothing tells who is right",
+        ),
+        pytest.param(
+            [at(0, op(3, group="tp")), at(1, op(9, group="world"))],
+            [0, 1],
+            {
+                0: "waits in all_reduce #3 of group tp, while rank 1 waits in all_reduce #9 of group world",
+                1: "waits in all_reduce #9 of group world, while rank 0 waits in all_reduce #3 of group tp",
+            },
+            id="nor do the counts of two groups",
+        ),
+        pytest.param(
+            [at(0, op(5)), at(1, op(5, "barrier")), at(2, op(4))],
+            [0, 1, 2],
+            {
+                0: "waits in all_reduce #5, while rank 1 waits in barrier #5 of group world",
+                1: "waits in barrier #5, while rank 0 waits in all_reduce #5 of group world",
+                2: "waits in all_reduce #4, while rank 0 waits in all_reduce #5 of group world and rank 1 waits in"
+                " barrier #5 of group world",
+            },
+            id="one that is behind two is told of both",
+        ),
+        pytest.param(
+            [at(0, op(5)), at(1, op(5, "barrier")), at(2, op(4, pending=False), arrived=True)],
+            [0, 1],
+            {
+                0: "waits in all_reduce #5, while rank 1 waits in barrier #5 of group world",
+                1: "waits in barrier #5, while rank 0 waits in all_reduce #5 of group world",
+                2: "finished without entering all_reduce #5 of group world, where rank 0 waits and barrier #5 of group"
+                " world, where rank 1 waits",
+            },
+            id="one that has finished before two is told of both",
         ),
         pytest.param([at(0, op(5)), at(1, op(5))], [0, 1], {}, id="all wait in the same: nobody is blamed"),
         pytest.param(
