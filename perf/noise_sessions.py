@@ -25,24 +25,20 @@ _LOADED = ("torch", "torch.distributed", "pytest", "pytest_gpucluster.journal")
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE_SECONDS = 120.0
 """Generous: a session takes a few seconds."""
+_WHILE_WANTED = """\
+import os, random, sys, time
+random.seed(20260)
+while os.getppid() == int(sys.argv[1]):
+    until = time.perf_counter() + {busy}
+    while time.perf_counter() < until: pass
+    time.sleep({idle})
+"""
+"""Works and rests by turns, and ends by itself where its parent, whose id it is told, was killed: it would spoil all
+that is measured afterwards."""
 BUSY: Mapping[str, str] = {
-    "steady": "while True: pass",
-    "bursts": """\
-import random, time
-random.seed(20260)
-while True:
-    until = time.perf_counter() + random.uniform(0.004, 0.020)
-    while time.perf_counter() < until: pass
-    time.sleep(random.uniform(0.004, 0.020))
-""",
-    "light": """\
-import random, time
-random.seed(20260)
-while True:
-    until = time.perf_counter() + random.uniform(0.002, 0.006)
-    while time.perf_counter() < until: pass
-    time.sleep(random.uniform(0.020, 0.052))
-""",
+    "steady": _WHILE_WANTED.format(busy="1.0", idle="0"),
+    "bursts": _WHILE_WANTED.format(busy="random.uniform(0.004, 0.020)", idle="random.uniform(0.004, 0.020)"),
+    "light": _WHILE_WANTED.format(busy="random.uniform(0.002, 0.006)", idle="random.uniform(0.020, 0.052)"),
 }
 """Kind -> what the process does until it is killed."""
 
@@ -158,7 +154,7 @@ def _free_port() -> int:
 @contextmanager
 def beside(kind: str) -> Iterator[None]:
     """Keep one busy process beside what is done meanwhile."""
-    process = subprocess.Popen([sys.executable, "-c", BUSY[kind]])
+    process = subprocess.Popen([sys.executable, "-c", BUSY[kind], str(os.getpid())])
     try:
         yield
     finally:

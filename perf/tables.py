@@ -3,9 +3,9 @@
     python perf/tables.py                       # as `make perf` does; on 2 CPU cores that do nothing else
     python perf/tables.py --only scale,reports
 
-Each runs to its end whatever the ones before it say; those that measure no wall-clock time run last, together. At Ctrl-C
-or SIGTERM what runs is given time to end what it has started. The exit code is 1 where a goal is missed, or a program
-ends in another way than it should, or all together take longer than 15 minutes.
+Each runs to its end whatever the ones before it say; those that measure no wall-clock time run last, together. At
+Ctrl-C or SIGTERM what runs is given time to end what it has started. The exit code is 1 where a goal is missed, or a
+program ends in another way than it should, or all together take longer than 15 minutes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
@@ -98,9 +98,10 @@ def run(names: Sequence[str]) -> dict[str, tuple[float, int]]:
             processes.append(
                 subprocess.Popen(
                     [sys.executable, "-c", _GUARDED, str(FOLDER / script), *arguments],
-                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    env=_environment(),
                     stdout=output,
                     stderr=output,
+                    process_group=0,
                 )
             )
         found = _ended(processes, begin)
@@ -110,13 +111,17 @@ def run(names: Sequence[str]) -> dict[str, tuple[float, int]]:
     return dict(zip(names, found, strict=True))
 
 
+def _environment() -> dict[str, str]:
+    """Return that of the programs: torch's threads as torchrun has them, and byte code kept, as where pip installs."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**kept, "OMP_NUM_THREADS": "1"}
+
+
 def _ended(processes: Sequence[subprocess.Popen[bytes]], begin: float) -> list[tuple[float, int]]:
     def interrupted(*_: object) -> None:
-        for process in processes:
-            process.send_signal(signal.SIGINT)  # Ctrl-C has reached them by itself
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupted)
+    before = {number: signal.signal(number, interrupted) for number in (signal.SIGINT, signal.SIGTERM)}
     ended: dict[int, float] = {}
     try:
         while len(ended) < len(processes):
@@ -126,16 +131,25 @@ def _ended(processes: Sequence[subprocess.Popen[bytes]], begin: float) -> list[t
             time.sleep(LOOK_SECONDS)
         return [(ended[number], process.wait()) for number, process in enumerate(processes)]
     except KeyboardInterrupt:
+        # Each is a process group of its own, which no Ctrl-C of a terminal reaches by itself.
         until = time.monotonic() + FAREWELL_SECONDS
+        _send(signal.SIGINT, [process for process in processes if process.poll() is None])
         for process in processes:
             try:
                 process.wait(max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
-                process.kill()
+                _send(signal.SIGKILL, [process])
                 process.wait()
         raise
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _send(number: signal.Signals, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.killpg(process.pid, number)
 
 
 def said(name: str, code: int) -> str:

@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -194,3 +195,30 @@ def test_the_program_runs_real_sessions_on_two_ranks_and_says_what_it_found() ->
     judged = [row for row in rows if row[0] == "all-reduce"]
     assert [(row[1], int(row[2])) for row in judged] == sorted(Counter(beside).items())
     assert done.returncode == int(unsure or any(row[4] != "0" for row in judged))
+
+
+@pytest.mark.parametrize("kind", noise_sessions.BUSY)
+def test_what_is_busy_ends_where_the_program_was_killed(kind: str) -> None:
+    """It would keep a core from all that is measured afterwards."""
+    program = (
+        f"import time, noise_sessions\nwith noise_sessions.beside({kind!r}): print('busy', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], cwd=PERF, stdout=subprocess.PIPE, text=True) as starter:
+        try:
+            assert starter.stdout is not None
+            assert starter.stdout.readline() == "busy\n"
+            children = Path(f"/proc/{starter.pid}/task/{starter.pid}/children").read_text().split()
+        finally:
+            starter.kill()
+    assert len(children) == 1
+    until = time.monotonic() + DEADLINE_SECONDS
+    while not has_ended(children[0]):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def has_ended(pid: str) -> bool:
+    try:  # process 1 of a container may leave it as a zombie
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -79,8 +78,7 @@ def test_a_program_may_end_what_it_has_started(sent: signal.Signals, tmp_path: P
         assert process.stdout is not None
         while process.stdout.readline().strip() != "started":
             assert process.poll() is None
-        # A terminal sends Ctrl-C to all processes of the foreground group.
-        (os.killpg if sent == signal.SIGINT else os.kill)(process.pid, sent)
+        process.send_signal(sent)
         process.communicate(timeout=DEADLINE_SECONDS)
     finally:
         process.kill()
