@@ -3,6 +3,7 @@
     python perf/scale.py                                   # 64, 256, 1024 ranks; some minutes
     python perf/scale.py --ranks 2048 --tests 5
     python perf/scale.py --ranks 1024 --failing            # in the last test all ranks fail with 20 kB each
+    python perf/scale.py --ranks 1024 --failing different  # each with a text of its own, which nothing can fold
     python perf/scale.py --ranks 1024 --resolver           # with this machine's resolver of names, however slow
 
 The store is the one that torchrun's agent holds, in a process of its own. Rank 0 is the real one: pytest with the
@@ -66,7 +67,7 @@ SAMPLES = [100 + i / 1000 for i in range(200)]
 @pytest.mark.parametrize("number", range({tests}))
 def test_measures(measure, number):
     measure("matmul.bf16.tflops", 100.5, unit="TFLOPS", samples=SAMPLES, record_only=True)
-    assert not ({failing} and number == {tests} - 1), "it is wrong"
+    assert not ({failing!r} and number == {tests} - 1), "it is wrong"
 """
 
 _CONFTEST = """
@@ -195,7 +196,7 @@ def free_port() -> int:
         return int(tried.getsockname()[1])
 
 
-def measure(ranks: int, tests: int, failing: bool, folder: Path, *, resolver: bool = False) -> dict[str, Any]:
+def measure(ranks: int, tests: int, failing: str, folder: Path, *, resolver: bool = False) -> dict[str, Any]:
     """Run a suite with one real rank and all others simulated; ask DNS for names only if ``resolver`` says so.
 
     Raises:
@@ -220,16 +221,16 @@ def measure(ranks: int, tests: int, failing: bool, folder: Path, *, resolver: bo
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "GPUCLUSTER_HOSTNAME": host_of(0),
         "PERF_TIMES": str(times),
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # a warning for each look-up of a name that fails
     }
     dns = {} if resolver else {"RES_OPTIONS": NO_DNS}
-    environ = {**os.environ, **variables, **dns}
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # a warning for each look-up of a name that fails
+    environ = {**os.environ, **variables, **dns, **quiet}
     started: list[subprocess.Popen[str]] = []
     output = (folder / "rank-0.txt").open("w")
     try:
         store = subprocess.Popen(
             [sys.executable, "-c", _STORE, str(port)],
-            env={**os.environ, **dns},
+            env={**os.environ, **dns, **quiet},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -244,7 +245,7 @@ def measure(ranks: int, tests: int, failing: bool, folder: Path, *, resolver: bo
         crowds, results = [], []
         for number, (first, last) in enumerate(shares(ranks)):
             results.append(folder / f"crowd-{number}.json")
-            words = [str(ranks), str(first), str(last), plan.suite, str(tests), "failing" if failing else "passing"]
+            words = [str(ranks), str(first), str(last), plan.suite, str(tests), failing or "passing"]
             command = [sys.executable, str(Path(__file__).with_name("scale_crowd.py")), *words, str(results[-1])]
             crowds.append(subprocess.Popen(command, env=environ, text=True))
         started += crowds
@@ -360,7 +361,7 @@ def passing(arguments: argparse.Namespace) -> bool:
     print("|" + " --- |" * (HEADER.count("|") - 1), flush=True)
     for ranks in arguments.ranks:
         with tempfile.TemporaryDirectory(prefix="gpucluster-perf-") as name:
-            found = measure(ranks, arguments.tests, False, Path(name), resolver=arguments.resolver)
+            found = measure(ranks, arguments.tests, "", Path(name), resolver=arguments.resolver)
         print(row(found), flush=True)
         if ranks == GOAL_RANKS:
             tests = sorted(found["tests"][1:] or found["tests"])
@@ -379,13 +380,14 @@ def failing(arguments: argparse.Namespace) -> bool:
     met = True
     for ranks in arguments.ranks:
         with tempfile.TemporaryDirectory(prefix="gpucluster-perf-") as name:
-            found = measure(ranks, 2, True, Path(name), resolver=arguments.resolver)
+            found = measure(ranks, 2, arguments.failing, Path(name), resolver=arguments.resolver)
         seconds, memory = found["tests"][-1], found["watched"].rank_0.rss_bytes
         good = seconds <= GOAL_MERGE_SECONDS and memory <= GOAL_MERGE_BYTES
         good = good and found["junit_bytes"] <= GOAL_JUNIT_BYTES and found["failed"] == 1
         print(
-            f"{ranks} ranks fail with 20 kB each: {seconds:.2f} s for the test, rank 0 at {memory / 1e6:.0f} MB, "
-            f"JUnit {found['junit_bytes'] / 1e3:.0f} kB with {found['failed']} failed testcase "
+            f"{ranks} ranks fail with 20 kB each, {arguments.failing}: {seconds:.2f} s for the test, rank 0 at "
+            f"{memory / 1e6:.0f} MB, JUnit {found['junit_bytes'] / 1e3:.0f} kB with {found['failed']} failed testcase, "
+            f"journal {found['journal_bytes'] / 1e6:.1f} MB "
             f"(goal: 5 s, 1 GB, 1 MB): {'met' if good else 'MISSED'}",
             flush=True,
         )
@@ -406,7 +408,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=numbers, default="64,256,1024", help="(default: 64,256,1024)")
     parser.add_argument("--tests", type=int, default=10, help="(default: 10)")
-    parser.add_argument("--failing", action="store_true", help="let all ranks fail in the last test")
+    parser.add_argument(
+        "--failing",
+        choices=("equal", "different"),
+        nargs="?",
+        const="equal",
+        default="",
+        help="let all ranks fail in the last test, with the same text (default) or each with its own",
+    )
     parser.add_argument("--resolver", action="store_true", help="ask DNS for names, as this machine is set up to")
     arguments = parser.parse_args()
     if arguments.tests < 1:

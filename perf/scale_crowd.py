@@ -34,11 +34,14 @@ _LONGEST_SECONDS = 600
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What all simulated ranks do: one test after the other, and in the last one all fail if told so."""
+    """What all simulated ranks do: one test after the other, and in the last one all fail if told so.
+
+    ``failing`` is "equal" or "different" as the texts of the failures are, and empty where nobody fails.
+    """
 
     suite: str
     tests: int
-    failing: bool
+    failing: str
 
     @property
     def node_ids(self) -> list[str]:
@@ -175,7 +178,7 @@ class Crowd:
         if told.get("ids") != ids:
             raise RuntimeError(f"rank 0 collected something else: {told!r:.300}")
         for number, nodeid in enumerate(ids):
-            fails = self._plan.failing and number == len(ids) - 1
+            fails = self._plan.failing if number == len(ids) - 1 else ""
             for when in ("setup", "call", "teardown"):
                 verdict = agree({"at": f"{when} of {nodeid}", **self._outcome(rank, when, fails).to_json()})
                 if "ended" in verdict or verdict.get("stop"):
@@ -199,7 +202,7 @@ class Crowd:
         self.sleepers.append(sleeper)
         return sleeper.pid
 
-    def _outcome(self, rank: int, when: str, fails: bool) -> Any:
+    def _outcome(self, rank: int, when: str, fails: str) -> Any:
         from pytest_gpucluster.agreement.merge import RankOutcome
         from pytest_gpucluster.metrics import Measurement
 
@@ -208,9 +211,10 @@ class Crowd:
         if fails:
             # What every rank has in common, and the address of an object, which no two have.
             text = f"AssertionError: <Thing object at 0x{0x7F0000000000 + rank * 4096:x}>\n"
-            return RankOutcome(
-                rank=rank, outcome="failed", message="it is wrong", text=text * (TRACEBACK_BYTES // len(text))
-            )
+            message = "it is wrong"
+            if fails == "different":
+                text, message = f"AssertionError: {rank} of {self._world_size} is wrong\n", f"it is wrong by {rank}"
+            return RankOutcome(rank=rank, outcome="failed", message=message, text=text * (TRACEBACK_BYTES // len(text)))
         samples = tuple(100 + (rank * 7919 + number * 104729) % 1000003 / 1000003 for number in range(SAMPLES))
         value = Measurement(metric="matmul.bf16.tflops", value=100.5, unit="TFLOPS", samples=samples, record_only=True)
         return RankOutcome(rank=rank, outcome="passed", measurements=[value.to_json()])
@@ -257,5 +261,5 @@ def main(world_size: int, first: int, last: int, plan: Plan, result: Path) -> in
 
 if __name__ == "__main__":
     _ranks, _first, _last, _suite, _tests, _failing, _result = sys.argv[1:]
-    _plan = Plan(suite=_suite, tests=int(_tests), failing=_failing == "failing")
+    _plan = Plan(suite=_suite, tests=int(_tests), failing=_failing.removeprefix("passing"))
     sys.exit(main(int(_ranks), int(_first), int(_last), _plan, Path(_result)))

@@ -119,12 +119,12 @@ def is_settled(samples: Sequence[float], sampling: Sampling) -> bool:
     if len(samples) < MIN_SAMPLES:
         return False
     low, high = _interval(samples)
-    return high - low <= sampling.tolerance_ratio * stats.median(samples)
+    return _is_narrow(low, high, stats.median(samples), sampling)
 
 
 def wants_more(samples: Sequence[float], *, spent_seconds: float, sampling: Sampling) -> bool:
     """Tell whether to go on measuring after ``spent_seconds`` of samples."""
-    if len(samples) < MIN_SAMPLES or spent_seconds < sampling.window_seconds:
+    if _has_too_few(len(samples), spent_seconds, sampling):
         return True
     return spent_seconds < sampling.at_most_seconds and not is_settled(samples, sampling)
 
@@ -143,8 +143,10 @@ def series(samples: Iterable[float], sampling: Sampling, *, spent_seconds: float
     taken = tuple(samples)
     low, high = _interval(taken)
     result = Series(samples=taken, median=stats.median(taken), low=low, high=high)
+    # As is_settled() has it, whose interval this is: collectives sum up those of every rank.
+    settled = len(taken) >= MIN_SAMPLES and _is_narrow(low, high, result.median, sampling)
     stopped = Stopped(
-        by=_stopped_by(taken, spent_seconds, sampling),
+        by=_stopped_by(len(taken), spent_seconds, sampling, settled=settled),
         samples=len(taken),
         # It stands beside every value on record: no more digits than anybody asks for.
         seconds=float(f"{spent_seconds:.4g}"),
@@ -152,7 +154,7 @@ def series(samples: Iterable[float], sampling: Sampling, *, spent_seconds: float
         allowed_ratio=sampling.tolerance_ratio,
         extended=spent_seconds > sampling.longest_seconds,
     )
-    if is_settled(taken, sampling):
+    if settled:
         return replace(result, stopped=stopped)
     how = {"time": f" in {spent_seconds:.3g} s, when the time was up", "samples": ", and no more were to be taken"}
     why = (
@@ -162,10 +164,18 @@ def series(samples: Iterable[float], sampling: Sampling, *, spent_seconds: float
     return replace(result, inconclusive=why, stopped=stopped)
 
 
-def _stopped_by(samples: Sequence[float], spent_seconds: float, sampling: Sampling) -> StoppedBy:
-    if wants_more(samples, spent_seconds=spent_seconds, sampling=sampling):
+def _stopped_by(count: int, spent_seconds: float, sampling: Sampling, *, settled: bool) -> StoppedBy:
+    if _has_too_few(count, spent_seconds, sampling) or (spent_seconds < sampling.at_most_seconds and not settled):
         return "samples"
-    return "interval" if is_settled(samples, sampling) else "time"
+    return "interval" if settled else "time"
+
+
+def _has_too_few(count: int, spent_seconds: float, sampling: Sampling) -> bool:
+    return count < MIN_SAMPLES or spent_seconds < sampling.window_seconds
+
+
+def _is_narrow(low: float, high: float, median: float, sampling: Sampling) -> bool:
+    return high - low <= sampling.tolerance_ratio * median
 
 
 def _interval(samples: Sequence[float]) -> tuple[float, float]:

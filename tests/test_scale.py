@@ -29,14 +29,12 @@ def test_whole_nodes_are_demanded() -> None:
             scale.numbers(text)
 
 
-@pytest.mark.parametrize("failing", [False, True], ids=["passing", "failing"])
-def test_simulated_ranks_take_part_in_a_real_run(
-    failing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("failing", ["", "equal", "different"], ids=["passing", "failing", "each in its own way"])
+def test_simulated_ranks_take_part_in_a_real_run(failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale, "CROWD_PROCESSES", 1)
     found = scale.measure(4, 2, failing, tmp_path)
     assert len(found["tests"]) == 2
-    assert found["failed"] == int(failing)
+    assert found["failed"] == bool(failing)
     # Of each simulated rank: collection, three phases of two tests, and the end; each is a set and a get at least.
     assert found["operations"] > 2 * 8
     # Four values of some 4 kB, once: what rank 0 has read in the first test.
@@ -49,7 +47,7 @@ def test_a_rank_that_breaks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(scale, "CROWD_PROCESSES", 1)
     monkeypatch.setattr(scale, "_SUITE", scale._SUITE.replace("test_measures", "test_others"))
     with pytest.raises(RuntimeError, match="rank 0 collected something else"):
-        scale.measure(2, 1, False, tmp_path)
+        scale.measure(2, 1, "", tmp_path)
 
 
 @pytest.mark.parametrize(
