@@ -1,12 +1,13 @@
 """How long it takes from a fault to the report on disk, and from a fault to the next test passing.
 
     python perf/faults.py
+    python perf/faults.py --at-once 2     # sooner, and a little longer each: most of a run is waiting
 
-Runs some of tests/faults, one run at a time: real torchrun with 2 ranks, or with 4 on two launchers for the lost node.
-A rank is killed, raises, hangs so that it can be released and so that it cannot, is stopped; the launcher gets SIGTERM.
-The times are from stamps of the ranks and from the files that the product has written. tests/faults/times.py has the
-goals, and the tests print the same table of all faults. The runs are set to stuck=2 and dead=3, so that they need not
-wait for long, and their goals are as much shorter.
+Runs some of tests/faults, one run at a time if not told otherwise: real torchrun with 2 ranks, or with 4 on two
+launchers for the lost node. A rank is killed, raises, hangs so that it can be released and so that it cannot, is
+stopped; the launcher gets SIGTERM. The times are from stamps of the ranks and from the files that the product has
+written. tests/faults/times.py has the goals, and the tests print the same table of all faults. The runs are set to
+stuck=2 and dead=3, so that they need not wait for long, and their goals are as much shorter.
 
 All of it is wall time, so the load average stands below. The exit code is 1 where a goal is missed, and 2 where a test
 has failed: then the run has not done what it was timed at.
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,7 @@ def measured(tests: Sequence[str], folder: Path) -> list[Any]:
         RuntimeError: a test has failed, or nothing was timed, so that the times mean nothing.
     """
     times, written = _times(), folder / "times.json"
+    folder.mkdir()
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(str(FAULTS / test) for test in tests)]
     done = subprocess.run(
         command,
@@ -97,11 +100,16 @@ def show(rows: Sequence[Any]) -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; return 1 if a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args(arguments)
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="runs at the same time (default: 1)")
+    at_once = parser.parse_args(arguments).at_once
+    if not 1 <= at_once <= len(TESTS):
+        parser.error(f"--at-once {at_once}: 1 to {len(TESTS)} are allowed")
     load = [os.getloadavg()[0]]
-    with tempfile.TemporaryDirectory(prefix="gpucluster-perf-") as name:
+    with tempfile.TemporaryDirectory(prefix="gpucluster-perf-") as name, ThreadPoolExecutor(at_once) as threads:
+        folders = [Path(name) / str(number) for number in range(at_once)]
+        shares = [TESTS[number::at_once] for number in range(at_once)]
         try:
-            rows = measured(TESTS, Path(name))
+            rows = [row for of_share in threads.map(measured, shares, folders) for row in of_share]
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             print(error, file=sys.stderr)
             return _BROKE
@@ -111,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import torch
 
     print(
-        f"\n{os.cpu_count()} cores, load average {min(load):.1f} to {max(load):.1f}; Python "
+        f"\n{at_once} at a time, {os.cpu_count()} cores, load average {min(load):.1f} to {max(load):.1f}; Python "
         f"{platform.python_version()}, pytest {pytest.__version__}, torch {torch.__version__}"
     )
     return 0 if met else _MISSED

@@ -23,6 +23,8 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 GOAL_SECONDS = 900.0
+LONGEST_SECONDS = 600.0
+"""Of a program; what has not ended by then is ended, so that the tables of the others come."""
 FAREWELL_SECONDS = 30.0
 LOOK_SECONDS = 0.05
 PROGRAMS: Mapping[str, Sequence[str]] = {
@@ -31,14 +33,14 @@ PROGRAMS: Mapping[str, Sequence[str]] = {
     "scale": ("scale.py", "--tests", "5"),
     "a failing test at scale": ("scale.py", "--ranks", "1024", "--failing"),
     "resolver": ("resolver.py", "--ranks", "16", "--only", "as it is", "--only", "slow"),
-    "faults": ("faults.py",),
+    "faults": ("faults.py", "--at-once", "2"),
     "reports": ("reports.py",),
     "reports of 4096 ranks": ("reports.py", "--ranks", "4096", "--only", "html"),
     "training": ("training.py", "--runs", "2", "--steps", "15"),
     "loader": ("loader.py", "--pairs", "6"),
     "fidelity": ("fidelity.py", "--window", "0.1"),
     "collectives": ("collectives.py", "--sizes", "8M", "--window", "0.05"),
-    "sampler": ("sampler.py", "--seconds", "5", "--window", "0.25"),
+    "sampler": ("sampler.py", "--seconds", "5", "--window", "0.25", "--rows", "judged"),
     "noise": ("noise.py", "--only", "matmul,hbm"),
     "noise beside two ranks": ("noise.py", "--only", "all-reduce", "--repeats", "6"),
     "rules": ("rules.py", "--trials", "200", "--print"),
@@ -51,7 +53,7 @@ NO_GOAL = ("resolver", "loader", "rules", "isolation")
 """What prints figures that are held against nothing."""
 UNHURRIED = ("resolver", "reports of 4096 ranks", "rules", "isolation")
 """What simulates, waits for a resolver, or counts processor time: it matters little what else runs."""
-_MISSED, _BROKE = 1, 70
+_MISSED, _BROKE, _OVERDUE = 1, 70, 124
 _GUARDED = f"""\
 import runpy, sys, traceback
 sys.argv = sys.argv[1:]
@@ -124,26 +126,34 @@ def _ended(processes: Sequence[subprocess.Popen[bytes]], begin: float) -> list[t
     before = {number: signal.signal(number, interrupted) for number in (signal.SIGINT, signal.SIGTERM)}
     ended: dict[int, float] = {}
     try:
-        while len(ended) < len(processes):
+        while len(ended) < len(processes) and time.monotonic() - begin < LONGEST_SECONDS:
             for number, process in enumerate(processes):
                 if number not in ended and process.poll() is not None:
                     ended[number] = time.monotonic() - begin
             time.sleep(LOOK_SECONDS)
-        return [(ended[number], process.wait()) for number, process in enumerate(processes)]
+        _end([process for number, process in enumerate(processes) if number not in ended])
+        overdue = (time.monotonic() - begin, _OVERDUE)
+        return [
+            (ended[number], process.wait()) if number in ended else overdue for number, process in enumerate(processes)
+        ]
     except KeyboardInterrupt:
-        # Each is a process group of its own, which no Ctrl-C of a terminal reaches by itself.
-        until = time.monotonic() + FAREWELL_SECONDS
-        _send(signal.SIGINT, [process for process in processes if process.poll() is None])
-        for process in processes:
-            try:
-                process.wait(max(0.0, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                _send(signal.SIGKILL, [process])
-                process.wait()
+        _end([process for process in processes if process.poll() is None])
         raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Let them end what they have started. Each is a process group of its own: no Ctrl-C of a terminal reaches it."""
+    until = time.monotonic() + FAREWELL_SECONDS
+    _send(signal.SIGINT, processes)
+    for process in processes:
+        try:
+            process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            _send(signal.SIGKILL, [process])
+            process.wait()
 
 
 def _send(number: signal.Signals, processes: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -154,7 +164,12 @@ def _send(number: signal.Signals, processes: Sequence[subprocess.Popen[bytes]]) 
 
 def said(name: str, code: int) -> str:
     """Return what a program's exit code says."""
-    return {0: "none" if name in NO_GOAL else "met", _MISSED: "MISSED"}.get(code, f"BROKE, exit code {code}")
+    words = {
+        0: "none" if name in NO_GOAL else "met",
+        _MISSED: "MISSED",
+        _OVERDUE: f"BROKE, not ended after {LONGEST_SECONDS:g} s",
+    }
+    return words.get(code, f"BROKE, exit code {code}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

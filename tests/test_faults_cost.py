@@ -75,7 +75,21 @@ def test_times_of_tests_that_fail_are_no_figures(
     assert "the run went on" in capsys.readouterr().err
     # Tests that pass and have timed nothing are no figures either.
     with pytest.raises(RuntimeError, match="ended with 0"):
-        faults.measured(["test_it.py::test_good"], tmp_path)
+        faults.measured(["test_it.py::test_good"], tmp_path / "times")
+
+
+def test_at_once_each_test_is_run_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    taken: list[tuple[str, ...]] = []
+
+    def measured(tests: Sequence[str], folder: Path) -> list[times.Row]:
+        taken.append(tuple(tests))
+        return [row for row, test in zip(GOOD, faults.TESTS, strict=False) if test in tests]
+
+    monkeypatch.setattr(faults, "measured", measured)
+    assert faults.main(["--at-once", "3"]) == 0
+    assert len(taken) == 3
+    assert sorted(test for share in taken for test in share) == sorted(faults.TESTS)
+    assert "3 at a time" in capsys.readouterr().out
 
 
 def test_the_tests_that_it_runs_are_there() -> None:

@@ -51,6 +51,27 @@ def test_programs_that_miss_or_break_do_not_keep_the_others_from_running(
     assert "| 0 s: MISSED |" in capfd.readouterr().out
 
 
+def test_what_does_not_end_is_ended_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "endless.py").write_text(
+        textwrap.dedent("""\
+            import signal, time
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            time.sleep(600)
+        """)
+    )
+    (tmp_path / "next.py").write_text("print('table of next')")
+    monkeypatch.setattr(tables, "FOLDER", tmp_path)
+    monkeypatch.setattr(tables, "PROGRAMS", {"endless": ("endless.py",), "next": ("next.py",)})
+    monkeypatch.setattr(tables, "LONGEST_SECONDS", 2.0)
+    monkeypatch.setattr(tables, "FAREWELL_SECONDS", 0.5)
+    assert tables.main([]) == 1
+    out = capfd.readouterr().out
+    assert "| BROKE, not ended after 2 s |" in out
+    assert "table of next" in out
+
+
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 def test_a_program_may_end_what_it_has_started(sent: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(
@@ -131,6 +152,7 @@ def test_every_program_here_is_run() -> None:
         (("resolver.py", "--ranks", "0"), "'0' is not numbers of ranks"),
         (("scale.py", "--tests", "0"), "--tests 0: 1 or more are needed"),
         (("fidelity.py", "--n", "2"), "--n 2: 64 rows or more are needed"),
+        (("faults.py", "--at-once", "9"), "--at-once 9: 1 to 8 are allowed"),
         (("reports.py", "--only", "htm"), "'htm': allowed are 'reading alone'"),
     ],
     ids=lambda given: " ".join(given) if isinstance(given, tuple) else "",
