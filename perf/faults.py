@@ -19,6 +19,7 @@ import argparse
 import importlib
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -52,8 +53,13 @@ _DEADLINE_SECONDS = 900
 _MISSED, _BROKE = 1, 2
 
 
-def measured(tests: Sequence[str], folder: Path) -> list[Any]:
+def measured(tests: Sequence[str], folder: Path, started: list[subprocess.Popen[str]]) -> list[Any]:
     """Run tests for faults and return the rows of their table (``times.Row``).
+
+    Args:
+        tests: as pytest is told of them, below tests/faults.
+        folder: where to put what they have timed; it is made.
+        started: takes the process, for whoever has to end it.
 
     Raises:
         RuntimeError: a test has failed, or nothing was timed, so that the times mean nothing.
@@ -61,17 +67,22 @@ def measured(tests: Sequence[str], folder: Path) -> list[Any]:
     times, written = _times(), folder / "times.json"
     folder.mkdir()
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(str(FAULTS / test) for test in tests)]
-    done = subprocess.run(
+    with subprocess.Popen(
         command,
         cwd=ROOT,
         env={**os.environ, "FAULT_TIMES": str(written)},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=_DEADLINE_SECONDS,
-        check=False,
-    )
-    if done.returncode != 0 or not written.exists():
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
+    ) as running:
+        started.append(running)
+        try:
+            output, _ = running.communicate(timeout=_DEADLINE_SECONDS)
+        except subprocess.TimeoutExpired:
+            running.kill()
+            raise
+    if running.returncode != 0 or not written.exists():
+        raise RuntimeError(f"{' '.join(command)} ended with {running.returncode}:\n{output[-4000:]}")
     rows: list[Any] = times.read(written)
     return rows
 
@@ -105,11 +116,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not 1 <= at_once <= len(TESTS):
         parser.error(f"--at-once {at_once}: 1 to {len(TESTS)} are allowed")
     load = [os.getloadavg()[0]]
+    started: list[subprocess.Popen[str]] = []
     with tempfile.TemporaryDirectory(prefix="gpucluster-perf-") as name, ThreadPoolExecutor(at_once) as threads:
         folders = [Path(name) / str(number) for number in range(at_once)]
         shares = [TESTS[number::at_once] for number in range(at_once)]
         try:
-            rows = [row for of_share in threads.map(measured, shares, folders) for row in of_share]
+            found = threads.map(measured, shares, folders, [started] * at_once)
+            rows = [row for of_share in found for row in of_share]
+        except KeyboardInterrupt:
+            for running in started:
+                running.send_signal(signal.SIGINT)  # else the threads would wait for it
+            raise
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             print(error, file=sys.stderr)
             return _BROKE

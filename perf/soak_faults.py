@@ -144,7 +144,8 @@ def expected(plan: Plan) -> Expected:
         is_in_another = plan.fault == "other_collective" or (
             (plan.fault, plan.test, plan.moment) == ("absent", "test_all_reduce", "before")
         )
-        says = (f"rank {plan.victim}",) if is_in_another else (culprit,)
+        both = (f"rank 0 ({HOST}): waits in ", ", while rank 1 waits in ", " (and 1 more failing)")
+        says = both if is_in_another else (culprit,)
         return Expected(verdict="BROKEN", exit=11, outcome="error", says=says)
     says = (f"{culprit}): {_ABOUT_THE_WAY.get(plan.fault, 'RuntimeError')}",)
     if plan.moment in ("set-up", "teardown"):

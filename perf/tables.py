@@ -3,7 +3,7 @@
     python perf/tables.py                       # as `make perf` does; on 2 CPU cores that do nothing else
     python perf/tables.py --only scale,reports
 
-Each runs to its end whatever the ones before it say; those that measure no wall-clock time run last, together. At
+Each runs to its end whatever the ones before it say; those that hold no wall time against a goal run last, together. At
 Ctrl-C or SIGTERM what runs is given time to end what it has started. The exit code is 1 where a goal is missed, or a
 program ends in another way than it should, or all together take longer than 15 minutes.
 """
@@ -17,8 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
@@ -52,7 +52,8 @@ most do more. docs/performance.md has what they said."""
 NO_GOAL = ("resolver", "loader", "rules", "isolation")
 """What prints figures that are held against nothing."""
 UNHURRIED = ("resolver", "reports of 4096 ranks", "rules", "isolation")
-"""What simulates, waits for a resolver, or counts processor time: it matters little what else runs."""
+"""What simulates, waits for a resolver, or counts processor time. They run together: wall time there is longer than
+alone, and only processor time is held against a bound."""
 _MISSED, _BROKE, _OVERDUE = 1, 70, 124
 _GUARDED = f"""\
 import runpy, sys, traceback
@@ -75,7 +76,7 @@ except BaseException:
 
 
 def groups(names: Sequence[str]) -> list[list[str]]:
-    """Return what runs one after the other: each by itself, and last those that measure no wall-clock time."""
+    """Return what runs one after the other: each by itself, and last those that hold no wall time against a goal."""
     alone, together = ([name for name in names if (name in UNHURRIED) == is_one] for is_one in (False, True))
     return [*([name] for name in alone), *([together] if together else [])]
 
@@ -86,9 +87,10 @@ def run(names: Sequence[str]) -> dict[str, tuple[float, int]]:
     The output of one alone is shown as it comes, that of several one after the other when all have ended.
     """
     begin = time.monotonic()
+    processes: list[subprocess.Popen[bytes]] = []
     with ExitStack() as stack:
+        stack.enter_context(_ended_by_signals(processes))
         shown = [stack.enter_context(tempfile.TemporaryFile()) if len(names) > 1 else None for _ in names]
-        processes = []
         for name, output in zip(names, shown, strict=True):
             script, *arguments = PROGRAMS[name]
             head = f"\n## {name}: python perf/{' '.join([script, *arguments])}\n\n"
@@ -119,40 +121,50 @@ def _environment() -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1"}
 
 
-def _ended(processes: Sequence[subprocess.Popen[bytes]], begin: float) -> list[tuple[float, int]]:
+@contextmanager
+def _ended_by_signals(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """End all of them where this program is told to end. Each is a group of its own: no terminal does it."""
+
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupted) for number in (signal.SIGINT, signal.SIGTERM)}
-    ended: dict[int, float] = {}
+    before = {number: signal.signal(number, interrupted) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        while len(ended) < len(processes) and time.monotonic() - begin < LONGEST_SECONDS:
-            for number, process in enumerate(processes):
-                if number not in ended and process.poll() is not None:
-                    ended[number] = time.monotonic() - begin
-            time.sleep(LOOK_SECONDS)
-        _end([process for number, process in enumerate(processes) if number not in ended])
-        overdue = (time.monotonic() - begin, _OVERDUE)
-        return [
-            (ended[number], process.wait()) if number in ended else overdue for number, process in enumerate(processes)
-        ]
-    except KeyboardInterrupt:
-        _end([process for process in processes if process.poll() is None])
+        yield
+    except BaseException:
+        _end(processes)
         raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
+def _ended(processes: Sequence[subprocess.Popen[bytes]], begin: float) -> list[tuple[float, int]]:
+    ended: dict[int, float] = {}
+    while len(ended) < len(processes) and time.monotonic() - begin < LONGEST_SECONDS:
+        for number, process in enumerate(processes):
+            if number not in ended and process.poll() is not None:
+                ended[number] = time.monotonic() - begin
+        time.sleep(LOOK_SECONDS)
+    _end(processes)
+    overdue = (time.monotonic() - begin, _OVERDUE)
+    return [(ended[number], process.wait()) if number in ended else overdue for number, process in enumerate(processes)]
+
+
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Let them end what they have started. Each is a process group of its own: no Ctrl-C of a terminal reaches it."""
+    """Let those that still run end what they have started; kill them after a while, or at a second signal.
+
+    What a killed one had started in a session of its own ends by its own limits.
+    """
     until = time.monotonic() + FAREWELL_SECONDS
-    _send(signal.SIGINT, processes)
-    for process in processes:
-        try:
-            process.wait(max(0.0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            _send(signal.SIGKILL, [process])
+    running = [process for process in processes if process.poll() is None]
+    _send(signal.SIGINT, running)
+    try:
+        while any(process.poll() is None for process in running) and time.monotonic() < until:
+            time.sleep(LOOK_SECONDS)
+    finally:
+        _send(signal.SIGKILL, [process for process in running if process.poll() is None])
+        for process in running:
             process.wait()
 
 

@@ -30,7 +30,7 @@ GOOD = [
 def said(
     rows: Sequence[object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> tuple[int, str]:
-    monkeypatch.setattr(faults, "measured", lambda tests, folder: rows)
+    monkeypatch.setattr(faults, "measured", lambda tests, folder, started: rows)
     return faults.main([]), capsys.readouterr().out
 
 
@@ -75,13 +75,13 @@ def test_times_of_tests_that_fail_are_no_figures(
     assert "the run went on" in capsys.readouterr().err
     # Tests that pass and have timed nothing are no figures either.
     with pytest.raises(RuntimeError, match="ended with 0"):
-        faults.measured(["test_it.py::test_good"], tmp_path / "times")
+        faults.measured(["test_it.py::test_good"], tmp_path / "times", [])
 
 
 def test_at_once_each_test_is_run_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     taken: list[tuple[str, ...]] = []
 
-    def measured(tests: Sequence[str], folder: Path) -> list[times.Row]:
+    def measured(tests: Sequence[str], folder: Path, started: object) -> list[times.Row]:
         taken.append(tuple(tests))
         return [row for row, test in zip(GOOD, faults.TESTS, strict=False) if test in tests]
 

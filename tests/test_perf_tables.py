@@ -51,6 +51,34 @@ def test_programs_that_miss_or_break_do_not_keep_the_others_from_running(
     assert "| 0 s: MISSED |" in capfd.readouterr().out
 
 
+def test_at_a_second_signal_what_goes_on_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text(
+        "import os, signal, time\nsignal.signal(signal.SIGINT, lambda *_: print('told', flush=True))\n"
+        "print('started', os.getpid(), flush=True)\nwhile True: time.sleep(1)\n"
+    )
+    driver = "import pathlib, sys, tables; tables.FOLDER = pathlib.Path(sys.argv[1]); tables.FAREWELL_SECONDS = 600.0; "
+    driver += "tables.PROGRAMS = {'endless': ('endless.py',)}; tables.main([])"
+    with subprocess.Popen(
+        [sys.executable, "-c", driver, str(tmp_path)],
+        cwd=PERF,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            lines = iter(process.stdout.readline, "")
+            pid = int(next(line for line in lines if line.startswith("started")).split()[1])
+            process.send_signal(signal.SIGINT)
+            assert "told\n" in lines
+            process.send_signal(signal.SIGINT)
+            process.wait(DEADLINE_SECONDS)
+        finally:
+            process.kill()
+    assert process.returncode != 0
+    assert not Path(f"/proc/{pid}").exists()
+
+
 def test_what_does_not_end_is_ended_and_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,7 +100,7 @@ def test_what_does_not_end_is_ended_and_told(
     assert "table of next" in out
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=["Ctrl-C", "SIGTERM", "hung up"])
 def test_a_program_may_end_what_it_has_started(sent: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(
         textwrap.dedent("""\

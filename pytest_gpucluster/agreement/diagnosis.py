@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import threading
 import traceback
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from pytest_gpucluster.wording import rank_ranges
 
 _SHOWN_OPERATIONS = 5
+_SHOWN_OTHERS = 3
 _OWN_FILES = (
     *("/pytest_gpucluster/plugin.py", "/pytest_gpucluster/run.py", "/pytest_gpucluster/closing.py"),
     *("/_pytest/", "/pluggy/"),
@@ -110,7 +111,7 @@ def recorded_operations(since_ns: int) -> list[Operation]:
         entries += _entries(getattr(c10d, name, None))
     return [
         Operation(
-            group=(entry["process_group"] or ["?"])[-1] or "?",
+            group=_group_of(entry),
             sequence=int(entry["collective_seq_id"] or entry.get("p2p_seq_id") or 0),
             name=entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
             pending=not entry["retired"] and entry["state"] != "completed",
@@ -118,6 +119,16 @@ def recorded_operations(since_ns: int) -> list[Operation]:
         for entry in entries
         if entry["time_created_ns"] >= since_ns
     ]
+
+
+def _group_of(entry: Mapping[str, Any]) -> str:
+    """Return a group's description; its name where it has none, for then all such groups are described alike.
+
+    Source: torch/distributed/distributed_c10d.py, _new_process_group_helper: it is "undefined" where nobody gave one.
+    """
+    words: list[str] = [word for word in entry["process_group"] or () if word]
+    described = [word for word in words[1:] if word != "undefined"]
+    return (described or words or ["?"])[0]
 
 
 def _entries(dump: Callable[[], str | bytes] | None) -> list[dict[str, Any]]:
@@ -170,8 +181,9 @@ def culprits(wheres: Mapping[int, Where], silent: Mapping[int, str], *, missing:
         missing: the ranks that have not finished the phase.
 
     A rank that does not even answer is to blame; else one that is stuck outside of any collective; else one that
-    finished without, or entered another collective than, what the others wait in. Where as many wait in one collective
-    as in another, and none of them is behind, nothing tells who is right: the ranks of both are named.
+    finished without, or entered another collective than, what most others of its group wait in, or of as many the one
+    that is behind; else, across groups, one that waits elsewhere than most. Where nothing tells who is right, as of two
+    ranks in two collectives, the ranks of both are named.
     """
     found = {rank: silent_culprit(state) for rank, state in silent.items() if rank in missing}
     stuck = {rank: where for rank, where in wheres.items() if rank in missing}
@@ -186,40 +198,66 @@ def culprits(wheres: Mapping[int, Where], silent: Mapping[int, str], *, missing:
 
 
 def _left_behind(wheres: Mapping[int, Where], stuck: Mapping[int, Where]) -> dict[int, Culprit]:
-    waits = {rank: where.pending[-1] for rank, where in stuck.items()}
-    should = _where_all_should_be(waits)
-    found: dict[int, Culprit] = {}
-    for rank, where in wheres.items():
-        own = waits.get(rank)
-        others = [o for o in should if o != own]
-        if own is None:
-            others = [o for o in others if where.entered(o.group) < o.sequence]
-        if not others:
-            continue
-        if own:
-            group = "" if own.group in {o.group for o in others} else f" of group {own.group}"
-            told = " and ".join(f"{_waiters(o, waits)} in {_told(o)}" for o in others)
-            message = f"waits in {own.name} #{own.sequence}{group}, while {told}"
-        else:
-            told = " and ".join(f"{_told(o)}, where {_waiters(o, waits)}" for o in others)
-            message = f"finished without entering {told}"
-        found[rank] = Culprit(message=message, text=where.describe())
-    return found
+    """Blame first who is wrong by the count of its own group: who waits in another group may only wait for that one."""
+    waits: dict[Operation, list[int]] = {}
+    for rank, where in stuck.items():
+        waits.setdefault(where.pending[-1], []).append(rank)
+    by_group: dict[str, list[Operation]] = {}
+    for operation in waits:
+        by_group.setdefault(operation.group, []).append(operation)
+    right = {group: _furthest(_most_waited(operations, waits)) for group, operations in by_group.items()}
+    said: dict[int, str] = {}
+    for operation, ranks in waits.items():
+        others = _others(operation, right[operation.group], waits)
+        if others:
+            said |= dict.fromkeys(ranks, f"waits in {operation.name} #{operation.sequence}, while {others}")
+    everywhere = [operation for operations in right.values() for operation in operations]
+    for rank in wheres.keys() - stuck.keys():
+        lacks = _lacks(wheres[rank], everywhere)
+        if lacks:
+            told = [f"{_told(o)}, where {_waiters(o, waits)}" for o in lacks[:_SHOWN_OTHERS]]
+            said[rank] = f"finished without entering {_together(told, of=len(lacks))}"
+    if not said:
+        most = _most_waited(everywhere, waits)
+        for operation, ranks in waits.items():
+            others = _others(operation, most, waits)
+            if others:
+                said |= dict.fromkeys(ranks, f"waits in {_told(operation)}, while {others}")
+    return {rank: Culprit(message=said[rank], text=wheres[rank].describe()) for rank in sorted(said)}
 
 
-def _where_all_should_be(waits: Mapping[int, Operation]) -> list[Operation]:
-    """Return where most ranks wait; of equally many in one group, those that are furthest.
-
-    There are several only if nothing tells which of them is right: then the ranks of each are named.
-    """
-    counts = Counter(waits.values())
-    most = [o for o, count in counts.items() if count == max(counts.values())]
-    furthest = {group: max(o.sequence for o in most if o.group == group) for group in {o.group for o in most}}
-    return [o for o in most if o.sequence == furthest[o.group]]
+def _others(operation: Operation, right: Sequence[Operation], waits: Mapping[Operation, Sequence[int]]) -> str:
+    """Return who waits in what should have been entered in place of this; nothing if nobody does."""
+    others = list(itertools.islice((o for o in right if o != operation), _SHOWN_OTHERS))
+    told = [f"{_waiters(o, waits)} in {_told(o)}" for o in others]
+    return _together(told, of=len(right) - (operation in right)) if told else ""
 
 
-def _waiters(operation: Operation, waits: Mapping[int, Operation]) -> str:
-    ranks = [rank for rank, o in waits.items() if o == operation]
+def _most_waited(operations: Sequence[Operation], waits: Mapping[Operation, Sequence[int]]) -> list[Operation]:
+    """Return where most ranks wait: there all should be. Where as many wait in several, nothing tells who is right."""
+    most = max(len(waits[o]) for o in operations)
+    return [o for o in operations if len(waits[o]) == most]
+
+
+def _furthest(operations: Sequence[Operation]) -> list[Operation]:
+    """Return those of one group that nobody is ahead of."""
+    furthest = max(o.sequence for o in operations)
+    return [o for o in operations if o.sequence == furthest]
+
+
+def _lacks(where: Where, operations: Sequence[Operation]) -> list[Operation]:
+    """Return what a rank that has finished has not entered. It is a member of the groups that it has entered before; if
+    it has entered none of them, it may be one of each."""
+    lacks = [o for o in operations if where.entered(o.group) < o.sequence]
+    return [o for o in lacks if where.entered(o.group)] or lacks
+
+
+def _together(told: Sequence[str], *, of: int) -> str:
+    return " and ".join([*told, *([f"{of - len(told)} more"] if of > len(told) else [])])
+
+
+def _waiters(operation: Operation, waits: Mapping[Operation, Sequence[int]]) -> str:
+    ranks = waits[operation]
     return f"{rank_ranges(ranks)} {'waits' if len(ranks) == 1 else 'wait'}"
 
 

@@ -136,6 +136,31 @@ def test_a_rank_that_has_finished_is_not_blamed_for_being_outside_of_a_collectiv
             },
             id="one that has finished before two is told of both",
         ),
+        pytest.param(
+            [at(0, op(1, group="sub")), at(1, op(5)), at(2, op(4, pending=False), arrived=True)],
+            [0, 1],
+            {2: "finished without entering all_reduce #5 of group world, where rank 1 waits"},
+            id="who waits in another group, for one that waits for the culprit, is not blamed",
+        ),
+        pytest.param(
+            [
+                at(0, op(4, pending=False, group="a"), op(2, pending=False, group="tp"), arrived=True),
+                at(1, op(3, group="tp")),
+                *(at(rank, op(5, group="a" if rank % 2 == 0 else "b")) for rank in range(2, 8)),
+            ],
+            [1, 2, 3, 4, 5, 6, 7],
+            {
+                0: "finished without entering all_reduce #3 of group tp, where rank 1 waits and all_reduce #5 of group"
+                " a, where ranks 2, 4, 6 wait"
+            },
+            id="of a group that it is no member of nothing is told",
+        ),
+        pytest.param(
+            [at(0, op(5, group="a")), at(1, op(5, "barrier", group="a")), at(2, op(5, group="a")), at(3, op(7))],
+            [0, 1, 2, 3],
+            {1: "waits in barrier #5, while ranks 0, 2 wait in all_reduce #5 of group a"},
+            id="who differs in its own group comes before who waits in another",
+        ),
         pytest.param([at(0, op(5)), at(1, op(5))], [0, 1], {}, id="all wait in the same: nobody is blamed"),
         pytest.param(
             [at(0, op(5)), at(1, op(5, pending=False), arrived=True)], [0], {}, id="one has been through it already"
@@ -146,6 +171,16 @@ def test_where_all_wait_in_collectives_the_odd_one_out_is_blamed(
     wheres: list[Where], missing: list[int], expected: dict[int, str]
 ) -> None:
     assert blamed(*wheres, missing=missing) == expected
+
+
+def test_what_is_said_of_a_thousand_ranks_in_as_many_operations_is_bounded() -> None:
+    wheres = [at(rank, op(1, f"send {rank}->{(rank + 1) % 1024}")) for rank in range(1024)]
+    found = blamed(*wheres, missing=list(range(1024)))
+    assert len(found) == 1024
+    assert found[0] == (
+        "waits in send 0->1 #1, while rank 1 waits in send 1->2 #1 of group world and rank 2 waits in send 2->3 #1 of"
+        " group world and rank 3 waits in send 3->4 #1 of group world and 1020 more"
+    )
 
 
 def test_the_making_of_a_group_counts_as_a_collective_that_all_must_enter() -> None:
@@ -222,7 +257,11 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Any:
         pytest.param({"state": "completed"}, op(5, pending=False, group="default_pg"), id="completed is over"),
         pytest.param({"state": "started"}, op(5, group="default_pg"), id="started is not over"),
         pytest.param({"process_group": []}, op(5, group="?"), id="a group without a name"),
-        pytest.param({"process_group": ["7", ""]}, op(5, group="?"), id="a group with an empty name"),
+        pytest.param({"process_group": ["7", ""]}, op(5, group="7"), id="a group without a description"),
+        pytest.param(
+            {"process_group": ["7", "undefined"]}, op(5, group="7"), id="one whose description torch has made up"
+        ),
+        pytest.param({"process_group": ["7", "tp"]}, op(5, group="tp"), id="one that is described"),
         pytest.param(
             {"collective_seq_id": 0, "p2p_seq_id": 3, "profiling_name": "nccl:send 0->1"},
             op(3, "send 0->1", group="default_pg"),

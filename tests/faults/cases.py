@@ -8,7 +8,8 @@ import pytest
 from torchrun import Run, with_one_fault
 
 TIMES_VARIABLE = "FAULT_TIMES"
-"""Names the file that the times are written to. Then only one run goes on at a time, so that none disturbs another."""
+"""Names the file that the times are written to. Then only one run goes on at a time in this pytest, so that none
+disturbs another."""
 
 
 def runs_of(
