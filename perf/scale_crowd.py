@@ -261,5 +261,5 @@ def main(world_size: int, first: int, last: int, plan: Plan, result: Path) -> in
 
 if __name__ == "__main__":
     _ranks, _first, _last, _suite, _tests, _failing, _result = sys.argv[1:]
-    _plan = Plan(suite=_suite, tests=int(_tests), failing=_failing.removeprefix("passing"))
+    _plan = Plan(suite=_suite, tests=int(_tests), failing="" if _failing == "passing" else _failing)
     sys.exit(main(int(_ranks), int(_first), int(_last), _plan, Path(_result)))

@@ -34,7 +34,7 @@ PROGRAMS: Mapping[str, Sequence[str]] = {
     "a failing test at scale": ("scale.py", "--ranks", "1024", "--failing"),
     "resolver": ("resolver.py", "--ranks", "16", "--only", "as it is", "--only", "slow"),
     "faults": ("faults.py", "--at-once", "2"),
-    "reports": ("reports.py",),
+    "reports": ("reports.py", "--only", "reading alone,html,json,junit"),
     "reports of 4096 ranks": ("reports.py", "--ranks", "4096", "--only", "html"),
     "training": ("training.py", "--runs", "2", "--steps", "15"),
     "loader": ("loader.py", "--pairs", "6"),

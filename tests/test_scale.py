@@ -35,6 +35,9 @@ def test_simulated_ranks_take_part_in_a_real_run(failing: str, tmp_path: Path, m
     found = scale.measure(4, 2, failing, tmp_path)
     assert len(found["tests"]) == 2
     assert found["failed"] == bool(failing)
+    # 20 kB of each of three simulated ranks, or once.
+    assert (found["junit_bytes"] > 50_000) == (failing == "different")
+    assert (found["junit_bytes"] > 18_000) == bool(failing)
     # Of each simulated rank: collection, three phases of two tests, and the end; each is a set and a get at least.
     assert found["operations"] > 2 * 8
     # Four values of some 4 kB, once: what rank 0 has read in the first test.
