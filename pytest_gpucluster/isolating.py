@@ -82,14 +82,22 @@ class Isolator:
         plan = None
         if run.rank == 0:
             plan = Plan(run, seconds=run.workload.isolation.budget_seconds - self._spent_seconds)
+        interrupted = ""
         try:
             self._probe_all(item, plan)
+        except KeyboardInterrupt:
+            # It strikes at once, and the watcher may not have heard of the signal yet.
+            who = run.names[run.rank]
+            interrupted = f"interrupted (Ctrl-C) on {who} during the search after a failure of {item.nodeid}"
+            raise
         finally:  # what an interruption ends has found something, too
             seconds = time.monotonic() - begin
             self._spent_seconds += seconds
             if plan is not None:
                 if run.watch is not None and run.watch.ending is not None:
                     plan.cut_short = first_line(run.watch.ending.message)
+                elif interrupted:
+                    plan.cut_short = interrupted
                 self._found, self._after = plan.isolated(), item.nodeid
                 excluded = self._exclude(plan)
                 self._untold = _Search(plan=plan, seconds=seconds, excluded=excluded)
