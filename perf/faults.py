@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -50,6 +51,7 @@ GOALS = (
 )
 """How the text of each goal begins that must have been measured."""
 _DEADLINE_SECONDS = 900
+_FAREWELL_SECONDS = 10.0
 _MISSED, _BROKE = 1, 2
 
 
@@ -124,8 +126,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found = threads.map(measured, shares, folders, [started] * at_once)
             rows = [row for of_share in found for row in of_share]
         except KeyboardInterrupt:
+            # A signal to the whole group has reached them, too, and a second one would break into their own ending. One
+            # to this program alone has not, and the threads would wait.
+            until = time.monotonic() + _FAREWELL_SECONDS
+            while any(running.poll() is None for running in started) and time.monotonic() < until:
+                time.sleep(0.1)
             for running in started:
-                running.send_signal(signal.SIGINT)  # else the threads would wait for it
+                running.send_signal(signal.SIGINT)
             raise
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             print(error, file=sys.stderr)

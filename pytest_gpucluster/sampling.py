@@ -143,7 +143,7 @@ def series(samples: Iterable[float], sampling: Sampling, *, spent_seconds: float
     taken = tuple(samples)
     low, high = _interval(taken)
     result = Series(samples=taken, median=stats.median(taken), low=low, high=high)
-    # As is_settled() has it, whose interval this is: collectives sum up those of every rank.
+    # The same as is_settled(), without a second interval: collectives call this for every rank.
     settled = len(taken) >= MIN_SAMPLES and _is_narrow(low, high, result.median, sampling)
     stopped = Stopped(
         by=_stopped_by(len(taken), spent_seconds, sampling, settled=settled),
