@@ -12,6 +12,7 @@ from pytest_gpucluster.health.fleet import require_uniform
 from pytest_gpucluster.health.gathering import gather
 
 
+@pytest.mark.first(3)
 @pytest.mark.single_gpu
 @pytest.mark.criterion("gpu.compute")
 def test_gpu_computes(cluster, inventory, workload, measure):
@@ -32,6 +33,7 @@ def test_gpu_computes(cluster, inventory, workload, measure):
     measure("gpu.usable_dtypes", len(usable), unit="dtypes")
 
 
+@pytest.mark.first(3)
 @pytest.mark.single_gpu
 @pytest.mark.needs_gpu
 @pytest.mark.criterion("gpu.health")
@@ -65,6 +67,7 @@ def test_gpu_health(cluster, gpu, gpu_sources, inventory, workload, measure):
     examined.require_healthy()
 
 
+@pytest.mark.first(3)
 @pytest.mark.needs_gpu
 @pytest.mark.needs_ranks(2)
 @pytest.mark.criterion("gpu.fleet")

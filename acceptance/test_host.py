@@ -9,6 +9,7 @@ from pytest_gpucluster.host.facts import gather
 from pytest_gpucluster.host.readings import readings
 
 
+@pytest.mark.first(2)
 @pytest.mark.single_gpu
 @pytest.mark.criterion("host.limits")
 def test_host_limits(cluster, inventory, workload, measure):

@@ -8,6 +8,7 @@ from pytest_gpucluster.nccl_environment import effective
 from pytest_gpucluster.surroundings.notice import require_nothing
 
 
+@pytest.mark.first(5)
 @pytest.mark.criterion("fabric.ports")
 def test_fabric_ports(board, cluster, fabric_sources, gpu, inventory, limits, measure, record_property, workload):
     """Accepted: each node has as many active InfiniBand or RoCE ports as the limits demand, each as fast as they

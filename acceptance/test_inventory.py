@@ -11,6 +11,7 @@ def ranks_by(inventory, key):
     return ranks
 
 
+@pytest.mark.first(1)
 @pytest.mark.criterion("inventory")
 def test_inventory(cluster, inventory, measure):
     """Accepted: every launched rank is there, on its node, with its own GPU and the same software.

@@ -14,6 +14,7 @@ from pytest_gpucluster.nccl_findings import judge
 from pytest_gpucluster.surroundings.notice import require_nothing
 
 
+@pytest.mark.first(4)
 @pytest.mark.criterion("nccl.environment")
 def test_nccl_environment(artifacts, board, cluster, fabric_sources, gpu, inventory, measure, record_property):
     """Accepted: no variable of NCCL, UCX or CUDA is set that makes this run slow, wrong or different between its ranks.

@@ -132,6 +132,7 @@ def train(cluster, settings, golden, artifacts, progress, measure, peak_tflops, 
     return train
 
 
+@pytest.mark.last
 @pytest.mark.training
 @pytest.mark.criterion("lora_tiny")
 def test_lora_tiny(workload, train):
@@ -156,6 +157,7 @@ def test_lora_tiny(workload, train):
     train(workload.lora_tiny, *tiny_experiment(workload.lora_tiny))
 
 
+@pytest.mark.last
 @pytest.mark.training
 @pytest.mark.needs_gpu
 @pytest.mark.criterion("qwen2_lora")
@@ -179,6 +181,7 @@ def test_qwen2_lora(given, golden, workload, train):
     train(workload.qwen2_lora, base, given_experiment(workload.qwen2_lora, base, data()))
 
 
+@pytest.mark.last
 @pytest.mark.training
 def test_lora_of_model(given, golden, workload, train):
     """No criterion: any other Qwen2 model that is given is trained as Qwen2-7B would be, under its own name."""
@@ -191,6 +194,7 @@ def test_lora_of_model(given, golden, workload, train):
     train(workload.qwen2_lora, base, given_experiment(workload.qwen2_lora, base, data()))
 
 
+@pytest.mark.last
 @pytest.mark.training
 @pytest.mark.needs_gpu
 @pytest.mark.criterion("qwen2_lora.throughput")

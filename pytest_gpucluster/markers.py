@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -37,12 +38,23 @@ def deadline_of(item: pytest.Item, default: float) -> float:
     return float(seconds)
 
 
-def turn_of(item: pytest.Item) -> int:
-    """Return when the test runs: 0 for those before all others, which find out why others would hang; 2 for those after
-    all others, which take long; 1 for the rest."""
-    if item.get_closest_marker("first") is not None:
-        return 0
-    return 1 if item.get_closest_marker("soak") is None else 2
+def turn_of(item: pytest.Item) -> tuple[int, float]:
+    """Return the sort key of the order in which tests run.
+
+    First those with the marker ``first``, by its number, without one after those that have one; then the tests without
+    a marker of the order; then ``soak``; then ``last``.
+
+    Raises:
+        pytest.UsageError: a place in the order that is no number.
+    """
+    found, place = _value(item, "first", "place")
+    if found:
+        if isinstance(place, bool) or not isinstance(place, (int, float, type(None))):
+            raise pytest.UsageError(f"{item.nodeid}: the marker first(place) needs a number, not {place!r}")
+        return 0, math.inf if place is None else float(place)
+    if item.get_closest_marker("last") is not None:
+        return 3, 0.0
+    return (1, 0.0) if item.get_closest_marker("soak") is None else (2, 0.0)
 
 
 def require_usable(items: list[pytest.Item]) -> None:
@@ -54,6 +66,7 @@ def require_usable(items: list[pytest.Item]) -> None:
     for item in items:
         criterion_of(item)
         deadline_of(item, 1.0)
+        turn_of(item)
 
 
 def _value(item: pytest.Item, marker_name: str, parameter: str) -> tuple[bool, Any]:

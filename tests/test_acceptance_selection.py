@@ -32,8 +32,9 @@ print("\\n" + json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def selected() -> dict[str, set[str]]:
-    """Keyword -> what it selects, without the folder; of "" the whole suite. torch is loaded once for all of them."""
+def in_order() -> dict[str, list[str]]:
+    """Keyword -> what it selects in the order of the run, without the folder; of "" the whole suite. torch is loaded
+    once for all of them."""
     left_over = ("PYTEST_", "GPUCLUSTER_", "TORCH", "SLURM_", "OMPI_", "RANK", "WORLD_SIZE", "LOCAL_")
     done = subprocess.run(
         [sys.executable, "-c", _COLLECT, *KEYWORDS],
@@ -45,7 +46,13 @@ def selected() -> dict[str, set[str]]:
         check=True,
     )
     found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
-    return {keyword: {nodeid.removeprefix("acceptance/") for nodeid in ids} for keyword, ids in found.items()}
+    return {keyword: [nodeid.removeprefix("acceptance/") for nodeid in ids] for keyword, ids in found.items()}
+
+
+@pytest.fixture(scope="module")
+def selected(in_order: dict[str, list[str]]) -> dict[str, set[str]]:
+    """The same without the order."""
+    return {keyword: set(ids) for keyword, ids in in_order.items()}
 
 
 def of_files(selected: dict[str, set[str]], *names: str) -> set[str]:
@@ -79,3 +86,16 @@ def test_a_keyword_selects_the_file_and_the_throughput_of_a_way_to_share(
     assert rates
     assert selected[keyword] == file | rates
     assert not selected[keyword] & selected[other]
+
+
+def test_what_needs_no_communicator_runs_before_one_exists_and_lora_runs_last(in_order: dict[str, list[str]]) -> None:
+    files = list(dict.fromkeys(nodeid.partition("::")[0] for nodeid in in_order[""]))
+    assert files[:5] == [
+        "test_inventory.py",
+        "test_host.py",
+        "test_health.py",
+        "test_nccl_environment.py",
+        "test_infiniband.py",
+    ]
+    ends = [nodeid.partition("::")[0] for nodeid in in_order[""]]
+    assert ends.index("test_qwen2_lora.py") == len(ends) - ends.count("test_qwen2_lora.py")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def item_with(pytester: pytest.Pytester, marker: str) -> pytest.Item:
-    pytester.makeini("[pytest]\nmarkers =\n    criterion\n    deadline\n")
+    pytester.makeini("[pytest]\nmarkers =\n    criterion\n    deadline\n    first\n")
     return pytester.getitem(f"import pytest\n\n{marker}\ndef test_func(): pass\n", "test_func")
 
 
@@ -53,6 +53,7 @@ def test_a_deadline_is_that_of_the_marker_or_else_the_general_one(
         pytest.param("@pytest.mark.deadline(0)", r"positive number of seconds, not 0", id="nothing"),
         pytest.param("@pytest.mark.deadline(float('inf'))", r"not inf", id="for ever"),
         pytest.param("@pytest.mark.deadline(True)", r"not True", id="a flag"),
+        pytest.param("@pytest.mark.first('1')", r"first\(place\) needs a number, not '1'", id="a place in words"),
     ],
 )
 def test_a_marker_that_says_nothing_usable_is_a_usage_error_before_the_first_test(
@@ -64,10 +65,44 @@ def test_a_marker_that_says_nothing_usable_is_a_usage_error_before_the_first_tes
 
 def test_what_finds_out_why_others_would_hang_comes_before_them() -> None:
     def item(name: str, *markers: str) -> Any:
-        return SimpleNamespace(name=name, get_closest_marker=lambda marker: marker if marker in markers else None)
+        return SimpleNamespace(
+            name=name, get_closest_marker=lambda name: getattr(pytest.mark, name).mark if name in markers else None
+        )
 
     items = [item("a"), item("b", "first"), item("c", "nccl"), item("d", "nccl", "first")]
     assert [one.name for one in sorted(items, key=turn_of)] == ["b", "d", "a", "c"]
+
+
+def test_the_markers_of_the_order_put_numbered_tests_first_and_the_last_ones_behind_a_soak(
+    pytester: pytest.Pytester,
+) -> None:
+    pytester.makeini("[pytest]\nmarkers =\n    first\n    soak\n    last\n")
+    items = pytester.getitems(
+        """
+        import pytest
+
+        @pytest.mark.last
+        def test_last(): pass
+
+        @pytest.mark.soak
+        def test_soak(): pass
+
+        def test_a(): pass
+
+        @pytest.mark.first
+        def test_first(): pass
+
+        @pytest.mark.first(10)
+        def test_10(): pass
+
+        @pytest.mark.first(place=9)
+        def test_9(): pass
+
+        def test_b(): pass
+        """
+    )
+    found = [item.name for item in sorted(items, key=turn_of)]
+    assert found == ["test_9", "test_10", "test_first", "test_a", "test_b", "test_soak", "test_last"]
 
 
 def test_the_marker_first_moves_tests_of_a_session_and_leaves_the_others_in_their_order(project: Project) -> None:
