@@ -300,6 +300,7 @@ def test_torch_is_told_not_to_kill_the_process_and_to_record_what_it_does() -> N
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_NCCL_ENABLE_MONITORING": "0",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
         "TORCH_NCCL_BLOCKING_WAIT": "0",
         "TORCH_NCCL_USE_COMM_NONBLOCKING": "0",
         "TORCH_FR_BUFFER_SIZE": "2000",
