@@ -25,7 +25,7 @@ from pytest_gpucluster.isolating import Isolator
 from pytest_gpucluster.judging import keep_interrupted
 from pytest_gpucluster.markers import criterion_of, deadline_of
 from pytest_gpucluster.metrics import Measurement
-from pytest_gpucluster.phase_outcome import MEASUREMENTS, expects_failure, own_outcome, worsened
+from pytest_gpucluster.phase_outcome import MEASUREMENTS, attached_failure, expects_failure, own_outcome, worsened
 from pytest_gpucluster.phase_verdict import PhaseVerdict, label_of
 from pytest_gpucluster.record import TestName, TestRecord
 from pytest_gpucluster.selection import why_not_applicable
@@ -154,6 +154,7 @@ class Phases:
                     # A session fixture may hold what the fault has broken: everything is set up anew.
                     item.session._setupstate.teardown_exact(None)
                     self._dirty = False
+                error = attached_failure(item, when)
             finally:
                 watch.leave()
         except (KeyboardInterrupt, pytest.exit.Exception) as stop:

@@ -6,13 +6,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from _pytest.outcomes import Failed, Skipped  # pytest.fail.Exception and pytest.skip.Exception, for type checkers
 from _pytest.skipping import xfailed_key
 
 from pytest_gpucluster import cause
 from pytest_gpucluster.agreement.merge import RankOutcome
 from pytest_gpucluster.agreement.release.python import Released
 from pytest_gpucluster.errors import HardwareFault
-from pytest_gpucluster.failure import LONGEST_TEXT, clip, sections_of, summary_of, traceback_of
+from pytest_gpucluster.failure import LONGEST_TEXT, clip, sections_of, skip_reason, summary_of, traceback_of
 from pytest_gpucluster.metrics import Measurement
 from pytest_gpucluster.wording import first_line
 
@@ -65,6 +66,28 @@ def own_outcome(run: Run, item: pytest.Item, when: str, number: int, error: Base
         measurements=measurements,
         sections=sections_of(item) if rank != 0 else (),
     )
+
+
+def attached_failure(item: pytest.Item, when: str) -> BaseException | None:
+    """Return what pytest will report of a phase whose body has raised nothing; None where it will report a pass.
+
+    ``unittest.TestCase`` and plugins such as pytest-check keep their failures and attach them to the report when it is
+    made, on the rank that has them. So the report is made once on trial, while all ranks can still agree on it.
+
+    Returns:
+        The exception that was attached; or a failure, skip or expected failure with the text of the report.
+    """
+    call = pytest.CallInfo.from_call(lambda: None, when)  # type: ignore[arg-type]  # it is a Literal
+    report = item.ihook.pytest_runtest_makereport(item=item, call=call)
+    if call.excinfo is not None:
+        return call.excinfo.value
+    if report.passed or item.stash.get(xfailed_key, None) is not None:  # a strict xfail that passes does so everywhere
+        return None
+    if report.failed:
+        return Failed(report.longreprtext or "its report was changed to failed", pytrace=False)
+    if hasattr(report, "wasxfail"):
+        return pytest.xfail.Exception(report.wasxfail)
+    return Skipped(skip_reason(report))
 
 
 def worsened(own: RankOutcome, fault: HardwareFault) -> RankOutcome:

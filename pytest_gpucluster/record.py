@@ -14,6 +14,7 @@ from pytest_gpucluster.journal_lines import TestResult, read_test_result
 from pytest_gpucluster.time_spent import of_ranks
 from pytest_gpucluster.wording import first_line
 
+_UNDECIDED = "no agreement of the ranks that its call phase has passed"
 _PARAMETERS = re.compile(r"\[.*$", re.DOTALL)
 
 
@@ -67,17 +68,20 @@ class TestName:
 class TestRecord:
     """One test while its phases come in; :meth:`line` closes it.
 
-    The first phase that is not passed decides; what goes wrong later is added to the text.
+    A test has passed once all ranks have agreed that its call phase has; before, and without that, it is an error. The
+    first phase that is not passed decides; what goes wrong later is added to the text.
     """
 
     __test__ = False
 
     test: TestName
     started_at: str = field(default_factory=now)
-    outcome: str = "passed"
+    outcome: str = "error"
     phase: str = "call"
-    message: str = ""
-    text: str = ""
+    message: str = _UNDECIDED
+    text: str = _UNDECIDED
+    decided: bool = False
+    """A phase has decided the outcome of this attempt."""
     wasxfail: str | None = None
     seconds: float = 0.0
     call_seconds: float = 0.0
@@ -123,8 +127,11 @@ class TestRecord:
         if outcome == "failed":
             outcome = self._refine(when, merged)
             self._worsen(when, outcome, message, text)
-        elif outcome == "skipped" and self.outcome == "passed":
-            self.outcome, self.phase, self.message, self.text = "skipped", when, first_line(message), text
+        elif outcome == "skipped" and (not self.decided or self.outcome == "passed"):
+            self._decide("skipped", when, message, text)
+            self.wasxfail = wasxfail
+        elif when == "call" and not self.decided and merged is not None and merged.outcome == "passed":
+            self._decide("passed", "call", "", "")
             self.wasxfail = wasxfail
         elif wasxfail is not None:
             self.wasxfail = wasxfail
@@ -133,7 +140,8 @@ class TestRecord:
         """Begin another attempt of the same test; what the earlier one said stays on record."""
         self.properties.append((f"attempt {self.attempts}", first_line(f"{self.outcome}: {self.message or message}")))
         self.attempts += 1
-        self.outcome, self.phase, self.message, self.text, self.wasxfail = "passed", "call", "", "", None
+        self._decide("error", "call", _UNDECIDED, _UNDECIDED)
+        self.decided, self.wasxfail = False, None
         self.measurements, self.sections, self.telemetry = [], [], {}
         self.between_attempts = True
 
@@ -185,18 +193,22 @@ class TestRecord:
         measurements = [{**measured, "samples": {}} for measured in self.measurements]
         return read_test_result(Fields({**self.line(), "measurements": measurements}, self.test.nodeid), False)
 
+    def _decide(self, outcome: str, phase: str, message: str, text: str) -> None:
+        self.outcome, self.phase, self.message, self.text = outcome, phase, first_line(message), text
+        self.decided = True
+
     def _refine(self, when: str, merged: Merged | None) -> str:
         if merged is not None and merged.outcome in ("failed", "error"):
             return merged.outcome
         return "failed" if when == "call" else "error"
 
     def _worsen(self, when: str, outcome: str, message: str, text: str) -> None:
-        first = self.outcome in ("passed", "skipped")
+        first = not self.decided or self.outcome in ("passed", "skipped")
         if first:
-            self.phase, self.message, self.text = when, first_line(message), text
+            self._decide(outcome, when, message, text)
         else:
             self.text = f"{self.text}\n\n{when}: {text}"
-        if first or outcome == "failed":  # a verdict about the hardware outweighs a broken environment
+        if outcome == "failed":  # a verdict about the hardware outweighs a broken environment
             self.outcome = outcome
 
 

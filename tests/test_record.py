@@ -82,7 +82,8 @@ def made(*phases: tuple[str, str, str], merged: dict[str, Merged] | None = None)
     """A test with these phases: when, pytest's outcome, message."""
     test = TestRecord(test=named("a.py::test"))
     for when, outcome, message in phases:
-        add(test, when, outcome, message, (merged or {}).get(when))
+        agreed = Merged(outcome="passed") if (when, outcome) == ("call", "passed") else None
+        add(test, when, outcome, message, (merged or {}).get(when, agreed))
     return test
 
 
@@ -93,6 +94,7 @@ def add(
     test.add(when, outcome=outcome, message=message, text=text, seconds=0.5, merged=merged, **more)
 
 
+UNDECIDED = TestRecord(test=named("a.py::test")).message
 SETUP, CALL, TEARDOWN = ("setup", "passed", ""), ("call", "passed", ""), ("teardown", "passed", "")
 
 
@@ -100,6 +102,8 @@ SETUP, CALL, TEARDOWN = ("setup", "passed", ""), ("call", "passed", ""), ("teard
     ("phases", "outcome", "phase", "message"),
     [
         pytest.param([SETUP, CALL, TEARDOWN], "passed", "call", "", id="all passed"),
+        pytest.param([SETUP, TEARDOWN], "error", "call", UNDECIDED, id="without a call nothing has passed"),
+        pytest.param([SETUP, ("teardown", "failed", "t")], "error", "teardown", "t", id="nor with a broken teardown"),
         pytest.param([SETUP, ("call", "failed", "c"), TEARDOWN], "failed", "call", "c", id="the call failed"),
         pytest.param([("setup", "failed", "s"), TEARDOWN], "error", "setup", "s", id="the setup broke"),
         pytest.param([SETUP, CALL, ("teardown", "failed", "t")], "error", "teardown", "t", id="the teardown broke"),
@@ -129,6 +133,20 @@ def test_the_phases_make_one_outcome(
 ) -> None:
     line = made(*phases).line()
     assert (line["outcome"], line["phase"], line["message"]) == (outcome, phase, message)
+
+
+@pytest.mark.parametrize(
+    "merged",
+    [
+        pytest.param(None, id="the ranks have not agreed, as in a process that was forked for the test"),
+        pytest.param(Merged(outcome="error"), id="the ranks have agreed on something else"),
+    ],
+)
+def test_a_call_that_pytest_calls_passed_is_none_without_the_agreement_of_the_ranks(merged: Merged | None) -> None:
+    test = made(SETUP)
+    add(test, "call", "passed", merged=merged)
+    add(test, "teardown", "passed")
+    assert test.line()["outcome"] == "error"
 
 
 @pytest.mark.parametrize(
@@ -184,7 +202,7 @@ def test_an_expected_failure_is_a_skip_with_its_reason() -> None:
 
 def test_an_unexpected_pass_passes_with_its_reason() -> None:
     test = made(SETUP)
-    add(test, "call", "passed", wasxfail="")
+    add(test, "call", "passed", merged=Merged(outcome="passed"), wasxfail="")
     assert (test.line()["outcome"], test.line()["wasxfail"]) == ("passed", "")
 
 
@@ -199,7 +217,8 @@ def test_another_attempt_starts_clean_and_what_the_first_one_said_stays() -> Non
     test.telemetry = {0: {"lost": "gone"}}
     test.start_again("ignored")
     add(test, "setup", "passed")
-    add(test, "call", "passed")
+    assert test.line()["outcome"] == "error"  # the attempt has come to no end yet
+    add(test, "call", "passed", merged=Merged(outcome="passed"))
     line = test.line()
     assert (line["outcome"], line["message"], line["text"]) == ("passed", "", "")
     assert (line["measurements"], line["sections"]) == ([], [])

@@ -759,3 +759,44 @@ def test_the_plugin_takes_part_in_a_project_without_its_ini_setting_when_an_opti
     project.ini("")
     project.suite("def test_it(cluster): assert cluster.world_size == 1")
     assert project.run(CPU, device=None).end == ("REHEARSED", 0)
+
+
+_FORKED = """
+import pytest
+
+def pytest_addoption(parser):
+    parser.addoption("--forked", action="store_true")
+"""
+
+
+@pytest.mark.parametrize("option", ["--setup-only", "--setup-plan", "--forked"])
+def test_an_option_by_which_no_test_would_run_here_is_a_usage_error(project: Project, option: str) -> None:
+    project.suite("def test_it(): pass\n", conftest=_FORKED)
+    left = project.run(option)
+    assert (left.exit, left.end) == (4, ("BROKEN", 4))
+    assert f"Leave out {option}" in left.output
+    assert "error" in " ".join(left.verdicts.values())
+
+
+_ELSEWHERE = """
+import pytest
+
+def pytest_runtest_protocol(item, nextitem):
+    # As pytest-forked does: the body runs in another process, and here its reports are logged.
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for when in {phases}:
+        report = pytest.TestReport(item.nodeid, item.location, {{}}, "passed", None, when)
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+"""
+
+
+@pytest.mark.parametrize(
+    "phases", [["setup", "call", "teardown"], ["setup", "teardown"], []], ids=["all", "without a call", "none"]
+)
+def test_reports_of_a_body_that_did_not_run_here_are_no_pass(project: Project, phases: list[str]) -> None:
+    project.suite("def test_it(): pass\n", conftest=_ELSEWHERE.format(phases=phases))
+    left = project.run()
+    assert (left.exit, left.end) == (11, ("BROKEN", 11))
+    assert left.verdicts["test_it"].startswith("error: ")
