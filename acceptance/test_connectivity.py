@@ -47,7 +47,7 @@ def test_connectivity(board, cluster, environ, measure, nodes, workload):
     for its own connections; a few bytes pass, and many do. The store through which the ranks have met answers.
 
     Why: where a firewall or a wrong interface lies between two nodes, the first collective hangs, and no message says
-    why. So this runs before all other tests, without NCCL.
+    why. So this runs before all tests that communicate, without NCCL.
 
     When it fails: the message names both ends of each pair that is not connected, with address, interface and why that
     one. Compare NCCL_SOCKET_IFNAME with `ip -br addr` on these hosts. "Connection refused" is a host that answers: look

@@ -38,6 +38,7 @@ def decide(run: Run, *, pytest_exit: int, ending: Ending | None) -> verdict.Verd
             message=record.message,
             applicable=record.applicable,
             unjudged=record.unjudged,
+            too_slow=record.too_slow and record.outcome == "skipped",
             attempts=record.attempts,
         )
         for record in run.records.values()

@@ -3,7 +3,7 @@
     GpuClusterError
     |-- UsageProblem                 the operator asked for something impossible: exit code 4, nothing was measured
     |   |-- OptionError              an option or ini value
-    |   |-- LaunchError              the launcher's variables: missing, partial or contradictory
+    |   |-- LaunchError              the launcher's variables: missing, partial, contradictory, or an unknown name
     |   |-- ThresholdsError          a limits or workloads file
     |   `-- CurveError               a file of a loss curve, or a golden one of another experiment
     |-- EnvironmentBroken            the run could not be carried through: JUnit error, exit code 11
@@ -39,7 +39,7 @@ class OptionError(UsageProblem):
 
 
 class LaunchError(UsageProblem):
-    """The launcher's environment variables are missing, partial or contradictory."""
+    """The launcher's environment variables are missing, partial or contradictory, or name a host that is not known."""
 
 
 class ThresholdsError(UsageProblem):

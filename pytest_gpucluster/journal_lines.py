@@ -209,6 +209,8 @@ class TestResult:
     """False where the declared topology has too few ranks or nodes for it."""
     unjudged: str = ""
     """Why none of its values was held against a limit, although the test asked for it."""
+    too_slow: bool = False
+    """It was skipped in a rehearsal because this machine is too slow for it."""
 
     @property
     def for_verdict(self) -> verdict.TestResult:
@@ -220,6 +222,7 @@ class TestResult:
             message=self.message,
             applicable=self.applicable,
             unjudged=self.unjudged,
+            too_slow=self.too_slow,
             attempts=self.attempts,
         )
 
@@ -371,6 +374,7 @@ def read_test_result(line: Fields, keep_samples: bool) -> TestResult:
         isolation=line.mapping("isolation"),
         applicable=line.flag("applicable", True),
         unjudged=line.text("unjudged", ""),
+        too_slow=line.flag("too_slow", False),
     )
 
 

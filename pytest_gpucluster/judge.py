@@ -11,6 +11,7 @@ keeps the limit while its interval reaches beyond, or whose samples scatter too 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,9 @@ from pytest_gpucluster.missing_limit import missing_limit
 from pytest_gpucluster.node_or_gpu import together
 from pytest_gpucluster.stragglers import straggler_ratio, straggler_ratios
 from pytest_gpucluster.wording import MESSAGE_CHARACTERS, printable
+
+_SHORT_LABELS = 20
+"""Characters of labels that are never shortened in the one-line message."""
 
 __all__ = ["Judged", "Judgement", "judge", "straggler_ratio"]
 
@@ -192,6 +196,7 @@ def _judge_group(metric: Metric, group: Sequence[tuple[int, Measurement]], court
         stopped=of[worst].stopped,
         peak_ratio=of[worst].value / peak if peak is not None and math.isfinite(of[worst].value) else None,
         reason=printable(reason),
+        unsettled=bool(missed) and not problems and all(miss.inconclusive for miss in missed),
         misses={rank: printable(text) for miss in missed for rank, text in miss.by_rank.items()},
         advice=advice,
     )
@@ -306,6 +311,11 @@ def _message(decisive: Sequence[Judged]) -> str:
     if len(reason) > room and len(labels) > 40:
         # The rank stands at the end, and matters more than a long label.
         reason = reason.replace(labels, labels[:38] + "…)", 1)
+    elif len(reason) > room and len(labels) > _SHORT_LABELS:
+        named = re.search(rf" on rank {decisive[0].worst_rank}( \([^()]*\))?", reason)
+        beyond = (named.end() if named else 0) - room
+        if beyond > 0:
+            reason = reason.replace(labels, labels[: max(10, len(labels) - 2 - beyond)] + "…)", 1)
     return (reason if len(reason) <= room else reason[: room - 1] + "…") + more
 
 

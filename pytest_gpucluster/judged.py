@@ -48,6 +48,8 @@ class Judged:
     peak_ratio: float | None
     reason: str
     stopped: Stopped | None = None
+    unsettled: bool = False
+    """It has failed only because its values are inconclusive: with more certainty it might pass."""
     misses: Mapping[int, str] = field(default_factory=dict)
     advice: str = ""
     baseline: Mapping[str, Any] = field(default_factory=dict)

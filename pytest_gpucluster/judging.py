@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
-from pytest_gpucluster.agreement.merge import Merged, RankOutcome
+from pytest_gpucluster.agreement.merge import Merged, RankOutcome, rehearsed_too_slowly
 from pytest_gpucluster.errors import MeasurementError
 from pytest_gpucluster.judge import judge
+from pytest_gpucluster.judged import Judgement
 from pytest_gpucluster.metrics import Measurement
 from pytest_gpucluster.record import TestRecord, unique
 from pytest_gpucluster.reports.text import measurement_table
@@ -57,6 +59,9 @@ def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequenc
             names=run.names,
         )
         record.properties = unique([*record.properties, *notes])
+    unsettled = [judged for judged in judgement.measurements if judged.unsettled]
+    if run.rehearsal and unsettled and merged.outcome == "passed" and _all_else_is_well(judgement):
+        return _too_slow(record, judgement, unsettled[0].reason)
     record.measurements = [judged.to_json() for judged in judgement.measurements]
     asked = any(not measured.record_only for measurements in by_rank.values() for measured in measurements)
     if asked and all(judged.status == "recorded" for judged in judgement.measurements):
@@ -83,6 +88,20 @@ def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequenc
         dirty=merged.dirty,
         judged=True,
     )
+
+
+def _all_else_is_well(judgement: Judgement) -> bool:
+    return all(judged.unsettled or judged.status in ("passed", "recorded") for judged in judgement.measurements)
+
+
+def _too_slow(record: TestRecord, judgement: Judgement, why: str) -> Merged:
+    """Skip a test of a rehearsal whose values did not settle: a busy CPU says nothing about a GPU."""
+    merged = rehearsed_too_slowly(why)
+    record.measurements = [
+        (replace(judged, status="recorded", reason=merged.message, misses={}) if judged.unsettled else judged).to_json()
+        for judged in judgement.measurements
+    ]
+    return merged
 
 
 def keep_interrupted(

@@ -18,6 +18,9 @@ The first source that applies wins, and only its own variables can contradict ea
 
 Without torchrun no agent holds a store, so rank 0 must host one at ``master_addr:master_port``.
 ``MASTER_ADDR`` and ``MASTER_PORT`` override what is derived below.
+
+Ranks that are all on one node meet on its loopback, whatever ``MASTER_ADDR`` says: no name has to be known there. A
+store listens on all interfaces, torchrun's own as well (torch/csrc/distributed/c10d/TCPStoreLibUvBackend.cpp).
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from pytest_gpucluster.launch_variables import LaunchVariables
 
 Launcher = Literal["torchrun", "slurm", "openmpi", "kubernetes", "single"]
 
+_LOOPBACK = "127.0.0.1"
 # Below Linux' default ephemeral range (32768-60999) and Kubernetes' NodePorts (30000-32767).
 _FIRST_PORT, _PORTS = 20000, 10000
 # Slurm numbers its own steps (batch script, interactive shell, extern) from the top of 32 bits downwards.
@@ -74,7 +78,9 @@ class RankFacts:
     """How often torchrun has already started these ranks again."""
     max_restarts: int = 0
     master_addr: str | None = None
-    """None for a single process."""
+    """Where the store is: the loopback where all ranks are on one node. None for a single process."""
+    master_addr_from: str = "MASTER_ADDR"
+    """What has given that address: a variable, or what it was derived from."""
     master_port: int | None = None
     agent_store: bool = False
     """torchrun's agent hosts the store at master_addr:master_port. Otherwise rank 0 must host one."""
@@ -91,6 +97,13 @@ def detect(environ: Mapping[str, str], hostname: str) -> RankFacts:
         LaunchError: variables of that source are missing, malformed or contradict each other. One error names
             them all.
     """
+    facts = _read(environ, hostname)
+    if facts.nnodes == 1 and facts.master_addr is not None:
+        return replace(facts, master_addr=_LOOPBACK, master_addr_from="all ranks are on one node")
+    return facts
+
+
+def _read(environ: Mapping[str, str], hostname: str) -> RankFacts:
     if "TORCHELASTIC_RUN_ID" in environ:
         return _torchrun(environ, hostname)
     if "OMPI_COMM_WORLD_SIZE" in environ:
@@ -187,7 +200,7 @@ def _openmpi(environ: Mapping[str, str], hostname: str) -> RankFacts:
         hostname=hostname,
         launcher="openmpi",
         run_id=run_id,
-        master_addr=read.master_addr("127.0.0.1" if nnodes == 1 else None, nnodes=nnodes),
+        master_addr=read.master_addr(_LOOPBACK if nnodes == 1 else None, nnodes=nnodes),
         master_port=read.master_port(port),
         scheduler=allocation(environ),
     )
@@ -228,9 +241,9 @@ def _slurm(environ: Mapping[str, str], hostname: str) -> RankFacts:
     local_world_size = tasks[node_rank] if node_rank < len(tasks) else 1
     if node_rank < len(tasks) and local_rank >= local_world_size:
         read.complain(f"SLURM_LOCALID={local_rank} is not below the {local_world_size} tasks of node {node_rank}")
-    first_host: str | None = None
-    if not environ.get("MASTER_ADDR"):
-        first_host = _first_host(read)
+    first_host, origin = _LOOPBACK, "MASTER_ADDR"
+    if nnodes > 1 and not environ.get("MASTER_ADDR"):
+        first_host, origin = _first_host(read)
         if rank == 0 and node_rank != 0:
             read.complain(f"task 0 is on node {node_rank}, not on the first of the list: export MASTER_ADDR")
     facts = RankFacts(
@@ -245,6 +258,7 @@ def _slurm(environ: Mapping[str, str], hostname: str) -> RankFacts:
         # A requeued job keeps its number.
         run_id=f"slurm-{job}.{step}-{read.number('SLURM_RESTART_COUNT', 0)}",
         master_addr=read.master_addr(first_host, nnodes=nnodes),
+        master_addr_from=origin,
         master_port=read.master_port(_FIRST_PORT + (16 * job + step) % _PORTS),
         scheduler=allocation(environ),
     )
@@ -252,14 +266,16 @@ def _slurm(environ: Mapping[str, str], hostname: str) -> RankFacts:
     return facts
 
 
-def _first_host(read: LaunchVariables) -> str:
+def _first_host(read: LaunchVariables) -> tuple[str, str]:
+    """Return the first node, and from which list it is."""
     # Some sites' wrappers drop the step's list; the job's has the same first node for a step on all nodes.
-    nodelist = read.text("SLURM_STEP_NODELIST", "") or read.text("SLURM_JOB_NODELIST")
+    name = "SLURM_STEP_NODELIST" if read.text("SLURM_STEP_NODELIST", "") else "SLURM_JOB_NODELIST"
+    nodelist = read.text(name)
     try:
-        return expand_hostlist(nodelist)[0] if nodelist else "unknown"
+        return expand_hostlist(nodelist)[0] if nodelist else "unknown", f"the first of {name}"
     except LaunchError as error:
         read.complain(str(error))
-        return "unknown"
+        return "unknown", name
 
 
 def _tasks_per_node(read: LaunchVariables, world_size: int, nnodes: int) -> list[int]:
@@ -336,7 +352,7 @@ def _kubeflow(environ: Mapping[str, str], hostname: str) -> RankFacts:
     port = "MASTER_PORT" if environ.get("MASTER_PORT") else "PET_MASTER_PORT"
     where, number = read.master_addr(None, nnodes=world_size, name=address), read.master_port(None, name=port)
     read.settle()
-    return _pod(rank, world_size, where, number, environ, hostname)
+    return replace(_pod(rank, world_size, where, number, environ, hostname), master_addr_from=address)
 
 
 def _pod(rank: int, world_size: int, address: str, port: int, environ: Mapping[str, str], hostname: str) -> RankFacts:

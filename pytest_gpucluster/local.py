@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -35,6 +35,7 @@ from pytest_gpucluster.session import last_error, take_junit
 from pytest_gpucluster.wording import first_line
 from pytest_gpucluster.workloads import WorkloadRecord
 
+_NOT_CALLED = "its call phase did not run"
 _BAD = ("failed", "error", "hung", "lost")
 
 
@@ -348,6 +349,9 @@ class Controller:
                 known = RankOutcome(rank=rank, outcome="lost", message=self._lost[rank], text=self._lost[rank])
             elif known is None:
                 known = _from_pytest(rank, parts.phases.get(rank, []))
+            called = any(report.when == "call" for report in parts.phases.get(rank, []))
+            if known.outcome == "passed" and not called and rank not in parts.expected_failures:
+                known = replace(known, outcome="error", message=_NOT_CALLED, text=_NOT_CALLED)
             outcomes.append(known)
         merged = merge(outcomes, self._run.names)
         if merged.outcome == "passed" and parts.expected_failures:

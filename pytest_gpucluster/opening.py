@@ -15,7 +15,7 @@ import pytest
 
 from pytest_gpucluster import __version__, closing, exit_note, options, refused, verdict
 from pytest_gpucluster.accompaniment import Place
-from pytest_gpucluster.agreement import host, preflight, vitals
+from pytest_gpucluster.agreement import address, host, preflight, vitals
 from pytest_gpucluster.agreement.exchange import Exchange
 from pytest_gpucluster.agreement.join import Joined, Refusal, Refused, join
 from pytest_gpucluster.agreement.store import connect
@@ -33,6 +33,8 @@ from pytest_gpucluster.telemetry import INTERVAL_SECONDS
 from pytest_gpucluster.training_inputs import TrainingInputs
 from pytest_gpucluster.wording import first_line, rank_ranges
 
+_WITHOUT_A_CALL = {"setupplan": "--setup-plan", "setuponly": "--setup-only", "forked": "--forked", "boxed": "--boxed"}
+"""Options of pytest and pytest-forked (--boxed: its older name) by which no test body runs in this process."""
 _TEXTS_SHOWN = 4
 """Of many ranks' different problems so many are told in full."""
 
@@ -165,6 +167,7 @@ class Opening:
 
     def _join(self, problem: Refusal | None) -> None:
         facts = self._run.facts
+        address.require_known(facts)
         if facts.world_size > 1 and not facts.agent_store and facts.rank == 0:
             host.start(facts)
         self._run.stores = connect(facts, timeout_seconds=self._run.timeouts.join)
@@ -202,6 +205,7 @@ class Opening:
             on_ending=self._run.note_ending,
             on_beat=self._run.beat,
             on_overtime=partial(closing.overtime, self._run),
+            rehearsal=self._run.rehearsal,
         )
         self._run.cluster = Cluster(
             facts,
@@ -378,11 +382,17 @@ def _refusal(error: GpuClusterError) -> Refusal:
 
 
 def _refuse_conflicts(config: pytest.Config, facts: RankFacts) -> None:
-    """Refuse pytest options that cannot work on many ranks at once.
+    """Refuse pytest options that run no test, or run it where the ranks cannot agree on it.
 
     Raises:
         LaunchError: names the option and the way out.
     """
+    for name, option in _WITHOUT_A_CALL.items():
+        if getattr(config.option, name, False):
+            raise LaunchError(
+                f"{option} runs no test in this process, so nothing would be measured. Leave out {option}; to list the "
+                "tests use --collect-only, to see the fixtures of a real run --setup-show"
+            )
     if facts.launcher == "single":
         return
     if getattr(config.option, "numprocesses", None) or getattr(config.option, "tx", None):

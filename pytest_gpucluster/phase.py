@@ -47,10 +47,6 @@ class AgreedFailure(Failed):
         super().__init__(message, pytrace=False)
 
 
-class AgreedSkip(Skipped):
-    """The ranks agree that the test is skipped."""
-
-
 class Phases:
     """Carries the tests of one rank through their phases. Main thread only.
 
@@ -332,7 +328,7 @@ class Phases:
         if error is not None and not only_here and (outcome != "skipped") == (own.outcome != "skipped"):
             raise error
         if outcome == "skipped":
-            raise AgreedSkip(verdict.get("msg", ""))
+            raise Skipped(verdict.get("msg", ""), _use_item_location=True)
         raise AgreedFailure(verdict.get("msg", ""))
 
     def _isolate(self, item: pytest.Item) -> None:

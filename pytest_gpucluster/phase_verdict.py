@@ -74,6 +74,7 @@ class PhaseVerdict:
         label = label_of(item, when)
         assert watch is not None
         culprits = watch.culprits(number)
+        too_slow = "" if when == "teardown" else watch.too_slow(number)
         outcomes = []
         for rank, body in sorted(bodies.items()):
             outcome = RankOutcome.from_json(rank, body)
@@ -89,6 +90,8 @@ class PhaseVerdict:
                     text=f"{found.text}\n\n{outcome.text}".rstrip(),
                     measurements=outcome.measurements,
                 )
+            elif outcome.outcome == "released" and too_slow:
+                outcome = RankOutcome(rank=rank, outcome="slow", message=too_slow)
             outcomes.append(outcome)
         if when == "teardown":
             run.records[item.nodeid].spent |= {rank: body["spent"] for rank, body in bodies.items() if "spent" in body}

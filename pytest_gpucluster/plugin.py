@@ -32,7 +32,7 @@ _MARKERS = (
     "needs_scheduler(name): does not run but in a job of this scheduler: slurm or kubernetes",
     "isolate: when it fails, find the nodes, GPUs or links that are to blame, by probes of smaller groups",
     "deadline(seconds): the longest that one phase of this test may take, instead of --gpucluster-deadline",
-    "first(place): runs before every test without this marker, in the order of the numbers; without a number after them",
+    "first(place): runs before every test without this marker, in the order of the numbers, without one after those",
     "soak: runs for a long time, after all tests without this marker",
     "last: runs after all others, soak included",
 )

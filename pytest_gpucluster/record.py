@@ -99,6 +99,8 @@ class TestRecord:
     attempts: int = 1
     applicable: bool = True
     unjudged: str = ""
+    too_slow: bool = False
+    """It was skipped in a rehearsal because this machine is too slow for it."""
     isolation: Mapping[str, Any] | None = None
     """What the search for who is to blame has found, where there was one."""
     between_attempts: bool = False
@@ -124,6 +126,7 @@ class TestRecord:
             self.ranks += [row for row in merged.ranks if row["rank"] not in told]  # the first phase tells most
             self.culprits |= set(merged.culprits)
             self.released |= set(merged.released)
+            self.too_slow = self.too_slow or merged.too_slow
         if outcome == "failed":
             outcome = self._refine(when, merged)
             self._worsen(when, outcome, message, text)
@@ -141,7 +144,7 @@ class TestRecord:
         self.properties.append((f"attempt {self.attempts}", first_line(f"{self.outcome}: {self.message or message}")))
         self.attempts += 1
         self._decide("error", "call", _UNDECIDED, _UNDECIDED)
-        self.decided, self.wasxfail = False, None
+        self.decided, self.too_slow, self.wasxfail = False, False, None
         self.measurements, self.sections, self.telemetry = [], [], {}
         self.between_attempts = True
 
@@ -183,6 +186,8 @@ class TestRecord:
             body["applicable"] = False
         if self.unjudged:
             body["unjudged"] = self.unjudged
+        if self.too_slow and self.outcome == "skipped":
+            body["too_slow"] = True
         return body
 
     def result(self) -> TestResult:

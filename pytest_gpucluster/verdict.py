@@ -24,6 +24,18 @@ EXIT_CODES = {
 }
 
 
+REHEARSED_ALWAYS = ("inventory", "gpu.compute")
+"""What a rehearsal needs although something was too slow: who is there, and whether products are right."""
+GROUPS = {
+    "compute": ("matmul", "hbm", "burn_in", "gpu.memory_patterns", "gpu.determinism"),
+    "communication": ("nccl", "links", "host_link", "connectivity"),
+    "training": ("training", "ddp", "fsdp", "scaling", "vision", "lora_tiny"),
+    "storage": ("checkpoint", "shared_filesystem"),
+}
+"""Group -> its criteria, by the beginning of their names. Of each group in which a criterion was too slow to rehearse
+another one must have passed. A criterion that is in none of them stands for itself."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     """The word, the exit code that goes with it, and why in one line."""
@@ -47,6 +59,8 @@ class TestResult:
     """False where the declared topology has too few ranks or nodes for it."""
     unjudged: str = ""
     """Why none of its values was held against a limit, although the test asked for it."""
+    too_slow: bool = False
+    """It was skipped in a rehearsal because this machine is too slow for it."""
     attempts: int = 1
 
 
@@ -89,12 +103,14 @@ def decide(
         return Verdict(word=BROKEN, exit=pytest_exit, reason=EXIT_CODES[pytest_exit].partition(": ")[2])
     if pytest_exit != 0:
         return Verdict(word=BROKEN, exit=11, reason=f"pytest ended with exit status {pytest_exit}")
-    gaps = _told("did not run", _missing(results, not_run, required))
+    slow = [r for r in results if r.too_slow] if rehearsal else []
+    gaps = _told("did not run", _missing(results, not_run, required, excused=slow))
+    gaps += _told("too slow to rehearse here", _not_rehearsed(results, slow))
     gaps += _told("not judged", {str(r.criterion): r.unjudged for r in results if r.criterion and r.unjudged})
     if gaps:
         return Verdict(word=INCOMPLETE, exit=10, reason="; ".join(gaps))
     passed = [r for r in results if r.outcome == "passed"]
-    reason = f"{len(passed)} passed; {topology}"
+    reason = f"{len(passed)} passed{f', {len(slow)} too slow to rehearse here' if slow else ''}; {topology}"
     again = list(dict.fromkeys(str(r.criterion or r.nodeid) for r in passed if r.attempts > 1))
     if again:
         reason += f"; passed only when run again: {', '.join(again[:5])}"
@@ -114,17 +130,36 @@ def _told(what: str, names: Mapping[str, str]) -> list[str]:
     return [f"{what}: {listed}"] if names else []
 
 
+def _not_rehearsed(results: Sequence[TestResult], slow: Sequence[TestResult]) -> Mapping[str, str]:
+    """Return criterion -> why it was too slow, for those in whose place nothing else was rehearsed."""
+    passed = {r.criterion for r in results if r.criterion and r.outcome == "passed"}
+    groups = {_group(name) for name in passed}
+    missing = {str(r.criterion): r.message for r in slow if r.criterion and _group(r.criterion) not in groups}
+    if slow:
+        missing.update((name, "has not passed") for name in REHEARSED_ALWAYS if name not in passed)
+    return missing
+
+
+def _group(criterion: str) -> str:
+    return next(
+        (group for group, names in GROUPS.items() if any(f"{criterion}.".startswith(f"{name}.") for name in names)),
+        criterion,
+    )
+
+
 def _first(results: Sequence[TestResult], what: str) -> str:
     more = f" (and {len(results) - 1} more)" if len(results) > 1 else ""
     return f"{results[0].nodeid} {what}: {results[0].message}{more}"
 
 
-def _missing(results: Sequence[TestResult], not_run: Collection[str], required: Collection[str]) -> Mapping[str, str]:
-    """Return criterion -> why it did not run, for those that had to."""
+def _missing(
+    results: Sequence[TestResult], not_run: Collection[str], required: Collection[str], *, excused: Sequence[TestResult]
+) -> Mapping[str, str]:
+    """Return criterion -> why it did not run, for those that had to and are not excused."""
     missing = {
         str(r.criterion): r.message or "skipped"
         for r in results
-        if r.criterion and r.outcome == "skipped" and r.applicable
+        if r.criterion and r.outcome == "skipped" and r.applicable and r not in excused
     }
     missing.update((nodeid, "never started") for nodeid in not_run)
     ran = {r.criterion for r in results if r.outcome == "passed"}

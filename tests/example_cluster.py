@@ -394,6 +394,7 @@ class ExampleRun:
         gpu = "NVIDIA H100 80GB HBM3" if self.has_gpus else None
         return SimpleNamespace(
             names=self.names,
+            rehearsal=not self.has_gpus,
             baseline=None,
             limits=_LIMITS,
             joined=SimpleNamespace(hosts=[who["host"] for who in self.who]),

@@ -5,24 +5,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from verdicts import LIMITS
 
-from pytest_gpucluster import thresholds
 from pytest_gpucluster.agreement.merge import Merged, RankOutcome, merge
 from pytest_gpucluster.judging import judge_merged
 from pytest_gpucluster.metrics import measurement
 from pytest_gpucluster.record import TestName, TestRecord
 from pytest_gpucluster.sampling import Series
 
-LIMITS = thresholds.load()
 H100 = "NVIDIA H100 80GB HBM3"
 BF16 = "matmul.bf16.tflops"
 NAMES = {0: "rank 0 (gpu-06)", 1: "rank 1 (gpu-06)"}
 GOOD, SLOW, NAN = 731.0, 312.4, float("nan")
 
 
-def run(*, sku: str | None = "H100 SXM") -> Any:
+def run(*, sku: str | None = "H100 SXM", rehearsal: bool = False) -> Any:
     return SimpleNamespace(
         names=NAMES,
+        rehearsal=rehearsal,
         limits=LIMITS,
         gpu_name=lambda: H100,
         node_of=lambda: {0: 0, 1: 0},
@@ -215,3 +215,36 @@ def test_a_slow_node_is_called_by_its_host() -> None:
         "matmul.bf16.tflops 311.4 TFLOPS < 700 TFLOPS on all 2 GPUs of gpu-07 (look at the node), the worst is rank 3"
     )
     assert merged.culprits == [2, 3]
+
+
+def noisy(rank: int, value: float) -> RankOutcome:
+    series = Series(samples=(value,) * 3, median=value, low=value, high=value, inconclusive="it varies")
+    measured = measurement(BF16, series, unit="TFLOPS")
+    return RankOutcome(rank=rank, outcome="passed", measurements=[measured.to_json()])
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "rehearsal", "outcome"),
+    [
+        pytest.param([noisy(0, GOOD), noisy(1, GOOD)], True, "skipped", id="inconclusive in a rehearsal"),
+        pytest.param([noisy(0, GOOD), noisy(1, GOOD)], False, "failed", id="inconclusive on GPUs"),
+        pytest.param([noisy(0, GOOD), *said(GOOD, SLOW)[1:]], True, "failed", id="below the limit, and inconclusive"),
+        pytest.param(
+            [noisy(0, GOOD), *said(GOOD, None)[1:]], True, "failed", id="inconclusive, and a value is missing"
+        ),
+        pytest.param(
+            [noisy(0, GOOD), *said(GOOD, GOOD, kinds=("passed", "failed"))[1:]],
+            True,
+            "failed",
+            id="and the body failed",
+        ),
+    ],
+)
+def test_values_that_do_not_settle_skip_a_rehearsal_and_nothing_else(
+    outcomes: Sequence[RankOutcome], rehearsal: bool, outcome: str
+) -> None:
+    test = record()
+    merged = judge_merged(run(rehearsal=rehearsal), test, merge(outcomes, NAMES), outcomes)
+    assert (merged.outcome, merged.too_slow) == (outcome, outcome == "skipped")
+    if merged.too_slow:
+        assert [one["status"] for one in test.measurements] == ["recorded"]

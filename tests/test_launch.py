@@ -224,6 +224,47 @@ def test_one_node_of_mpirun_needs_no_address_and_every_mpirun_gets_its_port() ->
     assert first.run_id != second.run_id
 
 
+ONE_NODE = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "16", "SLURM_LOCALID": "9", "SLURM_NODEID": "0"}
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        pytest.param(TORCHRUN | {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}, id="torchrun"),
+        pytest.param(
+            TORCHRUN | {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_USE_AGENT_STORE": "False"},
+            id="no agent store",
+        ),
+        pytest.param(STEP | ONE_NODE, id="slurm"),
+        pytest.param(STEP | ONE_NODE | {"MASTER_ADDR": "gpu-06"}, id="slurm overridden"),
+        pytest.param(without(STEP | ONE_NODE, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"), id="slurm without a list"),
+        pytest.param(OPENMPI | {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "1"}, id="mpirun"),
+    ],
+)
+def test_ranks_on_one_node_meet_on_its_loopback(environ: dict[str, str]) -> None:
+    found = facts(environ)
+    assert (found.nnodes, found.master_addr) == (1, "127.0.0.1")
+    assert found.world_size > 1
+
+
+@pytest.mark.parametrize(
+    ("environ", "origin"),
+    [
+        pytest.param(TORCHRUN, "MASTER_ADDR", id="torchrun"),
+        pytest.param(TORCHRUN | {"MASTER_ADDR": "localhost"}, "MASTER_ADDR", id="two agents on one host"),
+        pytest.param(STEP, "the first of SLURM_STEP_NODELIST", id="the step's nodes"),
+        pytest.param(without(STEP, "SLURM_STEP_NODELIST"), "the first of SLURM_JOB_NODELIST", id="the job's nodes"),
+        pytest.param(STEP | {"MASTER_ADDR": "ib-06"}, "MASTER_ADDR", id="slurm overridden"),
+        pytest.param(OPENMPI, "MASTER_ADDR", id="mpirun"),
+        pytest.param(KUBERNETES, "MASTER_ADDR", id="indexed job"),
+        pytest.param(TRAINJOB, "PET_MASTER_ADDR", id="trainjob"),
+        pytest.param(TRAINJOB | {"MASTER_ADDR": "pod-0"}, "MASTER_ADDR", id="trainjob overridden"),
+    ],
+)
+def test_what_has_given_the_address_is_known(environ: dict[str, str], origin: str) -> None:
+    assert facts(environ).master_addr_from == origin
+
+
 def test_all_ranks_of_a_launch_agree_on_what_is_common() -> None:
     slurm = [
         facts(STEP | {"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r % 8), "SLURM_NODEID": str(r // 8)})

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,8 @@ SUITE = """
         assert len(inventory) == 2
 """
 _HOST = "pytest_gpucluster.agreement.host"
+UNKNOWN = "no-such-host.invalid"
+"""Never a name of a host. Source: RFC 2606, 2."""
 ASKS_NO_DNS = """
     def test_the_store_looks_up_no_name(cluster):
         import os
@@ -111,10 +115,20 @@ Variables = Callable[[int, int], dict[str, str]]
 
 @contextlib.contextmanager
 def started(
-    project: Project, variables: Variables, port: int, *options: str, ranks: int = 2
+    project: Project, variables: Variables, port: int, *options: str, ranks: int = 2, inside: Sequence[str] = ()
 ) -> Iterator[list[Process]]:
-    """Start ranks; kill them, and a store that one of them hosts, in the end."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:hypothesispytest", CPU, "--junitxml=report.xml", *options]
+    """Start ranks, inside of another command if there is one; kill them, and a store of theirs, in the end."""
+    command = [
+        *inside,
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:hypothesispytest",
+        CPU,
+        "--junitxml=report.xml",
+        *options,
+    ]
     processes: list[Process] = []
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: [os.kill(pid, 9) for pid in stores(port)])
@@ -178,6 +192,98 @@ def test_ranks_meet_agree_and_leave_one_report(project: Project, launcher: str) 
     assert (judged.worst_rank, judged.values) == (1, {0: 2.0, 1: 1.0})
     assert "2 passed" in first.stdout
     assert second.output.strip() == ""
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        pytest.param(lambda rank, port: {**slurm(rank, port), "MASTER_ADDR": UNKNOWN}, id="slurm"),
+        pytest.param(lambda rank, port: {**slurm(rank, port), "SLURM_STEP_NODELIST": UNKNOWN}, id="slurm's own list"),
+        pytest.param(lambda rank, port: {**openmpi(rank, port), "MASTER_ADDR": UNKNOWN}, id="openmpi"),
+    ],
+)
+def test_ranks_on_one_node_meet_whatever_its_name_is(project: Project, variables: Variables) -> None:
+    project.suite(SUITE)
+    first, second = run(project, variables, "--gpucluster-timeouts=join=60")
+    assert (first.exit, second.exit) == (0, 0), first.output + second.output
+    assert first.end == ("REHEARSED", 0)
+
+
+def test_ranks_on_a_host_that_does_not_know_its_own_name_meet(project: Project) -> None:
+    inside = ["unshare", "--user", "--map-root-user", "--uts", "sh", "-c", f'hostname {UNKNOWN} && exec "$@"', "sh"]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*inside, "true"], check=False, capture_output=True).returncode
+    ):
+        pytest.skip("no name of its own can be given to a process here")
+
+    def variables(rank: int, port: int) -> dict[str, str]:
+        return {**slurm(rank, port), "SLURM_STEP_NODELIST": UNKNOWN}
+
+    project.suite(SUITE)
+    with started(project, variables, free_port(), "--gpucluster-timeouts=join=60", inside=inside) as processes:
+        first, second = [process.wait() for process in processes]
+    assert (first.exit, second.exit) == (0, 0), first.output + second.output
+    assert first.journal.run.hostname == UNKNOWN
+    assert first.verdicts == {"test_all_reduce": "passed", "test_measured": "passed"}
+
+
+def two_nodes(rank: int, port: int) -> dict[str, str]:
+    """What a step of one task on each of two nodes gives to a task."""
+    return {
+        **slurm(rank, port),
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_STEP_NODELIST": "node-[0-1]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_NODEID": str(rank),
+        "SLURM_LOCALID": "0",
+        "GPUCLUSTER_HOSTNAME": f"node-{rank}",
+    }
+
+
+@pytest.mark.parametrize(
+    ("variables", "origin"),
+    [
+        (lambda rank, port: {**two_nodes(rank, port), "MASTER_ADDR": UNKNOWN}, "MASTER_ADDR"),
+        (
+            lambda rank, port: {**two_nodes(rank, port), "SLURM_STEP_NODELIST": f"{UNKNOWN},{UNKNOWN}2"},
+            "the first of SLURM_STEP_NODELIST",
+        ),
+        (lambda rank, port: {**kubernetes(rank, port), "MASTER_ADDR": UNKNOWN}, "MASTER_ADDR"),
+    ],
+    ids=["slurm", "slurm's own list", "kubernetes"],
+)
+def test_a_name_that_no_node_knows_ends_every_rank_with_a_report(
+    project: Project, variables: Variables, origin: str
+) -> None:
+    project.suite(SUITE)
+    (project.path / "report.xml").write_text("<testsuites/>")
+    first, second = run(project, variables)
+    assert (first.exit, second.exit) == (4, 4), first.output + second.output
+    assert max(first.seconds, second.seconds) < 60  # torch asks for the name for 300 s
+    for rank, left in enumerate((first, second)):
+        where = variables(rank, 1)["GPUCLUSTER_HOSTNAME"]
+        told = f"rank {rank} on {where}: {UNKNOWN}, where the ranks are to meet ({origin}), does not resolve: "
+        assert told in left.stderr
+        assert "what to do: `export MASTER_ADDR=<address of the first node as the other nodes reach it>`" in left.stderr
+        assert "Traceback" not in left.output
+    assert first.end == ("BROKEN", 4)
+    assert list(first.verdicts) == ["usage"]
+    assert f"{UNKNOWN}, where the ranks are to meet ({origin}), does not resolve: " in first.verdicts["usage"]
+    assert "what to do: " in first.body("usage")
+
+
+def test_a_name_that_one_node_does_not_know_is_told_there_and_the_rank_is_missed(project: Project) -> None:
+    def variables(rank: int, port: int) -> dict[str, str]:
+        return {**two_nodes(rank, port), "MASTER_ADDR": ("pod-0.localhost", UNKNOWN)[rank]}
+
+    project.suite(SUITE)
+    with started(project, variables, free_port(), "--gpucluster-timeouts=join=3") as processes:
+        first, second = [process.wait() for process in processes]
+    assert (first.exit, second.exit) == (11, 4), first.output + second.output
+    assert "never reported (1 of 2 ranks did)" in first.verdicts["preflight"]
+    assert f"rank 1 on node-1: {UNKNOWN}, where the ranks are to meet" in second.stderr
 
 
 def test_a_failure_on_one_rank_is_the_same_exit_code_on_all(project: Project) -> None:
@@ -254,7 +360,7 @@ def test_a_store_that_does_not_answer_is_told_within_the_time(project: Project) 
     assert left.seconds < 90  # by default they wait for 300
     assert "rank 1 on " in left.stderr
     assert "no store answers at 127.0.0.1:1 within 2 s" in left.stderr
-    assert "Check that MASTER_ADDR and MASTER_PORT name the first node" in left.stderr
+    assert "All ranks are on this node: check that rank 0 has started" in left.stderr
     assert "Traceback" not in left.output
 
 

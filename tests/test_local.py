@@ -351,3 +351,49 @@ def test_more_workers_than_gpus_is_wrong_usage_that_says_how_many_there_are(proj
     assert "shows GPUs (2), and each worker needs one of its own. Use -n 2, or show more GPUs" in left.stderr
     assert left.end == ("BROKEN", 4)
     assert "created:" not in left.stdout, "no worker was started"
+
+
+def test_what_is_too_slow_on_one_worker_is_skipped(project: Project) -> None:
+    left = local(
+        project,
+        """
+    @pytest.mark.criterion("inventory")
+    def test_inventory(measure): measure("inventory.ranks", 2, unit="ranks", record_only=True)
+
+    @pytest.mark.criterion("gpu.compute")
+    def test_computes(measure): measure("gpu.usable_dtypes", 4, unit="dtypes")
+
+    @pytest.mark.criterion("matmul")
+    @pytest.mark.deadline(2)
+    def test_slow(cluster):
+        until = time.monotonic() + 60 * RANK
+        while time.monotonic() < until:
+            pass
+
+    @pytest.mark.criterion("matmul")
+    def test_fine(measure): measure("matmul.bf16.tflops", 2, unit="TFLOPS")
+        """,
+    )
+    assert (left.exit, left.end) == (0, ("REHEARSED", 0)), left.output
+    assert left.verdicts["test_slow"].startswith("skipped: too slow to rehearse here: not finished within 2 s")
+    assert "1 too slow to rehearse here" in left.last_line[2]
+
+
+def test_a_test_whose_body_did_not_run_in_a_worker_is_no_pass(project: Project) -> None:
+    project.pytester.makeconftest(
+        """
+        import os
+        from _pytest.runner import call_and_report
+
+        def pytest_runtest_protocol(item, nextitem):
+            if os.environ.get("PYTEST_XDIST_WORKER") != "gw1":
+                return None
+            item._initrequest()
+            for when in ("setup", "teardown"):
+                call_and_report(item, when, True, **({"nextitem": nextitem} if when == "teardown" else {}))
+            return True
+        """
+    )
+    left = local(project, "def test_it(): pass\n")
+    assert (left.exit, left.end) == (11, ("BROKEN", 11)), left.output
+    assert left.verdicts["test_it"].startswith("error: rank 1 (")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_gpucluster.errors import OptionError
-from pytest_gpucluster.torchrun.command_line import command_line
+from pytest_gpucluster.torchrun.command_line import command_line, meeting_places
 
 SUITE = ["acceptance/"]
 CPU = ["--gpucluster-device=cpu"]
@@ -47,3 +47,21 @@ def test_without_dashes_it_is_said_where_pytests_arguments_stand():
 def test_what_pytest_could_not_read_is_said_before_anything_starts():
     with pytest.raises(OptionError, match=r"^PYTEST_ADDOPTS cannot be read: No closing quotation"):
         command_line([], SUITE, {"PYTEST_ADDOPTS": "-k 'a"})
+
+
+@pytest.mark.parametrize(
+    ("launch", "environ", "found"),
+    [
+        ([], {}, {}),
+        (["--nnodes=2", "--master-addr=gpu-06", "--master-port=1"], {}, {"--master-addr": "gpu-06"}),
+        (["--master_addr", "gpu-06"], {}, {"--master-addr": "gpu-06"}),
+        (["--rdzv-endpoint=gpu-06:29400"], {}, {"--rdzv-endpoint": "gpu-06"}),
+        (["--rdzv-endpoint", "[fd00::6]:29400"], {}, {"--rdzv-endpoint": "fd00::6"}),
+        (["--master-addr=::1"], {}, {"--master-addr": "::1"}),
+        ([], {"PET_MASTER_ADDR": "gpu-06"}, {"--master-addr": "gpu-06"}),
+        (["--master-addr=gpu-07"], {"PET_MASTER_ADDR": "gpu-06"}, {"--master-addr": "gpu-07"}),
+        (["--standalone", "--master-addr=gpu-06"], {}, {}),
+    ],
+)
+def test_where_the_agents_meet_is_read_as_torchrun_reads_it(launch, environ, found):
+    assert meeting_places(launch, environ) == found

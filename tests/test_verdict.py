@@ -21,15 +21,13 @@ TOPOLOGY = "2 nodes, 16 ranks, as expected (2x8xH100)"
 LOST = (11, "rank 3 is lost")
 
 
-def result(
-    name: str, outcome: str, message: str = "", *, criterion: bool = True, applicable: bool = True
-) -> TestResult:
+def result(name: str, outcome: str, message: str = "", *, criterion: bool = True, **more: bool) -> TestResult:
     return TestResult(
         nodeid=f"acceptance/test_it.py::test_{name}",
         criterion=name if criterion else None,
         outcome=outcome,
         message=message,
-        applicable=applicable,
+        **more,
     )
 
 
@@ -191,3 +189,44 @@ def test_what_passed_only_when_run_again_is_named() -> None:
 
 def test_a_rehearsal_says_when_only_a_selection_ran() -> None:
     assert verdict(PASSED, rehearsal=True, selection=True).reason.endswith("only a selection ran")
+
+
+INVENTORY, COMPUTES = result("inventory", "passed"), result("gpu.compute", "passed")
+TINY = result("lora_tiny", "skipped", "too slow to rehearse here: x", too_slow=True)
+FSDP = result("fsdp", "passed")
+
+
+@pytest.mark.parametrize(
+    ("results", "word", "code"),
+    [
+        pytest.param([INVENTORY, COMPUTES, FSDP, TINY], REHEARSED, 0, id="another one of the group has passed"),
+        pytest.param([INVENTORY, COMPUTES, PASSED, TINY], INCOMPLETE, 10, id="none of the group has"),
+        pytest.param([COMPUTES, FSDP, TINY], INCOMPLETE, 10, id="without the inventory"),
+        pytest.param([INVENTORY, FSDP, TINY], INCOMPLETE, 10, id="without a verified product"),
+        pytest.param(
+            [INVENTORY, COMPUTES, result("of_this_site", "skipped", too_slow=True), FSDP],
+            INCOMPLETE,
+            10,
+            id="a criterion of no group",
+        ),
+        pytest.param([INVENTORY, COMPUTES, FSDP, TINY, SKIPPED], INCOMPLETE, 10, id="and another one was skipped"),
+        pytest.param([INVENTORY, COMPUTES, FSDP, TINY, BROKE], BROKEN, 11, id="and another one broke"),
+        pytest.param([INVENTORY, COMPUTES, FSDP, TINY, FAILED], REJECTED, 1, id="and another one failed"),
+        pytest.param([TINY], INCOMPLETE, 10, id="alone"),
+    ],
+)
+def test_a_rehearsal_that_was_too_slow_in_part_needs_the_rest(results: list[TestResult], word: str, code: int) -> None:
+    found = verdict(*results, rehearsal=True)
+    assert (found.word, found.exit) == (word, code)
+
+
+def test_what_was_too_slow_is_counted_and_named() -> None:
+    assert "3 passed, 1 too slow to rehearse here" in verdict(INVENTORY, COMPUTES, FSDP, TINY, rehearsal=True).reason
+    assert "lora_tiny" in verdict(INVENTORY, COMPUTES, TINY, rehearsal=True).reason
+
+
+def test_what_was_too_slow_is_missed_where_it_is_required_or_on_a_gpu() -> None:
+    found = verdict(INVENTORY, COMPUTES, FSDP, TINY, rehearsal=True, required=["lora_tiny"])
+    assert (found.word, found.exit) == (INCOMPLETE, 10)
+    found = verdict(INVENTORY, COMPUTES, FSDP, TINY)
+    assert (found.word, found.exit) == (INCOMPLETE, 10)

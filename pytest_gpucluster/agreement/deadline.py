@@ -17,7 +17,10 @@ ANSWER_SECONDS = 1.0
 
 
 class Deadline:
-    """The steps after a missed deadline, one at each look of rank 0's watcher; none of them blocks."""
+    """The steps after a missed deadline, one at each look of rank 0's watcher; none of them blocks.
+
+    In a rehearsal on cpu it is told apart whether the ranks hang, or are only too slow.
+    """
 
     def __init__(
         self,
@@ -27,6 +30,7 @@ class Deadline:
         names: Mapping[int, str],
         stuck_seconds: float,
         end_at_once: Callable[[Ending], None],
+        rehearsal: bool = False,
     ) -> None:
         self._store = store
         self._vitals = vitals
@@ -34,6 +38,7 @@ class Deadline:
         self._names = names
         self._stuck_seconds = stuck_seconds
         self._end_at_once = end_at_once
+        self._rehearsal = rehearsal
 
     def hold(self, phase: WatchedPhase) -> None:
         """Past the deadline find out where everyone is, name the culprits, release, and give up at last."""
@@ -72,10 +77,16 @@ class Deadline:
             for rank in answered
         }
         silent = {rank: self._vitals.describe_silence(rank) for rank in missing if rank not in answered}
-        found = diagnosis.culprits(wheres, silent, missing=missing)
+        found: dict[int, diagnosis.Culprit] = {}
+        if self._rehearsal:
+            phase.too_slow = diagnosis.too_slow(
+                wheres, silent, missing=missing, deadline_seconds=phase.deadline_seconds
+            )
+        if not phase.too_slow:
+            found = diagnosis.culprits(wheres, silent, missing=missing)
         # Here at once: the ranks may answer before this rank has read its own event.
         phase.culprits = found
-        reason = f"not finished within {phase.deadline_seconds:g} s"
+        reason = phase.too_slow or f"not finished within {phase.deadline_seconds:g} s"
         if found:
             reason += "; " + "; ".join(f"{self._names[rank]} {c.message}" for rank, c in list(found.items())[:3])
         events.post(

@@ -8,7 +8,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pytest_gpucluster.wording import rank_ranges
@@ -29,16 +29,24 @@ class Operation:
     sequence: int
     name: str
     pending: bool
+    since_ns: int | None = field(default=None, compare=False)
+    """When this rank has entered it, by its wall clock; None where no recorder has it, and where it has travelled."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """Where a rank is: its main thread's Python stack and its last collectives."""
+    """Where a rank is: its main thread's Python stack and its last collectives.
+
+    ``computes`` and ``waits_seconds``, how long it has been in the oldest collective that it has not left, are known in
+    a rehearsal on cpu only. The latter is None where it waits in none, or where the flight recorder does not have it.
+    """
 
     rank: int
     arrived: bool
     stack: str
     operations: Sequence[Operation] = ()
+    computes: bool = False
+    waits_seconds: float | None = None
 
     @property
     def pending(self) -> list[Operation]:
@@ -55,6 +63,8 @@ class Where:
             "arrived": self.arrived,
             "stack": self.stack,
             "operations": [[o.group, o.sequence, o.name, o.pending] for o in self.operations],
+            "computes": self.computes,
+            "waits_seconds": self.waits_seconds,
         }
 
     @classmethod
@@ -64,7 +74,14 @@ class Where:
             Operation(group=group, sequence=sequence, name=name, pending=pending)
             for group, sequence, name, pending in body["operations"]
         ]
-        return cls(rank=rank, arrived=body["arrived"], stack=body["stack"], operations=operations)
+        return cls(
+            rank=rank,
+            arrived=body["arrived"],
+            stack=body["stack"],
+            operations=operations,
+            computes=body.get("computes", False),
+            waits_seconds=body.get("waits_seconds"),
+        )
 
     def describe(self) -> str:
         """Return the collectives and the stack as text for a report."""
@@ -115,6 +132,7 @@ def recorded_operations(since_ns: int) -> list[Operation]:
             sequence=int(entry["collective_seq_id"] or entry.get("p2p_seq_id") or 0),
             name=entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
             pending=not entry["retired"] and entry["state"] != "completed",
+            since_ns=entry["time_created_ns"],
         )
         for entry in entries
         if entry["time_created_ns"] >= since_ns
@@ -157,6 +175,35 @@ def unrecorded_operations() -> list[Operation]:
     inside = [entry for entry in traceback.extract_stack(frame)[-8:] if "/torch/distributed/" in entry.filename]
     names = [entry.name for entry in inside if not entry.name.startswith(("wrapper", "_"))]
     return [Operation(group="unrecorded", sequence=1, name=names[-1], pending=True)] if names else []
+
+
+def too_slow(
+    wheres: Mapping[int, Where], silent: Mapping[int, str], *, missing: Sequence[int], deadline_seconds: float
+) -> str:
+    """Return why a phase that did not end in time is only slow, or nothing where it hangs, or may hang.
+
+    It is slow if each rank that has not finished answers, and computes, or waits in a collective that was entered
+    within the last quarter of the time; and one of them computes. A rank that waits in a collective for longer, or in
+    what no recorder knows, tells of a hang, whatever the others do.
+
+    Args:
+        wheres: every rank that answered.
+        silent: rank -> state of its process, for those that did not answer.
+        missing: the ranks that have not finished the phase.
+        deadline_seconds: how long the phase may have taken.
+    """
+    if silent or not missing or not all(rank in wheres for rank in missing):
+        return ""
+    for where in (wheres[rank] for rank in missing):
+        if where.pending and (where.waits_seconds is None or where.waits_seconds > deadline_seconds / 4):
+            return ""
+        if not where.pending and not where.computes:
+            return ""
+    if not any(wheres[rank].computes for rank in missing):
+        return ""
+    entered = max((operation.sequence for rank in missing for operation in wheres[rank].operations), default=0)
+    going = f" and its collectives go on ({entered} entered)" if entered else ""
+    return f"not finished within {deadline_seconds:g} s, while it computes{going}"
 
 
 @dataclass(frozen=True, kw_only=True)

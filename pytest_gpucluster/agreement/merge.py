@@ -17,8 +17,8 @@ class RankOutcome:
     """How a phase ended on one rank.
 
     ``outcome`` is passed, failed (a verdict about the hardware), error (the run or its environment broke), skipped,
-    released (ended by us because of a peer), cut (a peer was gone from a collective), hung or lost. ``message`` is one
-    line, ``text`` the whole failure.
+    released (ended by us because of a peer), slow (ended by us, in a rehearsal on cpu, for it takes too long), cut (a
+    peer was gone from a collective), hung or lost. ``message`` is one line, ``text`` the whole failure.
     """
 
     rank: int
@@ -73,6 +73,8 @@ class Merged:
     """Ranks may have been left in different places: the process group must be made anew."""
     table: str = ""
     """What was measured, for the terminal; reports make their own from the journal."""
+    too_slow: bool = False
+    """It is skipped because this machine is too slow for a rehearsal."""
     judged: bool = False
     """The text has what pytest's own traceback lacks: the judgement on the measurements, or a fault that was counted
     beside the failure."""
@@ -91,6 +93,9 @@ def merge(outcomes: Sequence[RankOutcome], names: Mapping[int, str], *, unfinish
     bad = [o for o in outcomes if o.outcome in ("failed", "error", "hung", "lost")]
     skipped = [o for o in outcomes if o.outcome == "skipped"]
     ranks = [{"rank": o.rank, "outcome": o.outcome, "message": o.message} for o in outcomes if o.outcome != "passed"]
+    slow = _of(outcomes, "slow")
+    if not bad and slow:
+        return rehearsed_too_slowly(slow[0].message, released=_ranks_of(outcomes, "slow"), ranks=ranks)
     if not bad and skipped and len(skipped) < len(outcomes):
         return _disagreeing_skip(skipped, outcomes, names, ranks)
     if not bad and not released:
@@ -131,9 +136,29 @@ def merge(outcomes: Sequence[RankOutcome], names: Mapping[int, str], *, unfinish
     )
 
 
+def rehearsed_too_slowly(why: str, *, released: Sequence[int] = (), ranks: Sequence[Mapping[str, Any]] = ()) -> Merged:
+    """Return the outcome of a test that this machine is too slow for, in a rehearsal on cpu: skipped, and counted.
+
+    Args:
+        why: what has not come to its end, in one line.
+        released: the ranks that were ended before they had finished.
+        ranks: how each rank has ended that has not passed.
+    """
+    message = f"too slow to rehearse here: {why}"
+    return Merged(
+        outcome="skipped",
+        message=first_line(message),
+        text=message,
+        released=released,
+        ranks=ranks,
+        dirty=bool(released),
+        too_slow=True,
+    )
+
+
 def _cut_explained(outcomes: Sequence[RankOutcome]) -> Sequence[RankOutcome]:
     """A rank whose peer was gone suffers from what happened to that peer. If nobody knows of that, it is the error."""
-    explained = any(o.outcome in ("failed", "error", "hung", "lost", "skipped") for o in outcomes)
+    explained = any(o.outcome in ("failed", "error", "hung", "lost", "skipped", "slow") for o in outcomes)
     outcome = "released" if explained else "error"
     return [replace(o, outcome=outcome) if o.outcome == "cut" else o for o in outcomes]
 

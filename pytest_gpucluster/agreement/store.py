@@ -130,8 +130,7 @@ def connect(facts: RankFacts, *, timeout_seconds: float) -> Stores:
         first = next(iter(str(error).splitlines()), "")
         raise StoreError(
             f"rank {facts.rank} on {facts.hostname}: no store answers at {address} within {timeout_seconds:g} s "
-            f"({first}). Check that MASTER_ADDR and MASTER_PORT name the first node as the other nodes can reach it, "
-            f"and that no firewall lies between (launcher: {facts.launcher})"
+            f"({first}). {_what_to_check(facts)} (launcher: {facts.launcher})"
         ) from error
     return Stores(
         main=main,
@@ -140,6 +139,15 @@ def connect(facts: RankFacts, *, timeout_seconds: float) -> Stores:
         # Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, kStoreDumpKey, on the store below all prefixes.
         after_abort=lambda: tcp.delete_key("exception_dump"),
         connect_seconds=time.monotonic() - begin,
+    )
+
+
+def _what_to_check(facts: RankFacts) -> str:
+    if facts.nnodes == 1:
+        return "All ranks are on this node: check that rank 0 has started, and that all were given the same MASTER_PORT"
+    return (
+        "Check that MASTER_ADDR and MASTER_PORT name the first node as the other nodes can reach it, and that no "
+        "firewall lies between"
     )
 
 

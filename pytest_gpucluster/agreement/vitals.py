@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,6 +21,9 @@ _STATES = {
     "t": "stopped by a debugger",
     "Z": "dead, not yet reaped",
 }
+
+
+_LOOKS = 5
 
 
 def start_time(pid: int) -> int | None:
@@ -38,6 +42,43 @@ def process_state(pid: int) -> str:
     except OSError:
         return "gone"
     return f"{letter}: {_STATES.get(letter, 'unknown state')}"
+
+
+def computes(seconds: float = 0.25) -> bool:
+    """Tell whether this process or one of its descendants uses a CPU, the calling thread left out.
+
+    It does if one of their threads is running or waits for a CPU in most of five looks, or if all of them together
+    have used a tenth of the time.
+
+    Args:
+        seconds: how long to look; the caller waits so long.
+
+    Source: proc(5), stat fields 3, 4, 14 and 15.
+    """
+    own = threading.get_native_id()
+    before = _threads(own)
+    ready = 0
+    for _ in range(_LOOKS):
+        time.sleep(seconds / _LOOKS)
+        after = _threads(own)
+        ready += any(state == "R" for state, _ in after.values())
+    ticks = sum(used - before[thread][1] for thread, (_, used) in after.items() if thread in before)
+    return 2 * ready > _LOOKS or ticks / os.sysconf("SC_CLK_TCK") >= 0.1 * seconds
+
+
+def _threads(own: int) -> dict[int, tuple[str, int]]:
+    """Return state and used clock ticks of every thread of this process and its descendants, but ``own``."""
+    found: dict[int, tuple[str, int]] = {}
+    waiting = [os.getpid()]
+    while waiting:
+        tasks = Path(f"/proc/{waiting.pop()}/task")
+        for task in tasks.iterdir() if tasks.is_dir() else ():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                fields = (task / "stat").read_text().rpartition(")")[2].split()
+                if int(task.name) != own:
+                    found[int(task.name)] = fields[0], int(fields[11]) + int(fields[12])
+                waiting += [int(pid) for pid in (task / "children").read_text().split()]
+    return found
 
 
 class Siblings:

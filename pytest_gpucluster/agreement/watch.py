@@ -25,7 +25,7 @@ from pytest_gpucluster.agreement.release import Releaser
 from pytest_gpucluster.agreement.release.python import PythonReleaser
 from pytest_gpucluster.agreement.signals import WakeupPipe
 from pytest_gpucluster.agreement.store import Store
-from pytest_gpucluster.agreement.vitals import Vitals
+from pytest_gpucluster.agreement.vitals import Vitals, computes
 from pytest_gpucluster.agreement.watched_phase import WatchedPhase
 from pytest_gpucluster.launch import RankFacts
 
@@ -69,6 +69,7 @@ class Watch:
         on_ending: Callable[[Ending], None],
         on_beat: Callable[[], None],
         on_overtime: Callable[[Ending], None],
+        rehearsal: bool = False,
     ) -> None:
         self.ending: Ending | None = None
         self.python = PythonReleaser()
@@ -95,7 +96,9 @@ class Watch:
             names=names,
             stuck_seconds=timeouts.stuck,
             end_at_once=self._end_at_once,
+            rehearsal=rehearsal,
         )
+        self._rehearsal = rehearsal
         self._parent = os.getppid()
         self._lost: set[int] = set()
         self._ending_since = 0.0
@@ -156,6 +159,11 @@ class Watch:
         """Return the ranks found to hold the others up in a phase (rank 0's watcher knows)."""
         with self._lock:
             return dict(self._phase.culprits) if self._phase.number == number else {}
+
+    def too_slow(self, number: int) -> str:
+        """Return why a phase is only slow, in a rehearsal on cpu; else nothing (rank 0's watcher knows)."""
+        with self._lock:
+            return self._phase.too_slow if self._phase.number == number else ""
 
     def unreleasable(self, number: int) -> bool:
         """Tell whether a rank could not be released in a phase: the run cannot go on."""
@@ -329,11 +337,15 @@ class Watch:
             self._release(phase, event["reason"])
 
     def _say_where(self, number: int, phase: WatchedPhase) -> None:
+        operations = self._operations(phase)
+        since = [operation.since_ns for operation in operations if operation.pending and operation.since_ns]
         where = diagnosis.Where(
             rank=self._facts.rank,
             arrived=not phase.in_body,
             stack=diagnosis.main_thread_stack(),
-            operations=self._operations(phase),
+            operations=operations,
+            computes=self._rehearsal and phase.in_body and computes(),
+            waits_seconds=(time.time_ns() - min(since)) / 1e9 if since else None,
         )
         self._store.set(f"where/{number}/{self._facts.rank}", json.dumps(where.to_json()))
 

@@ -26,6 +26,8 @@ class WatchedPhase:
     overdue_since: float | None = None
     released_since: float | None = None
     culprits: dict[int, Culprit] = field(default_factory=dict)
+    too_slow: str = ""
+    """Why it is only slow, in a rehearsal: nobody is to blame. Rank 0 knows."""
     stuck: bool = False
     """A rank could not be released from it."""
 

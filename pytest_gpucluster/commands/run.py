@@ -44,6 +44,7 @@ RUN_EXIT_CODES = (
     "     a verdict\n"
 )
 
+_REACHABLE = "Give the address of the first node as the other nodes reach it, the same on every node"
 _AGENT = "pytest_gpucluster.torchrun.agent"
 _PASSED_ON = {
     signal.SIGINT: signal.SIGINT,
@@ -67,14 +68,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run torchrun to its end, and return pytest's exit code."""
     # Imported here, so that --help answers at once.
+    from pytest_gpucluster.agreement.address import why_unknown
     from pytest_gpucluster.torchrun.account import Account
-    from pytest_gpucluster.torchrun.command_line import command_line
+    from pytest_gpucluster.torchrun.command_line import command_line, meeting_places
     from pytest_gpucluster.torchrun.conclusion import conclude
 
     try:
         line = command_line(options.for_others, options.passed_on, os.environ)
     except OptionError as error:
         return complain(str(error), USAGE)
+    for option, host in meeting_places(options.for_others, os.environ).items():
+        why = why_unknown(host)  # torchrun would try for minutes
+        if why is not None:
+            return complain(f"{option}: {host} does not resolve on this host: {why}. {_REACHABLE}", USAGE)
     if line.remark:
         _say(line.remark)
     with tempfile.TemporaryDirectory(prefix="gpucluster-run-", ignore_cleanup_errors=True) as name:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ _RANKS_VARIABLE = "PET_NPROC_PER_NODE"
 _DEVICE, _DEVICE_VARIABLE = "--gpucluster-device", "GPUCLUSTER_DEVICE"
 _PYTEST_VARIABLE = "PYTEST_ADDOPTS"
 """pytest takes more arguments from it, and before its own. Source: pytest's reference, "Environment Variables"."""
+_MEETING_PLACES = ("--master-addr", "--rdzv-endpoint")
 _OURS = ("-m", "--module", "--no-python", "--run-path")
 """Options of torchrun that say what is run, which is pytest here."""
 REHEARSING_RANKS = 2
@@ -53,6 +55,31 @@ def command_line(launch: Sequence[str], pytest: Sequence[str], environ: Mapping[
         )
     ranks, remark = _ranks(launch, pytest, environ)
     return CommandLine(arguments=(*ranks, *launch, "-m", "pytest", *pytest), remark=remark)
+
+
+def meeting_places(launch: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return option -> host of each option by which torchrun is told where its agents meet; none with ``--standalone``.
+
+    Args:
+        launch: options for torchrun.
+        environ: the environment, in which each may have a default.
+    """
+    if "--standalone" in launch:
+        return {}
+    found: dict[str, str] = {}
+    for option in _MEETING_PLACES:
+        name = f"PET_{option.removeprefix('--').replace('-', '_').upper()}"
+        given = environ.get(name, "")
+        for word, following in zip(launch, [*launch, ""][1:], strict=True):
+            key, equals, value = word.partition("=")
+            if key.replace("_", "-") == option:
+                given = value if equals else following
+        # host, host:port or [address of IPv6]:port
+        bracketed = re.fullmatch(r"\[([^]]*)\](:\d+)?", given)
+        host = bracketed[1] if bracketed else given.rpartition(":")[0] if given.count(":") == 1 else given
+        if host:
+            found[option] = host
+    return found
 
 
 def _ranks(launch: Sequence[str], pytest: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str], str]:

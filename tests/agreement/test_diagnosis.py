@@ -28,6 +28,53 @@ def at(rank: int, *operations: Operation, arrived: bool = False, stack: str = ST
     return Where(rank=rank, arrived=arrived, stack=stack, operations=operations)
 
 
+def slow(*wheres: Where, missing: list[int], silent: dict[int, str] | None = None) -> str:
+    return diagnosis.too_slow(
+        {where.rank: where for where in wheres}, silent or {}, missing=missing, deadline_seconds=60.0
+    )
+
+
+def busy(rank: int, *operations: Operation, waits: float | None = None, computes: bool = True) -> Where:
+    return Where(rank=rank, arrived=False, stack=STACK, operations=operations, computes=computes, waits_seconds=waits)
+
+
+DONE, WAITS = op(4, pending=False), op(5)
+
+
+@pytest.mark.parametrize(
+    ("wheres", "missing"),
+    [
+        pytest.param([busy(0), busy(1)], [0, 1], id="all compute, without a collective"),
+        pytest.param([busy(0, DONE), busy(1, DONE)], [0, 1], id="all compute between collectives"),
+        pytest.param(
+            [busy(0, DONE), busy(1, DONE, WAITS, waits=0.3, computes=False)], [0, 1], id="one waits since just now"
+        ),
+        pytest.param([busy(0, WAITS, waits=2.0), busy(1, WAITS, waits=2.0)], [0, 1], id="in a collective of 2 s"),
+        pytest.param([busy(0), at(1, arrived=True)], [0], id="one has finished"),
+    ],
+)
+def test_ranks_that_compute_and_whose_collectives_go_on_are_only_slow(wheres: list[Where], missing: list[int]) -> None:
+    assert slow(*wheres, missing=missing)
+
+
+@pytest.mark.parametrize(
+    ("wheres", "missing", "silent"),
+    [
+        pytest.param([at(0), busy(1)], [0, 1], {}, id="one neither computes nor waits for a collective"),
+        pytest.param([busy(0), busy(1, WAITS, waits=40.0)], [0, 1], {}, id="one waits for long, as for a busy loop"),
+        pytest.param([busy(0, WAITS), busy(1)], [0, 1], {}, id="nothing tells how long it waits"),
+        pytest.param(
+            [busy(rank, WAITS, waits=0.3, computes=False) for rank in (0, 1)], [0, 1], {}, id="all wait, none computes"
+        ),
+        pytest.param([busy(0)], [0, 1], {1: "T: stopped"}, id="one does not answer"),
+        pytest.param([busy(0)], [0, 1], {}, id="of one nothing is known"),
+        pytest.param([busy(0)], [], {}, id="none is missing"),
+    ],
+)
+def test_what_may_be_a_hang_is_not_slow(wheres: list[Where], missing: list[int], silent: dict[int, str]) -> None:
+    assert slow(*wheres, missing=missing, silent=silent) == ""
+
+
 def blamed(*wheres: Where, missing: list[int], silent: dict[int, str] | None = None) -> dict[int, str]:
     found = culprits({where.rank: where for where in wheres}, silent or {}, missing=missing)
     return {rank: culprit.message for rank, culprit in found.items()}

@@ -39,6 +39,12 @@ def world(*kinds: str) -> list[RankOutcome]:
         pytest.param(["skipped", "passed"], "error", [0], [], id="one skips alone"),
         pytest.param(["skipped", "released"], "error", [0], [1], id="one skips, the other waited for it"),
         pytest.param(["skipped", "failed"], "failed", [1], [], id="a failure tells more than a skip"),
+        pytest.param(["slow", "passed"], "skipped", [], [0], id="one is too slow for a rehearsal"),
+        pytest.param(
+            ["slow", "cut"], "skipped", [], [0], id="one is too slow, and its peer was cut off by its release"
+        ),
+        pytest.param(["slow", "failed"], "failed", [1], [], id="a failure tells more than slowness"),
+        pytest.param(["slow", "hung"], "error", [1], [], id="and so does a hang"),
     ],
 )
 def test_the_ranks_outcomes_become_one(

@@ -199,15 +199,22 @@ def facts(**changes: Any) -> RankFacts:
     return RankFacts(**{**{name: getattr(FACTS, name) for name in FACTS.__dataclass_fields__}, **changes})
 
 
-def test_an_address_that_does_not_answer_is_named_with_the_rank_and_the_way_out() -> None:
+@pytest.mark.parametrize(
+    ("nnodes", "advice"),
+    [
+        (1, "All ranks are on this node: check that rank 0 has started, and that all were given the same MASTER_PORT"),
+        (2, "Check that MASTER_ADDR and MASTER_PORT name the first node"),
+    ],
+)
+def test_an_address_that_does_not_answer_is_named_with_the_rank_and_the_way_out(nnodes: int, advice: str) -> None:
     port = closed_port()
     begin = time.perf_counter()
     with pytest.raises(StoreError) as caught:
-        connect(facts(master_port=port), timeout_seconds=0.5)
+        connect(facts(master_port=port, nnodes=nnodes), timeout_seconds=0.5)
     assert time.perf_counter() - begin < 10.0
     message = str(caught.value)
     assert message.startswith(f"rank 1 on gpu-07: no store answers at 127.0.0.1:{port} within 0.5 s (")
-    assert "Check that MASTER_ADDR and MASTER_PORT name the first node" in message
+    assert advice in message
     assert message.endswith("(launcher: torchrun)")
     assert "\n" not in message
 

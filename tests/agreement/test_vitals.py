@@ -5,6 +5,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from pytest_gpucluster.agreement import vitals
-from pytest_gpucluster.agreement.vitals import Heartbeats, Siblings, process_state, start_time
+from pytest_gpucluster.agreement.vitals import Heartbeats, Siblings, computes, process_state, start_time
 
 DEADLINE_SECONDS = 20.0
 
@@ -210,3 +211,28 @@ def test_a_heartbeat_counts_from_when_it_last_changed(monkeypatch: pytest.Monkey
     assert (beats.silent_for(1), beats.silent_for(2)) == (5, 1)
     beats.update({1: b"0"})
     assert beats.silent_for(1) == 0, "a beat is a change, whatever the other clock says"
+
+
+def test_a_process_that_waits_does_not_compute(child: subprocess.Popen[bytes]) -> None:
+    assert not computes()
+
+
+def test_a_thread_or_a_child_that_computes_is_seen() -> None:
+    ended = threading.Event()
+    busy = threading.Thread(target=lambda: [None for _ in iter(ended.is_set, True)])
+    busy.start()
+    try:
+        assert computes()
+    finally:
+        ended.set()
+        busy.join()
+    shell = subprocess.Popen(["sh", "-c", "while :; do :; done & wait"], start_new_session=True)
+    try:
+        until(computes)  # the shell has to start its own child first
+    finally:
+        os.killpg(shell.pid, signal.SIGKILL)
+        shell.wait()
+
+
+def test_the_thread_that_asks_is_left_out() -> None:
+    assert not computes(0.05)

@@ -159,3 +159,9 @@ def test_options_of_torchrun_are_not_looked_into():
     options = cli.parse(["run", "--nnodes", "2", "--rdzv-conf=a=1", "-t", "3", "--", "-k", "a", "--", "b"])
     assert options.for_others == ["--nnodes", "2", "--rdzv-conf=a=1", "-t", "3"]
     assert options.passed_on == ["-k", "a", "--", "b"]
+
+
+def test_a_place_to_meet_that_does_not_resolve_is_wrong_usage_before_torchrun_starts(capsys, monkeypatch):
+    monkeypatch.setattr(run_command._Passing, "start", lambda *_: pytest.fail("torchrun was started"))
+    assert cli.main(["run", "--nnodes=2", "--master-addr=no-such-host.invalid", "--", "acceptance/"]) == 2
+    assert "--master-addr: no-such-host.invalid does not resolve" in capsys.readouterr().err

@@ -1,0 +1,181 @@
+"""The name of the store's host is looked up first, for a few seconds at most, and what is not known is told."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pytest_gpucluster.agreement import address
+from pytest_gpucluster.errors import LaunchError, UsageProblem
+from pytest_gpucluster.launch import Launcher, RankFacts
+
+FACTS = RankFacts(
+    rank=0,
+    world_size=2,
+    local_rank=0,
+    local_world_size=1,
+    node_rank=0,
+    nnodes=2,
+    hostname="gpu-07",
+    launcher="slurm",
+    run_id="a1",
+    master_addr="gpu-06",
+    master_port=29500,
+    master_addr_from="the first of SLURM_STEP_NODELIST",
+)
+FOUND: list[Any] = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.6", 29500))]
+UNKNOWN = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+LATER = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+
+class Resolver:
+    """Gives one answer after the other, the last one again and again."""
+
+    def __init__(self, *answers: Exception | list[Any] | Callable[[], Any]) -> None:
+        self._answers = list(answers)
+        self.asked: list[tuple[Any, ...]] = []
+
+    def __call__(self, *question: Any, **_: Any) -> Any:
+        self.asked.append(question)
+        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer() if callable(answer) else answer
+
+
+@pytest.fixture
+def resolver(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Resolver]:
+    """Put a resolver in place of the host's."""
+
+    def put(*answers: Any, seconds: float = 20.0) -> Resolver:
+        made = Resolver(*answers)
+        monkeypatch.setattr(socket, "getaddrinfo", made)
+        monkeypatch.setattr(address, "LOOKUP_SECONDS", seconds)
+        monkeypatch.setattr(address, "_AGAIN_SECONDS", 0.01)
+        monkeypatch.setattr(address, "_REPORT_SECONDS", 0.0)
+        return made
+
+    return put
+
+
+@pytest.fixture
+def hang() -> Iterator[Callable[[], Any]]:
+    """What a resolver does that gives no answer, until the test is over."""
+    over = threading.Event()
+    yield lambda: over.wait(60) and FOUND
+    over.set()
+
+
+def refused(facts: RankFacts = FACTS) -> str:
+    with pytest.raises(LaunchError) as caught:
+        address.require_known(facts)
+    assert isinstance(caught.value, UsageProblem)
+    return str(caught.value)
+
+
+def test_a_name_that_resolves_is_looked_up_once(resolver: Callable[..., Resolver]) -> None:
+    answers = resolver(FOUND)
+    address.require_known(FACTS)
+    assert answers.asked == [("gpu-06", None)]
+
+
+def test_a_single_process_looks_up_nothing(resolver: Callable[..., Resolver]) -> None:
+    answers = resolver(UNKNOWN)
+    address.require_known(replace(FACTS, world_size=1, nnodes=1, launcher="single", master_addr=None))
+    assert answers.asked == []
+
+
+def test_a_name_that_does_not_resolve_is_told_at_once(resolver: Callable[..., Resolver]) -> None:
+    answers = resolver(UNKNOWN)
+    text = refused()
+    assert len(answers.asked) == 1
+    assert text.splitlines()[0] == (
+        "rank 0 on gpu-07: gpu-06, where the ranks are to meet (the first of SLURM_STEP_NODELIST), does not resolve: "
+        f"{UNKNOWN}"
+    )
+    assert "found: slurm started 2 ranks on 2 nodes" in text
+    assert "what to do: `export MASTER_ADDR=<address of the first node as the other nodes reach it>`" in text
+
+
+def test_a_temporary_failure_is_asked_again(resolver: Callable[..., Resolver]) -> None:
+    answers = resolver(LATER, LATER, FOUND)
+    address.require_known(FACTS)
+    assert len(answers.asked) == 3
+
+
+def test_a_temporary_failure_that_stays_is_told_when_the_time_is_over(resolver: Callable[..., Resolver]) -> None:
+    answers = resolver(LATER, seconds=0.1)
+    assert f"does not resolve: {LATER}" in refused()
+    assert len(answers.asked) > 1
+
+
+def test_a_pods_name_may_become_known_a_little_later(resolver: Callable[..., Resolver]) -> None:
+    answers = resolver(UNKNOWN, UNKNOWN, FOUND)
+    address.require_known(replace(FACTS, launcher="kubernetes"))
+    assert len(answers.asked) == 3
+
+
+def test_a_resolver_without_an_answer_is_not_waited_for(
+    resolver: Callable[..., Resolver], hang: Callable[[], Any]
+) -> None:
+    resolver(hang, seconds=0.2)
+    begin = time.perf_counter()
+    assert "does not resolve: no answer within 0.2 s" in refused()
+    assert time.perf_counter() - begin < 20.0
+
+
+def test_a_resolver_that_stops_to_answer_is_told_by_its_last_answer(
+    resolver: Callable[..., Resolver], hang: Callable[[], Any]
+) -> None:
+    resolver(LATER, hang, seconds=0.2)
+    assert f"does not resolve: {LATER}" in refused()
+
+
+def test_what_is_no_host_name_is_told_as_such() -> None:
+    assert "gpu..06, where the ranks are to meet" in refused(replace(FACTS, master_addr="gpu..06"))
+
+
+@pytest.mark.parametrize("literal", ["10.0.0.6", "fd00::6"])
+def test_an_address_needs_no_resolver(literal: str) -> None:
+    address.require_known(replace(FACTS, master_addr=literal))
+
+
+@pytest.mark.parametrize(
+    ("launcher", "way"),
+    [
+        ("torchrun", "torchrun with --master-addr=<address of the first node as the other nodes reach it>"),
+        ("torchrun", "With --rdzv-endpoint the agents choose the address: give each its own by --local-addr="),
+        ("slurm", "before srun, which passes it on"),
+        ("openmpi", "mpirun -x MASTER_ADDR"),
+        ("kubernetes", "`until getent hosts $MASTER_ADDR; do sleep 1; done`"),
+    ],
+)
+def test_the_way_out_is_that_of_the_launcher(resolver: Callable[..., Resolver], launcher: Launcher, way: str) -> None:
+    resolver(UNKNOWN, seconds=0.1)
+    assert way in refused(replace(FACTS, launcher=launcher)).partition("what to do: ")[2]
+
+
+def test_other_ranks_end_after_rank_0_which_has_a_report_to_write(
+    resolver: Callable[..., Resolver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolver(UNKNOWN)
+    slept: list[float] = []
+    monkeypatch.setattr(address, "_REPORT_SECONDS", 3.0)
+    monkeypatch.setattr(time, "sleep", slept.append)
+    refused()
+    assert slept == []
+    assert refused(replace(FACTS, rank=1)).startswith("rank 1 on gpu-07: ")
+    assert slept == [3.0]
+
+
+def test_the_lookup_needs_no_torch() -> None:
+    program = "import sys, pytest_gpucluster.agreement.address; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
