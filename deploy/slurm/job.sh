@@ -60,15 +60,26 @@ begin_job() {
 #
 # --cpu-bind=none: a task is all ranks of its node, and may use every CPU that the step has. --wait=0 and
 # --kill-on-bad-exit=0: tasks may end one after the other; whoever ended the others would cut off what rank 0 still writes.
-# --export=ALL and --mpi=none: whatever the site has as its default. torchrun starts the ranks, no MPI. Source: srun(1).
+# --no-kill: nor does Slurm end the others when a node is lost, so that the run can name it; sbatch's own --no-kill keeps the
+# job and this script, but no step. --export=ALL and --mpi=none: whatever the site has as its default. torchrun starts the
+# ranks, no MPI. Source: srun(1), sbatch(1).
 on_nodes() {
   local options=()
   while [[ $1 != -- ]]; do options+=("$1"); shift; done
   shift
   # Slurm's own number of a job's nodes, not SLURM_NTASKS: sbatch may have been given other tasks.
   srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none \
-    --kill-on-bad-exit=0 --wait=0 --export=ALL --mpi=none "${options[@]}" "${container[@]}" \
+    --kill-on-bad-exit=0 --wait=0 --no-kill --export=ALL --mpi=none "${options[@]}" "${container[@]}" \
     bash -c "$(declare -f "$1"); \"\$@\"" gpucluster-node "$@"
+}
+
+# nodes_left: how many nodes the job still has. One that is lost is taken out of it, and a step for as many as at the start
+# would wait until the time limit for a node that does not come.
+nodes_left() {
+  local told
+  told=$(scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null | grep -oE ' NumNodes=[0-9]+' | head -n 1)
+  told=${told#*=}
+  printf '%s\n' "${told:-$SLURM_JOB_NUM_NODES}"
 }
 
 # On a node: what must be there before ranks are started. What it says lies in the shared folder, which is the proof that
@@ -108,6 +119,8 @@ require_nodes() {
   answers=$(cat "$folder"/nodes/* | sort -u)
   [[ $answers == "pytest-gpucluster "* && $answers != *$'\n'* ]] ||
     broken "the nodes have no suite, or different ones:"$'\n'"$(grep -r . "$folder/nodes")"
+  [[ $(nodes_left) -ge $SLURM_JOB_NUM_NODES ]] ||
+    broken "a node of $SLURM_JOB_NODELIST was lost before the suite could start: sinfo tells which"
 }
 
 # require_gpus [PYTEST OPTION...]: somebody says how many ranks a node has.
@@ -205,8 +218,10 @@ call_suite() {
 # forget_container: at the end of a job in containers. pyxis keeps a named one, all of the image unpacked, on every node,
 # unless the site has set container_scope=job. Source: pyxis, config.c and pyxis_slurmstepd.c (container_scope; the name).
 forget_container() {
-  local container=()
-  on_nodes --overlap --job-name=gpucluster-clean --time=5 -- node_forgets "pyxis_gpucluster-$SLURM_JOB_ID" ||
+  local container=() left
+  left=$(nodes_left)
+  on_nodes --nodes="$left" --ntasks="$left" --overlap --job-name=gpucluster-clean --time=5 -- \
+    node_forgets "pyxis_gpucluster-$SLURM_JOB_ID" ||
     say "a container may be left on a node; there: enroot remove pyxis_gpucluster-$SLURM_JOB_ID" >&2
 }
 

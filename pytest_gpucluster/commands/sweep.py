@@ -34,7 +34,8 @@ more on all nodes together that did not fail. What follows -- goes to pytest (de
 
 _SLURM = """\
 Sweep the nodes of the allocation that this command runs in: one srun a node, then one srun over the survivors. The
-report directory and this folder must be on a file system that all nodes share.
+report directory and this folder must be on a file system that all nodes share. Ask for the allocation with --no-kill:
+else a node that goes down ends the whole job.
 """
 
 _SSH = """\

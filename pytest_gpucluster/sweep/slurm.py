@@ -168,7 +168,8 @@ class Slurm:
         ``--time`` lets Slurm end the step where this process cannot; it counts in minutes, and comes after the
         sweep's own deadline. ``--cpu-bind=none`` gives a task, which is all ranks of its node, every CPU of the step.
         ``--mpi=none``, whatever the site has as its default: torchrun starts the ranks. Tasks may end one after the
-        other: whoever ended the others would cut off the verdict that rank 0 still writes.
+        other: whoever ended the others would cut off the verdict that rank 0 still writes. With ``--no-kill`` the step
+        outlives a node that is lost, so that the run can name it; the job does only if it asked for that, too.
 
         Source: https://slurm.schedmd.com/srun.html.
         """
@@ -176,7 +177,8 @@ class Slurm:
         return [
             *("srun", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"),
             *(f"--nodelist={compress_hostlist(nodes)}", f"--job-name={NAME}", f"--time={minutes}"),
-            *("--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=0", "--export=ALL", "--mpi=none", *self._options),
+            *("--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=0", "--no-kill", "--export=ALL", "--mpi=none"),
+            *self._options,
             *command,
         ]
 

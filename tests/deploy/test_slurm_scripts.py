@@ -47,6 +47,7 @@ case "$*" in
   "show hostnames "*) printf '%s\\n' $FAKE_NODES ;;
   *update*State=DRAIN*) echo "IDLE+DRAIN" >"$FAKES/state"; all="$*"; echo "${all#*Reason=}" >"$FAKES/reason" ;;
   *update*State=UNDRAIN*) echo "IDLE" >"$FAKES/state"; : >"$FAKES/reason" ;;
+  *"show job "*) echo "JobId=4711 BatchHost=n1 NumNodes=${FAKE_LEFT:-2} NumCPUs=8 NumTasks=2" ;;
   *"show node nowhere"*) exit 1 ;;
   *"show node"*) [[ $(<"$FAKES/reason") != *"${FAKE_SILENT:-nothing}"* ]] || exit 1 ;;&
   *"show node"*) echo "NodeName=n1 NodeAddr=10.9.8.7 State=$(cat "$FAKES/state") X=y Reason=$(cat "$FAKES/reason")" ;;
@@ -230,7 +231,7 @@ def test_each_node_is_told_its_number_and_where_all_meet(fakes: Fakes) -> None:
     assert len(steps) == 2
     for line in steps:
         assert line.startswith("--nodes=2 --ntasks=2 --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --wait=0")
-        assert " --export=ALL --mpi=none " in line
+        assert " --no-kill --export=ALL --mpi=none " in line
         assert "--container" not in line
 
 
@@ -260,6 +261,19 @@ def test_a_container_is_asked_for_in_every_step_where_there_is_an_image(fakes: F
         assert " --export=ALL --mpi=none " in line
     refused = fakes.start("acceptance.sbatch", environ={**image, "GPUCLUSTER_REPORT_DIR": f"{fakes.folder}/a,b"})
     assert (refused.returncode, "no comma and no colon" in refused.stderr) == (2, True)
+
+
+def test_a_job_that_has_lost_a_node_starts_no_suite_and_tidies_up_on_those_that_are_left(fakes: Fakes) -> None:
+    (fakes.folder / "bin" / "gpucluster").symlink_to(fakes.venv / "bin" / "gpucluster")
+    image = {"CONTAINER_IMAGE": "image", "GPUCLUSTER_REPORT_DIR": str(fakes.folder / "reports")}
+    done = fakes.start("acceptance.sbatch", environ={**image, "FAKE_LEFT": "1"})
+    assert done.returncode == 11, done.stdout + done.stderr
+    assert "a node of n[1-2] was lost before the suite could start" in done.stderr
+    assert fakes.log("run") == []
+    ready, tidy = [line for line in fakes.log("srun") if line.startswith("--")]
+    # The last one counts: srun would wait for a second node until the time limit.
+    assert ["--nodes=1" in line.split() for line in (ready, tidy)] == [False, True]
+    assert tidy.index("--nodes=1 --ntasks=1") > tidy.index("--nodes=2")
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,8 @@ def test_every_node_runs_alone_and_then_all_together(fake, sweep, tmp_path):
     folder = (tmp_path / "out" / "latest").resolve()
     started = {note["name"]: note["argv"] for note in fake.noted("start")}
     assert sorted(started) == ["gpu-1", "gpu-2", "together"]
-    alike = ["--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=0", "--export=ALL", "--mpi=none", "--gpus-per-node=8"]
+    alike = ["--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=0", "--no-kill", "--export=ALL", "--mpi=none"]
+    alike += ["--gpus-per-node=8"]
     pytest_words = ["-m", "pytest", "acceptance/", "-k", "matmul"]
     assert started["gpu-2"] == [
         *("--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--nodelist=gpu-2", "--job-name=gpucluster-sweep"),
@@ -72,6 +73,7 @@ def test_every_node_runs_alone_and_then_all_together(fake, sweep, tmp_path):
         *("--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=gpu-[1-2]", "--job-name=gpucluster-sweep"),
         "--time=243",
     ]
+    assert joint[6 : 6 + len(alike)] == alike
     script = joint[joint.index("sh") + 2]
     assert joint[joint.index("sh") :] == [
         *("sh", "-c", script, sys.executable, "--nnodes=2", "--nproc-per-node=8", "--master-addr=gpu-1"),
