@@ -154,6 +154,8 @@ def _cell(limit: Limit | None, peak: float | None, letters: _Letters) -> str:
     bounds = [f"{sign} {getattr(limit, name):.6g}" for name, sign in _SIGNS if getattr(limit, name) is not None]
     if peak is not None:
         bounds[0] += f" of {peak:.6g}"
+    if limit.expected is not None:
+        bounds[0] += f", expected {limit.expected:.6g}"
     if limit.expect_transport is not None:
         bounds.append(f"over {' or '.join(limit.expect_transport)}")
     return f"{', '.join(bounds)} ({letters.of(_RATIO.sub('', limit.source))})"

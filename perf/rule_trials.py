@@ -32,6 +32,8 @@ LOOK_SECONDS = 1.0
 
 LIMITS = thresholds.load()
 SKU, METRIC = "H100 SXM", "matmul.bf16.tflops"
+LABELS = {"best_of": "4096, 8192, 16384"}
+"""What the criterion says of its measurement: the limit depends on it."""
 HEALTHY_TFLOPS = 730.97
 """What a healthy H100 SXM reaches: the observation beside the shipped limit."""
 
@@ -159,12 +161,12 @@ def ours(series: Series, level: float) -> bool:
     """Tell whether ``judge`` accepts a GPU whose true median is ``level`` times the shipped limit."""
     limit = shipped_limit().min
     assert limit is not None  # the shipped file has one
-    return accepted([measurement(METRIC, series.scaled(level * limit), unit="TFLOPS")])
+    return accepted([measurement(METRIC, series.scaled(level * limit), unit="TFLOPS", labels=LABELS)])
 
 
 def shipped_limit() -> Limit:
     """Return the shipped entry that decides here."""
-    limit = LIMITS.limit(METRIC, sku=SKU, world_size=8, nnodes=1, labels={})
+    limit = LIMITS.limit(METRIC, sku=SKU, world_size=8, nnodes=1, labels=LABELS)
     assert limit is not None  # the shipped file has one
     return limit
 
@@ -273,5 +275,5 @@ def slow_fleet(ranks: int, slow_ranks: int, slow: float, trials: int, *, spread:
     refused = 0
     for _ in range(trials):
         values = fleet(random, ranks, spread, slow, slow_ranks)
-        refused += not accepted([measurement(METRIC, value, unit="TFLOPS") for value in values])
+        refused += not accepted([measurement(METRIC, value, unit="TFLOPS", labels=LABELS) for value in values])
     return found, refused

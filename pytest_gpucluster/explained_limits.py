@@ -60,7 +60,7 @@ def explain(
 
 
 def demand(limit: Limit) -> str:
-    """Return what an entry demands, as "at least 400 GB/s, over NET/IB"."""
+    """Return what an entry demands, as "at least 400 GB/s, over NET/IB"; what is only expected stands in brackets."""
     if limit.record_only is not None:
         return "recorded only"
     parts = []
@@ -72,6 +72,8 @@ def demand(limit: Limit) -> str:
         parts.append(f"each rank at least {units.show(100 * limit.min_ratio_to_median, '%')} of the others' median")
     if limit.expect_transport is not None:
         parts.append(f"over {' or '.join(limit.expect_transport)}")
+    if limit.expected is not None:
+        parts[0] += f" (expected {units.show(limit.expected, limit.unit)})"
     return ", ".join(parts)
 
 

@@ -24,6 +24,8 @@ class JudgedLimit:
     origin: str = ""
     min_ratio_to_median: float | None = None
     expect_transport: tuple[str, ...] | None = None
+    expected: float | None = None
+    """Shown beside the limit, never judged; in the unit of the value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,7 @@ def _limit(limit: Fields) -> JudgedLimit:
         origin=limit.text("origin", ""),
         min_ratio_to_median=limit.optional_number("min_ratio_to_median"),
         expect_transport=limit.optional_texts("expect_transport"),
+        expected=limit.optional_number("expected"),
     )
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pytest_gpucluster.agreement.merge import Merged, RankOutcome, rehearsed_too_slowly
 from pytest_gpucluster.errors import MeasurementError
@@ -59,9 +59,11 @@ def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequenc
             names=run.names,
         )
         record.properties = unique([*record.properties, *notes])
-    unsettled = [judged for judged in judgement.measurements if judged.unsettled]
-    if run.rehearsal and unsettled and merged.outcome == "passed" and _all_else_is_well(judgement):
-        return _too_slow(record, judgement, unsettled[0].reason)
+    if run.rehearsal and (merged.too_slow or merged.outcome == "passed"):
+        slow = _too_slow(merged, judgement)
+        if slow is not None:
+            record.measurements = _unjudged(judgement, slow.message)
+            return slow
     record.measurements = [judged.to_json() for judged in judgement.measurements]
     asked = any(not measured.record_only for measurements in by_rank.values() for measured in measurements)
     if asked and all(judged.status == "recorded" for judged in judgement.measurements):
@@ -90,18 +92,27 @@ def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequenc
     )
 
 
-def _all_else_is_well(judgement: Judgement) -> bool:
-    return all(judged.unsettled or judged.status in ("passed", "recorded") for judged in judgement.measurements)
+def _too_slow(merged: Merged, judgement: Judgement) -> Merged | None:
+    """Return the outcome of a test of a rehearsal that this machine is too slow for: a busy CPU says nothing about a GPU.
+
+    None where a value is missed for sure, or where nothing is amiss.
+    """
+    failed = [judged for judged in judgement.measurements if judged.status == "failed"]
+    if not all(judged.unsettled for judged in failed):
+        return None
+    if merged.too_slow:
+        return merged
+    if not failed or any(judged.status == "error" for judged in judgement.measurements):
+        return None
+    return rehearsed_too_slowly(failed[0].reason)
 
 
-def _too_slow(record: TestRecord, judgement: Judgement, why: str) -> Merged:
-    """Skip a test of a rehearsal whose values did not settle: a busy CPU says nothing about a GPU."""
-    merged = rehearsed_too_slowly(why)
-    record.measurements = [
-        (replace(judged, status="recorded", reason=merged.message, misses={}) if judged.unsettled else judged).to_json()
+def _unjudged(judgement: Judgement, why: str) -> list[Mapping[str, Any]]:
+    """Return what was measured, without the verdicts that a slow machine does not allow."""
+    return [
+        (judged if judged.status == "passed" else replace(judged, status="recorded", reason=why, misses={})).to_json()
         for judged in judgement.measurements
     ]
-    return merged
 
 
 def keep_interrupted(

@@ -119,7 +119,8 @@ class Limit:
 
     ``min``, ``max``, ``min_ratio_to_median`` (one of them or more) with a ``source``, or ``record_only`` with the
     reason. ``min_ratio_to_median`` is what ``straggler_ratio`` must reach on every rank. ``expect_transport`` names
-    what may have carried the data, by the measurement's label ``transport``.
+    what may have carried the data, by the measurement's label ``transport``. ``expected``, in the same unit, is shown
+    beside the limit and never judged.
     """
 
     metric: str
@@ -132,6 +133,7 @@ class Limit:
     when: tuple[Condition, ...] = ()
     record_only: str | None = None
     min_ratio_to_median: float | None = None
+    expected: float | None = None
     expect_transport: tuple[str, ...] | None = None
     layer: int = 0
 
@@ -160,6 +162,7 @@ class Limit:
             "min": self.min,
             "max": self.max,
             "min_ratio_to_median": self.min_ratio_to_median,
+            **({} if self.expected is None else {"expected": self.expected}),
             "expect_transport": None if self.expect_transport is None else list(self.expect_transport),
             "source": self.source,
             "origin": self.origin,

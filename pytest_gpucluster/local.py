@@ -356,7 +356,7 @@ class Controller:
         merged = merge(outcomes, self._run.names)
         if merged.outcome == "passed" and parts.expected_failures:
             return Merged(outcome="skipped", message=next(iter(parts.expected_failures.values())))
-        if merged.outcome == "skipped":
+        if merged.outcome == "skipped" and not merged.too_slow:
             return merged
         return judge_merged(self._run, parts.record, merged, outcomes)
 

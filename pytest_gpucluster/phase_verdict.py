@@ -91,13 +91,13 @@ class PhaseVerdict:
                     measurements=outcome.measurements,
                 )
             elif outcome.outcome == "released" and too_slow:
-                outcome = RankOutcome(rank=rank, outcome="slow", message=too_slow)
+                outcome = RankOutcome(rank=rank, outcome="slow", message=too_slow, measurements=outcome.measurements)
             outcomes.append(outcome)
         if when == "teardown":
             run.records[item.nodeid].spent |= {rank: body["spent"] for rank, body in bodies.items() if "spent" in body}
         released = next((o.message for o in outcomes if o.outcome == "released"), "")
         merged = merge(outcomes, run.names, unfinished=released)
-        if merged.outcome in ("passed", "failed", "error") and when == "call" and self._judges:
+        if (merged.outcome in ("passed", "failed", "error") or merged.too_slow) and when == "call" and self._judges:
             merged = judge_merged(run, run.records[item.nodeid], merged, outcomes)
         if has_worsened:
             merged = replace(merged, judged=True)

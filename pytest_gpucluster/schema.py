@@ -138,6 +138,9 @@ def _entry(metric: Metric) -> Schema:
         "max": quantity(metric.unit, f"No rank may be above. {example}"),
         "min_ratio_to_median": compared
         and quantity("%", "What each rank must reach beside the median of the other ranks, such as 75 %."),
+        "expected": quantity(
+            metric.unit, f"What a good one reaches: shown beside the limit, never judged. {example}", above_zero=True
+        ),
         "expect_transport": {
             "description": "What may carry the data, such as NET/IB: the label `transport` of the measurement.",
             **one_or_more(scalar(), uniqueItems=True),
@@ -145,7 +148,7 @@ def _entry(metric: Metric) -> Schema:
         "source": scalar("Where these figures come from. It is in every report."),
         "when": _to("when"),
         "record_only": scalar("Why this is measured but not judged. It excludes every other key but when."),
-        "despite_peak": scalar("Why a min above the data sheet peak, or far under it, is meant."),
+        "despite_peak": scalar("Why a min or expected above the data sheet peak, or far under it, is meant."),
     }
     assert tuple(properties) == thresholds.ENTRY_KEYS
     needed = thresholds.NEEDED_BOUND.get(metric.better)

@@ -36,13 +36,15 @@ FILE_KEYS = ("schema_version", "every_sku", "skus")
 EVERY_SKU_KEYS = ("limits",)
 SKU_KEYS = ("nvml_name", "limits")
 ENTRY_KEYS = (
-    *("min", "max", "min_ratio_to_median", "expect_transport"),
+    *("min", "max", "min_ratio_to_median", "expected", "expect_transport"),
     *("source", "when", "record_only", "despite_peak"),
 )
 WHEN_KEYS = (*TOPOLOGY, *KNOWN_LABELS, "labels")
-RECORD_ONLY_EXCLUDES = ("min", "max", "min_ratio_to_median", "expect_transport", "source", "despite_peak")
+RECORD_ONLY_EXCLUDES = tuple(name for name in ENTRY_KEYS if name not in ("when", "record_only"))
 BOUNDS = ("min", "max", "min_ratio_to_median")
 """At least one of them stands in an entry that is judged."""
+QUANTITIES = ("min", "max", "expected")
+"""The keys whose value is in the metric's unit. ``expected`` is shown and never judged."""
 NEEDED_BOUND = {"higher": "min", "lower": "max"}
 """Without this one, or a ratio to the median, any value passes."""
 
@@ -213,7 +215,7 @@ class _Reader:
         nested = ("when", "expect_transport")
         values = {name: self.file.text(value, name) for name, (_, value) in body.items() if name not in nested}
         bounds = {
-            name: self._bound(name, values[name], body[name][1], metric) for name in ("min", "max") if name in body
+            name: self._quantity(name, values[name], body[name][1], metric) for name in QUANTITIES if name in body
         }
         ratio = self._ratio(values["min_ratio_to_median"], body, metric) if "min_ratio_to_median" in body else None
         transports = self._transports(body["expect_transport"][1]) if "expect_transport" in body else None
@@ -227,6 +229,7 @@ class _Reader:
             min=bounds.get("min"),
             max=bounds.get("max"),
             min_ratio_to_median=ratio,
+            expected=bounds.get("expected"),
             expect_transport=transports,
             source=values.get("source") or "",
             origin=f"{self.file.name}:{node.start_mark.line + 1}:{node.start_mark.column + 1}",
@@ -243,7 +246,7 @@ class _Reader:
             self._lint(limit, metric, body, values)
         return limit if conditions_are_good else None
 
-    def _bound(self, name: str, text: str | None, node: Node, metric: Metric) -> float | None:
+    def _quantity(self, name: str, text: str | None, node: Node, metric: Metric) -> float | None:
         if text is None:
             return None
         try:
@@ -252,8 +255,8 @@ class _Reader:
         except UnitError as error:
             self.file.fail(node, f"{name}: {error}")
             return None
-        if math.copysign(1, amount) < 0 or (amount == 0 and name == "min"):
-            needs = "above zero, or nothing can miss it" if name == "min" else "zero or more"
+        if math.copysign(1, amount) < 0 or (amount == 0 and name != "max"):
+            needs = {"min": "above zero, or nothing can miss it", "max": "zero or more"}.get(name, "above zero")
             self.file.fail(node, f"{name} is {text}; it must be {needs}")
             return None
         return amount
@@ -296,7 +299,7 @@ class _Reader:
             self.file.fail(
                 node,
                 f"no limit for {metric.name}; give {', '.join(BOUNDS[:-1])} or {BOUNDS[-1]} with a source, or"
-                " record_only with a reason",
+                " record_only with a reason" + ("; expected is shown and never judged" if "expected" in body else ""),
             )
             return
         needed = NEEDED_BOUND.get(metric.better)
@@ -317,24 +320,49 @@ class _Reader:
     ) -> None:
         if limit.min is not None and limit.max is not None and limit.min > limit.max:
             self.file.fail(body["min"][1], f"min {written['min']} is above max {written['max']}")
+        if limit.expected is not None:
+            missed = ""
+            if limit.min is not None and limit.expected < limit.min:
+                missed = f"below min {written['min']}"
+            elif limit.max is not None and limit.expected > limit.max:
+                missed = f"above max {written['max']}"
+            if missed:
+                self.file.fail(
+                    body["expected"][1],
+                    f"expected {written['expected']} is {missed}; what is expected must keep the limit",
+                )
         peak = peak_of(metric, self.skus.get(limit.sku))
-        if peak is None or limit.min is None or "despite_peak" in body:
+        if peak is None or "despite_peak" in body:
             return
+        for name, value in (("min", limit.min), ("expected", limit.expected)):
+            if value is not None:
+                self._lint_by_peak(name, value, peak, limit, metric, body, written)
+
+    def _lint_by_peak(
+        self,
+        name: str,
+        value: float,
+        peak: float,
+        limit: Limit,
+        metric: Metric,
+        body: Mapping[str, Any],
+        written: Mapping[str, str | None],
+    ) -> None:
         sheet = f"{units.show(peak, metric.unit)}, the data sheet peak of {limit.sku}"
-        if limit.min > (peak if metric.peak_is_bound else peak * _MOST_OF_UNBOUND_PEAK):
+        if value > (peak if metric.peak_is_bound else peak * _MOST_OF_UNBOUND_PEAK):
             times = "" if metric.peak_is_bound else f"{_MOST_OF_UNBOUND_PEAK:g} times "
             self.file.fail(
-                body["min"][1],
-                f"min {written['min']} is above {times}{sheet}; lower it, or give the reason in despite_peak",
+                body[name][1],
+                f"{name} {written[name]} is above {times}{sheet}; lower it, or give the reason in despite_peak",
             )
         # Between nodes a slow fabric is no mistake: the links in the node say nothing about it.
         between_nodes = metric.peak in hardware.LINK_PEAKS and any(
             part.key == "nnodes" and part.low > 1 for part in limit.when
         )
-        if not between_nodes and limit.min < peak * _LEAST_OF_PEAK:
+        if not between_nodes and value < peak * _LEAST_OF_PEAK:
             self.file.fail(
-                body["min"][1],
-                f"min {written['min']} is under {_LEAST_OF_PEAK * 100:g} % of {sheet}; check the unit, or give"
+                body[name][1],
+                f"{name} {written[name]} is under {_LEAST_OF_PEAK * 100:g} % of {sheet}; check the unit, or give"
                 " the reason in despite_peak",
             )
 

@@ -272,7 +272,7 @@ def test_local_workers_compare_their_bits_and_the_deviant_is_named(project: Proj
 STOPS = {
     "Ctrl-C": (signal.SIGINT, {}, 2, "error: interrupted (Ctrl-C) on rank 0 ("),
     "SIGTERM": (signal.SIGTERM, {}, 2, "error: ended by SIGTERM"),
-    "deadline": (None, {"DEADLINE": "5"}, 11, "error: rank 0 ("),
+    "deadline": (None, {"DEADLINE": "5"}, 10, "skipped: too slow to rehearse here: "),
 }
 
 
@@ -281,11 +281,13 @@ def test_a_burn_in_that_is_cut_short_keeps_what_it_measured_and_is_no_pass(proje
     number, environment, code, told = STOPS[stop]
     put(project)
     left, points = stopped(project, number, environment)
-    assert (left.exit, left.end) == (code, ("BROKEN", code)), left.output
+    slow = stop == "deadline"  # of a rehearsal, while it computes
+    assert (left.exit, left.end) == (code, ("INCOMPLETE" if slow else "BROKEN", code)), left.output
     assert left.verdicts["test_burn_in"].startswith(told)
-    assert re.search(r"burn-in stopped after \S+ s of 600 s, and \d+ products, \S+ TFLOPS", left.body("test_burn_in"))
+    said = re.search(r"burn-in stopped after \S+ s of 600 s, and \d+ products, \S+ TFLOPS", left.body("test_burn_in"))
+    assert slow or said
     [found] = [each for each in left.journal.results if each.nodeid.endswith("::test_burn_in")]
-    assert found.outcome == "error"
+    assert found.outcome == ("skipped" if slow else "error")
     kept = {one.metric: one for one in found.measurements}
     assert 0 < kept["burn_in.completed"].value < 100
     assert {one.status for one in kept.values()} == {"recorded"}

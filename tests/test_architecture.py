@@ -349,7 +349,7 @@ CONFINED = {
     "torchrun.*": ("wording", "errors", "verdict", "exit_note", "torchrun.*"),
     "commands.run": (
         *("wording", "errors", "verdict", "exit_note", "journal", "recorder", "torchrun.*"),
-        "commands.command",
+        *("agreement.address", "commands.command"),
     ),
     "acceptance_record.*": (
         *("wording", "errors", "hostlist", "hardware", "metrics", "metric_catalogue", "limits", "judge", "verdict"),

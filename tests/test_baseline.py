@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from sessions import Project
+from verdicts import LIMITS
 from written_runs import BF16, HBM, MATMUL, case, measured, place, read, write
 
-from pytest_gpucluster import thresholds
 from pytest_gpucluster.baseline import Baseline
 from pytest_gpucluster.comparison.side import facts_of
 from pytest_gpucluster.errors import OptionError
@@ -18,7 +18,6 @@ from pytest_gpucluster.judge import judge
 from pytest_gpucluster.metrics import measurement
 from pytest_gpucluster.sampling import Series
 
-LIMITS = thresholds.load()
 NAMES = {0: "rank 0 (gpu-a)", 1: "rank 1 (gpu-a)"}
 FACTS = facts_of(read())
 

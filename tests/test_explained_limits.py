@@ -91,8 +91,8 @@ def test_within_a_file_the_sku_and_more_conditions_come_first():
 
 
 def test_what_is_demanded_is_told_whole():
-    [limit] = [entry.limit for entry in explain(LIMITS, "matmul.bf16.tflops", sku="H100 SXM", known={})]
-    assert demand(limit) == "at least 700 TFLOPS, each rank at least 92.9 % of the others' median"
+    [limit] = [entry.limit for entry in explain(LIMITS, "matmul.tf32.tflops", sku="H100 SXM", known={})]
+    assert demand(limit) == "at least 346.1 TFLOPS, each rank at least 75 % of the others' median"
     told = [demand(entry.limit) for entry in explain(LIMITS, BUSBW, sku="H100 SXM", known={})]
     assert "at least 350 GB/s, over NET/IB" in told
     assert "recorded only" in told
@@ -101,15 +101,15 @@ def test_what_is_demanded_is_told_whole():
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("{min: 700 TFLOPS, min_ratio_to_median: 92.9 %, source: a}", ""),
-        ("{min: 710 TFLOPS, min_ratio_to_median: 95 %, source: a}", ""),
+        ("{min: 640 TFLOPS, min_ratio_to_median: 92.9 %, source: a}", ""),
+        ("{min: 650 TFLOPS, min_ratio_to_median: 95 %, source: a}", ""),
         (
-            "{min: 650 TFLOPS, source: a}",
-            "min is 650 TFLOPS, not 700 TFLOPS; min_ratio_to_median is none, not 92.9 %",
+            "{min: 600 TFLOPS, source: a}",
+            "min is 600 TFLOPS, not 640 TFLOPS; min_ratio_to_median is none, not 92.9 %",
         ),
         (
             "{record_only: why}",
-            "it judges no more, where at least 700 TFLOPS, each rank at least 92.9 % of the others' median"
+            "it judges no more, where at least 640 TFLOPS, each rank at least 92.9 % of the others' median"
             " was demanded",
         ),
     ],

@@ -162,6 +162,21 @@ def test_the_largest_miss_speaks_for_several() -> None:
     assert verdict.text.count("[limit: ") == 3
 
 
+def test_labels_give_way_to_the_rank_in_one_line_and_no_further() -> None:
+    labels = {"best_of": "4096, 8192, 16384"}
+    seen = {"samples": 9, "seconds": 3.0, "throttle_share": {"hw_thermal": 0.75, "sw_power_cap": 0.9}}
+    slow = bf16(585.6, labels=labels, telemetry=seen)
+    verdict = hold({rank: [slow if rank == 3 else bf16(731.0, labels=labels)] for rank in range(8)})
+    assert "(best_of=4096, 8192, 16384)" in verdict.message, "there is room for both"
+    long = {"hw_thermal": 0.75, "hw_power_brake": 0.5, "hw_slowdown": 0.6, "sw_thermal": 0.4, "sw_power_cap": 0.9}
+    slow = bf16(585.6, labels=labels, telemetry={**seen, "throttle_share": long})
+    verdict = hold({rank: [slow if rank == 3 else bf16(731.0, labels=labels)] for rank in range(8)})
+    assert "(best_of=4096, 81…): HW thermal slowdown" in verdict.message
+    assert verdict.message.endswith(" on rank 3 (gpu-00, GPU 3 GPU-1f2e)")
+    assert len(verdict.message) <= 200
+    assert "(best_of=4096, 8192, 16384)" in verdict.text
+
+
 # Too fast to be true ---------------------------------------------------------------------------------------------
 
 

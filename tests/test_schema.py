@@ -153,6 +153,8 @@ LOADER_ONLY = {
     *("min above max", "above the peak", "busbw above any link", "a factor of 1000 low"),
     *("half a rank", "backward range", "two entries that both apply", "any pattern", "bad pattern"),
     *("ratio above all", "ratio of a hundredth"),
+    *("expected above the peak", "expected far below the peak"),
+    *("less expected than demanded", "more expected than allowed"),
 }
 
 

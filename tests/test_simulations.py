@@ -170,7 +170,10 @@ def test_the_judge_names_whom_the_simulation_of_fleets_counts(rule: str) -> None
     random, seen = Random(7), set()
     for at in (1.0, 0.95, 0.9, 0.7) * 5:
         values = rule_trials.fleet(random, 8, 0.02, at, 2)
-        by_rank = {rank: [measurement(rule_trials.METRIC, value, unit="TFLOPS")] for rank, value in enumerate(values)}
+        by_rank = {
+            rank: [measurement(rule_trials.METRIC, value, unit="TFLOPS", labels=rule_trials.LABELS)]
+            for rank, value in enumerate(values)
+        }
         judgement = hold(by_rank, limits=limits)
         named = straggler_trials.named(values, {rule: limit})[rule]
         assert set(judgement.measurements[0].misses) == named

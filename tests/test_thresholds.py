@@ -95,8 +95,8 @@ BROKEN = {
     "unknown key": (
         entry("{mim: 700 TFLOPS, source: us}"),
         [
-            "5:28: unknown key 'mim'; allowed are min, max, min_ratio_to_median, expect_transport, source, when,"
-            " record_only, despite_peak; did you mean 'min'?"
+            "5:28: unknown key 'mim'; allowed are min, max, min_ratio_to_median, expected, expect_transport, source,"
+            " when, record_only, despite_peak; did you mean 'min'?"
         ],
     ),
     "duplicate key": (
@@ -110,8 +110,8 @@ BROKEN = {
     "merge key": (
         entry("{<<: {" + OK + "}}"),
         [
-            "5:28: unknown key '<<'; allowed are min, max, min_ratio_to_median, expect_transport, source, when,"
-            " record_only, despite_peak"
+            "5:28: unknown key '<<'; allowed are min, max, min_ratio_to_median, expected, expect_transport, source,"
+            " when, record_only, despite_peak"
         ],
     ),
     "wrong case": (
@@ -253,6 +253,51 @@ BROKEN = {
             "5:73: expect_transport and record_only exclude each other",
         ],
     ),
+    "expected without a unit": (
+        entry("{min: 460 TFLOPS, expected: 60, source: us}"),
+        ["5:55: expected: '60' has no unit: write '60 TFLOPS'"],
+    ),
+    "expected in another dimension": (
+        entry("{min: 460 TFLOPS, expected: 60 GB/s, source: us}"),
+        ["5:55: expected: GB/s is a unit of data rate; TFLOPS or another unit of compute rate is needed"],
+    ),
+    "nothing expected": (
+        entry("{min: 460 TFLOPS, expected: 0 TFLOPS, source: us}"),
+        ["5:55: expected is 0 TFLOPS; it must be above zero"],
+    ),
+    "less expected than demanded": (
+        entry("{min: 700 TFLOPS, expected: 690 TFLOPS, source: us}"),
+        ["5:55: expected 690 TFLOPS is below min 700 TFLOPS; what is expected must keep the limit"],
+    ),
+    "more expected than allowed": (
+        entry("{max: 20 us, expected: 25 us, source: us}", metric="nccl.all_reduce.latency"),
+        ["5:55: expected 25 us is above max 20 us; what is expected must keep the limit"],
+    ),
+    "expected above the peak": (
+        entry("{min: 46 TFLOPS, expected: 68 TFLOPS, source: us}", metric="matmul.fp32.tflops"),
+        [
+            "5:54: expected 68 TFLOPS is above 67 TFLOPS, the data sheet peak of H100 SXM; lower it, or give the reason"
+            " in despite_peak"
+        ],
+    ),
+    "expected far below the peak": (
+        entry("{min_ratio_to_median: 75 %, expected: 0.7 TFLOPS, source: us}"),
+        [
+            "5:65: expected 0.7 TFLOPS is under 5 % of 989 TFLOPS, the data sheet peak of H100 SXM; check the unit, or"
+            " give the reason in despite_peak"
+        ],
+    ),
+    "expected alone": (
+        entry("{expected: 700 TFLOPS, source: us}"),
+        [
+            "5:27: no limit for matmul.bf16.tflops; give min, max or min_ratio_to_median with a source, or record_only"
+            " with a reason; expected is shown and never judged"
+        ],
+    ),
+    "expected of what is only recorded": (
+        entry("{record_only: why, expected: 700 TFLOPS}"),
+        ["5:46: expected and record_only exclude each other"],
+    ),
     "all that is wrong under a misspelt metric": (
         entry(
             "[{when: {wrld_size: 8}, min: 400 Gbs, source: us}, {when: {nnodes: 0}, max: 5, sorce: us}]",
@@ -265,8 +310,8 @@ BROKEN = {
             "5:58: min: unknown unit 'Gbs'; did you mean 'GB/s'?",
             "5:96: nnodes is '0'; it counts in whole numbers from 1",
             "5:105: max: '5' has no unit: write '5 GB/s'",
-            "5:108: unknown key 'sorce'; allowed are min, max, min_ratio_to_median, expect_transport, source, when,"
-            " record_only, despite_peak; did you mean 'source'?",
+            "5:108: unknown key 'sorce'; allowed are min, max, min_ratio_to_median, expected, expect_transport, source,"
+            " when, record_only, despite_peak; did you mean 'source'?",
         ],
     ),
     "what can be checked where the metric cannot be guessed": (
@@ -437,6 +482,8 @@ def test_a_metric_that_is_misspelt_gives_no_limit(tmp_path: Path) -> None:
 
 def test_a_reason_in_writing_admits_an_unusual_floor(tmp_path: Path) -> None:
     assert read(tmp_path, entry("{min: 990 TFLOPS, source: us, despite_peak: overclocked}")).limits[0].min == 990.0
+    above = entry("{min: 700 TFLOPS, expected: 990 TFLOPS, source: us, despite_peak: overclocked}")
+    assert read(tmp_path, above).limits[0].expected == 990.0
 
 
 def test_a_floor_of_a_slow_fabric_is_no_mistake_but_inside_a_node_it_is(tmp_path: Path) -> None:

@@ -81,13 +81,12 @@ def test_each_shipped_profile_is_complete_and_every_value_has_its_line(profile: 
 
 def test_the_shipped_profiles_measure_what_the_limits_are_about() -> None:
     quick, full, soak, cpu = (load(SHIPPED, profile=profile).workload for profile in PROFILES)
-    for profile in (quick, full):
+    for profile in (quick, full, soak):
         assert profile.matmul.sizes == (4096, 8192, 16384)
         assert profile.matmul.sampling.tolerance_ratio == 0.01
     assert set(quick.all_reduce.sizes) == {"1 MB", "10 MB", "100 MB", "1 GB"}
     assert set(full.all_reduce.sizes) == {*quick.all_reduce.sizes, "512 MiB", "1 GiB", "2 GiB", "4 GiB", "8 GiB"}
     assert (max(quick.hbm.sizes_bytes), max(full.hbm.sizes_bytes)) == (8 * 2**30, 32 * 10**9)
-    assert max(soak.matmul.sizes) == max(full.matmul.sizes)
     # A shape that was found elsewhere to be the fastest, and a square, in both layouts that models multiply in.
     for profile in (quick, full, soak):
         assert {(8192, 8192, 8192), (2048, 2048, 13312)} <= set(profile.matmul_search.shapes)

@@ -102,6 +102,7 @@ def _measurement(judged: JudgedMetric, journal: Journal) -> dict[str, Any]:
             "min": limit.min,
             "max": limit.max,
             "min_ratio_to_median": limit.min_ratio_to_median,
+            **({} if limit.expected is None else {"expected": limit.expected}),
             "expect_transport": None if limit.expect_transport is None else list(limit.expect_transport),
             "source": limit.source,
             "origin": limit.origin,

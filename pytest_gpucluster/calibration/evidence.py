@@ -113,6 +113,24 @@ def series(sources: Sequence[Source]) -> list[Series]:
     return [_series(of_all) for of_all in groups.values()]
 
 
+def judged_beside(one: Series, measured: Sequence[Series]) -> Series | None:
+    """Return what is judged of the same metric and could not be told from a recorded series by floors of both.
+
+    Floors with as many conditions that do not contradict each other can both apply, which a file of limits must not
+    leave open: such are the single sizes of a product (label ``n``) beside the best of them (``best_of``).
+    """
+    if one.is_judged:
+        return None
+    ours = {**one.topology, **one.labels}
+    for other in measured:
+        theirs = {**other.topology, **other.labels}
+        shared = ours.keys() & theirs.keys()
+        is_same = other.metric == one.metric and len(theirs) == len(ours)
+        if other.is_judged and is_same and all(ours[key] == theirs[key] for key in shared):
+            return other
+    return None
+
+
 def _rates(journal: Journal) -> Iterator[JudgedMetric]:
     for result in journal.results:
         if result.outcome != "passed":

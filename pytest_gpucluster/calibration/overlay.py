@@ -179,6 +179,7 @@ def _body_as_before(series: Series) -> Iterator[str]:
     if least is not None:
         yield f"min: {least!r} {series.unit}".replace(".0 ", " ")
     yield from _besides_min(series)
+    yield from _expected(series, least)
     yield from _source("; ".join(dict.fromkeys(f"as {limit.origin}: {limit.source}" for limit in limits)))
 
 
@@ -195,6 +196,13 @@ def _besides_min(series: Series) -> Iterator[str]:
         yield f"expect_transport: [{', '.join(map(_quoted, transports))}]"
 
 
+def _expected(series: Series, least: float | None) -> Iterator[str]:
+    """Yield what was expected and not demanded, where it still lies above the floor."""
+    expected = next((one.expected for one in series.limits if one.expected is not None), None)
+    if expected is not None and (least is None or expected >= least):
+        yield f"expected: {expected!r} {series.unit}".replace(".0 ", " ")
+
+
 def _source(text: str) -> Iterator[str]:
     yield "source: >-"
     yield from (f"  {line}" for line in textwrap.wrap(printable(text), _WIDTH, break_on_hyphens=False))
@@ -208,6 +216,7 @@ def _body(proposal: Proposal, sources: Sequence[Source]) -> Iterator[str]:
     yield f"min: {proposal.floor!r} {series.unit}".replace(".0 ", " ")
     besides = list(_besides_min(series))
     yield from besides
+    yield from _expected(series, proposal.floor)
     runs = sorted({number.run for number in series.numbers})
     named = ", ".join(
         f"{sources[run - 1].journal.run.run_id} of {sources[run - 1].journal.run.started_at[:10]}"

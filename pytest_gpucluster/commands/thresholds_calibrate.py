@@ -54,7 +54,7 @@ def calibrate(places: Sequence[Path], out: str, *, spreads: float, sku: str | No
     sku = str(sources[0].sku)
     measured = series(sources)
     wanted = [one for one in measured if one.is_judged or recorded]
-    found = [_floor(one, sku, spreads=spreads) for one in wanted]
+    found = [_floor(one, sku, measured, spreads=spreads) for one in wanted]
     proposals = [one for one in found if isinstance(one, Proposal)]
     kept = [one for one in found if not isinstance(one, Proposal)]
     if not proposals:
@@ -99,10 +99,11 @@ def _source(path: Path) -> Source:
     return Source(path=str(path), sha256=sha256, journal=journal)
 
 
-def _floor(one: Series, sku: str, *, spreads: float) -> Proposal | Kept:
+def _floor(one: Series, sku: str, measured: Sequence[Series], *, spreads: float) -> Proposal | Kept:
     from pytest_gpucluster import hardware, metrics
+    from pytest_gpucluster.calibration.evidence import judged_beside
     from pytest_gpucluster.calibration.floor import Kept, propose
-    from pytest_gpucluster.calibration.overlay import conditions_of
+    from pytest_gpucluster.calibration.overlay import conditions_of, name_of
     from pytest_gpucluster.limits import peak_of
 
     metric = metrics.known(one.metric)
@@ -113,6 +114,9 @@ def _floor(one: Series, sku: str, *, spreads: float) -> Proposal | Kept:
         conditions_of(one)
     except ThresholdsError as error:
         return Kept(series=one, why=str(error))
+    judged = judged_beside(one, measured)
+    if judged is not None:
+        return Kept(series=one, why=f"it is recorded only, and {name_of(judged)} carries the floor")
     return propose(one, spreads=spreads, peak=peak_of(metric, hardware.SKUS.get(sku)) if has_peak else None)
 
 

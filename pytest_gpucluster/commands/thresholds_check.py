@@ -66,13 +66,17 @@ def _problems(shipped: Path, others: Sequence[Path]) -> int:
 
 
 def _replaced(after: Thresholds, before: Thresholds) -> Iterator[tuple[Limit, Limit]]:
-    """Yield each entry of the last file with the one of the same conditions whose place it takes."""
+    """Yield each entry of the last file with those whose place it takes: of the same conditions, and of more."""
 
-    def key(limit: Limit) -> tuple[object, ...]:
-        return limit.sku, limit.metric, frozenset((part.key, part.text) for part in limit.when)
+    def conditions(limit: Limit) -> frozenset[tuple[str, str]]:
+        return frozenset((part.key, part.text) for part in limit.when)
 
-    kept = {key(limit): limit for limit in before.limits}
+    by_name: dict[tuple[str, str], list[Limit]] = {}
+    for old in before.limits:
+        by_name.setdefault((old.sku, old.metric), []).append(old)
+    known = {old.origin for old in before.limits}
     for limit in after.limits:
-        old = kept.get(key(limit))
-        if old is not None and old.origin != limit.origin:
-            yield limit, old
+        if limit.origin not in known:
+            for old in by_name.get((limit.sku, limit.metric), []):
+                if conditions(limit) <= conditions(old):
+                    yield limit, old

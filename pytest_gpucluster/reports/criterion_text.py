@@ -9,7 +9,7 @@ import re
 
 from pytest_gpucluster.journal import Journal, JudgedMetric
 from pytest_gpucluster.reports.outline import RUNNING, Row, share_of_limit
-from pytest_gpucluster.reports.tables import limit_text, percent, quantity, rank_name
+from pytest_gpucluster.reports.tables import expected_text, limit_text, percent, quantity, rank_name
 from pytest_gpucluster.wording import MESSAGE_CHARACTERS, one_line, rank_ranges
 
 WORDS = {
@@ -34,16 +34,17 @@ def value_text(judged: JudgedMetric) -> str:
 
 
 def bound_text(judged: JudgedMetric) -> str:
-    """Return ">= 440", "<= 20" or "3 to 5" in the value's unit; what else the limit demands where it has no bound."""
-    limit = judged.limit
+    """Return ">= 440", "<= 20", "3 to 5" or ">= 46 (expected 60)" in the value's unit; what else the limit demands
+    where it has no bound."""
+    limit, expected = judged.limit, expected_text(judged, "")
     if limit is None:
         return "recorded" if judged.status == "recorded" else "no limit"
     if limit.min is not None and limit.max is not None:
-        return f"{quantity(limit.min, '')} to {quantity(limit.max, '')}"
+        return f"{quantity(limit.min, '')} to {quantity(limit.max, '')}{expected}"
     if limit.min is not None:
-        return f">= {quantity(limit.min, '', beside=judged.value)}"
+        return f">= {quantity(limit.min, '', beside=judged.value)}{expected}"
     if limit.max is not None:
-        return f"<= {quantity(limit.max, '', beside=judged.value)}"
+        return f"<= {quantity(limit.max, '', beside=judged.value)}{expected}"
     if limit.min_ratio_to_median is not None:
         return f">= {quantity(100 * limit.min_ratio_to_median, '%')} of median"
     return limit_text(judged)

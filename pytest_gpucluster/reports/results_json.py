@@ -221,6 +221,7 @@ def _measurement(judged: JudgedMetric, journal: Journal) -> dict[str, Any]:
             "min": _number(limit.min),
             "max": _number(limit.max),
             "min_ratio_to_median": _number(limit.min_ratio_to_median),
+            "expected": _number(limit.expected),
             "expect_transport": None if limit.expect_transport is None else list(limit.expect_transport),
             "source": limit.source,
             "origin": limit.origin,

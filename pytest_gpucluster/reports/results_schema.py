@@ -308,6 +308,7 @@ def _measurement() -> Schema:
                 min=_optional("No rank may be below."),
                 max=_optional("No rank may be above."),
                 min_ratio_to_median=_optional("What each rank must reach of the median of the others, a ratio."),
+                expected=_optional("What a good one reaches: shown beside the limit, never judged."),
                 expect_transport=_or_null(
                     {
                         "type": "array",

@@ -67,7 +67,8 @@ def metric_name(judged: JudgedMetric) -> str:
 
 
 def limit_text(judged: JudgedMetric) -> str:
-    """Return ">= 400 GB/s", "<= 20 us", "3 to 5 us" or "no limit", then what else the limit demands."""
+    """Return ">= 400 GB/s", "<= 20 us", "3 to 5 us", ">= 46 TFLOPS (expected 60 TFLOPS)" or "no limit", then what else
+    the limit demands."""
     limit = judged.limit
     if limit is None:
         return "no limit"
@@ -82,7 +83,14 @@ def limit_text(judged: JudgedMetric) -> str:
         parts.append(f"each rank >= {quantity(100 * limit.min_ratio_to_median, '%')} of the others' median")
     if limit.expect_transport is not None:
         parts.append(f"over {' or '.join(limit.expect_transport)}")
-    return ", ".join(parts) or "no limit"
+    first, *rest = parts or ["no limit"]
+    return ", ".join([first + expected_text(judged, judged.unit), *rest])
+
+
+def expected_text(judged: JudgedMetric, unit: str) -> str:
+    """Return " (expected 60 TFLOPS)": what stands beside the limit and is never judged; or an empty text."""
+    expected = None if judged.limit is None else judged.limit.expected
+    return "" if expected is None else f" (expected {quantity(expected, unit)})"
 
 
 def share(ratio: float) -> str:

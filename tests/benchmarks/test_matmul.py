@@ -13,13 +13,14 @@ from pytest_gpucluster.benchmarks import matmul, matmul_products
 from pytest_gpucluster.benchmarks.arithmetic import ARITHMETICS, arithmetic
 from pytest_gpucluster.benchmarks.clock import ManualClock
 from pytest_gpucluster.benchmarks.comparison import bits_of
-from pytest_gpucluster.benchmarks.matmul import measure_matmul
+from pytest_gpucluster.benchmarks.matmul import best_square, measure_matmul
 from pytest_gpucluster.benchmarks.matmul_products import Buffers, Products, usual_layout
 from pytest_gpucluster.benchmarks.matmul_shape import Shape
 from pytest_gpucluster.benchmarks.scaled_product import scaled_product
 from pytest_gpucluster.cause import kind_of
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
-from pytest_gpucluster.sampling import Sampling
+from pytest_gpucluster.limits import condition
+from pytest_gpucluster.sampling import Sampling, Series
 
 CPU = torch.device("cpu")
 N = 64
@@ -479,3 +480,63 @@ def test_an_argument_out_of_range_is_refused(arguments, message):
     good = {"n": 8, "dtype": "fp32"}
     with pytest.raises(ValueError, match=message):
         measure_matmul(CPU, sampling=sampling(), **(good | arguments))
+
+
+# The best of several sizes -----------------------------------------------------------------------------------------
+
+
+def rate(low, median, *, why=""):
+    return Series(samples=(low, median), median=median, low=low, high=2 * median - low, inconclusive=why)
+
+
+@pytest.mark.parametrize(
+    ("rates", "best"),
+    [
+        # drmysore/nebius-h100-8gpu-benchmark, benchmark_single.json: bf16 on one H100 SXM
+        ({4096: rate(725, 725.96), 8192: rate(681, 682.09), 16384: rate(668, 669.24)}, 4096),
+        ({4096: rate(700, 706), 8192: rate(729, 730.97), 16384: rate(668, 670.05)}, 8192),
+        ({4096: rate(690, 740), 8192: rate(720, 725)}, 8192),
+        ({4096: rate(500, 800, why="it scatters"), 8192: rate(700, 710), 16384: rate(650, 660)}, 8192),
+        ({4096: rate(690, 740, why="a"), 8192: rate(720, 725, why="b")}, 4096),
+        ({4096: rate(720, 725), 8192: rate(720, 730)}, 4096),
+    ],
+    ids=["the smallest", "the middle one", "lower end, not median", "conclusive first", "none is conclusive", "equals"],
+)
+def test_the_best_size_is_that_with_the_highest_sure_rate(rates, best):
+    assert best_square(rates).n == best
+    assert best_square(dict(reversed(rates.items()))) == best_square(rates), "the order of measuring decides nothing"
+
+
+def test_where_no_size_is_conclusive_the_best_one_is_not_either():
+    rates = {4096: rate(690, 740, why="it scatters"), 8192: rate(720, 725, why="so does this")}
+    assert rates[best_square(rates).n].inconclusive == "it scatters"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "best", "label"),
+    [
+        ([16384, 8192, 4096, 2048], 4096, "4096, 8192, 16384"),
+        ([32768, 16384], 16384, "16384"),
+        ([128, 256], 128, "128, 256"),
+        ([10240], 10240, "10240"),
+    ],
+)
+def test_the_three_sizes_are_chosen_from_and_without_them_all(sizes, best, label):
+    # What is not among the three is the fastest, or else the smaller the faster.
+    rates = {n: rate(1e6 / n + (n in (2048, 32768)) * 1e6, 1e7) for n in sizes}
+    found = best_square(rates)
+    assert (found.n, found.label) == (best, label)
+
+
+def test_ranks_with_different_best_sizes_have_the_same_label():
+    one = best_square({4096: rate(700, 710), 8192: rate(720, 730), 16384: rate(650, 660)})
+    other = best_square({4096: rate(740, 750), 8192: rate(720, 730), 16384: rate(650, 660)})
+    assert one.n != other.n
+    assert one.label == other.label == "4096, 8192, 16384"
+    assert condition("best_of", one.label).dimension is None, "it is compared as text"
+    assert condition("best_of", one.label).holds(other.label)
+
+
+def test_without_any_size_nothing_is_the_best():
+    with pytest.raises(ValueError, match="no size was measured"):
+        best_square({})

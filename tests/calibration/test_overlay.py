@@ -62,6 +62,13 @@ def test_what_was_demanded_besides_min_stays_demanded(tmp_path):
     assert not found.applies({**labels, "size": "8 GB"})
 
 
+@pytest.mark.parametrize(("expected", "kept"), [(720.0, 720.0), (600.0, None)], ids=["above the floor", "below it"])
+def test_what_was_expected_stays_where_the_floor_is_below_it(tmp_path, expected, kept):
+    text = text_of([source(measured([710.0] * 9, limit={**OTHER, "expected": expected}))])
+    [found] = load(tmp_path, text)
+    assert (found.min, found.expected) == (688.0, kept)
+
+
 def test_a_floor_that_is_far_below_the_peak_says_that_it_is_meant(tmp_path):
     labels = {"size": "1 MB", "world_size": "8", "nnodes": "1"}
     text = text_of([source(measured([10.0] * 8, BUSBW, unit="GB/s", limit=None, labels=labels))], peak=450.0)

@@ -52,7 +52,9 @@ def test_an_entry_that_demands_less_is_noted_and_no_problem(mine, capsys):
     assert cli.main(["thresholds", "check", str(mine)]) == 0
     out = capsys.readouterr().out
     assert f"{mine}:5:27: note: matmul.bf16.tflops demands less than thresholds.yaml:" in out
-    assert "min is 650 TFLOPS, not 700 TFLOPS" in out
+    # Where it has no conditions, it also takes the place of entries that have some.
+    assert out.count("min is 650 TFLOPS, not 700 TFLOPS") == 2
+    assert "not 640 TFLOPS" not in out
     assert out.endswith("no problem: 1 entry for 1 SKU\n")
 
 
@@ -221,6 +223,11 @@ def test_what_is_recorded_only_gets_a_floor_when_asked_for(runs, capsys):
     assert cli.main(["thresholds", "calibrate", str(runs / "accepted"), "--out", "-", "--recorded"]) == 0
     more = capsys.readouterr().out
     assert more.count("calibrated: ") > few.count("calibrated: ") > 5
+    # The single sizes of the products have no floor beside that of the best of them.
+    best = "matmul.bf16.tflops (best_of=4096, 8192, 16384)"
+    for size in ("4096", "8192", "16384"):
+        assert f"#   matmul.bf16.tflops (n={size}): it is recorded only, and {best} carries the floor" in more
+    assert more.count("best_of: '4096, 8192, 16384'") == 2, "one of bf16, and one of fp8"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,159 @@
+"""What is expected stands beside a limit wherever the limit is shown, and decides nothing."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from verdicts import LIMITS, hold
+from written_runs import MATMUL, case, read, write
+
+from pytest_gpucluster import cli, journal, thresholds
+from pytest_gpucluster.acceptance_record.content import content
+from pytest_gpucluster.explained_limits import demand
+from pytest_gpucluster.judge import Judgement
+from pytest_gpucluster.metrics import measurement
+from pytest_gpucluster.reports import criterion_text, junit, markdown, results_json, tables, text
+from pytest_gpucluster.reports.html import page
+from pytest_gpucluster.sampling import Series
+
+FP32 = "matmul.fp32.tflops"
+
+
+def held(value: float | Series, metric: str = FP32) -> Judgement:
+    return hold({rank: [measurement(metric, value, unit="TFLOPS")] for rank in range(2)}, size=2)
+
+
+def run_of(value: float = 50.5, **limit: Any) -> journal.Journal:
+    """A journal with a value of fp32 as the judge puts it on record, with these keys of its limit changed."""
+    [line] = [judged.to_json() for judged in held(value).measurements]
+    return read(case(MATMUL, "passed", {**line, "limit": {**line["limit"], **limit}}))
+
+
+# Judging ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "outcome"),
+    [
+        (46.0, "passed"),
+        (50.5, "passed"),
+        (Series(samples=(50.0, 50.5, 61.0), median=50.5, low=50.0, high=61.0), "passed"),
+        (60.0, "passed"),
+        (66.0, "passed"),
+        (45.9, "failed"),
+    ],
+    ids=["at the limit", "below expected", "an interval around expected", "as expected", "above expected", "missed"],
+)
+def test_only_the_limit_decides(value: float | Series, outcome: str) -> None:
+    verdict = held(value)
+    assert verdict.outcome == outcome, verdict.message
+    [judged] = verdict.measurements
+    assert judged.limit is not None
+    assert (judged.limit.min, judged.limit.expected) == (46.0, 60.0)
+    assert judged.margin is not None
+    low = value.low if isinstance(value, Series) else value
+    assert judged.margin == pytest.approx((low - 46) / 46), "the margin is that of the limit"
+
+
+def test_a_miss_names_the_limit_and_not_what_was_expected() -> None:
+    assert held(45.0).message.startswith("matmul.fp32.tflops 45 TFLOPS < 46 TFLOPS on rank 0")
+
+
+# On record -------------------------------------------------------------------------------------------------------
+
+
+def test_it_is_on_record_where_it_is_set_and_only_there() -> None:
+    [judged] = held(50.5).measurements
+    assert judged.to_json()["limit"]["expected"] == 60.0
+    [plain] = held(400.0, "matmul.tf32.tflops").measurements
+    assert "expected" not in plain.to_json()["limit"], "a journal without it stays as it was"
+    for found, expected in ((judged, 60.0), (plain, None)):
+        line = json.loads(json.dumps(found.to_json()))
+        [result] = read(case(MATMUL, "passed", line)).results
+        assert result.measurements[0].limit is not None
+        assert result.measurements[0].limit.expected == expected
+
+
+def test_results_and_acceptance_record_have_it() -> None:
+    told = results_json.document(run_of())
+    [limit] = [one["limit"] for test in told["tests"] for one in test["measurements"]]
+    assert (limit["min"], limit["expected"]) == (46.0, 60.0)
+    [limit] = [one["limit"] for test in content(run_of(), sha256="d" * 64)["tests"] for one in test["measurements"]]
+    assert limit["expected"] == 60.0
+    told = results_json.document(run_of(expected=None))
+    assert [one["limit"]["expected"] for test in told["tests"] for one in test["measurements"]] == [None]
+    other = content(run_of(expected=None), sha256="d" * 64)
+    assert ["expected" in one["limit"] for test in other["tests"] for one in test["measurements"]] == [False]
+
+
+# Shown -----------------------------------------------------------------------------------------------------------
+
+LIMIT = ">= 46 TFLOPS (expected 60 TFLOPS), each rank >= 75 % of the others' median"
+
+
+def shown(render: Any, run: journal.Journal) -> str:
+    return " ".join(str(render(run)).replace("&gt;", ">").replace("&#39;", "'").split())
+
+
+def test_every_report_shows_it_beside_the_limit() -> None:
+    run = run_of()
+    assert f"limit[{FP32}]" in junit.render(run)
+    assert f"{LIMIT}; thresholds.yaml:" in shown(junit.render, run), "a property of the testsuite"
+    assert f"(limit {LIMIT}, margin +9.8 %" in shown(junit.render, run), "the value's own line"
+    assert LIMIT in shown(markdown.render, run)
+    assert LIMIT in shown(page.render, run)
+
+
+def test_the_terminal_shows_it_in_the_table_and_in_the_line_of_the_criterion() -> None:
+    run = run_of()
+    row = next(line for line in text.render(run, width=100).splitlines() if line.startswith("PASSED"))
+    assert row.split("  >= ")[1].startswith("46 (expected 60)  TFLOPS")
+    [judged] = run.results[0].measurements
+    assert criterion_text.headline_text(judged) == "50.5 >= 46 (expected 60) TFLOPS, +9.8 %"
+    assert all(len(line) <= 80 for line in text.render(run, width=80).splitlines())
+
+
+def test_a_limit_without_it_is_shown_as_before() -> None:
+    run = run_of(expected=None)
+    for render in (junit.render, markdown.render, page.render, text.render):
+        assert "(expected" not in render(run)
+    assert tables.limit_text(run.results[0].measurements[0]) == LIMIT.replace(" (expected 60 TFLOPS)", "")
+
+
+@pytest.mark.parametrize(
+    ("limit", "told"),
+    [
+        ({"min": None, "max": 70.0}, "<= 70 TFLOPS (expected 60 TFLOPS)"),
+        ({"max": 70.0}, "46 to 70 TFLOPS (expected 60 TFLOPS)"),
+        ({"min": None}, "each rank >= 75 % of the others' median (expected 60 TFLOPS)"),
+    ],
+    ids=["max", "both", "the ratio alone"],
+)
+def test_it_stands_beside_each_kind_of_limit(limit: dict[str, Any], told: str) -> None:
+    [judged] = run_of(**limit).results[0].measurements
+    assert tables.limit_text(judged).startswith(told)
+
+
+def test_explain_shows_it(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+    assert cli.main(["thresholds", "explain", "--sku", "H100 SXM", FP32]) == 0
+    assert "at least 46 TFLOPS (expected 60 TFLOPS), each rank" in " ".join(capsys.readouterr().out.split())
+    [line] = [judged.to_json() for judged in held(50.5).measurements]
+    path = write(tmp_path, case(MATMUL, "passed", line))
+    assert cli.main(["thresholds", "explain", "--journal", str(path), FP32]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"decided: {LIMIT}: passed" in out
+    [limit] = [one for one in LIMITS.limits if (one.metric, one.sku) == (FP32, "H100 SXM")]
+    assert demand(limit) in out
+
+
+def test_a_file_of_ones_own_can_say_what_was_promised(tmp_path: Any) -> None:
+    path = tmp_path / "mine.yaml"
+    entry = "{min: 700000 GFLOPS, expected: 0.77 PFLOPS, source: the order}"
+    path.write_text(f"schema_version: 1\nskus: {{H100 SXM: {{limits: {{matmul.bf16.tflops: {entry}}}}}}}\n")
+    limit = thresholds.load(thresholds.shipped_path(), path).limit(
+        "matmul.bf16.tflops", sku="H100 SXM", world_size=8, nnodes=1, labels={"best_of": "4096, 8192, 16384"}
+    )
+    assert limit is not None
+    assert (limit.min, limit.expected, limit.source) == (700.0, 770.0, "the order")
