@@ -93,7 +93,7 @@ def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequenc
 
 
 def _too_slow(merged: Merged, judgement: Judgement) -> Merged | None:
-    """Return the outcome of a test of a rehearsal that this machine is too slow for: a busy CPU says nothing about a GPU.
+    """Return the outcome of a rehearsed test that this machine is too slow for: a busy CPU says nothing about a GPU.
 
     None where a value is missed for sure, or where nothing is amiss.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+import fork_server
 import hypothesis
 import pytest
 
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 # How long an example takes says something about the machine only: other tests, and what is first imported in it.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+
+
+fork_server.turn_on()
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import junitparser
 import xmlschema
+from fork_server import Forked, holders, server_for
 from sessions import environment
 
 from pytest_gpucluster import journal
@@ -53,7 +54,7 @@ class Run:
     """A run that is going on or over."""
 
     directory: Path
-    agents: list[subprocess.Popen[bytes]]
+    agents: list[subprocess.Popen[bytes] | Forked]
     token: str
     started: float
     deadline: float
@@ -217,14 +218,16 @@ def _verdict(case: junitparser.TestCase) -> str:
 
 
 def processes(token: str) -> list[int]:
-    """Return the living processes with the token in their environment."""
+    """Return the living processes with the token in their environment, or with the descriptor of forks."""
     needle = f"{_TOKEN}={token}".encode()
+    forks = holders(token)
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 state = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-                if state not in "ZX" and needle in (entry / "environ").read_bytes():
+                here = int(entry.name) in forks or needle in (entry / "environ").read_bytes()
+                if state not in "ZX" and here:
                     found.append(int(entry.name))
     return found
 
@@ -270,6 +273,7 @@ def start(
     before: Sequence[str] = (),
     by_command: bool = False,
     ini: str = "",
+    forked: bool = True,
 ) -> Run:
     """Start torchrun over a suite.
 
@@ -285,13 +289,14 @@ def start(
         before: a command that runs the launcher.
         by_command: whether ``gpucluster run`` starts torchrun.
         ini: more lines of the suite's ini file.
+        forked: the launcher and its ranks may be forks of one process that has torch loaded; else they start as ever.
     """
     if files is not None:
         write_suite(directory, files, ini)
     for name in ("stamps", "tmp"):
         (directory / name).mkdir(exist_ok=True)
     token, port = uuid.uuid4().hex, free_port()
-    agents: list[subprocess.Popen[bytes]] = []
+    agents: list[subprocess.Popen[bytes] | Forked] = []
     for node, host in enumerate(hosts):
         module = ["pytest_gpucluster", "run"] if by_command else ["torch.distributed.run"]
         command = [*before, sys.executable, "-m", *module, f"--nproc-per-node={ranks}"]
@@ -303,7 +308,13 @@ def start(
         command += [f"--junitxml={directory / 'report.xml'}", f"--gpucluster-report-dir={directory / 'reports'}"]
         command += [f"--gpucluster-timeouts={timeouts}", f"--gpucluster-deadline={deadline}", *options]
         environ = {**_environment(directory, token), "GPUCLUSTER_HOSTNAME": host, **(environment or {})}
+        server = server_for(environ) if forked and not (before or by_command) else None
         with (directory / f"output{node}.txt").open("ab") as output:
+            if server is not None:
+                where = directory / "suite"
+                file = output.fileno()
+                agents.append(server.start(command, cwd=where, env=environ, output=file, errors=file, token=token))
+                continue
             agents.append(
                 subprocess.Popen(
                     command,

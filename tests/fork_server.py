@@ -1,0 +1,335 @@
+"""Sessions of the tests as forks: one process has torch and pytest loaded, and each launcher and rank is a fork of it.
+
+To load them costs 3 CPU seconds in each process, and a session over torchrun has three. The product starts its ranks as
+ever: here torchrun's own agent runs, and only the place where it would start a new Python takes a fork made beforehand.
+
+What a fork has not of its own: ``/proc/PID/cmdline`` and ``/proc/PID/environ`` are those of the server. So each process
+of a session keeps a descriptor by which :func:`holders` finds it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import json
+import os
+import pkgutil
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+_READY_SECONDS = 120.0
+_MOST_BYTES = 1 << 20
+_REWRITTEN = ("pytest_gpucluster", "xdist", "pytest_rerunfailures")
+"""Plugins whose asserts pytest would rewrite at their import, and complains of where they are loaded already."""
+_OF_THIS_PROCESS = frozenset(name for name in os.environ if name.startswith(("PYTHON", "LD_")))
+_RANKS = "--nproc-per-node="
+
+
+class Forked:
+    """A session's first process, with what the tests use of ``subprocess.Popen``."""
+
+    def __init__(self, reply: socket.socket) -> None:
+        self._reply = reply
+        self._said = b""
+        self.returncode: int | None = None
+        while b"\n" not in self._said:
+            self._hear()
+        self.pid = int(self._said.partition(b"\n")[0])
+
+    def poll(self) -> int | None:
+        """Return how it has ended, or None while it runs: its exit code, or less the number of a signal."""
+        while self.returncode is None and select.select([self._reply], [], [], 0)[0]:
+            self._hear()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not come.
+        """
+        while self.returncode is None:
+            if not select.select([self._reply], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("a forked session", timeout or 0.0)
+            self._hear()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill it."""
+        self.send_signal(signal.SIGKILL)
+
+    def _hear(self) -> None:
+        heard = self._reply.recv(64)
+        if not heard:
+            raise RuntimeError("the fork server has ended")
+        self._said += heard
+        lines = self._said.split(b"\n")
+        if len(lines) > 2:
+            self.returncode = int(lines[1])
+            self._reply.close()
+
+
+class ForkServer:
+    """The server, as the tests see it. It ends with the process that has started it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is for pytest, which ends its sessions itself
+            )
+        if not select.select([self._socket], [], [], _READY_SECONDS)[0] or self._socket.recv(64) != b"ready":
+            raise RuntimeError("the fork server has not started")
+
+    def start(
+        self, command: Sequence[str], *, cwd: Path, env: Mapping[str, str | bytes], output: int, errors: int, token: str
+    ) -> Forked:
+        """Start ``python -m MODULE ...`` in a session of its own, without input.
+
+        Args:
+            command: of Python; options before ``-m`` but ``-u`` are not known here.
+            cwd: where.
+            env: its whole environment.
+            output: the descriptor of its output.
+            errors: that of its errors.
+            token: by which :func:`holders` finds all its processes that were not started anew.
+        """
+        request = {
+            "command": list(command),
+            "cwd": str(cwd),
+            "env": {name: os.fsdecode(value) for name, value in env.items()},
+        }
+        ours, theirs = socket.socketpair()
+        marker = os.memfd_create(token)
+        with theirs:
+            descriptors = [theirs.fileno(), output, errors, marker]
+            with self._lock:
+                socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+        os.close(marker)
+        return Forked(ours)
+
+    def close(self) -> None:
+        """End the server; what it has started goes on."""
+        self._socket.close()
+        self._process.wait()
+
+
+_servers: list[ForkServer] = []
+_turned_on: list[bool] = []
+_starting = threading.Lock()
+
+
+def turn_on() -> None:
+    """Let sessions be forks from now on, as far as they can be. The server starts with the first one."""
+    _turned_on.append(True)
+
+
+def server_for(env: Mapping[str, str | bytes]) -> ForkServer | None:
+    """Return the server for a session with this environment, or None where Python itself must be started for it."""
+    if not _turned_on or any(name.startswith(("PYTHON", "LD_")) for name in env if name not in _OF_THIS_PROCESS):
+        return None
+    with _starting:
+        if not _servers:
+            _servers.append(ForkServer())
+            atexit.register(_servers[0].close)
+    return _servers[0]
+
+
+def holders(token: str) -> set[int]:
+    """Return the processes that hold the descriptor of a session."""
+    found = set()
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if os.readlink(descriptor).startswith(f"/memfd:{token} "):
+                found.add(int(descriptor.parts[2]))
+    return found
+
+
+# ---- the server's own side -------------------------------------------------------------------------------------------
+
+
+def _serve(requests: socket.socket) -> None:
+    _load()
+    assert len(os.listdir("/proc/self/task")) == 1, "a thread would not be there in a fork, nor let go of its locks"
+    replies: dict[int, socket.socket] = {}
+    ended, woken = os.pipe()
+    for end in (ended, woken):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    requests.send(b"ready")
+    while True:
+        ready = select.select([requests, ended], [], [])[0]
+        if ended in ready:
+            os.read(ended, 4096)
+            _reap(replies)
+        if requests in ready:
+            asked, descriptors, _, _ = socket.recv_fds(requests, _MOST_BYTES, 4)
+            if not asked:
+                return
+            reply = socket.socket(fileno=descriptors[0])
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                for other in (requests, reply, *replies.values()):
+                    other.close()
+                os.close(ended)
+                os.close(woken)
+                _become(json.loads(asked), *descriptors[1:])
+            for descriptor in descriptors[1:]:
+                os.close(descriptor)
+            replies[pid] = reply
+            with contextlib.suppress(OSError):
+                reply.sendall(b"%d\n" % pid)
+
+
+def _load() -> None:
+    """Load what every session needs, and nothing that looks at the environment of a session when it is loaded."""
+    import numpy  # noqa: F401
+    import pytest  # noqa: F401
+    import pytest_rerunfailures  # noqa: F401
+    import torch.distributed.run  # noqa: F401
+    import xdist.plugin  # noqa: F401
+    import yaml  # noqa: F401
+    from _pytest.config import default_plugins
+    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+
+    for name in default_plugins:
+        importlib.import_module(f"_pytest.{name}")
+    import pytest_gpucluster
+
+    for module in pkgutil.iter_modules(pytest_gpucluster.__path__, "pytest_gpucluster."):
+        if not module.name.endswith(("__main__", "_process")):
+            importlib.import_module(module.name)
+    for name in _REWRITTEN:
+        loaded = sys.modules[name]
+        loaded.__doc__ = f"{loaded.__doc__}\nPYTEST_DONT_REWRITE"
+    SubprocessHandler._popen = _start_rank  # type: ignore[method-assign]
+
+
+def _reap(replies: dict[int, socket.socket]) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            with replies.pop(ended[0]) as reply, contextlib.suppress(OSError):
+                reply.sendall(b"%d\n" % os.waitstatus_to_exitcode(ended[1]))
+
+
+def _become(request: Mapping[str, Any], output: int, errors: int, _marker: int) -> NoReturn:
+    os.setsid()
+    os.chdir(request["cwd"])
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for number, descriptor in enumerate((nothing, output, errors)):
+        os.dup2(descriptor, number)
+    for descriptor in (nothing, output, errors):
+        os.close(descriptor)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    command = request["command"]
+    _take_environment(request["env"])
+    ranks = next((int(word.removeprefix(_RANKS)) for word in command if word.startswith(_RANKS)), 0)
+    _fork_ranks(ranks if "torch.distributed.run" in command else 0)
+    _run(command)
+
+
+def _take_environment(env: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+
+
+def _run(command: Sequence[str]) -> NoReturn:
+    """Do what Python does with ``-m MODULE ...``, and end as it does."""
+    at = command.index("-m") + 1
+    sys.argv = list(command[at:])
+    sys.path.insert(0, os.getcwd())
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115  # until the process ends
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    code = 0
+    try:
+        runpy.run_module(command[at], run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if code and not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        code = 128 + signal.SIGINT
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]  # as Python waits for its threads
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    finally:
+        os._exit(code & 0xFF)
+
+
+# ---- the ranks of an agent -------------------------------------------------------------------------------------------
+
+_ranks: list[tuple[int, socket.socket]] = []
+"""Of an agent: processes that wait for what they are to be. They are forked before the agent has any thread."""
+
+
+def _fork_ranks(count: int) -> None:
+    for _ in range(count):
+        ours, theirs = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            for _, other in _ranks:
+                other.close()
+            _wait_for_work(theirs)
+        theirs.close()
+        _ranks.append((pid, ours))
+
+
+def _wait_for_work(agent: socket.socket) -> NoReturn:
+    with agent, agent.makefile("rb") as lines:
+        line = lines.readline()
+    if not line:  # the agent has ended without starting it
+        os._exit(0)
+    request = json.loads(line)
+    os.setsid()
+    _take_environment(request["env"])
+    _run(request["command"])
+
+
+def _start_rank(handler: Any, args: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a rank in place of ``SubprocessHandler._popen``: as a fork, or else, as at a restart, as a new process."""
+    if not _ranks or handler._stdout or handler._stderr:
+        return subprocess.Popen(args, env=env, stdout=handler._stdout, stderr=handler._stderr, start_new_session=True)
+    pid, rank = _ranks.pop(0)
+    process: Any = subprocess.Popen.__new__(subprocess.Popen)
+    process.args, process.pid, process.returncode = args, pid, None
+    process.stdin = process.stdout = process.stderr = None
+    process._waitpid_lock, process._child_created = threading.Lock(), True
+    with rank:
+        rank.sendall(json.dumps({"command": list(args), "env": dict(env)}).encode() + b"\n")
+    return process  # type: ignore[no-any-return]
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])))
