@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pytest_gpucluster.agreement.merge import Merged, RankOutcome, rehearsed_too_slowly
 from pytest_gpucluster.errors import MeasurementError
@@ -59,17 +59,20 @@ def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequenc
             names=run.names,
         )
         record.properties = unique([*record.properties, *notes])
-    if run.rehearsal and (merged.too_slow or merged.outcome == "passed"):
-        slow = _too_slow(merged, judgement)
-        if slow is not None:
-            record.measurements = _unjudged(judgement, slow.message)
-            return slow
+    if run.rehearsal:
+        judgement, slow = _rehearsed(judgement)
+        if slow is not None and (merged.outcome, judgement.outcome) == ("passed", "passed"):
+            merged = rehearsed_too_slowly(slow)
     record.measurements = [judged.to_json() for judged in judgement.measurements]
     asked = any(not measured.record_only for measurements in by_rank.values() for measured in measurements)
-    if asked and all(judged.status == "recorded" for judged in judgement.measurements):
+    if asked and not merged.too_slow and all(judged.status == "recorded" for judged in judgement.measurements):
         record.unjudged = judgement.measurements[0].reason  # the limits file has none: nothing is accepted by that
-    if judgement.outcome == "passed" or merged.outcome == "failed":
-        return merged
+    if (
+        judgement.outcome == "passed"
+        or merged.outcome == "failed"
+        or (merged.too_slow and judgement.outcome == "error")
+    ):
+        return merged  # of a body that was ended early, values are missing
     if merged.outcome == "error" and judgement.outcome != "failed":
         return merged
     missed: dict[int, str] = {}
@@ -92,27 +95,27 @@ def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequenc
     )
 
 
-def _too_slow(merged: Merged, judgement: Judgement) -> Merged | None:
-    """Return the outcome of a rehearsed test that this machine is too slow for: a busy CPU says nothing about a GPU.
-
-    None where a value is missed for sure, or where nothing is amiss.
-    """
-    failed = [judged for judged in judgement.measurements if judged.status == "failed"]
-    if not all(judged.unsettled for judged in failed):
-        return None
-    if merged.too_slow:
-        return merged
-    if not failed or any(judged.status == "error" for judged in judgement.measurements):
-        return None
-    return rehearsed_too_slowly(failed[0].reason)
-
-
-def _unjudged(judgement: Judgement, why: str) -> list[Mapping[str, Any]]:
-    """Return what was measured, without the verdicts that a slow machine does not allow."""
-    return [
-        (judged if judged.status == "passed" else replace(judged, status="recorded", reason=why, misses={})).to_json()
+def _rehearsed(judgement: Judgement) -> tuple[Judgement, str | None]:
+    """Return a judgement without what did not settle, and the first of that: a busy CPU says nothing about a GPU."""
+    unsettled = [judged for judged in judgement.measurements if judged.unsettled]
+    if not unsettled:
+        return judgement, None
+    measurements = tuple(
+        replace(judged, status="recorded", reason=f"too slow to rehearse here: {judged.reason}", misses={})
+        if judged.unsettled
+        else judged
         for judged in judgement.measurements
-    ]
+    )
+    if any(judged.status == "failed" for judged in measurements):
+        return replace(judgement, measurements=measurements), unsettled[0].reason
+    errors = [judged.reason for judged in measurements if judged.status == "error"]
+    settled = Judgement(
+        outcome="error" if errors else "passed",
+        message=first_line(errors[0]) if errors else "",
+        text="\n".join(errors),
+        measurements=measurements,
+    )
+    return settled, unsettled[0].reason
 
 
 def keep_interrupted(

@@ -238,7 +238,7 @@ class Phases:
         assert watch is not None
         assert run.exchange is not None
         assert run.stores is not None
-        if own.outcome in ("failed", "error", "cut", "skipped"):
+        if own.outcome in ("failed", "error", "cut", "slow", "skipped"):
             how = "skipped" if own.outcome == "skipped" else "failed"
             try:
                 watch.report_absence(run.stores.main, number, f"{how}: {own.message}")

@@ -12,7 +12,7 @@ from _pytest.skipping import xfailed_key
 from pytest_gpucluster import cause
 from pytest_gpucluster.agreement.merge import RankOutcome
 from pytest_gpucluster.agreement.release.python import Released
-from pytest_gpucluster.errors import HardwareFault
+from pytest_gpucluster.errors import HardwareFault, InconclusiveMeasurement
 from pytest_gpucluster.failure import LONGEST_TEXT, clip, sections_of, skip_reason, summary_of, traceback_of
 from pytest_gpucluster.metrics import Measurement
 from pytest_gpucluster.wording import first_line
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 _EXPLAINED_SECONDS = 0.5
 """How long a rank whose connection was cut waits for news of the cause: a few rounds of its watcher."""
+ON_TRIAL = pytest.StashKey[bool]()
+"""In the stash of a test while its report is made on trial: it is thrown away."""
+_MILD = (pytest.skip.Exception, pytest.xfail.Exception)
 MEASUREMENTS = pytest.StashKey[list[Measurement]]()
 """What a test has measured so far on this rank, in its stash."""
 
@@ -58,6 +61,8 @@ def own_outcome(run: Run, item: pytest.Item, when: str, number: int, error: Base
         return RankOutcome(
             rank=rank, outcome="released", message=first_line(message), text=text, measurements=measurements
         )
+    if run.rehearsal and isinstance(error, InconclusiveMeasurement):
+        return RankOutcome(rank=rank, outcome="slow", message=first_line(str(error)), measurements=measurements)
     return RankOutcome(
         rank=rank,
         outcome="cut" if cut else cause.kind_of(error, when),
@@ -72,21 +77,34 @@ def attached_failure(item: pytest.Item, when: str) -> BaseException | None:
     """Return what pytest will report of a phase whose body has raised nothing; None where it will report a pass.
 
     ``unittest.TestCase`` and plugins such as pytest-check keep their failures and attach them to the report when it is
-    made, on the rank that has them. So the report is made once on trial, while all ranks can still agree on it.
+    made, on the rank that has them. So the report is made once on trial, while all ranks can still agree on it. While
+    that goes on :data:`ON_TRIAL` is in the item's stash.
 
     Returns:
-        The exception that was attached; or a failure, skip or expected failure with the text of the report.
+        The exception that was attached, of several the first that is no skip, with a note of the others; or a failure,
+        skip or expected failure with the text of the report.
     """
     call = pytest.CallInfo.from_call(lambda: None, when)  # type: ignore[arg-type]  # it is a Literal
-    report = item.ihook.pytest_runtest_makereport(item=item, call=call)
+    item.stash[ON_TRIAL] = True
+    try:
+        report = item.ihook.pytest_runtest_makereport(item=item, call=call)
+    finally:
+        del item.stash[ON_TRIAL]
     if call.excinfo is not None:
-        return call.excinfo.value
-    if report.passed or item.stash.get(xfailed_key, None) is not None:  # a strict xfail that passes does so everywhere
+        rest = getattr(item, "_excinfo", None) or []  # of a TestCase: each report takes one
+        found: list[BaseException] = [call.excinfo.value, *(one.value for one in rest)]
+        rest.clear()
+        worst = next((error for error in found if not isinstance(error, _MILD)), found[0])
+        others = [f"also: {type(error).__name__}: {error}" for error in found if error is not worst]
+        worst.__notes__ = [*getattr(worst, "__notes__", []), *others]  # type: ignore[attr-defined]
+        return worst
+    expected = item.stash.get(xfailed_key, None) is not None
+    if report.skipped and hasattr(report, "wasxfail"):
+        return Failed(report.wasxfail, pytrace=False) if expected else pytest.xfail.Exception(report.wasxfail)
+    if report.passed or expected:  # a strict xfail that passes does so on all ranks
         return None
     if report.failed:
         return Failed(report.longreprtext or "its report was changed to failed", pytrace=False)
-    if hasattr(report, "wasxfail"):
-        return pytest.xfail.Exception(report.wasxfail)
     return Skipped(skip_reason(report))
 
 

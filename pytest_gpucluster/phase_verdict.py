@@ -74,7 +74,7 @@ class PhaseVerdict:
         label = label_of(item, when)
         assert watch is not None
         culprits = watch.culprits(number)
-        too_slow = "" if when == "teardown" else watch.too_slow(number)
+        too_slow = watch.too_slow(number)
         outcomes = []
         for rank, body in sorted(bodies.items()):
             outcome = RankOutcome.from_json(rank, body)

@@ -175,8 +175,11 @@ class Hooks:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Keep what the ranks agreed on beside the report."""
+        from pytest_gpucluster.phase_outcome import ON_TRIAL
+
         report = yield
-        self._session.made(report, item)
+        if ON_TRIAL not in item.stash:
+            self._session.made(report, item)
         return report
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)

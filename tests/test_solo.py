@@ -615,7 +615,8 @@ def test_unittest_classes_run(project: Project) -> None:
 
 
 @pytest.mark.skipif(pytest.version_tuple < (9, 0), reason="subtests came with pytest 9")
-def test_a_failed_subtest_fails_its_test_in_one_testcase(project: Project) -> None:
+@pytest.mark.parametrize("options", [[], ["-v"], ["-q"]], ids=["", "-v", "-q"])
+def test_a_failed_subtest_fails_its_test_in_one_testcase(project: Project, options: list[str]) -> None:
     project.suite(
         """
         def test_it(subtests):
@@ -628,7 +629,7 @@ def test_a_failed_subtest_fails_its_test_in_one_testcase(project: Project) -> No
                 pass
         """
     )
-    left = project.run()
+    left = project.run(*options)
     assert (left.exit, left.end) == (1, ("REJECTED", 1))
     assert left.verdicts["test_fine"] == "passed"
     assert left.verdicts["test_it"].startswith("failure: ")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_gpucluster.errors import OptionError
-from pytest_gpucluster.torchrun.command_line import command_line, meeting_places
+from pytest_gpucluster.torchrun.command_line import command_line, meeting_place
 
 SUITE = ["acceptance/"]
 CPU = ["--gpucluster-device=cpu"]
@@ -52,16 +52,20 @@ def test_what_pytest_could_not_read_is_said_before_anything_starts():
 @pytest.mark.parametrize(
     ("launch", "environ", "found"),
     [
-        ([], {}, {}),
-        (["--nnodes=2", "--master-addr=gpu-06", "--master-port=1"], {}, {"--master-addr": "gpu-06"}),
-        (["--master_addr", "gpu-06"], {}, {"--master-addr": "gpu-06"}),
-        (["--rdzv-endpoint=gpu-06:29400"], {}, {"--rdzv-endpoint": "gpu-06"}),
-        (["--rdzv-endpoint", "[fd00::6]:29400"], {}, {"--rdzv-endpoint": "fd00::6"}),
-        (["--master-addr=::1"], {}, {"--master-addr": "::1"}),
-        ([], {"PET_MASTER_ADDR": "gpu-06"}, {"--master-addr": "gpu-06"}),
-        (["--master-addr=gpu-07"], {"PET_MASTER_ADDR": "gpu-06"}, {"--master-addr": "gpu-07"}),
-        (["--standalone", "--master-addr=gpu-06"], {}, {}),
+        ([], {}, None),
+        (["--nnodes=2", "--master-addr=gpu-06", "--master-port=1"], {}, ("--master-addr", "gpu-06")),
+        (["--master_addr", "gpu-06"], {}, ("--master-addr", "gpu-06")),
+        (["--rdzv-endpoint=gpu-06:29400"], {}, ("--rdzv-endpoint", "gpu-06")),
+        (["--rdzv-endpoint", "[fd00::6]:29400"], {}, ("--rdzv-endpoint", "fd00::6")),
+        (["--rdzv-endpoint=gpu-06:1", "--master-addr=gpu-07"], {}, ("--rdzv-endpoint", "gpu-06")),
+        (["--rdzv-endpoint=/shared/rdzv"], {}, None),
+        (["--rdzv-endpoint=etcd-0:2379,etcd-1:2379"], {}, None),
+        (["--master-addr=::1"], {}, ("--master-addr", "::1")),
+        ([], {"PET_MASTER_ADDR": "gpu-06"}, ("--master-addr", "gpu-06")),
+        (["--master-addr=gpu-07"], {"PET_MASTER_ADDR": "gpu-06"}, ("--master-addr", "gpu-07")),
+        (["--standalone", "--master-addr=gpu-06"], {}, None),
+        (["--master-addr=gpu-06"], {"PET_STANDALONE": "1"}, None),
     ],
 )
 def test_where_the_agents_meet_is_read_as_torchrun_reads_it(launch, environ, found):
-    assert meeting_places(launch, environ) == found
+    assert meeting_place(launch, environ) == found

@@ -209,6 +209,17 @@ FSDP = result("fsdp", "passed")
             10,
             id="a criterion of no group",
         ),
+        pytest.param(
+            [
+                INVENTORY,
+                COMPUTES,
+                result("nccl.environment", "passed"),
+                result("nccl.all_reduce", "skipped", too_slow=True),
+            ],
+            INCOMPLETE,
+            10,
+            id="what passed of the group has measured nothing",
+        ),
         pytest.param([INVENTORY, COMPUTES, FSDP, TINY, SKIPPED], INCOMPLETE, 10, id="and another one was skipped"),
         pytest.param([INVENTORY, COMPUTES, FSDP, TINY, BROKE], BROKEN, 11, id="and another one broke"),
         pytest.param([INVENTORY, COMPUTES, FSDP, TINY, FAILED], REJECTED, 1, id="and another one failed"),

@@ -37,8 +37,8 @@ class Operation:
 class Where:
     """Where a rank is: its main thread's Python stack and its last collectives.
 
-    ``computes`` and ``waits_seconds``, how long it has been in the oldest collective that it has not left, are known in
-    a rehearsal on cpu only. The latter is None where it waits in none, or where the flight recorder does not have it.
+    ``waits_seconds`` is how long it has been in the oldest collective that it has not left, None where it waits in none
+    or the flight recorder does not have it. ``computes`` is known in a rehearsal on cpu only.
     """
 
     rank: int
@@ -183,8 +183,9 @@ def too_slow(
     """Return why a phase that did not end in time is only slow, or nothing where it hangs, or may hang.
 
     It is slow if each rank that has not finished answers, and computes, or waits in a collective that was entered
-    within the last quarter of the time; and one of them computes. A rank that waits in a collective for longer, or in
-    what no recorder knows, tells of a hang, whatever the others do.
+    within the last quarter of the time; and one of them computes. A rank that waits in a collective for longer, in what
+    no recorder knows, in another collective than its peers, or in one that a rank has finished without, tells of a
+    hang, whatever the others do.
 
     Args:
         wheres: every rank that answered.
@@ -199,11 +200,21 @@ def too_slow(
             return ""
         if not where.pending and not where.computes:
             return ""
-    if not any(wheres[rank].computes for rank in missing):
+    pending = [operation for rank in missing for operation in wheres[rank].pending]
+    finished = [where for rank, where in wheres.items() if rank not in missing]
+    if not any(wheres[rank].computes for rank in missing) or _contradict(pending, finished):
         return ""
     entered = max((operation.sequence for rank in missing for operation in wheres[rank].operations), default=0)
     going = f" and its collectives go on ({entered} entered)" if entered else ""
     return f"not finished within {deadline_seconds:g} s, while it computes{going}"
+
+
+def _contradict(pending: Sequence[Operation], finished: Sequence[Where]) -> bool:
+    """Tell whether no time will do: two of the same number in a group differ, or a member has finished without one."""
+    names: dict[tuple[str, int], str] = {}
+    if any(names.setdefault((o.group, o.sequence), o.name) != o.name for o in pending):
+        return True
+    return any(0 < where.entered(o.group) < o.sequence for where in finished for o in pending)
 
 
 @dataclass(frozen=True, kw_only=True)

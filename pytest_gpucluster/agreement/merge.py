@@ -93,11 +93,11 @@ def merge(outcomes: Sequence[RankOutcome], names: Mapping[int, str], *, unfinish
     bad = [o for o in outcomes if o.outcome in ("failed", "error", "hung", "lost")]
     skipped = [o for o in outcomes if o.outcome == "skipped"]
     ranks = [{"rank": o.rank, "outcome": o.outcome, "message": o.message} for o in outcomes if o.outcome != "passed"]
-    slow = _of(outcomes, "slow")
-    if not bad and slow:
-        return rehearsed_too_slowly(slow[0].message, released=_ranks_of(outcomes, "slow"), ranks=ranks)
     if not bad and skipped and len(skipped) < len(outcomes):
         return _disagreeing_skip(skipped, outcomes, names, ranks)
+    slow = _of(outcomes, "slow")
+    if not bad and slow:
+        return rehearsed_too_slowly(slow[0].message, released=sorted([o.rank for o in slow] + released), ranks=ranks)
     if not bad and not released:
         if not skipped:
             return Merged(outcome="passed")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -45,39 +44,40 @@ def process_state(pid: int) -> str:
 
 
 def computes(seconds: float = 0.25) -> bool:
-    """Tell whether this process or one of its descendants uses a CPU, the calling thread left out.
+    """Tell whether this process's main thread, or a descendant of this process, uses a CPU.
 
-    It does if one of their threads is running or waits for a CPU in most of five looks, or if all of them together
-    have used a tenth of the time.
+    It does if one of these threads is running or waits for a CPU in most of five looks, or if all of them together have
+    used a tenth of the time. Other threads of this process are left out: they may spin while the main thread hangs.
 
     Args:
-        seconds: how long to look; the caller waits so long.
+        seconds: how long to look; the caller waits so long, and must not be the main thread.
 
-    Source: proc(5), stat fields 3, 4, 14 and 15.
+    Source: proc(5), stat fields 3, 14 and 15, and task/TID/children.
     """
-    own = threading.get_native_id()
-    before = _threads(own)
+    before = _working_threads()
+    after = before
     ready = 0
     for _ in range(_LOOKS):
         time.sleep(seconds / _LOOKS)
-        after = _threads(own)
+        after = _working_threads()
         ready += any(state == "R" for state, _ in after.values())
     ticks = sum(used - before[thread][1] for thread, (_, used) in after.items() if thread in before)
     return 2 * ready > _LOOKS or ticks / os.sysconf("SC_CLK_TCK") >= 0.1 * seconds
 
 
-def _threads(own: int) -> dict[int, tuple[str, int]]:
-    """Return state and used clock ticks of every thread of this process and its descendants, but ``own``."""
+def _working_threads() -> dict[int, tuple[str, int]]:
+    """Return state and used clock ticks of this process's main thread and of all threads of its descendants."""
+    own = os.getpid()
     found: dict[int, tuple[str, int]] = {}
-    waiting = [os.getpid()]
+    waiting = [own]
     while waiting:
-        tasks = Path(f"/proc/{waiting.pop()}/task")
-        for task in tasks.iterdir() if tasks.is_dir() else ():
-            with contextlib.suppress(OSError):  # it has ended meanwhile
-                fields = (task / "stat").read_text().rpartition(")")[2].split()
-                if int(task.name) != own:
+        pid = waiting.pop()
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                waiting += [int(child) for child in (task / "children").read_text().split()]
+                if pid != own or int(task.name) == own:
+                    fields = (task / "stat").read_text().rpartition(")")[2].split()
                     found[int(task.name)] = fields[0], int(fields[11]) + int(fields[12])
-                waiting += [int(pid) for pid in (task / "children").read_text().split()]
     return found
 
 

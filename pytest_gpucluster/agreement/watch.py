@@ -344,8 +344,8 @@ class Watch:
             arrived=not phase.in_body,
             stack=diagnosis.main_thread_stack(),
             operations=operations,
-            computes=self._rehearsal and phase.in_body and computes(),
             waits_seconds=(time.time_ns() - min(since)) / 1e9 if since else None,
+            computes=self._rehearsal and phase.in_body and computes(),
         )
         self._store.set(f"where/{number}/{self._facts.rank}", json.dumps(where.to_json()))
 

@@ -70,17 +70,18 @@ def run(options: argparse.Namespace) -> int:
     # Imported here, so that --help answers at once.
     from pytest_gpucluster.agreement.address import why_unknown
     from pytest_gpucluster.torchrun.account import Account
-    from pytest_gpucluster.torchrun.command_line import command_line, meeting_places
+    from pytest_gpucluster.torchrun.command_line import command_line, meeting_place
     from pytest_gpucluster.torchrun.conclusion import conclude
 
     try:
         line = command_line(options.for_others, options.passed_on, os.environ)
     except OptionError as error:
         return complain(str(error), USAGE)
-    for option, host in meeting_places(options.for_others, os.environ).items():
-        why = why_unknown(host)  # torchrun would try for minutes
-        if why is not None:
-            return complain(f"{option}: {host} does not resolve on this host: {why}. {_REACHABLE}", USAGE)
+    place = meeting_place(options.for_others, os.environ)
+    # torchrun would try for minutes. A pod's name is unknown at first: DNS learns it some time after its address.
+    why = why_unknown(place[1], may_come="KUBERNETES_SERVICE_HOST" in os.environ) if place is not None else None
+    if place is not None and why is not None:
+        return complain(f"{place[0]}: {place[1]} does not resolve on this host: {why}. {_REACHABLE}", USAGE)
     if line.remark:
         _say(line.remark)
     with tempfile.TemporaryDirectory(prefix="gpucluster-run-", ignore_cleanup_errors=True) as name:

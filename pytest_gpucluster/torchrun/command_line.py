@@ -15,7 +15,7 @@ _RANKS_VARIABLE = "PET_NPROC_PER_NODE"
 _DEVICE, _DEVICE_VARIABLE = "--gpucluster-device", "GPUCLUSTER_DEVICE"
 _PYTEST_VARIABLE = "PYTEST_ADDOPTS"
 """pytest takes more arguments from it, and before its own. Source: pytest's reference, "Environment Variables"."""
-_MEETING_PLACES = ("--master-addr", "--rdzv-endpoint")
+_MEETING_PLACES = ("--rdzv-endpoint", "--master-addr")
 _OURS = ("-m", "--module", "--no-python", "--run-path")
 """Options of torchrun that say what is run, which is pytest here."""
 REHEARSING_RANKS = 2
@@ -57,29 +57,32 @@ def command_line(launch: Sequence[str], pytest: Sequence[str], environ: Mapping[
     return CommandLine(arguments=(*ranks, *launch, "-m", "pytest", *pytest), remark=remark)
 
 
-def meeting_places(launch: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return option -> host of each option by which torchrun is told where its agents meet; none with ``--standalone``.
+def meeting_place(launch: Sequence[str], environ: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return the option by which torchrun is told where its agents meet, and the host in it; None where none is.
+
+    ``--rdzv-endpoint`` takes the place of ``--master-addr``, and ``--standalone`` of both. An endpoint that is no host,
+    such as a file or a list of servers, is left to torchrun.
 
     Args:
         launch: options for torchrun.
         environ: the environment, in which each may have a default.
+
+    Source: torch, distributed/run.py (config_from_args) and distributed/argparse_util.py.
     """
-    if "--standalone" in launch:
-        return {}
-    found: dict[str, str] = {}
+    if "--standalone" in launch or environ.get("PET_STANDALONE") == "1":
+        return None
     for option in _MEETING_PLACES:
-        name = f"PET_{option.removeprefix('--').replace('-', '_').upper()}"
-        given = environ.get(name, "")
+        given = environ.get(f"PET_{option.removeprefix('--').replace('-', '_').upper()}", "")
         for word, following in zip(launch, [*launch, ""][1:], strict=True):
             key, equals, value = word.partition("=")
             if key.replace("_", "-") == option:
                 given = value if equals else following
-        # host, host:port or [address of IPv6]:port
-        bracketed = re.fullmatch(r"\[([^]]*)\](:\d+)?", given)
-        host = bracketed[1] if bracketed else given.rpartition(":")[0] if given.count(":") == 1 else given
-        if host:
-            found[option] = host
-    return found
+        if given:
+            # host, host:port or [address of IPv6]:port
+            bracketed = re.fullmatch(r"\[([^]]*)\](:\d+)?", given)
+            host = bracketed[1] if bracketed else given.rpartition(":")[0] if given.count(":") == 1 else given
+            return None if re.search("[/,]", host) or not host else (option, host)
+    return None
 
 
 def _ranks(launch: Sequence[str], pytest: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str], str]:

@@ -67,6 +67,12 @@ def test_ranks_that_compute_and_whose_collectives_go_on_are_only_slow(wheres: li
             [busy(rank, WAITS, waits=0.3, computes=False) for rank in (0, 1)], [0, 1], {}, id="all wait, none computes"
         ),
         pytest.param([busy(0)], [0, 1], {1: "T: stopped"}, id="one does not answer"),
+        pytest.param(
+            [busy(0, WAITS, waits=0.3), busy(1, op(5, "broadcast"), waits=0.3)], [0, 1], {}, id="in two collectives"
+        ),
+        pytest.param(
+            [busy(0, WAITS, waits=0.3), at(1, DONE, arrived=True)], [0], {}, id="one has finished without the other"
+        ),
         pytest.param([busy(0)], [0, 1], {}, id="of one nothing is known"),
         pytest.param([busy(0)], [], {}, id="none is missing"),
     ],

@@ -41,8 +41,10 @@ def world(*kinds: str) -> list[RankOutcome]:
         pytest.param(["skipped", "failed"], "failed", [1], [], id="a failure tells more than a skip"),
         pytest.param(["slow", "passed"], "skipped", [], [0], id="one is too slow for a rehearsal"),
         pytest.param(
-            ["slow", "cut"], "skipped", [], [0], id="one is too slow, and its peer was cut off by its release"
+            ["slow", "cut"], "skipped", [], [0, 1], id="one is too slow, and its peer was cut off by its release"
         ),
+        pytest.param(["slow", "released"], "skipped", [], [0, 1], id="one is, and its peer waited for it"),
+        pytest.param(["slow", "skipped"], "error", [1], [], id="one is, and the other one has skipped"),
         pytest.param(["slow", "failed"], "failed", [1], [], id="a failure tells more than slowness"),
         pytest.param(["slow", "hung"], "error", [1], [], id="and so does a hang"),
     ],

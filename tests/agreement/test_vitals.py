@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -213,26 +214,45 @@ def test_a_heartbeat_counts_from_when_it_last_changed(monkeypatch: pytest.Monkey
     assert beats.silent_for(1) == 0, "a beat is a change, whatever the other clock says"
 
 
+def seen_by_a_thread() -> bool:
+    """Whether this process computes, as its watcher sees it while the main thread waits."""
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(computes).result()
+
+
 def test_a_process_that_waits_does_not_compute(child: subprocess.Popen[bytes]) -> None:
-    assert not computes()
+    assert not seen_by_a_thread()
 
 
-def test_a_thread_or_a_child_that_computes_is_seen() -> None:
-    ended = threading.Event()
-    busy = threading.Thread(target=lambda: [None for _ in iter(ended.is_set, True)])
-    busy.start()
-    try:
-        assert computes()
-    finally:
-        ended.set()
-        busy.join()
+def test_a_child_that_computes_is_seen() -> None:
     shell = subprocess.Popen(["sh", "-c", "while :; do :; done & wait"], start_new_session=True)
     try:
-        until(computes)  # the shell has to start its own child first
+        until(seen_by_a_thread)  # the shell has to start its own child first
     finally:
         os.killpg(shell.pid, signal.SIGKILL)
         shell.wait()
 
 
-def test_the_thread_that_asks_is_left_out() -> None:
-    assert not computes(0.05)
+def test_the_main_thread_is_looked_at_and_other_threads_are_not() -> None:
+    ended = threading.Event()
+    found: list[bool] = []
+
+    def spin(seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not ended.is_set():
+            pass
+
+    looking = threading.Thread(target=lambda: (found.append(computes()), ended.set()))
+    looking.start()
+    spin(DEADLINE_SECONDS)
+    looking.join()
+    assert found == [True]
+    ended.clear()
+    spinning = threading.Thread(target=spin, args=(1.0,))
+    spinning.start()
+    looking = threading.Thread(target=lambda: found.append(computes()))
+    looking.start()
+    looking.join()
+    ended.set()
+    spinning.join()
+    assert found == [True, False]

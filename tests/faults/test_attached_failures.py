@@ -20,6 +20,8 @@ SUITE = {
             if soft is not None and soft[0] == call.when:
                 del item.stash[SOFT]
                 report.outcome, report.longrepr = soft[1:]
+                if report.outcome == "expected":  # as pytest-check does under xfail
+                    report.outcome, report.wasxfail = "skipped", soft[2]
             if item.name == "test_changed_each_time" and item.config.rank == 1 and call.when == "call":
                 report.outcome, report.longrepr = "failed", "changed by a conftest"
             return report
@@ -58,6 +60,13 @@ SUITE = {
                 self.addCleanup(self.assertEqual, RANK, 0, "in the cleanup")
                 self.assertEqual(RANK, 0, "in the body")
 
+            def tearDown(self):
+                if RANK == 1 and "hidden" in self.id():
+                    self.skipTest("in the end")
+
+            def test_hidden_by_a_skip(self):
+                self.assertEqual(RANK, 0)
+
             def test_of_subtests(self):
                 with self.subTest("part"):
                     self.assertEqual(RANK, 0)
@@ -80,6 +89,12 @@ SUITE = {
         def test_skipped_softly(soft):
             soft("call", "skipped", ("test_it.py", 1, "Skipped: kept for later"))
 
+        @pytest.mark.xfail(reason="known", strict=True)
+        def test_softly_expected(soft):
+            soft("call", "expected", "as known")
+            if RANK == 0:
+                raise ValueError("as known")
+
         def test_changed_each_time():
             pass
 
@@ -94,11 +109,13 @@ SUITE = {
 EXPECTED = {
     "test_fails": f"failure: {RANK_1}: AssertionError: 1 != 0",
     "test_fails_twice": f"failure: {RANK_1}: AssertionError: 1 != 0 : in the body",
+    "test_hidden_by_a_skip": f"failure: {RANK_1}: AssertionError: 1 != 0",
     "test_skips": "skipped: not today",
     "test_skips_on_one_rank": "error: ranks disagree: rank 1 skipped (not here), rank 0 did not",
     "test_is_expected_to_fail": "skipped: ",
     "test_checked": f"failure: {RANK_1}: a soft check has failed",
     "test_skipped_softly": "error: ranks disagree: rank 1 skipped (kept for later), rank 0 did not",
+    "test_softly_expected": "skipped: known",
     "test_changed_each_time": f"failure: {RANK_1}: changed by a conftest",
     "test_in_teardown": f"error: in teardown: {RANK_1}: kept until the end",
     "test_after": "passed",

@@ -8,10 +8,12 @@ from torchrun import torchrun
 RANK_1 = "rank 1 (node-a)"
 SUITE = {
     "test_it.py": """
-        import time
         import multiprocessing
+        import threading
+        import time
         import pytest
         from stamps import RANK, all_reduce, meet
+        from pytest_gpucluster.errors import InconclusiveMeasurement
         from pytest_gpucluster.sampling import Series
 
         def noisy(value):
@@ -70,9 +72,24 @@ SUITE = {
         def test_inconclusive(measure):
             measure("matmul.bf16.tflops", noisy(2.0), unit="TFLOPS")
 
-        @pytest.mark.criterion("gpu.determinism")
+        @pytest.mark.criterion("burn_in")
+        def test_raises_that_it_is_inconclusive(cluster):
+            if RANK == 1:
+                raise InconclusiveMeasurement("one point only")
+            all_reduce(cluster)
+
+        @pytest.fixture
+        def slow_teardown():
+            yield
+            spin(600)
+
+        @pytest.mark.deadline(2)
+        def test_slow_teardown(slow_teardown):
+            pass
+
+        @pytest.mark.criterion("hbm")
         def test_passes(measure):
-            measure("gpu.determinism.repeated", 100, unit="%")
+            measure("hbm.copy.bandwidth", 2, unit="TB/s")
 
         @pytest.mark.deadline(3)
         @pytest.mark.hangs
@@ -80,6 +97,24 @@ SUITE = {
             if RANK == 1:
                 spin(600)
             all_reduce(cluster)
+
+        @pytest.mark.deadline(3)
+        @pytest.mark.hangs
+        def test_hangs_while_a_thread_spins(cluster):
+            lock = threading.Lock()
+            lock.acquire()
+            spinning = threading.Thread(target=spin, args=(4,), daemon=True)
+            spinning.start()
+            try:
+                lock.acquire()
+            finally:
+                spinning.join()
+
+        @pytest.mark.hangs
+        @pytest.mark.criterion("matmul")
+        def test_inconclusive_and_broken(measure):
+            measure("matmul.bf16.tflops", noisy(2.0), unit="TFLOPS")
+            raise OSError("no space left")
 
         @pytest.mark.hangs
         @pytest.mark.criterion("matmul")
@@ -96,6 +131,8 @@ SLOW = [
     "test_slow_setup",
     "test_children_compute",
     "test_inconclusive",
+    "test_raises_that_it_is_inconclusive",
+    "test_slow_teardown",
 ]
 INI = "markers =\n    hangs\n"
 
@@ -123,5 +160,7 @@ def test_the_next_tests_pass_on_a_fresh_group_and_the_run_is_a_rehearsal(run):
 def test_a_hang_and_a_value_below_its_limit_are_no_slowness(tmp_path):
     run = torchrun(tmp_path, SUITE, "-m", "hangs", deadline=60.0, ini=INI)
     assert run.verdicts["test_hangs"].startswith(f"error: {RANK_1}: hangs at test_it.py:")
+    assert run.verdicts["test_hangs_while_a_thread_spins"].startswith("error: ranks 0-1: hangs at test_it.py:")
+    assert run.verdicts["test_inconclusive_and_broken"].startswith("error: ranks 0-1: OSError: ")
     assert run.verdicts["test_below_the_limit"].startswith("failure: ")
     assert run.end == ("REJECTED", 1, "rank 0")

@@ -17,7 +17,8 @@ ENVIRONMENT = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     # By default (1) the watchdog throws a CUDA error again in its own thread, which ends the process by SIGABRT: a GPU
-    # that died would leave no failure of its test, and no verdict about the hardware.
+    # that died would leave no failure of its test, and no verdict about the hardware. With 0 the watchdog of that group
+    # ends in silence: this plugin's own watcher holds the deadlines.
     # Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp, TORCH_NCCL_RETHROW_CUDA_ERRORS.
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     # Left over in an operator's shell, these would change what a wait and a release mean.
