@@ -22,6 +22,7 @@ def hang(tmp_path, ranks=1):
         deadline=60.0,
         timeouts=f"stuck=2,dead={DEAD}",
         environment={"FAULT": "wait", "VICTIM": str(2 * ranks - 1)},
+        forked=False,
     )
     stamps = [run.wait_for_stamp("fault", rank) for rank in range(2 * ranks)]
     return run, stamps, max(stamp.at for stamp in stamps)

@@ -30,7 +30,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_restart_never_turns_a_broken_run_into_a_pass(tmp_path, fault):
     code, end = FAULTS[fault]
-    run = start(tmp_path, {"test_once.py": ONCE.format(fault=code)}, launcher=["--max-restarts=1"])
+    run = start(tmp_path, {"test_once.py": ONCE.format(fault=code)}, launcher=["--max-restarts=1"], forked=False)
     run.wait_for("the first report is closed", lambda: "exit code" in run.output)
     before = run.junit_path.read_bytes()
     run.wait()

@@ -13,7 +13,9 @@ from torchrun import start, suite
 
 def hang(tmp_path):
     """Start a run of which rank 1 sleeps and rank 0 waits for it."""
-    return start(tmp_path, suite("one_fault"), deadline=60.0, environment={"FAULT": "wait", "VICTIM": "1"})
+    return start(
+        tmp_path, suite("one_fault"), deadline=60.0, environment={"FAULT": "wait", "VICTIM": "1"}, forked=False
+    )
 
 
 def is_told(run, times, name, message, since):
