@@ -147,6 +147,7 @@ def start(plan: Plan, directory: Path) -> torchrun.Run:
         environment=environment,
         before=before,
         by_command=plan.launcher == "gpucluster run",
+        forked=False,
     )
     started.deadline = DEADLINE_SECONDS
     return started

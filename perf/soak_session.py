@@ -87,6 +87,7 @@ def run(tests: int, directory: Path, leak: str = "") -> Session:
         timeouts="stuck=10",
         deadline=90.0,
         environment=environment,
+        forked=False,
     )
     started.deadline = DEADLINE_SECONDS
     found = Session(tests=tests)
