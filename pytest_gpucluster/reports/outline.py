@@ -159,6 +159,7 @@ def outline(journal: Journal) -> Outline:
 def row_of(result: TestResult, *, required: Collection[str] = ()) -> Row:
     """Return the row of a finished test. ``required``: the criteria that the operator demands, and no test has met."""
     criterion = result.criterion
+    had_to_run = result.applicable and not result.too_slow  # of a rehearsal; its verdict says what was missed by that
     return Row(
         nodeid=result.nodeid,
         name=result.name or short_name(result.nodeid),
@@ -167,7 +168,7 @@ def row_of(result: TestResult, *, required: Collection[str] = ()) -> Row:
         headline=headline(result.measurements),
         why=first_line(result.message) if result.outcome != "passed" else "",
         result=result,
-        is_gap=result.outcome == "skipped" and criterion is not None and (result.applicable or criterion in required),
+        is_gap=result.outcome == "skipped" and criterion is not None and (had_to_run or criterion in required),
     )
 
 

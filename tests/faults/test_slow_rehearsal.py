@@ -154,6 +154,7 @@ def test_the_next_tests_pass_on_a_fresh_group_and_the_run_is_a_rehearsal(run):
     assert run.end == ("REHEARSED", 0, "rank 0")
     assert run.exits == [0]
     assert f"{len(SLOW)} too slow to rehearse here" in run.output.splitlines()[-1]
+    assert "of them had to" not in run.output
     assert run.left_over == []
 
 
