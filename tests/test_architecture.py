@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
+from each import of_each
 
 import pytest_gpucluster
 
@@ -467,7 +468,7 @@ def where(module: str, line: int) -> str:
     return f"{MODULES[module].relative_to(PACKAGE.parent)}:{line}"
 
 
-@pytest.mark.parametrize("module", MODULES)
+@of_each("module", MODULES)
 def test_every_module_has_its_place_in_the_layers(module: str) -> None:
     assert layer(module) is not None, (
         f"{module} has no place in LAYERS of this file: add it where its imports put it, and to the"
@@ -475,7 +476,7 @@ def test_every_module_has_its_place_in_the_layers(module: str) -> None:
     )
 
 
-@pytest.mark.parametrize("module", MODULES)
+@of_each("module", MODULES)
 def test_imports_go_downward_only(module: str) -> None:
     own, wrong = layer(module), []
     for name, line in own_imports(module):
@@ -487,7 +488,7 @@ def test_imports_go_downward_only(module: str) -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("module", MODULES)
+@of_each("module", MODULES)
 def test_confined_modules_import_only_what_they_may(module: str) -> None:
     allowed = next((CONFINED[pattern] for pattern in CONFINED if matches(module, pattern)), None)
     wrong = [
@@ -503,7 +504,7 @@ def test_no_imports_go_in_a_circle() -> None:
     graphlib.TopologicalSorter(graph).prepare()
 
 
-@pytest.mark.parametrize("module", MODULES)
+@of_each("module", MODULES)
 def test_heavy_and_foreign_packages_are_imported_only_where_they_belong(module: str) -> None:
     wrong = [
         f"{where(module, line)}: only {', '.join(ONLY_IN[name.partition('.')[0]])} may import {name}"

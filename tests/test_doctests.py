@@ -6,7 +6,7 @@ import doctest
 import importlib
 import pkgutil
 
-import pytest
+from each import of_each
 
 import pytest_gpucluster
 
@@ -17,7 +17,7 @@ MODULES = [
 ]
 
 
-@pytest.mark.parametrize("name", MODULES)
+@of_each("name", MODULES)
 def test_examples_hold(name: str) -> None:
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from each import of_each
 from verdicts import world_of
 
 from pytest_gpucluster import hardware, metrics, thresholds, units
@@ -95,7 +96,7 @@ def name(limit: Limit) -> str:
 
 JUDGED = [limit for limit in SHIPPED.limits if limit.record_only is None]
 RECORDED = [limit for limit in SHIPPED.limits if limit.record_only is not None]
-every_limit = pytest.mark.parametrize("limit", JUDGED, ids=name)
+every_limit = of_each("limit", JUDGED, name)
 
 
 def test_there_is_something_to_try() -> None:
@@ -157,7 +158,7 @@ def test_what_cannot_be_judged_is_an_error(limit: Limit, bad: float | None) -> N
     assert f"rank {min(1, run_of(limit).world_size - 1)}" in verdict.message
 
 
-@pytest.mark.parametrize("limit", [limit for limit in JUDGED if metrics.known(limit.metric).scope == "node"], ids=name)
+@of_each("limit", [limit for limit in JUDGED if metrics.known(limit.metric).scope == "node"], name)
 def test_a_node_that_reports_nothing_is_an_error(limit: Limit) -> None:
     labels = {part.key: part.text for part in limit.when if part.key not in TOPOLOGY}
     verdict = judge(
@@ -211,7 +212,7 @@ def test_what_is_above_the_data_sheet_peak_is_an_error(limit: Limit, peak: float
     assert one_bad(limit, peak, good=peak * 0.99).outcome == "passed"
 
 
-@pytest.mark.parametrize("limit", [limit for limit in JUDGED if limit.min_ratio_to_median], ids=name)
+@of_each("limit", [limit for limit in JUDGED if limit.min_ratio_to_median], name)
 def test_a_rank_behind_the_others_fails(limit: Limit) -> None:
     ratio = limit.min_ratio_to_median
     peak = peak_of(metrics.known(limit.metric), SHIPPED.skus.get(limit.sku))
@@ -236,7 +237,7 @@ def test_the_h100_rule_for_stragglers_is_stricter_than_the_floor() -> None:
     assert verdict.message.startswith("matmul.bf16.tflops 710 TFLOPS is 0.8987 of the median of the 7 other ranks")
 
 
-@pytest.mark.parametrize("limit", [limit for limit in JUDGED if limit.expect_transport], ids=name)
+@of_each("limit", [limit for limit in JUDGED if limit.expect_transport], name)
 def test_another_transport_fails(limit: Limit) -> None:
     assert hold(limit, lambda rank: good_value(limit)).outcome == "passed"
     verdict = hold(limit, lambda rank: good_value(limit), transport="NET/Socket")
@@ -244,7 +245,7 @@ def test_another_transport_fails(limit: Limit) -> None:
     assert "NET/Socket carries it, expected is" in verdict.message
 
 
-@pytest.mark.parametrize("limit", RECORDED, ids=name)
+@of_each("limit", RECORDED, name)
 def test_what_is_only_recorded_can_come_up_and_says_why(limit: Limit) -> None:
     verdict = hold(limit, lambda rank: 1.0)
     assert verdict.outcome == "passed"
@@ -402,7 +403,7 @@ NVML_TOTALS = {
 }
 
 
-@pytest.mark.parametrize("limit", SHIPPED.limits, ids=name)
+@of_each("limit", SHIPPED.limits, name)
 def test_every_shipped_figure_agrees_with_the_source_it_cites(limit: Limit) -> None:
     if limit.record_only is not None:
         assert (limit.min, limit.max, limit.source) == (None, None, "")
@@ -449,7 +450,7 @@ def test_a_healthy_card_s_memory_as_nvml_counts_it_keeps_the_limit(sku: str) -> 
     assert limit.min <= total <= limit.min * 1.08
 
 
-@pytest.mark.parametrize("limit", [limit for limit in JUDGED if limit.sku == hardware.CPU_REHEARSAL], ids=name)
+@of_each("limit", [limit for limit in JUDGED if limit.sku == hardware.CPU_REHEARSAL], name)
 def test_every_rehearsal_limit_says_that_it_proves_nothing(limit: Limit) -> None:
     said = limit.source.removesuffix("; ratio: likewise")
     assert said == "rehearsal floor: proves the path, says nothing about hardware"
