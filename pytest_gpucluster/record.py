@@ -14,7 +14,7 @@ from pytest_gpucluster.journal_lines import TestResult, read_test_result
 from pytest_gpucluster.time_spent import of_ranks
 from pytest_gpucluster.wording import first_line
 
-_UNDECIDED = "no agreement of the ranks that its call phase has passed"
+_UNDECIDED = "the ranks have not agreed that its call phase passed"
 _PARAMETERS = re.compile(r"\[.*$", re.DOTALL)
 
 

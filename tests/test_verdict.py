@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +10,10 @@ from pytest_gpucluster.verdict import (
     ACCEPTED,
     BROKEN,
     EXIT_CODES,
+    GROUPS,
     INCOMPLETE,
     REHEARSED,
+    REHEARSED_ALWAYS,
     REJECTED,
     SELECTION_PASSED,
     TestResult,
@@ -17,6 +21,7 @@ from pytest_gpucluster.verdict import (
     decide,
 )
 
+ROOT = Path(__file__).parent.parent
 TOPOLOGY = "2 nodes, 16 ranks, as expected (2x8xH100)"
 LOST = (11, "rank 3 is lost")
 
@@ -241,3 +246,11 @@ def test_what_was_too_slow_is_missed_where_it_is_required_or_on_a_gpu() -> None:
     assert (found.word, found.exit) == (INCOMPLETE, 10)
     found = verdict(INVENTORY, COMPUTES, FSDP, TINY)
     assert (found.word, found.exit) == (INCOMPLETE, 10)
+
+
+def test_the_groups_are_of_criteria_that_there_are() -> None:
+    suite = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "acceptance").glob("test_*.py"))
+    criteria = set(re.findall(r"criterion\(\"(.+?)\"\)", suite))
+    named = [name for names in GROUPS.values() for name in names]
+    assert set(named) | set(REHEARSED_ALWAYS) <= criteria
+    assert len(named) == len(set(named))
