@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 from typing import TYPE_CHECKING
 
@@ -30,11 +31,14 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Proje
 
 
 def pytest_unconfigure() -> None:
-    """Let go of the batches that tests took from a DataLoader's workers.
+    """End the fork servers, say what CPU time the tests took, and let go of batches from a DataLoader's workers.
 
     Once pytest has put modules back that a test had changed, torch's own references to them complain at the end of the
     interpreter, each in five lines, behind pytest's summary.
     """
+    fork_server.turn_off()
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    print(f"CPU: {sum(each.ru_utime + each.ru_stime for each in used):.0f} s, of all processes but orphans")
     reductions = sys.modules.get("torch.multiprocessing.reductions")
     if reductions is not None:
         reductions.shared_cache.clear()

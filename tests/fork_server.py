@@ -31,7 +31,9 @@ _READY_SECONDS = 120.0
 _MOST_BYTES = 1 << 20
 _REWRITTEN = ("pytest_gpucluster", "xdist", "pytest_rerunfailures")
 """Plugins whose asserts pytest would rewrite at their import, and complains of where they are loaded already."""
-_OF_THIS_PROCESS = frozenset(name for name in os.environ if name.startswith(("PYTHON", "LD_")))
+_READ_AT_START = ("PYTHON", "LD_", "HF_", "TRANSFORMERS_")
+"""What Python, the dynamic linker and the libraries read only once, when they are started or loaded."""
+_OF_THIS_PROCESS = frozenset(name for name in os.environ if name.startswith(_READ_AT_START))
 _RANKS = "--nproc-per-node="
 
 
@@ -86,14 +88,18 @@ class Forked:
 
 
 class ForkServer:
-    """The server, as the tests see it. It ends with the process that has started it."""
+    """The server, as the tests see it. It ends with the process that has started it.
 
-    def __init__(self) -> None:
+    Args:
+        extras: load transformers and peft as well.
+    """
+
+    def __init__(self, *, extras: bool = False) -> None:
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
+                [sys.executable, __file__, str(theirs.fileno()), *(["extras"] if extras else [])],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
@@ -135,7 +141,7 @@ class ForkServer:
         self._process.wait()
 
 
-_servers: list[ForkServer] = []
+_servers: dict[bool, ForkServer] = {}
 _turned_on: list[bool] = []
 _starting = threading.Lock()
 
@@ -145,15 +151,26 @@ def turn_on() -> None:
     _turned_on.append(True)
 
 
-def server_for(env: Mapping[str, str | bytes]) -> ForkServer | None:
-    """Return the server for a session with this environment, or None where Python itself must be started for it."""
-    if not _turned_on or any(name.startswith(("PYTHON", "LD_")) for name in env if name not in _OF_THIS_PROCESS):
+def turn_off() -> None:
+    """End the servers; sessions are started as ever from now on."""
+    _turned_on.clear()
+    while _servers:
+        _servers.popitem()[1].close()
+
+
+def server_for(env: Mapping[str, str | bytes], *, extras: bool = False) -> ForkServer | None:
+    """Return the server for a session with this environment, or None where Python itself must be started for it.
+
+    Args:
+        env: the whole environment of the session.
+        extras: the session uses transformers or peft.
+    """
+    if not _turned_on or any(name.startswith(_READ_AT_START) for name in env if name not in _OF_THIS_PROCESS):
         return None
     with _starting:
-        if not _servers:
-            _servers.append(ForkServer())
-            atexit.register(_servers[0].close)
-    return _servers[0]
+        if extras not in _servers:
+            _servers[extras] = ForkServer(extras=extras)
+    return _servers[extras]
 
 
 def holders(token: str) -> set[int]:
@@ -169,8 +186,10 @@ def holders(token: str) -> set[int]:
 # ---- the server's own side -------------------------------------------------------------------------------------------
 
 
-def _serve(requests: socket.socket) -> None:
+def _serve(requests: socket.socket, *, extras: bool) -> None:
     _load()
+    if extras:
+        _load_extras()
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would not be there in a fork, nor let go of its locks"
     replies: dict[int, socket.socket] = {}
     ended, woken = os.pipe()
@@ -226,6 +245,20 @@ def _load() -> None:
         loaded = sys.modules[name]
         loaded.__doc__ = f"{loaded.__doc__}\nPYTEST_DONT_REWRITE"
     SubprocessHandler._popen = _start_rank  # type: ignore[method-assign]
+
+
+def _load_extras() -> None:
+    import peft  # noqa: F401
+    from transformers import (  # noqa: F401  # loaded when they are first asked for
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        PreTrainedTokenizerFast,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        ResNetConfig,
+        ResNetForImageClassification,
+    )
 
 
 def _reap(replies: dict[int, socket.socket]) -> None:
@@ -332,4 +365,4 @@ def _start_rank(handler: Any, args: Sequence[str], env: Mapping[str, str]) -> su
 
 
 if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    _serve(socket.socket(fileno=int(sys.argv[1])), extras="extras" in sys.argv)

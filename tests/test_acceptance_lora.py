@@ -227,6 +227,7 @@ def start(name, directory, faults, *options, chosen="test_lora_tiny"):
         *options,
         *more,
         deadline=120.0,
+        extras=True,
     )
     run.deadline = LONGEST_SECONDS
     return run.wait()

@@ -121,7 +121,8 @@ def runs(tmp_path_factory):
             data = []
         options = (f"-k={keyword}", *data)
         ranks = 2 if name == "faults" else 1
-        started = torchrun.start(directory, files(*faults), *options, ranks=ranks, deadline=120.0, timeouts="stuck=20")
+        settings = {"deadline": 120.0, "timeouts": "stuck=20", "extras": True}
+        started = torchrun.start(directory, files(*faults), *options, ranks=ranks, **settings)
         started.deadline = DEADLINE_SECONDS
         return started.wait()
 

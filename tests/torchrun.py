@@ -274,6 +274,7 @@ def start(
     by_command: bool = False,
     ini: str = "",
     forked: bool = True,
+    extras: bool = False,
 ) -> Run:
     """Start torchrun over a suite.
 
@@ -290,6 +291,7 @@ def start(
         by_command: whether ``gpucluster run`` starts torchrun.
         ini: more lines of the suite's ini file.
         forked: the launcher and its ranks may be forks of one process that has torch loaded; else they start as ever.
+        extras: the suite uses transformers or peft.
     """
     if files is not None:
         write_suite(directory, files, ini)
@@ -308,7 +310,7 @@ def start(
         command += [f"--junitxml={directory / 'report.xml'}", f"--gpucluster-report-dir={directory / 'reports'}"]
         command += [f"--gpucluster-timeouts={timeouts}", f"--gpucluster-deadline={deadline}", *options]
         environ = {**_environment(directory, token), "GPUCLUSTER_HOSTNAME": host, **(environment or {})}
-        server = server_for(environ) if forked and not (before or by_command) else None
+        server = server_for(environ, extras=extras) if forked and not (before or by_command) else None
         with (directory / f"output{node}.txt").open("ab") as output:
             if server is not None:
                 where = directory / "suite"
