@@ -19,7 +19,8 @@ PLENTY_SECONDS = 90.0
 TESTS = ("test_plain", "test_matmul", "test_all_reduce", "test_meeting")
 """The suite of a round (soak_suite/test_round.py), in its order."""
 MOMENTS = ("set-up", "before", "inside", "after", "teardown")
-_MEASURED = ("test_matmul", "test_all_reduce")
+_COLLECTIVE = "test_all_reduce"
+_MEASURED = ("test_matmul", _COLLECTIVE)
 """Only these have an inside: the k-th product, or sum, of the benchmark."""
 
 KINDS: Mapping[str, Sequence[str]] = {
@@ -107,6 +108,7 @@ def draw(seed: int, number: int, kinds: Sequence[str] = tuple(KINDS)) -> Plan:
     kind = order[place]
     fault = random.choice(KINDS[kind])
     tests = TESTS[:-1] if fault == "fill_disk_for_a_while" else TESTS  # the next test makes room again
+    tests = (_COLLECTIVE,) if fault == "loop" else tests
     test = random.choice(tests)
     return Plan(
         kind=kind,
@@ -123,6 +125,8 @@ def draw(seed: int, number: int, kinds: Sequence[str] = tuple(KINDS)) -> Plan:
 def _moments(fault: str, test: str) -> tuple[str, ...]:
     if fault in _OF_COLLECTIVES:
         return ("before", "after")  # where ranks are in step
+    if fault == "loop":
+        return ("before", "inside")  # where its peer waits for it: else a rehearsal takes it for slow
     # A rank that pauses in the middle of what is timed would rightly be called slow.
     inside = test in _MEASURED and fault != "pause"
     return tuple(moment for moment in MOMENTS if inside or moment != "inside")

@@ -223,10 +223,10 @@ def test_a_wrong_sum_on_one_rank_rejects_and_names_rank_and_element(runs, name, 
 
 def test_a_noisy_series_is_inconclusive_and_that_is_no_pass(runs):
     run = runs["slow"]
-    assert run.verdicts["test_all_reduce[node-bf16]"] != "passed"
+    assert run.verdicts["test_all_reduce[node-bf16]"].startswith("skipped: too slow to rehearse here: ")
     [busbw] = [one for one in measured(run, "node-bf16").measurements if one.metric == "nccl.all_reduce.busbw"]
     assert "5 % is allowed" in busbw.inconclusive
-    assert busbw.status == "failed"
+    assert busbw.status == "recorded"
 
 
 def collected(*arguments):

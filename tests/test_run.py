@@ -35,7 +35,9 @@ def run_on(
         "joined": SimpleNamespace(who={rank: {"gpu": None if gpu is None else {"name": gpu}} for rank in range(4)}),
         "expectation": None if expect is None else Expectation.parse(expect),
         "thresholds": thresholds.load(thresholds.shipped_path()),
-        "records": {"test_a": TestRecord(test=TestName.of("test_a", ("a.py", 1, "test_a"), "matmul"))},
+        "records": {
+            "test_a": TestRecord(test=TestName.of("test_a", ("a.py", 1, "test_a"), "matmul"), outcome="passed")
+        },
         "collected": [],
         "problems": [],
         "workload_record": None,

@@ -13,6 +13,7 @@ from typing import Any
 
 from pytest_gpucluster.wording import rank_ranges
 
+_UNRECORDED = "unrecorded"
 _SHOWN_OPERATIONS = 5
 _SHOWN_OTHERS = 3
 _OWN_FILES = (
@@ -30,7 +31,7 @@ class Operation:
     name: str
     pending: bool
     since_ns: int | None = field(default=None, compare=False)
-    """When this rank has entered it, by its wall clock; None where no recorder has it, and where it has travelled."""
+    """When this rank has entered it, in ns by its wall clock; None where no recorder has it, and on another rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,12 +170,24 @@ def _entries(dump: Callable[[], str | bytes] | None) -> list[dict[str, Any]]:
     return found[-50:]
 
 
+def waits_seconds(operations: Sequence[Operation], now_ns: int) -> float | None:
+    """Return how long a rank has been in the oldest collective that it has not left; None if in none, or not known.
+
+    Between two collectives a rank is for a moment in one that the recorder does not have yet: then it counts since the
+    newest that the recorder has.
+    """
+    pending = [o for o in operations if o.pending]
+    recorded = [o.since_ns for o in operations if o.since_ns is not None]
+    since = [o.since_ns for o in pending if o.since_ns is not None] or (recorded[-1:] if pending else [])
+    return (now_ns - min(since)) / 1e9 if since else None
+
+
 def unrecorded_operations() -> list[Operation]:
     """Return what the main thread waits in by its stack, where no recorder knows of it: gloo's point-to-point, say."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     inside = [entry for entry in traceback.extract_stack(frame)[-8:] if "/torch/distributed/" in entry.filename]
     names = [entry.name for entry in inside if not entry.name.startswith(("wrapper", "_"))]
-    return [Operation(group="unrecorded", sequence=1, name=names[-1], pending=True)] if names else []
+    return [Operation(group=_UNRECORDED, sequence=1, name=names[-1], pending=True)] if names else []
 
 
 def too_slow(
@@ -212,9 +225,10 @@ def too_slow(
 def _contradict(pending: Sequence[Operation], finished: Sequence[Where]) -> bool:
     """Tell whether no time will do: two of the same number in a group differ, or a member has finished without one."""
     names: dict[tuple[str, int], str] = {}
-    if any(names.setdefault((o.group, o.sequence), o.name) != o.name for o in pending):
+    recorded = [o for o in pending if o.group != _UNRECORDED]
+    if any(names.setdefault((o.group, o.sequence), o.name) != o.name for o in recorded):
         return True
-    return any(0 < where.entered(o.group) < o.sequence for where in finished for o in pending)
+    return any(0 < where.entered(o.group) < o.sequence for where in finished for o in recorded)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -338,13 +338,12 @@ class Watch:
 
     def _say_where(self, number: int, phase: WatchedPhase) -> None:
         operations = self._operations(phase)
-        since = [operation.since_ns for operation in operations if operation.pending and operation.since_ns]
         where = diagnosis.Where(
             rank=self._facts.rank,
             arrived=not phase.in_body,
             stack=diagnosis.main_thread_stack(),
             operations=operations,
-            waits_seconds=(time.time_ns() - min(since)) / 1e9 if since else None,
+            waits_seconds=diagnosis.waits_seconds(operations, time.time_ns()),
             computes=self._rehearsal and phase.in_body and computes(),
         )
         self._store.set(f"where/{number}/{self._facts.rank}", json.dumps(where.to_json()))

@@ -399,3 +399,17 @@ def test_a_place_is_that_of_the_operators_own_code_where_there_is_one() -> None:
     )
     found = culprits({0: Where(rank=0, arrived=False, stack=stack)}, {}, missing=[0])
     assert found[0].message == "hangs at test_it.py:7 in test_it"
+
+
+def test_how_long_a_rank_waits_is_counted_from_the_oldest_collective_it_is_in_or_else_from_the_newest_it_has_left() -> (
+    None
+):
+    def at_second(second: float, *, pending: bool) -> Operation:
+        return Operation(group="world", sequence=1, name="all_reduce", pending=pending, since_ns=int(second * 1e9))
+
+    left, waits, unknown = at_second(5, pending=False), at_second(7, pending=True), op(1, group="unrecorded")
+    now = 10 * 10**9
+    assert diagnosis.waits_seconds([left, waits, at_second(8, pending=True)], now) == 3
+    assert diagnosis.waits_seconds([left, unknown], now) == 5
+    assert diagnosis.waits_seconds([left], now) is None
+    assert diagnosis.waits_seconds([unknown], now) is None
