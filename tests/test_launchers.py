@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from sessions import CPU, Left, Process, Project, environment
+from torchrun import free_port
 
 from pytest_gpucluster.launch import detect
 
@@ -59,13 +60,6 @@ ASKS_NO_DNS = """
             [b"RES_OPTIONS=rotate attempts:0"]
         ]
 """
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def slurm(rank: int, port: int) -> dict[str, str]:

@@ -36,6 +36,7 @@ SCHEMA = xmlschema.XMLSchema(str(HERE / "data" / "junit-10.xsd"))
 DEADLINE_SECONDS = 120.0
 """Generous: no run here should take a third of it."""
 _POLL_SECONDS = 0.02
+_held_ports: list[socket.socket] = []
 _LET_END_SECONDS = 3.0
 _TOKEN = "GPUCLUSTER_TEST_TOKEN"
 
@@ -239,10 +240,16 @@ def _command(pid: int) -> str:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that nothing else is given while this process lives.
+
+    It stays bound here, and nothing listens on it: who binds it with SO_REUSEADDR, as torch's stores do, may listen.
+    Source: socket(7).
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    _held_ports.append(held)
+    return int(held.getsockname()[1])
 
 
 def suite(name: str) -> dict[str, str]:
