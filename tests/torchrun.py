@@ -7,6 +7,7 @@ group of the launcher does not hold them.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -36,7 +37,6 @@ SCHEMA = xmlschema.XMLSchema(str(HERE / "data" / "junit-10.xsd"))
 DEADLINE_SECONDS = 120.0
 """Generous: no run here should take a third of it."""
 _POLL_SECONDS = 0.02
-_held_ports: list[socket.socket] = []
 _LET_END_SECONDS = 3.0
 _TOKEN = "GPUCLUSTER_TEST_TOKEN"
 
@@ -248,7 +248,7 @@ def free_port() -> int:
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("127.0.0.1", 0))
-    _held_ports.append(held)
+    atexit.register(held.close)
     return int(held.getsockname()[1])
 
 
