@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -16,7 +17,7 @@ from pytest_gpucluster import exit_note, verdict
 from pytest_gpucluster.agreement.ending import Ending
 from pytest_gpucluster.agreement.fault_file import remove_left
 from pytest_gpucluster.agreement.vitals import start_time
-from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.journal_lines import failed_before
 from pytest_gpucluster.record import now
 from pytest_gpucluster.recorder import wait_for_end
 from pytest_gpucluster.run import Run
@@ -39,7 +40,10 @@ def decide(run: Run, *, pytest_exit: int, ending: Ending | None) -> verdict.Verd
             applicable=record.applicable,
             unjudged=record.unjudged,
             too_slow=record.too_slow and record.outcome == "skipped",
+            values=len(record.measurements),
+            judged=sum(measured["status"] == "passed" for measured in record.measurements),
             attempts=record.attempts,
+            failed_before=failed_before(record.properties),
         )
         for record in run.records.values()
     ]
@@ -52,6 +56,8 @@ def decide(run: Run, *, pytest_exit: int, ending: Ending | None) -> verdict.Verd
         required=run.settings.require if run.settings else (),
         rehearsal=run.rehearsal,
         selection=run.selection,
+        manifest=run.manifest is not None,
+        deviations=run.deviations,
         topology="; ".join([_topology(run), *_remarks(run)]),
     )
 
@@ -68,7 +74,10 @@ def _topology(run: Run) -> str:
 
 def _remarks(run: Run) -> list[str]:
     """Return in what this run was less, or other, than the whole suite with the shipped limits."""
-    said = run.workload_record.remarks if run.workload_record is not None else []
+    said = list(run.workload_record.remarks) if run.workload_record is not None else []
+    requeued = run.environ.get("SLURM_RESTART_COUNT", "")
+    if requeued.isascii() and requeued.isdigit() and int(requeued) > 0:
+        said.append(f"attempt {int(requeued) + 1} of Slurm job {run.environ.get('SLURM_JOB_ID')}, which was requeued")
     if run.settings is None:
         return said
     if run.settings.sku is not None:
@@ -151,11 +160,7 @@ def _agree_on_finish(run: Run, pytest_exit: int) -> Mapping[str, Any]:
 
     run.watch.enter("the end of the session", _FINISH_DEADLINE_SECONDS)
     run.watch.leave()
-    try:
-        return run.exchange.run({"exit": pytest_exit}, settle, deadline_seconds=_FINISH_DEADLINE_SECONDS)
-    except EnvironmentBroken as error:
-        run.watch.end(Ending(name="store lost", message=str(error), exit=11))
-        return {}
+    return run.agree({"exit": pytest_exit}, settle, deadline_seconds=_FINISH_DEADLINE_SECONDS) or {}
 
 
 def write_end(run: Run) -> None:
@@ -176,7 +181,7 @@ def write_end(run: Run) -> None:
     error = run.recorder.finish(end, timeout=_REPORTS_WRITTEN_SECONDS)
     if error is not None:
         run.problems.append(error)
-        if run.verdict.exit in (0, 10):
+        if run.verdict.exit in (0, 10, 12):
             run.verdict = verdict.Verdict(word=verdict.BROKEN, exit=11, reason=f"no complete report: {error}")
         run.account.take({"type": "problem", "name": "report", "outcome": "error", "message": error})
     run.account.take({**end, "verdict": run.verdict.word, "exit": run.verdict.exit, "reason": run.verdict.reason})
@@ -196,6 +201,15 @@ def overtime(run: Run, ending: Ending) -> None:
         run.watch.remove_left()
     remove_left(str(run.fault_file.path))
     os._exit(run.verdict.exit)
+
+
+def keep_exit_code(code: int) -> None:
+    """Let no atexit handler of a test or plugin end this process with another code.
+
+    Handlers run in the reverse order: this one, the last one registered, before theirs. Source: Python, atexit.
+    """
+    leave = os._exit
+    atexit.register(lambda: setattr(os, "_exit", lambda _: leave(code)))
 
 
 def close(run: Run) -> None:

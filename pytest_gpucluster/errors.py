@@ -9,6 +9,7 @@
     |-- EnvironmentBroken            the run could not be carried through: JUnit error, exit code 11
     |   |-- PreflightError           the ranks that came are not the ranks that were declared
     |   |-- StoreError               the rendezvous store does not answer
+    |   |-- OutOfStep                ranks are at different points of the session
     |   |-- CommunicationError       a process group could not be made or used
     |   `-- PeerGaveUp               another rank did not come to say what this one waits for
     |-- HardwareFault                a wrong result or a GPU that died: JUnit failure, exit code 1
@@ -24,6 +25,8 @@ Every message says where, what was found and what is allowed, and what to do.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class GpuClusterError(Exception):
@@ -60,6 +63,19 @@ class PreflightError(EnvironmentBroken):
 
 class StoreError(EnvironmentBroken):
     """The rendezvous store cannot be reached or has stopped answering."""
+
+
+class OutOfStep(EnvironmentBroken):
+    """Ranks are at different points of the session, so that nothing more can be agreed on.
+
+    Args:
+        message: who is where.
+        culprits: the ranks that are not where most of them are.
+    """
+
+    def __init__(self, message: str, culprits: Sequence[int]) -> None:
+        super().__init__(message)
+        self.culprits = list(culprits)
 
 
 class CommunicationError(EnvironmentBroken):

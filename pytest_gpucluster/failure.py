@@ -126,7 +126,7 @@ def line_of(report: pytest.TestReport) -> str:
     return first_line(crash.message if crash is not None else report.longreprtext)
 
 
-def skip_reason(report: pytest.TestReport) -> str:
+def skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str:
     if isinstance(report.longrepr, tuple):
         return report.longrepr[2].removeprefix("Skipped: ")
     return getattr(report, "wasxfail", "") or report.longreprtext

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 
-from pytest_gpucluster.phase_outcome import MEASUREMENTS
+from pytest_gpucluster.phase_outcome import IN_CALL, MEASUREMENTS
 from pytest_gpucluster.run_directory import artifacts_name
 
 if TYPE_CHECKING:
@@ -130,6 +130,12 @@ def measure(request: pytest.FixtureRequest) -> Measure:
         record_only: bool = False,
         **labels: object,
     ) -> None:
+        if not request.node.stash.get(IN_CALL, False):
+            pytest.fail(
+                f"{metric} was measured outside the call phase of {request.node.nodeid}, where nothing judges it: call "
+                "measure() in the body of the test, not in a fixture and not after a fixture's yield",
+                pytrace=False,
+            )
         recorded.append(
             metrics.measurement(
                 metric,

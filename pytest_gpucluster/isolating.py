@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_gpucluster import isolation_told
-from pytest_gpucluster.agreement.ending import Ending
 from pytest_gpucluster.agreement.release.python import Released
 from pytest_gpucluster.cause import communication_failed, connection_cut, gpu_died, kind_of, text_of
-from pytest_gpucluster.errors import EnvironmentBroken, LaunchError, WrongResult
+from pytest_gpucluster.errors import LaunchError, WrongResult
 from pytest_gpucluster.isolation_plan import DTYPE, Plan
 from pytest_gpucluster.units import parse
 from pytest_gpucluster.wording import first_line
@@ -253,24 +252,9 @@ class Isolator:
             assert plan is not None  # called on rank 0 only
             return plan.decide(bodies)
 
-        assert run.watch is not None
-        assert run.exchange is not None
         assert run.workload is not None
-        if run.watch.ending is not None:
-            return None
-        try:
-            verdict = run.exchange.run(
-                body, decide, deadline_seconds=run.workload.isolation.probe_seconds + run.timeouts.stuck
-            )
-        except EnvironmentBroken as lost:
-            run.watch.end(Ending(name="store lost", message=str(lost), exit=11))
-            return None
-        if "ended" in verdict:
-            told = verdict["ended"]
-            unknown = Ending(name="internal error", message="rank 0 could not plan the search", exit=3)
-            run.watch.agreed_to_end(Ending.from_json(told) if isinstance(told, Mapping) else unknown)
-            return None
-        return verdict
+        seconds = run.workload.isolation.probe_seconds + run.timeouts.stuck
+        return run.agree(body, decide, deadline_seconds=seconds)
 
 
 def _in_the_world(text: str, ranks: Sequence[int]) -> str:

@@ -105,11 +105,15 @@ class Journal:
     environment: Environment | None = None
     workload: Workload | None = None
     collected: tuple[CollectedTest, ...] | None = None
+    has_manifest: bool = False
+    """A file beside the tests said which of them an acceptance needs, and what was absent is among the results."""
     results: tuple[TestResult, ...] = ()
     """One per test, in the order in which they finished. A later attempt replaces an earlier one."""
     running: Started | None = None
     """The test that was started and did not finish."""
     problems: tuple[Problem, ...] = ()
+    deviations: tuple[str, ...] = ()
+    """In what limits or workload asked for less than the shipped ones."""
     properties: tuple[tuple[str, str], ...] = ()
     silence: Silence | None = None
     end: End | None = None
@@ -247,7 +251,9 @@ class JournalBuilder:
         elif kind == "workload":
             journal = replace(journal, workload=read_workload(fields))
         elif kind == "collected":
-            journal = replace(journal, collected=read_collected(fields))
+            journal = replace(journal, collected=read_collected(fields), has_manifest=fields.flag("manifest", False))
+        elif kind == "deviation":
+            journal = replace(journal, deviations=(*journal.deviations, fields.text("text")))
         elif kind == "start":
             journal = replace(journal, running=read_started(fields), recent_problem=None)
         elif kind == "test":

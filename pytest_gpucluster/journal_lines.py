@@ -6,7 +6,7 @@ A field that is missing has its default, so that a journal of an earlier version
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -223,8 +223,16 @@ class TestResult:
             applicable=self.applicable,
             unjudged=self.unjudged,
             too_slow=self.too_slow,
+            values=len(self.measurements),
+            judged=sum(judged.status == "passed" for judged in self.measurements),
             attempts=self.attempts,
+            failed_before=failed_before(self.properties),
         )
+
+
+def failed_before(properties: Sequence[tuple[str, str]]) -> bool:
+    """Tell by a test's properties whether an earlier attempt of it missed a limit or found a wrong result."""
+    return any(name.startswith("attempt ") and value.startswith("failed") for name, value in properties)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 from pytest_gpucluster.agreement.merge import Merged, RankOutcome, rehearsed_too_slowly
 from pytest_gpucluster.errors import MeasurementError
+from pytest_gpucluster.explained_limits import demand
 from pytest_gpucluster.judge import judge
 from pytest_gpucluster.judged import Judgement
 from pytest_gpucluster.metrics import Measurement
@@ -50,6 +51,8 @@ def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequenc
         meanwhile=record.telemetry,
         host_of=dict(enumerate(run.joined.hosts)) if run.joined else {},
     )
+    if run.settings is not None and run.settings.thresholds is not None:
+        _note_switched_off(run, judgement, by_rank)
     if run.baseline is not None:
         judgement, notes = run.baseline.hold(
             judgement,
@@ -93,6 +96,17 @@ def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequenc
         dirty=merged.dirty,
         judged=True,
     )
+
+
+def _note_switched_off(run: Run, judgement: Judgement, by_rank: Mapping[int, Sequence[Measurement]]) -> None:
+    """Put on record which values a site's file of limits leaves without one that the shipped limits judge."""
+    asked = {measured.metric for each in by_rank.values() for measured in each if not measured.record_only}
+    for judged in judgement.measurements:
+        if judged.status != "recorded" or judged.metric not in asked:
+            continue
+        shipped = run.shipped_limit(judged.metric, judged.labels)
+        if shipped is not None:
+            run.deviate(f"{judged.metric} is recorded only, by the site's limits; shipped is {demand(shipped)}")
 
 
 def _rehearsed(judgement: Judgement) -> tuple[Judgement, str | None]:

@@ -134,7 +134,7 @@ def _torchrun(environ: Mapping[str, str], hostname: str) -> RankFacts:
         nnodes=read.number("GROUP_WORLD_SIZE", least=1),
         hostname=hostname,
         launcher="torchrun",
-        run_id=read.text("TORCHELASTIC_RUN_ID"),
+        run_id=_id_of_torchrun(read.text("TORCHELASTIC_RUN_ID"), environ),
         restart_count=read.number("TORCHELASTIC_RESTART_COUNT", 0),
         max_restarts=read.number("TORCHELASTIC_MAX_RESTARTS", 0),
         # Loopback is fine: two agents on one host may call it so, and they have already met there.
@@ -151,6 +151,13 @@ def _torchrun(environ: Mapping[str, str], hostname: str) -> RankFacts:
     read.at_most("LOCAL_RANK", "RANK")
     read.settle()
     return replace(facts, local_rank=_position_on_node(environ, facts))
+
+
+def _id_of_torchrun(given: str, environ: Mapping[str, str]) -> str:
+    """Return --rdzv-id; where none was given, in a Slurm job the job's id and how often it was requeued."""
+    if given != "none" or not environ.get("SLURM_JOB_ID"):
+        return given
+    return f"slurm-{environ['SLURM_JOB_ID']}-{environ.get('SLURM_RESTART_COUNT') or 0}"
 
 
 def _position_on_node(environ: Mapping[str, str], facts: RankFacts) -> int:

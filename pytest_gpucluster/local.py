@@ -18,11 +18,12 @@ from pytest_gpucluster.agreement import collection
 from pytest_gpucluster.agreement.merge import Merged, RankOutcome, merge
 from pytest_gpucluster.announcement import announce
 from pytest_gpucluster.console import BROKE, Console, Status
-from pytest_gpucluster.errors import LaunchError
+from pytest_gpucluster.errors import LaunchError, ThresholdsError
 from pytest_gpucluster.failure import MergedRepr, line_of, skip_reason
 from pytest_gpucluster.judging import judge_merged
 from pytest_gpucluster.live_hooks import begin_for_workers
 from pytest_gpucluster.local_worker import DIRECTORY, PROPERTY, SAMPLER
+from pytest_gpucluster.manifest import read_manifest
 from pytest_gpucluster.opening import Opening
 from pytest_gpucluster.progress import STEPS
 from pytest_gpucluster.record import TestName, TestRecord, unique
@@ -182,8 +183,11 @@ class Controller:
             return
         expected = self._collections[min(self._collections)]
         names = [TestName.of(nodeid, (nodeid.partition("::")[0], None, "")) for nodeid in expected]
-        self._run.collected = names
-        self._run.send({"type": "collected", "tests": [name.to_json() for name in names]})
+        try:
+            self._run.manifest = read_manifest(expected, self._config.rootpath)
+        except ThresholdsError as error:
+            self._run.problem("usage", str(error), str(error))
+        self._run.take_collected(names, left_out={})
         different = collection.disagreement(expected, self._collections, self._run.names, subset=False)
         if different is not None:
             self._run.problem("collection", *different)
@@ -432,6 +436,9 @@ class Controller:
         self._finish()
         if not self._finished:
             return
+        if self._run.verdict is not None:
+            session.exitstatus = self._run.verdict.exit
+            closing.keep_exit_code(self._run.verdict.exit)
         announce(self._run)
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
         if reporter is None:
@@ -445,6 +452,7 @@ class Controller:
         """End what was started for the workers."""
         self._finish()  # Ctrl-C again, while the workers were ending
         self._run.accompaniment.close()
+        self._run.close()
 
 
 def _index(worker: str) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pytest_gpucluster import __version__, closing, exit_note, options, refused, verdict
+from pytest_gpucluster import __version__, closing, exit_note, options, pci_bus, refused, verdict
 from pytest_gpucluster.accompaniment import Place
 from pytest_gpucluster.agreement import address, host, preflight, vitals
 from pytest_gpucluster.agreement.exchange import Exchange
@@ -85,6 +85,7 @@ class Opening:
             self._run.settings = options.resolve(self._run.config, self._run.environ)
             self._run.timeouts = self._run.settings.timeouts or self._run.timeouts
             _refuse_conflicts(self._run.config, self._run.facts)
+            _refuse_unasked_rehearsal(self._run.settings, self._run.facts.hostname)
         except GpuClusterError as error:
             problem: Refusal | None = _refusal(error)
         else:
@@ -123,6 +124,11 @@ class Opening:
         try:
             refused.require_file(path)
             self._require_no_input(path)
+            self._run.claimed = refused.claim(path)
+            if self._run.claimed is None:
+                raise OptionError(
+                    f"--junitxml {path}: another run on this host is writing it; name another file, or wait for its end"
+                )
         except OptionError:
             self._run.junit_path = None  # the one in the report directory must do
             raise
@@ -234,6 +240,8 @@ class Opening:
             "start_time": start_time(),
             "fault_file": str(self._run.fault_file.path),
             "inputs": self._inputs(),
+            # It chooses GPUs: the others are left out on purpose.
+            "chosen": bool(self._run.environ.get("CUDA_VISIBLE_DEVICES")),
         }
         if problem is None:
             try:
@@ -303,6 +311,8 @@ class Opening:
             return Refusal(message=first_line(me["problem"]), text=me["problem"], exit=me["exit"])
         visible = int(me["visible_gpus"])
         if workers <= visible:
+            whole_node = dict.fromkeys(range(workers), me)
+            self._run.uncovered = preflight.gpus_without_a_rank(whole_node, self._run.facts, self._run.expectation)
             return None
         return _refusal(
             LaunchError(
@@ -332,6 +342,7 @@ class Opening:
             sku_of=self._run.limits.sku_for,
         )
         self._run.send_cluster(who, [problem.text for problem in found])
+        self._run.uncovered = preflight.gpus_without_a_rank(who, self._run.facts, self._run.expectation)
         if not found:
             return self._foreign_baseline(who)
         text = "\n".join(problem.text for problem in found)
@@ -404,6 +415,23 @@ def _refuse_conflicts(config: pytest.Config, facts: RankFacts) -> None:
         raise LaunchError(
             f"--pdb and --trace need one process with a terminal, but {facts.launcher} started "
             f"{facts.world_size} ranks. Run plain pytest on one GPU to debug, with -m single_gpu"
+        )
+
+
+def _refuse_unasked_rehearsal(settings: options.Settings, hostname: str) -> None:
+    """Refuse a rehearsal on a node with GPUs that only a variable asks for: left over in a shell, it would pass a gate.
+
+    Raises:
+        OptionError: names the variable and the way out.
+    """
+    device = settings.settings["device"]
+    if device.value != "cpu" or device.origin != "environment":
+        return
+    gpus = [gpu.address for gpu in pci_bus.unlisted(()) if gpu.state not in ("hidden", "elsewhere")]
+    if gpus:
+        raise OptionError(
+            f"GPUCLUSTER_DEVICE=cpu is set, and {hostname} has {len(gpus)} GPUs, the first at PCI {gpus[0]}: a "
+            "rehearsal says nothing about them. Unset it; or give --gpucluster-device=cpu for a rehearsal"
         )
 
 

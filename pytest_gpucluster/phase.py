@@ -19,13 +19,19 @@ from pytest_gpucluster import cause
 from pytest_gpucluster.accompaniment import Company
 from pytest_gpucluster.agreement.ending import Ending
 from pytest_gpucluster.agreement.merge import Merged, RankOutcome
-from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.failure import let_go
 from pytest_gpucluster.isolating import Isolator
 from pytest_gpucluster.judging import keep_interrupted
 from pytest_gpucluster.markers import criterion_of, deadline_of
 from pytest_gpucluster.metrics import Measurement
-from pytest_gpucluster.phase_outcome import MEASUREMENTS, attached_failure, expects_failure, own_outcome, worsened
+from pytest_gpucluster.phase_outcome import (
+    IN_CALL,
+    MEASUREMENTS,
+    attached_failure,
+    expects_failure,
+    own_outcome,
+    worsened,
+)
 from pytest_gpucluster.phase_verdict import PhaseVerdict, label_of
 from pytest_gpucluster.record import TestName, TestRecord
 from pytest_gpucluster.selection import why_not_applicable
@@ -177,6 +183,7 @@ class Phases:
         """
         company = self._company = self._run.accompaniment.company(counts=criterion_of(item) is not None)
         company.begin()
+        item.stash[IN_CALL] = True
         try:
             yield
             if self.shown.failed_subtests:
@@ -188,6 +195,7 @@ class Phases:
             company.require_no_fault()
             raise
         finally:
+            item.stash[IN_CALL] = False
             company.end()
             measured: list[Measurement] = item.stash.get(MEASUREMENTS, [])
             measured[:] = company.beside(measured)
@@ -225,7 +233,7 @@ class Phases:
                 name="interrupted",
                 message=message,
                 # A test's own code is kept, unless it would say that something was accepted, rejected or incomplete.
-                exit=2 if code in (None, 0, 1, 10) else int(code),
+                exit=2 if code in (None, 0, 1, 10, 12) else int(code),
             )
         )
 
@@ -245,7 +253,7 @@ class Phases:
             except RuntimeError as lost:  # torch's DistError family
                 watch.end(Ending(name="store lost", message=first_line(str(lost)), exit=11))
         died = cause.gpu_died(error) if error is not None else None
-        body = {"at": label_of(item, when), **own.to_json(), **({"died": died} if died else {})}
+        body = {**own.to_json(), **({"died": died} if died else {})}
         if error is not None and cause.communication_failed(error):
             body["unreached"] = True
         if error is not None and own.outcome in ("failed", "error") and expects_failure(item, error):
@@ -258,17 +266,8 @@ class Phases:
             self._last, self.last_outcome = decided.merged, decided.first
             return decided.verdict
 
-        if watch.ending is not None:
-            return self._ended(item, when, own, decide, body)
-        try:
-            verdict = run.exchange.run(body, decide, deadline_seconds=self._deadline(item) + run.timeouts.stuck)
-        except EnvironmentBroken as lost:
-            watch.end(Ending(name="store lost", message=str(lost), exit=11))
-            return self._ended(item, when, own, decide, body)
-        if "ended" in verdict:
-            unknown = Ending(name="internal error", message="rank 0 could not decide on the verdict", exit=3)
-            told = verdict["ended"]
-            watch.agreed_to_end(Ending.from_json(told) if isinstance(told, Mapping) else unknown)
+        verdict = run.agree(body, decide, deadline_seconds=self._deadline(item) + run.timeouts.stuck)
+        if verdict is None:
             return self._ended(item, when, own, decide, body)
         if verdict.get("stop"):
             watch.agreed_to_end(Ending(**verdict["stop"]))

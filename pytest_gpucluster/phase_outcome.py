@@ -25,6 +25,8 @@ _EXPLAINED_SECONDS = 0.5
 ON_TRIAL = pytest.StashKey[bool]()
 """In the stash of a test while its report is made on trial: it is thrown away."""
 _MILD = (pytest.skip.Exception, pytest.xfail.Exception)
+IN_CALL = pytest.StashKey[bool]()
+"""In the stash of a test while its body runs: what is measured at another time would be judged by nobody."""
 MEASUREMENTS = pytest.StashKey[list[Measurement]]()
 """What a test has measured so far on this rank, in its stash."""
 

@@ -67,21 +67,17 @@ class PhaseVerdict:
             item: the test.
             when: "setup", "call" or "teardown".
             number: of the exchange.
-            bodies: rank -> what it has posted: its outcome with ``at``, and what ``Phases`` has added.
+            bodies: rank -> what it has posted: its outcome, and what ``Phases`` has added.
             has_worsened: rank 0's failure says more than its exception.
         """
         run, watch = self._run, self._run.watch
-        label = label_of(item, when)
         assert watch is not None
         culprits = watch.culprits(number)
         too_slow = watch.too_slow(number)
         outcomes = []
         for rank, body in sorted(bodies.items()):
             outcome = RankOutcome.from_json(rank, body)
-            if body.get("at", label) != label:
-                text = f"runs {body['at']} while rank 0 runs {label}: the ranks are out of step"
-                outcome = RankOutcome(rank=rank, outcome="error", message=text, text=text)
-            elif outcome.outcome in ("released", "passed", "cut") and rank in culprits:
+            if outcome.outcome in ("released", "passed", "cut") and rank in culprits:
                 found = culprits[rank]
                 outcome = RankOutcome(
                     rank=rank,

@@ -54,9 +54,10 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
     """Set torch's environment before any conftest can import torch."""
     if options.asked_for(early_config, args):
-        from pytest_gpucluster.activation import prepare_environment
+        from pytest_gpucluster import activation, refused
 
-        prepare_environment()
+        activation.prepare_environment()
+        refused.replace_earlier(early_config.known_args_namespace)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -6,19 +6,26 @@ write it.
 
 from __future__ import annotations
 
+import argparse
+import errno
+import hashlib
 import os
+import socket
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pytest_gpucluster.errors import OptionError
-from pytest_gpucluster.journal import JournalBuilder
+from pytest_gpucluster.journal import SCHEMA_VERSION, JournalBuilder
 from pytest_gpucluster.record import now
 from pytest_gpucluster.reports import junit
 from pytest_gpucluster.run_directory import require_writable
+from pytest_gpucluster.selection import LISTING
 from pytest_gpucluster.verdict import BROKEN
 from pytest_gpucluster.whole_file import write
 
+_BEGINNING_BYTES = 4096
 _STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd", "/proc")
 
 
@@ -59,6 +66,62 @@ def write_junit(path: Path, run_line: Mapping[str, Any], problem: Mapping[str, A
     except (OptionError, OSError) as error:
         return f"{path} is not replaced, whatever it says is of an earlier run: {error}"
     return None
+
+
+def claim(path: Path) -> socket.socket | None:
+    """Take a JUnit file for a run of this host; None where another one that is alive has taken it.
+
+    The name is bound to a socket without a file, which goes with the process however it ends. Source: unix(7), abstract
+    sockets.
+    """
+    name = hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()
+    claimed = socket.socket(socket.AF_UNIX)
+    try:
+        claimed.bind(f"\0gpucluster-junit-{name}")
+    except OSError as error:
+        claimed.close()
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise
+    return claimed
+
+
+def replace_earlier(asked: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> None:
+    """Let no JUnit file of an earlier run survive where pytest ends before this one begins, as by a broken conftest.
+
+    Rank 0 only, before any conftest is loaded. The file of a run that is alive stays. So does what is no report: the
+    option may name, by mistake, what the run is to read.
+
+    Args:
+        asked: the options that are known by then.
+        environ: this process's variables.
+    """
+    path = getattr(asked, "xmlpath", None)
+    # A run that torchrun starts again has its verdict, and its report stands.
+    not_the_first = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "TORCHELASTIC_RESTART_COUNT")
+    other_rank = any(environ.get(name, "0") != "0" for name in not_the_first)
+    no_run = any(getattr(asked, name, False) for name in (*LISTING, "help", "version"))
+    if not path or other_rank or no_run or "PYTEST_XDIST_WORKER" in environ:
+        return
+    file = asked_path(path)
+    claimed = claim(file) if _is_report(file) else None
+    if claimed is None:
+        return
+    with claimed:
+        text = "pytest ended before the run began, by a conftest or an option; its output says why"
+        line = {"type": "run", "schema_version": SCHEMA_VERSION, "started_at": now(), "hostname": socket.gethostname()}
+        lost = write_junit(file, line, problem_line(message=text, text=text, exit=4), 4)
+    if lost is not None:
+        print(f"ERROR: {lost}", file=sys.stderr)
+
+
+def _is_report(path: Path) -> bool:
+    """Tell whether a file is a JUnit report, by its beginning."""
+    try:
+        with path.open("rb") as file:
+            return b"<testsuite" in file.read(_BEGINNING_BYTES)
+    except OSError:
+        return False
 
 
 def asked_path(xmlpath: str) -> Path:

@@ -91,6 +91,7 @@ def _start(journal: Journal, folder: Path, seconds: float, write: Write) -> tupl
 def _end_after(seconds: float) -> None:
     """End this process then, also where nobody is left to kill it."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])  # blocked since its start
     signal.setitimer(signal.ITIMER_REAL, seconds + _SPARE_SECONDS)
 
 

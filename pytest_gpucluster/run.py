@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +26,9 @@ from pytest_gpucluster.agreement.join import Joined, roll
 from pytest_gpucluster.agreement.store import Stores
 from pytest_gpucluster.agreement.watch import Watch
 from pytest_gpucluster.cluster import Cluster
-from pytest_gpucluster.errors import ThresholdsError
+from pytest_gpucluster.errors import EnvironmentBroken, OutOfStep, ThresholdsError
 from pytest_gpucluster.launch import RankFacts, detect
+from pytest_gpucluster.manifest import Manifest
 from pytest_gpucluster.record import TestName, TestRecord
 from pytest_gpucluster.recorder import Recorder
 from pytest_gpucluster.run_directory import ARTIFACTS
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from pytest_gpucluster.baseline import Baseline
     from pytest_gpucluster.comparison.side import Facts
     from pytest_gpucluster.hardware import Sku
-    from pytest_gpucluster.limits import Thresholds
+    from pytest_gpucluster.limits import Limit, Thresholds
     from pytest_gpucluster.workloads import Workload, WorkloadRecord
 
 
@@ -73,7 +74,10 @@ class Run:
         self.account = Account()
         self.directory: Path | None = None
         self.junit_path: Path | None = None
+        self.claimed: socket.socket | None = None
+        """By which other runs on this host know that this one writes the JUnit file."""
         self.thresholds: Thresholds | None = None
+        self._shipped: Thresholds | None = None
         self.baseline: Baseline | None = None
         self.workload: Workload | None = None
         self.workload_record: WorkloadRecord | None = None
@@ -87,8 +91,14 @@ class Run:
         self.names: dict[int, str] = {0: "rank 0"}
         self.selection = False
         self.collected: list[TestName] = []
+        self.uncovered = ""
+        """Which nodes have more GPUs than ranks, where that was not declared."""
+        self.manifest: Manifest | None = None
+        """The tests that an acceptance needs, where a file beside the collected ones says so."""
         self.records: dict[str, TestRecord] = {}
         self.problems: list[str] = []
+        self.deviations: list[str] = []
+        """In what limits or workload ask for less than the shipped ones."""
         self.verdict: verdict.Verdict | None = None
         self.fault_file = FaultFile()
 
@@ -177,6 +187,19 @@ class Run:
 
         overlay = self.settings.thresholds if self.settings is not None else None
         return [thresholds.shipped_path(), *([overlay] if overlay is not None else [])]
+
+    def shipped_limit(self, metric: str, labels: Mapping[str, str]) -> Limit | None:
+        """Return what the shipped limits demand of a metric here; None where they demand nothing."""
+        from pytest_gpucluster import thresholds
+
+        if self._shipped is None:
+            self._shipped = thresholds.load(thresholds.shipped_path())
+        sku = self.sku(self.gpu_name())
+        if sku is None or sku not in self._shipped.skus:
+            return None
+        world = self.facts.world_size
+        found = self._shipped.limit(metric, sku=sku, world_size=world, nnodes=self.facts.nnodes, labels=labels)
+        return None if found is None or found.record_only else found
 
     @property
     def limits(self) -> Thresholds:
@@ -271,6 +294,41 @@ class Run:
         shared = self.joined.shared.get("directory") if self.joined else None
         return Path(shared or tempfile.gettempdir()) / ARTIFACTS
 
+    def agree(
+        self,
+        body: Mapping[str, Any],
+        decide: Callable[[dict[int, Mapping[str, Any]]], Mapping[str, Any]],
+        *,
+        deadline_seconds: float,
+    ) -> Mapping[str, Any] | None:
+        """Post this rank's outcome of the phase in progress; return what rank 0 has decided for all.
+
+        Every rank must call this. ``decide`` runs on rank 0 only, with the bodies of all ranks.
+
+        Returns: the verdict; None if the run has ended, before or by this exchange.
+        """
+        watch = self.watch
+        assert watch is not None
+        assert self.exchange is not None
+        if watch.ending is not None:
+            return None
+        try:
+            verdict = self.exchange.run(body, decide, deadline_seconds=deadline_seconds)
+        except OutOfStep as apart:
+            self.problem("out of step", str(apart), str(apart))
+            ending = Ending(name="out of step", message=first_line(str(apart)), exit=11, culprits=apart.culprits)
+            watch.agreed_to_end(ending)
+            return None
+        except EnvironmentBroken as lost:
+            watch.end(Ending(name="store lost", message=str(lost), exit=11))
+            return None
+        if "ended" in verdict:
+            told = verdict["ended"]
+            unknown = Ending(name="internal error", message="rank 0 could not decide on the verdict", exit=3)
+            watch.agreed_to_end(Ending.from_json(told) if isinstance(told, Mapping) else unknown)
+            return None
+        return verdict
+
     def send(self, line: Mapping[str, Any]) -> None:
         """Put a line on record. Rank 0 only; on other ranks nothing happens."""
         if self.recorder is not None:
@@ -285,6 +343,12 @@ class Run:
         self.problems.append(message)
         self.send({"type": "problem", "name": name, "outcome": "error", "message": message, "text": text})
 
+    def deviate(self, text: str) -> None:
+        """Put on record that limits or workload ask for less than the shipped ones, once. A rehearsal may."""
+        if not self.rehearsal and text not in self.deviations:
+            self.deviations.append(text)
+            self.send({"type": "deviation", "text": text})
+
     def beat(self) -> None:
         if self.recorder is not None:
             self.recorder.beat()
@@ -294,6 +358,14 @@ class Run:
         self.clear_terminal()
         os.write(self._stderr, text.encode("utf-8", "backslashreplace"))
 
+    def close(self) -> None:
+        """Give back the descriptor for last words, after which they go to standard error; and the JUnit file."""
+        if self.claimed is not None:
+            self.claimed.close()
+        descriptor, self._stderr = self._stderr, 2
+        if descriptor != 2:
+            os.close(descriptor)
+
     def note_ending(self, ending: Ending) -> None:
         """Called by the watcher, maybe seconds before a SIGKILL: what is known goes on record at once."""
         self.problem(ending.name, first_line(ending.message), ending.text or ending.message)
@@ -302,6 +374,38 @@ class Run:
         """Put on record what is going to be run."""
         self.workload_record = record
         self.send(record.line())
+        for weakened in record.weakened:
+            self.deviate(f"workload {weakened}")
+
+    def take_collected(self, collected: Sequence[TestName], *, left_out: Mapping[str, str]) -> None:
+        """Put on record which tests are to run, and as skipped what an acceptance needs and is not there.
+
+        That is tests that were not collected, and ranks for GPUs that were not left out on purpose.
+
+        Args:
+            collected: the tests that all ranks have agreed on.
+            left_out: file -> why nothing of it was collected, as far as pytest told.
+        """
+        absent: list[TestRecord] = []
+        if self.manifest is not None and not self.selection:
+            listed = ", ".join(self.manifest.files)
+            for nodeid in self.manifest.absent(test.nodeid for test in collected):
+                file, _, name = nodeid.partition("::")
+                why = f"{left_out.get(file, 'was not collected')}; {listed} names it, so an acceptance needs it"
+                test = TestName.of(nodeid, (file, None, ""), criterion=name)
+                absent.append(
+                    TestRecord(test=test, outcome="skipped", phase="setup", message=why, text=why, decided=True)
+                )
+        if self.uncovered:
+            test = TestName.of("a_rank_for_each_gpu", ("", None, ""), criterion="a rank for each GPU")
+            record = TestRecord(test=test, outcome="skipped", phase="setup", message=self.uncovered, decided=True)
+            absent.append(record)
+        self.collected = [*collected, *(record.test for record in absent)]
+        tests = [test.to_json() for test in self.collected]
+        self.send({"type": "collected", "tests": tests, "manifest": self.manifest is not None})
+        for record in absent:
+            self.records[record.test.nodeid] = record
+            self.send(record.line())
 
     def not_run(self) -> list[str]:
         """Return the tests that were collected and have not begun."""

@@ -15,14 +15,14 @@ from pytest_gpucluster.training_inputs import DATA_NAMES
 from pytest_gpucluster.units import did_you_mean
 
 SCHEDULERS = ("slurm", "kubernetes")
+LISTING = ("collectonly", "showfixtures", "show_fixtures_per_test")
+"""Options of pytest by which it lists something and runs nothing."""
 _CHOOSING = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf", "stepwise")
 
 
 def only_lists(config: pytest.Config) -> bool:
     """Tell whether pytest was asked to list something and to run nothing: that needs no GPU and leaves no report."""
-    return any(
-        getattr(config.option, name, False) for name in ("collectonly", "showfixtures", "show_fixtures_per_test")
-    )
+    return any(getattr(config.option, name, False) for name in LISTING)
 
 
 def is_selection(config: pytest.Config) -> bool:

@@ -14,8 +14,10 @@ from pytest_gpucluster.agreement import collection
 from pytest_gpucluster.agreement.ending import Ending
 from pytest_gpucluster.announcement import announce
 from pytest_gpucluster.console import BROKE, Console, Status
-from pytest_gpucluster.errors import EnvironmentBroken, UsageProblem
+from pytest_gpucluster.errors import UsageProblem
+from pytest_gpucluster.failure import skip_reason
 from pytest_gpucluster.live_hooks import begin as begin_live
+from pytest_gpucluster.manifest import read_manifest
 from pytest_gpucluster.markers import criterion_of, deadline_of, require_usable
 from pytest_gpucluster.opening import Opening
 from pytest_gpucluster.phase import Phases, name_of
@@ -57,6 +59,8 @@ class Session:
         self._to_run: list[tuple[str, str | None]] = []
         """Name and criterion of the tests that there is room for."""
         self._collection_errors: list[tuple[str, str]] = []
+        self._left_out: dict[str, str] = {}
+        """File -> why none of its tests was collected."""
         self._node_ids: list[str] = []
         self._subset = any(getattr(config.option, name, False) for name in _OF_THE_CACHE[:5])
         self._unusable = False
@@ -98,9 +102,11 @@ class Session:
         """Nothing: :meth:`starts` knows more of the test."""
 
     def collect_report(self, report: pytest.CollectReport) -> None:
-        """Keep the errors of collection."""
+        """Keep the errors of collection, and why a module was skipped."""
         if report.failed:
             self._collection_errors.append((report.nodeid, report.longreprtext))
+        elif report.skipped:
+            self._left_out[report.nodeid] = f"skipped: {skip_reason(report)}"
 
     def deselected(self) -> None:
         """Some tests are left out."""
@@ -115,6 +121,7 @@ class Session:
         run = self._run
         try:
             require_usable(session.items)
+            run.manifest = read_manifest([item.nodeid for item in session.items], self._config.rootpath)
             if run.settings is None or run.watch is None:  # tests are listed only
                 return
             room = run.room()
@@ -145,8 +152,7 @@ class Session:
             self._run.cluster.allow(max((deadline_of(item, 0.0) for item in session.items), default=0.0))
         if self._run.facts.world_size > 1:
             self._agree_on_collection(session)
-        self._run.collected = [name_of(item) for item in session.items]
-        self._run.send({"type": "collected", "tests": [test.to_json() for test in self._run.collected]})
+        self._run.take_collected([name_of(item) for item in session.items], left_out=self._left_out)
         if self.refuses_to_run():
             session.items[:] = []
         elif self._collection_errors and self._run.rank == 0:
@@ -216,13 +222,7 @@ class Session:
         assert run.exchange is not None
         run.watch.enter(label, run.timeouts.join)
         run.watch.leave()
-        if run.watch.ending is not None:
-            return {}
-        try:
-            return run.exchange.run(body, decide, deadline_seconds=run.timeouts.join)
-        except EnvironmentBroken as error:
-            run.watch.end(Ending(name="store lost", message=str(error), exit=11))
-            return {}
+        return run.agree(body, decide, deadline_seconds=run.timeouts.join) or {}
 
     def _compare_hashes(self, bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
         """Rank 0: equal hashes in the same order need nothing more; lists travel only where they may differ."""
@@ -300,7 +300,9 @@ class Session:
         session.exitstatus = closing.finish(self._run, int(session.exitstatus), why=why)
 
     def last_words(self, session: pytest.Session) -> None:
-        """Print the verdict under everything else."""
+        """Print the verdict under everything else, and let no plugin change its exit code."""
+        if self._finished and self._run.verdict is not None:
+            session.exitstatus = self._run.verdict.exit
         ended = self._run.watch is not None and self._run.watch.ending is not None
         if self._run.facts.agent_store and self._run.facts.local_rank != 0 and not ended:
             # The agent waits for every rank; one exit code a node is enough, and gives one block in its summary. But
@@ -309,11 +311,14 @@ class Session:
         if self._run.rank == 0 and self._finished:
             announce(self._run)
             self._console.close()
+        if self._finished:
+            closing.keep_exit_code(int(session.exitstatus))
 
     def close(self) -> None:
         """Leave the run, once everything is printed."""
         closing.close(self._run)
         self._run.fault_file.close()
+        self._run.close()
 
 
 def last_error(text: str) -> str:

@@ -81,11 +81,6 @@ class Quantity:
     value: float
     unit: str
 
-    @property
-    def dimension(self) -> str:
-        """Name what the unit measures, such as ``data rate``."""
-        return unit(self.unit).dimension
-
     def to(self, other: str) -> float:
         """Return the value in the unit ``other``.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 ACCEPTED = "ACCEPTED"
 SELECTION_PASSED = "SELECTION PASSED"
+PASSED_WITH_DEVIATIONS = "PASSED WITH DEVIATIONS"
 REHEARSED = "REHEARSED"
 REJECTED = "REJECTED"
 INCOMPLETE = "INCOMPLETE"
@@ -21,6 +22,7 @@ EXIT_CODES = {
     5: "BROKEN: no test was collected",
     10: "INCOMPLETE: nothing failed, but a required criterion did not run, or no limit judged it",
     11: "BROKEN: a rank lost or hung, different tests collected, or another fault of the environment",
+    12: "PASSED WITH DEVIATIONS: passed, but limits were switched off, missed limits rerun, or the workload weakened",
 }
 
 
@@ -64,9 +66,15 @@ class TestResult:
     """False where the declared topology has too few ranks or nodes for it."""
     unjudged: str = ""
     """Why none of its values was held against a limit, although the test asked for it."""
+    values: int = 0
+    """How many values it has on record, of all ranks together one for each metric and label."""
+    judged: int = 0
+    """How many of them were compared with a limit."""
     too_slow: bool = False
     """It was skipped in a rehearsal because this machine is too slow for it."""
     attempts: int = 1
+    failed_before: bool = False
+    """An earlier attempt missed a limit or found a wrong result."""
 
 
 def decide(
@@ -79,9 +87,11 @@ def decide(
     required: Collection[str] = (),
     rehearsal: bool,
     selection: bool,
+    manifest: bool,
+    deviations: Sequence[str] = (),
     topology: str,
 ) -> Verdict:
-    """Return the verdict of a run.
+    """Return the verdict of a run. The certificate of a run goes by the same rules.
 
     Args:
         results: every test that ended, with its merged outcome: passed, failed, error or skipped.
@@ -90,6 +100,8 @@ def decide(
         problems: what went wrong outside any test.
         not_run: collected tests that were never started.
         required: names of criteria that the operator demands.
+        manifest: a file beside the tests said which of them an acceptance needs.
+        deviations: in what limits or workload asked for less than the shipped ones.
         topology: how the number of nodes and GPUs was declared, for the reason's text.
     """
     failed = [r for r in results if r.outcome == "failed"]
@@ -100,7 +112,7 @@ def decide(
         reason = _first(failed, "failed") if failed else str(ending and ending[1])
         return Verdict(word=REJECTED, exit=1, reason=reason)
     if ending is not None:
-        return Verdict(word=BROKEN, exit=11 if ending[0] in (0, 10) else ending[0], reason=ending[1])
+        return Verdict(word=BROKEN, exit=11 if ending[0] in (0, 10, 12) else ending[0], reason=ending[1])
     if errors or problems:
         # What went wrong outside the tests explains what then broke in them.
         return Verdict(word=BROKEN, exit=11, reason=problems[0] if problems else _first(errors, "broke"))
@@ -111,11 +123,16 @@ def decide(
     slow = [r for r in results if r.too_slow] if rehearsal else []
     gaps = _told("did not run", _missing(results, not_run, required, excused=slow))
     gaps += _told("too slow to rehearse here", _not_rehearsed(results, slow))
+    criteria = [r for r in results if r.criterion and r.outcome == "passed"]
+    gaps += _told("measured nothing", {str(r.criterion): r.nodeid for r in criteria if not r.values})
     gaps += _told("not judged", {str(r.criterion): r.unjudged for r in results if r.criterion and r.unjudged})
+    if criteria and not (selection or rehearsal or gaps) and not any(r.judged for r in criteria):
+        gaps.append("no value was compared with a limit")
     if gaps:
         return Verdict(word=INCOMPLETE, exit=10, reason="; ".join(gaps))
     passed = [r for r in results if r.outcome == "passed"]
     reason = f"{len(passed)} passed{f', {len(slow)} too slow to rehearse here' if slow else ''}; {topology}"
+    failed_before = [r for r in passed if r.failed_before]
     again = list(dict.fromkeys(str(r.criterion or r.nodeid) for r in passed if r.attempts > 1))
     if again:
         reason += f"; passed only when run again: {', '.join(again[:5])}"
@@ -123,10 +140,17 @@ def decide(
         reason += "; only a selection ran"
     if rehearsal:
         return Verdict(word=REHEARSED, exit=0, reason=reason)
+    deviations = [*deviations, *(f"{r.criterion or r.nodeid} failed, and passed when run again" for r in failed_before)]
+    if deviations:
+        reason = f"{'; '.join(deviations)}; {reason}"
+        return Verdict(word=PASSED_WITH_DEVIATIONS, exit=12, reason=reason)
     if selection:
         return Verdict(word=SELECTION_PASSED, exit=0, reason=reason)
-    if not any(r.criterion for r in passed):
+    if not criteria:
         return Verdict(word=SELECTION_PASSED, exit=0, reason=f"{reason}; the suite holds no acceptance criterion")
+    if not manifest:
+        reason += "; no criteria.txt beside the tests says what an acceptance needs"
+        return Verdict(word=SELECTION_PASSED, exit=0, reason=reason)
     return Verdict(word=ACCEPTED, exit=0, reason=reason)
 
 

@@ -19,7 +19,7 @@ class VerdictRecord:
     """A run that is over. Nothing that is done with it changes its verdict or its exit code."""
 
     verdict: str
-    """ACCEPTED, SELECTION PASSED, REHEARSED, REJECTED, INCOMPLETE or BROKEN."""
+    """ACCEPTED, SELECTION PASSED, PASSED WITH DEVIATIONS, REHEARSED, REJECTED, INCOMPLETE or BROKEN."""
     exit: int
     """The exit code of pytest on this rank (``gpucluster verdict --help`` has the table)."""
     reason: str

@@ -73,10 +73,10 @@ class Loaded:
     record: WorkloadRecord
 
 
-def find(start: Path, root: Path) -> Path | None:
-    """Return the workloads.yaml of a folder: there, or in the nearest folder above it, up to ``root``."""
+def find(start: Path, root: Path, name: str = FILE_NAME) -> Path | None:
+    """Return the file of this name of a folder: there, or in the nearest folder above it, up to ``root``."""
     inside = [folder for folder in start.parents if folder.is_relative_to(root)]
-    return next((folder / FILE_NAME for folder in (start, *inside) if (folder / FILE_NAME).is_file()), None)
+    return next((folder / name for folder in (start, *inside) if (folder / name).is_file()), None)
 
 
 def load(path: Path, *, profile: str, overrides: Sequence[Override] = (), name: str | None = None) -> Loaded:
@@ -117,8 +117,37 @@ def load(path: Path, *, profile: str, overrides: Sequence[Override] = (), name: 
         file=reader.file.name,
         values={path: ", ".join(entries[path].texts) for path in KEYS},
         origins={path: entries[path].origin for path in KEYS},
+        weakened=tuple(
+            f"{key}={', '.join(entries[key].texts)} (in the file: {', '.join(profiles[profile][key].texts)})"
+            for key in dict.fromkeys(override.key for override in overrides)
+            if not _asks_as_much(key, entries[key].value, profiles[profile][key].value)
+        ),
     )
     return Loaded(workload=build(profile, {path: entry.value for path, entry in entries.items()}), record=record)
+
+
+_LONGER_ASKS_MORE = frozenset(
+    (
+        *("warmup", "window", "longest", "duration", "steps", "warmup_steps", "parity_steps", "repeats", "rounds"),
+        *("passes", "copies", "deaths", "rows", "renames", "small_files", "held_out", "held_out_blocks"),
+    )
+)
+"""Last words of the keys of which a larger value asks for more of the same."""
+
+
+def _asks_as_much(key: str, value: Any, of_file: Any) -> bool:
+    """Tell whether a value surely asks for no less than the file's: more of a list, longer times, a finer tolerance.
+
+    Whether a larger model or another dtype asks for more nobody can tell by the key: that is another workload.
+    """
+    if value == of_file:
+        return True
+    if isinstance(of_file, tuple):
+        return isinstance(value, tuple) and set(of_file) <= set(value)
+    name = key.rpartition(".")[2]
+    if name in _LONGER_ASKS_MORE:
+        return bool(value >= of_file)
+    return name == "tolerance" and bool(value <= of_file)
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,8 @@ class WorkloadRecord:
     """Path of each key -> its value as written."""
     origins: Mapping[str, str]
     """Path of each key -> file, line and column; or where else, and how, an operator has set it."""
+    weakened: tuple[str, ...] = ()
+    """Each ``key=value`` that an operator has set and that may ask for less than the file, with the file's value."""
 
     @property
     def overridden(self) -> list[str]:
@@ -117,12 +119,19 @@ class WorkloadRecord:
     def line(self) -> dict[str, Any]:
         """Return the journal's line."""
         body = {"profile": self.profile, "file": self.file, "values": dict(self.values), "origins": dict(self.origins)}
-        return {"type": "workload", **body}
+        return {"type": "workload", **body, **({"weakened": list(self.weakened)} if self.weakened else {})}
 
     @classmethod
     def from_line(cls, line: Mapping[str, Any]) -> WorkloadRecord:
         """Read what :meth:`line` has made."""
-        return cls(profile=line["profile"], file=line["file"], values=line["values"], origins=line["origins"])
+        weakened = tuple(line.get("weakened", ()))
+        return cls(
+            profile=line["profile"],
+            file=line["file"],
+            values=line["values"],
+            origins=line["origins"],
+            weakened=weakened,
+        )
 
     def __str__(self) -> str:
         over = f", overridden: {'; '.join(self.overridden)}" if self.overridden else ""

@@ -113,7 +113,7 @@ while IFS='|' read -r index pod node code phase why; do
   why=${words[*]-}
   case $code in
     0) ;;
-    1 | 2 | 3 | 4 | 5 | 10 | 11) worst=$code ;;
+    1 | 2 | 3 | 4 | 5 | 10 | 11 | 12) worst=$code ;;
     *)
       what="no exit code"
       [[ -z $code ]] || what="exit code $code, none of the suite's"

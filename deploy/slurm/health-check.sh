@@ -161,8 +161,8 @@ run_checks() {
   verdict=$?
   line=${line#gpucluster: }
   # A program that cannot be started ends with 1 as well, which is no rejection: the answer must be there and say so.
-  if [[ ! $verdict =~ ^(0|1|2|3|4|5|10|11)$ ]] ||
-    { [[ $verdict =~ ^(0|1|10)$ ]] && ! grep -qsE "\"exit\": ${verdict}[,}]" "$place/answer.json"; }; then
+  if [[ ! $verdict =~ ^(0|1|2|3|4|5|10|11|12)$ ]] ||
+    { [[ $verdict =~ ^(0|1|10|12)$ ]] && ! grep -qsE "\"exit\": ${verdict}[,}]" "$place/answer.json"; }; then
     line="no verdict, gpucluster ended with $verdict: $(tail -n 1 <<<"$line")" verdict=11
   fi
   if grep -qs '"rehearsal": true' "$place/answer.json" && [[ ${REHEARSE:-} != yes ]]; then

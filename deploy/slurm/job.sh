@@ -240,7 +240,7 @@ conclude() {
   call_suite verdict "$folder" --launcher-exit="$1" --json="$folder/answer.json"
   status=$?
   case $status in
-    0 | 1 | 10)
+    0 | 1 | 10 | 12)
       # A program that cannot start ends with 1 as well, and so does srun: without the answer, that is no verdict.
       if ! grep -qsE "\"exit\": ${status}[,}]" "$folder/answer.json"; then
         say "BROKEN, exit code 11: gpucluster verdict ended with $status and left no answer.json that says so" >&2

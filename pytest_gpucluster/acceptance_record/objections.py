@@ -82,8 +82,6 @@ def _contradictions(journal: Journal) -> Iterator[str]:
     ]
     if missed:
         yield _named(missed, "passed with a value that did not")
-    if not any(result.outcome == "passed" and result.criterion for result in journal.results):
-        yield "no criterion passed"
     if journal.cluster is not None and journal.cluster.problems:
         yield _named([first_line(problem) for problem in journal.cluster.problems], "found before the first test")
 
@@ -99,11 +97,6 @@ def _doubts(journal: Journal) -> Iterator[str]:
     ]
     if found:
         yield _named(found, "passed on record, and not by what stands beside it")
-    if not any(judged.status == "passed" for result in passed for judged in result.measurements):
-        yield "no value was held against a limit"
-    empty = [result.nodeid for result in passed if result.criterion and not result.measurements]
-    if empty:
-        yield _named(empty, "passed, and has measured nothing")
 
 
 def _unknown(journal: Journal) -> Iterator[str]:

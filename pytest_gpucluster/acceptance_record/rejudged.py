@@ -28,6 +28,8 @@ def verdict_again(journal: Journal) -> verdict.Verdict:
         required=journal.run.required,
         rehearsal=journal.run.rehearsal,
         selection=journal.run.selection,
+        manifest=journal.has_manifest,
+        deviations=journal.deviations,
         topology=f"{journal.run.nnodes} nodes, {journal.run.world_size} ranks",
     )
 

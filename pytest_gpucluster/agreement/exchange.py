@@ -1,24 +1,27 @@
 """One numbered exchange ends each phase: every rank posts its outcome, rank 0 decides, everybody reads the verdict.
 
-The numbers count exchanges, not tests: a test that is run again is another exchange, on every rank. An exchange never
-waits for a rank that is known to be gone, because the watcher then posts in its place.
+The numbers count exchanges, not tests: a test that is run again is another exchange, on every rank. Each outcome says
+at which point of the session its rank is: where ranks are at different points, the exchange ends in an error on all of
+them. An exchange never waits for a rank that is known to be gone, because the watcher then posts in its place.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
 from pytest_gpucluster.agreement.store import Store, Stores
-from pytest_gpucluster.errors import StoreError
+from pytest_gpucluster.errors import OutOfStep, StoreError
 from pytest_gpucluster.time_spent import AGREEING, counted
-from pytest_gpucluster.wording import first_line
+from pytest_gpucluster.wording import first_line, rank_ranges
 
 Body = Mapping[str, Any]
+_AT = "at"
+_APART = "out_of_step"
 _WORTH_DELETING_BYTES = 512
 _ANSWER_MARGIN_SECONDS = 60.0
 """How much later than the watcher's own deadlines a blocked exchange gives up by itself."""
@@ -42,12 +45,18 @@ class Exchange:
         self._rank = rank
         self._peers = [peer for peer in range(world_size) if peer != 0]
         self.number = 0
+        self._at = ""
         self._garbage: deque[str] = deque()
         self._large: str | None = None
 
-    def begin(self) -> int:
-        """Open the next exchange, at the start of a phase, and return its number."""
+    def begin(self, at: str = "") -> int:
+        """Open the next exchange, at the start of a phase, and return its number.
+
+        Args:
+            at: the point of the session, which must be the same on all ranks.
+        """
         self.number += 1
+        self._at = at
         return self.number
 
     def run(self, body: Body, decide: Callable[[dict[int, Body]], Body], *, deadline_seconds: float) -> Body:
@@ -56,10 +65,14 @@ class Exchange:
         Every rank must call this. ``decide`` runs on rank 0 only, with the bodies of all ranks.
 
         Raises:
+            OutOfStep: ranks are at different points of the session; raised on all of them.
             StoreError: the store has gone, or gave no answer long after the deadline.
         """
         with counted(AGREEING):
-            return self._run(body, decide, deadline_seconds)
+            verdict = self._run({**body, _AT: self._at}, decide, deadline_seconds)
+        if _APART in verdict:
+            raise OutOfStep(*verdict[_APART])
+        return verdict
 
     def _run(self, body: Body, decide: Callable[[dict[int, Body]], Body], deadline_seconds: float) -> Body:
         number = self.number
@@ -68,8 +81,9 @@ class Exchange:
             if self._rank != 0:
                 return self._follow(number, body)
             bodies = self._gather(number, body)
+        apart = _out_of_step(bodies)
         try:
-            verdict = decide(bodies)
+            verdict = {_APART: apart} if apart is not None else decide(bodies)
         except BaseException:
             self._publish(number, {"ended": True})  # nobody must wait for a verdict that will not come
             raise
@@ -102,6 +116,21 @@ class Exchange:
         while self._garbage:
             keys.append(self._garbage.popleft())
         return keys
+
+
+def _out_of_step(bodies: Mapping[int, Body]) -> tuple[str, list[int]] | None:
+    """Return who is where, and the ranks that are not where most are; None where all are at the same point.
+
+    An answer in the place of a rank says no point, for that rank is gone.
+    """
+    points = {rank: str(body[_AT]) for rank, body in sorted(bodies.items()) if _AT in body}
+    ranks_at = Counter(points.values())
+    if len(ranks_at) == 1:
+        return None
+    most = ranks_at.most_common(1)[0][0]  # of equally many that of the lowest rank
+    astray = [rank for rank, point in points.items() if point != most]
+    where = [f"{rank_ranges([r for r in astray if points[r] == at])} at {at}" for at in ranks_at if at != most]
+    return f"the ranks are out of step: {', '.join(where)}, the others at {most}", astray
 
 
 @contextlib.contextmanager

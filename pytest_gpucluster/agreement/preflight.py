@@ -258,6 +258,36 @@ def _unknown_gpus(who: Mapping[int, Who]) -> Iterator[Problem]:
         )
 
 
+def gpus_without_a_rank(who: Mapping[int, Who], facts: RankFacts, expectation: Expectation | None) -> str:
+    """Return which nodes show a process more GPUs than they have ranks, and what to do; nothing where all is covered.
+
+    Fewer may be declared: by an expectation, by the scheduler's allocation, or by CUDA_VISIBLE_DEVICES.
+
+    Args:
+        who: rank -> what it said of itself.
+        facts: rank 0's facts. Only what is common to all ranks is read.
+        expectation: what was declared.
+    """
+    if expectation is not None or facts.scheduler.gpus_per_node is not None:
+        return ""
+    nodes: dict[tuple[str, int], list[Who]] = {}
+    for they in who.values():
+        nodes.setdefault((_host(they), int(they.get("node_rank") or 0)), []).append(they)
+    bare = []
+    for (name, _), ranks in sorted(nodes.items()):
+        visible = max(0 if they.get("chosen") else int(they.get("visible_gpus") or 0) for they in ranks)
+        if visible > len(ranks):
+            bare.append((name, len(ranks), visible))
+    if not bare:
+        return ""
+    name, count, visible = bare[0]
+    more = f", and {_count(len(bare) - 1, 'more node')}" if len(bare) > 1 else ""
+    return (
+        f"{name} shows {_count(visible, 'GPU')} and has {_count(count, 'rank')}{more}: start a rank for each GPU, or "
+        f"declare what is to be accepted, as by --gpucluster-expect {facts.nnodes}x{count}"
+    )
+
+
 def _hosts_of_nodes(who: Mapping[int, Who], facts: RankFacts, expectation: Expectation | None) -> Iterator[Problem]:
     """Two launchers on one host are no two nodes, except in a rehearsal."""
     declared = expectation.nodes if expectation else facts.scheduler.nnodes

@@ -45,6 +45,13 @@ class WakeupPipe:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)  # type: ignore[arg-type]  # what signal.signal returned
         self._installed = False
 
+    def close(self) -> None:
+        """Close both ends, once neither signals nor the watcher use them."""
+        for descriptor in (self.read_fd, self._write_fd):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self.read_fd = self._write_fd = -1
+
     def heard(self) -> set[int]:
         """Return the signals that have arrived since the last call."""
         try:

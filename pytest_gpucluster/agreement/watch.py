@@ -127,7 +127,7 @@ class Watch:
         self.python.install()
         with self._lock:
             self.python.disarm()
-            number = self._exchange.begin()
+            number = self._exchange.begin(label)
             self._phase = WatchedPhase(number=number, label=label, deadline_seconds=deadline_seconds)
         return number
 
@@ -206,6 +206,8 @@ class Watch:
             self._pipe.ignore_sigterm()
         else:
             self._pipe.restore()
+        if not self._thread.is_alive():
+            self._pipe.close()
 
     def remove_left(self) -> None:
         """Take away what dead siblings have left on this host's disk: nobody else will."""

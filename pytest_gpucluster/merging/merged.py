@@ -12,6 +12,7 @@ from typing import Any
 from pytest_gpucluster import verdict
 from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.journal import SCHEMA_VERSION, JournalBuilder, MergedFrom
+from pytest_gpucluster.journal_lines import failed_before
 from pytest_gpucluster.merging.attempts import Attempt, attempts_at, deciding, lines_of
 from pytest_gpucluster.merging.kinship import changes, differences
 from pytest_gpucluster.merging.numbering import Numbering, numbering, renumbered
@@ -149,7 +150,8 @@ def _head(sources: Sequence[Source], despite: Sequence[str], numbers: Numbering)
     for source in sources:
         for test in (source.of_type("collected") or {}).get("tests") or []:
             collected[test["nodeid"]] = test
-    yield {"type": "collected", "tests": list(collected.values())}
+    yield {"type": "collected", "tests": list(collected.values()), "manifest": _has_manifest(sources)}
+    yield from ({"type": "deviation", "text": text} for text in _deviations(sources))
     reasons = {source.sha256: f": {source.journal.reason}" for source in sources}
     for number, run in enumerate(_runs(sources), start=1):
         said = f"{told(run.run_id, run.started_at)}: {run.verdict}, exit code {run.exit}"
@@ -230,8 +232,24 @@ def _decide(
         required=_required(sources),
         rehearsal=sources[-1].journal.run.rehearsal,
         selection=bool(despite) or not whole,
+        manifest=_has_manifest(sources),
+        deviations=_deviations(sources),
         topology=said,
     )
+
+
+def _deviations(sources: Sequence[Source]) -> list[str]:
+    """Return the deviations of all runs, with the tests that failed and passed within one run."""
+    found = [text for source in sources for text in source.journal.deviations]
+    for source in sources:
+        again = [result for result in source.journal.results if failed_before(result.properties)]
+        found += [f"{result.criterion or result.nodeid} failed, and passed when run again" for result in again]
+    return list(dict.fromkeys(found))
+
+
+def _has_manifest(sources: Sequence[Source]) -> bool:
+    """Tell whether a run of the whole suite knew which tests an acceptance needs."""
+    return any(source.is_whole and source.journal.has_manifest for source in sources)
 
 
 def _remarks(sources: Sequence[Source]) -> list[str]:

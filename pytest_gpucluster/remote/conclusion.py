@@ -73,8 +73,8 @@ def conclude(
         told = f"; its journal says: {record.reason}" if record is not None and record.exit else ""
         return _said(BROKEN, BROKE, f"{lost[0].name}: {lost[0].why or 'nobody knows how it ended'}{more}{told}", record)
     first = codes[0] if codes else BROKE
-    bad = {code for code in codes if code is not None and code not in (0, 10)}
-    if first in (0, 10) and bad:
+    bad = {code for code in codes if code is not None and code not in (0, 10, 12)}
+    if first in (0, 10, 12) and bad:
         return _said(BROKEN, BROKE, f"{_who(ends, bad)}, where rank 0's node ended with {first}", record)
     if bad:
         reason = record.reason if record is not None else _who(ends, bad)

@@ -167,7 +167,7 @@ def _closing(journal: Journal, cases: Iterable[_Case], options: JUnitOptions) ->
         case.verdict, case.body = "error", _ended_here(journal)
         return case
     case.message = f"{journal.verdict}: {journal.reason}"
-    if journal.verdict in ("ACCEPTED", "SELECTION PASSED", "REHEARSED"):
+    if journal.verdict in ("ACCEPTED", "SELECTION PASSED", "REHEARSED", "PASSED WITH DEVIATIONS"):
         return None
     if journal.verdict == "INCOMPLETE":
         case.verdict, case.kind = "skipped", "pytest.skip"

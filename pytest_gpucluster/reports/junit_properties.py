@@ -23,6 +23,7 @@ def suite_properties(journal: Journal, named: Iterable[tuple[str, TestResult]]) 
         "reason": journal.reason,
         "rehearsal": "true" if run.rehearsal else "false",
         "selection": "true" if run.selection else "false",
+        "deviations": "; ".join(journal.deviations),
         "device": run.device,
         "world_size": str(run.world_size),
         "nnodes": str(run.nnodes),

@@ -60,7 +60,7 @@ class Outline:
     """A run."""
 
     word: str
-    """ACCEPTED, SELECTION PASSED, REHEARSED, REJECTED, INCOMPLETE or BROKEN."""
+    """ACCEPTED, SELECTION PASSED, PASSED WITH DEVIATIONS, REHEARSED, REJECTED, INCOMPLETE or BROKEN."""
     exit: int
     reason: str
     rehearsal: bool

@@ -27,14 +27,22 @@ from pytest_gpucluster.journal import Journal, JudgedMetric
 from pytest_gpucluster.metrics import METRICS
 from pytest_gpucluster.reports.outline import Outline, Row, outline, share_of_limit
 from pytest_gpucluster.reports.timing import moment, run_seconds
-from pytest_gpucluster.verdict import ACCEPTED, BROKEN, INCOMPLETE, REHEARSED, REJECTED, SELECTION_PASSED
+from pytest_gpucluster.verdict import (
+    ACCEPTED,
+    BROKEN,
+    INCOMPLETE,
+    PASSED_WITH_DEVIATIONS,
+    REHEARSED,
+    REJECTED,
+    SELECTION_PASSED,
+)
 from pytest_gpucluster.wording import one_line
 
 MOST_MEASUREMENTS = 1000
 """Of more measurements the rest is left out, and counted. The suite of today makes about 300."""
 
 PREFIX = "gpucluster"
-WORDS = (ACCEPTED, SELECTION_PASSED, REHEARSED, REJECTED, INCOMPLETE, BROKEN)
+WORDS = (ACCEPTED, SELECTION_PASSED, PASSED_WITH_DEVIATIONS, REHEARSED, REJECTED, INCOMPLETE, BROKEN)
 _OUTCOMES = ("passed", "failed", "error", "skipped", "running", "not run")
 _STATUS_FIRST = {"failed": 0, "error": 1, "passed": 2, "recorded": 3}
 _LABEL_CHARACTERS = 128

@@ -101,6 +101,7 @@ def _run(journal: Journal) -> dict[str, Any]:
         "launcher": run.launcher,
         "device": run.device,
         "selection": run.selection,
+        "deviations": list(journal.deviations),
         "world_size": run.world_size,
         "nnodes": run.nnodes,
         "argv": list(run.argv),

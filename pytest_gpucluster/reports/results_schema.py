@@ -12,13 +12,21 @@ from pytest_gpucluster.journal_lines import OUTCOMES
 from pytest_gpucluster.reports.outline import NOT_RUN, RUNNING
 from pytest_gpucluster.reports.results_json import SCHEMA_VERSION
 from pytest_gpucluster.sampling import STOPPED_BY
-from pytest_gpucluster.verdict import ACCEPTED, BROKEN, INCOMPLETE, REHEARSED, REJECTED, SELECTION_PASSED
+from pytest_gpucluster.verdict import (
+    ACCEPTED,
+    BROKEN,
+    INCOMPLETE,
+    PASSED_WITH_DEVIATIONS,
+    REHEARSED,
+    REJECTED,
+    SELECTION_PASSED,
+)
 
 Schema = dict[str, Any]
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
 STATUSES = ("passed", "failed", "error", "recorded")
-WORDS = (ACCEPTED, SELECTION_PASSED, REHEARSED, REJECTED, INCOMPLETE, BROKEN)
+WORDS = (ACCEPTED, SELECTION_PASSED, PASSED_WITH_DEVIATIONS, REHEARSED, REJECTED, INCOMPLETE, BROKEN)
 
 
 def results_schema() -> Schema:
@@ -157,6 +165,10 @@ def _run() -> Schema:
         launcher=_text("What started the ranks, such as torchrun."),
         device=_text("cuda or cpu."),
         selection={"type": "boolean", "description": "True where only a part of the suite was asked for."},
+        deviations=_list(
+            "In what limits or workload asked for less than the shipped ones, or a test passed after a miss.",
+            _text("One deviation."),
+        ),
         world_size=_integer("Ranks."),
         nnodes=_integer("Nodes."),
         argv=_list("pytest's arguments.", _text("One argument.")),

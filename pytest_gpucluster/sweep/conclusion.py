@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pytest_gpucluster.sweep.outcome import BROKE, NO_ANSWER, PASSES, Outcome
-from pytest_gpucluster.verdict import ACCEPTED, BROKEN, INCOMPLETE, REHEARSED, REJECTED, SELECTION_PASSED, Verdict
+from pytest_gpucluster.verdict import (
+    ACCEPTED,
+    BROKEN,
+    INCOMPLETE,
+    PASSED_WITH_DEVIATIONS,
+    REHEARSED,
+    REJECTED,
+    SELECTION_PASSED,
+    Verdict,
+)
 
 _NAMED = 8
 
@@ -49,11 +58,14 @@ def conclude(
         reasons += [_reason("without a verdict", broken)] if broken else []
         reasons += [f"{NO_ANSWER}: {_named(missing)}"] if missing else []
         return Verdict(word=BROKEN, exit=BROKE, reason="; ".join(reasons))
-    incomplete = [outcome for outcome in everything if not outcome.passed]
+    deviating = [outcome for outcome in everything if outcome.exit == 12]
+    incomplete = [outcome for outcome in everything if not outcome.passed and outcome.exit != 12]
     if incomplete or together is None:
         reasons = [_reason("incomplete", incomplete)] if incomplete else []
         reasons += [] if together else [f"not run together: {why_not_together or 'nobody said why'}"]
         return Verdict(word=INCOMPLETE, exit=10, reason="; ".join(reasons))
+    if deviating:
+        return Verdict(word=PASSED_WITH_DEVIATIONS, exit=12, reason=_reason("with deviations", deviating))
     words = {outcome.verdict for outcome in everything}
     # The weakest pass is the sweep's: a rehearsal accepts nothing.
     word = next(word for word in (REHEARSED, SELECTION_PASSED, ACCEPTED) if word in words and word in PASSES)

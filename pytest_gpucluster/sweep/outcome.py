@@ -7,12 +7,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from pytest_gpucluster.sweep.answer import Answer
-from pytest_gpucluster.verdict import ACCEPTED, BROKEN, INCOMPLETE, REHEARSED, REJECTED, SELECTION_PASSED
+from pytest_gpucluster.verdict import (
+    ACCEPTED,
+    BROKEN,
+    INCOMPLETE,
+    PASSED_WITH_DEVIATIONS,
+    REHEARSED,
+    REJECTED,
+    SELECTION_PASSED,
+)
 from pytest_gpucluster.wording import one_line
 
 NO_ANSWER = "NO ANSWER"
 """Nobody knows: the run left no journal, or did not end in time. Never a pass."""
 PASSES = (ACCEPTED, SELECTION_PASSED, REHEARSED)
+_NOTHING_FAILED = ((INCOMPLETE, 10), (PASSED_WITH_DEVIATIONS, 12))
 BROKE = 11
 _CHARACTERS = 300
 
@@ -53,7 +62,7 @@ class Outcome:
     @property
     def survived(self) -> bool:
         """Whether nothing failed: it goes on to the next stage. INCOMPLETE survives, and is no pass in the end."""
-        return self.passed or (self.verdict, self.exit) == (INCOMPLETE, 10)
+        return self.passed or (self.verdict, self.exit) in _NOTHING_FAILED
 
     def to_json(self) -> Mapping[str, Any]:
         """Return plain JSON types."""
@@ -112,6 +121,6 @@ def _judged(answer: Answer | None, ended: Ended, *, nnodes: int, world_size: int
             return answer.verdict, 0, ""
         how = "did not end" if ended.exit is None else f"ended with exit code {ended.exit}"
         return BROKEN, BROKE, f"its journal says {answer.verdict}, but its launcher {how}"
-    if (answer.verdict, answer.exit) == (INCOMPLETE, 10):
-        return INCOMPLETE, 10, answer.failure or answer.reason
+    if (answer.verdict, answer.exit) in _NOTHING_FAILED:
+        return answer.verdict, answer.exit, answer.failure or answer.reason
     return BROKEN, answer.exit if answer.exit in (2, 3, 4, 5) else BROKE, answer.failure or answer.reason

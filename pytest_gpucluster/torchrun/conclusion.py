@@ -79,7 +79,7 @@ def _told(notes: Sequence[ExitNote], recorded: Recorded | None) -> Recorded | No
         return recorded
     elif notes:
         # All have agreed on it, unless the run broke: then each one knows its own part of it.
-        chosen = max(notes, key=lambda note: (note.exit != 0, note.exit == 1, -note.rank))
+        chosen = max(notes, key=lambda note: (_weight(note.exit), -note.rank))
     else:
         return None
     where = f"{chosen.host}:{chosen.directory}" if chosen.rank and chosen.host and chosen.directory else ""
@@ -109,6 +109,11 @@ def _wrong(account: Account | None, notes: Sequence[ExitNote], agent_code: int) 
     if len(notes) < expected:
         return f"only {rank_ranges(note.rank for note in notes) if notes else 'no rank'} of {expected} left a verdict"
     return ""
+
+
+def _weight(code: int) -> int:
+    """Return how much an exit code outweighs others: a rejection all, a broken run what is only incomplete."""
+    return {0: 0, 12: 1, 10: 2, 1: 4}.get(code, 3)
 
 
 def _without_verdict(account: Account | None, agent_code: int, heard: Sequence[int]) -> Conclusion:

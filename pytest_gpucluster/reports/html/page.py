@@ -33,7 +33,7 @@ DETAIL_BYTES = 250_000
 _ROWS = 1500
 _PROBLEMS = 50
 _GOOD, _NEUTRAL, _BAD, _BROKEN, _INCOMPLETE = "good", "neutral", "bad", "broken", "incomplete"
-_TONES = {"REJECTED": _BAD, "BROKEN": _BROKEN, "INCOMPLETE": _INCOMPLETE}
+_TONES = {"REJECTED": _BAD, "BROKEN": _BROKEN, "INCOMPLETE": _INCOMPLETE, "PASSED WITH DEVIATIONS": _INCOMPLETE}
 _WORDS = {"not run": "not run", "running": "running when the run ended"}
 # Only this verdict says that a cluster is accepted: nothing else is shown in its colour.
 _ACCEPTED = "ACCEPTED"

@@ -80,7 +80,7 @@ while true; do
   [[ -n $heard ]] || break
 done
 case $status in
-  0 | 1 | 2 | 3 | 4 | 5 | 10 | 11) why="" ;;
+  0 | 1 | 2 | 3 | 4 | 5 | 10 | 11 | 12) why="" ;;
   *) why="gpucluster: BROKEN, exit code 11: gpucluster run ended with $status (137 is SIGKILL: out of memory?)" ;;
 esac
 
