@@ -9,7 +9,7 @@ CONSTRAINTS ?= constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help rehearsal test lint check-deploy perf clean
+.PHONY: help rehearsal test smoke test-all mutants lint check-deploy perf clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 22
@@ -29,15 +29,26 @@ rehearsal: $(STAMP) ## run the acceptance suite on two CPU ranks: no GPU needed,
 	echo "reports: $(CURDIR)/report.xml and $(CURDIR)/gpucluster-report/latest/"; \
 	exit $$status
 
-test: $(STAMP) ## run the project's own tests, warnings being errors
-	$(PY) -m pytest tests --durations=12 --durations-min=10
+test: $(STAMP) ## run the project's own tests: all that pip alone can run, warnings being errors
+	$(PY) -m pytest tests -m "not extended" --durations=12 --durations-min=10
+
+smoke: $(STAMP) ## one short run of each real service: Slurm, ssh, a browser
+	$(PY) -m pytest tests/deploy tests/remote tests/reports -m smoke
+
+test-all: $(STAMP) ## all tests, those of real services and of perf/ too, and 30 rounds of faults
+	$(PY) -m pytest tests --durations=25 --durations-min=10
+	$(PY) perf/soak.py --rounds 30 --at-once 2
+
+mutants: $(STAMP) ## change one place of the product at a time: do the tests notice? MUTANTS="--count 20 --only units"
+	$(PY) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[mutants]'
+	$(PY) tests/mutants.py $(MUTANTS)
 
 lint: $(STAMP) ## check style, format and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-check-deploy: $(STAMP) ## look at all of deploy/: shell, images, workflows, manifests; needs npm and kubectl
+check-deploy: $(STAMP) ## look at all of deploy/: shell, images, workflows, manifests; needs npm and kubectl 1.27 or newer
 	$(PY) tests/deploy/check_deploy.py
 
 perf: $(STAMP) ## print all tables of perf/: what the suite costs, how faithful and how large it can be; simulate the rules

@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from ports import free_port
 
 if TYPE_CHECKING:
     from pytest_gpucluster.journal import Journal
@@ -78,7 +79,7 @@ def session(options: Sequence[str], *, ranks: int, folder: Path) -> Session:
     for module in _LOADED:  # once, for all sessions
         importlib.import_module(module)
     folder.mkdir(parents=True)
-    port, run = _free_port(), f"noise-{os.getpid()}-{time.monotonic_ns()}"
+    port, run = free_port(), f"noise-{os.getpid()}-{time.monotonic_ns()}"
     processes = [_forked(options, _place(rank, ranks, port, run), folder) for rank in range(ranks)]
     until = time.monotonic() + DEADLINE_SECONDS
     exits = {}
@@ -142,13 +143,6 @@ def _forked(options: Sequence[str], place: Mapping[str, str], folder: Path) -> i
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 @contextmanager

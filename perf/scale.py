@@ -27,7 +27,6 @@ import os
 import platform
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -39,6 +38,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ports import free_port
 from resolver import NO_DNS
 from scale_crowd import GPUS_PER_NODE, Plan, host_of
 
@@ -187,13 +187,6 @@ def recorder_of(pid: int) -> Usage | None:
         if parent == pid and b"recorder_process" in words:
             return Usage(int(entry.name))
     return None
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on now."""
-    with socket.socket() as tried:
-        tried.bind(("127.0.0.1", 0))
-        return int(tried.getsockname()[1])
 
 
 def measure(ranks: int, tests: int, failing: str, folder: Path, *, resolver: bool = False) -> dict[str, Any]:

@@ -165,8 +165,8 @@ class Crowd:
         )
         exchange = Exchange(stores, rank, self._world_size)
 
-        def agree(body: Mapping[str, Any]) -> Mapping[str, Any]:
-            exchange.begin()
+        def agree(at: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+            exchange.begin(at)
             verdict = exchange.run(body, lambda bodies: {}, deadline_seconds=300.0)
             for key in exchange.take_garbage():
                 stores.side.delete_key(key)
@@ -174,16 +174,16 @@ class Crowd:
 
         ids = self._plan.node_ids
         summary = {"hash": collection.digest(ids), "workload": collection.digest_of({}), "errors": []}
-        told = agree(summary)
+        told = agree("collection", summary)
         if told.get("ids") != ids:
             raise RuntimeError(f"rank 0 collected something else: {told!r:.300}")
         for number, nodeid in enumerate(ids):
             fails = self._plan.failing if number == len(ids) - 1 else ""
             for when in ("setup", "call", "teardown"):
-                verdict = agree({"at": f"{when} of {nodeid}", **self._outcome(rank, when, fails).to_json()})
+                verdict = agree(f"{when} of {nodeid}", self._outcome(rank, when, fails).to_json())
                 if "ended" in verdict or verdict.get("stop"):
                     raise RuntimeError(f"the run has ended: {verdict!r:.300}")
-        agree({"exit": 1 if self._plan.failing else 0})
+        agree("the end of the session", {"exit": 1 if self._plan.failing else 0})
 
     def _who(self, rank: int) -> dict[str, Any]:
         """Return what rank 0 says of itself, as this rank's own."""

@@ -158,8 +158,8 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """
     until = time.monotonic() + FAREWELL_SECONDS
     running = [process for process in processes if process.poll() is None]
-    _send(signal.SIGINT, running)
     try:
+        _send(signal.SIGINT, running)
         while any(process.poll() is None for process in running) and time.monotonic() < until:
             time.sleep(LOOK_SECONDS)
     finally:

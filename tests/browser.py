@@ -1,16 +1,14 @@
-"""Programs that only some tests need, and a browser without a window."""
+"""A browser without a window."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from programs import require_program
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -22,19 +20,6 @@ _OPTIONS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"),
     *("--disable-default-apps", "--disable-extensions", "--no-default-browser-check"),
 )
-
-
-def require_program(name: str) -> str:
-    """Return the path of a program. Where it is missing the test is skipped; where CI is set, it fails.
-
-    Debian has them as: chromium, chromium-driver (chromedriver), prometheus (promtool), tmux, poppler-utils (pdftoppm).
-    """
-    path = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))  # of PyPI: shellcheck
-    if path is not None:
-        return path
-    if os.environ.get("CI"):
-        pytest.fail(f"{name} is not installed here, and CI must run every test: see .ci/run", pytrace=False)
-    pytest.skip(f"{name} is not installed")
 
 
 @contextlib.contextmanager

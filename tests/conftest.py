@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import resource
+import signal
 import sys
 from typing import TYPE_CHECKING
 
 import fork_server
 import hypothesis
+import light_server
+import programs
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from sessions import Project
 
 # How long an example takes says something about the machine only: other tests, and what is first imported in it.
@@ -19,6 +24,40 @@ hypothesis.settings.load_profile("untimed")
 
 
 fork_server.turn_on()
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in its background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_only_in_all: list[str] = []
+"""Tests that this run leaves to ``make test-all``."""
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    """Note what is left to the larger tier."""
+    _only_in_all.extend(item.nodeid for item in items if item.get_closest_marker("extended"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test of a GPU where there is none. Torch is asked only where such a test is to run."""
+    if item.get_closest_marker("cuda"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a GPU")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what has not been run, and what it takes."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    without_gpu = sum("needs a GPU" in str(report.longrepr) for report in skipped)
+    lines = programs.missing_programs()
+    lines += [f"{without_gpu} tests need a GPU"] if without_gpu else []
+    lines += [f"{len(_only_in_all)} tests of real services and long series: make test-all"] if _only_in_all else []
+    if lines:
+        terminalreporter.section("not run")
+        for line in lines:
+            terminalreporter.line(line)
 
 
 @pytest.fixture
@@ -37,6 +76,7 @@ def pytest_unconfigure() -> None:
     interpreter, each in five lines, behind pytest's summary.
     """
     fork_server.turn_off()
+    light_server.turn_off()
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     print(f"CPU: {sum(each.ru_utime + each.ru_stime for each in used):.0f} s, of all processes but orphans")
     reductions = sys.modules.get("torch.multiprocessing.reductions")

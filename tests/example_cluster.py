@@ -11,7 +11,7 @@ import math
 import random
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,9 +116,9 @@ class ExampleRun:
 
     # ---- values ----------------------------------------------------------------------------------------------
 
-    def series_of(self, center: float, *, spread: float = 0.006, count: int = 12) -> Any:
+    def series_of(self, center: float) -> Any:
         """Return samples around a value as a benchmark takes them."""
-        samples = [self.random.gauss(center, spread * abs(center)) for _ in range(count)]
+        samples = [self.random.gauss(center, 0.006 * abs(center)) for _ in range(12)]
         settled = is_settled(samples, _SAMPLING)
         spent = _SAMPLING.window_seconds if settled else _SAMPLING.at_most_seconds
         return series(samples, _SAMPLING, spent_seconds=spent)
@@ -130,22 +130,19 @@ class ExampleRun:
         *,
         unit: str,
         others: Mapping[int, float] | None = None,
-        among: Sequence[int] | None = None,
         telemetry: Mapping[int, Mapping[str, Any]] | None = None,
-        spread: float = 0.006,
         record_only: bool = False,
         exact: bool = False,
         **labels: object,
     ) -> dict[int, list[Measurement]]:
         """Return a metric's value of each rank, near ``center`` but for ``others``; ``exact``: just that, unsampled."""
         found = {}
-        for rank in self.ranks if among is None else among:
+        for rank in self.ranks:
             own = (others or {}).get(rank, center)
-            value = own if exact or not math.isfinite(own) else self.series_of(own, spread=spread)
+            value = own if exact or not math.isfinite(own) else self.series_of(own)
             seen = (telemetry or {}).get(rank, {})
-            found[rank] = [
-                measurement(metric, value, unit=unit, labels=labels, telemetry=seen, record_only=record_only)
-            ]
+            one = measurement(metric, value, unit=unit, labels=labels, telemetry=seen, record_only=record_only)
+            found[rank] = [one]
         return found
 
     def watched(
@@ -172,9 +169,7 @@ class ExampleRun:
 
     # ---- lines -----------------------------------------------------------------------------------------------
 
-    def begin(
-        self, *, selection: bool = False, profile: str = "full", workload: Mapping[str, str] | None = None
-    ) -> None:
+    def begin(self, *, workload: Mapping[str, str] | None = None) -> None:
         """The first lines: the run, the cluster, limits, environment and workload."""
         device = "cuda" if self.has_gpus else "cpu"
         nodes = len(self.hosts)
@@ -183,7 +178,7 @@ class ExampleRun:
             "device": (device, "default" if self.has_gpus else "command line"),
             "expect": (expect, "command line" if expect else "default"),
             "thresholds": (_LIMITS_NAME, "ini file"),
-            "profile": (profile, "default"),
+            "profile": ("full", "default"),
             "report_dir": ("gpucluster-report", "default"),
         }
         self.lines.append(
@@ -207,14 +202,13 @@ class ExampleRun:
                 },
                 "device": device,
                 "rehearsal": not self.has_gpus,
-                "selection": selection,
+                "selection": False,
                 "launcher": "torchrun",
                 "world_size": len(self.ranks),
                 "nnodes": nodes,
                 "options": {name: {"value": value, "origin": origin} for name, (value, origin) in options.items()},
             }
         )
-        self.selection = selection
         self.lines.append({"type": "cluster", "ranks": self.who, "problems": []})
         in_force = limits_line(
             sku="H100 SXM" if self.has_gpus else "cpu-rehearsal",
@@ -230,7 +224,7 @@ class ExampleRun:
         self.lines.append({**environment, "system": system, "cpus": 224 if self.has_gpus else 2})
         sizes = workload or {"matmul.sizes": "8192, 16384", "matmul.window": "3 s", "burn_in.duration": "10 min"}
         record = WorkloadRecord(
-            profile=profile if self.has_gpus else "cpu",
+            profile="full" if self.has_gpus else "cpu",
             file="acceptance/workloads.yaml",
             values=sizes,
             origins={key: f"acceptance/workloads.yaml:{40 + 3 * at}:7" for at, key in enumerate(sizes)},
@@ -242,16 +236,14 @@ class ExampleRun:
         for at, (nodeid, criterion) in enumerate(criteria.items()):
             location = (nodeid.partition("::")[0], 18 + 9 * at, "")
             self.tests.append(TestName.of(nodeid, location, criterion))
-        self.lines.append({"type": "collected", "tests": [test.to_json() for test in self.tests]})
+        self.lines.append({"type": "collected", "tests": [test.to_json() for test in self.tests], "manifest": True})
 
-    def start(self, nodeid: str, *, deadline_seconds: float = 300.0) -> TestRecord:
+    def start(self, nodeid: str) -> TestRecord:
         """The line of a test that begins; return its record."""
         self._at += timedelta(milliseconds=40)
         test = next(test for test in self.tests if test.nodeid == nodeid)
         record = TestRecord(test=test, started_at=self._now())
-        self.lines.append(
-            {"type": "start", "nodeid": nodeid, "at": record.started_at, "deadline_seconds": deadline_seconds}
-        )
+        self.lines.append({"type": "start", "nodeid": nodeid, "at": record.started_at, "deadline_seconds": 300.0})
         return record
 
     def test(
@@ -272,11 +264,8 @@ class ExampleRun:
             for rank, found in values.items():
                 by_rank[rank] += found
         outcomes = [
-            RankOutcome(
-                rank=rank,
-                outcome=(bad or {})[rank].outcome if rank in (bad or {}) else "passed",
-                message=(bad or {})[rank].message if rank in (bad or {}) else "",
-                text=(bad or {})[rank].text if rank in (bad or {}) else "",
+            replace(
+                (bad or {}).get(rank, RankOutcome(rank=rank, outcome="passed")),
                 measurements=[one.to_json() for one in by_rank[rank]],
                 telemetry=(telemetry or {}).get(rank, {}),
             )
@@ -350,7 +339,8 @@ class ExampleRun:
             ending=(11, self.problems[0]) if self.problems else None,
             not_run=not_run if not self.problems else (),
             rehearsal=not self.has_gpus,
-            selection=self.selection,
+            selection=False,
+            manifest=True,
             topology=f"{shape}, as expected ({nodes}x{self.per_node}xH100)" if self.has_gpus else shape,
         )
         outcomes = [result.outcome for result in self.results]
@@ -370,16 +360,7 @@ class ExampleRun:
 
     def _finish(self, record: TestRecord, seconds: float) -> dict[str, Any]:
         self._at += timedelta(seconds=seconds)
-        self.results.append(
-            verdict.TestResult(
-                nodeid=record.test.nodeid,
-                criterion=record.test.criterion,
-                outcome=record.outcome,
-                message=record.message,
-                applicable=record.applicable,
-                unjudged=record.unjudged,
-            )
-        )
+        self.results.append(record.result().for_verdict)
         line = record.line()
         for judged in line["measurements"]:
             if judged["limit"] is not None:  # the run read the file where its site keeps it
@@ -396,6 +377,7 @@ class ExampleRun:
             names=self.names,
             rehearsal=not self.has_gpus,
             baseline=None,
+            settings=None,
             limits=_LIMITS,
             joined=SimpleNamespace(hosts=[who["host"] for who in self.who]),
             gpu_name=lambda: gpu,

@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,7 +22,7 @@ from example_files import links_within_nodes, loss_curve, write_courses, write_c
 
 from pytest_gpucluster.agreement.merge import RankOutcome
 from pytest_gpucluster.isolation.exclude import exclude_text
-from pytest_gpucluster.journal import FILE_NAME, encode
+from pytest_gpucluster.journal import FILE_NAME, Journal, JournalBuilder, encode
 from pytest_gpucluster.links.survey_text import compact, told
 from pytest_gpucluster.run_directory import ARTIFACTS, artifacts_name
 
@@ -82,6 +84,20 @@ def lines(name: str) -> list[dict[str, Any]]:
     Raises: KeyError if there is no such run.
     """
     return _RUNS[name]()[0]
+
+
+def read(*told: dict[str, Any]) -> Journal:
+    """Return a journal of these lines as reports read it, without samples."""
+    builder = JournalBuilder(keep_samples=False)
+    for line in told:
+        builder.add(json.loads(encode(line)))
+    return builder.journal()
+
+
+@functools.cache
+def journal_of(name: str) -> Journal:
+    """Return an example run as reports read it. It is read once."""
+    return read(*lines(name))
 
 
 def write(folder: Path, name: str) -> Path:

@@ -82,30 +82,40 @@ sys.exit(node.main())
 """
 
 
-class FakeSsh:
-    """The program, what the nodes do, and what they were asked to run."""
+class FakePrograms:
+    """Programs that come first on the PATH: a file says what they do, and they note what they were asked."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.bin = root / "bin"
+    def __init__(self, root: Path, programs: Mapping[str, str]) -> None:
+        self.root, self.bin = root, root / "bin"
         self.bin.mkdir(parents=True)
-        (self.bin / "ssh").write_text(_SSH.format(python=sys.executable, root=str(root)))
-        (self.bin / "ssh").chmod(0o755)
+        for name, text in programs.items():
+            (self.bin / name).write_text(text.format(python=sys.executable, root=str(root)))
+            (self.bin / name).chmod(0o755)
         (root / "log.jsonl").touch()
 
     @property
     def path(self) -> str:
-        """A PATH on which it comes first."""
+        """PATH with the programs in front."""
         return f"{self.bin}:{os.environ['PATH']}"
-
-    def acts(self, acts: Mapping[str, Mapping[str, Any]]) -> None:
-        """Say what happens on which node; "*" for what is the same on all."""
-        (self.root / "acts.json").write_text(json.dumps({"*": {"exit": 0}, **acts}))
 
     @property
     def notes(self) -> list[dict[str, Any]]:
-        """Every request to run something, in their order."""
+        """What they have noted, in its order."""
         return [json.loads(line) for line in (self.root / "log.jsonl").read_text().splitlines()]
+
+    def say(self, acts: Mapping[str, Any]) -> None:
+        (self.root / "acts.json").write_text(json.dumps(acts))
+
+
+class FakeSsh(FakePrograms):
+    """The program, what the nodes do, and what they were asked to run."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root, {"ssh": _SSH})
+
+    def acts(self, acts: Mapping[str, Mapping[str, Any]]) -> None:
+        """Say what happens on which node; "*" for what is the same on all."""
+        self.say({"*": {"exit": 0}, **acts})
 
     @property
     def started(self) -> dict[str, dict[str, Any]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -23,9 +24,13 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+
+import light_server
+from execnet.gateway_base import Popen2IO
+from execnet.gateway_io import Popen2IOMaster
 
 _READY_SECONDS = 120.0
 _MOST_BYTES = 1 << 20
@@ -235,23 +240,29 @@ def _load() -> None:
     import numpy  # noqa: F401
     import pytest  # noqa: F401
     import pytest_rerunfailures  # noqa: F401
+    import torch._dynamo  # which every optimizer loads
+    import torch.distributed.checkpoint
     import torch.distributed.run  # noqa: F401
     import xdist.plugin  # noqa: F401
-    import yaml  # noqa: F401
+    import yaml
     from _pytest.config import default_plugins
     from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
     for name in default_plugins:
         importlib.import_module(f"_pytest.{name}")
-    import pytest_gpucluster
+    import pytest_gpucluster.thresholds
 
     for module in pkgutil.iter_modules(pytest_gpucluster.__path__, "pytest_gpucluster."):
         if not module.name.endswith(("__main__", "_process")):
             importlib.import_module(module.name)
+    light_server.load()
+    yaml.compose = functools.lru_cache(maxsize=16)(yaml.compose)
+    pytest_gpucluster.thresholds.load()
     for name in _REWRITTEN:
         loaded = sys.modules[name]
         loaded.__doc__ = f"{loaded.__doc__}\nPYTEST_DONT_REWRITE"
     SubprocessHandler._popen = _start_rank  # type: ignore[method-assign]
+    Popen2IOMaster.__init__ = _start_worker  # type: ignore[method-assign]
 
 
 def _load_extras() -> None:
@@ -287,7 +298,11 @@ def _become(request: Mapping[str, Any], output: int, errors: int, _marker: int) 
     command = request["command"]
     _take_environment(request["env"])
     ranks = next((int(word.removeprefix(_RANKS)) for word in command if word.startswith(_RANKS)), 0)
-    _fork_ranks(ranks if "torch.distributed.run" in command else 0)
+    if "torch.distributed.run" in command:
+        _fork_spares(ranks, _become_rank)
+    else:
+        _fork_spares(int(command[command.index("-n") + 1]) if "-n" in command else 0, _become_worker)
+        light_server.fork_recorder()
     _run(command)
 
 
@@ -301,13 +316,17 @@ def _run(command: Sequence[str]) -> NoReturn:
     at = command.index("-m") + 1
     sys.argv = list(command[at:])
     sys.path.insert(0, os.getcwd())
+    _as_python(lambda: runpy.run_module(command[at], run_name="__main__", alter_sys=True))
+
+
+def _as_python(call: Callable[[], object]) -> NoReturn:
     sys.stdin = open(0, closefd=False)  # noqa: SIM115  # until the process ends
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     code = 0
     try:
-        runpy.run_module(command[at], run_name="__main__", alter_sys=True)
+        call()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if code and not isinstance(end.code, int):
@@ -327,48 +346,82 @@ def _run(command: Sequence[str]) -> NoReturn:
         os._exit(code & 0xFF)
 
 
-# ---- the ranks of an agent -------------------------------------------------------------------------------------------
+# ---- the ranks of an agent, and the workers of pytest-xdist ----------------------------------------------------------
 
-_ranks: list[tuple[int, socket.socket]] = []
-"""Of an agent: processes that wait for what they are to be. They are forked before the agent has any thread."""
+_spares: list[tuple[int, socket.socket]] = []
+"""Processes that wait for what they are to be. They are forked before this one has any thread."""
 
 
-def _fork_ranks(count: int) -> None:
+def _fork_spares(count: int, become: Callable[..., NoReturn]) -> None:
     for _ in range(count):
-        ours, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = os.fork()
         if pid == 0:
             ours.close()
-            for _, other in _ranks:
+            for _, other in _spares:
                 other.close()
-            _wait_for_work(theirs)
+            _spares.clear()
+            with theirs:
+                asked, descriptors, _, _ = socket.recv_fds(theirs, _MOST_BYTES, 2)
+            if not asked:  # the parent has ended without starting it
+                os._exit(0)
+            request = json.loads(asked)
+            _take_environment(request["env"])
+            become(request["command"], *descriptors)
         theirs.close()
-        _ranks.append((pid, ours))
+        _spares.append((pid, ours))
 
 
-def _wait_for_work(agent: socket.socket) -> NoReturn:
-    with agent, agent.makefile("rb") as lines:
-        line = lines.readline()
-    if not line:  # the agent has ended without starting it
-        os._exit(0)
-    request = json.loads(line)
+def _become_rank(command: Sequence[str]) -> NoReturn:
     os.setsid()
-    _take_environment(request["env"])
-    _run(request["command"])
+    if os.environ.get("RANK") == "0":
+        light_server.fork_recorder()
+    _run(command)
 
 
-def _start_rank(handler: Any, args: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a rank in place of ``SubprocessHandler._popen``: as a fork, or else, as at a restart, as a new process."""
-    if not _ranks or handler._stdout or handler._stderr:
-        return subprocess.Popen(args, env=env, stdout=handler._stdout, stderr=handler._stderr, start_new_session=True)
-    pid, rank = _ranks.pop(0)
+def _become_worker(command: Sequence[str], stdin: int, stdout: int) -> NoReturn:
+    for number, descriptor in enumerate((stdin, stdout)):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    sys.argv = ["-c"]
+    sys.path.insert(0, "")
+    _as_python(lambda: exec(command[command.index("-c") + 1], {"__name__": "__main__"}))
+
+
+def _start_spare(args: Sequence[str], env: Mapping[str, str], *descriptors: int) -> Any:
+    pid, spare = _spares.pop(0)
     process: Any = subprocess.Popen.__new__(subprocess.Popen)
     process.args, process.pid, process.returncode = args, pid, None
     process.stdin = process.stdout = process.stderr = None
     process._waitpid_lock, process._child_created = threading.Lock(), True
-    with rank:
-        rank.sendall(json.dumps({"command": list(args), "env": dict(env)}).encode() + b"\n")
-    return process  # type: ignore[no-any-return]
+    with spare:
+        request = json.dumps({"command": list(args), "env": dict(env)}).encode()
+        socket.send_fds(spare, [request], list(descriptors))
+    return process
+
+
+def _start_rank(handler: Any, args: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a rank in place of ``SubprocessHandler._popen``: as a fork, or else, as at a restart, as a new process."""
+    if not _spares or handler._stdout or handler._stderr:
+        return subprocess.Popen(args, env=env, stdout=handler._stdout, stderr=handler._stderr, start_new_session=True)
+    return _start_spare(args, env)  # type: ignore[no-any-return]
+
+
+def _start_worker(master: Any, args: Sequence[str], execmodel: Any) -> None:
+    """Start a worker in place of ``Popen2IOMaster.__init__``."""
+    if not _spares:
+        _new_worker(master, args, execmodel)
+        return
+    stdin, to_worker = os.pipe()
+    from_worker, stdout = os.pipe()
+    master.popen = _start_spare(args, os.environ, stdin, stdout)
+    for descriptor in (stdin, stdout):
+        os.close(descriptor)
+    master.popen.stdin, master.popen.stdout = os.fdopen(to_worker, "wb"), os.fdopen(from_worker, "rb")
+    Popen2IO.__init__(master, master.popen.stdin, master.popen.stdout, execmodel=execmodel)
+
+
+_new_worker = Popen2IOMaster.__init__
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ deadline, after which all of them are killed.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import signal
@@ -16,12 +17,16 @@ import time
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch  # noqa: F401  # sessions in this process must find it loaded: it cannot be imported twice
 import xmlschema
+import yaml
+from fork_server import Forked, server_for
+from light_server import recorders_are_forks
 
 import pytest_gpucluster.activation
 import pytest_gpucluster.inventory
@@ -32,6 +37,9 @@ from pytest_gpucluster.agreement.release import nccl
 SCHEMA = xmlschema.XMLSchema(str(Path(__file__).parent / "data" / "junit-10.xsd"))
 DEADLINE_SECONDS = 120.0
 """Generous: nothing here should take a third of it."""
+
+yaml.compose = lru_cache(maxsize=16)(yaml.compose)
+"""Each session reads the shipped limits, which takes as long as all else that it does."""
 
 CPU = "--gpucluster-device=cpu"
 _OF_A_LAUNCHER = (
@@ -162,8 +170,13 @@ class Project:
     def run(self, *options: str, device: str | None = CPU, junit: bool = True) -> Left:
         """Run a session in this process."""
         arguments = [*([device] if device else []), *(["--junitxml=report.xml"] if junit else []), *options]
+        if not any("reruns" in option for option in options):
+            arguments += ["-p", "no:rerunfailures"]  # it never closes its socket
         begin = time.monotonic()
-        result = self.pytester.runpytest_inprocess("-p", "no:hypothesispytest", *arguments, no_reraise_ctrlc=True)
+        with recorders_are_forks():
+            result = self.pytester.runpytest_inprocess("-p", "no:hypothesispytest", *arguments, no_reraise_ctrlc=True)
+        _forget_unloaded_modules()
+        gc.unfreeze()  # else the next session looks through all of torch first
         return Left(
             directory=self.path,
             exit=int(result.ret),
@@ -173,12 +186,17 @@ class Project:
         )
 
     def spawn(
-        self, *options: str, device: str | None = CPU, more: Mapping[str, str] | None = None, junit: bool = True
+        self,
+        *options: str,
+        device: str | None = CPU,
+        more: Mapping[str, str] | None = None,
+        junit: bool = True,
+        forked: bool = True,
     ) -> Process:
-        """Start a session in a process of its own."""
+        """Start a session in a process of its own: a fork of one that has torch loaded, or else a new Python."""
         command = [sys.executable, "-m", "pytest", "-p", "no:hypothesispytest", *([device] if device else [])]
         command += ["--junitxml=report.xml"] if junit else []
-        return Process([*command, *options], self.path, environment(more))
+        return Process([*command, *options], self.path, environment(more), forked=forked)
 
     def run_apart(self, *options: str, **settings: object) -> Left:
         """Run a session in a process of its own to its end."""
@@ -186,17 +204,41 @@ class Project:
             return process.wait()
 
 
+def _forget_unloaded_modules() -> None:
+    """Take modules that a session in this process has loaded out of their packages, too.
+
+    pytester takes them out of ``sys.modules`` only. Then ``from package import module`` gives the next session the old
+    module and ``from package.module import Class`` a new one, whose classes are others.
+    """
+    for name, package in list(sys.modules.items()):
+        if name.partition(".")[0] == "pytest_gpucluster" and hasattr(package, "__path__"):
+            for attribute, value in list(vars(package).items()):
+                whole = f"{name}.{attribute}"
+                if isinstance(value, ModuleType) and value.__name__ == whole and sys.modules.get(whole) is not value:
+                    delattr(package, attribute)
+
+
 class Process:
     """A process with a hard deadline, in a session of its own, so that all it started can be killed with it."""
 
     _count = 0
 
-    def __init__(self, command: Sequence[str], directory: Path, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: Sequence[str], directory: Path, environ: Mapping[str, str], *, forked: bool = False
+    ) -> None:
         Process._count += 1
         self.directory = directory
         self._paths = [directory / f".{name}-{Process._count}" for name in ("stdout", "stderr")]
         self._started = time.monotonic()
+        server = server_for(environ) if forked else None
+        self.popen: subprocess.Popen[bytes] | Forked
         with self._paths[0].open("wb") as stdout, self._paths[1].open("wb") as stderr:
+            if server is not None:
+                output, errors = stdout.fileno(), stderr.fileno()
+                self.popen = server.start(
+                    command, cwd=directory, env=environ, output=output, errors=errors, token=f"session-{Process._count}"
+                )
+                return
             self.popen = subprocess.Popen(
                 command,
                 cwd=directory,
@@ -230,7 +272,7 @@ class Process:
         stdout, stderr = (path.read_text(errors="backslashreplace") for path in self._paths)
         return Left(
             directory=self.directory,
-            exit=self.popen.returncode,
+            exit=self.popen.wait(),
             stdout=stdout,
             stderr=stderr,
             seconds=time.monotonic() - self._started,

@@ -1,18 +1,13 @@
-"""Nodes that are reached over a real ssh: an sshd for each, with its own keys, address and port, on this host.
-
-``python tests/ssh_nodes.py FOLDER`` starts two of them for a person, and says how to use them, until Ctrl-C.
-"""
+"""Nodes that are reached over a real ssh: an sshd for each, with its own keys, address and port, on this host."""
 
 from __future__ import annotations
 
 import contextlib
 import getpass
 import os
-import shlex
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,14 +49,7 @@ class SshNode:
 class SshNodes:
     """Some nodes, and the client's settings that reach them."""
 
-    def __init__(
-        self,
-        folder: Path,
-        sshd: str,
-        names: Sequence[str],
-        environ: Mapping[str, str],
-        forced: Mapping[str, str],
-    ) -> None:
+    def __init__(self, folder: Path, sshd: str, names: Sequence[str], forced: Mapping[str, str]) -> None:
         """Start them. ``forced`` is node -> a command that it runs whatever it is asked."""
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,7 +61,7 @@ class SshNodes:
         self.nodes: dict[str, SshNode] = {}
         try:
             for number, name in enumerate(names):
-                self.nodes[name] = self._start(sshd, name, f"127.0.0.{number + 2}", environ, forced.get(name, ""))
+                self.nodes[name] = self._start(sshd, name, f"127.0.0.{number + 2}", forced.get(name, ""))
             self._await_all()
         except BaseException:
             self.down()
@@ -102,18 +90,16 @@ class SshNodes:
         for node in self.nodes.values():
             node.down()
 
-    def _start(self, sshd: str, name: str, address: str, environ: Mapping[str, str], forced: str) -> SshNode:
+    def _start(self, sshd: str, name: str, address: str, forced: str) -> SshNode:
         with socket.socket() as probe:
             probe.bind((address, 0))
             port = int(probe.getsockname()[1])
-        given = {**environ, "GPUCLUSTER_HOSTNAME": name}
         config = self.folder / f"{name}.conf"
         config.write_text(
             f"ListenAddress {address}\nPort {port}\nHostKey {self.folder}/host_key\nPidFile none\nStrictModes no\n"
             f"AuthorizedKeysFile {self.folder}/authorized\nUsePAM no\nPermitRootLogin yes\nPrintMotd no\n"
             f"PasswordAuthentication no\nKbdInteractiveAuthentication no\nAllowUsers {getpass.getuser()}\n"
-            f"SetEnv {' '.join(shlex.quote(f'{key}={value}') for key, value in given.items())}\n"
-            + (f"ForceCommand {forced}\n" if forced else "")
+            f"SetEnv OMP_NUM_THREADS=1 GPUCLUSTER_HOSTNAME={name}\n" + (f"ForceCommand {forced}\n" if forced else "")
         )
         if os.getuid() == 0:  # where sshd keeps its unprivileged half, as Debian's service makes it
             Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
@@ -141,15 +127,9 @@ class SshNodes:
 
 
 @contextlib.contextmanager
-def ssh_nodes(
-    folder: Path,
-    sshd: str,
-    names: Sequence[str] = ("node-1", "node-2"),
-    environ: Mapping[str, str] | None = None,
-    forced: Mapping[str, str] | None = None,
-) -> Iterator[SshNodes]:
+def ssh_nodes(folder: Path, sshd: str, names: Sequence[str], forced: Mapping[str, str]) -> Iterator[SshNodes]:
     """Start nodes; they end with the block, and so does all that was started on them."""
-    nodes = SshNodes(folder, sshd, names, {"OMP_NUM_THREADS": "1", **(environ or {})}, forced or {})
+    nodes = SshNodes(folder, sshd, names, forced)
     try:
         yield nodes
     finally:
@@ -165,12 +145,3 @@ def _is_sshd(pid: int) -> bool:
 def _kill(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with ssh_nodes(Path(sys.argv[1]).absolute(), "/usr/sbin/sshd") as started:
-        hosts = started.hosts(started.folder / "hosts")
-        print(f"gpucluster ssh {hosts} {shlex.quote(started.option)} --check", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            signal.pause()

@@ -9,9 +9,23 @@ import sys
 from pathlib import Path
 
 import pytest
+from each import of_each
 
 ROOT = Path(__file__).parent.parent
-KEYWORDS = ("", "lora", "scaling", "ddp", "fsdp", "checkpoint", "vision")
+OPTIONS = (
+    "",
+    "-k lora",
+    "-k scaling",
+    "-k ddp",
+    "-k fsdp",
+    "-k checkpoint",
+    "-k vision",
+    "-k nccl",
+    "-m nccl",
+    "-m single_gpu",
+)
+Selected = dict[str, dict[str, None]]
+"""Options -> what they select in the order of the run, without the folder; of "" the whole suite."""
 _DEADLINE_SECONDS = 300
 _COLLECT = """
 import json, sys
@@ -22,22 +36,21 @@ class Collected:
         self.ids = [item.nodeid for item in session.items]
 
 found = {}
-for keyword in sys.argv[1:]:
+for options in sys.argv[1:]:
     collected = Collected()
-    options = ["acceptance", "--collect-only", "-qq", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
-    pytest.main([*options, "-k", keyword], plugins=[collected])
-    found[keyword] = collected.ids
+    given = ["acceptance", "--collect-only", "-qq", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
+    pytest.main([*given, *options.split()], plugins=[collected])
+    found[options] = collected.ids
 print("\\n" + json.dumps(found))
 """
 
 
 @pytest.fixture(scope="module")
-def in_order() -> dict[str, list[str]]:
-    """Keyword -> what it selects in the order of the run, without the folder; of "" the whole suite. torch is loaded
-    once for all of them."""
+def selected() -> Selected:
+    """torch is loaded once for all options."""
     left_over = ("PYTEST_", "GPUCLUSTER_", "TORCH", "SLURM_", "OMPI_", "RANK", "WORLD_SIZE", "LOCAL_")
     done = subprocess.run(
-        [sys.executable, "-c", _COLLECT, *KEYWORDS],
+        [sys.executable, "-c", _COLLECT, *OPTIONS],
         cwd=ROOT,
         env={name: value for name, value in os.environ.items() if not name.startswith(left_over)},
         capture_output=True,
@@ -46,24 +59,20 @@ def in_order() -> dict[str, list[str]]:
         check=True,
     )
     found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
-    return {keyword: [nodeid.removeprefix("acceptance/") for nodeid in ids] for keyword, ids in found.items()}
+    return {
+        options: dict.fromkeys(nodeid.removeprefix("acceptance/") for nodeid in ids) for options, ids in found.items()
+    }
 
 
-@pytest.fixture(scope="module")
-def selected(in_order: dict[str, list[str]]) -> dict[str, set[str]]:
-    """The same without the order."""
-    return {keyword: set(ids) for keyword, ids in in_order.items()}
-
-
-def of_files(selected: dict[str, set[str]], *names: str) -> set[str]:
-    """All tests of these files."""
-    found = {nodeid for nodeid in selected[""] if nodeid.partition("::")[0] in names}
-    assert {nodeid.partition("::")[0] for nodeid in found} == set(names)
+def of_file(selected: Selected, name: str) -> set[str]:
+    """All tests of a file."""
+    found = {nodeid for nodeid in selected[""] if nodeid.partition("::")[0] == name}
+    assert found
     return found
 
 
-@pytest.mark.parametrize(
-    ("keyword", "file"),
+@of_each(
+    "case",
     [
         ("lora", "test_qwen2_lora.py"),
         ("scaling", "test_scaling.py"),
@@ -71,31 +80,48 @@ def of_files(selected: dict[str, set[str]], *names: str) -> set[str]:
         ("vision", "test_vision.py"),
     ],
 )
-def test_a_keyword_selects_a_whole_file_and_nothing_else(
-    selected: dict[str, set[str]], keyword: str, file: str
-) -> None:
-    assert selected[keyword] == of_files(selected, file)
+def test_a_keyword_selects_a_whole_file_and_nothing_else(selected: Selected, case: tuple[str, str]) -> None:
+    keyword, file = case
+    assert set(selected[f"-k {keyword}"]) == of_file(selected, file)
 
 
-@pytest.mark.parametrize(("keyword", "other"), [("ddp", "fsdp"), ("fsdp", "ddp")])
+@of_each("case", [("ddp", "fsdp"), ("fsdp", "ddp")])
 def test_a_keyword_selects_the_file_and_the_throughput_of_a_way_to_share(
-    selected: dict[str, set[str]], keyword: str, other: str
+    selected: Selected, case: tuple[str, str]
 ) -> None:
-    file = of_files(selected, f"test_{keyword}.py")
+    keyword, other = case
     rates = {nodeid for nodeid in selected[""] if nodeid.startswith(f"test_training.py::test_throughput[{keyword}-")}
     assert rates
-    assert selected[keyword] == file | rates
-    assert not selected[keyword] & selected[other]
+    assert set(selected[f"-k {keyword}"]) == of_file(selected, f"test_{keyword}.py") | rates
+    assert not set(selected[f"-k {keyword}"]) & set(selected[f"-k {other}"])
 
 
-def test_what_needs_no_communicator_runs_before_one_exists_and_lora_runs_last(in_order: dict[str, list[str]]) -> None:
-    files = list(dict.fromkeys(nodeid.partition("::")[0] for nodeid in in_order[""]))
-    assert files[:5] == [
+@of_each("option", ["-k", "-m"])
+def test_the_keyword_and_the_marker_nccl_select_what_measures_collectives_and_what_is_named_so(
+    selected: Selected, option: str
+) -> None:
+    measured = of_file(selected, "test_nccl.py") | of_file(selected, "test_collectives.py")
+    assert len(measured) == 6 + 20, "scopes, collectives, dtypes"
+    measured |= {"test_scaling.py::test_busbw_retention"}
+    found = set(selected[f"{option} nccl"])
+    assert measured <= found
+    # What NCCL is told by its environment belongs to it, but measures nothing of it.
+    assert {name.partition("::")[0] for name in found - measured} <= {"test_nccl_environment.py"}
+
+
+def test_what_local_workers_run_compares_no_ranks(selected: Selected) -> None:
+    found = {nodeid for nodeid in selected["-m single_gpu"] if nodeid.startswith("test_burn_in.py")}
+    assert of_file(selected, "test_burn_in.py") - found == {"test_burn_in.py::test_gpus_agree"}
+
+
+def test_what_needs_no_communicator_runs_before_one_exists_and_lora_runs_last(selected: Selected) -> None:
+    files = [nodeid.partition("::")[0] for nodeid in selected[""]]
+    assert list(dict.fromkeys(files))[:6] == [
         "test_inventory.py",
         "test_host.py",
         "test_health.py",
         "test_nccl_environment.py",
         "test_infiniband.py",
+        "test_connectivity.py",
     ]
-    ends = [nodeid.partition("::")[0] for nodeid in in_order[""]]
-    assert ends.index("test_qwen2_lora.py") == len(ends) - ends.count("test_qwen2_lora.py")
+    assert files.index("test_qwen2_lora.py") == len(files) - files.count("test_qwen2_lora.py")

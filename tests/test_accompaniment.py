@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import fake_sampler
 import pytest
+from each import of_each
 from fake_nvml import HEALTHY_H100, FakeNvml
 from sessions import Left, Project
 from sysfs_ports import add_port, write
@@ -53,80 +55,48 @@ def company(values: dict[str, Any], required: tuple[str, ...] = (ECC,), **more: 
 # ---- one body
 
 
-def test_what_has_not_changed_is_not_told() -> None:
-    values = dict(HEALTHY_H100)
-    went = company(values)
-    went.begin()
-    went.end()
-    assert "counters" not in went.telemetry
-    went.require_well()
-
-
 def test_what_has_changed_goes_beside_every_measurement() -> None:
     values = dict(HEALTHY_H100)
     went = company(values)
+    went.end()
+    assert went.telemetry == {}, "ending before beginning counts nothing"
     went.begin()
     values["pcie.replays"] = 3
     went.end()
+    values[ECC] = 5
+    went.end()
     went.require_well()
-    assert went.telemetry["counters"] == {"pcie.replays": 3}
+    assert went.telemetry["counters"] == {"pcie.replays": 3}, "changes alone, and none is taken twice"
     measured = [measurement("inventory.ranks", 1, unit="ranks", telemetry={"notes": ["kept"]})]
     assert went.beside(measured)[0].telemetry == {"notes": ["kept"], "counters": {"pcie.replays": 3}}
 
 
-def test_a_new_uncorrected_error_is_a_fault() -> None:
+def test_a_new_uncorrected_error_is_a_fault_which_outweighs_what_is_not_told() -> None:
     values = dict(HEALTHY_H100)
-    went = company(values)
+    del values["rows.failed"], values["pcie.replays"]
+    went = company(values, required=(ECC, "rows.failed"))
     went.begin()
     values[ECC] = 2
     went.end()
     assert went.telemetry["counters"] == {ECC: 2}
-    with pytest.raises(HardwareFault, match=r"ecc_uncorrected during this test: GPU 0 \(GPU-00000000"):
+    with pytest.raises(HardwareFault, match=r"ecc_uncorrected .*: GPU 0 \(GPU-00000000"):
         went.require_well()
     with pytest.raises(HardwareFault):
         went.require_no_fault()
-
-
-def test_a_required_counter_that_is_not_told_is_an_error() -> None:
-    values = dict(HEALTHY_H100)
-    del values[ECC]
-    went = company(values)
-    went.begin()
-    went.end()
-    with pytest.raises(EnvironmentBroken, match=r"NVML does not tell ecc\.uncorrected\.volatile on GPU 0 .*on gpu-07"):
-        went.require_well()
-    went.require_no_fault()
-
-
-def test_a_required_counter_that_is_told_before_only_is_an_error() -> None:
-    values = dict(HEALTHY_H100)
-    went = company(values)
-    went.begin()
-    values[ECC] = NotAvailable("no permission", "no permission")
-    went.end()
-    with pytest.raises(EnvironmentBroken, match="no permission"):
-        went.require_well()
-
-
-def test_any_other_counter_that_is_not_told_is_named_in_a_note() -> None:
-    values = dict(HEALTHY_H100)
-    del values["pcie.replays"]
-    went = company(values)
-    went.begin()
-    went.end()
-    went.require_well()
     assert "not supported" in went.telemetry["counters_not_available"]["pcie.replays"]
 
 
-def test_a_fault_outweighs_what_is_not_told() -> None:
-    values = dict(HEALTHY_H100)
-    del values["rows.failed"]
-    went = company(values, required=(ECC, "rows.failed"))
+@of_each("told_before", [False, True])
+def test_a_required_counter_that_is_not_told_is_an_error(told_before: bool) -> None:
+    refused = NotAvailable("no permission", "no permission")
+    values = dict(HEALTHY_H100) if told_before else {**HEALTHY_H100, ECC: refused}
+    went = company(values)
     went.begin()
-    values[ECC] = 1
+    values[ECC] = refused
     went.end()
-    with pytest.raises(HardwareFault):
+    with pytest.raises(EnvironmentBroken, match=r"ecc\.uncorrected\.volatile on GPU 0 .*on gpu-07.*no permission"):
         went.require_well()
+    went.require_no_fault()
 
 
 def test_a_driver_that_hangs_over_the_counters_hangs_nobody() -> None:
@@ -138,7 +108,7 @@ def test_a_driver_that_hangs_over_the_counters_hangs_nobody() -> None:
     went.end()
     assert time.monotonic() - begin < 20
     let_go.set()
-    with pytest.raises(EnvironmentBroken, match=r"could not be taken before the test: no answer within 0\.01 s"):
+    with pytest.raises(EnvironmentBroken, match=r"before the test: .* 0\.01 s"):
         went.require_well()
     assert set(went.telemetry["counters_not_available"]) == {"all"}
 
@@ -155,28 +125,6 @@ def test_counters_that_break_are_an_error_where_any_is_required_and_a_note_where
                 went.require_well()
         else:
             went.require_well()
-
-
-def test_ending_twice_counts_once_and_ending_before_beginning_counts_nothing() -> None:
-    values = dict(HEALTHY_H100)
-    went = company(values)
-    went.end()
-    assert went.telemetry == {}
-    went.begin()
-    values["pcie.replays"] = 1
-    went.end()
-    values[ECC] = 5
-    went.end()
-    went.require_well()
-    assert went.telemetry["counters"] == {"pcie.replays": 1}
-
-
-def test_without_counters_nothing_is_asked() -> None:
-    went = Company(window=Link(None, None).window(), sources=None, required=tuple)
-    went.begin()
-    went.end()
-    went.require_well()
-    assert went.telemetry == {}
 
 
 # ---- a rank's part
@@ -236,22 +184,12 @@ def test_a_rank_knows_the_gpus_of_its_node_and_one_rank_answers_for_the_node(mon
     assert set(sources_of(node, 1).gpus_of_node) == {"0000:1b:00.0", "0000:1c:00.0"}
 
 
-def test_a_sampler_that_cannot_be_started_is_named_in_every_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_sampler, "COMMAND", ("/no/such/program",))
-    mine = joined()
-    told = mine.start()
-    assert told["address"] is None
-    mine.told(told)
-    with mine.window() as window:
-        pass
-    (why,) = set(window.summary()["not_available"].values())
-    assert why.startswith("the node's sampler could not be started: ")
-    mine.close()
-
-
-def test_a_rank_whose_gpu_the_nodes_sampler_does_not_see_starts_its_own(
+def test_a_rank_whose_gpu_the_nodes_sampler_does_not_see_starts_its_own_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    started: list[node_sampler.NodeSampler] = []
+    real = node_sampler.start
+    monkeypatch.setattr(node_sampler, "start", lambda: started.append(real()) or started[-1])
     monkeypatch.setattr(node_sampler, "ANSWER_SECONDS", 30.0)
     monkeypatch.setattr(node_sampler, "COMMAND", fake_sampler.command(tmp_path, {uuid_of(7): SAMPLED}))
     first, mine = Accompaniment(), joined()
@@ -265,24 +203,6 @@ def test_a_rank_whose_gpu_the_nodes_sampler_does_not_see_starts_its_own(
         with mine.window() as window:
             pass
         assert window.summary()["sm_clock_mhz"] == [1755, 1755, 1755]
-    mine.close()
-    first.close()
-
-
-def test_a_rank_that_sees_no_gpu_itself_starts_one_sampler_and_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(node_sampler, "ANSWER_SECONDS", 30.0)
-    monkeypatch.setattr(node_sampler, "COMMAND", fake_sampler.command(tmp_path, {uuid_of(7): SAMPLED}))
-    mine, started = joined(), []
-    real = node_sampler.start
-    monkeypatch.setattr(node_sampler, "start", lambda: started.append(real()) or started[-1])
-    first = Accompaniment()
-    mine.told(first.start())
-    for _ in range(4):
-        with mine.window() as window:
-            pass
-        assert window.summary()["lost"]
     assert len(started) == 2
     mine.close()
     first.close()
@@ -322,18 +242,10 @@ def test_the_whole_body_of_every_test_is_watched(session: Callable[..., Left]) -
     for result in left.journal.results:
         assert result.telemetry[0]["sm_clock_mhz"] == [1755, 1755, 1755]
         assert result.telemetry[0]["seconds"] >= 0.2
-    text = "rank 0: sm clock 1755 of 1980 MHz, memory clock 2619 MHz, 698 W, 67 degC, utilisation 99 %,"
-    text += " throttle: sw_power_cap 100 %"
-    assert left.properties["test_it.test_other[telemetry]"] == text
+    text = left.properties["test_it.test_other[telemetry]"]
+    assert all(part in text for part in ("rank 0: ", "1755 of 1980 MHz", "698 W", "67 degC", "sw_power_cap 100 %"))
     assert left.properties["test_it.test_speed[telemetry]"].startswith(text)
     assert f"[[PROPERTY|telemetry={text}]]" in (left.case("test_other").findtext("system-out") or "")
-
-
-def test_on_cpu_nothing_is_on_record(project: Project) -> None:
-    project.suite(SUITE)
-    left = project.run()
-    assert [result.telemetry for result in left.journal.results] == [{}, {}]
-    assert not any(name.endswith("[telemetry]") for name in left.properties)
 
 
 @pytest.mark.parametrize(
@@ -367,7 +279,7 @@ def test_a_criterion_that_passes_fails_for_what_was_counted(
     assert result.telemetry[0]["counters"]
     assert result.measurements[0].telemetry[0]["counters"] == result.telemetry[0]["counters"]
     assert "what to do: " in left.body("test_speed")
-    assert "Telemetry of the whole test: rank 0: sm clock" in left.body("test_speed")
+    assert ": rank 0: sm clock" in left.body("test_speed")
 
 
 def test_a_link_that_goes_down_under_a_criterion_fails_it(session: Callable[..., Left], tmp_path: Path) -> None:
@@ -381,7 +293,7 @@ def test_a_link_that_goes_down_under_a_criterion_fails_it(session: Callable[...,
         return infiniband.read(tmp_path, gids=False)
 
     left = session(ports=ports)
-    assert "link_down during this test" in left.verdicts["test_speed"]
+    assert "link_down during" in left.verdicts["test_speed"]
     assert left.journal.results[0].telemetry[0]["counters"] == {"infiniband.mlx5_0/1.link_downed": 1}
     assert left.end == ("REJECTED", 1)
 
@@ -413,7 +325,7 @@ def test_a_required_counter_that_is_not_told_makes_the_criterion_an_error(sessio
     refused = NotAvailable("no permission for this user", "no permission")
     left = session(SUITE, "--gpucluster-sku=H100 SXM", counted=[{"rows.failed": refused}])
     assert left.verdicts["test_speed"].startswith("error: rank 0 (")
-    assert "EnvironmentBroken: NVML does not tell rows.failed on GPU 0" in left.verdicts["test_speed"]
+    assert re.search(r"EnvironmentBroken: .* rows\.failed on GPU 0", left.verdicts["test_speed"])
     assert left.verdicts["test_other"] == "passed"
     assert left.end == ("BROKEN", 11)
 
@@ -434,27 +346,18 @@ def body(text: str) -> str:
     ("text", "first"),
     [
         pytest.param("assert 1 == 2, 'its own'", "AssertionError: its own; ecc_", id="a failure"),
+        pytest.param("pytest.skip('no room')", "HardwareFault: ecc_uncorrected ", id="a skip, which hides no fault"),
         pytest.param("raise EnvironmentBroken('its own')", "EnvironmentBroken: its own; ecc_", id="an error"),
     ],
 )
-def test_what_the_body_itself_came_to_stays_first(session: Callable[..., Left], text: str, first: str) -> None:
+def test_a_fault_fails_the_test_and_what_the_body_itself_came_to_stays_first(
+    session: Callable[..., Left], text: str, first: str
+) -> None:
     left = session(body(text), counted=[{}, {ECC: 2}])
     assert left.verdicts["test_speed"].startswith("failure: ")
     assert first in left.verdicts["test_speed"]
-    assert "ecc_uncorrected (hardware): 2 new" in left.body("test_speed")
+    assert "ecc_uncorrected" in left.body("test_speed")
     assert left.end == ("REJECTED", 1)
-
-
-def test_a_skip_does_not_hide_a_fault(session: Callable[..., Left]) -> None:
-    left = session(body("pytest.skip('no room')"), counted=[{}, {ECC: 2}])
-    assert left.verdicts["test_speed"].startswith("failure: ")
-    assert "HardwareFault: ecc_uncorrected during this test" in left.verdicts["test_speed"]
-    assert left.end == ("REJECTED", 1)
-
-
-def test_without_a_fault_a_skip_stays_a_skip(session: Callable[..., Left]) -> None:
-    left = session(body("pytest.skip('no room')"))
-    assert left.verdicts["test_speed"] == "skipped: no room"
 
 
 def test_a_missed_value_is_explained_by_its_own_window_or_by_the_whole_test(session: Callable[..., Left]) -> None:
@@ -480,25 +383,19 @@ def test_a_missed_value_is_explained_by_its_own_window_or_by_the_whole_test(sess
         assert told.endswith(": HW thermal slowdown 100 % of the time, 91 degC")
 
 
-def test_a_gpu_at_its_power_limit_fails_nothing(session: Callable[..., Left]) -> None:
-    left = session(sampled={GPU: {**SAMPLED, "throttle.reasons": ["sw_power_cap"]}})
-    assert set(left.verdicts.values()) == {"passed"}
-
-
 def test_a_sampler_that_hangs_or_is_not_there_fails_nothing(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch.setattr, project.path, sampled={GPU: {**SAMPLED, "power.draw": {"hang": 3600}}})
     project.suite(SUITE)
     hung = project.run()
     assert set(hung.verdicts.values()) == {"passed"}
     told = hung.journal.results[-1].telemetry[0]
-    assert told["not_available"]["power_watts"].startswith("NVML has not answered for ")
+    assert told["not_available"]["power_watts"].startswith("NVML ")
     monkeypatch.setattr(node_sampler, "COMMAND", ("/no/such/program",))
     gone = project.run()
     assert set(gone.verdicts.values()) == {"passed"}
     told = gone.journal.results[-1].telemetry[0]
-    assert set(told["not_available"].values()) == {
-        "the node's sampler could not be started: [Errno 2] No such file or directory: '/no/such/program'"
-    }
+    [why] = set(told["not_available"].values())
+    assert why.endswith(": '/no/such/program'")
 
 
 def test_workers_without_a_launcher_share_their_controllers_sampler(project: Project) -> None:
@@ -523,7 +420,7 @@ def test_workers_without_a_launcher_share_their_controllers_sampler(project: Pro
         + "    Run.rehearsal = property(lambda run: False)\n"
     )
     left = project.run_apart(*WORKERS)
-    assert left.verdicts == {"test_speed": "passed"}, left.output
+    assert left.verdicts["test_speed"] == "passed", left.output
     (result,) = left.journal.results
     journal = left.journal
     assert {path.name for path in project.path.glob("gpu-*")} == {"gpu-0", "gpu-1"}
@@ -564,7 +461,7 @@ accompaniment.sources_of = lambda node, rank: dataclasses.replace(sources_of(nod
     (project.path / "conftest.py").write_text(conftest() + a_link_goes_down)
     left = project.run_apart(*WORKERS)
     assert left.verdicts["test_speed"].startswith("failure: "), left.output
-    assert "link_down during this test" in left.verdicts["test_speed"]
+    assert "link_down during" in left.verdicts["test_speed"]
     assert left.journal.results[0].culprits == (0,)
 
 
@@ -607,7 +504,7 @@ def test_ranks_of_a_node_share_its_sampler_and_the_one_at_fault_is_named(tmp_pat
     assert run.verdicts["test_one_sampler_a_node"] == "passed", run.output
     assert "HW thermal slowdown 100 % of the time, 91 degC on rank 1 (" in run.verdicts["test_speed"]
     assert run.verdicts["test_counted"].startswith("failure: rank 1 (")
-    assert "ecc_uncorrected during this test: GPU 1 (GPU-00000001" in run.verdicts["test_counted"]
+    assert re.search(r"ecc_uncorrected .*: GPU 1 \(GPU-00000001", run.verdicts["test_counted"])
     told = {result.name: result for result in run.journal.results}
     clocks = {rank: seen["temperature_celsius"][2] for rank, seen in told["test_speed"].telemetry.items()}
     assert clocks == {0: 67, 1: 91}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,6 +47,7 @@ def refused(left: Left, *texts: str, exit: int = 4) -> None:
         assert text in left.output
     assert "Traceback" not in left.output
     assert "must not run" not in left.output
+    assert "collected" not in left.stdout
 
 
 OPTIONS = {
@@ -55,15 +57,6 @@ OPTIONS = {
         ["rank 0 on ", "device is cuda", "what to do: ", "--gpucluster-device=cpu"],
     ),
     "no shape": ([CPU, "--gpucluster-expect=8"], ["'8' is no shape of a cluster", "2x8xH100"]),
-    "a shape of nothing": ([CPU, "--gpucluster-expect=0x8"], ["'0x8' is no shape of a cluster"]),
-    "a shape without SKU": ([CPU, "--gpucluster-expect=1x8x"], ["'1x8x' names no SKU"]),
-    "unknown timeout": ([CPU, "--gpucluster-timeouts=jion=3"], ["unknown timeout 'jion'; allowed: join, grace"]),
-    "timeout without number": (
-        [CPU, "--gpucluster-timeouts=join=soon"],
-        ["--gpucluster-timeouts join=soon: 'soon' is not a number of seconds"],
-    ),
-    "timeout below zero": ([CPU, "--gpucluster-timeouts=join=-1"], ["'-1' is not a positive number of seconds"]),
-    "deadline NaN": ([CPU, "--gpucluster-deadline=nan"], ["'nan' is not a positive number of seconds"]),
     "several at once": (
         ["--gpucluster-device=gpu", "--gpucluster-deadline=0"],
         ["--gpucluster-device gpu: ", "--gpucluster-deadline 0: '0' is not a positive number"],
@@ -118,36 +111,9 @@ def test_a_wrong_option_is_told_and_replaces_an_earlier_report(
     refused(stale.run(*options, device=None), *texts)
 
 
-@pytest.mark.parametrize(
-    ("environ", "ini", "texts"),
-    [
-        ({"GPUCLUSTER_DEADLINE": "soon"}, "", ["GPUCLUSTER_DEADLINE=soon: 'soon' is not a number of seconds"]),
-        ({}, "gpucluster_deadline = soon", ["tox.ini: gpucluster_deadline = soon: 'soon' is not a number of seconds"]),
-        ({"GPUCLUSTER_EXPECT": "many"}, "", ["GPUCLUSTER_EXPECT=many: 'many' is no shape of a cluster"]),
-    ],
-    ids=["environment", "ini", "shape in the environment"],
-)
-def test_the_place_of_a_wrong_setting_is_named(
-    stale: Project, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], ini: str, texts: list[str]
-) -> None:
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    stale.ini(f"gpucluster = true\n{ini}")
-    refused(stale.run(), *texts)
-
-
 CONTRADICTIONS = {
     "RANK without WORLD_SIZE": ({"RANK": "3"}, ["RANK=3 tells of other processes"]),
     "WORLD_SIZE without a launcher": ({"WORLD_SIZE": "8"}, ["WORLD_SIZE=8 tells of several processes"]),
-    "half of torchrun": (
-        {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2"},
-        ["torchrun (TORCHELASTIC_RUN_ID is set)", "LOCAL_RANK is missing", "MASTER_ADDR is missing", "found: "],
-    ),
-    "beyond the world": (
-        {"JOB_COMPLETION_INDEX": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "pod-0.svc", "MASTER_PORT": "29500"},
-        ["JOB_COMPLETION_INDEX=4 is not below WORLD_SIZE=4"],
-    ),
-    "a pod that knows of no other": ({"JOB_COMPLETION_INDEX": "0"}, ["WORLD_SIZE is missing"]),
     "a task without its number": (
         {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "7"},
         ["SLURM_PROCID is missing", "SLURM_LOCALID is missing"],
@@ -162,6 +128,10 @@ def test_contradictory_variables_of_a_launcher_are_told_and_replace_an_earlier_r
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     refused(stale.run(), "do not make a rank", "what to do: ", *texts)
+    left = stale.run("--junitxml=file/report.xml", junit=False)  # which cannot be written
+    assert left.exit == 4
+    for text in (*texts, "file/report.xml"):
+        assert text in left.output
 
 
 @pytest.mark.parametrize(
@@ -176,9 +146,6 @@ def test_a_report_that_cannot_be_kept_is_refused_and_the_one_beside_the_journal_
     stale: Project, option: str, texts: list[str]
 ) -> None:
     left = stale.run(option, junit=False)
-    assert left.exit == 4
-    for text in texts:
-        assert text in left.output
     left.junit_path = Path("gpucluster-report/latest/junit.xml")
     refused(left, *texts)
     assert "JUnit: gpucluster-report/" in left.output
@@ -189,9 +156,7 @@ def test_a_report_that_cannot_be_kept_is_refused_and_the_one_beside_the_journal_
 def test_a_report_does_not_replace_what_the_run_reads(stale: Project, option: str) -> None:
     left = stale.run("--junitxml=bad.yaml", f"--gpucluster-{option}bad.yaml", junit=False)
     assert left.exit == 4
-    assert (
-        f"bad.yaml: is the file of --gpucluster-{option.strip('=').replace('=', ' ')}; name another one" in left.output
-    )
+    assert re.search(rf"bad\.yaml: .* --gpucluster-{option.strip('=').replace('=', ' ')}; ", left.output)
     assert (stale.path / "bad.yaml").read_text() == BAD_LIMITS
 
 
@@ -204,16 +169,6 @@ def test_where_nothing_can_be_written_the_reason_is_still_told(stale: Project) -
     left = stale.run("--junitxml=file/report.xml", "--gpucluster-report-dir=file/reports", junit=False)
     assert left.exit == 4
     assert "the directory of --junitxml " in left.output
-
-
-def test_contradictory_variables_with_an_unwritable_report_are_both_told(
-    stale: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANK", "3")
-    left = stale.run("--junitxml=file/report.xml", junit=False)
-    assert left.exit == 4
-    assert "RANK=3 tells of other processes" in left.output
-    assert "file/report.xml is not replaced" in left.output
 
 
 def test_the_report_directory_of_the_command_line_counts_although_another_option_is_wrong(stale: Project) -> None:
@@ -239,8 +194,3 @@ def test_of_many_ranks_with_different_problems_a_few_are_told_and_the_others_cou
     assert (refusal.message, refusal.exit) == ("rank 0 has no GPU", 4)
     assert refusal.text.count("has no GPU") == 4
     assert refusal.text.splitlines()[-1] == "and 11 more ranks: ranks 4-14"
-
-
-def test_a_limits_file_that_is_missing_is_told_before_anything_is_collected(stale: Project) -> None:
-    left = stale.run("--gpucluster-thresholds=none.yaml")
-    assert "collected" not in left.stdout

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from each import of_each
 
 import pytest_gpucluster
 from pytest_gpucluster import cli
@@ -27,11 +28,36 @@ def test_what_follows_the_dashes_is_for_somebody_else_where_the_command_starts_s
     assert cli.parse(words).passed_on == passed_on
 
 
-@pytest.mark.parametrize("arguments", [[], ["repot"]], ids=" ".join)
-def test_wrong_usage_is_exit_code_2(arguments, capsys):
-    with pytest.raises(SystemExit) as error:
-        cli.main(arguments)
-    assert error.value.code == 2
+@of_each(
+    "line",
+    [
+        *("", "repot", "info gpus", "report", "report x --pdf y", "verdict", "nccl-env --format toml"),
+        *(
+            "sweep",
+            "sweep lsf",
+            "sweep slurm",
+            "sweep kubernetes --expect=8",
+            "golden",
+            "golden x.csv",
+            "golden --out x",
+        ),
+        *("accept a b", "accept verify", "accept verify a b", "accept diff a", "accept verify a --out x"),
+        *("accept a --sha256 x", "accept diff a b --journal x", "accept verify a --even-though-not-accepted"),
+        *("ssh h --within=0s", "ssh h --port=80", "ssh h --check --info", "ssh h --nproc-per-node=0"),
+        *("watch --interval 0", "watch --interval -1", "watch --interval nan", "watch --interval inf"),
+        *("watch --interval 0.1", "watch --interval 4000", "watch --interval soon", "watch --gpus a"),
+        *("watch --gpus 0,,1", "watch --gpus -1", "watch --gpus 99999", "watch --gpus \N{ARABIC-INDIC DIGIT ONE}"),
+        *("crosscheck nccl-tests run --timeout 0", "crosscheck nccl-tests run --timeout nan"),
+        *("crosscheck nccl-tests run -g 0", "crosscheck nccl-tests run -g all"),
+        *(f"thresholds calibrate x --out - --spreads={text}" for text in ("0", "-1", "nan", "many", "100")),
+    ],
+)
+def test_wrong_usage_is_exit_code_2_and_the_usage_is_shown(line, capsys):
+    try:
+        code = cli.main(line.split())
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
     assert "usage: gpucluster" in capsys.readouterr().err
 
 

@@ -13,6 +13,7 @@ def test_a_session_chooses_the_workspace_before_anybody_can_multiply_on_a_gpu(mo
     activation.prepare_environment()
     assert environment[cublas.NAME] == ":4096:8"
     assert cublas.hindrance(environment) == ""
+    assert environment["NCCL_DEBUG"] == "INFO", "and NCCL's log"
 
 
 @pytest.mark.parametrize(("chosen", "hinders"), [(":16:8", False), (":4096:2:16:8", True)])

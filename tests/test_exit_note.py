@@ -37,7 +37,7 @@ def test_nothing_is_written_where_nobody_asks_and_a_full_disk_is_told(tmp_path):
     assert exit_note.leave({}, NOTE) is None
     missing = tmp_path / "gone"
     wrong = exit_note.leave({VARIABLE: str(missing)}, NOTE)
-    assert wrong == f"cannot write {missing}/rank-1.json (GPUCLUSTER_EXIT_NOTES): No such file or directory"
+    assert f"{missing}/rank-1.json (GPUCLUSTER_EXIT_NOTES)" in wrong
 
 
 @pytest.mark.parametrize(

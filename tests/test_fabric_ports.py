@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 import dataclasses
-import doctest
-import json
 from pathlib import Path
+from typing import Any
 
-import pytest
+from each import of_each
 from sysfs_ports import add_port, add_roce
+from verdicts import SHIPPED
 
-from pytest_gpucluster import fabric_ports, infiniband, thresholds
+from pytest_gpucluster import infiniband, thresholds
 from pytest_gpucluster.fabric_ports import (
     FabricSources,
     NodePorts,
@@ -19,8 +19,6 @@ from pytest_gpucluster.fabric_ports import (
     used_ports,
 )
 
-SHIPPED = thresholds.load()
-
 
 def node(sysfs: Path, **changes: object) -> NodePorts:
     sources = FabricSources(sysfs=sysfs, proc=sysfs / "proc", environ={})
@@ -28,12 +26,8 @@ def node(sysfs: Path, **changes: object) -> NodePorts:
     return read(sources, **settings)  # type: ignore[arg-type]
 
 
-def test_doctests_hold() -> None:
-    assert doctest.testmod(fabric_ports).failed == 0
-
-
-@pytest.mark.parametrize(
-    ("wanted", "chosen"),
+@of_each(
+    "case",
     [
         ("mlx5_1", ["mlx5_1/1", "mlx5_10/1", "mlx5_10/2"]),
         ("=mlx5_1", ["mlx5_1/1"]),
@@ -46,7 +40,8 @@ def test_doctests_hold() -> None:
         (",", []),
     ],
 )
-def test_a_choice_of_cards_means_what_it_means_to_nccl(tmp_path: Path, wanted: str, chosen: list[str]) -> None:
+def test_a_choice_of_cards_means_what_it_means_to_nccl(case: tuple[Any, ...], tmp_path: Path) -> None:
+    wanted, chosen = case
     add_port(tmp_path, "mlx5_1")
     add_port(tmp_path, "mlx5_10", 1, pci="0000:19:00.0")
     add_port(tmp_path, "mlx5_10", 2, pci="0000:19:00.0")
@@ -62,26 +57,20 @@ def test_a_slow_card_for_storage_is_not_the_slowest_port_of_the_fabric(tmp_path:
     assert node(tmp_path / "none").slowest_rate(8) == 0
 
 
-def test_of_two_kinds_of_ports_those_of_infiniband_are_the_fabric(tmp_path: Path) -> None:
-    add_port(tmp_path, "mlx5_0")
-    add_port(tmp_path, "mlx5_1", pci="0000:19:00.0", state="1: DOWN")
-    add_roce(tmp_path, "mlx5_2", pci="0000:1a:00.0", interface="eth2")
-    found = node(tmp_path)
+def test_of_two_kinds_of_ports_those_of_infiniband_are_the_fabric_where_any_is_active(tmp_path: Path) -> None:
+    both, without, nothing = (tmp_path / name for name in ("both", "without", "nothing"))
+    add_port(both, "mlx5_0")
+    for sysfs in (both, without, nothing):
+        add_port(sysfs, "mlx5_1", pci="0000:19:00.0", state="1: DOWN")
+    for sysfs in (both, without):
+        add_roce(sysfs, "mlx5_2", pci="0000:1a:00.0", interface="eth2")
+    found = node(both)
     assert [port.name for port in found.used] == ["mlx5_0/1", "mlx5_1/1"]
     assert [port.name for port in found.active] == ["mlx5_0/1"]
     assert found.device_of(found.used[0]).firmware == "28.39.2048"
-
-
-def test_where_no_infiniband_is_active_those_of_roce_are(tmp_path: Path) -> None:
-    add_port(tmp_path, "mlx5_0", state="1: DOWN")
-    add_roce(tmp_path, "mlx5_2", pci="0000:1a:00.0")
-    assert [port.name for port in node(tmp_path).used] == ["mlx5_2/1"]
-
-
-def test_where_nothing_is_active_all_are(tmp_path: Path) -> None:
-    add_port(tmp_path, "mlx5_0", state="1: DOWN")
-    assert [port.name for port in node(tmp_path).used] == ["mlx5_0/1"]
-    assert node(tmp_path).active == ()
+    assert [port.name for port in node(without).used] == ["mlx5_2/1"]
+    assert [port.name for port in node(nothing).used] == ["mlx5_1/1"], "where nothing is active all are"
+    assert node(nothing).active == ()
 
 
 def test_ranks_that_use_a_card_each_use_all_of_them_together(tmp_path: Path) -> None:
@@ -90,13 +79,6 @@ def test_ranks_that_use_a_card_each_use_all_of_them_together(tmp_path: Path) -> 
     adapters = infiniband.read(tmp_path)
     assert [p.device for p in used_ports(adapters, ("=mlx5_0", "=mlx5_2"))] == ["mlx5_0", "mlx5_2"]
     assert len(used_ports(adapters, ("=mlx5_0", ""))) == 3, "a rank without a choice uses all"
-
-
-def test_what_a_node_tells_comes_back_the_same(tmp_path: Path) -> None:
-    add_roce(tmp_path)
-    found = node(tmp_path, hcas=["mlx5", "mlx5"], gid_index=3)
-    assert found.hcas == ("mlx5",)
-    assert NodePorts.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
 def test_roce_needs_a_gid_that_can_be_routed(tmp_path: Path) -> None:
@@ -123,16 +105,13 @@ def expects(sku: str | None = "H100 SXM", nnodes: int = 2, *, on_cpu: bool = Fal
     return found
 
 
-def test_a_fabric_is_expected_between_nodes_and_nowhere_else() -> None:
-    assert expects()
-    assert expects(sku="L40S"), "no limit says otherwise"
+def test_a_fabric_is_expected_between_nodes_unless_limits_expect_another_transport(tmp_path: Path) -> None:
+    assert expects(), "and where no limit says otherwise"
+    assert expects(sku="L40S")
     assert expects(sku=None)
     assert expects(nnodes=64)
     assert not expects(nnodes=1)
     assert not expects(on_cpu=True)
-
-
-def test_limits_that_expect_another_transport_expect_no_infiniband(tmp_path: Path) -> None:
     file = tmp_path / "efa.yaml"
     file.write_text(
         "schema_version: 1\nskus:\n  H100 SXM:\n    limits:\n      nccl.all_reduce.busbw:\n"

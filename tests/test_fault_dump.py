@@ -41,11 +41,10 @@ def test_the_place_is_the_main_threads_innermost_frame(dumps):
 
 
 def test_a_crash_is_named_by_its_signal(dumps):
-    assert fault_dump.fatal_error(dumps["crashed"]) == "Fatal Python error: Segmentation fault"
+    assert fault_dump.fatal_error(dumps["crashed"]).endswith(": Segmentation fault")
     assert fault_dump.place(dumps["crashed"])
 
 
-@pytest.mark.parametrize("text", ["", "most recent call first):", "garbage \x00 File", "Thread 0x1 (most recent"])
-def test_anything_else_says_nothing(text):
-    assert fault_dump.place(text) == ""
-    assert fault_dump.fatal_error(text) == ""
+def test_anything_else_says_nothing():
+    for text in ("", "most recent call first):", "garbage \x00 File", "Thread 0x1 (most recent"):
+        assert fault_dump.place(text) == fault_dump.fatal_error(text) == ""

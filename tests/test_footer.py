@@ -18,10 +18,10 @@ SHOWN = f"{IND}\x1b[1A{SAVE}\x1b[?7l{IND}\r\x1b[2Kone{{}}\x1b[?7h{RESTORE}"
 class Screen:
     """A terminal that keeps every byte, in the order in which they come."""
 
-    def __init__(self, columns: int = 80, rows: int = 24, *, styled: bool = False) -> None:
+    def __init__(self, columns: int = 80, rows: int = 24) -> None:
         self.reads, self.writes = os.pipe()
         self.columns, self.rows = columns, rows
-        self.footer = Footer(self.writes, size=self.size, styled=styled)
+        self.footer = Footer(self.writes, size=self.size, styled=False)
         self.file = self.footer.above(io.TextIOWrapper(io.FileIO(os.dup(self.writes), "w")))
 
     def size(self, descriptor: int) -> os.terminal_size:
@@ -60,6 +60,10 @@ def test_the_line_is_shown_below_and_erased_before_anything_is_written(screen: S
     assert screen.received() == f"{ERASE_BELOW}."
     screen.file.write(".")
     assert screen.received() == ".", "there is nothing to erase any more"
+    screen.footer.show(["one"])
+    screen.received()
+    screen.footer.show([])
+    assert screen.received() == ERASE_BELOW
 
 
 def test_room_is_made_for_several_lines(screen: Screen) -> None:
@@ -67,15 +71,6 @@ def test_room_is_made_for_several_lines(screen: Screen) -> None:
     received = screen.received()
     assert received.startswith(f"{IND}{IND}\x1b[2A{SAVE}")
     assert received.count(f"{IND}\r\x1b[2K") == 2
-
-
-def test_the_end_of_what_is_shown_is_erased(screen: Screen) -> None:
-    screen.footer.show(["one"])
-    screen.received()
-    screen.footer.show([])
-    assert screen.received() == ERASE_BELOW
-    screen.footer.show([])
-    assert screen.received() == ""
 
 
 def test_nothing_is_shown_while_somebody_else_writes(screen: Screen) -> None:
@@ -90,13 +85,6 @@ def test_nothing_is_shown_while_somebody_else_writes(screen: Screen) -> None:
     screen.footer.release()
     screen.footer.show(["one"])
     assert screen.received() == SHOWN.format("")
-
-
-def test_it_is_dim_where_pytest_has_colours() -> None:
-    screen = Screen(styled=True)
-    screen.footer.show(["one"])
-    assert "\x1b[2mone\x1b[m" in screen.received()
-    screen.close()
 
 
 @pytest.mark.parametrize(
@@ -183,9 +171,3 @@ def test_last_words_wait_for_no_terminal_that_takes_nothing(screen: Screen, monk
     thread.join()
     screen.footer.give_up()
     assert screen.received() == ERASE_BELOW
-
-
-def test_the_file_is_otherwise_as_it_was(screen: Screen) -> None:
-    assert screen.file.encoding.lower() == "utf-8"
-    assert not screen.file.isatty()
-    screen.file.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -110,35 +111,28 @@ def test_a_window_tells_what_the_gpu_did_in_it(sampler: Callable[..., GpuSampler
     assert told["utilization_percent"] == [99, 99, 99]
     assert told["throttle"] == ["sw_power_cap"]
     assert told["not_available"] == {}
+    assert "lost" not in told
     assert told["seconds"] > 0
     assert json.loads(json.dumps(told)) == told
 
 
-def test_a_window_shorter_than_the_interval_has_one_reading(sampler: Callable[..., GpuSampler]) -> None:
-    with watched_by(sampler(VALUES, NEVER).window()) as window:
-        pass
-    assert window.summary()["samples"] == 1
-    assert window.summary()["sm_clock_mhz"] == [1755, 1755, 1755]
-
-
-def test_nothing_is_asked_outside_a_window(sampler: Callable[..., GpuSampler]) -> None:
+def test_a_short_window_costs_one_pass_and_none_is_made_outside_of_it(
+    sampler: Callable[..., GpuSampler],
+) -> None:
     passes = Passes()
+    rare = sampler({**VALUES, "throttle.reasons": passes}, NEVER)
+    for _ in range(50):
+        with watched_by(rare.window()) as window:
+            pass
+        assert window.summary()["sm_clock_mhz"] == [1755, 1755, 1755]
+    assert passes.count == 50
     watched = sampler({**VALUES, "throttle.reasons": passes})
     with watched_by(watched.window()):
-        passes.wait_for(1)
+        passes.wait_for(51)
     before = passes.count
     with watched._condition:
         watched._condition.wait_for(lambda: False, 0.05)  # time for many passes
     assert passes.count <= before + 1, "at most the pass that was under way"
-
-
-def test_a_short_window_costs_one_pass(sampler: Callable[..., GpuSampler]) -> None:
-    passes = Passes()
-    watched = sampler({**VALUES, "throttle.reasons": passes}, NEVER)
-    for _ in range(50):
-        with watched_by(watched.window()):
-            pass
-    assert passes.count == 50
 
 
 def test_a_window_that_was_never_opened_says_so() -> None:
@@ -156,15 +150,9 @@ def test_windows_can_follow_and_overlap(sampler: Callable[..., GpuSampler]) -> N
             pass
     assert [window.summary()["samples"] for window in (first, second)] == [1, 1]
     assert outer.summary()["samples"] == 2
-
-
-def test_a_window_that_is_entered_again_adds_up(sampler: Callable[..., GpuSampler]) -> None:
-    watched = sampler(VALUES, NEVER)
-    window = watched.window()
-    for _ in range(2):
-        with watched_by(window):
-            pass
-    assert window.summary()["samples"] == 2
+    with watched_by(first):
+        pass
+    assert first.summary()["samples"] == 2, "one that is entered again adds up"
 
 
 def test_a_window_is_not_entered_while_it_is_open(sampler: Callable[..., GpuSampler]) -> None:
@@ -195,12 +183,12 @@ def test_windows_of_many_threads_each_have_their_readings(sampler: Callable[...,
 
 
 def test_without_nvml_a_window_says_why() -> None:
-    watched = GpuSampler(None, GPU, Pace(), why_not="NVML is not available: no driver library")
+    watched = GpuSampler(None, GPU, Pace(), why_not="no driver library")
     with watched_by(watched.window()) as window:
         pass
     told = window.summary()
     assert told["samples"] == 0
-    assert told["not_available"] == dict.fromkeys(QUERIES, "NVML is not available: no driver library")
+    assert told["not_available"] == dict.fromkeys(QUERIES, "no driver library")
 
 
 def test_a_query_without_an_answer_is_named_and_not_asked_again(sampler: Callable[..., GpuSampler]) -> None:
@@ -241,12 +229,6 @@ def test_a_failure_costs_only_its_own_key_and_only_in_this_window(
     assert second.summary()["not_available"] == {}
 
 
-def test_throttle_reasons_that_are_no_names_are_not_believed(sampler: Callable[..., GpuSampler]) -> None:
-    with watched_by(sampler({**VALUES, "throttle.reasons": "sw_power_cap"}, NEVER).window()) as window:
-        pass
-    assert window.summary()["not_available"] == {"throttle": "ValueError: NVML gave 'sw_power_cap'"}
-
-
 def test_a_lost_gpu_is_on_record_with_what_was_read_before(sampler: Callable[..., GpuSampler]) -> None:
     temperature = Passes(67)
     watched = sampler({**VALUES, "temperature.gpu": temperature, "power.draw": turns(700, 700, then=LOST)})
@@ -262,12 +244,6 @@ def test_a_lost_gpu_is_on_record_with_what_was_read_before(sampler: Callable[...
     assert after.summary()["lost"] == "the GPU is lost"
 
 
-def test_a_gpu_that_is_not_lost_is_not_said_to_be(sampler: Callable[..., GpuSampler]) -> None:
-    with watched_by(sampler(VALUES, NEVER).window()) as window:
-        pass
-    assert "lost" not in window.summary()
-
-
 def test_nvml_that_hangs_does_not_keep_the_measurement(sampler: Callable[..., GpuSampler]) -> None:
     hang = Hang()
     watched = sampler({**VALUES, "power.draw": hang}, leave_seconds=0.01)
@@ -275,8 +251,8 @@ def test_nvml_that_hangs_does_not_keep_the_measurement(sampler: Callable[..., Gp
         assert hang.asked.wait(DEADLINE)
     told = window.summary()
     assert told["sm_clock_mhz"] == [1755, 1755, 1755]
-    assert told["not_available"]["power_watts"].startswith("NVML has not answered for ")
-    assert told["not_available"]["temperature_celsius"] == "not asked: NVML does not answer for power_watts"
+    assert told["not_available"]["power_watts"].startswith("NVML ")
+    assert re.match("not asked: .* power_watts$", told["not_available"]["temperature_celsius"])
     # A window that opens while NVML still hangs neither waits nor starts a second thread to hang.
     with watched_by(watched.window()) as next_window:
         pass
@@ -284,6 +260,9 @@ def test_nvml_that_hangs_does_not_keep_the_measurement(sampler: Callable[..., Gp
     assert "sm_clock_mhz" in next_window.summary()["not_available"]
     assert [thread.name for thread in threading.enumerate()].count("gpucluster-telemetry") == 1
     hang.let_go.set()
+    with watched._condition:
+        assert watched._condition.wait_for(lambda: watched._pace.asked is None, DEADLINE)
+    assert window.summary() == told, "what came after it was left is not its own"
 
 
 def test_a_hang_after_some_readings_is_named_too(sampler: Callable[..., GpuSampler]) -> None:
@@ -300,30 +279,19 @@ def test_a_hang_after_some_readings_is_named_too(sampler: Callable[..., GpuSampl
     hang.let_go.set()
 
 
-def test_what_nvml_says_after_a_window_was_left_is_not_its_own(sampler: Callable[..., GpuSampler]) -> None:
-    hang = Hang()
-    watched = sampler({**VALUES, "power.draw": hang}, leave_seconds=0.01)
-    with watched_by(watched.window()) as window:
-        assert hang.asked.wait(DEADLINE)
-    before = window.summary()
-    hang.let_go.set()
-    with watched._condition:
-        assert watched._condition.wait_for(lambda: watched._pace.asked is None, DEADLINE)
-    assert window.summary() == before
-
-
 def test_without_a_thread_the_measurement_goes_on(
     sampler: Callable[..., GpuSampler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
+        raise RuntimeError("no threads left")
 
     watched = sampler(VALUES)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         with watched_by(watched.window()) as window:
             pass
-    assert set(window.summary()["not_available"].values()) == {"no thread for the readings: can't start new thread"}
+    [why] = set(window.summary()["not_available"].values())
+    assert why.endswith(": no threads left")
     with watched_by(watched.window()) as again:
         pass
     assert again.summary()["samples"] >= 1
@@ -336,21 +304,8 @@ def test_a_closed_sampler_asks_nothing_and_says_so(sampler: Callable[..., GpuSam
     watched._pace.close()
     with watched_by(watched.window()) as window:
         pass
-    assert set(window.summary()["not_available"].values()) == {"the sampler is closed"}
-
-
-def test_the_thread_ends_with_the_process() -> None:
-    watched = GpuSampler(FakeNvml({GPU: VALUES}), GPU, Pace(NEVER))
-    with watched_by(watched.window()):
-        assert watched._pace._thread is not None
-        assert watched._pace._thread.daemon
-    watched._pace.close()
-
-
-@pytest.mark.parametrize("interval", [0.0, -1.0, float("inf"), float("nan")])
-def test_an_interval_is_a_positive_time(interval: float) -> None:
-    with pytest.raises(ValueError, match="positive number of seconds"):
-        Pace(interval)
+    [why] = set(window.summary()["not_available"].values())
+    assert why.endswith(" closed")
 
 
 # ---- what is asked when, and what a reading stands for
@@ -387,7 +342,15 @@ def test_shares_are_of_the_time_in_which_the_window_was_open(sampler: Callable[.
     assert told["throttle_share"] == {"hw_thermal": 1.0}
 
 
-def test_what_the_card_does_not_tell_of_itself_is_not_missing(sampler: Callable[..., GpuSampler]) -> None:
+def test_what_the_card_tells_of_itself_is_asked_once_and_what_it_does_not_tell_is_not_missing(
+    sampler: Callable[..., GpuSampler],
+) -> None:
+    asked, passes = Passes(1980), Passes()
+    watched = sampler({**VALUES, "clock.sm.max": asked, "throttle.reasons": passes})
+    for _ in range(2):
+        with watched_by(watched.window()) as window:
+            passes.wait_for(passes.count + 3)
+    assert (window.summary()["sm_clock_max_mhz"], asked.count) == (1980, 1)
     silent = {**VALUES, "temperature.slowdown": 0}
     with watched_by(sampler(silent, NEVER).window()) as window:
         pass
@@ -395,16 +358,6 @@ def test_what_the_card_does_not_tell_of_itself_is_not_missing(sampler: Callable[
     assert told["not_available"] == {}
     assert "sm_clock_max_mhz" not in told
     assert "slowdown_celsius" not in told
-
-
-def test_what_the_card_tells_of_itself_is_asked_once(sampler: Callable[..., GpuSampler]) -> None:
-    asked, passes = Passes(1980), Passes()
-    watched = sampler({**VALUES, "clock.sm.max": asked, "throttle.reasons": passes})
-    for _ in range(2):
-        with watched_by(watched.window()) as window:
-            passes.wait_for(passes.count + 3)
-    assert window.summary()["sm_clock_max_mhz"] == 1980
-    assert asked.count == 1
 
 
 def test_a_card_that_hangs_over_its_own_data_costs_no_reading(sampler: Callable[..., GpuSampler]) -> None:
@@ -420,30 +373,18 @@ def test_a_card_that_hangs_over_its_own_data_costs_no_reading(sampler: Callable[
 # ---- several GPUs at one pace
 
 
-def test_somebody_in_a_hurry_does_not_hold_up_the_other_gpus() -> None:
+def test_gpus_at_one_pace_are_asked_only_in_their_own_windows_and_in_time() -> None:
     other = "GPU-5a6b7c8d"
-    passes = Passes()
-    nvml = FakeNvml({GPU: VALUES, other: {**VALUES, "throttle.reasons": passes}})
+    asked, passes = Passes(), Passes()
+    nvml = FakeNvml({GPU: {**VALUES, "throttle.reasons": asked}, other: {**VALUES, "throttle.reasons": passes}})
     pace = Pace(0.05, leave_seconds=DEADLINE)
     mine, its = GpuSampler(nvml, GPU, pace), GpuSampler(nvml, other, pace)
     with watched_by(its.window()):
         while passes.count < 3:  # far more often than a round is due
             with watched_by(mine.window()):
                 pass
-    pace.close()
-
-
-def test_a_gpu_without_a_window_is_not_asked_beside_one_that_has() -> None:
-    other = "GPU-5a6b7c8d"
-    asked, passes = Passes(), Passes()
-    nvml = FakeNvml({GPU: {**VALUES, "throttle.reasons": passes}, other: {**VALUES, "throttle.reasons": asked}})
-    pace = Pace(0.001, leave_seconds=DEADLINE)
-    mine, its = GpuSampler(nvml, GPU, pace), GpuSampler(nvml, other, pace)
-    with watched_by(its.window()):
-        pass
-    before = asked.count
-    with watched_by(mine.window()):
-        passes.wait_for(10)
+        before = asked.count
+        passes.wait_for(passes.count + 3)
     assert asked.count == before
     pace.close()
 
@@ -458,7 +399,7 @@ def test_a_hang_over_another_gpu_is_named() -> None:
             pass
     told = window.summary()
     assert told["samples"] == 0
-    assert told["not_available"]["sm_clock_mhz"] == f"not asked: NVML does not answer for sm_clock_mhz of {GPU}"
+    assert re.match(f"not asked: .* sm_clock_mhz of {GPU}$", told["not_available"]["sm_clock_mhz"])
     hang.let_go.set()
     pace.leave_seconds = DEADLINE
     pace.close()

@@ -1,77 +1,56 @@
 from __future__ import annotations
 
-import dataclasses
+from each import of_each
 
-import pytest
-
-from pytest_gpucluster import hardware, units
+from pytest_gpucluster import hardware
 from pytest_gpucluster.nvml import QUERIES
 
-# Figures of the data sheets: fp32, tf32, bf16, fp8, HBM, link in one direction.
+# Figures of the data sheets: fp32, tf32, bf16, fp8, HBM, link in one direction; memory in GB, PCIe generation, NVLinks.
 DATA_SHEETS = {
-    "A100 80GB": (19.5, 156, 312, None, 2.0, 300),
-    "H100 SXM": (67, 494.5, 989, 1979, 3.35, 450),
-    "H100 PCIe": (51, 378, 756, 1513, 2.0, None),
-    "H100 NVL": (60, 417.5, 835, 1671, 3.9, None),
-    "H200": (67, 494.5, 989, 1979, 4.8, 450),
-    "B200": (80, 1125, 2250, 4500, 8.0, 900),
-    "GB200": (80, 1250, 2500, 5000, 8.0, 900),
-    "L40S": (91.6, 183, 362, 733, 0.864, 31.5),
+    "A100 80GB": (19.5, 156, 312, None, 2.0, 300, 80, 4, 12),
+    "H100 SXM": (67, 494.5, 989, 1979, 3.35, 450, 80, 5, 18),
+    "H100 PCIe": (51, 378, 756, 1513, 2.0, None, 80, 5, None),
+    "H100 NVL": (60, 417.5, 835, 1671, 3.9, None, 94, 5, None),
+    "H200": (67, 494.5, 989, 1979, 4.8, 450, 141, 5, 18),
+    "B200": (80, 1125, 2250, 4500, 8.0, 900, 180, 5, 18),
+    "GB200": (80, 1250, 2500, 5000, 8.0, 900, 186, None, 18),
+    "L40S": (91.6, 183, 362, 733, 0.864, 31.5, 48, 4, 0),
 }
 
 
-@pytest.mark.parametrize(
-    ("nvml_name", "sku"),
-    [
-        ("NVIDIA H100 80GB HBM3", "H100 SXM"),
-        ("NVIDIA H100 PCIe", "H100 PCIe"),
-        ("NVIDIA H100 NVL", "H100 NVL"),
-        ("NVIDIA H200", "H200"),
-        ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
-        ("A100-SXM4-80GB", "A100 80GB"),
-        ("NVIDIA B200", "B200"),
-        ("NVIDIA GB200", "GB200"),
-        ("NVIDIA L40S", "L40S"),
-        ("NVIDIA H200 NVL", None),
-        ("NVIDIA GH200 480GB", None),
-        ("NVIDIA H100", None),
-        ("NVIDIA A100-SXM4-40GB", None),
-        ("NVIDIA A100 80GB PCIe", None),
-        ("NVIDIA L40", None),
-        ("B200", None),
-        ("NVIDIA B200\n", None),
-        ("nvidia h200", None),
-        ("", None),
-        ("cpu", None),
-    ],
-)
-def test_a_gpu_is_known_by_its_whole_name_only(nvml_name: str, sku: str | None) -> None:
-    assert hardware.matching(hardware.SKUS.values(), nvml_name) == ([] if sku is None else [sku])
+NVML_NAMES = {
+    "NVIDIA H100 80GB HBM3": "H100 SXM",
+    "NVIDIA H100 PCIe": "H100 PCIe",
+    "NVIDIA H200": "H200",
+    "NVIDIA A100-SXM4-80GB": "A100 80GB",
+    "NVIDIA B200": "B200",
+    "NVIDIA L40S": "L40S",
+    "NVIDIA H200 NVL": None,
+    "NVIDIA GH200 480GB": None,
+    "NVIDIA H100": None,
+    "NVIDIA A100-SXM4-40GB": None,
+    "NVIDIA A100 80GB PCIe": None,
+    "B200": None,
+    "NVIDIA B200\n": None,
+    "": None,
+}
 
 
-@pytest.mark.parametrize("name", DATA_SHEETS)
-def test_peaks_are_the_dense_figures_of_the_data_sheet(name: str) -> None:
-    peaks = hardware.SKUS[name].peaks
+def test_a_gpu_is_known_by_its_whole_name_only() -> None:
+    found = {name: hardware.matching(hardware.SKUS.values(), name) for name in NVML_NAMES}
+    assert found == {name: [] if sku is None else [sku] for name, sku in NVML_NAMES.items()}
+
+
+@of_each("name", list(DATA_SHEETS))
+def test_peaks_and_promises_are_the_dense_figures_of_the_data_sheet(name: str) -> None:
+    peaks, promise = hardware.SKUS[name].peaks, hardware.promise_of(name)
     assert peaks is not None
-    figures = (
-        peaks.fp32_tflops,
-        peaks.tf32_tflops,
-        peaks.bf16_tflops,
-        peaks.fp8_tflops,
-        peaks.hbm_tb_per_second,
-        peaks.link_gb_per_second,
-    )
-    assert figures == DATA_SHEETS[name]
+    assert promise is not None
+    figures = (peaks.fp32_tflops, peaks.tf32_tflops, peaks.bf16_tflops, peaks.fp8_tflops)
+    figures += (peaks.hbm_tb_per_second, peaks.link_gb_per_second)
+    assert (*figures, promise.memory_gb, promise.pcie_generation, promise.nvlinks) == DATA_SHEETS[name]
     assert peaks.fp16_tflops == peaks.bf16_tflops
-    assert "data sheet" in peaks.source
-    assert peaks.link_source
-
-
-def test_every_peak_has_a_unit() -> None:
-    figures = {field.name for field in dataclasses.fields(hardware.Peaks)} - {"source", "link_source"}
-    assert set(hardware.PEAK_UNITS) == figures
-    assert all(unit in units.UNITS for unit in hardware.PEAK_UNITS.values())
-    assert figures >= hardware.LINK_PEAKS
+    assert promise.pcie_width == (16 if promise.pcie_generation else None)
 
 
 def test_the_rehearsal_has_no_peaks_and_takes_no_gpu() -> None:
@@ -81,29 +60,7 @@ def test_the_rehearsal_has_no_peaks_and_takes_no_gpu() -> None:
     assert set(hardware.SKUS) == {*DATA_SHEETS, hardware.CPU_REHEARSAL}
 
 
-# Of the data sheets: memory in GB, PCIe generation, NVLinks.
-PROMISES = {
-    "A100 80GB": (80, 4, 12),
-    "H100 SXM": (80, 5, 18),
-    "H100 PCIe": (80, 5, None),
-    "H100 NVL": (94, 5, None),
-    "H200": (141, 5, 18),
-    "B200": (180, 5, 18),
-    "GB200": (186, None, 18),
-    "L40S": (48, 4, 0),
-}
-
-
-@pytest.mark.parametrize("name", PROMISES)
-def test_what_a_sku_promises_is_of_its_data_sheet(name: str) -> None:
-    promise = hardware.promise_of(name)
-    assert promise is not None
-    assert (promise.memory_gb, promise.pcie_generation, promise.nvlinks) == PROMISES[name]
-    assert promise.pcie_width == (16 if promise.pcie_generation else None)
-    assert "data sheet" in promise.source
-
-
-@pytest.mark.parametrize("name", PROMISES)
+@of_each("name", list(DATA_SHEETS))
 def test_required_queries_are_those_that_the_sku_can_answer(name: str) -> None:
     promise = hardware.promise_of(name)
     assert promise is not None
@@ -120,6 +77,6 @@ def test_required_queries_are_those_that_the_sku_can_answer(name: str) -> None:
     assert ("mig.mode" in required) == (name != "L40S")
 
 
-@pytest.mark.parametrize("name", [None, "T4", hardware.CPU_REHEARSAL])
+@of_each("name", [None, "T4", hardware.CPU_REHEARSAL])
 def test_nothing_is_promised_of_a_gpu_that_is_not_in_the_table(name: str | None) -> None:
     assert hardware.promise_of(name) is None

@@ -75,14 +75,6 @@ def test_it_prints_and_returns_what_pytest_does(plain: Project, options: list[st
     assert not (plain.path / "gpucluster-report").exists()
 
 
-def test_only_the_line_of_plugins_and_the_help_name_it(plain: Project) -> None:
-    for options in (["-v"], ["--fixtures"], ["--markers"]):
-        left = plain.run(*options, device=None, junit=False)
-        lines = [line for line in left.output.splitlines() if "gpucluster" in line and not line.startswith("rootdir: ")]
-        assert all(line.startswith("plugins: ") for line in lines), lines
-    assert "--gpucluster-device" in plain.run("--help", device=None, junit=False).stdout
-
-
 @pytest.mark.parametrize("family", ["xunit2", "xunit1", "legacy"])
 def test_junit_is_pytests_own(plain: Project, family: str) -> None:
     def report(*extra: str) -> str:
@@ -120,33 +112,34 @@ atexit.register(tell)
 """
 
 
-@pytest.mark.parametrize("options", [["--help"], ["-q"], ["--fixtures"], ["--co"]], ids=" ".join)
-def test_nothing_heavy_is_loaded(plain: Project, options: list[str]) -> None:
-    plain.suite("def test_it(): pass", conftest=HEAVY)
+def run_apart(plain: Project, *options: str) -> Left:
     command = [sys.executable, "-m", "pytest", "-p", "no:hypothesispytest", *options]
     with Process(command, plain.path, environment()) as process:
         left = process.wait()
     assert left.exit == 0, left.output
+    return left
+
+
+@pytest.mark.parametrize("options", [["--help"], ["-q"], ["--fixtures"], ["--co"]], ids=" ".join)
+def test_nothing_heavy_is_loaded(plain: Project, options: list[str]) -> None:
+    plain.suite("def test_it(): pass", conftest=HEAVY)
+    left = run_apart(plain, *options)
+    assert ("--gpucluster-device" in left.stdout) == (options == ["--help"])
     loaded = (plain.path / "loaded.txt").read_text().split()
     assert "pytest_gpucluster.plugin" in loaded
     assert {name.partition(".")[0] for name in loaded} & {"torch", "numpy", "pynvml", "yaml", "junit_xml"} == set()
-    own = {name for name in loaded if name.startswith("pytest_gpucluster.")}
-    assert own <= {
-        f"pytest_gpucluster.{name}" for name in ("plugin", "options", "option_values", "errors", "hookspecs")
-    }
+    own = {name.partition(".")[2] for name in loaded if name.startswith("pytest_gpucluster.")}
+    assert own <= {"plugin", "options", "option_values", "errors", "hookspecs"}
 
 
-def test_environment_variables_for_torch_are_left_alone(plain: Project) -> None:
-    plain.suite("import os\ndef test_it(): assert not [name for name in os.environ if name.startswith('TORCH_')]")
-    with Process([sys.executable, "-m", "pytest"], plain.path, environment()) as process:
-        left = process.wait()
-    assert left.exit == 0, left.output
+def test_xdist_distributes_as_without_it_and_environment_variables_for_torch_are_left_alone(plain: Project) -> None:
+    plain.suite(
+        """
+        import os, pytest
 
-
-def test_xdist_distributes_as_it_does_without_it(plain: Project) -> None:
-    plain.suite("import pytest\n@pytest.mark.parametrize('value', range(4))\ndef test_it(value): pass\n")
-    command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "no:hypothesispytest"]
-    with Process(command, plain.path, environment()) as process:
-        left = process.wait()
-    assert left.exit == 0, left.output
-    assert "4 passed" in left.stdout
+        @pytest.mark.parametrize("value", range(4))
+        def test_it(value):
+            assert not [name for name in os.environ if name.startswith("TORCH_")]
+        """
+    )
+    assert "4 passed" in run_apart(plain, "-n", "2").stdout

@@ -20,106 +20,104 @@ from pytest_gpucluster.isolation_plan import Plan
 
 ROOT = Path(__file__).parent.parent
 NODES = ("node-a", "node-b", "node-c", "node-d")
-SMALL = (
-    "nccl.all_reduce.longest=0.3s",
-    "nccl.all_reduce.window=0.1s",
-    "isolation.probe=3s",
-    "isolation.window=0.05s",
-    "isolation.longest=0.2s",
-)
-# fault, hosts, ranks of each, more options
-CASES = {
-    "slow node": ("slow:node-c", NODES, 1, ()),
-    "dropped rank": ("drop:node-b", NODES, 1, ()),
-    "wrong data": ("wrong:1", ("node-a",), 4, ()),
-    "slow link": ("slow:node-a+node-d", NODES, 1, ()),
-    "now and then": ("slow%60:node-c", NODES, 1, ()),
-    "two nodes": ("slow:node-b", NODES[:2], 2, ()),
-    "no time": ("slow:1", ("node-a",), 2, ("--gpucluster-workload=isolation.budget=0s",)),
-    "rank dies": ("die:1", ("node-a",), 2, ()),
-    "no memory": ("full:1", ("node-a",), 2, ()),
-    "interrupt": ("interrupt:0", ("node-a",), 2, ()),
-    "run again": ("slow:node-b", NODES[:2], 2, ("--reruns=1",)),
-    "broken": ("break:0", ("node-a",), 2, ()),
+WORKLOAD = ("nccl.all_reduce.window=0.1s", "isolation.probe=60s", "isolation.budget=1h", "isolation.window=0.02s")
+# Session -> hosts, ranks of each, faults one after the other. What ends a session comes last.
+SESSIONS = {
+    "nodes": (NODES, 1, ("slow:node-c", "drop:node-b", "slow:node-a+node-d", "slow%60:node-c")),
+    "gpus": (NODES[:1], 4, ("wrong:1", "die:1")),
+    "pairs": (NODES[:2], 2, ("slow:node-b", "again:node-b", "interrupt:0")),
+    "two": (NODES[:1], 2, ("untimed:1", "full:1", "break:0")),
 }
-WITH_A_RESULT = [case for case, (fault, *_) in CASES.items() if fault.startswith(("slow", "drop", "wrong"))]
-WITH_A_RESULT.remove("no time")
-
-
-def files():
-    workloads = (ROOT / "acceptance" / "workloads.yaml").read_text(encoding="utf-8")
-    return {**torchrun.suite("blame"), "workloads.yaml": workloads}
+LIMIT_MISSED = "failure: nccl.all_reduce.busbw 0.0"
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    def run(case):
-        fault, hosts, ranks, more = CASES[case]
-        options = [*(f"--gpucluster-workload={change}" for change in SMALL), *more]
-        directory = tmp_path_factory.mktemp(case.replace(" ", "-"))
-        environment = {"FAULT": fault}
-        return torchrun.torchrun(
-            directory, files(), *options, hosts=hosts, ranks=ranks, deadline=6.0, environment=environment
-        )
+    files = {
+        **torchrun.suite("blame"),
+        "planted_clock.py": (ROOT / "tests" / "planted" / "planted_clock.py").read_text(encoding="utf-8"),
+        "workloads.yaml": (ROOT / "acceptance" / "workloads.yaml").read_text(encoding="utf-8"),
+    }
+    directories = {name: tmp_path_factory.mktemp(name) for name in SESSIONS}
 
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        return dict(zip(CASES, pool.map(run, CASES), strict=True))
+    def run(name):
+        hosts, ranks, faults = SESSIONS[name]
+        options = [f"--gpucluster-workload={change}" for change in WORKLOAD]
+        environment = {"FAULTS": " ".join(faults)}
+        settings = {"hosts": hosts, "ranks": ranks, "deadline": 20.0, "environment": environment}
+        started = torchrun.start(directories[name], files, *options, timeouts="stuck=10", **settings)
+        started.deadline = started.let_end = 900.0
+        return started.wait()
+
+    with ThreadPoolExecutor(max_workers=2) as pool:  # most of each is waiting
+        return dict(zip(SESSIONS, pool.map(run, SESSIONS), strict=True))
 
 
-def isolation(run):
-    [result] = [result for result in run.journal.results if result.name == "test_fabric"]
-    return result.isolation
+class Search:
+    """What is left of the search after one fault."""
+
+    def __init__(self, run, fault):
+        self.run = run
+        self.next, self.headline = (run.verdicts.get(f"test_{name}[{fault}]") for name in ("next", "fabric"))
+        [self.result] = [one for one in run.journal.results if one.name == f"test_fabric[{fault}]"]
+        self.told = self.result.isolation
+        self.properties = [value for name, value in self.result.properties if name == "isolation"]
+        self.body = run.body(f"test_fabric[{fault}]")
+        excluded = run.directory / "suite" / f"exclude-{fault}.txt"
+        self.excluded = excluded.read_text(encoding="utf-8").splitlines() if excluded.exists() else []
 
 
-def exclude(run):
-    return (run.directory / "reports" / "latest" / "exclude.txt").read_text(encoding="utf-8")
+@pytest.fixture
+def search(runs):
+    faults = {fault: name for name, (_, _, faults) in SESSIONS.items() for fault in faults}
+    return lambda fault: Search(runs[faults[fault]], fault)
 
 
 @pytest.mark.parametrize(
-    ("case", "who"),
-    [("slow node", "node-c"), ("dropped rank", "node-b"), ("wrong data", "rank 1 (node-a)")],
+    ("fault", "who"),
+    [("slow:node-c", "node-c"), ("drop:node-b", "node-b"), ("wrong:1", "rank 1 (node-a)")],
     ids=["slow", "dropped", "wrong"],
 )
-def test_the_culprit_is_named_first_and_alone(runs, case, who):
-    run = runs[case]
-    assert run.verdicts["test_fabric"].startswith(f"failure: isolated: {who}; "), run.output
-    told = isolation(run)
+def test_the_culprit_is_named_first_and_alone(search, fault, who):
+    found = search(fault)
+    assert found.headline.startswith(f"failure: isolated: {who}; "), found.run.output
+    told = found.told
     assert [told["names"][str(unit)] for culprit in told["culprits"] for unit in culprit["units"]] == [who]
     assert (len(told["cleared"]), told["undecided"]) == (3, [])
 
 
-def test_a_fault_that_comes_and_goes_is_said_to_do_so(runs):
-    run = runs["now and then"]
-    assert run.verdicts["test_fabric"].startswith("failure: isolated: node-c (intermittent: "), run.output
-    [culprit] = isolation(run)["culprits"]
+def test_a_fault_that_comes_and_goes_is_said_to_do_so(search):
+    found = search("slow%60:node-c")
+    assert found.headline.startswith("failure: isolated: node-c (intermittent: "), found.run.output
+    [culprit] = found.told["culprits"]
     assert culprit["intermittent"]
     assert culprit["failed"] < culprit["probes"]
 
 
-def test_a_link_is_told_from_the_nodes_at_its_ends(runs):
-    found = runs["slow link"].verdicts["test_fabric"]
-    assert found.startswith("failure: isolated: the link between node-a and node-d; "), found
+def test_a_link_is_told_from_the_nodes_at_its_ends(search):
+    [culprit] = search("slow:node-a+node-d").told["culprits"]
+    assert (culprit["kind"], culprit["units"]) == ("link", [0, 3])
 
 
-def test_one_of_two_nodes_is_found_where_it_is_slow_by_itself(runs):
-    assert runs["two nodes"].verdicts["test_fabric"].startswith("failure: isolated: node-b; ")
+def test_one_of_two_nodes_is_found_where_it_is_slow_by_itself(search):
+    assert search("slow:node-b").headline.startswith("failure: isolated: node-b; ")
 
 
-def test_a_hang_becomes_a_rejection_once_it_is_known_who_causes_it(runs):
-    run = runs["dropped rank"]
-    assert run.end[:2] == ("REJECTED", 1)
-    assert "FAILED test_blame.py::test_fabric - isolated: node-b; " in run.output
+def test_a_hang_becomes_a_rejection_once_it_is_known_who_causes_it(search):
+    found = search("drop:node-b")
+    assert found.result.outcome == "failed"
+    assert "FAILED test_blame.py::test_fabric[drop:node-b] - isolated: node-b; " in found.run.output
 
 
-@pytest.mark.parametrize("case", [*WITH_A_RESULT, "no memory"])
-def test_the_next_test_runs_on_new_groups(runs, case):
-    assert runs[case].verdicts["test_next"] == "passed"
-    assert runs[case].end[:2] == ("REJECTED", 1)
+def test_the_next_test_runs_on_new_groups(runs, search):
+    for hosts, _, faults in SESSIONS.values():
+        for fault in faults if hosts == NODES else faults[:-1]:
+            assert search(fault).next == "passed", fault
+    assert runs["nodes"].end[:2] == ("REJECTED", 1)
 
 
-def test_the_report_says_what_was_tried_and_calls_ranks_by_their_numbers_in_the_run(runs):
-    body = runs["wrong data"].body("test_fabric")
-    assert "Search for who is to blame, " in body
+def test_the_report_says_what_was_tried_and_calls_ranks_by_their_numbers_in_the_run(search):
+    body = search("wrong:1").body
     assert "  round 1: rank 2 (node-a), rank 3 (node-a): 0." in body
     later = [line for line in body.splitlines() if "rank 1 (node-a), rank 3 (node-a)" in line]
     assert later, body
@@ -127,75 +125,68 @@ def test_the_report_says_what_was_tried_and_calls_ranks_by_their_numbers_in_the_
 
 
 def test_the_terminal_tells_of_the_search_before_the_result(runs):
-    lines = [line for line in runs["slow node"].output.splitlines() if line.startswith("gpucluster: ")]
-    told = [line.removeprefix("gpucluster: ") for line in lines]
-    assert "searching for who is to blame, for 60 s at most" in told
-    assert any(line.startswith("isolated: node-c; leave out of the next jobs: ") for line in told), told
+    told = [line for line in runs["nodes"].output.splitlines() if line.startswith("gpucluster: ")]
+    begins = next(at for at, line in enumerate(told) if line.endswith("for 3600 s at most"))
+    ends = next(at for at, line in enumerate(told) if line.startswith("gpucluster: isolated: node-c; "))
+    assert begins < ends
 
 
 @pytest.mark.parametrize(
-    ("case", "hosts"),
-    [("slow node", "node-c"), ("slow link", "node-a"), ("wrong data", "node-a")],
+    ("fault", "hosts"),
+    [("slow:node-c", "node-c"), ("slow:node-a+node-d", "node-a"), ("wrong:1", "node-a")],
     ids=["node", "link", "GPU"],
 )
-def test_the_nodes_to_leave_out_are_written_for_both_schedulers(runs, case, hosts):
-    lines = exclude(runs[case]).splitlines()
+def test_the_nodes_to_leave_out_are_written_for_both_schedulers(search, fault, hosts):
+    lines = search(fault).excluded
     assert lines[lines.index("[slurm]") + 1] == hosts
     assert lines[lines.index("[kubernetes]") + 1] == hosts
     assert f"# kubectl cordon {hosts}" in lines
 
 
-def test_where_nobody_is_found_to_blame_nobody_is_to_be_left_out(runs):
-    assert not (runs["no time"].directory / "reports" / "latest" / "exclude.txt").exists()
+def test_without_time_there_is_no_search_and_the_report_says_so(search):
+    found = search("untimed:1")
+    assert (found.told, found.excluded) == ({}, [])
+    [why] = found.properties
+    assert why.startswith("no search: ")
+    assert "(isolation.budget, 0 s)" in why
+    assert "for 0 s at most" not in found.run.output
+    assert found.headline.startswith(LIMIT_MISSED)
 
 
-def test_without_time_there_is_no_search_and_the_report_says_so(runs):
-    run = runs["no time"]
-    assert isolation(run) == {}
-    [result] = [result for result in run.journal.results if result.name == "test_fabric"]
-    assert dict(result.properties)["isolation"] == "no search: the time for it is spent (isolation.budget, 0 s)"
-    assert "searching" not in run.output
-    assert run.verdicts["test_fabric"].startswith("failure: nccl.all_reduce.busbw 0.0")
+def test_a_test_that_is_run_again_keeps_what_was_found_after_its_first_attempt(search):
+    found = search("again:node-b")
+    assert found.properties[0] == "isolated: node-b", found.run.output
+    assert found.properties[1].startswith("no search: ")
+    assert found.result.attempts == 2
+    assert found.excluded
 
 
-def test_a_test_that_is_run_again_keeps_what_was_found_after_its_first_attempt(runs):
-    run = runs["run again"]
-    [result] = [result for result in run.journal.results if result.name == "test_fabric"]
-    told = [value for name, value in result.properties if name == "isolation"]
-    assert told[0] == "isolated: node-b", run.output
-    assert told[1].startswith("no search: it was done after ")
-    assert result.attempts == 2
-    assert exclude(run)
-
-
-def test_a_search_that_breaks_ends_the_run_with_the_failure_on_record(runs):
-    run = runs["broken"]
-    assert run.verdicts["test_fabric"].startswith("failure: nccl.all_reduce.busbw 0.0"), run.output
-    assert run.end[:2] == ("BROKEN", 3)
-    assert "the search after test_blame.py::test_fabric broke on rank 0 (node-a): ValueError: a planner" in run.output
-    assert run.verdicts["test_next"].startswith("skipped: not run: ")
-    assert run.left_over == []
+def test_a_search_that_breaks_ends_the_run_with_the_failure_on_record(search):
+    found = search("break:0")
+    assert found.headline.startswith(LIMIT_MISSED), found.run.output
+    assert found.run.end[:2] == ("BROKEN", 3)
+    assert "on rank 0 (node-a): ValueError: a planner" in found.run.output
+    assert found.next.startswith("skipped: ")
+    assert found.run.left_over == []
 
 
 @pytest.mark.parametrize(
-    ("case", "why", "end"),
+    ("fault", "why", "end"),
     [
-        ("rank dies", "rank 1 (node-a) is lost during round 1 of the search after test_blame.py::test_fabric: ", 1),
-        ("no memory", "rank 1 (node-a): CUDA out of memory.", 1),
-        ("interrupt", "interrupted (Ctrl-C) on rank 0 (node-a) during ", 2),
+        ("die:1", "rank 1 (node-a) is lost during round 1 ", 1),
+        ("full:1", "rank 1 (node-a): CUDA out of memory.", None),
+        ("interrupt:0", "interrupted (Ctrl-C) on rank 0 (node-a) ", 2),
     ],
     ids=["death", "memory", "Ctrl-C"],
 )
-def test_what_ends_the_search_is_told_beside_the_failure_and_accuses_nobody(runs, case, why, end):
-    run = runs[case]
-    assert run.verdicts["test_fabric"].startswith("failure: nccl.all_reduce.busbw 0.0"), run.output
-    told = isolation(run)
-    assert told["cut_short"].startswith(why), run.output
-    assert (told["culprits"], told["rounds"]) == ([], [])
-    assert "it has ended before it was through: " in run.body("test_fabric")
-    assert run.end[1] == end
-    assert not (run.directory / "reports" / "latest" / "exclude.txt").exists()
-    assert run.left_over == []
+def test_what_ends_the_search_is_told_beside_the_failure_and_accuses_nobody(search, fault, why, end):
+    found = search(fault)
+    assert found.headline.startswith(LIMIT_MISSED), found.run.output
+    assert found.told["cut_short"].startswith(why), found.run.output
+    assert (found.told["culprits"], found.told["rounds"], found.excluded) == ([], [], [])
+    assert found.told["cut_short"] in found.body
+    assert end is None or found.run.end[1] == end
+    assert found.run.left_over == []
 
 
 # ---- rank 0's side, without processes
@@ -300,7 +291,7 @@ def test_a_round_that_the_end_of_the_run_has_cut_off_counts_for_nothing():
 def test_no_round_begins_when_the_time_is_up():
     made = plan(nodes(2, ranks=2), seconds=0.0)
     assert made.decide({}) == {"groups": []}
-    assert made.cut_short == "the time for it is up (isolation.budget)"
+    assert made.cut_short.endswith("(isolation.budget)")
 
 
 @pytest.mark.parametrize(
@@ -325,7 +316,7 @@ def test_only_what_gpus_nodes_or_links_may_have_done_counts_against_them(error, 
 
 def test_uneven_nodes_are_not_held_beside_each_other():
     run = SimpleNamespace(workload=object(), node_of=lambda: {0: 0, 1: 0, 2: 1})
-    assert str(Isolator(run).why_not()).startswith("the nodes have different numbers of ranks")
+    assert "different numbers of ranks" in str(Isolator(run).why_not())
 
 
 # ---- what a rank does in a search, without processes
@@ -344,7 +335,7 @@ class Rank:
             timeouts=SimpleNamespace(stuck=2.0),
             cluster=SimpleNamespace(among=lambda ranks, **more: SimpleNamespace(discard=self.discard)),
             watch=SimpleNamespace(enter=lambda *phase: 7, leave=self.leave, released=lambda number: None, ending=None),
-            exchange=SimpleNamespace(run=self.exchange),
+            agree=self.exchange,
             config=SimpleNamespace(pluginmanager=SimpleNamespace(get_plugin=lambda name: None)),
         )
         self.verdicts = iter(verdicts)

@@ -18,10 +18,9 @@ PERF = Path(__file__).parent.parent / "perf"
 sys.path.insert(0, str(PERF))  # programs, not a package: they import each other by name
 try:
     import isolation
-    import isolation_cluster
     import isolation_trials
     from isolation_cluster import Cluster, Plant
-    from isolation_trials import CLAIMED, NODES, SCENARIOS, Found, Scenario, bound, nodes, run
+    from isolation_trials import CLAIMED, NODES, SCENARIOS, Found, Scenario, bound, run
 finally:
     sys.path.remove(str(PERF))
 
@@ -38,23 +37,6 @@ def rows() -> dict[str, list[str]]:
 
 def test_the_page_was_made_with_these_parameters() -> None:
     assert SHIPPED.startswith(isolation.header(isolation.TRIALS))
-
-
-@pytest.mark.parametrize(
-    ("where", "name", "value"),
-    [
-        (isolation, "SEED", 1),
-        (isolation, "NODES", 128),
-        (isolation_cluster, "NOISE", 0.03),
-        (isolation_cluster, "FLOOR_SHARE", 0.9),
-    ],
-    ids=["seed", "nodes", "noise", "floor"],
-)
-def test_a_page_of_other_parameters_is_noticed(
-    where: object, name: str, value: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(where, name, value)
-    assert not SHIPPED.startswith(isolation.header(isolation.TRIALS))
 
 
 def test_the_page_has_a_row_for_each_scenario_and_number_of_nodes() -> None:
@@ -118,11 +100,6 @@ def test_in_a_healthy_cluster_nobody_is_accused_and_it_is_not_reproduced() -> No
     assert (found.accused_falsely, found.reproduced, found.undecided) == (0, 0, 0)
     noisy = run(BY_NAME["healthy, 1 of 1000 probes fails"], SMALL, 10)
     assert noisy.accused_falsely == 0
-
-
-def test_the_same_seed_gives_the_same() -> None:
-    scenario = BY_NAME["1 node, slow 1 of 4"]
-    assert run(scenario, 16, 3) == run(scenario, 16, 3)
 
 
 # That the simulation would notice a planner that errs.
@@ -200,11 +177,6 @@ def test_a_link_of_neighbours_shows_where_its_ends_are_next_to_each_other_in_the
     assert apart.probe([(0, 1, 2)])[0].broken  # the ring's ends are neighbours
 
 
-def test_groups_that_share_a_node_are_refused() -> None:
-    with pytest.raises(ValueError, match="disjoint"):
-        made().probe([(0, 1), (1, 2)])
-
-
 def test_the_planner_is_given_units_limits_and_outcomes_and_nothing_of_the_plant(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -246,31 +218,3 @@ def test_what_is_counted_is_what_was_planted_and_accused(monkeypatch: pytest.Mon
     assert (found.missed, found.accused_falsely) == (1, 1)
     found = counted(right, end)
     assert (found.missed, found.accused_falsely, found.half_right) == (1, 0, 1)
-
-
-def test_faults_are_planted_on_nodes_that_are_drawn_by_chance() -> None:
-    drawn = {plant.units for number in range(30) for plant in nodes(3)(Random(number), 16)}
-    assert len(drawn) > 12
-
-
-def test_printing_leaves_the_page_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(isolation, "PAGE", tmp_path / "page.md")
-    monkeypatch.setattr(isolation, "SCENARIOS", (BY_NAME["healthy"], BY_NAME["1 dead NIC"]))
-    monkeypatch.setattr(isolation, "NODES", 8)
-    monkeypatch.setattr(isolation, "SIZES", (8,))
-    monkeypatch.setattr(sys, "argv", ["isolation.py", "--trials", "2", "--print"])
-    isolation.main()
-    assert not isolation.PAGE.exists()
-    printed = capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", ["isolation.py", "--trials", "2"])
-    isolation.main()
-    assert isolation.PAGE.read_text(encoding="utf-8") == printed.removesuffix("\n")
-
-
-def test_no_trials_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["isolation.py", "--trials", "0"])
-    with pytest.raises(SystemExit):
-        isolation.main()
-    assert "--trials must be 1 or more, not 0" in capsys.readouterr().err

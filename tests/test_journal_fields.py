@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 
 import pytest
+from each import of_each
 
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal_fields import Fields
@@ -32,19 +33,15 @@ READERS: dict[str, tuple[Callable[[Fields], object], list[object], object]] = {
 }
 
 
-@pytest.mark.parametrize(("read", "wrong", "default"), READERS.values(), ids=READERS)
+@of_each("name", list(READERS))
 def test_a_missing_field_has_its_default_and_a_wrong_one_is_an_error_that_says_where(
-    read: Callable[[Fields], object], wrong: list[object], default: object
+    name: str,
 ) -> None:
+    read, wrong, default = READERS[name]
     assert read(EMPTY) == default
     for value in wrong:
         with pytest.raises(JournalError, match=r"^line 2: "):
             read(Fields({"x": value}, "line 2"))
-
-
-def test_a_field_without_a_default_is_needed() -> None:
-    with pytest.raises(JournalError, match=r"^line 2: 'x' must be text, found None$"):
-        EMPTY.text("x")
 
 
 def test_numbers_that_json_lacks_are_text() -> None:
@@ -55,18 +52,3 @@ def test_numbers_that_json_lacks_are_text() -> None:
     ends = Fields({"a": [1, "Infinity"], "b": {"3": ["-Infinity", 2.5], "4": None}}, "line 2")
     assert ends.optional_pair("a") == (1.0, math.inf)
     assert ends.pair_by_rank("b") == {3: (-math.inf, 2.5)}
-
-
-def test_a_text_that_is_not_known_is_left_out() -> None:
-    assert Fields({"x": {"torch": "2.13", "nccl": None, "cuda": 13}}, "line 2").texts("x") == {
-        "torch": "2.13",
-        "cuda": "13",
-    }
-
-
-def test_what_is_no_object_is_shown_shortly() -> None:
-    with pytest.raises(JournalError) as caught:
-        Fields(list(range(100)), "line 2")
-    assert str(caught.value).startswith("line 2: expected a JSON object, found [0, 1, 2")
-    assert str(caught.value).endswith("...")
-    assert len(str(caught.value)) < 110

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from complaints import in_order
 from hypothesis import given
 from hypothesis import strategies as st
 from verdicts import ALGBW, BUSBW, GB, all_ranks, bf16, busbw, hold
@@ -15,7 +17,6 @@ from pytest_gpucluster.errors import MeasurementError
 from pytest_gpucluster.limits import Thresholds
 from pytest_gpucluster.metric_catalogue import Metric
 from pytest_gpucluster.metrics import Measurement, measurement
-from pytest_gpucluster.sampling import Series
 
 
 def test_values_above_the_limit_pass_and_the_slowest_rank_decides() -> None:
@@ -28,12 +29,7 @@ def test_values_above_the_limit_pass_and_the_slowest_rank_decides() -> None:
     assert judged.reason == ""
 
 
-def test_a_value_exactly_at_the_limit_passes() -> None:
-    assert hold(all_ranks(400.0)).outcome == "passed"
-    assert hold(all_ranks(math.nextafter(400.0, 0))).outcome == "failed"
-
-
-def test_one_slow_rank_fails_and_is_named_in_one_line() -> None:
+def test_slow_ranks_fail_and_are_named_in_one_line() -> None:
     verdict = hold(all_ranks(r3=312.4))
     assert verdict.outcome == "failed"
     assert verdict.message == (
@@ -41,16 +37,15 @@ def test_one_slow_rank_fails_and_is_named_in_one_line() -> None:
     )
     assert "[limit: thresholds.yaml:" in verdict.text
     assert verdict.measurements[0].margin == pytest.approx(-0.219)
-
-
-def test_two_slow_ranks_are_both_named_and_more_are_counted() -> None:
-    assert hold(all_ranks(r3=312.4, r1=390)).message == (
-        "nccl.all_reduce.busbw 312.4 GB/s < 400 GB/s (size=1 GB) on rank 3 (gpu-00, GPU 3 GPU-1f2e),"
-        " and rank 1 (gpu-00, GPU 1 GPU-1f2e)"
-    )
-    assert hold(all_ranks(300.0, r2=299)).message == (
-        "nccl.all_reduce.busbw 299 GB/s < 400 GB/s (size=1 GB) on rank 2 (gpu-00, GPU 2 GPU-1f2e), and 7 more ranks"
-    )
+    assert in_order(hold(all_ranks(r3=312.4, r1=390)).message, "312.4 GB/s < 400 GB/s rank 3 and rank 1 (gpu-00,")
+    assert in_order(hold(all_ranks(300.0, r2=299)).message, "299 GB/s < rank 2 (gpu-00, and 7 more ranks")
+    assert "399.9996 GB/s < 400 GB/s" in hold(all_ranks(r3=399.9996)).message, "not shown as equal"
+    assert "what they share" in hold(all_ranks(300.0, size=16), size=16).message
+    assert "what they share" not in hold(all_ranks(442.0, size=16, r3=300.0, r9=300.0), size=16).message
+    assert hold(all_ranks(400.0)).outcome == "passed"
+    long = hold({rank: [busbw(312.4, labels=GB | {"note": "x" * 300})] for rank in range(8)}).message
+    assert len(long) <= 200
+    assert "on rank 0 (gpu-00, GPU 0 GPU-1f2e)" in long
 
 
 def test_a_maximum_is_missed_from_above_and_the_slowest_rank_decides() -> None:
@@ -65,52 +60,28 @@ def test_a_maximum_is_missed_from_above_and_the_slowest_rank_decides() -> None:
     )
 
 
-def test_a_value_just_under_the_limit_is_not_shown_as_equal_to_it() -> None:
-    assert "399.9996 GB/s < 400 GB/s" in hold(all_ranks(r3=399.9996)).message
+def test_what_cannot_be_judged_is_an_error_even_if_only_recorded() -> None:
+    for bad, why in ((busbw(-5.0), "(-5)"), (busbw(442.1, samples=[442.1, math.nan]), "1 of 2 NaN")):
+        judged = all_ranks() | {3: [bad]}
+        recorded = {rank: [dataclasses.replace(one, record_only=True) for one in ones] for rank, ones in judged.items()}
+        for by_rank in (judged, recorded):
+            verdict = hold(by_rank)
+            assert verdict.outcome == "error"
+            assert in_order(verdict.message, f"{BUSBW} (size=1 GB): {why} rank 3 (gpu-00, GPU 3 GPU-1f2e)")
+            assert verdict.measurements[0].worst_rank == 3
 
 
-@pytest.mark.parametrize(
-    ("bad", "why"),
-    [
-        (busbw(math.nan), "the value is NaN"),
-        (busbw(math.inf), "the value is infinite"),
-        (busbw(-math.inf), "the value is infinite"),
-        (busbw(-5.0), "the value is negative (-5)"),
-        (busbw(442.1, samples=[442.1, math.nan]), "1 of 2 samples cannot be judged, the first is NaN"),
-    ],
-    ids=["nan", "inf", "-inf", "negative", "nan sample"],
-)
-@pytest.mark.parametrize("record_only", [False, True])
-def test_what_cannot_be_judged_is_an_error_even_if_only_recorded(bad: Measurement, why: str, record_only: bool) -> None:
-    by_rank = all_ranks()
-    by_rank[3] = [bad]
-    if record_only:
-        by_rank = {
-            rank: [Measurement.from_json(m.to_json() | {"record_only": True}) for m in ms]
-            for rank, ms in by_rank.items()
-        }
-    verdict = hold(by_rank)
-    assert verdict.outcome == "error"
-    assert verdict.message == f"{BUSBW} (size=1 GB): {why} on rank 3 (gpu-00, GPU 3 GPU-1f2e)"
-    assert verdict.measurements[0].worst_rank == 3
-
-
-def test_a_missing_rank_is_an_error() -> None:
+def test_a_missing_rank_is_an_error_and_so_is_one_with_other_labels_and_one_from_outside() -> None:
     by_rank = all_ranks()
     del by_rank[2], by_rank[6]
     verdict = hold(by_rank)
     assert verdict.outcome == "error"
-    assert verdict.message == (
-        f"{BUSBW} (size=1 GB): no value from rank 2 (gpu-00, GPU 2 GPU-1f2e) and 1 more ranks (with these labels)"
-    )
-
-
-def test_labels_that_differ_between_ranks_are_missing_values() -> None:
-    by_rank = all_ranks()
-    by_rank[7] = [busbw(442.1, labels={"size": "2 GB"})]
-    verdict = hold(by_rank)
+    assert in_order(verdict.message, f"{BUSBW} size=1 GB rank 2 (gpu-00, GPU 2 GPU-1f2e) 1 more ranks")
+    verdict = hold(all_ranks() | {7: [busbw(442.1, labels={"size": "2 GB"})]})
     assert verdict.outcome == "error"
     assert [judged.status for judged in verdict.measurements] == ["error", "error"]
+    verdict = hold(all_ranks() | {9: [busbw(442.1)]})
+    assert (verdict.outcome, "rank 9" in verdict.message) == ("error", True)
 
 
 def test_a_value_measured_twice_under_the_same_labels_is_an_error() -> None:
@@ -118,23 +89,8 @@ def test_a_value_measured_twice_under_the_same_labels_is_an_error() -> None:
     by_rank[4] = [busbw(442.1), busbw(410.0)]
     verdict = hold(by_rank)
     assert verdict.outcome == "error"
-    assert "measured 2 times on rank 4 (gpu-00, GPU 4 GPU-1f2e); a label must tell" in verdict.message
+    assert in_order(verdict.message, "2 rank 4 gpu-00 GPU 4 GPU-1f2e")
     assert verdict.measurements[0].values[4] == 410.0
-
-
-def test_a_value_from_outside_the_run_is_an_error() -> None:
-    by_rank = all_ranks() | {9: [busbw(442.1)]}
-    assert "measured by rank 9, which is no part of this run" in hold(by_rank).message
-
-
-def test_nothing_measured_is_left_to_the_caller() -> None:
-    assert hold({0: [], 1: []}).measurements == ()
-
-
-def test_an_unknown_metric_is_refused() -> None:
-    alien = Measurement(metric="zzz", value=1.0, unit="GB/s")
-    with pytest.raises(MeasurementError, match="unknown metric 'zzz'"):
-        hold({0: [alien]}, size=1)
 
 
 def test_a_failure_wins_over_an_error_and_keeps_it_in_the_text() -> None:
@@ -143,7 +99,7 @@ def test_a_failure_wins_over_an_error_and_keeps_it_in_the_text() -> None:
     verdict = hold(by_rank)
     assert verdict.outcome == "failed"
     assert verdict.message.startswith("nccl.all_reduce.busbw 312.4 GB/s < 400 GB/s")
-    assert "also: the value is NaN on rank 5" in verdict.text
+    assert in_order(verdict.text, "NaN rank 5")
     other_metric = {rank: [busbw(312.4), bf16(math.nan)] for rank in range(8)}
     verdict = hold(other_metric)
     assert verdict.outcome == "failed"
@@ -162,31 +118,13 @@ def test_the_largest_miss_speaks_for_several() -> None:
     assert verdict.text.count("[limit: ") == 3
 
 
-def test_labels_give_way_to_the_rank_in_one_line_and_no_further() -> None:
-    labels = {"best_of": "4096, 8192, 16384"}
-    seen = {"samples": 9, "seconds": 3.0, "throttle_share": {"hw_thermal": 0.75, "sw_power_cap": 0.9}}
-    slow = bf16(585.6, labels=labels, telemetry=seen)
-    verdict = hold({rank: [slow if rank == 3 else bf16(731.0, labels=labels)] for rank in range(8)})
-    assert "(best_of=4096, 8192, 16384)" in verdict.message, "there is room for both"
-    long = {"hw_thermal": 0.75, "hw_power_brake": 0.5, "hw_slowdown": 0.6, "sw_thermal": 0.4, "sw_power_cap": 0.9}
-    slow = bf16(585.6, labels=labels, telemetry={**seen, "throttle_share": long})
-    verdict = hold({rank: [slow if rank == 3 else bf16(731.0, labels=labels)] for rank in range(8)})
-    assert "(best_of=4096, 81…): HW thermal slowdown" in verdict.message
-    assert verdict.message.endswith(" on rank 3 (gpu-00, GPU 3 GPU-1f2e)")
-    assert len(verdict.message) <= 200
-    assert "(best_of=4096, 8192, 16384)" in verdict.text
-
-
 # Too fast to be true ---------------------------------------------------------------------------------------------
 
 
 def test_a_product_above_the_data_sheet_peak_is_an_error() -> None:
     verdict = hold({rank: [bf16(990.0 if rank == 3 else 730.0)] for rank in range(8)})
     assert verdict.outcome == "error"
-    assert verdict.message == (
-        "matmul.bf16.tflops: too fast to be true: 990 TFLOPS > 989 TFLOPS, the data sheet peak of H100 SXM,"
-        " on rank 3 (gpu-00, GPU 3 GPU-1f2e)"
-    )
+    assert in_order(verdict.message, "matmul.bf16.tflops 990 TFLOPS > 989 TFLOPS H100 SXM rank 3 gpu-00 GPU 3 GPU-1f2e")
     assert verdict.measurements[0].peak_ratio == pytest.approx(990 / 989)
     assert hold({rank: [bf16(989.0)] for rank in range(8)}).outcome == "passed"
 
@@ -196,7 +134,7 @@ def algbw(value: float, size: int) -> dict[int, list[Measurement]]:
 
 
 def test_algbw_above_the_link_is_too_fast_inside_a_node_only() -> None:
-    assert "too fast to be true: 451 GB/s > 450 GB/s" in hold(algbw(451.0, 8)).message
+    assert in_order(hold(algbw(451.0, 8)).message, "451 GB/s > 450 GB/s")
     assert hold(algbw(450.0, 8)).outcome == "passed"
     assert hold(algbw(451.0, 16), size=16).outcome == "passed"
     assert hold(algbw(451.0, 1), size=1).outcome == "passed"
@@ -221,26 +159,21 @@ def test_what_the_limits_only_record_passes_and_says_why() -> None:
     assert verdict.outcome == "passed"
     (judged,) = verdict.measurements
     assert (judged.status, judged.limit, judged.margin) == ("recorded", None, None)
-    assert judged.reason.startswith("recorded only: limits hold at 1 GB and above (thresholds.yaml:")
+    assert in_order(judged.reason, "1 GB thresholds.yaml")
 
 
 def test_what_the_test_only_records_is_not_judged_unless_some_rank_asks_for_it() -> None:
     slow = {rank: [busbw(1.0, record_only=True)] for rank in range(8)}
-    assert hold(slow).outcome == "passed"
+    assert hold(slow).outcome == hold(slow, sku=None, gpu_name="NVIDIA H300").outcome == "passed"
     slow[0] = [busbw(1.0)]
     assert hold(slow).outcome == "failed"
-
-
-def test_what_the_test_only_records_needs_no_known_gpu() -> None:
-    slow = {rank: [busbw(1.0, record_only=True)] for rank in range(8)}
-    assert hold(slow, sku=None, gpu_name="NVIDIA H300").outcome == "passed"
 
 
 def resolved(text: str, value: str, tmp_path: Path) -> Thresholds:
     """Load the YAML of an error text, with the placeholders filled in as its reader would."""
     yaml = text[text.index("schema_version") :].split("\n\n")[0]
     assert "<what you accept>" in yaml
-    assert "<where the figure comes from>" in yaml
+    assert yaml.count("<") == 2
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.replace("<what you accept>", value).replace("<where the figure comes from>", "us"))
     return thresholds.load(thresholds.shipped_path(), path)
@@ -250,10 +183,7 @@ def test_a_missing_limit_is_an_error_whose_yaml_resolves_it(tmp_path: Path) -> N
     by_rank = all_ranks(300.0, size=12)
     verdict = hold(by_rank, size=12, ranks_per_node=6)
     assert verdict.outcome == "error"
-    assert verdict.message == (
-        "nccl.all_reduce.busbw (size=1 GB): no limit on H100 SXM for these conditions;"
-        " the text below shows the YAML to add"
-    )
+    assert in_order(verdict.message, "nccl.all_reduce.busbw size=1 GB H100 SXM YAML")
     assert "world_size 16, nnodes 2, size 1 GB or more (thresholds.yaml:" in verdict.text
     mine = resolved(verdict.text, "250", tmp_path)
     assert hold(by_rank, size=12, ranks_per_node=6, limits=mine).outcome == "passed"
@@ -273,16 +203,17 @@ def test_an_unknown_gpu_is_an_error_whose_yaml_makes_it_known(gpu_name: str, tmp
     assert hold(all_ranks(), sku="my-gpu", gpu_name=gpu_name, limits=mine).outcome == "passed"
 
 
-def test_where_less_is_better_the_yaml_to_add_has_a_maximum() -> None:
+def test_of_an_unknown_gpu_it_is_said_what_is_not_known_and_on_which_side_the_limit_to_add_lies() -> None:
+    for sku, gpu_name, words in ((None, None, "name GPU not known"), ("H300", "NVIDIA H300", "unknown SKU 'H300'")):
+        verdict = hold(all_ranks(), sku=sku, gpu_name=gpu_name)
+        assert verdict.outcome == "error"
+        assert in_order(verdict.message, words)
     latency = measurement("nccl.all_reduce.latency", 20.0, unit="us")
     verdict = hold({0: [latency]}, size=1, sku=None, gpu_name="NVIDIA H300")
-    assert "        - max: <what you accept> us\n" in verdict.text
+    assert " max: <" in verdict.text
     assert "min:" not in verdict.text
-
-
-def test_a_gpu_without_a_name_and_a_sku_that_does_not_exist_are_errors() -> None:
-    assert "the name of the GPU is not known" in hold(all_ranks(), sku=None, gpu_name=None).message
-    assert "unknown SKU 'H300'" in hold(all_ranks(), sku="H300", gpu_name="NVIDIA H300").message
+    with pytest.raises(MeasurementError, match="'zzz'"):
+        hold({0: [Measurement(metric="zzz", value=1.0, unit="GB/s")]}, size=1)
 
 
 def test_a_label_the_loader_would_refuse_is_left_out_of_the_yaml(tmp_path: Path) -> None:
@@ -317,7 +248,9 @@ def test_a_metric_of_the_node_needs_one_value_per_node(scoped: Thresholds) -> No
     assert hold({0: one, 8: one}, **arguments).outcome == "passed"  # type: ignore[arg-type]
     verdict = hold({0: one, 7: one}, **arguments)  # type: ignore[arg-type]
     assert verdict.outcome == "error"
-    assert verdict.message == "site.node: no value from node 1 (rank 8 (gpu-01, GPU 0 GPU-1f2e))"
+    assert in_order(verdict.message, "site.node 1 rank 8 gpu-01 GPU 0 GPU-1f2e")
+    silent = hold({0: one}, **{**arguments, "size": 24})  # type: ignore[arg-type]
+    assert in_order(silent.message, "site.node node 1 gpu-01 and 1 more")
 
 
 def test_with_both_bounds_the_value_nearest_to_missing_decides(scoped: Thresholds) -> None:
@@ -336,43 +269,6 @@ def test_a_metric_of_the_world_needs_one_value_and_a_bound_of_zero_can_be_met_an
 
 
 # The form that travels -------------------------------------------------------------------------------------------
-
-
-def test_the_json_form_is_complete() -> None:
-    seen = {"sm_clock_mhz": [1200, 1400, 1980]}
-    by_rank = {0: [busbw(Series(samples=(441.0, 443.0), median=442.0, low=441.0, high=443.0), telemetry=seen)]}
-    by_rank[1] = [busbw(312.0)]
-    (judged,) = hold(by_rank, size=2).measurements
-    limit = judged.limit
-    assert limit is not None
-    assert judged.to_json() == {
-        "metric": BUSBW,
-        "unit": "GB/s",
-        "labels": GB,
-        "status": "failed",
-        "value": 312.0,
-        "worst_rank": 1,
-        "interval": None,
-        "inconclusive": "",
-        "limit": {
-            "min": 315.0,
-            "max": None,
-            "min_ratio_to_median": None,
-            "expect_transport": None,
-            "source": "derived: 0.70 of peak",
-            "origin": limit.origin,
-        },
-        "margin": pytest.approx(-3 / 315),
-        "median": 377.0,
-        "mean": 377.0,
-        "ratio_to_median": pytest.approx(312 / 442),
-        "values": {"0": 442.0, "1": 312.0},
-        "intervals": {"0": [441.0, 443.0]},
-        "telemetry": {"0": seen},
-        "samples": {"0": [441.0, 443.0], "1": []},
-        "peak_ratio": pytest.approx(312 / 450),
-        "reason": judged.reason,
-    }
 
 
 @given(
@@ -413,27 +309,12 @@ def test_whatever_was_measured_gives_one_line_and_strict_json(
             assert judged.inconclusive == ""
 
 
-def test_a_long_label_does_not_push_the_rank_out_of_the_line() -> None:
-    labels = GB | {"note": "x" * 300}
-    by_rank = {rank: [busbw(312.4, labels=labels)] for rank in range(8)}
-    message = hold(by_rank).message
-    assert len(message) <= 200
-    assert "on rank 0 (gpu-00, GPU 0 GPU-1f2e)" in message
-
-
-def test_a_thousand_ranks_are_judged_in_milliseconds() -> None:
-    samples = [float(n) for n in range(100)]
-    by_rank = {rank: [busbw(350.0 + rank, samples=samples)] for rank in range(1024)}
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        hold(by_rank, size=1024)
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.05
-
-
-def test_a_thousand_broken_ranks_still_give_a_short_reason() -> None:
-    verdict = hold({rank: [busbw(math.nan)] for rank in range(1024)}, size=1024)
-    assert verdict.outcome == "error"
-    assert "and 1022 more problems" in verdict.text
-    assert len(verdict.text) < 1000
+def test_a_value_that_surely_misses_is_not_inconclusive_because_another_one_is() -> None:
+    values = all_ranks(r3=312.4)
+    values[5] = [replace(busbw(405.0), interval=(390.0, 420.0))]
+    (judged,) = hold(values).measurements
+    assert (judged.worst_rank, judged.inconclusive) == (3, "")
+    del values[3]
+    (judged,) = hold({**values, 3: [busbw(442.1)]}).measurements
+    assert judged.worst_rank == 5
+    assert judged.inconclusive

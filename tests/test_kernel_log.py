@@ -4,67 +4,53 @@ import errno
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from complaints import in_order
+from each import of_each
 
 from pytest_gpucluster import kernel_log
-from pytest_gpucluster.kernel_log import Xid, normalised, parse, read
+from pytest_gpucluster.kernel_log import normalised, parse, read
 
 FALLEN = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
 
 
-@pytest.mark.parametrize(
-    ("line", "xid"),
+@of_each(
+    "case",
     [
-        pytest.param(
-            f"[12345.678901] {FALLEN}",
-            Xid(pci="0000:3b:00.0", code=79, text="pid='<unknown>', name=<unknown>, GPU has fallen off the bus."),
-            id="dmesg",
-        ),
-        pytest.param(
-            "NVRM: Xid (PCI:0000:10:1c): 63, pid=1896, Row Remapper: New row marked for remapping",
-            Xid(pci="0000:10:1c.0", code=63, text="pid=1896, Row Remapper: New row marked for remapping"),
-            id="journalctl -o cat",
-        ),
-        pytest.param(
-            "NVRM: GPU at PCI:0000:3b:00: Xid (PCI:0000:3B:00): 119",
-            Xid(pci="0000:3b:00.0", code=119, text=""),
-            id="capitals, and no text",
-        ),
-        pytest.param("NVRM: GPU at PCI:0000:3b:00: GPU-aa", None, id="a line about a GPU"),
-        pytest.param(
-            "NVRM: Xid (PCI:0000:01:00 GPU-I:05): 94, pid=7194, Contained: SM (0x1)",
-            Xid(pci="0000:01:00.0", code=94, text="pid=7194, Contained: SM (0x1)"),
-            id="of a MIG instance",
-        ),
-        pytest.param("NVRM: Xid (PCI:0000:3b:00): many", None, id="no number"),
-        pytest.param("usb 1-1: Xid (PCI:0000:3b:00): 79", None, id="not the driver's"),
-        pytest.param("", None, id="empty"),
+        (f"[12345.678901] {FALLEN}", ("0000:3b:00.0", 79, FALLEN.partition(": 79, ")[2])),
+        ("NVRM: Xid (PCI:0000:10:1c): 63, pid=1896, Row Remapper", ("0000:10:1c.0", 63, "pid=1896, Row Remapper")),
+        ("NVRM: GPU at PCI:0000:3b:00: Xid (PCI:0000:3B:00): 119", ("0000:3b:00.0", 119, "")),
+        ("NVRM: Xid (PCI:0000:01:00 GPU-I:05): 94, Contained", ("0000:01:00.0", 94, "Contained")),
+        ("NVRM: GPU at PCI:0000:3b:00: GPU-aa", None),
+        ("NVRM: Xid (PCI:0000:3b:00): many", None),
+        ("usb 1-1: Xid (PCI:0000:3b:00): 79", None),
+        ("", None),
     ],
 )
-def test_xids_are_found_in_lines_of_the_log(line: str, xid: Xid | None) -> None:
-    assert parse([line]) == (() if xid is None else (xid,))
+def test_xids_are_found_in_lines_of_the_log(case: tuple[Any, ...]) -> None:
+    line, xid = case
+    assert [(one.pci, one.code, one.text) for one in parse([line])] == ([] if xid is None else [xid])
 
 
-def test_xids_come_in_the_order_of_the_log() -> None:
-    assert [xid.code for xid in parse([FALLEN.replace("79", "48"), "other", FALLEN])] == [48, 79]
+def test_a_buffer_that_may_not_be_opened_or_is_none_is_no_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    log = read(kmsg=Path(os.devnull), commands=())
+    assert (log.source, log.why_not.partition(":")[0]) == ("", os.devnull)
+    monkeypatch.setattr(kernel_log.os, "open", refuse)
+    assert read(kmsg=Path("/kmsg"), commands=()).why_not == "/kmsg: Operation not permitted"
 
 
-@pytest.mark.parametrize(
-    ("address", "expected"),
-    [
-        pytest.param("00000000:3B:00.0", "0000:3b:00.0", id="NVML"),
-        pytest.param("0000:3b:00.0", "0000:3b:00.0", id="sysfs"),
-        pytest.param("0000:3b:00", "0000:3b:00.0", id="kernel log"),
-        pytest.param("3b:00.0", "0000:3b:00.0", id="lspci"),
-        pytest.param("00010000:07:00.0", "10000:07:00.0", id="a domain beyond four digits"),
-        pytest.param("0001:00:00.0", "0001:00:00.0", id="Azure numbers domains"),
-        pytest.param("not an address", None, id="none"),
-        pytest.param("", None, id="empty"),
-    ],
-)
-def test_an_address_is_the_same_whoever_has_written_it(address: str, expected: str | None) -> None:
-    assert normalised(address) == expected
+def test_an_address_is_the_same_whoever_has_written_it() -> None:
+    # NVML, sysfs, the kernel log, lspci.
+    for address in ("00000000:3B:00.0", "0000:3b:00.0", "0000:3b:00", "3b:00.0"):
+        assert normalised(address) == "0000:3b:00.0"
+    # A domain beyond four digits; Azure numbers domains.
+    assert (normalised("00010000:07:00.0"), normalised("0001:00:00.0")) == ("10000:07:00.0", "0001:00:00.0")
+    assert (normalised("not an address"), normalised("")) == (None, None)
 
 
 def records(*texts: str) -> list[bytes | OSError]:
@@ -126,18 +112,7 @@ def test_a_log_that_nobody_shows_says_each_reason(tmp_path: Path, monkeypatch: p
         "Operation not permitted",
     ):
         assert reason in log.why_not
-    assert "no-such-command-here: No such file or directory" in log.why_not
-
-
-def test_a_buffer_that_may_not_be_opened_is_a_reason_and_no_crash(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> int:
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(kernel_log.os, "open", refuse)
-    log = read(kmsg=tmp_path / "kmsg", commands=())
-    assert log.why_not == f"{tmp_path / 'kmsg'}: Operation not permitted"
+    assert in_order(log.why_not, "no-such-command-here No")
 
 
 def test_records_that_the_kernel_has_overwritten_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,20 +124,15 @@ def test_records_that_the_kernel_has_overwritten_are_counted(tmp_path: Path, mon
     assert read(kmsg=tmp_path / "kmsg", commands=()).lost_records == 0
 
 
-def test_a_device_file_that_stands_in_for_the_log_is_no_log() -> None:
-    log = read(kmsg=Path(os.devnull), commands=())
-    assert (log.source, log.why_not) == ("", f"{os.devnull}: it shows no line")
-
-
 def test_the_messages_that_a_sandbox_makes_up_are_no_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made_up = ("Starting gVisor...", "Feeding the init monster...")
     told = command(f"print('[    0.000000] {made_up[0]}'); print('[    0.400000] {made_up[1]}')")
     log = read(kmsg=tmp_path / "none", commands=(told,))
     assert log.source == ""
-    assert "made up by gVisor and not the host's" in log.why_not
+    assert in_order(log.why_not, "gVisor")
     (tmp_path / "kmsg").touch()
     serve(monkeypatch, records(*made_up))
-    assert "made up by gVisor" in read(kmsg=tmp_path / "kmsg", commands=()).why_not
+    assert in_order(read(kmsg=tmp_path / "kmsg", commands=()).why_not, "gVisor")
 
 
 LOADED = "NVRM: loading NVIDIA UNIX x86_64 Kernel Module  580.65.06"
@@ -184,12 +154,7 @@ def test_a_log_since_boot_that_never_names_the_driver_is_another_kernels(
     serve(monkeypatch, records(*lines))
     log = read(kmsg=tmp_path / "kmsg", commands=())
     assert (log.lines == lines) is is_read
-    assert ("its kernel has not loaded NVIDIA's driver" in log.why_not) is not is_read
-
-
-def test_the_log_of_this_host_is_read_or_it_is_said_why_not() -> None:
-    log = read()
-    assert bool(log.why_not) != bool(log.source)
+    assert ("NVIDIA's driver" in log.why_not) is not is_read
 
 
 def test_where_the_log_was_refused_nobody_is_asked_again():
@@ -198,9 +163,6 @@ def test_where_the_log_was_refused_nobody_is_asked_again():
     reader = kernel_log.Reader(lambda: asked.append(1) or refused)
     assert [reader().why_not for _ in range(3)] == [refused.why_not] * 3
     assert len(asked) == 1
-
-
-def test_a_log_that_can_be_read_is_read_each_time():
     logs = [kernel_log.KernelLog(lines=("a",)), kernel_log.KernelLog(lines=("a", "b"))]
-    reader = kernel_log.Reader(iter(logs).__next__)
-    assert [reader().lines for _ in range(2)] == [("a",), ("a", "b")]
+    readable = kernel_log.Reader(iter(logs).__next__)
+    assert [readable().lines for _ in range(2)] == [("a",), ("a", "b")], "one that can be read is read each time"

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 import pytest
+from each import of_each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -87,31 +88,15 @@ def facts(environ: Mapping[str, str]) -> RankFacts:
     return detect(environ, "gpu-07")
 
 
-def complaint(environ: Mapping[str, str]) -> str:
+def error_of(environ: Mapping[str, str]) -> str:
     with pytest.raises(LaunchError) as caught:
         facts(environ)
     return str(caught.value)
 
 
-def place(found: RankFacts) -> tuple[int, ...]:
-    return (
-        found.rank,
-        found.world_size,
-        found.local_rank,
-        found.local_world_size,
-        found.node_rank,
-        found.nnodes,
-    )
-
-
 def test_torchrun_tells_everything() -> None:
     assert facts(TORCHRUN) == RankFacts(
-        rank=9,
-        world_size=16,
-        local_rank=1,
-        local_world_size=8,
-        node_rank=1,
-        nnodes=2,
+        **dict(zip(PLACE, NINTH, strict=True)),
         hostname="gpu-07",
         launcher="torchrun",
         run_id="a1",
@@ -124,96 +109,67 @@ def test_torchrun_tells_everything() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("environ", "launcher", "expected"),
-    [
-        pytest.param(STEP, "slurm", (9, 16, 1, 8, 1, 2), id="slurm step"),
-        pytest.param(OPENMPI, "openmpi", (9, 16, 1, 8, 1, 2), id="mpirun"),
-        pytest.param(KUBERNETES, "kubernetes", (1, 2, 0, 1, 1, 2), id="indexed job"),
-        pytest.param(TRAINJOB, "kubernetes", (1, 2, 0, 1, 1, 2), id="trainjob of one rank a pod"),
-        pytest.param(PYTORCHJOB, "kubernetes", (1, 2, 0, 1, 1, 2), id="pytorchjob of one rank a pod"),
-        pytest.param(TORCHRUN | TRAINJOB, "torchrun", (9, 16, 1, 8, 1, 2), id="torchrun in a trainjob"),
-        pytest.param(
-            TORCHRUN | without(PYTORCHJOB, *TORCHRUN), "torchrun", (9, 16, 1, 8, 1, 2), id="torchrun in a pytorchjob"
-        ),
-        pytest.param(
-            without(TRAINJOB, "PET_MASTER_ADDR")
-            | {"PET_NNODES": "1", "PET_NODE_RANK": "0", "JOB_COMPLETION_INDEX": "0"},
-            "single",
-            (0, 1, 0, 1, 0, 1),
-            id="trainjob of one pod",
-        ),
-        pytest.param(
-            {"PET_NNODES": "2", "PET_NODE_RANK": "1"}, "single", (0, 1, 0, 1, 0, 1), id="torchrun's defaults in a shell"
-        ),
-        pytest.param({}, "single", (0, 1, 0, 1, 0, 1), id="nothing"),
-        pytest.param(BATCH, "single", (0, 1, 0, 1, 0, 1), id="batch script without a step"),
-        pytest.param(
-            STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
-            "single",
-            (0, 1, 0, 1, 0, 1),
-            id="step of one task",
-        ),
-        pytest.param(
-            BATCH | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "2"},
-            "single",
-            (0, 1, 0, 1, 0, 1),
-            id="interactive shell of salloc",
-        ),
-        pytest.param(KUBERNETES | {"WORLD_SIZE": "1"}, "single", (0, 1, 0, 1, 0, 1), id="every pod on its own"),
-        pytest.param({"RANK": "0", "WORLD_SIZE": "1"}, "single", (0, 1, 0, 1, 0, 1), id="a world of one"),
-        pytest.param(TORCHRUN | STEP, "torchrun", (9, 16, 1, 8, 1, 2), id="torchrun under srun"),
-        pytest.param(
-            TORCHRUN | STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"},
-            "torchrun",
-            (9, 16, 1, 8, 1, 2),
-            id="torchrun under srun with one task a node",
-        ),
-        pytest.param(TORCHRUN | {"JOB_COMPLETION_INDEX": "1"}, "torchrun", (9, 16, 1, 8, 1, 2), id="torchrun in a pod"),
-        pytest.param(
-            OPENMPI | STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"},
-            "openmpi",
-            (9, 16, 1, 8, 1, 2),
-            id="mpirun whose daemon is a slurm task",
-        ),
-        pytest.param(STEP | {"RANK": "5", "WORLD_SIZE": "99"}, "slurm", (9, 16, 1, 8, 1, 2), id="foreign variables"),
-        pytest.param(
-            STEP | {"SLURM_STEP_NUM_TASKS": "12", "SLURM_STEP_TASKS_PER_NODE": "8,4"},
-            "slurm",
-            (9, 12, 1, 4, 1, 2),
-            id="uneven slurm step",
-        ),
-    ],
-)
+PLACE = ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "nnodes")
+NINTH, ALONE, SECOND_POD = (9, 16, 1, 8, 1, 2), (0, 1, 0, 1, 0, 1), (1, 2, 0, 1, 1, 2)
+ONE_POD = without(TRAINJOB, "PET_MASTER_ADDR") | {
+    "PET_NNODES": "1",
+    "PET_NODE_RANK": "0",
+    "JOB_COMPLETION_INDEX": "0",
+}
+UNEVEN = STEP | {"SLURM_STEP_NUM_TASKS": "12", "SLURM_STEP_TASKS_PER_NODE": "8,4"}
+A_TASK_A_NODE = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
+SOURCES = {
+    "slurm step": (STEP, "slurm", NINTH),
+    "mpirun": (OPENMPI, "openmpi", NINTH),
+    "indexed job": (KUBERNETES, "kubernetes", SECOND_POD),
+    "trainjob of one rank a pod": (TRAINJOB, "kubernetes", SECOND_POD),
+    "pytorchjob of one rank a pod": (PYTORCHJOB, "kubernetes", SECOND_POD),
+    "torchrun in a trainjob": (TORCHRUN | TRAINJOB, "torchrun", NINTH),
+    "torchrun in a pytorchjob": (TORCHRUN | without(PYTORCHJOB, *TORCHRUN), "torchrun", NINTH),
+    "trainjob of one pod": (ONE_POD, "single", ALONE),
+    "torchrun's defaults in a shell": ({"PET_NNODES": "2", "PET_NODE_RANK": "1"}, "single", ALONE),
+    "nothing": ({}, "single", ALONE),
+    "batch script without a step": (BATCH, "single", ALONE),
+    "step of one task": (STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, "single", ALONE),
+    "interactive shell of salloc": (
+        BATCH | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "2"},
+        "single",
+        ALONE,
+    ),
+    "every pod on its own": (KUBERNETES | {"WORLD_SIZE": "1"}, "single", ALONE),
+    "a world of one": ({"RANK": "0", "WORLD_SIZE": "1"}, "single", ALONE),
+    "torchrun under srun": (TORCHRUN | STEP, "torchrun", NINTH),
+    "torchrun under srun with one task a node": (
+        TORCHRUN | STEP | A_TASK_A_NODE | {"SLURM_LOCALID": "0"},
+        "torchrun",
+        NINTH,
+    ),
+    "torchrun in a pod": (TORCHRUN | {"JOB_COMPLETION_INDEX": "1"}, "torchrun", NINTH),
+    "mpirun whose daemon is a slurm task": (OPENMPI | STEP | A_TASK_A_NODE, "openmpi", NINTH),
+    "foreign variables": (STEP | {"RANK": "5", "WORLD_SIZE": "99"}, "slurm", NINTH),
+    "uneven slurm step": (UNEVEN, "slurm", (9, 12, 1, 4, 1, 2)),
+}
+
+
+@pytest.mark.parametrize(("environ", "launcher", "expected"), SOURCES.values(), ids=SOURCES)
 def test_the_first_source_that_applies_wins(environ: dict[str, str], launcher: str, expected: tuple[int, ...]) -> None:
     found = facts(environ)
-    assert (found.launcher, place(found)) == (launcher, expected)
+    assert (found.launcher, tuple(getattr(found, name) for name in PLACE)) == (launcher, expected)
 
 
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        pytest.param(TORCHRUN, ("gpu-06", 29500, True), id="torchrun"),
-        pytest.param(
-            TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"},
-            ("gpu-06", 29500, False),
-            id="no agent store",
-        ),
-        pytest.param(STEP, ("gpu-06", 20000 + (16 * 4711 + 3) % 10000, False), id="slurm derives both"),
-        pytest.param(
-            STEP | {"MASTER_ADDR": "ib-06", "MASTER_PORT": "1234"},
-            ("ib-06", 1234, False),
-            id="slurm overridden",
-        ),
-        pytest.param(KUBERNETES, ("accept-0.accept", 29500, False), id="kubernetes"),
-        pytest.param(TRAINJOB, ("accept-node-0-0.accept", 29400, False), id="trainjob"),
-        pytest.param(PYTORCHJOB, ("accept-master-0", 23456, False), id="pytorchjob"),
-        pytest.param({}, (None, None, False), id="single"),
-    ],
-)
-def test_where_the_store_is(environ: dict[str, str], expected: tuple[str | None, int | None, bool]) -> None:
-    found = facts(environ)
-    assert (found.master_addr, found.master_port, found.agent_store) == expected
+def test_where_the_store_is() -> None:
+    for environ, expected in (
+        (TORCHRUN, ("gpu-06", 29500, True)),
+        (TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}, ("gpu-06", 29500, False)),
+        (STEP, ("gpu-06", 20000 + (16 * 4711 + 3) % 10000, False)),
+        (STEP | {"MASTER_ADDR": "ib-06", "MASTER_PORT": "1234"}, ("ib-06", 1234, False)),
+        (KUBERNETES, ("accept-0.accept", 29500, False)),
+        (TRAINJOB, ("accept-node-0-0.accept", 29400, False)),
+        (PYTORCHJOB, ("accept-master-0", 23456, False)),
+        ({}, (None, None, False)),
+    ):
+        found = facts(environ)
+        assert (found.master_addr, found.master_port, found.agent_store) == expected
 
 
 def test_one_node_of_mpirun_needs_no_address_and_every_mpirun_gets_its_port() -> None:
@@ -227,42 +183,34 @@ def test_one_node_of_mpirun_needs_no_address_and_every_mpirun_gets_its_port() ->
 ONE_NODE = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "16", "SLURM_LOCALID": "9", "SLURM_NODEID": "0"}
 
 
-@pytest.mark.parametrize(
-    "environ",
-    [
-        pytest.param(TORCHRUN | {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}, id="torchrun"),
-        pytest.param(
-            TORCHRUN | {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_USE_AGENT_STORE": "False"},
-            id="no agent store",
-        ),
-        pytest.param(STEP | ONE_NODE, id="slurm"),
-        pytest.param(STEP | ONE_NODE | {"MASTER_ADDR": "gpu-06"}, id="slurm overridden"),
-        pytest.param(without(STEP | ONE_NODE, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"), id="slurm without a list"),
-        pytest.param(OPENMPI | {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "1"}, id="mpirun"),
-    ],
-)
-def test_ranks_on_one_node_meet_on_its_loopback(environ: dict[str, str]) -> None:
-    found = facts(environ)
-    assert (found.nnodes, found.master_addr) == (1, "127.0.0.1")
-    assert found.world_size > 1
+def test_ranks_on_one_node_meet_on_its_loopback() -> None:
+    of_torchrun = TORCHRUN | {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    for environ in (
+        of_torchrun,
+        of_torchrun | {"TORCHELASTIC_USE_AGENT_STORE": "False"},
+        STEP | ONE_NODE,
+        STEP | ONE_NODE | {"MASTER_ADDR": "gpu-06"},
+        without(STEP | ONE_NODE, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
+        OPENMPI | {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "1"},
+    ):
+        found = facts(environ)
+        assert (found.nnodes, found.master_addr) == (1, "127.0.0.1")
+        assert found.world_size > 1
 
 
-@pytest.mark.parametrize(
-    ("environ", "origin"),
-    [
-        pytest.param(TORCHRUN, "MASTER_ADDR", id="torchrun"),
-        pytest.param(TORCHRUN | {"MASTER_ADDR": "localhost"}, "MASTER_ADDR", id="two agents on one host"),
-        pytest.param(STEP, "the first of SLURM_STEP_NODELIST", id="the step's nodes"),
-        pytest.param(without(STEP, "SLURM_STEP_NODELIST"), "the first of SLURM_JOB_NODELIST", id="the job's nodes"),
-        pytest.param(STEP | {"MASTER_ADDR": "ib-06"}, "MASTER_ADDR", id="slurm overridden"),
-        pytest.param(OPENMPI, "MASTER_ADDR", id="mpirun"),
-        pytest.param(KUBERNETES, "MASTER_ADDR", id="indexed job"),
-        pytest.param(TRAINJOB, "PET_MASTER_ADDR", id="trainjob"),
-        pytest.param(TRAINJOB | {"MASTER_ADDR": "pod-0"}, "MASTER_ADDR", id="trainjob overridden"),
-    ],
-)
-def test_what_has_given_the_address_is_known(environ: dict[str, str], origin: str) -> None:
-    assert facts(environ).master_addr_from == origin
+def test_what_has_given_the_address_is_known() -> None:
+    for environ, origin in (
+        (TORCHRUN, "MASTER_ADDR"),
+        (TORCHRUN | {"MASTER_ADDR": "localhost"}, "MASTER_ADDR"),  # two agents on one host
+        (STEP, "the first of SLURM_STEP_NODELIST"),
+        (without(STEP, "SLURM_STEP_NODELIST"), "the first of SLURM_JOB_NODELIST"),
+        (STEP | {"MASTER_ADDR": "ib-06"}, "MASTER_ADDR"),
+        (OPENMPI, "MASTER_ADDR"),
+        (KUBERNETES, "MASTER_ADDR"),
+        (TRAINJOB, "PET_MASTER_ADDR"),
+        (TRAINJOB | {"MASTER_ADDR": "pod-0"}, "MASTER_ADDR"),
+    ):
+        assert facts(environ).master_addr_from == origin
 
 
 def test_all_ranks_of_a_launch_agree_on_what_is_common() -> None:
@@ -289,111 +237,106 @@ def test_virtual_local_ranks_of_torchrun_are_undone() -> None:
     assert facts(virtual | {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}).local_rank == 0
 
 
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        pytest.param({}, Allocation(), id="none"),
-        pytest.param(BATCH, Allocation(name="slurm", nnodes=2, gpus_per_node=8), id="batch script: the job's"),
-        pytest.param(
-            STEP | {"SLURM_JOB_NUM_NODES": "4"},
-            Allocation(name="slurm", nnodes=2, gpus_per_node=8),
-            id="in a step: the step's nodes",
-        ),
-        pytest.param(
-            without(BATCH, "SLURM_GPUS_ON_NODE") | {"SLURM_GPUS_PER_NODE": "h100:4"},
-            Allocation(name="slurm", nnodes=2, gpus_per_node=4),
-            id="typed GPUs per node",
-        ),
-        pytest.param(
-            without(BATCH, "SLURM_GPUS_ON_NODE") | {"SLURM_GPUS": "h100:16"},
-            Allocation(name="slurm", nnodes=2, gpus_per_node=8),
-            id="GPUs of the job",
-        ),
-        pytest.param(without(BATCH, "SLURM_GPUS_ON_NODE"), Allocation(name="slurm", nnodes=2), id="no GPUs told"),
-        pytest.param(BATCH | {"SLURM_GPUS_ON_NODE": "many"}, Allocation(name="slurm", nnodes=2), id="unreadable GPUs"),
-        pytest.param(BATCH | {"SLURM_HET_SIZE": "2"}, Allocation(name="slurm"), id="heterogeneous job: no one shape"),
-        pytest.param(TORCHRUN | {"KUBERNETES_SERVICE_HOST": "x"}, Allocation(name="kubernetes"), id="pod"),
-    ],
-)
-def test_what_the_scheduler_gave(environ: dict[str, str], expected: Allocation) -> None:
-    assert facts(environ).scheduler == expected
+def test_what_the_scheduler_gave() -> None:
+    no_gpus, two_nodes = without(BATCH, "SLURM_GPUS_ON_NODE"), Allocation(name="slurm", nnodes=2)
+    of_8, of_4 = (dataclasses.replace(two_nodes, gpus_per_node=gpus) for gpus in (8, 4))
+    for environ, expected in (
+        ({}, Allocation()),
+        (BATCH, of_8),
+        (STEP | {"SLURM_JOB_NUM_NODES": "4"}, of_8),  # in a step: the step's nodes
+        (no_gpus | {"SLURM_GPUS_PER_NODE": "h100:4"}, of_4),
+        (no_gpus | {"SLURM_GPUS": "h100:16"}, of_8),
+        (no_gpus, two_nodes),
+        (BATCH | {"SLURM_GPUS_ON_NODE": "many"}, two_nodes),
+        (BATCH | {"SLURM_HET_SIZE": "2"}, Allocation(name="slurm")),  # a heterogeneous job has no one shape
+        (TORCHRUN | {"KUBERNETES_SERVICE_HOST": "x"}, Allocation(name="kubernetes")),
+    ):
+        assert facts(environ).scheduler == expected
 
 
-@pytest.mark.parametrize(
-    ("environ", "parts"),
-    [
-        pytest.param(without(TORCHRUN, "RANK", "MASTER_PORT"), ["RANK is missing", "MASTER_PORT is missing"]),
-        pytest.param(TORCHRUN | {"RANK": ""}, ["RANK is empty"]),
-        pytest.param(TORCHRUN | {"RANK": "16"}, ["RANK=16 is not below WORLD_SIZE=16"]),
-        pytest.param(TORCHRUN | {"LOCAL_RANK": "8"}, ["LOCAL_RANK=8 is not below LOCAL_WORLD_SIZE=8"]),
-        pytest.param(TORCHRUN | {"GROUP_RANK": "2"}, ["GROUP_RANK=2 is not below GROUP_WORLD_SIZE=2"]),
-        pytest.param(TORCHRUN | {"LOCAL_WORLD_SIZE": "32"}, ["LOCAL_WORLD_SIZE=32 is above WORLD_SIZE=16"]),
-        pytest.param(TORCHRUN | {"WORLD_SIZE": "two"}, ["WORLD_SIZE='two' is not a whole number"]),
-        pytest.param(TORCHRUN | {"WORLD_SIZE": "-2"}, ["WORLD_SIZE='-2' is not a whole number"]),
-        pytest.param(TORCHRUN | {"WORLD_SIZE": "0"}, ["WORLD_SIZE=0 is not at least 1"]),
-        pytest.param(TORCHRUN | {"WORLD_SIZE": "\u0661"}, ["is not a whole number"]),
-        pytest.param(TORCHRUN | {"MASTER_PORT": "70000"}, ["MASTER_PORT=70000 is not between 1 and 65535"]),
-        pytest.param(
-            TORCHRUN | {"RANK": "x", "LOCAL_RANK": "9", "GROUP_RANK": "7"},
-            ["RANK='x'", "LOCAL_RANK=9 is not below", "GROUP_RANK=7 is not below"],
-        ),
-        pytest.param(STEP | {"SLURM_PROCID": "16"}, ["SLURM_PROCID=16 is not below SLURM_STEP_NUM_TASKS=16"]),
-        pytest.param(STEP | {"SLURM_LOCALID": "8"}, ["SLURM_LOCALID=8 is not below the 8 tasks of node 1"]),
-        pytest.param(STEP | {"SLURM_NODEID": "2"}, ["SLURM_NODEID=2 is not below SLURM_STEP_NUM_NODES=2"]),
-        pytest.param(without(STEP, "SLURM_PROCID"), ["SLURM_PROCID is missing"]),
-        pytest.param(
-            STEP | {"SLURM_STEP_TASKS_PER_NODE": "8"},
-            ["means 8 tasks on 1 nodes, not the 16 of SLURM_STEP_NUM_TASKS on the 2"],
-        ),
-        pytest.param(STEP | {"SLURM_STEP_TASKS_PER_NODE": "8*2"}, ["is not a list such as 8(x2),4"]),
-        pytest.param(STEP | {"SLURM_STEP_NODELIST": "gpu-[06"}, ["unbalanced brackets"]),
-        pytest.param(without(STEP, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"), ["NODELIST is missing"]),
-        pytest.param(STEP | {"MASTER_ADDR": "localhost"}, ["MASTER_ADDR=localhost is this node itself"]),
-        pytest.param(STEP | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, ["task 0 is on node 1", "export MASTER_ADDR"]),
-        pytest.param(without(OPENMPI, "MASTER_ADDR"), ["MASTER_ADDR is missing", "-x MASTER_ADDR="]),
-        pytest.param(OPENMPI | {"OMPI_COMM_WORLD_SIZE": "12"}, ["12 ranks cannot be 8 on every node"]),
-        pytest.param(
-            OPENMPI | {"OMPI_COMM_WORLD_RANK": "3"},
-            ["rank 3 is number 1 of 8", "not numbered node after node"],
-        ),
-        pytest.param(OPENMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "0"}, ["LOCAL_SIZE=0 is not at least 1"]),
-        pytest.param(without(OPENMPI, "OMPI_COMM_WORLD_RANK"), ["OMPI_COMM_WORLD_RANK is missing"]),
-        pytest.param({"JOB_COMPLETION_INDEX": "0"}, ["WORLD_SIZE is missing", "MASTER_ADDR is missing"]),
-        pytest.param(KUBERNETES | {"JOB_COMPLETION_INDEX": "2"}, ["JOB_COMPLETION_INDEX=2 is not below"]),
-        pytest.param(KUBERNETES | {"RANK": "0"}, ["RANK=0 is not JOB_COMPLETION_INDEX=1"]),
-        pytest.param(KUBERNETES | {"MASTER_ADDR": "127.0.0.1"}, ["127.0.0.1 is this node itself"]),
-        pytest.param(TRAINJOB | {"PET_NPROC_PER_NODE": "8"}, ["PET_NPROC_PER_NODE=8 is not 1", "gpucluster run"]),
-        pytest.param(PYTORCHJOB | {"PET_NPROC_PER_NODE": "auto"}, ["PET_NPROC_PER_NODE=auto is not 1"]),
-        pytest.param(TRAINJOB | {"PET_NODE_RANK": "2"}, ["PET_NODE_RANK=2 is not below PET_NNODES=2"]),
-        pytest.param(TRAINJOB | {"PET_NNODES": "1:4"}, ["PET_NNODES='1:4' is not a whole number"]),
-        pytest.param(without(TRAINJOB, "PET_NNODES"), ["PET_NNODES is missing"]),
-        pytest.param(without(TRAINJOB, "PET_MASTER_ADDR"), ["PET_MASTER_ADDR is missing"]),
-        pytest.param(TRAINJOB | {"PET_MASTER_ADDR": "localhost"}, ["PET_MASTER_ADDR=localhost is this node itself"]),
-        pytest.param(TRAINJOB | {"PET_MASTER_PORT": "0"}, ["PET_MASTER_PORT=0 is not between"]),
-        pytest.param(TRAINJOB | {"JOB_COMPLETION_INDEX": "0"}, ["JOB_COMPLETION_INDEX=0 does not fit"]),
-        pytest.param(PYTORCHJOB | {"RANK": "0"}, ["RANK=0 does not fit: this pod is 1 of 2"]),
-        pytest.param(PYTORCHJOB | {"WORLD_SIZE": "16"}, ["WORLD_SIZE=16 does not fit"]),
-        pytest.param(
-            {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "gpu-06", "MASTER_PORT": "29500"},
-            ["WORLD_SIZE=8 tells of several processes", "torchrun"],
-        ),
-        pytest.param({"RANK": "3"}, ["RANK=3 tells of other processes"]),
-        pytest.param({"LOCAL_RANK": "1"}, ["LOCAL_RANK=1 tells of other processes"]),
-        pytest.param({"WORLD_SIZE": "eight"}, ["WORLD_SIZE='eight'"]),
-        pytest.param({"PMI_SIZE": "4", "PMI_RANK": "1"}, ["PMI_SIZE=4", "MPICH or Intel MPI"]),
-        pytest.param(BATCH | {"SLURM_PROCID": "1"}, ["SLURM_PROCID=1 tells of other processes"]),
-    ],
-    ids=lambda value: value[0][:50] if isinstance(value, list) else "",
-)
-def test_partial_and_contradictory_variables_are_one_error(environ: dict[str, str], parts: list[str]) -> None:
-    text = complaint(environ)
+COMPLAINTS: list[tuple[dict[str, str], list[str]]] = [
+    (without(TORCHRUN, "RANK", "MASTER_PORT"), ["RANK is missing", "MASTER_PORT is missing"]),
+    (TORCHRUN | {"RANK": ""}, ["RANK is empty"]),
+    (TORCHRUN | {"RANK": "16"}, ["RANK=16 is not below WORLD_SIZE=16"]),
+    (TORCHRUN | {"LOCAL_RANK": "8"}, ["LOCAL_RANK=8 is not below LOCAL_WORLD_SIZE=8"]),
+    (TORCHRUN | {"GROUP_RANK": "2"}, ["GROUP_RANK=2 is not below GROUP_WORLD_SIZE=2"]),
+    (TORCHRUN | {"LOCAL_WORLD_SIZE": "32"}, ["LOCAL_WORLD_SIZE=32 is above WORLD_SIZE=16"]),
+    (TORCHRUN | {"WORLD_SIZE": "two"}, ["WORLD_SIZE='two' is not a whole number"]),
+    (TORCHRUN | {"WORLD_SIZE": "-2"}, ["WORLD_SIZE='-2' is not a whole number"]),
+    (TORCHRUN | {"WORLD_SIZE": "0"}, ["WORLD_SIZE=0 is not at least 1"]),
+    *(
+        (TORCHRUN | {"WORLD_SIZE": value}, ["WORLD_SIZE", "whole"])
+        for value in ("\u0661", "1.0", "1e3", " 1", "1" * 19)
+    ),
+    (TORCHRUN | {"MASTER_PORT": "65536"}, ["MASTER_PORT=65536 is not between 1 and 65535"]),
+    (
+        TORCHRUN | {"RANK": "x", "LOCAL_RANK": "9", "GROUP_RANK": "7"},
+        ["RANK='x'", "LOCAL_RANK=9 is not below", "GROUP_RANK=7 is not below"],
+    ),
+    (STEP | {"SLURM_PROCID": "16"}, ["SLURM_PROCID=16 is not below SLURM_STEP_NUM_TASKS=16"]),
+    (STEP | {"SLURM_LOCALID": "8"}, ["SLURM_LOCALID=8 is not below"]),
+    (STEP | {"SLURM_NODEID": "2"}, ["SLURM_NODEID=2 is not below SLURM_STEP_NUM_NODES=2"]),
+    (without(STEP, "SLURM_PROCID"), ["SLURM_PROCID is missing"]),
+    (
+        STEP | {"SLURM_STEP_TASKS_PER_NODE": "8"},
+        ["8 tasks on 1 nodes"],
+    ),
+    (STEP | {"SLURM_STEP_TASKS_PER_NODE": "8*2"}, ["8(x2),4"]),
+    (STEP | {"SLURM_STEP_NODELIST": "gpu-[06"}, ["unbalanced brackets"]),
+    (without(STEP, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"), ["NODELIST is missing"]),
+    *(
+        (STEP | {"MASTER_ADDR": address}, [f"MASTER_ADDR={address} "])
+        for address in ("localhost", "LocalHost", "127.1.2.3", "::1", "[::1]")
+    ),
+    (STEP | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, ["task 0 is on node 1", "export MASTER_ADDR"]),
+    (without(OPENMPI, "MASTER_ADDR"), ["MASTER_ADDR is missing", "-x MASTER_ADDR="]),
+    (OPENMPI | {"OMPI_COMM_WORLD_SIZE": "12"}, ["12 ranks "]),
+    (
+        OPENMPI | {"OMPI_COMM_WORLD_RANK": "3"},
+        ["rank 3 is number 1 of 8", "not numbered"],
+    ),
+    (OPENMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "0"}, ["LOCAL_SIZE=0 is not at least 1"]),
+    (without(OPENMPI, "OMPI_COMM_WORLD_RANK"), ["OMPI_COMM_WORLD_RANK is missing"]),
+    ({"JOB_COMPLETION_INDEX": "0"}, ["WORLD_SIZE is missing", "MASTER_ADDR is missing"]),
+    (KUBERNETES | {"JOB_COMPLETION_INDEX": "2"}, ["JOB_COMPLETION_INDEX=2 is not below"]),
+    (KUBERNETES | {"RANK": "0"}, ["RANK=0 is not JOB_COMPLETION_INDEX=1"]),
+    (KUBERNETES | {"MASTER_ADDR": "127.0.0.1"}, ["MASTER_ADDR=127.0.0.1 "]),
+    (TRAINJOB | {"PET_NPROC_PER_NODE": "8"}, ["PET_NPROC_PER_NODE=8 is not 1", "gpucluster run"]),
+    (PYTORCHJOB | {"PET_NPROC_PER_NODE": "auto"}, ["PET_NPROC_PER_NODE=auto is not 1"]),
+    (TRAINJOB | {"PET_NODE_RANK": "2"}, ["PET_NODE_RANK=2 is not below PET_NNODES=2"]),
+    (TRAINJOB | {"PET_NNODES": "1:4"}, ["PET_NNODES='1:4' is not a whole number"]),
+    (without(TRAINJOB, "PET_NNODES"), ["PET_NNODES is missing"]),
+    (without(TRAINJOB, "PET_MASTER_ADDR"), ["PET_MASTER_ADDR is missing"]),
+    (TRAINJOB | {"PET_MASTER_ADDR": "localhost"}, ["PET_MASTER_ADDR=localhost "]),
+    (TRAINJOB | {"PET_MASTER_PORT": "0"}, ["PET_MASTER_PORT=0 is not between"]),
+    (TRAINJOB | {"JOB_COMPLETION_INDEX": "0"}, ["JOB_COMPLETION_INDEX=0 does not fit"]),
+    (PYTORCHJOB | {"RANK": "0"}, ["RANK=0 does not fit: "]),
+    (PYTORCHJOB | {"WORLD_SIZE": "16"}, ["WORLD_SIZE=16 does not fit"]),
+    (
+        {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "gpu-06", "MASTER_PORT": "29500"},
+        ["WORLD_SIZE=8 ", "torchrun"],
+    ),
+    ({"RANK": "3"}, ["RANK=3 "]),
+    ({"LOCAL_RANK": "1"}, ["LOCAL_RANK=1 "]),
+    ({"WORLD_SIZE": "eight"}, ["WORLD_SIZE='eight'"]),
+    ({"PMI_SIZE": "4", "PMI_RANK": "1"}, ["PMI_SIZE=4", "MPICH or Intel MPI"]),
+    (BATCH | {"SLURM_PROCID": "1"}, ["SLURM_PROCID=1 "]),
+]
+
+
+@of_each("complaint", COMPLAINTS)
+def test_partial_and_contradictory_variables_are_one_error(complaint: tuple[dict[str, str], list[str]]) -> None:
+    environ, parts = complaint
+    text = error_of(environ)
     for part in (*parts, "gpu-07", "found: ", "what to do: "):
         assert part in text
 
 
 def test_the_error_shows_what_was_found() -> None:
-    text = complaint(without(TORCHRUN, "RANK"))
+    text = error_of(without(TORCHRUN, "RANK"))
     assert "found: WORLD_SIZE=16 LOCAL_RANK=1 LOCAL_WORLD_SIZE=8 GROUP_RANK=1 GROUP_WORLD_SIZE=2" in text
+    complaints = error_of(TORCHRUN | {"RANK": "x", "WORLD_SIZE": "x"}).splitlines()[0]
+    assert " below " not in complaints, "what could not be read is not compared"
 
 
 @given(
@@ -417,8 +360,26 @@ def test_any_environment_gives_consistent_facts_or_one_error(environ: dict[str, 
         assert found.master_port
 
 
-def test_facts_are_frozen_and_named_for_people() -> None:
-    found = facts(TORCHRUN)
-    assert str(found) == "rank 9 on gpu-07"
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        found.rank = 0  # type: ignore[misc]
+def test_a_run_of_torchrun_in_a_slurm_job_is_named_by_job_and_restart() -> None:
+    unnamed = {**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}
+    in_job = {"SLURM_JOB_ID": "123", "SLURM_RESTART_COUNT": "2"}
+    assert detect({**unnamed, **in_job}, "node-a").run_id == "slurm-123-2"
+    assert detect({**unnamed, "SLURM_JOB_ID": "123"}, "node-a").run_id == "slurm-123-0"
+    assert detect(unnamed, "node-a").run_id == "none"
+    assert detect({**TORCHRUN, **in_job}, "node-a").run_id == TORCHRUN["TORCHELASTIC_RUN_ID"]
+
+
+def test_what_stands_at_the_edge_of_a_launcher_s_variables() -> None:
+    with pytest.raises(LaunchError, match="WORLD_SIZE=2"):
+        detect({"WORLD_SIZE": "2"}, "node-a")
+    with pytest.raises(LaunchError, match="GROUP_WORLD_SIZE"):
+        detect({**TORCHRUN, "GROUP_WORLD_SIZE": "0"}, "node-a")
+    with pytest.raises(LaunchError, match="WORLD_SIZE"):
+        detect({**KUBERNETES, "WORLD_SIZE": "0"}, "node-a")
+    with pytest.raises(LaunchError, match="SLURM_STEP_TASKS_PER_NODE"):
+        detect({**STEP, "SLURM_STEP_TASKS_PER_NODE": "16"}, "node-a")
+    unnamed = {name: value for name, value in OPENMPI.items() if name != "PMIX_NAMESPACE"}
+    assert detect({**unnamed, "OMPI_MCA_ess_base_jobid": "77"}, "node-a").run_id == "openmpi-77"
+    assert detect(unnamed, "node-a").run_id == "openmpi-run"
+    beyond = TORCHRUN | {"RANK": "3", "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "3"}
+    assert detect(beyond, "node-a").local_rank == 0, "before the first rank of its node"

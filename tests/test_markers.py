@@ -1,14 +1,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from sessions import Project  # also for torch, which must be loaded before a session in this process
 
 from pytest_gpucluster.markers import criterion_of, deadline_of, require_usable, turn_of
-
-if TYPE_CHECKING:
-    from sessions import Project
 
 
 def item_with(pytester: pytest.Pytester, marker: str) -> pytest.Item:
@@ -17,29 +15,20 @@ def item_with(pytester: pytest.Pytester, marker: str) -> pytest.Item:
 
 
 @pytest.mark.parametrize(
-    ("marker", "name"),
+    ("marker", "name", "seconds"),
     [
-        pytest.param("", None, id="no criterion"),
-        pytest.param("@pytest.mark.criterion('matmul')", "matmul", id="by position"),
-        pytest.param("@pytest.mark.criterion(name='matmul')", "matmul", id="by keyword"),
+        ("", None, 300.0),
+        ("@pytest.mark.criterion('matmul')", "matmul", 300.0),
+        ("@pytest.mark.criterion(name='matmul')", "matmul", 300.0),
+        ("@pytest.mark.deadline(5)", None, 5.0),
+        ("@pytest.mark.deadline(seconds=0.5)", None, 0.5),
     ],
 )
-def test_a_criterion_is_known_by_its_marker(pytester: pytest.Pytester, marker: str, name: str | None) -> None:
-    assert criterion_of(item_with(pytester, marker)) == name
-
-
-@pytest.mark.parametrize(
-    ("marker", "seconds"),
-    [
-        pytest.param("", 300.0, id="none"),
-        pytest.param("@pytest.mark.deadline(5)", 5.0, id="by position"),
-        pytest.param("@pytest.mark.deadline(seconds=0.5)", 0.5, id="by keyword"),
-    ],
-)
-def test_a_deadline_is_that_of_the_marker_or_else_the_general_one(
-    pytester: pytest.Pytester, marker: str, seconds: float
+def test_a_test_has_the_criterion_and_the_deadline_of_its_markers(
+    pytester: pytest.Pytester, marker: str, name: str | None, seconds: float
 ) -> None:
-    assert deadline_of(item_with(pytester, marker), 300.0) == seconds
+    item = item_with(pytester, marker)
+    assert (criterion_of(item), deadline_of(item, 300.0)) == (name, seconds)
 
 
 @pytest.mark.parametrize(
@@ -105,17 +94,9 @@ def test_the_markers_of_the_order_put_numbered_tests_first_and_the_last_ones_beh
     assert found == ["test_9", "test_10", "test_first", "test_a", "test_b", "test_soak", "test_last"]
 
 
-def test_the_marker_first_moves_tests_of_a_session_and_leaves_the_others_in_their_order(project: Project) -> None:
-    project.suite(
-        test_a="def test_a(): pass\ndef test_b(): pass\n",
-        test_z="import pytest\ndef test_y(): pass\n@pytest.mark.first\ndef test_z(): pass\n",
-    )
-    assert list(project.run().verdicts) == ["test_z", "test_a", "test_b", "test_y"]
-
-
-def test_the_marker_soak_moves_tests_behind_all_others(project: Project) -> None:
+def test_the_markers_move_tests_of_a_session_and_leave_the_others_in_their_order(project: Project) -> None:
     project.suite(
         test_a="import pytest\n@pytest.mark.soak\ndef test_a(): pass\ndef test_b(): pass\n",
-        test_z="def test_z(): pass\n",
+        test_z="import pytest\ndef test_y(): pass\n@pytest.mark.first\ndef test_z(): pass\n",
     )
-    assert list(project.run().verdicts) == ["test_b", "test_z", "test_a"]
+    assert list(project.run().verdicts) == ["test_z", "test_b", "test_y", "test_a"]

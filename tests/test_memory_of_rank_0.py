@@ -75,7 +75,7 @@ def test_samples_are_on_record_and_nobody_holds_them_any_more(tmp_path: Path) ->
 
 def test_a_rank_alone_lets_them_go_too(project: Project) -> None:
     project.suite(SUITE, conftest=HELD)
-    left = project.run_apart("-p", "no:randomly")
+    left = project.run_apart("-p", "no:randomly", forked=False)
     on_record(left, ranks=1)
     held = json.loads((project.path / "held-0.json").read_text())
     assert (held["of reports"], held["of tests"]) == ([[1.0, {}]] * 3, [0, 0, 0])

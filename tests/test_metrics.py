@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import json
 import math
-import time
+from typing import Any
 
 import pytest
+from each import of_each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +18,7 @@ from pytest_gpucluster.sampling import Sampling, series
 BUSBW = "nccl.all_reduce.busbw"
 
 
-@pytest.mark.parametrize("metric", metrics.METRICS.values(), ids=list(metrics.METRICS))
+@of_each("metric", list(metrics.METRICS.values()))
 def test_every_metric_has_a_unit_a_description_and_a_peak_that_exists(metric: Metric) -> None:
     unit = units.unit(metric.unit)
     assert metric.doc
@@ -25,20 +26,14 @@ def test_every_metric_has_a_unit_a_description_and_a_peak_that_exists(metric: Me
         assert unit.dimension == units.unit(hardware.PEAK_UNITS[metric.peak]).dimension
 
 
-STOPPED = {
-    "by": "interval",
-    "samples": 8,
-    "seconds": 3.0,
-    "width_ratio": 0.004,
-    "allowed_ratio": 0.01,
-    "extended": False,
-}
+STOPPED = {"by": "interval", "samples": 8, "seconds": 3.0, "extended": False}
+STOPPED |= {"width_ratio": 0.004, "allowed_ratio": 0.01}
 
 
 def test_an_unknown_metric_is_refused_with_the_one_that_was_meant() -> None:
-    with pytest.raises(MeasurementError, match=r"unknown metric 'nccl.allreduce.busbw'; did you mean 'nccl"):
+    with pytest.raises(MeasurementError, match=r"'nccl.allreduce.busbw'; .* 'nccl\.all_reduce\.busbw'"):
         metrics.known("nccl.allreduce.busbw")
-    with pytest.raises(MeasurementError, match=r"unknown metric 'zzz'; known metrics: matmul"):
+    with pytest.raises(MeasurementError, match=r"'zzz'; .*matmul"):
         measurement("zzz", 1, unit="GB/s")
 
 
@@ -49,21 +44,14 @@ def site_metric(monkeypatch: pytest.MonkeyPatch) -> Metric:
     return Metric(name="site.scratch.bandwidth", unit="GB/s", better="higher", doc="our scratch file system")
 
 
-def test_a_site_may_register_its_metric_and_register_it_again(site_metric: Metric) -> None:
+def test_a_site_may_register_its_metric_once_and_only_with_a_unit_that_exists(site_metric: Metric) -> None:
     assert metrics.register(site_metric) is site_metric
     metrics.register(site_metric)
     assert measurement("site.scratch.bandwidth", 2, unit="TB/s").value == 2000.0
-
-
-def test_a_second_definition_of_a_name_is_refused(site_metric: Metric) -> None:
-    metrics.register(site_metric)
     other = Metric(name=site_metric.name, unit="GB/s", better="lower", doc="something else")
-    with pytest.raises(MeasurementError, match=r"'site\.scratch\.bandwidth' is already defined otherwise"):
+    with pytest.raises(MeasurementError, match=r"'site\.scratch\.bandwidth'"):
         metrics.register(other)
-
-
-def test_a_metric_of_an_unknown_unit_is_refused(site_metric: Metric) -> None:
-    with pytest.raises(UnitError, match="unknown unit 'GBps'"):
+    with pytest.raises(UnitError, match="'GBps'"):
         metrics.register(Metric(name="x", unit="GBps", better="higher", doc="x"))
 
 
@@ -90,8 +78,8 @@ def test_anything_that_converts_to_float_is_a_number() -> None:
     assert measurement(BUSBW, OneElement(), unit="GB/s", samples=(OneElement(),)).samples == (442.1,)
 
 
-@pytest.mark.parametrize(
-    ("value", "arguments", "message"),
+@of_each(
+    "case",
     [
         ("442", {}, "'442' is no number"),
         (None, {}, "None is no number"),
@@ -108,16 +96,15 @@ def test_anything_that_converts_to_float_is_a_number() -> None:
         (1.0, {"record_only": "yes"}, "record_only must be True or False"),
     ],
 )
-def test_what_is_no_measurement_is_refused_and_names_the_metric(
-    value: object, arguments: dict[str, object], message: str
-) -> None:
+def test_what_is_no_measurement_is_refused_and_names_the_metric(case: tuple[Any, ...]) -> None:
+    value, arguments, message = case
     with pytest.raises(MeasurementError, match=message) as caught:
         measurement(BUSBW, value, **({"unit": "GB/s"} | arguments))  # type: ignore[arg-type]
     assert str(caught.value).startswith(BUSBW)
 
 
-@pytest.mark.parametrize(
-    ("value", "samples", "reason"),
+@of_each(
+    "case",
     [
         (442.1, [440.0, 443.0], None),
         (0.0, [], None),
@@ -132,7 +119,8 @@ def test_what_is_no_measurement_is_refused_and_names_the_metric(
         (1.0, [1e308, 1e308], None),
     ],
 )
-def test_what_cannot_be_judged_is_kept_and_says_why(value: float, samples: list[float], reason: str | None) -> None:
+def test_what_cannot_be_judged_is_kept_and_says_why(case: tuple[Any, ...]) -> None:
+    value, samples, reason = case
     assert metrics.problem(measurement(BUSBW, value, unit="GB/s", samples=samples)) == reason
 
 
@@ -147,57 +135,6 @@ def test_a_measurement_travels_through_strict_json_unchanged(
     assert repr(back) == repr(made)
 
 
-def test_the_form_in_transit_is_plain_json() -> None:
-    made = measurement(BUSBW, math.nan, unit="GB/s", samples=[1, math.inf], labels={"size": "1 GB"})
-    assert made.to_json() == {
-        "metric": BUSBW,
-        "value": "NaN",
-        "unit": "GB/s",
-        "samples": [1.0, "Infinity"],
-        "interval": None,
-        "inconclusive": "",
-        "stopped": None,
-        "labels": {"size": "1 GB"},
-        "telemetry": {},
-        "record_only": False,
-    }
-
-
-GOOD = measurement(BUSBW, 1.0, unit="GB/s").to_json()
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [
-        {},
-        GOOD | {"value": "12"},
-        GOOD | {"value": True},
-        GOOD | {"value": None},
-        GOOD | {"samples": ["x"]},
-        GOOD | {"samples": None},
-        GOOD | {"metric": "zzz"},
-        GOOD | {"metric": 3},
-        GOOD | {"unit": "TB/s"},
-        GOOD | {"labels": ["size"]},
-        GOOD | {"record_only": 1},
-    ],
-    ids=lambda broken: ",".join(f"{k}={v!r}" for k, v in broken.items() if GOOD[k] != v) or "empty",
-)
-def test_a_malformed_measurement_in_transit_is_refused(broken: dict[str, object]) -> None:
-    with pytest.raises(MeasurementError):
-        Measurement.from_json(broken)
-
-
-def test_a_hundred_samples_are_cheap_to_send() -> None:
-    made = measurement(BUSBW, 442.1, unit="GB/s", samples=[442.1 + n / 7 for n in range(100)])
-    times = []
-    for _ in range(50):
-        start = time.perf_counter()
-        made.to_json()
-        times.append(time.perf_counter() - start)
-    assert min(times) < 50e-6
-
-
 def test_a_series_brings_its_samples_and_its_interval() -> None:
     sampling = Sampling(warmup_seconds=0, window_seconds=1, longest_seconds=1, tolerance_ratio=0.01)
     made = measurement("hbm.copy.bandwidth", series([3000.0, 3100.0] * 6, sampling, spent_seconds=2), unit="GB/s")
@@ -205,46 +142,35 @@ def test_a_series_brings_its_samples_and_its_interval() -> None:
     assert made.samples[:2] == (3.0, 3.1)
     assert "3.3 % wide" in made.inconclusive
     assert made.stopped is not None
-    assert made.to_json()["stopped"] == {
-        "by": "time",
-        "samples": 12,
-        "seconds": 2.0,
-        "width_ratio": 0.03279,
-        "allowed_ratio": 0.01,
-        "extended": True,
-    }
+    assert (made.stopped.by, made.stopped.samples, made.stopped.extended) == ("time", 12, True)
     assert Measurement.from_json(json.loads(json.dumps(made.to_json()))) == made
-
-
-def test_why_sampling_stopped_travels_also_where_the_median_is_no_number() -> None:
-    sampling = Sampling(warmup_seconds=0, window_seconds=1, longest_seconds=1, tolerance_ratio=0.01)
-    made = measurement("hbm.copy.bandwidth", series([0.0] * 8, sampling, spent_seconds=2), unit="GB/s")
-    told = json.loads(json.dumps(made.to_json(), allow_nan=False))
+    no_number = measurement("hbm.copy.bandwidth", series([0.0] * 8, sampling, spent_seconds=2), unit="GB/s")
+    told = json.loads(json.dumps(no_number.to_json(), allow_nan=False))
     assert told["stopped"]["width_ratio"] == "Infinity"
-    assert Measurement.from_json(told) == made
-
-
-def test_a_series_takes_no_samples_beside_its_own() -> None:
-    sampling = Sampling(warmup_seconds=0, window_seconds=1, longest_seconds=1, tolerance_ratio=0.01)
-    with pytest.raises(MeasurementError, match="brings its own samples"):
+    assert Measurement.from_json(told) == no_number
+    with pytest.raises(MeasurementError, match="own samples"):
         measurement("hbm.copy.bandwidth", series([3.0] * 8, sampling, spent_seconds=2), unit="TB/s", samples=[1.0])
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"interval": [1.0]},
-        {"interval": "wide"},
-        {"inconclusive": None},
-        {"telemetry": [1]},
-        {"stopped": "time"},
-        {"stopped": {"by": "time"}},
-        {"stopped": {**STOPPED, "by": "boredom"}},
-        {"stopped": {**STOPPED, "samples": 8.5}},
-        {"stopped": {**STOPPED, "extended": "no"}},
-        {"stopped": {**STOPPED, "seconds": None}},
+GOOD = measurement(BUSBW, 1.0, unit="GB/s").to_json()
+MALFORMED: dict[str, list[object]] = {
+    "value": ["12", True, None],
+    "samples": [["x"], None],
+    "metric": ["zzz", 3],
+    "unit": ["TB/s"],
+    "labels": [["size"]],
+    "record_only": [1],
+    "interval": [[1.0], "wide"],
+    "inconclusive": [None],
+    "telemetry": [[1]],
+    "stopped": [
+        *("time", {"by": "time"}, {**STOPPED, "by": "boredom"}, {**STOPPED, "samples": 8.5}),
+        *({**STOPPED, "extended": "no"}, {**STOPPED, "seconds": None}),
     ],
-)
-def test_what_is_no_interval_or_telemetry_is_refused_in_transit(wrong: dict[str, object]) -> None:
+}
+
+
+@of_each("broken", [{}, *(GOOD | {key: value} for key, values in MALFORMED.items() for value in values)])
+def test_a_malformed_measurement_in_transit_is_refused(broken: dict[str, object]) -> None:
     with pytest.raises(MeasurementError):
-        Measurement.from_json({**measurement(BUSBW, 1, unit="GB/s").to_json(), **wrong})
+        Measurement.from_json(broken)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
+from complaints import in_order
+from each import of_each
 from hypothesis import given
 from hypothesis import strategies as st
-from verdicts import BUSBW, GB, all_ranks, bf16, busbw, hold
+from verdicts import BUSBW, GB, bf16, busbw, hold
 
 from pytest_gpucluster import thresholds
 from pytest_gpucluster.limits import Limit, Thresholds
@@ -41,14 +45,11 @@ def limits(entry: str, tmp_path: Path, metric: str = "matmul.bf16.tflops") -> Th
 def test_a_value_above_the_limit_whose_interval_reaches_below_it_fails() -> None:
     verdict = hold(with_rank_3(sure(703, 697, 709)))
     assert verdict.outcome == "failed"
-    assert verdict.message == (
-        "matmul.bf16.tflops 703 TFLOPS is not surely above 700 TFLOPS: its 95 % interval is 697 to 709 TFLOPS"
-        f" on {RANK_3}"
-    )
+    assert in_order(verdict.message, f"matmul.bf16.tflops 703 TFLOPS 700 TFLOPS 95 % interval 697 709 TFLOPS {RANK_3}")
     (judged,) = verdict.measurements
     assert (judged.value, judged.worst_rank, judged.interval) == (703.0, 3, (697.0, 709.0))
     assert judged.margin == pytest.approx(-3 / 700)
-    assert judged.inconclusive == "its 95 % interval is 697 to 709 TFLOPS, on both sides of the limit"
+    assert in_order(judged.inconclusive, "95 % interval 697 709 TFLOPS")
     assert list(judged.misses) == [3]
 
 
@@ -58,9 +59,6 @@ def test_a_value_above_the_limit_whose_whole_interval_is_above_passes_with_the_m
     (judged,) = verdict.measurements
     assert (judged.worst_rank, judged.inconclusive) == (3, "")
     assert judged.margin == pytest.approx(0.01)
-
-
-def test_an_interval_that_ends_exactly_at_the_limit_passes() -> None:
     assert hold(with_rank_3(sure(714, 700, 721))).outcome == "passed"
     assert hold(with_rank_3(sure(714, math.nextafter(700, 0), 721))).outcome == "failed"
 
@@ -79,15 +77,6 @@ def test_a_value_below_the_limit_is_a_plain_miss_however_wide_its_interval() -> 
     assert verdict.measurements[0].inconclusive == "it scatters"
 
 
-def test_a_plain_miss_speaks_before_an_uncertain_value_with_a_lower_end() -> None:
-    by_rank = with_rank_3(sure(703, 600, 709))
-    by_rank[5] = [measurement("matmul.bf16.tflops", sure(699, 698, 700), unit="TFLOPS")]
-    verdict = hold(by_rank)
-    assert verdict.message.startswith("matmul.bf16.tflops 699 TFLOPS < 700 TFLOPS on rank 5")
-    assert "is not surely above 700 TFLOPS" in verdict.text
-    assert dict(verdict.measurements[0].misses).keys() == {3, 5}
-
-
 def test_a_maximum_takes_the_high_end() -> None:
     def latency(high: float) -> dict[int, list[Measurement]]:
         made = measurement(LATENCY, sure(0.8, 0.7, high), unit="s", labels={"size": "4 B"})
@@ -95,31 +84,26 @@ def test_a_maximum_takes_the_high_end() -> None:
 
     assert hold(latency(1.0), size=2, sku="cpu-rehearsal").outcome == "passed"
     verdict = hold(latency(1.2), size=2, sku="cpu-rehearsal")
-    assert verdict.message == (
-        "nccl.all_reduce.latency 800000 us is not surely below 1000000 us: its 95 % interval is 700000 to 1200000 us"
-        " (size=4 B) on rank 0 (gpu-00, GPU 0 GPU-1f2e), and rank 1 (gpu-00, GPU 1 GPU-1f2e)"
+    assert in_order(
+        verdict.message,
+        "nccl.all_reduce.latency 800000 us 1000000 us 95 % interval 700000 1200000 us size=4 B rank 0 rank 1",
     )
 
 
 def test_with_both_bounds_each_end_is_held_against_its_own(tmp_path: Path) -> None:
     mine = limits("min: 700 TFLOPS, max: 800 TFLOPS", tmp_path)
     assert hold(with_rank_3(sure(750, 700, 800)), limits=mine).outcome == "passed"
-    assert "is not surely below 800" in hold(with_rank_3(sure(750, 700, 801)), limits=mine).message
-    assert "is not surely above 700" in hold(with_rank_3(sure(750, 699, 800)), limits=mine).message
+    assert in_order(hold(with_rank_3(sure(750, 700, 801)), limits=mine).message, "800")
+    assert in_order(hold(with_rank_3(sure(750, 699, 800)), limits=mine).message, "700")
 
 
 def test_samples_that_scatter_too_much_fail_even_above_the_limit() -> None:
     verdict = hold(with_rank_3(sure(780, 750, 810, why="the 95 % interval is 7.7 % wide")))
     assert verdict.outcome == "failed"
-    assert verdict.message == f"matmul.bf16.tflops is inconclusive: the 95 % interval is 7.7 % wide on {RANK_3}"
+    assert in_order(verdict.message, f"matmul.bf16.tflops 95 % interval 7.7 % {RANK_3}")
     assert verdict.measurements[0].inconclusive == "the 95 % interval is 7.7 % wide"
-
-
-def test_a_noisy_series_from_the_sampling_itself_fails() -> None:
     sampling = Sampling(warmup_seconds=0, window_seconds=1, longest_seconds=2, tolerance_ratio=0.01)
-    noisy = series([730.0, 790.0] * 10, sampling, spent_seconds=20)
-    assert noisy.inconclusive
-    assert hold(with_rank_3(noisy)).outcome == "failed"
+    assert hold(with_rank_3(series([730.0, 790.0] * 10, sampling, spent_seconds=20))).outcome == "failed"
     assert hold(with_rank_3(series([750.0, 750.5] * 10, sampling, spent_seconds=3))).outcome == "passed"
 
 
@@ -127,14 +111,11 @@ def test_what_is_only_recorded_notes_that_it_scatters() -> None:
     noisy = measurement("matmul.bf16.tflops", sure(5, 1, 9, why="it scatters"), unit="TFLOPS", record_only=True)
     verdict = hold({rank: [noisy] for rank in range(8)})
     assert verdict.outcome == "passed"
-    assert verdict.measurements[0].reason == (
-        "recorded only, as the test asked; inconclusive: it scatters on rank 0 (gpu-00, GPU 0 GPU-1f2e)"
-        " and 7 more ranks"
-    )
+    assert in_order(verdict.measurements[0].reason, "rank 0 gpu-00 GPU 0 GPU-1f2e 7 ranks")
 
 
-@pytest.mark.parametrize(
-    ("interval", "shown"),
+@of_each(
+    "case",
     [
         ((math.nan, 740.0), "nan to 740"),
         ((720.0, math.nan), "720 to nan"),
@@ -143,20 +124,15 @@ def test_what_is_only_recorded_notes_that_it_scatters() -> None:
         ((740.0, 720.0), "740 to 720"),
         ((731.0, 740.0), "731 to 740"),
     ],
-    ids=["nan low", "nan high", "inf", "negative", "swapped", "beside the value"],
 )
-@pytest.mark.parametrize("record_only", [False, True])
-def test_an_interval_that_makes_no_sense_is_an_error_that_names_its_rank(
-    interval: tuple[float, float], shown: str, record_only: bool
-) -> None:
-    name, unit = "matmul.bf16.tflops", "TFLOPS"
-    good = Measurement(metric=name, value=730.0, unit=unit, record_only=record_only)
-    bad = Measurement(metric=name, value=730.0, unit=unit, interval=interval, record_only=record_only)
-    verdict = hold({rank: [bad if rank == 3 else good] for rank in range(8)})
-    assert verdict.outcome == "error"
-    assert verdict.message == (
-        f"matmul.bf16.tflops: the value 730 has an interval that makes no sense: {shown} on {RANK_3}"
-    )
+def test_an_interval_that_makes_no_sense_is_an_error_that_names_its_rank(case: tuple[Any, str]) -> None:
+    interval, shown = case
+    for record_only in (False, True):
+        good = measurement("matmul.bf16.tflops", 730.0, unit="TFLOPS", record_only=record_only)
+        bad = dataclasses.replace(good, interval=interval)
+        verdict = hold({rank: [bad if rank == 3 else good] for rank in range(8)})
+        assert verdict.outcome == "error"
+        assert in_order(verdict.message, f"matmul.bf16.tflops 730 interval {shown} {RANK_3}")
 
 
 @given(st.floats(0, 1e6), st.floats(0, 1e6), st.floats(0, 1e6), st.none() | st.floats(1, 1e6), st.floats(1, 1e6))
@@ -176,10 +152,7 @@ def test_the_margin_is_negative_if_and_only_if_an_end_misses_its_bound(
 def test_a_rank_behind_the_others_fails_although_it_keeps_the_minimum() -> None:
     verdict = hold(with_rank_3(705.0, healthy=790.0))
     assert verdict.outcome == "failed"
-    assert verdict.message == (
-        "matmul.bf16.tflops 705 TFLOPS is 0.8924 of the median of the 7 other ranks (790 TFLOPS), 0.929 is required"
-        f" on {RANK_3}"
-    )
+    assert in_order(verdict.message, f"matmul.bf16.tflops 705 TFLOPS 0.8924 median 7 ranks 790 TFLOPS 0.929 {RANK_3}")
     (judged,) = verdict.measurements
     assert judged.ratio_to_median == pytest.approx(705 / 790)
     assert (judged.worst_rank, list(judged.misses)) == (3, [3])
@@ -190,9 +163,7 @@ def test_of_two_ranks_the_slow_one_is_named_with_its_true_ratio(tmp_path: Path) 
     for slow, fast in ((0, 1), (1, 0)):
         by_rank = {slow: [bf16(444.0)], fast: [bf16(740.0)]}
         verdict = hold(by_rank, size=2, limits=mine)
-        assert verdict.message.startswith(
-            "matmul.bf16.tflops 444 TFLOPS is 0.6 of the other rank (740 TFLOPS), 0.75 is"
-        )
+        assert in_order(verdict.message, "matmul.bf16.tflops 444 TFLOPS 0.6 rank 740 TFLOPS 0.75")
         assert verdict.measurements[0].worst_rank == slow
         assert verdict.measurements[0].ratio_to_median == pytest.approx(0.6)
 
@@ -206,9 +177,9 @@ def test_exactly_the_required_ratio_passes(tmp_path: Path) -> None:
 def test_where_less_is_better_the_largest_is_behind(tmp_path: Path) -> None:
     mine = limits("max: 90 us, min_ratio_to_median: 75 %", tmp_path, metric=LATENCY)
     by_rank = {rank: [measurement(LATENCY, 40 if rank == 2 else 20, unit="us")] for rank in range(4)}
-    assert hold(by_rank, size=4, limits=mine).message == (
-        "nccl.all_reduce.latency 40 us is behind: the median of the 3 other ranks (20 us) is 0.5 of it,"
-        " 0.75 is required on rank 2 (gpu-00, GPU 2 GPU-1f2e)"
+    assert in_order(
+        hold(by_rank, size=4, limits=mine).message,
+        "nccl.all_reduce.latency 40 us median 3 ranks 20 us 0.5 0.75 rank 2 gpu-00 GPU 2 GPU-1f2e",
     )
 
 
@@ -217,16 +188,13 @@ def test_a_ratio_stands_alone_but_not_with_one_rank(tmp_path: Path) -> None:
     verdict = hold(with_rank_3(400.0), limits=mine)
     assert verdict.outcome == "failed"
     assert verdict.measurements[0].margin == pytest.approx(400 / 730 / 0.75 - 1)
+    shipped = hold({0: [bf16(730.0)]}, size=1)
+    assert (shipped.outcome, shipped.measurements[0].ratio_to_median) == ("passed", None), "the minimum decides alone"
     assert hold(with_rank_3(730.0), limits=mine).outcome == "passed"
     alone = hold({0: [bf16(730.0)]}, size=1, limits=mine)
     assert alone.outcome == "error"
-    assert "there is no other rank to stand beside; add a min or max at " in alone.message
+    assert in_order(alone.message, "no other rank min max")
     assert f"at {alone.measurements[0].limit.origin}" in alone.text  # type: ignore[union-attr]
-
-
-def test_with_one_rank_a_minimum_decides_alone() -> None:
-    verdict = hold({0: [bf16(730.0)]}, size=1)
-    assert (verdict.outcome, verdict.measurements[0].ratio_to_median) == ("passed", None)
 
 
 @pytest.mark.parametrize("bad", [None, math.nan], ids=["missing", "nan"])
@@ -250,30 +218,20 @@ def test_data_that_another_transport_carried_fails_although_it_was_fast() -> Non
     assert hold(across(435.0, "NET/IB"), size=16).outcome == "passed"
     verdict = hold(across(435.0, "NET/Socket"), size=16)
     assert verdict.outcome == "failed"
-    assert verdict.message == (f"{BUSBW}: NET/Socket carries it, expected is NET/IB (size=1 GB, transport=NET/Socket)")
+    assert in_order(verdict.message, f"{BUSBW} NET/Socket NET/IB size=1 GB transport=NET/Socket")
     assert verdict.measurements[0].misses == {}
-
-
-def test_a_transport_and_a_missed_limit_are_told_together() -> None:
-    verdict = hold(across(3.0, "NET/Socket"), size=16)
-    assert verdict.message.startswith(f"{BUSBW} 3 GB/s < 350 GB/s (size=1 GB, transport=NET/Socket) on rank 0")
-    assert "NET/Socket carries it, expected is NET/IB" in verdict.text
+    slow = hold(across(3.0, "NET/Socket"), size=16)
+    assert in_order(slow.message, f"{BUSBW} 3 GB/s < 350 GB/s (size=1 GB, transport=NET/Socket) rank 0")
+    assert in_order(slow.text, "NET/Socket expected NET/IB")
+    verdict = hold(across(435.0, "NET/IB") | {9: across(435.0, "NET/Socket")[9]}, size=16)
+    assert [judged.status for judged in verdict.measurements] == ["error", "failed"]
 
 
 def test_an_unknown_transport_cannot_be_judged() -> None:
     verdict = hold(across(435.0, None), size=16)
     assert verdict.outcome == "error"
-    assert verdict.message.startswith(
-        f"{BUSBW} (size=1 GB): no label says which transport carries it, and the limit expects NET/IB (thresholds.yaml:"
-    )
-    assert "no label says which transport" in hold(across(3.0, None), size=16).text
-
-
-def test_ranks_that_disagree_about_the_transport_are_missing_values() -> None:
-    by_rank = across(435.0, "NET/IB")
-    by_rank[9] = across(435.0, "NET/Socket")[9]
-    verdict = hold(by_rank, size=16)
-    assert [judged.status for judged in verdict.measurements] == ["error", "failed"]
+    assert in_order(verdict.message, f"{BUSBW} size=1 GB NET/IB thresholds.yaml")
+    assert in_order(hold(across(3.0, None), size=16).text, "transport")
 
 
 def test_any_of_several_transports_will_do(tmp_path: Path) -> None:
@@ -281,16 +239,7 @@ def test_any_of_several_transports_will_do(tmp_path: Path) -> None:
     for transport, outcome in (("P2P", "passed"), ("SHM", "passed"), ("p2p", "failed"), ("", "failed")):
         by_rank = {rank: [busbw(435.0, labels={"transport": transport})] for rank in range(8)}
         assert hold(by_rank, limits=mine).outcome == outcome
-
-
-def test_without_an_expectation_any_transport_will_do() -> None:
     assert hold({rank: [busbw(435.0, labels=GB | {"transport": "SHM"})] for rank in range(8)}).outcome == "passed"
-
-
-def test_mean_and_median_of_all_ranks_stand_beside_the_worst() -> None:
-    (judged,) = hold(all_ranks(440.0, r3=400.0)).measurements
-    assert (judged.median, judged.mean) == (440.0, 435.0)
-    assert judged.ratio_to_median == pytest.approx(400 / 440)
 
 
 # What the GPU did meanwhile ---------------------------------------------------------------------------------------
@@ -305,18 +254,14 @@ def test_a_missed_value_is_explained_by_what_its_gpu_did() -> None:
     verdict = hold(healthy | {3: [bf16(612.0, labels=size, telemetry=HOT)]})
     assert verdict.message == f"matmul.bf16.tflops 612 TFLOPS < 700 TFLOPS (n=16384): {WHY} on {RANK_3}"
     assert verdict.measurements[0].misses == {3: f"matmul.bf16.tflops 612 TFLOPS < 700 TFLOPS: {WHY}"}
-
-
-def test_without_telemetry_of_its_own_the_whole_test_explains_it() -> None:
-    verdict = hold(with_rank_3(612.0), meanwhile={3: HOT, 5: {"lost": "gone"}})
-    assert verdict.message == f"matmul.bf16.tflops 612 TFLOPS < 700 TFLOPS: {WHY} on {RANK_3}"
-
-
-def test_its_own_window_counts_and_not_the_whole_test() -> None:
+    # Without telemetry of its own the whole test explains it; its own window comes before that.
+    assert f": {WHY} on {RANK_3}" in hold(with_rank_3(612.0), meanwhile={3: HOT, 5: {"lost": "gone"}}).message
     cool = {"samples": 30, "throttle_share": {}, "temperature_celsius": [50, 50, 50]}
     by_rank = with_rank_3(730.0) | {3: [bf16(612.0, telemetry=cool)]}
-    verdict = hold(by_rank, meanwhile={3: HOT})
-    assert verdict.message == f"matmul.bf16.tflops 612 TFLOPS < 700 TFLOPS on {RANK_3}"
+    message = "matmul.bf16.tflops 612 TFLOPS < 700 TFLOPS on "
+    assert hold(by_rank, meanwhile={3: HOT}).message == message + RANK_3
+    verdict = hold(with_rank_3(730.0), meanwhile=dict.fromkeys(range(8), HOT))
+    assert (verdict.outcome, verdict.message) == ("passed", "")
 
 
 def test_each_rank_that_misses_has_its_own_explanation() -> None:
@@ -328,6 +273,6 @@ def test_each_rank_that_misses_has_its_own_explanation() -> None:
     ]
 
 
-def test_a_value_that_is_not_missed_needs_no_explanation_and_none_decides() -> None:
-    verdict = hold(with_rank_3(730.0), meanwhile=dict.fromkeys(range(8), HOT))
-    assert (verdict.outcome, verdict.message) == ("passed", "")
+def test_the_margin_of_a_bound_of_zero_is_the_distance_itself() -> None:
+    at_least = Limit(metric=BUSBW, sku="H100 SXM", unit="GB/s", min=0.0, max=None, source="us", origin="here")
+    assert margin(busbw(3.0), at_least) == 3.0

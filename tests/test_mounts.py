@@ -32,14 +32,9 @@ def test_type_source_folder_and_options_are_read(found: tuple[mounts.Mount, ...]
     assert (nfs.option("vers"), nfs.option("soft"), found[1].option("size")) == ("4.2", None, "65536k")
     assert str(nfs) == "nfs4 server:/export (/team a) on /mnt/my data"
     assert [mount.kind for mount in found] == ["ext4", "tmpfs", "nfs4", "fuse.juicefs", "lustre"]
-
-
-def test_a_mount_is_read_only_if_itself_is_whatever_its_file_system_is(found: tuple[mounts.Mount, ...]) -> None:
-    assert [mount.read_only for mount in found] == [False, False, True, False, False]
-
-
-def test_network_file_systems_are_told_by_their_type(found: tuple[mounts.Mount, ...]) -> None:
+    assert [mount.read_only for mount in found] == [False, False, True, False, False], "itself, not its file system"
     assert [mount.is_network for mount in found] == [False, False, True, True, True]
+    assert holder(Path("/a"), ()) is None
 
 
 @pytest.mark.parametrize(
@@ -56,13 +51,3 @@ def test_a_folder_is_on_the_innermost_mount(found: tuple[mounts.Mount, ...], fol
     held = holder(Path(folder), found)
     assert held is not None
     assert held.kind == kind
-
-
-def test_without_mounts_nothing_holds_a_folder() -> None:
-    assert holder(Path("/a"), ()) is None
-
-
-def test_this_host_is_read_too() -> None:
-    held = holder(Path("/proc"), read())
-    assert held is not None
-    assert held.kind == "proc"

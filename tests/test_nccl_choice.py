@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import dataclasses
-import doctest
 import json
+from typing import Any
 
 import pytest
+from complaints import in_order
+from each import of_each
+from verdicts import SHIPPED, hold
 
-from pytest_gpucluster import nccl_choice, thresholds
-from pytest_gpucluster.judge import judge
 from pytest_gpucluster.metrics import measurement
 from pytest_gpucluster.nccl_choice import Choice, agreed, choice
 from pytest_gpucluster.nccl_reasons import Reasons
@@ -37,52 +38,32 @@ P2P = "node-a:1:2 [3] NCCL INFO Channel 05/0 : 3[3] -> 4[4] via P2P/IPC/read"
 SHM = "node-a:1:2 [3] NCCL INFO Channel 05 : 3[3] -> 4[4] via SHM/direct/direct"
 
 
-def test_doctests_hold():
-    assert doctest.testmod(nccl_choice).failed == 0
+AWS = "NET/AWS Libfabric"
 
 
-@pytest.mark.parametrize(
-    ("line", "transport", "kind"),
+@of_each(
+    "case",
     [
         (P2P, "P2P", "P2P/IPC/read"),
-        ("h:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM", "P2P", "P2P/CUMEM"),
-        ("h:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/direct pointer", "P2P", "P2P/direct pointer"),
-        ("h:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 3[3] via P2P/indirect/1[1]", "P2P", "P2P/indirect"),
-        ("h:1:2 [3] NCCL INFO Ring 00 : 3[3d000] -> 4[b2000] via P2P/IPC", "P2P", "P2P/IPC"),
-        ("h:1:2 [3] NCCL INFO Ring 00 : 3 -> 4 [send] via NET/IB/0", "NET/IB", "NET/IB"),
+        ("Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM", "P2P", "P2P/CUMEM"),
+        ("Channel 00/0 : 0[0] -> 1[1] via P2P/direct pointer", "P2P", "P2P/direct pointer"),
+        ("Channel 00/0 : 0[0] -> 3[3] via P2P/indirect/1[1]", "P2P", "P2P/indirect"),
+        # NCCL 2.5 and 2.4.
+        ("Ring 00 : 3[3d000] -> 4[b2000] via P2P/IPC", "P2P", "P2P/IPC"),
+        ("Ring 00 : 3 -> 4 [send] via NET/IB/0", "NET/IB", "NET/IB"),
         (SHM, "SHM", "SHM/direct/direct"),
         (IB, "NET/IB", "NET/IB/GDRDMA"),
-        ("h:1:2 [0] NCCL INFO Channel 00/0 : 8[0] -> 0[0] [receive] via NET/IBext_v8/2", "NET/IB", "NET/IBext_v8"),
-        ("h:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 8[0] [send] via NET/AWS Libfabric/0/GDRDMA/Shared",
-         "NET/AWS Libfabric", "NET/AWS Libfabric/GDRDMA/Shared"),
+        ("Channel 00/0 : 8[0] -> 0[0] [receive] via NET/IBext_v8/2", "NET/IB", "NET/IBext_v8"),
+        (f"Channel 00/0 : 0[0] -> 8[0] [send] via {AWS}/0/GDRDMA/Shared", AWS, f"{AWS}/GDRDMA/Shared"),
         (SOCKET, "NET/Socket", "NET/Socket"),
-        ("h:1:2 [0] NCCL INFO CollNet 00/0 : 0 [send] via COLLNET/SHARP/0/GDRDMA", "COLLNET/SHARP",
-         "COLLNET/SHARP/GDRDMA"),
-        ("h:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via WARP/9", "WARP", "WARP"),
+        ("CollNet 00/0 : 0 [send] via COLLNET/SHARP/0/GDRDMA", "COLLNET/SHARP", "COLLNET/SHARP/GDRDMA"),
+        ("Channel 00/0 : 0[0] -> 1[1] via WARP/9", "WARP", "WARP"),
     ],
-    ids=["ipc", "cumem", "pointer", "indirect", "2.5", "2.4", "shm", "ib", "ext", "plugin", "socket", "sharp", "new"],
-)  # fmt: skip
-def test_a_line_about_a_connection_gives_its_transport(line, transport, kind):
-    found = choice([line])
-    assert found.transports == (transport,)
-    assert found.connections == {kind: 1}
-    assert found.unknown == ""
-
-
-def test_of_the_lines_about_each_call_only_what_is_new_is_read(monkeypatch):
-    searched = []
-
-    class Counting:
-        def search(self, line):
-            searched.append(line)
-            return chosen.search(line)
-
-    chosen = nccl_choice._CHOSEN
-    monkeypatch.setattr(nccl_choice, "_CHOSEN", Counting())
-    line = "node-a:1:{} [0] NCCL INFO AllReduce: {} Bytes -> Algo RING proto LL channel{{Lo..Hi}}={{0..0}}"
-    found = choice(line.format(thread, size) for thread in range(100) for size in (8, 1000))
-    assert found.algorithms == {"AllReduce": {8: ("Ring LL",), 1000: ("Ring LL",)}}
-    assert len(searched) == 2
+)
+def test_a_line_about_a_connection_gives_its_transport(case):
+    line, transport, kind = case
+    found = choice([line if "INFO" in line else f"h:1:2 [0] NCCL INFO {line}"])
+    assert (found.transports, found.connections, found.unknown) == ((transport,), {kind: 1}, "")
 
 
 def test_a_whole_log_tells_version_network_nvls_and_algorithms():
@@ -101,8 +82,8 @@ def test_a_whole_log_tells_version_network_nvls_and_algorithms():
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "name"),
+@of_each(
+    "case",
     [
         ("AllReduce: 8 Bytes -> Algo TREE proto LL128 channel{Lo..Hi}={0..1}", "Tree LL128"),
         ("AllReduce: 8 Bytes -> Algo NVLS_TREE proto SIMPLE channel{Lo..Hi}={0..1}", "NVLSTree Simple"),
@@ -111,53 +92,35 @@ def test_a_whole_log_tells_version_network_nvls_and_algorithms():
         ("AllReduce: 8 Bytes -> Algo 5 proto 2 time 23.1", "NVLSTree Simple"),
         ("8 Bytes -> Algo 9 proto 2 time 23.1", "number 9 Simple"),
         ("AllReduce: 8 Bytes -> Algo WARP proto SIMPLE channel{Lo..Hi}={0..1}", "WARP Simple"),
-        ("AllReduce [Symmetric]: 8 Bytes -> Kernel AllReduce_AGxLL_R nchannels 1 nthreads 512 nWorks 1",
-         "symmetric AllReduce_AGxLL_R"),
+        ("AllReduce [Symmetric]: 8 Bytes -> Kernel AllReduce_AGxLL_R nchannels 1", "symmetric AllReduce_AGxLL_R"),
     ],
-    ids=["tree", "nvls tree", "collnet", "by number", "nvls tree by number", "unknown number", "new", "symmetric"],
-)  # fmt: skip
-def test_an_algorithm_has_one_name_in_all_versions(text, name):
+)
+def test_an_algorithm_has_one_name_in_all_versions(case):
+    text, name = case
     of_collective = "AllReduce" if text.startswith("AllReduce") else ""
     assert choice([f"h:1:1 [0] NCCL INFO {text}"]).algorithms == {of_collective: {8: (name,)}}
 
 
-@pytest.mark.parametrize(
-    ("lines", "nvls"),
-    [
-        (["NCCL INFO NVLS multicast support is not available on dev 0"], "not available"),
-        (["NCCL INFO NVLS multicast support is available on dev 0"], "available"),
-        (["NCCL INFO Connected NVLS tree", "NCCL INFO NVLS multicast support is available on dev 0"], "used"),
-        ([], ""),
-    ],
-    ids=["not available", "available", "used", "nothing said"],
-)
-def test_nvls_that_is_there_is_told_from_nvls_that_is_used(lines, nvls):
-    assert choice(lines).nvls == nvls
+def test_nvls_that_is_there_is_told_from_nvls_that_is_used():
+    off, on = (f"NCCL INFO NVLS multicast support is {word}available on dev 0" for word in ("not ", ""))
+    told = {"not available": [off], "available": [on], "used": ["NCCL INFO Connected NVLS tree", on], "": []}
+    assert {nvls: choice(lines).nvls for nvls, lines in told.items()} == {nvls: nvls for nvls in told}
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "",
-        "NCCL INFO Channel 00/24 : 0 1 2 3",
-        "via NET/IB/0",
-        "Channel 00/0 : 0[0] -> 1[1] via",
-        "\0\0\0",
-        "Bytes -> Algo",
-    ],
-)
-def test_what_is_no_connection_leaves_the_transport_unknown(line):
-    found = choice([line])
-    assert found.transports == ()
-    assert found.unknown == "NCCL's log has no line about a connection of this group"
+def test_what_is_no_connection_leaves_the_transport_unknown():
+    start = "Channel 00/0 : 0[0] -> 1[1] via"
+    for line in ("", "NCCL INFO Channel 00/24 : 0 1 2 3", "via NET/IB/0", start, "\0\0\0", "Bytes -> Algo"):
+        found = choice([line])
+        assert found.transports == ()
+        assert in_order(found.unknown, "log connection")
 
 
 def together(*lines_of_ranks, ranks=16, hosts=1):
     return agreed([choice(lines).to_json() for lines in lines_of_ranks], ranks=ranks, hosts=hosts)
 
 
-@pytest.mark.parametrize(
-    ("lines", "transport"),
+@of_each(
+    "case",
     [
         ([[P2P], [P2P]], "P2P"),
         ([[P2P], [SHM]], "SHM"),
@@ -166,36 +129,31 @@ def together(*lines_of_ranks, ranks=16, hosts=1):
         ([[IB], [IB.replace("NET/IB", "NET/gIB")]], "NET/IB+NET/gIB"),
         ([[IB], [P2P.replace("P2P", "WARP")]], "WARP"),
     ],
-    ids=["nvlink", "host memory", "infiniband", "one socket", "two networks", "unknown hop"],
 )
-def test_the_farthest_hop_of_any_rank_is_the_groups_transport(lines, transport):
+def test_the_farthest_hop_of_any_rank_is_the_groups_transport(case):
+    lines, transport = case
     found = together(*lines)
-    assert found.transport == transport
-    assert found.labels == {"transport": transport}
+    assert (found.transport, found.labels) == (transport, {"transport": transport})
+
+
+def test_nvlink_between_hosts_is_p2p_and_one_rank_alone_is_connected_to_nobody():
+    line = "h:1:2 [0] NCCL INFO Channel 00/0 : 3[3] -> 4[0] via P2P/MNNVL"
+    assert together([P2P], [line], hosts=2).transport == "P2P"
+    assert together([], [], ranks=1).labels == {"transport": "none"}
+    assert together([IB], [IB]).properties()["algorithms"].startswith("not known:")
 
 
 def test_one_rank_that_does_not_know_leaves_all_without_a_transport():
     found = together([P2P, IB], [])
     assert (found.transport, found.labels) == (None, {})
-    assert found.properties()["transport"] == (
-        "not known: rank 1: NCCL's log has no line about a connection of this group"
-    )
+    assert in_order(found.properties()["transport"], "not known: rank 1:")
     assert agreed([], ranks=8, hosts=1).transport is None
 
 
 def test_hosts_that_no_log_shows_a_connection_between_leave_the_transport_unknown():
     found = together([P2P], [SHM], hosts=2)
     assert found.transport is None
-    assert found.unknown == "no rank's log shows how the 2 hosts are connected, only P2P and SHM inside them"
-
-
-def test_nvlink_between_hosts_is_p2p():
-    line = "h:1:2 [0] NCCL INFO Channel 00/0 : 3[3] -> 4[0] via P2P/MNNVL"
-    assert together([P2P], [line], hosts=2).transport == "P2P"
-
-
-def test_one_rank_alone_is_connected_to_nobody():
-    assert together([], [], ranks=1).labels == {"transport": "none"}
+    assert in_order(found.unknown, "2 P2P SHM")
 
 
 def test_what_goes_on_record_adds_up_all_ranks():
@@ -210,17 +168,10 @@ def test_what_goes_on_record_adds_up_all_ranks():
     }
 
 
-@pytest.mark.parametrize(
-    ("collective", "told"),
-    [
-        ("broadcast", "1000000000 B: Ring Simple"),
-        ("all_gather", "not known: NCCL's log does not say"),
-        ("all_to_all", "none: single sends and receives"),
-        ("send_recv", "none: single sends and receives"),
-    ],
-)
-def test_the_algorithms_on_record_are_those_of_the_collective_that_was_measured(collective, told):
-    assert together(ONE_NODE, ranks=8).properties(collective)["algorithms"] == told
+def test_the_algorithms_on_record_are_those_of_the_collective_that_was_measured():
+    told = {"broadcast": "1000000000 B: Ring Simple", "all_gather": "known", "all_to_all": "none", "send_recv": "none"}
+    for collective, words in told.items():
+        assert words in together(ONE_NODE, ranks=8).properties(collective)["algorithms"]
 
 
 def test_a_line_that_names_no_collective_may_be_of_any_that_has_an_algorithm():
@@ -228,35 +179,7 @@ def test_a_line_that_names_no_collective_may_be_of_any_that_has_an_algorithm():
     found = together([P2P, old], [P2P], ranks=2)
     for collective in ("all_reduce", "all_gather", "reduce_scatter", "broadcast"):
         assert found.properties(collective)["algorithms"] == "1000000000 B: Ring Simple"
-    assert found.properties("send_recv")["algorithms"] == "none: single sends and receives"
-
-
-def test_an_algorithm_that_the_log_does_not_tell_is_said_to_be_unknown():
-    assert together([IB], [IB]).properties()["algorithms"] == "not known: NCCL's log does not say"
-
-
-@pytest.mark.parametrize(
-    ("lines", "outcome", "message"),
-    [
-        ([P2P, IB], "passed", ""),
-        ([P2P, SOCKET], "failed", "NET/Socket"),
-        ([], "error", "no label says which transport carries it, and the limit expects NET/IB"),
-    ],
-    ids=["expected", "another", "unknown"],
-)
-def test_two_nodes_pass_over_infiniband_only_at_the_shipped_limits(lines, outcome, message):
-    labels = {"size": "1 GB", "dtype": "bf16", "world_size": "16", "nnodes": "2"}
-    labels |= together(*[lines] * 16, hosts=2).labels
-    judgement = judge(
-        {rank: [measurement("nccl.all_reduce.busbw", 430, unit="GB/s", labels=labels)] for rank in range(16)},
-        world={rank: f"rank {rank}" for rank in range(16)},
-        node_of={rank: rank // 8 for rank in range(16)},
-        limits=thresholds.load(thresholds.shipped_path()),
-        sku="H100 SXM",
-        gpu_name="NVIDIA H100 80GB HBM3",
-    )
-    assert judgement.outcome == outcome, judgement.text
-    assert message in judgement.text
+    assert in_order(found.properties("send_recv")["algorithms"], "receives")
 
 
 def saying(*lines, reasons=()):
@@ -272,7 +195,7 @@ NO_MODULE = "node-a:1:2 [0] NCCL INFO NET/IB : GPU Direct RDMA Disabled for HCA 
 
 def test_a_fall_back_to_sockets_is_on_record_with_its_reason_and_explains_a_miss():
     found = agreed([saying(SOCKET, reasons=[NO_DEVICE]), saying(SOCKET)], ranks=16, hosts=2)
-    assert found.why == "NCCL has found no InfiniBand device (rank 0)"
+    assert in_order(found.why, "NCCL InfiniBand rank 0")
     assert found.properties()["why"] == found.why
     assert found.beside({"samples": 3}) == {"samples": 3, "transport": found.why}
 
@@ -280,14 +203,11 @@ def test_a_fall_back_to_sockets_is_on_record_with_its_reason_and_explains_a_miss
 def test_a_way_through_the_hosts_memory_is_told_with_what_keeps_gpudirect_rdma_off():
     found = agreed([saying(IB, HOST_MEMORY, P2P, reasons=[NO_MODULE, NO_DEVICE])], ranks=16, hosts=2)
     assert found.transport == "NET/IB"
-    assert found.why == "GPUDirect RDMA is off on 1 of 2 connections: mlx5_0 has neither nvidia_peermem nor DMA-BUF"
+    assert in_order(found.why, "GPUDirect RDMA 1 2 mlx5_0 nvidia_peermem DMA-BUF")
     silent = agreed([saying(HOST_MEMORY)], ranks=16, hosts=2)
-    assert silent.why == "GPUDirect RDMA is off on 1 of 1 connections"
-
-
-def test_host_memory_inside_a_node_is_told_with_what_keeps_p2p_off():
+    assert in_order(silent.why, "GPUDirect RDMA 1 1")
     line = "node-a:1:2 [0] NCCL INFO NCCL_P2P_DISABLE set by environment to 1."
-    assert agreed([saying(SHM, reasons=[line])], ranks=2, hosts=1).why == "NCCL_P2P_DISABLE=1 is set"
+    assert "NCCL_P2P_DISABLE=1" in agreed([saying(SHM, reasons=[line])], ranks=2, hosts=1).why
 
 
 @pytest.mark.parametrize("lines", [[IB], [P2P], [P2P, IB]], ids=["direct", "nvlink", "both"])
@@ -298,39 +218,21 @@ def test_where_nothing_better_is_known_nothing_is_told(lines):
     assert found.beside({"samples": 3}) == {"samples": 3}
 
 
-def test_what_is_told_to_other_ranks_survives_json():
-    told = json.loads(json.dumps(saying(SOCKET, reasons=[NO_DEVICE])))
-    assert agreed([told], ranks=2, hosts=2).why == "NCCL has found no InfiniBand device"
-
-
-def test_a_transport_that_is_not_known_is_told_with_why_not():
-    found = agreed([Choice(unknown="NCCL_DEBUG=WARN is set in the environment").to_json()] * 16, ranks=16, hosts=2)
+@pytest.mark.parametrize(
+    ("told", "outcome", "words"),
+    [
+        (saying(P2P, IB), "passed", ""),
+        (saying(SOCKET, reasons=[NO_DEVICE]), "failed", "NET/Socket expected NET/IB InfiniBand device"),
+        (Choice(unknown="NCCL_DEBUG=WARN is set").to_json(), "error", "NET/IB rank 0: NCCL_DEBUG=WARN"),
+    ],
+    ids=["expected", "another", "unknown"],
+)
+def test_two_nodes_pass_over_infiniband_only_and_what_the_log_says_is_the_reason(
+    told: dict[str, Any], outcome: str, words: str
+) -> None:
+    found = agreed([json.loads(json.dumps(told))] * 16, ranks=16, hosts=2)
     labels = {"size": "1 GB", "dtype": "bf16", **found.labels}
     made = measurement("nccl.all_reduce.busbw", 400.0, unit="GB/s", labels=labels, telemetry=found.beside({}))
-    verdict = judge(
-        {rank: [made] for rank in range(16)},
-        world={rank: f"rank {rank}" for rank in range(16)},
-        node_of={rank: rank // 8 for rank in range(16)},
-        limits=thresholds.load(),
-        sku="H100 SXM",
-        gpu_name=None,
-    )
-    assert verdict.outcome == "error"
-    assert verdict.text.count("transport not known: rank 0: NCCL_DEBUG=WARN is set in the environment") == 1
-
-
-def test_a_transport_that_is_not_the_expected_one_fails_with_the_reason_in_the_log():
-    found = agreed([saying(SOCKET, reasons=[NO_DEVICE])] * 16, ranks=16, hosts=2)
-    labels = {"size": "1 GB", "dtype": "bf16", **found.labels}
-    made = measurement("nccl.all_reduce.busbw", 400.0, unit="GB/s", labels=labels, telemetry=found.beside({}))
-    verdict = judge(
-        {rank: [made] for rank in range(16)},
-        world={rank: f"rank {rank} (node-{rank // 8})" for rank in range(16)},
-        node_of={rank: rank // 8 for rank in range(16)},
-        limits=thresholds.load(),
-        sku="H100 SXM",
-        gpu_name=None,
-    )
-    assert verdict.outcome == "failed"
-    assert "NET/Socket carries it, expected is NET/IB" in verdict.text
-    assert ": NCCL has found no InfiniBand device" in verdict.text
+    verdict = hold({rank: [made] for rank in range(16)}, size=16, limits=SHIPPED)
+    assert verdict.outcome == outcome, verdict.text
+    assert in_order(verdict.text, words)

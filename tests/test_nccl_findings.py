@@ -4,7 +4,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import pytest
+from complaints import in_order
+from each import of_each
 from fabric_nodes import DOWN, node, roce
 
 from pytest_gpucluster.infiniband import Adapters
@@ -28,39 +29,24 @@ def kind(name: str, value: str, place: Place = TWO_NODES, **changes: Any) -> str
     return None if found is None else found.kind
 
 
-HURTS = {
-    "NCCL_ALGO": "Ring",
-    "NCCL_PROTO": "LL128",  # without Simple
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_MNNVL_ENABLE": "0",
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_P2P_LEVEL": "LOC",
-    "NCCL_SHM_DISABLE": "1",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_NET": "Socket",
-    "NCCL_NET_GDR_LEVEL": "LOC",
-    "NCCL_NET_GDR_READ": "0",
-    "NCCL_IB_HCA": "=mlx4_0",
-    "NCCL_IB_GID_INDEX": "3",
-    "NCCL_IB_TIMEOUT": "0",
-    "NCCL_IB_PCI_RELAXED_ORDERING": "0",
-    "NCCL_SOCKET_IFNAME": "enp9",
-    "NCCL_PXN_DISABLE": "1",
-    "NCCL_TOPO_FILE": "/nonexistent/ndv5-topo.xml",
-    "NCCL_BUFFSIZE": "65536",
-    "NCCL_NTHREADS": "64",
-    "NCCL_MAX_NCHANNELS": "1",
-    "NCCL_MAX_CTAS": "2",
-    "NCCL_CHECK_POINTERS": "1",
-    "NCCL_DEBUG": "TRACE",
-    "UCX_NET_DEVICES": "mlx4_0:1",
-    "CUDA_LAUNCH_BLOCKING": "1",
-    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
-}
+def written(text: str) -> dict[str, str]:
+    return dict(setting.split("=", 1) for setting in text.split())
 
 
-@pytest.mark.parametrize(("name", "value"), HURTS.items())
-def test_what_hurts_on_two_nodes_with_a_fabric_is_an_error_of_the_environment(name: str, value: str) -> None:
+# LL128: without Simple.
+HURTS = written("""
+NCCL_ALGO=Ring NCCL_PROTO=LL128 NCCL_NVLS_ENABLE=0 NCCL_MNNVL_ENABLE=0 NCCL_P2P_DISABLE=1 NCCL_P2P_LEVEL=LOC
+NCCL_SHM_DISABLE=1 NCCL_IB_DISABLE=1 NCCL_NET=Socket NCCL_NET_GDR_LEVEL=LOC NCCL_NET_GDR_READ=0 NCCL_IB_HCA==mlx4_0
+NCCL_IB_GID_INDEX=3 NCCL_IB_TIMEOUT=0 NCCL_IB_PCI_RELAXED_ORDERING=0 NCCL_SOCKET_IFNAME=enp9 NCCL_PXN_DISABLE=1
+NCCL_TOPO_FILE=/nonexistent/ndv5-topo.xml NCCL_BUFFSIZE=65536 NCCL_NTHREADS=64 NCCL_MAX_NCHANNELS=1 NCCL_MAX_CTAS=2
+NCCL_CHECK_POINTERS=1 NCCL_DEBUG=TRACE UCX_NET_DEVICES=mlx4_0:1 CUDA_LAUNCH_BLOCKING=1
+TORCH_DISTRIBUTED_DEBUG=DETAIL
+""")
+
+
+@of_each("case", list(HURTS.items()))
+def test_what_hurts_on_two_nodes_with_a_fabric_is_an_error_of_the_environment(case: tuple[Any, ...]) -> None:
+    name, value = case
     found = judge(Setting(name=name, value=value, origin="/etc/nccl.conf"), TWO_NODES, "gpu-00")
     assert found is not None
     assert (found.kind, found.gpu.host, found.code) == ("environment", "gpu-00", name.lower())
@@ -69,92 +55,33 @@ def test_what_hurts_on_two_nodes_with_a_fabric_is_an_error_of_the_environment(na
     assert found.remedy
 
 
-FINE = {
-    "NCCL_IB_HCA": "=mlx5_0:1,mlx5_3",
-    "NCCL_SOCKET_IFNAME": "ib",
-    "NCCL_NET": "IB",
-    "NCCL_NET_PLUGIN": "ofi",
-    "NCCL_CROSS_NIC": "0",
-    "NCCL_SOCKET_NTHREADS": "4",
-    "NCCL_NSOCKS_PERTHREAD": "4",
-    "NCCL_IB_TC": "106",
-    "NCCL_IB_SL": "1",
-    "NCCL_COLLNET_ENABLE": "1",
-    "NCCL_P2P_DISABLE": "0",
-    "NCCL_IB_DISABLE": "0",
-    "NCCL_IB_RETRY_CNT": "7",
-    "NCCL_IB_GID_INDEX": "-1",
-    "UCX_NET_DEVICES": "mlx5_0:1,mlx5_1:1",
-    "UCX_TLS": "rc,self",
-    "UCX_LOG_LEVEL": "warn",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "8",
-    "CUDA_LAUNCH_BLOCKING": "0",
-    "OMP_NUM_THREADS": "8",
-    "TORCH_DISTRIBUTED_DEBUG": "INFO",
-    "NCCL_SOMETHING_NEW": "1",
-}
-NOTED = {
-    "NCCL_DEBUG": "INFO",
-    "NCCL_IB_TIMEOUT": "22",
-    "NCCL_IB_QPS_PER_CONNECTION": "4",
-    "NCCL_IB_PCI_RELAXED_ORDERING": "1",
-    "NCCL_NET_GDR_LEVEL": "SYS",
-    "NCCL_PROTO": "^LL128",
-    "NCCL_CUMEM_ENABLE": "0",
-    "NCCL_NET_PLUGIN": "none",
-    "NCCL_DMABUF_ENABLE": "0",
-    "NCCL_MIN_NCHANNELS": "32",
-    "NCCL_ASYNC_ERROR_HANDLING": "1",
-    "NCCL_BLOCKING_WAIT": "1",
-    "NCCL_IB_CUDA_SUPPORT": "1",
-    "NCCL_TREE_THRESHOLD": "0",
-    "NCCL_WIN_ENABLE": "0",
-    "NCCL_NVLS_ENABLE": "1",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    "UCX_LOG_LEVEL": "debug",
-}
+NEEDS_OTHERS = """
+NCCL_NVLS_ENABLE NCCL_P2P_DISABLE NCCL_SHM_DISABLE NCCL_IB_DISABLE NCCL_NET_GDR_READ NCCL_ALGO NCCL_PXN_DISABLE
+NCCL_MAX_CTAS NCCL_P2P_LEVEL NCCL_NET_GDR_LEVEL"""
+FINE = written("""
+NCCL_IB_HCA==mlx5_0:1,mlx5_3 NCCL_SOCKET_IFNAME=ib NCCL_NET=IB NCCL_NET_PLUGIN=ofi NCCL_CROSS_NIC=0
+NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4 NCCL_IB_TC=106 NCCL_IB_SL=1 NCCL_COLLNET_ENABLE=1 NCCL_P2P_DISABLE=0
+NCCL_IB_DISABLE=0 NCCL_IB_RETRY_CNT=7 NCCL_IB_GID_INDEX=-1 UCX_NET_DEVICES=mlx5_0:1,mlx5_1:1 UCX_TLS=rc,self
+UCX_LOG_LEVEL=warn CUDA_DEVICE_MAX_CONNECTIONS=8 CUDA_LAUNCH_BLOCKING=0 OMP_NUM_THREADS=8
+TORCH_DISTRIBUTED_DEBUG=INFO NCCL_SOMETHING_NEW=1
+""")
+NOTED = written("""
+NCCL_DEBUG=INFO NCCL_IB_TIMEOUT=22 NCCL_IB_QPS_PER_CONNECTION=4 NCCL_IB_PCI_RELAXED_ORDERING=1
+NCCL_NET_GDR_LEVEL=SYS NCCL_PROTO=^LL128 NCCL_CUMEM_ENABLE=0 NCCL_NET_PLUGIN=none NCCL_DMABUF_ENABLE=0
+NCCL_MIN_NCHANNELS=32 NCCL_ASYNC_ERROR_HANDLING=1 NCCL_BLOCKING_WAIT=1 NCCL_IB_CUDA_SUPPORT=1 NCCL_TREE_THRESHOLD=0
+NCCL_WIN_ENABLE=0 NCCL_NVLS_ENABLE=1 CUDA_DEVICE_MAX_CONNECTIONS=1 UCX_LOG_LEVEL=debug
+""")
 
 
-USUAL = {
-    # Of a cluster with InfiniBand, in its users' start files and its images.
-    "NCCL_DEBUG": "WARN",
-    "NCCL_IB_HCA": "mlx5",
-    "NCCL_SOCKET_IFNAME": "^docker,lo",
-    "NCCL_IB_QPS_PER_CONNECTION": "4",
-    "NCCL_VERSION": "2.27.7",
-    "UCX_TLS": "ud,self,sm",
-    "UCX_NET_DEVICES": "mlx5_0:1",
-    "OMP_NUM_THREADS": "1",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-}
+# Of a cluster with InfiniBand, in its users' start files and its images.
+USUAL = written("""
+NCCL_DEBUG=WARN NCCL_IB_HCA=mlx5 NCCL_SOCKET_IFNAME=^docker,lo NCCL_IB_QPS_PER_CONNECTION=4 NCCL_VERSION=2.27.7
+UCX_TLS=ud,self,sm UCX_NET_DEVICES=mlx5_0:1 OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1
+""")
 
 
-@pytest.mark.parametrize(("name", "value"), USUAL.items())
-def test_usual_settings_of_a_good_cluster_are_no_error(name: str, value: str) -> None:
-    assert kind(name, value) in (None, "note")
-
-
-@pytest.mark.parametrize(("name", "value"), FINE.items())
-def test_what_tells_nccl_of_the_system_is_nothing_to_talk_about(name: str, value: str) -> None:
-    assert kind(name, value) is None
-
-
-@pytest.mark.parametrize(("name", "value"), NOTED.items())
-def test_what_helps_here_and_hurts_there_is_a_note(name: str, value: str) -> None:
-    assert kind(name, value) == "note"
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["NCCL_NVLS_ENABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_NET_GDR_READ", "NCCL_ALGO",
-     "NCCL_PXN_DISABLE", "NCCL_MAX_CTAS", "NCCL_P2P_LEVEL", "NCCL_NET_GDR_LEVEL"],
-)  # fmt: skip
-def test_what_needs_other_gpus_or_nodes_to_hurt_does_not_hurt_one_gpu(name: str) -> None:
-    assert kind(name, HURTS[name], ONE_GPU) != "environment"
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "changes", "expected"),
+@of_each(
+    "case",
     [
         ("NCCL_ALGO", "Ring", {"nnodes": 1, "nvls": False}, "note"),
         ("NCCL_ALGO", "Ring", {"nnodes": 1}, "environment"),
@@ -179,9 +106,21 @@ def test_what_needs_other_gpus_or_nodes_to_hurt_does_not_hurt_one_gpu(name: str)
         ("UCX_NET_DEVICES", "eth0", {}, None),
         ("UCX_NET_DEVICES", "all", {}, None),
     ],
-)  # fmt: skip
-def test_where_it_is_set_decides(name: str, value: str, changes: dict[str, Any], expected: str | None) -> None:
+)
+def test_where_it_is_set_decides(case: tuple[Any, ...]) -> None:
+    name, value, changes, expected = case
     assert kind(name, value, **changes) == expected
+
+
+def test_what_is_usual_helps_or_tells_nccl_of_the_system_is_no_error() -> None:
+    assert {name: kind(name, value) for name, value in FINE.items()} == dict.fromkeys(FINE)
+    assert {name: kind(name, value) for name, value in NOTED.items()} == dict.fromkeys(NOTED, "note")
+    assert "environment" not in {kind(name, value) for name, value in USUAL.items()}
+
+
+@of_each("name", NEEDS_OTHERS.split())
+def test_what_needs_other_gpus_or_nodes_to_hurt_does_not_hurt_one_gpu(name: str) -> None:
+    assert kind(name, HURTS[name], ONE_GPU) != "environment"
 
 
 def test_a_topology_file_that_is_there_is_a_note(tmp_path: Path) -> None:
@@ -192,7 +131,7 @@ def test_a_topology_file_that_is_there_is_a_note(tmp_path: Path) -> None:
 def test_a_blank_before_the_equals_sign_is_a_setting_without_effect() -> None:
     found = judge(Setting(name="NCCL_P2P_DISABLE ", value="1", origin="/etc/nccl.conf"), TWO_NODES, "gpu-00")
     assert found is not None
-    assert (found.kind, found.remedy) == ("note", "write NCCL_P2P_DISABLE= without a blank in /etc/nccl.conf")
+    assert (found.kind, in_order(found.remedy, "NCCL_P2P_DISABLE= /etc/nccl.conf")) == ("note", True)
 
 
 def test_every_rule_is_tried_here() -> None:
@@ -205,3 +144,14 @@ def test_every_rule_is_tried_here() -> None:
     }
     for name in ("NCCL_P2P_DIRECT_DISABLE", "NCCL_IB_SPLIT_DATA_ON_QPS", "NCCL_GRAPH_FILE", "NCCL_LAUNCH_MODE"):
         assert kind(name, "1") == "note"
+
+
+def test_every_rule_has_a_source_and_the_page_for_operators_has_it() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "fabric.md").read_text(encoding="utf-8")
+    documented = {row.split("`")[1]: row for row in page.splitlines() if row.startswith("| `") and row[3:7].isupper()}
+    assert set(documented) == set(RULES)
+    for name, rule in RULES.items():
+        assert rule.does in documented[name], name
+        assert rule.name == name
+        assert rule.source, name
+        assert rule.remedy, name

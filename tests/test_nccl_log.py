@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import tempfile
 from pathlib import Path
 
 import pytest
+from complaints import in_order
 
-from pytest_gpucluster import activation, nccl_log
+from pytest_gpucluster import nccl_log
 from pytest_gpucluster.nccl_log import SUBSYSTEMS, NcclLog, prepare
 
 P2P = "node-a:7:8 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM\n"
@@ -48,15 +50,7 @@ def test_nccl_logs_to_a_private_file_for_each_process(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_session_prepares_the_log_before_anybody_can_use_nccl(monkeypatch):
-    environment = {}
-    monkeypatch.setattr(os, "environ", environment)
-    activation.prepare_environment()
-    assert environment["NCCL_DEBUG"] == "INFO"
-    assert NcclLog.of(environment, pid=1).path is not None
-
-
-def test_two_runs_have_different_folders_and_a_second_call_changes_nothing():
+def test_two_runs_have_different_folders_and_what_an_operator_has_set_stays():
     one, other = {}, {}
     prepare(one)
     prepare(other)
@@ -64,6 +58,17 @@ def test_two_runs_have_different_folders_and_a_second_call_changes_nothing():
     before = dict(one)
     prepare(one)
     assert one == before
+    for theirs in (
+        {"NCCL_DEBUG": "WARN"},
+        {"NCCL_DEBUG_FILE": "/scratch/%h.%p"},
+        {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "ALL"},
+    ):
+        environment = dict(theirs)
+        prepare(environment)
+        assert environment == theirs
+    environment = {"NCCL_DEBUG_SUBSYS": "INIT"}
+    prepare(environment)
+    assert (environment["NCCL_DEBUG_SUBSYS"], environment["NCCL_DEBUG"]) == ("INIT", "INFO"), "the rest is added"
 
 
 def test_a_folder_that_somebody_else_has_put_there_is_refused(monkeypatch, tmp_path):
@@ -73,26 +78,8 @@ def test_a_folder_that_somebody_else_has_put_there_is_refused(monkeypatch, tmp_p
     log = NcclLog.of(environment, pid=1)
     (tmp_path / "elsewhere").mkdir()
     log.path.parent.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(PermissionError, match="belongs to somebody else"):
+    with pytest.raises(PermissionError, match="somebody else"):
         log.open()
-
-
-@pytest.mark.parametrize(
-    "set_before",
-    [{"NCCL_DEBUG": "WARN"}, {"NCCL_DEBUG_FILE": "/scratch/%h.%p"}, {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "ALL"}],
-    ids=["level", "file", "level and subsystems"],
-)
-def test_what_an_operator_has_set_stays(set_before):
-    environment = dict(set_before)
-    prepare(environment)
-    assert environment == set_before
-
-
-def test_subsystems_that_an_operator_has_set_stay_and_the_rest_is_added():
-    environment = {"NCCL_DEBUG_SUBSYS": "INIT"}
-    prepare(environment)
-    assert environment["NCCL_DEBUG_SUBSYS"] == "INIT"
-    assert environment["NCCL_DEBUG"] == "INFO"
 
 
 @pytest.mark.parametrize(
@@ -127,10 +114,6 @@ def test_an_operators_own_file_is_read_and_left_where_it_is(tmp_path):
     assert log.path.exists()
 
 
-def test_a_log_that_was_never_written_is_unknown(log):
-    assert log.choice(WORLD, rest=True).unknown == f"NCCL has written no log to {log.path}"
-
-
 def test_what_is_written_while_a_group_is_used_is_that_groups(log):
     with log.reading(WORLD):
         write(log, IB)
@@ -154,17 +137,6 @@ def test_what_is_written_outside_belongs_to_the_group_of_all_ranks(log):
     assert log.choice(NODE).transports == ("P2P",)
 
 
-def test_a_group_that_fails_while_it_is_read_keeps_what_was_written(log):
-    def fail():
-        with log.reading(NODE):
-            write(log, P2P)
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        fail()
-    assert log.choice(NODE).transports == ("P2P",)
-
-
 def test_groups_that_are_gone_say_nothing_about_their_successors(log):
     write(log, IB)
     with log.reading(NODE):
@@ -176,28 +148,16 @@ def test_groups_that_are_gone_say_nothing_about_their_successors(log):
     assert log.choice(WORLD, rest=True).transports == ()
 
 
-def test_a_line_that_is_only_half_written_does_no_harm(log):
+def test_half_a_line_bytes_that_are_no_text_and_a_failure_do_no_harm(log):
+    assert in_order(log.choice(WORLD, rest=True).unknown, f"NCCL {log.path}")
     with log.reading(NODE):
-        write(log, P2P + IB[:30])
+        log.path.write_bytes(b"\xff\xfe\0" + (P2P + IB[:30]).encode())
     write(log, IB[30:])
     assert log.choice(NODE).transports == ("P2P",)
-
-
-def test_a_log_that_somebody_has_cut_short_is_read_to_its_end(log, tmp_path):
-    with log.reading(NODE):
-        write(log, P2P + IB)
-        os.truncate(log.path, len(P2P))
-        write(log, "")
-    log._parts = [(NODE, 0, len(P2P + IB))]
-    assert log.choice(NODE).transports == ("P2P",)
-    log.keep(tmp_path / "kept.log")
-    assert (tmp_path / "kept.log").read_text() == P2P
-
-
-def test_bytes_that_are_no_text_do_no_harm(log):
-    with log.reading(NODE):
-        log.path.write_bytes(b"\xff\xfe\0" + P2P.encode())
-    assert log.choice(NODE).transports == ("P2P",)
+    with contextlib.suppress(RuntimeError), log.reading((0,)):
+        write(log, SHM)
+        raise RuntimeError
+    assert log.choice((0,)).transports == ("SHM",)
 
 
 def test_the_kept_copy_has_each_line_once_and_a_bounded_size(log, tmp_path):
@@ -206,7 +166,8 @@ def test_the_kept_copy_has_each_line_once_and_a_bounded_size(log, tmp_path):
     log.keep(tmp_path / "kept.log")
     kept = (tmp_path / "kept.log").read_text().splitlines(keepends=True)
     assert kept[:3] == [P2P, chosen.format(0), SHM]
-    assert kept[3:] == [f"(999 lines left out here: repeated, or beyond {nccl_log.MOST_BYTES} bytes)\n"]
+    [left_out] = kept[3:]
+    assert in_order(left_out, f"(999 lines {nccl_log.MOST_BYTES} bytes)")
     write(log, "".join(f"line {number}\n" for number in range(10_000)))
     log.keep(tmp_path / "short.log", most_bytes=1000)
     assert os.path.getsize(tmp_path / "short.log") < 1100
@@ -217,13 +178,11 @@ def test_why_a_network_was_not_taken_is_told_for_every_group_wherever_it_stands(
         write(log, "node-a:1:2 [0] NCCL INFO NET/IB : No device found.\n")
     with log.reading(NODE):
         write(log, P2P)
-    assert [reason.text for reason in log.choice(NODE).reasons] == ["NCCL has found no InfiniBand device"]
+    [no_device] = [reason.text for reason in log.choice(NODE).reasons]
+    assert "InfiniBand device" in no_device
     write(log, "node-a:1:2 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.4<0>\n")
     log.begin_again()
-    assert [reason.text for reason in log.choice(WORLD).reasons] == [
-        "NCCL has found no InfiniBand device",
-        "sockets go over eth0",
-    ]
+    assert [reason.text for reason in log.choice(WORLD).reasons] == [no_device, "sockets go over eth0"]
 
 
 def test_what_this_suite_has_set_is_known_from_what_an_operator_has_set():

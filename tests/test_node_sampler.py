@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -109,10 +109,11 @@ def mute() -> Iterator[Mute]:
 # ---- what a rank is told
 
 
-def test_a_window_tells_what_the_gpu_did_in_it(start: Start) -> None:
-    link = patient(start({GPU: VALUES}))
-    with link.window() as window:
+def test_a_window_tells_each_rank_what_its_own_gpu_did_in_it(start: Start) -> None:
+    sampler = start({GPU: VALUES, OTHER: {**VALUES, "clock.sm": 1200}})
+    with patient(sampler, OTHER).window() as beside, patient(sampler).window() as window:
         pass
+    assert beside.summary()["sm_clock_mhz"][1] == 1200
     told = window.summary()
     assert told["sm_clock_mhz"] == [1755, 1755, 1755]
     assert told["power_watts"] == [698.2, 698.2, 698.2]
@@ -122,24 +123,6 @@ def test_a_window_tells_what_the_gpu_did_in_it(start: Start) -> None:
     assert json.loads(json.dumps(told)) == told
 
 
-def test_each_rank_is_told_of_its_own_gpu(start: Start) -> None:
-    sampler = start({GPU: VALUES, OTHER: {**VALUES, "clock.sm": 1200}})
-    clocks = []
-    for uuid in (GPU, OTHER):
-        with patient(sampler, uuid).window() as window:
-            pass
-        clocks.append(window.summary()["sm_clock_mhz"][1])
-    assert clocks == [1755, 1200]
-
-
-def test_a_window_that_is_entered_again_adds_up(start: Start) -> None:
-    window = patient(start({GPU: VALUES}), interval_seconds=60.0).window()
-    for _ in range(3):
-        with window:
-            pass
-    assert window.summary()["samples"] == 3
-
-
 def test_windows_can_lie_inside_each_other(start: Start) -> None:
     link = patient(start({GPU: VALUES}), interval_seconds=60.0)
     with link.window() as outer:
@@ -147,41 +130,14 @@ def test_windows_can_lie_inside_each_other(start: Start) -> None:
             with link.window() as inner:
                 pass
     assert (outer.summary()["samples"], inner.summary()["samples"]) == (2, 1)
-
-
-def test_windows_of_many_threads_each_have_their_own_answer(start: Start) -> None:
-    link = patient(start({GPU: VALUES}))
-    told: list[dict[str, Any]] = []
-
-    def measure() -> None:
-        for _ in range(10):
-            with link.window() as window:
-                pass
-            told.append(window.summary())
-
-    threads = [threading.Thread(target=measure) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE)
-    assert len(told) == 40
-    assert all(each["samples"] >= 1 and each["not_available"] == {} for each in told)
-
-
-def test_an_error_in_the_measurement_passes_through(start: Start) -> None:
-    link = patient(start({GPU: VALUES}))
-    with pytest.raises(ZeroDivisionError), link.window() as window:
+    with pytest.raises(ZeroDivisionError), inner:
         _ = 1 / 0
-    assert window.summary()["samples"] >= 1
+    assert inner.summary()["samples"] == 2, "one that is entered again adds up, and hides no error"
 
 
 def test_a_window_is_not_entered_while_it_is_open(start: Start) -> None:
     with patient(start({GPU: VALUES})).window() as window, pytest.raises(RuntimeError, match="open already"):
         window.__enter__()
-
-
-def test_a_window_that_was_never_opened_says_so() -> None:
-    assert missing(linked("nobody", GPU).window().summary()) == {"the window was never opened"}
 
 
 def test_windows_that_nobody_holds_any_more_are_forgotten(mute: Mute) -> None:
@@ -214,13 +170,13 @@ def test_on_cpu_windows_do_nothing() -> None:
 def test_without_nvml_a_window_says_why(start: Start) -> None:
     with patient(start(None)).window() as window:
         pass
-    assert missing(window.summary()) == {f"NVML is not available: {fake_sampler.NO_NVML}"}
+    assert [why.endswith(fake_sampler.NO_NVML) for why in missing(window.summary())] == [True]
 
 
 def test_a_gpu_that_nvml_does_not_know_is_lost_and_named(start: Start) -> None:
     with patient(start({OTHER: VALUES})).window() as window:
         pass
-    assert window.summary()["lost"] == "the GPU is lost: it has fallen off the bus or is inaccessible"
+    assert window.summary()["lost"].startswith("the GPU is lost")
 
 
 def test_nvml_that_hangs_is_named_on_every_rank_and_keeps_none_waiting(start: Start) -> None:
@@ -230,23 +186,25 @@ def test_nvml_that_hangs_is_named_on_every_rank_and_keeps_none_waiting(start: St
         pass
     told = window.summary()
     assert told["sm_clock_mhz"] == [1755, 1755, 1755]
-    assert told["not_available"]["power_watts"].startswith("NVML has not answered for ")
+    assert told["not_available"]["power_watts"].startswith("NVML ")
     with patient(sampler, OTHER).window() as beside:
         pass
     (why,) = missing(beside.summary())
-    assert why == f"not asked: NVML does not answer for power_watts of {GPU}"
+    assert re.match(f"not asked: .* power_watts of {GPU}$", why)
 
 
-def test_a_node_without_a_sampler_says_why() -> None:
-    with linked(None, GPU, why_not="the node's sampler could not be started: no more processes").window() as window:
-        pass
-    assert missing(window.summary()) == {"the node's sampler could not be started: no more processes"}
-
-
-def test_an_address_where_nobody_listens_is_no_obstacle() -> None:
-    with linked("gpucluster-nobody", GPU).window() as window:
-        pass
-    assert missing(window.summary()) == {"the node's sampler cannot be reached: Connection refused"}
+def test_without_a_sampler_or_an_opened_window_or_after_the_end_it_says_why(start: Start) -> None:
+    closed = patient(start({GPU: VALUES}))
+    closed.close()
+    for link, expected in (
+        (linked(None, GPU, why_not="it could not be started: no more processes"), ": no more processes"),
+        (linked("gpucluster-nobody", GPU), ": Connection refused"),
+        (closed, " closed"),
+    ):
+        with link.window() as window:
+            pass
+        assert [why.endswith(expected) for why in missing(window.summary())] == [True]
+    assert ["never opened" in why for why in missing(linked("nobody", GPU).window().summary())] == [True]
 
 
 def test_a_sampler_that_is_killed_leaves_what_it_had_told_before(start: Start) -> None:
@@ -262,7 +220,7 @@ def test_a_sampler_that_is_killed_leaves_what_it_had_told_before(start: Start) -
     told = window.summary()
     assert told["sm_clock_mhz"] == before["sm_clock_mhz"]
     assert told["seconds"] >= before["seconds"]
-    assert all("the node's sampler has ended" in why for why in missing(told))
+    assert all("has ended" in why for why in missing(told))
     with link.window() as later:
         pass
     assert all("the node's sampler" in why for why in missing(later.summary()))
@@ -277,7 +235,7 @@ def test_a_sampler_that_is_stopped_keeps_nobody_waiting(start: Start) -> None:
     link._answer_seconds = 0.01
     with link.window() as window:
         pass
-    assert missing(window.summary()) == {"the node's sampler does not answer: no answer within 0.01 s"}
+    assert [why.endswith("0.01 s") for why in missing(window.summary())] == [True]
     os.kill(sampler.pid, signal.SIGCONT)
     link._answer_seconds, link._is_silent = DEADLINE, False
     with link.window() as after:
@@ -304,9 +262,9 @@ def test_a_sampler_that_takes_nothing_is_not_waited_for(mute: Mute) -> None:
         window.__enter__()
         if link._unopened:
             break
-    assert set(link._unopened.values()) == {"the node's sampler takes no messages"}
+    assert [why.endswith("takes no messages") for why in set(link._unopened.values())] == [True]
     window.__exit__(None, None, None)
-    assert missing(window.summary()) == {"the node's sampler takes no messages"}
+    assert [why.endswith("takes no messages") for why in missing(window.summary())] == [True]
 
 
 @pytest.mark.parametrize(
@@ -334,15 +292,7 @@ def test_a_process_that_was_forked_from_the_rank_says_nothing_in_its_name(start:
     link._owner = -1  # as in a forked child, which has the same objects and another process id
     with link.window() as window:
         pass
-    assert missing(window.summary()) == {"this process was forked from the rank, which alone is watched"}
-
-
-def test_a_closed_link_says_so(start: Start) -> None:
-    link = patient(start({GPU: VALUES}))
-    link.close()
-    with link.window() as window:
-        pass
-    assert missing(window.summary()) == {"the sampler is closed"}
+    assert ["forked" in why for why in missing(window.summary())] == [True]
 
 
 # ---- the process, for who has started it
@@ -353,13 +303,3 @@ def test_nothing_of_it_is_left_when_it_is_closed(start: Start) -> None:
     sampler.close()
     assert not Path(f"/proc/{sampler.pid}").exists()
     assert sampler.address not in Path("/proc/net/unix").read_text()
-
-
-def test_no_process_is_an_oserror(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_sampler, "COMMAND", ("/no/such/program",))
-    with pytest.raises(OSError, match="No such file"):
-        node_sampler.start()
-
-
-def test_two_samplers_do_not_share_an_address(start: Start) -> None:
-    assert start({GPU: VALUES}).address != start({GPU: VALUES}).address

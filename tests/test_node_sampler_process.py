@@ -15,6 +15,7 @@ from textwrap import dedent
 
 import fake_sampler
 import pytest
+from each import of_each
 
 from pytest_gpucluster import light_process, node_sampler, node_sampler_process
 from pytest_gpucluster.node_sampler import Link, NodeSampler
@@ -39,17 +40,13 @@ def answers(sampler: NodeSampler) -> bool:
     return window.summary().get("sm_clock_mhz") == [1755, 1755, 1755]
 
 
-def test_it_outlives_what_launchers_send_to_everything(sampler: NodeSampler) -> None:
-    assert answers(sampler)
-    for number in light_process.SHIELDED:
-        os.kill(sampler.pid, number)
-    assert answers(sampler)
-
-
-def test_it_is_in_a_session_of_its_own_and_has_no_torch(sampler: NodeSampler) -> None:
+def test_it_has_its_own_session_and_no_torch_and_outlives_what_launchers_send(sampler: NodeSampler) -> None:
     assert answers(sampler)
     assert os.getsid(sampler.pid) == sampler.pid
     assert "torch" not in Path(f"/proc/{sampler.pid}/maps").read_text()
+    for number in light_process.SHIELDED:
+        os.kill(sampler.pid, number)
+    assert answers(sampler)
 
 
 def test_it_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
@@ -93,16 +90,16 @@ def test_a_rank_that_leaves_takes_its_windows_with_it(sampler: NodeSampler) -> N
     assert answers(sampler)
 
 
-@pytest.mark.parametrize(
-    "packet",
-    [
-        pytest.param(b"no JSON", id="no JSON"),
-        pytest.param(b"[1]", id="no object"),
-        pytest.param(b'{"open": 1, "at": 0, "forget": []}', id="a window of no GPU"),
-        pytest.param(b'{"close": 7, "at": 0, "request": 1}', id="a window that was never opened"),
-        pytest.param(b'{"gpu": "GPU-2", "interval": -1}', id="an interval that is none"),
-    ],
-)
+NO_MESSAGES = {
+    "an interval that is none, of the first rank": b'{"gpu": "GPU-2", "interval": -1}',
+    "no JSON": b"no JSON",
+    "no object": b"[1]",
+    "a window of no GPU": b'{"open": 1, "at": 0, "forget": []}',
+    "a window that was never opened": b'{"close": 7, "at": 0, "request": 1}',
+}
+
+
+@of_each("packet", list(NO_MESSAGES.values()))
 def test_what_no_rank_says_ends_only_its_own_connection(sampler: NodeSampler, packet: bytes) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
         channel.settimeout(DEADLINE)

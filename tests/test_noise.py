@@ -13,11 +13,13 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 import pytest
+from each import of_each
 from sessions import DEADLINE_SECONDS, environment
 
 from pytest_gpucluster import hardware, thresholds, workload_file
@@ -97,15 +99,11 @@ def repeated(tmp_path: Path, *, share: float, speed: float = 1.0, sampling: Samp
     return found
 
 
-@pytest.mark.parametrize("share", [0.0, 0.05, 0.1, 0.2, 0.3])
-def test_stalls_flip_no_verdict_at_80_percent(share: float, tmp_path: Path) -> None:
+@of_each("share", [0.0, 0.1, 0.3])
+def test_stalls_flip_no_verdict_at_80_percent_and_what_does_70_percent_is_refused(share: float, tmp_path: Path) -> None:
     found = repeated(tmp_path, share=share)
     assert Counter(judged.status for judged in found) == {"passed": REPEATS}
     assert {judged.stopped.by for judged in found if judged.stopped is not None} == {"interval"}
-
-
-@pytest.mark.parametrize("share", [0.0, 0.05, 0.1, 0.3])
-def test_what_does_70_percent_is_refused_in_every_repeat(share: float, tmp_path: Path) -> None:
     found = repeated(tmp_path, share=share, speed=0.7)
     assert Counter(judged.status for judged in found) == {"failed": REPEATS}
 
@@ -145,20 +143,49 @@ def of(value: float, outcome: str) -> noise.Found:
 
 
 @pytest.mark.parametrize(
-    ("found", "right", "refused", "wrong"),
+    ("values", "outcomes", "right", "wrong"),
     [
-        ([of(99, "passed"), of(95, "passed"), of(90, "passed")], "accepted", 0, 0),
-        ([of(99, "passed"), of(95, "failed"), of(90, "passed")], "accepted", 1, 1),
-        ([of(60, "failed"), of(50, "failed"), of(55, "failed")], "refused: truly slower", 3, 0),
-        ([of(60, "failed"), of(85, "passed"), of(55, "failed")], "refused: truly slower", 2, 1),
+        ((99, 95, 90), "ppp", "accepted", 0),
+        ((99, 95, 90), "pfp", "accepted", 1),
+        ((60, 50, 55), "fff", "refused: truly slower", 0),
+        ((60, 85, 55), "fpf", "refused: truly slower", 1),
     ],
     ids=["all passed", "one flipped", "truly slower", "accepted though slower"],
 )
 def test_a_verdict_is_wrong_where_the_median_of_the_repeats_says_otherwise(
-    found: list[noise.Found], right: str, refused: int, wrong: int
+    values: Sequence[float],
+    outcomes: str,
+    right: str,
+    wrong: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    told = noise.verdicts(found, quiet=100.0)
-    assert (told.right, told.refused, told.wrong, told.repeats) == (right, refused, wrong, 3)
+    """The whole program, over sessions that are made up: quiet ones of 100, then the repeats."""
+    made = [of(100, "passed")] * noise.QUIET
+    made += [of(value, {"p": "passed", "f": "failed"}[one]) for value, one in zip(values, outcomes, strict=True)]
+    sessions, limits = iter(made), []
+
+    def measured(names: Sequence[str], folder: Path, file: Path | None, workload: object) -> dict[str, noise.Found]:
+        limits.append(file and re.findall(r"min: (\S+)", file.read_text()))
+        return {name: next(sessions) for name in names}
+
+    monkeypatch.setattr(noise, "measured", measured)
+    code = noise.main(["--only", "matmul", "--repeats", "3", "--kind", "light"])
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()]
+    refused = outcomes.count("f")
+    assert limits == [None] * noise.QUIET + [["80"]] * 3
+    [told] = [row for row in rows if row[0] == "matmul"]
+    assert told[1:3] + told[4:] == ["light", "3", str(refused), right, str(wrong)]
+    assert code == bool(refused)
+
+
+def test_a_machine_that_is_not_quiet_shows_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unsure = dataclasses.replace(of(100, "passed"), inconclusive="too wide")
+    monkeypatch.setattr(noise, "measured", lambda names, *_: dict.fromkeys(names, unsure))
+    assert noise.main(["--only", "hbm", "--repeats", "1"]) == 1
+    assert "NOT QUIET" in capsys.readouterr().out
 
 
 def test_one_session_measures_all_criteria_of_as_many_ranks() -> None:
@@ -176,6 +203,7 @@ def test_beside_ranks_that_have_all_cores_no_process_takes_a_core_for_itself() -
     assert noise.by_kind(names, 1, "bursts", cores=2) == [("bursts", names)]
 
 
+@pytest.mark.extended
 def test_the_program_runs_real_sessions_on_two_ranks_and_says_what_it_found() -> None:
     command = [sys.executable, str(PERF / "noise.py"), "--only", "all-reduce", "--repeats", "2"]
     command += ["--workload", "nccl.all_reduce.tolerance=300 %"]  # a test asks for no quiet machine

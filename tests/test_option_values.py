@@ -12,21 +12,11 @@ def test_seconds_are_a_positive_finite_number(text: str) -> None:
         positive_seconds(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        pytest.param("", Timeouts(), id="nothing changes nothing"),
-        pytest.param("grace=2", Timeouts(grace=2.0), id="one"),
-        pytest.param(" grace=2 , join=900 ,", Timeouts(grace=2.0, join=900.0), id="two, with spaces"),
-        pytest.param(
-            "join=1,grace=2,stuck=3,dead=4,unresponsive=5,terminate=6.5",
-            Timeouts(join=1.0, grace=2.0, stuck=3.0, dead=4.0, unresponsive=5.0, terminate=6.5),
-            id="all",
-        ),
-    ],
-)
-def test_timeouts_are_read_by_name(text: str, expected: Timeouts) -> None:
-    assert Timeouts.parse(text) == expected
+def test_timeouts_are_read_by_name() -> None:
+    assert Timeouts.parse("") == Timeouts()
+    assert Timeouts.parse(" grace=2 , join=900 ,") == Timeouts(grace=2.0, join=900.0)
+    every = {"join": 1.0, "grace": 2.0, "stuck": 3.0, "dead": 4.0, "unresponsive": 5.0, "terminate": 6.5}
+    assert Timeouts.parse(",".join(f"{name}={seconds}" for name, seconds in every.items())) == Timeouts(**every)
 
 
 @pytest.mark.parametrize(
@@ -46,24 +36,16 @@ def test_wrong_timeouts_are_refused(text: str, message: str) -> None:
     assert str(caught.value).startswith(message)
 
 
-@pytest.mark.parametrize("text", ["yes", "Yes", " true ", "on", "1"])
-def test_yes(text: str) -> None:
-    assert yes_or_no(text) is True
-
-
-@pytest.mark.parametrize("text", ["no", "No", "false", "off", "0"])
-def test_no(text: str) -> None:
-    assert yes_or_no(text) is False
-
-
-@pytest.mark.parametrize("text", ["", "maybe", "acceptance/", "y"])
-def test_neither_yes_nor_no_is_refused(text: str) -> None:
-    with pytest.raises(OptionError, match="is neither yes nor no; write =yes behind the option"):
-        yes_or_no(text)
+def test_yes_and_no() -> None:
+    assert [yes_or_no(text) for text in ("yes", "Yes", " true ", "on", "1")] == [True] * 5
+    assert [yes_or_no(text) for text in ("no", "No", "false", "off", "0")] == [False] * 5
+    for text in ("", "maybe", "acceptance/", "y"):
+        with pytest.raises(OptionError, match="write =yes"):
+            yes_or_no(text)
 
 
 def test_words_and_names() -> None:
     assert one_of("a", "b")("b") == "b"
-    with pytest.raises(OptionError, match="'c' is not allowed; choose one of: a, b"):
+    with pytest.raises(OptionError, match=r"'c' .*: a, b"):
         one_of("a", "b")("c")
     assert names(" a,, b ") == ("a", "b")

@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from complaints import in_order
 
 from pytest_gpucluster.peer_memory import PeerMemory, read
 
@@ -26,13 +27,10 @@ def test_a_loaded_module_is_a_way(tmp_path: Path, module: str) -> None:
     assert str(found) == f"module {module}"
 
 
-def test_the_open_driver_on_a_new_kernel_is_a_way() -> None:
-    assert str(PeerMemory(module="", why_no_dma_buf="")) == "DMA-BUF"
-
-
 @pytest.mark.parametrize("release", ["5.12.0", "5.15.0-1063-nvidia", "6.1"])
 def test_a_kernel_with_dma_buf_needs_no_module(tmp_path: Path, release: str) -> None:
     assert look(tmp_path, release=release) == PeerMemory(module="", why_no_dma_buf="")
+    assert str(PeerMemory(module="", why_no_dma_buf="")) == "DMA-BUF"
 
 
 @pytest.mark.parametrize(
@@ -49,8 +47,4 @@ def test_what_is_missing_is_said(tmp_path: Path, settings: dict[str, str], why: 
     found = look(tmp_path, **settings)  # type: ignore[arg-type]
     assert not found.is_reachable
     assert why in str(found)
-    assert str(found).startswith("no module, and no DMA-BUF: ")
-
-
-def test_this_very_machine_can_be_looked_at() -> None:
-    assert str(read())
+    assert in_order(str(found), "DMA-BUF")

@@ -90,13 +90,6 @@ def test_a_training_that_begins_again_is_a_new_one(last: int) -> None:
     assert steps.after(10, step + 10, 75)[shown:] == [f"test_it: step {step + 10} of 75, 0:{65 - step:02} left"]
 
 
-def test_a_total_that_becomes_known_only_later_changes_what_is_left() -> None:
-    steps = Steps(live=False)
-    steps.after(0, 1, 10)
-    steps.after(5, 6, 30)
-    assert steps.after(5, 11, 31) == ["test_it: step 11 of 31, 0:20 left"]
-
-
 def test_a_figure_that_is_a_function_is_called_only_where_it_is_shown() -> None:
     read: list[int] = []
 
@@ -170,13 +163,9 @@ def test_the_last_step_is_a_plain_line_of_its_own_and_no_report_holds_it(
     assert "step 3" not in str(left.journal)
 
 
-def test_quiet_is_silent(project: Project) -> None:
-    project.suite(SUITE)
-    assert "step" not in project.run("-q").output
-
-
-def test_without_a_terminal_reporter_the_test_goes_on(project: Project) -> None:
+def test_quiet_is_silent_and_without_a_terminal_reporter_the_test_goes_on(project: Project) -> None:
     project.suite("def test_it(progress): progress(1, 1)")
+    assert "step" not in project.run("-q").output
     assert project.run("-p", "no:terminal").exit == 0
 
 

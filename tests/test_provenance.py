@@ -22,13 +22,6 @@ def test_the_files_of_the_limits_are_on_record_with_their_digests(tmp_path):
     assert limits.files == ((str(shipped), hashlib.sha256(b"x: 1\n").hexdigest()), (str(overlay), ""))
 
 
-def test_an_unknown_gpu_has_no_sku(tmp_path):
-    builder = JournalBuilder()
-    builder.add(RUN)
-    builder.add(limits_line(sku=None, gpu_name="Unheard Of", files=[]))
-    assert builder.journal().limits.sku is None
-
-
 def test_only_variables_that_change_what_is_measured_are_on_record():
     environ = {
         "NCCL_DEBUG": "INFO",
@@ -45,10 +38,3 @@ def test_only_variables_that_change_what_is_measured_are_on_record():
     assert found.variables == {"NCCL_DEBUG": "INFO", "SLURM_JOB_ID": "7"}
     assert "Linux" in found.system
     assert found.cpus > 0
-
-
-def test_a_journal_of_an_earlier_version_has_neither():
-    builder = JournalBuilder()
-    builder.add(RUN)
-    assert builder.journal().limits is None
-    assert builder.journal().environment is None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -38,14 +40,7 @@ COLLECTED = {
     "type": "collected",
     "tests": [{"nodeid": f"t.py::test_{name}", "classname": "t", "name": f"test_{name}"} for name in "abc"],
 }
-END = {
-    "type": "end",
-    "verdict": "ACCEPTED",
-    "exit": 0,
-    "reason": "fine",
-    "at": "2026-01-02T03:05:05Z",
-    "by": "rank 0",
-}
+END = {"type": "end", "verdict": "ACCEPTED", "exit": 0, "reason": "fine", "at": "2026-01-02T03:05:05Z", "by": "rank 0"}
 
 
 class Released(BaseException):
@@ -159,7 +154,7 @@ def test_a_report_that_cannot_be_written_is_named_and_the_record_is_complete_non
     recording.send(RUN)
     assert recording.finish(END, DEADLINE) is None
     assert recording.missing.startswith("report.html: not written: ")
-    assert recording.missing.endswith(f"gpucluster report {place / 'run'} --all DIR renders it again")
+    assert f"gpucluster report {place / 'run'} --all DIR" in recording.missing
     assert {"journal.jsonl", "metrics.prom", "results.json"} <= set(os.listdir(place / "run"))
 
 
@@ -189,14 +184,6 @@ def test_what_happens_while_the_reports_are_rendered_is_no_failure_of_the_record
     assert journal.read(place / "run" / "journal.jsonl").verdict == "ACCEPTED"
 
 
-def test_a_run_without_junit_has_its_journal(place):
-    handle = Recorder.start(place / "run", None)
-    handle.send(RUN)
-    assert handle.finish(END, DEADLINE) is None
-    assert os.listdir(place) == ["run"]
-    assert journal.read(place / "run" / "journal.jsonl").verdict == "ACCEPTED"
-
-
 def test_the_report_is_complete_and_pessimistic_at_every_step(place, recording):
     report = place / "report.xml"
     recording.send(RUN)
@@ -213,16 +200,10 @@ def test_the_report_is_complete_and_pessimistic_at_every_step(place, recording):
     assert (place / "run" / "journal.jsonl").read_bytes().count(b"\n") == 5
 
 
-def test_a_line_of_many_megabytes_arrives_whole(place, recording):
-    text = "".join(chr(33 + i % 90) for i in range(5_000_000))
-    recording.send(RUN)
-    recording.send(result("a", "failed", text=text))
-    assert recording.finish(END, DEADLINE) is None
-    assert journal.read(place / "run" / "journal.jsonl").results[0].text == text
-
-
 def test_lines_of_many_threads_arrive_whole_and_in_the_order_of_each(place, recording):
     recording.send(RUN)
+    text = "".join(chr(33 + i % 90) for i in range(5_000_000))
+    recording.send(result("a", "failed", text=text))
 
     def speak(thread):
         for i in range(50):
@@ -236,7 +217,9 @@ def test_lines_of_many_threads_arrive_whole_and_in_the_order_of_each(place, reco
         thread.join()
     assert recording.finish(END, DEADLINE) is None
     heard = {}
-    for name, value in journal.read(place / "run" / "journal.jsonl").properties:
+    read = journal.read(place / "run" / "journal.jsonl")
+    assert read.results[0].text == text
+    for name, value in read.properties:
         heard.setdefault(name, []).append(int(value.split()[0]))
     assert heard == {str(thread): list(range(50)) for thread in range(4)}
 
@@ -317,8 +300,8 @@ def test_a_line_that_no_reader_would_accept_is_quoted_and_told(place, recording)
     recording.send(RUN)
     recording.send({"type": "test", "nodeid": "t.py::test_a", "outcome": "splendid"})
     told = recording.finish(END, DEADLINE)
-    assert told.startswith("a line was refused: rank 0's line: 'outcome' must be one of")
-    assert verdicts(place / "report.xml")["recorder"].startswith("error: a line was refused")
+    assert "'outcome'" in told
+    assert verdicts(place / "report.xml")["recorder"].startswith("error: ")
 
 
 # ---- a rank 0 that ends
@@ -350,33 +333,22 @@ def test_a_rank_0_that_ends_without_a_word_is_named_with_its_test(place, ending)
         {"passed": 1, "failed": 0, "error": 1, "skipped": 0},
         ("t.py::test_c",),
     )
-    assert "is not known here" in read.problems[0].text
     told = json.loads((place / "run" / "results.json").read_text())
     assert (told["verdict"]["word"], told["verdict"]["exit"], told["verdict"]["reason"]) == ("BROKEN", 11, lost)
     assert {"metrics.prom", "report.html"} <= set(os.listdir(place / "run"))
 
 
-def test_a_failure_before_rank_0_died_still_rejects(place):
-    with rank_0(place, [RUN, COLLECTED, start("a"), result("a", "failed"), start("b")], "os._exit(1)") as process:
-        process.wait(DEADLINE)
-    read = journal.read(place / "run" / "journal.jsonl")
-    assert (read.verdict, read.exit) == ("REJECTED", 1)
-
-
-def test_what_rank_0_said_of_its_end_is_the_reason(place):
-    told = {
-        "type": "problem",
-        "name": "terminated",
-        "outcome": "error",
-        "message": "SIGTERM from the scheduler",
-        "text": "",
-    }
-    with rank_0(place, [RUN, COLLECTED, start("a"), told], "os._exit(1)") as process:
+def test_what_rank_0_said_of_its_end_is_the_reason_and_a_failure_before_it_rejects(place):
+    told = {"type": "problem", "name": "terminated", "outcome": "error", "message": "SIGTERM", "text": ""}
+    lines = [RUN, COLLECTED, start("a"), result("a", "failed"), start("b"), told]
+    with rank_0(place, lines, "os._exit(1)") as process:
         process.wait(DEADLINE)
     found = verdicts(place / "report.xml")
-    assert found["test_a"] == "error: the run ended here: SIGTERM from the scheduler"
+    assert found["test_b"].endswith(": SIGTERM")
     assert "rank lost" not in found
-    assert journal.read(place / "run" / "journal.jsonl").reason == "SIGTERM from the scheduler"
+    read = journal.read(place / "run" / "journal.jsonl")
+    assert (read.verdict, read.exit) == ("REJECTED", 1)
+    assert [problem.message for problem in read.problems] == ["SIGTERM"]
 
 
 def test_the_faulthandlers_last_words_are_in_the_report(place):
@@ -384,7 +356,7 @@ def test_the_faulthandlers_last_words_are_in_the_report(place):
     import ctypes, faulthandler
     file = open(place / "fault", "w")
     handle.fault_file(place / "fault")
-    file.write("of an earlier test\\n"); file.flush()
+    file.write("earlier\\n"); file.flush()
     handle.send({"type": "start", "nodeid": "t.py::test_c", "at": "", "deadline_seconds": 300})
     report = place / "report.xml"
     while not report.exists() or "ended here" not in report.read_text(): time.sleep(0.01)
@@ -394,8 +366,8 @@ def test_the_faulthandlers_last_words_are_in_the_report(place):
     with rank_0(place, [RUN, COLLECTED], then) as process:
         process.wait(DEADLINE)
     text = journal.read(place / "run" / "journal.jsonl").problems[0].text
-    assert "Its faulthandler wrote:\nFatal Python error: Segmentation fault" in text
-    assert "of an earlier test" not in text
+    assert re.search("^Fatal .*: Segmentation fault$", text, re.MULTILINE)
+    assert "earlier" not in text
     assert "Segmentation fault" in (place / "report.xml").read_text()
 
 
@@ -409,15 +381,11 @@ def test_a_rank_0_that_ends_before_its_first_line_leaves_no_recorder(place):
 def test_signals_to_everything_do_not_end_the_recorder(place, recording, number):
     # At once: also in its first moments, before it could have set anything itself.
     os.kill(recording.pid, number)
+    assert os.getsid(recording.pid) == recording.pid, "it is in a session of its own"
     recording.send(RUN)
     wait_until(lambda: verdicts(place / "report.xml"))
     os.kill(recording.pid, number)
     assert recording.finish(END, DEADLINE) is None
-    assert os.getsid(0) != recording.pid
-
-
-def test_the_recorder_is_in_a_session_of_its_own(recording):
-    assert os.getsid(recording.pid) == recording.pid
 
 
 def test_without_pidfds_the_end_of_rank_0_is_seen_too(place, monkeypatch):
@@ -429,7 +397,7 @@ def test_without_pidfds_the_end_of_rank_0_is_seen_too(place, monkeypatch):
         process.wait(DEADLINE)
         monkeypatch.delattr(os, "pidfd_open", raising=False)
         assert recorder.wait_for_end(int((place / "pid").read_text()), DEADLINE)
-    assert "ended without a word" in verdicts(place / "report.xml")["test_a"]
+    assert "rank 0 (gpu-01" in verdicts(place / "report.xml")["test_a"]
 
 
 # ---- a rank 0 that does not answer
@@ -443,9 +411,8 @@ def test_a_stopped_rank_0_is_reported_and_forgiven_when_it_goes_on(place):
         wait_until(lambda: verdicts(report)["test_a"] == "error: the run ended here: t.py::test_a")
         os.kill(process.pid, signal.SIGSTOP)
         stopped = wait_until(lambda: [v for v in verdicts(report).values() if "does not answer" in v])
-        assert (
-            f"rank 0 (gpu-01, pid {process.pid}) does not answer, process state T (stopped by a signal)" in stopped[0]
-        )
+        assert f"rank 0 (gpu-01, pid {process.pid})" in stopped[0]
+        assert "process state T " in stopped[0]
         assert report.read_text() == junit.render(journal.read(place / "run" / "journal.jsonl"))
         os.kill(process.pid, signal.SIGCONT)
         wait_until(lambda: verdicts(report)["test_a"] == "error: the run ended here: t.py::test_a")
@@ -485,7 +452,7 @@ def test_a_recorder_that_takes_nothing_does_not_hold_up_the_tests(place, recordi
         recording.beat()
     assert time.monotonic() - begin < 30
     assert "takes no lines" in recording.failure
-    assert "has not confirmed the reports on disk within 0.1 s" in recording.finish({"type": "property"}, 0.1)
+    assert "within 0.1 s" in recording.finish({"type": "property"}, 0.1)
     os.kill(recording.pid, signal.SIGCONT)
 
 
@@ -498,11 +465,6 @@ def test_what_a_stopped_recorder_did_not_take_goes_along_later(place, recording)
     assert recording.finish(END, DEADLINE) is None
     properties = journal.read(place / "run" / "journal.jsonl").properties
     assert [name for name, _ in properties] == [str(i) for i in range(20)]
-
-
-def test_waiting_for_the_end_of_a_recorder_has_a_limit(recording):
-    assert not recorder.wait_for_end(recording.pid, 0.05)
-    assert recorder.wait_for_end(2**22 + 1, 0.05)
 
 
 # ---- disks
@@ -558,14 +520,14 @@ def on_a_small_disk(tmp_path, frees):
 
 def test_a_full_disk_keeps_the_former_report_and_the_complete_ones_are_put_elsewhere(tmp_path):
     seen = on_a_small_disk(tmp_path, "stays full")
-    assert "journal.jsonl: not written: No space left on device" in seen["failure"]
+    assert f"journal.jsonl: not written: {os.strerror(errno.ENOSPC)}" in seen["failure"]
     assert seen["same"], "the report on the full disk was touched"
     assert seen["names"] == ["filler", "report.xml", "run"]
     (tmp_path / "kept.xml").write_text(seen["files"]["report.xml"])
-    assert verdicts(tmp_path / "kept.xml")["test_a"] == "error: the run ended here: t.py::test_a"
+    assert verdicts(tmp_path / "kept.xml")["test_a"].startswith("error: ")
     rescue = tmp_path / "tmp" / "gpucluster-r1"
-    assert f"complete copies are in {rescue}" in seen["told"]
-    assert "No space left on device" in seen["told"]
+    assert f" in {rescue}" in seen["told"]
+    assert os.strerror(errno.ENOSPC) in seen["told"]
     assert verdicts(rescue / "report.xml")["test_a"] == "passed"
     read = journal.read(rescue / "journal.jsonl")
     assert (read.verdict, read.cut, read.results[0].text) == ("ACCEPTED", False, "x" * 9000)
@@ -580,17 +542,6 @@ def test_when_there_is_room_again_everything_is_where_it_belongs(tmp_path):
     read = journal.read(tmp_path / "journal.jsonl")
     assert (read.verdict, read.cut, read.results[0].text) == ("ACCEPTED", False, "x" * 9000)
     assert verdicts(tmp_path / "report.xml")["test_a"] == "passed"
-
-
-def test_a_junit_path_that_cannot_be_written_is_told_early_and_at_the_end(place, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(place))
-    (place / "file").write_text("")
-    handle = Recorder.start(place / "run", place / "file" / "report.xml")
-    handle.send(RUN)
-    assert "report.xml: not written: " in wait_until(lambda: handle.failure)
-    told = handle.finish(END, DEADLINE)
-    assert f"complete copies are in {place / 'gpucluster-r1'}" in told
-    assert journal.read(place / "run" / "journal.jsonl").verdict == "ACCEPTED"
 
 
 def test_a_failure_that_is_over_is_none_at_the_end(place, monkeypatch):
@@ -611,6 +562,20 @@ def test_a_failure_that_is_over_is_none_at_the_end(place, monkeypatch):
     assert verdicts(place / "file" / "report.xml")
 
 
+def test_a_junit_path_that_stays_unwritable_is_told_at_the_end_and_without_one_nothing_fails(place, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(place))
+    (place / "file").write_text("")
+    (place / "other").mkdir()
+    handles = [Recorder.start(place / "run", place / "file" / "report.xml"), Recorder.start(place / "other", None)]
+    for handle in handles:
+        handle.send(RUN)
+    found = [handle.finish(END, DEADLINE) for handle in handles]
+    assert f" in {place / 'gpucluster-r1'}" in found[0]
+    assert found[1] is None
+    for run in ("run", "other"):
+        assert journal.read(place / run / "journal.jsonl").verdict == "ACCEPTED"
+
+
 def test_asking_a_recorder_that_does_not_answer_or_is_dead_takes_no_longer_than_allowed(place, monkeypatch):
     (place / "file").write_text("")
     handle = Recorder.start(place / "run", place / "file" / "report.xml")
@@ -620,12 +585,12 @@ def test_asking_a_recorder_that_does_not_answer_or_is_dead_takes_no_longer_than_
     begin = time.monotonic()
     assert "report.xml: not written: " in handle.failure_now(0.2)
     # As if there were room again for the packets that had to wait: nobody has said that they were written.
-    handle._failure, handle._stuck = None, "the recorder takes no lines"
-    assert handle.failure_now(0.2) == "the recorder takes no lines"
+    handle._failure, handle._stuck = None, "stuck"
+    assert handle.failure_now(0.2) == "stuck"
     assert time.monotonic() - begin < 10
     os.kill(handle.pid, signal.SIGKILL)
     assert recorder.wait_for_end(handle.pid, DEADLINE)
-    assert "has ended: nothing more is recorded" in handle.failure_now(DEADLINE)
+    assert f"(pid {handle.pid}" in handle.failure_now(DEADLINE)
     handle._process.wait()
 
 
@@ -653,20 +618,14 @@ def test_another_runs_journal_is_never_touched(place, monkeypatch):
     assert journal.read(place / "gpucluster-r1" / "journal.jsonl").verdict == "ACCEPTED"
 
 
-def removed(run):
-    shutil.rmtree(run)
+TAKEN_AWAY = {
+    "removed": shutil.rmtree,
+    "put aside": lambda run: run.rename(run.with_name("aside")),
+    "replaced": lambda run: ((run / "journal.jsonl").unlink(), (run / "journal.jsonl").write_text("another\n")),
+}
 
 
-def put_aside(run):
-    run.rename(run.with_name("aside"))
-
-
-def replaced(run):
-    (run / "journal.jsonl").unlink()
-    (run / "journal.jsonl").write_text("another\n")
-
-
-@pytest.mark.parametrize("change", [removed, put_aside, replaced])
+@pytest.mark.parametrize("change", TAKEN_AWAY.values(), ids=TAKEN_AWAY)
 def test_a_journal_that_is_taken_away_is_told_and_put_elsewhere(place, monkeypatch, change):
     monkeypatch.setenv("TMPDIR", str(place))
     handle = Recorder.start(place / "run", place / "report.xml")
@@ -679,8 +638,8 @@ def test_a_journal_that_is_taken_away_is_told_and_put_elsewhere(place, monkeypat
     wait_until(lambda: handle.failure)  # in time for a verdict on which all ranks agree
     told = handle.finish(END, DEADLINE)
     assert told is not None
-    assert f"{place / 'run' / 'journal.jsonl'}: not written: somebody has removed or replaced it during" in told
-    assert f"complete copies are in {place / 'gpucluster-r1'}" in told
+    assert f"{place / 'run' / 'journal.jsonl'}: not written: " in told
+    assert f" in {place / 'gpucluster-r1'}" in told
     read = journal.read(place / "gpucluster-r1" / "journal.jsonl")
     assert (read.verdict, len(read.results)) == ("ACCEPTED", 3)
     assert not (place / "run" / "report.html").exists()
@@ -689,35 +648,25 @@ def test_a_journal_that_is_taken_away_is_told_and_put_elsewhere(place, monkeypat
 # ---- everything ends
 
 
-@pytest.mark.parametrize("last", ["a", "b", "c"])
-def test_when_the_whole_container_is_killed_the_report_is_valid_and_names_the_test(place, last):
-    lines = [RUN, COLLECTED]
-    for name in "abc"[: "abc".index(last)]:
-        lines += [start(name), result(name)]
-    lines.append(start(last))
-    script = rank_0_script(place, lines)
-    command = [
-        "unshare",
-        "-Urp",
-        "--fork",
-        "--kill-child",
-        "sh",
-        "-c",
-        '"$0" -c "$1"; true',
-        sys.executable,
-        script,
-    ]
-    container = subprocess.Popen(command)
+@contextlib.contextmanager
+def container(place, lines):
+    """Run a rank 0 in a pid namespace, and kill everything in it at the end."""
+    command = ["unshare", "-Urp", "--fork", "--kill-child", "sh", "-c", '"$0" -c "$1"; true']
+    process = subprocess.Popen([*command, sys.executable, rank_0_script(place, lines)])
     try:
-        expected = f"error: the run ended here: t.py::test_{last}"
-        wait_until(lambda: verdicts(place / "report.xml").get(f"test_{last}") == expected)
+        yield
     finally:
-        container.kill()
-        container.wait()
-    found = verdicts(place / "report.xml")
-    assert found[f"test_{last}"] == expected
+        process.kill()
+        process.wait()
+
+
+def test_when_the_whole_container_is_killed_the_report_is_valid_and_names_the_test(place):
+    expected = "error: the run ended here: t.py::test_b"
+    with container(place, [RUN, COLLECTED, start("a"), result("a"), start("b")]):
+        wait_until(lambda: verdicts(place / "report.xml").get("test_b") == expected)
+    assert verdicts(place / "report.xml")["test_b"] == expected
     read = journal.read(place / "run" / "journal.jsonl")
-    assert (read.end, read.running.nodeid) == (None, f"t.py::test_{last}")
+    assert (read.end, read.running.nodeid) == (None, "t.py::test_b")
     assert junit.render(read) == (place / "report.xml").read_text()
 
 
@@ -727,15 +676,9 @@ def test_killed_at_any_moment_a_valid_report_is_left(tmp_path):
     for round_ in range(6):
         place = tmp_path / str(round_)
         (place / "run").mkdir(parents=True)
-        script = rank_0_script(place, lines)
-        command = ["unshare", "-Urp", "--fork", "--kill-child", "sh", "-c", '"$0" -c "$1"; true']
-        container = subprocess.Popen([*command, sys.executable, script])
-        try:
+        with container(place, lines):
             wait_until((place / "report.xml").exists)
             time.sleep(round_ * 0.013)
-        finally:
-            container.kill()
-            container.wait()
         assert any(verdict.startswith("error:") for verdict in verdicts(place / "report.xml").values())
         assert journal.read(place / "run" / "journal.jsonl").end is None
 

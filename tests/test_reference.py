@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from each import of_each
 
 from pytest_gpucluster import cli, fixtures, hookspecs, metrics, options, plugin, verdict
 
@@ -51,34 +52,27 @@ def test_the_page_is_what_the_code_says() -> None:
     )
 
 
-def test_every_option_is_on_the_page() -> None:
-    assert names("Options") == [option.flag for option in options.OPTIONS]
+TABLES = {
+    "Options": [option.flag for option in options.OPTIONS],
+    "Timeouts": list(options.Timeouts.__dataclass_fields__),
+    "Markers": [re.split(r"[(:]", marker)[0] for marker in plugin._MARKERS],
+    "Fixtures": [
+        name
+        for name, value in vars(fixtures).items()
+        if hasattr(value, "_pytestfixturefunction") or "FixtureFunctionDefinition" in type(value).__name__
+    ],
+    "Metrics": list(metrics.METRICS),
+}
 
 
-def test_every_timeout_is_on_the_page_with_its_meaning() -> None:
-    assert names("Timeouts") == list(options.Timeouts.__dataclass_fields__)
-    assert all(row.split("|")[3].strip() for row in section("Timeouts"))
+@of_each("title", list(TABLES))
+def test_every_one_is_on_the_page_with_its_meaning(title: str) -> None:
+    assert names(title) == TABLES[title]
+    assert all(row.strip("|").split("|")[-1].strip() for row in section(title))
 
 
 def test_every_exit_code_is_on_the_page() -> None:
     assert [int(row.split("|")[1]) for row in section("Exit codes")] == list(verdict.EXIT_CODES)
-
-
-def test_every_marker_is_on_the_page() -> None:
-    assert names("Markers") == [re.split(r"[(:]", marker)[0] for marker in plugin._MARKERS]
-
-
-def test_every_fixture_is_on_the_page() -> None:
-    public = [
-        name
-        for name, value in vars(fixtures).items()
-        if hasattr(value, "_pytestfixturefunction") or "FixtureFunctionDefinition" in type(value).__name__
-    ]
-    assert names("Fixtures") == public
-
-
-def test_every_metric_is_on_the_page() -> None:
-    assert names("Metrics") == list(metrics.METRICS)
 
 
 def test_every_variable_of_this_project_is_on_the_page() -> None:
@@ -105,7 +99,7 @@ def test_every_hook_is_on_the_page_with_its_example() -> None:
     assert body.count("```python\n") == len(hooks)
 
 
-@pytest.mark.parametrize("word", cli.COMMANDS)
+@of_each("word", list(cli.COMMANDS))
 def test_every_command_is_on_the_page_with_its_options_and_exit_codes(word: str) -> None:
     body = page().partition(f"\n### gpucluster {word}\n")[2].partition("\n### ")[0]
     parser = argparse.ArgumentParser(prog=f"gpucluster {word}")
@@ -132,19 +126,7 @@ def test_nothing_of_how_a_terminal_is_wide_is_on_the_page(monkeypatch: pytest.Mo
     assert GENERATOR.page() == page()
 
 
-@pytest.mark.parametrize(
-    "title",
-    [
-        "Options",
-        "Environment variables",
-        "Variables of launchers",
-        "Exit codes",
-        "Markers",
-        "Fixtures",
-        "Metrics",
-        "Units",
-    ],
-)
+@of_each("title", [*TABLES, "Environment variables", "Variables of launchers", "Exit codes", "Units"])
 def test_no_row_has_another_number_of_cells_than_its_header(title: str) -> None:
     header = page().partition(f"## {title}\n")[2].partition("\n|")[2].partition("\n")[0]
     assert {len(re.findall(r"(?<!\\)\|", row)) for row in section(title)} == {header.count("|") + 1}

@@ -9,6 +9,7 @@ import pytest
 from pytest_gpucluster import thresholds
 from pytest_gpucluster.agreement.preflight import Expectation
 from pytest_gpucluster.closing import decide
+from pytest_gpucluster.manifest import Manifest
 from pytest_gpucluster.record import TestName, TestRecord
 from pytest_gpucluster.run import Run
 
@@ -36,10 +37,17 @@ def run_on(
         "expectation": None if expect is None else Expectation.parse(expect),
         "thresholds": thresholds.load(thresholds.shipped_path()),
         "records": {
-            "test_a": TestRecord(test=TestName.of("test_a", ("a.py", 1, "test_a"), "matmul"), outcome="passed")
+            "test_a": TestRecord(
+                test=TestName.of("test_a", ("a.py", 1, "test_a"), "matmul"),
+                outcome="passed",
+                measurements=[{"status": "passed"}],
+            )
         },
         "collected": [],
         "problems": [],
+        "deviations": [],
+        "environ": {},
+        "manifest": Manifest(node_ids=("test_a",), files=("criteria.txt",)),
         "workload_record": None,
         "selection": False,
     }
@@ -115,3 +123,11 @@ def test_a_verdict_tells_by_which_limits_it_was_reached(sku: str | None, overlay
 def test_on_cpu_the_profile_is_always_that_of_a_rehearsal() -> None:
     assert run_on(None).profile == "cpu"
     assert run_on(A100).profile == "quick"
+
+
+def test_a_job_that_was_requeued_says_which_attempt_it_is() -> None:
+    run = run_on(A100)
+    run.environ = {"SLURM_JOB_ID": "123", "SLURM_RESTART_COUNT": "2"}
+    reason = decide(run, pytest_exit=0, ending=None).reason
+    assert "attempt 3" in reason
+    assert "job 123" in reason

@@ -6,11 +6,10 @@ import importlib.util
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import jsonschema
-import pytest
 import yaml
+from each import of_each
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from test_thresholds import BROKEN, OK, entry
@@ -19,7 +18,6 @@ from pytest_gpucluster import metrics, schema, thresholds, units
 from pytest_gpucluster.errors import ThresholdsError, UnitError
 
 ROOT = Path(__file__).parent.parent
-GOLDEN = sorted((ROOT / "tests" / "golden").glob("*.yaml"))
 
 
 def pages() -> dict[Path, str]:
@@ -34,16 +32,15 @@ def pages() -> dict[Path, str]:
 
 # Made before any test runs: other tests add metrics of their own.
 PAGES = pages()
-OF_YAML = [path for path in PAGES if path.name != "results.schema.json"]
 LIMITS = jsonschema.Draft7Validator(schema.limits_schema())
 
 
 class EditorLoader(yaml.SafeLoader):
-    """YAML as editors take it: YAML 1.2 has no dates."""
+    """YAML as editors take it: YAML 1.2 has no dates, and off is a word."""
 
 
 EditorLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":bool"))]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 
@@ -70,23 +67,12 @@ def loader_accepts(text: str, path: Path) -> bool:
     return complaints(text, path) == []
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@of_each("path", list(PAGES), name=lambda path: path.name)
 def test_the_schema_in_docs_is_what_the_code_says(path: Path) -> None:
     assert path.read_text(encoding="utf-8") == PAGES[path], "it is stale; make it again: python docs/schemas.py"
-
-
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_the_schema_is_a_schema(path: Path) -> None:
-    made = json.loads(PAGES[path])
-    jsonschema.Draft7Validator.check_schema(made)
-    assert made["$schema"] == schema.DRAFT
-
-
-@pytest.mark.parametrize("path", OF_YAML, ids=lambda path: path.name)
-def test_its_patterns_are_ones_that_a_browser_s_editor_understands_too(path: Path) -> None:
-    patterns = re.findall(r'"pattern": "(.*)"', PAGES[path])
-    assert patterns
-    assert [pattern for pattern in patterns if re.search(r"\(\?(?![:=!])|\\[AZz]|\(\?P", pattern)] == []
+    jsonschema.Draft7Validator.check_schema(json.loads(PAGES[path]))
+    # Patterns that a browser's editor understands, too.
+    assert re.findall(r'"pattern": "[^"]*(?:\(\?(?![:=!])|\\\\[AZz]|\(\?P)', PAGES[path]) == []
 
 
 def test_the_shipped_file_names_its_schema_and_keeps_it() -> None:
@@ -120,7 +106,7 @@ VALID = {
 }
 
 
-@pytest.mark.parametrize("text", VALID.values(), ids=VALID)
+@of_each("text", list(VALID.values()))
 def test_what_the_loader_takes_the_schema_takes(text: str, tmp_path: Path) -> None:
     assert complaints(text, tmp_path / "my.yaml") == []
     assert [error.message for error in LIMITS.iter_errors(yaml.load(text, EditorLoader))] == []
@@ -139,96 +125,18 @@ def test_the_examples_for_operators_are_taken_by_both(tmp_path: Path) -> None:
         assert loader_accepts(example, tmp_path / "my.yaml")
 
 
-@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
-def test_whole_files_of_mistakes_are_refused_by_both(path: Path, tmp_path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
+# What takes more than one value to see, or a look at how a value is written, only the loader sees: by its complaint.
+LOADER_ONLY = re.compile(
+    r"duplicate|'<<'|above [0-9m]|below min|under 5 %|1e999|(100.1|0.75) % 5"
+    r"|'01'|1\.5 or more|8 to 2|5 world_size|\(X|'\.\*'"
+)
+
+
+@of_each("broken", BROKEN)
+def test_one_mistake_is_refused_by_both_or_known_to_be_the_loader_s(broken: tuple[str, ...], tmp_path: Path) -> None:
+    text, *expected = broken
     assert not loader_accepts(text, tmp_path / "my.yaml")
-    # Of two equal keys an editor's YAML keeps one, and a schema sees only that.
-    assert schema_accepts(text) == (path.stem == "03-duplicates")
-
-
-# What takes more than one value to see, or a look at how a value is written, only the loader sees.
-LOADER_ONLY = {
-    *("duplicate key", "duplicate metric", "merge key", "octal version", "infinite"),
-    *("min above max", "above the peak", "busbw above any link", "a factor of 1000 low"),
-    *("half a rank", "backward range", "two entries that both apply", "any pattern", "bad pattern"),
-    *("ratio above all", "ratio of a hundredth"),
-    *("expected above the peak", "expected far below the peak"),
-    *("less expected than demanded", "more expected than allowed"),
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_one_mistake_is_refused_by_both_or_known_to_be_the_loader_s(name: str, tmp_path: Path) -> None:
-    text, _ = BROKEN[name]
-    assert not loader_accepts(text, tmp_path / "my.yaml")
-    assert schema_accepts(text) == (name in LOADER_ONLY)
-
-
-def test_every_exception_is_a_case_that_is_tried() -> None:
-    assert LOADER_ONLY - set(BROKEN) == set()
-
-
-# Entries made at random -----------------------------------------------------------------------------------------
-
-NUMBERS = st.sampled_from(
-    ["700", "0.7", "1e2", "+5", ".5", "5.", "0", "-1", "1e999", "1,000", "nan", "", "١٢", "8 or more", "0.0e5"]
-)
-SYMBOLS = st.sampled_from(["TFLOPS", "GFLOPS", "tflops", "GB/s", "Gb/s", "GiB", "us", "%", "ratio", "", "findings"])
-QUANTITIES = st.builds("{}{}{}".format, NUMBERS, st.sampled_from(["", " ", "  "]), SYMBOLS)
-WORDS = st.sampled_from(["us", "", "bf16", "NET/IB", "NO", "2024", "8", "1 GB", "~"])
-AMOUNTS = st.sampled_from(["8", "2", "1.5", "0", "1 GB", "64 kB", "1 GB/s", "x", "", "-1"])
-CONDITIONS = st.one_of(
-    AMOUNTS,
-    st.builds("{} or more".format, AMOUNTS),
-    st.builds("below {}".format, AMOUNTS),
-    st.builds("{} to {}".format, AMOUNTS, AMOUNTS),
-    WORDS,
-)
-WHEN = st.dictionaries(
-    st.sampled_from(["world_size", "nnodes", "local_world_size", "size", "dtype", "transport", "rank"]),
-    CONDITIONS,
-    max_size=3,
-)
-ENTRIES = st.fixed_dictionaries(
-    {},
-    optional={
-        "min": QUANTITIES,
-        "max": QUANTITIES,
-        "min_ratio_to_median": QUANTITIES | st.sampled_from(["75 %", "0.75 ratio", "0.75"]),
-        "expect_transport": WORDS | st.lists(WORDS, max_size=2),
-        "source": WORDS,
-        "when": WHEN | WORDS,
-        "record_only": WORDS,
-        "despite_peak": WORDS,
-        "mim": QUANTITIES,
-    },
-)
-NAMES = ["matmul.bf16.tflops", "nccl.all_reduce.busbw", "nccl.all_reduce.latency", "gpu.findings", "inventory.ranks"]
-
-# What a schema cannot say: the loader alone knows it.
-BEYOND_A_SCHEMA = re.compile(
-    r"is above|is under 5 %|is too large|nothing lies in that range|counts in whole numbers from 1|can both apply"
-    r"|it must be from 5 % to 100 %|with numbers such as 8"
-)
-
-
-def written(made: Any, metric: str) -> str:
-    # Quoted throughout: what is compared is the texts, not YAML's ideas of them.
-    return json.dumps({"schema_version": "1", "skus": {"H100 SXM": {"limits": {metric: made}}}}, ensure_ascii=False)
-
-
-@given(st.one_of(ENTRIES, st.lists(ENTRIES, max_size=2)), st.sampled_from(NAMES))
-def test_schema_and_loader_agree_about_any_entry(
-    tmp_path_factory: pytest.TempPathFactory, made: Any, metric: str
-) -> None:
-    text = written(made, metric)
-    told = complaints(text, tmp_path_factory.getbasetemp() / "made.yaml")
-    by_schema = [f"{error.json_path}: {error.message}" for error in LIMITS.iter_errors(json.loads(text))]
-    if not told:
-        assert by_schema == []
-    if not by_schema:
-        assert [line for line in told if not BEYOND_A_SCHEMA.search(line)] == []
+    assert schema_accepts(text) == all(map(LOADER_ONLY.search, expected))
 
 
 @given(st.text(alphabet="0123456789.eE+- \tTGBFLOPSs/%x", max_size=12))
@@ -250,8 +158,3 @@ def test_every_metric_has_a_place_in_the_schema_with_what_it_is() -> None:
     made = schema.limits_schema()["definitions"]["limits"]["properties"]
     assert set(made) == set(metrics.METRICS)
     assert all(made[name]["description"].startswith(metric.doc) for name, metric in metrics.METRICS.items())
-
-
-def test_a_quantity_of_an_unknown_unit_is_refused() -> None:
-    with pytest.raises(UnitError, match="did you mean 'GB/s'"):
-        schema.quantity("GBps")

@@ -7,11 +7,12 @@ import re
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+from complaints import in_order
 from each import of_each
-from verdicts import world_of
+from verdicts import SHIPPED, world_of
 
 from pytest_gpucluster import hardware, metrics, thresholds, units
 from pytest_gpucluster.judge import Judgement, judge
@@ -19,9 +20,7 @@ from pytest_gpucluster.limits import EVERY_SKU, TOPOLOGY, Limit, peak_of
 from pytest_gpucluster.metrics import Measurement, measurement
 from pytest_gpucluster.sampling import Series
 
-SHIPPED = thresholds.load()
 BUSBW = "nccl.all_reduce.busbw"
-BF16 = "matmul.bf16.tflops"
 ALL_SIZES, BOTH_SIZES, LARGEST = "4096, 8192, 16384", "4096, 8192", "16384"
 
 
@@ -119,28 +118,19 @@ def test_a_value_exactly_at_the_limit_passes_and_the_next_number_fails(limit: Li
 
 
 @every_limit
-def test_an_interval_that_reaches_beyond_the_limit_fails_and_one_within_passes(limit: Limit) -> None:
+def test_what_is_not_surely_within_the_limit_fails(limit: Limit) -> None:
     if limit.min is not None:
-        inside, across = (
-            sure(limit.min, limit.min * 1.01, limit.min * 1.02),
-            sure(limit.min * 0.99, limit.min * 1.01, limit.min * 1.02),
-        )
+        inside, across = (sure(limit.min * share, limit.min * 1.01, limit.min * 1.02) for share in (1, 0.99))
     else:
         top = limit.max or 0.0
-        inside, across = sure(top / 4, top / 2, top), sure(top / 4, top / 2, top * 1.01 + 1)
+        inside, across = (sure(top / 4, top / 2, high) for high in (top, top * 1.01 + 1))
     assert one_bad(limit, inside).outcome == "passed"
-    verdict = one_bad(limit, across)
-    assert verdict.outcome == "failed"
-    assert "is not surely" in verdict.message
-
-
-@every_limit
-def test_what_could_not_be_measured_well_fails(limit: Limit) -> None:
     good = good_value(limit)
     noisy = Series(samples=(good,) * 3, median=good, low=good, high=good, inconclusive="it scatters")
-    verdict = one_bad(limit, noisy)
-    assert verdict.outcome == "failed"
-    assert "is inconclusive: it scatters" in verdict.message
+    for bad, words in ((across, "is not surely"), (noisy, "inconclusive: it scatters")):
+        verdict = one_bad(limit, bad)
+        assert verdict.outcome == "failed"
+        assert words in verdict.message
 
 
 @every_limit
@@ -170,27 +160,7 @@ def test_a_node_that_reports_nothing_is_an_error(limit: Limit) -> None:
         gpu_name=None,
     )
     assert verdict.outcome == "error"
-    assert "no value from node 1" in verdict.message
-
-
-@every_limit
-def test_an_unknown_gpu_is_an_error(limit: Limit) -> None:
-    verdict = hold(limit, lambda rank: good_value(limit), sku=None)
-    assert verdict.outcome == "error"
-    assert "unknown GPU 'NVIDIA H300'" in verdict.message
-
-
-def test_a_topology_without_a_limit_is_an_error() -> None:
-    verdict = judge(
-        {rank: [measurement(BUSBW, 442.0, unit="GB/s", labels={"size": "1 GB"})] for rank in range(12)},
-        world=world_of(12),
-        node_of={rank: rank // 6 for rank in range(12)},
-        limits=SHIPPED,
-        sku="H100 SXM",
-        gpu_name="NVIDIA H100 80GB HBM3",
-    )
-    assert verdict.outcome == "error"
-    assert "no limit on H100 SXM for these conditions" in verdict.message
+    assert in_order(verdict.message, "no value node 1")
 
 
 def with_peak() -> Iterator[tuple[Limit, float]]:
@@ -203,12 +173,13 @@ def with_peak() -> Iterator[tuple[Limit, float]]:
             yield limit, peak
 
 
-@pytest.mark.parametrize(("limit", "peak"), [pytest.param(*case, id=name(case[0])) for case in with_peak()])
-def test_what_is_above_the_data_sheet_peak_is_an_error(limit: Limit, peak: float) -> None:
+@of_each("case", list(with_peak()), lambda case: name(case[0]))
+def test_what_is_above_the_data_sheet_peak_is_an_error(case: tuple[Any, ...]) -> None:
+    limit, peak = case
     # All ranks near the peak, or the one would be out of line with the others too.
     verdict = one_bad(limit, peak * 1.001, good=peak * 0.99)
     assert verdict.outcome == "error"
-    assert f"the data sheet peak of {limit.sku}, on rank 1" in verdict.message
+    assert in_order(verdict.message, f"{limit.sku} rank 1")
     assert one_bad(limit, peak, good=peak * 0.99).outcome == "passed"
 
 
@@ -230,19 +201,12 @@ def test_a_rank_behind_the_others_fails(limit: Limit) -> None:
     assert (told in verdict.message) == kept_the_floor
 
 
-def test_the_h100_rule_for_stragglers_is_stricter_than_the_floor() -> None:
-    limit = SHIPPED.limit(BF16, sku="H100 SXM", world_size=8, nnodes=1, labels={"best_of": ALL_SIZES})
-    assert limit is not None
-    verdict = one_bad(limit, 710.0, good=790.0)
-    assert verdict.message.startswith("matmul.bf16.tflops 710 TFLOPS is 0.8987 of the median of the 7 other ranks")
-
-
 @of_each("limit", [limit for limit in JUDGED if limit.expect_transport], name)
 def test_another_transport_fails(limit: Limit) -> None:
     assert hold(limit, lambda rank: good_value(limit)).outcome == "passed"
     verdict = hold(limit, lambda rank: good_value(limit), transport="NET/Socket")
     assert verdict.outcome == "failed"
-    assert "NET/Socket carries it, expected is" in verdict.message
+    assert in_order(verdict.message, "NET/Socket expected")
 
 
 @of_each("limit", RECORDED, name)
@@ -299,13 +263,10 @@ AZURE = "Azure/AI-benchmarking-guide"
 PUBLISHED = [
     # (SKU, dtype, TFLOPS, sizes, status, source)
     ("H100 SXM", "bf16", 725.96, ALL_SIZES, "passed", f"{NEBIUS} benchmark_single.json, n=4096"),
-    ("H100 SXM", "bf16", 728.95, ALL_SIZES, "passed", f"{NEBIUS} benchmark_single_new.json, n=4096"),
-    ("H100 SXM", "bf16", 730.97, ALL_SIZES, "passed", "acceptance of 2 nodes x 8 H100 SXM 80GB, n=8192"),
     ("H100 SXM", "bf16", 730.97, BOTH_SIZES, "passed", "acceptance of 2 nodes x 8 H100 SXM 80GB, n=8192"),
     ("H100 SXM", "bf16", 699.0, ALL_SIZES, "failed", "below what was agreed on"),
     ("H100 SXM", "bf16", 699.0, BOTH_SIZES, "failed", "below what was agreed on"),
     ("H100 SXM", "bf16", 669.24, LARGEST, "passed", f"{NEBIUS} benchmark_single.json, n=16384"),
-    ("H100 SXM", "bf16", 670.05, LARGEST, "passed", f"{NEBIUS} benchmark_single_new.json, n=16384"),
     ("H100 SXM", "bf16", 682.09, "8192, 16384", "passed", f"{NEBIUS} benchmark_single.json, n=8192"),
     ("H100 SXM", "bf16", 630.0, LARGEST, "failed", "6 % below the lowest"),
     ("H100 SXM", "bf16", 518.6, ALL_SIZES, "failed", "pranjalssh/fast.cu#13, whose owner finds it too low"),
@@ -313,8 +274,6 @@ PUBLISHED = [
     ("H100 SXM", "fp16", 736.19, ALL_SIZES, "passed", f"{TESTS_79}, n=8192"),
     ("H100 SXM", "fp16", 630.0, ALL_SIZES, "failed", "6 % below the lowest"),
     ("H100 SXM", "fp32", 49.61, ALL_SIZES, "passed", f"{TESTS_79}, n=10240"),
-    ("H100 SXM", "fp32", 50.49, ALL_SIZES, "passed", "waynehacking8/blackwell-tensorcore-kernels, n=8192"),
-    ("H100 SXM", "fp32", 51.5, ALL_SIZES, "passed", "huggingface/gpu-fryer#4, n=8192"),
     ("H100 SXM", "fp32", 45.0, ALL_SIZES, "failed", "9 % below the lowest"),
     ("H100 SXM", "tf32", 372.05, ALL_SIZES, "passed", f"{TESTS_79}, n=8192"),
     ("H100 SXM", "fp8", 1382.2, ALL_SIZES, "passed", f"{AZURE} ND_H100_v5, n=32768"),
@@ -336,13 +295,9 @@ PUBLISHED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("sku", "dtype", "tflops", "sizes", "status"),
-    [pytest.param(*case[:5], id=f"{case[0]}-{case[1]}-{case[2]:g}-{case[4]}: {case[5]}") for case in PUBLISHED],
-)
-def test_what_healthy_gpus_were_measured_at_is_never_a_failure(
-    sku: str, dtype: str, tflops: float, sizes: str, status: str
-) -> None:
+@of_each("case", PUBLISHED)
+def test_what_healthy_gpus_were_measured_at_is_never_a_failure(case: tuple[Any, ...]) -> None:
+    sku, dtype, tflops, sizes, status, _ = case
     measured = measurement(f"matmul.{dtype}.tflops", tflops, unit="TFLOPS", labels={"best_of": sizes})
     verdict = judge(
         {rank: [measured] for rank in range(8)},
@@ -376,21 +331,13 @@ def test_small_messages_are_recorded_and_an_unforeseen_topology_has_no_limit() -
 KNOWN = [name for name, metric in metrics.METRICS.items() if metric.better != "none"]
 
 
-@pytest.mark.parametrize("sku", hardware.SKUS)
+@of_each("sku", list(hardware.SKUS))
 def test_every_sku_says_something_about_every_metric(sku: str) -> None:
     assert [name for name in KNOWN if not SHIPPED.entries(name, sku=sku)] == []
 
 
 # The data sheets' capacities, in GB, as their makers print them.
-CAPACITIES = {
-    "H100 PCIe": 80,
-    "H100 NVL": 94,
-    "H200": 141,
-    "A100 80GB": 80,
-    "B200": 180,
-    "GB200": 186,
-    "L40S": 48,
-}
+CAPACITIES = {"H100 PCIe": 80, "H100 NVL": 94, "H200": 141, "A100 80GB": 80, "B200": 180, "GB200": 186, "L40S": 48}
 # What NVML shows as total, in MiB, on healthy cards: more than the data sheet's figure.
 NVML_TOTALS = {
     "H100 SXM": 81559,
@@ -430,6 +377,7 @@ def test_every_shipped_figure_agrees_with_the_source_it_cites(limit: Limit) -> N
         assert re.search(r"data sheet|user guide", source)
     else:
         assert re.match(r"acceptance of|floor shipped by|Azure/|rehearsal floor|this suite's rule", source)
+    assert (limit.sku == hardware.CPU_REHEARSAL) <= source.startswith("rehearsal floor")
     figures = {
         "": None,
         "likewise": 0.05,  # a rehearsal floor too
@@ -450,12 +398,6 @@ def test_a_healthy_card_s_memory_as_nvml_counts_it_keeps_the_limit(sku: str) -> 
     assert limit.min <= total <= limit.min * 1.08
 
 
-@of_each("limit", [limit for limit in JUDGED if limit.sku == hardware.CPU_REHEARSAL], name)
-def test_every_rehearsal_limit_says_that_it_proves_nothing(limit: Limit) -> None:
-    said = limit.source.removesuffix("; ratio: likewise")
-    assert said == "rehearsal floor: proves the path, says nothing about hardware"
-
-
 def test_the_example_for_operators_in_the_shipped_file_loads(tmp_path: Path) -> None:
     lines = thresholds.shipped_path().read_text(encoding="utf-8").splitlines()
     start = lines.index("#     schema_version: 1")
@@ -465,7 +407,7 @@ def test_the_example_for_operators_in_the_shipped_file_loads(tmp_path: Path) -> 
     limits = thresholds.load(thresholds.shipped_path(), tmp_path / "my.yaml")
     limit = limits.limit(BUSBW, sku="H100 SXM", world_size=16, nnodes=2, labels={"size": "1 GB"})
     assert limit is not None
-    assert (limit.min, limit.source) == (380.0, "contract with the vendor, annex 2")
+    assert (limit.min, "annex 2" in limit.source) == (380.0, True)
 
 
 @pytest.mark.parametrize("sku", ["H100 SXM", "H200", "A100 80GB", "B200", "GB200"])

@@ -32,11 +32,12 @@ PLAN = soak_faults.Plan(
     test="test_matmul",
     moment="before",
     call=1,
-    launcher="gpucluster run",
+    launcher="torchrun",
     captured=True,
 )
 
 
+@pytest.mark.extended
 def test_ten_rounds_of_faults_are_survived(tmp_path, capsys):
     assert soak.main(["--rounds", "10", "--session", "0", "--at-once", "3", "--keep", str(tmp_path)]) == 0, (
         capsys.readouterr().out
@@ -80,8 +81,11 @@ def test_every_fault_has_an_expectation_in_which_only_what_is_harmless_passes():
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
-    """A round that is as it should be."""
-    return soak_round.run(1, PLAN, tmp_path_factory.mktemp("round"))
+    """A round that is as it should be; its ranks are forks here."""
+    start = torchrun.start
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torchrun, "start", lambda *given, **named: start(*given, **{**named, "forked": True}))
+        return soak_round.run(1, PLAN, tmp_path_factory.mktemp("round"))
 
 
 def judged(good, plan=PLAN):
@@ -112,7 +116,7 @@ def replaced(plan, **changes):
         ({"test": "test_all_reduce"}, "test_all_reduce should be failure"),
         ({"test": "test_all_reduce"}, "test_matmul should be 'passed', and is"),
         ({"kind": "kill", "fault": "kill"}, "test_all_reduce should be 'skipped: not run: ', and is 'passed'"),
-        ({"kind": "kill", "fault": "kill"}, "gpucluster run ended with 1, not 11"),
+        ({"kind": "kill", "fault": "kill", "launcher": "gpucluster run"}, "gpucluster run ended with 1, not 11"),
         ({"kind": "kill", "fault": "kill"}, "the journal says REJECTED, 1, not BROKEN, 11"),
         ({"kind": "none", "fault": "none"}, "the terminal does not say REHEARSED"),
     ],
@@ -286,6 +290,7 @@ def test_a_session_that_grows_is_wrong_and_one_that_does_not_is_not():
     assert soak_session.wrong_with_growths(soak_session.growths(missing)) == ["recorder: fewer than 6 samples"]
 
 
+@pytest.mark.extended
 def test_a_long_session_with_faults_holds_no_more_at_its_end(tmp_path):
     session = soak_session.run(80, tmp_path)
     growing = [growth for growth in session.growths if not growth.is_allowed and growth.what != "memory"]
@@ -295,6 +300,7 @@ def test_a_long_session_with_faults_holds_no_more_at_its_end(tmp_path):
     assert {growth.process for growth in session.growths} >= {"rank 0", "rank 1", "recorder"}
 
 
+@pytest.mark.extended
 def test_a_rank_that_leaks_is_found_in_a_session(tmp_path):
     session = soak_session.run(60, tmp_path, leak="descriptor")
     assert any(wrong.startswith("rank 1: descriptors grow from ") for wrong in session.wrong)

@@ -80,15 +80,3 @@ def test_an_attribute_of_a_testcase_is_left_out_with_a_warning(sent: Any) -> Non
         passed=1,
     )
     assert lines == []
-
-
-def test_pytest_takes_the_collector_back_at_the_end(pytester: pytest.Pytester) -> None:
-    from _pytest.junitxml import xml_key
-
-    config = pytester.parseconfigure()
-    before = config.pluginmanager.get_plugins()
-    suite_properties.register(config, lambda line: None)
-    assert config.pluginmanager.get_plugins() != before
-    config._ensure_unconfigure()
-    assert xml_key not in config.stash
-    assert config.pluginmanager.get_plugins() == before

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from pytest_gpucluster import nvml, telemetry
+from pytest_gpucluster import nvml
 from pytest_gpucluster.telemetry import OF_THE_CARD, QUERIES, THROTTLE, checked, nothing, summary
 
 
@@ -31,43 +29,26 @@ def test_each_series_is_summed_up_as_least_median_and_most() -> None:
     }
 
 
-def test_a_gpu_that_was_only_idle_was_not_throttled() -> None:
-    assert summary({"throttle": (("gpu_idle",),)}, seconds=1, not_available={})["throttle"] == []
-
-
-def test_what_is_read_is_what_nvml_can_be_asked_for() -> None:
-    assert set(QUERIES.values()) <= set(nvml.QUERIES)
-    units = {key: nvml.QUERIES[query].unit for key, query in QUERIES.items()}
-    assert [units[key] for key in QUERIES if key != telemetry.THROTTLE] == ["MHz", "MHz", "W", "degC", "%"]
-
-
-def test_what_the_card_tells_of_itself_can_be_asked_for() -> None:
-    assert {key: nvml.QUERIES[query].unit for key, query in OF_THE_CARD.items()} == {
-        "sm_clock_max_mhz": "MHz",
-        "slowdown_celsius": "degC",
-    }
-    told = summary({}, seconds=1, not_available={}, card={"sm_clock_max_mhz": 1980, "slowdown_celsius": 89.04})
-    assert (told["sm_clock_max_mhz"], told["slowdown_celsius"]) == (1980, 89.0)
-
-
 def test_each_throttle_reason_has_its_part_of_the_time() -> None:
     readings = {THROTTLE: (("hw_thermal",), ("gpu_idle",), ("hw_thermal", "sw_power_cap"))}
     spent = {"hw_thermal": 6.2, "sw_power_cap": 2.0, "gpu_idle": 3.8}
     told = summary(readings, seconds=10.0, not_available={}, throttle_seconds=spent)
     assert told["throttle_share"] == {"hw_thermal": 0.62, "sw_power_cap": 0.2}
-
-
-def test_no_part_of_the_time_is_more_than_all_of_it() -> None:
-    readings = {THROTTLE: (("hw_thermal",),)}
-    for seconds in (0.0, 1.0):
-        told = summary(readings, seconds=seconds, not_available={}, throttle_seconds={"hw_thermal": 1.1})
+    for seconds in (0.0, 1.0):  # no more than all of it
+        told = summary(
+            {THROTTLE: (("hw_thermal",),)}, seconds=seconds, not_available={}, throttle_seconds={"hw_thermal": 1.1}
+        )
         assert told["throttle_share"] == {"hw_thermal": 1.0}
+    assert summary({THROTTLE: (("gpu_idle",),)}, seconds=1, not_available={})["throttle"] == []
 
 
-def test_a_window_without_a_reading_says_why_of_every_key() -> None:
-    told = nothing("no sampler here", seconds=2.5)
-    assert told == {"seconds": 2.5, "samples": 0, "not_available": dict.fromkeys(QUERIES, "no sampler here")}
-    assert json.loads(json.dumps(told)) == told
+def test_what_is_read_is_what_nvml_can_be_asked_for() -> None:
+    units = [nvml.QUERIES[query].unit for key, query in {**QUERIES, **OF_THE_CARD}.items() if key != THROTTLE]
+    assert units == ["MHz", "MHz", "W", "degC", "%", "MHz", "degC"]
+    told = summary({}, seconds=1, not_available={}, card={"sm_clock_max_mhz": 1980, "slowdown_celsius": 89.04})
+    assert (told["sm_clock_max_mhz"], told["slowdown_celsius"]) == (1980, 89.0)
+    nothing_read = {"seconds": 2.5, "samples": 0, "not_available": dict.fromkeys(QUERIES, "no sampler here")}
+    assert nothing("no sampler here", seconds=2.5) == nothing_read
 
 
 @pytest.mark.parametrize("value", ["fast", float("nan"), float("inf"), True, None, (1, 2)], ids=repr)

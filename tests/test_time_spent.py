@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,9 @@ import torchrun
 from sessions import Project
 
 from pytest_gpucluster import time_spent
+from pytest_gpucluster.benchmarks import blocks
 from pytest_gpucluster.benchmarks.blocks import measure_rate
-from pytest_gpucluster.benchmarks.clock import ManualClock, WallClock
+from pytest_gpucluster.benchmarks.clock import ManualClock
 from pytest_gpucluster.journal import TestResult, read
 from pytest_gpucluster.sampling import Sampling
 from pytest_gpucluster.time_spent import LEDGER, MEASURING, OTHER, PARTS, VERIFYING, WARM_UP, Ledger, counted
@@ -39,15 +39,6 @@ def ledger(clock: Clock) -> Ledger:
     ledger = Ledger(clock)
     ledger.open()
     return ledger
-
-
-@pytest.fixture
-def open_test() -> Iterator[None]:
-    """A test that is open in this process's own ledger. Here the plugin is not on, so that nobody else uses it."""
-    LEDGER.clear()
-    LEDGER.open()
-    yield
-    LEDGER.clear()
 
 
 def told(ledger: Ledger) -> dict[str, float]:
@@ -83,7 +74,7 @@ def test_a_part_ends_with_what_was_begun_in_it_and_not_ended(clock: Clock, ledge
     assert told(ledger) == {VERIFYING: 1, OTHER: 12}
 
 
-def test_between_tests_nothing_is_counted(clock: Clock, ledger: Ledger) -> None:
+def test_between_tests_nothing_is_counted_and_attempts_are_one_sum(clock: Clock, ledger: Ledger) -> None:
     clock.now += 1
     ledger.close()
     assert ledger.enter(MEASURING) == 0
@@ -96,16 +87,12 @@ def test_between_tests_nothing_is_counted(clock: Clock, ledger: Ledger) -> None:
     assert told(ledger) == {OTHER: 3}
     ledger.clear()
     assert told(ledger) == {}
-
-
-def test_what_was_begun_before_a_test_is_no_part_of_it(clock: Clock) -> None:
     ledger = Ledger(clock)
     before = ledger.enter(MEASURING)
     ledger.open()
     clock.now += 3
     ledger.leave(before)
-    clock.now += 4
-    assert told(ledger) == {OTHER: 7}
+    assert told(ledger) == {OTHER: 3}, "what was begun before a test is no part of it"
 
 
 def test_other_threads_change_nothing(clock: Clock, ledger: Ledger) -> None:
@@ -135,15 +122,15 @@ def test_no_more_is_moved_than_there_was(clock: Clock, ledger: Ledger, seconds: 
     assert told(ledger) == found
 
 
-def test_a_part_that_raises_ends(open_test: None) -> None:
-    with pytest.raises(RuntimeError), counted("measuring"):
+def test_a_part_that_raises_ends_and_a_misspelt_one_is_refused(
+    clock: Clock, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time_spent, "LEDGER", ledger)
+    with contextlib.suppress(RuntimeError), counted("measuring"):
+        clock.now += 1
         raise RuntimeError
-    time.sleep(0.05)
-    found = told(LEDGER)
-    assert found.get(MEASURING, 0.0) < found[OTHER]
-
-
-def test_a_misspelt_part_is_refused() -> None:
+    clock.now += 2
+    assert told(ledger) == {MEASURING: 1, OTHER: 2}
     with pytest.raises(ValueError, match=r"one of set_up, warm_up, .* not 'warmup'"):
         counted("warmup")
 
@@ -160,50 +147,49 @@ def test_the_most_of_any_rank_is_told_beside_the_first_ranks() -> None:
 # ---- benchmarks --------------------------------------------------------------------------------------------------
 
 
-class Work:
-    """Operations that take no time, with a verification that does."""
+SAMPLING = Sampling(warmup_seconds=0.05, window_seconds=0.2, longest_seconds=0.2, tolerance_ratio=0.5)
 
-    most_at_once = 4
+
+class Work:
+    """Operations on a device, and their verification: each takes what is planted, of the device and of the host."""
+
+    def __init__(self, device: ManualClock, host: Clock, *, awaits: bool) -> None:
+        self._device, self._host = device, host
+        self._awaits = awaits
+        self.most_at_once = 1 if awaits else 4
 
     def start(self, index: int) -> None:
-        time.sleep(0.002)
+        self._device.advance(0.02)
+        if not self._awaits:
+            self._host.now += 0.02
 
     def verify(self, done: range) -> None:
-        time.sleep(0.006 * len(done))
+        # Of work that the host has only enqueued it waits for the device, and takes no time else.
+        self._host.now += 0.02 if self._awaits else 0.06 * len(done)
 
 
-def test_a_rate_is_warm_up_measuring_and_verifying(open_test: None) -> None:
-    sampling = Sampling(warmup_seconds=0.05, window_seconds=0.2, longest_seconds=0.2, tolerance_ratio=0.5)
-    begin = time.perf_counter()
-    measure_rate(Work(), WallClock(), sampling=sampling)
-    gone = time.perf_counter() - begin
+def parts_of_a_rate(clock: Clock, monkeypatch: pytest.MonkeyPatch, *, awaits: bool) -> dict[str, float]:
+    monkeypatch.setattr(LEDGER, "_now", clock)
+    monkeypatch.setattr(blocks, "perf_counter", clock)
+    LEDGER.clear()
+    LEDGER.open()
+    device = ManualClock()
+    measure_rate(Work(device, clock, awaits=awaits), device, sampling=SAMPLING)
     found = told(LEDGER)
+    LEDGER.clear()
+    assert sum(found.values()) == pytest.approx(clock.now - 100.0)
+    return found
+
+
+def test_a_rate_is_warm_up_measuring_and_verifying(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = parts_of_a_rate(clock, monkeypatch, awaits=False)
     assert found[WARM_UP] >= 0.05
     assert found[MEASURING] >= 0.2
-    assert found[VERIFYING] > 2 * (found[WARM_UP] + found[MEASURING]) * 0.75  # three times as long as the work
-    assert sum(found.values()) == pytest.approx(gone, rel=0.2)
+    assert found[VERIFYING] == pytest.approx(3 * (found[WARM_UP] + found[MEASURING]), rel=0.3)
 
 
-class Awaited:
-    """Work that the host only enqueues, so that its verification waits for the device, and takes hardly any time."""
-
-    most_at_once = 1
-
-    def __init__(self, clock: ManualClock) -> None:
-        self._clock = clock
-
-    def start(self, index: int) -> None:
-        self._clock.advance(0.02)  # of the device; the host only enqueues
-
-    def verify(self, done: range) -> None:
-        time.sleep(0.02)  # until the device is there
-
-
-def test_waiting_for_the_device_is_no_verification(open_test: None) -> None:
-    clock = ManualClock()
-    sampling = Sampling(warmup_seconds=0.05, window_seconds=0.2, longest_seconds=0.2, tolerance_ratio=0.5)
-    measure_rate(Awaited(clock), clock, sampling=sampling)
-    found = told(LEDGER)
+def test_waiting_for_the_device_is_no_verification(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = parts_of_a_rate(clock, monkeypatch, awaits=True)
     assert found.get(VERIFYING, 0.0) < 0.5 * found[MEASURING]
     assert found[MEASURING] >= 0.19
 
@@ -318,24 +304,6 @@ def test_one_process_tells_its_parts_also_of_a_test_that_fails(project: Project)
     assert "test_bad" not in table_of(left.stdout)[0]
     [said] = [value for name, value in left.properties.items() if name == "test_it.test_parts[seconds]"]
     assert "warm-up 0.6, measuring 1.2, verifying 0.9" in said
-
-
-def test_attempts_at_a_test_are_one_sum(project: Project) -> None:
-    pytest.importorskip("pytest_rerunfailures")
-    project.suite("""
-import time
-tries = []
-def test_at_last():
-    from pytest_gpucluster.time_spent import counted
-    with counted("measuring"):
-        time.sleep(0.2)
-    tries.append(1)
-    assert len(tries) > 1
-""")
-    left = project.run("--reruns=1")
-    [result] = left.journal.results
-    assert result.attempts == 2, left.output
-    assert result.spent["measuring"].seconds >= 0.4
 
 
 def test_a_test_that_is_interrupted_says_where_it_was(project: Project) -> None:

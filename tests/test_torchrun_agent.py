@@ -17,20 +17,16 @@ from pytest_gpucluster.torchrun.account import Account, RankEnd
 SUITE = ["--nproc-per-node=2", "-m", "pytest", "."]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--bogus=1", *SUITE], "torchrun refuses its options: unrecognized arguments: --bogus=1"),
-        (
-            ["--nproc-per-node=x", "-m", "pytest", "."],
-            "torchrun refuses its options: Unsupported nproc_per_node value: x",
-        ),
-        (["train.py", *SUITE], "torchrun would run 'train.py' and not pytest: what pytest gets stands after --"),
-        (["-m", "unittest"], "torchrun would run 'unittest' and not pytest: what pytest gets stands after --"),
-    ],
-)
-def test_wrong_usage_of_torchrun_is_one_line(arguments, words, capfd):
-    assert agent.run(arguments) == Account(how="usage", message=words)
+def test_wrong_usage_of_torchrun_is_one_line(capfd):
+    for arguments, named in (
+        (["--bogus=1", *SUITE], "--bogus=1"),
+        (["--nproc-per-node=x", "-m", "pytest", "."], "nproc_per_node value: x"),
+        (["train.py", *SUITE], "'train.py' "),
+        (["-m", "unittest"], "'unittest' "),
+    ):
+        account = agent.run(arguments)
+        assert (account.how, named in account.message) == ("usage", True), account
+        assert "\n" not in account.message
     assert "usage:" not in capfd.readouterr().err
 
 
@@ -44,7 +40,7 @@ def test_a_node_without_gpus_is_told_what_to_do(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     account = agent.run(["--nproc-per-node=gpu", "-m", "pytest", "."])
     assert account.how == "usage"
-    assert "rehearse with --gpucluster-device=cpu" in account.message
+    assert "--gpucluster-device=cpu" in account.message
 
 
 def failures(**ends: tuple[int, int]) -> ChildFailedError:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 from hypothesis import assume, given
@@ -11,6 +12,46 @@ from pytest_gpucluster.errors import MeasurementError, UnitError
 
 SYMBOLS = st.sampled_from(sorted(units.UNITS))
 VALUES = st.floats(min_value=-1e30, max_value=1e30, allow_nan=False)
+
+
+# Written out by hand, so that no slip in how the table is made goes unseen. Sources: the SI brochure, 9th
+# edition, table 7 (k, M, G, T, P); IEC 80000-13:2008, clause 4 (Ki, Mi, Gi, Ti, Pi; a byte has 8 bits).
+PINNED = {
+    "amount of data": """B 8, kB 8000, MB 8000000, GB 8000000000, TB 8000000000000, PB 8000000000000000, KiB 8192,
+        MiB 8388608, GiB 8589934592, TiB 8796093022208, PiB 9007199254740992""",
+    "data rate": """B/s 8, kB/s 8000, MB/s 8000000, GB/s 8000000000, TB/s 8000000000000, PB/s 8000000000000000,
+        KiB/s 8192, MiB/s 8388608, GiB/s 8589934592, TiB/s 8796093022208, PiB/s 9007199254740992,
+        b/s 1, kb/s 1000, Mb/s 1000000, Gb/s 1000000000, Tb/s 1000000000000, Pb/s 1000000000000000""",
+    "compute rate": "FLOPS 1, MFLOPS 1000000, GFLOPS 1000000000, TFLOPS 1000000000000, PFLOPS 1000000000000000",
+    "time": "ns 1, us 1000, ms 1000000, s 1000000000, min 60000000000, h 3600000000000",
+    "power": "mW 1, W 1000",
+    "frequency": "Hz 1, kHz 1000, MHz 1000000, GHz 1000000000",
+    "ratio": "% 1, ratio 100",
+    "temperature": "degC 1",
+    "loss": "nats 1",
+    "token rate": "tokens/s 1",
+    "image rate": "images/s 1",
+    "file rate": "files/s 1",
+    "number of ranks": "ranks 1",
+    "number of findings": "findings 1",
+    "number of nodes": "nodes 1",
+    "number of dtypes": "dtypes 1",
+    "number of ports": "ports 1",
+    "number of words": "words 1",
+    "number of files": "files 1",
+    "number of CPUs": "CPUs 1",
+    "number of tasks": "tasks 1",
+}
+
+
+def test_every_unit_is_what_its_standard_says() -> None:
+    pinned = {
+        symbol: (dimension, int(factor))
+        for dimension, units_of_it in PINNED.items()
+        for symbol, factor in (each.split() for each in units_of_it.split(","))
+    }
+    assert {symbol: (unit.dimension, unit.factor) for symbol, unit in units.UNITS.items()} == pinned
+    assert all(unit.symbol == symbol for symbol, unit in units.UNITS.items())
 
 
 @pytest.mark.parametrize(
@@ -37,45 +78,42 @@ def test_a_quantity_is_a_number_and_a_unit(text: str, value: float, unit: str) -
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "named"),
     [
-        (
-            "380 gb/s",
-            "unknown unit 'gb/s'; did you mean 'GB/s' or 'Gb/s'? Case matters: B is bytes, b is bits",
-        ),
-        ("8 gib", "unknown unit 'gib'; did you mean 'GiB'? Case matters"),
-        ("400 Gbps", "unknown unit 'Gbps'; did you mean 'Gb/s'?"),
-        ("400 GBps", "unknown unit 'GBps'; did you mean 'GB/s'?"),
-        ("400 Gbit/s", "unknown unit 'Gbit/s'; did you mean 'Gb/s'?"),
-        ("12 µs", "unknown unit 'µs'; did you mean 'us'?"),
-        ("700 TFLOP/s", "unknown unit 'TFLOP/s'; did you mean 'TFLOPS'?"),
-        ("700 tflops", "unknown unit 'tflops'; did you mean 'TFLOPS'? Case matters"),
-        ("500 token/s", "unknown unit 'token/s'; did you mean 'tokens/s'?"),
-        ("380", "'380' has no unit: write a number and a unit, such as '380 GB/s'"),
-        ("1,000 GB/s", "'1,000 GB/s' is no quantity: write a decimal number and a unit, such as '380 GB/s'"),
-        ("nan GB/s", "'nan GB/s' is no quantity: write a decimal number and a unit, such as '380 GB/s'"),
-        ("inf s", "'inf s' is no quantity: write a decimal number and a unit, such as '380 GB/s'"),
-        ("٣ GB", "'٣ GB' is no quantity: write a decimal number and a unit, such as '380 GB/s'"),
-        ("3 GB\n", "'3 GB\\n' is no quantity: write a decimal number and a unit, such as '380 GB/s'"),
-        ("", "'' is no quantity: write a decimal number and a unit, such as '380 GB/s'"),
-        ("1e999 B", "'1e999 B' is too large"),
+        ("380 gb/s", ["GB/s", "Gb/s"]),
+        ("8 gib", ["GiB"]),
+        ("400 Gbps", ["Gb/s"]),
+        ("400 GBps", ["GB/s"]),
+        ("400 Gbit/s", ["Gb/s"]),
+        ("12 µs", ["us"]),
+        ("700 TFLOP/s", ["TFLOPS"]),
+        ("700 tflops", ["TFLOPS"]),
+        ("500 token/s", ["tokens/s"]),
+        ("3 parsec", ["B", "GB/s", "TFLOPS", "ratio"]),
+        ("380", ["380 GB/s"]),
+        ("1,000 GB/s", ["380 GB/s"]),
+        ("nan GB/s", ["380 GB/s"]),
+        ("inf s", ["380 GB/s"]),
+        ("٣ GB", ["380 GB/s"]),
+        ("3 GB\n", ["380 GB/s"]),
+        ("", ["380 GB/s"]),
+        ("1e999 B", []),
     ],
 )
-def test_what_is_no_quantity_is_refused_with_what_was_probably_meant(text: str, message: str) -> None:
+def test_what_is_no_quantity_is_refused_with_what_was_probably_meant(text: str, named: list[str]) -> None:
     with pytest.raises(UnitError) as caught:
         units.parse(text)
-    assert str(caught.value) == message
-
-
-def test_a_unit_that_resembles_nothing_lists_the_known_ones() -> None:
-    with pytest.raises(UnitError, match=r"unknown unit 'parsec'; known units: B, kB, MB"):
-        units.unit("parsec")
+    said = str(caught.value)
+    found = text.split()[-1] if said.startswith("unknown unit") else text
+    assert repr(found) in said
+    assert all(re.search(rf"(?<![\w/]){re.escape(name)}(?![\w/])", said) for name in named), said
+    assert said.count("did you mean") == (text != "3 parsec" and said.startswith("unknown unit"))
 
 
 def test_the_expected_unit_is_named_where_a_quantity_lacks_one_or_has_another_dimension() -> None:
-    with pytest.raises(UnitError, match="'380' has no unit: write '380 GB/s'"):
-        units.parse("380", like="GB/s")
-    with pytest.raises(UnitError, match="GiB is a unit of amount of data; GB/s or another unit of data rate is needed"):
+    with pytest.raises(UnitError, match="'380 TB/s'"):
+        units.parse("380", like="TB/s")
+    with pytest.raises(UnitError, match=r"GiB.*amount of data.*GB/s.*data rate"):
         units.parse("380 GiB", like="GB/s")
 
 

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
+from each import of_each
 
 from pytest_gpucluster.verdict import (
     ACCEPTED,
@@ -12,6 +12,7 @@ from pytest_gpucluster.verdict import (
     EXIT_CODES,
     GROUPS,
     INCOMPLETE,
+    PASSED_WITH_DEVIATIONS,
     REHEARSED,
     REHEARSED_ALWAYS,
     REJECTED,
@@ -26,13 +27,13 @@ TOPOLOGY = "2 nodes, 16 ranks, as expected (2x8xH100)"
 LOST = (11, "rank 3 is lost")
 
 
-def result(name: str, outcome: str, message: str = "", *, criterion: bool = True, **more: bool) -> TestResult:
+def result(name: str, outcome: str, message: str = "", *, criterion: bool = True, **more: Any) -> TestResult:
     return TestResult(
         nodeid=f"acceptance/test_it.py::test_{name}",
         criterion=name if criterion else None,
         outcome=outcome,
         message=message,
-        **more,
+        **{"values": 1, "judged": 1, **more},
     )
 
 
@@ -46,154 +47,132 @@ HELPER_SKIPPED = result("helper", "skipped", "not here", criterion=False)
 
 
 def verdict(*results: TestResult, **changes: Any) -> Verdict:
-    settings: dict[str, Any] = {"pytest_exit": 0, "rehearsal": False, "selection": False, "topology": TOPOLOGY}
+    settings: dict[str, Any] = {"pytest_exit": 0, "rehearsal": False, "selection": False, "manifest": True}
+    settings["topology"] = TOPOLOGY
     return decide(results, **{**settings, **changes})
 
 
-@pytest.mark.parametrize(
-    ("results", "changes", "word", "code"),
-    [
-        # Everything that ran passed.
-        pytest.param([PASSED], {}, ACCEPTED, 0, id="all passed on cuda"),
-        pytest.param([PASSED, HELPER], {}, ACCEPTED, 0, id="with a test that is no criterion"),
-        pytest.param([PASSED, NO_ROOM], {}, ACCEPTED, 0, id="one has no room in the declared topology"),
-        pytest.param([PASSED, HELPER_SKIPPED], {}, ACCEPTED, 0, id="a skip that is no criterion"),
-        pytest.param([PASSED], {"required": ["matmul"]}, ACCEPTED, 0, id="with what was required"),
-        pytest.param([PASSED], {"selection": True}, SELECTION_PASSED, 0, id="a selection"),
-        pytest.param([HELPER], {}, SELECTION_PASSED, 0, id="a suite without a criterion"),
-        pytest.param([PASSED], {"rehearsal": True}, REHEARSED, 0, id="a rehearsal"),
-        pytest.param([PASSED], {"rehearsal": True, "selection": True}, REHEARSED, 0, id="a selection of a rehearsal"),
-        # A verdict about the hardware.
-        pytest.param([FAILED], {"pytest_exit": 1}, REJECTED, 1, id="a limit missed"),
-        pytest.param([FAILED], {"pytest_exit": 1, "rehearsal": True}, REJECTED, 1, id="also in a rehearsal"),
-        pytest.param([FAILED], {"pytest_exit": 1, "selection": True}, REJECTED, 1, id="also in a selection"),
-        pytest.param([HELPER, result("x", "failed", criterion=False)], {}, REJECTED, 1, id="any test counts"),
-        pytest.param([PASSED], {"ending": (1, "the GPU of rank 3 works no more")}, REJECTED, 1, id="a GPU died of it"),
-        pytest.param([BROKE, FAILED], {"pytest_exit": 1}, REJECTED, 1, id="wins over an error"),
-        pytest.param([SKIPPED, FAILED], {"pytest_exit": 1}, REJECTED, 1, id="wins over what did not run"),
-        pytest.param([FAILED], {"ending": LOST}, REJECTED, 1, id="wins over a lost rank"),
-        pytest.param([FAILED], {"problems": ["no space left"]}, REJECTED, 1, id="wins over a problem"),
-        pytest.param([FAILED], {"pytest_exit": 2}, REJECTED, 1, id="stopped at a failure"),
-        # pytest's own.
-        pytest.param([PASSED], {"ending": (2, "interrupted")}, BROKEN, 2, id="interrupted"),
-        pytest.param([FAILED], {"ending": (2, "interrupted")}, BROKEN, 2, id="interrupted after a failure"),
-        pytest.param([], {"ending": (3, "internal error")}, BROKEN, 3, id="an internal error"),
-        pytest.param([FAILED], {"ending": (3, "internal error")}, BROKEN, 3, id="an internal error after a failure"),
-        pytest.param([], {"ending": (4, "usage")}, BROKEN, 4, id="a usage error"),
-        pytest.param([], {"pytest_exit": 2}, BROKEN, 2, id="collection failed on every rank"),
-        pytest.param([PASSED], {"pytest_exit": 3}, BROKEN, 3, id="pytest says an internal error"),
-        pytest.param([], {"pytest_exit": 4}, BROKEN, 4, id="pytest says a usage error"),
-        pytest.param([], {"pytest_exit": 5}, BROKEN, 5, id="nothing collected"),
-        pytest.param([], {"pytest_exit": 5, "rehearsal": True}, BROKEN, 5, id="nothing collected in a rehearsal"),
-        # The run broke.
-        pytest.param([PASSED, BROKE], {"pytest_exit": 1}, BROKEN, 11, id="an error"),
-        pytest.param([BROKE, SKIPPED], {"pytest_exit": 1}, BROKEN, 11, id="an error wins over what did not run"),
-        pytest.param([BROKE], {"pytest_exit": 2}, BROKEN, 11, id="stopped at an error"),
-        pytest.param([PASSED], {"ending": LOST}, BROKEN, 11, id="a rank lost"),
-        pytest.param([PASSED], {"ending": LOST, "pytest_exit": 2}, BROKEN, 11, id="which pytest calls interrupted"),
-        pytest.param([PASSED], {"problems": ["no space left"]}, BROKEN, 11, id="a problem outside any test"),
-        pytest.param([BROKE], {"rehearsal": True}, BROKEN, 11, id="an error in a rehearsal"),
-        pytest.param([PASSED], {"pytest_exit": 1}, BROKEN, 11, id="pytest knows of a failure that is not on record"),
-        pytest.param([PASSED], {"pytest_exit": 77}, BROKEN, 11, id="another plugin's exit status"),
-        # Something had to run and did not.
-        pytest.param([PASSED, SKIPPED], {}, INCOMPLETE, 10, id="a criterion skipped"),
-        pytest.param([PASSED, SKIPPED], {"rehearsal": True}, INCOMPLETE, 10, id="a criterion skipped in a rehearsal"),
-        pytest.param([PASSED, SKIPPED], {"selection": True}, INCOMPLETE, 10, id="a criterion skipped in a selection"),
-        pytest.param([PASSED], {"required": ["lora"]}, INCOMPLETE, 10, id="a required one is not in the suite"),
-        pytest.param([PASSED, NO_ROOM], {"required": ["fabric"]}, INCOMPLETE, 10, id="a required one has no room"),
-        pytest.param([PASSED], {"not_run": ["a.py::t"]}, INCOMPLETE, 10, id="a test was never started"),
-        pytest.param([NO_ROOM], {}, INCOMPLETE, 10, id="nothing has room"),
-        pytest.param([HELPER_SKIPPED], {}, INCOMPLETE, 10, id="everything was skipped"),
-        pytest.param([], {}, INCOMPLETE, 10, id="nothing ran"),
-        pytest.param([], {"rehearsal": True}, INCOMPLETE, 10, id="nothing ran in a rehearsal"),
-    ],
-)
-def test_the_table_of_verdicts(results: list[TestResult], changes: dict[str, Any], word: str, code: int) -> None:
+TABLE: dict[str, tuple[list[TestResult], dict[str, Any], str, int]] = {
+    # Everything that ran passed.
+    "all passed on cuda": ([PASSED], {}, ACCEPTED, 0),
+    "with a test that is no criterion": ([PASSED, HELPER], {}, ACCEPTED, 0),
+    "one has no room in the declared topology": ([PASSED, NO_ROOM], {}, ACCEPTED, 0),
+    "a skip that is no criterion": ([PASSED, HELPER_SKIPPED], {}, ACCEPTED, 0),
+    "with what was required": ([PASSED], {"required": ["matmul"]}, ACCEPTED, 0),
+    "a selection": ([PASSED], {"selection": True}, SELECTION_PASSED, 0),
+    "a suite without a criterion": ([HELPER], {}, SELECTION_PASSED, 0),
+    "a suite without a list of criteria": ([PASSED], {"manifest": False}, SELECTION_PASSED, 0),
+    "a criterion without a value": ([PASSED, result("x", "passed", values=0)], {}, INCOMPLETE, 10),
+    "nothing compared with a limit": ([result("x", "passed", judged=0)], {}, INCOMPLETE, 10),
+    "a rehearsal": ([PASSED], {"rehearsal": True}, REHEARSED, 0),
+    "a selection of a rehearsal": ([PASSED], {"rehearsal": True, "selection": True}, REHEARSED, 0),
+    # A verdict about the hardware.
+    "a limit missed": ([FAILED], {"pytest_exit": 1}, REJECTED, 1),
+    "also in a rehearsal": ([FAILED], {"pytest_exit": 1, "rehearsal": True}, REJECTED, 1),
+    "also in a selection": ([FAILED], {"pytest_exit": 1, "selection": True}, REJECTED, 1),
+    "any test counts": ([HELPER, result("x", "failed", criterion=False)], {}, REJECTED, 1),
+    "a GPU died of it": ([PASSED], {"ending": (1, "the GPU of rank 3 works no more")}, REJECTED, 1),
+    "wins over an error": ([BROKE, FAILED], {"pytest_exit": 1}, REJECTED, 1),
+    "wins over what did not run": ([SKIPPED, FAILED], {"pytest_exit": 1}, REJECTED, 1),
+    "wins over a lost rank": ([FAILED], {"ending": LOST}, REJECTED, 1),
+    "wins over a problem": ([FAILED], {"problems": ["no space left"]}, REJECTED, 1),
+    "stopped at a failure": ([FAILED], {"pytest_exit": 2}, REJECTED, 1),
+    # pytest's own.
+    "interrupted": ([PASSED], {"ending": (2, "interrupted")}, BROKEN, 2),
+    "interrupted after a failure": ([FAILED], {"ending": (2, "interrupted")}, BROKEN, 2),
+    "an internal error": ([], {"ending": (3, "internal error")}, BROKEN, 3),
+    "an internal error after a failure": ([FAILED], {"ending": (3, "internal error")}, BROKEN, 3),
+    "a usage error": ([], {"ending": (4, "usage")}, BROKEN, 4),
+    "collection failed on every rank": ([], {"pytest_exit": 2}, BROKEN, 2),
+    "pytest says an internal error": ([PASSED], {"pytest_exit": 3}, BROKEN, 3),
+    "pytest says a usage error": ([], {"pytest_exit": 4}, BROKEN, 4),
+    "nothing collected": ([], {"pytest_exit": 5}, BROKEN, 5),
+    "nothing collected in a rehearsal": ([], {"pytest_exit": 5, "rehearsal": True}, BROKEN, 5),
+    # The run broke.
+    "an error": ([PASSED, BROKE], {"pytest_exit": 1}, BROKEN, 11),
+    "an error wins over what did not run": ([BROKE, SKIPPED], {"pytest_exit": 1}, BROKEN, 11),
+    "stopped at an error": ([BROKE], {"pytest_exit": 2}, BROKEN, 11),
+    "a rank lost": ([PASSED], {"ending": LOST}, BROKEN, 11),
+    "which pytest calls interrupted": ([PASSED], {"ending": LOST, "pytest_exit": 2}, BROKEN, 11),
+    "a problem outside any test": ([PASSED], {"problems": ["no space left"]}, BROKEN, 11),
+    "an error in a rehearsal": ([BROKE], {"rehearsal": True}, BROKEN, 11),
+    "pytest knows of a failure that is not on record": ([PASSED], {"pytest_exit": 1}, BROKEN, 11),
+    "another plugin's exit status": ([PASSED], {"pytest_exit": 77}, BROKEN, 11),
+    # Something had to run and did not.
+    "a criterion skipped": ([PASSED, SKIPPED], {}, INCOMPLETE, 10),
+    "a criterion skipped in a rehearsal": ([PASSED, SKIPPED], {"rehearsal": True}, INCOMPLETE, 10),
+    "a criterion skipped in a selection": ([PASSED, SKIPPED], {"selection": True}, INCOMPLETE, 10),
+    "a required one is not in the suite": ([PASSED], {"required": ["lora"]}, INCOMPLETE, 10),
+    "a required one has no room": ([PASSED, NO_ROOM], {"required": ["fabric"]}, INCOMPLETE, 10),
+    "a test was never started": ([PASSED], {"not_run": ["a.py::t"]}, INCOMPLETE, 10),
+    "nothing has room": ([NO_ROOM], {}, INCOMPLETE, 10),
+    "everything was skipped": ([HELPER_SKIPPED], {}, INCOMPLETE, 10),
+    "nothing ran": ([], {}, INCOMPLETE, 10),
+    "nothing ran in a rehearsal": ([], {"rehearsal": True}, INCOMPLETE, 10),
+}
+
+
+@of_each("case", list(TABLE))
+def test_the_table_of_verdicts(case: str) -> None:
+    results, changes, word, code = TABLE[case]
     found = verdict(*results, **changes)
     assert (found.word, found.exit) == (word, code)
     assert found.reason
     assert "\n" not in found.reason
 
 
-@pytest.mark.parametrize(
-    ("results", "changes", "reason"),
-    [
-        pytest.param([PASSED], {}, f"1 passed; {TOPOLOGY}", id="accepted"),
-        pytest.param([PASSED], {"selection": True}, f"1 passed; {TOPOLOGY}; only a selection ran", id="selection"),
-        pytest.param(
-            [HELPER], {}, f"1 passed; {TOPOLOGY}; the suite holds no acceptance criterion", id="without a criterion"
-        ),
-        pytest.param([PASSED], {"rehearsal": True}, f"1 passed; {TOPOLOGY}", id="cpu"),
-        pytest.param(
-            [BROKE, FAILED, FAILED],
-            {},
-            "acceptance/test_it.py::test_nccl failed: 312 GB/s < 380 GB/s (and 1 more)",
-            id="the first failure, not the error before it",
-        ),
-        pytest.param(
-            [BROKE, BROKE], {}, "acceptance/test_it.py::test_nccl broke: rank 3 hangs (and 1 more)", id="errors"
-        ),
-        pytest.param([BROKE], {"problems": ["no space left", "y"]}, "no space left", id="a problem before errors"),
-        pytest.param([PASSED], {"ending": LOST}, "rank 3 is lost", id="an ending"),
-        pytest.param([PASSED], {"ending": (1, "GPU died")}, "GPU died", id="an ending that rejects"),
-        pytest.param([], {"pytest_exit": 5}, "no test was collected", id="pytest's own"),
-        pytest.param([PASSED], {"pytest_exit": 77}, "pytest ended with exit status 77", id="a foreign status"),
-        pytest.param(
-            [PASSED, SKIPPED],
-            {"required": ["qwen2"], "not_run": ["a.py::t"]},
-            "did not run: lora (needs 2 nodes, and there is 1); a.py::t (never started); "
-            "qwen2 (required, but not in the suite that ran)",
-            id="what did not run, and why",
-        ),
-        pytest.param(
-            [PASSED, NO_ROOM],
-            {"required": ["fabric"]},
-            f"did not run: fabric (required, and skipped: {NO_ROOM.message})",
-            id="a required one that was skipped is in the suite",
-        ),
-        pytest.param(
-            [], {}, "did not run: everything (each test was skipped or does not apply here)", id="nothing ran"
-        ),
-    ],
-)
-def test_the_reason_says_what_decided(results: list[TestResult], changes: dict[str, Any], reason: str) -> None:
-    assert verdict(*results, **changes).reason == reason
+REASONS: dict[str, tuple[list[TestResult], dict[str, Any], list[str]]] = {
+    "accepted": ([PASSED], {}, ["1 passed", TOPOLOGY]),
+    "selection": ([PASSED], {"selection": True}, ["1 passed", TOPOLOGY, "selection"]),
+    "without a criterion": ([HELPER], {}, ["1 passed", TOPOLOGY, "no acceptance criterion"]),
+    "the first failure, not the error before it": (
+        [BROKE, FAILED, FAILED],
+        {},
+        ["acceptance/test_it.py::test_nccl failed: 312 GB/s < 380 GB/s", "1 more"],
+    ),
+    "errors": ([BROKE, BROKE], {}, ["acceptance/test_it.py::test_nccl broke: rank 3 hangs", "1 more"]),
+    "a problem before errors": ([BROKE], {"problems": ["no space left", "y"]}, ["no space left"]),
+    "an ending that rejects": ([PASSED], {"ending": (1, "GPU died")}, ["GPU died"]),
+    "a foreign status": ([PASSED], {"pytest_exit": 77}, ["exit status 77"]),
+    "what did not run, and why": (
+        [PASSED, SKIPPED],
+        {"required": ["qwen2"], "not_run": ["a.py::t"]},
+        [f"lora ({SKIPPED.message})", "a.py::t (never started)", "qwen2 (required"],
+    ),
+    "a required one that was skipped is in the suite": (
+        [PASSED, NO_ROOM],
+        {"required": ["fabric"]},
+        [f"fabric (required, and skipped: {NO_ROOM.message})"],
+    ),
+}
 
 
-def test_of_many_that_did_not_run_a_few_are_told() -> None:
-    reason = verdict(*(result(f"c{n}", "skipped") for n in range(9)), PASSED).reason
-    assert reason.count("(skipped)") == 5
+@of_each("case", list(REASONS))
+def test_the_reason_says_what_decided(case: str) -> None:
+    results, changes, parts = REASONS[case]
+    reason = verdict(*results, **changes).reason
+    assert [part for part in parts if part not in reason] == [], reason
 
 
 def test_every_exit_code_of_the_table_is_explained() -> None:
-    assert sorted(EXIT_CODES) == [0, 1, 2, 3, 4, 5, 10, 11]
+    assert sorted(EXIT_CODES) == [0, 1, 2, 3, 4, 5, 10, 11, 12]
     for code, text in EXIT_CODES.items():
-        word = {0: "ACCEPTED, SELECTION PASSED or REHEARSED", 1: REJECTED, 10: INCOMPLETE}.get(code, BROKEN)
+        words = {0: "ACCEPTED, SELECTION PASSED or REHEARSED", 1: REJECTED, 10: INCOMPLETE}
+        words[12] = PASSED_WITH_DEVIATIONS
+        word = words.get(code, BROKEN)
         assert text.startswith(f"{word}: ")
 
 
-@pytest.mark.parametrize("code", [0, 10])
-def test_a_run_that_was_ended_is_never_a_pass_nor_incomplete_whatever_its_code(code: int) -> None:
-    found = verdict(PASSED, ending=(code, "somebody asked for it"))
-    assert (found.word, found.exit) == (BROKEN, 11)
+def test_a_run_that_was_ended_is_never_a_pass_nor_incomplete_whatever_its_code() -> None:
+    found = [verdict(PASSED, ending=(code, "somebody asked for it")) for code in (0, 10, 12)]
+    assert [(each.word, each.exit) for each in found] == [(BROKEN, 11)] * 3
 
 
-def test_a_criterion_that_no_limit_judged_accepts_nothing() -> None:
-    unjudged = TestResult(nodeid="t", criterion="nccl", outcome="passed", unjudged="recorded only: no measurement")
-    found = verdict(PASSED, unjudged)
+def test_a_criterion_that_no_limit_judged_accepts_nothing_and_one_that_was_run_again_is_named() -> None:
+    found = verdict(PASSED, result("nccl", "passed", unjudged="recorded only"))
     assert (found.word, found.exit) == (INCOMPLETE, 10)
-    assert found.reason == "not judged: nccl (recorded only: no measurement)"
-
-
-def test_what_passed_only_when_run_again_is_named() -> None:
-    again = TestResult(nodeid="t", criterion="nccl", outcome="passed", attempts=3)
-    assert "passed only when run again: nccl" in verdict(PASSED, again).reason
-    assert verdict(PASSED, again, again).reason.count("nccl") == 1
-    assert "again" not in verdict(PASSED).reason
-
-
-def test_a_rehearsal_says_when_only_a_selection_ran() -> None:
-    assert verdict(PASSED, rehearsal=True, selection=True).reason.endswith("only a selection ran")
+    assert "nccl (recorded only)" in found.reason
+    assert "again: nccl" in verdict(PASSED, result("nccl", "passed", attempts=3)).reason
 
 
 INVENTORY, COMPUTES = result("inventory", "passed"), result("gpu.compute", "passed")
@@ -201,51 +180,46 @@ TINY = result("lora_tiny", "skipped", "too slow to rehearse here: x", too_slow=T
 FSDP = result("fsdp", "passed")
 
 
-@pytest.mark.parametrize(
-    ("results", "word", "code"),
-    [
-        pytest.param([INVENTORY, COMPUTES, FSDP, TINY], REHEARSED, 0, id="another one of the group has passed"),
-        pytest.param([INVENTORY, COMPUTES, PASSED, TINY], INCOMPLETE, 10, id="none of the group has"),
-        pytest.param([COMPUTES, FSDP, TINY], INCOMPLETE, 10, id="without the inventory"),
-        pytest.param([INVENTORY, FSDP, TINY], INCOMPLETE, 10, id="without a verified product"),
-        pytest.param(
-            [INVENTORY, COMPUTES, result("of_this_site", "skipped", too_slow=True), FSDP],
-            INCOMPLETE,
-            10,
-            id="a criterion of no group",
-        ),
-        pytest.param(
-            [
-                INVENTORY,
-                COMPUTES,
-                result("nccl.environment", "passed"),
-                result("nccl.all_reduce", "skipped", too_slow=True),
-            ],
-            INCOMPLETE,
-            10,
-            id="what passed of the group has measured nothing",
-        ),
-        pytest.param([INVENTORY, COMPUTES, FSDP, TINY, SKIPPED], INCOMPLETE, 10, id="and another one was skipped"),
-        pytest.param([INVENTORY, COMPUTES, FSDP, TINY, BROKE], BROKEN, 11, id="and another one broke"),
-        pytest.param([INVENTORY, COMPUTES, FSDP, TINY, FAILED], REJECTED, 1, id="and another one failed"),
-        pytest.param([TINY], INCOMPLETE, 10, id="alone"),
-    ],
-)
-def test_a_rehearsal_that_was_too_slow_in_part_needs_the_rest(results: list[TestResult], word: str, code: int) -> None:
+GROUPED: dict[str, tuple[list[TestResult], str, int]] = {
+    "another one of the group has passed": ([INVENTORY, COMPUTES, FSDP, TINY], REHEARSED, 0),
+    "none of the group has": ([INVENTORY, COMPUTES, PASSED, TINY], INCOMPLETE, 10),
+    "without the inventory": ([COMPUTES, FSDP, TINY], INCOMPLETE, 10),
+    "without a verified product": ([INVENTORY, FSDP, TINY], INCOMPLETE, 10),
+    "a criterion of no group": (
+        [INVENTORY, COMPUTES, result("of_this_site", "skipped", too_slow=True), FSDP],
+        INCOMPLETE,
+        10,
+    ),
+    "what passed of the group has measured nothing": (
+        [
+            INVENTORY,
+            COMPUTES,
+            result("nccl.environment", "passed"),
+            result("nccl.all_reduce", "skipped", too_slow=True),
+        ],
+        INCOMPLETE,
+        10,
+    ),
+    "and another one was skipped": ([INVENTORY, COMPUTES, FSDP, TINY, SKIPPED], INCOMPLETE, 10),
+    "and another one broke": ([INVENTORY, COMPUTES, FSDP, TINY, BROKE], BROKEN, 11),
+    "and another one failed": ([INVENTORY, COMPUTES, FSDP, TINY, FAILED], REJECTED, 1),
+    "alone": ([TINY], INCOMPLETE, 10),
+}
+
+
+@of_each("case", list(GROUPED))
+def test_a_rehearsal_that_was_too_slow_in_part_needs_the_rest(case: str) -> None:
+    results, word, code = GROUPED[case]
     found = verdict(*results, rehearsal=True)
     assert (found.word, found.exit) == (word, code)
 
 
-def test_what_was_too_slow_is_counted_and_named() -> None:
-    assert "3 passed, 1 too slow to rehearse here" in verdict(INVENTORY, COMPUTES, FSDP, TINY, rehearsal=True).reason
+def test_what_was_too_slow_is_counted_and_missed_where_it_is_required_or_on_a_gpu() -> None:
+    assert "3 passed, 1 too slow" in verdict(INVENTORY, COMPUTES, FSDP, TINY, rehearsal=True).reason
     assert "lora_tiny" in verdict(INVENTORY, COMPUTES, TINY, rehearsal=True).reason
-
-
-def test_what_was_too_slow_is_missed_where_it_is_required_or_on_a_gpu() -> None:
-    found = verdict(INVENTORY, COMPUTES, FSDP, TINY, rehearsal=True, required=["lora_tiny"])
-    assert (found.word, found.exit) == (INCOMPLETE, 10)
-    found = verdict(INVENTORY, COMPUTES, FSDP, TINY)
-    assert (found.word, found.exit) == (INCOMPLETE, 10)
+    for changes in ({"rehearsal": True, "required": ["lora_tiny"]}, {}):
+        found = verdict(INVENTORY, COMPUTES, FSDP, TINY, **changes)
+        assert (found.word, found.exit) == (INCOMPLETE, 10)
 
 
 def test_the_groups_are_of_criteria_that_there_are() -> None:
@@ -254,3 +228,8 @@ def test_the_groups_are_of_criteria_that_there_are() -> None:
     named = [name for names in GROUPS.values() for name in names]
     assert set(named) | set(REHEARSED_ALWAYS) <= criteria
     assert len(named) == len(set(named))
+
+
+def test_a_value_counts_as_compared_with_a_limit_only_where_that_is_known() -> None:
+    assert verdict(TestResult(nodeid="t", criterion="x", outcome="passed", values=1)).exit == 10
+    assert verdict(TestResult(nodeid="t", criterion="x", outcome="passed")).exit == 10

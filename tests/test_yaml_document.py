@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-import pytest
+from complaints import require_complaints
+from each import of_each
 
 from pytest_gpucluster.yaml_document import Document, Node
 
@@ -17,38 +19,22 @@ def of(text: str, tmp_path: Path) -> tuple[Document, Node | None]:
     return document, root(document, tmp_path / "my.yaml")
 
 
-@pytest.mark.parametrize(
-    ("text", "complaint"),
+@of_each(
+    "case",
     [
-        pytest.param("", "1:1: the file is empty; it needs skus", id="empty"),
-        pytest.param("# nothing\n", "1:1: the file is empty; it needs skus", id="only a comment"),
-        pytest.param(
-            "schema_version: 1\nskus:\n\tH200: {}\n",
-            "3:1: no valid YAML: while scanning for the next token, found character '\\t' that cannot start any token",
-            id="tab",
-        ),
-        pytest.param(
-            "a: 1\n---\nb: 2\n",
-            "2:1: no valid YAML: expected a single document in the stream, but found another document",
-            id="two documents",
-        ),
-        pytest.param(
-            "schema_version: 1\nskus: \x07\n",
-            "2:7: no valid YAML: the character U+0007 is not allowed",
-            id="control character",
-        ),
-        pytest.param(
-            "size: >= 1 GB\n",
-            "1:8: no valid YAML: while scanning a block scalar, expected chomping or indentation indicators, but found"
-            " '='; write 'X or more'",
-            id="comparison",
-        ),
+        ("", "1:1: empty skus"),
+        ("# nothing\n", "1:1: empty skus"),
+        ("schema_version: 1\nskus:\n\tH200: {}\n", "3:1: '\\t'"),
+        ("a: 1\n---\nb: 2\n", "2:1: document"),
+        ("schema_version: 1\nskus: \x07\n", "2:7: U+0007"),
+        ("size: >= 1 GB\n", "1:8: '='; 'X or more'"),
     ],
 )
-def test_what_is_no_yaml_is_refused_with_its_place(text: str, complaint: str, tmp_path: Path) -> None:
+def test_what_is_no_yaml_is_refused_with_its_place(case: tuple[Any, ...], tmp_path: Path) -> None:
+    text, complaint = case
     document, found = of(text, tmp_path)
     assert found is None
-    assert document.report() == [f"my.yaml:{complaint}"]
+    require_complaints(document.report(), [complaint])
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
@@ -59,11 +45,8 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         document = Document(path.name)
         assert root(document, path) is None
         told += [line.partition(":1:1: ")[2] for line in document.report()]
-    assert told == [
-        "the file is not UTF-8: byte 4 is 0xfc",
-        "the file cannot be read: Is a directory",
-        "the file cannot be read: No such file or directory",
-    ]
+    for line, words in zip(told, ("UTF-8: byte 4 is 0xfc", "Is a directory", "No such file"), strict=True):
+        assert words in line
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
@@ -86,8 +69,4 @@ def test_complaints_come_once_and_in_the_order_of_the_file(tmp_path: Path) -> No
     for _ in range(2):
         assert document.text(nodes["c"][1], "c") is None
     document.fail(nodes["a"][0], "first")
-    assert document.report() == [
-        "my.yaml:1:1: first",
-        "my.yaml:2:1: duplicate key 'a'; the first one is at line 1",
-        "my.yaml:3:4: c must be a single value, not a list",
-    ]
+    require_complaints(document.report(), ["1:1: first", "2:1: duplicate 'a' line 1", "3:4: c list"])

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 
-from browser import require_program
+from programs import require_program
 
 DEADLINE_SECONDS = 120.0
 """Generous: nothing here should take a third of it."""

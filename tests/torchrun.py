@@ -59,6 +59,8 @@ class Run:
     token: str
     started: float
     deadline: float
+    let_end: float = _LET_END_SECONDS
+    """How long processes may take to end after the launchers, in seconds. What is left over then was left."""
     settled: dict[str, float] = field(default_factory=dict)
     """Testcase -> when the report on disk first said of it what it said in the end (wall clock)."""
     completed_at: float = 0.0
@@ -132,7 +134,7 @@ class Run:
 
     def _let_end(self) -> None:
         # A process that is just ending is no fault; what would stay is.
-        until = time.monotonic() + _LET_END_SECONDS
+        until = time.monotonic() + self.let_end
         while (left := processes(self.token)) and time.monotonic() < until:
             self._look()
             time.sleep(_POLL_SECONDS)

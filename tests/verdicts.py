@@ -16,12 +16,12 @@ BUSBW = "nccl.all_reduce.busbw"
 ALGBW = "nccl.all_reduce.algbw"
 BF16 = "matmul.bf16.tflops"
 GB = {"size": "1 GB"}
-_SHIPPED = thresholds.load()
+SHIPPED = thresholds.load()
 LIMITS = replace(
-    _SHIPPED,
+    SHIPPED,
     limits=tuple(
         replace(limit, min=700.0) if (limit.metric, limit.sku, limit.when) == (BF16, "H100 SXM", ()) else limit
-        for limit in _SHIPPED.limits
+        for limit in SHIPPED.limits
     ),
 )
 """The shipped limits, but 700 TFLOPS for bf16 on H100 SXM also where no label says which sizes were measured."""

@@ -70,7 +70,7 @@ def pretend(
     def identify(facts: Any, device: Any, **more: Any) -> dict[str, Any]:
         number = facts.local_rank
         gpu = {"index": number, "uuid": uuid_of(number), "pci_bus_id": pci_of(number), "name": NAME, "serial": "165"}
-        return {**real_identify(facts, "cpu", **more), "gpu": gpu, "visible_gpus": 8}
+        return {**real_identify(facts, "cpu", **more), "gpu": gpu, "visible_gpus": facts.local_world_size}
 
     def sources_of(node: Sequence[Mapping[str, Any]], rank: int) -> Sources:
         uuid = next(who for who in node if who["rank"] == rank)["gpu"]["uuid"]

@@ -110,7 +110,11 @@ def lines(
             "values": {"matmul.sizes": "16384", "training.batch": "8"} if workload is None else dict(workload),
             "origins": {"matmul.sizes": "w.yaml:1:1", "training.batch": "w.yaml:2:1"},
         },
-        {"type": "collected", "tests": [{"nodeid": nodeid, "name": nodeid.partition("::")[2]} for nodeid in ids]},
+        {
+            "type": "collected",
+            "tests": [{"nodeid": nodeid, "name": nodeid.partition("::")[2]} for nodeid in ids],
+            "manifest": True,
+        },
     ]
     for each in tests:
         found += [{"type": "start", "nodeid": each["nodeid"]}, dict(each)]

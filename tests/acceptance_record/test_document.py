@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each import of_each
 from made_records import record
 
 from pytest_gpucluster.acceptance_record.document import read
@@ -19,16 +20,14 @@ def path(tmp_path: Path) -> Path:
     return record(tmp_path, "accepted").path
 
 
-def test_a_record_that_nobody_touched_is_intact_and_accepted(path):
+def test_a_record_that_nobody_touched_is_intact_and_accepted_however_it_is_laid_out(path):
     document = read(path)
     assert (document.is_intact, document.is_accepted) == (True, True)
     assert document.record["made"] == {"at": "2026-01-02T03:04:05Z", "by": "J. Doe", "note": "", "version": "0.1.0"}
-
-
-def test_white_space_and_the_order_of_keys_do_not_count(path):
-    told = json.loads(path.read_text())
-    path.write_text(json.dumps(told, sort_keys=True, indent=7))
+    path.write_text(json.dumps(json.loads(path.read_text()), sort_keys=True, indent=7))
     assert read(path).is_intact
+    contradiction = record(path.parent, "x", lambda found: found[0].update(rehearsal=True))
+    assert not contradiction.is_accepted
 
 
 def _leaves(value: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -62,73 +61,65 @@ def test_no_value_anywhere_can_be_changed_without_being_noticed(path):
             assert len(where) <= 1  # what is of another type now is no record any more
 
 
-@pytest.mark.parametrize("what", ["a GPU", "a test", "a key"])
-def test_nothing_can_be_taken_out_or_put_in(path, what):
+@of_each(
+    "change",
+    [
+        lambda told: told["nodes"][0]["gpus"].pop(),
+        lambda told: told["tests"].append(told["tests"][0]),
+        lambda told: told.update(stranger=True),
+    ],
+)
+def test_nothing_can_be_taken_out_or_put_in(tmp_path, change):
+    path = record(tmp_path, "accepted").path
     told = json.loads(path.read_text())
-    if what == "a GPU":
-        told["record"]["nodes"][0]["gpus"].pop()
-    elif what == "a test":
-        told["record"]["tests"].append(told["record"]["tests"][0])
-    else:
-        told["record"]["stranger"] = True
+    change(told["record"])
     path.write_text(json.dumps(told))
     assert not read(path).is_intact
 
 
-def test_a_sealed_record_that_contradicts_itself_is_not_accepted(tmp_path):
-    document = record(tmp_path, "x", lambda found: found[0].update(rehearsal=True))
-    assert not document.is_accepted
+NO_RECORD = {
+    "": "cut off",
+    "{": "cut off",
+    "[1]": "",
+    '{"record": {"format": "another"}}': "",
+    '{"a": 1, "a": 2}': "'a' .*twice",
+    '{"a": NaN}': "NaN",
+    "[" * 100_000: "cut off",
+}
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("", "no acceptance record, or cut off"),
-        ("{", "no acceptance record, or cut off"),
-        ("[1]", "not an acceptance record of this project"),
-        ('{"record": {"format": "another"}}', "not an acceptance record of this project"),
-        ('{"a": 1, "a": 2}', "the key 'a' stands twice in one object"),
-        ('{"a": NaN}', "NaN is no JSON"),
-        ("[" * 100_000, "no acceptance record, or cut off"),
-    ],
-    ids=range(7),
-)
-def test_what_is_no_record_is_refused(tmp_path, text, why):
-    path = tmp_path / "x.json"
-    path.write_text(text)
-    with pytest.raises(RecordError, match=why) as error:
-        read(path)
-    assert str(error.value).startswith(str(path))
-
-
-def test_a_missing_file_a_folder_and_binary_data_are_refused(tmp_path):
-    with pytest.raises(RecordError, match="no such file"):
-        read(tmp_path / "none")
-    with pytest.raises(RecordError, match="cannot be read"):
-        read(tmp_path)
+def test_what_is_no_record_is_refused(tmp_path):
+    for number, (text, why) in enumerate(NO_RECORD.items()):
+        path = tmp_path / f"{number}.json"
+        path.write_text(text)
+        with pytest.raises(RecordError, match=f"^{path}.*{why}"):
+            read(path)
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    with pytest.raises(RecordError, match="not UTF-8"):
-        read(tmp_path / "binary")
+    for path in (tmp_path / "none", tmp_path, tmp_path / "binary"):
+        with pytest.raises(RecordError, match=f"^{path}"):
+            read(path)
 
 
-@pytest.mark.parametrize(
-    ("where", "value", "why"),
+@of_each(
+    "case",
     [
-        (("record", "schema_version"), 2, "written with schema_version 2; this version reads up to 1"),
-        (("record", "schema_version"), "1", "has no schema_version"),
-        (("record", "schema_version"), True, "has no schema_version"),
-        (("record", "nodes"), {}, "'nodes' must be there, as a list"),
-        (("record", "accepted"), "true", "'accepted' must be there, as true or false"),
-        (("record", "made"), None, "'made' must be there, as an object"),
-        (("sha256",), 5, "it must say sha256"),
-        (("digest",), "MD5", "it must say sha256"),
-        (("accepted",), True, "'accepted' stands outside of what is sealed"),
-        (("record", "made", "at"), 1e400, "Infinity is no JSON"),
-        (("record", "made", "at"), "\ud800", "lone surrogate"),
+        (("record", "schema_version"), 2, "schema_version 2; .* 1"),
+        (("record", "schema_version"), "1", "schema_version"),
+        (("record", "schema_version"), True, "schema_version"),
+        (("record", "nodes"), {}, "'nodes' .*list"),
+        (("record", "accepted"), "true", "'accepted'"),
+        (("record", "made"), None, "'made' .*object"),
+        (("sha256",), 5, "sha256"),
+        (("digest",), "MD5", "sha256"),
+        (("accepted",), True, "'accepted' .*outside"),
+        (("record", "made", "at"), 1e400, "Infinity"),
+        (("record", "made", "at"), "\ud800", "surrogate"),
     ],
-    ids=lambda value: ".".join(value) if isinstance(value, tuple) else None,
+    name=lambda case: f"{'.'.join(case[0])} {case[1]!r}",
 )
-def test_what_is_damaged_or_newer_is_refused(path, where, value, why):
+def test_what_is_damaged_or_newer_is_refused(tmp_path, case):
+    where, value, why = case
+    path = record(tmp_path, "accepted").path
     told = json.loads(path.read_text())
     _put(told, where, value)
     path.write_text(json.dumps(told))
@@ -139,5 +130,5 @@ def test_what_is_damaged_or_newer_is_refused(path, where, value, why):
 def test_a_number_beyond_all_measure_is_damage(path):
     text = path.read_text()
     path.write_text(text.replace('"world_size": 16', f'"world_size": {"9" * 400}'))
-    with pytest.raises(RecordError, match="damaged: inf is no JSON number"):
+    with pytest.raises(RecordError, match="inf"):
         read(path)

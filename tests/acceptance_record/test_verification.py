@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from each import of_each
 from made_records import lines, record, write_journal
 
 from pytest_gpucluster.acceptance_record.content import content
@@ -59,7 +60,7 @@ def test_a_forged_seal_is_noticed_by_a_digest_from_elsewhere_and_by_the_journal(
     assert f"not {known}" in fault
     sha256, told = journal_digest(journal)
     [fault] = faults_beside(document, told, sha256)
-    assert "it does not say what its journal says: nodes[0].host, run.host" in fault
+    assert "nodes[0].host, run.host" in fault
 
 
 def test_a_record_of_another_journal_is_told(made, tmp_path):
@@ -68,24 +69,10 @@ def test_a_record_of_another_journal_is_told(made, tmp_path):
     found[0]["run_id"] = "another"
     sha256, told = journal_digest(write_journal(tmp_path / "other", found))
     [fault] = faults_beside(read(path), told, sha256)
-    assert "it is of another journal" in fault
+    assert "another journal" in fault
 
 
-def test_a_record_that_only_says_accepted_contradicts_itself(made):
-    path, _ = made
-    told = json.loads(path.read_text())
-    told["record"]["verdict"]["word"] = "REJECTED"
-    path.write_text(json.dumps(told))
-    assert [fault for fault in faults(resealed(path)) if "it contradicts itself" in fault]
-
-
-def test_a_record_of_a_run_that_was_not_accepted_has_no_fault_and_is_not_accepted(tmp_path):
-    document = record(tmp_path, "x", lambda found: found[0].update(selection=True))
-    assert faults(document) == []
-    assert not document.is_accepted
-
-
-def test_a_journal_that_is_being_written_is_refused(made, monkeypatch):
+def test_a_journal_that_is_being_written_or_is_none_is_refused(made, monkeypatch):
     _, journal = made
     from pytest_gpucluster.acceptance_record import verification
 
@@ -94,56 +81,34 @@ def test_a_journal_that_is_being_written_is_refused(made, monkeypatch):
         return verification.Journal
 
     monkeypatch.setattr(verification, "read", growing)
-    with pytest.raises(JournalError, match="it is being written"):
+    with pytest.raises(JournalError, match="being written"):
         journal_digest(journal)
+    for path in (journal.parent / "none", journal.parent):
+        with pytest.raises(JournalError, match=str(path)):
+            journal_digest(path)
 
 
-def test_a_missing_journal_is_told(tmp_path):
-    with pytest.raises(JournalError, match="no such journal"):
-        journal_digest(tmp_path / "none")
-    with pytest.raises(JournalError, match="cannot be read"):
-        journal_digest(tmp_path)
-
-
-def _test_failed(record: dict) -> None:
-    record["tests"][0]["outcome"] = "failed"
-
-
-def _value_missed(record: dict) -> None:
-    record["tests"][0]["measurements"][0]["status"] = "failed"
-
-
-def _nothing_judged(record: dict) -> None:
-    record["tests"] = []
-
-
-def _gpu_gone(record: dict) -> None:
-    record["nodes"][0]["gpus"].pop()
-
-
-def _gpu_twice(record: dict) -> None:
-    first, second, *_ = record["nodes"][0]["gpus"]
+def _gpu_twice(told: dict) -> None:
+    first, second, *_ = told["nodes"][0]["gpus"]
     first["uuid"] = second["uuid"].upper()
 
 
-def _no_list(record: dict) -> None:
-    record["nodes"][0]["gpus"] = "eight"
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
+@of_each(
+    "case",
     [
-        (_test_failed, "1 of its tests did not pass, such as acceptance/"),
-        (_value_missed, "1 of its values did not keep their limit"),
-        (_nothing_judged, "none of its values was held against a limit"),
-        (_gpu_gone, "it has 2 nodes with 15 GPUs, and its run 2 nodes with 16 ranks"),
-        (_gpu_twice, "two of its GPUs have one UUID"),
-        (_no_list, "it has 2 nodes with 8 GPUs"),
+        (lambda told: told["verdict"].update(word="REJECTED"), ""),
+        (lambda told: told["tests"][0].update(outcome="failed"), "1 of its tests"),
+        (lambda told: told["tests"][0]["measurements"][0].update(status="failed"), "1 of its values"),
+        (lambda told: told.update(tests=[]), "none of its values"),
+        (lambda told: told["nodes"][0]["gpus"].pop(), "2 nodes with 15 GPUs"),
+        (_gpu_twice, "UUID"),
+        (lambda told: told["nodes"][0].update(gpus="eight"), "2 nodes with 8 GPUs"),
     ],
 )
-def test_a_record_that_was_changed_and_sealed_anew_contradicts_itself(made, change, why):
-    path, _ = made
+def test_a_record_that_was_changed_and_sealed_anew_contradicts_itself(tmp_path, case):
+    change, why = case
+    path = record(tmp_path, "a").path
     told = json.loads(path.read_text())
     change(told["record"])
     path.write_text(json.dumps(told))
-    assert any("it contradicts itself" in fault and why in fault for fault in faults(resealed(path)))
+    assert any("contradicts itself" in fault and why in fault for fault in faults(resealed(path)))

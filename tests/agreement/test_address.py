@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import re
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,25 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from ranks import facts_of
 
 from pytest_gpucluster.agreement import address
 from pytest_gpucluster.errors import LaunchError, UsageProblem
 from pytest_gpucluster.launch import Launcher, RankFacts
 
-FACTS = RankFacts(
-    rank=0,
-    world_size=2,
-    local_rank=0,
-    local_world_size=1,
-    node_rank=0,
-    nnodes=2,
-    hostname="gpu-07",
-    launcher="slurm",
-    run_id="a1",
-    master_addr="gpu-06",
-    master_port=29500,
-    master_addr_from="the first of SLURM_STEP_NODELIST",
-)
+FACTS = facts_of(hostname="gpu-07", launcher="slurm", master_addr_from="the first of SLURM_STEP_NODELIST")
 FOUND: list[Any] = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.6", 29500))]
 UNKNOWN = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 LATER = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
@@ -81,46 +68,42 @@ def refused(facts: RankFacts = FACTS) -> str:
     return str(caught.value)
 
 
-def test_a_name_that_resolves_is_looked_up_once(resolver: Callable[..., Resolver]) -> None:
-    answers = resolver(FOUND)
-    address.require_known(FACTS)
-    assert answers.asked == [("gpu-06", None)]
-
-
-def test_a_single_process_looks_up_nothing(resolver: Callable[..., Resolver]) -> None:
+def test_a_name_is_looked_up_once_and_an_address_or_a_single_process_needs_no_resolver(
+    resolver: Callable[..., Resolver],
+) -> None:
+    for literal in ("10.0.0.6", "fd00::6"):
+        address.require_known(replace(FACTS, master_addr=literal))
     answers = resolver(UNKNOWN)
     address.require_known(replace(FACTS, world_size=1, nnodes=1, launcher="single", master_addr=None))
     assert answers.asked == []
+    answers = resolver(FOUND)
+    address.require_known(FACTS)
+    assert answers.asked == [("gpu-06", None)]
 
 
 def test_a_name_that_does_not_resolve_is_told_at_once(resolver: Callable[..., Resolver]) -> None:
     answers = resolver(UNKNOWN)
     text = refused()
     assert len(answers.asked) == 1
-    assert text.splitlines()[0] == (
-        "rank 0 on gpu-07: gpu-06, where the ranks are to meet (the first of SLURM_STEP_NODELIST), does not resolve: "
-        f"{UNKNOWN}"
-    )
+    first = text.splitlines()[0]
+    assert re.match(rf"rank 0 on gpu-07: gpu-06, .* SLURM_STEP_NODELIST\).*: {re.escape(str(UNKNOWN))}$", first)
     assert "found: slurm started 2 ranks on 2 nodes" in text
-    assert "what to do: `export MASTER_ADDR=<address of the first node as the other nodes reach it>`" in text
+    assert "what to do: `export MASTER_ADDR=" in text
+    assert "gpu..06, " in refused(replace(FACTS, master_addr="gpu..06"))
 
 
-def test_a_temporary_failure_is_asked_again(resolver: Callable[..., Resolver]) -> None:
-    answers = resolver(LATER, LATER, FOUND)
-    address.require_known(FACTS)
-    assert len(answers.asked) == 3
-
-
-def test_a_temporary_failure_that_stays_is_told_when_the_time_is_over(resolver: Callable[..., Resolver]) -> None:
+def test_a_temporary_failure_is_asked_again_until_the_time_is_over(
+    resolver: Callable[..., Resolver], hang: Callable[[], Any]
+) -> None:
+    for answer, launcher in ((LATER, "slurm"), (UNKNOWN, "kubernetes")):  # a pod's name may be known later
+        answers = resolver(answer, answer, FOUND)
+        address.require_known(replace(FACTS, launcher=launcher))
+        assert len(answers.asked) == 3
     answers = resolver(LATER, seconds=0.1)
     assert f"does not resolve: {LATER}" in refused()
     assert len(answers.asked) > 1
-
-
-def test_a_pods_name_may_become_known_a_little_later(resolver: Callable[..., Resolver]) -> None:
-    answers = resolver(UNKNOWN, UNKNOWN, FOUND)
-    address.require_known(replace(FACTS, launcher="kubernetes"))
-    assert len(answers.asked) == 3
+    resolver(LATER, hang, seconds=0.2)
+    assert f"does not resolve: {LATER}" in refused()
 
 
 def test_a_resolver_without_an_answer_is_not_waited_for(
@@ -128,24 +111,8 @@ def test_a_resolver_without_an_answer_is_not_waited_for(
 ) -> None:
     resolver(hang, seconds=0.2)
     begin = time.perf_counter()
-    assert "does not resolve: no answer within 0.2 s" in refused()
+    assert "0.2 s" in refused()
     assert time.perf_counter() - begin < 20.0
-
-
-def test_a_resolver_that_stops_to_answer_is_told_by_its_last_answer(
-    resolver: Callable[..., Resolver], hang: Callable[[], Any]
-) -> None:
-    resolver(LATER, hang, seconds=0.2)
-    assert f"does not resolve: {LATER}" in refused()
-
-
-def test_what_is_no_host_name_is_told_as_such() -> None:
-    assert "gpu..06, where the ranks are to meet" in refused(replace(FACTS, master_addr="gpu..06"))
-
-
-@pytest.mark.parametrize("literal", ["10.0.0.6", "fd00::6"])
-def test_an_address_needs_no_resolver(literal: str) -> None:
-    address.require_known(replace(FACTS, master_addr=literal))
 
 
 @pytest.mark.parametrize(
@@ -174,8 +141,3 @@ def test_other_ranks_end_after_rank_0_which_has_a_report_to_write(
     assert slept == []
     assert refused(replace(FACTS, rank=1)).startswith("rank 1 on gpu-07: ")
     assert slept == [3.0]
-
-
-def test_the_lookup_needs_no_torch() -> None:
-    program = "import sys, pytest_gpucluster.agreement.address; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -58,31 +58,6 @@ def test_a_later_phase_does_not_see_an_earlier_one_s_notices() -> None:
     assert mine.read("x", [1], within_seconds=0) == {1: "new"}
 
 
-class Asked(MemoryStore):
-    """A store that keeps how many keys it was asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.keys: list[int] = []
-
-    def check(self, keys: Any) -> bool:
-        self.keys.append(len(keys))
-        return super().check(keys)
-
-
-def test_many_ranks_that_wait_ask_the_store_for_little() -> None:
-    store = Asked()
-    boards_ = [Board(store, rank, lambda: 1) for rank in range(200)]
-    for board in boards_[:150]:
-        board.post("x", board._rank)
-    threading.Timer(0.3, lambda: [board.post("x", 7) for board in boards_[150:]]).start()  # type: ignore[func-returns-value]
-    came = boards_[0].read("x", range(200), within_seconds=30)
-    assert len(came) == 200
-    assert (came[149], came[150]) == (149, 7)
-    assert sum(keys > 1 for keys in store.keys) < 20
-    assert sum(store.keys) < 1000
-
-
 def test_a_rank_that_is_silent_hides_no_notice_of_a_later_one() -> None:
     first, second, third = boards()
     first.post("x", 1)
@@ -102,13 +77,9 @@ def test_notices_of_earlier_phases_are_removed() -> None:
     assert list(store._values) == ["board/4/x/0"]
 
 
-def test_a_round_trip_is_timed() -> None:
-    assert 0 < boards()[0].round_trip_seconds() < 10
-
-
 def test_a_store_that_is_gone_is_an_error_of_the_run() -> None:
     board = Board(Broken(), 0, lambda: 1)
-    with pytest.raises(StoreError, match=r"stopped answering: Connection reset by peer$"):
+    with pytest.raises(StoreError, match=r"reset by peer$"):
         board.post("x", 1)
-    with pytest.raises(StoreError, match=r"stopped answering: Connection reset by peer$"):
+    with pytest.raises(StoreError, match=r"reset by peer$"):
         board.read("x", [0], within_seconds=1)

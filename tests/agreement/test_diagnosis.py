@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from each import of_each
 
 from pytest_gpucluster.agreement import diagnosis
 from pytest_gpucluster.agreement.diagnosis import Operation, Where, culprits, main_thread_stack, recorded_operations
@@ -90,24 +92,19 @@ def test_a_rank_that_hangs_outside_of_any_collective_is_blamed_with_its_place() 
     waiting = [at(rank, op(4, pending=False), op(5)) for rank in (0, 2)]
     hanging = at(1, op(4, pending=False))
     assert blamed(*waiting, hanging, missing=[0, 1, 2]) == {1: "hangs at steps.py:40 in step"}
-
-
-def test_a_rank_without_a_stack_still_gets_a_place() -> None:
-    assert blamed(at(0, stack="  (no Python frame)"), missing=[0]) == {0: "hangs outside of any collective"}
+    assert blamed(at(0, stack="  (no Python frame)"), missing=[0])[0].startswith("hangs outside ")
+    of_torch = '  File "/venv/lib/python3.11/site-packages/torch/x.py", line 9, in wait\n    lock()\n'
+    stack = f'  File "/suite/test_it.py", line 7, in test_it\n    wait()\n{of_torch}'
+    assert blamed(at(0, stack=stack), missing=[0]) == {0: "hangs at test_it.py:7 in test_it"}
+    wheres = [at(rank, op(1, f"send {rank}->{(rank + 1) % 1024}")) for rank in range(1024)]
+    assert len(blamed(*wheres, missing=list(range(1024)))[0]) < 200
 
 
 def test_a_rank_that_does_not_answer_is_blamed_and_those_that_wait_for_it_are_not() -> None:
-    found = blamed(at(0, op(5)), missing=[0, 1], silent={1: "process 7 is T: stopped by a signal"})
-    assert found == {1: "does not answer (process 7 is T: stopped by a signal)"}
-
-
-def test_a_silent_rank_that_has_finished_is_not_blamed() -> None:
+    found = blamed(at(0, op(5)), missing=[0, 1], silent={1: "T"})
+    assert found == {1: "does not answer (T)"}
     assert blamed(at(0), missing=[0], silent={1: "gone"}) == {0: "hangs at steps.py:40 in step"}
-
-
-def test_a_rank_that_has_finished_is_not_blamed_for_being_outside_of_a_collective() -> None:
-    found = blamed(at(0, arrived=True), at(1), missing=[1])
-    assert list(found) == [1]
+    assert list(blamed(at(0, arrived=True), at(1), missing=[1])) == [1], "who has finished is not blamed"
 
 
 @pytest.mark.parametrize(
@@ -126,22 +123,10 @@ def test_a_rank_that_has_finished_is_not_blamed_for_being_outside_of_a_collectiv
             id="one is in another collective",
         ),
         pytest.param(
-            [at(0, op(5, "barrier")), at(1, op(5)), at(2, op(5))],
-            [0, 1, 2],
-            {0: "waits in barrier #5, while ranks 1-2 wait in all_reduce #5 of group world"},
-            id="rank 0 is in another collective",
-        ),
-        pytest.param(
             [at(0, op(5)), at(1, op(4))],
             [0, 1],
             {1: "waits in all_reduce #4, while rank 0 waits in all_reduce #5 of group world"},
             id="of two the one that is behind",
-        ),
-        pytest.param(
-            [at(0, op(4)), at(1, op(5))],
-            [0, 1],
-            {0: "waits in all_reduce #4, while rank 1 waits in all_reduce #5 of group world"},
-            id="also where that is rank 0",
         ),
         pytest.param(
             [at(0, op(9, group="tp")), at(1, op(8, group="world")), at(2, op(8, group="world"))],
@@ -177,17 +162,6 @@ def test_a_rank_that_has_finished_is_not_blamed_for_being_outside_of_a_collectiv
                 " barrier #5 of group world",
             },
             id="one that is behind two is told of both",
-        ),
-        pytest.param(
-            [at(0, op(5)), at(1, op(5, "barrier")), at(2, op(4, pending=False), arrived=True)],
-            [0, 1],
-            {
-                0: "waits in all_reduce #5, while rank 1 waits in barrier #5 of group world",
-                1: "waits in barrier #5, while rank 0 waits in all_reduce #5 of group world",
-                2: "finished without entering all_reduce #5 of group world, where rank 0 waits and barrier #5 of group"
-                " world, where rank 1 waits",
-            },
-            id="one that has finished before two is told of both",
         ),
         pytest.param(
             [at(0, op(1, group="sub")), at(1, op(5)), at(2, op(4, pending=False), arrived=True)],
@@ -226,55 +200,35 @@ def test_where_all_wait_in_collectives_the_odd_one_out_is_blamed(
     assert blamed(*wheres, missing=missing) == expected
 
 
-def test_what_is_said_of_a_thousand_ranks_in_as_many_operations_is_bounded() -> None:
-    wheres = [at(rank, op(1, f"send {rank}->{(rank + 1) % 1024}")) for rank in range(1024)]
-    found = blamed(*wheres, missing=list(range(1024)))
-    assert len(found) == 1024
-    assert found[0] == (
-        "waits in send 0->1 #1, while rank 1 waits in send 1->2 #1 of group world and rank 2 waits in send 2->3 #1 of"
-        " group world and rank 3 waits in send 3->4 #1 of group world and 1020 more"
-    )
-
-
 def test_the_making_of_a_group_counts_as_a_collective_that_all_must_enter() -> None:
     found = blamed(at(0, diagnosis.making_group()), at(1, arrived=True), missing=[0])
-    assert found == {
-        1: "finished without entering the making of a process group #1 of group in the making, where rank 0 waits"
-    }
+    assert list(found) == [1]
+    assert diagnosis.making_group().name in found[1]
+    assert found[1].endswith("where rank 0 waits")
 
 
 def test_a_culprits_text_holds_its_last_collectives_and_its_stack() -> None:
     where = at(1, *(op(n, pending=n == 9) for n in range(1, 10)))
     found = culprits({0: at(0, op(10)), 1: where}, {}, missing=[0, 1])[1].text
-    assert "all_reduce #9 in group world: entered, not finished\n" in found
-    assert "all_reduce #5 in group world: finished\n" in found
+    assert re.search("all_reduce #9 .*: entered, not finished\n", found)
+    assert re.search("all_reduce #5 .*: finished\n", found)
     assert "#4" not in found
-    assert found.endswith(f"stack of the main thread:\n{STACK}")
-    assert at(1).describe().startswith("no collective was entered\n")
+    assert found.endswith(f":\n{STACK}")
+    assert at(1).describe().startswith("no collective")
 
 
-def test_a_place_travels_unchanged_as_json() -> None:
-    where = at(3, op(1, pending=False), op(2))
-    assert Where.from_json(3, json.loads(json.dumps(where.to_json()))) == Where(
-        rank=3, arrived=False, stack=STACK, operations=[op(1, pending=False), op(2)]
-    )
-
-
-def test_the_main_threads_stack_is_seen_from_another_thread() -> None:
+def test_the_main_threads_stack_is_seen_from_another_thread_and_begins_at_the_test() -> None:
     seen: list[str] = []
     thread = threading.Thread(target=lambda: seen.append(main_thread_stack()))
     thread.start()
     thread.join()
     assert "in test_the_main_threads_stack_is_seen_from_another_thread" in seen[0]
-
-
-def test_the_main_threads_stack_begins_at_the_test_and_not_in_pytest() -> None:
     stack = main_thread_stack()
     assert "/_pytest/" not in stack
     assert "/pluggy/" not in stack
     first = stack.splitlines()[0]
     assert f'File "{__file__}"' in first
-    assert "in test_the_main_threads_stack_begins_at_the_test" in first
+    assert "in test_the_main_threads_stack_is_seen" in first
 
 
 def entry(sequence: int, created: int, **more: Any) -> dict[str, Any]:
@@ -302,37 +256,29 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Any:
     return record
 
 
-@pytest.mark.parametrize(
-    ("more", "expected"),
-    [
-        pytest.param({}, Operation(group="default_pg", sequence=5, name="all_reduce", pending=True), id="waiting"),
-        pytest.param({"retired": True}, op(5, pending=False, group="default_pg"), id="retired is over"),
-        pytest.param({"state": "completed"}, op(5, pending=False, group="default_pg"), id="completed is over"),
-        pytest.param({"state": "started"}, op(5, group="default_pg"), id="started is not over"),
-        pytest.param({"process_group": []}, op(5, group="?"), id="a group without a name"),
-        pytest.param({"process_group": ["7", ""]}, op(5, group="7"), id="a group without a description"),
-        pytest.param(
-            {"process_group": ["7", "undefined"]}, op(5, group="7"), id="one whose description torch has made up"
-        ),
-        pytest.param({"process_group": ["7", "tp"]}, op(5, group="tp"), id="one that is described"),
-        pytest.param(
-            {"collective_seq_id": 0, "p2p_seq_id": 3, "profiling_name": "nccl:send 0->1"},
-            op(3, "send 0->1", group="default_pg"),
-            id="point to point",
-        ),
-        pytest.param({"profiling_name": "coalesced"}, op(5, "coalesced", group="default_pg"), id="no backend's name"),
-    ],
-)
+ENTRIES = [
+    ({}, op(5, group="default_pg")),
+    ({"retired": True}, op(5, pending=False, group="default_pg")),
+    ({"state": "completed"}, op(5, pending=False, group="default_pg")),
+    ({"state": "started"}, op(5, group="default_pg")),
+    ({"process_group": []}, op(5, group="?")),
+    ({"process_group": ["7", ""]}, op(5, group="7")),
+    ({"process_group": ["7", "undefined"]}, op(5, group="7")),  # a description that torch has made up
+    ({"process_group": ["7", "tp"]}, op(5, group="tp")),
+    (
+        {"collective_seq_id": 0, "p2p_seq_id": 3, "profiling_name": "nccl:send 0->1"},
+        op(3, "send 0->1", group="default_pg"),
+    ),
+    ({"profiling_name": "coalesced"}, op(5, "coalesced", group="default_pg")),
+]
+
+
+@of_each("case", ENTRIES)
 def test_an_entry_of_the_flight_recorder_becomes_an_operation(
-    recorder: Any, more: dict[str, Any], expected: Operation
+    recorder: Any, case: tuple[dict[str, Any], Operation]
 ) -> None:
-    recorder(entry(5, 100, **more))
-    assert recorded_operations(0) == [expected]
-
-
-def test_what_was_entered_before_the_phase_is_left_out(recorder: Any) -> None:
-    recorder(entry(1, 99), entry(2, 100), entry(3, 101))
-    assert [o.sequence for o in recorded_operations(100)] == [2, 3]
+    recorder(entry(5, 100, **case[0]))
+    assert recorded_operations(0) == [case[1]]
 
 
 def test_without_torch_there_is_no_operation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,42 +309,22 @@ print(recorded_operations(time.time_ns()))
     ], child.stderr
 
 
-def test_nccls_own_recorder_is_read_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def dump(*entries: dict[str, Any]) -> Any:
-        return lambda: json.dumps({"entries": entries}).encode()
-
-    module = SimpleNamespace(
-        _dump_fr_trace_json=dump(entry(5, 100)),
-        _dump_nccl_trace_json=dump(entry(7, 100, profiling_name="nccl:all_reduce")),
-    )
-    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", module)
-    assert [operation.sequence for operation in recorded_operations(0)] == [5, 7]
-    del module._dump_fr_trace_json
-    assert [operation.sequence for operation in recorded_operations(0)] == [7]
-
-
-def test_a_recorder_that_cannot_be_read_hides_neither_the_other_nor_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccls_own_recorder_is_read_too_and_one_that_cannot_be_read_hides_neither(
+    recorder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken() -> bytes:
         raise RuntimeError("no such recorder")
 
-    module = SimpleNamespace(
-        _dump_fr_trace_json=broken, _dump_nccl_trace_json=lambda: json.dumps({"entries": [entry(7, 100)]})
-    )
-    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", module)
+    recorder(entry(5, 100), entry(4, 99))
+    module: Any = sys.modules["torch._C._distributed_c10d"]
+    module._dump_nccl_trace_json = lambda: json.dumps({"entries": [entry(7, 100)]})
+    assert [o.sequence for o in recorded_operations(100)] == [5, 7], "what was entered before the phase is left out"
+    module._dump_fr_trace_json = broken
     found = recorded_operations(0)
     assert [(operation.name, operation.pending) for operation in found] == [
         ("flight recorder (RuntimeError)", False),
         ("all_reduce", True),
     ]
-
-
-def test_a_place_is_that_of_the_operators_own_code_where_there_is_one() -> None:
-    stack = (
-        '  File "/suite/test_it.py", line 7, in test_it\n    wait()\n'
-        '  File "/venv/lib/python3.11/site-packages/torch/x.py", line 9, in wait\n    lock()\n'
-    )
-    found = culprits({0: Where(rank=0, arrived=False, stack=stack)}, {}, missing=[0])
-    assert found[0].message == "hangs at test_it.py:7 in test_it"
 
 
 def test_how_long_a_rank_waits_is_counted_from_the_oldest_collective_it_is_in_or_else_from_the_newest_it_has_left() -> (

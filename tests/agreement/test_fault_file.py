@@ -38,32 +38,23 @@ faulthandler._sigsegv()
     path = Path(child.stdout.strip())
     assert path.parent == tmp_path
     text = path.read_text()
-    assert text.startswith("Fatal Python error: Segmentation fault")
+    assert "Segmentation fault" in text.splitlines()[0]
     assert 'File "<string>"' in text
 
 
-def test_an_orderly_end_leaves_no_file(tmp_path: Path) -> None:
-    file = FaultFile()
-    file.open()
-    assert file.path.exists()
-    assert faulthandler.is_enabled()
-    file.close()
-    assert list(tmp_path.iterdir()) == []
-    assert not faulthandler.is_enabled()
-    file.close()
-
-
-def test_nothing_is_made_before_it_is_opened(tmp_path: Path) -> None:
+def test_it_is_opened_once_where_the_other_ranks_were_told_and_an_orderly_end_leaves_no_file(tmp_path: Path) -> None:
     FaultFile().close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_it_is_opened_once_and_where_the_other_ranks_were_told(tmp_path: Path) -> None:
     file = FaultFile()
+    assert list(tmp_path.iterdir()) == [], "nothing is made before it is opened"
     announced = file.path
     assert file.open() is file.open()
     assert list(tmp_path.iterdir()) == [announced]
     assert f"-{os.getpid()}-" in announced.name
+    assert faulthandler.is_enabled()
+    (file.cache / "v").mkdir(parents=True)
+    file.close()
+    assert list(tmp_path.iterdir()) == []
+    assert not faulthandler.is_enabled()
     file.close()
 
 
@@ -100,10 +91,3 @@ def test_what_a_dead_process_left_is_taken_away_and_nothing_else(tmp_path: Path)
     remove_left(str(precious))
     assert list(tmp_path.iterdir()) == [precious]
     left.close()
-
-
-def test_its_own_folder_is_removed_at_an_orderly_end(tmp_path: Path) -> None:
-    file = FaultFile()
-    (file.cache / "v").mkdir(parents=True)
-    file.close()
-    assert list(tmp_path.iterdir()) == []

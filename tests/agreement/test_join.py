@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -8,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from ranks import facts_of
 
 from pytest_gpucluster.agreement import join as module
 from pytest_gpucluster.agreement.join import Joined, Refusal, Refused, join, roll, slow_connection
@@ -19,17 +21,9 @@ REFUSAL = Refusal(message="rank 2 never reported", text="rank 2 never reported\n
 HOSTS = ("gpu-06", "gpu-06", "gpu-07", "gpu-07")
 
 
-def facts(rank: int, world_size: int = 4) -> RankFacts:
-    return RankFacts(
-        rank=rank,
-        world_size=world_size,
-        local_rank=rank % 2,
-        local_world_size=2,
-        node_rank=rank // 2,
-        nnodes=2,
-        hostname=HOSTS[rank],
-        launcher="torchrun",
-        run_id="a1",
+def facts(rank: int) -> RankFacts:
+    return facts_of(
+        rank=rank, world_size=4, local_rank=rank % 2, local_world_size=2, node_rank=rank // 2, hostname=HOSTS[rank]
     )
 
 
@@ -60,17 +54,19 @@ def all_of(store: MemoryStore, ranks: list[int], **settings: Any) -> dict[int, J
 
 
 def test_when_all_have_come_every_rank_knows_the_hosts_and_what_rank_0_shares() -> None:
-    found = all_of(MemoryStore(), [0, 1, 2, 3])
+    seen: list[list[int]] = []
+
+    def check(who: Mapping[int, Any]) -> None:
+        seen.append(sorted(who))
+
+    found = all_of(MemoryStore(), [3, 2, 1, 0], check=check)
     for rank, joined in found.items():
         assert isinstance(joined, Joined), (rank, joined)
         assert list(joined.hosts) == list(HOSTS)
         assert joined.shared == {"recorder_pid": 77}
-
-
-def test_rank_0_knows_all_and_the_others_rank_0_and_their_own_host() -> None:
-    found = all_of(MemoryStore(), [3, 2, 1, 0])
     known = {rank: sorted(joined.who) for rank, joined in found.items() if isinstance(joined, Joined)}
     assert known == {0: [0, 1, 2, 3], 1: [0, 1], 2: [0, 2, 3], 3: [0, 2, 3]}
+    assert seen == [[0, 1, 2, 3]], "the check runs once, on rank 0"
 
 
 def test_what_a_rank_says_of_itself_arrives_unchanged_and_can_be_fetched_later() -> None:
@@ -83,28 +79,14 @@ def test_what_a_rank_says_of_itself_arrives_unchanged_and_can_be_fetched_later()
     assert roll(store, [3]) == {3: {"rank": 3, "host": "gpu-07", **expected}}
 
 
-def test_the_check_runs_once_on_rank_0_with_every_rank() -> None:
-    seen: list[list[int]] = []
-
-    def check(who: Mapping[int, Any]) -> None:
-        seen.append(sorted(who))
-
-    all_of(MemoryStore(), [0, 1, 2, 3], check=check)
-    assert seen == [[0, 1, 2, 3]]
-
-
-def test_a_refusal_is_told_to_every_rank_alike() -> None:
-    found = all_of(MemoryStore(), [0, 1, 2, 3], check=lambda who: REFUSAL)
+def test_a_refusal_is_told_to_every_rank_alike_and_none_is_called_lost_later() -> None:
+    store = MemoryStore()
+    found = all_of(store, [0, 1, 2, 3], check=lambda who: REFUSAL)
     for rank, error in found.items():
         assert isinstance(error, Refused), (rank, error)
         assert isinstance(error, PreflightError)
         assert error.refusal == REFUSAL
         assert str(error) == REFUSAL.text
-
-
-def test_a_rank_that_leaves_refused_is_not_called_lost_later() -> None:
-    store = MemoryStore()
-    all_of(store, [0, 1, 2, 3], check=lambda who: REFUSAL)
     assert store.check([f"bye/{rank}" for rank in (1, 2, 3)])
 
 
@@ -138,8 +120,7 @@ def test_without_a_word_of_rank_0_the_others_give_up_and_say_where_to_look(monke
     with pytest.raises(StoreError) as caught:
         call(MemoryStore(), 2, timeout_seconds=0.01)
     message = str(caught.value)
-    assert message.startswith("rank 2 on gpu-07: rank 0 gave no word within 0.01 s after the start")
-    assert message.endswith("see its output and the report on its host")
+    assert re.match(r"rank 2 on gpu-07: rank 0 .* 0\.01 s", message)
 
 
 class Gone(MemoryStore):
@@ -181,5 +162,5 @@ def test_ranks_that_took_long_to_connect_are_counted_and_the_slowest_is_named() 
     for rank, they in who.items():
         they["connect_seconds"] = {3: 10.04, 4: 5.0}.get(rank, 4.99)
     told = slow_connection(who)
-    assert told.startswith("2 of 16 ranks took 5 s or more to connect, rank 3 on gpu-06 10.0 s. ")
+    assert re.match(r"2 of 16 ranks .* 5 s .*, rank 3 on gpu-06 10\.0 s", told)
     assert "getent hosts ::ffff:ADDRESS" in told

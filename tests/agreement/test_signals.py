@@ -48,18 +48,22 @@ def test_sigterm_is_heard_while_the_main_thread_is_blocked_where_no_handler_runs
     assert lines == ["['SIGTERM']", "['SIGTERM']"]
 
 
-def test_each_signal_is_told_once_and_the_process_lives_on() -> None:
+def test_each_signal_is_told_once_but_those_of_other_owners_and_none_at_the_end() -> None:
     lines = run(
         """
+        seen = []
+        signal.signal(signal.SIGUSR1, lambda *_: seen.append("USR1"))
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            print(heard(), heard(0), seen)
+        pipe.ignore_sigterm()
         os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
-        print(heard())
-        print(heard(0))
-        os.kill(os.getpid(), signal.SIGTERM)
-        print(heard())
+        print(heard(0.05))
         """
     )
-    assert lines == ["['SIGTERM']", "[]", "['SIGTERM']"]
+    assert lines == ["['SIGTERM'] [] ['USR1']", "['SIGTERM'] [] ['USR1', 'USR1']", "[]"]
 
 
 def test_ctrl_c_is_heard_and_still_interrupts_python() -> None:
@@ -73,18 +77,6 @@ def test_ctrl_c_is_heard_and_still_interrupts_python() -> None:
         """
     )
     assert lines == ["interrupted ['SIGINT']"]
-
-
-def test_other_signals_are_left_to_their_owners() -> None:
-    lines = run(
-        """
-        seen = []
-        signal.signal(signal.SIGUSR1, lambda *_: seen.append("USR1"))
-        os.kill(os.getpid(), signal.SIGUSR1)
-        print(heard(0), seen)
-        """
-    )
-    assert lines == ["[] ['USR1']"]
 
 
 def test_a_test_that_takes_sigterm_or_the_wakeup_descriptor_loses_both_at_the_next_phase() -> None:
@@ -113,59 +105,38 @@ def test_more_signals_than_the_pipe_holds_are_no_error() -> None:
     assert lines == ["['SIGTERM']"]
 
 
-@pytest.mark.parametrize("start", ["fork by os", "multiprocessing"])
-def test_a_forked_child_dies_of_sigterm_and_the_parent_hears_nothing(start: str) -> None:
-    body = {
-        "fork by os": """
-            pid = os.fork()
-            if pid == 0:
-                os.write(ready[1], b"x")
-                time.sleep(10)
-                os._exit(7)
-            os.read(ready[0], 1)
-            os.kill(pid, signal.SIGTERM)
-            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        """,
-        "multiprocessing": """
-            import multiprocessing
-            def child():
-                os.write(ready[1], b"x")
-                time.sleep(10)
-            process = multiprocessing.get_context("fork").Process(target=child)
-            process.start()
-            os.read(ready[0], 1)
-            process.terminate()
-            process.join(10)
-            code = process.exitcode
-        """,
-    }[start]
-    lines = run("ready = os.pipe()\n" + textwrap.dedent(body) + "\nprint(code, heard(0.05))")
-    assert lines == ["-15 []"]
-
-
-def test_a_child_forked_after_the_second_phase_is_no_different() -> None:
-    lines = run(
-        """
-        pipe.install()
+FORKS = {
+    "fork by os": """
         pid = os.fork()
         if pid == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.write(ready[1], b"x")
+            time.sleep(10)
             os._exit(7)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), heard(0.05))
-        """
-    )
+        os.read(ready[0], 1)
+        os.kill(pid, signal.SIGTERM)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    """,
+    "multiprocessing": """
+        import multiprocessing
+        def child():
+            os.write(ready[1], b"x")
+            time.sleep(10)
+        process = multiprocessing.get_context("fork").Process(target=child)
+        process.start()
+        os.read(ready[0], 1)
+        process.terminate()
+        process.join(10)
+        code = process.exitcode
+    """,
+}
+
+
+@pytest.mark.parametrize("install", ["", "pipe.install()\n"], ids=["in the first phase", "in the second"])
+@pytest.mark.parametrize("start", FORKS)
+def test_a_forked_child_dies_of_sigterm_and_the_parent_hears_nothing(start: str, install: str) -> None:
+    body = textwrap.dedent(FORKS[start])
+    lines = run(install + "ready = os.pipe()\n" + body + "\nprint(code, heard(0.05))")
     assert lines == ["-15 []"]
-
-
-def test_at_the_end_sigterm_is_ignored_and_no_longer_told() -> None:
-    lines = run(
-        """
-        pipe.ignore_sigterm()
-        os.kill(os.getpid(), signal.SIGTERM)
-        print(heard(0.05))
-        """
-    )
-    assert lines == ["[]"]
 
 
 def test_a_session_inside_another_program_gives_its_handler_back() -> None:

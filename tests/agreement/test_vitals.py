@@ -66,6 +66,7 @@ def test_a_process_that_is_gone_has_neither_start_time_nor_state() -> None:
     process.wait()
     assert start_time(process.pid) is None
     assert process_state(process.pid) == "gone"
+    assert siblings({1: facts(process.pid, started=5)}).rank_fds == {}
 
 
 def test_the_name_of_a_program_cannot_spoil_what_is_read_of_it() -> None:
@@ -88,16 +89,13 @@ def test_a_process_stopped_by_a_signal_is_told_from_one_that_sleeps(child: subpr
     until(lambda: process_state(child.pid) == "S: sleeping")
 
 
-def test_a_process_that_nobody_has_reaped_is_dead() -> None:
-    process = ended_child()
-    assert process_state(process.pid) == "Z: dead, not yet reaped"
-    process.wait()
-
-
 def test_the_end_of_a_sibling_is_seen_at_once_and_told_once(child: subprocess.Popen[bytes]) -> None:
+    before = set(os.listdir("/proc/self/fd"))
     watched = siblings({1: facts(child.pid)})
+    assert list(watched.rank_fds) == [1], "not this process itself"
     poller = select.poll()
     watched.watch(poller)
+    assert watched.rank_of(999, poller) is None
     assert poller.poll(0) == []
     assert watched.ended() == []
     child.kill()
@@ -107,12 +105,8 @@ def test_the_end_of_a_sibling_is_seen_at_once_and_told_once(child: subprocess.Po
     assert [watched.rank_of(fd, poller) for fd in ready] == [None]
     assert poller.poll(0) == [], "else the watcher's loop would spin"
     watched.close()
-
-
-def test_a_descriptor_of_something_else_is_no_rank(child: subprocess.Popen[bytes]) -> None:
-    watched = siblings({1: facts(child.pid)})
-    assert watched.rank_of(999, select.poll()) is None
-    watched.close()
+    assert watched.rank_fds == {}
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_stopped_sibling_has_not_ended(child: subprocess.Popen[bytes]) -> None:
@@ -146,12 +140,6 @@ def test_what_is_no_sibling_is_not_watched(child: subprocess.Popen[bytes], chang
     assert set(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_process_that_is_gone_is_not_watched() -> None:
-    process = ended_child()
-    process.wait()
-    assert siblings({1: facts(process.pid, started=5)}).rank_fds == {}
-
-
 def test_a_number_given_to_another_process_just_now_is_not_taken(
     child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,10 +155,6 @@ def test_a_number_given_to_another_process_just_now_is_not_taken(
     assert siblings({1: told}).rank_fds == {}
 
 
-def test_a_rank_is_not_its_own_sibling() -> None:
-    assert siblings({}).rank_fds == {}
-
-
 def test_a_sibling_can_be_signalled_until_it_has_ended_and_after(child: subprocess.Popen[bytes]) -> None:
     watched = siblings({1: facts(child.pid)})
     watched.signal(1, signal.SIGKILL)
@@ -178,15 +162,6 @@ def test_a_sibling_can_be_signalled_until_it_has_ended_and_after(child: subproce
     watched.signal(1, signal.SIGKILL)
     watched.signal(7, signal.SIGKILL)
     watched.close()
-
-
-def test_closing_gives_every_descriptor_back(child: subprocess.Popen[bytes]) -> None:
-    before = set(os.listdir("/proc/self/fd"))
-    watched = siblings({1: facts(child.pid)})
-    assert set(os.listdir("/proc/self/fd")) != before
-    watched.close()
-    assert watched.rank_fds == {}
-    assert set(os.listdir("/proc/self/fd")) == before
 
 
 class Clock:
@@ -220,11 +195,8 @@ def seen_by_a_thread() -> bool:
         return pool.submit(computes).result()
 
 
-def test_a_process_that_waits_does_not_compute(child: subprocess.Popen[bytes]) -> None:
+def test_a_child_that_computes_is_seen_and_none_that_waits(child: subprocess.Popen[bytes]) -> None:
     assert not seen_by_a_thread()
-
-
-def test_a_child_that_computes_is_seen() -> None:
     shell = subprocess.Popen(["sh", "-c", "while :; do :; done & wait"], start_new_session=True)
     try:
         until(seen_by_a_thread)  # the shell has to start its own child first

@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import facts_of
 
 from pytest_gpucluster.agreement import deadline, events, watch
-from pytest_gpucluster.agreement.diagnosis import Operation, Where
+from pytest_gpucluster.agreement.diagnosis import Operation, Where, making_group
 from pytest_gpucluster.agreement.ending import Ending
 from pytest_gpucluster.agreement.exchange import Exchange, key_of, verdict_key
 from pytest_gpucluster.agreement.release.python import RELEASE_SIGNAL, Released
 from pytest_gpucluster.agreement.store import MemoryStore, Stores
 from pytest_gpucluster.agreement.vitals import start_time
 from pytest_gpucluster.agreement.watch import Watch
-from pytest_gpucluster.launch import RankFacts
 from pytest_gpucluster.options import Timeouts
 
 DEADLINE_SECONDS = 20.0
@@ -68,19 +68,7 @@ class Place:
         self.overtimes: list[Ending] = []
         self.beats = 0
         self.beat_error: Exception | None = None
-        facts = RankFacts(
-            rank=rank,
-            world_size=2,
-            local_rank=0,
-            local_world_size=1,
-            node_rank=rank,
-            nnodes=2,
-            hostname=f"gpu-0{6 + rank}",
-            launcher="torchrun",
-            run_id="a1",
-            master_addr="gpu-06",
-            master_port=29500,
-        )
+        facts = facts_of(rank=rank, node_rank=rank, hostname=f"gpu-0{6 + rank}")
         mine = {"host": facts.hostname, "pid": os.getpid(), "start_time": start_time(os.getpid()), "fault_file": "/no"}
         theirs = {"host": f"gpu-0{7 - rank}", "pid": 1, "start_time": 1, "fault_file": "/no", **peer}
         store.set("hb/0", "0")
@@ -107,6 +95,13 @@ class Place:
         """The events of a kind, whoever posted them."""
         return [event for event in events.EventLog(self.store).unread() if event["kind"] == kind]
 
+    def enter(self, seconds: float = DEADLINE_SECONDS, phase: str = "call of t", *, leave: bool = False) -> int:
+        """Enter a phase, and leave its body at once."""
+        number = self.watch.enter(phase, seconds)
+        if leave:
+            self.watch.leave()
+        return number
+
     def settle(self) -> None:
         """Let the watcher look around a few times."""
         time.sleep(10 * TICK)
@@ -119,6 +114,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     monkeypatch.setattr(watch, "_BEAT_SECONDS", 0.05)
     monkeypatch.setattr(deadline, "ANSWER_SECONDS", 0.1)
     monkeypatch.setattr(watch, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(watch, "_SILENT_SECONDS", 0.2)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, RELEASE_SIGNAL)}
     wakeup = signal.set_wakeup_fd(-1)
     made: list[Place] = []
@@ -181,8 +177,7 @@ def test_a_rank_0_that_hangs_is_found_named_and_released(place: Callable[..., Pl
 
 def test_a_peer_that_hangs_is_named_and_every_rank_is_told_to_release(place: Callable[..., Place]) -> None:
     here = place(0, stuck=DEADLINE_SECONDS)
-    number = here.watch.enter("call of t", 0.05)
-    here.watch.leave()
+    number = here.enter(0.05, leave=True)
     answer_where(here, 1, number).join()
     until(lambda: here.posted("release"))
     (event,) = here.posted("release")
@@ -191,91 +186,69 @@ def test_a_peer_that_hangs_is_named_and_every_rank_is_told_to_release(place: Cal
     assert list(event["culprits"]) == ["1"]
     assert list(here.watch.culprits(number)) == [1]
     assert here.watch.released(number) is None, "this rank came back by itself"
-
-
-def test_nobody_is_asked_or_released_before_the_deadline(place: Callable[..., Place]) -> None:
-    here = place(0)
-    here.watch.enter("call of t", DEADLINE_SECONDS)
-    here.settle()
-    assert here.posted("overdue") == here.posted("release") == []
-
-
-def test_a_deadline_that_passes_when_all_have_arrived_releases_nobody(place: Callable[..., Place]) -> None:
-    here = place(0)
-    number = here.watch.enter("call of t", 0.01)
-    here.watch.leave()
     here.store.set(key_of(number, 1), "{}")
-    here.settle()
+    following = here.enter(phase="teardown of t")
+    assert here.watch.culprits(following) == here.watch.culprits(number) == {}
+    assert here.watch.released(following) is None
+
+
+def test_nobody_is_asked_or_released_before_the_deadline_or_when_all_have_arrived(place: Callable[..., Place]) -> None:
+    here = place(0)
+    number = here.enter(leave=True)
     here.settle()
     assert here.posted("overdue") == here.posted("release") == []
-    assert here.endings == []
+    here.store.set(key_of(number, 1), "{}")
+    here.store.set(key_of(here.enter(0.01, "teardown of t", leave=True), 1), "{}")
+    here.settle()
+    here.settle()
+    assert here.posted("overdue") == here.posted("release") == here.endings == []
 
 
 def test_a_peer_that_neither_answers_nor_comes_back_ends_the_run_and_is_answered_for(
     place: Callable[..., Place],
 ) -> None:
     here = place(0)
-    number = here.watch.enter("call of t", 0.05)
-    here.watch.leave()
+    number = here.enter(0.05, leave=True)
     until(lambda: here.endings)
     assert here.watch.unreleasable(number)
     (ending,) = here.endings
     assert (ending.name, ending.exit, list(ending.culprits)) == ("rank stuck", 11, [1])
-    assert ending.message.startswith(
-        "rank 1 (gpu-07) cannot be released from call of t: does not answer (on gpu-07, no heartbeat for "
-    )
+    assert re.match(r"rank 1 \(gpu-07\) .* call of t: .* \(on gpu-07, no heartbeat for ", ending.message)
     answered = json.loads(here.store.get(key_of(number, 1)))
     assert answered["o"] == "hung"
     assert answered["msg"].startswith("does not answer (on gpu-07")
 
 
-def test_the_culprits_of_an_earlier_phase_are_not_those_of_the_next(place: Callable[..., Place]) -> None:
-    here = place(0, stuck=DEADLINE_SECONDS)
-    number = here.watch.enter("call of t", 0.05)
-    here.watch.leave()
-    until(lambda: here.watch.culprits(number))
-    here.store.set(key_of(number, 1), "{}")
-    following = here.watch.enter("teardown of t", DEADLINE_SECONDS)
-    assert here.watch.culprits(following) == {}
-    assert here.watch.culprits(number) == {}
-    assert here.watch.released(following) is None
-
-
 def test_a_rank_says_where_it_is_when_rank_0_asks(place: Callable[..., Place]) -> None:
     here = place(1)
     here.watch.guard(Blocked(making_group=True))
-    number = here.watch.enter("call of t", DEADLINE_SECONDS)
+    number = here.enter()
     events.post(here.store, "overdue", number=number)
     until(lambda: here.store.check([f"where/{number}/1"]))
     where = Where.from_json(1, json.loads(here.store.get(f"where/{number}/1")))
     assert not where.arrived
     assert "in test_a_rank_says_where_it_is_when_rank_0_asks" in where.stack
-    assert [operation.name for operation in where.pending] == ["the making of a process group"]
+    assert list(where.pending) == [making_group()]
 
 
 def test_a_release_by_rank_0_frees_whatever_blocks_this_rank(place: Callable[..., Place]) -> None:
     here = place(1)
     blocked = Blocked(making_group=False)
     here.watch.guard(blocked)
-    number = here.watch.enter("call of t", DEADLINE_SECONDS)
+    number = here.enter()
     with pytest.raises(Released, match=r"^not finished within 3 s$"):
         hang(lambda: events.post(here.store, "release", number=number, reason="not finished within 3 s", culprits={}))
     here.watch.leave()
     assert blocked.releases >= 1
 
 
-def test_a_release_of_another_phase_is_none_of_this_one(place: Callable[..., Place]) -> None:
+def test_no_release_comes_for_another_phase_or_after_the_body_has_been_left(place: Callable[..., Place]) -> None:
     here = place(1)
-    number = here.watch.enter("call of t", DEADLINE_SECONDS)
+    number = here.enter()
     events.post(here.store, "release", number=number - 1, reason="old", culprits={})
     events.post(here.store, "release", number=number + 1, reason="early", culprits={})
     here.settle()
     assert here.watch.released(number) is None
-
-
-def test_no_release_comes_after_the_body_has_been_left(place: Callable[..., Place]) -> None:
-    here = place(1)
-    number = here.watch.enter("call of t", DEADLINE_SECONDS)
     here.watch.leave()
     events.post(here.store, "release", number=number, reason="late", culprits={})
     here.settle()
@@ -290,7 +263,7 @@ def test_a_rank_that_waits_in_a_collective_for_a_failed_peer_is_released_after_a
 ) -> None:
     here = place(1, grace=0.2)
     here.watch.guard(Blocked(making_group=True))
-    number = here.watch.enter("call of t", DEADLINE_SECONDS)
+    number = here.enter()
     begin = time.monotonic()
     with pytest.raises(Released, match=r"^rank 0 \(gpu-06\) failed: ValueError: boom$"):
         hang(lambda: events.post(here.store, "absent", rank=0, number=number, message="failed: ValueError: boom"))
@@ -306,7 +279,7 @@ def test_a_failure_in_a_phase_that_this_rank_has_not_entered_yet_is_not_forgotte
     here.watch.leave()
     events.post(here.store, "absent", rank=0, number=number + 1, message="failed: ValueError: boom")
     here.settle()
-    here.watch.enter("call of t", DEADLINE_SECONDS)
+    here.enter()
     with pytest.raises(Released, match="boom"):
         hang()
     here.watch.leave()
@@ -315,7 +288,7 @@ def test_a_failure_in_a_phase_that_this_rank_has_not_entered_yet_is_not_forgotte
 def test_a_rank_that_is_still_busy_is_left_alone_after_a_peers_failure(place: Callable[..., Place]) -> None:
     here = place(1, grace=0.02)
     here.watch.guard(Blocked(making_group=False))
-    number = here.watch.enter("call of t", DEADLINE_SECONDS)
+    number = here.enter()
     events.post(here.store, "absent", rank=0, number=number, message="failed: boom")
     until(lambda: here.watch.explanation(number, 0))
     here.settle()
@@ -324,7 +297,7 @@ def test_a_rank_that_is_still_busy_is_left_alone_after_a_peers_failure(place: Ca
 
 def test_the_first_failure_of_a_phase_is_told_and_no_other(place: Callable[..., Place]) -> None:
     here = place(1)
-    first = here.watch.enter("call of t", DEADLINE_SECONDS)
+    first = here.enter()
     here.watch.report_absence(here.store, first, "failed: one")
     second = here.watch.enter("teardown of t", DEADLINE_SECONDS)
     here.store.set(f"absent/{second}", "0")  # rank 0 was faster
@@ -334,8 +307,7 @@ def test_the_first_failure_of_a_phase_is_told_and_no_other(place: Callable[..., 
 
 def test_what_explains_a_cut_connection_is_waited_for_but_not_for_ever(place: Callable[..., Place]) -> None:
     here = place(1)
-    number = here.watch.enter("call of t", DEADLINE_SECONDS)
-    here.watch.leave()
+    number = here.enter(leave=True)
     assert here.watch.explanation(number, 0.02) is None
     timer = threading.Timer(0.05, events.post, (here.store, "absent"), {"rank": 0, "number": number, "message": "died"})
     timer.start()
@@ -348,16 +320,14 @@ def test_what_explains_a_cut_connection_is_waited_for_but_not_for_ever(place: Ca
 
 def test_a_loss_that_another_rank_saw_ends_the_run_here_and_frees_this_rank(place: Callable[..., Place]) -> None:
     here = place(1)
-    number = here.watch.enter("call of t", DEADLINE_SECONDS)
+    number = here.enter()
     with pytest.raises(Released):
-        hang(lambda: events.post(here.store, "lost", rank=0, message="process 7 is gone without a word"))
+        hang(lambda: events.post(here.store, "lost", rank=0, message="process 7"))
     here.watch.leave()
-    assert here.watch.ending == Ending(
-        name="rank lost",
-        message="rank 0 (gpu-06) is lost during call of t: process 7 is gone without a word",
-        exit=11,
-        culprits=[0],
-    )
+    ending = here.watch.ending
+    assert ending is not None
+    assert (ending.name, ending.exit, list(ending.culprits)) == ("rank lost", 11, [0])
+    assert re.match(r"rank 0 \(gpu-06\) is lost .* of t: process 7$", ending.message)
     assert here.endings == [here.watch.ending]
     until(lambda: here.store.check([verdict_key(number)]))
     assert json.loads(here.store.get(verdict_key(number))) == {"ended": here.watch.ending.to_json()}
@@ -365,8 +335,7 @@ def test_a_loss_that_another_rank_saw_ends_the_run_here_and_frees_this_rank(plac
 
 def test_rank_0_answers_for_a_lost_rank_so_that_it_does_not_wait_for_it(place: Callable[..., Place]) -> None:
     here = place(0)
-    number = here.watch.enter("call of t", DEADLINE_SECONDS)
-    here.watch.leave()
+    number = here.enter(leave=True)
     events.post(here.store, "lost", rank=1, message="gone")
     until(lambda: here.store.check([key_of(number, 1)]))
     assert json.loads(here.store.get(key_of(number, 1)))["o"] == "lost"
@@ -382,30 +351,22 @@ def test_a_frozen_heartbeat_on_another_host_is_a_loss_unless_the_rank_said_goodb
     if says_bye:
         store.set("bye/1", "finished")
     here = place(0, store, dead=0.2)
-    here.watch.enter("call of t", DEADLINE_SECONDS)
-    here.watch.leave()
+    here.enter(leave=True)
     if says_bye:
         until(lambda: here.beats > 8)
         assert here.endings == []
     else:
         until(lambda: here.endings)
         assert here.endings[0].name == "rank lost"
-        assert here.endings[0].message.startswith("rank 1 (gpu-07) is lost during call of t: no heartbeat for ")
+        assert re.match(r"rank 1 \(gpu-07\) is lost .* of t: no heartbeat ", here.endings[0].message)
         assert here.posted("lost")[0]["rank"] == 1
 
 
 def test_a_heartbeat_that_goes_on_is_no_loss(place: Callable[..., Place]) -> None:
     here = place(0, dead=0.3)
-    beat = 0
-    until_beats = 12
-
-    def beating() -> bool:
-        nonlocal beat
-        beat += 1
-        here.store.set("hb/1", str(beat))
-        return here.beats > until_beats
-
-    until(beating)
+    while here.beats <= 12:
+        here.store.set("hb/1", str(time.monotonic()))
+        time.sleep(0.005)
     assert here.endings == []
     assert here.store.get("hb/0") != b"0"
 
@@ -419,6 +380,11 @@ def sibling() -> Iterator[subprocess.Popen[bytes]]:
     finally:
         process.kill()
         process.wait()
+
+
+def on_this_host(process: subprocess.Popen[bytes], **more: str) -> dict[str, Any]:
+    """What is known of a rank 1 beside rank 0."""
+    return {"host": "gpu-06", "pid": process.pid, "start_time": start_time(process.pid), **more}
 
 
 @pytest.mark.parametrize(
@@ -437,14 +403,12 @@ def test_a_sibling_that_dies_is_lost_at_once_and_its_last_words_are_told(
     path = tmp_path / "sibling"
     if left is not None:
         path.write_text(left)
-    peer = {"host": "gpu-06", "pid": sibling.pid, "start_time": start_time(sibling.pid), "fault_file": str(path)}
-    here = place(0, peer=peer)
-    here.watch.enter("call of t", DEADLINE_SECONDS)
-    here.watch.leave()
+    here = place(0, peer=on_this_host(sibling, fault_file=str(path)))
+    here.enter(leave=True)
     sibling.kill()
     until(lambda: here.endings)
     message = here.endings[0].message
-    assert message.startswith(f"rank 1 (gpu-07) is lost during call of t: process {sibling.pid} is gone without a word")
+    assert re.match(rf"rank 1 \(gpu-07\) is lost .* of t: process {sibling.pid} ", message)
     assert message.endswith(told)
 
 
@@ -453,9 +417,7 @@ def test_survivors_take_away_what_a_dead_sibling_left_and_nothing_of_the_living(
 ) -> None:
     left = tmp_path / "gpucluster-fault-1-a.txt"
     left.touch()
-    here = place(
-        0, peer={"host": "gpu-06", "pid": sibling.pid, "start_time": start_time(sibling.pid), "fault_file": str(left)}
-    )
+    here = place(0, peer=on_this_host(sibling, fault_file=str(left)))
     here.watch.remove_left()
     assert left.exists()
     sibling.kill()
@@ -464,24 +426,17 @@ def test_survivors_take_away_what_a_dead_sibling_left_and_nothing_of_the_living(
     assert not left.exists()
 
 
-def test_a_sibling_that_said_goodbye_may_end(place: Callable[..., Place], sibling: subprocess.Popen[bytes]) -> None:
-    here = place(0, peer={"host": "gpu-06", "pid": sibling.pid, "start_time": start_time(sibling.pid)})
-    here.store.set("bye/1", "finished")
-    sibling.kill()
-    sibling.wait()
-    here.settle()
-    assert here.endings == []
-
-
-def test_a_sibling_that_cannot_be_released_is_killed(
+def test_a_sibling_that_cannot_be_released_is_killed_and_after_a_goodbye_it_is_not_lost(
     place: Callable[..., Place], sibling: subprocess.Popen[bytes]
 ) -> None:
-    here = place(0, peer={"host": "gpu-06", "pid": sibling.pid, "start_time": start_time(sibling.pid)})
+    here = place(0, peer=on_this_host(sibling))
     here.store.set("bye/1", "")
     here.watch.kill_stuck([], wait_seconds=DEADLINE_SECONDS)
     assert sibling.poll() is None
     here.watch.kill_stuck([1], wait_seconds=0)
     assert sibling.wait(DEADLINE_SECONDS) == -signal.SIGKILL
+    here.settle()
+    assert here.endings == []
 
 
 # ---- the end -------------------------------------------------------------------------------------------------------
@@ -508,13 +463,16 @@ def test_an_ending_that_a_peer_told_is_taken_over_and_not_told_again(place: Call
     assert len(here.posted("end")) == 1
 
 
-def test_an_ending_of_all_ranks_by_an_exchange_needs_no_telling(place: Callable[..., Place]) -> None:
-    here = place(1)
+def test_an_ending_of_all_ranks_by_an_exchange_needs_no_telling_and_has_its_time(place: Callable[..., Place]) -> None:
+    here = place(1, terminate=0.3)
+    begin = time.monotonic()
     here.watch.agreed_to_end(ENDING)
     here.watch.agreed_to_end(Ending(name="other", message="later", exit=2))
     here.settle()
     assert here.watch.ending == ENDING
     assert here.endings == here.posted("end") == []
+    until(lambda: here.overtimes)
+    assert time.monotonic() - begin >= 0.3
 
 
 def test_a_main_thread_that_does_not_come_back_in_time_is_ended_in_its_place(place: Callable[..., Place]) -> None:
@@ -524,14 +482,6 @@ def test_a_main_thread_that_does_not_come_back_in_time_is_ended_in_its_place(pla
     until(lambda: here.overtimes)
     assert time.monotonic() - begin >= 0.2
     assert here.overtimes[0] == ENDING
-
-
-def test_the_time_also_runs_where_all_ranks_agreed_to_end(place: Callable[..., Place]) -> None:
-    here = place(1, terminate=0.3)
-    begin = time.monotonic()
-    here.watch.agreed_to_end(ENDING)
-    until(lambda: here.overtimes)
-    assert time.monotonic() - begin >= 0.3
 
 
 def test_after_the_end_the_main_thread_is_freed_from_every_further_body(place: Callable[..., Place]) -> None:
@@ -557,13 +507,12 @@ def test_sigterm_is_a_goodbye_and_ends_the_run_once_no_death_explains_it(
 ) -> None:
     monkeypatch.setattr(watch, "_LOST_BEFORE_TERM_SECONDS", 0.1)
     here = place(0)
-    here.watch.enter("call of t", DEADLINE_SECONDS)
-    here.watch.leave()
+    here.enter(leave=True)
     os.kill(os.getpid(), signal.SIGTERM)
     until(lambda: here.endings)
     ending = here.endings[0]
     assert (ending.name, ending.exit) == ("terminated", 2)
-    assert ending.message == "ended by SIGTERM on gpu-06 during call of t"
+    assert re.search("SIGTERM on gpu-06 .* of t$", ending.message)
     assert here.store.get("bye/0") == b"SIGTERM"
 
 
@@ -571,7 +520,7 @@ def test_a_death_that_explains_a_sigterm_is_what_is_told(
     place: Callable[..., Place], sibling: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch, "_LOST_BEFORE_TERM_SECONDS", 5.0)
-    here = place(0, peer={"host": "gpu-06", "pid": sibling.pid, "start_time": start_time(sibling.pid)})
+    here = place(0, peer=on_this_host(sibling))
     os.kill(os.getpid(), signal.SIGTERM)
     until(lambda: here.store.check(["bye/0"]))
     here.settle()
@@ -585,10 +534,11 @@ class Breaking(MemoryStore):
     """A store whose connection can break."""
 
     broken = False
+    WHY = "Connection reset by peer"
 
     def add(self, key: str, amount: int) -> int:
         if self.broken:
-            raise RuntimeError("Connection reset by peer")
+            raise RuntimeError(self.WHY)
         return super().add(key, amount)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
@@ -600,52 +550,39 @@ class Breaking(MemoryStore):
 def test_a_store_that_is_gone_ends_the_run_and_frees_this_rank(place: Callable[..., Place]) -> None:
     store = Breaking()
     here = place(1, store)
-    here.watch.enter("call of t", DEADLINE_SECONDS)
+    here.enter()
     with pytest.raises(Released):
         hang(lambda: setattr(store, "broken", True))
     here.watch.leave()
     (ending,) = here.endings
     assert (ending.name, ending.exit) == ("store lost", 11)
-    assert ending.message == (
-        "the rendezvous store at gpu-06:29500 is gone: the launcher's agent on the first node has ended"
-    )
-    assert ending.text == "Connection reset by peer"
+    assert "gpu-06:29500" in ending.message
+    assert ending.text == Breaking.WHY
 
 
 def test_a_watcher_that_breaks_ends_the_run_instead_of_watching_no_more(place: Callable[..., Place]) -> None:
     here = place(1)
-    here.watch.enter("call of t", DEADLINE_SECONDS)
+    here.enter()
     with pytest.raises(Released):
         hang(lambda: setattr(here, "beat_error", KeyError("x")))
     here.watch.leave()
     (ending,) = here.endings
     assert (ending.name, ending.exit) == ("internal error", 3)
-    assert ending.message == "the watcher of rank 1 (gpu-07) broke: KeyError: 'x'"
+    assert re.search(r"rank 1 \(gpu-07\) broke: KeyError: 'x'$", ending.message)
     assert "Traceback" in ending.text
     assert [event["name"] for event in here.posted("end")] == ["internal error"]
 
 
-def test_a_silent_rank_0_is_lost_once_its_deadline_has_passed(
-    place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
+def test_a_silent_rank_0_is_lost_once_its_deadline_has_passed_and_one_that_beats_is_not(
+    place: Callable[..., Place],
 ) -> None:
-    monkeypatch.setattr(watch, "_SILENT_SECONDS", 0.2)
-    here = place(1)
-    here.watch.enter("call of t", 0.05)
-    here.watch.leave()
-    until(lambda: here.endings)
-    assert (here.endings[0].name, list(here.endings[0].culprits)) == ("rank lost", [0])
-    assert "it does not answer (on gpu-06, no heartbeat for " in here.endings[0].message
-
-
-def test_a_rank_0_that_beats_is_given_its_time_past_the_deadline(
-    place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(watch, "_SILENT_SECONDS", 0.2)
     here = place(1, stuck=DEADLINE_SECONDS)
-    here.watch.enter("call of t", 0.01)
-    here.watch.leave()
+    here.enter(0.05, leave=True)
     end = time.monotonic() + 0.5
     while time.monotonic() < end:
         here.store.set("hb/0", str(time.monotonic()))
         time.sleep(0.02)
     assert here.endings == []
+    until(lambda: here.endings)
+    assert (here.endings[0].name, list(here.endings[0].culprits)) == ("rank lost", [0])
+    assert "(on gpu-06, no heartbeat for " in here.endings[0].message

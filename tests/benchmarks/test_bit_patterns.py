@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from each import of_each
 
 from pytest_gpucluster.benchmarks.bit_patterns import PATTERNS, WORD_BITS, Make, Words
 
@@ -17,8 +17,8 @@ def words_of(make: Make, part: int = 0) -> list[int]:
     return [word % 2**64 for word in make(Words(CPU, COUNT), part, COUNT).tolist()]
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("rounds", [1, 3])
+@of_each("pattern", PATTERNS)
+@of_each("rounds", [1, 3])
 def test_each_pass_reads_what_the_one_before_has_written_and_the_last_one_leaves_nothing_unread(
     pattern: str, rounds: int
 ) -> None:
@@ -35,7 +35,7 @@ def test_each_pass_reads_what_the_one_before_has_written_and_the_last_one_leaves
     assert written is None
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@of_each("pattern", PATTERNS)
 def test_every_bit_of_every_word_is_written_both_ways(pattern: str) -> None:
     ones, zeros = [0] * COUNT, [0] * COUNT
     for step in PATTERNS[pattern](1, 7):
@@ -79,7 +79,3 @@ def test_moving_inversions_go_up_and_down_over_words_and_their_complements() -> 
     assert words_of(up.writes) == [ALL_BITS ^ word for word in words_of(up.expects)]
     assert down.writes is not None
     assert words_of(down.writes) == words_of(up.expects)
-
-
-def test_what_the_words_take_is_known_before_they_are_made() -> None:
-    assert Words.needed_bytes(2**25) < 1.1e9

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
+import re
 
 import pytest
+from each import of_each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -62,31 +63,12 @@ def test_the_warm_up_lasts_and_does_not_count():
     assert 10 + 200 <= warmed_up <= 10 + 200 + 64
 
 
-def test_the_time_of_the_first_step_does_not_decide_the_count():
-    steps = Steps(lambda index: 5.0 if index == 0 else 1 / 128)
-    rate = measure_rate(steps, steps.clock, sampling=sampling(warmup=0))
-    assert rate.per_second.samples == (128.0,) * 12
-
-
-def test_a_short_window_has_small_blocks_and_enough_of_them():
-    steps = Steps(0.001)
-    rate = measure_rate(steps, steps.clock, sampling=sampling(window=0.2, longest=1.0))
-    assert len(rate.per_second.samples) == MIN_SAMPLES
-    assert rate.timed == MIN_SAMPLES * 25
-
-
-def test_steps_longer_than_a_block_give_a_sample_each():
-    steps = Steps(2.0)
-    rate = measure_rate(steps, steps.clock, sampling=sampling())
-    assert rate.timed == len(rate.per_second.samples) == MIN_SAMPLES
-
-
 def test_what_does_not_settle_is_extended_once_and_then_returned_as_inconclusive():
     # Blocks of a quarter and of half a second in turn; 11 steps are the warm-up.
     steps = Steps(lambda index: (1 if index < 11 else 1 + (index - 11) // 32 % 2) / 128)
     chosen = sampling(warmup=0.05, window=2.5, longest=2.75)
     rate = measure_rate(steps, steps.clock, sampling=chosen)
-    assert "interval of the median is" in rate.per_second.inconclusive
+    assert re.search(r"interval of", rate.per_second.inconclusive)
     timed = sum(map(steps._seconds, range(rate.verified - rate.timed, rate.verified)))
     assert timed == 5.5  # twice the longest time, and then not even until the next look
 
@@ -101,45 +83,30 @@ def test_measuring_goes_on_until_the_median_is_known_and_no_longer():
     assert 4 < seconds < 25
 
 
-def test_what_is_held_open_sees_the_samples_and_not_the_warm_up():
-    steps = Steps(0.01)
-    seen = []
+class During:
+    """What is held open, with the steps that had been started at its begin and its end, and what it was left with."""
 
-    @contextmanager
-    def watched():
-        begin = len(steps.started)
-        yield
-        seen.append((begin, len(steps.started)))
+    def __init__(self, steps):
+        self.steps, self.seen = steps, []
 
-    class During:
-        def __enter__(self):
-            self.inner = watched()
-            return self.inner.__enter__()
+    def __enter__(self):
+        self.seen.append(len(self.steps.started))
 
-        def __exit__(self, *error):
-            return self.inner.__exit__(*error)
-
-    rate = measure_rate(steps, steps.clock, sampling=sampling(), during=During())
-    assert seen == [(rate.verified - rate.timed, rate.verified)]
+    def __exit__(self, kind, error, where):
+        self.seen += [len(self.steps.started), kind]
 
 
-def test_what_is_held_open_is_left_when_a_result_is_wrong():
-    left = []
-
-    class During:
-        def __enter__(self):
-            return self
-
-        def __exit__(self, kind, error, where):
-            left.append(kind)
-
-    steps = Steps(0.01, wrong=150)
+def test_what_is_held_open_sees_the_samples_and_not_the_warm_up_and_is_left_when_a_result_is_wrong():
+    during = During(steps := Steps(0.01))
+    rate = measure_rate(steps, steps.clock, sampling=sampling(), during=during)
+    assert during.seen == [rate.verified - rate.timed, rate.verified, None]
+    during = During(steps := Steps(0.01, wrong=150))
     with pytest.raises(WrongResult, match="step 150"):
-        measure_rate(steps, steps.clock, sampling=sampling(), during=During())
-    assert left == [WrongResult]
+        measure_rate(steps, steps.clock, sampling=sampling(), during=during)
+    assert during.seen[-1] is WrongResult
 
 
-@pytest.mark.parametrize("wrong", [0, 1, 40, 200], ids=["first", "second", "warm-up", "timed"])
+@of_each("wrong", [0, 1, 40, 200])
 def test_a_wrong_result_ends_it_at_once(wrong):
     steps = Steps(0.01, wrong=wrong)
     with pytest.raises(WrongResult, match=f"step {wrong}"):
@@ -147,10 +114,10 @@ def test_a_wrong_result_ends_it_at_once(wrong):
     assert len(steps.started) <= wrong + steps.most_at_once
 
 
-@pytest.mark.parametrize("seconds", [0.0, math.nan, math.inf], ids=str)
+@of_each("seconds", [0.0, math.nan, math.inf])
 def test_a_clock_that_gives_no_time_is_inconclusive(seconds):
     steps = Steps(seconds)
-    with pytest.raises(InconclusiveMeasurement, match="the clock did not advance: 1 operations took"):
+    with pytest.raises(InconclusiveMeasurement, match=r"not advance: 1 operations took"):
         measure_rate(steps, steps.clock, sampling=sampling())
 
 

@@ -51,7 +51,7 @@ def test_too_few_points_are_inconclusive(rates: list[float], said: str) -> None:
 
 
 def test_a_burn_in_without_a_point_has_no_rate() -> None:
-    with pytest.raises(InconclusiveMeasurement, match="no rate after 0 s of 20 s, and no product"):
+    with pytest.raises(InconclusiveMeasurement, match=r"no rate after 0 s of 20 .*no product"):
         _ = course([], seconds=20).tflops
 
 
@@ -98,11 +98,8 @@ def test_of_a_part_of_a_burn_in_everything_is_recorded_and_nothing_judged() -> N
 
 
 def test_a_gpu_at_its_power_limit_is_not_slowed_down() -> None:
-    seen = {"throttle_share": {"sw_power_cap": 0.98}}
-    [slowed] = [
-        one for one in course([1.0], seconds=20).readings("bf16", seen, slowdowns=BAD) if "slowed" in one.metric
-    ]
-    assert slowed.value == 0.0
+    told = course([1.0], seconds=20).readings("bf16", {"throttle_share": {"sw_power_cap": 0.98}}, slowdowns=BAD)
+    assert [one.value for one in told if "slowed" in one.metric] == [0.0]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +114,7 @@ def test_a_gpu_at_its_power_limit_is_not_slowed_down() -> None:
     ids=["no throttle reasons", "nothing"],
 )
 def test_a_burn_in_that_nobody_watched_is_an_error(seen: dict[str, object], lacks: str) -> None:
-    with pytest.raises(EnvironmentBroken, match=f"GPU 3: telemetry of the burn-in {lacks}"):
+    with pytest.raises(EnvironmentBroken, match=rf"GPU 3: telemetry of.*-in {lacks}"):
         Course.require_watched(seen, "GPU 3")
     Course.require_watched(SEEN, "GPU 3")
     Course.require_watched({}, "cpu")

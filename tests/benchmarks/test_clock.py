@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import doctest
-import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
+from each import of_each
 
-from pytest_gpucluster.benchmarks import clock as clock_module
 from pytest_gpucluster.benchmarks.clock import EventClock, ManualClock, WallClock, clock_for
 
 
@@ -56,10 +54,6 @@ def event_clock(monkeypatch):
     return SimpleNamespace(clock=EventClock(torch.device("cuda", 1)), waits=waits, spins=spins)
 
 
-def test_doctests_hold():
-    assert doctest.testmod(clock_module).failed == 0
-
-
 def test_events_are_all_recorded_before_one_wait(event_clock):
     for took_ms in (10, 20, 5):
         with event_clock.clock.region():
@@ -94,34 +88,7 @@ def test_the_device_spins_ahead_of_short_regions_only(event_clock, launches, sec
     assert event_clock.clock.read() == []  # it is no region
 
 
-def test_the_manual_clock_notes_what_it_was_prepared_for():
-    clock = ManualClock()
-    clock.get_ahead(3, seconds=0.5)
-    assert clock.prepared == [(3, 0.5)]
-    assert clock.now_seconds == 0
-
-
-def test_the_wall_clock_needs_no_preparation():
-    clock = WallClock()
-    clock.get_ahead(10**9, seconds=0.0)
-    assert clock.read() == []
-
-
-def test_wall_clock_counts_what_is_inside_its_regions():
-    clock = WallClock()
-    begin = time.perf_counter()
-    for _ in range(2):
-        with clock.region():
-            time.sleep(0.01)
-    elapsed = time.perf_counter() - begin
-    first, second = clock.read()
-    assert first >= 0.01
-    assert second >= 0.01
-    assert first + second <= elapsed
-    assert clock.read() == []
-
-
-@pytest.mark.parametrize("clock", [WallClock(), ManualClock()], ids=["wall", "manual"])
+@of_each("clock", [WallClock(), ManualClock()])
 def test_a_region_that_raises_is_not_counted(clock):
     with pytest.raises(ZeroDivisionError), clock.region():
         1 / 0  # noqa: B018
@@ -135,5 +102,5 @@ def test_each_device_has_its_clock():
 
 
 def test_a_device_without_a_clock_is_an_error():
-    with pytest.raises(ValueError, match="for cuda and for cpu devices, not for 'meta'"):
+    with pytest.raises(ValueError, match=r"cpu devices.* 'meta'"):
         clock_for(torch.device("meta"))

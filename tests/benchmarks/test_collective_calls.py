@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
-import rank_scripts
+import re
 
-from pytest_gpucluster.benchmarks.collective_calls import MOVES, launches
+import forked_ranks
+import pytest
+
 from pytest_gpucluster.benchmarks.collective_shape import COLLECTIVES
-from pytest_gpucluster.benchmarks.collectives import CALLS
 
 SCRIPT = """
 from pytest_gpucluster.benchmarks import collectives
 from pytest_gpucluster.benchmarks.collectives import CALLS, all_reduce, measure_collective
 from pytest_gpucluster.benchmarks.collective_shape import COLLECTIVES
-from pytest_gpucluster.errors import GpuClusterError
 from pytest_gpucluster.sampling import Sampling
 
 SHORT = Sampling(warmup_seconds=0.0, window_seconds=0.01, longest_seconds=0.01, tolerance_ratio=3)
@@ -21,13 +20,6 @@ SHORT = Sampling(warmup_seconds=0.0, window_seconds=0.01, longest_seconds=0.01, 
 def measured(collective, of=group, **arguments):
     given = {"payload_bytes": 3600, "dtype": "fp32", "sampling": SHORT} | arguments
     return measure_collective(collective, of, device, **given)
-
-def outcome(function):
-    try:
-        function()
-        return ""
-    except (GpuClusterError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
 
 def broken(collective, on, fault):
     "What comes of a collective after whose calls one rank's data are changed."
@@ -38,7 +30,7 @@ def broken(collective, on, fault):
     if rank == on:
         CALLS[collective] = call
     try:
-        return outcome(lambda: measured(collective))
+        return outcome(lambda: measured(collective) and "")
     finally:
         CALLS[collective] = right
 """
@@ -66,28 +58,18 @@ pair = dist.new_group([1, 2])
 if rank > 0:
     CALLS["send_recv"], right = (lambda sent, received, group: (right(sent, received, group), flip(received))
                                  if rank == 2 else right(sent, received, group)), CALLS["send_recv"]
-    say(outcome(lambda: measured("send_recv", pair)))
+    say(outcome(lambda: measured("send_recv", pair) and ""))
 """
 
 
 @pytest.fixture(scope="module")
-def healthy(tmp_path_factory):
-    return rank_scripts.run(tmp_path_factory.mktemp("healthy"), SCRIPT + HEALTHY, ranks=3)
+def healthy():
+    return forked_ranks.run_script(SCRIPT + HEALTHY, ranks=3)
 
 
 @pytest.fixture(scope="module")
-def faulty(tmp_path_factory):
-    return rank_scripts.run(tmp_path_factory.mktemp("faulty"), SCRIPT + FAULTY, ranks=3)
-
-
-def test_there_is_a_call_for_every_collective():
-    assert set(CALLS) == set(COLLECTIVES) == {"all_reduce", *MOVES}
-
-
-def test_the_host_is_reckoned_to_take_longer_for_calls_of_many_operations():
-    assert launches("all_gather", 1024) == 1
-    assert launches("send_recv", 2) > 1
-    assert launches("all_to_all", 1024) > launches("all_to_all", 8) > 1
+def faulty():
+    return forked_ranks.run_script(SCRIPT + FAULTY, ranks=3)
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
@@ -122,15 +104,15 @@ def test_a_rank_that_gets_wrong_data_names_itself_the_place_and_from_whom(faulty
 def test_a_rank_whose_data_never_arrive_is_found(faulty):
     told = [faulty[rank][len(COLLECTIVES)] for rank in range(3)]
     assert told[:2] == ["", ""]
-    assert "900 of 900 elements are wrong, the first at offset 0: found -1, expected" in told[2]
+    assert re.search(r"900 of 900 elements are.* 0: found -1, expected", told[2])
 
 
 def test_ranks_that_measure_different_collectives_are_told_so_on_all_ranks(faulty):
     for rank in range(3):
         different, unknown = faulty[rank][len(COLLECTIVES) + 1]
         found = "rank 1 broadcast of 3600 B fp32, rank 0 all_gather of 3600 B fp32"
-        assert different.startswith(f"EnvironmentBroken: the ranks do not measure the same: {found}. Give all nodes")
-        assert unknown.startswith("ValueError: a collective is one of all_reduce, all_gather, ")
+        assert re.search(rf"EnvironmentBroken: .*not measure.*: {found}\. Give all nodes", different)
+        assert re.search(r"ValueError: .*collective is.* all_reduce, all_gather, ", unknown)
         assert unknown.endswith("not 'gather'; did you mean 'all_gather'?")
 
 

@@ -20,7 +20,7 @@ def test_an_algorithm_that_gives_other_bits_each_time_is_refused_inside():
         torch.zeros(4).put_(torch.tensor([0, 0]), torch.ones(2), accumulate=False)
 
     act()
-    with deterministic(), pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
+    with deterministic(), pytest.raises(RuntimeError, match=r"deterministic implementation"):
         act()
 
 

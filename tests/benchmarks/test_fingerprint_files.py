@@ -28,17 +28,13 @@ def test_all_get_the_same_and_only_the_deviant_is_blamed(tmp_path: Path) -> None
     assert told == [([of(each) for each in bits], {index: f"GPU {index}" for index in range(4)})] * 4
     agreement = FingerprintAgreement(told[0][0])
     assert [agreement.agreed(index) for index in range(4)] == [1, 1, 0, 1]
-    with pytest.raises(
-        WrongResult, match="GPU 2: the same computation gives other bits here: sums gives b, and 3 of 4"
-    ):
+    with pytest.raises(WrongResult, match=r"GPU 2: .*computation gives.* 3 of 4"):
         agreement.require(2, told[0][1])
 
 
 def test_one_that_does_not_come_is_an_error_that_names_it(tmp_path: Path) -> None:
     times = iter(range(100))
-    with pytest.raises(
-        EnvironmentBroken, match=r"GPU 0: no fingerprint to compare with came from worker 1, 2 within 5 s"
-    ):
+    with pytest.raises(EnvironmentBroken, match=r"GPU 0: no fingerprint.* 1, 2 within 5 s"):
         exchange(
             tmp_path,
             of("a"),

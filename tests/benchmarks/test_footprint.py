@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import doctest
-from types import SimpleNamespace
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +8,6 @@ from hypothesis import strategies as st
 from pytest_gpucluster.benchmarks import footprint
 from pytest_gpucluster.benchmarks.footprint import (
     CACHES,
-    cache_bytes,
     free_bytes,
     memory_returned,
     require_free,
@@ -23,23 +19,12 @@ from pytest_gpucluster.errors import EnvironmentBroken
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 
 
-def test_doctests_hold():
-    assert doctest.testmod(footprint).failed == 0
-
-
 @settings(deadline=None)
 @given(set_bytes=st.integers(1, 10**10), cache=st.integers(0, 10**9))
 def test_buffers_exceed_the_cache_and_no_more_than_they_must(set_bytes, cache):
     sets = sets_beyond_cache(set_bytes, cache)
     assert sets * set_bytes >= CACHES * cache
     assert sets == 1 or (sets - 1) * set_bytes < CACHES * cache
-
-
-def test_the_cache_is_what_the_device_says(monkeypatch):
-    properties = {CUDA: SimpleNamespace(L2_cache_size=60 * 2**20)}
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
-    assert cache_bytes(CUDA) == 60 * 2**20
-    assert cache_bytes(CPU) == 0
 
 
 def test_what_the_allocator_keeps_is_given_back_before_free_memory_is_counted(monkeypatch):
@@ -67,29 +52,14 @@ def test_memory_that_cannot_be_counted_is_not_refused(monkeypatch):
     require_free(CPU, 10**15, "copy", instead="ask for less")
 
 
-def test_free_memory_of_this_machine_is_known_or_none(monkeypatch, tmp_path):
-    free = free_bytes(CPU)
-    assert free is None or free > 0
-    monkeypatch.setattr(footprint, "Path", lambda path: tmp_path / "none")
-    assert free_bytes(CPU) is None
-
-
-@pytest.mark.parametrize("outcome", ["returns", "raises"])
-def test_the_cache_is_emptied_either_way(monkeypatch, outcome):
+def test_the_cache_is_emptied_either_way(monkeypatch):
     emptied = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
-
-    def call():
-        with memory_returned():
-            if outcome == "raises":
-                raise ValueError("as planned")
-
-    if outcome == "raises":
-        with pytest.raises(ValueError, match="as planned"):
-            call()
-    else:
-        call()
-    assert emptied == [True]
+    with memory_returned():
+        pass
+    with pytest.raises(ValueError, match="as planned"), memory_returned():
+        raise ValueError("as planned")
+    assert emptied == [True, True]
 
 
 def test_a_lost_device_does_not_hide_why(monkeypatch):

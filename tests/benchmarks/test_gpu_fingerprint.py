@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 import itertools
-import json
 
 import pytest
 import torch
+from each import of_each
 
 from pytest_gpucluster.benchmarks import gpu_fingerprint
 from pytest_gpucluster.benchmarks.dtypes import dtypes_of
-from pytest_gpucluster.benchmarks.gpu_fingerprint import Fingerprint, Stage, kind_of, stages_of, take_fingerprint
+from pytest_gpucluster.benchmarks.gpu_fingerprint import Stage, kind_of, stages_of, take_fingerprint
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def test_other_numbers_and_sizes_give_other_bits() -> None:
         assert len({found.digests[stage] for found in prints}) == 3, stage
 
 
-@pytest.mark.parametrize("stage", stages_of(CPU))
+@of_each("stage", list(stages_of(CPU)))
 def test_one_bit_of_any_stage_changes_its_fingerprint_and_no_other(stage: str) -> None:
     right = take_fingerprint(CPU, n=N, repeats=1)
     stages = dict(stages_of(CPU))
@@ -59,7 +59,7 @@ def test_one_bit_of_any_stage_changes_its_fingerprint_and_no_other(stage: str) -
     assert [name for name in right.digests if right.digests[name] != wrong.digests[name]] == [stage]
 
 
-@pytest.mark.parametrize("stage", ["matmul bf16", "integers"])
+@of_each("stage", ["matmul bf16", "integers"])
 def test_a_device_that_computes_something_else_the_second_time_is_told_with_the_stage(stage: str) -> None:
     stages = dict(stages_of(CPU))
     stages[stage] = flipping(stages[stage], at=2)
@@ -85,11 +85,6 @@ def test_the_operands_stay_as_they_are() -> None:
     assert torch.equal(b, before[1])
 
 
-def test_a_fingerprint_travels_as_plain_json() -> None:
-    found = take_fingerprint(CPU, n=N, repeats=2)
-    assert Fingerprint.from_json(json.loads(json.dumps(found.to_json()))) == found
-
-
 def test_the_kind_says_what_the_bits_depend_on() -> None:
     assert kind_of(CPU).startswith("cpu (")
     assert f"{torch.get_num_threads()} threads" in kind_of(CPU)
@@ -98,7 +93,7 @@ def test_the_kind_says_what_the_bits_depend_on() -> None:
 
 @pytest.mark.parametrize(("n", "repeats"), [(0, 1), (100, 1), (64, 0)])
 def test_arguments_out_of_range_are_refused(n: int, repeats: int) -> None:
-    with pytest.raises(ValueError, match="n must be a multiple of 64, and repeats at least 1"):
+    with pytest.raises(ValueError, match=r"multiple of 64, and repeats.* 1"):
         take_fingerprint(CPU, n=n, repeats=repeats)
 
 

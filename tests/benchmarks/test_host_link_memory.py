@@ -30,13 +30,6 @@ def test_memory_is_zero_and_as_large_as_asked_for():
         memory.words.fill_(-1)
 
 
-def test_this_kernel_s_word_of_where_it_lies_adds_up_to_all_of_it():
-    with host_memory(CPU, WORDS) as memory:
-        if not memory.nodes:
-            pytest.skip("this kernel does not tell")
-        assert sum(memory.nodes.values()) == pytest.approx(1)
-
-
 def test_the_thread_that_touches_it_runs_beside_the_device_and_then_where_it_was(monkeypatch):
     before, asked = os.sched_getaffinity(0), []
     touch = host_link_memory.ctypes.memset
@@ -132,7 +125,7 @@ def test_memory_is_let_go_also_when_something_fails(monkeypatch):
 def test_memory_that_cannot_be_pinned_is_an_error_and_not_unpinned(monkeypatch):
     runtime = Runtime(monkeypatch, fails=2)
     with (
-        pytest.raises(EnvironmentBroken, match=r"cuda:0: CUDA cannot pin 0\.00105 GB of host memory: error 2"),
+        pytest.raises(EnvironmentBroken, match=r"cuda:0: CUDA cannot pin 0\.00105 GB .*memory: error 2"),
         host_memory(CUDA, WORDS),
     ):
         pass

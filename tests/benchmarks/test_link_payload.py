@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pytest_gpucluster.benchmarks import link_payload
-from pytest_gpucluster.benchmarks.link_payload import defect, fill, needed_bytes, poison, salt
+from pytest_gpucluster.benchmarks.link_payload import defect, fill, poison, salt
 
 SEED = salt(0, 1, 5)
 
@@ -74,12 +74,3 @@ def test_the_part_that_did_not_arrive_is_wrong() -> None:
 def test_every_pair_direction_and_time_has_a_payload_of_its_own() -> None:
     salts = {salt(one, other, when) for one in range(16) for other in range(16) for when in range(16)}
     assert len(salts) == 16**3
-
-
-def test_words_differ_from_each_other() -> None:
-    assert len(set(words(100_000).tolist())) > 99_000
-
-
-def test_two_buffers_and_the_expected_words_fit_into_what_is_asked_for() -> None:
-    assert needed_bytes(2**28) == 2 * 2**28 + 40 * 2**22
-    assert needed_bytes(400) == 800 + 4000

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import forked_ranks
 import pytest
-import rank_scripts
 
 from pytest_gpucluster.benchmarks.link_survey import rounds_of
 from pytest_gpucluster.links.places import Places
@@ -65,9 +65,9 @@ nodes = mine = None
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+def said() -> list[list[Any]]:
     """What four ranks said, by line and rank."""
-    lines = rank_scripts.run(tmp_path_factory.mktemp("survey"), SCRIPT, ranks=4)
+    lines = forked_ranks.run_script(SCRIPT, ranks=4)
     return [list(line) for line in zip(*lines, strict=True)]
 
 

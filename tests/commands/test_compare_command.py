@@ -28,9 +28,9 @@ def runs(tmp_path):
     ("arguments", "code", "said"),
     [
         (["old", "same"], 0, "NO REGRESSION"),
-        (["old", "slow"], 1, "REGRESSION: 1 result is worse"),
+        (["old", "slow"], 1, "REGRESSION: 1 "),
         (["old", "slow", "--fail", "5%"], 0, "NO REGRESSION"),
-        (["old", "rehearsal"], 5, "a run on GPUs before, a REHEARSAL on cpu now"),
+        (["old", "rehearsal"], 5, "REHEARSAL"),
     ],
 )
 def test_the_exit_code_is_the_answer(runs, capsys, arguments, code, said):
@@ -43,9 +43,9 @@ def test_the_exit_code_is_the_answer(runs, capsys, arguments, code, said):
     ("new", "options", "code", "said"),
     [
         ("none", [], 3, "no such journal"),
-        ("old", [], 2, "are the same run; name two runs"),
-        ("copy", [], 2, "are the same run; name two runs"),
-        ("same", ["--fail", "much"], 2, "--fail 'much' is no percentage"),
+        ("old", [], 2, "the same run"),
+        ("copy", [], 2, "the same run"),
+        ("same", ["--fail", "much"], 2, "--fail 'much'"),
         ("same", ["--json", "old/journal.jsonl/out.json"], 4, "old/journal.jsonl/out.json: "),
     ],
 )
@@ -60,7 +60,7 @@ def test_a_journal_is_never_overwritten(runs, capsys):
     before = journal.read_bytes()
     assert main(["compare", str(runs / "old"), str(runs / "same"), "--json", str(journal)]) == 2
     assert journal.read_bytes() == before
-    assert "that is a journal itself" in capsys.readouterr().err
+    assert str(journal) in capsys.readouterr().err
 
 
 def test_json_alone_goes_to_the_standard_output(runs, capsys):

@@ -32,10 +32,3 @@ def test_all_of_it_is_one_json_object(capsys):
     told = json.loads(capsys.readouterr().out)
     assert told["schema_version"] == 1
     assert set(VIEWS["all"]) <= set(told)
-
-
-def test_a_view_that_there_is_not_is_wrong_usage(capsys):
-    with pytest.raises(SystemExit) as error:
-        cli.main(["info", "gpus"])
-    assert error.value.code == 2
-    assert "'gpu'" in capsys.readouterr().err

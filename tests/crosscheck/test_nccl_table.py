@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
+from each import of_each
 from nccl_tests import old_table, table
 
 from pytest_gpucluster.crosscheck.nccl_output import IN_PLACE, OUT_OF_PLACE
@@ -12,6 +11,7 @@ from pytest_gpucluster.crosscheck.nccl_table import read
 from pytest_gpucluster.errors import OutputError
 
 SIZES = {1_000_000: 40.4, 1_000_000_000: 442.28}
+GOOD = table(SIZES)
 
 
 def test_each_line_is_read_with_both_of_its_halves():
@@ -49,42 +49,29 @@ def test_the_table_of_an_older_version_is_read_by_the_names_of_its_columns():
     assert row.figures[OUT_OF_PLACE].wrong is None
 
 
-@pytest.mark.parametrize("tag", ["[1,0]<stdout>: ", "[1,12]<stdout>:", " 0: "])
+@of_each("tag", ["[1,0]<stdout>: ", "[1,12]<stdout>:", " 0: "])
 def test_what_a_launcher_puts_before_each_line_is_left_out(tag):
     tagged = "".join(f"{tag}{line}\n" for line in table(SIZES).splitlines())
     assert read(tagged, "out.txt").rows == read(table(SIZES), "out.txt").rows
 
 
-def test_a_time_of_day_after_the_last_column_is_left_out():
-    text = table(SIZES).replace("#wrong\n", "#wrong           timestamp\n")
-    lines = [f"{line}  2026-11-22 00:00:00" if "bfloat16" in line else line for line in text.splitlines()]
-    assert read("\n".join(lines), "out.txt").rows == read(table(SIZES), "out.txt").rows
+BAD = {
+    "empty": ("", "no table"),
+    "another program": ("all_reduce_perf: command not found\n", "no table"),
+    "cut off": (GOOD.partition("# Out of bounds")[0], "cut off"),
+    "bounds": (GOOD.replace("# Out of bounds", "#"), "'Out of bounds"),
+    "without MPI": (GOOD * 2, "2 tables in one output.* build nccl-tests with MPI=1"),
+    "split": (GOOD.replace("Group  0", "Group  1"), "groups"),
+    "no GPUs": (GOOD.replace("# nThread", "# threads"), "GPUs"),
+    "zero GPUs": (GOOD.replace("nGpus 8", "nGpus 0"), "no GPU"),
+    "log": (GOOD.replace("442.28", "442.28 node [0] NCCL INFO"), ":19: .*without NCCL_DEBUG"),
+    "no number": (GOOD.replace("442.28", "fast"), ":19: "),
+    "negative": (table(SIZES, wrong=-1), "not a line"),
+}
 
 
-def test_nan_is_kept():
-    [row] = read(table({1024: math.nan}), "out.txt").rows
-    assert math.isnan(row.figures[IN_PLACE].busbw)
-
-
-GOOD = table(SIZES)
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        pytest.param("", "no table of nccl-tests in it", id="empty"),
-        pytest.param("all_reduce_perf: command not found\n", "no table of nccl-tests in it", id="another program"),
-        pytest.param(GOOD.partition("# Out of bounds")[0], "cut off: the line 'Avg bus", id="cut off"),
-        pytest.param(GOOD.replace("# Out of bounds", "#"), "'Out of bounds values' at the end", id="bounds"),
-        pytest.param(GOOD * 2, "2 tables in one output.* build nccl-tests with MPI=1", id="without MPI"),
-        pytest.param(GOOD.replace("Group  0", "Group  1"), "several groups ran side by side", id="split"),
-        pytest.param(GOOD.replace("# nThread", "# threads"), "does not say on which GPUs", id="no GPUs"),
-        pytest.param(GOOD.replace("nGpus 8", "nGpus 0"), "it ran on no GPU", id="zero GPUs"),
-        pytest.param(GOOD.replace("442.28", "442.28 node [0] NCCL INFO"), ":19: .*without NCCL_DEBUG", id="log"),
-        pytest.param(GOOD.replace("442.28", "fast"), ":19: not a line of this table", id="no number"),
-        pytest.param(table(SIZES, wrong=-1), "not a line of this table", id="negative"),
-    ],
-)
-def test_what_is_no_whole_table_is_refused(text, said):
+@of_each("case", list(BAD))
+def test_what_is_no_whole_table_is_refused(case):
+    text, said = BAD[case]
     with pytest.raises(OutputError, match=f"(?s)^out.txt.*{said}"):
         read(text, "out.txt")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
-import pytest
+from each import of_each
 
 from pytest_gpucluster.dashboard.host_load import read
 from pytest_gpucluster.host.tree import Tree
@@ -36,8 +37,8 @@ def test_load_cpus_time_and_memory_are_read(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("changes", "missing"),
+@of_each(
+    "case",
     [
         ({"proc/loadavg": None}, {"load"}),
         ({"proc/loadavg": "nonsense"}, {"load"}),
@@ -47,8 +48,8 @@ def test_load_cpus_time_and_memory_are_read(tmp_path: Path) -> None:
         ({"sys/devices/system/cpu/online": "x"}, {"cpus"}),
         (dict.fromkeys(FILES), {*read(Tree(root=Path("/nowhere")))}),
     ],
-    ids=["no load", "odd load", "no times", "few times", "odd memory", "odd CPUs", "nothing"],
 )
-def test_what_the_kernel_does_not_tell_is_none(tmp_path: Path, changes: dict[str, str | None], missing: set) -> None:
-    told = read(plant(tmp_path, changes))
+def test_what_the_kernel_does_not_tell_is_none(tmp_path: Path, case: tuple[dict[str, str | None], set[str]]) -> None:
+    changes, missing = case
+    told = read(plant(Path(tempfile.mkdtemp(dir=tmp_path)), changes))
     assert {key for key, value in told.items() if value is None} == missing

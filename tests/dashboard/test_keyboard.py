@@ -6,8 +6,10 @@ import os
 import pty
 import termios
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
+from each import of_each
 
 from pytest_gpucluster.dashboard import keyboard as module
 from pytest_gpucluster.dashboard.keyboard import Keyboard, keyboard
@@ -21,7 +23,7 @@ def pair() -> Iterator[tuple[int, int]]:
         os.close(descriptor)
 
 
-@pytest.mark.parametrize("key", ["q", "Q", "\x03", "\x04", "quit"])
+@of_each("key", ["q", "Q", "\x03", "\x04", "quit"])
 def test_these_keys_end_the_display(key: str) -> None:
     reads, writes = os.pipe()
     os.write(writes, key.encode())
@@ -42,19 +44,9 @@ def test_other_keys_do_not_and_waiting_is_bounded() -> None:
     assert not nothing.wait(0.01)
 
 
-class Input:
-    """A standard input."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-
 def test_the_terminal_is_left_as_it_was(pair: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     follower = pair[1]
-    monkeypatch.setattr(module.sys, "stdin", Input(follower))
+    monkeypatch.setattr(module.sys, "stdin", SimpleNamespace(fileno=lambda: follower))
     before = termios.tcgetattr(follower)
     seen = []
 
@@ -68,12 +60,3 @@ def test_the_terminal_is_left_as_it_was(pair: tuple[int, int], monkeypatch: pyte
         show()
     assert seen == [(True, False, b"\0")], "no echo, and no Ctrl-Z that leaves the shell with this screen"
     assert termios.tcgetattr(follower) == before
-
-
-def test_without_a_terminal_there_are_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    descriptor = os.open(os.devnull, os.O_RDONLY)
-    for stdin in (Input(descriptor), Input(-1)):
-        monkeypatch.setattr(module.sys, "stdin", stdin)
-        with keyboard() as keys:
-            assert not keys.is_there
-    os.close(descriptor)

@@ -16,7 +16,6 @@ from typing import Any
 import fake_reader
 import pytest
 from fake_nvml import FakeNvml
-from sysfs_ports import add_port
 
 from pytest_gpucluster.dashboard import node_state, reader, reader_process
 from pytest_gpucluster.dashboard.node_state import NodeState
@@ -50,33 +49,6 @@ def test_all_gpus_are_listed_and_those_that_answer_are_read_round_after_round() 
     assert first["nvml"]["driver"] == nvml.driver
     assert [look["gpu"]["uuid"] for look in looks] == ["GPU-0", "GPU-2", "GPU-0", "GPU-2"]
     assert looks[0]["gpu"]["power_watts"] == 5.0
-
-
-@pytest.mark.parametrize(
-    ("error", "why"),
-    [(EnvironmentBroken("no driver library"), "no driver library"), (KeyError("x"), "NVML failed: KeyError: 'x'")],
-)
-def test_without_nvml_it_is_said_why(error: Exception, why: str) -> None:
-    def fail() -> Any:
-        raise error
-
-    assert said_by(reader_process.read_gpus, fail, 0.01, (), after=9) == [{"nvml": {"why_not": why}}]
-
-
-def test_the_host_and_its_ports_are_read(tmp_path: Path) -> None:
-    add_port(tmp_path / "sys", counters={"port_xmit_data": 1000, "port_rcv_data": None})
-    tree = reader_process.Tree(root=tmp_path)
-    host, ports = said_by(reader_process.read_host, tree, 0.01, after=2)
-    assert host["host"]["load"] is None
-    [port] = ports["ports"]
-    assert port == {
-        "name": "mlx5_0/1",
-        "link_layer": "InfiniBand",
-        "state": "ACTIVE",
-        "rate_gbps": 400.0,
-        "port_xmit_bytes": 4000,
-        "port_rcv_bytes": None,
-    }
 
 
 class Listener:
@@ -183,3 +155,14 @@ def test_it_ends_when_nobody_reads_it_and_with_its_parent(tmp_path: Path) -> Non
     )  # which only returns when the reader has let go of the pipe
     pid = int(next(line for line in done.stdout.splitlines() if not line.startswith(b"{")))
     assert not Path(f"/proc/{pid}/stat").exists() or Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [(EnvironmentBroken("no driver library"), "no driver library"), (KeyError("x"), "NVML failed: KeyError: 'x'")],
+)
+def test_without_nvml_it_is_said_why(error: Exception, why: str) -> None:
+    def fail() -> Any:
+        raise error
+
+    assert said_by(reader_process.read_gpus, fail, 0.01, (), after=9) == [{"nvml": {"why_not": why}}]

@@ -27,8 +27,6 @@ class ApiServer:
         deleted: paths, without the namespace, in their order.
         tokens: what callers have shown.
         refuse: plurals of which nothing may be done.
-        stalled: pods whose log begins, and never ends.
-        over: set when nobody is served any longer.
     """
 
     def __init__(
@@ -39,8 +37,6 @@ class ApiServer:
         self.deleted: list[str] = []
         self.tokens: list[str] = []
         self.refuse: set[str] = set()
-        self.stalled: set[str] = set()
-        self.over = threading.Event()
         self.address = ""
 
     def answer(self, method: str, path: str) -> tuple[int, Any]:
@@ -66,38 +62,26 @@ class ApiServer:
             rest = rest[2:]
         plural, *name = rest
         if plural in self.refuse:
-            return 403, {
-                "kind": "Status",
-                "status": "Failure",
-                "reason": "Forbidden",
-                "code": 403,
-                "message": "forbidden",
-            }
+            return 403, _failure(403, "Forbidden")
         there = self.objects.get(f"{version}/{plural}", [])
         if not name:
             selector = parse_qs(url.query).get("labelSelector", [""])[0]
             items = [each for each in there if _selected(each, selector)]
-            return 200, {
-                "kind": f"{_KINDS[version][plural]}List",
-                "apiVersion": version,
-                "metadata": {},
-                "items": items,
-            }
+            kind = f"{_KINDS[version][plural]}List"
+            return 200, {"kind": kind, "apiVersion": version, "metadata": {}, "items": items}
         found = [each for each in there if each["metadata"]["name"] == name[0]]
         if not found:
-            return 404, {
-                "kind": "Status",
-                "status": "Failure",
-                "reason": "NotFound",
-                "code": 404,
-                "message": "not found",
-            }
+            return 404, _failure(404, "NotFound")
         if name[1:] == ["log"]:
             return (200, self.logs[name[0]]) if name[0] in self.logs else (404, {})
         if method == "DELETE":
             there.remove(found[0])
             self.deleted.append(f"{version}/{plural}/{name[0]}?{url.query}")
         return 200, found[0]
+
+
+def _failure(code: int, reason: str) -> dict[str, Any]:
+    return {"kind": "Status", "status": "Failure", "reason": reason, "code": code, "message": reason}
 
 
 def _selected(document: Mapping[str, Any], selector: str) -> bool:
@@ -119,15 +103,11 @@ def serving(server: ApiServer, certificate: Path | None = None) -> Iterator[ApiS
             status, document = server.answer(self.command, self.path)
             text = document if isinstance(document, str) else json.dumps(document)
             body = text.encode()
-            stalled = any(f"/pods/{name}/log" in self.path for name in server.stalled)
             self.send_response(status)
             self.send_header("Content-Type", "text/plain" if isinstance(document, str) else "application/json")
-            self.send_header("Content-Length", str(len(body) + stalled))
+            self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
-            if stalled:
-                self.wfile.flush()
-                server.over.wait()
 
         do_GET = do_DELETE = _do
 
@@ -145,7 +125,6 @@ def serving(server: ApiServer, certificate: Path | None = None) -> Iterator[ApiS
     try:
         yield server
     finally:
-        server.over.set()
         http.shutdown()
         thread.join()
         http.server_close()

@@ -17,10 +17,11 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import kubectl
 import kubernetes_validate
 import yaml
 from kubernetes_validate.utils import all_versions, major_minor
@@ -92,17 +93,15 @@ def _can_be_applied(path: Path) -> bool:
 
 
 def render(path: Path) -> list[dict[str, Any]]:
-    """Return what ``kubectl apply -k`` would send. A test asks for kubectl first: ``require_program("kubectl")``.
+    """Return what ``kubectl apply -k`` would send. A test asks for kubectl first: ``kubectl.require_kubectl()``.
 
     Raises:
         RenderError: kustomize refuses it, or there is no kubectl.
     """
-    kubectl = shutil.which("kubectl")
-    if kubectl is None:
-        raise RenderError("kubectl is not installed: it renders the manifests")
-    done = subprocess.run(
-        [kubectl, "kustomize", str(path)], capture_output=True, text=True, timeout=_SECONDS, check=False
-    )
+    if shutil.which("kubectl") is None:
+        raise RenderError(kubectl.problem())
+    command = ["kubectl", "kustomize", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
     if done.returncode != 0 or "deprecated" in done.stderr:
         raise RenderError(f"{path}: kubectl kustomize ended with {done.returncode}: {done.stderr.strip()}")
     documents = load(done.stdout)
@@ -117,25 +116,15 @@ def name_of(document: Mapping[str, Any]) -> str:
 
 
 def core_problems(document: Mapping[str, Any], version: str | None = None) -> list[str]:
-    """Hold a document against Kubernetes' schemas, in which a field that is not known is an error.
-
-    Args:
-        document: of a kind of Kubernetes itself. Any other kind is a problem: it has no schema.
-        version: of Kubernetes, such as ``1.31``; every one of ``VERSIONS`` where none is named.
-
-    Returns:
-        What is wrong; nothing where it is right.
-    """
+    """Hold a document against the schemas of one Kubernetes, or of all ``VERSIONS``; an unknown field is an error."""
     wrong: dict[str, list[str]] = {}
     for each in VERSIONS if version is None else [version]:
         try:
-            used = kubernetes_validate.validate(dict(document), each, strict=True)
-            if used != each:
-                wrong.setdefault("there are no schemas of this version", []).append(each)
+            kubernetes_validate.validate(dict(document), each, strict=True)
         except kubernetes_validate.ValidationError as error:
             where = ".".join(map(str, error.path)) or "the document"
             wrong.setdefault(f"{where}: {error.message}", []).append(each)
-        except (kubernetes_validate.SchemaNotFoundError, kubernetes_validate.utils.VersionNotSupportedError) as error:
+        except kubernetes_validate.SchemaNotFoundError as error:
             wrong.setdefault(error.message, []).append(each)
         except KeyError as error:
             wrong.setdefault(f"there is no {error.args[0]}", []).append(each)
@@ -264,27 +253,14 @@ def dangers(documents: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def claim_problems(template: Mapping[str, Any], paths: Sequence[Path]) -> list[str]:
-    """Return what keeps a pod's containers from paths on claims of the site's, or lets them change what is there.
-
-    Args:
-        template: of the pod.
-        paths: that the suite is told to read.
-    """
+    """Return which containers of a pod have a path not on a claim that they can only read."""
+    volumes = template["spec"]["volumes"]
+    claims = [each["name"] for each in volumes if each.get("persistentVolumeClaim", {}).get("readOnly")]
     found = []
-    volumes = {volume["name"]: volume for volume in template["spec"].get("volumes") or ()}
     for container in template["spec"]["containers"]:
-        mounts = container.get("volumeMounts") or ()
-        for path in paths:
-            over = [mount for mount in mounts if path.is_relative_to(mount["mountPath"])]
-            if not over:
-                found.append(f"{container['name']}: nothing is mounted where {path} should be")
-                continue
-            mount = max(over, key=lambda each: len(each["mountPath"]))
-            claim = volumes[mount["name"]].get("persistentVolumeClaim")
-            if claim is None:
-                found.append(f"{container['name']}: {path} is on no claim")
-            elif not (mount.get("readOnly") and claim.get("readOnly")):
-                found.append(f"{container['name']}: {path} can be written to")
+        mounts = [each for each in container["volumeMounts"] if each["name"] in claims]
+        read = [each["mountPath"] for each in mounts if each.get("readOnly")]
+        found += [f"{container['name']}: {path}" for path in paths if not any(path.is_relative_to(at) for at in read)]
     return found
 
 
@@ -301,30 +277,35 @@ def problems(documents: Sequence[Mapping[str, Any]], version: str | None = None)
     return found
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Look at every kustomization, tell of each, and return the exit code."""
-    folders = [Path(argument) for argument in arguments] or kustomizations()
+def judge_all(folders: Sequence[Path], judge: Callable[[list[dict[str, Any]]], tuple[str, list[str]]]) -> int:
+    """Look at kustomizations, of which there must be one, tell of each, and return the exit code.
+
+    ``judge`` returns what the documents are, in some words, and what is wrong with them.
+    """
     if not folders:
-        print(f"{KUBERNETES}: no kustomization is there", file=sys.stderr)
+        print(f"{KUBERNETES}: no such kustomization is there", file=sys.stderr)
         return 2
     code = 0
     for folder in folders:
         try:
             documents = render(folder)
+            what, found = judge(documents)
         except (RenderError, OSError, yaml.YAMLError, subprocess.TimeoutExpired) as error:
             print(f"{folder}: {error}", file=sys.stderr)
             code = 2
             continue
-        found = problems(documents)
-        custom = sorted({document["kind"] for document in documents if is_custom(document)})
-        beside = f"; of {', '.join(custom)} only the pod templates" if custom else ""
-        told = "wrong" if found else "right"
-        print(f"{folder}: {len(documents)} documents, Kubernetes {VERSIONS[0]} to {VERSIONS[-1]}{beside}: {told}")
+        print(f"{folder}: {len(documents)} documents, {what}: {'wrong' if found else 'right'}")
         for problem in found:
             print(f"  {problem}")
         code = max(code, 1 if found else 0)
     return code
 
 
+def _judge(documents: list[dict[str, Any]]) -> tuple[str, list[str]]:
+    custom = sorted({document["kind"] for document in documents if is_custom(document)})
+    beside = f"; of {', '.join(custom)} only the pod templates" if custom else ""
+    return f"Kubernetes {VERSIONS[0]} to {VERSIONS[-1]}{beside}", problems(documents)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(judge_all([Path(argument) for argument in sys.argv[1:]] or kustomizations(), _judge))

@@ -12,6 +12,7 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,24 +58,19 @@ def from_maps(documents: Sequence[Mapping[str, Any]], container: Mapping[str, An
     return found
 
 
-def environment(
-    documents: Sequence[Mapping[str, Any]], index: int, *, node: str, name: str = "suite"
+def declared(
+    documents: Sequence[Mapping[str, Any]],
+    container: Mapping[str, Any],
+    fields: Mapping[str, str],
+    operator: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return the variables of a container of pod number ``index``, which runs on ``node``.
+    """Return a container's variables: of ConfigMaps, its own with the pod's fields, and what the operator adds last.
 
     Raises:
         PodError: a ConfigMap or a field is not there.
     """
-    job = find(documents, "Job")
-    fields = {
-        "metadata.name": f"{job['metadata']['name']}-{index}-x7k2p",
-        "spec.nodeName": node,
-        "metadata.labels['batch.kubernetes.io/controller-uid']": UID,
-    }
-    # What the Job controller adds stands last in a container's list, and is known to its arguments.
-    environ: dict[str, str] = {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}
-    environ |= from_maps(documents, container(job, name))
-    for variable in container(job, name).get("env") or ():
+    environ: dict[str, str] = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", **from_maps(documents, container)}
+    for variable in container.get("env") or ():
         if "valueFrom" in variable:
             path = variable["valueFrom"]["fieldRef"]["fieldPath"]
             if path not in fields:
@@ -82,7 +78,20 @@ def environment(
             environ[variable["name"]] = fields[path]
         else:
             environ[variable["name"]] = expanded(variable["value"], environ)
-    return {**environ, "JOB_COMPLETION_INDEX": str(index)}
+    return {**environ, **operator}
+
+
+def environment(
+    documents: Sequence[Mapping[str, Any]], index: int, *, node: str, name: str = "suite"
+) -> dict[str, str]:
+    """Return the variables of a container of pod number ``index`` of a Job, which runs on ``node``."""
+    job = find(documents, "Job")
+    fields = {
+        "metadata.name": f"{job['metadata']['name']}-{index}-x7k2p",
+        "spec.nodeName": node,
+        "metadata.labels['batch.kubernetes.io/controller-uid']": UID,
+    }
+    return declared(documents, container(job, name), fields, {"JOB_COMPLETION_INDEX": str(index)})
 
 
 def command(documents: Sequence[Mapping[str, Any]], environ: Mapping[str, str], name: str = "suite") -> list[str]:
@@ -108,69 +117,107 @@ def programs(folder: Path) -> Path:
     return folder
 
 
-def start(
-    documents: Sequence[Mapping[str, Any]],
-    directory: Path,
-    indexes: Sequence[int],
-    *,
-    nodes: Sequence[str],
-    more: Mapping[str, str] | None = None,
-    options: Sequence[str] = (),
-) -> torchrun.Run:
-    """Start the suite's container of some pods, in ``directory/suite``; /reports is ``directory/reports``.
-
-    Args:
-        documents: what kustomize has rendered.
-        directory: for everything.
-        indexes: of the pods.
-        nodes: what their nodes are called.
-        more: variables instead of the manifest's.
-        options: more words at the end of the command.
-    """
+def prepare(directory: Path, documents: Sequence[Mapping[str, Any]], suite: Mapping[str, str]) -> None:
+    """Write a suite, the scripts and the programs of pods, and make the folders that are their volumes."""
+    torchrun.write_suite(directory, suite)
+    (directory / "suite" / "acceptance").mkdir()
+    for name in (*suite, "stamps.py"):
+        (directory / "suite" / name).rename(directory / "suite" / "acceptance" / name)
     for name in ("reports", "tmp", "stamps"):
         (directory / name).mkdir(exist_ok=True)
     write_scripts(documents, directory / "scripts")
-    bin_folder = programs(directory / "bin")
-    token, port = uuid.uuid4().hex, str(torchrun.free_port())
-    job = find(documents, "Job")
-    first = f"{job['metadata']['name']}-0.{find(documents, 'Service')['metadata']['name']}"
-    places = {
-        "/opt/gpucluster-scripts": str(directory / "scripts"),
-        "/reports": str(directory / "reports"),
-        first: "localhost",
-        container(job)["env"][[each["name"] for each in container(job)["env"]].index("MASTER_PORT")]["value"]: port,
-    }
+    programs(directory / "bin")
 
-    def here(text: str) -> str:
-        for there, place in places.items():
+
+@dataclass(kw_only=True)
+class Pod:
+    """A container of a rendered manifest, on this host.
+
+    Attributes:
+        name: by which its output and its termination message are known.
+        container: the suite's.
+        variables: that it has, as of :func:`declared`.
+        directory: for everything, as :func:`prepare` has made it.
+        places: more texts of the manifest, and what stands for them here.
+    """
+
+    name: str
+    container: Mapping[str, Any]
+    variables: Mapping[str, str]
+    directory: Path
+    places: Mapping[str, str] = field(default_factory=dict)
+
+    def here(self, text: str) -> str:
+        """Replace the manifest's paths and names."""
+        folders = {
+            "/opt/gpucluster-scripts": "scripts",
+            "/opt/gpucluster-mpi": "mpi scripts",
+            "/opt/pytest-gpucluster": "suite",
+            "/reports": "reports",
+        }
+        own = {there: str(self.directory / name) for there, name in folders.items()}
+        for there, place in {**own, **self.places}.items():
             text = text.replace(there, place)
         return text
 
-    agents = []
-    for index, node in zip(indexes, nodes, strict=True):
-        environ = environment(documents, index, node=node)
-        words = [here(word) for word in command(documents, environ)]
-        environ = {key: here(value) for key, value in environ.items()}
+    @property
+    def words(self) -> list[str]:
+        """What it is started with."""
+        words = [*self.container["command"], *self.container.get("args", ())]
+        return [self.here(expanded(word, self.variables)) for word in words]
+
+    def environ(self, more: Mapping[str, str]) -> dict[str, str]:
+        """Return its whole environment; ``more`` stands instead of the manifest's."""
+        tmp = str(self.directory / "tmp")
         own = {
-            "PATH": f"{bin_folder}:/usr/bin:/bin",
-            "HOME": str(directory / "tmp"),
-            "TMPDIR": str(directory / "tmp"),
-            "TERMINATION_LOG": str(directory / f"said-{index}"),
-            "STAMPS": str(directory / "stamps"),
-            "GPUCLUSTER_TEST_TOKEN": token,
+            "PATH": f"{self.directory / 'bin'}:/usr/bin:/bin",
+            "HOME": tmp,
+            "TMPDIR": tmp,
+            "TERMINATION_LOG": str(self.directory / f"said-{self.name}"),
+            "STAMPS": str(self.directory / "stamps"),
         }
-        with (directory / f"output{index}.txt").open("wb") as output:
-            agents.append(
-                subprocess.Popen(
-                    [*words, *options],
-                    cwd=directory / "suite",
-                    env={**sessions.environment(), **environ, **own, **(more or {})},
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
+        return {
+            **sessions.environment(),
+            **{key: self.here(value) for key, value in self.variables.items()},
+            **own,
+            **more,
+        }
+
+    def start(self, more: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        """Start it, in the folder of the suite."""
+        with (self.directory / f"output-{self.name}.txt").open("wb") as output:
+            return subprocess.Popen(
+                self.words,
+                cwd=self.directory / "suite",
+                env=self.environ(more),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
-    return torchrun.Run(
+
+
+def over(directory: Path, agents: list[subprocess.Popen[bytes]], token: str) -> torchrun.Run:
+    """Wait for the end of pods that have been started."""
+    run = torchrun.Run(
         directory=directory, agents=agents, token=token, started=time.monotonic(), deadline=torchrun.DEADLINE_SECONDS
     )
+    return run.wait()
+
+
+def run_job(
+    documents: Sequence[Mapping[str, Any]], directory: Path, nodes: Sequence[str], more: Mapping[str, str]
+) -> torchrun.Run:
+    """Run a pod of a Job for each node to its end, with some variables instead of the manifest's."""
+    job = find(documents, "Job")
+    suite = container(job)
+    [port] = [each["value"] for each in suite["env"] if each["name"] == "MASTER_PORT"]
+    first = f"{job['metadata']['name']}-0.{find(documents, 'Service')['metadata']['name']}"
+    places = {first: "localhost", port: str(torchrun.free_port())}
+    token = uuid.uuid4().hex
+    agents = []
+    for index, node in enumerate(nodes):
+        variables = environment(documents, index, node=node)
+        pod = Pod(name=f"{index}", container=suite, variables=variables, directory=directory, places=places)
+        agents.append(pod.start({**more, "GPUCLUSTER_TEST_TOKEN": token}))
+    return over(directory, agents, token)

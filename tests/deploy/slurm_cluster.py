@@ -1,9 +1,7 @@
 #!/usr/bin/env python3
 """A real Slurm on this one host: a controller, and a slurmd for each node of a small cluster with fake GPUs.
 
-    python tests/deploy/slurm_cluster.py up              # prints what to export; stays until `down`
     python tests/deploy/slurm_cluster.py run -- sinfo    # up, the command, down
-    python tests/deploy/slurm_cluster.py down
 
 It needs Debian's slurm-wlm and no root: every daemon runs as whoever starts it, and jobs do too. Nothing outside its
 own folder is written, ports are chosen free, and SLURM_CONF is set for what is started here only, so that a Slurm which
@@ -18,9 +16,7 @@ one node"); https://slurm.schedmd.com/prolog_epilog.html (TaskProlog).
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import pwd
 import re
@@ -35,6 +31,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shell import finished
+
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "squeue", "scancel")
 HOST = socket.gethostname().partition(".")[0]
 NODES = (HOST, f"{HOST}-b", f"{HOST}-c")
@@ -45,9 +43,6 @@ KILL_WAIT_SECONDS = 8
 UP_SECONDS, END_SECONDS, ASK_SECONDS = 60.0, 20.0, 30.0
 _SBIN = os.pathsep.join(("/usr/sbin", "/usr/local/sbin", "/sbin"))
 _POLL_SECONDS = 0.05
-_WITHOUT_CGROUPS = (23, 2)
-"""The first version that knows CgroupPlugin=disabled. Source: Slurm's RELEASE_NOTES of 23.02."""
-_DEFAULT_FOLDER = Path(tempfile.gettempdir()) / f"gpucluster-slurm-{os.getuid()}"
 
 # A slurmd asks for the CPUs that the host has; with config_overrides it takes what stands here. Memory is not handed
 # out (CR_CPU), for all nodes are the same host.
@@ -80,7 +75,6 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmdLogFile={folder}/slurmd-%n.log
 SlurmdSpoolDir={folder}/spool-%n
-{more}
 {nodes}
 PartitionName=acceptance Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
 """
@@ -94,18 +88,10 @@ class SlurmError(Exception):
 
 @dataclass(kw_only=True)
 class SlurmCluster:
-    """A Slurm that may be up.
-
-    Attributes:
-        folder: of its configuration, state and logs. Short, for paths of sockets are in it.
-        more: lines for slurm.conf, such as HealthCheckProgram.
-        pids: of the daemons, by name.
-    """
+    """A Slurm that may be up, in a folder with a short path: those of its sockets are in it."""
 
     folder: Path
-    nodes: Sequence[str] = NODES
-    more: Sequence[str] = ()
-    pids: dict[str, int] = field(default_factory=dict)
+    daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @property
     def conf(self) -> Path:
@@ -118,20 +104,15 @@ class SlurmCluster:
         return {**kept, "SLURM_CONF": str(self.conf), "PATH": f"{environ.get('PATH', os.defpath)}{os.pathsep}{_SBIN}"}
 
     def up(self) -> None:
-        """Start it, and wait until every node is idle.
-
-        Raises:
-            SlurmError: a program is missing, or a node does not come.
-        """
+        """Start it, and wait until every node is idle."""
         missing = [name for name in PROGRAMS if find(name) is None]
         if missing:
             raise SlurmError(f"not installed: {', '.join(missing)}; Debian has them in slurm-wlm")
         self._configure()
         try:
             self._start("slurmctld", "-c", "-D")  # -c: a Slurm that was here before is forgotten
-            for node in self.nodes:
+            for node in NODES:
                 self._start("slurmd", "-D", "-N", node)
-            (self.folder / "pids.json").write_text(json.dumps(self.pids))
             self._wait_for_nodes()
         except BaseException:
             self.down()
@@ -150,48 +131,26 @@ class SlurmCluster:
         """End its jobs, its daemons, and whatever is left of them."""
         # Daemons, steps and tasks: all of them know this slurm.conf, and there is no state worth keeping.
         for number in (signal.SIGTERM, signal.SIGKILL):
-            pids = [*self.pids.values(), *self._processes()]
-            for pid in pids:
+            for pid in self._processes():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
             until = time.monotonic() + END_SECONDS / 2
             while self._processes() and time.monotonic() < until:
-                self._reap()
                 time.sleep(_POLL_SECONDS)
-        self._reap()
-        (self.folder / "pids.json").unlink(missing_ok=True)
-        if self._processes():
-            raise SlurmError(f"processes that do not end: {self._processes()}")
+        for daemon in self.daemons.values():
+            daemon.poll()
+        if left := self._processes():
+            raise SlurmError(f"processes that do not end: {left}")
 
-    def ask(self, *command: str, within_seconds: float = ASK_SECONDS) -> str:
-        """Run one of Slurm's commands and return what it says.
-
-        Raises:
-            SlurmError: it failed, or gave no answer.
-        """
+    def ask(self, *command: str) -> str:
+        """Run one of Slurm's commands and return what it says; it must not fail."""
         try:
-            done = subprocess.run(
-                command,
-                env=self.environment(os.environ),
-                capture_output=True,
-                text=True,
-                stdin=subprocess.DEVNULL,
-                timeout=within_seconds,
-                check=False,
-            )
+            done = finished(command, env=self.environment(os.environ), seconds=ASK_SECONDS)
         except subprocess.TimeoutExpired:
-            raise SlurmError(f"{command[0]} gave no answer within {within_seconds:g} s") from None
+            raise SlurmError(f"{command[0]} gave no answer within {ASK_SECONDS:g} s") from None
         if done.returncode:
             raise SlurmError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip()}")
         return done.stdout
-
-    def left(self) -> list[str]:
-        """Return the command lines of what is left of it: nothing, when it is down."""
-        found = []
-        for pid in self._processes():
-            with contextlib.suppress(OSError):  # it has ended meanwhile
-                found.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-        return found
 
     def logs(self) -> str:
         """Return the last lines that the daemons have written."""
@@ -200,10 +159,10 @@ class SlurmCluster:
 
     def _configure(self) -> None:
         (self.folder / "state").mkdir(parents=True, exist_ok=True)
-        ports = _free_ports(1 + len(self.nodes))
+        ports = _free_ports(1 + len(NODES))
         nodes = [
             _NODE.format(name=name, port=port, cpus=os.cpu_count(), gpus=GPUS_PER_NODE)
-            for name, port in zip(self.nodes, ports[1:], strict=True)
+            for name, port in zip(NODES, ports[1:], strict=True)
         ]
         self.conf.write_text(
             _CONF.format(
@@ -212,13 +171,13 @@ class SlurmCluster:
                 user=pwd.getpwuid(os.getuid()).pw_name,
                 kill_wait=KILL_WAIT_SECONDS,
                 folder=self.folder,
-                more="\n".join(self.more),
                 nodes="\n".join(nodes),
             )
         )
         (self.folder / "gres.conf").write_text("".join(f"Name=gpu File={device}\n" for device in DEVICES))
-        if _version() >= _WITHOUT_CGROUPS:
-            # Since then slurmd looks for control groups, which a container may not have.
+        said = subprocess.run([str(find("slurmd")), "-V"], capture_output=True, text=True, check=True).stdout
+        if tuple(map(int, re.findall(r"\d+", said)[:2])) >= (23, 2):
+            # Since then slurmd looks for control groups, which a container may not have. Source: its RELEASE_NOTES.
             (self.folder / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
         prolog = self.folder / "task_prolog.sh"
         prolog.write_text(_TASK_PROLOG)
@@ -227,7 +186,7 @@ class SlurmCluster:
     def _start(self, program: str, *words: str) -> None:
         name = f"{program}-{words[-1]}" if program == "slurmd" else program
         with (self.folder / f"{name}.out.log").open("wb") as output:
-            daemon = subprocess.Popen(
+            self.daemons[name] = subprocess.Popen(
                 [str(find(program)), "-f", str(self.conf), *words],
                 env=self.environment(os.environ),
                 cwd=self.folder,
@@ -236,8 +195,6 @@ class SlurmCluster:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self.pids[name] = daemon.pid
-        _CHILDREN[daemon.pid] = daemon
 
     def _wait_for_nodes(self) -> None:
         until = time.monotonic() + UP_SECONDS
@@ -246,9 +203,9 @@ class SlurmCluster:
             with contextlib.suppress(SlurmError):  # the controller is not there yet
                 said = self.ask("sinfo", "--noheader", "--Node", "--format=%N %t")
                 states = dict(line.split() for line in said.splitlines())
-                if states == dict.fromkeys(self.nodes, "idle"):
+                if states == dict.fromkeys(NODES, "idle"):
                     return
-            dead = [name for name, pid in self.pids.items() if _CHILDREN[pid].poll() is not None]
+            dead = [name for name, daemon in self.daemons.items() if daemon.poll() is not None]
             if dead:
                 raise SlurmError(f"ended at once: {', '.join(dead)}\n{self.logs()}")
             time.sleep(_POLL_SECONDS)
@@ -264,15 +221,7 @@ class SlurmCluster:
                     told = (entry / "environ").read_bytes().split(b"\0")
                     if b"SLURM_CONF=" + needle in told or needle in (entry / "cmdline").read_bytes().split(b"\0"):
                         found.append(int(entry.name))
-        return [pid for pid in found if pid not in _ancestors()]
-
-    def _reap(self) -> None:
-        for pid in self.pids.values():
-            if pid in _CHILDREN:
-                _CHILDREN[pid].poll()
-
-
-_CHILDREN: dict[int, subprocess.Popen[bytes]] = {}
+        return found
 
 
 def find(program: str) -> str | None:
@@ -281,30 +230,14 @@ def find(program: str) -> str | None:
 
 
 @contextlib.contextmanager
-def cluster(folder: Path, *, nodes: Sequence[str] = NODES, more: Sequence[str] = ()) -> Iterator[SlurmCluster]:
+def cluster(folder: Path) -> Iterator[SlurmCluster]:
     """A Slurm for as long as the block lasts."""
-    slurm = SlurmCluster(folder=folder, nodes=nodes, more=more)
+    slurm = SlurmCluster(folder=folder)
     slurm.up()
     try:
         yield slurm
     finally:
         slurm.down()
-
-
-def _ancestors() -> set[int]:
-    """Return this process and those above it: a shell in which SLURM_CONF is exported is not to be ended."""
-    pid, found = os.getpid(), set()
-    while pid > 1:
-        found.add(pid)
-        stat = Path(f"/proc/{pid}/stat").read_text()
-        pid = int(stat.rpartition(")")[2].split()[1])
-    return found
-
-
-def _version() -> tuple[int, ...]:
-    """Return Slurm's version, such as (22, 5)."""
-    said = subprocess.run([str(find("slurmd")), "-V"], capture_output=True, text=True, timeout=ASK_SECONDS, check=True)
-    return tuple(int(part) for part in re.findall(r"\d+", said.stdout)[:2])
 
 
 def _free_ports(count: int) -> list[int]:
@@ -315,45 +248,18 @@ def _free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Bring a Slurm up or down, or run a command in one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("do", choices=("up", "down", "run"))
-    parser.add_argument("--folder", type=Path, default=_DEFAULT_FOLDER, help="default: %(default)s")
-    parser.epilog = "What follows two dashes is what `run` runs; sinfo without it."
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    at = words.index("--") if "--" in words else len(words)
-    options, command = parser.parse_args(words[:at]), words[at + 1 :]
-    folder = options.folder.absolute()
+def main(arguments: Sequence[str]) -> int:
+    """Run a command in a Slurm."""
+    if arguments[:2] != ["run", "--"]:
+        print(__doc__, file=sys.stderr)
+        return 2
     try:
-        if options.do == "down":
-            return _down(folder)
-        if (folder / "pids.json").exists():
-            raise SlurmError(f"{folder}: a Slurm is up here; end it with: {sys.argv[0]} down --folder {folder}")
-        folder.mkdir(parents=True, exist_ok=True)
-        if options.do == "up":
-            SlurmCluster(folder=folder).up()
-            print(f"export SLURM_CONF={folder / 'slurm.conf'}")
-            return 0
-        with cluster(folder) as slurm:
-            code = subprocess.run(command or ["sinfo"], env=slurm.environment(os.environ), check=False)
-        return code.returncode
+        with tempfile.TemporaryDirectory(prefix="gpucluster-slurm-") as folder, cluster(Path(folder)) as slurm:
+            return subprocess.run(arguments[2:], env=slurm.environment(os.environ), check=False).returncode
     except SlurmError as error:
         print(f"slurm_cluster: {error}", file=sys.stderr)
         return 1
 
 
-def _down(folder: Path) -> int:
-    pids = folder / "pids.json"
-    if not pids.exists():
-        raise SlurmError(f"{folder}: no Slurm was brought up here")
-    slurm = SlurmCluster(folder=folder)
-    # A number may be another process's by now: only those that know this slurm.conf are ended.
-    known = set(slurm._processes())
-    slurm.pids = {name: pid for name, pid in json.loads(pids.read_text()).items() if pid in known}
-    slurm.down()
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import check_deploy
 import deploy_files
 import pytest
-from browser import require_program
 from check_deploy import CLEAN, FAULTY, NOT_LOOKED
-from deploy_files import DOCKERFILE, GITLAB, JENKINS, ROOT, SHELL, WORKFLOW, YAML
+from deploy_files import DOCKERFILE, ROOT, SHELL
+from kubectl import require_kubectl
 from kubernetes_manifests import KUBERNETES
+from programs import PACKAGES, require_program
+from shell import finished
 
 PROGRAM = Path(check_deploy.__file__)
 
@@ -31,82 +33,35 @@ OTHERS = {
 NAMES_WITHOUT_ENDING = {"ssh_config", "sshd_config"}
 
 
-def listed():
-    done = subprocess.run([sys.executable, PROGRAM, "--list"], capture_output=True, text=True, check=True, timeout=60)
-    return {kind: set(names) for kind, names in json.loads(done.stdout).items()}
-
-
-def found(*patterns):
-    """Return what git would, found in another way than by the program."""
-    outside = {".git", "node_modules", "build", "dist", "gpucluster-report"}
-    return {
-        path.relative_to(ROOT).as_posix()
-        for pattern in patterns
-        for path in ROOT.glob(pattern)
-        if path.is_file()
-        and not any(part in outside or part.startswith(".venv") for part in path.relative_to(ROOT).parts)
-    }
-
-
-def test_every_file_of_a_kind_is_looked_at():
-    looked = listed()
-    assert found("**/*.sh", "**/*.sbatch", ".ci/run") <= looked[SHELL]
-    assert found("**/Dockerfile*") == looked[DOCKERFILE]
-    assert found(".github/workflows/*.y*ml", "deploy/github/*.y*ml") == looked[WORKFLOW]
-    assert found("deploy/**/*.yaml", "deploy/**/*.yml", ".github/**/*.y*ml") == looked[YAML]
-    assert found("deploy/gitlab/*.y*ml") == looked[GITLAB]
-    assert found("**/Jenkinsfile*") == looked[JENKINS]
-    assert all(looked.values()), "nothing of a kind would be a check of nothing"
-
-
 def test_every_file_of_deploy_is_of_a_kind_that_somebody_looks_at():
-    looked = set().union(*listed().values())
-    # Caches of Python are no part of the tree.
-    rest = {name for name in found("deploy/**/*") - looked if "__pycache__" not in name}
+    looked = {
+        kind: {path.relative_to(ROOT).as_posix() for path in paths} for kind, paths in deploy_files.by_kind().items()
+    }
+    assert {".ci/run", "deploy/kubernetes/collect.sh", "deploy/slurm/acceptance.sbatch"} <= looked[SHELL]
+    assert looked[DOCKERFILE] == {"deploy/docker/Dockerfile", "deploy/docker/Dockerfile.cpu"}
+    assert all(looked.values()), "nothing of a kind would be a check of nothing"
+    files = [path.relative_to(ROOT) for path in (ROOT / "deploy").rglob("*") if path.is_file()]
     unknown = {
-        name
-        for name in rest
-        if Path(name).suffix not in OTHERS or (not Path(name).suffix and Path(name).name not in NAMES_WITHOUT_ENDING)
+        path.as_posix()
+        for path in files
+        if "__pycache__" not in path.parts  # no part of the tree
+        and path.as_posix() not in set().union(*looked.values())
+        and (path.suffix not in OTHERS or (not path.suffix and path.name not in NAMES_WITHOUT_ENDING))
     }
     assert unknown == set(), "say in deploy_files.py, or here, what looks at these files"
 
 
-def test_a_script_without_an_ending_is_known_by_its_first_line(tmp_path):
-    for name, line in (
-        ("run", "#!/usr/bin/env bash"),
-        ("epilog", "#!/bin/sh -e"),
-        ("program", "#!/usr/bin/env python3"),
-    ):
-        (tmp_path / name).write_text(f"{line}\ntrue\n")
-    (tmp_path / "link").symlink_to("nowhere")
-    assert [path.name for path in deploy_files.by_kind(tmp_path)[SHELL]] == ["epilog", "run"]
-
-
-def test_what_was_installed_or_built_is_not_looked_at(tmp_path):
-    for folder in ("node_modules/a", ".venv/bin", ".venv-3.10/bin", "build", ".pytest_cache"):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "x.sh").write_text("")
-    assert deploy_files.by_kind(tmp_path)[SHELL] == []
-
-
+WORKFLOW_TEXT = (
+    "on: push\njobs:\n  a:\n    runs-on: ubuntu-latest\n    steps:\n      - run: echo ${{ github.head_ref }}\n"
+)
 FAULTS = {
     "shellcheck": (check_deploy.shellcheck, "bad.sh", "#!/bin/bash\nset -e\nrm -rf $1/*\n", "SC2086"),
     "shellcheck of sbatch": (check_deploy.shellcheck, "bad.sbatch", "#!/bin/bash\ncd $1\n", "SC2086"),
     "hadolint": (check_deploy.hadolint, "Dockerfile", "FROM debian\nRUN cd /tmp\n", "DL3006"),
     "hadolint of shell": (check_deploy.hadolint, "Dockerfile", "FROM debian:13\nRUN rm $x/a\n", "SC2086"),
-    "actionlint": (
-        check_deploy.actionlint,
-        "bad.yml",
-        "on: push\njobs:\n  a:\n    runs-on: ubuntu-latest\n    steps:\n      - run: echo ${{ github.head_ref }}\n",
-        "potentially untrusted",
-    ),
-    "yamllint": (check_deploy.yamllint, "bad.yaml", "a: 1\na: 2\n", "duplication of key"),
-    "GitLab's schema": (
-        check_deploy.gitlab,
-        "bad.yml",
-        "job:\n  script: [x]\n  retries: 3\n  when: sometimes\n",
-        "when",
-    ),
+    "actionlint": (check_deploy.actionlint, "bad.yml", WORKFLOW_TEXT, "github.head_ref"),
+    "yamllint": (check_deploy.yamllint, "bad.yaml", "a: 1\na: 2\n", "key-duplicates"),
+    "GitLab's schema": (check_deploy.gitlab, "bad.yml", "job:\n  script: [x]\n  when: sometimes\n", "when"),
 }
 
 
@@ -123,149 +78,120 @@ def test_each_linter_finds_what_it_is_for(tmp_path, name):
     assert str(path) in looked.said or path.name in looked.said
 
 
-EMBEDDED = {
-    "workflow": (
-        check_deploy.embedded_shell.of_workflow,
-        "jobs: {a: {steps: [{uses: x}, {run: 'rm -rf $HOME/${{ matrix.x }}'}]}}",
-        "a, step 2",
-    ),
-    "GitLab": (check_deploy.embedded_shell.of_gitlab, "stages: [a]\na: {script: ['x=1', 'rm $y']}", "a, script"),
-    "Jenkins": (check_deploy.embedded_shell.of_jenkins, "sh '''\n  rm $x\n'''", "sh 1"),
-}
-
-
-@pytest.mark.parametrize("name", EMBEDDED)
-def test_shell_inside_of_other_files_is_looked_at_where_it_stands(tmp_path, name):
-    pieces, text, place = EMBEDDED[name]
+def test_shell_inside_of_other_files_is_looked_at_where_it_stands(tmp_path):
     path = tmp_path / "file"
-    path.write_text(text)
-    looked = check_deploy.embedded([(pieces, [path])])
-    assert (looked.code, looked.files) == (FAULTY, 1), looked.said
-    assert f"{path}: {place}" in looked.said
-    assert "SC2086" in looked.said
+    workflow = "jobs: {a: {steps: [{uses: x}, {run: 'rm -rf $HOME/${{ matrix.x }}'}]}}"
+    for pieces, text, place in (
+        (check_deploy.embedded_shell.of_workflow, workflow, "a, step 2"),
+        (check_deploy.embedded_shell.of_gitlab, "stages: [a]\na: {script: ['x=1', 'rm $y']}", "a, script"),
+        (check_deploy.embedded_shell.of_jenkins, "sh '''\n  rm $x\n'''", "sh 1"),
+    ):
+        path.write_text(text)
+        looked = check_deploy.embedded([(pieces, [path])])
+        assert (looked.code, looked.files) == (FAULTY, 1), looked.said
+        assert f"{path}: {place}" in looked.said
+        assert "SC2086" in looked.said
 
 
-def test_a_kustomization_that_cannot_be_applied_is_found(tmp_path):
-    require_program("kubectl")
-    (tmp_path / "kustomization.yaml").write_text("resources: [job.yaml]\n")
+def test_a_manifest_that_kubernetes_or_an_operator_does_not_take_is_found(tmp_path):
+    require_kubectl()
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a"}, "spec": {"backoffLimits": 0}}
     (tmp_path / "job.yaml").write_text(json.dumps(job))
-    looked = check_deploy.kubernetes([tmp_path])
-    assert (looked.code, looked.files) == (FAULTY, 1)
-    assert "'template' is a required property" in looked.said
-
-
-def test_a_field_that_an_operator_does_not_know_is_found(tmp_path):
-    """The schemas of Kubernetes itself know nothing of these kinds."""
-    require_program("kubectl")
     overlay = os.path.relpath(KUBERNETES / "trainer" / "overlays" / "production", tmp_path)
     patch = json.dumps([{"op": "add", "path": "/spec/trainer/numNode", "value": 4}])
     patches = [{"target": {"kind": "TrainJob"}, "patch": patch}]
-    (tmp_path / "kustomization.yaml").write_text(json.dumps({"resources": [overlay], "patches": patches}))
-    looked = check_deploy.kubeflow([tmp_path])
-    assert (looked.code, looked.files) == (FAULTY, 1), looked.said
-    assert "numNode: not a field of this kind" in looked.said
+    for linter, kustomization, told in (
+        (check_deploy.kubernetes, {"resources": ["job.yaml"]}, "'template'"),
+        (check_deploy.kubeflow, {"resources": [overlay], "patches": patches}, "spec.trainer.numNode: "),
+    ):
+        (tmp_path / "kustomization.yaml").write_text(json.dumps(kustomization))
+        looked = linter([tmp_path])
+        assert (looked.code, looked.files) == (FAULTY, 1), looked.said
+        assert told in looked.said
+        # One that cannot be rendered was not looked at.
+        (tmp_path / "kustomization.yaml").unlink()
+        looked = linter([tmp_path])
+        assert (looked.code, looked.files, str(tmp_path) in looked.said) == (NOT_LOOKED, 0, True), looked.said
 
 
-@pytest.mark.parametrize("linter", [check_deploy.kubernetes, check_deploy.kubeflow])
-def test_a_kustomization_that_cannot_be_rendered_was_not_looked_at(tmp_path, linter):
-    require_program("kubectl")
-    looked = linter([tmp_path])
-    assert (looked.code, looked.files) == (NOT_LOOKED, 0), looked.said
-    assert str(tmp_path) in looked.said
-
-
-@pytest.mark.parametrize(
-    ("linter", "missing"),
-    [
-        (check_deploy.shellcheck, "shellcheck is not installed"),
-        (check_deploy.hadolint, "hadolint is not installed"),
-        (check_deploy.yamllint, "yamllint is not installed"),
-        (check_deploy.gitlab, "check-jsonschema is not installed"),
-        (check_deploy.actionlint, "is not installed"),
-        (check_deploy.kubernetes, "kubectl is not installed"),
-        (check_deploy.kubeflow, "kubectl is not installed"),
-    ],
-)
-def test_a_tool_that_is_missing_is_never_passed_over(tmp_path, monkeypatch, linter, missing):
+def test_a_tool_that_is_missing_and_a_kind_without_files_are_never_passed_over(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(check_deploy.sys, "executable", str(tmp_path / "python"))
-    looked = linter([PROGRAM])
-    assert looked.code == NOT_LOOKED
-    assert missing in looked.said
+    for linter, missing in (
+        (check_deploy.shellcheck, "shellcheck"),
+        (check_deploy.hadolint, "hadolint"),
+        (check_deploy.yamllint, "yamllint"),
+        (check_deploy.gitlab, "check-jsonschema"),
+        (check_deploy.actionlint, "n"),
+        (check_deploy.kubernetes, "kubectl"),
+        (check_deploy.kubeflow, "kubectl"),
+    ):
+        looked = linter([PROGRAM])
+        assert (looked.code, missing in looked.said) == (NOT_LOOKED, True), looked
+    assert check_deploy.shellcheck([]).code == check_deploy.embedded([]).code == NOT_LOOKED
 
 
-def test_no_file_of_a_kind_is_no_clean_kind():
-    assert check_deploy.shellcheck([]).code == NOT_LOOKED
-    assert check_deploy.embedded([]).code == NOT_LOOKED
+def test_an_old_kubectl_counts_as_missing(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr("programs._missed", {})
+    kubectl = tmp_path / "kubectl"
+    for answer, found in (
+        ('{"clientVersion": {"gitVersion": "v1.26.15"}, "kustomizeVersion": "v4.5.7"}', "v1.26.15"),
+        ("error: unknown flag", "unknown"),
+    ):
+        kubectl.write_text(f"#!/bin/sh\necho '{answer}'\n")
+        kubectl.chmod(0o755)
+        looked = check_deploy.kubernetes([tmp_path])
+        assert looked.code == NOT_LOOKED
+        assert all(part in looked.said for part in (str(kubectl), found, "1.27", "https://dl.k8s.io"))
+        with pytest.raises(pytest.skip.Exception):
+            require_kubectl()
+    kubectl.write_text("""#!/bin/sh\necho '{"clientVersion": {"gitVersion": "v1.27.0-dispatcher"}}'\n""")
+    require_kubectl()
 
 
-def test_every_linter_is_asked(monkeypatch):
-    linters = ("shellcheck", "embedded", "hadolint", "actionlint", "yamllint", "gitlab", "kubernetes", "kubeflow")
-    for name in linters:
-        monkeypatch.setattr(
-            check_deploy, name, lambda *_, name=name: check_deploy.Looked(name=name, files=1, code=CLEAN, said="")
-        )
-    assert tuple(looked.name for looked in check_deploy.looked_at()) == linters
+def test_the_worst_linter_decides(monkeypatch, capsys):
+    for codes, code in (([0, 0], 0), ([0, 1], 1), ([1, 2, 0], 2)):
+        said = [check_deploy.Looked(name=f"l{n}", files=n, code=c, said="so it is") for n, c in enumerate(codes)]
+        monkeypatch.setattr(check_deploy, "looked_at", lambda said=said: iter(said))
+        assert check_deploy.main() == code
+        out = capsys.readouterr().out
+        assert "deploy/docker/Dockerfile.cpu" in out
+        assert out.count("so it is") == sum(map(bool, codes))
 
 
-@pytest.mark.parametrize(("codes", "code"), [([0, 0], 0), ([0, 1], 1), ([1, 2, 0], 2)])
-def test_the_worst_linter_decides(monkeypatch, capsys, codes, code):
-    said = [check_deploy.Looked(name=f"l{n}", files=n, code=c, said="so it is") for n, c in enumerate(codes)]
-    monkeypatch.setattr(check_deploy, "looked_at", lambda: iter(said))
-    assert check_deploy.main([]) == code
-    out = capsys.readouterr().out
-    assert "deploy/docker/Dockerfile.cpu" in out
-    assert out.count("so it is") == sum(map(bool, codes))
-
-
-def test_wrong_usage_is_no_clean_tree(capsys):
-    assert check_deploy.main(["--lint"]) == NOT_LOOKED
-
-
+@pytest.mark.extended  # `make check-deploy` is the same, and CI runs it
 def test_all_of_deploy_is_clean():
     """But for the manifests, which tests of their own render."""
     for name in ("npm", "shellcheck"):
         if name == "npm" or check_deploy.tool(name) is None:
             require_program(name)
-    files = deploy_files.by_kind()
-    for looked in (
-        check_deploy.shellcheck(files[SHELL]),
-        check_deploy.embedded(
-            (
-                (check_deploy.embedded_shell.of_workflow, files[WORKFLOW]),
-                (check_deploy.embedded_shell.of_gitlab, files[GITLAB]),
-                (check_deploy.embedded_shell.of_jenkins, files[JENKINS]),
-            )
-        ),
-        check_deploy.hadolint(files[DOCKERFILE]),
-        check_deploy.actionlint(files[WORKFLOW]),
-        check_deploy.yamllint(files[YAML]),
-        check_deploy.gitlab(files[GITLAB]),
-    ):
-        assert looked.code == CLEAN, f"{looked.name}: {looked.said}"
-        assert looked.files > 0
+    looked_at = list(itertools.islice(check_deploy.looked_at(), 6))
+    assert [f"{looked.name}: {looked.said}" for looked in looked_at if looked.code != CLEAN] == []
+    assert all(looked.files for looked in looked_at)
+    assert len({looked.name for looked in looked_at}) == 6
 
 
-@pytest.mark.parametrize("missing", ["", "kubectl"])
-def test_ci_fails_where_a_program_could_not_be_installed(tmp_path, missing):
+@pytest.mark.parametrize("lacking", ["", "promtool", "kubectl", "an old kubectl"])
+def test_ci_fails_where_a_program_could_not_be_installed(tmp_path, lacking):
     """Its tests would be skipped, and the rest pass."""
-    (tmp_path / ".ci").mkdir()
-    run = shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
-    programs = re.search(r"^for program in (.*); do$", run.read_text(), re.MULTILINE)
-    for name in {*programs[1].split(), "make", "apt-get"} - {missing}:
-        (tmp_path / name).write_text("#!/bin/sh\nexit 0\n")
+    text = (ROOT / ".ci" / "run").read_text()
+    needed = re.search(r"^packages=\((.*?)\)$", text, re.MULTILINE | re.DOTALL)
+    packages = dict(word.split(":") for word in needed[1].split())
+    assert packages == PACKAGES, "as tests/programs.py has it"
+    assert re.search(r"^\s*targets=\(.*\bcheck-deploy\b.*\)$", text, re.MULTILINE)
+    for path in (".ci/run", "tests/deploy/kubectl.py"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, tmp_path / path)
+    version = "v1.20.2" if lacking == "an old kubectl" else "v1.32.0"
+    programs = dict.fromkeys({*packages, "make", "apt-get"} - {lacking}, "exit 0")
+    if lacking != "kubectl":
+        programs["kubectl"] = f"""echo '{{"clientVersion": {{"gitVersion": "{version}"}}}}'"""
+    programs["python3"] = f'exec "{sys.executable}" "$@"'
+    for name, line in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
         (tmp_path / name).chmod(0o755)
     (tmp_path / "dirname").symlink_to(shutil.which("dirname"))
-    done = subprocess.run(
-        [shutil.which("bash"), run, "test"], env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == bool(missing), done.stderr
-    assert ("kubectl is not installed" in done.stderr) == bool(missing)
-
-
-def test_ci_runs_it():
-    run = (ROOT / ".ci" / "run").read_text()
-    assert re.search(r"^\s*targets=\(.*\bcheck-deploy\b.*\)$", run, re.MULTILINE)
-    assert 'make "$target" || status=1' in run
-    assert "check-deploy" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    done = finished([shutil.which("bash"), ".ci/run", "test"], cwd=tmp_path, env={"PATH": str(tmp_path)})
+    assert done.returncode == bool(lacking), done.stderr
+    assert (lacking.rpartition(" ")[2] in done.stderr) or not lacking

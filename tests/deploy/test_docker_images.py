@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import importlib.metadata
 import json
 import os
 import re
@@ -10,12 +11,11 @@ import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from browser import require_program
+from programs import require_program
+from shell import finished
 
 from pytest_gpucluster import __version__, cli
 
@@ -66,93 +66,64 @@ def ignored(path: str) -> bool:
     return out
 
 
-@both
-def test_every_file_that_is_copied_is_there_and_in_the_build_context(dockerfile: Path) -> None:
-    sources = [source for source, _ in copied(dockerfile)]
-    assert sources
-    assert [source for source in sources if not (ROOT / source).exists()] == []
-    assert [source for source in sources if ignored(source.rstrip("/"))] == []
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
+def test_what_is_copied_is_in_the_build_context_and_nothing_else() -> None:
+    for dockerfile in (GPU, CPU):
+        sources = [source for source, _ in copied(dockerfile)]
+        assert sources
+        assert [source for source in sources if not (ROOT / source).exists() or ignored(source.rstrip("/"))] == []
+    for path in (
         *(".git/config", ".venv/bin/python", "gpucluster-report/latest", "report.xml", ".env", "id_rsa", "tests/x.py"),
         *("acceptance/__pycache__/x.pyc", "pytest_gpucluster/agreement/__pycache__/x.cpython-311.pyc"),
-    ],
-)
-def test_nothing_else_is_in_the_build_context(path: str) -> None:
-    assert ignored(path)
+    ):
+        assert ignored(path), path
 
 
-@both
-def test_the_copied_files_are_enough_to_run_the_suite(dockerfile: Path, tmp_path: Path) -> None:
+def test_the_copied_files_are_enough_to_run_the_suite(tmp_path: Path) -> None:
     """Without the rest of the checkout, as in the image: the command answers, and every criterion is collected."""
+    inside = [
+        {source for source, target in copied(dockerfile) if not target.startswith("/opt/constraints")}
+        for dockerfile in (GPU, CPU)
+    ]
+    assert inside[0] == inside[1]
     place = tmp_path / "opt pytest-gpucluster"
     place.mkdir()
-    for source, target in copied(dockerfile):
+    for source, target in copied(CPU):
         if not target.startswith("/"):
-            leave_out = shutil.ignore_patterns("__pycache__")
             if (ROOT / source).is_dir():
-                shutil.copytree(ROOT / source, place / target, ignore=leave_out)
+                shutil.copytree(ROOT / source, place / target, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy(ROOT / source, place / target)
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("GPUCLUSTER_", "PYTEST_"))}
     environ |= {"PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
-
-    def run(*words: str) -> str:
-        done = subprocess.run(
-            [sys.executable, *words], cwd=place, env=environ, capture_output=True, text=True, timeout=120, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    where = run("-c", "import pytest_gpucluster; print(pytest_gpucluster.__file__)")
-    assert Path(where.strip()).is_relative_to(place)
-    assert __version__ in run("-m", "pytest_gpucluster", "--version")
-    if dockerfile == CPU:  # as seconds-long for one as for the other, and the files are the same
-        listed = run("-m", "pytest", "acceptance/", "--collect-only", "-q", "-p", "no:cacheprovider")
-        files = {line.partition("::")[0] for line in listed.splitlines() if "::" in line}
-        assert files == {f"acceptance/{path.name}" for path in (ROOT / "acceptance").glob("test_*.py")}
-
-
-def test_both_images_have_the_same_suite() -> None:
-    def inside(dockerfile: Path) -> set[str]:
-        return {source for source, target in copied(dockerfile) if not target.startswith("/opt/constraints")}
-
-    assert inside(GPU) == inside(CPU)
-    assert set(told(GPU, "WORKDIR")) >= {"/opt/pytest-gpucluster"} == set(told(CPU, "WORKDIR"))
+    code = "import pytest, sys, pytest_gpucluster as ours; print(ours.__file__); sys.exit(pytest.main(sys.argv[1:]))"
+    done = finished(
+        [sys.executable, "-c", code, "acceptance/", "--collect-only", "-q", "-p", "no:cacheprovider"],
+        cwd=place,
+        env=environ,
+        seconds=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    where, *listed = done.stdout.splitlines()
+    assert Path(where).is_relative_to(place)
+    files = {line.partition("::")[0] for line in listed if "::" in line}
+    assert files == {f"acceptance/{path.name}" for path in (ROOT / "acceptance").glob("test_*.py")}
 
 
 @both
-def test_the_version_is_that_of_the_suite(dockerfile: Path) -> None:
-    assert arguments(dockerfile)["VERSION"] == __version__
+def test_the_version_is_that_of_the_suite_the_base_is_pinned_and_the_user_is_not_root(dockerfile: Path) -> None:
+    text, given = dockerfile.read_text(), arguments(dockerfile)
+    assert given["VERSION"] == __version__
     built = f"registry.example/gpucluster-acceptance:{__version__}{'-cpu' if dockerfile == CPU else ''}"
-    assert f"docker build -f {dockerfile.relative_to(ROOT)} -t {built} ." in dockerfile.read_text()
-
-
-@both
-def test_the_base_is_pinned_by_tag_and_can_be_by_digest(dockerfile: Path) -> None:
-    given = arguments(dockerfile)
-    tag = given["BASE_IMAGE"].rpartition(":")[2]
-    assert re.match(r"\d+\.\d+", tag), given["BASE_IMAGE"]
-    assert given["BASE_DIGEST"] == '""'
+    assert f"docker build -f {dockerfile.relative_to(ROOT)} -t {built} ." in text
+    (extras,) = re.findall(r"-e '\.\[(.*?)\]'", text)
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    assert [extra for extra in extras.split(",") if f"\n{extra} = [" not in pyproject] == []
+    assert re.match(r"\d+\.\d+", given["BASE_IMAGE"].rpartition(":")[2]), given["BASE_IMAGE"]
     assert {rest.partition(" AS ")[0] for rest in told(dockerfile, "FROM")} == {"${BASE_IMAGE}${BASE_DIGEST}"}
-
-
-@both
-def test_it_runs_without_root_as_one_user(dockerfile: Path) -> None:
     assert told(dockerfile, "USER") == ["10001"]
     assert any("useradd --uid 10001 " in rest and rest.endswith(" gpucluster") for rest in told(dockerfile, "RUN"))
-    assert told(dockerfile, "HEALTHCHECK") == ["NONE"]
-
-
-@both
-def test_its_own_python_is_the_first_one(dockerfile: Path) -> None:
-    assert any(rest.startswith("PATH=/opt/venv/bin:${PATH}") for rest in told(dockerfile, "ENV"))
-    place = [
-        word for word, rest in instructions(dockerfile) if "python -m pip install" in rest or "/opt/venv/bin:" in rest
-    ]
+    # Its own Python is the first one before anything is installed.
+    place = [word for word, rest in instructions(dockerfile) if "python -m pip install" in rest or "/venv/bin:" in rest]
     assert place[0] == "ENV"
 
 
@@ -177,13 +148,6 @@ def test_pip_must_take_the_pinned_versions() -> None:
     assert "PIP_CONSTRAINT=/opt/constraints/image-constraints.txt" in " ".join(told(GPU, "ENV"))
 
 
-def test_extras_that_are_installed_exist() -> None:
-    pyproject = (ROOT / "pyproject.toml").read_text()
-    for dockerfile in (GPU, CPU):
-        (extras,) = re.findall(r"-e '\.\[(.*?)\]'", dockerfile.read_text())
-        assert [extra for extra in extras.split(",") if f"\n{extra} = [" not in pyproject] == []
-
-
 def test_nccl_tests_lie_where_they_are_looked_for() -> None:
     assert "--from=nccl-tests /opt/nccl-tests/build/ /opt/nccl-tests/build/" in told(GPU, "COPY")
     (build,) = [rest for rest in told(GPU, "RUN") if "nccl-tests.git" in rest]
@@ -198,80 +162,41 @@ def settings(name: str) -> dict[str, str]:
     return dict(line.partition(" ")[::2] for line in lines if line and not line.startswith("#"))
 
 
-def test_ssh_and_sshd_are_of_one_mind() -> None:
+def test_ssh_and_sshd_take_their_settings_and_are_of_one_mind(tmp_path: Path) -> None:
     server, client = settings("sshd_config"), settings("ssh_config")
     assert server["Port"] == client["Port"]
     assert int(server["Port"]) > 1023, "without root"
     assert server["HostKey"].startswith("/home/gpucluster/.ssh/")
     assert {server[name] for name in ("PasswordAuthentication", "KbdInteractiveAuthentication", "UsePAM")} == {"no"}
-
-
-def test_sshd_takes_its_settings(tmp_path: Path) -> None:
-    sshd, keygen = require_program("sshd"), require_program("ssh-keygen")
+    sshd, keygen, ssh = (require_program(name) for name in ("sshd", "ssh-keygen", "ssh"))
     subprocess.run([keygen, "-q", "-t", "ecdsa", "-N", "", "-f", tmp_path / "id_rsa"], check=True)
-    text = (DOCKER / "sshd_config").read_text().replace("/home/gpucluster/.ssh", str(tmp_path))
-
-    def complaint(content: str) -> str:
-        path = tmp_path / "config"
-        path.write_text(content)
-        told = subprocess.run([sshd, "-t", "-f", path], capture_output=True, text=True, check=False).stderr
-        # Only an sshd that is started by root wants this folder, which Debian makes when its service starts.
-        return "\n".join(line for line in told.splitlines() if "/run/sshd" not in line)
-
-    assert complaint(text) == ""
-    assert "PasswordAutentication" in complaint(text + "PasswordAutentication no\n")
-    ssh = require_program("ssh")
-    shown = subprocess.run(
-        [ssh, "-G", "-F", DOCKER / "ssh_config", "worker-0"], capture_output=True, text=True, check=True
-    ).stdout
-    assert f"port {settings('sshd_config')['Port']}\n" in shown
+    path = tmp_path / "config"
+    path.write_text((DOCKER / "sshd_config").read_text().replace("/home/gpucluster/.ssh", str(tmp_path)))
+    complaints = finished([sshd, "-t", "-f", path]).stderr.splitlines()
+    # Only an sshd that is started by root wants this folder, which Debian makes when its service starts.
+    assert [line for line in complaints if "/run/sshd" not in line] == []
+    shown = finished([ssh, "-G", "-F", DOCKER / "ssh_config", "worker-0"])
+    assert f"port {server['Port']}\n" in shown.stdout, shown.stderr
 
 
-@pytest.fixture
-def image_constraints() -> Callable[..., list[str]]:
-    return runpy.run_path(str(SCRIPT))["image_constraints"]  # type: ignore[no-any-return]
+def test_constraints_of_an_image() -> None:
+    image_constraints = runpy.run_path(str(SCRIPT))["image_constraints"]
+    marked = ['numpy==2.4.6; python_version >= "3.11"', 'numpy==2.2.6; python_version < "3.11"']
+    for lines, kept, expected in (
+        (["torch==2.13.0"], {"torch": "2.13.0a0+9.nv26.07"}, ["torch==2.13.0a0+9.nv26.07"]),
+        (["pytest==9.2.0"], {"torch": "2"}, ["pytest==9.2.0", "torch==2"]),
+        (["# torch==1", "", " rich==15.0.0  # why"], {}, ["rich==15.0.0"]),
+        (marked, {"NumPy": "1.26.4"}, ["numpy==1.26.4"]),
+        (["typing_extensions==4"], {"Typing.Extensions": "5"}, ["typing-extensions==5"]),
+        (["torchvision==1"], {"torch": "2"}, ["torch==2", "torchvision==1"]),
+    ):
+        assert image_constraints(lines, kept) == expected
 
 
-@pytest.mark.parametrize(
-    ("lines", "kept", "expected"),
-    [
-        pytest.param(["torch==2.13.0"], {"torch": "2.13.0a0+9.nv26.07"}, ["torch==2.13.0a0+9.nv26.07"], id="replaced"),
-        pytest.param(["pytest==9.2.0"], {"torch": "2"}, ["pytest==9.2.0", "torch==2"], id="others stay, kept is added"),
-        pytest.param(["# torch==1", "", " rich==15.0.0  # why"], {}, ["rich==15.0.0"], id="comments are left out"),
-        pytest.param(
-            ['numpy==2.4.6; python_version >= "3.11"', 'numpy==2.2.6; python_version < "3.11"'],
-            {"NumPy": "1.26.4"},
-            ["numpy==1.26.4"],
-            id="every line of a kept one goes",
-        ),
-        pytest.param(["typing_extensions==4"], {"Typing.Extensions": "5"}, ["typing-extensions==5"], id="spellings"),
-        pytest.param(["torchvision==1"], {"torch": "2"}, ["torch==2", "torchvision==1"], id="whole names only"),
-    ],
-)
-def test_constraints_of_an_image(
-    image_constraints: Callable[..., list[str]], lines: list[str], kept: dict[str, str], expected: list[str]
-) -> None:
-    assert image_constraints(lines, kept) == expected
-
-
-def constraints_script(*words: str) -> Any:
-    return subprocess.run(
-        [sys.executable, SCRIPT, ROOT / "constraints.txt", *words], capture_output=True, text=True, check=False
-    )
-
-
-def test_constraints_are_of_the_torch_that_is_installed() -> None:
-    import importlib.metadata
-
-    done = constraints_script("--keep", "torch", "numpy")
-    lines = done.stdout.splitlines()
-    assert f"torch=={importlib.metadata.version('torch')}" in lines
-    assert len([line for line in lines if line.startswith("torch==")]) == 1
+def test_constraints_are_of_the_torch_that_is_installed_and_an_image_without_it_is_refused() -> None:
+    script = [sys.executable, SCRIPT, ROOT / "constraints.txt", "--keep", "torch"]
+    lines = finished([*script, "numpy"]).stdout.splitlines()
+    assert [line for line in lines if line.startswith("torch==")] == [f"torch=={importlib.metadata.version('torch')}"]
     assert any(line.startswith("pytest==") for line in lines)
-
-
-def test_an_image_without_torch_is_refused() -> None:
-    done = constraints_script("--keep", "torch", "no-such-package")
-    assert done.returncode == 1
-    assert "no-such-package is not installed" in done.stderr
-    assert done.stdout == ""
+    done = finished([*script, "no-such-package"])
+    assert (done.returncode, "no-such-package" in done.stderr, done.stdout) == (1, True, "")

@@ -13,15 +13,18 @@ import time
 import uuid
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import kubernetes_manifests as manifests
 import local_pods
 import pytest
-import sessions
 import torchrun
-from browser import require_program
+from kubectl import require_kubectl
+from local_pods import Pod, over
+from programs import require_program
+from shell import finished
 
 MPI = manifests.KUBERNETES / "mpijob" / "scripts"
 SUITE = {
@@ -42,180 +45,72 @@ ELSEWHERE = "192.0.2.77"
 """A host that is not this one, and whose name needs no DNS (RFC 5737). Nothing is ever sent there."""
 
 
-class Pod:
-    """A container of a rendered manifest, on this host."""
-
-    def __init__(
-        self,
-        documents: list[dict[str, Any]],
-        container: Mapping[str, Any],
-        directory: Path,
-        *,
-        name: str,
-        labels: Mapping[str, str],
-        operator: Mapping[str, str],
-    ) -> None:
-        """Take note of it.
-
-        Args:
-            documents: what kustomize has rendered.
-            container: the suite's.
-            directory: for everything.
-            name: of the pod.
-            labels: of the pod, by its controllers.
-            operator: the variables that the operator sets; they stand behind the manifest's own.
-        """
-        self.container, self.directory, self.name = container, directory, name
-        fields = {"metadata.name": name, "metadata.uid": f"uid-of-{name}", "spec.nodeName": f"node-of-{name}"}
-        fields |= {f"metadata.labels['{key}']": value for key, value in labels.items()}
-        environ: dict[str, str] = {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}
-        environ |= local_pods.from_maps(documents, container)
-        for variable in container["env"]:
-            value = variable.get("value") or fields[variable["valueFrom"]["fieldRef"]["fieldPath"]]
-            environ[variable["name"]] = local_pods.expanded(value, environ)
-        self.declared = {**environ, **operator}
-
-    def here(self, text: str) -> str:
-        places = {
-            "/opt/gpucluster-scripts": "scripts",
-            "/opt/gpucluster-mpi": "mpi scripts",
-            "/opt/pytest-gpucluster": "suite",
-            "/reports": "reports",
-        }
-        for there, place in places.items():
-            text = text.replace(there, str(self.directory / place))
-        return text
-
-    @property
-    def words(self) -> list[str]:
-        words = [*self.container["command"], *self.container.get("args", ())]
-        return [self.here(local_pods.expanded(word, self.declared)) for word in words]
-
-    def environ(self, more: Mapping[str, str]) -> dict[str, str]:
-        own = {
-            "PATH": f"{self.directory / 'bin'}:/usr/bin:/bin",
-            "TMPDIR": str(self.directory / "tmp"),
-            "TERMINATION_LOG": str(self.directory / f"said-{self.name}"),
-            "STAMPS": str(self.directory / "stamps"),
-        }
-        declared = {key: self.here(value) for key, value in self.declared.items()}
-        declared["HOME"] = str(self.directory / "tmp")
-        return {**sessions.environment(), **declared, **own, **more}
-
-    def start(self, more: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        with (self.directory / f"output-{self.name}.txt").open("wb") as output:
-            return subprocess.Popen(
-                self.words,
-                cwd=self.directory / "suite",
-                env=self.environ(more),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-
-def prepare(directory: Path, documents: list[dict[str, Any]]) -> None:
-    torchrun.write_suite(directory, SUITE)
-    (directory / "suite" / "acceptance").mkdir()
-    for name in ("test_it.py", "stamps.py"):
-        (directory / "suite" / name).rename(directory / "suite" / "acceptance" / name)
-    for name in ("reports", "tmp", "stamps", "mpi scripts"):
-        (directory / name).mkdir(exist_ok=True)
-    local_pods.write_scripts(documents, directory / "scripts")
-    local_pods.programs(directory / "bin")
+def prepare(directory: Path, kind: str) -> list[dict[str, Any]]:
+    """Render a kind's rehearsal, and prepare its pods."""
+    documents = manifests.render(manifests.KUBERNETES / kind / "overlays" / "cpu-rehearsal")
+    local_pods.prepare(directory, documents, SUITE)
+    (directory / "mpi scripts").mkdir()
     for path in MPI.glob("*.sh"):
         (directory / "mpi scripts" / path.name).write_text(path.read_text())
+    return documents
 
 
-def over(directory: Path, agents: list[subprocess.Popen[bytes]], token: str) -> torchrun.Run:
-    run = torchrun.Run(
-        directory=directory, agents=agents, token=token, started=time.monotonic(), deadline=torchrun.DEADLINE_SECONDS
-    )
-    return run.wait()
+def pod_of(
+    documents: list[dict[str, Any]],
+    template: Mapping[str, Any],
+    directory: Path,
+    index: int,
+    labels: Mapping[str, str],
+    operator: Mapping[str, str],
+) -> Pod:
+    """Return the pod of a template, with the labels that its controllers give it and the variables of its operator."""
+    name = f"pod-{index}"
+    fields = {"metadata.name": name, "metadata.uid": f"uid-of-{name}", "spec.nodeName": f"node-of-{name}"}
+    fields |= {f"metadata.labels['{key}']": value for key, value in labels.items()}
+    container = template["spec"]["containers"][0]
+    variables = local_pods.declared(documents, container, fields, operator)
+    return Pod(name=name, container=container, variables=variables, directory=directory)
 
 
-def more(token: str, pods: list[Pod], fault: str, ranks: int) -> dict[str, str]:
+def more(token: str, fault: str, ranks: int) -> dict[str, str]:
     return {
         "RANKS": str(ranks),
         "PET_NPROC_PER_NODE": str(ranks),
         "GPUCLUSTER_EXPECT": f"2x{ranks}",
-        "NODES": " ".join(pod.name for pod in pods),
+        "NODES": "pod-0 pod-1",
         "FAULT": fault,
         "PYTEST_ADDOPTS": "-p no:hypothesispytest",
         "GPUCLUSTER_TEST_TOKEN": token,
     }
 
 
-def run_trainjob(directory: Path, fault: str, ranks: int) -> torchrun.Run:
-    documents = manifests.render(manifests.KUBERNETES / "trainer" / "overlays" / "cpu-rehearsal")
-    prepare(directory, documents)
-    trainer = local_pods.find(documents, "TrainJob")["spec"]["trainer"]
-    runtime = local_pods.find(documents, "ClusterTrainingRuntime")
-    [(_, template)] = manifests.pod_templates(runtime)
-    port, name = str(torchrun.free_port()), "acceptance-rehearsal"
-
-    def operator(index: int) -> dict[str, str]:
-        """What Trainer's torch plugin sets. Source: kubeflow/trainer, pkg/runtime/framework/plugins/torch/torch.go."""
-        return {
-            "PET_NNODES": str(trainer["numNodes"]),
-            "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
-            "PET_NODE_RANK": str(index),
-            "PET_MASTER_ADDR": "localhost",  # in a cluster acceptance-rehearsal-node-0-0.acceptance-rehearsal
-            "PET_MASTER_PORT": port,
-            "JOB_COMPLETION_INDEX": str(index),
-        }
-
-    labels = {"jobset.sigs.k8s.io/jobset-name": name, "batch.kubernetes.io/controller-uid": UID}
+def run_torchrun(kind: str, directory: Path, fault: str, ranks: int) -> torchrun.Run:
+    """Run the pods of a TrainJob or of a PyTorchJob, which start torchrun."""
+    documents = prepare(directory, kind)
+    port, token = str(torchrun.free_port()), uuid.uuid4().hex
+    # In a cluster the address is acceptance-rehearsal-node-0-0.acceptance-rehearsal, or acceptance-rehearsal-master-0.
+    operator = {"PET_NNODES": "2", "PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": port}
+    if kind == "trainer":
+        # Source: kubeflow/trainer, pkg/runtime/framework/plugins/torch/torch.go.
+        trainer = local_pods.find(documents, "TrainJob")["spec"]["trainer"]
+        assert trainer["numNodes"] == 2
+        [(_, template)] = manifests.pod_templates(local_pods.find(documents, "ClusterTrainingRuntime"))
+        templates, numbers = [template, template], ("PET_NODE_RANK", "JOB_COMPLETION_INDEX")
+        operator["PET_NPROC_PER_NODE"] = str(trainer["numProcPerNode"])
+        labels = {"jobset.sigs.k8s.io/jobset-name": "acceptance-rehearsal", "batch.kubernetes.io/controller-uid": UID}
+    else:
+        # Source: kubeflow/training-operator v1.9, pkg/controller.v1/pytorch/envvar.go.
+        spec = local_pods.find(documents, "PyTorchJob")["spec"]
+        templates = [spec["pytorchReplicaSpecs"][role]["template"] for role in ("Master", "Worker")]
+        numbers = ("PET_NODE_RANK", "RANK")
+        operator |= {"PYTHONUNBUFFERED": "1", "MASTER_PORT": port, "MASTER_ADDR": "localhost"}
+        operator |= {"PET_NPROC_PER_NODE": spec["nprocPerNode"], "WORLD_SIZE": str(2 * int(spec["nprocPerNode"]))}
+        labels = {"training.kubeflow.org/job-name": "acceptance-rehearsal"}
     pods = [
-        Pod(
-            documents,
-            template["spec"]["containers"][0],
-            directory,
-            name=f"pod-{index}",
-            labels=labels,
-            operator=operator(index),
-        )
-        for index in range(trainer["numNodes"])
+        pod_of(documents, template, directory, index, labels, {**operator, **dict.fromkeys(numbers, str(index))})
+        for index, template in enumerate(templates)
     ]
-    token = uuid.uuid4().hex
-    return over(directory, [pod.start(more(token, pods, fault, ranks)) for pod in pods], token)
-
-
-def run_pytorchjob(directory: Path, fault: str, ranks: int) -> torchrun.Run:
-    documents = manifests.render(manifests.KUBERNETES / "pytorchjob" / "overlays" / "cpu-rehearsal")
-    prepare(directory, documents)
-    spec = local_pods.find(documents, "PyTorchJob")["spec"]
-    port = str(torchrun.free_port())
-
-    def operator(index: int) -> dict[str, str]:
-        """What the operator sets. Source: kubeflow/training-operator v1.9, pkg/controller.v1/pytorch/envvar.go."""
-        return {
-            "PYTHONUNBUFFERED": "1",
-            "MASTER_PORT": port,
-            "PET_MASTER_PORT": port,
-            "MASTER_ADDR": "localhost",  # in a cluster acceptance-rehearsal-master-0
-            "PET_MASTER_ADDR": "localhost",
-            "WORLD_SIZE": str(2 * int(spec["nprocPerNode"])),
-            "RANK": str(index),
-            "PET_NPROC_PER_NODE": spec["nprocPerNode"],
-            "PET_NODE_RANK": str(index),
-            "PET_NNODES": "2",
-        }
-
-    pods = [
-        Pod(
-            documents,
-            spec["pytorchReplicaSpecs"][role]["template"]["spec"]["containers"][0],
-            directory,
-            name=f"pod-{index}",
-            labels={"training.kubeflow.org/job-name": "acceptance-rehearsal"},
-            operator=operator(index),
-        )
-        for index, role in enumerate(("Master", "Worker"))
-    ]
-    token = uuid.uuid4().hex
-    return over(directory, [pod.start(more(token, pods, fault, ranks)) for pod in pods], token)
+    return over(directory, [pod.start(more(token, fault, ranks)) for pod in pods], token)
 
 
 SSH = """\
@@ -230,8 +125,7 @@ exec env -i {environ} bash -c "$*"
 
 def run_mpijob(directory: Path, fault: str, ranks: int, *, suite: str | None = None, **environ: str) -> torchrun.Run:
     """Run the MPIJob, with ``suite`` instead of suite.sh where one is given."""
-    documents = manifests.render(manifests.KUBERNETES / "mpijob" / "overlays" / "cpu-rehearsal")
-    prepare(directory, documents)
+    documents = prepare(directory, "mpijob")
     if suite is not None:
         (directory / "scripts" / "suite.sh").write_text(suite)
     roles = local_pods.find(documents, "MPIJob")["spec"]["mpiReplicaSpecs"]
@@ -244,20 +138,14 @@ def run_mpijob(directory: Path, fault: str, ranks: int, *, suite: str | None = N
         "OMPI_MCA_orte_default_hostfile": str(hostfile),
         "OMPI_MCA_plm_rsh_args": "-o ConnectionAttempts=10",
     }
+    labels = {"batch.kubernetes.io/controller-uid": UID}
     launcher, worker = (
-        Pod(
-            documents,
-            roles[role]["template"]["spec"]["containers"][0],
-            directory,
-            name=name,
-            labels={"batch.kubernetes.io/controller-uid": UID},
-            operator=operator if role == "Launcher" else {"K_MPI_JOB_ROLE": "worker"},
-        )
-        for role, name in (("Launcher", "pod-0"), ("Worker", "pod-1"))
+        pod_of(documents, roles[role]["template"], directory, index, labels, variables)
+        for index, (role, variables) in enumerate((("Launcher", operator), ("Worker", {"K_MPI_JOB_ROLE": "worker"})))
     )
     token, port = uuid.uuid4().hex, str(torchrun.free_port())
     both = {
-        **more(token, [launcher, worker], fault, ranks),
+        **more(token, fault, ranks),
         "MASTER_PORT": port,
         "MPI_SCRIPTS": str(directory / "mpi scripts"),
         "SUITE_SCRIPTS": str(directory / "scripts"),
@@ -295,8 +183,8 @@ def run_mpijob(directory: Path, fault: str, ranks: int, *, suite: str | None = N
 
 CASES = {
     # Two ranks a pod, as the manifest says; the others have one, which is quicker.
-    "trainjob": (run_trainjob, "fail", 2),
-    "pytorchjob": (run_pytorchjob, "", 1),
+    "trainjob": (partial(run_torchrun, "trainer"), "fail", 2),
+    "pytorchjob": (partial(run_torchrun, "pytorchjob"), "", 1),
     # One that passes is below, without the suite: what is its own is how the exit code comes through mpirun.
     "mpijob": (run_mpijob, "fail", 1),
 }
@@ -304,7 +192,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torchrun.Run]:
-    require_program("kubectl")
+    require_kubectl()
     require_program("mpirun")
     with ThreadPoolExecutor(max_workers=2) as pool:
         started = {
@@ -325,27 +213,23 @@ def report(run: torchrun.Run) -> str:
     return text
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("case", CASES)
-def test_two_pods_are_one_run_with_one_exit_code(runs: dict[str, torchrun.Run], case: str) -> None:
+def test_two_pods_are_one_run_with_one_exit_code_and_leave_only_its_reports(
+    runs: dict[str, torchrun.Run], case: str
+) -> None:
     run, code = runs[case], 1 if CASES[case][1] else 0
     assert set(run.exits) == {code}, run.output
     verdict = "REJECTED" if code else "REHEARSED"
     assert said(run).startswith(f"gpucluster: REHEARSAL, {verdict}, exit code {code}"), said(run)
     assert f'tests="1" failures="{code}"' in report(run)
-    assert f"exit code {code}; the verdict is told by pod 0" in said(run, 1)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_run_of_pods_leaves_nothing_behind_but_its_reports(runs: dict[str, torchrun.Run], case: str) -> None:
-    run = runs[case]
+    assert f"exit code {code}; " in said(run, 1)
     assert not run.left_over
     folders = {"trainjob": f"acceptance-rehearsal-{UID}", "pytorchjob": "acceptance-rehearsal-uid-of-pod-0"}
     folder = run.directory / "reports" / folders.get(case, f"acceptance-{UID}")
     assert {path.name for path in (folder / "latest").iterdir()} >= {"journal.jsonl", "report.html", "results.json"}
-
-
-def test_mpirun_has_started_the_other_node_by_ssh(runs: dict[str, torchrun.Run]) -> None:
-    assert (runs["mpijob"].directory / "ssh.log").read_text().split() == [ELSEWHERE]
+    if case == "mpijob":
+        assert (run.directory / "ssh.log").read_text().split() == [ELSEWHERE]
 
 
 @pytest.mark.parametrize(
@@ -356,8 +240,9 @@ def test_mpirun_has_started_the_other_node_by_ssh(runs: dict[str, torchrun.Run])
         pytest.param((0, 10), 11, id="the first node knows nothing of the other's end"),
     ],
 )
+@pytest.mark.extended
 def test_exit_codes_come_through_a_real_mpirun(tmp_path: Path, codes: tuple[int, int], expected: int) -> None:
-    require_program("kubectl")
+    require_kubectl()
     require_program("mpirun")
     suite = f'codes=({codes[0]} {codes[1]})\nexit "${{codes[PET_NODE_RANK]}}"\n'
     run = run_mpijob(tmp_path, "", 1, suite=suite, LET_FIRST_END_SECONDS="2")
@@ -419,36 +304,28 @@ def launcher(tmp_path: Path) -> Launcher:
 LEAVE = 'echo {code} > "$EXIT_CODE_FILE"; exit {status}'
 
 
-@pytest.mark.parametrize(
-    ("code", "status", "expected"),
-    [
+def test_the_exit_code_is_that_of_node_0(launcher: Launcher) -> None:
+    for code, status, expected in (
         (0, 0, 0),
         (1, 1, 1),
         (10, 10, 10),
-        pytest.param(1, 0, 1, id="mpirun thinks nothing of it"),
-        pytest.param(10, 143, 10, id="mpirun was ended after the verdict"),
-        pytest.param(0, 11, 11, id="another node failed after the verdict"),
-        pytest.param("", 0, 11, id="an empty file"),
-        pytest.param("none", 0, 11, id="no number"),
-    ],
-)
-def test_the_exit_code_is_that_of_node_0(launcher: Launcher, code: object, status: int, expected: int) -> None:
-    found, output = launcher.run(LEAVE.format(code=code, status=status))
-    assert found == expected, output
+        (1, 0, 1),  # mpirun thinks nothing of it
+        (10, 143, 10),  # mpirun was ended after the verdict
+        (0, 11, 11),  # another node failed after the verdict
+        ("", 0, 11),
+        ("none", 0, 11),
+    ):
+        found, output = launcher.run(LEAVE.format(code=code, status=status))
+        assert found == expected, (code, status, output)
 
 
-@pytest.mark.parametrize("status", [0, 1, 137])
-def test_without_word_of_node_0_it_is_broken(launcher: Launcher, status: int) -> None:
-    found, output = launcher.run(f"exit {status}")
-    assert found == 11
-    assert f"mpirun ended with {status}, and node 0 left no exit code" in output
-    assert launcher.said.read_text().startswith("gpucluster: BROKEN, exit code 11")
-
-
-def test_an_earlier_run_says_nothing(launcher: Launcher) -> None:
-    (launcher.directory / "exit code").write_text("0\n")
-    found, _ = launcher.run("exit 0")
-    assert found == 11
+def test_without_word_of_node_0_it_is_broken_whatever_an_earlier_run_has_left(launcher: Launcher) -> None:
+    for status in (0, 1, 137):
+        (launcher.directory / "exit code").write_text("0\n")
+        found, output = launcher.run(f"exit {status}")
+        assert found == 11
+        assert f"mpirun ended with {status}, " in output
+        assert launcher.said.read_text().startswith("gpucluster: BROKEN, exit code 11")
 
 
 def test_mpirun_is_told_to_start_one_unbound_process_a_node(launcher: Launcher) -> None:
@@ -464,31 +341,22 @@ def test_mpirun_is_told_to_start_one_unbound_process_a_node(launcher: Launcher) 
     assert "master 127.0.0.1, reports /reports/a run" in output
 
 
-@pytest.mark.parametrize(
-    ("hosts", "environ", "told"),
-    [
-        pytest.param(None, {}, "is not there", id="no hostfile"),
-        pytest.param("# none\n\n", {}, "names no host", id="no host"),
-        pytest.param("no-such-host.invalid slots=1\n", {}, "no address of no-such-host.invalid", id="no address"),
-        pytest.param("127.0.0.1\n", {"GPUCLUSTER_REPORT_DIR": ""}, "GPUCLUSTER_REPORT_DIR is not set", id="no reports"),
-    ],
-)
-def test_what_is_missing_is_named_before_mpirun_starts(
-    launcher: Launcher, hosts: str | None, environ: dict[str, str], told: str
-) -> None:
-    launcher.hostfile.unlink()
-    if hosts is not None:
-        launcher.hostfile.write_text(hosts)
-    code, output = launcher.run("exit 0", **environ)
-    assert code == 11
-    assert told in output
-    assert not (launcher.directory / "asked").exists()
-
-
-def test_an_image_without_mpirun_is_named(launcher: Launcher) -> None:
+def test_what_is_missing_is_named_before_mpirun_starts(launcher: Launcher) -> None:
+    for hosts, environ, told in (
+        (None, {}, "hostfile"),
+        ("# none\n\n", {}, "hostfile"),
+        ("no-such-host.invalid slots=1\n", {}, "no-such-host.invalid"),
+        ("127.0.0.1\n", {"GPUCLUSTER_REPORT_DIR": ""}, "GPUCLUSTER_REPORT_DIR"),
+    ):
+        launcher.hostfile.unlink(missing_ok=True)
+        if hosts is not None:
+            launcher.hostfile.write_text(hosts)
+        code, output = launcher.run("exit 0", **environ)
+        assert (code, told in output) == (11, True), output
+        assert not (launcher.directory / "asked").exists()
+    (launcher.bin / "mpirun").unlink()
     code, output = launcher.run(None)
-    assert code == 11
-    assert "there is no mpirun in this image" in output
+    assert (code, "no mpirun" in output) == (11, True), output
 
 
 @pytest.mark.parametrize("begun", [True, False], ids=["node 0 has begun", "mpirun has only begun"])
@@ -551,34 +419,28 @@ def node(directory: Path, kept: Path, rank: int, code: int = 0, **environ: str) 
         "LET_FIRST_END_SECONDS": "0",
         **environ,
     }
-    return subprocess.run(
+    return finished(
         ["bash", str(MPI / "node.sh"), "acceptance/", "-k", "a b"],
         env={name: value for name, value in settings.items() if value},
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
     )
 
 
-def test_a_pods_environment_reaches_the_suite_on_its_node(tmp_path: Path) -> None:
-    kept = worker(
-        tmp_path,
-        GPUCLUSTER_HOSTNAME="gpu-002",
-        PYTEST_ADDOPTS=HOSTILE,
-        MASTER_ADDR="of the pod",
-        OMPI_COMM_WORLD_RANK="7",
-        OMPI_MCA_odd="1",
-    )
+def test_a_pods_environment_reaches_the_suite_on_its_node_and_orted_is_found(tmp_path: Path) -> None:
+    places = {"PATH": "/opt/venv/bin:/usr/local/mpi/bin:/usr/bin:/bin", "LD_LIBRARY_PATH": "/usr/local/mpi/lib"}
+    others = {"MASTER_ADDR": "of the pod", "OMPI_COMM_WORLD_RANK": "7", "OMPI_MCA_odd": "1"}
+    kept = worker(tmp_path, GPUCLUSTER_HOSTNAME="gpu-002", PYTEST_ADDOPTS=HOSTILE, **others, **places)
     assert kept.stat().st_mode & 0o077 == 0
+    assert (tmp_path / "sshd was told").read_text().splitlines() == [
+        *("-D", "-e", "-f", "/etc/ssh/gpucluster_sshd_config"),
+        *("-o", "SetEnv " + " ".join(f"{name}={value}" for name, value in places.items())),
+    ]
     done = node(tmp_path, kept, 1)
     assert done.returncode == 0, done.stderr
-    seen = dict(
-        line.partition("=")[::2] for line in (tmp_path / "its environment").read_text().rstrip("\0").split("\0")
-    )
-    assert (seen["GPUCLUSTER_HOSTNAME"], seen["PYTEST_ADDOPTS"]) == ("gpu-002", HOSTILE)
-    assert (seen["MASTER_ADDR"], seen["GPUCLUSTER_REPORT_DIR"]) == ("launcher", "/reports/run")
-    assert (seen["OMPI_COMM_WORLD_RANK"], seen["PET_NODE_RANK"]) == ("1", "1")
+    lines = (tmp_path / "its environment").read_text().rstrip("\0").split("\0")
+    seen = dict(line.partition("=")[::2] for line in lines)
+    expected = {"GPUCLUSTER_HOSTNAME": "gpu-002", "PYTEST_ADDOPTS": HOSTILE, "MASTER_ADDR": "launcher"}
+    expected |= {"GPUCLUSTER_REPORT_DIR": "/reports/run", "OMPI_COMM_WORLD_RANK": "1", "PET_NODE_RANK": "1"}
+    assert {name: seen[name] for name in expected} == expected
     assert "OMPI_MCA_odd" not in seen
     assert (tmp_path / "shown").read_text().splitlines() == [
         *("--nnodes=2", "--node-rank=1", "--master-addr=launcher", "--master-port=29500", "--rdzv-conf=timeout=1800"),
@@ -586,23 +448,13 @@ def test_a_pods_environment_reaches_the_suite_on_its_node(tmp_path: Path) -> Non
     ]
 
 
-def test_sshd_lets_orted_be_found(tmp_path: Path) -> None:
-    worker(tmp_path, PATH="/opt/venv/bin:/usr/local/mpi/bin:/usr/bin:/bin", LD_LIBRARY_PATH="/usr/local/mpi/lib")
-    told = (tmp_path / "sshd was told").read_text().splitlines()
-    assert told[:4] == ["-D", "-e", "-f", "/etc/ssh/gpucluster_sshd_config"]
-    assert told[4:] == [
-        "-o",
-        "SetEnv PATH=/opt/venv/bin:/usr/local/mpi/bin:/usr/bin:/bin LD_LIBRARY_PATH=/usr/local/mpi/lib",
-    ]
-
-
-@pytest.mark.parametrize(("rank", "code"), [(0, 0), (0, 1), (1, 0), (1, 10)])
-def test_only_node_0_leaves_its_exit_code(tmp_path: Path, rank: int, code: int) -> None:
-    done = node(tmp_path, worker(tmp_path), rank, code)
-    assert done.returncode == code
-    left = tmp_path / "exit code"
-    assert (left.read_text() if left.exists() else None) == (f"{code}\n" if rank == 0 else None)
-    assert (tmp_path / "node pid").exists() == (rank == 0)
+def test_only_node_0_leaves_its_exit_code(tmp_path: Path) -> None:
+    for rank, code in ((1, 0), (1, 10), (0, 0), (0, 1)):
+        done = node(tmp_path, worker(tmp_path), rank, code)
+        assert done.returncode == code
+        left = tmp_path / "exit code"
+        assert (left.read_text() if left.exists() else None) == (f"{code}\n" if rank == 0 else None)
+        assert (tmp_path / "node pid").exists() == (rank == 0)
 
 
 def test_a_node_that_failed_lets_the_first_one_end_before_it(tmp_path: Path) -> None:
@@ -617,25 +469,22 @@ def test_a_node_that_failed_lets_the_first_one_end_before_it(tmp_path: Path) -> 
     assert (tmp_path / "slept").read_text() == "900\n"
 
 
-@pytest.mark.parametrize(
-    ("environ", "told"),
-    [
-        ({"POD_ENVIRONMENT": "/no/such/file"}, "/no/such/file is not there"),
+def test_a_node_without_what_it_needs_does_not_pass(tmp_path: Path) -> None:
+    for environ, told in (
+        ({"POD_ENVIRONMENT": "/no/such/file"}, "/no/such/file"),
         ({"MASTER_ADDR": ""}, "MASTER_ADDR"),
         ({"GPUCLUSTER_REPORT_DIR": ""}, "GPUCLUSTER_REPORT_DIR"),
-        ({"OMPI_COMM_WORLD_RANK": ""}, "mpirun starts this"),
+        ({"OMPI_COMM_WORLD_RANK": ""}, "OMPI_COMM_WORLD_RANK"),
         ({"SUITE_FOLDER": "/no/such/folder"}, "/no/such/folder"),
-    ],
-)
-def test_a_node_without_what_it_needs_does_not_pass(tmp_path: Path, environ: dict[str, str], told: str) -> None:
-    done = node(tmp_path, worker(tmp_path), 0, **environ)
-    assert done.returncode not in (0, 1, 10), done.returncode
-    assert told in done.stderr
-    assert not (tmp_path / "exit code").exists()
+    ):
+        done = node(tmp_path, worker(tmp_path), 0, **environ)
+        assert done.returncode not in (0, 1, 10), environ
+        assert told in done.stderr
+        assert not (tmp_path / "exit code").exists()
 
 
 def test_the_scripts_in_the_manifest_are_these(tmp_path: Path) -> None:
-    require_program("kubectl")
+    require_kubectl()
     documents = manifests.render(manifests.KUBERNETES / "mpijob" / "overlays" / "production")
     held = local_pods.find(documents, "ConfigMap", "gpucluster-mpi-scripts")["data"]
     assert held == {path.name: path.read_text() for path in MPI.glob("*.sh")}

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import json
 import os
-import subprocess
-import sys
+import re
 from pathlib import Path
 
 import kubernetes_manifests as manifests
 import local_pods
 import pytest
-from browser import require_program
+from kubectl import require_kubectl
+from programs import require_program
+from shell import finished
 
 import pytest_gpucluster
 from pytest_gpucluster import cli, nccl_rules, options, workload_file
@@ -32,14 +33,14 @@ COMPONENTS = sorted(path.name for path in (manifests.KUBERNETES / "components").
 @pytest.fixture(scope="module")
 def rendered():
     """Every overlay, as kustomize renders it."""
-    require_program("kubectl")
+    require_kubectl()
     return {name: manifests.render(manifests.KUBERNETES / "overlays" / name) for name in OVERLAYS}
 
 
 @pytest.fixture
 def overlay(tmp_path):
     """Write an operator's own overlay, and render it."""
-    require_program("kubectl")
+    require_kubectl()
     here = os.path.relpath(manifests.KUBERNETES, tmp_path)
 
     def render(text, **files):
@@ -90,135 +91,30 @@ def changed(path, value):
 POD = ("spec", "template", "spec")
 
 
-def test_a_right_document_has_no_problems():
-    assert manifests.core_problems(JOB) == []
-    assert manifests.problems([JOB]) == []
+def a_container(**fields):
+    return [{"name": "it", "image": "it:1", **fields}]
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "told"),
-    [
-        pytest.param(("spec", "completionMod"), "Indexed", "completionMod", id="a misspelt field"),
-        pytest.param(("spec", "completions"), "two", "is not", id="a text for a number"),
-        pytest.param((*POD, "hostNetwrk"), True, "hostNetwrk", id="deep down"),
-        pytest.param((*POD, "containers"), None, "", id="no containers"),
-        pytest.param(("kind",), "Jobb", "schema", id="no such kind"),
-        pytest.param(("apiVersion",), "batch/v7", "schema", id="no such version"),
-    ],
-)
-def test_a_wrong_document_is_told_with_its_name(path, value, told):
-    [problem, *_] = manifests.core_problems(changed(path, value))
-    assert told in problem
-    assert "/it" in problem
+MOUNT = a_container(volumeMounts=[{"name": "data", "mountPath": "/data"}])
 
 
-def test_a_field_is_judged_by_the_version_that_is_asked_for():
-    newer = changed(("spec", "managedBy"), "somebody")
-    assert manifests.core_problems(newer, "1.29")
-    assert manifests.core_problems(newer, "1.32") == []
-    assert manifests.core_problems(JOB, "9.1"), "a version that nobody has a schema of is no pass"
-    assert manifests.VERSIONS[0] == "1.29"
-    assert len(manifests.VERSIONS) == len(set(manifests.VERSIONS)) >= 6
-
-
-MOUNT = [{"name": "it", "image": "it:1", "volumeMounts": [{"name": "data", "mountPath": "/data"}]}]
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "told"),
-    [
-        pytest.param((*POD, "containers"), MOUNT, "mounts data", id="no such volume"),
-        pytest.param((*POD, "volumes"), [{"name": "data", "emptyDir": {}}], "mounted nowhere", id="unused volume"),
-        pytest.param(
-            (*POD, "volumes"),
-            [{"name": "data", "configMap": {"name": "limits"}}],
-            "ConfigMap limits",
-            id="no ConfigMap",
-        ),
-        pytest.param(
-            (*POD, "volumes"),
-            [{"name": "data", "persistentVolumeClaim": {"claimName": "reports"}}],
-            "PersistentVolumeClaim reports",
-            id="no claim",
-        ),
-        pytest.param((*POD, "serviceAccountName"), "somebody", "ServiceAccount somebody", id="no account"),
-        pytest.param((*POD, "subdomain"), "it", "Service it", id="no service"),
-        pytest.param(("metadata", "name"), "It_", "no name", id="no name"),
-        pytest.param((*POD, "containers"), [*MOUNT, *MOUNT], "stands twice", id="two of one name"),
-        pytest.param(
-            (*POD, "containers"),
-            [{"name": "it", "image": "it:1", "envFrom": [{"configMapRef": {"name": "settings"}}]}],
-            "reads the ConfigMap settings",
-            id="no ConfigMap of variables",
-        ),
-        pytest.param(
-            (*POD, "containers"),
-            [{"name": "it", "image": "it:1", "env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]}],
-            "variable of the container it A stands twice",
-            id="a variable twice",
-        ),
-    ],
-)
-def test_what_refers_to_nothing_is_told(path, value, told):
-    document = changed(path, value)
-    assert manifests.core_problems(document) == []
-    assert any(told in problem for problem in manifests.reference_problems([document]))
-
-
-def test_a_pod_inside_a_custom_resource_is_judged():
-    template = {"spec": {"containers": [{"name": "it", "image": "it:1", "comand": ["sh"]}]}}
-    job = {
-        "apiVersion": "kubeflow.org/v1",
-        "kind": "PyTorchJob",
-        "metadata": {"name": "it"},
-        "spec": {"pytorchReplicaSpecs": {"Master": {"template": template}}},
-    }
-    assert [where for where, _ in manifests.pod_templates(job)] == ["spec.pytorchReplicaSpecs.Master.template"]
-    assert any("comand" in problem for problem in manifests.problems([job]))
-    template["spec"]["containers"][0].pop("comand")
-    assert manifests.problems([job]) == []
-
-
-def test_a_key_that_stands_twice_is_an_error():
-    with pytest.raises(manifests.yaml.YAMLError, match="stands twice"):
+def test_what_refers_to_nothing_is_told():
+    twice = [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]
+    for path, value, told in (
+        ((*POD, "containers"), MOUNT, "mounts data"),
+        ((*POD, "volumes"), [{"name": "data", "emptyDir": {}}], "volume data"),
+        ((*POD, "volumes"), [{"name": "data", "configMap": {"name": "limits"}}], "ConfigMap limits"),
+        ((*POD, "serviceAccountName"), "somebody", "ServiceAccount somebody"),
+        ((*POD, "subdomain"), "it", "Service it"),
+        (("metadata", "name"), "It_", "Job/It_"),
+        ((*POD, "containers"), a_container(envFrom=[{"configMapRef": {"name": "settings"}}]), "ConfigMap settings"),
+        ((*POD, "containers"), a_container(env=twice), "variable of the container it A"),
+    ):
+        document = changed(path, value)
+        assert manifests.core_problems(document, "1.32") == []
+        assert any(told in problem for problem in manifests.reference_problems([document])), told
+    with pytest.raises(manifests.yaml.YAMLError, match="'a'"):
         manifests.load("a: 1\nb: 2\na: 3\n")
-
-
-def test_the_program_fails_on_a_planted_fault_and_where_it_cannot_look(tmp_path):
-    require_program("kubectl")
-
-    def run(*arguments, path=None):
-        program = [sys.executable, manifests.__file__, *map(str, arguments)]
-        environ = {**os.environ, **({"PATH": path} if path else {})}
-        return subprocess.run(program, capture_output=True, text=True, env=environ, timeout=120, check=False)
-
-    folder = tmp_path / "wrong"
-    folder.mkdir()
-    (folder / "kustomization.yaml").write_text("resources: [job.yaml]\n")
-    (folder / "job.yaml").write_text(
-        "apiVersion: batch/v1\nkind: Job\nmetadata: {name: it}\nspec:\n  backofLimit: 0\n  template:\n    spec:\n"
-        "      containers: [{name: it, image: it}]\n"
-    )
-    done = run(folder)
-    assert (done.returncode, "backofLimit" in done.stdout) == (1, True)
-    assert run(tmp_path / "nowhere").returncode == 2
-    assert run(folder, path=str(tmp_path)).returncode == 2, "without kubectl nothing was looked at"
-
-
-def test_only_what_can_be_applied_is_rendered_by_itself(tmp_path):
-    builtin = "apiVersion: builtin\nkind: ReplacementTransformer\nmetadata: {name: it}\n"
-    folders = {
-        "part": ("kind: Component\n", {}),
-        "transformer": ("resources: [it.yaml]\n", {"it.yaml": builtin}),
-        "mixed": ("resources: [it.yaml, job.yaml]\n", {"it.yaml": builtin, "job.yaml": "kind: Job\n"}),
-        "overlay": ("resources: [../part]\n", {}),
-        "empty": ("namespace: it\n", {}),
-    }
-    for name, (text, files) in folders.items():
-        (tmp_path / name).mkdir()
-        for file, content in {"kustomization.yaml": text, **files}.items():
-            (tmp_path / name / file).write_text(content)
-    assert [path.name for path in manifests.kustomizations(tmp_path)] == ["empty", "mixed", "overlay"]
 
 
 # ---- the overlays
@@ -236,13 +132,8 @@ def test_every_overlay_is_right_in_the_oldest_and_the_newest_kubernetes(rendered
 
 
 def test_nothing_is_privileged_but_what_rdma_needs(rendered):
-    assert {name: manifests.dangers(documents) for name, documents in rendered.items()} == {
-        "cpu-rehearsal": [],
-        "discovery": [],
-        "production": ["root", "IPC_LOCK"],
-        "single-node": [],
-        "standard": [],
-    }
+    for name, documents in rendered.items():
+        assert manifests.dangers(documents) == (["root", "IPC_LOCK"] if name == "production" else []), name
     template = manifests.load((manifests.KUBERNETES / "sweep" / "pod.yaml").read_text())
     assert manifests.dangers(template) == []
 
@@ -294,65 +185,33 @@ def model_problems(documents, inputs):
     return manifests.claim_problems(pod, [inputs.model.path, inputs.data["function_calls"].path])
 
 
-@pytest.mark.parametrize("name", ["standard", "single-node"])
-def test_weights_and_data_are_where_the_suite_is_told_to_look_and_cannot_be_changed(
-    name, overlay, tmp_path, pytestconfig
-):
+def test_weights_and_data_are_where_the_suite_is_told_to_look_and_cannot_be_changed(overlay, tmp_path, pytestconfig):
     """Alone in its pod, and with a collector beside it, which reads neither."""
-    documents = overlay(with_models(name))
-    [site] = manifests.load(CLAIM.replace("NAME", "gpucluster-models"))
-    # Nobody makes the claim here, so that nobody deletes the weights with an overlay.
-    [problem] = manifests.problems(documents, manifests.VERSIONS[-1])
-    assert problem.endswith("is of the PersistentVolumeClaim gpucluster-models, which is nowhere")
-    assert some_problems([*documents, site]) == []
-    assert manifests.dangers(documents) == []
-    inputs, environ = inputs_of(documents, pytestconfig)
-    assert str(inputs.model) == "/models/Qwen2-7B"
-    assert {key: str(source) for key, source in inputs.data.items()} == {
-        "function_calls": "/models/function-calls.json"
-    }
-    assert environ["HF_HUB_OFFLINE"] == "1"
-    assert model_problems(documents, inputs) == []
-    # What the component says of a volume is what the suite takes: a folder and a file on it.
     models = tmp_path / "models"
     (models / "Qwen2-7B").mkdir(parents=True)
     (models / "Qwen2-7B" / "config.json").write_text("{}")
+    [site] = manifests.load(CLAIM.replace("NAME", "gpucluster-models"))
+    for name in ("standard", "single-node"):
+        documents = overlay(with_models(name))
+        # Nobody makes the claim here, so that nobody deletes the weights with an overlay.
+        [problem] = manifests.problems(documents, manifests.VERSIONS[-1])
+        assert "PersistentVolumeClaim gpucluster-models" in problem
+        assert some_problems([*documents, site]) == []
+        assert manifests.dangers(documents) == []
+        inputs, environ = inputs_of(documents, pytestconfig)
+        assert environ["HF_HUB_OFFLINE"] == "1"
+        assert model_problems(documents, inputs) == []
+    # What the component says of a volume is what the suite takes: a folder and a file on it.
     here = {key: value.replace("/models", str(models)) for key, value in environ.items()}
     [missing] = TrainingInputs.of(options.resolve(pytestconfig, here)).problems()
-    assert "function-calls.json: no such file" in missing
+    assert "function-calls.json: " in missing
     (models / "function-calls.json").write_text("[]")
     assert TrainingInputs.of(options.resolve(pytestconfig, here)).problems() == []
-
-
-def test_weights_that_could_be_changed_or_not_be_found_are_told(overlay, pytestconfig):
-    documents = overlay(with_models())
-    inputs, _ = inputs_of(documents, pytestconfig)
-
-    def planted(change):
-        wrong = copy.deepcopy(documents)
-        pod = local_pods.find(wrong, "Job")["spec"]["template"]["spec"]
-        [mount] = [each for each in suite_of(wrong)["volumeMounts"] if each["name"] == "models"]
-        [volume] = [each for each in pod["volumes"] if each["name"] == "models"]
-        change(mount, volume)
-        return {problem.partition(": ")[2] for problem in model_problems(wrong, inputs)}
-
-    def both(told):
-        return {told.format("/models/Qwen2-7B"), told.format("/models/function-calls.json")}
-
-    assert planted(lambda mount, volume: mount.pop("readOnly")) == both("{} can be written to")
-    assert planted(lambda mount, volume: volume["persistentVolumeClaim"].pop("readOnly")) == both(
-        "{} can be written to"
-    )
-    assert planted(lambda mount, volume: mount.update(mountPath="/weights")) == both(
-        "nothing is mounted where {} should be"
-    )
-    assert planted(lambda mount, volume: volume.update(persistentVolumeClaim=None, emptyDir={})) == both(
-        "{} is on no claim"
-    )
-    settings = local_pods.find(documents, "ConfigMap", "gpucluster-models")["data"]
-    settings["GPUCLUSTER_DATA"] = "functioncalls=/models/function-calls.json"
-    with pytest.raises(OptionError, match=r"GPUCLUSTER_DATA=functioncalls=.*unknown data 'functioncalls'"):
-        inputs_of(documents, pytestconfig)
+    # And what could be changed, or not be found, would be seen.
+    [mount] = [each for each in suite_of(documents)["volumeMounts"] if each["name"] == "models"]
+    for change in ({"readOnly": False}, {"mountPath": "/weights"}):
+        mount.update(change)
+        assert len(model_problems(documents, inputs)) == 2
 
 
 def test_the_claim_and_the_places_on_it_are_the_sites(overlay, pytestconfig):
@@ -372,15 +231,20 @@ def test_the_claim_and_the_places_on_it_are_the_sites(overlay, pytestconfig):
     assert model_problems(documents, inputs) == []
 
 
-def test_production_names_the_models_and_does_without(overlay, rendered, pytestconfig):
+def production(overlay, old, new):
+    """Render the production overlay with a line of it changed."""
     folder = manifests.KUBERNETES / "overlays" / "production"
     text = (folder / "kustomization.yaml").read_text()
-    edited = text.replace("  # - ../../components/models\n", "  - ../../components/models\n")
-    assert edited != text
+    assert text.count(old) == 1
+    return overlay(
+        text.replace(old, new).replace("../../", "KUBERNETES/"), gpus_yaml=(folder / "gpus.yaml").read_text()
+    )
+
+
+def test_production_names_the_models_and_does_without(overlay, rendered, pytestconfig):
     inputs, _ = inputs_of(rendered["production"], pytestconfig)
     assert (inputs.model, dict(inputs.data)) == (None, {})
-    edited = edited.replace("../../", "KUBERNETES/")
-    documents = overlay(edited, gpus_yaml=(folder / "gpus.yaml").read_text())
+    documents = production(overlay, "  # - ../../components/models\n", "  - ../../components/models\n")
     inputs, _ = inputs_of(documents, pytestconfig)
     assert model_problems(documents, inputs) == []
     assert some_problems([*documents, *manifests.load(CLAIM.replace("NAME", "gpucluster-models"))]) == []
@@ -388,62 +252,88 @@ def test_production_names_the_models_and_does_without(overlay, rendered, pytestc
 
 def test_the_rights_of_the_cleanup_need_the_namespace_of_the_overlay(overlay):
     [problem] = manifests.reference_problems(overlay(with_component("cleanup")))
-    assert "RoleBinding/gpucluster-cleanup: the subject gpucluster-cleanup has no namespace" in problem
+    assert problem.startswith("RoleBinding/gpucluster-cleanup: ")
 
 
 def test_production_does_with_a_restricted_namespace_where_everybody_may_lock_memory(overlay):
-    folder = manifests.KUBERNETES / "overlays" / "production"
-    text = (folder / "kustomization.yaml").read_text()
-    edited = text.replace("components/rdma\n", "components/rdma-device\n").replace("../../", "KUBERNETES/")
-    assert edited.count("rdma-device") == 1
-    documents = overlay(edited, gpus_yaml=(folder / "gpus.yaml").read_text())
+    documents = production(overlay, "components/rdma\n", "components/rdma-device\n")
     assert some_problems(documents) == []
     assert manifests.dangers(documents) == []
     assert "rdma/rdma_shared_device_a" in suite_of(documents)["resources"]["limits"]
 
 
-def test_the_sight_for_dangers_is_sharp(rendered):
-    def planted(change):
-        documents = copy.deepcopy(rendered["standard"])
-        change(local_pods.find(documents, "Job")["spec"]["template"]["spec"], suite_of(documents))
-        return manifests.dangers(documents)
-
-    assert planted(lambda pod, suite: pod.update(hostNetwork=True)) == ["hostNetwork"]
-    assert planted(lambda pod, suite: pod.pop("automountServiceAccountToken")) == ["token"]
-    assert planted(lambda pod, suite: pod["securityContext"].pop("seccompProfile")) == ["seccomp"]
-    assert planted(lambda pod, suite: suite["securityContext"].update(privileged=True)) == ["privileged"]
-    assert planted(lambda pod, suite: suite["securityContext"].update(runAsUser=0)) == ["root"]
-    assert planted(lambda pod, suite: suite["securityContext"].pop("allowPrivilegeEscalation")) == ["escalation"]
-    assert planted(lambda pod, suite: suite["securityContext"]["capabilities"].update(add=["SYS_ADMIN"])) == [
-        "SYS_ADMIN"
-    ]
+def of_pods(documents):
+    """Return the Job, the pod's specification and its volumes by their names."""
+    job = local_pods.find(documents, "Job")
+    pod = job["spec"]["template"]["spec"]
+    return job, pod, {each["name"]: each for each in pod.get("volumes", ())}
 
 
 def test_a_verdict_is_never_replaced_by_a_second_try(rendered):
     for name, documents in rendered.items():
-        job = local_pods.find(documents, "Job")["spec"]
-        assert job["completionMode"] == "Indexed", name
-        assert job["backoffLimitPerIndex"] == 0, name
+        job, pod, _ = of_pods(documents)
+        spec = job["spec"]
+        assert (spec["completionMode"], spec["backoffLimitPerIndex"]) == ("Indexed", 0), name
         # Set to 0 it would end the other pods at the first failure, and the one that writes the reports with them.
-        assert "backoffLimit" not in job, name
-        assert "maxFailedIndexes" not in job, name
-        assert job["podReplacementPolicy"] == "Failed", name
-        assert job["template"]["spec"]["restartPolicy"] == "Never", name
-        assert job["parallelism"] == job["completions"], name
-        assert job["activeDeadlineSeconds"] > 0, name
-        assert job["ttlSecondsAfterFinished"] > 0, name
-    for name in SUITES:
-        rules = local_pods.find(rendered[name], "Job")["spec"]["podFailurePolicy"]["rules"]
-        assert [rule["action"] for rule in rules] == ["FailIndex", "FailIndex"]
-        assert rules[1]["onExitCodes"] == {"containerName": "suite", "operator": "NotIn", "values": [0]}
+        assert not {"backoffLimit", "maxFailedIndexes"} & set(spec), name
+        assert (spec["podReplacementPolicy"], pod["restartPolicy"]) == ("Failed", "Never"), name
+        assert spec["parallelism"] == spec["completions"], name
+        assert min(spec["activeDeadlineSeconds"], spec["ttlSecondsAfterFinished"]) > 0, name
+        if name in SUITES:
+            rules = spec["podFailurePolicy"]["rules"]
+            assert [rule["action"] for rule in rules] == ["FailIndex", "FailIndex"]
+            assert rules[1]["onExitCodes"] == {"containerName": "suite", "operator": "NotIn", "values": [0]}
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_pods_meet_apart_from_each_other_with_memory_and_room_and_reports_outlive_them(rendered, name):
+    documents = rendered[name]
+    job, pod, volumes = of_pods(documents)
+    service = local_pods.find(documents, "Service")
+    # They find each other before they are ready.
+    assert (service["spec"]["clusterIP"], service["spec"]["publishNotReadyAddresses"]) == ("None", True)
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
+    environ = local_pods.environment(documents, 1, node="gpu-002")
+    assert environ["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    # On different nodes, but in a rehearsal.
+    [(kind, affinity)] = pod["affinity"].items()
+    assert kind == ("podAffinity" if name == "cpu-rehearsal" else "podAntiAffinity")
+    [term] = affinity["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert term["labelSelector"]["matchLabels"].items() <= job["spec"]["template"]["metadata"]["labels"].items()
+    # The root file system takes nothing: what is written has a place.
+    assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
+    assert gibibytes(volumes["shm"]["emptyDir"]["sizeLimit"]) > 0
+    mounts = {each["mountPath"]: each["name"] for each in suite_of(documents)["volumeMounts"]}
+    assert mounts["/dev/shm"] == "shm"
+    assert {"/tmp", "/reports"} <= set(mounts)
+    # Either on a volume of the site's, or a collector waits until they are fetched.
+    if "persistentVolumeClaim" in volumes["reports"]:
+        assert [each["name"] for each in pod["containers"]] == ["suite"]
+        claim = local_pods.find(documents, "PersistentVolumeClaim")
+        room = gibibytes(claim["spec"]["resources"]["requests"]["storage"])
+    else:
+        both = ["suite", "collector"]
+        assert [each["name"] for each in pod["containers"]] == both
+        locks = {local_pods.environment(documents, 0, node="n", name=each)["SUITE_LOCK"] for each in both}
+        assert locks == {"/reports/.suite"}
+        room = gibibytes(volumes["reports"]["emptyDir"]["sizeLimit"])
+    # Kubernetes evicts a pod that writes more than its emptyDir may hold, and the reports go with it.
+    profile = "cpu" if name == "cpu-rehearsal" else "full"
+    workload = workload_file.load(manifests.ROOT / "acceptance" / "workloads.yaml", profile=profile).workload
+    _, _, expected, _ = shape(documents)
+    assert room >= 1.5 * expected.nodes * expected.gpus_per_node * workload.checkpoint.file_bytes / 2**30 > 0
+
+
+def gibibytes(quantity):
+    assert quantity.endswith("Gi"), quantity
+    return int(quantity.removesuffix("Gi"))
 
 
 def shape(documents):
-    job = local_pods.find(documents, "Job")
     environ = local_pods.environment(documents, 0, node="gpu-001")
     limits = suite_of(documents)["resources"].get("limits", {})
     return (
-        job["spec"]["completions"],
+        local_pods.find(documents, "Job")["spec"]["completions"],
         int(environ["NNODES"]),
         Expectation.parse(environ["GPUCLUSTER_EXPECT"]),
         int(limits.get("nvidia.com/gpu", 0)),
@@ -451,13 +341,12 @@ def shape(documents):
 
 
 def test_what_is_declared_is_what_is_started(rendered):
+    asked = {"production": "2x8", "standard": "2x1", "single-node": "1x8"}
     for name in SUITES:
         completions, nnodes, expected, gpus = shape(rendered[name])
         assert completions == nnodes == expected.nodes, name
         assert gpus == (0 if name == "cpu-rehearsal" else expected.gpus_per_node), name
-    assert shape(rendered["production"])[2:] == (Expectation(nodes=2, gpus_per_node=8), 8)
-    assert shape(rendered["standard"])[2:] == (Expectation(nodes=2, gpus_per_node=1), 1)
-    assert shape(rendered["single-node"])[2:] == (Expectation(nodes=1, gpus_per_node=8), 8)
+        assert name not in asked or expected == Expectation.parse(asked[name])
 
 
 def test_the_number_of_nodes_and_the_name_are_said_once(overlay):
@@ -470,7 +359,7 @@ patches:
     patch: |
       - {op: replace, path: /spec/completions, value: 16}
 configMapGenerator:
-  - {name: gpucluster-settings, behavior: merge, literals: [GPUCLUSTER_EXPECT=2x8xH100]}
+  - {name: gpucluster-settings, behavior: merge, literals: [GPUCLUSTER_EXPECT=2x8xH100, NCCL_SOCKET_IFNAME=bond0]}
 generatorOptions: {disableNameSuffixHash: true}
 transformers: [KUBERNETES/transformers/nodes]
 """
@@ -479,35 +368,13 @@ transformers: [KUBERNETES/transformers/nodes]
     environ = local_pods.environment(documents, 3, node="gpu-004")
     assert environ["GPUCLUSTER_EXPECT"] == "16x8xH100"
     assert environ["NNODES"] == "16"
+    # What an overlay says of NCCL counts beside the component of its fabric.
+    assert (environ["NCCL_NET"], environ["NCCL_SOCKET_IFNAME"]) == ("IB", "bond0")
     assert environ["MASTER_ADDR"] == "acceptance-b-0.acceptance-b"
     assert environ["GPUCLUSTER_REPORT_DIR"] == f"/reports/acceptance-b-{local_pods.UID}"
     service = local_pods.find(documents, "Service")
     assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": "acceptance-b"}
     assert local_pods.find(documents, "Job")["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
-
-
-def test_what_an_overlay_says_of_nccl_counts_beside_the_component_of_its_fabric(overlay):
-    documents = overlay(
-        """
-resources: [KUBERNETES/base]
-components: [KUBERNETES/components/nccl-infiniband]
-configMapGenerator:
-  - {name: gpucluster-settings, behavior: merge, literals: [NCCL_SOCKET_IFNAME=bond0]}
-generatorOptions: {disableNameSuffixHash: true}
-"""
-    )
-    environ = local_pods.environment(documents, 0, node="gpu-001")
-    assert (environ["NCCL_NET"], environ["NCCL_SOCKET_IFNAME"]) == ("IB", "bond0")
-
-
-def test_pods_find_each_other_before_they_are_ready(rendered):
-    for name in SUITES:
-        job, service = (local_pods.find(rendered[name], kind) for kind in ("Job", "Service"))
-        assert service["spec"]["clusterIP"] == "None"
-        assert service["spec"]["publishNotReadyAddresses"] is True
-        assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
-        environ = local_pods.environment(rendered[name], 1, node="gpu-002")
-        assert environ["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
 
 
 def test_the_command_is_one_that_the_suite_takes(rendered, pytester):
@@ -531,6 +398,22 @@ def test_the_command_is_one_that_the_suite_takes(rendered, pytester):
         assert config.args == ["acceptance/"]
 
 
+def test_the_pages_show_what_the_pods_run():
+    """suite.sh hands its words on as they are, and node.sh adds its own: their tests say so."""
+    pages = [(manifests.ROOT / "docs" / name).read_text() for name in ("kubernetes.md", "kubeflow.md")]
+    shown = [line.split()[2:] for page in pages for line in page.splitlines() if line.startswith("gpucluster run ")]
+    started = []
+    for path in ("base/job", "trainer/base/runtime", "pytorchjob/base/pytorchjob", "mpijob/base/mpijob"):
+        templates = manifests.pod_templates(manifests.load((manifests.KUBERNETES / f"{path}.yaml").read_text())[0])
+        words = [each.get("args", ()) for _, template in templates for each in template["spec"]["containers"]]
+        [same] = {tuple(each) for each in words if "acceptance/" in each}
+        started.append([re.sub(r"\$\((\w+)\)", r"$\1", word) for word in same])
+    of_node_sh = ["--nnodes=$OMPI_COMM_WORLD_SIZE", "--node-rank=$OMPI_COMM_WORLD_RANK", "--master-addr=$MASTER_ADDR"]
+    of_node_sh += ["--master-port=29500", "--rdzv-conf=timeout=1800", "--"]
+    started[3] = [*of_node_sh, *started[3], "--junitxml=$GPUCLUSTER_REPORT_DIR/report.xml"]
+    assert shown == started
+
+
 def torchrun_parser():
     from torch.distributed.run import get_args_parser
 
@@ -538,33 +421,8 @@ def torchrun_parser():
 
 
 def test_limits_that_nobody_has_written_are_told(overlay):
-    documents = overlay(with_component("thresholds"))
-    [problem] = manifests.reference_problems(documents)
+    [problem] = manifests.reference_problems(overlay(with_component("thresholds")))
     assert "ConfigMap gpucluster-thresholds" in problem
-
-
-def test_the_presets_are_those_of_nodes_with_8_gpus(overlay):
-    asked = {
-        "resources-108cpu-1600gi": ({"cpu": "108", "memory": "1600Gi"}, {"cpu": "108", "memory": "1600Gi"}),
-        "resources-100cpu-1000gi": ({"cpu": "100", "memory": "1000Gi"}, {"cpu": "112", "memory": "1200Gi"}),
-        "resources-64cpu-1400gi": ({"cpu": "64", "memory": "1400Gi"}, {"cpu": "64", "memory": "1400Gi"}),
-    }
-    for name, (requests, limits) in asked.items():
-        resources = suite_of(overlay(with_component(name, base="overlays/single-node")))["resources"]
-        assert resources == {"requests": requests, "limits": {**limits, "nvidia.com/gpu": 8}}
-
-
-def test_shared_memory_is_memory_and_has_a_size(rendered):
-    for name in SUITES:
-        volumes = {
-            each["name"]: each for each in local_pods.find(rendered[name], "Job")["spec"]["template"]["spec"]["volumes"]
-        }
-        assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
-        assert volumes["shm"]["emptyDir"]["sizeLimit"].endswith("Gi")
-        mounts = {each["mountPath"]: each["name"] for each in suite_of(rendered[name])["volumeMounts"]}
-        assert mounts["/dev/shm"] == "shm"
-        # The root file system takes nothing: what is written has a place.
-        assert {"/tmp", "/reports"} <= set(mounts)
 
 
 def test_the_name_of_the_rdma_resource_is_the_sites(overlay):
@@ -573,8 +431,7 @@ def test_the_name_of_the_rdma_resource_is_the_sites(overlay):
     [block] = [text for text in page.split("```yaml\n") if "rdma~1" in text]
     documents = overlay("resources: [KUBERNETES/overlays/production]\n" + block.split("```")[0])
     limits = suite_of(documents)["resources"]["limits"]
-    assert "rdma/rdma_shared_device_a" not in limits
-    assert limits["rdma/ib"] == 8
+    assert ("rdma/rdma_shared_device_a" in limits, limits["rdma/ib"]) == (False, 8)
 
 
 def test_images_are_pinned_to_this_version():
@@ -593,7 +450,7 @@ def test_the_template_of_sweeps_is_taken_by_the_sweep():
     assert manifests.problems([pod]) == []
     template = pod_template.read(json.dumps(pod), str(path), gpus=8)
     assert template.container["name"] == "suite"
-    with pytest.raises(OptionError, match=r"8 nvidia\.com/gpu, but --expect says 4"):
+    with pytest.raises(OptionError, match=r"8 nvidia\.com/gpu, .* 4"):
         pod_template.read(json.dumps(pod), str(path), gpus=4)
 
 
@@ -608,54 +465,6 @@ def test_discovery_asks_every_node_once(rendered):
     assert cli.parse(words[2].split("2>")[0].split()[1:]).json is True
 
 
-def test_pods_of_a_run_are_on_different_nodes_but_in_a_rehearsal(rendered):
-    for name in SUITES:
-        template = local_pods.find(rendered[name], "Job")["spec"]["template"]
-        affinity = template["spec"]["affinity"]
-        kind = "podAffinity" if name == "cpu-rehearsal" else "podAntiAffinity"
-        assert list(affinity) == [kind], name
-        [term] = affinity[kind]["requiredDuringSchedulingIgnoredDuringExecution"]
-        assert term["labelSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
-
-
-def test_reports_outlive_the_pods(rendered):
-    for name in SUITES:
-        job = local_pods.find(rendered[name], "Job")
-        volumes = {each["name"]: each for each in job["spec"]["template"]["spec"]["volumes"]}
-        collected = [each["name"] for each in job["spec"]["template"]["spec"]["containers"]] == ["suite", "collector"]
-        assert collected != ("persistentVolumeClaim" in volumes["reports"]), name
-        if collected:
-            locks = {
-                local_pods.environment(rendered[name], 0, node="n", name=each)["SUITE_LOCK"]
-                for each in ("suite", "collector")
-            }
-            assert locks == {"/reports/.suite"}
-        else:
-            assert "emptyDir" not in volumes["reports"]
-
-
-def gibibytes(quantity):
-    assert quantity.endswith("Gi"), quantity
-    return int(quantity.removesuffix("Gi"))
-
-
-def test_there_is_room_for_the_checkpoints_of_a_run(rendered):
-    """Kubernetes evicts a pod that writes more than its emptyDir may hold, and the reports go with it."""
-    for name in SUITES:
-        profile = "cpu" if name == "cpu-rehearsal" else "full"
-        workload = workload_file.load(manifests.ROOT / "acceptance" / "workloads.yaml", profile=profile).workload
-        _, _, expected, _ = shape(rendered[name])
-        needed = expected.nodes * expected.gpus_per_node * workload.checkpoint.file_bytes / 2**30
-        volumes = local_pods.find(rendered[name], "Job")["spec"]["template"]["spec"]["volumes"]
-        [reports] = [each for each in volumes if each["name"] == "reports"]
-        if "emptyDir" in reports:
-            room = gibibytes(reports["emptyDir"]["sizeLimit"])
-        else:
-            claim = local_pods.find(rendered[name], "PersistentVolumeClaim")
-            room = gibibytes(claim["spec"]["resources"]["requests"]["storage"])
-        assert room >= 1.5 * needed > 0, name
-
-
 def test_inline_commands_are_clean_shell(rendered, tmp_path: Path):
     shellcheck = require_program("shellcheck")
     found = 0
@@ -668,6 +477,6 @@ def test_inline_commands_are_clean_shell(rendered, tmp_path: Path):
                         found += 1
                         script = tmp_path / f"{name}.sh"
                         script.write_text(f"#!/bin/{words[0]}\n{words[2]}\n")
-                        done = subprocess.run([shellcheck, str(script)], capture_output=True, text=True, check=False)
+                        done = finished([shellcheck, str(script)])
                         assert done.returncode == 0, done.stdout
     assert found

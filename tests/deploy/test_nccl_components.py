@@ -54,10 +54,6 @@ def advised(root: Path, component: str, given: Mapping[str, str]) -> Advised:
     return advise(gather(node.sources()))
 
 
-def test_every_component_about_nccl_is_looked_at() -> None:
-    assert {path.name for path in COMPONENTS.glob("nccl-*")} == set(FABRICS)
-
-
 @pytest.mark.parametrize("component", FABRICS)
 def test_a_component_sets_nothing_that_hurts_on_its_own_fabric(tmp_path: Path, component: str) -> None:
     given = variables(COMPONENTS / component)
@@ -66,19 +62,13 @@ def test_a_component_sets_nothing_that_hurts_on_its_own_fabric(tmp_path: Path, c
     assert (found.fabric.kind is None) is (component == "nccl-ethernet")
     assert [f"{one.name}={one.value}: {one.why}" for one in found.remove] == []
     assert {one.name for one in found.leave} & set(given) <= {"NCCL_SOCKET_IFNAME"}
+    assert {name for name in given if name.startswith(OF_NCCL)} <= set(RULES)
 
 
-@pytest.mark.parametrize("component", FABRICS)
-def test_a_component_sets_only_variables_that_the_rules_know(component: str) -> None:
-    given = {name for name in variables(COMPONENTS / component) if name.startswith(OF_NCCL)}
-    assert given - set(RULES) == set()
-
-
-def test_a_component_for_another_network_is_found_harmful(tmp_path: Path) -> None:
+def test_every_component_is_looked_at_one_for_another_network_harms_and_google_s_script_is_the_advised_one(
+    tmp_path: Path,
+) -> None:
+    assert {path.name for path in COMPONENTS.glob("nccl-*")} == set(FABRICS)
     given = variables(COMPONENTS / "nccl-ethernet")
-    harmful = {one.name for one in advised(tmp_path, "nccl-infiniband", given).remove}
-    assert "NCCL_NET" in harmful
-
-
-def test_the_script_of_google_is_the_one_that_is_advised() -> None:
+    assert "NCCL_NET" in {one.name for one in advised(tmp_path, "nccl-infiniband", given).remove}
     assert GOOGLE_SCRIPTS["RoCE"] in variables(COMPONENTS / "nccl-gcp").values()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from sessions import environment
+from shell import finished
 
 ROOT = Path(__file__).parents[2]
 SLURM = ROOT / "deploy" / "slurm"
@@ -131,9 +132,10 @@ class Fakes:
     def start(
         self, script: str, *words: str, environ: Mapping[str, str | None] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        job = {"ID": "4711", "NODELIST": "n[1-2]", "NUM_NODES": "2"}
         own: dict[str, str | None] = {
-            **{f"SLURM_JOB_{name}": value for name, value in job.items()},
+            "SLURM_JOB_ID": "4711",
+            "SLURM_JOB_NODELIST": "n[1-2]",
+            "SLURM_JOB_NUM_NODES": "2",
             "SLURMD_NODENAME": "n1",
             "SLURM_GPUS_ON_NODE": "8",
             "HEAD_ADDRESS": "n1",
@@ -145,22 +147,12 @@ class Fakes:
             "FAKE_NODES": "n1 n2",
             "FAKE_JOURNAL": a_journal("ACCEPTED"),
             "FAKE_EXITS": "0 0",
-            "FAKE_SLEEP": "",
-            "FAKE_CRASH": "",
-            "FAKE_TOLD": "",
-            "FAKE_GONE": "",
-            "CONTAINER_IMAGE": "",
-            "CONTAINER_MOUNTS": "",
             **(environ or {}),
         }
-        return subprocess.run(
+        return finished(
             ["bash", str(SLURM / script), *words],
             env=environment({name: value for name, value in own.items() if value is not None}),
             cwd=self.folder,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=60,
         )
 
 
@@ -172,26 +164,15 @@ def fakes(tmp_path: Path) -> Fakes:
 @pytest.mark.parametrize(
     ("says", "exits", "code"),
     [
-        (a_journal("ACCEPTED"), "0 0", 0),
-        (a_journal("ACCEPTED"), "0 11", 11),
-        (a_journal("ACCEPTED"), "0 137", 11),
-        (a_journal("REJECTED", 1), "1 11", 1),
-        (a_journal("INCOMPLETE", 10), "10 10", 10),
-        (a_journal(None), "137 11", 11),
-        ("", "4 4", 4),
-        ("", "1 1", 11),
-        ("", "0 0", 11),
-    ],
-    ids=[
-        "pass",
-        "a node breaks",
-        "a node is killed",
-        "rejected",
-        "incomplete",
-        "cut off",
-        "usage",
-        "no word",
-        "nothing",
+        pytest.param(a_journal("ACCEPTED"), "0 0", 0, id="pass"),
+        pytest.param(a_journal("ACCEPTED"), "0 11", 11, id="a node breaks"),
+        pytest.param(a_journal("ACCEPTED"), "0 137", 11, id="a node is killed"),
+        pytest.param(a_journal("REJECTED", 1), "1 11", 1, id="rejected"),
+        pytest.param(a_journal("INCOMPLETE", 10), "10 10", 10, id="incomplete"),
+        pytest.param(a_journal(None), "137 11", 11, id="cut off"),
+        pytest.param("", "4 4", 4, id="usage"),
+        pytest.param("", "1 1", 11, id="no word"),
+        pytest.param("", "0 0", 11, id="nothing"),
     ],
 )
 def test_the_job_ends_with_the_verdict_and_never_better(fakes: Fakes, says: str, exits: str, code: int) -> None:
@@ -203,16 +184,16 @@ def test_the_job_ends_with_the_verdict_and_never_better(fakes: Fakes, says: str,
 
 def test_a_suite_that_cannot_tell_its_verdict_has_rejected_nobody(fakes: Fakes) -> None:
     done = fakes.start("acceptance.sbatch", environ={"FAKE_CRASH": "yes"})
-    assert (done.returncode, "ended with 1 and left no answer.json" in done.stderr) == (11, True), done.stderr
+    assert (done.returncode, "answer.json" in done.stderr) == (11, True), done.stderr
 
 
-@pytest.mark.parametrize(
-    ("array", "told"), [({}, "4711"), ({"SLURM_ARRAY_JOB_ID": "4711", "SLURM_ARRAY_TASK_ID": "3"}, "4711_3")]
-)
-def test_who_is_told_to_end_ends_its_own_ranks_alone(fakes: Fakes, array: dict[str, str], told: str) -> None:
-    done = fakes.start("acceptance.sbatch", environ={"FAKE_TOLD": "yes", **array})
-    assert "told to end, by the time limit or scancel" in done.stdout
-    assert fakes.log("scancel") == [f"--signal=URG {told}"]
+def test_who_is_told_to_end_ends_its_own_ranks_alone(fakes: Fakes) -> None:
+    array = {"SLURM_ARRAY_JOB_ID": "4711", "SLURM_ARRAY_TASK_ID": "3"}
+    fakes.start("acceptance.sbatch", environ={"FAKE_TOLD": "yes", **array})
+    assert fakes.log("scancel") == ["--signal=URG 4711_3"]
+    (fakes.folder / "scancel.log").unlink()
+    fakes.start("acceptance.sbatch", environ={"FAKE_TOLD": "yes", "SLURM_JOB_ID": "4712"})
+    assert fakes.log("scancel") == ["--signal=URG 4712"]
 
 
 def test_each_node_is_told_its_number_and_where_all_meet(fakes: Fakes) -> None:
@@ -260,7 +241,7 @@ def test_a_container_is_asked_for_in_every_step_where_there_is_an_image(fakes: F
         assert "--container-workdir=/opt/pytest-gpucluster" in line
         assert " --export=ALL --mpi=none " in line
     refused = fakes.start("acceptance.sbatch", environ={**image, "GPUCLUSTER_REPORT_DIR": f"{fakes.folder}/a,b"})
-    assert (refused.returncode, "no comma and no colon" in refused.stderr) == (2, True)
+    assert (refused.returncode, "/a,b" in refused.stderr) == (2, True)
 
 
 def test_a_job_that_has_lost_a_node_starts_no_suite_and_tidies_up_on_those_that_are_left(fakes: Fakes) -> None:
@@ -268,7 +249,7 @@ def test_a_job_that_has_lost_a_node_starts_no_suite_and_tidies_up_on_those_that_
     image = {"CONTAINER_IMAGE": "image", "GPUCLUSTER_REPORT_DIR": str(fakes.folder / "reports")}
     done = fakes.start("acceptance.sbatch", environ={**image, "FAKE_LEFT": "1"})
     assert done.returncode == 11, done.stdout + done.stderr
-    assert "a node of n[1-2] was lost before the suite could start" in done.stderr
+    assert "n[1-2]" in done.stderr
     assert fakes.log("run") == []
     ready, tidy = [line for line in fakes.log("srun") if line.startswith("--")]
     # The last one counts: srun would wait for a second node until the time limit.
@@ -279,16 +260,15 @@ def test_a_job_that_has_lost_a_node_starts_no_suite_and_tidies_up_on_those_that_
 @pytest.mark.parametrize(
     ("words", "environ", "code", "said"),
     [
-        ([], {"SLURM_JOB_ID": None}, 2, "no job of Slurm: start this script with sbatch"),
-        ([], {"SUITE_DIR": "/nowhere"}, 2, "no /nowhere/deploy/slurm/job.sh here: submit from the top"),
-        ([], {"SUITE_VENV": "/nowhere"}, 2, "/nowhere/bin/gpucluster cannot be run on n1: install the suite"),
-        ([], {"SLURM_GPUS_ON_NODE": None}, 2, "Slurm gave this job no GPUs"),
-        (["--junitxml=x.xml"], {}, 2, "--junitxml=x.xml: this job chooses the place of its reports"),
-        (["--gpucluster-report-dir", "x"], {}, 2, "export GPUCLUSTER_REPORT_DIR instead"),
-        ([], {"GPUCLUSTER_REPORT_DIR": "/dev/null/x"}, 11, "/dev/null/x cannot be made"),
-        ([], {"FAKE_GONE": "n2"}, 11, "no answer from n2: the node is gone, does not see"),
+        pytest.param([], {"SLURM_JOB_ID": None}, 2, "sbatch", id="no job"),
+        pytest.param([], {"SUITE_DIR": "/nowhere"}, 2, "/nowhere/deploy/slurm/job.sh", id="no checkout"),
+        pytest.param([], {"SUITE_VENV": "/nowhere"}, 2, "/nowhere/bin/gpucluster ", id="no venv"),
+        pytest.param([], {"SLURM_GPUS_ON_NODE": None}, 2, "no GPUs", id="no GPUs"),
+        pytest.param(["--junitxml=x.xml"], {}, 2, "--junitxml=x.xml: ", id="junit"),
+        pytest.param(["--gpucluster-report-dir", "x"], {}, 2, "GPUCLUSTER_REPORT_DIR", id="reports"),
+        pytest.param([], {"GPUCLUSTER_REPORT_DIR": "/dev/null/x"}, 11, "/dev/null/x", id="read only"),
+        pytest.param([], {"FAKE_GONE": "n2"}, 11, "no answer from n2: ", id="a node is gone"),
     ],
-    ids=["no job", "no checkout", "no venv", "no GPUs", "junit", "reports", "read only", "a node is gone"],
 )
 def test_what_is_missing_is_named_before_anything_runs(
     fakes: Fakes, words: list[str], environ: dict[str, str | None], code: int, said: str
@@ -300,16 +280,17 @@ def test_what_is_missing_is_named_before_anything_runs(
     assert fakes.log("run") == []
 
 
-@pytest.mark.parametrize("words", [["--gpucluster-device=cpu"], ["--gpucluster-device", "cpu"]])
-def test_a_rehearsal_needs_no_gpus(fakes: Fakes, words: list[str]) -> None:
-    assert fakes.start("acceptance.sbatch", *words, environ={"SLURM_GPUS_ON_NODE": None}).returncode == 0
+def test_a_rehearsal_needs_no_gpus(fakes: Fakes) -> None:
+    for number, words in enumerate((["--gpucluster-device=cpu"], ["--gpucluster-device", "cpu"])):
+        environ = {"SLURM_GPUS_ON_NODE": None, "SLURM_JOB_ID": str(number)}
+        assert fakes.start("acceptance.sbatch", *words, environ=environ).returncode == 0
     assert all("--nproc-per-node" not in line for line in fakes.log("run"))
 
 
 def test_reports_are_never_overwritten(fakes: Fakes) -> None:
     assert fakes.start("acceptance.sbatch").returncode == 0
     again = fakes.start("acceptance.sbatch")
-    assert (again.returncode, "is there already" in again.stderr) == (11, True)
+    assert (again.returncode, f"{fakes.reports}/slurm-4711" in again.stderr) == (11, True)
     assert fakes.start("acceptance.sbatch", environ={"SLURM_RESTART_COUNT": "1"}).returncode == 0
     assert (fakes.reports / "slurm-4711-restart1" / "latest").exists()
 
@@ -318,96 +299,63 @@ def test_a_node_that_does_not_see_the_folder_says_so(fakes: Fakes) -> None:
     script = (
         f"source {shlex.quote(str(SLURM / 'job.sh'))}; node_is_ready /nowhere/slurm-1 true; node_tells /nowhere true"
     )
-    done = subprocess.run(
-        ["bash", "-c", script], env={"SLURMD_NODENAME": "n9"}, capture_output=True, text=True, check=False, timeout=60
-    )
+    done = finished(["bash", "-c", script], env={"SLURMD_NODENAME": "n9"})
     assert done.returncode == 1
-    assert "n9 does not see /nowhere/slurm-1: it must be on a file system that all nodes share" in done.stderr
+    assert "n9 does not see /nowhere/slurm-1: " in done.stderr
     assert "n9 does not see /nowhere:" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([], "name the earlier job first"),
-        (["--lf"], "name the earlier job first"),
-        (["4710"], "say what is to run again"),
-        (["1", "--lf"], "slurm-1 holds no run"),
-        (["4710", "--lf"], "has no list of failures"),
-    ],
-)
-def test_a_rerun_of_nothing_is_refused(fakes: Fakes, words: list[str], said: str) -> None:
+def test_a_rerun_of_nothing_is_refused(fakes: Fakes) -> None:
     assert fakes.start("acceptance.sbatch", environ={"SLURM_JOB_ID": "4710"}).returncode == 0
     (fakes.folder / "run.log").unlink()
-    done = fakes.start("rerun.sbatch", *words)
-    assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+    for words, said in (
+        ([], "earlier job"),
+        (["--lf"], "earlier job"),
+        (["4710"], "--lf"),
+        (["1", "--lf"], "slurm-1 "),
+        (["4710", "--lf"], "slurm-4710"),
+    ):
+        done = fakes.start("rerun.sbatch", *words)
+        assert (done.returncode, said in done.stderr) == (2, True), done.stderr
     assert fakes.log("run") == []
 
 
-@pytest.mark.parametrize(
-    ("words", "environ", "code", "said"),
-    [
-        ([], {"SLURM_JOB_ID": None}, 2, "name the nodes"),
-        (["nowhere"], {"SLURM_JOB_ID": None, "FAKE_NODES": "nowhere"}, 2, "nowhere is no node of this cluster"),
-        ([], {}, 2, "start this script with bash, not with sbatch"),
-        (
-            [],
-            {"SLURM_ARRAY_TASK_ID": "1", "GPUCLUSTER_ARRAY_NODES": "n1 n2", "SLURM_JOB_NODELIST": "n1"},
-            11,
-            "this element is for n2 and runs on n1",
-        ),
-        ([], {"SLURM_ARRAY_TASK_ID": "5", "GPUCLUSTER_ARRAY_NODES": "n1 n2"}, 2, "nobody says which node"),
-    ],
-    ids=["no nodes", "no such node", "by sbatch", "another node", "no such element"],
-)
-def test_an_array_element_runs_on_its_own_node_or_not_at_all(
-    fakes: Fakes, words: list[str], environ: dict[str, str | None], code: int, said: str
-) -> None:
+def test_an_array_element_runs_on_its_own_node_or_not_at_all(fakes: Fakes) -> None:
     (fakes.folder / "bin" / "sbatch").symlink_to("/bin/false")
-    done = fakes.start("array-nodes.sbatch", *words, environ=environ)
-    assert (done.returncode, said in done.stderr) == (code, True), done.stderr
+    element = {"SLURM_ARRAY_TASK_ID": "1", "GPUCLUSTER_ARRAY_NODES": "n1 n2"}
+    for words, environ, code, said in (
+        ([], {"SLURM_JOB_ID": None}, 2, "name the nodes"),
+        (["nowhere"], {"SLURM_JOB_ID": None, "FAKE_NODES": "nowhere"}, 2, "nowhere is no node"),
+        ([], {}, 2, "bash"),
+        ([], {**element, "SLURM_JOB_NODELIST": "n1"}, 11, "for n2 and runs on n1"),
+        ([], {**element, "SLURM_ARRAY_TASK_ID": "5"}, 2, "which node"),
+    ):
+        done = fakes.start("array-nodes.sbatch", *words, environ=environ)
+        assert (done.returncode, said in done.stderr) == (code, True), done.stderr
     assert fakes.log("run") == []
-
-
-def test_what_an_array_is_told_to_expect_is_one_node() -> None:
-    """An element is one node: with the whole cluster's figure every one of them would be refused."""
-    text = (SLURM / "array-nodes.sbatch").read_text(encoding="utf-8")
-    assert [line.split()[2] for line in text.splitlines() if line.startswith("# export GPUCLUSTER_EXPECT=")] == [
-        "GPUCLUSTER_EXPECT=1x8xH100"
-    ]
-
-
-CONF = """\
-PATH={path} SUITE_DIR={suite} SUITE_VENV={venv} STATE_DIR={state} NODE=n1 EMPTY_WITHIN=0 CHECK=(acceptance/)
-export FAKES={fakes} {more}
-"""
+    # An element is one node: with the whole cluster's figure every one of them would be refused.
+    assert "\n# export GPUCLUSTER_EXPECT=1x8xH100" in (SLURM / "array-nodes.sbatch").read_text(encoding="utf-8")
 
 
 def check(fakes: Fakes, how: str = "now", **more: str) -> subprocess.CompletedProcess[str]:
     """Run a health check by hand, with what the fake suite then does."""
-    said = {"FAKE_JOURNAL": a_journal("ACCEPTED"), "FAKE_EXITS": "0", "FAKE_SLEEP": "", "DRAIN_ON": "rejected"}
-    said |= {"FAKE_CRASH": "", "FAKE_SILENT": "", "FAKE_GPUS": "8", **more}
-    quoted = {
-        name: shlex.quote(str(value))
-        for name, value in {
-            "path": f"{fakes.folder / 'bin'}:{os.environ['PATH']}",
-            "suite": fakes.suite,
-            "venv": fakes.venv,
-            "state": fakes.folder / "its state",
-            "fakes": fakes.folder,
-        }.items()
+    own = {
+        "PATH": f"{fakes.folder / 'bin'}:{os.environ['PATH']}",
+        "SUITE_DIR": fakes.suite,
+        "SUITE_VENV": fakes.venv,
+        "STATE_DIR": fakes.folder / "its state",
+        "NODE": "n1",
+        "EMPTY_WITHIN": 0,
     }
+    said = {"FAKES": fakes.folder, "FAKE_JOURNAL": a_journal("ACCEPTED"), "FAKE_EXITS": "0", "FAKE_GPUS": "8", **more}
+    lines = [f"{name}={shlex.quote(str(value))}" for name, value in own.items()]
+    lines += ["CHECK=(acceptance/)", *(f"export {name}={shlex.quote(str(value))}" for name, value in said.items())]
     conf = fakes.folder / "health.conf"
-    words = " ".join(f"{name}={shlex.quote(value)}" for name, value in said.items())
-    conf.write_text(CONF.format(**quoted, more=words))
-    return subprocess.run(
+    conf.write_text("\n".join(lines) + "\n")
+    return finished(
         ["bash", str(SLURM / "health-check.sh"), *([how] if how else [])],
         # As slurmd starts it: with next to nothing in its environment, not even a PATH.
         env={"HEALTH_CHECK_CONF": str(conf), "SLURMD_NODENAME": "n1", "SLURM_JOB_ID": "7"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
     )
 
 
@@ -418,33 +366,29 @@ def node(fakes: Fakes) -> tuple[str, str]:
 OURS = "gpucluster health check: "
 
 
+def leaves(verdict: str, code: int = 0, **more: object) -> dict[str, str]:
+    """What the fake suite is to do that ends with a verdict."""
+    return {"FAKE_JOURNAL": a_journal(verdict, code, **more), "FAKE_EXITS": str(code)}
+
+
 @pytest.mark.parametrize(
     ("more", "code", "state", "told"),
     [
-        ({}, 0, "IDLE", "exit code 0: ACCEPTED"),
-        ({"FAKE_JOURNAL": a_journal("REJECTED", 1), "FAKE_EXITS": "1"}, 1, "IDLE+DRAIN", "REJECTED, exit code 1: so"),
-        ({"FAKE_JOURNAL": a_journal("BROKEN", 11), "FAKE_EXITS": "11"}, 11, "IDLE", "no answer"),
-        ({"FAKE_JOURNAL": "", "FAKE_EXITS": "1"}, 11, "IDLE", "no answer"),
-        ({"FAKE_JOURNAL": "", "FAKE_EXITS": "1", "DRAIN_ON": "anything"}, 11, "IDLE+DRAIN", "no verdict"),
-        ({"FAKE_JOURNAL": a_journal("INCOMPLETE", 10), "FAKE_EXITS": "10"}, 10, "IDLE", "no answer"),
-        ({"FAKE_JOURNAL": a_journal("REHEARSED", rehearsal=True)}, 11, "IDLE", "a rehearsal on cpu says nothing"),
-        ({"FAKE_SLEEP": "50", "DEADLINE": "1"}, 11, "IDLE", "not over after 1 s"),
-        ({"SUITE_VENV": "/nowhere"}, 11, "IDLE", "no answer"),
-        ({"FAKE_CRASH": "yes"}, 11, "IDLE", "no verdict, gpucluster ended with 1: ModuleNotFoundError"),
-        ({"FAKE_GPUS": "7"}, 1, "IDLE+DRAIN", "REJECTED, exit code 1: nvidia-smi lists 7 of 8 GPUs"),
-    ],
-    ids=[
-        "well",
-        "bad",
-        "broken",
-        "no word",
-        "asked to",
-        "incomplete",
-        "rehearsal",
-        "deadline",
-        "no venv",
-        "half a venv",
-        "a GPU is gone",
+        pytest.param({}, 0, "IDLE", "exit code 0: ACCEPTED", id="well"),
+        pytest.param(leaves("REJECTED", 1), 1, "IDLE+DRAIN", "REJECTED, exit code 1: so", id="bad"),
+        pytest.param(leaves("BROKEN", 11), 11, "IDLE", "no answer", id="broken"),
+        pytest.param({"FAKE_JOURNAL": "", "FAKE_EXITS": "1"}, 11, "IDLE", "no answer", id="no word"),
+        pytest.param(
+            {"FAKE_JOURNAL": "", "FAKE_EXITS": "1", "DRAIN_ON": "anything"}, 11, "IDLE+DRAIN", "no verdict", id="asked"
+        ),
+        pytest.param(leaves("INCOMPLETE", 10), 10, "IDLE", "no answer", id="incomplete"),
+        pytest.param(leaves("REHEARSED", rehearsal=True), 11, "IDLE", "rehearsal on cpu", id="rehearsal"),
+        pytest.param({"FAKE_SLEEP": "50", "DEADLINE": "1"}, 11, "IDLE", " 1 s", id="deadline"),
+        pytest.param({"SUITE_VENV": "/nowhere"}, 11, "IDLE", "no answer", id="no venv"),
+        pytest.param({"FAKE_CRASH": "yes"}, 11, "IDLE", "ended with 1: ModuleNotFoundError", id="half a venv"),
+        pytest.param(
+            {"FAKE_GPUS": "7"}, 1, "IDLE+DRAIN", "REJECTED, exit code 1: nvidia-smi lists 7 of 8 GPUs", id="a GPU lost"
+        ),
     ],
 )
 def test_only_a_rejected_node_stays_drained(
@@ -470,37 +414,19 @@ SHELL = "\n".join(path.read_text(encoding="utf-8") for path in sorted(SLURM.iter
 
 def rows(title: str) -> list[str]:
     """Return the first cell of each row of the table below a title."""
-    lines = PAGE[PAGE.index(f"## {title}") :].splitlines()
-    begin = next(number for number, line in enumerate(lines) if line.startswith("| ---"))
-    table = lines[begin + 1 :]
-    end = next((number for number, line in enumerate(table) if not line.startswith("|")), len(table))
-    return [line.split(" | ")[0].strip("| ") for line in table[:end]]
+    table = PAGE[PAGE.index(f"## {title}") :].partition("| ---")[2].partition("\n\n")[0]
+    return [line.split(" | ")[0].strip("| ") for line in table.splitlines()[1:]]
 
 
-def test_the_messages_of_the_page_are_those_of_the_scripts() -> None:
+def test_the_page_is_of_one_mind_with_the_scripts() -> None:
     told = [row.strip("`") for row in rows("What may go wrong") if not row.startswith("`torchrun failed")]
-    assert len(told) > 5
     pieces = [piece.strip() for message in told for piece in message.split("…") if piece.strip()]
-    assert [piece for piece in pieces if piece not in SHELL] == []
-
-
-def test_the_variables_of_the_page_are_those_of_the_scripts() -> None:
     names = [name.strip("`, ") for row in rows("Before the first job") for name in row.split(",")]
-    assert len(names) > 8
-    assert [name for name in names if name not in SHELL] == []
-
-
-def test_the_page_and_the_script_ask_slurm_for_the_same_and_not_of_all_nodes_at_once() -> None:
-    lines = [line for line in PAGE.splitlines() if line.startswith("HealthCheck")]
-    script = (SLURM / "health-check.sh").read_text(encoding="utf-8")
-    assert [line.partition("=")[0] for line in lines] == [
-        "HealthCheckProgram",
-        "HealthCheckInterval",
-        "HealthCheckNodeState",
-    ]
-    assert [line for line in lines if f"#   {line}\n" not in script] == []
+    lines = [f"#   {line}\n" for line in PAGE.splitlines() if line.startswith("HealthCheck")]
+    assert (len(told) > 5, len(names) > 5, len(lines)) == (True, True, 3)
+    assert [piece for piece in (*pieces, *names, *lines) if piece not in SHELL] == []
     # Without CYCLE every idle node would be drained at one moment. Source: slurm.conf(5).
-    assert "HealthCheckNodeState=IDLE,CYCLE" in lines
+    assert "#   HealthCheckNodeState=IDLE,CYCLE\n" in lines
 
 
 def test_what_is_checked_is_in_the_suite(fakes: Fakes) -> None:
@@ -514,25 +440,14 @@ def test_what_is_checked_is_in_the_suite(fakes: Fakes) -> None:
     assert [word for word in words if word.startswith("-")] == ["--gpucluster-profile=quick"]
 
 
-@pytest.mark.parametrize(
-    ("state", "reason"),
-    [
-        ("ALLOCATED", ""),
-        ("MIXED", ""),
-        ("IDLE+DRAIN", "a fan is broken"),
-        ("DOWN", ""),
-        ("IDLE+COMPLETING", ""),
-        ("IDLE+RESERVED", ""),
-        ("IDLE+DOWN+NOT_RESPONDING", ""),
-        ("", ""),
-    ],
-)
-def test_a_node_that_is_not_idle_is_left_alone(fakes: Fakes, state: str, reason: str) -> None:
-    (fakes.folder / "state").write_text(state)
-    (fakes.folder / "reason").write_text(reason)
-    assert check(fakes).returncode == 11
-    assert check(fakes, how="").returncode == 0
-    assert node(fakes) == (state, reason)
+def test_a_node_that_is_not_idle_is_left_alone(fakes: Fakes) -> None:
+    states = ["ALLOCATED", "MIXED", "DOWN", "IDLE+COMPLETING", "IDLE+RESERVED", "IDLE+DOWN+NOT_RESPONDING", ""]
+    for state, reason in [("IDLE+DRAIN", "a fan is broken"), *((state, "") for state in states)]:
+        (fakes.folder / "state").write_text(state)
+        (fakes.folder / "reason").write_text(reason)
+        assert check(fakes).returncode == 11, state
+        assert check(fakes, how="").returncode == 0, state
+        assert node(fakes) == (state, reason)
     assert [line for line in fakes.log("scontrol") if "update" in line] == []
     assert fakes.log("run") == []
 
@@ -543,25 +458,21 @@ def test_a_node_that_could_not_be_given_back_is_due_at_once(fakes: Fakes) -> Non
     silent = check(fakes, FAKE_SILENT=f"{OURS}running")
     assert (silent.returncode, node(fakes)[0]) == (11, "IDLE+DRAIN"), silent.stdout
     assert not (fakes.folder / "its state" / "next").exists()
-    assert "slurmctld does not tell why the node is drained" in silent.stdout
+    assert "slurmctld" in silent.stdout
     assert check(fakes).returncode == 0
     assert node(fakes)[0] == "IDLE"
 
 
-def test_a_check_that_was_cut_off_is_taken_up_again(fakes: Fakes) -> None:
+def test_a_check_that_was_cut_off_is_taken_up_again_and_nothing_is_asked_before_the_next_is_due(fakes: Fakes) -> None:
     (fakes.folder / "state").write_text("IDLE+DRAIN")
     (fakes.folder / "reason").write_text(f"{OURS}running since yesterday")
     assert check(fakes).returncode == 0
     assert node(fakes)[0] == "IDLE"
-
-
-def test_slurm_is_asked_nothing_before_the_next_check_is_due(fakes: Fakes) -> None:
-    assert check(fakes).returncode == 0
     (fakes.folder / "scontrol.log").unlink()
     assert check(fakes, how="").returncode == 0
     assert fakes.log("scontrol") == []
     (fakes.folder / "its state" / "next").write_text("what is this?\n")
-    assert check(fakes, how="", FAKE_SLEEP="").returncode == 0
+    assert check(fakes, how="").returncode == 0
     assert fakes.log("scontrol") != []
 
 
@@ -573,7 +484,7 @@ def test_one_check_at_a_time(fakes: Fakes) -> None:
             while not (state / "lock").exists():
                 pass
             done = check(fakes)
-            assert (done.returncode, "another check is running here" in done.stdout) == (11, True)
+            assert done.returncode == 11, done.stdout
             assert check(fakes, how="").returncode == 0
         finally:
             holder.terminate()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from torchrun import torchrun
 
 SAME = """
@@ -111,8 +113,6 @@ def test_a_rank_that_hangs_while_it_collects_is_named_with_its_stack(tmp_path):
         """,
     }
     run = torchrun(tmp_path, files, timeouts="join=10,stuck=1")
-    assert any(
-        verdict.startswith("error: rank 1 (node-a) cannot be released from collection: hangs at test_slow.py:6 in ")
-        for verdict in run.verdicts.values()
-    ), run.verdicts
+    named = re.compile(r"error: rank 1 \(node-a\) .* collection: .* test_slow\.py:6 in ")
+    assert any(map(named.match, run.verdicts.values())), run.verdicts
     nothing_ran(run)

@@ -48,10 +48,13 @@ def test_the_report_names_the_culprit_and_the_next_test_passes(run, times, fault
 def test_where_the_culprit_hangs_is_in_the_report(run):
     body = run.body("test_sleep")
     assert "time.sleep(600)" in body, "its Python stack"
-    assert "all_reduce" not in body.partition("stack of the main thread")[0], "it had entered no collective"
+    assert "all_reduce" not in body.partition("main thread")[0], "it had entered no collective"
     body = run.body("test_finished_early")
     assert "all_reduce #2 in group" in body, "the last collectives of the flight recorder"
     assert "finished" in body
+    body = run.body("test_another_collective")
+    assert "waits in all_reduce #" in body
+    assert "waits in barrier #" in body
 
 
 def test_who_only_waited_is_listed_and_not_blamed(run):
@@ -59,23 +62,18 @@ def test_who_only_waited_is_listed_and_not_blamed(run):
     for fault in set(EXPECTED) - {"setup", "teardown", "everywhere", "loop", "another_collective"}:
         assert (list(results[fault].culprits), list(results[fault].released)) == ([1], [0]), fault
     assert (list(results["loop"].culprits), list(results["loop"].released)) == ([0], [1])
-    assert (list(results["everywhere"].culprits), list(results["everywhere"].released)) == ([0, 1], [])
+    for fault in ("everywhere", "another_collective"):  # nothing tells who is right
+        assert (list(results[fault].culprits), list(results[fault].released)) == ([0, 1], [])
     for fault in ("setup", "teardown"):  # nobody met anybody there
         assert (list(results[fault].culprits), list(results[fault].released)) == ([1], [])
-
-
-def test_nobody_enters_a_body_that_one_rank_could_not_set_up(run):
-    assert all(run.find_stamp("body_entered_in_spite_of_the_setup", rank) is None for rank in (0, 1))
-
-
-def test_a_test_has_the_deadline_of_its_marker(run):
-    assert run.verdicts["test_slow_but_within_its_own_deadline"] == "passed"
 
 
 def test_a_healthy_rank_that_still_computes_is_let_alone_until_it_waits_for_the_failed_one(run):
     assert run.find_stamp("computed", 0)
     assert run.verdicts["test_peer_that_still_computes"] == f"failure: {RANK_1}: RuntimeError: rank 1 fails"
     assert run.verdicts["test_after_peer_that_still_computes"] == "passed"
+    assert run.verdicts["test_slow_but_within_its_own_deadline"] == "passed", "of its marker"
+    assert all(run.find_stamp("body_entered_in_spite_of_the_setup", rank) is None for rank in (0, 1))
 
 
 def test_every_other_result_is_kept(run):
@@ -85,11 +83,3 @@ def test_every_other_result_is_kept(run):
     assert run.end == ("REJECTED", 1, "rank 0")  # for test_peer_that_still_computes
     assert run.exits == [1]
     assert run.left_over == []
-
-
-def test_of_two_ranks_in_two_collectives_nothing_tells_who_is_right_and_both_are_told_of(run):
-    (result,) = (r for r in run.journal.results if r.nodeid.endswith("::test_another_collective"))
-    assert (list(result.culprits), list(result.released)) == ([0, 1], [])
-    body = run.body("test_another_collective")
-    assert "waits in all_reduce #" in body
-    assert "waits in barrier #" in body

@@ -13,7 +13,7 @@ HOSTS = ("node-a", "node-b")
 DEAD = 3.0
 
 
-def hang(tmp_path, ranks=1):
+def hang(tmp_path, ranks=1, **settings):
     run = start(
         tmp_path,
         suite("one_fault"),
@@ -22,7 +22,7 @@ def hang(tmp_path, ranks=1):
         deadline=60.0,
         timeouts=f"stuck=2,dead={DEAD}",
         environment={"FAULT": "wait", "VICTIM": str(2 * ranks - 1)},
-        forked=False,
+        **settings,
     )
     stamps = [run.wait_for_stamp("fault", rank) for rank in range(2 * ranks)]
     return run, stamps, max(stamp.at for stamp in stamps)
@@ -60,7 +60,7 @@ def test_a_rank_lost_beside_others_is_named_at_once(tmp_path, times):
 
 
 def test_a_lost_launcher_is_named_by_its_node(tmp_path, times):
-    run, _, since = hang(tmp_path)
+    run, _, since = hang(tmp_path, forked=False)  # a real one
     kill(run.agents[1].pid)
     message = "the launcher's agent on node-b (node_rank 1) is gone"
     is_told(run.wait(), times, "launcher of the second node lost", [message], since, SIGNAL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import xml.etree.ElementTree as ET
 
@@ -86,14 +87,14 @@ def test_a_full_disk_loses_nothing_and_is_no_pass(tmp_path):
     )
     assert run.stamp("after_next", 0), "the tests have gone on"
     assert run.exits == [1], run.output
-    assert "No space left on device" in run.output
+    assert os.strerror(errno.ENOSPC) in run.output
     assert "BROKEN" in run.output
     [copies] = (path for path in (tmp_path / "tmp").iterdir() if (path / "report.xml").exists())
-    assert f"complete copies are in {copies}" in " ".join(run.output.split())  # maybe on two lines
+    assert f"in {copies}" in " ".join(run.output.split())  # maybe on two lines
     document = (copies / "report.xml").read_text(encoding="utf-8")
     SCHEMA.validate(document)
     assert {case.get("name") for case in ET.fromstring(document).iter("testcase")} >= {
-        *("test_first", "test_fills_the_disk", "test_next"),
+        *("test_first", "test_fills_the_disk", "test_next")
     }
     assert len(journal.read(copies / "journal.jsonl").results) == 3
     assert run.left_over == []

@@ -30,12 +30,12 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_restart_never_turns_a_broken_run_into_a_pass(tmp_path, fault):
     code, end = FAULTS[fault]
-    run = start(tmp_path, {"test_once.py": ONCE.format(fault=code)}, launcher=["--max-restarts=1"], forked=False)
+    run = start(tmp_path, {"test_once.py": ONCE.format(fault=code)}, launcher=["--max-restarts=1"])
     run.wait_for("the first report is closed", lambda: "exit code" in run.output)
     before = run.junit_path.read_bytes()
     run.wait()
     assert run.exits == [1]
-    assert "this is restart 1 of a run that has already broken" in run.output
+    assert "restart 1 of" in run.output
     assert run.find_stamp("run_again", 0) is None
     assert run.end == end
     assert run.junit_path.read_bytes() == before

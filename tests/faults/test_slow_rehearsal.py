@@ -38,7 +38,7 @@ SUITE = {
             measure("gpu.usable_dtypes", 4, unit="dtypes")
 
         @pytest.mark.criterion("matmul")
-        @pytest.mark.deadline(3)
+        @pytest.mark.deadline(2)
         def test_collectives_go_on(cluster):
             while True:
                 spin(0.05)
@@ -48,12 +48,12 @@ SUITE = {
             meet(cluster, "collectives")
 
         @pytest.mark.criterion("hbm")
-        @pytest.mark.deadline(2)
+        @pytest.mark.deadline(1)
         def test_computes(cluster):
             spin(600)
 
         @pytest.mark.criterion("burn_in")
-        @pytest.mark.deadline(2)
+        @pytest.mark.deadline(1)
         def test_slow_setup(slow_setup):
             pass
 
@@ -83,7 +83,7 @@ SUITE = {
             yield
             spin(600)
 
-        @pytest.mark.deadline(2)
+        @pytest.mark.deadline(1)
         def test_slow_teardown(slow_teardown):
             pass
 
@@ -91,19 +91,19 @@ SUITE = {
         def test_passes(measure):
             measure("hbm.copy.bandwidth", 2, unit="TB/s")
 
-        @pytest.mark.deadline(3)
+        @pytest.mark.deadline(2)
         @pytest.mark.hangs
         def test_hangs(cluster):
             if RANK == 1:
                 spin(600)
             all_reduce(cluster)
 
-        @pytest.mark.deadline(3)
+        @pytest.mark.deadline(2)
         @pytest.mark.hangs
         def test_hangs_while_a_thread_spins(cluster):
             lock = threading.Lock()
             lock.acquire()
-            spinning = threading.Thread(target=spin, args=(4,), daemon=True)
+            spinning = threading.Thread(target=spin, args=(3,), daemon=True)
             spinning.start()
             try:
                 lock.acquire()
@@ -139,12 +139,14 @@ INI = "markers =\n    hangs\n"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    return torchrun(tmp_path_factory.mktemp("slow"), SUITE, "-m", "not hangs", deadline=60.0, ini=INI)
+    return torchrun(
+        tmp_path_factory.mktemp("slow"), SUITE, "-m", "not hangs", deadline=60.0, timeouts="stuck=30", ini=INI
+    )
 
 
 @pytest.mark.parametrize("name", SLOW)
 def test_what_is_too_slow_here_is_skipped_with_the_reason_and_names_no_culprit(run, name):
-    assert run.verdicts[name].startswith("skipped: too slow to rehearse here: "), run.body(name)
+    assert run.verdicts[name].startswith("skipped: too slow"), run.body(name)
     result = next(result for result in run.journal.results if result.nodeid.endswith(name))
     assert (result.too_slow, list(result.culprits)) == (True, [])
 
@@ -153,8 +155,8 @@ def test_the_next_tests_pass_on_a_fresh_group_and_the_run_is_a_rehearsal(run):
     assert {run.verdicts[name] for name in ("test_after_collectives", "test_passes", "test_after")} == {"passed"}
     assert run.end == ("REHEARSED", 0, "rank 0")
     assert run.exits == [0]
-    assert f"{len(SLOW)} too slow to rehearse here" in run.output.splitlines()[-1]
-    assert "of them had to" not in run.output
+    assert f"{len(SLOW)} too slow" in run.output.splitlines()[-1]
+    assert "of them" not in run.output
     assert run.left_over == []
 
 

@@ -13,9 +13,7 @@ from torchrun import start, suite
 
 def hang(tmp_path):
     """Start a run of which rank 1 sleeps and rank 0 waits for it."""
-    return start(
-        tmp_path, suite("one_fault"), deadline=60.0, environment={"FAULT": "wait", "VICTIM": "1"}, forked=False
-    )
+    return start(tmp_path, suite("one_fault"), deadline=60.0, environment={"FAULT": "wait", "VICTIM": "1"})
 
 
 def is_told(run, times, name, message, since):
@@ -51,19 +49,12 @@ def runs(request, tmp_path_factory):
     return runs_of(request, tmp_path_factory, deadline=60.0)
 
 
-@pytest.mark.parametrize("case", params(("interrupt", 0), ("interrupt", 1)))
-def test_an_interrupt_of_one_rank_ends_all(runs, times, case):
-    run, (_, victim) = runs[case], case
-    message = f"interrupted (Ctrl-C) on rank {victim} (node-a) during call of test_one_fault.py::test_fault"
-    is_told(run, times, f"SIGINT, rank {victim}", message, run.stamp("fault", victim).at)
-    assert run.exits == [1]
-
-
-@pytest.mark.parametrize("case", params(("terminate", 0), ("terminate", 1)))
-def test_a_sigterm_to_one_rank_ends_all(runs, times, case):
-    run, (_, victim) = runs[case], case
-    message = "ended by SIGTERM on node-a during call of test_one_fault.py::test_fault"
-    is_told(run, times, f"SIGTERM, rank {victim}", message, run.stamp("fault", victim).at)
+@pytest.mark.parametrize("case", params(("interrupt", 0), ("interrupt", 1), ("terminate", 0), ("terminate", 1)))
+def test_a_signal_to_one_rank_ends_all(runs, times, case):
+    run, (fault, victim) = runs[case], case
+    told = {"interrupt": f"interrupted (Ctrl-C) on rank {victim} (node-a)", "terminate": "ended by SIGTERM on node-a"}
+    message = f"{told[fault]} during call of test_one_fault.py::test_fault"
+    is_told(run, times, f"{fault}, rank {victim}", message, run.stamp("fault", victim).at)
     assert run.exits == [1]
 
 

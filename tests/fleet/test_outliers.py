@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import random
 
-import pytest
-from written_runs import MATMUL, case, measured, place, read, write
+from written_runs import MATMUL, case, measured, place, read
 
-from pytest_gpucluster.cli import main
 from pytest_gpucluster.fleet.node import Answer, fleet
 from pytest_gpucluster.fleet.outliers import outliers
 
@@ -47,53 +45,25 @@ def test_half_of_the_fleet_may_be_slow_and_the_other_half_is_no_outlier():
     assert {each[0] for each in found([*half, *slow])} <= {f"gpu-{number:03}" for number in range(5, 9)}
 
 
-@pytest.mark.parametrize("value", ["NaN", -3, "Infinity"])
-def test_what_is_no_number_is_left_to_the_limits(value):
-    assert found([*healthy(4, gpus=2), node(9, 730, value)]) == []
-
-
-def test_less_is_better_where_it_is():
-    fast = [node(number, 20 + number / 10, metric="nccl.all_reduce.latency") for number in range(8)]
-    assert found([*fast, node(9, 60, metric="nccl.all_reduce.latency")]) == [("gpu-009", 0, "nccl.all_reduce.latency")]
-    assert found([*fast, node(9, 5, metric="nccl.all_reduce.latency")]) == []
-
-
-def test_only_like_stands_beside_like():
-    h100, h200 = healthy(6), node(9, *([500.0] * 8), sku="H200 SXM")
-    assert found([*h100, h200]) == []
-    assert found([*h100, node(9, *([500.0] * 4))]) == [], "with another number of ranks"
+def test_only_like_numbers_stand_beside_each_other_and_less_is_better_where_it_is():
+    for value in ("NaN", -3, "Infinity"):
+        assert found([*healthy(4, gpus=2), node(9, 730, value)]) == [], "left to the limits"
+    assert found([*healthy(6), node(9, *([500.0] * 8), sku="H200 SXM")]) == []
+    assert found([*healthy(6), node(9, *([500.0] * 4))]) == [], "with another number of ranks"
     assert found([node(1, *([730.0] * 7), 200)]) == [], "one node is no fleet"
+    cool = [node(number, 60, metric="gpu.temperature") for number in range(8)]
+    assert found([*cool, node(9, 80, metric="gpu.temperature")]) == [], "a state of the moment"
+    late = "nccl.all_reduce.latency"
+    fast = [node(number, 20 + number / 10, metric=late) for number in range(8)]
+    assert found([*fast, node(9, 60, metric=late)]) == [("gpu-009", 0, late)]
+    assert found([*fast, node(9, 5, metric=late)]) == []
+    runs = [*healthy(8), node(9, *([690.0] * 8))]
+    assert (len(found(runs)), found(runs, behind=0.10)) == (8, [])
 
 
 def test_a_limits_own_ratio_holds_over_the_fleet_also_where_there_are_few_nodes():
     limit = {"min": 1.0, "min_ratio_to_median": 0.95}
     runs = [node(0, 730, limit=limit), node(1, 731, limit=limit), node(2, 690, limit=limit)]
     [behind] = outliers(fleet(runs))
-    assert (behind.node, behind.why) == ("gpu-002", "94.5 % of the fleet's median, 95 % is required")
+    assert (behind.node, "94.5 %" in behind.why, "95 %" in behind.why) == ("gpu-002", True, True)
     assert found([node(0, 730), node(1, 731), node(2, 690)]) == [], "three values do not say how much they scatter"
-
-
-def test_a_state_of_the_moment_is_no_reason():
-    cool = [node(number, 60, metric="gpu.temperature") for number in range(8)]
-    assert found([*cool, node(9, 80, metric="gpu.temperature")]) == []
-
-
-def test_by_how_much_is_set_by_the_operator():
-    runs = [*healthy(8), node(9, *([690.0] * 8))]
-    assert len(found(runs)) == 8
-    assert found(runs, behind=0.10) == []
-
-
-def test_a_value_with_samples_is_held_against_the_median_and_not_its_limit(tmp_path, monkeypatch, capsys):
-    """Also as the command reads journals, without the samples themselves."""
-    limit = {"max": 10_000.0}
-    for number in range(8):
-        line = measured([60 if number == 7 else 20 + number / 10], "nccl.all_reduce.latency", limit=limit)
-        write(
-            tmp_path / f"{number}",
-            case(MATMUL, "passed", line),
-            ranks=[place(0, host=f"gpu-{number}")],
-            run_id=f"{number}",
-        )
-    assert main(["fleet", str(tmp_path)]) == 1
-    assert "gpu-7: outlier" in capsys.readouterr().out

@@ -17,6 +17,10 @@ from pytest_gpucluster import journal, thresholds
 from pytest_gpucluster.errors import ThresholdsError
 from pytest_gpucluster.reports import folder
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import example_runs
+
 FOLDER = Path(__file__).parent
 FILES = sorted(FOLDER.glob("*.yaml"))
 REPORTS = FOLDER / "reports"
@@ -39,8 +43,6 @@ def errors_of(path: Path) -> str:
 
 def reports_of(name: str) -> Iterator[tuple[str, str]]:
     """Yield file name and content of each report of an example run."""
-    import example_runs
-
     with tempfile.TemporaryDirectory() as place:
         run = example_runs.write(Path(place) / "run", name)
         path = run / journal.FILE_NAME
@@ -55,18 +57,10 @@ def reports_of(name: str) -> Iterator[tuple[str, str]]:
                 yield file, _OF_THE_PAGE.sub(lambda match: f"{match[1] or '(digest)'}{match[3] or ''}", text)
 
 
-def names() -> tuple[str, ...]:
-    """Return the names of the example runs."""
-    import example_runs
-
-    return example_runs.NAMES
-
-
 if __name__ == "__main__":
-    sys.path.insert(0, str(FOLDER.parent))
     for path in FILES:
         path.with_suffix(".txt").write_text(errors_of(path), encoding="utf-8")
-    for name in names():
+    for name in example_runs.NAMES:
         for file, text in reports_of(name):
             (REPORTS / name).mkdir(parents=True, exist_ok=True)
             (REPORTS / name / file).write_text(text, encoding="utf-8", newline="")

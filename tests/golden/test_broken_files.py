@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
+from each import of_each
 from regenerate import FILES, FOLDER, errors_of
 
 
-def test_there_are_files_and_each_has_its_errors() -> None:
+def test_each_file_has_its_errors() -> None:
     assert len(FILES) >= 10
     assert sorted(path.stem for path in FILES) == sorted(path.stem for path in FOLDER.glob("*.txt"))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@of_each("path", FILES, name=lambda path: path.stem)
 def test_all_errors_of_a_broken_file_are_told_at_once_with_their_places(path: Path) -> None:
     expected = path.with_suffix(".txt").read_text(encoding="utf-8")
     assert len(expected.splitlines()) > 3

@@ -9,7 +9,10 @@ import functools
 import re
 
 import pytest
-from regenerate import REPORTS, names, reports_of
+from example_runs import NAMES
+from regenerate import REPORTS, reports_of
+
+from pytest_gpucluster.reports.folder import FILES
 
 
 @functools.cache
@@ -21,12 +24,13 @@ def rendered(name: str) -> dict[str, str]:
 
 
 def test_there_is_a_folder_for_each_run_and_in_it_only_what_is_compared() -> None:
-    assert sorted(path.name for path in REPORTS.iterdir()) == sorted(names())
-    for name in names():
+    assert sorted(path.name for path in REPORTS.iterdir()) == sorted(NAMES)
+    for name in NAMES:
         assert sorted(path.name for path in (REPORTS / name).iterdir()) == sorted(rendered(name))
+    assert set(rendered("cluster")) == set(FILES.values())
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", NAMES)
 def test_the_reports_of_a_run_are_what_was_looked_at(name: str) -> None:
     for file, text in rendered(name).items():
         # Line by line: a comparison of whole pages takes pytest minutes to tell.
@@ -39,10 +43,3 @@ def test_the_reports_of_a_run_are_what_was_looked_at(name: str) -> None:
         if different is not None:
             was, is_now = ("".join(lines[different : different + 1])[:2000] for lines in (expected, found))
             pytest.fail(f"reports/{name}/{file}:{different + 1}:\nexpected: {was}\nfound:    {is_now}", pytrace=False)
-
-
-def test_each_kind_of_report_and_each_kind_of_run_is_among_them() -> None:
-    assert {"cluster", "rehearsal"} <= set(names())
-    assert set(rendered("cluster")) == {
-        *("junit.xml", "report.html", "results.json", "metrics.prom", "report.md", "report.txt")
-    }

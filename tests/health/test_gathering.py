@@ -2,10 +2,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from patient import PID, UUID, examined, nvml, sources, who
 
-from pytest_gpucluster.health.finding import Identity, identity
+from pytest_gpucluster.health.finding import identity
 from pytest_gpucluster.health.gathering import gather
 from pytest_gpucluster.health.situation import UNDER_LOAD, take
 from pytest_gpucluster.nvml import QUERIES, NotAvailable
@@ -28,6 +27,7 @@ def test_a_lost_gpu_is_not_asked_again() -> None:
     assert len(asked) == 1
     assert {missing.kind for missing in snapshot.missing.values()} == {"lost"}
     assert set(snapshot.missing) == set(QUERIES)
+    assert examined(fake=nvml(silent=[UUID])).situation.gpu == identity(who()), "it keeps its names"
 
 
 def test_what_means_something_under_load_only_is_read_under_load() -> None:
@@ -60,29 +60,3 @@ def test_the_rank_that_asks_finds_itself_and_the_ranks_of_its_node() -> None:
     assert situation.own_pids == {PID, PID + 1}
     assert situation.held_bytes == 5
     assert situation.promise is not None
-
-
-def test_a_gpu_that_nvml_does_not_find_any_more_keeps_its_names() -> None:
-    situation = examined(fake=nvml(silent=[UUID])).situation
-    assert situation.gpu == identity(who())
-
-
-@pytest.mark.parametrize(
-    ("gpu", "text"),
-    [
-        pytest.param(
-            Identity(host="gpu-07", index=3, uuid="GPU-a", serial="165", pci="00000000:3B:00.0"),
-            "GPU 3 (GPU-a, serial 165, PCI 00000000:3B:00.0) on gpu-07",
-            id="all names",
-        ),
-        pytest.param(
-            Identity(host="gpu-07", pci="0000:3b:00.0"),
-            "GPU (UUID unknown, serial unknown, PCI 0000:3b:00.0) on gpu-07",
-            id="only its address",
-        ),
-        pytest.param(Identity(host="gpu-07"), "gpu-07", id="none in particular"),
-        pytest.param(identity({**who(), "gpu": None}), "gpu-07", id="a rehearsal"),
-    ],
-)
-def test_a_gpu_is_named_by_all_that_is_known(gpu: Identity, text: str) -> None:
-    assert str(gpu) == text

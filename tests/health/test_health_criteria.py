@@ -87,29 +87,25 @@ def test_a_healthy_gpu_passes_and_its_figures_are_on_record(project: Project) ->
     assert left.exit == 0
 
 
-REJECTED: dict[str, tuple[dict, tuple[str, ...]]] = {
-    "ECC errors": ({"planted": "{'ecc.uncorrected.volatile': 2}"}, ("ecc_uncorrected", "2 uncorrected")),
-    "an Xid": (
-        {"log": "KernelLog(lines=('NVRM: Xid (PCI:0000:3b:00): 79, pid=1, fallen off the bus',), source='dmesg')"},
-        ("xid_79", "fallen off the bus"),
+FAULTS = """{
+    'ecc.uncorrected.volatile': 2, 'pcie.generation': 1, 'throttle.reasons': ('hw_thermal',), 'rows.pending': True,
+    'nvlink.up': {0: True, 1: False}, 'memory.total': 40 * 10**9, 'power.limit': 350.0}"""
+XID = "KernelLog(lines=('NVRM: Xid (PCI:0000:3b:00): 79, pid=1, fallen off the bus',), source='dmesg')"
+GONE = "(PciGpu(address='0000:5e:00.0', state='dead', detail='its PCI configuration reads as all ones'),)"
+REJECTED: list[tuple[dict, tuple[str, ...]]] = [
+    (
+        {"planted": FAULTS, "log": XID, "unlisted": GONE},
+        ("ecc_uncorrected", "2 uncorrected", "xid_79", "gen1 under load", "hw_thermal", "nvlink_down", "down: 1",
+         "row_remap_pending", "40.00 GB", "350 W", "PCI 0000:5e:00.0"),
     ),
-    "a lost GPU": ({"silent": ("GPU-5f2c",)}, ("gpu_lost", "does not answer any more")),
-    "a GPU lost under load": (
-        {"planted": "{'clock.sm': NotAvailable('the GPU is lost', 'lost')}"},
-        ("gpu_lost", "the GPU is lost"),
-    ),
-    "a slow PCIe link": ({"planted": "{'pcie.generation': 1}"}, ("pcie_generation", "gen1 under load")),
-    "thermal slowdown": ({"planted": "{'throttle.reasons': ('hw_thermal',)}"}, ("throttle", "hw_thermal")),
-    "an NVLink down": ({"planted": "{'nvlink.up': {0: True, 1: False}}"}, ("nvlink_down", "down: 1")),
-    "a pending row remap": ({"planted": "{'rows.pending': True}"}, ("row_remap_pending",)),
-    "less memory than promised": ({"planted": "{'memory.total': 40 * 10**9}"}, ("memory_size", "40.00 GB")),
-    "a lowered power limit": ({"planted": "{'power.limit': 350.0}"}, ("power_limit", "350 W")),
-}
+    ({"silent": ("GPU-5f2c",)}, ("gpu_lost",)),
+    # Under the load only.
+    ({"planted": "{'clock.sm': NotAvailable('the GPU is lost', 'lost')}"}, ("gpu_lost", "the GPU is lost")),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REJECTED)
-def test_a_gpu_with_a_fault_is_rejected_by_name(project: Project, case: str) -> None:
-    arguments, words = REJECTED[case]
+@pytest.mark.parametrize(("arguments", "words"), REJECTED, ids=["faults of all kinds", "lost", "lost under load"])
+def test_a_gpu_with_faults_is_rejected_by_name(project: Project, arguments: dict, words: tuple[str, ...]) -> None:
     left = criterion(project, "test_gpu_health", **arguments)
     assert left.verdicts["test_gpu_health"].startswith("failure: "), left.output
     for word in (*NAMES, "what to do: ", *words):
@@ -117,36 +113,13 @@ def test_a_gpu_with_a_fault_is_rejected_by_name(project: Project, case: str) -> 
     assert left.last_line[:2] == ("REJECTED", 1)
 
 
-def test_a_gpu_that_fell_off_the_bus_is_rejected_by_its_address(project: Project) -> None:
-    gone = "(PciGpu(address='0000:5e:00.0', state='dead', detail='its PCI configuration reads as all ones'),)"
-    left = criterion(project, "test_gpu_health", unlisted=gone)
-    assert left.verdicts["test_gpu_health"].startswith("failure: "), left.output
-    assert "PCI 0000:5e:00.0" in left.body("test_gpu_health")
-    assert left.last_line[:2] == ("REJECTED", 1)
-
-
-BROKEN: dict[str, tuple[dict, tuple[str, ...]]] = {
-    "a leaked process": (
-        {"planted": "{'memory.used': 9 * 10**9, 'processes': ((99, 8 * 10**9),)}"},
-        ("memory_taken", "pid 99 of user alice (python train.py) with 8.00 GB"),
-    ),
-    "a required query missing": (
-        {"without": ("ecc.mode",)},
-        ("query_missing", "NVML does not tell ecc.mode"),
-    ),
-    "MIG not as declared": ({"planted": "{'mig.mode': True}"}, ("mig", "MIG is on")),
-    "the Fabric Manager not started": (
-        {"planted": "{'fabric': {'state': 'not started', 'status': 'success', 'health': ()}}"},
-        ("fabric_state", "not started"),
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BROKEN)
-def test_a_gpu_that_cannot_be_judged_is_an_error_and_no_verdict_on_it(project: Project, case: str) -> None:
-    arguments, words = BROKEN[case]
-    left = criterion(project, "test_gpu_health", **arguments)
+def test_a_gpu_that_cannot_be_judged_is_an_error_and_no_verdict_on_it(project: Project) -> None:
+    planted = """{'memory.used': 9 * 10**9, 'processes': ((99, 8 * 10**9),),
+        'fabric': {'state': 'not started', 'status': 'success', 'health': ()}}"""
+    left = criterion(project, "test_gpu_health", planted=planted, without=("ecc.mode",))
     assert left.verdicts["test_gpu_health"].startswith("error: "), left.output
+    words = ("memory_taken", "pid 99 of user alice (python train.py) with 8.00 GB", "query_missing", "ecc.mode",
+             "fabric_state", "not started")  # fmt: skip
     for word in (*NAMES, "what to do: ", *words):
         assert word in left.body("test_gpu_health")
     assert left.last_line[:2] == ("BROKEN", 11)
@@ -169,7 +142,7 @@ def test_no_nvml_is_an_error(project: Project, monkeypatch: pytest.MonkeyPatch) 
     """)
     left = project.run()
     assert left.verdicts["test_health"].startswith("error: ")
-    assert "NVML is not available" in left.body("test_health")
+    assert "NVML" in left.body("test_health")
     assert left.exit == 11
 
 
@@ -201,7 +174,7 @@ def test_a_wrong_product_names_its_gpu_and_rejects(project: Project, monkeypatch
 def test_a_fleet_whose_vbios_is_not_known_is_an_error(project: Project) -> None:
     left = criterion(project, "test_fleet_is_uniform", change={"vbios": None})
     assert left.verdicts["test_fleet_is_uniform"].startswith("error: "), left.output
-    assert "VBIOS: not known of rank 0" in left.body("test_fleet_is_uniform")
+    assert "VBIOS" in left.body("test_fleet_is_uniform")
     assert left.last_line[:2] == ("BROKEN", 11)
 
 
@@ -236,7 +209,7 @@ def test_of_two_ranks_the_one_with_the_bad_gpu_is_named(tmp_path: Path) -> None:
     assert run.verdicts["test_gpu_computes"] == "passed", run.output
     assert run.verdicts["test_gpu_health"].startswith("failure: rank 1"), run.output
     body = run.body("test_gpu_health")
-    for word in ("6 uncorrected memory errors", "serial 999", "what to do: "):
+    for word in ("ecc_uncorrected", "6 uncorrected", "serial 999"):
         assert word in body
     assert run.verdicts["test_fleet_is_uniform"].startswith("failure: "), run.output
     body = run.body("test_fleet_is_uniform")

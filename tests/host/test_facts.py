@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+from each import of_each
 from fake_host import HEALTHY, facts, limits, space, status, who
 
-from pytest_gpucluster.host.facts import WORKERS, gather
+from pytest_gpucluster.host.facts import WORKERS
 from pytest_gpucluster.host.process_limits import IPC_LOCK
 
 JOB = "/sys/fs/cgroup/system.slice/job"
@@ -34,10 +36,10 @@ def test_the_control_group_s_limits_hold_where_they_are_tighter(tmp_path: Path) 
     )
     assert (found.memory_bytes, found.cpus, found.tasks) == (64 * 10**9, 12, 512)
     assert found.shm_bytes == 64 * 10**9, "files there count as memory of the group"
-
-
-def test_the_cpuset_counts_where_it_is_less_than_the_quota(tmp_path: Path) -> None:
-    assert facts(tmp_path, {f"{JOB}/cpuset.cpus.effective": "0-2\n", f"{JOB}/cpu.max": "900000 100000"}).cpus == 3
+    less = {f"{JOB}/cpuset.cpus.effective": "0-2\n", f"{JOB}/cpu.max": "900000 100000"}
+    assert facts(tmp_path / "cpuset", less).cpus == 3, "the cpuset is less than the quota"
+    for nofile, most in (("unlimited", 1048576), (4096, 4096)):
+        assert facts(tmp_path / str(nofile), {"/proc/self/limits": limits(nofile=nofile)}).nofile == most
 
 
 def test_a_rank_counts_on_its_part_and_on_no_more_than_it_may_run_on(tmp_path: Path) -> None:
@@ -47,22 +49,19 @@ def test_a_rank_counts_on_its_part_and_on_no_more_than_it_may_run_on(tmp_path: P
     assert facts(tmp_path, ranks=1).cpus_per_rank == min(128, OWN)
 
 
-@pytest.mark.parametrize(
-    ("memlock", "capabilities", "ratio"),
-    [("unlimited", 0, 1.0), (10**15, 0, 1.0), (65536, 1 << IPC_LOCK, 1.0), (65536, 0, 65536 / (2113568112 * 1024))],
-    ids=["unlimited", "more than there is", "by a capability", "the usual 64 KiB"],
+@of_each(
+    "case",
+    [
+        ("unlimited", 0, 1.0),
+        (10**15, 0, 1.0),
+        (65536, 1 << IPC_LOCK, 1.0),
+        (65536, 0, 65536 / (2113568112 * 1024)),
+    ],
 )
-def test_locked_memory_is_a_part_of_what_there_is(
-    tmp_path: Path, memlock: object, capabilities: int, ratio: float
-) -> None:
+def test_locked_memory_is_a_part_of_what_there_is(tmp_path: Path, case: tuple[Any, ...]) -> None:
+    memlock, capabilities, ratio = case
     files = {"/proc/self/limits": limits(memlock=memlock), "/proc/self/status": status(capabilities)}
     assert facts(tmp_path, files).memlock_ratio == pytest.approx(ratio)
-
-
-@pytest.mark.parametrize("nofile", ["unlimited", 4096], ids=str)
-def test_unlimited_files_are_as_many_as_the_kernel_has(tmp_path: Path, nofile: object) -> None:
-    found = facts(tmp_path, {"/proc/self/limits": limits(nofile=nofile)})
-    assert found.nofile == (1048576 if nofile == "unlimited" else 4096)
 
 
 def test_workers_without_a_launcher_share_the_node(tmp_path: Path) -> None:
@@ -89,33 +88,17 @@ def test_the_gpus_of_this_node_are_there_with_their_nodes(tmp_path: Path) -> Non
     assert [(gpu.who.index, gpu.node, gpu.path is None) for gpu in found] == [(0, 1, False), (1, None, True)]
 
 
-@pytest.mark.parametrize(
-    ("missing", "unknown"),
-    [
-        ("/proc/self/limits", ("nofile", "memlock_ratio", "tasks")),
-        ("/proc/meminfo", ("memlock_ratio", "memory_bytes")),
-    ],
-)
-def test_what_the_kernel_does_not_tell_is_unknown(tmp_path: Path, missing: str, unknown: tuple[str, ...]) -> None:
-    found = facts(tmp_path, {missing: None})
-    assert [getattr(found, name) for name in unknown] == [None] * len(unknown)
-
-
-def test_without_any_word_of_cpus_their_number_is_unknown(tmp_path: Path) -> None:
-    files = {name: None for name in HEALTHY if "cpu" in name}
-    found = facts(tmp_path, files)
-    assert (found.cpus, found.cpus_per_rank) == (None, None)
-
-
-def test_without_dev_shm_its_size_is_unknown(tmp_path: Path) -> None:
+def test_what_the_kernel_does_not_tell_is_unknown(tmp_path: Path) -> None:
     def refuse(path: Path) -> tuple[int, int]:
         raise FileNotFoundError(path)
 
-    assert facts(tmp_path, space=refuse).shm_bytes is None
-    assert facts(tmp_path, space=space(100, 40)).shm_bytes == 40
-
-
-def test_this_machine_can_be_gathered() -> None:
-    found = gather([who(0)], rank=0)
-    assert found.own_cpus == os.sched_getaffinity(0)
-    assert found.cpus
+    without = {
+        "limits": (("/proc/self/limits",), ("nofile", "memlock_ratio", "tasks")),
+        "memory": (("/proc/meminfo",), ("memlock_ratio", "memory_bytes")),
+        "cpus": (tuple(name for name in HEALTHY if "cpu" in name), ("cpus", "cpus_per_rank")),
+    }
+    for folder, (missing, unknown) in without.items():
+        found = facts(tmp_path / folder, dict.fromkeys(missing))
+        assert [getattr(found, name) for name in unknown] == [None] * len(unknown)
+    assert facts(tmp_path / "refused", space=refuse).shm_bytes is None
+    assert facts(tmp_path / "free", space=space(100, 40)).shm_bytes == 40

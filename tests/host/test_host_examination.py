@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from complaints import in_order
 from fake_host import HEALTHY, MOUNTS, facts
 
 from pytest_gpucluster.errors import EnvironmentBroken
@@ -14,7 +15,6 @@ from pytest_gpucluster.host.examination import ANY, Wanted, examine, require_fit
 from pytest_gpucluster.host.facts import GpuPath, HostFacts
 from pytest_gpucluster.host.pci_path import PciPath
 
-ALL_ANY = Wanted(governor=ANY, numa_balancing=ANY, iommu=ANY, acs=ANY)
 SMALL = {"/sys/devices/system/node/online": "0\n"}
 
 
@@ -42,7 +42,7 @@ def test_a_healthy_host_has_notes_only(tmp_path: Path) -> None:
 def test_a_governor_that_saves_power_is_named_with_its_cpus(tmp_path: Path, wanted: str) -> None:
     files = {"/sys/devices/system/cpu/cpu127/cpufreq/scaling_governor": "powersave\n"}
     [finding] = found(facts(tmp_path, files), "governor", replace(Wanted(), governor=wanted))
-    assert finding.found == "the CPU frequency governor is powersave on the CPUs 127"
+    assert in_order(finding.found, "powersave CPUs 127")
     assert "cpupower frequency-set -g performance" in finding.remedy
     assert finding.kind == ("note" if wanted == ANY else "environment")
 
@@ -53,17 +53,14 @@ def test_a_machine_without_governors_is_a_note(tmp_path: Path) -> None:
     assert (finding.kind, "no CPU frequency governor" in finding.found) == ("note", True)
 
 
-@pytest.mark.parametrize(("wanted", "kind"), [(ANY, "note"), ("off", "environment")])
-def test_numa_balancing_is_named_where_there_are_several_nodes(tmp_path: Path, wanted: str, kind: str) -> None:
+def test_numa_balancing_is_named_where_there_are_several_nodes(tmp_path: Path) -> None:
     on = {"/proc/sys/kernel/numa_balancing": "1\n"}
-    [finding] = found(facts(tmp_path, on), "numa_balancing", replace(Wanted(), numa_balancing=wanted))
-    assert finding.kind == kind
-    assert "kernel.numa_balancing=1" in finding.found
-
-
-def test_numa_balancing_on_one_node_moves_nothing(tmp_path: Path) -> None:
-    host = facts(tmp_path, {"/proc/sys/kernel/numa_balancing": "1\n", **SMALL})
-    assert found(host, "numa_balancing", replace(Wanted(), numa_balancing="off")) == []
+    for wanted, kind in ((ANY, "note"), ("off", "environment")):
+        [finding] = found(facts(tmp_path / wanted, on), "numa_balancing", replace(Wanted(), numa_balancing=wanted))
+        assert finding.kind == kind
+        assert "kernel.numa_balancing=1" in finding.found
+    one = facts(tmp_path / "one node", {**on, **SMALL})
+    assert found(one, "numa_balancing", replace(Wanted(), numa_balancing="off")) == [], "it moves nothing"
 
 
 @pytest.mark.parametrize(
@@ -90,9 +87,9 @@ def test_switch_ports_that_redirect_are_named_with_the_gpu(tmp_path: Path, wante
 def test_ports_that_cannot_be_looked_at_are_a_note(tmp_path: Path) -> None:
     host = with_gpus(facts(tmp_path), gpu(hidden=True), gpu(1), replace(gpu(2), path=None))
     [finding] = found(host, "acs")
-    assert (finding.kind, finding.found) == ("note", "whether ACS redirects cannot be seen for 2 of 3 GPUs")
+    assert (finding.kind, in_order(finding.found, "ACS 2 of 3 GPUs")) == ("note", True)
     [finding] = found(host, "iommu")
-    assert (finding.kind, finding.found) == ("note", "whether an IOMMU translates cannot be seen for 1 of 3 GPUs")
+    assert (finding.kind, in_order(finding.found, "IOMMU 1 of 3 GPUs")) == ("note", True)
 
 
 def test_a_gpu_that_is_near_no_node_is_a_note_where_there_are_several(tmp_path: Path) -> None:
@@ -117,7 +114,7 @@ def test_switched_off_cpus_and_huge_pages_are_notes(tmp_path: Path) -> None:
     )
     assert [finding.kind for finding in found(host, "cpus_offline")] == ["note"]
     [pages] = found(host, "huge_pages")
-    assert pages.found == "transparent huge pages: madvise; 512 huge pages set aside, which other memory cannot use"
+    assert in_order(pages.found, "madvise 512")
 
 
 def test_all_that_is_more_than_a_note_is_raised_at_once(tmp_path: Path) -> None:
@@ -128,11 +125,3 @@ def test_all_that_is_more_than_a_note_is_raised_at_once(tmp_path: Path) -> None:
     lines = str(caught.value).splitlines()
     assert [line.split(": ")[1].partition(" ")[0] for line in lines] == ["shm_is_no_memory", "governor", "iommu"]
     assert all("; allowed: " in line and "; what to do: " in line for line in lines)
-
-
-def test_where_anything_is_accepted_the_same_is_noted(tmp_path: Path) -> None:
-    files = {"/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "schedutil\n"}
-    host = with_gpus(facts(tmp_path, files), gpu(iommu="DMA", redirecting=(("0000:3a:04.0", ("x",)),)))
-    findings = examine(host, ALL_ANY)
-    assert {"governor", "iommu", "acs"} <= {finding.code for finding in findings}
-    require_fit(findings)

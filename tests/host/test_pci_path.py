@@ -62,24 +62,17 @@ def test_a_switch_port_that_redirects_is_named_with_its_bits(tmp_path: Path) -> 
     assert (found.hidden, found.iommu, found.is_translated) == (False, "", False)
 
 
-@pytest.mark.parametrize("control", [0, 0x01, 0x02, 0x60], ids=["off", "source validation", "blocking", "egress"])
-def test_what_redirects_nothing_is_fine(control: int) -> None:
-    assert pci_path.redirects(config(DOWNSTREAM, control)) == ()
-
-
-@pytest.mark.parametrize("before", [True, False], ids=["behind another", "first"])
-def test_acs_is_found_wherever_it_stands(before: bool) -> None:
-    assert pci_path.redirects(config(DOWNSTREAM, 0x04, before=before)) == ("request redirect",)
-
-
-@pytest.mark.parametrize("kind", [0, 1, ROOT, UPSTREAM], ids=["endpoint", "legacy", "root port", "upstream port"])
-def test_other_ports_redirect_nothing_that_was_not_at_the_cpu(kind: int) -> None:
-    assert pci_path.redirects(config(kind, 0x1C)) == ()
-
-
-@pytest.mark.parametrize("data", [b"", b"\xff" * 64, b"\xff" * 4096, config(DOWNSTREAM, 4, size=256)])
-def test_what_is_cut_off_or_no_configuration_ends(data: bytes) -> None:
-    assert pci_path.redirects(data) == ()
+def test_only_a_switch_port_redirects_wherever_its_acs_stands() -> None:
+    for before in (True, False):
+        assert pci_path.redirects(config(DOWNSTREAM, 0x04, before=before)) == ("request redirect",)
+    # Off, source validation, blocking, egress; an endpoint, a legacy one, a root port, an upstream port.
+    for kind, control in (
+        *((DOWNSTREAM, it) for it in (0, 1, 2, 0x60)),
+        *((it, 0x1C) for it in (0, 1, ROOT, UPSTREAM)),
+    ):
+        assert pci_path.redirects(config(kind, control)) == ()
+    for data in (b"", b"\xff" * 64, b"\xff" * 4096, config(DOWNSTREAM, 4, size=256)):
+        assert pci_path.redirects(data) == ()
 
 
 def test_lists_that_run_in_a_circle_end() -> None:

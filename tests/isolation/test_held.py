@@ -37,7 +37,7 @@ def test_groups_of_another_size_are_no_yardstick() -> None:
     together = Outcome(members=tuple(range(8)), busbw=100.0)
     held = hold([[alone, together], [pair(0, 380), pair(2, 380)]], floor=no_floor)
     assert [one.verdict for one in held] == ["unjudged", "unjudged", "passed", "passed"]
-    assert held[1].why == "100 GB/s; there is nothing to hold it against"
+    assert held[1].why.startswith("100 GB/s; ")
 
 
 def test_earlier_rounds_count_and_a_later_one_can_change_a_verdict() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 
-from pytest_gpucluster.links.matrix import Reading
+from pytest_gpucluster.links.matrix import Matrix, Reading
 from pytest_gpucluster.links.places import Places
 from pytest_gpucluster.links.plan import Round
+from pytest_gpucluster.links.survey import Survey, matrix_of
 
 GB = 10**9
 
@@ -70,3 +71,12 @@ def measured(
                 )
             )
     return found
+
+
+def surveyed(
+    readings: Iterable[Reading], there: Places, scope: str = "node", *, alone: Iterable[Reading] = (), **changed: object
+) -> Survey:
+    """What was measured in three rounds."""
+    given = {"below": 0.75, "rounds": 3, "planned_seconds": 1.5, "seconds": 2.0, **changed}
+    matrix = matrix_of(list(readings), scope, there)
+    return Survey(scope=scope, places=there, matrix=matrix, alone=Matrix(alone), **given)  # type: ignore[arg-type]

@@ -8,6 +8,8 @@ import pytest
 from simulated_fabric import everything, measured, places
 
 from pytest_gpucluster.links.culprits import Culprit, culprits, explained_by_others
+from pytest_gpucluster.links.matrix import Reading
+from pytest_gpucluster.links.places import Places
 from pytest_gpucluster.links.plan import across_nodes, pair, within_node
 from pytest_gpucluster.links.survey import matrix_of
 
@@ -23,8 +25,13 @@ def between(*links: tuple[int, int], left: float = 0.3) -> Fault:
     return lambda sender, receiver: left if pair(sender, receiver) in links else 1.0
 
 
-def told(found: tuple[Culprit, ...]) -> list[tuple[str, tuple[int, ...]]]:
-    return sorted((one.kind, one.ranks) for one in found)
+def named(readings: list[Reading], scope: str, there: Places) -> tuple[Culprit, ...]:
+    matrix = matrix_of(readings, scope, there)
+    return culprits(matrix.slow(BELOW), matrix.pairs, there, scope)
+
+
+def told(readings: list[Reading], scope: str, there: Places) -> list[tuple[str, tuple[int, ...]]]:
+    return sorted((one.kind, one.ranks) for one in named(readings, scope, there))
 
 
 # Within nodes ------------------------------------------------------------------------------------------------------
@@ -52,15 +59,13 @@ WITHIN = [round_ for node in range(2) for round_ in within_node(TWO_NODES, node)
 def test_in_a_node_the_gpu_or_the_link_is_named_and_not_the_partners(
     fault: Fault, expected: list[tuple[str, tuple[int, ...]]]
 ) -> None:
-    matrix = matrix_of(measured(WITHIN, fault, seed=1), "node", TWO_NODES)
-    assert told(culprits(matrix.slow(BELOW), matrix.pairs, TWO_NODES, "node")) == expected
+    assert told(measured(WITHIN, fault, seed=1), "node", TWO_NODES) == expected
 
 
 def test_a_node_that_is_slow_throughout_is_named_as_a_whole() -> None:
     there = places(4, 8)
     rounds = [round_ for node in range(4) for round_ in within_node(there, node)]
-    matrix = matrix_of(measured(rounds, touching(*there.ranks[2])), "node", there)
-    [found] = culprits(matrix.slow(BELOW), matrix.pairs, there, "node")
+    [found] = named(measured(rounds, touching(*there.ranks[2])), "node", there)
     assert (found.kind, found.ranks, found.links) == ("node", there.ranks[2], 28)
 
 
@@ -68,9 +73,7 @@ def test_a_node_that_is_slow_throughout_is_named_as_a_whole() -> None:
 def test_with_few_gpus_no_more_is_said_than_can_be_known(rails: int) -> None:
     there = places(4, rails)
     rounds = [round_ for node in range(4) for round_ in within_node(there, node)]
-    matrix = matrix_of(measured(rounds, touching(0)), "node", there)
-    found = told(culprits(matrix.slow(BELOW), matrix.pairs, there, "node"))
-    assert found == ([("link", (0, 1))] if rails == 2 else [("gpu", (0,))])
+    assert told(measured(rounds, touching(0)), "node", there) == ([("link", (0, 1))] if rails == 2 else [("gpu", (0,))])
 
 
 # Across nodes ------------------------------------------------------------------------------------------------------
@@ -111,22 +114,18 @@ FAULTS = [
 def test_across_nodes_the_planted_fault_is_named_and_nothing_else(
     fault: Fault, expected: list[tuple[str, tuple[int, ...]]]
 ) -> None:
-    matrix = matrix_of(measured(ACROSS, fault, seed=2), "world", FABRIC)
-    assert told(culprits(matrix.slow(BELOW), matrix.pairs, FABRIC, "world")) == expected
+    assert told(measured(ACROSS, fault, seed=2), "world", FABRIC) == expected
 
 
 def test_among_1024_gpus_a_node_a_port_and_a_link_are_found_at_once_and_nothing_else() -> None:
     there = places(128, 8)
-    rounds = across_nodes(there)
 
     def fault(sender: int, receiver: int) -> float:
         faults = (of_nodes(9, rails=8), touching(83), between((16, 800)))
         return min(each(sender, receiver) for each in faults)
 
-    matrix = matrix_of(measured(rounds, fault), "world", there)
-    assert (len(rounds), len(matrix.pairs)) == (127, 128 * 127 // 2 * 8)
     expected = [("link", (16, 800)), ("node", there.ranks[9]), ("port", (83,))]
-    assert told(culprits(matrix.slow(BELOW), matrix.pairs, there, "world")) == expected
+    assert told(measured(across_nodes(there), fault), "world", there) == expected
 
 
 @pytest.mark.parametrize(
@@ -140,8 +139,8 @@ def test_among_1024_gpus_a_node_a_port_and_a_link_are_found_at_once_and_nothing_
         (4, 4, lambda s, r: 0.4 if s % 4 == 1 else 1.0, [("rail", (1, 5, 9, 13))]),
     ],
     ids=[
-        "the third node",
-        "the third of 3 nodes",
+        "a node of 3",
+        "with 2 rails",
         "with 8 rails",
         "a port of 3 nodes",
         "the other rail of 2 nodes",
@@ -152,8 +151,7 @@ def test_in_small_clusters_too(
     nodes: int, rails: int, fault: Fault, expected: list[tuple[str, tuple[int, ...]]]
 ) -> None:
     there = places(nodes, rails)
-    matrix = matrix_of(measured(across_nodes(there), fault), "world", there)
-    assert told(culprits(matrix.slow(BELOW), matrix.pairs, there, "world")) == expected
+    assert told(measured(across_nodes(there), fault), "world", there) == expected
 
 
 def test_where_everything_is_bad_nobody_is_picked_out() -> None:
@@ -164,15 +162,13 @@ def test_where_everything_is_bad_nobody_is_picked_out() -> None:
 
 
 def test_what_a_culprit_explains_counts_against_nobody_else() -> None:
-    matrix = matrix_of(measured(WITHIN, touching(3)), "node", TWO_NODES)
-    found = culprits(matrix.slow(BELOW), matrix.pairs, TWO_NODES, "node")
+    found = named(measured(WITHIN, touching(3)), "node", TWO_NODES)
     assert explained_by_others(found, 0) == {pair(3, other) for other in range(8) if other != 3}
     assert explained_by_others(found, 3) == set()
 
 
 def test_of_two_slow_gpus_each_answers_for_the_link_between_them() -> None:
-    matrix = matrix_of(measured(WITHIN, touching(3, 4)), "node", TWO_NODES)
-    found = culprits(matrix.slow(BELOW), matrix.pairs, TWO_NODES, "node")
+    found = named(measured(WITHIN, touching(3, 4)), "node", TWO_NODES)
     assert {len(one.pairs) for one in found} == {7}
     for rank in (3, 4):
         assert (3, 4) not in explained_by_others(found, rank)

@@ -96,9 +96,8 @@ def test_one_pair_alone_is_not_slow_beside_itself() -> None:
 def test_wrong_data_make_a_bad_pair_and_tell_where() -> None:
     matrix = matrix_of(HEALTHY, wrong=((3, 1),))
     assert matrix.wrong() == [(1, 3)]
-    assert matrix.readings[3, 1].wrong == (
-        "2 of 1000 words from rank 3 to rank 1 are wrong, the first at byte 12: found 0x0000dead, expected 0x0000beef"
-    )
+    assert matrix.readings[3, 1].wrong.startswith("2 of 1000 words from rank 3 to rank 1 ")
+    assert "byte 12: found 0x0000dead, expected 0x0000beef" in matrix.readings[3, 1].wrong
     assert matrix.readings[1, 3].wrong == ""
 
 

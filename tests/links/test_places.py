@@ -30,5 +30,5 @@ def test_uneven_nodes_are_refused_and_named() -> None:
 
 
 def test_local_ranks_that_do_not_count_from_zero_are_refused() -> None:
-    with pytest.raises(EnvironmentBroken, match=r"node-b: the local ranks are \[1, 2\].*count from 0 to 1"):
+    with pytest.raises(EnvironmentBroken, match=r"node-b: .*\[1, 2\].* 0 to 1"):
         Places.of([who(0, 0, 0), who(1, 0, 1), who(2, 1, 1), who(3, 1, 2)])

@@ -1,30 +1,20 @@
 from __future__ import annotations
 
 import pytest
-from simulated_fabric import measured, places
+from simulated_fabric import measured, places, surveyed
 
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
-from pytest_gpucluster.links.matrix import Matrix, Reading
+from pytest_gpucluster.links.matrix import Reading
 from pytest_gpucluster.links.plan import Pair, within_node
 from pytest_gpucluster.links.requirement import require_measured, require_sound
-from pytest_gpucluster.links.survey import Survey, matrix_of
+from pytest_gpucluster.links.survey import Survey
 
 NODE = places(1, 4)
 ROUNDS = within_node(NODE, 0)
 
 
 def survey(readings: list[Reading], left_out: tuple[Pair, ...] = ()) -> Survey:
-    return Survey(
-        scope="node",
-        places=NODE,
-        matrix=matrix_of(readings, "node", NODE),
-        alone=Matrix(()),
-        below=0.75,
-        rounds=3,
-        planned_seconds=1.5,
-        seconds=99.0,
-        left_out=left_out,
-    )
+    return surveyed(readings, NODE, seconds=99.0, left_out=left_out)
 
 
 def blamed(found: Survey) -> dict[int, str]:
@@ -59,13 +49,14 @@ def test_wrong_data_matter_more_than_slowness() -> None:
     slow_and_wrong = measured(ROUNDS, lambda s, r: 0.3 if 2 in (s, r) else 1.0, wrong=[(0, 2)])
     said = blamed(survey(slow_and_wrong))
     assert set(said) == {0, 2}
-    assert all(text.startswith("WrongResult: the link between rank 0") for text in said.values())
+    assert all(text.startswith("WrongResult: ") and "between rank 0" in text for text in said.values())
 
 
 def test_a_gpu_whose_data_are_mostly_wrong_is_named_without_its_partners() -> None:
     said = blamed(survey(measured(ROUNDS, wrong=[(1, 0), (1, 2), (1, 3)])))
     assert list(said) == [1]
-    assert said[1].startswith("WrongResult: the GPU of rank 1 (node-000, GPU 1): wrong data over all its 3 links: 1 of")
+    assert said[1].startswith("WrongResult: the GPU of rank 1 ")
+    assert "all its 3 links: 1 of" in said[1]
 
 
 def test_each_rank_is_told_of_itself_first() -> None:
@@ -77,7 +68,7 @@ def test_each_rank_is_told_of_itself_first() -> None:
 
 def test_pairs_that_were_not_measured_are_an_error_that_says_why_and_what_to_do() -> None:
     found = survey(measured(ROUNDS[:2]), left_out=ROUNDS[2])
-    with pytest.raises(EnvironmentBroken, match=r"2 of 6 pairs were not measured.*99 s have passed, 1\.5 s planned"):
+    with pytest.raises(EnvironmentBroken, match=r"2 of 6 pairs.*99 s .*1\.5 s planned"):
         require_measured(found)
     with pytest.raises(EnvironmentBroken, match=r"rank \d .node-000, GPU \d. with rank.*links\.size=64MiB"):
         require_measured(found)

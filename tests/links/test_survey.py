@@ -1,26 +1,17 @@
 from __future__ import annotations
 
 import pytest
-from simulated_fabric import GB, measured, places
+from simulated_fabric import GB, measured, places, surveyed
 
-from pytest_gpucluster.links.matrix import Matrix, Reading
+from pytest_gpucluster.links.matrix import Reading
 from pytest_gpucluster.links.plan import within_node
 from pytest_gpucluster.links.survey import Survey, matrix_of, readings_of
 
 NODE = places(1, 4)
 
 
-def survey(readings: list[Reading], *, alone: list[Reading] | None = None, below: float | None = 0.75) -> Survey:
-    return Survey(
-        scope="node",
-        places=NODE,
-        matrix=matrix_of(readings, "node", NODE),
-        alone=Matrix(alone or ()),
-        below=below,
-        rounds=3,
-        planned_seconds=1.5,
-        seconds=2.0,
-    )
+def survey(readings: list[Reading], **more: object) -> Survey:
+    return surveyed(readings, NODE, **more)  # type: ignore[arg-type]
 
 
 def slow_gpu(left: float = 0.2) -> list[Reading]:

@@ -1,119 +1,63 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
-from simulated_fabric import measured, places
+from simulated_fabric import measured, places, surveyed
 
-from pytest_gpucluster.links.matrix import Matrix, Reading
-from pytest_gpucluster.links.plan import Round, across_nodes, within_node
-from pytest_gpucluster.links.survey import Survey, matrix_of
-from pytest_gpucluster.links.survey_text import announced, compact, text, to_json, told
+from pytest_gpucluster.links.matrix import Reading
+from pytest_gpucluster.links.plan import across_nodes, within_node
+from pytest_gpucluster.links.survey import Survey
+from pytest_gpucluster.links.survey_text import compact, text, to_json, told
 
 NODE = places(1, 4)
 SLOW = measured(within_node(NODE, 0), lambda s, r: 0.25 if 3 in (s, r) else 1.0, noise=0, rate=40.0)
 
 
-def survey(readings: list[Reading], *, alone: list[Reading] | None = None, below: float | None = 0.75) -> Survey:
-    return Survey(
-        scope="node",
-        places=NODE,
-        matrix=matrix_of(readings, "node", NODE),
-        alone=Matrix(alone or ()),
-        below=below,
-        rounds=3,
-        planned_seconds=1.5,
-        seconds=2.0,
-    )
+def survey(readings: list[Reading], **more: object) -> Survey:
+    return surveyed(readings, NODE, **more)  # type: ignore[arg-type]
 
 
 def test_a_slow_gpu_is_told_with_its_host_its_links_and_what_to_look_at() -> None:
     first, *rest = told(survey(SLOW), "slow")
-    assert first == (
-        "the GPU of rank 3 (node-000, GPU 3): all its 3 links, the slowest at 10 GB/s, 0.25 of the median of the "
-        "others; not measured once more. Look at its NVLinks (nvidia-smi nvlink -s, -e) and at its PCIe link"
-    )
-    assert rest[1] == "3 bad links, the slowest first:"
-    assert (
-        rest[2] == "  rank 0 (node-000, GPU 0) to rank 3 (node-000, GPU 3): 10 GB/s, 0.25 of the median of the others"
-    )
+    for field in ("GPU of rank 3 (node-000, GPU 3): all its 3 links", " 10 GB/s, 0.25 of ", "nvidia-smi nvlink -s, -e"):
+        assert field in first
+    assert rest[1].startswith("3 bad links")
+    assert rest[2].startswith("  rank 0 (node-000, GPU 0) to rank 3 (node-000, GPU 3): 10 GB/s, 0.25 ")
     assert len(rest) == 2 + 6
 
 
-@pytest.mark.parametrize(
-    ("left", "said"),
-    [
-        (0.25, "alone 10 GB/s, so it is slow by itself"),
-        (0.9, "alone 36 GB/s, so what it shares with other pairs is it"),
-    ],
-    ids=["itself", "shared"],
-)
+@pytest.mark.parametrize(("left", "said"), [(0.25, "slow by itself"), (0.9, "shares")], ids=["itself", "shared"])
 def test_what_was_measured_once_more_tells_whether_it_is_the_link_or_what_it_shares(left: float, said: str) -> None:
     one_slow = measured(within_node(NODE, 0), lambda s, r: 0.25 if {s, r} == {1, 2} else 1.0, noise=0, rate=40.0)
     again = measured([((1, 2),)], noise=0, rate=40.0 * left)
     first, *rest = told(survey(one_slow, alone=again), "slow")
-    assert first.startswith("the link between rank 1 (node-000, GPU 1) and rank 2 (node-000, GPU 2): 10 GB/s, 0.25 of")
-    assert said in first
+    assert "between rank 1 (node-000, GPU 1) and rank 2 (node-000, GPU 2): 10 GB/s, 0.25 " in first
+    assert re.search(rf"alone {40.0 * left:g} GB/s, .*{said}", first)
     assert f"alone {40.0 * left:g} GB/s" in rest[2]
 
 
 def test_wrong_data_are_told_with_the_word_and_only_the_wrong_direction() -> None:
     readings = measured(within_node(NODE, 0), noise=0, rate=40.0, wrong=[(2, 1)])
     lines = told(survey(readings), "wrong")
-    assert lines[0].startswith(
-        "the link between rank 1 (node-000, GPU 1) and rank 2 (node-000, GPU 2): wrong data: 1 of 262144 words from "
-        "rank 2 to rank 1 are wrong, the first at byte 8: found 0x00000010, expected 0x00000011. Either end may be it"
-    )
+    assert "between rank 1 (node-000, GPU 1) and rank 2 (node-000, GPU 2): wrong data: 1 of 262144 words" in lines[0]
+    assert "byte 8: found 0x00000010, expected 0x00000011" in lines[0]
     assert len(lines) == 4
     assert lines[3].startswith("  rank 2 (node-000, GPU 2) to rank 1 (node-000, GPU 1): 40 GB/s")
 
 
-def test_who_is_told_first_can_be_chosen() -> None:
-    readings = measured(
-        within_node(NODE, 0), lambda s, r: 0.25 if {s, r} in ({0, 1}, {2, 3}) else 1.0, noise=0, rate=40.0
-    )
-    found = survey(readings)
-    second = found.culprits("slow")[1]
-    assert told(found, "slow", first=second)[0].startswith("the link between rank 2")
-    assert told(found, "slow", first=second)[1].startswith("the link between rank 0")
-
-
 def test_many_bad_links_are_cut_and_the_file_with_all_of_them_is_named() -> None:
     there = places(24, 1)
-    rounds = across_nodes(there)
-    fabric = measured(rounds, lambda s, r: 0.25 if 5 in (s, r) else 1.0)
-    found = across(there.names, fabric, rounds)
-    lines = told(found, "slow")
-    assert lines[0].startswith("the node node-005: all its 23 links, the slowest at ")
-    assert lines[-1] == "  and 30 more directions, all of them in links-world.json"
-
-
-def across(names: tuple[str, ...], readings: list[Reading], rounds: tuple[Round, ...]) -> Survey:
-    there = places(len(names), 1)
-    return Survey(
-        scope="world",
-        places=there,
-        matrix=matrix_of(readings, "world", there),
-        alone=Matrix(()),
-        below=0.75,
-        rounds=len(rounds),
-        planned_seconds=1.0,
-        seconds=1.0,
-    )
+    fabric = measured(across_nodes(there), lambda s, r: 0.25 if 5 in (s, r) else 1.0)
+    lines = told(surveyed(fabric, there, "world"), "slow")
+    assert lines[0].startswith("the node node-005: all its 23 links")
+    assert lines[-1].startswith("  and 30 more directions")
+    assert lines[-1].endswith("links-world.json")
 
 
 def named_by(readings: list[Reading], nodes: int, rails: int) -> list[str]:
-    there = places(nodes, rails)
-    found = Survey(
-        scope="world",
-        places=there,
-        matrix=matrix_of(readings, "world", there),
-        alone=Matrix(()),
-        below=0.75,
-        rounds=1,
-        planned_seconds=1.0,
-        seconds=1.0,
-    )
+    found = surveyed(readings, places(nodes, rails), "world")
     return [line.partition(":")[0] for line in told(found, "slow")[: len(found.culprits("slow"))]]
 
 
@@ -133,7 +77,7 @@ def test_the_text_has_the_matrix_with_the_bad_cells_marked() -> None:
     lines = text(survey(SLOW)).splitlines()
     assert lines[0] == "links within nodes: 6 pairs in 3 rounds, 2 s (1.5 s planned)"
     assert lines[1] == "median 25 GB/s, from 10 GB/s to 40 GB/s"
-    assert lines[2] == "all data arrived as sent"
+    assert lines[2].startswith("all data arrived")
     start = lines.index("node-000, GB/s, from row to column (* far under the median, or wrong)")
     assert [line.split()[-4:] for line in lines[start + 2 :]] == [
         ["-", "40", "40", "10*"],
@@ -143,19 +87,10 @@ def test_the_text_has_the_matrix_with_the_bad_cells_marked() -> None:
     ]
 
 
-def test_a_healthy_text_says_so_and_one_without_a_limit_says_that() -> None:
-    healthy = measured(within_node(NODE, 0), noise=0)
-    assert "no pair is far under the median" in text(survey(healthy))
-    without = text(survey(healthy, below=None))
-    assert "no limit says what is far under the median" in without
-    assert "no pair is far" not in without
-
-
 def test_of_many_nodes_each_has_a_line_of_its_slowest_and_its_median() -> None:
     there = places(24, 1)
-    rounds = across_nodes(there)
-    lines = text(across(there.names, measured(rounds, noise=0, rate=40.0), rounds)).splitlines()
-    assert "rail 0, GB/s: the slowest and the median of each" in lines
+    lines = text(surveyed(measured(across_nodes(there), noise=0, rate=40.0), there, "world")).splitlines()
+    assert [line for line in lines if line.startswith("rail 0, GB/s")]
     assert "  rank 23 (node-023, GPU 0): 40, 40" in lines
 
 
@@ -176,11 +111,6 @@ def test_the_journal_has_a_whole_node_and_of_a_large_fabric_the_slowest() -> Non
     assert small["readings"][0] == [0, 3, 10.0]
     assert "left_out" not in small
     there = places(24, 1)
-    rounds = across_nodes(there)
-    large = compact(across(there.names, measured(rounds), rounds))
+    large = compact(surveyed(measured(across_nodes(there)), there, "world"))
     assert len(json.loads(large)["readings"]) + json.loads(large)["left_out"] == 24 * 23
     assert len(large) < 1000
-
-
-def test_the_time_is_told_before() -> None:
-    assert announced((), 0.0, "links").startswith("links: 0 rounds of up to 0 pairs at once")

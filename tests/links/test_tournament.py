@@ -36,7 +36,7 @@ def test_partners_are_partners_of_each_other(players: int, data: st.DataObject) 
 
 @pytest.mark.parametrize("players", [-1, 0, 1])
 def test_one_alone_meets_nobody(players: int) -> None:
-    with pytest.raises(ValueError, match=f"takes two players or more, not {players}"):
+    with pytest.raises(ValueError, match=f"two players or more, not {players}"):
         rounds(players)
 
 

@@ -213,11 +213,11 @@ def azure(root: Path, topology: bool = True) -> Node:
     return node
 
 
-def google(root: Path, cards: int = 9) -> Node:
-    """A machine of Google Cloud with several gVNICs: A3 Mega, or with 5 of them A3 High."""
+def google(root: Path) -> Node:
+    """A machine of Google Cloud with several gVNICs: A3 Mega."""
     node = eight_gpus(root)
     node.dmi(sys_vendor="Google", product_name="Google Compute Engine")
-    for number in range(cards):
+    for number in range(9):
         node.network(f"eth{number}", driver="gve", speed=None)
     node.default("eth0")
     return node

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
+from each import of_each
 from told_nodes import told
 
-from pytest_gpucluster.node_differences.facts import FACTS, NOT_TOLD
+from pytest_gpucluster.node_differences.facts import NOT_TOLD
 from pytest_gpucluster.node_differences.groups import compare
 
 
@@ -24,22 +24,8 @@ def test_nodes_that_tell_the_same_are_alike():
     assert different(told(), told(), told()) == {}
 
 
-def test_every_fact_is_told_by_the_node_of_a_test_or_is_not_there_here():
-    known = {fact.name for fact in compare({"n": told()}) if fact.known}
-    hidden = {"governors", "memory of the control group", "kernel modules", "why no GPU", "why no InfiniBand"}
-    of_a_driver = {"driver", "kind of driver", "CUDA toolkit", "NCCL", "fabric manager", "OFED", "InfoROM"}
-    of_gpus = {
-        "GSP firmware",
-        "board part number",
-        "highest SM clock (MHz)",
-        "highest memory clock (MHz)",
-        "persistence",
-    }
-    assert {fact.name for fact in FACTS} - known <= hidden | of_a_driver | of_gpus
-
-
-@pytest.mark.parametrize(
-    ("changed", "fact", "shown"),
+@of_each(
+    "case",
     [
         ({"system__kernel": "5.4"}, "kernel", "5.4"),
         ({"cpu__cpus": 4, "cpu__cores": 1}, "threads a core (SMT)", "4"),
@@ -54,7 +40,8 @@ def test_every_fact_is_told_by_the_node_of_a_test_or_is_not_there_here():
         ({"topology__between_gpus": [["X", "SYS"], ["SYS", "X"]]}, "between GPUs", None),
     ],
 )
-def test_a_node_that_is_another_one_is_named(changed, fact, shown):
+def test_a_node_that_is_another_one_is_named(case):
+    changed, fact, shown = case
     node = told()
     for name, value in changed.items():
         part, _, key = name.partition("__")
@@ -74,9 +61,7 @@ def test_memory_differs_only_beyond_a_percent():
     assert list(different(node, told(memory__total_bytes=int(total * 0.98)))) == ["memory"]
 
 
-@pytest.mark.parametrize(
-    "broken", [{}, {"gpus": None}, {"gpus": {"gpus": 5, "count": "x"}}, {"infiniband": {"devices": [1]}}]
-)
+@of_each("broken", [{}, {"gpus": None}, {"gpus": {"gpus": 5, "count": "x"}}, {"infiniband": {"devices": [1]}}])
 def test_what_a_node_does_not_tell_is_a_difference_and_no_crash(broken):
     node = {**told(), **broken} if broken else {"schema_version": 1}
     found = different(told(), told(), node)

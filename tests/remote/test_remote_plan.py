@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 
 import pytest
+from programs import require_program
 
 from pytest_gpucluster import cli
 from pytest_gpucluster.agreement.preflight import Expectation
@@ -61,17 +61,15 @@ def test_the_words_are_understood_by_the_command_and_by_torchrun():
 
 
 def test_a_contradiction_between_file_and_option_is_refused():
-    with pytest.raises(OptionError, match="gpu-2 has slots=4 in the hosts file, but --expect says 8"):
+    with pytest.raises(OptionError, match=r"gpu-2 .*slots=4 .*--expect.* 8"):
         require_agreement(HOSTS, EIGHT)
     require_agreement(HOSTS, None)
 
 
-@pytest.mark.parametrize(
-    "word", ["--junitxml=x", "--gpucluster-report-dir", "--gpucluster-expect=2x8", "-n", "-n8", "-nlogical"]
-)
-def test_what_the_command_says_itself_is_not_pytest_s(word):
-    with pytest.raises(OptionError, match="not after --"):
-        require_free(["acceptance/", word])
+def test_what_the_command_says_itself_is_not_pytest_s():
+    for word in ("--junitxml=x", "--gpucluster-report-dir", "--gpucluster-expect=2x8", "-n", "-n8", "-nlogical"):
+        with pytest.raises(OptionError, match=word):
+            require_free(["acceptance/", word])
     require_free(["acceptance/", "-k", "n", "--gpucluster-profile=quick", "-no"])
 
 
@@ -79,29 +77,23 @@ def test_settings_of_the_suite_are_handed_on_and_what_could_matter_is_named():
     environ = {"GPUCLUSTER_THRESHOLDS": "my limits.yaml", "PYTEST_ADDOPTS": "-q", "GPUCLUSTER_HOSTNAME": "here"}
     environ |= {"GPUCLUSTER_EXPECT": "9x9", "NCCL_DEBUG": "INFO", "UCX_TLS": "tcp", "HOME": "/root", "EMPTY": ""}
     given, left = handed_on(environ, ["UCX_TLS", "A=b=c", "EMPTY"])
-    assert given == {
-        "GPUCLUSTER_THRESHOLDS": "my limits.yaml",
-        "PYTEST_ADDOPTS": "-q",
-        "UCX_TLS": "tcp",
-        "A": "b=c",
-        "EMPTY": "",
-    }
+    kept = {"GPUCLUSTER_THRESHOLDS": "my limits.yaml", "PYTEST_ADDOPTS": "-q", "UCX_TLS": "tcp"}
+    assert given == {**kept, "A": "b=c", "EMPTY": ""}
     assert left == ["NCCL_DEBUG"]
 
 
-@pytest.mark.parametrize("asked", ["1A=b", "", "=x", "GONE", "GPUCLUSTER_HOSTNAME=a", "GPUCLUSTER_EXPECT=1x8", "a b=c"])
-def test_a_variable_that_cannot_be_handed_on_is_refused(asked):
-    with pytest.raises(OptionError, match="--env"):
-        handed_on({}, [asked])
+def test_a_variable_that_cannot_be_handed_on_is_refused():
+    for asked in ("1A=b", "", "=x", "GONE", "GPUCLUSTER_HOSTNAME=a", "GPUCLUSTER_EXPECT=1x8", "a b=c"):
+        with pytest.raises(OptionError, match="--env"):
+            handed_on({}, [asked])
 
 
 def test_ssh_itself_understands_its_options():
-    if shutil.which("ssh") is None:
-        pytest.skip("ssh is not installed")
+    ssh = require_program("ssh")
     [host] = parse_hosts("gpu-1 address=10.0.0.1 port=2222 user=admin", "hosts")
     command = ssh_command(host, Access(python="/opt/my env/python", options=("-oProxyJump=bastion", "-F/dev/null")))
     # -G prints the settings that result, and connects to nobody.
-    done = subprocess.run(["ssh", "-G", *command[1:]], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run([ssh, "-G", *command[1:]], capture_output=True, text=True, timeout=30, check=True)
     told = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if " " in line)
     assert (told["hostname"], told["port"], told["user"], told["proxyjump"]) == ("10.0.0.1", "2222", "admin", "bastion")
     assert (told["batchmode"], told["connecttimeout"], told["requesttty"]) == ("yes", "10", "false")

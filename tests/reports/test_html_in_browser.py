@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,12 +10,11 @@ import browser
 import example_runs
 import pytest
 
-from pytest_gpucluster import journal
-from pytest_gpucluster.reports.html import page
-
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
     from selenium.webdriver.remote.webelement import WebElement
+
+pytestmark = pytest.mark.extended
 
 
 @pytest.fixture(scope="module")
@@ -25,15 +23,12 @@ def chrome() -> Iterator[Chrome]:
         yield started
 
 
-@pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {}
-    for name in example_runs.NAMES:
-        folder = example_runs.write(tmp_path_factory.mktemp(name), name)
-        made[name] = folder / "report.html"
-        document = page.render(journal.read(folder / journal.FILE_NAME, keep_samples=False), folder=folder)
-        made[name].write_text(document, encoding="utf-8")
-    return made
+@pytest.fixture(scope="session")
+def pages(example_folders: dict[str, Path], example_pages: dict[str, str]) -> dict[str, Path]:
+    """Each page beside its journal."""
+    for name, document in example_pages.items():
+        (example_folders[name] / "report.html").write_text(document, encoding="utf-8")
+    return {name: folder / "report.html" for name, folder in example_folders.items()}
 
 
 def find(chrome: Chrome, selector: str) -> list[WebElement]:
@@ -44,10 +39,7 @@ def shown_names(chrome: Chrome) -> list[str]:
     return [name.text for name in find(chrome, "#criteria-table .name") if name.is_displayed()]
 
 
-def header(chrome: Chrome, text: str) -> WebElement:
-    return next(button for button in find(chrome, "#criteria-table .sorter") if button.text.startswith(text))
-
-
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", example_runs.NAMES)
 def test_a_page_says_nothing_on_the_console_and_asks_nobody_for_anything(
     chrome: Chrome, pages: dict[str, Path], name: str
@@ -85,33 +77,6 @@ def test_the_policy_stops_what_would_get_into_a_page_by_mistake(
     assert browser.requests(chrome) == [(tmp_path / "planted.html").as_uri()]
 
 
-def test_rows_are_sorted_by_a_column_and_back(chrome: Chrome, pages: dict[str, Path]) -> None:
-    browser.open_file(chrome, pages["cluster"])
-    at_first = shown_names(chrome)
-    header(chrome, "Criterion").click()
-    assert shown_names(chrome) == sorted(at_first, key=lambda name: name.replace("_", " "))
-    cell = header(chrome, "Criterion").find_element("xpath", "..")
-    assert cell.get_dom_attribute("aria-sort") == "ascending"
-    header(chrome, "Criterion").click()
-    assert shown_names(chrome) == sorted(at_first, key=lambda name: name.replace("_", " "), reverse=True)
-    assert cell.get_dom_attribute("aria-sort") == "descending"
-    header(chrome, "Outcome").click()
-    assert shown_names(chrome) == at_first
-    assert cell.get_dom_attribute("aria-sort") is None
-
-
-def test_margins_are_sorted_as_numbers_and_rows_without_one_stand_last(chrome: Chrome, pages: dict[str, Path]) -> None:
-    browser.open_file(chrome, pages["cluster"])
-    for _ in range(2):
-        header(chrome, "Margin").click()
-        read = "return Array.from(document.querySelectorAll('#criteria-table > tbody'), (body) => body.dataset.margin)"
-        keys = chrome.execute_script(read)
-        numbers = [float(key) for key in keys if key]
-        assert keys == [key for key in keys if key] + [key for key in keys if not key]
-        assert numbers in (sorted(numbers), sorted(numbers, reverse=True))
-        assert len(numbers) > 3
-
-
 def test_rows_are_found_by_any_words_of_them_and_by_outcome(chrome: Chrome, pages: dict[str, Path]) -> None:
     browser.open_file(chrome, pages["cluster"])
     everything = shown_names(chrome)
@@ -119,9 +84,6 @@ def test_rows_are_found_by_any_words_of_them_and_by_outcome(chrome: Chrome, page
     field.send_keys("MATMUL gpu-02")
     assert shown_names(chrome) == ["test_matmul[bf16]"]
     assert find(chrome, "#shown")[0].text == f"1 of {len(everything)} shown"
-    field.clear()
-    field.send_keys("nothing has this")
-    assert shown_names(chrome) == []
     field.send_keys("\b" * 20)
     assert shown_names(chrome) == everything
     chip = find(chrome, "button[data-outcome='passed']")[0]
@@ -145,44 +107,6 @@ def test_a_row_opens_and_closes_by_click_key_and_address(chrome: Chrome, pages: 
     assert find(chrome, "#c2 tr.more")[0].is_displayed()
 
 
-def contrast(chrome: Chrome, selector: str) -> float:
-    """The contrast of a text with its ground. Source: WCAG 2.2, relative luminance and contrast ratio."""
-    read = """
-        let node = document.querySelector(arguments[0]), ground = node;
-        const clear = (each) => getComputedStyle(each).backgroundColor === "rgba(0, 0, 0, 0)";
-        while (clear(ground) && ground.parentElement !== null) ground = ground.parentElement;
-        return [getComputedStyle(node).color, getComputedStyle(ground).backgroundColor];
-    """
-
-    def luminance(colour: str) -> float:
-        channels = [float(each) / 255 for each in colour.partition("(")[2].rstrip(")").split(",")[:3]]
-        linear = [each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in channels]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    low, high = sorted(luminance(colour) for colour in chrome.execute_script(read, selector))
-    return (high + 0.05) / (low + 0.05)
-
-
-TEXTS = (
-    *("h1", ".kicker", ".reason", ".facts dt", "nav a", ".badge.o-failed", ".badge.o-error", ".badge.o-skipped"),
-    *(".badge.o-passed", "caption", "thead th .sorter", ".metric", ".problems li span", "tr.why td + td", ".place"),
-    *(".data tr.t-failed th", "details.inner > summary", ".links a"),
-)
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_texts_have_enough_contrast_in_both_schemes(chrome: Chrome, pages: dict[str, Path], scheme: str) -> None:
-    chrome.execute_cdp_cmd(
-        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-    )
-    browser.open_file(chrome, pages["cluster"])
-    low = {selector: round(found, 2) for selector in TEXTS if (found := contrast(chrome, selector)) < 4.5}
-    assert low == {}
-    ground = chrome.execute_script("return getComputedStyle(document.body).backgroundColor")
-    assert (ground == "rgb(255, 255, 255)") is (scheme == "light")
-    chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
-
-
 @pytest.mark.parametrize("width", [360, 1280])
 def test_the_page_itself_is_never_wider_than_the_screen(chrome: Chrome, pages: dict[str, Path], width: int) -> None:
     metrics: dict[str, Any] = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
@@ -195,22 +119,6 @@ def test_the_page_itself_is_never_wider_than_the_screen(chrome: Chrome, pages: d
         box = find(chrome, ".scroll:has(> #criteria-table)")[0]
         assert int(box.get_property("scrollWidth")) <= int(box.get_property("clientWidth")), name
     chrome.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-
-
-def test_paper_shows_what_the_screen_keeps_closed(chrome: Chrome, pages: dict[str, Path], tmp_path: Path) -> None:
-    import shutil
-    import subprocess
-
-    browser.open_file(chrome, pages["cluster"])
-    printed = base64.b64decode(chrome.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})["data"])
-    assert printed.startswith(b"%PDF")
-    assert printed.count(b"/Type /Page\n") + printed.count(b"/Type /Page ") + printed.count(b"/Type /Page/") > 1
-    program = shutil.which("pdftotext")
-    if program is not None:
-        (tmp_path / "report.pdf").write_bytes(printed)
-        text = subprocess.run([program, tmp_path / "report.pdf", "-"], capture_output=True, check=True).stdout.decode()
-        assert "Who is to blame" in text
-        assert "Open all" not in text
 
 
 def test_without_scripts_everything_can_be_read(pages: dict[str, Path]) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import junitparser
-import pytest
 import xmlschema
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -55,14 +54,6 @@ def case_of(suite: junitparser.TestSuite) -> junitparser.TestCase:
     return next(iter(suite))
 
 
-@given(name=TEXT, classname=TEXT)
-@example(name="]]>", classname="<&>\n\t\r")
-@QUICK
-def test_a_testcase_is_found_by_its_name(name: str, classname: str) -> None:
-    case = case_of(read_back(finished(name, classname=classname)))
-    assert (case.name, case.classname) == (visible(name), visible(classname))
-
-
 @given(name=TEXT)
 @QUICK
 def test_two_testcases_never_have_one_name(name: str) -> None:
@@ -71,25 +62,33 @@ def test_two_testcases_never_have_one_name(name: str) -> None:
     assert names == [visible(name), f"{visible(name)} (2)"]
 
 
-@pytest.mark.parametrize("outcome", ["failed", "error", "skipped"])
-@given(message=ANY | NASTY, text=ANY | NASTY)
-@example(message="x" * 500, text="]]>")
+@given(
+    names=st.tuples(TEXT, TEXT, TEXT),
+    kind=st.tuples(st.sampled_from(["failed", "error", "skipped"]), st.sampled_from(["xunit1", "xunit2"])),
+    texts=st.tuples(*[ANY | NASTY] * 5),
+)
+@example(names=("]]>", "<&>\n\t\r", "k"), kind=("failed", "xunit2"), texts=("x" * 500, "]]>\x00\x1f", "", "", ""))
 @QUICK
-def test_message_and_text_of_an_outcome_are_read(outcome: str, message: str, text: str) -> None:
-    [verdict] = case_of(read_back(finished(outcome=outcome, message=message, text=f"<{text}>"))).result
-    expected = one_line(message, MESSAGE_CHARACTERS) or outcome
-    assert verdict.message == expected
+def test_all_that_a_testcase_says_is_read(names: Any, kind: tuple[str, str], texts: Any) -> None:
+    (name, classname, key), (outcome, family), (message, text, out, err, value) = names, kind, texts
+    more = {
+        "classname": classname,
+        "message": message,
+        "text": f"<{text}>",
+        "properties": [[key, value]],
+        "sections": [["Captured stdout call", f"<{out}>"], ["Captured stderr call", f"<{err}>"]],
+    }
+    case = case_of(read_back(finished(name, outcome, **more), family=family, logging="all"))
+    assert (case.name, case.classname) == (visible(name), visible(classname))
+    [verdict] = case.result
+    assert verdict.message == (one_line(message, MESSAGE_CHARACTERS) or outcome)
     assert len(verdict.message) <= MESSAGE_CHARACTERS
     assert verdict.text == f"<{visible(text)}>"
-
-
-@given(out=ANY | NASTY, err=ANY | NASTY)
-@QUICK
-def test_captured_output_is_read(out: str, err: str) -> None:
-    sections = [["Captured stdout call", f"<{out}>"], ["Captured stderr call", f"<{err}>"]]
-    case = case_of(read_back(finished(sections=sections), logging="all"))
     assert f"<{visible(out)}>" in case.system_out
     assert f"<{visible(err)}>" in case.system_err
+    if family == "xunit1":  # the one that has them
+        found = case.child(junitparser.Properties)
+        assert [(each.name, each.value) for each in found] == [(visible(key), visible(value))]
 
 
 @given(key=TEXT, label=TEXT, why=TEXT, origin=TEXT, source=TEXT, transport=TEXT)
@@ -122,14 +121,6 @@ def test_a_measurement_is_one_line_whatever_its_labels_hold(
     assert len(lines) == 2
     assert all(line.startswith("[[PROPERTY|nccl") and line.endswith("]]") for line in lines)
     assert all(line.index("]]") == len(line) - 2 for line in lines), "a reader stops at the first pair"
-
-
-@given(name=TEXT, value=ANY | NASTY)
-@QUICK
-def test_properties_of_a_test_are_read_in_the_family_that_has_them(name: str, value: str) -> None:
-    suite = read_back(finished(properties=[[name, value]]), family="xunit1")
-    found = case_of(suite).child(junitparser.Properties)
-    assert [(each.name, each.value) for each in found] == [(visible(name), visible(value))]
 
 
 @given(key=TEXT, value=TEXT, origin=TEXT)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpucluster.reports.layout import clean, columns, padded, paragraph, shortened, styled
+from pytest_gpucluster.reports.layout import clean, columns, paragraph, shortened
 
 
 @given(text=st.text(max_size=300), width=st.integers(min_value=12, max_value=120))
@@ -20,24 +19,14 @@ def test_no_line_is_wider_than_asked_for_and_no_word_is_lost(text: str, width: i
 @given(text=st.text(max_size=100))
 def test_a_clean_text_is_one_line_that_does_nothing_to_a_terminal(text: str) -> None:
     assert clean(text).isprintable()
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("\x1b[31mred", "#x1B[31mred"),
-        ("a\u202eb", "a\N{REPLACEMENT CHARACTER}b"),
-        ("one\n  two\tthree", "one two three"),
-        ("\ud800", "#xD800"),
-        ("", ""),
-    ],
-)
-def test_what_acts_on_a_terminal_is_shown_instead(text: str, told: str) -> None:
-    assert clean(text) == told
-
-
-def test_a_percent_sign_is_never_alone_on_a_line() -> None:
-    assert paragraph("margin of +12.5 % here", 16) == ["margin of", "+12.5 % here"]
+    texts = {
+        "\x1b[31mred": "#x1B[31mred",
+        "a\u202eb": "a\N{REPLACEMENT CHARACTER}b",
+        "one\n  two\tthree": "one two three",
+        "\ud800": "#xD800",
+        "": "",
+    }
+    assert {each: clean(each) for each in texts} == texts
 
 
 @given(text=st.text(max_size=60), most=st.integers(min_value=2, max_value=40))
@@ -46,15 +35,3 @@ def test_a_shortened_text_fits_and_says_that_it_is_cut(text: str, most: int) -> 
     short = shortened(whole, most)
     assert columns(short) <= most
     assert short == whole or short.endswith("…")
-
-
-@pytest.mark.parametrize(("text", "wide"), [("node-a", 6), ("節点", 4), ("e\u0301", 1), ("", 0)])
-def test_widths_are_those_of_a_terminal(text: str, wide: int) -> None:
-    assert columns(text) == wide
-    assert columns(padded(text, 8)) == columns(padded(text, 8, is_right=True)) == 8
-
-
-def test_colour_only_where_it_is_wanted() -> None:
-    assert styled("FAILED", "red", colour=False) == "FAILED"
-    assert styled("FAILED", "red", colour=True) == "\x1b[31mFAILED\x1b[0m"
-    assert styled("", "red", colour=True) == ""

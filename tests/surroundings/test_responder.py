@@ -29,20 +29,12 @@ def test_the_clock_is_that_of_the_other_host() -> None:
         assert caller.clock() == (100.0, 100.5)
 
 
-def test_many_callers_are_answered_at_once() -> None:
-    with Responder("127.0.0.1", deadline_seconds=5) as responder:
-        callers = [Caller("127.0.0.1", responder.port, responder.token, deadline_seconds=5) for _ in range(20)]
-        for caller in reversed(callers):
-            with caller:
-                caller.echo(b"x")
-
-
 @pytest.mark.parametrize("token", ["0" * 16, "Ü" * 8], ids=["another token", "other bytes"])
 def test_who_does_not_know_the_token_gets_no_answer(token: str) -> None:
     with (
         Responder("127.0.0.1", deadline_seconds=5) as responder,
         Caller("127.0.0.1", responder.port, token, deadline_seconds=5) as caller,
-        pytest.raises(ConnectionError, match="is it another program"),
+        pytest.raises(ConnectionError, match="another program"),
     ):
         caller.echo(b"x")
 
@@ -55,13 +47,6 @@ def test_a_length_beyond_reason_gets_no_answer() -> None:
         connection.sendall(_HEAD.pack(responder.token.encode(), b"E", MOST_BYTES + 1))
         with pytest.raises(EOFError):
             receive(connection, 1)
-
-
-def test_nobody_there_is_refused() -> None:
-    with Responder("127.0.0.1", deadline_seconds=5) as responder:
-        port = responder.port
-    with pytest.raises(ConnectionRefusedError):
-        Caller("127.0.0.1", port, "x" * 16, deadline_seconds=5)
 
 
 def answering(answer: bytes) -> int:
@@ -81,11 +66,15 @@ def answering(answer: bytes) -> int:
 def test_other_bytes_than_were_sent_are_noticed() -> None:
     with (
         Caller("127.0.0.1", answering(b"abd"), "x" * 16, deadline_seconds=5) as caller,
-        pytest.raises(ConnectionError, match="of 3 bytes that were sent there others came back"),
+        pytest.raises(ConnectionError, match="3 bytes"),
     ):
         caller.echo(b"abc")
 
 
-def test_silence_ends_at_the_deadline() -> None:
+def test_silence_ends_at_the_deadline_and_nobody_there_is_refused() -> None:
     with Caller("127.0.0.1", answering(b""), "x" * 16, deadline_seconds=0.1) as caller, pytest.raises(TimeoutError):
         caller.echo(b"abc")
+    with Responder("127.0.0.1", deadline_seconds=5) as responder:
+        port = responder.port
+    with pytest.raises(ConnectionRefusedError):
+        Caller("127.0.0.1", port, "x" * 16, deadline_seconds=5)

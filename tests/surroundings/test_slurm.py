@@ -7,6 +7,8 @@ import stat
 from pathlib import Path
 
 import pytest
+from complaints import in_order
+from each import of_each
 
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.surroundings import slurm
@@ -45,55 +47,41 @@ def test_a_controller_that_answers_is_timed(commands: Commands) -> None:
     assert commands.asked("scontrol") == ["ping"]
 
 
-@pytest.mark.parametrize(
-    ("output", "code"),
-    [
-        ("Slurmctld(primary) at head1 is DOWN", 1),
-        ("slurm_load_ctl_conf error: Unable to contact slurm controller (connect failure)", 1),
-        ("", 0),
-    ],
-)
-def test_no_controller_that_answers_is_an_error(commands: Commands, output: str, code: int) -> None:
+@of_each("case", [("Slurmctld(primary) at head1 is DOWN", 1), ("slurm_load_ctl_conf error", 1), ("", 0)])
+def test_no_controller_that_answers_is_an_error(commands: Commands, case: tuple[str, int]) -> None:
+    output, code = case
     commands.say("scontrol", output, code)
-    with pytest.raises(EnvironmentBroken, match="no controller of Slurm answers") as raised:
+    with pytest.raises(EnvironmentBroken, match="controller") as raised:
         ping()
-    assert (output or "exit code 0, and no word") in str(raised.value)
+    assert (output or "exit code 0") in str(raised.value)
 
 
-def test_a_command_that_does_not_end_is_given_up(commands: Commands) -> None:
+def test_a_command_that_does_not_end_or_is_not_there_is_an_error(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commands.say("scontrol", "Slurmctld(primary) at head1 is UP", before="exec sleep 30")
-    with pytest.raises(EnvironmentBroken, match=r"`scontrol ping` gave no answer within 0\.2 s"):
+    with pytest.raises(EnvironmentBroken, match=r"`scontrol ping` .* 0\.2 s"):
         ping(answer_seconds=0.2)
-
-
-def test_without_slurm_s_commands_it_is_said_what_a_container_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    with pytest.raises(EnvironmentBroken, match=r"scontrol is not there, so Slurm cannot be asked\. In a container"):
+    with pytest.raises(EnvironmentBroken, match=r"scontrol .* container"):
         ping()
 
 
 def test_the_states_of_the_job_s_nodes_are_asked_for(commands: Commands) -> None:
-    commands.say("sinfo", "gpu-001|train*|up|allocated|none\ngpu-002|train*|up|Draining@|bad cable, says ops|x")
+    commands.say("sinfo", "gpu-001|train*|up|allocated|none\ngpu-002|train*|up|Draining@|bad cable|x")
     assert states(["gpu-001", "gpu-002"], "train") == (
         NodeState(node="gpu-001", partition="train", available="up", state="allocated", reason=""),
-        NodeState(node="gpu-002", partition="train", available="up", state="draining@", reason="bad cable, says ops|x"),
+        NodeState(node="gpu-002", partition="train", available="up", state="draining@", reason="bad cable|x"),
     )
     asked = commands.asked("sinfo")
     assert asked[asked.index("--nodes") + 1] == "gpu-001,gpu-002"
     assert asked[asked.index("--partition") + 1] == "train"
 
 
-@pytest.mark.parametrize(
-    ("output", "code", "told"),
-    [
-        ("slurm_load_partitions: Unable to contact slurm controller", 1, "does not tell the state of gpu-001"),
-        ("gpu-001 allocated", 0, "does not tell the state of gpu-001"),
-        ("", 0, "knows nothing of gpu-001"),
-    ],
-)
-def test_what_is_no_list_of_states_is_an_error(commands: Commands, output: str, code: int, told: str) -> None:
-    commands.say("sinfo", output, code)
-    with pytest.raises(EnvironmentBroken, match=told):
+@of_each("case", [("slurm_load_partitions: Unable to contact", 1), ("gpu-001 allocated", 0), ("", 0)])
+def test_what_is_no_list_of_states_is_an_error(commands: Commands, case: tuple[str, int]) -> None:
+    commands.say("sinfo", *case)
+    with pytest.raises(EnvironmentBroken, match="gpu-001"):
         states(["gpu-001"], None)
 
 
@@ -102,7 +90,7 @@ def test_a_warning_beside_the_answer_is_no_part_of_it(commands: Commands) -> Non
     commands.say("sinfo", "gpu-001|train*|up|mixed|none", beside=warning)
     assert [one.state for one in states(["gpu-001"], "train")] == ["mixed"]
     commands.say("sinfo", "", 1, beside=warning)
-    with pytest.raises(EnvironmentBroken, match=r"knows nothing of gpu-001 \(exit code 1\): sinfo: error: If munged"):
+    with pytest.raises(EnvironmentBroken, match=r"gpu-001 \(exit code 1\): sinfo: error: "):
         states(["gpu-001"], "train")
 
 
@@ -111,25 +99,16 @@ def test_what_is_missing_in_a_container_is_told_with_the_way_to_bring_it_in(
 ) -> None:
     commands.say("scontrol", "")
     monkeypatch.setenv("PATH", str(commands.folder))
-    assert str(slurm.why_not_asked()).startswith("sinfo cannot be found, so Slurm was not asked. In a container, mount")
+    assert in_order(str(slurm.why_not_asked()), "sinfo container")
     commands.say("sinfo", "")
     assert slurm.why_not_asked() is None
-
-
-def test_of_a_step_its_own_nodes_count_and_not_those_that_srun_left_out() -> None:
-    environ = {"SLURM_JOB_NODELIST": "gpu-[001-004]", "SLURM_STEP_NODELIST": "gpu-[001,003]"}
-    step = {"SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "2"}
-    assert nodes_of_job({**environ, **step}) == ["gpu-001", "gpu-003"]
-    interactive = {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "gpu-001"}
-    assert len(nodes_of_job({**environ, **interactive})) == 4
-    assert len(nodes_of_job(environ)) == 4
 
 
 def of(state: str, *, available: str = "up", reason: str = "") -> list[NodeState]:
     return [NodeState(node="gpu-001", partition="train", available=available, state=state, reason=reason)]
 
 
-@pytest.mark.parametrize("state", ["allocated", "mixed", "allocated+", "mixed-", "allocated$", "mixed@"])
+@of_each("state", ["allocated", "mixed", "allocated+", "mixed-", "allocated$", "mixed@"])
 def test_a_node_that_runs_jobs_is_well(state: str) -> None:
     findings = examine(PING, of(state), ["gpu-001"], "head")
     assert {one.kind for one in findings} <= {"note"}
@@ -137,23 +116,11 @@ def test_a_node_that_runs_jobs_is_well(state: str) -> None:
     assert bool(findings) == (state[-1] in "-$@")
 
 
-@pytest.mark.parametrize(
-    ("state", "told"),
-    [
-        ("draining", "it is draining"),
-        ("drained*", "it is drained, and Slurm's daemon on it does not answer"),
-        ("down", "it is down"),
-        ("mixed*", "Slurm's daemon on it does not answer"),
-        ("allocated^", "a reboot was ordered"),
-        ("allocated#", "it is being powered up"),
-        ("idle", "it is idle"),
-        ("something new", "it is something new"),
-    ],
-)
-def test_a_node_in_another_state_is_named_with_slurm_s_reason(state: str, told: str) -> None:
+@of_each("state", ["draining", "drained*", "down", "mixed*", "allocated^", "allocated#", "idle", "something new"])
+def test_a_node_in_another_state_is_named_with_slurm_s_reason(state: str) -> None:
     [finding] = examine(PING, of(state, reason="ECC errors"), ["gpu-001"], "head")
     assert (finding.code, finding.kind, str(finding.gpu)) == ("slurm.node", "environment", "gpu-001")
-    assert f"Slurm calls this node {state} (ECC errors): {told}" == finding.found
+    assert in_order(finding.found, f"{state} (ECC errors)")
     assert well(of(state), ["gpu-001"]) == 0
 
 
@@ -163,20 +130,22 @@ def test_a_node_that_sinfo_does_not_list_and_a_partition_that_is_not_up_are_name
         ("slurm.node", "environment", "gpu-002"),
         ("slurm.partition", "environment", "head"),
     ]
-    assert found[1].found == "the partition train is drain"
-
-
-def test_a_backup_that_does_not_answer_is_a_note() -> None:
-    [finding] = examine(Ping(up=("primary a",), down=("backup b",), seconds=1.0), of("mixed"), ["gpu-001"], "head")
-    assert (finding.kind, finding.found) == ("note", "Slurm's backup b does not answer")
+    assert in_order(found[1].found, "train is drain")
+    [backup] = examine(Ping(up=("primary a",), down=("backup b",), seconds=1.0), of("mixed"), ["gpu-001"], "head")
+    assert (backup.kind, in_order(backup.found, "backup b")) == ("note", True)
 
 
 def test_the_nodes_of_the_job_are_slurm_s() -> None:
     assert nodes_of_job({"SLURM_JOB_NODELIST": "gpu-[001-002,7]"}) == ["gpu-001", "gpu-002", "gpu-7"]
     assert nodes_of_job({"SLURM_NODELIST": "a"}) == ["a"]
     for environ in ({}, {"SLURM_JOB_NODELIST": "gpu-[1"}):
-        with pytest.raises(EnvironmentBroken, match="SLURM_JOB_NODELIST does not name the nodes of the job"):
+        with pytest.raises(EnvironmentBroken, match="SLURM_JOB_NODELIST"):
             nodes_of_job(environ)
+    # Of a step its own nodes count, and not those that srun has left out; one that is interactive has none of its own.
+    environ = {"SLURM_JOB_NODELIST": "gpu-[001-004]", "SLURM_STEP_NODELIST": "gpu-[001,003]"}
+    assert nodes_of_job({**environ, "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "2"}) == ["gpu-001", "gpu-003"]
+    interactive = {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "gpu-001"}
+    assert len(nodes_of_job({**environ, **interactive})) == len(nodes_of_job(environ)) == 4
 
 
 @pytest.mark.parametrize(("partition", "asked"), [("train", "--partition"), (None, "--all")])

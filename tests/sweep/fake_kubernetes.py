@@ -5,12 +5,11 @@ A pod of a Job is what a file says of its node: over, running, or pending; or it
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from fake_ssh import FakePrograms
 
 _KUBECTL = """\
 #!{python} -S
@@ -136,36 +135,21 @@ def node(name: str, *, ready: str = "True", cordoned: bool = False) -> dict[str,
     }
 
 
-class FakeKubernetes:
-    """The program, what becomes of its pods, and what it was asked."""
+class FakeKubernetes(FakePrograms):
+    """The program, what becomes of its pods, and what it was asked: ``argv``, and ``given`` to its standard input."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self.bin = root / "bin"
-        self.bin.mkdir(parents=True)
-        (self.bin / "kubectl").write_text(_KUBECTL.format(python=sys.executable, root=str(root)))
-        (self.bin / "kubectl").chmod(0o755)
-        (root / "log.jsonl").touch()
-
-    @property
-    def path(self) -> str:
-        """PATH with the program in front."""
-        return f"{self.bin}:{os.environ['PATH']}"
+        super().__init__(root, {"kubectl": _KUBECTL})
 
     def acts(self, nodes: Sequence[Mapping[str, Any]], **acts: Any) -> None:
         """Say which nodes there are, and what becomes of the pod on each, or of those of the joint run."""
-        (self.root / "acts.json").write_text(json.dumps({"nodes": list(nodes), **acts}))
-
-    @property
-    def log(self) -> list[dict[str, Any]]:
-        """Every call of the program: ``argv``, and ``given`` to its standard input."""
-        return [json.loads(line) for line in (self.root / "log.jsonl").read_text().splitlines()]
+        self.say({"nodes": list(nodes), **acts})
 
     def created(self, kind: str) -> list[dict[str, Any]]:
         """Return what was made of a kind."""
-        return [call["given"] for call in self.log if call["given"] and call["given"]["kind"] == kind]
+        return [call["given"] for call in self.notes if call["given"] and call["given"]["kind"] == kind]
 
     def deleted(self) -> list[str]:
         """Return what was deleted, without the options."""
-        calls = [call["argv"] for call in self.log if "delete" in call["argv"]]
+        calls = [call["argv"] for call in self.notes if "delete" in call["argv"]]
         return [word for argv in calls for word in argv if "/" in word]

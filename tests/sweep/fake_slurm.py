@@ -1,23 +1,20 @@
 """A Slurm that is three small programs on the PATH: srun, squeue and scancel.
 
-What srun does on a node is told by a file: it runs the command really, or leaves a journal and an exit code as a run
-would, or hangs.
+What srun does on a node is told by a file: it leaves a journal and an exit code as a run would, or hangs.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pytest_gpucluster import journal
+from fake_ssh import FakePrograms, journal_lines
 
 _SRUN = """\
 #!{python} -S
-import json, os, pathlib, signal, subprocess, sys, time
+import json, os, pathlib, signal, sys, time
 
 root = pathlib.Path({root!r})
 words = sys.argv[1:]
@@ -47,21 +44,12 @@ if act["do"] in ("hang", "be deaf"):
     while True:
         time.sleep(0.05)
 code = act.get("exit", 0)
-if act["do"] == "run":
-    started = [
-        subprocess.Popen(words, env={{**os.environ, "SLURMD_NODENAME": node, "GPUCLUSTER_HOSTNAME": node,
-            "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": str(len(nodes)), "SLURM_STEP_NUM_NODES": str(len(nodes)),
-            "SLURM_NODEID": str(number), "SLURM_PROCID": str(number)}})
-        for number, node in reversed(list(enumerate(nodes)))
-    ]
-    code = max(each.wait() for each in started)
-else:
-    print(act.get("says", "nothing to say"), flush=True)
-    for lines in act.get("journals", ()):
-        [place] = [word.partition("=")[2] for word in words if word.startswith("--gpucluster-report-dir=")]
-        folder = pathlib.Path(place) / f"2026010{{len(list(pathlib.Path(place).glob('2*'))) + 1}}-000000"
-        folder.mkdir(parents=True)
-        (folder / "journal.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
+print(act.get("says", "nothing to say"), flush=True)
+for lines in act.get("journals", ()):
+    [place] = [word.partition("=")[2] for word in words if word.startswith("--gpucluster-report-dir=")]
+    folder = pathlib.Path(place) / f"2026010{{len(list(pathlib.Path(place).glob('2*'))) + 1}}-000000"
+    folder.mkdir(parents=True)
+    (folder / "journal.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
 note("end", exit=code)
 sys.exit(code)
 """
@@ -84,62 +72,24 @@ with (pathlib.Path({root!r}) / "log.jsonl").open("a") as log:
 """
 
 
-class FakeSlurm:
+class FakeSlurm(FakePrograms):
     """The programs, what they do, and what they were asked."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self.bin = root / "bin"
-        self.bin.mkdir(parents=True)
-        for name, text in {"srun": _SRUN, "squeue": _SQUEUE, "scancel": _SCANCEL}.items():
-            (self.bin / name).write_text(text.format(python=sys.executable, root=str(root)))
-            (self.bin / name).chmod(0o755)
-        (root / "log.jsonl").touch()
+        super().__init__(root, {"srun": _SRUN, "squeue": _SQUEUE, "scancel": _SCANCEL})
 
     def acts(self, acts: Mapping[str, Mapping[str, Any]], nodes: Sequence[str] = ()) -> None:
         """Say what happens on which node, or to the joint run ("together"); "*" for all others."""
-        (self.root / "acts.json").write_text(json.dumps({"*": {"do": "hang"}, **acts}))
+        self.say({"*": {"do": "hang"}, **acts})
         (self.root / "nodes.json").write_text(json.dumps(list(nodes)))
 
     def environment(self, nodelist: str) -> dict[str, str]:
         """Return what an allocation of these nodes adds to the environment."""
-        return {
-            "PATH": f"{self.bin}:{os.environ['PATH']}",
-            "SLURM_JOB_ID": "77",
-            "SLURM_JOB_NODELIST": nodelist,
-        }
-
-    @property
-    def log(self) -> list[dict[str, Any]]:
-        """What the programs have noted."""
-        return [json.loads(line) for line in (self.root / "log.jsonl").read_text().splitlines()]
+        return {"PATH": self.path, "SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": nodelist}
 
     def noted(self, what: str) -> list[dict[str, Any]]:
         """Return the notes of a kind."""
-        return [note for note in self.log if note["what"] == what]
-
-
-def journal_lines(
-    *,
-    outcome: str = "passed",
-    message: str = "",
-    verdict: str | None = "ACCEPTED",
-    exit: int = 0,
-    nnodes: int = 1,
-    ranks: int = 8,
-    rehearsal: bool = False,
-) -> list[dict[str, Any]]:
-    """Return the lines of the journal of a run; without a verdict it was cut off after its first test."""
-    test = {"type": "test", "nodeid": "t.py::test_it", "criterion": "matmul", "outcome": outcome, "message": message}
-    lines = [
-        {"type": "run", "schema_version": journal.SCHEMA_VERSION, "run_id": "r", "started_at": "2026-01-02T03:04:05Z"}
-        | {"nnodes": nnodes, "world_size": nnodes * ranks, "rehearsal": rehearsal},
-        {"type": "collected", "tests": [{"nodeid": "t.py::test_it"}, {"nodeid": "t.py::test_next"}]},
-        test,
-    ]
-    if verdict is None:
-        return [*lines, {"type": "start", "nodeid": "t.py::test_next"}]
-    return [*lines, {"type": "end", "verdict": verdict, "exit": exit, "reason": message or "1 passed"}]
+        return [note for note in self.notes if note["what"] == what]
 
 
 def leaves(exit: int = 0, **lines: Any) -> dict[str, Any]:

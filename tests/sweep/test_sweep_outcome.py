@@ -1,4 +1,4 @@
-"""What counts as a pass of one run: its journal and its launcher must both say so."""
+"""What counts as a pass: of one run its journal and its launcher, of a sweep every part of it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from pytest_gpucluster.sweep.answer import Answer
+from pytest_gpucluster.sweep.conclusion import conclude
 from pytest_gpucluster.sweep.outcome import Ended, Outcome, outcome_of
 
 ANSWER = Answer(
@@ -56,13 +57,7 @@ def test_a_pass_has_no_failure_and_says_where_it_is_recorded():
         ({"verdict": "ACCEPTED", "exit": 1}, {}, "REJECTED", 1, "9 passed"),
         ({"verdict": "BROKEN", "exit": 4, "reason": "usage"}, {"exit": 1}, "BROKEN", 4, "usage"),
         ({"verdict": "BROKEN", "exit": 0}, {}, "BROKEN", 11, "9 passed"),
-        (
-            {"verdict": "INCOMPLETE", "exit": 10, "reason": "did not run: hbm"},
-            {"exit": 1},
-            "INCOMPLETE",
-            10,
-            "did not run: hbm",
-        ),
+        ({"verdict": "INCOMPLETE", "exit": 10, "reason": "hbm"}, {"exit": 1}, "INCOMPLETE", 10, "hbm"),
     ],
 )
 def test_anything_else_is_no_pass(changes, ended, verdict, code, failure):
@@ -72,15 +67,69 @@ def test_anything_else_is_no_pass(changes, ended, verdict, code, failure):
     assert got.survived == (verdict == "INCOMPLETE")
 
 
+def test_no_journal_is_no_answer():
+    for ended, failure in (
+        ({}, "exit code 0"),
+        ({"exit": 1, "hint": "ERROR: oops\nagain"}, "exit code 1 and no journal: ERROR: oops again"),
+        ({"exit": None}, "did not end"),
+        ({"exit": None, "stopped": "no answer within 5 s"}, "within 5 s"),
+    ):
+        got = outcome(None, dataclasses.replace(WELL, **ended))
+        assert (got.verdict, got.exit, got.survived) == ("NO ANSWER", 11, False)
+        assert failure in got.failure
+
+
+CODES = {
+    "ACCEPTED": 0,
+    "SELECTION PASSED": 0,
+    "REHEARSED": 0,
+    "REJECTED": 1,
+    "INCOMPLETE": 10,
+    "NO ANSWER": 11,
+    "BROKEN": 4,
+}
+
+
+def judged(node, verdict):
+    return Outcome(node=node, verdict=verdict, exit=CODES[verdict], failure=f"why {node}", seconds=1.0)
+
+
 @pytest.mark.parametrize(
-    ("ended", "failure"),
+    ("alone", "together", "word", "code"),
     [
-        ({}, "ended with exit code 0 and no journal"),
-        ({"exit": 1, "hint": "ERROR: oops\nagain"}, "ended with exit code 1 and no journal: ERROR: oops again"),
-        ({"exit": None}, "its launcher did not end"),
-        ({"exit": None, "stopped": "no answer within 5 s"}, "no answer within 5 s"),
+        (["ACCEPTED", "ACCEPTED"], "ACCEPTED", "ACCEPTED", 0),
+        (["ACCEPTED", "SELECTION PASSED"], "ACCEPTED", "SELECTION PASSED", 0),
+        (["ACCEPTED", "SELECTION PASSED"], "REHEARSED", "REHEARSED", 0),
+        (["ACCEPTED", "ACCEPTED"], None, "INCOMPLETE", 10),
+        (["ACCEPTED", "INCOMPLETE"], "ACCEPTED", "INCOMPLETE", 10),
+        (["ACCEPTED", "ACCEPTED"], "INCOMPLETE", "INCOMPLETE", 10),
+        (["ACCEPTED", "NO ANSWER"], "INCOMPLETE", "BROKEN", 11),
+        (["ACCEPTED", "BROKEN"], "ACCEPTED", "BROKEN", 11),
+        (["ACCEPTED"], "ACCEPTED", "BROKEN", 11),
+        ([], None, "BROKEN", 11),
+        (["NO ANSWER", "REJECTED"], None, "REJECTED", 1),
+        (["REJECTED"], "ACCEPTED", "REJECTED", 1),
+        (["ACCEPTED", "NO ANSWER"], "REJECTED", "REJECTED", 1),
     ],
 )
-def test_no_journal_is_no_answer(ended, failure):
-    got = outcome(None, dataclasses.replace(WELL, **ended))
-    assert (got.verdict, got.exit, got.failure, got.survived) == ("NO ANSWER", 11, failure, False)
+def test_the_worst_decides(alone, together, word, code):
+    outcomes = [judged(f"n{number}", verdict) for number, verdict in enumerate(alone)]
+    found = conclude(["n0", "n1"], outcomes, judged("together", together) if together else None)
+    assert (found.word, found.exit) == (word, code)
+
+
+def test_the_reason_names_who_and_the_first_of_them_why():
+    nodes = [f"n{number}" for number in range(12)]
+    found = conclude(nodes, [judged(node, "REJECTED") for node in nodes], None)
+    assert found.reason == "rejected: n0, n1, n2, n3, n4, n5, n6, n7 and 4 more; n0: why n0"
+    found = conclude(["n0", "n1"], [judged("n1", "NO ANSWER")], None)
+    assert found.reason == "without a verdict: n1; n1: why n1; NO ANSWER: n0"
+    found = conclude(["n0"], [judged("n0", "ACCEPTED")], None, why_not_together="too few")
+    assert "too few" in found.reason
+
+
+def test_a_sweep_that_broke_or_was_interrupted_is_no_pass():
+    passed = [judged("n0", "ACCEPTED")], judged("together", "ACCEPTED")
+    assert conclude(["n0"], *passed).exit == 0
+    assert conclude(["n0"], *passed, broke="kubectl").exit == 11
+    assert conclude(["n0"], *passed, interrupted="Ctrl-C").exit == 2

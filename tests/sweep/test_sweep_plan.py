@@ -42,26 +42,21 @@ def test_torchrun_understands_the_commands():
     assert found.training_script_args[:3] == ["acceptance/", "-k", "a b"]
 
 
-@pytest.mark.parametrize("text", ["", "H100", "0", "8x", "8 GPUs", "2x8xH100", "-1"])
-def test_what_a_node_has_begins_with_its_gpus(text):
-    with pytest.raises(OptionError, match="such as 8xH100, or 8"):
-        each_node(text)
+def test_what_a_node_has_begins_with_its_gpus():
+    for text in ("", "H100", "0", "8x", "8 GPUs", "2x8xH100", "-1"):
+        with pytest.raises(OptionError, match="8xH100"):
+            each_node(text)
 
 
-@pytest.mark.parametrize(
-    "argument", ["--junitxml", "--junit-xml=x", "--gpucluster-report-dir=x", "-n", "-n4", "-nauto"]
-)
-def test_what_the_sweep_sets_is_not_pytests(argument):
-    with pytest.raises(OptionError, match="not after --"):
-        require_free(["acceptance/", argument])
-
-
-def test_other_arguments_are_pytests():
+def test_what_the_sweep_sets_is_not_pytests():
+    for argument in ("--junitxml", "--junit-xml=x", "--gpucluster-report-dir=x", "-n", "-n4", "-nauto"):
+        with pytest.raises(OptionError, match=argument):
+            require_free(["acceptance/", argument])
     require_free(["acceptance/", "-k", "not n", "--gpucluster-device=cpu", "-m", "single_gpu", "--no-header"])
 
 
-@pytest.mark.parametrize("nodes", [[], ["a", "a"], ["a/b"], ["../x"], ["-a"], ["a b"], ["a$(x)"], [""]])
-def test_nodes_have_names_that_files_and_shells_take(nodes):
-    with pytest.raises(OptionError):
-        require_nodes(nodes)
+def test_nodes_have_names_that_files_and_shells_take():
+    for nodes in ([], ["a", "a"], ["a/b"], ["../x"], ["-a"], ["a b"], ["a$(x)"], [""]):
+        with pytest.raises(OptionError):
+            require_nodes(nodes)
     require_nodes(["gpu-001", "ip-10-0-0-1.ec2.internal", "A_1"])

@@ -10,13 +10,11 @@ from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.sweep.pods import finished, nodes_of, pods_of
 
 
-@pytest.mark.parametrize(
-    "text", ["", "null", "[]", '{"kind": "Status"}', '{"kind": "List"}', '{"kind": "List", "items": [1]}']
-)
 @pytest.mark.parametrize("read", [nodes_of, lambda text: pods_of(text, "c"), finished], ids=["nodes", "pods", "job"])
-def test_anything_else_is_an_error(read, text):
-    with pytest.raises(EnvironmentBroken, match="kubectl has not told what was asked for"):
-        read(text)
+def test_anything_else_is_an_error(read):
+    for text in ("", "null", "[]", '{"kind": "Status"}', '{"kind": "List"}', '{"kind": "List", "items": [1]}'):
+        with pytest.raises(EnvironmentBroken, match="kubectl"):
+            read(text)
 
 
 def pod(status, **metadata):
@@ -29,24 +27,21 @@ def terminated(name="suite", **state):
     return {"name": name, "state": {"terminated": state}}
 
 
-@pytest.mark.parametrize(
-    "status",
-    [
+def test_without_the_end_of_its_container_a_pod_has_no_exit_code():
+    for status in (
         {},
         {"phase": "Succeeded"},
         {"phase": "Succeeded", "containerStatuses": [terminated("sidecar", exitCode=0)]},
         {"phase": "Running", "containerStatuses": [terminated(exitCode=0)]},
         {"phase": "Failed", "containerStatuses": [terminated(reason="ContainerStatusUnknown")]},
-    ],
-)
-def test_without_the_end_of_its_container_a_pod_has_no_exit_code(status):
-    assert pod(status).exit is None
+    ):
+        assert pod(status).exit is None
 
 
 def test_a_pod_says_why_it_does_not_start():
-    waiting = {"name": "suite", "state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}}
+    waiting = {"name": "suite", "state": {"waiting": {"reason": "ImagePullBackOff", "message": "none"}}}
     found = pod({"phase": "Pending", "containerStatuses": [waiting]})
-    assert (found.why, found.over, found.index, found.node) == ("ImagePullBackOff: no such image", False, -1, "")
+    assert (found.why, found.over, found.index, found.node) == ("ImagePullBackOff: none", False, -1, "")
 
 
 def test_an_end_that_is_not_told_in_seconds_has_no_duration():

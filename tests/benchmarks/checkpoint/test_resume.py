@@ -39,9 +39,6 @@ def test_one_rank_goes_on_as_if_nothing_had_happened(check, tmp_path):
     assert found.saved.step == 2
     assert found.saved.stored_bytes > 12 * GEOMETRY.parameters
     assert [path.name for path in tmp_path.iterdir()] == ["gpucluster-checkpoint-of-another-run"]
-
-
-def test_a_group_of_fewer_ranks_is_another_way(check):
     assert check(fewer=dist.group.WORLD).fewer == 0
 
 
@@ -65,13 +62,10 @@ def test_nothing_of_the_training_stays_alive(check, fails):
     assert [one() for one in alive] == [None]
 
 
-def test_too_little_memory_is_the_environment_s_fault(check, monkeypatch):
+def test_too_little_memory_is_the_environment_s_fault_and_no_rows_or_steps_are_refused(check, monkeypatch):
+    for sizes in ({"batch": 0}, {"steps": 0}):
+        with pytest.raises(ValueError, match=r"steps must.* 1"):
+            check(**sizes)
     monkeypatch.setattr("pytest_gpucluster.benchmarks.footprint.free_bytes", lambda device: 1000)
     with pytest.raises(EnvironmentBroken, match=r"fsdp\.width=256"):
         check()
-
-
-@pytest.mark.parametrize("sizes", [{"batch": 0}, {"steps": 0}], ids=["batch", "steps"])
-def test_no_rows_or_steps_are_refused(check, sizes):
-    with pytest.raises(ValueError, match="batch and steps must be at least 1"):
-        check(**sizes)

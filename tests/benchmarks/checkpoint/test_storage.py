@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from each import of_each
 
 from pytest_gpucluster.benchmarks.checkpoint import storage
 from pytest_gpucluster.benchmarks.checkpoint.storage import (
@@ -18,8 +19,6 @@ from pytest_gpucluster.benchmarks.checkpoint.storage import (
 )
 
 CHUNK = 2**16
-
-SIZES = [PAGE_BYTES, CHUNK, CHUNK + 3 * PAGE_BYTES, 5 * CHUNK]
 
 
 @pytest.fixture(autouse=True)
@@ -37,58 +36,45 @@ def direct(request, tmp_path):
     return request.param
 
 
-@pytest.mark.parametrize("size", SIZES)
+@of_each("size", [PAGE_BYTES, CHUNK, CHUNK + 3 * PAGE_BYTES, 5 * CHUNK])
 def test_what_was_written_is_read_and_verified(tmp_path, size, direct):
-    path = tmp_path / "file"
+    path = tmp_path / f"{size}"
     assert write_file(path, size, Contents(3)) > 0
     assert path.stat().st_size == size
     found = read_file(path, size, Contents(3), direct=direct)
     assert (found.verified_bytes, found.defect) == (size, "")
     assert found.seconds > 0
+    with pytest.raises(FileExistsError):
+        write_file(path, PAGE_BYTES, Contents(3))
 
 
-@pytest.mark.parametrize("at", [0, 4097, CHUNK - 1, CHUNK, 4 * CHUNK + 17, 5 * CHUNK - 1])
+@of_each("at", [0, 4097, CHUNK - 1, CHUNK, 4 * CHUNK + 17, 5 * CHUNK - 1])
 def test_each_single_wrong_bit_is_found(tmp_path, at, direct):
-    path, size = tmp_path / "file", 5 * CHUNK
+    path, size = tmp_path / f"{at}", 5 * CHUNK
     write_file(path, size, Contents(3))
-    with path.open("r+b") as stream:
-        stream.seek(at)
-        byte = stream.read(1)[0]
-        stream.seek(at)
-        stream.write(bytes([byte ^ 128]))
+    content = bytearray(path.read_bytes())
+    content[at] ^= 128
+    path.write_bytes(content)
     found = read_file(path, size, Contents(3), direct=direct)
     assert found.defect.startswith(f"at byte {at - at % 8}: found ")
     assert found.verified_bytes == 4 * CHUNK
 
 
-@pytest.mark.parametrize("left", [0, 100, PAGE_BYTES, CHUNK, 2 * CHUNK + 5000])
+@of_each("left", [0, 100, PAGE_BYTES, CHUNK, 2 * CHUNK + 5000])
 def test_a_file_that_ends_too_soon_is_found(tmp_path, left, direct):
-    path, size = tmp_path / "file", 5 * CHUNK
+    path, size = tmp_path / f"{left}", 5 * CHUNK
     write_file(path, size, Contents(3))
     os.truncate(path, left)
     found = read_file(path, size, Contents(3), direct=direct)
-    assert found.defect == f"ends at byte {left} of {size}"
-    assert found.verified_bytes == left - left % CHUNK
+    assert (found.defect, found.verified_bytes) == (f"ends at byte {left} of {size}", left - left % CHUNK)
 
 
-def test_the_file_of_another_rank_is_none_of_this_one(tmp_path, direct):
+def test_the_file_of_another_rank_is_none_of_this_one_and_no_page_is_like_another_one(tmp_path, direct):
     path = tmp_path / "file"
     write_file(path, CHUNK, Contents(3))
     assert read_file(path, CHUNK, Contents(4), direct=direct).defect.startswith("at byte 8: found ")
-
-
-def test_no_page_is_like_another_one(tmp_path):
-    path = tmp_path / "file"
-    write_file(path, 2 * CHUNK, Contents(3))
     content = path.read_bytes()
-    pages = {content[at : at + PAGE_BYTES] for at in range(0, len(content), PAGE_BYTES)}
-    assert len(pages) == 2 * CHUNK // PAGE_BYTES
-
-
-def test_a_file_is_not_written_over(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(FileExistsError):
-        write_file(tmp_path / "file", PAGE_BYTES, Contents(3))
+    assert len({content[at : at + PAGE_BYTES] for at in range(0, CHUNK, PAGE_BYTES)}) == CHUNK // PAGE_BYTES
 
 
 def test_a_file_that_cannot_be_opened_is_an_error_and_no_lack_of_o_direct(tmp_path):
@@ -104,17 +90,12 @@ MOUNTS = r"""24 1 8:1 / / rw shared:1 - ext4 /dev/sda1 rw
 """
 
 
-@pytest.mark.parametrize(
-    ("path", "kind"), [("/home/x", "ext4"), ("/run/y/z", "tmpfs"), ("/mnt/a b/c", "lustre"), ("/mnt/z", "ceph")]
-)
-def test_the_file_system_is_that_of_the_longest_mount_point(monkeypatch, path, kind):
-    monkeypatch.setattr(storage.Path, "read_text", lambda self, **how: MOUNTS)
-    assert file_system_of(Path(path)) == kind
-
-
-def test_a_file_system_that_the_kernel_does_not_tell_is_unknown(monkeypatch, tmp_path):
+def test_the_file_system_is_that_of_the_longest_mount_point_and_unknown_where_the_kernel_does_not_tell(monkeypatch):
     def fail(self, **how):
         raise PermissionError
 
+    monkeypatch.setattr(storage.Path, "read_text", lambda self, **how: MOUNTS)
+    known = {"/home/x": "ext4", "/run/y/z": "tmpfs", "/mnt/a b/c": "lustre", "/mnt/z": "ceph"}
+    assert {path: file_system_of(Path(path)) for path in known} == known
     monkeypatch.setattr(storage.Path, "read_text", fail)
-    assert file_system_of(tmp_path) == "unknown"
+    assert file_system_of(Path("/run")) == "unknown"

@@ -30,25 +30,17 @@ def test_values_come_back(group):
 
 
 @pytest.mark.parametrize("how", [together, first])
-@pytest.mark.parametrize(
-    ("error", "kind", "text"),
-    [
+def test_an_error_is_raised_as_one_that_says_which_rank_and_what_is_no_error_as_it_is(group, how):
+    for error, kind, text in [
         (WrongResult("x is wrong"), WrongResult, "rank 0: x is wrong"),
         (ValueError("no"), ValueError, "rank 0: no"),
         (EnvironmentBroken("full"), EnvironmentBroken, "rank 0: full"),
         (OSError(28, "full"), EnvironmentBroken, "rank 0: OSError: [Errno 28] full"),
         (RuntimeError("lost"), EnvironmentBroken, "rank 0: RuntimeError: lost"),
-    ],
-    ids=["wrong", "value", "broken", "os", "other"],
-)
-def test_an_error_is_raised_as_one_that_says_which_rank(group, how, error, kind, text):
-    with pytest.raises(kind) as caught:
-        how(group, failing(error))
-    assert str(caught.value) == text
-    assert caught.value.__cause__ is error
-
-
-@pytest.mark.parametrize("how", [together, first])
-def test_what_is_no_error_is_raised_as_it_is(group, how):
+    ]:
+        with pytest.raises(kind) as caught:
+            how(group, failing(error))
+        assert (type(caught.value), str(caught.value)) == (kind, text)
+        assert caught.value.__cause__ is error
     with pytest.raises(KeyboardInterrupt):
         how(group, failing(KeyboardInterrupt()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from each import of_each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,18 +20,16 @@ CHAT = (
 )
 
 
-def test_roles_and_texts_are_found_in_their_order():
-    assert [(turn.role, turn.text) for turn in turns_of(CHAT)] == [
+def test_roles_and_texts_are_found_in_their_order_and_where_they_stand():
+    found = turns_of(CHAT)
+    assert [(turn.role, turn.text) for turn in found] == [
         ("user", "How hot is it in Rome?"),
         ("assistant", '<functioncall> {"name": "heat", "arguments": \'{"city": "Rome"}\'}'),
         ("function", '{"degrees": 30}'),
         ("assistant", "It is 30 degrees."),
         ("user", "Thanks!"),
     ]
-
-
-def test_spans_are_where_the_texts_stand():
-    assert all(CHAT[turn.start : turn.end] == turn.text for turn in turns_of(CHAT))
+    assert all(CHAT[turn.start : turn.end] == turn.text for turn in found)
 
 
 TEXTS = st.text(min_size=1, max_size=20).map(str.strip).filter(bool).filter(lambda text: END not in text)
@@ -48,32 +47,29 @@ def test_what_was_put_together_is_taken_apart_again(turns, with_end):
     assert all(chat[turn.start : turn.end] == turn.text for turn in found)
 
 
-def test_a_label_in_the_middle_of_a_line_is_text():
-    [asked, said] = turns_of("USER: What does ASSISTANT: mean, USER: and so on?\nASSISTANT: It is a label.")
-    assert asked.text == "What does ASSISTANT: mean, USER: and so on?"
-    assert said.text == "It is a label."
+def test_labels_in_a_line_and_paragraphs_are_text_and_ends_may_be_left_out_or_repeated():
+    for chat, texts in [
+        (
+            "USER: What is ASSISTANT: and USER: so?\nASSISTANT: A label.",
+            ["What is ASSISTANT: and USER: so?", "A label."],
+        ),
+        (f"USER: a\n\n\nASSISTANT: b\n\n\nUSER: c\n\n\nASSISTANT: d {END} {END}\n", list("abcd")),
+        ("USER: one\n\n\ntwo\n\nASSISTANT: three\nfour", ["one\n\n\ntwo", "three\nfour"]),
+    ]:
+        assert [turn.text for turn in turns_of(chat)] == texts
 
 
-def test_the_assistant_may_leave_out_the_end_or_repeat_it():
-    told = turns_of(f"USER: a\n\n\nASSISTANT: b\n\n\nUSER: c\n\n\nASSISTANT: d {END} {END}\n")
-    assert [turn.text for turn in told] == list("abcd")
-
-
-def test_a_turn_may_hold_several_paragraphs():
-    assert turns_of("USER: one\n\n\ntwo\n\nASSISTANT: three\nfour")[0].text == "one\n\n\ntwo"
-
-
-@pytest.mark.parametrize(
-    ("chat", "why"),
+@of_each(
+    "refused",
     [
-        (" \n", "the chat is empty"),
-        ("Hello! USER: hi", "does not begin with a turn (USER:, ASSISTANT:, FUNCTION RESPONSE:), but with 'Hello!"),
+        (" \n", "empty"),
+        ("Hello! USER: hi", "(USER:, ASSISTANT:, FUNCTION RESPONSE:), but with 'Hello!"),
         ("once\nUSER: hi\nASSISTANT: hello", "but with 'once"),
-        ("USER: hi", "the assistant says nothing"),
-        ("USER: hi\n\n\nASSISTANT: <|endoftext|>", "the assistant says nothing"),
+        ("USER: hi", "says nothing"),
+        ("USER: hi\n\n\nASSISTANT: <|endoftext|>", "says nothing"),
     ],
-    ids=["empty", "no turn", "text before it", "nobody answers", "an empty answer"],
 )
-def test_what_is_no_conversation_is_refused_with_the_reason(chat, why):
+def test_what_is_no_conversation_is_refused_with_the_reason(refused):
+    chat, why = refused
     with pytest.raises(ValueError, match=re.escape(why)):
         turns_of(chat)

@@ -3,12 +3,11 @@ from __future__ import annotations
 import builtins
 import importlib.util
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from each import of_each
 
 from pytest_gpucluster.benchmarks.lora.curve import FIRST_LINE, Curve, Point, is_curve, mean_of_last, read_csv
 from pytest_gpucluster.errors import CurveError
@@ -26,9 +25,13 @@ CURVE = Curve(
 HEADER = "step,loss,all_token_loss,gradient_norm,learning_rate,held_out_loss"
 
 
-def test_a_curve_is_read_back_exactly(tmp_path: Path) -> None:
-    CURVE.write_csv(tmp_path / "curve.csv")
-    assert read_csv(tmp_path / "curve.csv") == CURVE
+@of_each("curve", [CURVE, Curve(points=())])
+def test_a_curve_is_known_by_its_first_line_and_read_back_exactly(tmp_path: Path, curve: Curve) -> None:
+    curve.write_csv(tmp_path / "curve.csv")
+    assert is_curve(tmp_path / "curve.csv")
+    assert read_csv(tmp_path / "curve.csv") == curve
+    (tmp_path / "other.csv").write_text("a,b\n")
+    assert not is_curve(tmp_path / "other.csv")
 
 
 def test_the_file_is_plain_csv_below_comments(tmp_path: Path) -> None:
@@ -44,7 +47,7 @@ def test_the_file_is_plain_csv_below_comments(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+@of_each("value", [math.nan, math.inf, -math.inf])
 def test_what_is_no_finite_number_is_written_as_it_is(tmp_path: Path, value: float) -> None:
     path = tmp_path / "curve.csv"
     Curve(points=(point(1, value), point(2)), held_out=((1, value),)).write_csv(path)
@@ -54,56 +57,39 @@ def test_what_is_no_finite_number_is_written_as_it_is(tmp_path: Path, value: flo
     assert found.points[1] == point(2)
 
 
-def test_an_empty_curve_is_a_curve(tmp_path: Path) -> None:
-    Curve(points=()).write_csv(tmp_path / "curve.csv")
-    assert read_csv(tmp_path / "curve.csv") == Curve(points=())
-
-
-@pytest.mark.parametrize("steps", [(2, 1), (1, 1), (-1, 1)], ids=str)
+@of_each("steps", [(2, 1), (1, 1), (-1, 1)])
 def test_steps_must_rise(steps: tuple[int, int]) -> None:
-    with pytest.raises(CurveError, match="the points of a curve are not in the order of steps"):
+    with pytest.raises(CurveError, match=r"the points"):
         Curve(points=tuple(map(point, steps)))
-    with pytest.raises(CurveError, match="the held-out losses of a curve are not in the order of steps"):
+    with pytest.raises(CurveError, match=r"the held-out losses"):
         Curve(points=(), held_out=tuple((step, 1.0) for step in steps))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
+@of_each(
+    "refused",
     [
-        pytest.param("", ":1: no loss curve of this version: it begins with nothing,", id="empty"),
-        pytest.param("step,loss\n1,2\n", ":1: no loss curve of this version: it begins with 'step,loss'", id="another"),
-        pytest.param("# pytest-gpucluster loss curve 2\n", ":1: no loss curve of this version", id="newer"),
-        pytest.param(f"{FIRST_LINE}\n", ":2: the columns must be step,loss,", id="no columns"),
-        pytest.param(f"{FIRST_LINE}\nstep,loss\n", ":2: the columns must be step,loss,all_token_loss", id="columns"),
-        pytest.param(f"{FIRST_LINE}\n# model=tiny\n", ":2: 'tiny' is no text in quotes", id="context"),
-        pytest.param(f"{FIRST_LINE}\n{HEADER}\n1,2\n", ":3: 2 values, and there are 6 columns", id="few values"),
-        pytest.param(f"{FIRST_LINE}\n{HEADER}\n1,2,3,4,x,\n", ":3: could not convert string to float", id="no number"),
-        pytest.param(f"{FIRST_LINE}\n{HEADER}\n1,2,,4,5,\n", ":3: could not convert string to float: ''", id="a gap"),
-        pytest.param(f"{FIRST_LINE}\n{HEADER}\n1.5,2,3,4,5,\n", ":3: invalid literal for int()", id="half a step"),
-        pytest.param(
-            f"{FIRST_LINE}\n{HEADER}\n2,1,1,1,1,\n1,1,1,1,1,\n", ": the points of a curve are not in", id="order"
-        ),
-        pytest.param("\udcff", ": cannot be read: ", id="no text"),
+        ("", ":1: no loss curve of this version: it begins with nothing,"),
+        ("step,loss\n1,2\n", ":1: no loss curve of this version: it begins with 'step,loss'"),
+        ("# pytest-gpucluster loss curve 2\n", ":1: no loss curve of this version"),
+        (f"{FIRST_LINE}\n", ":2: the columns must be step,loss,"),
+        (f"{FIRST_LINE}\nstep,loss\n", ":2: the columns must be step,loss,all_token_loss"),
+        (f"{FIRST_LINE}\n# model=tiny\n", ":2: 'tiny' is"),
+        (f"{FIRST_LINE}\n{HEADER}\n1,2\n", ":3: 2 values, and there are 6 columns"),
+        (f"{FIRST_LINE}\n{HEADER}\n1,2,3,4,x,\n", ":3: could not convert"),
+        (f"{FIRST_LINE}\n{HEADER}\n1,2,,4,5,\n", ":3: could not convert"),
+        (f"{FIRST_LINE}\n{HEADER}\n1.5,2,3,4,5,\n", ":3: invalid literal for int()"),
+        (f"{FIRST_LINE}\n{HEADER}\n2,1,1,1,1,\n1,1,1,1,1,\n", ": the points"),
+        ("\udcff", ": cannot be read: "),
     ],
 )
-def test_what_is_no_curve_is_refused_with_its_place(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "x.csv"
+def test_what_is_no_curve_is_refused_with_its_place(tmp_path: Path, refused: tuple[str, str]) -> None:
+    path, (text, message) = tmp_path / "x.csv", refused
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(CurveError) as caught:
         read_csv(path)
     assert str(caught.value).startswith(f"{path}{message}")
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CurveError, match=r"gone\.csv: cannot be read: .*No such file"):
+    with pytest.raises(CurveError, match=r"gone\.csv: cannot"):
         read_csv(tmp_path / "gone.csv")
-
-
-def test_a_curve_is_known_by_its_first_line(tmp_path: Path) -> None:
-    CURVE.write_csv(tmp_path / "curve.csv")
-    (tmp_path / "other.csv").write_text("a,b\n")
-    assert is_curve(tmp_path / "curve.csv")
-    assert not is_curve(tmp_path / "other.csv")
 
 
 def test_the_mean_of_the_last_losses() -> None:
@@ -132,30 +118,16 @@ def test_event_files_hold_every_scalar(tmp_path: Path) -> None:
     }
 
 
-def test_without_tensorboard_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert CURVE.write_tensorboard(tmp_path / "events") is False
-    assert not (tmp_path / "events").exists()
-
-
-def test_a_tensorboard_that_does_not_load_is_no_missing_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tensorboard_nothing_is_written_and_one_that_does_not_load_is_no_missing_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(name: str, package: Any = None) -> Any:
         raise builtins.ImportError(f"{name}: a library is missing")
 
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert CURVE.write_tensorboard(tmp_path / "events") is False
+    assert not (tmp_path / "events").exists()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(importlib, "import_module", broken)
-    with pytest.raises(ImportError, match="a library is missing"):
+    with pytest.raises(ImportError, match=r"library is"):
         CURVE.write_tensorboard(tmp_path / "events")
-
-
-def test_writing_event_files_warns_of_nothing_and_needs_no_torch(tmp_path: Path) -> None:
-    code = (
-        "import sys\nfrom pathlib import Path\n"
-        "from pytest_gpucluster.benchmarks.lora.curve import Curve\n"
-        f"Curve(points=(), held_out=((0, 1.0),)).write_tensorboard(Path({str(tmp_path)!r}))\n"
-        "print('torch' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False, timeout=60
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")

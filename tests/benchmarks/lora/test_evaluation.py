@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
-import textwrap
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from each import of_each
+from forked_ranks import on_ranks
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from pytest_gpucluster.benchmarks.lora.conversation import BETWEEN
-from pytest_gpucluster.benchmarks.lora.evaluation import CallScore, evaluate
+from pytest_gpucluster.benchmarks.lora.evaluation import evaluate
 from pytest_gpucluster.benchmarks.lora.function_calls import FunctionCall, parse
 from pytest_gpucluster.benchmarks.lora.rendering import segments
 from pytest_gpucluster.benchmarks.lora.rows import Row
@@ -27,7 +25,6 @@ from pytest_gpucluster.errors import WrongResult
 transformers = pytest.importorskip("transformers")
 ROWS = synthetic_rows(200, seed=0)
 CPU = torch.device("cpu")
-DEADLINE_SECONDS = 240
 
 
 @pytest.fixture(scope="module")
@@ -79,31 +76,35 @@ def prompt_of(row):
     return next(segments(row)).text
 
 
+def ask(tokenizer, model, rows, **sizes):
+    return evaluate(model, tokenizer, rows, **{"device": CPU, "limit": None, "max_new_tokens": 64, **sizes})
+
+
+def parrot(tokenizer, said=None, **more):
+    """Say this to the one question that ``row`` asks."""
+    return Parrot(tokenizer, {prompt_of(row(CALL)): f" {CALL if said is None else said}"}, **more)
+
+
 CALL = '<functioncall> {"name": "heat", "arguments": \'{"city": "Rome", "days": 2}\'}'
-SAID = {
-    "the same": (CALL, (1, 1, 1)),
-    "another order, and numbers by value": (
-        '<functioncall> {"name": "heat", "arguments": {"days": 2.0, "city": "Rome"}}',
-        (1, 1, 1),
-    ),
-    "other arguments": (CALL.replace("Rome", "Oslo"), (1, 1, 0)),
-    "an argument less": (CALL.replace(', "days": 2', ""), (1, 1, 0)),
-    "another function with the same arguments": (CALL.replace("heat", "rain"), (1, 0, 0)),
-    "not well-formed": (CALL[:-1], (0, 0, 0)),
-    "more after it": (CALL + " Done.", (0, 0, 0)),
-    "no call": ("It is hot.", (0, 0, 0)),
-    "nothing": ("", (0, 0, 0)),
-}
+SAID = [
+    (CALL, (1, 1, 1)),
+    ('<functioncall> {"name": "heat", "arguments": {"days": 2.0, "city": "Rome"}}', (1, 1, 1)),
+    (CALL.replace("Rome", "Oslo"), (1, 1, 0)),
+    (CALL.replace(', "days": 2', ""), (1, 1, 0)),
+    (CALL.replace("heat", "rain"), (1, 0, 0)),
+    (CALL[:-1], (0, 0, 0)),
+    (CALL + " Done.", (0, 0, 0)),
+    ("It is hot.", (0, 0, 0)),
+    ("", (0, 0, 0)),
+]
 
 
-@pytest.mark.parametrize(("said", "counts"), SAID.values(), ids=SAID)
-def test_an_answer_counts_for_what_is_right_in_it(tokenizer, said, counts):
-    model = Parrot(tokenizer, {prompt_of(row(CALL)): f" {said}"})
-    score = evaluate(model, tokenizer, [row(CALL)], device=CPU, limit=None, max_new_tokens=64)
+@of_each("answered", SAID)
+def test_an_answer_counts_for_what_is_right_in_it(tokenizer, answered):
+    said, counts = answered
+    score = ask(tokenizer, parrot(tokenizer, said), [row(CALL)])
     assert (score.asked, score.well_formed, score.right_function, score.right_arguments) == (1, *counts)
-    assert score.ratios() == dict(
-        zip(("well_formed", "right_function", "right_arguments"), map(float, counts), strict=True)
-    )
+    assert tuple(score.ratios().values()) == counts
     [answer] = score.answers
     assert answer.text == f" {said}"
     assert answer.expected == FunctionCall(name="heat", arguments={"city": "Rome", "days": 2})
@@ -114,24 +115,16 @@ def test_answers_stand_in_the_order_of_the_rows_whatever_the_batch(tokenizer):
     rows = [row(CALL.replace("Rome", city), city) for city in cities]
     answers = {prompt_of(each): f" {CALL.replace('Rome', city)}" for each, city in zip(rows, cities, strict=True)}
     answers[prompt_of(rows[2])] = " I will not."
-    for batch in (1, 3, 8):
-        model = Parrot(tokenizer, answers)
+    for batch, steps in ((1, 4), (3, 2), (8, 1)):
         told = []
-        score = evaluate(
-            *(model, tokenizer, rows),
-            device=CPU,
-            limit=None,
-            max_new_tokens=64,
-            batch=batch,
-            progress=lambda step, of, told=told: told.append((step, of)),
-        )
+        model = Parrot(tokenizer, answers)
+        score = ask(tokenizer, model, rows, batch=batch, progress=lambda *step, told=told: told.append(step))
         assert [answer.expected.arguments["city"] for answer in score.answers] == cities
         assert [answer.right_arguments for answer in score.answers] == [True, True, False, True]
-        assert told[-1] == (4, 4)
-        assert len(told) == math.ceil(4 / batch)
+        assert (told[-1], len(told)) == ((4, 4), steps)
 
 
-def test_what_cannot_be_asked_is_counted_by_its_reason(tokenizer):
+def test_what_cannot_be_asked_is_counted_by_its_reason_and_where_nothing_is_asked_nothing_is_a_pass(tokenizer):
     rows = [
         row("Hello."),
         row("<functioncall> {broken"),
@@ -139,46 +132,32 @@ def test_what_cannot_be_asked_is_counted_by_its_reason(tokenizer):
         row(CALL),
         row(CALL, "never reached"),
     ]
-    model = Parrot(tokenizer, {prompt_of(row(CALL)): f" {CALL}"})
-    score = evaluate(model, tokenizer, rows, device=CPU, limit=1, max_new_tokens=64)
-    assert score.asked == 1
-    assert score.unasked == {
-        "nothing is called": 1,
-        "the call in the row is not well-formed": 1,
-        "the prompt is too long for the model": 1,
-    }
-
-
-def test_where_nothing_is_asked_nothing_is_a_pass(tokenizer):
-    score = evaluate(Parrot(tokenizer, {}), tokenizer, [row("Hi.")], device=CPU, limit=None, max_new_tokens=4)
+    score = ask(tokenizer, parrot(tokenizer), rows, limit=1)
+    assert (score.asked, list(score.unasked.values())) == (1, [1, 1, 1])
+    score = ask(tokenizer, Parrot(tokenizer, {}), [row("Hi.")])
     assert score.asked == 0
     assert all(math.isnan(ratio) for ratio in score.ratios().values())
 
 
 def test_the_prompt_of_a_later_call_holds_the_answers_before_it(tokenizer):
-    chat = BETWEEN.join(["USER: Hi", "ASSISTANT: Hello!", "USER: Rome?", f"ASSISTANT: {CALL}"])
-    asked = Row(system="", chat=chat)
+    asked = Row(system="", chat=BETWEEN.join(["USER: Hi", "ASSISTANT: Hello!", "USER: Rome?", f"ASSISTANT: {CALL}"]))
     prompt = f"USER: Hi{BETWEEN}ASSISTANT: Hello!<|endoftext|>{BETWEEN}USER: Rome?{BETWEEN}ASSISTANT:"
-    score = evaluate(
-        Parrot(tokenizer, {prompt: f" {CALL}"}), tokenizer, [asked], device=CPU, limit=None, max_new_tokens=64
-    )
-    assert score.right_arguments == 1
+    assert ask(tokenizer, Parrot(tokenizer, {prompt: f" {CALL}"}), [asked]).right_arguments == 1
 
 
 def test_a_model_that_never_ends_is_cut_off(tokenizer):
-    model = Parrot(tokenizer, {prompt_of(row(CALL)): f" {CALL}"}, ends=False)
-    score = evaluate(model, tokenizer, [row(CALL)], device=CPU, limit=None, max_new_tokens=80)
-    assert model.calls == 80
-    assert score.well_formed == 0
+    model = parrot(tokenizer, ends=False)
+    score = ask(tokenizer, model, [row(CALL)], max_new_tokens=80)
+    assert (model.calls, score.well_formed) == (80, 0)
 
 
 def test_the_model_keeps_its_mode_also_when_it_fails(tokenizer):
     for training in (True, False):
-        model = Parrot(tokenizer, {prompt_of(row(CALL)): f" {CALL}"}).train(training)
-        evaluate(model, tokenizer, [row(CALL)], device=CPU, limit=None, max_new_tokens=2)
+        model = parrot(tokenizer).train(training)
+        ask(tokenizer, model, [row(CALL)], max_new_tokens=2)
         assert model.training is training
         with pytest.raises(ValueError, match=r"max\(\)"):
-            evaluate(model, tokenizer, [row(CALL, "Oslo")], device=CPU, limit=None, max_new_tokens=2)
+            ask(tokenizer, model, [row(CALL, "Oslo")], max_new_tokens=2)
         assert model.training is training
 
 
@@ -190,19 +169,13 @@ def test_logits_that_are_not_finite_are_a_wrong_result(tokenizer):
             return found
 
     with pytest.raises(WrongResult, match="not finite"):
-        evaluate(
-            Broken(tokenizer, {prompt_of(row(CALL)): f" {CALL}"}),
-            *(tokenizer, [row(CALL)]),
-            device=CPU,
-            limit=None,
-            max_new_tokens=4,
-        )
+        ask(tokenizer, Broken(tokenizer, {prompt_of(row(CALL)): f" {CALL}"}), [row(CALL)])
 
 
-@pytest.mark.parametrize("sizes", [{"limit": 0}, {"max_new_tokens": 0}, {"batch": 0}])
+@of_each("sizes", [{"limit": 0}, {"max_new_tokens": 0}, {"batch": 0}])
 def test_sizes_below_1_are_refused(tokenizer, sizes):
     with pytest.raises(ValueError, match="at least 1"):
-        evaluate(None, tokenizer, [], **{"device": CPU, "limit": 1, "max_new_tokens": 1, **sizes})
+        ask(tokenizer, None, [], **sizes)
 
 
 def qwen2(vocab):
@@ -221,82 +194,42 @@ def qwen2(vocab):
     return transformers.Qwen2ForCausalLM(config).eval()
 
 
-def test_a_model_of_transformers_says_in_a_batch_what_its_own_generate_says_to_each_prompt(tokenizer):
+def test_a_model_of_transformers_says_in_a_batch_what_it_says_to_each_prompt_without_a_cache(tokenizer):
     model = qwen2(len(tokenizer))
-    score = evaluate(model, tokenizer, ROWS[:12], device=CPU, limit=6, max_new_tokens=12, batch=4)
+    score = ask(tokenizer, model, ROWS[:12], limit=6, max_new_tokens=12, batch=4)
     asked = [row for row in ROWS[:12] if any(isinstance(parse(turn.text), FunctionCall) for turn in row.turns)][:6]
     assert score.asked == 6
     for given, answer in zip(asked, score.answers, strict=True):
-        prompt = torch.tensor([tokenizer(prompt_of(given))["input_ids"]])
-        said = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            do_sample=False,
-            max_new_tokens=12,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )[0, prompt.shape[1] :]
-        assert answer.text == tokenizer.decode(said).partition("<|endoftext|>")[0]
+        prompt = tokens = tokenizer(prompt_of(given))["input_ids"]
+        with torch.no_grad():
+            for _ in range(12):
+                tokens = [*tokens, int(model(torch.tensor([tokens])).logits[0, -1].argmax())]
+        assert answer.text == tokenizer.decode(tokens[len(prompt) :]).partition("<|endoftext|>")[0]
 
 
-SCRIPT = """
-import gc, json, sys
-import torch, torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-sys.path.insert(0, {folder!r})
-from test_evaluation import CPU, ROWS, CALL, Parrot, prompt_of, qwen2, row, tiny_tokenizer, evaluate
-
-rank, world_size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-dist.init_process_group("gloo", init_method=f"file://{{store}}", rank=rank, world_size=world_size)
-tokenizer = tiny_tokenizer(ROWS)
-sizes = dict(device=CPU, limit=4, max_new_tokens=12, batch=3, group=dist.group.WORLD)
-model = qwen2(len(tokenizer))
-for block in model.model.layers:
-    fully_shard(block)
-fully_shard(model)
-print("SAID", json.dumps([answer.text for answer in evaluate(model, tokenizer, ROWS, **sizes).answers]), flush=True)
-# Each rank would say something else, and end elsewhere: what rank 0 says counts.
-parrot = Parrot(tokenizer, {{prompt_of(row(CALL)): f" {{CALL}}"}})
-parrot.next = lambda tokens, next=parrot.next: next(tokens) if rank == 0 else 7
-score = evaluate(parrot, tokenizer, [row(CALL)], **(sizes | dict(max_new_tokens=64)))
-print("SAID", json.dumps([score.right_arguments, parrot.calls]), flush=True)
-del model, parrot
-gc.collect()
-dist.destroy_process_group()
-"""
+SIZES = {"device": CPU, "limit": 4, "max_new_tokens": 12, "batch": 3}
 
 
-def test_ranks_that_share_a_model_take_the_same_steps_and_say_what_one_device_says(tokenizer, tmp_path):
-    script = tmp_path / "ranks.py"
-    script.write_text(textwrap.dedent(SCRIPT).format(folder=os.path.dirname(__file__)), encoding="utf-8")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    outputs = [tmp_path / f"output{rank}.txt" for rank in range(2)]
-    processes = []
-    try:
-        for rank, output in enumerate(outputs):
-            command = [sys.executable, str(script), str(rank), "2", str(tmp_path / "store")]
-            with output.open("wb") as stream:
-                processes.append(subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment))
-        end = time.monotonic() + DEADLINE_SECONDS
-        codes = [process.wait(timeout=max(0.1, end - time.monotonic())) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    texts = [output.read_text(encoding="utf-8", errors="replace") for output in outputs]
-    assert codes == [0, 0], "\n".join(texts)
-    told = [
-        [json.loads(line.removeprefix("SAID ")) for line in text.splitlines() if line.startswith("SAID ")]
-        for text in texts
-    ]
-    assert told[0] == told[1]
-    alone = evaluate(qwen2(len(tokenizer)), tokenizer, ROWS, device=CPU, limit=4, max_new_tokens=12, batch=3)
-    assert told[0][0] == [answer.text for answer in alone.answers]
-    right, steps = told[0][1]
+def ask_on_rank(rank):
+    tokenizer = tiny_tokenizer(ROWS)
+    model = qwen2(len(tokenizer))
+    for block in model.model.layers:
+        fully_shard(block)
+    fully_shard(model)
+    score = evaluate(model, tokenizer, ROWS, **SIZES, group=dist.group.WORLD)
+    # Each rank would say something else, and end elsewhere: what rank 0 says counts.
+    model = parrot(tokenizer)
+    model.next = lambda tokens, next=model.next: next(tokens) if rank == 0 else 7
+    given = SIZES | {"max_new_tokens": 64, "group": dist.group.WORLD}
+    right = evaluate(model, tokenizer, [row(CALL)], **given).right_arguments
+    return [answer.text for answer in score.answers], right, model.calls
+
+
+def test_ranks_that_share_a_model_take_the_same_steps_and_say_what_one_device_says(tokenizer):
+    first, second = on_ranks(2, ask_on_rank)
+    assert first == second
+    texts, right, steps = first
+    alone = evaluate(qwen2(len(tokenizer)), tokenizer, ROWS, **SIZES)
+    assert texts == [answer.text for answer in alone.answers]
     assert right == 1
     assert steps < 64
-
-
-def test_a_score_without_answers_can_be_put_together():
-    score = CallScore(asked=4, well_formed=4, right_function=2, right_arguments=1, unasked={})
-    assert score.ratios() == {"well_formed": 1.0, "right_function": 0.5, "right_arguments": 0.25}

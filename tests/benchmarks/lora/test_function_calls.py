@@ -5,18 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from each import of_each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpucluster.benchmarks.lora.function_calls import (
-    CALL,
-    FunctionCall,
-    NoCall,
-    has_call,
-    parse,
-    same_json,
-    write,
-)
+from pytest_gpucluster.benchmarks.lora import function_calls
+from pytest_gpucluster.benchmarks.lora.function_calls import CALL, FunctionCall, NoCall, parse, same_json, write
 
 JSON = st.recursive(
     st.none()
@@ -31,46 +25,24 @@ ARGUMENTS = st.dictionaries(st.text(), JSON, max_size=4)
 NAMES = st.text(min_size=1).filter(str.strip)
 
 
-def escaped_once(text: str) -> str:
-    """As a single-quoted text of Python or JavaScript would hold it."""
-    return text.replace("\\", "\\\\").replace("'", "\\'")
-
-
-@pytest.mark.parametrize("ascii_only", [True, False], ids=["ascii", "unicode"])
-@pytest.mark.parametrize(
-    "end", ["", " <|endoftext|>", "<|endoftext|>\n"], ids=["bare", "with end", "with end and line"]
-)
 @given(name=NAMES, arguments=ARGUMENTS)
-@settings(max_examples=60)
-def test_every_call_that_is_written_is_read_again(ascii_only, end, name, arguments):
+@settings(max_examples=100)
+def test_every_call_that_is_written_is_read_again(name, arguments):
     call = FunctionCall(name=name, arguments=arguments)
-    inner = json.dumps(arguments, ensure_ascii=ascii_only)
-    text = f'{CALL} {{"name": {json.dumps(name, ensure_ascii=ascii_only)}, "arguments": \'{inner}\'}}{end}'
-    assert parse(text) == call
-    if ascii_only:
-        assert text.startswith(write(call))
-
-
-@given(name=NAMES, arguments=ARGUMENTS)
-@settings(max_examples=60)
-def test_arguments_are_read_as_an_object_too_and_as_a_json_text(name, arguments):
-    call = FunctionCall(name=name, arguments=arguments)
+    assert parse(write(call)) == call
+    for ascii_only, end in [(True, " <|endoftext|>"), (False, "<|endoftext|>\n"), (False, "")]:
+        inner = json.dumps(arguments, ensure_ascii=ascii_only)
+        assert parse(f'{CALL} {{"name": {json.dumps(name)}, "arguments": \'{inner}\'}}{end}') == call
+    escaped = json.dumps(arguments).replace("'", "\\'")
+    assert parse(f'{CALL} {{"name": {json.dumps(name)}, "arguments": \'{escaped}\'}}') == call
     for value in (arguments, json.dumps(arguments)):
         assert parse(f"{CALL} {json.dumps({'name': name, 'arguments': value})}") == call
         assert parse(f"{CALL}\n{json.dumps({'arguments': value, 'name': name}, indent=2)}") == call
 
 
-@given(arguments=ARGUMENTS)
-@settings(max_examples=60)
-def test_an_escaped_apostrophe_is_an_apostrophe(arguments):
-    inner = json.dumps(arguments).replace("'", "\\'")
-    found = parse(f'{CALL} {{"name": "f", "arguments": \'{inner}\'}}')
-    assert found == FunctionCall(name="f", arguments=arguments)
-
-
 @given(arguments=st.dictionaries(st.sampled_from(["it's", "b"]), st.sampled_from(["don't", 'say "x"', "line\nline"])))
 def test_escapes_of_escapes_are_taken_off_where_nothing_else_gives_json(arguments):
-    inner = escaped_once(json.dumps(arguments))
+    inner = json.dumps(arguments).replace("\\", "\\\\").replace("'", "\\'")
     found = parse(f'{CALL} {{"name": "f", "arguments": \'{inner}\'}}')
     # A line break, escaped twice, is JSON as it stands: a backslash and an n.
     as_it_stands = {name: value.replace("\n", "\\n") for name, value in arguments.items()}
@@ -79,6 +51,7 @@ def test_escapes_of_escapes_are_taken_off_where_nothing_else_gives_json(argument
 
 @given(st.text(max_size=200))
 def test_no_text_whatever_makes_the_reader_fail(text):
+    assert function_calls.has_call(f"{CALL} {text}")
     assert isinstance(parse(text), NoCall)
     assert isinstance(parse(f"{CALL} {text}"), (FunctionCall, NoCall))
     assert isinstance(parse(f'{CALL} {{"name": "f", "arguments": \'{text}\'}}'), (FunctionCall, NoCall))
@@ -104,7 +77,6 @@ def test_a_call_that_is_cut_off_is_no_call(data):
         ("""{"arguments": '{"a": "Köln, 北京"}', "name": "f"}""", {"a": "Köln, 北京"}),
         ("""{"name": "f", "arguments": {"a": {"b": [1, 2.5, null]}}}""", {"a": {"b": [1, 2.5, None]}}),
     ],
-    ids=["apostrophe", "escaped", "end inside", "quotes escaped", "backslash", "empty", "spaces", "unicode", "object"],
 )
 def test_the_ways_to_write_arguments(text, arguments):
     assert parse(f"Sure, one moment. {CALL} {text} <|endoftext|>") == FunctionCall(name="f", arguments=arguments)
@@ -146,26 +118,10 @@ def test_a_value_is_the_same_as_its_copy(value):
     assert same_json(value, json.loads(json.dumps(value)))
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (True, 1),
-        (0, False),
-        (None, False),
-        ("1", 1),
-        ([1], [1, 2]),
-        ([1, 2], [2, 1]),
-        ({"a": 1}, {"a": 2}),
-        ({}, []),
-        ({"a": 1}, {"a": 1, "b": None}),
-        ({"a": [True]}, {"a": [1]}),
-    ],
-)
-def test_values_that_differ_are_not_the_same(one, other):
-    assert not same_json(one, other)
-    assert not same_json(other, one)
-
-
-def test_whether_a_call_is_meant_does_not_ask_whether_it_is_well_formed():
-    assert has_call(f"Sure. {CALL} nonsense")
-    assert not has_call("Sure.")
+@of_each("pair", [(True, 1), (0, False), (None, False), ("1", 1), ([1], [1, 2]), ([1, 2], [2, 1])])
+def test_values_that_differ_are_not_the_same(pair):
+    for one, other in (pair, pair[::-1]):
+        assert not same_json(one, other)
+        assert not same_json({"a": [one]}, {"a": [other]})
+        assert not same_json({"a": 1}, {"a": 1, "b": one})
+    assert not same_json({}, [])

@@ -57,23 +57,17 @@ def test_prepared_blocks_are_what_the_rows_would_be(given):
     assert of_blocks.origin == f"prepared blocks of {of_rows.origin}"
 
 
-def test_blocks_of_another_length_are_refused(given):
-    sizes, data = SimpleNamespace(**{**vars(SIZES), "sequence": 32}), given_data(given / "blocks.safetensors")
-    with pytest.raises(EnvironmentBroken, match="the blocks have 64 positions, and 32 are asked for"):
-        given_experiment(sizes, base_in(given), data)
-
-
-def test_blocks_must_have_the_sha256_that_is_demanded(given):
+def test_blocks_of_another_length_or_sha256_and_data_that_are_not_there_are_refused(given):
     path = given / "blocks.safetensors"
+    sizes = SimpleNamespace(**{**vars(SIZES), "sequence": 32})
+    with pytest.raises(EnvironmentBroken, match="the blocks have 64 positions, and 32"):
+        given_experiment(sizes, base_in(given), given_data(path))
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     assert isinstance(given_data(path, sha256=digest), prepared.Prepared)
-    with pytest.raises(EnvironmentBroken, match=f"its sha256 is {digest}, and 00 is expected"):
+    with pytest.raises(EnvironmentBroken, match=f"its sha256 is {digest}, and 00"):
         given_data(path, sha256="00")
-
-
-def test_data_that_are_not_there_are_told(tmp_path):
     with pytest.raises(EnvironmentBroken, match="no such file"):
-        given_data(tmp_path / "missing.jsonl")
+        given_data(given / "missing.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -81,25 +75,24 @@ def lesson(given):
     return given_experiment(SIZES, base_in(given), given_data(given / "blocks.safetensors"))
 
 
-def test_other_weights_are_another_experiment(given, lesson):
-    one, other = (context_of(base_in(given), RECIPE, lesson, ranks=2, weights=weights) for weights in (1, 2**63))
-    assert {key for key in one if one[key] != other[key]} == {"weights"}
+def test_other_weights_are_another_experiment_and_another_number_of_ranks_with_dropout(given, lesson):
+    def context(dropout=True, **more):
+        recipe = replace(RECIPE, dropout=dropout)
+        return context_of(base_in(given), recipe, lesson, **{"ranks": 2, "weights": 1, **more})
 
-
-@pytest.mark.parametrize(("dropout", "differs"), [(True, {"group_ranks"}), (False, set())])
-def test_the_number_of_ranks_matters_only_with_dropout(given, lesson, dropout, differs):
-    recipe = replace(RECIPE, dropout=dropout)
-    one, other = (context_of(base_in(given), recipe, lesson, ranks=ranks, weights=1) for ranks in (2, 4))
-    assert {key for key in one | other if one.get(key) != other.get(key)} == differs
+    for one, other, differs in [
+        (context(), context(weights=2**63), {"weights"}),
+        (context(), context(ranks=4), {"group_ranks"}),
+        (context(dropout=False), context(dropout=False, ranks=4), set()),
+    ]:
+        assert {key for key in one | other if one.get(key) != other.get(key)} == differs
 
 
 def test_a_checkpoint_of_another_experiment_is_refused_and_it_is_said_what_differs(given, lesson):
     context = context_of(base_in(given), RECIPE, lesson, ranks=2, weights=1)
     require_same_context(Path("step-4"), {"context": dict(context)}, context)
     theirs = {**context, "group_ranks": "4", "more": "x"}
-    with pytest.raises(
-        EnvironmentBroken, match="group_ranks is 4 there and 2 here; more is x there and not given here"
-    ):
+    with pytest.raises(EnvironmentBroken, match=r"group_ranks is 4 there and 2 .*given here"):
         require_same_context(Path("step-4"), {"context": theirs}, context)
-    with pytest.raises(EnvironmentBroken, match="step-4 is of another experiment: model is not given there"):
+    with pytest.raises(EnvironmentBroken, match=r"step-4 .*another experiment"):
         require_same_context(Path("step-4"), {}, context)

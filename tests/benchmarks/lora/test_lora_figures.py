@@ -49,24 +49,16 @@ def values(found, peak=989.0):
     return {one.metric: one.value for one in figures_of(found, peak_tflops=peak)}
 
 
-def test_each_figure_is_a_known_metric_in_its_unit():
+def test_the_figures_are_what_was_found_each_a_known_metric_in_its_unit():
     for one in figures_of(FOUND, peak_tflops=989.0):
         metrics.measurement(one.metric, one.value, unit=one.unit, labels=dict(one.labels))
-
-
-def test_the_figures_are_what_was_found():
     found = values(FOUND)
     assert found["lora.held_out_ratio"] == pytest.approx(0.1)
     assert found["lora.mfu"].median == pytest.approx(1e4 * 31.716e9 / 989e12, rel=1e-4)
-    assert [found[f"lora.calls.{name}"] for name in ("well_formed", "right_function", "right_arguments")] == [
-        0.75,
-        0.5,
-        0.25,
-    ]
+    ratios = {"well_formed": 0.75, "right_function": 0.5, "right_arguments": 0.25}
+    assert {name: found[f"lora.calls.{name}"] for name in ratios} == ratios
     assert "lora.group_error" not in found
-
-
-def test_groups_are_compared_where_there_are_some():
+    assert "lora.mfu" not in values(FOUND, peak=None)
     assert values(replace(FOUND, learned=replace(LEARNED, group_error=0.01)))["lora.group_error"] == 0.01
 
 
@@ -76,19 +68,11 @@ def test_a_rate_that_nobody_knows_is_nan_and_never_left_out():
     assert math.isnan(found["lora.mfu"])
 
 
-def test_without_a_peak_there_is_no_mfu():
-    assert "lora.mfu" not in values(FOUND, peak=None)
-
-
-def test_a_training_that_ended_early_says_only_what_it_knows():
+def test_a_training_that_ended_early_says_only_what_it_knows_and_leaves_no_gap_in_it():
+    early = replace(FOUND, learned=None, finite_steps=0.0, tokens_per_second=None)
     broken = replace(PARITY, loss_error=math.nan, gradient_error=math.nan, finite=0, taken=10, all_finite=False)
-    found = values(replace(FOUND, learned=None, finite_steps=0.0, parity={"fp32": broken}, tokens_per_second=None))
-    assert found == {"lora.finite_steps": 0.0}
-
-
-def test_a_reference_that_is_not_finite_on_a_rank_leaves_no_gap_in_its_figures():
-    broken = replace(PARITY, loss_error=math.nan, gradient_error=math.nan, finite=19, all_finite=False)
-    found = values(replace(FOUND, learned=None, finite_steps=0.95, parity={"fp32": broken}, tokens_per_second=None))
+    assert values(replace(early, parity={"fp32": broken})) == {"lora.finite_steps": 0.0}
+    found = values(replace(early, parity={"fp32": replace(broken, finite=19, taken=20)}))
     assert set(found) == {"lora.finite_steps", "lora.loss_error", "lora.gradient_error"}
     assert math.isnan(found["lora.loss_error"])
     assert math.isnan(found["lora.gradient_error"])

@@ -33,18 +33,12 @@ def config_of(folder, tmp_path, **changes):
     return tmp_path
 
 
-def test_a_seed_gives_the_same_weights_again_and_another_one_others():
-    one, again, other = (
-        fingerprint(make_adapted(BASE, CPU, precision="bf16", dropout=True, seed=seed).parameters())
-        for seed in (0, 0, 1)
-    )
+def test_a_seed_gives_the_same_weights_again_the_base_in_bf16_and_what_learns_in_fp32():
+    models = [make_adapted(BASE, CPU, precision="bf16", dropout=True, seed=seed) for seed in (0, 0, 1)]
+    one, again, other = (fingerprint(model.parameters()) for model in models)
     assert one == again != other
-
-
-def test_the_base_is_bf16_and_what_learns_fp32():
-    model = make_adapted(BASE, CPU, precision="bf16", dropout=True, seed=0)
-    assert {weight.dtype for weight in model.parameters() if not weight.requires_grad} == {torch.bfloat16}
-    assert {weight.dtype for weight in model.parameters() if weight.requires_grad} == {torch.float32}
+    kinds = {(weight.requires_grad, weight.dtype) for weight in models[0].parameters()}
+    assert kinds == {(False, torch.bfloat16), (True, torch.float32)}
 
 
 def test_rotary_frequencies_have_their_values():
@@ -70,35 +64,22 @@ def test_only_qwen2_7b_s_sizes_are_called_so(tmp_path):
     assert given_base("x", path=tmp_path).label == tmp_path.name
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"model_type": "llama"}, "a model of type qwen2 is expected, and config.json says llama"),
-        ({"use_sliding_window": True, "sliding_window": 16}, "asks for a sliding window"),
-    ],
-    ids=["another type", "sliding window"],
-)
-def test_another_kind_of_model_is_refused(folder, tmp_path, changes, told):
-    with pytest.raises(EnvironmentBroken, match=told):
-        given_base("x", path=config_of(folder, tmp_path, **changes))
-
-
-def test_a_folder_without_a_model_is_told(tmp_path):
-    with pytest.raises(EnvironmentBroken, match="no model is there"):
+def test_another_kind_of_model_and_no_model_are_refused(folder, tmp_path):
+    with pytest.raises(EnvironmentBroken, match=r"no model"):
         given_base("x", path=tmp_path)
+    with pytest.raises(EnvironmentBroken, match=r"type qwen2 .* llama"):
+        given_base("x", path=config_of(folder, tmp_path, model_type="llama"))
+    with pytest.raises(EnvironmentBroken, match="sliding window"):
+        given_base("x", path=config_of(folder, tmp_path, use_sliding_window=True, sliding_window=16))
 
 
-def test_weights_that_are_missing_are_told(folder, tmp_path):
+def test_weights_that_are_missing_or_cut_off_are_told(folder, tmp_path):
     base = given_base("x", path=config_of(folder, tmp_path))
-    with pytest.raises(EnvironmentBroken, match="the weights cannot be loaded"):
+    with pytest.raises(EnvironmentBroken, match=r"weights cannot"):
         make_base(base, CPU, precision="fp32", seed=0)
-
-
-def test_weights_that_are_cut_off_are_told(folder, tmp_path):
-    base = given_base("x", path=config_of(folder, tmp_path))
     whole = (folder / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(EnvironmentBroken, match="the weights cannot be loaded: "):
+    with pytest.raises(EnvironmentBroken, match=r"weights cannot.*: "):
         make_base(base, CPU, precision="fp32", seed=0)
 
 
@@ -107,7 +88,7 @@ def test_adapters_that_are_cut_off_are_told(tmp_path):
     model.save_pretrained(tmp_path, save_embedding_layers=False)
     path = tmp_path / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(WrongResult, match="the adapters that were saved cannot be read again"):
+    with pytest.raises(WrongResult, match=r"adapters that"):
         reload(BASE, tmp_path, CPU, precision="fp32", seed=0)
 
 
@@ -124,14 +105,9 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", silent)
-    with pytest.raises(EnvironmentBroken, match="Qwen/Qwen2-7B@0123abc: the hub does not give it, and it is not in"):
+    with pytest.raises(EnvironmentBroken, match=r"Qwen/Qwen2-7B@0123abc: .*hub does"):
         given_base("Qwen/Qwen2-7B", revision="0123abc")
     assert asked == [("Qwen/Qwen2-7B", "0123abc", 10.0)]
-
-
-def test_a_hub_name_without_a_revision_is_refused():
-    with pytest.raises(EnvironmentBroken, match="Qwen/Qwen2-7B names no revision"):
-        given_base("Qwen/Qwen2-7B")
 
 
 def test_offline_a_model_that_is_not_cached_fails_at_once_and_says_why(monkeypatch, tmp_path):
@@ -139,18 +115,16 @@ def test_offline_a_model_that_is_not_cached_fails_at_once_and_says_why(monkeypat
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(EnvironmentBroken, match="Qwen/Qwen2-7B@0123abc: HF_HUB_OFFLINE is set, and it is not in"):
+    with pytest.raises(EnvironmentBroken, match=r"Qwen/Qwen2-7B@0123abc: HF_HUB_OFFLINE"):
         given_base("Qwen/Qwen2-7B", revision="0123abc")
+    with pytest.raises(EnvironmentBroken, match="Qwen/Qwen2-7B names no revision"):
+        given_base("Qwen/Qwen2-7B")
 
 
-def test_a_model_that_has_other_weights_than_its_sizes_say_is_wrong(monkeypatch):
+def test_a_model_that_has_other_weights_than_its_sizes_or_its_name_say_is_wrong(monkeypatch):
+    with pytest.raises(WrongResult, match="expected 7,615,616,512"):
+        make_adapted(replace(BASE, label=QWEN2_LABEL), CPU, precision="fp32", dropout=True, seed=0)
     made = lora_model.make_base
     monkeypatch.setattr(lora_model, "make_base", lambda base, *given, **more: made(tiny_base(301), *given, **more))
-    with pytest.raises(WrongResult, match=r"lora_tiny: the base has [\d,]+ parameters, expected [\d,]+"):
+    with pytest.raises(WrongResult, match=r"lora_tiny: .* [\d,]+ parameters, expected [\d,]+"):
         make_adapted(BASE, CPU, precision="fp32", dropout=True, seed=0)
-
-
-def test_a_model_called_qwen2_7b_must_have_its_parameters():
-    fake = replace(BASE, label=QWEN2_LABEL)
-    with pytest.raises(WrongResult, match="expected 7,615,616,512"):
-        make_adapted(fake, CPU, precision="fp32", dropout=True, seed=0)

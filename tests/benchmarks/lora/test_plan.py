@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from each import of_each
 
 from pytest_gpucluster.benchmarks.lora.plan import Recipe, cosine, group_size, micro_batch, seed_of_step
 
@@ -18,18 +21,15 @@ def test_the_learning_rate_rises_in_ten_steps_and_falls_as_half_a_cosine():
     assert rates[9:] == sorted(rates[9:], reverse=True)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "ranks", "micro"),
-    [(1, 1, 4), (2, 2, 4), (16, 16, 4), (32, 16, 4), (64, 16, 4), (24, 8, 4), (7, 1, 4)],
-)
-def test_groups_of_at_most_16_ranks_share_the_global_batch(world_size, ranks, micro):
-    assert group_size(world_size, 128) == ranks
-    assert micro_batch(RECIPE, ranks) == micro
+def test_groups_of_at_most_16_ranks_share_the_global_batch():
+    for world_size, ranks in [(1, 1), (2, 2), (16, 16), (32, 16), (64, 16), (24, 8), (7, 1)]:
+        assert group_size(world_size, 128) == ranks
+        assert micro_batch(RECIPE, ranks) == 4
 
 
 def test_a_micro_batch_divides_the_share_of_a_rank():
     assert micro_batch(Recipe(steps=2, warmup_steps=1, global_batch=18, micro_batch=4, learning_rate=1.0), 3) == 3
-    with pytest.raises(ValueError, match="cannot be divided among 5 ranks"):
+    with pytest.raises(ValueError, match=r"divided among 5 ranks"):
         micro_batch(RECIPE, 5)
 
 
@@ -44,13 +44,7 @@ def test_dropout_is_drawn_anew_in_each_step_and_on_each_rank():
     assert len(set(seeds)) == len(seeds)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"warmup_steps": 100}, {"global_batch": 0}, {"precision": "fp8"}, {"recompute": "maybe"}],
-    ids=str,
-)
+@of_each("wrong", [{"warmup_steps": 100}, {"global_batch": 0}, {"precision": "fp8"}, {"recompute": "maybe"}])
 def test_a_recipe_that_cannot_be_followed_is_refused(wrong):
-    from dataclasses import replace
-
     with pytest.raises(ValueError, match=r"must be more|is one of"):
         replace(RECIPE, **wrong)

@@ -18,23 +18,15 @@ def test_what_is_given_and_what_is_said_take_turns():
         ("\n\n\nFUNCTION RESPONSE: 3\n\n\nASSISTANT:", False),
         (" Four", True),
     ]
+    assert text_of(ROW) == "".join(piece.text for piece in segments(ROW))
 
 
-def test_without_a_system_text_the_first_turn_is_the_begin():
-    assert next(segments(Row(system=" ", chat=ROW.chat))).text == "USER: One?\n\n\nASSISTANT:"
-
-
-def test_what_follows_the_last_answer_is_given():
-    [*_, last] = segments(Row(system="", chat=ROW.chat + "\nUSER: Five?"))
-    assert (last.text, last.judged) == ("\n\n\nUSER: Five?", False)
-
-
-def test_an_answer_without_words_is_judged_for_its_end_alone():
-    pieces = list(segments(Row(system="", chat="USER: a\nASSISTANT:\nUSER: b\nASSISTANT: c")))
-    assert [(piece.text, piece.judged) for piece in pieces][1] == ("", True)
-
-
-def test_the_text_is_all_pieces_together():
-    assert text_of(ROW) == (
-        "SYSTEM: Be brief.\n\n\nUSER: One?\n\n\nASSISTANT: Two.\n\n\nFUNCTION RESPONSE: 3\n\n\nASSISTANT: Four"
-    )
+def test_without_a_system_text_with_an_answer_without_words_and_with_a_last_question():
+    pieces = segments(Row(system=" ", chat="USER: a\nASSISTANT:\nUSER: b\nASSISTANT: c\nUSER: d?"))
+    assert [(piece.text, piece.judged) for piece in pieces] == [
+        ("USER: a\n\n\nASSISTANT:", False),
+        ("", True),
+        ("\n\n\nUSER: b\n\n\nASSISTANT:", False),
+        (" c", True),
+        ("\n\n\nUSER: d?", False),
+    ]

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from each import of_each
 
 from pytest_gpucluster.benchmarks.lora import hub
 from pytest_gpucluster.benchmarks.lora.rows import Row, load_rows, read, row_of
@@ -27,16 +28,16 @@ def jsonl(values):
     return b"".join(json.dumps(value).encode() + b"\n" for value in values)
 
 
-@pytest.mark.parametrize(
+@of_each(
     "data",
     [
         array(GOOD),
         array(GOOD, indent=2),
         jsonl(GOOD),
         b"\xef\xbb\xbf" + array(GOOD),
+        jsonl(GOOD)[:-1],
         b"\r\n" + jsonl(GOOD).replace(b"\n", b"\r\n\r\n"),
     ],
-    ids=["array", "indented", "jsonl", "byte order mark", "empty lines"],
 )
 def test_every_layout_gives_the_same_rows(data):
     rows, malformed = read(data, "rows")
@@ -44,159 +45,89 @@ def test_every_layout_gives_the_same_rows(data):
     assert malformed == []
 
 
-def test_each_row_knows_its_line():
-    assert [row.line for row in read(jsonl(GOOD), "rows")[0]][:3] == [1, 2, 3]
-    indented = array(GOOD, indent=2)
-    lines = indented.decode().splitlines()
-    assert all(lines[row.line - 1].strip() == "{" for row in read(indented, "rows")[0])
-
-
-BAD = {
-    "no object": (7, "a row must be an object, not a number"),
-    "null": (None, "a row must be an object, not null"),
-    "no text": ({"system": 1, "chat": "USER: a\n\n\nASSISTANT: b"}, "system must be a text, not a number"),
-    "list": ({"system": "", "chat": []}, "chat must be a text, not an array"),
-    "no turn": ({"system": "", "chat": "Hello"}, "the chat does not begin with a turn"),
-    "no answer": ({"system": "", "chat": "USER: a"}, "the assistant says nothing"),
-    "other keys": (
-        {"prompt": "a", "completion": "b"},
-        "a row has the keys prompt, completion; allowed are {system, chat}",
-    ),
-    "empty output": ({"instruction": "a", "output": " "}, "the assistant says nothing"),
-}
+BAD = [
+    (7, "a row must be an object, not a number"),
+    (None, "a row must be an object, not null"),
+    ({"system": 1, "chat": "USER: a\n\n\nASSISTANT: b"}, "system must be a text, not a number"),
+    ({"system": "", "chat": []}, "chat must be a text, not an array"),
+    ({"system": "", "chat": "Hello"}, "the chat does"),
+    ({"system": "", "chat": "USER: a"}, "says nothing"),
+    ({"prompt": "a", "completion": "b"}, "a row has the keys prompt, completion; allowed are {system, chat}"),
+    ({"instruction": "a", "output": " "}, "says nothing"),
+]
 
 
 @pytest.mark.parametrize("layout", [jsonl, lambda values: array(values, indent=1)], ids=["jsonl", "array"])
-@pytest.mark.parametrize(("value", "reason"), BAD.values(), ids=BAD)
-def test_a_malformed_row_is_left_out_and_named_by_its_line(layout, value, reason):
+@of_each("malformed", BAD)
+def test_a_malformed_row_is_left_out_and_named_by_its_line(layout, malformed):
+    value, reason = malformed
     data = layout([*GOOD[:3], value, *GOOD[3:]])
-    rows, [malformed] = read(data, "rows")
-    assert len(rows) == len(GOOD)
-    assert malformed.row == 3
-    assert reason in malformed.reason
-    # In the text, the place of the row is where what it is begins.
-    line = data.decode().splitlines()[malformed.line - 1].strip(" ,")
-    assert line in ("{", json.dumps(value))
-
-
-def test_a_line_that_is_no_json_is_malformed():
-    rows, [malformed] = read(jsonl(GOOD[:150]) + b'{"system": "x", chat}\n' + jsonl(GOOD[150:]), "rows")
-    assert len(rows) == 200
-    assert str(malformed) == (
-        "line 151 (row 150): no JSON: Expecting property name enclosed in double quotes at column 17"
-    )
+    rows, [told] = read(data, "rows")
+    assert (len(rows), told.row) == (len(GOOD), 3)
+    assert reason in told.reason
+    # In the text, the place of a row is where what it is begins.
+    lines = [line.strip(" ,") for line in data.decode().splitlines()]
+    assert lines[told.line - 1] in ("{", json.dumps(value))
+    assert all(lines[row.line - 1][0] == "{" for row in rows)
 
 
 def test_more_than_one_row_in_a_hundred_is_an_error_that_names_the_first():
     bad = {"system": "", "chat": ""}
     assert len(read(jsonl([*GOOD[:198], bad, bad]), "rows")[1]) == 2
-    with pytest.raises(EnvironmentBroken) as error:
+    with pytest.raises(EnvironmentBroken, match=r"^rows\.jsonl: 3 of 200 .* 1%.*: line 198 \(row 197\): .* line 200 "):
         read(jsonl([*GOOD[:197], bad, bad, bad]), "rows.jsonl")
-    assert str(error.value) == (
-        "rows.jsonl: 3 of 200 rows are malformed, and at most 1% may be: line 198 (row 197): the chat is empty;"
-        " line 199 (row 198): the chat is empty; line 200 (row 199): the chat is empty; mend them or take them out, or"
-        " name another file: one JSON array, or one object a line"
-    )
-
-
-def test_only_a_few_of_many_malformed_rows_are_shown():
     with pytest.raises(EnvironmentBroken, match=r"line 5 .*; and 15 more; mend them"):
-        read(jsonl([{"system": "", "chat": ""}] * 20), "rows")
+        read(jsonl([bad] * 20), "rows")
 
 
-@pytest.mark.parametrize("data", [b"", b" \n\n", b"[]", b" [ ]\n"], ids=["nothing", "blank", "[]", "[ ]"])
-def test_an_empty_file_is_an_error(data):
-    with pytest.raises(EnvironmentBroken, match=r"^rows: the file is empty"):
-        read(data, "rows")
-
-
-@pytest.mark.parametrize(
-    ("data", "place"),
+@of_each(
+    "broken",
     [
-        (array(GOOD)[:-1], rf"rows:1:{len(array(GOOD))}: the file is cut off in row 200: the array does not end"),
-        (array(GOOD, indent=1)[:300], r"rows:3:\d+: the file is cut off in row 0: Unterminated string"),
-        (b'[\n{"system": "", "chat": ', r"rows:2:\d+: the file is cut off in row 0: Expecting value"),
-        (b"[", "rows:1:2: the file is cut off in row 0: the array does not end"),
-        (array(GOOD[:2]) + b"\n[1]", r"rows:2:1: no JSON in row 2: nothing may follow the array"),
-        (
-            b'[{"system": "", "chat": "USER: a\\nASSISTANT: b"} {}]',
-            r"rows:1:\d+: no JSON in row 1: ',' or '\]' expected",
-        ),
-        (b"[" * 200_000, "rows:1:2: no JSON in row 0: nested too deeply"),
-        (b"[" + b"9" * 5000 + b"]", "rows:1:2: no JSON in row 0: Exceeds the limit"),
+        (b"", ": the"),
+        (b" \n\n", ": the"),
+        (b"[]", ": the"),
+        (b" [ ]\n", ": the"),
+        (array(GOOD)[:-1], rf":1:{len(array(GOOD))}: the file is cut off in row 200"),
+        (array(GOOD, indent=1)[:300], r":3:\d+: the file is cut off in row 0: Unterminated"),
+        (b'[\n{"system": "", "chat": ', r":2:\d+: the file is cut off in row 0: Expecting"),
+        (b"[", ":1:2: the file is cut off in row 0"),
+        (array(GOOD[:2]) + b"\n[1]", ":2:1: no JSON in row 2: "),
+        (b'[{"system": "", "chat": "USER: a\\nASSISTANT: b"} {}]', r":1:\d+: no JSON in row 1: ','"),
+        (b"[" * 200_000, ":1:2: no JSON in row 0: nested"),
+        (b"[" + b"9" * 5000 + b"]", ":1:2: no JSON in row 0: Exceeds"),
+        # Of JSONL that is cut off only one row is lost.
+        *((jsonl(GOOD)[: -1 - cut], r":200:\d+: .*last line: ") for cut in (1, 40, 90)),
+        (json.dumps(GOOD[0], indent=1).encode(), r": \d+ of \d+ rows are malformed.*one object"),
+        (jsonl(GOOD[:2]) + b'{"system": "caf\xe9", "chat": ""}\n', r":3: not UTF-8: byte \d+ is 0xe9"),
+        ((5).to_bytes(8, "little") + b'{"a":1}', ".*safetensors"),
+        (array([{"prompt": "a", "answer": "b"}] * 9), r":1: .* prompt, answer; .* \{system, chat\} .*, output\}$"),
     ],
-    ids=["last bracket", "in a text", "before a value", "a bracket", "more after it", "no comma", "nested", "number"],
 )
-def test_a_broken_array_is_an_error_with_its_place(data, place):
-    with pytest.raises(EnvironmentBroken, match=f"^{place}"):
+def test_a_broken_file_is_an_error_with_its_place(broken):
+    data, place = broken
+    with pytest.raises(EnvironmentBroken, match=f"^rows{place}"):
         read(data, "rows")
 
 
-@pytest.mark.parametrize("cut", [1, 40, 90])
-def test_jsonl_that_is_cut_off_is_an_error_though_only_one_row_is_lost(cut):
-    data = jsonl(GOOD)[: -1 - cut]
-    with pytest.raises(EnvironmentBroken, match=r"^rows:200:\d+: the file is cut off in its last line: "):
-        read(data, "rows")
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
+@of_each(
+    "malformed",
     [
+        (b'{"system": "x", chat}', "no JSON: Expecting property name"),
         (b'{"n": ' + b"9" * 5000 + b"}", "no JSON: Exceeds the limit"),
         (b'{"n": ' + b"[" * 100_000, "no JSON: nested too deeply"),
         (b'{"system": "", "chat": "USER: a\\nASSISTANT: \\ud800"}', r"chat has half a character, '\ud800', at 19"),
     ],
-    ids=["number", "nested", "half a character"],
 )
-def test_a_line_that_python_or_a_tokenizer_cannot_read_is_malformed(line, reason):
-    rows, [malformed] = read(line + b"\n" + jsonl(GOOD), "rows")
-    assert (len(rows), malformed.line) == (200, 1)
-    assert malformed.reason.startswith(reason)
+def test_a_line_that_python_or_a_tokenizer_cannot_read_is_malformed(malformed):
+    rows, [told] = read(malformed[0] + b"\n" + jsonl(GOOD), "rows")
+    assert (len(rows), told.line) == (200, 1)
+    assert told.reason.startswith(malformed[1])
 
 
-def test_a_file_without_a_readable_line_is_no_file_that_was_cut_off():
-    with pytest.raises(EnvironmentBroken, match=r"^rows: \d+ of \d+ rows are malformed.*one object a line$"):
-        read(json.dumps(GOOD[0], indent=1).encode(), "rows")
-
-
-def test_jsonl_without_a_line_break_at_its_end_is_whole():
-    assert len(read(jsonl(GOOD)[:-1], "rows")[0]) == 200
-
-
-def test_what_is_not_utf_8_is_an_error_with_its_line():
-    data = jsonl(GOOD[:2]) + b'{"system": "caf\xe9", "chat": ""}\n'
-    place = data.index(b"\xe9")
-    with pytest.raises(EnvironmentBroken, match=f"^rows:3: not UTF-8: byte {place} is 0xe9; store the file as UTF-8$"):
-        read(data, "rows")
-
-
-def test_packed_blocks_are_no_rows():
-    data = (5).to_bytes(8, "little") + b'{"a":1}'
-    with pytest.raises(EnvironmentBroken, match=r"^rows: a safetensors file, and no rows"):
-        read(data, "rows")
-
-
-def test_an_unknown_shape_from_the_start_is_an_error_that_names_what_was_found_and_what_is_allowed():
-    with pytest.raises(EnvironmentBroken) as error:
-        read(array([{"prompt": "a", "answer": "b"}] * 9), "rows.json")
-    assert str(error.value) == (
-        "rows.json:1: a row has the keys prompt, answer; allowed are {system, chat} as in glaive-function-calling-v2,"
-        " or {instruction, input, output}"
-    )
-
-
-@pytest.mark.parametrize(
-    ("value", "asked"),
-    [
-        ({"instruction": "Add.", "input": "1 and 2", "output": "3"}, "Add.\n1 and 2"),
-        ({"instruction": "Add 1 and 2.", "input": "", "output": "3"}, "Add 1 and 2."),
-        ({"instruction": "Add 1 and 2.", "input": None, "output": "3"}, "Add 1 and 2."),
-        ({"instruction": "Add 1 and 2.", "output": "3", "id": 7}, "Add 1 and 2."),
-    ],
-    ids=["with input", "empty input", "null input", "without input"],
-)
-def test_rows_of_instruction_input_output_become_a_question_and_an_answer(value, asked):
-    row = row_of(value)
+@of_each("more", [{"input": ""}, {"input": None}, {"id": 7}, {"input": "1 and 2"}])
+def test_rows_of_instruction_input_output_become_a_question_and_an_answer(more):
+    row = row_of({"instruction": "Add.", "output": "3", **more})
+    asked = "Add.\n1 and 2" if more.get("input") else "Add."
     assert row.system == ""
     assert [(turn.role, turn.text) for turn in row.turns] == [("user", asked), ("assistant", "3")]
 
@@ -206,31 +137,18 @@ def test_a_path_is_read_with_its_sha256(tmp_path):
     path.write_bytes(array(GOOD))
     digest = hashlib.sha256(array(GOOD)).hexdigest()
     rows = load_rows(path, sha256=digest.upper())
-    assert (len(rows.rows), rows.malformed, rows.sha256, rows.source, rows.revision) == (
-        200,
-        (),
-        digest,
-        str(path),
-        None,
-    )
+    assert (len(rows.rows), rows.malformed, rows.sha256, rows.revision) == (200, (), digest, None)
+    assert rows.source == str(path)
     path.write_bytes(array(GOOD) + b" ")
-    with pytest.raises(EnvironmentBroken, match=rf"its sha256 is [0-9a-f]{{64}}, and {digest} is expected"):
+    with pytest.raises(EnvironmentBroken, match=rf"its sha256 is [0-9a-f]{{64}}, and {digest}"):
         load_rows(str(path), sha256=digest)
 
 
-@pytest.mark.parametrize("name", ["missing.json", "a/b.json", "a/b/c.json", "./missing", "/nowhere/at/all"])
-def test_a_missing_path_is_an_error(name):
-    with pytest.raises(EnvironmentBroken, match=f"^{re.escape(name)}: no such file, and no name on the hub"):
+@of_each("name", ["missing.json", "a/b.json", "a/b/c.json", "./missing", "/nowhere/at/all", Path("me/calls")])
+def test_a_missing_path_and_a_folder_are_an_error(tmp_path, name):
+    with pytest.raises(EnvironmentBroken, match=rf"^{re.escape(str(name))}: .*such file"):
         load_rows(name)
-
-
-def test_a_missing_path_is_not_looked_for_on_the_hub():
-    with pytest.raises(EnvironmentBroken, match=r"^me/calls: no such file"):
-        load_rows(Path("me/calls"))
-
-
-def test_a_folder_is_an_error(tmp_path):
-    with pytest.raises(EnvironmentBroken, match="Is a directory; name a file of rows"):
+    with pytest.raises(EnvironmentBroken, match=r"directory; name"):
         load_rows(tmp_path)
 
 
@@ -256,7 +174,7 @@ def cached(cache, repository, revision, files):
     folder = cache / f"datasets--{repository.replace('/', '--')}"
     snapshot = folder / "snapshots" / revision
     snapshot.mkdir(parents=True)
-    (folder / "refs").mkdir()
+    (folder / "refs").mkdir(exist_ok=True)
     (folder / "refs" / "main").write_text(revision)
     for name, data in files.items():
         (snapshot / name).write_bytes(data)
@@ -271,34 +189,23 @@ def test_a_name_on_the_hub_is_read_from_its_cache(cache):
 
 
 def test_offline_what_is_not_in_the_cache_fails_at_once(cache):
-    with pytest.raises(
-        EnvironmentBroken, match=r"^me/calls@main: HF_HUB_OFFLINE is set, and it is not in the hub's cache"
-    ):
+    with pytest.raises(EnvironmentBroken, match=r"^me/calls@main: HF_HUB_OFFLINE .*hub's cache"):
         load_rows("me/calls")
     with pytest.raises(EnvironmentBroken, match=r"^glaiveai/glaive-function-calling-v2@e7f4b64.*HF_HUB_OFFLINE is set"):
         load_rows("glaiveai/glaive-function-calling-v2")
 
 
-def test_a_repository_of_several_files_is_refused_with_their_names(cache):
-    cached(cache, "me/calls", "a" * 40, {"train.jsonl": jsonl(GOOD), "test.json": b"[]"})
-    with pytest.raises(EnvironmentBroken, match=r"JSONL file is expected in it, found: test.json, train.jsonl;"):
-        load_rows("me/calls")
-
-
-def test_the_original_is_demanded_with_its_own_revision_and_sha256(cache):
+def test_the_original_is_demanded_with_its_own_revision_and_sha256_and_several_files_are_refused(cache):
     name = "glaiveai/glaive-function-calling-v2"
     pinned = hub.PINNED[name]
     cached(cache, name, pinned.revision, {pinned.file: array(GOOD)})
-    with pytest.raises(
-        EnvironmentBroken, match=f"{name}@{pinned.revision}: its sha256 is .* {pinned.sha256} is expected"
-    ):
+    with pytest.raises(EnvironmentBroken, match=f"{name}@{pinned.revision}: its sha256 is .* {pinned.sha256}"):
         load_rows(name)
-
-
-def test_of_another_revision_of_the_original_no_sha256_is_known(cache):
-    name = "glaiveai/glaive-function-calling-v2"
-    cached(cache, name, "b" * 40, {hub.PINNED[name].file: array(GOOD)})
+    cached(cache, name, "b" * 40, {pinned.file: array(GOOD)})
     assert len(load_rows(f"{name}@{'b' * 40}").rows) == 200
+    cached(cache, "me/calls", "a" * 40, {"train.jsonl": jsonl(GOOD), "test.json": b"[]"})
+    with pytest.raises(EnvironmentBroken, match=r"JSONL .*\.json, train\.jsonl;"):
+        load_rows("me/calls")
 
 
 @pytest.fixture
@@ -332,28 +239,16 @@ def online(cache, monkeypatch):
     return found
 
 
-def test_a_file_is_fetched_from_the_hub(online):
+def test_a_file_is_fetched_from_the_hub_which_is_asked_once_and_where_it_does_not_answer_the_cache_does(online, cache):
     assert len(load_rows("me/calls@v1").rows) == 200
     assert (online.asked, online.downloads) == ([hub.ANSWER_SECONDS], ["rows.jsonl"])
-
-
-def test_a_hub_that_does_not_answer_is_asked_once_and_nothing_is_downloaded(online):
     online.answer = ConnectionError("nothing answers\nat all")
     for name in ("me/calls", "glaiveai/glaive-function-calling-v2"):
-        with pytest.raises(
-            EnvironmentBroken, match=rf"^{name}@.*: the hub does not give it, and it is not in the hub's"
-        ):
+        with pytest.raises(EnvironmentBroken, match=rf"^{name}@.*: .*the hub's.*\(ConnectionError: nothing answers\)"):
             load_rows(name)
-    with pytest.raises(EnvironmentBroken, match=r"\(ConnectionError: nothing answers\)$"):
-        load_rows("me/calls")
-    assert (online.asked, online.downloads) == ([hub.ANSWER_SECONDS] * 3, [])
-
-
-def test_where_the_hub_does_not_answer_the_cache_does(online, cache):
     cached(cache, "me/calls", "a" * 40, {"train.jsonl": jsonl(GOOD)})
-    online.answer = TimeoutError("timed out")
     assert len(load_rows("me/calls").rows) == 200
-    assert online.downloads == []
+    assert (online.asked, online.downloads) == ([hub.ANSWER_SECONDS] * 4, ["rows.jsonl"])
 
 
 def test_a_download_that_does_not_end_is_given_up(online, monkeypatch):
@@ -367,7 +262,7 @@ def test_a_download_that_does_not_end_is_given_up(online, monkeypatch):
     ended.set()
 
 
-@pytest.mark.parametrize("text", ["calls", "a/b/c", "/a/b", "./a", "a b/c", "a/b@", "", "a/b@c d"])
+@of_each("text", ["calls", "a/b/c", "/a/b", "./a", "a b/c", "a/b@", "", "a/b@c d"])
 def test_what_is_no_name_on_the_hub(text):
     assert hub.hub_name(text) is None
 
@@ -376,5 +271,5 @@ def test_without_huggingface_hub_the_line_to_install_it_is_told(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(EnvironmentBroken, match=r"huggingface_hub is not installed; install it with python -m pip"):
+    with pytest.raises(EnvironmentBroken, match=r"huggingface_hub .*installed; install.* -m pip"):
         load_rows("me/calls")

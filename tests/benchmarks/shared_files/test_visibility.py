@@ -7,18 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from each import of_each
 
 from pytest_gpucluster.benchmarks.checkpoint import shared_folder
 from pytest_gpucluster.benchmarks.shared_files import visibility
-from pytest_gpucluster.benchmarks.shared_files.visibility import (
-    Pieces,
-    Seen,
-    content_of,
-    look_for,
-    others_of,
-    path_of,
-    write,
-)
+from pytest_gpucluster.benchmarks.shared_files.visibility import Pieces, Seen, content_of, others_of, path_of, write
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 HOSTS = {0: "node-a", 1: "node-b", 2: "node-c"}
@@ -31,7 +24,9 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def looked(folder: Path, turn: int = 0, read: Callable[[Path], bytes] = visibility.read) -> Seen:
-    return look_for(folder, (1, 2), turn=turn, size_bytes=SIZE, hosts=HOSTS, pieces=Pieces(write=write, read=read))
+    return visibility.look_for(
+        folder, (1, 2), turn=turn, size_bytes=SIZE, hosts=HOSTS, pieces=Pieces(write=write, read=read)
+    )
 
 
 def put(folder: Path, *turns: int) -> None:
@@ -47,7 +42,7 @@ def test_what_each_node_writes_is_its_own_and_known_on_every_host() -> None:
     assert content_of(1, 0, SIZE) == content_of(1, 0, SIZE)
 
 
-@pytest.mark.parametrize("count", [2, 3, 16, 129])
+@of_each("count", [2, 3, 16, 129])
 def test_every_file_is_read_on_another_node_in_both_directions_with_the_first(count: int) -> None:
     reads = {node: others_of(node, count) for node in range(count)}
     assert all(node not in others for node, others in reads.items())
@@ -79,29 +74,22 @@ def test_a_file_that_does_not_come_is_no_fault_of_the_hardware(tmp_path: Path) -
     seen = looked(tmp_path)
     assert (seen.files, seen.right) == (2, 1)
     seen.require_right("node-a")
-    with pytest.raises(EnvironmentBroken, match="node-a does not see what other nodes have written") as raised:
+    with pytest.raises(EnvironmentBroken, match=r"(?s)node-00002\.bin, .*node-c.*not there.*--gpucluster-scratch"):
         seen.require_there("node-a")
-    assert "node-00002.bin, written by node-c, is not there" in str(raised.value)
-    assert "--gpucluster-scratch" in str(raised.value)
 
 
 def test_old_contents_are_told_as_such(tmp_path: Path) -> None:
     put(tmp_path, 0)
     seen = looked(tmp_path, 1)
     assert seen.right == 0
-    with pytest.raises(WrongResult, match="node-a reads something else than was written") as raised:
+    with pytest.raises(WrongResult, match=r"(?s)node-.*reads something.*node-00001\..*node-b.*before, expected 5000"):
         seen.require_right("node-a")
-    assert "node-00001.bin, written over by node-b: found what was there before, expected 5000" in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [lambda content: content[:-1], lambda content: content[:99] + bytes([content[99] ^ 1]) + content[100:]],
-    ids=["short", "a bit"],
-)
+@of_each("spoil", [lambda content: content[:-1], lambda content: content[:99] + b"?" + content[100:]])
 def test_other_bytes_are_wrong(tmp_path: Path, spoil: Callable[[bytes], bytes]) -> None:
     put(tmp_path, 0)
     seen = looked(tmp_path, read=lambda path: spoil(path.read_bytes()))
     assert len(seen.wrong) == 2
-    with pytest.raises(WrongResult, match=r"found .* bytes with sha256 .*, expected 5000 bytes with sha256"):
+    with pytest.raises(WrongResult, match=r"found .* sha256 .*, expected 5000 bytes with sha256"):
         seen.require_right("node-a")

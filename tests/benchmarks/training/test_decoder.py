@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
+from each import of_each
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
@@ -25,11 +24,7 @@ def tokens(rows=2, length=GEOMETRY.sequence):
     return torch.randint(GEOMETRY.vocab, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize(
-    "geometry",
-    [GEOMETRY, Geometry(layers=3, width=192, heads=2, vocab=50, sequence=8), SHARED],
-    ids=["small", "other", "shared keys"],
-)
+@of_each("geometry", [GEOMETRY, Geometry(layers=3, width=192, heads=2, vocab=50, sequence=8), SHARED])
 def test_the_geometry_counts_the_weights_that_there_are(geometry):
     model = make_decoder(geometry, CPU, seed=0)
     assert sum(weight.numel() for weight in model.parameters()) == geometry.parameters
@@ -37,7 +32,7 @@ def test_the_geometry_counts_the_weights_that_there_are(geometry):
     assert sum(weight.numel() for weight in matrices) == geometry.multiplied_parameters
 
 
-@pytest.mark.parametrize("geometry", [GEOMETRY, SHARED], ids=["small", "shared keys"])
+@of_each("geometry", [GEOMETRY, SHARED])
 def test_operations_for_a_token_are_those_that_torch_counts_but_half_of_the_attention_s(geometry):
     model = make_decoder(geometry, CPU, seed=0)
     rows = tokens()
@@ -88,11 +83,6 @@ def test_recomputed_blocks_give_the_same_gradients_and_keep_less():
     assert kept_less < kept / 2
 
 
-def test_numbers_drawn_on_the_device_are_those_of_the_cpu_where_that_is_the_device():
-    drawn = make_decoder(GEOMETRY, CPU, seed=7, drawn_on=CPU)
-    assert fingerprint(drawn.parameters()) == fingerprint(make_decoder(GEOMETRY, CPU, seed=7).parameters())
-
-
 def test_flash_attention_is_there_or_told_why_not(monkeypatch):
     assert decoder.missing_flash_attention(CPU, SHARED) == ""
 
@@ -101,20 +91,6 @@ def test_flash_attention_is_there_or_told_why_not(monkeypatch):
 
     monkeypatch.setattr(decoder.functional, "scaled_dot_product_attention", none)
     assert decoder.missing_flash_attention(CPU, GEOMETRY) == "No available kernel. Aborting execution."
-
-
-@pytest.mark.parametrize(
-    ("more", "told"),
-    [
-        ({"key_heads": 3}, "heads must be a multiple of key_heads, and 4 is none of 3"),
-        ({"key_heads": -1}, "key_heads must be at least 0, not -1"),
-        ({"inner": -64}, "inner must be at least 0, not -64"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_keys_and_inner_widths_that_cannot_be_are_refused(more, told):
-    with pytest.raises(ValueError, match=told):
-        Geometry(**SIZES, **more)
 
 
 def test_a_seed_gives_the_same_weights_whatever_torch_s_own_generator_does():
@@ -155,25 +131,20 @@ def test_positions_count_by_their_distance_only():
     assert score(2, 5) != pytest.approx(score(2, 6), rel=1e-2)
 
 
-def test_an_untrained_decoder_is_about_as_good_as_guessing():
-    model, rows = make_decoder(GEOMETRY, CPU, seed=0), tokens(8)
-    with torch.no_grad():
-        loss = cross_entropy(model(rows).flatten(0, 1), rows.flatten())
-    assert float(loss) == pytest.approx(math.log(GEOMETRY.vocab), rel=0.05)
+REFUSED = [({name: 0}, rf"{name} .*at least 1, not 0") for name in SIZES]
+REFUSED += [({"heads": 3}, r"even multiple.* 64 is none of 3"), ({"key_heads": 3}, r"key_heads, and 4 is none of 3")]
+REFUSED += [({name: -1}, f"{name} must be at least 0, not -1") for name in ("key_heads", "inner")]
 
 
-def test_nothing_but_weights_is_kept_in_a_checkpoint():
-    model = make_decoder(GEOMETRY, CPU, seed=0)
-    assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
-    assert torch.isfinite(model.get_buffer("cosine")).all()
+@of_each("case", REFUSED)
+def test_sizes_that_cannot_be_are_refused(case):
+    sizes, told = case
+    with pytest.raises(ValueError, match=told):
+        Geometry(**SIZES | sizes)
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_a_size_below_one_is_refused(name):
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, not 0"):
-        Geometry(**{**SIZES, name: 0})
-
-
-def test_heads_that_do_not_divide_the_width_are_refused():
-    with pytest.raises(ValueError, match="width must be an even multiple of heads, and 64 is none of 3"):
-        Geometry(**{**SIZES, "heads": 3})
+@pytest.mark.parametrize(("width", "inner"), [(4096, 10944), (768, 2048), (64, 192)])
+def test_the_mlp_is_eight_thirds_wide_up_to_the_next_multiple_of_64(width, inner):
+    geometry = Geometry(layers=1, width=width, heads=1, vocab=64, sequence=16)
+    assert geometry.mlp_width == inner
+    assert decoder.ROTARY_BASE == 10_000.0  # Source: Su et al., "RoFormer" (arXiv:2104.09864), section 3.3

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from each import of_each
 
 from pytest_gpucluster.benchmarks.training import fingerprint as module
 from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
@@ -13,7 +13,7 @@ def numbers(dtype=torch.float32, count=1000):
     return torch.randn(count, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8], ids=str)
+@of_each("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8])
 def test_any_flipped_bit_shows(dtype):
     tensor = numbers(dtype, 40) if dtype.is_floating_point else torch.arange(40, dtype=dtype)
     before, seen = fingerprint([tensor]), set()
@@ -48,16 +48,3 @@ def test_parts_and_strides_make_no_difference(monkeypatch):
     monkeypatch.setattr(module, "_AT_ONCE", 7)
     assert fingerprint([tensor]) == whole
     assert 0 <= whole < 2**64
-
-
-def test_however_many_tensors_there_are_the_device_is_waited_for_once(monkeypatch):
-    many = list(numbers().split(9))
-    whole, waits, asked = fingerprint(many), [], torch.Tensor.__int__
-    monkeypatch.setattr(torch.Tensor, "__int__", lambda tensor: waits.append(tensor) or asked(tensor))
-    assert fingerprint(many) == whole
-    assert len(waits) == 1
-    assert fingerprint([numbers()]) == whole
-
-
-def test_nothing_has_a_fingerprint_too():
-    assert fingerprint([]) == 0

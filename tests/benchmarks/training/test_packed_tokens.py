@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from each import of_each
 
 from pytest_gpucluster.benchmarks.training.packed_tokens import STRIDES, PackedTokens
 
@@ -33,12 +34,12 @@ def test_there_is_something_to_learn():
     assert float((steps == usual).float().mean()) > 0.6
 
 
-@pytest.mark.parametrize("row", [-1, 200])
+@of_each("row", [-1, 200])
 def test_a_row_that_is_not_there_is_an_error(row):
     with pytest.raises(IndexError, match=f"row {row} of 200"):
         PackedTokens(rows=200, sequence=4, vocab=9, seed=0)[row]
 
 
 def test_no_rows_at_all_are_refused():
-    with pytest.raises(ValueError, match="rows must be at least 1, not 0"):
+    with pytest.raises(ValueError, match=r"rows must.* 1, not 0"):
         PackedTokens(rows=0, sequence=4, vocab=9, seed=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from each import of_each
 
 from pytest_gpucluster.benchmarks.training.scaling import Rates, efficiency, straggler_table
 from pytest_gpucluster.sampling import Series
@@ -50,16 +51,16 @@ def test_the_low_end_is_that_of_the_rank_that_is_least_sure() -> None:
     assert (found.median, found.low) == (pytest.approx(0.92), pytest.approx(0.93 * 0.8))
 
 
-@pytest.mark.parametrize("where", ["larger", "smaller"])
+@of_each("where", ["larger", "smaller"])
 def test_what_one_rank_is_not_sure_of_nobody_is_sure_of(where: str) -> None:
     good, unsure = sure(90.0), sure(90.0, 91.0, inconclusive="rank 1 is not sure")
     found = efficiency(unsure, good) if where == "larger" else efficiency(good, unsure)
     assert found.inconclusive == "rank 1 is not sure"
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0, -1.0])
-@pytest.mark.parametrize("where", ["larger", "smaller"])
-@pytest.mark.parametrize("at", [0, 1, 2])
+@of_each("bad", [math.nan, math.inf, 0.0, -1.0])
+@of_each("where", ["larger", "smaller"])
+@of_each("at", [0, 1, 2])
 def test_a_rate_that_is_none_makes_no_ratio(bad: float, where: str, at: int) -> None:
     good, broken = sure(90.0, 91.0, 92.0), sure(90.0, 91.0, 92.0)
     broken[at] = sure(bad)[0]
@@ -70,7 +71,7 @@ def test_a_rate_that_is_none_makes_no_ratio(bad: float, where: str, at: int) -> 
 
 
 def test_no_rates_are_no_ratio() -> None:
-    with pytest.raises(ValueError, match="needs rates of both sizes"):
+    with pytest.raises(ValueError, match=r"needs rates"):
         efficiency([], sure(1.0))
 
 

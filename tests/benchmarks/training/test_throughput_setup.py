@@ -20,10 +20,6 @@ def gigabytes(ranks, **more):
     return setup(**more).needed_bytes(ranks) / 1e9
 
 
-def test_tokens_are_those_of_one_rank_in_a_step():
-    assert setup().tokens == 4 * 2048
-
-
 def test_the_large_model_fits_on_a_gpu_of_48_gb_and_the_7b_one_on_four_of_80():
     assert gigabytes(1) < gigabytes(8) < 48
     shared = {"geometry": SEVEN, "strategy": "fsdp", "batch": 2, "recompute": True}

@@ -48,8 +48,3 @@ def test_beside_nothing_every_difference_is_infinite():
     assert relative(1.0, 0.0) == math.inf
     assert distance(ROW, torch.zeros(2)) == math.inf
     assert distance(ROW, ROW, since=ROW) == math.inf
-
-
-def test_another_number_of_steps_is_refused():
-    with pytest.raises(ValueError, match="longer"):
-        errors(trajectory({}), trajectory({}, {}))

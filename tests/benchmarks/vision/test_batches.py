@@ -6,14 +6,13 @@ import itertools
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from pytest_gpucluster.benchmarks.training.loading import worker_context
 from pytest_gpucluster.benchmarks.vision.batches import Batches, EpochAfterEpoch
 from pytest_gpucluster.benchmarks.vision.shared_memory import Room
 from pytest_gpucluster.errors import EnvironmentBroken
@@ -89,66 +88,51 @@ def test_a_batch_has_images_and_labels_that_belong_together(started, workers):
     assert images[:, 0, 0, 0].tolist() == labels.tolist()
 
 
-def test_ranks_read_different_rows_of_an_epoch_and_all_of_them(started):
+def test_ranks_read_different_rows_of_an_epoch_and_all_of_them_and_a_batch_may_be_larger(started):
     # 20 rows of each rank: 5 batches of 4.
     shares = [[row for batch in rows_of(started(Numbered(), rank=rank), 5) for row in batch] for rank in (0, 1)]
     assert sorted(shares[0] + shares[1]) == list(range(40))
+    [labels] = rows_of(started(Numbered(3), batch=16, world_size=1, workers=0), 1)
+    assert (len(labels), set(labels)) == (16, {0, 1, 2})
 
 
 def test_batches_come_without_end_and_in_another_order_in_each_epoch():
-    rows = iter(
-        EpochAfterEpoch(Numbered(10), batch=4, rank=0, world_size=1, seed=0, make=torch.utils.data.DistributedSampler)
-    )
+    make = torch.utils.data.DistributedSampler
+    rows = iter(EpochAfterEpoch(Numbered(10), batch=4, rank=0, world_size=1, seed=0, make=make))
     read = [row for batch in itertools.islice(rows, 5) for row in batch]
     assert [sorted(read[:10]), sorted(read[10:])] == [list(range(10))] * 2
     assert read[:10] != read[10:]
 
 
-def test_a_batch_may_be_larger_than_an_epoch(started):
-    images, labels = next(started(Numbered(3), batch=16, world_size=1))
-    assert images.shape[0] == 16
-    assert set(labels.tolist()) == {0, 1, 2}
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_image_that_cannot_be_read_is_an_error_in_plain_words(started, workers):
-    batches = started(Broken(), world_size=1, workers=workers)
-    with pytest.raises(EnvironmentBroken) as caught:
-        rows_of(batches, 11)
-    assert str(caught.value) == "n0001/13.jpg: cannot be decoded: it is cut off"
+    with pytest.raises(EnvironmentBroken, match=r"^n0001/13\.jpg: cannot be decoded: it is cut off$"):
+        rows_of(started(Broken(), world_size=1, workers=workers), 11)
 
 
 @pytest.mark.parametrize(
     ("number", "told"),
     [
-        (
-            signal.SIGBUS,
-            r"died of SIGBUS, as a rule because shared memory is full\. /dev/shm has 0\.000977 GiB free of 0\.0625 ",
-        ),
-        (signal.SIGKILL, r"was killed \(SIGKILL\), as a rule by the kernel for want of memory"),
-        (signal.SIGSEGV, r"died of SIGSEGV\. What it has printed"),
+        (signal.SIGBUS, r"of SIGBUS, .*/dev/shm has 0\.000977 GiB free of 0\.0625 "),
+        (signal.SIGKILL, r"was killed \(SIGKILL\)"),
+        (signal.SIGSEGV, r"of SIGSEGV\. "),
     ],
     ids=["bus", "kill", "segv"],
 )
 def test_a_worker_that_dies_is_told_of_with_the_cause(started, number, told):
-    batches = started(Dying(number), world_size=1)
-    with pytest.raises(EnvironmentBroken, match=rf"^DataLoader worker \(process \d+\) {told}"):
-        rows_of(batches, 40)
+    with pytest.raises(EnvironmentBroken, match=rf"^DataLoader worker \(process \d+\) .*{told}"):
+        rows_of(started(Dying(number), world_size=1), 40)
 
 
 def test_a_batch_that_does_not_fit_into_shared_memory_is_told_of(started, monkeypatch):
     batches = started(Numbered(), workers=0)
 
     def full():
-        raise RuntimeError(
-            "unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device (28)"
-        )
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
         yield
 
     monkeypatch.setattr(batches, "_batches", full())
-    with pytest.raises(
-        EnvironmentBroken, match=r"^a DataLoader worker found no room for its batch in shared memory\. "
-    ):
+    with pytest.raises(EnvironmentBroken, match=r"^a DataLoader .*shared memory\. "):
         next(batches)
 
 
@@ -170,24 +154,22 @@ def test_after_closing_there_is_no_next_batch_and_no_worker(started):
         next(batches)
 
 
-KILLED = """
-import multiprocessing, os, signal, sys
-sys.path.insert(0, {folder!r})
-from test_batches import SETTINGS, Numbered, Batches
-if __name__ == "__main__":
+def read_until_killed(ours):
     batches = Batches(Numbered(), **SETTINGS)
     next(batches)
-    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+    ours.send([worker.pid for worker in multiprocessing.active_children()])
     os.kill(os.getpid(), signal.SIGKILL)
-"""
 
 
-def test_workers_end_with_a_rank_that_is_killed(tmp_path):
-    script = tmp_path / "rank.py"
-    script.write_text(KILLED.format(folder=str(Path(__file__).parent)))
-    run = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=120)
-    pids = [int(pid) for pid in run.stdout.split()]
-    assert (run.returncode, len(pids)) == (-signal.SIGKILL, 2)
+def test_workers_end_with_a_rank_that_is_killed():
+    context = worker_context()
+    answer, ours = context.Pipe(duplex=False)
+    rank = context.Process(target=read_until_killed, args=(ours,))
+    rank.start()
+    ours.close()
+    pids = answer.recv()
+    rank.join()
+    assert (rank.exitcode, len(pids)) == (-signal.SIGKILL, 2)
     until = time.monotonic() + 30
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < until:
         time.sleep(0.05)

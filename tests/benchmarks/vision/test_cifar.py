@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import os
 import pickle
-import pickletools
 import struct
 
 import image_files
 import pytest
 import torch
+from each import of_each
 
 from pytest_gpucluster.benchmarks.vision.image_source import open_images
 from pytest_gpucluster.errors import EnvironmentBroken
@@ -63,11 +63,8 @@ def test_images_and_labels_are_read_in_rows_columns_and_colours(tmp_path, kind):
     assert torch.equal(image, torch.tensor([17, 100, 200], dtype=torch.uint8).expand(32, 32, 3))
 
 
-def test_the_python_version_needs_no_numpy_and_is_what_python_2_wrote():
-    made = python_2([1, 2], bytes(2 * 3072))
-    names = {argument for opcode, argument, _ in pickletools.genops(made) if opcode.name == "GLOBAL"}
-    assert names == {"numpy dtype", "numpy ndarray", "numpy.core.multiarray _reconstruct"}
-    assert pickle.loads(made, encoding="bytes")[b"data"].shape == (2, 3072)  # numpy itself reads it
+def test_the_file_of_python_2_is_one_that_numpy_itself_reads():
+    assert pickle.loads(python_2([1, 2], bytes(2 * 3072)), encoding="bytes")[b"data"].shape == (2, 3072)
 
 
 class Runs:
@@ -81,12 +78,8 @@ class Runs:
 def test_nothing_in_a_pickle_is_run(tmp_path):
     folder, marker = write_pickled(tmp_path / "data", python_2), tmp_path / "marker"
     (folder / "data_batch_3").write_bytes(pickle.dumps({b"data": Runs(str(marker))}, protocol=4))
-    with pytest.raises(EnvironmentBroken) as caught:
+    with pytest.raises(EnvironmentBroken, match=rf"^{folder / 'data_batch_3'}: .* posix\.mkdir, .*cifar-10-binary"):
         open_images(folder, side=224)
-    assert str(caught.value) == (
-        f"{folder / 'data_batch_3'}: its pickle wants to run posix.mkdir, and only numpy's arrays may be in it. "
-        "Take the binary version (cifar-10-binary.tar.gz) instead, or copy it again"
-    )
     assert not marker.exists()
 
 
@@ -94,49 +87,39 @@ def rows_of(labels, rows=2, dtype="u1", width=3072):
     return pickle.dumps({b"data": numpy.zeros((rows, width), dtype=dtype), b"labels": labels}, protocol=4)
 
 
-@pytest.mark.parametrize(
-    ("content", "told"),
+@of_each(
+    "broken",
     [
         (numpy_s_own([1], bytes(3072))[:-100], "cannot be unpickled: "),
         (b"", "cannot be unpickled: EOFError"),
-        (pickle.dumps([1]), "holds no dictionary"),
-        (pickle.dumps({b"labels": [1]}), 'holds no array b"data" with a list b"labels"'),
-        (rows_of([1]), "has 1 labels, 2 rows and 6144 bytes, and they do not go together"),
+        (pickle.dumps([1]), "no dictionary"),
+        (pickle.dumps({b"labels": [1]}), 'no array b"data" with a list b"labels"'),
+        (rows_of([1]), "has 1 labels, 2 rows and 6144 bytes"),
         (rows_of([1, 2], dtype="f4"), 'b"data" is an array of f4, (2, 3072)'),
         (rows_of([1, 2], width=3000), 'b"data" is an array of u1, (2, 3000)'),
-        (rows_of([1, 10]), "the label of row 1 is 10, and there are 10 classes"),
-        (rows_of([1, "2"]), "has labels that are no whole numbers"),
-        (numpy_s_own([1], bytes(3072), protocol=5), "only numpy's arrays may be in it. Take the binary version"),
+        (rows_of([1, 10]), "row 1 is 10, and there are 10"),
+        (rows_of([1, "2"]), "no whole numbers"),
+        (numpy_s_own([1], bytes(3072), protocol=5), "Take the binary version"),
     ],
-    ids=["cut", "empty", "list", "no data", "few labels", "floats", "narrow", "label", "text", "other protocol"],
 )
-def test_a_broken_pickle_is_an_error_that_names_it(tmp_path, content, told):
+def test_a_broken_pickle_is_an_error_that_names_it(tmp_path, broken):
     folder = write_pickled(tmp_path / "data", python_2)
-    (folder / "data_batch_2").write_bytes(content)
+    (folder / "data_batch_2").write_bytes(broken[0])
     with pytest.raises(EnvironmentBroken) as caught:
         open_images(folder, side=224)
     assert str(caught.value).startswith(f"{folder / 'data_batch_2'}: ")
-    assert told in str(caught.value)
+    assert broken[1] in str(caught.value)
 
 
-def test_a_binary_file_that_is_cut_off_is_an_error_that_names_it(tmp_path):
+def test_a_binary_file_that_is_cut_off_missing_or_has_a_wrong_label_is_an_error_that_names_it(tmp_path):
     path = image_files.write_cifar(tmp_path) / "data_batch_4.bin"
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(
-        EnvironmentBroken, match=r"has 15364 bytes, and rows of CIFAR-10 have 3073 each: it is cut off"
-    ) as e:
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    with pytest.raises(EnvironmentBroken, match=rf"^{path}: .* 15364 bytes, .* 3073 each"):
         open_images(tmp_path, side=224)
-    assert str(e.value).startswith(f"{path}: ")
-
-
-def test_a_wrong_label_in_the_binary_version_is_an_error(tmp_path):
-    path = image_files.write_cifar(tmp_path) / "data_batch_4.bin"
-    path.write_bytes(b"\x0b" + path.read_bytes()[1:])
-    with pytest.raises(EnvironmentBroken, match=r"4\.bin: the label of row 0 is 11, and there are 10 classes"):
+    path.write_bytes(b"\x0b" + whole[1:])
+    with pytest.raises(EnvironmentBroken, match=rf"^{path}: .*label.* 0 is 11, .* 10 classes"):
         open_images(tmp_path, side=224)
-
-
-def test_a_missing_file_is_an_error(tmp_path):
-    (image_files.write_cifar(tmp_path) / "data_batch_4.bin").unlink()
-    with pytest.raises(EnvironmentBroken, match=r"data_batch_4\.bin: is not there, and CIFAR-10 has data_batch_1, "):
+    path.unlink()
+    with pytest.raises(EnvironmentBroken, match=r"data_batch_4\..*not there.* CIFAR-10 has data_batch_1, "):
         open_images(tmp_path, side=224)

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from each import of_each
 from torch import nn
 
 from pytest_gpucluster.benchmarks.clock import ManualClock
@@ -63,18 +64,8 @@ def grey(side, colours=1, labels=(0, 1)):
 
 def run(setup=SETUP, images=IMAGES, clock=None, pieces=None, **more):
     clock = clock or ManualClock()
-    return image_rate(
-        None,
-        CPU,
-        setup,
-        images,
-        node=0,
-        sampling=SAMPLING,
-        clock=clock,
-        pieces=pieces or timed(clock),
-        now=lambda: clock.now_seconds,
-        **more,
-    )
+    given = {"sampling": SAMPLING, "clock": clock, "pieces": pieces or timed(clock), "now": lambda: clock.now_seconds}
+    return image_rate(None, CPU, setup, images, node=0, **given, **more)
 
 
 def test_images_of_a_step_are_counted_over_its_time_the_wait_included():
@@ -88,28 +79,25 @@ def test_images_of_a_step_are_counted_over_its_time_the_wait_included():
     assert found.loss_ratio < 1
 
 
-def test_a_slow_loader_shows_as_data_wait():
+def test_a_slow_loader_shows_as_data_wait_and_the_loss_ratio_is_of_the_last_losses_and_the_first():
     clock = ManualClock()
     found = run(clock=clock, pieces=timed(clock, seconds=(9.0, 1.0)))
     assert found.data_wait_ratio == pytest.approx(0.9)
     assert found.images_per_second.median == pytest.approx(0.4)
-
-
-def test_the_loss_ratio_is_of_the_last_losses_and_the_first():
-    found = replace(run(), losses=(4.0, 9.0, 9.0, 9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0))
-    assert found.loss_ratio == 0.25
+    assert replace(found, losses=(4.0, 9.0, 9.0, 9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)).loss_ratio == 0.25
     assert math.isnan(replace(found, losses=(0.0, 0.0)).loss_ratio)
 
 
-def test_the_head_is_that_of_imagenet_unless_the_data_have_more_classes():
-    assert run(images=grey(28)).parameters == 13 * 1000
+def test_grey_images_are_trained_on_and_the_head_is_that_of_imagenet_unless_the_data_have_more_classes():
+    found = run(images=grey(28))
+    assert (found.data, found.parameters) == ("grey", 13 * 1000)
     assert run(images=grey(28, labels=range(1001))).parameters == 13 * 1001
 
 
 def test_a_loss_that_is_not_finite_names_the_step():
     count = iter(range(100))
     pieces = replace(PARTS, loss=lambda *given: class_mean(*given) * (math.nan if next(count) == 2 else 1.0))
-    with pytest.raises(WrongResult, match=r"^rank 0 has a loss of nan in step 3, and it must be finite"):
+    with pytest.raises(WrongResult, match=r"^rank 0 .*loss of.* 3, .*be finite"):
         run(clock=Moving(), pieces=pieces)
 
 
@@ -121,65 +109,50 @@ class Moving(ManualClock):
 
 
 def test_a_clock_that_stands_still_is_inconclusive():
-    with pytest.raises(InconclusiveMeasurement, match=r"the clock of rank 0 did not advance: 1 steps took 0\.0 s"):
+    with pytest.raises(InconclusiveMeasurement, match=r"the clock.* 0 did not advance: 1 steps took 0\.0 s"):
         run(pieces=PARTS)
 
 
-@pytest.mark.parametrize(
-    ("images", "told"),
+@of_each(
+    "refused",
     [
-        (grey(27), "images of 27 x 27 pixels in 1 colours cannot be trained on: at least 28 x 28 in 1 or 3 are needed"),
-        (grey(28, colours=4), "images of 28 x 28 pixels in 4 colours cannot"),
-        (grey(28, labels=(0, 0)), "the 2 images have 1 class, and at least 2 are needed"),
+        (grey(27), "images of 27 x 27 pixels in 1 colours .*28 x 28 in 1 or 3"),
+        (grey(28, colours=4), "images of 28 x 28 pixels in 4 colours"),
+        (grey(28, labels=(0, 0)), "the 2 images have 1 class, and at least 2"),
     ],
-    ids=["small", "four colours", "one class"],
 )
-def test_images_that_cannot_be_trained_on_are_refused(images, told):
-    with pytest.raises(EnvironmentBroken, match=f"^{told}"):
-        run(images=images)
+def test_images_that_cannot_be_trained_on_are_refused(refused):
+    with pytest.raises(EnvironmentBroken, match=f"^{refused[1]}"):
+        run(images=refused[0])
 
 
 def test_a_folder_that_cannot_be_looked_at_is_an_error():
     def images():
         raise PermissionError(13, "Permission denied", "/data/train")
 
-    with pytest.raises(
-        EnvironmentBroken, match=r"^the images cannot be read: \[Errno 13\] Permission denied: '/data/train'$"
-    ):
+    with pytest.raises(EnvironmentBroken, match=r"images cannot.*: \[Errno 13\] .*: '/data/train'$"):
         run(images=images)
-
-
-def test_grey_images_are_trained_on():
-    assert run(images=grey(28)).data == "grey"
 
 
 def test_too_little_memory_is_told_before_anything_is_made(monkeypatch):
     monkeypatch.setattr(module, "free_bytes", lambda device: 10**6)
     made = []
-    pieces = replace(PARTS, make=lambda *given, **more: made.append(1))
-    with pytest.raises(
-        EnvironmentBroken, match=r"cpu: training a resnet18 with 4 images of 28 x 28 needs 0\.18\d GB"
-    ) as e:
-        run(pieces=pieces)
-    assert "--gpucluster-workload vision.batch=2" in str(e.value)
+    told = r"cpu: .* 4 images of 28 x 28 needs 0\.18\d GB.*--gpucluster-workload vision\.batch=2"
+    with pytest.raises(EnvironmentBroken, match=told):
+        run(pieces=replace(PARTS, make=lambda *given, **more: made.append(1)))
     assert made == []
 
 
 def test_too_small_shared_memory_is_told_before_a_worker_is_started():
     started = []
-    pieces = replace(
-        PARTS,
-        look=lambda: Room(total_bytes=2**26, free_bytes=2**14, device=1),
-        batches=lambda *given, **more: started.append(1),
-    )
-    with pytest.raises(
-        EnvironmentBroken, match=r"^rank 0: /dev/shm has 1\.53e-05 GiB free of 0\.0625 GiB, and the DataLoad"
-    ):
+    room = Room(total_bytes=2**26, free_bytes=2**14, device=1)
+    pieces = replace(PARTS, look=lambda: room, batches=lambda *given, **more: started.append(1))
+    with pytest.raises(EnvironmentBroken, match=r"^rank 0: /dev/shm has 1\.53e-05 GiB free of 0\.0625 GiB"):
         run(setup=replace(SETUP, workers=2, prefetch=2), pieces=pieces)
     assert started == []
 
 
-def test_data_that_fail_in_the_middle_end_the_training_with_their_error():
+def test_data_that_fail_in_the_middle_and_workers_that_cannot_be_started_are_errors():
     class Failing(Batches):
         taken = 0
 
@@ -189,20 +162,17 @@ def test_data_that_fail_in_the_middle_end_the_training_with_their_error():
                 raise EnvironmentBroken("n0001/13.jpg: cannot be decoded")
             return super().__next__()
 
-    with pytest.raises(EnvironmentBroken, match=r"^n0001/13\.jpg: cannot be decoded$"):
-        run(clock=Moving(), pieces=replace(PARTS, batches=Failing))
-
-
-def test_workers_that_cannot_be_started_are_an_error():
     def refuse(*given, **more):
         raise OSError(24, "Too many open files")
 
-    with pytest.raises(EnvironmentBroken, match=r"^the workers of the DataLoader cannot be started: \[Errno 24\]"):
+    with pytest.raises(EnvironmentBroken, match=r"^n0001/13\.jpg: cannot.*$"):
+        run(clock=Moving(), pieces=replace(PARTS, batches=Failing))
+    with pytest.raises(EnvironmentBroken, match=r"DataLoader cannot.*: \[Errno 24\]"):
         run(pieces=replace(PARTS, batches=refuse))
 
 
-def test_nothing_of_the_training_is_left_when_it_ends():
-    made = []
+def test_nothing_of_the_training_is_left_when_it_ends_and_the_choice_of_convolutions_is_as_it_was():
+    made, before = [], torch.backends.cudnn.benchmark
 
     def make(*given, **more):
         made.append(weakref.ref(model := small(*given, **more)))
@@ -211,15 +181,10 @@ def test_nothing_of_the_training_is_left_when_it_ends():
     clock = ManualClock()
     run(clock=clock, pieces=replace(timed(clock), make=make))
     assert [one() for one in made] == [None]
-
-
-def test_the_choice_of_convolutions_is_left_as_it_was():
-    before = torch.backends.cudnn.benchmark
-    run()
     assert torch.backends.cudnn.benchmark == before
 
 
-@pytest.mark.parametrize("colours", [1, 3])
+@of_each("colours", [1, 3])
 def test_images_become_bf16_from_minus_1_to_1_in_the_channels_last_format(colours):
     images = torch.zeros(2, 28, 30, colours, dtype=torch.uint8)
     images[1, 3, 5] = 255
@@ -230,7 +195,7 @@ def test_images_become_bf16_from_minus_1_to_1_in_the_channels_last_format(colour
     assert given[1, :, 3, 6].tolist() == [-1.0, -1.0, -1.0]
 
 
-@pytest.mark.parametrize(("name", "value"), [("batch", 1), ("workers", -1), ("prefetch", 0)])
-def test_a_setup_out_of_its_range_is_refused(name, value):
-    with pytest.raises(ValueError, match=rf"^{name} must be at least {value + 1}, not {value}$"):
-        replace(SETUP, **{name: value})
+def test_a_setup_out_of_its_range_is_refused():
+    for name, value in [("batch", 1), ("workers", -1), ("prefetch", 0)]:
+        with pytest.raises(ValueError, match=rf"^{name} .*at least {value + 1}, not {value}$"):
+            replace(SETUP, **{name: value})

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from each import of_each
 
 from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
 from pytest_gpucluster.benchmarks.vision import resnet
@@ -11,11 +12,9 @@ from pytest_gpucluster.errors import EnvironmentBroken
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    ("name", "classes", "parameters"),
-    [("resnet18", 1000, 11_689_512), ("resnet50", 1000, 25_557_032), ("resnet18", 10, 11_181_642)],
-)
-def test_a_network_has_exactly_the_parameters_of_its_geometry(name, classes, parameters):
+@of_each("case", [("resnet18", 1000, 11_689_512), ("resnet50", 1000, 25_557_032), ("resnet18", 10, 11_181_642)])
+def test_a_network_has_exactly_the_parameters_of_its_geometry(case):
+    name, classes, parameters = case
     with torch.device("meta"):
         model = ResNet(name, classes=classes)
     assert sum(weight.numel() for weight in model.parameters()) == parameters
@@ -27,42 +26,30 @@ def test_another_network_than_the_geometry_s_is_refused(monkeypatch):
 
     normal = transformers.ResNetConfig
     monkeypatch.setattr(transformers, "ResNetConfig", lambda **fields: normal(**{**fields, "depths": [2, 2, 2, 3]}))
-    with (
-        pytest.raises(
-            EnvironmentBroken, match=r"makes a resnet18 of [\d,]+ parameters .* it has 11,689,512\. Install "
-        ),
-        torch.device("meta"),
-    ):
+    with torch.device("meta"), pytest.raises(EnvironmentBroken, match=r"resnet18 of [\d,]+ .* 11,689,512\. Install "):
         ResNet("resnet18")
-
-
-def test_an_unknown_network_is_refused():
-    with pytest.raises(ValueError, match=r"one of resnet18, resnet50, not 'resnet19'; did you mean 'resnet18'\?"):
+    with pytest.raises(ValueError, match=r"resnet18, resnet50, not 'resnet19'; .* 'resnet18'\?"):
         ResNet("resnet19")
 
 
 def test_weights_follow_from_the_seed_alone_and_are_channels_last():
+    state = torch.get_rng_state()
     one, two, other = (make_resnet("resnet18", CPU, classes=10, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), state)
     prints = [fingerprint(model.parameters()) for model in (one, two, other)]
     assert prints[0] == prints[1] != prints[2]
     kernel = next(weight for weight in one.parameters() if weight.shape[2:] == (7, 7))
     assert kernel.is_contiguous(memory_format=torch.channels_last)
-    state = torch.get_rng_state()
-    make_resnet("resnet18", CPU, classes=10, seed=3)
-    assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("side", [resnet.SMALLEST_SIDE, 32, 224])
-def test_a_bottleneck_halves_the_image_in_its_3_x_3_convolution(side):
-    model = make_resnet("resnet50", CPU, classes=10, seed=0)
-    strides = {
-        module.kernel_size: module.stride
-        for module in model.network.resnet.encoder.stages[1].layers[0].layer.modules()
-        if isinstance(module, torch.nn.Conv2d)
-    }
-    assert strides == {(1, 1): (1, 1), (3, 3): (2, 2)}
-    with torch.no_grad():
-        assert model(torch.zeros(2, 3, side, side)).shape == (2, 10)
+def test_a_bottleneck_halves_the_image_in_its_3_x_3_convolution():
+    with torch.device("meta"):
+        model = ResNet("resnet50", classes=10)
+        shapes = [model(torch.zeros(2, 3, side, side)).shape for side in (resnet.SMALLEST_SIDE, 32, 224)]
+    assert shapes == [(2, 10)] * 3
+    layer = model.network.resnet.encoder.stages[1].layers[0].layer
+    convolutions = [module for module in layer.modules() if isinstance(module, torch.nn.Conv2d)]
+    assert {one.kernel_size: one.stride for one in convolutions} == {(1, 1): (1, 1), (3, 3): (2, 2)}
 
 
 def test_outputs_are_counted_without_computing_them():

@@ -1,0 +1,178 @@
+"""Tables of the pages are what the code says: figures, times, variables, Xids, and the messages that they quote."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from each import of_each
+from pages import ROOT, page_named, rows
+
+from pytest_gpucluster import limits, options, thresholds, verdict
+from pytest_gpucluster.health.xid import TAKE_OUT
+from pytest_gpucluster.metric_catalogue import CATALOGUE
+from pytest_gpucluster.predicted import predict
+from pytest_gpucluster.workload_file import load
+
+LIMITS = thresholds.load(thresholds.shipped_path())
+PHASES = ("discovery", "single-node", "fabric", "training", "scaling", "lora")
+PLAYBOOK = {phase: page_named(f"docs/playbook/{phase}.md").text for phase in PHASES}
+SEEN = ["you see", "look at", "command", "what to do", "call"]
+TROUBLE = page_named("docs/troubleshooting.md").text
+WHOLE = page_named("docs/whole-cluster.md").text
+
+
+def sections(page: str) -> dict[str, str]:
+    """Criterion -> what a page of the playbook says of it."""
+    parts = re.split(r"^## `([^`]+)`$", page, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.fixture(scope="module")
+def expected() -> ModuleType:
+    """The program that writes the figures."""
+    spec = importlib.util.spec_from_file_location("gpucluster_expected", ROOT / "docs" / "expected.py")
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_criterion_has_a_section_with_its_tests_and_what_to_do(items: Sequence[SimpleNamespace]) -> None:
+    found = {name: text for phase in PHASES for name, text in sections(PLAYBOOK[phase]).items()}
+    assert sorted(found) == sorted({name for item in items for name in item.criteria})
+    for name, text in found.items():
+        tests = {item.name.partition("[")[0] for item in items if name in item.criteria}
+        assert tests <= set(re.findall(r"`(test_\w+)(?:\[[\w-]+\])?`", text)), name
+        assert any(row[-1] for row in rows(text, SEEN)), name
+        assert f"<!-- expected figures of {name}: " in text
+
+
+@of_each("phase", PHASES)
+def test_the_command_of_a_phase_runs_the_criteria_of_its_page(phase: str, items: Sequence[SimpleNamespace]) -> None:
+    [block] = [one for one in re.findall(r"```console\n(.*?)```", PLAYBOOK[phase], re.S) if "gpucluster-expect" in one]
+    paths = tuple(word for word in block.split() if word.startswith("acceptance/"))
+    run = {name for item in items if item.id.startswith(paths) for name in item.criteria}
+    assert run >= set(sections(PLAYBOOK[phase]))
+    row = re.search(rf"^\| \[.*/{phase}\.md\).*$", page_named("docs/playbook.md").text, re.MULTILINE)
+    assert row is not None
+    assert re.findall(r"`([^`]+)`", row[0].split("|")[3]) == list(sections(PLAYBOOK[phase]))
+
+
+def test_the_figures_are_those_in_force_and_a_changed_limit_is_seen(expected: ModuleType) -> None:
+    for text in PLAYBOOK.values():
+        assert expected.with_figures(text, LIMITS) == text, "run `python docs/expected.py`"
+    assert {one.name for name in expected.METRICS for one in expected.metrics_of(name)} == {
+        one.name for one in CATALOGUE
+    }
+    shown = "".join(PLAYBOOK.values())
+    judged = {limit.metric for limit in LIMITS.limits if limit.sku != "cpu-rehearsal"}
+    assert {name for name in judged if f"`{name}`" not in shown} == set()
+    which = ("matmul.bf16.tflops", "H100 SXM")
+    changed = [replace(one, min=701.0) if (one.metric, one.sku) == which else one for one in LIMITS.limits]
+    assert ">= 701 of 989" in expected.with_figures(PLAYBOOK["single-node"], replace(LIMITS, limits=tuple(changed)))
+    for page, wrong in (("of matmull", "matmull"), ("of matmul", "no <!-- end")):
+        with pytest.raises(ValueError, match=wrong):
+            expected.with_figures(f"<!-- expected figures {page}: written by docs/expected.py -->\n", LIMITS)
+
+
+@functools.cache
+def messages() -> str:
+    """Every text of the package and of the suite; a value in it stands as one character."""
+    found = []
+    for path in (path for name in ("pytest_gpucluster", "acceptance") for path in (ROOT / name).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            texts = [part.value if isinstance(part, ast.Constant) else "\x00" for part in parts]
+            if isinstance(node, (ast.JoinedStr, ast.Constant)):
+                found.append("".join(map(str, texts)))
+    return "\x01".join(found)
+
+
+def is_said(message: str) -> bool:
+    """Tell whether one text has these words in their order; an ellipsis stands for names and numbers."""
+    pieces = [re.escape(piece.strip()) for piece in message.split("…") if piece.strip()]
+    return re.search("[^\x01]{0,400}?".join(pieces), messages()) is not None
+
+
+QUOTING = [*((text, SEEN) for text in PLAYBOOK.values()), (TROUBLE, ["you see", "cause", "command", "fix"])]
+SEEN_FIRST = [
+    re.sub(r"`[^`]*` \*\(of [\w ]+\)\*", "", row[0]) for page, header in QUOTING for row in rows(page, header)
+]
+QUOTED = sorted(
+    {
+        text
+        for cell in SEEN_FIRST
+        for text in re.findall(r"`([^`]*)`", cell)
+        if re.search("…| ", text) and text[:2] != "--"
+    }
+)
+
+
+@of_each("message", QUOTED)
+def test_what_a_page_quotes_is_said(message: str) -> None:
+    assert len(re.findall(r"[a-zA-Z]", message)) >= 12, "quote more words of the message"
+    assert is_said(message)
+
+
+def test_a_message_that_is_not_said_would_be_found() -> None:
+    assert is_said("the enforced power limit is … W")
+    assert not is_said("the enforced power limits are … W")
+    assert not is_said("the enforced power limit is … of the median of the others")
+
+
+def test_every_xid_that_rejects_is_listed_as_such_and_a_reset_alone_is_no_step_for_it() -> None:
+    table = list(rows(TROUBLE, ["Xid", "what it says", "judged", "first step"]))
+    assert {row[2] for row in table} == {"hardware", "note"}
+    rejecting = [row for row in table if row[2] == "hardware"]
+    assert {int(xid) for row in rejecting for xid in row[0].split(", ")} == TAKE_OUT
+    assert [row for row in rejecting if "reset" in row[3] and "reboot" not in row[3]] == []
+    assert set(re.findall(r"--gpucluster-timeouts (\w+)=", TROUBLE)) <= set(options.Timeouts.__dataclass_fields__)
+
+
+FABRIC = re.findall(r"acceptance/test_\w+\.py", WHOLE.partition("--report-dir fabric")[2].partition("\ngpucluster")[0])
+CHOSEN: dict[str, Callable[[SimpleNamespace], object]] = {
+    "`-m single_gpu`": lambda item: "single_gpu" in item.markers,
+    '`-m "single_gpu or nccl"`': lambda item: (
+        {"single_gpu", "nccl"} & {*item.markers} and "needs_nodes" not in item.markers
+    ),
+    "the survivors together": lambda item: {"single_gpu", "nccl"} & {*item.markers},
+    "the seven files": lambda item: item.file in FABRIC,
+    "`-m training`": lambda item: "training" in item.markers,
+    "a node alone, everything": lambda item: "needs_nodes" not in item.markers,
+    "sign-off: everything": lambda item: True,
+}
+
+
+def test_the_predicted_times_are_those_that_the_suite_predicts(items: Sequence[SimpleNamespace]) -> None:
+    header = ["what runs", "profile", "tests", "predicted of them", "at least", "at most", "of unknown length"]
+    for (what, profile, *told), (key, chosen) in zip(rows(WHOLE, header), CHOSEN.items(), strict=True):
+        assert key in what
+        these = [(item.name, next(iter(item.criteria), None)) for item in items if chosen(item)]
+        found = predict(these, load(ROOT / "acceptance" / "workloads.yaml", profile=profile).workload)
+        minutes = [f"{seconds / 60:.1f} min" for seconds in (found.span.least_seconds, found.span.most_seconds)]
+        assert told == [str(len(these)), str(found.tests), *minutes, str(found.other_tests)], what
+
+
+def test_keys_and_conditions_of_limits_and_words_of_verdicts_are_explained() -> None:
+    page = page_named("docs/thresholds.md").text
+    keys = page.partition("| key | meaning |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert {name for row in keys for name in re.findall(r"`(\w+)`", row.split("|")[1])} == set(thresholds.ENTRY_KEYS)
+    conditions = page.partition("**Conditions**")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`(\w+)`", conditions)) - {"when"} == {*limits.TOPOLOGY, *limits.KNOWN_LABELS}
+    words = {word for text in verdict.EXIT_CODES.values() for word in re.findall(r"[A-Z]{6,}", text)}
+    assert {word for word in words if word not in page_named("docs/glossary.md").text} == set()
+
+
+def test_pages_claim_no_run_on_gpus_before_there_is_one() -> None:
+    measured = "Nothing has been measured on a GPU yet" not in page_named("docs/results.md").text
+    assert measured != ("no GPU has been used so far" in page_named("docs/comparison.md").text)
+    assert measured != ("No GPU has been used" in page_named("README.md").text)

@@ -1,0 +1,221 @@
+"""The conftest.py of a suite in which node-b has another network, clock, resolver, file system, host or environment.
+
+A fault is the word for it. Each test starts from what is healthy.
+"""
+
+import errno
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from planted import criterion_of, fault_of, pytest_collection_modifyitems  # noqa: F401  # a hook
+
+from pytest_gpucluster import fabric_ports, peer_memory
+from pytest_gpucluster.benchmarks.checkpoint import shared_folder
+from pytest_gpucluster.benchmarks.shared_files import mounted, renames, small_files, visibility
+from pytest_gpucluster.cluster import Cluster
+from pytest_gpucluster.fabric_ports import FabricSources
+from pytest_gpucluster.host import facts
+from pytest_gpucluster.host.tree import Tree
+from pytest_gpucluster.mounts import Mount
+from pytest_gpucluster.nccl_log import NcclLog
+from pytest_gpucluster.surroundings import clocks, connectivity, names
+from pytest_gpucluster.surroundings.connectivity import Pieces
+
+HOST = os.environ["GPUCLUSTER_HOSTNAME"]
+ROOT = Path(os.environ["NODES"]) / HOST
+FAULT = ""
+"""On this node."""
+
+
+def pytest_runtest_setup(item):
+    global FAULT
+    FAULT = fault_of(item) if HOST == "node-b" else ""
+    connectivity.PIECES = Pieces(call=refused if FAULT == "refused" else connectivity.call)
+    clocks.NOW = (lambda: time.time() + 5) if FAULT == "ahead" else time.time
+    names.SYSTEM = {"slow": Slow, "ignorant": Ignorant, "silent": Silent}.get(FAULT, Quick)()
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    if FAULT == "interface":
+        os.environ["GLOO_SOCKET_IFNAME"] = "bond7"
+    shared_folder.SEEN_SECONDS = honest_seen_seconds if fault_of(item) == "right" else 0.5
+    renames._MOST_SECONDS_EACH = 0.02
+    for module, pieces in PIECES.items():
+        module.PIECES = pieces
+    if FAULT in BROKEN:
+        module, broken = BROKEN[FAULT]
+        module.PIECES = replace(PIECES[module], **broken)
+    if criterion_of(item) == "test_host":
+        facts.TREE = Tree(root=ROOT / "host" / fault_of(item))
+
+
+# ---- network, resolver -----------------------------------------------------------------------------------------------
+
+
+def refused(*arguments, **more):
+    raise ConnectionRefusedError("[Errno 111] Connection refused")
+
+
+class Quick(names.SystemResolver):
+    """Whatever DNS is like where this runs."""
+
+    def forward(self, name):
+        return "127.0.0.1"
+
+    def reverse(self, address):
+        return "here"
+
+
+class Slow(Quick):
+    def reverse(self, address):
+        time.sleep(1.2)
+        return "late"
+
+
+class Ignorant(Quick):
+    def forward(self, name):
+        raise OSError("[Errno -2] Name or service not known")
+
+
+class Silent(Quick):
+    def reverse(self, address):
+        time.sleep(60)
+
+
+# ---- file system -----------------------------------------------------------------------------------------------------
+
+honest_seen_seconds = shared_folder.SEEN_SECONDS
+PIECES = {module: module.PIECES for module in (mounted, renames, small_files, visibility)}
+OTHER = Mount(point="/", kind="nfs4", source="server:/other", root="/", options=("rw",))
+GONE = Mount(point="/gone", kind="nfs4", source="server:/gone", root="/", options=("rw",))
+kept, count = {}, [0]
+
+
+def old(path):
+    return kept.setdefault(path, path.read_bytes())
+
+
+def elsewhere(path, content):
+    visibility.write(path.with_suffix(".elsewhere"), content)
+
+
+def flipped(path):
+    content = path.read_bytes()
+    return content[:9] + bytes([content[9] ^ 1]) + content[10:]
+
+
+def sometimes_missing(path):
+    count[0] += 1
+    if count[0] % 3 == 0:
+        raise FileNotFoundError(path)
+    return path.read_bytes()
+
+
+def stale(path):
+    if path == "/gone":
+        raise OSError(errno.ESTALE, "Stale file handle")
+    return os.statvfs(path)
+
+
+def full(path, content):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def nearly_full(path):
+    told = list(os.statvfs(path))
+    told[3] = told[4] = 0
+    return os.statvfs_result(told)
+
+
+BROKEN = {
+    "old": (visibility, {"read": old}),
+    "unshared": (visibility, {"write": elsewhere}),
+    "flipped": (visibility, {"read": flipped}),
+    "missing": (renames, {"read": sometimes_missing}),
+    "torn": (renames, {"read": lambda path: path.read_bytes()[:4096]}),
+    "other": (mounted, {"mounts": lambda: (OTHER,)}),
+    "stale": (mounted, {"mounts": lambda: (*PIECES[mounted].mounts(), GONE), "statvfs": stale}),
+    "full": (small_files, {"make": full}),
+    "space": (mounted, {"statvfs": nearly_full}),
+}
+
+
+# ---- fabric, NCCL ----------------------------------------------------------------------------------------------------
+
+SOCKETS = """\
+node-a:1:2 [0] NCCL INFO NCCL_SOCKET_IFNAME set by environment to eth0
+node-a:1:2 [0] NCCL INFO NET/IB : No device found.
+node-a:1:2 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.4<0>
+node-a:1:2 [0] NCCL INFO Using network Socket
+node-a:1:9 [0] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/Socket/0
+node-a:1:9 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0
+node-a:1:2 [0] NCCL INFO AllReduce: 64000 Bytes -> Algo RING proto LL channel{Lo..Hi}={0..0}
+"""
+LOGS = {"sockets": SOCKETS, "unknown": "NCCL INFO something\n"}
+"""Fault -> what NCCL has logged, on both nodes."""
+
+
+ENVIRONMENTS = {
+    "right": {"NCCL_IB_HCA": "mlx5", "OMP_NUM_THREADS": "4"},
+    "note": {"NCCL_DEBUG": "INFO", "NCCL_P2P_DISABLE": "1"},
+    "otherwise": {"NCCL_IB_HCA": "mlx5"},
+    "same_effect": {"NCCL_IB_HCA": "mlx5_0"},
+}
+"""Fault -> what is set on both nodes."""
+
+
+@pytest.fixture
+def fabric_sources(request):
+    """Each host has a sysfs and an environment of its own."""
+    planted, home = fault_of(request.node), ROOT / "home"
+    environ = ENVIRONMENTS.get(planted, {})
+    if planted == "own":
+        environ = os.environ
+    elif FAULT == "differs":
+        environ = {"NCCL_MIN_NCHANNELS": "32"}
+    conf = "NCCL_CHECK_POINTERS=1\n" if FAULT == "hurts" else "NCCL_CROSS_NIC=0\n" if planted == "right" else ""
+    home.mkdir(exist_ok=True)
+    (home / ".nccl.conf").write_text(conf)
+    fabric = "fabric"
+    if planted in ("not_set", "otherwise", "same_effect"):
+        fabric = "mixed"
+    elif FAULT == "down":
+        fabric = "down"
+    elif FAULT == "no_ports" or planted == "none_anywhere":
+        fabric = "none"
+    sysfs = ROOT / fabric
+    return FabricSources(
+        sysfs=sysfs, proc=sysfs / "proc", environ=environ, home=lambda: home, system_file=ROOT / "etc.conf"
+    )
+
+
+honest_expects = fabric_ports.expects_infiniband
+honest_carried_by = Cluster.carried_by
+
+
+def carried_by(self, group):
+    self.backend = "nccl"
+    try:
+        return honest_carried_by(self, group)
+    finally:
+        self.backend = "gloo"
+
+
+@pytest.fixture(autouse=True)
+def as_on_gpus(request, monkeypatch):
+    """Expect of this rehearsal the fabric of two nodes with GPUs, and of NCCL what it has logged."""
+    planted = fault_of(request.node)
+    if criterion_of(request.node) == "test_infiniband" and planted not in ("rehearsed", "none_anywhere"):
+
+        def expects(*given, nnodes, on_cpu, **named):
+            return honest_expects(*given, **named, nnodes=1 if planted == "one_node" else nnodes, on_cpu=False)
+
+        monkeypatch.setattr(request.module, "expects_infiniband", expects)
+    if FAULT == "no_way":
+        monkeypatch.setattr(peer_memory, "MODULES", ())
+    if planted in LOGS:
+        path = Path(os.environ["TMPDIR"], f"{os.getpid()}.log")
+        path.write_text(LOGS[planted])
+        request.getfixturevalue("cluster").nccl_log = NcclLog(path)
+        monkeypatch.setattr(Cluster, "carried_by", carried_by)

@@ -1,0 +1,129 @@
+"""The faults that saving, loading and a file system can have."""
+
+import errno
+import os
+import shutil
+from dataclasses import replace
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
+
+from pytest_gpucluster.benchmarks.checkpoint import bandwidth, resume, shared_folder, storage, store
+from pytest_gpucluster.errors import WrongResult
+
+CASES = {
+    "1x2": {
+        "test_checkpoint": (
+            *("none", "truncated", "missing", "changed", "full", "older"),
+            *("moments", "rows", "rate", "lenient", "alone"),
+        ),
+        "test_checkpoint_bandwidth": ("none", "truncated", "changed", "slow", "unshared"),
+    },
+    "2x2": {"test_checkpoint": ("none",), "test_checkpoint_bandwidth": ("none",)},
+}
+ON_RANK_1 = os.environ["RANK"] == "1"
+SEEN_SECONDS = shared_folder.SEEN_SECONDS
+RESUME, STORE, BANDWIDTH = resume.PIECES, store.PIECES, bandwidth.PIECES
+
+
+def damaging(damage):
+    # What a file system has done to the shard of rank 1 by the time that it is read.
+    def save(folder, *arguments, **more):
+        saved = store.save(folder, *arguments, **more)
+        if ON_RANK_1:
+            damage(saved.path / "__1_0.distcp")
+        return saved
+
+    return replace(RESUME, save=save)
+
+
+def change(path):
+    with path.open("r+b") as stream:
+        stream.seek(5000)
+        byte = stream.read(1)[0]
+        stream.seek(5000)
+        stream.write(bytes([byte ^ 1]))
+
+
+def without_moments(path, model, optimizer, **more):
+    told = store.load(path, model, optimizer, **more)
+    for state in optimizer.state.values():
+        state["exp_avg"].zero_()
+    return told
+
+
+def other_rows(*arguments, **more):
+    return store.load(*arguments, **more) | {"rows_consumed": 0}
+
+
+def other_rate(path, model, optimizer, **more):
+    told = store.load(path, model, optimizer, **more)
+    for group in optimizer.param_groups:
+        group["lr"] /= 10
+    return told
+
+
+def lenient(*arguments, **more):
+    try:
+        return store.load(*arguments, **more)
+    except WrongResult:
+        return {}
+
+
+def wrong_alone(path, model, optimizer, *, group, **more):
+    told = store.load(path, model, optimizer, group=group, **more)
+    if group.size() == 1 and ON_RANK_1:
+        next(model.parameters()).detach().to_local().zero_()
+    return told
+
+
+class Full(FileSystemWriter):
+    def write_data(self, plan, planner):
+        if ON_RANK_1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write_data(plan, planner)
+
+
+def write_to_full(state, folder, group):
+    save_state(state, storage_writer=Full(folder), process_group=group)
+
+
+def write_over_older(state, folder, group):
+    if torch.distributed.get_rank(group) == 0:
+        for older in folder.parent.glob("step-*"):
+            shutil.rmtree(older)
+    store.write_shards(state, folder, group)
+
+
+def writing(spoil, *, on_rank_1=True):
+    def write(path, size_bytes, contents):
+        seconds = storage.write_file(path, size_bytes, contents)
+        if ON_RANK_1 or not on_rank_1:
+            seconds = spoil(path) or seconds
+        return seconds
+
+    return replace(BANDWIDTH, write=write)
+
+
+NONE = (RESUME, STORE, BANDWIDTH)
+FAULTS = {
+    "none": NONE,
+    "truncated": (damaging(lambda path: os.truncate(path, 1000)), STORE, writing(lambda path: os.truncate(path, 8192))),
+    "missing": (damaging(os.unlink), STORE, BANDWIDTH),
+    "changed": (damaging(change), STORE, writing(change)),
+    "moments": (replace(RESUME, load=without_moments), STORE, BANDWIDTH),
+    "rows": (replace(RESUME, load=other_rows), STORE, BANDWIDTH),
+    "rate": (replace(RESUME, load=other_rate), STORE, BANDWIDTH),
+    "lenient": (replace(RESUME, load=lenient), STORE, BANDWIDTH),
+    "alone": (replace(RESUME, load=wrong_alone), STORE, BANDWIDTH),
+    "full": (RESUME, replace(STORE, write=write_to_full), BANDWIDTH),
+    "older": (RESUME, replace(STORE, write=write_over_older), BANDWIDTH),
+    "slow": (RESUME, STORE, writing(lambda path: 1000.0)),
+    "unshared": (RESUME, STORE, writing(lambda path: os.rename(path, path.with_suffix(".elsewhere")))),
+}
+
+
+def plant(fault, request):
+    shared_folder.SEEN_SECONDS = 0.5 if fault == "unshared" else SEEN_SECONDS
+    resume.PIECES, store.PIECES, bandwidth.PIECES = FAULTS[fault]

@@ -1,0 +1,23 @@
+"""The jobs that a node can have: in the place of torchrun a launcher that does something else."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from pytest_gpucluster.benchmarks.training import propagation
+from pytest_gpucluster.benchmarks.training.propagation import PIECES
+
+LAUNCHER = (sys.executable, "-S", str(Path(__file__).with_name("job_launcher.py")))
+LEFT_OVER_SECONDS = propagation.LEFT_OVER_SECONDS
+JOBS = {"none": PIECES, "silent": replace(PIECES, launcher=(*LAUNCHER, "silent"), module="this_module_is_not_there")}
+JOBS |= {
+    how: replace(PIECES, launcher=(*LAUNCHER, how)) for how in ("hidden", "unnamed", "stubborn", "unwatched", "leaves")
+}
+CASES = {"1x2": {"test_failure_propagation": tuple(JOBS)}, "2x1": {"test_failure_propagation": ("none",)}}
+# What hangs does so for any time.
+WORKLOADS = {how: {"failure_propagation": {"end_seconds": 1.0}} for how in ("stubborn", "unwatched")}
+
+
+def plant(fault, request):
+    propagation.PIECES = JOBS[fault]
+    propagation.LEFT_OVER_SECONDS = 0.5 if fault == "leaves" else LEFT_OVER_SECONDS

@@ -1,0 +1,156 @@
+"""The faults that a sharded training can have."""
+
+import math
+import os
+from dataclasses import replace
+
+import torch
+from torch.utils.data import DistributedSampler
+
+from pytest_gpucluster.benchmarks.training import data_parallel, fully_sharded, sharding
+from pytest_gpucluster.benchmarks.training.decoder import make_decoder
+from pytest_gpucluster.benchmarks.training.fully_sharded import PIECES
+from pytest_gpucluster.benchmarks.training.step import PARTS, clip_gradients, token_mean
+
+CASES = {
+    "1x2": {
+        "test_fsdp": (
+            *("none", "nosync", "offload", "sum", "scaled", "moments"),
+            *("block", "weight", "samedata", "nan", "frozen", "start"),
+        ),
+        "test_fsdp_memory": ("none",),
+    },
+    "2x2": {"test_fsdp": ("bit", "replay", "between")},
+}
+RANKS = int(os.environ["WORLD_SIZE"])
+ON_LAST = int(os.environ["RANK"]) == RANKS - 1
+
+
+def flip(weight):
+    weight.detach().to_local().view(torch.int32)[3, 5] ^= 1
+
+
+def unsynchronized(model, mesh, **how):
+    sharded = sharding.shard(model, mesh, **how)
+    sharded.set_requires_gradient_sync(False)
+    return sharded
+
+
+def unsynchronized_offload(model, mesh, *, cpu_offload=False, **how):
+    sharded = sharding.shard(model, mesh, cpu_offload=cpu_offload, **how)
+    sharded.set_requires_gradient_sync(not cpu_offload)
+    return sharded
+
+
+def undivided(model):
+    # As if what is summed over the ranks were not divided by their number.
+    for weight in model.parameters():
+        weight.grad.mul_(RANKS)
+    return clip_gradients(model)
+
+
+def block_left_out(model, mesh, **how):
+    one, model.blocks = model.blocks[1], torch.nn.ModuleList([model.blocks[0]])
+    sharding.shard(model, mesh, **how)
+    model.blocks.append(one)
+    return model
+
+
+def weight_left_out(model, mesh, **how):
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, ignored_params={model.blocks[0].down.weight})
+    return fully_shard(model, mesh=mesh, ignored_params={model.blocks[0].down.weight})
+
+
+def flipped(model, optimizer):
+    optimizer.step()
+    if ON_LAST:
+        flip(next(model.parameters()))
+
+
+def three_moments(model, optimizer):
+    optimizer.step()
+    weight = next(model.parameters())
+    optimizer.state[weight]["third"] = torch.zeros(weight.shape)
+
+
+class Once:
+    # Spoils a gradient once: neither the repeated step nor a limit can see one bit of that.
+    def __init__(self):
+        self.left = 1
+
+    def __call__(self, model):
+        norm = clip_gradients(model)
+        if self.left and ON_LAST:
+            self.left = 0
+            flip(model.blocks[0].down.weight.grad)
+        return norm
+
+
+class Between:
+    # Spoils a weight after the step is over: at the first reading of rows that follows.
+    def __init__(self):
+        self.model, self.calls = None, 0
+
+    def shard(self, model, mesh, **how):
+        made = sharding.shard(model, mesh, **how)
+        self.model = self.model or made
+        return made
+
+    def read(self, data, rows):
+        self.calls += 1
+        if self.calls == 2 and ON_LAST:
+            flip(next(self.model.parameters()))
+        return data_parallel.read_rows(data, rows)
+
+
+def read_of_rank_0(data, rows):
+    mine, its = (list(DistributedSampler(data, num_replicas=RANKS, rank=rank, seed=0)) for rank in (RANKS - 1, 0))
+    if not ON_LAST:
+        return data_parallel.read_rows(data, rows)
+    at = mine.index(rows[0])
+    return data_parallel.read_rows(data, its[at : at + len(rows)])
+
+
+def frozen(*arguments, **more):
+    model = make_decoder(*arguments, **more)
+    model.blocks[1].down.requires_grad_(False)
+    return model
+
+
+def other(*arguments, seed, **more):
+    return make_decoder(*arguments, seed=seed + ON_LAST, **more)
+
+
+def nan(*given):
+    return token_mean(*given) * (math.nan if ON_LAST else 1.0)
+
+
+def with_step(**parts):
+    return replace(PIECES, step=replace(PARTS, **parts))
+
+
+BETWEEN = Between()
+FAULTS = {
+    "none": PIECES,
+    "nosync": replace(PIECES, shard=unsynchronized),
+    "offload": replace(PIECES, shard=unsynchronized_offload),
+    "sum": with_step(clip=undivided),
+    "block": replace(PIECES, shard=block_left_out),
+    "weight": replace(PIECES, shard=weight_left_out),
+    "bit": with_step(update=flipped),
+    "replay": with_step(clip=Once()),
+    "between": replace(PIECES, shard=BETWEEN.shard, read=BETWEEN.read),
+    "moments": with_step(update=three_moments),
+    "samedata": replace(PIECES, read=read_of_rank_0),
+    "scaled": with_step(loss=lambda *given: RANKS * token_mean(*given)),
+    "nan": with_step(loss=nan),
+    "frozen": replace(PIECES, make=frozen),
+    "start": replace(PIECES, make=other),
+}
+
+
+def plant(fault, request):
+    fully_sharded.PIECES = FAULTS[fault]

@@ -1,0 +1,222 @@
+"""The faults that a training with LoRA can have."""
+
+import functools
+import importlib.util
+import math
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from pytest_gpucluster.benchmarks.checkpoint import store
+from pytest_gpucluster.benchmarks.lora import experiment, golden, loop, memory_need, prepared
+from pytest_gpucluster.benchmarks.lora.curve import read_csv
+from pytest_gpucluster.benchmarks.lora.loop import PIECES, fully_sharded, token_mean
+from pytest_gpucluster.benchmarks.lora.model import make_adapted, make_base, tiny_base
+from pytest_gpucluster.benchmarks.lora.packing import share
+from pytest_gpucluster.benchmarks.lora.plan import cosine
+from pytest_gpucluster.benchmarks.lora.rows import Rows
+from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
+from pytest_gpucluster.benchmarks.lora.tokenizer import tiny_tokenizer, tokenizer_for
+from pytest_gpucluster.training_inputs import Source
+
+HERE = Path(__file__).parent.parent
+ON_RANK_1 = os.environ["RANK"] == "1"
+COMPARED = 2  # steps before the training
+calls = {}
+
+
+def in_training(what, step=1):
+    # A reference of one rank is made of the product's own pieces, and the steps taken again come after these.
+    calls[what] = calls.get(what, 0) + 1
+    return calls[what] == COMPARED + step
+
+
+def unsynchronized(model, group, device, precision):
+    rank = int(os.environ["RANK"])
+    fully_sharded(model, dist.new_group([rank], use_local_synchronization=True), device, precision)
+
+
+def same(blocks, *, rank, world_size):
+    return share(blocks, rank=0, world_size=world_size)
+
+
+def flip(weight):
+    local = weight.to_local().detach()
+    local.view(torch.int16 if local.element_size() == 2 else torch.int32).flatten()[0] ^= 1
+
+
+def flipped(model, optimizer):
+    optimizer.step()
+    if in_training("bit", 10) and ON_RANK_1:
+        flip(next(weight for weight in model.parameters() if weight.requires_grad))
+
+
+def based(model, optimizer):
+    optimizer.step()
+    if in_training("base", 3) and ON_RANK_1:
+        flip(next(weight for weight in model.parameters() if not weight.requires_grad))
+
+
+def scaled(of_judged, targets):
+    return 2 * token_mean(of_judged, targets)
+
+
+def nan(*given, **more):
+    model = make_adapted(*given, **more)
+    if ON_RANK_1:
+        # Of what only this rank computes: its weights are the others'.
+        head = model.get_base_model().lm_head
+        head.register_forward_hook(lambda module, inputs, logits: logits * math.nan)
+    return model
+
+
+def frozen(*given, **more):
+    model = make_adapted(*given, **more)
+    for name, weight in model.named_parameters():
+        if ".lora_" in name:
+            weight.requires_grad_(False)
+    return model
+
+
+def other(*given, seed, **more):
+    return make_adapted(*given, seed=seed + ON_RANK_1, **more)
+
+
+def poisoned(model, optimizer):
+    optimizer.step()
+    if in_training("late", 6) and ON_RANK_1:
+        weight = next(weight for weight in model.parameters() if weight.requires_grad)
+        weight.to_local().detach().fill_(math.nan)
+
+
+def truncated(folder, step, *given, group, **more):
+    saved = store.save(folder, step, *given, group=group, **more)
+    dist.barrier(group)
+    if ON_RANK_1:
+        path = saved.path / "__1_0.distcp"
+        os.truncate(path, path.stat().st_size // 2)
+    dist.barrier(group)
+    return saved
+
+
+def drifting(model, optimizer):
+    optimizer.step()
+    if in_training("drift", 5) and ON_RANK_1:
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.to_local().detach().mul_(1.5)
+
+
+def interrupted(model, optimizer):
+    optimizer.step()
+    if in_training("interrupted", 10):
+        raise RuntimeError("the training is interrupted here")
+
+
+PIECES_OF = {
+    "none": {},
+    "nosync": {"shard": unsynchronized},
+    "samedata": {"share": same},
+    "bit": {"update": flipped},
+    "scaled": {"loss": scaled},
+    "rate": {"learning_rate": lambda step, recipe: cosine(step, recipe) / 10},
+    "frozen": {"make": frozen},
+    "nan": {"make": nan},
+    "late": {"update": poisoned},
+    "truncated": {"save": truncated},
+    "base": {"update": based},
+    "other": {"make": other},
+    "groups": {},
+    "drift": {"update": drifting},
+    "astray": {"learning_rate": lambda step, recipe: cosine(step, recipe) / 2},
+    "foreign": {},
+    "weights": {},
+    "model": {},
+    "noextra": {},
+    "nomemory": {},
+    "interrupted": {"update": interrupted},
+    "resumed": {},
+}
+
+experiment.tiny_experiment = functools.cache(experiment.tiny_experiment)  # the same for each fault
+
+# What the golden curve that is read is of.
+CURVE_OF = {"foreign": {"model": "qwen2-7b"}, "weights": {"weights": "0" * 16}}
+FIND, FREE = importlib.util.find_spec, memory_need.free_bytes
+CASES = {
+    "1x2": {
+        "test_lora_tiny": tuple(fault for fault in PIECES_OF if fault not in ("model", "nomemory")),
+        "test_qwen2_lora": ("model",),
+        "test_lora_of_model": ("model",),
+        "test_qwen2_lora_throughput": ("model", "nomemory"),
+    }
+}
+# Not to be divided among two ranks: each trains by itself.
+WORKLOADS = {fault: {"lora_tiny": {"global_batch": 3}} for fault in ("groups", "drift")}
+
+
+def golden_curve():
+    """That of the right training."""
+    path = HERE / f"golden-{os.environ['RANK']}.json"
+    [curve] = (HERE / "reports" / "latest").rglob("*test_lora_tiny_none*/curve-group-0.csv")
+    golden.write(path, [read_csv(curve)])
+    return {"golden": path}
+
+
+def going_on():
+    scratch = HERE / "scratch"
+    scratch.mkdir(exist_ok=True)
+    return {"resume": True, "scratch": scratch}
+
+
+def small_model():
+    """A model and data of its own, which the first rank makes."""
+    folder, blocks = HERE / "small-qwen2", HERE / "blocks.safetensors"
+    if not ON_RANK_1:
+        rows = synthetic_rows(600, seed=5)
+        tokenizer, made = tiny_tokenizer(rows), HERE / "made"
+        make_base(tiny_base(len(tokenizer)), torch.device("cpu"), precision="bf16", seed=3).save_pretrained(made)
+        tokenizer.save_pretrained(made)
+        given = Rows(rows=tuple(rows), malformed=(), sha256="0" * 64, source="rows")
+        of_tokens = prepared.prepare(given, tokenizer_for(made), name="small", sequence=64, held_out=0.1, seed=0)
+        prepared.write(blocks, of_tokens)
+        made.rename(folder)
+    while not folder.exists():
+        time.sleep(0.1)
+    return {
+        "model": Source(name=str(folder), path=folder),
+        "data": {"function_calls": Source(name=str(blocks), path=blocks)},
+        **golden_curve(),
+    }
+
+
+SETTINGS = {
+    **dict.fromkeys(("astray", "foreign", "weights"), golden_curve),
+    "interrupted": going_on,
+    "resumed": lambda: going_on() | golden_curve(),
+    "model": small_model,
+}
+
+
+def prepare(item):
+    # So far as to look at the memory it needs no GPU.
+    if item.callspec.params["fault"] == "nomemory":
+        item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "needs_gpu"]
+
+
+def plant(fault, request):
+    calls.clear()
+    missing = fault == "noextra"
+    importlib.util.find_spec = lambda name, *more: None if missing and name == "peft" else FIND(name, *more)
+    loop.PIECES = replace(PIECES, **PIECES_OF[fault])
+    memory_need.free_bytes = (lambda device: 10**9) if fault == "nomemory" else FREE
+
+    def read(path):
+        curve = golden.read(path)
+        return replace(curve, context={**curve.context, **CURVE_OF.get(fault, {})})
+
+    request.module.read = read

@@ -1,0 +1,92 @@
+"""What can go wrong with four ranks on two nodes."""
+
+import math
+import os
+from dataclasses import replace
+
+import torch.distributed as dist
+from planted_clock import CLOCK, SLOW_SECONDS, clock_for, delayed
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from pytest_gpucluster.benchmarks import collectives
+from pytest_gpucluster.benchmarks.training import throughput
+from pytest_gpucluster.benchmarks.training.step import PARTS, token_mean
+from pytest_gpucluster.benchmarks.training.throughput import PIECES
+
+NODE, FABRIC, TOTAL = ("test_scaling[node]", "test_scaling[fabric]", "test_scaling[total]")
+ALL = ("test_stragglers", NODE, FABRIC, TOTAL, "test_busbw_retention")
+CASES = {
+    "2x2": {
+        "test_stragglers": ("none", "rank", "fabric", "nan"),
+        NODE: ("none", "rank", "fabric", "alone"),
+        FABRIC: ("none", "fabric"),
+        TOTAL: ("none", "rank", "fabric", "nan"),
+        "test_busbw_retention": ("none", "fabric", "nan"),
+    },
+    "2x1": dict.fromkeys(ALL, ("none",)),
+    "1x2": dict.fromkeys(ALL, ("huge",)),
+}
+WORKLOADS = {"huge": {"scaling": {"layers": 1000, "width": 65536}}}
+RANK = int(os.environ["RANK"])
+SUM = collectives._sum
+
+
+def waiting(group, bucket):
+    CLOCK.meet(group)
+    return allreduce_hook(group, bucket)
+
+
+def waiting_longer(group, bucket):
+    CLOCK.advance(SLOW_SECONDS)
+    return waiting(group, bucket)
+
+
+def replicate(model, device, group, hook=waiting):
+    replica = PIECES.replicate(model, device, group)
+    replica.register_comm_hook(group, hook)
+    return replica
+
+
+def slow_fabric(model, device, group):
+    return replicate(model, device, group, waiting_longer if dist.get_world_size(group) == 4 else waiting)
+
+
+def slow_rank(*arguments, **more):
+    batches = PIECES.batches(*arguments, **more)
+    return delayed(batches) if RANK == 3 else batches
+
+
+def slow_alone(*arguments, count, **more):
+    batches = PIECES.batches(*arguments, count=count, **more)
+    return delayed(batches) if count == 1 else batches
+
+
+def slow_sum(tensor, group):
+    if dist.get_world_size(group) == 4:
+        CLOCK.advance(SLOW_SECONDS)
+    SUM(tensor, group)
+
+
+def nan(*given):
+    return token_mean(*given) * (math.nan if RANK == 3 else 1.0)
+
+
+PLANTED = replace(PIECES, clock=clock_for, replicate=replicate)
+FOUND = {
+    "none": PLANTED,
+    "huge": PLANTED,
+    "rank": replace(PLANTED, batches=slow_rank),
+    "fabric": replace(PLANTED, replicate=slow_fabric),
+    "alone": replace(PLANTED, batches=slow_alone),
+    "nan": replace(PLANTED, step=replace(PARTS, loss=nan)),
+}
+planted = []
+
+
+def plant(fault, request):
+    throughput.PIECES = FOUND[fault]
+    collectives.clock_for = clock_for
+    collectives._sum = slow_sum if fault == "fabric" else SUM
+    if "known" in request.fixturenames and fault not in planted[-1:]:
+        request.getfixturevalue("known").clear()  # what was measured beside another fault
+        planted.append(fault)

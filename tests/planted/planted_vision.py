@@ -1,0 +1,92 @@
+"""The faults that a training on images can have. Beside a fault the network is a small one, for speed."""
+
+import math
+import os
+import signal
+from dataclasses import replace
+from functools import partial
+
+import torch
+from planted_clock import CLOCK, clock_for
+from torch import nn
+
+from pytest_gpucluster.benchmarks.vision import image_rate
+from pytest_gpucluster.benchmarks.vision.batches import Batches
+from pytest_gpucluster.benchmarks.vision.rate_setup import PIECES, class_mean
+from pytest_gpucluster.benchmarks.vision.shared_memory import Room
+
+CASES = {
+    "1x2": {
+        "test_vision_throughput[resnet18]": ("none", "nan", "nosync", "slow", "death", "shm"),
+        "test_vision_data[resnet18]": ("small",),
+    }
+}
+ON_RANK_1 = os.environ["RANK"] == "1"
+
+
+def small(name, device, *, classes, seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, classes)).to(device)
+
+
+class Images:
+    def __init__(self, images):
+        self.images, self.read = images, 0
+        self.name, self.classes, self.shape = images.name, images.classes, images.shape
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, row):
+        self.read += 1
+        self.happens()
+        return self.images[row]
+
+
+class Dying(Images):
+    def happens(self):
+        if ON_RANK_1 and self.read == 20:
+            os.kill(os.getpid(), signal.SIGBUS)
+
+
+class Slow(Batches):
+    """Comes late."""
+
+    def __next__(self):
+        CLOCK.advance(1.0)
+        return super().__next__()
+
+
+def of(kind, images, **more):
+    return Batches(kind(images), **more)
+
+
+def nan(logits, labels, seen=[]):  # noqa: B006  # remembers
+    seen.append(1)
+    return class_mean(logits, labels) * (math.nan if ON_RANK_1 and len(seen) == 5 else 1.0)
+
+
+def unsynchronized(model, device, group):
+    replica = PIECES.replicate(model, device, group)
+    replica.require_backward_grad_sync = False
+    return replica
+
+
+def little():
+    return Room(total_bytes=2**26, free_bytes=2**20 if ON_RANK_1 else 2**16, device=1)
+
+
+SMALL = replace(PIECES, make=small)
+PARTS = {
+    "none": PIECES,
+    "small": SMALL,
+    "nan": replace(SMALL, loss=nan),
+    "nosync": replace(SMALL, replicate=unsynchronized),
+    "slow": replace(SMALL, batches=Slow),
+    "death": replace(SMALL, batches=partial(of, Dying)),
+    "shm": replace(SMALL, look=little),
+}
+
+
+def plant(fault, request):
+    image_rate.PIECES, image_rate.clock_for = PARTS[fault], clock_for

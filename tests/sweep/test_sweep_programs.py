@@ -1,0 +1,92 @@
+"""A scheduler's programs: one srun that is watched, and one that is asked and missing, fails or hangs."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import pytest
+
+from pytest_gpucluster.errors import EnvironmentBroken, OptionError
+from pytest_gpucluster.sweep import tool
+from pytest_gpucluster.sweep.step import Step
+
+
+def python(code):
+    return [sys.executable, "-S", "-c", code]
+
+
+def step(tmp_path, code, *, within=60.0, grace=60.0):
+    return Step(python(code), environ=dict(os.environ), log=tmp_path / "log", within_seconds=within, grace=grace)
+
+
+def end_of(started):
+    until = time.monotonic() + 60
+    while (ended := started.look()) is None and time.monotonic() < until:
+        time.sleep(0.02)
+    assert ended is not None
+    return ended
+
+
+@pytest.mark.parametrize(
+    ("said", "hint"),
+    [
+        ("", "it has printed nothing"),
+        ("one\ntwo\n", "two"),
+        ("ERROR: usage: no such option\nTraceback\n=====\ncode: 1\n=====\n", "ERROR: usage: no such option"),
+        ("a\nsrun: error: gpu-7: task 0: Killed\nb\n", "srun: error: gpu-7: task 0: Killed"),
+        ("x" * 100_000 + "\nlast\n", "last"),
+    ],
+)
+def test_the_end_of_its_output_is_the_hint(tmp_path, said, hint):
+    ended = end_of(step(tmp_path, f"import sys; sys.stdout.write({said!r}); sys.exit(7)"))
+    assert (ended.exit, ended.stopped, ended.hint, ended.log) == (7, "", hint, str(tmp_path / "log"))
+
+
+def test_at_its_deadline_it_is_told_to_end(tmp_path):
+    ended = end_of(step(tmp_path, "import time; time.sleep(600)", within=0.1))
+    assert (ended.exit, ended.stopped) == (-15, ended.stopped)
+    assert "0.1 s" in ended.stopped
+
+
+def test_one_that_is_deaf_is_killed_and_has_no_exit_code(tmp_path):
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+    )
+    started = step(tmp_path, code, grace=0.2)
+    until = time.monotonic() + 60
+    while (tmp_path / "log").read_text() != "deaf\n" and time.monotonic() < until:
+        time.sleep(0.02)
+    started.tell_to_end("the sweep ended")
+    ended = end_of(started)
+    assert (ended.exit, ended.stopped) == (None, "the sweep ended")
+
+
+def test_one_that_cannot_be_started_is_named(tmp_path):
+    with pytest.raises(EnvironmentBroken, match="no-such-srun"):
+        Step(["no-such-srun"], environ={}, log=tmp_path / "log", within_seconds=1, grace=1)
+
+
+def test_what_it_prints_is_returned():
+    assert tool.ask(python("print(input())"), given="hello\n", within_seconds=60) == "hello\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "within", "message"),
+    [
+        (python("import sys; sys.exit('oops\\nthere')"), 60, "exit code 1 and said: oops there"),
+        (python("raise SystemExit(3)"), 60, "exit code 3"),
+        (python("import time; time.sleep(600)"), 0.2, "0.2 s"),
+        (["/no/such/program"], 60, "/no/such/program"),
+    ],
+)
+def test_anything_else_is_an_error(command, within, message):
+    with pytest.raises(EnvironmentBroken, match=message):
+        tool.ask(command, within_seconds=within)
+
+
+def test_a_missing_program_is_named():
+    tool.require("sh")
+    with pytest.raises(OptionError, match="no-such-program"):
+        tool.require("sh", "no-such-program")

@@ -1,0 +1,31 @@
+"""Sessions in this process: each finds the product's modules as if it were the first one."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from sessions import Project
+
+SUITE = """
+def test_it():
+    from pytest_gpucluster.nccl_advice import cards
+    from pytest_gpucluster.nccl_advice.advice import Set
+    assert cards.Set is Set
+"""
+
+
+def test_modules_of_an_earlier_session_are_not_mixed_with_new_ones(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import pytest_gpucluster.nccl_advice as package
+
+    for name in [name for name in sys.modules if name.startswith(f"{package.__name__}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("advice", "cards"):
+        monkeypatch.delattr(package, name, raising=False)
+    project.suite(SUITE)
+    for _ in range(2):
+        left = project.run()
+        assert left.verdicts == {"test_it": "passed"}, left.output
+        (project.path / "test_it.py").touch()
