@@ -74,8 +74,6 @@ def wrong_lines(text: str, config: pytest.Config, made: Collection[str] = ()) ->
         return
     for words in _commands(text):
         line = " ".join(words)
-        if re.search(r"\.\.\.|\N{HORIZONTAL ELLIPSIS}", line):
-            yield f"{line}: a command is shown whole"
         first = next((at for at, word in enumerate(words) if word in _CHECKS), None)
         if first is not None and "pip" not in words and (words[first] != "make" or first == 0):
             yield from (f"{line}: {wrong}" for wrong in _CHECKS[words[first]](words[first + 1 :], config))
@@ -149,7 +147,7 @@ def _pytest(words: Sequence[str], config: pytest.Config) -> Iterator[str]:
     for option in options.OPTIONS if told is not None else ():
         given = getattr(told, option.dest, None)
         for text in given if isinstance(given, list) else [] if given is None else [given]:
-            if option.takes != "base":  # what a path leads to is the reader's own affair
+            if option.takes != "base":
                 yield from _parsed(option.parse, str(text), *([option.flag] if option.takes == "place" else []))[1]
     for word in set(re.findall(r"\w+", told.markexpr if told is not None else "")) - {"and", "or", "not"} - MARKERS:
         yield f"there is no marker {word}"
