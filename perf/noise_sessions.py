@@ -17,6 +17,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+# There is one way to get a port, and it is the tests'.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
 from ports import free_port
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 from fork_server import server_for
+from ports import free_port
 from sessions import CPU, Left, Process, Project, environment
-from torchrun import free_port
 
 from pytest_gpucluster.launch import detect
 

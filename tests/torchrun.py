@@ -7,11 +7,9 @@ group of the launcher does not hold them.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -27,6 +25,7 @@ from pathlib import Path
 import junitparser
 import xmlschema
 from fork_server import Forked, holders, server_for
+from ports import free_port
 from sessions import environment
 
 from pytest_gpucluster import journal
@@ -239,19 +238,6 @@ def _command(pid: int) -> str:
     with contextlib.suppress(OSError):
         return f"{pid}: " + Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     return str(pid)
-
-
-def free_port() -> int:
-    """Return a port that nothing else is given while this process lives.
-
-    It stays bound here, and nothing listens on it: who binds it with SO_REUSEADDR, as torch's stores do, may listen.
-    Source: socket(7).
-    """
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
-    atexit.register(held.close)
-    return int(held.getsockname()[1])
 
 
 def suite(name: str) -> dict[str, str]:

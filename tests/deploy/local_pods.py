@@ -18,6 +18,7 @@ from typing import Any
 
 import sessions
 import torchrun
+from ports import free_port
 
 UID = "0b3f5f3e-0000-4000-8000-000000000001"
 _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_.-]*)\)")
@@ -213,7 +214,7 @@ def run_job(
     suite = container(job)
     [port] = [each["value"] for each in suite["env"] if each["name"] == "MASTER_PORT"]
     first = f"{job['metadata']['name']}-0.{find(documents, 'Service')['metadata']['name']}"
-    places = {first: "localhost", port: str(torchrun.free_port())}
+    places = {first: "localhost", port: str(free_port())}
     token = uuid.uuid4().hex
     agents = []
     for index, node in enumerate(nodes):

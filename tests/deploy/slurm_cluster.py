@@ -31,6 +31,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ports import free_port
 from shell import finished
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "squeue", "scancel")
@@ -159,7 +162,7 @@ class SlurmCluster:
 
     def _configure(self) -> None:
         (self.folder / "state").mkdir(parents=True, exist_ok=True)
-        ports = _free_ports(1 + len(NODES))
+        ports = [free_port() for _ in range(1 + len(NODES))]
         nodes = [
             _NODE.format(name=name, port=port, cpus=os.cpu_count(), gpus=GPUS_PER_NODE)
             for name, port in zip(NODES, ports[1:], strict=True)
@@ -238,14 +241,6 @@ def cluster(folder: Path) -> Iterator[SlurmCluster]:
         yield slurm
     finally:
         slurm.down()
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def main(arguments: Sequence[str]) -> int:

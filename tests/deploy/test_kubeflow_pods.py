@@ -23,6 +23,7 @@ import pytest
 import torchrun
 from kubectl import require_kubectl
 from local_pods import Pod, over
+from ports import free_port
 from programs import require_program
 from shell import finished
 
@@ -87,7 +88,7 @@ def more(token: str, fault: str, ranks: int) -> dict[str, str]:
 def run_torchrun(kind: str, directory: Path, fault: str, ranks: int) -> torchrun.Run:
     """Run the pods of a TrainJob or of a PyTorchJob, which start torchrun."""
     documents = prepare(directory, kind)
-    port, token = str(torchrun.free_port()), uuid.uuid4().hex
+    port, token = str(free_port()), uuid.uuid4().hex
     # In a cluster the address is acceptance-rehearsal-node-0-0.acceptance-rehearsal, or acceptance-rehearsal-master-0.
     operator = {"PET_NNODES": "2", "PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": port}
     if kind == "trainer":
@@ -143,7 +144,7 @@ def run_mpijob(directory: Path, fault: str, ranks: int, *, suite: str | None = N
         pod_of(documents, roles[role]["template"], directory, index, labels, variables)
         for index, (role, variables) in enumerate((("Launcher", operator), ("Worker", {"K_MPI_JOB_ROLE": "worker"})))
     )
-    token, port = uuid.uuid4().hex, str(torchrun.free_port())
+    token, port = uuid.uuid4().hex, str(free_port())
     both = {
         **more(token, fault, ranks),
         "MASTER_PORT": port,

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 from fake_kubernetes import FakeKubernetes, node
 from fake_ssh import journal_lines
+from ports import free_port
 from sessions import clean_environment
-from torchrun import free_port
 
 from pytest_gpucluster import cli
 from pytest_gpucluster.journal import JournalBuilder
