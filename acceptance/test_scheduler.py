@@ -14,12 +14,14 @@ WITHIN_SECONDS = 60.0
 
 @pytest.mark.needs_scheduler("slurm")
 @pytest.mark.criterion("slurm")
-def test_slurm(board, cluster, measure):
-    """Accepted: Slurm's controller answers in time, the job's partition is up, and each of the job's nodes is in a
-    state in which jobs run: not draining, down, or without an answer.
+@pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.last)])
+def test_slurm(when, board, cluster, measure):
+    """Accepted: before all other tests and after them, Slurm's controller answers in time, the job's partition is up,
+    and each of the job's nodes is in a state in which jobs run: not draining, down, or without an answer.
 
     Why: a node that somebody has set to drain is suspected already, and a controller that does not answer ends jobs and
-    starts none.
+    starts none. Ranks live on where slurmd has died during the run, but the node takes no further job. Slurm notices it
+    within SlurmdTimeout (slurm.conf; 300 s by default).
 
     When it fails: the message has Slurm's own word and reason for each node. Not under Slurm: not run. In a container
     without Slurm's commands nothing can be asked: the test is skipped, and the run is incomplete.
@@ -32,10 +34,10 @@ def test_slurm(board, cluster, measure):
     if cluster.rank != 0:
         return
     pinged = slurm.ping()
-    measure("slurm.controller", pinged.seconds, unit="s")
+    measure("slurm.controller", pinged.seconds, unit="s", when=when)
     nodes = slurm.nodes_of_job(os.environ)
     found = slurm.states(nodes, os.environ.get("SLURM_JOB_PARTITION"))
-    measure("slurm.nodes", slurm.well(found, nodes), unit="nodes", record_only=True, of=len(nodes))
+    measure("slurm.nodes", slurm.well(found, nodes), unit="nodes", record_only=True, of=len(nodes), when=when)
     require_nothing(slurm.examine(pinged, found, nodes, cluster.hostname))
 
 

@@ -16,6 +16,7 @@ from pytest_gpucluster.surroundings import job, kubernetes, leftovers, slurm
 
 UP, DOWN = (f"Slurmctld(primary) at head is {state}" for state in ("UP", "DOWN"))
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu-001", "SLURM_JOB_PARTITION": "train"}
+LOST = "#!/bin/sh\necho 'gpu-001|train*|up|down*|Not responding'\n"
 LIMITS = """
 schema_version: 1
 skus:
@@ -58,20 +59,40 @@ def under_slurm(project: Project, root: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_under_neither_scheduler_nothing_runs_and_nothing_is_missing(project: Project, root: Path) -> None:
     project.suite(acceptance_file("test_scheduler.py"), test_b="def test_b(): pass")
     left = project.run()
-    for scheduler in ("slurm", "kubernetes"):
-        assert re.match(rf"skipped: .* {scheduler}\b", left.verdicts[f"test_{scheduler}"])
+    for scheduler, name in (
+        ("slurm", "test_slurm[before]"),
+        ("slurm", "test_slurm[after]"),
+        ("kubernetes", "test_kubernetes"),
+    ):
+        assert re.match(rf"skipped: .* {scheduler}\b", left.verdicts[name])
     assert left.end == ("REHEARSED", 0)
 
 
 def test_a_healthy_slurm_job_passes(under_slurm: Callable[..., Left]) -> None:
     left = under_slurm()
     assert left.verdicts.pop("test_kubernetes").startswith("skipped: ")
-    assert left.verdicts == {"test_slurm": "passed", "test_slurm_allocation": "passed"}, left.output
-    [result] = [each for each in left.journal.results if each.nodeid.endswith("::test_slurm")]
+    assert left.verdicts == dict.fromkeys(
+        ("test_slurm[before]", "test_slurm_allocation", "test_slurm[after]"), "passed"
+    ), left.output
+    [result] = [each for each in left.journal.results if each.nodeid.endswith("::test_slurm[before]")]
     values = measured(result)
     assert values["slurm.controller"].status == "passed"
     assert (values["slurm.nodes"].value, values["slurm.nodes"].status) == (1, "recorded")
     assert left.end == ("REHEARSED", 0)
+
+
+def test_a_node_that_was_lost_during_the_run_is_named_by_the_last_test(
+    project: Project, root: Path, under_slurm: Callable[..., Left]
+) -> None:
+    """As where slurmd dies: the ranks on the node live on."""
+    sinfo = root / "bin" / "sinfo"
+    lost = f"import pathlib\ndef test_others(): pathlib.Path({str(sinfo)!r}).write_text({LOST!r})"
+    project.suite(test_z=lost)
+    left = under_slurm()
+    assert left.verdicts["test_slurm[before]"] == left.verdicts["test_others"] == "passed", left.output
+    assert left.verdicts["test_slurm[after]"].startswith("error: ")
+    assert "slurm.node: gpu-001" in left.verdicts["test_slurm[after]"]
+    assert left.end == ("BROKEN", 11)
 
 
 @pytest.mark.parametrize(
@@ -85,8 +106,8 @@ def test_a_healthy_slurm_job_passes(under_slurm: Callable[..., Left]) -> None:
 )
 def test_slurm_s_own_trouble_is_an_error(under_slurm: Callable[..., Left], more: dict[str, str], found: str) -> None:
     left = under_slurm(**more)
-    assert left.verdicts["test_slurm"].startswith("error: ")
-    assert found in left.verdicts["test_slurm"]
+    assert left.verdicts["test_slurm[before]"].startswith("error: ")
+    assert found in left.verdicts["test_slurm[before]"]
     assert left.end == ("BROKEN", 11)
 
 
@@ -95,7 +116,7 @@ def test_where_slurm_s_commands_are_missing_the_run_is_incomplete(
 ) -> None:
     monkeypatch.setattr(slurm, "_COMMANDS", ("scontrol", "sinfo-of-no-container"))
     left = under_slurm()
-    assert left.verdicts["test_slurm"].startswith("skipped: sinfo-of-no-container ")
+    assert left.verdicts["test_slurm[before]"].startswith("skipped: sinfo-of-no-container ")
     assert left.end == ("INCOMPLETE", 10)
 
 
@@ -105,7 +126,7 @@ def test_a_slow_controller_misses_its_limit_and_ranks_that_may_run_on_more_than_
     (project.path / "limits.yaml").write_text(LIMITS)
     monkeypatch.setattr(job, "place_of", lambda rank, environ: {"rank": rank, "cpus": [0, 1], "visible_devices": None})
     left = under_slurm("--gpucluster-thresholds=limits.yaml", SLURM_CPUS_ON_NODE="1")
-    assert left.verdicts["test_slurm"].startswith("failure: slurm.controller ")
+    assert left.verdicts["test_slurm[before]"].startswith("failure: slurm.controller ")
     assert left.verdicts["test_slurm_allocation"].startswith("error: ")
     assert "slurm.cpus" in left.verdicts["test_slurm_allocation"]
     assert "allowed: the 1 " in left.body("test_slurm_allocation")

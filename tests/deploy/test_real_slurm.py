@@ -57,7 +57,9 @@ def test_together(cluster):
     assert len(set(cluster.all_gather_object(cluster.hostname))) == cluster.nnodes
     if ACT == "stay":
         (HERE / f"staying-{cluster.rank}").touch()
-        time.sleep(100)
+        until = time.monotonic() + 100
+        while not (HERE / "go").exists() and time.monotonic() < until:
+            time.sleep(0.1)
 
 
 def test_after():
@@ -141,11 +143,14 @@ class Site:
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
-    def submit_one_that_stays(self, nodes: int, *words: str) -> str:
-        """Submit a job, and wait until all its ranks stay in a test."""
+    def submit_one_that_stays(self, nodes: int, *words: str, tests: str = "tiny", options: tuple[str, ...] = ()) -> str:
+        """Submit a job, and wait until all its ranks stay in a test, until there is a file `go`."""
+        (self.folder / "go").unlink(missing_ok=True)
         for path in self.folder.glob("staying-*"):
             path.unlink()
-        number = self.submit("acceptance.sbatch", "-k", "tiny", *words, options=(f"--nodes={nodes}",), ACT="stay")
+        number = self.submit(
+            "acceptance.sbatch", "-k", tests, *words, options=(f"--nodes={nodes}", *options), ACT="stay"
+        )
         ranks = nodes * GPUS_PER_NODE
         self.until(lambda: len(list(self.folder.glob("staying-*"))) == ranks, "the test that stays")
         return number
@@ -239,7 +244,8 @@ def test_a_job_on_two_nodes_passes_and_leaves_all_reports(site: Site) -> None:
     job = site.run("acceptance.sbatch")
     assert (job.state, job.code) == ("COMPLETED", 0), job.output
     assert job.cases == {
-        **dict.fromkeys(("test_node", "test_together", "test_after", "test_slurm", "test_slurm_allocation"), "passed"),
+        **dict.fromkeys(("test_node", "test_together", "test_after", "test_slurm_allocation"), "passed"),
+        **dict.fromkeys(("test_slurm[before]", "test_slurm[after]"), "passed"),
         "test_kubernetes": "skipped",
     }
     assert (job.journal.run.nnodes, job.journal.run.world_size) == (2, 4)
@@ -248,7 +254,7 @@ def test_a_job_on_two_nodes_passes_and_leaves_all_reports(site: Site) -> None:
     assert {path.name for path in (job.folder / "rendered").iterdir()} >= set(FILES.values())
     assert json.loads((job.folder / "answer.json").read_text())["verdict"] == "REHEARSED"
     assert sorted(path.name for path in (job.folder / "nodes").iterdir()) == sorted(NODES[:2])
-    [slurm] = [each for each in job.journal.results if each.nodeid.endswith("::test_slurm")]
+    [slurm] = [each for each in job.journal.results if each.nodeid.endswith("::test_slurm[before]")]
     assert [one.value for one in slurm.measurements if one.metric == "slurm.nodes"] == [2]
     assert f"exit code 0; reports: {job.folder}" in job.output.splitlines()[-1]
 
@@ -290,6 +296,46 @@ def test_a_node_that_is_lost_is_named_with_its_rank(own_site: Site) -> None:
     cases = {"test_node": "passed", "test_together": "error", "test_after": "skipped"}
     assert {name: job.cases[name] for name in cases} == cases
     assert (job.folder / "rendered" / "report.html").exists()
+
+
+def test_a_node_whose_slurmd_has_died_is_named_though_its_ranks_live(own_site: Site) -> None:
+    own_site.slurm.configure("SlurmdTimeout=10")
+    number = own_site.submit_one_that_stays(2, tests="tiny or test_slurm")
+    own_site.slurm.daemons[f"slurmd-{NODES[1]}"].kill()
+    own_site.until(lambda: own_site.node(NODES[1])[0].startswith("DOWN"), "that Slurm misses the node")
+    (own_site.folder / "go").touch()
+    job = own_site.ended(number)
+    assert job.code == 11, job.output
+    assert {job.cases[name] for name in ("test_together", "test_after", "test_slurm[before]")} == {"passed"}
+    outcome, message = job.told["test_slurm[after]"]
+    assert (outcome, f"slurm.node: {NODES[1]}" in message) == ("error", True)
+
+
+def test_a_job_at_its_time_limit_ends_in_order(site: Site) -> None:
+    # Slurm may signal up to a minute earlier than it was asked to. Source: sbatch(1), --signal.
+    number = site.submit_one_that_stays(2, options=("--time=4",))
+    job = site.ended(number)
+    assert (job.state, job.code, job.journal.exit) == ("FAILED", 2, 2), job.output
+    assert "SIGTERM" in job.journal.reason
+    assert (job.cases["test_node"], job.cases["test_after"]) == ("passed", "skipped")
+    assert (job.folder / "rendered" / "report.html").exists()
+
+
+def test_a_job_that_is_requeued_says_that_it_is_another_attempt(site: Site) -> None:
+    number = site.submit_one_that_stays(2, options=("--requeue",))
+    site.slurm.ask("scontrol", "requeue", number)
+    (site.folder / "go").touch()
+    site.until(lambda: "PENDING" in site.slurm.ask("scontrol", "show", "job", number), "the requeued job")
+    site.slurm.ask("scontrol", "update", f"JobId={number}", "StartTime=now")
+    job = site.ended(number)
+    assert (job.state, job.code) == ("COMPLETED", 0), job.output
+    first, second = (
+        journal.read(job.folder.with_name(job.folder.name + end) / "latest" / "journal.jsonl")
+        for end in ("", "-restart1")
+    )
+    assert (first.run.run_id, second.run.run_id) == (f"slurm-{number}-0", f"slurm-{number}-1")
+    assert first.exit != 0
+    assert second.exit == 0
 
 
 @pytest.mark.parametrize("words", [("--batch", "--signal=TERM"), ()], ids=["as before the time limit", "scancel"])
