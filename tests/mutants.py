@@ -289,8 +289,12 @@ def _meaning(source: str) -> str:
         if isinstance(node, ast.arg | ast.AnnAssign):
             node.annotation = ast.Constant(None)
         elif isinstance(node, ast.arguments):
-            node.args = [*node.posonlyargs, *node.args, *node.kwonlyargs]
-            node.posonlyargs, node.kwonlyargs = [], []
+            placed = [*node.posonlyargs, *node.args]
+            required: list[ast.expr | None] = [None] * (len(placed) - len(node.defaults))
+            # An argument and its default, however it is given.
+            node.kw_defaults = [*required, *node.defaults, *node.kw_defaults]
+            node.args = [*placed, *node.kwonlyargs]
+            node.posonlyargs, node.kwonlyargs, node.defaults = [], [], []
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             node.returns = None
         elif isinstance(node, ast.ClassDef):

@@ -84,6 +84,15 @@ def test_a_missing_rank_is_an_error_and_so_is_one_with_other_labels_and_one_from
     assert (verdict.outcome, "rank 9" in verdict.message) == ("error", True)
 
 
+def test_of_many_problems_the_first_three_are_named_and_the_rest_counted() -> None:
+    for wrong in (3, 4, 6):
+        verdict = hold(all_ranks() | {rank: [busbw(-5.0)] for rank in range(wrong)})
+        assert verdict.outcome == "error"
+        reason = verdict.measurements[0].reason
+        assert [rank for rank in range(wrong) if f"rank {rank} " in reason] == [0, 1, 2], reason
+        assert (f"{wrong - 3} more" in reason) == (" more" in reason) == (wrong > 3), reason
+
+
 def test_a_value_measured_twice_under_the_same_labels_is_an_error() -> None:
     by_rank = all_ranks()
     by_rank[4] = [busbw(442.1), busbw(410.0)]

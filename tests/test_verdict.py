@@ -117,7 +117,7 @@ def test_the_table_of_verdicts(case: str) -> None:
     results, changes, word, code = TABLE[case]
     found = verdict(*results, **changes)
     assert (found.word, found.exit) == (word, code)
-    assert found.reason
+    assert any(map(str.isalpha, found.reason))
     assert "\n" not in found.reason
 
 
