@@ -252,6 +252,7 @@ def test_what_the_scheduler_gave() -> None:
         (TORCHRUN | {"KUBERNETES_SERVICE_HOST": "x"}, Allocation(name="kubernetes")),
     ):
         assert facts(environ).scheduler == expected
+        assert repr(facts(environ).scheduler) == repr(expected)  # 8, and not 8.0
 
 
 COMPLAINTS: list[tuple[dict[str, str], list[str]]] = [

@@ -39,6 +39,7 @@ def test_a_steady_series_has_a_narrow_interval_and_a_noisy_one_says_why_it_is_in
     in_time, given_up = (series(NOISY, SAMPLING, spent_seconds=spent).inconclusive for spent in (20, 4))
     assert in_order(in_time, "95 % interval median 29 % 12 20 s 1 %")
     assert in_order(given_up, "95 % interval median 29 % 12 1 %")
+    assert all("; 1 % " in text for text in (in_time, given_up))
     assert series([700.0] * (MIN_SAMPLES - 1), SAMPLING, spent_seconds=20).inconclusive, "too few, however equal"
     assert not series([700.0] * MIN_SAMPLES, SAMPLING, spent_seconds=3).inconclusive
     for bad in (math.nan, -1.0, 0.0):

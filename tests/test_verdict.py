@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,7 @@ REASONS: dict[str, tuple[list[TestResult], dict[str, Any], list[str]]] = {
     "selection": ([PASSED], {"selection": True}, ["1 passed", TOPOLOGY, "selection"]),
     "without a criterion": ([HELPER], {}, ["1 passed", TOPOLOGY, "no acceptance criterion"]),
     "the first failure, not the error before it": (
-        [BROKE, FAILED, FAILED],
+        [BROKE, FAILED, replace(FAILED, nodeid="b.py::later")],
         {},
         ["acceptance/test_it.py::test_nccl failed: 312 GB/s < 380 GB/s", "1 more"],
     ),
@@ -152,6 +153,10 @@ def test_the_reason_says_what_decided(case: str) -> None:
     results, changes, parts = REASONS[case]
     reason = verdict(*results, **changes).reason
     assert [part for part in parts if part not in reason] == [], reason
+
+
+def test_a_single_failure_has_no_more() -> None:
+    assert "more" not in verdict(FAILED).reason
 
 
 def test_every_exit_code_of_the_table_is_explained() -> None:

@@ -324,8 +324,8 @@ def test_a_job_at_its_time_limit_ends_in_order(site: Site) -> None:
 def test_a_job_that_is_requeued_says_that_it_is_another_attempt(site: Site) -> None:
     number = site.submit_one_that_stays(2, options=("--requeue",))
     site.slurm.ask("scontrol", "requeue", number)
-    (site.folder / "go").touch()
     site.until(lambda: "PENDING" in site.slurm.ask("scontrol", "show", "job", number), "the requeued job")
+    (site.folder / "go").touch()
     site.slurm.ask("scontrol", "update", f"JobId={number}", "StartTime=now")
     job = site.ended(number)
     assert (job.state, job.code) == ("COMPLETED", 0), job.output
