@@ -31,16 +31,26 @@ KINDS: Mapping[str, Sequence[str]] = {
     "hang": ("wait", "lock", "loop", "absent", "other_collective", "hang_in_c", "hold_the_gil"),
     "garbage": ("print_garbage", "raise_garbage"),
     "disk": ("fill_disk", "fill_disk_for_a_while"),
+    "unnoticed": ("drop_test", "leave_out_test", "change_exit", "exit_with_0"),
 }
 """Kind -> faults of it, by the name of the function that makes it: in soak_suite/planting.py, or in one_fault.py of
-tests/faults/suites."""
+tests/faults/suites. Those of "unnoticed" would pass: a test that no rank runs, or one rank does not, and a failure
+whose exit code a plugin or an atexit handler changes to 0."""
 
 _SURVIVED = {"none", "pause", "print_garbage", "fill_disk_for_a_while"}
 """After these the run is as good as without them."""
 _FATAL = {*KINDS["kill"], "stop", "hang_in_c", "hold_the_gil"}
 """These end the run: no test after them is run."""
+_AROUND_TESTS = {"drop_test", "leave_out_test"}
+"""These are made by the conftest, before the test would begin."""
 _OF_COLLECTIVES = {"absent", "other_collective"}
-_ABOUT_THE_WAY = {"raise_exit": "SystemExit", "raise_assertion": "AssertionError", "raise_error": "RuntimeError"}
+_ABOUT_THE_WAY = {
+    "change_exit": "AssertionError",
+    "exit_with_0": "AssertionError",
+    "raise_exit": "SystemExit",
+    "raise_assertion": "AssertionError",
+    "raise_error": "RuntimeError",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +93,7 @@ class Expected:
 
     Attributes:
         verdict, exit: of the table of exit codes in DESIGN.md and the README.
-        outcome: of the struck test: "passed", "failure" or "error".
+        outcome: of the struck test: "passed", "failure", "error" or "skipped".
         says: what the message of the struck test must hold: the culprit, and what it did.
         ends_the_run: the tests after it are "not run".
     """
@@ -123,6 +133,8 @@ def draw(seed: int, number: int, kinds: Sequence[str] = tuple(KINDS)) -> Plan:
 
 
 def _moments(fault: str, test: str) -> tuple[str, ...]:
+    if fault in _AROUND_TESTS:
+        return ("before",)
     if fault in _OF_COLLECTIVES:
         return ("before", "after")  # where ranks are in step
     if fault == "loop":
@@ -139,7 +151,12 @@ def expected(plan: Plan) -> Expected:
     if plan.fault == "fill_disk":
         # Nothing is wrong with any test; the run is not accepted because its record is not where it should be.
         return Expected(verdict="BROKEN", exit=11, outcome="passed")
+    if plan.fault == "drop_test":
+        return Expected(verdict="INCOMPLETE", exit=10, outcome="skipped", says=("criteria.txt",))
     culprit = f"rank {plan.victim} ({HOST}"
+    if plan.fault == "leave_out_test":
+        # The ranks differ where this test begins or, after the last one, at the end of the session.
+        return Expected(verdict="BROKEN", exit=11, outcome="error", says=("out of step",), ends_the_run=True)
     if plan.fault in _FATAL:
         return Expected(verdict="BROKEN", exit=11, outcome="error", says=(culprit,), ends_the_run=True)
     if plan.kind == "hang":

@@ -22,6 +22,7 @@ from pytest_gpucluster.reports.results_schema import results_schema
 
 SUITE = Path(__file__).parent / "soak_suite"
 _SUITE_FILES = ("conftest.py", "planting.py", "test_round.py")
+_MANIFEST = "".join(f"test_round.py::{name}\n" for name in TESTS)
 DEADLINE_SECONDS = 240.0
 """Of a round. It needs about ten seconds on an idle machine, and all time that something may take in it is bounded."""
 ENDS_WITHIN_SECONDS = 60.0
@@ -120,6 +121,7 @@ def judge(found: Round, run: torchrun.Run, promised: list[str]) -> None:
 def start(plan: Plan, directory: Path) -> torchrun.Run:
     """Start the run of a round."""
     files = {name: (SUITE / name).read_text(encoding="utf-8") for name in _SUITE_FILES}
+    files["criteria.txt"] = _MANIFEST
     files["one_fault.py"] = (torchrun.SUITES / "one_fault.py").read_text(encoding="utf-8")
     disk, kept = directory / "disk", directory / "kept"
     for folder in (disk, kept):

@@ -1,5 +1,6 @@
 """Makes the fault of a round at its moment, on its rank. Beside it lie stamps.py and one_fault.py of tests/faults."""
 
+import atexit
 import json
 import os
 import sys
@@ -18,7 +19,10 @@ HOSTILE_TEXT = "\x00\x08\x1b[31m\ud800\ufffe ]]> <&>\"' \r\n\u2028 " + "y" * 100
 
 def strike(test, moment, cluster=None, call=None):
     """Make the fault, if this is where it is planted. Every rank must call this."""
-    planned = PLAN["kind"] != "none" and (test, moment) == (PLAN["test"], PLAN["moment"])
+    planned = PLAN["fault"] not in ("none", "drop_test", "leave_out_test") and (test, moment) == (
+        PLAN["test"],
+        PLAN["moment"],
+    )
     if not planned or (call is not None and call != PLAN["call"]):
         return
     stamp("fault")
@@ -57,6 +61,14 @@ def raise_assertion():
 
 def raise_exit():
     sys.exit(3)
+
+
+change_exit = raise_assertion  # and the conftest takes back the exit code
+
+
+def exit_with_0():
+    atexit.register(os._exit, 0)
+    raise AssertionError("planted")
 
 
 def lock():
