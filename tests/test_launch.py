@@ -132,7 +132,7 @@ SOURCES = {
     "batch script without a step": (BATCH, "single", ALONE),
     "step of one task": (STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, "single", ALONE),
     "interactive shell of salloc": (
-        BATCH | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "2"},
+        BATCH | {"SLURM_STEP_ID": "4294967280", "SLURM_STEP_NUM_TASKS": "2"},
         "single",
         ALONE,
     ),
@@ -225,6 +225,12 @@ def test_all_ranks_of_a_launch_agree_on_what_is_common() -> None:
         assert [found.rank for found in launch] == list(range(16))
         assert [(found.node_rank, found.local_rank) for found in launch] == [divmod(r, 8) for r in range(16)]
         assert len({(found.run_id, found.master_addr, found.master_port) for found in launch}) == 1
+        assert 20000 <= launch[0].master_port < 30000  # below what Linux gives away itself
+
+
+def test_who_says_nothing_of_restarts_has_none() -> None:
+    assert facts(TORCHRUN).restart_count == 1
+    assert facts(without(TORCHRUN, "TORCHELASTIC_RESTART_COUNT")).restart_count == facts(STEP).restart_count == 0
 
 
 def test_a_requeued_slurm_job_is_another_run() -> None:
@@ -304,6 +310,7 @@ COMPLAINTS: list[tuple[dict[str, str], list[str]]] = [
     (KUBERNETES | {"MASTER_ADDR": "127.0.0.1"}, ["MASTER_ADDR=127.0.0.1 "]),
     (TRAINJOB | {"PET_NPROC_PER_NODE": "8"}, ["PET_NPROC_PER_NODE=8 is not 1", "gpucluster run"]),
     (PYTORCHJOB | {"PET_NPROC_PER_NODE": "auto"}, ["PET_NPROC_PER_NODE=auto is not 1"]),
+    (TRAINJOB | {"PET_NNODES": "0"}, ["PET_NNODES=0 is not at least 1"]),
     (TRAINJOB | {"PET_NODE_RANK": "2"}, ["PET_NODE_RANK=2 is not below PET_NNODES=2"]),
     (TRAINJOB | {"PET_NNODES": "1:4"}, ["PET_NNODES='1:4' is not a whole number"]),
     (without(TRAINJOB, "PET_NNODES"), ["PET_NNODES is missing"]),

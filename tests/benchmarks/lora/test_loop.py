@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from each import of_each
 from forked_ranks import on_ranks
+from torch.distributed.fsdp import FSDPModule
 
 from pytest_gpucluster.benchmarks.lora import loop as lora_loop
 from pytest_gpucluster.benchmarks.lora import memory_need, parity
@@ -117,6 +118,11 @@ def test_logits_in_parts_give_the_same_losses(make, monkeypatch):
     parts[0].backward()
 
 
+def test_each_block_is_sharded_for_itself(make):
+    sharded = [part for part in make().model.modules() if isinstance(part, FSDPModule)]
+    assert len(sharded) == 1 + BASE.geometry.layers
+
+
 def test_the_same_seed_gives_the_same_weights_after_each_step_and_another_one_others(make):
     one, again = (steps(make()) for _ in range(2))
     assert [step.weights for step in one] == [step.weights for step in again]
@@ -133,6 +139,8 @@ def test_a_frozen_weight_that_changes_and_adapters_that_do_not_are_seen(make):
 
 
 def test_held_out_blocks_are_taken_whole_and_leave_the_model_as_it_was(make):
+    of_step, same = blocks(count=4), make(blocks(count=4), dropout=False)
+    assert same.held_out_loss(of_step) == pytest.approx(make(of_step, dropout=False).step(1).loss, rel=1e-5)
     loop, packed = make(dropout=False), blocks(count=5)
     loss = loop.held_out_loss(packed)
     assert math.isfinite(loss)

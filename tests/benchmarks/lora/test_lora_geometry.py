@@ -76,6 +76,7 @@ def test_every_field_of_the_configuration_is_given():
     assert config.rope_parameters["rope_theta"] == 1e6
     assert set(config.layer_types) == {"full_attention"}
     assert not config.tie_word_embeddings
+    assert (config.max_position_embeddings, config.attention_dropout) == (131072, 0.0)
 
 
 def test_the_sizes_of_the_rehearsal_s_model_are_these():

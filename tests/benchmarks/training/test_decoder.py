@@ -118,6 +118,14 @@ def test_no_token_sees_what_comes_after_it():
     assert not torch.equal(found[:, 10], other[:, 10]), "later tokens see it"
 
 
+def test_norms_give_unit_variance_to_what_is_as_small_as_fresh_weights():
+    model, small = make_decoder(GEOMETRY, CPU, seed=0), torch.full((1, GEOMETRY.width), decoder.INITIAL_DEVIATION)
+    norms = [part for part in model.modules() if isinstance(part, torch.nn.RMSNorm)]
+    assert len(norms) == 1 + 2 * GEOMETRY.layers
+    for norm in norms:
+        assert float(norm(small).detach().square().mean()) == pytest.approx(1.0, rel=0.05)
+
+
 def test_positions_count_by_their_distance_only():
     cosine, sine = decoder._rotary(GEOMETRY)
     random = torch.Generator().manual_seed(0)
