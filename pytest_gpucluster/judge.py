@@ -11,7 +11,6 @@ keeps the limit while its interval reaches beyond, or whose samples scatter too 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,8 +26,8 @@ from pytest_gpucluster.node_or_gpu import together
 from pytest_gpucluster.stragglers import straggler_ratio, straggler_ratios
 from pytest_gpucluster.wording import MESSAGE_CHARACTERS, printable
 
-_SHORT_LABELS = 20
-"""Characters of labels that are never shortened in the one-line message."""
+_SHORT_LABELS = 38
+"""Characters of labels that a one-line message keeps when it is too long."""
 
 __all__ = ["Judged", "Judgement", "judge", "straggler_ratio"]
 
@@ -308,14 +307,9 @@ def _message(decisive: Sequence[Judged]) -> str:
     room = MESSAGE_CHARACTERS - len(more)
     reason = decisive[0].reason
     labels = _labels(decisive[0].labels)
-    if len(reason) > room and len(labels) > 40:
+    if len(reason) > room and len(labels) > _SHORT_LABELS:
         # The rank stands at the end, and matters more than a long label.
-        reason = reason.replace(labels, labels[:38] + "…)", 1)
-    elif len(reason) > room and len(labels) > _SHORT_LABELS:
-        named = re.search(rf" on rank {decisive[0].worst_rank}( \([^()]*\))?", reason)
-        beyond = (named.end() if named else 0) - room
-        if beyond > 0:
-            reason = reason.replace(labels, labels[: max(10, len(labels) - 2 - beyond)] + "…)", 1)
+        reason = reason.replace(labels, labels[:_SHORT_LABELS] + "…)", 1)
     return (reason if len(reason) <= room else reason[: room - 1] + "…") + more
 
 
