@@ -288,6 +288,7 @@ COMPLAINTS: list[tuple[dict[str, str], list[str]]] = [
         STEP | {"SLURM_STEP_TASKS_PER_NODE": "8"},
         ["8 tasks on 1 nodes"],
     ),
+    (STEP | {"SLURM_STEP_TASKS_PER_NODE": "16(x2)"}, ["32 tasks on 2 nodes"]),
     (STEP | {"SLURM_STEP_TASKS_PER_NODE": "8*2"}, ["8(x2),4"]),
     (STEP | {"SLURM_STEP_NODELIST": "gpu-[06"}, ["unbalanced brackets"]),
     (without(STEP, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"), ["NODELIST is missing"]),

@@ -15,7 +15,7 @@ from pytest_gpucluster.agreement.store import MemoryStore, connect
 from pytest_gpucluster.errors import StoreError
 from pytest_gpucluster.launch import RankFacts
 
-SHORT = timedelta(seconds=0.05)
+SHORT, GENEROUS = timedelta(seconds=0.05), timedelta(seconds=20)
 HERE = {"rank": 1, "local_rank": 1, "local_world_size": 2, "nnodes": 1, "hostname": "gpu-07"}
 
 
@@ -41,7 +41,7 @@ def prefix_store() -> Any:
 def store(request: pytest.FixtureRequest) -> Any:
     """Each kind of store: what one does the others must do, since the agreement is written for all of them."""
     made = request.param()
-    made.set_timeout(SHORT)
+    made.set_timeout(GENEROUS)
     return made
 
 
@@ -63,11 +63,9 @@ def test_a_counter_counts_and_reads_as_text(store: Any) -> None:
 
 def test_check_asks_for_all_keys_and_never_waits(store: Any) -> None:
     store.set("a", "1")
-    begin = time.perf_counter()
     assert store.check(["a"])
-    assert not store.check(["a", "b"])
+    assert not store.check(["a", "b"])  # one that waited would raise when the time is up
     assert store.check([])
-    assert time.perf_counter() - begin < 1.0
 
 
 @pytest.mark.parametrize(
@@ -106,10 +104,11 @@ def test_a_deleted_key_is_gone_and_deleting_tells_whether_it_was_there(store: An
 )
 def test_a_key_that_never_comes_is_a_runtime_error_in_time(store: Any, ask: Callable[[Any], object]) -> None:
     store.set("yes", "1")
+    store.set_timeout(SHORT)
     begin = time.perf_counter()
     with pytest.raises(RuntimeError):
         ask(store)
-    assert SHORT.total_seconds() * 0.9 < time.perf_counter() - begin < 5.0
+    assert SHORT.total_seconds() * 0.9 < time.perf_counter() - begin < GENEROUS.total_seconds()
 
 
 @pytest.mark.parametrize(
