@@ -113,6 +113,10 @@ class NcclLog:
         """Forget what was read: the groups are gone, and new ones are about to be made."""
         self._start, self._parts = self._end(), []
 
+    def closed(self, communicator: Hashable) -> None:
+        """Forget what was read of a communicator that is gone: a later one of the same ranks makes its own choice."""
+        self._parts = [(None if key == communicator else key, start, end) for key, start, end in self._parts]
+
     @contextlib.contextmanager
     def reading(self, communicator: Hashable) -> Iterator[None]:
         """Take what is written inside for a communicator's, where no other group of this process is used."""

@@ -19,6 +19,7 @@ from pytest_gpucluster import cause
 from pytest_gpucluster.accompaniment import Company
 from pytest_gpucluster.agreement.ending import Ending
 from pytest_gpucluster.agreement.merge import Merged, RankOutcome
+from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.failure import let_go
 from pytest_gpucluster.isolating import Isolator
 from pytest_gpucluster.judging import keep_interrupted
@@ -151,7 +152,7 @@ class Phases:
                     with counted(SET_UP):
                         yield
                 else:
-                    yield
+                    yield from self._torn_down(number)
                 if when == "teardown" and self._dirty:
                     # A session fixture may hold what the fault has broken: everything is set up anew.
                     item.session._setupstate.teardown_exact(None)
@@ -175,6 +176,26 @@ class Phases:
                 own, self._has_worsened = worsened(own, fault), True
         verdict = self._agree(item, when, number, own, error)
         self._end_as_agreed(item, verdict, own, error, number)
+
+    def _torn_down(self, number: int) -> Generator[None, Any, Any]:
+        """Run the teardown, and close the groups that the test has made of some of the ranks, also after a failure.
+
+        All ranks have left the test's body by now. Groups that were aborted meanwhile are left to the verdict.
+        """
+        try:
+            yield
+        except (KeyboardInterrupt, pytest.exit.Exception):
+            raise
+        except BaseException:  # pytest's outcomes are no Exceptions
+            self._close_subgroups(number)
+            raise
+        self._close_subgroups(number)
+
+    def _close_subgroups(self, number: int) -> None:
+        run = self._run
+        assert run.watch is not None
+        if run.cluster is not None and run.watch.ending is None and run.watch.released(number) is None:
+            run.cluster.close_subgroups()
 
     def _accompanied(self, item: pytest.Item) -> Generator[None, Any, Any]:
         """Run the body watched, and with its counters taken; fail it for what they have counted.
@@ -310,7 +331,7 @@ class Phases:
         run = self._run
         if verdict.get("dirty") and run.cluster is not None:
             self._dirty = True
-            run.cluster.discard(epoch=number)
+            self._discard(number)
             if error is not None:
                 self._holders.append(error)
         if run.watch is not None and run.watch.ending is not None:
@@ -330,6 +351,19 @@ class Phases:
             raise Skipped(verdict.get("msg", ""), _use_item_location=True)
         raise AgreedFailure(verdict.get("msg", ""))
 
+    def _discard(self, epoch: int) -> bool:
+        """Throw the groups away; tell whether that was possible. Else the run ends: none can be made any more."""
+        run = self._run
+        assert run.cluster is not None
+        assert run.watch is not None
+        try:
+            run.cluster.discard(epoch=epoch)
+        except EnvironmentBroken as error:
+            message = first_line(f"{run.names[run.rank]}: {error}")
+            run.watch.end(Ending(name="groups stuck", message=message, exit=11, culprits=[run.rank]))
+            return False
+        return True
+
     def _isolate(self, item: pytest.Item) -> None:
         """Search for who is to blame for the failure of the test's body. Every rank must call this."""
         run = self._run
@@ -339,7 +373,10 @@ class Phases:
         self._isolates = False
         # Session fixtures may hold groups, which make way for those of the search.
         self._dirty = True
-        run.cluster.discard(epoch=run.exchange.number)
+        if not self._discard(run.exchange.number):
+            assert run.watch.ending is not None
+            item.session.shouldstop = run.watch.ending.message
+            return
         try:
             self._isolator.search(item)
         except (KeyboardInterrupt, pytest.exit.Exception) as stop:
@@ -351,7 +388,9 @@ class Phases:
         except Exception as error:  # the ranks are out of step now, so that no further test can be agreed on
             message = f"the search after {item.nodeid} broke on {run.names[run.rank]}: {type(error).__name__}: {error}"
             text = "".join(traceback.format_exception(error))
-            run.watch.end(Ending(name="internal error", message=first_line(message), exit=3, text=text))
+            broken = isinstance(error, EnvironmentBroken)
+            name = "groups stuck" if broken else "internal error"
+            run.watch.end(Ending(name=name, message=first_line(message), exit=11 if broken else 3, text=text))
         if run.watch.ending is not None:
             item.session.shouldstop = run.watch.ending.message
 

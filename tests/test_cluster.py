@@ -16,6 +16,8 @@ from torchrun import torchrun
 from pytest_gpucluster import nccl_log
 from pytest_gpucluster.agreement.release.gloo import SocketReleaser
 from pytest_gpucluster.agreement.release.nccl import NcclReleaser
+from pytest_gpucluster.benchmarks.determinism import deterministic
+from pytest_gpucluster.cause import kind_of
 from pytest_gpucluster.cluster import Cluster
 from pytest_gpucluster.errors import CommunicationError, EnvironmentBroken
 from pytest_gpucluster.launch import RankFacts
@@ -28,9 +30,10 @@ class Nccl:
     """torch.distributed as rank 5 of 16 on 2 nodes sees it, where what NCCL would do is written down."""
 
     def __init__(self, monkeypatch):
-        self.made, self.guards, self.log, self.fails = [], [], None, ""
+        self.made, self.guards, self.log, self.fails, self.destroyed = [], [], None, None, []
         monkeypatch.setattr(dist, "init_process_group", self.init)
         monkeypatch.setattr(dist, "new_group", self.new_group)
+        monkeypatch.setattr(dist, "destroy_process_group", lambda group: self.destroyed.append(group.ranks))
         monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: group.ranks)
         monkeypatch.setattr(dist, "all_gather_object", self.gather)
         monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=SimpleNamespace(ranks=list(range(16)))))
@@ -56,6 +59,8 @@ class Nccl:
         )
 
     def init(self, backend, **options):
+        if self.fails:
+            raise self.fails
         self.made.append((backend, options["device_id"]))
         self.write(IB)
 
@@ -63,7 +68,7 @@ class Nccl:
         self.made.append((ranks, options))
         self.guarded_while_making = self.guards[-1]
         if self.fails:
-            raise RuntimeError(self.fails)
+            raise self.fails
         self.write(P2P)
         return SimpleNamespace(ranks=ranks)
 
@@ -133,12 +138,44 @@ def test_while_nccl_splits_a_release_shuts_the_whole_groups_sockets_too_and_afte
 
 def test_a_group_that_cannot_be_made_names_rank_and_ranks_and_restores_the_guard(nccl):
     assert nccl.cluster.group
-    nccl.fails = "NCCL error\nmore"
+    nccl.fails = RuntimeError("NCCL error\nmore")
     with pytest.raises(CommunicationError, match=r"^rank 5 on node-a: .* ranks 0 to 7 "):
         nccl.cluster.subgroups(8)
     assert len(nccl.guards[-1]) == 2
-    nccl.fails = ""
+    nccl.fails = None
     assert nccl.cluster.subgroups(8).ranks == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"), [("wrong backend\nmore", "wrong backend"), ("", "ValueError")], ids=["with a text", "without"]
+)
+def test_an_argument_that_torch_refuses_is_of_the_environment(nccl, text, shown):
+    nccl.fails = ValueError(text)
+    with pytest.raises(CommunicationError, match=f"^rank 5 on node-a: .*: {shown}$"):
+        nccl.cluster.group.size()
+    assert kind_of(CommunicationError(), "call") == "error"
+
+
+def test_no_group_is_made_while_torch_is_deterministic_because_it_would_switch_nvls_off_for_good(nccl):
+    with deterministic(), pytest.raises(CommunicationError, match="NCCL_ALGO"):
+        nccl.cluster.group.size()
+    assert nccl.cluster.group
+    with deterministic():
+        assert nccl.cluster.subgroups(16) is nccl.cluster.group
+        with pytest.raises(CommunicationError, match="NCCL_ALGO"):
+            nccl.cluster.subgroups(8)
+    assert len(nccl.made) == 1
+
+
+def test_after_a_test_its_subgroups_are_destroyed_in_the_order_of_their_making_and_later_made_anew(nccl):
+    alone, node, world = nccl.cluster.subgroups(1), nccl.cluster.subgroups(8), nccl.cluster.group
+    nccl.cluster.close_subgroups()
+    nccl.cluster.close_subgroups()
+    assert nccl.destroyed == [alone.ranks, node.ranks]
+    assert nccl.cluster.group is world
+    again = nccl.cluster.subgroups(8)
+    assert again is not node
+    assert nccl.cluster.carried_by(again).properties()["connections"] == "16 P2P/CUMEM", "of 16 ranks, one each"
 
 
 def test_each_group_is_told_by_its_own_part_of_the_log(nccl):

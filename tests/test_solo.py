@@ -638,6 +638,62 @@ def test_fixtures_say_what_this_rank_is(project: Project) -> None:
     assert "test_artifacts" in plot.parent.name
 
 
+def test_the_groups_of_some_ranks_are_closed_after_each_test_however_it_ends(project: Project) -> None:
+    project.suite(
+        """
+        import pytest
+
+        closed = []
+
+        @pytest.fixture(autouse=True, scope="session")
+        def noted(cluster):
+            cluster.close_subgroups = lambda: closed.append("")
+
+        @pytest.fixture
+        def breaks():
+            yield
+            raise OSError("no disk")
+
+        def test_first():
+            assert not closed
+
+        def test_fails():
+            assert len(closed) == 1, "as meant"
+            pytest.fail("in its body")
+
+        def test_breaks(breaks):
+            assert len(closed) == 2
+
+        def test_last():
+            assert len(closed) == 3
+        """
+    )
+    left = project.run()
+    assert [verdict.partition(":")[0] for verdict in left.verdicts.values()] == ["passed", "failure", "error", "passed"]
+    assert "in its body" in left.verdicts["test_fails"]
+
+
+def test_groups_that_cannot_be_aborted_end_the_run_as_broken_with_that_cause(project: Project) -> None:
+    project.suite(
+        """
+        from pytest_gpucluster.errors import CommunicationError, EnvironmentBroken
+
+        def test_fails(cluster):
+            def stuck(epoch):
+                raise EnvironmentBroken("2 of 3 groups hang")
+            cluster.discard = stuck
+            raise CommunicationError("cut")
+
+        def test_next():
+            pass
+        """
+    )
+    left = project.run()
+    assert left.end == ("BROKEN", 11)
+    assert "2 of 3 groups hang" in left.output
+    assert left.verdicts["test_next"].startswith("skipped: not run")
+
+
 def test_a_failure_that_holds_the_process_group_does_not_abort_the_process_at_its_end(project: Project) -> None:
     project.suite(
         """

@@ -3,6 +3,11 @@
 Aborting the communicators ends their kernels; destroy and shutdown would wait for them. After an abort a waiting call
 returns *without* an exception, so the Python release must follow in any case.
 
+All groups are aborted at once, each in a thread of its own: torch aborts one after the other, each for up to the
+group's own timeout, and its ncclGroupStart around them holds for the calling thread, while each abort runs in another.
+Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, ``ProcessGroupNCCL::abort``; NCCL, src/group.cc, thread-local
+``ncclGroupDepth``; threads may abort at the same time since NCCL 2.19 (https://github.com/NVIDIA/nccl/issues/992).
+
 Source: torch/distributed/distributed_c10d.py, ``_abort_process_group`` ("with TORCH_NCCL_ASYNC_ERROR_HANDLING turned
 off"). The environment for it is set in :data:`ENVIRONMENT`, before torch is imported.
 """
@@ -10,6 +15,17 @@ off"). The environment for it is set in :data:`ENVIRONMENT`, before torch is imp
 from __future__ import annotations
 
 import threading
+import time
+from typing import TYPE_CHECKING
+
+from pytest_gpucluster.errors import EnvironmentBroken
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+ABORT_SECONDS = 10.0
+"""All groups of a process together are aborted by then. Source: this suite's rule, equal to the timeout ``stuck``: the
+run ends where a rank has not come back so long after its release."""
 
 ENVIRONMENT = {
     # torchrun exports 1: at the first timeout the watchdog would then kill the process, and its report with it.
@@ -30,28 +46,93 @@ ENVIRONMENT = {
 
 
 class NcclReleaser:
-    """Aborts every process group of this process, once."""
+    """Aborts every process group of this process, once.
+
+    Args:
+        seconds: how long the aborts of all groups may take together.
+    """
 
     making_group = False
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = ABORT_SECONDS) -> None:
+        self._seconds = seconds
         self._aborted = False
         self._lock = threading.Lock()
+        self._aborts: dict[ProcessGroup, _Abort] = {}
 
     def release(self) -> None:
-        """Abort the default group and all groups made from it, in one go: torch keeps all of them in one register.
+        """Abort the default group and all groups made from it at once: torch keeps all of them in one register.
 
         A group that is still in the making is in no register yet; its sockets must be shut down beside this.
 
         A second call while the first is under way returns at once; one that failed may be tried again.
-        """
-        from torch.distributed import distributed_c10d
 
+        Raises:
+            EnvironmentBroken: not all groups could be aborted in time; the message says how many, and why.
+        """
         if not self._lock.acquire(blocking=False):
             return
         try:
-            if not self._aborted and distributed_c10d.is_initialized():
-                distributed_c10d._abort_process_group()
-                self._aborted = True
+            self._abort_all()
         finally:
             self._lock.release()
+
+    def finish(self) -> None:
+        """Abort as :meth:`release` does, and wait for an abort that is under way.
+
+        Raises:
+            EnvironmentBroken: as :meth:`release`, or the abort that is under way has not ended in time.
+        """
+        if not self._lock.acquire(timeout=2 * self._seconds):
+            raise EnvironmentBroken(f"an abort of NCCL's groups has not ended within {2 * self._seconds:g} s")
+        try:
+            self._abort_all()
+        finally:
+            self._lock.release()
+
+    def _abort_all(self) -> None:
+        from torch.distributed import distributed_c10d
+
+        if self._aborted or not distributed_c10d.is_initialized():
+            return
+        end = time.monotonic() + self._seconds
+        groups = list(distributed_c10d._world.pg_names)
+        # One that hangs is waited for again, and not called a second time.
+        self._aborts = {
+            group: before if (before := self._aborts.get(group)) and before.is_alive() else _Abort(group)
+            for group in groups
+        }
+        for abort in self._aborts.values():
+            abort.begin()
+        for abort in self._aborts.values():
+            abort.join(max(0.0, end - time.monotonic()))
+        left = [abort.why or "no answer" for abort in self._aborts.values() if abort.is_alive() or abort.why]
+        if left:
+            raise EnvironmentBroken(
+                f"{len(left)} of {len(groups)} NCCL groups could not be aborted within {self._seconds:g} s: {left[0]}"
+            )
+        # Nothing is left to abort: it takes the groups out of torch's register.
+        distributed_c10d._abort_process_group()
+        self._aborts.clear()
+        self._aborted = True
+
+
+class _Abort(threading.Thread):
+    """The abort of one group. ``why``: why it failed."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__(name="gpucluster-abort", daemon=True)
+        self._group = group
+        self.why = ""
+
+    def begin(self) -> None:
+        """Start, unless it has been started before."""
+        if self.ident is None:
+            self.start()
+
+    def run(self) -> None:
+        """Abort the group."""
+        try:
+            self._group.abort()
+        except Exception as error:  # told by the thread that waits for this one
+            self.why = f"{type(error).__name__}: {error}"
