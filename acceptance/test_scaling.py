@@ -3,7 +3,7 @@
 import pytest
 
 from pytest_gpucluster.benchmarks.collectives import all_reduce
-from pytest_gpucluster.benchmarks.footprint import total_bytes
+from pytest_gpucluster.benchmarks.footprint import require_free, total_bytes
 from pytest_gpucluster.benchmarks.ranks import Ranks
 from pytest_gpucluster.benchmarks.training.decoder import Geometry
 from pytest_gpucluster.benchmarks.training.scaling import efficiency, rates, straggler_table, told_series
@@ -60,6 +60,13 @@ def setup(cluster, workload):
             f"{needed / 1e9:.3g} GB on each rank, and {cluster.device} has {there / 1e9:.3g} GB in all: take a smaller "
             "batch or model (--gpucluster-workload scaling.batch=4)"
         )
+    # Before any group trains: a rank that found it out inside of one would leave the others waiting for it.
+    require_free(
+        cluster.device,
+        needed,
+        f"training {made.geometry.parameters / 1e6:.4g}M parameters with {made.tokens} tokens a step",
+        instead="take a smaller batch or model (--gpucluster-workload scaling.batch=4)",
+    )
     return made
 
 

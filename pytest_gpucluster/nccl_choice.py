@@ -27,8 +27,8 @@ _HOP = re.compile(
 )
 _COLLNET_HOP = re.compile(r"CollNet \d+(?:/\d+)? : \d+ \[(?:send|receive)\] via (?P<via>COLLNET/.+)")
 _CHOSEN = re.compile(
-    r"(?:(?P<collective>\w+)(?: \[Symmetric\])?: +)?(?P<size>\d+) Bytes -> "
-    r"(?:Algo (?P<algorithm>\w+) proto (?P<protocol>\w+)|Kernel (?P<kernel>\S+))"
+    r"(?:(?P<collective>\w+)(?: \[(?:Symmetric|Copy Engine|Hierarchical CE)\])?: +)?(?P<size>\d+) Bytes -> "
+    r"(?:Algo (?P<algorithm>\w+) proto (?P<protocol>\w+)|Kernel (?P<kernel>\S+)|(?P<copied>cudaMemcpy|RMA proxy \+ CE))"
 )
 _NVLS = re.compile(r"NVLS comm 0x[0-9a-f]+ headRank|Connected NVLS tree")
 _NVLS_SUPPORT = re.compile(r"NVLS multicast support is (?P<no>not )?available")
@@ -263,6 +263,8 @@ def _distance(transport: str) -> int:
 def _algorithm(chosen: re.Match[str]) -> str:
     if chosen["kernel"]:
         return f"symmetric {chosen['kernel']}"
+    if chosen["copied"]:
+        return "copy engine" if chosen["copied"] == "cudaMemcpy" else "network and copy engine"
     return f"{_named(chosen['algorithm'], _ALGORITHMS)} {_named(chosen['protocol'], _PROTOCOLS)}"
 
 

@@ -3,7 +3,7 @@
 NCCL reads the environment for it once, at its first message. So it is set early, and nothing of an operator's own
 settings is changed: then what those leave on disk is read, or it is said why nothing is known.
 
-Source: the formats are those of NCCL 2.18 to 2.28 (src/debug.cc, src/enqueue.cc, src/transport/*.cc); the variables,
+Source: the formats are those of NCCL 2.18 to 2.30 (src/debug.cc, src/enqueue.cc, src/transport/*.cc); the variables,
 NCCL User Guide, "Environment Variables", NCCL_DEBUG, NCCL_DEBUG_FILE, NCCL_DEBUG_SUBSYS.
 """
 

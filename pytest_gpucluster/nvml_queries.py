@@ -148,7 +148,11 @@ def _remapped(position: int, of: type) -> Ask:
 
 
 def _throttle(nvml: Any, gpu: Any) -> tuple[str, ...]:
-    bits = int(nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu))
+    try:
+        bits = int(nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu))
+    except nvml.NVMLError_FunctionNotFound:
+        # Drivers before 535 know the same bits by the older name only. Source: nvml.h, nvmlClocksThrottleReasons.
+        bits = int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu))
     names = [name for bit, name in THROTTLE_REASONS.items() if bits & bit]
     unknown = bits & ~sum(THROTTLE_REASONS)
     return (*names, *([f"unknown_{unknown:#x}"] if unknown else []))

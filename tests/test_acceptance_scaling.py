@@ -121,3 +121,11 @@ def test_on_one_node_and_with_a_model_that_fits_nowhere_nothing_is_run_and_says_
         fields = ("128 tokens", "GB on each rank", "--gpucluster-workload scaling.batch=4")
         for field in fields if test in TESTS[:2] else ("needs 2 nodes, and there is 1",):
             assert field in found.message
+
+
+def test_memory_that_somebody_else_holds_is_found_before_any_rank_trains(tmp_path_factory):
+    found = result(planted_runs.two_ranks(tmp_path_factory), "full", "test_stragglers")
+    assert (found.outcome, found.culprits) == ("error", (1,))
+    for field in ("rank 1", "GB are free", "--gpucluster-workload scaling.batch=4"):
+        assert field in found.text
+    assert found.measurements == ()

@@ -93,11 +93,14 @@ def test_a_whole_log_tells_version_network_nvls_and_algorithms():
         ("8 Bytes -> Algo 9 proto 2 time 23.1", "number 9 Simple"),
         ("AllReduce: 8 Bytes -> Algo WARP proto SIMPLE channel{Lo..Hi}={0..1}", "WARP Simple"),
         ("AllReduce [Symmetric]: 8 Bytes -> Kernel AllReduce_AGxLL_R nchannels 1", "symmetric AllReduce_AGxLL_R"),
+        ("AllGather [Copy Engine]: 8 Bytes -> cudaMemcpy", "copy engine"),
+        ("AllGather [Copy Engine]: 8 Bytes -> cudaMemcpy; CE synchronization with NVLS", "copy engine"),
+        ("AllGather [Hierarchical CE]: 8 Bytes -> RMA proxy + CE", "network and copy engine"),
     ],
 )
 def test_an_algorithm_has_one_name_in_all_versions(case):
     text, name = case
-    of_collective = "AllReduce" if text.startswith("AllReduce") else ""
+    of_collective = next((known for known in ("AllReduce", "AllGather") if text.startswith(known)), "")
     assert choice([f"h:1:1 [0] NCCL INFO {text}"]).algorithms == {of_collective: {8: (name,)}}
 
 

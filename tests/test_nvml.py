@@ -100,6 +100,15 @@ def test_a_query_is_one_plain_value_in_its_unit(case: tuple[Any, ...], library: 
     assert QUERIES[query].functions == function
 
 
+def test_a_driver_that_has_only_the_older_name_of_the_throttle_reasons_is_asked_by_that(library: Library) -> None:
+    library.fails("nvmlDeviceGetCurrentClocksEventReasons", pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+    library.answers("nvmlDeviceGetCurrentClocksThrottleReasons", 0x44)
+    assert PyNvml().read(GPU, "throttle.reasons") == ("sw_power_cap", "hw_thermal")
+    library.fails("nvmlDeviceGetCurrentClocksThrottleReasons", pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+    with pytest.raises(NotAvailable, match="not known to this driver"):
+        PyNvml().read(GPU, "throttle.reasons")
+
+
 def test_memory_tells_what_the_driver_keeps_apart_from_what_is_used(library: Library) -> None:
     told = {"total": 100, "reserved": 10, "free": 60, "used": 30}
     answers = {pynvml.nvmlMemory_v2: SimpleNamespace(**told)}

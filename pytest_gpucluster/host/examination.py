@@ -69,6 +69,17 @@ def _governor(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
         yield _finding(facts, "governor", "note", found, "anything", "nothing here; ask whoever runs the hypervisor")
         return
     others = {name: cpus for name, cpus in governors.items() if name != PERFORMANCE}
+    if follows := others.get("powersave", frozenset()) & facts.processors.autonomous:
+        others["powersave"] -= follows
+        yield _finding(
+            facts,
+            "governor",
+            "note",
+            f"the CPU frequency governor is powersave of a driver that follows the load, on the CPUs {shown(follows)}",
+            f"anything; {PERFORMANCE} keeps the clock up between launches",
+            remedy,
+        )
+    others = {name: cpus for name, cpus in others.items() if cpus}
     if others:
         found = ", ".join(f"{name} on the CPUs {shown(cpus)}" for name, cpus in sorted(others.items()))
         yield _finding(

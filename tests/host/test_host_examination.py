@@ -47,6 +47,35 @@ def test_a_governor_that_saves_power_is_named_with_its_cpus(tmp_path: Path, want
     assert finding.kind == ("note" if wanted == ANY else "environment")
 
 
+@pytest.mark.parametrize(
+    ("driver", "kind"),
+    [
+        ("intel_pstate", "note"),
+        ("amd-pstate-epp", "note"),
+        ("intel_cpufreq", "environment"),
+        ("acpi-cpufreq", "environment"),
+    ],
+)
+def test_powersave_of_a_driver_that_follows_the_load_is_a_note(tmp_path: Path, driver: str, kind: str) -> None:
+    folder = "/sys/devices/system/cpu/cpu127/cpufreq"
+    files = {f"{folder}/scaling_governor": "powersave\n", f"{folder}/scaling_driver": f"{driver}\n"}
+    [finding] = found(facts(tmp_path, files), "governor")
+    assert finding.kind == kind
+    assert in_order(finding.found, "powersave CPUs 127")
+
+
+def test_beside_such_a_driver_another_governor_is_still_more_than_a_note(tmp_path: Path) -> None:
+    files = {
+        f"/sys/devices/system/cpu/cpu{cpu}/cpufreq/{name}": f"{value}\n"
+        for cpu, governor in ((126, "powersave"), (127, "schedutil"))
+        for name, value in (("scaling_governor", governor), ("scaling_driver", "intel_pstate"))
+    }
+    told = {finding.kind: finding.found for finding in found(facts(tmp_path, files), "governor")}
+    assert in_order(told["note"], "powersave CPUs 126")
+    assert in_order(told["environment"], "schedutil CPUs 127")
+    assert "126" not in told["environment"]
+
+
 def test_a_machine_without_governors_is_a_note(tmp_path: Path) -> None:
     files = {name: None for name in HEALTHY if "governor" in name}
     [finding] = found(facts(tmp_path, files), "governor")

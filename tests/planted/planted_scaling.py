@@ -8,7 +8,7 @@ import torch.distributed as dist
 from planted_clock import CLOCK, SLOW_SECONDS, clock_for, delayed
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from pytest_gpucluster.benchmarks import collectives
+from pytest_gpucluster.benchmarks import collectives, footprint
 from pytest_gpucluster.benchmarks.training import throughput
 from pytest_gpucluster.benchmarks.training.step import PARTS, token_mean
 from pytest_gpucluster.benchmarks.training.throughput import PIECES
@@ -24,11 +24,11 @@ CASES = {
         "test_busbw_retention": ("none", "fabric", "nan"),
     },
     "2x1": dict.fromkeys(ALL, ("none",)),
-    "1x2": dict.fromkeys(ALL, ("huge",)),
+    "1x2": {**dict.fromkeys(ALL, ("huge",)), "test_stragglers": ("huge", "full")},
 }
 WORKLOADS = {"huge": {"scaling": {"layers": 1000, "width": 65536}}}
 RANK = int(os.environ["RANK"])
-SUM = collectives._sum
+SUM, FREE_BYTES = collectives._sum, footprint.free_bytes
 
 
 def waiting(group, bucket):
@@ -75,6 +75,7 @@ PLANTED = replace(PIECES, clock=clock_for, replicate=replicate)
 FOUND = {
     "none": PLANTED,
     "huge": PLANTED,
+    "full": PLANTED,
     "rank": replace(PLANTED, batches=slow_rank),
     "fabric": replace(PLANTED, replicate=slow_fabric),
     "alone": replace(PLANTED, batches=slow_alone),
@@ -85,6 +86,7 @@ planted = []
 
 def plant(fault, request):
     throughput.PIECES = FOUND[fault]
+    footprint.free_bytes = (lambda device: 1000) if (fault, RANK) == ("full", 1) else FREE_BYTES
     collectives.clock_for = clock_for
     collectives._sum = slow_sum if fault == "fabric" else SUM
     if "known" in request.fixturenames and fault not in planted[-1:]:
