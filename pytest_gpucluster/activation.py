@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from pytest_gpucluster import cublas, nccl_log, refused
+from pytest_gpucluster import cublas, nccl_environment, nccl_log, refused
 from pytest_gpucluster.agreement.release import nccl
 from pytest_gpucluster.errors import UsageProblem
 from pytest_gpucluster.fixtures import RUN
@@ -24,6 +24,7 @@ def prepare_environment() -> None:
     """Set what torch reads once, at its import and its first product, and NCCL when it writes its first message."""
     os.environ.update(nccl.ENVIRONMENT)
     nccl_log.prepare(os.environ)
+    nccl_environment.prepare(os.environ)
     cublas.prepare(os.environ)
 
 

@@ -10,6 +10,7 @@ from pytest_gpucluster.errors import (
     HardwareFault,
     InconclusiveMeasurement,
     MeasurementError,
+    NvlsFailed,
     PeerGaveUp,
     UsageProblem,
 )
@@ -40,6 +41,11 @@ _CUT = re.compile(
 and ncclGetErrorString of ncclRemoteError."""
 
 
+_NVLS = re.compile(r"^.*NVLink SHARP \(NVLS\) Multicast.*$", re.IGNORECASE | re.MULTILINE)
+"""Source: NCCL 2.29.7, src/transport/nvls.cc; torch quotes NCCL's last warning in its DistBackendError. NCCL 2.28 goes
+on without NVLS there: https://github.com/NVIDIA/nccl/issues/2077, which also has the 128 places of a switch."""
+
+
 _LONGEST_TEXT = 100_000
 """Characters of an exception's text that are looked at, half of them from its end. Libraries put what they say of
 themselves at either end, and a pattern that is searched for in ten million characters takes half a second."""
@@ -61,6 +67,21 @@ def communication_failed(error: BaseException) -> bool:
     """Tell whether an exception says that ranks could not talk to each other, whoever is to blame."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return isinstance(error, CommunicationError) or "DistError" in names or connection_cut(error)
+
+
+def in_own_words(error: BaseException) -> BaseException:
+    """Return an exception, in whose place NvlsFailed where NCCL says that it could not take memory for NVLS."""
+    found = _NVLS.search(text_of(error)) if isinstance(error, RuntimeError) else None
+    if found is None:
+        return error
+    failed = NvlsFailed(
+        "NCCL could not take memory for NVLS: the NVLink switch has no place left, or Fabric Manager is at fault\n"
+        "The switch has 128 places for the groups of all jobs on the node, and groups that were aborted may hold some. "
+        "End other jobs, look at `nvidia-smi -q` (Fabric) and at Fabric Manager's log, and repeat the run.\n"
+        f"NCCL says: {found[0].strip()}"
+    )
+    failed.__cause__ = error
+    return failed.with_traceback(error.__traceback__)
 
 
 def text_of(error: BaseException) -> str:

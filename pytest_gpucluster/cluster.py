@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpucluster.agreement.release import Releaser
 from pytest_gpucluster.agreement.release.gloo import SocketReleaser
 from pytest_gpucluster.agreement.release.nccl import NcclReleaser
-from pytest_gpucluster.errors import CommunicationError, EnvironmentBroken
+from pytest_gpucluster.cause import in_own_words
+from pytest_gpucluster.errors import CommunicationError, EnvironmentBroken, NvlsFailed
 from pytest_gpucluster.launch import RankFacts
 from pytest_gpucluster.nccl_choice import Agreed, agreed
+from pytest_gpucluster.nccl_environment import WITHOUT_NVLS, switch_nvls_off
 from pytest_gpucluster.nccl_log import NcclLog
 from pytest_gpucluster.wording import first_line
 
@@ -45,6 +47,7 @@ class Cluster:
         device: the torch device of this rank, ``cuda:<index>`` or ``cpu``.
         backend: "nccl" for cuda, "gloo" for cpu.
         nccl_log: NCCL's log of this rank.
+        nvls_off: NVLS was switched off for the groups that are made from now on.
     """
 
     def __init__(
@@ -75,6 +78,8 @@ class Cluster:
         self._guard = guard
         self._deadline_seconds = deadline_seconds
         self._epoch = 0
+        self.nvls_off = False
+        self._used = False
         self._group: ProcessGroup | None = None
         self.nccl_log = NcclLog(None, "NCCL is not used on cpu")
         if self.backend == "nccl":
@@ -109,9 +114,21 @@ class Cluster:
         Raises:
             CommunicationError: it could not be made; the message names backend, rank and host.
         """
+        self._used = True
         if self._group is None:
             self._group = self._make_group()
         return self._group
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """The labels of each value that this test measures: none, unless it has asked for a group, which does without
+        NVLS."""
+        return WITHOUT_NVLS if self.nvls_off and self._used else {}
+
+    def switch_nvls_off(self) -> None:
+        """Let later groups do without NVLS. Every rank must call this, after :meth:`discard`."""
+        switch_nvls_off(os.environ)
+        self.nvls_off = True
 
     @property
     def has_group(self) -> bool:
@@ -244,7 +261,7 @@ class Cluster:
         Raises:
             EnvironmentBroken: NCCL's groups could not be aborted in time, so that none can be made any more.
         """
-        self._epoch = epoch
+        self._epoch, self._used = epoch, False
         releaser, self._releaser = self._releaser, None
         if releaser is None:
             return
@@ -273,6 +290,7 @@ class Cluster:
         """
         import torch.distributed as dist
 
+        self._used = False
         if self.backend == "gloo" or not self._subgroups:
             return
         made, self._subgroups = self._subgroups, {}
@@ -340,6 +358,8 @@ class Cluster:
             self._sockets = SocketReleaser()
             self._releaser = NcclReleaser()
             self._guard(self._releaser, self._sockets)
+            if self.nvls_off:
+                self._require_without_nvls()
         group = dist.group.WORLD
         assert group is not None
         return group
@@ -372,9 +392,22 @@ class Cluster:
         return made
 
     def _not_made(self, ranks: str, error: Exception) -> CommunicationError:
-        return CommunicationError(
+        told = in_own_words(error)
+        kind = NvlsFailed if isinstance(told, NvlsFailed) else CommunicationError
+        return kind(
             f"rank {self.rank} on {self.hostname}: no {self.backend} group of {ranks} could be made: "
-            f"{first_line(str(error)) or type(error).__name__}"
+            f"{str(told) if kind is NvlsFailed else first_line(str(error)) or type(error).__name__}"
+        )
+
+    def _require_without_nvls(self) -> None:
+        """Make sure that NCCL has obeyed: an older one knows no NCCL_NO_CACHE, and reads NCCL_NVLS_ENABLE only once."""
+        found = self.nccl_log.choice(tuple(range(self.world_size)), rest=True)
+        if found.ranks and found.nvls not in ("used", "available"):
+            return
+        raise NvlsFailed(
+            f"rank {self.rank} on {self.hostname}: NVLS had failed and was switched off; that the new group does "
+            f"without it cannot be seen: {f'NVLS is {found.nvls}' if found.nvls else found.unknown}. Repeat the run "
+            "with NCCL_NVLS_ENABLE=0 set from the start"
         )
 
     def _require_not_deterministic(self) -> None:

@@ -11,6 +11,7 @@
     |   |-- StoreError               the rendezvous store does not answer
     |   |-- OutOfStep                ranks are at different points of the session
     |   |-- CommunicationError       a process group could not be made or used
+    |   |   `-- NvlsFailed                   NCCL could not use NVLS, the sums in the NVLink switch
     |   `-- PeerGaveUp               another rank did not come to say what this one waits for
     |-- HardwareFault                a wrong result or a GPU that died: JUnit failure, exit code 1
     |   `-- WrongResult              verification found data that differ from the expected ones
@@ -80,6 +81,10 @@ class OutOfStep(EnvironmentBroken):
 
 class CommunicationError(EnvironmentBroken):
     """A process group could not be made or used."""
+
+
+class NvlsFailed(CommunicationError):
+    """NCCL could not take memory for NVLS, the sums in the NVLink switch, or could not be kept from using it."""
 
 
 class PeerGaveUp(EnvironmentBroken):

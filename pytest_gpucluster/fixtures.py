@@ -116,7 +116,7 @@ def measure(request: pytest.FixtureRequest) -> Measure:
     """
     from pytest_gpucluster import metrics
 
-    _run(request)
+    cluster = _run(request).cluster
     recorded: list[metrics.Measurement] = []
     request.node.stash[MEASUREMENTS] = recorded
 
@@ -142,7 +142,7 @@ def measure(request: pytest.FixtureRequest) -> Measure:
                 value,
                 unit=unit,
                 samples=samples,
-                labels={key: str(label) for key, label in labels.items()},
+                labels={**{key: str(label) for key, label in labels.items()}, **(cluster.labels if cluster else {})},
                 telemetry=telemetry,
                 record_only=record_only,
             )

@@ -22,6 +22,7 @@ from pytest_gpucluster.metric_catalogue import Metric
 from pytest_gpucluster.metrics import Measurement
 from pytest_gpucluster.misses import NOTHING, Miss, interval_text, margin, misses
 from pytest_gpucluster.missing_limit import missing_limit
+from pytest_gpucluster.nccl_environment import WITHOUT_NVLS
 from pytest_gpucluster.node_or_gpu import together
 from pytest_gpucluster.stragglers import straggler_ratio, straggler_ratios
 from pytest_gpucluster.wording import MESSAGE_CHARACTERS, printable
@@ -133,6 +134,9 @@ def _judge_group(metric: Metric, group: Sequence[tuple[int, Measurement]], court
     problems = list(_problems(metric, group, peak, court))
     ratios = {} if problems else _ratios(metric, of)
     advice = ""
+    of_other_algorithms = not recorded and WITHOUT_NVLS.items() <= labels.items()
+    if of_other_algorithms:
+        problems.append(("NVLS had failed and was switched off, so that this is no verdict about the hardware", None))
     if bounds is not None:
         problems += ((problem, None) for problem in _undecided(bounds, labels, ratios, of))
     elif not recorded:
@@ -144,7 +148,7 @@ def _judge_group(metric: Metric, group: Sequence[tuple[int, Measurement]], court
     # A miss is found among the values that can be judged, also where the worst value cannot.
     judgeable = {rank: measured for rank, measured in of.items() if badness(measured) < math.inf}
     missed: list[Miss] = []
-    if bounds is not None:
+    if bounds is not None and not of_other_algorithms:
         missed = list(
             misses(
                 metric, bounds, judgeable, ratios=ratios, transport=labels.get("transport"), meanwhile=court.meanwhile

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import pwd
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,9 @@ OF_A_RANK = ("NCCL_IB_HCA", "UCX_NET_DEVICES", "OMP_NUM_THREADS")
 """What a launcher may set for each rank of a node anew, so that each uses the card beside its GPU."""
 OF_A_NODE = ("NCCL_SOCKET_IFNAME",)
 """What may be set for each node anew: the same network has another interface's name on another kind of host."""
+WITHOUT_NVLS = {"nvls": "switched off"}
+"""The label of every value that was measured through groups for which this suite has switched NVLS off."""
+_NVLS, _NO_CACHE, _SWITCHED_OFF = "NCCL_NVLS_ENABLE", "NCCL_NO_CACHE", "GPUCLUSTER_NVLS_SWITCHED_OFF"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +74,24 @@ class Difference:
         return f"{self.name} is {'; '.join(parts)}"
 
 
+def prepare(environment: MutableMapping[str, str]) -> None:
+    """Let NCCL read anew for each communicator whether to use NVLS: else it reads that once for a process.
+
+    It must be set before NCCL reads its first variable. A communicator's own configuration has no such field.
+    Source: NCCL 2.29, src/misc/param.cc, ncclGetEnvNoCacheOnce; src/transport/nvls.cc, ncclNvlsInit; nccl.h,
+    ncclConfig_t.
+    """
+    named = [name for name in environment.get(_NO_CACHE, "").split(",") if name]
+    if not {_NVLS, "ALL"} & set(named):
+        environment[_NO_CACHE] = ",".join([*named, _NVLS])
+
+
+def switch_nvls_off(environment: MutableMapping[str, str]) -> None:
+    """Let communicators that are made from now on do without NVLS."""
+    environment[_NVLS] = "0"
+    environment[_SWITCHED_OFF] = "1"
+
+
 def home() -> Path | None:
     """Return the home of this user as NCCL looks it up, which is not ``$HOME``."""
     try:
@@ -86,7 +107,7 @@ def read(
     system_file: Path = SYSTEM_FILE,
 ) -> tuple[Setting, ...]:
     """Return every variable of interest that is set, by name. What this suite itself has set is left out."""
-    own = nccl_log.own_settings(environ)
+    own = nccl_log.own_settings(environ) | _own_settings(environ)
     found: dict[str, list[tuple[str, str]]] = {}
     for name, value in environ.items():
         if _is_of_interest(name) and name not in own:
@@ -104,6 +125,12 @@ def read(
         )
         for name, values in sorted(found.items())
     )
+
+
+def _own_settings(environ: Mapping[str, str]) -> set[str]:
+    """Return which variables this suite has set, so that they are nobody's leftover."""
+    own = {_NO_CACHE} if environ.get(_NO_CACHE) == _NVLS else set()
+    return own | ({_NVLS} if environ.get(_SWITCHED_OFF) else set())
 
 
 def effective(settings: Sequence[Setting]) -> dict[str, str]:

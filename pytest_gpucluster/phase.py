@@ -19,7 +19,7 @@ from pytest_gpucluster import cause
 from pytest_gpucluster.accompaniment import Company
 from pytest_gpucluster.agreement.ending import Ending
 from pytest_gpucluster.agreement.merge import Merged, RankOutcome
-from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.errors import EnvironmentBroken, NvlsFailed
 from pytest_gpucluster.failure import let_go
 from pytest_gpucluster.isolating import Isolator
 from pytest_gpucluster.judging import keep_interrupted
@@ -166,7 +166,7 @@ class Phases:
             raise
         except BaseException as raised:  # pytest's outcomes are no Exceptions; all are raised again
             watch.leave()
-            error = raised
+            error = cause.in_own_words(raised)
         own = own_outcome(self._run, item, when, number, error)
         self._has_worsened = False
         if self._company is not None:
@@ -277,6 +277,8 @@ class Phases:
         body = {**own.to_json(), **({"died": died} if died else {})}
         if error is not None and cause.communication_failed(error):
             body["unreached"] = True
+        if isinstance(error, NvlsFailed):
+            body["nvls"] = True
         if error is not None and own.outcome in ("failed", "error") and expects_failure(item, error):
             body["expected"] = True
         if when == "teardown":  # nearly all of the test is over: what follows is this exchange
@@ -332,6 +334,8 @@ class Phases:
         if verdict.get("dirty") and run.cluster is not None:
             self._dirty = True
             self._discard(number)
+            if verdict.get("nvls"):
+                run.cluster.switch_nvls_off()
             if error is not None:
                 self._holders.append(error)
         if run.watch is not None and run.watch.ending is not None:

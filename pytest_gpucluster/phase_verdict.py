@@ -103,9 +103,11 @@ class PhaseVerdict:
             verdict["msg"] = merged.message
         if merged.dirty:
             verdict["dirty"] = True
+        if any(body.get("nvls") for body in bodies.values()):
+            verdict |= {"dirty": True, "nvls": True}
         if merged.culprits and all(bodies[rank].get("expected") for rank in merged.culprits):
             verdict["expected"] = True
-        if when == "call" and "expected" not in verdict and stop is None:
+        if when == "call" and not verdict.keys() & {"expected", "nvls"} and stop is None:
             verdict |= self._searched_after(item, merged, bodies, outcomes)
         if stop is not None:
             verdict["stop"] = {
@@ -151,6 +153,10 @@ class PhaseVerdict:
                 exit=1 if "hardware" in dead.values() else 11,
                 culprits=sorted(dead),
             )
+        without = [rank for rank, body in bodies.items() if body.get("nvls")]
+        if without and self._run.cluster is not None and self._run.cluster.nvls_off:
+            message = first_line(f"NVLS fails also where it was switched off: {merged.message}")
+            return Ending(name="NVLS", message=message, exit=11, culprits=without)
         if unreleasable:
             stuck = [o.rank for o in outcomes if o.outcome == "hung"]
             return Ending(name="rank stuck", message=merged.message, exit=11, culprits=stuck)

@@ -6,7 +6,7 @@ import pytest
 from each import of_each
 
 from pytest_gpucluster import errors
-from pytest_gpucluster.cause import connection_cut, gpu_died, kind_of, text_of
+from pytest_gpucluster.cause import connection_cut, gpu_died, in_own_words, kind_of, text_of
 
 
 def cuda(text: str) -> RuntimeError:
@@ -14,6 +14,15 @@ def cuda(text: str) -> RuntimeError:
     return RuntimeError(
         f"CUDA error: {text}\nCUDA kernel errors might be asynchronously reported at some other API call"
     )
+
+
+NO_NVLS = RuntimeError(
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, unhandled cuda error, NCCL version 2.29.7\n"
+    "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+    "Failed to bind NVLink SHARP (NVLS) Multicast memory of size 2097152 : CUDA error 2 'out of memory'.\n"
+    "This is usually caused by a system or configuration error in the Fabric Manager or NVSwitches.\n"
+)
+"""As NCCL 2.29.7 and torch word it."""
 
 
 class BadText(RuntimeError):
@@ -161,3 +170,18 @@ class DistError(RuntimeError):
 )
 def test_what_the_environment_lacks_is_no_verdict_about_hardware(error: Exception) -> None:
     assert kind_of(error, "call") == "error"
+
+
+def test_memory_for_nvls_that_nccl_cannot_take_is_an_error_of_its_own_and_of_the_environment() -> None:
+    found = in_own_words(NO_NVLS)
+    assert isinstance(found, errors.NvlsFailed)
+    assert kind_of(found, "call") == "error"
+    assert "of size 2097152" in str(found)
+    assert "Fabric Manager" in str(found)
+    assert found.__cause__ is NO_NVLS
+    assert in_own_words(found) is found
+
+
+@pytest.mark.parametrize("other", [cuda("out of memory"), BadText(), AssertionError(str(NO_NVLS)), KeyboardInterrupt()])
+def test_another_error_keeps_its_words(other: BaseException) -> None:
+    assert in_own_words(other) is other

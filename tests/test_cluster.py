@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from test_cause import NO_NVLS
 from torchrun import torchrun
 
 from pytest_gpucluster import nccl_log
@@ -19,8 +20,9 @@ from pytest_gpucluster.agreement.release.nccl import NcclReleaser
 from pytest_gpucluster.benchmarks.determinism import deterministic
 from pytest_gpucluster.cause import kind_of
 from pytest_gpucluster.cluster import Cluster
-from pytest_gpucluster.errors import CommunicationError, EnvironmentBroken
+from pytest_gpucluster.errors import CommunicationError, EnvironmentBroken, NvlsFailed
 from pytest_gpucluster.launch import RankFacts
+from pytest_gpucluster.nccl_environment import WITHOUT_NVLS
 
 P2P = "node-a:7:8 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM\n"
 IB = "node-a:7:8 [0] NCCL INFO Channel 00/0 : 7[7] -> 8[0] [send] via NET/IB/0/GDRDMA\n"
@@ -31,6 +33,7 @@ class Nccl:
 
     def __init__(self, monkeypatch):
         self.made, self.guards, self.log, self.fails, self.destroyed = [], [], None, None, []
+        self.says = ""
         monkeypatch.setattr(dist, "init_process_group", self.init)
         monkeypatch.setattr(dist, "new_group", self.new_group)
         monkeypatch.setattr(dist, "destroy_process_group", lambda group: self.destroyed.append(group.ranks))
@@ -62,7 +65,7 @@ class Nccl:
         if self.fails:
             raise self.fails
         self.made.append((backend, options["device_id"]))
-        self.write(IB)
+        self.write(IB + self.says)
 
     def new_group(self, ranks, **options):
         self.made.append((ranks, options))
@@ -165,6 +168,47 @@ def test_no_group_is_made_while_torch_is_deterministic_because_it_would_switch_n
         with pytest.raises(CommunicationError, match="NCCL_ALGO"):
             nccl.cluster.subgroups(8)
     assert len(nccl.made) == 1
+
+
+def test_a_group_that_fails_by_nvls_says_so(nccl):
+    nccl.fails = NO_NVLS
+    with pytest.raises(NvlsFailed, match=r"rank 5 on node-a: .*Fabric Manager"):
+        nccl.cluster.group.size()
+    nccl.fails = None
+    assert nccl.cluster.group
+    nccl.fails = NO_NVLS
+    with pytest.raises(NvlsFailed, match="ranks 0 to 7 "):
+        nccl.cluster.subgroups(8)
+
+
+NVLS = "node-a:7:8 [0] NCCL INFO NVLS multicast support is available on dev 0 (NVLS_NCHANNELS 16)\n"
+READY = "node-a:7:8 [0] NCCL INFO ncclCommInitRankConfig comm 0x1 rank 5 nranks 16 cudaDev 5 - Init COMPLETE\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "why"),
+    [(READY, ""), (NVLS + READY, "NVLS is available"), ("", "cannot be seen")],
+    ids=["off", "on", "none"],
+)
+def test_without_nvls_a_group_is_made_only_if_nccls_log_shows_that_it_is_off(nccl, monkeypatch, log, why):
+    for name in ("NCCL_NVLS_ENABLE", "GPUCLUSTER_NVLS_SWITCHED_OFF"):
+        monkeypatch.setenv(name, "")  # so that it is put back afterwards
+    assert nccl.cluster.group
+    nccl.write(NVLS)
+    nccl.cluster.discard(epoch=7)
+    assert nccl.cluster.labels == {}
+    nccl.cluster.switch_nvls_off()
+    assert os.environ["NCCL_NVLS_ENABLE"] == "0"
+    assert nccl.cluster.labels == {}, "this test has asked for no group since"
+    monkeypatch.setattr(nccl, "says", log)
+    if why:
+        with pytest.raises(NvlsFailed, match=why):
+            nccl.cluster.group.size()
+        return
+    assert nccl.cluster.group
+    assert nccl.cluster.labels == WITHOUT_NVLS
+    nccl.cluster.close_subgroups()
+    assert nccl.cluster.labels == {}
 
 
 def test_after_a_test_its_subgroups_are_destroyed_in_the_order_of_their_making_and_later_made_anew(nccl):

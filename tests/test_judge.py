@@ -17,6 +17,7 @@ from pytest_gpucluster.errors import MeasurementError
 from pytest_gpucluster.limits import Thresholds
 from pytest_gpucluster.metric_catalogue import Metric
 from pytest_gpucluster.metrics import Measurement, measurement
+from pytest_gpucluster.nccl_environment import WITHOUT_NVLS
 
 
 def test_values_above_the_limit_pass_and_the_slowest_rank_decides() -> None:
@@ -46,6 +47,17 @@ def test_slow_ranks_fail_and_are_named_in_one_line() -> None:
     long = hold({rank: [busbw(312.4, labels=GB | {"note": "x" * 300})] for rank in range(8)}).message
     assert len(long) <= 200
     assert "on rank 0 (gpu-00, GPU 0 GPU-1f2e)" in long
+
+
+@pytest.mark.parametrize("gbps", [442.1, 312.4], ids=["above the limit", "below"])
+def test_a_value_for_which_nvls_was_switched_off_is_neither_accepted_nor_a_rejection(gbps: float) -> None:
+    without = {rank: [busbw(gbps, labels=GB | WITHOUT_NVLS)] for rank in range(8)}
+    verdict = hold(without)
+    assert verdict.outcome == "error"
+    assert in_order(verdict.message, f"{BUSBW} NVLS no verdict")
+    assert verdict.measurements[0].value == gbps
+    recorded = {rank: [dataclasses.replace(one, record_only=True) for one in ones] for rank, ones in without.items()}
+    assert hold(recorded).outcome == "passed"
 
 
 def test_a_maximum_is_missed_from_above_and_the_slowest_rank_decides() -> None:

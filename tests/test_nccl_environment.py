@@ -52,6 +52,29 @@ def test_the_environment_comes_before_the_user_s_file_and_that_before_the_system
     assert effective(found) == {"NCCL_ALGO": "Tree", "NCCL_IB_TC": "106", "NCCL_PROTO": "LL"}
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "shown"),
+    [
+        (None, "NCCL_NVLS_ENABLE", []),
+        ("ALL", "ALL", ["NCCL_NO_CACHE"]),
+        ("NCCL_ALGO", "NCCL_ALGO,NCCL_NVLS_ENABLE", ["NCCL_NO_CACHE"]),
+        ("NCCL_NVLS_ENABLE", "NCCL_NVLS_ENABLE", []),
+    ],
+)
+def test_nvls_can_be_switched_off_later_and_what_the_suite_sets_for_it_is_nobodys_leftover(
+    tmp_path: Path, before: str | None, after: str, shown: list[str]
+) -> None:
+    environ = {"NCCL_NO_CACHE": before} if before else {}
+    nccl_environment.prepare(environ)
+    nccl_environment.prepare(environ)
+    assert environ == {"NCCL_NO_CACHE": after}
+    nccl_environment.switch_nvls_off(environ)
+    assert environ["NCCL_NVLS_ENABLE"] == "0"
+    assert [setting.name for setting in settings(environ, tmp_path)] == shown
+    operators = settings({"NCCL_NVLS_ENABLE": "0"}, tmp_path)
+    assert [setting.name for setting in operators] == ["NCCL_NVLS_ENABLE"]
+
+
 def test_a_named_file_takes_the_place_of_the_user_s(tmp_path: Path) -> None:
     (tmp_path / "mine.conf").write_text("NCCL_PROTO=Simple\n")
     found = settings({"NCCL_CONF_FILE": str(tmp_path / "mine.conf")}, tmp_path, user="NCCL_ALGO=Ring\n")

@@ -673,6 +673,46 @@ def test_the_groups_of_some_ranks_are_closed_after_each_test_however_it_ends(pro
     assert "in its body" in left.verdicts["test_fails"]
 
 
+def test_after_nvls_has_failed_later_values_say_that_it_is_off_and_a_second_failure_ends_the_run(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NCCL_NVLS_ENABLE", "GPUCLUSTER_NVLS_SWITCHED_OFF"):
+        monkeypatch.setenv(name, "1")  # so that it is put back afterwards
+    project.suite(
+        f"""
+        import os
+
+        def fail():
+            raise RuntimeError("NCCL error\\nFailed to bind NVLink SHARP (NVLS) Multicast memory of size 1")
+
+        def test_first(cluster):
+            cluster.group
+            fail()
+
+        def test_without_a_group(measure):
+            assert os.environ["NCCL_NVLS_ENABLE"] == "0"
+            {FP32 % 1}
+
+        def test_with_a_group(cluster, measure):
+            cluster.barrier()
+            {FP32 % 1}
+
+        def test_again():
+            fail()
+
+        def test_last():
+            pass
+        """
+    )
+    left = project.run()
+    assert left.end == ("BROKEN", 11)
+    assert "Fabric Manager" in left.verdicts["test_first"]
+    assert left.verdicts["test_without_a_group"] == "passed"
+    assert left.verdicts["test_with_a_group"].startswith("error: matmul.fp32.tflops (nvls=switched off): ")
+    assert left.verdicts["test_again"].startswith("error: ")
+    assert left.verdicts["test_last"].startswith("skipped: not run: NVLS fails ")
+
+
 def test_groups_that_cannot_be_aborted_end_the_run_as_broken_with_that_cause(project: Project) -> None:
     project.suite(
         """
