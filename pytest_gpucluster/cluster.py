@@ -7,6 +7,7 @@ one under fresh keys of the store.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -295,9 +296,10 @@ class Cluster:
             return
         made, self._subgroups = self._subgroups, {}
         _drop_references()
-        for ranks, group in made.items():
-            dist.destroy_process_group(group)
-            self.nccl_log.closed(ranks)
+        with contextlib.ExitStack() as each:  # also where another one fails
+            for ranks, group in reversed(made.items()):
+                each.callback(self.nccl_log.closed, ranks)
+                each.callback(dist.destroy_process_group, group)
 
     def close(self) -> None:
         """Destroy the groups at the orderly end of a run. Every rank must call this."""

@@ -36,7 +36,7 @@ class Nccl:
         self.says = ""
         monkeypatch.setattr(dist, "init_process_group", self.init)
         monkeypatch.setattr(dist, "new_group", self.new_group)
-        monkeypatch.setattr(dist, "destroy_process_group", lambda group: self.destroyed.append(group.ranks))
+        monkeypatch.setattr(dist, "destroy_process_group", self.destroy)
         monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: group.ranks)
         monkeypatch.setattr(dist, "all_gather_object", self.gather)
         monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=SimpleNamespace(ranks=list(range(16)))))
@@ -74,6 +74,11 @@ class Nccl:
             raise self.fails
         self.write(P2P)
         return SimpleNamespace(ranks=ranks)
+
+    def destroy(self, group):
+        self.destroyed.append(group.ranks)
+        if self.fails:
+            raise self.fails
 
     def gather(self, gathered, value, group):
         gathered[:] = [value] * 16
@@ -217,9 +222,14 @@ def test_after_a_test_its_subgroups_are_destroyed_in_the_order_of_their_making_a
     nccl.cluster.close_subgroups()
     assert nccl.destroyed == [alone.ranks, node.ranks]
     assert nccl.cluster.group is world
+    nccl.cluster.subgroups(1)
     again = nccl.cluster.subgroups(8)
     assert again is not node
     assert nccl.cluster.carried_by(again).properties()["connections"] == "16 P2P/CUMEM", "of 16 ranks, one each"
+    nccl.fails = RuntimeError("NCCL error")
+    with pytest.raises(RuntimeError, match="NCCL error"):
+        nccl.cluster.close_subgroups()
+    assert nccl.destroyed[2:] == [alone.ranks, node.ranks], "the second one, too"
 
 
 def test_each_group_is_told_by_its_own_part_of_the_log(nccl):

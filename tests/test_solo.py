@@ -676,8 +676,8 @@ def test_the_groups_of_some_ranks_are_closed_after_each_test_however_it_ends(pro
 def test_after_nvls_has_failed_later_values_say_that_it_is_off_and_a_second_failure_ends_the_run(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("NCCL_NVLS_ENABLE", "GPUCLUSTER_NVLS_SWITCHED_OFF"):
-        monkeypatch.setenv(name, "1")  # so that it is put back afterwards
+    for name in ("NCCL_NVLS_ENABLE", "GPUCLUSTER_NVLS_SWITCHED_OFF", "NCCL_NO_CACHE"):
+        monkeypatch.setenv(name, "")  # so that it is put back afterwards
     project.suite(
         f"""
         import os
@@ -691,6 +691,7 @@ def test_after_nvls_has_failed_later_values_say_that_it_is_off_and_a_second_fail
 
         def test_without_a_group(measure):
             assert os.environ["NCCL_NVLS_ENABLE"] == "0"
+            assert os.environ["NCCL_NO_CACHE"] == "NCCL_NVLS_ENABLE", "else NCCL does not look again"
             {FP32 % 1}
 
         def test_with_a_group(cluster, measure):
