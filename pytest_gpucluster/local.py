@@ -366,6 +366,9 @@ class Controller:
 
     # ---- the end ---------------------------------------------------------------------------------------------
 
+    def internal_error(self, error: BaseException) -> None:
+        """Nothing: no other rank waits for this process."""
+
     def interrupted(self) -> None:
         """Note that the operator has ended the run."""
         self._is_interrupted = True

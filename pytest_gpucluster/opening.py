@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -29,6 +30,7 @@ from pytest_gpucluster.record import now
 from pytest_gpucluster.recorder import Recorder
 from pytest_gpucluster.run import Run, name_of_rank
 from pytest_gpucluster.run_directory import new_run_directory
+from pytest_gpucluster.start_notes import START, Start
 from pytest_gpucluster.telemetry import INTERVAL_SECONDS
 from pytest_gpucluster.training_inputs import TrainingInputs
 from pytest_gpucluster.wording import first_line, rank_ranges
@@ -44,6 +46,7 @@ class Opening:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._start: Start | None = run.config.pluginmanager.get_plugin(START)
 
     def open(self) -> None:
         """Read the settings, start the recorder, call the roll and start the watcher.
@@ -52,6 +55,9 @@ class Opening:
         rank 0 reports it.
         """
         self._refuse_restart()
+        if self._start is not None:
+            self._start.enter("joining the run")
+            self._start.report = self._report_lost
         problem = self._prepare()
         if self._run.facts.world_size == 1 and problem is not None:
             self._refuse(problem)
@@ -187,6 +193,7 @@ class Opening:
             me,
             timeout_seconds=self._run.timeouts.join,
             check=self._check,
+            is_hopeless=lambda: bool(self._lost()[0]),
             shared={
                 "recorder_pid": recorder_pid,
                 "recorder_started": None if recorder_pid is None else vitals.start_time(recorder_pid),
@@ -227,6 +234,8 @@ class Opening:
         if self._run.recorder is not None:
             self._run.recorder.fault_file(str(self._run.fault_file.path))
         self._run.watch.start()
+        if self._start is not None:
+            self._start.over()
 
     def _describe_me(self, problem: Refusal | None) -> dict[str, Any]:
         from pytest_gpucluster.inventory import identify, start_time
@@ -334,6 +343,9 @@ class Opening:
             if rest:
                 texts.append(f"and {len(rest)} more ranks: {rank_ranges(rest)}")
             return Refusal(message=first_line(text), text="\n".join(texts), exit=exit_code)
+        message, text = self._lost() if len(who) < self._run.facts.world_size else ("", "")
+        if message:
+            return Refusal(message=message, text=text, exit=11)
         found = preflight.problems(
             who,
             self._run.facts,
@@ -348,6 +360,10 @@ class Opening:
         text = "\n".join(problem.text for problem in found)
         return Refusal(message=first_line(found[0].text), text=text, exit=max(problem.exit for problem in found))
 
+    def _lost(self) -> tuple[str, str]:
+        """Return which ranks of this node have failed before they reported: in one line, and in full."""
+        return self._start.failures() if self._start is not None else ("", "")
+
     def _foreign_baseline(self, who: Mapping[int, Mapping[str, Any]]) -> Refusal | None:
         baseline = self._run.baseline
         why = baseline.why_foreign(self._run.conditions(who)) if baseline is not None else ""
@@ -355,9 +371,15 @@ class Opening:
             return None
         return _refusal(OptionError(f"--gpucluster-baseline: nothing of this run can be held against it: {why}"))
 
-    def _refuse(self, refusal: Refusal) -> None:
-        """End the session before its first test, with a report."""
-        problem = refused.problem_line(message=refusal.message, text=refusal.text, exit=refusal.exit)
+    def _report_lost(self, message: str, text: str) -> None:
+        """Rank 0 ends, because a rank has failed before the roll call."""
+        if self._run.verdict is None:
+            self._put_on_record(Refusal(message=message, text=text, exit=11), name="rank lost")
+
+    def _put_on_record(self, refusal: Refusal, name: str = "") -> None:
+        if self._start is not None:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, while the report is being written
+        problem = refused.problem_line(message=refusal.message, text=refusal.text, exit=refusal.exit, name=name)
         self._run.send(problem)
         self._run.verdict = verdict.Verdict(word=verdict.BROKEN, exit=refusal.exit, reason=refusal.message)
         closing.write_end(self._run)
@@ -367,6 +389,10 @@ class Opening:
                 print(f"ERROR: {lost}", file=sys.stderr)
         announce(self._run)
         closing.tell_launcher(self._run)
+
+    def _refuse(self, refusal: Refusal) -> None:
+        """End the session before its first test, with a report."""
+        self._put_on_record(refusal)
         text = refusal.text
         if self._run.recorder is not None:
             text += f"\nJUnit: {self._run.junit_path}"

@@ -50,14 +50,19 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
     pluginmanager.add_hookspecs(hookspecs)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
-    """Set torch's environment before any conftest can import torch."""
-    if options.asked_for(early_config, args):
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> Generator[None]:
+    """Set torch's environment before any conftest can import torch; note a conftest that fails."""
+    if not options.asked_for(early_config, args):
+        return (yield)
+    from pytest_gpucluster import start_notes
+
+    with start_notes.begun(early_config):  # first: what is imported next takes seconds, in which a rank may die
         from pytest_gpucluster import activation, refused
 
         activation.prepare_environment()
         refused.replace_earlier(early_config.known_args_namespace)
+        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -87,6 +92,10 @@ class Hooks:
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         """Open the run on every rank, or end the session here."""
         self._session.start(session)
+
+    def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Let every rank know which rank pytest has failed on, and why."""
+        self._session.internal_error(excinfo.value)
 
     def pytest_report_header(self) -> list[str]:
         """Say what cluster this is and which settings are in force."""

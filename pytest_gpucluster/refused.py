@@ -47,9 +47,9 @@ def require_file(path: Path) -> None:
     require_writable(path.parent, "the directory of --junitxml")
 
 
-def problem_line(*, message: str, text: str, exit: int) -> dict[str, Any]:
+def problem_line(*, message: str, text: str, exit: int, name: str = "") -> dict[str, Any]:
     """Return the journal's line on why the run does not start."""
-    name = "usage" if exit == 4 else "preflight"
+    name = name or ("usage" if exit == 4 else "preflight")
     return {"type": "problem", "name": name, "outcome": "error", "message": message, "text": text}
 
 
@@ -89,11 +89,30 @@ def claim(path: Path) -> socket.socket | None:
 def replace_earlier(asked: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> None:
     """Let no JUnit file of an earlier run survive where pytest ends before this one begins, as by a broken conftest.
 
-    Rank 0 only, before any conftest is loaded. The file of a run that is alive stays. So does what is no report: the
-    option may name, by mistake, what the run is to read.
+    Rank 0 only, before any conftest is loaded. Arguments as of :func:`replace_report`.
+    """
+    text = "pytest ended before the run began, by a conftest or an option; its output says why"
+    replace_report(asked, problem_line(message=text, text=text, exit=4), 4, only_earlier=True, environ=environ)
+
+
+def replace_report(
+    asked: argparse.Namespace,
+    problem: Mapping[str, Any],
+    exit: int,
+    *,
+    only_earlier: bool,
+    environ: Mapping[str, str] = os.environ,
+) -> None:
+    """Put the reason why there is no run into the JUnit file that was asked for.
+
+    The file of a run that is alive stays. So does what is no report: the option may name, by mistake, what the run is
+    to read.
 
     Args:
-        asked: the options that are known by then.
+        asked: the options that are known before any conftest is loaded.
+        problem: the journal's line on the reason.
+        exit: the exit code.
+        only_earlier: leave no file where there was none.
         environ: this process's variables.
     """
     path = getattr(asked, "xmlpath", None)
@@ -104,13 +123,12 @@ def replace_earlier(asked: argparse.Namespace, environ: Mapping[str, str] = os.e
     if not path or other_rank or no_run or "PYTEST_XDIST_WORKER" in environ:
         return
     file = asked_path(path)
-    claimed = claim(file) if _is_report(file) else None
+    claimed = claim(file) if _is_report(file) or not (only_earlier or file.exists()) else None
     if claimed is None:
         return
     with claimed:
-        text = "pytest ended before the run began, by a conftest or an option; its output says why"
         line = {"type": "run", "schema_version": SCHEMA_VERSION, "started_at": now(), "hostname": socket.gethostname()}
-        lost = write_junit(file, line, problem_line(message=text, text=text, exit=4), 4)
+        lost = write_junit(file, line, problem, exit)
     if lost is not None:
         print(f"ERROR: {lost}", file=sys.stderr)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import traceback
 from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -287,6 +288,13 @@ class Session:
     def shown(self, report: pytest.TestReport) -> None:
         """Say what was measured, under or beside what pytest has said."""
         self._console.tell(report)
+
+    def internal_error(self, error: BaseException) -> None:
+        """End the run on every rank: pytest itself, or a plugin, has failed on this one."""
+        if self._run.watch is not None:
+            message = f"internal error on {self._run.names[self._run.rank]}: {type(error).__name__}: {error}"
+            text = "".join(traceback.format_exception(error))
+            self._run.watch.end(Ending(name="internal error", message=first_line(message), exit=3, text=text))
 
     # ---- the end ---------------------------------------------------------------------------------------------
 

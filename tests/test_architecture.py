@@ -38,7 +38,7 @@ recorder report_process recording recorder_process agreement.release.* agreement
 nvml_queries nvml telemetry gpu_sampler node_sampler node_sampler_process kernel_log pci_bus process_table infiniband
 health.* counters.* affinity host.* inventory surroundings.* dashboard.* live peer_memory rails fabric_ports
 port_findings nccl_values nccl_rules nccl_findings fabric_exchange cluster training_inputs option_values options
-selection refused markers workload_of_tests suite_properties hookspecs accompaniment provenance run closing
+selection refused start_notes markers workload_of_tests suite_properties hookspecs accompaniment provenance run closing
 announcement opening judging console failure isolation_told isolation_plan isolating shown phase_outcome phase_verdict
 phase live_hooks progress fixtures session left_behind local_worker local activation plugin remote.* sweep.*
 node_info.* node_differences.* nccl_advice.* torchrun.* acceptance_record.* calibration.* commands.* cli __main__
@@ -186,8 +186,8 @@ markupsafe: reports.html.* reports.charts.*
 prometheus_client: reports.prometheus
 rich: dashboard.screen footer commands.watch
 pytest: plugin options hookspecs fixtures progress selection markers suite_properties workload_of_tests console
-    live_hooks activation session local local_worker opening closing run failure phase phase_outcome phase_verdict
-    isolating shown agreement.release.python
+    live_hooks activation session local local_worker opening closing start_notes run failure phase phase_outcome
+    phase_verdict isolating shown agreement.release.python
 _pytest: session suite_properties shown phase_outcome phase live_hooks agreement.release.python
 xdist:
 """)

@@ -15,6 +15,8 @@ from pytest_gpucluster.launch import RankFacts
 from pytest_gpucluster.wording import first_line
 
 _POLL_SECONDS = 0.02
+_LOOK_SECONDS = 1.0
+_STEP_SECONDS = 0.5
 _VERDICT_MARGIN_SECONDS = 60.0
 SLOW_CONNECT_SECONDS = 5.0
 """From here on it is told. Source: this suite's rule; a resolver asks again after 5 s (resolv.conf(5), timeout)."""
@@ -51,17 +53,19 @@ def join(
     timeout_seconds: float,
     check: Callable[[Mapping[int, Who]], Refusal | None],
     shared: Mapping[str, Any],
+    is_hopeless: Callable[[], bool] = lambda: False,
 ) -> Joined:
     """Report this rank and wait for rank 0's word. Every rank must call this.
 
-    ``check`` runs on rank 0 only, with whatever ranks have reported by the deadline.
+    ``check`` runs on rank 0 only, with whatever ranks have reported by the deadline; or before it, if ``is_hopeless``
+    finds that a rank will never report.
 
     Raises:
         Refused: the ranks do not suit; it is the same on every rank.
         StoreError: rank 0 gave no word in time, or the store has gone.
     """
     try:
-        return _report(store, facts, me, timeout_seconds, check, shared)
+        return _report(store, facts, me, timeout_seconds, check, shared, is_hopeless)
     except RuntimeError as error:  # torch's DistError family
         raise StoreError(f"{facts}: the rendezvous store is gone: {first_line(str(error))}") from error
 
@@ -73,12 +77,13 @@ def _report(
     timeout_seconds: float,
     check: Callable[[Mapping[int, Who]], Refusal | None],
     shared: Mapping[str, Any],
+    is_hopeless: Callable[[], bool],
 ) -> Joined:
     store.set(f"hb/{facts.rank}", "0")
     store.set(f"who/{facts.rank}", json.dumps(me))
     store.add("who/count", 1)
     if facts.rank == 0:
-        who = _wait_for_all(store, facts, timeout_seconds)
+        who = _wait_for_all(store, facts, timeout_seconds, is_hopeless)
         refusal = check(who)
         hosts = [str(who[rank]["host"]) if rank in who else "?" for rank in range(facts.world_size)]
         answer = {
@@ -92,13 +97,16 @@ def _report(
         if refusal is not None:
             raise Refused(refusal)
         return Joined(hosts=hosts, who=who, shared=shared)
-    try:
-        store.wait(["join"], timedelta(seconds=timeout_seconds + _VERDICT_MARGIN_SECONDS))
-    except RuntimeError as error:
-        raise StoreError(
-            f"{facts}: rank 0 gave no word within {timeout_seconds:g} s after the start ({first_line(str(error))}); "
-            "see its output and the report on its host"
-        ) from error
+    deadline = time.monotonic() + timeout_seconds + _VERDICT_MARGIN_SECONDS
+    while not store.check(["join"]):
+        try:
+            store.wait(["join"], timedelta(seconds=_STEP_SECONDS))  # in steps, so that SIGTERM is heard meanwhile
+        except RuntimeError as error:  # not in this step; or the store is gone, as the next check finds
+            if time.monotonic() >= deadline:
+                raise StoreError(
+                    f"{facts}: rank 0 gave no word within {timeout_seconds:g} s after the start "
+                    f"({first_line(str(error))}); see its output and the report on its host"
+                ) from error
     answer = json.loads(store.get("join"))
     if answer["refusal"] is not None:
         store.set(f"bye/{facts.rank}", "refused")
@@ -136,10 +144,17 @@ class Refused(PreflightError):
         self.refusal = refusal
 
 
-def _wait_for_all(store: Store, facts: RankFacts, timeout_seconds: float) -> dict[int, Who]:
+def _wait_for_all(
+    store: Store, facts: RankFacts, timeout_seconds: float, is_hopeless: Callable[[], bool]
+) -> dict[int, Who]:
     # In small steps instead of one blocking call, so that Ctrl-C and SIGTERM are heard meanwhile.
     deadline = time.monotonic() + timeout_seconds
+    next_look = time.monotonic() + _LOOK_SECONDS
     while store.add("who/count", 0) < facts.world_size and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
+        if time.monotonic() >= next_look:
+            next_look = time.monotonic() + _LOOK_SECONDS
+            if is_hopeless():
+                break
     present = [rank for rank in range(facts.world_size) if store.check([f"who/{rank}"])]
     return roll(store, present)

@@ -1,0 +1,60 @@
+"""Ranks that fail before the roll call, when no rank knows another yet: the report names the rank and its error."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from torchrun import torchrun
+
+from pytest_gpucluster.agreement.vitals import start_time
+from pytest_gpucluster.start_notes import StartNote
+
+CONFTEST = """
+    import os, pathlib, pytest, signal, sys, time
+    RANK = int(os.environ["RANK"])
+    def rank_0_waits():
+        while not list(pathlib.Path(os.environ["STAMPS"], "..", "reports").glob("2*")):
+            time.sleep(0.02)
+"""
+ENDED = r"\(node-a, pid \d+\) ended without a message .*loading conftest files"
+FAULTS = {
+    "a conftest that cannot be imported": ("if RANK == 1: import no_such_module", 2, r"\(node-a\) .*no_such_module"),
+    "killed while the others wait": ("if RANK == 1: rank_0_waits(); os.kill(os.getpid(), 9)", 3, ENDED),
+    "exit code 0, which torchrun takes for success": ("if RANK == 1: rank_0_waits(); os._exit(0)", 2, ENDED),
+    "an error while pytest is configured": (
+        "def pytest_configure():\n        if RANK == 1: raise KeyError('no such card')",
+        2,
+        r"\(node-a\) .*no such card",
+    ),
+    "an error behind the roll call": (
+        "def pytest_sessionstart():\n        if RANK == 1: raise KeyError('no such card')",
+        2,
+        r"\(node-a\): .*no such card",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_rank_that_failed_is_named_with_its_error(tmp_path, fault):
+    code, ranks, told = FAULTS[fault]
+    files = {"conftest.py": f"{CONFTEST}\n    {code}\n", "test_it.py": "def test(): pass"}
+    run = torchrun(tmp_path, files, ranks=ranks)
+    [message] = [verdict for verdict in run.verdicts.values() if verdict.startswith("error: ")]
+    assert re.search(rf"rank 1 {told}", message), run.output
+    assert "rank 0" not in run.document
+    assert "rank 2" not in run.document
+    assert run.exits == [1]
+    assert run.left_over == []
+    assert run.files_left == []
+
+
+def note(**more) -> StartNote:
+    return StartNote(**{"rank": 1, "host": "node-a", "pid": 1, "started": start_time(1), **more})
+
+
+def test_who_lives_or_was_ended_by_torchrun_is_not_to_blame():
+    assert note().failure() == ""
+    assert note(started=-1, terminated=True).failure() == ""
+    assert "rank 1 (node-a, pid 1)" in note(started=-1).failure()
+    assert note(terminated=True, error="KeyError: x").failure().endswith("KeyError: x")
