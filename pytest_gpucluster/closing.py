@@ -176,6 +176,7 @@ def write_end(run: Run) -> None:
         "reason": run.verdict.reason,
         "counts": {kind: outcomes.count(kind) for kind in ("passed", "failed", "error", "skipped")},
         "not_run": run.not_run(),
+        "ended_by": run.ended_by(),
         "by": "rank 0",
     }
     error = run.recorder.finish(end, timeout=_REPORTS_WRITTEN_SECONDS)

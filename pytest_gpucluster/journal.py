@@ -163,6 +163,11 @@ class Journal:
         return f"the run ended {self.where}"
 
     @property
+    def ended_by(self) -> str:
+        """Return one line: what ended the run before its last test, if anything did."""
+        return (self.end.ended_by if self.end is not None else "") or self.reason
+
+    @property
     def where(self) -> str:
         """Return how far the run came, to follow "ended": "during X", "before the first test", ..."""
         if self.running is not None:

@@ -264,6 +264,8 @@ class End:
     reason: str = ""
     counts: Mapping[str, int] = field(default_factory=dict)
     not_run: tuple[str, ...] = ()
+    ended_by: str = ""
+    """What ended the run before its last test, which need not be what its verdict rests on."""
     by: str = ""
 
 
@@ -439,6 +441,7 @@ def read_end(line: Fields) -> End:
         reason=line.text("reason", ""),
         counts={name: int(count) for name, count in line.mapping("counts").items() if isinstance(count, int)},
         not_run=tuple(str(nodeid) for nodeid in line.items("not_run")),
+        ended_by=line.text("ended_by", ""),
         by=line.text("by", ""),
     )
 

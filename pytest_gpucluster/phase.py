@@ -149,10 +149,11 @@ class Phases:
                 if when == "call":
                     yield from self._accompanied(item)
                 elif when == "setup":
-                    with counted(SET_UP):
+                    with counted(SET_UP), self._run.own_process(label_of(item, when)):
                         yield
                 else:
-                    yield from self._torn_down(number)
+                    with self._run.own_process(label_of(item, when)):
+                        yield from self._torn_down(number)
                 if when == "teardown" and self._dirty:
                     # A session fixture may hold what the fault has broken: everything is set up anew.
                     item.session._setupstate.teardown_exact(None)
@@ -206,7 +207,8 @@ class Phases:
         company.begin()
         item.stash[IN_CALL] = True
         try:
-            yield
+            with self._run.own_process(label_of(item, "call")):
+                yield
             if self.shown.failed_subtests:
                 raise FailedSubtests(self.shown.failed_subtests)
             company.end()

@@ -5,10 +5,11 @@ Rank 0 alone speaks to the operator and to the recorder.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,7 @@ class Run:
         self.config = config
         self.environ = os.environ
         self.launcher = os.getppid()
+        self._pid = os.getpid()
         # For last words when the main thread cannot speak: pytest's capture takes descriptor 2 for itself later.
         self._stderr = os.dup(2)
         self.clear_terminal: Callable[[], None] = lambda: None
@@ -100,6 +102,8 @@ class Run:
         self.deviations: list[str] = []
         """In what limits or workload ask for less than the shipped ones."""
         self.verdict: verdict.Verdict | None = None
+        self.stopped = ""
+        """Why pytest runs no further test, such as by ``--maxfail``."""
         self.fault_file = FaultFile()
 
     @property
@@ -358,6 +362,17 @@ class Run:
         self.clear_terminal()
         os.write(self._stderr, text.encode("utf-8", "backslashreplace"))
 
+    @contextlib.contextmanager
+    def own_process(self, during: str) -> Iterator[None]:
+        """End a process that was forked inside and comes back: it would go on as a second one of this rank."""
+        try:
+            yield
+        finally:
+            if os.getpid() != self._pid:
+                name = self.names[self.rank]
+                self.cry(f"\n{name}: process {os.getpid()}, forked in {during}, has left it, and is ended here\n")
+                os._exit(1)
+
     def close(self) -> None:
         """Give back the descriptor for last words, after which they go to standard error; and the JUnit file."""
         if self.claimed is not None:
@@ -406,6 +421,11 @@ class Run:
         for record in absent:
             self.records[record.test.nodeid] = record
             self.send(record.line())
+
+    def ended_by(self) -> str:
+        """Return what has ended the run before its last test; "" if nothing has."""
+        ending = self.watch.ending if self.watch is not None else None
+        return first_line(ending.message if ending is not None else self.stopped)
 
     def not_run(self) -> list[str]:
         """Return the tests that were collected and have not begun."""

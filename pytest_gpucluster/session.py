@@ -304,7 +304,10 @@ class Session:
             return
         self._finished = True
         self._phases.let_go()
+        self._run.stopped = str(session.shouldfail or session.shouldstop or "")
         why = self._why_not_collected()[0] if self._collection_errors else None
+        if why is None and session.shouldstop:
+            why = f"interrupted on {self._run.names[self._run.rank]}: {session.shouldstop}"
         session.exitstatus = closing.finish(self._run, int(session.exitstatus), why=why)
 
     def last_words(self, session: pytest.Session) -> None:

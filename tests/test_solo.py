@@ -828,3 +828,28 @@ def test_reports_of_a_body_that_did_not_run_here_are_no_pass(project: Project, p
     left = project.run()
     assert (left.exit, left.end) == (11, ("BROKEN", 11))
     assert left.verdicts["test_it"].startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("second", "option", "told"),
+    [
+        ("assert 0, 'second'", "--maxfail=2", "2 failures"),
+        ("request.session.shouldstop = 'the room is too warm'", "-v", "the room is too warm"),
+        ("pytest.exit('the room is too warm')", "-v", "the room is too warm"),
+    ],
+    ids=["maxfail", "a plugin", "pytest.exit"],
+)
+def test_what_did_not_run_says_what_ended_the_run_and_not_what_failed_first(project, second, option, told) -> None:
+    project.suite(
+        f"""
+        import pytest
+
+        def test_first(): assert 0, "first"
+        def test_second(request): {second}
+        def test_third(): pass
+        """
+    )
+    message = project.run(option).verdicts["test_third"]
+    assert message.startswith("skipped: not run: ")
+    assert told in message
+    assert "first" not in message

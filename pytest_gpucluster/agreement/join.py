@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from pytest_gpucluster.agreement.store import Store
-from pytest_gpucluster.errors import PreflightError, StoreError
+from pytest_gpucluster.errors import LaunchError, PreflightError, StoreError
 from pytest_gpucluster.launch import RankFacts
 from pytest_gpucluster.wording import first_line
 
@@ -62,6 +62,7 @@ def join(
 
     Raises:
         Refused: the ranks do not suit; it is the same on every rank.
+        LaunchError: another process has reported as this rank.
         StoreError: rank 0 gave no word in time, or the store has gone.
     """
     try:
@@ -79,6 +80,11 @@ def _report(
     shared: Mapping[str, Any],
     is_hopeless: Callable[[], bool],
 ) -> Joined:
+    if store.add(f"taken/{facts.rank}", 1) != 1:
+        raise LaunchError(
+            f"{facts}: another process of this run is this rank already. A pytest that is started in a test needs an "
+            "environment without the launcher's variables (RANK, WORLD_SIZE, TORCHELASTIC_RUN_ID ...)"
+        )
     store.set(f"hb/{facts.rank}", "0")
     store.set(f"who/{facts.rank}", json.dumps(me))
     store.add("who/count", 1)

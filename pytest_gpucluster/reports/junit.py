@@ -130,7 +130,7 @@ def _cases(journal: Journal, options: JUnitOptions) -> list[_Case]:
     known = {test.nodeid for test in collected}
     extra = [nodeid for nodeid in (*results, running) if nodeid is not None and nodeid not in known]
     collected += [CollectedTest(nodeid=nodeid) for nodeid in dict.fromkeys(extra)]
-    not_run = f"not run: {journal.reason or journal.verdict}"
+    not_run = f"not run: {journal.ended_by or journal.verdict}"
     cases = []
     for test in collected:
         if test.nodeid == running:
@@ -179,7 +179,7 @@ def _closing(journal: Journal, cases: Iterable[_Case], options: JUnitOptions) ->
 def _cause(journal: Journal, nodeid: str) -> str:
     if journal.end is None and journal.recent_problem is None and journal.silence is None:
         return nodeid
-    return journal.reason or nodeid
+    return journal.ended_by or nodeid
 
 
 def _ended_here(journal: Journal) -> str:

@@ -131,7 +131,7 @@ def outline(journal: Journal) -> Outline:
     if journal.running is not None:
         told = {test.nodeid: test.criterion for test in journal.collected or ()}
         nodeid = journal.running.nodeid
-        why = "the run ended here" if journal.end is None else first_line(journal.reason)
+        why = "the run ended here" if journal.end is None else first_line(journal.ended_by)
         rows.append(Row(nodeid=nodeid, name=short_name(nodeid), outcome=RUNNING, criterion=told.get(nodeid), why=why))
     rows += [
         Row(

@@ -14,7 +14,7 @@ from ranks import facts_of
 from pytest_gpucluster.agreement import join as module
 from pytest_gpucluster.agreement.join import Joined, Refusal, Refused, join, roll, slow_connection
 from pytest_gpucluster.agreement.store import MemoryStore
-from pytest_gpucluster.errors import PreflightError, StoreError
+from pytest_gpucluster.errors import LaunchError, PreflightError, StoreError
 from pytest_gpucluster.launch import RankFacts
 
 REFUSAL = Refusal(message="rank 2 never reported", text="rank 2 never reported\nwhat to do: look", exit=11)
@@ -67,6 +67,15 @@ def test_when_all_have_come_every_rank_knows_the_hosts_and_what_rank_0_shares() 
     known = {rank: sorted(joined.who) for rank, joined in found.items() if isinstance(joined, Joined)}
     assert known == {0: [0, 1, 2, 3], 1: [0, 1], 2: [0, 2, 3], 3: [0, 2, 3]}
     assert seen == [[0, 1, 2, 3]], "the check runs once, on rank 0"
+
+
+def test_a_second_process_of_a_rank_is_refused_and_changes_nothing() -> None:
+    store = MemoryStore()
+    found = all_of(store, [0, 1, 2, 3])
+    with pytest.raises(LaunchError, match="rank 1 on gpu-06"):
+        call(store, 1, pid="another")
+    assert isinstance(found[0], Joined)
+    assert roll(store, [1]) == {1: found[0].who[1]}
 
 
 def test_what_a_rank_says_of_itself_arrives_unchanged_and_can_be_fetched_later() -> None:

@@ -1,0 +1,30 @@
+"""Faults of rank 1 alone: it fails, it forks a process that comes back from the test, a timer ends it."""
+
+import os
+import sys
+import threading
+import time
+
+from stamps import RANK, meet, stamp
+
+
+def test_fails(cluster):
+    assert RANK != 1, "a bad GPU"
+
+
+def test_forks(cluster):
+    if RANK == 1:
+        os.fork()
+
+
+def test_is_ended_by_a_timer(cluster):
+    """As pytest-timeout ends a process by its method "thread"."""
+    meet(cluster, "fork")
+    if RANK == 1:
+        stamp("fault")
+        threading.Timer(0.3, lambda: (sys.stderr.write("Timeout"), os._exit(1))).start()
+        time.sleep(60)
+
+
+def test_next(cluster):
+    meet(cluster, "fault")

@@ -1,0 +1,19 @@
+"""A rank that forks, or is ended from a thread of its own: it is named, and so is what ended the run."""
+
+from __future__ import annotations
+
+from torchrun import suite, torchrun
+
+
+def test_the_rank_is_named_and_what_ended_the_run(tmp_path):
+    run = torchrun(tmp_path, suite("second_process"), deadline=30.0)
+    assert run.verdicts["test_fails"] == "failure: rank 1 (node-a): AssertionError: a bad GPU", run.output
+    assert run.verdicts["test_forks"] == "passed"
+    [lost] = [verdict for name, verdict in run.verdicts.items() if name == "rank lost"]
+    assert lost.startswith("error: rank 1 (node-a) is lost during call of ")
+    assert f"process {run.stamp('fault', 1).pid} " in lost
+    assert run.verdicts["test_is_ended_by_a_timer"] == lost
+    # It rejects the hardware that a test has failed, but that did not end the run.
+    assert run.end == ("REJECTED", 1, "rank 0")
+    assert run.verdicts["test_next"] == lost.replace("error: ", "skipped: not run: ")
+    assert run.left_over == []
