@@ -8,16 +8,20 @@ all reports.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import json
 import math
 import os
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO
 
+from pytest_gpucluster import verdict
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal_fields import Fields
 from pytest_gpucluster.journal_lines import (
@@ -87,6 +91,8 @@ SCHEMA_VERSION = 1
 FILE_NAME = "journal.jsonl"
 _BLANK = b"\0\r\n\t "
 """What a file may hold that was made and never written."""
+_LOCK_SECONDS = 1.0
+"""How long the first line waits for the lock: a file server that answers needs milliseconds."""
 # A failed limit outweighs a broken run: the hardware is rejected even if the run then fell over.
 _SEVERITY = {"passed": 0, "skipped": 1, "error": 2, "failed": 3}
 
@@ -96,7 +102,7 @@ class Journal:
     """What is known of a run.
 
     Without a closing line the run broke: ``verdict`` is BROKEN, ``exit`` 11, and ``reason`` says how far it
-    came.
+    came. While its recorder is alive it is RUNNING instead (``is_live``).
     """
 
     run: Run
@@ -121,6 +127,8 @@ class Journal:
     """The last line was cut off."""
     recent_problem: Problem | None = None
     """The last problem told since a test last started or finished: why the run ends, if it ends here."""
+    is_live: bool = False
+    """There is no closing line yet, and its recorder was alive when the journal was read."""
 
     @property
     def not_run(self) -> tuple[CollectedTest, ...]:
@@ -135,6 +143,8 @@ class Journal:
         """Return the verdict. A run that nobody closed is BROKEN, or REJECTED if something had failed."""
         if self.end is not None:
             return self.end.verdict
+        if self.is_live:
+            return verdict.RUNNING
         return "REJECTED" if self.has_failed else "BROKEN"
 
     @property
@@ -142,6 +152,8 @@ class Journal:
         """Return the exit code that goes with the verdict."""
         if self.end is not None:
             return self.end.exit
+        if self.is_live:
+            return verdict.RUNNING_EXIT
         return 1 if self.has_failed else 11
 
     @property
@@ -160,7 +172,18 @@ class Journal:
             return self.recent_problem.message
         if self.silence is not None:
             return self.silence.message
-        return f"the run ended {self.where}"
+        return self.progress if self.is_live else f"the run ended {self.where}"
+
+    @property
+    def progress(self) -> str:
+        """Return how far a run is that is going on: its test, since when, and how many have a result."""
+        if self.running is not None:
+            now = f"{self.running.nodeid} is running since {self.running.at or 'an unknown time'}"
+        else:
+            now = f"no test is running; the run began at {self.run.started_at}"
+        bad = sum(result.outcome in ("failed", "error") for result in self.results)
+        count = f"{len(self.results)}{'' if self.collected is None else f' of {len(self.collected)}'}"
+        return f"{now}; {count} tests have ended, {bad} of them failed or broke"
 
     @property
     def ended_by(self) -> str:
@@ -302,7 +325,13 @@ class JournalBuilder:
         return replace(self._journal, results=tuple(self._results.values()), cut=cut)
 
 
-def read(path: Path, *, keep_samples: bool = True, slim: Callable[[TestResult], TestResult] | None = None) -> Journal:
+def read(
+    path: Path,
+    *,
+    keep_samples: bool = True,
+    slim: Callable[[TestResult], TestResult] | None = None,
+    live: bool = False,
+) -> Journal:
     """Read a journal, also one whose writer was killed.
 
     A last line that is cut off is left out and noted in ``Journal.cut``. Anything else that is not as it was
@@ -312,11 +341,15 @@ def read(path: Path, *, keep_samples: bool = True, slim: Callable[[TestResult], 
         path: of the journal.
         keep_samples: as of ``JournalBuilder``.
         slim: as of ``JournalBuilder``.
+        live: the run may still be going on: a journal without a closing line whose recorder is alive is RUNNING. For
+            readers that do not know that the run is over.
 
     Raises:
         JournalError: no such file, not a journal, or written by a newer version.
     """
     builder = JournalBuilder(keep_samples=keep_samples, slim=slim)
+    # Before the lines: a recorder that ends in between has written its closing line before.
+    is_live = live and _is_being_written(path)
     try:
         with path.open("rb") as file:
             cut = _read_lines(file, builder, path)
@@ -324,7 +357,22 @@ def read(path: Path, *, keep_samples: bool = True, slim: Callable[[TestResult], 
         raise JournalError(f"{path}: no such journal; name a {FILE_NAME}, or the folder of a run") from None
     except OSError as error:
         raise JournalError(f"{path}: cannot be read: {error.strerror or error}") from None
-    return builder.journal(cut=cut)
+    found = builder.journal(cut=cut)
+    if is_live and found.end is None:
+        return replace(found, is_live=True, cut=False)  # the rest of the line is on its way
+    return found
+
+
+def _is_being_written(path: Path) -> bool:
+    """Tell whether a process has the lock of ``JournalWriter``; False also where the file system knows no locks."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _read_lines(file: BinaryIO, builder: JournalBuilder, path: Path) -> bool:
@@ -390,7 +438,12 @@ def _plain(value: object, depth: int = 0) -> object:
 
 
 class JournalWriter:
-    """Append lines to a journal. What the disk does not take is kept, and tried again with the next line."""
+    """Append lines to a journal. What the disk does not take is kept, and tried again with the next line.
+
+    While it is open it has an exclusive lock (flock) on the file, which the kernel takes back when its process ends,
+    however that happens. That tells a reader, on NFS also on another host, that the run is going on. A file system
+    without locks refuses it; then no run on it is ever RUNNING.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -417,6 +470,10 @@ class JournalWriter:
         if self._descriptor < 0:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
             self._descriptor = os.open(self.path, flags, 0o644)
+            # Beside, because a lock that a file server does not answer to would keep the record from being written.
+            locking = threading.Thread(target=_lock, args=(self._descriptor,), daemon=True)
+            locking.start()
+            locking.join(_LOCK_SECONDS)
         while self.waiting:
             # A full disk takes a part of a line; the rest follows it as soon as there is room.
             written = os.write(self._descriptor, self.waiting)
@@ -458,3 +515,8 @@ class JournalWriter:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def _lock(descriptor: int) -> None:
+    with contextlib.suppress(OSError):  # a file system without locks: the run is never told to be RUNNING
+        fcntl.flock(descriptor, fcntl.LOCK_EX)

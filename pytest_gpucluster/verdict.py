@@ -13,6 +13,9 @@ REJECTED = "REJECTED"
 INCOMPLETE = "INCOMPLETE"
 BROKEN = "BROKEN"
 
+RUNNING, RUNNING_EXIT = "RUNNING", 13
+"""State of a run that has no verdict yet, and what ``gpucluster verdict`` ends with then. No run ends with it."""
+
 EXIT_CODES = {
     0: "ACCEPTED, SELECTION PASSED or REHEARSED: everything that ran passed",
     1: "REJECTED: a limit missed, a wrong result, or a GPU identified as bad",

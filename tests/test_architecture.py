@@ -105,7 +105,7 @@ commands.watch: dashboard.* commands.command
 journal_fields: errors
 journal_measurements: sampling journal_fields
 journal_lines: explanation time_spent verdict journal_fields journal_measurements
-journal: errors metrics journal_fields journal_measurements journal_lines run_directory
+journal: verdict errors metrics journal_fields journal_measurements journal_lines run_directory
 option_values: errors agreement.preflight workload_file collective_sizes training_inputs journal comparison.allowance
 baseline: wording errors units journal judged comparison.*
 training_inputs: errors benchmarks.lora.golden

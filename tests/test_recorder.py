@@ -200,6 +200,20 @@ def test_the_report_is_complete_and_pessimistic_at_every_step(place, recording):
     assert (place / "run" / "journal.jsonl").read_bytes().count(b"\n") == 5
 
 
+def test_a_run_is_running_as_long_as_its_recorder_is_alive(place, recording):
+    def verdict():
+        return journal.read(place / "run" / "journal.jsonl", live=True).verdict
+
+    recording.send(RUN)
+    assert wait_until(lambda: (place / "run" / "journal.jsonl").stat().st_size)
+    assert verdict() == "RUNNING"
+    os.kill(recording.pid, signal.SIGSTOP)
+    assert verdict() == "RUNNING"
+    os.kill(recording.pid, signal.SIGKILL)
+    assert recorder.wait_for_end(recording.pid, DEADLINE)
+    assert verdict() == "BROKEN"
+
+
 def test_lines_of_many_threads_arrive_whole_and_in_the_order_of_each(place, recording):
     recording.send(RUN)
     text = "".join(chr(33 + i % 90) for i in range(5_000_000))

@@ -47,7 +47,7 @@ def add_journal(parser: argparse.ArgumentParser, name: str = "journal", help: st
 def read_journal(
     place: Path, *, keep_samples: bool = False, slim: Callable[[TestResult], TestResult] | None = None
 ) -> tuple[Path, Journal]:
-    """Return where the journal of a run is, and what is in it; a last line that is cut off is told.
+    """Return where the journal of a run is, and what is in it, RUNNING while it goes on; a cut last line is reported.
 
     Args:
         place: of the run.
@@ -61,7 +61,7 @@ def read_journal(
     from pytest_gpucluster.journal import locate, read
 
     path = locate(place)
-    journal = read(path, keep_samples=keep_samples, slim=slim)
+    journal = read(path, keep_samples=keep_samples, slim=slim, live=True)
     if journal.cut:
         print(f"gpucluster: {path}: its last line is cut off and left out", file=sys.stderr)
     return path, journal

@@ -35,7 +35,7 @@ _EXIT_CODES = """\
 exit codes:
   0  merged, whatever the verdict: `gpucluster verdict` ends with its exit code
   2  wrong usage; also: the runs are not of one cluster and one set of limits
-  3  a journal is missing, damaged, no journal, or of a newer version
+  3  a journal is missing, damaged, no journal, of a newer version, or of a run that is going on
   4  the merged journal cannot be written
 """
 

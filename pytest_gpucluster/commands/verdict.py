@@ -11,7 +11,7 @@ from pytest_gpucluster.commands.command import add_journal, explain
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal import locate, read
 from pytest_gpucluster.sweep.answer import Answer
-from pytest_gpucluster.verdict import BROKEN, EXIT_CODES
+from pytest_gpucluster.verdict import BROKEN, EXIT_CODES, RUNNING, RUNNING_EXIT
 from pytest_gpucluster.wording import printable, visible
 
 NO_VERDICT = 11
@@ -26,12 +26,14 @@ _EXAMPLES = """\
 
 _VERDICT = """\
 Print the verdict of a run, and end with the run's own exit code, also where its journal was cut off. torchrun itself
-ends with 1 for every code but 0, and srun with the highest code of all nodes.
+ends with 1 for every code but 0, and srun with the highest code of all nodes. A run that is going on has no verdict
+yet: it is RUNNING, with its test and since when.
 """
 
 RUN_EXIT_CODES = (
     "exit codes, those of the run:\n"
     + "".join(f"  {code:<2} {what}\n" for code, what in EXIT_CODES.items())
+    + f"  {RUNNING_EXIT} {RUNNING}: no verdict yet, and the run's recorder is alive; never with --launcher-exit\n"
     + "     11 also where the journal cannot be read or the answer cannot be written, 2 also for wrong usage\n"
 )
 
@@ -47,22 +49,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--launcher-exit",
         metavar="CODE",
         type=int,
-        default=0,
-        help="what the run's launcher ended with, such as srun: if that is not 0, the run is never a pass; and where "
-        "there is no journal, 2 to 5 are kept",
+        help="what the run's launcher ended with, such as srun: the run is over, and if that is not 0, never a pass; "
+        "where there is no journal, 2 to 5 are kept",
     )
 
 
 def run(options: argparse.Namespace) -> int:
     """Tell a run's verdict and return its exit code."""
+    launcher_exit: int | None = options.launcher_exit
     try:
         path = locate(options.journal)
-        answer = Answer.of(read(path, keep_samples=False), str(path))
+        answer = Answer.of(read(path, keep_samples=False, live=launcher_exit is None), str(path))
     except JournalError as error:
         print(f"gpucluster: no verdict: {printable(str(error))}", file=sys.stderr)
-        return options.launcher_exit if options.launcher_exit in _OF_PYTEST else NO_VERDICT
-    if answer.exit == 0 and options.launcher_exit != 0:
-        reason = f"its journal says {answer.verdict}, but its launcher ended with exit code {options.launcher_exit}"
+        return launcher_exit if launcher_exit is not None and launcher_exit in _OF_PYTEST else NO_VERDICT
+    if answer.exit == 0 and launcher_exit:
+        reason = f"its journal says {answer.verdict}, but its launcher ended with exit code {launcher_exit}"
         answer = replace(answer, verdict=BROKEN, exit=NO_VERDICT, reason=reason, failure=answer.failure or reason)
     rehearsal = "REHEARSAL, " if answer.rehearsal else ""
     reason = f": {answer.reason}" if answer.reason else ""

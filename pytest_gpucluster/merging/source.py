@@ -81,9 +81,11 @@ def load(path: Path) -> Source:
     """Read a journal to be merged.
 
     Raises:
-        JournalError: as ``journal.read``; or the journal does not say when its run began.
+        JournalError: as ``journal.read``; or its run is going on, or the journal does not say when it began.
     """
-    journal = read(path, keep_samples=False)
+    journal = read(path, keep_samples=False, live=True)
+    if journal.is_live:
+        raise JournalError(f"{path}: its run is going on ({journal.progress}); merge it when it has ended")
     try:
         content = path.read_bytes()
     except OSError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from pytest_gpucluster.journal import Journal, JudgedMetric
-from pytest_gpucluster.reports.outline import RUNNING, Row, share_of_limit
+from pytest_gpucluster.reports.outline import IN_PROGRESS, RUNNING, Row, share_of_limit
 from pytest_gpucluster.reports.tables import expected_text, limit_text, percent, quantity, rank_name
 from pytest_gpucluster.wording import MESSAGE_CHARACTERS, one_line, rank_ranges
 
@@ -17,6 +17,7 @@ WORDS = {
     "failed": "FAILED",
     "error": "ERROR",
     RUNNING: "BROKEN",
+    IN_PROGRESS: "RUNNING",
     "not run": "NOT RUN",
     "skipped": "SKIPPED",
 }

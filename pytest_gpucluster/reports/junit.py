@@ -15,7 +15,7 @@ import math
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timezone
 
 # The package has no type hints.
@@ -63,6 +63,7 @@ def render(journal: Journal, options: JUnitOptions | None = None) -> str:
     ``options`` default to what the run itself was told.
     """
     options = options or journal.run.junit
+    journal = replace(journal, is_live=False)  # what is true if nothing follows
     cases = _unique(_cases(journal, options))
     built = []
     for case in cases:

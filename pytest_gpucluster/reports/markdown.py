@@ -30,6 +30,7 @@ _SYMBOLS = {
     "failed": "\N{CROSS MARK} failed",
     "error": "\N{COLLISION SYMBOL} error",
     "running": "\N{COLLISION SYMBOL} ended here",
+    "in progress": "\N{WHITE CIRCLE} in progress",
     "skipped": "\N{WHITE CIRCLE} skipped",
     "not run": "\N{WHITE CIRCLE} not run",
 }

@@ -14,10 +14,10 @@ from pytest_gpucluster.journal import Journal, JudgedMetric, TestResult
 from pytest_gpucluster.metrics import METRICS
 from pytest_gpucluster.wording import first_line
 
-RUNNING, NOT_RUN = "running", "not run"
-"""Outcomes of a row besides a result's own: the run ended in this test, or before it."""
+RUNNING, NOT_RUN, IN_PROGRESS = "running", "not run", "in progress"
+"""Outcomes of a row besides a result's own: the run ended in this test, or before it; or is in it now."""
 
-_WORST_FIRST = {"failed": 0, "error": 1, RUNNING: 2, NOT_RUN: 3, "skipped": 4, "passed": 5}
+_WORST_FIRST = {"failed": 0, "error": 1, RUNNING: 2, IN_PROGRESS: 3, NOT_RUN: 4, "skipped": 5, "passed": 6}
 _OF_STATUS = {"failed": 0, "error": 1, "passed": 2, "recorded": 3}
 
 
@@ -29,7 +29,7 @@ class Row:
     name: str
     """function[parameters]; the whole id where the journal does not name them apart."""
     outcome: str
-    """passed, failed, error, skipped, ``RUNNING`` or ``NOT_RUN``."""
+    """passed, failed, error, skipped, ``RUNNING``, ``IN_PROGRESS`` or ``NOT_RUN``."""
     criterion: str | None = None
     headline: JudgedMetric | None = None
     """The measurement that decides: the worst that was missed, else the one with the least margin."""
@@ -60,7 +60,7 @@ class Outline:
     """A run."""
 
     word: str
-    """ACCEPTED, SELECTION PASSED, PASSED WITH DEVIATIONS, REHEARSED, REJECTED, INCOMPLETE or BROKEN."""
+    """The verdict; RUNNING where there is none yet."""
     exit: int
     reason: str
     rehearsal: bool
@@ -132,14 +132,16 @@ def outline(journal: Journal) -> Outline:
         told = {test.nodeid: test.criterion for test in journal.collected or ()}
         nodeid = journal.running.nodeid
         why = "the run ended here" if journal.end is None else first_line(journal.ended_by)
-        rows.append(Row(nodeid=nodeid, name=short_name(nodeid), outcome=RUNNING, criterion=told.get(nodeid), why=why))
+        why = f"started at {journal.running.at or 'an unknown time'}" if journal.is_live else why
+        outcome = IN_PROGRESS if journal.is_live else RUNNING
+        rows.append(Row(nodeid=nodeid, name=short_name(nodeid), outcome=outcome, criterion=told.get(nodeid), why=why))
     rows += [
         Row(
             nodeid=test.nodeid,
             name=test.name or short_name(test.nodeid),
             outcome=NOT_RUN,
             criterion=test.criterion,
-            why="the run ended before it",
+            why="not reached yet" if journal.is_live else "the run ended before it",
         )
         for test in journal.not_run
     ]

@@ -43,7 +43,7 @@ MOST_MEASUREMENTS = 1000
 
 PREFIX = "gpucluster"
 WORDS = (ACCEPTED, SELECTION_PASSED, PASSED_WITH_DEVIATIONS, REHEARSED, REJECTED, INCOMPLETE, BROKEN)
-_OUTCOMES = ("passed", "failed", "error", "skipped", "running", "not run")
+_OUTCOMES = ("passed", "failed", "error", "skipped", "running", "in progress", "not run")
 _STATUS_FIRST = {"failed": 0, "error": 1, "passed": 2, "recorded": 3}
 _LABEL_CHARACTERS = 128
 _LABELS = 12

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pytest_gpucluster.journal_lines import OUTCOMES
-from pytest_gpucluster.reports.outline import NOT_RUN, RUNNING
+from pytest_gpucluster.reports.outline import IN_PROGRESS, NOT_RUN, RUNNING
 from pytest_gpucluster.reports.results_json import SCHEMA_VERSION
 from pytest_gpucluster.sampling import STOPPED_BY
 from pytest_gpucluster.verdict import (
@@ -21,12 +21,13 @@ from pytest_gpucluster.verdict import (
     REJECTED,
     SELECTION_PASSED,
 )
+from pytest_gpucluster.verdict import RUNNING as RUN_GOES_ON
 
 Schema = dict[str, Any]
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
 STATUSES = ("passed", "failed", "error", "recorded")
-WORDS = (ACCEPTED, SELECTION_PASSED, PASSED_WITH_DEVIATIONS, REHEARSED, REJECTED, INCOMPLETE, BROKEN)
+WORDS = (ACCEPTED, SELECTION_PASSED, PASSED_WITH_DEVIATIONS, REHEARSED, REJECTED, INCOMPLETE, BROKEN, RUN_GOES_ON)
 
 
 def results_schema() -> Schema:
@@ -200,9 +201,10 @@ def _test() -> Schema:
         name=_text("function[parameters]."),
         criterion=_text_or_null("The criterion that it is; null for a test that is none."),
         outcome={
-            "enum": [*OUTCOMES, RUNNING, NOT_RUN],
+            "enum": [*OUTCOMES, RUNNING, IN_PROGRESS, NOT_RUN],
             "description": "passed; failed: a limit missed or a wrong result; error: it broke; skipped; running: the "
-            "run ended in it; not run: the run ended before it.",
+            "run ended in it; not run: the run ended before it. Of a run that is RUNNING the test of now is in "
+            "progress, and those after it are not run.",
         },
         message=_text("One line: the failure, or why it did not run."),
         text=_text("The failure in full."),

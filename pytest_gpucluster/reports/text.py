@@ -34,6 +34,7 @@ from pytest_gpucluster.reports.layout import (
 from pytest_gpucluster.reports.outline import Outline, Row, outline, share_of_limit
 from pytest_gpucluster.reports.tables import measured_pairs, metric_name, rank_name
 from pytest_gpucluster.reports.time_table import seconds_in_tests, time_lines
+from pytest_gpucluster.verdict import RUNNING
 from pytest_gpucluster.wording import one_line
 
 LEAST_WIDTH = 60
@@ -103,7 +104,8 @@ def verdict_lines(seen: Outline, *, width: int, colour: bool) -> list[str]:
     """Return the verdict, its exit code and its reason in words."""
     reason = f": {seen.reason}" if seen.reason else ""
     lines = paragraph(f"{seen.title}, exit code {seen.exit}{reason}", width)
-    return [styled(line, "green" if seen.is_good else "red", colour=colour) for line in lines]
+    style = "green" if seen.is_good else "yellow" if seen.word == RUNNING else "red"
+    return [styled(line, style, colour=colour) for line in lines]
 
 
 def report_lines(reports: Iterable[tuple[str, str]]) -> list[str]:

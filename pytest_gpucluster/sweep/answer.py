@@ -123,4 +123,4 @@ def _first_failure(journal: Journal) -> str:
         for problem in journal.problems:
             if problem.outcome == outcome:
                 return f"{problem.name}: {problem.message}"
-    return "" if journal.exit == 0 else journal.reason
+    return "" if journal.exit == 0 or journal.is_live else journal.reason

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 
+import jsonschema
 import pytest
 
 from pytest_gpucluster import cli, journal
-from pytest_gpucluster.verdict import EXIT_CODES
+from pytest_gpucluster.reports.results_schema import results_schema
+from pytest_gpucluster.verdict import EXIT_CODES, RUNNING_EXIT
 
 RUN = {"type": "run", "schema_version": 1, "run_id": "r", "started_at": "x", "nnodes": 2, "world_size": 16}
 FAILED = {"type": "test", "nodeid": "t.py::test_it", "criterion": "hbm", "outcome": "failed", "message": "slow"}
@@ -38,6 +42,63 @@ def test_a_journal_that_was_cut_off_is_broken_or_rejected(tmp_path, capsys):
     assert cli.main(["verdict", str(tmp_path)]) == 1
     path.write_bytes(path.read_bytes()[:-9])
     assert cli.main(["verdict", str(tmp_path)]) == 11
+
+
+@pytest.fixture
+def going_on(tmp_path):
+    """A journal whose writer is alive: one test has failed, the next one is running."""
+    writer = journal.JournalWriter(tmp_path / "journal.jsonl")
+    for line in (RUN, FAILED, {"type": "start", "nodeid": "t.py::test_next", "at": "2026-01-02T03:09:05+00:00"}):
+        writer.append(journal.encode(line))
+    yield writer
+    writer.close()
+
+
+def test_a_run_whose_recorder_is_alive_is_running_and_never_a_pass(tmp_path, capsys, going_on):
+    assert cli.main(["verdict", str(tmp_path), "--json", str(tmp_path / "o")]) == RUNNING_EXIT != 0
+    answer = json.loads((tmp_path / "o").read_text())
+    assert (answer["verdict"], answer["exit"], answer["ended"]) == ("RUNNING", RUNNING_EXIT, False)
+    assert "t.py::test_next" in answer["reason"]
+    assert "2026-01-02T03:09:05+00:00" in answer["reason"]
+    assert answer["failure"] == "hbm: slow"
+    assert "RUNNING" in capsys.readouterr().out
+    # Whoever knows that the launcher has ended asks for what is left of the run.
+    assert cli.main(["verdict", str(tmp_path), "--launcher-exit=0"]) == 1
+
+
+def test_what_ends_a_running_run_is_its_last_line_or_the_end_of_its_recorder(tmp_path, capsys, going_on):
+    going_on.append(b'{"type":"end","verdict":"ACC')
+    assert cli.main(["verdict", str(tmp_path)]) == RUNNING_EXIT
+    going_on.append(b'EPTED","exit":0}\n')
+    assert cli.main(["verdict", str(tmp_path)]) == 0
+    write(tmp_path, {"type": "start", "nodeid": "t.py::test_it"})
+    going_on.close()
+    assert cli.main(["verdict", str(tmp_path)]) == 11
+
+
+def test_where_there_are_no_locks_no_run_is_running(tmp_path, monkeypatch, going_on):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(journal.fcntl, "flock", refuse)
+    assert cli.main(["verdict", str(tmp_path)]) == 1
+
+
+def test_reports_of_a_running_run_say_so_and_its_junit_stays_pessimistic(tmp_path, capsys, going_on):
+    assert cli.main(["report", str(tmp_path), "--all", str(tmp_path / "all")]) == 0
+    results = json.loads((tmp_path / "all" / "results.json").read_text())
+    jsonschema.validate(results, results_schema())
+    assert (results["verdict"]["word"], results["verdict"]["accepted"]) == ("RUNNING", False)
+    [now] = [test for test in results["tests"] if test["outcome"] == "in progress"]
+    assert (now["nodeid"], now["started_at"]) == ("t.py::test_next", "2026-01-02T03:09:05+00:00")
+    page = (tmp_path / "all" / "report.html").read_text()
+    assert "<h1>RUNNING</h1>" in page
+    assert "no closing line" not in page
+    assert "RUNNING" in (tmp_path / "all" / "report.txt").read_text()
+    junit = (tmp_path / "all" / "junit.xml").read_text()
+    assert 'name="verdict" value="REJECTED"' in junit
+    assert 'errors="1"' in junit
+    assert cli.main(["merge", str(tmp_path), str(tmp_path), "--out", str(tmp_path / "m")]) == 3
 
 
 def test_the_answer_is_written_as_json(tmp_path, capsys):

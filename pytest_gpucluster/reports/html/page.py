@@ -33,7 +33,13 @@ DETAIL_BYTES = 250_000
 _ROWS = 1500
 _PROBLEMS = 50
 _GOOD, _NEUTRAL, _BAD, _BROKEN, _INCOMPLETE = "good", "neutral", "bad", "broken", "incomplete"
-_TONES = {"REJECTED": _BAD, "BROKEN": _BROKEN, "INCOMPLETE": _INCOMPLETE, "PASSED WITH DEVIATIONS": _INCOMPLETE}
+_TONES = {
+    "REJECTED": _BAD,
+    "BROKEN": _BROKEN,
+    "INCOMPLETE": _INCOMPLETE,
+    "PASSED WITH DEVIATIONS": _INCOMPLETE,
+    "RUNNING": _NEUTRAL,
+}
 _WORDS = {"not run": "not run", "running": "running when the run ended"}
 # Only this verdict says that a cluster is accepted: nothing else is shown in its colour.
 _ACCEPTED = "ACCEPTED"
@@ -164,7 +170,7 @@ def _problems(journal: Journal) -> list[tuple[str, str, str, str]]:
         told.append((f"{len(journal.problems) - _PROBLEMS} more problems", "error", "the journal has them all", ""))
     if journal.silence is not None:
         told.append(("silence", "error", line(journal.silence.message), passage(journal.silence.text, 8192)))
-    if journal.end is None:
+    if journal.end is None and not journal.is_live:
         told.append(("no end", "error", f"the journal has no closing line: the run ended {line(journal.where)}", ""))
     if journal.cut:
         told.append(("cut off", "error", "the last line of the journal was cut off, and is not in this report", ""))
