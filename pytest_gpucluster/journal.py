@@ -83,6 +83,7 @@ __all__ = [
     "encode",
     "locate",
     "new_run_directory",
+    "next_in_series",
     "read",
     "require_writable",
 ]
@@ -405,6 +406,21 @@ def locate(place: Path) -> Path:
                 return place / inside
         raise JournalError(f"{place}: neither a {FILE_NAME} nor a latest/{FILE_NAME} in this folder")
     return place
+
+
+def next_in_series(report_dir: Path) -> dict[str, str | int]:
+    """Return ``series`` and ``number`` of the next run of a report directory: one more than its latest run has.
+
+    That orders runs where clocks do not. Where the latest run is not there, or has none, a new series begins.
+    """
+    try:
+        with (report_dir / "latest" / FILE_NAME).open("rb") as file:
+            latest = read_run(Fields(json.loads(file.readline()), "the latest run"))
+    except (OSError, ValueError, RecursionError, JournalError):
+        latest = None
+    if latest is None or not latest.series:
+        return {"series": os.urandom(8).hex(), "number": 1}
+    return {"series": latest.series, "number": latest.number + 1}
 
 
 def encode(line: Mapping[str, object]) -> bytes:

@@ -43,6 +43,8 @@ class MergedFrom:
     started_at: str = ""
     verdict: str = ""
     exit: int = 11
+    series: str = ""
+    number: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,10 @@ class Run:
     junit: JUnitOptions = field(default_factory=JUnitOptions)
     merged_from: tuple[MergedFrom, ...] = ()
     """The runs that were merged, the oldest first; empty for a run of its own."""
+    series: str = ""
+    """Of all runs of one report directory, by whatever clocks; empty where that is unknown."""
+    number: int = 0
+    """Its place among them: a later run has a higher one."""
     merged_despite: tuple[str, ...] = ()
     """In what the clusters of the merged runs differ."""
 
@@ -307,9 +313,13 @@ def read_run(line: Fields) -> Run:
                 started_at=each.text("started_at", ""),
                 verdict=each.text("verdict", ""),
                 exit=each.integer("exit", 11),
+                series=each.text("series", ""),
+                number=each.integer("number", 0),
             )
             for each in line.each("merged_from")
         ),
+        series=line.text("series", ""),
+        number=line.integer("number", 0),
         merged_despite=tuple(str(text) for text in line.items("merged_despite")),
     )
 

@@ -24,12 +24,12 @@ from pytest_gpucluster.agreement.watch import Watch
 from pytest_gpucluster.announcement import announce
 from pytest_gpucluster.cluster import Cluster
 from pytest_gpucluster.errors import EnvironmentBroken, GpuClusterError, LaunchError, OptionError, UsageProblem
+from pytest_gpucluster.journal import new_run_directory, next_in_series
 from pytest_gpucluster.launch import RankFacts
 from pytest_gpucluster.metrics import register
 from pytest_gpucluster.record import now
 from pytest_gpucluster.recorder import Recorder
 from pytest_gpucluster.run import Run, name_of_rank
-from pytest_gpucluster.run_directory import new_run_directory
 from pytest_gpucluster.start_notes import START, Start
 from pytest_gpucluster.telemetry import INTERVAL_SECONDS
 from pytest_gpucluster.training_inputs import TrainingInputs
@@ -153,10 +153,12 @@ class Opening:
                 raise OptionError(f"--junitxml {path}: is the file of --gpucluster-{option}; name another one")
 
     def _start_recorder(self) -> None:
-        self._run.directory = new_run_directory(options.report_directory(self._run.config, self._run.environ))
+        report_dir = options.report_directory(self._run.config, self._run.environ)
+        series = next_in_series(report_dir)
+        self._run.directory = new_run_directory(report_dir)
         self._run.junit_path = self._run.junit_path or self._run.directory / "junit.xml"
         self._run.recorder = Recorder.start(self._run.directory, self._run.junit_path)
-        self._run.send(self._first_line())
+        self._run.send({**self._first_line(), **series})
         begun = exit_note.BeginNote(
             launcher=self._run.launcher, directory=str(self._run.directory.resolve()), recorder=self._run.recorder.pid
         )

@@ -22,8 +22,10 @@ from pytest_gpucluster.wording import one_line, printable
 
 _MERGE = """\
 Merge the journals of several runs of one cluster into one journal with one verdict: of a run that broke and the rerun
-of what was left, or of a failure and its rerun with -k. Of each criterion the newest answer counts, and every attempt
-stays visible. Runs of other hosts or GPUs, with other limits or another workload are refused.
+of what was left, or of a failure and its rerun with -k. Name them in the order in which they ran: of each criterion the
+newest answer counts, and every attempt stays visible. Runs of one report directory are numbered, and ordered by that
+whatever their clocks were; others are refused where their clocks contradict the order. Runs of other hosts or GPUs,
+with other limits or another workload are refused.
 """
 
 _EXAMPLES = """\
@@ -34,7 +36,7 @@ _EXAMPLES = """\
 _EXIT_CODES = """\
 exit codes:
   0  merged, whatever the verdict: `gpucluster verdict` ends with its exit code
-  2  wrong usage; also: the runs are not of one cluster and one set of limits
+  2  wrong usage; also: the runs are not in order, or not of one cluster and one set of limits
   3  a journal is missing, damaged, no journal, of a newer version, or of a run that is going on
   4  the merged journal cannot be written
 """

@@ -1,15 +1,14 @@
-"""All attempts at each test, the oldest first, and which of them is its result."""
+"""All attempts at each test, in the order of their runs, and which of them is its result."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
 from pytest_gpucluster.journal import TestResult
-from pytest_gpucluster.merging.source import Line, Source, time_of, told
+from pytest_gpucluster.merging.source import Line, Source
 from pytest_gpucluster.wording import first_line
 
 _COUNTS = ", which counts"
@@ -25,7 +24,6 @@ class Attempt:
     nodeid: str
     outcome: str
     message: str
-    at: datetime
     lost: int
     """How many tries of that run did not pass."""
     earlier: tuple[str, ...] = ()
@@ -35,7 +33,7 @@ class Attempt:
 
 
 def attempts_at(nodeid: str, sources: Sequence[Source]) -> list[Attempt]:
-    """Return every attempt at a test, the oldest first. A test in which a run ended was tried, and broke."""
+    """Return every attempt at a test, in the order of the runs. A test in which a run ended was tried, and broke."""
     found = []
     for number, source in enumerate(sources):
         journal = source.journal
@@ -49,7 +47,6 @@ def attempts_at(nodeid: str, sources: Sequence[Source]) -> list[Attempt]:
                     nodeid=nodeid,
                     outcome="error",
                     message=message,
-                    at=time_of(running.at) or source.started,
                     lost=1,
                     line=_broken(nodeid, running.at, message, source),
                 )
@@ -61,13 +58,11 @@ def attempts_at(nodeid: str, sources: Sequence[Source]) -> list[Attempt]:
                     nodeid=nodeid,
                     outcome=result.outcome,
                     message=result.message,
-                    # A merged journal has results of several days: of each its own time counts.
-                    at=time_of(result.started_at) or source.started,
                     lost=_lost(result),
                     earlier=_earlier(result),
                 )
             )
-    return sorted(found, key=lambda attempt: attempt.at)
+    return found
 
 
 def deciding(attempts: Sequence[Attempt]) -> Attempt:
@@ -108,25 +103,17 @@ def lines_of(attempts: Sequence[Attempt], sources: Sequence[Source]) -> list[dic
 
 def _told(attempts: Sequence[Attempt], decides: Attempt, sources: Sequence[Source]) -> list[str]:
     """Return what came of each try, in words; nothing where there was but one."""
-    said: list[tuple[datetime, str]] = []
+    said: list[str] = []
     for attempt in attempts:
         source = sources[attempt.run]
         if source.is_merged and attempt.earlier:  # that journal has told it already, and names the runs
-            texts = [text if attempt is decides else text.replace(_COUNTS, "", 1) for text in attempt.earlier]
-            said += [(_begun(text, source), text) for text in texts]
+            said += [text if attempt is decides else text.replace(_COUNTS, "", 1) for text in attempt.earlier]
             continue
-        said += [(source.started, f"{source.told}: {text}") for text in attempt.earlier]
+        said += [f"{source.told}: {text}" for text in attempt.earlier]
         message = f": {attempt.message}" if attempt.message else ""
         counts = _COUNTS if attempt is decides else ""
-        said.append((source.started, f"{source.told}{counts}: {attempt.outcome}{message}"))
-    said.sort(key=lambda each: each[0])
-    return [first_line(text, 400) for _, text in said] if len(said) > 1 else []
-
-
-def _begun(text: str, source: Source) -> datetime:
-    """Return when the run began that a merged journal tells of."""
-    of = next((run.started_at for run in source.runs if text.startswith(told(run.run_id, run.started_at))), "")
-    return time_of(of) or source.started
+        said.append(f"{source.told}{counts}: {attempt.outcome}{message}")
+    return [first_line(text, 400) for text in said] if len(said) > 1 else []
 
 
 def _earlier(result: TestResult) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import combinations, product
 from typing import Any
 
 from pytest_gpucluster import verdict
@@ -41,14 +42,15 @@ def merge(sources: Sequence[Source], *, other_clusters: bool = False) -> Merged:
     """Merge runs into one: the newest answer of each test, and one verdict on them.
 
     Args:
-        sources: two or more, in any order.
+        sources: two or more, in the order in which they ran; in any order where one report directory numbered them all.
         other_clusters: runs of different hosts or GPUs may be merged. Then nothing is ACCEPTED by that.
 
     Raises:
-        OptionError: one run is given twice, or the runs must not become one verdict; says in what they differ.
+        OptionError: one run is given twice, or nobody can tell which came first, or the runs must not become one
+            verdict; says in what they differ.
     """
     _require_apart(sources)
-    sources = sorted(sources, key=lambda source: source.started)
+    sources = _in_order(sources)
     found = differences(sources)
     refused = [difference for difference in found if not (difference.of_clusters and other_clusters)]
     if refused:
@@ -110,6 +112,41 @@ def _require_apart(sources: Sequence[Source]) -> None:
         seen |= dict.fromkeys(keys, source)
 
 
+def _in_order(sources: Sequence[Source]) -> list[Source]:
+    """Return the runs, the oldest first: by their numbers; where not all have one, as they are given, if numbers and
+    clocks say the same.
+
+    Raises:
+        OptionError: they do not.
+    """
+    found = list(sources)
+    if _is_numbered(sources):
+        found.sort(key=lambda source: source.runs[0].number)
+    for earlier, later in combinations(found, 2):
+        for one, other in product(earlier.runs, later.runs):
+            if not _is_before(one, other):
+                began = f"{told(other.run_id, other.started_at)} began before {told(one.run_id, one.started_at)}"
+                raise OptionError(
+                    f"{earlier.path} is named before {later.path}, but {began}: name the runs in the order in which "
+                    "they ran. If that is their order, a clock went back between them: only runs of one report "
+                    "directory are known to be in order then. What ran between runs that are merged already is merged "
+                    "with these runs themselves"
+                )
+    return found
+
+
+def _is_numbered(sources: Sequence[Source]) -> bool:
+    runs = [run for source in sources for run in source.runs]
+    return bool(runs[0].series) and {run.series for run in runs} == {runs[0].series}
+
+
+def _is_before(one: MergedFrom, other: MergedFrom) -> bool:
+    if one.series and one.series == other.series and one.number != other.number:
+        return one.number < other.number
+    began, next_began = time_of(one.started_at), time_of(other.started_at)
+    return began is not None and next_began is not None and began <= next_began
+
+
 def _tests_of(source: Source) -> Iterator[str]:
     yield from (test.nodeid for test in source.journal.collected or ())
     yield from (result.nodeid for result in source.journal.results)
@@ -130,6 +167,7 @@ def _head(sources: Sequence[Source], despite: Sequence[str], numbers: Numbering)
         "schema_version": SCHEMA_VERSION,
         "run_id": f"merged-{digest[:12]}",
         "started_at": _span(sources)[0],
+        "series": "",
         # Nobody has written a JUnit file of it yet.
         "junit": {**(first.get("junit") or {}), "path": None},
         "selection": bool(despite) or not any(source.is_whole for source in sources),
@@ -170,10 +208,7 @@ def _head(sources: Sequence[Source], despite: Sequence[str], numbers: Numbering)
 
 def _runs(sources: Sequence[Source]) -> list[MergedFrom]:
     """Return all runs that are in these journals, the oldest first."""
-    return sorted(
-        (run for source in sources for run in source.runs),
-        key=lambda run: time_of(run.started_at) or sources[0].started,
-    )
+    return [run for source in sources for run in source.runs]
 
 
 def _span(sources: Sequence[Source]) -> tuple[str, str]:
@@ -221,6 +256,7 @@ def _decide(
     whole = any(source.is_whole for source in sources)
     first, last = _span(sources)
     said = f"merged from {len(_runs(sources))} runs, {first} to {last}"
+    said += "" if _is_numbered(sources) else ", in the order in which they were named, which their clocks confirm"
     said = "; ".join([said, *_remarks(sources), *(first_line(text) for text in changes(sources))])
     if despite:
         said += f"; OF DIFFERENT CLUSTERS: {'; '.join(despite)}"

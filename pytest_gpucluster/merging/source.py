@@ -26,8 +26,6 @@ class Source:
     """Each line: its type, the test that it is about, and as it stands. Parsed, those of a thousand ranks are large."""
     journal: Journal
     """Without its samples."""
-    started: datetime
-    """When the run began; of a merged journal the newest of its runs."""
 
     @property
     def told(self) -> str:
@@ -61,6 +59,8 @@ class Source:
             started_at=run.started_at,
             verdict=self.journal.verdict,
             exit=self.journal.exit,
+            series=run.series,
+            number=run.number,
         )
         return run.merged_from or (own,)
 
@@ -97,16 +97,9 @@ def load(path: Path) -> Source:
         except (ValueError, RecursionError):  # after `read`, that is the end of the file, cut off or empty
             break
         written.append((str(line.get("type", "")), str(line.get("nodeid", "")), raw))
-    return Source(
-        path=path,
-        sha256=hashlib.sha256(content).hexdigest(),
-        written=tuple(written),
-        journal=journal,
-        started=max(
-            _started(path, text)
-            for text in (journal.run.started_at, *(each.started_at for each in journal.run.merged_from))
-        ),
-    )
+    for text in (journal.run.started_at, *(each.started_at for each in journal.run.merged_from)):
+        _require_time(path, text)
+    return Source(path=path, sha256=hashlib.sha256(content).hexdigest(), written=tuple(written), journal=journal)
 
 
 def told(run_id: str, started_at: str) -> str:
@@ -123,11 +116,9 @@ def time_of(text: str) -> datetime | None:
     return found if found.tzinfo is not None else None
 
 
-def _started(path: Path, text: str) -> datetime:
-    found = time_of(text)
-    if found is None:
+def _require_time(path: Path, text: str) -> None:
+    if time_of(text) is None:
         raise JournalError(
             f"{path}: its first line says {text!r:.40} for when the run began, which is no time with a zone: nobody "
             "can tell which results are the newest"
         )
-    return found

@@ -96,11 +96,30 @@ def test_the_newest_answer_counts_and_a_skip_is_none(merged, outcome):
     assert (read.verdict, outcomes(read)[MATMUL]) == ANSWERS[outcome]
 
 
-def test_the_order_in_which_they_are_named_does_not_matter(merged):
-    read = merged(([good()], {"started_at": SECOND}), ([bad()], {"started_at": FIRST}))
+def test_runs_of_one_report_directory_are_ordered_by_their_numbers_whatever_their_clocks_were(merged):
+    """The failure came last, and the clock had gone back by two hours before it."""
+    passed = ([good()], {"started_at": THIRD, "series": "s", "number": 1})
+    failed = ([bad()], {"started_at": FIRST, "series": "s", "number": 2})
+    for runs in ((passed, failed), (failed, passed)):
+        read = merged(*runs)
+        assert (read.verdict, read.run.started_at) == ("REJECTED", THIRD)
+        assert [each.number for each in read.run.merged_from] == [1, 2]
+        assert [text.partition(" of ")[2] for _, text in read.results[0].properties] == [
+            f"{THIRD}: passed",
+            f"{FIRST}, which counts: failed: too slow",
+        ]
+        assert read.run.series == ""
+
+
+@of_each("series", ["", "s"])
+def test_where_only_clocks_order_runs_they_must_agree_with_the_order_given(merged, series):
+    first = ([good()], {"started_at": SECOND, "series": series, "number": 1})
+    second = ([bad()], {"started_at": FIRST, "series": "", "number": 2})
+    with pytest.raises(OptionError, match=r"0/journal\.jsonl"):
+        merged(first, second)
+    read = merged(second, first)
     assert read.verdict == "ACCEPTED"
-    assert [each.run_id for each in read.run.merged_from] == ["r1", "r0"]
-    assert read.run.started_at == FIRST
+    assert "clocks" in read.reason
 
 
 def test_what_a_killed_run_has_left_open_is_taken_from_the_rerun(merged):
@@ -259,22 +278,30 @@ def test_attempts_of_a_failure_are_counted_and_what_passes_twice_was_not_run_aga
     assert [name for name, _ in read.results[0].properties] == ["attempt 1", "attempt 2"]
 
 
-def test_merged_again_of_each_result_its_own_time_counts(tmp_path, merged):
-    """The merged run began first, and yet one of its results is the newest."""
-    merged(([good(), good(HBM)], {}), ([bad(started_at=THIRD)], {"started_at": THIRD}))
-    between = write(tmp_path / "x", good(started_at=SECOND), run_id="r9", started_at=SECOND, selection=True)
-    read = built(merge([load(tmp_path / "merged.jsonl"), load(between)]))
-    assert read.verdict == "REJECTED"
-    assert [each.run_id for each in read.run.merged_from] == ["r0", "r9", "r1"]
+def test_a_merged_run_is_merged_again_with_what_ran_before_or_after_it(tmp_path, merged):
+    merged(([good(), good(HBM)], {}), ([bad(started_at=SECOND)], {}))
+    after = write(tmp_path / "x", good(started_at=THIRD), run_id="r9", started_at=THIRD, selection=True)
+    read = built(merge([load(tmp_path / "merged.jsonl"), load(after)]))
+    assert read.verdict == "ACCEPTED"
+    assert [each.run_id for each in read.run.merged_from] == ["r0", "r1", "r9"]
     [result] = [result for result in read.results if result.nodeid == MATMUL]
     assert [text.removesuffix(": too slow") for _, text in result.properties] == [
         f"run r0 of {FIRST}: passed",
-        f"run r9 of {SECOND}: passed",
-        f"run r1 of {THIRD}, which counts: failed",
+        f"run r1 of {SECOND}: failed",
+        f"run r9 of {THIRD}, which counts: passed",
     ]
     assert [name for name, _ in read.properties if name.startswith("merged run")] == [
         f"merged run {number}{what}" for number in (1, 2, 3) for what in ("", " sha256")
     ]
+
+
+@of_each("place", [0, 1])
+def test_what_ran_between_merged_runs_is_refused(tmp_path, merged, place):
+    merged(([good(), good(HBM)], {}), ([bad()], {"started_at": THIRD}))
+    sources = [load(tmp_path / "merged.jsonl")]
+    sources.insert(place, load(write(tmp_path / "x", good(), run_id="r9", started_at=SECOND, selection=True)))
+    with pytest.raises(OptionError, match="r9"):
+        merge(sources)
 
 
 def test_a_run_is_merged_once(tmp_path, merged):
