@@ -14,6 +14,7 @@ from pytest_gpucluster.wording import first_line
 LONGEST_TEXT = 32_000
 """Characters of one rank's failure that travel; the beginning and the end are kept."""
 _LONGEST_SECTION = 8_000
+_INSTALLED = ("/site-packages/", "/dist-packages/", "/lib/python")
 
 
 class MergedRepr:
@@ -23,8 +24,10 @@ class MergedRepr:
         self.reprcrash = _Crash(merged.message)
         self._text, self._table = merged.text, merged.table
         own = report.longrepr
-        alone = list(merged.culprits) == [0] and not (merged.released or merged.judged) and hasattr(own, "toterminal")
-        self._own = own if alone else None
+        # Of a hang the stack from before the release is shown, not the traceback of the release.
+        hung = any(rank.get("outcome") == "hung" for rank in merged.ranks)
+        alone = list(merged.culprits) == [0] and not (merged.released or merged.judged or hung)
+        self._own = own if alone and hasattr(own, "toterminal") else None
         self._later = ""
 
     def explain(self, message: str, text: str) -> None:
@@ -81,6 +84,13 @@ def traceback_of(item: pytest.Item, when: str, error: BaseException) -> str:
         return str(item._repr_failure_py(excinfo, style=item.config.getoption("tbstyle", "auto")))
     except Exception as broken:  # an exception whose own repr raises must not hide the failure
         return f"{type(error).__name__} (its traceback cannot be shown: {type(broken).__name__})"
+
+
+def where_released(error: BaseException) -> str:
+    """Return where a rank was that was released from a wait, without what installed packages do there."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not any(part in frame.filename for part in _INSTALLED)]
+    return "".join(traceback.format_list(own)).rstrip()
 
 
 def let_go(error: BaseException) -> None:

@@ -13,7 +13,15 @@ from pytest_gpucluster import cause
 from pytest_gpucluster.agreement.merge import RankOutcome
 from pytest_gpucluster.agreement.release.python import Released
 from pytest_gpucluster.errors import HardwareFault, InconclusiveMeasurement
-from pytest_gpucluster.failure import LONGEST_TEXT, clip, sections_of, skip_reason, summary_of, traceback_of
+from pytest_gpucluster.failure import (
+    LONGEST_TEXT,
+    clip,
+    sections_of,
+    skip_reason,
+    summary_of,
+    traceback_of,
+    where_released,
+)
 from pytest_gpucluster.metrics import Measurement
 from pytest_gpucluster.wording import first_line
 
@@ -57,12 +65,12 @@ def own_outcome(run: Run, item: pytest.Item, when: str, number: int, error: Base
     cut = released is None and cause.connection_cut(error)
     if cut:
         released = run.watch.explanation(number, _EXPLAINED_SECONDS)
-    text = clip(traceback_of(item, when, error), LONGEST_TEXT)
     if isinstance(error, Released) or released is not None:
-        message = str(released or error)
+        message, text = str(released or error), where_released(error)
         return RankOutcome(
             rank=rank, outcome="released", message=first_line(message), text=text, measurements=measurements
         )
+    text = clip(traceback_of(item, when, error), LONGEST_TEXT)
     if run.rehearsal and isinstance(error, InconclusiveMeasurement):
         return RankOutcome(rank=rank, outcome="slow", message=first_line(str(error)), measurements=measurements)
     return RankOutcome(

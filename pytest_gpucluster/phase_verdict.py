@@ -83,7 +83,7 @@ class PhaseVerdict:
                     rank=rank,
                     outcome="hung",
                     message=found.message,
-                    text=f"{found.text}\n\n{outcome.text}".rstrip(),
+                    text=found.text,
                     measurements=outcome.measurements,
                 )
             elif outcome.outcome == "released" and too_slow:
@@ -93,6 +93,9 @@ class PhaseVerdict:
             run.records[item.nodeid].spent |= {rank: body["spent"] for rank, body in bodies.items() if "spent" in body}
         released = next((o.message for o in outcomes if o.outcome == "released"), "")
         merged = merge(outcomes, run.names, unfinished=released)
+        late = watch.late(number)
+        if late and any(outcome.outcome == "hung" for outcome in outcomes):  # once, whoever waited for whom
+            merged = replace(merged, text=f"{merged.text}\n\n{late[0].upper()}{late[1:]}.")
         if (merged.outcome in ("passed", "failed", "error") or merged.too_slow) and when == "call" and self._judges:
             merged = judge_merged(run, run.records[item.nodeid], merged, outcomes)
         if has_worsened:

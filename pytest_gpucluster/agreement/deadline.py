@@ -89,9 +89,10 @@ class Deadline:
             found = diagnosis.culprits(wheres, silent, missing=missing)
         # Here at once: the ranks may answer before this rank has read its own event.
         phase.culprits = found
-        reason = phase.too_slow or f"not finished within {phase.deadline_seconds:g} s"
-        if found:
-            reason += "; " + "; ".join(f"{self._names[rank]} {c.message}" for rank, c in list(found.items())[:3])
+        if phase.deadline_seconds:  # 0 where a rank was silent before it
+            phase.late = f"not finished within {phase.deadline_seconds:g} s"
+        who = "; ".join(f"{self._names[rank]} {c.message}" for rank, c in list(found.items())[:3])
+        reason = phase.too_slow or who or phase.late or "not finished"
         events.post(
             self._store,
             "release",

@@ -165,6 +165,11 @@ class Watch:
         with self._lock:
             return self._phase.too_slow if self._phase.number == number else ""
 
+    def late(self, number: int) -> str:
+        """Return which deadline a phase has missed, in words; else nothing (rank 0's watcher knows)."""
+        with self._lock:
+            return self._phase.late if self._phase.number == number else ""
+
     def unreleasable(self, number: int) -> bool:
         """Tell whether a rank could not be released in a phase: the run cannot go on."""
         with self._lock:

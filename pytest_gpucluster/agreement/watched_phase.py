@@ -28,6 +28,8 @@ class WatchedPhase:
     culprits: dict[int, Culprit] = field(default_factory=dict)
     too_slow: str = ""
     """Why it is only slow, in a rehearsal: nobody is to blame. Rank 0 knows."""
+    late: str = ""
+    """Which deadline it has missed, in words. Rank 0 knows."""
     stuck: bool = False
     """A rank could not be released from it."""
 

@@ -57,6 +57,14 @@ def test_where_the_culprit_hangs_is_in_the_report(run):
     assert "waits in barrier #" in body
 
 
+def test_a_hang_has_one_deadline_and_no_source_of_torch(run):
+    for fault in EXPECTED:
+        said = run.verdicts[f"test_{fault}"] + run.body(f"test_{fault}")
+        assert re.findall(r"within (\S+) s", said) == [f"{DEADLINE:g}"], fault
+        assert "_rank_not_in_group" not in said, "torch's code"
+        assert "closed by peer" not in said, "how the release looks from inside"
+
+
 def test_who_only_waited_is_listed_and_not_blamed(run):
     results = {result.nodeid.rpartition("::test_")[2]: result for result in run.journal.results}
     for fault in set(EXPECTED) - {"setup", "teardown", "everywhere", "loop", "another_collective"}:
