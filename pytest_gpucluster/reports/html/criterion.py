@@ -83,8 +83,9 @@ class Details:
     more_links: str
 
 
-def headline_of(judged: JudgedMetric, places: dict[int, RankPlace]) -> Headline:
-    """Return a measurement beside its limit."""
+def headline_of(judged: JudgedMetric, places: dict[int, RankPlace], *, outcome: str = "passed") -> Headline:
+    """Return a measurement beside its limit. In the row of a test that failed by something else it has no bar."""
+    explains = outcome == "passed" or judged.status in ("failed", "error")
     return Headline(
         metric=word(metric_name(judged)),
         value=value_text(judged),
@@ -92,7 +93,7 @@ def headline_of(judged: JudgedMetric, places: dict[int, RankPlace]) -> Headline:
         margin=margin_text(judged),
         margin_key=judged.margin,
         who=who(judged.worst_rank, places),
-        bar=limit_bar(judged),
+        bar=limit_bar(judged) if explains else Markup(""),
     )
 
 
@@ -106,7 +107,7 @@ def summary(row: Row, number: int, places: dict[int, RankPlace]) -> Summary:
         criterion=word(row.criterion or ""),
         nodeid=word(row.nodeid),
         why=line(row.why or _reservation(result)),
-        headline=None if row.headline is None else headline_of(row.headline, places),
+        headline=None if row.headline is None else headline_of(row.headline, places, outcome=row.outcome),
         seconds="" if result is None else duration(result.duration_seconds),
         seconds_key=-1.0 if result is None else result.duration_seconds,
         attempts=1 if result is None else result.attempts,
