@@ -96,8 +96,8 @@ def judge(
     statuses = {item.status for item in judged}
     outcome: Outcome = "failed" if "failed" in statuses else "error" if "error" in statuses else "passed"
     decisive = [item for item in judged if item.status == outcome] if outcome != "passed" else []
-    # The largest miss speaks for all of them.
-    decisive.sort(key=lambda item: 0.0 if item.margin is None else item.margin)
+    # What explains the others speaks for all of them; of those, the largest miss.
+    decisive.sort(key=lambda item: (metrics.cause_order(item.metric), 0.0 if item.margin is None else item.margin))
     told = decisive + [item for item in judged if item.status == "error" and outcome == "failed"]
     return Judgement(
         outcome=outcome,

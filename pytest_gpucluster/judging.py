@@ -12,7 +12,7 @@ from pytest_gpucluster.errors import MeasurementError
 from pytest_gpucluster.explained_limits import demand
 from pytest_gpucluster.judge import judge
 from pytest_gpucluster.judged import Judgement
-from pytest_gpucluster.metrics import Measurement
+from pytest_gpucluster.metrics import Measurement, cause_order
 from pytest_gpucluster.record import TestRecord, unique
 from pytest_gpucluster.reports.text import measurement_table
 from pytest_gpucluster.wording import first_line
@@ -79,7 +79,7 @@ def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequenc
     if merged.outcome == "error" and judgement.outcome != "failed":
         return merged
     missed: dict[int, str] = {}
-    for judged in judgement.measurements:
+    for judged in sorted(judgement.measurements, key=lambda each: cause_order(each.metric)):
         for rank, what in judged.misses.items():
             missed.setdefault(rank, what)
     return Merged(

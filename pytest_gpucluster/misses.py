@@ -71,13 +71,23 @@ def misses(
             by_rank = {rank: f"{text[rank]}: {why[rank]}" if why[rank] else text[rank] for rank in ranks}
             yield Miss(text=text[ranks[0]], why=why[ranks[0]], by_rank=by_rank, inconclusive=inconclusive)
 
-    plain = {rank: by for rank, m in of.items() if (by := _margin(m.value, m.value, limit)) is not None and by < 0}
-    yield from miss(plain, {rank: f"{metric.name} {_beyond(metric, of[rank].value, limit)}" for rank in plain})
-
     if limit.expect_transport is not None and transport is not None and transport not in limit.expect_transport:
         expected = " or ".join(limit.expect_transport)
         why = next((str(m.telemetry["transport"]) for m in of.values() if m.telemetry.get("transport")), "")
-        yield Miss(text=f"{metric.name}: {transport} carries it, expected is {expected}", why=why)
+        carried = Miss(text=f"{metric.name}: {transport} carries it, expected is {expected}", why=why)
+    else:
+        carried = None
+
+    plain = {rank: by for rank, m in of.items() if (by := _margin(m.value, m.value, limit)) is not None and by < 0}
+    low = {rank: f"{metric.name} {_beyond(metric, of[rank].value, limit)}" for rank in plain}
+    if carried is not None:
+        yield carried
+    if carried is not None and len(plain) == len(of):  # what all of them share explains it, and no rank of its own
+        said.update(low)
+        if plain:
+            yield Miss(text=low[min(plain, key=plain.__getitem__)])
+    else:
+        yield from miss(plain, low)
 
     unsure = {
         rank: by for rank, m in of.items() if rank not in said and (by := margin(m, limit)) is not None and by < 0

@@ -108,7 +108,8 @@ class PhaseVerdict:
             verdict["dirty"] = True
         if any(body.get("nvls") for body in bodies.values()):
             verdict |= {"dirty": True, "nvls": True}
-        if merged.culprits and all(bodies[rank].get("expected") for rank in merged.culprits):
+        blamed = bodies if merged.shared else merged.culprits
+        if blamed and all(bodies[rank].get("expected") for rank in blamed):
             verdict["expected"] = True
         if when == "call" and not verdict.keys() & {"expected", "nvls"} and stop is None:
             verdict |= self._searched_after(item, merged, bodies, outcomes)

@@ -69,6 +69,8 @@ def test_each_fault_fails_by_the_measurement_that_is_there_for_it(run, fault, mi
     assert found.outcome == "failed"
     assert failing(found) >= missed
     assert "lora.finite_steps" not in failing(found)
+    if "lora.gradient_error" in missed:
+        assert found.message.startswith("lora.gradient_error ")
 
 
 @pytest.mark.parametrize("fault", ["bit", "base"])

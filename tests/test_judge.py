@@ -139,6 +139,21 @@ def test_the_largest_miss_speaks_for_several() -> None:
     assert verdict.text.count("[limit: ") == 3
 
 
+def test_the_miss_that_explains_the_others_speaks_for_them_however_far_they_miss() -> None:
+    names = ("lora.tokens_per_second", "lora.resume_error", "lora.loss_error", "lora.gradient_error")
+    units = ("tokens/s", "ratio", "ratio", "ratio")
+    labels = {"model": "tiny", "precision": "fp32"}
+    each = [
+        measurement(name, value, unit=unit, labels=labels)
+        for name, unit, value in zip(names, units, (1.0, 9e9, 9e3, 9.0), strict=True)
+    ]
+    verdict = hold(dict.fromkeys(range(8), each))
+    missed = [judged for judged in verdict.measurements if judged.status == "failed"]
+    assert {judged.metric for judged in missed} >= set(names[1:])
+    assert min(missed, key=lambda judged: judged.margin or 0.0).metric == "lora.resume_error"
+    assert verdict.message.startswith("lora.gradient_error ")
+
+
 # Too fast to be true ---------------------------------------------------------------------------------------------
 
 

@@ -73,6 +73,8 @@ class Merged:
     """Ranks may have been left in different places: the process group must be made anew."""
     table: str = ""
     """What was measured, for the terminal; reports make their own from the journal."""
+    shared: bool = False
+    """All ranks broke in the same way: the cause is outside of each of them."""
     too_slow: bool = False
     """It is skipped because this machine is too slow for a rehearsal."""
     judged: bool = False
@@ -118,7 +120,8 @@ def merge(outcomes: Sequence[RankOutcome], names: Mapping[int, str], *, unfinish
     first = bad[0]
     same = [o.rank for o in bad if (o.outcome, o.message) == (first.outcome, first.message)]
     others = len(bad) - len(same)
-    who = names[first.rank] if len(same) == 1 else rank_ranges(same)
+    shared = len(same) == len(outcomes) > 1 and first.outcome == "error"
+    who = names[first.rank] if len(same) == 1 else f"all {len(same)} ranks" if shared else rank_ranges(same)
     # What says of a rank that it is lost begins with its name already.
     message = first.message if first.message.startswith(who) else f"{who}: {first.message}"
     message += f" (and {others} more failing)" if others else ""
@@ -129,10 +132,12 @@ def merge(outcomes: Sequence[RankOutcome], names: Mapping[int, str], *, unfinish
         outcome="failed" if any(o.outcome == "failed" for o in bad) else "error",
         message=first_line(message),
         text="\n\n".join(parts),
-        culprits=sorted(o.rank for o in bad),
+        # What breaks all of them alike, such as a missing library, is no rank's own.
+        culprits=[] if shared else sorted(o.rank for o in bad),
         released=released,
         ranks=ranks,
         dirty=True,
+        shared=shared,
     )
 
 

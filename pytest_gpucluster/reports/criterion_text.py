@@ -92,7 +92,7 @@ def culprit_text(row: Row, journal: Journal | None) -> str:
     result, judged = row.result, row.headline
     if result is None or judged is None or judged.status not in ("failed", "error") or judged.worst_rank is None:
         return row.why
-    if not row.why.startswith(judged.metric):
+    if not row.why.startswith(judged.metric) or (judged.status == "failed" and not result.culprits):
         return row.why
     worst, others = judged.worst_rank, [rank for rank in result.culprits if rank != judged.worst_rank]
     who = f"rank {worst}" if journal is None else rank_name(journal, worst)

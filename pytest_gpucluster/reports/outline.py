@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from pytest_gpucluster.journal import Journal, JudgedMetric, TestResult
-from pytest_gpucluster.metrics import METRICS
+from pytest_gpucluster.metrics import METRICS, cause_order
 from pytest_gpucluster.wording import first_line
 
 RUNNING, NOT_RUN, IN_PROGRESS = "running", "not run", "in progress"
@@ -177,14 +177,16 @@ def row_of(result: TestResult, *, required: Collection[str] = ()) -> Row:
 def headline(measurements: Iterable[JudgedMetric]) -> JudgedMetric | None:
     """Return the measurement that stands for all of a test; None where there is none.
 
-    One that was missed, by the most; else one that could not be judged; else the one that kept its limit by the least,
-    as many times as it is better; else the first that was recorded. What cannot be better (``is_whole``) stands for a
-    test only where nothing else is.
+    One that was missed: that which explains the others (``cause_order``), of several the one that missed by the most;
+    else one that could not be judged; else the one that kept its limit by the least, as many times as it is better;
+    else the first that was recorded. What cannot be better (``is_whole``) stands for a test only where nothing else is.
     """
     told = list(measurements)
 
-    def rank(judged: JudgedMetric) -> tuple[int, bool, float]:
-        return _OF_STATUS.get(judged.status, 1), judged.status == "passed" and is_whole(judged), _margin(judged)
+    def rank(judged: JudgedMetric) -> tuple[int, int, float]:
+        kept = judged.status in ("passed", "recorded")
+        order = int(judged.status == "passed" and is_whole(judged)) if kept else cause_order(judged.metric)
+        return _OF_STATUS.get(judged.status, 1), order, _margin(judged)
 
     return min(told, key=rank, default=None)
 

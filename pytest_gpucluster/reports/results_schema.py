@@ -227,7 +227,8 @@ def _test() -> Schema:
         headline={
             "type": ["integer", "null"],
             "minimum": 0,
-            "description": "Which of its measurements decides: the worst missed, else the one with the least margin.",
+            "description": "Which of its measurements decides: the miss that explains the others, "
+            "else the one with the least margin.",
         },
         measurements=_list("All that it has measured.", _measurement()),
         ranks=_list(

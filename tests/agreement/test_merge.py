@@ -87,6 +87,19 @@ def test_a_failure_that_all_share_is_told_once() -> None:
     assert merged.text == "ranks 0-7 (first: rank 0 (gpu-00)): failed\nTraceback of boom"
 
 
+def test_what_breaks_all_ranks_alike_is_no_ranks_own() -> None:
+    ranks = [outcome(rank, "error", "ModuleNotFoundError: No module named 'x'", "Traceback") for rank in range(8)]
+    merged = merge(ranks, NAMES)
+    assert (merged.outcome, merged.message.startswith("all 8 ranks: ")) == ("error", True)
+    assert (merged.culprits, merged.shared, merged.dirty, merged.text.count("Traceback")) == ([], True, True, 1)
+    for others in (ranks[:1], [*ranks[:7], outcome(7, "passed")], [*ranks[:7], outcome(7, "error", "another")]):
+        merged = merge(others, NAMES)
+        assert (list(merged.culprits), merged.shared) == (
+            [each.rank for each in others if each.outcome == "error"],
+            False,
+        )
+
+
 def test_different_failures_keep_a_section_each_with_the_name_of_the_rank() -> None:
     merged = merge([outcome(0, "failed", "a", "text a"), outcome(1, "failed", "b", "text b")], NAMES)
     assert merged.text == "rank 0 (gpu-00): failed\ntext a\n\nrank 1 (gpu-01): failed\ntext b"

@@ -31,6 +31,15 @@ HEADLINES: dict[str, tuple[list[JudgedMetric], str | None]] = {
         [judged("a", status="failed", margin=-0.1), judged("b", status="failed", margin=-0.3)],
         "b",
     ),
+    "the miss that explains the others, however far they miss": (
+        [
+            judged("lora.resume_error", status="failed", margin=-90.0),
+            judged("lora.loss_error", status="failed", margin=-3.0),
+            judged("lora.gradient_error", status="failed", margin=-2.0),
+            judged("lora.tokens_per_second", status="failed", margin=-99.0),
+        ],
+        "lora.gradient_error",
+    ),
     "what was not judged": ([judged("a", margin=0.01), judged("b", status="error", margin=None)], "b"),
     "recorded comes last": ([judged("a", status="recorded", limit=None, margin=None), judged("b")], "b"),
     "what cannot be better tells nothing": ([VERIFIED, judged("b", margin=3.0)], "b"),
