@@ -164,6 +164,6 @@ def test_a_hang_and_a_value_below_its_limit_are_no_slowness(tmp_path):
     run = torchrun(tmp_path, SUITE, "-m", "hangs", deadline=60.0, ini=INI)
     assert run.verdicts["test_hangs"].startswith(f"error: {RANK_1}: hangs at test_it.py:")
     assert run.verdicts["test_hangs_while_a_thread_spins"].startswith("error: ranks 0-1: hangs at test_it.py:")
-    assert run.verdicts["test_inconclusive_and_broken"].startswith("error: ranks 0-1: OSError: ")
+    assert run.verdicts["test_inconclusive_and_broken"].startswith("error: all 2 ranks: OSError: ")
     assert run.verdicts["test_below_the_limit"].startswith("failure: ")
     assert run.end == ("REJECTED", 1, "rank 0")
