@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 _OF_THE_CACHE = ("lf", "failedfirst", "newfirst", "stepwise", "stepwise_skip", "stepwise_reset", "cacheclear")
 """Options that choose or order tests by what an earlier run left in this rank's cache: rank 0's cache decides."""
 
+_REPORTS = ("allure_report_dir", "htmlpath", "report_log", "json_report")
+"""Options of allure-pytest, pytest-html, pytest-reportlog and pytest-json-report that ask for a report: rank 0, whose
+outcomes are those that all ranks agreed on, writes the only one."""
 
 _ALL = ""
 """In place of the name of what cannot be collected: everything was, and it cannot be run."""
@@ -68,9 +71,9 @@ class Session:
         """The tests were collected, and cannot be run as they are."""
         self._finished = False
         if run.rank != 0:  # rank 0's cache alone chooses and orders tests, and nobody else clears it
-            for name in _OF_THE_CACHE:
+            for name in (*_OF_THE_CACHE, *_REPORTS):
                 if getattr(config.option, name, False):
-                    setattr(config.option, name, False)
+                    setattr(config.option, name, None if name in _REPORTS else False)
 
     # ---- before the first test -------------------------------------------------------------------------------
 

@@ -120,3 +120,25 @@ def test_no_atexit_handler_and_no_plugin_changes_the_exit_code(project: Project)
     )
     left = project.run_apart()
     assert (left.exit, left.end) == (1, ("REJECTED", 1)), left.output
+
+
+_EXIT_CODE = """
+    import pytest
+
+    def pytest_addoption(parser):
+        parser.addoption("--suppress", type=int)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(session, exitstatus):
+        # As pytest-custom-exit-code does.
+        if exitstatus == session.config.getoption("--suppress"):
+            session.exitstatus = 0
+"""
+
+
+@pytest.mark.parametrize(("test", "code"), [("def test_it(): assert False", 1), ("", 5)], ids=["failed", "no test"])
+def test_a_plugin_that_suppresses_an_exit_code_does_not(project: Project, test: str, code: int):
+    project.suite(test or "# nothing here", conftest=_EXIT_CODE)
+    left = project.run(f"--suppress={code}")
+    assert left.exit == code, left.output
+    assert left.end[1] == code

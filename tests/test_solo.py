@@ -809,6 +809,7 @@ def test_an_option_by_which_no_test_would_run_here_is_a_usage_error(project: Pro
 _ELSEWHERE = """
 import pytest
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item, nextitem):
     # As pytest-forked does: the body runs in another process, and here its reports are logged.
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
