@@ -30,7 +30,7 @@ from pytest_gpucluster.metrics import register
 from pytest_gpucluster.record import now
 from pytest_gpucluster.recorder import Recorder
 from pytest_gpucluster.run import Run, name_of_rank
-from pytest_gpucluster.start_notes import START, Start
+from pytest_gpucluster.start_notes import JOINING, START, Start
 from pytest_gpucluster.telemetry import INTERVAL_SECONDS
 from pytest_gpucluster.training_inputs import TrainingInputs
 from pytest_gpucluster.wording import first_line, rank_ranges
@@ -56,8 +56,9 @@ class Opening:
         """
         self._refuse_restart()
         if self._start is not None:
-            self._start.enter("joining the run")
-            self._start.report = self._report_lost
+            self._start.enter(JOINING)
+            if self._run.rank == 0:
+                self._start.report = self._report_lost
         problem = self._prepare()
         if self._run.facts.world_size == 1 and problem is not None:
             self._refuse(problem)
@@ -195,7 +196,7 @@ class Opening:
             me,
             timeout_seconds=self._run.timeouts.join,
             check=self._check,
-            is_hopeless=lambda: bool(self._lost()[0]),
+            is_hopeless=self._is_hopeless,
             shared={
                 "recorder_pid": recorder_pid,
                 "recorder_started": None if recorder_pid is None else vitals.start_time(recorder_pid),
@@ -361,6 +362,12 @@ class Opening:
             return self._foreign_baseline(who)
         text = "\n".join(problem.text for problem in found)
         return Refusal(message=first_line(found[0].text), text=text, exit=max(problem.exit for problem in found))
+
+    def _is_hopeless(self) -> bool:
+        """Tell whether a rank whose report, or word, is awaited has ended before it could give it."""
+        if self._run.rank == 0:
+            return bool(self._lost()[0])
+        return self._start is not None and self._start.rank_0_is_lost()
 
     def _lost(self) -> tuple[str, str]:
         """Return which ranks of this node have failed before they reported: in one line, and in full."""

@@ -91,6 +91,10 @@ def replace_earlier(asked: argparse.Namespace, environ: Mapping[str, str] = os.e
 
     Rank 0 only, before any conftest is loaded. Arguments as of :func:`replace_report`.
     """
+    # A run that torchrun starts again has its verdict, and its report stands.
+    not_the_first = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "TORCHELASTIC_RESTART_COUNT")
+    if any(environ.get(name, "0") != "0" for name in not_the_first):
+        return
     text = "pytest ended before the run began, by a conftest or an option; its output says why"
     replace_report(asked, problem_line(message=text, text=text, exit=4), 4, only_earlier=True, environ=environ)
 
@@ -105,8 +109,8 @@ def replace_report(
 ) -> None:
     """Put the reason why there is no run into the JUnit file that was asked for.
 
-    The file of a run that is alive stays. So does what is no report: the option may name, by mistake, what the run is
-    to read.
+    One rank only. The file of a run that is alive stays. So does what is no report: the option may name, by mistake,
+    what the run is to read.
 
     Args:
         asked: the options that are known before any conftest is loaded.
@@ -116,11 +120,8 @@ def replace_report(
         environ: this process's variables.
     """
     path = getattr(asked, "xmlpath", None)
-    # A run that torchrun starts again has its verdict, and its report stands.
-    not_the_first = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "TORCHELASTIC_RESTART_COUNT")
-    other_rank = any(environ.get(name, "0") != "0" for name in not_the_first)
     no_run = any(getattr(asked, name, False) for name in (*LISTING, "help", "version"))
-    if not path or other_rank or no_run or "PYTEST_XDIST_WORKER" in environ:
+    if not path or no_run or "PYTEST_XDIST_WORKER" in environ:
         return
     file = asked_path(path)
     claimed = claim(file) if _is_report(file) or not (only_earlier or file.exists()) else None

@@ -32,7 +32,9 @@ _FILE_NAME = "gpucluster-start.json"
 _RANK_0_SECONDS = 5.0
 _LOOK_SECONDS = 0.02
 Report = Callable[[str, str], None]
-"""Records the failure of a start: its message in one line, and the whole text. Rank 0 only."""
+"""Records the failure of a start: its message in one line, and the whole text. One rank only."""
+JOINING = "joining the run"
+"""The phase from which on rank 0 has a recorder, which outlives it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +91,7 @@ class Start:
         self._write()
 
     def failed(self, error: BaseException) -> None:
-        """Note why this rank fails; rank 0 reports it."""
+        """Note why this rank fails. Rank 0 reports it; where that has ended, the first rank of its node that lives."""
         if self._is_over or self._note.error:
             return
         kind = type(error).__name__
@@ -111,10 +113,22 @@ class Start:
 
     def failures(self) -> tuple[str, str]:
         """Return which ranks of this node have failed by now: in one line, and with tracebacks; "" if none has."""
-        notes = filter(None, map(_read, self._file.parent.parent.glob(f"*/{_FILE_NAME}")))
-        failed = [(note.failure(), note.text) for note in sorted(notes, key=lambda note: note.rank)]
+        failed = [(note.failure(), note.text) for note in self._notes()]
         lines = [line for line, _ in failed if line]
         return first_line("; ".join(lines)), "\n\n".join([*lines, *(text for _, text in failed if text)])
+
+    def rank_0_is_lost(self) -> bool:
+        """Tell whether rank 0, on this node, has ended before it had a recorder, and without a word of its own.
+
+        The first rank of the node that lives reports it then.
+        """
+        notes = self._notes()
+        lost = bool(notes) and notes[0].rank == 0 and notes[0].phase != JOINING and not notes[0].error
+        if not lost or not notes[0].failure():
+            return False
+        if next((note.rank for note in notes if not note.failure()), None) == self._note.rank:
+            self._tell()
+        return True
 
     def over(self) -> None:
         """The run itself watches from now on: SIGTERM is what it was before."""
@@ -127,9 +141,18 @@ class Start:
         while is_here and time.monotonic() < until and not (self._file.parent.parent / "0" / _FILE_NAME).exists():
             time.sleep(_LOOK_SECONDS)
 
+    def _notes(self) -> list[StartNote]:
+        """Return those of this node, in the order of the ranks."""
+        notes = filter(None, map(_read, self._file.parent.parent.glob(f"*/{_FILE_NAME}")))
+        return sorted(notes, key=lambda note: note.rank)
+
     def _report(self) -> None:
-        if self._note.rank != 0:
-            return
+        if self._note.rank == 0:
+            self._tell()
+        else:
+            self.rank_0_is_lost()
+
+    def _tell(self) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the report is written
         message, text = self.failures()
         message = message or f"ended by SIGTERM on {self._note.host} while {self._note.phase}"

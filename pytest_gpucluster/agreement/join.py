@@ -58,12 +58,12 @@ def join(
     """Report this rank and wait for rank 0's word. Every rank must call this.
 
     ``check`` runs on rank 0 only, with whatever ranks have reported by the deadline; or before it, if ``is_hopeless``
-    finds that a rank will never report.
+    finds that a rank will never report. On the other ranks it finds that rank 0 will never answer.
 
     Raises:
         Refused: the ranks do not suit; it is the same on every rank.
         LaunchError: another process has reported as this rank.
-        StoreError: rank 0 gave no word in time, or the store has gone.
+        StoreError: rank 0 gave no word in time, or has ended, or the store has gone.
     """
     try:
         return _report(store, facts, me, timeout_seconds, check, shared, is_hopeless)
@@ -104,7 +104,12 @@ def _report(
             raise Refused(refusal)
         return Joined(hosts=hosts, who=who, shared=shared)
     deadline = time.monotonic() + timeout_seconds + _VERDICT_MARGIN_SECONDS
+    next_look = time.monotonic() + _LOOK_SECONDS
     while not store.check(["join"]):
+        if time.monotonic() >= next_look:
+            next_look = time.monotonic() + _LOOK_SECONDS
+            if is_hopeless():
+                raise StoreError(f"{facts}: rank 0 has ended before it called the roll; see its output")
         try:
             store.wait(["join"], timedelta(seconds=_STEP_SECONDS))  # in steps, so that SIGTERM is heard meanwhile
         except RuntimeError as error:  # not in this step; or the store is gone, as the next check finds

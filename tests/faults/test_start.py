@@ -49,6 +49,17 @@ def test_the_rank_that_failed_is_named_with_its_error(tmp_path, fault):
     assert run.files_left == []
 
 
+@pytest.mark.parametrize("code", ["os.kill(os.getpid(), 9)", "os._exit(0)"])
+def test_where_rank_0_has_ended_the_next_rank_reports_it(tmp_path, code):
+    conftest = f"import os, time\nif os.environ['RANK'] == '0':\n    time.sleep(1)\n    {code}\n"
+    run = torchrun(tmp_path, {"conftest.py": conftest, "test_it.py": "def test(): pass"}, ranks=3)
+    [message] = [verdict for verdict in run.verdicts.values() if verdict.startswith("error: ")]
+    assert re.search(rf"rank 0 {ENDED}", message), run.output
+    assert "rank 1" not in message
+    assert run.exits == [1]
+    assert (run.left_over, run.files_left) == ([], [])
+
+
 def note(**more) -> StartNote:
     return StartNote(**{"rank": 1, "host": "node-a", "pid": 1, "started": start_time(1), **more})
 
