@@ -38,6 +38,8 @@ VARIABLES = {
     " launcher ([run.md](run.md)); `gpucluster run` sets it",
     "GPUCLUSTER_CHILD_JOB": "marks the processes of the training that `failure_propagation` starts and lets die; never"
     " to be set",
+    "GPUCLUSTER_NVLS_SWITCHED_OFF": "marks a process that has set `NCCL_NVLS_ENABLE=0` itself, after NVLS had failed;"
+    " never to be set",
 }
 """Variables of this project that are no options. A test holds them against those that the code names."""
 

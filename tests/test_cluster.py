@@ -273,6 +273,7 @@ def test_torch_keeps_a_subgroup_in_the_register_that_an_abort_goes_through():
 # ---- gloo, for real ------------------------------------------------------------------------------------------------
 
 SUITE = """
+import os
 import time
 import pytest
 import torch
@@ -320,6 +321,17 @@ def test_hang_before_a_subgroup_is_made(cluster):
 def test_after_hang_before_a_subgroup_is_made(cluster):
     assert total(cluster.subgroups(2)) == [1, 1, 5, 5][RANK]
     meet(cluster, "making")
+
+def test_nvls_fails_on_one_rank(cluster):
+    cluster.barrier()
+    if RANK == 2:
+        raise RuntimeError("NCCL error\\nFailed to bind NVLink SHARP (NVLS) Multicast memory of size 1")
+    cluster.barrier()
+
+def test_nvls_is_off_on_all_ranks(cluster):
+    assert cluster.nvls_off and os.environ["NCCL_NVLS_ENABLE"] == "0"
+    cluster.barrier()
+    assert cluster.labels == {"nvls": "switched off"}
 """
 
 
@@ -347,6 +359,11 @@ def test_a_rank_that_hangs_holds_up_its_subgroup_only_until_the_deadline_and_the
     assert run.verdicts[f"test_{fault}"].startswith(f"error: rank {victim} (node-a): hangs at test_groups.py:")
     assert run.verdicts[f"test_after_{fault}"] == "passed"
     assert run.left_over == []
+
+
+def test_nvls_that_fails_on_one_rank_is_switched_off_on_all(run):
+    assert run.verdicts["test_nvls_fails_on_one_rank"].startswith("error: rank 2 (node-a): NvlsFailed: ")
+    assert run.verdicts["test_nvls_is_off_on_all_ranks"] == "passed"
 
 
 def test_some_ranks_are_a_world_of_their_own_with_its_own_keys_and_the_same_gpu(nccl, monkeypatch):
