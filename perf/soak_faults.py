@@ -21,6 +21,8 @@ TESTS = ("test_plain", "test_matmul", "test_all_reduce", "test_meeting")
 MOMENTS = ("set-up", "before", "inside", "after", "teardown")
 _COLLECTIVE = "test_all_reduce"
 _MEASURED = ("test_matmul", _COLLECTIVE)
+START = "rank lost"
+"""What the report calls a rank that fails before the roll call: then there are no tests."""
 """Only these have an inside: the k-th product, or sum, of the benchmark."""
 
 KINDS: Mapping[str, Sequence[str]] = {
@@ -31,6 +33,7 @@ KINDS: Mapping[str, Sequence[str]] = {
     "hang": ("wait", "lock", "loop", "absent", "other_collective", "hang_in_c", "hold_the_gil"),
     "garbage": ("print_garbage", "raise_garbage"),
     "disk": ("fill_disk", "fill_disk_for_a_while"),
+    "start": ("end_at_start", "end_with_0_at_start", "raise_at_start"),
     "unnoticed": ("drop_test", "leave_out_test", "change_exit", "exit_with_0"),
 }
 """Kind -> faults of it, by the name of the function that makes it: in soak_suite/planting.py, or in one_fault.py of
@@ -118,7 +121,7 @@ def draw(seed: int, number: int, kinds: Sequence[str] = tuple(KINDS)) -> Plan:
     kind = order[place]
     fault = random.choice(KINDS[kind])
     tests = TESTS[:-1] if fault == "fill_disk_for_a_while" else TESTS  # the next test makes room again
-    tests = (_COLLECTIVE,) if fault == "loop" else tests
+    tests = (_COLLECTIVE,) if fault == "loop" else (START,) if kind == "start" else tests
     test = random.choice(tests)
     return Plan(
         kind=kind,
@@ -133,6 +136,8 @@ def draw(seed: int, number: int, kinds: Sequence[str] = tuple(KINDS)) -> Plan:
 
 
 def _moments(fault: str, test: str) -> tuple[str, ...]:
+    if test == START:
+        return ("in the conftest",)
     if fault in _AROUND_TESTS:
         return ("before",)
     if fault in _OF_COLLECTIVES:
@@ -157,6 +162,9 @@ def expected(plan: Plan) -> Expected:
     if plan.fault == "leave_out_test":
         # The ranks differ where this test begins or, after the last one, at the end of the session.
         return Expected(verdict="BROKEN", exit=11, outcome="error", says=("out of step",), ends_the_run=True)
+    if plan.kind == "start":
+        how = "RuntimeError: planted" if plan.fault == "raise_at_start" else "ended without a message"
+        return Expected(verdict="BROKEN", exit=11, outcome="error", says=(culprit, how), ends_the_run=True)
     if plan.fault in _FATAL:
         return Expected(verdict="BROKEN", exit=11, outcome="error", says=(culprit,), ends_the_run=True)
     if plan.kind == "hang":
@@ -177,4 +185,4 @@ def expected(plan: Plan) -> Expected:
 
 def after(test: str) -> tuple[str, ...]:
     """Return the tests that come after one."""
-    return TESTS[TESTS.index(test) + 1 :]
+    return () if test == START else TESTS[TESTS.index(test) + 1 :]

@@ -178,10 +178,12 @@ def _wrong_with_reports(found: Round, run: torchrun.Run, promised: list[str]) ->
     if code != allowed:
         yield f"{plan.launcher} ended with {code}, not {allowed}"
     # A rank 0 that is gone says nothing more.
-    if f"{must.verdict} (a REHEARSAL" not in run.output and not (plan.victim == 0 and must.ends_the_run):
+    speaks = plan.kind != "start" and not (plan.victim == 0 and must.ends_the_run)
+    if f"{must.verdict} (a REHEARSAL" not in run.output and speaks:
         yield f"the terminal does not say {must.verdict}"
     folder = root if plan.fault == "fill_disk" else root / "reports" / "latest"
-    yield from _wrong_with_folder(plan, folder)
+    if plan.kind != "start":  # of the launch alone: it may have no journal
+        yield from _wrong_with_folder(plan, folder)
     since = run.find_stamp("fault", plan.victim)
     if since is not None and found.ended_at:
         late = found.ended_at - since.at - plan.deadline_seconds * (plan.kind != "kill")
@@ -218,6 +220,10 @@ def _wrong_with_junit(found: Round, run: torchrun.Run) -> Iterator[str]:
     if not found.is_named:
         yield f"{plan.test} should be {must.outcome} {' '.join(must.says)}, and is {struck}"
     for name in TESTS:
+        if plan.kind == "start":
+            if name in said:
+                yield f"{name} should not be in the report, and is {said[name]!r}"
+            continue
         if name == plan.test:
             continue
         should = "skipped: not run: " if must.ends_the_run and name in after(plan.test) else "passed"

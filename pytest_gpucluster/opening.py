@@ -30,7 +30,7 @@ from pytest_gpucluster.metrics import register
 from pytest_gpucluster.record import now
 from pytest_gpucluster.recorder import Recorder
 from pytest_gpucluster.run import Run, name_of_rank
-from pytest_gpucluster.start_notes import JOINING, START, Start
+from pytest_gpucluster.start_notes import JOINING, LOST, START, Start
 from pytest_gpucluster.telemetry import INTERVAL_SECONDS
 from pytest_gpucluster.training_inputs import TrainingInputs
 from pytest_gpucluster.wording import first_line, rank_ranges
@@ -383,11 +383,12 @@ class Opening:
     def _report_lost(self, message: str, text: str) -> None:
         """Rank 0 ends, because a rank has failed before the roll call."""
         if self._run.verdict is None:
-            self._put_on_record(Refusal(message=message, text=text, exit=11), name="rank lost")
+            self._put_on_record(Refusal(message=message, text=text, exit=11))
 
-    def _put_on_record(self, refusal: Refusal, name: str = "") -> None:
+    def _put_on_record(self, refusal: Refusal) -> None:
         if self._start is not None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, while the report is being written
+        name = LOST if self._lost()[0] else ""
         problem = refused.problem_line(message=refusal.message, text=refusal.text, exit=refusal.exit, name=name)
         self._run.send(problem)
         self._run.verdict = verdict.Verdict(word=verdict.BROKEN, exit=refusal.exit, reason=refusal.message)

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -33,6 +34,8 @@ _RANK_0_SECONDS = 5.0
 _LOOK_SECONDS = 0.02
 Report = Callable[[str, str], None]
 """Records the failure of a start: its message in one line, and the whole text. One rank only."""
+LOST = "rank lost"
+"""The name of the problem in reports."""
 JOINING = "joining the run"
 """The phase from which on rank 0 has a recorder, which outlives it."""
 
@@ -182,19 +185,32 @@ def begun(config: pytest.Config) -> Iterator[None]:
     Only where torchrun has started this process as a rank, and for the first time.
     """
 
-    def report(message: str, text: str) -> None:
-        from pytest_gpucluster import refused
-
-        problem = refused.problem_line(message=message, text=text, exit=11, name="rank lost")
-        refused.replace_report(config.known_args_namespace, problem, 11, only_earlier=False)
-
     file = _file_of_this_rank()
     if file is None:
         yield
         return
     host = os.environ.get("GPUCLUSTER_HOSTNAME") or socket.gethostname()
-    pid = os.getpid()
-    start = Start(file, StartNote(rank=int(os.environ["RANK"]), host=host, pid=pid, started=start_time(pid)), report)
+    rank, pid = int(os.environ["RANK"]), os.getpid()
+
+    def report(message: str, text: str) -> None:
+        from pytest_gpucluster import exit_note, refused, verdict
+
+        problem = refused.problem_line(message=message, text=text, exit=11, name=LOST)
+        refused.replace_report(config.known_args_namespace, problem, 11, only_earlier=False)
+        last = exit_note.ExitNote(
+            rank=rank,
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            launcher=os.getppid(),
+            word=verdict.BROKEN,
+            exit=11,
+            reason=message,
+            rehearsal=False,
+            host=host,
+        )
+        if wrong := exit_note.leave(os.environ, last):
+            print(f"ERROR: {wrong}", file=sys.stderr)
+
+    start = Start(file, StartNote(rank=rank, host=host, pid=pid, started=start_time(pid)), report)
     config.pluginmanager.register(start, START)
     try:
         yield

@@ -3,6 +3,9 @@
 import planting
 import pytest
 
+if planting.PLAN["kind"] == "start":
+    planting.strike(planting.PLAN["test"], planting.PLAN["moment"])
+
 
 def pytest_collection_modifyitems(items):
     if planting.PLAN["fault"] == "drop_test":

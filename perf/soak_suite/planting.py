@@ -71,6 +71,19 @@ def exit_with_0():
     raise AssertionError("planted")
 
 
+def end_at_start():
+    time.sleep(1.0)  # until the other rank has begun
+    one_fault.kill()
+
+
+def end_with_0_at_start():
+    time.sleep(1.0)
+    one_fault.leave_with_0()
+
+
+raise_at_start = raise_error
+
+
 def lock():
     held = threading.Lock()
     held.acquire()
