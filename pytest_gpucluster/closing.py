@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Collection, Mapping
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pytest_gpucluster import exit_note, verdict
+from pytest_gpucluster import exit_note, stale_processes, verdict
 from pytest_gpucluster.agreement.ending import Ending
 from pytest_gpucluster.agreement.fault_file import remove_left
 from pytest_gpucluster.agreement.vitals import start_time
@@ -200,6 +202,7 @@ def overtime(run: Run, ending: Ending) -> None:
     _wait_for_reports(run)
     if run.watch is not None:
         run.watch.remove_left()
+    stale_processes.end([str(run.fault_file.path)])
     remove_left(str(run.fault_file.path))
     os._exit(run.verdict.exit)
 
@@ -239,6 +242,8 @@ def _wait_for_reports(run: Run) -> None:
     pid = run.joined.shared.get("recorder_pid")
     # The same host name may hide another pid namespace, where that number is somebody else's.
     if pid is not None and start_time(int(pid)) == run.joined.shared["recorder_started"]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGCONT)  # somebody may have stopped it
         wait_for_end(int(pid), _REPORTS_WRITTEN_SECONDS)
 
 

@@ -10,6 +10,8 @@ import os
 import signal
 from pathlib import Path
 
+from pytest_gpucluster import stale_processes
+
 SHIELDED = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -29,6 +31,7 @@ SHIELDED = (
 def environment() -> dict[str, str]:
     """Return an environment in which a new interpreter finds this package, wherever it is started."""
     found = dict(os.environ)
+    found.pop(stale_processes.VARIABLE, None)  # it ends by itself, and may have to outlive its rank
     root = Path(__file__).resolve().parent.parent
     if root.name not in ("site-packages", "dist-packages"):
         inherited = found.get("PYTHONPATH")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pytest_gpucluster import __version__, closing, exit_note, options, pci_bus, refused, verdict
+from pytest_gpucluster import __version__, closing, exit_note, options, pci_bus, refused, stale_processes, verdict
 from pytest_gpucluster.accompaniment import Place
 from pytest_gpucluster.agreement import address, host, preflight, vitals
 from pytest_gpucluster.agreement.exchange import Exchange
@@ -59,6 +59,7 @@ class Opening:
             self._start.enter(JOINING)
             if self._run.rank == 0:
                 self._start.report = self._report_lost
+        self._run.while_open.enter_context(stale_processes.marked(os.environ, str(self._run.fault_file.path)))
         problem = self._prepare()
         if self._run.facts.world_size == 1 and problem is not None:
             self._refuse(problem)

@@ -209,6 +209,7 @@ class Recorder:
         if self._is_foreign():
             return None
         deadline = time.monotonic() + timeout
+        self._process.send_signal(signal.SIGCONT)  # somebody may have stopped it
         with self._lock:
             self._waiting.extend(_packets(END + encode(end_line)))
             self._flush(timeout)

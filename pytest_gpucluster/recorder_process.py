@@ -20,7 +20,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import NoReturn
 
-from pytest_gpucluster import fault_dump, light_process
+from pytest_gpucluster import fault_dump, light_process, stale_processes
 from pytest_gpucluster.journal import Journal
 from pytest_gpucluster.recorder import AGAIN, BEAT, CHUNK_BYTES, END, FAULT_FILE, HEADER, LINE
 from pytest_gpucluster.recording import OWN_PROBLEM, Record
@@ -110,6 +110,7 @@ class Session:
         left = max(_LEAST_SECONDS, _REPORTS_SECONDS - (time.monotonic() - begin))
         self._conclude("missing", self._record.render_reports(left))
         if not self._is_closed and self._fault_file is not None:
+            stale_processes.end([str(self._fault_file)])
             with contextlib.suppress(OSError):  # rank 0 is dead, and what it had to say is on record
                 self._fault_file.unlink(missing_ok=True)
 

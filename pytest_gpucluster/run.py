@@ -105,6 +105,8 @@ class Run:
         self.stopped = ""
         """Why pytest runs no further test, such as by ``--maxfail``."""
         self.fault_file = FaultFile()
+        self.while_open = contextlib.ExitStack()
+        """What is undone when this process leaves the run."""
 
     @property
     def rank(self) -> int:
@@ -375,6 +377,7 @@ class Run:
 
     def close(self) -> None:
         """Give back the descriptor for last words, after which they go to standard error; and the JUnit file."""
+        self.while_open.close()
         if self.claimed is not None:
             self.claimed.close()
         descriptor, self._stderr = self._stderr, 2

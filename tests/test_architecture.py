@@ -33,10 +33,10 @@ metrics hostlist links.* isolation.* launch_variables launch nccl_reasons nccl_c
 hardware limits yaml_document thresholds explained_limits schema workload_values sections.* workloads predicted
 workload_file manifest collective_sizes workload_schema stragglers explanation misses missing_limit node_or_gpu judged
 judge cause fault_dump verdict exit_note run_directory journal_fields journal_measurements journal_lines journal
-verdict_record benchmarks.lora.curve reports.* comparison.* crosscheck.* merging.* fleet.* baseline light_process
-recorder report_process recording recorder_process agreement.release.* agreement.* record account benchmarks.*
-nvml_queries nvml telemetry gpu_sampler node_sampler node_sampler_process kernel_log pci_bus process_table infiniband
-health.* counters.* affinity host.* inventory surroundings.* dashboard.* live peer_memory rails fabric_ports
+verdict_record benchmarks.lora.curve reports.* comparison.* crosscheck.* merging.* fleet.* baseline stale_processes
+light_process recorder report_process recording recorder_process agreement.release.* agreement.* record account
+benchmarks.* nvml_queries nvml telemetry gpu_sampler node_sampler node_sampler_process kernel_log pci_bus process_table
+infiniband health.* counters.* affinity host.* inventory surroundings.* dashboard.* live peer_memory rails fabric_ports
 port_findings nccl_values nccl_rules nccl_findings fabric_exchange cluster training_inputs option_values options
 selection refused start_notes markers workload_of_tests suite_properties hookspecs accompaniment provenance run closing
 announcement opening judging console failure isolation_told isolation_plan isolating shown phase_outcome phase_verdict
@@ -73,7 +73,7 @@ judged: limits metrics sampling
 node_or_gpu:
 benchmarks.*: errors time_spent units stats sampling cublas mounts links.* benchmarks.*
 agreement.*: wording errors time_spent launch metrics metric_catalogue judge journal journal_lines fault_dump
-    agreement.*
+    stale_processes agreement.*
 nvml: errors nvml_queries
 nvml_queries:
 kernel_log:
@@ -87,7 +87,8 @@ host.*: errors nvml kernel_log health.finding affinity mounts host.*
 mounts:
 surroundings.*: errors wording sampling hostlist launch nvml health.finding process_table affinity host.*
     surroundings.*
-light_process:
+stale_processes:
+light_process: stale_processes
 telemetry: stats
 gpu_sampler: nvml telemetry
 node_sampler: light_process telemetry

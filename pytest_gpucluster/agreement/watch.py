@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
+from pytest_gpucluster import stale_processes
 from pytest_gpucluster.agreement import diagnosis, events, exchange
 from pytest_gpucluster.agreement.deadline import ANSWER_SECONDS, Deadline
 from pytest_gpucluster.agreement.ending import Ending
@@ -215,9 +216,11 @@ class Watch:
             self._pipe.close()
 
     def remove_left(self) -> None:
-        """Take away what dead siblings have left on this host's disk: nobody else will."""
-        for rank in self._siblings.ended():
-            remove_left(str(self._who[rank]["fault_file"]))
+        """End the processes that dead siblings have started, and take away what is on this host's disk of them."""
+        ended = [str(self._who[rank]["fault_file"]) for rank in self._siblings.ended()]
+        stale_processes.end(ended)
+        for file in ended:
+            remove_left(file)
 
     def kill_stuck(self, ranks: Sequence[int], wait_seconds: float = 0.5) -> None:
         """End siblings that cannot be released: torchrun would wait 30 s for them."""
