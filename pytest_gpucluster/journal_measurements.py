@@ -58,6 +58,8 @@ class JudgedMetric:
     ratio_to_median: float | None = None
     peak_ratio: float | None = None
     telemetry: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    shipped: JudgedLimit | None = None
+    """The shipped limit, where that of the site asks for less; None where it does not."""
     baseline: Mapping[str, Any] = field(default_factory=dict)
     """What it is beside the baseline's value (docs/compare.md); empty without a baseline."""
 
@@ -106,6 +108,7 @@ def read_judged(line: Fields, keep_samples: bool) -> JudgedMetric:
         value=line.optional_number("value"),
         worst_rank=worst_rank,
         limit=_limit(line.inner("limit")) if line.mapping("limit") else None,
+        shipped=_limit(line.inner("shipped")) if line.mapping("shipped") else None,
         margin=line.optional_number("margin"),
         median=line.optional_number("median"),
         values=line.number_by_rank("values"),

@@ -52,6 +52,8 @@ class Judged:
     """It has failed only because its values are inconclusive: with more certainty it might pass."""
     misses: Mapping[int, str] = field(default_factory=dict)
     advice: str = ""
+    shipped: Limit | None = None
+    """The shipped limit, where the site's asks for less."""
     baseline: Mapping[str, Any] = field(default_factory=dict)
     """What it is beside the baseline's value, in plain JSON types; empty without a baseline."""
 
@@ -84,6 +86,7 @@ class Judged:
             "telemetry": {str(rank): dict(seen) for rank, seen in self.telemetry.items()},
             "peak_ratio": _optional(self.peak_ratio),
             "reason": self.reason,
+            **({"shipped": self.shipped.to_json()} if self.shipped is not None else {}),
             **({"baseline": dict(self.baseline)} if self.baseline else {}),
         }
 

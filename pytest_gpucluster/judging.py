@@ -12,6 +12,7 @@ from pytest_gpucluster.errors import MeasurementError
 from pytest_gpucluster.explained_limits import demand
 from pytest_gpucluster.judge import judge
 from pytest_gpucluster.judged import Judgement
+from pytest_gpucluster.limits import Limit
 from pytest_gpucluster.metrics import Measurement, cause_order
 from pytest_gpucluster.record import TestRecord, unique
 from pytest_gpucluster.reports.text import measurement_table
@@ -52,7 +53,7 @@ def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequenc
         host_of=dict(enumerate(run.joined.hosts)) if run.joined else {},
     )
     if run.settings is not None and run.settings.thresholds is not None:
-        _note_switched_off(run, judgement, by_rank)
+        judgement = _beside_shipped(run, judgement, by_rank)
     if run.baseline is not None:
         judgement, notes = run.baseline.hold(
             judgement,
@@ -98,15 +99,33 @@ def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequenc
     )
 
 
-def _note_switched_off(run: Run, judgement: Judgement, by_rank: Mapping[int, Sequence[Measurement]]) -> None:
-    """Put on record which values a site's file of limits leaves without one that the shipped limits judge."""
+def _beside_shipped(run: Run, judgement: Judgement, by_rank: Mapping[int, Sequence[Measurement]]) -> Judgement:
+    """Return a judgement with the shipped limit beside each of the site's that asks for less.
+
+    A value that the site leaves without a limit that the shipped ones have is a deviation, and recorded as one.
+    """
     asked = {measured.metric for each in by_rank.values() for measured in each if not measured.record_only}
+    measurements = []
     for judged in judgement.measurements:
-        if judged.status != "recorded" or judged.metric not in asked:
-            continue
-        shipped = run.shipped_limit(judged.metric, judged.labels)
-        if shipped is not None:
+        shipped = run.shipped_limit(judged.metric, judged.labels) if judged.metric in asked else None
+        if shipped is not None and judged.limit is not None and _asks_less(judged.limit, shipped):
+            judged = replace(judged, shipped=shipped)
+        elif shipped is not None and judged.status == "recorded":
             run.deviate(f"{judged.metric} is recorded only, by the site's limits; shipped is {demand(shipped)}")
+        measurements.append(judged)
+    return replace(judgement, measurements=tuple(measurements))
+
+
+def _asks_less(limit: Limit, shipped: Limit) -> bool:
+    """Tell whether something that the shipped limit refuses may pass."""
+    lowest = ((limit.min, shipped.min), (limit.min_ratio_to_median, shipped.min_ratio_to_median))
+    if any(theirs is not None and (ours is None or ours < theirs) for ours, theirs in lowest):
+        return True
+    if shipped.max is not None and (limit.max is None or limit.max > shipped.max):
+        return True
+    if shipped.expect_transport is None:
+        return False
+    return limit.expect_transport is None or not set(limit.expect_transport) <= set(shipped.expect_transport)
 
 
 def _rehearsed(judgement: Judgement) -> tuple[Judgement, str | None]:

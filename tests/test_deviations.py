@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import jsonschema
 import pytest
 from sessions import Project
 
+from pytest_gpucluster.reports.results_schema import results_schema
 from pytest_gpucluster.verdict import PASSED_WITH_DEVIATIONS, TestResult, decide
 from pytest_gpucluster.workload_file import Override, load
 
@@ -55,6 +59,7 @@ skus:
   H100 SXM:
     limits:
       matmul.fp32.tflops: {record_only: the site does not want it}
+      matmul.fp16.tflops: {min: 500 TFLOPS, source: "accepted by the site"}
 """
 
 
@@ -121,6 +126,14 @@ def test_a_site_that_only_records_what_the_shipped_limits_judge_deviates(project
     assert deviation in left.properties["deviations"]
     assert deviation in left.stdout
     assert not results["verdict"]["accepted"]
+    jsonschema.validate(results, results_schema())
+    [lowered] = [one for one in results["tests"][0]["measurements"] if one["metric"] == "matmul.fp16.tflops"]
+    assert (lowered["status"], lowered["limit"]["min"]) == ("passed", 500.0)
+    shipped = lowered["shipped_limit"]["min"]
+    assert shipped > 500.0
+    page = (project.path / "gpucluster-report" / "latest" / "report.html").read_text()
+    for report, text in (("terminal", left.stdout), ("JUnit", ET.tostring(left.document, "unicode")), ("page", page)):
+        assert re.search(rf"500\b.*\(shipped[^()]* {shipped:g}\b", text), report
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,9 @@ def value_text(judged: JudgedMetric) -> str:
 
 
 def bound_text(judged: JudgedMetric) -> str:
-    """Return ">= 440", "<= 20", "3 to 5" or ">= 46 (expected 60)" in the value's unit; what else the limit demands
-    where it has no bound."""
-    limit, expected = judged.limit, expected_text(judged, "")
+    """Return ">= 440", "<= 20", "3 to 5", ">= 46 (expected 60)" or ">= 350 (shipped 400)" in the value's unit; what
+    else the limit demands where it has no bound."""
+    limit, expected = judged.limit, _shipped_text(judged) or expected_text(judged, "")
     if limit is None:
         return "recorded" if judged.status == "recorded" else "no limit"
     if limit.min is not None and limit.max is not None:
@@ -49,6 +49,17 @@ def bound_text(judged: JudgedMetric) -> str:
     if limit.min_ratio_to_median is not None:
         return f">= {quantity(100 * limit.min_ratio_to_median, '%')} of median"
     return limit_text(judged)
+
+
+def _shipped_text(judged: JudgedMetric) -> str:
+    """Return " (shipped 400)": the bound that the site's limit lowers; or that it does so otherwise; or nothing."""
+    shipped, limit = judged.shipped, judged.limit
+    if shipped is None or limit is None:
+        return ""
+    for own, theirs in ((limit.min, shipped.min), (limit.max, shipped.max)):
+        if theirs is not None and own != theirs:
+            return f" (shipped {quantity(theirs, '')})"
+    return " (shipped: stricter)"
 
 
 def margin_text(judged: JudgedMetric) -> str:

@@ -15,6 +15,7 @@ from pytest_gpucluster.journal import (
     FILE_NAME,
     Cluster,
     Journal,
+    JudgedLimit,
     JudgedMetric,
     PartOfTime,
     Problem,
@@ -203,7 +204,6 @@ def _index(row: Row, judged: JudgedMetric) -> int:
 
 def _measurement(judged: JudgedMetric, journal: Journal) -> dict[str, Any]:
     higher = is_better_higher(judged)
-    limit = judged.limit
     return {
         "metric": judged.metric,
         "labels": dict(judged.labels),
@@ -216,17 +216,8 @@ def _measurement(judged: JudgedMetric, journal: Journal) -> dict[str, Any]:
         "value": _number(judged.value),
         "interval": _pair(judged.interval),
         "worst": None if judged.worst_rank is None else _place(judged.worst_rank, journal),
-        "limit": None
-        if limit is None
-        else {
-            "min": _number(limit.min),
-            "max": _number(limit.max),
-            "min_ratio_to_median": _number(limit.min_ratio_to_median),
-            "expected": _number(limit.expected),
-            "expect_transport": None if limit.expect_transport is None else list(limit.expect_transport),
-            "source": limit.source,
-            "origin": limit.origin,
-        },
+        "limit": _limit(judged.limit),
+        "shipped_limit": _limit(judged.shipped),
         "margin": _number(judged.margin),
         "peak": _number(peak_value(judged)),
         "peak_ratio": _number(judged.peak_ratio),
@@ -236,6 +227,20 @@ def _measurement(judged: JudgedMetric, journal: Journal) -> dict[str, Any]:
         "values": {str(rank): number_to_json(value) for rank, value in judged.values.items()},
         "baseline": _baseline(judged.baseline),
         "telemetry": worst_telemetry(judged),
+    }
+
+
+def _limit(limit: JudgedLimit | None) -> dict[str, Any] | None:
+    if limit is None:
+        return None
+    return {
+        "min": _number(limit.min),
+        "max": _number(limit.max),
+        "min_ratio_to_median": _number(limit.min_ratio_to_median),
+        "expected": _number(limit.expected),
+        "expect_transport": None if limit.expect_transport is None else list(limit.expect_transport),
+        "source": limit.source,
+        "origin": limit.origin,
     }
 
 

@@ -267,6 +267,25 @@ def _part_of_time(what: str) -> Schema:
     )
 
 
+def _limit(what: str) -> Schema:
+    return _keys(
+        what,
+        min=_optional("No rank may be below."),
+        max=_optional("No rank may be above."),
+        min_ratio_to_median=_optional("What each rank must reach of the median of the others, a ratio."),
+        expected=_optional("What a good one reaches: shown beside the limit, never judged."),
+        expect_transport=_or_null(
+            {
+                "type": "array",
+                "items": _text("A transport."),
+                "description": "What may carry the data; null: anything.",
+            }
+        ),
+        source=_text("Where the figures come from."),
+        origin=_text("File and line of the limit."),
+    )
+
+
 def _measurement() -> Schema:
     return _keys(
         "A metric with one set of labels, over all ranks.",
@@ -317,23 +336,9 @@ def _measurement() -> Schema:
                 gpu_uuid=_text_or_null("Its GPU."),
             )
         ),
-        limit=_or_null(
-            _keys(
-                "What was demanded; null where no limit applies.",
-                min=_optional("No rank may be below."),
-                max=_optional("No rank may be above."),
-                min_ratio_to_median=_optional("What each rank must reach of the median of the others, a ratio."),
-                expected=_optional("What a good one reaches: shown beside the limit, never judged."),
-                expect_transport=_or_null(
-                    {
-                        "type": "array",
-                        "items": _text("A transport."),
-                        "description": "What may carry the data; null: anything.",
-                    }
-                ),
-                source=_text("Where the figures come from."),
-                origin=_text("File and line of the limit."),
-            )
+        limit=_or_null(_limit("What was demanded; null where no limit applies.")),
+        shipped_limit=_or_null(
+            _limit("The shipped limit, where the site's file asks for less with a source of its own; else null.")
         ),
         margin=_optional(
             "By which ratio of the limit the value keeps it; negative: misses it. Of a limit of zero the distance."

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from pytest_gpucluster.journal import Journal, JudgedMetric, TestResult
+from pytest_gpucluster.journal import Journal, JudgedLimit, JudgedMetric, TestResult
 from pytest_gpucluster.reports.telemetry_text import clock_text, telemetry_of_test, telemetry_text
 from pytest_gpucluster.reports.time_table import time_text
 from pytest_gpucluster.units import show
@@ -68,23 +68,27 @@ def metric_name(judged: JudgedMetric) -> str:
 
 def limit_text(judged: JudgedMetric) -> str:
     """Return ">= 400 GB/s", "<= 20 us", "3 to 5 us", ">= 46 TFLOPS (expected 60 TFLOPS)" or "no limit", then what else
-    the limit demands."""
-    limit = judged.limit
-    if limit is None:
+    the limit demands; and where the site's asks for less, ">= 350 GB/s (shipped: >= 400 GB/s)"."""
+    if judged.limit is None:
         return "no limit"
+    first, *rest = _demands(judged.limit, judged.unit)
+    text = ", ".join([first + expected_text(judged, judged.unit), *rest])
+    return text if judged.shipped is None else f"{text} (shipped: {', '.join(_demands(judged.shipped, judged.unit))})"
+
+
+def _demands(limit: JudgedLimit, unit: str) -> list[str]:
     parts = []
     if limit.min is not None and limit.max is not None:
-        parts.append(f"{quantity(limit.min, '')} to {quantity(limit.max, judged.unit)}")
+        parts.append(f"{quantity(limit.min, '')} to {quantity(limit.max, unit)}")
     elif limit.min is not None:
-        parts.append(f">= {quantity(limit.min, judged.unit)}")
+        parts.append(f">= {quantity(limit.min, unit)}")
     elif limit.max is not None:
-        parts.append(f"<= {quantity(limit.max, judged.unit)}")
+        parts.append(f"<= {quantity(limit.max, unit)}")
     if limit.min_ratio_to_median is not None:
         parts.append(f"each rank >= {quantity(100 * limit.min_ratio_to_median, '%')} of the others' median")
     if limit.expect_transport is not None:
         parts.append(f"over {' or '.join(limit.expect_transport)}")
-    first, *rest = parts or ["no limit"]
-    return ", ".join([first + expected_text(judged, judged.unit), *rest])
+    return parts or ["no limit"]
 
 
 def expected_text(judged: JudgedMetric, unit: str) -> str:

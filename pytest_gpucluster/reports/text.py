@@ -188,7 +188,7 @@ def _cells(journal: Journal, row: Row) -> list[str]:
 
 def _judged_cells(judged: JudgedMetric) -> list[str]:
     unit = shortened(clean(judged.unit), 12)
-    return [value_text(judged), shortened(bound_text(judged), 20), unit, margin_text(judged)]
+    return [value_text(judged), shortened(bound_text(judged), 26), unit, margin_text(judged)]
 
 
 def _worst(journal: Journal, judged: JudgedMetric) -> str:
