@@ -95,7 +95,7 @@ class PhaseVerdict:
         merged = merge(outcomes, run.names, unfinished=released)
         late = watch.late(number)
         if late and any(outcome.outcome == "hung" for outcome in outcomes):  # once, whoever waited for whom
-            merged = replace(merged, text=f"{merged.text}\n\n{late[0].upper()}{late[1:]}.")
+            merged = replace(merged, text=f"{merged.text}\n\n{late}")
         if (merged.outcome in ("passed", "failed", "error") or merged.too_slow) and when == "call" and self._judges:
             merged = judge_merged(run, run.records[item.nodeid], merged, outcomes)
         if has_worsened:
