@@ -27,7 +27,7 @@ from pytest_gpucluster.node_or_gpu import together
 from pytest_gpucluster.stragglers import straggler_ratio, straggler_ratios
 from pytest_gpucluster.wording import MESSAGE_CHARACTERS, printable
 
-_SHORT_LABELS = 38
+_SHORT_LABELS = 11
 """Characters of labels that a one-line message keeps when it is too long."""
 
 __all__ = ["Judged", "Judgement", "judge", "straggler_ratio"]
@@ -160,7 +160,7 @@ def _judge_group(metric: Metric, group: Sequence[tuple[int, Measurement]], court
     reason = ""
     if missed:
         status = "failed"
-        worst = next((rank for miss in missed for rank in miss.by_rank), worst)
+        worst = next((miss.worst for miss in missed if miss.worst is not None), worst)
         reason = "; also: ".join(f"{_told(miss, labels)}{_on(list(miss.by_rank), court)}" for miss in missed)
         reason += f"; also: {_first_few(problems)}" if problems else ""
     elif problems:

@@ -21,13 +21,14 @@ class Miss:
     """One way in which a limit is missed.
 
     ``text`` tells the worst of it, ``why`` what its GPU did meanwhile that may explain it. ``by_rank`` tells both of
-    every rank, the worst one first; it is empty where no rank of its own is at fault. ``inconclusive``: whether more
-    certainty could make a pass of it.
+    every rank, the worst one first; it is empty where no rank of its own is at fault. ``worst``: the rank whose value
+    ``text`` has, where a rank's has it. ``inconclusive``: whether more certainty could make a pass of it.
     """
 
     text: str
     why: str = ""
     by_rank: Mapping[int, str] = field(default_factory=dict)
+    worst: int | None = None
     inconclusive: bool = False
 
 
@@ -69,25 +70,21 @@ def misses(
         if ranks:
             why = {rank: explanation(_seen(of[rank], meanwhile.get(rank, NOTHING))) for rank in ranks}
             by_rank = {rank: f"{text[rank]}: {why[rank]}" if why[rank] else text[rank] for rank in ranks}
-            yield Miss(text=text[ranks[0]], why=why[ranks[0]], by_rank=by_rank, inconclusive=inconclusive)
-
-    if limit.expect_transport is not None and transport is not None and transport not in limit.expect_transport:
-        expected = " or ".join(limit.expect_transport)
-        why = next((str(m.telemetry["transport"]) for m in of.values() if m.telemetry.get("transport")), "")
-        carried = Miss(text=f"{metric.name}: {transport} carries it, expected is {expected}", why=why)
-    else:
-        carried = None
+            worst = ranks[0]
+            yield Miss(text=text[worst], why=why[worst], by_rank=by_rank, worst=worst, inconclusive=inconclusive)
 
     plain = {rank: by for rank, m in of.items() if (by := _margin(m.value, m.value, limit)) is not None and by < 0}
     low = {rank: f"{metric.name} {_beyond(metric, of[rank].value, limit)}" for rank in plain}
-    if carried is not None:
-        yield carried
-    if carried is not None and len(plain) == len(of):  # what all of them share explains it, and no rank of its own
-        said.update(low)
-        if plain:
-            yield Miss(text=low[min(plain, key=plain.__getitem__)])
-    else:
-        yield from miss(plain, low)
+    if limit.expect_transport is not None and transport is not None and transport not in limit.expect_transport:
+        expected = " or ".join(limit.expect_transport)
+        why = next((str(m.telemetry["transport"]) for m in of.values() if m.telemetry.get("transport")), "")
+        yield Miss(text=f"{metric.name}: {transport} carries it, expected is {expected}", why=why)
+        if plain and len(plain) == len(of):  # what all of them share explains it, and no rank of its own
+            worst = min(plain, key=plain.__getitem__)
+            yield Miss(text=low[worst], worst=worst)
+            said.update(low)
+            plain = {}
+    yield from miss(plain, low)
 
     unsure = {
         rank: by for rank, m in of.items() if rank not in said and (by := margin(m, limit)) is not None and by < 0
