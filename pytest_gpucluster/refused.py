@@ -89,14 +89,17 @@ def claim(path: Path) -> socket.socket | None:
 def replace_earlier(asked: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> None:
     """Let no JUnit file of an earlier run survive where pytest ends before this one begins, as by a broken conftest.
 
-    Rank 0 only, before any conftest is loaded. Arguments as of :func:`replace_report`.
+    Rank 0 only, before any conftest is loaded. Under torchrun there is a file from now on, also where there was none: a
+    rank may be killed at any time. Arguments as of :func:`replace_report`.
     """
     # A run that torchrun starts again has its verdict, and its report stands.
     not_the_first = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "TORCHELASTIC_RESTART_COUNT")
     if any(environ.get(name, "0") != "0" for name in not_the_first):
         return
-    text = "pytest ended before the run began, by a conftest or an option; its output says why"
-    replace_report(asked, problem_line(message=text, text=text, exit=4), 4, only_earlier=True, environ=environ)
+    text = "rank 0 ended before the run began, by a conftest, an option or a signal; its output says why"
+    is_launched = "TORCHELASTIC_ERROR_FILE" in environ
+    problem = problem_line(message=text, text=text, exit=4)
+    replace_report(asked, problem, 4, only_earlier=not is_launched, environ=environ)
 
 
 def replace_report(

@@ -27,6 +27,14 @@ def test_a_run_that_ends_before_it_begins_replaces_the_report(project: Project, 
     assert (left.properties["verdict"], left.properties["exit"]) == ("BROKEN", "4")
 
 
+def test_a_rank_0_that_is_killed_in_its_conftest_leaves_a_report_under_torchrun(project: Project):
+    project.suite("def test_it(): pass", conftest="import os; os.kill(os.getpid(), 9)")
+    left = project.run_apart(more={"TORCHELASTIC_ERROR_FILE": str(project.path / "error.json")})
+    assert left.exit == -9
+    assert left.properties["verdict"] == "BROKEN"
+    assert "rank 0" in left.verdicts["usage"]
+
+
 @pytest.mark.parametrize("options", [("--collect-only",), ("--version",)])
 def test_what_runs_nothing_leaves_the_report(project: Project, options):
     project.suite("def test_it(): pass")

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 from pytest_gpucluster.agreement.store import Store
@@ -16,7 +15,9 @@ from pytest_gpucluster.wording import first_line
 
 _POLL_SECONDS = 0.02
 _LOOK_SECONDS = 1.0
-_STEP_SECONDS = 0.5
+_STEP_SECONDS = 0.05
+_RANKS_PER_STEP = 128
+"""Above this many ranks each asks less often, so that the store's load stays what it is at this many."""
 _VERDICT_MARGIN_SECONDS = 60.0
 SLOW_CONNECT_SECONDS = 5.0
 """From here on it is told. Source: this suite's rule; a resolver asks again after 5 s (resolv.conf(5), timeout)."""
@@ -105,19 +106,18 @@ def _report(
         return Joined(hosts=hosts, who=who, shared=shared)
     deadline = time.monotonic() + timeout_seconds + _VERDICT_MARGIN_SECONDS
     next_look = time.monotonic() + _LOOK_SECONDS
+    # Not in one blocking call, so that SIGTERM is heard meanwhile; nor in short ones, of which each one is a warning.
     while not store.check(["join"]):
+        if time.monotonic() >= deadline:
+            raise StoreError(
+                f"{facts}: rank 0 gave no word within {timeout_seconds:g} s after the start; see its output and the "
+                "report on its host"
+            )
         if time.monotonic() >= next_look:
             next_look = time.monotonic() + _LOOK_SECONDS
             if is_hopeless():
                 raise StoreError(f"{facts}: rank 0 has ended before it called the roll; see its output")
-        try:
-            store.wait(["join"], timedelta(seconds=_STEP_SECONDS))  # in steps, so that SIGTERM is heard meanwhile
-        except RuntimeError as error:  # not in this step; or the store is gone, as the next check finds
-            if time.monotonic() >= deadline:
-                raise StoreError(
-                    f"{facts}: rank 0 gave no word within {timeout_seconds:g} s after the start "
-                    f"({first_line(str(error))}); see its output and the report on its host"
-                ) from error
+        time.sleep(_STEP_SECONDS * max(1.0, facts.world_size / _RANKS_PER_STEP))
     answer = json.loads(store.get("join"))
     if answer["refusal"] is not None:
         store.set(f"bye/{facts.rank}", "refused")

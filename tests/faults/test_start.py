@@ -18,26 +18,39 @@ CONFTEST = """
             time.sleep(0.02)
 """
 ENDED = r"\(node-a, pid \d+\) ended without a message .*loading conftest files"
-FAULTS = {
-    "a conftest that cannot be imported": ("if RANK == 1: import no_such_module", 2, r"\(node-a\) .*no_such_module"),
-    "killed while the others wait": ("if RANK == 1: rank_0_waits(); os.kill(os.getpid(), 9)", 3, ENDED),
-    "exit code 0, which torchrun takes for success": ("if RANK == 1: rank_0_waits(); os._exit(0)", 2, ENDED),
-    "an error while pytest is configured": (
+FAULTS = [
+    pytest.param(
+        "if RANK == 1: import no_such_module",
+        2,
+        r"\(node-a\) .*no_such_module",
+        id="a conftest that cannot be imported",
+    ),
+    pytest.param("if RANK == 1: rank_0_waits(); os.kill(os.getpid(), 9)", 3, ENDED, id="killed while the others wait"),
+    pytest.param(
+        "if RANK == 1: rank_0_waits(); os._exit(0)",
+        2,
+        ENDED,
+        id="exit code 0, which torchrun takes for success",
+        marks=pytest.mark.extended,
+    ),
+    pytest.param(
         "def pytest_configure():\n        if RANK == 1: raise KeyError('no such card')",
         2,
         r"\(node-a\) .*no such card",
+        id="an error while pytest is configured",
+        marks=pytest.mark.extended,
     ),
-    "an error behind the roll call": (
+    pytest.param(
         "def pytest_sessionstart():\n        if RANK == 1: raise KeyError('no such card')",
         2,
         r"\(node-a\): .*no such card",
+        id="an error behind the roll call",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_the_rank_that_failed_is_named_with_its_error(tmp_path, fault):
-    code, ranks, told = FAULTS[fault]
+@pytest.mark.parametrize(("code", "ranks", "told"), FAULTS)
+def test_the_rank_that_failed_is_named_with_its_error(tmp_path, code, ranks, told):
     files = {"conftest.py": f"{CONFTEST}\n    {code}\n", "test_it.py": "def test(): pass"}
     run = torchrun(tmp_path, files, ranks=ranks)
     [message] = [verdict for verdict in run.verdicts.values() if verdict.startswith("error: ")]
