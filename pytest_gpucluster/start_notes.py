@@ -67,8 +67,10 @@ class StartNote:
             return f"rank {self.rank} ({self.host}) failed while {self.phase}: {self.error}"
         if self.terminated or start_time(self.pid) == self.started:
             return ""
-        ended = "ended without a message (killed, or ended by os._exit)"
-        return f"rank {self.rank} ({self.host}, pid {self.pid}) {ended} while {self.phase}"
+        return (
+            f"rank {self.rank} ({self.host}, pid {self.pid}) ended without a message (killed, or ended by os._exit) "
+            f"while {self.phase}"
+        )
 
 
 class Start:
@@ -115,10 +117,15 @@ class Start:
         self.failed(excinfo.value)
 
     def failures(self) -> tuple[str, str]:
-        """Return which ranks of this node have failed by now: in one line, and with tracebacks; "" if none has."""
-        failed = [(note.failure(), note.text) for note in self._notes()]
-        lines = [line for line, _ in failed if line]
-        return first_line("; ".join(lines)), "\n\n".join([*lines, *(text for _, text in failed if text)])
+        """Return which ranks of this node have failed by now: in one line, and with tracebacks; "" if none has.
+
+        Where a rank has an error to show, those that ended without one are left out: a library may have taken SIGTERM
+        from their notes.
+        """
+        notes = self._notes()
+        failed = [note for note in notes if note.error] or [note for note in notes if note.failure()]
+        lines = [note.failure() for note in failed]
+        return first_line("; ".join(lines)), "\n\n".join([*lines, *(note.text for note in failed if note.text)])
 
     def rank_0_is_lost(self) -> bool:
         """Tell whether rank 0, on this node, has ended before it had a recorder, and without a word of its own.

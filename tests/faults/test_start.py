@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+import signal
+from dataclasses import asdict
 
 import pytest
 from torchrun import torchrun
 
 from pytest_gpucluster.agreement.vitals import start_time
-from pytest_gpucluster.start_notes import StartNote
+from pytest_gpucluster.start_notes import Start, StartNote
 
 CONFTEST = """
     import os, pathlib, pytest, signal, sys, time
@@ -82,3 +85,50 @@ def test_who_lives_or_was_ended_by_torchrun_is_not_to_blame():
     assert note(started=-1, terminated=True).failure() == ""
     assert "rank 1 (node-a, pid 1)" in note(started=-1).failure()
     assert note(terminated=True, error="KeyError: x").failure().endswith("KeyError: x")
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Rank 0 of a node with three ranks; what it reports is in ``told``."""
+    for rank in range(3):
+        (tmp_path / str(rank)).mkdir()
+    before = signal.getsignal(signal.SIGTERM)
+    start = Start(tmp_path / "0" / "gpucluster-start.json", note(rank=0), lambda *said: start.told.append(said))
+    start.told = []
+    yield start
+    signal.signal(signal.SIGTERM, before)
+
+
+def leaves(tmp_path, one: StartNote) -> None:
+    (tmp_path / str(one.rank) / "gpucluster-start.json").write_text(json.dumps(asdict(one)))
+
+
+def test_a_rank_with_an_error_comes_before_those_that_only_ended(start, tmp_path):
+    assert start.failures() == ("", "")
+    leaves(tmp_path, note(rank=2, started=-1))
+    assert "rank 2" in start.failures()[0]
+    leaves(tmp_path, note(rank=1, started=-1, error="KeyError: card", text="Traceback: card"))
+    line, text = start.failures()
+    assert "KeyError: card" in line
+    assert "Traceback: card" in text
+    assert "rank 2" not in line + text
+
+
+def test_rank_0_reports_its_own_error_once(start):
+    start.failed(ValueError("a first one"))
+    start.failed(ValueError("a second one"))
+    [(line, text)] = start.told
+    assert "ValueError: a first one" in line
+    assert "ValueError: a first one" in text
+
+
+def test_after_the_roll_call_nothing_is_reported(start):
+    start.over()
+    start.failed(ValueError("late"))
+    assert start.told == []
+
+
+def test_a_note_that_cannot_be_read_is_none(start, tmp_path):
+    (tmp_path / "1" / "gpucluster-start.json").write_text('{"rank": 1')
+    (tmp_path / "2" / "gpucluster-start.json").write_text('{"of": "another version"}')
+    assert start.failures() == ("", "")
