@@ -97,7 +97,7 @@ def judge(
     outcome: Outcome = "failed" if "failed" in statuses else "error" if "error" in statuses else "passed"
     decisive = [item for item in judged if item.status == outcome] if outcome != "passed" else []
     # What explains the others speaks for all of them; of those, the largest miss.
-    decisive.sort(key=lambda item: (metrics.cause_order(item.metric), 0.0 if item.margin is None else item.margin))
+    decisive.sort(key=lambda item: (metrics.cause_order(item), 0.0 if item.margin is None else item.margin))
     told = decisive + [item for item in judged if item.status == "error" and outcome == "failed"]
     return Judgement(
         outcome=outcome,

@@ -80,7 +80,7 @@ def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequenc
     if merged.outcome == "error" and judgement.outcome != "failed":
         return merged
     missed: dict[int, str] = {}
-    for judged in sorted(judgement.measurements, key=lambda each: cause_order(each.metric)):
+    for judged in sorted(judgement.measurements, key=cause_order):
         for rank, what in judged.misses.items():
             missed.setdefault(rank, what)
     return Merged(

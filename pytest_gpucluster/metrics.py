@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from pytest_gpucluster import units
 from pytest_gpucluster.errors import MeasurementError, UnitError
@@ -26,25 +26,48 @@ METRICS: Mapping[str, Metric] = MappingProxyType(_REGISTRY)
 
 
 _CAUSES = (
-    "finite_steps",
-    *("verified", "wrong_words", "repeated"),
-    *("gradient_error", "loss_error", "weight_error", "ddp_loss_error"),
-    *("bf16_gradient_error", "bf16_loss_error", "bf16_weight_error"),
-    *("unchanged_base", "moved_adapters", "replayed_steps", "resume_error", "reshard_error", "reload_error"),
-    *("group_error", "data_wait"),
+    ("finite_steps",),
+    ("verified", "wrong_words", "repeated"),
+    ("gradient_error", "loss_error", "weight_error", "ddp_loss_error"),
+    ("bf16_gradient_error", "bf16_loss_error", "bf16_weight_error"),
+    ("unchanged_base", "moved_adapters", "replayed_steps", "resume_error", "reshard_error", "reload_error"),
+    ("group_error", "data_wait"),
 )
-"""Last words of metrics, each before those that it may explain: what is computed wrong before what comes of it, and
-that before how fast it is. Ranks that do not share gradients also go on otherwise from a checkpoint, not the other way
-round. Their margins tell nothing about that: a limit of 0.001 is missed a thousand times by a trifle."""
+"""Last words of metrics, in stages, each before those that it may explain: what is computed wrong before what comes of
+it, and that before how fast it is. Ranks that do not share gradients also go on otherwise from a checkpoint, not the
+other way round. Their margins tell nothing about that: a limit of 0.001 is missed a thousand times by a trifle."""
 
 
-def cause_order(name: str) -> int:
-    """Return the place of a metric among the causes of a failure: of several misses the lowest explains the others.
+class _Bounds(Protocol):
+    @property
+    def min(self) -> float | None: ...
+    @property
+    def max(self) -> float | None: ...
 
-    Metrics of one place, as all rates, are ordered by how much they miss.
+
+class _Missed(Protocol):
+    @property
+    def metric(self) -> str: ...
+    @property
+    def values(self) -> Mapping[int, float]: ...
+    @property
+    def limit(self) -> _Bounds | None: ...
+
+
+def cause_order(missed: _Missed) -> tuple[int, int, int]:
+    """Return the place of a missed metric among the causes of a failure: of several the lowest explains the others.
+
+    Within a stage what fewer ranks miss comes first: a loss that is wrong on one rank makes the gradients of all ranks
+    wrong. Metrics of no stage, as all rates, have one place: they are ordered by how much they miss.
     """
-    last = name.rpartition(".")[2]
-    return _CAUSES.index(last) if last in _CAUSES else len(_CAUSES)
+    last = missed.metric.rpartition(".")[2]
+    stage = next((number for number, names in enumerate(_CAUSES) if last in names), None)
+    if stage is None:
+        return len(_CAUSES), 0, 0
+    low = missed.limit.min if missed.limit is not None and missed.limit.min is not None else -math.inf
+    high = missed.limit.max if missed.limit is not None and missed.limit.max is not None else math.inf
+    ranks = sum(not low <= value <= high for value in missed.values.values())
+    return stage, ranks, _CAUSES[stage].index(last)
 
 
 def register(metric: Metric) -> Metric:

@@ -183,9 +183,9 @@ def headline(measurements: Iterable[JudgedMetric]) -> JudgedMetric | None:
     """
     told = list(measurements)
 
-    def rank(judged: JudgedMetric) -> tuple[int, int, float]:
+    def rank(judged: JudgedMetric) -> tuple[int, tuple[int, ...], float]:
         kept = judged.status in ("passed", "recorded")
-        order = int(judged.status == "passed" and is_whole(judged)) if kept else cause_order(judged.metric)
+        order = (int(judged.status == "passed" and is_whole(judged)),) if kept else cause_order(judged)
         return _OF_STATUS.get(judged.status, 1), order, _margin(judged)
 
     return min(told, key=rank, default=None)

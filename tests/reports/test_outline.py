@@ -19,6 +19,7 @@ def judged(metric: str, **changes: Any) -> JudgedMetric:
     return replace(PASSED, metric=metric, **changes)
 
 
+MOST = JudgedLimit(max=1.0)
 VERIFIED = judged("ddp.verified", unit="%", value=100.0, limit=JudgedLimit(min=100.0), margin=0.0)
 FINDINGS = judged("gpu.findings", unit="findings", value=0.0, limit=JudgedLimit(max=0.0), margin=0.0)
 
@@ -39,6 +40,15 @@ HEADLINES: dict[str, tuple[list[JudgedMetric], str | None]] = {
             judged("lora.tokens_per_second", status="failed", margin=-99.0),
         ],
         "lora.gradient_error",
+    ),
+    "what is wrong on one rank, before what all have of it": (
+        [
+            judged(
+                "x.gradient_error", status="failed", values={0: 2.0, 1: 2.0}, limit=JudgedLimit(max=1.0), margin=-1.0
+            ),
+            judged("x.loss_error", status="failed", values={0: 0.5, 1: 1.1}, limit=MOST, margin=-0.1),
+        ],
+        "x.loss_error",
     ),
     "what was not judged": ([judged("a", margin=0.01), judged("b", status="error", margin=None)], "b"),
     "recorded comes last": ([judged("a", status="recorded", limit=None, margin=None), judged("b")], "b"),
