@@ -83,6 +83,12 @@ class Plan:
         return DEADLINE_SECONDS if self.kind == "hang" or self.fault == "stop" else PLENTY_SECONDS
 
     @property
+    def shown_in(self) -> str:
+        """Return the test that the report blames: where rank 0 leaves one out, it is at the next when ranks differ."""
+        later = after(self.test)
+        return later[0] if later and (self.fault, self.victim) == ("leave_out_test", 0) else self.test
+
+    @property
     def name(self) -> str:
         """Return it in a few words."""
         if self.kind == "none":

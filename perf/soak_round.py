@@ -213,20 +213,20 @@ def _wrong_with_rescue(run: torchrun.Run, promised: list[str]) -> Iterator[str]:
 def _wrong_with_junit(found: Round, run: torchrun.Run) -> Iterator[str]:
     plan, must = found.plan, expected(found.plan)
     said = run.verdicts
-    struck = said.get(plan.test, "not in the report")
+    struck = said.get(plan.shown_in, "not in the report")
     found.said = struck if len(struck) < 110 else f"{struck[:107]}..."
     outcome, _, message = struck.partition(": ")
     found.is_named = outcome == must.outcome and all(words in message for words in must.says)
     if not found.is_named:
-        yield f"{plan.test} should be {must.outcome} {' '.join(must.says)}, and is {struck}"
+        yield f"{plan.shown_in} should be {must.outcome} {' '.join(must.says)}, and is {struck}"
     for name in TESTS:
         if plan.kind == "start":
             if name in said:
                 yield f"{name} should not be in the report, and is {said[name]!r}"
             continue
-        if name == plan.test:
+        if name == plan.shown_in:
             continue
-        should = "skipped: not run: " if must.ends_the_run and name in after(plan.test) else "passed"
+        should = "skipped: not run: " if must.ends_the_run and name in (plan.test, *after(plan.test)) else "passed"
         if not said.get(name, "not in the report").startswith(should):
             yield f"{name} should be {should!r}, and is {said.get(name)!r}"
 

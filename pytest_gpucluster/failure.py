@@ -87,10 +87,19 @@ def traceback_of(item: pytest.Item, when: str, error: BaseException) -> str:
 
 
 def where_released(error: BaseException) -> str:
-    """Return where a rank was that was released from a wait, without what installed packages do there."""
+    """Return where a rank was that was released from a wait, without what installed packages do there.
+
+    With what was raised on the way, such as how far a long test had come.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not any(part in frame.filename for part in _INSTALLED)]
-    return "".join(traceback.format_list(own)).rstrip()
+    lines, seen = traceback.format_list(own), set()
+    raised: BaseException | None = error
+    while raised is not None and id(raised) not in seen:
+        seen.add(id(raised))
+        lines += traceback.format_exception_only(raised)
+        raised = raised.__cause__ or raised.__context__
+    return clip("".join(lines).rstrip(), LONGEST_TEXT)
 
 
 def let_go(error: BaseException) -> None:

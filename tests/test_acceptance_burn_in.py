@@ -110,7 +110,7 @@ def test_a_burn_in_that_is_cut_short_keeps_what_it_measured_and_is_no_pass(proje
     assert (left.exit, left.end) == (code, ("INCOMPLETE" if slow else "BROKEN", code)), left.output
     assert left.verdicts["test_burn_in"].startswith(told)
     reached = re.search(r" \S+ s of 600 s, and \d+ products, \S+ TFLOPS", left.body("test_burn_in"))
-    assert slow or reached
+    assert slow or reached, left.body("test_burn_in")
     found = result(left, "test_burn_in")
     assert found.outcome == ("skipped" if slow else "error")
     kept = measured(found)
