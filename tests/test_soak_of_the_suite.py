@@ -70,7 +70,8 @@ def test_every_fault_has_an_expectation_in_which_only_what_is_harmless_passes():
         plan = soak_faults.draw(seed, number)
         must = soak_faults.expected(plan)
         drawn.setdefault((plan.kind, plan.fault), set()).add((must.verdict, must.exit))
-        assert must.outcome == "passed" or any(f"rank {plan.victim}" in words for words in must.says)
+        of_no_rank = plan.fault in ("drop_test", "leave_out_test")  # of all; of two ranks nothing tells which is right
+        assert must.outcome == "passed" or of_no_rank or any(f"rank {plan.victim}" in words for words in must.says)
     assert set(drawn) == faults
     passing = {fault for (_, fault), found in drawn.items() if ("REHEARSED", 0) in found}
     assert passing == {"none", "pause", "print_garbage", "fill_disk_for_a_while"}
