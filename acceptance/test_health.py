@@ -43,8 +43,8 @@ def test_gpu_health(cluster, gpu, gpu_sources, inventory, workload, measure):
     Looked at: memory as promised and 95 % of it free beside this job's own ranks; ECC on and no uncorrected errors; no
     pending or failed row remap; no thermal or hardware slowdown; temperature below the card's own slowdown limit; power
     limit not below the default; PCIe generation and width; NVLinks up and without errors; the Fabric Manager's state
-    where there is an NVSwitch; no Xid that takes a node out; MIG as declared; no GPU that has left the bus. What means
-    something under load only is read under load.
+    where there is an NVSwitch; no Xid or SXid that demands action, and no recovery action that NVML asks
+    for; MIG as declared; no GPU that has left the bus. What means something under load only is read under load.
 
     Why: such faults slow a job down at every step or kill it after hours, and no benchmark says which GPU it was.
 

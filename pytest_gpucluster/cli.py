@@ -24,6 +24,7 @@ _TAKES_NO_MORE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 COMMANDS = {
     "info": "tell what this node is: CPUs, GPUs, topology, ports, driver stack",
     "nccl-env": "say which of NCCL's variables this node needs, and which hurt it",
+    "node": "judge a node by its kernel log: errors of GPUs and NVSwitches, and what to do",
     "nodes": "tell in what many nodes differ, by what info told of each",
     "run": "run torchrun over pytest, and end with pytest's own exit code",
     "watch": "show what this node is doing: GPUs, links, ports, processes",

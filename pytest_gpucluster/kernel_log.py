@@ -1,4 +1,4 @@
-"""What the kernel log of this boot says of the GPUs: the driver's Xid reports, each with its PCI address.
+"""What the kernel log of this boot says of GPUs and NVSwitches: the driver's reports, each with its PCI address.
 
 A log that cannot be read is no finding and no pass: it is said, with the host's way out. Without root most
 distributions refuse it (``kernel.dmesg_restrict``), and in a container there may be none.
@@ -10,7 +10,7 @@ import errno
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,20 +25,48 @@ _MOST_RECORDS = 1_000_000
 """Far more than a kernel buffer holds: a bound on reading a log that grows meanwhile."""
 
 # NVRM: Xid (PCI:0000:3b:00): 79, pid=1896, GPU has fallen off the bus. The function number is mostly left out. Under
-# MIG the instance follows: (PCI:0000:01:00 GPU-I:05).
-_XID = re.compile(r"NVRM:.*?Xid \(PCI:(?P<pci>[0-9a-fA-F:.]+)[^)]*\): (?P<code>\d+)(?P<text>.*)")
-_PCI = re.compile(
-    r"(?:(?P<domain>[0-9a-fA-F]+):)?(?P<bus>[0-9a-fA-F]{1,2}):(?P<device>[0-9a-fA-F]{1,2})(?:\.(?P<function>[0-7]))?"
+# MIG the instance follows: (PCI:0000:01:00 GPU-I:05). Old drivers leave "PCI:" out, and the domain: (0001:00). A report
+# may be cut off before its number, by the end of the log, or lose the beginning of its line. An NVSwitch's:
+# nvidia-nvswitch3: SXid (PCI:0000:a9:00.0): 20034, Fatal, Link 30 LTSSM Fault Up.
+_REPORT = re.compile(
+    r"(?:NVRM:(?:(?!NVRM:).)*?\b|^\W*(?:[NVR]*M:)? ?|\b(?P<switch>S))Xid "
+    r"\((?:PCI:)?(?P<pci>[0-9a-fA-F:.]*)(?:[^()]*\):? *(?:(?P<code>\d+)|$)|[^()]*$)"
 )
+FALLEN_OFF = 79
+_GONE = "fallen off the bus and is not responding"
+"""Of a GPU that does not answer when the driver is loaded: it gets no Xid, and this line does not name it.
+Source: NVIDIA/open-gpu-kernel-modules, src/nvidia/arch/nvalloc/unix/src/osinit.c."""
+_GOES_ON = re.compile(r"Severity 0|Data \{")
+"""How the later lines of an SXid begin, whose first one has said all that counts."""
+_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_PCI = re.compile(
+    r"(?:(?P<domain>[0-9a-fA-F]+):)?(?P<bus>(?:00)?[0-9a-fA-F]{1,2}):(?P<device>[0-9a-fA-F]{1,2})(?:\.(?P<function>[0-7]))?"
+)
+
+_LAST_DEVICE = 0x1F
+"""A device number has five bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Xid:
-    """One report of the driver. Source: NVIDIA, https://docs.nvidia.com/deploy/xid-errors/"""
+    """One report of the driver. Source: NVIDIA, https://docs.nvidia.com/deploy/xid-errors/
+
+    Attributes:
+        pci: of the GPU, or of the NVSwitch; as the kernel writes it, where it can be read.
+        code: its number; 0 where the line is cut off before it.
+        text: what follows the number.
+        is_switch: it is an SXid, an NVSwitch's.
+    """
 
     pci: str
     code: int
     text: str
+    is_switch: bool = False
+
+    @property
+    def name(self) -> str:
+        """Return "Xid 79", or "SXid 20034"."""
+        return f"{'SXid' if self.is_switch else 'Xid'} {self.code or '?'}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,18 +126,26 @@ class Reader:
 
 
 def parse(lines: Iterable[str]) -> tuple[Xid, ...]:
-    """Find the Xid reports among kernel log lines.
+    """Find the driver's reports among kernel log lines, whatever stands before and between them.
 
     >>> parse(["[ 9.1] NVRM: Xid (PCI:0000:3B:00): 79, pid=1896, GPU has fallen off the bus."])
-    (Xid(pci='0000:3b:00.0', code=79, text='pid=1896, GPU has fallen off the bus.'),)
+    (Xid(pci='0000:3b:00.0', code=79, text='pid=1896, GPU has fallen off the bus.', is_switch=False),)
     """
-    found = []
-    for line in lines:
-        match = _XID.search(line)
-        if match is not None:
-            pci = normalised(match["pci"]) or match["pci"]
-            found.append(Xid(pci=pci, code=int(match["code"]), text=match["text"].strip(" ,")))
-    return tuple(found)
+    return tuple(report for line in lines if "Xid" in line or _GONE in line for report in _of_line(line))
+
+
+def _of_line(line: str) -> Iterator[Xid]:
+    line = _COLOUR.sub("", line).rstrip()
+    matches = list(_REPORT.finditer(line))
+    if not matches and _GONE in line and "NVRM:" in line:
+        yield Xid(pci="", code=FALLEN_OFF, text=line[line.index("NVRM:") :])
+    ends = [*(match.start() for match in matches[1:]), len(line)]
+    for match, end in zip(matches, ends, strict=False):
+        text = line[match.end() : end].strip(" ,")
+        if match["switch"] and _GOES_ON.match(text):
+            continue
+        pci = normalised(match["pci"]) or match["pci"]
+        yield Xid(pci=pci, code=int(match["code"] or 0), text=text, is_switch=bool(match["switch"]))
 
 
 def normalised(address: str) -> str | None:
@@ -122,6 +158,8 @@ def normalised(address: str) -> str | None:
     if match is None:
         return None
     domain, bus, device = (int(match[name] or "0", 16) for name in ("domain", "bus", "device"))
+    if device > _LAST_DEVICE:
+        return None
     return f"{domain:04x}:{bus:02x}:{device:02x}.{match['function'] or 0}"
 
 

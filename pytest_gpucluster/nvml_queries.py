@@ -209,6 +209,13 @@ def _switch_links(nvml: Any, gpu: Any) -> int:
     return found["links"]
 
 
+def _recovery_action(nvml: Any, gpu: Any) -> int:
+    found = _fields(nvml, gpu, {"action": "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION"})
+    if not found:
+        raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
+    return found["action"]
+
+
 def _link_errors(nvml: Any, gpu: Any) -> dict[str, dict[int, int]]:
     counts: dict[str, dict[int, int]] = {}
     links = [link for link, up in _links(nvml, gpu).items() if up]
@@ -485,6 +492,13 @@ def _table() -> dict[str, Query]:
         "nvmlDeviceGetGpuFabricInfoV",
         _fabric,
         "How far the GPU's registration with the Fabric Manager is, how it ended, and what is wrong with it.",
+    )
+    add(
+        "recovery.action",
+        "number",
+        "nvmlDeviceGetFieldValues",
+        _recovery_action,
+        "What the driver wants done with the GPU: 0 is nothing, the others are nvmlDeviceGpuRecoveryAction_t.",
     )
     add(
         "mig.mode", "bool", "nvmlDeviceGetMigMode", lambda nvml, gpu: bool(nvml.nvmlDeviceGetMigMode(gpu)[0]), "MIG on."

@@ -117,6 +117,7 @@ HEALTHY_H100: Mapping[str, Any] = {
     "nvlink.switch": 18,
     "nvlink.errors": {name: dict.fromkeys(range(18), 0) for name in ("replay", "recovery", "crc_flit")},
     "fabric": {"state": "completed", "status": "success", "health": ()},
+    "recovery.action": 0,
     "mig.mode": False,
     "persistence.mode": True,
 }

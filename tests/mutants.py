@@ -194,7 +194,7 @@ PLANTED: Mapping[str, Planted] = {
         "del self.waiting[: written - (written < len(self.waiting))]",
         "test_journal",
     ),
-    "Xid 79 is none of the list": _bug("health/xid.py", "74, 79, 80", "74, 80", "health/test_examination"),
+    "Xid 79 asks for nothing": _bug("health/xid.tsv", "79\treboot the node", "79\tnone", "health/test_examination"),
     "the floor of H100's busbw is a tenth": _bug(
         "thresholds.yaml",
         'min: 400 GB/s\n          source: "acceptance of 2 nodes x 8 H100 SXM 80GB: > 400 GB/s on 8 GPUs',

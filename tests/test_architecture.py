@@ -81,7 +81,8 @@ pci_bus: kernel_log
 process_table:
 health.*: wording errors hardware nvml kernel_log pci_bus process_table health.*
 infiniband: kernel_log
-counters.*: errors nvml kernel_log infiniband health.finding health.situation health.nvlink health.xid counters.*
+counters.*: errors nvml kernel_log infiniband health.finding health.situation health.nvlink health.xid_table
+    counters.*
 affinity: errors kernel_log health.finding
 host.*: errors nvml kernel_log health.finding affinity mounts host.*
 mounts:
@@ -159,6 +160,7 @@ nccl_advice.*: wording errors hardware launch infiniband peer_memory fabric_port
     nccl_values nccl_rules nccl_findings health.finding kernel_log surroundings.interfaces node_info.* reports.layout
     nccl_advice.*
 commands.nccl_env: nccl_advice.* commands.command
+commands.node: errors wording kernel_log health.xid_table commands.command
 exit_note:
 torchrun.*: wording errors verdict exit_note torchrun.*
 commands.run: wording errors verdict exit_note journal recorder torchrun.* agreement.address commands.command

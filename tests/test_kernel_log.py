@@ -23,6 +23,16 @@ FALLEN = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU h
         ("NVRM: Xid (PCI:0000:10:1c): 63, pid=1896, Row Remapper", ("0000:10:1c.0", 63, "pid=1896, Row Remapper")),
         ("NVRM: GPU at PCI:0000:3b:00: Xid (PCI:0000:3B:00): 119", ("0000:3b:00.0", 119, "")),
         ("NVRM: Xid (PCI:0000:01:00 GPU-I:05): 94, Contained", ("0000:01:00.0", 94, "Contained")),
+        # Old drivers; a log with colours; one whose addresses somebody has taken out.
+        ("NVRM: Xid (0001:00): 8, Channel 00000002", ("0000:01:00.0", 8, "Channel 00000002")),
+        ("[...] NVRM: Xid (0000:03:00): 14, Channel 00000001", ("0000:03:00.0", 14, "Channel 00000001")),
+        ("\x1b[33mNVRM: \x1b[0mXid (PCI:0000:3b:00): 63, Row\x1b[0m\n", ("0000:3b:00.0", 63, "Row")),
+        ("kernel: NVRM: Xid (PCI:...): 145, RLW_RXPIPE Nonfatal", ("...", 145, "RLW_RXPIPE Nonfatal")),
+        # Torn: at the beginning, and before the number.
+        ("RM: Xid (PCI:0000:3b:00): 95, Uncontained", ("0000:3b:00.0", 95, "Uncontained")),
+        ("\0\0\0NVRM: Xid (PCI:0000:3b:00): 48", ("0000:3b:00.0", 48, "")),
+        ("NVRM: Xid (PCI:0000:3b", ("0000:3b", 0, "")),
+        ("NVRM: Xid (PCI:0000:3b:00): ", ("0000:3b:00.0", 0, "")),
         ("NVRM: GPU at PCI:0000:3b:00: GPU-aa", None),
         ("NVRM: Xid (PCI:0000:3b:00): many", None),
         ("usb 1-1: Xid (PCI:0000:3b:00): 79", None),
@@ -32,6 +42,28 @@ FALLEN = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU h
 def test_xids_are_found_in_lines_of_the_log(case: tuple[Any, ...]) -> None:
     line, xid = case
     assert [(one.pci, one.code, one.text) for one in parse([line])] == ([] if xid is None else [xid])
+
+
+SWITCH = "nvidia-nvswitch3: SXid (PCI:0000:04:00.0): 22013, "
+
+
+def test_reports_of_switches_are_told_from_those_of_gpus_also_on_one_line() -> None:
+    lines = [
+        f"[ 38.1] {SWITCH}Data {{0x0000002b, 0x0000002b}}",
+        f"[ 38.2] {SWITCH}Non-fatal, Link 44 Minion Link DLREQ interrupt",
+        f"[ 38.3] {SWITCH}Severity 0 Engine instance 44 Sub-engine instance 00",
+        f"[ 38.4] {FALLEN.partition(' GPU has')[0]} {SWITCH}Fatal, Link 1{FALLEN}",
+        # Of a GPU that did not answer when the driver was loaded, which gets no Xid.
+        "NVRM: fallen off the bus and is not responding to commands.",
+    ]
+    found = [(one.name, one.pci, one.text.partition(",")[0]) for one in parse(lines)]
+    assert found == [
+        ("SXid 22013", "0000:04:00.0", "Non-fatal"),
+        ("Xid 79", "0000:3b:00.0", "pid='<unknown>'"),
+        ("SXid 22013", "0000:04:00.0", "Fatal"),
+        ("Xid 79", "0000:3b:00.0", "pid='<unknown>'"),
+        ("Xid 79", "", "NVRM: fallen off the bus and is not responding to commands."),
+    ]
 
 
 def test_a_buffer_that_may_not_be_opened_or_is_none_is_no_log(monkeypatch: pytest.MonkeyPatch) -> None:

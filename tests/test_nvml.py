@@ -257,6 +257,17 @@ def test_nvlinks_to_a_switch_are_a_field_value(library: Library) -> None:
         assert caught.value.kind == kind
 
 
+def test_the_recovery_action_is_a_field_value_that_older_drivers_lack(library: Library) -> None:
+    field = pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
+    library.answers("nvmlDeviceGetFieldValues", field_values({field: pynvml.NVML_GPU_RECOVERY_ACTION_NODE_REBOOT}))
+    assert PyNvml().read(GPU, "recovery.action") == 2
+    for answer, kind in ((field_values({}), "not supported"), (lost, "lost")):
+        library.answers("nvmlDeviceGetFieldValues", answer)
+        with pytest.raises(NotAvailable) as caught:
+            PyNvml().read(GPU, "recovery.action")
+        assert caught.value.kind == kind
+
+
 def lost(_: object, asked: list[tuple[int, int]]) -> list[Any]:
     value = pynvml.c_nvmlFieldValue_t()
     value.nvmlReturn = pynvml.NVML_ERROR_GPU_IS_LOST

@@ -11,7 +11,7 @@ from pytest_gpucluster.counters.snapshot import ACTIVE, INFINIBAND, QUERIES, RAT
 from pytest_gpucluster.errors import HardwareFault
 from pytest_gpucluster.health.finding import Finding, Identity
 from pytest_gpucluster.health.nvlink import MUST_NOT_GROW, ZERO_TOLERANCE
-from pytest_gpucluster.health.xid import TAKE_OUT
+from pytest_gpucluster.health.xid_table import lookup
 from pytest_gpucluster.infiniband import BYTES, CARRIER_DOWN, LINK_DOWNED
 
 _PORT = re.compile(rf"{INFINIBAND}\.(?P<port>.+)\.(?P<counter>\w+)")
@@ -37,9 +37,11 @@ class Changes:
 
     Attributes:
         changed: name -> by how much it has grown; of states (``nvlink.up[3]``, ``...active``, ``...rate``) the
-            difference, so that what went down is negative. A new Xid is ``xid.79``, with how many there were.
+            difference, so that what went down is negative. A new Xid is ``xid.79``, an SXid ``sxid.20034``,
+            with how many there were.
         faults: of these, what rejects the hardware.
-        notes: what is worth knowing: a counter that was reset, an Xid that a program can cause, another job's GPU.
+        notes: what is worth knowing: a counter that was reset, an Xid that demands nothing of the hardware, another
+            job's GPU.
         missing: query, ``xid`` or ``infiniband`` -> why it could not be compared. Who must not lack one decides.
     """
 
@@ -199,17 +201,19 @@ def _xids(
     for key, xid in new.xids.items():
         if key in old.xids:
             continue
-        changed[f"xid.{xid.code}"] = changed.get(f"xid.{xid.code}", 0) + 1
-        # The log leaves the function number out, which is always 0.
-        gpu = after.gpus_of_node.get(f"{xid.pci[:-2]}.0")
-        found = f"Xid {xid.code}: {xid.text}"
+        kind = "sxid" if xid.is_switch else "xid"
+        changed[f"{kind}.{xid.code}"] = changed.get(f"{kind}.{xid.code}", 0) + 1
+        # The log leaves the function number out, which is always 0. A switch is the whole node's.
+        gpu = Identity(host=after.gpu.host) if xid.is_switch else after.gpus_of_node.get(f"{xid.pci[:-2]}.0")
+        entry = lookup(xid)
+        where = f" of {xid.pci}" if xid.is_switch else ""
+        found = f"{xid.name}{where}: {entry.meaning}; action: {entry.action}; {xid.text}"
         if gpu is None:
             notes.append(f"{found}, of PCI {xid.pci}, which is no GPU of this job")
-        elif xid.code not in TAKE_OUT:
-            notes.append(f"{found}, of {gpu}; a program can cause it")
+        elif not entry.rejects:
+            notes.append(f"{found}, of {gpu}")
         else:
-            remedy = "take the node out of service and run the vendor's diagnostics; see NVIDIA's Xid catalogue"
-            faults.append(_fault(gpu, f"xid_{xid.code}", found, remedy))
+            faults.append(_fault(gpu, f"{kind}_{xid.code}", found, entry.advice))
 
 
 def _fault(gpu: Identity, code: str, found: str, remedy: str) -> Finding:

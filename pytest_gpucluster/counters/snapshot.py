@@ -37,7 +37,7 @@ ACTIVE, RATE = "active", "rate"
 
 @dataclass(frozen=True, kw_only=True)
 class Log:
-    """The Xids of a kernel log: what tells one from all others -> the Xid.
+    """The Xids and SXids of a kernel log: what tells one from all others -> the report.
 
     ``numbers``: of the oldest and the newest record, where the source numbers them.
     """
@@ -72,7 +72,8 @@ class Counters:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain types."""
-        xids = [f"{xid.pci}: {xid.code}: {xid.text}" for xid in self.log.xids.values()] if self.log else []
+        reports = self.log.xids.values() if self.log else ()
+        xids = [f"{one.pci}: {one.name if one.is_switch else one.code}: {one.text}" for one in reports]
         return {"values": dict(self.values), "xids": xids, "missing": dict(self.missing), "lost": self.lost}
 
 
@@ -144,11 +145,11 @@ def _log(log: KernelLog) -> tuple[Log | None, str]:
     found: dict[str, Xid] = {}
     times: Counter[str] = Counter()
     for index, line in enumerate(log.lines):
-        if "Xid" not in line:
-            continue
         for xid in kernel_log.parse([line]):
-            times[line] += 1
-            # A line without a number of its own, or a time in it, is told from its like by how many came before.
-            found[str(log.numbers[index]) if log.numbers else f"{line} #{times[line]}"] = xid
+            # A line without a number of its own, or a time in it, is told from its like by how many came before; so is
+            # a second report on one line.
+            record = str(log.numbers[index]) if log.numbers else line
+            times[record] += 1
+            found[record if log.numbers and times[record] == 1 else f"{record} #{times[record]}"] = xid
     ends = (log.numbers[0], log.numbers[-1]) if log.numbers else None
     return Log(source=log.source, xids=found, numbers=ends), ""

@@ -1,26 +1,30 @@
-"""Has the driver reported this GPU in the kernel log of this boot?"""
+"""What does the driver say of this GPU: NVML's recovery action, and its reports in the kernel log of this boot?"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from pytest_gpucluster.health.finding import Finding
+from pytest_gpucluster.health.finding import Finding, Identity
 from pytest_gpucluster.health.situation import Situation
-from pytest_gpucluster.kernel_log import normalised
+from pytest_gpucluster.health.xid_table import lookup, recovery_action
+from pytest_gpucluster.kernel_log import Xid, normalised
 
-_IN_THE_FIELD = frozenset({48, 56, 57, 58, 62, 63, 64, 65, 68, 69, 73, 74, 79, 80, 81, 92, 119, 120})
-"""Source: Azure/azurehpc-health-checks, azure_gpu_xid.nhc."""
-_OF_NEWER_GPUS = frozenset({95, 140, 143, 158})
-"""An uncontained memory error, one that could not be recovered from, a GPU that could not be set up, and one that does
-not answer any more. For each of them the catalogue asks for a reset, not for a look at the program. Source: NVIDIA,
-https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html."""
-TAKE_OUT = _IN_THE_FIELD | _OF_NEWER_GPUS
-"""Xids after which a node is taken out of service."""
+_AGAIN = "Keep the log (`nvidia-bug-report.sh`), and reboot before you run again: this boot's log keeps the report"
 
 
 def check(situation: Situation) -> Iterator[Finding]:
-    """Report each Xid of the take-out list, others in a note, and a log that cannot be read."""
+    """Report NVML's recovery action, each Xid of this GPU, on one rank of a node each SXid of its NVSwitches, and a log
+    that cannot be read. What demands action on GPU, NVLink or node rejects; the rest is a note."""
+    wanted = situation.worst("recovery.action")
+    if wanted:
+        entry = recovery_action(wanted)
+        yield situation.finding(
+            "recovery_action",
+            "hardware",
+            f"NVML's recovery action of this GPU is {wanted:#x}: {entry.meaning}",
+            allowed="none",
+            remedy=entry.advice,
+        )
     log = situation.kernel_log
     if log.why_not:
         yield situation.finding(
@@ -40,6 +44,9 @@ def check(situation: Situation) -> Iterator[Finding]:
             allowed="a log that reaches back to the boot",
             remedy="look for older Xids as root: `journalctl -k -b | grep -i xid`",
         )
+    reports = log.xids()
+    if situation.node is not None:
+        yield from _judged(situation, [one for one in reports if one.is_switch], Identity(host=situation.gpu.host))
     address = normalised(situation.gpu.pci or "")
     if address is None:
         yield situation.finding(
@@ -51,17 +58,29 @@ def check(situation: Situation) -> Iterator[Finding]:
         )
         return
     # The log leaves the function number out, which is always 0.
-    own = [xid for xid in log.xids() if xid.pci[:-2] == address[:-2]]
-    last = {xid.code: xid.text for xid in own}
-    for code, count in sorted(Counter(xid.code for xid in own).items()):
-        bad = code in TAKE_OUT
-        times = f"{count} times" if count > 1 else "once"
+    own = [one for one in reports if not one.is_switch and one.pci[:-2] == address[:-2]]
+    yield from _judged(situation, own, situation.gpu)
+
+
+def _judged(situation: Situation, reports: Sequence[Xid], gpu: Identity) -> Iterator[Finding]:
+    """Yield one finding for each number, by the last one of its reports that rejects, or the last one."""
+    for code in sorted({report.code for report in reports}):
+        same = [report for report in reports if report.code == code]
+        entries = [lookup(report) for report in same]
+        at = max(range(len(same)), key=lambda i: (entries[i].rejects, i))
+        report, entry = same[at], entries[at]
+        kind = "sxid" if report.is_switch else "xid"
+        times = f"{len(same)} times" if len(same) > 1 else "once"
+        where = f" of {report.pci}" if report.is_switch else ""
         yield situation.finding(
-            f"xid_{code}",
-            "hardware" if bad else "note",
-            f"Xid {code} {times} in the kernel log of this boot ({log.source}), the last one: {last[code]}",
-            allowed="no Xid that takes a node out of service" if bad else "Xids that a program can cause",
-            remedy="take the node out of service and run the vendor's diagnostics; see NVIDIA's Xid catalogue"
-            if bad
-            else "see NVIDIA's Xid catalogue",
+            f"{kind}_{code}",
+            "hardware" if entry.rejects else "note",
+            f"{report.name}{where} {times} in the kernel log of this boot ({situation.kernel_log.source}):"
+            f" {entry.meaning}; action: {entry.action}; the {'last' if at == len(same) - 1 else 'worst'} one:"
+            f" {report.text}",
+            allowed="no report that demands action on GPU, NVLink or node"
+            if entry.rejects
+            else "what a program causes",
+            remedy=f"{entry.advice}. {_AGAIN}" if entry.rejects else entry.advice,
+            gpu=gpu,
         )

@@ -126,7 +126,7 @@ def test_a_value_that_was_there_once_only_is_missing_and_no_fault() -> None:
 # ---- Xids ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_new_xid_of_the_take_out_list_is_a_fault_of_its_gpu() -> None:
+def test_a_new_xid_that_demands_action_is_a_fault_of_its_gpu() -> None:
     found = changes(logged(), logged(XID_79))
     [fault] = found.faults
     assert (fault.code, fault.gpu) == ("xid_79", GPU)
@@ -137,11 +137,27 @@ def test_a_new_xid_of_the_take_out_list_is_a_fault_of_its_gpu() -> None:
     assert [fault.code for fault in again.faults] == ["xid_79"]
 
 
+SWITCH = "nvidia-nvswitch0: SXid (PCI:0000:84:00.0): 20034, {}, Link 30 LTSSM Fault Up"
+RECOVERY = XID_79.partition("79,")[0] + "154, GPU recovery action changed from 0x0 (None) to 0x{:x} (as it says)"
+
+
 def test_other_xids_are_notes() -> None:
-    # A program's, and that of another job's GPU.
-    for line in (XID_79.replace("79,", "13,"), XID_79.replace("0000:3b", "0000:99")):
+    # A program's, that of another job's GPU, a recovery that is over, and an error that an NVSwitch has corrected.
+    remapped = XID_79.replace("79,", "63,")
+    for line in (XID_79.replace("79,", "13,"), XID_79.replace("0000:3b", "0000:99"), remapped, RECOVERY.format(0),
+                 SWITCH.format("Non-fatal")):  # fmt: skip
         found = changes(logged(), logged(line))
         assert (found.faults, len(found.notes)) == ((), 1)
+        assert "action: " in found.notes[0]
+
+
+def test_the_action_that_the_driver_wants_and_a_switch_s_fatal_error_are_faults() -> None:
+    [fault] = changes(logged(), logged(RECOVERY.format(2))).faults
+    assert (fault.code, fault.gpu, fault.remedy) == ("xid_154", GPU, "reboot the node")
+    found = changes(logged(SWITCH.format("Non-fatal")), logged(SWITCH.format("Non-fatal"), SWITCH.format("Fatal")))
+    [fault] = found.faults
+    assert (fault.code, fault.gpu.host, fault.gpu.uuid) == ("sxid_20034", GPU.host, None)
+    assert (dict(found.changed), fault.remedy.split(";")[0]) == ({"sxid.20034": 1}, "drain, then reset the GPU")
 
 
 def test_records_that_were_overwritten_do_not_make_old_xids_new() -> None:

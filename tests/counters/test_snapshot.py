@@ -31,6 +31,10 @@ def test_lines_that_are_alike_are_different_xids() -> None:
     assert taken.log is not None
     assert [xid.code for xid in taken.log.xids.values()] == [79, 79]
     assert [xid[:16] for xid in taken.to_json()["xids"]] == ["0000:3b:00.0: 79"] * 2
+    log = KernelLog(lines=(XID_79 * 2,), source="/dev/kmsg", numbers=(5,))
+    taken = counters.take(sources(kernel_log=lambda: log))
+    assert taken.log is not None
+    assert list(taken.log.xids) == ["5", "5 #2"], "two on one line"
     log = KernelLog(lines=("a", XID_79, "b"), source="/dev/kmsg", numbers=(7, 8, 9))
     taken = counters.take(sources(kernel_log=lambda: log))
     assert taken.log is not None

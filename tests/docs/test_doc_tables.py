@@ -12,7 +12,7 @@ from each import of_each
 from pages import ROOT, page_named, rows
 
 from pytest_gpucluster import limits, options, thresholds, verdict
-from pytest_gpucluster.health.xid import TAKE_OUT
+from pytest_gpucluster.health.xid_table import table
 from pytest_gpucluster.metric_catalogue import CATALOGUE
 from pytest_gpucluster.predicted import predict
 from pytest_gpucluster.workload_file import load
@@ -68,12 +68,23 @@ def test_the_figures_are_those_in_force_and_a_changed_limit_is_seen() -> None:
     assert ">= 701 of 989" in EXPECTED.with_figures(PLAYBOOK["single-node"], replace(LIMITS, limits=tuple(changed)))
 
 
-def test_every_xid_that_rejects_is_listed_as_such_and_a_reset_alone_is_no_step_for_it() -> None:
-    table = list(rows(TROUBLE, ["Xid", "what it says", "judged", "first step"]))
-    assert {row[2] for row in table} == {"hardware", "note"}
-    rejecting = [row for row in table if row[2] == "hardware"]
-    assert {int(xid) for row in rejecting for xid in row[0].split(", ")} == TAKE_OUT
-    assert [row for row in rejecting if "reset" in row[3] and "reboot" not in row[3]] == []
+def numbers(text: str) -> set[int]:
+    """Read "1-3, 7"; what is no number is left out."""
+    ranges = re.findall(r"\b(\d+)(?:-(\d+))?\b", text)
+    return {code for first, last in ranges for code in range(int(first), int(last or first) + 1)}
+
+
+def test_every_xid_is_listed_with_its_action_and_a_reset_alone_is_no_step() -> None:
+    rows_of = list(rows(TROUBLE, ["Xid", "what it says", "judged", "action", "first step"]))
+    listed = [(code, judged, action) for xids, _, judged, action, _ in rows_of for code in sorted(numbers(xids))]
+    by_line = {*range(144, 151), 154}
+    entries = {int(key): entry for key, entry in table().items() if key.isdecimal() and key != "0"}
+    assert sorted(code for code, *_ in listed) == sorted(entries), "each once"
+    assert {code for code, judged, _ in listed if judged == "by the line"} == by_line
+    for code, judged, action in listed:
+        if code not in by_line:
+            assert (judged, action) == ("hardware" if entries[code].rejects else "note", entries[code].action), code
+    assert [row for row in rows_of if "reset" in row[4] and "reboot" not in row[4]] == []
     assert set(re.findall(r"--gpucluster-timeouts (\w+)=", TROUBLE)) <= set(options.Timeouts.__dataclass_fields__)
 
 

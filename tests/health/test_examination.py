@@ -207,11 +207,11 @@ def test_links_that_are_down_are_excused_on_the_only_gpu_of_a_node_alone(argumen
     assert "nvlink_down" in codes(found.of_kind("hardware"))
 
 
-# What NVIDIA's public catalogue asks for at once, of the Xids on which it and this suite agree:
+# What NVIDIA's public catalogue asks for at once:
 # https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html
-RESET_OR_REPAIR = (48, 56, 57, 58, 62, 64, 65, 73, 74, 79, 81, 95, 119, 120, 140, 143, 158)
-RESTART = (8, 11, 13, 25, 31, 32, 39, 40, 41, 60, 70, 71, 72, 75, 76, 77, 94)
-NOTHING = (37, 38, 43, 44, 45, 66, 67, 93, 121, 137)
+RESET_OR_REPAIR = (46, 48, 54, 62, 64, 74, 79, 95, 109, 110, 119, 120, 136, 140, 142, 143, 151, 155, 156, 158, 171)
+RESTART = (8, 11, 13, 25, 31, 32, 39, 40, 41, 60, 68, 69, 70, 71, 72, 75, 76, 77, 80, 94)
+NOTHING = (37, 38, 43, 44, 45, 63, 66, 67, 92, 93, 121, 137, 162)
 
 
 @of_each("code", RESET_OR_REPAIR)
@@ -221,7 +221,7 @@ def test_an_xid_after_which_the_gpu_is_out_of_service_rejects(code: int) -> None
     assert codes(found.of_kind("note")) == {"xid_13"}
     with pytest.raises(HardwareFault) as caught:
         found.require_healthy()
-    for word in (*NAMES, f"Xid {code} 2 times", "(dmesg)", "pid=17, something happened"):
+    for word in (*NAMES, f"Xid {code} 2 times", "(dmesg)", "pid=17, something happened", "what to do: "):
         assert word in str(caught.value)
 
 
@@ -230,6 +230,36 @@ def test_an_xid_that_a_program_can_cause_is_a_note(code: int) -> None:
     found = examined(log=log(xid(code)))
     assert codes(found.findings) == codes(found.of_kind("note")) == {f"xid_{code}"}
     found.require_healthy()
+
+
+ACTION = "NVRM: Xid (PCI:0000:3b:00): 154, GPU recovery action changed from {} to {}"
+LINK = "NVRM: Xid (PCI:0000:3b:00): 149, NETIR_LINK_EVT  {}   XC0 i0 Link 01 (0x021425c6 0x00000000)"
+SWITCH = "nvidia-nvswitch0: SXid (PCI:0000:84:00.0): 20034, {}, Link 30 LTSSM Fault Up"
+
+
+def test_the_line_itself_decides_where_it_says_what_to_do() -> None:
+    harmless = (ACTION.format("0x1 (GPU Reset Required)", "0x0 (None)"), LINK.format("Nonfatal"))
+    for bad, code, action in (
+        (ACTION.format("0x0 (None)", "0x4 (Drain and Reset)"), "xid_154", "drain, then reset the GPU"),
+        (LINK.format("Fatal"), "xid_149", "reset the GPU"),
+        (SWITCH.format("Fatal"), "sxid_20034", "drain, then reset the GPU"),
+    ):
+        # The worst report of a number is shown, whatever came after it.
+        found = examined(log=log(bad, *harmless, SWITCH.format("Non-fatal")))
+        [finding] = found.of_kind("hardware")
+        assert (finding.code, f"action: {action}; the worst one: " in finding.found) == (code, True)
+        assert finding.remedy.startswith(action)
+        assert (finding.gpu.index is None) == code.startswith("sxid"), "a switch is the node's"
+    found = examined(log=log(*harmless, SWITCH.format("Non-fatal")))
+    assert codes(found.findings) == codes(found.of_kind("note")) == {"xid_154", "xid_149", "sxid_20034"}
+    found.require_healthy()
+
+
+def test_what_nvml_wants_done_with_the_gpu_rejects_it_also_without_a_log() -> None:
+    for value, action in ((1, "reset the GPU"), (2, "reboot the node"), (3, "drain"), (99, "not stated")):
+        found = examined({"recovery.action": grows(0, value)}, log=KernelLog(why_not="dmesg: not permitted"))
+        [finding] = found.of_kind("hardware")
+        assert (finding.code, finding.remedy.startswith(action)) == ("recovery_action", True)
 
 
 HEALTHY: list[dict[str, Any]] = [
