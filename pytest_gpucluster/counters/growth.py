@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pytest_gpucluster.counters.snapshot import ACTIVE, INFINIBAND, QUERIES, RATE, XID, Counters
+from pytest_gpucluster.counters.snapshot import ACTIVE, INFINIBAND, QUERIES, RATE, RECOVERY, XID, Counters
 from pytest_gpucluster.errors import HardwareFault
 from pytest_gpucluster.health.finding import Finding, Identity
 from pytest_gpucluster.health.nvlink import MUST_NOT_GROW, ZERO_TOLERANCE
-from pytest_gpucluster.health.xid_table import lookup
+from pytest_gpucluster.health.xid_table import lookup, recovery_action
 from pytest_gpucluster.infiniband import BYTES, CARRIER_DOWN, LINK_DOWNED
 
 _PORT = re.compile(rf"{INFINIBAND}\.(?P<port>.+)\.(?P<counter>\w+)")
@@ -36,9 +36,9 @@ class Changes:
     """What has changed.
 
     Attributes:
-        changed: name -> by how much it has grown; of states (``nvlink.up[3]``, ``...active``, ``...rate``) the
-            difference, so that what went down is negative. A new Xid is ``xid.79``, an SXid ``sxid.20034``,
-            with how many there were.
+        changed: name -> by how much it has grown; of states (``nvlink.up[3]``, ``...active``, ``...rate``,
+            ``recovery.action``) the difference, so that what went down is negative. A new Xid is ``xid.79``, an
+            SXid ``sxid.20034``, with how many there were.
         faults: of these, what rejects the hardware.
         notes: what is worth knowing: a counter that was reset, an Xid that demands nothing of the hardware, another
             job's GPU.
@@ -145,6 +145,10 @@ def _faults(changed: Mapping[str, float], before: Counters, after: Counters) -> 
             if code not in said:  # errors since the driver was loaded are among those of the card's life
                 said.add(code)
                 yield _fault(after.gpu, code, f"{_whole(change)} new: {what}", remedy), ""
+        elif name == RECOVERY and (value := int(after.values[name])):
+            entry = recovery_action(value)
+            wanted = f"NVML's recovery action of this GPU has become {value:#x}: {entry.meaning}"
+            yield _fault(after.gpu, "recovery_action", wanted, entry.advice), ""
         elif (link := _LINK.fullmatch(name)) is not None:
             counter = link["counter"]
             if counter == "up" and change < 0:
@@ -228,7 +232,7 @@ def _query(name: str) -> str:
 
 
 def _is_state(name: str) -> bool:
-    return name.startswith("nvlink.up[") or name.endswith((f".{ACTIVE}", f".{RATE}"))
+    return name == RECOVERY or name.startswith("nvlink.up[") or name.endswith((f".{ACTIVE}", f".{RATE}"))
 
 
 def _is_volume(name: str) -> bool:

@@ -15,6 +15,7 @@ from pytest_gpucluster.infiniband import ETHERNET, Adapters
 from pytest_gpucluster.infiniband import INFINIBAND as LAYER_OF_FABRIC
 from pytest_gpucluster.kernel_log import KernelLog, Xid
 
+RECOVERY = "recovery.action"
 QUERIES = (
     "ecc.uncorrected.volatile",
     "ecc.uncorrected.aggregate",
@@ -27,6 +28,7 @@ QUERIES = (
     "pcie.replays",
     "nvlink.up",
     "nvlink.errors",
+    RECOVERY,
 )
 """What is asked of NVML."""
 XID, INFINIBAND = "xid", "infiniband"
@@ -96,7 +98,7 @@ def take(sources: Sources) -> Counters:
         lost = next((why.reason for why in told.missing.values() if why.kind == "lost"), "")
     if sources.of_node:
         if sources.has_gpu:
-            log, why = _log(sources.kernel_log())
+            log, why = _log(sources.kernel_log(), switches=sources.of_switches)
             missing.update({XID: why} if why else {})
         adapters = sources.adapters()
         values.update(_of_ports(adapters))
@@ -139,13 +141,15 @@ def _beside(adapters: Adapters) -> frozenset[str]:
     return frozenset(port.name for port in adapters.ports if fabric and port.link_layer == ETHERNET)
 
 
-def _log(log: KernelLog) -> tuple[Log | None, str]:
+def _log(log: KernelLog, *, switches: bool) -> tuple[Log | None, str]:
     if log.why_not:
         return None, log.why_not
     found: dict[str, Xid] = {}
     times: Counter[str] = Counter()
     for index, line in enumerate(log.lines):
         for xid in kernel_log.parse([line]):
+            if xid.is_switch and not switches:
+                continue
             # A line without a number of its own, or a time in it, is told from its like by how many came before; so is
             # a second report on one line.
             record = str(log.numbers[index]) if log.numbers else line

@@ -29,6 +29,7 @@ class Sources:
         gpus_of_node: PCI address, as the kernel writes it, -> the GPU of a rank of this node.
         kernel_log: read where there is a GPU.
         adapters: the InfiniBand ports.
+        of_switches: it answers for the NVSwitches of the node, too.
     """
 
     gpu: Identity
@@ -38,6 +39,7 @@ class Sources:
     gpus_of_node: Mapping[str, Identity] = field(default_factory=dict)
     kernel_log: Callable[[], KernelLog] = field(default_factory=kernel_log.Reader)
     adapters: Callable[[], Adapters] = ports_of_node
+    of_switches: bool = True
 
     @property
     def has_gpu(self) -> bool:
@@ -45,8 +47,8 @@ class Sources:
         return self.gpu.uuid is not None
 
     def without_ports(self) -> Sources:
-        """Return the same without the node's ports: somebody else looks at them."""
-        return replace(self, adapters=Adapters)
+        """Return the same without the node's ports and NVSwitches: another rank looks at them."""
+        return replace(self, adapters=Adapters, of_switches=False)
 
     @classmethod
     def of(

@@ -78,9 +78,7 @@ def _judged(situation: Situation, reports: Sequence[Xid], gpu: Identity) -> Iter
             f"{report.name}{where} {times} in the kernel log of this boot ({situation.kernel_log.source}):"
             f" {entry.meaning}; action: {entry.action}; the {'last' if at == len(same) - 1 else 'worst'} one:"
             f" {report.text}",
-            allowed="no report that demands action on GPU, NVLink or node"
-            if entry.rejects
-            else "what a program causes",
+            allowed="no report that demands action on GPU, NVLink or node",
             remedy=f"{entry.advice}. {_AGAIN}" if entry.rejects else entry.advice,
             gpu=gpu,
         )

@@ -158,6 +158,18 @@ def test_the_action_that_the_driver_wants_and_a_switch_s_fatal_error_are_faults(
     [fault] = found.faults
     assert (fault.code, fault.gpu.host, fault.gpu.uuid) == ("sxid_20034", GPU.host, None)
     assert (dict(found.changed), fault.remedy.split(";")[0]) == ({"sxid.20034": 1}, "drain, then reset the GPU")
+    # Of local workers one looks at what is the node's.
+    logs = (KernelLog(lines=lines, source="dmesg") for lines in (("a",), ("a", SWITCH.format("Fatal"))))
+    assert changes(*(take(sources(kernel_log=lambda log=log: log).without_ports()) for log in logs)).faults == ()
+
+
+def test_a_recovery_action_that_nvml_asks_for_is_a_fault_also_where_no_log_can_be_read() -> None:
+    refused = {"kernel_log": lambda: KernelLog(why_not="dmesg: not permitted")}
+    for before, after, remedies in ((0, 1, ["reset the GPU"]), (1, 2, ["reboot the node"]), (2, 0, []), (2, 2, [])):
+        found = compared({"recovery.action": before}, {"recovery.action": after}, **refused)
+        assert [fault.remedy.split(";")[0] for fault in found.faults] == remedies
+        assert {fault.code for fault in found.faults} <= {"recovery_action"}
+        assert found.notes == ()
 
 
 def test_records_that_were_overwritten_do_not_make_old_xids_new() -> None:
