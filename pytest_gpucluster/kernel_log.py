@@ -30,7 +30,7 @@ _MOST_RECORDS = 1_000_000
 # nvidia-nvswitch3: SXid (PCI:0000:a9:00.0): 20034, Fatal, Link 30 LTSSM Fault Up.
 _REPORT = re.compile(
     r"(?:NVRM:(?:(?!NVRM:).)*?\b|^\W*(?:[NVR]*M:)? ?|\b(?P<switch>S))Xid "
-    r"\((?:PCI:)?(?P<pci>[0-9a-fA-F:.]*)(?:[^()]*\):? *(?:(?P<code>\d+)|$)|[^()]*$)"
+    r"\((?:PCI:)?(?P<pci>[0-9a-fA-F:.]*)(?:[^()]*\):? *(?:(?P<code>[0-9]{1,9})|$)|[^()]*$)"
 )
 FALLEN_OFF = 79
 _GONE = "fallen off the bus and is not responding"

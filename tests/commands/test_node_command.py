@@ -78,7 +78,9 @@ def test_torn_lines_and_garbage_hide_no_report(monkeypatch: pytest.MonkeyPatch, 
     assert out[0].isprintable()
     given(monkeypatch, garbage)
     assert ends(capsys)[0] == 0
-    # Torn before its number, torn at the beginning, two on one line.
+    # No number at all; torn before its number, torn at the beginning, two on one line.
+    given(monkeypatch, FALLEN.replace("79", "9" * 5000).encode())
+    assert ends(capsys)[0] == 1
     for text, reports in ((FALLEN[:23], 1), (FALLEN[3:], 1), (PROGRAM + FALLEN, 2), (f"{PROGRAM}\r\n{FALLEN}", 2)):
         given(monkeypatch, text.encode())
         code, out, _ = ends(capsys)
