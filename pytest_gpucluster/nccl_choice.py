@@ -7,6 +7,7 @@ Names of transports, as they stand in labels and in ``expect_transport``:
 - ``SHM``: through the host's memory, inside a node
 - ``COLLNET/<name>``: the network reduces on the way (SHARP)
 - ``NET/IB``: InfiniBand or RoCE verbs, also through NVIDIA's external plugin (``IBext_v8`` and the like)
+- ``NET/AWS Libfabric``: EFA, also where its plugin calls itself Libfabric
 - ``NET/Socket``: TCP; ``NET/<name>``: any other network plugin, by its own name
 - ``gloo``: no NCCL at all; ``none``: one rank, which is connected to nobody
 """
@@ -250,6 +251,8 @@ def _transport(kind: str) -> str:
     if family not in ("NET", "COLLNET"):
         return family
     name = rest.partition("/")[0]
+    if name == "Libfabric":  # what the plugin of EFA calls itself since 2024
+        name = "AWS Libfabric"
     return f"{family}/{'IB' if re.fullmatch(r'IBext(?:_v[0-9]+)?', name) else name}"
 
 

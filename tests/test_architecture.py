@@ -30,7 +30,7 @@ def _table(text: str) -> dict[str, tuple[str, ...]]:
 _LAYERS = """
 __init__ wording whole_file footer step_file time_spent mounts errors units stats sampling catalogue.* metric_catalogue
 metrics hostlist links.* isolation.* launch_variables launch nccl_reasons nccl_choice nccl_log nccl_environment cublas
-hardware limits yaml_document thresholds explained_limits schema workload_values sections.* workloads predicted
+hardware limits yaml_document thresholds evidence explained_limits schema workload_values sections.* workloads predicted
 workload_file manifest collective_sizes workload_schema stragglers explanation misses missing_limit node_or_gpu judged
 judge cause fault_dump verdict exit_note run_directory journal_fields journal_measurements journal_lines journal
 verdict_record benchmarks.lora.curve reports.* comparison.* crosscheck.* merging.* fleet.* baseline stale_processes
@@ -59,6 +59,7 @@ launch_variables: errors
 launch: errors hostlist launch_variables
 limits: errors units metric_catalogue metrics hardware
 yaml_document: units
+evidence: errors units stats metrics limits
 workload_values: units
 sections.*: errors sampling workload_values sections.*
 workloads: sampling sections.*
