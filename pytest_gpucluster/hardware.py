@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 # The SKU of a rehearsal on CPU ranks. It has no peaks: nothing measured there says anything about hardware.
 CPU_REHEARSAL = "cpu-rehearsal"
@@ -329,6 +330,104 @@ _L40S = Sku(
     ),
 )
 
+
+def _sister(of: Sku, name: str, *nvml_names: str, peaks: Mapping[str, Any], promise: Mapping[str, Any]) -> Sku:
+    """Return a SKU that is like another one but for these figures."""
+    assert of.peaks is not None
+    assert of.promise is not None
+    return Sku(
+        name=name,
+        nvml_names=nvml_names,
+        peaks=replace(of.peaks, **peaks),
+        promise=replace(of.promise, **promise),
+    )
+
+
+_A100_SHEET = "NVIDIA A100 data sheet, https://www.nvidia.com/en-us/data-center/a100/"
+_BRIDGED = {"nvlinks": None, "nvswitch": False}
+_NO_LINK = f"{_OPTIONAL_BRIDGES}, so no link rate holds for every board; {_PCIE}"
+_A100_40GB = _sister(
+    _A100_80GB,
+    "A100 40GB",
+    r"(?:NVIDIA )?A100-SXM4-40GB",
+    peaks={"hbm_tb_per_second": 1.555, "source": f"{_A100_SHEET}, 40 GB; {_TABLE}"},
+    promise={"memory_gb": 40.0, "source": f"{_A100_SHEET}: 40 GB, PCIe gen4, 12 NVLinks of 50 GB/s; {_BOARD}"},
+)
+_A100_PCIE_40GB = _sister(
+    _A100_40GB,
+    "A100 PCIe 40GB",
+    r"(?:NVIDIA )?A100-PCIE-40GB",
+    peaks={"link_gb_per_second": None, "link_source": _NO_LINK},
+    promise={
+        **_BRIDGED,
+        "required_queries": (*_REQUIRED, *_PCIE_LINK, "mig.mode"),
+        "source": f"{_A100_SHEET}, PCIe: 40 GB; {_OPTIONAL_BRIDGES}; {_MEMORY_ERRORS}",
+    },
+)
+_A100_PCIE_80GB = _sister(
+    _A100_PCIE_40GB,
+    "A100 PCIe 80GB",
+    r"(?:NVIDIA )?A100 80GB PCIe",
+    peaks={"hbm_tb_per_second": 1.935, "source": f"{_A100_SHEET}, PCIe 80 GB; {_TABLE}"},
+    promise={"memory_gb": 80.0, "source": f"{_A100_SHEET}, PCIe: 80 GB; {_OPTIONAL_BRIDGES}; {_MEMORY_ERRORS}"},
+)
+_H800_PCIE = _sister(
+    _H100_PCIE,
+    "H800 PCIe",
+    "NVIDIA H800 PCIe",
+    peaks={"source": f"as H100 PCIe, which has the same die and memory; {_TABLE}"},
+    promise={"source": f"as H100 PCIe: 80 GB, PCIe gen5; {_OPTIONAL_BRIDGES}; {_MEMORY_ERRORS}"},
+)
+_H20 = _sister(
+    _H100_SXM,
+    "H20",
+    "NVIDIA H20",
+    peaks={
+        "fp32_tflops": 44.0,
+        "tf32_tflops": 74.0,
+        "bf16_tflops": 148.0,
+        "fp16_tflops": 148.0,
+        "fp8_tflops": 296.0,
+        "hbm_tb_per_second": 4.0,
+        "source": "NVIDIA H20 data sheet, as NVIDIA's partners print it: 148 TFLOPS in bf16, 4.0 TB/s",
+    },
+    promise={"memory_gb": 96.0, "source": f"NVIDIA H20 data sheet: 96 GB, PCIe gen5, 18 NVLinks of 50 GB/s; {_BOARD}"},
+)
+_GH200 = _sister(
+    _H200,
+    "GH200",
+    "NVIDIA GH200 480GB",
+    "NVIDIA GH200 144G HBM3e",
+    peaks={
+        "hbm_tb_per_second": 4.9,
+        "host_gb_per_second": 450.0,
+        "source": f"NVIDIA GH200 data sheet, https://www.nvidia.com/en-us/data-center/grace-hopper-superchip/; {_TABLE}",
+        "link_source": f"{_NVLINK} (NVLink 4: 900 GB/s); NVLink-C2C: half of its 900 GB/s",
+    },
+    promise={
+        "memory_gb": 96.0,
+        "pcie_generation": None,
+        "pcie_width": None,
+        **_BRIDGED,
+        "required_queries": (*_REQUIRED, "mig.mode"),
+        "source": f"NVIDIA GH200 data sheet: 96 GB or more, the host over NVLink-C2C; {_MEMORY_ERRORS}",
+    },
+)
+_B300 = _sister(
+    _B200,
+    "B300",
+    "NVIDIA B300 SXM6 AC",
+    peaks={"source": f"NVIDIA HGX data sheet, https://www.nvidia.com/en-us/data-center/hgx/; {_TABLE}"},
+    promise={"memory_gb": 270.0, "source": f"NVIDIA HGX B300: 2.1 TB in 8 GPUs, 18 NVLinks of 100 GB/s; {_BOARD}"},
+)
+_GB300 = _sister(
+    _GB200,
+    "GB300",
+    "NVIDIA GB300",
+    peaks={"source": f"as GB200; {_TABLE}"},
+    promise={"memory_gb": 278.0, "source": f"NVIDIA GB300 NVL72: 20 TB in 72 GPUs; 18 NVLinks of 100 GB/s; {_BOARD}"},
+)
+
 SKUS: Mapping[str, Sku] = MappingProxyType(
     {
         sku.name: sku
@@ -336,10 +435,18 @@ SKUS: Mapping[str, Sku] = MappingProxyType(
             _H100_SXM,
             _H100_PCIE,
             _H100_NVL,
+            _H800_PCIE,
+            _H20,
             _H200,
+            _GH200,
             _A100_80GB,
+            _A100_40GB,
+            _A100_PCIE_40GB,
+            _A100_PCIE_80GB,
             _B200,
+            _B300,
             _GB200,
+            _GB300,
             _L40S,
             Sku(name=CPU_REHEARSAL),
         )

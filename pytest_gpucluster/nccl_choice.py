@@ -39,6 +39,8 @@ _DIRECT = "GDRDMA"
 _RANKS = re.compile(r"comm 0x[0-9a-f]+ rank \d+ nranks (?P<ranks>\d+) .*Init COMPLETE")
 
 # Older versions write the number of NCCL_ALGO_* and NCCL_PROTO_* (src/include/device.h).
+_PLUGINS = {"IBext": "IB", "Libfabric": "AWS Libfabric"}
+"""What a network plugin is called here that has another name in the log, its version left out."""
 _ALGORITHMS = ("Tree", "Ring", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree", "PAT")
 _PROTOCOLS = ("LL", "LL128", "Simple")
 
@@ -250,10 +252,8 @@ def _transport(kind: str) -> str:
     family, _, rest = kind.partition("/")
     if family not in ("NET", "COLLNET"):
         return family
-    name = rest.partition("/")[0]
-    if name == "Libfabric":  # what the plugin of EFA calls itself since 2024
-        name = "AWS Libfabric"
-    return f"{family}/{'IB' if re.fullmatch(r'IBext(?:_v[0-9]+)?', name) else name}"
+    name = re.sub(r"_v[0-9]+$", "", rest.partition("/")[0])
+    return f"{family}/{_PLUGINS.get(name, name)}"
 
 
 def _distance(transport: str) -> int:

@@ -69,17 +69,29 @@ def one_or_more(item: Schema, **more: Any) -> Schema:
     return {"if": {"type": "array"}, "then": {"minItems": 1, "items": item, **more}, "else": item}
 
 
+_RECORDED = "Why this is measured but not judged. It excludes every other key but when."
+
+
 def limits_schema() -> Schema:
     """Return the schema of a file of limits, for the metrics and SKUs that are known now."""
     limits = mapping({metric.name: _metric(metric) for metric in metrics.METRICS.values()})
-    anywhere = mapping({metric.name: _metric(metric) for metric in metrics.METRICS.values() if metric.peak is None})
+    anywhere = mapping(
+        {
+            metric.name: _metric(metric) if metric.peak is None else one_or_more(_to("recorded"))
+            for metric in metrics.METRICS.values()
+        }
+    )
     definitions: Schema = {
         "limits": {"description": "The limits, by metric.", **limits},
-        "limits_of_every_sku": {"description": "The limits of metrics that have no data sheet peak.", **anywhere},
+        "limits_of_every_sku": {
+            "description": "The limits, by metric; what has a data sheet peak is only recorded here.",
+            **anywhere,
+        },
         "when": {
             "description": "What the entry applies to. Within a file the entry with the most conditions decides.",
             **_when(),
         },
+        "recorded": mapping({"when": _to("when"), "record_only": scalar(_RECORDED)}, required=["record_only"]),
         "nvml_name": {
             "description": "A pattern for the whole name that nvidia-smi -L shows, or a list of patterns.",
             **one_or_more(scalar(format="regex")),
@@ -87,7 +99,8 @@ def limits_schema() -> Schema:
     }
     for metric in metrics.METRICS.values():
         definitions[_entry_name(metric)] = _entry(metric)
-    sku = {"nvml_name": _to("nvml_name"), "limits": _to("limits")}
+    like = scalar("A SKU of this file that stands before: its entries hold for each metric that has none here.")
+    sku = {"nvml_name": _to("nvml_name"), "like": like, "limits": _to("limits")}
     assert tuple(sku) == thresholds.SKU_KEYS
     skus: dict[str, Schema | bool] = {name: mapping(sku) for name in hardware.SKUS}
     skus[hardware.CPU_REHEARSAL] = mapping({"limits": _to("limits")})
@@ -147,7 +160,7 @@ def _entry(metric: Metric) -> Schema:
         },
         "source": scalar("Where these figures come from. It is in every report."),
         "when": _to("when"),
-        "record_only": scalar("Why this is measured but not judged. It excludes every other key but when."),
+        "record_only": scalar(_RECORDED),
         "despite_peak": scalar("Why a min or expected above the data sheet peak, or far under it, is meant."),
     }
     assert tuple(properties) == thresholds.ENTRY_KEYS

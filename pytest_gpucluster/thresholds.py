@@ -34,7 +34,7 @@ SCHEMA_VERSION = 1
 # The keys of each level of a file. The schema for editors is made from the same.
 FILE_KEYS = ("schema_version", "every_sku", "skus")
 EVERY_SKU_KEYS = ("limits",)
-SKU_KEYS = ("nvml_name", "limits")
+SKU_KEYS = ("nvml_name", "like", "limits")
 ENTRY_KEYS = (
     *("min", "max", "min_ratio_to_median", "expected", "expect_transport"),
     *("source", "when", "record_only", "despite_peak"),
@@ -103,6 +103,11 @@ def _guessed(name: str) -> Metric:
     return Metric(name=name, unit=unit, better=better, doc="")
 
 
+def _derived(limit: Limit) -> str:
+    whole = not limit.source or limit.source.startswith(("derived from", "this suite's rule"))
+    return limit.source if whole else f"derived from {limit.sku}: {limit.source}"
+
+
 class _Reader:
     """Reads one file, collecting errors instead of stopping at the first."""
 
@@ -154,6 +159,22 @@ class _Reader:
             )
         if "limits" in body:
             self._limits(name, body["limits"][1])
+        if "like" in body:
+            self._like(name, body["like"][1])
+
+    def _like(self, name: str, node: Node) -> None:
+        """Take over the entries of an earlier SKU for each metric that this one has none for."""
+        other = self.file.text(node, "like")
+        theirs = [limit for limit in self.limits if limit.sku == other]
+        if other is not None and not theirs:
+            earlier = {limit.sku for limit in self.limits} - {EVERY_SKU}
+            self.file.fail(
+                node,
+                f"like is {other!r}; it must be a SKU that stands before this one in this file: "
+                f"{', '.join(sorted(earlier)) or 'there is none'}",
+            )
+        own = {limit.metric for limit in self.limits if limit.sku == name}
+        self.limits += [replace(limit, sku=name, source=_derived(limit)) for limit in theirs if limit.metric not in own]
 
     def _limits(self, sku: str, node: Node) -> None:
         what = f"the limits of {sku}" if sku == EVERY_SKU else f"the limits of {sku!r}"
@@ -186,15 +207,15 @@ class _Reader:
         except MeasurementError as error:
             self.file.fail(key, str(error))
             metric = _guessed(name)
-        if sku == EVERY_SKU and metric.peak is not None:
-            self.file.fail(
-                key, f"{name} stands beside the data sheet peak of each SKU, so its limits stand under skus, by SKU"
-            )
         entries: list[tuple[Node, Limit]] = []
         for item in self.file.items(node):
             limit = self._entry(sku, metric, item)
             if limit is None:
                 continue
+            if sku == EVERY_SKU and metric.peak is not None and limit.record_only is None:
+                self.file.fail(
+                    key, f"{name} stands beside the data sheet peak of each SKU, so its limits stand under skus, by SKU"
+                )
             for other_node, other in entries:
                 if limit.precedence == other.precedence and limit.overlaps(other):
                     self.file.fail(

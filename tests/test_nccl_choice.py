@@ -56,6 +56,11 @@ AWS = "NET/AWS Libfabric"
         ("Channel 00/0 : 8[0] -> 0[0] [receive] via NET/IBext_v8/2", "NET/IB", "NET/IBext_v8"),
         (f"Channel 00/0 : 0[0] -> 8[0] [send] via {AWS}/0/GDRDMA/Shared", AWS, f"{AWS}/GDRDMA/Shared"),
         ("Channel 00/0 : 8[0] -> 0[0] [receive] via NET/Libfabric/0/GDRDMA", AWS, "NET/Libfabric/GDRDMA"),
+        (
+            "Channel 00/0 : 8[0] -> 0[0] [receive] via NET/GPUDirectTCPX_v7/0",
+            "NET/GPUDirectTCPX",
+            "NET/GPUDirectTCPX_v7",
+        ),
         (SOCKET, "NET/Socket", "NET/Socket"),
         ("CollNet 00/0 : 0 [send] via COLLNET/SHARP/0/GDRDMA", "COLLNET/SHARP", "COLLNET/SHARP/GDRDMA"),
         ("Channel 00/0 : 0[0] -> 1[1] via WARP/9", "WARP", "WARP"),
