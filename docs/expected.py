@@ -217,7 +217,9 @@ class _Letters:
         self._of: dict[str, str] = {}
 
     def of(self, source: str) -> str:
-        return self._of.setdefault(" ".join(source.split()), ascii_lowercase[len(self._of)])
+        number = len(self._of)
+        first = ascii_lowercase[number // 26 - 1] if number >= 26 else ""
+        return self._of.setdefault(" ".join(source.split()), first + ascii_lowercase[number % 26])
 
     def legend(self) -> Iterator[str]:
         for source, letter in self._of.items():

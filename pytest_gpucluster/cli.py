@@ -116,11 +116,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         inner = commands.add_parser(name, help=does)
         if name == said:
             _module(name).configure(inner)
+    options, others = parser.parse_known_args(words)
     if said in FOR_OTHERS:
-        options, others = parser.parse_known_args(words)
         options.for_others = others
-    else:
-        options = parser.parse_args(words)
+    elif others:
+        getattr(options, "refuse", parser.error)(f"unrecognized arguments: {' '.join(others)}")
     if options.command is None:
         parser.print_help(sys.stderr)
         raise SystemExit(USAGE)

@@ -401,7 +401,7 @@ _GH200 = _sister(
     peaks={
         "hbm_tb_per_second": 4.9,
         "host_gb_per_second": 450.0,
-        "source": f"NVIDIA GH200 data sheet, https://www.nvidia.com/en-us/data-center/grace-hopper-superchip/; {_TABLE}",
+        "source": f"NVIDIA GH200 Grace Hopper Superchip data sheet; {_TABLE}",
         "link_source": f"{_NVLINK} (NVLink 4: 900 GB/s); NVLink-C2C: half of its 900 GB/s",
     },
     promise={

@@ -30,7 +30,7 @@ from pytest_gpucluster.wording import MESSAGE_CHARACTERS, printable
 _SHORT_LABELS = 11
 """Characters of labels that a one-line message keeps when it is too long."""
 
-__all__ = ["Judged", "Judgement", "judge", "straggler_ratio"]
+__all__ = ["Judged", "Judgement", "judge", "judge_value", "straggler_ratio"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +105,38 @@ def judge(
         text=_text(told),
         measurements=judged,
     )
+
+
+def judge_value(
+    metric: str,
+    value: float,
+    *,
+    unit: str,
+    sku: str,
+    world_size: int,
+    nnodes: int,
+    labels: Mapping[str, str],
+    limits: Thresholds,
+) -> Judged:
+    """Judge one value that was measured elsewhere, as if each rank of such a run had measured it.
+
+    ``labels`` are those that this suite gives. Where none says what carried the data, it is what the limit expects.
+
+    Raises: MeasurementError if the metric is unknown or the value cannot be one; UnitError if the unit does not fit.
+    """
+    limit = limits.limit(metric, sku=sku, world_size=world_size, nnodes=nnodes, labels=labels)
+    if limit is not None and limit.expect_transport is not None and "transport" not in labels:
+        labels = {**labels, "transport": limit.expect_transport[0]}
+    measured = metrics.measurement(metric, value, unit=unit, labels=labels)
+    world = {rank: f"rank {rank}" for rank in range(world_size)}
+    return judge(
+        {rank: [measured] for rank in world},
+        world=world,
+        node_of={rank: rank * nnodes // world_size for rank in world},
+        limits=limits,
+        sku=sku,
+        gpu_name=None,
+    ).measurements[0]
 
 
 def _judge_group(metric: Metric, group: Sequence[tuple[int, Measurement]], court: _Court) -> Judged:

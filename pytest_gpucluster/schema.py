@@ -77,7 +77,7 @@ def limits_schema() -> Schema:
     limits = mapping({metric.name: _metric(metric) for metric in metrics.METRICS.values()})
     anywhere = mapping(
         {
-            metric.name: _metric(metric) if metric.peak is None else one_or_more(_to("recorded"))
+            metric.name: _metric(metric) if metric.peak is None else _to("recorded")
             for metric in metrics.METRICS.values()
         }
     )
@@ -91,7 +91,9 @@ def limits_schema() -> Schema:
             "description": "What the entry applies to. Within a file the entry with the most conditions decides.",
             **_when(),
         },
-        "recorded": mapping({"when": _to("when"), "record_only": scalar(_RECORDED)}, required=["record_only"]),
+        "recorded": one_or_more(
+            mapping({"when": _to("when"), "record_only": scalar(_RECORDED)}, required=["record_only"])
+        ),
         "nvml_name": {
             "description": "A pattern for the whole name that nvidia-smi -L shows, or a list of patterns.",
             **one_or_more(scalar(format="regex")),

@@ -171,7 +171,9 @@ explained_limits: units limits
 calibration.*: wording errors units stats metrics limits journal acceptance_record.objections calibration.*
 commands.accept: __init__ wording errors journal acceptance_record.* commands.command
 commands.thresholds: errors commands.command commands.thresholds_*
-commands.thresholds_check: wording errors thresholds limits explained_limits commands.command
+commands.thresholds_check: wording errors thresholds evidence limits explained_limits commands.command
+commands.thresholds_judge: wording errors units metrics limits thresholds evidence judge judged explained_limits
+    commands.command
 commands.thresholds_explain: wording errors units metrics limits thresholds explained_limits journal reports.tables
     commands.command
 commands.thresholds_calibrate: __init__ wording errors hardware metrics limits thresholds journal

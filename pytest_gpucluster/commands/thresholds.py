@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
+from typing import NoReturn
 
 from pytest_gpucluster.commands.command import JOURNAL_HELP, NO_JOURNAL, complain, explain
 from pytest_gpucluster.commands.thresholds_calibrate import calibrate
 from pytest_gpucluster.commands.thresholds_check import check
 from pytest_gpucluster.commands.thresholds_explain import explain_journal, explain_sku
+from pytest_gpucluster.commands.thresholds_judge import WRONG_USAGE, judge_values
 from pytest_gpucluster.errors import JournalError, ThresholdsError
 
 EXIT_CODES = """\
 exit codes:
-  0  no problem in the files; explained; floors are written
+  0  no problem in the files; explained; floors are written; every value keeps its limit
   1  check: the files have problems. explain: nothing decides about a metric that was named, or about a value of the
-     journal. calibrate: no floor can be proposed
+     journal. calibrate: no floor can be proposed. judge: a limit is missed
   2  wrong usage
   3  a journal or a file of limits is missing, damaged or not to be used, or a journal is of a newer version
-  4  the output cannot be written
+  4  the output cannot be written. judge: wrong usage
+ 10  judge: no limit judges a value, and none is missed
 """
 
 _EXAMPLES = """\
@@ -26,6 +30,9 @@ _EXAMPLES = """\
   gpucluster thresholds explain --sku "H100 SXM" --world-size 16 --nnodes 2 nccl.all_reduce.busbw --label size="1 GB"
   gpucluster thresholds explain --journal gpucluster-report/latest matmul.bf16.tflops
   gpucluster thresholds calibrate run-1/ run-2/ --out my-limits.yaml
+  gpucluster thresholds judge --sku "H100 SXM" matmul.fp32.tflops="51.5 TFLOPS"
+  gpucluster thresholds judge --sku H200 --world-size 16 --nodes 2 --label size="8 GiB" --label transport=NET/IB \\
+      nccl.all_reduce.busbw="470 GB/s"
 """
 
 _THRESHOLDS = "Check files of limits, tell which limit decides and why, and propose floors from accepted runs."
@@ -33,7 +40,8 @@ _THRESHOLDS = "Check files of limits, tell which limit decides and why, and prop
 _CHECK = """\
 Look for all that is wrong in files of limits, and name each problem with file, line and column. The files are laid
 over the shipped one and over each other, as --gpucluster-thresholds does with one; without a file the shipped one is
-checked. An entry that demands less than the one whose place it takes is named; that is no problem.
+checked. An entry that demands less than the one whose place it takes is named; that is no problem. Neither is a floor
+of yours that GPUs miss, or nearly, which are published as healthy; in the shipped file it is one.
 """
 
 _EXPLAIN = """\
@@ -49,9 +57,17 @@ and no looser than the limit in force. Floors are proposed for rates (TFLOPS, GB
 judged; each has in its source what it is made of.
 """
 
+_JUDGE = """\
+Hold values that were measured elsewhere against the limits: a line for each, with its limit, margin, and what is
+published of healthy GPUs. Labels are those of evidence.tsv: n, dtype, size, transport (NET/IB, EFA, TCPXO, TCPX, TCP,
+NVLink), within, nics, mode, model, best=1 (the best of many shapes, held against the floor of the best size).
+A size that is not stated counts as 1 GB, the smallest that is judged; a transport is then the one that the limit
+expects. A label that no limit looks at is ignored with a note.
+"""
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add ``thresholds check``, ``explain`` and ``calibrate``."""
+    """Add ``thresholds check``, ``explain``, ``calibrate`` and ``judge``."""
     explain(parser, _THRESHOLDS, _EXAMPLES, EXIT_CODES)
     steps = parser.add_subparsers(dest="step", metavar="STEP", required=True)
     looked = steps.add_parser("check", help="name all that is wrong in files of limits")
@@ -87,6 +103,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
     made.add_argument("--sku", metavar="NAME", help="what the SKU must be (default: that of the first journal)")
     made.add_argument("--recorded", action="store_true", help="also for rates that are recorded only so far")
     made.add_argument("--force", action="store_true", help="replace a file that is there")
+    held = steps.add_parser("judge", help="hold values that were measured elsewhere against the limits")
+    explain(held, _JUDGE, _EXAMPLES, EXIT_CODES)
+    held.add_argument("values", metavar="METRIC=VALUE", nargs="+", help='such as matmul.fp32.tflops="51.5 TFLOPS"')
+    held.add_argument("--sku", metavar="NAME", required=True, help="the SKU, such as H100 SXM")
+    held.add_argument("--world-size", metavar="N", type=_count, default=1, help="GPUs that took part (default: 1)")
+    held.add_argument("--nodes", metavar="M", type=_count, default=1, help="nodes in which they sit (default: 1)")
+    held.add_argument(
+        "--label", metavar="KEY=VALUE", action="append", default=[], help="how it was measured; repeatable"
+    )
+    held.add_argument("--thresholds", metavar="FILE", type=Path, action="append", default=[], help="as of explain")
+
+    def refuse(message: str) -> NoReturn:
+        held.print_usage(sys.stderr)
+        held.exit(WRONG_USAGE, f"{held.prog}: error: {message}\n")
+
+    held.error = refuse  # type: ignore[method-assign]
+    held.set_defaults(refuse=refuse)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -103,6 +136,8 @@ def run(options: argparse.Namespace) -> int:
                 recorded=options.recorded,
                 force=options.force,
             )
+        if options.step == "judge":
+            return _judge(options)
         return _explain(options)
     except (JournalError, ThresholdsError) as error:
         for line in str(error).splitlines():
@@ -120,6 +155,29 @@ def _explain(options: argparse.Namespace) -> int:
     if not options.sku:
         options.refuse("explain needs --sku NAME or --journal JOURNAL")
     return explain_sku(options.sku, options.metrics, options.thresholds, known)
+
+
+def _judge(options: argparse.Namespace) -> int:
+    labels: dict[str, str] = {}
+    for text in options.label:
+        key, _, value = (part.strip() for part in text.partition("="))
+        if not key or key in labels:
+            options.refuse(f"--label {text}: it must be KEY=VALUE, each key once")
+        labels[key] = value
+    values = []
+    for text in options.values:
+        metric, separator, value = (part.strip() for part in text.partition("="))
+        if not (metric and separator and value):
+            options.refuse(f"{text!r} is not METRIC=VALUE")
+        values.append((metric, value))
+    return judge_values(
+        values,
+        sku=options.sku,
+        world_size=options.world_size,
+        nodes=options.nodes,
+        labels=labels,
+        files=options.thresholds,
+    )
 
 
 def _count(text: str) -> int:

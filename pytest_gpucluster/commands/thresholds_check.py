@@ -20,7 +20,7 @@ FAULTY = 1
 
 def check(files: Sequence[Path]) -> int:
     """Print every problem of these files, or that there is none, and return the exit code."""
-    from pytest_gpucluster import thresholds
+    from pytest_gpucluster import evidence, thresholds
     from pytest_gpucluster.explained_limits import looser
     from pytest_gpucluster.limits import EVERY_SKU
 
@@ -41,6 +41,12 @@ def check(files: Sequence[Path]) -> int:
             if less:
                 print(printable(f"{new.origin}: note: {new.metric} demands less than {old.origin}: {less}"))
     found = layers[-1]
+    near = evidence.too_high(found)
+    for line in near:
+        print(printable(line.replace(": ", ": note: ", 1) if others else line))
+    if near and not others:
+        print(f"{len(near)} {'problem' if len(near) == 1 else 'problems'}")
+        return FAULTY
     own = [limit for limit in found.limits if limit.layer > 0] if others else list(found.limits)
     skus = {limit.sku for limit in own} - {EVERY_SKU}
     counted = "1 entry" if len(own) == 1 else f"{len(own)} entries"

@@ -19,6 +19,7 @@ from pytest_gpucluster.workload_file import load
 
 EXPECTED = SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "expected.py"), run_name="expected"))
 """The program that writes the figures."""
+FLOORS = SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "floors.py"), run_name="floors"))
 LIMITS = thresholds.load(thresholds.shipped_path())
 PHASES = ("discovery", "single-node", "fabric", "training", "scaling", "lora")
 PLAYBOOK = {phase: page_named(f"docs/playbook/{phase}.md").text for phase in PHASES}
@@ -52,6 +53,13 @@ def test_the_command_of_a_phase_runs_the_criteria_of_its_page(phase: str, items:
     row = re.search(rf"^\| \[.*/{phase}\.md\).*$", page_named("docs/playbook.md").text, re.MULTILINE)
     assert row is not None
     assert re.findall(r"`([^`]+)`", row[0].split("|")[3]) == list(sections(PLAYBOOK[phase]))
+
+
+def test_the_page_of_floors_is_what_limits_and_evidence_say() -> None:
+    text = page_named("docs/floors.md").text
+    assert FLOORS.page(LIMITS) == text, "run `python docs/floors.py`"
+    [healthy] = [line for line in text.splitlines() if line.startswith("| healthy, comparable")]
+    assert healthy.split("|")[4].strip() == "0", "healthy values that fail"
 
 
 def test_the_figures_are_those_in_force_and_a_changed_limit_is_seen() -> None:
