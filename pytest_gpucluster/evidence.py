@@ -228,6 +228,24 @@ def deciding(row: Row, limits: Thresholds) -> Limit | None:
     )
 
 
+def support_of(limit: Limit, limits: Thresholds) -> Support | None:
+    """Return what is published about one limit; None where it judges no comparable value."""
+    rows = [
+        row
+        for row in _by_name().get((limit.sku, limit.metric), ())
+        if row.comparable and row.kind in ("healthy", "faulty") and deciding(row, limits) is limit
+    ]
+    return _support(rows) if rows else None
+
+
+@cache
+def _by_name() -> Mapping[tuple[str, str], Sequence[Row]]:
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in published():
+        found.setdefault((row.sku, row.metric), []).append(row)
+    return found
+
+
 def supports(limits: Thresholds, rows: Iterable[Row] | None = None) -> dict[tuple[str, str, str], Support]:
     """Return what is published about each limit that judges at least one comparable value, by SKU, metric and place."""
     of: dict[tuple[str, str, str], list[Row]] = {}

@@ -60,6 +60,8 @@ class JudgedMetric:
     telemetry: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     shipped: JudgedLimit | None = None
     """The shipped limit, where that of the site asks for less; None where it does not."""
+    evidence: str = ""
+    """What share of the typical published value it is, in words; empty where nothing comparable is published."""
     baseline: Mapping[str, Any] = field(default_factory=dict)
     """What it is beside the baseline's value (docs/compare.md); empty without a baseline."""
 
@@ -122,5 +124,6 @@ def read_judged(line: Fields, keep_samples: bool) -> JudgedMetric:
         ratio_to_median=line.optional_number("ratio_to_median"),
         peak_ratio=line.optional_number("peak_ratio"),
         telemetry=telemetry,
+        evidence=line.text("evidence", ""),
         baseline=line.mapping("baseline"),
     )

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pytest_gpucluster import hardware, metrics, stats, units
+from pytest_gpucluster import evidence, hardware, metrics, stats, units
 from pytest_gpucluster.judged import Judged, Judgement, Outcome, Status
 from pytest_gpucluster.limits import Limit, Thresholds, facts, peak_of
 from pytest_gpucluster.metric_catalogue import Metric
@@ -234,7 +234,16 @@ def _judge_group(metric: Metric, group: Sequence[tuple[int, Measurement]], court
         unsettled=bool(missed) and not problems and all(miss.inconclusive for miss in missed),
         misses={rank: printable(text) for miss in missed for rank, text in miss.by_rank.items()},
         advice=advice,
+        evidence=_evidence(of[worst].value, bounds, court.limits),
     )
+
+
+def _evidence(value: float, bounds: Limit | None, limits: Thresholds) -> str:
+    """Return what share of the typical healthy value this is, where something comparable is published."""
+    support = None if bounds is None or not math.isfinite(value) else evidence.support_of(bounds, limits)
+    if bounds is None or support is None or not support.healthy:
+        return ""
+    return evidence.told(value, bounds, support)
 
 
 def _ratios(metric: Metric, of: Mapping[int, Measurement]) -> dict[int, float]:
@@ -350,7 +359,12 @@ def _message(decisive: Sequence[Judged]) -> str:
 
 
 def _text(told: Sequence[Judged]) -> str:
-    blocks = [item.reason + (f" [limit: {item.limit.origin}]" if item.limit else "") for item in told]
+    blocks = [
+        item.reason
+        + (f" [limit: {item.limit.origin}]" if item.limit else "")
+        + (f" ({item.evidence})" if item.evidence else "")
+        for item in told
+    ]
     advice = dict.fromkeys(item.advice for item in told if item.advice)
     return "\n\n".join(["\n".join(blocks), *advice] if blocks else [])
 

@@ -54,6 +54,8 @@ class Judged:
     advice: str = ""
     shipped: Limit | None = None
     """The shipped limit, where the site's asks for less."""
+    evidence: str = ""
+    """What share of the typical published value it is; empty where nothing comparable is published."""
     baseline: Mapping[str, Any] = field(default_factory=dict)
     """What it is beside the baseline's value, in plain JSON types; empty without a baseline."""
 
@@ -87,6 +89,7 @@ class Judged:
             "peak_ratio": _optional(self.peak_ratio),
             "reason": self.reason,
             **({"shipped": self.shipped.to_json()} if self.shipped is not None else {}),
+            **({"evidence": self.evidence} if self.evidence else {}),
             **({"baseline": dict(self.baseline)} if self.baseline else {}),
         }
 

@@ -189,7 +189,9 @@ def test_a_path_that_is_not_there_replaces_an_earlier_report(stale: Project, opt
 
 def test_of_many_ranks_with_different_problems_a_few_are_told_and_the_others_counted() -> None:
     who = {rank: {"problem": f"rank {rank} has no GPU\nwhat to do: look", "exit": 4} for rank in range(16)}
-    refusal = Opening(SimpleNamespace())._check({**who, 15: {"problem": who[2]["problem"], "exit": 4}})
+    refusal = Opening(SimpleNamespace(config=SimpleNamespace(pluginmanager=pytest.PytestPluginManager())))._check(
+        {**who, 15: {"problem": who[2]["problem"], "exit": 4}}
+    )
     assert refusal is not None
     assert (refusal.message, refusal.exit) == ("rank 0 has no GPU", 4)
     assert refusal.text.count("has no GPU") == 4

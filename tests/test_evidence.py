@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from complaints import in_order
 from each import of_each
-from verdicts import SHIPPED
+from verdicts import SHIPPED, bf16, busbw, hold
 
 from pytest_gpucluster import cli, evidence, thresholds
 from pytest_gpucluster.errors import ThresholdsError
@@ -171,6 +171,27 @@ def test_the_losses_of_a_floor_are_those_of_its_evidence(tmp_path: Path) -> None
     assert support.uniform_loss(limit) == pytest.approx(1 - 40 / 50.49)
     assert evidence.single_loss(limit) == pytest.approx(0.1)
     assert "79 % of typical for H100 SXM, 3 published" in evidence.told(40.0, limit, support)
+
+
+# Shown -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_value_shows_its_share_of_the_typical_one_where_it_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    missed = hold({rank: [bf16(500.0)] for rank in range(8)}, limits=SHIPPED)
+    share = "69 % of typical for H100 SXM, 7 published"
+    assert missed.measurements[0].evidence == share
+    assert share in missed.text
+    [line] = [json.loads(json.dumps(one.to_json())) for one in missed.measurements]
+    run = example_runs.read(example_runs.case("acceptance/test_matmul.py::test_matmul[bf16]", "failed", line))
+    assert share in measurement_text(run.results[0].measurements[0])
+    assert share in str(page.render(run))
+    assert hold({0: [busbw(1.0)]}, size=1).measurements[0].evidence == "", "recorded, so nothing is published about it"
+
+
+def test_explain_tells_what_is_published_and_what_may_be_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["thresholds", "explain", "--sku", "H100 SXM", FP32]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert in_order(out, "published: 3 healthy 49.61 TFLOPS 51.5 TFLOPS median 50.49 TFLOPS 6 % lost")
 
 
 # gpucluster thresholds judge -------------------------------------------------------------------------------------

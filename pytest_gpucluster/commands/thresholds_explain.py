@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pytest_gpucluster import units
 from pytest_gpucluster.commands.command import DONE, NO_JOURNAL, USAGE, complain
 from pytest_gpucluster.errors import MeasurementError
 from pytest_gpucluster.journal import Journal, JudgedLimit, JudgedMetric, locate, read
@@ -16,6 +17,7 @@ from pytest_gpucluster.units import did_you_mean
 from pytest_gpucluster.wording import one_line, printable
 
 if TYPE_CHECKING:
+    from pytest_gpucluster.evidence import Support
     from pytest_gpucluster.limits import Limit, Thresholds
 
 FAULTY = 1
@@ -51,6 +53,7 @@ def explain_sku(asked: str, names: Sequence[str], files: Sequence[Path], known: 
 
 def _explained(limits: Thresholds, metric: str, *, sku: str, known: Mapping[str, str], whole: bool) -> bool:
     """Print what the entries for a metric say; return whether one decides, at least somewhere."""
+    from pytest_gpucluster import evidence
     from pytest_gpucluster.explained_limits import demand, explain
 
     entries = explain(limits, metric, sku=sku, known=known)
@@ -68,9 +71,27 @@ def _explained(limits: Thresholds, metric: str, *, sku: str, known: Mapping[str,
         if whole:
             _line(4, f"when {entry.limit.conditions()}")
         _line(4, f"source: {entry.limit.source}" if entry.limit.source else f"reason: {entry.limit.record_only}")
+        support = evidence.support_of(entry.limit, limits)
+        if support is not None and entry.limit.record_only is None:
+            _line(4, f"published: {_published(entry.limit, support)}")
     if entries and not deciding:
         _line(2, "none of them applies: what is measured so is an error, never a pass")
     return bool(deciding)
+
+
+def _published(limit: Limit, support: Support) -> str:
+    """Return what is published about a limit, and what may be lost unnoticed."""
+    unit, parts = limit.unit, []
+    if support.healthy and support.typical is not None:
+        ends = f"{units.show(support.healthy[0], unit)} to {units.show(support.healthy[-1], unit)}"
+        best = ", the best of shapes" if support.best_only else ""
+        parts.append(f"{len(support.healthy)} healthy, {ends}, median {units.show(support.typical, unit)}{best}")
+    if support.faulty:
+        parts.append(f"{len(support.faulty)} faulty, up to {units.show(support.faulty[-1], unit)}")
+    loss = support.uniform_loss(limit)
+    if loss is not None:
+        parts.append(f"{100 * loss:.0f} % may be lost by all and pass")
+    return "; ".join(parts)
 
 
 def explain_journal(place: Path, names: Sequence[str], files: Sequence[Path]) -> int:
@@ -117,7 +138,8 @@ def _explain_value(
     decider = next((entry.limit for entry in entries if entry.says == "decides"), None)
     recorded = judged.limit
     if recorded is not None:
-        _line(2, f"{recorded.origin} decided: {limit_text(judged)}: {judged.status}")
+        beside = f"; {judged.evidence}" if judged.evidence else ""
+        _line(2, f"{recorded.origin} decided: {limit_text(judged)}: {judged.status}{beside}")
         _line(4, f"source: {recorded.source}")
     else:
         said = judged.reason or judged.status

@@ -60,7 +60,6 @@ def judge_values(
         except MeasurementError as error:
             return complain(f"{name}={text}: {one_line(str(error), 300)}", WRONG_USAGE)
         read.append((name, value, metric.unit))
-    supports = evidence.supports(limits)
     codes = set()
     for name, value, unit in read:
         judged = judge_value(
@@ -73,9 +72,7 @@ def judge_values(
             labels=evidence.as_measured(name, labels),
             limits=limits,
         )
-        limit = judged.limit
-        support = None if limit is None else supports.get((sku, name, limit.origin))
-        code, line = _told(judged, unit, support)
+        code, line = _told(judged, unit, None if judged.limit is None else evidence.support_of(judged.limit, limits))
         codes.add(code)
         print(printable(line))
         for label in evidence.unused(name, labels, limits, sku):

@@ -116,6 +116,8 @@ def measurement_text(judged: JudgedMetric) -> str:
         details.append(f"margin {percent(judged.margin)}")
     if judged.peak_ratio is not None:
         details.append(f"{share(judged.peak_ratio)} of peak")
+    if judged.evidence:
+        details.append(judged.evidence)
     if judged.ratio_to_median is not None and len(judged.values) > 1:
         least = judged.limit.min_ratio_to_median if judged.limit is not None else None
         ratio = quantity(100 * judged.ratio_to_median, "%", beside=None if least is None else 100 * least)

@@ -217,7 +217,7 @@ def test_floors_of_an_accepted_run_are_written_and_pass_the_check(runs, tmp_path
         labels = {"size": size, "dtype": "bf16", "world_size": "16", "nnodes": "2"}
         limit = limits.limit("nccl.all_reduce.busbw", sku="H100 SXM", world_size=16, nnodes=2, labels=labels)
         assert limit.origin.startswith(str(out))
-        assert limit.min >= 415
+        assert limit.min > 350
         assert limit.expect_transport == ("NET/IB",)
     # What was not measured so keeps the limit it had.
     other = limits.limit("matmul.bf16.tflops", sku="H100 SXM", world_size=16, nnodes=2, labels={"n": "4096"})
