@@ -174,8 +174,8 @@ commands.thresholds: errors commands.command commands.thresholds_*
 commands.thresholds_check: wording errors thresholds evidence limits explained_limits commands.command
 commands.thresholds_judge: wording errors units metrics limits thresholds evidence judge judged explained_limits
     commands.command
-commands.thresholds_explain: wording errors units metrics limits thresholds evidence explained_limits journal reports.tables
-    commands.command
+commands.thresholds_explain: wording errors units metrics limits thresholds evidence explained_limits journal
+    reports.tables commands.command
 commands.thresholds_calibrate: __init__ wording errors hardware metrics limits thresholds journal
     acceptance_record.verification calibration.* commands.command
 __main__: cli

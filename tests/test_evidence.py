@@ -3,6 +3,7 @@ make of all of them."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -12,11 +13,14 @@ import pytest
 from complaints import in_order
 from each import of_each
 from verdicts import SHIPPED, bf16, busbw, hold
+from written_runs import MATMUL, case, read
 
 from pytest_gpucluster import cli, evidence, thresholds
 from pytest_gpucluster.errors import ThresholdsError
 from pytest_gpucluster.evidence import Row
 from pytest_gpucluster.judge import judge_value
+from pytest_gpucluster.reports.html import page
+from pytest_gpucluster.reports.tables import measurement_text
 
 HEADER = "\t".join(evidence.COLUMNS)
 GOOD = "H100 SXM\tmatmul.bf16.tflops\t700 TFLOPS\t8\t1\tn=8192; eager\thealthy\ttorch\towner/repository"
@@ -176,16 +180,16 @@ def test_the_losses_of_a_floor_are_those_of_its_evidence(tmp_path: Path) -> None
 # Shown -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_value_shows_its_share_of_the_typical_one_where_it_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_value_shows_its_share_of_the_typical_one_where_it_is_told_of() -> None:
     missed = hold({rank: [bf16(500.0)] for rank in range(8)}, limits=SHIPPED)
     share = "69 % of typical for H100 SXM, 7 published"
     assert missed.measurements[0].evidence == share
     assert share in missed.text
     [line] = [json.loads(json.dumps(one.to_json())) for one in missed.measurements]
-    run = example_runs.read(example_runs.case("acceptance/test_matmul.py::test_matmul[bf16]", "failed", line))
+    run = read(case(MATMUL, "failed", line))
     assert share in measurement_text(run.results[0].measurements[0])
     assert share in str(page.render(run))
-    assert hold({0: [busbw(1.0)]}, size=1).measurements[0].evidence == "", "recorded, so nothing is published about it"
+    assert hold({0: [busbw(1.0)]}, size=1).measurements[0].evidence == "", "recorded only"
 
 
 def test_explain_tells_what_is_published_and_what_may_be_lost(capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,11 +91,8 @@ def short_name(judged: JudgedMetric, shared: Mapping[str, str]) -> str:
 def _row(judged: JudgedMetric, shared: Mapping[str, str], told: str) -> tuple[str, ...]:
     # What the failure's own text says is not said again beside each value.
     reason = "" if judged.status == "failed" and judged.reason in told else judged.reason
-    remarks = (
-        reason,
-        judged.evidence,
-        "" if judged.inconclusive in judged.reason else f"inconclusive: {judged.inconclusive}",
-    )
+    unsure = "" if judged.inconclusive in judged.reason else f"inconclusive: {judged.inconclusive}"
+    remarks = (reason, judged.evidence, unsure)
     several = judged.ratio_to_median is not None and len(judged.values) > 1
     return (
         short_name(judged, shared),
