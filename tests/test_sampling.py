@@ -92,7 +92,13 @@ def test_another_unit_scales_everything() -> None:
 
 def test_settings_that_cannot_work_are_refused() -> None:
     good = {"warmup_seconds": 2, "window_seconds": 3, "longest_seconds": 10, "tolerance_ratio": 0.01}
-    wrong = [("warmup", -1), ("window", 0), ("window", 11), ("longest", math.inf), ("warmup", float("inf"))]
+    wrong = [
+        ("warmup", -1),
+        ("window", 0),
+        ("window", 11),
+        ("longest", math.inf),
+        *((name, float("inf")) for name in ("warmup", "longest")),
+    ]
     for name, value in (*((f"{name}_seconds", value) for name, value in wrong), ("tolerance_ratio", 0)):
         with pytest.raises(ValueError, match="warmup_seconds"):
             Sampling(**{**good, name: value})

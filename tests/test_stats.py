@@ -32,6 +32,12 @@ def test_mad_ignores_one_outlier_and_infinite_samples_stay_infinite() -> None:
     assert stats.median([math.inf, math.inf]) == math.inf
 
 
+def test_a_summary_has_the_extremes_themselves() -> None:
+    found = stats.summary([3.0, 1.0, 2.0])
+    assert (found.count, found.minimum, found.p50, found.maximum) == (3, 1.0, 2.0, 3.0)
+    assert found.p99 == pytest.approx(2.98)
+
+
 def test_what_has_no_statistic_is_refused() -> None:
     for function in (stats.median, stats.mad, stats.summary):
         with pytest.raises(ValueError, match="no samples"):

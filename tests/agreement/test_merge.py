@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -143,3 +144,17 @@ def test_a_test_that_is_too_slow_to_rehearse_is_skipped_and_says_so() -> None:
     merged = rehearsed_too_slowly("it does not settle", released=[1])
     assert (merged.outcome, merged.too_slow, merged.dirty, merged.released) == ("skipped", True, True, [1])
     assert not rehearsed_too_slowly("it does not settle").dirty
+
+
+def test_what_a_rank_tells_of_itself_travels_whole_and_a_bare_pass_is_small() -> None:
+    told = RankOutcome(
+        rank=3,
+        outcome="failed",
+        message="wrong",
+        text="its traceback",
+        measurements=[{"metric": "a.b"}],
+        sections=[("stdout", "said")],
+        telemetry={"power_w": 300},
+    )
+    assert RankOutcome.from_json(3, json.loads(json.dumps(told.to_json()))) == told
+    assert RankOutcome(rank=0, outcome="passed").to_json() == {"o": "passed"}

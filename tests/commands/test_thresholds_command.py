@@ -1,4 +1,4 @@
-"""``gpucluster thresholds``: check, explain, calibrate; of judge see ``test_evidence``."""
+"""``gpucluster thresholds``: check, explain, calibrate; of judge see ``test_published_evidence``."""
 
 from __future__ import annotations
 
