@@ -282,6 +282,7 @@ COMPLAINTS: list[tuple[dict[str, str], list[str]]] = [
     ),
     (STEP | {"SLURM_PROCID": "16"}, ["SLURM_PROCID=16 is not below SLURM_STEP_NUM_TASKS=16"]),
     (STEP | {"SLURM_LOCALID": "8"}, ["SLURM_LOCALID=8 is not below"]),
+    (STEP | {"SLURM_STEP_NUM_TASKS": "0"}, ["SLURM_STEP_NUM_TASKS=0 is not at least 1"]),
     (STEP | {"SLURM_NODEID": "2"}, ["SLURM_NODEID=2 is not below SLURM_STEP_NUM_NODES=2"]),
     (without(STEP, "SLURM_PROCID"), ["SLURM_PROCID is missing"]),
     (

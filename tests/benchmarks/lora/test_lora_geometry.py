@@ -63,7 +63,7 @@ def test_another_geometry_is_told_apart_by_each_size_and_sizes_that_do_not_fit_a
     other = replace(QWEN2_7B, hidden=1792, vocab=151936, positions=32768)
     assert QWEN2_7B.differences(other) == ["hidden is 1792, expected 3584", "vocab is 151936, expected 152064"]
     assert QWEN2_7B.differences(replace(QWEN2_7B, positions=1)) == []
-    for wrong in ({"layers": 0}, {"heads": 27}, {"kv_heads": 3}):
+    for wrong in ({"layers": 0}, {"heads": 27}, {"kv_heads": 3}, {"hidden": 28 * 127}):
         with pytest.raises(ValueError, match=r"must be"):
             replace(QWEN2_7B, **wrong)
 
