@@ -217,7 +217,7 @@ def all_well(made, busbw=400.0):
 
 @pytest.mark.parametrize(
     ("node_of", "units", "floor"),
-    [(nodes(4), 1, 400.0), (nodes(4), 2, 350.0), (nodes(4), 3, 300.0), (nodes(1), 8, 400.0), (nodes(1), 4, 315.0)],
+    [(nodes(4), 1, 400.0), (nodes(4), 2, 415.0), (nodes(4), 3, 308.0), (nodes(1), 8, 400.0), (nodes(1), 4, 345.0)],
     ids=["a node", "two nodes", "three", "GPUs of a node", "some of them"],
 )
 def test_the_floor_of_a_group_is_the_limit_for_as_many_nodes_and_ranks(node_of, units, floor):

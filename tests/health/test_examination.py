@@ -427,6 +427,29 @@ OTHER_CARDS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"memory.total": 198_674_743_296},
         ("pcie.generation", "pcie.width", "pcie.generation.max", "pcie.width.max"),
     ),
+    "H800 PCIe": ({}, WITHOUT_LINKS),
+    "H20": ({"memory.total": 102_625_181_696}, ()),
+    "GH200": (
+        {"memory.total": 102_625_181_696},
+        (*WITHOUT_LINKS, "pcie.generation", "pcie.width", "pcie.generation.max", "pcie.width.max"),
+    ),
+    "A100 40GB": (
+        {"memory.total": 42_949_672_960, "nvlink.up": links(count=12), "pcie.generation": 4, "pcie.generation.max": 4},
+        ("fabric", "temperature.margin"),
+    ),
+    "A100 PCIe 40GB": (
+        {"memory.total": 42_949_672_960, "pcie.generation": 4, "pcie.generation.max": 4},
+        (*WITHOUT_LINKS, "temperature.margin"),
+    ),
+    "A100 PCIe 80GB": (
+        {"memory.total": 85_899_345_920, "pcie.generation": 4, "pcie.generation.max": 4},
+        (*WITHOUT_LINKS, "temperature.margin"),
+    ),
+    "B300": ({"memory.total": 288_400_343_040, "nvlink.errors": {"received_errors": dict.fromkeys(range(18), 0)}}, ()),
+    "GB300": (
+        {"memory.total": 298_013_687_808},
+        ("pcie.generation", "pcie.width", "pcie.generation.max", "pcie.width.max"),
+    ),
     "L40S": (
         {"memory.total": 48_305_799_168, "pcie.generation": 4, "pcie.generation.max": 4},
         (*WITHOUT_LINKS, "mig.mode"),
