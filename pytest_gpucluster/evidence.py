@@ -187,6 +187,7 @@ def as_measured(metric: str, labels: Mapping[str, str]) -> dict[str, str]:
     """Return the labels that this suite would have given to a value which is published with these.
 
     A size that its owner does not state ("large") counts as the smallest one that is judged, whose floor is the lowest.
+    Network cards without a transport are those of InfiniBand or RoCE.
     A copy between host and GPU without a mode is alone; the best of many shapes is held against the floor of the best
     size; the model of a published training is a large one.
     """
@@ -198,6 +199,7 @@ def as_measured(metric: str, labels: Mapping[str, str]) -> dict[str, str]:
         found["transport"] = "P2P"
     if nics := re.match(r"[0-9]+", found.get("nics", "")):
         found["nics"] = nics[0]
+        found.setdefault("transport", "NET/IB")
     family = metric.partition(".")[0]
     if family == "nccl" and units.magnitude(found.get("size", "")) is None:
         found["size"] = _SMALLEST_JUDGED

@@ -171,7 +171,7 @@ explained_limits: units limits
 calibration.*: wording errors units stats metrics limits journal acceptance_record.objections calibration.*
 commands.accept: __init__ wording errors journal acceptance_record.* commands.command
 commands.thresholds: errors commands.command commands.thresholds_*
-commands.thresholds_check: wording errors thresholds evidence limits explained_limits commands.command
+commands.thresholds_check: wording errors thresholds evidence limits metrics explained_limits commands.command
 commands.thresholds_judge: wording errors units metrics limits thresholds evidence judge judged explained_limits
     commands.command
 commands.thresholds_explain: wording errors units metrics limits thresholds evidence explained_limits journal

@@ -87,6 +87,7 @@ def test_a_table_without_its_columns_is_refused(tmp_path: Path) -> None:
         ("nccl.all_reduce.busbw", {"size": "large", "transport": "EFA"}, {"transport": "NET/AWS Libfabric"}),
         ("nccl.all_reduce.busbw", {"size": "8 GiB", "nics": "4 x HDR"}, {"size": "8 GiB", "nics": "4"}),
         ("nccl.all_reduce.busbw", {"transport": "NET/IB (RoCE 8 x 400G)"}, {"transport": "NET/IB"}),
+        ("nccl.all_reduce.busbw", {"nics": "2 x HDR"}, {"transport": "NET/IB", "nics": "2"}),
         ("nccl.all_reduce.busbw", {"within": "NVLink rack"}, {"transport": "P2P"}),
         ("host_link.h2d.bandwidth", {}, {"mode": "alone"}),
         ("training.mfu", {"model": "MPT-7b"}, {"model": "large"}),

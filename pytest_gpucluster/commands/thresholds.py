@@ -20,7 +20,7 @@ exit codes:
   1  check: the files have problems. explain: nothing decides about a metric that was named, or about a value of the
      journal. calibrate: no floor can be proposed. judge: a limit is missed
   2  wrong usage
-  3  a journal or a file of limits is missing, damaged or not to be used, or a journal is of a newer version
+  3  a journal, a plugin or a file of limits is missing, damaged or not to be used, or a journal is of a newer version
   4  the output cannot be written. judge: wrong usage
  10  judge: no limit judges a value, and none is missed
 """
@@ -73,6 +73,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     looked = steps.add_parser("check", help="name all that is wrong in files of limits")
     explain(looked, _CHECK, _EXAMPLES, EXIT_CODES)
     looked.add_argument("files", metavar="FILE", type=Path, nargs="*", help="default: the shipped limits")
+    looked.add_argument(
+        "--plugin",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="a conftest.py or a module that declares metrics of your own; repeatable",
+    )
     told = steps.add_parser("explain", help="tell which limit decides, and why")
     explain(told, _EXPLAIN, _EXAMPLES, EXIT_CODES)
     told.add_argument("metrics", metavar="METRIC", nargs="*", help="default: all; matmul. means all that begin so")
@@ -126,7 +133,7 @@ def run(options: argparse.Namespace) -> int:
     """Check, explain or calibrate, and return the exit code."""
     try:
         if options.step == "check":
-            return check(options.files)
+            return check(options.files, options.plugin)
         if options.step == "calibrate":
             return calibrate(
                 options.journals,

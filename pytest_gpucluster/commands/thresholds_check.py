@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import itertools
 import os
 from collections.abc import Iterator, Sequence
@@ -18,12 +20,40 @@ if TYPE_CHECKING:
 FAULTY = 1
 
 
-def check(files: Sequence[Path]) -> int:
+def declare(plugin: str) -> str:
+    """Make the metrics known that a site's plugin or conftest.py declares; return what is wrong with it, or nothing.
+
+    Args:
+        plugin: a Python file, or the name of a module.
+    """
+    from pytest_gpucluster import metrics
+
+    try:
+        if plugin.endswith(".py"):
+            spec = importlib.util.spec_from_file_location("gpucluster_site", plugin)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(plugin)
+        for metric in module.pytest_gpucluster_metrics():
+            metrics.register(metric)
+    except Exception as error:  # it is the site's own code: whatever it raises is said, and the check does not go on
+        return f"--plugin {plugin}: {type(error).__name__}: {error}"
+    return ""
+
+
+def check(files: Sequence[Path], plugins: Sequence[str] = ()) -> int:
     """Print every problem of these files, or that there is none, and return the exit code."""
     from pytest_gpucluster import evidence, thresholds
     from pytest_gpucluster.explained_limits import looser
     from pytest_gpucluster.limits import EVERY_SKU
 
+    for plugin in plugins:
+        wrong = declare(plugin)
+        if wrong:
+            return complain(wrong, NO_JOURNAL)
     for path in files:
         try:
             path.read_bytes()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from example_runs import write
 
-from pytest_gpucluster import cli, thresholds
+from pytest_gpucluster import cli, metrics, thresholds
 
 MINE = """\
 schema_version: 1
@@ -74,6 +74,23 @@ def test_a_floor_above_what_healthy_gpus_show_is_noted_in_ones_own_file(mine, ca
     mine.write_text(MINE.replace("650 TFLOPS", "660 TFLOPS"))
     assert cli.main(["thresholds", "check", str(mine)]) == 0
     assert re.search(rf"{mine}:5:\d+: note: matmul.*evidence.tsv:\d+", capsys.readouterr().out)
+
+
+def test_metrics_that_a_site_declares_are_known_to_the_check(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(metrics, "_REGISTRY", dict(metrics._REGISTRY))
+    mine, plugin = tmp_path / "mine.yaml", tmp_path / "conftest.py"
+    mine.write_text("schema_version: 1\nevery_sku: {limits: {site.scratch: {min: 3 GB/s, source: the order}}}\n")
+    assert cli.main(["thresholds", "check", str(mine)]) == 1
+    assert "site.scratch" in capsys.readouterr().out
+    plugin.write_text(
+        "from pytest_gpucluster.metric_catalogue import Metric\n"
+        "def pytest_gpucluster_metrics():\n"
+        "    return [Metric(name='site.scratch', unit='GB/s', better='higher', doc='files')]\n"
+    )
+    assert cli.main(["thresholds", "check", str(mine), "--plugin", str(plugin)]) == 0
+    plugin.write_text("import no_such_module\n")
+    assert cli.main(["thresholds", "check", str(mine), "--plugin", str(plugin)]) == 3
+    assert "no_such_module" in capsys.readouterr().err
 
 
 def test_a_file_that_is_not_there_is_exit_code_3(tmp_path, capsys):
