@@ -11,9 +11,7 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -137,72 +135,6 @@ def test_a_rule_that_does_not_measure_on_flips_verdicts(tmp_path: Path) -> None:
     assert {judged.stopped.by for judged in found if judged.status == "failed" and judged.stopped} == {"time"}
 
 
-def of(value: float, outcome: str) -> noise.Found:
-    """One repeat of the program."""
-    return noise.Found(outcome=outcome, value=value, low=value, high=value, inconclusive="", stopped="")
-
-
-@pytest.mark.parametrize(
-    ("values", "outcomes", "right", "wrong"),
-    [
-        ((99, 95, 90), "ppp", "accepted", 0),
-        ((99, 95, 90), "pfp", "accepted", 1),
-        ((60, 50, 55), "fff", "refused: truly slower", 0),
-        ((60, 85, 55), "fpf", "refused: truly slower", 1),
-    ],
-    ids=["all passed", "one flipped", "truly slower", "accepted though slower"],
-)
-def test_a_verdict_is_wrong_where_the_median_of_the_repeats_says_otherwise(
-    values: Sequence[float],
-    outcomes: str,
-    right: str,
-    wrong: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """The whole program, over sessions that are made up: quiet ones of 100, then the repeats."""
-    made = [of(100, "passed")] * noise.QUIET
-    made += [of(value, {"p": "passed", "f": "failed"}[one]) for value, one in zip(values, outcomes, strict=True)]
-    sessions, limits = iter(made), []
-
-    def measured(names: Sequence[str], folder: Path, file: Path | None, workload: object) -> dict[str, noise.Found]:
-        limits.append(file and re.findall(r"min: (\S+)", file.read_text()))
-        return {name: next(sessions) for name in names}
-
-    monkeypatch.setattr(noise, "measured", measured)
-    code = noise.main(["--only", "matmul", "--repeats", "3", "--kind", "light"])
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()]
-    refused = outcomes.count("f")
-    assert limits == [None] * noise.QUIET + [["80"]] * 3
-    [told] = [row for row in rows if row[0] == "matmul"]
-    assert told[1:3] + told[4:] == ["light", "3", str(refused), right, str(wrong)]
-    assert code == bool(refused)
-
-
-def test_a_machine_that_is_not_quiet_shows_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    unsure = dataclasses.replace(of(100, "passed"), inconclusive="too wide")
-    monkeypatch.setattr(noise, "measured", lambda names, *_: dict.fromkeys(names, unsure))
-    assert noise.main(["--only", "hbm", "--repeats", "1"]) == 1
-    assert "NOT QUIET" in capsys.readouterr().out
-
-
-def test_one_session_measures_all_criteria_of_as_many_ranks() -> None:
-    assert noise.selected(list(noise.METRICS)) == [(1, ["matmul", "hbm"]), (2, ["all-reduce"])]
-
-
-def test_beside_ranks_that_have_all_cores_no_process_takes_a_core_for_itself() -> None:
-    assert noise.kinds("all-reduce", 2) == ("light",)
-    assert noise.kinds("all-reduce", 3) == noise.kinds("matmul", 2) == ("steady", "bursts")
-    assert noise.kinds("matmul", 1) == ("light",)
-    names = list(noise.METRICS)
-    with_two_cores = {repeat: noise.by_kind(names, repeat, None, cores=2) for repeat in (1, 2)}
-    assert with_two_cores[1] == [("steady", ["matmul", "hbm"]), ("light", ["all-reduce"])]
-    assert with_two_cores[2] == [("bursts", ["matmul", "hbm"]), ("light", ["all-reduce"])]
-    assert noise.by_kind(names, 1, "bursts", cores=2) == [("bursts", names)]
-
-
 @pytest.mark.extended
 def test_the_program_runs_real_sessions_on_two_ranks_and_says_what_it_found() -> None:
     command = [sys.executable, str(PERF / "noise.py"), "--only", "all-reduce", "--repeats", "2"]
@@ -223,30 +155,3 @@ def test_the_program_runs_real_sessions_on_two_ranks_and_says_what_it_found() ->
     judged = [row for row in rows if row[0] == "all-reduce"]
     assert [(row[1], int(row[2])) for row in judged] == sorted(Counter(beside).items())
     assert done.returncode == int(unsure or any(row[4] != "0" for row in judged))
-
-
-@pytest.mark.parametrize("kind", noise_sessions.BUSY)
-def test_what_is_busy_ends_where_the_program_was_killed(kind: str) -> None:
-    """It would keep a core from all that is measured afterwards."""
-    program = (
-        f"import time, noise_sessions\nwith noise_sessions.beside({kind!r}): print('busy', flush=True); time.sleep(600)"
-    )
-    with subprocess.Popen([sys.executable, "-c", program], cwd=PERF, stdout=subprocess.PIPE, text=True) as starter:
-        try:
-            assert starter.stdout is not None
-            assert starter.stdout.readline() == "busy\n"
-            children = Path(f"/proc/{starter.pid}/task/{starter.pid}/children").read_text().split()
-        finally:
-            starter.kill()
-    assert len(children) == 1
-    until = time.monotonic() + DEADLINE_SECONDS
-    while not has_ended(children[0]):
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
-def has_ended(pid: str) -> bool:
-    try:  # process 1 of a container may leave it as a zombie
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
