@@ -93,6 +93,7 @@ def test_what_breaks_all_ranks_alike_is_no_ranks_own() -> None:
     merged = merge(ranks, NAMES)
     assert (merged.outcome, merged.message.startswith("all 8 ranks: ")) == ("error", True)
     assert (merged.culprits, merged.shared, merged.dirty, merged.text.count("Traceback")) == ([], True, True, 1)
+    assert merge(ranks[:2], NAMES).shared
     for others in (ranks[:1], [*ranks[:7], outcome(7, "passed")], [*ranks[:7], outcome(7, "error", "another")]):
         merged = merge(others, NAMES)
         assert (list(merged.culprits), merged.shared) == (
