@@ -141,7 +141,7 @@ def outline(journal: Journal) -> Outline:
             name=test.name or short_name(test.nodeid),
             outcome=NOT_RUN,
             criterion=test.criterion,
-            why="not reached yet" if journal.is_live else "the run ended before it",
+            why="not reached yet" if journal.is_live else first_line(journal.ended_by),
         )
         for test in journal.not_run
     ]
