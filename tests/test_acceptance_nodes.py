@@ -223,7 +223,7 @@ def test_of_healthy_nodes_every_pair_and_both_clocks_are_measured(run: torchrun.
 def test_a_clock_that_is_ahead_is_measured_on_both_nodes_for_it_could_be_either(run: torchrun.Run) -> None:
     [skew] = result_of(run, "connectivity__ahead", "clock_skew").measurements
     assert set(skew.values) == {A, B}
-    assert min(skew.values.values()) >= 5000  # and what the exchange took, which is more on a busy machine
+    assert min(skew.values.values()) > 4900  # the planted 5 s, give or take what the exchange took
 
 
 def test_slow_lookups_are_timed_and_those_that_never_end_are_given_up(run: torchrun.Run) -> None:

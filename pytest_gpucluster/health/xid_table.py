@@ -1,5 +1,6 @@
 """What a report of the driver means, and what to do: ``xid.tsv``, beside this file, and the words of the line itself.
 
+    >>> from pytest_gpucluster import kernel_log
     >>> entry = lookup(kernel_log.parse(["NVRM: Xid (PCI:0000:3b:00): 79, pid=7, GPU has fallen off the bus."])[0])
     >>> entry.action, entry.rejects
     ('reboot the node', True)
