@@ -21,6 +21,7 @@ code is 1 where anything is not as it should be.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import platform
 import random
@@ -35,6 +36,7 @@ from pathlib import Path
 # Real runs with deadlines are what the tests start, too: there is one way to do it, and it is theirs.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+import fork_server
 import soak_round
 import soak_session
 from soak_faults import KINDS, Plan, draw
@@ -135,6 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=1, help="number of the first round (default: 1)")
     parser.add_argument("--session", type=int, default=300, help="tests of the long session; 0: none (default: 300)")
     parser.add_argument("--at-once", type=int, default=1, help="rounds at the same time (default: 1)")
+    parser.add_argument("--forked", action="store_true", help="ranks are forks of one process: a third of the CPU time")
     parser.add_argument("--keep", type=Path, help="where to keep what is not as it should be (default: TMPDIR)")
     asked = parser.parse_args(arguments)
     seed = random.SystemRandom().randrange(10**6) if asked.seed is None else asked.seed
@@ -144,7 +147,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = Path(tempfile.mkdtemp(prefix="soak-", dir=asked.keep)).resolve()
     numbers = [asked.round] if asked.round else range(asked.first, asked.first + asked.rounds)
     begin = time.monotonic()
-    rounds = soak(numbers, seed=seed, kinds=asked.only, folder=folder, at_once=asked.at_once)
+    if asked.forked:
+        fork_server.turn_on()
+    run = functools.partial(soak_round.run, forked=asked.forked)
+    rounds = soak(numbers, seed=seed, kinds=asked.only, folder=folder, at_once=asked.at_once, run=run)
+    fork_server.turn_off()
     print("", *table(rounds), sep="\n", flush=True)
     is_good = all(found.is_good for found in rounds)
     if asked.session and not asked.round:

@@ -83,11 +83,15 @@ class Round:
         return "; ".join(" ".join(what.split()) for what in [*self.wrong, *left])
 
 
-def run(number: int, plan: Plan, directory: Path) -> Round:
-    """Run a round in a folder, and check all that it says and leaves."""
+def run(number: int, plan: Plan, directory: Path, *, forked: bool = False) -> Round:
+    """Run a round in a folder, and check all that it says and leaves.
+
+    Args:
+        forked: torchrun's agent and ranks are forks of one process where they can be (tests/fork_server.py).
+    """
     found = Round(number=number, plan=plan, directory=directory)
     begin = time.monotonic()
-    started = start(plan, directory)
+    started = start(plan, directory, forked=forked)
     with Observer(started.token, [agent.pid for agent in started.agents]) as observer:
         try:
             if plan.fault == "pause":
@@ -120,7 +124,7 @@ def judge(found: Round, run: torchrun.Run, promised: list[str]) -> None:
         found.wrong.append(f"{type(error).__name__}: {(str(error).splitlines() or ['no word of it'])[0]}")
 
 
-def start(plan: Plan, directory: Path) -> torchrun.Run:
+def start(plan: Plan, directory: Path, *, forked: bool = False) -> torchrun.Run:
     """Start the run of a round."""
     files = {name: (SUITE / name).read_text(encoding="utf-8") for name in _SUITE_FILES}
     files["criteria.txt"] = _MANIFEST
@@ -151,7 +155,7 @@ def start(plan: Plan, directory: Path) -> torchrun.Run:
         environment=environment,
         before=before,
         by_command=plan.launcher == "gpucluster run",
-        forked=False,
+        forked=forked,
     )
     started.deadline = DEADLINE_SECONDS
     return started
