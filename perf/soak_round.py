@@ -6,14 +6,14 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import jsonschema
 import torchrun
 import xmlschema
-from soak_faults import HOST, RANKS, TESTS, Plan, after, expected
+from soak_faults import HOST, RANKS, TESTS, Expected, Plan, after, expected
 from soak_leftovers import Observer
 
 from pytest_gpucluster import journal
@@ -169,7 +169,7 @@ def _go_on_after_pause(run: torchrun.Run, plan: Plan) -> None:
 
 def _wrong_with_reports(found: Round, run: torchrun.Run, promised: list[str]) -> Iterator[str]:
     """Say what is wrong with what the run has said; note what it promises to leave in TMPDIR."""
-    plan, must = found.plan, expected(found.plan)
+    plan = found.plan
     root = run.directory
     if plan.kind == "disk":
         root = run.directory / "kept"
@@ -178,7 +178,9 @@ def _wrong_with_reports(found: Round, run: torchrun.Run, promised: list[str]) ->
         yield from _wrong_with_rescue(run, promised)
         rescued = (path.parent for path in (run.directory / "tmp").glob("gpucluster-*/report.xml"))
         root = next(rescued, root)
-    yield from _wrong_with_junit(found, _seen_in(run, root))
+    said = _seen_in(run, root).verdicts
+    must = _expected(plan, said)
+    yield from _wrong_with_junit(found, said, must)
     code = run.exits[0] if run.exits else None
     allowed = must.exit if plan.launcher == "gpucluster run" else min(must.exit, 1)
     if code != allowed:
@@ -189,7 +191,7 @@ def _wrong_with_reports(found: Round, run: torchrun.Run, promised: list[str]) ->
         yield f"the terminal does not say {must.verdict}"
     folder = root if plan.fault == "fill_disk" else root / "reports" / "latest"
     if plan.kind != "start":  # of the launch alone: it may have no journal
-        yield from _wrong_with_folder(plan, folder)
+        yield from _wrong_with_folder(plan, folder, must)
     since = run.find_stamp("fault", plan.victim)
     if since is not None and found.ended_at:
         late = found.ended_at - since.at - plan.deadline_seconds * (plan.kind != "kill")
@@ -216,13 +218,21 @@ def _wrong_with_rescue(run: torchrun.Run, promised: list[str]) -> Iterator[str]:
         yield "nobody says that there is no space left on the device"
 
 
-def _wrong_with_junit(found: Round, run: torchrun.Run) -> Iterator[str]:
-    plan, must = found.plan, expected(found.plan)
-    said = run.verdicts
+def _expected(plan: Plan, said: Mapping[str, str]) -> Expected:
+    """Return what must come of a plan. A rehearsal in which a test was too slow is complete at no time."""
+    must = expected(plan)
+    if must.exit == 0 and any(text.startswith(_TOO_SLOW) for text in said.values()):
+        return replace(must, verdict="INCOMPLETE", exit=10)
+    return must
+
+
+def _wrong_with_junit(found: Round, said: Mapping[str, str], must: Expected) -> Iterator[str]:
+    plan = found.plan
     struck = said.get(plan.shown_in, "not in the report")
     found.said = struck if len(struck) < 110 else f"{struck[:107]}..."
     outcome, _, message = struck.partition(": ")
     found.is_named = outcome == must.outcome and all(words in message for words in must.says)
+    found.is_named |= must.outcome == "passed" and struck.startswith(_TOO_SLOW)
     if not found.is_named:
         yield f"{plan.shown_in} should be {must.outcome} {' '.join(must.says)}, and is {struck}"
     for name in TESTS:
@@ -239,8 +249,7 @@ def _wrong_with_junit(found: Round, run: torchrun.Run) -> Iterator[str]:
             yield f"{name} should be {should!r}, and is {said.get(name)!r}"
 
 
-def _wrong_with_folder(plan: Plan, folder: Path) -> Iterator[str]:
-    must = expected(plan)
+def _wrong_with_folder(plan: Plan, folder: Path, must: Expected) -> Iterator[str]:
     told = journal.read(folder / "journal.jsonl")
     if (told.verdict, told.exit) != (must.verdict, must.exit) and plan.fault != "fill_disk":
         yield f"the journal says {told.verdict}, {told.exit}, not {must.verdict}, {must.exit}"

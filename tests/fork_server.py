@@ -22,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -309,6 +310,7 @@ def _become(request: Mapping[str, Any], output: int, errors: int, _marker: int) 
 def _take_environment(env: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(env)
+    tempfile.tempdir = None  # of the session's TMPDIR
 
 
 def _run(command: Sequence[str]) -> NoReturn:
