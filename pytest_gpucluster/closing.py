@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import os
@@ -205,15 +204,6 @@ def overtime(run: Run, ending: Ending) -> None:
     stale_processes.end([str(run.fault_file.path)])
     remove_left(str(run.fault_file.path))
     os._exit(run.verdict.exit)
-
-
-def keep_exit_code(code: int) -> None:
-    """Let no atexit handler of a test or plugin end this process with another code.
-
-    Handlers run in the reverse order: this one, the last one registered, before theirs. Source: Python, atexit.
-    """
-    leave = os._exit
-    atexit.register(lambda: setattr(os, "_exit", lambda _: leave(code)))
 
 
 def close(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""What a rank leaves for whoever started the launcher: its verdict and exit code, which torchrun does not pass on.
+"""How a rank ends: with the agreed exit code, and with a note of its verdict, which torchrun does not pass on.
 
 torchrun ends with 1 for every code but 0, and does so on every node, also where the reports are not. So each rank
 leaves a small file in a folder that the starter has named, and the starter reads them when the launcher has ended.
@@ -6,16 +6,19 @@ leaves a small file in a folder that the starter has named, and the starter read
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 VARIABLE = "GPUCLUSTER_EXIT_NOTES"
 """Names the folder. Not set: nobody wants notes."""
 _BEGUN = "begun.json"
+_kept: dict[int, int] = {}
+"""The code that a process is to end with, by its number: a fork of it ends as it likes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,30 @@ class BeginNote:
     launcher: int
     directory: str
     recorder: int
+
+
+def guard() -> None:
+    """Let no atexit handler end this process with another code than the agreed one, from :func:`keep_exit_code` on.
+
+    A function takes the place of ``os._exit``, so it must be there before a conftest or a test can take hold of that.
+    """
+    leave_now = os._exit
+    if getattr(leave_now, "__module__", None) == __name__:
+        return
+
+    def leave_with(status: int) -> NoReturn:
+        leave_now(_kept.get(os.getpid(), status))
+
+    os._exit = leave_with
+
+
+def keep_exit_code(code: int) -> None:
+    """Keep the exit code of this process, once it ends by itself.
+
+    Handlers run in the reverse order: this one, the last one registered, before those of tests and plugins.
+    Source: Python, atexit.
+    """
+    atexit.register(_kept.__setitem__, os.getpid(), code)
 
 
 def leave(environ: Mapping[str, str], note: ExitNote) -> str | None:

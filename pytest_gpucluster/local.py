@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pytest_gpucluster import closing, left_behind
+from pytest_gpucluster import closing, exit_note, left_behind
 from pytest_gpucluster.agreement import collection
 from pytest_gpucluster.agreement.merge import Merged, RankOutcome, merge
 from pytest_gpucluster.announcement import announce
@@ -441,7 +441,7 @@ class Controller:
             return
         if self._run.verdict is not None:
             session.exitstatus = self._run.verdict.exit
-            closing.keep_exit_code(self._run.verdict.exit)
+            exit_note.keep_exit_code(self._run.verdict.exit)
         announce(self._run)
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
         if reporter is None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpucluster import closing, suite_properties
+from pytest_gpucluster import closing, exit_note, suite_properties
 from pytest_gpucluster.agreement import collection
 from pytest_gpucluster.agreement.ending import Ending
 from pytest_gpucluster.announcement import announce
@@ -326,7 +326,7 @@ class Session:
             announce(self._run)
             self._console.close()
         if self._finished:
-            closing.keep_exit_code(int(session.exitstatus))
+            exit_note.keep_exit_code(int(session.exitstatus))
 
     def close(self) -> None:
         """Leave the run, once everything is printed."""

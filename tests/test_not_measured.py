@@ -101,15 +101,16 @@ def test_what_is_measured_outside_a_test_s_call_is_an_error(project: Project, bo
     assert left.verdicts[name].startswith("error")
 
 
-def test_no_atexit_handler_and_no_plugin_changes_the_exit_code(project: Project):
+@pytest.mark.parametrize("handler", ["os._exit, 0", "lambda: os._exit(0)"], ids=["itself", "by its name"])
+def test_no_atexit_handler_and_no_plugin_changes_the_exit_code(project: Project, handler: str):
     project.suite(
         "def test_it(): assert False",
-        conftest="""
+        conftest=f"""
             import atexit
             import os
             import pytest
 
-            atexit.register(lambda: os._exit(0))
+            atexit.register({handler})
 
             @pytest.hookimpl(wrapper=True, tryfirst=True)
             def pytest_sessionfinish(session):
