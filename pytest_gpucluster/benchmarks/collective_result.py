@@ -65,7 +65,7 @@ class CollectiveResult:
         latency: seconds per call on this rank.
         slowest_latency: seconds per call on the rank that was slowest in each sample; equal on all ranks.
         mean_latency: seconds per call, the mean of all ranks in each sample; equal on all ranks.
-        verified_elements: elements that were compared with the expected ones, before the windows and after them.
+        verified_elements: elements that were compared with the expected ones, before, between and after the windows.
         sampling: by which it was measured.
     """
 

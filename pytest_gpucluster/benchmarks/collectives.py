@@ -67,8 +67,10 @@ def measure_collective(
     for all whether more are wanted: it goes by the slowest rank's sample, and counts all time that passes. Where sums
     take the place of their addends, the payload is made anew outside of the windows, often enough to keep them finite.
 
-    Every element is verified before the first window and after the last, each time with new data. A rank that finds
-    something wrong says so after its last collective, in order not to leave the others waiting.
+    Every element is verified before the first window and after the last, each time with new data; and between them
+    what the windows leave: of sums in place, in which an error stays, all calls where they are exact
+    (``Payload.defect``), of others the last call. A rank that finds something wrong says so after its last collective,
+    in order not to leave the others waiting.
 
     An all_reduce and a broadcast (from the group's first rank) are in place, the others not. In a send_recv each rank
     sends to the next one and gets from the one before, all at once.
@@ -207,24 +209,27 @@ class _Measured:
     ) -> None:
         self._group, self._ranks, self._payload, self._clock, self._call = group, ranks, payload, clock, call
         self._launches = launches(payload.shape.collective, ranks.count)
+        self._wrong: str | None = None
+        """The first finding in one call by itself: it is this rank's own."""
+        self._left_wrong: str | None = None
+        """The first in what windows have left: of sums in place any rank may have made them wrong, for all."""
 
     def measure(
         self, sampling: Sampling, during: AbstractContextManager[object], now: Callable[[], float]
     ) -> CollectiveResult:
-        findings = [self._verify()]
+        self._verify()
         try:
             with counted(WARM_UP):
                 plan = self._warm_up(sampling, now)
             with counted(MEASURING), during:
                 samples, spent = self._samples(plan, sampling, now)
         except InconclusiveMeasurement:
-            if findings[0]:  # it matters more, and may be why
-                raise WrongResult(findings[0]) from None
+            self._require_right()  # it matters more, and may be why
             raise
-        findings.append(self._verify())
-        wrong = [finding for finding in findings if finding]
-        if wrong:
-            raise WrongResult(wrong[0])
+        with counted(VERIFYING):
+            self._left_wrong = self._left_wrong or self._payload.defect()
+        self._verify()
+        self._require_right()
         slowest = series((max(times) for times in samples), sampling, spent_seconds=spent)
         mine, mean = (
             series(taken, sampling, spent_seconds=spent).decided_by(slowest)
@@ -240,7 +245,7 @@ class _Measured:
             latency=mine,
             slowest_latency=slowest,
             mean_latency=mean,
-            verified_elements=len(findings) * self._payload.shape.received,
+            verified_elements=self._payload.verified,
             sampling=sampling,
         )
 
@@ -283,7 +288,8 @@ class _Measured:
 
     def _window(self, plan: WindowPlan) -> float:
         """Return the seconds of all calls of a window on this rank."""
-        self._payload.ready(plan.calls)
+        found = self._payload.ready(plan.calls)
+        self._left_wrong = self._left_wrong or found
         self._clock.synchronize()
         # Ahead of the barrier: a wait that each GPU counts in cycles of its own clock would pull them apart after it.
         self._clock.get_ahead(1 + plan.calls * self._launches, seconds=plan.window_seconds)
@@ -295,8 +301,16 @@ class _Measured:
         # One GPU alone has nothing to do for a sum in place, and that may take less than its clock can tell.
         return max(elapsed, RESOLUTION_SECONDS) if self._ranks.count == 1 else elapsed
 
-    def _verify(self) -> str | None:
+    def _require_right(self) -> None:
+        """Raise what was found here; where some rank has a finding of its own, those with none do not."""
+        is_known = any(wrong for [wrong] in self._ranks.gather([self._wrong is not None]))
+        found = self._wrong if is_known else self._left_wrong
+        if found:
+            raise WrongResult(found) from None
+
+    def _verify(self) -> None:
         with counted(VERIFYING):
             self._payload.fill()
             self._call(self._payload.sent, self._payload.received, self._group)
-            return self._payload.defect()
+            found = self._payload.defect()
+        self._wrong = self._wrong or found

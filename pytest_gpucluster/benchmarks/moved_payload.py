@@ -37,7 +37,10 @@ class MovedPayload:
             same tensor.
         shape: their sizes.
         finite_calls: how many calls in a row may follow one filling: any number, for nothing grows.
+        verified: elements that were compared so far.
     """
+
+    verified = 0
 
     finite_calls = _AS_OFTEN_AS_WANTED
 
@@ -80,6 +83,7 @@ class MovedPayload:
                     f"which rank {dist.get_global_rank(self._group, source)} sent"
                 )
             count += here
+        self.verified += self.shape.received
         return f"{self}: {count} of {self.shape.received} elements are wrong, {first}" if count else None
 
     def _pieces(self) -> Iterator[tuple[int, int, int, int]]:

@@ -65,7 +65,10 @@ class Payload:
             the same tensor.
         shape: their sizes.
         finite_calls: how many calls in a row keep the sums finite.
+        verified: elements that were compared so far.
     """
+
+    verified = 0
 
     def __init__(
         self,
@@ -94,29 +97,48 @@ class Payload:
         for part, contributor, addend in self._chunks(self.sent, 0):
             part.copy_(addend.where(contributor == self._rank, 0))
 
-    def ready(self, calls: int) -> None:
-        """Let the payload be summed up ``calls`` more times, and fill it again if a sum could overflow."""
+    def ready(self, calls: int) -> str | None:
+        """Let the payload be summed up ``calls`` more times, and fill it again if a sum could overflow.
+
+        Returns: what was wrong with the sums that are replaced, as :meth:`defect`; None if nothing was.
+        """
+        found = None
         if self._calls == 0 or self._calls + calls > self.finite_calls:
+            found = self.defect() if self._calls else None
             self.fill()
         self._calls += calls
+        return found
 
     def defect(self) -> str | None:
-        """Describe what is wrong with the sums after one call, or return None. Waits for the device."""
+        """Describe what is wrong with the sums after all calls since they were filled, or return None.
+
+        In place, each call multiplies what the one before has left by the number of ranks: one wrong element makes all
+        later sums of it wrong, so that one look is at all calls. Where such sums cannot be exact in any order of the
+        additions, as those of 8 ranks in bf16, only those of the first call are compared. Waits for the device.
+        """
+        again = max(0, self._calls - 1) if self.shape.in_place else 0
+        odd = self._ranks // (self._ranks & -self._ranks)
+        if again and LARGEST_ADDEND * self._ranks * odd**again > 2 / torch.finfo(DTYPES[self.dtype]).eps:
+            return None
+        grown = float(self._ranks**again)
         count, first = 0, ""
         start = 0
         for part, contributor, addend in self._chunks(self.received, self._first):
-            wrong = part != addend  # a NaN is unequal too
+            due = addend.to(part.dtype).mul_(grown)
+            wrong = part != due  # a NaN is unequal too
             here = int(wrong.sum())
             if here and not count:
                 at = int(wrong.view(torch.uint8).argmax())
                 source = dist.get_global_rank(self._group, int(contributor[at]))
                 first = (
                     f"the first at offset {start + at}: found {float(part[at]):.9g}, "
-                    f"expected {int(addend[at])}, which rank {source} contributed"
+                    f"expected {float(due[at]):.9g}, which rank {source} contributed"
                 )
             count += here
             start += len(part)
-        return f"{self}: {count} of {start} sums are wrong, {first}" if count else None
+        self.verified += start
+        after = f" after {1 + again} calls in place" if again else ""
+        return f"{self}: {count} of {start} sums are wrong{after}, {first}" if count else None
 
     def _chunks(self, tensor: torch.Tensor, first: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Yield part after part of a tensor that begins at element ``first`` of the whole, with the contributor and

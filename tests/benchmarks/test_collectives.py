@@ -88,7 +88,7 @@ def test_windows_and_calls_follow_the_warm_up(alone):
     assert result.latency.inconclusive == ""
     warm_up = reduce.calls - 32 * 16 - 2
     assert 128 <= warm_up <= 128 + 32
-    assert result.verified_elements == 2 * 1000
+    assert result.verified_elements == 3 * 1000
 
 
 def test_what_is_measured_meanwhile_sees_the_windows_and_neither_warm_up_nor_verification(alone):
@@ -168,6 +168,25 @@ def test_a_sum_that_turns_wrong_under_load_is_found_after_the_windows(alone):
 
     with pytest.raises(WrongResult, match=r"1 of 1000 .*are wrong.* 1: found"):
         measure(alone, Summing(at=calls - 1, fault=fault))
+
+
+def test_one_wrong_bit_in_any_timed_call_of_exact_sums_in_place_is_found_by_all():
+    said = run_ranks(
+        """
+        def flip(tensor):
+            tensor.view(torch.int16)[7] ^= 1 << 9
+        # Ten calls keep the sums finite: 15 is summed up and filled anew later, 33 is left by the last windows.
+        for at in (15, 33):
+            reduce = Clocked(0.1, at=at, fault=flip if rank == 1 else lambda tensor: None)
+            say(outcome(lambda: len(measured(reduce, dtype="fp16", sampling=sampling(window=3.3)).latency.samples)))
+            say(reduce.calls)
+        """,
+    )
+    for rank, (early, calls, late, as_many) in enumerate(said):
+        for found in (early, late):
+            assert found.startswith(f"WrongResult: rank {rank}: all_reduce of 4000 B fp16 over 2 ranks: 1 of 2000 sums")
+            assert "at offset 7: found" in found
+        assert calls == as_many > 34, "no rank waits for another, nor does one end sooner"
 
 
 @pytest.mark.parametrize("seconds", [math.nan, math.inf], ids=str)
