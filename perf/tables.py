@@ -45,13 +45,14 @@ PROGRAMS: Mapping[str, Sequence[str]] = {
     "noise beside two ranks": ("noise.py", "--only", "all-reduce", "--repeats", "6"),
     "rules": ("rules.py", "--trials", "200", "--print"),
     "isolation": ("isolation.py", "--trials", "10", "--print"),
+    "corruption": ("corruption.py", "--trials", "2", "--print"),
     "soak": ("soak.py", "--rounds", "7", "--session", "0", "--at-once", "2"),
 }
 """Name -> script in this folder, and its arguments, chosen so that all fit into a quarter of an hour: by themselves
 most do more. docs/performance.md has what they said."""
-NO_GOAL = ("resolver", "loader", "rules", "isolation")
+NO_GOAL = ("resolver", "loader", "rules", "isolation", "corruption")
 """What prints figures that are held against nothing."""
-UNHURRIED = ("resolver", "reports of 4096 ranks", "rules", "isolation")
+UNHURRIED = ("resolver", "reports of 4096 ranks", "rules", "isolation", "corruption")
 """What simulates, waits for a resolver, or counts processor time. They run together: wall time there is longer than
 alone, and only processor time is held against a bound."""
 _MISSED, _BROKE, _OVERDUE = 1, 70, 124

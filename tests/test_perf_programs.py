@@ -45,6 +45,7 @@ def run(script: str, *words: str, **more: str) -> subprocess.CompletedProcess[st
 SMALL = {
     "agreement.py": ["--ranks=2", "--tests=4", "--pairs=1"],
     "collectives.py": ["--sizes=1M", "--window=0.01"],
+    "corruption.py": ["--trials=1", "--only=products bf16,patterns,copy,all-reduce fp32"],
     "fidelity.py": ["--only=matmul,rectangle,hbm", "--dtypes=bf16", "--n=64", "--mebibytes=1", "--window=0.01"],
     "loader.py": ["--side=16", "--pairs=6", "--images=16"],
     "overhead.py": ["--only=import", "--pairs=6"],
@@ -77,6 +78,8 @@ WRONG = [
     ("collectives", "--sizes=64k,1M", "below 1 MiB"),
     ("collectives", "--sizes=1M:2M", "no range"),
     ("collectives", "--collectives=gather", "all_reduce"),
+    ("corruption", "--only=product", "'product'"),
+    ("corruption", "--trials=0", "--trials"),
     ("faults", "--at-once=9", "1 to 8"),
     ("fidelity", "--n=2", "64 rows"),
     ("fidelity", "--only=matmul,hbn", "'matmul,hbn'"),
