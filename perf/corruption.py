@@ -1,7 +1,7 @@
 """Write docs/corruption.md: which rate of flipped bits each profile finds with a probability of 95 %.
 
 python perf/corruption.py                        # rewrites the page, in some 15 minutes on two cores
-python perf/corruption.py --trials 5 --print     # quick, to the terminal
+python perf/corruption.py --trials 5 --only "products bf16,copy"    # quick, to the terminal: shares alone
 
 What is planted, where and in which checks is in corruption_trials.py: it says which share of the flips a check finds.
 How many operations a profile verifies follows from the shipped workloads, and, where they are given a time, from the

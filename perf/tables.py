@@ -45,7 +45,7 @@ PROGRAMS: Mapping[str, Sequence[str]] = {
     "noise beside two ranks": ("noise.py", "--only", "all-reduce", "--repeats", "6"),
     "rules": ("rules.py", "--trials", "200", "--print"),
     "isolation": ("isolation.py", "--trials", "10", "--print"),
-    "corruption": ("corruption.py", "--trials", "2", "--print"),
+    "corruption": ("corruption.py", "--trials", "5", "--only", "products bf16,patterns,copy,write,all-reduce fp32"),
     "soak": ("soak.py", "--rounds", "7", "--session", "0", "--at-once", "2"),
 }
 """Name -> script in this folder, and its arguments, chosen so that all fit into a quarter of an hour: by themselves
