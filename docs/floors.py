@@ -35,6 +35,9 @@ Made by `python docs/floors.py` from `thresholds.yaml` and `pytest_gpucluster/ev
 
 A SKU that is `like` another has its floors, where it has none of its own: these rows stand once, under the first SKU,
 unless something is published for the sister.
+
+Where the limits only record every rate of a criterion, a run on that SKU is INCOMPLETE until a file of the site has a
+limit (`gpucluster thresholds calibrate` proposes one); the first table lists them.
 """
 
 
@@ -57,8 +60,30 @@ def status(row: Row, limits: Thresholds) -> str:
 
 def page(limits: Thresholds) -> str:
     """Return the page as Markdown."""
-    parts = [_HEAD.format(most=100 * MOST_LOSS), "\n".join(_matrix(limits)), "\n".join(_floors(limits))]
+    parts = [
+        _HEAD.format(most=100 * MOST_LOSS),
+        *("\n".join(lines) for lines in (_without_floor(limits), _matrix(limits), _floors(limits))),
+    ]
     return "\n".join(parts).rstrip("\n") + "\n"
+
+
+def _without_floor(limits: Thresholds) -> Iterator[str]:
+    """Yield the rates that have no floor although a criterion asks for one, the SKUs of one reason in one row."""
+    skus: dict[tuple[str, str, str], list[str]] = {}
+    for limit in limits.limits:
+        if limit.record_only is None or limit.sku in (EVERY_SKU, REHEARSAL) or not metrics.known(limit.metric).is_rate:
+            continue
+        below = any(part.high_open for part in limit.when if part.key == "size")
+        alone = any(part.key == "world_size" and part.high == 1 for part in limit.when)
+        if not (below or alone or limit.metric == "matmul.fp8.tflops"):  # recorded beside what is judged; not run
+            skus.setdefault((limit.metric, limit.conditions(), limit.record_only), []).append(limit.sku)
+    yield "## Rates without a floor\n"
+    yield "Of `matmul.fp8.tflops` there is none either on a GPU without fp8 units, where no criterion measures it.\n"
+    yield "| metric | where | SKUs | why |"
+    yield "| --- | --- | --- | --- |"
+    for (metric, where, why), names in skus.items():
+        yield f"| `{metric}` | {where} | {', '.join(names)} | {why} |"
+    yield ""
 
 
 def _matrix(limits: Thresholds) -> Iterator[str]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
+from pytest_gpucluster import metrics
 from pytest_gpucluster.agreement.merge import Merged, RankOutcome, rehearsed_too_slowly
 from pytest_gpucluster.errors import MeasurementError
 from pytest_gpucluster.explained_limits import demand
@@ -68,9 +69,8 @@ def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequenc
         if slow is not None and (merged.outcome, judgement.outcome) == ("passed", "passed"):
             merged = rehearsed_too_slowly(slow)
     record.measurements = [judged.to_json() for judged in judgement.measurements]
-    asked = any(not measured.record_only for measurements in by_rank.values() for measured in measurements)
-    if asked and not merged.too_slow and all(judged.status == "recorded" for judged in judgement.measurements):
-        record.unjudged = judgement.measurements[0].reason  # the limits file has none: nothing is accepted by that
+    if not merged.too_slow:
+        record.unjudged = _unjudged(judgement, by_rank, sku=run.sku(gpu), rehearsal=run.rehearsal)
     if (
         judgement.outcome == "passed"
         or merged.outcome == "failed"
@@ -97,6 +97,31 @@ def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequenc
         dirty=merged.dirty,
         judged=True,
     )
+
+
+def _unjudged(
+    judgement: Judgement, by_rank: Mapping[int, Sequence[Measurement]], *, sku: str | None, rehearsal: bool
+) -> str:
+    """Return why no limit judges a test, and what to do: nothing is accepted by that. "" if one does.
+
+    That is where the limits only record all that the test asked for, or all rates of hardware among it: a ratio to the
+    other ranks beside them passes where all are slow alike. The floors of a rehearsal say nothing about rates.
+    """
+    asked = {
+        (measured.metric, frozenset(measured.labels.items()))
+        for measurements in by_rank.values()
+        for measured in measurements
+        if not measured.record_only
+    }
+    values = [judged for judged in judgement.measurements if (judged.metric, frozenset(judged.labels.items())) in asked]
+    rates = [] if rehearsal else [judged for judged in values if metrics.known(judged.metric).is_rate]
+    for some in (rates, values):
+        if some and all(judged.status == "recorded" for judged in some):
+            return (
+                f"no limit for {some[0].metric} on {sku}: set one by gpucluster thresholds calibrate, or in a file for"
+                f" --gpucluster-thresholds; {some[0].reason}"
+            )
+    return ""
 
 
 def _beside_shipped(run: Run, judgement: Judgement, by_rank: Mapping[int, Sequence[Measurement]]) -> Judgement:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from pytest_gpucluster.judging import judge_merged
 from pytest_gpucluster.metrics import measurement
 from pytest_gpucluster.record import TestName, TestRecord
 from pytest_gpucluster.sampling import Series
+from pytest_gpucluster.verdict import ACCEPTED, INCOMPLETE, decide
 
 H100 = "NVIDIA H100 80GB HBM3"
 BF16 = "matmul.bf16.tflops"
@@ -191,12 +193,34 @@ def test_a_criterion_whose_values_the_limits_file_only_records_is_not_judged() -
     test = record("nccl.all_reduce")
     outcomes = values(record_only=False)
     assert judge_merged(run(sku="GH200"), test, merge(outcomes, NAMES), outcomes).outcome == "passed"
-    assert test.unjudged.startswith("recorded only")
+    for words in ("nccl.all_reduce.busbw", "GH200", "calibrate", "recorded only"):
+        assert words in test.unjudged
 
     as_the_test_asked = record("inventory")
     outcomes = values(record_only=True)
     judge_merged(run(sku="GH200"), as_the_test_asked, merge(outcomes, NAMES), outcomes)
     assert as_the_test_asked.unjudged == ""
+
+
+@pytest.mark.parametrize(
+    ("sku", "rehearsal", "is_judged"),
+    [("H100 SXM", False, True), ("GH200", False, False), ("GH200", True, True)],
+    ids=["with a floor", "recorded on this SKU", "in a rehearsal"],
+)
+def test_a_ratio_to_the_other_links_does_not_stand_for_their_rate(sku: str, rehearsal: bool, is_judged: bool) -> None:
+    labels = {"nnodes": 1, "world_size": 2}
+    values = [
+        measurement("link.bandwidth", 300.0, unit="GB/s", labels=labels).to_json(),
+        measurement("link.ratio_to_median", 1.0, unit="ratio", labels=labels).to_json(),
+    ]
+    outcomes = [RankOutcome(rank=rank, outcome="passed", measurements=values) for rank in NAMES]
+    test = record("links")
+    assert judge_merged(run(sku=sku, rehearsal=rehearsal), test, merge(outcomes, NAMES), outcomes).outcome == "passed"
+    assert (test.unjudged == "") == is_judged
+    passed = replace(test.result().for_verdict, outcome="passed")
+    found = decide([passed], pytest_exit=0, rehearsal=False, selection=False, manifest=True, topology="")
+    assert (found.word, found.exit) == ((ACCEPTED, 0) if is_judged else (INCOMPLETE, 10))
+    assert is_judged or all(words in found.reason for words in ("links", "link.bandwidth", sku, "calibrate"))
 
 
 def test_a_slow_node_is_called_by_its_host() -> None:

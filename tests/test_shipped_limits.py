@@ -225,6 +225,47 @@ def test_what_is_only_recorded_can_come_up_and_says_why(limit: Limit) -> None:
     assert limit.record_only in verdict.measurements[0].reason
 
 
+GPUS_OF_A_NODE = {"GB200": 4, "GB300": 4, "GH200": 1}
+NO_FLOOR = {
+    (sku, nnodes)
+    for sku in ("H100 PCIe", "H100 NVL", "H800 PCIe", "A100 PCIe 40GB", "A100 PCIe 80GB", "L40S", "GH200")
+    for nnodes in (2, 16)
+}
+"""Between nodes of these nothing is known of the cards, so that an acceptance needs limits of the site."""
+
+
+@of_each("case", list(product([sku for sku in hardware.SKUS if sku != hardware.CPU_REHEARSAL], (1, 2, 16))), str)
+def test_every_rate_that_a_criterion_asks_for_has_a_floor_on_a_node_of_each_sku(case: tuple[str, int]) -> None:
+    sku, nnodes = case
+    gpus = GPUS_OF_A_NODE.get(sku, 8)
+    world = {"size": "1 GB", "world_size": str(gpus * nnodes), "nnodes": str(nnodes), "transport": "NET/IB"}
+    asked: list[tuple[str, dict[str, str]]] = [
+        *((name, {"best_of": ALL_SIZES}) for name in metrics.METRICS if re.fullmatch(r"matmul\..*\.tflops", name)),
+        *((name, {"size": "8 GiB"}) for name in metrics.METRICS if name.startswith("hbm.")),
+        *(
+            (name, {"mode": mode})
+            for name in metrics.METRICS
+            for mode in ("alone", "both", "together")
+            if name.startswith("host_link.")
+        ),
+        ("training.mfu", {"model": "large"}),
+    ]
+    if gpus * nnodes > 1:
+        asked += [
+            (name, world) for name in metrics.METRICS if re.fullmatch(r"nccl\.[a-z_]+\.busbw|link\.bandwidth", name)
+        ]
+    if nnodes > 1:
+        asked.append(("fabric.active_ports", {}))
+    without = set()
+    for metric, labels in asked:
+        limit = SHIPPED.limit(metric, sku=sku, world_size=gpus * nnodes, nnodes=nnodes, labels=labels)
+        assert limit is not None, metric
+        if limit.record_only is not None and limit.record_only != "this GPU has no fp8 units":
+            without.add(metric)
+    assert bool(without) == (case in NO_FLOOR), without
+    assert all(metrics.known(metric).is_rate for metric in without)
+
+
 def test_groups_inside_one_run_are_judged_by_their_own_size() -> None:
     where = {"sku": "H100 SXM", "world_size": 16, "nnodes": 2}
     for labels, expected in (

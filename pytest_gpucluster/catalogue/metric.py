@@ -28,6 +28,14 @@ class Metric:
     peak_is_bound: bool = True
     doc: str
 
+    @property
+    def is_rate(self) -> bool:
+        """Tell whether it is a speed of hardware: one that a data sheet bounds, so that each SKU has floors of its own.
+
+        A test that asks for such a rate is not judged without a floor, whatever its other values are.
+        """
+        return self.peak is not None
+
 
 def errors(docs: Mapping[str, str]) -> Iterator[Metric]:
     """Yield metrics that are relative errors, of name -> what they compare."""
