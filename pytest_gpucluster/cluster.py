@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpucluster.agreement.release import Releaser
@@ -24,6 +25,7 @@ from pytest_gpucluster.agreement.release.gloo import SocketReleaser
 from pytest_gpucluster.agreement.release.nccl import NcclReleaser
 from pytest_gpucluster.cause import in_own_words
 from pytest_gpucluster.errors import CommunicationError, EnvironmentBroken, NvlsFailed
+from pytest_gpucluster.fabric_ports import network_cards
 from pytest_gpucluster.launch import RankFacts
 from pytest_gpucluster.nccl_choice import Agreed, agreed
 from pytest_gpucluster.nccl_environment import WITHOUT_NVLS, switch_nvls_off
@@ -62,8 +64,10 @@ class Cluster:
         after_abort: Callable[[], object] = lambda: None,
         guard: Callable[..., None],
         deadline_seconds: float,
+        count_cards: Callable[[], int | None] = network_cards,
     ) -> None:
         self._facts = facts
+        self._count_cards = cache(count_cards)  # what is plugged in stays as it is for the run
         self.rank = facts.rank
         self.local_rank = facts.local_rank
         self.world_size = facts.world_size
@@ -248,6 +252,7 @@ class Cluster:
         if self.backend == "gloo":
             return Agreed(transport="gloo")
         mine = self.nccl_log.choice(ranks, rest=len(ranks) == self.world_size)
+        mine = replace(mine, cards=self._count_cards())
         hosts = len({self.hosts[rank] for rank in ranks})
         return agreed(self.all_gather_object(mine.to_json()), ranks=len(ranks), hosts=hosts)
 

@@ -41,6 +41,8 @@ _RANKS = re.compile(r"comm 0x[0-9a-f]+ rank \d+ nranks (?P<ranks>\d+) .*Init COM
 # Older versions write the number of NCCL_ALGO_* and NCCL_PROTO_* (src/include/device.h).
 _PLUGINS = {"IBext": "IB", "Libfabric": "AWS Libfabric"}
 """What a network plugin is called here that has another name in the log, its version left out."""
+_OVER_CARDS = ("NET/IB", "NET/AWS Libfabric", "COLLNET/")
+"""How the transports begin that go over the cards which :attr:`Agreed.nics` counts."""
 _ALGORITHMS = ("Tree", "Ring", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree", "PAT")
 _PROTOCOLS = ("LL", "LL128", "Simple")
 
@@ -74,6 +76,7 @@ class Choice:
         ranks: sizes of the communicators that were made.
         unknown: why nothing is known of the transports; empty where something is.
         reasons: what the whole log of this process says about why something is not used.
+        cards: network cards of this rank's node (``fabric_ports.network_cards``); None where the number is not known.
     """
 
     transports: tuple[str, ...] = ()
@@ -85,6 +88,7 @@ class Choice:
     ranks: tuple[int, ...] = ()
     unknown: str = ""
     reasons: tuple[Reason, ...] = ()
+    cards: int | None = None
 
     @property
     def indirect(self) -> tuple[int, int]:
@@ -131,15 +135,34 @@ class Agreed:
         why = nccl_reasons.told(of_rank, nccl_reasons.DIRECT)
         return f"GPUDirect RDMA is off on {without} of {over} connections" + (f": {why}" if why else "")
 
+    @property
+    def nics(self) -> int | None:
+        """The network cards of a node: the most of any, for one that has lost cards lowers no floor. None: unknown."""
+        counts = [one.cards for one in self.choices if one.cards is not None]
+        return max(counts) if counts and len(counts) == len(self.choices) else None
+
+    @property
+    def _over_cards(self) -> bool:
+        return self.transport is not None and self.transport.startswith(_OVER_CARDS)
+
     def beside(self, telemetry: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a measurement's telemetry with ``why``, or why nothing is known, as "transport": a miss is told so."""
-        why = self.why if self.transport is not None else f"transport not known: {self.unknown}"
+        """Return a measurement's telemetry with ``why``, or what is not known, as "transport": a miss is told so."""
+        told = [self.why if self.transport is not None else f"transport not known: {self.unknown}"]
+        if self._over_cards and self.nics is None:
+            told.append("the number of network cards is unknown, so the floor of a full set applies")
+        why = "; ".join(filter(None, told))
         return {**telemetry, **({"transport": why} if why else {})}
 
     @property
     def labels(self) -> dict[str, str]:
-        """The label of a measurement; empty where the transport is not known, which no expectation accepts."""
-        return {} if self.transport is None else {"transport": self.transport}
+        """The labels of a measurement; empty where the transport is not known, which no expectation accepts.
+
+        ``nics`` is among them where network cards carry the data and their number is known.
+        """
+        if self.transport is None:
+            return {}
+        known = {"nics": str(self.nics)} if self._over_cards and self.nics is not None else {}
+        return {"transport": self.transport, **known}
 
     def properties(self, collective: str = "all_reduce") -> dict[str, str]:
         """Return what goes on record beside the measurements, as text. The algorithms are those of a collective."""
@@ -157,6 +180,8 @@ class Agreed:
         told["connections"] = ", ".join(f"{count} {kind}" for kind, count in sorted(connections.items()))
         told["algorithms"] = "; ".join(f"{size} B: {' and '.join(algorithms[size])}" for size in sorted(algorithms))
         told["nvls"] = " and ".join(sorted({one.nvls for one in self.choices if one.nvls}))
+        if self._over_cards:
+            told["nics"] = "not known" if self.nics is None else str(self.nics)
         told["network"] = " and ".join(sorted({one.network for one in self.choices if one.network}))
         told["version"] = " and ".join(sorted({one.version for one in self.choices if one.version}))
         if self.choices and not algorithms and self.transport not in ("gloo", "none"):

@@ -37,6 +37,7 @@ def add_port(
     rate: str = "400 Gb/sec (4X NDR)",
     link_layer: str = "InfiniBand",
     firmware: str = "28.39.2048",
+    kind: str = "MT4129",
     board: str = "MT_0000000838",
     numa_node: int = 0,
     lid: str = "0x1f",
@@ -54,7 +55,7 @@ def add_port(
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "device").exists():
         os.symlink(function, folder / "device")
-    for name, text in {"fw_ver": firmware, "board_id": board, "hca_type": "MT4129"}.items():
+    for name, text in {"fw_ver": firmware, "board_id": board, "hca_type": kind}.items():
         write(folder / name, text)
     write(folder / "node_guid", "a088:c203:00ab:1234")
     port = folder / "ports" / str(number)

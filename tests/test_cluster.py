@@ -59,6 +59,7 @@ class Nccl:
             store_for_group=lambda key: SimpleNamespace(set_timeout=lambda timeout: None),
             guard=lambda *releasers: self.guards.append(releasers),
             deadline_seconds=10,
+            count_cards=lambda: 4,
         )
 
     def init(self, backend, **options):
@@ -241,6 +242,7 @@ def test_each_group_is_told_by_its_own_part_of_the_log(nccl):
     assert nccl.cluster.carried_by(world).transport == "NET/IB"
     assert nccl.cluster.carried_by(world).properties()["connections"] == "32 NET/IB/GDRDMA"
     assert nccl.cluster.carried_by(nccl.cluster.subgroups(1)).transport == "none"
+    assert nccl.cluster.carried_by(world).labels == {"transport": "NET/IB", "nics": "4"}
 
 
 def test_a_log_that_cannot_be_made_leaves_the_transport_unknown_and_the_group_works(nccl, monkeypatch):

@@ -13,6 +13,7 @@ from pytest_gpucluster.fabric_ports import (
     FabricSources,
     NodePorts,
     expects_infiniband,
+    network_cards,
     read,
     roce_gid,
     selects,
@@ -55,6 +56,43 @@ def test_a_slow_card_for_storage_is_not_the_slowest_port_of_the_fabric(tmp_path:
         add_port(tmp_path, f"mlx5_{index}", pci=f"0000:{index + 16}:00.0", **slow)
     assert [node(tmp_path).slowest_rate(gpus) for gpus in (1, 2, 3, 8)] == [400, 400, 200, 200]
     assert node(tmp_path / "none").slowest_rate(8) == 0
+
+
+DOWN = {"state": "1: DOWN", "phys_state": "2: Polling", "rate": "10 Gb/sec (4X SDR)"}
+LEFT_OUT = {"NCCL_IB_HCA": "mlx5_0"}
+STORAGE = {"kind": "MT4123", "board": "MT_0000000223", "rate": "200 Gb/sec (4X HDR)"}
+
+
+@of_each(
+    "case",
+    [
+        ("four cards", [{}] * 4, {}, 4),
+        ("eight, four of them without a link", [{}, DOWN] * 4, {}, 8),
+        ("eight, four of them slow", [{}, {"rate": "200 Gb/sec (4X HDR)"}] * 4, {}, 8),
+        ("eight of two makers", [{}, {"kind": "MT4130"}] * 4, {}, 8),
+        ("four, and four for storage", [{}, STORAGE] * 4, {}, 4),
+        ("four, and Ethernet", [{}, {"link_layer": "Ethernet"}] * 4, {}, 4),
+        ("four of two ports", [{"pci": f"0000:{card:02x}:00.{port}"} for card in range(4) for port in (0, 1)], {}, 4),
+        ("eight, of which a variable leaves one", [{}] * 8, LEFT_OUT, 8),
+        ("none that is active", [DOWN] * 8, {}, 8),
+        ("none", [], {}, None),
+    ],
+    lambda case: case[0],
+)
+def test_the_cards_of_a_node_are_those_that_are_plugged_in_for_data(case: tuple[Any, ...], tmp_path: Path) -> None:
+    name, ports, environ, count = case
+    sysfs = tmp_path / name
+    for index, changes in enumerate(ports):
+        add_port(sysfs, f"mlx5_{index}", **{"pci": f"0000:{index + 16:02x}:00.0", **changes})
+    home = {"home": lambda: None, "system_file": tmp_path / "nccl.conf"}
+    assert network_cards(FabricSources(sysfs=sysfs, environ=environ, **home)) == count
+
+
+def test_a_card_that_shows_no_port_is_plugged_in_still(tmp_path: Path) -> None:
+    for index in range(2):
+        port = add_port(tmp_path, f"mlx5_{index}", pci=f"0000:{index + 16:02x}:00.0")
+    port.rename(tmp_path / "port")
+    assert network_cards(FabricSources(sysfs=tmp_path, environ={}, home=lambda: None)) == 2
 
 
 def test_of_two_kinds_of_ports_those_of_infiniband_are_the_fabric_where_any_is_active(tmp_path: Path) -> None:

@@ -191,10 +191,10 @@ def test_a_line_that_names_no_collective_may_be_of_any_that_has_an_algorithm():
     assert in_order(found.properties("send_recv")["algorithms"], "receives")
 
 
-def saying(*lines, reasons=()):
+def saying(*lines, reasons=(), cards=8):
     gathered = Reasons()
     gathered.take(reasons)
-    return dataclasses.replace(choice(lines), reasons=gathered.found).to_json()
+    return dataclasses.replace(choice(lines), reasons=gathered.found, cards=cards).to_json()
 
 
 NO_DEVICE = "node-a:1:2 [0] NCCL INFO NET/IB : No device found."
@@ -245,3 +245,50 @@ def test_two_nodes_pass_over_infiniband_only_and_what_the_log_says_is_the_reason
     verdict = hold({rank: [made] for rank in range(16)}, size=16, limits=SHIPPED)
     assert verdict.outcome == outcome, verdict.text
     assert in_order(verdict.text, words)
+
+
+@of_each(
+    "case",
+    [
+        ((8, 8), IB, {"transport": "NET/IB", "nics": "8"}),
+        ((8, 4), IB, {"transport": "NET/IB", "nics": "8"}),
+        ((8, None), IB, {"transport": "NET/IB"}),
+        ((4, 4), P2P.replace("P2P/IPC/read", "P2P/MNNVL"), {"transport": "P2P"}),
+        ((4, 4), SOCKET, {"transport": "NET/Socket"}),
+        ((4, 4), IB.replace("NET/IB", AWS), {"transport": AWS, "nics": "4"}),
+    ],
+    str,
+)
+def test_a_node_that_has_lost_cards_does_not_lower_the_number_of_all(case):
+    cards, line, labels = case
+    found = agreed([saying(line, cards=some) for some in cards], ranks=16, hosts=2)
+    assert found.labels == labels
+    assert found.properties().get("nics", "not known") == labels.get("nics", "not known")
+
+
+@pytest.mark.parametrize(
+    ("cards", "outcome", "words"),
+    [(4, "passed", ""), (8, "failed", "320 GB/s < 437 GB/s"), (None, "failed", "437 GB/s network cards unknown")],
+)
+def test_four_cards_are_judged_by_what_four_can_do_and_an_unknown_number_as_a_full_set(
+    cards: int | None, outcome: str, words: str
+) -> None:
+    found = agreed([saying(IB, cards=cards)] * 16, ranks=16, hosts=2)
+    labels = {"size": "1 GB", "dtype": "bf16", **found.labels}
+    made = measurement("nccl.all_reduce.busbw", 320.0, unit="GB/s", labels=labels, telemetry=found.beside({}))
+    verdict = hold({rank: [made] for rank in range(16)}, size=16, sku="H200", limits=SHIPPED)
+    assert verdict.outcome == outcome, verdict.text
+    assert in_order(verdict.text, words)
+
+
+@pytest.mark.parametrize("sku", ["H100 SXM", "H20", "H200", "A100 80GB", "B200", "B300"])
+def test_with_fewer_cards_no_rate_between_nodes_is_judged_by_the_floor_of_a_full_set(sku: str) -> None:
+    for metric in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "link"):
+        name = "link.bandwidth" if metric == "link" else f"nccl.{metric}.busbw"
+        for nnodes in (2, 4, 16):
+            where = {"sku": sku, "world_size": 8 * nnodes, "nnodes": nnodes}
+            labels = {"size": "1 GB", "transport": "NET/IB"}
+            floors = [
+                SHIPPED.limit(name, labels={**labels, "nics": cards}, **where).min for cards in ("8", "4", "2", "1")
+            ]
+            assert floors == sorted(set(floors), reverse=True), (name, nnodes)

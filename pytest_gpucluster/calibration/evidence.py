@@ -14,7 +14,7 @@ from pytest_gpucluster.journal import Journal, JudgedLimit, JudgedMetric
 RATES = ("compute rate", "data rate", "token rate", "image rate", "file rate")
 """Dimensions that a floor is proposed for. All else is a rule, such as no finding at all, and no figure of hardware."""
 
-_OUTCOMES = ("transport",)
+_OUTCOMES = ("transport", "nics")
 """Labels that say what came of it, and not what was asked for: with other ones it is the same measurement."""
 
 _OF_ONE_GPU = ("matmul.", "hbm.")

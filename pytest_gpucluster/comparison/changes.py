@@ -12,7 +12,7 @@ from pytest_gpucluster.comparison.rule import KINDS, MISSING, NOT_COMPARABLE, Kn
 from pytest_gpucluster.comparison.side import Key, Tested, Values, key_of
 from pytest_gpucluster.journal import RankPlace
 
-FOUND_LABELS = ("transport",)
+FOUND_LABELS = ("transport", "nics")
 """Labels that say what was found, and not what was asked for: such a value is the same one with another label."""
 _FOUND_BY_A_SEARCH = ("m", "n", "k", "layout")
 """The same of the best of a search alone: elsewhere another size is another value."""
