@@ -91,7 +91,8 @@ def _kernel_log(file: Path | None) -> int:
         problem = str(error)
     if not problem:
         what = "demands" if demanding == 1 else "demand"
-        print(f"{demanding} of {reports} reports in {lines} lines {what} action on a GPU, an NVLink or the node")
+        of = f"{reports} report{'s' * (reports != 1)} in {lines} line{'s' * (lines != 1)}"
+        print(f"{demanding} of {of} {what} action on a GPU, an NVLink or the node")
     else:
         complain(problem, UNREADABLE)
     return DEMANDS_ACTION if demanding else UNREADABLE if problem else DONE

@@ -81,6 +81,8 @@ def test_torn_lines_and_garbage_hide_no_report(monkeypatch: pytest.MonkeyPatch, 
     # No number at all; torn before its number, torn at the beginning, two on one line.
     given(monkeypatch, FALLEN.replace("79", "9" * 5000).encode())
     assert ends(capsys)[0] == 1
+    given(monkeypatch, FALLEN.encode())
+    assert ends(capsys)[1][1].startswith("1 of 1 report in 1 line demands ")
     for text, reports in ((FALLEN[:23], 1), (FALLEN[3:], 1), (PROGRAM + FALLEN, 2), (f"{PROGRAM}\r\n{FALLEN}", 2)):
         given(monkeypatch, text.encode())
         code, out, _ = ends(capsys)
