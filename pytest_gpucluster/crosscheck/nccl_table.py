@@ -1,7 +1,8 @@
 """The table that nccl-tests prints, read strictly.
 
 The columns are those that the header names, so that tables of older versions, which have no ``redop`` and ``root`` for
-some collectives and ``error`` in the place of ``#wrong``, are read as well.
+some collectives and ``error`` in the place of ``#wrong``, are read as well. Older ones leave the place under ``redop``
+blank for collectives that reduce nothing, where later ones print ``none``.
 """
 
 from __future__ import annotations
@@ -108,6 +109,8 @@ def _row(line: str, columns: Sequence[str], where: str) -> Row:
     words = line.split()
     if named and named[-1] == "timestamp":
         named, words = named[:-1], words[: len(named) - 1]
+    if len(words) == len(named) - 1 and "redop" in named and _is_number(words[named.index("redop")]):
+        named.remove("redop")  # left blank: a reduction is a word
     if len(words) != len(named):
         raise OutputError(
             f"{where}: {len(words)} values for {len(named)} columns: {one_line(line, _MOST_QUOTED)!r}. Where other "
@@ -127,6 +130,10 @@ def _row(line: str, columns: Sequence[str], where: str) -> Row:
         return Row(size_bytes=int(own["size"]), dtype=own["type"], redop=own.get("redop", ""), figures=figures)
     except (KeyError, ValueError):
         raise OutputError(f"{where}: not a line of this table: {one_line(line, _MOST_QUOTED)!r}") from None
+
+
+def _is_number(word: str) -> bool:
+    return re.fullmatch(r"-?\d+(\.\d+)?", word) is not None
 
 
 _OWN = ("size", "count", "type", "redop", "root")

@@ -101,6 +101,27 @@ def old_table(sizes: dict[int, float], *, error: str = "0e+00") -> str:
 """
 
 
+BLANK = """\
+# nThread 1 nGpus 8 minBytes 1 maxBytes 8589934592 step: 2(factor) warmup iters: 5 iters: 20 validation: 0
+#
+# Using devices
+#   Rank  0 Pid 167261 on localhost device  0 [0x00] A100-SXM4-40GB
+#   Rank  7 Pid 167261 on localhost device  7 [0x00] A100-SXM4-40GB
+#
+#                                                     out-of-place                       in-place
+#       size         count    type   redop     time   algbw   busbw  error     time   algbw   busbw  error
+#        (B)    (elements)                     (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)
+           0             0   float             1.63    0.00    0.00    N/A     1.38    0.00    0.00    N/A
+  1073741824      33554432   float           4335.5  247.66  216.71    N/A   4274.2  251.22  219.81    N/A
+  8589934592     268435456   float            33508  256.36  224.31    N/A    33234  258.47  226.16    N/A
+# Out of bounds values : 0 OK
+# Avg bus bandwidth    : 58.6481
+
+"""
+"""An all_to_all that leaves ``redop`` blank, of an Azure ND A100 v4; lines of 6 GPUs and most sizes are left out.
+Source: microsoft/superbenchmark, tests/benchmarks/micro_benchmarks/test_cuda_nccl_bw_performance.py (MIT)."""
+
+
 def document(
     sizes: dict[int, float],
     *,

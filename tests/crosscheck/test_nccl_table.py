@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from each import of_each
-from nccl_tests import old_table, table
+from nccl_tests import BLANK, old_table, table
 
 from pytest_gpucluster.crosscheck.nccl_output import IN_PLACE, OUT_OF_PLACE
 from pytest_gpucluster.crosscheck.nccl_table import read
@@ -49,6 +49,17 @@ def test_the_table_of_an_older_version_is_read_by_the_names_of_its_columns():
     assert row.figures[OUT_OF_PLACE].wrong is None
 
 
+def test_a_reduction_that_is_left_blank_moves_no_figure():
+    rows = read(BLANK, "old.txt").rows
+    assert [(row.size_bytes, row.redop, row.dtype) for row in rows] == [
+        (size, "", "float") for size in (0, 1073741824, 8589934592)
+    ]
+    assert (rows[2].figures[OUT_OF_PLACE].busbw, rows[2].figures[IN_PLACE].busbw) == (224.31, 226.16)
+    assert rows[2].figures[IN_PLACE].wrong is None
+    blank = table(SIZES, program="all_gather_perf").replace("   sum  ", "        ")
+    assert [row.figures for row in read(blank, "out.txt").rows] == [row.figures for row in read(GOOD, "out.txt").rows]
+
+
 @of_each("tag", ["[1,0]<stdout>: ", "[1,12]<stdout>:", " 0: "])
 def test_what_a_launcher_puts_before_each_line_is_left_out(tag):
     tagged = "".join(f"{tag}{line}\n" for line in table(SIZES).splitlines())
@@ -65,6 +76,8 @@ BAD = {
     "no GPUs": (GOOD.replace("# nThread", "# threads"), "GPUs"),
     "zero GPUs": (GOOD.replace("nGpus 8", "nGpus 0"), "no GPU"),
     "log": (GOOD.replace("442.28", "442.28 node [0] NCCL INFO"), ":19: .*without NCCL_DEBUG"),
+    "a figure less": (GOOD.replace("442.28", ""), ":19: 12 values for 13"),
+    "a figure less beside a blank": (BLANK.replace("226.16", ""), ":12: 10 values for 12"),
     "no number": (GOOD.replace("442.28", "fast"), ":19: "),
     "negative": (table(SIZES, wrong=-1), "not a line"),
 }
