@@ -43,7 +43,8 @@ _CROSSCHECK = "Measure what a run of ours has measured with another program, and
 _NCCL_TESTS = """\
 Run nccl-tests at the sizes, in the dtypes and with the number of GPUs of a run of ours, and compare busbw at each size.
 A difference beyond --beyond is a finding, whoever is faster; so are wrong data. With --output nothing is run: the
-files are what nccl-tests has printed, or written with -J, elsewhere. What stands after -- goes to nccl-tests.
+files are what nccl-tests has printed, or written with -J, elsewhere, or a summary of SuperBench, which runs it. What
+stands after -- goes to nccl-tests.
 docs/crosscheck.md has the rules.
 """
 
@@ -94,7 +95,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="[COLLECTIVE=]FILE",
         action="append",
         default=[],
-        help="run nothing, and take what nccl-tests has told elsewhere; repeatable",
+        help="run nothing, and take what nccl-tests has printed or written elsewhere, or SuperBench's "
+        "results-summary.jsonl; repeatable",
     )
     tool.add_argument("--collective", metavar="NAME", action="append", default=[], help="only this one; repeatable")
     tool.add_argument("--dtype", metavar="NAME", action="append", default=[], help="only this one; repeatable")
@@ -145,7 +147,7 @@ def run(options: argparse.Namespace) -> int:
     expected: list[Point] | None = None
     outputs: tuple[Output, ...] = ()
     if given:
-        outputs, failed = _read(given)
+        outputs, failed = _read(given, mine)
     else:
         topology, problem = _topology(options, mine)
         if problem:
@@ -216,16 +218,23 @@ def _given(options: argparse.Namespace) -> list[tuple[str | None, Path]]:
     return found
 
 
-def _read(given: Sequence[tuple[str | None, Path]]) -> tuple[tuple[Output, ...], str]:
-    """Return what is in files of nccl-tests, and what is wrong with the first that cannot be read."""
-    from pytest_gpucluster.crosscheck import nccl_json, nccl_table
+def _read(given: Sequence[tuple[str | None, Path]], mine: Ours) -> tuple[tuple[Output, ...], str]:
+    """Return what is in files of nccl-tests or SuperBench, and what is wrong with the first that cannot be read."""
+    from pytest_gpucluster.crosscheck import nccl_json, nccl_table, superbench
     from pytest_gpucluster.errors import OutputError
 
     outputs: list[Output] = []
     for collective, path in given:
         try:
             text = path.read_text(encoding="utf-8", errors="backslashreplace")
-            output = (nccl_json if text.lstrip().startswith("{") else nccl_table).read(text, str(path))
+            is_json = text.lstrip().startswith("{")
+            if is_json and superbench.is_summary(text):
+                of_nodes = superbench.read(text, str(path), lambda host: _gpus_of(host, mine))
+                outputs += [output for output in of_nodes if collective in (None, output.collective)]
+                if not any(collective in (None, output.collective) for output in of_nodes):
+                    raise OutputError(f"{path}: it has nothing of {collective}")
+                continue
+            output = (nccl_json if is_json else nccl_table).read(text, str(path))
             if collective not in (None, output.collective) and output.collective is not None:
                 raise OutputError(f"{path}: it is of {output.collective}, and --output calls it {collective}")
             if collective is None and output.collective is None:
@@ -236,6 +245,11 @@ def _read(given: Sequence[tuple[str | None, Path]]) -> tuple[tuple[Output, ...],
             return tuple(outputs), str(error)
         outputs.append(replace(output, collective=collective or output.collective))
     return tuple(outputs), ""
+
+
+def _gpus_of(host: str, mine: Ours) -> int:
+    """Return the GPUs of a host of ours; of any other one, those of a node of ours, 0 where that is not known."""
+    return len(mine.ranks_of.get(host, ())) or mine.per_node or 0
 
 
 def _topology(options: argparse.Namespace, mine: Ours) -> tuple[tuple[int, int], str]:

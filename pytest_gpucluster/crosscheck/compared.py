@@ -142,14 +142,14 @@ def _weigh(point: Point, output: Output, row: Row, ours: Ours, beyond: float, ot
         wrong = max(figure.wrong or 0 for figure in row.figures.values())
         return Compared(point=point, kind=WRONG, why=f"{wrong:g} wrong elements")
     # As ours: an all-reduce leaves its sum where its part was, everything else goes into another tensor.
-    half = IN_PLACE if point.collective == "all_reduce" else OUT_OF_PLACE
+    half = IN_PLACE if point.collective == "all_reduce" and not output.speeds_only else OUT_OF_PLACE
     figure = row.figures.get(half)
     kind = AVERAGE if output.ranks == output.processes else SLOWEST
     ranks, foreign = _ranks_of(point, output, ours)
     if foreign and not other_hosts:
         return Compared(point=point, kind=NOT_COMPARABLE, why=foreign)
     mine = point.busbw(kind, ranks)
-    why = _why_not(point, figure, half, mine, beyond)
+    why = _why_not(point, figure, half, mine, beyond, speeds_only=output.speeds_only)
     theirs = None if figure is None or not math.isfinite(figure.busbw) else figure.busbw
     if why or figure is None or mine is None or theirs is None:
         return Compared(point=point, kind=NOT_COMPARABLE, ours=mine, theirs=theirs, why=why)
@@ -174,7 +174,9 @@ def _ranks_of(point: Point, output: Output, ours: Ours) -> tuple[list[int] | Non
     return sorted(rank for host in output.hosts for rank in ours.ranks_of[host]), ""
 
 
-def _why_not(point: Point, figure: Figure | None, half: str, mine: float | None, beyond: float) -> str:
+def _why_not(
+    point: Point, figure: Figure | None, half: str, mine: float | None, beyond: float, *, speeds_only: bool
+) -> str:
     """Return why two figures cannot be held against each other, or an empty text."""
     if point.inconclusive:
         return f"ours is inconclusive: {point.inconclusive}"
@@ -186,7 +188,7 @@ def _why_not(point: Point, figure: Figure | None, half: str, mine: float | None,
         return f"nccl-tests says {figure.busbw:g} GB/s"
     if figure.resolution > beyond * figure.busbw:
         return f"{figure.busbw:g} GB/s is printed too coarsely; use the file of -J"
-    if figure.wrong is None:
+    if figure.wrong is None and not speeds_only:
         return "nccl-tests has not looked at the data; run it without -c 0"
     return ""
 
@@ -204,6 +206,11 @@ def _notes(ours: Ours, outputs: Sequence[Output], other_hosts: bool) -> list[str
     for version in sorted(theirs - {ours.nccl}):
         mine = f"torch's is {ours.nccl}" if ours.nccl else "the journal does not tell torch's"
         notes.append(f"nccl-tests used NCCL {version}; {mine}: another version may be faster or slower")
+    if any(output.speeds_only for output in outputs):
+        notes.append(
+            "SuperBench keeps busbw alone: whether the data were right is not known, and an all_reduce is taken as out "
+            "of place, in float, by one process for all GPUs of a node"
+        )
     for output in outputs:
         if other_hosts and any(host not in ours.ranks_of for host in output.hosts):
             shown = ", ".join(output.hosts[:4])

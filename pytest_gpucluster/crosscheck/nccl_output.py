@@ -66,6 +66,7 @@ class Output:
         nccl: version of the library, or an empty text.
         rows: in their order.
         out_of_bounds: what the program counted at its end.
+        speeds_only: another program kept the speeds of one half, and nothing about the data.
     """
 
     origin: str
@@ -76,6 +77,7 @@ class Output:
     nccl: str
     rows: tuple[Row, ...]
     out_of_bounds: int
+    speeds_only: bool = False
 
     @property
     def wrong(self) -> float:

@@ -268,6 +268,27 @@ def test_an_output_that_was_made_elsewhere_can_be_compared(bench, capsys, text, 
     assert not (folder / "log").exists(), "nothing is run"
 
 
+@pytest.mark.parametrize(
+    ("busbw", "name", "code", "said"),
+    [
+        (39.2, "{}", 0, "AGREEMENT"),
+        (30.0, "all_reduce={}", 1, "FINDING"),
+        (39.2, "broadcast={}", 6, "nothing of broadcast"),
+    ],
+)
+def test_a_summary_of_superbench_can_be_compared(bench, capsys, busbw, name, code, said):
+    folder = bench()
+    write(folder / "fp32", collective({"1 MB": 40.0}, dtype="fp32"), ranks=places())
+    node = {"node": "gpu-a", "gemm-flops/FP32:0": 18362.1, "nccl-bw:nvlink/allreduce_1000000_busbw:0": busbw}
+    (folder / "results-summary.jsonl").write_text(json.dumps(node) + "\n")
+    output = name.format("results-summary.jsonl")
+    assert main(["crosscheck", "nccl-tests", "fp32", "--output", output]) == code
+    out, err = capsys.readouterr()
+    assert said in out + err
+    assert code == 6 or "whether the data" in " ".join(out.split())
+    assert not (folder / "log").exists(), "nothing is run"
+
+
 def test_the_json_has_all_of_it_and_nothing_of_the_environment(bench, capsys):
     bench()
     assert crosscheck("--json", "-") == 0
