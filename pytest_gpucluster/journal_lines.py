@@ -214,7 +214,7 @@ class TestResult:
     applicable: bool = True
     """False where the declared topology has too few ranks or nodes for it."""
     unjudged: str = ""
-    """Why none of its values was held against a limit, although the test asked for it."""
+    """Why no limit judged its values, or its rates of hardware, although the test asked for it."""
     too_slow: bool = False
     """It was skipped in a rehearsal because this machine is too slow for it."""
 

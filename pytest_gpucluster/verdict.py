@@ -68,7 +68,7 @@ class TestResult:
     applicable: bool = True
     """False where the declared topology has too few ranks or nodes for it."""
     unjudged: str = ""
-    """Why none of its values was held against a limit, although the test asked for it."""
+    """Why no limit judged its values, or its rates of hardware, although the test asked for it."""
     values: int = 0
     """How many values it has on record, of all ranks together one for each metric and label."""
     judged: int = 0

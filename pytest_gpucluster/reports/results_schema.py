@@ -215,7 +215,7 @@ def _test() -> Schema:
             "type": "boolean",
             "description": "False where the declared topology has too few ranks or nodes for it.",
         },
-        unjudged=_text("Why none of its values was held against a limit, although the test asked for it; else empty."),
+        unjudged=_text("Why no limit judged its values, or its rates, although the test asked for it; else empty."),
         started_at=_text_or_null("ISO 8601; null where it was not started."),
         seconds=_number("How long it took, with setup and teardown."),
         spent=_or_null(
