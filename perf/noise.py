@@ -13,8 +13,9 @@ third of what is measured. Beside those the process does what an agent of a node
 
 A verdict is wrong where a criterion is refused although the machine still does what the limit asks for. Whether it does
 tells the median of all repeats beside the same kind of process: where that is below the limit, the process has taken so
-much that refusing is right, and accepting is wrong. The exit code is 1 if a verdict flipped, rightly or not, or if the
-machine was not quiet before: then nothing is known.
+much that refusing is right, and accepting is wrong. A session that ends INCOMPLETE, being too slow to rehearse here,
+gives no verdict: it is shown as not usable and repeated, up to 3 times in all. The exit code is 1 if a verdict flipped,
+rightly or not, if a session was never usable, or if the machine was not quiet before: then nothing is known.
 
 Sessions are made by fork, from a process that has imported torch: importing it anew takes longer than all the rest. The
 measuring itself is the product's own: acceptance/, its sampling, its judge; the values are read from the journals. The
@@ -43,6 +44,8 @@ SHARE = 0.8
 """Of the quiet median: the limit."""
 QUIET = 5
 REPEATS = 20
+ATTEMPTS = 3
+"""Of a session that is not usable."""
 METRICS: Mapping[str, tuple[str, int, str, str]] = {
     "matmul": ("matmul.fp32.tflops", 1, "test_matmul.py", "test_matmul and fp32"),
     "hbm": ("hbm.copy.bandwidth", 1, "test_hbm.py", "test_hbm and copy"),
@@ -75,6 +78,10 @@ a sample is 12.5 ms, less than most time slices of a neighbour: a slice spoils f
 aside. Samples of 0.25 s would nearly all be spoilt a little. The price: so short samples tell what a rank does while it
 has its core, and little of how often it has none; only where most samples are spoilt is that seen. HBM's are 50 ms: a
 copy alone takes some 8 ms, and the memory's own pace changes within seconds."""
+
+
+class NotUsableError(Exception):
+    """A session gave no verdict, because this machine was too busy for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +134,9 @@ def selected(names: Sequence[str]) -> list[tuple[int, list[str]]]:
 def measured(names: Sequence[str], folder: Path, limits: Path | None, workload: Mapping[str, str]) -> dict[str, Found]:
     """Run the sessions that measure these criteria; return what each has found.
 
-    Raises: RuntimeError if a session left no value, or broke; it has what was printed.
+    Raises:
+        NotUsableError: a session is INCOMPLETE.
+        RuntimeError: a session left no value, or broke; it has what was printed.
     """
     found: dict[str, Found] = {}
     for ranks, of_session in selected(names):
@@ -136,10 +145,24 @@ def measured(names: Sequence[str], folder: Path, limits: Path | None, workload: 
         options += [f"--gpucluster-workload={key}={value}" for key, value in workload.items()]
         options += [f"--gpucluster-thresholds={limits}"] if limits is not None else []
         made = session(options, ranks=ranks, folder=folder / f"{ranks}-ranks")
+        if made.journal.verdict == "INCOMPLETE":
+            raise NotUsableError(made.journal.reason)
         if made.journal.verdict not in ("REHEARSED", "REJECTED"):
             raise RuntimeError(f"the session ended as {made.journal.verdict}:\n{made.said}")
         found.update((name, _found(made, METRICS[name][0])) for name in of_session)
     return found
+
+
+def usable(
+    beside: str, names: Sequence[str], folder: Path, limits: Path | None, workload: Mapping[str, str]
+) -> dict[str, Found] | None:
+    """Measure these criteria beside a process, again where a session is not usable; None if no attempt was."""
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            return measured(names, folder / f"{attempt}", limits, workload)
+        except NotUsableError as error:
+            print(f"| {beside} | {', '.join(names)} | not usable | | | {error} |", flush=True)
+    return None
 
 
 def _found(made: Session, metric: str) -> Found:
@@ -250,7 +273,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"load average before: {os.getloadavg()[0]:.1f}\n")
         print("| beside | criterion | outcome | value (95 % interval) | of the quiet median | sampling |")
         print("|---|---|---|---|---:|---|", flush=True)
-        quiet = [measured(names, folder / f"quiet-{number}", None, workload) for number in range(QUIET)]
+        taken = [usable("nothing", names, folder / f"quiet-{number}", None, workload) for number in range(QUIET)]
+        quiet = [one for one in taken if one is not None]
+        if not quiet:
+            print("\nNOT QUIET: no session was usable with nothing beside it. Something else used the machine.")
+            return 1
+        lost = QUIET - len(quiet)
         middle = {name: statistics.median(one[name].value for one in quiet) for name in names}
         unit = units(names)
         for one in quiet:
@@ -260,8 +288,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for number in range(1, asked.repeats + 1):
             for kind, of_kind in by_kind(names, number, asked.kind, cores=os.cpu_count() or 1):
                 with busy(kind, asked.busy):
-                    found = measured(of_kind, folder / f"{number}-{kind}", limits, workload)
-                for name, of_name in found.items():
+                    found = usable(kind, of_kind, folder / f"{number}-{kind}", limits, workload)
+                lost += found is None
+                for name, of_name in (found or {}).items():
                     seen.setdefault((name, kind), []).append(of_name)
                     print(row(kind, name, of_name, middle[name], unit[name]), flush=True)
     unsure = sum(bool(of_name.inconclusive) for one in quiet for of_name in one.values())
@@ -283,7 +312,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{platform.python_version()}, torch {torch.__version__}, load average {os.getloadavg()[0]:.1f}"
     )
     flipped = sum(one.refused for one in told.values())
-    met = not flipped and not unsure
+    if lost:
+        print(f"\nNOT USABLE: {lost} sessions ended INCOMPLETE {ATTEMPTS} times. Something else used the machine.")
+    met = not flipped and not unsure and not lost
     print(f"\ngoal: no verdict flips: {'met' if met else 'MISSED'} ({flipped} of {sum(map(len, seen.values()))})")
     return 0 if met else 1
 
