@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from pytest_gpucluster.isolation import evidence, planner
+from pytest_gpucluster.isolation import evidence
 from pytest_gpucluster.isolation.finding import Isolated
 from pytest_gpucluster.isolation.planner import Planner
 
@@ -24,31 +22,12 @@ try:
 finally:
     sys.path.remove(str(PERF))
 
-SHIPPED = isolation.PAGE.read_text(encoding="utf-8")
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 SMALL = 64
 
 
-def rows() -> dict[str, list[str]]:
-    """The rows of the shipped page's tables by their first cell."""
-    lines = [line.strip("|").split("|") for line in SHIPPED.splitlines() if line.startswith("| ")]
-    return {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in lines}
-
-
 def test_the_page_was_made_with_these_parameters() -> None:
-    assert SHIPPED.startswith(isolation.header(isolation.TRIALS))
-
-
-def test_the_page_has_a_row_for_each_scenario_and_number_of_nodes() -> None:
-    assert rows().keys() == {"planted", *BY_NAME, "nodes", *map(str, isolation.SIZES)}
-
-
-def test_the_page_is_what_the_code_writes() -> None:
-    """A few of its clusters are made again: what came of them stands within what the page says."""
-    for name in ("3 slow NIC", "slow pair"):
-        again, shown = run(BY_NAME[name], NODES, 2), rows()[name]
-        assert max(again.rounds) <= int(shown[1])
-        assert again.missed == 0 or float(shown[2]) > 0
+    assert isolation.PAGE.read_text(encoding="utf-8").startswith(isolation.header(isolation.TRIALS))
 
 
 # The promise: at the size that it is made for, and with less room.
@@ -61,22 +40,6 @@ def test_bad_nodes_and_nics_are_found_in_time_and_nobody_else_is_accused(scenari
         assert (found.missed, found.accused_falsely, found.half_right) == (0, 0, 0)
         assert found.undecided == 0
         assert max(found.rounds) <= bound(total)
-
-
-def test_the_shipped_page_bears_the_promise_out() -> None:
-    for scenario in CLAIMED:
-        _, most, missed, false, half_right, *_ = rows()[scenario.name]
-        assert int(most) <= bound(NODES)
-        assert (missed, false, half_right) == ("0", "0", "0")
-    for total in isolation.SIZES:
-        _, _, most, promised, missed, false = rows()[str(total)]
-        assert int(most) <= int(promised) == bound(total)
-        assert (missed, false) == ("0", "0")
-
-
-@pytest.mark.parametrize("total", [8, 16, 256, 1024])
-def test_the_bound_is_the_one_that_is_promised(total: int) -> None:
-    assert bound(total) == {8: 11, 16: 13, 256: 21, 1024: 25}[total]
 
 
 @pytest.mark.parametrize(
@@ -100,45 +63,6 @@ def test_in_a_healthy_cluster_nobody_is_accused_and_it_is_not_reproduced() -> No
     assert (found.accused_falsely, found.reproduced, found.undecided) == (0, 0, 0)
     noisy = run(BY_NAME["healthy, 1 of 1000 probes fails"], SMALL, 10)
     assert noisy.accused_falsely == 0
-
-
-# That the simulation would notice a planner that errs.
-
-
-def accuses_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evidence, "CONFIRMED", 1)
-    monkeypatch.setattr(evidence.Evidence, "_told_on", lambda self, one: sorted(one.members)[:1])
-    monkeypatch.setattr(evidence.Evidence, "_of_many", lambda self, unit, tells: True)
-
-
-def sees_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = planner.hold
-
-    def blind(*arguments: object, **more: object) -> object:
-        return [dataclasses.replace(one, verdict="passed") for one in honest(*arguments, **more)]  # type: ignore[arg-type]
-
-    monkeypatch.setattr(planner, "hold", blind)
-
-
-def pairs_the_same_ones_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stubborn(found: evidence.Evidence, number: int) -> list[tuple[int, ...]]:
-        units = [unit for unit in found.units if unit not in found.guilty]
-        return list(zip(units[::2], units[1::2], strict=False))
-
-    monkeypatch.setattr(planner, "pairing", stubborn)
-
-
-@pytest.mark.parametrize(
-    "sabotage",
-    [accuses_at_once, sees_no_failure, pairs_the_same_ones_each_time],
-    ids=lambda function: function.__name__,
-)
-def test_a_planner_that_errs_is_seen_in_the_simulation(
-    sabotage: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sabotage(monkeypatch)
-    found = run(BY_NAME["2 dead NIC"], 16, 5)
-    assert found.missed or found.accused_falsely
 
 
 # That the cluster is what it says, and the planner is driven as a real one.

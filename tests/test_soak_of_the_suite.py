@@ -53,17 +53,6 @@ def test_ten_rounds_of_faults_are_survived(tmp_path, capsys):
 # ---- what is drawn
 
 
-def test_a_round_is_drawn_from_the_seed_and_its_number_alone():
-    drawn = [soak_faults.draw(5, number) for number in range(1, 22)]
-    assert drawn == [soak_faults.draw(5, number) for number in range(1, 22)]
-    assert drawn != [soak_faults.draw(6, number) for number in range(1, 22)]
-    assert len({plan.name for plan in drawn}) > 10
-    kinds = len(soak_faults.KINDS)
-    for first in (0, kinds):
-        assert {plan.kind for plan in drawn[first : first + kinds]} == set(soak_faults.KINDS)
-    assert {soak_faults.draw(5, number, ["kill", "stop"]).kind for number in range(1, 9)} == {"kill", "stop"}
-
-
 def test_every_fault_has_an_expectation_in_which_only_what_is_harmless_passes():
     faults = {(kind, fault) for kind, faults in soak_faults.KINDS.items() for fault in faults}
     drawn = {}
@@ -166,90 +155,46 @@ def test_a_round_that_does_not_end_is_ended_and_told(tmp_path, monkeypatch):
     assert "not over after 1 s" in found.complaint
 
 
-def test_a_bad_round_is_kept_with_the_way_to_repeat_it(tmp_path, capsys):
-    def run(number, plan, directory):
-        wrong = ["nobody was named"] if number == 2 else []
-        return soak_round.Round(number=number, plan=plan, directory=directory, is_named=not wrong, wrong=wrong)
-
-    rounds = soak.soak([1, 2], seed=7, kinds=["kill"], folder=tmp_path, run=run)
-    out = capsys.readouterr().out
-    assert [path.name for path in tmp_path.iterdir()] == ["round-2"]
-    assert f"kept: {tmp_path / 'round-2'}" in out
-    assert "again: python perf/soak.py --seed 7 --round 2 --only kill" in out
-    assert "| kill | 2 | 2 | 1 | 2 | 1 |" in soak.table(rounds)
-
-
 # ---- what is left behind
 
 
-@pytest.fixture
-def leaver(tmp_path):
-    """Start a process of a run that leaves something behind; it lives until it is told to end."""
-    started = []
+HOLDS = """
+import os, subprocess, sys
+from multiprocessing import resource_tracker, shared_memory
 
-    def start(script, token):
+os.setsid()
+held = shared_memory.SharedMemory(sys.argv[1], create=True, size=4096)
+resource_tracker.unregister(held._name, "shared_memory")
+# One that has lost its environment, in the session of the other.
+subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], env={})
+print("ready", flush=True)
+input()
+"""
+
+
+def test_processes_sockets_and_shared_memory_that_stay_are_found(tmp_path):
+    token, name = uuid.uuid4().hex, f"soak-{uuid.uuid4().hex[:8]}"
+    observer = soak_leftovers.Observer(token)
+    with socket.create_server(("127.0.0.1", 0)) as server:
         process = subprocess.Popen(
-            [sys.executable, "-c", f"{script}\nprint('ready', flush=True)\ninput()"],
+            [sys.executable, "-c", HOLDS, name],
             env={**os.environ, "GPUCLUSTER_TEST_TOKEN": token},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-        )
-        started.append(process)
-        assert process.stdout.readline() == "ready\n"
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
-def test_a_process_that_stays_is_found_by_its_token_and_by_its_session(tmp_path, leaver):
-    token = uuid.uuid4().hex
-    observer = soak_leftovers.Observer(token)
-    # One that has lost its environment, in the session of the other.
-    script = (
-        "import os, subprocess, sys\nos.setsid()\n"
-        "subprocess.Popen([sys.executable, '-c', 'import sys; sys.stdin.read()'], env={})"
-    )
-    process = leaver(script, token)
-    assert observer.leftovers(tmp_path)[0].startswith(f"process {process.pid}: ")
-    observer.look()
-    assert len([left for left in observer.leftovers(tmp_path) if left.startswith("process ")]) == 2
-
-
-def test_a_socket_that_somebody_still_holds_is_found(tmp_path, leaver):
-    token = uuid.uuid4().hex
-    observer = soak_leftovers.Observer(token)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        os.set_inheritable(server.fileno(), True)
-        process = subprocess.Popen(
-            [sys.executable, "-c", "input()"],
-            env={**os.environ, "GPUCLUSTER_TEST_TOKEN": token},
-            stdin=subprocess.PIPE,
             pass_fds=[server.fileno()],
         )
-        observer.look()
-        process.communicate(b"\n")
-        [left] = observer.leftovers(tmp_path)
-        assert left.startswith(f"socket {os.fstat(server.fileno()).st_ino}: tcp")
-    assert observer.leftovers(tmp_path) == []
-
-
-def test_shared_memory_that_stays_is_found(tmp_path, leaver):
-    token = uuid.uuid4().hex
-    observer = soak_leftovers.Observer(token)
-    name = f"soak-{uuid.uuid4().hex[:8]}"
-    script = (
-        "from multiprocessing import resource_tracker, shared_memory\n"
-        f"held = shared_memory.SharedMemory({name!r}, create=True, size=4096)\n"
-        "resource_tracker.unregister(held._name, 'shared_memory')"
-    )
-    process = leaver(script, token)
-    observer.look()
-    process.communicate("\n")
-    assert f"file: /dev/shm/{name}" in observer.leftovers(tmp_path)
+        try:
+            assert process.stdout.readline() == "ready\n"
+            observer.look()
+            found = observer.leftovers(tmp_path)
+            assert any(left.startswith(f"process {process.pid}: ") for left in found)
+            assert any(left.startswith("process ") and left.endswith("sys.stdin.read()") for left in found)
+        finally:
+            process.communicate("\n")
+        socket_left, file_left = sorted(observer.leftovers(tmp_path), reverse=True)
+        assert socket_left.startswith(f"socket {os.fstat(server.fileno()).st_ino}: tcp")
+        assert file_left == f"file: /dev/shm/{name}"
     held = multiprocessing.shared_memory.SharedMemory(name)
     held.close()
     held.unlink()
@@ -257,18 +202,11 @@ def test_shared_memory_that_stays_is_found(tmp_path, leaver):
 
 
 def test_temporary_files_that_stay_are_found_and_what_was_promised_is_none(tmp_path):
-    token = uuid.uuid4().hex
-    observer = soak_leftovers.Observer(token, pids=[os.getpid()])
+    observer = soak_leftovers.Observer(uuid.uuid4().hex, pids=[os.getpid()])
     observer.sessions.clear()
-    (tmp_path / "gpucluster-x").mkdir()
-    (tmp_path / "torchelastic_x").mkdir()
+    for name in ("gpucluster-x", "torchelastic_x"):
+        (tmp_path / name).mkdir()
     assert observer.leftovers(tmp_path, ["torchelastic_x"]) == ["file in TMPDIR: gpucluster-x"]
-    named = Path("/tmp", f"of-{token}")
-    try:
-        named.touch()
-        assert f"file: {named}" in observer.leftovers(tmp_path)
-    finally:
-        named.unlink()
 
 
 # ---- the long session
