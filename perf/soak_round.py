@@ -173,7 +173,7 @@ def _wrong_with_reports(found: Round, run: torchrun.Run, promised: list[str]) ->
     root = run.directory
     if plan.kind == "disk":
         root = run.directory / "kept"
-        torchrun.SCHEMA.validate((root / "report.xml").read_text(encoding="utf-8"))  # complete, if not of the end
+        torchrun.require_junit((root / "report.xml").read_text(encoding="utf-8"))  # complete, if not of the end
     if plan.fault == "fill_disk":
         yield from _wrong_with_rescue(run, promised)
         rescued = (path.parent for path in (run.directory / "tmp").glob("gpucluster-*/report.xml"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import sys
@@ -44,6 +45,12 @@ _missed: dict[str, set[str]] = {}
 def find_program(name: str) -> str | None:
     """Return the path of a program, or None. Programs of PyPI lie beside Python, daemons where only root looks."""
     return shutil.which(name) or shutil.which(name, path=_ELSEWHERE)
+
+
+def needs_modules(*names: str) -> pytest.MarkDecorator:
+    """Skip the tests of a module where one of these is not installed; without importing them, which takes seconds."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"could not import {', '.join(missing)}")
 
 
 def require_program(name: str) -> str:

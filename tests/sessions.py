@@ -23,9 +23,9 @@ from types import ModuleType
 
 import pytest
 import torch  # noqa: F401  # sessions in this process must find it loaded: it cannot be imported twice
-import xmlschema
 import yaml
 from fork_server import Forked, server_for
+from junit_files import require_junit
 from light_server import recorders_are_forks
 
 import pytest_gpucluster.activation
@@ -34,7 +34,6 @@ import pytest_gpucluster.thresholds  # noqa: F401  # as torch; and these need no
 from pytest_gpucluster import journal
 from pytest_gpucluster.agreement.release import nccl
 
-SCHEMA = xmlschema.XMLSchema(str(Path(__file__).parent / "data" / "junit-10.xsd"))
 DEADLINE_SECONDS = 120.0
 """Generous: nothing here should take a third of it."""
 
@@ -99,7 +98,7 @@ class Left:
     def document(self) -> ET.Element:
         """The JUnit file, which must be valid."""
         text = (self.directory / self.junit_path).read_text(encoding="utf-8")
-        SCHEMA.validate(text)
+        require_junit(text)
         return ET.fromstring(text)
 
     @property

@@ -9,13 +9,13 @@ import image_files
 import planted_runs
 import pytest
 from planted_runs import assert_failed
+from programs import needs_modules
 from torch import nn
 
 from pytest_gpucluster.benchmarks.vision import image_rate
 from pytest_gpucluster.benchmarks.vision.rate_setup import PIECES
 
-pytest.importorskip("transformers")
-pytest.importorskip("PIL")
+pytestmark = needs_modules("transformers", "PIL")
 
 
 @pytest.fixture(scope="module")

@@ -10,21 +10,19 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from programs import needs_modules
 
 from pytest_gpucluster import cli
+from pytest_gpucluster.benchmarks.lora import prepared, saved_adapter
+from pytest_gpucluster.benchmarks.lora.device import chosen
+from pytest_gpucluster.benchmarks.lora.held_out import held_out_split
+from pytest_gpucluster.benchmarks.lora.rows import read
+from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
+from pytest_gpucluster.benchmarks.lora.tokenizer import tiny_tokenizer
 from pytest_gpucluster.commands import data as data_command
 
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
-torch = pytest.importorskip("torch")
-
-from pytest_gpucluster.benchmarks.lora import prepared, saved_adapter  # noqa: E402  needs torch
-from pytest_gpucluster.benchmarks.lora.device import chosen  # noqa: E402
-from pytest_gpucluster.benchmarks.lora.held_out import held_out_split  # noqa: E402
-from pytest_gpucluster.benchmarks.lora.rows import read  # noqa: E402
-from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows  # noqa: E402
-from pytest_gpucluster.benchmarks.lora.tokenizer import tiny_tokenizer  # noqa: E402
-
+pytestmark = needs_modules("transformers", "peft")
 ROWS = [{"system": row.system, "chat": row.chat} for row in synthetic_rows(300, seed=0)]
 MANY_WORDS = {
     "system": "",
@@ -42,6 +40,8 @@ def source(tmp_path_factory):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """The folder of a tiny Qwen2 model with its tokenizer."""
+    import transformers
+
     folder = tmp_path_factory.mktemp("models") / "base"
     tokenizer = tiny_tokenizer(synthetic_rows(300, seed=0))
     torch.manual_seed(0)
@@ -72,6 +72,9 @@ QUESTIONS = [question(phrase, city) for city in CITIES for phrase in ("Weather i
 @pytest.fixture(scope="module")
 def adapter(base, tmp_path_factory):
     """The folder of an adapter that has learned to answer the questions."""
+    import peft
+    import transformers
+
     from pytest_gpucluster.benchmarks.lora.packing import encode
 
     folder = tmp_path_factory.mktemp("adapters") / "final"
@@ -362,6 +365,8 @@ def test_an_adapter_that_is_not_whole_is_refused(changes, why, source, adapter, 
 
 
 def test_an_adapter_does_not_go_on_another_model(source, base, adapter, tmp_path, capsys):
+    import transformers
+
     other = tmp_path / "other"
     config = transformers.AutoConfig.from_pretrained(base)
     config.hidden_size = 64

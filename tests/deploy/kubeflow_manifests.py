@@ -23,13 +23,11 @@ from typing import Any
 import jsonschema
 import kubernetes_manifests
 import pydantic
-from kubeflow_trainer_api.models.trainer_v1alpha1_cluster_training_runtime import TrainerV1alpha1ClusterTrainingRuntime
-from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
 from kubernetes_manifests import KUBERNETES, is_custom, name_of
 
 Document = Mapping[str, Any]
 SCHEMAS = Path(__file__).with_name("schemas")
-_MODELS = {"TrainJob": TrainerV1alpha1TrainJob, "ClusterTrainingRuntime": TrainerV1alpha1ClusterTrainingRuntime}
+_MODELS = ("TrainJob", "ClusterTrainingRuntime")
 _CLOSED = {"PyTorchJob": "pytorchjob.json", "MPIJob": "mpijob.json"}
 
 
@@ -55,7 +53,9 @@ def _schema(kind: str) -> jsonschema.Draft202012Validator:
 
 
 def _lost(document: Document) -> list[str]:
-    model = _MODELS[str(document["kind"])]
+    from kubeflow_trainer_api import models  # here, because it takes most of a second
+
+    model = getattr(models, f"TrainerV1alpha1{document['kind']}")
     try:
         read = model.from_dict(dict(document))
     except (pydantic.ValidationError, ValueError, AttributeError, TypeError) as error:

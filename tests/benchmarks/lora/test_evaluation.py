@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from each import of_each
 from forked_ranks import on_ranks
+from programs import needs_modules
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -22,7 +23,7 @@ from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
 from pytest_gpucluster.benchmarks.lora.tokenizer import tiny_tokenizer
 from pytest_gpucluster.errors import WrongResult
 
-transformers = pytest.importorskip("transformers")
+pytestmark = needs_modules("transformers")
 ROWS = synthetic_rows(200, seed=0)
 CPU = torch.device("cpu")
 
@@ -179,8 +180,10 @@ def test_sizes_below_1_are_refused(tokenizer, sizes):
 
 
 def qwen2(vocab):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
     torch.manual_seed(0)
-    config = transformers.Qwen2Config(
+    config = Qwen2Config(
         vocab_size=vocab,
         hidden_size=32,
         intermediate_size=64,
@@ -191,7 +194,7 @@ def qwen2(vocab):
         tie_word_embeddings=False,
         initializer_range=0.5,  # large, so that the likeliest token is clearly so
     )
-    return transformers.Qwen2ForCausalLM(config).eval()
+    return Qwen2ForCausalLM(config).eval()
 
 
 def test_a_model_of_transformers_says_in_a_batch_what_it_says_to_each_prompt_without_a_cache(tokenizer):

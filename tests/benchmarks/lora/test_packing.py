@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from each import of_each
+from programs import needs_modules
 
 from pytest_gpucluster.benchmarks.lora.packing import encode, global_batch, order, pack, share
 from pytest_gpucluster.benchmarks.lora.rendering import segments
@@ -15,7 +16,7 @@ from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
 from pytest_gpucluster.benchmarks.lora.tokenizer import tiny_tokenizer
 from pytest_gpucluster.errors import EnvironmentBroken
 
-pytest.importorskip("transformers")
+pytestmark = needs_modules("transformers")
 ROWS = synthetic_rows(200, seed=0)
 END = "<|endoftext|>"
 

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from each import of_each
+from programs import needs_modules
 
 from pytest_gpucluster.benchmarks.lora import prepared
 from pytest_gpucluster.benchmarks.lora.held_out import held_out_split
@@ -16,7 +17,7 @@ from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
 from pytest_gpucluster.benchmarks.lora.tokenizer import fingerprint, tiny_tokenizer
 from pytest_gpucluster.errors import EnvironmentBroken
 
-pytest.importorskip("transformers")
+pytestmark = needs_modules("transformers")
 ROWS = Rows(
     rows=tuple(synthetic_rows(200, seed=0)),
     malformed=(Malformed(line=3, row=2, reason="the chat is empty"),),

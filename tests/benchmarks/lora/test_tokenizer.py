@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from forked_ranks import on_ranks
+from programs import needs_modules
 
 from pytest_gpucluster.benchmarks.lora.hub import ANSWER_SECONDS
 from pytest_gpucluster.benchmarks.lora.rendering import text_of
@@ -14,7 +15,7 @@ from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
 from pytest_gpucluster.benchmarks.lora.tokenizer import fingerprint, tiny_tokenizer, tokenizer_for
 from pytest_gpucluster.errors import EnvironmentBroken
 
-pytest.importorskip("transformers")
+pytestmark = needs_modules("transformers")
 ROWS = synthetic_rows(200, seed=0)
 
 
