@@ -9,7 +9,6 @@ import re
 from pathlib import Path
 from types import ModuleType
 
-import pytest
 from each import of_each
 
 from pytest_gpucluster import cli, fixtures, hookspecs, metrics, options, plugin, verdict
@@ -82,14 +81,6 @@ def test_every_variable_of_this_project_is_on_the_page() -> None:
     assert names("Environment variables") == list(GENERATOR.VARIABLES)
 
 
-def test_every_variable_of_launchers_that_is_read_is_on_the_page() -> None:
-    source = "".join((GENERATOR.PACKAGE / name).read_text(encoding="utf-8") for name in ("launch.py", "exit_note.py"))
-    named = set(re.findall(r"""["']((?:SLURM|OMPI|TORCHELASTIC|PMIX)_[A-Z_]*[A-Z])["']""", source))
-    assert len(named) > 15
-    assert named <= set(GENERATOR.variables_read())
-    assert all(f"| `{name}` |" in page() for name in named)
-
-
 def test_every_hook_is_on_the_page_with_its_example() -> None:
     hooks = [
         name for name, value in vars(hookspecs).items() if name.startswith("pytest_gpucluster_") and callable(value)
@@ -119,14 +110,3 @@ def flags(parser: argparse.ArgumentParser) -> list[str]:
             for inner in action.choices.values():
                 found += flags(inner)
     return found
-
-
-def test_nothing_of_how_a_terminal_is_wide_is_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
-    assert GENERATOR.page() == page()
-
-
-@of_each("title", [*TABLES, "Environment variables", "Variables of launchers", "Exit codes", "Units"])
-def test_no_row_has_another_number_of_cells_than_its_header(title: str) -> None:
-    header = page().partition(f"## {title}\n")[2].partition("\n|")[2].partition("\n")[0]
-    assert {len(re.findall(r"(?<!\\)\|", row)) for row in section(title)} == {header.count("|") + 1}

@@ -131,25 +131,6 @@ def test_a_tool_that_is_missing_and_a_kind_without_files_are_never_passed_over(t
     assert check_deploy.shellcheck([]).code == check_deploy.embedded([]).code == NOT_LOOKED
 
 
-def test_an_old_kubectl_counts_as_missing(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr("programs._missed", {})
-    kubectl = tmp_path / "kubectl"
-    for answer, found in (
-        ('{"clientVersion": {"gitVersion": "v1.26.15"}, "kustomizeVersion": "v4.5.7"}', "v1.26.15"),
-        ("error: unknown flag", "unknown"),
-    ):
-        kubectl.write_text(f"#!/bin/sh\necho '{answer}'\n")
-        kubectl.chmod(0o755)
-        looked = check_deploy.kubernetes([tmp_path])
-        assert looked.code == NOT_LOOKED
-        assert all(part in looked.said for part in (str(kubectl), found, "1.27", "https://dl.k8s.io"))
-        with pytest.raises(pytest.skip.Exception):
-            require_kubectl()
-    kubectl.write_text("""#!/bin/sh\necho '{"clientVersion": {"gitVersion": "v1.27.0-dispatcher"}}'\n""")
-    require_kubectl()
-
-
 def test_the_worst_linter_decides(monkeypatch, capsys):
     for codes, code in (([0, 0], 0), ([0, 1], 1), ([1, 2, 0], 2)):
         said = [check_deploy.Looked(name=f"l{n}", files=n, code=c, said="so it is") for n, c in enumerate(codes)]

@@ -191,26 +191,6 @@ def test_the_summary_is_added_limits_are_checked_and_a_tag_must_be_the_version(s
         assert run_shell(stand_in, piece("release.yml: package, step 4"), TAG=tag).returncode == code
 
 
-def test_images_have_the_tags_latest_sha_and_version():
-    image = content(GITHUB["image.yml"])["jobs"]["image"]
-    [tags] = [step["with"] for step in image["steps"] if step.get("uses", "").startswith("docker/metadata-action@")]
-    assert [line.split(",")[0] for line in tags["tags"].split()] == ["type=raw", "type=sha", "type=semver"]
-    assert all((ROOT / each["dockerfile"]).is_file() for each in image["strategy"]["matrix"]["include"])
-    [push] = [step["with"] for step in image["steps"] if step.get("uses", "").startswith("docker/build-push-action@")]
-    assert push["push"] == "${{ github.event_name != 'pull_request' }}"
-
-
-def test_ci_runs_targets_that_there_are_on_every_supported_python():
-    workflow = content(CI)
-    targets = {target for _, words in calls(r"\.ci/run") for target in words[1:]}
-    made = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert {"lint", "check-deploy", "rehearsal", "test"} == targets <= made
-    assert ".ci/run lint rehearsal test" in [step.get("run") for step in workflow["jobs"]["test"]["steps"]]
-    assert workflow["jobs"]["test"]["strategy"]["matrix"]["python"] == ["3.10", "3.11", "3.12", "3.13"]
-    assert workflow["jobs"]["oldest"]["env"] == {"CONSTRAINTS": "constraints-oldest.txt"}
-    assert "CONSTRAINTS ?= constraints.txt" in (ROOT / "Makefile").read_text()
-
-
 def test_the_oldest_versions_are_the_least_that_pyproject_allows():
     text = (ROOT / "pyproject.toml").read_text()
     lists = re.findall(r"^(?:dependencies|lora|vision) = \[(.*?)\]$", text, re.DOTALL | re.MULTILINE)

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import fnmatch
 import importlib.metadata
-import json
 import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from programs import require_program
 from shell import finished
 
-from pytest_gpucluster import __version__, cli
+from pytest_gpucluster import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "deploy" / "docker"
@@ -127,16 +124,6 @@ def test_the_version_is_that_of_the_suite_the_base_is_pinned_and_the_user_is_not
     assert place[0] == "ENV"
 
 
-@both
-def test_what_it_does_by_itself_is_a_command_of_ours(dockerfile: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (words,) = (json.loads(rest) for rest in told(dockerfile, "CMD"))
-    assert words[0] == "gpucluster"
-    with pytest.raises(SystemExit) as ended:
-        cli.main(words[1:])
-    assert ended.value.code == 0
-    assert "usage: gpucluster" in capsys.readouterr().out
-
-
 def test_pip_must_take_the_pinned_versions() -> None:
     (install,) = [rest for rest in told(CPU, "RUN") if "TORCH_INDEX" in rest]
     assert "--no-deps" in install, "only torch may come from its own index"
@@ -146,37 +133,6 @@ def test_pip_must_take_the_pinned_versions() -> None:
     assert len([line for line in lines if re.search(pattern[1], line)]) == 1
     assert "PIP_CONSTRAINT=/opt/pytest-gpucluster/constraints.txt" in " ".join(told(CPU, "ENV"))
     assert "PIP_CONSTRAINT=/opt/constraints/image-constraints.txt" in " ".join(told(GPU, "ENV"))
-
-
-def test_nccl_tests_lie_where_they_are_looked_for() -> None:
-    assert "--from=nccl-tests /opt/nccl-tests/build/ /opt/nccl-tests/build/" in told(GPU, "COPY")
-    (build,) = [rest for rest in told(GPU, "RUN") if "nccl-tests.git" in rest]
-    assert '--branch "v${NCCL_TESTS_VERSION}"' in build
-    assert re.fullmatch(r"\d+\.\d+\.\d+", arguments(GPU)["NCCL_TESTS_VERSION"])
-    assert build.endswith("test -x /opt/nccl-tests/build/all_reduce_perf"), "a build that failed must not pass"
-    assert "|| true" not in build
-
-
-def settings(name: str) -> dict[str, str]:
-    lines = (line.strip() for line in (DOCKER / name).read_text().splitlines())
-    return dict(line.partition(" ")[::2] for line in lines if line and not line.startswith("#"))
-
-
-def test_ssh_and_sshd_take_their_settings_and_are_of_one_mind(tmp_path: Path) -> None:
-    server, client = settings("sshd_config"), settings("ssh_config")
-    assert server["Port"] == client["Port"]
-    assert int(server["Port"]) > 1023, "without root"
-    assert server["HostKey"].startswith("/home/gpucluster/.ssh/")
-    assert {server[name] for name in ("PasswordAuthentication", "KbdInteractiveAuthentication", "UsePAM")} == {"no"}
-    sshd, keygen, ssh = (require_program(name) for name in ("sshd", "ssh-keygen", "ssh"))
-    subprocess.run([keygen, "-q", "-t", "ecdsa", "-N", "", "-f", tmp_path / "id_rsa"], check=True)
-    path = tmp_path / "config"
-    path.write_text((DOCKER / "sshd_config").read_text().replace("/home/gpucluster/.ssh", str(tmp_path)))
-    complaints = finished([sshd, "-t", "-f", path]).stderr.splitlines()
-    # Only an sshd that is started by root wants this folder, which Debian makes when its service starts.
-    assert [line for line in complaints if "/run/sshd" not in line] == []
-    shown = finished([ssh, "-G", "-F", DOCKER / "ssh_config", "worker-0"])
-    assert f"port {server['Port']}\n" in shown.stdout, shown.stderr
 
 
 def test_constraints_of_an_image() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -96,16 +95,6 @@ def test_an_operator_is_applied_at_its_version_and_waited_for(install: Callable[
     assert [words[-1] for words in first.asked if words[0] in ("wait", "rollout")] == ["--timeout=20s"] * 2
 
 
-def test_a_dry_run_only_reads(install: Callable[..., Installed]) -> None:
-    found = install("--dry-run", "trainer", "mpi-operator")
-    assert found.code == 0, found.err
-    assert found.changes == []
-    assert {words[0] for words in found.asked} == {"version", "get"}
-    shown = [shlex.split(line) for line in found.out.splitlines()]
-    assert [words[:3] for words in shown if words[1] == "apply"] == [["kubectl", "apply", "--server-side"]] * 2
-    assert "nothing was changed" in found.err
-
-
 def test_what_cannot_be_done_is_told_before_anything_is_changed(install: Callable[..., Installed]) -> None:
     for arguments, how, said in (
         ([], {}, "--help"),
@@ -141,11 +130,3 @@ def test_what_fails_is_the_end_of_it(install: Callable[..., Installed]) -> None:
         assert (found.code, found.asked[-1][0]) == (1, last)
         assert "trainer " in found.err
         assert not any("mpi-operator" in word for words in found.changes for word in words)
-
-
-def test_help_needs_no_cluster(install: Callable[..., Installed]) -> None:
-    found = install("--help", VERSION_CODE="1")
-    assert (found.code, found.asked) == (0, [])
-    assert "Exit codes" in found.out
-    assert "set -euo" not in found.out
-    assert os.access(SCRIPT, os.X_OK)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.metadata
-import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +13,7 @@ import kubernetes_manifests as manifests
 import pytest
 from kubectl import require_kubectl
 
-from pytest_gpucluster import __version__, options
+from pytest_gpucluster import options
 from pytest_gpucluster.training_inputs import TrainingInputs
 
 HERE = manifests.KUBERNETES
@@ -167,17 +165,6 @@ def test_an_overlay_is_right_and_its_run_neither_repeated_nor_cut_short_nor_misc
     assert {str(each.get("nvidia.com/gpu", 0)) for each in limits} == {gpus}
 
 
-def test_no_overlay_is_forgotten() -> None:
-    assert sorted(kubeflow.kustomizations()) == sorted(OVERLAYS)
-
-
-def test_the_models_are_those_of_the_operator_that_is_installed() -> None:
-    script = (HERE / "install-operator.sh").read_text()
-    found = re.search(r"TRAINER_VERSION:-v(\d+\.\d+)\.", script)
-    assert found is not None
-    assert importlib.metadata.version("kubeflow-trainer-api").startswith(found[1] + ".")
-
-
 MISSPELT = [
     ("TrainJob", "spec.trainer.numNode"),
     ("TrainJob", "spec.podTemplateOverrides"),
@@ -224,34 +211,6 @@ def edited(tmp_path: Path, kind: str, *changes: tuple[str, str]) -> Documents:
         text = text.replace(old, new)
     (overlay / "kustomization.yaml").write_text(text)
     return manifests.render(overlay)
-
-
-def test_the_numbers_follow_from_the_trainjob(tmp_path: Path) -> None:
-    nodes = "/spec/trainer/numNodes, value: "
-    changes = [(f"{nodes}2}}", f"{nodes}16}}"), ("GPUCLUSTER_EXPECT=2x8", "GPUCLUSTER_EXPECT=2x8xH100")]
-    documents = edited(tmp_path, "trainer", *changes)
-    settings = next(each for each in documents if each["metadata"]["name"] == "gpucluster-settings")
-    assert settings["data"]["GPUCLUSTER_EXPECT"] == "16x8xH100"
-    assert kubeflow.problems(documents, VERSION) == []
-
-
-def test_its_pods_have_what_the_pods_of_the_job_have(rendered: Callable[[str, str], Documents]) -> None:
-    """And the image of this version, the same room for checkpoints, and no rights but the Job's."""
-    job = one(manifests.render(HERE / "overlays" / "cpu-rehearsal"), "Job")
-    [(_, base)] = manifests.pod_templates(job)
-    of_a_pod = ("securityContext", "enableServiceLinks", "terminationGracePeriodSeconds", "restartPolicy")
-    of_a_container = ("securityContext", "envFrom", "workingDir", "imagePullPolicy", "terminationMessagePolicy")
-    for kind, which in KINDS.items():
-        for name, tag in (("production", __version__), ("cpu-rehearsal", f"{__version__}-cpu")):
-            images = {container["image"] for container in containers(one(rendered(kind, name), which))}
-            assert images == {f"registry.example/gpucluster-acceptance:{tag}"}
-        assert "GPUCLUSTER_MODEL" not in str(rendered(kind, "production"))
-        for _, pod in manifests.pod_templates(one(rendered(kind, "cpu-rehearsal"), which)):
-            assert [pod["spec"][field] for field in of_a_pod] == [base["spec"][field] for field in of_a_pod]
-            # Kubernetes evicts a pod that writes more than its emptyDir may hold, and the reports go with it.
-            assert {"name": "reports", "emptyDir": {"sizeLimit": "64Gi"}} in pod["spec"]["volumes"]
-            ours, suite = pod["spec"]["containers"][0], base["spec"]["containers"][0]
-            assert [ours[field] for field in of_a_container] == [suite[field] for field in of_a_container]
 
 
 COMPONENTS = [
@@ -326,14 +285,3 @@ def test_every_pod_has_weights_and_data_that_it_cannot_change(
         [mount] = [each for each in pod["spec"]["containers"][0]["volumeMounts"] if each["name"] == "models"]
         mount["readOnly"] = False
         assert len(manifests.claim_problems(pod, paths)) == len(paths)
-
-
-def test_the_reader_of_the_reports_reads_their_claim() -> None:
-    [reader] = manifests.load((HERE / "reports-reader.yaml").read_text())
-    [claim] = manifests.load((HERE / "components" / "reports-volume" / "claim.yaml").read_text())
-    assert manifests.core_problems(reader, VERSION) == []
-    assert manifests.reference_problems([reader, claim]) == []
-    assert manifests.reference_problems([reader]) != []
-    (container,) = containers(reader)
-    assert container["image"] == f"registry.example/gpucluster-acceptance:{__version__}"
-    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}

@@ -139,27 +139,3 @@ def test_it_runs_as_in_a_pod_with_tls_and_its_token(tmp_path):
         assert set(server.tokens) == {"Bearer t0ken"}
         for hours in ({}, *({"KEEP_HOURS": value} for value in ("0", "nan", "inf"))):
             assert run(NAMESPACE="gpu", **hours).returncode == 2, hours
-
-
-def test_its_rights_are_what_it_uses(cleanup):
-    documents = [each for path in FOLDER.glob("*.yaml") for each in manifests.load(path.read_text())]
-    [role] = [each for each in documents if each["kind"] == "Role"]
-    allowed = {
-        (group, resource, verb)
-        for rule in role["rules"]
-        for group in rule["apiGroups"]
-        for resource in rule["resources"]
-        for verb in rule["verbs"]
-    }
-    used = set()
-    server = ApiServer({"batch/v1/jobs": JOBS, "v1/services": SERVICES})
-
-    def ask(method, path):
-        group = "" if path.startswith("/api/v1/") else path.split("/")[2]
-        resource = path.partition("?")[0].split("/namespaces/gpu/")[1].split("/")[0]
-        used.add((group, resource, {"GET": "list", "DELETE": "delete"}[method]))
-        return asked(server)(method, path)
-
-    assert cleanup.clean(ask, "gpu", before=BEFORE) == 0
-    assert used == allowed
-    assert not any(each["kind"].startswith("Cluster") for each in documents)

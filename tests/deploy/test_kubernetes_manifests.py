@@ -5,15 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import os
-import re
-from pathlib import Path
 
 import kubernetes_manifests as manifests
 import local_pods
 import pytest
 from kubectl import require_kubectl
-from programs import require_program
-from shell import finished
 
 import pytest_gpucluster
 from pytest_gpucluster import cli, nccl_rules, options, workload_file
@@ -214,23 +210,6 @@ def test_weights_and_data_are_where_the_suite_is_told_to_look_and_cannot_be_chan
         assert len(model_problems(documents, inputs)) == 2
 
 
-def test_the_claim_and_the_places_on_it_are_the_sites(overlay, pytestconfig):
-    """The lines are those of docs/kubernetes.md."""
-    page = (manifests.ROOT / "docs" / "kubernetes.md").read_text()
-    [block] = [text for text in page.split("```yaml\n") if "claimName: weights" in text]
-    edited = block.split("```")[0].replace("../../", "KUBERNETES/")
-    documents = overlay(
-        f"resources: [KUBERNETES/overlays/production, claim.yaml]\n{edited}"
-        "generatorOptions: {disableNameSuffixHash: true}\n",
-        claim_yaml=CLAIM.replace("NAME", "weights"),
-    )
-    assert some_problems(documents) == []
-    inputs, _ = inputs_of(documents, pytestconfig)
-    assert str(inputs.model) == "/models/hub/Qwen2-7B"
-    assert str(inputs.data["function_calls"]) == "/models/data/glaive.json"
-    assert model_problems(documents, inputs) == []
-
-
 def production(overlay, old, new):
     """Render the production overlay with a line of it changed."""
     folder = manifests.KUBERNETES / "overlays" / "production"
@@ -239,15 +218,6 @@ def production(overlay, old, new):
     return overlay(
         text.replace(old, new).replace("../../", "KUBERNETES/"), gpus_yaml=(folder / "gpus.yaml").read_text()
     )
-
-
-def test_production_names_the_models_and_does_without(overlay, rendered, pytestconfig):
-    inputs, _ = inputs_of(rendered["production"], pytestconfig)
-    assert (inputs.model, dict(inputs.data)) == (None, {})
-    documents = production(overlay, "  # - ../../components/models\n", "  - ../../components/models\n")
-    inputs, _ = inputs_of(documents, pytestconfig)
-    assert model_problems(documents, inputs) == []
-    assert some_problems([*documents, *manifests.load(CLAIM.replace("NAME", "gpucluster-models"))]) == []
 
 
 def test_the_rights_of_the_cleanup_need_the_namespace_of_the_overlay(overlay):
@@ -398,40 +368,10 @@ def test_the_command_is_one_that_the_suite_takes(rendered, pytester):
         assert config.args == ["acceptance/"]
 
 
-def test_the_pages_show_what_the_pods_run():
-    """suite.sh hands its words on as they are, and node.sh adds its own: their tests say so."""
-    pages = [(manifests.ROOT / "docs" / name).read_text() for name in ("kubernetes.md", "kubeflow.md")]
-    shown = [line.split()[2:] for page in pages for line in page.splitlines() if line.startswith("gpucluster run ")]
-    started = []
-    for path in ("base/job", "trainer/base/runtime", "pytorchjob/base/pytorchjob", "mpijob/base/mpijob"):
-        templates = manifests.pod_templates(manifests.load((manifests.KUBERNETES / f"{path}.yaml").read_text())[0])
-        words = [each.get("args", ()) for _, template in templates for each in template["spec"]["containers"]]
-        [same] = {tuple(each) for each in words if "acceptance/" in each}
-        started.append([re.sub(r"\$\((\w+)\)", r"$\1", word) for word in same])
-    of_node_sh = ["--nnodes=$OMPI_COMM_WORLD_SIZE", "--node-rank=$OMPI_COMM_WORLD_RANK", "--master-addr=$MASTER_ADDR"]
-    of_node_sh += ["--master-port=29500", "--rdzv-conf=timeout=1800", "--"]
-    started[3] = [*of_node_sh, *started[3], "--junitxml=$GPUCLUSTER_REPORT_DIR/report.xml"]
-    assert shown == started
-
-
 def torchrun_parser():
     from torch.distributed.run import get_args_parser
 
     return get_args_parser()
-
-
-def test_limits_that_nobody_has_written_are_told(overlay):
-    [problem] = manifests.reference_problems(overlay(with_component("thresholds")))
-    assert "ConfigMap gpucluster-thresholds" in problem
-
-
-def test_the_name_of_the_rdma_resource_is_the_sites(overlay):
-    """The patch is the one of docs/kubernetes.md."""
-    page = (manifests.ROOT / "docs" / "kubernetes.md").read_text()
-    [block] = [text for text in page.split("```yaml\n") if "rdma~1" in text]
-    documents = overlay("resources: [KUBERNETES/overlays/production]\n" + block.split("```")[0])
-    limits = suite_of(documents)["resources"]["limits"]
-    assert ("rdma/rdma_shared_device_a" in limits, limits["rdma/ib"]) == (False, 8)
 
 
 def test_images_are_pinned_to_this_version():
@@ -463,20 +403,3 @@ def test_discovery_asks_every_node_once(rendered):
     assert term["labelSelector"]["matchLabels"].items() <= job["spec"]["template"]["metadata"]["labels"].items()
     words = suite_of(documents)["command"]
     assert cli.parse(words[2].split("2>")[0].split()[1:]).json is True
-
-
-def test_inline_commands_are_clean_shell(rendered, tmp_path: Path):
-    shellcheck = require_program("shellcheck")
-    found = 0
-    for name, documents in rendered.items():
-        for document in documents:
-            for _, template in manifests.pod_templates(document):
-                for each in template["spec"]["containers"]:
-                    words = each.get("command", [])
-                    if words[1:2] == ["-c"]:
-                        found += 1
-                        script = tmp_path / f"{name}.sh"
-                        script.write_text(f"#!/bin/{words[0]}\n{words[2]}\n")
-                        done = finished([shellcheck, str(script)])
-                        assert done.returncode == 0, done.stdout
-    assert found

@@ -408,27 +408,6 @@ def test_only_a_rejected_node_stays_drained(
     assert f"Reason={OURS}running since" in updates[0]
 
 
-PAGE = (ROOT / "docs" / "slurm.md").read_text(encoding="utf-8")
-SHELL = "\n".join(path.read_text(encoding="utf-8") for path in sorted(SLURM.iterdir()) if path.suffix != ".md")
-
-
-def rows(title: str) -> list[str]:
-    """Return the first cell of each row of the table below a title."""
-    table = PAGE[PAGE.index(f"## {title}") :].partition("| ---")[2].partition("\n\n")[0]
-    return [line.split(" | ")[0].strip("| ") for line in table.splitlines()[1:]]
-
-
-def test_the_page_is_of_one_mind_with_the_scripts() -> None:
-    told = [row.strip("`") for row in rows("What may go wrong") if not row.startswith("`torchrun failed")]
-    pieces = [piece.strip() for message in told for piece in message.split("…") if piece.strip()]
-    names = [name.strip("`, ") for row in rows("Before the first job") for name in row.split(",")]
-    lines = [f"#   {line}\n" for line in PAGE.splitlines() if line.startswith("HealthCheck")]
-    assert (len(told) > 5, len(names) > 5, len(lines)) == (True, True, 3)
-    assert [piece for piece in (*pieces, *names, *lines) if piece not in SHELL] == []
-    # Without CYCLE every idle node would be drained at one moment. Source: slurm.conf(5).
-    assert "#   HealthCheckNodeState=IDLE,CYCLE\n" in lines
-
-
 def test_what_is_checked_is_in_the_suite(fakes: Fakes) -> None:
     assert check(fakes).returncode == 0
     script = (SLURM / "health-check.sh").read_text()

@@ -1,4 +1,4 @@
-"""Tables of the pages are what the code says: figures, times, variables, Xids, and the messages that they quote."""
+"""Tables of the pages are what the code says: figures, times, variables and Xids."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from each import of_each
 from pages import ROOT, page_named, rows
 
-from pytest_gpucluster import limits, options, thresholds, verdict
+from pytest_gpucluster import limits, thresholds, verdict
 from pytest_gpucluster.health.xid_table import table
 from pytest_gpucluster.metric_catalogue import CATALOGUE
 from pytest_gpucluster.predicted import predict
@@ -58,8 +58,6 @@ def test_the_command_of_a_phase_runs_the_criteria_of_its_page(phase: str, items:
 def test_the_page_of_floors_is_what_limits_and_evidence_say() -> None:
     text = page_named("docs/floors.md").text
     assert FLOORS.page(LIMITS) == text, "run `python docs/floors.py`"
-    [healthy] = [line for line in text.splitlines() if line.startswith("| healthy, comparable")]
-    assert healthy.split("|")[4].strip() == "0", "healthy values that fail"
 
 
 def test_the_figures_are_those_in_force_and_a_changed_limit_is_seen() -> None:
@@ -93,7 +91,6 @@ def test_every_xid_is_listed_with_its_action_and_a_reset_alone_is_no_step() -> N
         if code not in by_line:
             assert (judged, action) == ("hardware" if entries[code].rejects else "note", entries[code].action), code
     assert [row for row in rows_of if "reset" in row[4] and "reboot" not in row[4]] == []
-    assert set(re.findall(r"--gpucluster-timeouts (\w+)=", TROUBLE)) <= set(options.Timeouts.__dataclass_fields__)
 
 
 FABRIC = re.findall(r"acceptance/test_\w+\.py", WHOLE.partition("--report-dir fabric")[2].partition("\ngpucluster")[0])
@@ -128,9 +125,3 @@ def test_keys_and_conditions_of_limits_and_words_of_verdicts_are_explained() -> 
     assert set(re.findall(r"`(\w+)`", conditions)) - {"when"} == {*limits.TOPOLOGY, *limits.KNOWN_LABELS}
     words = {word for text in verdict.EXIT_CODES.values() for word in re.findall(r"[A-Z]{6,}", text)}
     assert {word for word in words if word not in page_named("docs/glossary.md").text} == set()
-
-
-def test_pages_claim_no_run_on_gpus_before_there_is_one() -> None:
-    measured = "Nothing has been measured on a GPU yet" not in page_named("docs/results.md").text
-    assert measured != ("no GPU has been used so far" in page_named("docs/comparison.md").text)
-    assert measured != ("No GPU has been used" in page_named("README.md").text)

@@ -10,13 +10,7 @@ from types import SimpleNamespace
 import pytest
 from each import of_each
 from pages import ROOT, Page, every_page, page_named
-from shown import (
-    FOLDERS,
-    source,
-    wrong_commands,
-    wrong_files,
-    wrong_variables,
-)
+from shown import FOLDERS, source, wrong_commands, wrong_files, wrong_variables
 
 from pytest_gpucluster import cli, metrics, options, workload_file
 
@@ -113,7 +107,6 @@ PLANTED = {
     "a variable": ("`GPUCLUSTER_DEVISE=cpu`", "GPUCLUSTER_DEVISE"),
     "a metric": ("`nccl.all_reduce.bussbw`", "nccl.all_reduce.bussbw"),
     "a file": ("`deploy/slurm/none.sbatch`", "none.sbatch"),
-    "a test file": ("`tests/docs/test_nothing.py`", "test_nothing.py"),
     "a subcommand in backticks": ("`gpucluster inform`", "no command inform"),
 }
 PLANTED |= {
@@ -124,12 +117,10 @@ PLANTED |= {
         "gpucluster run -- acceptance/ --gpucluster-devise=cpu": "--gpucluster-devise",
         "gpucluster run --nprocs=8 -- acceptance/": "--nprocs",
         "torchrun --nproc_per_nodes=8 -m pytest acceptance/": "--nproc_per_nodes",
-        "GPUCLUSTER_DEVISE=cpu gpucluster run -- acceptance/": "GPUCLUSTER_DEVISE",
         "torchrun --nproc-per-node=8 -m pytest acceptance/ -m singel_gpu": "singel_gpu",
         "pytest acceptence/ --gpucluster-expect=2xH100x8": "2xH100x8",
         "srun --nodes=2 gpucluster inform": "invalid choice",
         "ssh gpu-07 'cd /opt && gpucluster wach'": "invalid choice",
-        "pytest tests/docs/test_nothing.py": "test_nothing.py",
         "gpucluster sweep slurm --nodes 'gpu-[1-2]": "EOF",
     }.items()
 }
