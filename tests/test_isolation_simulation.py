@@ -10,7 +10,6 @@ import pytest
 
 from pytest_gpucluster.isolation import evidence
 from pytest_gpucluster.isolation.finding import Isolated
-from pytest_gpucluster.isolation.planner import Planner
 
 PERF = Path(__file__).parent.parent / "perf"
 sys.path.insert(0, str(PERF))  # programs, not a package: they import each other by name
@@ -82,45 +81,6 @@ def test_a_fault_shows_where_it_is_planted_and_nowhere_else() -> None:
     alone = cluster.probe([(3,)])[0]
     assert not alone.broken
     assert not cluster.probe([(0, 4), (5, 6)])[1].broken
-
-
-def test_wrong_data_may_be_seen_by_anybody_in_the_group() -> None:
-    cluster = made(Plant(units=(3,), sort="wrong"))
-    seen = {cluster.probe([(2, 3)])[0].wrong for _ in range(40)}
-    assert seen == {"rank of 2", "rank of 3"}
-
-
-def test_a_link_of_neighbours_shows_where_its_ends_are_next_to_each_other_in_the_ring() -> None:
-    cluster = made(Plant(units=(0, 1), sort="dead", neighbours=True))
-    shows = {
-        members: cluster.probe([members])[0].broken for members in ((0, 1), (0, 1, 2), (0, 2, 1 + 3), (0, 1, 5, 7))
-    }
-    assert shows == {(0, 1): True, (0, 1, 2): True, (0, 2, 4): False, (0, 1, 5, 7): True}
-    apart = made(Plant(units=(0, 2), sort="dead", neighbours=True))
-    assert not apart.probe([(0, 1, 2, 3)])[0].broken
-    assert apart.probe([(0, 1, 2)])[0].broken  # the ring's ends are neighbours
-
-
-def test_the_planner_is_given_units_limits_and_outcomes_and_nothing_of_the_plant(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    given: list[object] = []
-
-    class Watched(Planner):
-        def __init__(self, *arguments: object, **more: object) -> None:
-            given.append((arguments, set(more)))
-            super().__init__(*arguments, **more)  # type: ignore[arg-type]
-
-        def take(self, outcomes: object) -> None:
-            given.extend(type(outcome).__name__ for outcome in outcomes)  # type: ignore[attr-defined]
-            super().take(outcomes)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(isolation_trials, "Planner", Watched)
-    plants, isolated = isolation_trials.trial(BY_NAME["1 slow NIC"], 8, 0)
-    assert isinstance(isolated, Isolated)
-    assert [culprit.units for culprit in isolated.culprits] == [plants[0].units]
-    assert given[0] == ((range(8),), {"floor"})
-    assert set(given[1:]) == {"Outcome"}
 
 
 def test_what_is_counted_is_what_was_planted_and_accused(monkeypatch: pytest.MonkeyPatch) -> None:

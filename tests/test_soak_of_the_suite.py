@@ -87,13 +87,6 @@ def judged(good, plan=PLAN):
     return found
 
 
-def test_a_round_that_is_good_says_so(good):
-    assert good.is_good, good.complaint
-    assert good.said == "failure: rank 1 (node-a): RuntimeError: planted"
-    assert judged(good).is_good
-    assert "| ok  | failure: rank 1 (node-a): RuntimeError: planted" in soak.line_of(good)
-
-
 def replaced(plan, **changes):
     import dataclasses
 
@@ -148,13 +141,6 @@ def test_a_report_that_is_malformed_or_missing_is_wrong(good, name, spoil, words
     assert judged(good).is_good
 
 
-def test_a_round_that_does_not_end_is_ended_and_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(soak_round, "DEADLINE_SECONDS", 1.0)
-    found = soak_round.run(1, PLAN, tmp_path)
-    assert not found.in_time
-    assert "not over after 1 s" in found.complaint
-
-
 # ---- what is left behind
 
 
@@ -199,14 +185,6 @@ def test_processes_sockets_and_shared_memory_that_stay_are_found(tmp_path):
     held.close()
     held.unlink()
     assert observer.leftovers(tmp_path) == []
-
-
-def test_temporary_files_that_stay_are_found_and_what_was_promised_is_none(tmp_path):
-    observer = soak_leftovers.Observer(uuid.uuid4().hex, pids=[os.getpid()])
-    observer.sessions.clear()
-    for name in ("gpucluster-x", "torchelastic_x"):
-        (tmp_path / name).mkdir()
-    assert observer.leftovers(tmp_path, ["torchelastic_x"]) == ["file in TMPDIR: gpucluster-x"]
 
 
 # ---- the long session
