@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 import torchrun
 from sessions import Left, Project
-
-from pytest_gpucluster import journal
 
 TOLD = """
 import json
@@ -147,79 +142,6 @@ def test_with_workers_of_one_node_the_controller_calls_it_once(project: Project)
 
 
 # ---- the example that drains nodes ----------------------------------------------------------------------------------
-
-DRAIN = Path(__file__).parents[1] / "deploy" / "hooks"
-SCRIPT = """
-import json, sys
-from pathlib import Path
-from pytest_gpucluster import journal
-from pytest_gpucluster.verdict_record import VerdictRecord
-sys.path.insert(0, sys.argv[1])
-import drain_slurm_nodes
-run, verdict, exit = Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-found = journal.read(run / journal.FILE_NAME)
-drain_slurm_nodes.pytest_gpucluster_verdict(
-    record=VerdictRecord.of(found, run, verdict=verdict, exit=exit, reason="")
-)
-"""
-SCONTROL = """#!{python}
-import json, pathlib, sys
-pathlib.Path({calls!r}).open("a").write(json.dumps(sys.argv[1:]) + "\\n")
-print({said!r}, file=sys.stderr)
-sys.exit({code})
-"""
-
-
-def drain(
-    folder: Path, verdict: str, *, rehearsal: bool = False, exclude: str = "gpu-[002-003]", code: int = 0
-) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
-    """Run the example over a run's folder with a scontrol that writes down what it is asked for."""
-    calls = folder / "calls"
-    (folder / "bin").mkdir()
-    scontrol = folder / "bin" / "scontrol"
-    scontrol.write_text(
-        SCONTROL.format(python=sys.executable, calls=str(calls), said="Access denied" if code else "", code=code)
-    )
-    scontrol.chmod(0o755)
-    directory = folder / "run; rm -rf $HOME"
-    directory.mkdir()
-    first = {"type": "run", "schema_version": 1, "run_id": "r", "started_at": "", "rehearsal": rehearsal}
-    where = {"type": "environment", "variables": {"SLURM_JOB_ID": "4242"}}
-    (directory / journal.FILE_NAME).write_bytes(b"".join(map(journal.encode, (first, where))))
-    if exclude:
-        (directory / "exclude.txt").write_text(f"# why\n[slurm]\n{exclude}\n\n[kubernetes]\na\n")
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(DRAIN), str(directory), verdict, "1"],
-        env={"PATH": str(folder / "bin"), "PYTHONPATH": str(DRAIN.parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    return done, [json.loads(line) for line in calls.read_text().splitlines()] if calls.exists() else []
-
-
-def test_the_example_drains_the_excluded_nodes_of_a_rejected_run(tmp_path: Path) -> None:
-    done, calls = drain(tmp_path, "REJECTED")
-    assert (done.returncode, done.stdout) == (0, "drained: gpu-[002-003]\n")
-    reason = f"Reason=pytest-gpucluster job 4242: isolated as bad, see {tmp_path}/run; rm -rf $HOME"
-    assert calls == [["update", "NodeName=gpu-[002-003]", "State=DRAIN", reason]]
-
-
-@pytest.mark.parametrize(
-    ("verdict", "rehearsal", "exclude"),
-    [("REJECTED", True, "a"), ("BROKEN", False, "a"), ("ACCEPTED", False, "a"), ("REJECTED", False, "")],
-)
-def test_the_example_drains_nobody_otherwise(tmp_path: Path, verdict: str, rehearsal: bool, exclude: str) -> None:
-    done, calls = drain(tmp_path, verdict, rehearsal=rehearsal, exclude=exclude)
-    assert (done.returncode, done.stdout, calls) == (0, "", [])
-
-
-def test_the_example_says_so_when_it_may_not_drain(tmp_path: Path) -> None:
-    done, calls = drain(tmp_path, "REJECTED", code=1)
-    assert len(calls) == 1
-    assert re.search(r"RuntimeError: gpu-\[002-003\] .* 1: Access denied", done.stderr)
-
 
 # ---- with a launcher ------------------------------------------------------------------------------------------------
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import pytest
 from sessions import Left, Project
 
 from pytest_gpucluster import thresholds
-from pytest_gpucluster.agreement.store import MemoryStore, Stores
 
 SUITE = """
     import pytest
@@ -34,10 +32,6 @@ SUITE = """
     def test_fabric(measure):
         pass
     """
-
-
-ALONE = MemoryStore()
-MEMORY = Stores(main=ALONE, side=ALONE, for_group=lambda name: None)
 
 
 @pytest.fixture(autouse=True)
@@ -90,60 +84,12 @@ def test_verbose_has_the_number_under_the_word_and_the_short_summary_begins_with
     assert left.verdicts["test_slow"].startswith("failure: matmul.fp32.tflops 0.000001 TFLOPS < 0.0005 TFLOPS")
 
 
-def test_quiet_has_letters_what_failed_and_the_verdict(project: Project) -> None:
-    project.suite(SUITE)
-    left = project.run("-q")
-    assert "..F..s" in left.stdout
-    assert "Criteria:" not in left.stdout
-    assert "gpucluster: " not in left.stdout
-    assert "gpucluster predicted" not in left.stdout
-    assert "gpucluster workload" not in left.stdout
-    assert re.search(r"^FAILED  slow  0\.000001  >= 0\.0005  TFLOPS", left.stdout, re.MULTILINE), left.stdout
-    assert "JUnit:   " in left.stdout
-    assert left.last_line[:2] == ("REJECTED", 1)
-
-
 def test_colour_is_pytest_s(project: Project) -> None:
     project.suite(SUITE)
     coloured = project.run("--color=yes")
     # pytest writes a line feed between the codes of a letter and its colour.
     assert re.search(r"\x1b\[32m\n  PASSED ", coloured.stdout)
     assert "\x1b[31mFAILED\x1b[0m  slow" in coloured.stdout
-
-
-def test_set_up_and_teardown_that_break_have_their_lines(project: Project) -> None:
-    project.suite(
-        """
-        import pytest
-
-        @pytest.fixture
-        def broken():
-            raise OSError("no disk")
-
-        @pytest.fixture
-        def breaks_later():
-            yield
-            raise OSError("busy")
-
-        @pytest.mark.criterion("first")
-        def test_first(broken, measure): pass
-
-        @pytest.mark.criterion("second")
-        def test_second(breaks_later, measure):
-            measure("matmul.fp32.tflops", 2, unit="GFLOPS", samples=[2] * 8)
-
-        @pytest.mark.criterion("nothing")
-        def test_nothing(measure): pass
-        """
-    )
-    left = project.run()
-    told = "\n".join(between(left, "test_it.py", "==="))
-    assert re.search(r"^  ERROR   first +rank 0 \(\S+\): OSError: no disk", told, re.MULTILINE), told
-    assert re.search(r"^  PASSED  second +0\.002 >= 0\.0005 TFLOPS", told, re.MULTILINE), told
-    assert re.search(r"^  ERROR   second +rank 0 \(\S+\): OSError: busy", told, re.MULTILINE), told
-    assert re.search(r"^  ERROR   nothing +criterion nothing ", told, re.MULTILINE), told
-    assert left.last_line[:2] == ("BROKEN", 11)
-    assert re.search(r"^ERROR   second", left.stdout.partition("Criteria: 3 error")[2], re.MULTILINE), left.stdout
 
 
 def test_the_summary_tells_what_the_journal_cannot(project: Project) -> None:
@@ -205,13 +151,3 @@ def test_local_workers_are_told_once_for_all(project: Project) -> None:
     # pytest 8 writes how far it is behind whatever stands there.
     own = [re.sub(r"(\s*\[ *\d+%\]\.?)+$", "", line) for line in lines if line.startswith("  ")]
     assert max(map(len, own)) <= 80
-
-
-def test_a_slow_start_is_told_in_the_header(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    project.suite("def test_it(): pass")
-    for seconds, told in ((12.34, True), (4.9, False)):
-        stores = replace(MEMORY, connect_seconds=seconds)
-        monkeypatch.setattr("pytest_gpucluster.opening.connect", lambda facts, timeout_seconds, stores=stores: stores)
-        out = " ".join(project.run().stdout.split())
-        assert ("gpucluster SLOW START: 1 of 1 ranks took 5 s or more" in out) == told
-        assert ("rank 0 on node-a 12.3 s" in out) == told

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pytest_gpucluster.footer import ERASE_BELOW, IND, RESTORE, SAVE, Footer, fitted
+from pytest_gpucluster.footer import ERASE_BELOW, IND, RESTORE, SAVE, Footer
 
 SHOWN = f"{IND}\x1b[1A{SAVE}\x1b[?7l{IND}\r\x1b[2Kone{{}}\x1b[?7h{RESTORE}"
 
@@ -66,13 +66,6 @@ def test_the_line_is_shown_below_and_erased_before_anything_is_written(screen: S
     assert screen.received() == ERASE_BELOW
 
 
-def test_room_is_made_for_several_lines(screen: Screen) -> None:
-    screen.footer.show(["one", "two"])
-    received = screen.received()
-    assert received.startswith(f"{IND}{IND}\x1b[2A{SAVE}")
-    assert received.count(f"{IND}\r\x1b[2K") == 2
-
-
 def test_nothing_is_shown_while_somebody_else_writes(screen: Screen) -> None:
     screen.footer.show(["one"])
     screen.received()
@@ -98,26 +91,6 @@ def test_only_as_much_as_there_is_room_for(columns: int, rows: int, shown: list[
     received = screen.received()
     assert [line for line in ("one", "two") if line in received] == shown
     screen.close()
-
-
-@pytest.mark.parametrize(("written", "is_shown"), [("x" * 80, False), ("x" * 160, False), ("x" * 81, True)])
-def test_nothing_is_shown_below_a_line_that_is_full(screen: Screen, written: str, is_shown: bool) -> None:
-    screen.file.write(f"before\n\x1b[31m{written}\x1b[0m")
-    screen.received()
-    screen.footer.show(["one"])
-    assert bool(screen.received()) == is_shown
-    screen.file.write("\n")
-    screen.received()
-    screen.footer.show(["one"])
-    assert screen.received() == SHOWN.format("")
-
-
-def test_a_line_is_cut_to_the_window_by_what_its_characters_take(screen: Screen) -> None:
-    screen.columns = 24
-    screen.footer.show(["寸" * 40])
-    assert f"{'寸' * 11}\N{HORIZONTAL ELLIPSIS}\x1b" in screen.received()
-    assert fitted("abc", 3) == "abc"
-    assert fitted("abcd", 3) == "ab\N{HORIZONTAL ELLIPSIS}"
 
 
 def test_a_terminal_that_is_gone_is_no_error(screen: Screen) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import fake_reader
 import pytest
 
 from pytest_gpucluster import live as module
-from pytest_gpucluster.dashboard import reader
 from pytest_gpucluster.dashboard.node_state import NodeState
 from pytest_gpucluster.live import Live, describe_gpus
 from pytest_gpucluster.step_file import StepFile
@@ -192,12 +189,6 @@ def test_a_line_that_cannot_be_drawn_ends_and_is_no_error_of_the_thread(
     live.close()
 
 
-def test_a_long_name_leaves_room_for_what_is_said(live: Live) -> None:
-    live.begin("test_it[" + "x" * 10_000)
-    live.rewrite("test_it[" + "x" * 10_000 + ": step 1 of 2", ends=False)
-    assert live.lines() == [f"test_it[{'x' * 31}\N{HORIZONTAL ELLIPSIS}: step 1 of 2 (0:00 so far)"]
-
-
 def test_without_a_process_for_the_gpus_the_line_tells_of_the_test(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError("no more processes")
@@ -207,17 +198,3 @@ def test_without_a_process_for_the_gpus_the_line_tells_of_the_test(live: Live, m
     live.begin("test_it")
     assert live.lines() == ["test_it: 0:00 so far"]
     live.close()
-
-
-def test_the_gpus_of_the_node_are_read_by_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus = {f"GPU-{index}": fake_reader.h100(temperature__gpu=60 + index) for index in range(3)}
-    monkeypatch.setattr(reader, "COMMAND", fake_reader.command(tmp_path, gpus))
-    shown = Live(FakeFooter())  # type: ignore[arg-type]  # what is needed of it
-    shown.start(gpus=["GPU-0", "GPU-2"], reads_gpus=True)
-    shown.begin("test_it")
-    until = time.monotonic() + 60
-    while len(lines := shown.lines()) < 2 or "62" not in lines[1]:
-        assert time.monotonic() < until, lines
-        time.sleep(0.05)
-    assert lines[1] == "2 GPUs: 100 %, 71 GiB, 60-62 °C (GPU 2), 690 W"
-    shown.close()

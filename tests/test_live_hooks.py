@@ -12,7 +12,7 @@ from _pytest.terminal import TerminalReporter
 from sessions import CPU, Project, environment
 from tmux import Terminal, terminal
 
-from pytest_gpucluster.live_hooks import Bodies, WorkersLiveHooks, why_not
+from pytest_gpucluster.live_hooks import WorkersLiveHooks, why_not
 
 SUITE = """
 import os, sys, time
@@ -89,28 +89,6 @@ def test_ctrl_c_leaves_nothing_of_it(project: Project) -> None:
         assert "so far" not in window.everything()
 
 
-def test_local_workers_say_how_far_they_are_on_their_controllers_terminal(project: Project) -> None:
-    project.suite(
-        """
-    import os, pytest, time
-
-    @pytest.mark.single_gpu
-    def test_it(progress):
-        progress(1, 100)
-        while not os.path.exists("go"):
-            time.sleep(0.05)
-    """
-    )
-    with terminal(90, 30, project.path) as window:
-        run_on(window, project, "-n", "2", "--dist", "each", "--max-worker-restart=0")
-        screen = window.wait_for("test_it: step ")
-        assert re.search(r"^test_it: step 1 of 100 .* so far\)$", screen, re.MULTILINE), screen
-        (project.path / "go").touch()
-        left = left_on(window)
-    assert not [line for line in left if "step" in line]
-    assert not list(project.path.glob("gpucluster-live-*")), "the file of the steps is gone"
-
-
 def config_of(**changes: Any) -> Any:
     """A session before a terminal on which the line could be shown, but for these changes."""
     found = {"isatty": True, "verbosity": 0, "capture": "fd", "usepdb": False, "trace": False, **changes}
@@ -162,29 +140,6 @@ class Recorded:
 
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments, **named: self.called.append(" ".join([name, *map(str, arguments)]))
-
-
-def test_what_writes_past_the_capture_has_the_terminal_for_itself_only_inside_of_a_test() -> None:
-    capture, footer = Recorded(), Recorded()
-    bodies: Any = Bodies(footer, capture)  # type: ignore[arg-type]  # what is needed of it
-    capture.suspend_global_capture()  # as pytest does at the end of each phase
-    capture.resume_global_capture()
-    assert footer.called == []
-    for phase in (bodies.pytest_runtest_setup, bodies.pytest_runtest_call, bodies.pytest_runtest_teardown):
-        footer.called.clear()
-        body = phase()
-        next(body)
-        capture.suspend_global_capture(in_=True)
-        assert footer.called == ["hold"]
-        capture.resume_global_capture()
-        assert footer.called == ["hold", "release"]
-        capture.suspend_global_capture()
-        with pytest.raises(RuntimeError, match="of the test"):  # which has not resumed it
-            body.throw(RuntimeError("of the test"))
-        assert footer.called == ["hold", "release", "hold", "release"]
-    bodies.pytest_unconfigure()
-    capture.suspend_global_capture()
-    assert capture.called[-1] == "suspend_global_capture"
 
 
 def test_of_several_workers_the_latest_test_is_shown_until_all_have_ended_theirs() -> None:

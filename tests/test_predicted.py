@@ -8,11 +8,10 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from sessions import Project
 
 from pytest_gpucluster.benchmarks.blocks import measure_rate
 from pytest_gpucluster.benchmarks.clock import ManualClock
-from pytest_gpucluster.predicted import Predicted, Span, predict
+from pytest_gpucluster.predicted import predict
 from pytest_gpucluster.workload_file import Override, load
 from pytest_gpucluster.workloads import Workload
 
@@ -64,12 +63,6 @@ def test_a_time_of_nothing_is_no_time() -> None:
     assert str(predict([], QUICK)) == str(predict([("test_ddp", "ddp")], QUICK))
 
 
-def test_many_names_are_cut() -> None:
-    others = tuple("abcdef")
-    text = str(Predicted(span=Span(), tests=1, others=others, other_tests=6))
-    assert re.search(r" 6 tests .*\(a, b, c, d, \.\.\.\)$", text)
-
-
 def workload_of(profile: str) -> Workload:
     return load(ACCEPTANCE / "workloads.yaml", profile=profile).workload
 
@@ -115,17 +108,3 @@ def test_a_measurement_takes_as_long_as_is_predicted() -> None:
     steady, unsteady = taken
     assert span.least_seconds <= steady < unsteady / 2
     assert unsteady == pytest.approx(span.most_seconds, rel=0.1)
-
-
-def test_the_header_of_a_session_says_how_long_its_tests_measure(project: Project) -> None:
-    (project.path / "workloads.yaml").write_text((ACCEPTANCE / "workloads.yaml").read_text("utf-8"), encoding="utf-8")
-    project.suite(
-        """
-        import pytest
-
-        @pytest.mark.criterion("hbm")
-        @pytest.mark.parametrize("kind", ["copy", "read", "write"])
-        def test_hbm(kind, workload): pytest.skip()
-        """
-    )
-    assert "gpucluster predicted: 1.8 s to 37 s" in " ".join(project.run().stdout.split())

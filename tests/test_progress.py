@@ -6,7 +6,6 @@ tests/test_acceptance_links.py those of the ranks of torchrun.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 from sessions import Project
 
-from pytest_gpucluster.progress import LIVE_SECONDS, PLAIN_SECONDS, STEPS, Progress, describe, progress_of, silent
+from pytest_gpucluster.progress import PLAIN_SECONDS, STEPS, Progress, progress_of, silent
 from pytest_gpucluster.step_file import StepFile
 
 
@@ -49,20 +48,6 @@ class Steps:
         return self.screen.shown
 
 
-@pytest.mark.parametrize(
-    ("figures", "left", "text"),
-    [
-        ({}, None, "step 3 of 9"),
-        ({"loss": 0.123456}, 59.6, "step 3 of 9, loss 0.1235, 1:00 left"),
-        ({"tokens_per_second": 8573.4, "images_per_second": 12.25}, 0.0, "8,573 tokens/s, 12.25 images/s, 0:00 left"),
-        ({"held_out_loss": math.nan, "gradient_norm": math.inf}, 7384, "held out loss nan, gradient norm inf, 2:03:04"),
-    ],
-    ids=["nothing", "loss", "rates", "no numbers"],
-)
-def test_figures_are_put_in_words(figures: dict[str, float], left: float | None, text: str) -> None:
-    assert text in describe(3, 9, figures, left)
-
-
 def test_a_plain_line_comes_now_and_then_and_for_the_last_step() -> None:
     steps = Steps(live=False)
     assert steps.after(0, 1) == []
@@ -70,39 +55,6 @@ def test_a_plain_line_comes_now_and_then_and_for_the_last_step() -> None:
     assert steps.after(0.1, 11, loss=2.0) == ["test_it: step 11 of 100, loss 2, 1:29 left"]
     assert len(steps.after(PLAIN_SECONDS / 2, 20)) == 1
     assert steps.after(0.1, 100)[1:] == ["test_it: step 100 of 100"]
-
-
-def test_the_live_line_is_written_over_as_often_as_can_be_read() -> None:
-    steps = Steps(live=True)
-    assert steps.after(0, 1) == ["test_it: step 1 of 100"]
-    assert len(steps.after(LIVE_SECONDS / 2, 2)) == 1
-    assert steps.after(LIVE_SECONDS / 2, 3)[1:] == ["test_it: step 3 of 100, 0:48 left"]
-    assert steps.after(0, 100)[2:] == ["test_it: step 100 of 100!"], "the last step stays"
-
-
-@pytest.mark.parametrize("last", [20, 50], ids=["a lower step", "after the last step"])
-def test_a_training_that_begins_again_is_a_new_one(last: int) -> None:
-    steps = Steps(live=False)
-    steps.after(0, 1, 50)
-    shown = len(steps.after(9, last, 50))
-    step = 10 if last == 20 else 60
-    assert len(steps.after(9, step, 75)) == shown, "nothing is known of its pace"
-    assert steps.after(10, step + 10, 75)[shown:] == [f"test_it: step {step + 10} of 75, 0:{65 - step:02} left"]
-
-
-def test_a_figure_that_is_a_function_is_called_only_where_it_is_shown() -> None:
-    read: list[int] = []
-
-    def loss() -> float:
-        read.append(1)
-        return 1.5
-
-    steps = Steps(live=False)
-    for step in range(1, 10):
-        steps.after(0, step, 10, loss=loss)
-    assert read == []
-    assert steps.after(0, 10, 10, loss=loss) == ["test_it: step 10 of 10, loss 1.5"]
-    assert read == [1]
 
 
 @pytest.mark.parametrize("odd", [(0, 0), (12, 10), (-3, 10)])

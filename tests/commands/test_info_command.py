@@ -20,13 +20,6 @@ def test_a_view_is_plain_text_of_80_columns_where_nobody_looks(view, capsys, mon
     assert max(map(len, out.splitlines())) <= 80
 
 
-@pytest.mark.parametrize(("columns", "width"), [("90", 90), ("7", 72), ("none", 80), ("-5", 80)])
-def test_columns_is_obeyed_where_it_is_a_number(columns, width, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", columns)
-    assert cli.main(["info", "cpu"]) == 0
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= width
-
-
 def test_all_of_it_is_one_json_object(capsys):
     assert cli.main(["info", "all", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

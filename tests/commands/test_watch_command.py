@@ -17,7 +17,7 @@ import pytest
 from sysfs_ports import add_port
 from tmux import DEADLINE_SECONDS, terminal
 
-from pytest_gpucluster.cli import READER_GONE, main
+from pytest_gpucluster.cli import main
 from pytest_gpucluster.commands import watch
 from pytest_gpucluster.dashboard import node_state, reader
 from pytest_gpucluster.light_process import environment
@@ -112,19 +112,6 @@ def test_without_another_process_it_is_exit_code_4(
     monkeypatch.setattr(reader, "COMMAND", ("/nowhere/python",))
     assert main(["watch", "--once"]) == 4
     assert "No such file" in capsys.readouterr().err
-
-
-def test_in_a_pipe_blocks_follow_each_other_until_the_reader_has_had_enough(tmp_path: Path) -> None:
-    command = [*script(tmp_path, {"GPU-0": fake_reader.h100()}), "watch", "--interval", "0.2", "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment())
-    assert process.stdout is not None
-    assert process.stderr is not None
-    lines = [json.loads(process.stdout.readline()) for _ in range(3)]
-    process.stdout.close()
-    assert [line["schema_version"] for line in lines] == [1, 1, 1]
-    assert process.wait(timeout=DEADLINE_SECONDS) == READER_GONE
-    assert process.stderr.read() == b""
-    process.stderr.close()
 
 
 def test_the_display_fits_the_terminal_follows_its_size_and_leaves_it_as_it_was(tmp_path: Path) -> None:

@@ -32,18 +32,6 @@ def test_these_keys_end_the_display(key: str) -> None:
     os.close(writes)
 
 
-def test_other_keys_do_not_and_waiting_is_bounded() -> None:
-    reads, writes = os.pipe()
-    os.write(writes, b"x\x1b[A")
-    assert not Keyboard(reads).wait(0.02)
-    os.close(writes)
-    assert Keyboard(reads).wait(60), "the terminal is gone"
-    os.close(reads)
-    nothing = Keyboard(None)
-    assert not nothing.is_there
-    assert not nothing.wait(0.01)
-
-
 def test_the_terminal_is_left_as_it_was(pair: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     follower = pair[1]
     monkeypatch.setattr(module.sys, "stdin", SimpleNamespace(fileno=lambda: follower))

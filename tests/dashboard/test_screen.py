@@ -59,14 +59,6 @@ def test_no_line_is_wider_than_the_terminal(case: tuple[int, int]) -> None:
     assert [line for line in lines if not line.isprintable()] == []
 
 
-@of_each("height", [5, 10, 23, 60])
-def test_what_there_is_no_room_for_is_counted(height: int) -> None:
-    busy = [{"pid": pid, "user": "ada", "command": "train", "memory_bytes": 2**30} for pid in range(20)]
-    lines = drawn(node(gpus=(gpu(0, processes=busy), *(gpu(index) for index in range(1, 16))), ports=8), height=height)
-    assert len(lines) <= height
-    assert ("more GPUs" in "\n".join(lines)) is (height < 60)
-
-
 def test_a_gpu_with_trouble_stays_where_there_is_no_room_for_all() -> None:
     troubled = (gpu(6, throttle=["hw_thermal"]), gpu(7, lost="fell off the bus"), gpu(8, age=9.0, stale=True))
     text = "\n".join(drawn(node(gpus=(*(gpu(index) for index in range(6)), *troubled), ports=8), height=13))

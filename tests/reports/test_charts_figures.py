@@ -1,6 +1,5 @@
 """The figures of a test: from its measurements and the files it has left, also where these are damaged or missing."""
 
-import json
 import os
 import re
 import shutil
@@ -113,14 +112,3 @@ def test_a_file_that_cannot_be_shown_is_named_and_nothing_waits_for_it_or_is_fil
         change(place_of(folder, nodeid) / name)
         captions = " ".join(figure.caption for figure in figures_of(results[nodeid], folder))
         assert re.search(said.format(name=name), captions)
-
-
-def test_hostile_names_in_a_matrix_are_texts(folder, results):
-    path = place_of(folder, LINKS) / "links-node.json"
-    told = json.loads(path.read_text())
-    told["ranks"] = ["<script>alert(1)</script> (\x1b[31m</svg>, GPU 0)"] * 16
-    told["culprits"] = [{"ranks": "x", "pairs": [[0, 1], [2], "y", ["a", "b"]], "text": "<img onerror=1>"}, 7]
-    path.write_text(json.dumps(told))
-    for figure in shown(figures_of(results[LINKS], folder)).values():
-        assert "<script" not in str(figure.svg)
-        assert "<img" not in str(figure.svg)

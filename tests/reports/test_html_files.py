@@ -29,13 +29,6 @@ def test_files_of_a_test_are_linked_relative_to_the_page(tmp_path: Path) -> None
     assert (tmp_path / "pages" / links[0].href).resolve() == tmp_path / ARTIFACTS / name / "matrix.json"
 
 
-def test_names_that_mean_something_in_an_address_are_quoted(tmp_path: Path) -> None:
-    leave(tmp_path, "a b#c?d%.csv", '"><script>.csv', "javascript:alert(1)")
-    links, _ = RunFiles(folder=tmp_path, page_folder=None).of_test(NODEID)
-    assert all(link.href.startswith(f"./{ARTIFACTS}/") for link in links)
-    assert not any(character in link.href for link in links for character in '<>"?#: ')
-
-
 def test_only_what_is_there_is_linked_and_links_out_of_the_run_are_not(tmp_path: Path) -> None:
     for folder in (None, tmp_path):
         files = RunFiles(folder=folder, page_folder=None)

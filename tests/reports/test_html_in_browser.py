@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import browser
 import example_runs
@@ -33,10 +33,6 @@ def pages(example_folders: dict[str, Path], example_pages: dict[str, str]) -> di
 
 def find(chrome: Chrome, selector: str) -> list[WebElement]:
     return chrome.find_elements("css selector", selector)
-
-
-def shown_names(chrome: Chrome) -> list[str]:
-    return [name.text for name in find(chrome, "#criteria-table .name") if name.is_displayed()]
 
 
 @pytest.mark.smoke
@@ -77,22 +73,6 @@ def test_the_policy_stops_what_would_get_into_a_page_by_mistake(
     assert browser.requests(chrome) == [(tmp_path / "planted.html").as_uri()]
 
 
-def test_rows_are_found_by_any_words_of_them_and_by_outcome(chrome: Chrome, pages: dict[str, Path]) -> None:
-    browser.open_file(chrome, pages["cluster"])
-    everything = shown_names(chrome)
-    field = find(chrome, "#find")[0]
-    field.send_keys("MATMUL gpu-02")
-    assert shown_names(chrome) == ["test_matmul[bf16]"]
-    assert find(chrome, "#shown")[0].text == f"1 of {len(everything)} shown"
-    field.send_keys("\b" * 20)
-    assert shown_names(chrome) == everything
-    chip = find(chrome, "button[data-outcome='passed']")[0]
-    chip.click()
-    assert chip.get_dom_attribute("aria-pressed") == "false"
-    assert [body for body in find(chrome, "tbody[data-outcome='passed']") if body.is_displayed()] == []
-    assert 0 < len(shown_names(chrome)) < len(everything)
-
-
 def test_a_row_opens_and_closes_by_click_key_and_address(chrome: Chrome, pages: dict[str, Path]) -> None:
     browser.open_file(chrome, pages["cluster"])
     below, toggle = find(chrome, "#c1 tr.more")[0], find(chrome, "#c1 .toggle")[0]
@@ -105,20 +85,6 @@ def test_a_row_opens_and_closes_by_click_key_and_address(chrome: Chrome, pages: 
     assert toggle.get_dom_attribute("aria-expanded") == "false"
     chrome.execute_script("location.hash = '#c2'")
     assert find(chrome, "#c2 tr.more")[0].is_displayed()
-
-
-@pytest.mark.parametrize("width", [360, 1280])
-def test_the_page_itself_is_never_wider_than_the_screen(chrome: Chrome, pages: dict[str, Path], width: int) -> None:
-    metrics: dict[str, Any] = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    for name in ("cluster", "hostile"):
-        browser.open_file(chrome, pages[name])
-        find(chrome, "#open-all")[0].click()
-        assert chrome.execute_script("return document.documentElement.scrollWidth") <= width
-        # And no name, however long, pushes the columns of the criteria out of sight.
-        box = find(chrome, ".scroll:has(> #criteria-table)")[0]
-        assert int(box.get_property("scrollWidth")) <= int(box.get_property("clientWidth")), name
-    chrome.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def test_without_scripts_everything_can_be_read(pages: dict[str, Path]) -> None:

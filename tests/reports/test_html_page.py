@@ -10,7 +10,6 @@ from html.parser import HTMLParser
 
 import example_runs
 from each import of_each
-from written_runs import MATMUL, case, measured, read
 
 from pytest_gpucluster.journal import (
     Cluster,
@@ -208,12 +207,3 @@ def test_many_long_failures_do_not_fill_a_page_and_what_is_left_out_is_said() ->
         assert len(document.encode()) < 2_000_000
         assert re.search(left_out, document)
         assert document.count('<tbody id="c') == min(many, 1500)
-
-
-def test_a_row_that_failed_by_something_else_has_no_bar_that_is_full_and_green() -> None:
-    kept, missed = measured([730, 731]), measured([0.5, 0.6], status="failed")
-    bars = {
-        (outcome, line["status"]): page.render(read(case(MATMUL, outcome, line))).count('class="chart-svg limit-bar"')
-        for outcome, line in (("passed", kept), ("failed", kept), ("error", kept), ("failed", missed))
-    }
-    assert bars == {("passed", "passed"): 1, ("failed", "passed"): 0, ("error", "passed"): 0, ("failed", "failed"): 1}

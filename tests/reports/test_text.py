@@ -44,15 +44,6 @@ def test_quiet_is_the_verdict_what_failed_and_where_the_reports_lie() -> None:
         assert "REHEARSAL" in render(journal_of(name), verbosity=-1).splitlines()[0]
 
 
-@of_each("name", NAMES)
-def test_verbose_is_every_value(name: str) -> None:
-    flat = " ".join(render(journal_of(name), verbosity=1, width=200).split())
-    for result in journal_of(name).results:
-        assert [judged.metric for judged in result.measurements if judged.metric not in flat] == []
-    if name == "cluster":
-        assert [each for each in ("recorded only", "95 % interval", "utilisation 100 %") if each not in flat] == []
-
-
 def run_of(*results: TestResult, **changes: object) -> Journal:
     return replace(Journal(run=Run(run_id="1", started_at="")), results=results, **changes)
 
