@@ -177,52 +177,6 @@ def test_a_wrong_value_is_told_with_its_place_and_what_is_allowed(configure: Any
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environ", "ini", "origins"),
-    [
-        pytest.param(
-            ["--gpucluster-workload=health.load=2s", "--gpucluster-workload", "matmul.sizes=16,32"],
-            {"GPUCLUSTER_WORKLOAD": "health.mig=on"},
-            "",
-            {
-                "health.load=2s": "command line: --gpucluster-workload health.load=2s",
-                "matmul.sizes=16, 32": "command line: --gpucluster-workload matmul.sizes=16,32",
-            },
-            id="command line, over the environment",
-        ),
-        pytest.param(
-            [],
-            {"GPUCLUSTER_WORKLOAD": "health.load=2s; matmul.sizes=16,32;"},
-            "gpucluster_workload = health.mig=on",
-            {
-                "health.load=2s": "environment: GPUCLUSTER_WORKLOAD=health.load=2s",
-                "matmul.sizes=16, 32": "environment: GPUCLUSTER_WORKLOAD=matmul.sizes=16,32",
-            },
-            id="environment, over the ini file",
-        ),
-        pytest.param(
-            [],
-            {},
-            "gpucluster_workload =\n    health.load = 2 s\n    matmul.sizes = 16, 32",
-            {
-                "health.load=2 s": "ini: {ini}: gpucluster_workload = health.load = 2 s",
-                "matmul.sizes=16, 32": "ini: {ini}: gpucluster_workload = matmul.sizes = 16, 32",
-            },
-            id="ini file",
-        ),
-        pytest.param([], {"GPUCLUSTER_WORKLOAD": ""}, "", {}, id="an empty variable overrides nothing"),
-    ],
-)
-def test_a_workload_can_be_overridden_key_by_key(
-    configure: Any, arguments: list[str], environ: dict[str, str], ini: str, origins: dict[str, str]
-) -> None:
-    config = configure(*arguments, ini=ini)
-    settings = resolve(config, environ)
-    found = {str(override): override.origin for override in settings.workload}
-    assert found == {text: origin.format(ini=config.inipath) for text, origin in origins.items()}
-    assert settings.to_json()["workload"]["value"] == "; ".join(origins)
-
-
-@pytest.mark.parametrize(
     ("arguments", "environ", "profile"),
     [
         pytest.param(["--gpucluster-soak=2 h"], {}, ("soak", "--gpucluster-soak, command line"), id="soak"),
@@ -237,16 +191,6 @@ def test_the_length_of_the_burn_in_overrides_the_workload_and_takes_the_profile_
     assert [str(override) for override in settings.overrides] == ["health.load=2s", "burn_in.duration=2 h"]
     assert (settings.profile, settings.settings["profile"].origin) == profile
     assert settings.to_json()["soak"]["value"] == "burn_in.duration=2 h"
-
-
-def test_the_settings_that_were_chosen_are_told_with_their_origin(configure: Any) -> None:
-    arguments = ["--gpucluster-workload=matmul.sizes=16,32", "--gpucluster-workload=health.mig=on"]
-    settings = resolve(configure(*arguments, "--gpucluster-require=lora,matmul"), {"GPUCLUSTER_PROFILE": "soak"})
-    assert settings.chosen() == [
-        "profile=soak (environment)",
-        "workload=matmul.sizes=16, 32; health.mig=on (command line)",
-        "require=lora, matmul (command line)",
-    ]
 
 
 @pytest.mark.parametrize(

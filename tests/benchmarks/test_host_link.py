@@ -21,7 +21,6 @@ from pytest_gpucluster.sampling import Sampling
 CPU = torch.device("cpu")
 WORDS = 1000
 SAMPLING = Sampling(warmup_seconds=0.05, window_seconds=0.8, longest_seconds=2, tolerance_ratio=0.01)
-WAYS = ("h2d", "d2h", "both")
 
 
 class Timed(Copier):

@@ -21,7 +21,6 @@ from example_journals import collective, places
 from nccl_tests import document, install, table
 
 GOOD = {"1000000": 39.2, "1000000000": 431.2}
-FAST = {"10 MB": 100.0}
 
 
 @pytest.fixture

@@ -9,13 +9,11 @@ import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-import example_runs
 import pytest
 from junit_files import require_junit
 
 from pytest_gpucluster import journal
 from pytest_gpucluster.cli import main
-from pytest_gpucluster.reports import folder, results_json
 
 LINES = [
     {
@@ -93,11 +91,6 @@ def test_a_journal_that_is_cut_off_is_rendered_and_said_to_be_cut(run, tmp_path,
     assert f"{path}: its last line " in capsys.readouterr().err
 
 
-def test_the_document_can_go_to_the_standard_output(run, capfdbinary):
-    assert main(["report", str(run), "--junitxml", "-"]) == 0
-    assert ET.fromstring(capfdbinary.readouterr().out).get("name") == "pytest tests"
-
-
 @pytest.mark.parametrize(
     ("arguments", "path", "expected"),
     [
@@ -113,14 +106,6 @@ def test_pytests_settings_can_be_given_again(run, tmp_path, arguments, path, exp
     assert main(["report", str(run), "--junitxml", str(out), *arguments]) == 0
     element = ET.parse(out).getroot().find(path)
     assert {name: element.get(name) for name in expected} == expected
-
-
-@pytest.mark.parametrize(("log_passing", "is_there"), [("yes", True), ("false", False)])
-def test_captured_output_can_be_asked_for(run, tmp_path, log_passing, is_there):
-    out = tmp_path / "out.xml"
-    settings = ["-o", "junit_logging=all", "-o", f"junit_log_passing_tests={log_passing}"]
-    assert main(["report", str(run), "--junitxml", str(out), *settings]) == 0
-    assert ("OUT" in out.read_text()) == is_there
 
 
 @pytest.mark.parametrize(
@@ -161,43 +146,6 @@ def test_the_journal_is_never_overwritten_by_its_report(run, capsys):
 
 
 # ---- other formats, and several at once
-
-
-BEGINS = {
-    "junitxml": "<?xml",
-    "html": "<!doctype html>",
-    "json": "{",
-    "prometheus": "# HELP gpucluster_",
-    "markdown": "## ",
-    "text": "BROKEN (a REHEARSAL",
-}
-
-
-def test_without_a_format_the_run_is_told_as_text(run, capsys):
-    assert main(["report", str(run)]) == 0
-    told = capsys.readouterr()
-    assert told.out.startswith(BEGINS["text"])
-    *lines, where = told.out.splitlines()
-    assert where == f"journal: {run / 'journal.jsonl'}"
-    assert max(map(len, lines)) <= 80
-    assert "\x1b" not in told.out
-    assert told.err == ""
-
-
-def test_several_formats_are_written_at_once_and_told_in_one_line(run, tmp_path, capsys):
-    outs = {kind: tmp_path / f"{kind}.out" for kind in BEGINS}
-    assert main(["report", str(run), *(f"--{kind}={out}" for kind, out in outs.items())]) == 0
-    for kind, out in outs.items():
-        assert out.read_text(encoding="utf-8").lower().startswith(BEGINS[kind].lower()), kind
-    told = capsys.readouterr()
-    assert told.out == ""
-    [line] = told.err.splitlines()
-    assert line.endswith(f": {', '.join(str(outs[kind]) for kind in folder.FILES)}")
-
-
-def test_all_of_them_can_go_to_a_folder(run, tmp_path):
-    assert main(["report", str(run), "--all", str(tmp_path / "new" / "folder")]) == 0
-    assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == sorted(folder.FILES.values())
 
 
 def test_what_goes_to_the_standard_output_is_the_report_and_nothing_else(run, tmp_path, capfdbinary):
@@ -245,15 +193,6 @@ def test_a_report_that_cannot_be_written_does_not_cost_the_others(run, tmp_path,
     assert (tmp_path / "a.md").exists()
 
 
-def test_a_report_that_trips_over_something_does_not_cost_the_others(run, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(results_json, "render", lambda _: 1 / 0)
-    code = main(["report", str(run), "--json", str(tmp_path / "a.json"), "--markdown", str(tmp_path / "a.md")])
-    assert code == 4
-    assert re.search(r"a\.json: .*ZeroDivisionError", capsys.readouterr().err)
-    assert (tmp_path / "a.md").exists()
-    assert not (tmp_path / "a.json").exists()
-
-
 def test_a_former_file_is_intact_where_the_new_one_cannot_be_written(run, tmp_path, monkeypatch):
     out = tmp_path / "metrics.prom"
     out.write_text("before")
@@ -265,15 +204,6 @@ def test_a_former_file_is_intact_where_the_new_one_cannot_be_written(run, tmp_pa
     assert main(["report", str(run), "--prometheus", str(out)]) == 4
     assert out.read_text() == "before"
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["metrics.prom"]
-
-
-def test_the_line_about_what_was_written_is_one_and_acts_on_no_terminal(tmp_path, capsys):
-    hostile = example_runs.write(tmp_path / "run", "hostile")
-    assert main(["report", str(hostile), "--json", str(tmp_path / "a\nb.json")]) == 0
-    told = capsys.readouterr().err
-    assert told.endswith("b.json\n")
-    assert told.removesuffix("\n").isprintable()
-    assert len(told) < 400
 
 
 @pytest.mark.parametrize("out", ["-", "/dev/stdout"])

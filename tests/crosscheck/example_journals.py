@@ -7,7 +7,7 @@ from typing import Any
 
 from written_runs import case, measured, place
 
-GB, GB_10 = 1_000_000_000, 10_000_000_000
+GB = 1_000_000_000
 
 
 def collective(

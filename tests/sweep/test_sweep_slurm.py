@@ -138,27 +138,6 @@ def test_who_did_not_get_through_alone_is_told_and_left_out(fake, sweep, tmp_pat
     assert told.out.splitlines()[-1].startswith("REJECTED, exit code 1: rejected: n2; n2: matmul: matmul 1 TFLOPS")
 
 
-def test_the_sweep_has_the_verdict_of_its_worst_part(fake, sweep):
-    for together, code, reason in (
-        (REJECTED, 1, "rejected: together"),
-        ({"do": "say", "exit": 1}, 11, "without a verdict: together"),
-        (leaves(nnodes=2), 11, "16 ranks on 2 nodes, but 24 on 3 "),
-    ):
-        fake.acts({"*": PASSED, "together": together}, ["n1", "n2", "n3"])
-        got, kept, told = sweep("n[1-3]")
-        assert (got, kept["exit"]) == (code, code), told
-        assert reason in kept["reason"]
-
-
-def test_too_few_survivors_do_not_run_together(fake, sweep):
-    fake.acts({"*": REJECTED, "n2": PASSED})
-    code, kept, _ = sweep("n[1-3]")
-    assert (code, kept["together"]) == (1, None)
-    assert kept["reason"].startswith("rejected: n1, n3; n1: matmul")
-    assert "--min-nodes is 2" in kept["why_not_together"]
-    assert [note["name"] for note in fake.noted("start") if note["name"] == "together"] == []
-
-
 def test_no_more_nodes_than_asked_for_run_at_a_time(fake, sweep):
     fake.acts({"*": {**REJECTED, "seconds": 0.2}})
     assert sweep("n[1-5]", options=["--at-once", "2"])[0] == 1

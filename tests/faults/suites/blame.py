@@ -29,7 +29,7 @@ FAULTS = os.environ["FAULTS"].split()
 SLOW_SECONDS = 1.0
 DROPPED_SECONDS = 6.0
 """How long a probe of a fabric that drops something is waited for. Of all others the end is waited for."""
-WHY_NOT, EXCLUDE, TAKE = Isolator.why_not, Isolator._exclude, Planner.take
+WHY_NOT, EXCLUDE = Isolator.why_not, Isolator._exclude
 
 
 class Fault:
