@@ -2,66 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+import shipped_suite
 from each import of_each
 
-ROOT = Path(__file__).parent.parent
-OPTIONS = (
-    "",
-    "-k lora",
-    "-k scaling",
-    "-k ddp",
-    "-k fsdp",
-    "-k checkpoint",
-    "-k vision",
-    "-k nccl",
-    "-m nccl",
-    "-m single_gpu",
-)
 Selected = dict[str, dict[str, None]]
-"""Options -> what they select in the order of the run, without the folder; of "" the whole suite."""
-_DEADLINE_SECONDS = 300
-_COLLECT = """
-import json, sys
-import pytest
-
-class Collected:
-    def pytest_collection_finish(self, session):
-        self.ids = [item.nodeid for item in session.items]
-
-found = {}
-for options in sys.argv[1:]:
-    collected = Collected()
-    given = ["acceptance", "--collect-only", "-qq", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
-    pytest.main([*given, *options.split()], plugins=[collected])
-    found[options] = collected.ids
-print("\\n" + json.dumps(found))
-"""
 
 
 @pytest.fixture(scope="module")
 def selected() -> Selected:
-    """torch is loaded once for all options."""
-    left_over = ("PYTEST_", "GPUCLUSTER_", "TORCH", "SLURM_", "OMPI_", "RANK", "WORLD_SIZE", "LOCAL_")
-    done = subprocess.run(
-        [sys.executable, "-c", _COLLECT, *OPTIONS],
-        cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if not name.startswith(left_over)},
-        capture_output=True,
-        text=True,
-        timeout=_DEADLINE_SECONDS,
-        check=True,
-    )
-    found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
-    return {
-        options: dict.fromkeys(nodeid.removeprefix("acceptance/") for nodeid in ids) for options, ids in found.items()
-    }
+    """Options -> what they select in the order of the run, without the folder; of "" the whole suite."""
+    return shipped_suite.selected()
 
 
 def of_file(selected: Selected, name: str) -> set[str]:
