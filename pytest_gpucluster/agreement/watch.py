@@ -38,6 +38,8 @@ _KILLED_SECONDS = 1.0
 """How long the end of a killed sibling is waited for, so that what it leaves can be taken away."""
 _LOOK_SECONDS = 0.01
 _RELEASE_SECONDS = 2.0
+_LEAVES_WITHIN_SECONDS = 0.25
+"""A main thread that runs Python code leaves it so soon, before its groups are released."""
 """How long a look of the watcher may wait for an abort to return."""
 _GIL_DUMP_SECONDS = 2.5
 """A process that holds the GIL this long has its stacks written by faulthandler, which needs no GIL."""
@@ -445,11 +447,17 @@ class Watch:
         with self._lock:
             if not phase.in_body or phase is not self._phase:
                 return
+            is_first = phase.number not in self._released
             reason = self._released.setdefault(phase.number, reason or phase.peer_message or phase.label)
             self.python.arm(reason)
             releasers = list(self._releasers)
-        self._release_all(releasers)
         self.python.release()
+        if is_first:
+            # A gloo collective that begins while its connections are being shut down may never return.
+            until = time.monotonic() + _LEAVES_WITHIN_SECONDS
+            while phase.in_body and time.monotonic() < until:
+                time.sleep(_LOOK_SECONDS)
+        self._release_all(releasers)
 
     def _release_all(self, releasers: Sequence[Releaser]) -> None:
         """Try every way, each in a thread of its own: an abort that hangs or fails must not take the watcher along."""
