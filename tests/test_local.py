@@ -11,6 +11,8 @@ import time
 import pytest
 from sessions import DEADLINE_SECONDS, Left, Project
 
+from pytest_gpucluster import journal
+
 WORKERS = ("-n", "2", "--dist", "each", "--max-worker-restart=0")
 HEAD = """\
 import os, pytest, signal, time
@@ -269,10 +271,19 @@ def test_a_rerun_on_one_worker_counts_once(project: Project) -> None:
 
 
 def interrupted(project: Project, *, everybody: bool = False) -> Left:
-    """Press Ctrl-C once all workers are in their long test: it reaches the controller, or all of its group."""
+    """Press Ctrl-C once all workers are in their long test, and the one before is in the journal.
+
+    It reaches the controller, or all of its group.
+    """
+
+    def is_there() -> bool:
+        if not all((project.path / f"at{rank}").exists() for rank in (0, 1)):
+            return False
+        return bool(journal.read(project.path / "gpucluster-report" / "latest" / "journal.jsonl").results)
+
     with project.spawn(*WORKERS) as process:
         until = time.monotonic() + DEADLINE_SECONDS
-        while not all((project.path / f"at{rank}").exists() for rank in (0, 1)):
+        while not is_there():
             assert time.monotonic() < until, process.output
             assert process.popen.poll() is None, process.output
             time.sleep(0.05)

@@ -17,6 +17,7 @@ import fake_sampler
 import pytest
 
 from pytest_gpucluster import node_sampler
+from pytest_gpucluster.agreement.vitals import process_state
 from pytest_gpucluster.node_sampler import Link, NodeSampler
 from pytest_gpucluster.telemetry import QUERIES
 
@@ -232,6 +233,9 @@ def test_a_sampler_that_is_stopped_keeps_nobody_waiting(start: Start) -> None:
     with link.window():
         pass
     os.kill(sampler.pid, signal.SIGSTOP)
+    end = time.monotonic() + DEADLINE
+    while not process_state(sampler.pid).startswith("T"):
+        assert time.monotonic() < end
     link._answer_seconds = 0.01
     with link.window() as window:
         pass
