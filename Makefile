@@ -30,13 +30,13 @@ rehearsal: $(STAMP) ## run the acceptance suite on two CPU ranks: no GPU needed,
 	exit $$status
 
 test: $(STAMP) ## run the project's own tests: all that pip alone can run, warnings being errors
-	$(PY) -m pytest tests -m "not extended" --durations=12 --durations-min=10
+	$(PY) tests/halves.py -m "not extended" --durations=6 --durations-min=10
 
 smoke: $(STAMP) ## one short run of each real service: Slurm, ssh, a browser
 	$(PY) -m pytest tests/deploy tests/remote tests/reports -m smoke
 
 test-all: $(STAMP) ## all tests, those of real services and of perf/ too, and 30 rounds of faults
-	$(PY) -m pytest tests --durations=25 --durations-min=10
+	$(PY) tests/halves.py --durations=12 --durations-min=10
 	$(PY) perf/soak.py --rounds 30 --at-once 2
 
 mutants: $(STAMP) ## change one place of the product at a time: do the tests notice? MUTANTS="--count 20 --only units"
