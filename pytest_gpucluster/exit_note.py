@@ -60,12 +60,13 @@ def guard() -> None:
     A function takes the place of ``os._exit``, so it must be there before a conftest or a test can take hold of that.
     """
     leave_now = os._exit
-    if getattr(leave_now, "__module__", None) == __name__:
+    if getattr(leave_now, "kept", None) is _kept:
         return
 
     def leave_with(status: int) -> NoReturn:
         leave_now(_kept.get(os.getpid(), status))
 
+    leave_with.kept = _kept  # type: ignore[attr-defined]
     os._exit = leave_with
 
 

@@ -169,16 +169,16 @@ def network_cards(sources: FabricSources | None = None) -> int | None:
     """Count the network cards of this node that are for data between nodes; None where the kernel shows none.
 
     Counted is what is plugged in, in whatever state its ports are: a node of eight cards that has lost the links of
-    four must not be compared with what four cards can do. So NCCL's log, which names the ports that work, says nothing
-    here. Of the ports that NCCL may use the fastest one that is active shows which cards are meant: those of its kind
-    (``hca_type``) and link layer, and those with another port as fast. A slower card of another kind, for storage, is
-    not among them; one that is of the same kind is, and also one that ``NCCL_IB_HCA`` leaves out, for a variable must
-    not lower a floor. The two ports of one card are one card, by its place on the PCI bus: they share its lanes.
+    four must not be compared with what four cards can do. So neither NCCL's log, which names the ports that work, nor
+    ``NCCL_IB_HCA`` says anything here. Of the ports that NCCL uses by itself the fastest one that is active shows which
+    cards are meant: those of its kind (``hca_type``) and link layer, and those with another port as fast. A slower card
+    of another kind, for storage, is not among them; one that is of the same kind is. Where the node has more cards that
+    are alike, their number counts: those that are meant may all be down. The two ports of one card are one card, by
+    its place on the PCI bus: they share its lanes.
     """
     sources = sources or FabricSources()
     adapters = infiniband.read(sources.sysfs, gids=False, only_bytes=True)
-    used = used_ports(adapters, (nccl_environment.effective(sources.settings()).get("NCCL_IB_HCA", ""),))
-    fastest = max(used, key=lambda port: (port.is_active, port.rate_gbps or 0.0), default=None)
+    fastest = max(used_ports(adapters), key=lambda port: (port.is_active, port.rate_gbps or 0.0), default=None)
     if fastest is None:
         return None
     kind = next(device.kind for device in adapters.devices if device.name == fastest.device)
@@ -189,8 +189,15 @@ def network_cards(sources: FabricSources | None = None) -> int | None:
             return bool(of_layer) or not device.ports  # a card that shows no port is broken, and still plugged in
         return any(port.is_active and port.rate_gbps == fastest.rate_gbps for port in of_layer)
 
-    meant = filter(is_meant, adapters.devices)
-    return len({device.pci.rpartition(".")[0] if device.pci else device.name for device in meant})
+    alike: dict[tuple[str, str], list[Device]] = {}
+    for device in adapters.devices:
+        for layer in {port.link_layer for port in device.ports} or {""}:
+            alike.setdefault((device.kind, layer), []).append(device)
+    return max(_cards(filter(is_meant, adapters.devices)), *map(_cards, alike.values()))
+
+
+def _cards(devices: Iterable[Device]) -> int:
+    return len({device.pci.rpartition(".")[0] if device.pci else device.name for device in devices})
 
 
 def roce_gid(port: Port, index: int | None) -> Gid | None:

@@ -59,6 +59,7 @@ def test_a_slow_card_for_storage_is_not_the_slowest_port_of_the_fabric(tmp_path:
 
 
 DOWN = {"state": "1: DOWN", "phys_state": "2: Polling", "rate": "10 Gb/sec (4X SDR)"}
+ETHERNET = {"link_layer": "Ethernet"}
 LEFT_OUT = {"NCCL_IB_HCA": "mlx5_0"}
 STORAGE = {"kind": "MT4123", "board": "MT_0000000223", "rate": "200 Gb/sec (4X HDR)"}
 
@@ -71,10 +72,12 @@ STORAGE = {"kind": "MT4123", "board": "MT_0000000223", "rate": "200 Gb/sec (4X H
         ("eight, four of them slow", [{}, {"rate": "200 Gb/sec (4X HDR)"}] * 4, {}, 8),
         ("eight of two makers", [{}, {"kind": "MT4130"}] * 4, {}, 8),
         ("four, and four for storage", [{}, STORAGE] * 4, {}, 4),
-        ("four, and Ethernet", [{}, {"link_layer": "Ethernet"}] * 4, {}, 4),
+        ("four, and Ethernet", [{}, ETHERNET] * 4, {}, 4),
         ("four of two ports", [{"pci": f"0000:{card:02x}:00.{port}"} for card in range(4) for port in (0, 1)], {}, 4),
         ("eight, of which a variable leaves one", [{}] * 8, LEFT_OUT, 8),
         ("none that is active", [DOWN] * 8, {}, 8),
+        ("none that is active but two for storage", [DOWN] * 8 + [{"kind": "MT41692", **ETHERNET}] * 2, {}, 8),
+        ("eight, and a variable for storage", [ETHERNET] + [{}] * 8, LEFT_OUT, 8),
         ("none", [], {}, None),
     ],
     lambda case: case[0],

@@ -38,9 +38,9 @@ _KILLED_SECONDS = 1.0
 """How long the end of a killed sibling is waited for, so that what it leaves can be taken away."""
 _LOOK_SECONDS = 0.01
 _RELEASE_SECONDS = 2.0
+"""How long a look of the watcher may wait for an abort to return."""
 _LEAVES_WITHIN_SECONDS = 0.25
 """A main thread that runs Python code leaves it so soon, before its groups are released."""
-"""How long a look of the watcher may wait for an abort to return."""
 _GIL_DUMP_SECONDS = 2.5
 """A process that holds the GIL this long has its stacks written by faulthandler, which needs no GIL."""
 _LOST_BEFORE_TERM_SECONDS = 0.4

@@ -113,7 +113,8 @@ class Payload:
         """Describe what is wrong with the sums after all calls since they were filled, or return None.
 
         In place, each call multiplies what the one before has left by the number of ranks: one wrong element makes all
-        later sums of it wrong, so that one look is at all calls. Where such sums cannot be exact in any order of the
+        later sums of it wrong, so that one look is at all calls; but what one rank alone has wrong in the lowest
+        log2(ranks) bits the next call rounds away. Where such sums cannot be exact in any order of the
         additions, as those of 8 ranks in bf16, only those of the first call are compared. Waits for the device.
         """
         again = max(0, self._calls - 1) if self.shape.in_place else 0

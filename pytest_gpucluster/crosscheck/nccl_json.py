@@ -104,7 +104,10 @@ class _Object:
             return math.nan
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self._unlike(name, "a number")
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise self._unlike(name, "a number of 64 bits") from None
 
     def text(self, name: str) -> str:
         value = self.content.get(name)

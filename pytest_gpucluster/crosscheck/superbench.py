@@ -36,7 +36,7 @@ such as ``gdr-only`` or ``ib``, send the data another way, or to other nodes."""
 _BENCHMARK = "nccl-bw"
 _KEY = re.compile(
     rf"{_BENCHMARK}(?::(?P<annotation>[^/]+))?/(?:\d+/)?"
-    r"(?:(?P<operation>[a-z]+)_(?P<size>\d+)_busbw|(?P<code>return_code))(?::\d+)?"
+    r"(?:(?P<operation>[a-z]+)_(?P<size>\d{1,18})_busbw|(?P<code>return_code))(?::\d+)?"
 )
 _RESOLUTION = 0.01
 """nccl-tests prints hundredths of GB/s, which SuperBench takes over."""
@@ -126,4 +126,7 @@ def _busbw(value: Any, name: str, node: str, origin: str) -> float:
         return math.nan
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise OutputError(f"{origin}: {name} of {node} is {value!r:.40}, which is no number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise OutputError(f"{origin}: {name} of {node} is larger than any rate") from None

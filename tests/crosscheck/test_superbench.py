@@ -91,6 +91,7 @@ BAD = {
     "failed": (summary(NODE | {"nccl-bw/return_code": 3}), "return_code of sb-validation-01 is 3"),
     "failed, of a rank": (summary(NODE | {"nccl-bw:nvlink/return_code:0": None}), "is None"),
     "no number": (summary(with_key("nccl-bw/allreduce_8_busbw:0", "fast")), "'fast'"),
+    "too large": (summary(with_key("nccl-bw/allreduce_8_busbw:0", 10**400)), "larger"),
     "true": (summary(with_key("nccl-bw/allreduce_8_busbw:0", True)), "True"),
 }
 
