@@ -2,7 +2,8 @@
 
 Until the roll call no rank knows another one, and torchrun answers the first failure with SIGTERM to all other ranks.
 So each rank keeps a note beside its error file, in a folder that torchrun makes for each rank of a node. A rank that
-has ended and had not noted SIGTERM before is a culprit. Without torchrun's folder there are no notes.
+has ended and had noted neither SIGTERM nor the loss of rank 0 before is a culprit. Without torchrun's folder there are
+no notes.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class StartNote:
         started: when it started, in clock ticks since boot: another process with its number has another time.
         phase: what it does.
         error, text: why it failed, in one line and with the traceback; "" if it has not.
-        terminated: it was sent SIGTERM.
+        secondary: it ends because of another rank: it was sent SIGTERM, or found rank 0 lost.
     """
 
     rank: int
@@ -59,13 +60,13 @@ class StartNote:
     phase: str = "loading conftest files"
     error: str = ""
     text: str = ""
-    terminated: bool = False
+    secondary: bool = False
 
     def failure(self) -> str:
         """Return in one line how this rank failed; "" if it has not, as far as is known."""
         if self.error:
             return f"rank {self.rank} ({self.host}) failed while {self.phase}: {self.error}"
-        if self.terminated or start_time(self.pid) == self.started:
+        if self.secondary or start_time(self.pid) == self.started:
             return ""
         return (
             f"rank {self.rank} ({self.host}, pid {self.pid}) ended without a message (killed, or ended by os._exit) "
@@ -97,7 +98,7 @@ class Start:
 
     def failed(self, error: BaseException) -> None:
         """Note why this rank fails. Rank 0 reports it; where that has ended, the first rank of its node that lives."""
-        if self._is_over or self._note.error:
+        if self._is_over or self._note.error or self._note.secondary:
             return
         kind = type(error).__name__
         told = first_line(str(error)) or kind
@@ -128,15 +129,19 @@ class Start:
         return first_line("; ".join(lines)), "\n\n".join([*lines, *(note.text for note in failed if note.text)])
 
     def rank_0_is_lost(self) -> bool:
-        """Tell whether rank 0, on this node, has ended before it had a recorder, and without a word of its own.
+        """Return whether rank 0, on this node, has ended before it had a recorder, and without an error of its own.
 
-        The first rank of the node that lives reports it then.
+        The first rank of the node that lives reports it then. What this rank fails with afterwards is a consequence.
         """
         notes = self._notes()
         lost = bool(notes) and notes[0].rank == 0 and notes[0].phase != JOINING and not notes[0].error
         if not lost or not notes[0].failure():
             return False
-        if next((note.rank for note in notes if not note.failure()), None) == self._note.rank:
+        first = next((note.rank for note in notes if not note.failure()), None)
+        if not self._note.error:
+            self._note = replace(self._note, secondary=True)
+            self._write()
+        if first == self._note.rank:
             self._tell()
         return True
 
@@ -170,7 +175,7 @@ class Start:
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._note.pid and not self._is_over:
-            self._note = replace(self._note, terminated=True)
+            self._note = replace(self._note, secondary=True)
             self._write()
             self._report()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

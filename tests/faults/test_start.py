@@ -82,9 +82,9 @@ def note(**more) -> StartNote:
 
 def test_who_lives_or_was_ended_by_torchrun_is_not_to_blame():
     assert note().failure() == ""
-    assert note(started=-1, terminated=True).failure() == ""
+    assert note(started=-1, secondary=True).failure() == ""
     assert "rank 1 (node-a, pid 1)" in note(started=-1).failure()
-    assert note(terminated=True, error="KeyError: x").failure().endswith("KeyError: x")
+    assert note(secondary=True, error="KeyError: x").failure().endswith("KeyError: x")
 
 
 @pytest.fixture
@@ -126,6 +126,20 @@ def test_after_the_roll_call_nothing_is_reported(start):
     start.over()
     start.failed(ValueError("late"))
     assert start.told == []
+
+
+def test_a_rank_that_gives_up_because_rank_0_is_lost_is_not_the_cause(start, tmp_path):
+    others = [
+        Start(tmp_path / f"{rank}" / "gpucluster-start.json", note(rank=rank), lambda *said: start.told.append(said))
+        for rank in (1, 2)
+    ]
+    leaves(tmp_path, note(rank=0, started=-1))
+    for rank in others:
+        assert rank.rank_0_is_lost()
+        rank.failed(ValueError("the start is given up"))
+    assert {"rank 0" in line and "rank 1" not in line for line, _ in start.told} == {True}
+    assert "rank 0" in others[1].failures()[0]
+    assert "rank 1" not in others[1].failures()[0]
 
 
 def test_a_note_that_cannot_be_read_is_none(start, tmp_path):
