@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Protocol, cast
 
 from pytest_gpucluster import __version__
+from pytest_gpucluster.commands.command import DONE, NO_OUTPUT, USAGE
 
-DONE, USAGE, NO_OUTPUT = 0, 2, 4
 READER_GONE = 141
 """As a shell says of a program that SIGPIPE has ended. Never 0: `gpucluster compare OLD NEW | head` may end before the
 answer is known."""

@@ -27,8 +27,9 @@ from pytest_gpucluster.cause import in_own_words
 from pytest_gpucluster.errors import CommunicationError, EnvironmentBroken, NvlsFailed
 from pytest_gpucluster.fabric_ports import network_cards
 from pytest_gpucluster.launch import RankFacts
+from pytest_gpucluster.metrics import WITHOUT_NVLS
 from pytest_gpucluster.nccl_choice import Agreed, agreed
-from pytest_gpucluster.nccl_environment import WITHOUT_NVLS, switch_nvls_off
+from pytest_gpucluster.nccl_environment import switch_nvls_off
 from pytest_gpucluster.nccl_log import NcclLog
 from pytest_gpucluster.wording import first_line
 

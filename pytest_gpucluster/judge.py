@@ -19,10 +19,9 @@ from pytest_gpucluster import evidence, hardware, metrics, stats, units
 from pytest_gpucluster.judged import Judged, Judgement, Outcome, Status
 from pytest_gpucluster.limits import Limit, Thresholds, facts, peak_of
 from pytest_gpucluster.metric_catalogue import Metric
-from pytest_gpucluster.metrics import Measurement
+from pytest_gpucluster.metrics import WITHOUT_NVLS, Measurement
 from pytest_gpucluster.misses import NOTHING, Miss, interval_text, margin, misses
 from pytest_gpucluster.missing_limit import missing_limit
-from pytest_gpucluster.nccl_environment import WITHOUT_NVLS
 from pytest_gpucluster.node_or_gpu import together
 from pytest_gpucluster.stragglers import straggler_ratio, straggler_ratios
 from pytest_gpucluster.wording import MESSAGE_CHARACTERS, printable

@@ -23,6 +23,8 @@ from pytest_gpucluster.sampling import STOPPED_BY, Series, Stopped
 
 _REGISTRY: dict[str, Metric] = {metric.name: metric for metric in CATALOGUE}
 METRICS: Mapping[str, Metric] = MappingProxyType(_REGISTRY)
+WITHOUT_NVLS = {"nvls": "switched off"}
+"""The label of every value that was measured through groups for which this suite has switched NVLS off."""
 
 
 _CAUSES = (

@@ -28,8 +28,6 @@ OF_A_RANK = ("NCCL_IB_HCA", "UCX_NET_DEVICES", "OMP_NUM_THREADS")
 """What a launcher may set for each rank of a node anew, so that each uses the card beside its GPU."""
 OF_A_NODE = ("NCCL_SOCKET_IFNAME",)
 """What may be set for each node anew: the same network has another interface's name on another kind of host."""
-WITHOUT_NVLS = {"nvls": "switched off"}
-"""The label of every value that was measured through groups for which this suite has switched NVLS off."""
 _NVLS, _NO_CACHE, _SWITCHED_OFF = "NCCL_NVLS_ENABLE", "NCCL_NO_CACHE", "GPUCLUSTER_NVLS_SWITCHED_OFF"
 
 

@@ -129,8 +129,8 @@ verdict_record: errors isolation.exclude journal verdict
 announcement: wording run verdict_record
 report_process: wording whole_file journal reports.*
 cublas:
-cluster: wording errors launch cause nccl_log nccl_choice nccl_environment fabric_ports agreement.release.*
-cli: __init__
+cluster: wording errors launch metrics cause nccl_log nccl_choice nccl_environment fabric_ports agreement.release.*
+cli: __init__ commands.command
 commands.command: wording errors whole_file journal
 commands.golden: errors journal run_directory benchmarks.lora.curve benchmarks.lora.golden commands.command
 commands.report: wording errors journal reports.* commands.command

@@ -16,8 +16,7 @@ from pytest_gpucluster import metrics, thresholds
 from pytest_gpucluster.errors import MeasurementError
 from pytest_gpucluster.limits import Thresholds
 from pytest_gpucluster.metric_catalogue import Metric
-from pytest_gpucluster.metrics import Measurement, measurement
-from pytest_gpucluster.nccl_environment import WITHOUT_NVLS
+from pytest_gpucluster.metrics import WITHOUT_NVLS, Measurement, measurement
 
 
 def test_values_above_the_limit_pass_and_the_slowest_rank_decides() -> None:

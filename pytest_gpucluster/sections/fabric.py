@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from pytest_gpucluster.sampling import Sampling
-from pytest_gpucluster.sections.spec import DAY_SECONDS, Spec
+from pytest_gpucluster.sections.spec import DAY_SECONDS, MB, TB, Spec
 from pytest_gpucluster.workload_values import Amount, Duration, Ratio, Whole
-
-MB, TB = 10**6, 10**12
 
 
 @dataclass(frozen=True, kw_only=True)

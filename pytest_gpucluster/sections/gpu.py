@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from pytest_gpucluster.sampling import Sampling
-from pytest_gpucluster.sections.spec import Spec
+from pytest_gpucluster.sections.spec import MB, TB, Spec
 from pytest_gpucluster.workload_values import Amount, Choice, Duration, Ratio, Sizes, Whole
 
-MB, TB = 10**6, 10**12
 WEEK_SECONDS = 7 * 86400
 
 

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from pytest_gpucluster.sampling import Sampling
-from pytest_gpucluster.sections.spec import Spec
+from pytest_gpucluster.sections.spec import GB, Spec
 from pytest_gpucluster.workload_values import Amount, Choice, Whole
-
-MIB, GB = 2**20, 10**9
 
 
 @dataclass(frozen=True, kw_only=True)

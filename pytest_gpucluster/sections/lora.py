@@ -9,8 +9,6 @@ from pytest_gpucluster.sampling import Sampling
 from pytest_gpucluster.sections.spec import DAY_SECONDS, Spec
 from pytest_gpucluster.workload_values import Choice, Duration, Ratio, Whole
 
-MB, TB = 10**6, 10**12
-
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:

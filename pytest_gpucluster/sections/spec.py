@@ -9,6 +9,8 @@ from typing import Any
 from pytest_gpucluster.errors import UnitError
 from pytest_gpucluster.workload_values import Duration, Kind, Ratio, repeated
 
+KIB, MIB = 2**10, 2**20
+MB, GB, TB = 10**6, 10**9, 10**12
 DAY_SECONDS = 86400
 
 

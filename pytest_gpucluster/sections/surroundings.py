@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from pytest_gpucluster.sections.spec import Spec
+from pytest_gpucluster.sections.spec import KIB, MIB, Spec
 from pytest_gpucluster.workload_values import Amount, Duration, Whole
-
-KIB, MIB = 2**10, 2**20
 
 
 @dataclass(frozen=True, kw_only=True)

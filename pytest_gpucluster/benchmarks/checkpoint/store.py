@@ -270,10 +270,10 @@ def _sealed(partial: Path, group: dist.ProcessGroup) -> dict[str, Sealed]:
     """Return what is in each file: every rank reads those that it has written, the first one also the index."""
     mine = dist.get_rank(group)
 
-    def seal() -> dict[str, Sealed]:
+    def sealed_here() -> dict[str, Sealed]:
         return {path.name: manifest.seal(path) for path in sorted(partial.iterdir()) if _writer(path.name) == mine}
 
-    files = {name: one for of_rank in together(group, seal) for name, one in of_rank.items()}
+    files = {name: one for of_rank in together(group, sealed_here) for name, one in of_rank.items()}
     first(group, lambda: _require_complete(partial, files))
     return files
 
