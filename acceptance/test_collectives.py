@@ -3,7 +3,7 @@
 import pytest
 
 from pytest_gpucluster.benchmarks.collectives import measure_collective
-from pytest_gpucluster.units import parse
+from pytest_gpucluster.metrics.units import parse
 
 SCOPES = [
     pytest.param("node", id="node", marks=pytest.mark.needs_local_ranks(2)),

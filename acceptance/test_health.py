@@ -7,9 +7,9 @@ import pytest
 from pytest_gpucluster.benchmarks.dtypes import check_product, dtypes_of
 from pytest_gpucluster.benchmarks.load import held_bytes, keep_busy
 from pytest_gpucluster.health.examination import examine
-from pytest_gpucluster.health.finding import identity
 from pytest_gpucluster.health.fleet import require_uniform
 from pytest_gpucluster.health.gathering import gather
+from pytest_gpucluster.metrics.finding import identity
 
 
 @pytest.mark.first(3)

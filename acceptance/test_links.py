@@ -5,11 +5,16 @@ import json
 import pytest
 
 from pytest_gpucluster.benchmarks.link_survey import rounds_of, survey
-from pytest_gpucluster.links.places import Places
-from pytest_gpucluster.links.plan import predicted_seconds
-from pytest_gpucluster.links.requirement import require_measured, require_sound
-from pytest_gpucluster.links.survey_text import announced, compact, text, to_json
-from pytest_gpucluster.units import parse
+from pytest_gpucluster.isolation.link_survey import (
+    announced,
+    compact,
+    require_measured,
+    require_sound,
+    survey_text,
+    to_json,
+)
+from pytest_gpucluster.isolation.round_robin import Places, predicted_seconds
+from pytest_gpucluster.metrics.units import parse
 
 BESIDE_SECONDS = 120.0  # making the groups, connecting every pair, filling and verifying the payloads
 LONGER = 3.0  # than planned: rounds in which a pair is far too slow
@@ -62,7 +67,7 @@ def all_links(request, cluster, gpu, inventory, limits, workload, telemetry, pro
         record_property("links.matrix", compact(found))
         if cluster.rank == 0:
             (artifacts / f"links-{scope}.json").write_text(json.dumps(to_json(found)), encoding="utf-8")
-            (artifacts / f"links-{scope}.txt").write_text(text(found), encoding="utf-8")
+            (artifacts / f"links-{scope}.txt").write_text(survey_text(found), encoding="utf-8")
         return found, {**labels, **carried.labels}, carried.beside(window.summary())
 
     return surveyed

@@ -3,7 +3,7 @@
 import pytest
 
 from pytest_gpucluster.benchmarks.collectives import all_reduce
-from pytest_gpucluster.units import parse
+from pytest_gpucluster.metrics.units import parse
 
 SCOPES = [
     # One GPU alone is named by its own failure; of a group it has to be searched for.

@@ -6,12 +6,12 @@ import json
 import pytest
 
 from pytest_gpucluster.fabric_exchange import settings_of_all
-from pytest_gpucluster.hardware import promise_of
+from pytest_gpucluster.metrics.datasheets import promise_of
+from pytest_gpucluster.metrics.finding import require_nothing
 from pytest_gpucluster.nccl_advice.advising import advise
 from pytest_gpucluster.nccl_advice.advising import place as place_of
 from pytest_gpucluster.nccl_advice.gathering import Sources, gather, of_ranks
 from pytest_gpucluster.nccl_findings import judge
-from pytest_gpucluster.surroundings.notice import require_nothing
 
 
 @pytest.mark.first(4)

@@ -8,7 +8,7 @@ from pytest_gpucluster.benchmarks.ranks import Ranks
 from pytest_gpucluster.benchmarks.training.decoder import Geometry
 from pytest_gpucluster.benchmarks.training.scaling import efficiency, rates, straggler_table, told_series
 from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
-from pytest_gpucluster.units import parse
+from pytest_gpucluster.metrics.units import parse
 
 KINDS = {"node": ("node", "gpu"), "fabric": ("world", "node"), "total": ("world", "gpu")}
 BESIDE_SECONDS = 300.0  # compiling, connecting, filling and verifying

@@ -4,10 +4,10 @@ import os
 
 import pytest
 
+from pytest_gpucluster.metrics.finding import decisive, require_nothing
 from pytest_gpucluster.surroundings import kubernetes, slurm
 from pytest_gpucluster.surroundings.job import examine_allocation
 from pytest_gpucluster.surroundings.nodes import Nodes
-from pytest_gpucluster.surroundings.notice import decisive, require_nothing
 
 WITHIN_SECONDS = 60.0
 

@@ -14,9 +14,10 @@ from pathlib import Path
 from string import ascii_lowercase
 from types import MappingProxyType
 
-from pytest_gpucluster import thresholds, units
+from pytest_gpucluster import thresholds
 from pytest_gpucluster.limits import EVERY_SKU, Limit, Thresholds, peak_of
-from pytest_gpucluster.metric_catalogue import CATALOGUE, Metric
+from pytest_gpucluster.metrics import units
+from pytest_gpucluster.metrics.catalogue import CATALOGUE, Metric
 
 PAGES = Path(__file__).with_name("playbook")
 REHEARSAL = "cpu-rehearsal"

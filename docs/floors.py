@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from pytest_gpucluster import evidence, metrics, thresholds
+from pytest_gpucluster import evidence, thresholds
 from pytest_gpucluster.evidence import CONTRACT, Row, Support
 from pytest_gpucluster.judge import judge_value
 from pytest_gpucluster.limits import EVERY_SKU, Limit, Thresholds
+from pytest_gpucluster.metrics import measurement
 
 PAGE = Path(__file__).with_name("floors.md")
 REHEARSAL = "cpu-rehearsal"
@@ -46,7 +47,7 @@ def status(row: Row, limits: Thresholds) -> str:
     judged = judge_value(
         row.metric,
         row.value,
-        unit=metrics.known(row.metric).unit,
+        unit=measurement.known(row.metric).unit,
         sku=row.sku,
         world_size=row.world_size,
         nnodes=row.nodes,
@@ -68,10 +69,14 @@ def page(limits: Thresholds) -> str:
 
 
 def _without_floor(limits: Thresholds) -> Iterator[str]:
-    """Yield the rates that have no floor although a criterion asks for one, the SKUs of one reason in one row."""
+    """Yield the rates that have no floor although a criterion asks for one: one row for the SKUs of one reason."""
     skus: dict[tuple[str, str, str], list[str]] = {}
     for limit in limits.limits:
-        if limit.record_only is None or limit.sku in (EVERY_SKU, REHEARSAL) or not metrics.known(limit.metric).is_rate:
+        if (
+            limit.record_only is None
+            or limit.sku in (EVERY_SKU, REHEARSAL)
+            or not measurement.known(limit.metric).is_rate
+        ):
             continue
         below = any(part.high_open for part in limit.when if part.key == "size")
         alone = any(part.key == "world_size" and part.high == 1 for part in limit.when)

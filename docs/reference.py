@@ -14,19 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from pytest_gpucluster import (
-    cli,
-    fixtures,
-    hardware,
-    hookspecs,
-    metrics,
-    options,
-    plugin,
-    thresholds,
-    units,
-    verdict,
-)
+from pytest_gpucluster import cli, fixtures, hookspecs, option_values, options, plugin, thresholds, verdict
 from pytest_gpucluster.limits import EVERY_SKU, KNOWN_LABELS, TOPOLOGY
+from pytest_gpucluster.metrics import datasheets, measurement, units
 
 PAGE = Path(__file__).with_name("reference.md")
 PACKAGE = Path(cli.__file__).parent
@@ -101,8 +91,8 @@ def _options() -> Iterator[str]:
 def _timeouts() -> Iterator[str]:
     yield "## Timeouts\n"
     yield "Seconds, for `--gpucluster-timeouts NAME=SECONDS,...`.\n"
-    meanings = dict(_attributes(options.Timeouts))
-    fields = options.Timeouts.__dataclass_fields__.values()
+    meanings = dict(_attributes(option_values.Timeouts))
+    fields = option_values.Timeouts.__dataclass_fields__.values()
     yield from _table(
         ("name", "default", "meaning"), ((f"`{f.name}`", f"{f.default:g}", meanings[f.name]) for f in fields)
     )
@@ -239,7 +229,7 @@ def _metrics() -> Iterator[str]:
                 f"`{m.peak}`{'' if m.peak_is_bound else ' (no bound)'}" if m.peak else "",
                 m.doc,
             )
-            for m in metrics.METRICS.values()
+            for m in measurement.METRICS.values()
         ),
     )
 
@@ -272,9 +262,9 @@ def _skus() -> Iterator[str]:
         ((name, _listed(sku.nvml_names) or "none: CPU ranks", str(entries[name])) for name, sku in limits.skus.items()),
     )
     yield from _table(
-        ("SKU", *(f"{name} ({unit})" for name, unit in hardware.PEAK_UNITS.items())),
+        ("SKU", *(f"{name} ({unit})" for name, unit in datasheets.PEAK_UNITS.items())),
         (
-            (name, *(_figure(getattr(sku.peaks, peak)) for peak in hardware.PEAK_UNITS))
+            (name, *(_figure(getattr(sku.peaks, peak)) for peak in datasheets.PEAK_UNITS))
             for name, sku in limits.skus.items()
             if sku.peaks is not None
         ),

@@ -15,11 +15,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_gpucluster import hardware, metrics
 from pytest_gpucluster.errors import JournalError
-from pytest_gpucluster.journal import Journal, JudgedMetric, TestResult, locate, read
+from pytest_gpucluster.journal import Journal, locate, read
+from pytest_gpucluster.journal_lines import TestResult
+from pytest_gpucluster.journal_measurements import JudgedMetric
+from pytest_gpucluster.metrics import datasheets, measurement
 from pytest_gpucluster.reports import tables
-from pytest_gpucluster.wording import one_line
+from pytest_gpucluster.text import one_line
 
 PAGE = Path(__file__).with_name("results.md")
 NOT_MEASURED = "not measured"
@@ -87,7 +89,7 @@ def _goals() -> Iterator[Goal]:
             "FLOPS comparison table)"
         ),
     )
-    peaks = hardware.SKUS["H200"].peaks
+    peaks = datasheets.SKUS["H200"].peaks
     assert peaks is not None
     least = 4.3
     yield Goal(
@@ -155,7 +157,7 @@ def _goal_section(runs: Sequence[Evidence]) -> Iterator[str]:
 
 def _best(goal: Goal, runs: Sequence[Evidence]) -> str:
     """Return the best value of a goal's metric that was measured as it should be, on GPUs of its kind only."""
-    sku = hardware.SKUS[goal.sku]
+    sku = datasheets.SKUS[goal.sku]
     good = [
         (judged.value, judged, run)
         for run in runs
@@ -227,7 +229,7 @@ def _measurement_row(result: TestResult, judged: JudgedMetric) -> Sequence[str]:
         origin = f" ({judged.limit.origin})" if judged.limit.origin else ""
         limit = tables.limit_text(judged) + origin
     return (
-        f"`{judged.metric}`" if judged.metric in metrics.METRICS else _plain(judged.metric),
+        f"`{judged.metric}`" if judged.metric in measurement.METRICS else _plain(judged.metric),
         _plain(_labels(judged)),
         _plain(status),
         _plain(f"{value} (worst of {len(judged.values)} ranks)" if len(judged.values) > 1 else value),
@@ -244,7 +246,7 @@ def _labels(judged: JudgedMetric) -> str:
 
 def _missing_section(runs: Sequence[Evidence]) -> Iterator[str]:
     measured = {judged.metric for run in runs for _, judged in run.measured if judged.value is not None}
-    missing = [metric for metric in metrics.METRICS.values() if metric.name not in measured]
+    missing = [metric for metric in measurement.METRICS.values() if metric.name not in measured]
     if not missing:
         return
     yield "## Not measured\n"

@@ -76,7 +76,7 @@ class Pairs:
 
         from pytest_gpucluster.benchmarks.collective_shape import shape_of
         from pytest_gpucluster.benchmarks.collectives import CALLS
-        from pytest_gpucluster.sampling import Sampling
+        from pytest_gpucluster.metrics.sampling import Sampling
 
         group = dist.group.WORLD
         assert group is not None
@@ -194,12 +194,12 @@ def run(arguments: argparse.Namespace, folder: Path) -> int:
 
 def sizes(text: str) -> list[int]:
     """Read sizes as of --gpucluster-sizes, in bytes."""
-    from pytest_gpucluster.collective_sizes import read
+    from pytest_gpucluster.config.workload_loader import read_sizes
     from pytest_gpucluster.errors import OptionError
-    from pytest_gpucluster.units import parse
+    from pytest_gpucluster.metrics.units import parse
 
     try:
-        found = [round(parse(size).to("B")) for size in read(text)[0].texts]
+        found = [round(parse(size).to("B")) for size in read_sizes(text)[0].texts]
     except OptionError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if min(found) < LEAST_BYTES:

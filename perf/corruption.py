@@ -37,15 +37,14 @@ from page_text import bullets, paragraph, table
 from rates import bounded
 
 from pytest_gpucluster.benchmarks.bit_patterns import PATTERNS
+from pytest_gpucluster.benchmarks.collective_calls import MOVES
 from pytest_gpucluster.benchmarks.collective_result import busbw_factor
-from pytest_gpucluster.benchmarks.collectives import MOVES
 from pytest_gpucluster.benchmarks.matmul import flops_of
 from pytest_gpucluster.benchmarks.training.decoder import Geometry
+from pytest_gpucluster.config.workload import Workload, duration_text, predict
 from pytest_gpucluster.evidence import support_of
-from pytest_gpucluster.hardware import SKUS
-from pytest_gpucluster.predicted import duration_text, predict
-from pytest_gpucluster.units import parse
-from pytest_gpucluster.workloads import Workload
+from pytest_gpucluster.metrics.datasheets import SKUS
+from pytest_gpucluster.metrics.units import parse
 
 PAGE = Path(__file__).parent.parent / "docs" / "corruption.md"
 TRIALS_EACH = 100

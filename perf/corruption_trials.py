@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pytest_gpucluster import thresholds, workload_file
-from pytest_gpucluster.benchmarks import collectives
+from pytest_gpucluster import thresholds
+from pytest_gpucluster.benchmarks import collective_calls, collectives
 from pytest_gpucluster.benchmarks.arithmetic import ARITHMETICS, arithmetic
 from pytest_gpucluster.benchmarks.bit_patterns import PATTERNS
 from pytest_gpucluster.benchmarks.burn_in import burn_in
@@ -38,9 +38,10 @@ from pytest_gpucluster.benchmarks.training import data_parallel, fully_sharded, 
 from pytest_gpucluster.benchmarks.training.decoder import Geometry
 from pytest_gpucluster.benchmarks.training.shard_layout import local
 from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
+from pytest_gpucluster.config import workload_loader
+from pytest_gpucluster.config.workload import Workload
 from pytest_gpucluster.errors import WrongResult
-from pytest_gpucluster.sampling import Sampling
-from pytest_gpucluster.workloads import Workload
+from pytest_gpucluster.metrics.sampling import Sampling
 
 SEED = 20261
 CPU = torch.device("cpu")
@@ -56,7 +57,7 @@ _GEOMETRY = Geometry(layers=2, width=64, heads=4, vocab=256, sequence=32)
 def workload(profile: str) -> Workload:
     """Return the workload of a profile as it is shipped."""
     path = Path(__file__).parent.parent / "acceptance" / "workloads.yaml"
-    return workload_file.load(path, profile=profile).workload
+    return workload_loader.load(path, profile=profile).workload
 
 
 Errors = Sequence[tuple[str, float]]
@@ -354,7 +355,7 @@ TRIALS: Mapping[str, Trial] = {
     **{kind: _passes(kind) for kind in ("copy", "read", "write")},
     "all-reduce fp32": _collective(["all_reduce"], "fp32"),
     "all-reduce bf16": _collective(["all_reduce"], "bf16", LOOKS_AT_BF16),
-    "moved": _collective(list(collectives.MOVES), "bf16", LOOKS_AT_MOVED),
+    "moved": _collective(list(collective_calls.MOVES), "bf16", LOOKS_AT_MOVED),
     **{f"step {what}": _training(_single_step, what, ranks=1) for what in ("logit", "weight")},
     **{f"ddp {what}": _training(_ddp, what) for what in ("logit", "weight")},
     **{f"fsdp {what}": _training(_fsdp, what) for what in ("logit", "weight")},

@@ -26,8 +26,8 @@ from pytest_gpucluster.benchmarks.training.loading import Loading, endless_batch
 from pytest_gpucluster.benchmarks.training.step import BETAS, LARGEST_NORM
 from pytest_gpucluster.benchmarks.training.throughput import LEARNING_RATE, throughput
 from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
-from pytest_gpucluster.sampling import Sampling
-from pytest_gpucluster.stats import median
+from pytest_gpucluster.metrics.sampling import Sampling
+from pytest_gpucluster.metrics.stats import median
 
 
 def sampling_of(warmup_seconds: float, window_seconds: float) -> Sampling:

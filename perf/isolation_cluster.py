@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-from pytest_gpucluster.isolation.probe import Outcome
+from pytest_gpucluster.isolation.finding import Outcome
 
 ALONE_GB_PER_SECOND = 440.0
 TOGETHER_GB_PER_SECOND = 380.0

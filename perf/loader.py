@@ -29,7 +29,7 @@ import torch
 from pytest_gpucluster.benchmarks.vision.batches import Batches
 from pytest_gpucluster.benchmarks.vision.image_source import open_images
 from pytest_gpucluster.benchmarks.vision.images import Images
-from pytest_gpucluster.stats import median_interval
+from pytest_gpucluster.metrics.stats import median_interval
 
 CLASSES, WIDTH, HEIGHT = 8, 500, 375
 """Of the images that are made here: a usual size of photographs in such data sets."""

@@ -226,7 +226,7 @@ def verdicts(found: Sequence[Found], quiet: float) -> Verdicts:
 
 def units(names: Sequence[str]) -> dict[str, str]:
     """Return the unit of each criterion's metric."""
-    from pytest_gpucluster.metrics import known
+    from pytest_gpucluster.metrics.measurement import known
 
     return {name: known(METRICS[name][0]).unit for name in names}
 

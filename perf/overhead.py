@@ -40,7 +40,7 @@ GOAL_REHEARSAL_SECONDS = {"without those that train": 60.0, "all": 180.0}
 RANKS = 2
 _DEADLINE_SECONDS = 1800
 _PARTS = ("set_up", "warm_up", "measuring", "verifying", "agreeing")
-"""Of ``pytest_gpucluster.time_spent``, those that are told apart."""
+"""Of ``pytest_gpucluster.metrics.time_budget``, those that are told apart."""
 LEFT_OUT = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:anyio")
 """What is installed for this project's own tests, and not where an operator runs the suite."""
 _FIRST = "test_inventory"
@@ -99,7 +99,7 @@ def import_pairs(pairs: int) -> list[dict[str, tuple[float, float]]]:
 
 def more(pairs: Sequence[Mapping[str, tuple[float, float]]], which: int) -> tuple[float, float, float]:
     """Return how much more the plugin takes, in seconds: the median of the pairs and its 95 % interval."""
-    from pytest_gpucluster.stats import median_interval
+    from pytest_gpucluster.metrics.stats import median_interval
 
     differences = [pair["installed"][which] - pair["without"][which] for pair in pairs]
     return statistics.median(differences), *median_interval(differences)

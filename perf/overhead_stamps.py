@@ -68,10 +68,10 @@ def pytest_load_initial_conftests() -> None:
     import torch.nn.parallel  # noqa: F401
 
     stamp("torch ends")
-    from pytest_gpucluster import opening
+    from pytest_gpucluster.agreement import join, store
 
-    opening.connect = between(opening.connect, "connecting")  # type: ignore[attr-defined]
-    opening.join = between(opening.join, "roll call")  # type: ignore[attr-defined]
+    store.connect = between(store.connect, "connecting")  # type: ignore[attr-defined]
+    join.join = between(join.join, "roll call")  # type: ignore[attr-defined]
 
 
 @pytest.hookimpl(trylast=True)

@@ -29,7 +29,7 @@ def judged(pairs: Sequence[Mapping[str, float]], device: str) -> dict[str, Any]:
 
     A ratio is of rates, so above 1 ours is the faster one. Each has its median and that one's 95 % interval.
     """
-    from pytest_gpucluster.stats import median_interval
+    from pytest_gpucluster.metrics.stats import median_interval
 
     ours = [pair["bare"] / pair["ours"] for pair in pairs]
     same = [pair["bare"] / pair["again"] for pair in pairs]

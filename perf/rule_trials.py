@@ -16,16 +16,19 @@ from pathlib import Path
 from random import Random
 from statistics import NormalDist, fmean
 
-from pytest_gpucluster import metrics, misses, sampling, stragglers, thresholds, workload_file
+from pytest_gpucluster import misses, stragglers, thresholds
+from pytest_gpucluster.config import workload_loader
 from pytest_gpucluster.judge import judge
 from pytest_gpucluster.limits import Limit
-from pytest_gpucluster.metrics import Measurement, measurement
-from pytest_gpucluster.sampling import Series
+from pytest_gpucluster.metrics import measurement as metrics
+from pytest_gpucluster.metrics import sampling
+from pytest_gpucluster.metrics.measurement import Measurement, measurement
+from pytest_gpucluster.metrics.sampling import Series
 
 SEED = 20260
 
 WORKLOADS = Path(__file__).parent.parent / "acceptance" / "workloads.yaml"
-SAMPLING = workload_file.load(WORKLOADS, profile="full").workload.matmul.sampling
+SAMPLING = workload_loader.load(WORKLOADS, profile="full").workload.matmul.sampling
 BLOCK_SECONDS = 0.25
 LOOK_SECONDS = 1.0
 """After the window, how long matmul and HBM measure until they ask again. All-reduce asks after each block."""

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from pytest_gpucluster import node_sampler
+from pytest_gpucluster.metrics.stats import median_interval
 from pytest_gpucluster.node_sampler import Link, NodeSampler
-from pytest_gpucluster.stats import median_interval
 
 MOST_OF_A_CORE = 0.01
 LEAST_ON_GPU = 0.99

@@ -76,7 +76,7 @@ class Connected:
 
 def facts_of(rank: int, world_size: int) -> Any:
     """Return the facts of a simulated rank, on a node of ``GPUS_PER_NODE`` ranks."""
-    from pytest_gpucluster.launch import detect
+    from pytest_gpucluster.launch.launchers import detect
 
     local = min(GPUS_PER_NODE, world_size)
     place = {"RANK": rank, "LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": local, "GROUP_RANK": rank // local}
@@ -204,7 +204,7 @@ class Crowd:
 
     def _outcome(self, rank: int, when: str, fails: str) -> Any:
         from pytest_gpucluster.agreement.merge import RankOutcome
-        from pytest_gpucluster.metrics import Measurement
+        from pytest_gpucluster.metrics.measurement import Measurement
 
         if when != "call":
             return RankOutcome(rank=rank, outcome="passed")

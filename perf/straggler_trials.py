@@ -14,9 +14,10 @@ from random import Random
 
 from rule_trials import LIMITS, METRIC, SEED, SKU, fleet, shipped_limit
 
-from pytest_gpucluster import metrics, misses, stragglers
+from pytest_gpucluster import misses, stragglers
 from pytest_gpucluster.limits import Limit
-from pytest_gpucluster.metrics import Measurement
+from pytest_gpucluster.metrics import measurement
+from pytest_gpucluster.metrics.measurement import Measurement
 
 FLEET_SIZES = (8, 16, 64, 256, 1024)
 SLOW_COUNTS = (1, 2, 3)
@@ -74,7 +75,7 @@ def named(values: Sequence[float], limits: Mapping[str, Limit]) -> dict[str, set
     """Return the ranks that a run would name, by each of these limits."""
     ratios = stragglers.straggler_ratios(dict(enumerate(values)), "higher")
     of = {rank: Measurement(metric=METRIC, value=value, unit="TFLOPS") for rank, value in enumerate(values)}
-    known = metrics.known(METRIC)
+    known = measurement.known(METRIC)
     return {
         name: {rank for miss in misses.misses(known, limit, of, ratios=ratios, transport=None) for rank in miss.by_rank}
         for name, limit in limits.items()

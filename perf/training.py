@@ -54,7 +54,7 @@ def child(arguments: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from pytest_gpucluster.benchmarks.lora.convergence import judged_blocks
+    from pytest_gpucluster.benchmarks.lora.lesson import judged_blocks
     from pytest_gpucluster.benchmarks.lora.loop import Loop, Pieces
     from pytest_gpucluster.benchmarks.lora.model import random_base, tiny_base
     from pytest_gpucluster.benchmarks.lora.packing import pack
@@ -223,7 +223,7 @@ def gpu(device: Any) -> dict[str, Any]:
     import torch
 
     from pytest_gpucluster import thresholds
-    from pytest_gpucluster.hardware import SKUS
+    from pytest_gpucluster.metrics.datasheets import SKUS
 
     name = torch.cuda.get_device_name(device)
     sku = thresholds.load(thresholds.shipped_path()).sku_for(name)

@@ -13,12 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pytest_gpucluster import counters, node_sampler, nvml
-from pytest_gpucluster.counters import Changes, Counters, Sources
-from pytest_gpucluster.counters.snapshot import QUERIES
+from pytest_gpucluster import node_sampler, nvml
+from pytest_gpucluster.counters import growth, snapshot
+from pytest_gpucluster.counters.growth import Changes
+from pytest_gpucluster.counters.snapshot import QUERIES, Counters
+from pytest_gpucluster.counters.sources import Sources
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
-from pytest_gpucluster.hardware import ANY_GPU, promise_of
-from pytest_gpucluster.metrics import Measurement
+from pytest_gpucluster.metrics.datasheets import ANY_GPU, promise_of
+from pytest_gpucluster.metrics.measurement import Measurement
 from pytest_gpucluster.node_sampler import Link, NodeSampler, Window
 from pytest_gpucluster.telemetry import INTERVAL_SECONDS
 
@@ -199,7 +201,7 @@ class Company:
 
         def take() -> None:
             try:
-                taken.append(counters.take(sources))
+                taken.append(snapshot.take(sources))
             except Exception as error:  # whatever a driver or a file system comes up with; it is told
                 taken.append(f"{type(error).__name__}: {error}")
 
@@ -221,7 +223,7 @@ class Company:
                 return {"counters_not_available": {"all": missing}}
         assert isinstance(self._before, Counters)
         assert isinstance(after, Counters)
-        found = counters.changes(self._before, after)
+        found = growth.changes(self._before, after)
         self._judge(found)
         told = {"counters": _plain(found), "counter_notes": list(found.notes)}
         if self.sources is not None and self.sources.has_gpu:  # a rehearsal lacks nothing

@@ -17,7 +17,7 @@ from pytest_gpucluster.local_worker import DIRECTORY, SAMPLER, Worker
 from pytest_gpucluster.opening import run_line
 from pytest_gpucluster.run import Run, WorkerPlace
 from pytest_gpucluster.session import Session, take_junit
-from pytest_gpucluster.wording import first_line
+from pytest_gpucluster.text import first_line
 
 
 def prepare_environment() -> None:

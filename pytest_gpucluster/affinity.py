@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.health.finding import Finding, Kind, identity
 from pytest_gpucluster.kernel_log import normalised
+from pytest_gpucluster.metrics.finding import Finding, Kind, identity
 
 DEVICES = Path("/sys/bus/pci/devices")
 STATUS = Path("/proc/self/status")

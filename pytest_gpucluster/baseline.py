@@ -18,8 +18,8 @@ from pytest_gpucluster.comparison.table import change_text, pair_text
 from pytest_gpucluster.errors import JournalError, OptionError
 from pytest_gpucluster.journal import locate, read
 from pytest_gpucluster.judged import Judged, Judgement
-from pytest_gpucluster.units import show_apart
-from pytest_gpucluster.wording import MESSAGE_CHARACTERS, first_line, printable
+from pytest_gpucluster.metrics.units import show_apart
+from pytest_gpucluster.text import MESSAGE_CHARACTERS, first_line, printable
 
 Notes = list[tuple[str, str]]
 """Properties of a test: name and text."""

@@ -14,15 +14,16 @@ from typing import Any
 
 import pytest
 
-from pytest_gpucluster import exit_note, stale_processes, verdict
+from pytest_gpucluster import exit_note, verdict
 from pytest_gpucluster.agreement.ending import Ending
 from pytest_gpucluster.agreement.fault_file import remove_left
 from pytest_gpucluster.agreement.vitals import start_time
 from pytest_gpucluster.journal_lines import failed_before
+from pytest_gpucluster.launch import detached_process
 from pytest_gpucluster.record import now
 from pytest_gpucluster.recorder import wait_for_end
 from pytest_gpucluster.run import Run
-from pytest_gpucluster.wording import first_line
+from pytest_gpucluster.text import first_line
 
 _REPORTS_WRITTEN_SECONDS = 10.0
 _FINISH_DEADLINE_SECONDS = 60.0
@@ -201,7 +202,7 @@ def overtime(run: Run, ending: Ending) -> None:
     _wait_for_reports(run)
     if run.watch is not None:
         run.watch.remove_left()
-    stale_processes.end([str(run.fault_file.path)])
+    detached_process.end_stale_processes([str(run.fault_file.path)])
     remove_left(str(run.fault_file.path))
     os._exit(run.verdict.exit)
 

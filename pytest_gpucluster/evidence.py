@@ -14,9 +14,9 @@ from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
-from pytest_gpucluster import metrics, stats, units
 from pytest_gpucluster.errors import MeasurementError, ThresholdsError, UnitError
 from pytest_gpucluster.limits import Limit, Thresholds
+from pytest_gpucluster.metrics import measurement, stats, units
 
 PATH = Path(__file__).with_name("evidence.tsv")
 COLUMNS = ("sku", "metric", "value", "world_size", "nodes", "labels", "class", "how", "source")
@@ -151,7 +151,7 @@ def _row(fields: Sequence[str], line: int) -> Row:
     if len(fields) != len(COLUMNS):
         raise ThresholdsError(f"there are {len(fields)} columns; {len(COLUMNS)} are needed, separated by tabs")
     of = dict(zip(COLUMNS, fields, strict=True))
-    metric = metrics.known(of["metric"])
+    metric = measurement.known(of["metric"])
     for name in ("sku", "source"):
         if not of[name].strip():
             raise ThresholdsError(f"{name} is empty")

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from pytest_gpucluster import units
 from pytest_gpucluster.limits import EVERY_SKU, Condition, Limit, Thresholds
+from pytest_gpucluster.metrics import units
 
 Says = Literal["decides", "decides where", "does not apply", "is overruled"]
 

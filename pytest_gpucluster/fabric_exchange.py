@@ -12,10 +12,10 @@ from typing import Any, Protocol
 from pytest_gpucluster import port_findings
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.fabric_ports import FabricSources, NodePorts, read
-from pytest_gpucluster.health.finding import Finding, Identity
+from pytest_gpucluster.metrics.finding import Finding, Identity
 from pytest_gpucluster.nccl_environment import Difference, Setting, differences, effective
 from pytest_gpucluster.nccl_values import number
-from pytest_gpucluster.wording import rank_ranges
+from pytest_gpucluster.text import rank_ranges
 
 WITHIN_SECONDS = 60.0
 """What ranks may be apart when they come to this. Nobody computes before."""

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pytest_gpucluster.agreement.merge import Merged
-from pytest_gpucluster.cause import text_of
-from pytest_gpucluster.wording import first_line
+from pytest_gpucluster.errors import text_of
+from pytest_gpucluster.text import first_line
 
 LONGEST_TEXT = 32_000
 """Characters of one rank's failure that travel; the beginning and the end are kept."""

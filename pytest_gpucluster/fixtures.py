@@ -15,17 +15,17 @@ from pytest_gpucluster.run_directory import artifacts_name
 if TYPE_CHECKING:
     from pytest_gpucluster.agreement.board import Board
     from pytest_gpucluster.cluster import Cluster
+    from pytest_gpucluster.config.workload import Workload
     from pytest_gpucluster.fabric_ports import FabricSources
-    from pytest_gpucluster.hardware import Peaks
     from pytest_gpucluster.health.gathering import Sources
     from pytest_gpucluster.limits import Thresholds
+    from pytest_gpucluster.metrics.datasheets import Peaks
+    from pytest_gpucluster.metrics.sampling import Series
     from pytest_gpucluster.node_sampler import Window
     from pytest_gpucluster.nvml import Nvml
     from pytest_gpucluster.progress import Report
     from pytest_gpucluster.run import Run
-    from pytest_gpucluster.sampling import Series
     from pytest_gpucluster.training_inputs import TrainingInputs
-    from pytest_gpucluster.workloads import Workload
 
 RUN = pytest.StashKey["Run"]()
 
@@ -96,7 +96,7 @@ def gpu(request: pytest.FixtureRequest) -> Gpu:
     sku = run.sku(known["name"] if known else None)
     if not known:
         return Gpu(index=None, name="cpu", uuid=None, pci_bus_id=None, sku=sku, peaks=None)
-    from pytest_gpucluster.hardware import SKUS
+    from pytest_gpucluster.metrics.datasheets import SKUS
 
     fields = {key: known[key] for key in ("index", "name", "uuid", "pci_bus_id")}
     peaks = SKUS[sku].peaks if sku is not None and sku in SKUS else None
@@ -114,10 +114,10 @@ def measure(request: pytest.FixtureRequest) -> Measure:
     for this SKU and topology. A metric without a limit is an error, unless ``record_only=True``. Further keywords are
     labels: they tell the values of a sweep apart and choose among limits.
     """
-    from pytest_gpucluster import metrics
+    from pytest_gpucluster.metrics import measurement
 
     cluster = _run(request).cluster
-    recorded: list[metrics.Measurement] = []
+    recorded: list[measurement.Measurement] = []
     request.node.stash[MEASUREMENTS] = recorded
 
     def record(
@@ -137,7 +137,7 @@ def measure(request: pytest.FixtureRequest) -> Measure:
                 pytrace=False,
             )
         recorded.append(
-            metrics.measurement(
+            measurement.measurement(
                 metric,
                 value,
                 unit=unit,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from pytest_gpucluster.metric_catalogue import Metric
+    from pytest_gpucluster.metrics.catalogue import Metric
     from pytest_gpucluster.verdict_record import VerdictRecord
 
 
@@ -18,7 +18,7 @@ def pytest_gpucluster_metrics() -> Iterable[Metric]:  # type: ignore[empty-body]
 
     Example, in a conftest.py::
 
-        from pytest_gpucluster.metric_catalogue import Metric
+        from pytest_gpucluster.metrics.catalogue import Metric
 
 
         def pytest_gpucluster_metrics():

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 from pytest_gpucluster import __version__
 from pytest_gpucluster.errors import EnvironmentBroken, LaunchError, OptionError
-from pytest_gpucluster.launch import RankFacts
+from pytest_gpucluster.launch.launchers import RankFacts
 from pytest_gpucluster.nvml import NOT_AVAILABLE, NotAvailable, Nvml, NvmlGpu, PyNvml
 
 Device = Literal["cuda", "cpu"]

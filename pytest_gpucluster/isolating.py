@@ -19,11 +19,18 @@ import pytest
 
 from pytest_gpucluster import isolation_told
 from pytest_gpucluster.agreement.release.python import Released
-from pytest_gpucluster.cause import communication_failed, connection_cut, gpu_died, kind_of, text_of
-from pytest_gpucluster.errors import LaunchError, WrongResult
+from pytest_gpucluster.errors import (
+    LaunchError,
+    WrongResult,
+    communication_failed,
+    connection_cut,
+    gpu_died,
+    kind_of,
+    text_of,
+)
 from pytest_gpucluster.isolation_plan import DTYPE, Plan
-from pytest_gpucluster.units import parse
-from pytest_gpucluster.wording import first_line
+from pytest_gpucluster.metrics.units import parse
+from pytest_gpucluster.text import first_line
 
 if TYPE_CHECKING:
     from pytest_gpucluster.cluster import Cluster
@@ -158,8 +165,8 @@ class Isolator:
 
     def _exclude(self, plan: Plan) -> str:
         """Write exclude.txt beside the journal, if there are culprits; return where it is, or why it is not there."""
-        from pytest_gpucluster.isolation.exclude import FILE_NAME as EXCLUDE
-        from pytest_gpucluster.isolation.exclude import exclude_text
+        from pytest_gpucluster.isolation.finding import EXCLUDE_FILE as EXCLUDE
+        from pytest_gpucluster.isolation.finding import exclude_text
 
         assert self._found is not None
         if not self._found.culprits or self._run.directory is None:

@@ -6,10 +6,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpucluster.isolation.finding import Isolated
+from pytest_gpucluster.isolation.finding import Isolated, Outcome
 from pytest_gpucluster.isolation.planner import Planner
-from pytest_gpucluster.isolation.probe import Outcome
-from pytest_gpucluster.wording import first_line
+from pytest_gpucluster.text import first_line
 
 if TYPE_CHECKING:
     from pytest_gpucluster.run import Run

@@ -14,7 +14,7 @@ from pytest_gpucluster import verdict
 from pytest_gpucluster.explanation import most_telling
 from pytest_gpucluster.journal_fields import Fields
 from pytest_gpucluster.journal_measurements import JudgedMetric, read_judged
-from pytest_gpucluster.time_spent import PARTS
+from pytest_gpucluster.metrics.time_budget import PARTS
 
 OUTCOMES = ("passed", "failed", "error", "skipped")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pytest_gpucluster.journal_fields import Fields
-from pytest_gpucluster.sampling import STOPPED_BY, Stopped
+from pytest_gpucluster.metrics.sampling import STOPPED_BY, Stopped
 
 
 @dataclass(frozen=True, kw_only=True)

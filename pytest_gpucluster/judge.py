@@ -15,16 +15,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pytest_gpucluster import evidence, hardware, metrics, stats, units
+from pytest_gpucluster import evidence
 from pytest_gpucluster.judged import Judged, Judgement, Outcome, Status
 from pytest_gpucluster.limits import Limit, Thresholds, facts, peak_of
-from pytest_gpucluster.metric_catalogue import Metric
-from pytest_gpucluster.metrics import WITHOUT_NVLS, Measurement
+from pytest_gpucluster.metrics import datasheets, measurement, stats, units
+from pytest_gpucluster.metrics.catalogue import Metric
+from pytest_gpucluster.metrics.measurement import WITHOUT_NVLS, Measurement
 from pytest_gpucluster.misses import NOTHING, Miss, interval_text, margin, misses
 from pytest_gpucluster.missing_limit import missing_limit
 from pytest_gpucluster.node_or_gpu import together
 from pytest_gpucluster.stragglers import straggler_ratio, straggler_ratios
-from pytest_gpucluster.wording import MESSAGE_CHARACTERS, printable
+from pytest_gpucluster.text import MESSAGE_CHARACTERS, printable
 
 _SHORT_LABELS = 11
 """Characters of labels that a one-line message keeps when it is too long."""
@@ -65,7 +66,7 @@ def judge(
     gpu_name: str | None,
     meanwhile: Mapping[int, Mapping[str, Any]] = NOTHING,
     host_of: Mapping[int, str] = NOTHING,
-    known: Callable[[str], Metric] = metrics.known,
+    known: Callable[[str], Metric] = measurement.known,
 ) -> Judgement:
     """Judge all measurements of one test.
 
@@ -96,7 +97,7 @@ def judge(
     outcome: Outcome = "failed" if "failed" in statuses else "error" if "error" in statuses else "passed"
     decisive = [item for item in judged if item.status == outcome] if outcome != "passed" else []
     # What explains the others speaks for all of them; of those, the largest miss.
-    decisive.sort(key=lambda item: (metrics.cause_order(item), 0.0 if item.margin is None else item.margin))
+    decisive.sort(key=lambda item: (measurement.cause_order(item), 0.0 if item.margin is None else item.margin))
     told = decisive + [item for item in judged if item.status == "error" and outcome == "failed"]
     return Judgement(
         outcome=outcome,
@@ -126,7 +127,7 @@ def judge_value(
     limit = limits.limit(metric, sku=sku, world_size=world_size, nnodes=nnodes, labels=labels)
     if limit is not None and limit.expect_transport is not None and "transport" not in labels:
         labels = {**labels, "transport": limit.expect_transport[0]}
-    measured = metrics.measurement(metric, value, unit=unit, labels=labels)
+    measured = measurement.measurement(metric, value, unit=unit, labels=labels)
     world = {rank: f"rank {rank}" for rank in range(world_size)}
     return judge(
         {rank: [measured] for rank in world},
@@ -290,7 +291,7 @@ def _limit_for(metric: Metric, labels: Mapping[str, str], court: _Court) -> Limi
 
 def _peak(metric: Metric, known: Mapping[str, str], court: _Court) -> float | None:
     # Across nodes the fabric carries the data, and one rank alone sends nothing: no link bounds either.
-    if metric.peak in hardware.LINK_PEAKS and (known["nnodes"] != "1" or known["world_size"] == "1"):
+    if metric.peak in datasheets.LINK_PEAKS and (known["nnodes"] != "1" or known["world_size"] == "1"):
         return None
     return peak_of(metric, court.limits.skus.get(court.sku or ""))
 
@@ -302,7 +303,7 @@ def _problems(
     counts: dict[int, int] = {}
     for rank, measured in group:
         counts[rank] = counts.get(rank, 0) + 1
-        defect = metrics.problem(measured)
+        defect = measurement.problem(measured)
         if defect is not None:
             yield f"{defect} on {court.name(rank)}", rank
         elif peak is not None and metric.peak_is_bound and measured.value > peak:

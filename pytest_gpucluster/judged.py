@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pytest_gpucluster import metrics
 from pytest_gpucluster.limits import Limit
-from pytest_gpucluster.sampling import Stopped
+from pytest_gpucluster.metrics import measurement
+from pytest_gpucluster.metrics.sampling import Stopped
 
 Outcome = Literal["passed", "failed", "error"]
 Status = Literal["passed", "failed", "error", "recorded"]
@@ -74,17 +74,17 @@ class Judged:
             "status": self.status,
             "value": _optional(self.value),
             "worst_rank": self.worst_rank,
-            "interval": None if interval is None else metrics.numbers_to_json(interval),
+            "interval": None if interval is None else measurement.numbers_to_json(interval),
             "inconclusive": self.inconclusive,
-            **({"stopped": metrics.stopped_to_json(self.stopped)} if self.stopped is not None else {}),
+            **({"stopped": measurement.stopped_to_json(self.stopped)} if self.stopped is not None else {}),
             "limit": None if self.limit is None else self.limit.to_json(),
             "margin": _optional(self.margin),
             "median": _optional(self.median),
             "mean": _optional(self.mean),
             "ratio_to_median": _optional(self.ratio_to_median),
-            "values": {str(rank): metrics.number_to_json(value) for rank, value in self.values.items()},
-            "intervals": {str(rank): metrics.numbers_to_json(ends) for rank, ends in self.intervals.items()},
-            "samples": {str(rank): metrics.numbers_to_json(values) for rank, values in self.samples.items()},
+            "values": {str(rank): measurement.number_to_json(value) for rank, value in self.values.items()},
+            "intervals": {str(rank): measurement.numbers_to_json(ends) for rank, ends in self.intervals.items()},
+            "samples": {str(rank): measurement.numbers_to_json(values) for rank, values in self.samples.items()},
             "telemetry": {str(rank): dict(seen) for rank, seen in self.telemetry.items()},
             "peak_ratio": _optional(self.peak_ratio),
             "reason": self.reason,
@@ -109,4 +109,4 @@ class Judgement:
 
 
 def _optional(value: float | None) -> float | str | None:
-    return None if value is None else metrics.number_to_json(value)
+    return None if value is None else measurement.number_to_json(value)

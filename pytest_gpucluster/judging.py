@@ -7,17 +7,17 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
-from pytest_gpucluster import metrics
 from pytest_gpucluster.agreement.merge import Merged, RankOutcome, rehearsed_too_slowly
 from pytest_gpucluster.errors import MeasurementError
 from pytest_gpucluster.explained_limits import demand
 from pytest_gpucluster.judge import judge
 from pytest_gpucluster.judged import Judgement
 from pytest_gpucluster.limits import Limit
-from pytest_gpucluster.metrics import Measurement, cause_order
+from pytest_gpucluster.metrics import measurement
+from pytest_gpucluster.metrics.measurement import Measurement, cause_order
 from pytest_gpucluster.record import TestRecord, unique
 from pytest_gpucluster.reports.text import measurement_table
-from pytest_gpucluster.wording import first_line
+from pytest_gpucluster.text import first_line
 
 if TYPE_CHECKING:
     from pytest_gpucluster.run import Run
@@ -114,7 +114,7 @@ def _unjudged(
         if not measured.record_only
     }
     values = [judged for judged in judgement.measurements if (judged.metric, frozenset(judged.labels.items())) in asked]
-    rates = [] if rehearsal else [judged for judged in values if metrics.known(judged.metric).is_rate]
+    rates = [] if rehearsal else [judged for judged in values if measurement.known(judged.metric).is_rate]
     for some in (rates, values):
         if some and all(judged.status == "recorded" for judged in some):
             return (

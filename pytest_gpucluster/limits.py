@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pytest_gpucluster import hardware, units
 from pytest_gpucluster.errors import MeasurementError, ThresholdsError
-from pytest_gpucluster.metric_catalogue import Metric
+from pytest_gpucluster.metrics import datasheets, units
+from pytest_gpucluster.metrics.catalogue import Metric
 
 # The facts about a run that a limit can depend on, besides a measurement's labels.
 TOPOLOGY = ("world_size", "nnodes", "local_world_size")
@@ -173,7 +173,7 @@ class Limit:
 class Thresholds:
     """All limits and SKUs in force."""
 
-    skus: Mapping[str, hardware.Sku]
+    skus: Mapping[str, datasheets.Sku]
     limits: tuple[Limit, ...]
     _by_name: Mapping[tuple[str, str], list[Limit]] = field(init=False, repr=False, compare=False)
 
@@ -188,7 +188,7 @@ class Thresholds:
 
         Raises: ThresholdsError if several SKUs claim the name.
         """
-        found = hardware.matching(self.skus.values(), nvml_name)
+        found = datasheets.matching(self.skus.values(), nvml_name)
         if len(found) > 1:
             raise ThresholdsError(
                 f"the GPU {nvml_name!r} is claimed by {' and '.join(map(repr, found))}: make their nvml_name"
@@ -223,16 +223,16 @@ def facts(*, world_size: int, nnodes: int, labels: Mapping[str, str]) -> dict[st
     return known
 
 
-def peak_of(metric: Metric, sku: hardware.Sku | None) -> float | None:
+def peak_of(metric: Metric, sku: datasheets.Sku | None) -> float | None:
     """Return the data sheet peak that the metric is held beside, in the metric's unit, where there is one.
 
     Raises: MeasurementError if the metric names a peak that no data sheet entry has.
     """
     if metric.peak is None or sku is None or sku.peaks is None:
         return None
-    if metric.peak not in hardware.PEAK_UNITS:
+    if metric.peak not in datasheets.PEAK_UNITS:
         raise MeasurementError(
-            f"metric {metric.name!r} names the peak {metric.peak!r}; known are {', '.join(hardware.PEAK_UNITS)}"
+            f"metric {metric.name!r} names the peak {metric.peak!r}; known are {', '.join(datasheets.PEAK_UNITS)}"
         )
     peak: float | None = getattr(sku.peaks, metric.peak)
-    return None if peak is None else units.convert(peak, hardware.PEAK_UNITS[metric.peak], metric.unit)
+    return None if peak is None else units.convert(peak, datasheets.PEAK_UNITS[metric.peak], metric.unit)

@@ -17,7 +17,7 @@ from pytest_gpucluster.dashboard.node_state import Node, NodeState, Part
 from pytest_gpucluster.dashboard.reader import NodeReader
 from pytest_gpucluster.footer import Footer
 from pytest_gpucluster.step_file import StepFile
-from pytest_gpucluster.wording import MESSAGE_CHARACTERS, duration, one_line, printable
+from pytest_gpucluster.text import MESSAGE_CHARACTERS, duration, one_line, printable
 
 TICK_SECONDS = 1.0
 SOON_SECONDS = 0.2

@@ -17,13 +17,14 @@ from pytest_gpucluster import closing, exit_note, left_behind
 from pytest_gpucluster.agreement import collection
 from pytest_gpucluster.agreement.merge import Merged, RankOutcome, merge
 from pytest_gpucluster.announcement import announce
+from pytest_gpucluster.config.criteria_file import read_manifest
+from pytest_gpucluster.config.workload import WorkloadRecord
 from pytest_gpucluster.console import BROKE, Console, Status
 from pytest_gpucluster.errors import LaunchError, ThresholdsError
 from pytest_gpucluster.failure import MergedRepr, line_of, skip_reason
 from pytest_gpucluster.judging import judge_merged
 from pytest_gpucluster.live_hooks import begin_for_workers
 from pytest_gpucluster.local_worker import DIRECTORY, PROPERTY, SAMPLER
-from pytest_gpucluster.manifest import read_manifest
 from pytest_gpucluster.opening import Opening
 from pytest_gpucluster.progress import STEPS
 from pytest_gpucluster.record import TestName, TestRecord, unique
@@ -33,8 +34,7 @@ from pytest_gpucluster.run import Run
 from pytest_gpucluster.run_directory import ARTIFACTS
 from pytest_gpucluster.selection import is_selection, only_lists
 from pytest_gpucluster.session import last_error, take_junit
-from pytest_gpucluster.wording import first_line
-from pytest_gpucluster.workloads import WorkloadRecord
+from pytest_gpucluster.text import first_line
 
 _NOT_CALLED = "its call phase did not run"
 _BAD = ("failed", "error", "hung", "lost")

@@ -10,11 +10,11 @@ import pytest
 from pytest_gpucluster.agreement.merge import RankOutcome
 from pytest_gpucluster.left_behind import LeftBehind
 from pytest_gpucluster.markers import criterion_of
-from pytest_gpucluster.metrics import Measurement
+from pytest_gpucluster.metrics.measurement import Measurement
+from pytest_gpucluster.metrics.time_budget import LEDGER
 from pytest_gpucluster.phase import Phases
 from pytest_gpucluster.run import Run
 from pytest_gpucluster.session import Session
-from pytest_gpucluster.time_spent import LEDGER
 
 SAMPLER = "gpucluster_sampler"
 """The key of ``workerinput`` in which a worker is told of the node's sampler."""

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from pytest_gpucluster import stats, units
 from pytest_gpucluster.explanation import explanation
 from pytest_gpucluster.limits import Limit
-from pytest_gpucluster.metric_catalogue import Metric
-from pytest_gpucluster.metrics import Measurement, sound_interval
+from pytest_gpucluster.metrics import stats, units
+from pytest_gpucluster.metrics.catalogue import Metric
+from pytest_gpucluster.metrics.measurement import Measurement, sound_interval
 
 NOTHING: Mapping[Any, Any] = MappingProxyType({})
 

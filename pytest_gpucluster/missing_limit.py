@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from pytest_gpucluster import hardware, units
 from pytest_gpucluster.limits import KNOWN_LABELS, TOPOLOGY, Limit, Thresholds
-from pytest_gpucluster.metric_catalogue import Metric
-from pytest_gpucluster.wording import printable
+from pytest_gpucluster.metrics import datasheets, units
+from pytest_gpucluster.metrics.catalogue import Metric
+from pytest_gpucluster.text import printable
 
 
 def missing_limit(
@@ -68,7 +68,7 @@ def _conditions(
     """Choose the conditions that a new entry should have: what others depend on, and what tells values apart."""
     used = {condition.key for limit in entries for condition in limit.when}
     names = [name for name in ("world_size", "nnodes") if known[name].isdecimal()]
-    if not (used.intersection(TOPOLOGY) or metric.peak in hardware.LINK_PEAKS):
+    if not (used.intersection(TOPOLOGY) or metric.peak in datasheets.LINK_PEAKS):
         names = []
     when = {name: known[name] for name in names}
     for name in KNOWN_LABELS:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_gpucluster import nccl_log
-from pytest_gpucluster.wording import rank_ranges
+from pytest_gpucluster.text import rank_ranges
 
 ENVIRONMENT = "environment"
 PREFIXES = ("NCCL_", "UCX_")

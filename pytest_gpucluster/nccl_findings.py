@@ -9,7 +9,7 @@ Source: NCCL user guide, "Environment Variables", https://docs.nvidia.com/deeple
 
 from __future__ import annotations
 
-from pytest_gpucluster.health.finding import Finding, Identity, Kind
+from pytest_gpucluster.metrics.finding import Finding, Identity, Kind
 from pytest_gpucluster.nccl_environment import Setting
 from pytest_gpucluster.nccl_rules import RULES
 from pytest_gpucluster.nccl_values import Place

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pytest_gpucluster.wording import rank_ranges
+from pytest_gpucluster.text import rank_ranges
 
 _Tell = Callable[["re.Match[str]"], str]
 

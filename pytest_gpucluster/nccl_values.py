@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pytest_gpucluster.fabric_ports import selects
-from pytest_gpucluster.health.finding import Kind
 from pytest_gpucluster.infiniband import ETHERNET, INFINIBAND, Adapters
+from pytest_gpucluster.metrics.finding import Kind
 from pytest_gpucluster.surroundings.interfaces import matches
 
 

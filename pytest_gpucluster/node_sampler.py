@@ -30,7 +30,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from pytest_gpucluster import light_process
+from pytest_gpucluster.launch import detached_process
 from pytest_gpucluster.telemetry import INTERVAL_SECONDS, QUERIES, nothing
 
 COMMAND: tuple[str, ...] = (sys.executable, "-m", "pytest_gpucluster.node_sampler_process")
@@ -79,7 +79,7 @@ def start() -> NodeSampler:
         listener.listen(_BACKLOG)
         command = [*COMMAND, "--listener", str(listener.fileno()), "--parent", str(os.getpid())]
         # It inherits the mask, so there is no moment in which one of these could end it.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, light_process.SHIELDED)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, detached_process.SHIELDED)
         try:
             process = subprocess.Popen(
                 command,
@@ -88,7 +88,7 @@ def start() -> NodeSampler:
                 stderr=subprocess.DEVNULL,
                 pass_fds=(listener.fileno(),),
                 start_new_session=True,
-                env=light_process.environment(),
+                env=detached_process.child_environment(),
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -26,9 +26,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, Protocol
 
-from pytest_gpucluster import light_process
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.gpu_sampler import GpuSampler, GpuWindow, Pace, Reader
+from pytest_gpucluster.launch import detached_process
 from pytest_gpucluster.node_sampler import MESSAGE_BYTES
 from pytest_gpucluster.nvml import PyNvml
 
@@ -143,7 +143,7 @@ def serve(listener: socket.socket, node: Node) -> None:
 
 def wait_for_end(parent: int) -> None:
     """Return when the parent has ended, however it ended."""
-    end = light_process.end_descriptor(parent)
+    end = detached_process.end_descriptor(parent)
     if end is not None:
         select.select([end], [], [])
         return
@@ -153,7 +153,7 @@ def wait_for_end(parent: int) -> None:
 
 def main(open_nvml: Callable[[], Nvml] = PyNvml) -> NoReturn:
     """Run as the sampler process."""
-    light_process.shield()
+    detached_process.shield()
     parser = argparse.ArgumentParser(description="The sampler of a node. It is started by a rank, not by hand.")
     parser.add_argument("--listener", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from pytest_gpucluster import __version__, closing, exit_note, options, pci_bus, refused, stale_processes, verdict
+from pytest_gpucluster import __version__, closing, exit_note, options, pci_bus, refused, verdict
 from pytest_gpucluster.accompaniment import Place
-from pytest_gpucluster.agreement import address, host, preflight, vitals
+from pytest_gpucluster.agreement import host, preflight, vitals
 from pytest_gpucluster.agreement.exchange import Exchange
 from pytest_gpucluster.agreement.join import Joined, Refusal, Refused, join
 from pytest_gpucluster.agreement.store import connect
@@ -24,16 +24,18 @@ from pytest_gpucluster.agreement.watch import Watch
 from pytest_gpucluster.announcement import announce
 from pytest_gpucluster.cluster import Cluster
 from pytest_gpucluster.errors import EnvironmentBroken, GpuClusterError, LaunchError, OptionError, UsageProblem
-from pytest_gpucluster.journal import new_run_directory, next_in_series
-from pytest_gpucluster.launch import RankFacts
-from pytest_gpucluster.metrics import register
+from pytest_gpucluster.journal import next_in_series
+from pytest_gpucluster.launch import detached_process, master_address
+from pytest_gpucluster.launch.launchers import RankFacts
+from pytest_gpucluster.metrics.measurement import register
 from pytest_gpucluster.record import now
 from pytest_gpucluster.recorder import Recorder
 from pytest_gpucluster.run import Run, name_of_rank
+from pytest_gpucluster.run_directory import new_run_directory
 from pytest_gpucluster.start_notes import JOINING, LOST, START, Start
 from pytest_gpucluster.telemetry import INTERVAL_SECONDS
+from pytest_gpucluster.text import first_line, rank_ranges
 from pytest_gpucluster.training_inputs import TrainingInputs
-from pytest_gpucluster.wording import first_line, rank_ranges
 
 _WITHOUT_A_CALL = {"setupplan": "--setup-plan", "setuponly": "--setup-only", "forked": "--forked", "boxed": "--boxed"}
 """Options of pytest and pytest-forked (--boxed: its older name) by which no test body runs in this process."""
@@ -59,7 +61,7 @@ class Opening:
             self._start.enter(JOINING)
             if self._run.rank == 0:
                 self._start.report = self._report_lost
-        self._run.while_open.enter_context(stale_processes.marked(os.environ, str(self._run.fault_file.path)))
+        self._run.while_open.enter_context(detached_process.mark_processes(os.environ, str(self._run.fault_file.path)))
         problem = self._prepare()
         if self._run.facts.world_size == 1 and problem is not None:
             self._refuse(problem)
@@ -183,7 +185,7 @@ class Opening:
 
     def _join(self, problem: Refusal | None) -> None:
         facts = self._run.facts
-        address.require_known(facts)
+        master_address.require_known(facts)
         if facts.world_size > 1 and not facts.agent_store and facts.rank == 0:
             host.start(facts)
         self._run.stores = connect(facts, timeout_seconds=self._run.timeouts.join)

@@ -114,7 +114,9 @@ def override(text: str, origin: str) -> Any:
     Raises:
         OptionError: no such key, or a value that it cannot have.
     """
-    from pytest_gpucluster.workload_file import Override  # it reads YAML: a session without the option pays nothing
+    from pytest_gpucluster.config.workload_loader import (
+        Override,  # it reads YAML: a session without the option pays nothing
+    )
 
     return Override.parse(text, origin=origin)
 
@@ -134,9 +136,9 @@ def sizes(text: str, origin: str) -> Any:
     Raises:
         OptionError: as ``collective_sizes.read``.
     """
-    from pytest_gpucluster.collective_sizes import read  # as above
+    from pytest_gpucluster.config.workload_loader import read_sizes  # as above
 
-    return read(text, origin=origin)
+    return read_sizes(text, origin=origin)
 
 
 def data(text: str, base: Path) -> Any:

@@ -15,7 +15,7 @@ import pytest
 from _pytest.outcomes import Failed, Skipped  # pytest.fail.Exception and pytest.skip.Exception, for type checkers
 from _pytest.skipping import xfailed_key
 
-from pytest_gpucluster import cause
+from pytest_gpucluster import errors
 from pytest_gpucluster.accompaniment import Company
 from pytest_gpucluster.agreement.ending import Ending
 from pytest_gpucluster.agreement.merge import Merged, RankOutcome
@@ -24,7 +24,8 @@ from pytest_gpucluster.failure import let_go
 from pytest_gpucluster.isolating import Isolator
 from pytest_gpucluster.judging import keep_interrupted
 from pytest_gpucluster.markers import criterion_of, deadline_of
-from pytest_gpucluster.metrics import Measurement
+from pytest_gpucluster.metrics.measurement import Measurement
+from pytest_gpucluster.metrics.time_budget import LEDGER, SET_UP, counted
 from pytest_gpucluster.phase_outcome import (
     IN_CALL,
     MEASUREMENTS,
@@ -37,8 +38,7 @@ from pytest_gpucluster.phase_verdict import PhaseVerdict, label_of
 from pytest_gpucluster.record import TestName, TestRecord
 from pytest_gpucluster.selection import why_not_applicable
 from pytest_gpucluster.shown import FailedSubtests, Shown
-from pytest_gpucluster.time_spent import LEDGER, SET_UP, counted
-from pytest_gpucluster.wording import first_line
+from pytest_gpucluster.text import first_line
 
 if TYPE_CHECKING:
     from pytest_gpucluster.run import Run
@@ -167,7 +167,7 @@ class Phases:
             raise
         except BaseException as raised:  # pytest's outcomes are no Exceptions; all are raised again
             watch.leave()
-            error = cause.in_own_words(raised)
+            error = errors.in_own_words(raised)
         own = own_outcome(self._run, item, when, number, error)
         self._has_worsened = False
         if self._company is not None:
@@ -275,9 +275,9 @@ class Phases:
                 watch.report_absence(run.stores.main, number, f"{how}: {own.message}")
             except RuntimeError as lost:  # torch's DistError family
                 watch.end(Ending(name="store lost", message=first_line(str(lost)), exit=11))
-        died = cause.gpu_died(error) if error is not None else None
+        died = errors.gpu_died(error) if error is not None else None
         body = {**own.to_json(), **({"died": died} if died else {})}
-        if error is not None and cause.communication_failed(error):
+        if error is not None and errors.communication_failed(error):
             body["unreached"] = True
         if isinstance(error, NvlsFailed):
             body["nvls"] = True

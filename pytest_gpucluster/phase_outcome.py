@@ -9,7 +9,7 @@ import pytest
 from _pytest.outcomes import Failed, Skipped  # pytest.fail.Exception and pytest.skip.Exception, for type checkers
 from _pytest.skipping import xfailed_key
 
-from pytest_gpucluster import cause
+from pytest_gpucluster import errors
 from pytest_gpucluster.agreement.merge import RankOutcome
 from pytest_gpucluster.agreement.release.python import Released
 from pytest_gpucluster.errors import HardwareFault, InconclusiveMeasurement
@@ -22,8 +22,8 @@ from pytest_gpucluster.failure import (
     traceback_of,
     where_released,
 )
-from pytest_gpucluster.metrics import Measurement
-from pytest_gpucluster.wording import first_line
+from pytest_gpucluster.metrics.measurement import Measurement
+from pytest_gpucluster.text import first_line
 
 if TYPE_CHECKING:
     from pytest_gpucluster.run import Run
@@ -62,7 +62,7 @@ def own_outcome(run: Run, item: pytest.Item, when: str, number: int, error: Base
     if isinstance(error, (pytest.skip.Exception, pytest.xfail.Exception)):
         return RankOutcome(rank=rank, outcome="skipped", message=first_line(str(error.msg)), text=str(error.msg))
     released = run.watch.released(number)
-    cut = released is None and cause.connection_cut(error)
+    cut = released is None and errors.connection_cut(error)
     if cut:
         released = run.watch.explanation(number, _EXPLAINED_SECONDS)
     if isinstance(error, Released) or released is not None:
@@ -75,7 +75,7 @@ def own_outcome(run: Run, item: pytest.Item, when: str, number: int, error: Base
         return RankOutcome(rank=rank, outcome="slow", message=first_line(str(error)), measurements=measurements)
     return RankOutcome(
         rank=rank,
-        outcome="cut" if cut else cause.kind_of(error, when),
+        outcome="cut" if cut else errors.kind_of(error, when),
         message=first_line(summary_of(error)),
         text=text,
         measurements=measurements,

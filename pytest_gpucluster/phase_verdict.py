@@ -12,7 +12,7 @@ from pytest_gpucluster.agreement.ending import Ending
 from pytest_gpucluster.agreement.merge import Merged, RankOutcome, merge
 from pytest_gpucluster.isolating import Isolator
 from pytest_gpucluster.judging import judge_merged
-from pytest_gpucluster.wording import first_line
+from pytest_gpucluster.text import first_line
 
 if TYPE_CHECKING:
     from pytest_gpucluster.run import Run

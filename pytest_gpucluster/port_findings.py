@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from pytest_gpucluster import rails
 from pytest_gpucluster.fabric_ports import NodePorts, roce_gid
-from pytest_gpucluster.health.finding import Finding, Identity, Kind
 from pytest_gpucluster.infiniband import CARRIER_DOWN, ETHERNET, LINK_DOWNED, ROCE_V2, Port
+from pytest_gpucluster.metrics.finding import Finding, Identity, Kind
 from pytest_gpucluster.rails import PortFault
 
 _CABLE = "look at the cable, the transceiver and the switch's port (`mlxlink -d DEVICE`, `ibdiagnet`), and compare them"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from pytest_gpucluster.live import Live
 from pytest_gpucluster.live_hooks import LIVE
 from pytest_gpucluster.step_file import StepFile
-from pytest_gpucluster.wording import duration, printable
+from pytest_gpucluster.text import duration, printable
 
 if TYPE_CHECKING:
     import pytest

@@ -11,8 +11,8 @@ from typing import Any
 from pytest_gpucluster.agreement.merge import Merged
 from pytest_gpucluster.journal_fields import Fields
 from pytest_gpucluster.journal_lines import TestResult, read_test_result
-from pytest_gpucluster.time_spent import of_ranks
-from pytest_gpucluster.wording import first_line
+from pytest_gpucluster.metrics.time_budget import of_ranks
+from pytest_gpucluster.text import first_line
 
 _UNDECIDED = "the ranks have not agreed that its call phase passed"
 _PARAMETERS = re.compile(r"\[.*$", re.DOTALL)

@@ -27,8 +27,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpucluster import light_process
 from pytest_gpucluster.journal import encode
+from pytest_gpucluster.launch import detached_process
 from pytest_gpucluster.reports import folder as reports
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Recorder:
         if junit_path is not None:
             command += ["--junit", os.path.abspath(junit_path)]
         # The recorder inherits the mask, so there is no moment in which one of these could end it.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, light_process.SHIELDED)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, detached_process.SHIELDED)
         try:
             process = subprocess.Popen(
                 command,
@@ -130,7 +130,7 @@ class Recorder:
                 stderr=stderr,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                env=light_process.environment(),
+                env=detached_process.child_environment(),
             )
         except BaseException:
             ours.close()

@@ -20,12 +20,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import NoReturn
 
-from pytest_gpucluster import fault_dump, light_process, stale_processes
+from pytest_gpucluster import fault_dump
 from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.launch import detached_process
 from pytest_gpucluster.recorder import AGAIN, BEAT, CHUNK_BYTES, END, FAULT_FILE, HEADER, LINE
 from pytest_gpucluster.recording import OWN_PROBLEM, Record
 from pytest_gpucluster.reports import folder as reports
-from pytest_gpucluster.wording import MESSAGE_CHARACTERS, one_line
+from pytest_gpucluster.text import MESSAGE_CHARACTERS, one_line
 
 _TICK_SECONDS = 0.5
 # All reports together, with the end of the record. Rank 0 waits for them, and so do the launchers: 10 s (closing.py).
@@ -84,7 +85,7 @@ class Session:
         os.register_at_fork(after_in_child=self._channel.close)
         poller = select.poll()
         poller.register(self._channel, select.POLLIN)
-        end = light_process.end_descriptor(self._parent)
+        end = detached_process.end_descriptor(self._parent)
         if end is not None:
             poller.register(end, select.POLLIN)
         while True:
@@ -110,7 +111,7 @@ class Session:
         left = max(_LEAST_SECONDS, _REPORTS_SECONDS - (time.monotonic() - begin))
         self._conclude("missing", self._record.render_reports(left))
         if not self._is_closed and self._fault_file is not None:
-            stale_processes.end([str(self._fault_file)])
+            detached_process.end_stale_processes([str(self._fault_file)])
             with contextlib.suppress(OSError):  # rank 0 is dead, and what it had to say is on record
                 self._fault_file.unlink(missing_ok=True)
 
@@ -310,7 +311,7 @@ def _now() -> str:
 
 def main() -> NoReturn:
     """Run as the recorder process."""
-    light_process.shield()
+    detached_process.shield()
     parser = argparse.ArgumentParser(description="The recorder of a run. It is started by rank 0, not by hand.")
     parser.add_argument("--channel", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)

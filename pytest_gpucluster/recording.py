@@ -16,11 +16,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pytest_gpucluster.errors import JournalError
+from pytest_gpucluster.files import atomic_write
 from pytest_gpucluster.journal import FILE_NAME, Journal, JournalBuilder, JournalWriter, encode
 from pytest_gpucluster.report_process import render_apart
 from pytest_gpucluster.reports import junit
 from pytest_gpucluster.reports.folder import FILES_OF_A_RUN
-from pytest_gpucluster.whole_file import write
 
 OWN_PROBLEM = "recorder"
 """The name of the problem that stands for a line which no reader would accept."""
@@ -111,7 +111,7 @@ class Record:
             return
         begin = time.monotonic()
         try:
-            write(self._junit_path, junit.render(journal))
+            atomic_write(self._junit_path, junit.render(journal))
             self._junit_error = None
         except OSError as error:
             self._junit_error = _told(self._junit_path, error)
@@ -160,7 +160,7 @@ class Record:
             directory.mkdir(mode=0o700, exist_ok=True)
             (directory / FILE_NAME).write_bytes(self._writer.content())
             if self._junit_path is not None and journal is not None:
-                write(directory / "report.xml", junit.render(journal))
+                atomic_write(directory / "report.xml", junit.render(journal))
         except Exception as error:  # the last resort: nothing is left but to say so
             return f"nor could they be written to the directory for temporary files: {error}"
         return f"complete copies are in {directory}"

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from pytest_gpucluster.errors import OptionError
+from pytest_gpucluster.files import atomic_write
 from pytest_gpucluster.journal import SCHEMA_VERSION, JournalBuilder
 from pytest_gpucluster.record import now
 from pytest_gpucluster.reports import junit
 from pytest_gpucluster.run_directory import require_writable
 from pytest_gpucluster.selection import LISTING
 from pytest_gpucluster.verdict import BROKEN
-from pytest_gpucluster.whole_file import write
 
 _BEGINNING_BYTES = 4096
 _STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd", "/proc")
@@ -62,7 +62,7 @@ def write_junit(path: Path, run_line: Mapping[str, Any], problem: Mapping[str, A
     builder.add(end)
     try:
         require_file(path)
-        write(path, junit.render(builder.journal()))
+        atomic_write(path, junit.render(builder.journal()))
     except (OptionError, OSError) as error:
         return f"{path} is not replaced, whatever it says is of an earlier run: {error}"
     return None

@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from pytest_gpucluster.files import draft_of
 from pytest_gpucluster.journal import Journal
 from pytest_gpucluster.reports import folder as reports
-from pytest_gpucluster.whole_file import draft_of
-from pytest_gpucluster.wording import first_line
+from pytest_gpucluster.text import first_line
 
 _CHUNK_BYTES = 64 * 1024
 _SPARE_SECONDS = 1.0

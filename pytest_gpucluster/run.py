@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpucluster import options, provenance, verdict
+from pytest_gpucluster import option_values, options, provenance, verdict
 from pytest_gpucluster.accompaniment import Accompaniment
 from pytest_gpucluster.account import Account
 from pytest_gpucluster.agreement import preflight
@@ -27,22 +27,22 @@ from pytest_gpucluster.agreement.join import Joined, roll
 from pytest_gpucluster.agreement.store import Stores
 from pytest_gpucluster.agreement.watch import Watch
 from pytest_gpucluster.cluster import Cluster
+from pytest_gpucluster.config.criteria_file import Manifest
 from pytest_gpucluster.errors import EnvironmentBroken, OutOfStep, ThresholdsError
-from pytest_gpucluster.launch import RankFacts, detect
-from pytest_gpucluster.manifest import Manifest
+from pytest_gpucluster.launch.launchers import RankFacts, detect
+from pytest_gpucluster.metrics.units import did_you_mean
 from pytest_gpucluster.record import TestName, TestRecord
 from pytest_gpucluster.recorder import Recorder
 from pytest_gpucluster.run_directory import ARTIFACTS
 from pytest_gpucluster.selection import Room
-from pytest_gpucluster.units import did_you_mean
-from pytest_gpucluster.wording import first_line
+from pytest_gpucluster.text import first_line
 
 if TYPE_CHECKING:
     from pytest_gpucluster.baseline import Baseline
     from pytest_gpucluster.comparison.side import Facts
-    from pytest_gpucluster.hardware import Sku
+    from pytest_gpucluster.config.workload import Workload, WorkloadRecord
     from pytest_gpucluster.limits import Limit, Thresholds
-    from pytest_gpucluster.workloads import Workload, WorkloadRecord
+    from pytest_gpucluster.metrics.datasheets import Sku
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class Run:
         hostname = self.environ.get("GPUCLUSTER_HOSTNAME") or socket.gethostname()
         self.facts: RankFacts = detect(self.environ, hostname)
         self.settings: options.Settings | None = None
-        self.timeouts = options.Timeouts()
+        self.timeouts = option_values.Timeouts()
         self.recorder: Recorder | None = None
         self.account = Account()
         self.directory: Path | None = None
@@ -171,7 +171,7 @@ class Run:
     def conditions(self, who: Mapping[int, Mapping[str, Any]]) -> Facts:
         """Return under which conditions this run measures, for a comparison with another one."""
         from pytest_gpucluster.comparison.side import Facts
-        from pytest_gpucluster.journal import RankPlace
+        from pytest_gpucluster.journal_lines import RankPlace
 
         name = next((str(each["gpu"]["name"]) for each in who.values() if each.get("gpu")), None)
         record = self.workload_record

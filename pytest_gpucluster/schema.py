@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from pytest_gpucluster import hardware, metrics, thresholds, units
+from pytest_gpucluster import thresholds
 from pytest_gpucluster.limits import KNOWN_LABELS, TOPOLOGY
-from pytest_gpucluster.metric_catalogue import Metric
+from pytest_gpucluster.metrics import datasheets, measurement, units
+from pytest_gpucluster.metrics.catalogue import Metric
 
 Schema = dict[str, Any]
 
@@ -74,11 +75,11 @@ _RECORDED = "Why this is measured but not judged. It excludes every other key bu
 
 def limits_schema() -> Schema:
     """Return the schema of a file of limits, for the metrics and SKUs that are known now."""
-    limits = mapping({metric.name: _metric(metric) for metric in metrics.METRICS.values()})
+    limits = mapping({metric.name: _metric(metric) for metric in measurement.METRICS.values()})
     anywhere = mapping(
         {
             metric.name: _metric(metric) if metric.peak is None else _to("recorded")
-            for metric in metrics.METRICS.values()
+            for metric in measurement.METRICS.values()
         }
     )
     definitions: Schema = {
@@ -99,13 +100,13 @@ def limits_schema() -> Schema:
             **one_or_more(scalar(format="regex")),
         },
     }
-    for metric in metrics.METRICS.values():
+    for metric in measurement.METRICS.values():
         definitions[_entry_name(metric)] = _entry(metric)
     like = scalar("A SKU of this file that stands before: its entries hold for each metric that has none here.")
     sku = {"nvml_name": _to("nvml_name"), "like": like, "limits": _to("limits")}
     assert tuple(sku) == thresholds.SKU_KEYS
-    skus: dict[str, Schema | bool] = {name: mapping(sku) for name in hardware.SKUS}
-    skus[hardware.CPU_REHEARSAL] = mapping({"limits": _to("limits")})
+    skus: dict[str, Schema | bool] = {name: mapping(sku) for name in datasheets.SKUS}
+    skus[datasheets.CPU_REHEARSAL] = mapping({"limits": _to("limits")})
     version = thresholds.SCHEMA_VERSION
     root = {
         "schema_version": {"enum": [version, str(version)], "description": "Which form this file has."},

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from pytest_gpucluster.hardware import PEAK_UNITS, Sku
+from pytest_gpucluster.metrics.datasheets import PEAK_UNITS, Sku
+from pytest_gpucluster.metrics.units import did_you_mean
 from pytest_gpucluster.training_inputs import DATA_NAMES
-from pytest_gpucluster.units import did_you_mean
 
 SCHEDULERS = ("slurm", "kubernetes")
 LISTING = ("collectonly", "showfixtures", "show_fixtures_per_test")

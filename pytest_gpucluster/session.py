@@ -14,18 +14,18 @@ from pytest_gpucluster import closing, exit_note, suite_properties
 from pytest_gpucluster.agreement import collection
 from pytest_gpucluster.agreement.ending import Ending
 from pytest_gpucluster.announcement import announce
+from pytest_gpucluster.config.criteria_file import read_manifest
 from pytest_gpucluster.console import BROKE, Console, Status
 from pytest_gpucluster.errors import UsageProblem
 from pytest_gpucluster.failure import skip_reason
 from pytest_gpucluster.live_hooks import begin as begin_live
-from pytest_gpucluster.manifest import read_manifest
 from pytest_gpucluster.markers import criterion_of, deadline_of, require_usable
 from pytest_gpucluster.opening import Opening
 from pytest_gpucluster.phase import Phases, name_of
 from pytest_gpucluster.refused import asked_path
 from pytest_gpucluster.run import Run
 from pytest_gpucluster.selection import is_selection, only_lists, why_not_applicable
-from pytest_gpucluster.wording import first_line, rank_ranges
+from pytest_gpucluster.text import first_line, rank_ranges
 from pytest_gpucluster.workload_of_tests import read_workload
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpucluster.agreement.vitals import start_time
-from pytest_gpucluster.wording import first_line
+from pytest_gpucluster.text import first_line
 
 if TYPE_CHECKING:
     import pytest

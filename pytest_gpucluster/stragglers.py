@@ -6,7 +6,7 @@ import bisect
 import math
 from collections.abc import Mapping, Sequence
 
-from pytest_gpucluster.metric_catalogue import Better
+from pytest_gpucluster.metrics.catalogue import Better
 
 
 def straggler_ratio(values: Mapping[int, float], rank: int, better: Better) -> float:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from pytest_gpucluster import stats
+from pytest_gpucluster.metrics import stats
 
 THROTTLE = "throttle"
 QUERIES: Mapping[str, str] = MappingProxyType(

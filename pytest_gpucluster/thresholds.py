@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pytest_gpucluster import hardware, metrics, units
+from pytest_gpucluster.config.yaml_source import Document, Node
 from pytest_gpucluster.errors import MeasurementError, ThresholdsError, UnitError
 from pytest_gpucluster.limits import (
     EVERY_SKU,
@@ -26,8 +26,8 @@ from pytest_gpucluster.limits import (
     condition,
     peak_of,
 )
-from pytest_gpucluster.metric_catalogue import Metric
-from pytest_gpucluster.yaml_document import Document, Node
+from pytest_gpucluster.metrics import datasheets, measurement, units
+from pytest_gpucluster.metrics.catalogue import Metric
 
 SCHEMA_VERSION = 1
 
@@ -66,7 +66,7 @@ def load(*paths: Path) -> Thresholds:
 
     Raises: ThresholdsError listing every error of every file, each as ``file:line:column: ...``.
     """
-    skus = dict(hardware.SKUS)
+    skus = dict(datasheets.SKUS)
     limits: list[Limit] = []
     errors: list[str] = []
     shown: set[str] = set()
@@ -97,8 +97,8 @@ def _guessed(name: str) -> Metric:
 
     Where they have no unit in common, it has none either, and its bounds are held to be any quantity.
     """
-    close = difflib.get_close_matches(name, metrics.METRICS, n=len(metrics.METRICS), cutoff=0.8)
-    alike = {(metrics.METRICS[other].unit, metrics.METRICS[other].better) for other in close}
+    close = difflib.get_close_matches(name, measurement.METRICS, n=len(measurement.METRICS), cutoff=0.8)
+    alike = {(measurement.METRICS[other].unit, measurement.METRICS[other].better) for other in close}
     unit, better = alike.pop() if len(alike) == 1 else ("", "none")
     return Metric(name=name, unit=unit, better=better, doc="")
 
@@ -111,7 +111,7 @@ def _derived(limit: Limit) -> str:
 class _Reader:
     """Reads one file, collecting errors instead of stopping at the first."""
 
-    def __init__(self, name: str, layer: int, skus: dict[str, hardware.Sku]) -> None:
+    def __init__(self, name: str, layer: int, skus: dict[str, datasheets.Sku]) -> None:
         self.file = Document(name)
         self.layer = layer
         self.skus = skus
@@ -149,7 +149,7 @@ class _Reader:
             return
         if "nvml_name" in body:
             patterns = self._patterns(name, body["nvml_name"][1])
-            known = self.skus.get(name, hardware.Sku(name=name))
+            known = self.skus.get(name, datasheets.Sku(name=name))
             self.skus[name] = replace(known, nvml_names=(*known.nvml_names, *patterns))
         elif name not in self.skus:
             self.file.fail(
@@ -182,7 +182,7 @@ class _Reader:
             self._metric(sku, metric, key, value)
 
     def _patterns(self, sku: str, node: Node) -> list[str]:
-        if sku == hardware.CPU_REHEARSAL:
+        if sku == datasheets.CPU_REHEARSAL:
             self.file.fail(node, f"{sku} takes no nvml_name: its limits say nothing about a GPU")
             return []
         found = []
@@ -203,7 +203,7 @@ class _Reader:
 
     def _metric(self, sku: str, name: str, key: Node, node: Node) -> None:
         try:
-            metric = metrics.known(name)
+            metric = measurement.known(name)
         except MeasurementError as error:
             self.file.fail(key, str(error))
             metric = _guessed(name)
@@ -377,7 +377,7 @@ class _Reader:
                 f"{name} {written[name]} is above {times}{sheet}; lower it, or give the reason in despite_peak",
             )
         # Between nodes a slow fabric is no mistake: the links in the node say nothing about it.
-        between_nodes = metric.peak in hardware.LINK_PEAKS and any(
+        between_nodes = metric.peak in datasheets.LINK_PEAKS and any(
             part.key == "nnodes" and part.low > 1 for part in limit.when
         )
         if not between_nodes and value < peak * _LEAST_OF_PEAK:

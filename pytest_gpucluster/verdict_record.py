@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_gpucluster.errors import LaunchError
-from pytest_gpucluster.isolation.exclude import FILE_NAME as EXCLUDE
-from pytest_gpucluster.isolation.exclude import excluded_hosts
+from pytest_gpucluster.isolation.finding import EXCLUDE_FILE as EXCLUDE
+from pytest_gpucluster.isolation.finding import excluded_hosts
 from pytest_gpucluster.journal import Journal
 from pytest_gpucluster.verdict import ACCEPTED
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from pytest_gpucluster.config.workload_loader import FILE_NAME, Loaded, Override, find, load
 from pytest_gpucluster.errors import ThresholdsError
-from pytest_gpucluster.workload_file import FILE_NAME, Loaded, Override, find, load
 
 FIXTURE = "workload"
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pytest_gpucluster.config.value_types import Amount, Choice, Duration, Kind, Ratio, Sizes, Whole
+from pytest_gpucluster.config.workload import KEYS, PROFILES, SECTIONS
+from pytest_gpucluster.config.workload_loader import FILE_KEYS, INHERITS, SCHEMA_VERSION, key_tree
+from pytest_gpucluster.config.workload_sections import Spec
 from pytest_gpucluster.schema import Schema, document, mapping, one_or_more, quantity
-from pytest_gpucluster.sections.spec import Spec
-from pytest_gpucluster.workload_file import FILE_KEYS, INHERITS, SCHEMA_VERSION, key_tree
-from pytest_gpucluster.workload_values import Amount, Choice, Duration, Kind, Ratio, Sizes, Whole
-from pytest_gpucluster.workloads import KEYS, PROFILES, SECTIONS
 
 
 def workloads_schema() -> Schema:

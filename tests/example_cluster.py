@@ -19,17 +19,16 @@ from typing import Any
 
 from pytest_gpucluster import isolation_told, thresholds, verdict
 from pytest_gpucluster.agreement.merge import RankOutcome, merge
-from pytest_gpucluster.isolation.finding import Isolated
+from pytest_gpucluster.config.workload import WorkloadRecord
+from pytest_gpucluster.isolation.finding import Isolated, Outcome
 from pytest_gpucluster.isolation.planner import Planner
-from pytest_gpucluster.isolation.probe import Outcome
 from pytest_gpucluster.judging import judge_merged
-from pytest_gpucluster.metrics import Measurement, measurement
+from pytest_gpucluster.metrics.measurement import Measurement, measurement
+from pytest_gpucluster.metrics.sampling import Sampling, is_settled, series
 from pytest_gpucluster.provenance import environment_line, limits_line
 from pytest_gpucluster.record import TestName, TestRecord
-from pytest_gpucluster.sampling import Sampling, is_settled, series
 from pytest_gpucluster.telemetry import summary
-from pytest_gpucluster.wording import first_line
-from pytest_gpucluster.workloads import WorkloadRecord
+from pytest_gpucluster.text import first_line
 
 LIMITS_FILE = Path(__file__).with_name("example_limits.yaml")
 FOLDER = "gpucluster-report/20261121-090000"

@@ -12,11 +12,10 @@ from example_cluster import ExampleRun
 
 from pytest_gpucluster.benchmarks.burn_in_course import Course
 from pytest_gpucluster.benchmarks.burn_in_course import Point as CoursePoint
-from pytest_gpucluster.benchmarks.lora.curve import Curve, Point
-from pytest_gpucluster.links.matrix import Reading
-from pytest_gpucluster.links.places import Places
-from pytest_gpucluster.links.survey import Survey, matrix_of
-from pytest_gpucluster.links.survey_text import text, to_json
+from pytest_gpucluster.isolation.link_matrix import Reading
+from pytest_gpucluster.isolation.link_survey import Survey, matrix_of, survey_text, to_json
+from pytest_gpucluster.isolation.round_robin import Places
+from pytest_gpucluster.metrics.loss_curve import Curve, Point
 
 PAYLOAD_BYTES = 256_000_000
 GB = 1e9
@@ -63,7 +62,7 @@ def write_links(folder: Path, survey: Survey) -> None:
     """Write a survey as the links criterion does."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"links-{survey.scope}.json").write_text(json.dumps(to_json(survey)), encoding="utf-8")
-    (folder / f"links-{survey.scope}.txt").write_text(text(survey), encoding="utf-8")
+    (folder / f"links-{survey.scope}.txt").write_text(survey_text(survey), encoding="utf-8")
 
 
 def loss_curve(*, steps: int = 100, final: float = 0.31, seed: int = 6) -> Curve:

@@ -21,9 +21,9 @@ from example_cluster import ExampleRun, searched
 from example_files import links_within_nodes, loss_curve, write_courses, write_curve, write_links
 
 from pytest_gpucluster.agreement.merge import RankOutcome
-from pytest_gpucluster.isolation.exclude import exclude_text
+from pytest_gpucluster.isolation.finding import exclude_text
+from pytest_gpucluster.isolation.link_survey import compact, told
 from pytest_gpucluster.journal import FILE_NAME, Journal, JournalBuilder, encode
-from pytest_gpucluster.links.survey_text import compact, told
 from pytest_gpucluster.run_directory import ARTIFACTS, artifacts_name
 
 HOSTS = ("gpu-01", "gpu-02")

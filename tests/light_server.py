@@ -166,9 +166,10 @@ def _serve(requests: socket.socket) -> NoReturn:
 
 def _become(request: Mapping[str, Any], stderr: int, channel: int) -> NoReturn:
     try:
-        from pytest_gpucluster import light_process, recorder_process
+        from pytest_gpucluster import recorder_process
+        from pytest_gpucluster.launch import detached_process
 
-        signal.pthread_sigmask(signal.SIG_BLOCK, light_process.SHIELDED)  # as it would inherit it
+        signal.pthread_sigmask(signal.SIG_BLOCK, detached_process.SHIELDED)  # as it would inherit it
         os.setsid()
         os.chdir(request["cwd"])
         nothing = os.open(os.devnull, os.O_RDWR)

@@ -13,8 +13,9 @@ from planted.planted_clock import REGION_SECONDS, SLOW_SECONDS
 from planted_runs import assert_failed
 from programs import require_program
 
-from pytest_gpucluster import hardware, thresholds
+from pytest_gpucluster import thresholds
 from pytest_gpucluster.errors import MeasurementError
+from pytest_gpucluster.metrics import datasheets
 
 TOKENS = 128
 """Of a rank in a step."""
@@ -173,7 +174,7 @@ def criterion(pytestconfig):
 
 def test_a_gpu_without_a_peak_is_an_error_where_a_limit_is_set_on_mfu(criterion):
     def peak(sku, *, known, model="large"):
-        gpu = SimpleNamespace(name="a GPU", sku=sku, peaks=hardware.SKUS[sku].peaks if known else None)
+        gpu = SimpleNamespace(name="a GPU", sku=sku, peaks=datasheets.SKUS[sku].peaks if known else None)
         where = SimpleNamespace(world_size=2, nnodes=1)
         return criterion.peak_flops(gpu, where, thresholds.load(), {"model": model})
 

@@ -20,10 +20,10 @@ from watched_gpus import SAMPLED, conftest, pci_of, pretend, uuid_of
 
 from pytest_gpucluster import infiniband, node_sampler, nvml
 from pytest_gpucluster.accompaniment import Accompaniment, Company, Place, sources_of
-from pytest_gpucluster.counters import Sources
+from pytest_gpucluster.counters.sources import Sources
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
 from pytest_gpucluster.kernel_log import KernelLog
-from pytest_gpucluster.metrics import measurement
+from pytest_gpucluster.metrics.measurement import measurement
 from pytest_gpucluster.node_sampler import Link
 from pytest_gpucluster.nvml import NotAvailable
 

@@ -17,8 +17,8 @@ from pytest_gpucluster.baseline import Baseline
 from pytest_gpucluster.comparison.side import facts_of
 from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.judge import judge
-from pytest_gpucluster.metrics import measurement
-from pytest_gpucluster.sampling import Series
+from pytest_gpucluster.metrics.measurement import measurement
+from pytest_gpucluster.metrics.sampling import Series
 
 NAMES = {0: "rank 0 (gpu-a)", 1: "rank 1 (gpu-a)"}
 FACTS = facts_of(read())

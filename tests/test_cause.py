@@ -6,7 +6,7 @@ import pytest
 from each import of_each
 
 from pytest_gpucluster import errors
-from pytest_gpucluster.cause import connection_cut, gpu_died, in_own_words, kind_of, text_of
+from pytest_gpucluster.errors import connection_cut, gpu_died, in_own_words, kind_of, text_of
 
 
 def cuda(text: str) -> RuntimeError:

@@ -18,11 +18,10 @@ from pytest_gpucluster import nccl_log
 from pytest_gpucluster.agreement.release.gloo import SocketReleaser
 from pytest_gpucluster.agreement.release.nccl import NcclReleaser
 from pytest_gpucluster.benchmarks.determinism import deterministic
-from pytest_gpucluster.cause import kind_of
 from pytest_gpucluster.cluster import Cluster
-from pytest_gpucluster.errors import CommunicationError, EnvironmentBroken, NvlsFailed
-from pytest_gpucluster.launch import RankFacts
-from pytest_gpucluster.metrics import WITHOUT_NVLS
+from pytest_gpucluster.errors import CommunicationError, EnvironmentBroken, NvlsFailed, kind_of
+from pytest_gpucluster.launch.launchers import RankFacts
+from pytest_gpucluster.metrics.measurement import WITHOUT_NVLS
 
 P2P = "node-a:7:8 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM\n"
 IB = "node-a:7:8 [0] NCCL INFO Channel 00/0 : 7[7] -> 8[0] [send] via NET/IB/0/GDRDMA\n"

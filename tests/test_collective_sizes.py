@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpucluster.collective_sizes import KEYS_OF_SIZES, MOST_SIZES, read
+from pytest_gpucluster.config.workload import KEYS
+from pytest_gpucluster.config.workload_loader import KEYS_OF_SIZES, MOST_SIZES, read_sizes
 from pytest_gpucluster.errors import OptionError
-from pytest_gpucluster.workloads import KEYS
 
 
 def texts(text: str) -> tuple[str, ...]:
-    [first, *others] = read(text)
+    [first, *others] = read_sizes(text)
     assert all(other.texts == first.texts for other in others)
     return first.texts
 
@@ -16,7 +16,7 @@ def texts(text: str) -> tuple[str, ...]:
 def test_every_sweep_of_a_collective_takes_the_sizes_and_says_who_gave_them() -> None:
     assert set(KEYS_OF_SIZES) == {key for key in KEYS if key.startswith("nccl.") and key.endswith(".sizes")}
     assert {"nccl.all_reduce.sizes", "nccl.collectives.sizes"} <= set(KEYS_OF_SIZES)
-    found = read("1G", origin="command line: --gpucluster-sizes 1G")
+    found = read_sizes("1G", origin="command line: --gpucluster-sizes 1G")
     assert [override.key for override in found] == list(KEYS_OF_SIZES)
     assert {override.origin for override in found} == {"command line: --gpucluster-sizes 1G"}
 
@@ -70,6 +70,6 @@ def test_sizes_are_read_as_nccl_tests_and_this_project_write_them(text: str, exp
 )
 def test_what_is_no_size_is_refused_with_what_is_allowed(text: str, message: str) -> None:
     with pytest.raises(OptionError) as caught:
-        read(text)
+        read_sizes(text)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)

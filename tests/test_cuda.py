@@ -22,8 +22,8 @@ from pytest_gpucluster.benchmarks.host_link import measure_host_link
 from pytest_gpucluster.benchmarks.matmul import measure_matmul
 from pytest_gpucluster.benchmarks.memory import measure_hbm
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
-from pytest_gpucluster.launch import detect
-from pytest_gpucluster.sampling import Sampling
+from pytest_gpucluster.launch.launchers import detect
+from pytest_gpucluster.metrics.sampling import Sampling
 
 pytestmark = pytest.mark.cuda
 GPU = torch.device("cuda", 0)

@@ -12,11 +12,11 @@ from written_runs import MATMUL, case, read, write
 
 from pytest_gpucluster import cli, journal, thresholds
 from pytest_gpucluster.explained_limits import demand
-from pytest_gpucluster.judge import Judgement
-from pytest_gpucluster.metrics import measurement
+from pytest_gpucluster.judged import Judgement
+from pytest_gpucluster.metrics.measurement import measurement
+from pytest_gpucluster.metrics.sampling import Series
 from pytest_gpucluster.reports import junit, markdown
 from pytest_gpucluster.reports.html import page
-from pytest_gpucluster.sampling import Series
 
 FP32 = "matmul.fp32.tflops"
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from each import of_each
 
-from pytest_gpucluster import hardware
-from pytest_gpucluster.nvml import QUERIES
+from pytest_gpucluster.metrics import datasheets
+from pytest_gpucluster.nvml_queries import QUERIES
 
 # Figures of the data sheets: fp32, tf32, bf16, fp8, HBM, link in one direction; memory in GB, PCIe generation, NVLinks.
 DATA_SHEETS = {
@@ -52,13 +52,13 @@ NVML_NAMES = {
 
 
 def test_a_gpu_is_known_by_its_whole_name_only() -> None:
-    found = {name: hardware.matching(hardware.SKUS.values(), name) for name in NVML_NAMES}
+    found = {name: datasheets.matching(datasheets.SKUS.values(), name) for name in NVML_NAMES}
     assert found == {name: [] if sku is None else [sku] for name, sku in NVML_NAMES.items()}
 
 
 @of_each("name", list(DATA_SHEETS))
 def test_peaks_and_promises_are_the_dense_figures_of_the_data_sheet(name: str) -> None:
-    peaks, promise = hardware.SKUS[name].peaks, hardware.promise_of(name)
+    peaks, promise = datasheets.SKUS[name].peaks, datasheets.promise_of(name)
     assert peaks is not None
     assert promise is not None
     figures = (peaks.fp32_tflops, peaks.tf32_tflops, peaks.bf16_tflops, peaks.fp8_tflops)
@@ -69,19 +69,19 @@ def test_peaks_and_promises_are_the_dense_figures_of_the_data_sheet(name: str) -
 
 
 def test_the_rehearsal_has_no_peaks_and_takes_no_gpu() -> None:
-    rehearsal = hardware.SKUS[hardware.CPU_REHEARSAL]
+    rehearsal = datasheets.SKUS[datasheets.CPU_REHEARSAL]
     assert rehearsal.peaks is None
     assert rehearsal.nvml_names == ()
-    assert set(hardware.SKUS) == {*DATA_SHEETS, hardware.CPU_REHEARSAL}
+    assert set(datasheets.SKUS) == {*DATA_SHEETS, datasheets.CPU_REHEARSAL}
 
 
 @of_each("name", list(DATA_SHEETS))
 def test_required_queries_are_those_that_the_sku_can_answer(name: str) -> None:
-    promise = hardware.promise_of(name)
+    promise = datasheets.promise_of(name)
     assert promise is not None
     required = set(promise.required_queries)
     assert required <= set(QUERIES)
-    assert required >= set(hardware.ANY_GPU)
+    assert required >= set(datasheets.ANY_GPU)
     assert len(required) == len(promise.required_queries)
     # Row remapping took the place of retired pages: whoever asks for both fails every card.
     assert "rows.pending" in required
@@ -92,6 +92,6 @@ def test_required_queries_are_those_that_the_sku_can_answer(name: str) -> None:
     assert ("mig.mode" in required) == (name != "L40S")
 
 
-@of_each("name", [None, "T4", hardware.CPU_REHEARSAL])
+@of_each("name", [None, "T4", datasheets.CPU_REHEARSAL])
 def test_nothing_is_promised_of_a_gpu_that_is_not_in_the_table(name: str | None) -> None:
-    assert hardware.promise_of(name) is None
+    assert datasheets.promise_of(name) is None

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_gpucluster.errors import LaunchError
-from pytest_gpucluster.hostlist import compress_hostlist, expand_hostlist
+from pytest_gpucluster.launch.hostlist import compress_hostlist, expand_hostlist
 
 
 @pytest.mark.parametrize(

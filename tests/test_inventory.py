@@ -20,7 +20,7 @@ from pytest_gpucluster.inventory import (
     identify,
     start_time,
 )
-from pytest_gpucluster.launch import RankFacts
+from pytest_gpucluster.launch.launchers import RankFacts
 from pytest_gpucluster.nvml import Nvml
 
 FACTS = RankFacts(

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from pytest_gpucluster.isolation import evidence
+from pytest_gpucluster.isolation import finding
 from pytest_gpucluster.isolation.finding import Isolated
 
 PERF = Path(__file__).parent.parent / "perf"
@@ -85,12 +85,12 @@ def test_a_fault_shows_where_it_is_planted_and_nowhere_else() -> None:
 
 def test_what_is_counted_is_what_was_planted_and_accused(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a planner's answer that is known: one right, one missed, one innocent."""
-    right = evidence.Culprit(units=(1,), kind="unit", failed=3, probes=3, evidence=())
-    innocent = evidence.Culprit(units=(7,), kind="unit", failed=3, probes=3, evidence=())
-    end = evidence.Culprit(units=(4,), kind="unit", failed=3, probes=3, evidence=())
+    right = finding.Culprit(units=(1,), kind="unit", failed=3, probes=3, evidence=())
+    innocent = finding.Culprit(units=(7,), kind="unit", failed=3, probes=3, evidence=())
+    end = finding.Culprit(units=(4,), kind="unit", failed=3, probes=3, evidence=())
     plants = [Plant(units=(1,)), Plant(units=(4, 5))]
 
-    def counted(*culprits: evidence.Culprit) -> Found:
+    def counted(*culprits: finding.Culprit) -> Found:
         answer = Isolated(culprits=culprits, cleared=(), undecided=(6,), rounds=(), why_undecided="", reproduced=True)
         monkeypatch.setattr(isolation_trials, "search", lambda cluster, floor: answer)
         return run(Scenario(name="x", make=lambda random, total: plants), 8, 1)

@@ -8,8 +8,7 @@ import pytest
 
 from pytest_gpucluster import isolation_told
 from pytest_gpucluster.isolating import _in_the_world
-from pytest_gpucluster.isolation.finding import Culprit, Isolated
-from pytest_gpucluster.isolation.probe import Outcome
+from pytest_gpucluster.isolation.finding import Culprit, Isolated, Outcome
 
 NAMES = {0: "node-a", 1: "node-b", 2: "node-c"}
 GOOD = Outcome(members=(0, 2), busbw=350.0)

@@ -16,10 +16,12 @@ from each import of_each
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpucluster import journal, metrics, run_directory, thresholds
+from pytest_gpucluster import journal, run_directory, thresholds
+from pytest_gpucluster import run_directory as run_directory_module
 from pytest_gpucluster.errors import JournalError, OptionError
 from pytest_gpucluster.judge import judge
-from pytest_gpucluster.sampling import Series, Stopped
+from pytest_gpucluster.metrics import measurement
+from pytest_gpucluster.metrics.sampling import Series, Stopped
 
 RUN = {"type": "run", "schema_version": 1, "run_id": "r1", "started_at": "2026-01-02T03:04:05+00:00"}
 TESTS = [{"nodeid": f"t.py::test_{name}", "classname": "t", "name": f"test_{name}"} for name in "abc"]
@@ -107,7 +109,7 @@ SURE = Stopped(by="interval", samples=8, seconds=3.0, width_ratio=0.0027, allowe
 def test_what_the_judge_puts_on_record_is_read_as_it_was():
     measured = {
         rank: [
-            metrics.measurement(
+            measurement.measurement(
                 "matmul.bf16.tflops",
                 Series(samples=(value,) * 8, median=value, low=value - 1, high=value + 1, stopped=SURE),
                 unit="TFLOPS",
@@ -212,7 +214,7 @@ def test_a_missing_journal_is_an_error_that_says_what_to_name(tmp_path):
 
 
 def test_a_journal_is_found_by_its_folder_and_by_the_latest_run(tmp_path):
-    directory = journal.new_run_directory(tmp_path)
+    directory = run_directory_module.new_run_directory(tmp_path)
     path = written(directory / "journal.jsonl", RUN)
     assert journal.locate(path) == path
     assert journal.locate(directory) == path
@@ -292,7 +294,7 @@ writer.append(b"d\\n")
 
 def test_two_runs_in_one_second_have_their_own_folders(tmp_path, monkeypatch):
     monkeypatch.setattr(run_directory.time, "strftime", lambda *_: "20260102-030405")
-    names = [journal.new_run_directory(tmp_path / "reports").name for _ in range(3)]
+    names = [run_directory_module.new_run_directory(tmp_path / "reports").name for _ in range(3)]
     assert names == ["20260102-030405", "20260102-030405-2", "20260102-030405-3"]
     assert os.readlink(tmp_path / "reports" / "latest") == names[-1]
     assert sorted(os.listdir(tmp_path / "reports")) == [*names, "latest"]
@@ -301,7 +303,7 @@ def test_two_runs_in_one_second_have_their_own_folders(tmp_path, monkeypatch):
 def test_runs_of_one_report_directory_are_numbered_one_after_the_other(tmp_path):
     def begin():
         series = journal.next_in_series(tmp_path)
-        folder = journal.new_run_directory(tmp_path)
+        folder = run_directory_module.new_run_directory(tmp_path)
         written(folder / "journal.jsonl", {**RUN, **series})
         return folder, series
 
@@ -317,14 +319,14 @@ def test_runs_of_one_report_directory_are_numbered_one_after_the_other(tmp_path)
 
 def test_a_real_folder_named_latest_does_not_stop_a_run(tmp_path):
     (tmp_path / "latest").mkdir()
-    directory = journal.new_run_directory(tmp_path)
+    directory = run_directory_module.new_run_directory(tmp_path)
     assert sorted(os.listdir(tmp_path)) == sorted([directory.name, "latest"])
 
 
 def test_a_file_in_the_way_is_named_with_the_way_out(tmp_path):
     (tmp_path / "reports").write_text("")
     with pytest.raises(OptionError) as error:
-        journal.new_run_directory(tmp_path / "reports")
+        run_directory_module.new_run_directory(tmp_path / "reports")
     assert f"{tmp_path / 'reports'}: " in str(error.value)
     assert "(File exists); " in str(error.value)
 
@@ -335,7 +337,7 @@ def test_a_file_in_the_way_is_named_with_the_way_out(tmp_path):
 def test_an_unwritable_report_directory_is_named_before_anything_runs(tmp_path, options, code):
     script = f"""
 import pathlib
-from pytest_gpucluster.journal import new_run_directory
+from pytest_gpucluster.run_directory import new_run_directory
 try:
     new_run_directory(pathlib.Path({str(tmp_path)!r}))
 except Exception as error:

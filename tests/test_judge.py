@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from verdicts import ALGBW, BUSBW, GB, all_ranks, bf16, busbw, hold
 
-from pytest_gpucluster import metrics, thresholds
+from pytest_gpucluster import thresholds
 from pytest_gpucluster.errors import MeasurementError
 from pytest_gpucluster.limits import Thresholds
-from pytest_gpucluster.metric_catalogue import Metric
-from pytest_gpucluster.metrics import WITHOUT_NVLS, Measurement, measurement
+from pytest_gpucluster.metrics import measurement as metrics
+from pytest_gpucluster.metrics.catalogue import Metric
+from pytest_gpucluster.metrics.measurement import WITHOUT_NVLS, Measurement, measurement
 
 
 def test_values_above_the_limit_pass_and_the_slowest_rank_decides() -> None:

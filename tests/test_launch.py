@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_gpucluster.errors import LaunchError
-from pytest_gpucluster.launch import Allocation, RankFacts, detect
+from pytest_gpucluster.launch.launchers import Allocation, RankFacts, detect
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "a1",

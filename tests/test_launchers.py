@@ -20,7 +20,7 @@ from fork_server import server_for
 from ports import free_port
 from sessions import CPU, Left, Process, Project, environment
 
-from pytest_gpucluster.launch import detect
+from pytest_gpucluster.launch.launchers import detect
 
 SUITE = """
     import pytest

@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpucluster import light_process
+from pytest_gpucluster.launch import detached_process
 
 
 def test_a_new_interpreter_finds_this_package_wherever_it_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "/theirs")
-    assert light_process.environment()["PYTHONPATH"].split(os.pathsep)[-1] == "/theirs"
-    code = "import sys; from pytest_gpucluster import light_process; print('torch' in sys.modules, '' in sys.path)"
+    assert detached_process.child_environment()["PYTHONPATH"].split(os.pathsep)[-1] == "/theirs"
+    code = "import sys, pytest_gpucluster.launch.detached_process; print('torch' in sys.modules, '' in sys.path)"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
-        env=light_process.environment(),
+        env=detached_process.child_environment(),
         capture_output=True,
         text=True,
         timeout=60,
@@ -34,7 +34,7 @@ def test_a_new_interpreter_finds_this_package_wherever_it_is_started(
 
 
 def test_the_descriptor_of_the_parent_is_not_readable_while_it_lives() -> None:
-    end = light_process.end_descriptor(os.getppid())
+    end = detached_process.end_descriptor(os.getppid())
     if end is None:
         pytest.skip("this kernel or sandbox has no descriptors of processes")
     assert select.select([end], [], [], 0)[0] == []
@@ -43,4 +43,4 @@ def test_the_descriptor_of_the_parent_is_not_readable_while_it_lives() -> None:
 
 def test_another_process_is_not_taken_for_the_parent() -> None:
     for parent in (os.getpid(), 2**22 + 1):  # no parent, no process
-        assert light_process.end_descriptor(parent) is None
+        assert detached_process.end_descriptor(parent) is None

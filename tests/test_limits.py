@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpucluster import hardware, metrics
 from pytest_gpucluster.errors import MeasurementError, ThresholdsError
 from pytest_gpucluster.limits import Condition, Limit, Thresholds, condition, peak_of
+from pytest_gpucluster.metrics import catalogue, datasheets
 
 BUSBW = "nccl.all_reduce.busbw"
 
@@ -38,7 +38,7 @@ def decides(limits: list[Limit], world_size: int, nnodes: int, labels: dict[str,
         chosen and chosen.source
         for order in (limits, limits[::-1])
         for chosen in [
-            Thresholds(skus=hardware.SKUS, limits=tuple(order)).limit(
+            Thresholds(skus=datasheets.SKUS, limits=tuple(order)).limit(
                 BUSBW, sku="H100 SXM", world_size=world_size, nnodes=nnodes, labels=labels
             )
         ]
@@ -108,14 +108,14 @@ def test_labels_that_describe_a_subgroup_win_over_the_topology_of_the_run() -> N
 
 
 def test_a_gpu_claimed_by_two_skus_is_an_error() -> None:
-    mine = hardware.Sku(name="mine", nvml_names=("NVIDIA H200.*",))
-    limits = Thresholds(skus={**hardware.SKUS, "mine": mine}, limits=())
+    mine = datasheets.Sku(name="mine", nvml_names=("NVIDIA H200.*",))
+    limits = Thresholds(skus={**datasheets.SKUS, "mine": mine}, limits=())
     assert limits.sku_for("NVIDIA H200 NVL") == "mine"
     with pytest.raises(ThresholdsError, match="'NVIDIA H200' is claimed by 'H200' and 'mine'"):
         limits.sku_for("NVIDIA H200")
 
 
 def test_a_site_metric_naming_a_peak_that_does_not_exist_is_refused() -> None:
-    metric = metrics.Metric(name="x", unit="GB/s", better="higher", peak="lnik", doc="x")
+    metric = catalogue.Metric(name="x", unit="GB/s", better="higher", peak="lnik", doc="x")
     with pytest.raises(MeasurementError, match="names the peak 'lnik'"):
-        peak_of(metric, hardware.SKUS["H200"])
+        peak_of(metric, datasheets.SKUS["H200"])

@@ -8,8 +8,8 @@ import pytest
 import shipped_suite
 from sessions import Project
 
+from pytest_gpucluster.config.criteria_file import read_manifest
 from pytest_gpucluster.errors import ThresholdsError
-from pytest_gpucluster.manifest import read_manifest
 
 ROOT = Path(__file__).parent.parent
 SUITE = {

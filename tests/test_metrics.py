@@ -9,11 +9,12 @@ from each import of_each
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpucluster import hardware, metrics, units
 from pytest_gpucluster.errors import MeasurementError, UnitError
-from pytest_gpucluster.metric_catalogue import Metric
-from pytest_gpucluster.metrics import Measurement, measurement
-from pytest_gpucluster.sampling import Sampling, series
+from pytest_gpucluster.metrics import datasheets, units
+from pytest_gpucluster.metrics import measurement as metrics
+from pytest_gpucluster.metrics.catalogue import Metric
+from pytest_gpucluster.metrics.measurement import Measurement, measurement
+from pytest_gpucluster.metrics.sampling import Sampling, series
 
 BUSBW = "nccl.all_reduce.busbw"
 
@@ -23,7 +24,7 @@ def test_every_metric_has_a_unit_a_description_and_a_peak_that_exists(metric: Me
     unit = units.unit(metric.unit)
     assert metric.doc
     if metric.peak is not None:
-        assert unit.dimension == units.unit(hardware.PEAK_UNITS[metric.peak]).dimension
+        assert unit.dimension == units.unit(datasheets.PEAK_UNITS[metric.peak]).dimension
 
 
 STOPPED = {"by": "interval", "samples": 8, "seconds": 3.0, "extended": False}

@@ -16,9 +16,9 @@ from verdicts import BUSBW, GB, bf16, busbw, hold
 
 from pytest_gpucluster import thresholds
 from pytest_gpucluster.limits import Limit, Thresholds
-from pytest_gpucluster.metrics import Measurement, measurement
+from pytest_gpucluster.metrics.measurement import Measurement, measurement
+from pytest_gpucluster.metrics.sampling import Sampling, Series, series
 from pytest_gpucluster.misses import margin
-from pytest_gpucluster.sampling import Sampling, Series, series
 
 LATENCY = "nccl.all_reduce.latency"
 RANK_3 = "rank 3 (gpu-00, GPU 3 GPU-1f2e)"

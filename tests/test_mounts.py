@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpucluster import mounts
-from pytest_gpucluster.mounts import holder, read
+from pytest_gpucluster import files
+from pytest_gpucluster.files import mount_of, read_mounts
 
 TEXT = r"""
 22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda1 rw,discard
@@ -20,13 +20,13 @@ TEXT = r"""
 
 
 @pytest.fixture
-def found(tmp_path: Path) -> tuple[mounts.Mount, ...]:
+def found(tmp_path: Path) -> tuple[files.Mount, ...]:
     path = tmp_path / "mountinfo"
     path.write_text(TEXT.strip() + "\n", encoding="utf-8")
-    return read(path)
+    return read_mounts(path)
 
 
-def test_type_source_folder_and_options_are_read(found: tuple[mounts.Mount, ...]) -> None:
+def test_type_source_folder_and_options_are_read(found: tuple[files.Mount, ...]) -> None:
     nfs = found[2]
     assert (nfs.point, nfs.kind, nfs.source, nfs.root) == ("/mnt/my data", "nfs4", "server:/export", "/team a")
     assert (nfs.option("vers"), nfs.option("soft"), found[1].option("size")) == ("4.2", None, "65536k")
@@ -34,7 +34,7 @@ def test_type_source_folder_and_options_are_read(found: tuple[mounts.Mount, ...]
     assert [mount.kind for mount in found] == ["ext4", "tmpfs", "nfs4", "fuse.juicefs", "lustre"]
     assert [mount.read_only for mount in found] == [False, False, True, False, False], "itself, not its file system"
     assert [mount.is_network for mount in found] == [False, False, True, True, True]
-    assert holder(Path("/a"), ()) is None
+    assert mount_of(Path("/a"), ()) is None
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_type_source_folder_and_options_are_read(found: tuple[mounts.Mount, ...]
         ("/mnt/fuse", "fuse.juicefs"),
     ],
 )
-def test_a_folder_is_on_the_innermost_mount(found: tuple[mounts.Mount, ...], folder: str, kind: str) -> None:
-    held = holder(Path(folder), found)
+def test_a_folder_is_on_the_innermost_mount(found: tuple[files.Mount, ...], folder: str, kind: str) -> None:
+    held = mount_of(Path(folder), found)
     assert held is not None
     assert held.kind == kind

@@ -9,7 +9,7 @@ from complaints import in_order
 from each import of_each
 from verdicts import SHIPPED, hold
 
-from pytest_gpucluster.metrics import measurement
+from pytest_gpucluster.metrics.measurement import measurement
 from pytest_gpucluster.nccl_choice import Choice, agreed, choice
 from pytest_gpucluster.nccl_reasons import Reasons
 

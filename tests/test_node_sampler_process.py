@@ -17,7 +17,8 @@ import fake_sampler
 import pytest
 from each import of_each
 
-from pytest_gpucluster import light_process, node_sampler, node_sampler_process
+from pytest_gpucluster import node_sampler, node_sampler_process
+from pytest_gpucluster.launch import detached_process
 from pytest_gpucluster.node_sampler import Link, NodeSampler
 
 GPU = "GPU-1f2e3d4c"
@@ -44,7 +45,7 @@ def test_it_has_its_own_session_and_no_torch_and_outlives_what_launchers_send(sa
     assert answers(sampler)
     assert os.getsid(sampler.pid) == sampler.pid
     assert "torch" not in Path(f"/proc/{sampler.pid}/maps").read_text()
-    for number in light_process.SHIELDED:
+    for number in detached_process.SHIELDED:
         os.kill(sampler.pid, number)
     assert answers(sampler)
 
@@ -75,7 +76,7 @@ def test_it_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
 
 def test_it_ends_without_descriptors_of_processes_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some kernels and sandboxes have none."""
-    monkeypatch.setattr(light_process, "end_descriptor", lambda parent: None)
+    monkeypatch.setattr(detached_process, "end_descriptor", lambda parent: None)
     monkeypatch.setattr(node_sampler_process, "_TICK_SECONDS", 0.001)
     parents = iter([7, 7, 1])
     monkeypatch.setattr(node_sampler_process.os, "getppid", lambda: next(parents))

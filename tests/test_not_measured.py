@@ -9,7 +9,7 @@ from sessions import Project
 
 from pytest_gpucluster import opening
 from pytest_gpucluster.agreement.preflight import Expectation, gpus_without_a_rank
-from pytest_gpucluster.launch import Allocation, detect
+from pytest_gpucluster.launch.launchers import Allocation, detect
 from pytest_gpucluster.pci_bus import PciGpu
 
 FACTS = detect({}, "node-a")

@@ -9,7 +9,8 @@ import pytest
 
 from pytest_gpucluster import activation, options
 from pytest_gpucluster.errors import OptionError
-from pytest_gpucluster.options import OPTIONS, Timeouts, active, asked_for, resolve
+from pytest_gpucluster.option_values import Timeouts
+from pytest_gpucluster.options import OPTIONS, active, asked_for, resolve
 
 INI = "gpucluster_deadline = 30\ngpucluster_sku = from-ini\n"
 

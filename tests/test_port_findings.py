@@ -9,8 +9,8 @@ from each import of_each
 from fabric_nodes import DOWN, PEERMEM, node, port, roce
 
 from pytest_gpucluster.fabric_ports import NodePorts
-from pytest_gpucluster.health.finding import Finding
 from pytest_gpucluster.infiniband import Adapters
+from pytest_gpucluster.metrics.finding import Finding
 from pytest_gpucluster.peer_memory import PeerMemory
 from pytest_gpucluster.port_findings import Findings, examine
 

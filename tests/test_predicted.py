@@ -11,9 +11,8 @@ import pytest
 
 from pytest_gpucluster.benchmarks.blocks import measure_rate
 from pytest_gpucluster.benchmarks.clock import ManualClock
-from pytest_gpucluster.predicted import predict
-from pytest_gpucluster.workload_file import Override, load
-from pytest_gpucluster.workloads import Workload
+from pytest_gpucluster.config.workload import Workload, predict
+from pytest_gpucluster.config.workload_loader import Override, load
 
 ACCEPTANCE = Path(__file__).parent.parent / "acceptance"
 FULL = load(ACCEPTANCE / "workloads.yaml", profile="full").workload

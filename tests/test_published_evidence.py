@@ -14,7 +14,7 @@ from each import of_each
 from verdicts import SHIPPED, bf16, busbw, hold
 from written_runs import MATMUL, case, read
 
-from pytest_gpucluster import cli, evidence, thresholds
+from pytest_gpucluster import cli, evidence, limits, thresholds
 from pytest_gpucluster.errors import ThresholdsError
 from pytest_gpucluster.evidence import Row
 from pytest_gpucluster.judge import judge_value
@@ -131,7 +131,7 @@ def test_no_shipped_floor_is_too_near_to_a_healthy_value() -> None:
     assert evidence.too_high(SHIPPED) == []
 
 
-def limits_with(tmp_path: Path, entry: str) -> thresholds.Thresholds:
+def limits_with(tmp_path: Path, entry: str) -> limits.Thresholds:
     path = tmp_path / "mine.yaml"
     path.write_text(f"schema_version: 1\nskus: {{H100 SXM: {{limits: {{matmul.fp32.tflops: {entry}}}}}}}\n")
     return thresholds.load(thresholds.shipped_path(), path)

@@ -12,8 +12,9 @@ import pytest
 import sessions
 import yaml
 
-from pytest_gpucluster import metrics, verdict
-from pytest_gpucluster.launch import detect
+from pytest_gpucluster import verdict
+from pytest_gpucluster.launch.launchers import detect
+from pytest_gpucluster.metrics import measurement
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -59,7 +60,7 @@ def test_the_example_test_passes_in_a_rehearsal(project: sessions.Project) -> No
 def test_the_example_of_a_criterion_fails_where_its_limit_is_missed_and_passes_else(
     project: sessions.Project, request: pytest.FixtureRequest
 ) -> None:
-    request.addfinalizer(lambda: metrics._REGISTRY.pop("site.scratch.write", None))  # which the example adds
+    request.addfinalizer(lambda: measurement._REGISTRY.pop("site.scratch.write", None))  # which the example adds
     page = (ROOT / "docs" / "writing-criteria.md").read_text(encoding="utf-8")
     shown = r"`([\w]+\.[\w]+)`[^`\n]*:\n+```\w+\n(.*?)^```$"
     files = dict(re.findall(shown, page, re.DOTALL | re.MULTILINE))

@@ -11,7 +11,8 @@ from types import ModuleType
 
 from each import of_each
 
-from pytest_gpucluster import cli, fixtures, hookspecs, metrics, options, plugin, verdict
+from pytest_gpucluster import cli, fixtures, hookspecs, option_values, options, plugin, verdict
+from pytest_gpucluster.metrics import measurement
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -53,14 +54,14 @@ def test_the_page_is_what_the_code_says() -> None:
 
 TABLES = {
     "Options": [option.flag for option in options.OPTIONS],
-    "Timeouts": list(options.Timeouts.__dataclass_fields__),
+    "Timeouts": list(option_values.Timeouts.__dataclass_fields__),
     "Markers": [re.split(r"[(:]", marker)[0] for marker in plugin._MARKERS],
     "Fixtures": [
         name
         for name, value in vars(fixtures).items()
         if hasattr(value, "_pytestfixturefunction") or "FixtureFunctionDefinition" in type(value).__name__
     ],
-    "Metrics": list(metrics.METRICS),
+    "Metrics": list(measurement.METRICS),
 }
 
 

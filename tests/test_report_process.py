@@ -14,8 +14,9 @@ from pathlib import Path
 import example_runs
 import pytest
 
-from pytest_gpucluster import journal, light_process
+from pytest_gpucluster import journal
 from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.launch import detached_process
 from pytest_gpucluster.recorder import wait_for_end
 from pytest_gpucluster.report_process import render_apart
 
@@ -73,7 +74,7 @@ def test_it_ends_by_itself_where_nobody_is_left_to_kill_it(run: Path) -> None:
     if (recorder := os.fork()) == 0:
         try:
             signal.signal(signal.SIGALRM, signal.SIG_IGN)  # as a recorder does
-            signal.pthread_sigmask(signal.SIG_BLOCK, light_process.SHIELDED)  # as it inherits it
+            signal.pthread_sigmask(signal.SIG_BLOCK, detached_process.SHIELDED)  # as it inherits it
             render_apart(found(run), run, 1.0, write=says_who_it_is)
         finally:
             os._exit(1)

@@ -9,7 +9,7 @@ import pytest
 from pytest_gpucluster import thresholds
 from pytest_gpucluster.agreement.preflight import Expectation
 from pytest_gpucluster.closing import decide
-from pytest_gpucluster.manifest import Manifest
+from pytest_gpucluster.config.criteria_file import Manifest
 from pytest_gpucluster.record import TestName, TestRecord
 from pytest_gpucluster.run import Run
 

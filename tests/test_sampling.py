@@ -7,7 +7,7 @@ import pytest
 from complaints import in_order
 from each import of_each
 
-from pytest_gpucluster.sampling import MIN_SAMPLES, Sampling, Series, series, wants_more
+from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling, Series, series, wants_more
 
 SAMPLING = Sampling(warmup_seconds=2, window_seconds=3, longest_seconds=10, tolerance_ratio=0.01)
 STEADY = [700.0, 701.0, 702.0] * 4

@@ -14,8 +14,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from test_thresholds import BROKEN, OK, entry
 
-from pytest_gpucluster import metrics, schema, thresholds, units
+from pytest_gpucluster import schema, thresholds
 from pytest_gpucluster.errors import ThresholdsError, UnitError
+from pytest_gpucluster.metrics import measurement, units
 
 ROOT = Path(__file__).parent.parent
 
@@ -156,5 +157,5 @@ def test_the_pattern_of_a_quantity_takes_what_units_take(text: str) -> None:
 
 def test_every_metric_has_a_place_in_the_schema_with_what_it_is() -> None:
     made = schema.limits_schema()["definitions"]["limits"]["properties"]
-    assert set(made) == set(metrics.METRICS)
-    assert all(made[name]["description"].startswith(metric.doc) for name, metric in metrics.METRICS.items())
+    assert set(made) == set(measurement.METRICS)
+    assert all(made[name]["description"].startswith(metric.doc) for name, metric in measurement.METRICS.items())

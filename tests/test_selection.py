@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from each import of_each
 
-from pytest_gpucluster.hardware import SKUS, Sku
+from pytest_gpucluster.metrics.datasheets import SKUS, Sku
 from pytest_gpucluster.selection import Room, is_selection, only_lists, why_not_applicable
 
 

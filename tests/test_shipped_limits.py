@@ -14,11 +14,14 @@ from complaints import in_order
 from each import of_each
 from verdicts import SHIPPED, world_of
 
-from pytest_gpucluster import evidence, hardware, metrics, units
-from pytest_gpucluster.judge import Judgement, judge
+from pytest_gpucluster import evidence
+from pytest_gpucluster.judge import judge
+from pytest_gpucluster.judged import Judgement
 from pytest_gpucluster.limits import EVERY_SKU, TOPOLOGY, Limit, facts, peak_of
-from pytest_gpucluster.metrics import Measurement, measurement
-from pytest_gpucluster.sampling import Series
+from pytest_gpucluster.metrics import datasheets, units
+from pytest_gpucluster.metrics import measurement as metrics
+from pytest_gpucluster.metrics.measurement import Measurement, measurement
+from pytest_gpucluster.metrics.sampling import Series
 
 BUSBW = "nccl.all_reduce.busbw"
 ALL_SIZES, BOTH_SIZES = "4096, 8192, 16384", "4096, 8192"
@@ -50,7 +53,7 @@ RUNS = [
 def run_of(limit: Limit) -> Run:
     """The first run, on the first SKU, in which this limit decides."""
     named = {part.key: part.text for part in limit.when if part.key not in (*TOPOLOGY, "size")}
-    for sku, run in product(hardware.SKUS if limit.sku == EVERY_SKU else (limit.sku,), RUNS):
+    for sku, run in product(datasheets.SKUS if limit.sku == EVERY_SKU else (limit.sku,), RUNS):
         labels = run.labels | named
         if not limit.applies(facts(world_size=run.world_size, nnodes=run.nnodes, labels=labels)):
             continue
@@ -106,7 +109,7 @@ every_limit = of_each("limit", JUDGED, name)
 
 
 def test_there_is_something_to_try() -> None:
-    assert {limit.sku for limit in SHIPPED.limits if limit.record_only is None} == {*hardware.SKUS, EVERY_SKU}
+    assert {limit.sku for limit in SHIPPED.limits if limit.record_only is None} == {*datasheets.SKUS, EVERY_SKU}
     assert len(JUDGED) > 100
 
 
@@ -175,7 +178,7 @@ def with_peak() -> Iterator[tuple[Limit, float]]:
         metric = metrics.known(limit.metric)
         peak = peak_of(metric, SHIPPED.skus.get(limit.sku))
         # Across nodes the fabric carries it, and no link of a GPU bounds it.
-        across = metric.peak in hardware.LINK_PEAKS and run_of(limit).nnodes > 1
+        across = metric.peak in datasheets.LINK_PEAKS and run_of(limit).nnodes > 1
         if peak is not None and metric.peak_is_bound and not across:
             yield limit, peak
 
@@ -195,7 +198,7 @@ def test_a_rank_behind_the_others_fails(limit: Limit) -> None:
     ratio = limit.min_ratio_to_median
     peak = peak_of(metrics.known(limit.metric), SHIPPED.skus.get(limit.sku))
     assert ratio is not None
-    assert peak is not None or limit.sku in (hardware.CPU_REHEARSAL, EVERY_SKU)
+    assert peak is not None or limit.sku in (datasheets.CPU_REHEARSAL, EVERY_SKU)
     # Nothing is above the peak, so some floors are met by no rank that is so far behind.
     healthy = min(math.inf if peak is None else peak, (limit.min or 0) / ratio * 1.05)
     verdict = one_bad(limit, healthy * ratio * 0.99, good=healthy)
@@ -233,7 +236,7 @@ NO_FLOOR = {
 """Between nodes of these nothing is known of the cards, so that an acceptance needs limits of the site."""
 
 
-@of_each("case", list(product([sku for sku in hardware.SKUS if sku != hardware.CPU_REHEARSAL], (1, 2, 16))), str)
+@of_each("case", list(product([sku for sku in datasheets.SKUS if sku != datasheets.CPU_REHEARSAL], (1, 2, 16))), str)
 def test_every_rate_that_a_criterion_asks_for_has_a_floor_on_a_node_of_each_sku(case: tuple[str, int]) -> None:
     sku, nnodes = case
     gpus = GPUS_OF_A_NODE.get(sku, 8)
@@ -331,7 +334,7 @@ def test_small_messages_are_recorded_and_an_unforeseen_topology_has_no_limit() -
 KNOWN = [name for name, metric in metrics.METRICS.items() if metric.better != "none"]
 
 
-@of_each("sku", list(hardware.SKUS))
+@of_each("sku", list(datasheets.SKUS))
 def test_every_sku_says_something_about_every_metric(sku: str) -> None:
     assert [name for name in KNOWN if not SHIPPED.entries(name, sku=sku)] == []
 
@@ -397,7 +400,7 @@ def test_every_shipped_figure_agrees_with_the_source_it_cites(limit: Limit) -> N
         assert re.search(r"data sheet|user guide", source)
     else:
         assert re.match(r"acceptance of|derived from|Azure/|rehearsal floor|this suite's rule", source)
-    assert (limit.sku == hardware.CPU_REHEARSAL) <= source.startswith("rehearsal floor")
+    assert (limit.sku == datasheets.CPU_REHEARSAL) <= source.startswith("rehearsal floor")
     assert limit.min_ratio_to_median == pytest.approx(RATIOS[ratio], abs=0.001)
 
 

@@ -10,11 +10,11 @@ from random import Random
 import pytest
 from verdicts import hold
 
-from pytest_gpucluster import sampling
 from pytest_gpucluster.benchmarks import blocks
 from pytest_gpucluster.benchmarks.clock import ManualClock
 from pytest_gpucluster.limits import Thresholds
-from pytest_gpucluster.metrics import measurement
+from pytest_gpucluster.metrics import sampling
+from pytest_gpucluster.metrics.measurement import measurement
 
 PERF = Path(__file__).parent.parent / "perf"
 sys.path.insert(0, str(PERF))  # programs, not a package: they import each other by name

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from sessions import Project
 
-from pytest_gpucluster import metrics
+from pytest_gpucluster.metrics import measurement
 
 RECORDED = 'measure("inventory.ranks", 1, unit="ranks", record_only=True)'
 
@@ -16,10 +16,10 @@ RECORDED = 'measure("inventory.ranks", 1, unit="ranks", record_only=True)'
 @pytest.fixture(autouse=True)
 def metrics_as_before() -> Iterator[None]:
     """Forget the metrics that suites of these tests add: a session in this process shares them with other tests."""
-    before = dict(metrics._REGISTRY)
+    before = dict(measurement._REGISTRY)
     yield
-    metrics._REGISTRY.clear()
-    metrics._REGISTRY.update(before)
+    measurement._REGISTRY.clear()
+    measurement._REGISTRY.update(before)
 
 
 # ---- verdicts and exit codes ----------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ VERDICTS = {
 """Verdict and exit code -> what happens -> the body, and how its verdict begins."""
 SITE = """
     import pytest
-    from pytest_gpucluster import metrics
+    from pytest_gpucluster.metrics import measurement
 
     def pytest_configure():
         metrics.register(metrics.Metric(name="site.thing", unit="GB/s", better="higher", doc="of a site"))

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from pytest_gpucluster import light_process, stale_processes
+from pytest_gpucluster.launch import detached_process
 
 SLEEPS = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 
@@ -23,18 +23,18 @@ def test_what_a_rank_has_started_is_ended_and_nothing_else(tmp_path):
     rank, other = str(tmp_path / "rank"), str(tmp_path / "other")
     with contextlib.ExitStack() as started:
         before = started.enter_context(start())
-        with stale_processes.marked(os.environ, rank):
+        with detached_process.mark_processes(os.environ, rank):
             ours = started.enter_context(start())
-            light = started.enter_context(start(env=light_process.environment()))
-        with stale_processes.marked(os.environ, other):
+            light = started.enter_context(start(env=detached_process.child_environment()))
+        with detached_process.mark_processes(os.environ, other):
             others = started.enter_context(start())
         after = started.enter_context(start())
         started.callback(lambda: [process.kill() for process in (before, ours, light, others, after)])
-        assert stale_processes.end([rank]) == [ours.pid]
+        assert detached_process.end_stale_processes([rank]) == [ours.pid]
         assert ours.wait(10) == -signal.SIGKILL
         assert [process.poll() for process in (before, light, others, after)] == [None] * 4
-        assert stale_processes.end([rank]) == []
-        assert stale_processes.end([]) == []
+        assert detached_process.end_stale_processes([rank]) == []
+        assert detached_process.end_stale_processes([]) == []
 
 
 def test_what_a_rank_has_forked_is_ended_also_when_its_file_is_gone(tmp_path):
@@ -45,14 +45,14 @@ def test_what_a_rank_has_forked_is_ended_also_when_its_file_is_gone(tmp_path):
             signal.pause()
             os._exit(0)
     file.unlink()
-    assert stale_processes.end([str(file)]) == [pid]
+    assert detached_process.end_stale_processes([str(file)]) == [pid]
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
 
 
 @pytest.mark.parametrize("outer", ["a", None])
 def test_the_mark_of_an_outer_run_comes_back(outer):
-    environ = {} if outer is None else {stale_processes.VARIABLE: outer}
+    environ = {} if outer is None else {detached_process.VARIABLE: outer}
     before = dict(environ)
-    with stale_processes.marked(environ, "b"):
+    with detached_process.mark_processes(environ, "b"):
         pass
     assert environ == before

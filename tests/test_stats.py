@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpucluster import stats
+from pytest_gpucluster.metrics import stats
 
 SAMPLES = st.lists(st.floats(min_value=-1e9, max_value=1e9), min_size=1, max_size=50)
 

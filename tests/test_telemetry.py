@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpucluster import nvml
+from pytest_gpucluster import nvml_queries
 from pytest_gpucluster.telemetry import OF_THE_CARD, QUERIES, THROTTLE, checked, nothing, summary
 
 
@@ -43,7 +43,7 @@ def test_each_throttle_reason_has_its_part_of_the_time() -> None:
 
 
 def test_what_is_read_is_what_nvml_can_be_asked_for() -> None:
-    units = [nvml.QUERIES[query].unit for key, query in {**QUERIES, **OF_THE_CARD}.items() if key != THROTTLE]
+    units = [nvml_queries.QUERIES[query].unit for key, query in {**QUERIES, **OF_THE_CARD}.items() if key != THROTTLE]
     assert units == ["MHz", "MHz", "W", "degC", "%", "MHz", "degC"]
     told = summary({}, seconds=1, not_available={}, card={"sm_clock_max_mhz": 1980, "slowdown_celsius": 89.04})
     assert (told["sm_clock_max_mhz"], told["slowdown_celsius"]) == (1980, 89.0)

@@ -10,13 +10,13 @@ import pytest
 import torchrun
 from sessions import Project
 
-from pytest_gpucluster import time_spent
 from pytest_gpucluster.benchmarks import blocks
 from pytest_gpucluster.benchmarks.blocks import measure_rate
 from pytest_gpucluster.benchmarks.clock import ManualClock
-from pytest_gpucluster.journal import TestResult
-from pytest_gpucluster.sampling import Sampling
-from pytest_gpucluster.time_spent import LEDGER, MEASURING, OTHER, PARTS, VERIFYING, WARM_UP, Ledger, counted
+from pytest_gpucluster.journal_lines import TestResult
+from pytest_gpucluster.metrics import time_budget
+from pytest_gpucluster.metrics.sampling import Sampling
+from pytest_gpucluster.metrics.time_budget import LEDGER, MEASURING, OTHER, PARTS, VERIFYING, WARM_UP, Ledger, counted
 
 
 class Clock:
@@ -125,7 +125,7 @@ def test_no_more_is_moved_than_there_was(clock: Clock, ledger: Ledger, seconds: 
 def test_a_part_that_raises_ends_and_a_misspelt_one_is_refused(
     clock: Clock, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(time_spent, "LEDGER", ledger)
+    monkeypatch.setattr(time_budget, "LEDGER", ledger)
     with contextlib.suppress(RuntimeError), counted("measuring"):
         clock.now += 1
         raise RuntimeError
@@ -137,11 +137,11 @@ def test_a_part_that_raises_ends_and_a_misspelt_one_is_refused(
 
 def test_the_most_of_any_rank_is_told_beside_the_first_ranks() -> None:
     ranks = {2: [0.0, 1.0, 5.0, 0, 0, 0], 0: [0.5, 1.0, 4.0, 0, 2.0, 0], 1: [0.1, 1.0, 5.0, 0, 0, 0]}
-    found = time_spent.of_ranks(ranks)
+    found = time_budget.of_ranks(ranks)
     assert list(found) == list(PARTS)
     assert found["measuring"] == {"seconds": 4.0, "most_seconds": 5.0, "most_rank": 1}
     assert found["agreeing"] == {"seconds": 2.0, "most_seconds": 2.0, "most_rank": 0}
-    assert time_spent.of_ranks({1: ranks[1]}) == {}
+    assert time_budget.of_ranks({1: ranks[1]}) == {}
 
 
 # ---- benchmarks --------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ import time
 
 import pytest
 
-from pytest_gpucluster.time_spent import counted
+from pytest_gpucluster.metrics.time_budget import counted
 
 SECONDS = {"warm_up": 0.6, "measuring": 1.2, "verifying": 0.9}
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from pytest_gpucluster import units
 from pytest_gpucluster.errors import UnitError
+from pytest_gpucluster.metrics import units
 
 SYMBOLS = st.sampled_from(sorted(units.UNITS))
 VALUES = st.floats(min_value=-1e30, max_value=1e30, allow_nan=False)

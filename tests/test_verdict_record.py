@@ -8,7 +8,8 @@ import example_runs
 from each import of_each
 
 from pytest_gpucluster import journal
-from pytest_gpucluster.verdict_record import EXCLUDE, VerdictRecord
+from pytest_gpucluster.isolation.finding import EXCLUDE_FILE
+from pytest_gpucluster.verdict_record import VerdictRecord
 
 
 def record_of(folder: Path, name: str) -> VerdictRecord:
@@ -46,10 +47,10 @@ BAD_LISTS = {b"": "[slurm]", b"[slurm]\n": "[slurm]", b"[slurm]\ngpu-[1-\n": "gp
 @of_each("content", list(BAD_LISTS))
 def test_an_exclude_list_that_cannot_be_read_accuses_nobody_and_says_so(tmp_path: Path, content: bytes) -> None:
     run, why = tmp_path, BAD_LISTS[content]
-    (run / EXCLUDE).write_bytes(content)
+    (run / EXCLUDE_FILE).write_bytes(content)
     found = example_runs.journal_of("cluster")
     record = VerdictRecord.of(found, run, verdict="REJECTED", exit=1, reason="")
     assert record.excluded == ()
     [problem] = record.problems
     assert why in problem
-    assert str(run / EXCLUDE) in problem
+    assert str(run / EXCLUDE_FILE) in problem

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from pytest_gpucluster.wording import MESSAGE_CHARACTERS, first_line, one_line, rank_ranges, visible
+from pytest_gpucluster.text import MESSAGE_CHARACTERS, first_line, one_line, rank_ranges, visible
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from each import of_each
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pytest_gpucluster.config.workload import KEYS, PROFILES
+from pytest_gpucluster.config.workload_loader import Loaded, Override, find, load
 from pytest_gpucluster.errors import OptionError, ThresholdsError
-from pytest_gpucluster.workload_file import Loaded, Override, find, load
-from pytest_gpucluster.workloads import KEYS, PROFILES
 
 SECTIONS = ", ".join(dict.fromkeys(key.partition(".")[0] for key in KEYS))
 SHIPPED = Path(__file__).parent.parent / "acceptance" / "workloads.yaml"

@@ -12,10 +12,10 @@ from each import of_each
 from test_schema import EditorLoader
 from test_workload_file import BROKEN, COMPLETE, SHIPPED
 
+from pytest_gpucluster.config.workload import KEYS
+from pytest_gpucluster.config.workload_loader import load
 from pytest_gpucluster.errors import ThresholdsError
-from pytest_gpucluster.workload_file import load
 from pytest_gpucluster.workload_schema import workloads_schema
-from pytest_gpucluster.workloads import KEYS
 
 SCHEMA = workloads_schema()
 JUDGE = jsonschema.Draft7Validator(SCHEMA)

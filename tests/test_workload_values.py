@@ -9,8 +9,8 @@ from each import of_each
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pytest_gpucluster.config.value_types import Amount, Choice, Duration, Kind, Ratio, Sizes, Whole, repeated
 from pytest_gpucluster.errors import UnitError
-from pytest_gpucluster.workload_values import Amount, Choice, Duration, Kind, Ratio, Sizes, Whole, repeated
 
 SIZE = Whole(least=16, most=65536, multiple_of=16)
 SHAPE = Sizes(names=("m", "n", "k"), each=SIZE)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pytest_gpucluster import workloads
-from pytest_gpucluster.workload_file import load
-from pytest_gpucluster.workloads import SECTIONS, WorkloadRecord, build
+from pytest_gpucluster.config import workload_sections
+from pytest_gpucluster.config.workload import SECTIONS, WorkloadRecord, build
+from pytest_gpucluster.config.workload_loader import load
 
 # All as it is shipped, but for some of each kind.
 SHIPPED = load(Path(__file__).parent.parent / "acceptance" / "workloads.yaml", profile="cpu").workload
@@ -35,7 +35,7 @@ def test_the_values_of_the_keys_become_a_workload() -> None:
     workload = build("cpu", VALUES)
     assert workload == dataclasses.replace(
         SHIPPED,
-        matmul=workloads.Matmul(
+        matmul=workload_sections.Matmul(
             sizes=(128, 384), sampling=dataclasses.replace(SHIPPED.matmul.sampling, window_seconds=0.7)
         ),
         health=dataclasses.replace(SHIPPED.health, mig="on"),

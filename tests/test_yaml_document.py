@@ -6,7 +6,7 @@ from typing import Any
 from complaints import require_complaints
 from each import of_each
 
-from pytest_gpucluster.yaml_document import Document, Node
+from pytest_gpucluster.config.yaml_source import Document, Node
 
 
 def root(document: Document, path: Path) -> Node | None:

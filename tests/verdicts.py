@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from pytest_gpucluster import thresholds
-from pytest_gpucluster.judge import Judgement, judge
+from pytest_gpucluster.judge import judge
+from pytest_gpucluster.judged import Judgement
 from pytest_gpucluster.limits import Thresholds
-from pytest_gpucluster.metrics import Measurement, measurement
+from pytest_gpucluster.metrics.measurement import Measurement, measurement
 from pytest_gpucluster.misses import NOTHING
 
 BUSBW = "nccl.all_reduce.busbw"

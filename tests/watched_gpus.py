@@ -15,7 +15,7 @@ import fake_sampler
 from fake_nvml import HEALTHY_H100, FakeNvml
 
 from pytest_gpucluster import accompaniment, inventory, node_sampler
-from pytest_gpucluster.counters import Sources
+from pytest_gpucluster.counters.sources import Sources
 from pytest_gpucluster.infiniband import Adapters
 from pytest_gpucluster.kernel_log import KernelLog
 

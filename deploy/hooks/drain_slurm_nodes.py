@@ -15,7 +15,7 @@ from __future__ import annotations
 import subprocess
 from typing import TYPE_CHECKING
 
-from pytest_gpucluster.hostlist import compress_hostlist
+from pytest_gpucluster.launch.hostlist import compress_hostlist
 
 if TYPE_CHECKING:
     from pytest_gpucluster.verdict_record import VerdictRecord

@@ -11,7 +11,7 @@ import pytest
 from stamps import RANK, all_reduce, meet
 
 from pytest_gpucluster.benchmarks import collectives, matmul
-from pytest_gpucluster.sampling import Sampling
+from pytest_gpucluster.metrics.sampling import Sampling
 
 TESTS = int(os.environ["SOAK_TESTS"])
 FAULT_EVERY = 10

@@ -7,7 +7,9 @@ from typing import Any
 from pytest_gpucluster.acceptance_record.canonical import plain
 from pytest_gpucluster.acceptance_record.objections import objections
 from pytest_gpucluster.acceptance_record.parts import missing, nodes
-from pytest_gpucluster.journal import Journal, JudgedMetric, TestResult
+from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.journal_lines import TestResult
+from pytest_gpucluster.journal_measurements import JudgedMetric
 
 
 def content(journal: Journal, *, sha256: str) -> dict[str, Any]:

@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Iterator
 
 from pytest_gpucluster.acceptance_record.rejudged import doubt, verdict_again
-from pytest_gpucluster.hardware import CPU_REHEARSAL
-from pytest_gpucluster.journal import Journal, RankPlace
-from pytest_gpucluster.journal_lines import OUTCOMES
+from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.journal_lines import OUTCOMES, RankPlace
+from pytest_gpucluster.metrics.datasheets import CPU_REHEARSAL
+from pytest_gpucluster.text import first_line, rank_ranges
 from pytest_gpucluster.verdict import ACCEPTED
-from pytest_gpucluster.wording import first_line, rank_ranges
 
 _NAMED = 3
 _UUIDS = ("gpu-", "mig-")

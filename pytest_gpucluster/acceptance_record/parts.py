@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from pytest_gpucluster.errors import LaunchError
-from pytest_gpucluster.hostlist import compress_hostlist
-from pytest_gpucluster.journal import Journal, RankPlace
-from pytest_gpucluster.wording import rank_ranges
+from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.journal_lines import RankPlace
+from pytest_gpucluster.launch.hostlist import compress_hostlist
+from pytest_gpucluster.text import rank_ranges
 
 OF_GPU = {
     "uuid": "UUID",

@@ -8,14 +8,16 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from pytest_gpucluster import hardware, metrics, verdict
+from pytest_gpucluster import verdict
 from pytest_gpucluster.errors import MeasurementError
-from pytest_gpucluster.journal import Journal, JudgedLimit, JudgedMetric
+from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.journal_measurements import JudgedLimit, JudgedMetric
 from pytest_gpucluster.judge import judge
 from pytest_gpucluster.limits import Limit, Thresholds
-from pytest_gpucluster.metric_catalogue import Metric
-from pytest_gpucluster.metrics import Measurement
-from pytest_gpucluster.wording import first_line
+from pytest_gpucluster.metrics import datasheets, measurement
+from pytest_gpucluster.metrics.catalogue import Metric
+from pytest_gpucluster.metrics.measurement import Measurement
+from pytest_gpucluster.text import first_line
 
 
 def verdict_again(journal: Journal) -> verdict.Verdict:
@@ -45,7 +47,7 @@ def doubt(judged: JudgedMetric, journal: Journal) -> str:
         return "nobody knows where its limit comes from"
     if judged.value is None or judged.worst_rank is None or judged.values.get(judged.worst_rank) != judged.value:
         return f"its value is told as {judged.value}, and that of its worst rank otherwise"
-    if _is_known(judged.metric) and metrics.known(judged.metric).unit != judged.unit:
+    if _is_known(judged.metric) and measurement.known(judged.metric).unit != judged.unit:
         return f"it is told in {judged.unit or 'no unit'}, and never measured in that"
     return _judged_anew(judged, limit, journal)
 
@@ -78,10 +80,10 @@ def _judged_anew(judged: JudgedMetric, limit: JudgedLimit, journal: Journal) -> 
         {rank: [_measurement(judged, rank)] for rank in judged.values},
         world={place.rank: f"rank {place.rank} ({place.host})" for place in ranks},
         node_of={place.rank: place.node_rank for place in ranks},
-        limits=Thresholds(skus=hardware.SKUS, limits=(decides,)),
+        limits=Thresholds(skus=datasheets.SKUS, limits=(decides,)),
         sku=sku,
         gpu_name=journal.limits.gpu_name if journal.limits is not None else None,
-        known=lambda name: metrics.known(name) if _is_known(name) else _stranger(judged),
+        known=lambda name: measurement.known(name) if _is_known(name) else _stranger(judged),
     )
     if found.outcome != "passed":
         return first_line(found.message)
@@ -111,7 +113,7 @@ def _measurement(judged: JudgedMetric, rank: int) -> Measurement:
 
 def _is_known(metric: str) -> bool:
     try:
-        metrics.known(metric)
+        measurement.known(metric)
     except MeasurementError:
         return False
     return True

@@ -12,7 +12,7 @@ from typing import Any
 
 from pytest_gpucluster.agreement.store import Store
 from pytest_gpucluster.errors import StoreError
-from pytest_gpucluster.wording import first_line
+from pytest_gpucluster.text import first_line
 
 _POLL_SECONDS = 0.02
 _LONGEST_POLL_SECONDS = 0.25

@@ -6,7 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from pytest_gpucluster.wording import first_line, rank_ranges
+from pytest_gpucluster.text import first_line, rank_ranges
 
 _SHOWN = 20
 

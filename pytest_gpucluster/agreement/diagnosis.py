@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pytest_gpucluster.wording import rank_ranges
+from pytest_gpucluster.text import rank_ranges
 
 _UNRECORDED = "unrecorded"
 _SHOWN_OPERATIONS = 5

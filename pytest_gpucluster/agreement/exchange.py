@@ -16,8 +16,8 @@ from typing import Any
 
 from pytest_gpucluster.agreement.store import Store, Stores
 from pytest_gpucluster.errors import OutOfStep, StoreError
-from pytest_gpucluster.time_spent import AGREEING, counted
-from pytest_gpucluster.wording import first_line, rank_ranges
+from pytest_gpucluster.metrics.time_budget import AGREEING, counted
+from pytest_gpucluster.text import first_line, rank_ranges
 
 Body = Mapping[str, Any]
 _AT = "at"

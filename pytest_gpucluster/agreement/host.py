@@ -18,7 +18,7 @@ from typing import Any
 from pytest_gpucluster.agreement import events
 from pytest_gpucluster.agreement.store import Store, prefix_of
 from pytest_gpucluster.errors import StoreError
-from pytest_gpucluster.launch import RankFacts
+from pytest_gpucluster.launch.launchers import RankFacts
 
 _LINGER_SECONDS = 20.0
 _LAST_WORDS_SECONDS = 0.2

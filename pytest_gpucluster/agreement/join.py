@@ -10,8 +10,8 @@ from typing import Any
 
 from pytest_gpucluster.agreement.store import Store
 from pytest_gpucluster.errors import LaunchError, PreflightError, StoreError
-from pytest_gpucluster.launch import RankFacts
-from pytest_gpucluster.wording import first_line
+from pytest_gpucluster.launch.launchers import RankFacts
+from pytest_gpucluster.text import first_line
 
 _POLL_SECONDS = 0.02
 _LOOK_SECONDS = 1.0

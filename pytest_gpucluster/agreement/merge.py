@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pytest_gpucluster.wording import first_line, rank_ranges
+from pytest_gpucluster.text import first_line, rank_ranges
 
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pytest_gpucluster.errors import OptionError
-from pytest_gpucluster.launch import RankFacts
-from pytest_gpucluster.wording import rank_ranges
+from pytest_gpucluster.launch.launchers import RankFacts
+from pytest_gpucluster.text import rank_ranges
 
 Who = Mapping[str, Any]
 COMPARED_VERSIONS = ("python", "torch", "cuda", "nccl", "driver", "pytest_gpucluster")

@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 from pytest_gpucluster.errors import StoreError
-from pytest_gpucluster.launch import RankFacts
+from pytest_gpucluster.launch.launchers import RankFacts
 
 
 class Store(Protocol):

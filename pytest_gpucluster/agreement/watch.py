@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
-from pytest_gpucluster import stale_processes
 from pytest_gpucluster.agreement import diagnosis, events, exchange
 from pytest_gpucluster.agreement.deadline import ANSWER_SECONDS, Deadline
 from pytest_gpucluster.agreement.ending import Ending
@@ -28,7 +27,8 @@ from pytest_gpucluster.agreement.signals import WakeupPipe
 from pytest_gpucluster.agreement.store import Store
 from pytest_gpucluster.agreement.vitals import Vitals, computes
 from pytest_gpucluster.agreement.watched_phase import WatchedPhase
-from pytest_gpucluster.launch import RankFacts
+from pytest_gpucluster.launch import detached_process
+from pytest_gpucluster.launch.launchers import RankFacts
 
 _TICK_SECONDS = 0.1
 _RANKS_PER_TICK = 256
@@ -220,7 +220,7 @@ class Watch:
     def remove_left(self) -> None:
         """End the processes that dead siblings have started, and take away what is on this host's disk of them."""
         ended = [str(self._who[rank]["fault_file"]) for rank in self._siblings.ended()]
-        stale_processes.end(ended)
+        detached_process.end_stale_processes(ended)
         for file in ended:
             remove_left(file)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.units import did_you_mean
+from pytest_gpucluster.metrics.units import did_you_mean
 
 _OVERRIDE = "NVIDIA_TF32_OVERRIDE"
 

@@ -16,8 +16,8 @@ from typing import Protocol
 
 from pytest_gpucluster.benchmarks.clock import Clock
 from pytest_gpucluster.errors import InconclusiveMeasurement
-from pytest_gpucluster.sampling import MIN_SAMPLES, Sampling, Series, series, wants_more
-from pytest_gpucluster.time_spent import MEASURING, WARM_UP, counted, verified
+from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling, Series, series, wants_more
+from pytest_gpucluster.metrics.time_budget import MEASURING, WARM_UP, counted, verified
 
 BLOCK_SECONDS = 0.25
 """A sample is the rate over about this long. It is less where the window is too short for enough samples."""

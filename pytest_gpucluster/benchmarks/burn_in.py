@@ -21,7 +21,7 @@ from pytest_gpucluster.benchmarks.footprint import memory_returned
 from pytest_gpucluster.benchmarks.matmul import multiplier, prepare
 from pytest_gpucluster.benchmarks.matmul_products import Buffers, Multiply, Products
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
-from pytest_gpucluster.time_spent import MEASURING, counted
+from pytest_gpucluster.metrics.time_budget import MEASURING, counted
 
 Progress = Callable[..., None]
 """``progress(step, of, **figures)``: shown to whoever waits. A step is a second."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement
-from pytest_gpucluster.stats import median
+from pytest_gpucluster.metrics.stats import median
 
 LONGEST_END_SECONDS = 60.0
 """The first and the last minute are compared ..."""

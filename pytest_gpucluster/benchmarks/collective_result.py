@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from pytest_gpucluster.sampling import Sampling, Series, series
-from pytest_gpucluster.units import did_you_mean
+from pytest_gpucluster.metrics.sampling import Sampling, Series, series
+from pytest_gpucluster.metrics.units import did_you_mean
 
 # What each rank must send or get, in parts of the payload: (a, b) stands for a (n - 1) / n + b.
 _FACTORS: Mapping[str, tuple[int, int]] = MappingProxyType(

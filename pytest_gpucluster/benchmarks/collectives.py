@@ -26,9 +26,9 @@ from pytest_gpucluster.benchmarks.payload import DTYPES, Payload, needed_bytes
 from pytest_gpucluster.benchmarks.ranks import Ranks
 from pytest_gpucluster.benchmarks.window_plan import WindowPlan
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
-from pytest_gpucluster.sampling import Sampling, series, wants_more
-from pytest_gpucluster.time_spent import MEASURING, VERIFYING, WARM_UP, counted
-from pytest_gpucluster.units import did_you_mean, show
+from pytest_gpucluster.metrics.sampling import Sampling, series, wants_more
+from pytest_gpucluster.metrics.time_budget import MEASURING, VERIFYING, WARM_UP, counted
+from pytest_gpucluster.metrics.units import did_you_mean, show
 
 Reduce = Callable[[torch.Tensor, dist.ProcessGroup], object]
 """Replace a tensor by the sum of all ranks' tensors."""

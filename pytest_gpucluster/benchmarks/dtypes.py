@@ -15,8 +15,8 @@ import torch
 from pytest_gpucluster.benchmarks.arithmetic import numerics
 from pytest_gpucluster.benchmarks.scaled_product import CAPABILITY, scaled_product
 from pytest_gpucluster.errors import WrongResult
-from pytest_gpucluster.time_spent import MEASURING, VERIFYING, counted
-from pytest_gpucluster.units import did_you_mean
+from pytest_gpucluster.metrics.time_budget import MEASURING, VERIFYING, counted
+from pytest_gpucluster.metrics.units import did_you_mean
 
 K = 256
 """Terms of each sum: few enough for it to be exact in every dtype."""

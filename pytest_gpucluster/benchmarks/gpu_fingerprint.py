@@ -22,7 +22,7 @@ from pytest_gpucluster.benchmarks.footprint import memory_returned, require_free
 from pytest_gpucluster.benchmarks.matmul import multiplier
 from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
 from pytest_gpucluster.errors import WrongResult
-from pytest_gpucluster.time_spent import MEASURING, counted
+from pytest_gpucluster.metrics.time_budget import MEASURING, counted
 
 HEAD = 64
 """Width of a head of attention, for which every kernel is made."""

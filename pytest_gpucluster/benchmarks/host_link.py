@@ -24,8 +24,8 @@ from pytest_gpucluster.benchmarks.host_link_copies import (
 from pytest_gpucluster.benchmarks.host_link_memory import host_memory
 from pytest_gpucluster.benchmarks.host_link_turn import Turn
 from pytest_gpucluster.benchmarks.memory import size_of
-from pytest_gpucluster.sampling import Sampling, Series
-from pytest_gpucluster.units import did_you_mean
+from pytest_gpucluster.metrics.sampling import Sampling, Series
+from pytest_gpucluster.metrics.units import did_you_mean
 
 COMPARED_GB_PER_SECOND = 5.0
 """What one core of a host compares, at least. Source: this suite's rule; it reads both sides from memory."""

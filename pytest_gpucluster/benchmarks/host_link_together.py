@@ -20,9 +20,9 @@ from pytest_gpucluster.benchmarks.host_link_memory import HostMemory, host_memor
 from pytest_gpucluster.benchmarks.memory import size_of
 from pytest_gpucluster.benchmarks.ranks import Ranks
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
-from pytest_gpucluster.sampling import MIN_SAMPLES, Sampling, series, wants_more
-from pytest_gpucluster.time_spent import MEASURING, WARM_UP, counted, verified
-from pytest_gpucluster.units import did_you_mean
+from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling, series, wants_more
+from pytest_gpucluster.metrics.time_budget import MEASURING, WARM_UP, counted, verified
+from pytest_gpucluster.metrics.units import did_you_mean
 
 SAMPLE_SECONDS = 0.25
 """About how long the windows of a sample take together, at most."""
@@ -45,7 +45,7 @@ class Plan:
         The fastest rank makes as many copies as are kept, the others what they can do meanwhile. Growth is by steps,
         for the first copies take far longer. Pure: all ranks come to the same plan from the same seconds.
 
-        >>> from pytest_gpucluster.sampling import Sampling
+        >>> from pytest_gpucluster.metrics.sampling import Sampling
         >>> times = Sampling(warmup_seconds=0, window_seconds=2, longest_seconds=2, tolerance_ratio=1)
         >>> Plan(copies=(8, 8)).after([0.01, 0.02], most=8, sampling=times)
         Plan(copies=(8, 4), windows=3)

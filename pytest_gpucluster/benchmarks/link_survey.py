@@ -11,11 +11,11 @@ import torch.distributed as dist
 from pytest_gpucluster.benchmarks import links
 from pytest_gpucluster.benchmarks.links import Progress
 from pytest_gpucluster.benchmarks.ranks import Ranks
-from pytest_gpucluster.links.culprits import Scope
-from pytest_gpucluster.links.matrix import Matrix
-from pytest_gpucluster.links.places import Places
-from pytest_gpucluster.links.plan import (
+from pytest_gpucluster.isolation.link_matrix import Matrix, Scope
+from pytest_gpucluster.isolation.link_survey import Survey, matrix_of
+from pytest_gpucluster.isolation.round_robin import (
     Pair,
+    Places,
     Round,
     across_nodes,
     one_at_a_time,
@@ -23,7 +23,6 @@ from pytest_gpucluster.links.plan import (
     rail_by_rail,
     within_node,
 )
-from pytest_gpucluster.links.survey import Survey, matrix_of
 
 
 def rounds_of(scope: Scope, places: Places, rank: int) -> tuple[Round, ...]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from pytest_gpucluster import stats
 from pytest_gpucluster.benchmarks import link_payload
 from pytest_gpucluster.benchmarks.clock import Clock, clock_for
 from pytest_gpucluster.benchmarks.footprint import free_bytes, memory_returned
@@ -19,10 +18,11 @@ from pytest_gpucluster.benchmarks.link_pace import WINDOWS, Pace, pace, probe_by
 from pytest_gpucluster.benchmarks.link_payload import WORD_BYTES
 from pytest_gpucluster.benchmarks.ranks import Ranks
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement
-from pytest_gpucluster.links.matrix import Reading
-from pytest_gpucluster.links.plan import Pair, Round
-from pytest_gpucluster.time_spent import MEASURING, VERIFYING, WARM_UP, counted
-from pytest_gpucluster.units import show
+from pytest_gpucluster.isolation.link_matrix import Reading
+from pytest_gpucluster.isolation.round_robin import Pair, Round
+from pytest_gpucluster.metrics import stats
+from pytest_gpucluster.metrics.time_budget import MEASURING, VERIFYING, WARM_UP, counted
+from pytest_gpucluster.metrics.units import show
 
 Progress = Callable[[int, int], object]
 """``progress(step, of)``: so many rounds have been measured."""

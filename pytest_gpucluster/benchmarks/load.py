@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from pytest_gpucluster.benchmarks.footprint import memory_returned
-from pytest_gpucluster.time_spent import MEASURING, counted
+from pytest_gpucluster.metrics.time_budget import MEASURING, counted
 
 LOOK_SECONDS = 0.2
 """About how long the device still works after a look."""

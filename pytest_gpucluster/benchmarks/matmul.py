@@ -19,7 +19,7 @@ from pytest_gpucluster.benchmarks.footprint import cache_bytes, memory_returned,
 from pytest_gpucluster.benchmarks.matmul_products import Buffers, Multiply, Products, layouts_of, usual_layout
 from pytest_gpucluster.benchmarks.matmul_shape import Shape
 from pytest_gpucluster.benchmarks.scaled_product import require_fp8, scaled_product
-from pytest_gpucluster.sampling import Sampling, Series
+from pytest_gpucluster.metrics.sampling import Sampling, Series
 
 BEST_OF = (4096, 8192, 16384)
 """The sizes n of which the best decides. Source: ``best_square``."""

@@ -14,7 +14,7 @@ from pytest_gpucluster.benchmarks.footprint import sets_beyond_cache
 from pytest_gpucluster.benchmarks.matmul_reference import reference_bytes, wrong_elements
 from pytest_gpucluster.benchmarks.matmul_shape import LAYOUTS, Shape
 from pytest_gpucluster.errors import WrongResult
-from pytest_gpucluster.time_spent import VERIFYING, counted
+from pytest_gpucluster.metrics.time_budget import VERIFYING, counted
 
 Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 """Write the product of the first two matrices to the third."""

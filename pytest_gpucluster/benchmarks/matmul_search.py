@@ -27,9 +27,9 @@ from pytest_gpucluster.benchmarks.matmul import MatmulResult, measure_shape, mul
 from pytest_gpucluster.benchmarks.matmul_products import Buffers, Multiply, Products, layouts_of
 from pytest_gpucluster.benchmarks.matmul_shape import Shape
 from pytest_gpucluster.errors import EnvironmentBroken, PeerGaveUp, StoreError
-from pytest_gpucluster.sampling import Sampling
-from pytest_gpucluster.stats import median
-from pytest_gpucluster.time_spent import MEASURING, WARM_UP, counted
+from pytest_gpucluster.metrics.sampling import Sampling
+from pytest_gpucluster.metrics.stats import median
+from pytest_gpucluster.metrics.time_budget import MEASURING, WARM_UP, counted
 
 BLOCKS = 5
 """A look is the median of so many blocks: one disturbance does not decide."""

@@ -11,8 +11,8 @@ from pytest_gpucluster.benchmarks.blocks import NOTHING, Rate, measure_rate
 from pytest_gpucluster.benchmarks.clock import Clock, clock_for
 from pytest_gpucluster.benchmarks.footprint import cache_bytes, memory_returned, require_free, sets_beyond_cache
 from pytest_gpucluster.benchmarks.memory_passes import KINDS, WORD_BYTES, Operations
-from pytest_gpucluster.sampling import Sampling, Series
-from pytest_gpucluster.units import UNITS, did_you_mean
+from pytest_gpucluster.metrics.sampling import Sampling, Series
+from pytest_gpucluster.metrics.units import UNITS, did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)

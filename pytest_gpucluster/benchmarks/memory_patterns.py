@@ -14,8 +14,8 @@ from pytest_gpucluster.benchmarks.bit_patterns import PATTERNS, WORD_BYTES, Pass
 from pytest_gpucluster.benchmarks.footprint import free_bytes, memory_returned, total_bytes
 from pytest_gpucluster.benchmarks.memory_survey import PLACES_LISTED, Fault, Survey
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.time_spent import MEASURING, counted
-from pytest_gpucluster.units import did_you_mean
+from pytest_gpucluster.metrics.time_budget import MEASURING, counted
+from pytest_gpucluster.metrics.units import did_you_mean
 
 PART_WORDS = 2**25
 """256 MiB: several times the last cache of any GPU so far, so that what is compared comes from memory."""

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pytest_gpucluster.benchmarks.collective_shape import Shape, shape_of
-from pytest_gpucluster.units import show
+from pytest_gpucluster.metrics.units import show
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from pytest_gpucluster.benchmarks.clock import SHORT_REGION_SECONDS
-from pytest_gpucluster.sampling import MIN_SAMPLES, Sampling
+from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling
 
 SAMPLE_SECONDS = 0.25
 """About how long a sample takes, at most: single calls depend on each other, means of so many do so no more."""

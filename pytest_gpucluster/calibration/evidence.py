@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pytest_gpucluster import metrics, units
 from pytest_gpucluster.acceptance_record.objections import objections
 from pytest_gpucluster.errors import MeasurementError
-from pytest_gpucluster.journal import Journal, JudgedLimit, JudgedMetric
+from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.journal_measurements import JudgedLimit, JudgedMetric
+from pytest_gpucluster.metrics import measurement, units
 
 RATES = ("compute rate", "data rate", "token rate", "image rate", "file rate")
 """Dimensions that a floor is proposed for. All else is a rule, such as no finding at all, and no figure of hardware."""
@@ -137,7 +138,7 @@ def _rates(journal: Journal) -> Iterator[JudgedMetric]:
             continue
         for judged in result.measurements:
             try:
-                metric = metrics.known(judged.metric)
+                metric = measurement.known(judged.metric)
             except MeasurementError:
                 continue
             is_rate = units.unit(metric.unit).dimension in RATES and judged.unit == metric.unit

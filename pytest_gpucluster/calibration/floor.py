@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import ROUND_FLOOR, Decimal
 
-from pytest_gpucluster import stats
 from pytest_gpucluster.calibration.evidence import Number, Series
+from pytest_gpucluster.metrics import stats
 
 SPREADS = 3.0
 """How many spreads below the median: of values that are distributed normally, one in 740 is lower."""

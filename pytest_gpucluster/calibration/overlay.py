@@ -10,8 +10,8 @@ from pytest_gpucluster.calibration.evidence import Series, Source
 from pytest_gpucluster.calibration.floor import DIGITS, LEAST_SPREAD, Kept, Proposal
 from pytest_gpucluster.errors import ThresholdsError
 from pytest_gpucluster.limits import KNOWN_LABELS, TOPOLOGY, condition
-from pytest_gpucluster.units import show
-from pytest_gpucluster.wording import one_line, printable
+from pytest_gpucluster.metrics.units import show
+from pytest_gpucluster.text import one_line, printable
 
 _HEAD = """\
 # Floors proposed by `gpucluster thresholds calibrate`, for review. Nothing is in force before this file is passed:

@@ -16,7 +16,7 @@ from pytest_gpucluster import __version__
 from pytest_gpucluster.commands.command import DONE, NO_JOURNAL, NO_OUTPUT, USAGE, complain, explain, write_text
 from pytest_gpucluster.errors import JournalError, RecordError
 from pytest_gpucluster.journal import locate
-from pytest_gpucluster.wording import one_line, printable
+from pytest_gpucluster.text import one_line, printable
 
 NOT_ACCEPTED = 1
 

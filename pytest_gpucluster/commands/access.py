@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpucluster import units
 from pytest_gpucluster.errors import OptionError, UnitError
+from pytest_gpucluster.metrics import units
 
 if TYPE_CHECKING:
     from pytest_gpucluster.remote.hosts import Host

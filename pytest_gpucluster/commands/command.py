@@ -8,12 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpucluster import whole_file
+from pytest_gpucluster import files
 from pytest_gpucluster.errors import JournalError
-from pytest_gpucluster.wording import printable
+from pytest_gpucluster.text import printable
 
 if TYPE_CHECKING:
-    from pytest_gpucluster.journal import Journal, TestResult
+    from pytest_gpucluster.journal import Journal
+    from pytest_gpucluster.journal_lines import TestResult
 
 DONE, REGRESSED, USAGE, NO_JOURNAL, NO_OUTPUT = 0, 1, 2, 3, 4
 """Exit codes. ``REGRESSED`` is a comparison's answer no; what else ends with 1 says so in its own help."""
@@ -79,7 +80,7 @@ def write_text(out: str, text: str) -> None:
         sys.stdout.buffer.write(text.encode("utf-8", "backslashreplace"))
         sys.stdout.flush()
         return
-    whole_file.write(Path(out), text)
+    files.atomic_write(Path(out), text)
 
 
 def complain(message: str, code: int) -> int:

@@ -15,13 +15,13 @@ from pytest_gpucluster.commands.command import (
     NO_OUTPUT,
     REGRESSED,
     USAGE,
-    JournalError,
     add_journal,
     complain,
     explain,
     read_journal,
     write_text,
 )
+from pytest_gpucluster.errors import JournalError
 
 if TYPE_CHECKING:
     from pytest_gpucluster.comparison.side import Side
@@ -141,8 +141,7 @@ def _about(path: Path, journal: Journal) -> dict[str, Any]:
 
 def _head(about: list[dict[str, Any]], width: int) -> str:
     from pytest_gpucluster.comparison import side
-    from pytest_gpucluster.reports.layout import paragraph
-    from pytest_gpucluster.wording import one_line, printable
+    from pytest_gpucluster.text import one_line, paragraph, printable
 
     lines = []
     for when, run in zip(("before", "now"), about, strict=True):

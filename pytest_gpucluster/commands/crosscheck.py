@@ -19,14 +19,14 @@ from pytest_gpucluster.commands.command import (
     NO_OUTPUT,
     REGRESSED,
     USAGE,
-    JournalError,
     add_journal,
     complain,
     explain,
     read_journal,
     write_text,
 )
-from pytest_gpucluster.wording import printable
+from pytest_gpucluster.errors import JournalError
+from pytest_gpucluster.text import printable
 
 if TYPE_CHECKING:
     from pytest_gpucluster.crosscheck.compared import Crosscheck
@@ -182,7 +182,7 @@ def _given(options: argparse.Namespace) -> list[tuple[str | None, Path]]:
     from pytest_gpucluster.crosscheck.nccl_output import DTYPES, PROGRAMS
     from pytest_gpucluster.crosscheck.plan import require_others
     from pytest_gpucluster.errors import OptionError
-    from pytest_gpucluster.units import did_you_mean
+    from pytest_gpucluster.metrics.units import did_you_mean
 
     for option, names, known in (
         ("--collective", options.collective, PROGRAMS),

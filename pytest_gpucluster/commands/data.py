@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpucluster import units
 from pytest_gpucluster.commands.command import complain, explain
 from pytest_gpucluster.errors import EnvironmentBroken, UnitError, WrongResult
-from pytest_gpucluster.wording import one_line
+from pytest_gpucluster.metrics import units
+from pytest_gpucluster.text import one_line
 
 if TYPE_CHECKING:
     from pytest_gpucluster.benchmarks.lora.evaluation import Answer, CallScore

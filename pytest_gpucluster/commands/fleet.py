@@ -15,12 +15,12 @@ from pytest_gpucluster.commands.command import (
     NO_OUTPUT,
     REGRESSED,
     USAGE,
-    JournalError,
     complain,
     explain,
     read_journal,
     write_text,
 )
+from pytest_gpucluster.errors import JournalError
 
 if TYPE_CHECKING:
     from pytest_gpucluster.fleet.node import Answer
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     from pytest_gpucluster.comparison.allowance import allowance
     from pytest_gpucluster.errors import LaunchError, OptionError
     from pytest_gpucluster.fleet import document, drain, matrix, node, outliers, table
-    from pytest_gpucluster.hostlist import expand_hostlist
+    from pytest_gpucluster.launch.hostlist import expand_hostlist
 
     try:
         behind = allowance(options.behind)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from pytest_gpucluster import journal
 from pytest_gpucluster.benchmarks.lora import golden
-from pytest_gpucluster.benchmarks.lora.curve import FIRST_LINE, Curve, is_curve, read_csv
 from pytest_gpucluster.commands.command import complain, explain
 from pytest_gpucluster.errors import CurveError, JournalError
+from pytest_gpucluster.metrics.loss_curve import FIRST_LINE, Curve, is_curve, read_csv
 from pytest_gpucluster.run_directory import ARTIFACTS, artifacts_name
 
 DONE, USAGE, NO_INPUT, NO_OUTPUT = 0, 2, 3, 4

@@ -8,17 +8,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from pytest_gpucluster.commands.command import (
-    DONE,
-    JOURNAL_HELP,
-    NO_JOURNAL,
-    NO_OUTPUT,
-    USAGE,
-    JournalError,
-    complain,
-    explain,
-)
-from pytest_gpucluster.wording import one_line, printable
+from pytest_gpucluster.commands.command import DONE, JOURNAL_HELP, NO_JOURNAL, NO_OUTPUT, USAGE, complain, explain
+from pytest_gpucluster.errors import JournalError
+from pytest_gpucluster.text import one_line, printable
 
 _MERGE = """\
 Merge the journals of several runs of one cluster into one journal with one verdict: of a run that broke and the rerun

@@ -72,7 +72,7 @@ def _kernel_log(file: Path | None) -> int:
     # Imported here, so that --help answers at once.
     from pytest_gpucluster.health.xid_table import lookup
     from pytest_gpucluster.kernel_log import parse
-    from pytest_gpucluster.wording import printable
+    from pytest_gpucluster.text import printable
 
     lines = reports = demanding = 0
     problem = ""

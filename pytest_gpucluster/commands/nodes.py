@@ -54,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Compare nodes and return the exit code."""
     # Imported here, so that --help answers at once.
-    from pytest_gpucluster.hostlist import expand_hostlist
+    from pytest_gpucluster.launch.hostlist import expand_hostlist
     from pytest_gpucluster.node_differences import answers, groups, table
 
     try:

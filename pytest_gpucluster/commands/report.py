@@ -17,17 +17,17 @@ from pytest_gpucluster.commands.command import (
     NO_OUTPUT,
     STDOUT,
     USAGE,
-    JournalError,
     add_journal,
     complain,
     explain,
     read_journal,
     write_text,
 )
-from pytest_gpucluster.errors import OptionError
-from pytest_gpucluster.journal import Journal, JUnitOptions
+from pytest_gpucluster.errors import JournalError, OptionError
+from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.journal_lines import JUnitOptions
 from pytest_gpucluster.reports.folder import FILES, found_in, rendered
-from pytest_gpucluster.wording import MESSAGE_CHARACTERS, one_line, printable
+from pytest_gpucluster.text import MESSAGE_CHARACTERS, one_line, printable
 
 _REPORT = """\
 Render the reports of a run again from its journal, at any time and on any machine. A journal of a run that

@@ -14,11 +14,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from pytest_gpucluster.commands.command import USAGE, JournalError, complain, explain
-from pytest_gpucluster.errors import OptionError
+from pytest_gpucluster.commands.command import USAGE, complain, explain
+from pytest_gpucluster.errors import JournalError, OptionError
 from pytest_gpucluster.exit_note import VARIABLE
+from pytest_gpucluster.text import printable
 from pytest_gpucluster.verdict import EXIT_CODES
-from pytest_gpucluster.wording import printable
 
 if TYPE_CHECKING:
     from pytest_gpucluster.exit_note import ExitNote
@@ -68,7 +68,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run torchrun to its end, and return pytest's exit code."""
     # Imported here, so that --help answers at once.
-    from pytest_gpucluster.agreement.address import why_unknown
+    from pytest_gpucluster.launch.master_address import why_unknown
     from pytest_gpucluster.torchrun.account import Account
     from pytest_gpucluster.torchrun.command_line import command_line, meeting_place
     from pytest_gpucluster.torchrun.conclusion import conclude

@@ -16,8 +16,8 @@ from pytest_gpucluster import __version__
 from pytest_gpucluster.commands.access import add_access, directory_of, hosts_and_access, run_id_of, seconds
 from pytest_gpucluster.commands.command import NO_OUTPUT, USAGE, complain, explain
 from pytest_gpucluster.errors import EnvironmentBroken, OptionError
+from pytest_gpucluster.text import one_line, printable
 from pytest_gpucluster.verdict import EXIT_CODES
-from pytest_gpucluster.wording import one_line, printable
 
 if TYPE_CHECKING:
     from pytest_gpucluster.agreement.preflight import Expectation
@@ -350,7 +350,7 @@ def _keep(
     directory: Path, plan: Plan, brought: Mapping[str, Brought], silent: Mapping[str, str], found: Conclusion
 ) -> None:
     """Leave ``ssh.json``: who took part, and what came of each."""
-    from pytest_gpucluster import whole_file
+    from pytest_gpucluster import files
 
     content = {
         "schema_version": 1,
@@ -372,7 +372,7 @@ def _keep(
             for node_rank, host in enumerate(plan.hosts)
         ],
     }
-    whole_file.write(directory / "ssh.json", json.dumps(content, indent=1) + "\n")
+    files.atomic_write(directory / "ssh.json", json.dumps(content, indent=1) + "\n")
 
 
 def _render(directory: Path, journal: str) -> None:

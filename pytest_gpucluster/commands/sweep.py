@@ -12,10 +12,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from pytest_gpucluster import units
 from pytest_gpucluster.commands.access import add_access, directory_of, hosts_and_access, run_id_of
 from pytest_gpucluster.commands.command import complain, explain
 from pytest_gpucluster.errors import EnvironmentBroken, OptionError, UnitError
+from pytest_gpucluster.metrics import units
 from pytest_gpucluster.verdict import EXIT_CODES
 
 if TYPE_CHECKING:

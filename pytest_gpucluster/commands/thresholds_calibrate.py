@@ -15,7 +15,7 @@ from pytest_gpucluster import __version__
 from pytest_gpucluster.commands.command import DONE, NO_JOURNAL, NO_OUTPUT, USAGE, complain, write_text
 from pytest_gpucluster.errors import ThresholdsError
 from pytest_gpucluster.journal import locate
-from pytest_gpucluster.wording import printable
+from pytest_gpucluster.text import printable
 
 if TYPE_CHECKING:
     from pytest_gpucluster.calibration.evidence import Series, Source
@@ -100,16 +100,16 @@ def _source(path: Path) -> Source:
 
 
 def _floor(one: Series, sku: str, measured: Sequence[Series], *, spreads: float) -> Proposal | Kept:
-    from pytest_gpucluster import hardware, metrics
     from pytest_gpucluster.calibration.evidence import judged_beside
     from pytest_gpucluster.calibration.floor import Kept, propose
     from pytest_gpucluster.calibration.overlay import conditions_of, name_of
     from pytest_gpucluster.limits import peak_of
+    from pytest_gpucluster.metrics import datasheets, measurement
 
-    metric = metrics.known(one.metric)
+    metric = measurement.known(one.metric)
     facts = {**one.topology, **one.labels}
     # As the judge does: across nodes the fabric carries the data, and no link within a node bounds that.
-    has_peak = metric.peak not in hardware.LINK_PEAKS or facts.get("nnodes") == "1"
+    has_peak = metric.peak not in datasheets.LINK_PEAKS or facts.get("nnodes") == "1"
     try:
         conditions_of(one)
     except ThresholdsError as error:
@@ -117,7 +117,7 @@ def _floor(one: Series, sku: str, measured: Sequence[Series], *, spreads: float)
     judged = judged_beside(one, measured)
     if judged is not None:
         return Kept(series=one, why=f"it is recorded only, and {name_of(judged)} carries the floor")
-    return propose(one, spreads=spreads, peak=peak_of(metric, hardware.SKUS.get(sku)) if has_peak else None)
+    return propose(one, spreads=spreads, peak=peak_of(metric, datasheets.SKUS.get(sku)) if has_peak else None)
 
 
 def _require_loadable(text: str) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpucluster.commands.command import DONE, NO_JOURNAL, complain
 from pytest_gpucluster.errors import ThresholdsError
-from pytest_gpucluster.wording import printable
+from pytest_gpucluster.text import printable
 
 if TYPE_CHECKING:
     from pytest_gpucluster.limits import Limit, Thresholds
@@ -26,7 +26,7 @@ def declare(plugin: str) -> str:
     Args:
         plugin: a Python file, or the name of a module.
     """
-    from pytest_gpucluster import metrics
+    from pytest_gpucluster.metrics import measurement
 
     try:
         if plugin.endswith(".py"):
@@ -38,7 +38,7 @@ def declare(plugin: str) -> str:
         else:
             module = importlib.import_module(plugin)
         for metric in module.pytest_gpucluster_metrics():
-            metrics.register(metric)
+            measurement.register(metric)
     except Exception as error:  # it is the site's own code: whatever it raises is said, and the check does not go on
         return f"--plugin {plugin}: {type(error).__name__}: {error}"
     return ""

@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpucluster import units
 from pytest_gpucluster.commands.command import DONE, NO_JOURNAL, USAGE, complain
 from pytest_gpucluster.errors import MeasurementError
-from pytest_gpucluster.journal import Journal, JudgedLimit, JudgedMetric, locate, read
+from pytest_gpucluster.journal import Journal, locate, read
+from pytest_gpucluster.journal_measurements import JudgedLimit, JudgedMetric
+from pytest_gpucluster.metrics import units
+from pytest_gpucluster.metrics.units import did_you_mean
 from pytest_gpucluster.reports.tables import limit_text
-from pytest_gpucluster.units import did_you_mean
-from pytest_gpucluster.wording import one_line, printable
+from pytest_gpucluster.text import one_line, printable
 
 if TYPE_CHECKING:
     from pytest_gpucluster.evidence import Support
@@ -174,7 +175,7 @@ def _skus(asked: str, known: Sequence[str]) -> list[str]:
 
 def _metrics(asked: Sequence[str], there: Sequence[str]) -> list[str] | None:
     """Return the metrics that are asked for, in the order of the files; None after a complaint."""
-    from pytest_gpucluster import metrics
+    from pytest_gpucluster.metrics import measurement
 
     if not asked:
         return list(dict.fromkeys(there))
@@ -183,7 +184,7 @@ def _metrics(asked: Sequence[str], there: Sequence[str]) -> list[str] | None:
         begin = [metric for metric in dict.fromkeys(there) if name.endswith(".") and metric.startswith(name)]
         if not begin:
             try:
-                begin = [metrics.known(name).name]
+                begin = [measurement.known(name).name]
             except MeasurementError as error:
                 if name not in there:
                     complain(one_line(str(error), 300), USAGE)

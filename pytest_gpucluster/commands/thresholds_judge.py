@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpucluster import units
 from pytest_gpucluster.commands.command import DONE, complain
 from pytest_gpucluster.errors import MeasurementError
-from pytest_gpucluster.units import did_you_mean
-from pytest_gpucluster.wording import one_line, printable
+from pytest_gpucluster.metrics import units
+from pytest_gpucluster.metrics.units import did_you_mean
+from pytest_gpucluster.text import one_line, printable
 
 if TYPE_CHECKING:
     from pytest_gpucluster.evidence import Support
@@ -41,8 +41,9 @@ def judge_values(
 
     Raises: ThresholdsError: a file of limits is wrong.
     """
-    from pytest_gpucluster import evidence, metrics, thresholds
+    from pytest_gpucluster import evidence, thresholds
     from pytest_gpucluster.judge import judge_value
+    from pytest_gpucluster.metrics import measurement
 
     limits = thresholds.load(thresholds.shipped_path(), *files)
     if sku not in limits.skus and sku not in {row.sku for row in evidence.published()}:
@@ -53,7 +54,7 @@ def judge_values(
     read: list[tuple[str, float, str]] = []
     for name, text in values:
         try:
-            metric = metrics.known(name)
+            metric = measurement.known(name)
             value = units.parse(text, like=metric.unit or None).to(metric.unit)
             if not value > 0:
                 raise MeasurementError(f"{text} is not above zero")

@@ -11,8 +11,8 @@ from pytest_gpucluster.commands.command import add_journal, explain
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal import locate, read
 from pytest_gpucluster.sweep.answer import Answer
+from pytest_gpucluster.text import printable, visible
 from pytest_gpucluster.verdict import BROKEN, EXIT_CODES, RUNNING, RUNNING_EXIT
-from pytest_gpucluster.wording import printable, visible
 
 NO_VERDICT = 11
 _OF_PYTEST = range(2, 6)

@@ -10,7 +10,7 @@ from pytest_gpucluster.comparison.conditions import OF_A_SEARCH, STATES
 from pytest_gpucluster.comparison.places import Match
 from pytest_gpucluster.comparison.rule import KINDS, MISSING, NOT_COMPARABLE, Known, weigh
 from pytest_gpucluster.comparison.side import Key, Tested, Values, key_of
-from pytest_gpucluster.journal import RankPlace
+from pytest_gpucluster.journal_lines import RankPlace
 
 FOUND_LABELS = ("transport", "nics")
 """Labels that say what was found, and not what was asked for: such a value is the same one with another label."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
-from pytest_gpucluster.journal import RankPlace
+from pytest_gpucluster.journal_lines import RankPlace
 
 GPU, SLOT, NUMBER = "GPU", "slot", "rank number"
 """How two ranks were found to belong together."""

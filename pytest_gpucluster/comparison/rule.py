@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pytest_gpucluster import stats
+from pytest_gpucluster.metrics import stats
 
 ALLOWED_RATIO = 0.03
 """By so much a value may be worse than before, unless an operator says otherwise. It is a choice: runs of one healthy

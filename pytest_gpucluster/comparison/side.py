@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from pytest_gpucluster.comparison.rule import Known, known
-from pytest_gpucluster.journal import Journal, JudgedLimit, JudgedMetric, RankPlace, TestResult
-from pytest_gpucluster.metrics import METRICS
+from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.journal_lines import RankPlace, TestResult
+from pytest_gpucluster.journal_measurements import JudgedLimit, JudgedMetric
+from pytest_gpucluster.metrics.measurement import METRICS
 from pytest_gpucluster.reports.outline import NOT_RUN, is_better_higher
 
 Key = tuple[str, tuple[tuple[str, str], ...]]

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pytest_gpucluster.comparison.changes import Change, Pair
 from pytest_gpucluster.comparison.compared import NO_REGRESSION, NOT_COMPARED, REGRESSION, Comparison
 from pytest_gpucluster.comparison.rule import KINDS, OPEN, REGRESSED, WORSE
-from pytest_gpucluster.reports.layout import paragraph
 from pytest_gpucluster.reports.tables import percent, quantity
-from pytest_gpucluster.wording import one_line, printable
+from pytest_gpucluster.text import one_line, paragraph, printable
 
 NameOf = Callable[[int], str]
 

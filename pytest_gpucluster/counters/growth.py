@@ -9,10 +9,10 @@ from typing import Any
 
 from pytest_gpucluster.counters.snapshot import ACTIVE, INFINIBAND, QUERIES, RATE, RECOVERY, XID, Counters
 from pytest_gpucluster.errors import HardwareFault
-from pytest_gpucluster.health.finding import Finding, Identity
 from pytest_gpucluster.health.nvlink import MUST_NOT_GROW, ZERO_TOLERANCE
 from pytest_gpucluster.health.xid_table import lookup, recovery_action
 from pytest_gpucluster.infiniband import BYTES, CARRIER_DOWN, LINK_DOWNED
+from pytest_gpucluster.metrics.finding import Finding, Identity
 
 _PORT = re.compile(rf"{INFINIBAND}\.(?P<port>.+)\.(?P<counter>\w+)")
 _LINK = re.compile(r"nvlink\.(?P<counter>\w+)\[(?P<link>\d+)\]")

@@ -10,10 +10,10 @@ from typing import Any
 from pytest_gpucluster import kernel_log
 from pytest_gpucluster.counters.sources import Sources
 from pytest_gpucluster.health import situation
-from pytest_gpucluster.health.finding import Identity
 from pytest_gpucluster.infiniband import ETHERNET, Adapters
 from pytest_gpucluster.infiniband import INFINIBAND as LAYER_OF_FABRIC
 from pytest_gpucluster.kernel_log import KernelLog, Xid
+from pytest_gpucluster.metrics.finding import Identity
 
 RECOVERY = "recovery.action"
 QUERIES = (

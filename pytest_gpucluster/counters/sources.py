@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pytest_gpucluster import infiniband, kernel_log
-from pytest_gpucluster.health.finding import Identity, identity
 from pytest_gpucluster.infiniband import Adapters
 from pytest_gpucluster.kernel_log import KernelLog, normalised
+from pytest_gpucluster.metrics.finding import Identity, identity
 from pytest_gpucluster.nvml import Nvml
 
 

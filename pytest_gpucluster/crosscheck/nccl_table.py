@@ -23,7 +23,7 @@ from pytest_gpucluster.crosscheck.nccl_output import (
     world,
 )
 from pytest_gpucluster.errors import OutputError
-from pytest_gpucluster.wording import one_line
+from pytest_gpucluster.text import one_line
 
 # What launchers put before each line: `mpirun --tag-output` and `srun --label`.
 _TAG = re.compile(r"(\[\d+,\d+\]<std(?:out|err)>:\s?|\s*\d+: )")

@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from pytest_gpucluster import units
 from pytest_gpucluster.crosscheck.nccl_output import PROGRAMS, short_name
 from pytest_gpucluster.errors import JournalError, UnitError
-from pytest_gpucluster.journal import Journal, JudgedMetric
+from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.journal_measurements import JudgedMetric
+from pytest_gpucluster.metrics import units
 
 AVERAGE, SLOWEST = "average_busbw", "busbw"
 """Of all ranks' times their mean, as nccl-tests prints it with a process for each GPU; or the slowest rank's, as a

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.wording import one_line
+from pytest_gpucluster.text import one_line
 
 USUAL_FOLDERS = (Path("/opt/nccl-tests/build"), Path("/usr/local/nccl-tests/build"), Path("/opt/nccl_tests/build"))
 _HELP_SECONDS = 20.0

@@ -14,8 +14,8 @@ from pytest_gpucluster.crosscheck.compared import (
     Compared,
     Crosscheck,
 )
-from pytest_gpucluster.reports.layout import Column, line_of, paragraph, total, widths
 from pytest_gpucluster.reports.tables import percent, quantity
+from pytest_gpucluster.text import Column, line_of, paragraph, total, widths
 
 _HEADS = (
     Column(title="collective"),

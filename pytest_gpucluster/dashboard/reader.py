@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pytest_gpucluster import light_process
+from pytest_gpucluster.launch import detached_process
 
 COMMAND: tuple[str, ...] = (sys.executable, "-m", "pytest_gpucluster.dashboard.reader_process")
 """What is started. A test puts its own in the place, with GPUs that are not there."""
@@ -47,7 +47,7 @@ class NodeReader:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            env=light_process.environment(),
+            env=detached_process.child_environment(),
         )
         try:
             threading.Thread(target=self._listen, name="gpucluster-reader", daemon=True).start()

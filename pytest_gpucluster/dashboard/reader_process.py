@@ -23,10 +23,11 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn, Protocol
 
-from pytest_gpucluster import infiniband, light_process
+from pytest_gpucluster import infiniband
 from pytest_gpucluster.dashboard import gpu_glance, host_load
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.host.tree import Tree
+from pytest_gpucluster.launch import detached_process
 from pytest_gpucluster.node_sampler_process import wait_for_end
 from pytest_gpucluster.nvml import NvmlGpu, PyNvml
 
@@ -116,7 +117,7 @@ def speaker(descriptor: int) -> Say:
 
 def main(open_nvml: Callable[[], Nvml] = PyNvml, tree: Tree | None = None) -> NoReturn:
     """Run as the reader process."""
-    light_process.shield()
+    detached_process.shield()
     parser = argparse.ArgumentParser(description="The reader of a node. It is started by what shows it, not by hand.")
     parser.add_argument("--interval", type=float, required=True)
     parser.add_argument("--parent", type=int, required=True)

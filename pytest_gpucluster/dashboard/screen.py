@@ -20,7 +20,7 @@ from rich.text import Text
 
 from pytest_gpucluster.dashboard.gpu_glance import PROCESSES
 from pytest_gpucluster.dashboard.node_state import Node, Part
-from pytest_gpucluster.wording import one_line, printable
+from pytest_gpucluster.text import one_line, printable
 
 NONE = "-"
 """There is no such figure. Why is told below the table, unless this GPU simply has none."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pytest_gpucluster.fleet.matrix import Matrix
-from pytest_gpucluster.isolation.exclude import FILE_NAME, node_sections
-from pytest_gpucluster.wording import one_line, printable
+from pytest_gpucluster.isolation.finding import EXCLUDE_FILE, node_sections
+from pytest_gpucluster.text import one_line, printable
 
 
-def drain_text(found: Matrix, *, file: str = FILE_NAME) -> str:
+def drain_text(found: Matrix, *, file: str = EXCLUDE_FILE) -> str:
     """Return the file, which is going to be called ``file``: sections as in exclude.txt, and why each node is in them.
 
     A fleet without such nodes has no sections.

@@ -12,10 +12,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pytest_gpucluster import stats
 from pytest_gpucluster.comparison.conditions import STATES
 from pytest_gpucluster.fleet.node import Fleet, Node
-from pytest_gpucluster.journal import JudgedMetric
+from pytest_gpucluster.journal_measurements import JudgedMetric
+from pytest_gpucluster.metrics import stats
 from pytest_gpucluster.reports.outline import is_better_higher
 from pytest_gpucluster.stragglers import straggler_ratios
 

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from pytest_gpucluster.fleet.matrix import ABSENT, Matrix
 from pytest_gpucluster.fleet.outliers import Outlier
-from pytest_gpucluster.reports.layout import paragraph, shortened
 from pytest_gpucluster.reports.tables import percent, quantity, rank_name
-from pytest_gpucluster.wording import one_line, printable
+from pytest_gpucluster.text import one_line, paragraph, printable, shortened
 
 LEGEND = (
     ". passed; o passed, but behind the fleet; F failed; E broke; s skipped",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pytest_gpucluster.hardware import ANY_GPU
-from pytest_gpucluster.health.finding import Finding
 from pytest_gpucluster.health.situation import UNDER_LOAD, Missing, Situation
+from pytest_gpucluster.metrics.datasheets import ANY_GPU
+from pytest_gpucluster.metrics.finding import Finding
 
 
 def check(situation: Situation) -> Iterator[Finding]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pytest_gpucluster.health.finding import Finding
 from pytest_gpucluster.health.situation import Situation
+from pytest_gpucluster.metrics.finding import Finding
 
 MOST_REMAPPED_ROWS = 512
 """Source: NVIDIA GPU Memory Error Management, row remapping: up to 512 remappings."""

@@ -19,8 +19,8 @@ from pytest_gpucluster.health import (
     thermal,
     xid,
 )
-from pytest_gpucluster.health.finding import Finding, Kind
 from pytest_gpucluster.health.situation import Situation
+from pytest_gpucluster.metrics.finding import Finding, Kind
 
 CHECKS: tuple[Callable[[Situation], Iterator[Finding]], ...] = (
     answers.check,

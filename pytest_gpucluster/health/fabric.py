@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pytest_gpucluster.health.finding import Finding
 from pytest_gpucluster.health.nvlink import switched_off
 from pytest_gpucluster.health.situation import Situation
+from pytest_gpucluster.metrics.finding import Finding
 
 _LOG = "look at `systemctl status nvidia-fabricmanager` and /var/log/fabricmanager.log"
 

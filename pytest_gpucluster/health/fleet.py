@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
-from pytest_gpucluster.health.finding import identity
-from pytest_gpucluster.wording import rank_ranges
+from pytest_gpucluster.metrics.finding import identity
+from pytest_gpucluster.text import rank_ranges
 
 COMPARED = {
     "vbios": "VBIOS",

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pytest_gpucluster import kernel_log, pci_bus, process_table
-from pytest_gpucluster.hardware import promise_of
-from pytest_gpucluster.health.finding import Identity, identity
 from pytest_gpucluster.health.situation import UNDER_LOAD, Node, Situation, Snapshot, take
 from pytest_gpucluster.kernel_log import KernelLog
+from pytest_gpucluster.metrics.datasheets import promise_of
+from pytest_gpucluster.metrics.finding import Identity, identity
 from pytest_gpucluster.nvml import Nvml
 from pytest_gpucluster.pci_bus import PciGpu
 from pytest_gpucluster.process_table import Who

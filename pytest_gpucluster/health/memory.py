@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pytest_gpucluster.health.finding import Finding
 from pytest_gpucluster.health.situation import Situation
+from pytest_gpucluster.metrics.finding import Finding
 
 LEAST_FREE_RATIO = 0.95
 """Part of the memory that nobody else may use. Source: this suite's rule; what the driver keeps for itself, which is

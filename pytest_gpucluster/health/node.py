@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pytest_gpucluster.health.finding import Finding, Identity, Kind
 from pytest_gpucluster.health.situation import Node, Situation
 from pytest_gpucluster.kernel_log import normalised
+from pytest_gpucluster.metrics.finding import Finding, Identity, Kind
 from pytest_gpucluster.pci_bus import PciGpu, State
 
 _KINDS: dict[State, tuple[Kind, str]] = {

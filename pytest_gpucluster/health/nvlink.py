@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from pytest_gpucluster.health.finding import Finding
 from pytest_gpucluster.health.situation import Situation
+from pytest_gpucluster.metrics.finding import Finding
 
 ZERO_TOLERANCE = ("replay", "recovery", "ecc_data", "link_recovery_failed")
 """Counters that must be 0 since the driver was loaded. Source: facebookresearch/gcm, health check "nvlink", tolerates

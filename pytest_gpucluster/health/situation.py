@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pytest_gpucluster.hardware import Promise
-from pytest_gpucluster.health.finding import Finding, Identity, Kind
 from pytest_gpucluster.kernel_log import KernelLog
-from pytest_gpucluster.nvml import QUERIES, Absence, NotAvailable, Nvml
+from pytest_gpucluster.metrics.datasheets import Promise
+from pytest_gpucluster.metrics.finding import Finding, Identity, Kind
+from pytest_gpucluster.nvml import Absence, NotAvailable, Nvml
+from pytest_gpucluster.nvml_queries import QUERIES
 from pytest_gpucluster.pci_bus import PciGpu
 from pytest_gpucluster.process_table import Who
 

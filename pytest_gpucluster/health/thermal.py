@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pytest_gpucluster.health.finding import Finding
 from pytest_gpucluster.health.situation import Situation
+from pytest_gpucluster.metrics.finding import Finding
 
 BAD_REASONS = {
     "hw_slowdown": "hardware slowdown",

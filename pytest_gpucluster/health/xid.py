@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pytest_gpucluster.health.finding import Finding, Identity
 from pytest_gpucluster.health.situation import Situation
 from pytest_gpucluster.health.xid_table import lookup, recovery_action
 from pytest_gpucluster.kernel_log import Xid, normalised
+from pytest_gpucluster.metrics.finding import Finding, Identity
 
 _AGAIN = "Keep the log (`nvidia-bug-report.sh`), and reboot before you run again: this boot's log keeps the report"
 

@@ -15,8 +15,8 @@ from pathlib import PurePosixPath
 from typing import TypeVar
 
 from pytest_gpucluster.affinity import parse
+from pytest_gpucluster.files import Mount
 from pytest_gpucluster.host.tree import Tree
-from pytest_gpucluster.mounts import Mount
 
 N = TypeVar("N", int, float)
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from pytest_gpucluster.affinity import shown
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.health.finding import Finding, Identity, Kind
 from pytest_gpucluster.host.facts import HostFacts
 from pytest_gpucluster.host.memory import SHM
+from pytest_gpucluster.metrics.finding import Finding, Identity, Kind
 
 ANY, PERFORMANCE = "any", "performance"
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from pytest_gpucluster.affinity import DEVICES, place_of_gpu
-from pytest_gpucluster.health.finding import Identity, identity
 from pytest_gpucluster.host import cgroup, memory, pci_path, process_limits, processors
 from pytest_gpucluster.host.cgroup import Cgroup
 from pytest_gpucluster.host.memory import Memory, Space
@@ -17,6 +16,7 @@ from pytest_gpucluster.host.pci_path import PciPath
 from pytest_gpucluster.host.process_limits import ProcessLimits
 from pytest_gpucluster.host.processors import Processors
 from pytest_gpucluster.host.tree import Tree
+from pytest_gpucluster.metrics.finding import Identity, identity
 
 WORKERS = "PYTEST_XDIST_WORKER_COUNT"
 """How many processes share a node without a launcher, each of which takes itself for the only one. Source:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pytest_gpucluster.affinity import REMEDY, Place, shown
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.health.finding import identity
+from pytest_gpucluster.metrics.finding import identity
 
 LEAST = 0.95
 """The kernel may put single pages elsewhere."""

@@ -7,9 +7,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_gpucluster import mounts
+from pytest_gpucluster import files
 from pytest_gpucluster.affinity import parse
-from pytest_gpucluster.mounts import Mount
+from pytest_gpucluster.files import Mount
 
 _NUMBER = re.compile(r"-?[0-9]+")
 
@@ -52,6 +52,6 @@ class Tree:
     def mounts(self) -> tuple[Mount, ...]:
         """Return what this process sees mounted, in the order of mounting; nothing if the kernel does not tell."""
         try:
-            return mounts.read(self.path(str(mounts.MOUNTINFO)))
+            return files.read_mounts(self.path(str(files.MOUNTINFO)))
         except OSError:
             return ()

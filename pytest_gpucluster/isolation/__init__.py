@@ -1,1 +1,1 @@
-"""Which node, GPU or link is the culprit: what to probe next, and what follows from what was seen. Pure."""
+"""Which node, GPU or link is the culprit: what to probe next, and what follows from the results. Pure."""

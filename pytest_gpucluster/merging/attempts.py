@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pytest_gpucluster.journal import TestResult
+from pytest_gpucluster.journal_lines import TestResult
 from pytest_gpucluster.merging.source import Line, Source
-from pytest_gpucluster.wording import first_line
+from pytest_gpucluster.text import first_line
 
 _COUNTS = ", which counts"
 _ATTEMPT = re.compile(r"attempt \d+")

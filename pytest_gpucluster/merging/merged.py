@@ -11,15 +11,15 @@ from itertools import combinations, product
 from typing import Any
 
 from pytest_gpucluster import verdict
+from pytest_gpucluster.config.workload import WorkloadRecord
 from pytest_gpucluster.errors import OptionError
-from pytest_gpucluster.journal import SCHEMA_VERSION, JournalBuilder, MergedFrom
-from pytest_gpucluster.journal_lines import failed_before
+from pytest_gpucluster.journal import SCHEMA_VERSION, JournalBuilder
+from pytest_gpucluster.journal_lines import MergedFrom, failed_before
 from pytest_gpucluster.merging.attempts import Attempt, attempts_at, deciding, lines_of
 from pytest_gpucluster.merging.kinship import changes, differences
 from pytest_gpucluster.merging.numbering import Numbering, numbering, renumbered
 from pytest_gpucluster.merging.source import Source, time_of, told
-from pytest_gpucluster.wording import first_line, one_line
-from pytest_gpucluster.workloads import WorkloadRecord
+from pytest_gpucluster.text import first_line, one_line
 
 BY = "gpucluster merge"
 _OF_MERGING = "merged"

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from pytest_gpucluster.errors import JournalError
-from pytest_gpucluster.journal import Journal, MergedFrom, read
+from pytest_gpucluster.journal import Journal, read
+from pytest_gpucluster.journal_lines import MergedFrom
 
 Line = Mapping[str, Any]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pytest_gpucluster.health.finding import Finding, Identity
+from pytest_gpucluster.metrics.finding import Finding, Identity
 from pytest_gpucluster.nccl_advice.fabric import Fabric
 
 GUIDE = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"

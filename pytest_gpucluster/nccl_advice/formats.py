@@ -14,7 +14,7 @@ from pytest_gpucluster.nccl_advice.advice import Advised
 from pytest_gpucluster.nccl_advice.advising import EXPORTED, steps_inherit
 from pytest_gpucluster.nccl_advice.facts import Facts
 from pytest_gpucluster.nccl_environment import ENVIRONMENT
-from pytest_gpucluster.wording import printable
+from pytest_gpucluster.text import printable
 
 
 def shell(facts: Facts, advised: Advised) -> str:

@@ -18,11 +18,11 @@ from typing import Any
 from pytest_gpucluster import infiniband, peer_memory
 from pytest_gpucluster.errors import LaunchError
 from pytest_gpucluster.fabric_ports import FabricSources
-from pytest_gpucluster.hardware import SKUS, Promise, promise_of
 from pytest_gpucluster.host.tree import Tree
 from pytest_gpucluster.infiniband import ETHERNET, Adapters, Device, Port
 from pytest_gpucluster.kernel_log import normalised
-from pytest_gpucluster.launch import allocation, detect
+from pytest_gpucluster.launch.launchers import allocation, detect
+from pytest_gpucluster.metrics.datasheets import SKUS, Promise, promise_of
 from pytest_gpucluster.nccl_advice import cloud
 from pytest_gpucluster.nccl_advice.facts import WAYS, Card, Facts, Gpu, Network, Provider
 from pytest_gpucluster.node_info import gpus as node_gpus

@@ -8,7 +8,7 @@ from pytest_gpucluster.nccl_advice.advice import Advised
 from pytest_gpucluster.nccl_advice.advising import SEVERAL
 from pytest_gpucluster.nccl_advice.facts import Facts
 from pytest_gpucluster.node_info.lines import fact
-from pytest_gpucluster.reports.layout import paragraph
+from pytest_gpucluster.text import paragraph
 
 
 def render(facts: Facts, advised: Advised, *, width: int) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pytest_gpucluster.wording import one_line
+from pytest_gpucluster.text import one_line
 
 SUFFIX = ".json"
 VIEW, SCHEMA_VERSION = "all", 1

@@ -7,10 +7,10 @@ import textwrap
 from collections.abc import Collection, Iterator, Sequence
 
 from pytest_gpucluster.errors import LaunchError
-from pytest_gpucluster.hostlist import compress_hostlist
+from pytest_gpucluster.launch.hostlist import compress_hostlist
 from pytest_gpucluster.node_differences.answers import Answers
 from pytest_gpucluster.node_differences.groups import Compared, Group
-from pytest_gpucluster.wording import one_line
+from pytest_gpucluster.text import one_line
 
 SCHEMA_VERSION = 1
 _CHARACTERS = 400

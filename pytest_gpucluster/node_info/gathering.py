@@ -12,7 +12,7 @@ from typing import Any
 from pytest_gpucluster.host import memory as host_memory
 from pytest_gpucluster.host.memory import Space
 from pytest_gpucluster.host.tree import Tree
-from pytest_gpucluster.launch import allocation
+from pytest_gpucluster.launch.launchers import allocation
 from pytest_gpucluster.node_info import cpus, gpus, memory, mounted, network, program, stack, system, topology
 from pytest_gpucluster.node_info.program import Answer, Ask
 from pytest_gpucluster.process_table import Who, who_is

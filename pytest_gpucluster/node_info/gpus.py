@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pytest_gpucluster import light_process
 from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.launch import detached_process
 from pytest_gpucluster.node_info.program import Answer, ask
 from pytest_gpucluster.nvml import NotAvailable, Nvml
 from pytest_gpucluster.process_table import Who, who_is
@@ -90,7 +90,7 @@ def tell(open_nvml: Callable[[], Nvml], write: Callable[[dict[str, Any]], None])
 
 def ask_child(command: Sequence[str] = _CHILD, seconds: float = ANSWER_SECONDS) -> Answer:
     """Let a child ask, and return what it has written by the deadline."""
-    return ask(command, seconds, environ=light_process.environment())
+    return ask(command, seconds, environ=detached_process.child_environment())
 
 
 def read(answer: Answer, who: Callable[[int], Who] = who_is) -> dict[str, Any]:

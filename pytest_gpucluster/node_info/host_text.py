@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pytest_gpucluster.node_info.lines import amount, count, fact, facts, shown, switch, table
-from pytest_gpucluster.wording import duration
+from pytest_gpucluster.text import duration
 
 Told = Mapping[str, Any]
 

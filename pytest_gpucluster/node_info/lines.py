@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from pytest_gpucluster.reports.layout import Column, clean, line_of, padded, paragraph, shortened, total, widths
+from pytest_gpucluster.text import Column, clean, line_of, padded, paragraph, shortened, total, widths
 
 _KEY_COLUMNS = 16
 _LEAST_COLUMNS, _WIDE_COLUMNS = 4, 24

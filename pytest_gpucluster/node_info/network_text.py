@@ -7,7 +7,7 @@ from typing import Any
 
 from pytest_gpucluster.node_info.lines import fact, facts, shown, table
 from pytest_gpucluster.peer_memory import PeerMemory
-from pytest_gpucluster.reports.layout import clean, paragraph
+from pytest_gpucluster.text import clean, paragraph
 
 Told = Mapping[str, Any]
 

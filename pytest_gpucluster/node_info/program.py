@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pytest_gpucluster.wording import first_line
+from pytest_gpucluster.text import first_line
 
 ANSWER_SECONDS = 5.0
 _GONE_SECONDS = 1.0

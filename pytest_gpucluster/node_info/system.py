@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pytest_gpucluster.host.tree import Tree
-from pytest_gpucluster.launch import Allocation
+from pytest_gpucluster.launch.launchers import Allocation
 
 _APPTAINER = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
 

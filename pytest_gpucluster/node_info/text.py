@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pytest_gpucluster.node_info import gpu_text, host_text, network_text, topology_text
-from pytest_gpucluster.reports.layout import paragraph
+from pytest_gpucluster.text import paragraph
 
 Told = Mapping[str, Any]
 Section = tuple[str, str, Callable[[Told, int], Iterable[str]]]

@@ -7,7 +7,7 @@ from typing import Any
 
 from pytest_gpucluster.node_info.lines import fact, shown, table
 from pytest_gpucluster.node_info.topology import LEGEND
-from pytest_gpucluster.reports.layout import columns
+from pytest_gpucluster.text import columns
 
 Told = Mapping[str, Any]
 

@@ -14,7 +14,7 @@ from pytest_gpucluster.remote import frames
 from pytest_gpucluster.remote.channel import Channel
 from pytest_gpucluster.remote.hosts import Host
 from pytest_gpucluster.remote.ssh_command import Access, ssh_command
-from pytest_gpucluster.wording import one_line
+from pytest_gpucluster.text import one_line
 
 _POLL_SECONDS = 0.05
 AT_ONCE = 64

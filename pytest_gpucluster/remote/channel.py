@@ -16,7 +16,7 @@ from typing import IO
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.remote import frames
 from pytest_gpucluster.remote.frames import Frame
-from pytest_gpucluster.wording import one_line
+from pytest_gpucluster.text import one_line
 
 _LAST_WORDS = 8
 _CHARACTERS = 300

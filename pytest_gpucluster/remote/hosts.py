@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_gpucluster.errors import LaunchError, OptionError
-from pytest_gpucluster.hostlist import compress_hostlist, expand_hostlist
-from pytest_gpucluster.isolation.exclude import excluded_hosts
+from pytest_gpucluster.isolation.finding import excluded_hosts
+from pytest_gpucluster.launch.hostlist import compress_hostlist, expand_hostlist
 
 _MOST_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?", re.ASCII)

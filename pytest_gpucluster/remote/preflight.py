@@ -9,7 +9,7 @@ from typing import Any
 
 from pytest_gpucluster.remote.asking import Reply
 from pytest_gpucluster.remote.hosts import Host
-from pytest_gpucluster.wording import one_line
+from pytest_gpucluster.text import one_line
 
 READY, NOT_READY, NO_ANSWER = "ready", "not ready", "no answer"
 _COMPARED = {

@@ -13,7 +13,7 @@ from pytest_gpucluster.remote import frames
 from pytest_gpucluster.remote.errand import Brought, Errand
 from pytest_gpucluster.remote.plan import Plan
 from pytest_gpucluster.remote.ssh_command import Access
-from pytest_gpucluster.wording import printable
+from pytest_gpucluster.text import printable
 
 _POLL_SECONDS = 0.05
 OTHERS_SECONDS = 360.0

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 
-from pytest_gpucluster.journal import Journal, JudgedMetric
+from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.journal_measurements import JudgedMetric
 from pytest_gpucluster.reports.outline import IN_PROGRESS, RUNNING, Row, share_of_limit
 from pytest_gpucluster.reports.tables import expected_text, limit_text, percent, quantity, rank_name
-from pytest_gpucluster.wording import MESSAGE_CHARACTERS, one_line, rank_ranges
+from pytest_gpucluster.text import MESSAGE_CHARACTERS, one_line, rank_ranges
 
 WORDS = {
     "passed": "PASSED",

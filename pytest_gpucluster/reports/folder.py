@@ -12,8 +12,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from pytest_gpucluster import whole_file
-from pytest_gpucluster.journal import Journal, JUnitOptions
+from pytest_gpucluster import files
+from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.journal_lines import JUnitOptions
 
 FILES: Mapping[str, str] = MappingProxyType(
     {
@@ -105,7 +106,7 @@ def write(journal: Journal, folder: Path, kinds: Iterable[str] = OF_A_RUN) -> di
     for kind in kinds:
         name = FILES[kind]
         try:
-            whole_file.write(folder / name, rendered(kind, journal, folder=folder))
+            files.atomic_write(folder / name, rendered(kind, journal, folder=folder))
         except OSError as error:
             missing[name] = f"not written: {error.strerror or error}"
         except Exception as error:  # whatever one report trips over, the others are made

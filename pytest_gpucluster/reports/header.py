@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from pytest_gpucluster.journal import Cluster, Journal, Run
-from pytest_gpucluster.reports.layout import paragraph
+from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.journal_lines import Cluster, Run
+from pytest_gpucluster.text import paragraph
 
 NAME = "gpucluster"
 _SOFTWARE = {"driver": "driver", "cuda": "CUDA", "nccl": "NCCL", "torch": "torch"}

@@ -21,11 +21,12 @@ from datetime import timezone
 # The package has no type hints.
 import junit_xml  # type: ignore[import-untyped]
 
-from pytest_gpucluster.journal import CollectedTest, Journal, JUnitOptions, TestResult
+from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.journal_lines import CollectedTest, JUnitOptions, TestResult
 from pytest_gpucluster.reports.junit_properties import suite_properties
 from pytest_gpucluster.reports.tables import rank_tables, told_pairs
 from pytest_gpucluster.reports.timing import moment, run_seconds
-from pytest_gpucluster.wording import MESSAGE_CHARACTERS, one_line, visible
+from pytest_gpucluster.text import MESSAGE_CHARACTERS, one_line, visible
 
 __all__ = ["FAMILIES", "JUnitOptions", "render"]
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pytest_gpucluster.journal import Journal, TestResult
+from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.journal_lines import TestResult
 from pytest_gpucluster.reports.tables import limit_text, told_pairs
-from pytest_gpucluster.wording import rank_ranges
+from pytest_gpucluster.text import rank_ranges
 
 
 def suite_properties(journal: Journal, named: Iterable[tuple[str, TestResult]]) -> dict[str, str]:

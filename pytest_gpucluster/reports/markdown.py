@@ -12,13 +12,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from pytest_gpucluster.journal import FILE_NAME, Journal, JudgedMetric
+from pytest_gpucluster.journal import FILE_NAME, Journal
+from pytest_gpucluster.journal_measurements import JudgedMetric
 from pytest_gpucluster.reports.junit_properties import cluster_facts
 from pytest_gpucluster.reports.outline import Outline, Row, outline, share_of_limit
 from pytest_gpucluster.reports.tables import limit_text, metric_name, percent, quantity, rank_name
 from pytest_gpucluster.reports.timing import duration, run_seconds
+from pytest_gpucluster.text import MESSAGE_CHARACTERS, one_line
 from pytest_gpucluster.verdict import ACCEPTED
-from pytest_gpucluster.wording import MESSAGE_CHARACTERS, one_line
 
 MOST_BYTES = 65_000
 """Of UTF-8, so that it is below 65,000 characters as well."""

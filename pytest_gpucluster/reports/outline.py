@@ -10,9 +10,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from pytest_gpucluster.journal import Journal, JudgedMetric, TestResult
-from pytest_gpucluster.metrics import METRICS, cause_order
-from pytest_gpucluster.wording import first_line
+from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.journal_lines import TestResult
+from pytest_gpucluster.journal_measurements import JudgedMetric
+from pytest_gpucluster.metrics.measurement import METRICS, cause_order
+from pytest_gpucluster.text import first_line
 
 RUNNING, NOT_RUN, IN_PROGRESS = "running", "not run", "in progress"
 """Outcomes of a row besides a result's own: the run ended in this test, or before it; or is in it now."""

@@ -11,23 +11,15 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pytest_gpucluster.journal import (
-    FILE_NAME,
-    Cluster,
-    Journal,
-    JudgedLimit,
-    JudgedMetric,
-    PartOfTime,
-    Problem,
-    RankPlace,
-    TestResult,
-)
-from pytest_gpucluster.metrics import number_to_json, stopped_to_json
+from pytest_gpucluster.journal import FILE_NAME, Journal
+from pytest_gpucluster.journal_lines import Cluster, PartOfTime, Problem, RankPlace, TestResult
+from pytest_gpucluster.journal_measurements import JudgedLimit, JudgedMetric
+from pytest_gpucluster.metrics.measurement import number_to_json, stopped_to_json
+from pytest_gpucluster.metrics.time_budget import PARTS
 from pytest_gpucluster.reports.outline import Outline, Row, is_better_higher, outline, peak_value
 from pytest_gpucluster.reports.tables import worst_telemetry
 from pytest_gpucluster.reports.timing import run_seconds
 from pytest_gpucluster.run_directory import ARTIFACTS, artifacts_name
-from pytest_gpucluster.time_spent import PARTS
 from pytest_gpucluster.verdict import ACCEPTED
 
 SCHEMA_VERSION = 1

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from pytest_gpucluster.journal_lines import OUTCOMES
+from pytest_gpucluster.metrics.sampling import STOPPED_BY
 from pytest_gpucluster.reports.outline import IN_PROGRESS, NOT_RUN, RUNNING
 from pytest_gpucluster.reports.results_json import SCHEMA_VERSION
-from pytest_gpucluster.sampling import STOPPED_BY
 from pytest_gpucluster.verdict import (
     ACCEPTED,
     BROKEN,

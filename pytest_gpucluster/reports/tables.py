@@ -10,11 +10,13 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from pytest_gpucluster.journal import Journal, JudgedLimit, JudgedMetric, TestResult
+from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.journal_lines import TestResult
+from pytest_gpucluster.journal_measurements import JudgedLimit, JudgedMetric
+from pytest_gpucluster.metrics.units import show
 from pytest_gpucluster.reports.telemetry_text import clock_text, telemetry_of_test, telemetry_text
 from pytest_gpucluster.reports.time_table import time_text
-from pytest_gpucluster.units import show
-from pytest_gpucluster.wording import one_line, rank_ranges
+from pytest_gpucluster.text import one_line, rank_ranges
 
 ROWS = 16
 _MEASUREMENT_TABLES = 8

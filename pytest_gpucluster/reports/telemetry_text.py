@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pytest_gpucluster.explanation import most_telling
-from pytest_gpucluster.wording import one_line
+from pytest_gpucluster.text import one_line
 
 _REASON_CHARACTERS = 80
 _OTHER_CHARACTERS = 400

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from pytest_gpucluster.journal import Journal, JudgedMetric
+from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.journal_measurements import JudgedMetric
 from pytest_gpucluster.reports.criterion_text import (
     LARGEST_MARGIN,
     STYLES,
@@ -20,22 +21,22 @@ from pytest_gpucluster.reports.criterion_text import (
     value_text,
 )
 from pytest_gpucluster.reports.header import header_lines
-from pytest_gpucluster.reports.layout import (
+from pytest_gpucluster.reports.outline import Outline, Row, outline, share_of_limit
+from pytest_gpucluster.reports.tables import measured_pairs, metric_name, rank_name
+from pytest_gpucluster.reports.time_table import seconds_in_tests, time_lines
+from pytest_gpucluster.text import (
     Column,
     clean,
     columns,
     line_of,
+    one_line,
     paragraph,
     shortened,
     styled,
     total,
     widths,
 )
-from pytest_gpucluster.reports.outline import Outline, Row, outline, share_of_limit
-from pytest_gpucluster.reports.tables import measured_pairs, metric_name, rank_name
-from pytest_gpucluster.reports.time_table import seconds_in_tests, time_lines
 from pytest_gpucluster.verdict import RUNNING
-from pytest_gpucluster.wording import one_line
 
 LEAST_WIDTH = 60
 """No table is made for less; the terminal breaks its lines then."""

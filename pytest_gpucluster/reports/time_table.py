@@ -6,11 +6,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pytest_gpucluster.journal import Journal, TestResult
-from pytest_gpucluster.reports.layout import Column, clean, columns, line_of, paragraph, shortened, total, widths
+from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.journal_lines import TestResult
+from pytest_gpucluster.metrics.time_budget import (
+    AGREEING,
+    MEASURING,
+    OTHER,
+    PARTS,
+    SET_UP,
+    VERIFYING,
+    WARM_UP,
+    in_words,
+)
 from pytest_gpucluster.reports.outline import short_name
 from pytest_gpucluster.reports.timing import duration, run_seconds
-from pytest_gpucluster.time_spent import AGREEING, MEASURING, OTHER, PARTS, SET_UP, VERIFYING, WARM_UP, in_words
+from pytest_gpucluster.text import Column, clean, columns, line_of, paragraph, shortened, total, widths
 
 ROWS = 10
 """So many tests have a line of their own."""

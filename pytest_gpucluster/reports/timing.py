@@ -6,7 +6,8 @@ import math
 import re
 from datetime import datetime, timedelta, timezone
 
-from pytest_gpucluster.journal import Journal, TestResult
+from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.journal_lines import TestResult
 
 _LONGEST_SECONDS = 1e10
 """Some 300 years: whatever is said to take longer is no duration, and its digits would fill a page."""

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pytest_gpucluster.affinity import shown
-from pytest_gpucluster.health.finding import Finding
 from pytest_gpucluster.host.cgroup import Cgroup
-from pytest_gpucluster.surroundings.notice import notice
+from pytest_gpucluster.metrics.finding import Finding, notice
 
 MIB = 2**20
 _MORE_RATIO = 1.05

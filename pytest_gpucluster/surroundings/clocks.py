@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.sampling import Series
+from pytest_gpucluster.metrics.sampling import Series
 from pytest_gpucluster.surroundings.interfaces import Chosen
 from pytest_gpucluster.surroundings.nodes import Board, Nodes
 from pytest_gpucluster.surroundings.responder import Caller, Responder

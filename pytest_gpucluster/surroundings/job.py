@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.health.finding import Finding
 from pytest_gpucluster.host import cgroup, processors
 from pytest_gpucluster.host.tree import Tree
+from pytest_gpucluster.metrics.finding import Finding, notice
 from pytest_gpucluster.process_table import Who
 from pytest_gpucluster.surroundings import leftovers
 from pytest_gpucluster.surroundings.allocation import Place, allocation, examine, place_of
 from pytest_gpucluster.surroundings.nodes import Board, Nodes
-from pytest_gpucluster.surroundings.notice import notice
 
 ROOT = Tree()
 """Where the kernel's files are. A test puts others here."""

@@ -6,13 +6,12 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pytest_gpucluster.health.finding import Finding
 from pytest_gpucluster.host import cgroup, memory, process_limits
 from pytest_gpucluster.host.cgroup import Cgroup
 from pytest_gpucluster.host.memory import SharedMemory, Space
 from pytest_gpucluster.host.process_limits import ProcessLimits
 from pytest_gpucluster.host.tree import Tree
-from pytest_gpucluster.surroundings.notice import notice
+from pytest_gpucluster.metrics.finding import Finding, notice
 
 ROOT = Tree()
 """Where the kernel's files are. A test puts others here."""

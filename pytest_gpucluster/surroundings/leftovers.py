@@ -13,9 +13,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_gpucluster.health.finding import Finding
+from pytest_gpucluster.metrics.finding import Finding, notice
 from pytest_gpucluster.process_table import Who
-from pytest_gpucluster.surroundings.notice import notice
 
 SHM, TMP = Path("/dev/shm"), Path("/tmp")
 LEAST_BYTES = 2**20

@@ -20,9 +20,9 @@ from queue import Empty, SimpleQueue
 from typing import Literal, Protocol
 
 from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.metrics.finding import notice, require_nothing
 from pytest_gpucluster.surroundings.interfaces import Chosen
 from pytest_gpucluster.surroundings.nodes import Board, Nodes
-from pytest_gpucluster.surroundings.notice import notice, require_nothing
 
 SLOW_SECONDS = 1.0
 """From here on a lookup is listed. Source: this suite's rule; a resolver asks again after 5 s (resolv.conf(5))."""

@@ -10,11 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pytest_gpucluster.errors import EnvironmentBroken, LaunchError
-from pytest_gpucluster.health.finding import Finding
-from pytest_gpucluster.hostlist import expand_hostlist
-from pytest_gpucluster.launch import in_step
-from pytest_gpucluster.surroundings.notice import notice
-from pytest_gpucluster.wording import first_line
+from pytest_gpucluster.launch.hostlist import expand_hostlist
+from pytest_gpucluster.launch.launchers import in_step
+from pytest_gpucluster.metrics.finding import Finding, notice
+from pytest_gpucluster.text import first_line
 
 ANSWER_SECONDS = 30.0
 """Longer than Slurm's own MessageTimeout of 10 s (slurm.conf(5)), so that its own message is heard."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal import FILE_NAME, Journal, read
-from pytest_gpucluster.wording import one_line
+from pytest_gpucluster.text import one_line
 
 SCHEMA_VERSION = 1
 MOST_BYTES = 4096

@@ -8,11 +8,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from pytest_gpucluster.isolation.exclude import node_sections
+from pytest_gpucluster.isolation.finding import node_sections
 from pytest_gpucluster.sweep.outcome import Outcome
 from pytest_gpucluster.sweep.table import table, verdict_line
+from pytest_gpucluster.text import one_line
 from pytest_gpucluster.verdict import Verdict
-from pytest_gpucluster.wording import one_line
 
 SCHEMA_VERSION = 1
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_gpucluster.errors import EnvironmentBroken, LaunchError, OptionError
-from pytest_gpucluster.hostlist import expand_hostlist
+from pytest_gpucluster.launch.hostlist import expand_hostlist
 from pytest_gpucluster.sweep import manifest, pod_template, tool
 from pytest_gpucluster.sweep.outcome import BROKE, NO_ANSWER, Ended, Outcome, outcome_of
 from pytest_gpucluster.sweep.plan import Plan

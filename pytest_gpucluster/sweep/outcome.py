@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pytest_gpucluster.sweep.answer import Answer
+from pytest_gpucluster.text import one_line
 from pytest_gpucluster.verdict import (
     ACCEPTED,
     BROKEN,
@@ -16,7 +17,6 @@ from pytest_gpucluster.verdict import (
     REJECTED,
     SELECTION_PASSED,
 )
-from pytest_gpucluster.wording import one_line
 
 NO_ANSWER = "NO ANSWER"
 """Nobody knows: the run left no journal, or did not end in time. Never a pass."""

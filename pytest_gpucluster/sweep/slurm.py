@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pytest_gpucluster.errors import EnvironmentBroken, LaunchError, OptionError
-from pytest_gpucluster.hostlist import compress_hostlist, expand_hostlist
+from pytest_gpucluster.launch.hostlist import compress_hostlist, expand_hostlist
 from pytest_gpucluster.sweep import tool
 from pytest_gpucluster.sweep.answer import answer_in
 from pytest_gpucluster.sweep.outcome import Ended, Outcome, outcome_of

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from pytest_gpucluster.sweep.outcome import Outcome
 from pytest_gpucluster.sweep.scheduler import TOGETHER
+from pytest_gpucluster.text import one_line
 from pytest_gpucluster.verdict import Verdict
-from pytest_gpucluster.wording import one_line
 
 _CHARACTERS = 160
 

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 
 from pytest_gpucluster.errors import EnvironmentBroken, OptionError
-from pytest_gpucluster.wording import one_line
+from pytest_gpucluster.text import one_line
 
 
 def require(*names: str) -> None:

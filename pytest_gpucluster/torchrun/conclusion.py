@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pytest_gpucluster.exit_note import ExitNote
+from pytest_gpucluster.text import one_line, rank_ranges
 from pytest_gpucluster.torchrun.account import Account, signal_name
 from pytest_gpucluster.verdict import BROKEN, EXIT_CODES
-from pytest_gpucluster.wording import one_line, rank_ranges
 
 USAGE, BROKE, INTERRUPTED = 2, 11, 2
 _REASON_CHARACTERS = 2000

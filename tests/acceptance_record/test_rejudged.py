@@ -11,7 +11,8 @@ from each import of_each
 from made_records import journal_of, lines
 
 from pytest_gpucluster.acceptance_record.rejudged import doubt, verdict_again
-from pytest_gpucluster.journal import Journal, JudgedMetric
+from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.journal_measurements import JudgedMetric
 
 BF16, BUSBW = "matmul.bf16.tflops", "nccl.all_reduce.busbw"
 

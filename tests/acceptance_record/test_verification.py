@@ -74,11 +74,12 @@ def test_a_record_of_another_journal_is_told(made, tmp_path):
 
 def test_a_journal_that_is_being_written_or_is_none_is_refused(made, monkeypatch):
     _, journal = made
+    from pytest_gpucluster import journal as journal_module
     from pytest_gpucluster.acceptance_record import verification
 
     def growing(path):
         path.write_bytes(path.read_bytes() + b'{"type":"property","name":"a","value":"b"}\n')
-        return verification.Journal
+        return journal_module.Journal
 
     monkeypatch.setattr(verification, "read", growing)
     with pytest.raises(JournalError, match="being written"):

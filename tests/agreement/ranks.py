@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pytest_gpucluster.launch import RankFacts
+from pytest_gpucluster.launch.launchers import RankFacts
 
 _TWO_NODES = RankFacts(
     rank=0,

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from ranks import facts_of
 
-from pytest_gpucluster.agreement import address
 from pytest_gpucluster.errors import LaunchError, UsageProblem
-from pytest_gpucluster.launch import Launcher, RankFacts
+from pytest_gpucluster.launch import master_address
+from pytest_gpucluster.launch.launchers import Launcher, RankFacts
 
 FACTS = facts_of(hostname="gpu-07", launcher="slurm", master_addr_from="the first of SLURM_STEP_NODELIST")
 FOUND: list[Any] = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.6", 29500))]
@@ -45,9 +45,9 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Resolver]:
     def put(*answers: Any, seconds: float = 20.0) -> Resolver:
         made = Resolver(*answers)
         monkeypatch.setattr(socket, "getaddrinfo", made)
-        monkeypatch.setattr(address, "LOOKUP_SECONDS", seconds)
-        monkeypatch.setattr(address, "_AGAIN_SECONDS", 0.01)
-        monkeypatch.setattr(address, "_REPORT_SECONDS", 0.0)
+        monkeypatch.setattr(master_address, "LOOKUP_SECONDS", seconds)
+        monkeypatch.setattr(master_address, "_AGAIN_SECONDS", 0.01)
+        monkeypatch.setattr(master_address, "_REPORT_SECONDS", 0.0)
         return made
 
     return put
@@ -63,7 +63,7 @@ def hang() -> Iterator[Callable[[], Any]]:
 
 def refused(facts: RankFacts = FACTS) -> str:
     with pytest.raises(LaunchError) as caught:
-        address.require_known(facts)
+        master_address.require_known(facts)
     assert isinstance(caught.value, UsageProblem)
     return str(caught.value)
 
@@ -72,12 +72,12 @@ def test_a_name_is_looked_up_once_and_an_address_or_a_single_process_needs_no_re
     resolver: Callable[..., Resolver],
 ) -> None:
     for literal in ("10.0.0.6", "fd00::6"):
-        address.require_known(replace(FACTS, master_addr=literal))
+        master_address.require_known(replace(FACTS, master_addr=literal))
     answers = resolver(UNKNOWN)
-    address.require_known(replace(FACTS, world_size=1, nnodes=1, launcher="single", master_addr=None))
+    master_address.require_known(replace(FACTS, world_size=1, nnodes=1, launcher="single", master_addr=None))
     assert answers.asked == []
     answers = resolver(FOUND)
-    address.require_known(FACTS)
+    master_address.require_known(FACTS)
     assert answers.asked == [("gpu-06", None)]
 
 
@@ -97,7 +97,7 @@ def test_a_temporary_failure_is_asked_again_until_the_time_is_over(
 ) -> None:
     for answer, launcher in ((LATER, "slurm"), (UNKNOWN, "kubernetes")):  # a pod's name may be known later
         answers = resolver(answer, answer, FOUND)
-        address.require_known(replace(FACTS, launcher=launcher))
+        master_address.require_known(replace(FACTS, launcher=launcher))
         assert len(answers.asked) == 3
     answers = resolver(LATER, seconds=0.1)
     assert f"does not resolve: {LATER}" in refused()
@@ -135,7 +135,7 @@ def test_other_ranks_end_after_rank_0_which_has_a_report_to_write(
 ) -> None:
     resolver(UNKNOWN)
     slept: list[float] = []
-    monkeypatch.setattr(address, "_REPORT_SECONDS", 3.0)
+    monkeypatch.setattr(master_address, "_REPORT_SECONDS", 3.0)
     monkeypatch.setattr(time, "sleep", slept.append)
     refused()
     assert slept == []

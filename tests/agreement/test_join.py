@@ -14,7 +14,7 @@ from pytest_gpucluster.agreement import join as module
 from pytest_gpucluster.agreement.join import Joined, Refusal, Refused, join, roll, slow_connection
 from pytest_gpucluster.agreement.store import MemoryStore
 from pytest_gpucluster.errors import LaunchError, PreflightError, StoreError
-from pytest_gpucluster.launch import RankFacts
+from pytest_gpucluster.launch.launchers import RankFacts
 
 REFUSAL = Refusal(message="rank 2 never reported", text="rank 2 never reported\nwhat to do: look", exit=11)
 HOSTS = ("gpu-06", "gpu-06", "gpu-07", "gpu-07")

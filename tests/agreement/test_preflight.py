@@ -11,7 +11,7 @@ from ranks import facts_of
 
 from pytest_gpucluster.agreement.preflight import Expectation, Problem, problems, sku_matches
 from pytest_gpucluster.errors import OptionError
-from pytest_gpucluster.launch import Allocation, RankFacts
+from pytest_gpucluster.launch.launchers import Allocation, RankFacts
 
 H100 = "NVIDIA H100 80GB HBM3"
 FACTS = facts_of(world_size=16, local_world_size=8)

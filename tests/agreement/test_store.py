@@ -13,7 +13,7 @@ from ranks import facts_of
 
 from pytest_gpucluster.agreement.store import MemoryStore, connect
 from pytest_gpucluster.errors import StoreError
-from pytest_gpucluster.launch import RankFacts
+from pytest_gpucluster.launch.launchers import RankFacts
 
 SHORT, GENEROUS = timedelta(seconds=0.05), timedelta(seconds=20)
 HERE = {"rank": 1, "local_rank": 1, "local_world_size": 2, "nnodes": 1, "hostname": "gpu-07"}

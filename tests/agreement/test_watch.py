@@ -24,7 +24,7 @@ from pytest_gpucluster.agreement.release.python import RELEASE_SIGNAL, Released
 from pytest_gpucluster.agreement.store import MemoryStore, Stores
 from pytest_gpucluster.agreement.vitals import start_time
 from pytest_gpucluster.agreement.watch import Watch
-from pytest_gpucluster.options import Timeouts
+from pytest_gpucluster.option_values import Timeouts
 
 DEADLINE_SECONDS = 20.0
 TICK = 0.01

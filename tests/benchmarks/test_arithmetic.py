@@ -5,9 +5,8 @@ import torch
 
 from pytest_gpucluster.benchmarks import matmul
 from pytest_gpucluster.benchmarks.arithmetic import ARITHMETICS, arithmetic, require_switches
-from pytest_gpucluster.cause import kind_of
-from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.sampling import Sampling
+from pytest_gpucluster.errors import EnvironmentBroken, kind_of
+from pytest_gpucluster.metrics.sampling import Sampling
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 2)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pytest_gpucluster.benchmarks.blocks import measure_rate
 from pytest_gpucluster.benchmarks.clock import ManualClock
 from pytest_gpucluster.errors import InconclusiveMeasurement, WrongResult
-from pytest_gpucluster.sampling import MIN_SAMPLES, Sampling
+from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling
 
 
 class Steps:

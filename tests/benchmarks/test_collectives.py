@@ -14,14 +14,14 @@ from pytest_gpucluster.benchmarks.clock import RESOLUTION_SECONDS, ManualClock
 from pytest_gpucluster.benchmarks.collectives import all_reduce
 from pytest_gpucluster.benchmarks.ranks import Ranks
 from pytest_gpucluster.errors import InconclusiveMeasurement, WrongResult
-from pytest_gpucluster.sampling import Sampling
+from pytest_gpucluster.metrics.sampling import Sampling
 
 CPU = torch.device("cpu")
 
 PREAMBLE = """
 from pytest_gpucluster.benchmarks.clock import ManualClock
 from pytest_gpucluster.benchmarks.collectives import all_reduce
-from pytest_gpucluster.sampling import Sampling
+from pytest_gpucluster.metrics.sampling import Sampling
 
 class Clocked:
     "An all-reduce whose calls take ``seconds`` of a manual clock; ``fault`` changes what call ``at`` leaves."

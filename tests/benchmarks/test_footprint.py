@@ -13,8 +13,7 @@ from pytest_gpucluster.benchmarks.footprint import (
     require_free,
     sets_beyond_cache,
 )
-from pytest_gpucluster.cause import kind_of
-from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.errors import EnvironmentBroken, kind_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 

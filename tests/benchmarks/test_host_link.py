@@ -16,7 +16,7 @@ from pytest_gpucluster.benchmarks.clock import ManualClock
 from pytest_gpucluster.benchmarks.host_link import measure_host_link
 from pytest_gpucluster.benchmarks.host_link_copies import Copier
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
-from pytest_gpucluster.sampling import Sampling
+from pytest_gpucluster.metrics.sampling import Sampling
 
 CPU = torch.device("cpu")
 WORDS = 1000

@@ -14,7 +14,7 @@ from pytest_gpucluster.benchmarks.clock import ManualClock
 from pytest_gpucluster.benchmarks.host_link_copies import Copier
 from pytest_gpucluster.benchmarks.host_link_together import Plan, measure_host_links_together
 from pytest_gpucluster.errors import WrongResult
-from pytest_gpucluster.sampling import Sampling
+from pytest_gpucluster.metrics.sampling import Sampling
 
 CPU = torch.device("cpu")
 SAMPLING = Sampling(warmup_seconds=0, window_seconds=0.8, longest_seconds=2, tolerance_ratio=0.01)
@@ -25,7 +25,7 @@ from pytest_gpucluster.benchmarks.clock import ManualClock
 from pytest_gpucluster.benchmarks.host_link_copies import Copier
 from pytest_gpucluster.benchmarks.host_link_together import measure_host_links_together
 from pytest_gpucluster.errors import EnvironmentBroken, GpuClusterError
-from pytest_gpucluster.sampling import Sampling
+from pytest_gpucluster.metrics.sampling import Sampling
 
 class Timed(Copier):
     "torch's own, each taking ``seconds`` of a manual clock; copy ``at`` leaves a wrong bit."

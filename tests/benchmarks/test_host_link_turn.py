@@ -14,7 +14,7 @@ from pytest_gpucluster.benchmarks.host_link import measure_host_link
 from pytest_gpucluster.benchmarks.host_link_copies import Copier
 from pytest_gpucluster.benchmarks.host_link_turn import Turn
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.sampling import Sampling
+from pytest_gpucluster.metrics.sampling import Sampling
 
 
 @pytest.fixture

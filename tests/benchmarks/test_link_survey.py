@@ -8,12 +8,12 @@ import forked_ranks
 import pytest
 
 from pytest_gpucluster.benchmarks.link_survey import rounds_of
-from pytest_gpucluster.links.places import Places
+from pytest_gpucluster.isolation.round_robin import Places
 
 SCRIPT = """
 from pytest_gpucluster.benchmarks import link_survey, links
 from pytest_gpucluster.benchmarks.clock import ManualClock
-from pytest_gpucluster.links.places import Places
+from pytest_gpucluster.isolation.round_robin import Places
 
 honest, clock, met = links._exchange, ManualClock(), []
 links.clock_for = lambda device: clock

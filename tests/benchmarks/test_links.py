@@ -19,7 +19,7 @@ from pytest_gpucluster.benchmarks import links
 from pytest_gpucluster.benchmarks.clock import ManualClock
 from pytest_gpucluster.benchmarks.ranks import Ranks
 from pytest_gpucluster.errors import GpuClusterError
-from pytest_gpucluster.links.tournament import rounds
+from pytest_gpucluster.isolation.round_robin import rounds
 
 honest, ROUNDS = links._exchange, rounds(world_size)
 

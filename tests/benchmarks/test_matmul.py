@@ -17,10 +17,9 @@ from pytest_gpucluster.benchmarks.matmul import best_square, measure_matmul
 from pytest_gpucluster.benchmarks.matmul_products import Buffers, usual_layout
 from pytest_gpucluster.benchmarks.matmul_shape import Shape
 from pytest_gpucluster.benchmarks.scaled_product import scaled_product
-from pytest_gpucluster.cause import kind_of
-from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
+from pytest_gpucluster.errors import EnvironmentBroken, WrongResult, kind_of
 from pytest_gpucluster.limits import condition
-from pytest_gpucluster.sampling import Sampling, Series
+from pytest_gpucluster.metrics.sampling import Sampling, Series
 
 CPU = torch.device("cpu")
 N = 64

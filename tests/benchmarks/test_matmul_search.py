@@ -24,15 +24,15 @@ from pytest_gpucluster.benchmarks.matmul_search import (
 )
 from pytest_gpucluster.benchmarks.matmul_shape import Shape
 from pytest_gpucluster.benchmarks.scaled_product import scaled_product
-from pytest_gpucluster.cause import kind_of
 from pytest_gpucluster.errors import (
     EnvironmentBroken,
     InconclusiveMeasurement,
     PeerGaveUp,
     StoreError,
     WrongResult,
+    kind_of,
 )
-from pytest_gpucluster.sampling import Sampling
+from pytest_gpucluster.metrics.sampling import Sampling
 
 CPU = torch.device("cpu")
 DTYPES = list(ARITHMETICS)

@@ -13,9 +13,8 @@ from pytest_gpucluster.benchmarks import footprint, memory_passes
 from pytest_gpucluster.benchmarks.clock import ManualClock
 from pytest_gpucluster.benchmarks.memory import measure_hbm
 from pytest_gpucluster.benchmarks.memory_passes import KINDS, STEP_WORDS, Operations
-from pytest_gpucluster.cause import kind_of
-from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
-from pytest_gpucluster.sampling import Sampling
+from pytest_gpucluster.errors import EnvironmentBroken, WrongResult, kind_of
+from pytest_gpucluster.metrics.sampling import Sampling
 
 CPU = torch.device("cpu")
 WORDS = 1000

@@ -10,7 +10,7 @@ import pytest
 import torch
 from each import of_each
 
-from pytest_gpucluster.benchmarks import memory_patterns
+from pytest_gpucluster.benchmarks import memory_patterns, memory_survey
 from pytest_gpucluster.benchmarks.bit_patterns import PATTERNS
 from pytest_gpucluster.benchmarks.memory_patterns import Cells, go_through, needed_bytes_beside
 from pytest_gpucluster.benchmarks.memory_survey import Survey
@@ -112,7 +112,7 @@ def test_words_that_are_not_written_are_found_however_many() -> None:
 
     survey = survey_of("walking_zeros", Lost())
     assert survey.wrong_words >= 64 * (WORDS - 64)
-    assert len(survey.faults) == memory_patterns.PLACES_LISTED
+    assert len(survey.faults) == memory_survey.PLACES_LISTED
 
 
 def test_what_is_wrong_at_one_look_and_right_at_the_next_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

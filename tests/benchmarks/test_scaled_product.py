@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from pytest_gpucluster.benchmarks.scaled_product import require_fp8, scaled_product
-from pytest_gpucluster.cause import kind_of
-from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.errors import EnvironmentBroken, kind_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 2)
 N = 32

@@ -26,7 +26,7 @@ from pytest_gpucluster.benchmarks.training.shard_layout import clip_shards, layo
 from pytest_gpucluster.benchmarks.training.sharding import mesh_of, shard
 from pytest_gpucluster.benchmarks.training.step import PARTS, Training, clip_gradients
 from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
-from pytest_gpucluster.sampling import Sampling
+from pytest_gpucluster.metrics.sampling import Sampling
 
 GEOMETRY = Geometry(layers=1, width=64, heads=2, vocab=64, sequence=16)
 

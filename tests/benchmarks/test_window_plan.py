@@ -5,7 +5,7 @@ from each import of_each
 
 from pytest_gpucluster.benchmarks.clock import SHORT_REGION_SECONDS
 from pytest_gpucluster.benchmarks.window_plan import MOST_CALLS, MOST_WINDOWS, WindowPlan
-from pytest_gpucluster.sampling import MIN_SAMPLES, Sampling
+from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling
 
 
 def sampling(window=4.0):

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpucluster import journal
+from pytest_gpucluster import journal, run_directory
 from pytest_gpucluster.benchmarks.lora import golden
-from pytest_gpucluster.benchmarks.lora.curve import Curve, Point
 from pytest_gpucluster.cli import main
+from pytest_gpucluster.metrics.loss_curve import Curve, Point
 from pytest_gpucluster.run_directory import artifacts_name
 
 NODEID = "acceptance/test_qwen2_lora.py::test_lora_tiny"
@@ -25,7 +25,7 @@ def curve(loss: float, **context: str) -> Curve:
 
 
 def run_folder(report_dir: Path, *, outcome: str = "passed", curves: int = 1) -> Path:
-    folder = journal.new_run_directory(report_dir)
+    folder = run_directory.new_run_directory(report_dir)
     lines = [
         {"type": "run", "schema_version": 1, "run_id": "r", "started_at": "2026-01-02T03:04:05Z"},
         {"type": "test", "nodeid": NODEID, "outcome": outcome},

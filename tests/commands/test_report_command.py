@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from junit_files import require_junit
 
-from pytest_gpucluster import journal
+from pytest_gpucluster import journal, run_directory
 from pytest_gpucluster.cli import main
 
 LINES = [
@@ -40,7 +40,7 @@ LINES = [
 
 @pytest.fixture
 def run(tmp_path):
-    directory = journal.new_run_directory(tmp_path / "reports")
+    directory = run_directory.new_run_directory(tmp_path / "reports")
     (directory / "journal.jsonl").write_bytes(b"".join(journal.encode(line) for line in LINES))
     return directory
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from example_runs import write
 
-from pytest_gpucluster import cli, metrics, thresholds
+from pytest_gpucluster import cli, thresholds
+from pytest_gpucluster.metrics import measurement
 
 MINE = """\
 schema_version: 1
@@ -77,13 +78,13 @@ def test_a_floor_above_what_healthy_gpus_show_is_noted_in_ones_own_file(mine, ca
 
 
 def test_metrics_that_a_site_declares_are_known_to_the_check(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(metrics, "_REGISTRY", dict(metrics._REGISTRY))
+    monkeypatch.setattr(measurement, "_REGISTRY", dict(measurement._REGISTRY))
     mine, plugin = tmp_path / "mine.yaml", tmp_path / "conftest.py"
     mine.write_text("schema_version: 1\nevery_sku: {limits: {site.scratch: {min: 3 GB/s, source: the order}}}\n")
     assert cli.main(["thresholds", "check", str(mine)]) == 1
     assert "site.scratch" in capsys.readouterr().out
     plugin.write_text(
-        "from pytest_gpucluster.metric_catalogue import Metric\n"
+        "from pytest_gpucluster.metrics.catalogue import Metric\n"
         "def pytest_gpucluster_metrics():\n"
         "    return [Metric(name='site.scratch', unit='GB/s', better='higher', doc='files')]\n"
     )

@@ -20,7 +20,7 @@ from tmux import DEADLINE_SECONDS, terminal
 from pytest_gpucluster.cli import main
 from pytest_gpucluster.commands import watch
 from pytest_gpucluster.dashboard import node_state, reader
-from pytest_gpucluster.light_process import environment
+from pytest_gpucluster.launch.detached_process import child_environment
 
 LOST = {"not available": ["the GPU is lost: it has fallen off the bus", "lost"]}
 
@@ -120,7 +120,7 @@ def test_the_display_fits_the_terminal_follows_its_size_and_leaves_it_as_it_was(
     gpus = {f"GPU-{index}": fake_reader.h100(processes=[[os.getpid(), 2**30]]) for index in range(8)}
     with terminal(80, 24, tmp_path) as window:
         left_over = {"LINES": "24", "COLUMNS": "80"}
-        window.run([*script(tmp_path, gpus), "watch"], {**environment(), **left_over, "TERM": "screen"})
+        window.run([*script(tmp_path, gpus), "watch"], {**child_environment(), **left_over, "TERM": "screen"})
         window.wait_for("q ends")
         screen = window.wait_for("more processes")
         assert len([line for line in screen.splitlines() if "71.2/79.6" in line]) == 8
@@ -129,7 +129,7 @@ def test_the_display_fits_the_terminal_follows_its_size_and_leaves_it_as_it_was(
         window.wait_for("more lines of ports")
         window.keys("x", "C-z", "q")
         assert "GPUs:" not in window.wait_for("ended with 0")
-        window.run([*script(tmp_path, gpus), "watch"], {**environment(), "TERM": "screen"})
+        window.run([*script(tmp_path, gpus), "watch"], {**child_environment(), "TERM": "screen"})
         window.wait_for("q ends")
         window.keys("C-c")
         window.wait_for("ended with 0")
@@ -137,7 +137,7 @@ def test_the_display_fits_the_terminal_follows_its_size_and_leaves_it_as_it_was(
 
 def test_a_terminal_that_is_closed_ends_it(tmp_path: Path) -> None:
     command = [*script(tmp_path, {"GPU-0": fake_reader.h100()}), "watch", "--interval", "0.2"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment())
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=child_environment())
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(signal.SIGHUP)

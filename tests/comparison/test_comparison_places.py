@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytest_gpucluster.comparison.places import match
-from pytest_gpucluster.journal import RankPlace
+from pytest_gpucluster.journal_lines import RankPlace
 
 
 def ranks(*places: tuple[str, int, str]) -> dict[int, RankPlace]:

@@ -10,8 +10,8 @@ from each import of_each
 from fake_nvml import HEALTHY_H100, FakeNvml
 
 from pytest_gpucluster.dashboard.gpu_glance import QUERIES, glance
-from pytest_gpucluster.nvml import QUERIES as KNOWN
 from pytest_gpucluster.nvml import NotAvailable
+from pytest_gpucluster.nvml_queries import QUERIES as KNOWN
 from pytest_gpucluster.process_table import Who
 
 GPU = "GPU-aa"

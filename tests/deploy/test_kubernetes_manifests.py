@@ -12,8 +12,9 @@ import pytest
 from kubectl import require_kubectl
 
 import pytest_gpucluster
-from pytest_gpucluster import cli, nccl_rules, options, workload_file
+from pytest_gpucluster import cli, nccl_rules, options
 from pytest_gpucluster.agreement.preflight import Expectation
+from pytest_gpucluster.config import workload_loader
 from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.sweep import pod_template
 from pytest_gpucluster.torchrun.command_line import command_line
@@ -289,7 +290,7 @@ def test_pods_meet_apart_from_each_other_with_memory_and_room_and_reports_outliv
         room = gibibytes(volumes["reports"]["emptyDir"]["sizeLimit"])
     # Kubernetes evicts a pod that writes more than its emptyDir may hold, and the reports go with it.
     profile = "cpu" if name == "cpu-rehearsal" else "full"
-    workload = workload_file.load(manifests.ROOT / "acceptance" / "workloads.yaml", profile=profile).workload
+    workload = workload_loader.load(manifests.ROOT / "acceptance" / "workloads.yaml", profile=profile).workload
     _, _, expected, _ = shape(documents)
     assert room >= 1.5 * expected.nodes * expected.gpus_per_node * workload.checkpoint.file_bytes / 2**30 > 0
 

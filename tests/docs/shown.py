@@ -19,10 +19,12 @@ import pytest
 import yaml
 from pages import ROOT, Block, Page
 
-from pytest_gpucluster import cli, metrics, options, plugin, thresholds, workload_file
+from pytest_gpucluster import cli, options, plugin, thresholds
+from pytest_gpucluster.config import workload_loader
 from pytest_gpucluster.crosscheck.plan import require_others
 from pytest_gpucluster.errors import GpuClusterError
-from pytest_gpucluster.metric_catalogue import Metric
+from pytest_gpucluster.metrics import measurement
+from pytest_gpucluster.metrics.catalogue import Metric
 from pytest_gpucluster.torchrun.command_line import command_line
 
 MARKERS = {re.split(r"[(:]", marker)[0] for marker in plugin._MARKERS}
@@ -162,7 +164,7 @@ _CHECKS = {"gpucluster": _gpucluster, "torchrun": _torchrun, "pytest": _pytest, 
 
 def wrong_files(page: Page, folder: Path) -> Iterator[str]:
     """Yield what is wrong with the blocks that are files: read by the product, by Kubernetes' schema, or by Python."""
-    before = dict(metrics._REGISTRY)
+    before = dict(measurement._REGISTRY)
     try:
         for block in page.blocks:
             try:
@@ -173,8 +175,8 @@ def wrong_files(page: Page, folder: Path) -> Iterator[str]:
                 found = [str(error.message)]
             yield from (f"{page.name}:{block.line}: {wrong}" for wrong in found)
     finally:
-        metrics._REGISTRY.clear()
-        metrics._REGISTRY.update(before)
+        measurement._REGISTRY.clear()
+        measurement._REGISTRY.update(before)
 
 
 def _wrong_file(block: Block, folder: Path) -> Iterator[str]:
@@ -187,7 +189,7 @@ def _wrong_file(block: Block, folder: Path) -> Iterator[str]:
         if isinstance(document, dict) and {"skus", "every_sku"} & set(document):
             thresholds.load(thresholds.shipped_path(), folder / "shown.yaml")
         for profile in document.get("profiles", ()) if isinstance(document, dict) else ():
-            workload_file.load(folder / "shown.yaml", profile=str(profile))
+            workload_loader.load(folder / "shown.yaml", profile=str(profile))
     elif block.language == "json":
         [json.loads(line) for line in (block.text.splitlines() if "\n{" in block.text else [block.text])]
     elif block.language == "python":
@@ -195,7 +197,7 @@ def _wrong_file(block: Block, folder: Path) -> Iterator[str]:
             if isinstance(node, ast.ImportFrom) and str(node.module).startswith("pytest_gpucluster"):
                 exec(ast.unparse(node), {})
             elif isinstance(node, ast.Call) and ast.unparse(node.func) == "Metric":  # one that the page itself adds
-                metrics.register(Metric(**{str(word.arg): ast.literal_eval(word.value) for word in node.keywords}))
+                measurement.register(Metric(**{str(word.arg): ast.literal_eval(word.value) for word in node.keywords}))
     elif block.language in ("ini", "toml"):
         named = set(re.findall(r"^(gpucluster\w*)\s*=", block.text, re.MULTILINE))
         yield from (f"there is no setting {name}" for name in named - SETTINGS)

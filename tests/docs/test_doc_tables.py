@@ -12,10 +12,10 @@ from each import of_each
 from pages import ROOT, page_named, rows
 
 from pytest_gpucluster import limits, thresholds, verdict
+from pytest_gpucluster.config.workload import predict
+from pytest_gpucluster.config.workload_loader import load
 from pytest_gpucluster.health.xid_table import table
-from pytest_gpucluster.metric_catalogue import CATALOGUE
-from pytest_gpucluster.predicted import predict
-from pytest_gpucluster.workload_file import load
+from pytest_gpucluster.metrics.catalogue import CATALOGUE
 
 EXPECTED = SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "expected.py"), run_name="expected"))
 """The program that writes the figures."""

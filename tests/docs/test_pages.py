@@ -12,7 +12,9 @@ from each import of_each
 from pages import ROOT, Page, every_page, page_named
 from shown import FOLDERS, source, wrong_commands, wrong_files, wrong_variables
 
-from pytest_gpucluster import cli, metrics, options, workload_file
+from pytest_gpucluster import cli, options
+from pytest_gpucluster.config import workload_loader
+from pytest_gpucluster.metrics import measurement
 
 INDEX = page_named("docs/README.md")
 OF_THE_PAST = ("CHANGELOG.md", "docs/results.md")  # what was so once, and what was measured then
@@ -27,7 +29,7 @@ def dotted_names(items: Sequence[SimpleNamespace]) -> set[str]:
             yield from keys(below, f"{above}{name}.")
 
     criteria = {name for item in items for name in item.criteria}
-    names = {*metrics.METRICS, *criteria, *keys(workload_file.key_tree(), "")}
+    names = {*measurement.METRICS, *criteria, *keys(workload_loader.key_tree(), "")}
     return names | {name.rpartition(".")[0] for name in names}
 
 
@@ -128,7 +130,7 @@ PLANTED |= {
     "limits": ("```yaml\nschema_version: 1\nskus: {H100 SXM: {limit: {}}}\n```", "'limit'"),
     "a workload": ("```yaml\nschema_version: 1\nprofiles: {quick: {matmull: {}}}\n```", "matmull"),
     "a manifest": ("```yaml\napiVersion: v1\nkind: Pod\nspec: {containers: [{name: a, imag: b}]}\n```", "imag"),
-    "an import": ("```python\nfrom pytest_gpucluster.metrics import Metricc\n```", "Metricc"),
+    "an import": ("```python\nfrom pytest_gpucluster.metrics.measurement import Metricc\n```", "Metricc"),
     "a setting": ("```ini\n[pytest]\ngpucluster_devise = cpu\n```", "gpucluster_devise"),
 }
 

@@ -14,7 +14,7 @@ SUITE = {
         import pytest
         from stamps import RANK, all_reduce, meet
         from pytest_gpucluster.errors import InconclusiveMeasurement
-        from pytest_gpucluster.sampling import Series
+        from pytest_gpucluster.metrics.sampling import Series
 
         def noisy(value):
             why = "it varies" if RANK else ""

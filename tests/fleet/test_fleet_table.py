@@ -15,7 +15,7 @@ from pytest_gpucluster.fleet.matrix import matrix
 from pytest_gpucluster.fleet.node import Answer, fleet, journals_below
 from pytest_gpucluster.fleet.outliers import outliers
 from pytest_gpucluster.fleet.table import table
-from pytest_gpucluster.hostlist import expand_hostlist
+from pytest_gpucluster.launch.hostlist import expand_hostlist
 
 EVIL = "<script>\x1b[31m\u202eevil\n" + "x" * 10_000
 

@@ -8,10 +8,11 @@ from each import of_each
 from fake_nvml import HEALTHY_H100, FakeNvml
 from patient import NAMES, PCI, PID, UUID, examined, nvml, who
 
-from pytest_gpucluster import cause, hardware
+from pytest_gpucluster import errors
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
-from pytest_gpucluster.health.finding import Finding
 from pytest_gpucluster.kernel_log import KernelLog
+from pytest_gpucluster.metrics import datasheets
+from pytest_gpucluster.metrics.finding import Finding
 from pytest_gpucluster.nvml import NotAvailable
 from pytest_gpucluster.pci_bus import PciGpu
 
@@ -344,7 +345,7 @@ def test_a_load_that_fails_on_a_gpu_that_answers_is_raised_as_it_is_and_what_nvm
     assert "gpu_lost" not in codes(found.findings)
     with pytest.raises(RuntimeError, match="uncorrectable ECC error") as caught:
         found.require_healthy()
-    assert cause.gpu_died(caught.value) == "hardware"
+    assert errors.gpu_died(caught.value) == "hardware"
     said = capsys.readouterr().out
     assert "ecc_uncorrected (hardware): 1 " in said
     assert all(name in said for name in NAMES)
@@ -462,13 +463,13 @@ def test_a_healthy_card_of_another_kind_is_healthy_without_what_it_does_not_have
     planted, without = OTHER_CARDS[sku]
     found = examined(planted, without=without, sku=sku)
     assert {f.code for f in found.findings if f.kind != "note"} == set()
-    assert set(OTHER_CARDS) == {name for name, of in hardware.SKUS.items() if of.promise} - {"H100 SXM"}
+    assert set(OTHER_CARDS) == {name for name, of in datasheets.SKUS.items() if of.promise} - {"H100 SXM"}
 
 
 @of_each("sku", [*OTHER_CARDS, "H100 SXM"])
 def test_each_required_query_is_required(sku: str) -> None:
     planted, without = OTHER_CARDS.get(sku, ({}, ()))
-    promise = hardware.promise_of(sku)
+    promise = datasheets.promise_of(sku)
     assert promise is not None
     for query in promise.required_queries:
         found = examined(planted, without=(*without, query), sku=sku)

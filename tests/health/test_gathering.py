@@ -4,10 +4,11 @@ from typing import Any
 
 from patient import PID, UUID, examined, nvml, sources, who
 
-from pytest_gpucluster.health.finding import identity
 from pytest_gpucluster.health.gathering import gather
 from pytest_gpucluster.health.situation import UNDER_LOAD, take
-from pytest_gpucluster.nvml import QUERIES, NotAvailable
+from pytest_gpucluster.metrics.finding import identity
+from pytest_gpucluster.nvml import NotAvailable
+from pytest_gpucluster.nvml_queries import QUERIES
 
 
 def test_a_snapshot_has_each_query_as_a_value_or_as_missing() -> None:

@@ -6,8 +6,8 @@ import inspect
 import re
 from pathlib import Path
 
-from pytest_gpucluster import metrics
 from pytest_gpucluster.host import examination
+from pytest_gpucluster.metrics import measurement
 
 PAGE = (Path(__file__).parents[2] / "docs" / "host.md").read_text(encoding="utf-8")
 
@@ -25,4 +25,4 @@ def test_every_finding_is_documented() -> None:
 
 
 def test_every_figure_is_documented() -> None:
-    assert first_cells("metric") == {name for name in metrics.METRICS if name.startswith("host.")}
+    assert first_cells("metric") == {name for name in measurement.METRICS if name.startswith("host.")}

@@ -10,10 +10,10 @@ from complaints import in_order
 from fake_host import HEALTHY, MOUNTS, facts
 
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.health.finding import Finding, Identity
 from pytest_gpucluster.host.examination import ANY, Wanted, examine, require_fit
 from pytest_gpucluster.host.facts import GpuPath, HostFacts
 from pytest_gpucluster.host.pci_path import PciPath
+from pytest_gpucluster.metrics.finding import Finding, Identity
 
 SMALL = {"/sys/devices/system/node/online": "0\n"}
 

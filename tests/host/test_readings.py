@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from fake_host import HEALTHY, facts
 
-from pytest_gpucluster import metrics
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.host.readings import Reading, readings
+from pytest_gpucluster.metrics import measurement
 
 
 def of(root: Path, files: dict[str, str | None] | None = None, **others: object) -> dict[str, Reading]:
@@ -18,11 +18,11 @@ def of(root: Path, files: dict[str, str | None] | None = None, **others: object)
 
 def test_every_figure_of_a_host_is_in_its_metric_s_unit(tmp_path: Path) -> None:
     found = of(tmp_path, ranks=8)
-    declared = {name for name in metrics.METRICS if name.startswith("host.")}
+    declared = {name for name in measurement.METRICS if name.startswith("host.")}
     assert set(found) == declared
     for one in found.values():
-        assert metrics.known(one.metric).unit == one.unit
-        assert metrics.known(one.metric).scope == "node"
+        assert measurement.known(one.metric).unit == one.unit
+        assert measurement.known(one.metric).scope == "node"
     values = {name: round(one.value, 3) for name, one in found.items() if name != "host.cpus"}
     assert values == {
         "host.nofile": 1048576,

@@ -7,13 +7,14 @@ from pathlib import Path
 
 from fake_host import who
 
-from pytest_gpucluster import counters, kernel_log, peer_memory
+from pytest_gpucluster import kernel_log, peer_memory
 from pytest_gpucluster.affinity import own_place
-from pytest_gpucluster.health.finding import Identity
+from pytest_gpucluster.counters import snapshot, sources
+from pytest_gpucluster.files import mount_of, read_mounts
 from pytest_gpucluster.host import facts, memory, process_limits, processors
 from pytest_gpucluster.host.tree import Tree
 from pytest_gpucluster.inventory import start_time
-from pytest_gpucluster.mounts import holder, read
+from pytest_gpucluster.metrics.finding import Identity
 from pytest_gpucluster.pci_bus import DEVICES, unlisted
 
 
@@ -27,7 +28,7 @@ def test_this_host_can_be_read(tmp_path: Path) -> None:
     assert process_limits.read(Tree())
     assert processors.read(Tree()).online
     assert start_time()
-    proc = holder(Path("/proc"), read())
+    proc = mount_of(Path("/proc"), read_mounts())
     assert proc is not None
     assert proc.kind == "proc"
     assert "/proc" in {mount.point for mount in Tree().mounts()}
@@ -35,5 +36,5 @@ def test_this_host_can_be_read(tmp_path: Path) -> None:
     assert str(peer_memory.read())
     log = kernel_log.read()
     assert bool(log.why_not) != bool(log.source)
-    taken = counters.take(counters.Sources(gpu=Identity(host="here"), of_node=True))
+    taken = snapshot.take(sources.Sources(gpu=Identity(host="here"), of_node=True))
     assert ("infiniband" in taken.missing) != any(name.startswith("infiniband.") for name in taken.values)

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from pytest_gpucluster.isolation.evidence import Evidence
-from pytest_gpucluster.isolation.held import hold
-from pytest_gpucluster.isolation.probe import Outcome
+from pytest_gpucluster.isolation.finding import Outcome
+from pytest_gpucluster.isolation.inference import Evidence, hold
 
 Probed = tuple[tuple[int, ...], bool]
 

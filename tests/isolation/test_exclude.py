@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from pytest_gpucluster.errors import LaunchError
-from pytest_gpucluster.hostlist import expand_hostlist
-from pytest_gpucluster.isolation.exclude import exclude_text, excluded, excluded_hosts
-from pytest_gpucluster.isolation.finding import Culprit, Isolated
+from pytest_gpucluster.isolation.finding import Culprit, Isolated, exclude_text, excluded, excluded_hosts
+from pytest_gpucluster.launch.hostlist import expand_hostlist
 
 
 def found(*culprits: Culprit) -> Isolated:

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import json
 
-from pytest_gpucluster.isolation.finding import Culprit, Isolated
-from pytest_gpucluster.isolation.probe import Outcome
+from pytest_gpucluster.isolation.finding import Culprit, Isolated, Outcome
 
 UNIT = Culprit(units=(3,), kind="unit", failed=3, probes=3, evidence=("round 2, with 4: 100 GB/s",))
 NOW_AND_THEN = Culprit(units=(7,), kind="unit", failed=3, probes=11, evidence=())

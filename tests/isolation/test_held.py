@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from pytest_gpucluster.isolation.held import Held, below_floor, hold
-from pytest_gpucluster.isolation.probe import Outcome
+from pytest_gpucluster.isolation.finding import Outcome
+from pytest_gpucluster.isolation.inference import Held, below_floor, hold
 
 
 def pair(first: int, busbw: float | None, **more: str) -> Outcome:

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpucluster.isolation.evidence import Evidence
-from pytest_gpucluster.isolation.held import hold
-from pytest_gpucluster.isolation.pairing import pairing
-from pytest_gpucluster.isolation.probe import Outcome
+from pytest_gpucluster.isolation.finding import Outcome
+from pytest_gpucluster.isolation.inference import Evidence, hold
+from pytest_gpucluster.isolation.planner import pairing
 
 Good = Callable[[tuple[int, ...]], bool]
 Rounds = list[list[tuple[int, ...]]]

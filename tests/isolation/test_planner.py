@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpucluster.isolation import evidence, held
+from pytest_gpucluster.isolation import inference
 from pytest_gpucluster.isolation import planner as planner_module
-from pytest_gpucluster.isolation.finding import Isolated
+from pytest_gpucluster.isolation.finding import Isolated, Outcome
 from pytest_gpucluster.isolation.planner import MOST_ROUNDS, Planner
-from pytest_gpucluster.isolation.probe import Outcome
 
 Fault = Callable[[Sequence[int]], str]
 GOOD = 400.0
@@ -300,11 +299,11 @@ def test_each_round_is_taken_once_and_whole() -> None:
 def test_the_page_has_the_numbers_of_the_code() -> None:
     page = (Path(__file__).parents[2] / "docs" / "isolation.md").read_text(encoding="utf-8")
     for told in (
-        f"`isolation.min_ratio` ({100 * held.MIN_RATIO:g} %)",
-        f"fewer than\n{held._MANY}",
+        f"`isolation.min_ratio` ({100 * inference.MIN_RATIO:g} %)",
+        f"fewer than\n{inference._MANY}",
         f"for {planner_module._QUIET} rounds of pairs, after {MOST_ROUNDS} rounds",
     ):
         assert told in page
-    assert (planner_module._TOURNAMENT, evidence.CONFIRMED) == (6, 3)
+    assert (planner_module._TOURNAMENT, inference.CONFIRMED) == (6, 3)
     assert "Up to six units" in page
     assert "three probes" in page

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from pytest_gpucluster.isolation.probe import Outcome
+from pytest_gpucluster.isolation.finding import Outcome
 
 
 @pytest.mark.parametrize(

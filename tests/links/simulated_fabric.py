@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 
-from pytest_gpucluster.links.matrix import Matrix, Reading
-from pytest_gpucluster.links.places import Places
-from pytest_gpucluster.links.plan import Round
-from pytest_gpucluster.links.survey import Survey, matrix_of
+from pytest_gpucluster.isolation.link_matrix import Matrix, Reading
+from pytest_gpucluster.isolation.link_survey import Survey, matrix_of
+from pytest_gpucluster.isolation.round_robin import Places, Round
 
 GB = 10**9
 

@@ -7,11 +7,9 @@ from collections.abc import Callable
 import pytest
 from simulated_fabric import everything, measured, places
 
-from pytest_gpucluster.links.culprits import Culprit, culprits, explained_by_others
-from pytest_gpucluster.links.matrix import Reading
-from pytest_gpucluster.links.places import Places
-from pytest_gpucluster.links.plan import across_nodes, pair, within_node
-from pytest_gpucluster.links.survey import matrix_of
+from pytest_gpucluster.isolation.link_matrix import Culprit, Reading, culprits, explained_by_others
+from pytest_gpucluster.isolation.link_survey import matrix_of
+from pytest_gpucluster.isolation.round_robin import Places, across_nodes, pair, within_node
 
 Fault = Callable[[int, int], float]
 BELOW = 0.75

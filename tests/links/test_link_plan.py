@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from simulated_fabric import everything, places
 
-from pytest_gpucluster.links.plan import (
+from pytest_gpucluster.isolation.round_robin import (
     Round,
     across_nodes,
     one_at_a_time,

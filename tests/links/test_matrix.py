@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpucluster.links.matrix import Matrix, Reading
+from pytest_gpucluster.isolation.link_matrix import Matrix, Reading
 
 Rates = dict[tuple[int, int], float]
 

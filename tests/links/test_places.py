@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.links.places import Places
+from pytest_gpucluster.isolation.round_robin import Places
 
 
 def who(rank: int, node_rank: int, local_rank: int, **more: Any) -> dict[str, Any]:

@@ -4,10 +4,9 @@ import pytest
 from simulated_fabric import measured, places, surveyed
 
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
-from pytest_gpucluster.links.matrix import Reading
-from pytest_gpucluster.links.plan import Pair, within_node
-from pytest_gpucluster.links.requirement import require_measured, require_sound
-from pytest_gpucluster.links.survey import Survey
+from pytest_gpucluster.isolation.link_matrix import Reading
+from pytest_gpucluster.isolation.link_survey import Survey, require_measured, require_sound
+from pytest_gpucluster.isolation.round_robin import Pair, within_node
 
 NODE = places(1, 4)
 ROUNDS = within_node(NODE, 0)

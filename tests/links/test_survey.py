@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 from simulated_fabric import GB, measured, places, surveyed
 
-from pytest_gpucluster.links.matrix import Reading
-from pytest_gpucluster.links.plan import within_node
-from pytest_gpucluster.links.survey import Survey, matrix_of, readings_of
+from pytest_gpucluster.isolation.link_matrix import Reading
+from pytest_gpucluster.isolation.link_survey import Survey, matrix_of, readings_of
+from pytest_gpucluster.isolation.round_robin import within_node
 
 NODE = places(1, 4)
 

@@ -6,10 +6,9 @@ import re
 import pytest
 from simulated_fabric import measured, places, surveyed
 
-from pytest_gpucluster.links.matrix import Reading
-from pytest_gpucluster.links.plan import across_nodes, within_node
-from pytest_gpucluster.links.survey import Survey
-from pytest_gpucluster.links.survey_text import compact, text, to_json, told
+from pytest_gpucluster.isolation.link_matrix import Reading
+from pytest_gpucluster.isolation.link_survey import Survey, compact, survey_text, to_json, told
+from pytest_gpucluster.isolation.round_robin import across_nodes, within_node
 
 NODE = places(1, 4)
 SLOW = measured(within_node(NODE, 0), lambda s, r: 0.25 if 3 in (s, r) else 1.0, noise=0, rate=40.0)
@@ -74,7 +73,7 @@ def test_ports_rails_nodes_and_pairs_of_nodes_are_called_by_what_an_operator_loo
 
 
 def test_the_text_has_the_matrix_with_the_bad_cells_marked() -> None:
-    lines = text(survey(SLOW)).splitlines()
+    lines = survey_text(survey(SLOW)).splitlines()
     assert lines[0] == "links within nodes: 6 pairs in 3 rounds, 2 s (1.5 s planned)"
     assert lines[1] == "median 25 GB/s, from 10 GB/s to 40 GB/s"
     assert lines[2].startswith("all data arrived")
@@ -89,7 +88,7 @@ def test_the_text_has_the_matrix_with_the_bad_cells_marked() -> None:
 
 def test_of_many_nodes_each_has_a_line_of_its_slowest_and_its_median() -> None:
     there = places(24, 1)
-    lines = text(surveyed(measured(across_nodes(there), noise=0, rate=40.0), there, "world")).splitlines()
+    lines = survey_text(surveyed(measured(across_nodes(there), noise=0, rate=40.0), there, "world")).splitlines()
     assert [line for line in lines if line.startswith("rail 0, GB/s")]
     assert "  rank 23 (node-023, GPU 0): 40, 40" in lines
 

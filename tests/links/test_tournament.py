@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpucluster.links.tournament import count_of_rounds, partner, rounds
+from pytest_gpucluster.isolation.round_robin import count_of_rounds, partner, rounds
 
 
 @given(st.integers(2, 130))

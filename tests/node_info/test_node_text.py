@@ -10,7 +10,7 @@ from pytest_gpucluster.host.tree import Tree
 from pytest_gpucluster.node_info.gathering import VIEWS, gather
 from pytest_gpucluster.node_info.program import Answer
 from pytest_gpucluster.node_info.text import render
-from pytest_gpucluster.reports.layout import columns
+from pytest_gpucluster.text import columns
 
 HOSTILE = "\x1b[2J<script>\u202e\r\nname|" + "x" * 10_000
 

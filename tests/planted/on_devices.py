@@ -21,15 +21,15 @@ from pytest_gpucluster.benchmarks import (
     collectives,
     footprint,
     gpu_fingerprint,
-    host_link,
+    host_link_copies,
     host_link_memory,
-    host_link_together,
     links,
     matmul,
-    memory,
     memory_passes,
     memory_patterns,
 )
+from pytest_gpucluster.benchmarks import memory_passes as memory_passes_module
+from pytest_gpucluster.benchmarks import scaled_product as scaled_product_module
 from pytest_gpucluster.benchmarks.host_link_copies import Copier
 from pytest_gpucluster.benchmarks.scaled_product import scaled_product
 from pytest_gpucluster.nccl_log import NcclLog
@@ -166,7 +166,7 @@ def softmax(a, b):
     return result
 
 
-matmul._mm, matmul.scaled_product, memory.Operations = mm, fp8, Operations
+matmul._mm, scaled_product_module.scaled_product, memory_passes_module.Operations = mm, fp8, Operations
 memory_patterns.Cells, gpu_fingerprint._softmax = Cells, softmax
 
 
@@ -183,7 +183,7 @@ class Faulty(Copier):
             target.view(torch.uint8)[40] ^= 16
 
 
-host_link.Copier = host_link_together.Copier = Faulty
+host_link_copies.Copier = host_link_copies.Copier = Faulty
 
 
 def faulty(call):

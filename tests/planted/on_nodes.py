@@ -17,9 +17,9 @@ from pytest_gpucluster.benchmarks.checkpoint import shared_folder
 from pytest_gpucluster.benchmarks.shared_files import mounted, renames, small_files, visibility
 from pytest_gpucluster.cluster import Cluster
 from pytest_gpucluster.fabric_ports import FabricSources
+from pytest_gpucluster.files import Mount
 from pytest_gpucluster.host import facts
 from pytest_gpucluster.host.tree import Tree
-from pytest_gpucluster.mounts import Mount
 from pytest_gpucluster.nccl_log import NcclLog
 from pytest_gpucluster.surroundings import clocks, connectivity, names
 from pytest_gpucluster.surroundings.connectivity import Pieces

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch.utils.data import DistributedSampler
 
-from pytest_gpucluster.benchmarks.training import data_parallel, step, step_check
+from pytest_gpucluster.benchmarks.training import data_parallel, decoder, step
 from pytest_gpucluster.benchmarks.training.data_parallel import PIECES
 from pytest_gpucluster.benchmarks.training.step import PARTS, token_mean
 
@@ -22,7 +22,7 @@ CASES = {
     }
 }
 ON_RANK_1 = os.environ["RANK"] == "1"
-MAKE, NORMAL = step_check.make_decoder, data_parallel.replicate
+MAKE, NORMAL = decoder.make_decoder, data_parallel.replicate
 
 
 def unsynchronized(model, device, group):
@@ -90,4 +90,4 @@ STEP = {"nan": replace(PARTS, loss=nan)}
 def plant(fault, request):
     data_parallel.PIECES = DDP[fault]
     step.PARTS = STEP.get(fault, PARTS) if request.node.originalname == "test_training_step" else PARTS
-    step_check.make_decoder = frozen if fault == "frozen" else MAKE
+    decoder.make_decoder = frozen if fault == "frozen" else MAKE

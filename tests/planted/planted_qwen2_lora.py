@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from pytest_gpucluster.benchmarks import footprint
 from pytest_gpucluster.benchmarks.checkpoint import store
-from pytest_gpucluster.benchmarks.lora import experiment, golden, loop, memory_need, prepared
-from pytest_gpucluster.benchmarks.lora.curve import read_csv
+from pytest_gpucluster.benchmarks.lora import experiment, golden, loop, prepared
 from pytest_gpucluster.benchmarks.lora.loop import PIECES, fully_sharded, token_mean
 from pytest_gpucluster.benchmarks.lora.model import make_adapted, make_base, tiny_base
 from pytest_gpucluster.benchmarks.lora.packing import share
@@ -21,6 +21,7 @@ from pytest_gpucluster.benchmarks.lora.plan import cosine
 from pytest_gpucluster.benchmarks.lora.rows import Rows
 from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
 from pytest_gpucluster.benchmarks.lora.tokenizer import tiny_tokenizer, tokenizer_for
+from pytest_gpucluster.metrics.loss_curve import read_csv
 from pytest_gpucluster.training_inputs import Source
 
 HERE = Path(__file__).parent.parent
@@ -146,7 +147,7 @@ experiment.tiny_experiment = functools.cache(experiment.tiny_experiment)  # the 
 
 # What the golden curve that is read is of.
 CURVE_OF = {"foreign": {"model": "qwen2-7b"}, "weights": {"weights": "0" * 16}}
-FIND, FREE = importlib.util.find_spec, memory_need.free_bytes
+FIND, FREE = importlib.util.find_spec, footprint.free_bytes
 CASES = {
     "1x2": {
         "test_lora_tiny": tuple(fault for fault in PIECES_OF if fault not in ("model", "nomemory")),
@@ -213,7 +214,7 @@ def plant(fault, request):
     missing = fault == "noextra"
     importlib.util.find_spec = lambda name, *more: None if missing and name == "peft" else FIND(name, *more)
     loop.PIECES = replace(PIECES, **PIECES_OF[fault])
-    memory_need.free_bytes = (lambda device: 10**9) if fault == "nomemory" else FREE
+    footprint.free_bytes = (lambda device: 10**9) if fault == "nomemory" else FREE
 
     def read(path):
         curve = golden.read(path)

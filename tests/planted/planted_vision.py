@@ -10,7 +10,8 @@ import torch
 from planted_clock import CLOCK, clock_for
 from torch import nn
 
-from pytest_gpucluster.benchmarks.vision import image_rate
+from pytest_gpucluster.benchmarks import clock
+from pytest_gpucluster.benchmarks.vision import rate_setup
 from pytest_gpucluster.benchmarks.vision.batches import Batches
 from pytest_gpucluster.benchmarks.vision.rate_setup import PIECES, class_mean
 from pytest_gpucluster.benchmarks.vision.shared_memory import Room
@@ -89,4 +90,4 @@ PARTS = {
 
 
 def plant(fault, request):
-    image_rate.PIECES, image_rate.clock_for = PARTS[fault], clock_for
+    rate_setup.PIECES, clock.clock_for = PARTS[fault], clock_for

@@ -7,8 +7,13 @@ import xml.etree.ElementTree as ET
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from pytest_gpucluster.journal import Cluster, Journal, JudgedLimit, JudgedMetric, RankPlace, Run
-from pytest_gpucluster.reports.charts import Cell, Level, Line, heat_map, limit_bar, line_chart, rank_dots
+from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.journal_lines import Cluster, RankPlace, Run
+from pytest_gpucluster.journal_measurements import JudgedLimit, JudgedMetric
+from pytest_gpucluster.reports.charts.bars import limit_bar
+from pytest_gpucluster.reports.charts.dots import rank_dots
+from pytest_gpucluster.reports.charts.lines import Level, Line, line_chart
+from pytest_gpucluster.reports.charts.matrix import Cell, heat_map
 from pytest_gpucluster.reports.charts.scale import Scale, span
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -10,7 +10,8 @@ import pytest
 from each import of_each
 from example_runs import ARTIFACTS, BURN_IN, LINKS, LORA, artifacts_name
 
-from pytest_gpucluster.journal import JudgedMetric, TestResult
+from pytest_gpucluster.journal_lines import TestResult
+from pytest_gpucluster.journal_measurements import JudgedMetric
 from pytest_gpucluster.reports.charts import artifact
 from pytest_gpucluster.reports.charts.figures import figures_of
 

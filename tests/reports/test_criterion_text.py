@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pytest_gpucluster.journal import Cluster, Journal, JudgedLimit, JudgedMetric, RankPlace, Run, TestResult
+from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.journal_lines import Cluster, RankPlace, Run, TestResult
+from pytest_gpucluster.journal_measurements import JudgedLimit, JudgedMetric
 from pytest_gpucluster.reports.criterion_text import culprit_text, headline_text
 from pytest_gpucluster.reports.outline import row_of
 

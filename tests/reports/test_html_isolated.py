@@ -6,8 +6,7 @@ import re
 from typing import Any
 
 from pytest_gpucluster import isolation_told
-from pytest_gpucluster.isolation.finding import Culprit, Isolated
-from pytest_gpucluster.isolation.probe import Outcome
+from pytest_gpucluster.isolation.finding import Culprit, Isolated, Outcome
 from pytest_gpucluster.reports.html.isolated import search_of
 
 NAMES = {0: "gpu-01", 1: "gpu-02", 2: "gpu-03"}

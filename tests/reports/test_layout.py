@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpucluster.reports.layout import clean, columns, paragraph, shortened
+from pytest_gpucluster.text import clean, columns, paragraph, shortened
 
 
 @given(text=st.text(max_size=300), width=st.integers(min_value=12, max_value=120))

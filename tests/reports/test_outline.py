@@ -7,7 +7,7 @@ from typing import Any
 
 from each import of_each
 
-from pytest_gpucluster.journal import JudgedLimit, JudgedMetric
+from pytest_gpucluster.journal_measurements import JudgedLimit, JudgedMetric
 from pytest_gpucluster.reports.outline import headline, is_whole
 
 PASSED = JudgedMetric(

@@ -14,8 +14,8 @@ from example_runs import read
 from programs import require_program
 from prometheus_client.parser import text_string_to_metric_families
 
-from pytest_gpucluster import metrics
 from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.metrics import measurement
 from pytest_gpucluster.reports import prometheus
 
 RUN = {"type": "run", "schema_version": 1, "run_id": "r", "started_at": "2026-01-02T03:04:05Z", "device": "cuda"}
@@ -69,7 +69,7 @@ def every_metric() -> str:
     limit = {"min": 1.0, "max": 5.0}
     every = [
         measured(metric.name, metric.unit, limit=limit, margin=0.5, median=3.0, values={"0": 3.0, "1": 3.1})
-        for metric in metrics.METRICS.values()
+        for metric in measurement.METRICS.values()
     ]
     return prometheus.render(read(RUN, result(*every)))
 

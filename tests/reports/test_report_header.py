@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pytest_gpucluster.journal import Cluster, Journal, LimitsInForce, RankPlace, Run
+from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.journal_lines import Cluster, LimitsInForce, RankPlace, Run
 from pytest_gpucluster.reports.header import cluster_text, limits_text
 
 H100 = {"index": "0", "uuid": "GPU-1", "name": "NVIDIA H100 80GB HBM3"}

@@ -6,10 +6,12 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from pytest_gpucluster.journal import Journal, JudgedLimit, JudgedMetric, Run, TestResult
+from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.journal_lines import Run, TestResult
+from pytest_gpucluster.journal_measurements import JudgedLimit, JudgedMetric
+from pytest_gpucluster.metrics.sampling import Stopped
 from pytest_gpucluster.reports import tables
 from pytest_gpucluster.reports.tables import stopped_text
-from pytest_gpucluster.sampling import Stopped
 
 LIMIT = JudgedLimit(min=400.0, source="vendor", origin="thresholds.yaml:14:7")
 SLOW = {"sm_clock_mhz": [1200, 1200, 1980], "power_watts": [500, 500, 500], "throttle": ["hw_thermal"]}

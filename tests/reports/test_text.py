@@ -9,15 +9,10 @@ from typing import Any
 from each import of_each
 from example_runs import NAMES, journal_of
 
-from pytest_gpucluster.journal import (
-    CollectedTest,
-    Journal,
-    Run,
-    Started,
-    TestResult,
-)
-from pytest_gpucluster.reports.layout import columns
+from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.journal_lines import CollectedTest, Run, Started, TestResult
 from pytest_gpucluster.reports.text import render
+from pytest_gpucluster.text import columns
 
 
 @of_each("name", NAMES)

@@ -8,7 +8,8 @@ from datetime import datetime, timezone
 
 from each import of_each
 
-from pytest_gpucluster.journal import End, Journal, Run, Started, TestResult
+from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.journal_lines import End, Run, Started, TestResult
 from pytest_gpucluster.reports.folder import FILES, rendered
 from pytest_gpucluster.reports.timing import duration, moment, run_seconds
 

@@ -8,8 +8,8 @@ from typing import Any
 from complaints import in_order
 from each import of_each
 
-from pytest_gpucluster.health.finding import Finding
 from pytest_gpucluster.host.cgroup import Cgroup
+from pytest_gpucluster.metrics.finding import Finding
 from pytest_gpucluster.surroundings.allocation import Allocation, Place, allocation, examine, place_of
 
 GIB = 2**30

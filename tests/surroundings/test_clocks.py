@@ -11,7 +11,8 @@ from each import of_each
 from pytest_gpucluster.agreement.board import Board
 from pytest_gpucluster.agreement.store import MemoryStore
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.surroundings import clocks
+from pytest_gpucluster.metrics import sampling
+from pytest_gpucluster.surroundings import clocks, responder
 from pytest_gpucluster.surroundings.clocks import Offset, offset, skew, skew_of_nodes
 from pytest_gpucluster.surroundings.interfaces import Chosen
 from pytest_gpucluster.surroundings.nodes import Nodes
@@ -79,7 +80,7 @@ def compared(monkeypatch: pytest.MonkeyPatch, choose: object = None) -> list[obj
 
 def test_nodes_on_one_host_have_one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     for series in compared(monkeypatch):
-        assert isinstance(series, clocks.Series)
+        assert isinstance(series, sampling.Series)
         assert series.low <= series.median <= series.high < 1.0
 
 
@@ -93,8 +94,8 @@ def test_a_first_node_without_an_address_keeps_nobody_waiting(monkeypatch: pytes
 
 
 def test_a_first_node_that_does_not_answer_is_an_error_on_all_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clocks.Responder, "__enter__", lambda self: self)
-    monkeypatch.setattr(clocks.Responder, "__exit__", lambda self, *_: self._server.server_close())
+    monkeypatch.setattr(responder.Responder, "__enter__", lambda self: self)
+    monkeypatch.setattr(responder.Responder, "__exit__", lambda self, *_: self._server.server_close())
     found = compared(monkeypatch)
     for error in found:
         assert isinstance(error, EnvironmentBroken)

@@ -14,7 +14,7 @@ from complaints import in_order
 from pytest_gpucluster.agreement.board import Board
 from pytest_gpucluster.agreement.store import MemoryStore
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
-from pytest_gpucluster.surroundings import connectivity
+from pytest_gpucluster.surroundings import connectivity, responder
 from pytest_gpucluster.surroundings.connectivity import Pieces, Reached, connect_all
 from pytest_gpucluster.surroundings.interfaces import Chosen
 from pytest_gpucluster.surroundings.nodes import Nodes
@@ -185,7 +185,7 @@ def test_few_bytes_that_pass_where_many_do_not_point_to_the_mtu(monkeypatch: pyt
         if len(payload) > 1500:
             raise TimeoutError("timed out")
 
-    monkeypatch.setattr(connectivity.Caller, "echo", echo)
+    monkeypatch.setattr(responder.Caller, "echo", echo)
     [found, _] = connect(2)
     assert len(found.failures) == 4
     assert in_order(found.failures[0, 1], "4096 MTUs")

@@ -14,8 +14,8 @@ from fake_nvml import FakeNvml
 from pytest_gpucluster.agreement.board import Board
 from pytest_gpucluster.agreement.store import MemoryStore
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.health.finding import Finding
 from pytest_gpucluster.host.tree import Tree
+from pytest_gpucluster.metrics.finding import Finding
 from pytest_gpucluster.process_table import Who
 from pytest_gpucluster.surroundings import job, leftovers
 from pytest_gpucluster.surroundings.job import examine_allocation

@@ -6,8 +6,7 @@ import pytest
 from complaints import in_order
 
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
-from pytest_gpucluster.health.finding import Finding, Kind
-from pytest_gpucluster.surroundings.notice import decisive, notice, require_nothing
+from pytest_gpucluster.metrics.finding import Finding, Kind, decisive, notice, require_nothing
 
 
 def found(kind: Kind, code: str = "x") -> Finding:

@@ -25,7 +25,7 @@ from pytest_gpucluster.benchmarks.checkpoint.storage import (
 from pytest_gpucluster.benchmarks.checkpoint.together import first, together
 from pytest_gpucluster.benchmarks.footprint import memory_returned
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
-from pytest_gpucluster.time_spent import MEASURING, counted
+from pytest_gpucluster.metrics.time_budget import MEASURING, counted
 
 
 @dataclass(frozen=True, kw_only=True)

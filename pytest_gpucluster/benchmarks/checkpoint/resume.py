@@ -32,7 +32,7 @@ from pytest_gpucluster.benchmarks.training.step import Training
 from pytest_gpucluster.benchmarks.training.step_check import needed_bytes
 from pytest_gpucluster.benchmarks.training.trajectory import relative
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
-from pytest_gpucluster.time_spent import VERIFYING, counted
+from pytest_gpucluster.metrics.time_budget import VERIFYING, counted
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from pytest_gpucluster import mounts
+from pytest_gpucluster import files
 from pytest_gpucluster.benchmarks.pattern import FACTOR, Pattern, PatternWriter
 
 CHUNK_BYTES = 2**24
@@ -150,7 +150,7 @@ def file_system_of(path: Path) -> str:
     Source: proc(5), /proc/pid/mountinfo.
     """
     try:
-        found = mounts.holder(path.resolve(), mounts.read())
+        found = files.mount_of(path.resolve(), files.read_mounts())
     except OSError:
         return "unknown"
     return "unknown" if found is None else found.kind

@@ -24,7 +24,6 @@ from pytest_gpucluster.benchmarks.checkpoint.together import first
 from pytest_gpucluster.benchmarks.determinism import deterministic
 from pytest_gpucluster.benchmarks.footprint import memory_returned
 from pytest_gpucluster.benchmarks.lora.context import context_of, require_same_context
-from pytest_gpucluster.benchmarks.lora.curve import Curve, Point, mean_of_last
 from pytest_gpucluster.benchmarks.lora.evaluation import CallScore, evaluate
 from pytest_gpucluster.benchmarks.lora.golden import Golden, require_same_experiment
 from pytest_gpucluster.benchmarks.lora.learned import LAST, Checks, Convergence, Learned
@@ -39,7 +38,8 @@ from pytest_gpucluster.benchmarks.ranks import Ranks
 from pytest_gpucluster.benchmarks.training.compilation import fresh_compiler
 from pytest_gpucluster.benchmarks.training.trajectory import relative
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.time_spent import MEASURING, VERIFYING, counted
+from pytest_gpucluster.metrics.loss_curve import Curve, Point, mean_of_last
+from pytest_gpucluster.metrics.time_budget import MEASURING, VERIFYING, counted
 
 
 def converge(

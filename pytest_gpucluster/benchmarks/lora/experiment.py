@@ -19,7 +19,7 @@ from pytest_gpucluster.benchmarks.lora.rows import Row, Rows, load_rows
 from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
 from pytest_gpucluster.benchmarks.lora.tokenizer import tiny_tokenizer, tokenizer_for
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.sampling import Sampling
+from pytest_gpucluster.metrics.sampling import Sampling
 
 SEED = 0
 TINY_VOCAB = 512

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from pytest_gpucluster.benchmarks.lora.learned import Convergence, Learned
-from pytest_gpucluster.sampling import Series
+from pytest_gpucluster.metrics.sampling import Series
 
 _PER_TFLOPS = 1e12
 

@@ -18,8 +18,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from pytest_gpucluster.benchmarks.lora.curve import Curve
 from pytest_gpucluster.errors import CurveError
+from pytest_gpucluster.metrics.loss_curve import Curve
 
 FORMAT = "pytest-gpucluster golden curve"
 VERSION = 1

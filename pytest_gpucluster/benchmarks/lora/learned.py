@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pytest_gpucluster.benchmarks.lora.curve import Curve
 from pytest_gpucluster.benchmarks.lora.evaluation import CallScore
 from pytest_gpucluster.benchmarks.lora.parity import Parity
-from pytest_gpucluster.sampling import Sampling, Series
+from pytest_gpucluster.metrics.loss_curve import Curve
+from pytest_gpucluster.metrics.sampling import Sampling, Series
 
 LAST = 10
 """Steps at the end whose mean loss is the final one. Source: acceptance of 2 nodes x 8 H100 SXM 80GB."""

@@ -17,8 +17,8 @@ from pytest_gpucluster.benchmarks.lora.packing import Packed, Statistics
 from pytest_gpucluster.benchmarks.lora.plan import Recipe
 from pytest_gpucluster.benchmarks.training.compilation import fresh_compiler
 from pytest_gpucluster.errors import WrongResult
-from pytest_gpucluster.sampling import Sampling, Series, series, wants_more
-from pytest_gpucluster.time_spent import MEASURING, WARM_UP, counted
+from pytest_gpucluster.metrics.sampling import Sampling, Series, series, wants_more
+from pytest_gpucluster.metrics.time_budget import MEASURING, WARM_UP, counted
 
 _FEWEST_RATES = 6
 """Samples that the interval of a median needs."""

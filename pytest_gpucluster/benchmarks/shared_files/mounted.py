@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from pytest_gpucluster import mounts
+from pytest_gpucluster import files
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.mounts import Mount
+from pytest_gpucluster.files import Mount
 
 ANSWER_SECONDS = 10.0
 """So long a file system may take to tell its size."""
@@ -32,7 +32,7 @@ def make(folder: Path) -> None:
 class Pieces:
     """What is asked of the host. A test puts one that is broken in the place of another."""
 
-    mounts: Callable[[], tuple[Mount, ...]] = mounts.read
+    mounts: Callable[[], tuple[Mount, ...]] = files.read_mounts
     statvfs: Callable[[str], os.statvfs_result] = os.statvfs
     make: Callable[[Path], None] = make
 
@@ -92,7 +92,7 @@ def look(folder: Path, host: str, *, answer_seconds: float = ANSWER_SECONDS, pie
                 broken.append(f"{mount}: {_why(error, answer_seconds)}")
     return Mounted(
         host=host,
-        mount=mounts.holder(real, found),
+        mount=files.mount_of(real, found),
         free_ratio=told.f_bavail / told.f_blocks if told.f_blocks else 0.0,
         free_inodes_ratio=told.f_favail / told.f_files if told.f_files else None,
         broken=tuple(broken),

@@ -17,7 +17,7 @@ from pytest_gpucluster.benchmarks.shared_files.mounted import Mounted
 from pytest_gpucluster.benchmarks.shared_files.renames import Reads
 from pytest_gpucluster.benchmarks.shared_files.visibility import Seen
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.time_spent import MEASURING, counted
+from pytest_gpucluster.metrics.time_budget import MEASURING, counted
 
 _RENAMED = "renamed.bin"
 

@@ -32,7 +32,7 @@ from pytest_gpucluster.benchmarks.training.trajectory import (
     weights_of,
 )
 from pytest_gpucluster.errors import WrongResult
-from pytest_gpucluster.time_spent import VERIFYING, counted
+from pytest_gpucluster.metrics.time_budget import VERIFYING, counted
 
 Read = Callable[[PackedTokens, Sequence[int]], torch.Tensor]
 """Return rows of a data set: int64, rows x (positions + 1)."""

@@ -24,7 +24,7 @@ from pytest_gpucluster.benchmarks.training.step import PARTS, Parts, Training
 from pytest_gpucluster.benchmarks.training.step_check import needed_bytes
 from pytest_gpucluster.benchmarks.training.trajectory import relative
 from pytest_gpucluster.errors import WrongResult
-from pytest_gpucluster.time_spent import VERIFYING, counted
+from pytest_gpucluster.metrics.time_budget import VERIFYING, counted
 
 Shard = Callable[..., Decoder]
 """``shard(model, mesh, precision=, cpu_offload=)``, as :func:`~.sharding.shard`."""

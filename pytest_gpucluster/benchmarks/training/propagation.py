@@ -18,7 +18,7 @@ from pytest_gpucluster.benchmarks.training.decoder import Geometry
 from pytest_gpucluster.benchmarks.training.dying_rank import DEATHS, EXIT_CODE, Stamp, Stamps, arguments_for
 from pytest_gpucluster.benchmarks.training.step_check import needed_bytes
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
-from pytest_gpucluster.time_spent import MEASURING, counted
+from pytest_gpucluster.metrics.time_budget import MEASURING, counted
 
 CONTEXT_BYTES = 3 * 2**30
 """What a process takes of a GPU's memory before its first tensor: the CUDA context with its kernels, and NCCL's

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from pytest_gpucluster import stats
 from pytest_gpucluster.benchmarks.footprint import memory_returned
 from pytest_gpucluster.benchmarks.ranks import Ranks
 from pytest_gpucluster.benchmarks.training.throughput import Pieces, Progress, throughput
 from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.sampling import Sampling, Series
+from pytest_gpucluster.metrics import stats
+from pytest_gpucluster.metrics.sampling import Sampling, Series
 
 
 @dataclass(frozen=True, kw_only=True)

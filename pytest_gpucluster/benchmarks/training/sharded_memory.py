@@ -14,7 +14,7 @@ from pytest_gpucluster.benchmarks.training.shard_layout import bytes_of
 from pytest_gpucluster.benchmarks.training.sharding import make_sharded, mesh_of
 from pytest_gpucluster.benchmarks.training.step import Training
 from pytest_gpucluster.benchmarks.training.step_check import needed_bytes
-from pytest_gpucluster.time_spent import MEASURING, counted
+from pytest_gpucluster.metrics.time_budget import MEASURING, counted
 
 STEPS = 2
 """The first one makes the moments; so from the second on all is there that there ever is."""

@@ -17,7 +17,7 @@ from pytest_gpucluster.benchmarks.training.packed_tokens import PackedTokens
 from pytest_gpucluster.benchmarks.training.step import Training
 from pytest_gpucluster.benchmarks.training.trajectory import Errors, Trajectory, errors, follow
 from pytest_gpucluster.errors import WrongResult
-from pytest_gpucluster.time_spent import VERIFYING, counted
+from pytest_gpucluster.metrics.time_budget import VERIFYING, counted
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from pytest_gpucluster.benchmarks.clock import Clock
 from pytest_gpucluster.benchmarks.training.step import Training, unshared
-from pytest_gpucluster.stats import median
+from pytest_gpucluster.metrics.stats import median
 
 IN_ORDER = ("data_wait", "forward", "backward", "optimizer")
 """The parts of a step that follow each other."""

@@ -38,9 +38,9 @@ from pytest_gpucluster.benchmarks.training.step_parts import (
 )
 from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
-from pytest_gpucluster.sampling import MIN_SAMPLES, Sampling, Series, series, wants_more
-from pytest_gpucluster.stats import median, percentile
-from pytest_gpucluster.time_spent import MEASURING, VERIFYING, WARM_UP, counted
+from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling, Series, series, wants_more
+from pytest_gpucluster.metrics.stats import median, percentile
+from pytest_gpucluster.metrics.time_budget import MEASURING, VERIFYING, WARM_UP, counted
 
 LEARNING_RATE = 1e-4
 """Source: this suite's rule: small enough for every size here without a warm-up of the rate, and large enough for the

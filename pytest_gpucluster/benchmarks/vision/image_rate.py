@@ -31,8 +31,8 @@ from pytest_gpucluster.benchmarks.vision.rate_setup import (
 from pytest_gpucluster.benchmarks.vision.resnet import CLASSES, COLOURS, NETWORKS, SMALLEST_SIDE, outputs_of
 from pytest_gpucluster.benchmarks.vision.shared_memory import needed_bytes, require_shared_memory
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
-from pytest_gpucluster.sampling import MIN_SAMPLES, Sampling, Series, series, wants_more
-from pytest_gpucluster.time_spent import MEASURING, VERIFYING, WARM_UP, counted
+from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling, Series, series, wants_more
+from pytest_gpucluster.metrics.time_budget import MEASURING, VERIFYING, WARM_UP, counted
 
 LEARNING_RATE = 1e-3
 

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pytest_gpucluster import stats
 from pytest_gpucluster.benchmarks.training.data_parallel import Replicate, replicate
 from pytest_gpucluster.benchmarks.training.step import Update, optimizer_step
 from pytest_gpucluster.benchmarks.vision.batches import Batches
 from pytest_gpucluster.benchmarks.vision.resnet import COLOURS, make_resnet
 from pytest_gpucluster.benchmarks.vision.shared_memory import Look, look
-from pytest_gpucluster.sampling import Series
+from pytest_gpucluster.metrics import stats
+from pytest_gpucluster.metrics.sampling import Series
 
 LAST_STEPS = 6
 """Their mean is the loss at the end. Source: this suite's rule; the loss of one batch scatters."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.units import did_you_mean
+from pytest_gpucluster.metrics.units import did_you_mean
 
 CLASSES = 1000
 """Of ImageNet's challenge, for which the geometries were made. Source: He et al., "Deep Residual Learning for Image

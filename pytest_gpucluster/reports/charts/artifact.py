@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pytest_gpucluster.benchmarks.lora.curve import Curve, read_csv
 from pytest_gpucluster.errors import CurveError
+from pytest_gpucluster.metrics.loss_curve import Curve, read_csv
 from pytest_gpucluster.run_directory import ARTIFACTS, artifacts_name
 
 LARGEST_BYTES = 16_000_000

@@ -6,7 +6,7 @@ import math
 
 from markupsafe import Markup
 
-from pytest_gpucluster.journal import JudgedMetric
+from pytest_gpucluster.journal_measurements import JudgedMetric
 from pytest_gpucluster.reports.charts.drawing import ACCENT, BAD, GOOD, GRID, INK, MUTED, Drawing
 from pytest_gpucluster.reports.charts.scale import Scale, finite
 from pytest_gpucluster.reports.outline import peak_value

@@ -8,16 +8,16 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from pytest_gpucluster.benchmarks.lora.curve import Curve, mean_of_last
-from pytest_gpucluster.journal import TestResult
+from pytest_gpucluster.journal_lines import TestResult
+from pytest_gpucluster.metrics.loss_curve import Curve, mean_of_last
+from pytest_gpucluster.metrics.stats import median, percentile
 from pytest_gpucluster.reports.charts import artifact
 from pytest_gpucluster.reports.charts.artifact import Unreadable
 from pytest_gpucluster.reports.charts.figure import Figure
 from pytest_gpucluster.reports.charts.lines import Level, Line, line_chart
 from pytest_gpucluster.reports.charts.scale import finite
 from pytest_gpucluster.reports.html.table import table
-from pytest_gpucluster.stats import median, percentile
-from pytest_gpucluster.wording import rank_ranges
+from pytest_gpucluster.text import rank_ranges
 
 _MOST_GROUPS = 4
 _MOST_RANKS = 16

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from pytest_gpucluster.journal import Journal, JudgedMetric
+from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.journal_measurements import JudgedMetric
+from pytest_gpucluster.metrics.stats import median, percentile
 from pytest_gpucluster.reports.charts.drawing import (
     ACCENT,
     BAD,
@@ -22,9 +24,8 @@ from pytest_gpucluster.reports.charts.drawing import (
 from pytest_gpucluster.reports.charts.scale import Scale, finite, span, tick_text, ticks
 from pytest_gpucluster.reports.outline import is_better_higher
 from pytest_gpucluster.reports.tables import limit_text, margin, metric_name, quantity, rank_name
-from pytest_gpucluster.stats import median, percentile
 from pytest_gpucluster.stragglers import straggler_ratios
-from pytest_gpucluster.wording import one_line
+from pytest_gpucluster.text import one_line
 
 _WIDTH, _HEIGHT = 680.0, 200.0
 _LEFT, _TOP, _BOTTOM = 58.0, 20.0, 40.0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from markupsafe import Markup, escape
 
-from pytest_gpucluster.wording import one_line, printable
+from pytest_gpucluster.text import one_line, printable
 
 INK = "var(--ink, #222)"
 MUTED = "var(--muted, #666)"

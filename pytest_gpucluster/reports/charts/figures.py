@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from pytest_gpucluster.journal import JudgedMetric, TestResult
+from pytest_gpucluster.journal_lines import TestResult
+from pytest_gpucluster.journal_measurements import JudgedMetric
 from pytest_gpucluster.reports.charts.courses import burn_in_courses, loss_curves
 from pytest_gpucluster.reports.charts.figure import Figure
 from pytest_gpucluster.reports.charts.lines import Level, Line, line_chart

@@ -21,7 +21,7 @@ from pytest_gpucluster.reports.charts.drawing import (
     text_width,
 )
 from pytest_gpucluster.reports.charts.scale import Scale, finite, span, tick_text, ticks
-from pytest_gpucluster.wording import one_line
+from pytest_gpucluster.text import one_line
 
 _WIDTH, _HEIGHT = 680.0, 260.0
 _LEFT, _TOP, _BOTTOM = 58.0, 14.0, 42.0

@@ -9,13 +9,13 @@ from typing import Any
 
 from markupsafe import Markup
 
-from pytest_gpucluster.journal import TestResult
+from pytest_gpucluster.journal_lines import TestResult
 from pytest_gpucluster.reports.charts import artifact
 from pytest_gpucluster.reports.charts.artifact import Unreadable
 from pytest_gpucluster.reports.charts.figure import Figure
 from pytest_gpucluster.reports.charts.matrix import Cell, heat_map
 from pytest_gpucluster.reports.html.table import table
-from pytest_gpucluster.wording import one_line
+from pytest_gpucluster.text import one_line
 
 _MOST = 4
 """Maps of one survey: those with bad links first."""

@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from pytest_gpucluster.reports.charts.drawing import BAD, GRID, INK, MUTED, Drawing, text_width
 from pytest_gpucluster.reports.charts.scale import finite, tick_text
-from pytest_gpucluster.wording import one_line
+from pytest_gpucluster.text import one_line
 
 _LABEL_CHARACTERS = 18
 _MOST = 32

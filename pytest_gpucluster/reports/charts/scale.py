@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pytest_gpucluster.units import show
+from pytest_gpucluster.metrics.units import show
 
 _SMALLEST_SPAN = 1e-12
 _LARGEST = 1e300

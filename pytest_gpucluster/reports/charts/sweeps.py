@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterator, Sequence
 
 from pytest_gpucluster.errors import UnitError
-from pytest_gpucluster.journal import JudgedMetric, TestResult
+from pytest_gpucluster.journal_lines import TestResult
+from pytest_gpucluster.journal_measurements import JudgedMetric
+from pytest_gpucluster.metrics.units import parse
 from pytest_gpucluster.reports.charts.figure import Figure
 from pytest_gpucluster.reports.charts.lines import Level, Line, line_chart
 from pytest_gpucluster.reports.html.table import table
 from pytest_gpucluster.reports.outline import peak_value
 from pytest_gpucluster.reports.tables import limit_text, quantity
-from pytest_gpucluster.units import parse
 
 _LEAST = 3
 """Sizes: of fewer the table of measurements tells as much."""

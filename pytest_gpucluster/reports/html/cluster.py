@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pytest_gpucluster.journal import Journal, RankPlace
+from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.journal_lines import RankPlace
 from pytest_gpucluster.reports.html.readable import line, word
 from pytest_gpucluster.reports.html.table import Table, table
 from pytest_gpucluster.reports.tables import quantity

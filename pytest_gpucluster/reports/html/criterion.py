@@ -8,9 +8,12 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from pytest_gpucluster.journal import Journal, JudgedMetric, RankPlace, TestResult
-from pytest_gpucluster.reports.charts import limit_bar
-from pytest_gpucluster.reports.charts.figures import Figure, figures_of
+from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.journal_lines import RankPlace, TestResult
+from pytest_gpucluster.journal_measurements import JudgedMetric
+from pytest_gpucluster.reports.charts.bars import limit_bar
+from pytest_gpucluster.reports.charts.figure import Figure
+from pytest_gpucluster.reports.charts.figures import figures_of
 from pytest_gpucluster.reports.html.advice import Advice, advice_in
 from pytest_gpucluster.reports.html.files import Link, RunFiles
 from pytest_gpucluster.reports.html.isolated import Search, search_of

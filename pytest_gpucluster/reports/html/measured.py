@@ -10,8 +10,10 @@ from typing import Any, TypeGuard
 
 from markupsafe import Markup
 
-from pytest_gpucluster.journal import Journal, JudgedMetric, RankPlace, TestResult
-from pytest_gpucluster.reports.charts import rank_dots, rank_dots_key
+from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.journal_lines import RankPlace, TestResult
+from pytest_gpucluster.journal_measurements import JudgedMetric
+from pytest_gpucluster.reports.charts.dots import rank_dots, rank_dots_key
 from pytest_gpucluster.reports.html.readable import line, word
 from pytest_gpucluster.reports.html.table import Table, table
 from pytest_gpucluster.reports.outline import headline

@@ -18,7 +18,8 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from pytest_gpucluster.journal import Journal, RankPlace
+from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.journal_lines import RankPlace
 from pytest_gpucluster.reports.html import facts
 from pytest_gpucluster.reports.html.cluster import inventory
 from pytest_gpucluster.reports.html.criterion import details, headline_of, summary

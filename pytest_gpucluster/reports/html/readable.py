@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from pytest_gpucluster.wording import one_line, visible
+from pytest_gpucluster.text import one_line, visible
 
 WORD_CHARACTERS = 160
 """Host names, labels, UUIDs and the like; longer ones are cut with an ellipsis."""

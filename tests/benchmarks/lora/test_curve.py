@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from each import of_each
 
-from pytest_gpucluster.benchmarks.lora.curve import FIRST_LINE, Curve, Point, is_curve, mean_of_last, read_csv
 from pytest_gpucluster.errors import CurveError
+from pytest_gpucluster.metrics.loss_curve import FIRST_LINE, Curve, Point, is_curve, mean_of_last, read_csv
 
 
 def point(step: int, loss: float = 6.0) -> Point:

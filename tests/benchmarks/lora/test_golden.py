@@ -11,9 +11,9 @@ import pytest
 from each import of_each
 
 from pytest_gpucluster.benchmarks.lora import golden as lora_golden
-from pytest_gpucluster.benchmarks.lora.curve import Curve, Point
 from pytest_gpucluster.benchmarks.lora.golden import REQUIRED, deviation, golden_of, read, write
 from pytest_gpucluster.errors import CurveError
+from pytest_gpucluster.metrics.loss_curve import Curve, Point
 
 CONTEXT = {
     "model": "tiny",

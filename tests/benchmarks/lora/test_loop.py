@@ -24,7 +24,7 @@ from pytest_gpucluster.benchmarks.lora.plan import Recipe
 from pytest_gpucluster.benchmarks.lora.throughput import lora_throughput, random_blocks
 from pytest_gpucluster.benchmarks.ranks import Ranks
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
-from pytest_gpucluster.sampling import Sampling
+from pytest_gpucluster.metrics.sampling import Sampling
 
 CPU = torch.device("cpu")
 BASE = tiny_base(64)

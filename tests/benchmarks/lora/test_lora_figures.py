@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_gpucluster import metrics
-from pytest_gpucluster.benchmarks.lora.curve import Curve
 from pytest_gpucluster.benchmarks.lora.evaluation import CallScore
 from pytest_gpucluster.benchmarks.lora.figures import figures_of
 from pytest_gpucluster.benchmarks.lora.learned import Convergence, Learned
 from pytest_gpucluster.benchmarks.lora.parity import Parity
-from pytest_gpucluster.sampling import Series
+from pytest_gpucluster.metrics import measurement
+from pytest_gpucluster.metrics.loss_curve import Curve
+from pytest_gpucluster.metrics.sampling import Series
 
 PARITY = Parity(loss_error=1e-7, gradient_error=1e-6, finite=20, taken=20, steps=10, all_finite=True)
 LEARNED = Learned(
@@ -51,7 +51,7 @@ def values(found, peak=989.0):
 
 def test_the_figures_are_what_was_found_each_a_known_metric_in_its_unit():
     for one in figures_of(FOUND, peak_tflops=989.0):
-        metrics.measurement(one.metric, one.value, unit=one.unit, labels=dict(one.labels))
+        measurement.measurement(one.metric, one.value, unit=one.unit, labels=dict(one.labels))
     found = values(FOUND)
     assert found["lora.held_out_ratio"] == pytest.approx(0.1)
     assert found["lora.mfu"].median == pytest.approx(1e4 * 31.716e9 / 989e12, rel=1e-4)

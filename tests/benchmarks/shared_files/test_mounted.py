@@ -17,7 +17,7 @@ from each import of_each
 
 from pytest_gpucluster.benchmarks.shared_files.mounted import Mounted, Pieces, look, not_shared, require_alike
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.mounts import Mount
+from pytest_gpucluster.files import Mount
 
 NFS = Mount(point="/data", kind="nfs4", source="server:/export", root="/", options=("rw", "vers=4.2"))
 LOCAL = Mount(point="/", kind="ext4", source="/dev/vda1", root="/", options=("rw",))

@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 
-from pytest_gpucluster.benchmarks.training import loading
+from pytest_gpucluster.benchmarks.training import loading, packed_tokens
 from pytest_gpucluster.benchmarks.training.decoder import Geometry
 from pytest_gpucluster.benchmarks.training.loading import Loading, endless_batches
 from pytest_gpucluster.benchmarks.training.packed_tokens import PackedTokens
@@ -110,7 +110,7 @@ def test_a_worker_that_brings_nothing_is_not_waited_for_without_end(monkeypatch)
 
 
 def test_an_error_of_the_data_themselves_stays_what_it_is(monkeypatch):
-    class Broken(loading.PackedTokens):
+    class Broken(packed_tokens.PackedTokens):
         def __getitem__(self, row):
             raise RuntimeError("something else")
 

@@ -8,7 +8,7 @@ import pytest
 from each import of_each
 
 from pytest_gpucluster.benchmarks.training.scaling import Rates, efficiency, straggler_table
-from pytest_gpucluster.sampling import Series
+from pytest_gpucluster.metrics.sampling import Series
 
 
 def sure(*medians: float, spread: float = 0.0, inconclusive: str = "") -> list[Series]:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from pytest_gpucluster.benchmarks.training import step, step_check
+from pytest_gpucluster.benchmarks.training import decoder, step, step_check
 from pytest_gpucluster.benchmarks.training.decoder import Geometry
 from pytest_gpucluster.benchmarks.training.step import Parts, token_mean
 from pytest_gpucluster.benchmarks.training.step_check import check_step, needed_bytes
@@ -102,7 +102,7 @@ def test_a_gradient_that_is_not_finite_is_wrong_at_once(check, broken):
 
 
 def test_weights_that_the_optimizer_leaves_alone_are_named(check, monkeypatch):
-    made = step_check.make_decoder
+    made = decoder.make_decoder
 
     def frozen(*arguments, **more):
         model = made(*arguments, **more)
@@ -141,7 +141,7 @@ def test_a_checkpoint_that_cannot_be_read_is_an_error(check):
 
 def test_another_loss_after_the_reload_is_seen(check, monkeypatch):
     # What a checkpoint does not hold, and the loss depends on.
-    made, count = step_check.make_decoder, []
+    made, count = decoder.make_decoder, []
 
     def turned(*arguments, **more):
         model = made(*arguments, **more)

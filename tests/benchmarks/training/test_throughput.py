@@ -20,8 +20,8 @@ from pytest_gpucluster.benchmarks.training.throughput import PIECES, throughput
 from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.judge import judge
-from pytest_gpucluster.metrics import measurement
-from pytest_gpucluster.sampling import Sampling
+from pytest_gpucluster.metrics.measurement import measurement
+from pytest_gpucluster.metrics.sampling import Sampling
 
 CPU = torch.device("cpu")
 GEOMETRY = Geometry(layers=1, width=64, heads=2, vocab=64, sequence=16)

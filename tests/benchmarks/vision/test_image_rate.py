@@ -20,7 +20,7 @@ from pytest_gpucluster.benchmarks.vision.images import Block, StoredImages, Synt
 from pytest_gpucluster.benchmarks.vision.rate_setup import PIECES, Setup, as_input, class_mean
 from pytest_gpucluster.benchmarks.vision.shared_memory import Room
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
-from pytest_gpucluster.sampling import Sampling
+from pytest_gpucluster.metrics.sampling import Sampling
 
 CPU = torch.device("cpu")
 SETUP = Setup(network="resnet18", batch=4, workers=0, prefetch=1)

@@ -1,0 +1,213 @@
+"""Where the ranks are: nodes, and on each of them equally many rails.
+
+A rail is the local rank: GPUs with the same number on different nodes reach each other through NICs with the same
+number, and in many fabrics through the same leaf switch.
+
+A round-robin tournament: everybody meets everybody once, nobody is in two pairs at a time.
+
+>>> rounds(4)
+(((0, 3), (1, 2)), ((0, 1), (2, 3)), ((0, 2), (1, 3)))
+>>> rounds(3)
+(((1, 2),), ((0, 1),), ((0, 2),))
+
+Which ranks are paired in which round, so that every link is measured for itself and no rank is in two pairs at once.
+
+within a node    every GPU with every other one: GPUs - 1 rounds, on all nodes at the same time
+across nodes     every node with every other one, all rails of two nodes at once: nodes - 1 rounds. So 1,024 GPUs
+                 on 128 nodes take 127 rounds, as 128 GPUs on as many nodes do
+once more        pairs that are far behind, without what could have shared their way: one pair of a node at a time,
+                 or one rail of each pair of nodes at a time
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pytest_gpucluster.errors import EnvironmentBroken
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Node and rail of every rank.
+
+    Attributes:
+        ranks: the rank at each rail of each node: ``ranks[node][rail]``. Nodes count from 0 in the order of their rank.
+        hosts: what each node calls itself.
+        names: what each rank is called in reports.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    hosts: tuple[str, ...]
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, inventory: Sequence[Mapping[str, Any]]) -> Places:
+        """Read them from what every rank said of itself: rank, host, node_rank, local_rank, gpu.
+
+        Raises:
+            EnvironmentBroken: the nodes have different numbers of ranks, or their local ranks do not count from 0.
+        """
+        found: dict[int, dict[int, int]] = {}
+        hosts: dict[int, str] = {}
+        for who in inventory:
+            hosts.setdefault(who["node_rank"], str(who["host"]))
+            found.setdefault(who["node_rank"], {})[who["local_rank"]] = who["rank"]
+        nodes = sorted(found)
+        if len({len(found[node]) for node in nodes}) > 1:
+            told = ", ".join(f"{hosts[node]} has {len(found[node])}" for node in nodes)
+            raise EnvironmentBroken(
+                f"the nodes have different numbers of ranks ({told}), so not every GPU has one to be paired with on "
+                "each other node. Start equally many ranks on every node (--nproc-per-node), or run the suite on equal "
+                "nodes only"
+            )
+        for node in nodes:
+            if sorted(found[node]) != list(range(len(found[node]))):
+                raise EnvironmentBroken(
+                    f"{hosts[node]}: the local ranks are {sorted(found[node])}, and they must count from 0 to "
+                    f"{len(found[node]) - 1}: look at LOCAL_RANK, or at what the launcher sets instead"
+                )
+        return cls(
+            ranks=tuple(tuple(found[node][rail] for rail in sorted(found[node])) for node in nodes),
+            hosts=tuple(hosts[node] for node in nodes),
+            names=tuple(_name(who) for who in sorted(inventory, key=lambda who: int(who["rank"]))),
+        )
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes there are."""
+        return len(self.ranks)
+
+    @property
+    def rails(self) -> int:
+        """How many ranks each node has."""
+        return len(self.ranks[0])
+
+    def where(self) -> dict[int, tuple[int, int]]:
+        """Return node and rail of every rank."""
+        return {rank: (node, rail) for node, ranks in enumerate(self.ranks) for rail, rank in enumerate(ranks)}
+
+
+def _name(who: Mapping[str, Any]) -> str:
+    gpu = who.get("gpu")
+    index = f", GPU {gpu['index']}" if gpu else ""
+    return f"rank {who['rank']} ({who['host']}{index})"
+
+
+def count_of_rounds(players: int) -> int:
+    """Return how many rounds it takes: players - 1, or players where their number is odd.
+
+    Raises:
+        ValueError: there are fewer than two.
+    """
+    if players < 2:
+        raise ValueError(f"a tournament takes two players or more, not {players}")
+    return players - 1 + players % 2
+
+
+def partner(player: int, round_: int, players: int) -> int | None:
+    """Return whom a player meets in a round, or None where an odd number leaves it out.
+
+    Two players meet in the round that is the sum of their numbers, modulo an odd number m. Where their number is even,
+    the last one is not among these m, and meets whoever would meet itself.
+
+    Raises:
+        ValueError: a number is out of its range.
+
+    Source: the circle method, https://en.wikipedia.org/wiki/Round-robin_tournament#Circle_method, as modular sums.
+    """
+    modulus = count_of_rounds(players)
+    if not (0 <= player < players and 0 <= round_ < modulus):
+        raise ValueError(f"player {player} of {players} in round {round_} of {modulus}: there is no such thing")
+    last = players - 1 if players % 2 == 0 else None
+    if player == last:
+        return round_ * ((modulus + 1) // 2) % modulus
+    other = (round_ - player) % modulus
+    return last if other == player else other
+
+
+def rounds(players: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Return the pairs of each round, the lower number first, in ascending order.
+
+    Raises:
+        ValueError: there are fewer than two players.
+    """
+    schedule = []
+    for round_ in range(count_of_rounds(players)):
+        met = ((player, partner(player, round_, players)) for player in range(players))
+        schedule.append(tuple((one, other) for one, other in met if other is not None and one < other))
+    return tuple(schedule)
+
+
+Pair = tuple[int, int]
+"""Two ranks, the lower one first."""
+
+Round = tuple[Pair, ...]
+"""Pairs that are measured at the same time; no rank is in two of them."""
+
+
+def pair(one: int, other: int) -> Pair:
+    """Return two ranks as a pair."""
+    return (one, other) if one < other else (other, one)
+
+
+def within_node(places: Places, node: int) -> tuple[Round, ...]:
+    """Return the rounds of one node's GPUs.
+
+    Raises:
+        ValueError: the nodes have one rank each.
+    """
+    ranks = places.ranks[node]
+    return tuple(
+        tuple(sorted(pair(ranks[one], ranks[other]) for one, other in round_)) for round_ in rounds(places.rails)
+    )
+
+
+def across_nodes(places: Places) -> tuple[Round, ...]:
+    """Return the rounds of all nodes, all rails at once.
+
+    Raises:
+        ValueError: there is one node only.
+    """
+    return tuple(
+        tuple(sorted(link for one, other in round_ for link in _rails(places, one, other)))
+        for round_ in rounds(places.nodes)
+    )
+
+
+def one_at_a_time(suspects: Iterable[Pair], *, most: int) -> tuple[Round, ...]:
+    """Return at most so many rounds, each of them with one pair, in the order in which they are given."""
+    return tuple((suspect,) for suspect in suspects)[:most]
+
+
+def rail_by_rail(places: Places, suspects: Sequence[Pair], *, most: int) -> tuple[Round, ...]:
+    """Return at most so many rounds, in which the nodes of the suspects meet again, one rail after the other.
+
+    Pairs of nodes that have no node in common do so at the same time. All their rails are repeated, the good ones too:
+    so it shows whether a rail is slow by itself or because of its neighbours. The first suspects come first; a node
+    takes part ``most`` over the number of rails times, and what does not fit is not repeated.
+    """
+    where = places.where()
+    nodes = dict.fromkeys(pair(where[one][0], where[other][0]) for one, other in suspects)
+    meetings: list[list[Pair]] = [[] for _ in range(most // places.rails)]
+    for one, other in nodes:
+        free = (met for met in meetings if not any({one, other} & set(taken) for taken in met))
+        found = next(free, None)
+        if found is not None:
+            found.append((one, other))
+    return tuple(
+        tuple(sorted(_rails(places, one, other)[rail] for one, other in met))
+        for met in meetings
+        if met
+        for rail in range(places.rails)
+    )
+
+
+def predicted_seconds(rounds: Sequence[Round], round_seconds: float) -> float:
+    """Return about how long so many rounds take: what each is planned to take, the making of connections aside."""
+    return len(rounds) * round_seconds
+
+
+def _rails(places: Places, one: int, other: int) -> list[Pair]:
+    return [pair(first, second) for first, second in zip(places.ranks[one], places.ranks[other], strict=True)]

@@ -1,0 +1,133 @@
+"""Processes that a rank has started and that outlive it, in whatever session: found and ended at the end of a run.
+
+A rank that ends in order leaves its helpers alone, which end with it; of a rank that died nobody ends them. They are
+known by the rank's file for faulthandler, whose random name no other process has: what was started anew has it
+in its environment, and what was only forked holds it open.
+
+What the light processes beside a rank have in common: the recorder, and the node's sampler.
+
+Each is a fresh interpreter without torch and pytest, in a session of its own. It ends with the process that started it,
+however that ends, and no signal that a launcher sends to everything it can reach ends it before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Collection, Iterator, MutableMapping
+from pathlib import Path
+
+VARIABLE = "_GPUCLUSTER_FAULT_FILE"
+
+
+@contextlib.contextmanager
+def mark_processes(environ: MutableMapping[str, str], fault_file: str) -> Iterator[None]:
+    """Let all that this rank starts inside be known by its file."""
+    before = environ.get(VARIABLE)
+    environ[VARIABLE] = fault_file
+    try:
+        yield
+    finally:
+        if before is None:
+            environ.pop(VARIABLE, None)
+        else:
+            environ[VARIABLE] = before
+
+
+def end_stale_processes(fault_files: Collection[str]) -> list[int]:
+    """Kill every other process of this host that was started by one of these ranks; return their numbers.
+
+    The ranks themselves must have ended, but for the one that calls and is about to. What is started meanwhile by what
+    is killed is found as well.
+    """
+    ended: list[int] = []
+    while fault_files and (found := [pid for pid in _processes() if pid not in ended and _kill(pid, fault_files)]):
+        ended += found
+    return ended
+
+
+def _processes() -> Iterator[int]:
+    own = os.getpid()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != own:
+            yield int(entry.name)
+
+
+def _kill(pid: int, fault_files: Collection[str]) -> bool:
+    try:
+        if not _is_of(pid, fault_files):
+            return False
+        held = os.pidfd_open(pid)
+    except (AttributeError, OSError):  # ended meanwhile, another user's, or a kernel without pidfds
+        return False
+    try:
+        # Again: now that it is held, its number cannot become another process's.
+        if not _is_of(pid, fault_files):
+            return False
+        signal.pidfd_send_signal(held, signal.SIGKILL)
+    except OSError:
+        return False
+    finally:
+        os.close(held)
+    return True
+
+
+def _is_of(pid: int, fault_files: Collection[str]) -> bool:
+    """Raises: OSError where the process cannot be looked at."""
+    process = Path(f"/proc/{pid}")
+    marks = {f"{VARIABLE}={file}".encode() for file in fault_files}
+    if not marks.isdisjoint((process / "environ").read_bytes().split(b"\0")):
+        return True
+    for descriptor in (process / "fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.readlink(descriptor).removesuffix(" (deleted)") in fault_files:
+                return True
+    return False
+
+
+SHIELDED = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGALRM,
+    signal.SIGXCPU,
+    signal.SIGTSTP,
+    signal.SIGTTIN,
+    signal.SIGTTOU,
+)
+"""Signals that launchers, schedulers and terminals send to everything they can reach."""
+
+
+def child_environment() -> dict[str, str]:
+    """Return an environment in which a new interpreter finds this package, wherever it is started."""
+    found = dict(os.environ)
+    found.pop(VARIABLE, None)  # it ends by itself, and may have to outlive its rank
+    root = Path(__file__).resolve().parents[2]
+    if root.name not in ("site-packages", "dist-packages"):
+        inherited = found.get("PYTHONPATH")
+        found["PYTHONPATH"] = os.pathsep.join([str(root), *([inherited] if inherited else [])])
+    found["PYTHONSAFEPATH"] = "1"
+    return found
+
+
+def shield() -> None:
+    """Ignore those signals. In the light process, before anything else."""
+    for number in SHIELDED:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def end_descriptor(parent: int) -> int | None:
+    """Return a descriptor that becomes readable when the parent ends, or None where there are none."""
+    try:
+        descriptor = os.pidfd_open(parent)
+    except (AttributeError, OSError):
+        return None
+    # If it ended before, the number may be another process's by now.
+    if os.getppid() != parent:
+        os.close(descriptor)
+        return None
+    return descriptor

@@ -1,0 +1,526 @@
+"""A launcher's environment variables, read strictly: every complaint about them is kept for one error.
+
+Which rank this process is, told by the launcher's environment variables alone.
+
+The first source that applies wins, and only its own variables can contradict each other:
+
+1. torchrun: ``TORCHELASTIC_RUN_ID``. It may itself run under srun, mpirun or in a pod.
+2. Open MPI's mpirun: ``OMPI_COMM_WORLD_SIZE``. It comes before Slurm, because inside an allocation mpirun
+   starts its daemons with srun: there every rank inherits the ``SLURM_PROCID`` of the daemon that started it.
+   srun itself never sets these variables.
+3. A Slurm step of several tasks: ``SLURM_STEP_ID`` with ``SLURM_STEP_NUM_TASKS``. A batch script, the shell
+   of ``salloc`` and a step of one task are a single process.
+4. A Kubernetes Indexed Job, one rank a pod: ``JOB_COMPLETION_INDEX``, with ``WORLD_SIZE``, ``MASTER_ADDR``
+   and ``MASTER_PORT`` from the pod template. ``WORLD_SIZE=1`` says that every pod stands for itself. Without
+   ``WORLD_SIZE`` it is an error: pods that do not know of each other would each be accepted alone.
+   A pod of Kubeflow (TrainJob, PyTorchJob) tells the same by ``PET_NODE_RANK`` and ``PET_NNODES``, and by
+   ``PET_NPROC_PER_NODE`` that torchrun is needed, where it wants more than one rank.
+5. A single process. Traces of any other launcher (``WORLD_SIZE=8`` from a script, MPICH, ...) are an error,
+   because N processes that each believe to be alone would each be accepted alone.
+
+Without torchrun no agent holds a store, so rank 0 must host one at ``master_addr:master_port``.
+``MASTER_ADDR`` and ``MASTER_PORT`` override what is derived below.
+
+Ranks that are all on one node meet on its loopback, whatever ``MASTER_ADDR`` says: no name has to be known there. A
+store listens on all interfaces, torchrun's own as well (torch/csrc/distributed/c10d/TCPStoreLibUvBackend.cpp).
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pytest_gpucluster.errors import LaunchError
+from pytest_gpucluster.launch.hostlist import expand_hostlist
+
+_LOOPBACK_PATTERN = re.compile(r"localhost|127\.\d+\.\d+\.\d+|::1|\[::1\]", re.IGNORECASE)
+
+
+class LaunchVariables:
+    """Reads one source's variables and keeps every complaint, so that one error can name them all."""
+
+    def __init__(self, environ: Mapping[str, str], hostname: str, source: str, remedy: str) -> None:
+        self._environ, self._hostname, self._source, self._remedy = environ, hostname, source, remedy
+        self._seen: list[str] = []
+        self._numbers: dict[str, int] = {}
+        self._complaints: list[str] = []
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """Read a text. An empty variable is a missing one."""
+        if name not in self._seen:
+            self._seen.append(name)
+        value = self._environ.get(name, "")
+        if value:
+            return value
+        if default is None:
+            self.complain(f"{name} is {'empty' if name in self._environ else 'missing'}")
+        return default or ""
+
+    def number(self, name: str, default: int | None = None, *, least: int = 0, most: int | None = None) -> int:
+        """Read a whole number. A bad one becomes a complaint, and `least` stands in to go on reading."""
+        value = self.text(name, None if default is None else str(default))
+        if not value:
+            return least
+        if not re.fullmatch(r"\d{1,18}", value, re.ASCII):
+            self.complain(f"{name}={value!r} is not a whole number of at least {least}")
+            return least
+        if int(value) < least or (most is not None and int(value) > most):
+            allowed = f"at least {least}" if most is None else f"between {least} and {most}"
+            self.complain(f"{name}={value} is not {allowed}")
+            return least
+        self._numbers[name] = int(value)
+        return int(value)
+
+    def below(self, index: str, count: str) -> None:
+        """Complain where an index is not below its count. What could not be read was reported already."""
+        numbers = self._numbers
+        if index in numbers and count in numbers and numbers[index] >= numbers[count]:
+            self.complain(f"{index}={numbers[index]} is not below {count}={numbers[count]}")
+
+    def at_most(self, part: str, whole: str) -> None:
+        """Complain where a part is more than the whole."""
+        numbers = self._numbers
+        if part in numbers and whole in numbers and numbers[part] > numbers[whole]:
+            self.complain(f"{part}={numbers[part]} is above {whole}={numbers[whole]}")
+
+    def master_addr(self, default: str | None, *, nnodes: int, name: str = "MASTER_ADDR") -> str:
+        """Read the address of rank 0, which must not mean each node itself."""
+        address = self.text(name, default)
+        if nnodes > 1 and _LOOPBACK_PATTERN.fullmatch(address):
+            self.complain(f"{name}={address} is this node itself, but the ranks are on {nnodes} nodes")
+        return address
+
+    def master_port(self, default: int | None, *, name: str = "MASTER_PORT") -> int:
+        """Read the port of rank 0's store."""
+        return self.number(name, default, least=1, most=65535)
+
+    def complain(self, text: str) -> None:
+        """Remember what is wrong."""
+        if text not in self._complaints:
+            self._complaints.append(text)
+
+    def settle(self) -> None:
+        """Raise everything that was found wrong as one error."""
+        if not self._complaints:
+            return
+        found = " ".join(f"{name}={self._environ[name]}" for name in self._seen if name in self._environ)
+        raise LaunchError(
+            f"{self._hostname}: the variables of {self._source} do not make a rank: "
+            + "; ".join(self._complaints)
+            + f"\nfound: {found or 'none of them'}\nwhat to do: {self._remedy}"
+        )
+
+
+Launcher = Literal["torchrun", "slurm", "openmpi", "kubernetes", "single"]
+
+_LOOPBACK_ADDRESS = "127.0.0.1"
+# Below Linux' default ephemeral range (32768-60999) and Kubernetes' NodePorts (30000-32767).
+_FIRST_PORT, _PORTS = 20000, 10000
+# Slurm numbers its own steps (batch script, interactive shell, extern) from the top of 32 bits downwards.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+# Process counts of launchers whose ranks this module cannot read.
+_FOREIGN_LAUNCHERS = {
+    "PMI_SIZE": "MPICH or Intel MPI",
+    "MV2_COMM_WORLD_SIZE": "MVAPICH",
+    "FLUX_JOB_SIZE": "Flux",
+    "JSM_NAMESPACE_SIZE": "jsrun",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocation:
+    """What the scheduler gave to this launch; None where it does not say."""
+
+    name: Literal["slurm", "kubernetes"] | None = None
+    nnodes: int | None = None
+    gpus_per_node: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFacts:
+    """One process among those that were launched together."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    nnodes: int
+    hostname: str
+    launcher: Launcher
+    run_id: str
+    """The same on every rank of one launch; different, where the launcher allows it, for the next launch."""
+    restart_count: int = 0
+    """How often torchrun has already started these ranks again."""
+    max_restarts: int = 0
+    master_addr: str | None = None
+    """Where the store is: the loopback where all ranks are on one node. None for a single process."""
+    master_addr_from: str = "MASTER_ADDR"
+    """What has given that address: a variable, or what it was derived from."""
+    master_port: int | None = None
+    agent_store: bool = False
+    """torchrun's agent hosts the store at master_addr:master_port. Otherwise rank 0 must host one."""
+    scheduler: Allocation = Allocation()
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.hostname}"
+
+
+def detect(environ: Mapping[str, str], hostname: str) -> RankFacts:
+    """Read the rank facts from the first source that applies (see the module's description).
+
+    Raises:
+        LaunchError: variables of that source are missing, malformed or contradict each other. One error names
+            them all.
+    """
+    facts = _read(environ, hostname)
+    if facts.nnodes == 1 and facts.master_addr is not None:
+        return replace(facts, master_addr=_LOOPBACK_ADDRESS, master_addr_from="all ranks are on one node")
+    return facts
+
+
+def _read(environ: Mapping[str, str], hostname: str) -> RankFacts:
+    if "TORCHELASTIC_RUN_ID" in environ:
+        return _torchrun(environ, hostname)
+    if "OMPI_COMM_WORLD_SIZE" in environ:
+        return _openmpi(environ, hostname)
+    if in_step(environ) and environ["SLURM_STEP_NUM_TASKS"] != "1":
+        return _slurm(environ, hostname)
+    if "PET_NODE_RANK" in environ and _in_pod(environ):
+        return _kubeflow(environ, hostname)
+    if "JOB_COMPLETION_INDEX" in environ:
+        return _kubernetes(environ, hostname)
+    return _single(environ, hostname)
+
+
+def _torchrun(environ: Mapping[str, str], hostname: str) -> RankFacts:
+    read = LaunchVariables(
+        environ,
+        hostname,
+        "torchrun (TORCHELASTIC_RUN_ID is set)",
+        "start with `torchrun --nnodes=... --nproc-per-node=... -m pytest ...`, which sets all of them;"
+        " in a shell where they are left over, unset them",
+    )
+    facts = RankFacts(
+        rank=read.number("RANK"),
+        world_size=read.number("WORLD_SIZE", least=1),
+        local_rank=read.number("LOCAL_RANK"),
+        local_world_size=read.number("LOCAL_WORLD_SIZE", least=1),
+        node_rank=read.number("GROUP_RANK"),
+        nnodes=read.number("GROUP_WORLD_SIZE", least=1),
+        hostname=hostname,
+        launcher="torchrun",
+        run_id=_id_of_torchrun(read.text("TORCHELASTIC_RUN_ID"), environ),
+        restart_count=read.number("TORCHELASTIC_RESTART_COUNT", 0),
+        max_restarts=read.number("TORCHELASTIC_MAX_RESTARTS", 0),
+        # Loopback is fine: two agents on one host may call it so, and they have already met there.
+        master_addr=read.text("MASTER_ADDR"),
+        master_port=read.master_port(None),
+        agent_store=read.text("TORCHELASTIC_USE_AGENT_STORE", "False") == "True",
+        scheduler=allocation(environ),
+    )
+    read.below("RANK", "WORLD_SIZE")
+    read.below("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    read.below("GROUP_RANK", "GROUP_WORLD_SIZE")
+    read.at_most("LOCAL_WORLD_SIZE", "WORLD_SIZE")
+    read.at_most("GROUP_WORLD_SIZE", "WORLD_SIZE")
+    read.at_most("LOCAL_RANK", "RANK")
+    read.settle()
+    return replace(facts, local_rank=_position_on_node(environ, facts))
+
+
+def _id_of_torchrun(given: str, environ: Mapping[str, str]) -> str:
+    """Return --rdzv-id; where none was given, in a Slurm job the job's id and how often it was requeued."""
+    if given != "none" or not environ.get("SLURM_JOB_ID"):
+        return given
+    return f"slurm-{environ['SLURM_JOB_ID']}-{environ.get('SLURM_RESTART_COUNT') or 0}"
+
+
+def _position_on_node(environ: Mapping[str, str], facts: RankFacts) -> int:
+    """Undo ``torchrun --virtual-local-rank``: it shows each rank one GPU, all as LOCAL_RANK 0."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES", "")
+    even = facts.world_size == facts.nnodes * facts.local_world_size
+    position = facts.rank - facts.node_rank * facts.local_world_size
+    if facts.local_rank == 0 and visible and "," not in visible and even:
+        return position if 0 <= position < facts.local_world_size else 0
+    return facts.local_rank
+
+
+def _openmpi(environ: Mapping[str, str], hostname: str) -> RankFacts:
+    """Read mpirun's process. Source: https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html"""
+    read = LaunchVariables(
+        environ,
+        hostname,
+        "Open MPI (OMPI_COMM_WORLD_SIZE is set)",
+        "start with `mpirun -n RANKS --map-by ppr:RANKS_PER_NODE:node --rank-by slot"
+        " -x MASTER_ADDR=HOST_OF_RANK_0 python -m pytest ...`: equally many ranks on every node, numbered"
+        " node after node; or use torchrun",
+    )
+    world_size = read.number("OMPI_COMM_WORLD_SIZE", least=1)
+    local_world_size = read.number("OMPI_COMM_WORLD_LOCAL_SIZE", least=1)
+    rank, local_rank = read.number("OMPI_COMM_WORLD_RANK"), read.number("OMPI_COMM_WORLD_LOCAL_RANK")
+    read.below("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    read.below("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    # Open MPI does not tell the node's number. It is derived, so what the derivation assumes is checked.
+    if world_size % local_world_size:
+        read.complain(f"{world_size} ranks cannot be {local_world_size} on every node")
+    elif rank % local_world_size != local_rank:
+        read.complain(
+            f"rank {rank} is number {local_rank} of {local_world_size} on its node:"
+            " the ranks are not numbered node after node"
+        )
+    nnodes = max(1, world_size // local_world_size)
+    # The namespace is the same on all ranks of one mpirun and another for the next one.
+    run_id = f"openmpi-{environ.get('PMIX_NAMESPACE') or environ.get('OMPI_MCA_ess_base_jobid') or 'run'}"
+    port = _FIRST_PORT + zlib.crc32(run_id.encode("utf-8", "replace")) % _PORTS
+    facts = RankFacts(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        node_rank=rank // local_world_size,
+        nnodes=nnodes,
+        hostname=hostname,
+        launcher="openmpi",
+        run_id=run_id,
+        master_addr=read.master_addr(_LOOPBACK_ADDRESS if nnodes == 1 else None, nnodes=nnodes),
+        master_port=read.master_port(port),
+        scheduler=allocation(environ),
+    )
+    read.settle()
+    return facts
+
+
+def in_step(environ: Mapping[str, str]) -> bool:
+    """Tell a step that srun started from a batch script and from Slurm's own interactive step."""
+    step = environ.get("SLURM_STEP_ID", "")
+    special = step.isdecimal() and int(step) >= _FIRST_SPECIAL_STEP
+    return bool(step) and not special and "SLURM_STEP_NUM_TASKS" in environ
+
+
+def _slurm(environ: Mapping[str, str], hostname: str) -> RankFacts:
+    """Read a step's task.
+
+    The port is ``20000 + (16 * job id + step id) % 10000``: other steps of a job, and the jobs next to it on
+    a shared node, get other ports. The store's host is the first of the step's node list, where task 0 is.
+
+    Source: https://slurm.schedmd.com/srun.html (OUTPUT ENVIRONMENT VARIABLES).
+    """
+    read = LaunchVariables(
+        environ,
+        hostname,
+        "a Slurm step (SLURM_STEP_ID and SLURM_STEP_NUM_TASKS are set)",
+        "start with `srun --ntasks-per-node=GPUS_PER_NODE python -m pytest ...`, or with torchrun under"
+        " `srun --ntasks-per-node=1`; do not filter Slurm's variables (srun --export)",
+    )
+    world_size = read.number("SLURM_STEP_NUM_TASKS", least=1)
+    nnodes = read.number("SLURM_STEP_NUM_NODES", least=1)
+    rank, local_rank = read.number("SLURM_PROCID"), read.number("SLURM_LOCALID")
+    node_rank = read.number("SLURM_NODEID")
+    job, step = read.number("SLURM_JOB_ID"), read.number("SLURM_STEP_ID")
+    read.below("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+    read.below("SLURM_NODEID", "SLURM_STEP_NUM_NODES")
+    tasks = _tasks_per_node(read, world_size, nnodes)
+    local_world_size = tasks[node_rank] if node_rank < len(tasks) else 1
+    if node_rank < len(tasks) and local_rank >= local_world_size:
+        read.complain(f"SLURM_LOCALID={local_rank} is not below the {local_world_size} tasks of node {node_rank}")
+    first_host, origin = _LOOPBACK_ADDRESS, "MASTER_ADDR"
+    if nnodes > 1 and not environ.get("MASTER_ADDR"):
+        first_host, origin = _first_host(read)
+        if rank == 0 and node_rank != 0:
+            read.complain(f"task 0 is on node {node_rank}, not on the first of the list: export MASTER_ADDR")
+    facts = RankFacts(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        node_rank=node_rank,
+        nnodes=nnodes,
+        hostname=hostname,
+        launcher="slurm",
+        # A requeued job keeps its number.
+        run_id=f"slurm-{job}.{step}-{read.number('SLURM_RESTART_COUNT', 0)}",
+        master_addr=read.master_addr(first_host, nnodes=nnodes),
+        master_addr_from=origin,
+        master_port=read.master_port(_FIRST_PORT + (16 * job + step) % _PORTS),
+        scheduler=allocation(environ),
+    )
+    read.settle()
+    return facts
+
+
+def _first_host(read: LaunchVariables) -> tuple[str, str]:
+    """Return the first node, and from which list it is."""
+    # Some sites' wrappers drop the step's list; the job's has the same first node for a step on all nodes.
+    name = "SLURM_STEP_NODELIST" if read.text("SLURM_STEP_NODELIST", "") else "SLURM_JOB_NODELIST"
+    nodelist = read.text(name)
+    try:
+        return expand_hostlist(nodelist)[0] if nodelist else "unknown", f"the first of {name}"
+    except LaunchError as error:
+        read.complain(str(error))
+        return "unknown", name
+
+
+def _tasks_per_node(read: LaunchVariables, world_size: int, nnodes: int) -> list[int]:
+    """Expand ``8(x2),4`` to [8, 8, 4] and hold it against the other counts."""
+    text = read.text("SLURM_STEP_TASKS_PER_NODE")
+    tasks: list[int] = []
+    for item in filter(None, text.split(",")):
+        match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", item, re.ASCII)
+        if not match:
+            read.complain(f"SLURM_STEP_TASKS_PER_NODE={text!r} is not a list such as 8(x2),4")
+            return []
+        tasks += [int(match[1])] * int(match[2] or 1)
+    if tasks and (len(tasks) != nnodes or sum(tasks) != world_size):
+        read.complain(
+            f"SLURM_STEP_TASKS_PER_NODE={text} means {sum(tasks)} tasks on {len(tasks)} nodes, not the"
+            f" {world_size} of SLURM_STEP_NUM_TASKS on the {nnodes} of SLURM_STEP_NUM_NODES"
+        )
+    return tasks
+
+
+def _kubernetes(environ: Mapping[str, str], hostname: str) -> RankFacts:
+    """Read an Indexed Job's pod. A pod counts as a node: with several GPUs to a pod, run torchrun in it.
+
+    Source: https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode
+    """
+    read = LaunchVariables(
+        environ,
+        hostname,
+        "a Kubernetes Indexed Job (JOB_COMPLETION_INDEX is set)",
+        "in the pod template set WORLD_SIZE to the Job's completions, MASTER_ADDR to the headless service's"
+        " name of pod 0 and MASTER_PORT to a free port; set WORLD_SIZE to 1 where every pod is tested on its"
+        " own; or start torchrun in the pods",
+    )
+    rank, world_size = read.number("JOB_COMPLETION_INDEX"), read.number("WORLD_SIZE", least=1)
+    if environ.get("WORLD_SIZE") == "1":
+        read.settle()
+        return _alone(environ, hostname)
+    read.below("JOB_COMPLETION_INDEX", "WORLD_SIZE")
+    if environ.get("RANK", str(rank)) != str(rank):
+        read.complain(f"RANK={read.text('RANK')} is not JOB_COMPLETION_INDEX={rank}")
+    address, port = read.master_addr(None, nnodes=world_size), read.master_port(None)
+    read.settle()
+    return _pod(rank, world_size, address, port, environ, hostname)
+
+
+def _kubeflow(environ: Mapping[str, str], hostname: str) -> RankFacts:
+    """Read a pod of a TrainJob (Kubeflow Trainer v2) or PyTorchJob (Training Operator v1) with one rank.
+
+    Both set torchrun's own variables, PET_*, and no rank for a process that torchrun has not started. PyTorchJob adds
+    ``RANK``, the pod's, and ``WORLD_SIZE``, of all ranks.
+
+    Source: https://github.com/kubeflow/trainer, pkg/runtime/framework/plugins/torch/torch.go of v2 and
+    pkg/controller.v1/pytorch/envvar.go of v1.9.
+    """
+    read = LaunchVariables(
+        environ,
+        hostname,
+        "a pod of Kubeflow (PET_NODE_RANK is set)",
+        "start with `gpucluster run -- acceptance/`, whose torchrun reads all of them; without torchrun a pod has one"
+        " rank: numProcPerNode or nprocPerNode is 1",
+    )
+    rank, world_size = read.number("PET_NODE_RANK"), read.number("PET_NNODES", least=1)
+    read.below("PET_NODE_RANK", "PET_NNODES")
+    ranks = read.text("PET_NPROC_PER_NODE", "1")
+    if ranks != "1":
+        read.complain(f"PET_NPROC_PER_NODE={ranks} is not 1, and no torchrun has started this process")
+    for name, expected in (("RANK", rank), ("WORLD_SIZE", world_size), ("JOB_COMPLETION_INDEX", rank)):
+        if environ.get(name, str(expected)) != str(expected):
+            read.complain(f"{name}={read.text(name)} does not fit: this pod is {rank} of {world_size}")
+    if world_size == 1:
+        read.settle()
+        return _alone(environ, hostname)
+    address = "MASTER_ADDR" if environ.get("MASTER_ADDR") else "PET_MASTER_ADDR"
+    port = "MASTER_PORT" if environ.get("MASTER_PORT") else "PET_MASTER_PORT"
+    where, number = read.master_addr(None, nnodes=world_size, name=address), read.master_port(None, name=port)
+    read.settle()
+    return replace(_pod(rank, world_size, where, number, environ, hostname), master_addr_from=address)
+
+
+def _pod(rank: int, world_size: int, address: str, port: int, environ: Mapping[str, str], hostname: str) -> RankFacts:
+    return RankFacts(
+        rank=rank,
+        world_size=world_size,
+        local_rank=0,
+        local_world_size=1,
+        node_rank=rank,
+        nnodes=world_size,
+        hostname=hostname,
+        launcher="kubernetes",
+        run_id=f"kubernetes-{address}-{port}",
+        master_addr=address,
+        master_port=port,
+        scheduler=allocation(environ),
+    )
+
+
+def _in_pod(environ: Mapping[str, str]) -> bool:
+    return "KUBERNETES_SERVICE_HOST" in environ or "JOB_COMPLETION_INDEX" in environ
+
+
+def _single(environ: Mapping[str, str], hostname: str) -> RankFacts:
+    read = LaunchVariables(
+        environ,
+        hostname,
+        "a single process (no torchrun, mpirun, Slurm step or Indexed Job)",
+        "start with `torchrun --nnodes=... --nproc-per-node=... -m pytest ...`;"
+        " for one process alone, unset these variables",
+    )
+    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
+        if read.number(name, 0) > 0:
+            read.complain(f"{name}={environ[name]} tells of other processes, but not how to meet them")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", *_FOREIGN_LAUNCHERS):
+        if read.number(name, 1, least=1) > 1:
+            by = _FOREIGN_LAUNCHERS.get(name, "no launcher that is known here")
+            read.complain(f"{name}={environ[name]} tells of several processes, started by {by}")
+    read.settle()
+    return _alone(environ, hostname)
+
+
+def _alone(environ: Mapping[str, str], hostname: str) -> RankFacts:
+    return RankFacts(
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        local_world_size=1,
+        node_rank=0,
+        nnodes=1,
+        hostname=hostname,
+        launcher="single",
+        run_id="single",
+        scheduler=allocation(environ),
+    )
+
+
+def allocation(environ: Mapping[str, str]) -> Allocation:
+    """What the scheduler gave: the step's nodes inside a step (srun -N was a decision), else the whole job's.
+
+    A variable of the scheduler that cannot be read declares nothing, and is no reason to refuse the ranks of
+    another launcher.
+    """
+    if "SLURM_JOB_ID" in environ:
+        if "SLURM_HET_SIZE" in environ:
+            return Allocation(name="slurm")
+        nnodes = "SLURM_STEP_NUM_NODES" if in_step(environ) else "SLURM_JOB_NUM_NODES"
+        gpus_per_node = _count(environ.get("SLURM_GPUS_PER_NODE", ""))
+        gpus, nodes = _count(environ.get("SLURM_GPUS", "")), _count(environ.get("SLURM_JOB_NUM_NODES", ""))
+        if gpus_per_node is None and gpus and nodes and gpus % nodes == 0:
+            gpus_per_node = gpus // nodes
+        if gpus_per_node is None:
+            gpus_per_node = _count(environ.get("SLURM_GPUS_ON_NODE", ""))
+        return Allocation(name="slurm", nnodes=_count(environ.get(nnodes, "")), gpus_per_node=gpus_per_node)
+    if _in_pod(environ):
+        return Allocation(name="kubernetes")
+    return Allocation()
+
+
+def _count(text: str) -> int | None:
+    """Read Slurm's ``8``, ``h100:8`` or ``h100:4,l40s:4``."""
+    counts = [item.rpartition(":")[2] for item in text.split(",")]
+    if not all(re.fullmatch(r"\d{1,6}", count, re.ASCII) for count in counts):
+        return None
+    return sum(map(int, counts)) or None

@@ -1,1 +1,0 @@
-"""Every link between two GPUs, each for itself: who is paired when, what came of it, and what explains it. Pure."""

@@ -1,0 +1,100 @@
+"""One thing that is not as it should be with one GPU: what was found, what is allowed, what to do.
+
+Findings about a host, and what follows from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
+
+Kind = Literal["hardware", "environment", "note"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """All names of a GPU, so that an operator finds it in any tool. What is not known is None.
+
+    ``index`` is NVML's, as nvidia-smi shows it; ``pci`` is written as NVML does.
+    """
+
+    host: str
+    index: int | None = None
+    uuid: str | None = None
+    serial: str | None = None
+    pci: str | None = None
+
+    def __str__(self) -> str:
+        if self.index is None and not (self.uuid or self.serial or self.pci):
+            return self.host  # no GPU of it in particular, or a rehearsal on cpu
+        index = "GPU" if self.index is None else f"GPU {self.index}"
+        names = f"{self.uuid or 'UUID unknown'}, serial {self.serial or 'unknown'}, PCI {self.pci or 'unknown'}"
+        return f"{index} ({names}) on {self.host}"
+
+
+def identity(who: Mapping[str, Any]) -> Identity:
+    """Return the names of a rank's GPU, from what the rank has said of itself (``inventory.identify``)."""
+    gpu = who["gpu"] or {}
+    return Identity(
+        host=str(who["host"]),
+        index=gpu.get("index"),
+        uuid=gpu.get("uuid"),
+        serial=gpu.get("serial"),
+        pci=gpu.get("pci_bus_id"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A result of a check.
+
+    ``hardware``: the node as delivered is rejected. ``environment``: it cannot be judged, or somebody disturbs it.
+    ``note``: worth knowing, decides nothing.
+    """
+
+    code: str
+    kind: Kind
+    gpu: Identity
+    found: str
+    allowed: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.gpu}: {self.code} ({self.kind}): {self.found}; allowed: {self.allowed}; what to do: {self.remedy}"
+        )
+
+
+def notice(code: str, kind: Kind, host: str, found: str, *, allowed: str, remedy: str) -> Finding:
+    """Make a finding about a host, and about no GPU of it in particular."""
+    return Finding(code=code, kind=kind, gpu=Identity(host=host), found=found, allowed=allowed, remedy=remedy)
+
+
+def decisive(findings: Iterable[Finding]) -> list[Finding]:
+    """Return what is more than a note."""
+    return [one for one in findings if one.kind != "note"]
+
+
+def require_nothing(findings: Iterable[Finding]) -> None:
+    """Make sure that nothing but notes was found; notes are printed.
+
+    Raises:
+        HardwareFault: what was found is of the kind "hardware", maybe beside others.
+        EnvironmentBroken: what was found is of the kind "environment".
+    """
+    found = list(findings)
+    wrong = decisive(found)
+    notes = [one for one in found if one.kind == "note"]
+    if not wrong:
+        for note in notes:
+            print(note)
+        return
+    codes = ", ".join(dict.fromkeys(one.code for one in wrong))
+    places = ", ".join(dict.fromkeys(str(one.gpu) for one in wrong))
+    text = "\n".join([f"{codes}: {places}", *(f"- {one}" for one in (*wrong, *notes))])
+    if any(one.kind == "hardware" for one in wrong):
+        raise HardwareFault(text)
+    raise EnvironmentBroken(text)

@@ -1,0 +1,340 @@
+"""What can be measured, and one measurement of it.
+
+A metric has one canonical unit. ``measurement`` converts to it, so that everything downstream (limits, judge,
+journal, reports) compares plain numbers. A value that cannot be judged, such as NaN, is kept and judged an
+error: dropping it would make a broken rank look like a rank that measured nothing.
+
+    >>> measurement("hbm.copy.bandwidth", 3020, unit="GB/s").value
+    3.02
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from pytest_gpucluster.errors import MeasurementError, UnitError
+from pytest_gpucluster.metrics import units
+from pytest_gpucluster.metrics.catalogue import CATALOGUE, Metric
+from pytest_gpucluster.metrics.sampling import STOPPED_BY, Series, Stopped
+
+_REGISTRY: dict[str, Metric] = {metric.name: metric for metric in CATALOGUE}
+METRICS: Mapping[str, Metric] = MappingProxyType(_REGISTRY)
+WITHOUT_NVLS = {"nvls": "switched off"}
+"""The label of every value that was measured through groups for which this suite has switched NVLS off."""
+
+
+_CAUSES = (
+    ("finite_steps",),
+    ("verified", "wrong_words", "repeated"),
+    ("gradient_error", "loss_error", "weight_error", "ddp_loss_error"),
+    ("bf16_gradient_error", "bf16_loss_error", "bf16_weight_error"),
+    ("unchanged_base", "moved_adapters", "replayed_steps", "resume_error", "reshard_error", "reload_error"),
+    ("group_error", "data_wait"),
+)
+"""Last words of metrics, in stages, each before those that it may explain: what is computed wrong before what comes of
+it, and that before how fast it is. Ranks that do not share gradients also go on otherwise from a checkpoint, not the
+other way round. Their margins tell nothing about that: a limit of 0.001 is missed a thousand times by a trifle."""
+
+
+class _Bounds(Protocol):
+    @property
+    def min(self) -> float | None: ...
+    @property
+    def max(self) -> float | None: ...
+
+
+class _Missed(Protocol):
+    @property
+    def metric(self) -> str: ...
+    @property
+    def values(self) -> Mapping[int, float]: ...
+    @property
+    def limit(self) -> _Bounds | None: ...
+
+
+def cause_order(missed: _Missed) -> tuple[int, int, int]:
+    """Return the place of a missed metric among the causes of a failure: of several the lowest explains the others.
+
+    Within a stage what fewer ranks miss comes first: a loss that is wrong on one rank makes the gradients of all ranks
+    wrong. Metrics of no stage, as all rates, have one place: they are ordered by how much they miss.
+    """
+    last = missed.metric.rpartition(".")[2]
+    stage = next((number for number, names in enumerate(_CAUSES) if last in names), None)
+    if stage is None:
+        return len(_CAUSES), 0, 0
+    low = missed.limit.min if missed.limit is not None and missed.limit.min is not None else -math.inf
+    high = missed.limit.max if missed.limit is not None and missed.limit.max is not None else math.inf
+    ranks = sum(not low <= value <= high for value in missed.values.values())
+    return stage, ranks, _CAUSES[stage].index(last)
+
+
+def register(metric: Metric) -> Metric:
+    """Make a metric known, and return it. Registering the same definition again changes nothing.
+
+    Raises: MeasurementError if the name is taken by another definition; UnitError if the unit is unknown.
+    """
+    units.unit(metric.unit)
+    existing = _REGISTRY.setdefault(metric.name, metric)
+    if existing != metric:
+        raise MeasurementError(
+            f"metric {metric.name!r} is already defined otherwise: {existing} was first, {metric} came now"
+        )
+    return metric
+
+
+def known(name: str) -> Metric:
+    """Look a metric up by its name.
+
+    Raises: MeasurementError naming the metric that was probably meant.
+    """
+    try:
+        return _REGISTRY[name]
+    except KeyError:
+        hint = units.did_you_mean(name, _REGISTRY) or f"; known metrics: {', '.join(_REGISTRY)}"
+        raise MeasurementError(f"unknown metric {name!r}{hint}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One value of a metric on one rank, in the metric's canonical unit, with the samples behind it.
+
+    ``interval`` encloses the true value with 95 % confidence, where that is known. ``inconclusive`` says why the
+    samples scatter too much for a verdict. ``stopped`` says why there are no more samples, where it is known.
+    ``telemetry`` is what the GPU did meanwhile, in plain JSON types.
+    """
+
+    metric: str
+    value: float
+    unit: str
+    samples: tuple[float, ...] = ()
+    interval: tuple[float, float] | None = None
+    inconclusive: str = ""
+    stopped: Stopped | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    telemetry: Mapping[str, Any] = field(default_factory=dict)
+    record_only: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON types. NaN and infinities become text, because JSON has no such numbers."""
+        return {
+            "metric": self.metric,
+            "value": number_to_json(self.value),
+            "unit": self.unit,
+            "samples": numbers_to_json(self.samples),
+            "interval": None if self.interval is None else numbers_to_json(self.interval),
+            "inconclusive": self.inconclusive,
+            "stopped": None if self.stopped is None else stopped_to_json(self.stopped),
+            "labels": dict(self.labels),
+            "telemetry": dict(self.telemetry),
+            "record_only": self.record_only,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Measurement:
+        """Rebuild a measurement from ``to_json``'s form.
+
+        Raises: MeasurementError if it is not of that form, names an unknown metric, or is in another unit.
+        """
+        try:
+            metric, unit, labels, record_only = (
+                data["metric"],
+                data["unit"],
+                data["labels"],
+                data["record_only"],
+            )
+            value, samples = number_from_json(data["value"]), tuple(map(number_from_json, data["samples"]))
+            interval = None if data["interval"] is None else tuple(map(number_from_json, data["interval"]))
+            inconclusive, telemetry = data["inconclusive"], data["telemetry"]
+            stopped = None if data["stopped"] is None else stopped_from_json(data["stopped"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise MeasurementError(f"this is no measurement in transit: {error!r} in {data!r:.200}") from None
+        if not isinstance(metric, str) or known(metric).unit != unit:
+            raise MeasurementError(f"{metric!r} travels in {known(str(metric)).unit}, not in {unit!r}")
+        if not isinstance(labels, Mapping) or not isinstance(record_only, bool):
+            raise MeasurementError(f"labels {labels!r:.80} or record_only {record_only!r:.20} has a wrong type")
+        if not isinstance(inconclusive, str) or not isinstance(telemetry, Mapping):
+            raise MeasurementError(f"inconclusive {inconclusive!r:.80} or telemetry {telemetry!r:.80} has a wrong type")
+        return cls(
+            metric=metric,
+            value=value,
+            unit=unit,
+            samples=samples,
+            interval=None if interval is None else _pair(interval),
+            inconclusive=inconclusive,
+            stopped=stopped,
+            labels={str(key): str(label) for key, label in labels.items()},
+            telemetry=telemetry,
+            record_only=record_only,
+        )
+
+
+def measurement(
+    name: str,
+    value: Any,
+    *,
+    unit: str,
+    samples: Iterable[Any] = (),
+    labels: Mapping[str, Any] | None = None,
+    telemetry: Mapping[str, Any] | None = None,
+    record_only: bool = False,
+) -> Measurement:
+    """Make a measurement, converting ``value`` and ``samples`` from ``unit`` to the metric's own unit.
+
+    The value is a number of any type that converts to float (int, numpy scalar, one-element tensor), or a ``Series``,
+    which brings its samples and its interval. NaN, infinite and negative values are kept for the judge.
+
+    Raises: MeasurementError if the metric is unknown, the unit is missing, unknown or of another dimension,
+    or a value is no number.
+    """
+    metric = known(name)
+    interval: tuple[float, float] | None = None
+    inconclusive = ""
+    stopped: Stopped | None = None
+    if isinstance(value, Series):
+        if samples:
+            raise MeasurementError(f"{name}: a series brings its own samples; do not give others beside it")
+        interval, inconclusive, stopped = (value.low, value.high), value.inconclusive, value.stopped
+        samples, value = value.samples, value.median
+    if not isinstance(unit, str):
+        raise MeasurementError(f"{name}: the unit must be text such as {metric.unit!r}, not {unit!r}")
+    if not isinstance(record_only, bool):
+        raise MeasurementError(f"{name}: record_only must be True or False, not {record_only!r}")
+    if isinstance(samples, (str, bytes)) or not isinstance(samples, Iterable):
+        raise MeasurementError(f"{name}: samples must be a sequence of numbers, not {samples!r:.80}")
+    try:
+        converted = units.convert(_number(value), unit, metric.unit)
+        numbers = tuple(map(_number, samples))
+        if unit != metric.unit:
+            numbers = tuple(units.convert(sample, unit, metric.unit) for sample in numbers)
+        if interval is not None:
+            interval = _pair([units.convert(end, unit, metric.unit) for end in interval])
+    except (UnitError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        # RuntimeError is what a tensor of several elements, or on a lost device, raises.
+        kind = UnitError if isinstance(error, UnitError) else MeasurementError
+        raise kind(f"{name}: {error}") from error
+    return Measurement(
+        metric=name,
+        value=converted,
+        unit=metric.unit,
+        samples=numbers,
+        interval=interval,
+        inconclusive=inconclusive,
+        stopped=stopped,
+        labels={str(key): str(label) for key, label in (labels or {}).items()},
+        telemetry=dict(telemetry or {}),
+        record_only=record_only,
+    )
+
+
+def problem(measured: Measurement) -> str | None:
+    """Say why a measurement cannot be judged, or return None if it can."""
+    value = _defect(measured.value)
+    if value is not None:
+        return f"the value is {value}"
+    if measured.interval is not None and sound_interval(measured) is None:
+        low, high = measured.interval
+        return f"the value {measured.value:g} has an interval that makes no sense: {low:g} to {high:g}"
+    # A finite sum and a minimum of zero or more clear the usual case without looking at each sample.
+    if not measured.samples or (math.isfinite(sum(measured.samples)) and min(measured.samples) >= 0):
+        return None
+    bad = [defect for defect in map(_defect, measured.samples) if defect is not None]
+    return f"{len(bad)} of {len(measured.samples)} samples cannot be judged, the first is {bad[0]}" if bad else None
+
+
+def sound_interval(measured: Measurement) -> tuple[float, float] | None:
+    """Return the interval if it encloses the value and both ends could be measured values, else None."""
+    if measured.interval is None:
+        return None
+    low, high = measured.interval
+    return (low, high) if 0 <= low <= measured.value <= high < math.inf else None
+
+
+def number_to_json(value: float) -> float | str:
+    """Return a finite number as it is, others as ``NaN``, ``Infinity`` or ``-Infinity``."""
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def numbers_to_json(values: tuple[float, ...]) -> list[float | str]:
+    """Return many numbers as ``number_to_json`` does. Samples are nearly always all finite, which one sum
+    shows."""
+    return list(values) if math.isfinite(sum(values)) else [number_to_json(value) for value in values]
+
+
+def number_from_json(value: Any) -> float:
+    """Undo ``number_to_json``.
+
+    Raises: ValueError for any other text; TypeError for anything that is neither number nor text.
+    """
+    if type(value) is float:
+        return value
+    if isinstance(value, str):
+        if value not in ("NaN", "Infinity", "-Infinity"):
+            raise ValueError(f"{value!r} is no number")
+        return float(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{value!r} is no number")
+    return float(value)
+
+
+def stopped_to_json(stopped: Stopped) -> dict[str, Any]:
+    """Return plain JSON types."""
+    return {
+        "by": stopped.by,
+        "samples": stopped.samples,
+        "seconds": number_to_json(stopped.seconds),
+        "width_ratio": number_to_json(stopped.width_ratio),
+        "allowed_ratio": number_to_json(stopped.allowed_ratio),
+        "extended": stopped.extended,
+    }
+
+
+def stopped_from_json(data: Mapping[str, Any]) -> Stopped:
+    """Undo ``stopped_to_json``.
+
+    Raises: KeyError, TypeError or ValueError if it is not of that form.
+    """
+    if not isinstance(data, Mapping):
+        raise TypeError(f"{data!r:.80} does not say why there are no more samples")
+    by, samples, extended = data["by"], data["samples"], data["extended"]
+    if by not in STOPPED_BY:
+        raise ValueError(f"measuring stops by {', '.join(STOPPED_BY)}, not by {by!r:.80}")
+    if type(samples) is not int or not isinstance(extended, bool):
+        raise TypeError(f"samples {samples!r:.80} or extended {extended!r:.80} has a wrong type")
+    return Stopped(
+        by=by,
+        samples=samples,
+        seconds=number_from_json(data["seconds"]),
+        width_ratio=number_from_json(data["width_ratio"]),
+        allowed_ratio=number_from_json(data["allowed_ratio"]),
+        extended=extended,
+    )
+
+
+def _pair(ends: Sequence[float]) -> tuple[float, float]:
+    if len(ends) != 2:
+        raise MeasurementError(f"an interval has two ends, not {len(ends)}")
+    return ends[0], ends[1]
+
+
+def _defect(value: float) -> str | None:
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "infinite"
+    return f"negative ({value:g})" if value < 0 else None
+
+
+def _number(value: Any) -> float:
+    # Text and truth values convert to float too, but whoever measured them measured something else.
+    if isinstance(value, (str, bytes, bytearray)) or type(value).__name__ in ("bool", "bool_"):
+        raise TypeError(f"{value!r} is no number")
+    try:
+        return float(value)
+    except TypeError:
+        raise TypeError(f"{value!r:.80} is no number") from None
