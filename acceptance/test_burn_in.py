@@ -4,17 +4,12 @@ import os
 
 import pytest
 
-from pytest_gpucluster.benchmarks.bit_patterns import PATTERNS
-from pytest_gpucluster.benchmarks.burn_in import burn_in
-from pytest_gpucluster.benchmarks.burn_in_course import Course
-from pytest_gpucluster.benchmarks.fingerprint_agreement import FingerprintAgreement
-from pytest_gpucluster.benchmarks.fingerprint_files import exchange
-from pytest_gpucluster.benchmarks.gpu_fingerprint import Fingerprint, take_fingerprint
-from pytest_gpucluster.benchmarks.memory_patterns import go_through
-from pytest_gpucluster.benchmarks.memory_survey import Survey
-from pytest_gpucluster.health.thermal import BAD_REASONS
-from pytest_gpucluster.host.facts import WORKERS
+from pytest_gpucluster.benchmarks.burn_in import Course, burn_in
+from pytest_gpucluster.benchmarks.fingerprint import Fingerprint, FingerprintAgreement, exchange, take_fingerprint
+from pytest_gpucluster.benchmarks.memory_patterns import PATTERNS, Survey, go_through
 from pytest_gpucluster.metrics.finding import identity
+from pytest_gpucluster.node.health.checks import BAD_REASONS
+from pytest_gpucluster.node.host import WORKERS
 
 BESIDE_SECONDS = 120.0  # making the operands and the reference, or the buffers
 ROUND_SECONDS = 120.0  # of one pattern over all memory: some 20 s are expected on the largest and on the slowest GPU

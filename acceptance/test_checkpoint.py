@@ -4,9 +4,9 @@ from statistics import median
 
 import pytest
 
-from pytest_gpucluster.benchmarks.checkpoint.bandwidth import storage_bandwidth
-from pytest_gpucluster.benchmarks.checkpoint.resume import check_resume
-from pytest_gpucluster.benchmarks.training.decoder import Geometry
+from pytest_gpucluster.benchmarks.storage.bandwidth import storage_bandwidth
+from pytest_gpucluster.benchmarks.storage.resume import check_resume
+from pytest_gpucluster.benchmarks.training.model import Geometry
 
 BESIDE_SECONDS = 300.0  # what a test may take with nothing to wait for but the ranks
 SLOWEST_BYTES_PER_SECOND = 10e6  # of a rank; a file system that is slower is not waited for

@@ -4,13 +4,12 @@ import os
 
 import pytest
 
-from pytest_gpucluster import nccl_environment
-from pytest_gpucluster.surroundings import names
-from pytest_gpucluster.surroundings.clocks import skew_of_nodes
-from pytest_gpucluster.surroundings.connectivity import connect_all, longest_seconds
-from pytest_gpucluster.surroundings.interfaces import choose
-from pytest_gpucluster.surroundings.names import all_questions, look_up, require_known
-from pytest_gpucluster.surroundings.nodes import Nodes
+from pytest_gpucluster.node import name_resolution
+from pytest_gpucluster.node.clock_skew import skew_of_nodes
+from pytest_gpucluster.node.fabric import nccl_environment
+from pytest_gpucluster.node.interfaces import Nodes, choose
+from pytest_gpucluster.node.name_resolution import all_questions, look_up, require_known
+from pytest_gpucluster.node.network import connect_all, longest_seconds
 
 BESIDE_SECONDS = 60.0
 
@@ -18,7 +17,7 @@ BESIDE_SECONDS = 60.0
 @pytest.fixture
 def environ(cluster):
     """The environment as NCCL sees it: its configuration files included."""
-    found = {**os.environ, **nccl_environment.effective(nccl_environment.read(os.environ))}
+    found = {**os.environ, **nccl_environment.effective(nccl_environment.read_environment(os.environ))}
     if cluster.nnodes == 1:  # its ranks have met there, and need not know the name
         found["MASTER_ADDR"] = "127.0.0.1"
     return found
@@ -35,7 +34,7 @@ def deadline(request, cluster, workload):
     """Give the nodes the time that connections and lookups may take."""
     asked, count = workload.connectivity, cluster.nnodes
     seconds = BESIDE_SECONDS + longest_seconds(count, asked.deadline_seconds)
-    seconds += names.longest_seconds(2 * count, asked.lookup_seconds)
+    seconds += name_resolution.longest_seconds(2 * count, asked.lookup_seconds)
     request.node.add_marker(pytest.mark.deadline(seconds))
     cluster.allow(seconds)
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from pytest_gpucluster.affinity import examine, own_place, place_of_gpu, require_near
-from pytest_gpucluster.benchmarks.training.data_parallel import check_data_parallel
-from pytest_gpucluster.benchmarks.training.decoder import Geometry
+from pytest_gpucluster.benchmarks.training.ddp import check_data_parallel
+from pytest_gpucluster.benchmarks.training.model import Geometry
 from pytest_gpucluster.benchmarks.training.step_check import check_step
+from pytest_gpucluster.node.numa import examine_affinity, own_place, place_of_gpu, require_near
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_affinity(cluster, gpu, inventory, measure):
     When it fails: ``nvidia-smi topo -m`` shows the CPUs of each GPU. Bind the ranks as the finding says.
     """
     [who] = [who for who in inventory if who["rank"] == cluster.rank]
-    findings = examine(who, own_place(), place_of_gpu(gpu.pci_bus_id))
+    findings = examine_affinity(who, own_place(), place_of_gpu(gpu.pci_bus_id))
     notes = [str(finding) for finding in findings if finding.kind == "note"]
     for note in notes:
         print(note)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from pytest_gpucluster.benchmarks.training.decoder import Geometry
-from pytest_gpucluster.benchmarks.training.propagation import check_propagation
+from pytest_gpucluster.benchmarks.training.failure_propagation import check_propagation
+from pytest_gpucluster.benchmarks.training.model import Geometry
 
 BESIDE_SECONDS = 60.0  # what is left of a job that hangs is killed, and its memory given back
 

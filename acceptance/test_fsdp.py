@@ -2,9 +2,9 @@
 
 import pytest
 
-from pytest_gpucluster.benchmarks.training.decoder import Geometry
-from pytest_gpucluster.benchmarks.training.fully_sharded import check_fully_sharded
-from pytest_gpucluster.benchmarks.training.sharded_memory import held_memory
+from pytest_gpucluster.benchmarks.training.fsdp import check_fully_sharded
+from pytest_gpucluster.benchmarks.training.model import Geometry
+from pytest_gpucluster.benchmarks.training.sharding import held_memory
 
 
 @pytest.fixture

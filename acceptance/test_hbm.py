@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_gpucluster.benchmarks.memory import measure_hbm
+from pytest_gpucluster.benchmarks.hbm import measure_hbm
 
 BESIDE_SECONDS = 120.0  # filling the buffers
 

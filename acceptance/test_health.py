@@ -4,12 +4,11 @@ from functools import partial
 
 import pytest
 
+from pytest_gpucluster.benchmarks.burn_in import held_bytes, keep_busy
 from pytest_gpucluster.benchmarks.dtypes import check_product, dtypes_of
-from pytest_gpucluster.benchmarks.load import held_bytes, keep_busy
-from pytest_gpucluster.health.examination import examine
-from pytest_gpucluster.health.fleet import require_uniform
-from pytest_gpucluster.health.gathering import gather
 from pytest_gpucluster.metrics.finding import identity
+from pytest_gpucluster.node.health.examination import examine_gpu, require_uniform
+from pytest_gpucluster.node.health.snapshot import collect
 
 
 @pytest.mark.first(3)
@@ -54,10 +53,10 @@ def test_gpu_health(cluster, gpu, gpu_sources, inventory, workload, measure):
     health = workload.health
     load = partial(keep_busy, cluster.device, seconds=health.load_seconds)
     held = held_bytes(cluster.device)
-    situation = gather(
+    situation = collect(
         gpu_sources, inventory, rank=cluster.rank, sku=gpu.sku, mig=health.mig, load=load, held_bytes=held
     )
-    examined = examine(situation)
+    examined = examine_gpu(situation)
     notes = [str(note) for note in examined.of_kind("note")]
     for note in notes:
         print(note)

@@ -4,9 +4,8 @@ import dataclasses
 
 import pytest
 
-from pytest_gpucluster.host.examination import Wanted, examine, require_fit
-from pytest_gpucluster.host.facts import gather
-from pytest_gpucluster.host.readings import readings
+from pytest_gpucluster.node.host import gather
+from pytest_gpucluster.node.host_checks import Wanted, examine_host, readings, require_fit
 
 
 @pytest.mark.first(2)
@@ -27,7 +26,7 @@ def test_host_limits(cluster, inventory, workload, measure):
     if cluster.local_rank != 0:
         return
     facts = gather(inventory, rank=cluster.rank)
-    findings = examine(facts, Wanted(**dataclasses.asdict(workload.host)))
+    findings = examine_host(facts, Wanted(**dataclasses.asdict(workload.host)))
     for finding in findings:
         print(finding)
     for reading in readings(facts):

@@ -2,11 +2,10 @@
 
 import pytest
 
-from pytest_gpucluster.affinity import place_of_gpu
 from pytest_gpucluster.benchmarks.host_link import longest_seconds, measure_host_link
-from pytest_gpucluster.benchmarks.host_link_together import measure_host_links_together
-from pytest_gpucluster.host.local_memory import require_local
-from pytest_gpucluster.host.pcie_link import PcieLink
+from pytest_gpucluster.benchmarks.host_link_concurrent import measure_host_links_together
+from pytest_gpucluster.node.numa import place_of_gpu, require_local
+from pytest_gpucluster.node.pci import PcieLink
 
 BESIDE_SECONDS = 120.0  # taking, pinning and filling the memory
 FASTEST_GB_PER_SECOND = 63.0  # PCIe gen5 x16, where no data sheet says more

@@ -2,10 +2,10 @@
 
 import pytest
 
-from pytest_gpucluster.fabric_exchange import ports_of_all
-from pytest_gpucluster.fabric_ports import expects_infiniband
 from pytest_gpucluster.metrics.finding import require_nothing
-from pytest_gpucluster.nccl_environment import effective
+from pytest_gpucluster.node.fabric.nccl_environment import effective
+from pytest_gpucluster.node.fabric.port_exchange import ports_of_all
+from pytest_gpucluster.node.fabric.ports import expects_infiniband
 
 
 @pytest.mark.first(5)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pytest_gpucluster.benchmarks.link_survey import rounds_of, survey
+from pytest_gpucluster.benchmarks.links import rounds_of, survey
 from pytest_gpucluster.isolation.link_survey import (
     announced,
     compact,

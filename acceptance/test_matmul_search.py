@@ -5,7 +5,7 @@ import os
 import pytest
 
 from pytest_gpucluster.benchmarks.matmul_search import candidates, first_rank_chooses, search_matmul
-from pytest_gpucluster.host.facts import WORKERS
+from pytest_gpucluster.node.host import WORKERS
 
 DTYPES = ["bf16", "fp16", "tf32", "fp32", pytest.param("fp8", marks=pytest.mark.needs_peak("fp8_tflops"))]
 BESIDE_SECONDS = 120.0  # making the operands and the reference of the measurement

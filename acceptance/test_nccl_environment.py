@@ -5,13 +5,13 @@ import json
 
 import pytest
 
-from pytest_gpucluster.fabric_exchange import settings_of_all
 from pytest_gpucluster.metrics.datasheets import promise_of
 from pytest_gpucluster.metrics.finding import require_nothing
-from pytest_gpucluster.nccl_advice.advising import advise
-from pytest_gpucluster.nccl_advice.advising import place as place_of
-from pytest_gpucluster.nccl_advice.gathering import Sources, gather, of_ranks
-from pytest_gpucluster.nccl_findings import judge
+from pytest_gpucluster.node.fabric.nccl_advice import advise
+from pytest_gpucluster.node.fabric.nccl_advice import place as place_of
+from pytest_gpucluster.node.fabric.nccl_probe import Sources, gather_facts, of_ranks
+from pytest_gpucluster.node.fabric.nccl_rules import judge_environment
+from pytest_gpucluster.node.fabric.port_exchange import settings_of_all
 
 
 @pytest.mark.first(4)
@@ -44,7 +44,7 @@ def test_nccl_environment(artifacts, board, cluster, fabric_sources, gpu, invent
         gpus=lambda: of_ranks(inventory, cluster.node_rank),
         nccl=lambda tree: inventory[cluster.rank]["versions"]["nccl"],
     )
-    facts = gather(node)
+    facts = gather_facts(node)
     place = dataclasses.replace(
         place_of(facts),
         nnodes=cluster.nnodes,
@@ -54,7 +54,7 @@ def test_nccl_environment(artifacts, board, cluster, fabric_sources, gpu, invent
     )
     for setting in mine:
         record_property(f"environment.{setting.name}", f"{setting.value} ({setting.origin})")
-    findings = [found for setting in mine if (found := judge(setting, place, cluster.hostname)) is not None]
+    findings = [found for setting in mine if (found := judge_environment(setting, place, cluster.hostname)) is not None]
     everyone = settings_of_all(board, mine, inventory, cluster.rank)
     if everyone is not None:
         (artifacts / "environment.json").write_text(json.dumps(everyone.distinct(), indent=1), encoding="utf-8")

@@ -4,10 +4,10 @@ import importlib.util
 
 import pytest
 
-from pytest_gpucluster.benchmarks.lora.golden import deviation, read
 from pytest_gpucluster.benchmarks.lora.hub import INSTALL
 from pytest_gpucluster.benchmarks.lora.model import QWEN2_LABEL, TINY_LABEL, given_base, random_base
-from pytest_gpucluster.benchmarks.lora.plan import Recipe, group_size
+from pytest_gpucluster.benchmarks.lora.reference_curve import deviation, read
+from pytest_gpucluster.benchmarks.lora.training_plan import Recipe, group_size
 from pytest_gpucluster.errors import CurveError
 
 SECTIONS = {"test_lora_tiny": "lora_tiny", "test_qwen2_lora": "qwen2_lora", "test_lora_of_model": "qwen2_lora"}
@@ -93,9 +93,8 @@ def given(settings, golden):
 @pytest.fixture
 def train(cluster, settings, golden, artifacts, progress, measure, peak_tflops, record_property):
     """Train, put every condition on record as a measurement, and leave the curve in the test's folder."""
-    from pytest_gpucluster.benchmarks.lora.convergence import converge
+    from pytest_gpucluster.benchmarks.lora.convergence import converge, figures_of
     from pytest_gpucluster.benchmarks.lora.experiment import checks_of, recipe_of
-    from pytest_gpucluster.benchmarks.lora.figures import figures_of
 
     def train(sizes, base, lesson):
         recipe, expected = recipe_of(sizes, base), golden(base.label)
@@ -208,9 +207,9 @@ def test_qwen2_lora_throughput(cluster, workload, telemetry, progress, measure, 
     When it fails: one GPU: its clocks and power stand beside the measurement. All: whether activations were recomputed
     and blocks compiled is on record; then ``-k matmul``, ``-k hbm`` and ``-k nccl``.
     """
-    from pytest_gpucluster.benchmarks.lora.figures import rate_figures
-    from pytest_gpucluster.benchmarks.lora.memory_need import too_little_memory
+    from pytest_gpucluster.benchmarks.lora.convergence import rate_figures
     from pytest_gpucluster.benchmarks.lora.throughput import lora_throughput
+    from pytest_gpucluster.benchmarks.lora.training_plan import too_little_memory
 
     sizes, base = workload.lora_throughput, random_base()
     ranks = group_size(cluster.world_size, cluster.world_size)

@@ -3,9 +3,9 @@
 import pytest
 
 from pytest_gpucluster.benchmarks.collectives import all_reduce
-from pytest_gpucluster.benchmarks.footprint import require_free, total_bytes
-from pytest_gpucluster.benchmarks.ranks import Ranks
-from pytest_gpucluster.benchmarks.training.decoder import Geometry
+from pytest_gpucluster.benchmarks.group import Ranks
+from pytest_gpucluster.benchmarks.memory_budget import require_free, total_bytes
+from pytest_gpucluster.benchmarks.training.model import Geometry
 from pytest_gpucluster.benchmarks.training.scaling import efficiency, rates, straggler_table, told_series
 from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
 from pytest_gpucluster.metrics.units import parse

@@ -5,9 +5,9 @@ import os
 import pytest
 
 from pytest_gpucluster.metrics.finding import decisive, require_nothing
-from pytest_gpucluster.surroundings import kubernetes, slurm
-from pytest_gpucluster.surroundings.job import examine_allocation
-from pytest_gpucluster.surroundings.nodes import Nodes
+from pytest_gpucluster.node import kubernetes, slurm
+from pytest_gpucluster.node.interfaces import Nodes
+from pytest_gpucluster.node.slurm import examine_allocation
 
 WITHIN_SECONDS = 60.0
 
@@ -36,9 +36,9 @@ def test_slurm(when, board, cluster, measure):
     pinged = slurm.ping()
     measure("slurm.controller", pinged.seconds, unit="s", when=when)
     nodes = slurm.nodes_of_job(os.environ)
-    found = slurm.states(nodes, os.environ.get("SLURM_JOB_PARTITION"))
+    found = slurm.node_states(nodes, os.environ.get("SLURM_JOB_PARTITION"))
     measure("slurm.nodes", slurm.well(found, nodes), unit="nodes", record_only=True, of=len(nodes), when=when)
-    require_nothing(slurm.examine(pinged, found, nodes, cluster.hostname))
+    require_nothing(slurm.examine_slurm(pinged, found, nodes, cluster.hostname))
 
 
 @pytest.mark.needs_scheduler("slurm")

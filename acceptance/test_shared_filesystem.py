@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_gpucluster.benchmarks.shared_files.survey import longest_seconds, survey
+from pytest_gpucluster.benchmarks.storage.shared_filesystem import longest_seconds, survey
 
 BESIDE_SECONDS = 120.0
 

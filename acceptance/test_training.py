@@ -2,9 +2,9 @@
 
 import pytest
 
-from pytest_gpucluster.benchmarks.footprint import total_bytes
-from pytest_gpucluster.benchmarks.training.decoder import Geometry
-from pytest_gpucluster.benchmarks.training.step_parts import DEFINITIONS
+from pytest_gpucluster.benchmarks.memory_budget import total_bytes
+from pytest_gpucluster.benchmarks.training.model import Geometry
+from pytest_gpucluster.benchmarks.training.step import DEFINITIONS
 from pytest_gpucluster.benchmarks.training.throughput import throughput
 from pytest_gpucluster.benchmarks.training.throughput_setup import (
     FLOPS_DEFINITION,

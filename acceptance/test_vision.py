@@ -4,10 +4,9 @@ from functools import partial
 
 import pytest
 
-from pytest_gpucluster.benchmarks.vision.image_rate import image_rate
-from pytest_gpucluster.benchmarks.vision.image_source import open_images
-from pytest_gpucluster.benchmarks.vision.images import SyntheticImages
-from pytest_gpucluster.benchmarks.vision.rate_setup import Setup
+from pytest_gpucluster.benchmarks.vision.datasets import SyntheticImages, open_images
+from pytest_gpucluster.benchmarks.vision.throughput import image_rate
+from pytest_gpucluster.benchmarks.vision.throughput_setup import Setup
 
 MODELS = ["resnet18", "resnet50"]
 INSTALL = "is not installed: pip install -c constraints.txt -e '.[vision]'"

@@ -14,8 +14,8 @@ from pathlib import Path
 from string import ascii_lowercase
 from types import MappingProxyType
 
-from pytest_gpucluster import thresholds
-from pytest_gpucluster.limits import EVERY_SKU, Limit, Thresholds, peak_of
+from pytest_gpucluster.judge import loader
+from pytest_gpucluster.judge.limits import EVERY_SKU, Limit, Thresholds, peak_of
 from pytest_gpucluster.metrics import units
 from pytest_gpucluster.metrics.catalogue import CATALOGUE, Metric
 
@@ -244,6 +244,6 @@ def _wrapped(text: str, indent: str = "") -> list[str]:
 
 
 if __name__ == "__main__":
-    in_force = thresholds.load(thresholds.shipped_path())
+    in_force = loader.load(loader.shipped_path())
     for page in sorted(PAGES.glob("*.md")):
         page.write_text(with_figures(page.read_text(encoding="utf-8"), in_force), encoding="utf-8")

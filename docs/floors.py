@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from pytest_gpucluster import evidence, thresholds
-from pytest_gpucluster.evidence import CONTRACT, Row, Support
-from pytest_gpucluster.judge import judge_value
-from pytest_gpucluster.limits import EVERY_SKU, Limit, Thresholds
+from pytest_gpucluster.judge import evidence, loader
+from pytest_gpucluster.judge.evidence import CONTRACT, Row, Support
+from pytest_gpucluster.judge.judge import judge_value
+from pytest_gpucluster.judge.limits import EVERY_SKU, Limit, Thresholds
 from pytest_gpucluster.metrics import measurement
 
 PAGE = Path(__file__).with_name("floors.md")
@@ -26,7 +26,7 @@ FAMILIES = ("matmul.", "hbm.", "host_link.", "link.bandwidth", "nccl.", "trainin
 _HEAD = """\
 # Floors and their evidence
 
-Made by `python docs/floors.py` from `thresholds.yaml` and `pytest_gpucluster/evidence.tsv`; do not edit it.
+Made by `python docs/floors.py` from `thresholds.yaml` and `pytest_gpucluster/judge/evidence.tsv`; do not edit it.
 
 - **n, lowest, median, highest**: healthy, comparable values that are published for the SKU and that this floor would
   judge. An asterisk: all of them are the best of many shapes, which is more than the judged shape gives.
@@ -169,4 +169,4 @@ def _remark(limit: Limit, support: Support | None, loss: float | None) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(thresholds.load(thresholds.shipped_path())), encoding="utf-8")
+    PAGE.write_text(page(loader.load(loader.shipped_path())), encoding="utf-8")

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from pytest_gpucluster import cli, fixtures, hookspecs, option_values, options, plugin, thresholds, verdict
-from pytest_gpucluster.limits import EVERY_SKU, KNOWN_LABELS, TOPOLOGY
+from pytest_gpucluster import cli, fixtures, hookspecs, option_values, options, plugin, verdict
+from pytest_gpucluster.judge import loader
+from pytest_gpucluster.judge.limits import EVERY_SKU, KNOWN_LABELS, TOPOLOGY
 from pytest_gpucluster.metrics import datasheets, measurement, units
 
 PAGE = Path(__file__).with_name("reference.md")
@@ -251,7 +252,7 @@ def _limits() -> Iterator[str]:
 def _skus() -> Iterator[str]:
     yield "## Known GPUs\n"
     yield "A pattern must match the whole name that NVML and `nvidia-smi -L` show. Any other GPU is unknown.\n"
-    limits = thresholds.load(thresholds.shipped_path())
+    limits = loader.load(loader.shipped_path())
     entries = {name: sum(limit.sku == name for limit in limits.limits) for name in (EVERY_SKU, *limits.skus)}
     yield (
         f"Beside a SKU's own entries thresholds.yaml has {entries[EVERY_SKU]} that hold on every SKU (`every_sku`), "

@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from pytest_gpucluster.judge.editor_schemas import SCHEMAS, workloads_schema
 from pytest_gpucluster.reports.results_schema import results_schema
-from pytest_gpucluster.schema import SCHEMAS
-from pytest_gpucluster.workload_schema import workloads_schema
 
 FOLDER = Path(__file__).parent
 

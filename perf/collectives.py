@@ -74,7 +74,7 @@ class Pairs:
         import torch
         import torch.distributed as dist
 
-        from pytest_gpucluster.benchmarks.collective_shape import shape_of
+        from pytest_gpucluster.benchmarks.collective_payload import shape_of
         from pytest_gpucluster.benchmarks.collectives import CALLS
         from pytest_gpucluster.metrics.sampling import Sampling
 
@@ -149,7 +149,7 @@ class Pairs:
 
 def row(found: dict[str, Any], ranks: int, device: str) -> tuple[str, bool]:
     """Return a row of the table, and whether ours is good."""
-    from pytest_gpucluster.benchmarks.collective_result import busbw_factor
+    from pytest_gpucluster.benchmarks.collectives import busbw_factor
 
     factor = found["bytes"] * busbw_factor(ranks, found["collective"]) / 1e9
     bare, ours = rates(found["pairs"], factor)
@@ -209,7 +209,7 @@ def sizes(text: str) -> list[int]:
 
 def collectives(text: str) -> list[str]:
     """Read names of collectives."""
-    from pytest_gpucluster.benchmarks.collective_shape import COLLECTIVES
+    from pytest_gpucluster.benchmarks.collective_payload import COLLECTIVES
 
     names = [name.strip() for name in text.split(",")]
     if not set(names) <= set(COLLECTIVES):

@@ -36,13 +36,12 @@ from corruption_trials import (
 from page_text import bullets, paragraph, table
 from rates import bounded
 
-from pytest_gpucluster.benchmarks.bit_patterns import PATTERNS
-from pytest_gpucluster.benchmarks.collective_calls import MOVES
-from pytest_gpucluster.benchmarks.collective_result import busbw_factor
+from pytest_gpucluster.benchmarks.collectives import MOVES, busbw_factor
 from pytest_gpucluster.benchmarks.matmul import flops_of
-from pytest_gpucluster.benchmarks.training.decoder import Geometry
+from pytest_gpucluster.benchmarks.memory_patterns import PATTERNS
+from pytest_gpucluster.benchmarks.training.model import Geometry
 from pytest_gpucluster.config.workload import Workload, duration_text, predict
-from pytest_gpucluster.evidence import support_of
+from pytest_gpucluster.judge.evidence import support_of
 from pytest_gpucluster.metrics.datasheets import SKUS
 from pytest_gpucluster.metrics.units import parse
 

@@ -19,33 +19,29 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pytest_gpucluster import thresholds
-from pytest_gpucluster.benchmarks import collective_calls, collectives
-from pytest_gpucluster.benchmarks.arithmetic import ARITHMETICS, arithmetic
-from pytest_gpucluster.benchmarks.bit_patterns import PATTERNS
-from pytest_gpucluster.benchmarks.burn_in import burn_in
-from pytest_gpucluster.benchmarks.burn_in_course import Course
+from pytest_gpucluster.benchmarks import collectives
+from pytest_gpucluster.benchmarks import collectives as collective_calls
+from pytest_gpucluster.benchmarks.burn_in import Course, burn_in
 from pytest_gpucluster.benchmarks.clock import ManualClock
-from pytest_gpucluster.benchmarks.comparison import bits_of
-from pytest_gpucluster.benchmarks.matmul import measure_shape, multiplier
-from pytest_gpucluster.benchmarks.matmul_products import usual_layout
-from pytest_gpucluster.benchmarks.matmul_shape import Shape
-from pytest_gpucluster.benchmarks.memory import measure_hbm
+from pytest_gpucluster.benchmarks.dtypes import ARITHMETICS, arithmetic
+from pytest_gpucluster.benchmarks.hbm import measure_hbm
+from pytest_gpucluster.benchmarks.matmul import Shape, measure_shape, multiplier, usual_layout
 from pytest_gpucluster.benchmarks.memory_passes import Operations
-from pytest_gpucluster.benchmarks.memory_patterns import Cells, go_through
-from pytest_gpucluster.benchmarks.memory_survey import Survey
-from pytest_gpucluster.benchmarks.training import data_parallel, fully_sharded, step, step_check, throughput
-from pytest_gpucluster.benchmarks.training.decoder import Geometry
-from pytest_gpucluster.benchmarks.training.shard_layout import local
+from pytest_gpucluster.benchmarks.memory_patterns import PATTERNS, Cells, Survey, go_through
+from pytest_gpucluster.benchmarks.training import ddp, fsdp, step, step_check, throughput
+from pytest_gpucluster.benchmarks.training.model import Geometry
+from pytest_gpucluster.benchmarks.training.sharding import local
 from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
+from pytest_gpucluster.benchmarks.verify import bits_of
 from pytest_gpucluster.config import workload_loader
 from pytest_gpucluster.config.workload import Workload
 from pytest_gpucluster.errors import WrongResult
+from pytest_gpucluster.judge import loader
 from pytest_gpucluster.metrics.sampling import Sampling
 
 SEED = 20261
 CPU = torch.device("cpu")
-LIMITS, SKU = thresholds.load(), "H100 SXM"
+LIMITS, SKU = loader.load(), "H100 SXM"
 _SHORT = Sampling(warmup_seconds=0.0, window_seconds=2.0, longest_seconds=2.0, tolerance_ratio=0.01)
 """Blocks, and so bursts, are as long as in the profiles."""
 _SMALL_N, _K, _BURSTS = 32, 16384, 4
@@ -322,8 +318,8 @@ def _single_step(parts: step.Parts, random: Random) -> Errors:
 def _ddp(parts: step.Parts, random: Random) -> Errors:
     name, precision = random.choice((("", "fp32"), ("bf16_", "bf16")))
     given = {**_SIZES, "rank": dist.get_rank(), "world_size": 2, "precision": precision}
-    pieces = data_parallel.Pieces(step=parts)
-    found = data_parallel.check_data_parallel(dist.group.WORLD, CPU, _GEOMETRY, **given, pieces=pieces)
+    pieces = ddp.Pieces(step=parts)
+    found = ddp.check_data_parallel(dist.group.WORLD, CPU, _GEOMETRY, **given, pieces=pieces)
     return [(f"ddp.{name}loss_error", found.loss_error), (f"ddp.{name}gradient_error", found.gradient_error)]
 
 
@@ -333,8 +329,8 @@ def _alone() -> dist.ProcessGroup:
 
 
 def _fsdp(parts: step.Parts, random: Random) -> Errors:
-    given = {**_SIZES, "alone": _alone(), "pieces": fully_sharded.Pieces(step=parts)}
-    found = fully_sharded.check_fully_sharded(dist.group.WORLD, CPU, _GEOMETRY, **given)
+    given = {**_SIZES, "alone": _alone(), "pieces": fsdp.Pieces(step=parts)}
+    found = fsdp.check_fully_sharded(dist.group.WORLD, CPU, _GEOMETRY, **given)
     of = (("", found.fp32), ("", found.offloaded), ("bf16_", found.bf16))
     errors = [(f"fsdp.{name}{error}_error", getattr(one, error)) for name, one in of for error in ("loss", "gradient")]
     return [*errors, ("fsdp.ddp_loss_error", found.ddp_loss_error)]

@@ -39,10 +39,9 @@ def makers(arguments: argparse.Namespace) -> Iterator[Callable[[], Any]]:
     import torch
     from fidelity_subjects import HbmCopy, Matmul, TrainingStep, sampling_of
 
-    from pytest_gpucluster.benchmarks.arithmetic import arithmetic
-    from pytest_gpucluster.benchmarks.matmul_products import usual_layout
-    from pytest_gpucluster.benchmarks.matmul_shape import Shape
-    from pytest_gpucluster.benchmarks.training.decoder import Geometry
+    from pytest_gpucluster.benchmarks.dtypes import arithmetic
+    from pytest_gpucluster.benchmarks.matmul import Shape, usual_layout
+    from pytest_gpucluster.benchmarks.training.model import Geometry
 
     device = torch.device("cuda:0" if arguments.device == "cuda" else "cpu")
     sampling = sampling_of(arguments.warmup, arguments.window)

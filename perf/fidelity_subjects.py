@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from pairs import in_turn
 
-from pytest_gpucluster.benchmarks.arithmetic import arithmetic, numerics
-from pytest_gpucluster.benchmarks.footprint import cache_bytes, sets_beyond_cache
-from pytest_gpucluster.benchmarks.matmul import measure_matmul, measure_shape, multiplier, prepare_shape
-from pytest_gpucluster.benchmarks.matmul_shape import Shape
-from pytest_gpucluster.benchmarks.memory import measure_hbm
+from pytest_gpucluster.benchmarks.dtypes import arithmetic, numerics
+from pytest_gpucluster.benchmarks.hbm import measure_hbm
+from pytest_gpucluster.benchmarks.matmul import Shape, measure_matmul, measure_shape, multiplier, prepare_shape
+from pytest_gpucluster.benchmarks.memory_budget import cache_bytes, sets_beyond_cache
 from pytest_gpucluster.benchmarks.memory_passes import Copies
-from pytest_gpucluster.benchmarks.training.decoder import Geometry, make_decoder
-from pytest_gpucluster.benchmarks.training.loading import Loading, endless_batches
+from pytest_gpucluster.benchmarks.training.data import Loading, endless_batches
+from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder
 from pytest_gpucluster.benchmarks.training.step import BETAS, LARGEST_NORM
 from pytest_gpucluster.benchmarks.training.throughput import LEARNING_RATE, throughput
 from pytest_gpucluster.benchmarks.training.throughput_setup import Setup

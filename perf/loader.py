@@ -26,9 +26,8 @@ from pathlib import Path
 
 import torch
 
-from pytest_gpucluster.benchmarks.vision.batches import Batches
-from pytest_gpucluster.benchmarks.vision.image_source import open_images
-from pytest_gpucluster.benchmarks.vision.images import Images
+from pytest_gpucluster.benchmarks.vision.datasets import Images, open_images
+from pytest_gpucluster.benchmarks.vision.loader import Batches
 from pytest_gpucluster.metrics.stats import median_interval
 
 CLASSES, WIDTH, HEIGHT = 8, 500, 375

@@ -16,10 +16,11 @@ from pathlib import Path
 from random import Random
 from statistics import NormalDist, fmean
 
-from pytest_gpucluster import misses, stragglers, thresholds
 from pytest_gpucluster.config import workload_loader
-from pytest_gpucluster.judge import judge
-from pytest_gpucluster.limits import Limit
+from pytest_gpucluster.judge import loader, misses
+from pytest_gpucluster.judge import misses as stragglers
+from pytest_gpucluster.judge.judge import judge
+from pytest_gpucluster.judge.limits import Limit
 from pytest_gpucluster.metrics import measurement as metrics
 from pytest_gpucluster.metrics import sampling
 from pytest_gpucluster.metrics.measurement import Measurement, measurement
@@ -33,7 +34,7 @@ BLOCK_SECONDS = 0.25
 LOOK_SECONDS = 1.0
 """After the window, how long matmul and HBM measure until they ask again. All-reduce asks after each block."""
 
-LIMITS = thresholds.load()
+LIMITS = loader.load()
 SKU, METRIC = "H100 SXM", "matmul.bf16.tflops"
 LABELS = {"best_of": "4096, 8192, 16384"}
 """What the criterion says of its measurement: the limit depends on it."""

@@ -27,9 +27,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pytest_gpucluster import node_sampler
 from pytest_gpucluster.metrics.stats import median_interval
-from pytest_gpucluster.node_sampler import Link, NodeSampler
+from pytest_gpucluster.node.health import telemetry
+from pytest_gpucluster.node.health.telemetry import Link, NodeSampler
 
 MOST_OF_A_CORE = 0.01
 LEAST_ON_GPU = 0.99
@@ -69,8 +69,8 @@ def processor_seconds(pid: int) -> float:
 def started(call_us: float | None) -> NodeSampler:
     """Start a sampler; None: with the NVML of this host."""
     if call_us is not None:
-        node_sampler.COMMAND = (sys.executable, __file__, _AS_SAMPLER, str(call_us))
-    sampler = node_sampler.start()
+        telemetry.COMMAND = (sys.executable, __file__, _AS_SAMPLER, str(call_us))
+    sampler = telemetry.start_sampler()
     time.sleep(2.0)  # its own start is not its cost
     return sampler
 
@@ -203,7 +203,7 @@ def real_gpus() -> list[str]:
     """Return the UUIDs of this host's GPUs."""
     import torch
 
-    from pytest_gpucluster.inventory import full_uuid
+    from pytest_gpucluster.node.inventory import full_uuid
 
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [full_uuid(str(each.uuid), each.name) for each in properties]
@@ -211,7 +211,7 @@ def real_gpus() -> list[str]:
 
 if __name__ == "__main__":
     if _AS_SAMPLER in sys.argv:
-        from pytest_gpucluster.node_sampler_process import main as serve
+        from pytest_gpucluster.node.health.sampler_process import main as serve
 
         call_us = float(sys.argv.pop(2))
         sys.argv.remove(_AS_SAMPLER)

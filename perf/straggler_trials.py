@@ -14,8 +14,9 @@ from random import Random
 
 from rule_trials import LIMITS, METRIC, SEED, SKU, fleet, shipped_limit
 
-from pytest_gpucluster import misses, stragglers
-from pytest_gpucluster.limits import Limit
+from pytest_gpucluster.judge import misses
+from pytest_gpucluster.judge import misses as stragglers
+from pytest_gpucluster.judge.limits import Limit
 from pytest_gpucluster.metrics import measurement
 from pytest_gpucluster.metrics.measurement import Measurement
 

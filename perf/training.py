@@ -54,13 +54,11 @@ def child(arguments: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from pytest_gpucluster.benchmarks.lora.lesson import judged_blocks
-    from pytest_gpucluster.benchmarks.lora.loop import Loop, Pieces
     from pytest_gpucluster.benchmarks.lora.model import random_base, tiny_base
-    from pytest_gpucluster.benchmarks.lora.packing import pack
-    from pytest_gpucluster.benchmarks.lora.plan import Recipe
+    from pytest_gpucluster.benchmarks.lora.packing import pack, tiny_tokenizer
     from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
-    from pytest_gpucluster.benchmarks.lora.tokenizer import tiny_tokenizer
+    from pytest_gpucluster.benchmarks.lora.trainer import Loop, Pieces, judged_blocks
+    from pytest_gpucluster.benchmarks.lora.training_plan import Recipe
 
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if arguments.device == "cuda" else "cpu")
@@ -151,7 +149,7 @@ def train(
 
     from pytest_gpucluster.benchmarks.lora.model import make_adapted
     from pytest_gpucluster.benchmarks.lora.packing import global_batch
-    from pytest_gpucluster.benchmarks.lora.plan import micro_batch
+    from pytest_gpucluster.benchmarks.lora.training_plan import micro_batch
     from pytest_gpucluster.benchmarks.training.step import BETAS, LARGEST_NORM
 
     order = [
@@ -222,11 +220,11 @@ def gpu(device: Any) -> dict[str, Any]:
         return {}
     import torch
 
-    from pytest_gpucluster import thresholds
+    from pytest_gpucluster.judge import loader
     from pytest_gpucluster.metrics.datasheets import SKUS
 
     name = torch.cuda.get_device_name(device)
-    sku = thresholds.load(thresholds.shipped_path()).sku_for(name)
+    sku = loader.load(loader.shipped_path()).sku_for(name)
     peaks = SKUS[sku].peaks if sku in SKUS else None
     return {"gpu": name, "peak_tflops": peaks.bf16_tflops if peaks else None}
 
@@ -264,7 +262,7 @@ def shown(values: list[float], digits: int = 0) -> str:
 
 def compare(arguments: argparse.Namespace, folder: Path) -> int:
     """Run both sides and print what was found; return 1 if the goal is missed or it was not the same work."""
-    from pytest_gpucluster.benchmarks.lora.loop import STARTING_STEPS
+    from pytest_gpucluster.benchmarks.lora.trainer import STARTING_STEPS
 
     if arguments.steps < STARTING_STEPS + 4:
         print(f"--steps {arguments.steps}: at least {STARTING_STEPS + 4}, for the first {STARTING_STEPS} do not count")

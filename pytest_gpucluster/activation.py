@@ -8,12 +8,14 @@ import sys
 
 import pytest
 
-from pytest_gpucluster import cublas, nccl_environment, nccl_log, refused
+from pytest_gpucluster import refused
 from pytest_gpucluster.agreement.release import nccl
+from pytest_gpucluster.benchmarks import dtypes
 from pytest_gpucluster.errors import UsageProblem
 from pytest_gpucluster.fixtures import RUN
 from pytest_gpucluster.local import Controller, worker_count
 from pytest_gpucluster.local_worker import DIRECTORY, SAMPLER, Worker
+from pytest_gpucluster.node.fabric import nccl_environment, nccl_log
 from pytest_gpucluster.opening import run_line
 from pytest_gpucluster.run import Run, WorkerPlace
 from pytest_gpucluster.session import Session, take_junit
@@ -23,9 +25,9 @@ from pytest_gpucluster.text import first_line
 def prepare_environment() -> None:
     """Set what torch reads once, at its import and its first product, and NCCL when it writes its first message."""
     os.environ.update(nccl.ENVIRONMENT)
-    nccl_log.prepare(os.environ)
-    nccl_environment.prepare(os.environ)
-    cublas.prepare(os.environ)
+    nccl_log.prepare_log(os.environ)
+    nccl_environment.prepare_environment(os.environ)
+    dtypes.prepare_cublas(os.environ)
 
 
 def configure(config: pytest.Config) -> tuple[Session | Controller, Controller | None]:

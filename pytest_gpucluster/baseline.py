@@ -17,7 +17,7 @@ from pytest_gpucluster.comparison.side import Facts, Side, Tested, by_key, key_o
 from pytest_gpucluster.comparison.table import change_text, pair_text
 from pytest_gpucluster.errors import JournalError, OptionError
 from pytest_gpucluster.journal import locate, read
-from pytest_gpucluster.judged import Judged, Judgement
+from pytest_gpucluster.judge.judge import Judged, Judgement
 from pytest_gpucluster.metrics.units import show_apart
 from pytest_gpucluster.text import MESSAGE_CHARACTERS, first_line, printable
 

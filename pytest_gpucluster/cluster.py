@@ -24,12 +24,11 @@ from pytest_gpucluster.agreement.release import Releaser
 from pytest_gpucluster.agreement.release.gloo import SocketReleaser
 from pytest_gpucluster.agreement.release.nccl import NcclReleaser
 from pytest_gpucluster.errors import CommunicationError, EnvironmentBroken, NvlsFailed, in_own_words
-from pytest_gpucluster.fabric_ports import network_cards
 from pytest_gpucluster.launch.launchers import RankFacts
 from pytest_gpucluster.metrics.measurement import WITHOUT_NVLS
-from pytest_gpucluster.nccl_choice import Agreed, agreed
-from pytest_gpucluster.nccl_environment import switch_nvls_off
-from pytest_gpucluster.nccl_log import NcclLog
+from pytest_gpucluster.node.fabric.nccl_environment import switch_nvls_off
+from pytest_gpucluster.node.fabric.nccl_log import Agreed, NcclLog, agreed
+from pytest_gpucluster.node.fabric.ports import network_cards
 from pytest_gpucluster.text import first_line
 
 if TYPE_CHECKING:

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from pytest_gpucluster.agreement.board import Board
     from pytest_gpucluster.cluster import Cluster
     from pytest_gpucluster.config.workload import Workload
-    from pytest_gpucluster.fabric_ports import FabricSources
-    from pytest_gpucluster.health.gathering import Sources
-    from pytest_gpucluster.limits import Thresholds
+    from pytest_gpucluster.judge.limits import Thresholds
     from pytest_gpucluster.metrics.datasheets import Peaks
     from pytest_gpucluster.metrics.sampling import Series
-    from pytest_gpucluster.node_sampler import Window
-    from pytest_gpucluster.nvml import Nvml
+    from pytest_gpucluster.node.fabric.ports import FabricSources
+    from pytest_gpucluster.node.health.snapshot import Sources
+    from pytest_gpucluster.node.health.telemetry import Window
+    from pytest_gpucluster.node.nvml import Nvml
     from pytest_gpucluster.progress import Report
     from pytest_gpucluster.run import Run
     from pytest_gpucluster.training_inputs import TrainingInputs
@@ -178,7 +178,7 @@ def telemetry(request: pytest.FixtureRequest) -> Telemetry:
 @pytest.fixture(scope="session")
 def nvml() -> Nvml:
     """NVML of this node, opened on first use. Where there is none the test is an error: health is then unknown."""
-    from pytest_gpucluster.nvml import PyNvml
+    from pytest_gpucluster.node.nvml import PyNvml
 
     return PyNvml()
 
@@ -186,7 +186,7 @@ def nvml() -> Nvml:
 @pytest.fixture(scope="session")
 def gpu_sources(nvml: Nvml) -> Sources:
     """Where health criteria ask: NVML, kernel log, PCI bus, process table."""
-    from pytest_gpucluster.health.gathering import Sources
+    from pytest_gpucluster.node.health.snapshot import Sources
 
     return Sources(nvml=nvml)
 
@@ -195,7 +195,7 @@ def gpu_sources(nvml: Nvml) -> Sources:
 def fabric_sources() -> FabricSources:
     """Where the fabric's facts are read: sysfs and /proc for ports and modules, the environment and NCCL's files for
     its settings. A test of your own can replace it."""
-    from pytest_gpucluster.fabric_ports import FabricSources
+    from pytest_gpucluster.node.fabric.ports import FabricSources
 
     return FabricSources()
 

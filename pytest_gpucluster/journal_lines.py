@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pytest_gpucluster import verdict
-from pytest_gpucluster.explanation import most_telling
 from pytest_gpucluster.journal_fields import Fields
 from pytest_gpucluster.journal_measurements import JudgedMetric, read_judged
+from pytest_gpucluster.judge.misses import most_telling
 from pytest_gpucluster.metrics.time_budget import PARTS
 
 OUTCOMES = ("passed", "failed", "error", "skipped")

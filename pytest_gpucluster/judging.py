@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING
 
 from pytest_gpucluster.agreement.merge import Merged, RankOutcome, rehearsed_too_slowly
 from pytest_gpucluster.errors import MeasurementError
-from pytest_gpucluster.explained_limits import demand
-from pytest_gpucluster.judge import judge
-from pytest_gpucluster.judged import Judgement
-from pytest_gpucluster.limits import Limit
+from pytest_gpucluster.judge.judge import Judgement, judge
+from pytest_gpucluster.judge.limits import Limit, demand
 from pytest_gpucluster.metrics import measurement
 from pytest_gpucluster.metrics.measurement import Measurement, cause_order
 from pytest_gpucluster.record import TestRecord, unique

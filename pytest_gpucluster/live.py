@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from pytest_gpucluster.dashboard.node_state import Node, NodeState, Part
-from pytest_gpucluster.dashboard.reader import NodeReader
 from pytest_gpucluster.footer import Footer
+from pytest_gpucluster.node.health.node_reader import NodeReader
+from pytest_gpucluster.node.health.node_state import Node, NodeState, Part
 from pytest_gpucluster.step_file import StepFile
 from pytest_gpucluster.text import MESSAGE_CHARACTERS, duration, one_line, printable
 

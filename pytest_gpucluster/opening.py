@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from pytest_gpucluster import __version__, closing, exit_note, options, pci_bus, refused, verdict
-from pytest_gpucluster.accompaniment import Place
+from pytest_gpucluster import __version__, closing, exit_note, options, refused, verdict
 from pytest_gpucluster.agreement import host, preflight, vitals
 from pytest_gpucluster.agreement.exchange import Exchange
 from pytest_gpucluster.agreement.join import Joined, Refusal, Refused, join
@@ -28,12 +27,14 @@ from pytest_gpucluster.journal import next_in_series
 from pytest_gpucluster.launch import detached_process, master_address
 from pytest_gpucluster.launch.launchers import RankFacts
 from pytest_gpucluster.metrics.measurement import register
+from pytest_gpucluster.node import pci
+from pytest_gpucluster.node.health.monitor import Place
+from pytest_gpucluster.node.health.telemetry import INTERVAL_SECONDS
 from pytest_gpucluster.record import now
 from pytest_gpucluster.recorder import Recorder
 from pytest_gpucluster.run import Run, name_of_rank
 from pytest_gpucluster.run_directory import new_run_directory
 from pytest_gpucluster.start_notes import JOINING, LOST, START, Start
-from pytest_gpucluster.telemetry import INTERVAL_SECONDS
 from pytest_gpucluster.text import first_line, rank_ranges
 from pytest_gpucluster.training_inputs import TrainingInputs
 
@@ -244,7 +245,7 @@ class Opening:
             self._start.over()
 
     def _describe_me(self, problem: Refusal | None) -> dict[str, Any]:
-        from pytest_gpucluster.inventory import identify, start_time
+        from pytest_gpucluster.node.inventory import identify, start_time
 
         plain = {
             "rank": self._run.facts.rank,
@@ -466,7 +467,7 @@ def _refuse_unasked_rehearsal(settings: options.Settings, hostname: str) -> None
     device = settings.settings["device"]
     if device.value != "cpu" or device.origin != "environment":
         return
-    gpus = [gpu.address for gpu in pci_bus.unlisted(()) if gpu.state not in ("hidden", "elsewhere")]
+    gpus = [gpu.address for gpu in pci.unlisted_gpus(()) if gpu.state not in ("hidden", "elsewhere")]
     if gpus:
         raise OptionError(
             f"GPUCLUSTER_DEVICE=cpu is set, and {hostname} has {len(gpus)} GPUs, the first at PCI {gpus[0]}: a "

@@ -16,7 +16,6 @@ from _pytest.outcomes import Failed, Skipped  # pytest.fail.Exception and pytest
 from _pytest.skipping import xfailed_key
 
 from pytest_gpucluster import errors
-from pytest_gpucluster.accompaniment import Company
 from pytest_gpucluster.agreement.ending import Ending
 from pytest_gpucluster.agreement.merge import Merged, RankOutcome
 from pytest_gpucluster.errors import EnvironmentBroken, NvlsFailed
@@ -26,6 +25,7 @@ from pytest_gpucluster.judging import keep_interrupted
 from pytest_gpucluster.markers import criterion_of, deadline_of
 from pytest_gpucluster.metrics.measurement import Measurement
 from pytest_gpucluster.metrics.time_budget import LEDGER, SET_UP, counted
+from pytest_gpucluster.node.health.monitor import Company
 from pytest_gpucluster.phase_outcome import (
     IN_CALL,
     MEASUREMENTS,

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_gpucluster import option_values, options, provenance, verdict
-from pytest_gpucluster.accompaniment import Accompaniment
 from pytest_gpucluster.account import Account
 from pytest_gpucluster.agreement import preflight
 from pytest_gpucluster.agreement.ending import Ending
@@ -31,6 +30,7 @@ from pytest_gpucluster.config.criteria_file import Manifest
 from pytest_gpucluster.errors import EnvironmentBroken, OutOfStep, ThresholdsError
 from pytest_gpucluster.launch.launchers import RankFacts, detect
 from pytest_gpucluster.metrics.units import did_you_mean
+from pytest_gpucluster.node.health.monitor import Accompaniment
 from pytest_gpucluster.record import TestName, TestRecord
 from pytest_gpucluster.recorder import Recorder
 from pytest_gpucluster.run_directory import ARTIFACTS
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pytest_gpucluster.baseline import Baseline
     from pytest_gpucluster.comparison.side import Facts
     from pytest_gpucluster.config.workload import Workload, WorkloadRecord
-    from pytest_gpucluster.limits import Limit, Thresholds
+    from pytest_gpucluster.judge.limits import Limit, Thresholds
     from pytest_gpucluster.metrics.datasheets import Sku
 
 
@@ -139,10 +139,10 @@ class Run:
             ThresholdsError: a file is malformed, and the message lists every problem; or the SKU that was asked for is
                 in none of them.
         """
-        from pytest_gpucluster import thresholds
+        from pytest_gpucluster.judge import loader
 
         assert self.settings is not None
-        found = thresholds.load(*self._limit_files())
+        found = loader.load(*self._limit_files())
         asked = self.settings.sku
         if asked is not None and asked not in found.skus:  # told now, and not after all has been measured
             origin = self.settings.settings["sku"].origin
@@ -189,17 +189,17 @@ class Run:
         )
 
     def _limit_files(self) -> list[Path]:
-        from pytest_gpucluster import thresholds
+        from pytest_gpucluster.judge import loader
 
         overlay = self.settings.thresholds if self.settings is not None else None
-        return [thresholds.shipped_path(), *([overlay] if overlay is not None else [])]
+        return [loader.shipped_path(), *([overlay] if overlay is not None else [])]
 
     def shipped_limit(self, metric: str, labels: Mapping[str, str]) -> Limit | None:
         """Return what the shipped limits demand of a metric here; None where they demand nothing."""
-        from pytest_gpucluster import thresholds
+        from pytest_gpucluster.judge import loader
 
         if self._shipped is None:
-            self._shipped = thresholds.load(thresholds.shipped_path())
+            self._shipped = loader.load(loader.shipped_path())
         sku = self.sku(self.gpu_name())
         if sku is None or sku not in self._shipped.skus:
             return None

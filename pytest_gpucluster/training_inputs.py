@@ -198,10 +198,10 @@ def _folder(option: str, path: Path) -> Iterator[str]:
 
 
 def _no_golden_curve(option: str, path: Path) -> Iterator[str]:
-    from pytest_gpucluster.benchmarks.lora import golden  # a run without one pays nothing
+    from pytest_gpucluster.benchmarks.lora import reference_curve  # a run without one pays nothing
 
     try:
-        golden.read(path)
+        reference_curve.read(path)
     except CurveError as error:
         yield f"{option}: {str(error).removeprefix(f'{path}: ')}"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from example_cluster import ExampleRun
 
-from pytest_gpucluster.benchmarks.burn_in_course import Course
-from pytest_gpucluster.benchmarks.burn_in_course import Point as CoursePoint
+from pytest_gpucluster.benchmarks.burn_in import Course
+from pytest_gpucluster.benchmarks.burn_in import Point as CoursePoint
 from pytest_gpucluster.isolation.link_matrix import Reading
 from pytest_gpucluster.isolation.link_survey import Survey, matrix_of, survey_text, to_json
 from pytest_gpucluster.isolation.round_robin import Places

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from pytest_gpucluster.fabric_ports import NodePorts
-from pytest_gpucluster.infiniband import Adapters, Device, Gid, Port
-from pytest_gpucluster.peer_memory import PeerMemory
+from pytest_gpucluster.node.fabric.ports import NodePorts
+from pytest_gpucluster.node.infiniband import Adapters, Device, Gid, Port
+from pytest_gpucluster.node.pci import PeerMemory
 
 PEERMEM = PeerMemory(module="nvidia_peermem", why_no_dma_buf="the driver's kernel modules are not the open ones")
 

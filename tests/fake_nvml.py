@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from pytest_gpucluster.nvml import NotAvailable, NvmlGpu
-from pytest_gpucluster.nvml_queries import QUERIES
+from pytest_gpucluster.node.nvml import NotAvailable, NvmlGpu
+from pytest_gpucluster.node.nvml_queries import QUERIES
 
 
 class FakeNvml:

@@ -34,7 +34,7 @@ def _answer(planted: Any) -> Any:
     if "turns" in planted:
         return _turns([_answer(value) for value in planted["turns"]])
     if "not available" in planted:
-        from pytest_gpucluster.nvml import NotAvailable
+        from pytest_gpucluster.node.nvml import NotAvailable
 
         return NotAvailable(*planted["not available"])
     if "hang" in planted:
@@ -69,8 +69,8 @@ def _open_nvml(gpus: Mapping[str, Mapping[str, Any]] | None) -> Any:
 
 
 if __name__ == "__main__":
-    from pytest_gpucluster import gpu_sampler
-    from pytest_gpucluster.node_sampler_process import main
+    from pytest_gpucluster.node.health import gpu_sampler
+    from pytest_gpucluster.node.health.sampler_process import main
 
     sys.path.insert(0, str(Path(__file__).parent))
     text = Path(sys.argv.pop(1)).read_text()

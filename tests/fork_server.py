@@ -251,14 +251,14 @@ def _load() -> None:
 
     for name in default_plugins:
         importlib.import_module(f"_pytest.{name}")
-    import pytest_gpucluster.thresholds
+    import pytest_gpucluster.judge.loader
 
     for module in pkgutil.iter_modules(pytest_gpucluster.__path__, "pytest_gpucluster."):
         if not module.name.endswith(("__main__", "_process")):
             importlib.import_module(module.name)
     light_server.load()
     yaml.compose = functools.lru_cache(maxsize=16)(yaml.compose)
-    pytest_gpucluster.thresholds.load()
+    pytest_gpucluster.judge.loader.load()
     for name in _REWRITTEN:
         loaded = sys.modules[name]
         loaded.__doc__ = f"{loaded.__doc__}\nPYTEST_DONT_REWRITE"

@@ -25,8 +25,8 @@ from pytest_gpucluster.errors import GpuClusterError
 DEADLINE_SECONDS = 100
 CPU = torch.device("cpu")
 _CONTEXT = multiprocessing.get_context("forkserver")
-_LOADED = ["pytest_gpucluster.benchmarks.training.loading", "pytest_gpucluster.benchmarks.collectives", "peft"]
-_LOADED += ["transformers.models.qwen2.modeling_qwen2", "pytest_gpucluster.benchmarks.lora.loop"]
+_LOADED = ["pytest_gpucluster.benchmarks.training.data", "pytest_gpucluster.benchmarks.collectives", "peft"]
+_LOADED += ["transformers.models.qwen2.modeling_qwen2", "pytest_gpucluster.benchmarks.lora.trainer"]
 _CONTEXT.set_forkserver_preload(_LOADED)
 
 

@@ -194,7 +194,9 @@ PLANTED: Mapping[str, Planted] = {
         "del self.waiting[: written - (written < len(self.waiting))]",
         "test_journal",
     ),
-    "Xid 79 asks for nothing": _bug("health/xid.tsv", "79\treboot the node", "79\tnone", "health/test_examination"),
+    "Xid 79 asks for nothing": _bug(
+        "node/health/xid.tsv", "79\treboot the node", "79\tnone", "health/test_examination"
+    ),
     "the floor of H100's busbw is a tenth": _bug(
         "thresholds.yaml",
         "{when: {world_size: 8, nnodes: 1, size: 1 GB or more}, min: 400 GB/s,",

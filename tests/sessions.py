@@ -28,9 +28,6 @@ from fork_server import Forked, server_for
 from junit_files import require_junit
 from light_server import recorders_are_forks
 
-import pytest_gpucluster.activation
-import pytest_gpucluster.inventory
-import pytest_gpucluster.thresholds  # noqa: F401  # as torch; and these need not be loaded again for each session
 from pytest_gpucluster import journal
 from pytest_gpucluster.agreement.release import nccl
 

@@ -15,7 +15,7 @@ import torchrun
 from each import of_each
 from planted_runs import Plan, artifacts_of, measured, result_of, run_planted
 
-from pytest_gpucluster.benchmarks.collective_shape import COLLECTIVES
+from pytest_gpucluster.benchmarks.collective_payload import COLLECTIVES
 
 WITHIN, ACROSS = "links_within_node", "links_across_nodes"
 MEASURED = [name for name in COLLECTIVES if name != "all_reduce"]

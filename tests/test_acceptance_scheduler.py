@@ -11,8 +11,9 @@ import pytest
 from planted_runs import acceptance_file, measured
 from sessions import Left, Project
 
-from pytest_gpucluster.host.tree import Tree
-from pytest_gpucluster.surroundings import job, kubernetes, leftovers, slurm
+from pytest_gpucluster.node import kubernetes, processes, slurm
+from pytest_gpucluster.node import slurm as job
+from pytest_gpucluster.node.limits import Tree
 
 UP, DOWN = (f"Slurmctld(primary) at head is {state}" for state in ("UP", "DOWN"))
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu-001", "SLURM_JOB_PARTITION": "train"}
@@ -33,8 +34,8 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).mkdir(parents=True)
     monkeypatch.setattr(job, "ROOT", Tree(root=tmp_path))
     monkeypatch.setattr(kubernetes, "ROOT", Tree(root=tmp_path))
-    monkeypatch.setattr(leftovers, "SHM", tmp_path / "shm")
-    monkeypatch.setattr(leftovers, "TMP", tmp_path / "tmp")
+    monkeypatch.setattr(processes, "SHM", tmp_path / "shm")
+    monkeypatch.setattr(processes, "TMP", tmp_path / "tmp")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     return tmp_path
 

@@ -13,8 +13,8 @@ from planted.planted_clock import REGION_SECONDS, SLOW_SECONDS
 from planted_runs import assert_failed
 from programs import require_program
 
-from pytest_gpucluster import thresholds
 from pytest_gpucluster.errors import MeasurementError
+from pytest_gpucluster.judge import loader
 from pytest_gpucluster.metrics import datasheets
 
 TOKENS = 128
@@ -176,7 +176,7 @@ def test_a_gpu_without_a_peak_is_an_error_where_a_limit_is_set_on_mfu(criterion)
     def peak(sku, *, known, model="large"):
         gpu = SimpleNamespace(name="a GPU", sku=sku, peaks=datasheets.SKUS[sku].peaks if known else None)
         where = SimpleNamespace(world_size=2, nnodes=1)
-        return criterion.peak_flops(gpu, where, thresholds.load(), {"model": model})
+        return criterion.peak_flops(gpu, where, loader.load(), {"model": model})
 
     assert peak("H100 SXM", known=True) == 989e12
     assert peak("cpu-rehearsal", known=False) is None
@@ -184,7 +184,7 @@ def test_a_gpu_without_a_peak_is_an_error_where_a_limit_is_set_on_mfu(criterion)
     with pytest.raises(MeasurementError, match=r"training\.mfu .* a GPU \(H100 SXM\)"):
         peak("H100 SXM", known=False)
     with pytest.raises(MeasurementError, match="an unknown SKU"):
-        criterion.peak_flops(SimpleNamespace(name="a GPU", sku=None, peaks=None), None, thresholds.load(), {})
+        criterion.peak_flops(SimpleNamespace(name="a GPU", sku=None, peaks=None), None, loader.load(), {})
 
 
 # ---- parity of ways to train in parallel -----------------------------------------------------------------------------

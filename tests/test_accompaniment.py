@@ -18,14 +18,15 @@ from sysfs_ports import add_port, write
 from torchrun import torchrun
 from watched_gpus import SAMPLED, conftest, pci_of, pretend, uuid_of
 
-from pytest_gpucluster import infiniband, node_sampler, nvml
-from pytest_gpucluster.accompaniment import Accompaniment, Company, Place, sources_of
-from pytest_gpucluster.counters.sources import Sources
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
-from pytest_gpucluster.kernel_log import KernelLog
 from pytest_gpucluster.metrics.measurement import measurement
-from pytest_gpucluster.node_sampler import Link
-from pytest_gpucluster.nvml import NotAvailable
+from pytest_gpucluster.node import infiniband, nvml
+from pytest_gpucluster.node.health import telemetry
+from pytest_gpucluster.node.health.counters import Sources
+from pytest_gpucluster.node.health.monitor import Accompaniment, Company, Place, sources_of
+from pytest_gpucluster.node.health.telemetry import Link
+from pytest_gpucluster.node.kernel_log import KernelLog
+from pytest_gpucluster.node.nvml import NotAvailable
 
 GPU = uuid_of(0)
 XID_79 = "NVRM: Xid (PCI:0000:1b:00): 79, pid=1, GPU has fallen off the bus."
@@ -187,18 +188,18 @@ def test_a_rank_knows_the_gpus_of_its_node_and_one_rank_answers_for_the_node(mon
 def test_a_rank_whose_gpu_the_nodes_sampler_does_not_see_starts_its_own_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[node_sampler.NodeSampler] = []
-    real = node_sampler.start
-    monkeypatch.setattr(node_sampler, "start", lambda: started.append(real()) or started[-1])
-    monkeypatch.setattr(node_sampler, "ANSWER_SECONDS", 30.0)
-    monkeypatch.setattr(node_sampler, "COMMAND", fake_sampler.command(tmp_path, {uuid_of(7): SAMPLED}))
+    started: list[telemetry.NodeSampler] = []
+    real = telemetry.start_sampler
+    monkeypatch.setattr(telemetry, "start", lambda: started.append(real()) or started[-1])
+    monkeypatch.setattr(telemetry, "ANSWER_SECONDS", 30.0)
+    monkeypatch.setattr(telemetry, "COMMAND", fake_sampler.command(tmp_path, {uuid_of(7): SAMPLED}))
     first, mine = Accompaniment(), joined()
     mine.told(first.start())
     with mine.window() as window:
         pass
     assert window.summary()["samples"] == 0
     assert set(window.summary()["not_available"])
-    monkeypatch.setattr(node_sampler, "COMMAND", fake_sampler.command(tmp_path, {GPU: SAMPLED}))
+    monkeypatch.setattr(telemetry, "COMMAND", fake_sampler.command(tmp_path, {GPU: SAMPLED}))
     for _ in range(2):
         with mine.window() as window:
             pass
@@ -390,7 +391,7 @@ def test_a_sampler_that_hangs_or_is_not_there_fails_nothing(project: Project, mo
     assert set(hung.verdicts.values()) == {"passed"}
     told = hung.journal.results[-1].telemetry[0]
     assert told["not_available"]["power_watts"].startswith("NVML ")
-    monkeypatch.setattr(node_sampler, "COMMAND", ("/no/such/program",))
+    monkeypatch.setattr(telemetry, "COMMAND", ("/no/such/program",))
     gone = project.run()
     assert set(gone.verdicts.values()) == {"passed"}
     told = gone.journal.results[-1].telemetry[0]
@@ -443,7 +444,7 @@ def test_of_local_workers_one_looks_at_the_ports_of_the_node(project: Project) -
     a_link_goes_down = """
 import dataclasses
 from sysfs_ports import add_port, write
-from pytest_gpucluster import accompaniment, infiniband
+from pytest_gpucluster.node.health import monitor; from pytest_gpucluster.node import infiniband
 
 ROOT = Path(tempfile.mkdtemp())
 PORT = add_port(ROOT)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from complaints import in_order
 
-from pytest_gpucluster import affinity
-from pytest_gpucluster.affinity import Place, examine, own_place, parse, place_of_gpu, require_near, shown
 from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.node import numa
+from pytest_gpucluster.node.numa import Place, examine_affinity, own_place, parse, place_of_gpu, require_near, shown
 
 PCI = "00000000:3B:00.0"
 WHO: dict[str, Any] = {
@@ -66,27 +66,29 @@ def test_a_kernel_that_does_not_tell_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_rank_on_another_node_s_cpus_is_named_with_what_was_found_and_wanted() -> None:
-    [finding] = examine(WHO, of("32-63", "0-1"), GPU)
+    [finding] = examine_affinity(WHO, of("32-63", "0-1"), GPU)
     assert in_order(
         str(finding),
-        f"GPU 1 GPU-1f2e 1320 PCI 00000000:3B:00.0 node-a rank 5 CPUs 32-63 GPU CPUs 0-31,64-95 0 {affinity.REMEDY}",
+        f"GPU 1 GPU-1f2e 1320 PCI 00000000:3B:00.0 node-a rank 5 CPUs 32-63 GPU CPUs 0-31,64-95 0 {numa.REMEDY}",
     )
     with pytest.raises(EnvironmentBroken, match="CPUs 32-63"):
         require_near([finding])
 
 
 def test_a_rank_that_may_take_no_memory_beside_its_gpu_is_named() -> None:
-    [finding] = examine(WHO, of("0-31", "1"), GPU)
+    [finding] = examine_affinity(WHO, of("0-31", "1"), GPU)
     assert (finding.kind, in_order(finding.found, "rank 5 memory of node 1")) == ("environment", True)
     with pytest.raises(EnvironmentBroken, match="node 1"):
         require_near([finding])
 
 
 def test_a_rank_that_is_not_bound_is_a_note() -> None:
-    [finding] = examine(WHO, of("0-127", "0-1"), GPU)
+    [finding] = examine_affinity(WHO, of("0-127", "0-1"), GPU)
     assert (finding.kind, "not all" in finding.found) == ("note", True)
     require_near([finding])
-    [finding] = examine(WHO, of("0-127"), None)
+    [finding] = examine_affinity(WHO, of("0-127"), None)
     assert (finding.kind, in_order(finding.found, "rank 5 NUMA")) == ("note", True)
     require_near([finding])
-    assert examine(WHO, of("0-31,64-95", "0-1"), GPU) == examine(WHO, of("7", "0-1"), GPU) == [], "all, or one"
+    assert examine_affinity(WHO, of("0-31,64-95", "0-1"), GPU) == examine_affinity(WHO, of("7", "0-1"), GPU) == [], (
+        "all, or one"
+    )

@@ -16,7 +16,7 @@ from written_runs import BF16, HBM, MATMUL, case, measured, place, read, write
 from pytest_gpucluster.baseline import Baseline
 from pytest_gpucluster.comparison.side import facts_of
 from pytest_gpucluster.errors import OptionError
-from pytest_gpucluster.judge import judge
+from pytest_gpucluster.judge.judge import judge
 from pytest_gpucluster.metrics.measurement import measurement
 from pytest_gpucluster.metrics.sampling import Series
 

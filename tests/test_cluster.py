@@ -14,14 +14,14 @@ import torch.distributed as dist
 from test_cause import NO_NVLS
 from torchrun import torchrun
 
-from pytest_gpucluster import nccl_log
 from pytest_gpucluster.agreement.release.gloo import SocketReleaser
 from pytest_gpucluster.agreement.release.nccl import NcclReleaser
-from pytest_gpucluster.benchmarks.determinism import deterministic
+from pytest_gpucluster.benchmarks.verify import deterministic
 from pytest_gpucluster.cluster import Cluster
 from pytest_gpucluster.errors import CommunicationError, EnvironmentBroken, NvlsFailed, kind_of
 from pytest_gpucluster.launch.launchers import RankFacts
 from pytest_gpucluster.metrics.measurement import WITHOUT_NVLS
+from pytest_gpucluster.node.fabric import nccl_log
 
 P2P = "node-a:7:8 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM\n"
 IB = "node-a:7:8 [0] NCCL INFO Channel 00/0 : 7[7] -> 8[0] [send] via NET/IB/0/GDRDMA\n"
@@ -95,7 +95,7 @@ def nccl(monkeypatch, tmp_path):
     for name in ("NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS"):
         monkeypatch.setenv(name, "")  # so that it is put back afterwards
         monkeypatch.delenv(name)
-    nccl_log.prepare(os.environ)
+    nccl_log.prepare_log(os.environ)
     yield Nccl(monkeypatch)
     for name in ("NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS"):
         os.environ.pop(name, None)

@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 import torchrun
 
-from pytest_gpucluster import inventory
 from pytest_gpucluster.agreement.release import nccl
-from pytest_gpucluster.benchmarks import scaled_product
+from pytest_gpucluster.benchmarks import dtypes
 from pytest_gpucluster.benchmarks.clock import EventClock
-from pytest_gpucluster.benchmarks.gpu_fingerprint import take_fingerprint
+from pytest_gpucluster.benchmarks.fingerprint import take_fingerprint
+from pytest_gpucluster.benchmarks.hbm import measure_hbm
 from pytest_gpucluster.benchmarks.host_link import measure_host_link
 from pytest_gpucluster.benchmarks.matmul import measure_matmul
-from pytest_gpucluster.benchmarks.memory import measure_hbm
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 from pytest_gpucluster.launch.launchers import detect
 from pytest_gpucluster.metrics.sampling import Sampling
+from pytest_gpucluster.node import inventory
 
 pytestmark = pytest.mark.cuda
 GPU = torch.device("cuda", 0)
@@ -47,7 +47,7 @@ def test_the_clock_times_the_device_and_the_host_does_not_wait_for_it():
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "tf32", "fp32", "fp8"])
 def test_products_of_each_dtype_are_measured_and_verified(dtype):
-    if dtype == "fp8" and torch.cuda.get_device_capability(GPU) < scaled_product.CAPABILITY:
+    if dtype == "fp8" and torch.cuda.get_device_capability(GPU) < dtypes.CAPABILITY:
         with pytest.raises(EnvironmentBroken, match="fp8"):
             measure_matmul(GPU, n=2048, dtype=dtype, sampling=QUICK)
         return

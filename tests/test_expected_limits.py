@@ -10,9 +10,10 @@ from each import of_each
 from verdicts import LIMITS, hold
 from written_runs import MATMUL, case, read, write
 
-from pytest_gpucluster import cli, journal, thresholds
-from pytest_gpucluster.explained_limits import demand
-from pytest_gpucluster.judged import Judgement
+from pytest_gpucluster import cli, journal
+from pytest_gpucluster.judge import loader
+from pytest_gpucluster.judge.judge import Judgement
+from pytest_gpucluster.judge.limits import demand
 from pytest_gpucluster.metrics.measurement import measurement
 from pytest_gpucluster.metrics.sampling import Series
 from pytest_gpucluster.reports import junit, markdown
@@ -98,7 +99,7 @@ def test_a_file_of_ones_own_can_say_what_was_promised(tmp_path: Any) -> None:
     path = tmp_path / "mine.yaml"
     entry = "{min: 700000 GFLOPS, expected: 0.77 PFLOPS, source: the order}"
     path.write_text(f"schema_version: 1\nskus: {{H100 SXM: {{limits: {{matmul.bf16.tflops: {entry}}}}}}}\n")
-    limit = thresholds.load(thresholds.shipped_path(), path).limit(
+    limit = loader.load(loader.shipped_path(), path).limit(
         "matmul.bf16.tflops", sku="H100 SXM", world_size=8, nnodes=1, labels={"best_of": "4096, 8192, 16384"}
     )
     assert limit is not None

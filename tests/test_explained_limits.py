@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from verdicts import SHIPPED
 
-from pytest_gpucluster import thresholds
-from pytest_gpucluster.explained_limits import explain, looser
-from pytest_gpucluster.limits import Thresholds, facts
+from pytest_gpucluster.judge import loader
+from pytest_gpucluster.judge.limits import Thresholds, explain, facts, looser
 
 BUSBW = "nccl.all_reduce.busbw"
 
@@ -25,7 +24,7 @@ def said(limits: Thresholds, metric: str = BUSBW, sku: str = "H100 SXM", **known
 def load(folder: Path, text: str) -> Thresholds:
     path = folder / "mine.yaml"
     path.write_text("schema_version: 1\nskus:\n  H100 SXM:\n    limits:\n" + text)
-    return thresholds.load(thresholds.shipped_path(), path)
+    return loader.load(loader.shipped_path(), path)
 
 
 @settings(max_examples=60, deadline=None)

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpucluster.explanation import (
+from pytest_gpucluster.judge.misses import (
     HOT_CELSIUS,
     LEAST_SHARE,
     LOW_CLOCK_RATIO,
@@ -17,8 +17,8 @@ from pytest_gpucluster.explanation import (
     explanation,
     most_telling,
 )
-from pytest_gpucluster.health.thermal import BAD_REASONS
-from pytest_gpucluster.nvml_queries import THROTTLE_REASONS
+from pytest_gpucluster.node.health.checks import BAD_REASONS
+from pytest_gpucluster.node.nvml_queries import THROTTLE_REASONS
 
 HEALTHY = {
     "seconds": 3.0,

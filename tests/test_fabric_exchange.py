@@ -8,11 +8,11 @@ from boards import SharedBoard
 from complaints import in_order
 from sysfs_ports import add_port, write
 
-from pytest_gpucluster import fabric_exchange
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.fabric_exchange import PortsSeen, SettingsSeen, ports_of_all, settings_of_all
-from pytest_gpucluster.fabric_ports import FabricSources
-from pytest_gpucluster.nccl_environment import Setting
+from pytest_gpucluster.node.fabric import port_exchange
+from pytest_gpucluster.node.fabric.nccl_environment import Setting
+from pytest_gpucluster.node.fabric.port_exchange import PortsSeen, SettingsSeen, ports_of_all, settings_of_all
+from pytest_gpucluster.node.fabric.ports import FabricSources
 
 
 def inventory(nodes: int, local_ranks: int = 2) -> list[dict[str, Any]]:
@@ -100,7 +100,7 @@ def test_a_node_that_tells_nothing_is_an_error_and_no_port_of_it_counts(tmp_path
 
 
 def test_a_rank_that_compares_and_does_not_answer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fabric_exchange, "_JUDGED_WITHIN_SECONDS", 0.2)
+    monkeypatch.setattr(port_exchange, "_JUDGED_WITHIN_SECONDS", 0.2)
     found = Nodes(tmp_path, 2).look(without=(0, 1), within=0.1)
     assert isinstance(found[2], EnvironmentBroken)
     assert in_order(str(found[2]), "rank 0 0.2 s")

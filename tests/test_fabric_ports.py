@@ -8,13 +8,14 @@ from each import of_each
 from sysfs_ports import add_port, add_roce
 from verdicts import SHIPPED
 
-from pytest_gpucluster import infiniband, thresholds
-from pytest_gpucluster.fabric_ports import (
+from pytest_gpucluster.judge import loader
+from pytest_gpucluster.node import infiniband
+from pytest_gpucluster.node.fabric.ports import (
     FabricSources,
     NodePorts,
     expects_infiniband,
     network_cards,
-    read,
+    read_ports,
     roce_gid,
     selects,
     used_ports,
@@ -24,7 +25,7 @@ from pytest_gpucluster.fabric_ports import (
 def node(sysfs: Path, **changes: object) -> NodePorts:
     sources = FabricSources(sysfs=sysfs, proc=sysfs / "proc", environ={})
     settings = {"host": "gpu-00", "hcas": [""], "gid_index": None, **changes}
-    return read(sources, **settings)  # type: ignore[arg-type]
+    return read_ports(sources, **settings)  # type: ignore[arg-type]
 
 
 @of_each(
@@ -159,9 +160,9 @@ def test_a_fabric_is_expected_between_nodes_unless_limits_expect_another_transpo
         "        - when: {nnodes: 2 or more, size: 1 GB or more}\n          min: 300 GB/s\n"
         "          expect_transport: NET/AWS Libfabric\n          source: contract\n"
     )
-    assert not expects(limits=thresholds.load(file))
+    assert not expects(limits=loader.load(file))
     file.write_text(file.read_text().replace("NET/AWS Libfabric", "[NET/IB, COLLNET/SHARP]"))
-    assert expects(limits=thresholds.load(file))
+    assert expects(limits=loader.load(file))
 
 
 def test_settings_come_from_the_environment_and_from_nccl_s_files(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from fake_nvml import FakeNvml
 
-from pytest_gpucluster.gpu_sampler import IN_TURN, GpuSampler, GpuWindow, Pace
-from pytest_gpucluster.nvml import NotAvailable
-from pytest_gpucluster.telemetry import QUERIES
+from pytest_gpucluster.node.health.gpu_sampler import IN_TURN, GpuSampler, GpuWindow, Pace
+from pytest_gpucluster.node.health.telemetry import QUERIES
+from pytest_gpucluster.node.nvml import NotAvailable
 
 GPU = "GPU-1f2e3d4c"
 DEADLINE = 30.0

@@ -3,7 +3,7 @@ from __future__ import annotations
 from each import of_each
 
 from pytest_gpucluster.metrics import datasheets
-from pytest_gpucluster.nvml_queries import QUERIES
+from pytest_gpucluster.node.nvml_queries import QUERIES
 
 # Figures of the data sheets: fp32, tf32, bf16, fp8, HBM, link in one direction; memory in GB, PCIe generation, NVLinks.
 DATA_SHEETS = {

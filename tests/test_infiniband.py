@@ -5,8 +5,8 @@ from pathlib import Path
 from complaints import in_order
 from sysfs_ports import add_port, add_roce, write
 
-from pytest_gpucluster import infiniband
-from pytest_gpucluster.infiniband import Gid, read
+from pytest_gpucluster.node import infiniband
+from pytest_gpucluster.node.infiniband import Gid, read
 
 
 def test_a_port_is_read_as_the_kernel_shows_it(tmp_path: Path) -> None:

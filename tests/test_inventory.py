@@ -12,16 +12,9 @@ from complaints import in_order
 from fake_nvml import HEALTHY_H100, FakeNvml
 
 from pytest_gpucluster.errors import EnvironmentBroken, LaunchError, OptionError
-from pytest_gpucluster.inventory import (
-    TOLD_BY_NVML,
-    CudaGpu,
-    choose_cuda_index,
-    full_uuid,
-    identify,
-    start_time,
-)
 from pytest_gpucluster.launch.launchers import RankFacts
-from pytest_gpucluster.nvml import Nvml
+from pytest_gpucluster.node.inventory import TOLD_BY_NVML, CudaGpu, choose_cuda_index, full_uuid, identify, start_time
+from pytest_gpucluster.node.nvml import Nvml
 
 FACTS = RankFacts(
     rank=9,

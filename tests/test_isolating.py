@@ -11,12 +11,13 @@ import pytest
 import torch.distributed
 import torchrun
 
-from pytest_gpucluster import isolation_told, thresholds
+from pytest_gpucluster import isolation_told
 from pytest_gpucluster.agreement.ending import Ending
 from pytest_gpucluster.agreement.release.python import Released
 from pytest_gpucluster.errors import CommunicationError, EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.isolating import Isolator, _kind
 from pytest_gpucluster.isolation_plan import Plan
+from pytest_gpucluster.judge import loader
 
 ROOT = Path(__file__).parent.parent
 NODES = ("node-a", "node-b", "node-c", "node-d")
@@ -200,7 +201,7 @@ def plan(node_of, *, hosts=None, seconds=60.0, sku="H100 SXM", size="1 GB"):
         joined=SimpleNamespace(who=who),
         names={rank: f"rank {rank}" for rank in node_of},
         watch=SimpleNamespace(ending=None),
-        limits=thresholds.load(),
+        limits=loader.load(),
         gpu_name=lambda: "NVIDIA H100 80GB HBM3",
         sku=lambda gpu: sku,
     )

@@ -16,10 +16,11 @@ from each import of_each
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpucluster import journal, run_directory, thresholds
+from pytest_gpucluster import journal, run_directory
 from pytest_gpucluster import run_directory as run_directory_module
 from pytest_gpucluster.errors import JournalError, OptionError
-from pytest_gpucluster.judge import judge
+from pytest_gpucluster.judge import loader
+from pytest_gpucluster.judge.judge import judge
 from pytest_gpucluster.metrics import measurement
 from pytest_gpucluster.metrics.sampling import Series, Stopped
 
@@ -123,7 +124,7 @@ def test_what_the_judge_puts_on_record_is_read_as_it_was():
         measured,
         world={0: "rank 0", 1: "rank 1"},
         node_of={0: 0, 1: 0},
-        limits=thresholds.load(),
+        limits=loader.load(),
         sku="H100 SXM",
         gpu_name=None,
     ).measurements

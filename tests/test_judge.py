@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from verdicts import ALGBW, BUSBW, GB, all_ranks, bf16, busbw, hold
 
-from pytest_gpucluster import thresholds
 from pytest_gpucluster.errors import MeasurementError
-from pytest_gpucluster.limits import Thresholds
+from pytest_gpucluster.judge import loader
+from pytest_gpucluster.judge.limits import Thresholds
 from pytest_gpucluster.metrics import measurement as metrics
 from pytest_gpucluster.metrics.catalogue import Metric
 from pytest_gpucluster.metrics.measurement import WITHOUT_NVLS, Measurement, measurement
@@ -212,7 +212,7 @@ def resolved(text: str, value: str, tmp_path: Path) -> Thresholds:
     assert yaml.count("<") == 2
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.replace("<what you accept>", value).replace("<where the figure comes from>", "us"))
-    return thresholds.load(thresholds.shipped_path(), path)
+    return loader.load(loader.shipped_path(), path)
 
 
 def test_a_missing_limit_is_an_error_whose_yaml_resolves_it(tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def scoped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Thresholds:
         "      site.node: {min: 1 s, max: 10 s, source: us}\n"
         "      site.world: {max: 0 s, source: us}\n"
     )
-    return thresholds.load(path)
+    return loader.load(path)
 
 
 def test_a_metric_of_the_node_needs_one_value_per_node(scoped: Thresholds) -> None:

@@ -10,8 +10,8 @@ import pytest
 from complaints import in_order
 from each import of_each
 
-from pytest_gpucluster import kernel_log
-from pytest_gpucluster.kernel_log import normalised, parse, read
+from pytest_gpucluster.node import kernel_log
+from pytest_gpucluster.node.kernel_log import normalised, parse, read
 
 FALLEN = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_gpucluster.errors import MeasurementError, ThresholdsError
-from pytest_gpucluster.limits import Condition, Limit, Thresholds, condition, peak_of
+from pytest_gpucluster.judge.limits import Condition, Limit, Thresholds, condition, peak_of
 from pytest_gpucluster.metrics import catalogue, datasheets
 
 BUSBW = "nccl.all_reduce.busbw"

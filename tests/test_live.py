@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pytest_gpucluster import live as module
-from pytest_gpucluster.dashboard.node_state import NodeState
 from pytest_gpucluster.live import Live, describe_gpus
+from pytest_gpucluster.node.health.node_state import NodeState
 from pytest_gpucluster.step_file import StepFile
 
 

@@ -344,7 +344,7 @@ def test_of_a_worker_that_leaves_nothing_after_ctrl_c_that_is_said(project: Proj
 
 
 SHOWN_GPUS = """
-from pytest_gpucluster import inventory
+from pytest_gpucluster.node import inventory
 
 def identify(facts, device):
     return {"host": facts.hostname, "visible_gpus": 2, "gpu": None, "versions": {}}

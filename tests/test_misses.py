@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from verdicts import BUSBW, GB, bf16, busbw, hold
 
-from pytest_gpucluster import thresholds
-from pytest_gpucluster.limits import Limit, Thresholds
+from pytest_gpucluster.judge import loader
+from pytest_gpucluster.judge.limits import Limit, Thresholds
+from pytest_gpucluster.judge.misses import margin
 from pytest_gpucluster.metrics.measurement import Measurement, measurement
 from pytest_gpucluster.metrics.sampling import Sampling, Series, series
-from pytest_gpucluster.misses import margin
 
 LATENCY = "nccl.all_reduce.latency"
 RANK_3 = "rank 3 (gpu-00, GPU 3 GPU-1f2e)"
@@ -36,7 +36,7 @@ def with_rank_3(series_of_rank_3: Series | float, healthy: float = 730.0) -> dic
 def limits(entry: str, tmp_path: Path, metric: str = "matmul.bf16.tflops") -> Thresholds:
     path = tmp_path / "mine.yaml"
     path.write_text(f"schema_version: 1\nskus: {{H100 SXM: {{limits: {{{metric}: {{{entry}, source: us}}}}}}}}\n")
-    return thresholds.load(path)
+    return loader.load(path)
 
 
 # Not sure --------------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from each import of_each
 from verdicts import SHIPPED, hold
 
 from pytest_gpucluster.metrics.measurement import measurement
-from pytest_gpucluster.nccl_choice import Choice, agreed, choice
-from pytest_gpucluster.nccl_reasons import Reasons
+from pytest_gpucluster.node.fabric.nccl_fallback_reasons import Reasons
+from pytest_gpucluster.node.fabric.nccl_log import Choice, agreed, choice
 
 # Written for these tests, in the formats of NCCL 2.18 to 2.28.
 ONE_NODE = """\

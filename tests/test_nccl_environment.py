@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from complaints import in_order
 
-from pytest_gpucluster import nccl_environment
-from pytest_gpucluster.nccl_environment import Setting, differences, effective, read
+from pytest_gpucluster.node.fabric import nccl_environment
+from pytest_gpucluster.node.fabric.nccl_environment import Setting, differences, effective, read_environment
 
 
 def settings(
@@ -16,7 +16,7 @@ def settings(
     for name, text in {".nccl.conf": user, "etc.conf": system}.items():
         if text is not None:
             (folder / name).write_text(text)
-    return read(environ, home_of_user=lambda: folder, system_file=folder / "etc.conf")
+    return read_environment(environ, home_of_user=lambda: folder, system_file=folder / "etc.conf")
 
 
 def test_every_variable_of_nccl_and_ucx_is_there_and_a_few_more(tmp_path: Path) -> None:
@@ -65,8 +65,8 @@ def test_nvls_can_be_switched_off_later_and_what_the_suite_sets_for_it_is_nobody
     tmp_path: Path, before: str | None, after: str, shown: list[str]
 ) -> None:
     environ = {"NCCL_NO_CACHE": before} if before else {}
-    nccl_environment.prepare(environ)
-    nccl_environment.prepare(environ)
+    nccl_environment.prepare_environment(environ)
+    nccl_environment.prepare_environment(environ)
     assert environ == {"NCCL_NO_CACHE": after}
     nccl_environment.switch_nvls_off(environ)
     assert environ["NCCL_NVLS_ENABLE"] == "0"
@@ -88,7 +88,7 @@ def test_lines_are_read_as_nccl_reads_them(tmp_path: Path) -> None:
 
 
 def test_a_user_without_a_home_has_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert read({}, home_of_user=lambda: None, system_file=tmp_path / "none") == ()
+    assert read_environment({}, home_of_user=lambda: None, system_file=tmp_path / "none") == ()
 
     def unknown(uid: int) -> object:
         raise KeyError(uid)

@@ -8,11 +8,9 @@ from complaints import in_order
 from each import of_each
 from fabric_nodes import DOWN, node, roce
 
-from pytest_gpucluster.infiniband import Adapters
-from pytest_gpucluster.nccl_environment import Setting
-from pytest_gpucluster.nccl_findings import judge
-from pytest_gpucluster.nccl_rules import RULES
-from pytest_gpucluster.nccl_values import Place
+from pytest_gpucluster.node.fabric.nccl_environment import Setting
+from pytest_gpucluster.node.fabric.nccl_rules import RULES, Place, judge_environment
+from pytest_gpucluster.node.infiniband import Adapters
 
 IB = node().adapters
 ROCE = node(make=roce).adapters
@@ -23,7 +21,7 @@ ONE_GPU = Place()
 
 
 def kind(name: str, value: str, place: Place = TWO_NODES, **changes: Any) -> str | None:
-    found = judge(
+    found = judge_environment(
         Setting(name=name, value=value, origin="environment"), dataclasses.replace(place, **changes), "gpu-00"
     )
     return None if found is None else found.kind
@@ -47,7 +45,7 @@ TORCH_DISTRIBUTED_DEBUG=DETAIL
 @of_each("case", list(HURTS.items()))
 def test_what_hurts_on_two_nodes_with_a_fabric_is_an_error_of_the_environment(case: tuple[Any, ...]) -> None:
     name, value = case
-    found = judge(Setting(name=name, value=value, origin="/etc/nccl.conf"), TWO_NODES, "gpu-00")
+    found = judge_environment(Setting(name=name, value=value, origin="/etc/nccl.conf"), TWO_NODES, "gpu-00")
     assert found is not None
     assert (found.kind, found.gpu.host, found.code) == ("environment", "gpu-00", name.lower())
     assert found.found.startswith(f"{name}={value} (/etc/nccl.conf): ")
@@ -129,7 +127,9 @@ def test_a_topology_file_that_is_there_is_a_note(tmp_path: Path) -> None:
 
 
 def test_a_blank_before_the_equals_sign_is_a_setting_without_effect() -> None:
-    found = judge(Setting(name="NCCL_P2P_DISABLE ", value="1", origin="/etc/nccl.conf"), TWO_NODES, "gpu-00")
+    found = judge_environment(
+        Setting(name="NCCL_P2P_DISABLE ", value="1", origin="/etc/nccl.conf"), TWO_NODES, "gpu-00"
+    )
     assert found is not None
     assert (found.kind, in_order(found.remedy, "NCCL_P2P_DISABLE= /etc/nccl.conf")) == ("note", True)
 

@@ -4,7 +4,7 @@ import pytest
 from complaints import in_order
 from each import of_each
 
-from pytest_gpucluster.nccl_reasons import DIRECT, NETWORK, NODE, Reason, Reasons, told
+from pytest_gpucluster.node.fabric.nccl_fallback_reasons import DIRECT, NETWORK, NODE, Reason, Reasons, told
 
 # In the formats of NCCL 2.18 to 2.28, as logs of users have them.
 SOCKETS = """\

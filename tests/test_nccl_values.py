@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpucluster.nccl_values import excludes, number
+from pytest_gpucluster.node.fabric.nccl_rules import excludes, number
 
 
 @pytest.mark.parametrize(

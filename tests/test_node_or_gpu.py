@@ -6,10 +6,8 @@ import pytest
 from complaints import in_order
 from verdicts import LIMITS, all_ranks, bf16, hold, world_of
 
-from pytest_gpucluster.judge import judge
-from pytest_gpucluster.judged import Judgement
+from pytest_gpucluster.judge.judge import Judgement, judge, together, whole_nodes
 from pytest_gpucluster.metrics.measurement import Measurement
-from pytest_gpucluster.node_or_gpu import together, whole_nodes
 
 NODES = {0: [0, 1, 2, 3], 1: [4, 5, 6, 7], 2: [8, 9, 10, 11]}
 HOSTS = {rank: f"gpu-{node}" for node, ranks in NODES.items() for rank in ranks}

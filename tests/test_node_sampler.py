@@ -16,10 +16,9 @@ from typing import Any
 import fake_sampler
 import pytest
 
-from pytest_gpucluster import node_sampler
 from pytest_gpucluster.agreement.vitals import process_state
-from pytest_gpucluster.node_sampler import Link, NodeSampler
-from pytest_gpucluster.telemetry import QUERIES
+from pytest_gpucluster.node.health import telemetry
+from pytest_gpucluster.node.health.telemetry import QUERIES, Link, NodeSampler
 
 GPU, OTHER = "GPU-1f2e3d4c", "GPU-5a6b7c8d"
 DEADLINE = 30.0
@@ -41,8 +40,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     started: list[NodeSampler] = []
 
     def make(gpus: dict[str, Any] | None) -> NodeSampler:
-        monkeypatch.setattr(node_sampler, "COMMAND", fake_sampler.command(tmp_path, gpus))
-        started.append(node_sampler.start())
+        monkeypatch.setattr(telemetry, "COMMAND", fake_sampler.command(tmp_path, gpus))
+        started.append(telemetry.start_sampler())
         return started[-1]
 
     yield make

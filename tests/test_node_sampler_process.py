@@ -17,9 +17,9 @@ import fake_sampler
 import pytest
 from each import of_each
 
-from pytest_gpucluster import node_sampler, node_sampler_process
 from pytest_gpucluster.launch import detached_process
-from pytest_gpucluster.node_sampler import Link, NodeSampler
+from pytest_gpucluster.node.health import sampler_process, telemetry
+from pytest_gpucluster.node.health.telemetry import Link, NodeSampler
 
 GPU = "GPU-1f2e3d4c"
 DEADLINE = 30.0
@@ -27,8 +27,8 @@ DEADLINE = 30.0
 
 @pytest.fixture
 def sampler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeSampler]:
-    monkeypatch.setattr(node_sampler, "COMMAND", fake_sampler.command(tmp_path, {GPU: {"clock.sm": 1755}}))
-    started = node_sampler.start()
+    monkeypatch.setattr(telemetry, "COMMAND", fake_sampler.command(tmp_path, {GPU: {"clock.sm": 1755}}))
+    started = telemetry.start_sampler()
     yield started
     started.close()
 
@@ -54,8 +54,8 @@ def test_it_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     command = fake_sampler.command(tmp_path, {GPU: {"clock.sm": {"hang": 3600}}})
     code = f"""
         import time
-        from pytest_gpucluster import node_sampler
-        from pytest_gpucluster.node_sampler import Link
+        from pytest_gpucluster.node.health import telemetry
+        from pytest_gpucluster.node.health.telemetry import Link
         node_sampler.COMMAND = {command!r}
         sampler = node_sampler.start()
         window = Link(sampler.address, {GPU!r}, answer_seconds={DEADLINE}).window()
@@ -77,10 +77,10 @@ def test_it_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
 def test_it_ends_without_descriptors_of_processes_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some kernels and sandboxes have none."""
     monkeypatch.setattr(detached_process, "end_descriptor", lambda parent: None)
-    monkeypatch.setattr(node_sampler_process, "_TICK_SECONDS", 0.001)
+    monkeypatch.setattr(sampler_process, "_TICK_SECONDS", 0.001)
     parents = iter([7, 7, 1])
-    monkeypatch.setattr(node_sampler_process.os, "getppid", lambda: next(parents))
-    node_sampler_process.wait_for_end(7)
+    monkeypatch.setattr(sampler_process.os, "getppid", lambda: next(parents))
+    sampler_process.wait_for_end(7)
     assert next(parents, None) is None
 
 

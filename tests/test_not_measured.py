@@ -10,7 +10,7 @@ from sessions import Project
 from pytest_gpucluster import opening
 from pytest_gpucluster.agreement.preflight import Expectation, gpus_without_a_rank
 from pytest_gpucluster.launch.launchers import Allocation, detect
-from pytest_gpucluster.pci_bus import PciGpu
+from pytest_gpucluster.node.pci import PciGpu
 
 FACTS = detect({}, "node-a")
 IN_SLURM = replace(FACTS, scheduler=Allocation(name="slurm", nnodes=1, gpus_per_node=4))

@@ -9,8 +9,8 @@ from complaints import in_order
 from each import of_each
 
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.nvml import COMMON_ANCESTORS, NotAvailable, PyNvml
-from pytest_gpucluster.nvml_queries import LINK_ENDS, LINK_VERSIONS, QUERIES
+from pytest_gpucluster.node.nvml import COMMON_ANCESTORS, NotAvailable, PyNvml
+from pytest_gpucluster.node.nvml_queries import LINK_ENDS, LINK_VERSIONS, QUERIES
 
 GPU, SLICE, OTHER = "GPU-aa", "MIG-bb", "GPU-cc"
 

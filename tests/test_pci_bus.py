@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from each import of_each
 
-from pytest_gpucluster import pci_bus
-from pytest_gpucluster.pci_bus import unlisted
+from pytest_gpucluster.node import pci
+from pytest_gpucluster.node.pci import unlisted_gpus
 
 GPU, OTHER = "0000:3b:00.0", "0000:5e:00.0"
 
@@ -50,7 +50,7 @@ class Bus:
                 (self.nodes / f"nvidia{minor}").touch()
 
     def states(self, *listed: str) -> dict[str, str]:
-        found = unlisted(listed, devices=self.devices, driver=self.driver, nodes=self.nodes, mounts=self.mounts)
+        found = unlisted_gpus(listed, devices=self.devices, driver=self.driver, nodes=self.nodes, mounts=self.mounts)
         assert all(gpu.detail for gpu in found)
         return {gpu.address: gpu.state for gpu in found}
 
@@ -90,7 +90,7 @@ def test_what_is_no_gpu_or_listed_by_nvml_is_left_out(bus: Bus, tmp_path: Path) 
         bus.add(f"0000:7{number}:00.0", minor=number + 1, **device)
     assert bus.states(GPU) == {}
     with pytest.raises(OSError, match="No such file"):
-        unlisted((), devices=tmp_path / "none")
+        unlisted_gpus((), devices=tmp_path / "none")
 
 
 def test_a_container_that_shows_a_part_of_the_gpus_hides_the_others(bus: Bus) -> None:
@@ -113,5 +113,5 @@ def test_what_the_driver_says_to_opening_tells_hidden_from_dead(
     def refuse(*_: object) -> int:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(pci_bus.os, "open", refuse)
+    monkeypatch.setattr(pci.os, "open", refuse)
     assert bus.states() == {GPU: state}

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from complaints import in_order
 
-from pytest_gpucluster.peer_memory import PeerMemory, read
+from pytest_gpucluster.node.pci import PeerMemory, read_peer_memory
 
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build"
 CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05"
@@ -17,7 +17,7 @@ def look(folder: Path, *, driver: str | None = OPEN, module: str = "", release: 
         (folder / "proc/driver/nvidia/version").write_text(driver)
     if module:
         (folder / "sys/module" / module).mkdir(parents=True)
-    return read(folder / "sys", folder / "proc", release)
+    return read_peer_memory(folder / "sys", folder / "proc", release)
 
 
 @pytest.mark.parametrize("module", ["nvidia_peermem", "nv_peer_mem"])

@@ -8,11 +8,11 @@ from complaints import in_order
 from each import of_each
 from fabric_nodes import DOWN, PEERMEM, node, port, roce
 
-from pytest_gpucluster.fabric_ports import NodePorts
-from pytest_gpucluster.infiniband import Adapters
 from pytest_gpucluster.metrics.finding import Finding
-from pytest_gpucluster.peer_memory import PeerMemory
-from pytest_gpucluster.port_findings import Findings, examine
+from pytest_gpucluster.node.fabric.port_checks import Findings, examine_ports
+from pytest_gpucluster.node.fabric.ports import NodePorts
+from pytest_gpucluster.node.infiniband import Adapters
+from pytest_gpucluster.node.pci import PeerMemory
 
 
 def fleet(count: int = 4, odd: dict[int, dict[str, Any]] | None = None, **common: Any) -> dict[int, NodePorts]:
@@ -24,7 +24,7 @@ def fleet(count: int = 4, odd: dict[int, dict[str, Any]] | None = None, **common
 
 
 def found(nodes: dict[int, NodePorts], expected: bool = True) -> Findings:
-    return examine(nodes, expected=expected)
+    return examine_ports(nodes, expected=expected)
 
 
 def decisive(findings: Findings) -> dict[int, list[Finding]]:

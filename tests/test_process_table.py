@@ -6,7 +6,7 @@ from pathlib import Path
 
 from complaints import in_order
 
-from pytest_gpucluster.process_table import Who, who_is
+from pytest_gpucluster.node.processes import Who, who_is
 
 
 def test_a_process_is_told_with_its_user_and_command() -> None:

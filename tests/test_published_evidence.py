@@ -14,10 +14,11 @@ from each import of_each
 from verdicts import SHIPPED, bf16, busbw, hold
 from written_runs import MATMUL, case, read
 
-from pytest_gpucluster import cli, evidence, limits, thresholds
+from pytest_gpucluster import cli
 from pytest_gpucluster.errors import ThresholdsError
-from pytest_gpucluster.evidence import Row
-from pytest_gpucluster.judge import judge_value
+from pytest_gpucluster.judge import evidence, limits, loader
+from pytest_gpucluster.judge.evidence import Row
+from pytest_gpucluster.judge.judge import judge_value
 from pytest_gpucluster.reports.html import page
 from pytest_gpucluster.reports.tables import measurement_text
 
@@ -134,7 +135,7 @@ def test_no_shipped_floor_is_too_near_to_a_healthy_value() -> None:
 def limits_with(tmp_path: Path, entry: str) -> limits.Thresholds:
     path = tmp_path / "mine.yaml"
     path.write_text(f"schema_version: 1\nskus: {{H100 SXM: {{limits: {{matmul.fp32.tflops: {entry}}}}}}}\n")
-    return thresholds.load(thresholds.shipped_path(), path)
+    return loader.load(loader.shipped_path(), path)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +187,7 @@ def test_a_value_shows_its_share_of_the_typical_one_where_it_is_told_of() -> Non
 def shipped_once() -> Iterator[None]:
     """Read the shipped file once for all commands of this module."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(thresholds, "load", cache(thresholds.load))
+        patch.setattr(loader, "load", cache(loader.load))
         yield
 
 

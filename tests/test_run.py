@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from pytest_gpucluster import thresholds
 from pytest_gpucluster.agreement.preflight import Expectation
 from pytest_gpucluster.closing import decide
 from pytest_gpucluster.config.criteria_file import Manifest
+from pytest_gpucluster.judge import loader
 from pytest_gpucluster.record import TestName, TestRecord
 from pytest_gpucluster.run import Run
 
@@ -35,7 +35,7 @@ def run_on(
         ),
         "joined": SimpleNamespace(who={rank: {"gpu": None if gpu is None else {"name": gpu}} for rank in range(4)}),
         "expectation": None if expect is None else Expectation.parse(expect),
-        "thresholds": thresholds.load(thresholds.shipped_path()),
+        "thresholds": loader.load(loader.shipped_path()),
         "records": {
             "test_a": TestRecord(
                 test=TestName.of("test_a", ("a.py", 1, "test_a"), "matmul"),

@@ -14,8 +14,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from test_thresholds import BROKEN, OK, entry
 
-from pytest_gpucluster import schema, thresholds
 from pytest_gpucluster.errors import ThresholdsError, UnitError
+from pytest_gpucluster.judge import editor_schemas, loader
 from pytest_gpucluster.metrics import measurement, units
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +33,7 @@ def pages() -> dict[Path, str]:
 
 # Made before any test runs: other tests add metrics of their own.
 PAGES = pages()
-LIMITS = jsonschema.Draft7Validator(schema.limits_schema())
+LIMITS = jsonschema.Draft7Validator(editor_schemas.limits_schema())
 
 
 class EditorLoader(yaml.SafeLoader):
@@ -58,7 +58,7 @@ def complaints(text: str, path: Path) -> list[str]:
     """What the loader says."""
     path.write_text(text, encoding="utf-8")
     try:
-        thresholds.load(path)
+        loader.load(path)
     except ThresholdsError as error:
         return str(error).splitlines()
     return []
@@ -77,7 +77,7 @@ def test_the_schema_in_docs_is_what_the_code_says(path: Path) -> None:
 
 
 def test_the_shipped_file_names_its_schema_and_keeps_it() -> None:
-    text = thresholds.shipped_path().read_text(encoding="utf-8")
+    text = loader.shipped_path().read_text(encoding="utf-8")
     assert text.splitlines()[0] == "# yaml-language-server: $schema=docs/thresholds.schema.json"
     assert (ROOT / "docs" / "thresholds.schema.json") in PAGES
     errors = [f"{error.json_path}: {error.message}" for error in LIMITS.iter_errors(yaml.safe_load(text))]
@@ -118,7 +118,7 @@ def test_the_examples_for_operators_are_taken_by_both(tmp_path: Path) -> None:
     examples = [
         block for block in re.findall(r"^```yaml\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE) if "skus:" in block
     ]
-    header = thresholds.shipped_path().read_text(encoding="utf-8").split("#     schema_version: 1\n")[1]
+    header = loader.shipped_path().read_text(encoding="utf-8").split("#     schema_version: 1\n")[1]
     examples.append("schema_version: 1\n" + header.split("\n#\n")[0].replace("#     ", ""))
     assert len(examples) >= 2
     for example in examples:
@@ -142,8 +142,8 @@ def test_one_mistake_is_refused_by_both_or_known_to_be_the_loader_s(broken: tupl
 
 @given(st.text(alphabet="0123456789.eE+- \tTGBFLOPSs/%x", max_size=12))
 def test_the_pattern_of_a_quantity_takes_what_units_take(text: str) -> None:
-    pattern = schema.quantity("TFLOPS")["pattern"]
-    above_zero = schema.quantity("TFLOPS", above_zero=True)["pattern"]
+    pattern = editor_schemas.quantity("TFLOPS")["pattern"]
+    above_zero = editor_schemas.quantity("TFLOPS", above_zero=True)["pattern"]
     assume(not re.search(r"[eE][+-]?[0-9]{3}", text))  # no pattern sees that a number is too large, or too small
     try:
         value = units.parse(text, like="TFLOPS").value
@@ -156,6 +156,6 @@ def test_the_pattern_of_a_quantity_takes_what_units_take(text: str) -> None:
 
 
 def test_every_metric_has_a_place_in_the_schema_with_what_it_is() -> None:
-    made = schema.limits_schema()["definitions"]["limits"]["properties"]
+    made = editor_schemas.limits_schema()["definitions"]["limits"]["properties"]
     assert set(made) == set(measurement.METRICS)
     assert all(made[name]["description"].startswith(metric.doc) for name, metric in measurement.METRICS.items())

@@ -9,20 +9,20 @@ from sessions import Project
 
 SUITE = """
 def test_it():
-    from pytest_gpucluster.nccl_advice import cards
-    from pytest_gpucluster.nccl_advice.advice import Set
-    assert cards.Set is Set
+    from pytest_gpucluster.node.fabric import nccl_advice_rules
+    from pytest_gpucluster.node.fabric.nccl_facts import Set
+    assert nccl_advice_rules.Set is Set
 """
 
 
 def test_modules_of_an_earlier_session_are_not_mixed_with_new_ones(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import pytest_gpucluster.nccl_advice as package
+    import pytest_gpucluster.node.fabric as package
 
     for name in [name for name in sys.modules if name.startswith(f"{package.__name__}.")]:
         monkeypatch.delitem(sys.modules, name)
-    for name in ("advice", "cards"):
+    for name in ("nccl_facts", "nccl_advice_rules"):
         monkeypatch.delattr(package, name, raising=False)
     project.suite(SUITE)
     for _ in range(2):

@@ -14,10 +14,9 @@ from complaints import in_order
 from each import of_each
 from verdicts import SHIPPED, world_of
 
-from pytest_gpucluster import evidence
-from pytest_gpucluster.judge import judge
-from pytest_gpucluster.judged import Judgement
-from pytest_gpucluster.limits import EVERY_SKU, TOPOLOGY, Limit, facts, peak_of
+from pytest_gpucluster.judge import evidence
+from pytest_gpucluster.judge.judge import Judgement, judge
+from pytest_gpucluster.judge.limits import EVERY_SKU, TOPOLOGY, Limit, facts, peak_of
 from pytest_gpucluster.metrics import datasheets, units
 from pytest_gpucluster.metrics import measurement as metrics
 from pytest_gpucluster.metrics.measurement import Measurement, measurement

@@ -12,7 +12,7 @@ from verdicts import hold
 
 from pytest_gpucluster.benchmarks import blocks
 from pytest_gpucluster.benchmarks.clock import ManualClock
-from pytest_gpucluster.limits import Thresholds
+from pytest_gpucluster.judge.limits import Thresholds
 from pytest_gpucluster.metrics import sampling
 from pytest_gpucluster.metrics.measurement import measurement
 

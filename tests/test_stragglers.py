@@ -9,8 +9,8 @@ from each import of_each
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pytest_gpucluster.judge.misses import straggler_ratio, straggler_ratios
 from pytest_gpucluster.metrics.catalogue import Better
-from pytest_gpucluster.stragglers import straggler_ratio, straggler_ratios
 
 VALUES = st.dictionaries(st.integers(0, 63), st.floats(0, 1e12), min_size=2, max_size=24)
 SIDES = st.sampled_from(["higher", "lower"])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpucluster import nvml_queries
-from pytest_gpucluster.telemetry import OF_THE_CARD, QUERIES, THROTTLE, checked, nothing, summary
+from pytest_gpucluster.node import nvml_queries
+from pytest_gpucluster.node.health.telemetry import OF_THE_CARD, QUERIES, THROTTLE, checked, nothing, summary
 
 
 def test_each_series_is_summed_up_as_least_median_and_most() -> None:

@@ -6,7 +6,8 @@ import pytest
 from sessions import Project
 from watched_gpus import pretend
 
-from pytest_gpucluster import node_sampler, nvml
+from pytest_gpucluster.node import nvml
+from pytest_gpucluster.node.health import telemetry
 
 SUITE = """
     import pytest
@@ -25,7 +26,7 @@ def test_on_cpu_nothing_is_recorded_and_nothing_is_started(project: Project, mon
         raise AssertionError("asked on cpu")
 
     monkeypatch.setattr(nvml, "PyNvml", refuse)
-    monkeypatch.setattr(node_sampler, "start", refuse)
+    monkeypatch.setattr(telemetry, "start", refuse)
     project.suite(SUITE)
     left = project.run()
     assert left.verdicts == {"test_watched": "passed"}

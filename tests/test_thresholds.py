@@ -7,9 +7,9 @@ import pytest
 from complaints import require_complaints
 from each import of_each
 
-from pytest_gpucluster import thresholds
 from pytest_gpucluster.errors import ThresholdsError
-from pytest_gpucluster.limits import Condition, Limit, Thresholds
+from pytest_gpucluster.judge import loader
+from pytest_gpucluster.judge.limits import Condition, Limit, Thresholds
 
 BUSBW, LATENCY = "nccl.all_reduce.busbw", "nccl.all_reduce.latency"
 
@@ -20,18 +20,18 @@ def entry(text: str, *, sku: str = "H100 SXM", metric: str = "matmul.bf16.tflops
 
 
 def read(tmp_path: Path, *files: str, shipped: bool = False) -> Thresholds:
-    paths = [thresholds.shipped_path()] if shipped else []
+    paths = [loader.shipped_path()] if shipped else []
     for number, text in enumerate(files):
         paths.append(tmp_path / f"limits{number}.yaml")
         paths[-1].write_text(text, encoding="utf-8")
-    return thresholds.load(*paths)
+    return loader.load(*paths)
 
 
 def errors_of(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     (tmp_path / "my.yaml").write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ThresholdsError) as caught:
-        thresholds.load(Path("my.yaml"))
+        loader.load(Path("my.yaml"))
     return str(caught.value).splitlines()
 
 
@@ -158,7 +158,7 @@ def test_all_errors_of_all_files_come_at_once_in_the_order_of_the_files(
     Path("a.yaml").write_text(entry("{min: 1 GB, sorce: us}"))
     Path("b.yaml").write_text("schema_version: 1\nskus: {H200: {limit: {}}, H300: {limits: {x: {}}}}\n")
     with pytest.raises(ThresholdsError) as caught:
-        thresholds.load(Path("a.yaml"), Path("b.yaml"), Path("c.yaml"))
+        loader.load(Path("a.yaml"), Path("b.yaml"), Path("c.yaml"))
     places = [line.split(": ")[0] for line in str(caught.value).splitlines()]
     wanted = "a.yaml:5:33 a.yaml:5:39 b.yaml:2:15 b.yaml:2:27 b.yaml:2:43 b.yaml:2:46 c.yaml:1:1"
     assert " ".join(places) == wanted
@@ -271,7 +271,7 @@ def test_an_entry_with_the_same_conditions_takes_the_place_of_the_earlier_one(tm
 def test_two_files_of_the_same_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("thresholds.yaml").write_text(entry("{" + OK + "}"))
-    limits = thresholds.load(thresholds.shipped_path(), Path("thresholds.yaml"))
+    limits = loader.load(loader.shipped_path(), Path("thresholds.yaml"))
     limit = limits.limit("matmul.bf16.tflops", sku="H100 SXM", world_size=1, nnodes=1, labels={})
     assert limit is not None
     assert limit.origin == f"{tmp_path.resolve()}/thresholds.yaml:5:27"

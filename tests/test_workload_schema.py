@@ -15,7 +15,7 @@ from test_workload_file import BROKEN, COMPLETE, SHIPPED
 from pytest_gpucluster.config.workload import KEYS
 from pytest_gpucluster.config.workload_loader import load
 from pytest_gpucluster.errors import ThresholdsError
-from pytest_gpucluster.workload_schema import workloads_schema
+from pytest_gpucluster.judge.editor_schemas import workloads_schema
 
 SCHEMA = workloads_schema()
 JUDGE = jsonschema.Draft7Validator(SCHEMA)

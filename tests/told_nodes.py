@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pytest_gpucluster.node_info.gathering import Sources, gather
+from pytest_gpucluster.node.info import Sources, gather_info
 
-_HERE = json.loads(json.dumps(gather("all", Sources())))
+_HERE = json.loads(json.dumps(gather_info("all", Sources())))
 """This host itself: so that a key which info renames is missed here, too."""
 _GPU = {
     "name": "NVIDIA H100 80GB HBM3",

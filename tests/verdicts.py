@@ -6,18 +6,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from pytest_gpucluster import thresholds
-from pytest_gpucluster.judge import judge
-from pytest_gpucluster.judged import Judgement
-from pytest_gpucluster.limits import Thresholds
+from pytest_gpucluster.judge import loader
+from pytest_gpucluster.judge.judge import Judgement, judge
+from pytest_gpucluster.judge.limits import Thresholds
+from pytest_gpucluster.judge.misses import NOTHING
 from pytest_gpucluster.metrics.measurement import Measurement, measurement
-from pytest_gpucluster.misses import NOTHING
 
 BUSBW = "nccl.all_reduce.busbw"
 ALGBW = "nccl.all_reduce.algbw"
 BF16 = "matmul.bf16.tflops"
 GB = {"size": "1 GB"}
-SHIPPED = thresholds.load()
+SHIPPED = loader.load()
 LIMITS = replace(
     SHIPPED,
     limits=tuple(

@@ -14,10 +14,11 @@ from typing import Any
 import fake_sampler
 from fake_nvml import HEALTHY_H100, FakeNvml
 
-from pytest_gpucluster import accompaniment, inventory, node_sampler
-from pytest_gpucluster.counters.sources import Sources
-from pytest_gpucluster.infiniband import Adapters
-from pytest_gpucluster.kernel_log import KernelLog
+from pytest_gpucluster.node import inventory
+from pytest_gpucluster.node.health import monitor, telemetry
+from pytest_gpucluster.node.health.counters import Sources
+from pytest_gpucluster.node.infiniband import Adapters
+from pytest_gpucluster.node.kernel_log import KernelLog
 
 NAME = "NVIDIA H100 80GB HBM3"
 QUIET = KernelLog(lines=("NVRM: loading",), source="dmesg")
@@ -81,9 +82,9 @@ def pretend(
         )
 
     patch(inventory, "identify", identify)
-    patch(node_sampler, "COMMAND", fake_sampler.command(folder, planted))
-    patch(node_sampler, "ANSWER_SECONDS", 30.0)  # a busy machine is no sampler that hangs
-    patch(accompaniment, "sources_of", sources_of)
+    patch(telemetry, "COMMAND", fake_sampler.command(folder, planted))
+    patch(telemetry, "ANSWER_SECONDS", 30.0)  # a busy machine is no sampler that hangs
+    patch(monitor, "sources_of", sources_of)
 
 
 class _Turning(FakeNvml):

@@ -12,8 +12,8 @@ from pytest_gpucluster import verdict
 from pytest_gpucluster.errors import MeasurementError
 from pytest_gpucluster.journal import Journal
 from pytest_gpucluster.journal_measurements import JudgedLimit, JudgedMetric
-from pytest_gpucluster.judge import judge
-from pytest_gpucluster.limits import Limit, Thresholds
+from pytest_gpucluster.judge.judge import judge
+from pytest_gpucluster.judge.limits import Limit, Thresholds
 from pytest_gpucluster.metrics import datasheets, measurement
 from pytest_gpucluster.metrics.catalogue import Metric
 from pytest_gpucluster.metrics.measurement import Measurement

@@ -1,27 +1,220 @@
-"""Keep a device at its highest power for as long as is asked for, and verify every product on the way.
+"""How a burn-in goes: its rate over time, kept as it comes, so that a burn-in that is cut short leaves what it saw.
+
+Keep a device at its highest power for as long as is asked for, and verify every product on the way.
 
 What a device does in its first seconds says little of the hour after it: heat comes slowly, and a unit that is right
 a million times may be wrong once.
+
+Keep one device and its link to the host busy, so that what is read meanwhile is true of work and not of rest.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from pytest_gpucluster.benchmarks.arithmetic import numerics
 from pytest_gpucluster.benchmarks.blocks import NOTHING, Bursts
-from pytest_gpucluster.benchmarks.burn_in_course import Course, Point
 from pytest_gpucluster.benchmarks.clock import Clock, clock_for
-from pytest_gpucluster.benchmarks.footprint import memory_returned
-from pytest_gpucluster.benchmarks.matmul import multiplier, prepare
-from pytest_gpucluster.benchmarks.matmul_products import Buffers, Multiply, Products
-from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
+from pytest_gpucluster.benchmarks.dtypes import numerics
+from pytest_gpucluster.benchmarks.matmul import Buffers, Multiply, Products, multiplier, prepare
+from pytest_gpucluster.benchmarks.memory_budget import memory_returned
+from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
+from pytest_gpucluster.metrics.stats import median
 from pytest_gpucluster.metrics.time_budget import MEASURING, counted
+
+LONGEST_END_SECONDS = 60.0
+"""The first and the last minute are compared ..."""
+
+END_SHARE = 0.1
+"""... and in a burn-in of less than ten minutes its first and its last tenth."""
+
+HOT, POWER = "temperature_celsius", "power_watts"
+"""Keys of a telemetry window's summary, each [minimum, median, maximum]."""
+SHARES = "throttle_share"
+"""Another one: throttle reason -> the part of the time in which it was there."""
+
+HEADER = "seconds,products,busy_seconds,tflops\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """The rate over some products one after the other.
+
+    Attributes:
+        at_seconds: when the last of them was done and verified, since the burn-in began.
+        products: how many.
+        busy_seconds: what they took by themselves, without their verification.
+        tflops: the rate of that time, in 10**12 floating point operations a second.
+    """
+
+    at_seconds: float
+    products: int
+    busy_seconds: float
+    tflops: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """A value for ``measure``: its metric, the unit that it is in, and whether it is only recorded."""
+
+    metric: str
+    value: float
+    unit: str
+    record_only: bool
+
+
+class Course:
+    """The points of a burn-in so far.
+
+    Args:
+        seconds: how long the burn-in is to last.
+        path: where each point is written to as it comes, as CSV. A file that is there is replaced.
+    """
+
+    def __init__(self, seconds: float, path: Path | None = None) -> None:
+        self.seconds = seconds
+        self.points: list[Point] = []
+        self.is_complete = False
+        """All of it is done. Nothing else is a burn-in that was passed."""
+        self._path = path
+        if path is not None:
+            path.write_text(HEADER, encoding="ascii")
+
+    def add(self, point: Point) -> None:
+        """Take the next point, and put it on disk at once: the process may be killed at any time."""
+        self.points.append(point)
+        if self._path is not None:
+            with self._path.open("a", encoding="ascii") as file:
+                file.write(f"{point.at_seconds:.3f},{point.products},{point.busy_seconds:.6f},{point.tflops:.6g}\n")
+
+    @property
+    def products(self) -> int:
+        """Products so far, all verified."""
+        return sum(point.products for point in self.points)
+
+    @property
+    def seconds_done(self) -> float:
+        """How far it is, in seconds."""
+        return self.points[-1].at_seconds if self.points else 0.0
+
+    @property
+    def completed(self) -> float:
+        """How far it is, as a part of what was asked for: 1 is all of it."""
+        return 1.0 if self.is_complete else min(1.0, self.seconds_done / self.seconds)
+
+    @property
+    def reached(self) -> str:
+        """How far it is, in words.
+
+        >>> Course(7200.0).reached
+        'after 0 s of 7200 s, and no product'
+        """
+        after = f"after {self.seconds_done:.4g} s of {self.seconds:.4g} s"
+        if not self.points:
+            return f"{after}, and no product"
+        return f"{after}, and {self.products} products, {self.tflops:.4g} TFLOPS"
+
+    @property
+    def tflops(self) -> float:
+        """The median rate of all points, in TFLOPS.
+
+        Raises: InconclusiveMeasurement if there is no point.
+        """
+        if not self.points:
+            raise InconclusiveMeasurement(f"the burn-in has no rate {self.reached}")
+        return median([point.tflops for point in self.points])
+
+    @property
+    def has_ends(self) -> bool:
+        """Whether there are two points at least: one has no beginning and no end."""
+        return len(self.points) > 1
+
+    def require_ends(self) -> None:
+        """Raise where ``has_ends`` is false: then nothing is known of a decay.
+
+        Raises: InconclusiveMeasurement
+        """
+        if not self.has_ends:
+            raise InconclusiveMeasurement(
+                f"the burn-in has {'one point' if self.points else 'no point'} of its course, {self.reached}: too few"
+                " to compare its beginning with its end. Choose a longer burn_in.duration, or a shorter"
+                " burn_in.interval"
+            )
+
+    def readings(self, dtype: str, seen: Mapping[str, Any], *, slowdowns: Iterable[str] = ()) -> Iterator[Reading]:
+        """Yield what is known by now, to be put on record however the burn-in ends.
+
+        Rates of a part of the time are only recorded: it may be that nothing has become warm.
+
+        Args:
+            dtype: of the products.
+            seen: a telemetry window's summary; what it lacks is left out.
+            slowdowns: names of throttle reasons that a GPU in good order does not have.
+        """
+        part = not self.is_complete
+        yield Reading(metric="burn_in.completed", value=self.completed, unit="ratio", record_only=True)
+        if self.points:
+            yield Reading(metric=f"matmul.{dtype}.tflops", value=self.tflops, unit="TFLOPS", record_only=part)
+        if self.has_ends:
+            yield Reading(metric="burn_in.retention", value=self.retention, unit="ratio", record_only=part)
+        if SHARES in seen:
+            worst = max((seen[SHARES].get(name, 0.0) for name in slowdowns), default=0.0)
+            yield Reading(metric="burn_in.slowed", value=worst, unit="ratio", record_only=part)
+        if HOT in seen:
+            yield Reading(metric="burn_in.temperature", value=seen[HOT][-1], unit="degC", record_only=True)
+        if POWER in seen:
+            yield Reading(metric="burn_in.power", value=seen[POWER][1], unit="W", record_only=True)
+
+    @staticmethod
+    def require_watched(seen: Mapping[str, Any], where: str) -> None:
+        """Raise where nobody can tell whether the GPU was slowed down. On cpu ``seen`` is empty, and nothing is asked.
+
+        Raises: EnvironmentBroken with ``where`` and why telemetry is not available.
+        """
+        lacking = [key for key in (SHARES, HOT) if key not in seen] if seen else []
+        if lacking:
+            why = (
+                "; ".join(f"{key}: {text}" for key, text in seen.get("not_available", {}).items()) or "no reason given"
+            )
+            raise EnvironmentBroken(
+                f"{where}: telemetry of the burn-in lacks {' and '.join(lacking)} ({why}), so it is not known whether"
+                " heat or the power supply slowed this GPU down. Look at driver and NVML (nvidia-smi -q -d PERFORMANCE)"
+            )
+
+    @property
+    def first_tflops(self) -> float:
+        """The median rate of the first minute or tenth, in TFLOPS. Raises: as ``retention``."""
+        return self._ends[0]
+
+    @property
+    def last_tflops(self) -> float:
+        """The median rate of the last minute or tenth, in TFLOPS. Raises: as ``retention``."""
+        return self._ends[1]
+
+    @property
+    def retention(self) -> float:
+        """The rate of the last minute or tenth as a part of the first one's: 0.97 is a decay of 3 %.
+
+        Raises: InconclusiveMeasurement if there are fewer than two points, which have no beginning and no end.
+        """
+        return self.last_tflops / self.first_tflops
+
+    @property
+    def _ends(self) -> tuple[float, float]:
+        self.require_ends()
+        end = min(LONGEST_END_SECONDS, END_SHARE * self.seconds_done)
+        first = [point.tflops for point in self.points if point.at_seconds <= end]
+        last = [point.tflops for point in self.points if point.at_seconds > self.seconds_done - end]
+        # A point that takes longer than the end itself is the end; the last one always is in it.
+        return median(first or [self.points[0].tflops]), median(last)
+
 
 Progress = Callable[..., None]
 """``progress(step, of, **figures)``: shown to whoever waits. A step is a second."""
@@ -136,3 +329,106 @@ def _burn(
             if progress is not None and step > told and course.seconds >= SHOWN_SECONDS:
                 told = step
                 progress(step, total, tflops=point.tflops)
+
+
+LOOK_SECONDS = 0.2
+"""About how long the device still works after a look."""
+
+ROWS = {"cuda": 8192, "cpu": 256}
+"""Rows and columns of the matrices. A product of 8192 takes a data center GPU to its power limit."""
+
+COPY_BYTES = 64 * 2**20
+"""Enough for one copy to last milliseconds on a link of PCIe, so that the link does not fall asleep in between."""
+
+PRODUCTS_PER_COPY = 4
+"""So many take longer than the copy on every GPU: then the multipliers never wait for the link."""
+
+_MEASURED_SECONDS = 0.1
+_STEPS_AT_MOST = 10_000
+
+
+def keep_busy(device: torch.device, look: Callable[[], None], *, seconds: float) -> int:
+    """Multiply bf16 matrices and copy from the host until the time is up, and look at the device meanwhile.
+
+    Products and copies are enqueued for as long as the last look took and ``LOOK_SECONDS`` more; ``look`` is called
+    while they run, then they are waited for. On cpu, where nothing runs by itself, it is called after them.
+
+    Args:
+        device: what to keep busy.
+        look: called at least once, from this thread.
+        seconds: how long.
+
+    Returns: how often ``look`` was called.
+
+    Raises:
+        ValueError: the time is not positive and finite.
+        RuntimeError: the device failed.
+    """
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"seconds must be positive and finite, not {seconds}")
+    with counted(MEASURING), memory_returned():
+        return _keep_busy(device, look, seconds=seconds)
+
+
+def held_bytes(device: torch.device) -> int:
+    """Return what this process's allocator holds on a device, used or not; 0 on cpu, where there is none."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+
+
+def _keep_busy(device: torch.device, look: Callable[[], None], *, seconds: float) -> int:
+    step = _Step(device)
+    each = _seconds_of(step)
+    until, looks, look_seconds = time.monotonic() + seconds, 0, 0.0
+    while looks == 0 or time.monotonic() < until:
+        for _ in range(max(1, min(_STEPS_AT_MOST, round((LOOK_SECONDS + look_seconds) / each)))):
+            step.enqueue()
+        begin = time.monotonic()
+        look()
+        look_seconds = min(time.monotonic() - begin, seconds)
+        step.wait()
+        looks += 1
+    return looks
+
+
+def _seconds_of(step: _Step) -> float:
+    """Measure one step with ever more of them, which also loads the kernels and wakes the clocks."""
+    count = 1
+    while True:
+        begin = time.monotonic()
+        for _ in range(count):
+            step.enqueue()
+        step.wait()
+        took = time.monotonic() - begin
+        if took >= _MEASURED_SECONDS or count >= _STEPS_AT_MOST:
+            return max(took / count, 1e-6)
+        count *= 2
+
+
+class _Step:
+    """Some products and one copy, which run at the same time where the device has streams."""
+
+    def __init__(self, device: torch.device) -> None:
+        generator = torch.Generator(device).manual_seed(0)
+        n = ROWS[device.type]
+        # Random: zeros would let the device run cooler than work does.
+        self._a, self._b = (
+            torch.randn(n, n, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(2)
+        )
+        self._out = torch.empty_like(self._a)
+        self._device = device
+        self._streams = device.type == "cuda"
+        # Pinned, or the copy would go through a buffer of the driver at a fraction of the link's speed.
+        self._host = torch.empty(COPY_BYTES if self._streams else 2**16, dtype=torch.uint8, pin_memory=self._streams)
+        self._there = torch.empty_like(self._host, device=device, pin_memory=False)
+        # torch ships no types for it.
+        self._side = torch.cuda.Stream(device) if self._streams else None  # type: ignore[no-untyped-call]
+
+    def enqueue(self) -> None:
+        for _ in range(PRODUCTS_PER_COPY):
+            torch.mm(self._a, self._b, out=self._out)
+        with torch.cuda.stream(self._side):
+            self._there.copy_(self._host, non_blocking=True)
+
+    def wait(self) -> None:
+        if self._streams:
+            torch.cuda.synchronize(self._device)

@@ -1,4 +1,16 @@
-"""How fast a group of ranks adds up, gathers, spreads or passes on its data, with all of it verified.
+"""One call of each collective but the all_reduce, through torch: ``call(sent, received, group)``.
+
+On a GPU each of them starts the work on the current stream, or makes that stream wait for it, and does not hold the
+host. Collective: every rank of the group must call the same, with tensors of the same sizes and dtype.
+
+What was seen of a collective: times, and the bandwidths that they amount to.
+
+>>> busbw_factor(2), busbw_factor(8), busbw_factor(16)
+(1.0, 1.75, 1.875)
+>>> busbw_factor(8, "all_gather"), busbw_factor(8, "broadcast")
+(0.875, 1.0)
+
+How fast a group of ranks adds up, gathers, spreads or passes on its data, with all of it verified.
 
 result = measure_collective("all_gather", group, device, payload_bytes=10**9, dtype="bf16", sampling=sampling)
 result.busbw.median          # bytes a second
@@ -10,25 +22,205 @@ import math
 import statistics
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from pytest_gpucluster.benchmarks.blocks import WindowPlan
 from pytest_gpucluster.benchmarks.clock import RESOLUTION_SECONDS, Clock, clock_for
-from pytest_gpucluster.benchmarks.collective_calls import MOVES, Call, launches
-from pytest_gpucluster.benchmarks.collective_result import CollectiveResult
-from pytest_gpucluster.benchmarks.collective_shape import COLLECTIVES, SUMMED
-from pytest_gpucluster.benchmarks.footprint import free_bytes, memory_returned
-from pytest_gpucluster.benchmarks.moved_payload import MovedPayload
-from pytest_gpucluster.benchmarks.payload import DTYPES, Payload, needed_bytes
-from pytest_gpucluster.benchmarks.ranks import Ranks
-from pytest_gpucluster.benchmarks.window_plan import WindowPlan
+from pytest_gpucluster.benchmarks.collective_payload import (
+    COLLECTIVES,
+    DTYPES,
+    ROOT,
+    SUMMED,
+    MovedPayload,
+    Payload,
+    needed_bytes,
+    source_of,
+)
+from pytest_gpucluster.benchmarks.group import Ranks
+from pytest_gpucluster.benchmarks.memory_budget import free_bytes, memory_returned
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
-from pytest_gpucluster.metrics.sampling import Sampling, series, wants_more
+from pytest_gpucluster.metrics.sampling import Sampling, Series, series, wants_more
 from pytest_gpucluster.metrics.time_budget import MEASURING, VERIFYING, WARM_UP, counted
 from pytest_gpucluster.metrics.units import did_you_mean, show
+
+Call = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], object]
+"""``call(sent, received, group)``: carry out one collective. Of those in place both tensors are the same."""
+
+# torch 2.13 calls them so, and warns of their names before.
+_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Put all ranks' ``sent`` behind each other into ``received``."""
+    _gather_into(received, sent, group=group)
+
+
+def reduce_scatter(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Sum up all ranks' ``sent``, and put this rank's part of it into ``received``."""
+    _reduce_scatter(received, sent, op=dist.ReduceOp.SUM, group=group)
+
+
+def all_to_all(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Give each rank its part of ``sent``, and put what each rank gives to this one into ``received``."""
+    dist.all_to_all_single(received, sent, group=group)
+
+
+def broadcast(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Replace ``received`` by what the group's first rank has in it. ``sent`` is the same tensor."""
+    dist.broadcast(received, group=group, group_src=ROOT)
+
+
+def send_recv(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Send ``sent`` to the next rank, and put what the one before sends into ``received``, both at once."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % ranks),
+            dist.P2POp(dist.irecv, received, group=group, group_peer=source_of(rank, ranks)),
+        ]
+    )
+    for work in works:
+        work.wait()
+
+
+MOVES: Mapping[str, Call] = MappingProxyType(
+    {
+        "all_gather": all_gather,
+        "reduce_scatter": reduce_scatter,
+        "all_to_all": all_to_all,
+        "broadcast": broadcast,
+        "send_recv": send_recv,
+    }
+)
+"""Name -> one call of it."""
+
+_LAUNCHES_OF_SEND_RECV = 4
+"""As many launches of one kernel as the host's time for it is reckoned: torch makes an object for each operation."""
+
+_RANKS_OF_A_LAUNCH = 8
+"""In an all_to_all NCCL prepares a send and a receive for each rank: so many ranks are reckoned as one more launch."""
+
+
+def launches(collective: str, ranks: int) -> int:
+    """Return how many launches of a kernel one call is reckoned as, for the clock to let the host get ahead.
+
+    >>> launches("all_reduce", 8), launches("send_recv", 8), launches("all_to_all", 64)
+    (1, 4, 9)
+    """
+    if collective == "send_recv":
+        return _LAUNCHES_OF_SEND_RECV
+    return 1 + ranks // _RANKS_OF_A_LAUNCH if collective == "all_to_all" else 1
+
+
+# What each rank must send or get, in parts of the payload: (a, b) stands for a (n - 1) / n + b.
+_FACTORS: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {
+        "all_reduce": (2, 0),
+        "all_gather": (1, 0),
+        "reduce_scatter": (1, 0),
+        "all_to_all": (1, 0),
+        "broadcast": (0, 1),
+        "send_recv": (0, 1),
+    }
+)
+
+
+def busbw_factor(ranks: int, collective: str = "all_reduce") -> float:
+    """Return the ratio of busbw to algbw for n ranks.
+
+    2 (n - 1) / n for an all_reduce; (n - 1) / n for an all_gather, a reduce_scatter and an all_to_all; 1 for a
+    broadcast and a send_recv.
+
+    Raises:
+        ValueError: there are fewer than two ranks, so nothing crosses a link; or no such collective is known.
+
+    Source: nccl-tests, doc/PERFORMANCE.md, "Summary"; for send_recv src/sendrecv.cu, SendRecvGetBw.
+    """
+    if collective not in _FACTORS:
+        known = ", ".join(_FACTORS)
+        raise ValueError(f"a collective is one of {known}, not {collective!r}{did_you_mean(collective, _FACTORS)}")
+    if ranks < 2:
+        raise ValueError(f"busbw is defined for 2 ranks and more, not for {ranks}")
+    shared, whole = _FACTORS[collective]
+    return shared * (ranks - 1) / ranks + whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveResult:
+    """What this rank saw of a collective, and what all ranks of the group saw together.
+
+    All series are inconclusive together: it is the slowest rank's series that decides when enough is known.
+
+    Attributes:
+        collective: its name, such as ``all_reduce``.
+        payload_bytes: its size as nccl-tests counts it (``collective_shape``): of an all_reduce, a broadcast and a
+            send_recv what each rank gives; of the others all ranks' parts together.
+        dtype: of the elements.
+        ranks: size of the group.
+        calls_per_window, windows_per_sample: how often it was called between two looks at the clock, and how many of
+            such windows make a sample.
+        latency: seconds per call on this rank.
+        slowest_latency: seconds per call on the rank that was slowest in each sample; equal on all ranks.
+        mean_latency: seconds per call, the mean of all ranks in each sample; equal on all ranks.
+        verified_elements: elements that were compared with the expected ones, before, between and after the windows.
+        sampling: by which it was measured.
+    """
+
+    collective: str
+    payload_bytes: int
+    dtype: str
+    ranks: int
+    calls_per_window: int
+    windows_per_sample: int
+    latency: Series
+    slowest_latency: Series
+    mean_latency: Series
+    verified_elements: int
+    sampling: Sampling
+
+    @property
+    def algbw(self) -> Series:
+        """Payload over time on this rank, in bytes a second.
+
+        Source: nccl-tests, doc/PERFORMANCE.md, "Algorithm bandwidth".
+        """
+        return self._bandwidth(self.latency)
+
+    @property
+    def busbw(self) -> Series | None:
+        """What the slowest link must carry for this rank's ``algbw``, in bytes a second; None for one rank."""
+        return self._on_bus(self.latency)
+
+    @property
+    def slowest_busbw(self) -> Series | None:
+        """The same from the slowest rank's time in each sample. Equal on all ranks."""
+        return self._on_bus(self.slowest_latency)
+
+    @property
+    def average_busbw(self) -> Series | None:
+        """The same from the mean of all ranks' times, as nccl-tests prints it by default. Equal on all ranks.
+
+        Source: nccl-tests, README.md, option ``-a``: "Report performance as an average across all ranks", default 1.
+        """
+        return self._on_bus(self.mean_latency)
+
+    def _on_bus(self, latency: Series) -> Series | None:
+        if self.ranks < 2:
+            return None
+        return self._bandwidth(latency).scaled(busbw_factor(self.ranks, self.collective))
+
+    def _bandwidth(self, latency: Series) -> Series:
+        rates = (self.payload_bytes / seconds for seconds in latency.samples)
+        return series(rates, self.sampling, spent_seconds=0).decided_by(latency)
+
 
 Reduce = Callable[[torch.Tensor, dist.ProcessGroup], object]
 """Replace a tensor by the sum of all ranks' tensors."""

@@ -1,28 +1,172 @@
-"""How fast each rank of a group sends to each other one, pair after pair, with the data verified."""
+"""What one rank sends to another, so that each word tells from whom, to whom and when it was sent.
+
+Words are 32 bits, compared as whole numbers: there is no rounding and no NaN.
+
+How much is sent over a link, and how often, in the time that a round may take. Pure.
+
+How fast each rank of a group sends to each other one, pair after pair, with the data verified.
+
+Every link of the nodes, or between them: a tournament of pairs, and once more those that are far behind.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from pytest_gpucluster.benchmarks import link_payload
+from pytest_gpucluster.benchmarks import links
 from pytest_gpucluster.benchmarks.clock import Clock, clock_for
-from pytest_gpucluster.benchmarks.footprint import free_bytes, memory_returned
-from pytest_gpucluster.benchmarks.link_pace import WINDOWS, Pace, pace, probe_bytes, window_seconds
-from pytest_gpucluster.benchmarks.link_payload import WORD_BYTES
-from pytest_gpucluster.benchmarks.ranks import Ranks
+from pytest_gpucluster.benchmarks.group import Ranks
+from pytest_gpucluster.benchmarks.memory_budget import free_bytes, memory_returned
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement
-from pytest_gpucluster.isolation.link_matrix import Reading
-from pytest_gpucluster.isolation.round_robin import Pair, Round
+from pytest_gpucluster.isolation.link_matrix import Matrix, Reading, Scope
+from pytest_gpucluster.isolation.link_survey import Survey, matrix_of
+from pytest_gpucluster.isolation.round_robin import (
+    Pair,
+    Places,
+    Round,
+    across_nodes,
+    one_at_a_time,
+    predicted_seconds,
+    rail_by_rail,
+    within_node,
+)
 from pytest_gpucluster.metrics import stats
 from pytest_gpucluster.metrics.time_budget import MEASURING, VERIFYING, WARM_UP, counted
 from pytest_gpucluster.metrics.units import show
+
+WORD_BYTES = 4
+_CHUNK_WORDS = 2**22
+"""The expected words are made for so many at a time, to need little memory beside the payload."""
+
+_BYTES_BESIDE_WORD = 40
+"""For each word of a chunk: an index and a hash in 8 bytes each, and what is made on the way."""
+
+_ODD = 2654435761
+"""Spreads neighbouring numbers over all 32 bits. Source: Knuth, "The Art of Computer Programming", volume 3, section
+6.4, multiplicative hashing: 2^32 over the golden ratio, rounded to an odd number."""
+
+_MASK = 0xFFFFFFFF
+_POISON = -1
+"""Lies where data are to arrive: no word of a payload that never came is right but by chance."""
+
+
+def needed_bytes(payload_bytes: int) -> int:
+    """Return how much memory sending and receiving so much takes, with the verification."""
+    return 2 * payload_bytes + _BYTES_BESIDE_WORD * min(payload_bytes // WORD_BYTES, _CHUNK_WORDS)
+
+
+def salt(sender: int, receiver: int, when: int) -> int:
+    """Return a number of 32 bits for a payload: another one for each pair, direction and time."""
+    mixed = 0
+    for part in (sender, receiver, when):
+        mixed = (mixed ^ part + 1) * _ODD & _MASK
+        mixed ^= mixed >> 15
+    return mixed
+
+
+def fill(words: torch.Tensor, seed: int) -> None:
+    """Write the payload of a salt into a one-dimensional int32 tensor."""
+    for part, expected in _chunks(words, seed):
+        part.copy_(expected)
+
+
+def poison(words: torch.Tensor) -> None:
+    """Make sure that nothing of an earlier payload is left."""
+    words.fill_(_POISON)
+
+
+def defect(words: torch.Tensor, seed: int) -> tuple[int, int, int, int] | None:
+    """Return what is wrong with a payload that has arrived, or None. Waits for the device.
+
+    Returns:
+        how many words are wrong; of the first of them the offset in bytes, and what was found and expected there, as
+        whole numbers of 32 bits without a sign.
+    """
+    count, start = 0, 0
+    first = (0, 0, 0)
+    for part, expected in _chunks(words, seed):
+        wrong = part != expected
+        here = int(wrong.sum())
+        if here and not count:
+            at = int(wrong.view(torch.uint8).argmax())
+            first = ((start + at) * WORD_BYTES, int(part[at]) & _MASK, int(expected[at]) & _MASK)
+        count += here
+        start += len(part)
+    return (count, *first) if count else None
+
+
+def _chunks(words: torch.Tensor, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield part after part of the words, with what they must be."""
+    for start in range(0, len(words), _CHUNK_WORDS):
+        part = words[start : start + _CHUNK_WORDS]
+        index = torch.arange(start, start + len(part), device=words.device)
+        # Below 2^31 times below 2^32 stays within 64 bits. The upper half is the better mixed one.
+        mixed = ((index + seed) & 0x7FFFFFFF).mul_(_ODD)
+        mixed = mixed.bitwise_right_shift_(16).bitwise_and_(_MASK)
+        # As signed numbers of 32 bits, which have the same bits.
+        yield part, mixed.sub_((mixed >> 31) << 32).to(torch.int32)
+
+
+WINDOWS = 5
+"""In each direction. The median of as many stands one or two that something else has disturbed."""
+
+PROBE_SHARE = 64
+"""The first look at a link sends this part of the payload, so that a link that is far too slow is found out early."""
+
+_LEAST_PROBE_BYTES = 4096
+_MOST_CALLS = 500
+"""In one window: a GPU's queue has room for about a thousand launches, and then the host waits for it."""
+
+_PATIENCE = 4
+"""A single call may take so many windows. A slower link gets less to send."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """``calls`` of ``words`` words of 32 bits each between two looks at the clock."""
+
+    calls: int
+    words: int
+
+
+def window_seconds(round_seconds: float) -> float:
+    """Return how long a window should take: a round has that many in each direction, and one of each to warm up."""
+    return round_seconds / (2 * (WINDOWS + 1))
+
+
+def probe_bytes(payload_bytes: int) -> int:
+    """Return how much the first look at a link sends.
+
+    >>> probe_bytes(256 * 2**20) / 2**20, probe_bytes(65536), probe_bytes(400)
+    (4.0, 4096, 400)
+    """
+    share = payload_bytes // PROBE_SHARE // WORD_BYTES * WORD_BYTES
+    return min(payload_bytes, max(_LEAST_PROBE_BYTES, share))
+
+
+def pace(probe_seconds: float, *, payload_bytes: int, round_seconds: float) -> Pace:
+    """Decide from the time that the first look took.
+
+    >>> pace(100e-6, payload_bytes=256 * 2**20, round_seconds=0.6)
+    Pace(calls=8, words=67108864)
+    >>> pace(1.0, payload_bytes=256 * 2**20, round_seconds=0.6)
+    Pace(calls=1, words=1048576)
+    """
+    window, probe = window_seconds(round_seconds), probe_bytes(payload_bytes)
+    whole = probe_seconds * payload_bytes / probe
+    if whole <= _PATIENCE * window:
+        return Pace(calls=max(1, min(_MOST_CALLS, round(window / max(whole, 1e-9)))), words=payload_bytes // WORD_BYTES)
+    fitting = int(payload_bytes * _PATIENCE * window / whole)
+    return Pace(calls=1, words=max(probe, fitting) // WORD_BYTES)
+
 
 Progress = Callable[[int, int], object]
 """``progress(step, of)``: so many rounds have been measured."""
@@ -156,7 +300,7 @@ def _agree(
                 f"{'the same' if theirs == told[0][1] else 'not the same'}. Give all nodes the same suite, profile and "
                 "workload"
             )
-    needed = link_payload.needed_bytes(payload_bytes)
+    needed = needed_bytes(payload_bytes)
     least = min(range(len(told)), key=lambda index: told[index][2])
     if told[least][2] < needed:
         raise EnvironmentBroken(
@@ -255,16 +399,16 @@ class _Links:
         defects: list[tuple[int, int, int, int]] = []
         rates: list[float] = []
         for windows, calls in ((1, 1), (WINDOWS, own.calls)):  # the first one warms up
-            seed = link_payload.salt(*ends, 2 * when + (windows > 1))
+            seed = salt(*ends, 2 * when + (windows > 1))
             with counted(VERIFYING):
                 if outgoing is not None:
-                    link_payload.fill(outgoing, seed)
+                    fill(outgoing, seed)
                 if incoming is not None:
-                    link_payload.poison(incoming)
+                    poison(incoming)
             elapsed = [self._window(peer, outgoing, incoming, calls) for _ in range(windows)]
             if incoming is not None:
                 with counted(VERIFYING):
-                    defects.append(link_payload.defect(incoming, seed) or nothing)
+                    defects.append(defect(incoming, seed) or nothing)
                 rates = [calls * incoming.nbytes / seconds if seconds > 0 else math.inf for seconds in elapsed]
         if incoming is None:
             return [-1.0] * _COLUMNS
@@ -319,3 +463,108 @@ def _reading(row: Sequence[float]) -> Reading:
         payload_bytes=payload_bytes,
         defect=(count, offset, found, expected),
     )
+
+
+def rounds_of(scope: Scope, places: Places, rank: int) -> tuple[Round, ...]:
+    """Return the rounds of the tournament that a rank takes part in: its node's, or those of all nodes.
+
+    Raises:
+        ValueError: there are no two to be paired.
+    """
+    return across_nodes(places) if scope == "world" else within_node(places, places.where()[rank][0])
+
+
+def survey(
+    world: dist.ProcessGroup,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    places: Places,
+    scope: Scope,
+    *,
+    payload_bytes: int,
+    round_seconds: float,
+    repeats: int,
+    below: float | None,
+    longest_seconds: float,
+    progress: Progress | None = None,
+    during: AbstractContextManager[object] | None = None,
+    sweeping: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Survey:
+    """Measure all links of a scope, and those that are far behind once more, without what could have shared their way.
+
+    Collective: every rank of the world must call this, with the same arguments but for the group. What the ranks find
+    is the same on all of them afterwards.
+
+    Args:
+        world: all ranks.
+        group: those that measure together: the ranks of this rank's node, or the world.
+        device: where this rank's payload is.
+        places: where the ranks are.
+        scope: "node" for links within nodes, all nodes at once; "world" for links across nodes.
+        payload_bytes: what is sent at a time; a multiple of 4.
+        round_seconds: how long a round should take.
+        repeats: so many rounds at most are spent on suspects.
+        below: suspects are pairs with a smaller ratio to the median of the others. None: there are none.
+        longest_seconds: after so long no other round of the tournament begins; what is left out is told.
+        progress: told after each round of the tournament.
+        during: entered for the time of the tournament.
+        sweeping: makes what is entered while only ``group`` is used. Within nodes the world is used as well, to tell
+            each other what was found: its connections are none of the group's.
+
+    Raises:
+        InconclusiveMeasurement, EnvironmentBroken, ValueError: as of :func:`links.sweep`.
+    """
+    ranks = Ranks(world, device)
+    rank = ranks.index
+    rounds = rounds_of(scope, places, rank)
+
+    def swept(planned: Sequence[Round], told: Progress | None = None) -> tuple[Matrix, float]:
+        with sweeping():
+            found = links.sweep(
+                group,
+                device,
+                planned,
+                payload_bytes=payload_bytes,
+                round_seconds=round_seconds,
+                longest_seconds=longest_seconds,
+                progress=told,
+            )
+        if scope == "world":
+            return matrix_of(found.readings, scope, places), found.seconds
+        everyones = links.gathered(ranks, [one for one in found.readings if one.receiver == rank])
+        return matrix_of(everyones, scope, places), max(seconds for [seconds] in ranks.gather([found.seconds]))
+
+    with during or nullcontext():
+        matrix, seconds = swept(rounds, progress)
+    suspects = [] if below is None else matrix.slow(below)
+    alone = Matrix(())
+    if suspects and repeats:  # equal on all ranks, for all of them have the same readings
+        alone, _ = swept(_again(scope, places, rank, suspects, repeats))
+    return Survey(
+        scope=scope,
+        places=places,
+        matrix=matrix,
+        alone=alone,
+        below=below,
+        rounds=len(rounds),
+        planned_seconds=predicted_seconds(rounds, round_seconds),
+        seconds=seconds,
+        left_out=tuple(link for link in _all_pairs(scope, places) if link not in matrix.pairs),
+    )
+
+
+def _again(scope: Scope, places: Places, rank: int, suspects: Sequence[Pair], most: int) -> tuple[Round, ...]:
+    """Return the rounds in which a rank, or its node's others, measure suspects once more."""
+    if scope == "world":
+        return rail_by_rail(places, suspects, most=most)
+    own = set(places.ranks[places.where()[rank][0]])
+    return one_at_a_time((link for link in suspects if own.issuperset(link)), most=most)
+
+
+def _all_pairs(scope: Scope, places: Places) -> list[Pair]:
+    rounds = (
+        across_nodes(places)
+        if scope == "world"
+        else [round_ for node in range(places.nodes) for round_ in within_node(places, node)]
+    )
+    return sorted(link for round_ in rounds for link in round_)

@@ -19,13 +19,21 @@ from typing import Any, Protocol
 
 import torch
 
-from pytest_gpucluster.benchmarks.arithmetic import arithmetic, numerics
 from pytest_gpucluster.benchmarks.blocks import NOTHING, Bursts
 from pytest_gpucluster.benchmarks.clock import Clock, clock_for
-from pytest_gpucluster.benchmarks.footprint import memory_returned
-from pytest_gpucluster.benchmarks.matmul import MatmulResult, measure_shape, multiplier, prepare_shape
-from pytest_gpucluster.benchmarks.matmul_products import Buffers, Multiply, Products, layouts_of
-from pytest_gpucluster.benchmarks.matmul_shape import Shape
+from pytest_gpucluster.benchmarks.dtypes import arithmetic, numerics
+from pytest_gpucluster.benchmarks.matmul import (
+    Buffers,
+    MatmulResult,
+    Multiply,
+    Products,
+    Shape,
+    layouts_of,
+    measure_shape,
+    multiplier,
+    prepare_shape,
+)
+from pytest_gpucluster.benchmarks.memory_budget import memory_returned
 from pytest_gpucluster.errors import EnvironmentBroken, PeerGaveUp, StoreError
 from pytest_gpucluster.metrics.sampling import Sampling
 from pytest_gpucluster.metrics.stats import median

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from pytest_gpucluster.benchmarks.comparison import Difference
-from pytest_gpucluster.benchmarks.pattern import PART_WORDS, Pattern, PatternWriter, signed
+from pytest_gpucluster.benchmarks.verify import PART_WORDS, Difference, Pattern, PatternWriter, signed
 from pytest_gpucluster.errors import WrongResult
 
 WORD_BYTES = 8

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pytest_gpucluster.calibration.evidence import Series, Source
 from pytest_gpucluster.calibration.floor import DIGITS, LEAST_SPREAD, Kept, Proposal
 from pytest_gpucluster.errors import ThresholdsError
-from pytest_gpucluster.limits import KNOWN_LABELS, TOPOLOGY, condition
+from pytest_gpucluster.judge.limits import KNOWN_LABELS, TOPOLOGY, condition
 from pytest_gpucluster.metrics.units import show
 from pytest_gpucluster.text import one_line, printable
 

@@ -15,10 +15,10 @@ from pytest_gpucluster.metrics import units
 from pytest_gpucluster.text import one_line
 
 if TYPE_CHECKING:
+    from pytest_gpucluster.benchmarks.lora.dataset import Row
     from pytest_gpucluster.benchmarks.lora.evaluation import Answer, CallScore
+    from pytest_gpucluster.benchmarks.lora.packed_file import Prepared
     from pytest_gpucluster.benchmarks.lora.packing import Packed
-    from pytest_gpucluster.benchmarks.lora.prepared import Prepared
-    from pytest_gpucluster.benchmarks.lora.rows import Row
 
 DONE, USAGE, FAILED, NO_OUTPUT = 0, 2, 3, 4
 
@@ -125,7 +125,7 @@ def _add_of_rows(parser: argparse.ArgumentParser) -> None:
 
 
 def _prepare(options: argparse.Namespace) -> int:
-    from pytest_gpucluster.benchmarks.lora import prepared, rows, tokenizer
+    from pytest_gpucluster.benchmarks.lora import dataset, packed_file, packing
 
     out: Path = options.out
     if out.is_dir() or not out.parent.is_dir():
@@ -134,12 +134,12 @@ def _prepare(options: argparse.Namespace) -> int:
     if os.path.realpath(out) == os.path.realpath(options.source):
         return complain(f"--out {out}: that is the source itself; name another file", USAGE)
     # The tokenizer first: it is loaded in a moment, and the rows are not.
-    encoder = None if options.tiny else tokenizer.tokenizer_for(options.model)
-    loaded = rows.load_rows(options.source, sha256=options.sha256)
+    encoder = None if options.tiny else packing.tokenizer_for(options.model)
+    loaded = dataset.load_rows(options.source, sha256=options.sha256)
     try:
         if encoder is None:
-            encoder = tokenizer.tiny_tokenizer(loaded.rows)
-        made = prepared.prepare(
+            encoder = packing.tiny_tokenizer(loaded.rows)
+        made = packed_file.prepare(
             loaded,
             encoder,
             name=options.model or "tiny",
@@ -150,7 +150,7 @@ def _prepare(options: argparse.Namespace) -> int:
     except ValueError as error:
         return complain(f"{options.source}: {error}", FAILED)
     try:
-        prepared.write(out, made)
+        packed_file.write(out, made)
     except OSError as error:
         return complain(f"--out {out}: {error.strerror or error}", NO_OUTPUT)
     for line in loaded.malformed[:_WRONG_SHOWN]:
@@ -174,19 +174,18 @@ def _print_statistics(made: Prepared, rows: int, malformed: int) -> None:
 
 
 def _evaluate(options: argparse.Namespace) -> int:
-    from pytest_gpucluster.benchmarks.lora import saved_adapter
-    from pytest_gpucluster.benchmarks.lora.device import chosen
-    from pytest_gpucluster.benchmarks.lora.evaluation import evaluate
+    from pytest_gpucluster.benchmarks.lora import evaluation
+    from pytest_gpucluster.benchmarks.lora.evaluation import choose_device, evaluate
 
     try:
-        device = chosen(options.device)
+        device = choose_device(options.device)
     except ValueError as error:
         return complain(f"--device {options.device}: {error}", USAGE)
     try:
         held_out = _held_out(options)
     except ValueError as error:
         return complain(f"--data {options.data}: {error}", FAILED)
-    saved = saved_adapter.load(options.adapter, device, base=options.base)
+    saved = evaluation.load_adapter(options.adapter, device, base=options.base)
     score = evaluate(
         saved.model,
         saved.tokenizer,
@@ -207,13 +206,13 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 
 def _held_out(options: argparse.Namespace) -> tuple[Row, ...] | list[Row]:
-    from pytest_gpucluster.benchmarks.lora import prepared, rows
-    from pytest_gpucluster.benchmarks.lora.held_out import held_out_split
+    from pytest_gpucluster.benchmarks.lora import dataset, packed_file
+    from pytest_gpucluster.benchmarks.lora.dataset import held_out_split
 
     path = Path(options.data)
-    if path.is_file() and prepared.is_prepared(path):
-        return prepared.read(path).held_out_rows
-    loaded = rows.load_rows(options.data, sha256=options.sha256)
+    if path.is_file() and packed_file.is_prepared(path):
+        return packed_file.read(path).held_out_rows
+    loaded = dataset.load_rows(options.data, sha256=options.sha256)
     return held_out_split(loaded.rows, options.held_out, options.seed)[1]
 
 

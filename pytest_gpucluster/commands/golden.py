@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pytest_gpucluster import journal
-from pytest_gpucluster.benchmarks.lora import golden
+from pytest_gpucluster.benchmarks.lora import reference_curve
 from pytest_gpucluster.commands.command import complain, explain
 from pytest_gpucluster.errors import CurveError, JournalError
 from pytest_gpucluster.metrics.loss_curve import FIRST_LINE, Curve, is_curve, read_csv
@@ -76,7 +76,7 @@ def make(places: Sequence[Path], out: Path, test: str = "") -> int:
     if os.path.realpath(out) in files:
         return complain(f"--out {out}: that is one of the curves; name another file", USAGE)
     try:
-        made = golden.write(out, [curve for _, curve in curves])
+        made = reference_curve.write(out, [curve for _, curve in curves])
     except CurveError as error:
         runs = "; ".join(f"run {number} is {path}" for number, (path, _) in enumerate(curves, start=1))
         return complain(f"{error} ({runs})", NO_INPUT)

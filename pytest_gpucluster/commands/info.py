@@ -52,11 +52,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Tell what this node is."""
     # Imported here, so that --help answers at once.
-    from pytest_gpucluster.node_info.gathering import Sources, gather
-    from pytest_gpucluster.node_info.text import render
+    from pytest_gpucluster.node.info import Sources, gather_info
+    from pytest_gpucluster.node.info_text import render_info
 
-    told = gather(options.view, Sources())
-    text = json.dumps(told, indent=2, allow_nan=False) + "\n" if options.json else render(told, width=_width())
+    told = gather_info(options.view, Sources())
+    text = json.dumps(told, indent=2, allow_nan=False) + "\n" if options.json else render_info(told, width=_width())
     sys.stdout.write(text)
     return DONE
 

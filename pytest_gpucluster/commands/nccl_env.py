@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from pytest_gpucluster.commands.command import DONE, explain
 
 if TYPE_CHECKING:
-    from pytest_gpucluster.nccl_advice.advice import Advised
-    from pytest_gpucluster.nccl_advice.facts import Facts
+    from pytest_gpucluster.node.fabric.nccl_facts import Advised, Facts
 
 DIFFERS, NOT_KNOWN = 1, 3
 SCHEMA_VERSION = 1
@@ -62,10 +61,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Say what this node needs."""
     # Imported here, so that --help answers at once.
-    from pytest_gpucluster.nccl_advice.advising import advise
-    from pytest_gpucluster.nccl_advice.gathering import Sources, gather
+    from pytest_gpucluster.node.fabric.nccl_advice import advise
+    from pytest_gpucluster.node.fabric.nccl_probe import Sources, gather_facts
 
-    facts = gather(Sources())
+    facts = gather_facts(Sources())
     advised = advise(facts)
     sys.stdout.write(_rendered(options.format, facts, advised))
     if not options.check:
@@ -74,13 +73,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _rendered(form: str, facts: Facts, advised: Advised) -> str:
-    from pytest_gpucluster.nccl_advice import formats, text
+    from pytest_gpucluster.node.fabric import nccl_advice_text
 
     if form == "json":
         return json.dumps(_told(facts, advised), indent=2, allow_nan=False) + "\n"
     if form == "text":
-        return text.render(facts, advised, width=_width())
-    return {"shell": formats.shell, "slurm": formats.slurm, "yaml": formats.yaml}[form](facts, advised)
+        return nccl_advice_text.render_advice(facts, advised, width=_width())
+    return {"shell": nccl_advice_text.shell, "slurm": nccl_advice_text.slurm, "yaml": nccl_advice_text.yaml}[form](
+        facts, advised
+    )
 
 
 def _told(facts: Facts, advised: Advised) -> dict[str, object]:

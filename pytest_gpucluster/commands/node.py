@@ -70,8 +70,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _kernel_log(file: Path | None) -> int:
     # Imported here, so that --help answers at once.
-    from pytest_gpucluster.health.xid_table import lookup
-    from pytest_gpucluster.kernel_log import parse
+    from pytest_gpucluster.node.health.xid_table import lookup
+    from pytest_gpucluster.node.kernel_log import parse
     from pytest_gpucluster.text import printable
 
     lines = reports = demanding = 0
@@ -103,7 +103,7 @@ class _Unreadable(Exception):
 
 
 def _of_host() -> Iterator[str]:
-    from pytest_gpucluster import kernel_log
+    from pytest_gpucluster.node import kernel_log
 
     log = kernel_log.read()
     if log.why_not:

@@ -55,16 +55,16 @@ def run(options: argparse.Namespace) -> int:
     """Compare nodes and return the exit code."""
     # Imported here, so that --help answers at once.
     from pytest_gpucluster.launch.hostlist import expand_hostlist
-    from pytest_gpucluster.node_differences import answers, groups, table
+    from pytest_gpucluster.node import diff
 
     try:
         expected = expand_hostlist(options.nodes) if options.nodes is not None else []
-        found = answers.read(options.folder, expected)
+        found = diff.read_answers(options.folder, expected)
     except LaunchError as error:
         return complain(f"--nodes: {error}", USAGE)
     except OSError as error:
         return complain(f"{options.folder}: {error.strerror or error}", NO_JOURNAL)
-    compared = groups.compare(found.told)
+    compared = diff.compare_nodes(found.told)
     code = DONE if all(fact.alike for fact in compared) else REGRESSED
     if code == DONE and (found.without or (len(found.told) < 2 and len(expected) != 1)):
         code = UNDECIDED
@@ -72,14 +72,14 @@ def run(options: argparse.Namespace) -> int:
         code = NO_JOURNAL
     if options.json is not None:
         try:
-            write_text(options.json, table.document(found, compared, exit_code=code))
+            write_text(options.json, diff.diff_document(found, compared, exit_code=code))
         except BrokenPipeError:
             raise  # who reads has had enough, which the command line knows how to take
         except OSError as error:
             return complain(f"--json {options.json}: {error.strerror or error}", NO_OUTPUT)
     if options.json not in ("-", "/dev/stdout"):
         width = max(_LEAST_COLUMNS, shutil.get_terminal_size((80, 24)).columns)
-        write_text("-", table.table(found, compared, width=width))
+        write_text("-", diff.diff_table(found, compared, width=width))
     if not found.told:
         return complain(f"{options.folder}: no node gave an answer: NODE.json, of `gpucluster info all --json`", code)
     return code

@@ -35,13 +35,13 @@ def calibrate(places: Sequence[Path], out: str, *, spreads: float, sku: str | No
         recorded: also for what is recorded only so far.
         force: replace a file that is there.
     """
-    from pytest_gpucluster import thresholds
     from pytest_gpucluster.calibration.evidence import refusals, series
     from pytest_gpucluster.calibration.floor import Proposal
     from pytest_gpucluster.calibration.overlay import others_in_force, overlay
+    from pytest_gpucluster.judge import loader
 
     paths = [locate(place) for place in places]
-    if out != "-" and os.path.realpath(out) in map(os.path.realpath, [*paths, thresholds.shipped_path()]):
+    if out != "-" and os.path.realpath(out) in map(os.path.realpath, [*paths, loader.shipped_path()]):
         return complain(f"--out {out}: that is a journal or the shipped limits; name another file", USAGE)
     if out != "-" and os.path.lexists(out) and not force:
         return complain(f"--out {out}: there is such a file; name another one, or replace it with --force", NO_OUTPUT)
@@ -62,7 +62,7 @@ def calibrate(places: Sequence[Path], out: str, *, spreads: float, sku: str | No
         _tell(kept)
         return FAULTY
     now = datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
-    shipped = hashlib.sha256(thresholds.shipped_path().read_bytes()).hexdigest()
+    shipped = hashlib.sha256(loader.shipped_path().read_bytes()).hexdigest()
     text = overlay(
         sku,
         proposals,
@@ -103,7 +103,7 @@ def _floor(one: Series, sku: str, measured: Sequence[Series], *, spreads: float)
     from pytest_gpucluster.calibration.evidence import judged_beside
     from pytest_gpucluster.calibration.floor import Kept, propose
     from pytest_gpucluster.calibration.overlay import conditions_of, name_of
-    from pytest_gpucluster.limits import peak_of
+    from pytest_gpucluster.judge.limits import peak_of
     from pytest_gpucluster.metrics import datasheets, measurement
 
     metric = measurement.known(one.metric)
@@ -126,12 +126,12 @@ def _require_loadable(text: str) -> None:
     Raises:
         ThresholdsError: it is not as it must be.
     """
-    from pytest_gpucluster import thresholds
+    from pytest_gpucluster.judge import loader
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "proposed.yaml")
         path.write_text(text, encoding="utf-8")
-        thresholds.load(thresholds.shipped_path(), path)
+        loader.load(loader.shipped_path(), path)
 
 
 def _tell(kept: Sequence[Kept]) -> None:

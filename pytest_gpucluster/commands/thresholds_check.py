@@ -15,7 +15,7 @@ from pytest_gpucluster.errors import ThresholdsError
 from pytest_gpucluster.text import printable
 
 if TYPE_CHECKING:
-    from pytest_gpucluster.limits import Limit, Thresholds
+    from pytest_gpucluster.judge.limits import Limit, Thresholds
 
 FAULTY = 1
 
@@ -46,9 +46,8 @@ def declare(plugin: str) -> str:
 
 def check(files: Sequence[Path], plugins: Sequence[str] = ()) -> int:
     """Print every problem of these files, or that there is none, and return the exit code."""
-    from pytest_gpucluster import evidence, thresholds
-    from pytest_gpucluster.explained_limits import looser
-    from pytest_gpucluster.limits import EVERY_SKU
+    from pytest_gpucluster.judge import evidence, loader
+    from pytest_gpucluster.judge.limits import EVERY_SKU, looser
 
     for plugin in plugins:
         wrong = declare(plugin)
@@ -59,10 +58,10 @@ def check(files: Sequence[Path], plugins: Sequence[str] = ()) -> int:
             path.read_bytes()
         except OSError as error:
             return complain(f"{path}: cannot be read: {error.strerror or error}", NO_JOURNAL)
-    shipped = thresholds.shipped_path()
+    shipped = loader.shipped_path()
     others = [path for path in files if os.path.realpath(path) != os.path.realpath(shipped)]
     try:
-        layers = [thresholds.load(shipped, *others[:count]) for count in range(len(others) + 1)]
+        layers = [loader.load(shipped, *others[:count]) for count in range(len(others) + 1)]
     except ThresholdsError:
         return _problems(shipped, others)
     for before, after in itertools.pairwise(layers):
@@ -88,11 +87,11 @@ def check(files: Sequence[Path], plugins: Sequence[str] = ()) -> int:
 
 def _problems(shipped: Path, others: Sequence[Path]) -> int:
     """Print the problems of all files: each is read, also after one that has some."""
-    from pytest_gpucluster import thresholds
+    from pytest_gpucluster.judge import loader
 
     problems: list[str] = []
     try:
-        thresholds.load(shipped, *others)
+        loader.load(shipped, *others)
     except ThresholdsError as error:
         problems = str(error).splitlines()
     for line in problems:

@@ -18,8 +18,8 @@ from pytest_gpucluster.reports.tables import limit_text
 from pytest_gpucluster.text import one_line, printable
 
 if TYPE_CHECKING:
-    from pytest_gpucluster.evidence import Support
-    from pytest_gpucluster.limits import Limit, Thresholds
+    from pytest_gpucluster.judge.evidence import Support
+    from pytest_gpucluster.judge.limits import Limit, Thresholds
 
 FAULTY = 1
 
@@ -33,9 +33,9 @@ def explain_sku(asked: str, names: Sequence[str], files: Sequence[Path], known: 
         files: laid over the shipped limits.
         known: what is known of the run and of the measurement.
     """
-    from pytest_gpucluster import thresholds
+    from pytest_gpucluster.judge import loader
 
-    limits = thresholds.load(thresholds.shipped_path(), *files)
+    limits = loader.load(loader.shipped_path(), *files)
     skus = _skus(asked, list(limits.skus))
     if not skus:
         hint = did_you_mean(asked, limits.skus)
@@ -54,8 +54,8 @@ def explain_sku(asked: str, names: Sequence[str], files: Sequence[Path], known: 
 
 def _explained(limits: Thresholds, metric: str, *, sku: str, known: Mapping[str, str], whole: bool) -> bool:
     """Print what the entries for a metric say; return whether one decides, at least somewhere."""
-    from pytest_gpucluster import evidence
-    from pytest_gpucluster.explained_limits import demand, explain
+    from pytest_gpucluster.judge import evidence
+    from pytest_gpucluster.judge.limits import demand, explain
 
     entries = explain(limits, metric, sku=sku, known=known)
     deciding = [entry for entry in entries if entry.says.startswith("decides")]
@@ -103,14 +103,14 @@ def explain_journal(place: Path, names: Sequence[str], files: Sequence[Path]) ->
         names: of metrics; none means all that the run has measured.
         files: laid over the shipped limits.
     """
-    from pytest_gpucluster import thresholds
+    from pytest_gpucluster.judge import loader
 
     path = locate(place)
     journal = read(path, keep_samples=False)
     sku = journal.limits.sku if journal.limits is not None else None
     if sku is None:
         return complain(f"{path}: the journal does not say for which SKU it was judged", NO_JOURNAL)
-    limits = thresholds.load(thresholds.shipped_path(), *files)
+    limits = loader.load(loader.shipped_path(), *files)
     values = [(judged, result.nodeid) for result in journal.results for judged in result.measurements]
     found = _metrics(names, list(dict.fromkeys(judged.metric for judged, _ in values)))
     if found is None:
@@ -129,8 +129,7 @@ def explain_journal(place: Path, names: Sequence[str], files: Sequence[Path]) ->
 def _explain_value(
     judged: JudgedMetric, nodeid: str, journal: Journal, limits: Thresholds, sku: str, *, whole: bool
 ) -> int:
-    from pytest_gpucluster.explained_limits import demand, explain
-    from pytest_gpucluster.limits import facts
+    from pytest_gpucluster.judge.limits import demand, explain, facts
 
     labels = _facts(judged.labels)
     _line(0, f"{judged.metric}{f' ({labels})' if labels else ''} of {nodeid}")

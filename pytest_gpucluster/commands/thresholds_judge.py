@@ -13,8 +13,8 @@ from pytest_gpucluster.metrics.units import did_you_mean
 from pytest_gpucluster.text import one_line, printable
 
 if TYPE_CHECKING:
-    from pytest_gpucluster.evidence import Support
-    from pytest_gpucluster.judged import Judged
+    from pytest_gpucluster.judge.evidence import Support
+    from pytest_gpucluster.judge.judge import Judged
 
 MISSED, WRONG_USAGE, NOT_JUDGED = 1, 4, 10
 """Exit codes; the first of them that any value has. A missed limit wins over a value that nothing judges."""
@@ -41,11 +41,11 @@ def judge_values(
 
     Raises: ThresholdsError: a file of limits is wrong.
     """
-    from pytest_gpucluster import evidence, thresholds
-    from pytest_gpucluster.judge import judge_value
+    from pytest_gpucluster.judge import evidence, loader
+    from pytest_gpucluster.judge.judge import judge_value
     from pytest_gpucluster.metrics import measurement
 
-    limits = thresholds.load(thresholds.shipped_path(), *files)
+    limits = loader.load(loader.shipped_path(), *files)
     if sku not in limits.skus and sku not in {row.sku for row in evidence.published()}:
         hint = did_you_mean(sku, limits.skus)
         return complain(f"--sku {sku}: no such SKU; known are {', '.join(limits.skus)}{hint}", WRONG_USAGE)
@@ -82,8 +82,8 @@ def judge_values(
 
 
 def _told(judged: Judged, unit: str, support: Support | None) -> tuple[int, str]:
-    from pytest_gpucluster.evidence import told
-    from pytest_gpucluster.explained_limits import demand
+    from pytest_gpucluster.judge.evidence import told
+    from pytest_gpucluster.judge.limits import demand
 
     value = judged.value or 0.0
     begin = f"{judged.metric} {units.show(value, unit)}"

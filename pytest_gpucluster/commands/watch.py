@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 from pytest_gpucluster.commands.command import DONE, NO_OUTPUT, USAGE, complain, explain
 
 if TYPE_CHECKING:
-    from pytest_gpucluster.dashboard.node_state import Node, NodeState
+    from pytest_gpucluster.node.health.node_state import Node, NodeState
 
 NO_GPU = 1
 """What was asked for is not all there."""
@@ -89,8 +89,8 @@ def _indices(text: str) -> tuple[int, ...]:
 
 def run(options: argparse.Namespace) -> int:
     """Show the node until there is enough of it."""
-    from pytest_gpucluster.dashboard.node_state import NodeState
-    from pytest_gpucluster.dashboard.reader import NodeReader
+    from pytest_gpucluster.node.health.node_reader import NodeReader
+    from pytest_gpucluster.node.health.node_state import NodeState
 
     state = NodeState(options.interval, only=options.gpus)
     try:

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pytest_gpucluster.dashboard.gpu_glance import NVLINK, PROCESSES, QUERIES
-from pytest_gpucluster.dashboard.node_state import Node, Part
+from pytest_gpucluster.node.health.node_reader import NVLINK, PROCESSES, QUERIES
+from pytest_gpucluster.node.health.node_state import Node, Part
 
 SCHEMA_VERSION = 1
 _IDENTITY = ("index", "uuid", "name", "pci_bus_id")

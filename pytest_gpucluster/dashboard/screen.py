@@ -18,8 +18,8 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from pytest_gpucluster.dashboard.gpu_glance import PROCESSES
-from pytest_gpucluster.dashboard.node_state import Node, Part
+from pytest_gpucluster.node.health.node_reader import PROCESSES
+from pytest_gpucluster.node.health.node_state import Node, Part
 from pytest_gpucluster.text import one_line, printable
 
 NONE = "-"

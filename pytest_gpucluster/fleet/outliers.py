@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pytest_gpucluster.comparison.conditions import STATES
 from pytest_gpucluster.fleet.node import Fleet, Node
 from pytest_gpucluster.journal_measurements import JudgedMetric
+from pytest_gpucluster.judge.misses import straggler_ratios
 from pytest_gpucluster.metrics import stats
 from pytest_gpucluster.reports.outline import is_better_higher
-from pytest_gpucluster.stragglers import straggler_ratios
 
 BEHIND_RATIO = 0.03
 """Nobody is called an outlier for less, however much alike the others are."""

@@ -31,7 +31,7 @@ def probe(request: Mapping[str, Any]) -> dict[str, Any]:
         request: ``directory`` to work in, ``report_dir``, pytest's ``arguments``, the ``master`` that is to be found
             by its name, and ``port``: a number that must be free, 0 for any, None where this is not the first node.
     """
-    from pytest_gpucluster.thresholds import shipped_path  # which loads yaml
+    from pytest_gpucluster.judge.loader import shipped_path  # which loads yaml
 
     problems: list[str] = []
     directory = Path(request["directory"])

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pytest_gpucluster.explanation import most_telling
+from pytest_gpucluster.judge.misses import most_telling
 from pytest_gpucluster.text import one_line
 
 _REASON_CHARACTERS = 80

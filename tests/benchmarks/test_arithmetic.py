@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pytest_gpucluster.benchmarks import matmul
-from pytest_gpucluster.benchmarks.arithmetic import ARITHMETICS, arithmetic, require_switches
+from pytest_gpucluster.benchmarks.dtypes import ARITHMETICS, arithmetic, require_switches
 from pytest_gpucluster.errors import EnvironmentBroken, kind_of
 from pytest_gpucluster.metrics.sampling import Sampling
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from each import of_each
 
-from pytest_gpucluster.benchmarks.bit_patterns import PATTERNS, WORD_BITS, Make, Words
+from pytest_gpucluster.benchmarks.memory_patterns import PATTERNS, WORD_BITS, Make, Words
 
 CPU = torch.device("cpu")
 COUNT = 130

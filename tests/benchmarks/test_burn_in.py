@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pytest_gpucluster.benchmarks.burn_in import burn_in
-from pytest_gpucluster.benchmarks.burn_in_course import Course
+from pytest_gpucluster.benchmarks.burn_in import Course, burn_in
 from pytest_gpucluster.benchmarks.clock import ManualClock
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 

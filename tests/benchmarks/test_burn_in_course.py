@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpucluster.benchmarks.burn_in_course import Course, Point
+from pytest_gpucluster.benchmarks.burn_in import Course, Point
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement
 
 

@@ -7,12 +7,12 @@ import re
 import forked_ranks
 import pytest
 
-from pytest_gpucluster.benchmarks.collective_shape import COLLECTIVES
+from pytest_gpucluster.benchmarks.collective_payload import COLLECTIVES
 
 SCRIPT = """
 from pytest_gpucluster.benchmarks import collectives
 from pytest_gpucluster.benchmarks.collectives import CALLS, all_reduce, measure_collective
-from pytest_gpucluster.benchmarks.collective_shape import COLLECTIVES
+from pytest_gpucluster.benchmarks.collective_payload import COLLECTIVES
 from pytest_gpucluster.metrics.sampling import Sampling
 
 SHORT = Sampling(warmup_seconds=0.0, window_seconds=0.01, longest_seconds=0.01, tolerance_ratio=3)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from pytest_gpucluster.benchmarks.collective_result import CollectiveResult, busbw_factor
+from pytest_gpucluster.benchmarks.collectives import CollectiveResult, busbw_factor
 from pytest_gpucluster.metrics.sampling import Sampling, series
 
 SAMPLING = Sampling(warmup_seconds=0, window_seconds=1, longest_seconds=1, tolerance_ratio=0.01)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpucluster.benchmarks.collective_shape import shape_of
+from pytest_gpucluster.benchmarks.collective_payload import shape_of
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 
 from pytest_gpucluster.benchmarks.clock import RESOLUTION_SECONDS, ManualClock
 from pytest_gpucluster.benchmarks.collectives import all_reduce
-from pytest_gpucluster.benchmarks.ranks import Ranks
+from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.errors import InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling
 

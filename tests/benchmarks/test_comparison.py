@@ -7,14 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpucluster.benchmarks import comparison
-from pytest_gpucluster.benchmarks.comparison import (
-    Comparison,
-    Difference,
-    bits_of,
-    difference,
-    difference_seen,
-)
+from pytest_gpucluster.benchmarks import verify
+from pytest_gpucluster.benchmarks.verify import Comparison, Difference, bits_of, difference, difference_seen
 from pytest_gpucluster.errors import WrongResult
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int64]
@@ -45,7 +39,7 @@ def test_bits_are_compared_and_not_numbers():
 
 
 def test_differences_are_counted_through_all_parts(monkeypatch):
-    monkeypatch.setattr(comparison, "_PART_ELEMENTS", 10)
+    monkeypatch.setattr(verify, "_PART_ELEMENTS", 10)
     expected = torch.zeros(95, dtype=torch.int64)
     found = expected.clone()
     found[[37, 38, 94]] = 5

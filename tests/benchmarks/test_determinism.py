@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_gpucluster.benchmarks.determinism import deterministic
-from pytest_gpucluster.cublas import NAME
+from pytest_gpucluster.benchmarks.dtypes import NAME
+from pytest_gpucluster.benchmarks.verify import deterministic
 from pytest_gpucluster.errors import EnvironmentBroken
 
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import pytest
 from each import of_each
 
-from pytest_gpucluster.benchmarks.fingerprint_agreement import FingerprintAgreement
-from pytest_gpucluster.benchmarks.gpu_fingerprint import Fingerprint
+from pytest_gpucluster.benchmarks.fingerprint import Fingerprint, FingerprintAgreement
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 

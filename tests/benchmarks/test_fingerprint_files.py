@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpucluster.benchmarks.fingerprint_agreement import FingerprintAgreement
-from pytest_gpucluster.benchmarks.fingerprint_files import exchange
-from pytest_gpucluster.benchmarks.gpu_fingerprint import Fingerprint
+from pytest_gpucluster.benchmarks.fingerprint import Fingerprint, FingerprintAgreement, exchange
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 

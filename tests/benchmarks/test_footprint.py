@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpucluster.benchmarks import footprint
-from pytest_gpucluster.benchmarks.footprint import (
+from pytest_gpucluster.benchmarks import memory_budget
+from pytest_gpucluster.benchmarks.memory_budget import (
     CACHES,
     free_bytes,
     memory_returned,
@@ -35,7 +35,7 @@ def test_what_the_allocator_keeps_is_given_back_before_free_memory_is_counted(mo
 
 
 def test_too_little_memory_is_an_error_that_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(footprint, "free_bytes", lambda device: 40 * 10**9)
+    monkeypatch.setattr(memory_budget, "free_bytes", lambda device: 40 * 10**9)
     require_free(CUDA, 40 * 10**9, "copy", instead="ask for less")
     with pytest.raises(EnvironmentBroken) as caught:
         require_free(CUDA, 64 * 10**9, "memory copy of 32 GB", instead="ask for less")
@@ -47,7 +47,7 @@ def test_too_little_memory_is_an_error_that_says_what_to_do(monkeypatch):
 
 
 def test_memory_that_cannot_be_counted_is_not_refused(monkeypatch):
-    monkeypatch.setattr(footprint, "free_bytes", lambda device: None)
+    monkeypatch.setattr(memory_budget, "free_bytes", lambda device: None)
     require_free(CPU, 10**15, "copy", instead="ask for less")
 
 

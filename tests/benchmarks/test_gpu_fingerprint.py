@@ -6,9 +6,9 @@ import pytest
 import torch
 from each import of_each
 
-from pytest_gpucluster.benchmarks import gpu_fingerprint
+from pytest_gpucluster.benchmarks import fingerprint
 from pytest_gpucluster.benchmarks.dtypes import dtypes_of
-from pytest_gpucluster.benchmarks.gpu_fingerprint import Stage, kind_of, stages_of, take_fingerprint
+from pytest_gpucluster.benchmarks.fingerprint import Stage, kind_of, stages_of, take_fingerprint
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 CPU = torch.device("cpu")
@@ -101,7 +101,7 @@ def test_too_little_memory_is_told_before_any_is_taken(monkeypatch: pytest.Monke
     def full(device: torch.device, needed: int, what: str, *, instead: str) -> None:
         raise EnvironmentBroken(f"{what} needs {needed}; {instead}")
 
-    monkeypatch.setattr(gpu_fingerprint, "require_free", full)
+    monkeypatch.setattr(fingerprint, "require_free", full)
     with pytest.raises(EnvironmentBroken, match=r"n=64 needs 393216; choose smaller .* determinism\.n=1024"):
         take_fingerprint(CPU, n=N, repeats=1)
 

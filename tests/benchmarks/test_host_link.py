@@ -11,7 +11,7 @@ from each import of_each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpucluster.benchmarks import footprint, host_link, host_link_copies
+from pytest_gpucluster.benchmarks import host_link, host_link_copies, memory_budget
 from pytest_gpucluster.benchmarks.clock import ManualClock
 from pytest_gpucluster.benchmarks.host_link import measure_host_link
 from pytest_gpucluster.benchmarks.host_link_copies import Copier
@@ -133,7 +133,7 @@ def test_no_tensor_is_left_when_all_is_over():
 
 
 def test_too_little_memory_is_an_error_that_says_how_to_ask_for_less(monkeypatch):
-    monkeypatch.setattr(footprint, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(memory_budget, "free_bytes", lambda device: 1000)
     with pytest.raises(EnvironmentBroken, match=r"host link h2d, 4 copies of 8 kB needs .*host_link\.copies=8"):
         measure("h2d", Timed())
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pytest_gpucluster.benchmarks import host_link_memory
-from pytest_gpucluster.benchmarks.host_link_memory import host_memory, nodes_of
+from pytest_gpucluster.benchmarks import host_link
+from pytest_gpucluster.benchmarks.host_link import host_memory, nodes_of
 from pytest_gpucluster.errors import EnvironmentBroken
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -32,13 +32,13 @@ def test_memory_is_zero_and_as_large_as_asked_for():
 
 def test_the_thread_that_touches_it_runs_beside_the_device_and_then_where_it_was(monkeypatch):
     before, asked = os.sched_getaffinity(0), []
-    touch = host_link_memory.ctypes.memset
+    touch = host_link.ctypes.memset
 
     def touched(*arguments):
         asked.append(os.sched_getaffinity(0))
         return touch(*arguments)
 
-    monkeypatch.setattr(host_link_memory, "ctypes", SimpleNamespace(memset=touched))
+    monkeypatch.setattr(host_link, "ctypes", SimpleNamespace(memset=touched))
     one = frozenset({max(before)})
     with host_memory(CPU, WORDS, cpus=one):
         assert os.sched_getaffinity(0) == before

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_gpucluster.benchmarks.clock import ManualClock
+from pytest_gpucluster.benchmarks.host_link_concurrent import Plan, measure_host_links_together
 from pytest_gpucluster.benchmarks.host_link_copies import Copier
-from pytest_gpucluster.benchmarks.host_link_together import Plan, measure_host_links_together
 from pytest_gpucluster.errors import WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling
 
@@ -20,10 +20,10 @@ CPU = torch.device("cpu")
 SAMPLING = Sampling(warmup_seconds=0, window_seconds=0.8, longest_seconds=2, tolerance_ratio=0.01)
 
 PREAMBLE = """
-from pytest_gpucluster.benchmarks import host_link_together
+from pytest_gpucluster.benchmarks import host_link_concurrent
 from pytest_gpucluster.benchmarks.clock import ManualClock
 from pytest_gpucluster.benchmarks.host_link_copies import Copier
-from pytest_gpucluster.benchmarks.host_link_together import measure_host_links_together
+from pytest_gpucluster.benchmarks.host_link_concurrent import measure_host_links_together
 from pytest_gpucluster.errors import EnvironmentBroken, GpuClusterError
 from pytest_gpucluster.metrics.sampling import Sampling
 

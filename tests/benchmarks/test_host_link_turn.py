@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from pytest_gpucluster.benchmarks.host_link import measure_host_link
-from pytest_gpucluster.benchmarks.host_link_copies import Copier
-from pytest_gpucluster.benchmarks.host_link_turn import Turn
+from pytest_gpucluster.benchmarks.host_link_copies import Copier, Turn
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics.sampling import Sampling
 
@@ -35,7 +34,7 @@ def test_the_kernel_takes_the_turn_of_a_process_that_dies(path):
     code = """
         import os, sys
         from pathlib import Path
-        from pytest_gpucluster.benchmarks.host_link_turn import Turn
+        from pytest_gpucluster.benchmarks.host_link_copies import Turn
         with Turn(Path(sys.argv[1])) as turn:
             turn.begin()
             os._exit(9)

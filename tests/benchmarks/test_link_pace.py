@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpucluster.benchmarks.link_pace import WINDOWS, pace, probe_bytes, window_seconds
+from pytest_gpucluster.benchmarks.links import WINDOWS, pace, probe_bytes, window_seconds
 
 MIB = 2**20
 

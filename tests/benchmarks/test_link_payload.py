@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_gpucluster.benchmarks import link_payload
-from pytest_gpucluster.benchmarks.link_payload import defect, fill, poison, salt
+from pytest_gpucluster.benchmarks import links
+from pytest_gpucluster.benchmarks.links import defect, fill, poison, salt
 
 SEED = salt(0, 1, 5)
 
@@ -17,7 +17,7 @@ def words(count: int, seed: int = SEED) -> torch.Tensor:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_payload, "_CHUNK_WORDS", 100)
+    monkeypatch.setattr(links, "_CHUNK_WORDS", 100)
 
 
 def test_a_payload_as_it_was_sent_has_no_defect() -> None:

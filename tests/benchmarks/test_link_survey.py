@@ -7,11 +7,11 @@ from typing import Any
 import forked_ranks
 import pytest
 
-from pytest_gpucluster.benchmarks.link_survey import rounds_of
+from pytest_gpucluster.benchmarks.links import rounds_of
 from pytest_gpucluster.isolation.round_robin import Places
 
 SCRIPT = """
-from pytest_gpucluster.benchmarks import link_survey, links
+from pytest_gpucluster.benchmarks import links, links
 from pytest_gpucluster.benchmarks.clock import ManualClock
 from pytest_gpucluster.isolation.round_robin import Places
 

@@ -17,7 +17,7 @@ SCRIPT = """
 import time
 from pytest_gpucluster.benchmarks import links
 from pytest_gpucluster.benchmarks.clock import ManualClock
-from pytest_gpucluster.benchmarks.ranks import Ranks
+from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.errors import GpuClusterError
 from pytest_gpucluster.isolation.round_robin import rounds
 

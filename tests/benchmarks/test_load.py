@@ -7,8 +7,8 @@ import pytest
 import torch
 from each import of_each
 
-from pytest_gpucluster.benchmarks import load
-from pytest_gpucluster.benchmarks.load import keep_busy
+from pytest_gpucluster.benchmarks import burn_in
+from pytest_gpucluster.benchmarks.burn_in import keep_busy
 
 CPU = torch.device("cpu")
 
@@ -20,10 +20,10 @@ class Device:
         self.now = self.busy_until = self.idle_seconds = 0.0
         self.steps, self.looks, self.looked_at_rest = 0, [], 0
         self._step_seconds, self._look_seconds = step_seconds, look_seconds
-        monkeypatch.setattr(load.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(load._Step, "__init__", lambda *_: None)
-        monkeypatch.setattr(load._Step, "enqueue", lambda _: self.enqueue())
-        monkeypatch.setattr(load._Step, "wait", lambda _: self.wait())
+        monkeypatch.setattr(burn_in.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(burn_in._Step, "__init__", lambda *_: None)
+        monkeypatch.setattr(burn_in._Step, "enqueue", lambda _: self.enqueue())
+        monkeypatch.setattr(burn_in._Step, "wait", lambda _: self.wait())
 
     def enqueue(self) -> None:
         self.steps += 1
@@ -78,14 +78,14 @@ def test_multiplying_outlasts_the_copy_in_every_step(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(torch, "mm", counted_mm)
     monkeypatch.setattr(torch.Tensor, "copy_", counted_copy)
-    step = load._Step(CPU)
+    step = burn_in._Step(CPU)
     step.enqueue()
     step.wait()
-    assert done == ["mm"] * load.PRODUCTS_PER_COPY + ["copy"]
+    assert done == ["mm"] * burn_in.PRODUCTS_PER_COPY + ["copy"]
     assert torch.equal(step._out, step._a @ step._b)
     # A B200, the fastest here, on PCIe gen5 at full speed: the link must be the one that rests.
-    product_seconds = 2 * load.ROWS["cuda"] ** 3 / 2250e12
-    assert load.PRODUCTS_PER_COPY * product_seconds > 1.5 * load.COPY_BYTES / 63e9
+    product_seconds = 2 * burn_in.ROWS["cuda"] ** 3 / 2250e12
+    assert burn_in.PRODUCTS_PER_COPY * product_seconds > 1.5 * burn_in.COPY_BYTES / 63e9
 
 
 def test_what_goes_wrong_while_looking_is_not_hidden() -> None:

@@ -9,16 +9,14 @@ import pytest
 import torch
 from each import of_each
 
-from pytest_gpucluster.benchmarks import matmul, matmul_products
-from pytest_gpucluster.benchmarks.arithmetic import ARITHMETICS, arithmetic
+from pytest_gpucluster.benchmarks import matmul
+from pytest_gpucluster.benchmarks import matmul as matmul_products
 from pytest_gpucluster.benchmarks.clock import ManualClock
-from pytest_gpucluster.benchmarks.comparison import bits_of
-from pytest_gpucluster.benchmarks.matmul import best_square, measure_matmul
-from pytest_gpucluster.benchmarks.matmul_products import Buffers, usual_layout
-from pytest_gpucluster.benchmarks.matmul_shape import Shape
-from pytest_gpucluster.benchmarks.scaled_product import scaled_product
+from pytest_gpucluster.benchmarks.dtypes import ARITHMETICS, arithmetic, scaled_product
+from pytest_gpucluster.benchmarks.matmul import Buffers, Shape, best_square, measure_matmul, usual_layout
+from pytest_gpucluster.benchmarks.verify import bits_of
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult, kind_of
-from pytest_gpucluster.limits import condition
+from pytest_gpucluster.judge.limits import condition
 from pytest_gpucluster.metrics.sampling import Sampling, Series
 
 CPU = torch.device("cpu")

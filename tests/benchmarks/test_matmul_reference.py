@@ -8,9 +8,9 @@ from each import of_each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpucluster.benchmarks import matmul_reference
-from pytest_gpucluster.benchmarks.arithmetic import ARITHMETICS, arithmetic
-from pytest_gpucluster.benchmarks.matmul_reference import wrong_elements
+from pytest_gpucluster.benchmarks import matmul
+from pytest_gpucluster.benchmarks.dtypes import ARITHMETICS, arithmetic
+from pytest_gpucluster.benchmarks.matmul import wrong_elements
 
 
 def matrices(rows, depth, columns, dtype, *, seed=0, apart=0.0):
@@ -165,7 +165,7 @@ def test_operands_that_are_no_numbers_have_no_right_product():
 
 
 def test_the_reference_is_made_in_parts_and_the_rows_count_through(monkeypatch):
-    monkeypatch.setattr(matmul_reference, "_PART_ELEMENTS", 70)
+    monkeypatch.setattr(matmul, "_PART_ELEMENTS", 70)
     left, right = matrices(33, 50, 20, "bf16")
     found = product(left, right, "bf16")
     assert wrong_elements(left, right, found, arithmetic("bf16")) is None

@@ -11,10 +11,9 @@ import torch
 from each import of_each
 
 from pytest_gpucluster.benchmarks import matmul_search
-from pytest_gpucluster.benchmarks.arithmetic import ARITHMETICS, arithmetic
 from pytest_gpucluster.benchmarks.clock import ManualClock
-from pytest_gpucluster.benchmarks.matmul import measure_shape, prepare_shape
-from pytest_gpucluster.benchmarks.matmul_products import Buffers, Products, layouts_of
+from pytest_gpucluster.benchmarks.dtypes import ARITHMETICS, arithmetic, scaled_product
+from pytest_gpucluster.benchmarks.matmul import Buffers, Products, Shape, layouts_of, measure_shape, prepare_shape
 from pytest_gpucluster.benchmarks.matmul_search import (
     Look,
     candidates,
@@ -22,8 +21,6 @@ from pytest_gpucluster.benchmarks.matmul_search import (
     first_rank_chooses,
     search_matmul,
 )
-from pytest_gpucluster.benchmarks.matmul_shape import Shape
-from pytest_gpucluster.benchmarks.scaled_product import scaled_product
 from pytest_gpucluster.errors import (
     EnvironmentBroken,
     InconclusiveMeasurement,

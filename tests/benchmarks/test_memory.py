@@ -9,9 +9,9 @@ from each import of_each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpucluster.benchmarks import footprint, memory_passes
+from pytest_gpucluster.benchmarks import memory_budget, memory_passes
 from pytest_gpucluster.benchmarks.clock import ManualClock
-from pytest_gpucluster.benchmarks.memory import measure_hbm
+from pytest_gpucluster.benchmarks.hbm import measure_hbm
 from pytest_gpucluster.benchmarks.memory_passes import KINDS, STEP_WORDS, Operations
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult, kind_of
 from pytest_gpucluster.metrics.sampling import Sampling
@@ -229,7 +229,7 @@ def test_buffers_that_fit_the_cache_are_used_in_turn_with_others(kind, cache, se
 @settings(max_examples=4, deadline=None)
 def test_what_is_allocated_is_what_was_asked_to_be_free(kind, words, cache):
     made = KINDS[kind]
-    sets = footprint.sets_beyond_cache(made.touched_bytes(words), cache)
+    sets = memory_budget.sets_beyond_cache(made.touched_bytes(words), cache)
     passes = made(CPU, words, sets, Operations(), name="here")
     held = sum(buffer.nbytes for entry in passes._sets for buffer in (entry if isinstance(entry, tuple) else [entry]))
     if kind != "write":

@@ -10,10 +10,9 @@ import pytest
 import torch
 from each import of_each
 
-from pytest_gpucluster.benchmarks import memory_patterns, memory_survey
-from pytest_gpucluster.benchmarks.bit_patterns import PATTERNS
-from pytest_gpucluster.benchmarks.memory_patterns import Cells, go_through, needed_bytes_beside
-from pytest_gpucluster.benchmarks.memory_survey import Survey
+from pytest_gpucluster.benchmarks import memory_patterns
+from pytest_gpucluster.benchmarks import memory_patterns as memory_survey
+from pytest_gpucluster.benchmarks.memory_patterns import PATTERNS, Cells, Survey, go_through, needed_bytes_beside
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from pytest_gpucluster.benchmarks.memory_survey import PLACES_LISTED, Fault, Survey
+from pytest_gpucluster.benchmarks.memory_patterns import PLACES_LISTED, Fault, Survey
 from pytest_gpucluster.errors import WrongResult
 
 

@@ -8,9 +8,8 @@ import re
 import pytest
 import torch
 
-from pytest_gpucluster.benchmarks import moved_payload, payload
-from pytest_gpucluster.benchmarks.moved_payload import MovedPayload
-from pytest_gpucluster.benchmarks.payload import LARGEST_ADDEND
+from pytest_gpucluster.benchmarks import collective_payload
+from pytest_gpucluster.benchmarks.collective_payload import LARGEST_ADDEND, MovedPayload
 
 CPU = torch.device("cpu")
 MOVED = ("all_gather", "all_to_all", "broadcast", "send_recv")
@@ -19,7 +18,7 @@ MOVED = ("all_gather", "all_to_all", "broadcast", "send_recv")
 @pytest.fixture
 def ranks(monkeypatch):
     """Make the payloads of all ranks of a group; numbers in the world are those in the group plus 10."""
-    dist = moved_payload.dist
+    dist = collective_payload.dist
 
     def make(collective, count=3, payload_bytes=3600, dtype="fp32"):
         monkeypatch.setattr(dist, "get_world_size", lambda group: count)
@@ -87,7 +86,7 @@ def test_data_of_an_earlier_call_are_wrong_everywhere(ranks, collective):
 @pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, -1.0], ids=str)
 @pytest.mark.parametrize("index", [0, 299, 300, 899])
 def test_each_wrong_element_is_found_with_its_place_and_the_rank_that_sent_it(ranks, monkeypatch, index, value):
-    monkeypatch.setattr(payload, "CHUNK_ELEMENTS", 128)
+    monkeypatch.setattr(collective_payload, "CHUNK_ELEMENTS", 128)
     everyone = ranks("all_gather")
     move(everyone)
     everyone[2].received[index] = value

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpucluster.benchmarks.comparison import Comparison, Difference
-from pytest_gpucluster.benchmarks.pattern import FACTOR, Pattern, PatternWriter, signed
+from pytest_gpucluster.benchmarks.verify import FACTOR, Comparison, Difference, Pattern, PatternWriter, signed
 from pytest_gpucluster.errors import WrongResult
 
 CPU = torch.device("cpu")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from each import of_each
 
-from pytest_gpucluster.benchmarks import payload
-from pytest_gpucluster.benchmarks.payload import LARGEST_ADDEND, Payload, finite_calls, needed_bytes
+from pytest_gpucluster.benchmarks import collective_payload
+from pytest_gpucluster.benchmarks.collective_payload import LARGEST_ADDEND, Payload, finite_calls, needed_bytes
 
 CPU = torch.device("cpu")
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 @of_each("dtype", ["fp32", "bf16", "fp16"])
 @of_each("ranks", [2, 3, 8, 1000])
 def test_sums_stay_finite_as_long_as_promised(ranks, dtype):
-    largest, total = torch.finfo(payload.DTYPES[dtype]).max, float(LARGEST_ADDEND)
+    largest, total = torch.finfo(collective_payload.DTYPES[dtype]).max, float(LARGEST_ADDEND)
     for _ in range(finite_calls(ranks, dtype) - 1):
         total *= ranks
     assert total <= largest < total * ranks
@@ -42,7 +42,7 @@ def test_a_payload_is_filled_with_other_data_each_time(alone):
 
 @pytest.mark.parametrize("index", [0, 150, 299, 300, 999])
 def test_each_single_wrong_bit_is_found_in_every_part(alone, monkeypatch, index):
-    monkeypatch.setattr(payload, "CHUNK_ELEMENTS", 300)
+    monkeypatch.setattr(collective_payload, "CHUNK_ELEMENTS", 300)
     for bit in range(32):
         made = Payload(alone, CPU, 4000, "fp32")
         made.fill()
@@ -77,10 +77,10 @@ def test_a_payload_of_more_elements_than_32_bits_can_count_is_made_and_checked_i
 
 def test_of_a_reduce_scatter_each_rank_has_its_own_part_of_the_sums(monkeypatch):
     ranks, made = 3, []
-    monkeypatch.setattr(payload.dist, "get_world_size", lambda group: ranks)
-    monkeypatch.setattr(payload.dist, "get_global_rank", lambda group, rank: rank + 10)
+    monkeypatch.setattr(collective_payload.dist, "get_world_size", lambda group: ranks)
+    monkeypatch.setattr(collective_payload.dist, "get_global_rank", lambda group, rank: rank + 10)
     for rank in range(ranks):
-        monkeypatch.setattr(payload.dist, "get_rank", lambda group=None, rank=rank: rank)
+        monkeypatch.setattr(collective_payload.dist, "get_rank", lambda group=None, rank=rank: rank)
         made.append(Payload(None, CPU, 3600, "bf16", "reduce_scatter"))
     for _ in range(2):
         for one in made:

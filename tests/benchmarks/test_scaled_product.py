@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_gpucluster.benchmarks.scaled_product import require_fp8, scaled_product
+from pytest_gpucluster.benchmarks.dtypes import require_fp8, scaled_product
 from pytest_gpucluster.errors import EnvironmentBroken, kind_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 2)

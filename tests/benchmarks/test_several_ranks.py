@@ -11,19 +11,18 @@ import torch
 import torch.distributed as dist
 from forked_ranks import CPU, on_ranks, outcome
 
-from pytest_gpucluster.benchmarks.checkpoint import bandwidth
-from pytest_gpucluster.benchmarks.checkpoint.storage import PAGE_BYTES, write_file
-from pytest_gpucluster.benchmarks.checkpoint.together import first, together
 from pytest_gpucluster.benchmarks.clock import ManualClock
-from pytest_gpucluster.benchmarks.lora.same_start import require_same
-from pytest_gpucluster.benchmarks.ranks import Ranks
-from pytest_gpucluster.benchmarks.shared_files.survey import survey
-from pytest_gpucluster.benchmarks.training import data_parallel, fully_sharded, scaling, throughput
-from pytest_gpucluster.benchmarks.training.data_parallel import check_data_parallel
-from pytest_gpucluster.benchmarks.training.decoder import Geometry, make_decoder, on_meta
-from pytest_gpucluster.benchmarks.training.fully_sharded import check_fully_sharded
-from pytest_gpucluster.benchmarks.training.shard_layout import clip_shards, layout_defect
-from pytest_gpucluster.benchmarks.training.sharding import mesh_of, shard
+from pytest_gpucluster.benchmarks.group import Ranks
+from pytest_gpucluster.benchmarks.lora.trainer import require_same
+from pytest_gpucluster.benchmarks.storage import bandwidth
+from pytest_gpucluster.benchmarks.storage.bandwidth import PAGE_BYTES, write_file
+from pytest_gpucluster.benchmarks.storage.checkpoint import first, together
+from pytest_gpucluster.benchmarks.storage.shared_filesystem import survey
+from pytest_gpucluster.benchmarks.training import ddp, fsdp, scaling, throughput
+from pytest_gpucluster.benchmarks.training.ddp import check_data_parallel
+from pytest_gpucluster.benchmarks.training.fsdp import check_fully_sharded
+from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder, on_meta
+from pytest_gpucluster.benchmarks.training.sharding import clip_shards, layout_defect, mesh_of, shard
 from pytest_gpucluster.benchmarks.training.step import PARTS, Training, clip_gradients
 from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
 from pytest_gpucluster.metrics.sampling import Sampling
@@ -78,10 +77,10 @@ def train_replicas(rank, count):
         return check_data_parallel(group(), CPU, GEOMETRY, **given)
 
     def alone(data, rows):
-        return data_parallel.read_rows(data, [0, 1])
+        return ddp.read_rows(data, [0, 1])
 
-    faults = [replace(data_parallel.PIECES, step=replace(PARTS, update=update))]
-    faults += [replace(data_parallel.PIECES, read=alone)]
+    faults = [replace(ddp.PIECES, step=replace(PARTS, update=update))]
+    faults += [replace(ddp.PIECES, read=alone)]
     return check(), [outcome(lambda pieces=pieces: check(pieces=pieces)) for pieces in faults]
 
 
@@ -104,13 +103,13 @@ def train_shards(rank, count):
         return check_fully_sharded(group(), CPU, GEOMETRY, alone=groups[rank], batch=2, steps=2, **more)
 
     def broken(*given, **how):
-        model = fully_sharded.PIECES.shard(*given, **how)
+        model = fsdp.PIECES.shard(*given, **how)
         if rank == 1:
             with torch.no_grad():
                 model.head.weight.to_local()[0] += 1
         return model
 
-    return check(), outcome(lambda: check(pieces=replace(fully_sharded.PIECES, shard=broken)))
+    return check(), outcome(lambda: check(pieces=replace(fsdp.PIECES, shard=broken)))
 
 
 def test_shards_on_two_ranks_train_as_one_process_and_other_weights_are_found():

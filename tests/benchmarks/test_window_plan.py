@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 from each import of_each
 
+from pytest_gpucluster.benchmarks.blocks import MOST_CALLS, MOST_WINDOWS, WindowPlan
 from pytest_gpucluster.benchmarks.clock import SHORT_REGION_SECONDS
-from pytest_gpucluster.benchmarks.window_plan import MOST_CALLS, MOST_WINDOWS, WindowPlan
 from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling
 
 

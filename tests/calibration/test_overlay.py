@@ -11,12 +11,12 @@ import pytest
 from accepted_runs import BF16, BUSBW, LIMIT, measured, source
 from each import of_each
 
-from pytest_gpucluster import thresholds
 from pytest_gpucluster.calibration.evidence import Source, series
 from pytest_gpucluster.calibration.floor import Kept, Proposal, propose
 from pytest_gpucluster.calibration.overlay import conditions_of, overlay
 from pytest_gpucluster.errors import ThresholdsError
-from pytest_gpucluster.limits import Limit
+from pytest_gpucluster.judge import loader
+from pytest_gpucluster.judge.limits import Limit
 
 OTHER = {**LIMIT, "min": 100.0}
 HOSTILE = "'a': {b}\n# <script>\x1b[31m\u202e \ud800"
@@ -40,7 +40,7 @@ def text_of(sources: Sequence[Source], peak: float | None = None, recorded: Sequ
 def load(folder: Path, text: str) -> list[Limit]:
     path = folder / "proposed.yaml"
     path.write_text(text, encoding="utf-8")
-    return [one for one in thresholds.load(thresholds.shipped_path(), path).limits if one.layer == 1]
+    return [one for one in loader.load(loader.shipped_path(), path).limits if one.layer == 1]
 
 
 def test_a_floor_is_loaded_with_its_condition_and_says_what_it_is_made_of(tmp_path):
@@ -98,7 +98,7 @@ def test_a_label_that_no_condition_can_say_has_no_floor(text):
 def decided(text: str, folder: Path, **labels: str) -> Limit:
     path = folder / "proposed.yaml"
     path.write_text(text, encoding="utf-8")
-    found = thresholds.load(thresholds.shipped_path(), path)
+    found = loader.load(loader.shipped_path(), path)
     limit = found.limit(BF16, sku="H100 SXM", world_size=16, nnodes=2, labels=labels)
     assert limit is not None
     return limit

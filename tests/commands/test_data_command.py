@@ -14,12 +14,11 @@ import torch
 from programs import needs_modules
 
 from pytest_gpucluster import cli
-from pytest_gpucluster.benchmarks.lora import prepared, saved_adapter
-from pytest_gpucluster.benchmarks.lora.device import chosen
-from pytest_gpucluster.benchmarks.lora.held_out import held_out_split
-from pytest_gpucluster.benchmarks.lora.rows import read
+from pytest_gpucluster.benchmarks.lora import evaluation, packed_file
+from pytest_gpucluster.benchmarks.lora.dataset import held_out_split, read_rows
+from pytest_gpucluster.benchmarks.lora.evaluation import choose_device
+from pytest_gpucluster.benchmarks.lora.packing import tiny_tokenizer
 from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
-from pytest_gpucluster.benchmarks.lora.tokenizer import tiny_tokenizer
 from pytest_gpucluster.commands import data as data_command
 
 pytestmark = needs_modules("transformers", "peft")
@@ -84,7 +83,7 @@ def adapter(base, tmp_path_factory):
         transformers.AutoModelForCausalLM.from_pretrained(base),
         peft.LoraConfig(r=4, target_modules="all-linear", modules_to_save=["embed_tokens", "lm_head"]),
     )
-    encoded = [encode(row, tokenizer) for row in read(json.dumps(QUESTIONS).encode(), "questions")[0]]
+    encoded = [encode(row, tokenizer) for row in read_rows(json.dumps(QUESTIONS).encode(), "questions")[0]]
     longest = max(len(tokens) for tokens, _ in encoded)
     ids = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens, _ in encoded])
     judged = torch.tensor([counts + [False] * (longest - len(counts)) for _, counts in encoded])
@@ -124,7 +123,7 @@ def test_rows_become_blocks_with_their_statistics(source, tmp_path, capsys):
         *(capsys, "prepare", source, "--tiny", "--sequence", 128, "--out", out, "--held-out", "10%", "--seed", 5)
     )
     assert code == 0
-    found = prepared.read(out)
+    found = packed_file.read(out)
     assert found.context["sha256"] == hashlib.sha256(source.read_bytes()).hexdigest()
     assert found.context | {"sha256": "", "tokenizer_sha256": ""} == {
         "source": str(source),
@@ -154,7 +153,7 @@ def test_the_tokenizer_of_a_model_is_taken_and_the_same_file_is_made_again(sourc
         words = ["prepare", source, "--model", base, "--sequence", 64, "--out", out, "--sha256", digest]
         assert run(capsys, *words)[0] == 0
     assert files[0].read_bytes() == files[1].read_bytes()
-    assert prepared.read(files[0]).context["tokenizer"] == str(base)
+    assert packed_file.read(files[0]).context["tokenizer"] == str(base)
 
 
 def test_an_adapter_is_asked_for_the_calls_of_held_out_conversations(questions, base, adapter, tmp_path, capsys):
@@ -290,7 +289,7 @@ def test_an_adapter_for_which_there_is_no_memory_is_one_line(adapter, questions,
     def full(*arguments, **named):
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")
 
-    monkeypatch.setattr(saved_adapter, "load", full)
+    monkeypatch.setattr(evaluation, "load", full)
     words = ["--data", questions, "--device", "cpu", "--held-out", "10%"]
     assert failing(capsys, "evaluate", adapter, *words).startswith("gpucluster: no memory left: ")
 
@@ -299,7 +298,7 @@ def test_an_output_that_cannot_be_written_is_exit_code_4(source, tmp_path, capsy
     def full(path, made):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(prepared, "write", full)
+    monkeypatch.setattr(packed_file, "write", full)
     code, said, told = run(capsys, "prepare", source, "--tiny", "--sequence", 64, "--out", tmp_path / "out")
     assert (code, said) == (4, "")
     assert told.startswith(f"gpucluster: --out {tmp_path / 'out'}: ")
@@ -412,13 +411,13 @@ def test_help_comes_without_torch(words):
 
 
 def test_a_saved_adapter_is_frozen_and_has_its_own_tokenizer_if_there_is_one(base, adapter, tmp_path):
-    loaded = saved_adapter.load(adapter, chosen("cpu"))
+    loaded = evaluation.load_adapter(adapter, choose_device("cpu"))
     assert not loaded.model.training
     assert not any(weight.requires_grad for weight in loaded.model.parameters())
     assert loaded.base == str(base)
     folder = broken(adapter, tmp_path)
     tiny_tokenizer(synthetic_rows(200, seed=9)).save_pretrained(folder)
-    assert saved_adapter.load(folder, chosen("cpu")).tokenizer.get_vocab() != loaded.tokenizer.get_vocab()
+    assert evaluation.load_adapter(folder, choose_device("cpu")).tokenizer.get_vocab() != loaded.tokenizer.get_vocab()
 
 
 def test_without_peft_the_line_to_install_it_is_told(source, adapter, monkeypatch, capsys):
@@ -431,6 +430,6 @@ def test_without_peft_the_line_to_install_it_is_told(source, adapter, monkeypatc
 def test_the_rows_held_out_are_those_of_the_command(source, base, tmp_path, capsys):
     out = tmp_path / "out"
     assert run(capsys, "prepare", source, "--model", base, "--sequence", 64, "--out", out)[0] == 0
-    rows, _ = read(source.read_bytes(), "rows")
+    rows, _ = read_rows(source.read_bytes(), "rows")
     expected = held_out_split(rows, 0.02, 0)[1]
-    assert [row.key() for row in prepared.read(out).held_out_rows] == [row.key() for row in expected]
+    assert [row.key() for row in packed_file.read(out).held_out_rows] == [row.key() for row in expected]

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from pytest_gpucluster import journal, run_directory
-from pytest_gpucluster.benchmarks.lora import golden
+from pytest_gpucluster.benchmarks.lora import reference_curve
 from pytest_gpucluster.cli import main
 from pytest_gpucluster.metrics.loss_curve import Curve, Point
 from pytest_gpucluster.run_directory import artifacts_name
 
 NODEID = "acceptance/test_qwen2_lora.py::test_lora_tiny"
-CONTEXT = dict.fromkeys(golden.REQUIRED, "x")
+CONTEXT = dict.fromkeys(reference_curve.REQUIRED, "x")
 
 
 def curve(loss: float, **context: str) -> Curve:
@@ -50,7 +50,7 @@ def test_a_golden_curve_of_a_file_and_of_a_run(tmp_path: Path, csv: Path, capsys
     run_folder(tmp_path / "reports")
     out = tmp_path / "golden.json"
     assert main(["golden", str(csv), str(tmp_path / "reports"), "--out", str(out)]) == 0
-    found = golden.read(out)
+    found = reference_curve.read(out)
     assert (found.runs, found.steps, found.loss) == (2, (1, 2), (2.5, 1.25))
     told = capsys.readouterr().err
     assert re.findall(r"[\d.]+\d|\d", told.removesuffix(f"{out}\n")) == ["2", "2", "2.5", "1.25", "2.1"]
@@ -60,7 +60,7 @@ def test_a_golden_curve_of_a_file_and_of_a_run(tmp_path: Path, csv: Path, capsys
 def test_a_run_is_named_by_its_journal_its_folder_or_the_report_directory(tmp_path: Path, place: str) -> None:
     folder = run_folder(tmp_path / "reports")
     assert main(["golden", str(folder / place), "--out", str(tmp_path / "golden.json")]) == 0
-    assert golden.read(tmp_path / "golden.json").loss == (3.0, 1.5)
+    assert reference_curve.read(tmp_path / "golden.json").loss == (3.0, 1.5)
 
 
 @pytest.mark.parametrize("outcome", ["failed", "error", "skipped"])
@@ -96,7 +96,7 @@ def test_of_several_curves_the_one_of_a_test_is_taken(tmp_path: Path, capsys: py
     assert main([*arguments, "--test", "other"]) == 3
     assert f"{folder}/artifacts of tests with 'other'" in capsys.readouterr().err
     assert main([*arguments, "--test", "lora_tiny"]) == 0
-    assert golden.read(tmp_path / "golden.json").loss == (3.0, 1.5)
+    assert reference_curve.read(tmp_path / "golden.json").loss == (3.0, 1.5)
 
 
 def test_runs_of_different_experiments_are_named(tmp_path: Path, csv: Path, capsys: pytest.CaptureFixture[str]) -> None:

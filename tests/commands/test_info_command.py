@@ -7,7 +7,7 @@ import json
 import pytest
 
 from pytest_gpucluster import cli
-from pytest_gpucluster.node_info.gathering import VIEWS
+from pytest_gpucluster.node.info import VIEWS
 
 
 @pytest.mark.parametrize("view", ["cpu", "ib"])

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from pytest_gpucluster import cli
-from pytest_gpucluster.nccl_advice import gathering
+from pytest_gpucluster.node.fabric import nccl_probe
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "nccl_advice"))
 
@@ -26,7 +26,7 @@ FORMATS = ("text", "shell", "slurm", "yaml", "json")
 def planted(monkeypatch: pytest.MonkeyPatch) -> Any:
     def plant(node: Node) -> None:
         sources = node.sources()
-        monkeypatch.setattr(gathering, "Sources", lambda: sources)
+        monkeypatch.setattr(nccl_probe, "Sources", lambda: sources)
 
     return plant
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from each import of_each
 
-from pytest_gpucluster import cli, kernel_log
-from pytest_gpucluster.kernel_log import KernelLog
+from pytest_gpucluster import cli
+from pytest_gpucluster.node import kernel_log
+from pytest_gpucluster.node.kernel_log import KernelLog
 
 FALLEN = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
 PROGRAM = "NVRM: Xid (PCI:0000:cb:00): 31, pid=626486, name=pt_main_thread, Ch 00000008, intr 00000000. MMU Fault"

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from example_runs import write
 
-from pytest_gpucluster import cli, thresholds
+from pytest_gpucluster import cli
+from pytest_gpucluster.judge import loader
 from pytest_gpucluster.metrics import measurement
 
 MINE = """\
@@ -107,7 +108,7 @@ def test_the_entry_that_decides_is_told_with_its_line_and_the_others_with_why_no
     assert cli.main(["thresholds", "explain", *words, "nccl.all_reduce.busbw"]) == 0
     out = capsys.readouterr().out
     flat = " ".join(out.split())
-    limit = thresholds.load().limit(
+    limit = loader.load().limit(
         "nccl.all_reduce.busbw", sku="H100 SXM", world_size=16, nnodes=2, labels={"size": "1 GB"}
     )
     assert f"{limit.origin} decides: at least 415 GB/s, over NET/IB" in flat
@@ -230,7 +231,7 @@ def test_floors_of_an_accepted_run_are_written_and_pass_the_check(runs, tmp_path
     assert cli.main(["thresholds", "check", str(out)]) == 0
     # The site's own file, by which the run was judged, asks less of ranks beside each other than the shipped one.
     assert "min is" not in capsys.readouterr().out
-    limits = thresholds.load(thresholds.shipped_path(), out)
+    limits = loader.load(loader.shipped_path(), out)
     for size in ("1 GB", "8 GB"):
         labels = {"size": size, "dtype": "bf16", "world_size": "16", "nnodes": "2"}
         limit = limits.limit("nccl.all_reduce.busbw", sku="H100 SXM", world_size=16, nnodes=2, labels=labels)
@@ -294,7 +295,7 @@ def test_a_file_or_a_journal_is_never_written_over_by_mistake(runs, mine, capsys
     assert "calibrated: " in mine.read_text()
     journal = runs / "accepted" / "journal.jsonl"
     kept = journal.read_bytes()
-    for place in (journal, thresholds.shipped_path()):
+    for place in (journal, loader.shipped_path()):
         assert cli.main(["thresholds", "calibrate", str(runs / "accepted"), "--out", str(place), "--force"]) == 2
     assert journal.read_bytes() == kept
 

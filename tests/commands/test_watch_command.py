@@ -19,8 +19,8 @@ from tmux import DEADLINE_SECONDS, terminal
 
 from pytest_gpucluster.cli import main
 from pytest_gpucluster.commands import watch
-from pytest_gpucluster.dashboard import node_state, reader
 from pytest_gpucluster.launch.detached_process import child_environment
+from pytest_gpucluster.node.health import node_reader, node_state
 
 LOST = {"not available": ["the GPU is lost: it has fallen off the bus", "lost"]}
 
@@ -32,7 +32,7 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         add_port(tmp_path / "sys", f"mlx5_{index}", pci=f"0000:{index:02}:00.0")
 
     def planted(gpus: Mapping[str, Any] | None) -> None:
-        monkeypatch.setattr(reader, "COMMAND", fake_reader.command(tmp_path, gpus, tmp_path))
+        monkeypatch.setattr(node_reader, "COMMAND", fake_reader.command(tmp_path, gpus, tmp_path))
 
     monkeypatch.setenv("COLUMNS", "80")
     return planted
@@ -42,7 +42,7 @@ def script(folder: Path, gpus: Mapping[str, Any]) -> list[str]:
     """Return a command that is ``gpucluster`` with planted GPUs, in a process of its own."""
     path = folder / "planted.py"
     path.write_text(
-        "import sys\nfrom pytest_gpucluster.dashboard import reader\nfrom pytest_gpucluster.cli import main\n"
+        "import sys\nfrom pytest_gpucluster.node.health import node_reader\nfrom pytest_gpucluster.cli import main\n"
         f"reader.COMMAND = {fake_reader.command(folder, gpus, folder)!r}\nsys.exit(main())\n"
     )
     return [sys.executable, str(path)]
@@ -109,7 +109,7 @@ def test_a_gpu_that_is_not_there_is_wrong_usage(plant: Any, capsys: pytest.Captu
 def test_without_another_process_it_is_exit_code_4(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(reader, "COMMAND", ("/nowhere/python",))
+    monkeypatch.setattr(node_reader, "COMMAND", ("/nowhere/python",))
     assert main(["watch", "--once"]) == 4
     assert "No such file" in capsys.readouterr().err
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from fake_nvml import HEALTHY_H100, FakeNvml
 
-from pytest_gpucluster.counters.sources import Sources
-from pytest_gpucluster.infiniband import Adapters
-from pytest_gpucluster.kernel_log import KernelLog
 from pytest_gpucluster.metrics.finding import Identity
+from pytest_gpucluster.node.health.counters import Sources
+from pytest_gpucluster.node.infiniband import Adapters
+from pytest_gpucluster.node.kernel_log import KernelLog
 
 UUID, PCI = "GPU-5f2c", "00000000:3B:00.0"
 GPU = Identity(host="gpu-07", index=0, uuid=UUID, pci=PCI)

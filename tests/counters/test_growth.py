@@ -11,13 +11,11 @@ from each import of_each
 from fake_nvml import FakeNvml
 from sysfs_ports import add_port, add_roce, write
 
-from pytest_gpucluster import infiniband
-from pytest_gpucluster.counters.growth import Changes, changes
-from pytest_gpucluster.counters.snapshot import Counters, take
-from pytest_gpucluster.counters.sources import Sources
 from pytest_gpucluster.errors import HardwareFault
-from pytest_gpucluster.kernel_log import KernelLog
-from pytest_gpucluster.nvml import NotAvailable
+from pytest_gpucluster.node import infiniband
+from pytest_gpucluster.node.health.counters import Changes, Counters, Sources, changes, take
+from pytest_gpucluster.node.kernel_log import KernelLog
+from pytest_gpucluster.node.nvml import NotAvailable
 
 QUIET = KernelLog(lines=("NVRM: loading",), source="dmesg")
 

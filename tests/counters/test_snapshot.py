@@ -5,19 +5,18 @@ import json
 from counted import PCI, UUID, XID_79, nvml, sources
 from fake_nvml import FakeNvml
 
-from pytest_gpucluster import kernel_log
-from pytest_gpucluster.counters import snapshot
-from pytest_gpucluster.counters.snapshot import QUERIES
-from pytest_gpucluster.counters.sources import Sources
-from pytest_gpucluster.infiniband import Adapters
-from pytest_gpucluster.kernel_log import KernelLog
 from pytest_gpucluster.metrics.finding import Identity
-from pytest_gpucluster.nvml import NotAvailable
+from pytest_gpucluster.node import kernel_log
+from pytest_gpucluster.node.health import counters
+from pytest_gpucluster.node.health.counters import QUERIES, Sources
+from pytest_gpucluster.node.infiniband import Adapters
+from pytest_gpucluster.node.kernel_log import KernelLog
+from pytest_gpucluster.node.nvml import NotAvailable
 
 
 def test_flags_links_and_counts_become_numbers_by_name() -> None:
     planted = {"rows.pending": True, "nvlink.errors": {"replay": {0: 0, 17: 3}}, "nvlink.up": {0: True, 1: False}}
-    taken = snapshot.take(sources(nvml=nvml(**planted)))
+    taken = counters.take(sources(nvml=nvml(**planted)))
     assert taken.values["rows.pending"] == 1
     assert taken.values["nvlink.replay[17]"] == 3
     assert (taken.values["nvlink.up[0]"], taken.values["nvlink.up[1]"]) == (1, 0)
@@ -28,16 +27,16 @@ def test_flags_links_and_counts_become_numbers_by_name() -> None:
 
 
 def test_lines_that_are_alike_are_different_xids() -> None:
-    taken = snapshot.take(sources())
+    taken = counters.take(sources())
     assert taken.log is not None
     assert [xid.code for xid in taken.log.xids.values()] == [79, 79]
     assert [xid[:16] for xid in taken.to_json()["xids"]] == ["0000:3b:00.0: 79"] * 2
     log = KernelLog(lines=(XID_79 * 2,), source="/dev/kmsg", numbers=(5,))
-    taken = snapshot.take(sources(kernel_log=lambda: log))
+    taken = counters.take(sources(kernel_log=lambda: log))
     assert taken.log is not None
     assert list(taken.log.xids) == ["5", "5 #2"], "two on one line"
     log = KernelLog(lines=("a", XID_79, "b"), source="/dev/kmsg", numbers=(7, 8, 9))
-    taken = snapshot.take(sources(kernel_log=lambda: log))
+    taken = counters.take(sources(kernel_log=lambda: log))
     assert taken.log is not None
     assert (list(taken.log.xids), taken.log.numbers) == (["8"], (7, 9)), "where the kernel numbers its records"
 
@@ -46,11 +45,11 @@ def test_a_rank_that_is_not_the_first_of_its_node_looks_at_its_gpu_only() -> Non
     def nobody() -> object:
         raise AssertionError("asked")
 
-    taken = snapshot.take(sources(of_node=False, kernel_log=nobody, adapters=nobody))
+    taken = counters.take(sources(of_node=False, kernel_log=nobody, adapters=nobody))
     assert taken.log is None
     assert set(taken.missing) == {"pages.pending"}
     # A rehearsal.
-    taken = snapshot.take(sources(gpu=Identity(host="gpu-07"), nvml=None, kernel_log=nobody))
+    taken = counters.take(sources(gpu=Identity(host="gpu-07"), nvml=None, kernel_log=nobody))
     assert (dict(taken.values), dict(taken.missing)) == ({}, {"infiniband": "none here"})
     made = Sources.of([{**who(0), "gpu": None}], rank=0)
     assert (made.has_gpu, dict(made.gpus_of_node)) == (False, {})
@@ -58,15 +57,15 @@ def test_a_rank_that_is_not_the_first_of_its_node_looks_at_its_gpu_only() -> Non
 
 def test_what_cannot_be_read_is_missing_by_name_and_the_rest_is_there() -> None:
     log = KernelLog(why_not="dmesg: refused")
-    taken = snapshot.take(sources(nvml=nvml(**{"ecc.uncorrected.volatile": NotAvailable("ask root", "no permission")}),
+    taken = counters.take(sources(nvml=nvml(**{"ecc.uncorrected.volatile": NotAvailable("ask root", "no permission")}),
                                   kernel_log=lambda: log))  # fmt: skip
     assert taken.missing["ecc.uncorrected.volatile"] == "ask root"
     assert taken.missing["xid"] == "dmesg: refused"
     assert taken.values["rows.failed"] == 0
     assert taken.lost == ""
-    taken = snapshot.take(sources(nvml=None, why_no_nvml="no driver library"))
+    taken = counters.take(sources(nvml=None, why_no_nvml="no driver library"))
     assert {name: taken.missing[name] for name in QUERIES} == dict.fromkeys(QUERIES, "no driver library")
-    taken = snapshot.take(sources(nvml=FakeNvml({UUID: {}}, silent=[UUID])))
+    taken = counters.take(sources(nvml=FakeNvml({UUID: {}}, silent=[UUID])))
     assert "lost" in taken.lost
     assert set(QUERIES) <= set(taken.missing)
 

@@ -9,10 +9,10 @@ from typing import Any
 from each import of_each
 from fake_nvml import HEALTHY_H100, FakeNvml
 
-from pytest_gpucluster.dashboard.gpu_glance import QUERIES, glance
-from pytest_gpucluster.nvml import NotAvailable
-from pytest_gpucluster.nvml_queries import QUERIES as KNOWN
-from pytest_gpucluster.process_table import Who
+from pytest_gpucluster.node.health.node_reader import QUERIES, sample_gpu
+from pytest_gpucluster.node.nvml import NotAvailable
+from pytest_gpucluster.node.nvml_queries import QUERIES as KNOWN
+from pytest_gpucluster.node.processes import Who
 
 GPU = "GPU-aa"
 TELLING = {**HEALTHY_H100, "nvlink.bytes": {"sent": 5, "received": 7}}
@@ -23,7 +23,7 @@ def who(pid: int) -> Who:
 
 
 def look(changes: dict[str, Any] | None = None, **others: Any) -> dict[str, Any]:
-    return glance(FakeNvml({GPU: {**TELLING, **(changes or {})}}), GPU, who=who, **others)
+    return sample_gpu(FakeNvml({GPU: {**TELLING, **(changes or {})}}), GPU, who=who, **others)
 
 
 def test_every_figure_has_a_query_and_is_told_in_json_types() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from each import of_each
 
-from pytest_gpucluster.dashboard.host_load import read
-from pytest_gpucluster.host.tree import Tree
+from pytest_gpucluster.node.health.node_reader import read_host_load
+from pytest_gpucluster.node.limits import Tree
 
 FILES = {
     "proc/loadavg": "12.30 11.00 9.80 3/1234 999\n",
@@ -27,7 +27,7 @@ def plant(root: Path, changes: dict[str, str | None]) -> Tree:
 
 
 def test_load_cpus_time_and_memory_are_read(tmp_path: Path) -> None:
-    assert read(plant(tmp_path, {})) == {
+    assert read_host_load(plant(tmp_path, {})) == {
         "load": [12.3, 11.0, 9.8],
         "cpus": 128,
         "busy_ticks": 168,  # all but idle and iowait; guest times are in user and nice already
@@ -46,10 +46,10 @@ def test_load_cpus_time_and_memory_are_read(tmp_path: Path) -> None:
         ({"proc/stat": "cpu  1 2\n"}, {"busy_ticks", "all_ticks"}),
         ({"proc/meminfo": "MemTotal: many\n"}, {"memory_total_bytes", "memory_available_bytes"}),
         ({"sys/devices/system/cpu/online": "x"}, {"cpus"}),
-        (dict.fromkeys(FILES), {*read(Tree(root=Path("/nowhere")))}),
+        (dict.fromkeys(FILES), {*read_host_load(Tree(root=Path("/nowhere")))}),
     ],
 )
 def test_what_the_kernel_does_not_tell_is_none(tmp_path: Path, case: tuple[dict[str, str | None], set[str]]) -> None:
     changes, missing = case
-    told = read(plant(Path(tempfile.mkdtemp(dir=tmp_path)), changes))
+    told = read_host_load(plant(Path(tempfile.mkdtemp(dir=tmp_path)), changes))
     assert {key for key, value in told.items() if value is None} == missing

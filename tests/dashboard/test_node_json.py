@@ -7,7 +7,7 @@ import json
 from dashboard.nodes import HOSTILE, gpu, node, port
 
 from pytest_gpucluster.dashboard.node_json import line, to_json
-from pytest_gpucluster.dashboard.node_state import Part
+from pytest_gpucluster.node.health.node_state import Part
 
 
 def test_it_is_one_line_of_strict_json_whatever_is_in_it() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pytest_gpucluster.dashboard.node_state import STALE_SECONDS, NodeState, growth
+from pytest_gpucluster.node.health.node_state import STALE_SECONDS, NodeState, growth
 
 LISTED = [
     {"index": 0, "uuid": "GPU-0", "name": "H100", "pci_bus_id": "00:1B"},

@@ -17,9 +17,9 @@ import fake_reader
 import pytest
 from fake_nvml import FakeNvml
 
-from pytest_gpucluster.dashboard import node_state, reader, reader_process
-from pytest_gpucluster.dashboard.node_state import NodeState
 from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.node.health import node_reader, node_reader_process, node_state
+from pytest_gpucluster.node.health.node_state import NodeState
 
 DEADLINE_SECONDS = 60.0
 
@@ -44,7 +44,7 @@ def said_by(read: Any, *arguments: Any, after: int) -> list[Mapping[str, Any]]:
 
 def test_all_gpus_are_listed_and_those_that_answer_are_read_round_after_round() -> None:
     nvml = FakeNvml({"GPU-0": {"power.draw": 5.0}, "GPU-1": {}, "GPU-2": {}}, silent=["GPU-1"])
-    first, *looks = said_by(reader_process.read_gpus, lambda: nvml, 0.01, ("power_watts",), after=5)
+    first, *looks = said_by(node_reader_process.read_gpus, lambda: nvml, 0.01, ("power_watts",), after=5)
     assert [(gpu["index"], gpu["uuid"]) for gpu in first["nvml"]["gpus"]] == [(0, "GPU-0"), (1, None), (2, "GPU-2")]
     assert first["nvml"]["driver"] == nvml.driver
     assert [look["gpu"]["uuid"] for look in looks] == ["GPU-0", "GPU-2", "GPU-0", "GPU-2"]
@@ -72,11 +72,11 @@ class Listener:
 
 @pytest.fixture
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    opened: list[reader.NodeReader] = []
+    opened: list[node_reader.NodeReader] = []
 
-    def start(gpus: Mapping[str, Any] | None, take: Any, **settings: Any) -> reader.NodeReader:
-        monkeypatch.setattr(reader, "COMMAND", fake_reader.command(tmp_path, gpus, tmp_path))
-        opened.append(reader.NodeReader(take, 0.05, **settings))
+    def start(gpus: Mapping[str, Any] | None, take: Any, **settings: Any) -> node_reader.NodeReader:
+        monkeypatch.setattr(node_reader, "COMMAND", fake_reader.command(tmp_path, gpus, tmp_path))
+        opened.append(node_reader.NodeReader(take, 0.05, **settings))
         return opened[-1]
 
     yield start
@@ -107,16 +107,18 @@ def test_beside_a_measurement_only_a_few_figures_of_gpus_are_read(started: Any) 
     listener = Listener()
     opened = started({"GPU-0": fake_reader.h100()}, listener.take, few=True)
     look = listener.wait_for("gpu")["gpu"]
-    assert set(look) == {"uuid", "not_available", "lost", *reader_process.gpu_glance.FEW}
+    assert set(look) == {"uuid", "not_available", "lost", *node_reader_process.gpu_glance.FEW}
     opened.close()
     assert not any("host" in one or "ports" in one for one in listener.told)
     assert not any("ended" in one for one in listener.told), "it was ended on purpose"
 
 
 def test_a_reader_that_ends_on_its_own_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "COMMAND", (sys.executable, "-c", "print('cut'); print(3); raise SystemExit(3)", "--"))
+    monkeypatch.setattr(
+        node_reader, "COMMAND", (sys.executable, "-c", "print('cut'); print(3); raise SystemExit(3)", "--")
+    )
     listener = Listener()
-    opened = reader.NodeReader(listener.take, 1.0)
+    opened = node_reader.NodeReader(listener.take, 1.0)
     assert listener.wait_for("ended") == {"ended": 3}
     opened.close()
     assert listener.told == [{"ended": 3}], "what is no line of it is passed over"
@@ -131,10 +133,10 @@ def test_without_a_thread_there_is_no_reader_and_its_process_is_ended(
     started: list[Any] = []
     real = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda *args, **named: started.append(real(*args, **named)) or started[0])
-    monkeypatch.setattr(reader, "COMMAND", fake_reader.command(tmp_path, {}))
+    monkeypatch.setattr(node_reader, "COMMAND", fake_reader.command(tmp_path, {}))
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(OSError, match="new thread"):
-        reader.NodeReader(print, 1.0)
+        node_reader.NodeReader(print, 1.0)
     started[0].stdout.close()
     assert started[0].poll() is not None
 
@@ -165,4 +167,4 @@ def test_without_nvml_it_is_said_why(error: Exception, why: str) -> None:
     def fail() -> Any:
         raise error
 
-    assert said_by(reader_process.read_gpus, fail, 0.01, (), after=9) == [{"nvml": {"why_not": why}}]
+    assert said_by(node_reader_process.read_gpus, fail, 0.01, (), after=9) == [{"nvml": {"why_not": why}}]

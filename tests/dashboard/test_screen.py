@@ -9,8 +9,8 @@ from each import of_each
 from rich.cells import cell_len
 from rich.console import Console
 
-from pytest_gpucluster.dashboard.node_state import Node, Part
 from pytest_gpucluster.dashboard.screen import Screen, plain
+from pytest_gpucluster.node.health.node_state import Node, Part
 
 EIGHT_GPUS = """\
 gpu-07  12:00:00 UTC  load 12.3 / 192 CPUs, 7 % busy  memory 234 / 2,015 GiB

@@ -12,10 +12,11 @@ import pytest
 from kubectl import require_kubectl
 
 import pytest_gpucluster
-from pytest_gpucluster import cli, nccl_rules, options
+from pytest_gpucluster import cli, options
 from pytest_gpucluster.agreement.preflight import Expectation
 from pytest_gpucluster.config import workload_loader
 from pytest_gpucluster.errors import OptionError
+from pytest_gpucluster.node.fabric import nccl_rules
 from pytest_gpucluster.sweep import pod_template
 from pytest_gpucluster.torchrun.command_line import command_line
 from pytest_gpucluster.training_inputs import TrainingInputs

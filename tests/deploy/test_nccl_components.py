@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from pytest_gpucluster.nccl_advice.advice import Advised
-from pytest_gpucluster.nccl_advice.advising import advise
-from pytest_gpucluster.nccl_advice.cloud import GOOGLE_SCRIPTS
-from pytest_gpucluster.nccl_advice.gathering import gather
-from pytest_gpucluster.nccl_rules import RULES
+from pytest_gpucluster.node.fabric.nccl_advice import advise
+from pytest_gpucluster.node.fabric.nccl_advice_rules import GOOGLE_SCRIPTS
+from pytest_gpucluster.node.fabric.nccl_facts import Advised
+from pytest_gpucluster.node.fabric.nccl_probe import gather_facts
+from pytest_gpucluster.node.fabric.nccl_rules import RULES
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "nccl_advice"))
 
@@ -51,7 +51,7 @@ def advised(root: Path, component: str, given: Mapping[str, str]) -> Advised:
         node.found.clear()
         node.network("eth0", real=False, speed=None)
     node.environ |= {"KUBERNETES_SERVICE_HOST": "10.96.0.1", **given}
-    return advise(gather(node.sources()))
+    return advise(gather_facts(node.sources()))
 
 
 @pytest.mark.parametrize("component", FABRICS)

@@ -19,10 +19,11 @@ import pytest
 import yaml
 from pages import ROOT, Block, Page
 
-from pytest_gpucluster import cli, options, plugin, thresholds
+from pytest_gpucluster import cli, options, plugin
 from pytest_gpucluster.config import workload_loader
 from pytest_gpucluster.crosscheck.plan import require_others
 from pytest_gpucluster.errors import GpuClusterError
+from pytest_gpucluster.judge import loader
 from pytest_gpucluster.metrics import measurement
 from pytest_gpucluster.metrics.catalogue import Metric
 from pytest_gpucluster.torchrun.command_line import command_line
@@ -187,7 +188,7 @@ def _wrong_file(block: Block, folder: Path) -> Iterator[str]:
                 kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
         (folder / "shown.yaml").write_text(block.text, encoding="utf-8")
         if isinstance(document, dict) and {"skus", "every_sku"} & set(document):
-            thresholds.load(thresholds.shipped_path(), folder / "shown.yaml")
+            loader.load(loader.shipped_path(), folder / "shown.yaml")
         for profile in document.get("profiles", ()) if isinstance(document, dict) else ():
             workload_loader.load(folder / "shown.yaml", profile=str(profile))
     elif block.language == "json":

@@ -11,16 +11,17 @@ from types import SimpleNamespace
 from each import of_each
 from pages import ROOT, page_named, rows
 
-from pytest_gpucluster import limits, thresholds, verdict
+from pytest_gpucluster import verdict
 from pytest_gpucluster.config.workload import predict
 from pytest_gpucluster.config.workload_loader import load
-from pytest_gpucluster.health.xid_table import table
+from pytest_gpucluster.judge import limits, loader
 from pytest_gpucluster.metrics.catalogue import CATALOGUE
+from pytest_gpucluster.node.health.xid_table import table
 
 EXPECTED = SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "expected.py"), run_name="expected"))
 """The program that writes the figures."""
 FLOORS = SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "floors.py"), run_name="floors"))
-LIMITS = thresholds.load(thresholds.shipped_path())
+LIMITS = loader.load(loader.shipped_path())
 PHASES = ("discovery", "single-node", "fabric", "training", "scaling", "lora")
 PLAYBOOK = {phase: page_named(f"docs/playbook/{phase}.md").text for phase in PHASES}
 SEEN = ["you see", "look at", "command", "what to do", "call"]
@@ -120,7 +121,7 @@ def test_the_predicted_times_are_those_that_the_suite_predicts(items: Sequence[S
 def test_keys_and_conditions_of_limits_and_words_of_verdicts_are_explained() -> None:
     page = page_named("docs/thresholds.md").text
     keys = page.partition("| key | meaning |")[2].partition("\n\n")[0].splitlines()[2:]
-    assert {name for row in keys for name in re.findall(r"`(\w+)`", row.split("|")[1])} == set(thresholds.ENTRY_KEYS)
+    assert {name for row in keys for name in re.findall(r"`(\w+)`", row.split("|")[1])} == set(loader.ENTRY_KEYS)
     conditions = page.partition("**Conditions**")[2].partition("\n\n")[0]
     assert set(re.findall(r"`(\w+)`", conditions)) - {"when"} == {*limits.TOPOLOGY, *limits.KNOWN_LABELS}
     words = {word for text in verdict.EXIT_CODES.values() for word in re.findall(r"[A-Z]{6,}", text)}

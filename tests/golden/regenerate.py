@@ -13,8 +13,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from pytest_gpucluster import journal, thresholds
+from pytest_gpucluster import journal
 from pytest_gpucluster.errors import ThresholdsError
+from pytest_gpucluster.judge import loader
 from pytest_gpucluster.reports import folder
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -35,7 +36,7 @@ _OF_THE_PAGE = re.compile(r"(<(style|script)\b[^>]*>).*?(</\2>)|sha256-[A-Za-z0-
 def errors_of(path: Path) -> str:
     """Return what the loader says about a file, without the folder it lies in."""
     try:
-        thresholds.load(path)
+        loader.load(path)
     except ThresholdsError as error:
         return str(error).replace(f"{path}:", f"{path.name}:") + "\n"
     return ""

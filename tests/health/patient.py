@@ -7,11 +7,11 @@ from typing import Any
 
 from fake_nvml import HEALTHY_H100, FakeNvml
 
-from pytest_gpucluster.health.examination import Examination, examine
-from pytest_gpucluster.health.gathering import Sources, gather
-from pytest_gpucluster.kernel_log import KernelLog
-from pytest_gpucluster.pci_bus import PciGpu
-from pytest_gpucluster.process_table import Who
+from pytest_gpucluster.node.health.examination import Examination, examine_gpu
+from pytest_gpucluster.node.health.snapshot import Sources, collect
+from pytest_gpucluster.node.kernel_log import KernelLog
+from pytest_gpucluster.node.pci import PciGpu
+from pytest_gpucluster.node.processes import Who
 
 UUID, PCI = "GPU-5f2c", "00000000:3B:00.0"
 NAMES = ("GPU 0", UUID, "1650123456789", PCI, "gpu-07")
@@ -90,7 +90,7 @@ def examined(
 ) -> Examination:
     """Gather a GPU's situation and apply every check."""
     fake = fake or nvml(planted, without, **settings)
-    situation = gather(
+    situation = collect(
         sources(fake, log=log, unlisted=unlisted, known_pids=known_pids),
         inventory or [who()],
         rank=0,
@@ -99,4 +99,4 @@ def examined(
         load=load,
         held_bytes=held_bytes,
     )
-    return examine(situation)
+    return examine_gpu(situation)

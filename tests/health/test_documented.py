@@ -6,9 +6,9 @@ import ast
 import re
 from pathlib import Path
 
-import pytest_gpucluster.health
+import pytest_gpucluster.node.health
 
-FOLDER = Path(pytest_gpucluster.health.__file__).parent
+FOLDER = Path(pytest_gpucluster.node.health.__file__).parent
 PAGE = Path(__file__).parent.parent.parent / "docs" / "health.md"
 
 

@@ -10,11 +10,11 @@ from patient import NAMES, PCI, PID, UUID, examined, nvml, who
 
 from pytest_gpucluster import errors
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
-from pytest_gpucluster.kernel_log import KernelLog
 from pytest_gpucluster.metrics import datasheets
 from pytest_gpucluster.metrics.finding import Finding
-from pytest_gpucluster.nvml import NotAvailable
-from pytest_gpucluster.pci_bus import PciGpu
+from pytest_gpucluster.node.kernel_log import KernelLog
+from pytest_gpucluster.node.nvml import NotAvailable
+from pytest_gpucluster.node.pci import PciGpu
 
 ALWAYS = {"not_available"}  # retired pages do not exist on this card
 

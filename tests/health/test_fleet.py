@@ -7,7 +7,7 @@ from complaints import in_order
 from patient import who
 
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
-from pytest_gpucluster.health.fleet import require_uniform
+from pytest_gpucluster.node.health.examination import require_uniform
 
 
 def fleet(*changes: dict[str, Any]) -> list[dict[str, Any]]:

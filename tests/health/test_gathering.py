@@ -4,15 +4,14 @@ from typing import Any
 
 from patient import PID, UUID, examined, nvml, sources, who
 
-from pytest_gpucluster.health.gathering import gather
-from pytest_gpucluster.health.situation import UNDER_LOAD, take
 from pytest_gpucluster.metrics.finding import identity
-from pytest_gpucluster.nvml import NotAvailable
-from pytest_gpucluster.nvml_queries import QUERIES
+from pytest_gpucluster.node.health.snapshot import UNDER_LOAD, collect, take_snapshot
+from pytest_gpucluster.node.nvml import NotAvailable
+from pytest_gpucluster.node.nvml_queries import QUERIES
 
 
 def test_a_snapshot_has_each_query_as_a_value_or_as_missing() -> None:
-    snapshot = take(nvml({"power.draw": NotAvailable("asleep", "failed")}), UUID)
+    snapshot = take_snapshot(nvml({"power.draw": NotAvailable("asleep", "failed")}), UUID)
     assert set(snapshot.values) | set(snapshot.missing) == set(QUERIES)
     assert not set(snapshot.values) & set(snapshot.missing)
     assert (snapshot.missing["power.draw"].reason, snapshot.missing["power.draw"].kind) == ("asleep", "failed")
@@ -24,7 +23,7 @@ def test_a_lost_gpu_is_not_asked_again() -> None:
     fake = nvml(silent=[UUID])
     read = fake.read
     fake.read = lambda uuid, query: asked.append(query) or read(uuid, query)  # type: ignore[method-assign]
-    snapshot = take(fake, UUID)
+    snapshot = take_snapshot(fake, UUID)
     assert len(asked) == 1
     assert {missing.kind for missing in snapshot.missing.values()} == {"lost"}
     assert set(snapshot.missing) == set(QUERIES)
@@ -48,7 +47,7 @@ def test_what_means_something_under_load_only_is_read_under_load() -> None:
 
 def test_the_rank_that_asks_finds_itself_and_the_ranks_of_its_node() -> None:
     others = [{**who(rank), "host": "gpu-08" if rank == 2 else "gpu-07", "node_rank": rank // 2} for rank in (1, 2)]
-    situation = gather(
+    situation = collect(
         sources(nvml()),
         [*others, {**who(), "rank": 7}],
         rank=7,

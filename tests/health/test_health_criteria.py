@@ -17,9 +17,9 @@ CONFTEST = """
     import dataclasses
     import pytest
     import patient
-    from pytest_gpucluster.kernel_log import KernelLog
-    from pytest_gpucluster.nvml import NotAvailable
-    from pytest_gpucluster.pci_bus import PciGpu
+    from pytest_gpucluster.node.kernel_log import KernelLog
+    from pytest_gpucluster.node.nvml import NotAvailable
+    from pytest_gpucluster.node.pci import PciGpu
 
     @pytest.fixture(scope="session")
     def gpu(gpu):

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 from each import of_each
 
-from pytest_gpucluster.health import xid_table
-from pytest_gpucluster.health.xid_table import Entry, lookup, recovery_action
-from pytest_gpucluster.kernel_log import parse
+from pytest_gpucluster.node.health import xid_table
+from pytest_gpucluster.node.health.xid_table import Entry, lookup, recovery_action
+from pytest_gpucluster.node.kernel_log import parse
 
 
 def entry_of(line: str) -> Entry:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pytest_gpucluster.host.facts import HostFacts, gather
-from pytest_gpucluster.host.tree import Tree
+from pytest_gpucluster.node.host import HostFacts, gather
+from pytest_gpucluster.node.limits import Tree
 
 LIMITS = """\
 Limit                     Soft Limit           Hard Limit           Units

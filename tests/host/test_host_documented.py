@@ -6,8 +6,8 @@ import inspect
 import re
 from pathlib import Path
 
-from pytest_gpucluster.host import examination
 from pytest_gpucluster.metrics import measurement
+from pytest_gpucluster.node import host_checks
 
 PAGE = (Path(__file__).parents[2] / "docs" / "host.md").read_text(encoding="utf-8")
 
@@ -19,7 +19,7 @@ def first_cells(header: str) -> set[str]:
 
 
 def test_every_finding_is_documented() -> None:
-    codes = set(re.findall(r'_finding\(\s*facts,\s*"(\w+)"', inspect.getsource(examination)))
+    codes = set(re.findall(r'_finding\(\s*facts,\s*"(\w+)"', inspect.getsource(host_checks)))
     assert len(codes) >= 8
     assert first_cells("finding") == codes
 

@@ -10,10 +10,10 @@ from complaints import in_order
 from fake_host import HEALTHY, MOUNTS, facts
 
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.host.examination import ANY, Wanted, examine, require_fit
-from pytest_gpucluster.host.facts import GpuPath, HostFacts
-from pytest_gpucluster.host.pci_path import PciPath
 from pytest_gpucluster.metrics.finding import Finding, Identity
+from pytest_gpucluster.node.host import GpuPath, HostFacts
+from pytest_gpucluster.node.host_checks import ANY, Wanted, examine_host, require_fit
+from pytest_gpucluster.node.pci import PciPath
 
 SMALL = {"/sys/devices/system/node/online": "0\n"}
 
@@ -28,12 +28,12 @@ def with_gpus(found: HostFacts, *gpus: GpuPath) -> HostFacts:
 
 
 def found(host: HostFacts, code: str, wanted: Wanted | None = None) -> list[Finding]:
-    return [finding for finding in examine(host, wanted or Wanted()) if finding.code == code]
+    return [finding for finding in examine_host(host, wanted or Wanted()) if finding.code == code]
 
 
 def test_a_healthy_host_has_notes_only(tmp_path: Path) -> None:
     host = with_gpus(facts(tmp_path), gpu(iommu="identity"))
-    findings = examine(host, Wanted())
+    findings = examine_host(host, Wanted())
     assert [(finding.code, finding.kind) for finding in findings] == [("gpu_nodes", "note"), ("huge_pages", "note")]
     require_fit(findings)
 
@@ -148,7 +148,7 @@ def test_switched_off_cpus_and_huge_pages_are_notes(tmp_path: Path) -> None:
 
 def test_all_that_is_more_than_a_note_is_raised_at_once(tmp_path: Path) -> None:
     files = {"/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "schedutil\n", "/proc/self/mountinfo": ""}
-    findings = examine(with_gpus(facts(tmp_path, files), gpu(iommu="DMA")), Wanted())
+    findings = examine_host(with_gpus(facts(tmp_path, files), gpu(iommu="DMA")), Wanted())
     with pytest.raises(EnvironmentBroken) as caught:
         require_fit(findings)
     lines = str(caught.value).splitlines()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpucluster.host import pci_path
-from pytest_gpucluster.host.tree import Tree
+from pytest_gpucluster.node import pci as pci_path
+from pytest_gpucluster.node.limits import Tree
 
 GPU = "00000000:3B:00.0"
 PORTS = ("0000:00:01.0", "0000:39:00.0", "0000:3a:04.0")  # root port, upstream and downstream port of a switch
@@ -55,7 +55,7 @@ QUIET = (config(ROOT, 0), config(UPSTREAM, None), config(DOWNSTREAM, 0))
 
 def test_a_switch_port_that_redirects_is_named_with_its_bits(tmp_path: Path) -> None:
     tree = plant(tmp_path, (config(ROOT, 0x1D), config(UPSTREAM, None), config(DOWNSTREAM, 0x1D)))
-    found = pci_path.read(tree, GPU)
+    found = pci_path.read_pci_path(tree, GPU)
     assert found is not None
     bits = ("request redirect", "completion redirect", "upstream forwarding")
     assert found.redirecting == (("0000:3a:04.0", bits),), "and the root port is no fault"
@@ -84,7 +84,7 @@ def test_lists_that_run_in_a_circle_end() -> None:
 
 def test_without_root_the_ports_are_hidden(tmp_path: Path) -> None:
     cut = tuple(data[:64] for data in (config(ROOT, 4), config(UPSTREAM, 4), config(DOWNSTREAM, 4)))
-    found = pci_path.read(plant(tmp_path, cut), GPU)  # type: ignore[arg-type]  # three of them
+    found = pci_path.read_pci_path(plant(tmp_path, cut), GPU)  # type: ignore[arg-type]  # three of them
     assert found is not None
     assert (found.hidden, found.redirecting) == (True, ())
 
@@ -94,11 +94,11 @@ def test_without_root_the_ports_are_hidden(tmp_path: Path) -> None:
     [("DMA", True), ("DMA-FQ", True), ("identity", False), ("blocked", False), (None, False)],
 )
 def test_the_iommu_is_told_by_the_gpu_s_group(tmp_path: Path, kind: str | None, translated: bool) -> None:
-    found = pci_path.read(plant(tmp_path, QUIET, iommu=kind), GPU)
+    found = pci_path.read_pci_path(plant(tmp_path, QUIET, iommu=kind), GPU)
     assert found is not None
     assert (found.iommu, found.is_translated, found.pci) == (kind or "", translated, "0000:3b:00.0")
 
 
 @pytest.mark.parametrize("pci", [None, "", "nonsense", "00000000:99:00.0"])
 def test_a_gpu_that_the_kernel_does_not_show_has_no_path(tmp_path: Path, pci: str | None) -> None:
-    assert pci_path.read(plant(tmp_path, QUIET), pci) is None
+    assert pci_path.read_pci_path(plant(tmp_path, QUIET), pci) is None

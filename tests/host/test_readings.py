@@ -8,8 +8,8 @@ import pytest
 from fake_host import HEALTHY, facts
 
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.host.readings import Reading, readings
 from pytest_gpucluster.metrics import measurement
+from pytest_gpucluster.node.host_checks import Reading, readings
 
 
 def of(root: Path, files: dict[str, str | None] | None = None, **others: object) -> dict[str, Reading]:

@@ -7,34 +7,33 @@ from pathlib import Path
 
 from fake_host import who
 
-from pytest_gpucluster import kernel_log, peer_memory
-from pytest_gpucluster.affinity import own_place
-from pytest_gpucluster.counters import snapshot, sources
 from pytest_gpucluster.files import mount_of, read_mounts
-from pytest_gpucluster.host import facts, memory, process_limits, processors
-from pytest_gpucluster.host.tree import Tree
-from pytest_gpucluster.inventory import start_time
 from pytest_gpucluster.metrics.finding import Identity
-from pytest_gpucluster.pci_bus import DEVICES, unlisted
+from pytest_gpucluster.node import host, kernel_log, limits, pci
+from pytest_gpucluster.node.health import counters
+from pytest_gpucluster.node.inventory import start_time
+from pytest_gpucluster.node.limits import Tree
+from pytest_gpucluster.node.numa import own_place
+from pytest_gpucluster.node.pci import DEVICES, unlisted_gpus
 
 
 def test_this_host_can_be_read(tmp_path: Path) -> None:
-    gathered, here, (total, free) = facts.gather([who(0)], rank=0), own_place(), memory.space(tmp_path)
+    gathered, here, (total, free) = host.gather([who(0)], rank=0), own_place(), limits.space(tmp_path)
     assert gathered.own_cpus == here.cpus == os.sched_getaffinity(0)
     assert gathered.cpus
     assert here.nodes
-    assert memory.read(Tree()).total_bytes
+    assert limits.read_memory(Tree()).total_bytes
     assert 0 <= free <= total
-    assert process_limits.read(Tree())
-    assert processors.read(Tree()).online
+    assert limits.read_process_limits(Tree())
+    assert limits.read_processors(Tree()).online
     assert start_time()
     proc = mount_of(Path("/proc"), read_mounts())
     assert proc is not None
     assert proc.kind == "proc"
     assert "/proc" in {mount.point for mount in Tree().mounts()}
-    assert not DEVICES.is_dir() or isinstance(unlisted(()), tuple)
-    assert str(peer_memory.read())
+    assert not DEVICES.is_dir() or isinstance(unlisted_gpus(()), tuple)
+    assert str(pci.read_peer_memory())
     log = kernel_log.read()
     assert bool(log.why_not) != bool(log.source)
-    taken = snapshot.take(sources.Sources(gpu=Identity(host="here"), of_node=True))
+    taken = counters.take(counters.Sources(gpu=Identity(host="here"), of_node=True))
     assert ("infiniband" in taken.missing) != any(name.startswith("infiniband.") for name in taken.values)

@@ -9,10 +9,10 @@ from typing import Any
 
 from sysfs_ports import ROCE_GIDS, add_port, write
 
-from pytest_gpucluster.fabric_ports import FabricSources
-from pytest_gpucluster.nccl_advice.facts import Gpu
-from pytest_gpucluster.nccl_advice.gathering import SeenGpus, Sources
-from pytest_gpucluster.surroundings.interfaces import Interface
+from pytest_gpucluster.node.fabric.nccl_facts import Gpu
+from pytest_gpucluster.node.fabric.nccl_probe import SeenGpus, Sources
+from pytest_gpucluster.node.fabric.ports import FabricSources
+from pytest_gpucluster.node.interfaces import Interface
 
 H100 = "NVIDIA H100 80GB HBM3"
 AZURE = "7783-7084-3265-9085-8269-3286-77"

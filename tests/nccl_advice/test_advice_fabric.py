@@ -8,14 +8,14 @@ import pytest
 from made_nodes import Node, azure, efa, eight_gpus, ethernet, google, infiniband, laptop, pod, roce
 from sysfs_ports import ROCE_GIDS
 
-from pytest_gpucluster.nccl_advice.fabric import Fabric, find
-from pytest_gpucluster.nccl_advice.gathering import gather
+from pytest_gpucluster.node.fabric.nccl_facts import Fabric, find
+from pytest_gpucluster.node.fabric.nccl_probe import gather_facts
 
 STORAGE = {"rate": "100 Gb/sec (4X EDR)", "board": "MT_0000000359"}
 
 
 def of(node: Node) -> Fabric:
-    return find(gather(node.sources()))
+    return find(gather_facts(node.sources()))
 
 
 def names(fabric: Fabric) -> list[str]:

@@ -12,17 +12,19 @@ from each import of_each
 from made_nodes import MAKERS, Node, azure, infiniband
 from sysfs_ports import write
 
-from pytest_gpucluster.nccl_advice import formats, text
-from pytest_gpucluster.nccl_advice.advising import advise
-from pytest_gpucluster.nccl_advice.gathering import gather
+from pytest_gpucluster.node.fabric import nccl_advice_text
+from pytest_gpucluster.node.fabric.nccl_advice import advise
+from pytest_gpucluster.node.fabric.nccl_probe import gather_facts
 
 HOSTILE = ("$(touch${IFS}x)", "`touch${IFS}x`", "a';touch${IFS}x;'", 'a"b\\n', "a&touch<x", "--x", "*", "~", "#a", "!!")
 """Names that Linux takes for an interface or an RDMA device: no blank, no slash."""
 
 
 def shown(form: str, node: Node) -> str:
-    facts = gather(node.sources())
-    return {"shell": formats.shell, "slurm": formats.slurm, "yaml": formats.yaml}[form](facts, advise(facts))
+    facts = gather_facts(node.sources())
+    return {"shell": nccl_advice_text.shell, "slurm": nccl_advice_text.slurm, "yaml": nccl_advice_text.yaml}[form](
+        facts, advise(facts)
+    )
 
 
 def after(script: str, folder: Path, environ: dict[str, str] | None = None, how: str = 'eval "$1"') -> dict[str, str]:
@@ -132,9 +134,9 @@ def test_a_batch_script_whose_steps_would_get_nothing_is_mended(
 def test_the_text_is_never_wider_and_has_everything(tmp_path: Path, name: str) -> None:
     node = MAKERS[name](tmp_path)
     node.environ |= {"NCCL_CHECK_POINTERS": "1\x1b[2J", "NCCL_IB_TIMEOUT": "22"}
-    facts = gather(node.sources())
+    facts = gather_facts(node.sources())
     advised = advise(facts)
-    told = text.render(facts, advised, width=60)
+    told = nccl_advice_text.render_advice(facts, advised, width=60)
     assert all(line.isprintable() and len(line) <= 60 for line in told.splitlines())
     joined = "".join(told.split())
     names = [one.name for one in (*advised.set, *advised.remove, *advised.look, *advised.leave)]

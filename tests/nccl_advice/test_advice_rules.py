@@ -11,18 +11,17 @@ from each import of_each
 from made_nodes import MAKERS, Node, azure, efa, eight_gpus, ethernet, google, infiniband, laptop, pod, roce
 from sysfs_ports import ROCE_GIDS, write
 
-from pytest_gpucluster.nccl_advice.advice import Advised, Set
-from pytest_gpucluster.nccl_advice.advising import advise, place
-from pytest_gpucluster.nccl_advice.gathering import gather
-from pytest_gpucluster.nccl_findings import judge
-from pytest_gpucluster.nccl_rules import RULES
+from pytest_gpucluster.node.fabric.nccl_advice import advise, place
+from pytest_gpucluster.node.fabric.nccl_facts import Advised, Set
+from pytest_gpucluster.node.fabric.nccl_probe import gather_facts
+from pytest_gpucluster.node.fabric.nccl_rules import RULES, judge_environment
 
 GUIDE = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"
 IFNAME, HCA, GID = "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX"
 
 
 def of(node: Node) -> Advised:
-    return advise(gather(node.sources()))
+    return advise(gather_facts(node.sources()))
 
 
 def values(advised: Advised) -> dict[str, str]:
@@ -253,8 +252,8 @@ def test_what_google_s_plugin_demands_is_no_leftover_where_it_is_in_use(tmp_path
     found = of(node)
     assert {one.name for one in found.remove} == {"NCCL_CHECK_POINTERS"}
     assert [one.now for one in found.leave if one.name == "NCCL_ALGO"] == ["Ring,Tree"]
-    facts = gather(node.sources())
-    judged = {one.name: judge(one, place(facts), "a") for one in facts.settings}
+    facts = gather_facts(node.sources())
+    judged = {one.name: judge_environment(one, place(facts), "a") for one in facts.settings}
     assert {name: one.kind for name, one in judged.items() if one} == {
         "NCCL_ALGO": "note",
         "NCCL_NVLS_ENABLE": "note",

@@ -5,12 +5,11 @@ from __future__ import annotations
 from each import of_each
 from told_nodes import told
 
-from pytest_gpucluster.node_differences.facts import NOT_TOLD
-from pytest_gpucluster.node_differences.groups import compare
+from pytest_gpucluster.node.diff import NOT_TOLD, compare_nodes
 
 
 def different(*nodes):
-    found = compare({f"n{number}": node for number, node in enumerate(nodes)})
+    found = compare_nodes({f"n{number}": node for number, node in enumerate(nodes)})
     return {fact.name: [(group.shown, group.nodes) for group in fact.groups] for fact in found if not fact.alike}
 
 

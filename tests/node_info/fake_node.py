@@ -12,12 +12,12 @@ from typing import Any
 import sysfs_ports
 from fake_nvml import HEALTHY_H100, FakeNvml
 
-from pytest_gpucluster.host.tree import Tree
-from pytest_gpucluster.node_info import gpus
-from pytest_gpucluster.node_info.gathering import Sources
-from pytest_gpucluster.node_info.program import Answer
-from pytest_gpucluster.process_table import Who
-from pytest_gpucluster.surroundings.interfaces import Interface
+from pytest_gpucluster.node import info_gpus
+from pytest_gpucluster.node.info import Sources
+from pytest_gpucluster.node.info_software import Answer
+from pytest_gpucluster.node.interfaces import Interface
+from pytest_gpucluster.node.limits import Tree
+from pytest_gpucluster.node.processes import Who
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "host"))
 
@@ -116,7 +116,7 @@ def nvml(changes: Mapping[str, Any] | None = None, *, count: int = 8, **others: 
 def told_by(fake: FakeNvml) -> Answer:
     """Return what the child would write of these GPUs."""
     lines: list[str] = []
-    gpus.tell(lambda: fake, lambda line: lines.append(json.dumps(line)))
+    info_gpus.tell(lambda: fake, lambda line: lines.append(json.dumps(line)))
     return Answer(text="\n".join(lines))
 
 

@@ -8,10 +8,10 @@ import fake_node
 import pytest
 from each import of_each
 
-from pytest_gpucluster.host.tree import Tree
-from pytest_gpucluster.node_info import cpus, memory, network, stack, system
-from pytest_gpucluster.node_info.gathering import VIEWS, gather
-from pytest_gpucluster.node_info.program import Answer
+from pytest_gpucluster.node import info, info_software
+from pytest_gpucluster.node.info import VIEWS, gather_info
+from pytest_gpucluster.node.info_software import Answer
+from pytest_gpucluster.node.limits import Tree
 
 
 @pytest.fixture(scope="module")
@@ -21,13 +21,13 @@ def node(tmp_path_factory):
 
 def test_a_view_has_its_parts_in_plain_json(node):
     for view, parts in VIEWS.items():
-        told = gather(view, fake_node.sources(node))
+        told = gather_info(view, fake_node.sources(node))
         assert list(told) == ["schema_version", "view", "host", "at", *parts]
         assert json.loads(json.dumps(told, allow_nan=False))["host"] == "gpu-07"
 
 
 def test_cpus_are_counted_by_socket_core_and_node(node):
-    told = cpus.read(node)
+    told = info.read_cpus(node)
     assert told["model"] == "Intel(R) Xeon(R) Platinum 8480+"
     assert (told["sockets"], told["cores"], told["cpus"], told["offline"]) == (2, 64, 128, 0)
     first, second = told["numa_nodes"]
@@ -36,7 +36,7 @@ def test_cpus_are_counted_by_socket_core_and_node(node):
 
 
 def test_memory_has_its_huge_pages_and_limits(node):
-    told = memory.read(node, fake_node.space(10**12, 5 * 10**11))
+    told = info.read_memory(node, fake_node.space(10**12, 5 * 10**11))
     assert told["available_bytes"] == 2000000000 * 1024
     assert told["shm"] == {"kind": "tmpfs", "total_bytes": 10**12, "free_bytes": 5 * 10**11}
     assert told["huge_pages"] == [{"size_bytes": 2**21, "total": 16, "free": 4}]
@@ -51,8 +51,8 @@ def test_a_container_and_what_it_may_use_are_seen(tmp_path):
         "/sys/fs/cgroup/system.slice/job/cpu.max": "400000 100000\n",
     }
     tree = fake_node.tree(tmp_path, changes)
-    assert memory.read(tree, fake_node.space())["group_bytes"] == 8 * 2**30
-    assert cpus.read(tree)["cpus_of_group"] == 4.0
+    assert info.read_memory(tree, fake_node.space())["group_bytes"] == 8 * 2**30
+    assert info.read_cpus(tree)["cpus_of_group"] == 4.0
 
 
 @of_each(
@@ -68,14 +68,14 @@ def test_a_container_and_what_it_may_use_are_seen(tmp_path):
 )
 def test_the_kind_of_container_is_told(tmp_path_factory, case):
     files, environ, kind = case
-    assert system.container(fake_node.plant(tmp_path_factory.mktemp("node"), files, healthy=False), environ) == kind
+    assert info.container(fake_node.plant(tmp_path_factory.mktemp("node"), files, healthy=False), environ) == kind
 
 
 def test_interfaces_and_ports_have_what_sysfs_says(node):
-    eth0, eth1 = network.interfaces(node, fake_node.sources(node).interfaces)
+    eth0, eth1 = info_software.network_interfaces(node, fake_node.sources(node).interfaces)
     assert (eth0["speed_mbps"], eth0["mtu"], eth0["addresses"]) == (100_000, 9000, ["10.0.0.7", "2001:db8::7"])
     assert (eth1["state"], eth1["speed_mbps"], eth1["addresses"]) == ("down", None, [])
-    told = network.adapters(node)
+    told = info_software.network_adapters(node)
     assert told["why_not"] == ""
     [port] = told["devices"][0]["ports"]
     assert (port["state"], port["rate_gbps"], port["errors"]) == ("ACTIVE", 400.0, {})
@@ -84,11 +84,11 @@ def test_interfaces_and_ports_have_what_sysfs_says(node):
 
 def read_stack(tree, text="active\n", why_not=""):
     answer = Answer(text=text, why_not=why_not)
-    return stack.read(tree, lambda command: answer, version=lambda name: None, nccl=lambda: None)
+    return info_software.read_stack(tree, lambda command: answer, version=lambda name: None, nccl=lambda: None)
 
 
 def test_the_stack_has_its_versions(node):
-    told = gather("gpu", fake_node.sources(node))["stack"]
+    told = gather_info("gpu", fake_node.sources(node))["stack"]
     assert (told["driver"], told["driver_kind"], told["toolkit"]) == ("580.65.06", "open", "13.0.1")
     assert (told["torch"], told["nccl"], told["fabric_manager"]) == ("2.13.0+cu130", "2.28.3", "active")
     assert told["ofed"] == "MLNX_OFED_LINUX-24.04-0.6.6.0"
@@ -122,7 +122,7 @@ def test_the_nccl_of_a_container_is_found_among_its_libraries(tmp_path):
 
 
 def test_where_nothing_is_to_be_seen_nothing_is_made_up(tmp_path):
-    told = gather("all", fake_node.sources(Tree(root=tmp_path), fake_node.nvml(count=0), interfaces=tuple))
+    told = gather_info("all", fake_node.sources(Tree(root=tmp_path), fake_node.nvml(count=0), interfaces=tuple))
     seen = [told["cpu"][key] for key in ("model", "sockets", "cpus")]
     seen += [told["memory"]["total_bytes"], told["memory"]["limits"], told["system"]["kernel"]]
     assert [*seen, told["stack"]["driver"], told["stack"]["modules"]] == [None] * 8

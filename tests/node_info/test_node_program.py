@@ -7,11 +7,11 @@ import re
 
 import pytest
 
-from pytest_gpucluster.node_info.program import Answer, ask
+from pytest_gpucluster.node.info_software import Answer, run_program
 
 
 def test_an_answer_is_what_was_printed():
-    assert ask(["sh", "-c", "echo told; echo >&2 err"]) == Answer(text="told\n")
+    assert run_program(["sh", "-c", "echo told; echo >&2 err"]) == Answer(text="told\n")
 
 
 @pytest.mark.parametrize(
@@ -23,11 +23,11 @@ def test_an_answer_is_what_was_printed():
     ],
 )
 def test_what_does_not_end_well_says_why(command, why_not):
-    assert re.match(why_not, ask(command).why_not)
+    assert re.match(why_not, run_program(command).why_not)
 
 
 def test_what_never_ends_is_killed_and_what_it_said_is_kept():
-    answer = ask(["sh", "-c", "echo $$; trap '' TERM INT; while :; do sleep 600; done"], 2.0)
+    answer = run_program(["sh", "-c", "echo $$; trap '' TERM INT; while :; do sleep 600; done"], 2.0)
     assert answer.why_not.startswith("sh ")
     assert " 2 s" in answer.why_not
     with pytest.raises(ProcessLookupError):

@@ -6,10 +6,10 @@ import fake_node
 import pytest
 from each import of_each
 
-from pytest_gpucluster.host.tree import Tree
-from pytest_gpucluster.node_info.gathering import VIEWS, gather
-from pytest_gpucluster.node_info.program import Answer
-from pytest_gpucluster.node_info.text import render
+from pytest_gpucluster.node.info import VIEWS, gather_info
+from pytest_gpucluster.node.info_software import Answer
+from pytest_gpucluster.node.info_text import render_info
+from pytest_gpucluster.node.limits import Tree
 from pytest_gpucluster.text import columns
 
 HOSTILE = "\x1b[2J<script>\u202e\r\nname|" + "x" * 10_000
@@ -26,15 +26,15 @@ def bare(tmp_path_factory):
 
 
 def shown(view, tree, width=80, **changes):
-    return render(gather(view, fake_node.sources(tree, **changes)), width=width)
+    return render_info(gather_info(view, fake_node.sources(tree, **changes)), width=width)
 
 
 @of_each("view", list(VIEWS))
 def test_no_line_is_wider_than_asked_for(node, bare, view):
     for tree in (node, bare):
-        told = gather(view, fake_node.sources(tree))
+        told = gather_info(view, fake_node.sources(tree))
         for width in (60, 80, 200):
-            lines = render(told, width=width).splitlines()
+            lines = render_info(told, width=width).splitlines()
             assert max(map(columns, lines)) <= width
             assert all(line == line.rstrip() for line in lines)
 

@@ -6,9 +6,9 @@ import fake_node
 import pytest
 from each import of_each
 
-from pytest_gpucluster.host.tree import Tree
-from pytest_gpucluster.node_info import gpus, network, topology
-from pytest_gpucluster.nvml import COMMON_ANCESTORS, NotAvailable
+from pytest_gpucluster.node import info_gpus, info_software
+from pytest_gpucluster.node.limits import Tree
+from pytest_gpucluster.node.nvml import COMMON_ANCESTORS, NotAvailable
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,9 @@ def node(tmp_path_factory):
 
 
 def read(tree, fake):
-    return topology.read(gpus.read(fake_node.told_by(fake)), network.adapters(tree), tree)
+    return info_gpus.read_topology(
+        info_gpus.read_gpus(fake_node.told_by(fake)), info_software.network_adapters(tree), tree
+    )
 
 
 def test_gpus_behind_switches_are_as_many_links_apart_as_they_have_to_the_switches(node):
@@ -79,6 +81,6 @@ def test_the_way_between_two_devices_is_what_their_paths_do_not_share(tmp_path_f
     tree = Tree(root=tmp_path_factory.mktemp("node"))
     fake_node.add_pci(tree, "0000:50:00.0", *one)
     fake_node.add_pci(tree, "0000:51:00.0", *other, numa_node=numa)
-    assert topology.by_kernel(tree, "00000000:50:00.0", "0000:51:00.0") == way
-    assert topology.by_kernel(tree, "0000:51:00.0", "0000:50:00.0") == way
-    assert topology.by_kernel(tree, "0000:51:00.0", None) == "?"
+    assert info_gpus.by_kernel(tree, "00000000:50:00.0", "0000:51:00.0") == way
+    assert info_gpus.by_kernel(tree, "0000:51:00.0", "0000:50:00.0") == way
+    assert info_gpus.by_kernel(tree, "0000:51:00.0", None) == "?"

@@ -14,25 +14,25 @@ import pytest
 import torch
 from planted import criterion_of, fault_of, pytest_collection_modifyitems  # noqa: F401  # a hook
 
-from pytest_gpucluster.affinity import Place
 from pytest_gpucluster.benchmarks import (
     burn_in,
     clock,
     collectives,
-    footprint,
-    gpu_fingerprint,
+    fingerprint,
+    host_link,
     host_link_copies,
-    host_link_memory,
     links,
     matmul,
+    memory_budget,
     memory_passes,
     memory_patterns,
 )
+from pytest_gpucluster.benchmarks import dtypes as scaled_product_module
 from pytest_gpucluster.benchmarks import memory_passes as memory_passes_module
-from pytest_gpucluster.benchmarks import scaled_product as scaled_product_module
+from pytest_gpucluster.benchmarks.dtypes import scaled_product
 from pytest_gpucluster.benchmarks.host_link_copies import Copier
-from pytest_gpucluster.benchmarks.scaled_product import scaled_product
-from pytest_gpucluster.nccl_log import NcclLog
+from pytest_gpucluster.node.fabric.nccl_log import NcclLog
+from pytest_gpucluster.node.numa import Place
 
 RANK = int(os.environ.get("RANK") or os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 USUAL_SECONDS, SLOW_SECONDS = 0.001, 0.1
@@ -66,7 +66,7 @@ clock.WallClock = wall_clock
 for function in (burn_in.burn_in, collectives.measure_collective, collectives.all_reduce, links.sweep):
     function.__kwdefaults__["now"] = lambda: TIME.now_seconds
 
-honest_free, honest_nodes = footprint.free_bytes, host_link_memory.nodes_of
+honest_free, honest_nodes = memory_budget.free_bytes, host_link.nodes_of
 FAULT, CRITERION, CALLS, MADE, SINCE = "", "", 0, 0, 0.0
 
 
@@ -75,10 +75,10 @@ def pytest_runtest_setup(item):
     fault, _, rank = fault_of(item).partition("@")
     FAULT = fault if ":" in fault or int(rank or 1) == RANK else ""
     CRITERION, CALLS, MADE, SINCE = criterion_of(item), 0, 0, TIME.now_seconds
-    footprint.free_bytes = (lambda device: 1000) if FAULT == "full" else honest_free
+    memory_budget.free_bytes = (lambda device: 1000) if FAULT == "full" else honest_free
     if CRITERION == "test_host_link":
         far = FAULT == "far"  # the memory is on node 0, and the GPU is near node 7
-        host_link_memory.nodes_of = (lambda address: {0: 1.0}) if far else honest_nodes
+        host_link.nodes_of = (lambda address: {0: 1.0}) if far else honest_nodes
         place = Place(cpus=frozenset(), nodes=frozenset({7})) if far else None
         item.module.place_of_gpu = lambda pci: place
 
@@ -154,7 +154,7 @@ class Cells(memory_patterns.Cells):
             target[1000] |= 1 << 40
 
 
-honest_softmax = gpu_fingerprint._softmax
+honest_softmax = fingerprint._softmax
 
 
 def softmax(a, b):
@@ -167,7 +167,7 @@ def softmax(a, b):
 
 
 matmul._mm, scaled_product_module.scaled_product, memory_passes_module.Operations = mm, fp8, Operations
-memory_patterns.Cells, gpu_fingerprint._softmax = Cells, softmax
+memory_patterns.Cells, fingerprint._softmax = Cells, softmax
 
 
 # ---- copies, collectives, links --------------------------------------------------------------------------------------

@@ -12,17 +12,15 @@ from pathlib import Path
 import pytest
 from planted import criterion_of, fault_of, pytest_collection_modifyitems  # noqa: F401  # a hook
 
-from pytest_gpucluster import fabric_ports, peer_memory
-from pytest_gpucluster.benchmarks.checkpoint import shared_folder
-from pytest_gpucluster.benchmarks.shared_files import mounted, renames, small_files, visibility
+from pytest_gpucluster.benchmarks.storage import checkpoint, consistency, shared_filesystem
 from pytest_gpucluster.cluster import Cluster
-from pytest_gpucluster.fabric_ports import FabricSources
 from pytest_gpucluster.files import Mount
-from pytest_gpucluster.host import facts
-from pytest_gpucluster.host.tree import Tree
-from pytest_gpucluster.nccl_log import NcclLog
-from pytest_gpucluster.surroundings import clocks, connectivity, names
-from pytest_gpucluster.surroundings.connectivity import Pieces
+from pytest_gpucluster.node import clock_skew, host, name_resolution, network, pci
+from pytest_gpucluster.node.fabric import ports
+from pytest_gpucluster.node.fabric.nccl_log import NcclLog
+from pytest_gpucluster.node.fabric.ports import FabricSources
+from pytest_gpucluster.node.limits import Tree
+from pytest_gpucluster.node.network import Pieces
 
 HOST = os.environ["GPUCLUSTER_HOSTNAME"]
 ROOT = Path(os.environ["NODES"]) / HOST
@@ -33,21 +31,21 @@ FAULT = ""
 def pytest_runtest_setup(item):
     global FAULT
     FAULT = fault_of(item) if HOST == "node-b" else ""
-    connectivity.PIECES = Pieces(call=refused if FAULT == "refused" else connectivity.call)
-    clocks.NOW = (lambda: time.time() + 5) if FAULT == "ahead" else time.time
-    names.SYSTEM = {"slow": Slow, "ignorant": Ignorant, "silent": Silent}.get(FAULT, Quick)()
+    network.PIECES = Pieces(call=refused if FAULT == "refused" else network.call)
+    clock_skew.NOW = (lambda: time.time() + 5) if FAULT == "ahead" else time.time
+    name_resolution.SYSTEM = {"slow": Slow, "ignorant": Ignorant, "silent": Silent}.get(FAULT, Quick)()
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
     if FAULT == "interface":
         os.environ["GLOO_SOCKET_IFNAME"] = "bond7"
-    shared_folder.SEEN_SECONDS = honest_seen_seconds if fault_of(item) == "right" else 0.5
-    renames._MOST_SECONDS_EACH = 0.02
+    checkpoint.SEEN_SECONDS = honest_seen_seconds if fault_of(item) == "right" else 0.5
+    consistency._MOST_SECONDS_EACH = 0.02
     for module, pieces in PIECES.items():
         module.PIECES = pieces
     if FAULT in BROKEN:
         module, broken = BROKEN[FAULT]
         module.PIECES = replace(PIECES[module], **broken)
     if criterion_of(item) == "test_host":
-        facts.TREE = Tree(root=ROOT / "host" / fault_of(item))
+        host.TREE = Tree(root=ROOT / "host" / fault_of(item))
 
 
 # ---- network, resolver -----------------------------------------------------------------------------------------------
@@ -57,7 +55,7 @@ def refused(*arguments, **more):
     raise ConnectionRefusedError("[Errno 111] Connection refused")
 
 
-class Quick(names.SystemResolver):
+class Quick(name_resolution.SystemResolver):
     """Whatever DNS is like where this runs."""
 
     def forward(self, name):
@@ -85,8 +83,8 @@ class Silent(Quick):
 
 # ---- file system -----------------------------------------------------------------------------------------------------
 
-honest_seen_seconds = shared_folder.SEEN_SECONDS
-PIECES = {module: module.PIECES for module in (mounted, renames, small_files, visibility)}
+honest_seen_seconds = checkpoint.SEEN_SECONDS
+PIECES = {module: module.PIECES for module in (shared_filesystem, consistency, shared_filesystem, consistency)}
 OTHER = Mount(point="/", kind="nfs4", source="server:/other", root="/", options=("rw",))
 GONE = Mount(point="/gone", kind="nfs4", source="server:/gone", root="/", options=("rw",))
 kept, count = {}, [0]
@@ -97,7 +95,7 @@ def old(path):
 
 
 def elsewhere(path, content):
-    visibility.write(path.with_suffix(".elsewhere"), content)
+    consistency.write_probe(path.with_suffix(".elsewhere"), content)
 
 
 def flipped(path):
@@ -129,15 +127,15 @@ def nearly_full(path):
 
 
 BROKEN = {
-    "old": (visibility, {"read": old}),
-    "unshared": (visibility, {"write": elsewhere}),
-    "flipped": (visibility, {"read": flipped}),
-    "missing": (renames, {"read": sometimes_missing}),
-    "torn": (renames, {"read": lambda path: path.read_bytes()[:4096]}),
-    "other": (mounted, {"mounts": lambda: (OTHER,)}),
-    "stale": (mounted, {"mounts": lambda: (*PIECES[mounted].mounts(), GONE), "statvfs": stale}),
-    "full": (small_files, {"make": full}),
-    "space": (mounted, {"statvfs": nearly_full}),
+    "old": (consistency, {"read": old}),
+    "unshared": (consistency, {"write": elsewhere}),
+    "flipped": (consistency, {"read": flipped}),
+    "missing": (consistency, {"read": sometimes_missing}),
+    "torn": (consistency, {"read": lambda path: path.read_bytes()[:4096]}),
+    "other": (shared_filesystem, {"mounts": lambda: (OTHER,)}),
+    "stale": (shared_filesystem, {"mounts": lambda: (*PIECES[shared_filesystem].mounts(), GONE), "statvfs": stale}),
+    "full": (shared_filesystem, {"make": full}),
+    "space": (shared_filesystem, {"statvfs": nearly_full}),
 }
 
 
@@ -190,7 +188,7 @@ def fabric_sources(request):
     )
 
 
-honest_expects = fabric_ports.expects_infiniband
+honest_expects = ports.expects_infiniband
 honest_carried_by = Cluster.carried_by
 
 
@@ -213,7 +211,7 @@ def as_on_gpus(request, monkeypatch):
 
         monkeypatch.setattr(request.module, "expects_infiniband", expects)
     if FAULT == "no_way":
-        monkeypatch.setattr(peer_memory, "MODULES", ())
+        monkeypatch.setattr(pci, "MODULES", ())
     if planted in LOGS:
         path = Path(os.environ["TMPDIR"], f"{os.getpid()}.log")
         path.write_text(LOGS[planted])

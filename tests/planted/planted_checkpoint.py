@@ -9,7 +9,8 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
-from pytest_gpucluster.benchmarks.checkpoint import bandwidth, resume, shared_folder, storage, store
+from pytest_gpucluster.benchmarks.storage import bandwidth, checkpoint, resume
+from pytest_gpucluster.benchmarks.storage import bandwidth as storage
 from pytest_gpucluster.errors import WrongResult
 
 CASES = {
@@ -23,14 +24,14 @@ CASES = {
     "2x2": {"test_checkpoint": ("none",), "test_checkpoint_bandwidth": ("none",)},
 }
 ON_RANK_1 = os.environ["RANK"] == "1"
-SEEN_SECONDS = shared_folder.SEEN_SECONDS
-RESUME, STORE, BANDWIDTH = resume.PIECES, store.PIECES, bandwidth.PIECES
+SEEN_SECONDS = checkpoint.SEEN_SECONDS
+RESUME, STORE, BANDWIDTH = resume.PIECES, checkpoint.PIECES, bandwidth.PIECES
 
 
 def damaging(damage):
     # What a file system has done to the shard of rank 1 by the time that it is read.
     def save(folder, *arguments, **more):
-        saved = store.save(folder, *arguments, **more)
+        saved = checkpoint.save(folder, *arguments, **more)
         if ON_RANK_1:
             damage(saved.path / "__1_0.distcp")
         return saved
@@ -47,18 +48,18 @@ def change(path):
 
 
 def without_moments(path, model, optimizer, **more):
-    told = store.load(path, model, optimizer, **more)
+    told = checkpoint.load(path, model, optimizer, **more)
     for state in optimizer.state.values():
         state["exp_avg"].zero_()
     return told
 
 
 def other_rows(*arguments, **more):
-    return store.load(*arguments, **more) | {"rows_consumed": 0}
+    return checkpoint.load(*arguments, **more) | {"rows_consumed": 0}
 
 
 def other_rate(path, model, optimizer, **more):
-    told = store.load(path, model, optimizer, **more)
+    told = checkpoint.load(path, model, optimizer, **more)
     for group in optimizer.param_groups:
         group["lr"] /= 10
     return told
@@ -66,13 +67,13 @@ def other_rate(path, model, optimizer, **more):
 
 def lenient(*arguments, **more):
     try:
-        return store.load(*arguments, **more)
+        return checkpoint.load(*arguments, **more)
     except WrongResult:
         return {}
 
 
 def wrong_alone(path, model, optimizer, *, group, **more):
-    told = store.load(path, model, optimizer, group=group, **more)
+    told = checkpoint.load(path, model, optimizer, group=group, **more)
     if group.size() == 1 and ON_RANK_1:
         next(model.parameters()).detach().to_local().zero_()
     return told
@@ -93,7 +94,7 @@ def write_over_older(state, folder, group):
     if torch.distributed.get_rank(group) == 0:
         for older in folder.parent.glob("step-*"):
             shutil.rmtree(older)
-    store.write_shards(state, folder, group)
+    checkpoint.write_shards(state, folder, group)
 
 
 def writing(spoil, *, on_rank_1=True):
@@ -125,5 +126,5 @@ FAULTS = {
 
 
 def plant(fault, request):
-    shared_folder.SEEN_SECONDS = 0.5 if fault == "unshared" else SEEN_SECONDS
-    resume.PIECES, store.PIECES, bandwidth.PIECES = FAULTS[fault]
+    checkpoint.SEEN_SECONDS = 0.5 if fault == "unshared" else SEEN_SECONDS
+    resume.PIECES, checkpoint.PIECES, bandwidth.PIECES = FAULTS[fault]

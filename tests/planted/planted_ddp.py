@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch.utils.data import DistributedSampler
 
-from pytest_gpucluster.benchmarks.training import data_parallel, decoder, step
-from pytest_gpucluster.benchmarks.training.data_parallel import PIECES
+from pytest_gpucluster.benchmarks.training import ddp, model, step
+from pytest_gpucluster.benchmarks.training.ddp import PIECES
 from pytest_gpucluster.benchmarks.training.step import PARTS, token_mean
 
 OF_A_STEP = ("nan", "frozen", "none")
@@ -22,7 +22,7 @@ CASES = {
     }
 }
 ON_RANK_1 = os.environ["RANK"] == "1"
-MAKE, NORMAL = decoder.make_decoder, data_parallel.replicate
+MAKE, NORMAL = model.make_decoder, ddp.replicate
 
 
 def unsynchronized(model, device, group):
@@ -46,7 +46,7 @@ def frozen(*arguments, **more):
 def read_of_rank_0(data, rows):
     others = list(DistributedSampler(data, num_replicas=2, rank=0, seed=0))
     at = list(DistributedSampler(data, num_replicas=2, rank=1, seed=0)).index(rows[0]) if ON_RANK_1 else None
-    return data_parallel.read_rows(data, others[at : at + len(rows)] if ON_RANK_1 else rows)
+    return ddp.read_rows(data, others[at : at + len(rows)] if ON_RANK_1 else rows)
 
 
 def overlapping(dataset, *, num_replicas, rank, **more):
@@ -88,6 +88,6 @@ STEP = {"nan": replace(PARTS, loss=nan)}
 
 
 def plant(fault, request):
-    data_parallel.PIECES = DDP[fault]
+    ddp.PIECES = DDP[fault]
     step.PARTS = STEP.get(fault, PARTS) if request.node.originalname == "test_training_step" else PARTS
-    decoder.make_decoder = frozen if fault == "frozen" else MAKE
+    model.make_decoder = frozen if fault == "frozen" else MAKE

@@ -4,11 +4,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from pytest_gpucluster.benchmarks.training import propagation
-from pytest_gpucluster.benchmarks.training.propagation import PIECES
+from pytest_gpucluster.benchmarks.training import failure_propagation
+from pytest_gpucluster.benchmarks.training.failure_propagation import PIECES
 
 LAUNCHER = (sys.executable, "-S", str(Path(__file__).with_name("job_launcher.py")))
-LEFT_OVER_SECONDS = propagation.LEFT_OVER_SECONDS
+LEFT_OVER_SECONDS = failure_propagation.LEFT_OVER_SECONDS
 JOBS = {"none": PIECES, "silent": replace(PIECES, launcher=(*LAUNCHER, "silent"), module="this_module_is_not_there")}
 JOBS |= {
     how: replace(PIECES, launcher=(*LAUNCHER, how)) for how in ("hidden", "unnamed", "stubborn", "unwatched", "leaves")
@@ -19,5 +19,5 @@ WORKLOADS = {how: {"failure_propagation": {"end_seconds": 1.0}} for how in ("stu
 
 
 def plant(fault, request):
-    propagation.PIECES = JOBS[fault]
-    propagation.LEFT_OVER_SECONDS = 0.5 if fault == "leaves" else LEFT_OVER_SECONDS
+    failure_propagation.PIECES = JOBS[fault]
+    failure_propagation.LEFT_OVER_SECONDS = 0.5 if fault == "leaves" else LEFT_OVER_SECONDS

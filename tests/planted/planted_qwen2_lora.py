@@ -11,16 +11,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pytest_gpucluster.benchmarks import footprint
-from pytest_gpucluster.benchmarks.checkpoint import store
-from pytest_gpucluster.benchmarks.lora import experiment, golden, loop, prepared
-from pytest_gpucluster.benchmarks.lora.loop import PIECES, fully_sharded, token_mean
+from pytest_gpucluster.benchmarks import memory_budget
+from pytest_gpucluster.benchmarks.lora import experiment, packed_file, reference_curve, trainer
+from pytest_gpucluster.benchmarks.lora.dataset import Rows
 from pytest_gpucluster.benchmarks.lora.model import make_adapted, make_base, tiny_base
-from pytest_gpucluster.benchmarks.lora.packing import share
-from pytest_gpucluster.benchmarks.lora.plan import cosine
-from pytest_gpucluster.benchmarks.lora.rows import Rows
+from pytest_gpucluster.benchmarks.lora.packing import share, tiny_tokenizer, tokenizer_for
 from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
-from pytest_gpucluster.benchmarks.lora.tokenizer import tiny_tokenizer, tokenizer_for
+from pytest_gpucluster.benchmarks.lora.trainer import PIECES, fully_sharded, token_mean
+from pytest_gpucluster.benchmarks.lora.training_plan import cosine
+from pytest_gpucluster.benchmarks.storage import checkpoint
 from pytest_gpucluster.metrics.loss_curve import read_csv
 from pytest_gpucluster.training_inputs import Source
 
@@ -95,7 +94,7 @@ def poisoned(model, optimizer):
 
 
 def truncated(folder, step, *given, group, **more):
-    saved = store.save(folder, step, *given, group=group, **more)
+    saved = checkpoint.save(folder, step, *given, group=group, **more)
     dist.barrier(group)
     if ON_RANK_1:
         path = saved.path / "__1_0.distcp"
@@ -147,7 +146,7 @@ experiment.tiny_experiment = functools.cache(experiment.tiny_experiment)  # the 
 
 # What the golden curve that is read is of.
 CURVE_OF = {"foreign": {"model": "qwen2-7b"}, "weights": {"weights": "0" * 16}}
-FIND, FREE = importlib.util.find_spec, footprint.free_bytes
+FIND, FREE = importlib.util.find_spec, memory_budget.free_bytes
 CASES = {
     "1x2": {
         "test_lora_tiny": tuple(fault for fault in PIECES_OF if fault not in ("model", "nomemory")),
@@ -164,7 +163,7 @@ def golden_curve():
     """That of the right training."""
     path = HERE / f"golden-{os.environ['RANK']}.json"
     [curve] = (HERE / "reports" / "latest").rglob("*test_lora_tiny_none*/curve-group-0.csv")
-    golden.write(path, [read_csv(curve)])
+    reference_curve.write(path, [read_csv(curve)])
     return {"golden": path}
 
 
@@ -183,8 +182,8 @@ def small_model():
         make_base(tiny_base(len(tokenizer)), torch.device("cpu"), precision="bf16", seed=3).save_pretrained(made)
         tokenizer.save_pretrained(made)
         given = Rows(rows=tuple(rows), malformed=(), sha256="0" * 64, source="rows")
-        of_tokens = prepared.prepare(given, tokenizer_for(made), name="small", sequence=64, held_out=0.1, seed=0)
-        prepared.write(blocks, of_tokens)
+        of_tokens = packed_file.prepare(given, tokenizer_for(made), name="small", sequence=64, held_out=0.1, seed=0)
+        packed_file.write(blocks, of_tokens)
         made.rename(folder)
     while not folder.exists():
         time.sleep(0.1)
@@ -213,11 +212,11 @@ def plant(fault, request):
     calls.clear()
     missing = fault == "noextra"
     importlib.util.find_spec = lambda name, *more: None if missing and name == "peft" else FIND(name, *more)
-    loop.PIECES = replace(PIECES, **PIECES_OF[fault])
-    footprint.free_bytes = (lambda device: 10**9) if fault == "nomemory" else FREE
+    trainer.PIECES = replace(PIECES, **PIECES_OF[fault])
+    memory_budget.free_bytes = (lambda device: 10**9) if fault == "nomemory" else FREE
 
     def read(path):
-        curve = golden.read(path)
+        curve = reference_curve.read(path)
         return replace(curve, context={**curve.context, **CURVE_OF.get(fault, {})})
 
     request.module.read = read

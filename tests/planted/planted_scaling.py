@@ -8,7 +8,7 @@ import torch.distributed as dist
 from planted_clock import CLOCK, SLOW_SECONDS, clock_for, delayed
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from pytest_gpucluster.benchmarks import clock, collectives, footprint
+from pytest_gpucluster.benchmarks import clock, collectives, memory_budget
 from pytest_gpucluster.benchmarks.training import throughput
 from pytest_gpucluster.benchmarks.training.step import PARTS, token_mean
 from pytest_gpucluster.benchmarks.training.throughput import PIECES
@@ -28,7 +28,7 @@ CASES = {
 }
 WORKLOADS = {"huge": {"scaling": {"layers": 1000, "width": 65536}}}
 RANK = int(os.environ["RANK"])
-SUM, FREE_BYTES = collectives._sum, footprint.free_bytes
+SUM, FREE_BYTES = collectives._sum, memory_budget.free_bytes
 
 
 def waiting(group, bucket):
@@ -86,7 +86,7 @@ planted = []
 
 def plant(fault, request):
     throughput.PIECES = FOUND[fault]
-    footprint.free_bytes = (lambda device: 1000) if (fault, RANK) == ("full", 1) else FREE_BYTES
+    memory_budget.free_bytes = (lambda device: 1000) if (fault, RANK) == ("full", 1) else FREE_BYTES
     clock.clock_for = clock_for
     collectives._sum = slow_sum if fault == "fabric" else SUM
     if "known" in request.fixturenames and fault not in planted[-1:]:

@@ -11,10 +11,9 @@ from planted_clock import CLOCK, clock_for
 from torch import nn
 
 from pytest_gpucluster.benchmarks import clock
-from pytest_gpucluster.benchmarks.vision import rate_setup
-from pytest_gpucluster.benchmarks.vision.batches import Batches
-from pytest_gpucluster.benchmarks.vision.rate_setup import PIECES, class_mean
-from pytest_gpucluster.benchmarks.vision.shared_memory import Room
+from pytest_gpucluster.benchmarks.vision import throughput_setup
+from pytest_gpucluster.benchmarks.vision.loader import Batches, Room
+from pytest_gpucluster.benchmarks.vision.throughput_setup import PIECES, class_mean
 
 CASES = {
     "1x2": {
@@ -90,4 +89,4 @@ PARTS = {
 
 
 def plant(fault, request):
-    rate_setup.PIECES, clock.clock_for = PARTS[fault], clock_for
+    throughput_setup.PIECES, clock.clock_for = PARTS[fault], clock_for

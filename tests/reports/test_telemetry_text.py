@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpucluster import telemetry
+from pytest_gpucluster.node.health import telemetry
 from pytest_gpucluster.reports.telemetry_text import clock_text, telemetry_of_test, telemetry_text
 
 READINGS = {

@@ -8,9 +8,9 @@ from typing import Any
 from complaints import in_order
 from each import of_each
 
-from pytest_gpucluster.host.cgroup import Cgroup
 from pytest_gpucluster.metrics.finding import Finding
-from pytest_gpucluster.surroundings.allocation import Allocation, Place, allocation, examine, place_of
+from pytest_gpucluster.node.limits import Cgroup
+from pytest_gpucluster.node.slurm_allocation import Allocation, Place, allocation, allocation_findings, place_of
 
 GIB = 2**30
 GIVEN = Allocation(gpus=4, cpus=16, memory_bytes=64 * GIB)
@@ -66,7 +66,7 @@ def found(
     versions: tuple[int, ...] = (2,),
     on_cpu: bool = False,
 ) -> list[Finding]:
-    return examine(
+    return allocation_findings(
         "node-a",
         given,
         places() if places_ is None else places_,

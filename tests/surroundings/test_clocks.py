@@ -12,10 +12,9 @@ from pytest_gpucluster.agreement.board import Board
 from pytest_gpucluster.agreement.store import MemoryStore
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics import sampling
-from pytest_gpucluster.surroundings import clocks, responder
-from pytest_gpucluster.surroundings.clocks import Offset, offset, skew, skew_of_nodes
-from pytest_gpucluster.surroundings.interfaces import Chosen
-from pytest_gpucluster.surroundings.nodes import Nodes
+from pytest_gpucluster.node import clock_skew, network
+from pytest_gpucluster.node.clock_skew import Offset, offset, skew, skew_of_nodes
+from pytest_gpucluster.node.interfaces import Chosen, Nodes
 
 INVENTORY = [{"rank": node, "node_rank": node, "local_rank": 0, "host": f"node-{'abc'[node]}"} for node in range(3)]
 
@@ -73,7 +72,7 @@ def compared(monkeypatch: pytest.MonkeyPatch, choose: object = None) -> list[obj
         except EnvironmentBroken as error:
             return error
 
-    monkeypatch.setattr(clocks, "_BESIDE_SECONDS", 0.5)
+    monkeypatch.setattr(clock_skew, "_BESIDE_SECONDS", 0.5)
     with ThreadPoolExecutor(max_workers=3) as pool:
         return list(pool.map(run, range(3)))
 
@@ -94,8 +93,8 @@ def test_a_first_node_without_an_address_keeps_nobody_waiting(monkeypatch: pytes
 
 
 def test_a_first_node_that_does_not_answer_is_an_error_on_all_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(responder.Responder, "__enter__", lambda self: self)
-    monkeypatch.setattr(responder.Responder, "__exit__", lambda self, *_: self._server.server_close())
+    monkeypatch.setattr(network.Responder, "__enter__", lambda self: self)
+    monkeypatch.setattr(network.Responder, "__exit__", lambda self, *_: self._server.server_close())
     found = compared(monkeypatch)
     for error in found:
         assert isinstance(error, EnvironmentBroken)

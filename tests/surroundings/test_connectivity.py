@@ -14,10 +14,9 @@ from complaints import in_order
 from pytest_gpucluster.agreement.board import Board
 from pytest_gpucluster.agreement.store import MemoryStore
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
-from pytest_gpucluster.surroundings import connectivity, responder
-from pytest_gpucluster.surroundings.connectivity import Pieces, Reached, connect_all
-from pytest_gpucluster.surroundings.interfaces import Chosen
-from pytest_gpucluster.surroundings.nodes import Nodes
+from pytest_gpucluster.node import network
+from pytest_gpucluster.node.interfaces import Chosen, Nodes
+from pytest_gpucluster.node.network import Pieces, Reached, connect_all
 
 INVENTORY = [
     {"rank": 2 * node + local, "node_rank": node, "local_rank": local, "host": f"node-{'abcd'[node]}"}
@@ -146,7 +145,7 @@ def test_nodes_that_reach_each_other_all_learn_of_it(count: int) -> None:
 
 
 def test_a_node_whose_results_do_not_come_is_silent_on_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connectivity, "_BESIDE_SECONDS", 0.1)
+    monkeypatch.setattr(network, "_BESIDE_SECONDS", 0.1)
     late, given_up = threading.Event(), threading.Barrier(2, action=lambda: late.set())
 
     def pieces(node: int) -> Pieces:
@@ -170,7 +169,7 @@ def test_a_node_that_cannot_be_called_is_named_on_every_node() -> None:
         def call(address: str, port: int, token: str, **more: Any) -> float:
             if (address == "127.0.0.3") != (node == 2):
                 raise ConnectionRefusedError("Connection refused")
-            return connectivity.call(address, port, token, **more)
+            return network.call(address, port, token, **more)
 
         return Pieces(call=call)
 
@@ -185,7 +184,7 @@ def test_few_bytes_that_pass_where_many_do_not_point_to_the_mtu(monkeypatch: pyt
         if len(payload) > 1500:
             raise TimeoutError("timed out")
 
-    monkeypatch.setattr(responder.Caller, "echo", echo)
+    monkeypatch.setattr(network.Caller, "echo", echo)
     [found, _] = connect(2)
     assert len(found.failures) == 4
     assert in_order(found.failures[0, 1], "4096 MTUs")

@@ -10,8 +10,8 @@ from complaints import in_order
 from each import of_each
 
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.surroundings import interfaces as module
-from pytest_gpucluster.surroundings.interfaces import Interface, choose, interfaces, matches, of_gloo, of_nccl
+from pytest_gpucluster.node import interfaces as module
+from pytest_gpucluster.node.interfaces import Interface, choose, interfaces, matches, of_gloo, of_nccl
 
 
 def interface(name: str, *addresses: str, running: bool = True) -> Interface:

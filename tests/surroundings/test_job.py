@@ -14,12 +14,12 @@ from fake_nvml import FakeNvml
 from pytest_gpucluster.agreement.board import Board
 from pytest_gpucluster.agreement.store import MemoryStore
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.host.tree import Tree
 from pytest_gpucluster.metrics.finding import Finding
-from pytest_gpucluster.process_table import Who
-from pytest_gpucluster.surroundings import job, leftovers
-from pytest_gpucluster.surroundings.job import examine_allocation
-from pytest_gpucluster.surroundings.nodes import Nodes
+from pytest_gpucluster.node import processes, slurm
+from pytest_gpucluster.node.interfaces import Nodes
+from pytest_gpucluster.node.limits import Tree
+from pytest_gpucluster.node.processes import Who
+from pytest_gpucluster.node.slurm import examine_allocation
 
 ENVIRON = {"SLURM_GPUS_ON_NODE": "2", "SLURM_CPUS_ON_NODE": "2", "SLURM_JOB_START_TIME": "1000"}
 
@@ -52,10 +52,12 @@ def clean_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (cpu / "online").write_text("0-1\n")
     (tmp_path / "files").mkdir()
     (tmp_path / "empty").mkdir()
-    monkeypatch.setattr(job, "ROOT", Tree(root=tmp_path))
-    monkeypatch.setattr(leftovers, "SHM", tmp_path / "files")
-    monkeypatch.setattr(leftovers, "TMP", tmp_path / "empty")
-    monkeypatch.setattr(job, "place_of", lambda rank, environ: {"rank": rank, "cpus": [rank], "visible_devices": None})
+    monkeypatch.setattr(slurm, "ROOT", Tree(root=tmp_path))
+    monkeypatch.setattr(processes, "SHM", tmp_path / "files")
+    monkeypatch.setattr(processes, "TMP", tmp_path / "empty")
+    monkeypatch.setattr(
+        slurm, "place_of", lambda rank, environ: {"rank": rank, "cpus": [rank], "visible_devices": None}
+    )
 
 
 def examined(asked: FakeNvml | None, *, silent: bool = False, environ: Mapping[str, str] = ENVIRON) -> list[Finding]:
@@ -87,7 +89,7 @@ def test_whoever_else_is_on_the_gpus_is_named() -> None:
 
 
 def test_what_an_earlier_job_has_left_in_shared_memory_is_an_error_on_a_node_of_one_s_own(tmp_path: Path) -> None:
-    (tmp_path / "files/nccl-x").write_bytes(bytes(leftovers.LEAST_BYTES))
+    (tmp_path / "files/nccl-x").write_bytes(bytes(processes.LEAST_BYTES))
     both = nvml(((100, 10),), ((101, 10),))
     later = {**ENVIRON, "SLURM_JOB_START_TIME": "9999999999"}
     assert examined(both) == [], "it came after the job had begun"
@@ -112,6 +114,6 @@ def test_all_threads_of_the_allocated_cores_are_no_error(tmp_path: Path, sibling
 
 
 def test_a_rank_that_tells_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "_WITHIN_SECONDS", 0.05)
+    monkeypatch.setattr(slurm, "_WITHIN_SECONDS", 0.05)
     with pytest.raises(EnvironmentBroken, match="node-a: rank 1 "):
         examined(None, silent=True)

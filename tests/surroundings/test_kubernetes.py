@@ -9,11 +9,8 @@ from typing import Any
 from complaints import in_order
 from each import of_each
 
-from pytest_gpucluster.host.cgroup import Cgroup
-from pytest_gpucluster.host.memory import SharedMemory
-from pytest_gpucluster.host.process_limits import Limit, ProcessLimits
-from pytest_gpucluster.host.tree import Tree
-from pytest_gpucluster.surroundings.kubernetes import DEFAULT_SHM_BYTES, Pod, examine, read
+from pytest_gpucluster.node.kubernetes import DEFAULT_SHM_BYTES, Pod, examine, read
+from pytest_gpucluster.node.limits import Cgroup, Limit, ProcessLimits, SharedMemory, Tree
 
 GIB = 2**30
 LIMIT = Limit(soft=1024, hard=1024)

@@ -13,9 +13,8 @@ from types import SimpleNamespace
 import pytest
 from complaints import in_order
 
-from pytest_gpucluster.process_table import Who
-from pytest_gpucluster.surroundings import leftovers
-from pytest_gpucluster.surroundings.leftovers import LEAST_BYTES, files, of_files, of_processes
+from pytest_gpucluster.node import processes
+from pytest_gpucluster.node.processes import LEAST_BYTES, Who, of_files, of_processes, stale_files
 
 UID = os.getuid()
 OTHER = 61234
@@ -49,15 +48,15 @@ def test_own_files_of_before_this_job_are_an_earlier_job_s(folder: Path) -> None
     began = now()
     leave(folder, "mine")
     leave(folder, "data.tar", changed=1000.0)  # copied by this job, with its old time of change
-    left = files(folder, uid=UID, before=began)
+    left = stale_files(folder, uid=UID, before=began)
     assert left is not None
     assert (left.count, left.largest) == (2, ("nccl-AbCd", "torch_small"))
     assert left.bytes >= LEAST_BYTES
     assert list(left.owners.values()) == [2]
     assert str(left).startswith("2 entries with 1.0")
-    assert files(folder, uid=UID, before=None) is None, "without the job's begin they are this job's"
+    assert stale_files(folder, uid=UID, before=None) is None, "without the job's begin they are this job's"
     (folder / "empty").mkdir()
-    assert files(folder / "empty", uid=UID, before=9e9) is None
+    assert stale_files(folder / "empty", uid=UID, before=9e9) is None
     [unseen] = of_files("node-a", uid=UID, before=None, alone=True, shm=folder / "none", tmp=folder)
     assert (unseen.kind, "/none " in unseen.found) == ("note", True)
 
@@ -67,14 +66,14 @@ def test_files_of_another_user_are_his(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unknown: bool
 ) -> None:
     (tmp_path / "overflowuid").write_text(f"{OTHER if unknown else 65534}\n")
-    monkeypatch.setattr(leftovers, "_OVERFLOW", tmp_path / "overflowuid")
+    monkeypatch.setattr(processes, "_OVERFLOW", tmp_path / "overflowuid")
     leave(folder, "x", 5000)
     told = list((folder / "x").lstat())
     told[4] = OTHER
     his = os.stat_result(told, {"st_blocks": 16, "st_mtime": 9e9, "st_ctime": 9e9})
     entry = SimpleNamespace(name="x", stat=lambda *, follow_symlinks: his)
-    monkeypatch.setattr(leftovers.os, "scandir", lambda path: contextlib.nullcontext(iter([entry])))
-    left = files(folder, uid=UID, before=1.0)
+    monkeypatch.setattr(processes.os, "scandir", lambda path: contextlib.nullcontext(iter([entry])))
+    left = stale_files(folder, uid=UID, before=1.0)
     if unknown:
         assert left is None, "it may be root's"
         return

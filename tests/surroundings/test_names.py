@@ -9,7 +9,7 @@ import pytest
 from complaints import in_order
 
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.surroundings.names import (
+from pytest_gpucluster.node.name_resolution import (
     Answer,
     Question,
     SystemResolver,

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from pytest_gpucluster.surroundings.responder import _HEAD, MOST_BYTES, Caller, Responder, receive
+from pytest_gpucluster.node.network import _HEAD, MOST_BYTES, Caller, Responder, receive
 
 
 @pytest.mark.parametrize("payload", [b"", b"x", bytes(range(256)) * 2048], ids=["nothing", "a byte", "512 KiB"])

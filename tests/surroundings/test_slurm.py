@@ -11,8 +11,8 @@ from complaints import in_order
 from each import of_each
 
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.surroundings import slurm
-from pytest_gpucluster.surroundings.slurm import NodeState, Ping, examine, nodes_of_job, ping, states, well
+from pytest_gpucluster.node import slurm
+from pytest_gpucluster.node.slurm import NodeState, Ping, examine_slurm, node_states, nodes_of_job, ping, well
 
 PING = Ping(up=("primary head",), down=(), seconds=0.1)
 
@@ -69,7 +69,7 @@ def test_a_command_that_does_not_end_or_is_not_there_is_an_error(
 
 def test_the_states_of_the_job_s_nodes_are_asked_for(commands: Commands) -> None:
     commands.say("sinfo", "gpu-001|train*|up|allocated|none\ngpu-002|train*|up|Draining@|bad cable|x")
-    assert states(["gpu-001", "gpu-002"], "train") == (
+    assert node_states(["gpu-001", "gpu-002"], "train") == (
         NodeState(node="gpu-001", partition="train", available="up", state="allocated", reason=""),
         NodeState(node="gpu-002", partition="train", available="up", state="draining@", reason="bad cable|x"),
     )
@@ -82,16 +82,16 @@ def test_the_states_of_the_job_s_nodes_are_asked_for(commands: Commands) -> None
 def test_what_is_no_list_of_states_is_an_error(commands: Commands, case: tuple[str, int]) -> None:
     commands.say("sinfo", *case)
     with pytest.raises(EnvironmentBroken, match="gpu-001"):
-        states(["gpu-001"], None)
+        node_states(["gpu-001"], None)
 
 
 def test_a_warning_beside_the_answer_is_no_part_of_it(commands: Commands) -> None:
     warning = "sinfo: error: If munged is up, restart with --num-threads=10"
     commands.say("sinfo", "gpu-001|train*|up|mixed|none", beside=warning)
-    assert [one.state for one in states(["gpu-001"], "train")] == ["mixed"]
+    assert [one.state for one in node_states(["gpu-001"], "train")] == ["mixed"]
     commands.say("sinfo", "", 1, beside=warning)
     with pytest.raises(EnvironmentBroken, match=r"gpu-001 \(exit code 1\): sinfo: error: "):
-        states(["gpu-001"], "train")
+        node_states(["gpu-001"], "train")
 
 
 def test_what_is_missing_in_a_container_is_told_with_the_way_to_bring_it_in(
@@ -110,7 +110,7 @@ def of(state: str, *, available: str = "up", reason: str = "") -> list[NodeState
 
 @of_each("state", ["allocated", "mixed", "allocated+", "mixed-", "allocated$", "mixed@"])
 def test_a_node_that_runs_jobs_is_well(state: str) -> None:
-    findings = examine(PING, of(state), ["gpu-001"], "head")
+    findings = examine_slurm(PING, of(state), ["gpu-001"], "head")
     assert {one.kind for one in findings} <= {"note"}
     assert well(of(state), ["gpu-001"]) == 1
     assert bool(findings) == (state[-1] in "-$@")
@@ -118,20 +118,20 @@ def test_a_node_that_runs_jobs_is_well(state: str) -> None:
 
 @of_each("state", ["draining", "drained*", "down", "mixed*", "allocated^", "allocated#", "idle", "something new"])
 def test_a_node_in_another_state_is_named_with_slurm_s_reason(state: str) -> None:
-    [finding] = examine(PING, of(state, reason="ECC errors"), ["gpu-001"], "head")
+    [finding] = examine_slurm(PING, of(state, reason="ECC errors"), ["gpu-001"], "head")
     assert (finding.code, finding.kind, str(finding.gpu)) == ("slurm.node", "environment", "gpu-001")
     assert in_order(finding.found, f"{state} (ECC errors)")
     assert well(of(state), ["gpu-001"]) == 0
 
 
 def test_a_node_that_sinfo_does_not_list_and_a_partition_that_is_not_up_are_named() -> None:
-    found = examine(PING, of("mixed", available="drain"), ["gpu-001", "gpu-002"], "head")
+    found = examine_slurm(PING, of("mixed", available="drain"), ["gpu-001", "gpu-002"], "head")
     assert [(one.code, one.kind, str(one.gpu)) for one in found] == [
         ("slurm.node", "environment", "gpu-002"),
         ("slurm.partition", "environment", "head"),
     ]
     assert in_order(found[1].found, "train is drain")
-    [backup] = examine(Ping(up=("primary a",), down=("backup b",), seconds=1.0), of("mixed"), ["gpu-001"], "head")
+    [backup] = examine_slurm(Ping(up=("primary a",), down=("backup b",), seconds=1.0), of("mixed"), ["gpu-001"], "head")
     assert (backup.kind, in_order(backup.found, "backup b")) == ("note", True)
 
 
@@ -154,5 +154,5 @@ def test_sinfo_is_never_asked_for_all_partitions_and_for_one(
 ) -> None:
     # Slurm 22.05: "Conflicting options, -a and -p, specified. Please choose one or the other."
     commands.say("sinfo", "n1|train*|up|mixed|none")
-    assert [state.node for state in states(["n1"], partition)] == ["n1"]
+    assert [state.node for state in node_states(["n1"], partition)] == ["n1"]
     assert {"--all", "--partition"} & set(commands.asked("sinfo")) == {asked}

@@ -1,45 +1,137 @@
-"""Does LoRA fine-tuning learn what it should on these ranks? A loss below a limit alone would miss most faults.
+"""What a LoRA training has come to, and how much was found out about it. Plain values.
+
+Does LoRA fine-tuning learn what it should on these ranks? A loss below a limit alone would miss most faults.
 
 So each condition is found out by itself: all is finite, the loss ends low and that of held-out blocks falls, every
 adapter has moved and the base has not, some steps equal those of one rank, steps after a checkpoint are the same a
 second time, bit by bit, and what was saved gives the same loss when it is read again.
+
+What a LoRA training has shown, as single figures, each of which is a condition or a record of its own.
 """
 
 from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pytest_gpucluster.benchmarks.arithmetic import numerics
-from pytest_gpucluster.benchmarks.checkpoint import store
-from pytest_gpucluster.benchmarks.checkpoint.together import first
-from pytest_gpucluster.benchmarks.determinism import deterministic
-from pytest_gpucluster.benchmarks.footprint import memory_returned
-from pytest_gpucluster.benchmarks.lora.context import context_of, require_same_context
-from pytest_gpucluster.benchmarks.lora.evaluation import CallScore, evaluate
-from pytest_gpucluster.benchmarks.lora.golden import Golden, require_same_experiment
-from pytest_gpucluster.benchmarks.lora.learned import LAST, Checks, Convergence, Learned
-from pytest_gpucluster.benchmarks.lora.lesson import Lesson, judged_blocks
-from pytest_gpucluster.benchmarks.lora.loop import Loop, Pieces, Step
+from pytest_gpucluster.benchmarks.dtypes import numerics
+from pytest_gpucluster.benchmarks.group import Ranks
+from pytest_gpucluster.benchmarks.lora.evaluation import CallScore, evaluate, reload_adapter, reloaded_loss
 from pytest_gpucluster.benchmarks.lora.model import Base
-from pytest_gpucluster.benchmarks.lora.parity import Parity, check_parity, steps_of
-from pytest_gpucluster.benchmarks.lora.plan import Recipe
-from pytest_gpucluster.benchmarks.lora.reloaded import reload, reloaded_loss
+from pytest_gpucluster.benchmarks.lora.recipe import Parity, check_parity, context_of, require_same_context, steps_of
+from pytest_gpucluster.benchmarks.lora.reference_curve import Golden, require_same_experiment
 from pytest_gpucluster.benchmarks.lora.throughput import steady_rate
-from pytest_gpucluster.benchmarks.ranks import Ranks
-from pytest_gpucluster.benchmarks.training.compilation import fresh_compiler
-from pytest_gpucluster.benchmarks.training.trajectory import relative
+from pytest_gpucluster.benchmarks.lora.trainer import Lesson, Loop, Pieces, Step, judged_blocks
+from pytest_gpucluster.benchmarks.lora.training_plan import Recipe
+from pytest_gpucluster.benchmarks.memory_budget import memory_returned
+from pytest_gpucluster.benchmarks.storage import checkpoint
+from pytest_gpucluster.benchmarks.storage.checkpoint import first
+from pytest_gpucluster.benchmarks.training.fingerprint import relative
+from pytest_gpucluster.benchmarks.training.throughput_setup import fresh_compiler
+from pytest_gpucluster.benchmarks.verify import deterministic
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics.loss_curve import Curve, Point, mean_of_last
+from pytest_gpucluster.metrics.sampling import Sampling, Series
 from pytest_gpucluster.metrics.time_budget import MEASURING, VERIFYING, counted
+
+LAST = 10
+"""Steps at the end whose mean loss is the final one. Source: acceptance of 2 nodes x 8 H100 SXM 80GB."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checks:
+    """How much is found out beside the training itself.
+
+    Attributes:
+        parity_steps, parity_batch, parity_sequence: of the steps that one rank repeats; the batch is made a multiple of
+            the ranks.
+        parity_precisions: in which these steps are taken.
+        checkpoint_every: steps from one checkpoint to the next. As many, at most, are taken a second time.
+        calls: function calls that the trained model is asked for, by all ranks of a group together; 0 for none.
+        call_tokens: of an answer, at most.
+        sampling: how sure the rate must be.
+    """
+
+    parity_steps: int
+    parity_batch: int
+    parity_sequence: int
+    parity_precisions: tuple[str, ...]
+    checkpoint_every: int
+    calls: int
+    call_tokens: int
+    sampling: Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learned:
+    """What a training that was finite to its end has come to. Ratios are parts of 1.
+
+    Attributes:
+        final_loss: mean of the last ``LAST`` losses.
+        held_out_before, held_out_after: mean loss of held-out blocks.
+        moved_adapters: of the adapters' B matrices, how many have moved.
+        unchanged_base: of the frozen tensors on this rank, how many are the same bit by bit.
+        replayed_steps: of the steps that were taken again from a checkpoint, after how many this rank's weights were
+            the same as the first time, bit by bit.
+        resume_error: largest difference of a loss the second time.
+        replayed: steps that were taken again.
+        reload_error: difference of the held-out loss after ``final/`` was read again.
+        group_error: largest difference of a loss to that of the first group; None where there is one group only.
+        calls: function calls of held-out conversations; None if none were asked for.
+    """
+
+    final_loss: float
+    held_out_before: float
+    held_out_after: float
+    moved_adapters: float
+    unchanged_base: float
+    replayed_steps: float
+    resume_error: float
+    replayed: int
+    reload_error: float
+    group_error: float | None
+    calls: CallScore | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convergence:
+    """What was found on this rank.
+
+    Attributes:
+        finite_steps: part of the steps, of all phases, in which what this rank contributed is finite.
+        parity: by precision.
+        curve: of the training.
+        learned: None where a step was not finite on some rank, and nothing more was tried.
+        tokens_per_second: of this GPU, in the steady steps, those that were taken again among them; None where there
+            are too few, as where a training was resumed near its end.
+        flops_per_token: by the formula.
+        peak_bytes: of the GPU's memory, in training; None on cpu.
+        recomputes: whether activations were recomputed.
+        groups, ranks: how many groups trained at once, of how many ranks.
+        resumed_at: the step of the checkpoint that the training went on from; 0: it began anew.
+        notes: for the report.
+    """
+
+    finite_steps: float
+    parity: Mapping[str, Parity]
+    curve: Curve
+    learned: Learned | None
+    tokens_per_second: Series | None
+    flops_per_token: int
+    peak_bytes: int | None
+    recomputes: bool
+    groups: int
+    ranks: int
+    resumed_at: int
+    notes: tuple[str, ...]
 
 
 def converge(
@@ -247,7 +339,9 @@ class _Course:
     def _reload(self, final: Path) -> tuple[float, CallScore | None]:
         """Read what was saved into a model made anew, whole on each rank."""
         checks, lesson = self._checks, self._lesson
-        model = reload(self._base, final, self._device, precision=self._recipe.precision, seed=self._recipe.seed)
+        model = reload_adapter(
+            self._base, final, self._device, precision=self._recipe.precision, seed=self._recipe.seed
+        )
         loss = reloaded_loss(model, lesson.held_out, self._ranks, dist.get_rank(self._group), self._device)
         error = relative(loss, self._held_out[-1][1])
         if not checks.calls:
@@ -285,7 +379,7 @@ class _Course:
 
     def _newest(self, folder: Path) -> Path | None:
         """Return the newest checkpoint as the first rank of the group sees it."""
-        name: str = first(self._group, lambda: str(store.latest(folder) or ""))
+        name: str = first(self._group, lambda: str(checkpoint.latest(folder) or ""))
         return Path(name) if name else None
 
     def _extra(self) -> dict[str, Any]:
@@ -365,3 +459,92 @@ def _point(step: Step) -> Point:
         gradient_norm=step.gradient_norm,
         learning_rate=step.learning_rate,
     )
+
+
+_PER_TFLOPS = 1e12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One quantity, by the name of its metric, in a unit.
+
+    ``recorded`` says that it is never judged, whatever limits there are.
+    """
+
+    metric: str
+    value: float | Series
+    unit: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+    recorded: bool = False
+
+
+def figures_of(found: Convergence, *, peak_tflops: float | None) -> Iterator[Figure]:
+    """Yield the figures of a training.
+
+    Args:
+        found: on this rank.
+        peak_tflops: of the GPU's data sheet in bf16; None where it is not known, as on cpu: then there is no MFU.
+    """
+    context = found.curve.context
+    labels = {
+        "model": context["model"],
+        "precision": context["precision"],
+        "groups": str(found.groups),
+        "group_ranks": str(found.ranks),
+    }
+    yield Figure(metric="lora.finite_steps", value=found.finite_steps, unit="ratio", labels=labels)
+    for precision, parity in found.parity.items():
+        if parity.taken > parity.steps:  # else not even all ranks together were finite
+            compared = {"model": context["model"], "precision": precision, "steps": str(parity.steps)}
+            yield Figure(metric="lora.loss_error", value=parity.loss_error, unit="ratio", labels=compared)
+            yield Figure(metric="lora.gradient_error", value=parity.gradient_error, unit="ratio", labels=compared)
+    if found.learned is None:
+        return
+    yield from _learned(found.learned, labels)
+    beside = {**labels, "recompute": "on" if found.recomputes else "off"}
+    yield from rate_figures(found.tokens_per_second, found.flops_per_token, found.peak_bytes, peak_tflops, beside)
+
+
+def rate_figures(
+    rate: Series | None,
+    flops_per_token: int,
+    peak_bytes: int | None,
+    peak_tflops: float | None,
+    labels: Mapping[str, str],
+) -> Iterator[Figure]:
+    """Yield tokens/s of a GPU, the part of its peak that they are, and the memory that they took.
+
+    A rate that is not known is NaN: what a limit asks for and nobody has measured must not be left out.
+    """
+    yield Figure(
+        metric="lora.tokens_per_second", value=math.nan if rate is None else rate, unit="tokens/s", labels=labels
+    )
+    if peak_tflops is not None:
+        scale = flops_per_token / (peak_tflops * _PER_TFLOPS)
+        utilisation = math.nan if rate is None else rate.scaled(scale)
+        yield Figure(metric="lora.mfu", value=utilisation, unit="ratio", labels=labels)
+    if peak_bytes is not None:
+        yield Figure(metric="lora.peak_memory", value=float(peak_bytes), unit="B", labels=labels, recorded=True)
+
+
+def _learned(learned: Learned, labels: Mapping[str, str]) -> Iterator[Figure]:
+    yield Figure(metric="lora.final_loss", value=learned.final_loss, unit="nats", labels=labels)
+    yield Figure(metric="lora.held_out_loss", value=learned.held_out_after, unit="nats", labels=labels)
+    ratios = {
+        "held_out_ratio": learned.held_out_after / learned.held_out_before,
+        "moved_adapters": learned.moved_adapters,
+        "unchanged_base": learned.unchanged_base,
+        "replayed_steps": learned.replayed_steps,
+        "resume_error": learned.resume_error,
+        "reload_error": learned.reload_error,
+    }
+    for name, value in ratios.items():
+        yield Figure(metric=f"lora.{name}", value=value, unit="ratio", labels=labels)
+    if learned.group_error is not None:
+        yield Figure(metric="lora.group_error", value=learned.group_error, unit="ratio", labels=labels)
+    calls = learned.calls
+    if calls is not None and calls.asked:
+        asked = {**labels, "asked": str(calls.asked)}
+        for name in ("well_formed", "right_function", "right_arguments"):
+            share = getattr(calls, name) / calls.asked
+            yield Figure(metric=f"lora.calls.{name}", value=share, unit="ratio", labels=asked)

@@ -8,16 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from pytest_gpucluster.benchmarks.lora.held_out import held_out_split
-from pytest_gpucluster.benchmarks.lora.learned import Checks
-from pytest_gpucluster.benchmarks.lora.lesson import Lesson, judged_blocks
+from pytest_gpucluster.benchmarks.lora.convergence import Checks
+from pytest_gpucluster.benchmarks.lora.dataset import Row, Rows, held_out_split, load_rows
 from pytest_gpucluster.benchmarks.lora.model import Base, tiny_base
-from pytest_gpucluster.benchmarks.lora.packing import Packed, pack
-from pytest_gpucluster.benchmarks.lora.plan import Recipe
-from pytest_gpucluster.benchmarks.lora.prepared import Prepared, is_prepared, read, require_fit
-from pytest_gpucluster.benchmarks.lora.rows import Row, Rows, load_rows
+from pytest_gpucluster.benchmarks.lora.packed_file import Prepared, is_prepared, read, require_fit
+from pytest_gpucluster.benchmarks.lora.packing import Packed, pack, tiny_tokenizer, tokenizer_for
 from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
-from pytest_gpucluster.benchmarks.lora.tokenizer import tiny_tokenizer, tokenizer_for
+from pytest_gpucluster.benchmarks.lora.trainer import Lesson, judged_blocks
+from pytest_gpucluster.benchmarks.lora.training_plan import Recipe
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics.sampling import Sampling
 

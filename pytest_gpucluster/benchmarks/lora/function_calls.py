@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pytest_gpucluster.benchmarks.lora.conversation import END
+from pytest_gpucluster.benchmarks.lora.dataset import END
 
 CALL = "<functioncall>"
 

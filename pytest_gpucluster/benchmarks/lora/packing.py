@@ -1,24 +1,72 @@
-"""Conversations as blocks of tokens of one length, one after another, and which of their tokens are judged.
+"""How a conversation is laid out for a model, and which part of it the assistant says.
+
+Conversations as blocks of tokens of one length, one after another, and which of their tokens are judged.
 
 Nothing is padded, and attention is plainly causal: a block may begin in the middle of a conversation and may hold
 several. Source: training on packed blocks as torchtune and TRL name it; that conversations see what stands before them
 in their block is the price of static shapes and flash attention.
+
+Tokenizers: a tiny one that is trained on the spot, and those that come with a model.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_gpucluster.benchmarks.lora.draws import Draws
-from pytest_gpucluster.benchmarks.lora.rendering import segments
-from pytest_gpucluster.benchmarks.lora.rows import Row
+from pytest_gpucluster.benchmarks.lora.dataset import BETWEEN, END, LABELS, Row
+from pytest_gpucluster.benchmarks.lora.hub import INSTALL, local_only
+from pytest_gpucluster.benchmarks.lora.synthetic import Draws
 from pytest_gpucluster.errors import EnvironmentBroken
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A piece of a conversation that is turned into tokens by itself.
+
+    Attributes:
+        text: the piece.
+        judged: the assistant says it. After it comes the end token, which is judged as well.
+    """
+
+    text: str
+    judged: bool
+
+
+def segments(row: Row) -> Iterator[Segment]:
+    """Yield a conversation piece by piece: what is given, then what the assistant says, and so on.
+
+    ``ASSISTANT:`` is given; what the assistant says begins with the space after it. Turns are two empty lines apart, as
+    in glaive's files, whatever stood between them in the row.
+    """
+    given, first = row.system.strip(), not row.system.strip()
+    for turn in row.turns:
+        given += ("" if first else BETWEEN) + LABELS[turn.role]
+        first = False
+        if turn.role == "assistant":
+            yield Segment(text=given, judged=False)
+            yield Segment(text=f" {turn.text}" if turn.text else "", judged=True)
+            given = ""
+        else:
+            given += f" {turn.text}"
+    if given:
+        yield Segment(text=given, judged=False)
+
+
+def text_of(row: Row) -> str:
+    """Return a whole conversation, without end tokens."""
+    return "".join(segment.text for segment in segments(row))
+
 
 _AT_ONCE = 512
 """Rows that are given to the tokenizer together: it spreads them over its threads."""
@@ -201,3 +249,78 @@ def _chunks(rows: Iterable[Row], size: int) -> Iterator[list[Row]]:
     each = iter(rows)
     while chunk := list(islice(each, size)):
         yield chunk
+
+
+PAD = "<|pad|>"
+
+
+def tiny_tokenizer(rows: Iterable[Row], vocab: int = 512) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE on the rows: any text can be written in it, and equal rows give equal tokenizers.
+
+    Args:
+        rows: what it learns from.
+        vocab: tokens that it has, all 256 bytes and the two for the end and for padding included.
+
+    Raises:
+        EnvironmentBroken: transformers is not installed.
+        ValueError: the rows are too few for so many tokens.
+    """
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+        from transformers import PreTrainedTokenizerFast
+    except ImportError:
+        raise _missing() from None
+    bare = Tokenizer(models.BPE())
+    bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bare.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=[END, PAD],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bare.train_from_iterator((text_of(row) for row in rows), trainer)
+    if bare.get_vocab_size() != vocab:
+        raise ValueError(f"the rows give {bare.get_vocab_size()} tokens, and {vocab} are asked for: give more rows")
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers leaves it so
+        tokenizer_object=bare, eos_token=END, pad_token=PAD, clean_up_tokenization_spaces=False
+    )
+
+
+def tokenizer_for(model: str | Path, revision: str | None = None) -> Any:
+    """Load the tokenizer of a model, from a folder or from the hub.
+
+    With HF_HUB_OFFLINE, or where the hub does not answer, only the hub's cache is looked at.
+
+    Raises: EnvironmentBroken: transformers is not installed, there is no such tokenizer, or it has no end token.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise _missing() from None
+    local = local_only(model, revision)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(model), revision=revision, local_files_only=local, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        where = "" if Path(model).exists() else "it is no folder here and not in the hub's cache; "
+        raise EnvironmentBroken(
+            f"{model}: no tokenizer can be loaded from it ({first[:200]}); {where if local else ''}name the folder of a"
+            " model, with its tokenizer.json and tokenizer_config.json"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise EnvironmentBroken(f"{model}: its tokenizer has no end token (eos_token), which ends each answer")
+    return tokenizer
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Return a sha256 of what a tokenizer makes of texts: its tokens, merges and rules."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    told = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(f"{told}\0{tokenizer.eos_token_id}".encode()).hexdigest()
+
+
+def _missing() -> EnvironmentBroken:
+    return EnvironmentBroken(f"transformers is not installed; install it with {INSTALL}")

@@ -1,17 +1,57 @@
-"""Conversations made up from a seed, in the format of glaive-function-calling-v2, for training without a download."""
+"""Random draws that follow from a seed on every machine, in every process and with every version of Python.
+
+Conversations made up from a seed, in the format of glaive-function-calling-v2, for training without a download.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from pytest_gpucluster.benchmarks.lora.conversation import BETWEEN, END, LABELS
-from pytest_gpucluster.benchmarks.lora.draws import Draws
+from pytest_gpucluster.benchmarks.lora.dataset import BETWEEN, END, LABELS, Row
+from pytest_gpucluster.benchmarks.lora.dataset import held_out_split as held_out_split
 from pytest_gpucluster.benchmarks.lora.function_calls import FunctionCall, write
-from pytest_gpucluster.benchmarks.lora.held_out import held_out_split as held_out_split
-from pytest_gpucluster.benchmarks.lora.rows import Row
+
+Item = TypeVar("Item")
+
+
+class Draws:
+    """Draws from a seed. Keys beside the seed make draws that do not depend on each other.
+
+    Only ``random.Random(int)`` and its ``random()`` are used: they alone are promised to stay what they are. Source:
+    Python's documentation of ``random``, "Notes on Reproducibility". What is built on them is spelled out here.
+    """
+
+    def __init__(self, seed: int, *keys: object) -> None:
+        text = "/".join(map(str, (seed, *keys)))
+        self._random = random.Random(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big"))
+
+    def below(self, end: int) -> int:
+        """Return a whole number from 0 to ``end - 1``."""
+        return min(int(self._random.random() * end), end - 1)
+
+    def between(self, least: int, most: int) -> int:
+        """Return a whole number from ``least`` to ``most``, both included."""
+        return least + self.below(most - least + 1)
+
+    def one(self, items: Sequence[Item]) -> Item:
+        """Return one of the items."""
+        return items[self.below(len(items))]
+
+    def chance(self, ratio: float) -> bool:
+        """Return True in so many of all cases."""
+        return self._random.random() < ratio
+
+    def shuffle(self, items: MutableSequence[Item]) -> None:
+        """Put the items into another order, in place: Fisher and Yates, from the end."""
+        for last in range(len(items) - 1, 0, -1):
+            other = self.below(last + 1)
+            items[last], items[other] = items[other], items[last]
+
 
 WITH_FUNCTIONS = "SYSTEM: You are a helpful assistant with access to the following functions. Use them if required -\n"
 WITHOUT_FUNCTIONS = "SYSTEM: You are a helpful assistant, with no access to external functions."

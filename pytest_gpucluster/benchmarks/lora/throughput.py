@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from pytest_gpucluster.benchmarks.blocks import NOTHING
-from pytest_gpucluster.benchmarks.footprint import memory_returned
-from pytest_gpucluster.benchmarks.lora.loop import STARTING_STEPS, Loop, Pieces, Step
 from pytest_gpucluster.benchmarks.lora.model import Base
 from pytest_gpucluster.benchmarks.lora.packing import Packed, Statistics
-from pytest_gpucluster.benchmarks.lora.plan import Recipe
-from pytest_gpucluster.benchmarks.training.compilation import fresh_compiler
+from pytest_gpucluster.benchmarks.lora.trainer import STARTING_STEPS, Loop, Pieces, Step
+from pytest_gpucluster.benchmarks.lora.training_plan import Recipe
+from pytest_gpucluster.benchmarks.memory_budget import memory_returned
+from pytest_gpucluster.benchmarks.training.throughput_setup import fresh_compiler
 from pytest_gpucluster.errors import WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling, Series, series, wants_more
 from pytest_gpucluster.metrics.time_budget import MEASURING, WARM_UP, counted

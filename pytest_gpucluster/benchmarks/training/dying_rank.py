@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from pytest_gpucluster.benchmarks.training.data_parallel import replicate
-from pytest_gpucluster.benchmarks.training.decoder import Geometry, make_decoder
-from pytest_gpucluster.benchmarks.training.packed_tokens import PackedTokens
+from pytest_gpucluster.benchmarks.training.data import PackedTokens
+from pytest_gpucluster.benchmarks.training.ddp import replicate
+from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder
 from pytest_gpucluster.benchmarks.training.step import PARTS, Training
 
 EXIT_CODE = 43

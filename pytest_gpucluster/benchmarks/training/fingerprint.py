@@ -1,10 +1,133 @@
-"""One number for many tensors, made on their device, which changes whenever they do."""
+"""What some training steps have done to a model, kept to be compared with the same steps elsewhere.
+
+One number for many tensors, made on their device, which changes whenever they do.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import nn
+
+from pytest_gpucluster.benchmarks.training.step import Training
+from pytest_gpucluster.errors import WrongResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """One step: what it saw, and what it left. The tensors are fp32 on the CPU, all weights in one row."""
+
+    loss: float
+    gradient_norm: float
+    gradients: torch.Tensor
+    weights: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """Some steps, and the weights before the first one."""
+
+    start: torch.Tensor
+    steps: tuple[Seen, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Errors:
+    """How far one trajectory is from another: the largest over all steps. All are ratios.
+
+    Attributes:
+        loss: of the losses' difference to the loss.
+        gradient: of the norms' difference before clipping to the norm, or of the distance of the clipped gradients to
+            their norm, whichever is larger: the norm sees a wrong scale, the distance a wrong direction.
+        weight: of the distance of the weights to the way that they have gone so far.
+    """
+
+    loss: float
+    gradient: float
+    weight: float
+
+
+def follow(training: Training, batches: Sequence[torch.Tensor], *, where: str) -> Trajectory:
+    """Take one step for each batch, and keep what it did.
+
+    Args:
+        training: a model that has not been trained yet.
+        batches: int64 on the model's device, each batch x (positions + 1).
+        where: how to call the device in an error.
+
+    Raises: WrongResult if a loss or a gradient is not finite, or a weight tensor has not changed at all.
+    """
+    start = weights_of(training.model)
+    steps = []
+    for number, rows in enumerate(batches, start=1):
+        taken = training.backward([rows])
+        loss, norm = float(taken.losses.mean()), float(taken.gradient_norm)
+        for what, value in (("loss", loss), ("gradients' norm", norm)):
+            if not math.isfinite(value):
+                raise WrongResult(f"{where}: the {what} of step {number} is {value}, and must be finite")
+        gradients = gradients_of(training.model)
+        training.update()
+        weights = weights_of(training.model)
+        steps.append(Seen(loss=loss, gradient_norm=norm, gradients=gradients, weights=weights))
+    still = unmoved(training.model, start)
+    if still:
+        raise WrongResult(
+            f"{where}: {len(still)} of {len(list(training.model.parameters()))} weight tensors have not moved in "
+            f"{len(batches)} steps: {', '.join(still[:8])}. The optimizer must change all of them"
+        )
+    return Trajectory(start=start, steps=tuple(steps))
+
+
+def unmoved(model: nn.Module, start: torch.Tensor) -> list[str]:
+    """Name the weight tensors that are still as ``start`` has them: all weights in one row, fp32 on the CPU."""
+    names, weights = zip(*model.named_parameters(), strict=True)
+    before = torch.split(start, [weight.numel() for weight in weights])
+    pairs = zip(names, weights, before, strict=True)
+    return [name for name, weight, old in pairs if torch.equal(weight.detach().flatten().cpu(), old)]
+
+
+def weights_of(model: nn.Module) -> torch.Tensor:
+    """Return a copy of all weights in one row, fp32 on the CPU."""
+    return _row(weight.detach() for weight in model.parameters())
+
+
+def errors(found: Trajectory, reference: Trajectory) -> Errors:
+    """Tell how far a trajectory is from one of equally many steps."""
+    pairs = list(zip(found.steps, reference.steps, strict=True))
+    return Errors(
+        loss=max(relative(one.loss, other.loss) for one, other in pairs),
+        gradient=max(
+            max(relative(one.gradient_norm, other.gradient_norm), distance(one.gradients, other.gradients))
+            for one, other in pairs
+        ),
+        weight=max(distance(one.weights, other.weights, since=reference.start) for one, other in pairs),
+    )
+
+
+def relative(found: float, reference: float) -> float:
+    """Return how far a number is from another one, as a part of that."""
+    return abs(found - reference) / abs(reference) if reference else math.inf
+
+
+def distance(found: torch.Tensor, reference: torch.Tensor, since: torch.Tensor | None = None) -> float:
+    """Return the distance of two rows of numbers, as a part of the reference's own length, or of its way ``since``."""
+    length = (reference if since is None else reference - since).double().norm()
+    return float((found - reference).double().norm() / length) if length else math.inf
+
+
+def gradients_of(model: nn.Module) -> torch.Tensor:
+    """Return a copy of all gradients in one row, fp32 on the CPU; a weight without one counts as 0."""
+    weights = model.parameters()
+    return _row(torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights)
+
+
+def _row(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    # A copy in any case: on cpu the weights themselves go on changing.
+    return torch.cat([tensor.flatten().to("cpu", torch.float32) for tensor in tensors])
+
 
 _AT_ONCE = 2**24
 """Elements that are summed at a time: they take 16 bytes each meanwhile."""

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from pytest_gpucluster.benchmarks.footprint import memory_returned
-from pytest_gpucluster.benchmarks.ranks import Ranks
+from pytest_gpucluster.benchmarks.group import Ranks
+from pytest_gpucluster.benchmarks.memory_budget import memory_returned
 from pytest_gpucluster.benchmarks.training.throughput import Pieces, Progress, throughput
 from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
 from pytest_gpucluster.errors import EnvironmentBroken

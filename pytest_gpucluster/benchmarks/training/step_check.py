@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from pytest_gpucluster.benchmarks.arithmetic import numerics
-from pytest_gpucluster.benchmarks.footprint import memory_returned, require_free
-from pytest_gpucluster.benchmarks.training.decoder import Geometry, make_decoder
-from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
-from pytest_gpucluster.benchmarks.training.packed_tokens import PackedTokens
+from pytest_gpucluster.benchmarks.dtypes import numerics
+from pytest_gpucluster.benchmarks.memory_budget import memory_returned, require_free
+from pytest_gpucluster.benchmarks.training.data import PackedTokens
+from pytest_gpucluster.benchmarks.training.fingerprint import Errors, Trajectory, errors, fingerprint, follow
+from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder
 from pytest_gpucluster.benchmarks.training.step import Training
-from pytest_gpucluster.benchmarks.training.trajectory import Errors, Trajectory, errors, follow
 from pytest_gpucluster.errors import WrongResult
 from pytest_gpucluster.metrics.time_budget import VERIFYING, counted
 

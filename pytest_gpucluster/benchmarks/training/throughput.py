@@ -15,28 +15,31 @@ from torch import nn
 
 from pytest_gpucluster.benchmarks.blocks import BATCH_SECONDS
 from pytest_gpucluster.benchmarks.clock import Clock, clock_for
-from pytest_gpucluster.benchmarks.footprint import free_bytes, memory_returned
-from pytest_gpucluster.benchmarks.ranks import Ranks
-from pytest_gpucluster.benchmarks.training.compilation import (
+from pytest_gpucluster.benchmarks.group import Ranks
+from pytest_gpucluster.benchmarks.memory_budget import free_bytes, memory_returned
+from pytest_gpucluster.benchmarks.training.data import Loading, endless_batches
+from pytest_gpucluster.benchmarks.training.ddp import Replicate, replicate
+from pytest_gpucluster.benchmarks.training.model import Decoder, make_decoder, missing_flash_attention, on_meta
+from pytest_gpucluster.benchmarks.training.sharding import allocate, mesh_of, shard
+from pytest_gpucluster.benchmarks.training.step import (
+    COMMUNICATION,
+    GATHERED_BYTES,
+    PARTS,
+    Parts,
+    Taken,
+    Training,
+    exposed,
+    time_alone,
+    time_parts,
+)
+from pytest_gpucluster.benchmarks.training.throughput_setup import (
+    Evidence,
+    Setup,
     compile_blocks,
     compile_failed,
     fresh_compiler,
     missing_compiler,
 )
-from pytest_gpucluster.benchmarks.training.data_parallel import Replicate, replicate
-from pytest_gpucluster.benchmarks.training.decoder import Decoder, make_decoder, missing_flash_attention, on_meta
-from pytest_gpucluster.benchmarks.training.evidence import Evidence
-from pytest_gpucluster.benchmarks.training.loading import Loading, endless_batches
-from pytest_gpucluster.benchmarks.training.sharding import allocate, mesh_of, shard
-from pytest_gpucluster.benchmarks.training.step import PARTS, Parts, Taken, Training
-from pytest_gpucluster.benchmarks.training.step_parts import (
-    COMMUNICATION,
-    GATHERED_BYTES,
-    exposed,
-    time_alone,
-    time_parts,
-)
-from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling, Series, series, wants_more
 from pytest_gpucluster.metrics.stats import median, percentile

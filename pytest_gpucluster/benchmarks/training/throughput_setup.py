@@ -1,11 +1,31 @@
-"""What is trained to measure its throughput, and how much memory that takes. Pure arithmetic."""
+"""What is trained to measure its throughput, and how much memory that takes. Pure arithmetic.
+
+Whether the steps that were timed were a training: what they have seen, and what they have left.
+
+torch.compile for the blocks of a decoder, and whether there is a compiler at all.
+"""
 
 from __future__ import annotations
 
+import importlib
+import math
+import os
+import subprocess
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from pytest_gpucluster.benchmarks.training.decoder import Geometry
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from pytest_gpucluster.benchmarks.group import Ranks
+from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
+from pytest_gpucluster.benchmarks.training.model import Decoder, Geometry
+from pytest_gpucluster.benchmarks.training.step import Taken, Training
 
 Strategy = Literal["ddp", "fsdp"]
 STRATEGIES: tuple[Strategy, ...] = ("ddp", "fsdp")
@@ -85,3 +105,182 @@ class Setup:
         kept = 32 * sizes.width + 8 * sizes.mlp_width
         blocks = kept + 4 * sizes.width * sizes.layers if self.recompute else kept * sizes.layers
         return int(_SPARE * (state + self.tokens * (blocks + (2 + 3 * 4) * sizes.vocab)))
+
+
+class Evidence:
+    """What is known of a training's steps, on this rank.
+
+    Args:
+        ranks: that train together.
+        setup: what should be trained.
+        training: that has not taken a step yet.
+
+    Attributes:
+        losses: of each step, in nats; the last step must have had the rows of the first one again.
+        norms: of the gradients of each step, before they were clipped.
+        tokens: that each step was trained on.
+    """
+
+    def __init__(self, ranks: Ranks, setup: Setup, training: Training) -> None:
+        self._ranks, self._setup, self._training = ranks, setup, training
+        self._start = _prints(training.model)
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.tokens: list[int] = []
+
+    def add(self, taken: Sequence[Taken]) -> None:
+        """Read what some steps have seen off the device."""
+        self.losses += torch.cat([one.losses for one in taken]).tolist()
+        self.norms += torch.stack([one.gradient_norm for one in taken]).tolist()
+
+    def defect(self) -> str:
+        """Say what is wrong with the training on this rank: "" if nothing is. Collective."""
+        # In each step the loss comes before the gradients, in which all ranks have what one of them had in its loss.
+        seen = [number for both in zip(self.losses, self.norms, strict=True) for number in both]
+        bad = next((place for place, number in enumerate(seen) if not math.isfinite(number)), math.inf)
+        first = min(place for [place] in self._ranks.gather([bad]))
+        differing = self._differing()
+        if first < math.inf:
+            if bad > first:
+                return ""
+            step, of_gradients = divmod(int(first), 2)
+            what = "a gradients' norm" if of_gradients else "a loss"
+            return (
+                f"has {what} of {seen[int(first)]:g} in step {step + 1}, and it must be finite. Repeat "
+                "test_training_step there, and run the vendor's diagnostics (dcgmi diag -r 3)"
+            )
+        odd = {tokens for tokens in self.tokens if tokens != self._setup.tokens}
+        if odd:
+            return (
+                f"has trained on {min(odd)} tokens in a step, and {self._setup.batch} x {self._setup.geometry.sequence}"
+                " were asked for: its rate would count tokens that were not there. Look at how it reads its data"
+            )
+        if not self.losses[-1] < self.losses[0]:
+            return (
+                f"has a loss of {self.losses[-1]:.6g} after {len(self.losses)} steps on rows on which it was "
+                f"{self.losses[0]:.6g} in the first step: it has learnt nothing"
+            )
+        counts = {int(state["step"]) for state in self._training.optimizer.state.values()}
+        if counts != {len(self.losses)}:
+            return (
+                f"has taken {len(self.losses)} training steps, and its optimizer {min(counts, default=0)}: work was "
+                "skipped, so its rate is that of something else"
+            )
+        weights = self._training.model.named_parameters()
+        named = zip(weights, self._start, _prints(self._training.model), strict=True)
+        still = [
+            name.removeprefix("module.")  # that is how DistributedDataParallel calls what it wraps
+            for (name, weight), old, new in named
+            if old == new and _part(weight).numel()
+        ]
+        if still:
+            return (
+                f"has {len(still)} of {len(self._start)} weight tensors that have not moved in {len(self.losses)} "
+                f"steps: {', '.join(still[:8])}. Each of them must"
+            )
+        return differing
+
+    def _differing(self) -> str:
+        """Say so where this rank's replica has other weights than most."""
+        if self._setup.strategy != "ddp":
+            return ""
+        whole = fingerprint(self._training.model.parameters())
+        told = [(high, low) for high, low in self._ranks.gather([whole >> 32, whole & (2**32 - 1)])]
+        [(usual, most), *others] = Counter(told).most_common()
+        if not others or (told[self._ranks.index] == usual and most > others[0][1]):
+            return ""
+        return (
+            f"has other weights than other ranks after {len(self.losses)} steps: {len(others) + 1} kinds on "
+            f"{len(told)} ranks. The gradients were not made the same on all of them: look at the all-reduce "
+            "(nccl.all_reduce in this run), and at what skips it"
+        )
+
+
+def _part(weight: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of a weight."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def _prints(model: nn.Module) -> list[int]:
+    """Return the fingerprint of each weight tensor, of this rank's part if it is sharded."""
+    return [fingerprint([_part(weight)]) for weight in model.parameters()]
+
+
+_TRIED_ELEMENTS = 8
+
+
+def missing_compiler(device: torch.device) -> str:
+    """Say why torch.compile does not work for a device: "" if it does. Compiles, runs and checks a small function.
+
+    For a GPU it needs triton, and a C compiler for what launches triton's kernels; for the CPU a C++ compiler. Source:
+    torch.compile's documentation, "torch.compile Troubleshooting".
+    """
+    given = torch.arange(_TRIED_ELEMENTS, dtype=torch.float32, device=device)
+    try:
+        with fresh_compiler():
+            found = torch.compile(_tried, fullgraph=True, dynamic=False)(given)
+    # All that a missing or broken compiler raises: RuntimeErrors of torch's own, what the start of a process raises or
+    # its exit code (triton calls a C compiler by itself), and an import of triton that fails.
+    except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
+        return f"{type(error).__name__}: {_told(str(error))}"
+    if not torch.equal(found, _tried(given)):
+        return f"what it compiles is wrong: {found.tolist()}, expected {_tried(given).tolist()}"
+    return ""
+
+
+def compile_blocks(model: Decoder) -> None:
+    """Let each block of a decoder be compiled when it first runs; to be called before the blocks are sharded.
+
+    Compiled by block, not as a whole, all blocks share one compiled function, and the ranks share gradients of one
+    block while the next one computes. Source: pytorch/torchtitan, which compiles so.
+    """
+    for block in model.blocks:
+        # With fullgraph what cannot be compiled is an error, not a silent return to Python.
+        block.compile(fullgraph=True, dynamic=False)
+
+
+def compile_failed(error: BaseException) -> str:
+    """Say in a line what the compiler had against a model: "" if the error is none of the compiler's."""
+    if not isinstance(error, torch._dynamo.exc.TorchDynamoException):
+        return ""
+    return f"{type(error).__name__}: {_told(str(error))}"
+
+
+@contextmanager
+def fresh_compiler(*, repeatable: bool = False) -> Iterator[None]:
+    """Forget what was compiled before, and afterwards what was compiled inside.
+
+    torch keeps a limited number of versions of each function, and holds what those refer to.
+
+    Args:
+        repeatable: let what is compiled a second time give the same bits. By default the compiler measures which way of
+            summing is faster, and the next time another one may win.
+    """
+    torch._dynamo.reset()
+    try:
+        # Blocks are the pieces already: cutting them further at the ends of DDP's buckets gains nothing, and cannot be
+        # done where they are recomputed.
+        with torch._dynamo.config.patch(optimize_ddp=False), _unmeasured(repeatable), warnings.catch_warnings():
+            # The compiler warns of what torch does itself. Where warnings are errors, that would look like no compiler.
+            warnings.filterwarnings("ignore", module=r"torch\.")
+            yield
+    finally:
+        torch._dynamo.reset()
+
+
+def _unmeasured(wanted: bool) -> AbstractContextManager[object]:
+    """Keep the compiler from measuring what changes numbers. Source: "deterministic" of torch/_inductor/config.py."""
+    if not wanted:
+        return nullcontext()
+    inductor: Any = importlib.import_module("torch._inductor.config")  # slow, so only where something is compiled
+    return inductor.patch(deterministic=True) if hasattr(inductor, "deterministic") else nullcontext()
+
+
+def _tried(given: torch.Tensor) -> torch.Tensor:
+    return given * 3 + 1
+
+
+def _told(text: str) -> str:
+    """Return the first line that says something: some of torch's errors begin with one that announces the next."""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().endswith("raised:")]
+    return (lines[0] if lines else "no reason given").replace(os.path.expanduser("~"), "~")[:200]

@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from pytest_gpucluster.journal import Journal
 from pytest_gpucluster.journal_measurements import JudgedMetric
+from pytest_gpucluster.judge.misses import straggler_ratios
 from pytest_gpucluster.metrics.stats import median, percentile
 from pytest_gpucluster.reports.charts.drawing import (
     ACCENT,
@@ -24,7 +25,6 @@ from pytest_gpucluster.reports.charts.drawing import (
 from pytest_gpucluster.reports.charts.scale import Scale, finite, span, tick_text, ticks
 from pytest_gpucluster.reports.outline import is_better_higher
 from pytest_gpucluster.reports.tables import limit_text, margin, metric_name, quantity, rank_name
-from pytest_gpucluster.stragglers import straggler_ratios
 from pytest_gpucluster.text import one_line
 
 _WIDTH, _HEIGHT = 680.0, 200.0

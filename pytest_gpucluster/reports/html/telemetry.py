@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from pytest_gpucluster.explanation import most_telling
 from pytest_gpucluster.journal_lines import RankPlace, TestResult
+from pytest_gpucluster.judge.misses import most_telling
 from pytest_gpucluster.reports.html.measured import EMBEDDED_RANKS, shared_labels, short_name, worst_first
 from pytest_gpucluster.reports.html.readable import word
 from pytest_gpucluster.reports.html.table import Table, table

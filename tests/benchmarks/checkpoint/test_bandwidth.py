@@ -9,9 +9,8 @@ import pytest
 import torch.distributed as dist
 from each import of_each
 
-from pytest_gpucluster.benchmarks.checkpoint import bandwidth
-from pytest_gpucluster.benchmarks.checkpoint.bandwidth import PIECES, shift_of, storage_bandwidth
-from pytest_gpucluster.benchmarks.checkpoint.storage import PAGE_BYTES, write_file
+from pytest_gpucluster.benchmarks.storage import bandwidth
+from pytest_gpucluster.benchmarks.storage.bandwidth import PAGE_BYTES, PIECES, shift_of, storage_bandwidth, write_file
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 SIZE = 4 * PAGE_BYTES

@@ -17,14 +17,14 @@ from forked_ranks import on_ranks
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
-from pytest_gpucluster.benchmarks.checkpoint import manifest, store
-from pytest_gpucluster.benchmarks.checkpoint.store import PIECES, latest, load, save
-from pytest_gpucluster.benchmarks.training.data_parallel import replicate
-from pytest_gpucluster.benchmarks.training.decoder import Geometry, make_decoder
+from pytest_gpucluster.benchmarks.storage import checkpoint
+from pytest_gpucluster.benchmarks.storage import checkpoint as manifest
+from pytest_gpucluster.benchmarks.storage.checkpoint import PIECES, latest, load, save
+from pytest_gpucluster.benchmarks.training.data import PackedTokens
+from pytest_gpucluster.benchmarks.training.ddp import replicate
 from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
-from pytest_gpucluster.benchmarks.training.packed_tokens import PackedTokens
-from pytest_gpucluster.benchmarks.training.shard_layout import local
-from pytest_gpucluster.benchmarks.training.sharding import mesh_of, shard
+from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder
+from pytest_gpucluster.benchmarks.training.sharding import local, mesh_of, shard
 from pytest_gpucluster.benchmarks.training.step import Training
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
@@ -201,7 +201,7 @@ def test_a_rank_that_is_asked_to_end_while_it_writes_ends(group, tmp_path, monke
 def save_until_killed(rank, folder, when):
     def kill(*given):
         if when == "write":
-            store.write_shards(*given)
+            checkpoint.write_shards(*given)
             [shard] = given[1].glob("*.distcp")
             os.truncate(shard, 100)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -288,9 +288,9 @@ def test_a_checkpoint_of_another_model_or_format_is_refused(group, tmp_path, mon
         model = make_decoder(replace(GEOMETRY, **change), CPU, seed=0)
         with pytest.raises(EnvironmentBroken, match=told):
             loaded(Training(model, CPU, precision="fp32"), checkpoint, group)
-    whole = manifest.read(checkpoint)
+    whole = manifest.read_manifest(checkpoint)
     monkeypatch.setattr(manifest, "FORMAT", 2)
-    manifest.write(checkpoint, whole)
+    manifest.write_manifest(checkpoint, whole)
     monkeypatch.undo()
     with pytest.raises(ValueError, match=r"another format.* 1"):
         loaded(made("plain", group), checkpoint, group)
@@ -298,7 +298,7 @@ def test_a_checkpoint_of_another_model_or_format_is_refused(group, tmp_path, mon
 
 def test_a_shard_that_is_gone_right_after_it_was_written_is_no_checkpoint(group, tmp_path):
     def write(state, folder, group):
-        store.write_shards(state, folder, group)
+        checkpoint.write_shards(state, folder, group)
         largest(folder).unlink()
 
     with pytest.raises(EnvironmentBroken, match=r"__0_0\..*there right"):

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pytest_gpucluster.benchmarks.checkpoint import store
-from pytest_gpucluster.benchmarks.checkpoint.resume import PIECES, check_resume
-from pytest_gpucluster.benchmarks.training.decoder import Geometry
+from pytest_gpucluster.benchmarks.storage import checkpoint
+from pytest_gpucluster.benchmarks.storage.resume import PIECES, check_resume
+from pytest_gpucluster.benchmarks.training.model import Geometry
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 GEOMETRY = Geometry(layers=1, width=64, heads=2, vocab=64, sequence=16)
@@ -50,7 +50,7 @@ def test_nothing_of_the_training_stays_alive(check, fails):
         alive.append(weakref.ref(model))
         if fails:
             raise WrongResult("lost")
-        return store.save(folder, step, model, optimizer, **more)
+        return checkpoint.save(folder, step, model, optimizer, **more)
 
     kept = None
     try:
@@ -66,6 +66,6 @@ def test_too_little_memory_is_the_environment_s_fault_and_no_rows_or_steps_are_r
     for sizes in ({"batch": 0}, {"steps": 0}):
         with pytest.raises(ValueError, match=r"steps must.* 1"):
             check(**sizes)
-    monkeypatch.setattr("pytest_gpucluster.benchmarks.footprint.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("pytest_gpucluster.benchmarks.memory_budget.free_bytes", lambda device: 1000)
     with pytest.raises(EnvironmentBroken, match=r"fsdp\.width=256"):
         check()

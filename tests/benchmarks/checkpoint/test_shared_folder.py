@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from pytest_gpucluster.benchmarks.checkpoint import shared_folder
-from pytest_gpucluster.benchmarks.checkpoint.shared_folder import make_own, wait_for
+from pytest_gpucluster.benchmarks.storage import checkpoint
+from pytest_gpucluster.benchmarks.storage.checkpoint import make_own, wait_for
 from pytest_gpucluster.errors import EnvironmentBroken
 
 
@@ -27,6 +27,6 @@ def test_a_file_that_comes_late_is_waited_for(tmp_path):
 
 
 def test_a_folder_that_is_not_shared_is_the_environment_s_fault(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_folder, "SEEN_SECONDS", 0.1)
+    monkeypatch.setattr(checkpoint, "SEEN_SECONDS", 0.1)
     with pytest.raises(EnvironmentBroken, match=r"host after 0\.1 s.*--gpucluster-scratch"):
         wait_for(tmp_path / "none")

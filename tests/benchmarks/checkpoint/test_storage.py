@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from each import of_each
 
-from pytest_gpucluster.benchmarks.checkpoint import storage
-from pytest_gpucluster.benchmarks.checkpoint.storage import (
+from pytest_gpucluster.benchmarks.storage import bandwidth
+from pytest_gpucluster.benchmarks.storage.bandwidth import (
     PAGE_BYTES,
     Contents,
     file_system_of,
@@ -23,7 +23,7 @@ CHUNK = 2**16
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(storage, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(bandwidth, "CHUNK_BYTES", CHUNK)
 
 
 @pytest.fixture(params=[True, False], ids=["O_DIRECT", "posix_fadvise"])
@@ -94,8 +94,8 @@ def test_the_file_system_is_that_of_the_longest_mount_point_and_unknown_where_th
     def fail(self, **how):
         raise PermissionError
 
-    monkeypatch.setattr(storage.Path, "read_text", lambda self, **how: MOUNTS)
+    monkeypatch.setattr(bandwidth.Path, "read_text", lambda self, **how: MOUNTS)
     known = {"/home/x": "ext4", "/run/y/z": "tmpfs", "/mnt/a b/c": "lustre", "/mnt/z": "ceph"}
     assert {path: file_system_of(Path(path)) for path in known} == known
-    monkeypatch.setattr(storage.Path, "read_text", fail)
+    monkeypatch.setattr(bandwidth.Path, "read_text", fail)
     assert file_system_of(Path("/run")) == "unknown"

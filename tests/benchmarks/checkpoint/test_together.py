@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from pytest_gpucluster.benchmarks.checkpoint.together import first, together
+from pytest_gpucluster.benchmarks.storage.checkpoint import first, together
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 

@@ -9,7 +9,7 @@ from each import of_each
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpucluster.benchmarks.lora.conversation import BETWEEN, END, LABELS, turns_of
+from pytest_gpucluster.benchmarks.lora.dataset import BETWEEN, END, LABELS, turns_of
 
 CHAT = (
     "USER: How hot is it in Rome?\n\n\n"

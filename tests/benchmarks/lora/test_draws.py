@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from each import of_each
 
-from pytest_gpucluster.benchmarks.lora.draws import Draws
+from pytest_gpucluster.benchmarks.lora.synthetic import Draws
 
 
 def test_the_draws_of_a_seed_are_these_for_ever():

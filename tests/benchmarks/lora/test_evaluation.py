@@ -14,13 +14,11 @@ from programs import needs_modules
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from pytest_gpucluster.benchmarks.lora.conversation import BETWEEN
+from pytest_gpucluster.benchmarks.lora.dataset import BETWEEN, Row
 from pytest_gpucluster.benchmarks.lora.evaluation import evaluate
 from pytest_gpucluster.benchmarks.lora.function_calls import FunctionCall, parse
-from pytest_gpucluster.benchmarks.lora.rendering import segments
-from pytest_gpucluster.benchmarks.lora.rows import Row
+from pytest_gpucluster.benchmarks.lora.packing import segments, tiny_tokenizer
 from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
-from pytest_gpucluster.benchmarks.lora.tokenizer import tiny_tokenizer
 from pytest_gpucluster.errors import WrongResult
 
 pytestmark = needs_modules("transformers")

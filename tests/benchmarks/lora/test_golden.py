@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from each import of_each
 
-from pytest_gpucluster.benchmarks.lora import golden as lora_golden
-from pytest_gpucluster.benchmarks.lora.golden import REQUIRED, deviation, golden_of, read, write
+from pytest_gpucluster.benchmarks.lora import reference_curve as lora_golden
+from pytest_gpucluster.benchmarks.lora.reference_curve import REQUIRED, deviation, golden_of, read, write
 from pytest_gpucluster.errors import CurveError
 from pytest_gpucluster.metrics.loss_curve import Curve, Point
 

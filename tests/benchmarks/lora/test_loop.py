@@ -13,16 +13,15 @@ from each import of_each
 from forked_ranks import on_ranks
 from torch.distributed.fsdp import FSDPModule
 
-from pytest_gpucluster.benchmarks.lora import loop as lora_loop
-from pytest_gpucluster.benchmarks.lora import memory_need, parity
-from pytest_gpucluster.benchmarks.lora.judged_loss import JudgedLoss
-from pytest_gpucluster.benchmarks.lora.loop import PIECES, Loop
-from pytest_gpucluster.benchmarks.lora.memory_need import memory_for, too_little_memory
-from pytest_gpucluster.benchmarks.lora.model import make_adapted, random_base, tiny_base
+from pytest_gpucluster.benchmarks.group import Ranks
+from pytest_gpucluster.benchmarks.lora import recipe as parity
+from pytest_gpucluster.benchmarks.lora import trainer as lora_loop
+from pytest_gpucluster.benchmarks.lora import training_plan
+from pytest_gpucluster.benchmarks.lora.model import JudgedLoss, make_adapted, random_base, tiny_base
 from pytest_gpucluster.benchmarks.lora.packing import global_batch
-from pytest_gpucluster.benchmarks.lora.plan import Recipe
 from pytest_gpucluster.benchmarks.lora.throughput import lora_throughput, random_blocks
-from pytest_gpucluster.benchmarks.ranks import Ranks
+from pytest_gpucluster.benchmarks.lora.trainer import PIECES, Loop
+from pytest_gpucluster.benchmarks.lora.training_plan import Recipe, memory_for, too_little_memory
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling
 
@@ -112,7 +111,7 @@ def test_logits_in_parts_give_the_same_losses(make, monkeypatch):
     model = JudgedLoss(make_adapted(BASE, CPU, precision="fp32", dropout=False, seed=0))
     packed = blocks()
     whole = model(packed.tokens, packed.judged)
-    monkeypatch.setattr("pytest_gpucluster.benchmarks.lora.judged_loss.LOGITS_AT_ONCE", 64 * 10)
+    monkeypatch.setattr("pytest_gpucluster.benchmarks.lora.model.LOGITS_AT_ONCE", 64 * 10)
     parts = model(packed.tokens, packed.judged)
     torch.testing.assert_close(parts, whole)
     parts[0].backward()
@@ -183,7 +182,7 @@ def test_running_out_of_memory_is_told_with_its_figures(make):
 
 
 def test_too_little_memory_is_told_with_its_figures_before_anything_is_made(make, monkeypatch):
-    monkeypatch.setattr(memory_need, "free_bytes", lambda device: 10**6)
+    monkeypatch.setattr(training_plan, "free_bytes", lambda device: 10**6)
     with pytest.raises(EnvironmentBroken, match=r"needs about .* GB of memory.* .* has 0.001 GB free"):
         make()
 
@@ -191,7 +190,7 @@ def test_too_little_memory_is_told_with_its_figures_before_anything_is_made(make
 @of_each("case", [(120, False, False), (60, True, False), (20, True, True)])
 def test_activations_of_qwen2_7b_are_recomputed_where_the_memory_demands_it(make, monkeypatch, case):
     free_gb, recompute, lacking = case
-    monkeypatch.setattr(memory_need, "free_bytes", lambda device: free_gb * 10**9)
+    monkeypatch.setattr(training_plan, "free_bytes", lambda device: free_gb * 10**9)
     recipe = replace(RECIPE, global_batch=2, micro_batch=2, precision="bf16")
     found = memory_for(Ranks(dist.group.WORLD, CPU), CPU, random_base(), recipe, 4096, ranks=1)
     assert (found[0], bool(found[1])) == (recompute, lacking)

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pytest_gpucluster.benchmarks.lora import prepared
-from pytest_gpucluster.benchmarks.lora.context import context_of, require_same_context
+from pytest_gpucluster.benchmarks.lora import packed_file
 from pytest_gpucluster.benchmarks.lora.experiment import SEED, given_data, given_experiment
 from pytest_gpucluster.benchmarks.lora.model import Base, tiny_base
-from pytest_gpucluster.benchmarks.lora.plan import Recipe
+from pytest_gpucluster.benchmarks.lora.packing import tiny_tokenizer
+from pytest_gpucluster.benchmarks.lora.recipe import context_of, require_same_context
 from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
-from pytest_gpucluster.benchmarks.lora.tokenizer import tiny_tokenizer
+from pytest_gpucluster.benchmarks.lora.training_plan import Recipe
 from pytest_gpucluster.errors import EnvironmentBroken
 
 SIZES = SimpleNamespace(
@@ -36,8 +36,8 @@ def given(tmp_path_factory):
     lines = [json.dumps({"system": row.system, "chat": row.chat}) for row in rows]
     (folder / "rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
     data = given_data(folder / "rows.jsonl")
-    made = prepared.prepare(data, tokenizer, name="small", sequence=64, held_out=0.1, seed=SEED)
-    prepared.write(folder / "blocks.safetensors", made)
+    made = packed_file.prepare(data, tokenizer, name="small", sequence=64, held_out=0.1, seed=SEED)
+    packed_file.write(folder / "blocks.safetensors", made)
     return folder
 
 
@@ -63,7 +63,7 @@ def test_blocks_of_another_length_or_sha256_and_data_that_are_not_there_are_refu
     with pytest.raises(EnvironmentBroken, match="the blocks have 64 positions, and 32"):
         given_experiment(sizes, base_in(given), given_data(path))
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    assert isinstance(given_data(path, sha256=digest), prepared.Prepared)
+    assert isinstance(given_data(path, sha256=digest), packed_file.Prepared)
     with pytest.raises(EnvironmentBroken, match=f"its sha256 is {digest}, and 00"):
         given_data(path, sha256="00")
     with pytest.raises(EnvironmentBroken, match="no such file"):

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from pytest_gpucluster.benchmarks.lora.convergence import Convergence, Learned, figures_of
 from pytest_gpucluster.benchmarks.lora.evaluation import CallScore
-from pytest_gpucluster.benchmarks.lora.figures import figures_of
-from pytest_gpucluster.benchmarks.lora.learned import Convergence, Learned
-from pytest_gpucluster.benchmarks.lora.parity import Parity
+from pytest_gpucluster.benchmarks.lora.recipe import Parity
 from pytest_gpucluster.metrics import measurement
 from pytest_gpucluster.metrics.loss_curve import Curve
 from pytest_gpucluster.metrics.sampling import Series

@@ -9,10 +9,20 @@ import torch
 from each import of_each
 from torch.utils.flop_counter import FlopCounterMode
 
-from pytest_gpucluster.benchmarks.lora.adapters import TINY, trained_parameters
-from pytest_gpucluster.benchmarks.lora.geometry import QWEN2_7B, QWEN2_7B_PARAMETERS, QWEN2_7B_TRAINED, Geometry, tiny
-from pytest_gpucluster.benchmarks.lora.judged_loss import JudgedLoss
-from pytest_gpucluster.benchmarks.lora.model import Base, make_adapted, random_base, tiny_base
+from pytest_gpucluster.benchmarks.lora.model import (
+    QWEN2_7B,
+    QWEN2_7B_PARAMETERS,
+    QWEN2_7B_TRAINED,
+    TINY,
+    Base,
+    Geometry,
+    JudgedLoss,
+    make_adapted,
+    random_base,
+    tiny,
+    tiny_base,
+    trained_parameters,
+)
 
 CPU = torch.device("cpu")
 

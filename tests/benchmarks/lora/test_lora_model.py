@@ -9,9 +9,15 @@ import pytest
 import torch
 
 from pytest_gpucluster.benchmarks.lora import model as lora_model
-from pytest_gpucluster.benchmarks.lora.geometry import QWEN2_7B
-from pytest_gpucluster.benchmarks.lora.model import QWEN2_LABEL, given_base, make_adapted, make_base, tiny_base
-from pytest_gpucluster.benchmarks.lora.reloaded import reload
+from pytest_gpucluster.benchmarks.lora.evaluation import reload_adapter
+from pytest_gpucluster.benchmarks.lora.model import (
+    QWEN2_7B,
+    QWEN2_LABEL,
+    given_base,
+    make_adapted,
+    make_base,
+    tiny_base,
+)
 from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
@@ -89,7 +95,7 @@ def test_adapters_that_are_cut_off_are_told(tmp_path):
     path = tmp_path / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(WrongResult, match=r"adapters that"):
-        reload(BASE, tmp_path, CPU, precision="fp32", seed=0)
+        reload_adapter(BASE, tmp_path, CPU, precision="fp32", seed=0)
 
 
 def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch, tmp_path):

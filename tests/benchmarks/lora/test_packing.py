@@ -9,11 +9,9 @@ import torch
 from each import of_each
 from programs import needs_modules
 
-from pytest_gpucluster.benchmarks.lora.packing import encode, global_batch, order, pack, share
-from pytest_gpucluster.benchmarks.lora.rendering import segments
-from pytest_gpucluster.benchmarks.lora.rows import Row
+from pytest_gpucluster.benchmarks.lora.dataset import Row
+from pytest_gpucluster.benchmarks.lora.packing import encode, global_batch, order, pack, segments, share, tiny_tokenizer
 from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
-from pytest_gpucluster.benchmarks.lora.tokenizer import tiny_tokenizer
 from pytest_gpucluster.errors import EnvironmentBroken
 
 pytestmark = needs_modules("transformers")

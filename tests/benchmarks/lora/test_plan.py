@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from each import of_each
 
-from pytest_gpucluster.benchmarks.lora.plan import Recipe, cosine, group_size, micro_batch, seed_of_step
+from pytest_gpucluster.benchmarks.lora.training_plan import Recipe, cosine, group_size, micro_batch, seed_of_step
 
 RECIPE = Recipe(steps=100, warmup_steps=10, global_batch=128, micro_batch=4, learning_rate=2e-5)
 

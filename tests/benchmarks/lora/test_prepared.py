@@ -9,12 +9,10 @@ import torch
 from each import of_each
 from programs import needs_modules
 
-from pytest_gpucluster.benchmarks.lora import prepared
-from pytest_gpucluster.benchmarks.lora.held_out import held_out_split
-from pytest_gpucluster.benchmarks.lora.packing import pack
-from pytest_gpucluster.benchmarks.lora.rows import Malformed, Rows
+from pytest_gpucluster.benchmarks.lora import packed_file
+from pytest_gpucluster.benchmarks.lora.dataset import Malformed, Rows, held_out_split
+from pytest_gpucluster.benchmarks.lora.packing import pack, tiny_tokenizer, tokenizer_fingerprint
 from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
-from pytest_gpucluster.benchmarks.lora.tokenizer import fingerprint, tiny_tokenizer
 from pytest_gpucluster.errors import EnvironmentBroken
 
 pytestmark = needs_modules("transformers")
@@ -33,12 +31,12 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def made(tokenizer):
-    return prepared.prepare(ROWS, tokenizer, name="tiny", sequence=64, held_out=0.1, seed=3)
+    return packed_file.prepare(ROWS, tokenizer, name="tiny", sequence=64, held_out=0.1, seed=3)
 
 
 @pytest.fixture
 def path(made, tmp_path):
-    prepared.write(tmp_path / "blocks.safetensors", made)
+    packed_file.write(tmp_path / "blocks.safetensors", made)
     return tmp_path / "blocks.safetensors"
 
 
@@ -51,7 +49,7 @@ def test_both_parts_are_packed_and_no_conversation_is_in_both(made, tokenizer):
 
 def test_the_context_says_where_it_comes_from(made, tokenizer):
     told = {"source": "rows.json", "sha256": "ab" * 32, "revision": "", "malformed": "1", "tokenizer": "tiny"}
-    told |= {"tokenizer_sha256": fingerprint(tokenizer), "sequence": "64", "seed": "3", "held_out": "0.1"}
+    told |= {"tokenizer_sha256": tokenizer_fingerprint(tokenizer), "sequence": "64", "seed": "3", "held_out": "0.1"}
     assert made.context == told
 
 
@@ -65,16 +63,16 @@ def same_blocks(one, other):
 
 
 def test_what_was_written_is_read_and_is_told_from_files_of_rows(made, path):
-    found = prepared.read(path)
+    found = packed_file.read(path)
     assert same_blocks(found.train, made.train)
     assert same_blocks(found.held_out, made.held_out)
     assert found.context == made.context
     assert [row.key() for row in found.held_out_rows] == [row.key() for row in made.held_out_rows]
     assert list(path.parent.iterdir()) == [path]
-    assert prepared.is_prepared(path)
+    assert packed_file.is_prepared(path)
     for data in (b"[]", b'{"system": "", "chat": ""}', b"", b'[      {"a": 1}]'):
         path.write_bytes(data)
-        assert not prepared.is_prepared(path)
+        assert not packed_file.is_prepared(path)
 
 
 def test_the_same_blocks_give_the_same_bytes_and_a_writing_that_fails_leaves_what_was_there(made, path, monkeypatch):
@@ -85,11 +83,11 @@ def test_the_same_blocks_give_the_same_bytes_and_a_writing_that_fails_leaves_wha
         raise OSError(28, "No space left on device")
 
     before = path.read_bytes()
-    prepared.write(path, made)
+    packed_file.write(path, made)
     assert path.read_bytes() == before
     monkeypatch.setattr(safetensors.torch, "save_file", broken)
     with pytest.raises(OSError, match="No space left"):
-        prepared.write(path, made)
+        packed_file.write(path, made)
     assert path.read_bytes() == before
     assert list(path.parent.iterdir()) == [path]
 
@@ -97,12 +95,12 @@ def test_the_same_blocks_give_the_same_bytes_and_a_writing_that_fails_leaves_wha
 @of_each("left", [0, 4, 100, -1, -5000])
 def test_a_file_that_is_cut_off_or_missing_is_refused(made, tmp_path, left):
     path = tmp_path / "blocks.safetensors"
-    prepared.write(path, made)
+    packed_file.write(path, made)
     path.write_bytes(path.read_bytes()[:left])
     with pytest.raises(EnvironmentBroken, match=rf"^{path}: .*anew with `gpucluster data prepare`"):
-        prepared.read(path)
+        packed_file.read(path)
     with pytest.raises(EnvironmentBroken, match=r"cannot be read: .*anew"):
-        prepared.read(tmp_path / "none")
+        packed_file.read(tmp_path / "none")
 
 
 def rewritten(path, change=None, tensors=None):
@@ -135,20 +133,20 @@ def rewritten(path, change=None, tensors=None):
 )
 def test_a_file_that_contradicts_itself_is_refused(made, tmp_path, refused):
     path, (change, why) = tmp_path / "blocks.safetensors", refused
-    prepared.write(path, made)
+    packed_file.write(path, made)
     rewritten(path, **change)
     with pytest.raises(EnvironmentBroken, match=why):
-        prepared.read(path)
+        packed_file.read(path)
 
 
 def test_too_few_rows_held_out_are_told(tokenizer):
     with pytest.raises(EnvironmentBroken, match=r"^held out: 2 rows are \d+ tokens, .*, .*hold more.*$"):
-        prepared.prepare(ROWS, tokenizer, name="tiny", sequence=4096, held_out=0.01, seed=0)
+        packed_file.prepare(ROWS, tokenizer, name="tiny", sequence=4096, held_out=0.01, seed=0)
 
 
 def test_blocks_fit_the_tokenizer_and_the_length_that_they_were_made_with(made, tokenizer):
-    prepared.require_fit(made, tokenizer, 64)
+    packed_file.require_fit(made, tokenizer, 64)
     with pytest.raises(EnvironmentBroken, match="the blocks have 64 positions, and 128 are asked for"):
-        prepared.require_fit(made, tokenizer, 128)
+        packed_file.require_fit(made, tokenizer, 128)
     with pytest.raises(EnvironmentBroken, match=r"the tokenizer"):
-        prepared.require_fit(made, tiny_tokenizer(ROWS.rows[:150]), 64)
+        packed_file.require_fit(made, tiny_tokenizer(ROWS.rows[:150]), 64)

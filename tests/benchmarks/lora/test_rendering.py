@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pytest_gpucluster.benchmarks.lora.rendering import segments, text_of
-from pytest_gpucluster.benchmarks.lora.rows import Row
+from pytest_gpucluster.benchmarks.lora.dataset import Row
+from pytest_gpucluster.benchmarks.lora.packing import segments, text_of
 
 ROW = Row(
     system="SYSTEM: Be brief.\n",

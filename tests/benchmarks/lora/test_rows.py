@@ -13,7 +13,7 @@ import pytest
 from each import of_each
 
 from pytest_gpucluster.benchmarks.lora import hub
-from pytest_gpucluster.benchmarks.lora.rows import Row, load_rows, read, row_of
+from pytest_gpucluster.benchmarks.lora.dataset import Row, load_rows, read_rows, row_of
 from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
 from pytest_gpucluster.errors import EnvironmentBroken
 
@@ -40,7 +40,7 @@ def jsonl(values):
     ],
 )
 def test_every_layout_gives_the_same_rows(data):
-    rows, malformed = read(data, "rows")
+    rows, malformed = read_rows(data, "rows")
     assert [(row.system, row.chat) for row in rows] == [(row["system"], row["chat"]) for row in GOOD]
     assert malformed == []
 
@@ -62,7 +62,7 @@ BAD = [
 def test_a_malformed_row_is_left_out_and_named_by_its_line(layout, malformed):
     value, reason = malformed
     data = layout([*GOOD[:3], value, *GOOD[3:]])
-    rows, [told] = read(data, "rows")
+    rows, [told] = read_rows(data, "rows")
     assert (len(rows), told.row) == (len(GOOD), 3)
     assert reason in told.reason
     # In the text, the place of a row is where what it is begins.
@@ -73,11 +73,11 @@ def test_a_malformed_row_is_left_out_and_named_by_its_line(layout, malformed):
 
 def test_more_than_one_row_in_a_hundred_is_an_error_that_names_the_first():
     bad = {"system": "", "chat": ""}
-    assert len(read(jsonl([*GOOD[:198], bad, bad]), "rows")[1]) == 2
+    assert len(read_rows(jsonl([*GOOD[:198], bad, bad]), "rows")[1]) == 2
     with pytest.raises(EnvironmentBroken, match=r"^rows\.jsonl: 3 of 200 .* 1%.*: line 198 \(row 197\): .* line 200 "):
-        read(jsonl([*GOOD[:197], bad, bad, bad]), "rows.jsonl")
+        read_rows(jsonl([*GOOD[:197], bad, bad, bad]), "rows.jsonl")
     with pytest.raises(EnvironmentBroken, match=r"line 5 .*; and 15 more; mend them"):
-        read(jsonl([bad] * 20), "rows")
+        read_rows(jsonl([bad] * 20), "rows")
 
 
 @of_each(
@@ -106,7 +106,7 @@ def test_more_than_one_row_in_a_hundred_is_an_error_that_names_the_first():
 def test_a_broken_file_is_an_error_with_its_place(broken):
     data, place = broken
     with pytest.raises(EnvironmentBroken, match=f"^rows{place}"):
-        read(data, "rows")
+        read_rows(data, "rows")
 
 
 @of_each(
@@ -119,7 +119,7 @@ def test_a_broken_file_is_an_error_with_its_place(broken):
     ],
 )
 def test_a_line_that_python_or_a_tokenizer_cannot_read_is_malformed(malformed):
-    rows, [told] = read(malformed[0] + b"\n" + jsonl(GOOD), "rows")
+    rows, [told] = read_rows(malformed[0] + b"\n" + jsonl(GOOD), "rows")
     assert (len(rows), told.line) == (200, 1)
     assert told.reason.startswith(malformed[1])
 

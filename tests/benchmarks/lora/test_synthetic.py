@@ -7,8 +7,8 @@ import json
 
 import pytest
 
+from pytest_gpucluster.benchmarks.lora.dataset import held_out_split
 from pytest_gpucluster.benchmarks.lora.function_calls import FunctionCall, has_call, parse
-from pytest_gpucluster.benchmarks.lora.held_out import held_out_split
 from pytest_gpucluster.benchmarks.lora.synthetic import FUNCTIONS, WITH_FUNCTIONS, synthetic_rows
 
 ROWS = synthetic_rows(300, seed=5)

@@ -10,9 +10,8 @@ from forked_ranks import on_ranks
 from programs import needs_modules
 
 from pytest_gpucluster.benchmarks.lora.hub import ANSWER_SECONDS
-from pytest_gpucluster.benchmarks.lora.rendering import text_of
+from pytest_gpucluster.benchmarks.lora.packing import text_of, tiny_tokenizer, tokenizer_fingerprint, tokenizer_for
 from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
-from pytest_gpucluster.benchmarks.lora.tokenizer import fingerprint, tiny_tokenizer, tokenizer_for
 from pytest_gpucluster.errors import EnvironmentBroken
 
 pytestmark = needs_modules("transformers")
@@ -33,12 +32,12 @@ def test_it_has_as_many_tokens_as_asked_for_an_end_and_a_padding_and_keeps_any_t
 
 def trained_on_one_thread(rank):
     os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
-    return fingerprint(tiny_tokenizer(synthetic_rows(200, seed=0)))
+    return tokenizer_fingerprint(tiny_tokenizer(synthetic_rows(200, seed=0)))
 
 
 def test_another_process_trains_the_same_one_with_any_number_of_threads_and_other_rows_give_another(tiny):
-    assert on_ranks(1, trained_on_one_thread) == [fingerprint(tiny)]
-    assert fingerprint(tiny_tokenizer(ROWS[:150])) != fingerprint(tiny)
+    assert on_ranks(1, trained_on_one_thread) == [tokenizer_fingerprint(tiny)]
+    assert tokenizer_fingerprint(tiny_tokenizer(ROWS[:150])) != tokenizer_fingerprint(tiny)
     with pytest.raises(ValueError, match=r"tokens, and 5000"):
         tiny_tokenizer(ROWS[:2], vocab=5000)
 

@@ -15,7 +15,13 @@ from typing import Any
 import pytest
 from each import of_each
 
-from pytest_gpucluster.benchmarks.shared_files.mounted import Mounted, Pieces, look, not_shared, require_alike
+from pytest_gpucluster.benchmarks.storage.shared_filesystem import (
+    Mounted,
+    MountOperations,
+    inspect_mount,
+    not_shared,
+    require_alike,
+)
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.files import Mount
 
@@ -30,10 +36,13 @@ def sizes(blocks: int = 100, free: int = 40, files: int = 0, free_files: int = 0
 
 
 def test_a_folder_s_mount_and_free_space_are_told(tmp_path: Path) -> None:
-    pieces = Pieces(mounts=lambda: (LOCAL,), statvfs=lambda path: sizes(files=1000, free_files=250))
-    seen = look(tmp_path, "node-a", pieces=pieces)
+    pieces = MountOperations(mounts=lambda: (LOCAL,), statvfs=lambda path: sizes(files=1000, free_files=250))
+    seen = inspect_mount(tmp_path, "node-a", pieces=pieces)
     assert seen == Mounted(host="node-a", mount=LOCAL, free_ratio=0.4, free_inodes_ratio=0.25)
-    assert look(tmp_path, "node-a", pieces=replace(pieces, statvfs=lambda path: sizes())).free_inodes_ratio is None
+    assert (
+        inspect_mount(tmp_path, "node-a", pieces=replace(pieces, statvfs=lambda path: sizes())).free_inodes_ratio
+        is None
+    )
 
 
 def test_this_host_s_own_folders_can_be_looked_at_and_what_is_mounted_may_be_unknown(
@@ -42,11 +51,11 @@ def test_this_host_s_own_folders_can_be_looked_at_and_what_is_mounted_may_be_unk
     def mounts() -> tuple[Mount, ...]:
         raise OSError("no /proc")
 
-    seen = look(tmp_path / "a" / "b", "node-a")
+    seen = inspect_mount(tmp_path / "a" / "b", "node-a")
     assert (tmp_path / "a" / "b").is_dir()
     assert seen.mount is not None
     assert 0 <= seen.free_ratio <= 1
-    assert look(tmp_path, "node-a", pieces=Pieces(mounts=mounts)).mount is None
+    assert inspect_mount(tmp_path, "node-a", pieces=MountOperations(mounts=mounts)).mount is None
     assert re.search(r"is mounted.* /proc", capsys.readouterr().out)
 
 
@@ -66,7 +75,9 @@ def test_a_network_file_system_that_is_gone_is_told_and_one_that_is_closed_to_us
             raise OSError(case[0], os.strerror(case[0]))
         return sizes()
 
-    broken = look(tmp_path, "node-a", pieces=Pieces(mounts=lambda: (LOCAL, NFS), statvfs=statvfs)).broken
+    broken = inspect_mount(
+        tmp_path, "node-a", pieces=MountOperations(mounts=lambda: (LOCAL, NFS), statvfs=statvfs)
+    ).broken
     assert [told.partition("]")[0] + "]" for told in broken] == case[1]
 
 
@@ -83,24 +94,24 @@ def test_a_server_that_never_answers_is_given_up(tmp_path: Path, never: threadin
             never.wait(30)
         return sizes()
 
-    pieces = Pieces(mounts=lambda: (LOCAL, NFS), statvfs=statvfs)
-    seen = look(tmp_path, "node-a", answer_seconds=0.1, pieces=pieces)
+    pieces = MountOperations(mounts=lambda: (LOCAL, NFS), statvfs=statvfs)
+    seen = inspect_mount(tmp_path, "node-a", answer_seconds=0.1, pieces=pieces)
     assert seen.broken == ("nfs4 server:/export on /data: no answer within 0.1 s",)
 
     def hang(path: str | Path) -> Any:
         never.wait(30)
 
-    for stuck in (replace(pieces, statvfs=hang), Pieces(make=hang)):
+    for stuck in (replace(pieces, statvfs=hang), MountOperations(make=hang)):
         with pytest.raises(EnvironmentBroken, match=r"node-a: .*answer within 0\.1 s"):
-            look(tmp_path, "node-a", answer_seconds=0.1, pieces=stuck)
+            inspect_mount(tmp_path, "node-a", answer_seconds=0.1, pieces=stuck)
 
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentBroken, match=r"node-a: .*none cannot.*: .*No such file"):
-        look(tmp_path / "none", "node-a", pieces=Pieces(make=lambda folder: None))
+        inspect_mount(tmp_path / "none", "node-a", pieces=MountOperations(make=lambda folder: None))
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentBroken, match=r"node-a: .*below cannot.*: .*Not a directory"):
-        look(tmp_path / "file" / "below", "node-a")
+        inspect_mount(tmp_path / "file" / "below", "node-a")
 
 
 def test_many_mounts_of_one_server_that_is_gone_are_waited_for_at_once(tmp_path: Path, never: threading.Event) -> None:
@@ -111,7 +122,9 @@ def test_many_mounts_of_one_server_that_is_gone_are_waited_for_at_once(tmp_path:
 
     many = tuple(replace(NFS, point=f"/data/{index}") for index in range(40))
     begin = time.monotonic()
-    seen = look(tmp_path, "node-a", answer_seconds=0.5, pieces=Pieces(mounts=lambda: many, statvfs=statvfs))
+    seen = inspect_mount(
+        tmp_path, "node-a", answer_seconds=0.5, pieces=MountOperations(mounts=lambda: many, statvfs=statvfs)
+    )
     assert len(seen.broken) == 40
     assert time.monotonic() - begin < 15, "one after the other they take 20 s"
 

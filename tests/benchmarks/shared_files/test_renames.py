@@ -11,9 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpucluster.benchmarks.checkpoint import shared_folder
-from pytest_gpucluster.benchmarks.shared_files import renames
-from pytest_gpucluster.benchmarks.shared_files.renames import FILE_BYTES, Pieces, Reads, content_of, version_of
+from pytest_gpucluster.benchmarks.storage import checkpoint, consistency
+from pytest_gpucluster.benchmarks.storage.consistency import (
+    FILE_BYTES,
+    Reads,
+    RenameOperations,
+    version_content,
+    version_of,
+)
 from pytest_gpucluster.errors import WrongResult
 
 TIMES = 40
@@ -27,8 +32,8 @@ def run(
     times: int = TIMES,
 ) -> Reads:
     path = folder / "file"
-    renames.put(path, 0)
-    return renames.replace_and_read(path, times, writes=True, pieces=Pieces(replace=replace, read=read))
+    consistency.put_version(path, 0)
+    return consistency.replace_and_read(path, times, writes=True, pieces=RenameOperations(replace=replace, read=read))
 
 
 def check(found: Reads, folder: Path) -> None:
@@ -36,9 +41,9 @@ def check(found: Reads, folder: Path) -> None:
 
 
 def test_a_version_is_known_by_its_whole_content_only() -> None:
-    content = content_of(123456)
+    content = version_content(123456)
     assert (version_of(content), len(content)) == (123456, FILE_BYTES)
-    assert version_of(content[:4096] + content_of(5)[4096:]) is None
+    assert version_of(content[:4096] + version_content(5)[4096:]) is None
     assert version_of(content[:-1]) is None
     assert version_of(b"") is None
 
@@ -82,9 +87,9 @@ def test_a_file_that_is_written_in_place_is_seen_in_parts(tmp_path: Path) -> Non
 def test_a_reader_that_is_shown_an_old_version_for_ever_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_folder, "SEEN_SECONDS", 0.1)
-    monkeypatch.setattr(renames, "_MOST_SECONDS_EACH", 0.005)
-    old = content_of(3)
+    monkeypatch.setattr(checkpoint, "SEEN_SECONDS", 0.1)
+    monkeypatch.setattr(consistency, "_MOST_SECONDS_EACH", 0.005)
+    old = version_content(3)
     found = run(tmp_path, read=lambda path: old)
     assert (found.last, found.whole_ratio) == (3, 1.0)
     with pytest.raises(WrongResult, match=r"node-b saw version 3 of .* .*and version 40 lay there"):
@@ -92,8 +97,8 @@ def test_a_reader_that_is_shown_an_old_version_for_ever_is_noticed(
 
 
 def test_a_reader_that_sees_nothing_is_no_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(renames, "_MOST_SECONDS_EACH", 0.0)
-    monkeypatch.setattr(shared_folder, "SEEN_SECONDS", 0.0)
+    monkeypatch.setattr(consistency, "_MOST_SECONDS_EACH", 0.0)
+    monkeypatch.setattr(checkpoint, "SEEN_SECONDS", 0.0)
     found = run(tmp_path)
     assert (found.whole, found.last, found.whole_ratio) == (0, -1, 0.0)
     with pytest.raises(WrongResult, match=r"node-.*saw none"):
@@ -107,7 +112,7 @@ def test_stale_handles_and_older_versions_are_counted_and_no_failure(tmp_path: P
         number = next(reads)
         if number % 5 == 0:
             raise OSError(errno.ESTALE, "Stale file handle")
-        return content_of(0) if number == 31 else path.read_bytes()
+        return version_content(0) if number == 31 else path.read_bytes()
 
     found = run(tmp_path, read=read)
     assert found.stale > 0

@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpucluster.benchmarks.shared_files.small_files import FILE_BYTES, Pieces, make, rate
+from pytest_gpucluster.benchmarks.storage.shared_filesystem import (
+    FILE_BYTES,
+    FileOperations,
+    make_file,
+    small_files_per_second,
+)
 from pytest_gpucluster.errors import WrongResult
 
 
@@ -18,7 +23,7 @@ def test_all_are_made_read_and_removed(tmp_path: Path) -> None:
         sizes.append(len(content))
         return content
 
-    assert rate(tmp_path / "small", 20, pieces=Pieces(read=read)) > 0
+    assert small_files_per_second(tmp_path / "small", 20, pieces=FileOperations(read=read)) > 0
     assert sizes == [FILE_BYTES] * 20
     assert list(tmp_path.iterdir()) == []
 
@@ -26,11 +31,11 @@ def test_all_are_made_read_and_removed(tmp_path: Path) -> None:
 def test_a_lost_or_changed_file_and_a_file_system_that_fails_are_noticed(tmp_path: Path) -> None:
     def lose(path: Path, content: bytes) -> None:
         if path.name != "000003":
-            make(path, content)
+            make_file(path, content)
 
     with pytest.raises(WrongResult, match=r"1 of 5 .*listed wrongly.* 000003"):
-        rate(tmp_path / "lost", 5, pieces=Pieces(make=lose))
+        small_files_per_second(tmp_path / "lost", 5, pieces=FileOperations(make=lose))
     with pytest.raises(WrongResult, match=r"000000 .*was written"):
-        rate(tmp_path / "changed", 5, pieces=Pieces(read=lambda path: path.read_bytes()[:-1]))
+        small_files_per_second(tmp_path / "changed", 5, pieces=FileOperations(read=lambda path: path.read_bytes()[:-1]))
     with pytest.raises(FileNotFoundError):
-        rate(tmp_path / "none" / "small", 1)
+        small_files_per_second(tmp_path / "none" / "small", 1)

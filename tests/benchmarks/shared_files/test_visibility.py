@@ -9,9 +9,15 @@ from pathlib import Path
 import pytest
 from each import of_each
 
-from pytest_gpucluster.benchmarks.checkpoint import shared_folder
-from pytest_gpucluster.benchmarks.shared_files import visibility
-from pytest_gpucluster.benchmarks.shared_files.visibility import Pieces, Seen, content_of, others_of, path_of, write
+from pytest_gpucluster.benchmarks.storage import checkpoint, consistency
+from pytest_gpucluster.benchmarks.storage.consistency import (
+    Seen,
+    VisibilityOperations,
+    others_of,
+    path_of,
+    turn_content,
+    write_probe,
+)
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 HOSTS = {0: "node-a", 1: "node-b", 2: "node-c"}
@@ -20,26 +26,31 @@ SIZE = 5000
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_folder, "SEEN_SECONDS", 0.2)
+    monkeypatch.setattr(checkpoint, "SEEN_SECONDS", 0.2)
 
 
-def looked(folder: Path, turn: int = 0, read: Callable[[Path], bytes] = visibility.read) -> Seen:
-    return visibility.look_for(
-        folder, (1, 2), turn=turn, size_bytes=SIZE, hosts=HOSTS, pieces=Pieces(write=write, read=read)
+def looked(folder: Path, turn: int = 0, read: Callable[[Path], bytes] = consistency.read_probe) -> Seen:
+    return consistency.look_for(
+        folder,
+        (1, 2),
+        turn=turn,
+        size_bytes=SIZE,
+        hosts=HOSTS,
+        pieces=VisibilityOperations(write=write_probe, read=read),
     )
 
 
 def put(folder: Path, *turns: int) -> None:
     for turn in turns:
         for node in (1, 2):
-            write(path_of(folder, node), content_of(node, turn, SIZE))
+            write_probe(path_of(folder, node), turn_content(node, turn, SIZE))
 
 
 def test_what_each_node_writes_is_its_own_and_known_on_every_host() -> None:
-    contents = {content_of(node, turn, SIZE) for node in range(3) for turn in range(2)}
+    contents = {turn_content(node, turn, SIZE) for node in range(3) for turn in range(2)}
     assert len(contents) == 6
     assert {len(content) for content in contents} == {SIZE}
-    assert content_of(1, 0, SIZE) == content_of(1, 0, SIZE)
+    assert turn_content(1, 0, SIZE) == turn_content(1, 0, SIZE)
 
 
 @of_each("count", [2, 3, 16, 129])
@@ -62,15 +73,15 @@ def test_files_as_they_were_written_are_right(tmp_path: Path) -> None:
 
 
 def test_a_file_that_comes_late_is_waited_for_and_timed(tmp_path: Path) -> None:
-    write(path_of(tmp_path, 1), content_of(1, 0, SIZE))
-    threading.Timer(0.1, lambda: write(path_of(tmp_path, 2), content_of(2, 0, SIZE))).start()
+    write_probe(path_of(tmp_path, 1), turn_content(1, 0, SIZE))
+    threading.Timer(0.1, lambda: write_probe(path_of(tmp_path, 2), turn_content(2, 0, SIZE))).start()
     seen = looked(tmp_path)
     assert seen.right == 2
     assert seen.slowest_seconds > 0.02
 
 
 def test_a_file_that_does_not_come_is_no_fault_of_the_hardware(tmp_path: Path) -> None:
-    write(path_of(tmp_path, 1), content_of(1, 0, SIZE))
+    write_probe(path_of(tmp_path, 1), turn_content(1, 0, SIZE))
     seen = looked(tmp_path)
     assert (seen.files, seen.right) == (2, 1)
     seen.require_right("node-a")

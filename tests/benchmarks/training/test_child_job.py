@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpucluster.benchmarks.training.child_job import ChildJob, environment_of_its_own
+from pytest_gpucluster.benchmarks.training.failure_propagation import ChildJob, environment_of_its_own
 
 # A child of the job in a session of its own, as torchrun starts its ranks, that takes no SIGTERM.
 STUBBORN = (
@@ -39,11 +39,11 @@ def test_its_environment_has_what_the_site_has_set_and_nothing_of_this_rank() ->
 
 
 def test_what_is_set_for_this_suite_s_own_ranks_is_taken_away() -> None:
-    from pytest_gpucluster import nccl_log
     from pytest_gpucluster.agreement.release import nccl
+    from pytest_gpucluster.node.fabric import nccl_log
 
     own: dict[str, str] = dict(nccl.ENVIRONMENT)
-    nccl_log.prepare(own)
+    nccl_log.prepare_log(own)
     assert environment_of_its_own(own) == {}
 
 

@@ -11,10 +11,10 @@ import sys
 import pytest
 import torch
 
-from pytest_gpucluster.benchmarks.training.compilation import compile_blocks, fresh_compiler, missing_compiler
-from pytest_gpucluster.benchmarks.training.decoder import Geometry, make_decoder
-from pytest_gpucluster.benchmarks.training.packed_tokens import PackedTokens
+from pytest_gpucluster.benchmarks.training.data import PackedTokens
+from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder
 from pytest_gpucluster.benchmarks.training.step import Training
+from pytest_gpucluster.benchmarks.training.throughput_setup import compile_blocks, fresh_compiler, missing_compiler
 
 CPU = torch.device("cpu")
 GEOMETRY = Geometry(layers=2, width=64, heads=2, vocab=64, sequence=16)
@@ -24,7 +24,7 @@ GEOMETRY = Geometry(layers=2, width=64, heads=2, vocab=64, sequence=16)
 def test_a_compiler_that_is_not_there_is_told(tmp_path):
     # In a process of its own: torch remembers whether it has found one.
     code = (
-        "import torch; from pytest_gpucluster.benchmarks.training.compilation import missing_compiler; "
+        "import torch; from pytest_gpucluster.benchmarks.training.throughput_setup import missing_compiler; "
         "print(missing_compiler(torch.device('cpu')))"
     )
     without = {"CXX": "/nowhere/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TMPDIR": str(tmp_path)}

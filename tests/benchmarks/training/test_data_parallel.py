@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_gpucluster.benchmarks.training.data_parallel import check_data_parallel
-from pytest_gpucluster.benchmarks.training.decoder import Geometry
+from pytest_gpucluster.benchmarks.training.ddp import check_data_parallel
+from pytest_gpucluster.benchmarks.training.model import Geometry
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def test_a_group_of_other_ranks_than_the_launcher_s_is_wrong(check, facts):
 
 
 def test_too_little_memory_is_the_environment_s_fault(check, monkeypatch):
-    monkeypatch.setattr("pytest_gpucluster.benchmarks.footprint.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("pytest_gpucluster.benchmarks.memory_budget.free_bytes", lambda device: 1000)
     with pytest.raises(EnvironmentBroken, match=r"training\.width=256"):
         check()
 

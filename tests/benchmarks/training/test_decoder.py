@@ -9,9 +9,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
-from pytest_gpucluster.benchmarks.training import decoder
-from pytest_gpucluster.benchmarks.training.decoder import Geometry, make_decoder
+from pytest_gpucluster.benchmarks.training import model as decoder
 from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
+from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder
 
 CPU = torch.device("cpu")
 SIZES = {"layers": 2, "width": 64, "heads": 4, "vocab": 96, "sequence": 16}

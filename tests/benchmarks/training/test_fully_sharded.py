@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from pytest_gpucluster.benchmarks.training import sharding
-from pytest_gpucluster.benchmarks.training.decoder import Geometry
-from pytest_gpucluster.benchmarks.training.fully_sharded import PIECES, check_fully_sharded
-from pytest_gpucluster.benchmarks.training.sharded_memory import held_memory
+from pytest_gpucluster.benchmarks.training.fsdp import PIECES, check_fully_sharded
+from pytest_gpucluster.benchmarks.training.model import Geometry
+from pytest_gpucluster.benchmarks.training.sharding import held_memory
 from pytest_gpucluster.benchmarks.training.step import PARTS, token_mean
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
@@ -43,7 +43,7 @@ def test_an_algorithm_that_gives_other_bits_each_time_is_seen_in_the_replay(chec
 
 
 def test_too_little_memory_is_the_environment_s_fault(check, group, monkeypatch):
-    monkeypatch.setattr("pytest_gpucluster.benchmarks.footprint.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("pytest_gpucluster.benchmarks.memory_budget.free_bytes", lambda device: 1000)
     with pytest.raises(EnvironmentBroken, match=r"fsdp\.width=256"):
         check()
     with pytest.raises(EnvironmentBroken, match=r"fsdp\.width=256"):

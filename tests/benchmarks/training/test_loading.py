@@ -12,10 +12,9 @@ import time
 import pytest
 import torch
 
-from pytest_gpucluster.benchmarks.training import loading, packed_tokens
-from pytest_gpucluster.benchmarks.training.decoder import Geometry
-from pytest_gpucluster.benchmarks.training.loading import Loading, endless_batches
-from pytest_gpucluster.benchmarks.training.packed_tokens import PackedTokens
+from pytest_gpucluster.benchmarks.training import data
+from pytest_gpucluster.benchmarks.training.data import Loading, PackedTokens, endless_batches
+from pytest_gpucluster.benchmarks.training.model import Geometry
 from pytest_gpucluster.errors import EnvironmentBroken
 
 CPU = torch.device("cpu")
@@ -63,14 +62,14 @@ def test_workers_bring_the_same_rows_in_the_same_order():
 
 
 def test_a_worker_is_no_copy_of_the_rank(monkeypatch):
-    monkeypatch.setattr(loading, "PackedTokens", Watched)
+    monkeypatch.setattr(data, "PackedTokens", Watched)
     monkeypatch.setattr(sys.modules[__name__], "HERITAGE", [1])
     assert batches(1)[0][0] == 1
     assert batches(1, workers=1)[0][0] == 0, "it would have a CUDA context, and the threads' locks"
 
 
 def test_a_worker_that_dies_is_the_environment_s_fault(monkeypatch):
-    monkeypatch.setattr(loading, "PackedTokens", Deadly)
+    monkeypatch.setattr(data, "PackedTokens", Deadly)
     with pytest.raises(EnvironmentBroken, match=r"DataLoader: .* /dev/shm.*--gpucluster-workload, workers=0"):
         batches(5, workers=1)
 
@@ -82,8 +81,8 @@ def test_a_worker_that_dies_while_it_hands_over_is_the_environment_s_fault(monke
     def torn(loader):
         raise error
 
-    monkeypatch.setattr(loading, "DataLoader", lambda *_, **__: [])  # no real workers, whom the kept error would keep
-    monkeypatch.setattr(loading, "_next", torn)
+    monkeypatch.setattr(data, "DataLoader", lambda *_, **__: [])  # no real workers, whom the kept error would keep
+    monkeypatch.setattr(data, "_next", torn)
     with pytest.raises(EnvironmentBroken, match=rf"DataLoader: {re.escape(str(error)) or 'EOFError'}") as caught:
         batches(1, workers=1)
     assert caught.value.__cause__ is error
@@ -94,15 +93,15 @@ def test_what_no_worker_has_done_stays_as_it_is(monkeypatch, error):
     def wrong(loader):
         raise error
 
-    monkeypatch.setattr(loading, "_next", wrong)
+    monkeypatch.setattr(data, "_next", wrong)
     with pytest.raises(type(error), match=str(error)):
         batches(1)
 
 
 def test_a_worker_that_brings_nothing_is_not_waited_for_without_end(monkeypatch):
-    monkeypatch.setattr(loading, "PackedTokens", Slow)
-    monkeypatch.setattr(loading, "WAIT_SECONDS", 1.0)
-    monkeypatch.setattr(loading, "LOOK_SECONDS", 0.3)
+    monkeypatch.setattr(data, "PackedTokens", Slow)
+    monkeypatch.setattr(data, "WAIT_SECONDS", 1.0)
+    monkeypatch.setattr(data, "LOOK_SECONDS", 0.3)
     began = time.monotonic()
     with pytest.raises(EnvironmentBroken, match=r"DataLoader timed out after 0\.3 seconds"):
         batches(1, workers=1)
@@ -110,10 +109,10 @@ def test_a_worker_that_brings_nothing_is_not_waited_for_without_end(monkeypatch)
 
 
 def test_an_error_of_the_data_themselves_stays_what_it_is(monkeypatch):
-    class Broken(packed_tokens.PackedTokens):
+    class Broken(data.PackedTokens):
         def __getitem__(self, row):
             raise RuntimeError("something else")
 
-    monkeypatch.setattr(loading, "PackedTokens", Broken)
+    monkeypatch.setattr(data, "PackedTokens", Broken)
     with pytest.raises(RuntimeError, match="something else"):
         batches(1)

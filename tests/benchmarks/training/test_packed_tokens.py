@@ -6,7 +6,7 @@ import pytest
 import torch
 from each import of_each
 
-from pytest_gpucluster.benchmarks.training.packed_tokens import STRIDES, PackedTokens
+from pytest_gpucluster.benchmarks.training.data import STRIDES, PackedTokens
 
 
 def rows(seed=0, count=200):

@@ -9,9 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from pytest_gpucluster.benchmarks.training.decoder import Geometry
 from pytest_gpucluster.benchmarks.training.dying_rank import EXIT_CODE, Stamps
-from pytest_gpucluster.benchmarks.training.propagation import Pieces, Propagation, _environment, check_propagation
+from pytest_gpucluster.benchmarks.training.failure_propagation import (
+    Pieces,
+    Propagation,
+    _environment,
+    check_propagation,
+)
+from pytest_gpucluster.benchmarks.training.model import Geometry
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 GEOMETRY = Geometry(layers=1, width=64, heads=2, vocab=64, sequence=16)

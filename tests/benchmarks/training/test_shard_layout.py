@@ -10,9 +10,8 @@ from each import of_each
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from pytest_gpucluster.benchmarks.training.decoder import Geometry, make_decoder, on_meta
-from pytest_gpucluster.benchmarks.training.shard_layout import clip_shards, layout_defect, part_of
-from pytest_gpucluster.benchmarks.training.sharding import mesh_of
+from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder, on_meta
+from pytest_gpucluster.benchmarks.training.sharding import clip_shards, layout_defect, mesh_of, part_of
 from pytest_gpucluster.benchmarks.training.step import clip_gradients
 
 CPU = torch.device("cpu")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_gpucluster.benchmarks.training.decoder import INITIAL_DEVIATION, Geometry, make_decoder
-from pytest_gpucluster.benchmarks.training.packed_tokens import PackedTokens
+from pytest_gpucluster.benchmarks.training.data import PackedTokens
+from pytest_gpucluster.benchmarks.training.model import INITIAL_DEVIATION, Geometry, make_decoder
 from pytest_gpucluster.benchmarks.training.sharding import is_sharded, make_sharded, mesh_of, shard
 from pytest_gpucluster.benchmarks.training.step import Training, unshared
 

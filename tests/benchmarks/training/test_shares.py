@@ -8,8 +8,7 @@ import pytest
 from each import of_each
 from torch.utils.data import DistributedSampler
 
-from pytest_gpucluster.benchmarks.training.packed_tokens import PackedTokens
-from pytest_gpucluster.benchmarks.training.shares import defects, share
+from pytest_gpucluster.benchmarks.training.data import PackedTokens, share, share_defects
 
 ROWS = 30
 DATA = PackedTokens(rows=ROWS, sequence=4, vocab=9, seed=0)
@@ -21,13 +20,13 @@ def shares(ranks=4):
 
 @of_each("ranks", [1, 2, 3, 4, 7, 30])
 def test_torch_s_own_sampler_has_no_defect(ranks):
-    assert defects(shares(ranks), shares(ranks), rows=ROWS) == {}
+    assert share_defects(shares(ranks), shares(ranks), rows=ROWS) == {}
 
 
 def test_a_rank_with_another_one_s_rows_is_named_and_so_is_the_other():
     found = shares()
     found[2] = found[1]
-    told = defects(found, shares(), rows=ROWS)
+    told = share_defects(found, shares(), rows=ROWS)
     assert list(told) == [2]
     assert re.search(r"from that.* 1\. .*its sampler: num_replicas, rank, seed and set_epoch", told[2])
 
@@ -43,13 +42,13 @@ def test_a_rank_with_another_one_s_rows_is_named_and_so_is_the_other():
 def test_a_sampler_made_otherwise_is_seen_on_its_rank_alone(wrong):
     found = shares()
     found[3] = share(DATA, **({"rank": 3, "world_size": 4, "seed": 0} | wrong))
-    assert list(defects(found, shares(), rows=ROWS)) == [3]
+    assert list(share_defects(found, shares(), rows=ROWS)) == [3]
 
 
 def test_a_sampler_that_forgets_the_epoch_is_seen():
     found = shares()
     found[0][1] = found[0][0]
-    assert re.search(r"of epoch 1, .*its share", defects(found, shares(), rows=ROWS)[0])
+    assert re.search(r"of epoch 1, .*its share", share_defects(found, shares(), rows=ROWS)[0])
 
 
 def change(how):
@@ -88,6 +87,6 @@ def stand_still(made):
 )
 def test_a_sampler_that_is_wrong_on_every_rank_is_every_rank_s_fault(how, told):
     made = change(how)
-    found = defects(made, made, rows=ROWS)
+    found = share_defects(made, made, rows=ROWS)
     assert list(found) == [0, 1]
     assert found[0] == found[1] == told

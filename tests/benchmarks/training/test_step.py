@@ -9,10 +9,10 @@ import torch
 from each import of_each
 
 from pytest_gpucluster.benchmarks.training import step
-from pytest_gpucluster.benchmarks.training.decoder import Geometry, make_decoder
-from pytest_gpucluster.benchmarks.training.packed_tokens import PackedTokens
+from pytest_gpucluster.benchmarks.training.data import PackedTokens
+from pytest_gpucluster.benchmarks.training.fingerprint import gradients_of, weights_of
+from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder
 from pytest_gpucluster.benchmarks.training.step import Parts, Training, token_mean
-from pytest_gpucluster.benchmarks.training.trajectory import gradients_of, weights_of
 
 CPU = torch.device("cpu")
 GEOMETRY = Geometry(layers=2, width=64, heads=4, vocab=96, sequence=16)

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from pytest_gpucluster.benchmarks.training import decoder, step, step_check
-from pytest_gpucluster.benchmarks.training.decoder import Geometry
+from pytest_gpucluster.benchmarks.training import model, step, step_check
+from pytest_gpucluster.benchmarks.training.model import Geometry
 from pytest_gpucluster.benchmarks.training.step import Parts, token_mean
 from pytest_gpucluster.benchmarks.training.step_check import check_step, needed_bytes
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
@@ -102,7 +102,7 @@ def test_a_gradient_that_is_not_finite_is_wrong_at_once(check, broken):
 
 
 def test_weights_that_the_optimizer_leaves_alone_are_named(check, monkeypatch):
-    made = decoder.make_decoder
+    made = model.make_decoder
 
     def frozen(*arguments, **more):
         model = made(*arguments, **more)
@@ -141,7 +141,7 @@ def test_a_checkpoint_that_cannot_be_read_is_an_error(check):
 
 def test_another_loss_after_the_reload_is_seen(check, monkeypatch):
     # What a checkpoint does not hold, and the loss depends on.
-    made, count = decoder.make_decoder, []
+    made, count = model.make_decoder, []
 
     def turned(*arguments, **more):
         model = made(*arguments, **more)
@@ -156,7 +156,7 @@ def test_another_loss_after_the_reload_is_seen(check, monkeypatch):
 
 
 def test_too_little_memory_is_the_environment_s_fault(tmp_path, monkeypatch):
-    monkeypatch.setattr("pytest_gpucluster.benchmarks.footprint.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("pytest_gpucluster.benchmarks.memory_budget.free_bytes", lambda device: 1000)
     with pytest.raises(EnvironmentBroken, match=r"training 0\.\d+M parameters needs .* training\.width=256"):
         check_step(DEVICE, GEOMETRY, checkpoint=tmp_path / "checkpoint.pt", **SIZES)
     assert needed_bytes(GEOMETRY, 2) > 32 * GEOMETRY.parameters

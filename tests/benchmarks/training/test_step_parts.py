@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pytest_gpucluster.benchmarks.clock import ManualClock
-from pytest_gpucluster.benchmarks.training.step_parts import (
+from pytest_gpucluster.benchmarks.training.step import (
     COMMUNICATION,
     DEFINITIONS,
     IN_ORDER,

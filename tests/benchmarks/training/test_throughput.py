@@ -11,15 +11,15 @@ import pytest
 import torch
 from verdicts import world_of
 
-from pytest_gpucluster import thresholds
 from pytest_gpucluster.benchmarks.clock import ManualClock
 from pytest_gpucluster.benchmarks.training import throughput as module
-from pytest_gpucluster.benchmarks.training.decoder import Geometry
+from pytest_gpucluster.benchmarks.training.model import Geometry
 from pytest_gpucluster.benchmarks.training.step import PARTS, optimizer_step
 from pytest_gpucluster.benchmarks.training.throughput import PIECES, throughput
 from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
-from pytest_gpucluster.judge import judge
+from pytest_gpucluster.judge import loader
+from pytest_gpucluster.judge.judge import judge
 from pytest_gpucluster.metrics.measurement import measurement
 from pytest_gpucluster.metrics.sampling import Sampling
 
@@ -202,7 +202,7 @@ def test_a_rate_above_the_data_sheet_s_peak_is_too_fast_to_be_true():
     def verdict(tflops):
         found = measurement("training.tflops", tflops, unit="TFLOPS", record_only=True)
         return judge(
-            {0: [found]}, world=world_of(1), node_of={0: 0}, limits=thresholds.load(), sku="H100 SXM", gpu_name=None
+            {0: [found]}, world=world_of(1), node_of={0: 0}, limits=loader.load(), sku="H100 SXM", gpu_name=None
         )
 
     assert verdict(988).outcome == "passed"

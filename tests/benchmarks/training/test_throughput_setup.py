@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpucluster.benchmarks.training.decoder import Geometry
+from pytest_gpucluster.benchmarks.training.model import Geometry
 from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
 
 BILLION = Geometry(layers=16, width=2048, heads=16, vocab=50304, sequence=2048)

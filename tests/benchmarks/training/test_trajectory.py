@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from pytest_gpucluster.benchmarks.training.trajectory import Seen, Trajectory, distance, errors, relative
+from pytest_gpucluster.benchmarks.training.fingerprint import Seen, Trajectory, distance, errors, relative
 
 ROW = torch.tensor([3.0, 4.0])
 

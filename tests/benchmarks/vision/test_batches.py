@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pytest_gpucluster.benchmarks.training.loading import worker_context
-from pytest_gpucluster.benchmarks.vision.batches import Batches, EpochAfterEpoch
-from pytest_gpucluster.benchmarks.vision.shared_memory import Room
+from pytest_gpucluster.benchmarks.training.data import worker_context
+from pytest_gpucluster.benchmarks.vision.loader import Batches, EpochAfterEpoch, Room
 from pytest_gpucluster.errors import EnvironmentBroken
 
 SETTINGS = {"batch": 4, "workers": 2, "prefetch": 2, "rank": 0, "world_size": 2, "seed": 0, "pinned": False}

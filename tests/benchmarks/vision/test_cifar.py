@@ -9,7 +9,7 @@ import pytest
 import torch
 from each import of_each
 
-from pytest_gpucluster.benchmarks.vision.image_source import open_images
+from pytest_gpucluster.benchmarks.vision.datasets import open_images
 from pytest_gpucluster.errors import EnvironmentBroken
 
 numpy = pytest.importorskip("numpy")

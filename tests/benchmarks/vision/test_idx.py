@@ -7,7 +7,7 @@ import pytest
 import torch
 from each import of_each
 
-from pytest_gpucluster.benchmarks.vision.image_source import open_images
+from pytest_gpucluster.benchmarks.vision.datasets import open_images
 from pytest_gpucluster.errors import EnvironmentBroken
 
 IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"

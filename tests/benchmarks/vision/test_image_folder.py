@@ -6,7 +6,7 @@ import image_files
 import pytest
 from each import of_each
 
-from pytest_gpucluster.benchmarks.vision.image_source import open_images
+from pytest_gpucluster.benchmarks.vision.datasets import open_images
 from pytest_gpucluster.errors import EnvironmentBroken
 
 pytest.importorskip("PIL")

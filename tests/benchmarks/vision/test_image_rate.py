@@ -13,12 +13,11 @@ from each import of_each
 from torch import nn
 
 from pytest_gpucluster.benchmarks.clock import ManualClock
-from pytest_gpucluster.benchmarks.vision import image_rate as module
-from pytest_gpucluster.benchmarks.vision.batches import Batches
-from pytest_gpucluster.benchmarks.vision.image_rate import image_rate
-from pytest_gpucluster.benchmarks.vision.images import Block, StoredImages, SyntheticImages
-from pytest_gpucluster.benchmarks.vision.rate_setup import PIECES, Setup, as_input, class_mean
-from pytest_gpucluster.benchmarks.vision.shared_memory import Room
+from pytest_gpucluster.benchmarks.vision import throughput as module
+from pytest_gpucluster.benchmarks.vision.datasets import Block, StoredImages, SyntheticImages
+from pytest_gpucluster.benchmarks.vision.loader import Batches, Room
+from pytest_gpucluster.benchmarks.vision.throughput import image_rate
+from pytest_gpucluster.benchmarks.vision.throughput_setup import PIECES, Setup, as_input, class_mean
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import image_files
 import pytest
 
-from pytest_gpucluster.benchmarks.vision.image_source import open_images
+from pytest_gpucluster.benchmarks.vision.datasets import open_images
 from pytest_gpucluster.errors import EnvironmentBroken
 
 

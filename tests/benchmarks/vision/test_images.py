@@ -4,7 +4,7 @@ import pickle
 
 import torch
 
-from pytest_gpucluster.benchmarks.vision.images import Block, StoredImages, SyntheticImages
+from pytest_gpucluster.benchmarks.vision.datasets import Block, StoredImages, SyntheticImages
 
 READ = []
 

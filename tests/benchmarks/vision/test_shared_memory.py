@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from each import of_each
 
-from pytest_gpucluster.benchmarks.vision import shared_memory
-from pytest_gpucluster.benchmarks.vision.shared_memory import Room, needed_bytes, require_shared_memory, shortage
+from pytest_gpucluster.benchmarks.vision import loader
+from pytest_gpucluster.benchmarks.vision.loader import Room, needed_bytes, require_shared_memory, shared_memory_shortage
 from pytest_gpucluster.errors import EnvironmentBroken
 
 MIB = 2**20
@@ -42,15 +42,13 @@ def test_the_need_counts_all_batches_of_all_workers_in_whole_pages():
 
 
 def test_dev_shm_of_this_machine_is_looked_at():
-    room = shared_memory.look()
+    room = loader.inspect_shared_memory()
     assert 0 < room.free_bytes <= room.total_bytes
     assert room.device == Path("/dev/shm").stat().st_dev
 
 
 def test_a_tmpfs_without_a_limit_has_room_for_anything(monkeypatch):
-    monkeypatch.setattr(
-        shared_memory.os, "statvfs", lambda folder: SimpleNamespace(f_frsize=4096, f_blocks=0, f_bavail=0)
-    )
+    monkeypatch.setattr(loader.os, "statvfs", lambda folder: SimpleNamespace(f_frsize=4096, f_blocks=0, f_bavail=0))
     require_shared_memory(Told(), node=0, needed=2**50)
 
 
@@ -82,5 +80,7 @@ def test_ranks_that_share_it_are_counted_together(case):
 
 
 def test_after_a_failure_what_there_is_is_told():
-    assert re.search(r"/dev/shm has 0\.00146 GiB free of 0\.0625 GiB now\. .*larger: docker.* ", shortage(free(1.5)))
-    assert re.search(r"/dev/shm cannot.*: \[Errno 2\]", shortage(missing))
+    assert re.search(
+        r"/dev/shm has 0\.00146 GiB free of 0\.0625 GiB now\. .*larger: docker.* ", shared_memory_shortage(free(1.5))
+    )
+    assert re.search(r"/dev/shm cannot.*: \[Errno 2\]", shared_memory_shortage(missing))

@@ -1,0 +1,360 @@
+"""How large the tensors of a collective are, by the conventions of nccl-tests. Pure.
+
+The size of a collective is the larger one of what a rank gives and what it gets, as nccl-tests prints it: of an
+all_gather all ranks' parts together, of a reduce_scatter the whole that is summed up, of an all_to_all what a rank
+gives to all ranks together.
+
+>>> shape_of("all_gather", 4096, itemsize=4, ranks=8)
+Shape(collective='all_gather', itemsize=4, ranks=8, part=128, sent=128, received=1024, in_place=False)
+
+Source: nccl-tests, doc/PERFORMANCE.md, and AllGatherGetCollByteCount and the like in src/.
+
+What the ranks of a group add up, and what the sums must be.
+
+Each element has one rank that contributes a whole number, the others zero. So the first sum is exact in any order and
+in any dtype, and a wrong one can be told from a rounded one.
+
+What the ranks of a group move to each other, and what must arrive where: nothing is added up.
+
+Each element is a whole number that says from which rank it comes and from which place there. So data of another rank,
+of another place or of an earlier call are wrong data, in any dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from pytest_gpucluster.metrics.units import show
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
+SUMMED = ("all_reduce", "reduce_scatter")
+"""Those that add up what the ranks give; the others move it as it is."""
+
+_ALIGNED_BYTES = 16
+"""Parts are whole multiples of this, as in nccl-tests: NCCL copies 16 bytes at a time, and takes longer where a part
+begins in between. Source: AllGatherGetCollByteCount, ``(count/nranks) & -(16/eltSize)``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The tensors of one rank. All numbers but ``itemsize`` (bytes) and ``ranks`` count elements.
+
+    Attributes:
+        part: what one rank has of the whole, where it is divided among the ranks; else all of it.
+        sent, received: length of the tensor that a rank gives, and of that which it gets.
+        in_place: they are the same tensor.
+    """
+
+    collective: str
+    itemsize: int
+    ranks: int
+    part: int
+    sent: int
+    received: int
+    in_place: bool
+
+    @property
+    def payload_bytes(self) -> int:
+        """The size S of nccl-tests: algbw is this over the time."""
+        return self.itemsize * max(self.sent, self.received)
+
+    @property
+    def tensor_bytes(self) -> int:
+        """What the tensors take together on one rank."""
+        return self.itemsize * (self.sent if self.in_place else self.sent + self.received)
+
+
+def shape_of(collective: str, payload_bytes: int, *, itemsize: int, ranks: int) -> Shape:
+    """Divide a payload among the ranks.
+
+    What does not divide evenly is rounded down to parts of whole 16 bytes, and a part is one element at least. So a
+    few bytes among many ranks become more than was asked for, where nccl-tests would move nothing.
+
+    Args:
+        collective: one of COLLECTIVES.
+        payload_bytes: the size, a positive multiple of ``itemsize``.
+        itemsize: bytes of an element.
+        ranks: how many take part.
+
+    Raises:
+        ValueError: a send_recv has one rank only, which has nobody to send to.
+    """
+    whole = payload_bytes // itemsize
+    if collective == "send_recv" and ranks < 2:
+        raise ValueError("a send_recv needs 2 ranks and more: one alone has nobody to send to")
+    if collective in ("all_reduce", "broadcast", "send_recv"):
+        in_place = collective != "send_recv"
+        part = sent = received = whole
+    else:
+        in_place = False
+        aligned = max(1, _ALIGNED_BYTES // itemsize)
+        part = whole // ranks // aligned * aligned or max(1, whole // ranks)
+        sent, received = {
+            "all_gather": (part, part * ranks),
+            "reduce_scatter": (part * ranks, part),
+            "all_to_all": (part * ranks, part * ranks),
+        }[collective]
+    return Shape(
+        collective=collective,
+        itemsize=itemsize,
+        ranks=ranks,
+        part=part,
+        sent=sent,
+        received=received,
+        in_place=in_place,
+    )
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+LARGEST_ADDEND = 127
+"""Whole numbers up to this one are exact in all dtypes: bf16 has 8 significant bits."""
+
+NOTHING = -1
+"""Stands where nothing has arrived yet. No element is ever expected to be this."""
+
+CHUNK_ELEMENTS = 2**24
+"""What is expected is made for so many elements at a time, to need little memory beside the payload."""
+
+_BYTES_BESIDE_ELEMENT = 64
+"""For each element of a chunk: its index, contributor and addend in 8 bytes each, and what is made on the way."""
+
+_ALWAYS = 2**31
+
+
+def finite_calls(ranks: int, dtype: str) -> int:
+    """Return how often ``ranks`` ranks can add up a payload in place before a sum overflows.
+
+    After the first call all ranks hold the addend, and each further call multiplies it by their number.
+
+    >>> finite_calls(2, "fp32"), finite_calls(16, "fp32"), finite_calls(8, "fp16")
+    (122, 31, 4)
+    """
+    if ranks < 2:
+        return _ALWAYS
+    return 1 + math.floor(math.log(torch.finfo(DTYPES[dtype]).max / LARGEST_ADDEND, ranks))
+
+
+def needed_bytes(payload_bytes: int, dtype: str, *, collective: str = "all_reduce", ranks: int = 2) -> int:
+    """Return how much memory a payload of this size takes on each rank, with what verifying it needs.
+
+    >>> needed_bytes(8 * 2**30, "bf16") / 2**30
+    9.0
+    >>> needed_bytes(8 * 2**30, "bf16", collective="all_to_all") / 2**30
+    17.0
+    """
+    shape = shape_of(collective, payload_bytes, itemsize=DTYPES[dtype].itemsize, ranks=ranks)
+    return shape.tensor_bytes + _BYTES_BESIDE_ELEMENT * min(max(shape.sent, shape.received), CHUNK_ELEMENTS)
+
+
+class Payload:
+    """One rank's tensors, and what their elements must sum up to: of an all_reduce or a reduce_scatter.
+
+    Attributes:
+        sent, received: what this rank gives and gets: one-dimensional, of the dtype, on the device; of an all_reduce
+            the same tensor.
+        shape: their sizes.
+        finite_calls: how many calls in a row keep the sums finite.
+        verified: elements that were compared so far.
+    """
+
+    verified = 0
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        payload_bytes: int,
+        dtype: str,
+        collective: str = "all_reduce",
+    ) -> None:
+        self._group, self._device = group, device
+        self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
+        self.dtype = dtype
+        self.shape = shape_of(collective, payload_bytes, itemsize=DTYPES[dtype].itemsize, ranks=self._ranks)
+        self.sent, self.received = tensors_of(self.shape, dtype, device)
+        # Only a sum that takes the place of its addends grows with each call.
+        self.finite_calls = finite_calls(self._ranks, dtype) if self.shape.in_place else _ALWAYS
+        self._first = 0 if self.shape.in_place else self._rank * self.shape.part
+        self._calls = self._round = 0
+
+    def fill(self) -> None:
+        """Write this rank's addends, other ones than the last time, so that old sums are wrong sums."""
+        self._round += 1
+        self._calls = 0
+        if not self.shape.in_place:
+            self.received.fill_(NOTHING)
+        for part, contributor, addend in self._chunks(self.sent, 0):
+            part.copy_(addend.where(contributor == self._rank, 0))
+
+    def ready(self, calls: int) -> str | None:
+        """Let the payload be summed up ``calls`` more times, and fill it again if a sum could overflow.
+
+        Returns: what was wrong with the sums that are replaced, as :meth:`defect`; None if nothing was.
+        """
+        found = None
+        if self._calls == 0 or self._calls + calls > self.finite_calls:
+            found = self.defect() if self._calls else None
+            self.fill()
+        self._calls += calls
+        return found
+
+    def defect(self) -> str | None:
+        """Describe what is wrong with the sums after all calls since they were filled, or return None.
+
+        In place, each call multiplies what the one before has left by the number of ranks: one wrong element makes all
+        later sums of it wrong, so that one look is at all calls; but what one rank alone has wrong in the lowest
+        log2(ranks) bits the next call rounds away. Where such sums cannot be exact in any order of the
+        additions, as those of 8 ranks in bf16, only those of the first call are compared. Waits for the device.
+        """
+        again = max(0, self._calls - 1) if self.shape.in_place else 0
+        odd = self._ranks // (self._ranks & -self._ranks)
+        if again and LARGEST_ADDEND * self._ranks * odd**again > 2 / torch.finfo(DTYPES[self.dtype]).eps:
+            return None
+        grown = float(self._ranks**again)
+        count, first = 0, ""
+        start = 0
+        for part, contributor, addend in self._chunks(self.received, self._first):
+            due = addend.to(part.dtype).mul_(grown)
+            wrong = part != due  # a NaN is unequal too
+            here = int(wrong.sum())
+            if here and not count:
+                at = int(wrong.view(torch.uint8).argmax())
+                source = dist.get_global_rank(self._group, int(contributor[at]))
+                first = (
+                    f"the first at offset {start + at}: found {float(part[at]):.9g}, "
+                    f"expected {float(due[at]):.9g}, which rank {source} contributed"
+                )
+            count += here
+            start += len(part)
+        self.verified += start
+        after = f" after {1 + again} calls in place" if again else ""
+        return f"{self}: {count} of {start} sums are wrong{after}, {first}" if count else None
+
+    def _chunks(self, tensor: torch.Tensor, first: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield part after part of a tensor that begins at element ``first`` of the whole, with the contributor and
+        the addend of each element."""
+        for start in range(0, len(tensor), CHUNK_ELEMENTS):
+            part = tensor[start : start + CHUNK_ELEMENTS]
+            begin = first + start + self._round
+            index = torch.arange(begin, begin + len(part), device=self._device)
+            # 127 is prime: data that arrive at a wrong offset differ, unless both periods divide the distance.
+            yield part, index % self._ranks, (index * 3 + self._round) % LARGEST_ADDEND + 1
+
+    def __str__(self) -> str:
+        return described(self.shape, self.dtype)
+
+
+def tensors_of(shape: Shape, dtype: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make what a rank gives and what it gets."""
+    sent = torch.empty(shape.sent, dtype=DTYPES[dtype], device=device)
+    return sent, sent if shape.in_place else torch.empty(shape.received, dtype=DTYPES[dtype], device=device)
+
+
+def described(shape: Shape, dtype: str) -> str:
+    """Name this rank and what is measured, for messages."""
+    size = show(shape.payload_bytes, "B")
+    return f"rank {dist.get_rank()}: {shape.collective} of {size} {dtype} over {shape.ranks} ranks"
+
+
+ROOT = 0
+"""Whose data a broadcast carries, by its number in the group. Source: nccl-tests, README.md, option ``-r``: 0."""
+
+_AS_OFTEN_AS_WANTED = 2**31
+
+
+def source_of(rank: int, ranks: int) -> int:
+    """Return from whom a rank gets its data in a send_recv: all send to the next one at once.
+
+    Source: nccl-tests, src/sendrecv.cu, SendRecvRunColl.
+    """
+    return (rank - 1) % ranks
+
+
+class MovedPayload:
+    """One rank's tensors of an all_gather, all_to_all, broadcast or send_recv, and what must arrive in them.
+
+    Attributes:
+        sent, received: what this rank gives and gets: one-dimensional, of the dtype, on the device; of a broadcast the
+            same tensor.
+        shape: their sizes.
+        finite_calls: how many calls in a row may follow one filling: any number, for nothing grows.
+        verified: elements that were compared so far.
+    """
+
+    verified = 0
+
+    finite_calls = _AS_OFTEN_AS_WANTED
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, payload_bytes: int, dtype: str, collective: str
+    ) -> None:
+        self._group, self._device = group, device
+        self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
+        self.dtype = dtype
+        self.shape = shape_of(collective, payload_bytes, itemsize=DTYPES[dtype].itemsize, ranks=self._ranks)
+        self.sent, self.received = tensors_of(self.shape, dtype, device)
+        self._round = 0
+
+    def fill(self) -> None:
+        """Write what this rank gives, other data than the last time, and clear what it gets."""
+        self._round += 1
+        self.received.fill_(NOTHING)
+        if self.shape.collective == "broadcast" and self._rank != ROOT:
+            return
+        for start in range(0, len(self.sent), CHUNK_ELEMENTS):
+            part = self.sent[start : start + CHUNK_ELEMENTS]
+            part.copy_(self._values(self._rank, start, len(part)))
+
+    def ready(self, calls: int) -> None:
+        """Let the payload be moved ``calls`` more times."""
+        if not self._round:
+            self.fill()
+
+    def defect(self) -> str | None:
+        """Describe what is wrong with what has arrived after a call, or return None. Waits for the device."""
+        count, first = 0, ""
+        for start, source, offset, length in self._pieces():
+            part, expected = self.received[start : start + length], self._values(source, offset, length)
+            wrong = part != expected  # a NaN is unequal too
+            here = int(wrong.sum())
+            if here and not count:
+                at = int(wrong.view(torch.uint8).argmax())
+                first = (
+                    f"the first at offset {start + at}: found {float(part[at]):.9g}, expected {int(expected[at])}, "
+                    f"which rank {dist.get_global_rank(self._group, source)} sent"
+                )
+            count += here
+        self.verified += self.shape.received
+        return f"{self}: {count} of {self.shape.received} elements are wrong, {first}" if count else None
+
+    def _pieces(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yield what arrives piece after piece: where, from which rank, from which place there, and its length."""
+        shape, rank = self.shape, self._rank
+        sources = {
+            "all_gather": [(source, 0) for source in range(self._ranks)],
+            "all_to_all": [(source, rank * shape.part) for source in range(self._ranks)],
+            "broadcast": [(ROOT, 0)],
+            "send_recv": [(source_of(rank, self._ranks), 0)],
+        }[shape.collective]
+        for number, (source, first) in enumerate(sources):
+            for start in range(0, shape.part, CHUNK_ELEMENTS):
+                length = min(CHUNK_ELEMENTS, shape.part - start)
+                yield number * shape.part + start, source, first + start, length
+
+    def _values(self, source: int, offset: int, count: int) -> torch.Tensor:
+        """Return what rank ``source`` of the group gives from ``offset`` on: ``count`` numbers from 1 to 127, int64."""
+        index = torch.arange(offset, offset + count, device=self._device)
+        # A polynomial of the place whose factors are the source's digits to the base 127, a prime: so two sources agree
+        # in one of 126 places at most, and a place and its neighbours hardly ever.
+        high, low = divmod(source, LARGEST_ADDEND)
+        place = index % (LARGEST_ADDEND - 1) + 1
+        return (3 * index + self._round + (low + high * place) * place) % LARGEST_ADDEND + 1
+
+    def __str__(self) -> str:
+        return described(self.shape, self.dtype)

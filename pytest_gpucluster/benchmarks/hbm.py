@@ -1,0 +1,140 @@
+"""How fast one device copies, reads and writes its own memory, with every pass verified."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from pytest_gpucluster.benchmarks.blocks import NOTHING, Rate, measure_rate
+from pytest_gpucluster.benchmarks.clock import Clock, clock_for
+from pytest_gpucluster.benchmarks.memory_budget import cache_bytes, memory_returned, require_free, sets_beyond_cache
+from pytest_gpucluster.benchmarks.memory_passes import KINDS, WORD_BYTES, Operations
+from pytest_gpucluster.metrics.sampling import Sampling, Series
+from pytest_gpucluster.metrics.units import UNITS, did_you_mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class HbmResult:
+    """What was measured on one device.
+
+    Attributes:
+        bytes_per_second: a sample for each block of passes.
+        kind: "copy", "read" or "write".
+        payload_bytes: of one buffer.
+        bytes_per_pass: what one pass moves: a copy reads its payload and writes it.
+        passes: timed passes, without those of the warm-up.
+        verified_passes: all passes, each verified.
+        buffer_sets: buffers, or pairs of them, that were used in turn, so that they do not stay in the cache.
+    """
+
+    bytes_per_second: Series
+    kind: str
+    payload_bytes: int
+    bytes_per_pass: int
+    passes: int
+    verified_passes: int
+    buffer_sets: int
+
+    @property
+    def size(self) -> str:
+        """The payload as a quantity: ``8 GiB``."""
+        return size_of(self.payload_bytes)
+
+
+def size_of(payload_bytes: int) -> str:
+    """Write bytes as a quantity, in the unit that takes the fewest digits.
+
+    >>> size_of(8 * 2**30), size_of(32 * 10**9), size_of(24)
+    ('8 GiB', '32 GB', '24 B')
+    """
+    units = {symbol: unit.factor for symbol, unit in UNITS.items() if unit.dimension == UNITS["B"].dimension}
+    whole = [(8 * payload_bytes // bits, symbol) for symbol, bits in units.items() if not 8 * payload_bytes % bits]
+    return "{} {}".format(*min(whole))
+
+
+def measure_hbm(
+    device: torch.device,
+    kind: str,
+    *,
+    payload_bytes: int,
+    sampling: Sampling,
+    during: AbstractContextManager[object] = NOTHING,
+    clock: Clock | None = None,
+    operations: Operations | None = None,
+    cache: int | None = None,
+) -> HbmResult:
+    """Measure passes over buffers of ``payload_bytes``, in bytes a second.
+
+    Counted is what a pass moves: a ``copy`` from one buffer to another reads the payload and writes it, a ``read`` sums
+    it up, a ``write`` fills it with one value. Only buffers larger than the device's cache say something about its
+    memory; smaller ones are used in turn with others.
+
+    Every pass is verified, between the timed regions. A copy takes along what the copies before it have left, and in
+    the end all bits must be what they were. A read's sum must be exactly right. A write's value must be there, of each
+    but the last write only at its beginning, which the next one spares.
+
+    Args:
+        device: whose memory.
+        kind: "copy", "read" or "write".
+        payload_bytes: of one buffer, a multiple of 8. A copy needs two.
+        sampling: how long to work before and while samples are taken, and how sure to be.
+        during: held open while samples are taken.
+        clock: takes the time; by default the device's own.
+        operations: what copies, reads and writes; by default torch.
+        cache: bytes of the device's last cache; by default as the device says.
+
+    Returns: the result; its series may be inconclusive, and says so.
+
+    Raises:
+        WrongResult: data are not what they must be; names how many words, the first one's offset and its bits.
+        InconclusiveMeasurement: the clock did not advance.
+        EnvironmentBroken: too little memory is free.
+        ValueError: an argument is out of its range.
+
+    Source: bytes as STREAM counts them, which counts no read that a write may cause: McCalpin, "Memory Bandwidth and
+    Machine Balance in Current High Performance Computers" (1995).
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind is one of {', '.join(KINDS)}, not {kind!r}{did_you_mean(kind, KINDS)}")
+    if payload_bytes < WORD_BYTES or payload_bytes % WORD_BYTES:
+        raise ValueError(f"payload_bytes is a positive multiple of {WORD_BYTES}, not {payload_bytes}")
+    make, words = KINDS[kind], payload_bytes // WORD_BYTES
+    sets = sets_beyond_cache(make.touched_bytes(words), cache_bytes(device) if cache is None else cache)
+    what = f"memory {kind} of {size_of(payload_bytes)}"
+    require_free(
+        device,
+        make.needed_bytes(words, sets),
+        what,
+        instead="choose smaller buffers, such as --gpucluster-workload hbm.sizes=8GiB",
+    )
+    name, by = f"{device}: {what}", operations or Operations()
+    with memory_returned():
+        rate = _measure(device, kind, words, sets, by, name, clock or clock_for(device), sampling, during)
+    bytes_per_pass = make.touched_bytes(words)
+    return HbmResult(
+        bytes_per_second=rate.per_second.scaled(bytes_per_pass),
+        kind=kind,
+        payload_bytes=payload_bytes,
+        bytes_per_pass=bytes_per_pass,
+        passes=rate.timed,
+        verified_passes=rate.verified,
+        buffer_sets=sets,
+    )
+
+
+def _measure(
+    device: torch.device,
+    kind: str,
+    words: int,
+    sets: int,
+    operations: Operations,
+    name: str,
+    clock: Clock,
+    sampling: Sampling,
+    during: AbstractContextManager[object],
+) -> Rate:
+    # A function of its own, for its frame holds all tensors: see memory_returned.
+    passes = KINDS[kind](device, words, sets, operations, name=name)
+    return measure_rate(passes, clock, sampling=sampling, during=during)

@@ -1,0 +1,166 @@
+"""What defines a LoRA experiment: where all of it is the same, so is the loss of each step.
+
+A few steps of many ranks against the same steps of one rank with the same global batch, in the same job.
+
+Without it a training that learns less than it should passes: AdamW hides a wrong scale of the gradients, and a loss
+falls also where ranks do not share gradients or read the same data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pytest_gpucluster.benchmarks.lora.model import Base
+from pytest_gpucluster.benchmarks.lora.packing import Packed
+from pytest_gpucluster.benchmarks.lora.trainer import Lesson, Loop, Pieces, Step
+from pytest_gpucluster.benchmarks.lora.training_plan import Recipe
+from pytest_gpucluster.benchmarks.memory_budget import memory_returned
+from pytest_gpucluster.benchmarks.training.fingerprint import relative
+from pytest_gpucluster.errors import EnvironmentBroken
+
+
+def context_of(base: Base, recipe: Recipe, lesson: Lesson, *, ranks: int, weights: int) -> dict[str, str]:
+    """Return the context of a curve and of a checkpoint.
+
+    The number of ranks belongs to it only with dropout, of which each rank draws its own.
+
+    Args:
+        base, recipe, lesson: what is trained, how, and from what.
+        ranks: that train one model together.
+        weights: fingerprint of all weights before the first step. It tells a hub's revision from another one, and the
+            random weights of one kind of GPU from those of another, wherever they come from.
+    """
+    dropout = base.adapters.dropout if recipe.dropout else 0.0
+    context = {
+        "model": base.label,
+        "weights": f"{weights:016x}",
+        "data_sha256": lesson.sha256,
+        "seed": str(recipe.seed),
+        "global_batch": str(recipe.global_batch),
+        "sequence": str(lesson.train.judged.shape[1]),
+        "precision": recipe.precision,
+        "steps": str(recipe.steps),
+        "warmup_steps": str(recipe.warmup_steps),
+        "learning_rate": repr(recipe.learning_rate),
+        "rank": str(base.adapters.rank),
+        "alpha": str(base.adapters.alpha),
+        "dropout": repr(dropout),
+    }
+    return context | ({"group_ranks": str(ranks)} if dropout else {})
+
+
+def require_same_context(checkpoint: Path, extra: Mapping[str, Any], context: Mapping[str, str]) -> None:
+    """Make sure that a checkpoint is of this experiment.
+
+    Args:
+        checkpoint: for the message.
+        extra: what was saved with it.
+        context: of this training.
+
+    Raises: EnvironmentBroken, naming what differs.
+    """
+    theirs = extra.get("context") or {}
+    different = [
+        f"{key} is {theirs.get(key, 'not given')} there and {context.get(key, 'not given')} here"
+        for key in dict.fromkeys([*context, *theirs])
+        if theirs.get(key) != context.get(key)
+    ]
+    if different:
+        raise EnvironmentBroken(
+            f"{checkpoint} is of another experiment: {'; '.join(different[:4])}. Resume with the same data, model, "
+            "workload and, because of dropout, number of ranks, or choose another folder (--gpucluster-scratch)"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parity:
+    """How far the steps of all ranks are from those of one: the largest over the steps, as ratios. NaN: a step was not
+    finite, so nothing was compared.
+
+    Attributes:
+        loss_error: of the losses.
+        gradient_error: of the gradients' norms before clipping.
+        finite: steps whose losses and norm are finite on this rank; ``taken`` if all are.
+        taken: steps, together and alone.
+        steps: that were taken together.
+        all_finite: whether the steps together were finite on all ranks, and those alone on this one.
+    """
+
+    loss_error: float
+    gradient_error: float
+    finite: int
+    taken: int
+    steps: int
+    all_finite: bool
+
+
+def check_parity(
+    group: dist.ProcessGroup,
+    alone: dist.ProcessGroup,
+    device: torch.device,
+    base: Base,
+    recipe: Recipe,
+    packed: Packed,
+    *,
+    pieces: Pieces | None = None,
+) -> Parity:
+    """Take the steps of a recipe on all ranks of a group, and then on each rank alone, and compare them.
+
+    Collective: every rank of the group must call this, with the same arguments.
+
+    Args:
+        group: the ranks that train together.
+        alone: the group of this rank only.
+        device: where this rank trains.
+        base: what is trained.
+        recipe: without dropout, as ``Recipe.compared`` makes it.
+        packed: the blocks to train on.
+        pieces: of the training on all ranks; the one rank takes the product's own.
+
+    Raises: as ``Loop``.
+    """
+
+    def follow(ranks: dist.ProcessGroup, made_of: Pieces | None) -> list[Step]:
+        with memory_returned(circles=True):
+            return steps_of(Loop(ranks, device, base, recipe, packed, pieces=made_of), recipe.steps)
+
+    together = follow(group, pieces)
+    alone_steps = follow(alone, Pieces()) if together[-1].all_finite else []
+    taken = [*together, *alone_steps]
+    compared = taken[-1].all_finite
+    pairs = list(zip(together, alone_steps, strict=True)) if compared else []
+    return Parity(
+        loss_error=max((relative(one.loss, other.loss) for one, other in pairs), default=math.nan),
+        gradient_error=max(
+            (relative(one.gradient_norm, other.gradient_norm) for one, other in pairs), default=math.nan
+        ),
+        finite=sum(step.finite for step in taken),
+        taken=len(taken),
+        steps=len(together),
+        all_finite=compared,
+    )
+
+
+def steps_of(loop: Loop, last: int, *, first: int = 1, seen: Callable[[Step], None] | None = None) -> list[Step]:
+    """Take steps from ``first`` to ``last``, or to the one that is not finite on some rank: no step after it says
+    anything.
+
+    Args:
+        loop: where the step before ``first`` was taken last.
+        seen: is given each step that is finite.
+    """
+    steps = []
+    for number in range(first, last + 1):
+        steps.append(loop.step(number))
+        if not steps[-1].all_finite:
+            break
+        if seen is not None:
+            seen(steps[-1])
+    return steps

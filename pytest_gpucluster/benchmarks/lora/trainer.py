@@ -1,0 +1,425 @@
+"""What a LoRA training learns from.
+
+What must be the same on all ranks before the first step. Later each keeps a part only, and nothing tells.
+
+The loop that trains LoRA's adapters: a sharded model, a fixed global batch, and all that is to be seen of a step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from pytest_gpucluster.benchmarks.clock import clock_for
+from pytest_gpucluster.benchmarks.group import Ranks
+from pytest_gpucluster.benchmarks.lora.dataset import Row
+from pytest_gpucluster.benchmarks.lora.model import Base, JudgedLoss, is_outer_factor, make_adapted
+from pytest_gpucluster.benchmarks.lora.packing import Packed, global_batch, share
+from pytest_gpucluster.benchmarks.lora.training_plan import (
+    Recipe,
+    cosine,
+    memory_for,
+    micro_batch,
+    out_of_memory,
+    seed_of_step,
+)
+from pytest_gpucluster.benchmarks.storage import checkpoint
+from pytest_gpucluster.benchmarks.storage.checkpoint import first
+from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
+from pytest_gpucluster.benchmarks.training.sharding import POLICIES, mesh_of
+from pytest_gpucluster.benchmarks.training.step import BETAS, clip_gradients, optimizer_step, unshared
+from pytest_gpucluster.benchmarks.training.throughput_setup import missing_compiler
+from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lesson:
+    """What is learned from.
+
+    Attributes:
+        train, held_out: blocks of tokens; what is held out is in no training block.
+        held_out_rows: the conversations of ``held_out``, for function calls.
+        tokenizer: that has made the blocks.
+        origin: where the rows come from, for reports.
+    """
+
+    train: Packed
+    held_out: Packed
+    held_out_rows: Sequence[Row]
+    tokenizer: Any
+    origin: str
+
+    @property
+    def sha256(self) -> str:
+        """Of the tokens to train on, and which of them are judged."""
+        digest = hashlib.sha256(self.train.tokens.numpy().tobytes())
+        digest.update(self.train.judged.numpy().tobytes())
+        return digest.hexdigest()
+
+
+def judged_blocks(packed: Packed, sequence: int) -> Packed:
+    """Return the blocks in which something is judged, of each its first positions: nothing is learned of others.
+
+    Raises: EnvironmentBroken if there is none.
+    """
+    some = packed.judged[:, :sequence].any(dim=1)
+    if not some.any():
+        raise EnvironmentBroken(
+            f"in none of {len(packed)} blocks of {sequence} tokens the assistant says anything: give other data, or a "
+            "longer sequence"
+        )
+    return Packed(
+        tokens=packed.tokens[some, : sequence + 1].contiguous(),
+        judged=packed.judged[some, :sequence].contiguous(),
+        statistics=packed.statistics,
+    )
+
+
+def require_same(ranks: Ranks, found: Mapping[str, int]) -> None:
+    """Compare fingerprints between the ranks of a group.
+
+    Collective: every rank of the group must call this, with the same names.
+
+    Args:
+        ranks: of the group.
+        found: by the name of what it is of: a number below 2^64.
+
+    Raises: WrongResult on all ranks if one differs, naming the rank.
+    """
+    # In halves: numbers travel as fp64.
+    halves = [float(half) for value in found.values() for half in (value >> 32, value & 0xFFFFFFFF)]
+    told = ranks.gather(halves)
+    for place, what in enumerate(found):
+        kinds = [tuple(numbers[2 * place : 2 * place + 2]) for numbers in told]
+        if len(set(kinds)) > 1:
+            usual = max(kinds, key=kinds.count)
+            odd = [rank for rank, kind in enumerate(kinds) if kind != usual]
+            raise WrongResult(
+                f"before the first step {what} are not the same on all ranks: {ranks.name(odd[0])} has others "
+                f"than most, and {len(odd) - 1} more. Look at the versions of torch and transformers, at the files "
+                "on each node, and at that rank's GPU"
+            )
+
+
+STARTING_STEPS = 3
+"""Steps at the beginning that are slower than the others: memory is allocated and kernels are chosen in them."""
+
+Loss = Callable[[torch.Tensor, float], torch.Tensor]
+"""Return what is differentiated: of the sum of a micro-batch's judged losses, and the targets that make up a mean."""
+
+Shard = Callable[[JudgedLoss, dist.ProcessGroup, torch.device, str], None]
+"""Shard a model over a group of ranks, in place, for a precision."""
+
+
+def token_mean(of_judged: torch.Tensor, targets_per_rank: float) -> torch.Tensor:
+    """Return a micro-batch's part of the mean over all judged targets of the global batch.
+
+    The gradients of the ranks are averaged. So the judged targets of all ranks, divided by their number, make the mean
+    the true one, also where some ranks have more of them than others.
+    """
+    return of_judged / targets_per_rank
+
+
+def fully_sharded(model: JudgedLoss, group: dist.ProcessGroup, device: torch.device, precision: str) -> None:
+    """Shard each block, and then what is outside of them: embedding, last norm and head.
+
+    Also on one rank: without the policy of mixed precision peft would multiply its adapters in fp32.
+
+    Collective: every rank of the group must call this.
+    """
+    mesh = mesh_of(group, device)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=POLICIES[precision])
+    fully_shard(model, mesh=mesh, mp_policy=POLICIES[precision], reshard_after_forward=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """What the loop is made of. A test puts one that is broken in the place of another."""
+
+    make: Callable[..., Any] = make_adapted
+    shard: Shard = fully_sharded
+    share: Callable[..., list[int]] = share
+    loss: Loss = token_mean
+    learning_rate: Callable[[int, Recipe], float] = cosine
+    update: Callable[[nn.Module, torch.optim.Optimizer], None] = optimizer_step
+    save: Callable[..., checkpoint.Saved] = checkpoint.save
+    load: Callable[..., dict[str, Any]] = checkpoint.load
+
+
+PIECES = Pieces()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What one step has seen, and left.
+
+    Attributes:
+        step: from 1.
+        loss: mean over the judged targets of the global batch, in nats.
+        all_token_loss: likewise over all targets; recorded only.
+        gradient_norm: of all gradients together, before they are clipped.
+        learning_rate: that the optimizer has used.
+        finite: whether what this rank has contributed is: its losses, or if those of all ranks are, the norm.
+        all_finite: whether that holds on all ranks.
+        seconds: that it took on this rank.
+        weights: fingerprint of what this rank keeps of the trained weights, after it.
+    """
+
+    step: int
+    loss: float
+    all_token_loss: float
+    gradient_norm: float
+    learning_rate: float
+    finite: bool
+    all_finite: bool
+    seconds: float
+    weights: int
+
+
+class Loop:
+    """A training that is taken step by step.
+
+    Collective: every rank of the group must make it, and call each method, with the same arguments.
+
+    The weights are made from the seed on each rank and compared before they are sharded: FSDP2 sends none around.
+
+    Args:
+        group: the ranks that train one model together.
+        device: where this rank trains.
+        base: what is trained.
+        recipe: how.
+        packed: the blocks to train on, the same on every rank; in each something is judged.
+        pieces: by default ``PIECES`` of this module.
+
+    Attributes:
+        start: fingerprint of all weights before the first step, the base's and the adapters', before they are sharded.
+
+    Raises:
+        WrongResult: weights or data are not the same on all ranks.
+        EnvironmentBroken: too little memory is free.
+        ValueError: in a block nothing is judged.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        base: Base,
+        recipe: Recipe,
+        packed: Packed,
+        *,
+        pieces: Pieces | None = None,
+    ) -> None:
+        if not packed.judged.any(dim=1).all():
+            raise ValueError("in each block to train on something must be judged, or a mean may be of nothing")
+        self._group, self._device, self._packed = group, device, packed
+        self.base, self.recipe, self._pieces = base, recipe, pieces or PIECES
+        self.ranks = Ranks(group, device)
+        self._rank = dist.get_rank(group)
+        self._micro = micro_batch(recipe, self.ranks.count)
+        self.recomputes = self._decide_recompute()
+        self.model = JudgedLoss(
+            self._pieces.make(base, device, precision=recipe.precision, dropout=recipe.dropout, seed=recipe.seed)
+        )
+        self.start = fingerprint(self.model.parameters())
+        require_same(
+            self.ranks,
+            {
+                "the model's weights": self.start,
+                "the blocks of tokens": fingerprint([packed.tokens, packed.judged.to(torch.uint8)]),
+            },
+        )
+        if self.recomputes:
+            self.model.causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.not_compiled = self._compile() if recipe.compiled else "not asked for"
+        self._pieces.shard(self.model, group, device, recipe.precision)
+        self._trained = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
+        self._before = {name: fingerprint([_local(weight)]) for name, weight in self.model.named_parameters()}
+        self.optimizer = torch.optim.AdamW(
+            self._trained.values(), lr=recipe.learning_rate, betas=BETAS, weight_decay=0.0, fused=True
+        )
+        self._clock = clock_for(device)
+
+    # ---- training
+
+    def step(self, number: int) -> Step:
+        """Take one step, numbered from 1.
+
+        Raises: EnvironmentBroken if the device's memory does not suffice, with the figures.
+        """
+        rate = self._pieces.learning_rate(number, self.recipe)
+        for settings in self.optimizer.param_groups:
+            settings["lr"] = rate
+        blocks = global_batch(
+            number - 1, size=self.recipe.global_batch, blocks=len(self._packed), seed=self.recipe.seed
+        )
+        mine = self._pieces.share(blocks, rank=self._rank, world_size=self.ranks.count)
+        targets = int(self._packed.judged[blocks].sum())
+        # By step and rank: a training that is resumed draws the same dropout.
+        torch.manual_seed(seed_of_step(number, self._rank, self.recipe.seed))
+        self.model.train()
+        spent = ""
+        sums, norm = torch.zeros(2, dtype=torch.float64), torch.zeros(())
+        try:
+            with self._clock.region():
+                sums, norm = self._accumulate(mine, targets / self.ranks.count)
+                self._pieces.update(self.model, self.optimizer)
+        except torch.OutOfMemoryError as error:
+            spent = str(error).split(". ")[0]
+        if spent:  # raised outside: inside it would keep the first error, and that all tensors of the step
+            raise EnvironmentBroken(
+                out_of_memory(
+                    self._device,
+                    self.base,
+                    self.recipe,
+                    self.sequence,
+                    ranks=self.ranks.count,
+                    recompute=self.recomputes,
+                    during=f"step {number}",
+                    said=spent,
+                )
+            )
+        self.optimizer.zero_grad(set_to_none=True)
+        [seconds] = self._clock.read()
+        told = self.ranks.gather(sums.tolist())
+        of_judged, of_all = (sum(column) for column in zip(*told, strict=True))
+        losses_finite = [math.isfinite(one) for one, _ in told]
+        # A norm is that of all ranks: where a loss is not finite already, it says nothing about the others.
+        finite = losses_finite if not all(losses_finite) else [math.isfinite(float(norm))] * len(told)
+        return Step(
+            step=number,
+            loss=of_judged / targets,
+            all_token_loss=of_all / (len(blocks) * self.sequence),
+            gradient_norm=float(norm),
+            learning_rate=rate,
+            finite=finite[self._rank],
+            all_finite=all(finite),
+            seconds=seconds,
+            weights=fingerprint(_local(weight) for weight in self._trained.values()),
+        )
+
+    @property
+    def sequence(self) -> int:
+        """Positions of a block."""
+        return int(self._packed.judged.shape[1])
+
+    @property
+    def tokens_of_rank(self) -> int:
+        """Input tokens that a rank takes in a step, none of which is padding."""
+        return self.recipe.global_batch // self.ranks.count * self.sequence
+
+    def _accumulate(self, mine: Sequence[int], targets_per_rank: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Leave the gradients of all micro-batches with the weights, clipped; return the losses' sums and the norm."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
+        parts = [list(mine[at : at + self._micro]) for at in range(0, len(mine), self._micro)]
+        for number, blocks in enumerate(parts, start=1):
+            # The ranks share the gradients once, those of all micro-batches together.
+            with nullcontext() if number == len(parts) else unshared(self.model):
+                of_judged, of_all = self.model(*self._on_device(self._packed, blocks))
+                loss = self._pieces.loss(of_judged, targets_per_rank)
+                loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            sums += torch.stack((of_judged.detach(), of_all)).double()
+        return sums, clip_gradients(self.model)
+
+    def held_out_loss(self, packed: Packed) -> float:
+        """Return the mean loss of the judged targets of other blocks, without training on them."""
+        ranks, judged = self.ranks.count, packed.judged
+        # Each rank must call the model equally often: what is added does not count.
+        most = -(-len(packed) // ranks)
+        mine = list(range(self._rank, len(packed), ranks))
+        summed = torch.zeros((), dtype=torch.float64, device=self._device)
+        self.model.eval()
+        with torch.no_grad():
+            for at in range(0, most, self._micro):
+                blocks = mine[at : at + self._micro]
+                tokens, counts = self._on_device(packed, blocks or [0])
+                summed += self.model(tokens, counts if blocks else torch.zeros_like(counts))[0].double()
+        self._reshard()
+        return sum(told for [told] in self.ranks.gather([float(summed)])) / int(judged.sum())
+
+    def _on_device(self, packed: Packed, blocks: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = list(blocks)
+        return packed.tokens[rows].to(self._device), packed.judged[rows].to(self._device)
+
+    # ---- what it has done
+
+    def unchanged_base(self) -> float:
+        """Return the part of the frozen tensors whose part on this rank is still what it was, bit by bit."""
+        frozen = [(name, weight) for name, weight in self.model.named_parameters() if not weight.requires_grad]
+        same = sum(fingerprint([_local(weight)]) == self._before[name] for name, weight in frozen)
+        return same / len(frozen)
+
+    def moved_adapters(self) -> float:
+        """Return the part of the adapters' B matrices that have moved on any rank of the group: 1 if all have."""
+        outer = [(name, weight) for name, weight in self.model.named_parameters() if is_outer_factor(name)]
+        moved = [float(fingerprint([_local(weight)]) != self._before[name]) for name, weight in outer]
+        on_any_rank = [max(flags) for flags in zip(*self.ranks.gather(moved), strict=True)]
+        return float(sum(on_any_rank)) / len(outer)
+
+    # ---- keeping it
+
+    def save(self, folder: Path, step: int, extra: dict[str, Any]) -> checkpoint.Saved:
+        """Save what is trained, and the optimizer, as the checkpoint of a step."""
+        return self._pieces.save(
+            folder, step, self.model, self.optimizer, group=self._group, extra=extra, trained_only=True
+        )
+
+    def load(self, checkpoint: Path) -> dict[str, Any]:
+        """Go back to a checkpoint; return what was saved with it, and its ``step``."""
+        return self._pieces.load(checkpoint, self.model, self.optimizer, group=self._group, trained_only=True)
+
+    def save_final(self, folder: Path) -> None:
+        """Write the adapters as peft reads them, by the first rank of the group."""
+        # With cpu_offload only the first rank of the world would get it, and each group has its own.
+        options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
+        whole: dict[str, Any] = get_model_state_dict(self.model.adapted, options=options)
+
+        def write() -> None:
+            state = {name: weight.cpu() for name, weight in whole.items()}
+            # Without False peft would ask the hub how large the base's vocabulary is.
+            self.model.adapted.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
+
+        first(self._group, write)
+
+    # ---- before it starts
+
+    def _decide_recompute(self) -> bool:
+        recompute, lacking = memory_for(
+            self.ranks, self._device, self.base, self.recipe, self.sequence, ranks=self.ranks.count
+        )
+        if lacking:
+            raise EnvironmentBroken(lacking)
+        return recompute
+
+    def _compile(self) -> str:
+        """Let each block be compiled when it first runs; return why not, if a rank has no compiler."""
+        why = missing_compiler(self._device)
+        if any(missing for [missing] in self.ranks.gather([float(bool(why))])):
+            return why or "another rank has no compiler"
+        for block in self.model.blocks:
+            block.compile(dynamic=False)
+        return ""
+
+    def _reshard(self) -> None:
+        # After a forward pass without backward the root would stay gathered.
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def _local(weight: torch.Tensor) -> torch.Tensor:
+    """Return what this rank keeps of a weight."""
+    local: torch.Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
+    return local.detach()

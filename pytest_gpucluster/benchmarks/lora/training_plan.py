@@ -1,0 +1,236 @@
+"""How a LoRA training goes, and who takes which part of it: the same whatever the number of ranks. Pure.
+
+How much of a GPU's memory a LoRA training takes, so that it is known before whether to recompute activations.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from pytest_gpucluster.benchmarks.group import Ranks
+from pytest_gpucluster.benchmarks.lora.model import DTYPES, Base
+from pytest_gpucluster.benchmarks.memory_budget import free_bytes
+
+LARGEST_GROUP = 16
+"""Ranks that train one model together, at most. More ranks train it several times at once, in groups that must agree.
+Source: acceptance of 2 nodes x 8 H100 SXM 80GB, which trained with 16."""
+
+_SEEDS_APART = 1_000_003
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How to train.
+
+    Attributes:
+        steps: of the optimizer, in all.
+        warmup_steps: in which the learning rate rises.
+        global_batch: blocks of a step, of all ranks of a group together.
+        micro_batch: blocks that a rank takes at once, at most.
+        learning_rate: the highest.
+        precision: ``fp32`` or ``bf16``.
+        dropout: whether the adapters have theirs.
+        recompute: ``on``, ``off``, or ``auto``: only where the memory demands it.
+        compiled: whether each block is compiled.
+        seed: of weights, order and dropout.
+
+    Raises: ValueError if a number is out of its range.
+    """
+
+    steps: int
+    warmup_steps: int
+    global_batch: int
+    micro_batch: int
+    learning_rate: float
+    precision: str = "bf16"
+    dropout: bool = True
+    recompute: str = "auto"
+    compiled: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.warmup_steps < self.steps or self.global_batch < 1 or self.micro_batch < 1:
+            raise ValueError(f"steps must be more than warmup_steps, and each batch at least 1: {self}")
+        for name, allowed in (("precision", ("fp32", "bf16")), ("recompute", ("auto", "on", "off"))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is one of {', '.join(allowed)}, not {getattr(self, name)!r}")
+
+    def compared(self, *, steps: int, global_batch: int, precision: str) -> Recipe:
+        """Return the recipe of a few steps that two trainings take to be compared: without dropout, which would differ
+        between them, and with a rise and fall of the learning rate of its own, so that its scale shows."""
+        return replace(
+            self,
+            steps=steps,
+            warmup_steps=max(1, steps // 10) if steps > 1 else 0,
+            global_batch=global_batch,
+            precision=precision,
+            dropout=False,
+            compiled=False,
+        )
+
+
+def cosine(step: int, recipe: Recipe) -> float:
+    """Return the learning rate of a step, from 1: it rises linearly, then falls as half a cosine towards 0.
+
+    Source: Loshchilov and Hutter, "SGDR" (arXiv:1608.03983), equation 5, without restarts; Goyal et al., "Accurate,
+    Large Minibatch SGD" (arXiv:1706.02677), section 2.2, for the rise.
+    """
+    if step <= recipe.warmup_steps:
+        return recipe.learning_rate * step / recipe.warmup_steps
+    done = (step - recipe.warmup_steps) / (recipe.steps - recipe.warmup_steps + 1)
+    return recipe.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def group_size(world_size: int, global_batch: int) -> int:
+    """Return how many ranks train together: as many as possible, up to ``LARGEST_GROUP``, in groups of one size, each
+    rank with equally many blocks.
+
+    >>> [group_size(ranks, 128) for ranks in (1, 2, 8, 16, 32, 24, 6)]
+    [1, 2, 8, 16, 16, 8, 2]
+    """
+    fitting = (
+        size
+        for size in range(min(world_size, LARGEST_GROUP), 0, -1)
+        if world_size % size == 0 and global_batch % size == 0
+    )
+    return next(fitting)
+
+
+def micro_batch(recipe: Recipe, ranks: int) -> int:
+    """Return how many blocks a rank takes at once: as the recipe says, or fewer, so that its share divides evenly.
+
+    Raises: ValueError if the ranks cannot have equally many blocks.
+    """
+    if recipe.global_batch % ranks:
+        raise ValueError(f"a global batch of {recipe.global_batch} blocks cannot be divided among {ranks} ranks")
+    each = recipe.global_batch // ranks
+    return next(size for size in range(min(recipe.micro_batch, each), 0, -1) if each % size == 0)
+
+
+def seed_of_step(step: int, rank: int, seed: int) -> int:
+    """Return the seed of a rank's dropout in a step."""
+    return (seed * _SEEDS_APART + step) * LARGEST_GROUP + rank
+
+
+MARGIN = 1.1
+"""What is estimated may be off by a tenth, and the allocator leaves gaps. Source: this suite's rule."""
+
+
+def needed_bytes(base: Base, *, ranks: int, micro_batch: int, sequence: int, precision: str, recompute: bool) -> int:
+    """Estimate the memory of one rank: the larger of making the model and of a training step.
+
+    It is made whole on each rank, and sharded then. In a step each rank keeps its part of the base and of what learns
+    (fp32, gradient and two moments: 16 bytes), the gathered root and two gathered blocks, the activations, and the
+    logits with their gradients in fp32.
+
+    Kept of a token in each block, in bytes, with e bytes to a number: the inputs of the seven adapters after dropout
+    and its masks, (6 hidden + intermediate) (e + 1); two norms in fp32, 8 hidden; queries, keys, values and what
+    attention returns, 4 hidden e; gate, its activation and up, 3 intermediate e. Recomputing keeps only each block's
+    input, and all that of one block.
+
+    Source: counted in transformers' modeling_qwen2.py; not measured on a GPU so far.
+    """
+    geometry, e = base.geometry, DTYPES[precision].itemsize
+    hidden, tokens = geometry.hidden, micro_batch * sequence
+    saved = len(base.adapters.saved) * geometry.vocab * hidden
+    trained = geometry.adapter_parameters(base.adapters.rank) + saved
+    root = 2 * geometry.vocab * hidden
+    of_block = (geometry.parameters - root) // geometry.layers
+    kept_of_token = (
+        (6 * hidden + geometry.intermediate) * (e + 1) + 8 * hidden + 4 * hidden * e + 3 * geometry.intermediate * e
+    )
+    activations = tokens * kept_of_token * (1 if recompute else geometry.layers)
+    if recompute:
+        activations += tokens * hidden * e * geometry.layers
+    logits = tokens * geometry.vocab * (e + 4 + 4)
+    making = geometry.parameters * e + trained * 4
+    step = (geometry.parameters * e + trained * 16) // ranks + (root + 2 * of_block) * e + activations + logits
+    return int(MARGIN * max(making, step))
+
+
+def too_little_memory(
+    world: dist.ProcessGroup, device: torch.device, base: Base, recipe: Recipe, sequence: int, *, ranks: int
+) -> str:
+    """Say why a training does not fit into the memory of the GPUs, with the figures; "" if it does, on all of them.
+
+    Collective: every rank of the world must call this.
+
+    Args:
+        world: all ranks.
+        device: of this rank.
+        base, recipe, sequence: what is to be trained.
+        ranks: that train one model together.
+    """
+    return memory_for(Ranks(world, device), device, base, recipe, sequence, ranks=ranks)[1]
+
+
+def memory_for(
+    everyone: Ranks, device: torch.device, base: Base, recipe: Recipe, sequence: int, *, ranks: int
+) -> tuple[bool, str]:
+    """Return whether to recompute activations, and why there is too little memory: "" if there is enough.
+
+    Activations are recomputed where the rank with the least free memory could not keep them. The first rank decides.
+
+    Collective: each of ``everyone`` must call this.
+    """
+    free = int(min(told for [told] in everyone.gather([float(free_bytes(device) or 0)])))
+    at_once = micro_batch(recipe, ranks)
+
+    def need(recompute: bool) -> int:
+        return needed_bytes(
+            base,
+            ranks=ranks,
+            micro_batch=at_once,
+            sequence=sequence,
+            precision=recipe.precision,
+            recompute=recompute,
+        )
+
+    wanted = recipe.recompute == "on" or (recipe.recompute == "auto" and 0 < free < need(False))
+    recompute, lacking = map(bool, everyone.of_first([float(wanted), float(0 < free < need(wanted))]))
+    if not lacking:
+        return recompute, ""
+    return recompute, (
+        f"training {base.label} on {ranks} ranks with {at_once} blocks of {sequence} tokens at once needs about "
+        f"{need(recompute) / 1e9:.3g} GB of memory on each, and the rank with the least has {free / 1e9:.3g} GB free; "
+        "end what else uses the device (nvidia-smi names the processes), use more ranks, or set a smaller micro_batch "
+        "or sequence, such as --gpucluster-workload lora.qwen2.micro_batch=1"
+    )
+
+
+def out_of_memory(
+    device: torch.device,
+    base: Base,
+    recipe: Recipe,
+    sequence: int,
+    *,
+    ranks: int,
+    recompute: bool,
+    during: str,
+    said: str,
+) -> str:
+    """Say with what figures the memory did not suffice, although it was estimated to.
+
+    Args:
+        device: of this rank.
+        base, recipe, sequence, ranks, recompute: what was trained, and how.
+        during: what it was in the middle of.
+        said: by torch.
+    """
+    at_once = micro_batch(recipe, ranks)
+    estimate = needed_bytes(
+        base, ranks=ranks, micro_batch=at_once, sequence=sequence, precision=recipe.precision, recompute=recompute
+    )
+    held = ""
+    if device.type == "cuda":
+        most, total = torch.cuda.max_memory_allocated(device), torch.cuda.mem_get_info(device)[1]
+        held = f", torch held {most / 1e9:.3g} GB at most of {total / 1e9:.3g} GB"
+    return (
+        f"{device}: out of memory in {during} of {base.label}: {said}. {at_once} blocks of {sequence} tokens at once, "
+        f"activations {'' if recompute else 'not '}recomputed; {estimate / 1e9:.3g} GB were estimated{held}. Set a "
+        "smaller micro_batch, or recompute=on (--gpucluster-workload lora.qwen2.recompute=on)"
+    )

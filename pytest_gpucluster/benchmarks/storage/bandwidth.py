@@ -1,0 +1,351 @@
+"""Writing and reading one large file whose bytes are known, past the page cache of this host.
+
+How fast the shared file system takes and gives the checkpoints of all ranks at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from pytest_gpucluster import files
+from pytest_gpucluster.benchmarks.memory_budget import memory_returned
+from pytest_gpucluster.benchmarks.storage.checkpoint import first, make_own, together, wait_for
+from pytest_gpucluster.benchmarks.verify import FACTOR, Pattern, PatternWriter
+from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
+from pytest_gpucluster.metrics.time_budget import MEASURING, counted
+
+CHUNK_BYTES = 2**24
+"""Written or read by one call: of the order in which torch writes its checkpoints."""
+
+PAGE_BYTES = 4096
+"""The largest alignment that O_DIRECT commonly asks for (Source: open(2)); so files are a multiple of it. Each piece of
+so many bytes differs from all others, so that no file system stores one for many."""
+
+_BUFFERS = 3
+"""One is read into while another is verified."""
+
+
+class Contents:
+    """The bytes of a file, chunk by chunk: a pattern, and the number of each page as its first word.
+
+    Args:
+        start: tells the files of one rank from those of another.
+    """
+
+    def __init__(self, start: int) -> None:
+        self._map = mmap.mmap(-1, CHUNK_BYTES)
+        self._words = torch.frombuffer(self._map, dtype=torch.int64)
+        PatternWriter(self._words.device, len(self._words)).fill(self._words, Pattern(start=start))
+
+    def bytes_at(self, offset: int) -> memoryview:
+        """Return the chunk that begins at a byte, a multiple of ``CHUNK_BYTES``. It is valid until the next call."""
+        self._mark(offset)
+        return memoryview(self._map)
+
+    def defect(self, words: torch.Tensor, offset: int) -> str:
+        """Compare what was read from a byte on with what it must be: "" if it is the same."""
+        self._mark(offset)
+        due = self._words[: len(words)]
+        if torch.equal(words, due):
+            return ""
+        place = int((words != due).nonzero()[0])
+        found, wanted = (int(one[place]) % 2**64 for one in (words, due))
+        return f"at byte {offset + 8 * place}: found {found:016x}, expected {wanted:016x}"
+
+    def _mark(self, offset: int) -> None:
+        pages = torch.arange(offset // PAGE_BYTES, (offset + CHUNK_BYTES) // PAGE_BYTES)
+        self._words[:: PAGE_BYTES // 8] = pages * FACTOR
+
+
+def write_file(path: Path, size_bytes: int, contents: Contents) -> float:
+    """Write a file and wait until it is on stable storage; return the seconds that this took, the opening included.
+
+    Then the kernel is asked to drop what it keeps of the file.
+
+    Raises: OSError.
+    """
+    begin = time.perf_counter()
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        for offset in range(0, size_bytes, CHUNK_BYTES):
+            left = contents.bytes_at(offset)[: size_bytes - offset]
+            while left:
+                left = left[os.write(handle, left) :]
+        os.fsync(handle)
+        seconds = time.perf_counter() - begin
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(handle)
+    return seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRead:
+    """What reading a file has shown.
+
+    Attributes:
+        seconds: from opening it until all is verified.
+        verified_bytes: that were compared and right.
+        defect: what is wrong with it; "" if nothing is.
+    """
+
+    seconds: float
+    verified_bytes: int
+    defect: str
+
+
+def read_file(path: Path, size_bytes: int, contents: Contents, *, direct: bool) -> FileRead:
+    """Read a file, verifying each chunk while the next one is read.
+
+    Args:
+        path: of the file.
+        size_bytes: how long it must be.
+        contents: what it must hold.
+        direct: read by O_DIRECT; else the kernel is asked to drop what it keeps of the file first.
+
+    Raises: OSError.
+    """
+    maps = [mmap.mmap(-1, CHUNK_BYTES) for _ in range(_BUFFERS)]  # begin at a page, as O_DIRECT needs
+    buffers = [torch.frombuffer(one, dtype=torch.int64) for one in maps]
+    compared: list[tuple[int, Future[str]]] = []
+    defects = []
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(max_workers=1) as pool, _opened(path, direct) as handle:
+        for number, offset in enumerate(range(0, size_bytes, CHUNK_BYTES)):
+            if number >= _BUFFERS:
+                compared[number - _BUFFERS][1].result()  # its buffer is in use until then
+            due = min(CHUNK_BYTES, size_bytes - offset)
+            place = number % _BUFFERS
+            length = _read(handle, memoryview(maps[place])[:due], offset)
+            if length < due:
+                defects.append(f"ends at byte {offset + length} of {size_bytes}")
+                break
+            compared.append((due, pool.submit(contents.defect, buffers[place][: due // 8], offset)))
+        verified = sum(length for length, one in compared if not one.result())
+        seconds = time.perf_counter() - begin
+    defects = [one.result() for _, one in compared if one.result()] + defects
+    return FileRead(seconds=seconds, verified_bytes=verified, defect=next(iter(defects), ""))
+
+
+def reads_directly(path: Path) -> bool:
+    """Tell whether a file can be read by O_DIRECT: not every file system lets it.
+
+    Raises: OSError if it cannot be read at all.
+    """
+    try:
+        with _opened(path, True) as handle, mmap.mmap(-1, PAGE_BYTES) as page:
+            return os.preadv(handle, [page], 0) > 0
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+            return False
+        raise
+
+
+def file_system_of(path: Path) -> str:
+    """Return the type of the file system that a folder is on, as the kernel calls it; "unknown" if it does not tell.
+
+    Source: proc(5), /proc/pid/mountinfo.
+    """
+    try:
+        found = files.mount_of(path.resolve(), files.read_mounts())
+    except OSError:
+        return "unknown"
+    return "unknown" if found is None else found.kind
+
+
+@contextmanager
+def _opened(path: Path, direct: bool) -> Iterator[int]:
+    handle = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+    try:
+        if not direct:
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _read(handle: int, into: memoryview, offset: int) -> int:
+    """Fill a buffer from a byte of the file on; return how many bytes there were."""
+    done = 0
+    while done < len(into):
+        got = os.preadv(handle, [into[done:]], offset + done)
+        done += got
+        if not got or done % PAGE_BYTES:  # the end; O_DIRECT could not go on from the middle of a page
+            break
+    return done
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bandwidth:
+    """What was measured on this rank while all ranks did the same: a number for each pass.
+
+    Attributes:
+        written_bytes_per_second: from opening the file until it is on stable storage.
+        read_bytes_per_second: of the file that another rank has written, until all of it is verified.
+        verified_ratio: bytes that were compared and right, over all bytes of the files read.
+        file_bytes: of each rank.
+        past_the_cache: how this host's page cache was kept out of reading, the same on all ranks. "O_DIRECT" reads past
+            it; with "posix_fadvise" the kernel is asked to drop what it has, and may keep it.
+        other_host: whether every rank has read a file that was written on another host.
+        file_system: its type, as the first rank's kernel calls it.
+    """
+
+    written_bytes_per_second: tuple[float, ...]
+    read_bytes_per_second: tuple[float, ...]
+    verified_ratio: float
+    file_bytes: int
+    past_the_cache: str
+    other_host: bool
+    file_system: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """What is timed. A test puts one that is broken in the place of another."""
+
+    write: Callable[[Path, int, Contents], float] = write_file
+    read: Callable[..., FileRead] = read_file
+
+
+PIECES = Pieces()
+
+
+def storage_bandwidth(
+    group: dist.ProcessGroup,
+    folder: Path,
+    *,
+    hosts: Sequence[str],
+    file_bytes: int,
+    passes: int,
+    progress: Callable[..., None] | None = None,
+    pieces: Pieces | None = None,
+) -> Bandwidth:
+    """Let each rank write a file, and then read the one of another rank, all at the same time; several times.
+
+    Collective: every rank of the group must call this, with the same folder and sizes.
+
+    Files are verified to the last byte. A rank reads what was written on another host wherever that is possible, so
+    that neither its own page cache nor its own file system client has it.
+
+    Args:
+        group: the ranks that take part.
+        folder: on the file system to be measured, which all ranks share. The files lie in a folder of their own there,
+            which is removed at the end; after an error it stays, empty where no rank was killed.
+        hosts: of each rank.
+        file_bytes: of each file; a multiple of ``PAGE_BYTES``.
+        passes: how often.
+        progress: told of each pass: ``progress(step, of)``.
+        pieces: what is timed; by default ``PIECES`` of this module.
+
+    Raises:
+        WrongResult: on the rank that has read something else than was written.
+        EnvironmentBroken: on all ranks: too little space, or the file system is not shared or fails otherwise.
+        ValueError: an argument is out of its range.
+    """
+    if passes < 1 or file_bytes < PAGE_BYTES or file_bytes % PAGE_BYTES:
+        raise ValueError(
+            f"passes must be at least 1 and file_bytes a multiple of {PAGE_BYTES}, not {passes} and {file_bytes}"
+        )
+    try:
+        with counted(MEASURING), memory_returned():
+            check = _Passes(group, folder, list(hosts), file_bytes, pieces or PIECES)
+            return check.run(passes, progress or (lambda *told, **more: None))
+    finally:
+        # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
+        del group
+
+
+def shift_of(hosts: Sequence[str]) -> int:
+    """Return how many ranks further the rank is whose file each rank reads: if possible one on another host.
+
+    >>> shift_of(["a", "a", "b", "b"]), shift_of(["a", "a"]), shift_of(["a"])
+    (2, 1, 0)
+    """
+    count = len(hosts)
+    apart = (
+        shift for shift in range(1, count) if all(hosts[rank] != hosts[(rank + shift) % count] for rank in range(count))
+    )
+    return next(apart, 1 % count)
+
+
+class _Passes:
+    def __init__(
+        self, group: dist.ProcessGroup, folder: Path, hosts: list[str], file_bytes: int, pieces: Pieces
+    ) -> None:
+        self._group, self._folder, self._file_bytes, self._pieces = group, folder, file_bytes, pieces
+        rank, count, shift = dist.get_rank(group), dist.get_world_size(group), shift_of(hosts)
+        self._rank, self._other = rank, (rank + shift) % count
+        self._other_host = all(hosts[one] != hosts[(one + shift) % count] for one in range(count))
+        self._mine, self._others = Contents(rank), Contents(self._other)
+
+    def run(self, passes: int, progress: Callable[..., None]) -> Bandwidth:
+        self._folder = Path(first(self._group, lambda: str(self._begin())))
+        together(self._group, lambda: wait_for(self._folder))
+        written, read, direct = [], [], False
+        verified, defect = 0, ""
+        for number in range(passes):
+            mine, other = (self._folder / f"pass-{number}-rank-{rank:05d}.bin" for rank in (self._rank, self._other))
+            try:
+                seconds = together(self._group, partial(self._pieces.write, mine, self._file_bytes, self._mine))
+                written.append(self._file_bytes / seconds[self._rank])
+                if number == 0:
+                    direct = all(together(self._group, partial(self._reads_directly, other)))
+                found = together(self._group, partial(self._read, other, direct=direct))[self._rank]
+                read.append(self._file_bytes / found.seconds)
+                verified += found.verified_bytes
+                defect = defect or (f"{other} {found.defect}" if found.defect else "")
+            except BaseException:
+                with suppress(OSError):  # it would hide why
+                    mine.unlink(missing_ok=True)
+                raise
+            together(self._group, partial(mine.unlink, missing_ok=True))
+            progress(number + 1, passes)
+        kind = first(self._group, lambda: file_system_of(self._folder))
+        first(self._group, lambda: shutil.rmtree(self._folder))
+        if defect:
+            raise WrongResult(
+                f"rank {dist.get_global_rank(self._group, self._rank)} has read something else than rank "
+                f"{dist.get_global_rank(self._group, self._other)} has written: {defect}. Look at the file system, and "
+                "at the memory and network of both hosts"
+            )
+        return Bandwidth(
+            written_bytes_per_second=tuple(written),
+            read_bytes_per_second=tuple(read),
+            verified_ratio=verified / (passes * self._file_bytes),
+            file_bytes=self._file_bytes,
+            past_the_cache="O_DIRECT" if direct else "posix_fadvise",
+            other_host=self._other_host,
+            file_system=kind,
+        )
+
+    def _reads_directly(self, path: Path) -> bool:
+        wait_for(path)
+        return reads_directly(path)
+
+    def _read(self, path: Path, *, direct: bool) -> FileRead:
+        wait_for(path)
+        return self._pieces.read(path, self._file_bytes, self._others, direct=direct)
+
+    def _begin(self) -> Path:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        needed, free = dist.get_world_size(self._group) * self._file_bytes, shutil.disk_usage(self._folder).free
+        if free < needed + CHUNK_BYTES:
+            raise EnvironmentBroken(
+                f"{self._folder}: the files of all ranks need {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free. "
+                "Make room, choose another folder (--gpucluster-scratch), or smaller files "
+                "(--gpucluster-workload checkpoint.size=...)"
+            )
+        return make_own(self._folder)

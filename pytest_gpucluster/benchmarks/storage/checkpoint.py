@@ -1,0 +1,583 @@
+"""The manifest of a checkpoint: which files it has, how long each is and what its bytes are. Pure but for the files.
+
+Failing together: what goes wrong on one rank is raised on every rank of the group, so that none waits for it.
+
+A folder that all ranks share, on whatever hosts they are.
+
+Save and load a training by torch.distributed.checkpoint, so that an interruption at any moment destroys nothing.
+
+A checkpoint is a folder ``step-00000010``: a shard per rank, torch's own index of them, and a manifest. It is written
+under a name that begins with ``.partial-``, brought to stable storage, and renamed last. Renaming a folder is atomic on
+POSIX file systems (Source: rename(2)), so what is called ``step-...`` is whole.
+
+Only one group of ranks may write to a folder at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
+
+from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
+
+NAME = "manifest.json"
+FORMAT = 1
+_AT_ONCE = 2**22
+"""Bytes that are read at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sealed:
+    """What a file holds.
+
+    Attributes:
+        size_bytes: how long it is.
+        sha256: of its bytes, in hexadecimal.
+    """
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint consists of.
+
+    Attributes:
+        step: of the training that was saved.
+        world_size: ranks that have saved it.
+        extra: what the training needs besides to go on, JSON.
+        files: name in the folder -> what is in it.
+    """
+
+    step: int
+    world_size: int
+    extra: Mapping[str, Any]
+    files: Mapping[str, Sealed]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all files but the manifest."""
+        return sum(one.size_bytes for one in self.files.values())
+
+
+def seal_file(path: Path) -> Sealed:
+    """Read a file from beginning to end and return what is in it.
+
+    Raises: OSError.
+    """
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb", buffering=0) as stream:
+        while chunk := stream.read(_AT_ONCE):
+            digest.update(chunk)
+            size += len(chunk)
+    return Sealed(size_bytes=size, sha256=digest.hexdigest())
+
+
+def require_sealed(path: Path, expected: Sealed) -> None:
+    """Make sure that a file is still what it was.
+
+    Raises:
+        WrongResult: it is missing, has another size or other bytes; names the file, what was found and expected.
+        OSError: it cannot be read.
+    """
+    wanted = f"{expected.size_bytes} bytes were written"
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        raise WrongResult(f"{path} is missing; {wanted}. {_WHAT_TO_DO}") from None
+    if size != expected.size_bytes:
+        what = "truncated" if size < expected.size_bytes else "longer than it was"
+        raise WrongResult(f"{path} is {what}: {size} bytes found, {wanted}. {_WHAT_TO_DO}")
+    found = seal_file(path)
+    if found != expected:
+        raise WrongResult(
+            f"{path} is changed: {found.size_bytes} bytes with sha256 {found.sha256}, expected {expected.size_bytes} "
+            f"bytes with sha256 {expected.sha256}. {_WHAT_TO_DO}"
+        )
+
+
+_WHAT_TO_DO = "Go on from an older checkpoint, and look at the file system"
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest into the folder of its checkpoint, and wait until it is on stable storage.
+
+    Raises: OSError.
+    """
+    body = {"format": FORMAT, **asdict(manifest)}
+    text = json.dumps({**body, "sha256": _of(body)}, indent=1) + "\n"
+    with (folder / NAME).open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a checkpoint.
+
+    Raises:
+        WrongResult: it is missing, truncated or changed; names the file.
+        ValueError: a newer version has written it.
+        OSError: it cannot be read.
+    """
+    path = folder / NAME
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        raise WrongResult(
+            f"{path} is missing, so nobody knows what the checkpoint should hold. {_WHAT_TO_DO}"
+        ) from None
+    try:
+        body = json.loads(text)
+        told = body.pop("sha256")
+        if told != _of(body):
+            raise WrongResult(
+                f"{path} is changed: its {len(text)} bytes have the sha256 {_of(body)} and name {told}. {_WHAT_TO_DO}"
+            )
+        if body.pop("format") != FORMAT:
+            raise ValueError(f"{path} is of another format than {FORMAT}; use the version that has written it")
+        files = {name: Sealed(**one) for name, one in body.pop("files").items()}
+        return Manifest(files=files, **body)
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, KeyError, TypeError) as error:
+        raise WrongResult(
+            f"{path} is truncated or changed: {len(text)} bytes found, and they are no whole manifest "
+            f"({type(error).__name__}: {error}). {_WHAT_TO_DO}"
+        ) from error
+
+
+def _of(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+T = TypeVar("T")
+
+_KINDS: dict[str, type[Exception]] = {"wrong": WrongResult, "value": ValueError, "broken": EnvironmentBroken}
+
+
+def together(group: dist.ProcessGroup, act: Callable[[], T]) -> list[T]:
+    """Let each rank do something that no other rank waits for; return what all got, in the order of the group's ranks.
+
+    Collective: every rank of the group must call this. Inside of ``act`` nothing collective may happen. The values
+    are pickled on their way.
+
+    Raises: on every rank what was raised on the first rank that failed, named: ``WrongResult`` and ``ValueError`` as
+        they are, another ``Exception`` as ``EnvironmentBroken``. What is no ``Exception`` ends its own rank only.
+    """
+    mine, error = _outcome(act)
+    told: list[tuple[str, Any]] = [("", None)] * dist.get_world_size(group)
+    dist.all_gather_object(told, mine, group=group)
+    for place, (kind, text) in enumerate(told):
+        if kind:
+            raise _KINDS[kind](f"rank {dist.get_global_rank(group, place)}: {text}") from error
+    return [value for _, value in told]
+
+
+def first(group: dist.ProcessGroup, act: Callable[[], T]) -> T:
+    """Let the first rank of the group do something, and return on every rank what it got.
+
+    Collective: every rank of the group must call this. Inside of ``act`` nothing collective may happen. The first rank
+    waits for nobody: what others may still use it must not remove before a :func:`together`.
+
+    Raises: as :func:`together`.
+    """
+    error: Exception | None = None
+    told: list[tuple[str, Any]] = [("", None)]
+    if dist.get_rank(group) == 0:
+        told[0], error = _outcome(act)
+    dist.broadcast_object_list(told, group=group, group_src=0)
+    kind, value = told[0]
+    if kind:
+        raise _KINDS[kind](f"rank {dist.get_global_rank(group, 0)}: {value}") from error
+    result: T = value
+    return result
+
+
+def _outcome(act: Callable[[], T]) -> tuple[tuple[str, Any], Exception | None]:
+    """Return ("", the value) or (which kind of error, its text), and the error."""
+    try:
+        return ("", act()), None
+    except Exception as error:  # it is raised again, on every rank
+        kind = next((name for name, one in _KINDS.items() if isinstance(error, one)), "broken")
+        known = isinstance(error, tuple(_KINDS.values()))
+        return (kind, str(error) if known else f"{type(error).__name__}: {error}"), error
+
+
+PREFIX = "gpucluster-checkpoint-"
+
+SEEN_SECONDS = 90.0
+"""So long a network file system may take to show one host what another one has made. An NFS client that has once
+looked for a name in vain may keep that for as long as what it knows of the folder, by default up to 60 s (Source:
+nfs(5), acdirmax and lookupcache)."""
+
+
+def make_own(folder: Path) -> Path:
+    """Make a folder in another one, under a name that no other run has: nobody's files are in anybody's way.
+
+    Raises: OSError.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=PREFIX, dir=folder))
+
+
+def wait_for(path: Path) -> None:
+    """Wait until a file or folder that another rank has made is there.
+
+    Raises: EnvironmentBroken if it does not come.
+    """
+    until = time.monotonic() + SEEN_SECONDS
+    while not path.exists():
+        if time.monotonic() > until:
+            raise EnvironmentBroken(
+                f"{path}, which another rank has made, is not there on this host after {SEEN_SECONDS:g} s. Choose a "
+                "folder on a file system that all hosts share (--gpucluster-scratch)"
+            )
+        time.sleep(0.02)
+
+
+KEPT = 2
+"""Checkpoints that stay in a folder: one more than is needed, in case that the newest turns out to be broken."""
+
+_PUBLISHED = re.compile(r"step-(\d{8,})")
+_SHARD = re.compile(r"__(\d+)_\d+\.distcp")
+_PARTIAL, _REPLACED = ".partial-", ".replaced-"
+
+
+def write_shards(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) -> None:
+    """Write each rank's part of the state into files of its own, and wait until they are on stable storage."""
+    save_state(state, storage_writer=FileSystemWriter(folder, sync_files=True), process_group=group)
+
+
+def publish(partial: Path, path: Path) -> None:
+    """Give a whole checkpoint its name. One of that name steps aside first, and is there again until it is replaced."""
+    aside = path.with_name(f"{_REPLACED}{path.name}")
+    if path.exists():
+        os.rename(path, aside)
+    os.rename(partial, path)
+    _sync(path.parent)
+    shutil.rmtree(aside, ignore_errors=True)  # the next save tries again
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """What saving is made of. A test puts one that is broken in the place of another."""
+
+    write: Callable[[dict[str, Any], Path, dist.ProcessGroup], None] = write_shards
+    publish: Callable[[Path, Path], None] = publish
+
+
+PIECES = Pieces()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A checkpoint that has been published.
+
+    Attributes:
+        path: its folder.
+        step: of the training.
+        stored_bytes: of all files of all ranks but the manifest.
+        seconds: that saving took on this rank, verification of what was written included.
+    """
+
+    path: Path
+    step: int
+    stored_bytes: int
+    seconds: float
+
+
+def save(
+    folder: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    group: dist.ProcessGroup,
+    extra: Mapping[str, Any] | None = None,
+    trained_only: bool = False,
+    keep: int = KEPT,
+    pieces: Pieces | None = None,
+) -> Saved:
+    """Save model and optimizer as the checkpoint of a step.
+
+    Collective: every rank of the group must call this, with the same folder, step and settings.
+
+    Until the new checkpoint is whole and on stable storage the older ones stay. Then all but the ``keep`` newest are
+    removed, and what interrupted saves have left is removed at the start of the next one.
+
+    Args:
+        folder: where checkpoints of this training lie, on a file system that all ranks of the group share; made if it
+            is not there. Nobody else may write to it.
+        step: that was taken last; from 0.
+        model: plain, in DistributedDataParallel or sharded by ``fully_shard``.
+        optimizer: of the model; it must have taken a step.
+        group: the ranks that hold the model together.
+        extra: what else the training needs to go on, such as epoch, batches consumed and random state; must be JSON.
+            The first rank's counts.
+        trained_only: leave out weights that are frozen.
+        keep: how many checkpoints stay, at least 1.
+        pieces: by default ``PIECES`` of this module.
+
+    Raises, on all ranks alike:
+        EnvironmentBroken: the file system is full, not shared, or fails otherwise.
+        ValueError: an argument is out of its range.
+    """
+    started = time.monotonic()
+    try:
+        whole, path = _save(
+            folder, step, model, optimizer, group, dict(extra or {}), _options(trained_only), keep, pieces or PIECES
+        )
+        return Saved(path=path, step=step, stored_bytes=whole.stored_bytes, seconds=time.monotonic() - started)
+    finally:
+        # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
+        del group, model, optimizer
+
+
+def latest(folder: Path) -> Path | None:
+    """Return the published checkpoint of the highest step in a folder; None if there is none.
+
+    Whether it is whole is seen when it is loaded. What an interrupted save has left is not looked at, but for a
+    checkpoint that stepped aside for a new one of the same step which then did not come.
+    """
+    found = {int(match[1]): path for path in _entries(folder, _REPLACED) if (match := _PUBLISHED.search(path.name))}
+    found |= {int(match[1]): path for path in _entries(folder, "step-") if (match := _PUBLISHED.fullmatch(path.name))}
+    return found[max(found)] if found else None
+
+
+def load(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    group: dist.ProcessGroup,
+    trained_only: bool = False,
+) -> dict[str, Any]:
+    """Give model and optimizer the values of a checkpoint, and return its ``extra`` with the ``step``.
+
+    Collective: every rank of the group must call this, with the same checkpoint.
+
+    All files are verified first, each by one of the ranks: torch reads none that is not what was written. The group may
+    have another number of ranks than the one that has saved, and the model may be sharded otherwise.
+
+    Args:
+        path: a checkpoint, as :func:`latest` names it.
+        model: of the same weights; plain, in DistributedDataParallel or sharded by ``fully_shard``.
+        optimizer: of the model, of the same kind; its gradients are dropped.
+        group: the ranks that hold the model together.
+        trained_only: the checkpoint has no frozen weights; they stay as they are.
+
+    Raises, on all ranks alike:
+        WrongResult: a file is missing, truncated or changed. Names the file, what was found and what was expected.
+        EnvironmentBroken: a file cannot be read, or the checkpoint is of another model.
+    """
+    try:
+        return _load(path, model, optimizer, group, _options(trained_only))
+    finally:
+        del group, model, optimizer  # as in save()
+
+
+def _save(
+    folder: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    group: dist.ProcessGroup,
+    extra: dict[str, Any],
+    options: StateDictOptions,
+    keep: int,
+    used: Pieces,
+) -> tuple[Manifest, Path]:
+    together(group, lambda: _examine(step, optimizer, extra, keep))
+    partial = Path(first(group, lambda: str(_begin(folder, step))))
+    together(group, lambda: wait_for(partial))
+    state = _state(model, optimizer, options)
+    with _alike(f"the checkpoint of step {step} could not be written to {partial}", group):
+        used.write(state, partial, group)
+    files = _sealed(partial, group)
+    whole = Manifest(step=step, world_size=dist.get_world_size(group), extra=extra, files=files)
+    path = partial.with_name(f"step-{step:08d}")
+    first(group, lambda: _finish(partial, path, whole, used, keep))
+    return whole, path
+
+
+def _load(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    group: dist.ProcessGroup,
+    options: StateDictOptions,
+) -> dict[str, Any]:
+    chosen = Path(first(group, lambda: str(path)))
+    whole = first(group, lambda: read_manifest(chosen))
+    together(group, lambda: _require_same(path, chosen))
+    together(group, lambda: _require_share_sealed(path, whole, dist.get_rank(group), dist.get_world_size(group)))
+    # Left over, they would keep torch from making the state that is then read.
+    optimizer.zero_grad(set_to_none=True)
+    state = _state(model, optimizer, options)
+    reader = FileSystemReader(path)
+    together(group, lambda: _require_same_model(path, reader.read_metadata(), state["model"]))
+    with _alike(f"{path} could not be loaded", group):
+        load_state(state, storage_reader=reader, process_group=group)
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
+    )
+    return {**whole.extra, "step": whole.step}
+
+
+def _options(trained_only: bool) -> StateDictOptions:
+    return StateDictOptions(ignore_frozen_params=trained_only, strict=not trained_only)
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer, options: StateDictOptions) -> dict[str, Any]:
+    """Return the state of both under names that do not depend on how the model is wrapped or sharded."""
+    weights, moments = get_state_dict(model, optimizer, options=options)
+    return {"model": weights, "optimizer": moments}
+
+
+def _examine(step: int, optimizer: torch.optim.Optimizer, extra: Mapping[str, Any], keep: int) -> None:
+    if step < 0 or keep < 1:
+        raise ValueError(f"step must not be negative and keep must be at least 1, not {step} and {keep}")
+    try:
+        json.dumps(extra, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"extra must be JSON: {error}") from error
+    if not optimizer.state:
+        # torch would take a step of its own to have something to save, and count it.
+        raise ValueError("the optimizer has not taken a step yet, so there is nothing to go on from: save after one")
+
+
+def _begin(folder: Path, step: int) -> Path:
+    """Remove what interrupted saves have left, and make the folder to write to."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in _entries(folder, _PARTIAL):
+        shutil.rmtree(left)
+    for aside in _entries(folder, _REPLACED):
+        path = folder / aside.name.removeprefix(_REPLACED)
+        if path.exists():
+            shutil.rmtree(aside)
+        else:
+            os.rename(aside, path)
+    _sync(folder.parent)  # the folder may be new, and with it everything would be lost
+    partial = folder / f"{_PARTIAL}step-{step:08d}-{uuid.uuid4().hex[:8]}"
+    partial.mkdir()
+    return partial
+
+
+def _sealed(partial: Path, group: dist.ProcessGroup) -> dict[str, Sealed]:
+    """Return what is in each file: every rank reads those that it has written, the first one also the index."""
+    mine = dist.get_rank(group)
+
+    def sealed_here() -> dict[str, Sealed]:
+        return {path.name: seal_file(path) for path in sorted(partial.iterdir()) if _writer(path.name) == mine}
+
+    files = {name: one for of_rank in together(group, sealed_here) for name, one in of_rank.items()}
+    first(group, lambda: _require_complete(partial, files))
+    return files
+
+
+def _writer(name: str) -> int:
+    match = _SHARD.fullmatch(name)
+    return int(match[1]) if match else 0
+
+
+def _require_complete(partial: Path, files: Mapping[str, Sealed]) -> None:
+    index = FileSystemReader(partial).read_metadata().storage_data
+    lost = sorted({info.relative_path for info in index.values()} - set(files))
+    if lost:
+        raise EnvironmentBroken(f"{partial}: {', '.join(lost[:4])} is not there right after it was written")
+
+
+def _finish(partial: Path, path: Path, whole: Manifest, used: Pieces, keep: int) -> None:
+    write_manifest(partial, whole)
+    _sync(partial)
+    used.publish(partial, path)
+    older = {int(match[1]): one for one in _entries(path.parent, "step-") if (match := _PUBLISHED.fullmatch(one.name))}
+    older.pop(whole.step)
+    for _, old in sorted(older.items())[: max(0, len(older) + 1 - keep)]:
+        # Under its own name a checkpoint is always whole, also while it is removed.
+        doomed = old.with_name(f"{_PARTIAL}removed-{old.name}-{uuid.uuid4().hex[:8]}")
+        os.rename(old, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)  # the next save tries again
+
+
+def _require_share_sealed(path: Path, whole: Manifest, rank: int, ranks: int) -> None:
+    """Verify this rank's share of the files: all ranks together read each once."""
+    for name in sorted(whole.files)[rank::ranks]:
+        require_sealed(path / name, whole.files[name])
+
+
+def _require_same(path: Path, chosen: Path) -> None:
+    if path != chosen:
+        raise ValueError(f"the ranks must load the same checkpoint, and this one was given {path}, the first {chosen}")
+
+
+def _require_same_model(path: Path, saved: Metadata, weights: Mapping[str, Any]) -> None:
+    """Compare names and shapes, for torch itself overlooks what is saved and not asked for."""
+    prefix = "model."
+    there = {
+        name.removeprefix(prefix): tuple(one.size)
+        for name, one in saved.state_dict_metadata.items()
+        if name.startswith(prefix) and isinstance(one, TensorStorageMetadata)
+    }
+    wanted = {name: tuple(one.shape) for name, one in weights.items() if isinstance(one, torch.Tensor)}
+    odd = sorted(name for name in there.keys() | wanted.keys() if there.get(name) != wanted.get(name))
+    if odd:
+        shown = "; ".join(f"{name}: saved {there.get(name)}, asked for {wanted.get(name)}" for name in odd[:3])
+        raise EnvironmentBroken(
+            f"{path} is of another model: {len(odd)} of {len(there)} weights differ ({shown}). Load it into the model "
+            "that was saved, with the same choice of trained weights"
+        )
+
+
+@contextmanager
+def _alike(what: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """Turn torch's report of what went wrong on which ranks, which it raises on all of them, into one of ours."""
+    # At DEBUG this logger writes usage statistics, which pytest would show under every failure.
+    logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.INFO)
+    try:
+        yield
+    except CheckpointException as error:
+        mine = error.failures.get(dist.get_rank(group))
+        if mine is not None and not isinstance(mine[0], Exception):
+            raise mine[0] from None  # this rank is asked to end
+        told = [
+            f"rank {dist.get_global_rank(group, place)}: {type(cause).__name__}: {cause}"
+            for place, (cause, _) in sorted(error.failures.items())
+        ]
+        more = f", and {len(told) - 4} more ranks" if len(told) > 4 else ""
+        raise EnvironmentBroken(f"{what}: {'; '.join(told[:4])}{more}") from error
+
+
+def _entries(folder: Path, prefix: str) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.name.startswith(prefix)) if folder.is_dir() else []
+
+
+def _sync(folder: Path) -> None:
+    """Bring the names in a folder to stable storage."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,303 @@
+"""Does a training go on from a checkpoint as if nothing had happened: on the same ranks, on fewer, sharded or not?"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from pytest_gpucluster.benchmarks.dtypes import numerics
+from pytest_gpucluster.benchmarks.group import Ranks
+from pytest_gpucluster.benchmarks.memory_budget import memory_returned, require_free
+from pytest_gpucluster.benchmarks.storage import checkpoint
+from pytest_gpucluster.benchmarks.storage.checkpoint import Saved, first, make_own, together
+from pytest_gpucluster.benchmarks.training.data import PackedTokens
+from pytest_gpucluster.benchmarks.training.ddp import replicate
+from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint, relative
+from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder
+from pytest_gpucluster.benchmarks.training.sharding import mesh_of, shard
+from pytest_gpucluster.benchmarks.training.step import Training
+from pytest_gpucluster.benchmarks.training.step_check import needed_bytes
+from pytest_gpucluster.benchmarks.verify import deterministic
+from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
+from pytest_gpucluster.metrics.time_budget import VERIFYING, counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """What saving and loading is made of. A test puts one that is broken in the place of another."""
+
+    save: Callable[..., Saved] = checkpoint.save
+    load: Callable[..., dict[str, Any]] = checkpoint.load
+
+
+PIECES = Pieces()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """What was found. The errors are of the losses after the checkpoint to those without an interruption: the largest
+    over all steps, as ratios.
+
+    Attributes:
+        same: sharded on the same ranks.
+        replicated: by DistributedDataParallel on the same ranks.
+        fewer: sharded on fewer ranks with the same global batch; None if there was no such group.
+        fewer_ranks: how many; 0 if there was no such group.
+        steps: before the checkpoint, and as many after it.
+        saved: the checkpoint, which is gone by now.
+    """
+
+    same: float
+    replicated: float
+    fewer: float | None
+    fewer_ranks: int
+    steps: int
+    saved: Saved
+
+
+def check_resume(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    geometry: Geometry,
+    folder: Path,
+    *,
+    fewer: dist.ProcessGroup | None,
+    batch: int,
+    steps: int,
+    seed: int = 0,
+    pieces: Pieces | None = None,
+) -> Resumed:
+    """Train a sharded decoder, save it, train on; then let others go on from the checkpoint, and compare the losses.
+
+    Collective: every rank of the group must call this, with the same folder and sizes.
+
+    Each time a decoder with other weights loads the checkpoint: sharded on the same ranks, replicated on them, and
+    sharded on fewer. Then model and optimizer must have all the bits that were saved. Which rows come next is read from
+    the checkpoint. A copy with a truncated shard, and one without it, must be refused. A save that is interrupted
+    before it is published must leave the checkpoint before it as it was.
+
+    Args:
+        group: the ranks that save together.
+        device: where this rank trains.
+        geometry: of the decoder.
+        folder: on a file system that all ranks share. The checkpoints lie in a folder of their own there, which is
+            removed at the end; after an error it stays, for whoever looks for the cause.
+        fewer: a group that this rank is in, with a part of the ranks; all ranks are in one of this size.
+        batch: rows of each rank in a step.
+        steps: before the checkpoint, and as many after it.
+        seed: of weights and data.
+        pieces: what saving and loading is made of; by default ``PIECES`` of this module.
+
+    Raises, on all ranks alike, and for the fewer ranks on those of the group that it went wrong in:
+        WrongResult: the checkpoint, or what was loaded from it, is not what was saved; or what is broken was loaded.
+        EnvironmentBroken: the file system is full, not shared, or fails otherwise; too little memory is free.
+        ValueError: an argument is out of its range.
+    """
+    if batch < 1 or steps < 1:
+        raise ValueError(f"batch and steps must be at least 1, not {batch} and {steps}")
+    # Fewer ranks take the same rows.
+    most = batch * dist.get_world_size(group) // dist.get_world_size(fewer or group)
+    require_free(
+        device,
+        needed_bytes(geometry, most),
+        f"training {geometry.parameters / 1e6:.3g}M parameters",
+        instead="choose a smaller one, such as --gpucluster-workload fsdp.width=256",
+    )
+    try:
+        with counted(VERIFYING), memory_returned(circles=True), numerics("highest"), deterministic():
+            check = _Check(group, device, geometry, folder, batch, steps, seed, pieces or PIECES)
+            return check.run(fewer)
+    finally:
+        # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
+        del group, fewer
+
+
+class _Check:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        geometry: Geometry,
+        folder: Path,
+        batch: int,
+        steps: int,
+        seed: int,
+        pieces: Pieces,
+    ) -> None:
+        self._group, self._device, self._geometry, self._folder = group, device, geometry, folder
+        self._steps, self._seed, self._pieces = steps, seed, pieces
+        self._global_batch = batch * dist.get_world_size(group)
+        self._data = PackedTokens(
+            rows=2 * steps * self._global_batch, sequence=geometry.sequence, vocab=geometry.vocab, seed=seed
+        )
+
+    def run(self, fewer: dist.ProcessGroup | None) -> Resumed:
+        self._folder = Path(first(self._group, lambda: str(make_own(self._folder))))
+        training = self._sharded(self._group, self._seed)
+        consumed = self._steps * self._global_batch
+        self._losses(training, self._group, consumed=0)
+        saved = self._save(training, self._steps, consumed)
+        state = _print(training)
+        due = self._losses(training, self._group, consumed=consumed)
+        self._interrupt(training, saved)
+        del training
+
+        def resume(made: Training, group: dist.ProcessGroup, how: str) -> float:
+            told = self._pieces.load(saved.path, made.model, made.optimizer, group=group)
+            found = _print(made)
+            together(group, lambda: _require_same(found, state, told, self._extra(consumed), f"{saved.path}, {how}"))
+            losses = self._losses(made, group, consumed=int(told["rows_consumed"]))
+            return max(relative(one, other) for one, other in zip(losses, due, strict=True))
+
+        other = self._seed + 1  # nothing may be right by chance
+        same = resume(self._sharded(self._group, other), self._group, "loaded by the same ranks")
+        replica = self._replicated(other)
+        replicated = resume(replica, self._group, "loaded without sharding")
+        self._refuse(replica, saved)
+        del replica
+        count = 0 if fewer is None else dist.get_world_size(fewer)
+        less, failure = None, None
+        if fewer is not None:
+            try:
+                less = resume(self._sharded(fewer, other), fewer, f"loaded by {count} of the ranks")
+            except (WrongResult, EnvironmentBroken) as error:  # the other groups do not know of it
+                failure = error
+        # Also a meeting: nobody reads in the folder any more.
+        if not any(together(self._group, lambda: failure is not None)):
+            first(self._group, lambda: shutil.rmtree(self._folder))
+        if failure is not None:
+            raise failure
+        return Resumed(
+            same=same,
+            replicated=replicated,
+            fewer=less,
+            fewer_ranks=count,
+            steps=self._steps,
+            saved=saved,
+        )
+
+    def _sharded(self, group: dist.ProcessGroup, seed: int) -> Training:
+        model = make_decoder(self._geometry, self._device, seed=seed)
+        return self._trained(shard(model, mesh_of(group, self._device), precision="fp32"))
+
+    def _replicated(self, seed: int) -> Training:
+        model = make_decoder(self._geometry, self._device, seed=seed)
+        return self._trained(replicate(model, self._device, self._group))
+
+    def _trained(self, model: nn.Module) -> Training:
+        return Training(model, self._device, precision="fp32")
+
+    def _save(self, training: Training, step: int, consumed: int) -> Saved:
+        return self._pieces.save(
+            self._folder,
+            step,
+            training.model,
+            training.optimizer,
+            group=self._group,
+            extra=self._extra(consumed),
+        )
+
+    def _extra(self, consumed: int) -> dict[str, Any]:
+        return {"epoch": 0, "rows_consumed": consumed}
+
+    def _losses(self, training: Training, group: dist.ProcessGroup, *, consumed: int) -> list[float]:
+        """Train on from a row, and return the mean loss of the global batch in each step: the same on every rank."""
+        ranks, rank = Ranks(group, self._device), dist.get_rank(group)
+        part = self._global_batch // ranks.count
+        losses = []
+        for step in range(self._steps):
+            begin = consumed + step * self._global_batch + rank * part
+            rows = torch.stack([self._data[row] for row in range(begin, begin + part)]).to(self._device)
+            loss = float(training.step([rows]).losses.mean())
+            losses.append(sum(its for [its] in ranks.gather([loss])) / ranks.count)
+        return losses
+
+    def _interrupt(self, training: Training, saved: Saved) -> None:
+        """Begin to save once more, and end before it is published: that must not touch what is there."""
+        try:
+            checkpoint.save(
+                self._folder,
+                2 * self._steps,
+                training.model,
+                training.optimizer,
+                group=self._group,
+                pieces=replace(checkpoint.PIECES, publish=_interrupted),
+            )
+        except EnvironmentBroken as error:
+            if _INTERRUPTED not in str(error):
+                raise
+        newest = first(self._group, lambda: str(checkpoint.latest(self._folder)))
+        if newest != str(saved.path):
+            raise WrongResult(f"after a save that was interrupted the newest checkpoint is {newest}, not {saved.path}")
+
+    def _refuse(self, training: Training, saved: Saved) -> None:
+        """Load copies of the checkpoint that are broken: each must be refused, and the file named."""
+        for how, damage in (("truncated", _truncate), ("missing", Path.unlink)):
+            copy = self._folder / f"copy-{how}"
+            name = first(self._group, partial(_damaged, saved.path, copy, damage))
+            try:
+                self._pieces.load(copy, training.model, training.optimizer, group=self._group)
+            except WrongResult as error:
+                if f"{copy / name} is {how}" not in str(error):
+                    raise
+            else:
+                raise WrongResult(f"{copy} was loaded, although {name} is {how} there. It must be refused")
+
+
+_INTERRUPTED = "interrupted on purpose, before the checkpoint is published"
+
+
+def _interrupted(unpublished: Path, path: Path) -> None:
+    raise InterruptedError(_INTERRUPTED)
+
+
+def _damaged(whole: Path, copy: Path, damage: Callable[[Path], object]) -> str:
+    """Copy a checkpoint, damage its largest shard and return the name of that."""
+    shutil.copytree(whole, copy)
+    files = checkpoint.read_manifest(copy).files
+    name = max(files, key=lambda name: files[name].size_bytes)
+    damage(copy / name)
+    return name
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _print(training: Training) -> int:
+    """Return one number for all weights and all that the optimizer keeps of them, however they are divided.
+
+    Collective: every rank that the model is divided over must call this.
+    """
+
+    def whole(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def tensors() -> Iterator[torch.Tensor]:
+        for weight in training.model.parameters():
+            yield whole(weight.detach())
+            state = training.optimizer.state[weight]
+            yield from (whole(state[name]) for name in sorted(state))
+
+    return fingerprint(tensors())
+
+
+def _require_same(found: int, saved: int, told: Mapping[str, Any], extra: Mapping[str, Any], what: str) -> None:
+    if found != saved:
+        raise WrongResult(
+            f"{what}: model and optimizer are not what was saved: fingerprint {found:016x}, expected {saved:016x}. The "
+            "files are what was written, so look at the versions of torch, then at the GPU"
+        )
+    kept = {name: value for name, value in told.items() if name in extra}
+    if kept != extra:
+        raise WrongResult(f"{what}: it says {kept}, and {dict(extra)} was saved")

@@ -1,0 +1,256 @@
+"""Synthetic tokens in blocks of one length, as packed text comes: nothing is padded, and every position counts.
+
+Rows of tokens through torch's DataLoader, without end: every rank its own, read ahead by worker processes.
+
+Which rows each rank reads: disjoint, complete, another order in each epoch.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.context import BaseContext
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
+
+from pytest_gpucluster.benchmarks.training.model import Geometry
+from pytest_gpucluster.errors import EnvironmentBroken
+
+STRIDES = 8
+"""From one token to the next it is a step of 1 to so many: what there is to learn."""
+
+NOISE_PARTS = 8
+"""One token of so many is random instead. It also makes every row another one."""
+
+_SEEDS_APART = 10_000_019
+"""Rows of one seed, at least, that no other seed beside it has."""
+
+
+class PackedTokens(Dataset[torch.Tensor]):
+    """Rows that follow from a seed: the same on every rank, whoever reads which.
+
+    A row is int64 of ``sequence + 1`` tokens: each is the target of the one before it.
+
+    Args:
+        rows: how many there are.
+        sequence: positions of a row.
+        vocab: tokens that there are.
+        seed: other seeds make other rows.
+
+    Raises: ValueError if there is no row.
+    """
+
+    def __init__(self, *, rows: int, sequence: int, vocab: int, seed: int) -> None:
+        if rows < 1:
+            raise ValueError(f"rows must be at least 1, not {rows}")
+        self._rows, self._length, self._vocab, self._seed = rows, sequence + 1, vocab, seed
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        if not 0 <= row < self._rows:
+            raise IndexError(f"row {row} of {self._rows}")
+        # The generator looks at 32 bits of its seed only.
+        random = torch.Generator().manual_seed((self._seed * _SEEDS_APART + row) % 2**32)
+        start, stride = (int(torch.randint(most, (), generator=random)) for most in (self._vocab, STRIDES))
+        tokens = (start + (stride + 1) * torch.arange(self._length)) % self._vocab
+        noise = torch.randint(self._vocab, (self._length,), generator=random)
+        return torch.where(torch.randint(NOISE_PARTS, (self._length,), generator=random) == 0, noise, tokens)
+
+
+ROWS = 2**31
+"""So many rows are different from each other; more than any run reads."""
+
+WAIT_SECONDS = 120.0
+"""The longest that a batch may take. Source: this suite's rule; a batch of packed tokens takes milliseconds."""
+
+LOOK_SECONDS = 2.0
+"""While nothing comes, the workers are looked after so often: no signal tells of their death, for the server that has
+started them is their parent."""
+
+
+_START = "forkserver"
+"""How workers are started. Not by fork: a rank holds a CUDA context, and threads of NCCL and gloo, which no child
+survives. Not by spawn: each worker would import torch again. The server is started anew, imports torch once, and holds
+nothing else than this module. Source: torch.multiprocessing, "CUDA in multiprocessing"; Python, multiprocessing,
+"Contexts and start methods"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """How rows are read.
+
+    Attributes:
+        batch: rows of each rank in a step.
+        workers: processes that read ahead; 0: the training process reads itself, when it needs them.
+        prefetch: batches that each of them reads ahead.
+        seed: other seeds make other rows.
+    """
+
+    batch: int
+    workers: int
+    prefetch: int
+    seed: int = 0
+
+
+class OwnRows(Sampler[int]):
+    """The rows of one rank: every count-th, beginning with its own number. No two ranks share any.
+
+    They come in their order, for each row is as random as any other.
+    """
+
+    def __init__(self, *, rank: int, count: int) -> None:
+        self._rank, self._count = rank, count
+
+    def __iter__(self) -> Iterator[int]:
+        """Return the numbers of the rows."""
+        return iter(range(self._rank, ROWS, self._count))
+
+
+def _next(batches: Iterator[torch.Tensor]) -> torch.Tensor:
+    last = time.monotonic() + WAIT_SECONDS
+    while True:
+        try:
+            return next(batches)
+        except RuntimeError as error:
+            # torch has looked for a dead worker before it says so, and takes the next call as if this one had not been.
+            if not str(error).startswith("DataLoader timed out") or time.monotonic() > last:
+                raise
+
+
+def worker_context() -> BaseContext:
+    """Return how the workers of a DataLoader are to be started, beside a GPU and process groups."""
+    context = multiprocessing.get_context(_START)
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+def endless_batches(
+    geometry: Geometry, loading: Loading, device: torch.device, *, rank: int, count: int
+) -> Iterator[torch.Tensor]:
+    """Yield batch after batch of a rank's rows: int64 on the device, batch x (positions + 1).
+
+    On a GPU the copy is started, not waited for.
+
+    Args:
+        geometry: tells vocabulary and positions.
+        loading: how to read.
+        device: where the rows shall be.
+        rank: of ``count`` ranks that read.
+        count: of the ranks.
+
+    Raises: EnvironmentBroken if no batch comes in ``WAIT_SECONDS``, or a worker has died.
+    """
+    data = PackedTokens(rows=ROWS, sequence=geometry.sequence, vocab=geometry.vocab, seed=loading.seed)
+    ahead: dict[str, Any] = {}
+    if loading.workers:
+        ahead = {
+            "multiprocessing_context": worker_context(),
+            "prefetch_factor": loading.prefetch,
+            "timeout": LOOK_SECONDS,
+        }
+    loader = DataLoader(
+        data,
+        batch_size=loading.batch,
+        sampler=OwnRows(rank=rank, count=count),
+        num_workers=loading.workers,
+        # Only from pinned memory can a copy go on while the host does something else.
+        pin_memory=device.type == "cuda",
+        **ahead,
+    )
+    batches = iter(loader)
+    while True:
+        try:
+            rows = _next(batches)
+        except (RuntimeError, OSError, EOFError) as error:
+            # Besides torch's own words: of a worker that dies while it hands over a batch, only the closed pipe tells.
+            if not loading.workers or (isinstance(error, RuntimeError) and "DataLoader" not in str(error)):
+                raise
+            cause = str(error).partition("\n")[0] or type(error).__name__
+            raise EnvironmentBroken(
+                f"no batch came from the {loading.workers} workers of the DataLoader: {cause}. "
+                "Look at the memory of the node and at the size of its /dev/shm, or read without workers "
+                "(--gpucluster-workload, workers=0 of what this test trains)"
+            ) from error
+        yield rows.to(device, non_blocking=True)
+
+
+MakeSampler = Callable[..., Sampler[int]]
+"""``make(dataset, num_replicas=, rank=, seed=, shuffle=)``, as torch's ``DistributedSampler``."""
+
+EPOCHS = 2
+"""Looked at: two are needed to see that the order changes."""
+
+
+def share(
+    dataset: Dataset[object], *, rank: int, world_size: int, seed: int, make: MakeSampler = DistributedSampler
+) -> list[list[int]]:
+    """Return the rows that a rank reads in each of the first ``EPOCHS`` epochs, in its order."""
+    sampler = make(dataset, num_replicas=world_size, rank=rank, seed=seed, shuffle=True)
+    rows = []
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)  # type: ignore[attr-defined]  # DistributedSampler has it
+        rows.append(list(sampler))
+    return rows
+
+
+def share_defects(
+    shares: Sequence[Sequence[Sequence[int]]], expected: Sequence[Sequence[Sequence[int]]], *, rows: int
+) -> dict[int, str]:
+    """Say what is wrong with which rank's rows: {} if nothing is.
+
+    Args:
+        shares: of each rank, the rows that it reads in each epoch.
+        expected: likewise, as this process's own samplers give them for all ranks.
+        rows: how many there are.
+
+    A rank whose rows are not the expected ones is at fault. Where all are as expected and still not disjoint, complete
+    and shuffled, the sampler itself is wrong, on every rank.
+    """
+    odd = {}
+    for rank, (mine, due) in enumerate(zip(shares, expected, strict=True)):
+        for epoch, (found, wanted) in enumerate(zip(mine, due, strict=True)):
+            if list(found) != list(wanted) and rank not in odd:
+                others = [other for other, its in enumerate(expected) if other != rank and set(its[epoch]) & set(found)]
+                whose = f", {_overlap(found, expected, epoch, others)}" if others else ""
+                odd[rank] = (
+                    f"reads {_shown(found)} of epoch {epoch}, and its share is {_shown(wanted)}{whose}. "
+                    "Look at its sampler: num_replicas, rank, seed and set_epoch"
+                )
+    if odd:
+        return odd
+    wrong = _wrong_as_a_whole(shares, rows)
+    return dict.fromkeys(range(len(shares)), wrong) if wrong else {}
+
+
+def _overlap(
+    found: Sequence[int], expected: Sequence[Sequence[Sequence[int]]], epoch: int, others: Sequence[int]
+) -> str:
+    shared = sorted(set(found) & set(expected[others[0]][epoch]))
+    return f"with row {shared[0]} and {len(shared) - 1} more from that of rank {others[0]}"
+
+
+def _wrong_as_a_whole(shares: Sequence[Sequence[Sequence[int]]], rows: int) -> str:
+    world_size = len(shares)
+    for epoch in range(EPOCHS):
+        lengths = {len(mine[epoch]) for mine in shares}
+        read = [row for mine in shares for row in mine[epoch]]
+        twice = len(read) - len(set(read))
+        if len(lengths) > 1:
+            return f"the ranks read different numbers of rows in epoch {epoch}: {sorted(lengths)}"
+        if set(read) != set(range(rows)):
+            return f"{len(set(range(rows)) - set(read))} of {rows} rows are read by no rank in epoch {epoch}"
+        if twice >= world_size:
+            return f"{twice} rows are read twice in epoch {epoch}; fewer than the {world_size} ranks may be, as padding"
+    if rows > 2 * world_size and all(mine[0] == mine[1] for mine in shares):
+        return "the order of the rows does not change with the epoch"
+    return ""
+
+
+def _shown(rows: Sequence[int]) -> str:
+    return f"the rows {', '.join(map(str, rows[:4]))} ..." if len(rows) > 4 else f"the rows {list(rows)}"

@@ -1,0 +1,214 @@
+"""Are two tensors the same, bit by bit? Cheap to ask while nothing waits, and exact once the answer is no.
+
+Bits are compared, not numbers: NaN equals itself then, and 0 is not -0.
+
+Known data that look random: word j is j times an odd constant, plus a start, modulo 2**64.
+
+About half of the bits change from word to word, no two words of a buffer are equal, and the sum of any range is known
+without adding it up. Sums of integers modulo 2**64 do not depend on the order of additions, and no single wrong bit
+leaves one as it is.
+
+    >>> pattern = Pattern(start=5)
+    >>> [pattern.word(0), pattern.word(1) - pattern.word(0) == FACTOR]
+    [5, True]
+
+Source: the constant is 2**64 over the golden ratio: Knuth, "The Art of Computer Programming", volume 3 (2nd edition),
+section 6.4.
+
+Computing the same bits twice from the same numbers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from pytest_gpucluster.benchmarks import dtypes
+from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
+
+_INTEGERS = {dtype.itemsize: dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.int8)}
+
+_PART_ELEMENTS = 2**26
+"""Differences are counted in so many elements at a time, to need little memory."""
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a flat view of a contiguous tensor's elements as integers of the same width."""
+    return tensor.view(-1).view(_INTEGERS[tensor.itemsize])
+
+
+def words_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a flat view of a contiguous tensor in the widest integers that divide its size."""
+    for width, dtype in _INTEGERS.items():
+        if tensor.nbytes % width == 0:
+            return tensor.view(-1).view(dtype)
+    raise AssertionError("one byte divides every size")
+
+
+class Comparison:
+    """Compares tensors of one size word by word, and leaves the answer on the device.
+
+    Each comparison reads both tensors once. Wide words make what is written and read in between small: an eighth of
+    one tensor.
+    """
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self._words = len(words_of(like))
+        # In whole int64 words, so that it too can be read by words. What is beyond the last word stays False.
+        self._mask = torch.zeros(-(-self._words // 8) * 8, dtype=torch.bool, device=like.device)
+
+    def differ(self, found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+        """Start the comparison; return a bool of no dimension, True if a bit differs."""
+        torch.ne(words_of(found), words_of(expected), out=self._mask[: self._words])
+        return self._mask.view(torch.int64).any()
+
+
+def bytes_to_compare(nbytes: int) -> int:
+    """Return the bytes of memory that a ``Comparison`` of tensors of ``nbytes`` takes."""
+    return nbytes // min(8, max(1, nbytes & -nbytes)) + 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How many elements differ, and where the first of them is, counted through the flat tensors."""
+
+    count: int
+    offset: int
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> Difference | None:
+    """Compare two contiguous tensors of one shape and dtype element by element; None if all bits are the same.
+
+    It waits for the device.
+    """
+    count, offset = 0, -1
+    ours, theirs = bits_of(found), bits_of(expected)
+    for start in range(0, len(ours), _PART_ELEMENTS):
+        differs = ours[start : start + _PART_ELEMENTS] != theirs[start : start + _PART_ELEMENTS]
+        here = int(differs.sum())
+        if here and not count:
+            # argmax returns the first of equal maxima.
+            offset = start + int(differs.view(torch.uint8).argmax())
+        count += here
+    return Difference(count=count, offset=offset) if count else None
+
+
+def difference_seen(found: torch.Tensor, expected: torch.Tensor, where: str) -> Difference:
+    """Return the difference of two tensors that a ``Comparison`` has seen to differ.
+
+    Raises: WrongResult if they do not differ any more: then memory or device cannot be trusted.
+    """
+    seen = difference(found, expected)
+    if seen is None:
+        raise WrongResult(f"{where}: data were seen to differ from what they must be, and then not any more")
+    return seen
+
+
+def shown(tensor: torch.Tensor, offset: int) -> str:
+    """Write one element as number and as bits: ``1.5 (0x3fc0)``."""
+    element = tensor.view(-1)[offset : offset + 1]
+    width = tensor.itemsize
+    return f"{element.item():g} ({int(bits_of(element)) % 256**width:#0{2 * width + 2}x})"
+
+
+FACTOR = 0x9E3779B97F4A7C15 - 2**64
+
+PART_WORDS = 2**24
+"""Buffers are filled and compared in so many words at a time, to need little memory beside them."""
+
+
+def signed(number: int) -> int:
+    """Return the int64 that a number is modulo 2**64.
+
+    >>> signed(2**63), signed(-1), signed(2**64 + 3)
+    (-9223372036854775808, -1, 3)
+    """
+    return (number + 2**63) % 2**64 - 2**63
+
+
+class Pattern:
+    """An endless sequence of int64 words; ``start`` tells one from another."""
+
+    def __init__(self, *, start: int) -> None:
+        self._start = start
+
+    def word(self, index: int) -> int:
+        """Return one word."""
+        return signed(index * FACTOR + self._start)
+
+    def total(self, first: int, count: int) -> int:
+        """Return the sum of ``count`` words from ``first`` on, modulo 2**64."""
+        return signed(FACTOR * (first * count + count * (count - 1) // 2) + self._start * count)
+
+
+class PatternWriter:
+    """Fills buffers of one device with a pattern, and compares them with it.
+
+    It keeps two parts in memory: ``needed_bytes`` for buffers of that size.
+    """
+
+    def __init__(self, device: torch.device, longest_words: int) -> None:
+        self._multiples = torch.arange(min(PART_WORDS, longest_words), device=device).mul_(FACTOR)
+        self._expected = torch.empty_like(self._multiples)
+
+    @staticmethod
+    def needed_bytes(longest_words: int) -> int:
+        """Return what a writer for buffers of so many words, with its comparison, takes in memory."""
+        return 18 * min(PART_WORDS, longest_words) + 16
+
+    def fill(self, words: torch.Tensor, pattern: Pattern) -> None:
+        """Write the pattern from its word 0 on."""
+        for start in range(0, len(words), len(self._multiples)):
+            self._part(words[start : start + len(self._multiples)], start, pattern)
+
+    def compare(self, words: torch.Tensor, pattern: Pattern) -> Difference | None:
+        """Compare with the pattern from its word 0 on, bit by bit; None if all is right. It waits for the device.
+
+        Raises: WrongResult if what was seen to differ does not any more.
+        """
+        starts = range(0, len(words), len(self._multiples))
+        answers = []
+        for start in starts:
+            part, expected = self._expect(words, start, pattern)
+            answers.append(Comparison(part).differ(part, expected))
+        count, offset = 0, -1
+        for at in torch.stack(answers).nonzero().flatten().tolist():
+            found = difference_seen(*self._expect(words, starts[at], pattern), str(words.device))
+            offset = offset if count else starts[at] + found.offset
+            count += found.count
+        return Difference(count=count, offset=offset) if count else None
+
+    def _expect(self, words: torch.Tensor, start: int, pattern: Pattern) -> tuple[torch.Tensor, torch.Tensor]:
+        part = words[start : start + len(self._multiples)]
+        expected = self._expected[: len(part)]
+        self._part(expected, start, pattern)
+        return part, expected
+
+    def _part(self, out: torch.Tensor, start: int, pattern: Pattern) -> None:
+        torch.add(self._multiples[: len(out)], pattern.word(start), out=out)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Let torch choose only algorithms that give the same bits again, and put its switch back.
+
+    "error", not "warn": with a mere warning the backward of flash and memory-efficient attention stay as they are
+    (Source: pytorch, aten/src/ATen/native/transformers/cuda/attention_backward.cu). Source of the switch:
+    https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html.
+
+    Raises: EnvironmentBroken where a GPU is in use and the environment keeps cuBLAS from it; see ``cublas.prepare``.
+    """
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    if in_use and (hindrance := dtypes.cublas_hindrance(os.environ)):
+        raise EnvironmentBroken(hindrance)
+    before = torch.get_deterministic_debug_mode()
+    try:
+        # What torch.use_deterministic_algorithms does, but for compiled code, whose compiler it would import.
+        torch.set_deterministic_debug_mode("error")
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)

@@ -1,0 +1,542 @@
+"""What judging one test has found, as plain values: for the journal, the reports and the test's outcome.
+
+Whether those who miss a limit are single GPUs, all GPUs of a node, or all there are.
+
+Measurements of all ranks against limits: the verdict, made once.
+
+Nothing passes by default. A value that is NaN, a rank that did not measure, a metric without a limit, a GPU
+without limits and a value above the data sheet peak are errors; a value beyond its limit is a failure, and
+wins over errors, because a slow GPU must be named even where another rank said nothing.
+
+A pass needs certainty: where a measurement has an interval, the end that is nearer to the limit decides. A value that
+keeps the limit while its interval reaches beyond, or whose samples scatter too much, is inconclusive: a failure too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pytest_gpucluster.judge import evidence
+from pytest_gpucluster.judge.limits import Limit, Thresholds, facts, peak_of
+from pytest_gpucluster.judge.misses import NOTHING, Miss, interval_text, margin, misses, missing_limit, straggler_ratios
+from pytest_gpucluster.metrics import datasheets, measurement, stats, units
+from pytest_gpucluster.metrics.catalogue import Metric
+from pytest_gpucluster.metrics.measurement import WITHOUT_NVLS, Measurement
+from pytest_gpucluster.metrics.sampling import Stopped
+from pytest_gpucluster.text import MESSAGE_CHARACTERS, printable
+
+Outcome = Literal["passed", "failed", "error"]
+Status = Literal["passed", "failed", "error", "recorded"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """One metric with one set of labels, over all ranks.
+
+    ``value`` and ``interval`` are the worst rank's, which decides. ``margin`` is the distance of the deciding number
+    from the limit as a share of the limit, negative when missed; the deciding number is the end of the interval that
+    is nearer to the limit, or the value where there is no interval. ``inconclusive`` says why the deciding rank's
+    value could not be told from the limit. ``stopped`` says why the worst rank took no more samples.
+
+    ``median`` and ``mean`` are those of all ranks' values. ``ratio_to_median`` is the lowest of all ranks' ratios as
+    ``straggler_ratio`` defines them. ``peak_ratio`` is ``value`` over the data sheet peak, where one applies.
+    ``misses`` names every rank that misses something itself, with what it misses. ``advice`` is what to do in several
+    lines, such as the YAML to add.
+    """
+
+    metric: str
+    unit: str
+    labels: Mapping[str, str]
+    status: Status
+    value: float | None
+    worst_rank: int | None
+    limit: Limit | None
+    margin: float | None
+    median: float | None
+    mean: float | None
+    ratio_to_median: float | None
+    values: Mapping[int, float]
+    samples: Mapping[int, tuple[float, ...]]
+    intervals: Mapping[int, tuple[float, float]]
+    telemetry: Mapping[int, Mapping[str, Any]]
+    inconclusive: str
+    peak_ratio: float | None
+    reason: str
+    stopped: Stopped | None = None
+    unsettled: bool = False
+    """It has failed only because its values are inconclusive: with more certainty it might pass."""
+    misses: Mapping[int, str] = field(default_factory=dict)
+    advice: str = ""
+    shipped: Limit | None = None
+    """The shipped limit, where the site's asks for less."""
+    evidence: str = ""
+    """What share of the typical published value it is; empty where nothing comparable is published."""
+    baseline: Mapping[str, Any] = field(default_factory=dict)
+    """What it is beside the baseline's value, in plain JSON types; empty without a baseline."""
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The worst rank's interval, where its value has one."""
+        return None if self.worst_rank is None else self.intervals.get(self.worst_rank)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON types; numbers that JSON lacks become text."""
+        interval = self.interval
+        return {
+            "metric": self.metric,
+            "unit": self.unit,
+            "labels": dict(self.labels),
+            "status": self.status,
+            "value": _optional(self.value),
+            "worst_rank": self.worst_rank,
+            "interval": None if interval is None else measurement.numbers_to_json(interval),
+            "inconclusive": self.inconclusive,
+            **({"stopped": measurement.stopped_to_json(self.stopped)} if self.stopped is not None else {}),
+            "limit": None if self.limit is None else self.limit.to_json(),
+            "margin": _optional(self.margin),
+            "median": _optional(self.median),
+            "mean": _optional(self.mean),
+            "ratio_to_median": _optional(self.ratio_to_median),
+            "values": {str(rank): measurement.number_to_json(value) for rank, value in self.values.items()},
+            "intervals": {str(rank): measurement.numbers_to_json(ends) for rank, ends in self.intervals.items()},
+            "samples": {str(rank): measurement.numbers_to_json(values) for rank, values in self.samples.items()},
+            "telemetry": {str(rank): dict(seen) for rank, seen in self.telemetry.items()},
+            "peak_ratio": _optional(self.peak_ratio),
+            "reason": self.reason,
+            **({"shipped": self.shipped.to_json()} if self.shipped is not None else {}),
+            **({"evidence": self.evidence} if self.evidence else {}),
+            **({"baseline": dict(self.baseline)} if self.baseline else {}),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """The verdict on all measurements of one test.
+
+    ``message`` is one line of at most 200 characters, empty when passed; ``text`` says everything, in several
+    lines.
+    """
+
+    outcome: Outcome
+    message: str
+    text: str
+    measurements: tuple[Judged, ...]
+
+
+def _optional(value: float | None) -> float | str | None:
+    return None if value is None else measurement.number_to_json(value)
+
+
+def whole_nodes(ranks: Collection[int], nodes: Mapping[int, Sequence[int]]) -> list[int]:
+    """Return the nodes all of whose ranks are among ``ranks``, where that tells a node from a GPU.
+
+    It does where there are several nodes, and several ranks on that node.
+
+    >>> whole_nodes([2, 3, 5], {0: [0, 1], 1: [2, 3], 2: [4, 5]})
+    [1]
+    """
+    if len(nodes) < 2:
+        return []
+    among = set(ranks)
+    return [node for node, own in nodes.items() if len(own) > 1 and among.issuperset(own)]
+
+
+def together(
+    ranks: Collection[int], *, nodes: Mapping[int, Sequence[int]], host_of: Mapping[int, str], noun: str
+) -> str:
+    """Return which nodes are concerned as a whole, and where to look; empty where it is single ranks, or every rank.
+
+    >>> nodes = {0: [0, 1], 1: [2, 3], 2: [4, 5]}
+    >>> together([3, 2], nodes=nodes, host_of={2: "gpu-b", 3: "gpu-b"}, noun="GPUs")
+    'all 2 GPUs of gpu-b (look at the node)'
+
+    Args:
+        ranks: who misses it.
+        nodes: node -> its ranks, of the whole run.
+        host_of: rank -> its host; a node without one is called by its number.
+        noun: what a rank stands for: "GPUs", or "ranks" in a rehearsal.
+    """
+    whole = whole_nodes(ranks, nodes)
+    if not whole:
+        return ""
+    if len(set(ranks)) == sum(len(own) for own in nodes.values()):
+        return ""  # no node stands out
+    hosts = [host_of.get(nodes[node][0], f"node {node}") for node in whole]
+    if len(hosts) == 1:
+        said = f"all {len(nodes[whole[0]])} {noun} of {hosts[0]} (look at the node)"
+    else:
+        more = hosts[1] if len(hosts) == 2 else f"{len(hosts) - 1} more nodes"
+        said = f"all {noun} of {hosts[0]} and {more} (look at the nodes)"
+    beside = len(set(ranks)) - sum(len(nodes[node]) for node in whole)
+    return said + (f" and {beside} more {noun}" if beside else "")
+
+
+_SHORT_LABELS = 11
+"""Characters of labels that a one-line message keeps when it is too long."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Court:
+    """What is the same for all groups of one judgement."""
+
+    world: Mapping[int, str]
+    node_of: Mapping[int, int]
+    limits: Thresholds
+    sku: str | None
+    gpu_name: str | None
+    meanwhile: Mapping[int, Mapping[str, Any]]
+    host_of: Mapping[int, str]
+    nodes: Mapping[int, list[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        nodes: dict[int, list[int]] = {}
+        for rank in sorted(self.world):
+            nodes.setdefault(self.node_of[rank], []).append(rank)
+        object.__setattr__(self, "nodes", nodes)
+
+    def name(self, rank: int) -> str:
+        return printable(self.world.get(rank, f"rank {rank}"))
+
+
+def judge(
+    by_rank: Mapping[int, Sequence[Measurement]],
+    *,
+    world: Mapping[int, str],
+    node_of: Mapping[int, int],
+    limits: Thresholds,
+    sku: str | None,
+    gpu_name: str | None,
+    meanwhile: Mapping[int, Mapping[str, Any]] = NOTHING,
+    host_of: Mapping[int, str] = NOTHING,
+    known: Callable[[str], Metric] = measurement.known,
+) -> Judgement:
+    """Judge all measurements of one test.
+
+    ``world`` maps every rank to how it is called in messages, ``node_of`` to its node. ``sku`` is None where
+    the GPU is unknown. ``meanwhile`` is what each rank's GPU did during the test, which may explain a missed value;
+    it decides nothing. ``host_of`` maps ranks to what their node is called in messages. ``known`` tells what a metric
+    is: who judges a journal anew may not have the site's own metrics. That nothing at all was measured is for the
+    caller to judge; it gives an empty, passed judgement here.
+
+    Raises: KeyError if a rank of ``world`` is not in ``node_of``; MeasurementError if a metric is unknown.
+    """
+    court = _Court(
+        world=world,
+        node_of=node_of,
+        limits=limits,
+        sku=sku,
+        gpu_name=gpu_name,
+        meanwhile=meanwhile,
+        host_of=host_of,
+    )
+    groups: dict[tuple[str, tuple[tuple[str, str], ...]], list[tuple[int, Measurement]]] = {}
+    for rank in sorted(by_rank):
+        for measured in by_rank[rank]:
+            key = measured.metric, tuple(sorted(measured.labels.items()))
+            groups.setdefault(key, []).append((rank, measured))
+    judged = tuple(_judge_group(known(name), group, court) for (name, _), group in groups.items())
+    statuses = {item.status for item in judged}
+    outcome: Outcome = "failed" if "failed" in statuses else "error" if "error" in statuses else "passed"
+    decisive = [item for item in judged if item.status == outcome] if outcome != "passed" else []
+    # What explains the others speaks for all of them; of those, the largest miss.
+    decisive.sort(key=lambda item: (measurement.cause_order(item), 0.0 if item.margin is None else item.margin))
+    told = decisive + [item for item in judged if item.status == "error" and outcome == "failed"]
+    return Judgement(
+        outcome=outcome,
+        message=_message(decisive),
+        text=_text(told),
+        measurements=judged,
+    )
+
+
+def judge_value(
+    metric: str,
+    value: float,
+    *,
+    unit: str,
+    sku: str,
+    world_size: int,
+    nnodes: int,
+    labels: Mapping[str, str],
+    limits: Thresholds,
+) -> Judged:
+    """Judge one value that was measured elsewhere, as if each rank of such a run had measured it.
+
+    ``labels`` are those that this suite gives. Where none says what carried the data, it is what the limit expects.
+
+    Raises: MeasurementError if the metric is unknown or the value cannot be one; UnitError if the unit does not fit.
+    """
+    limit = limits.limit(metric, sku=sku, world_size=world_size, nnodes=nnodes, labels=labels)
+    if limit is not None and limit.expect_transport is not None and "transport" not in labels:
+        labels = {**labels, "transport": limit.expect_transport[0]}
+    measured = measurement.measurement(metric, value, unit=unit, labels=labels)
+    world = {rank: f"rank {rank}" for rank in range(world_size)}
+    return judge(
+        {rank: [measured] for rank in world},
+        world=world,
+        node_of={rank: rank * nnodes // world_size for rank in world},
+        limits=limits,
+        sku=sku,
+        gpu_name=None,
+    ).measurements[0]
+
+
+def _judge_group(metric: Metric, group: Sequence[tuple[int, Measurement]], court: _Court) -> Judged:
+    labels = dict(group[0][1].labels)
+    known = facts(world_size=len(court.world), nnodes=len(court.nodes), labels=labels)
+    limit = _limit_for(metric, labels, court)
+    peak = _peak(metric, known, court)
+    recorded = all(measured.record_only for _, measured in group) or (
+        limit is not None and limit.record_only is not None
+    )
+    bounds = None if recorded else limit
+
+    def badness(measured: Measurement) -> float:
+        # The larger, the worse. What cannot be judged is worse than anything that can.
+        if not math.isfinite(measured.value) or measured.value < 0:
+            return math.inf
+        distance = None if bounds is None else margin(measured, bounds)
+        if distance is not None:
+            return math.inf if math.isnan(distance) else -distance
+        return measured.value if metric.better == "lower" else -measured.value
+
+    of: dict[int, Measurement] = {}
+    for rank, measured in group:
+        if rank not in of or badness(measured) > badness(of[rank]):
+            of[rank] = measured
+
+    problems = list(_problems(metric, group, peak, court))
+    ratios = {} if problems else _ratios(metric, of)
+    advice = ""
+    of_other_algorithms = not recorded and WITHOUT_NVLS.items() <= labels.items()
+    if of_other_algorithms:
+        problems.append(("NVLS had failed and was switched off, so that this is no verdict about the hardware", None))
+    if bounds is not None:
+        problems += ((problem, None) for problem in _undecided(bounds, labels, ratios, of))
+    elif not recorded:
+        problem, advice = missing_limit(
+            metric, labels, known, limits=court.limits, sku=court.sku, gpu_name=court.gpu_name
+        )
+        problems.append((problem, None))
+
+    # A miss is found among the values that can be judged, also where the worst value cannot.
+    judgeable = {rank: measured for rank, measured in of.items() if badness(measured) < math.inf}
+    missed: list[Miss] = []
+    if bounds is not None and not of_other_algorithms:
+        missed = list(
+            misses(
+                metric, bounds, judgeable, ratios=ratios, transport=labels.get("transport"), meanwhile=court.meanwhile
+            )
+        )
+
+    worst = max(of, key=lambda rank: badness(of[rank]))
+    status: Status = "passed"
+    reason = ""
+    if missed:
+        status = "failed"
+        worst = next((miss.worst for miss in missed if miss.worst is not None), worst)
+        reason = "; also: ".join(f"{_told(miss, labels)}{_on(list(miss.by_rank), court)}" for miss in missed)
+        reason += f"; also: {_first_few(problems)}" if problems else ""
+    elif problems:
+        status = "error"
+        reason = f"{metric.name}{_labels(labels)}: {_first_few(problems)}"
+        culprit = problems[0][1]
+        worst = worst if culprit is None or culprit not in of else culprit
+    elif recorded:
+        status = "recorded"
+        reason = _why_recorded(limit, of, court)
+
+    distance = margin(of[worst], bounds) if bounds is not None and worst in judgeable else None
+    if distance is None and bounds is not None and bounds.min_ratio_to_median is not None and worst in ratios:
+        distance = ratios[worst] / bounds.min_ratio_to_median - 1
+    inconclusive = of[worst].inconclusive
+    if not inconclusive and any(miss.inconclusive and worst in miss.by_rank for miss in missed):
+        inconclusive = f"{interval_text(of[worst])}, on both sides of the limit"
+    finite = [measured.value for measured in of.values() if math.isfinite(measured.value)]
+    return Judged(
+        metric=metric.name,
+        unit=metric.unit,
+        labels=labels,
+        status=status,
+        value=of[worst].value,
+        worst_rank=worst,
+        limit=bounds,
+        margin=distance,
+        median=stats.median(finite) if finite else None,
+        mean=math.fsum(value / len(finite) for value in finite) if finite else None,
+        ratio_to_median=min(ratios.values(), default=None),
+        values={rank: measured.value for rank, measured in of.items()},
+        samples={rank: measured.samples for rank, measured in of.items()},
+        intervals={rank: measured.interval for rank, measured in of.items() if measured.interval is not None},
+        telemetry={rank: measured.telemetry for rank, measured in of.items() if measured.telemetry},
+        inconclusive=printable(inconclusive),
+        stopped=of[worst].stopped,
+        peak_ratio=of[worst].value / peak if peak is not None and math.isfinite(of[worst].value) else None,
+        reason=printable(reason),
+        unsettled=bool(missed) and not problems and all(miss.inconclusive for miss in missed),
+        misses={rank: printable(text) for miss in missed for rank, text in miss.by_rank.items()},
+        advice=advice,
+        evidence=_evidence(of[worst].value, bounds, court.limits),
+    )
+
+
+def _evidence(value: float, bounds: Limit | None, limits: Thresholds) -> str:
+    """Return what share of the typical healthy value this is, where something comparable is published."""
+    support = None if bounds is None or not math.isfinite(value) else evidence.support_of(bounds, limits)
+    if bounds is None or support is None or not support.healthy:
+        return ""
+    return evidence.told(value, bounds, support)
+
+
+def _ratios(metric: Metric, of: Mapping[int, Measurement]) -> dict[int, float]:
+    """Hold every rank beside the others, where there are others and one end is the better."""
+    if metric.better == "none" or metric.scope == "world" or len(of) < 2:
+        return {}
+    return straggler_ratios({rank: measured.value for rank, measured in of.items()}, metric.better)
+
+
+def _undecided(
+    limit: Limit, labels: Mapping[str, str], ratios: Mapping[int, float], of: Mapping[int, Measurement]
+) -> Iterable[str]:
+    """Yield what a limit demands and nobody can tell."""
+    if limit.expect_transport is not None and "transport" not in labels:
+        expected = " or ".join(limit.expect_transport)
+        why = next((str(told) for one in of.values() if (told := one.telemetry.get("transport"))), "")
+        yield (
+            f"no label says which transport carries it, and the limit expects {expected} ({limit.origin})"
+            + (f": {why}" if why else "")
+        )
+    if limit.min is None and limit.max is None and not ratios:
+        yield (
+            "the limit is only a ratio to the other ranks, and there is no other rank to stand beside; add a min or max"
+            f" at {limit.origin}"
+        )
+
+
+def _why_recorded(limit: Limit | None, of: Mapping[int, Measurement], court: _Court) -> str:
+    reason = "recorded only, as the test asked"
+    if limit is not None and limit.record_only is not None:
+        reason = f"recorded only: {limit.record_only} ({limit.origin})"
+    noisy = [rank for rank, measured in of.items() if measured.inconclusive]
+    if noisy:
+        reason += f"; inconclusive: {of[noisy[0]].inconclusive} on {_ranks(noisy, court.name)}"
+    return reason
+
+
+def _limit_for(metric: Metric, labels: Mapping[str, str], court: _Court) -> Limit | None:
+    if court.sku is None:
+        return None
+    return court.limits.limit(
+        metric.name, sku=court.sku, world_size=len(court.world), nnodes=len(court.nodes), labels=labels
+    )
+
+
+def _peak(metric: Metric, known: Mapping[str, str], court: _Court) -> float | None:
+    # Across nodes the fabric carries the data, and one rank alone sends nothing: no link bounds either.
+    if metric.peak in datasheets.LINK_PEAKS and (known["nnodes"] != "1" or known["world_size"] == "1"):
+        return None
+    return peak_of(metric, court.limits.skus.get(court.sku or ""))
+
+
+def _problems(
+    metric: Metric, group: Sequence[tuple[int, Measurement]], peak: float | None, court: _Court
+) -> Iterable[tuple[str, int | None]]:
+    """Yield what keeps a group from passing, with the rank to blame where there is one."""
+    counts: dict[int, int] = {}
+    for rank, measured in group:
+        counts[rank] = counts.get(rank, 0) + 1
+        defect = measurement.problem(measured)
+        if defect is not None:
+            yield f"{defect} on {court.name(rank)}", rank
+        elif peak is not None and metric.peak_is_bound and measured.value > peak:
+            value, top = units.show_apart(measured.value, peak, metric.unit)
+            yield (
+                f"too fast to be true: {value} > {top}, the data sheet peak of {court.sku}, on {court.name(rank)}",
+                rank,
+            )
+    missing = _missing(metric, counts, court)
+    if missing:
+        yield missing, None
+    strangers = [rank for rank in counts if rank not in court.world]
+    if strangers:
+        yield f"measured by {_ranks(strangers)}, which is no part of this run", None
+    repeated = [rank for rank, count in counts.items() if count > 1]
+    if repeated:
+        yield (
+            f"measured {counts[repeated[0]]} times on {_ranks(repeated, court.name)}; a label must tell the"
+            " values apart",
+            None,
+        )
+
+
+def _missing(metric: Metric, counts: Mapping[int, int], court: _Court) -> str | None:
+    if metric.scope == "rank":
+        ranks = [rank for rank in sorted(court.world) if rank not in counts]
+        return f"no value from {_ranks(ranks, court.name)} (with these labels)" if ranks else None
+    if metric.scope == "node":
+        silent = [node for node, ranks in court.nodes.items() if not any(rank in counts for rank in ranks)]
+        if silent:
+            first = court.name(court.nodes[silent[0]][0])
+            more = f" and {len(silent) - 1} more nodes" if len(silent) > 1 else ""
+            return f"no value from node {silent[0]} ({first}){more}"
+    return None
+
+
+def _first_few(problems: Sequence[tuple[str, int | None]]) -> str:
+    told = "; also: ".join(problem for problem, _ in problems[:3])
+    return told + (f"; and {len(problems) - 3} more problems" if len(problems) > 3 else "")
+
+
+def _message(decisive: Sequence[Judged]) -> str:
+    if not decisive:
+        return ""
+    more = f"; {len(decisive) - 1} more" if len(decisive) > 1 else ""
+    room = MESSAGE_CHARACTERS - len(more)
+    reason = decisive[0].reason
+    labels = _labels(decisive[0].labels)
+    if len(reason) > room and len(labels) > _SHORT_LABELS:
+        # The rank stands at the end, and matters more than a long label.
+        reason = reason.replace(labels, labels[:_SHORT_LABELS] + "…)", 1)
+    return (reason if len(reason) <= room else reason[: room - 1] + "…") + more
+
+
+def _text(told: Sequence[Judged]) -> str:
+    blocks = [
+        item.reason
+        + (f" [limit: {item.limit.origin}]" if item.limit else "")
+        + (f" ({item.evidence})" if item.evidence else "")
+        for item in told
+    ]
+    advice = dict.fromkeys(item.advice for item in told if item.advice)
+    return "\n\n".join(["\n".join(blocks), *advice] if blocks else [])
+
+
+def _told(miss: Miss, labels: Mapping[str, str]) -> str:
+    return f"{miss.text}{_labels(labels)}" + (f": {miss.why}" if miss.why else "")
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    return printable(f" ({', '.join(f'{name}={text}' for name, text in labels.items())})") if labels else ""
+
+
+def _on(ranks: Sequence[int], court: _Court) -> str:
+    if not ranks:
+        return ""
+    all_of = together(
+        ranks, nodes=court.nodes, host_of=court.host_of, noun="ranks" if court.gpu_name is None else "GPUs"
+    )
+    if all_of:
+        return f" on {printable(all_of)}, the worst is {court.name(ranks[0])}"
+    others = f", and {court.name(ranks[1])}" if len(ranks) == 2 else ""
+    others = f", and {len(ranks) - 1} more ranks" if len(ranks) > 2 else others
+    if len(court.nodes) > 1 and len(ranks) == len(court.world):
+        others += ": all there are, look at what they share"
+    return f" on {court.name(ranks[0])}{others}"
+
+
+def _ranks(ranks: Sequence[int], name: Callable[[int], str] = "rank {}".format) -> str:
+    more = f" and {len(ranks) - 1} more ranks" if len(ranks) > 1 else ""
+    return name(ranks[0]) + more

@@ -1,0 +1,470 @@
+"""How far a rank stands behind the others.
+
+What to say where nothing decides about a value: the YAML that would.
+
+The few words that may explain a missed value, from what the rank's GPU did meanwhile. Pure.
+
+    >>> explanation({"throttle": ["hw_thermal"], "throttle_share": {"hw_thermal": 0.62},
+    ...              "temperature_celsius": [70, 88, 91]})
+    'HW thermal slowdown 62 % of the time, 91 degC'
+
+Telemetry travels in plain JSON types from ranks of any version, so nothing is taken for granted: what is not of the
+form that ``telemetry.summary`` gives explains nothing. An explanation never decides: a GPU at its power limit is told,
+and is as it should be.
+
+In which ways values miss their limit, and by how much. Pure.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from pytest_gpucluster.judge.limits import KNOWN_LABELS, TOPOLOGY, Limit, Thresholds
+from pytest_gpucluster.metrics import datasheets, stats, units
+from pytest_gpucluster.metrics.catalogue import Better, Metric
+from pytest_gpucluster.metrics.measurement import Measurement, sound_interval
+from pytest_gpucluster.text import printable
+
+
+def straggler_ratio(values: Mapping[int, float], rank: int, better: Better) -> float:
+    """Return how a rank does beside the other ranks: 1.0 is as well as their median, 0.5 is half as well.
+
+    For ``better="higher"`` that is the rank's value over the median of the *other* ranks' values; for "lower" the
+    median of the others over the rank's value. A rank that has reached nothing (zero where higher is better) has the
+    ratio 0.0, whatever the others did.
+
+    The judged rank is left out of the median, because it would pull the yardstick towards itself. With 2 ranks at 100
+    and 60 the median of both is 80, and the slow rank would show 0.75 for a GPU that does 0.60 of its twin's work;
+    with 2 slow ranks of 4 the median of all lies half-way down. Left out, the median of the others is the healthy
+    rank's in both cases. The rank with the worst value has the lowest ratio either way, so the right rank is named;
+    from some 8 ranks up the two medians hardly differ.
+
+    It stays blind where more than half of the ranks are slow alike: that takes a ``min`` or ``max``.
+
+    >>> straggler_ratio({0: 100.0, 1: 60.0}, 1, "higher")
+    0.6
+    >>> straggler_ratio({0: 20.0, 1: 20.0, 2: 40.0}, 2, "lower")
+    0.5
+
+    Args:
+        values: one finite value of zero or more for each rank, all in one unit.
+        rank: whose ratio it is.
+        better: what is better, "higher" or "lower".
+
+    Raises:
+        KeyError: the rank has no value.
+        ValueError: fewer than two ranks have a value; a value is NaN, infinite or negative; or ``better`` is "none".
+    """
+    return _ratio(values[rank], _ordered(values, better), better)
+
+
+def straggler_ratios(values: Mapping[int, float], better: Better) -> dict[int, float]:
+    """Return ``straggler_ratio`` of every rank.
+
+    Raises:
+        ValueError: as for ``straggler_ratio``.
+    """
+    ordered = _ordered(values, better)
+    return {rank: _ratio(value, ordered, better) for rank, value in values.items()}
+
+
+def _ordered(values: Mapping[int, float], better: Better) -> Sequence[float]:
+    if better == "none":
+        raise ValueError("of values of which none is better, none is behind")
+    if len(values) < 2:
+        raise ValueError(f"it takes two values or more to hold one beside the others, not {len(values)}")
+    if any(not math.isfinite(value) or value < 0 for value in values.values()):
+        raise ValueError(f"values must be finite and not negative: {dict(values)!r:.200}")
+    return sorted(values.values())
+
+
+def _ratio(value: float, ordered: Sequence[float], better: Better) -> float:
+    others = _median_without(ordered, value)
+    if better == "higher":
+        return 0.0 if value == 0 else math.inf if others == 0 else value / others
+    if value == 0:
+        return 1.0 if others == 0 else math.inf
+    return others / value
+
+
+def _median_without(ordered: Sequence[float], value: float) -> float:
+    """Return the median of sorted values without one of those that equal ``value``, without making a new list."""
+    gone = bisect.bisect_left(ordered, value)
+    count = len(ordered) - 1
+
+    def at(index: int) -> float:
+        return ordered[index if index < gone else index + 1]
+
+    low, high = at((count - 1) // 2), at(count // 2)
+    return low + (high - low) / 2
+
+
+def missing_limit(
+    metric: Metric,
+    labels: Mapping[str, str],
+    known: Mapping[str, str],
+    *,
+    limits: Thresholds,
+    sku: str | None,
+    gpu_name: str | None,
+) -> tuple[str, str]:
+    """Return what is missing, in a few words, and the YAML to add, in several lines.
+
+    Args:
+        metric: what was measured.
+        labels: the labels of the measurement.
+        known: the facts that conditions are held against.
+        limits: the limits in force, in which nothing applies.
+        sku: the SKU that was looked for; None where the GPU is unknown.
+        gpu_name: NVML's name of the GPU, where there is one.
+    """
+    bound = "max" if metric.better == "lower" else "min"
+    entry = [f"{bound}: <what you accept> {metric.unit}", "source: <where the figure comes from>"]
+    entries = limits.entries(metric.name, sku=sku) if sku is not None else []
+    when = _conditions(metric, labels, known, entries)
+    if when:
+        entry.insert(0, f"when: {{{', '.join(f'{name}: {text}' for name, text in when.items())}}}")
+    gpu, name = printable(gpu_name or ""), sku or "my-gpu"
+    pattern = []
+    if sku in limits.skus:
+        problem = f"no limit on {sku}" + (" for these conditions" if entries else "")
+    else:
+        pattern = [f"    nvml_name: {_single_quoted(_pattern(gpu or '<NVML name>'))}"]
+        problem = f"unknown GPU {gpu!r}: no SKU matches it" if gpu else "the name of the GPU is not known"
+        if sku is not None:
+            problem = f"unknown SKU {sku!r}"
+    lines = [
+        f"{problem}. Add this to a file and pass it with --gpucluster-thresholds FILE:",
+        "",
+        "schema_version: 1",
+        "skus:",
+        f"  {_scalar(name)}:",
+        *pattern,
+        "    limits:",
+        f"      {metric.name}:",
+        *(f"        {'- ' if index == 0 else '  '}{line}" for index, line in enumerate(entry)),
+    ]
+    if entries:
+        lines += ["", "Limits of this metric there apply to other conditions:"]
+        lines += [f"  {limit.conditions()} ({limit.origin})" for limit in entries]
+    return problem + "; the text below shows the YAML to add", "\n".join(lines)
+
+
+def _conditions(
+    metric: Metric, labels: Mapping[str, str], known: Mapping[str, str], entries: Sequence[Limit]
+) -> dict[str, str]:
+    """Choose the conditions that a new entry should have: what others depend on, and what tells values apart."""
+    used = {condition.key for limit in entries for condition in limit.when}
+    names = [name for name in ("world_size", "nnodes") if known[name].isdecimal()]
+    if not (used.intersection(TOPOLOGY) or metric.peak in datasheets.LINK_PEAKS):
+        names = []
+    when = {name: known[name] for name in names}
+    for name in KNOWN_LABELS:
+        # Only what the loader reads back as the same condition is worth showing.
+        text = labels.get(name, "")
+        amount = units.magnitude(text)
+        size = amount is not None and amount[0] in ("amount of data", "number")
+        if size if name == "size" else re.fullmatch(r"[A-Za-z][A-Za-z0-9_./-]*", text):
+            when[name] = text
+    return when
+
+
+def _scalar(text: str) -> str:
+    return text if re.fullmatch(r"[A-Za-z0-9](?:[A-Za-z0-9_. -]*[A-Za-z0-9_.])?", text) else _single_quoted(text)
+
+
+def _single_quoted(text: str) -> str:
+    return "'" + printable(text).replace("'", "''") + "'"
+
+
+def _pattern(nvml_name: str) -> str:
+    return re.sub(r"([\\.^$*+?{}\[\]|()])", r"\\\1", nvml_name)
+
+
+SLOWDOWNS: Mapping[str, str] = MappingProxyType(
+    {
+        "hw_slowdown": "HW slowdown",
+        "hw_thermal": "HW thermal slowdown",
+        "sw_thermal": "SW thermal slowdown",
+        "hw_power_brake": "HW power brake",
+    }
+)
+"""Throttle reasons of a GPU that is too hot or short of power, as nvidia-smi calls them; the health criterion's set."""
+
+NOTES: Mapping[str, str] = MappingProxyType(
+    {
+        "sw_power_cap": "power limit {} (normal under full load)",
+        "applications_clocks": "clocks held by their setting {} (nvidia-smi -ac, -lgc)",
+        "sync_boost": "clocks held to those of other GPUs {} (sync boost)",
+        "board_limit": "board limit {}",
+        "reliability": "reliability limit {}",
+    }
+)
+"""Throttle reasons that a healthy GPU can have. Source: NVML API reference, nvmlClocksEventReasons."""
+
+LEAST_SHARE = 0.01
+"""A slowdown in a smaller part of the time explains nothing that a limit is missed by; this suite's rule."""
+NOTED_SHARE = 0.5
+"""So much of the time one of the others must be there to be worth a word; this suite's rule."""
+NEAR_SLOWDOWN_CELSIUS = 5.0
+"""So near to the temperature at which the card slows down it is hot; this suite's rule."""
+HOT_CELSIUS = 85.0
+"""Hot where the card does not tell that temperature; this suite's rule."""
+LOW_CLOCK_RATIO = 0.6
+"""An SM clock below this part of the card's highest is far below it; this suite's rule. A GPU at its power limit has a
+clock below the highest, too, but by less."""
+CHARACTERS = 100
+"""A failure's one line has room for so much of it, beside value, limit and rank. What tells least is left out."""
+_THERMAL = ("hw_thermal", "sw_thermal", "hw_slowdown")
+_VOLUMES = ("_bytes", ".active", ".rate")
+_COUNTERS = 3
+
+
+def explanation(told: Mapping[str, Any]) -> str:
+    """Return what may explain a low value, the most telling first; nothing where the GPU did as it should.
+
+    Args:
+        told: a summary as ``telemetry.summary`` gives it; beside it ``counters``, what has changed by how much, and
+            ``transport``, why data did not take a better way (``nccl_choice.Agreed.beside``).
+    """
+    parts = [*_transport(told), *_slowdowns(told), *_heat(told), *_clock(told), *_counters(told), *_notes(told)]
+    while len(parts) > 1 and len(", ".join(parts)) > CHARACTERS:
+        parts.pop()
+    return ", ".join(parts)
+
+
+def most_telling(by_rank: Mapping[int, Mapping[str, Any]]) -> int | None:
+    """Return the rank whose GPU was held down for the longest part of the time, or else was the hottest."""
+
+    def telling(rank: int) -> tuple[bool, float, float, int]:
+        told = by_rank[rank]
+        shares = _shares(told)
+        held = max((shares.get(reason, 0.0) for reason in SLOWDOWNS), default=0.0)
+        return bool(told.get("lost")), held, _last(told, "temperature_celsius") or 0.0, -rank
+
+    return max(by_rank, key=telling, default=None)
+
+
+def _transport(told: Mapping[str, Any]) -> Iterator[str]:
+    why = told.get("transport")
+    if isinstance(why, str) and why:
+        yield why
+
+
+def _slowdowns(told: Mapping[str, Any]) -> Iterator[str]:
+    if told.get("lost"):
+        yield "the GPU was lost"
+    shares = _shares(told)
+    found = [reason for reason in SLOWDOWNS if shares.get(reason, 0.0) >= LEAST_SHARE]
+    for reason in sorted(found, key=lambda reason: -shares[reason]):
+        yield f"{SLOWDOWNS[reason]} {_of_the_time(shares[reason])}"
+
+
+def _heat(told: Mapping[str, Any]) -> Iterator[str]:
+    hottest = _last(told, "temperature_celsius")
+    if hottest is None:
+        return
+    slowdown = _number(told.get("slowdown_celsius"))
+    from_here = HOT_CELSIUS if slowdown is None else slowdown - NEAR_SLOWDOWN_CELSIUS
+    shares = _shares(told)
+    if hottest >= from_here or any(shares.get(reason, 0.0) >= LEAST_SHARE for reason in _THERMAL):
+        yield f"{hottest:.0f} degC"
+
+
+def _clock(told: Mapping[str, Any]) -> Iterator[str]:
+    clocks, highest = told.get("sm_clock_mhz"), _number(told.get("sm_clock_max_mhz"))
+    if highest is None or not isinstance(clocks, (list, tuple)) or len(clocks) != 3:
+        return
+    usual = _number(clocks[1])
+    if usual is not None and usual < LOW_CLOCK_RATIO * highest:
+        yield f"SM clock {usual:.0f} of {highest:.0f} MHz"
+
+
+def _counters(told: Mapping[str, Any]) -> Iterator[str]:
+    changed = told.get("counters")
+    if not isinstance(changed, Mapping):
+        return
+    numbers = {str(name): _number(by) for name, by in changed.items() if not str(name).endswith(_VOLUMES)}
+    grown = [f"{name} {by:+g}" for name, by in numbers.items() if by]
+    yield from grown[:_COUNTERS]
+    if len(grown) > _COUNTERS:
+        yield f"{len(grown) - _COUNTERS} more counters"
+
+
+def _notes(told: Mapping[str, Any]) -> Iterator[str]:
+    shares = _shares(told)
+    for reason, words in NOTES.items():
+        if shares.get(reason, 0.0) >= NOTED_SHARE:
+            yield words.format(_of_the_time(shares[reason]))
+
+
+def _shares(told: Mapping[str, Any]) -> dict[str, float]:
+    shares = told.get("throttle_share")
+    if not isinstance(shares, Mapping):
+        return {}
+    numbers = {str(reason): _number(share) for reason, share in shares.items()}
+    return {reason: share for reason, share in numbers.items() if share is not None and 0 <= share <= 1}
+
+
+def _of_the_time(share: float) -> str:
+    return f"{100 * share:.0f} % of the time"
+
+
+def _last(told: Mapping[str, Any], key: str) -> float | None:
+    value = told.get(key)
+    return _number(value[-1]) if isinstance(value, (list, tuple)) and len(value) == 3 else None
+
+
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if is_number else None
+
+
+NOTHING: Mapping[Any, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Miss:
+    """One way in which a limit is missed.
+
+    ``text`` tells the worst of it, ``why`` what its GPU did meanwhile that may explain it. ``by_rank`` tells both of
+    every rank, the worst one first; it is empty where no rank of its own is at fault. ``worst``: the rank whose value
+    ``text`` has, where a rank's has it. ``inconclusive``: whether more certainty could make a pass of it.
+    """
+
+    text: str
+    why: str = ""
+    by_rank: Mapping[int, str] = field(default_factory=dict)
+    worst: int | None = None
+    inconclusive: bool = False
+
+
+def margin(measured: Measurement, limit: Limit) -> float | None:
+    """Return the distance of the deciding number to the nearer bound as a share of it; negative when missed.
+
+    The deciding number is the low end of the interval for ``min``, the high end for ``max``, or the value where there
+    is no interval that makes sense. A bound of zero has no shares: there the distance itself counts. None: the limit
+    has no bounds.
+    """
+    low, high = sound_interval(measured) or (measured.value, measured.value)
+    return _margin(low, high, limit)
+
+
+def misses(
+    metric: Metric,
+    limit: Limit,
+    of: Mapping[int, Measurement],
+    *,
+    ratios: Mapping[int, float],
+    transport: str | None,
+    meanwhile: Mapping[int, Mapping[str, Any]] = NOTHING,
+) -> Iterator[Miss]:
+    """Yield every way in which a limit is missed, the plainest first. A rank is told only the plainest of its own.
+
+    Args:
+        metric: what was measured.
+        limit: what is demanded of it.
+        of: the measurement of each rank whose value is finite and not negative.
+        ratios: ``straggler_ratio`` of each rank; empty where they are not known.
+        transport: what carried the data, where a label says so.
+        meanwhile: what each rank's GPU did during the test; it may explain a value that has no telemetry of its own.
+    """
+    said: dict[int, str] = {}
+
+    def miss(found: Mapping[int, float], text: dict[int, str], *, inconclusive: bool = False) -> Iterator[Miss]:
+        ranks = sorted(found, key=found.__getitem__)
+        said.update({rank: text[rank] for rank in ranks})
+        if ranks:
+            why = {rank: explanation(_seen(of[rank], meanwhile.get(rank, NOTHING))) for rank in ranks}
+            by_rank = {rank: f"{text[rank]}: {why[rank]}" if why[rank] else text[rank] for rank in ranks}
+            worst = ranks[0]
+            yield Miss(text=text[worst], why=why[worst], by_rank=by_rank, worst=worst, inconclusive=inconclusive)
+
+    plain = {rank: by for rank, m in of.items() if (by := _margin(m.value, m.value, limit)) is not None and by < 0}
+    low = {rank: f"{metric.name} {_beyond(metric, of[rank].value, limit)}" for rank in plain}
+    if limit.expect_transport is not None and transport is not None and transport not in limit.expect_transport:
+        expected = " or ".join(limit.expect_transport)
+        why = next((str(m.telemetry["transport"]) for m in of.values() if m.telemetry.get("transport")), "")
+        yield Miss(text=f"{metric.name}: {transport} carries it, expected is {expected}", why=why)
+        if plain and len(plain) == len(of):  # what all of them share explains it, and no rank of its own
+            worst = min(plain, key=plain.__getitem__)
+            yield Miss(text=low[worst], worst=worst)
+            said.update(low)
+            plain = {}
+    yield from miss(plain, low)
+
+    unsure = {
+        rank: by for rank, m in of.items() if rank not in said and (by := margin(m, limit)) is not None and by < 0
+    }
+    yield from miss(unsure, {rank: _unsure(metric, of[rank], limit) for rank in unsure}, inconclusive=True)
+
+    noisy = {rank: 0.0 for rank, measured in of.items() if rank not in said and measured.inconclusive}
+    yield from miss(
+        noisy, {rank: f"{metric.name} is inconclusive: {of[rank].inconclusive}" for rank in noisy}, inconclusive=True
+    )
+
+    required = limit.min_ratio_to_median
+    if required is not None:
+        behind = {rank: ratio for rank, ratio in ratios.items() if rank not in said and ratio < required}
+        yield from miss(behind, {rank: _behind(metric, of, rank, ratios[rank], required) for rank in behind})
+
+
+def _seen(measured: Measurement, meanwhile: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what the GPU did: in the value's own window, or else during the whole test."""
+    own = measured.telemetry
+    return own if own.get("samples") else {**meanwhile, **own}
+
+
+def interval_text(measured: Measurement) -> str:
+    """Return "its 95 % interval is 697 TFLOPS to 709 TFLOPS", or nothing where there is none."""
+    if measured.interval is None:
+        return ""
+    low, high = units.show_apart(*measured.interval, measured.unit)
+    return f"its 95 % interval is {low.removesuffix(measured.unit).rstrip()} to {high}"
+
+
+def _margin(low: float, high: float, limit: Limit) -> float | None:
+    margins = []
+    if limit.min is not None:
+        margins.append((low - limit.min) / (limit.min or 1.0))
+    if limit.max is not None:
+        margins.append((limit.max - high) / (limit.max or 1.0))
+    return min(margins, default=None)
+
+
+def _beyond(metric: Metric, value: float, limit: Limit) -> str:
+    below = limit.min is not None and value < limit.min
+    shown, needed = units.show_apart(value, _bound(limit, below), metric.unit)
+    return f"{shown} {'<' if below else '>'} {needed}"
+
+
+def _unsure(metric: Metric, measured: Measurement, limit: Limit) -> str:
+    below = limit.min is not None and measured.interval is not None and measured.interval[0] < limit.min
+    shown, needed = units.show_apart(measured.value, _bound(limit, below), metric.unit)
+    side = "above" if below else "below"
+    return f"{metric.name} {shown} is not surely {side} {needed}: {interval_text(measured)}"
+
+
+def _bound(limit: Limit, below: bool) -> float:
+    bound = limit.min if below else limit.max
+    assert bound is not None  # a missed limit has the bound that was missed
+    return bound
+
+
+def _behind(metric: Metric, of: Mapping[int, Measurement], rank: int, ratio: float, required: float) -> str:
+    others = [measured.value for other, measured in of.items() if other != rank]
+    middle = units.show(stats.median(others), metric.unit)
+    if len(others) > 2 and (spread := stats.mad(others)) > 0:
+        middle += f", MAD {units.show(spread, metric.unit)}"
+    of_whom = f"the median of the {len(others)} other ranks" if len(others) > 1 else "the other rank"
+    value = units.show(of[rank].value, metric.unit)
+    found, needed = (text.removesuffix(" ratio") for text in units.show_apart(ratio, required, "ratio"))
+    if metric.better == "lower":
+        return f"{metric.name} {value} is behind: {of_whom} ({middle}) is {found} of it, {needed} is required"
+    return f"{metric.name} {value} is {found} of {of_whom} ({middle}), {needed} is required"

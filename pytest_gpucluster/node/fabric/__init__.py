@@ -1,0 +1,1 @@
+"""The network of a node: ports, the variables of NCCL, and what NCCL chose."""

@@ -1,0 +1,194 @@
+"""The variables that change what NCCL, UCX and CUDA do: their values on each rank, and where each is from.
+
+NCCL reads files as well: what is not set in the environment it takes from ``NCCL_CONF_FILE`` or else ``~/.nccl.conf``,
+and then from ``/etc/nccl.conf``. Source: NCCL, src/misc/param.cc, initEnv and setEnvFile; NCCL user guide,
+"Environment Variables".
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pytest_gpucluster.node.fabric import nccl_log
+from pytest_gpucluster.text import rank_ranges
+
+ENVIRONMENT = "environment"
+PREFIXES = ("NCCL_", "UCX_")
+ALSO = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "OMP_NUM_THREADS", "TORCH_DISTRIBUTED_DEBUG")
+"""What is looked at beside the prefixes."""
+SYSTEM_FILE = Path("/etc/nccl.conf")
+USER_FILE = ".nccl.conf"
+OF_A_RANK = ("NCCL_IB_HCA", "UCX_NET_DEVICES", "OMP_NUM_THREADS")
+"""What a launcher may set for each rank of a node anew, so that each uses the card beside its GPU."""
+OF_A_NODE = ("NCCL_SOCKET_IFNAME",)
+"""What may be set for each node anew: the same network has another interface's name on another kind of host."""
+_NVLS, _NO_CACHE, _SWITCHED_OFF = "NCCL_NVLS_ENABLE", "NCCL_NO_CACHE", "GPUCLUSTER_NVLS_SWITCHED_OFF"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A variable that is set. ``origin``: "environment" or a file's path; ``instead_of``: what it overrides there."""
+
+    name: str
+    value: str
+    origin: str
+    instead_of: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        over = f", instead of {' and '.join(self.instead_of)}" if self.instead_of else ""
+        return f"{self.name}={self.value} ({self.origin}{over})"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain types."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Setting:
+        """Read what :meth:`to_json` has made."""
+        return cls(**{**told, "instead_of": tuple(told["instead_of"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A variable that is not the same on all ranks.
+
+    ``by_value``: each value, or None for "not set", -> its ranks; the usual one comes first. ``is_meant``: each node
+    has the same values on the same local ranks, as a launcher sets them that gives each rank a card of its own; or it
+    is of a kind that a node may have for itself, and has one value on each.
+    """
+
+    name: str
+    by_value: Mapping[str | None, tuple[int, ...]]
+    is_meant: bool
+
+    def __str__(self) -> str:
+        parts = [f"{'not set' if value is None else value} on {rank_ranges(on)}" for value, on in self.by_value.items()]
+        return f"{self.name} is {'; '.join(parts)}"
+
+
+def prepare_environment(environment: MutableMapping[str, str]) -> None:
+    """Let NCCL read anew for each communicator whether to use NVLS: else it reads that once for a process.
+
+    It must be set before NCCL reads its first variable. A communicator's own configuration has no such field.
+    Source: NCCL 2.29, src/misc/param.cc, ncclGetEnvNoCacheOnce; src/transport/nvls.cc, ncclNvlsInit; nccl.h,
+    ncclConfig_t.
+    """
+    named = [name for name in environment.get(_NO_CACHE, "").split(",") if name]
+    if not {_NVLS, "ALL"} & set(named):
+        environment[_NO_CACHE] = ",".join([*named, _NVLS])
+
+
+def switch_nvls_off(environment: MutableMapping[str, str]) -> None:
+    """Let communicators that are made from now on do without NVLS."""
+    environment[_NVLS] = "0"
+    environment[_SWITCHED_OFF] = "1"
+
+
+def home() -> Path | None:
+    """Return the home of this user as NCCL looks it up, which is not ``$HOME``."""
+    try:
+        return Path(pwd.getpwuid(os.getuid()).pw_dir)
+    except KeyError:
+        return None
+
+
+def read_environment(
+    environ: Mapping[str, str],
+    *,
+    home_of_user: Callable[[], Path | None] = home,
+    system_file: Path = SYSTEM_FILE,
+) -> tuple[Setting, ...]:
+    """Return every variable of interest that is set, by name. What this suite itself has set is left out."""
+    own = nccl_log.own_settings(environ) | _own_settings(environ)
+    found: dict[str, list[tuple[str, str]]] = {}
+    for name, value in environ.items():
+        if _is_of_interest(name) and name not in own:
+            found.setdefault(name, []).append((value, ENVIRONMENT))
+    for file in _files(environ, home_of_user(), system_file):
+        for name, value in _lines(file):
+            if _is_of_interest(name) and name not in own:
+                found.setdefault(name, []).append((value, str(file)))
+    return tuple(
+        Setting(
+            name=name,
+            value=values[0][0],
+            origin=values[0][1],
+            instead_of=tuple(f"{value} ({origin})" for value, origin in values[1:] if value != values[0][0]),
+        )
+        for name, values in sorted(found.items())
+    )
+
+
+def _own_settings(environ: Mapping[str, str]) -> set[str]:
+    """Return which variables this suite has set, so that they are nobody's leftover."""
+    own = {_NO_CACHE} if environ.get(_NO_CACHE) == _NVLS else set()
+    return own | ({_NVLS} if environ.get(_SWITCHED_OFF) else set())
+
+
+def effective(settings: Sequence[Setting]) -> dict[str, str]:
+    """Return name -> value."""
+    return {setting.name: setting.value for setting in settings}
+
+
+def differences(
+    settings: Mapping[int, Mapping[str, str]], local_ranks: Mapping[int, int], nodes: Mapping[int, int]
+) -> list[Difference]:
+    """Compare the ranks.
+
+    Args:
+        settings: rank -> name -> value.
+        local_ranks: rank -> its number on its node.
+        nodes: rank -> its node.
+    """
+    found = []
+    for name in sorted({name for one in settings.values() for name in one}):
+        values = {rank: one.get(name) for rank, one in settings.items()}
+        if len(set(values.values())) < 2:
+            continue
+        by_value = {
+            value: tuple(rank for rank, other in values.items() if other == value)
+            for value, _ in Counter(values.values()).most_common()
+        }
+        per_rank = name in OF_A_RANK and _is_same_within(values, local_ranks)
+        per_node = name in OF_A_NODE and _is_same_within(values, nodes)
+        found.append(Difference(name=name, by_value=by_value, is_meant=per_rank or per_node))
+    return found
+
+
+def _is_same_within(values: Mapping[int, str | None], group_of: Mapping[int, int]) -> bool:
+    """Tell whether the ranks of each group have one value."""
+    of_group: dict[int, set[str | None]] = {}
+    for rank, value in values.items():
+        of_group.setdefault(group_of[rank], set()).add(value)
+    return all(len(some) == 1 for some in of_group.values())
+
+
+def _is_of_interest(name: str) -> bool:
+    return name.startswith(PREFIXES) or name in ALSO
+
+
+def _files(environ: Mapping[str, str], home_of_user: Path | None, system_file: Path) -> Iterator[Path]:
+    named = environ.get("NCCL_CONF_FILE")
+    if named:
+        yield Path(named)
+    elif home_of_user is not None:
+        yield home_of_user / USER_FILE
+    yield system_file
+
+
+def _lines(file: Path) -> Iterator[tuple[str, str]]:
+    """Yield name and value of each line as NCCL reads it: a blank before ``=`` is a part of the name."""
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return  # NCCL, too, goes on without it
+    for line in text.split("\n"):
+        name, equals, value = line.partition("=")
+        if equals and not line.startswith("#"):
+            yield name, value

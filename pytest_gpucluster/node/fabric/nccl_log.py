@@ -1,0 +1,487 @@
+"""What NCCL chose for a group: transports and algorithms, from lines of its log, and what all ranks' choices make up.
+
+Names of transports, as they stand in labels and in ``expect_transport``:
+
+- ``P2P``: straight from one GPU's memory to another's, over NVLink (also between nodes, where it is MNNVL) or PCIe;
+  NVLS as well, which is NVLink's
+- ``SHM``: through the host's memory, inside a node
+- ``COLLNET/<name>``: the network reduces on the way (SHARP)
+- ``NET/IB``: InfiniBand or RoCE verbs, also through NVIDIA's external plugin (``IBext_v8`` and the like)
+- ``NET/AWS Libfabric``: EFA, also where its plugin calls itself Libfabric
+- ``NET/Socket``: TCP; ``NET/<name>``: any other network plugin, by its own name
+- ``gloo``: no NCCL at all; ``none``: one rank, which is connected to nobody
+
+NCCL's own log: what carries a group's data, and by which algorithm, in NCCL's words.
+
+NCCL reads the environment for it once, at its first message. So it is set early, and nothing of an operator's own
+settings is changed: then what those leave on disk is read, or it is said why nothing is known.
+
+Source: the formats are those of NCCL 2.18 to 2.30 (src/debug.cc, src/enqueue.cc, src/transport/*.cc); the variables,
+NCCL User Guide, "Environment Variables", NCCL_DEBUG, NCCL_DEBUG_FILE, NCCL_DEBUG_SUBSYS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import socket
+import tempfile
+from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pytest_gpucluster.node.fabric import nccl_fallback_reasons
+from pytest_gpucluster.node.fabric.nccl_fallback_reasons import Reason, Reasons
+
+_HOP = re.compile(
+    r"(?:Channel|Ring) \d+(?:/\d+)? : \d+(?:\[[0-9a-f]+\])? -> \d+(?:\[[0-9a-f]+\])?(?: \[(?:send|receive)\])? "
+    r"via (?P<via>.+)"
+)
+_COLLNET_HOP = re.compile(r"CollNet \d+(?:/\d+)? : \d+ \[(?:send|receive)\] via (?P<via>COLLNET/.+)")
+_CHOSEN = re.compile(
+    r"(?:(?P<collective>\w+)(?: \[(?:Symmetric|Copy Engine|Hierarchical CE)\])?: +)?(?P<size>\d+) Bytes -> "
+    r"(?:Algo (?P<algorithm>\w+) proto (?P<protocol>\w+)|Kernel (?P<kernel>\S+)|(?P<copied>cudaMemcpy|RMA proxy \+ CE))"
+)
+_NVLS = re.compile(r"NVLS comm 0x[0-9a-f]+ headRank|Connected NVLS tree")
+_NVLS_SUPPORT = re.compile(r"NVLS multicast support is (?P<no>not )?available")
+_VERSION = re.compile(r"NCCL version (?P<version>\S+)")
+_NETWORK = re.compile(r"Using network (?P<network>.+)")
+_DIRECT = "GDRDMA"
+_RANKS = re.compile(r"comm 0x[0-9a-f]+ rank \d+ nranks (?P<ranks>\d+) .*Init COMPLETE")
+
+# Older versions write the number of NCCL_ALGO_* and NCCL_PROTO_* (src/include/device.h).
+_PLUGINS = {"IBext": "IB", "Libfabric": "AWS Libfabric"}
+"""What a network plugin is called here that has another name in the log, its version left out."""
+_OVER_CARDS = ("NET/IB", "NET/AWS Libfabric", "COLLNET/")
+"""How the transports begin that go over the cards which :attr:`Agreed.nics` counts."""
+_ALGORITHMS = ("Tree", "Ring", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree", "PAT")
+_PROTOCOLS = ("LL", "LL128", "Simple")
+
+_IN_LOG: Mapping[str, str] = {
+    "all_reduce": "AllReduce",
+    "all_gather": "AllGather",
+    "reduce_scatter": "ReduceScatter",
+    "all_to_all": "AlltoAll",
+    "broadcast": "Broadcast",
+}
+"""What a line about an algorithm calls a collective. Source: NCCL, src/collectives.cc, ncclFuncToString."""
+_UNNAMED = ""
+"""In older versions such a line does not say of which collective it is."""
+_SENT_PIECEWISE = ("all_to_all", "send_recv")
+"""What is made of single sends and receives, for which no algorithm is chosen: source: NCCL user guide,
+"Point-to-point communication"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What one rank's log tells of one communicator.
+
+    Attributes:
+        transports: every transport that a connection of this rank uses.
+        connections: how often each kind of connection occurs, in NCCL's words without the device's number.
+        algorithms: collective as the log calls it, "" where it does not -> payload in bytes -> "Ring LL128" and the
+            like. On the first rank of a group only.
+        nvls: "used", "available", "not available", or "" where nothing is said.
+        network: what NCCL uses between nodes, whether or not this group needs it.
+        version: of NCCL.
+        ranks: sizes of the communicators that were made.
+        unknown: why nothing is known of the transports; empty where something is.
+        reasons: what the whole log of this process says about why something is not used.
+        cards: network cards of this rank's node (``fabric_ports.network_cards``); None where the number is not known.
+    """
+
+    transports: tuple[str, ...] = ()
+    connections: Mapping[str, int] = field(default_factory=dict)
+    algorithms: Mapping[str, Mapping[int, tuple[str, ...]]] = field(default_factory=dict)
+    nvls: str = ""
+    network: str = ""
+    version: str = ""
+    ranks: tuple[int, ...] = ()
+    unknown: str = ""
+    reasons: tuple[Reason, ...] = ()
+    cards: int | None = None
+
+    @property
+    def indirect(self) -> tuple[int, int]:
+        """Of the connections over InfiniBand or RoCE: those that go through the host's memory, and all."""
+        over = {kind: count for kind, count in self.connections.items() if _transport(kind) == "NET/IB"}
+        return sum(count for kind, count in over.items() if _DIRECT not in kind.split("/")), sum(over.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain types, to be told to the other ranks."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreed:
+    """What all ranks of a run say together of the groups of one size.
+
+    Attributes:
+        transport: the farthest hop of any rank, or None where it is not known.
+        unknown: why it is not known.
+    """
+
+    transport: str | None
+    unknown: str = ""
+    choices: Sequence[Choice] = ()
+
+    @property
+    def why(self) -> str:
+        """Why no better transport carries the data, as far as NCCL's log says; "" where nothing better is known of.
+
+        TCP is explained by what kept NCCL from InfiniBand, a way over InfiniBand through the host's memory by what kept
+        it from GPUDirect RDMA, and the host's memory inside a node by what kept it from P2P.
+        """
+        of_rank = {rank: one.reasons for rank, one in enumerate(self.choices)}
+        if self.transport is None:
+            return ""
+        if "NET/Socket" in self.transport:
+            return nccl_fallback_reasons.told(of_rank, nccl_fallback_reasons.NETWORK)
+        if self.transport == "SHM":
+            return nccl_fallback_reasons.told(of_rank, nccl_fallback_reasons.NODE)
+        indirect = [one.indirect for one in self.choices]
+        without, over = sum(some for some, _ in indirect), sum(every for _, every in indirect)
+        if not without:
+            return ""
+        why = nccl_fallback_reasons.told(of_rank, nccl_fallback_reasons.DIRECT)
+        return f"GPUDirect RDMA is off on {without} of {over} connections" + (f": {why}" if why else "")
+
+    @property
+    def nics(self) -> int | None:
+        """The network cards of a node: the most of any, for one that has lost cards lowers no floor. None: unknown."""
+        counts = [one.cards for one in self.choices if one.cards is not None]
+        return max(counts) if counts and len(counts) == len(self.choices) else None
+
+    @property
+    def _over_cards(self) -> bool:
+        return self.transport is not None and self.transport.startswith(_OVER_CARDS)
+
+    def beside(self, telemetry: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a measurement's telemetry with ``why``, or what is not known, as "transport": a miss is told so."""
+        told = [self.why if self.transport is not None else f"transport not known: {self.unknown}"]
+        if self._over_cards and self.nics is None:
+            told.append("the number of network cards is unknown, so the floor of a full set applies")
+        why = "; ".join(filter(None, told))
+        return {**telemetry, **({"transport": why} if why else {})}
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The labels of a measurement; empty where the transport is not known, which no expectation accepts.
+
+        ``nics`` is among them where network cards carry the data and their number is known.
+        """
+        if self.transport is None:
+            return {}
+        known = {"nics": str(self.nics)} if self._over_cards and self.nics is not None else {}
+        return {"transport": self.transport, **known}
+
+    def properties(self, collective: str = "all_reduce") -> dict[str, str]:
+        """Return what goes on record beside the measurements, as text. The algorithms are those of a collective."""
+        told = {"transport": self.transport or f"not known: {self.unknown}", "why": self.why}
+        connections: dict[str, int] = {}
+        algorithms: dict[int, dict[str, None]] = {}
+        for one in self.choices:
+            for kind, count in one.connections.items():
+                connections[kind] = connections.get(kind, 0) + count
+            for name in dict.fromkeys((_IN_LOG.get(collective), _UNNAMED)):
+                if name is None or (name == _UNNAMED and collective in _SENT_PIECEWISE):
+                    continue
+                for size, names in one.algorithms.get(name, {}).items():
+                    algorithms.setdefault(size, {}).update(dict.fromkeys(names))
+        told["connections"] = ", ".join(f"{count} {kind}" for kind, count in sorted(connections.items()))
+        told["algorithms"] = "; ".join(f"{size} B: {' and '.join(algorithms[size])}" for size in sorted(algorithms))
+        told["nvls"] = " and ".join(sorted({one.nvls for one in self.choices if one.nvls}))
+        if self._over_cards:
+            told["nics"] = "not known" if self.nics is None else str(self.nics)
+        told["network"] = " and ".join(sorted({one.network for one in self.choices if one.network}))
+        told["version"] = " and ".join(sorted({one.version for one in self.choices if one.version}))
+        if self.choices and not algorithms and self.transport not in ("gloo", "none"):
+            piecewise = collective in _SENT_PIECEWISE
+            told["algorithms"] = (
+                "none: single sends and receives" if piecewise else "not known: NCCL's log does not say"
+            )
+        return {name: text for name, text in told.items() if text}
+
+
+def choice(lines: Iterable[str]) -> Choice:
+    """Read the lines that NCCL wrote while a communicator was made and used.
+
+    >>> choice(["a:1:2 [0] NCCL INFO Channel 00/0 : 7[7] -> 8[0] [send] via NET/IB/0/GDRDMA"]).transports
+    ('NET/IB',)
+    """
+    connections: dict[str, int] = {}
+    algorithms: dict[str, dict[int, dict[str, None]]] = {}
+    nvls = network = version = ""
+    ranks: dict[int, None] = {}
+    told: set[str] = set()
+    for line in lines:
+        if " Bytes -> " in line:
+            # There is one for each call: hundreds of thousands, of which hardly any says something new.
+            what = line.partition("NCCL INFO ")[2] or line
+            if what in told:
+                continue
+            told.add(what)
+        if hop := _HOP.search(line) or _COLLNET_HOP.search(line):
+            kind = _kind(hop["via"].strip())
+            connections[kind] = connections.get(kind, 0) + 1
+        elif chosen := _CHOSEN.search(line):
+            of_collective = algorithms.setdefault(chosen["collective"] or _UNNAMED, {})
+            of_collective.setdefault(int(chosen["size"]), {})[_algorithm(chosen)] = None
+        elif _NVLS.search(line):
+            nvls = "used"
+        elif support := _NVLS_SUPPORT.search(line):
+            nvls = nvls or ("not available" if support["no"] else "available")
+        elif found := _VERSION.search(line):
+            version = found["version"]
+        elif found := _NETWORK.search(line):
+            network = found["network"].strip()
+        elif found := _RANKS.search(line):
+            ranks[int(found["ranks"])] = None
+    transports = {_transport(kind) for kind in connections} | ({"P2P"} if nvls == "used" else set())
+    return Choice(
+        transports=tuple(sorted(transports, key=lambda name: (_distance(name), name))),
+        connections=connections,
+        algorithms={
+            collective: {size: tuple(names) for size, names in sizes.items()}
+            for collective, sizes in algorithms.items()
+        },
+        nvls=nvls,
+        network=network,
+        version=version,
+        ranks=tuple(ranks),
+        unknown="" if transports else "NCCL's log has no line about a connection of this group",
+    )
+
+
+def agreed(told: Sequence[Mapping[str, Any]], *, ranks: int, hosts: int) -> Agreed:
+    """Put together what all ranks say, each of its own group.
+
+    Args:
+        told: ``Choice.to_json()`` of each rank.
+        ranks: how many are in each group; one alone is connected to nobody.
+        hosts: over how many hosts a group goes.
+    """
+    choices = [Choice(**{**one, "reasons": tuple(Reason(**why) for why in one["reasons"])}) for one in told]
+    if ranks == 1:
+        return Agreed(transport="none", choices=choices)
+    silent = [(rank, one.unknown) for rank, one in enumerate(choices) if not one.transports]
+    if silent or not choices:
+        why = f"rank {silent[0][0]}: {silent[0][1]}" if silent else "no rank has said anything"
+        return Agreed(transport=None, unknown=why, choices=choices)
+    hops = {name for one in choices for name in one.transports}
+    farthest = max(map(_distance, hops))
+    across = any(kind.startswith("P2P/MNNVL") for one in choices for kind in one.connections)
+    if hosts > 1 and farthest < _distance("COLLNET") and not across:
+        why = f"no rank's log shows how the {hosts} hosts are connected, only {' and '.join(sorted(hops))} inside them"
+        return Agreed(transport=None, unknown=why, choices=choices)
+    # Two networks at once are no one's expectation.
+    return Agreed(transport="+".join(sorted(hop for hop in hops if _distance(hop) == farthest)), choices=choices)
+
+
+def _kind(via: str) -> str:
+    """Leave out what numbers the device: "NET/IB/0(8)/GDRDMA" is one of "NET/IB/GDRDMA"."""
+    parts = via.split("/")
+    return "/".join(part for part in parts if not re.fullmatch(r"\d+(?:\(\d+\)|\[[0-9a-f]+\])?", part))
+
+
+def _transport(kind: str) -> str:
+    family, _, rest = kind.partition("/")
+    if family not in ("NET", "COLLNET"):
+        return family
+    name = re.sub(r"_v[0-9]+$", "", rest.partition("/")[0])
+    return f"{family}/{_PLUGINS.get(name, name)}"
+
+
+def _distance(transport: str) -> int:
+    family = transport.partition("/")[0]
+    # What is not known here is held to be the farthest, so that no expectation overlooks it.
+    order = {"P2P": 0, "SHM": 1, "COLLNET": 2, "NET": 3}
+    return 4 if transport == "NET/Socket" else order.get(family, 5)
+
+
+def _algorithm(chosen: re.Match[str]) -> str:
+    if chosen["kernel"]:
+        return f"symmetric {chosen['kernel']}"
+    if chosen["copied"]:
+        return "copy engine" if chosen["copied"] == "cudaMemcpy" else "network and copy engine"
+    return f"{_named(chosen['algorithm'], _ALGORITHMS)} {_named(chosen['protocol'], _PROTOCOLS)}"
+
+
+def _named(found: str, names: Sequence[str]) -> str:
+    if found.isdecimal():
+        return names[int(found)] if int(found) < len(names) else f"number {found}"
+    plain = found.replace("_", "").lower()
+    return next((name for name in names if name.lower() == plain), found)
+
+
+SUBSYSTEMS = "INIT,ENV,GRAPH,NET,TUNING"
+"""INIT has the connections, their transports and NVLS; TUNING has a line for each collective on a group's first rank;
+ENV, GRAPH and NET tell why."""
+
+MOST_BYTES = 2 * 2**20
+"""How much of a log is kept beside the report, on each rank."""
+
+_PRIVATE = "gpucluster-nccl-"
+_TELLING_LEVELS = ("INFO", "ABORT", "TRACE")
+
+
+def prepare_log(environment: MutableMapping[str, str]) -> None:
+    """Let NCCL log to a file for each process in a private folder, unless the operator has said what it should log.
+
+    Nothing is made on disk: that is done by :meth:`NcclLog.open`, before the first group.
+    """
+    if "NCCL_DEBUG" in environment or "NCCL_DEBUG_FILE" in environment:
+        return
+    # The name cannot be guessed: NCCL follows a link that somebody else has put there.
+    folder = Path(tempfile.gettempdir()) / f"{_PRIVATE}{secrets.token_hex(8)}"
+    environment["NCCL_DEBUG"] = "INFO"
+    environment["NCCL_DEBUG_FILE"] = str(folder / "%p.log")
+    environment.setdefault("NCCL_DEBUG_SUBSYS", SUBSYSTEMS)
+
+
+def own_settings(environment: Mapping[str, str]) -> frozenset[str]:
+    """Return which of NCCL's variables :func:`prepare` has set, so that they are nobody's leftover."""
+    file = environment.get("NCCL_DEBUG_FILE", "")
+    if not (file and NcclLog._is_private(Path(file))):
+        return frozenset()
+    by_us = {"NCCL_DEBUG", "NCCL_DEBUG_FILE"}
+    return frozenset(by_us | ({"NCCL_DEBUG_SUBSYS"} if environment.get("NCCL_DEBUG_SUBSYS") == SUBSYSTEMS else set()))
+
+
+class NcclLog:
+    """The log of this process, and which parts of it are of which communicator.
+
+    NCCL connects ranks when they first need it, and its lines do not name the communicator. But a process that talks
+    in one group at a time knows which one it was: what is written inside :meth:`reading` is that group's.
+
+    Attributes:
+        path: the file, or None where there is none.
+        why_not: why there is none.
+    """
+
+    def __init__(self, path: Path | None, why_not: str = "") -> None:
+        self.path, self.why_not = path, why_not
+        self._start = 0
+        self._reasons, self._reasons_read = Reasons(), 0
+        self._parts: list[tuple[Hashable, int, int]] = []
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str], *, pid: int, hostname: str | None = None) -> NcclLog:
+        """Find the log of a process that has this environment. Nothing needs to be written yet."""
+        level, file = environment.get("NCCL_DEBUG", ""), environment.get("NCCL_DEBUG_FILE", "")
+        if level.upper() not in _TELLING_LEVELS:
+            found = f"NCCL_DEBUG={level} is" if level else "NCCL_DEBUG_FILE without NCCL_DEBUG is"
+            return cls(None, f"{found} set in the environment; unset it, or set NCCL_DEBUG=INFO")
+        if not file:
+            return cls(
+                None, "NCCL_DEBUG is set in the environment without NCCL_DEBUG_FILE, so NCCL logs to the terminal"
+            )
+        if "%p" not in file:
+            return cls(None, f"NCCL_DEBUG_FILE={file} has no %p, so that all ranks of a node write to one file")
+        host = (hostname or socket.gethostname()).partition(".")[0]
+        names = {"%%": "%", "%h": re.sub("[%/]", "-", host), "%p": str(pid)}
+        return cls(Path(re.sub("%[%hp]", lambda place: names[place[0]], file)))
+
+    def open(self) -> None:
+        """Make the private folder that NCCL is about to write to. An operator's own folder is left to the operator.
+
+        Raises:
+            OSError: it cannot be made, or belongs to somebody else.
+        """
+        if self.path is not None and self._is_private(self.path):
+            # Local workers share the folder of the process that started them.
+            self.path.parent.mkdir(mode=0o700, exist_ok=True)
+            if self.path.parent.is_symlink() or self.path.parent.stat().st_uid != os.getuid():
+                raise PermissionError(f"{self.path.parent} belongs to somebody else")
+
+    def remove(self) -> None:
+        """Remove the log, and its folder with the last log in it. An operator's own file stays."""
+        if self.path is not None and self._is_private(self.path):
+            self.path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a sibling's log is still there, or nothing ever was
+                self.path.parent.rmdir()
+
+    def begin_again(self) -> None:
+        """Forget what was read: the groups are gone, and new ones are about to be made."""
+        self._start, self._parts = self._end(), []
+
+    def closed(self, communicator: Hashable) -> None:
+        """Forget what was read of a communicator that is gone: a later one of the same ranks makes its own choice."""
+        self._parts = [(None if key == communicator else key, start, end) for key, start, end in self._parts]
+
+    @contextlib.contextmanager
+    def reading(self, communicator: Hashable) -> Iterator[None]:
+        """Take what is written inside for a communicator's, where no other group of this process is used."""
+        start = self._end()
+        try:
+            yield
+        finally:
+            self._parts.append((communicator, start, self._end()))
+
+    def choice(self, communicator: Hashable, *, rest: bool = False) -> Choice:
+        """Return what NCCL chose for a communicator.
+
+        Args:
+            communicator: as given to :meth:`reading`.
+            rest: take what was written outside of any ``reading`` as well. For the group of all ranks, which anybody
+                may use.
+        """
+        if self.path is None:
+            return Choice(unknown=self.why_not)
+        if not self.path.exists():
+            return Choice(unknown=f"NCCL has written no log to {self.path}")
+        mine = [(start, end) for key, start, end in self._parts if key == communicator]
+        if rest:
+            mine += self._outside()
+        found = choice(line for start, end in sorted(mine) for line in self._lines(start, end))
+        # NCCL looks for networks once for a process, so why it did not take one stands in any group's part.
+        end = self._end()
+        self._reasons.take(self._lines(self._reasons_read, end))
+        self._reasons_read = max(self._reasons_read, end)
+        return replace(found, reasons=self._reasons.found)
+
+    def keep(self, target: Path, *, most_bytes: int = MOST_BYTES) -> None:
+        """Copy the log to a file, of repeated lines the first one, up to a size. Does nothing where there is none."""
+        if self.path is None or not self.path.exists():
+            return
+        seen: set[str] = set()
+        left_out = written = 0
+        with target.open("w", encoding="utf-8") as kept:
+            for line in self._lines(0, self._end()):
+                what = line.partition("NCCL INFO ")[2] or line
+                if what in seen or written + len(line) > most_bytes:
+                    left_out += 1
+                    continue
+                seen.add(what)
+                written += kept.write(line)
+            if left_out:
+                kept.write(f"({left_out} lines left out here: repeated, or beyond {most_bytes} bytes)\n")
+
+    def _outside(self) -> Iterator[tuple[int, int]]:
+        position = self._start
+        for _, start, end in sorted(self._parts, key=lambda part: part[1:]):
+            if start > position:
+                yield position, start
+            position = max(position, end)
+        yield position, self._end()
+
+    def _lines(self, start: int, end: int) -> Iterator[str]:
+        assert self.path is not None
+        with self.path.open("rb") as file:
+            file.seek(start)
+            while start < end and (line := file.readline(end - start)):  # it ends early where somebody has cut the file
+                start += len(line)
+                yield line.decode("utf-8", errors="replace")
+
+    def _end(self) -> int:
+        with contextlib.suppress(OSError):
+            if self.path is not None:
+                return self.path.stat().st_size
+        return 0
+
+    @staticmethod
+    def _is_private(path: Path) -> bool:
+        return path.parent.name.startswith(_PRIVATE)

@@ -1,0 +1,361 @@
+"""Where the facts for advice about NCCL are read: sysfs, procfs, the firmware's tables, the environment.
+
+Nothing here needs root, and nothing is changed. What cannot be read is left out and never guessed.
+
+Source: Linux kernel, Documentation/ABI/testing/sysfs-class-net, sysfs-class-dmi-id and sysfs-bus-pci; proc_net(5),
+/proc/net/route.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pytest_gpucluster.errors import LaunchError
+from pytest_gpucluster.launch.launchers import allocation, detect
+from pytest_gpucluster.metrics.datasheets import SKUS, Promise, promise_of
+from pytest_gpucluster.node import infiniband, info, info_gpus, info_software, pci
+from pytest_gpucluster.node import info_gpus as node_gpus
+from pytest_gpucluster.node.fabric import nccl_advice_rules
+from pytest_gpucluster.node.fabric.nccl_facts import WAYS, Card, Facts, Gpu, Network, Provider
+from pytest_gpucluster.node.fabric.ports import FabricSources
+from pytest_gpucluster.node.infiniband import ETHERNET, Adapters, Device, Port
+from pytest_gpucluster.node.info_software import Answer
+from pytest_gpucluster.node.interfaces import Interface
+from pytest_gpucluster.node.interfaces import interfaces as own_interfaces
+from pytest_gpucluster.node.kernel_log import normalised
+from pytest_gpucluster.node.limits import Tree
+from pytest_gpucluster.node.pci import PeerMemory
+
+_NET, _DMI, _PCI = "/sys/class/net", "/sys/class/dmi/id", info_gpus.DEVICES
+_VERBS = "/dev/infiniband"
+_ROUTES, _ROUTES_6 = "/proc/net/route", "/proc/net/ipv6_route"
+_RTF_UP = 0x1  # linux/route.h
+_ANY, _ANY_6 = "0" * 8, "0" * 32
+_INFINIBAND_CLASS = "0x0207"
+"""PCI class of an InfiniBand controller. Source: linux/pci_ids.h, PCI_CLASS_NETWORK_INFINIBAND."""
+_ETHERNET_CLASS, _MELLANOX = "0x0200", "0x15b3"
+"""An Ethernet controller of NVIDIA's (Mellanox), which can do RoCE. Source: linux/pci_ids.h, PCI_CLASS_NETWORK_ETHERNET
+and PCI_VENDOR_ID_MELLANOX."""
+_GPU_CLASS, _NVIDIA = "0x0302", "0x10de"
+"""A GPU for computing, which has no screen. Source: linux/pci_ids.h, PCI_CLASS_DISPLAY_3D and PCI_VENDOR_ID_NVIDIA."""
+_AMAZON, _EFA_DEVICES = "0x1d0f", "0xefa"
+"""Amazon's PCI vendor, and how the numbers of its EFA devices begin. Source: Linux kernel,
+drivers/infiniband/hw/efa/efa_main.c."""
+_EFA_MODULE = "efa_nv_peermem"
+"""Amazon's own module for GPU memory; EFA's driver of before tells by an attribute ``gdr`` that it reaches it. Source:
+openucx/ucx issue 10966; awslabs/libfabric-ci-scripts pull request 176."""
+_AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
+"""Asset tag of every Azure machine, and of no other Hyper-V. Source: cloud-init, tools/ds-identify."""
+_LIBRARIES = ("/opt/amazon/ofi-nccl/lib*", "/opt/amazon/aws-ofi-nccl/lib*", "/opt/aws-ofi-nccl/lib*")
+_LIBRARIES_OF_MACHINE = ("/opt/amazon/ofi-nccl/lib/*-linux-gnu", "/usr/lib/*-linux-gnu", "/usr/local/lib", "/usr/lib64")
+"""Where aws-ofi-nccl is installed by Amazon's installer, by its own instructions, and by distributions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FabricTree(Tree):
+    """The kernel's files, with sysfs and procfs from where the fabric's facts are read."""
+
+    sources: FabricSources
+
+    def path(self, absolute: str) -> Path:
+        """Return where ``/proc/...`` or ``/sys/...`` is."""
+        for mount, place in (("/sys", self.sources.sysfs), ("/proc", self.sources.proc)):
+            if absolute == mount or absolute.startswith(f"{mount}/"):
+                return place / absolute[len(mount) :].lstrip("/")
+        return super().path(absolute)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeenGpus:
+    """The GPUs of a node. ``why_not``: why not all is known of them; "" where it is."""
+
+    gpus: tuple[Gpu, ...] = ()
+    why_not: str = ""
+    nvlink: bool = False
+    nvls: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """Where a node is asked: all of it can be planted."""
+
+    fabric: FabricSources = field(default_factory=FabricSources)
+    root: Path = Path("/")
+    hostname: Callable[[], str] = socket.gethostname
+    interfaces: Callable[[], Sequence[Interface]] = own_interfaces
+    names: Callable[[], Sequence[str]] = lambda: [name for _, name in socket.if_nameindex()]
+    gpus: Callable[[], SeenGpus] = lambda: by_nvml(node_gpus.ask_child)
+    nccl: Callable[[Tree], str | None] = lambda tree: (
+        info_software.installed_nccl() or info_software.installed_library(tree)
+    )
+
+
+def gather_facts(sources: Sources) -> Facts:
+    """Return the facts of this node."""
+    tree = FabricTree(root=sources.root, sources=sources.fabric)
+    environ, host = sources.fabric.environ, sources.hostname()
+    launcher, launcher_unknown, nnodes = _launched(environ, host)
+    seen = sources.gpus()
+    adapters = infiniband.read(sources.fabric.sysfs)
+    of_node = _gpus_of_node(tree, seen.gpus)
+    default = _default_interfaces(tree)
+    facts = Facts(
+        host=host,
+        launcher=launcher,
+        launcher_unknown=launcher_unknown,
+        scheduler=allocation(environ).name,
+        nnodes=nnodes,
+        container=info.container(tree, environ),
+        provider=_provider(tree),
+        machine=tree.text(f"{_DMI}/product_name") or "",
+        gpus=seen.gpus,
+        gpus_unknown=seen.why_not,
+        gpus_of_node=of_node,
+        nvlink=seen.nvlink,
+        nvls=seen.nvls,
+        adapters=adapters,
+        cards=tuple(_cards(tree, adapters, of_node, default)),
+        on_the_bus=tuple(_on_the_bus(tree)) if adapters.why_not else (),
+        verbs=tuple(name for name in _names(tree, _VERBS) if name.startswith("uverbs")),
+        peer_memory=_peer_memory(tree, adapters),
+        networks=tuple(_networks(tree, sources.interfaces(), default)),
+        interfaces=tuple(sources.names()),
+        nccl=sources.nccl(tree),
+        settings=sources.fabric.settings(),
+        environ=environ,
+    )
+    return _with_files(facts, tree)
+
+
+def by_nvml(ask: Callable[[], Answer]) -> SeenGpus:
+    """Ask NVML for the GPUs of this node, in a process of its own."""
+    told = node_gpus.read_gpus(ask())
+    gpus = tuple(Gpu(name=str(gpu["name"]), pci=str(gpu["pci"])) for gpu in told["gpus"])
+    ends = [kind for gpu in told["gpus"] for kind, _ in (gpu["nvlink_ends"] or {}).values()]
+    why_not = told["why_not"] or ("" if gpus else "NVML shows none to this process")
+    promise = _promise(gpus)
+    return SeenGpus(
+        gpus=gpus,
+        why_not=why_not,
+        nvlink=bool(ends),
+        nvls="switch" in ends and promise is not None and promise.fabric_state,
+    )
+
+
+def of_ranks(inventory: Sequence[Mapping[str, Any]], node_rank: int) -> SeenGpus:
+    """Return the GPUs of a node by what its ranks have said of themselves; a rank on cpu has none."""
+    own = [who["gpu"] for who in inventory if who["node_rank"] == node_rank and who["gpu"]]
+    gpus = tuple(Gpu(name=str(gpu["name"]), pci=str(gpu["pci_bus_id"])) for gpu in own)
+    promise = _promise(gpus)
+    return SeenGpus(
+        gpus=gpus,
+        nvlink=promise is not None and bool(promise.nvlinks),
+        nvls=promise is not None and promise.nvswitch and promise.fabric_state,
+    )
+
+
+def _promise(gpus: Sequence[Gpu]) -> Promise | None:
+    names = {gpu.name for gpu in gpus}
+    skus = [sku.name for sku in SKUS.values() if len(names) == 1 and sku.matches(next(iter(names)))]
+    return promise_of(skus[0]) if len(skus) == 1 else None
+
+
+def _launched(environ: Mapping[str, str], host: str) -> tuple[str, str, int | None]:
+    """Return the launcher, what is wrong with it, and the number of nodes."""
+    given = allocation(environ).nnodes
+    try:
+        facts = detect(environ, host)
+    except LaunchError as error:
+        return "", " ".join(str(error).split()), given
+    if facts.launcher == "single":
+        return "", "", given
+    return facts.launcher, "", facts.nnodes
+
+
+def _provider(tree: Tree) -> Provider | None:
+    """Tell the cloud by the firmware's tables, which any user may read.
+
+    Source: cloud-init, tools/ds-identify: sys_vendor "Amazon EC2", product_name "Google Compute Engine", and the asset
+    tag of Azure.
+    """
+    told = {name: tree.text(f"{_DMI}/{name}") or "" for name in ("sys_vendor", "product_name", "chassis_asset_tag")}
+    if told["sys_vendor"] == "Amazon EC2":
+        return "AWS"
+    if told["product_name"] == "Google Compute Engine":
+        return "Google Cloud"
+    if told["chassis_asset_tag"] == _AZURE_TAG:
+        return "Azure"
+    return None
+
+
+def _gpus_of_node(tree: Tree, seen: Sequence[Gpu]) -> tuple[str, ...]:
+    """Return the addresses of all GPUs. A job or a container may see some of them only, and cards beside the others are
+    no less of the fabric. A virtual function is no GPU more."""
+    known = {address for gpu in seen if (address := normalised(gpu.pci)) is not None}
+    for address in _names(tree, _PCI):
+        kind, vendor, _ = _identity(tree, address)
+        if kind.startswith(_GPU_CLASS) and vendor == _NVIDIA and not tree.has(f"{_PCI}/{address}/physfn"):
+            known.add(address)
+    return tuple(sorted(known))
+
+
+def _peer_memory(tree: FabricTree, adapters: Adapters) -> PeerMemory:
+    """Tell whether cards reach GPU memory. EFA has ways of its own."""
+    found = pci.read_peer_memory(tree.sources.sysfs, tree.sources.proc, tree.text("/proc/sys/kernel/osrelease"))
+    if found.module:
+        return found
+    if tree.has(f"/sys/module/{_EFA_MODULE}"):
+        return replace(found, module=_EFA_MODULE)
+    if any(tree.text(f"/sys/class/infiniband/{device.name}/gdr") == "1" for device in adapters.devices):
+        return replace(found, module="efa, with gdr")
+    return found
+
+
+def _cards(tree: Tree, adapters: Adapters, gpus: Sequence[str], default: frozenset[str]) -> Iterator[Card]:
+    for device in adapters.devices:
+        folder = f"/sys/class/infiniband/{device.name}/device"
+        driver = f"{folder}/driver"
+        near = _near(tree, device, gpus)
+        for port in device.ports:
+            interface = _interface(tree, folder, port)
+            yield Card(
+                port=port,
+                board=device.board,
+                driver=tree.path(driver).resolve().name if tree.has(driver) else "",
+                pci=device.pci,
+                interface=interface,
+                near=near,
+                is_default=interface in default,
+            )
+
+
+def _interface(tree: Tree, folder: str, port: Port) -> str:
+    """Return the network interface of a RoCE port: what its first address is on, or the only one of its card."""
+    if port.link_layer != ETHERNET:
+        return ""
+    told = tree.text(f"/sys/class/infiniband/{port.device}/ports/{port.number}/gid_attrs/ndevs/0")
+    names = _names(tree, f"{folder}/net")
+    return told or (names[0] if len(names) == 1 else "")
+
+
+def _near(tree: Tree, device: Device, gpus: Sequence[str]) -> str:
+    ways = [info_gpus.by_kernel(tree, device.pci, gpu) for gpu in gpus]
+    return next((way for way in WAYS if way in ways), "")
+
+
+def _on_the_bus(tree: Tree) -> Iterator[str]:
+    for address in _names(tree, _PCI):
+        kind, vendor, device = _identity(tree, address)
+        can_roce = kind.startswith(_ETHERNET_CLASS) and vendor == _MELLANOX
+        is_efa = vendor == _AMAZON and device.startswith(_EFA_DEVICES)
+        if kind.startswith(_INFINIBAND_CLASS) or can_roce or is_efa:
+            yield address
+
+
+def _identity(tree: Tree, address: str) -> tuple[str, str, str]:
+    """Return class, vendor and device of a PCI device, each "" where it is not told."""
+    kind, vendor, device = (tree.text(f"{_PCI}/{address}/{name}") or "" for name in ("class", "vendor", "device"))
+    return kind, vendor, device
+
+
+def _networks(tree: Tree, found: Sequence[Interface], default: frozenset[str]) -> Iterator[Network]:
+    for one in found:
+        if one.name == "lo" or not one.running or not one.addresses:
+            continue
+        driver = f"{_NET}/{one.name}/device/driver"
+        speed = tree.number(f"{_NET}/{one.name}/speed")  # -1, or no answer at all, where it is not known
+        yield Network(
+            interface=one,
+            is_real=_is_real(tree, one.name),
+            driver=tree.path(driver).resolve().name if tree.has(driver) else "",
+            speed_mbps=speed if speed is not None and speed > 0 else None,
+            is_default=one.name in default,
+        )
+
+
+def _is_real(tree: Tree, name: str) -> bool:
+    """Tell a card, and what is made of cards, from a bridge, a tunnel and one end of a pair."""
+    if tree.has(f"{_NET}/{name}/bridge"):
+        return False
+    return any(tree.has(f"{_NET}/{one}/device") for one in _with_lower(tree, name))
+
+
+def _with_lower(tree: Tree, name: str) -> frozenset[str]:
+    """Return an interface and those that it is made of: a VLAN's, a bond's, a bridge's."""
+    known: set[str] = set()
+    left = [name]
+    while left:
+        one = left.pop()
+        if one not in known:
+            known.add(one)
+            left += [
+                entry.removeprefix("lower_") for entry in _names(tree, f"{_NET}/{one}") if entry.startswith("lower_")
+            ]
+    return frozenset(known)
+
+
+def _default_interfaces(tree: Tree) -> frozenset[str]:
+    """Return the interface of the default route that counts, and what it is made of; nothing where there is none."""
+    routes: list[tuple[int, str]] = []
+    for line in (tree.text(_ROUTES) or "").splitlines()[1:]:
+        parts = line.split()
+        if len(parts) > 7 and parts[1] == _ANY and parts[7] == _ANY and int(parts[3], 16) & _RTF_UP:
+            routes.append((int(parts[6]), parts[0]))
+    for line in (tree.text(_ROUTES_6) or "").splitlines() if not routes else ():
+        parts = line.split()
+        if len(parts) == 10 and parts[0] == _ANY_6 and parts[1] == "00" and parts[9] != "lo":
+            routes.append((int(parts[5], 16), parts[9]))
+    return _with_lower(tree, min(routes)[1]) if routes else frozenset()
+
+
+def _names(tree: Tree, folder: str) -> list[str]:
+    try:
+        return sorted(os.listdir(tree.path(folder)))
+    except OSError:
+        return []  # a node without such things has no such folder
+
+
+def _with_files(facts: Facts, tree: Tree) -> Facts:
+    """Look for the files that advice may name."""
+    described = nccl_advice_rules.topology_of(facts)
+    scripts = (*nccl_advice_rules.GOOGLE_SCRIPTS.values(), nccl_advice_rules.GOOGLE_IN_CONTAINER)
+    folders = [*_LIBRARIES, *_LIBRARIES_OF_MACHINE]
+    folders += [one for one in facts.environ.get("LD_LIBRARY_PATH", "").split(":") if one.startswith("/")]
+    plugins = (
+        f"/{path.relative_to(tree.root)}"
+        for folder in folders
+        for name in nccl_advice_rules.EFA_PLUGINS
+        for path in _found(tree, folder, name)
+    )
+    files = {
+        nccl_advice_rules.TOPOLOGY_FILE: _topologies(facts, tree, described),
+        nccl_advice_rules.SCRIPT: tuple(path for path in scripts if tree.has(path)),
+        nccl_advice_rules.EFA_PLUGIN: tuple(dict.fromkeys(plugins)),
+    }
+    return replace(facts, files=files)
+
+
+def _topologies(facts: Facts, tree: Tree, path: str | None) -> tuple[str, ...]:
+    """Return where a description of the machine is, and where what is set is the same: a link, as Azure's images have
+    it, or a container's own copy."""
+    content = tree.text(path) if path else None
+    if path is None or content is None:
+        return ()
+    setting = facts.setting(nccl_advice_rules.TOPOLOGY)
+    is_same = setting is not None and tree.text(setting.value) == content
+    return (path, setting.value) if setting is not None and is_same else (path,)
+
+
+def _found(tree: Tree, folder: str, name: str) -> Iterator[Path]:
+    try:
+        for path in sorted(tree.root.glob(f"{folder.lstrip('/')}/{name}")):
+            # Other plugins, such as the one for SHARP, have the plain name, too.
+            if name != nccl_advice_rules.EFA_PLUGINS[0] or "ofi" in str(path.parent):
+                yield path
+    except (OSError, ValueError, NotImplementedError):
+        return  # a folder that may not be looked at, or no pattern at all, as in a broken LD_LIBRARY_PATH

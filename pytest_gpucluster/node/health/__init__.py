@@ -1,0 +1,1 @@
+"""The health of GPUs: checks, fault counters, and telemetry during a test."""

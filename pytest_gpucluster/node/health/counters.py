@@ -1,0 +1,476 @@
+"""Where the counters of one rank come from.
+
+All counters that a rank can read, at one moment.
+
+What has changed between two readings of the counters, and which of it is a fault of the hardware. Pure.
+
+What counts faults on a node, before and after a test, and what its changes mean.
+
+    before = counters.take(sources)
+    ...
+    found = counters.changes(before, counters.take(sources))
+    found.require_no_fault()
+
+A rank answers for its own GPU (NVML); the first rank of a node also for what is the node's: Xids in the kernel log and
+InfiniBand ports. Nothing here communicates or decides about a test.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pytest_gpucluster.errors import HardwareFault
+from pytest_gpucluster.metrics.finding import Finding, Identity, identity
+from pytest_gpucluster.node import infiniband, kernel_log
+from pytest_gpucluster.node.health import snapshot
+from pytest_gpucluster.node.health.interconnect_checks import MUST_NOT_GROW, ZERO_TOLERANCE
+from pytest_gpucluster.node.health.xid_table import lookup, recovery_action
+from pytest_gpucluster.node.infiniband import BYTES, CARRIER_DOWN, ETHERNET, LINK_DOWNED, Adapters
+from pytest_gpucluster.node.infiniband import INFINIBAND as LAYER_OF_FABRIC
+from pytest_gpucluster.node.kernel_log import KernelLog, Xid, normalised
+from pytest_gpucluster.node.nvml import Nvml
+
+
+def ports_of_node() -> Adapters:
+    """Read the ports without their tables of GIDs, which count nothing."""
+    return infiniband.read(gids=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """Whom a rank asks. Tests put their own here.
+
+    Attributes:
+        gpu: the names of this rank's GPU; the host alone on cpu.
+        nvml: None where it cannot be used; then ``why_no_nvml`` says why.
+        of_node: this rank also answers for its node.
+        gpus_of_node: PCI address, as the kernel writes it, -> the GPU of a rank of this node.
+        kernel_log: read where there is a GPU.
+        adapters: the InfiniBand ports.
+        of_switches: it answers for the NVSwitches of the node, too.
+    """
+
+    gpu: Identity
+    nvml: Nvml | None = None
+    why_no_nvml: str = "NVML is not available"
+    of_node: bool = False
+    gpus_of_node: Mapping[str, Identity] = field(default_factory=dict)
+    kernel_log: Callable[[], KernelLog] = field(default_factory=kernel_log.Reader)
+    adapters: Callable[[], Adapters] = ports_of_node
+    of_switches: bool = True
+
+    @property
+    def has_gpu(self) -> bool:
+        """Tell whether this rank has a GPU; a rehearsal on cpu has none."""
+        return self.gpu.uuid is not None
+
+    def without_ports(self) -> Sources:
+        """Return the same without the node's ports and NVSwitches: another rank looks at them."""
+        return replace(self, adapters=Adapters, of_switches=False)
+
+    @classmethod
+    def of(
+        cls,
+        inventory: Sequence[Mapping[str, Any]],
+        *,
+        rank: int,
+        nvml: Nvml | None = None,
+        why_no_nvml: str = "NVML is not available",
+        **others: Any,
+    ) -> Sources:
+        """Make the sources of a rank.
+
+        Args:
+            inventory: what every rank has said of itself (``inventory.identify``).
+            rank: whose sources they are.
+            nvml, why_no_nvml: as above.
+            others: ``kernel_log`` and ``adapters``, to replace them.
+        """
+        me = next(who for who in inventory if who["rank"] == rank)
+        place = me["host"], me["node_rank"]
+        ranks = [identity(who) for who in inventory if (who["host"], who["node_rank"]) == place and who["gpu"]]
+        return cls(
+            gpu=identity(me),
+            nvml=nvml,
+            why_no_nvml=why_no_nvml,
+            of_node=me["local_rank"] == 0,
+            gpus_of_node={address: gpu for gpu in ranks if (address := normalised(gpu.pci or ""))},
+            **others,
+        )
+
+
+RECOVERY = "recovery.action"
+QUERIES = (
+    "ecc.uncorrected.volatile",
+    "ecc.uncorrected.aggregate",
+    "ecc.corrected.volatile",
+    "rows.remapped.corrected",
+    "rows.remapped.uncorrected",
+    "rows.pending",
+    "rows.failed",
+    "pages.pending",
+    "pcie.replays",
+    "nvlink.up",
+    "nvlink.errors",
+    RECOVERY,
+)
+"""What is asked of NVML."""
+XID, INFINIBAND = "xid", "infiniband"
+"""Names of what is not NVML's, where it is missing."""
+ACTIVE, RATE = "active", "rate"
+"""Beside a port's own counters: 1 while it carries data, and the Gb/s of its link."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Log:
+    """The Xids and SXids of a kernel log: what tells one from all others -> the report.
+
+    ``numbers``: of the oldest and the newest record, where the source numbers them.
+    """
+
+    source: str
+    xids: Mapping[str, Xid] = field(default_factory=dict)
+    numbers: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counters:
+    """What a rank's sources said at one moment.
+
+    Attributes:
+        gpu: this rank's GPU; the host alone on cpu.
+        values: name -> count. Flags and states are 0 or 1. A link of the GPU is a name such as ``nvlink.replay[3]``, a
+            port ``infiniband.mlx5_0/1.link_downed``.
+        log: the node's Xids; None where this rank does not look at them, or they cannot be read.
+        missing: name of a query, ``xid`` or ``infiniband`` -> why there is no value.
+        lost: what NVML says of a GPU that does not answer any more.
+        gpus_of_node: as in :class:`Sources`.
+    """
+
+    gpu: Identity
+    values: Mapping[str, float] = field(default_factory=dict)
+    log: Log | None = None
+    missing: Mapping[str, str] = field(default_factory=dict)
+    lost: str = ""
+    gpus_of_node: Mapping[str, Identity] = field(default_factory=dict)
+    beside: frozenset[str] = frozenset()
+    """Ports of Ethernet on a node whose fabric is InfiniBand, as of a card for storage or management."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain types."""
+        reports = self.log.xids.values() if self.log else ()
+        xids = [f"{one.pci}: {one.name if one.is_switch else one.code}: {one.text}" for one in reports]
+        return {"values": dict(self.values), "xids": xids, "missing": dict(self.missing), "lost": self.lost}
+
+
+def take(sources: Sources) -> Counters:
+    """Read all counters of a rank, one source after the other. No source that fails keeps the others from being read.
+
+    NVML, sysfs and the kernel's buffer answer within milliseconds. Where /dev/kmsg cannot be read, ``dmesg`` and
+    ``journalctl`` are asked, each for ``kernel_log.COMMAND_SECONDS`` at most.
+    """
+    values: dict[str, float] = {}
+    missing: dict[str, str] = {}
+    lost, log = "", None
+    beside: frozenset[str] = frozenset()
+    if sources.has_gpu and sources.nvml is None:
+        missing.update(dict.fromkeys(QUERIES, sources.why_no_nvml))
+    elif sources.nvml is not None and sources.gpu.uuid is not None:
+        told = snapshot.take_snapshot(sources.nvml, sources.gpu.uuid, QUERIES)
+        values.update(_of_gpu(told.values))
+        missing.update({query: why.reason for query, why in told.missing.items()})
+        lost = next((why.reason for why in told.missing.values() if why.kind == "lost"), "")
+    if sources.of_node:
+        if sources.has_gpu:
+            log, why = _log(sources.kernel_log(), switches=sources.of_switches)
+            missing.update({XID: why} if why else {})
+        adapters = sources.adapters()
+        values.update(_of_ports(adapters))
+        beside = _beside(adapters)
+        missing.update({INFINIBAND: adapters.why_not} if adapters.why_not else {})
+    return Counters(
+        gpu=sources.gpu,
+        values=values,
+        log=log,
+        missing=missing,
+        lost=lost,
+        gpus_of_node=sources.gpus_of_node,
+        beside=beside,
+    )
+
+
+def _of_gpu(told: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for query, value in told.items():
+        if query == "nvlink.up":
+            yield from ((f"nvlink.up[{link}]", int(up)) for link, up in value.items())
+        elif query == "nvlink.errors":
+            for counter, links in value.items():
+                yield from ((f"nvlink.{counter}[{link}]", count) for link, count in links.items())
+        else:
+            yield query, int(value)
+
+
+def _of_ports(adapters: Adapters) -> Iterator[tuple[str, float]]:
+    for port in adapters.ports:
+        prefix = f"{INFINIBAND}.{port.name}"
+        yield from ((f"{prefix}.{name}", count) for name, count in port.counters.items())
+        yield f"{prefix}.{ACTIVE}", int(port.is_active)
+        if port.rate_gbps is not None:
+            yield f"{prefix}.{RATE}", port.rate_gbps
+
+
+def _beside(adapters: Adapters) -> frozenset[str]:
+    """Return the ports of Ethernet where a port of InfiniBand is active: then NCCL's fabric is that."""
+    fabric = any(port.is_active and port.link_layer == LAYER_OF_FABRIC for port in adapters.ports)
+    return frozenset(port.name for port in adapters.ports if fabric and port.link_layer == ETHERNET)
+
+
+def _log(log: KernelLog, *, switches: bool) -> tuple[Log | None, str]:
+    if log.why_not:
+        return None, log.why_not
+    found: dict[str, Xid] = {}
+    times: Counter[str] = Counter()
+    for index, line in enumerate(log.lines):
+        for xid in kernel_log.parse([line]):
+            if xid.is_switch and not switches:
+                continue
+            # A line without a number of its own, or a time in it, is told from its like by how many came before; so is
+            # a second report on one line.
+            record = str(log.numbers[index]) if log.numbers else line
+            times[record] += 1
+            found[record if log.numbers and times[record] == 1 else f"{record} #{times[record]}"] = xid
+    ends = (log.numbers[0], log.numbers[-1]) if log.numbers else None
+    return Log(source=log.source, xids=found, numbers=ends), ""
+
+
+_PORT = re.compile(rf"{INFINIBAND}\.(?P<port>.+)\.(?P<counter>\w+)")
+_LINK = re.compile(r"nvlink\.(?P<counter>\w+)\[(?P<link>\d+)\]")
+
+_DIAGNOSE = "take the GPU out of service, reset it, and run the vendor's diagnostics (`dcgmi diag -r 3`)"
+_RESET = "reboot the node, and run again"
+_CABLE = "look at the cable, the transceiver and the switch's port (`mlxlink -d DEVICE`, `ibdiagnet`), then run again"
+_OF_GPU: Mapping[str, tuple[str, str, str]] = {
+    "ecc.uncorrected.volatile": ("ecc_uncorrected", "uncorrected memory errors", _DIAGNOSE),
+    "ecc.uncorrected.aggregate": ("ecc_uncorrected", "uncorrected memory errors over the life of the card", _DIAGNOSE),
+    "rows.remapped.uncorrected": ("row_remapped", "rows of memory remapped after uncorrectable errors", _DIAGNOSE),
+    "rows.failed": ("row_remap_failed", "failed remap of a faulty row of memory", "have the GPU replaced"),
+    "rows.pending": ("row_remap_pending", "remap of a faulty row of memory, which waits for a reset", _RESET),
+    "pages.pending": ("page_pending", "page of memory that waits to be retired", _RESET),
+}
+"""Counter whose growth is a fault -> code, what it counts, what to do. The codes are those of the health criterion."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """What has changed.
+
+    Attributes:
+        changed: name -> by how much it has grown; of states (``nvlink.up[3]``, ``...active``, ``...rate``,
+            ``recovery.action``) the difference, so that what went down is negative. A new Xid is ``xid.79``, an
+            SXid ``sxid.20034``, with how many there were.
+        faults: of these, what rejects the hardware.
+        notes: what is worth knowing: a counter that was reset, an Xid that demands nothing of the hardware, another
+            job's GPU.
+        missing: query, ``xid`` or ``infiniband`` -> why it could not be compared. Who must not lack one decides.
+    """
+
+    changed: Mapping[str, float] = field(default_factory=dict)
+    faults: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()
+    missing: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain types; what is empty is left out."""
+        told = {
+            "changed": {name: _whole(value) for name, value in self.changed.items()},
+            "faults": [str(fault) for fault in self.faults],
+            "notes": list(self.notes),
+            "missing": dict(self.missing),
+        }
+        return {name: value for name, value in told.items() if value}
+
+    def require_no_fault(self) -> None:
+        """Raise what was found, each fault with its GPU or host and what to do.
+
+        Raises: HardwareFault.
+        """
+        if self.faults:
+            codes = ", ".join(dict.fromkeys(fault.code for fault in self.faults))
+            places = ", ".join(dict.fromkeys(str(fault.gpu) for fault in self.faults))
+            raise HardwareFault(
+                "\n".join([f"{codes} during this test: {places}", *(f"- {one}" for one in self.faults)])
+            )
+
+
+def changes(before: Counters, after: Counters) -> Changes:
+    """Compare two readings of the same rank.
+
+    A counter that is lower than before was reset, or has begun anew; what it shows has come since, at least.
+    """
+    changed: dict[str, float] = {}
+    faults: list[Finding] = []
+    notes: list[str] = []
+    missing = {**before.missing, **after.missing}
+
+    if after.lost and not before.lost:
+        faults.append(
+            Finding(
+                code="gpu_lost",
+                kind="hardware",
+                gpu=after.gpu,
+                found=f"the GPU does not answer any more: {after.lost}",
+                allowed="a GPU that answers",
+                remedy="take the node out of service, power it off and on, and have the GPU replaced if that does not "
+                "help",
+            )
+        )
+    for name, value in after.values.items():
+        if name not in before.values or value == before.values[name]:
+            continue
+        change = value - before.values[name]
+        if change < 0 and not _is_state(name):
+            notes.append(f"{name} went from {_whole(before.values[name])} to {_whole(value)}: it was reset, or wrapped")
+            change = 0 if _is_volume(name) else value
+        if change:
+            changed[name] = change
+    if not after.lost and "nvlink.up" not in after.missing:
+        # A card that shows no link any more has lost it.
+        for name in before.values:
+            if name.startswith("nvlink.up[") and before.values[name] and name not in after.values:
+                changed[name] = -1
+    for fault, port in (*_faults(changed, before, after), *_ports_gone(before, after)):
+        why_not = _why_no_fault(port, before)
+        if why_not:
+            notes.append(f"{fault.found}; {why_not}")
+        else:
+            faults.append(fault)
+    for counters in (before, after):
+        other = after if counters is before else before
+        for name in counters.values:
+            if name in other.values or name in changed:
+                continue
+            if (query := _query(name)) and query not in missing:
+                missing[query] = f"{name} was told {'before' if counters is before else 'after'} the test only"
+    _xids(before, after, changed, faults, notes, missing)
+    return Changes(changed=changed, faults=tuple(faults), notes=tuple(notes), missing=missing)
+
+
+def _why_no_fault(port: str, before: Counters) -> str:
+    """Return why what happens to a port rejects nothing, or nothing if it does."""
+    if port in before.beside:
+        return "it is an Ethernet port beside a fabric of InfiniBand"
+    if port and not before.values.get(f"{INFINIBAND}.{port}.{ACTIVE}"):
+        return "it was not Active before the test either"
+    return ""
+
+
+def _faults(changed: Mapping[str, float], before: Counters, after: Counters) -> Iterator[tuple[Finding, str]]:
+    """Yield each fault, and the port that it is of; "" for the GPU's."""
+    said: set[str] = set()
+    links: dict[tuple[str, str], list[str]] = {}
+    for name, change in changed.items():
+        if name in _OF_GPU and change > 0:
+            code, what, remedy = _OF_GPU[name]
+            if code not in said:  # errors since the driver was loaded are among those of the card's life
+                said.add(code)
+                yield _fault(after.gpu, code, f"{_whole(change)} new: {what}", remedy), ""
+        elif name == RECOVERY and (value := int(after.values[name])):
+            entry = recovery_action(value)
+            wanted = f"NVML's recovery action of this GPU has become {value:#x}: {entry.meaning}"
+            yield _fault(after.gpu, "recovery_action", wanted, entry.advice), ""
+        elif (link := _LINK.fullmatch(name)) is not None:
+            counter = link["counter"]
+            if counter == "up" and change < 0:
+                links.setdefault(("nvlink_down", "NVLinks that have gone down"), []).append(f"link {link['link']}")
+            elif counter in (*ZERO_TOLERANCE, *MUST_NOT_GROW) and change > 0:
+                key = "nvlink_errors", f"NVLink counter {counter} has grown"
+                links.setdefault(key, []).append(f"link {link['link']}: {_whole(change)}")
+        elif (port := _PORT.fullmatch(name)) is not None:
+            found = _of_port(port["port"], port["counter"], change, before, after)
+            yield from ((fault, port["port"]) for fault in found)
+    for (code, what), where in links.items():
+        remedy = "look at `nvidia-smi nvlink -e` and the Fabric Manager's log, then reset the GPUs of this node"
+        yield _fault(after.gpu, code, f"{what}: {', '.join(where)}", remedy), ""
+
+
+def _of_port(port: str, counter: str, change: float, before: Counters, after: Counters) -> Iterator[Finding]:
+    host = Identity(host=after.gpu.host)
+    if counter in (LINK_DOWNED, CARRIER_DOWN) and change > 0:
+        yield _fault(host, "link_down", f"port {port} has lost its link {_whole(change)} times ({counter})", _CABLE)
+    elif counter == ACTIVE and change < 0:
+        yield _fault(host, "port_down", f"port {port} was Active before, and is not any more", _CABLE)
+    elif counter == RATE and change < 0:
+        name = f"{INFINIBAND}.{port}.{RATE}"
+        found = f"port {port} has fallen from {before.values[name]:g} to {after.values[name]:g} Gb/s"
+        yield _fault(host, "port_rate", found, _CABLE)
+
+
+def _ports_gone(before: Counters, after: Counters) -> Iterator[tuple[Finding, str]]:
+    for name, value in before.values.items():
+        port = _PORT.fullmatch(name)
+        if port is not None and port["counter"] == ACTIVE and value and name not in after.values:
+            why = after.missing.get(INFINIBAND)
+            found = f"port {port['port']} was Active before, and its HCA is gone" + (f": {why}" if why else "")
+            fault = _fault(Identity(host=after.gpu.host), "port_down", found, "look at `lspci` and the kernel log")
+            yield fault, port["port"]
+
+
+def _xids(
+    before: Counters,
+    after: Counters,
+    changed: dict[str, float],
+    faults: list[Finding],
+    notes: list[str],
+    missing: dict[str, str],
+) -> None:
+    old, new = before.log, after.log
+    if old is None or new is None:
+        return  # why is among what is missing, where anybody has looked
+    if old.source != new.source:
+        missing[XID] = f"the kernel log was read from {old.source} before the test and from {new.source} after it"
+        return
+    if old.numbers and new.numbers and new.numbers[0] > old.numbers[1] + 1:
+        missing[XID] = f"the kernel has overwritten {new.numbers[0] - old.numbers[1] - 1} records before they were read"
+    for key, xid in new.xids.items():
+        if key in old.xids:
+            continue
+        kind = "sxid" if xid.is_switch else "xid"
+        changed[f"{kind}.{xid.code}"] = changed.get(f"{kind}.{xid.code}", 0) + 1
+        # The log leaves the function number out, which is always 0. A switch is the whole node's.
+        gpu = Identity(host=after.gpu.host) if xid.is_switch else after.gpus_of_node.get(f"{xid.pci[:-2]}.0")
+        entry = lookup(xid)
+        where = f" of {xid.pci}" if xid.is_switch else ""
+        found = f"{xid.name}{where}: {entry.meaning}; action: {entry.action}; {xid.text}"
+        if gpu is None:
+            notes.append(f"{found}, of PCI {xid.pci}, which is no GPU of this job")
+        elif not entry.rejects:
+            notes.append(f"{found}, of {gpu}")
+        else:
+            faults.append(_fault(gpu, f"{kind}_{xid.code}", found, entry.advice))
+
+
+def _fault(gpu: Identity, code: str, found: str, remedy: str) -> Finding:
+    return Finding(code=code, kind="hardware", gpu=gpu, found=found, allowed="none during a test", remedy=remedy)
+
+
+def _query(name: str) -> str:
+    """Return which query told a counter; nothing for a port's, whose absence is told apart."""
+    if name.startswith("nvlink.") and not name.startswith("nvlink.up"):
+        return "nvlink.errors"
+    return next((query for query in QUERIES if name == query or name.startswith(f"{query}[")), "")
+
+
+def _is_state(name: str) -> bool:
+    return name == RECOVERY or name.startswith("nvlink.up[") or name.endswith((f".{ACTIVE}", f".{RATE}"))
+
+
+def _is_volume(name: str) -> bool:
+    return name.endswith(tuple(f".{counter}" for counter in BYTES.values()))
+
+
+def _whole(value: float) -> float:
+    return int(value) if value == int(value) else value

@@ -1,0 +1,163 @@
+"""All checks on one GPU, and what follows from them.
+
+Are the GPUs of all ranks alike?
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
+from pytest_gpucluster.metrics.finding import Finding, Kind, identity
+from pytest_gpucluster.node.health import checks, interconnect_checks
+from pytest_gpucluster.node.health.snapshot import Situation
+from pytest_gpucluster.text import rank_ranges
+
+CHECKS: tuple[Callable[[Situation], Iterator[Finding]], ...] = (
+    checks.check_answers,
+    checks.check_memory,
+    checks.check_ecc,
+    checks.check_thermal,
+    checks.check_power,
+    checks.check_pcie,
+    interconnect_checks.check_nvlink,
+    interconnect_checks.check_nvlink_fabric,
+    checks.check_xids,
+    checks.check_configuration,
+    interconnect_checks.check_node,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """A figure for the report. ``record_only``: a finding decides about it, not a limit."""
+
+    metric: str
+    value: float
+    unit: str
+    record_only: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examination:
+    """What was found, in the order of the checks."""
+
+    situation: Situation
+    findings: tuple[Finding, ...]
+
+    def of_kind(self, kind: Kind) -> tuple[Finding, ...]:
+        """Return the findings of one kind."""
+        return tuple(finding for finding in self.findings if finding.kind == kind)
+
+    def readings(self) -> Iterator[Reading]:
+        """Return the figures that NVML told."""
+        situation = self.situation
+        total, free = situation.before.get("memory.total"), checks.free_ratio(situation)
+        if total is not None:
+            # The limit is about a whole GPU, a slice has a part of its memory.
+            part = situation.is_slice
+            yield Reading(metric="gpu.memory.total", value=total / 1e9, unit="GB", record_only=part)
+        if free is not None:
+            yield Reading(metric="gpu.memory.free", value=100 * free, unit="%")
+        hottest = max(situation.loaded("temperature.gpu"), default=None)
+        if hottest is not None:
+            yield Reading(metric="gpu.temperature", value=hottest, unit="degC")
+        limit = checks.limit_ratio(situation)
+        if limit is not None:
+            yield Reading(metric="gpu.power_limit", value=100 * limit, unit="%")
+
+    def require_healthy(self) -> None:
+        """Raise what was found, each finding with its GPU and what to do.
+
+        A load that has failed under CUDA is raised as it is, for what it says of this process; the findings, which may
+        tell why, are printed before.
+
+        Raises:
+            RuntimeError: the load's own failure.
+            HardwareFault: the hardware is to be rejected.
+            EnvironmentBroken: only the environment is at fault: the GPU could not be judged, or is disturbed.
+        """
+        hardware, environment = self.of_kind("hardware"), self.of_kind("environment")
+        if self.situation.load_failure is not None:
+            print(_text(hardware + environment + self.of_kind("note")))
+            raise self.situation.load_failure
+        if hardware:
+            raise HardwareFault(_text(hardware + environment + self.of_kind("note")))
+        if environment:
+            raise EnvironmentBroken(_text(environment + self.of_kind("note")))
+
+
+def examine_gpu(situation: Situation) -> Examination:
+    """Apply every check."""
+    return Examination(situation=situation, findings=tuple(finding for check in CHECKS for finding in check(situation)))
+
+
+def _text(findings: tuple[Finding, ...]) -> str:
+    """Return the decisive findings' codes in one line, then each finding in a line of its own."""
+    decisive = [finding for finding in findings if finding.kind != "note"]
+    codes = ", ".join(dict.fromkeys(finding.code for finding in decisive))
+    places = ", ".join(dict.fromkeys(str(finding.gpu) for finding in decisive))
+    return "\n".join([f"{codes}: {places}", *(f"- {finding}" for finding in findings)])
+
+
+COMPARED = {
+    "vbios": "VBIOS",
+    "memory_bytes": "device memory in bytes",
+    "power_limit_watts": "enforced power limit in W",
+    "ecc": "ECC",
+    "mig": "MIG",
+}
+"""Key of a rank's ``gpu`` in the inventory -> what it is."""
+
+_MAY_BE_UNKNOWN = ("ecc", "mig")
+"""Some cards have neither. All of a fleet must still say the same."""
+
+_MOST_NAMED = 16
+
+
+def require_uniform(inventory: Sequence[Mapping[str, Any]]) -> None:
+    """Compare the GPUs of all ranks, and name the odd ones.
+
+    Raises:
+        HardwareFault: they differ; says in what, and which ranks have which value.
+        EnvironmentBroken: what is compared is not known of every rank.
+    """
+    unknown, different = [], []
+    odd: set[int] = set()
+    for key, words in COMPARED.items():
+        values = {int(who["rank"]): who["gpu"].get(key) for who in inventory}
+        missing = [rank for rank, value in values.items() if value is None]
+        if missing and (key not in _MAY_BE_UNKNOWN or len(missing) < len(values)):
+            unknown.append(f"{words}: not known of {rank_ranges(missing)}")
+        known = Counter(value for value in values.values() if value is not None)
+        if len(known) > 1:
+            different.append(f"{words}: {_split(values, known, inventory)}")
+            usual = known.most_common(1)[0][0]
+            odd |= {rank for rank, value in values.items() if value not in (None, usual)}
+    what_to_do = "what to do: bring the named nodes to the same firmware and settings, or have them replaced"
+    if different:
+        names = [f"- rank {who['rank']}: {identity(who)}" for who in inventory if int(who["rank"]) in odd]
+        more = [f"- and {len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
+        raise HardwareFault(
+            "\n".join(
+                [f"GPUs of the fleet differ: {different[0]}", *different[1:], *names[:_MOST_NAMED], *more, what_to_do]
+            )
+        )
+    if unknown:
+        raise EnvironmentBroken(
+            f"GPUs cannot be compared: {'; '.join(unknown)}\n"
+            "what to do: look at the ranks' NVML (`nvidia-smi -q`), and run again where it answers"
+        )
+
+
+def _split(values: Mapping[int, Any], known: Counter[Any], inventory: Sequence[Mapping[str, Any]]) -> str:
+    hosts = {int(who["rank"]): str(who["host"]) for who in inventory}
+    parts = []
+    for value, _ in reversed(known.most_common()):
+        ranks = [rank for rank, other in values.items() if other == value]
+        places = ", ".join(dict.fromkeys(hosts[rank] for rank in ranks))
+        parts.append(f"{value} on {rank_ranges(ranks)} ({places})")
+    return "; ".join(parts)

@@ -1,0 +1,137 @@
+"""The process that reads a node for whoever looks at it, and writes what it reads to its standard output.
+
+Each line is a JSON object, and tells one thing with the time of the monotonic clock at which it was read:
+
+    {"nvml": {"driver": "580.65.06", "gpus": [{"index": 0, "uuid": "GPU-...", "name": "NVIDIA H100"}]}, "at": 12.3}
+    {"nvml": {"why_not": "NVML is not available: ..."}, "at": 12.3}
+    {"gpu": {"uuid": "GPU-...", "utilization_percent": 98, ..., "not_available": {}, "lost": ""}, "at": 12.4}
+    {"host": {"load": [1.0, 0.9, 0.8], ...}, "at": 12.4}
+    {"ports": [{"name": "mlx5_0/1", ...}], "why_not": "", "at": 12.4}
+
+One thread asks NVML, another reads the kernel's files: where NVML hangs, the other goes on, and whoever reads the lines
+sees by their times what has become old. The process ends with the one that started it, and when nobody reads it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NoReturn, Protocol
+
+from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.launch import detached_process
+from pytest_gpucluster.node import infiniband
+from pytest_gpucluster.node.health import node_reader
+from pytest_gpucluster.node.health.sampler_process import wait_for_end
+from pytest_gpucluster.node.limits import Tree
+from pytest_gpucluster.node.nvml import NvmlGpu, PyNvml
+
+Say = Callable[[Mapping[str, Any]], None]
+
+
+class Nvml(node_reader.Reader, Protocol):
+    """What is needed of ``nvml.Nvml``."""
+
+    def driver_version(self) -> str:
+        """Return the version of the driver."""
+
+    def uuids(self) -> tuple[str | None, ...]:
+        """Return the UUIDs of all GPUs, None for one that does not answer."""
+
+    def find(self, uuid: str) -> NvmlGpu | None:
+        """Look a GPU up; None where NVML does not know it."""
+
+
+def read_gpus(open_nvml: Callable[[], Nvml], say: Say, interval_seconds: float, keys: Collection[str]) -> None:
+    """Tell of all GPUs, round after round, until nobody listens."""
+    try:
+        nvml = open_nvml()
+        uuids = nvml.uuids()
+        say({"nvml": {"driver": nvml.driver_version(), "gpus": [_gpu(nvml, *gpu) for gpu in enumerate(uuids)]}})
+    except EnvironmentBroken as error:
+        say({"nvml": {"why_not": str(error)}})
+        return
+    except Exception as error:  # whatever a binding or a driver comes up with: silence would look like a hang
+        say({"nvml": {"why_not": f"NVML failed: {type(error).__name__}: {error}"}})
+        return
+    there = [uuid for uuid in uuids if uuid is not None]
+    while there:
+        begin = time.monotonic()
+        for uuid in there:
+            say({"gpu": node_reader.sample_gpu(nvml, uuid, keys)})
+        spent = time.monotonic() - begin
+        # Every call serialises with the driver's other work: at least half of the time nothing is asked.
+        time.sleep(max(interval_seconds - spent, spent))
+
+
+def _gpu(nvml: Nvml, index: int, uuid: str | None) -> Mapping[str, Any]:
+    found = None if uuid is None else nvml.find(uuid)
+    return {
+        "index": index if found is None else found.index,
+        "uuid": uuid,
+        "name": None if found is None else found.name,
+        "pci_bus_id": None if found is None else found.pci_bus_id,
+    }
+
+
+def read_host(tree: Tree, say: Say, interval_seconds: float) -> None:
+    """Tell of the host and its ports, round after round, until nobody listens."""
+    while True:
+        begin = time.monotonic()
+        say({"host": node_reader.read_host_load(tree)})
+        adapters = infiniband.read(tree.path("/sys"), gids=False, only_bytes=True)
+        say({"ports": [_port(port) for port in adapters.ports], "why_not": adapters.why_not})
+        time.sleep(max(0.0, interval_seconds - (time.monotonic() - begin)))
+
+
+def _port(port: infiniband.Port) -> Mapping[str, Any]:
+    return {
+        "name": port.name,
+        "link_layer": port.link_layer or None,
+        "state": port.state or None,
+        "rate_gbps": port.rate_gbps,
+        **{name: port.counters.get(name) for name in infiniband.BYTES.values()},
+    }
+
+
+def speaker(descriptor: int) -> Say:
+    """Return what writes lines, each in one piece, from any thread; when nobody reads them the process ends."""
+    lock = threading.Lock()
+
+    def say(told: Mapping[str, Any]) -> None:
+        line = json.dumps({**told, "at": time.monotonic()}).encode() + b"\n"
+        with lock:
+            try:
+                while line:
+                    line = line[os.write(descriptor, line) :]
+            except OSError:
+                os._exit(0)
+
+    return say
+
+
+def main(open_nvml: Callable[[], Nvml] = PyNvml, tree: Tree | None = None) -> NoReturn:
+    """Run as the reader process."""
+    detached_process.shield()
+    parser = argparse.ArgumentParser(description="The reader of a node. It is started by what shows it, not by hand.")
+    parser.add_argument("--interval", type=float, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--few", action="store_true")
+    options = parser.parse_args()
+    say = speaker(sys.stdout.fileno())
+    keys = node_reader.FEW if options.few else tuple(node_reader.QUERIES)
+    # The main thread only waits: NVML may hang in any other one, and the process still ends with its parent.
+    threading.Thread(target=read_gpus, args=(open_nvml, say, options.interval, keys), daemon=True).start()
+    if not options.few:
+        threading.Thread(target=read_host, args=(tree or Tree(), say, options.interval), daemon=True).start()
+    wait_for_end(options.parent)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

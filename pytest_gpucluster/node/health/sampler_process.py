@@ -1,0 +1,169 @@
+"""What the node's sampler process does: read each GPU that a rank of the node has named, while a window of it is open.
+
+A rank's messages, each a JSON object and a packet of its own:
+
+    {"gpu": "GPU-1f2e...", "interval": 0.1}     first: which GPU is its own, and how often it is read
+    {"open": 7, "at": 12.3, "forget": [5, 6]}   window 7 opens, at a time of the monotonic clock; 5 and 6 are done with
+    {"close": 7, "at": 15.4, "request": 12}     it closes; the answer is {"request": 12, "summary": {...}}
+
+An answer has ``"unseen": true`` too where NVML does not know the GPU here: a launcher may show each rank its own only.
+What cannot be obeyed is answered by {"failure": "why"}, and the connection is closed.
+
+A thread serves each rank and another one reads the GPUs, so that each rank is answered while NVML hangs. The process
+ends with the one that started it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, Protocol
+
+from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.launch import detached_process
+from pytest_gpucluster.node.health.gpu_sampler import GpuSampler, GpuWindow, Pace, Reader
+from pytest_gpucluster.node.health.telemetry import MESSAGE_BYTES
+from pytest_gpucluster.node.nvml import PyNvml
+
+_TICK_SECONDS = 0.5
+_CREDENTIALS = struct.Struct("3i")
+"""pid, uid and gid of a peer. Source: unix(7), SO_PEERCRED."""
+
+
+class Nvml(Reader, Protocol):
+    """What is needed of ``nvml.Nvml``."""
+
+    def find(self, uuid: str) -> Any:
+        """Look a GPU up; None where NVML does not know it."""
+
+
+class Node:
+    """The GPUs that are read here, one sampler each."""
+
+    def __init__(self, open_nvml: Callable[[], Nvml]) -> None:
+        self._open_nvml = open_nvml
+        self._lock = threading.Lock()
+        self._pace: Pace | None = None
+        self._samplers: dict[str, GpuSampler] = {}
+        self._nvml: Nvml | None = None
+        self._why_not = ""
+
+    def open(self) -> None:
+        """Open NVML. Where there is no driver, every window says so."""
+        try:
+            self._nvml = self._open_nvml()
+        except EnvironmentBroken as error:
+            self._why_not = str(error)
+
+    def sampler(self, uuid: str, interval_seconds: float) -> GpuSampler:
+        """Return the sampler of a GPU. The first rank says how often GPUs are read; the others say the same."""
+        with self._lock:
+            self._pace = self._pace or Pace(interval_seconds)
+            if uuid not in self._samplers:
+                self._samplers[uuid] = GpuSampler(self._nvml, uuid, self._pace, why_not=self._why_not)
+            return self._samplers[uuid]
+
+    def sees(self, uuid: str) -> bool:
+        """Tell whether NVML knows a GPU here; also where it knows none at all, which another process could not help."""
+        return self._nvml is None or self._nvml.find(uuid) is not None
+
+
+class Visit:
+    """The conversation with one rank."""
+
+    def __init__(self, node: Node, channel: socket.socket) -> None:
+        self._node = node
+        self._channel = channel
+        self._sampler: GpuSampler | None = None
+        self._is_unseen = False
+        self._windows: dict[int, GpuWindow] = {}
+
+    def serve(self) -> None:
+        """Obey until the rank hangs up, or says something that no rank says."""
+        try:
+            while packet := self._channel.recv(MESSAGE_BYTES):
+                try:
+                    answer = self._obey(json.loads(packet))
+                except (ValueError, KeyError, TypeError, RuntimeError) as error:
+                    self._say({"failure": f"{type(error).__name__}: {error}"})
+                    return
+                if answer is not None:
+                    self._say(answer)
+        except OSError:
+            return  # it has hung up, or takes no answers; then it waits for none
+        finally:
+            self._channel.close()
+            now = time.monotonic()
+            for window in self._windows.values():
+                window.close(now)
+
+    def _say(self, answer: Mapping[str, Any]) -> None:
+        self._channel.send(json.dumps(answer).encode(), socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+
+    def _obey(self, message: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        if "gpu" in message:
+            self._sampler = self._node.sampler(str(message["gpu"]), float(message["interval"]))
+            self._is_unseen = not self._node.sees(str(message["gpu"]))
+            return None
+        at = float(message["at"])
+        if "open" in message:
+            number = int(message["open"])
+            if self._sampler is None:
+                raise ValueError("a window of no GPU")
+            for done in message["forget"]:
+                self._windows.pop(int(done), None)
+            if number not in self._windows:
+                self._windows[number] = self._sampler.window()
+            self._windows[number].open(at)
+            return None
+        window = self._windows[int(message["close"])]
+        window.close(at)
+        unseen = {"unseen": True} if self._is_unseen else {}
+        return {"request": message["request"], "summary": window.summary(), **unseen}
+
+
+def serve(listener: socket.socket, node: Node) -> None:
+    """Take in ranks, each in a thread of its own, for as long as the process lives."""
+    node.open()
+    while True:
+        channel, _ = listener.accept()
+        _, user, _ = _CREDENTIALS.unpack(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        if user != os.geteuid():
+            channel.close()
+            continue
+        threading.Thread(target=Visit(node, channel).serve, name="gpucluster-visit", daemon=True).start()
+
+
+def wait_for_end(parent: int) -> None:
+    """Return when the parent has ended, however it ended."""
+    end = detached_process.end_descriptor(parent)
+    if end is not None:
+        select.select([end], [], [])
+        return
+    while os.getppid() == parent:
+        time.sleep(_TICK_SECONDS)
+
+
+def main(open_nvml: Callable[[], Nvml] = PyNvml) -> NoReturn:
+    """Run as the sampler process."""
+    detached_process.shield()
+    parser = argparse.ArgumentParser(description="The sampler of a node. It is started by a rank, not by hand.")
+    parser.add_argument("--listener", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    options = parser.parse_args()
+    listener = socket.socket(fileno=options.listener)
+    # The main thread only waits: NVML may hang in any other one, and the process still ends with its parent.
+    threading.Thread(target=serve, args=(listener, Node(open_nvml)), daemon=True).start()
+    wait_for_end(options.parent)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,340 @@
+"""What is not as it should be with a host, beside the figures that limits are held against.
+
+The figures of a host that limits are set for: each with what was found, and the way to more of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.metrics.finding import Finding, Identity, Kind
+from pytest_gpucluster.node.host import HostFacts
+from pytest_gpucluster.node.limits import SHM
+from pytest_gpucluster.node.numa import shown
+
+ANY, PERFORMANCE = "any", "performance"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """How the hosts are meant to be set up: words of the workload's section ``host``. "any": it does not matter."""
+
+    governor: str = PERFORMANCE
+    numa_balancing: str = ANY
+    iommu: str = "passthrough"
+    acs: str = "off"
+
+
+def examine_host(facts: HostFacts, wanted: Wanted) -> list[Finding]:
+    """Apply every check. Settings that hurt are of the environment: no GPU is at fault."""
+    return [finding for check in CHECKS for finding in check(facts, wanted)]
+
+
+def require_fit(findings: list[Finding]) -> None:
+    """Make sure that nothing but notes was found.
+
+    Raises: EnvironmentBroken with all that is more than a note: nothing of it is a fault of the hardware.
+    """
+    wrong = [str(finding) for finding in findings if finding.kind != "note"]
+    if wrong:
+        raise EnvironmentBroken("\n".join(wrong))
+
+
+def _finding(
+    facts: HostFacts, code: str, kind: Kind, found: str, allowed: str, remedy: str, gpu: Identity | None = None
+) -> Finding:
+    return Finding(
+        code=code, kind=kind, gpu=gpu or Identity(host=facts.host), found=found, allowed=allowed, remedy=remedy
+    )
+
+
+def _shm(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
+    shm = facts.memory.shm
+    if shm is not None and shm.kind != "tmpfs":
+        yield _finding(
+            facts,
+            "shm_is_no_memory",
+            "environment",
+            f"{SHM} is {f'a {shm.kind}' if shm.kind else 'no mount of its own'}",
+            "a tmpfs: NCCL and data loaders exchange data through it at each step",
+            "mount it as the distribution does (systemd: dev-shm.mount), or let the container runtime do it",
+        )
+
+
+def _governor(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
+    # Source: Linux kernel, Documentation/admin-guide/pm/cpufreq.rst, generic scaling governors.
+    governors = facts.processors.governors
+    remedy = "`cpupower frequency-set -g performance` on this host, and a service that does so at each boot"
+    if not governors:
+        found = "the kernel shows no CPU frequency governor, as in most virtual machines"
+        yield _finding(facts, "governor", "note", found, "anything", "nothing here; ask whoever runs the hypervisor")
+        return
+    others = {name: cpus for name, cpus in governors.items() if name != PERFORMANCE}
+    if follows := others.get("powersave", frozenset()) & facts.processors.autonomous:
+        others["powersave"] -= follows
+        yield _finding(
+            facts,
+            "governor",
+            "note",
+            f"the CPU frequency governor is powersave of a driver that follows the load, on the CPUs {shown(follows)}",
+            f"anything; {PERFORMANCE} keeps the clock up between launches",
+            remedy,
+        )
+    others = {name: cpus for name, cpus in others.items() if cpus}
+    if others:
+        found = ", ".join(f"{name} on the CPUs {shown(cpus)}" for name, cpus in sorted(others.items()))
+        yield _finding(
+            facts,
+            "governor",
+            "environment" if wanted.governor == PERFORMANCE else "note",
+            f"the CPU frequency governor is {found}",
+            f"{PERFORMANCE} on all CPUs: a CPU that has to wake up first launches kernels late",
+            f"{remedy}; or accept it: --gpucluster-workload host.governor=any",
+        )
+
+
+def _offline(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
+    if facts.processors.offline:
+        found = f"the CPUs {shown(facts.processors.offline)} are switched off"
+        yield _finding(facts, "cpus_offline", "note", found, "anything", "nothing, if that is meant, as without SMT")
+
+
+def _numa(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
+    # Source: Linux kernel, Documentation/admin-guide/sysctl/kernel.rst, numa_balancing; AMD, "Instinct MI300X system
+    # optimization", disable NUMA auto-balancing.
+    several = len(facts.processors.nodes or ()) > 1
+    balancing = facts.processors.numa_balancing
+    if several and balancing:
+        kind: Kind = "environment" if wanted.numa_balancing == "off" else "note"
+        yield _finding(
+            facts,
+            "numa_balancing",
+            kind,
+            f"the kernel moves memory between {len(facts.processors.nodes or ())} NUMA nodes by itself "
+            f"(kernel.numa_balancing={balancing})",
+            "off, where ranks are bound to their GPU's node: looking where memory is used takes page faults",
+            "`sysctl kernel.numa_balancing=0`, and the same in /etc/sysctl.d",
+        )
+    unknown = [str(gpu.who) for gpu in facts.gpus if gpu.node is None]
+    if several and unknown:
+        found = f"the kernel does not know beside which NUMA node these are: {'; '.join(unknown)}"
+        remedy = "look at the BIOS or at the hypervisor's topology: ranks cannot be bound beside their GPUs"
+        yield _finding(facts, "gpu_without_node", "note", found, "a node for each GPU", remedy)
+    known = [f"GPU {gpu.who.index}: node {gpu.node}" for gpu in facts.gpus if gpu.node is not None]
+    if known:
+        found = f"NUMA nodes: {', '.join(known)}"
+        yield _finding(facts, "gpu_nodes", "note", found, "anything", "nothing; the criterion affinity compares ranks")
+
+
+def _iommu(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
+    # Source: as pci_path.
+    for gpu in facts.gpus:
+        if gpu.path is None or not gpu.path.is_translated:
+            continue
+        # On Arm the GPU may reach memory through the SMMU by design, as on Grace.
+        strict = wanted.iommu == "passthrough" and facts.machine == "x86_64"
+        yield _finding(
+            facts,
+            "iommu",
+            "environment" if strict else "note",
+            f"an IOMMU translates the addresses of this GPU (its group is of the type {gpu.path.iommu})",
+            "passthrough, or none: translation sends data between GPU and network card by way of the CPU",
+            "iommu=pt on the kernel's command line, or VT-d / AMD-Vi off in the BIOS; or accept it: "
+            "--gpucluster-workload host.iommu=any",
+            gpu.who,
+        )
+    hidden = [gpu for gpu in facts.gpus if gpu.path is None]
+    if hidden:
+        found = f"whether an IOMMU translates cannot be seen for {len(hidden)} of {len(facts.gpus)} GPUs"
+        remedy = "look at /sys/kernel/iommu_groups/*/type on the host, where DMA and DMA-FQ translate"
+        yield _finding(facts, "iommu", "note", found, "anything", remedy)
+
+
+def _acs(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
+    # Source: as pci_path.
+    for gpu in facts.gpus:
+        if gpu.path is None or not gpu.path.redirecting:
+            continue
+        ports = "; ".join(f"{port} ({', '.join(bits)})" for port, bits in gpu.path.redirecting)
+        yield _finding(
+            facts,
+            "acs",
+            "environment" if wanted.acs == "off" else "note",
+            f"PCIe switch ports above this GPU redirect what devices below them tell each other: {ports}",
+            "ACS off at switch ports, where no virtual machine needs it",
+            "`setpci -s PORT ECAP_ACS+0x6.w=0000` for each port at each boot, or ACS off in the BIOS; or accept it: "
+            "--gpucluster-workload host.acs=any",
+            gpu.who,
+        )
+    hidden = [gpu for gpu in facts.gpus if gpu.path is None or gpu.path.hidden]
+    if hidden:
+        found = f"whether ACS redirects cannot be seen for {len(hidden)} of {len(facts.gpus)} GPUs"
+        remedy = "as root: `lspci -vvv | grep -i acsctl`, where no switch port may show ReqRedir+ or CmpltRedir+"
+        yield _finding(facts, "acs", "note", found, "anything", remedy)
+
+
+def _huge_pages(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
+    reserved, transparent = facts.memory.reserved_pages, facts.memory.transparent
+    parts = [f"transparent huge pages: {transparent}"] if transparent else []
+    parts += [f"{reserved} huge pages set aside, which other memory cannot use"] if reserved else []
+    if parts:
+        yield _finding(facts, "huge_pages", "note", "; ".join(parts), "anything", "nothing")
+
+
+CHECKS: tuple[Callable[[HostFacts, Wanted], Iterator[Finding]], ...] = (
+    _shm,
+    _governor,
+    _offline,
+    _numa,
+    _iommu,
+    _acs,
+    _huge_pages,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """One figure: ``value`` in ``unit``, what was found on the host, and the way to more of it."""
+
+    metric: str
+    value: float
+    unit: str
+    found: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.metric}: {self.found}; for more: {self.remedy}"
+
+
+def readings(facts: HostFacts) -> Iterator[Reading]:
+    """Yield every figure.
+
+    Raises: EnvironmentBroken if one of them is not known: then nobody can say that it is enough.
+    """
+    for one in (_nofile, _memlock, _shm_reading, _cpus, _tasks, _memory):
+        yield one(facts)
+
+
+def _reading(
+    facts: HostFacts, metric: str, value: float | None, unit: str, *, found: str, remedy: str, source: str
+) -> Reading:
+    if value is None:
+        raise EnvironmentBroken(
+            f"{facts.host}: {metric} is not known: {source} tells nothing; a figure is needed to be held against the "
+            "limit; make /proc, /sys and /dev/shm visible to the job, as container runtimes do by default"
+        )
+    return Reading(metric=metric, value=value, unit=unit, found=found, remedy=remedy)
+
+
+def _nofile(facts: HostFacts) -> Reading:
+    limit = facts.limits.nofile if facts.limits else None
+    found = f"open files {_amount(limit.soft)}, which can be raised to {_amount(limit.hard)}" if limit else ""
+    return _reading(
+        facts,
+        "host.nofile",
+        facts.nofile,
+        "files",
+        found=found,
+        remedy="nofile in /etc/security/limits.d, LimitNOFILE= of slurmd or containerd, docker --ulimit nofile=65536",
+        source="/proc/self/limits, Max open files",
+    )
+
+
+def _memlock(facts: HostFacts) -> Reading:
+    limits, ratio = facts.limits, facts.memlock_ratio
+    found = ""
+    if limits is not None:
+        found = f"locked memory {_amount(limits.memlock.soft, 'bytes')}"
+        found += ", and CAP_IPC_LOCK, which makes it unlimited" if limits.may_lock_all else ", no CAP_IPC_LOCK"
+    return _reading(
+        facts,
+        "host.memlock",
+        None if ratio is None else 100 * ratio,
+        "%",
+        found=found,
+        remedy="memlock unlimited in /etc/security/limits.d, LimitMEMLOCK=infinity of slurmd or containerd, docker "
+        "--ulimit memlock=-1, or the capability IPC_LOCK for the pod",
+        source="/proc/self/limits, Max locked memory, or /proc/meminfo",
+    )
+
+
+def _shm_reading(facts: HostFacts) -> Reading:
+    shm, total = facts.memory.shm, facts.shm_bytes
+    found = f"{_gb(shm.free_bytes)} of {_gb(shm.total_bytes)} are free, for {_ranks(facts)}" if shm else ""
+    return _reading(
+        facts,
+        "host.shm",
+        None if total is None else total / facts.ranks / 1e9,
+        "GB",
+        found=f"{SHM}: {found}{_of_group(facts)}",
+        remedy=f"remove what ended jobs have left in {SHM}; docker --shm-size=32g or --ipc=host; in Kubernetes an "
+        f"emptyDir with medium: Memory at {SHM}",
+        source=f"the file system at {SHM}",
+    )
+
+
+def _cpus(facts: HostFacts) -> Reading:
+    online, group = facts.processors.online, facts.cgroup
+    parts = [f"{len(online)} CPUs are online" if online is not None else "CPUs that are online: not told"]
+    parts += [f"the control group may run on {shown(group.cpuset)}"] if group.cpuset is not None else []
+    parts += [f"and use the time of {_amount(group.cpus)}"] if group.cpus is not None else []
+    parts += [] if group.versions else ["no control group can be seen, so its limits are not known"]
+    parts.append(f"this rank may run on {shown(facts.own_cpus)}; {_ranks(facts)} on the node")
+    return _reading(
+        facts,
+        "host.cpus",
+        facts.cpus_per_rank,
+        "CPUs",
+        found=", ".join(parts),
+        remedy="srun --cpus-per-task, DefCpuPerGPU of the partition, requests and limits of the pod, docker --cpus",
+        source="/sys/devices/system/cpu/online",
+    )
+
+
+def _tasks(facts: HostFacts) -> Reading:
+    limits, found = facts.limits, ""
+    if limits is not None:
+        found = f"this user may have {_amount(limits.nproc.soft)}, the node {_amount(limits.tasks_at_most)}"
+    return _reading(
+        facts,
+        "host.tasks",
+        None if facts.tasks is None else facts.tasks / facts.ranks,
+        "tasks",
+        found=f"{found}, the control group {_amount(facts.cgroup.tasks)}; {_ranks(facts)} on the node",
+        remedy="nproc in /etc/security/limits.d, TasksMax= of slurmd or containerd, podPidsLimit of the kubelet, "
+        "docker --pids-limit, kernel.pid_max",
+        source="/proc/self/limits, Max processes",
+    )
+
+
+def _memory(facts: HostFacts) -> Reading:
+    total = facts.memory.total_bytes
+    found = "" if total is None else f"the node has {_gb(total)}, for {_ranks(facts)}"
+    return _reading(
+        facts,
+        "host.memory",
+        None if facts.memory_bytes is None else facts.memory_bytes / facts.ranks / 1e9,
+        "GB",
+        found=found + _of_group(facts),
+        remedy="srun --mem=0 or --mem-per-gpu; requests and limits of the pod; docker --memory",
+        source="/proc/meminfo, MemTotal",
+    )
+
+
+def _of_group(facts: HostFacts) -> str:
+    limit = facts.cgroup.memory_bytes
+    return "" if limit is None else f"; the control group may use {_gb(limit)}"
+
+
+def _ranks(facts: HostFacts) -> str:
+    return "1 rank" if facts.ranks == 1 else f"{facts.ranks} ranks"
+
+
+def _gb(amount: float) -> str:
+    return f"{amount / 1e9:.3g} GB"
+
+
+def _amount(limit: float | None, unit: str = "") -> str:
+    return "unlimited" if limit is None else f"{limit:,.10g} {unit}".rstrip()

@@ -1,0 +1,282 @@
+"""The InfiniBand and RoCE ports of this node, as the kernel shows them: state, rate, firmware, GIDs, counters.
+
+Nothing here needs a library, root or the verbs: all of it is in sysfs, also in a container that was given its HCAs.
+
+Source: Linux kernel, Documentation/ABI/stable/sysfs-class-infiniband; the texts of state, phys_state and rate,
+drivers/infiniband/core/sysfs.c.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pytest_gpucluster.node.kernel_log import normalised
+
+SYSFS = Path("/sys")
+INFINIBAND, ETHERNET = "InfiniBand", "Ethernet"
+ROCE_V2 = "RoCE v2"
+ACTIVE = "ACTIVE"
+LINK_DOWNED = "link_downed"
+"""How often the port has failed to recover a link error and has taken the link down."""
+CARRIER_DOWN = "carrier_down_count"
+"""How often the network interface of a RoCE port has lost its carrier. Source: Linux kernel,
+Documentation/ABI/testing/sysfs-class-net."""
+
+BYTES: Mapping[str, str] = {"port_xmit_data": "port_xmit_bytes", "port_rcv_data": "port_rcv_bytes"}
+"""Counters that the kernel counts in words of 4 bytes -> what they are called here, in bytes."""
+BYTES_PER_WORD = 4
+
+ERRORS = (
+    LINK_DOWNED,
+    "link_error_recovery",
+    "symbol_error",
+    "local_link_integrity_errors",
+    "excessive_buffer_overrun_errors",
+    "port_rcv_errors",
+    "port_rcv_remote_physical_errors",
+    "port_rcv_constraint_errors",
+    "port_xmit_constraint_errors",
+    "port_xmit_discards",
+    "VL15_dropped",
+)
+"""Error counters of a port, in ``counters/``."""
+CONGESTION = ("port_xmit_wait",)
+"""Ticks in which there was something to send and it was held back; in ``counters/``. No error."""
+HARDWARE_ERRORS = (
+    "out_of_sequence",
+    "packet_seq_err",
+    "local_ack_timeout_err",
+    "rnr_nak_retry_err",
+    "rx_icrc_encapsulated",
+    "roce_adp_retrans_to",
+)
+"""What tells of lost or corrupted packets in ``hw_counters/`` of NVIDIA's HCAs, where packets are sent again.
+Source: NVIDIA, "Understanding mlx5 Linux Counters and Status Parameters", HW counters."""
+
+_UNREADABLE = (OSError, ValueError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gid:
+    """One entry of a port's table of addresses. ``kind``: "IB/RoCE v1" or "RoCE v2"; "" where the kernel is silent."""
+
+    index: int
+    address: str
+    kind: str = ""
+    interface: str = ""
+
+    @property
+    def is_ipv4(self) -> bool:
+        """Tell whether it is an IPv4 address, as routed RoCE uses it.
+
+        >>> Gid(index=3, address="0000:0000:0000:0000:0000:ffff:0a00:0001").is_ipv4
+        True
+        """
+        return ipaddress.IPv6Address(self.address).ipv4_mapped is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Port:
+    """One port of an HCA.
+
+    Attributes:
+        device, number: ``mlx5_0`` and 1.
+        state: DOWN, INIT, ARMED, ACTIVE or ACTIVE_DEFER; "" where it cannot be read.
+        phys_state: LinkUp, Polling, Disabled and so on.
+        rate_gbps: width times speed of the link now, in Gb/s; None where it cannot be read.
+        rate: the same in the kernel's words, such as "400 Gb/sec (4X NDR)".
+        link_layer: "InfiniBand", "Ethernet" (RoCE) or "".
+        lid, sm_lid: of the port and of its subnet manager; 0 where there is none.
+        gids: the entries that are not empty; read only where asked for.
+        counters: see ``ERRORS``, ``BYTES`` and the others; those that this port has.
+    """
+
+    device: str
+    number: int
+    state: str
+    phys_state: str
+    rate_gbps: float | None
+    rate: str
+    link_layer: str
+    lid: int = 0
+    sm_lid: int = 0
+    gids: tuple[Gid, ...] = ()
+    counters: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Device and number, such as ``mlx5_0/1``. Where all nodes are alike, this is the rail."""
+        return f"{self.device}/{self.number}"
+
+    @property
+    def is_active(self) -> bool:
+        """Tell whether it carries data."""
+        return self.state == ACTIVE
+
+    def __str__(self) -> str:
+        state = f"{self.state or 'state unknown'} ({self.phys_state or 'unknown'})"
+        return f"{self.name} {self.link_layer or 'of unknown kind'} {state}, {self.rate or 'rate unknown'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One HCA. ``board`` is the maker's id of the card (PSID); ``pci`` and ``numa_node`` are None where unknown."""
+
+    name: str
+    kind: str = ""
+    firmware: str = ""
+    board: str = ""
+    guid: str = ""
+    pci: str | None = None
+    numa_node: int | None = None
+    ports: tuple[Port, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapters:
+    """All HCAs of a node. ``why_not`` says why there are none to be seen; it is empty where there are."""
+
+    devices: tuple[Device, ...] = ()
+    why_not: str = ""
+
+    @property
+    def ports(self) -> tuple[Port, ...]:
+        """All ports, in the order of their devices."""
+        return tuple(port for device in self.devices for port in device.ports)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain types, to be told to other ranks and put on record."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Adapters:
+        """Read what :meth:`to_json` has made."""
+
+        def port(one: Mapping[str, Any]) -> Port:
+            return Port(**{**one, "gids": tuple(Gid(**gid) for gid in one["gids"])})
+
+        def device(one: Mapping[str, Any]) -> Device:
+            return Device(**{**one, "ports": tuple(map(port, one["ports"]))})
+
+        return cls(devices=tuple(map(device, told["devices"])), why_not=told["why_not"])
+
+
+def read(sysfs: Path = SYSFS, *, gids: bool = True, only_bytes: bool = False) -> Adapters:
+    """Read all HCAs of this node.
+
+    Args:
+        sysfs: where sysfs is mounted.
+        gids: whether to read the tables of GIDs, which have hundreds of entries on RoCE ports.
+        only_bytes: of the counters only ``BYTES``: the firmware is asked for each of the others.
+    """
+    folder = sysfs / "class" / "infiniband"
+    try:
+        names = sorted((entry.name for entry in folder.iterdir()), key=_by_number)
+    except OSError as error:
+        return Adapters(why_not=f"{folder}: {error.strerror or error}")
+    if not names:
+        return Adapters(why_not=f"{folder} is empty")
+    return Adapters(devices=tuple(_device(folder / name, gids=gids, only_bytes=only_bytes) for name in names))
+
+
+def _device(folder: Path, *, gids: bool, only_bytes: bool) -> Device:
+    try:
+        numbers = sorted(int(entry.name) for entry in (folder / "ports").iterdir() if entry.name.isdigit())
+    except OSError:
+        numbers = []  # an HCA that shows no port has none that could be used, and whoever counts them notices
+    node = _number(folder / "device" / "numa_node")
+    return Device(
+        name=folder.name,
+        kind=_text(folder / "hca_type"),
+        firmware=_text(folder / "fw_ver"),
+        board=_text(folder / "board_id"),
+        guid=_text(folder / "node_guid"),
+        pci=normalised((folder / "device").resolve().name),
+        numa_node=node if node is not None and node >= 0 else None,
+        ports=tuple(_port(folder, number, gids=gids, only_bytes=only_bytes) for number in numbers),
+    )
+
+
+def _port(device: Path, number: int, *, gids: bool, only_bytes: bool) -> Port:
+    folder = device / "ports" / str(number)
+    table = tuple(_gids(folder)) if gids else ()
+    rate = _text(folder / "rate")
+    amount = re.match(r"([0-9.]+) Gb/sec", rate)
+    layer = _text(folder / "link_layer")
+    counters = dict(_counters(folder, only_bytes))
+    interface = _text(folder / "gid_attrs" / "ndevs" / "0") if layer == ETHERNET else ""
+    if interface and (downs := _number(device / "device" / "net" / interface / CARRIER_DOWN)) is not None:
+        counters[CARRIER_DOWN] = downs
+    return Port(
+        device=device.name,
+        number=number,
+        state=_named(folder / "state"),
+        phys_state=_named(folder / "phys_state"),
+        rate_gbps=float(amount[1]) if amount else None,
+        rate=rate,
+        link_layer=layer,
+        lid=_number(folder / "lid") or 0,
+        sm_lid=_number(folder / "sm_lid") or 0,
+        gids=table,
+        counters=counters,
+    )
+
+
+def _counters(port: Path, only_bytes: bool) -> Iterator[tuple[str, int]]:
+    for name in BYTES if only_bytes else (*ERRORS, *CONGESTION, *BYTES):
+        if (count := _number(port / "counters" / name)) is not None:
+            yield (BYTES[name], count * BYTES_PER_WORD) if name in BYTES else (name, count)
+    for name in () if only_bytes else HARDWARE_ERRORS:
+        if (count := _number(port / "hw_counters" / name)) is not None:
+            yield name, count
+
+
+def _gids(port: Path) -> Iterator[Gid]:
+    try:
+        indices = sorted(int(entry.name) for entry in (port / "gids").iterdir() if entry.name.isdigit())
+    except OSError:
+        return
+    for index in indices:
+        address = _text(port / "gids" / str(index))
+        try:
+            known = ipaddress.IPv6Address(address)
+        except ValueError:
+            continue  # an entry that cannot be read cannot be used either
+        # fe80:: with no interface id is what an empty entry of an InfiniBand port looks like.
+        if int(known) & (2**64 - 1):
+            yield Gid(
+                index=index,
+                address=address,
+                kind=_text(port / "gid_attrs" / "types" / str(index)),
+                interface=_text(port / "gid_attrs" / "ndevs" / str(index)),
+            )
+
+
+def _text(path: Path) -> str:
+    """Return a file's text, or nothing: an attribute that this driver lacks, or an entry of a table that is empty."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _named(path: Path) -> str:
+    """Return the word of "4: ACTIVE"."""
+    return _text(path).rpartition(":")[2].strip()
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text(encoding="utf-8", errors="replace"), 0)
+    except _UNREADABLE:
+        return None  # also "N/A (no PMA)", which a virtual function says
+
+
+def _by_number(name: str) -> tuple[str, int]:
+    digits = re.search(r"\d+$", name)
+    return (name[: digits.start()], int(digits[0])) if digits else (name, -1)

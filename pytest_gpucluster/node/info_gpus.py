@@ -1,0 +1,281 @@
+"""The GPUs of a node, through NVML: what is asked, and a child process that asks it.
+
+A driver that hangs holds up whoever asks it, for ever and deaf to signals. So a child asks, writes a line for each
+thing that it has learned, and is left behind when it is late: what it has told until then is kept.
+
+The process that asks NVML for ``node_info.gpus``: a JSON object a line.
+
+What lies between two GPUs, and between a GPU and a network card, in the words of ``nvidia-smi topo -m``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.launch import detached_process
+from pytest_gpucluster.node.info_software import Answer, run_program
+from pytest_gpucluster.node.kernel_log import normalised
+from pytest_gpucluster.node.limits import Tree
+from pytest_gpucluster.node.nvml import NotAvailable, Nvml, PyNvml
+from pytest_gpucluster.node.processes import Who, who_is
+
+ANSWER_SECONDS = 30.0
+"""Several times what a sleeping driver needs to wake up eight GPUs, where persistence mode is off."""
+_CHILD = (sys.executable, "-m", "pytest_gpucluster.node.info_gpus")
+
+QUERIES = {
+    "serial": "serial",
+    "board_part_number": "board.part_number",
+    "vbios": "vbios",
+    "inforom": "inforom",
+    "gsp_firmware": "gsp.firmware",
+    "memory_total_bytes": "memory.total",
+    "memory_used_bytes": "memory.used",
+    "sm_clock_mhz": "clock.sm",
+    "sm_clock_max_mhz": "clock.sm.max",
+    "memory_clock_mhz": "clock.memory",
+    "memory_clock_max_mhz": "clock.memory.max",
+    "power_watts": "power.draw",
+    "power_limit_watts": "power.limit",
+    "power_limit_default_watts": "power.limit.default",
+    "temperature_celsius": "temperature.gpu",
+    "utilization_percent": "utilization.gpu",
+    "throttle": "throttle.reasons",
+    "ecc": "ecc.mode",
+    "ecc_uncorrected": "ecc.uncorrected.volatile",
+    "ecc_uncorrected_of_life": "ecc.uncorrected.aggregate",
+    "rows_remap_pending": "rows.pending",
+    "rows_remap_failed": "rows.failed",
+    "mig": "mig.mode",
+    "persistence": "persistence.mode",
+    "pcie_generation": "pcie.generation",
+    "pcie_generation_max": "pcie.generation.max",
+    "pcie_width": "pcie.width",
+    "pcie_width_max": "pcie.width.max",
+    "nvlink_up": "nvlink.up",
+    "nvlink_version": "nvlink.version",
+    "nvlink_ends": "nvlink.ends",
+    "fabric": "fabric",
+    "processes": "processes",
+}
+"""Key of a GPU -> NVML query. What each is in is in its name, or is NVML's own word."""
+
+
+def tell(open_nvml: Callable[[], Nvml], write: Callable[[dict[str, Any]], None]) -> None:
+    """In the child: ask all there is to ask, and write each answer at once."""
+    try:
+        nvml = open_nvml()
+        write({"driver": nvml.driver_version(), "count": nvml.count()})
+        write({"asking": "which GPUs there are"})
+        listed = nvml.listed()
+    except EnvironmentBroken as error:
+        write({"why_not": str(error)})
+        return
+    for gpu in listed:
+        identity = {"index": gpu.index, "name": gpu.name, "uuid": gpu.uuid, "pci": gpu.pci_bus_id}
+        write({"gpu": identity})
+        for key, query in QUERIES.items():
+            write({"asking": f"{query} of GPU {gpu.index}"})
+            try:
+                write({"of": gpu.uuid, "key": key, "value": nvml.read(gpu.uuid, query)})
+            except NotAvailable as error:
+                write({"of": gpu.uuid, "key": key, "why_not": str(error)})
+    for number, gpu in enumerate(listed):
+        for other in listed[number + 1 :]:
+            write({"asking": f"the way from GPU {gpu.index} to GPU {other.index}"})
+            try:
+                write({"from": gpu.uuid, "to": other.uuid, "common": nvml.between(gpu.uuid, other.uuid)})
+            except NotAvailable as error:
+                write({"from": gpu.uuid, "to": other.uuid, "why_not": str(error)})
+    write({"done": True})
+
+
+def ask_child(command: Sequence[str] = _CHILD, seconds: float = ANSWER_SECONDS) -> Answer:
+    """Let a child ask, and return what it has written by the deadline."""
+    return run_program(command, seconds, environ=detached_process.child_environment())
+
+
+def read_gpus(answer: Answer, who: Callable[[int], Who] = who_is) -> dict[str, Any]:
+    """Put the child's lines together.
+
+    Returns:
+        ``why_not``: why nothing, or not all, is known; "" where all was told. ``driver``: its version. ``count``: GPUs
+        that this process may use, also those that do not answer. ``gpus``: each with ``index``, ``name``, ``uuid``,
+        ``pci``, a key for each of ``QUERIES``, and ``not_available``, why a key is null. ``ways``: ``from``, ``to`` and
+        ``common``, the nearest thing that two GPUs have in common.
+    """
+    told: dict[str, Any] = {"why_not": "", "driver": None, "count": None, "gpus": [], "ways": []}
+    gpus: dict[str, dict[str, Any]] = {}
+    asking, is_done = "whether NVML is there", False
+    for line in answer.text.splitlines():
+        try:
+            said = json.loads(line)
+        except ValueError:
+            continue  # the last line of a child that was killed while it wrote
+        if "asking" in said:
+            asking = said["asking"]
+        elif "done" in said:
+            is_done = True
+        elif "gpu" in said:
+            gpus[said["gpu"]["uuid"]] = {**said["gpu"], **dict.fromkeys(QUERIES), "not_available": {}}
+        elif "of" in said:
+            _take(gpus[said["of"]], said, who)
+        elif "from" in said:
+            told["ways"].append({"common": None, **said})
+        else:
+            told |= said
+            is_done = is_done or "why_not" in said
+    if not is_done:
+        why = answer.why_not or "the child that asks NVML has ended early"
+        told["why_not"] = f"{why}; it was asking for {asking}" if answer.text else why
+        for gpu in gpus.values():
+            rest = {key: "not asked: NVML does not answer" for key in QUERIES if gpu[key] is None}
+            gpu["not_available"] = {**rest, **gpu["not_available"]}
+    told["gpus"] = list(gpus.values())
+    return told
+
+
+def _take(gpu: dict[str, Any], said: dict[str, Any], who: Callable[[int], Who]) -> None:
+    key = said["key"]
+    if "why_not" in said:
+        gpu["not_available"][key] = said["why_not"]
+    elif key == "processes":
+        gpu[key] = [{"pid": pid, "memory_bytes": used, **_named(who(pid))} for pid, used in said["value"]]
+    else:
+        gpu[key] = said["value"]
+
+
+def _named(process: Who) -> dict[str, Any]:
+    return {"user": process.user or None, "command": process.command or None}
+
+
+def write(line: dict[str, Any]) -> None:
+    """Write one thing; at once, since the next question may never be answered."""
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+
+
+DEVICES = "/sys/bus/pci/devices"
+SELF, UNKNOWN = "X", "?"
+LEGEND: Mapping[str, str] = {
+    SELF: "itself",
+    "NV#": "# NVLinks, of each other or to the same switches",
+    "PIX": "at most one PCIe switch",
+    "PXB": "several PCIe switches, and not the CPU's host bridge",
+    "PHB": "a PCIe host bridge, which is mostly the CPU",
+    "NODE": "host bridges of one NUMA node",
+    "SYS": "the link between NUMA nodes",
+    UNKNOWN: "not told",
+}
+"""Source: `nvidia-smi topo -m`, its legend."""
+_BY_NVML = {
+    "internal": "PIX",
+    "single": "PIX",
+    "multiple": "PXB",
+    "hostbridge": "PHB",
+    "node": "NODE",
+    "system": "SYS",
+}
+
+
+def read_topology(gpus: Mapping[str, Any], adapters: Mapping[str, Any], tree: Tree) -> dict[str, Any]:
+    """Tell what lies between GPUs and HCAs.
+
+    GPUs are told apart by NVML, and where it does not tell, by the kernel's PCI devices; HCAs by the latter.
+
+    Args:
+        gpus: as ``gpus.read`` tells.
+        adapters: as ``network.adapters`` tells.
+
+    Returns:
+        ``gpus``: their indices; ``between_gpus``: for each GPU, the way to each of them; ``adapters``: their names;
+        ``to_gpus``: for each HCA, the way to each GPU; ``numa_nodes``: of each GPU, null where the kernel does not
+        know; ``cpus``: beside each GPU.
+    """
+    listed: Sequence[Mapping[str, Any]] = gpus["gpus"]
+    common = {frozenset((way["from"], way["to"])): way["common"] for way in gpus["ways"]}
+    cards: Sequence[Mapping[str, Any]] = adapters["devices"]
+
+    def between(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+        if one["uuid"] == other["uuid"]:
+            return SELF
+        links = nvlinks(one, other)
+        if links:
+            return f"NV{links}"
+        told = common.get(frozenset((one["uuid"], other["uuid"])))
+        return _BY_NVML.get(str(told)) or by_kernel(tree, one["pci"], other["pci"])
+
+    return {
+        "gpus": [gpu["index"] for gpu in listed],
+        "between_gpus": [[between(one, other) for other in listed] for one in listed],
+        "adapters": [card["name"] for card in cards],
+        "to_gpus": [[by_kernel(tree, card["pci"], gpu["pci"]) for gpu in listed] for card in cards],
+        "numa_nodes": [_numa_node(tree, normalised(gpu["pci"])) for gpu in listed],
+        "cpus": [_cpus(tree, gpu["pci"]) for gpu in listed],
+    }
+
+
+def nvlinks(one: Mapping[str, Any], other: Mapping[str, Any]) -> int:
+    """Count the NVLinks between two GPUs: those to each other, or the fewer of those that go to switches."""
+
+    def to(gpu: Mapping[str, Any], pci: str | None) -> int:
+        ends = (gpu["nvlink_ends"] or {}).values()
+        if pci is None:
+            return sum(kind == "switch" for kind, _ in ends)
+        return sum(kind == "gpu" and normalised(address) == pci for kind, address in ends)
+
+    direct = min(to(one, normalised(other["pci"])), to(other, normalised(one["pci"])))
+    return direct or min(to(one, None), to(other, None))
+
+
+def by_kernel(tree: Tree, one: str | None, other: str | None) -> str:
+    """Return what lies between two PCI devices, by what the kernel's paths to them have in common.
+
+    PIX: what they share ends at most two steps above each of them, at the upstream port of one switch. Source: NCCL
+    2.5, src/graph/topo.cc, pciDistance, which compares the same paths.
+    """
+    first, second = _path(tree, one), _path(tree, other)
+    if not first or not second:
+        return UNKNOWN
+    shared = 0
+    for a, b in zip(first, second, strict=False):
+        if a != b:
+            break
+        shared += 1
+    if shared >= 2:
+        return "PIX" if max(len(first), len(second)) - shared <= 2 else "PXB"
+    if shared == 1:
+        return "PHB"
+    nodes = {_numa_node(tree, first[-1]), _numa_node(tree, second[-1])}
+    if None in nodes:
+        return UNKNOWN
+    return "NODE" if len(nodes) == 1 else "SYS"
+
+
+def _path(tree: Tree, pci: str | None) -> list[str]:
+    """Return the host bridge, each bridge below it, and the device."""
+    address = normalised(pci or "")
+    folder = f"{DEVICES}/{address}"
+    if address is None or not tree.has(folder):
+        return []
+    parts = tree.path(folder).resolve().parts
+    root = next((at for at, part in enumerate(parts) if part.startswith("pci") and part[3:4].isalnum()), None)
+    return list(parts[root:]) if root is not None else []
+
+
+def _numa_node(tree: Tree, address: str | None) -> int | None:
+    node = tree.number(f"{DEVICES}/{address}/numa_node") if address else None
+    return None if node is None or node < 0 else node
+
+
+def _cpus(tree: Tree, pci: str | None) -> str | None:
+    address = normalised(pci or "")
+    return tree.text(f"{DEVICES}/{address}/local_cpulist") or None if address else None
+
+
+if __name__ == "__main__":
+    tell(PyNvml, write)

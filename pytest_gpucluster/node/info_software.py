@@ -1,0 +1,243 @@
+"""The answer of another program, waited for with a deadline: a tool of a broken driver may never end.
+
+The software between the GPUs and a program: driver, Fabric Manager, kernel modules, CUDA, NCCL, torch, OFED.
+
+The network interfaces of a node, and its InfiniBand and RoCE ports with their way to GPU memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from pytest_gpucluster.node import infiniband, pci
+from pytest_gpucluster.node.interfaces import Interface
+from pytest_gpucluster.node.kernel_log import normalised
+from pytest_gpucluster.node.limits import Tree
+from pytest_gpucluster.text import first_line
+
+ANSWER_SECONDS = 5.0
+_GONE_SECONDS = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a program has printed until it ended, or until nobody waited any longer. ``why_not`` is empty if it ended
+    well."""
+
+    text: str = ""
+    why_not: str = ""
+
+
+Ask = Callable[[Sequence[str]], Answer]
+
+
+def run_program(
+    command: Sequence[str], seconds: float = ANSWER_SECONDS, *, environ: Mapping[str, str] | None = None
+) -> Answer:
+    """Run a program that only tells, and return its answer; after ``seconds`` it is killed."""
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**(os.environ if environ is None else environ), "LC_ALL": "C"},
+            start_new_session=True,
+        )
+    except OSError as error:
+        return Answer(why_not=f"{command[0]}: {error.strerror or error}")
+    try:
+        out, said = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired as late:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # and with it what it has started itself
+        # One that waits inside of the driver does not even hear that. It is left to the kernel, and not waited for.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=_GONE_SECONDS)
+        for pipe in filter(None, (process.stdout, process.stderr)):
+            pipe.close()
+        return Answer(text=_text(late.stdout), why_not=f"{command[0]} has not answered within {seconds:g} s")
+    if process.returncode:
+        why = first_line(_text(said)) or f"it ended with {process.returncode}"
+        return Answer(text=_text(out), why_not=f"{command[0]}: {why}")
+    return Answer(text=_text(out))
+
+
+def _text(told: bytes | None) -> str:
+    return (told or b"").decode("utf-8", "replace")
+
+
+_VERSION = "/proc/driver/nvidia/version"
+_MODULES = ("nvidia", "nvidia_uvm", "nvidia_peermem", "nv_peer_mem", "gdrdrv", "nvidia_fs", "mlx5_ib", "ib_uverbs")
+"""Of the driver, of GPUDirect RDMA, of GDRCopy, of GPUDirect Storage, and of the RDMA stack."""
+_LOADED = "/sys/module"
+_LIBRARIES = ("usr/lib/*-linux-gnu", "usr/lib64")
+_TOOLKIT = "/usr/local/cuda/version.json"
+_FABRIC_MANAGER = ("systemctl", "is-active", "nvidia-fabricmanager")
+_OFED = ("ofed_info", "-s")
+
+Version = Callable[[str], "str | None"]
+
+
+def version_of(distribution: str) -> str | None:
+    """Return the version of an installed Python distribution, without importing it."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def installed_nccl() -> str | None:
+    """Return the version of the NCCL that is installed for torch, as nvidia-nccl-cu12; a torch may hold its own."""
+    names = {str(one.metadata["Name"]).lower(): one.version for one in metadata.distributions() if one.metadata["Name"]}
+    return next((version for name, version in sorted(names.items()) if name.startswith("nvidia-nccl")), None)
+
+
+def read_stack(
+    tree: Tree, ask: Ask, *, version: Version = version_of, nccl: Callable[[], str | None] = installed_nccl
+) -> dict[str, Any]:
+    """Tell of the stack.
+
+    Returns:
+        ``driver``, the loaded kernel driver's version; ``driver_kind``: "open" or "proprietary" kernel modules;
+        ``toolkit``, of the CUDA toolkit in /usr/local/cuda; ``torch``, ``nccl``, ``pytest_gpucluster``: installed for
+        this Python, and else the NCCL among the system's libraries; ``fabric_manager``, such as active; ``ofed``;
+        ``modules``, those of the kernel that matter here, each with its version, "" where it has none;
+        ``not_available``, why a key is null.
+
+    Source: NVIDIA driver's README, "The /proc/driver/nvidia Interface"; systemctl(1), is-active.
+    """
+    missing: dict[str, str] = {}
+    text = tree.text(_VERSION)
+    if text is None:
+        missing["driver"] = f"{_VERSION} cannot be read: no driver of NVIDIA is loaded, or it is hidden here"
+    found = re.search(r"Module.*?\s(\d+\.\d+(?:\.\d+)?)", text or "")
+    told = {
+        "driver": found[1] if found else None,
+        "driver_kind": None if text is None else "open" if "Open Kernel Module" in text else "proprietary",
+        "toolkit": _toolkit(tree),
+        "torch": version("torch"),
+        "nccl": nccl() or installed_library(tree),
+        "pytest_gpucluster": version("pytest-gpucluster"),
+        "fabric_manager": _fabric_manager(ask, missing),
+        "ofed": _ofed(ask, missing),
+        "modules": _modules(tree, missing),
+    }
+    return {**told, "not_available": missing}
+
+
+def _modules(tree: Tree, missing: dict[str, str]) -> dict[str, str] | None:
+    if not tree.has(_LOADED):
+        missing["modules"] = f"{_LOADED} cannot be looked at"
+        return None
+    return {name: tree.text(f"{_LOADED}/{name}/version") or "" for name in _MODULES if tree.has(f"{_LOADED}/{name}")}
+
+
+def installed_library(tree: Tree) -> str | None:
+    """Return the version of the NCCL that the system has, as in NVIDIA's containers, by the name of its file."""
+    names = (path.name for folder in _LIBRARIES for path in tree.path("/").glob(f"{folder}/libnccl.so.*"))
+    versions = [found[1] for found in (re.fullmatch(r"libnccl\.so\.(\d+\.\d+\.\d+)", name) for name in names) if found]
+    return max(versions, key=lambda version: [int(part) for part in version.split(".")], default=None)
+
+
+def _toolkit(tree: Tree) -> str | None:
+    try:
+        told = json.loads(tree.text(_TOOLKIT) or "")["cuda"]["version"]
+    except (ValueError, KeyError, TypeError):
+        return None  # no toolkit there, or a much older one
+    return told if isinstance(told, str) else None
+
+
+def _fabric_manager(ask: Ask, missing: dict[str, str]) -> str | None:
+    answer = ask(_FABRIC_MANAGER)
+    # It ends with 3 where the service does not run, and says so.
+    words = answer.text.strip().splitlines()
+    if len(words) == 1 and re.fullmatch(r"[a-z-]+", words[0]):
+        return words[0]
+    missing["fabric_manager"] = answer.why_not or "systemctl has told nothing"
+    return None
+
+
+def _ofed(ask: Ask, missing: dict[str, str]) -> str | None:
+    answer = ask(_OFED)
+    if answer.why_not:
+        missing["ofed"] = answer.why_not
+        return None
+    return answer.text.strip().rstrip(":") or None
+
+
+_NET = "/sys/class/net"
+
+
+def network_interfaces(tree: Tree, with_addresses: Callable[[], Sequence[Interface]]) -> list[dict[str, Any]]:
+    """Tell of each network interface but the loopback.
+
+    Returns:
+        ``name``; ``state``, such as up; ``speed_mbps``, null where there is none, as of a bridge; ``mtu``; ``mac``;
+        ``driver``; ``pci``; ``addresses``.
+
+    Source: Linux kernel, Documentation/ABI/testing/sysfs-class-net.
+    """
+    addresses = {one.name: list(one.addresses) for one in with_addresses()}
+    try:
+        names = sorted(entry.name for entry in tree.path(_NET).iterdir() if entry.name != "lo")
+    except OSError:
+        names = sorted(name for name in addresses if name != "lo")
+    return [{**_interface(tree, name), "addresses": addresses.get(name, [])} for name in names]
+
+
+def _interface(tree: Tree, name: str) -> dict[str, Any]:
+    device = f"{_NET}/{name}/device"
+    driver = f"{device}/driver"
+    speed = tree.number(f"{_NET}/{name}/speed")  # -1, or no answer at all, where there is no link
+    return {
+        "name": name,
+        "state": tree.text(f"{_NET}/{name}/operstate"),
+        "speed_mbps": speed if speed is not None and speed > 0 else None,
+        "mtu": tree.number(f"{_NET}/{name}/mtu"),
+        "mac": tree.text(f"{_NET}/{name}/address") or None,
+        "driver": tree.path(driver).resolve().name if tree.has(driver) else None,
+        "pci": normalised(tree.path(device).resolve().name) if tree.has(device) else None,
+    }
+
+
+def network_adapters(tree: Tree) -> dict[str, Any]:
+    """Tell of each HCA and its ports.
+
+    Returns:
+        ``why_not``, why none is to be seen, "" where there are some; ``devices``: ``name``, ``kind``, ``firmware``,
+        ``board``, ``guid``, ``pci``, ``numa_node`` and ``ports``, each with ``number``, ``state``, ``phys_state``,
+        ``rate``, ``rate_gbps``, ``link_layer``, ``lid``, ``sm_lid`` and ``errors``, the counters of errors that are not
+        zero; ``peer_memory``: ``module`` and ``why_no_dma_buf``.
+    """
+    known = infiniband.read(tree.path("/sys"), gids=False)
+    peer = pci.read_peer_memory(tree.path("/sys"), tree.path("/proc"), tree.text("/proc/sys/kernel/osrelease"))
+    wanted = ("number", "state", "phys_state", "rate", "rate_gbps", "link_layer", "lid", "sm_lid")
+    bad = (*infiniband.ERRORS, *infiniband.HARDWARE_ERRORS, infiniband.CARRIER_DOWN)
+    devices = []
+    for device in known.devices:
+        ports = [
+            {
+                **{name: getattr(port, name) for name in wanted},
+                "errors": {name: count for name, count in port.counters.items() if name in bad and count},
+            }
+            for port in device.ports
+        ]
+        told = {
+            name: getattr(device, name) for name in ("name", "kind", "firmware", "board", "guid", "pci", "numa_node")
+        }
+        devices.append({**told, "ports": ports})
+    return {
+        "why_not": known.why_not,
+        "devices": devices,
+        "peer_memory": {"module": peer.module, "why_no_dma_buf": peer.why_no_dma_buf},
+    }

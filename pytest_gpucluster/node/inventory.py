@@ -1,0 +1,235 @@
+"""What one rank and its node are: the facts that the preflight compares before anything can hang.
+
+CUDA and NVML number GPUs differently (``CUDA_VISIBLE_DEVICES``, ``CUDA_DEVICE_ORDER``, cgroups), so a GPU is
+carried from one to the other by its UUID and never by its index.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from pytest_gpucluster import __version__
+from pytest_gpucluster.errors import EnvironmentBroken, LaunchError, OptionError
+from pytest_gpucluster.launch.launchers import RankFacts
+from pytest_gpucluster.node.nvml import NOT_AVAILABLE, NotAvailable, Nvml, NvmlGpu, PyNvml
+
+Device = Literal["cuda", "cpu"]
+TOLD_BY_NVML = {
+    "serial": "serial",
+    "vbios": "vbios",
+    "board_part_number": "board.part_number",
+    "inforom": "inforom",
+    "gsp_firmware": "gsp.firmware",
+    "power_limit_watts": "power.limit",
+    "ecc": "ecc.mode",
+    "mig": "mig.mode",
+}
+"""Key of a rank's ``gpu`` -> NVML's query."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaGpu:
+    """One GPU, as CUDA knows it. torch gives the UUID without NVML's ``GPU-``."""
+
+    name: str
+    uuid: str
+    memory_bytes: int
+
+
+class Cuda(Protocol):
+    """What is asked of torch here."""
+
+    def versions(self) -> dict[str, str | None]:
+        """Versions of ``torch``, ``cuda`` and ``nccl``; None where this torch has none."""
+
+    def visible(self) -> int:
+        """GPUs that CUDA shows to this process, 0 where there is no usable driver."""
+
+    def gpu(self, index: int) -> CudaGpu:
+        """What CUDA says of one visible GPU."""
+
+
+class TorchCuda:
+    """torch's view. Importing torch takes seconds, so it happens here and not with this module."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._torch: Any = torch
+
+    def versions(self) -> dict[str, str | None]:
+        """Read the versions that torch was built with and, for NCCL, linked to."""
+        torch = self._torch
+        nccl: str | None = None
+        if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+            nccl = ".".join(str(part) for part in torch.cuda.nccl.version())
+        return {"torch": str(torch.__version__), "cuda": torch.version.cuda, "nccl": nccl}
+
+    def visible(self) -> int:
+        """Count the visible GPUs without making a context on any of them."""
+        return int(self._torch.cuda.device_count()) if self._torch.cuda.is_available() else 0
+
+    def gpu(self, index: int) -> CudaGpu:
+        """Read the properties of one visible GPU."""
+        properties = self._torch.cuda.get_device_properties(index)
+        return CudaGpu(
+            name=str(properties.name),
+            uuid=str(properties.uuid),
+            memory_bytes=int(properties.total_memory),
+        )
+
+
+def identify(
+    facts: RankFacts,
+    device: Device,
+    *,
+    cuda: Cuda | None = None,
+    open_nvml: Callable[[], Nvml] = PyNvml,
+) -> dict[str, Any]:
+    """Describe this rank in plain JSON types.
+
+    Returns:
+        rank, host, node_rank, local_rank, local_world_size, pid: as launched.
+        start_time: clock ticks since boot, to tell a reused pid; None where there is no /proc.
+        gpu: ``index`` (NVML's), ``uuid``, ``pci_bus_id``, ``name``, ``memory_bytes``, ``serial``, ``vbios``,
+        ``board_part_number``, ``inforom``, ``gsp_firmware``, ``power_limit_watts``, ``ecc`` and ``mig`` (true for on);
+        None on cpu. What only NVML knows is None where it does not tell.
+        cuda_index: N of ``cuda:N``; None on cpu.
+        versions: ``python``, ``torch``, ``cuda``, ``nccl``, ``driver``, ``pytest_gpucluster``.
+        visible_gpus, node_gpus: the GPUs that CUDA shows to this process, and that NVML counts.
+        nvml: empty, or why NVML could not say everything.
+
+    A rehearsal on cpu looks at no GPU, even where there is one.
+
+    Raises:
+        OptionError: the device is cuda, and this process has none.
+        LaunchError: LOCAL_RANK is beyond the visible GPUs.
+    """
+    cuda = cuda or TorchCuda()
+    who: dict[str, Any] = {
+        "rank": facts.rank,
+        "host": facts.hostname,
+        "node_rank": facts.node_rank,
+        "local_rank": facts.local_rank,
+        "local_world_size": facts.local_world_size,
+        "pid": os.getpid(),
+        "start_time": start_time(),
+        "gpu": None,
+        "cuda_index": None,
+        "versions": {
+            "python": platform.python_version(),
+            **cuda.versions(),
+            "driver": None,
+            "pytest_gpucluster": __version__,
+        },
+        "visible_gpus": 0,
+        "node_gpus": None,
+        "nvml": "",
+    }
+    if device == "cpu":
+        return who
+    visible = cuda.visible()
+    if visible < 1:
+        raise no_cuda(facts, torch_version=str(who["versions"]["torch"]), cuda_version=who["versions"]["cuda"])
+    index = choose_cuda_index(facts, visible)
+    gpu = cuda.gpu(index)
+    uuid = full_uuid(gpu.uuid, gpu.name)
+    known: NvmlGpu | None = None
+    told: dict[str, Any] = dict.fromkeys(TOLD_BY_NVML)
+    try:
+        nvml = open_nvml()
+        who["versions"]["driver"] = nvml.driver_version()
+        who["node_gpus"] = nvml.count()
+        known = nvml.find(uuid)
+        if known is None:
+            who["nvml"] = f"NVML does not know {uuid}, which CUDA shows as cuda:{index}"
+        else:
+            told = {key: _tell(nvml, uuid, query) for key, query in TOLD_BY_NVML.items()}
+    except Exception as error:
+        # The driver's own failures come in many types. What is lost is named; the preflight decides.
+        who["nvml"] = str(error) if isinstance(error, EnvironmentBroken) else f"NVML failed: {error}"
+        who["versions"]["driver"] = who["versions"]["driver"] or NOT_AVAILABLE
+    who["visible_gpus"], who["cuda_index"] = visible, index
+    who["gpu"] = {
+        "index": known.index if known else None,
+        "uuid": uuid,
+        "pci_bus_id": known.pci_bus_id if known else None,
+        "name": gpu.name,
+        "memory_bytes": gpu.memory_bytes,
+        **told,
+    }
+    return who
+
+
+def _tell(nvml: Nvml, uuid: str, query: str) -> Any:
+    """Read what identifies a GPU; None where the card does not have it. The health criterion says why."""
+    try:
+        return nvml.read(uuid, query)
+    except NotAvailable:
+        return None
+
+
+def choose_cuda_index(facts: RankFacts, visible: int) -> int:
+    """Choose this rank's ``cuda:N`` among the visible GPUs.
+
+    A launcher that shows each rank its own GPU alone calls every one of them ``cuda:0``. Whether they are
+    different ones is not visible here: the preflight compares the UUIDs.
+
+    Raises:
+        LaunchError: LOCAL_RANK is beyond the visible GPUs.
+    """
+    if visible == 1:
+        return 0
+    if facts.local_rank < visible:
+        return facts.local_rank
+    raise LaunchError(
+        f"{facts}: LOCAL_RANK={facts.local_rank} is beyond the {visible} GPUs that this process sees"
+        f" (cuda:0 to cuda:{visible - 1}); one rank needs one GPU of its own"
+        + _visible_devices()
+        + f"\nwhat to do: start at most {visible} ranks on this node (--nproc-per-node={visible}), or show"
+        " every rank all of the node's GPUs, or each rank exactly its own"
+    )
+
+
+def no_cuda(facts: RankFacts, *, torch_version: str, cuda_version: str | None) -> OptionError:
+    """Make the error of a rank that has no CUDA device although the device is cuda."""
+    if cuda_version is None:
+        why = f"torch {torch_version} is built without CUDA"
+        remedy = "install a torch with CUDA"
+    else:
+        why = f"torch {torch_version} (CUDA {cuda_version}) finds no usable GPU"
+        remedy = "see `nvidia-smi` on this host, and whether the job or container was given its GPUs"
+    return OptionError(
+        f"{facts}: --gpucluster-device is cuda (the default), but {why}"
+        + _visible_devices()
+        + f"\nwhat to do: {remedy}; or rehearse without GPUs: --gpucluster-device=cpu"
+    )
+
+
+def full_uuid(uuid: str, name: str) -> str:
+    """Give a UUID of torch the prefix that NVML and the operator's tools use."""
+    if uuid.startswith(("GPU-", "MIG-")):
+        return uuid
+    return f"MIG-{uuid}" if re.search(r"\bMIG\b", name) else f"GPU-{uuid}"
+
+
+def start_time(stat: Path = Path("/proc/self/stat")) -> int | None:
+    """Read when this process started, in clock ticks since boot; None where there is no /proc.
+
+    Source: proc_pid_stat(5), field 22. Field 2 is the program's name, which may hold spaces and brackets.
+    """
+    try:
+        return int(stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _visible_devices() -> str:
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return "" if value is None else f" (CUDA_VISIBLE_DEVICES={value!r})"

@@ -1,0 +1,158 @@
+"""Was a pod given what ranks need: shared memory, CPUs, RDMA, the right to lock memory? Pure, but for :func:`read`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pytest_gpucluster.metrics.finding import Finding, notice
+from pytest_gpucluster.node import limits
+from pytest_gpucluster.node.limits import Cgroup, ProcessLimits, SharedMemory, Space, Tree
+
+ROOT = Tree()
+"""Where the kernel's files are. A test puts others here."""
+
+DEFAULT_SHM_BYTES = 64 * 2**20
+"""What a container runtime gives where the pod says nothing. Source: OCI image and runtime tools, `--shm-size`;
+containerd mounts /dev/shm with size=65536k."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pod:
+    """What a pod has.
+
+    Attributes:
+        cgroup: its limits.
+        shm: its /dev/shm; None if there is none.
+        limits: of its processes; None if the kernel does not tell.
+        hcas: the RDMA devices that the kernel shows, which are those of the node.
+        verbs: the RDMA devices that the pod may open.
+    """
+
+    cgroup: Cgroup
+    shm: SharedMemory | None
+    limits: ProcessLimits | None
+    hcas: tuple[str, ...]
+    verbs: tuple[str, ...]
+
+
+def read(tree: Tree, space: Space = limits.space) -> Pod:
+    """Read what this pod has."""
+    return Pod(
+        cgroup=limits.read_cgroup(tree),
+        shm=limits.read_memory(tree, space).shm,
+        limits=limits.read_process_limits(tree),
+        hcas=_entries(tree, "/sys/class/infiniband"),
+        verbs=tuple(name for name in _entries(tree, "/dev/infiniband") if name.startswith("uverbs")),
+    )
+
+
+def examine(host: str, pod: Pod, *, ranks: int, nnodes: int) -> list[Finding]:
+    """Return what a pod lacks.
+
+    Args:
+        host: its node.
+        pod: what it has.
+        ranks: in it.
+        nnodes: of the whole run: over several of them RDMA is expected where the node has it.
+    """
+    return [*_resources(host, pod, ranks), *_shm(host, pod), *_rdma(host, pod, nnodes)]
+
+
+def _resources(host: str, pod: Pod, ranks: int) -> Iterator[Finding]:
+    quota, limit = pod.cgroup.cpus, pod.cgroup.memory_bytes
+    if not pod.cgroup.versions:
+        yield notice(
+            "kubernetes.resources",
+            "environment",
+            host,
+            "no control group can be looked at, so the pod's limits are not known",
+            allowed="/sys/fs/cgroup is mounted in the pod",
+            remedy="mount it read only, as container runtimes do by themselves",
+        )
+    elif quota is not None and quota < ranks:
+        yield notice(
+            "kubernetes.resources",
+            "environment",
+            host,
+            f"{ranks} ranks get the time of {quota:g} CPUs",
+            allowed="at least one CPU for each rank",
+            remedy="raise resources.limits.cpu of the pod, or leave it out: ranks that have used it up are stopped",
+        )
+    else:
+        told = [f"{quota:g} CPUs" if quota is not None else "no limit of CPUs"]
+        told.append(f"{limit / 2**30:.4g} GiB of memory" if limit is not None else "no limit of memory")
+        yield notice(
+            "kubernetes.resources",
+            "note",
+            host,
+            f"the pod has {' and '.join(told)}",
+            allowed="anything that is enough",
+            remedy="without a limit of memory, the node's pods end each other when it runs out",
+        )
+
+
+def _shm(host: str, pod: Pod) -> Iterator[Finding]:
+    remedy = "mount an emptyDir with medium: Memory and a sizeLimit at /dev/shm"
+    if pod.shm is None or pod.shm.kind is None:
+        yield notice(
+            "kubernetes.shm",
+            "environment",
+            host,
+            "/dev/shm is not mounted",
+            allowed="memory that processes share",
+            remedy=remedy,
+        )
+    elif pod.shm.kind != "tmpfs":
+        yield notice(
+            "kubernetes.shm",
+            "environment",
+            host,
+            f"/dev/shm is {pod.shm.kind}, and no memory",
+            allowed="tmpfs",
+            remedy=remedy,
+        )
+    elif pod.shm.total_bytes <= DEFAULT_SHM_BYTES:
+        yield notice(
+            "kubernetes.shm",
+            "environment",
+            host,
+            f"/dev/shm has {pod.shm.total_bytes / 2**20:.4g} MiB, what a container gets that says nothing",
+            allowed="more than that: NCCL and the workers of loaders share memory there",
+            remedy=remedy,
+        )
+
+
+def _rdma(host: str, pod: Pod, nnodes: int) -> Iterator[Finding]:
+    if not pod.hcas:
+        return
+    if not pod.verbs:
+        yield notice(
+            "kubernetes.rdma",
+            "environment" if nnodes > 1 else "note",
+            host,
+            f"the node has {len(pod.hcas)} RDMA devices ({', '.join(pod.hcas)}), and the pod may open none: there is "
+            "no /dev/infiniband/uverbs*",
+            allowed="the node's RDMA devices, over several nodes",
+            remedy="ask for the device plugin's RDMA resource (resources.limits, such as rdma/hca_shared_devices_a: 1)",
+        )
+        return
+    limits = pod.limits
+    if limits is None or (not limits.may_lock_all and limits.memlock.soft is not None):
+        found = "its limits are not known" if limits is None else f"memlock is {limits.memlock.soft} B"
+        yield notice(
+            "kubernetes.ipc_lock",
+            "environment",
+            host,
+            f"the pod has RDMA devices, and may not lock memory at will: it has no IPC_LOCK, and {found}",
+            allowed="the capability IPC_LOCK, or unlimited memlock",
+            remedy='add it to the container: securityContext: {capabilities: {add: ["IPC_LOCK"]}}',
+        )
+
+
+def _entries(tree: Tree, folder: str) -> tuple[str, ...]:
+    try:
+        return tuple(sorted(os.listdir(tree.path(folder))))
+    except OSError:  # a node without RDMA has no such folder
+        return ()

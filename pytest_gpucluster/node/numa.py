@@ -1,0 +1,162 @@
+"""Where a rank may run, beside where its GPU is: CPUs and NUMA nodes.
+
+Does the memory that was measured with lie beside the GPU?
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.metrics.finding import Finding, Kind, identity
+from pytest_gpucluster.node.kernel_log import normalised
+
+DEVICES = Path("/sys/bus/pci/devices")
+STATUS = Path("/proc/self/status")
+_NO_NODE = -1
+"""What the kernel says of a device that is near no node in particular. Source: Linux kernel,
+Documentation/ABI/testing/sysfs-bus-pci, numa_node."""
+
+REMEDY = (
+    "let the launcher bind each rank to its GPU's node: torchrun --numa-binding=node where torchrun has it, srun "
+    "--gpu-bind=closest, or numactl --cpunodebind=... --membind=... around each rank"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """CPUs and memory nodes. ``nodes``: of a rank, those that it may take memory from; of a GPU, the one it is on."""
+
+    cpus: frozenset[int]
+    nodes: frozenset[int]
+
+
+def parse(written: str) -> frozenset[int]:
+    """Read a list of CPUs or nodes as the kernel writes it.
+
+    Raises: ValueError if it is none.
+
+    >>> sorted(parse("0-2,8"))
+    [0, 1, 2, 8]
+    """
+    numbers: set[int] = set()
+    for part in filter(None, written.strip().split(",")):
+        first, dash, last = part.partition("-")
+        numbers.update(range(int(first), int(last if dash else first) + 1))
+    return frozenset(numbers)
+
+
+def shown(numbers: Iterable[int]) -> str:
+    """Write a list of CPUs or nodes as the kernel does.
+
+    >>> shown([8, 0, 1, 2]), shown([])
+    ('0-2,8', 'none')
+    """
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges) or "none"
+
+
+def own_place(status: Path = STATUS) -> Place:
+    """Return where this process may run and take memory.
+
+    Raises: EnvironmentBroken if the kernel does not tell.
+    """
+    try:
+        lines = dict(line.split(":", 1) for line in status.read_text(encoding="ascii").splitlines() if ":" in line)
+        return Place(cpus=frozenset(os.sched_getaffinity(0)), nodes=parse(lines["Mems_allowed_list"]))
+    except (OSError, KeyError, ValueError) as error:
+        raise EnvironmentBroken(f"{status} does not say where this process may take memory: {error!r}") from None
+
+
+def place_of_gpu(pci: str | None, devices: Path = DEVICES) -> Place | None:
+    """Return the CPUs and the node beside a GPU, or None where the kernel does not know them.
+
+    Args:
+        pci: its address as NVML writes it, such as 00000000:3B:00.0; None if that is not known either.
+        devices: the folder of all PCI devices.
+    """
+    address = normalised(pci or "")
+    try:
+        [folder] = [entry for entry in devices.iterdir() if address and normalised(entry.name) == address]
+        node = int((folder / "numa_node").read_text(encoding="ascii"))
+        cpus = parse((folder / "local_cpulist").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+    return None if node == _NO_NODE or not cpus else Place(cpus=cpus, nodes=frozenset({node}))
+
+
+def examine_affinity(who: Mapping[str, Any], rank: Place, gpu: Place | None) -> list[Finding]:
+    """Compare the places of a rank and of its GPU.
+
+    A rank that may run on none of the CPUs beside its GPU, or may not take memory there, is misplaced: the launcher has
+    bound it to another node. One that may run elsewhere too is worth a note: the kernel may move it away.
+
+    Args:
+        who: the rank's entry in the inventory.
+        rank: where it may run.
+        gpu: where its GPU is; None if that is not known.
+    """
+
+    def finding(kind: Kind, found: str, allowed: str, remedy: str) -> Finding:
+        found = f"rank {who['rank']} {found}"
+        return Finding(code="affinity", kind=kind, gpu=identity(who), found=found, allowed=allowed, remedy=remedy)
+
+    if gpu is None:
+        remedy = "nothing on a machine with one node; else make /sys/bus/pci/devices visible to the job"
+        return [finding("note", "has no NUMA information about its GPU", "anything", remedy)]
+    allowed = f"the CPUs {shown(gpu.cpus)} and memory of node {shown(gpu.nodes)}"
+    findings = []
+    if not rank.cpus & gpu.cpus:
+        found = f"may run on the CPUs {shown(rank.cpus)}, none of which is beside its GPU"
+        findings.append(finding("environment", found, allowed, REMEDY))
+    elif rank.cpus - gpu.cpus:
+        found = f"may run on the CPUs {shown(rank.cpus)}, not all of which are beside its GPU"
+        findings.append(finding("note", found, allowed, REMEDY))
+    if not rank.nodes & gpu.nodes:
+        found = f"may take memory of node {shown(rank.nodes)}, and not of its GPU's"
+        findings.append(finding("environment", found, allowed, REMEDY))
+    return findings
+
+
+def require_near(findings: Iterable[Finding]) -> None:
+    """Make sure that nothing but notes was found.
+
+    Raises: EnvironmentBroken with all that is more than a note.
+    """
+    wrong = [str(finding) for finding in findings if finding.kind != "note"]
+    if wrong:
+        raise EnvironmentBroken("\n".join(wrong))
+
+
+LEAST = 0.95
+"""The kernel may put single pages elsewhere."""
+
+
+def require_local(who: Mapping[str, Any], nodes: Mapping[int, float], gpu: Place | None) -> None:
+    """Make sure that host memory lay on the NUMA node of the GPU, as far as both are known.
+
+    Args:
+        who: the rank's entry in the inventory.
+        nodes: NUMA node -> the part of the memory that lay there; empty if it is not known.
+        gpu: where its GPU is; None if it is not known.
+
+    Raises: EnvironmentBroken: what was measured says more of the link between the sockets than of the GPU's.
+    """
+    if gpu is None or not nodes:
+        return
+    here = sum(part for node, part in nodes.items() if node in gpu.nodes)
+    if here < LEAST:
+        raise EnvironmentBroken(
+            f"{identity(who)}: {100 * here:.3g} % of the host memory of rank {who['rank']} lay on NUMA node "
+            f"{shown(gpu.nodes)}, beside this GPU; to measure its link, at least {100 * LEAST:g} % must; see whether "
+            f"that node is full (`numactl -H`), and {REMEDY}"
+        )

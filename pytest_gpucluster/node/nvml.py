@@ -1,0 +1,250 @@
+"""What the driver knows of the GPUs, read through NVML: one named query, one plain value.
+
+A query that gives no value says why, because "this card has no such counter", "ask root" and "the GPU is gone" call
+for different answers. A MIG slice is asked for its own memory and processes; all else belongs to its GPU.
+
+Source: NVML API reference, https://docs.nvidia.com/deploy/nvml-api/
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal, Protocol
+
+from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.node.nvml_queries import QUERIES as QUERIES
+from pytest_gpucluster.node.nvml_queries import text
+
+NOT_AVAILABLE = "not available"
+Absence = Literal["not supported", "no permission", "lost", "failed"]
+
+
+COMMON_ANCESTORS: Mapping[int, str] = MappingProxyType(
+    {0: "internal", 10: "single", 20: "multiple", 30: "hostbridge", 40: "node", 50: "system"}
+)
+"""What two GPUs have in common: the board, one PCIe switch, several of them, a host bridge, a NUMA node, the machine.
+Source: nvml.h, nvmlGpuTopologyLevel_t."""
+
+
+class NotAvailable(Exception):
+    """A query gave no value; the text says why, ``kind`` of what kind the reason is.
+
+    ``not supported``: by this card, this driver or this nvidia-ml-py. ``no permission``: for this user or container.
+    ``lost``: the GPU does not answer any more. ``failed``: anything else.
+    """
+
+    def __init__(self, reason: str, kind: Absence = "not supported") -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class NvmlGpu:
+    """One GPU, as the driver knows it."""
+
+    index: int
+    uuid: str
+    pci_bus_id: str
+    name: str
+
+
+class Nvml(Protocol):
+    """What is asked of NVML here."""
+
+    def driver_version(self) -> str: ...
+
+    def count(self) -> int:
+        """GPUs of this node that this process may use, also those that do not answer."""
+
+    def uuids(self) -> tuple[str | None, ...]:
+        """UUID of each of those GPUs in NVML's order; None for one that does not answer."""
+
+    def listed(self) -> tuple[NvmlGpu, ...]:
+        """GPUs that this process may use and that answer, in NVML's order."""
+
+    def between(self, uuid: str, other: str) -> str:
+        """Name the nearest thing that the ways of two GPUs to their CPU have in common: one of ``COMMON_ANCESTORS``.
+
+        Raises:
+            NotAvailable: there is no answer; it says why.
+        """
+
+    def find(self, uuid: str) -> NvmlGpu | None:
+        """Look a GPU up by its full UUID (``GPU-...``, ``MIG-...``); None where NVML does not know it."""
+
+    def pci_bus_ids(self) -> tuple[str, ...]:
+        """PCI addresses of the GPUs that answer, as NVML writes them; a lost GPU is left out."""
+
+    def read(self, uuid: str, query: str) -> Any:
+        """Read one of ``QUERIES`` as a plain value in its unit.
+
+        Raises:
+            NotAvailable: there is no value; it says why.
+            KeyError: there is no such query.
+        """
+
+
+class PyNvml:
+    """NVML through nvidia-ml-py.
+
+    Raises:
+        EnvironmentBroken: there is no driver library, or it does not answer.
+    """
+
+    def __init__(self) -> None:
+        try:
+            import pynvml  # type: ignore[import-untyped]  # nvidia-ml-py ships no types
+
+            pynvml.nvmlInit()
+        except Exception as error:
+            raise EnvironmentBroken(f"NVML is {NOT_AVAILABLE}: {error}") from error
+        self._nvml: Any = pynvml
+        self._handles: dict[str, Any] = {}
+
+    def driver_version(self) -> str:
+        """Read the kernel driver's version, such as ``580.65.06``."""
+        return text(self._of_node("nvmlSystemGetDriverVersion"))
+
+    def count(self) -> int:
+        """Count the GPUs that this process may use, also those that ``CUDA_VISIBLE_DEVICES`` hides."""
+        return len(self._permitted())
+
+    def uuids(self) -> tuple[str | None, ...]:
+        """Read the UUID of each GPU that this process may use, None for one that does not answer."""
+        nvml = self._nvml
+        found: list[str | None] = []
+        for handle in self._permitted():
+            try:
+                found.append(None if handle is None else text(nvml.nvmlDeviceGetUUID(handle)))
+            except nvml.NVMLError:
+                found.append(None)
+        return tuple(found)
+
+    def listed(self) -> tuple[NvmlGpu, ...]:
+        """List the GPUs that answer; ``count`` tells of how many."""
+        found = []
+        for handle in self._permitted():
+            try:
+                known = None if handle is None else self.find(text(self._nvml.nvmlDeviceGetUUID(handle)))
+            except self._nvml.NVMLError:
+                continue  # what does not answer is missing here, and that is how it is noticed
+            found += [known] if known is not None else []
+        return tuple(found)
+
+    def between(self, uuid: str, other: str) -> str:
+        """Ask for the nearest common ancestor of two GPUs."""
+        nvml, function = self._nvml, "nvmlDeviceGetTopologyCommonAncestor"
+        try:
+            level = int(getattr(nvml, function)(self._gpu(uuid), self._gpu(other)))
+        except nvml.NVMLError as error:
+            raise _not_available(nvml, error, function) from error
+        return COMMON_ANCESTORS.get(level, f"unknown ({level})")
+
+    def find(self, uuid: str) -> NvmlGpu | None:
+        """Look a GPU up. A GPU that has fallen off the bus is not found, which the preflight reports."""
+        nvml = self._nvml
+        try:
+            handle = self._gpu(uuid)
+            return NvmlGpu(
+                index=int(nvml.nvmlDeviceGetIndex(handle)),
+                uuid=uuid,
+                pci_bus_id=text(nvml.nvmlDeviceGetPciInfo(handle).busId),
+                name=text(nvml.nvmlDeviceGetName(handle)),
+            )
+        except nvml.NVMLError:
+            return None
+
+    def pci_bus_ids(self) -> tuple[str, ...]:
+        """Read the PCI address of every GPU that still answers."""
+        nvml, found = self._nvml, []
+        for handle in self._permitted():
+            try:
+                if handle is not None:
+                    found.append(text(nvml.nvmlDeviceGetPciInfo(handle).busId))
+            except nvml.NVMLError:
+                continue  # what does not answer is missing here, and that is how it is noticed
+        return tuple(found)
+
+    def read(self, uuid: str, query: str) -> Any:
+        """Read one query, and say why where there is no value."""
+        asked = QUERIES[query]
+        nvml = self._nvml
+        try:
+            handle = self._handle(uuid) if asked.of_slice else self._gpu(uuid)
+            return asked.ask(nvml, handle)
+        except AttributeError as error:
+            if error.obj is not nvml:
+                raise
+            reason = f"the installed nvidia-ml-py is too old for {asked.functions} ({error})"
+            raise NotAvailable(reason) from error
+        except (nvml.NVMLError, nvml.NVMLLibraryMismatchError) as error:
+            raise _not_available(nvml, error, asked.functions) from error
+
+    def _of_node(self, function: str) -> Any:
+        """Ask what is not about one GPU, so that a failure is no GPU's fault."""
+        try:
+            return getattr(self._nvml, function)()
+        except self._nvml.NVMLError as error:
+            raise EnvironmentBroken(f"NVML failed: {error} ({function}); see `nvidia-smi` on this host") from error
+
+    def _permitted(self) -> list[Any]:
+        """Return the handle of each GPU that this process may use, None for one that does not answer.
+
+        NVML also counts GPUs that a cgroup keeps from this process, as Slurm's do. They are no fault.
+        Source: nvml.h, nvmlDeviceGetCount_v2.
+        """
+        nvml = self._nvml
+        found: list[Any] = []
+        for index in range(int(self._of_node("nvmlDeviceGetCount"))):
+            try:
+                found.append(nvml.nvmlDeviceGetHandleByIndex(index))
+            except nvml.NVMLError_NoPermission:
+                continue
+            except nvml.NVMLError:
+                found.append(None)
+        return found
+
+    def _handle(self, uuid: str) -> Any:
+        if uuid not in self._handles:
+            self._handles[uuid] = self._look_up(uuid)
+        return self._handles[uuid]
+
+    def _look_up(self, uuid: str) -> Any:
+        nvml = self._nvml
+        try:
+            return nvml.nvmlDeviceGetHandleByUUID(uuid)
+        except nvml.NVMLError_GpuIsLost:
+            # NVML gives up when any GPU of the node is lost. This one may be well.
+            for handle in self._permitted():
+                try:
+                    if handle is not None and text(nvml.nvmlDeviceGetUUID(handle)) == uuid:
+                        return handle
+                except nvml.NVMLError:
+                    continue
+            raise
+
+    def _gpu(self, uuid: str) -> Any:
+        """Handle of the whole GPU, also for a MIG slice of it."""
+        if not uuid.startswith("MIG-"):
+            return self._handle(uuid)
+        key = f"gpu of {uuid}"
+        if key not in self._handles:
+            self._handles[key] = self._nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self._handle(uuid))
+        return self._handles[key]
+
+
+def _not_available(nvml: Any, error: Exception, functions: str) -> NotAvailable:
+    """Tell apart why NVML gave no value."""
+    value = getattr(error, "value", None)
+    kinds: dict[Any, tuple[Absence, str]] = {
+        nvml.NVML_ERROR_NOT_SUPPORTED: ("not supported", "not supported by this GPU or driver"),
+        nvml.NVML_ERROR_FUNCTION_NOT_FOUND: ("not supported", "not known to this driver"),
+        nvml.NVML_ERROR_DEPRECATED: ("not supported", "not supported any more by this driver"),
+        nvml.NVML_ERROR_NO_PERMISSION: ("no permission", "no permission for this user or container"),
+        nvml.NVML_ERROR_GPU_IS_LOST: ("lost", "the GPU is lost: it has fallen off the bus or is inaccessible"),
+        nvml.NVML_ERROR_RESET_REQUIRED: ("lost", "the GPU requires a reset before it can be used again"),
+    }
+    kind, reason = kinds.get(value, ("failed", f"{error}"))
+    return NotAvailable(f"{reason} ({functions})", kind)

@@ -1,0 +1,349 @@
+"""The GPUs that this node's PCI bus shows although NVML does not, and why that may be.
+
+May a network card reach GPU memory on this node? Both ways of GPUDirect RDMA, as far as they are seen from outside.
+
+Without one, each byte between nodes goes through the host's memory, and NCCL says so in its log only.
+
+How fast and wide a GPU's PCIe link is while data cross it: an idle link slows down, so only that tells.
+
+The way from a GPU to its CPU: the IOMMU that may stand in it, and switches that may send data the long way round.
+
+Data between two GPUs, or between a GPU and a network card, can stay below the PCIe switch that both are on. With Access
+Control Services (ACS) redirecting, or with an IOMMU that translates, they go up to the CPU and down again: slower, and
+on some machines never arriving.
+
+Source: NCCL user guide, troubleshooting, "PCI Access Control Services (ACS)",
+https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pytest_gpucluster.node.kernel_log import normalised
+from pytest_gpucluster.node.limits import Tree
+from pytest_gpucluster.node.nvml import NotAvailable, Nvml
+
+DEVICES = Path("/sys/bus/pci/devices")
+DRIVER = Path("/proc/driver/nvidia/gpus")
+NODES = Path("/dev")
+MOUNTS = Path("/proc/self/mountinfo")
+_NVIDIA = "0x10de"
+_DISPLAY = ("0x0300", "0x0302")
+"""VGA and 3D controllers, the two classes that GPUs have. Source: PCI Code and ID Assignment Specification."""
+
+State = Literal["answers", "dead", "hidden", "elsewhere", "no driver"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PciGpu:
+    """A GPU on the bus.
+
+    ``state``: ``answers`` a process could open it; ``dead`` it does not answer on the bus, or the driver cannot open
+    it; ``hidden`` it is not given to this job (container, cgroup); ``elsewhere`` another driver has it, such as one
+    for virtual machines; ``no driver`` none has it. ``detail`` says what was seen.
+    """
+
+    address: str
+    state: State
+    detail: str = ""
+
+
+def unlisted_gpus(
+    listed: Iterable[str],
+    *,
+    devices: Path = DEVICES,
+    driver: Path = DRIVER,
+    nodes: Path = NODES,
+    mounts: Path = MOUNTS,
+) -> tuple[PciGpu, ...]:
+    """Look at the NVIDIA GPUs on the bus whose addresses NVML does not list.
+
+    Raises:
+        OSError: the bus cannot be looked at. That is not the same as a bus without further GPUs.
+    """
+    entries = sorted(devices.iterdir())
+    limited = _view_is_limited(mounts, driver)
+    known = {normalised(address) for address in listed}
+    found = [entry for entry in entries if normalised(entry.name) not in known and _is_gpu(entry)]
+    return tuple(_state(entry, driver=driver, nodes=nodes, limited=limited) for entry in found)
+
+
+def _is_gpu(entry: Path) -> bool:
+    return _line(entry / "vendor") == _NVIDIA and _line(entry / "class")[:6] in _DISPLAY
+
+
+def _state(entry: Path, *, driver: Path, nodes: Path, limited: bool) -> PciGpu:
+    address = entry.name
+    try:
+        with (entry / "config").open("rb", buffering=0) as config:  # no more than is needed is read from the device
+            begin = config.read(4)
+    except OSError as error:
+        return PciGpu(address=address, state="dead", detail=f"its PCI configuration cannot be read: {_said(error)}")
+    if begin == b"\xff" * 4:
+        return PciGpu(address=address, state="dead", detail="its PCI configuration reads as all ones")
+    try:
+        bound = (entry / "driver").resolve(strict=True).name
+    except OSError:
+        return PciGpu(address=address, state="no driver", detail="no driver is bound to it")
+    if bound != "nvidia":
+        return PciGpu(address=address, state="elsewhere", detail=f"the driver {bound} has it")
+    minor = _minor(driver / address / "information")
+    if minor is None:
+        if limited:
+            return PciGpu(address=address, state="hidden", detail="this container does not show it")
+        return PciGpu(address=address, state="dead", detail="the driver is bound to it and does not list it")
+    return _opened(address, nodes / f"nvidia{minor}")
+
+
+def _opened(address: str, node: Path) -> PciGpu:
+    """Open the GPU's device file, which the driver refuses for a GPU that it could not bring up."""
+    try:
+        os.close(os.open(node, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
+    except OSError as error:
+        hidden = error.errno in (errno.ENOENT, errno.EPERM, errno.EACCES)
+        return PciGpu(address=address, state="hidden" if hidden else "dead", detail=f"{node}: {_said(error)}")
+    return PciGpu(address=address, state="answers", detail=f"{node} can be opened")
+
+
+def _view_is_limited(mounts: Path, driver: Path) -> bool:
+    """Tell whether a container runtime has put its own view over the driver's folder."""
+    try:
+        lines: Sequence[str] = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    folder = str(driver.parent)
+    points = [fields[4] for fields in map(str.split, lines) if len(fields) > 4]
+    # Newer runtimes replace a file beside the list of GPUs, which hides none.
+    return any(point in (folder, str(driver)) or point.startswith(f"{driver}/") for point in points)
+
+
+def _minor(information: Path) -> int | None:
+    """Read N of /dev/nvidiaN. Source: NVIDIA driver README, "The /proc interface": ``Device Minor: 3``."""
+    try:
+        lines = information.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    value = next((line.partition(":")[2].strip() for line in lines if line.startswith("Device Minor")), "")
+    return int(value) if value.isdigit() else None
+
+
+def _line(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _said(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+MODULES = ("nvidia_peermem", "nv_peer_mem")
+"""Kernel modules that register GPU memory with the RDMA stack; the second one is older.
+Source: NCCL, src/transport/net_ib.cc, ncclIbGdrSupport, which looks for the same."""
+
+FIRST_KERNEL_WITH_DMA_BUF = (5, 12)
+"""Source: NVIDIA GPU Operator, "GPUDirect RDMA and GPUDirect Storage": DMA-BUF needs Linux 5.12, a driver with open
+kernel modules (515 or newer) and CUDA 11.7."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerMemory:
+    """How GPU memory can be reached. ``module`` is empty where none is loaded; ``why_no_dma_buf`` where there is it."""
+
+    module: str
+    why_no_dma_buf: str
+
+    @property
+    def is_reachable(self) -> bool:
+        """Tell whether there is any way."""
+        return bool(self.module) or not self.why_no_dma_buf
+
+    def __str__(self) -> str:
+        if self.module:
+            return f"module {self.module}"
+        return f"no module, and no DMA-BUF: {self.why_no_dma_buf}" if self.why_no_dma_buf else "DMA-BUF"
+
+
+def read_peer_memory(sysfs: Path = Path("/sys"), proc: Path = Path("/proc"), release: str | None = None) -> PeerMemory:
+    """Look at modules, driver and kernel.
+
+    Args:
+        sysfs, proc: where they are mounted.
+        release: of the kernel, such as ``5.15.0-1063-nvidia``; by default of the one that runs.
+    """
+    # Path.is_dir raises where a folder above is closed to this user.
+    module = next((name for name in MODULES if os.path.isdir(sysfs / "module" / name)), "")
+    return PeerMemory(module=module, why_no_dma_buf=_why_no_dma_buf(proc, release or os.uname().release))
+
+
+def _why_no_dma_buf(proc: Path, release: str) -> str:
+    version = proc / "driver" / "nvidia" / "version"
+    try:
+        driver = version.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        return f"{version}: {error.strerror or error}"
+    if "Open Kernel Module" not in driver:
+        return "the driver's kernel modules are not the open ones"
+    found = re.match(r"(\d+)\.(\d+)", release)
+    if found is None or (int(found[1]), int(found[2])) < FIRST_KERNEL_WITH_DMA_BUF:
+        return f"kernel {release} is older than {'.'.join(map(str, FIRST_KERNEL_WITH_DMA_BUF))}"
+    return ""
+
+
+QUERIES = {"generation": "pcie.generation", "width": "pcie.width"}
+
+
+class PcieLink:
+    """Looks at one GPU's link, as often as it is called. What NVML does not tell is named, and fails nobody.
+
+    Args:
+        nvml: where to ask; None if NVML cannot be used, or on cpu.
+        uuid: the GPU; None on cpu.
+    """
+
+    def __init__(self, nvml: Nvml | None, uuid: str | None) -> None:
+        self._nvml, self._uuid = nvml, uuid
+        self._best: dict[str, int] = {}
+        self._missing: dict[str, str] = {}
+
+    def __call__(self) -> None:
+        """Look once: two questions, some milliseconds at most on a healthy driver."""
+        if self._nvml is None or self._uuid is None:
+            return
+        for name, query in QUERIES.items():
+            try:
+                value = int(self._nvml.read(self._uuid, query))
+            except NotAvailable as error:
+                self._missing.setdefault(name, str(error))
+            else:
+                # A link that reached its speed once can do it, and the first look may come before it has.
+                self._best[name] = max(value, self._best.get(name, value))
+
+    def told(self) -> dict[str, Any]:
+        """Return what was seen, for the report: ``pcie``, the best generation and width; empty if nobody looked.
+
+        >>> PcieLink(None, None).told()
+        {}
+        """
+        seen = [f"gen{self._best['generation']}"] if "generation" in self._best else []
+        seen += [f"x{self._best['width']}"] if "width" in self._best else []
+        lacking = [f"{name} not available: {why}" for name, why in self._missing.items() if name not in self._best]
+        text = ", ".join([" ".join(seen), *lacking] if seen else lacking)
+        return {"pcie": f"{text} under load" if seen and not lacking else text} if text else {}
+
+
+DEVICE_FOLDER = "/sys/bus/pci/devices"
+
+_READABLE_WITHOUT_ROOT = 64
+"""Bytes of a device's configuration that any user may read. Source: Linux kernel, drivers/pci/pci-sysfs.c,
+pci_read_config."""
+
+# Source: PCI Express Base Specification; the names are those of linux/pci_regs.h.
+_CAPABILITY_LIST, _EXPRESS, _TYPE_SHIFT, _DOWNSTREAM = 0x34, 0x10, 4, 6
+_FIRST_EXTENDED, _ACS, _ACS_CONTROL = 0x100, 0x000D, 6
+REDIRECTS = {0x04: "request redirect", 0x08: "completion redirect", 0x10: "upstream forwarding"}
+"""Bits of ACS control that send what two devices below a switch tell each other up to the CPU: PCI_ACS_RR, PCI_ACS_CR,
+PCI_ACS_UF."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PciPath:
+    """The way from one GPU up.
+
+    Attributes:
+        pci: the GPU's address.
+        iommu: what its IOMMU group does, such as ``DMA-FQ`` or ``identity``; empty where no IOMMU is seen.
+        redirecting: address of each switch port on the way that redirects -> the names of the bits that are set.
+        hidden: the ports' configuration may not be read here, so ``redirecting`` says nothing.
+    """
+
+    pci: str
+    iommu: str = ""
+    redirecting: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    hidden: bool = False
+
+    @property
+    def is_translated(self) -> bool:
+        """Tell whether an IOMMU translates this GPU's addresses.
+
+        Source: Linux kernel, Documentation/ABI/testing/sysfs-kernel-iommu_groups: DMA and DMA-FQ translate, identity
+        does not.
+        """
+        return self.iommu.startswith("DMA")
+
+
+def read_pci_path(tree: Tree, pci: str | None) -> PciPath | None:
+    """Follow the way up from a GPU; None if it is not among the kernel's devices.
+
+    Args:
+        pci: its address as NVML writes it, such as 00000000:3B:00.0.
+    """
+    address = normalised(pci or "")
+    folder = f"{DEVICE_FOLDER}/{address}"
+    if address is None or not tree.has(folder):
+        return None
+    ports, hidden = [], False
+    for bridge in _bridges(tree.path(folder).resolve()):
+        try:
+            config = (bridge / "config").read_bytes()
+        except OSError:
+            config = b""
+        hidden = hidden or len(config) <= _READABLE_WITHOUT_ROOT
+        bits = redirects(config)
+        if bits:
+            ports.append((bridge.name, bits))
+    kind = tree.text(f"{DEVICE_FOLDER}/{address}/iommu_group/type") or ""
+    return PciPath(pci=address, iommu=kind, redirecting=tuple(ports), hidden=hidden)
+
+
+def _bridges(device: Path) -> list[Path]:
+    """Return the folders of the bridges above a device, the nearest first: each is the folder that holds the next."""
+    return [above for above in device.parents if normalised(above.name) == above.name]
+
+
+def redirects(config: bytes) -> tuple[str, ...]:
+    """Name the ACS bits that redirect, from the configuration of a PCIe switch's downstream port; none for others.
+
+    At a root port nothing is redirected that was not at the CPU already.
+    """
+    if _port_type(config) != _DOWNSTREAM:
+        return ()
+    for place in _extended(config):
+        if _word(config, place) & 0xFFFF == _ACS:
+            control = _word(config, place + 4) >> 16
+            return tuple(name for bit, name in REDIRECTS.items() if control & bit)
+    return ()
+
+
+def _port_type(config: bytes) -> int | None:
+    place, left = _byte(config, _CAPABILITY_LIST), 48
+    while place and left:  # a list that runs in a circle ends as well
+        if _byte(config, place) == _EXPRESS:
+            return _byte(config, place + 2) >> _TYPE_SHIFT
+        place, left = _byte(config, place + 1), left - 1
+    return None
+
+
+def _extended(config: bytes) -> list[int]:
+    places: list[int] = []
+    place = _FIRST_EXTENDED
+    while place >= _FIRST_EXTENDED and place not in places and _word(config, place):
+        places.append(place)
+        place = _word(config, place) >> 20
+    return places
+
+
+def _byte(config: bytes, place: int) -> int:
+    return config[place] if place < len(config) else 0
+
+
+def _word(config: bytes, place: int) -> int:
+    return int.from_bytes(config[place : place + 4], "little")

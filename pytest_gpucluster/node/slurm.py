@@ -1,0 +1,376 @@
+"""What Slurm says of itself and of the job's nodes.
+
+A node's part of a Slurm job: what its ranks are bound to, and what others have left on it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pytest_gpucluster.errors import EnvironmentBroken, LaunchError
+from pytest_gpucluster.launch.hostlist import expand_hostlist
+from pytest_gpucluster.launch.launchers import in_step
+from pytest_gpucluster.metrics.finding import Finding, notice
+from pytest_gpucluster.node import limits, processes
+from pytest_gpucluster.node.interfaces import Board, Nodes
+from pytest_gpucluster.node.limits import Tree
+from pytest_gpucluster.node.processes import Who
+from pytest_gpucluster.node.slurm_allocation import Place, allocation, allocation_findings, place_of
+from pytest_gpucluster.text import first_line
+
+ANSWER_SECONDS = 30.0
+"""Longer than Slurm's own MessageTimeout of 10 s (slurm.conf(5)), so that its own message is heard."""
+
+_COMMANDS = ("scontrol", "sinfo")
+
+_PING = re.compile(r"Slurmctld\((?P<role>\w+)\) at (?P<host>\S+) is (?P<state>UP|DOWN)")
+"""Source: Slurm, src/scontrol/scontrol.c, _print_ping."""
+
+_FORMAT = "%N|%P|%a|%T|%E"
+"""Node, partition, whether that takes jobs, state, reason. Source: sinfo(1), --format."""
+
+RUNNING = ("allocated", "allocated+", "mixed")
+"""States of a node that runs a job and is well. Source: sinfo(1), NODE STATE CODES."""
+
+_FLAGS = {
+    "*": "Slurm's daemon on it does not answer",
+    "~": "it is powered off",
+    "#": "it is being powered up",
+    "!": "it is to be powered down",
+    "%": "it is being powered down",
+    "^": "a reboot was ordered",
+}
+"""Source: sinfo(1), NODE STATE CODES."""
+_HARMLESS_FLAGS = {"$": "in a maintenance reservation", "@": "to be rebooted when it is free", "-": "planned for a job"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ping:
+    """The controllers that answer and those that do not, as "role host", and how long it took to find out."""
+
+    up: tuple[str, ...]
+    down: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeState:
+    """A line of sinfo."""
+
+    node: str
+    partition: str
+    available: str
+    state: str
+    reason: str
+
+
+def ping(*, answer_seconds: float = ANSWER_SECONDS) -> Ping:
+    """Ask Slurm's controllers whether they are there.
+
+    Raises: EnvironmentBroken if none answers, or it cannot be asked.
+    """
+    begin = time.monotonic()
+    output, said, code = _ask(["scontrol", "ping"], answer_seconds)
+    seconds = time.monotonic() - begin
+    found = [(f"{one['role']} {one['host']}", one["state"]) for one in _PING.finditer(output)]
+    up = tuple(name for name, state in found if state == "UP")
+    if not up:
+        told = first_line(output.strip() or said.strip()) or f"exit code {code}, and no word"
+        raise EnvironmentBroken(
+            f"no controller of Slurm answers (scontrol ping: {told}). New jobs do not start, and this one may be "
+            "ended: look at slurmctld on the controller's host, and at the network to it"
+        )
+    return Ping(up=up, down=tuple(name for name, state in found if state == "DOWN"), seconds=seconds)
+
+
+def why_not_asked() -> str | None:
+    """Return why Slurm cannot be asked anything here, or None if it can: its commands may be missing in a container."""
+    missing = [name for name in _COMMANDS if shutil.which(name) is None]
+    if not missing:
+        return None
+    return (
+        f"{' and '.join(missing)} cannot be found, so Slurm was not asked. In a container, mount Slurm's commands and "
+        "libraries, slurm.conf and munge's socket into it, such as (pyxis) srun --container-mounts=/usr/bin/scontrol,"
+        "/usr/bin/sinfo,/usr/lib64/slurm,/etc/slurm,/run/munge"
+    )
+
+
+def nodes_of_job(environ: Mapping[str, str]) -> list[str]:
+    """Return the names of the nodes that this runs on, as Slurm calls them: those of the step that srun has started,
+    for it may leave out nodes of the job that are known to be bad; else those of the job.
+
+    Raises: EnvironmentBroken if Slurm's variables do not tell.
+    """
+    name = "SLURM_STEP_NODELIST" if in_step(environ) and environ.get("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
+    listed = environ.get(name) or environ.get("SLURM_NODELIST") or ""
+    try:
+        return expand_hostlist(listed)
+    except LaunchError as error:
+        raise EnvironmentBroken(f"{name} does not name the nodes of the job: {error}") from error
+
+
+def node_states(
+    nodes: Sequence[str], partition: str | None, *, answer_seconds: float = ANSWER_SECONDS
+) -> tuple[NodeState, ...]:
+    """Ask in which state nodes and their partition are.
+
+    Args:
+        nodes: their names.
+        partition: of the job; None for every one that the nodes are in.
+        answer_seconds: how long to wait.
+
+    Raises: EnvironmentBroken if Slurm does not tell, or tells something else.
+    """
+    listed = ",".join(nodes)
+    command = ["sinfo", "--noheader", "--Node", "--nodes", listed, "--format", _FORMAT]
+    # Also a partition that is hidden, which --partition implies: sinfo refuses both together.
+    command += ["--partition", partition] if partition else ["--all"]
+    output, said, code = _ask(command, answer_seconds)
+    found = []
+    for line in filter(str.strip, output.splitlines()):
+        fields = [field.strip() for field in line.split("|", 4)]
+        if code or len(fields) != 5:
+            told = first_line(said.strip() or line)
+            raise EnvironmentBroken(f"sinfo does not tell the state of {listed} (exit code {code}): {told}")
+        node, of, available, state, reason = fields
+        reason = "" if reason.lower() == "none" else reason
+        found.append(
+            NodeState(node=node, partition=of.rstrip("*"), available=available, state=state.lower(), reason=reason)
+        )
+    if not found:
+        told = f": {first_line(said.strip())}" if said.strip() else ""
+        raise EnvironmentBroken(f"sinfo knows nothing of {listed} (exit code {code}){told}")
+    return tuple(found)
+
+
+def examine_slurm(pinged: Ping, found: Iterable[NodeState], nodes: Sequence[str], controller: str) -> list[Finding]:
+    """Return what is wrong with controllers, partitions and nodes.
+
+    Args:
+        pinged: what ``scontrol ping`` said.
+        found: what sinfo said.
+        nodes: the job's.
+        controller: whom findings about Slurm itself are about, such as this host.
+    """
+    findings = [
+        notice(
+            "slurm.controller",
+            "note",
+            controller,
+            f"Slurm's {name} does not answer",
+            allowed="every controller answers",
+            remedy="start slurmctld there again, for there is nobody to take over now",
+        )
+        for name in pinged.down
+    ]
+    lines = list(found)
+    for node in nodes:
+        of_node = [line for line in lines if line.node == node]
+        if not of_node:
+            findings.append(
+                notice(
+                    "slurm.node",
+                    "environment",
+                    node,
+                    "sinfo does not list this node of the job in the job's partition",
+                    allowed="every node of the job is listed",
+                    remedy=f"ask `scontrol show node {node}`",
+                )
+            )
+        findings += _of_node(node, of_node[:1])
+    closed = {line.partition: line.available for line in lines if line.available != "up"}
+    findings += [
+        notice(
+            "slurm.partition",
+            "environment",
+            controller,
+            f"the partition {partition} is {available}",
+            allowed="up",
+            remedy=f"ask `scontrol show partition {partition}`; `scontrol update PartitionName={partition} State=UP`",
+        )
+        for partition, available in closed.items()
+    ]
+    return findings
+
+
+def well(found: Iterable[NodeState], nodes: Sequence[str]) -> int:
+    """Return how many of these nodes are in a state in which jobs run."""
+    states = {line.node: _parts(line.state) for line in found}
+    return sum(
+        node in states and states[node][0] in RUNNING and not set(states[node][1]) & set(_FLAGS) for node in nodes
+    )
+
+
+def _parts(state: str) -> tuple[str, str]:
+    """Split a state from its flags: "allocated+" is a state, "mixed*" one with a flag."""
+    flags = "".join(dict.fromkeys(char for char in state if char in _FLAGS or char in _HARMLESS_FLAGS))
+    return state.rstrip("".join(_FLAGS) + "".join(_HARMLESS_FLAGS)), flags
+
+
+def _of_node(node: str, lines: Sequence[NodeState]) -> list[Finding]:
+    findings = []
+    for line in lines:
+        state, flags = _parts(line.state)
+        wrong = [_FLAGS[flag] for flag in flags if flag in _FLAGS]
+        if state not in RUNNING:
+            wrong.insert(0, f"it is {state}")
+        because = f" ({line.reason})" if line.reason else ""
+        if wrong:
+            findings.append(
+                notice(
+                    "slurm.node",
+                    "environment",
+                    node,
+                    f"Slurm calls this node {line.state}{because}: {', and '.join(wrong)}",
+                    allowed=" or ".join(RUNNING),
+                    remedy=f"ask `scontrol show node {node}`; somebody has taken it out of service, or wants to",
+                )
+            )
+        for flag in flags:
+            if flag in _HARMLESS_FLAGS:
+                findings.append(
+                    notice(
+                        "slurm.node",
+                        "note",
+                        node,
+                        f"{_HARMLESS_FLAGS[flag]}{because}",
+                        allowed="anything",
+                        remedy="nothing",
+                    )
+                )
+    return findings
+
+
+def _ask(command: list[str], seconds: float) -> tuple[str, str, int]:
+    """Run a command of Slurm's; return its output, what it said beside that, such as a warning, and its exit code.
+
+    Raises: EnvironmentBroken if it is not there or gives no answer.
+    """
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=seconds,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise EnvironmentBroken(
+            f"{command[0]} is not there, so Slurm cannot be asked. In a container, mount Slurm's commands, slurm.conf "
+            "and munge's socket into it"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise EnvironmentBroken(
+            f"`{' '.join(command[:2])}` gave no answer within {seconds:g} s: look at slurmctld on the controller's host"
+        ) from None
+    except OSError as error:
+        raise EnvironmentBroken(f"{command[0]} cannot be run: {error}") from error
+    return done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace"), done.returncode
+
+
+ROOT = Tree()
+"""Where the kernel's files are. A test puts others here."""
+_WITHIN_SECONDS = 60.0
+
+
+class Sources(Protocol):
+    """Where processes on GPUs are asked for: ``health.gathering.Sources``."""
+
+    @property
+    def nvml(self) -> Any: ...
+
+    @property
+    def who_is(self) -> Callable[[int], Who]: ...
+
+
+def examine_allocation(
+    board: Board,
+    nodes: Nodes,
+    inventory: Sequence[Mapping[str, Any]],
+    environ: Mapping[str, str],
+    *,
+    rank: int,
+    sources: Sources | None,
+) -> list[Finding] | None:
+    """Compare what the ranks of each node are bound to with what Slurm gave the job there, and look for leftovers.
+
+    Every rank must call this. The rank that speaks for its node examines it.
+
+    Args:
+        board: where ranks tell what they are bound to.
+        nodes: who speaks for whom.
+        inventory: what every rank has said of itself.
+        environ: the environment, with Slurm's variables.
+        rank: this one.
+        sources: NVML and the process table; None in a rehearsal on cpu.
+
+    Returns: what was found; None on the other ranks.
+
+    Raises: EnvironmentBroken if a rank of this node told nothing in time.
+    """
+    board.post("place", place_of(rank, environ))
+    if nodes.speaks != rank:
+        return None
+    here = [who for who in inventory if who["node_rank"] == nodes.me]
+    host = nodes.hosts[nodes.me]
+    told = board.read("place", [int(who["rank"]) for who in here], within_seconds=_WITHIN_SECONDS)
+    missing = [int(who["rank"]) for who in here if who["rank"] not in told]
+    if missing:
+        raise EnvironmentBroken(f"{host}: rank {missing[0]} did not tell in time what it is bound to")
+    places = [
+        Place(rank=one["rank"], cpus=tuple(one["cpus"]), visible_devices=one["visible_devices"])
+        for one in told.values()
+    ]
+    given = allocation(environ)
+    cores = _cores({cpu for place in places for cpu in place.cpus})
+    findings = allocation_findings(
+        host, given, places, here, limits.read_cgroup(ROOT), on_cpu=sources is None, cores=cores
+    )
+    online = limits.read_processors(ROOT).online
+    alone = given.cpus is not None and online is not None and given.cpus >= len(online)
+    began = environ.get("SLURM_JOB_START_TIME", "")  # since Slurm 22.05
+    before = float(began) if began.isdecimal() else None
+    findings += processes.of_files(host, uid=os.getuid(), before=before, alone=alone)
+    if sources is not None:
+        findings += _processes(host, here, sources)
+    return findings
+
+
+def _cores(cpus: Iterable[int]) -> int | None:
+    """Return how many cores these CPUs are of; None if the kernel does not tell it of each.
+
+    Source: Linux kernel, Documentation/admin-guide/cputopology.rst, thread_siblings_list.
+    """
+    siblings = {ROOT.numbers(f"{limits.CPUS}/cpu{cpu}/topology/thread_siblings_list") for cpu in cpus}
+    return None if None in siblings else len(siblings)
+
+
+def _processes(host: str, here: Sequence[Mapping[str, Any]], sources: Sources) -> list[Finding]:
+    """Ask NVML who is on the GPUs of this node's ranks."""
+    from pytest_gpucluster.node.nvml import NotAvailable
+
+    on_gpus: dict[int, int | None] = {}
+    findings = []
+    for who in here:
+        try:
+            on_gpus |= dict(sources.nvml.read(str(who["gpu"]["uuid"]), "processes"))
+        except NotAvailable as error:
+            findings.append(
+                notice(
+                    "leftovers.process",
+                    "environment",
+                    host,
+                    f"who is on GPU {who['gpu']['index']} is not known: {error}",
+                    allowed="NVML tells the processes of a GPU",
+                    remedy="look with `nvidia-smi` on this host",
+                )
+            )
+    own = {int(who["pid"]) for who in here}
+    return [*findings, *processes.of_processes(host, on_gpus, own=own, who_is=sources.who_is)]

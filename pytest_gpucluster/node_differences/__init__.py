@@ -1,1 +1,0 @@
-"""What many nodes have told of themselves by ``gpucluster info``, and in what they differ. Pure, but for reading."""
