@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_gpucluster.errors import JournalError
-from pytest_gpucluster.journal import Journal, locate, read
-from pytest_gpucluster.journal_lines import TestResult
-from pytest_gpucluster.journal_measurements import JudgedMetric
+from pytest_gpucluster.journal.fields import JudgedMetric
+from pytest_gpucluster.journal.journal import Journal, locate, read
+from pytest_gpucluster.journal.records import TestResult
 from pytest_gpucluster.metrics import datasheets, measurement
 from pytest_gpucluster.reports import tables
 from pytest_gpucluster.text import one_line

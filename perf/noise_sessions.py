@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from ports import free_port
 
 if TYPE_CHECKING:
-    from pytest_gpucluster.journal import Journal
+    from pytest_gpucluster.journal.journal import Journal
 
-_LOADED = ("torch", "torch.distributed", "pytest", "pytest_gpucluster.journal")
+_LOADED = ("torch", "torch.distributed", "pytest", "pytest_gpucluster.journal.journal")
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE_SECONDS = 120.0
 """Generous: a session takes a few seconds."""
@@ -65,11 +65,11 @@ class Session:
 
         Raises: RuntimeError if there is none; it has what was printed.
         """
-        from pytest_gpucluster import journal
         from pytest_gpucluster.errors import JournalError
+        from pytest_gpucluster.journal import journal
 
         try:
-            return journal.read(self.folder / "report" / "latest" / journal.FILE_NAME, keep_samples=False)
+            return journal.read(self.folder / "report" / "latest" / journal.JOURNAL_FILE, keep_samples=False)
         except (JournalError, OSError) as error:
             raise RuntimeError(f"the session left no journal: {error}\n{self.said}") from error
 

@@ -164,10 +164,10 @@ def run_suite(folder: Path, *options: str) -> dict[str, Any]:
 
 def told(stamps: Path, reports: Path) -> dict[str, Any]:
     """Return the stamps of the run that is the last one in a folder, each test with the parts that its journal has."""
-    from pytest_gpucluster import journal
+    from pytest_gpucluster.journal import journal
 
     found: dict[str, Any] = json.loads(stamps.read_text())
-    path = max(reports.glob(f"*/{journal.FILE_NAME}"), key=lambda one: one.stat().st_mtime_ns)
+    path = max(reports.glob(f"*/{journal.JOURNAL_FILE}"), key=lambda one: one.stat().st_mtime_ns)
     spent = {result.nodeid: result.spent for result in journal.read(path, keep_samples=False).results}
     for test in found["tests"]:
         test["parts"] = {part: spent[test["nodeid"]][part].seconds for part in _PARTS}

@@ -68,10 +68,10 @@ def pytest_load_initial_conftests() -> None:
     import torch.nn.parallel  # noqa: F401
 
     stamp("torch ends")
-    from pytest_gpucluster.agreement import join, store
+    from pytest_gpucluster.agreement import rendezvous, store
 
     store.connect = between(store.connect, "connecting")  # type: ignore[attr-defined]
-    join.join = between(join.join, "roll call")  # type: ignore[attr-defined]
+    rendezvous.join = between(rendezvous.join, "roll call")  # type: ignore[attr-defined]
 
 
 @pytest.hookimpl(trylast=True)

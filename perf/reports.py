@@ -34,7 +34,7 @@ _CHILD_SECONDS = 600.0
 
 REPORTS: Mapping[str, str] = {
     "reading alone": "",
-    "text": "pytest_gpucluster.reports.text",
+    "text": "pytest_gpucluster.reports.terminal",
     "html": "pytest_gpucluster.reports.html.page",
     "json": "pytest_gpucluster.reports.results_json",
     "prometheus": "pytest_gpucluster.reports.prometheus",
@@ -46,7 +46,7 @@ REPORTS: Mapping[str, str] = {
 
 def one(name: str, journal_path: Path) -> dict[str, Any]:
     """Make one report in this process, and return what it took."""
-    from pytest_gpucluster import journal
+    from pytest_gpucluster.journal import journal
 
     render: Callable[..., str] = importlib.import_module(REPORTS[name]).render if REPORTS[name] else lambda _: ""
     begin = time.process_time()

@@ -150,9 +150,9 @@ class Crowd:
             self._connected[rank] = connected
 
     def _take_part(self, rank: int) -> None:
-        from pytest_gpucluster.agreement import collection
+        from pytest_gpucluster.agreement import rendezvous
         from pytest_gpucluster.agreement.exchange import Exchange
-        from pytest_gpucluster.agreement.join import join
+        from pytest_gpucluster.agreement.rendezvous import join
 
         stores = self._connected[rank].stores
         join(
@@ -173,7 +173,7 @@ class Crowd:
             return verdict
 
         ids = self._plan.node_ids
-        summary = {"hash": collection.digest(ids), "workload": collection.digest_of({}), "errors": []}
+        summary = {"hash": rendezvous.collection_digest(ids), "workload": rendezvous.digest_of({}), "errors": []}
         told = agree("collection", summary)
         if told.get("ids") != ids:
             raise RuntimeError(f"rank 0 collected something else: {told!r:.300}")
@@ -203,7 +203,7 @@ class Crowd:
         return sleeper.pid
 
     def _outcome(self, rank: int, when: str, fails: str) -> Any:
-        from pytest_gpucluster.agreement.merge import RankOutcome
+        from pytest_gpucluster.agreement.exchange import RankOutcome
         from pytest_gpucluster.metrics.measurement import Measurement
 
         if when != "call":
@@ -221,7 +221,7 @@ class Crowd:
 
     def _watch(self) -> None:
         """Look at the event log and beat for each rank, evenly over the tick of a world of this size."""
-        from pytest_gpucluster.agreement.watch import tick_seconds
+        from pytest_gpucluster.agreement.watchdog import tick_seconds
 
         tick = tick_seconds(self._world_size)
         connected = list(self._connected.values())

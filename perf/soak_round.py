@@ -16,8 +16,8 @@ import xmlschema
 from soak_faults import HOST, RANKS, TESTS, Expected, Plan, after, expected
 from soak_leftovers import Observer
 
-from pytest_gpucluster import journal
 from pytest_gpucluster.errors import JournalError
+from pytest_gpucluster.journal import journal
 from pytest_gpucluster.reports.results_schema import results_schema
 
 SUITE = Path(__file__).parent / "soak_suite"

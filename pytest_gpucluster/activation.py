@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from pytest_gpucluster import refused
-from pytest_gpucluster.agreement.release import nccl
+from pytest_gpucluster.agreement import release
 from pytest_gpucluster.benchmarks import dtypes
 from pytest_gpucluster.errors import UsageProblem
 from pytest_gpucluster.fixtures import RUN
@@ -24,7 +24,7 @@ from pytest_gpucluster.text import first_line
 
 def prepare_environment() -> None:
     """Set what torch reads once, at its import and its first product, and NCCL when it writes its first message."""
-    os.environ.update(nccl.ENVIRONMENT)
+    os.environ.update(release.ENVIRONMENT)
     nccl_log.prepare_log(os.environ)
     nccl_environment.prepare_environment(os.environ)
     dtypes.prepare_cublas(os.environ)

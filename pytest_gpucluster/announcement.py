@@ -6,8 +6,8 @@ import sys
 import traceback
 from typing import TYPE_CHECKING
 
+from pytest_gpucluster.journal.verdict_record import VerdictRecord
 from pytest_gpucluster.text import one_line
-from pytest_gpucluster.verdict_record import VerdictRecord
 
 if TYPE_CHECKING:
     from pytest_gpucluster.run import Run

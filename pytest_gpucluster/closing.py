@@ -14,14 +14,15 @@ from typing import Any
 
 import pytest
 
-from pytest_gpucluster import exit_note, verdict
-from pytest_gpucluster.agreement.ending import Ending
-from pytest_gpucluster.agreement.fault_file import remove_left
-from pytest_gpucluster.agreement.vitals import start_time
-from pytest_gpucluster.journal_lines import failed_before
+from pytest_gpucluster.agreement.exchange import Ending
+from pytest_gpucluster.agreement.hang_diagnosis import remove_left
+from pytest_gpucluster.agreement.liveness import start_time
+from pytest_gpucluster.journal import verdict
+from pytest_gpucluster.journal.records import failed_before
+from pytest_gpucluster.journal.test_record import now
+from pytest_gpucluster.journal.verdict import ExitNote, leave_note
 from pytest_gpucluster.launch import detached_process
-from pytest_gpucluster.record import now
-from pytest_gpucluster.recorder import wait_for_end
+from pytest_gpucluster.recorder.client import wait_for_end
 from pytest_gpucluster.run import Run
 from pytest_gpucluster.text import first_line
 
@@ -257,9 +258,9 @@ def tell_launcher(run: Run) -> None:
 def _leave_note(run: Run, result: verdict.Verdict) -> None:
     shared = run.joined.shared.get("directory") if run.joined else None
     directory = shared or (run.directory.resolve() if run.directory else "")
-    wrong = exit_note.leave(
+    wrong = leave_note(
         run.environ,
-        exit_note.ExitNote(
+        ExitNote(
             rank=run.rank,
             local_world_size=run.facts.local_world_size,
             launcher=run.launcher,

@@ -20,9 +20,7 @@ from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpucluster.agreement.release import Releaser
-from pytest_gpucluster.agreement.release.gloo import SocketReleaser
-from pytest_gpucluster.agreement.release.nccl import NcclReleaser
+from pytest_gpucluster.agreement.release import NcclReleaser, Releaser, SocketReleaser
 from pytest_gpucluster.errors import CommunicationError, EnvironmentBroken, NvlsFailed, in_own_words
 from pytest_gpucluster.launch.launchers import RankFacts
 from pytest_gpucluster.metrics.measurement import WITHOUT_NVLS

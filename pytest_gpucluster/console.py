@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_gpucluster.agreement.join import slow_connection
+from pytest_gpucluster.agreement.rendezvous import slow_connection
 from pytest_gpucluster.config.workload import predict
 from pytest_gpucluster.errors import JournalError
-from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.reports.criterion_text import headline_text, summary_text
-from pytest_gpucluster.reports.folder import found_in
-from pytest_gpucluster.reports.header import cluster_lines, fact, header_lines
-from pytest_gpucluster.reports.outline import Row, outline, row_of
+from pytest_gpucluster.reports.registry import found_in
+from pytest_gpucluster.reports.summary import Row, outline, row_of
 from pytest_gpucluster.reports.tables import rank_name
-from pytest_gpucluster.reports.text import report_lines, summary
+from pytest_gpucluster.reports.terminal import cluster_lines, fact, header_lines, report_lines, summary
 from pytest_gpucluster.text import MESSAGE_CHARACTERS, clean, one_line, padded, paragraph
 
 if TYPE_CHECKING:

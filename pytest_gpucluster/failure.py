@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pytest_gpucluster.agreement.merge import Merged
+from pytest_gpucluster.agreement.exchange import Merged
 from pytest_gpucluster.errors import text_of
 from pytest_gpucluster.text import first_line
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 
+from pytest_gpucluster.journal.run_directory import artifacts_name
 from pytest_gpucluster.phase_outcome import IN_CALL, MEASUREMENTS
-from pytest_gpucluster.run_directory import artifacts_name
 
 if TYPE_CHECKING:
-    from pytest_gpucluster.agreement.board import Board
+    from pytest_gpucluster.agreement.store import Board
     from pytest_gpucluster.cluster import Cluster
     from pytest_gpucluster.config.workload import Workload
     from pytest_gpucluster.judge.limits import Thresholds
@@ -218,7 +218,7 @@ def board(request: pytest.FixtureRequest) -> Board:
     """Where ranks leave notices for each other without a process group, over the store through which they have met:
     ``board.gather(name, value, ranks, within_seconds=...)`` returns the notices of these ranks that came in time, and
     each of these ranks must call it. A notice is of plain JSON types, and lasts for one phase of a test."""
-    from pytest_gpucluster.agreement.board import Board
+    from pytest_gpucluster.agreement.store import Board
 
     run = _run(request)
     stores, exchange = run.stores, run.exchange

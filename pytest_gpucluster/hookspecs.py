@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from pytest_gpucluster.journal.verdict_record import VerdictRecord
     from pytest_gpucluster.metrics.catalogue import Metric
-    from pytest_gpucluster.verdict_record import VerdictRecord
 
 
 @pytest.hookspec

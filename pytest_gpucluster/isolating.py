@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_gpucluster import isolation_told
-from pytest_gpucluster.agreement.release.python import Released
+from pytest_gpucluster.agreement.release import Released
 from pytest_gpucluster.errors import (
     LaunchError,
     WrongResult,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pytest_gpucluster.cluster import Cluster
     from pytest_gpucluster.failure import MergedRepr
     from pytest_gpucluster.isolation.finding import Isolated
-    from pytest_gpucluster.record import TestRecord
+    from pytest_gpucluster.journal.test_record import TestRecord
     from pytest_gpucluster.run import Run
 
 _OUT_OF_MEMORY = re.compile("out of memory", re.IGNORECASE)

@@ -7,14 +7,14 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
-from pytest_gpucluster.agreement.merge import Merged, RankOutcome, rehearsed_too_slowly
+from pytest_gpucluster.agreement.exchange import Merged, RankOutcome, rehearsed_too_slowly
 from pytest_gpucluster.errors import MeasurementError
+from pytest_gpucluster.journal.test_record import TestRecord, unique
 from pytest_gpucluster.judge.judge import Judgement, judge
 from pytest_gpucluster.judge.limits import Limit, demand
 from pytest_gpucluster.metrics import measurement
 from pytest_gpucluster.metrics.measurement import Measurement, cause_order
-from pytest_gpucluster.record import TestRecord, unique
-from pytest_gpucluster.reports.text import measurement_table
+from pytest_gpucluster.reports.terminal import measurement_table
 from pytest_gpucluster.text import first_line
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pytest_gpucluster.agreement.merge import RankOutcome
+from pytest_gpucluster.agreement.exchange import RankOutcome
 
 NAME = "interrupted.json"
 """In the folder of this worker's artifacts. A worker is interrupted in one test at most."""

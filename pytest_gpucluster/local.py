@@ -13,25 +13,26 @@ from typing import Any
 
 import pytest
 
-from pytest_gpucluster import closing, exit_note, left_behind
-from pytest_gpucluster.agreement import collection
-from pytest_gpucluster.agreement.merge import Merged, RankOutcome, merge
+from pytest_gpucluster import closing, left_behind
+from pytest_gpucluster.agreement import rendezvous
+from pytest_gpucluster.agreement.exchange import Merged, RankOutcome, merge
 from pytest_gpucluster.announcement import announce
 from pytest_gpucluster.config.criteria_file import read_manifest
 from pytest_gpucluster.config.workload import WorkloadRecord
 from pytest_gpucluster.console import BROKE, Console, Status
 from pytest_gpucluster.errors import LaunchError, ThresholdsError
 from pytest_gpucluster.failure import MergedRepr, line_of, skip_reason
+from pytest_gpucluster.journal import verdict
+from pytest_gpucluster.journal.run_directory import ARTIFACTS
+from pytest_gpucluster.journal.test_record import TestName, TestRecord, unique
 from pytest_gpucluster.judging import judge_merged
 from pytest_gpucluster.live_hooks import begin_for_workers
 from pytest_gpucluster.local_worker import DIRECTORY, PROPERTY, SAMPLER
 from pytest_gpucluster.opening import Opening
 from pytest_gpucluster.progress import STEPS
-from pytest_gpucluster.record import TestName, TestRecord, unique
 from pytest_gpucluster.reports.criterion_text import summary_text
-from pytest_gpucluster.reports.outline import row_of
+from pytest_gpucluster.reports.summary import row_of
 from pytest_gpucluster.run import Run
-from pytest_gpucluster.run_directory import ARTIFACTS
 from pytest_gpucluster.selection import is_selection, only_lists
 from pytest_gpucluster.session import last_error, take_junit
 from pytest_gpucluster.text import first_line
@@ -188,7 +189,7 @@ class Controller:
         except ThresholdsError as error:
             self._run.problem("usage", str(error), str(error))
         self._run.take_collected(names, left_out={})
-        different = collection.disagreement(expected, self._collections, self._run.names, subset=False)
+        different = rendezvous.collection_difference(expected, self._collections, self._run.names, subset=False)
         if different is not None:
             self._run.problem("collection", *different)
 
@@ -288,7 +289,7 @@ class Controller:
             self._console.say(self._console.workload())
             return
         first = {self._workload_rank: known.compared, rank: workload.compared}
-        different = collection.workload_disagreement(first, self._run.names, subset=False)
+        different = rendezvous.workload_disagreement(first, self._run.names, subset=False)
         if different is not None:
             self._run.problem("collection", *different)
 
@@ -441,7 +442,7 @@ class Controller:
             return
         if self._run.verdict is not None:
             session.exitstatus = self._run.verdict.exit
-            exit_note.keep_exit_code(self._run.verdict.exit)
+            verdict.keep_exit_code(self._run.verdict.exit)
         announce(self._run)
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
         if reporter is None:

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from pytest_gpucluster.agreement.merge import RankOutcome
+from pytest_gpucluster.agreement.exchange import RankOutcome
 from pytest_gpucluster.left_behind import LeftBehind
 from pytest_gpucluster.markers import criterion_of
 from pytest_gpucluster.metrics.measurement import Measurement

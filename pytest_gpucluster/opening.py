@@ -14,26 +14,28 @@ from typing import Any
 
 import pytest
 
-from pytest_gpucluster import __version__, closing, exit_note, options, refused, verdict
-from pytest_gpucluster.agreement import host, preflight, vitals
+from pytest_gpucluster import __version__, closing, options, refused
+from pytest_gpucluster.agreement import liveness, preflight, store_process
 from pytest_gpucluster.agreement.exchange import Exchange
-from pytest_gpucluster.agreement.join import Joined, Refusal, Refused, join
+from pytest_gpucluster.agreement.rendezvous import Joined, Refusal, Refused, join
 from pytest_gpucluster.agreement.store import connect
-from pytest_gpucluster.agreement.watch import Watch
+from pytest_gpucluster.agreement.watchdog import Watch
 from pytest_gpucluster.announcement import announce
 from pytest_gpucluster.cluster import Cluster
 from pytest_gpucluster.errors import EnvironmentBroken, GpuClusterError, LaunchError, OptionError, UsageProblem
-from pytest_gpucluster.journal import next_in_series
+from pytest_gpucluster.journal import verdict
+from pytest_gpucluster.journal.journal import next_in_series
+from pytest_gpucluster.journal.run_directory import new_run_directory
+from pytest_gpucluster.journal.test_record import now
+from pytest_gpucluster.journal.verdict import BeginNote, begin_note
 from pytest_gpucluster.launch import detached_process, master_address
 from pytest_gpucluster.launch.launchers import RankFacts
 from pytest_gpucluster.metrics.measurement import register
 from pytest_gpucluster.node import pci
 from pytest_gpucluster.node.health.monitor import Place
 from pytest_gpucluster.node.health.telemetry import INTERVAL_SECONDS
-from pytest_gpucluster.record import now
-from pytest_gpucluster.recorder import Recorder
+from pytest_gpucluster.recorder.client import Recorder
 from pytest_gpucluster.run import Run, name_of_rank
-from pytest_gpucluster.run_directory import new_run_directory
 from pytest_gpucluster.start_notes import JOINING, LOST, START, Start
 from pytest_gpucluster.text import first_line, rank_ranges
 from pytest_gpucluster.training_inputs import TrainingInputs
@@ -164,10 +166,10 @@ class Opening:
         self._run.junit_path = self._run.junit_path or self._run.directory / "junit.xml"
         self._run.recorder = Recorder.start(self._run.directory, self._run.junit_path)
         self._run.send({**self._first_line(), **series})
-        begun = exit_note.BeginNote(
+        begun = BeginNote(
             launcher=self._run.launcher, directory=str(self._run.directory.resolve()), recorder=self._run.recorder.pid
         )
-        wrong = exit_note.begin(self._run.environ, begun)
+        wrong = begin_note(self._run.environ, begun)
         if wrong is not None:
             print(wrong, file=sys.stderr)
 
@@ -188,7 +190,7 @@ class Opening:
         facts = self._run.facts
         master_address.require_known(facts)
         if facts.world_size > 1 and not facts.agent_store and facts.rank == 0:
-            host.start(facts)
+            store_process.start(facts)
         self._run.stores = connect(facts, timeout_seconds=self._run.timeouts.join)
         me = self._describe_me(problem)
         me["connect_seconds"] = round(self._run.stores.connect_seconds, 3)
@@ -203,7 +205,7 @@ class Opening:
             is_hopeless=self._is_hopeless,
             shared={
                 "recorder_pid": recorder_pid,
-                "recorder_started": None if recorder_pid is None else vitals.start_time(recorder_pid),
+                "recorder_started": None if recorder_pid is None else liveness.start_time(recorder_pid),
                 "directory": str(self._run.directory.resolve()) if self._run.directory else None,
             },
         )

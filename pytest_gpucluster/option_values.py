@@ -162,7 +162,7 @@ def journal(text: str, base: Path) -> Path:
         OptionError: no path.
     """
     from pytest_gpucluster.errors import JournalError  # as above
-    from pytest_gpucluster.journal import locate
+    from pytest_gpucluster.journal.journal import locate
 
     if not text.strip():
         raise OptionError("no path")
@@ -186,7 +186,7 @@ def percentage(text: str) -> Percentage:
     Raises:
         OptionError: as ``allowance``.
     """
-    from pytest_gpucluster.comparison.allowance import allowance  # as above
+    from pytest_gpucluster.analysis.significance import allowance  # as above
 
     return Percentage(allowance(text))
 

@@ -16,11 +16,11 @@ from _pytest.outcomes import Failed, Skipped  # pytest.fail.Exception and pytest
 from _pytest.skipping import xfailed_key
 
 from pytest_gpucluster import errors
-from pytest_gpucluster.agreement.ending import Ending
-from pytest_gpucluster.agreement.merge import Merged, RankOutcome
+from pytest_gpucluster.agreement.exchange import Ending, Merged, RankOutcome
 from pytest_gpucluster.errors import EnvironmentBroken, NvlsFailed
 from pytest_gpucluster.failure import let_go
 from pytest_gpucluster.isolating import Isolator
+from pytest_gpucluster.journal.test_record import TestName, TestRecord
 from pytest_gpucluster.judging import keep_interrupted
 from pytest_gpucluster.markers import criterion_of, deadline_of
 from pytest_gpucluster.metrics.measurement import Measurement
@@ -35,7 +35,6 @@ from pytest_gpucluster.phase_outcome import (
     worsened,
 )
 from pytest_gpucluster.phase_verdict import PhaseVerdict, label_of
-from pytest_gpucluster.record import TestName, TestRecord
 from pytest_gpucluster.selection import why_not_applicable
 from pytest_gpucluster.shown import FailedSubtests, Shown
 from pytest_gpucluster.text import first_line

@@ -10,8 +10,8 @@ from _pytest.outcomes import Failed, Skipped  # pytest.fail.Exception and pytest
 from _pytest.skipping import xfailed_key
 
 from pytest_gpucluster import errors
-from pytest_gpucluster.agreement.merge import RankOutcome
-from pytest_gpucluster.agreement.release.python import Released
+from pytest_gpucluster.agreement.exchange import RankOutcome
+from pytest_gpucluster.agreement.release import Released
 from pytest_gpucluster.errors import HardwareFault, InconclusiveMeasurement
 from pytest_gpucluster.failure import (
     LONGEST_TEXT,

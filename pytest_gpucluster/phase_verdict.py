@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpucluster.agreement.ending import Ending
-from pytest_gpucluster.agreement.merge import Merged, RankOutcome, merge
+from pytest_gpucluster.agreement.exchange import Ending, Merged, RankOutcome, merge
 from pytest_gpucluster.isolating import Isolator
 from pytest_gpucluster.judging import judge_merged
 from pytest_gpucluster.text import first_line

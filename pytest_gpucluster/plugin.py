@@ -58,9 +58,10 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
     from pytest_gpucluster import start_notes
 
     with start_notes.begun(early_config):  # first: what is imported next takes seconds, in which a rank may die
-        from pytest_gpucluster import activation, exit_note, refused
+        from pytest_gpucluster import activation, refused
+        from pytest_gpucluster.journal import verdict
 
-        exit_note.guard()
+        verdict.guard_note()
         activation.prepare_environment()
         refused.replace_earlier(early_config.known_args_namespace)
         return (yield)

@@ -18,12 +18,12 @@ from typing import Any
 
 from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.files import atomic_write
-from pytest_gpucluster.journal import SCHEMA_VERSION, JournalBuilder
-from pytest_gpucluster.record import now
+from pytest_gpucluster.journal.journal import SCHEMA_VERSION, JournalBuilder
+from pytest_gpucluster.journal.run_directory import require_writable
+from pytest_gpucluster.journal.test_record import now
+from pytest_gpucluster.journal.verdict import BROKEN
 from pytest_gpucluster.reports import junit
-from pytest_gpucluster.run_directory import require_writable
 from pytest_gpucluster.selection import LISTING
-from pytest_gpucluster.verdict import BROKEN
 
 _BEGINNING_BYTES = 4096
 _STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd", "/proc")

@@ -16,30 +16,29 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpucluster import option_values, options, provenance, verdict
-from pytest_gpucluster.account import Account
+from pytest_gpucluster import option_values, options, provenance
 from pytest_gpucluster.agreement import preflight
-from pytest_gpucluster.agreement.ending import Ending
-from pytest_gpucluster.agreement.exchange import Exchange
-from pytest_gpucluster.agreement.fault_file import FaultFile
-from pytest_gpucluster.agreement.join import Joined, roll
+from pytest_gpucluster.agreement.exchange import Ending, Exchange
+from pytest_gpucluster.agreement.hang_diagnosis import FaultFile
+from pytest_gpucluster.agreement.rendezvous import Joined, roll
 from pytest_gpucluster.agreement.store import Stores
-from pytest_gpucluster.agreement.watch import Watch
+from pytest_gpucluster.agreement.watchdog import Watch
 from pytest_gpucluster.cluster import Cluster
 from pytest_gpucluster.config.criteria_file import Manifest
 from pytest_gpucluster.errors import EnvironmentBroken, OutOfStep, ThresholdsError
+from pytest_gpucluster.journal import verdict
+from pytest_gpucluster.journal.run_directory import ARTIFACTS
+from pytest_gpucluster.journal.test_record import Account, TestName, TestRecord
 from pytest_gpucluster.launch.launchers import RankFacts, detect
 from pytest_gpucluster.metrics.units import did_you_mean
 from pytest_gpucluster.node.health.monitor import Accompaniment
-from pytest_gpucluster.record import TestName, TestRecord
-from pytest_gpucluster.recorder import Recorder
-from pytest_gpucluster.run_directory import ARTIFACTS
+from pytest_gpucluster.recorder.client import Recorder
 from pytest_gpucluster.selection import Room
 from pytest_gpucluster.text import first_line
 
 if TYPE_CHECKING:
-    from pytest_gpucluster.baseline import Baseline
-    from pytest_gpucluster.comparison.side import Facts
+    from pytest_gpucluster.analysis.baseline import Baseline
+    from pytest_gpucluster.analysis.run_view import Facts
     from pytest_gpucluster.config.workload import Workload, WorkloadRecord
     from pytest_gpucluster.judge.limits import Limit, Thresholds
     from pytest_gpucluster.metrics.datasheets import Sku
@@ -161,7 +160,7 @@ class Run:
         """
         if self.settings is None or self.settings.baseline is None:
             return
-        from pytest_gpucluster.baseline import Baseline
+        from pytest_gpucluster.analysis.baseline import Baseline
 
         self.baseline = Baseline.read(
             self.settings.baseline, allowed=self.settings.baseline_fail, rehearsal=self.rehearsal
@@ -170,8 +169,8 @@ class Run:
 
     def conditions(self, who: Mapping[int, Mapping[str, Any]]) -> Facts:
         """Return under which conditions this run measures, for a comparison with another one."""
-        from pytest_gpucluster.comparison.side import Facts
-        from pytest_gpucluster.journal_lines import RankPlace
+        from pytest_gpucluster.analysis.run_view import Facts
+        from pytest_gpucluster.journal.records import RankPlace
 
         name = next((str(each["gpu"]["name"]) for each in who.values() if each.get("gpu")), None)
         record = self.workload_record

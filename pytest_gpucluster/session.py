@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpucluster import closing, exit_note, suite_properties
-from pytest_gpucluster.agreement import collection
-from pytest_gpucluster.agreement.ending import Ending
+from pytest_gpucluster import closing, suite_properties
+from pytest_gpucluster.agreement import rendezvous
+from pytest_gpucluster.agreement.exchange import Ending
 from pytest_gpucluster.announcement import announce
 from pytest_gpucluster.config.criteria_file import read_manifest
 from pytest_gpucluster.console import BROKE, Console, Status
 from pytest_gpucluster.errors import UsageProblem
 from pytest_gpucluster.failure import skip_reason
+from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.live_hooks import begin as begin_live
 from pytest_gpucluster.markers import criterion_of, deadline_of, require_usable
 from pytest_gpucluster.opening import Opening
@@ -193,7 +194,11 @@ class Session:
         run, node_ids = self._run, self._node_ids
         errors = [[nodeid, text[-8000:]] for nodeid, text in self._collection_errors]
         workload = run.workload_record.compared if run.workload_record is not None else {}
-        summary = {"hash": collection.digest(node_ids), "workload": collection.digest_of(workload), "errors": errors}
+        summary = {
+            "hash": rendezvous.collection_digest(node_ids),
+            "workload": rendezvous.digest_of(workload),
+            "errors": errors,
+        }
         first = self._exchange("collection", summary, self._compare_hashes)
         if first.get("full"):
             first = self._exchange(
@@ -250,10 +255,10 @@ class Session:
             return {"disagreement": [message, f"{message}\n\n{text}"]}
         expected = list(bodies[0]["ids"])
         found = {rank: body["ids"] for rank, body in bodies.items() if rank != 0}
-        different = collection.disagreement(expected, found, names, subset=self._subset)
+        different = rendezvous.collection_difference(expected, found, names, subset=self._subset)
         if different is None:
             workloads = {rank: body["workload"] for rank, body in bodies.items()}
-            different = collection.workload_disagreement(workloads, names, subset=self._subset)
+            different = rendezvous.workload_disagreement(workloads, names, subset=self._subset)
         return {"ids": expected} if different is None else {"disagreement": list(different)}
 
     def refuses_to_run(self) -> bool:
@@ -326,7 +331,7 @@ class Session:
             announce(self._run)
             self._console.close()
         if self._finished:
-            exit_note.keep_exit_code(int(session.exitstatus))
+            verdict.keep_exit_code(int(session.exitstatus))
 
     def close(self) -> None:
         """Leave the run, once everything is printed."""

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import pytest
 from _pytest.outcomes import Failed  # pytest.fail.Exception, under the name that type checkers know
 
-from pytest_gpucluster.agreement.merge import Merged
+from pytest_gpucluster.agreement.exchange import Merged
 from pytest_gpucluster.failure import MergedRepr, line_of, skip_reason
-from pytest_gpucluster.record import TestRecord, unique
+from pytest_gpucluster.journal.test_record import TestRecord, unique
 from pytest_gpucluster.reports.criterion_text import summary_text
-from pytest_gpucluster.reports.outline import row_of
+from pytest_gpucluster.reports.summary import row_of
 
 if TYPE_CHECKING:
     from pytest_gpucluster.isolating import Isolator

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpucluster.agreement.vitals import start_time
+from pytest_gpucluster.agreement.liveness import start_time
 from pytest_gpucluster.text import first_line
 
 if TYPE_CHECKING:
@@ -205,11 +205,13 @@ def begun(config: pytest.Config) -> Iterator[None]:
     rank, pid = int(os.environ["RANK"]), os.getpid()
 
     def report(message: str, text: str) -> None:
-        from pytest_gpucluster import exit_note, refused, verdict
+        from pytest_gpucluster import refused
+        from pytest_gpucluster.journal import verdict
+        from pytest_gpucluster.journal.verdict import ExitNote, leave_note
 
         problem = refused.problem_line(message=message, text=text, exit=11, name=LOST)
         refused.replace_report(config.known_args_namespace, problem, 11, only_earlier=False)
-        last = exit_note.ExitNote(
+        last = ExitNote(
             rank=rank,
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
             launcher=os.getppid(),
@@ -219,7 +221,7 @@ def begun(config: pytest.Config) -> Iterator[None]:
             rehearsal=False,
             host=host,
         )
-        if wrong := exit_note.leave(os.environ, last):
+        if wrong := leave_note(os.environ, last):
             print(f"ERROR: {wrong}", file=sys.stderr)
 
     start = Start(file, StartNote(rank=rank, host=host, pid=pid, started=start_time(pid)), report)

@@ -17,18 +17,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from pytest_gpucluster import isolation_told, verdict
-from pytest_gpucluster.agreement.merge import RankOutcome, merge
+from pytest_gpucluster import isolation_told
+from pytest_gpucluster.agreement.exchange import RankOutcome, merge
 from pytest_gpucluster.config.workload import WorkloadRecord
 from pytest_gpucluster.isolation.finding import Isolated, Outcome
 from pytest_gpucluster.isolation.planner import Planner
+from pytest_gpucluster.journal import verdict
+from pytest_gpucluster.journal.test_record import TestName, TestRecord
 from pytest_gpucluster.judge import loader
 from pytest_gpucluster.judging import judge_merged
 from pytest_gpucluster.metrics.measurement import Measurement, measurement
 from pytest_gpucluster.metrics.sampling import Sampling, is_settled, series
 from pytest_gpucluster.node.health.telemetry import summary
 from pytest_gpucluster.provenance import environment_line, limits_line
-from pytest_gpucluster.record import TestName, TestRecord
 from pytest_gpucluster.text import first_line
 
 LIMITS_FILE = Path(__file__).with_name("example_limits.yaml")

@@ -20,11 +20,11 @@ from typing import Any
 from example_cluster import ExampleRun, searched
 from example_files import links_within_nodes, loss_curve, write_courses, write_curve, write_links
 
-from pytest_gpucluster.agreement.merge import RankOutcome
+from pytest_gpucluster.agreement.exchange import RankOutcome
 from pytest_gpucluster.isolation.finding import exclude_text
 from pytest_gpucluster.isolation.link_survey import compact, told
-from pytest_gpucluster.journal import FILE_NAME, Journal, JournalBuilder, encode
-from pytest_gpucluster.run_directory import ARTIFACTS, artifacts_name
+from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal, JournalBuilder, encode
+from pytest_gpucluster.journal.run_directory import ARTIFACTS, artifacts_name
 
 HOSTS = ("gpu-01", "gpu-02")
 SIZES = ("1 MB", "16 MB", "256 MB", "1 GB", "8 GB")
@@ -110,7 +110,7 @@ def write(folder: Path, name: str) -> Path:
     content = b"".join(encode(line) for line in told)
     if name == "broken":
         content += encode({"type": "problem", "name": "cut"})[:17]  # the process was killed while it wrote
-    (folder / FILE_NAME).write_bytes(content)
+    (folder / JOURNAL_FILE).write_bytes(content)
     leave(folder)
     return folder
 
@@ -420,7 +420,7 @@ def write_large(folder: Path, *, ranks: int = 1024, criteria: int = 40) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     nodeids: list[str] = []
-    with (folder / FILE_NAME).open("wb") as file:
+    with (folder / JOURNAL_FILE).open("wb") as file:
         for line in large(ranks, criteria):
             nodeids += [line["nodeid"]] if line["type"] == "start" else []
             file.write(encode(line))

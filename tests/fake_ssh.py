@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pytest_gpucluster import journal
+from pytest_gpucluster.journal import journal
 
 _SSH = """\
 #!{python}

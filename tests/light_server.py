@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-_MODULE = "pytest_gpucluster.recorder_process"
+_MODULE = "pytest_gpucluster.recorder.process"
 _MOST_BYTES = 1 << 20
 _CLONE_PARENT = 0x8000
 _CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
@@ -128,9 +128,9 @@ def fork_recorder() -> None:
 
 def load() -> None:
     """Load what a recorder needs."""
-    from pytest_gpucluster import recorder_process
+    from pytest_gpucluster.recorder import process
 
-    recorder_process.reports.prepare()
+    process.reports.prepare()
 
 
 def _take(requests: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -166,8 +166,8 @@ def _serve(requests: socket.socket) -> NoReturn:
 
 def _become(request: Mapping[str, Any], stderr: int, channel: int) -> NoReturn:
     try:
-        from pytest_gpucluster import recorder_process
         from pytest_gpucluster.launch import detached_process
+        from pytest_gpucluster.recorder import process
 
         signal.pthread_sigmask(signal.SIG_BLOCK, detached_process.SHIELDED)  # as it would inherit it
         os.setsid()
@@ -183,7 +183,7 @@ def _become(request: Mapping[str, Any], stderr: int, channel: int) -> NoReturn:
         command[command.index("--channel") + 1] = str(channel)
         sys.argv = command[command.index("-m") + 1 :]
         sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
-        recorder_process.main()
+        process.main()
     except BaseException:
         traceback.print_exc()
     finally:

@@ -18,7 +18,7 @@ import pytest
 import torchrun
 from torchrun import Run
 
-from pytest_gpucluster.journal_lines import TestResult
+from pytest_gpucluster.journal.records import TestResult
 
 TESTS = Path(__file__).parent
 ACCEPTANCE = TESTS.parent / "acceptance"

@@ -28,8 +28,8 @@ from fork_server import Forked, server_for
 from junit_files import require_junit
 from light_server import recorders_are_forks
 
-from pytest_gpucluster import journal
-from pytest_gpucluster.agreement.release import nccl
+from pytest_gpucluster.agreement import release
+from pytest_gpucluster.journal import journal
 
 DEADLINE_SECONDS = 120.0
 """Generous: nothing here should take a third of it."""
@@ -280,5 +280,5 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in filter(is_left_over, list(os.environ)):
         if name != "PYTEST_CURRENT_TEST":
             monkeypatch.delenv(name)
-    for name, value in nccl.ENVIRONMENT.items():
+    for name, value in release.ENVIRONMENT.items():
         monkeypatch.setenv(name, value)

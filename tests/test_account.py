@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from example_runs import lines, write
 
-from pytest_gpucluster.account import Account
-from pytest_gpucluster.journal import read
+from pytest_gpucluster.journal.journal import read
+from pytest_gpucluster.journal.test_record import Account
 
 
 @pytest.mark.parametrize("name", ["cluster", "accepted", "rehearsal", "hostile"])

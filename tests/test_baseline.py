@@ -13,8 +13,8 @@ from sessions import Project
 from verdicts import LIMITS
 from written_runs import BF16, HBM, MATMUL, case, measured, place, read, write
 
-from pytest_gpucluster.baseline import Baseline
-from pytest_gpucluster.comparison.side import facts_of
+from pytest_gpucluster.analysis.baseline import Baseline
+from pytest_gpucluster.analysis.run_view import facts_of
 from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.judge.judge import judge
 from pytest_gpucluster.metrics.measurement import measurement

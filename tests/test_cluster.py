@@ -14,8 +14,7 @@ import torch.distributed as dist
 from test_cause import NO_NVLS
 from torchrun import torchrun
 
-from pytest_gpucluster.agreement.release.gloo import SocketReleaser
-from pytest_gpucluster.agreement.release.nccl import NcclReleaser
+from pytest_gpucluster.agreement.release import NcclReleaser, SocketReleaser
 from pytest_gpucluster.benchmarks.verify import deterministic
 from pytest_gpucluster.cluster import Cluster
 from pytest_gpucluster.errors import CommunicationError, EnvironmentBroken, NvlsFailed, kind_of

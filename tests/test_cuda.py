@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torchrun
 
-from pytest_gpucluster.agreement.release import nccl
+from pytest_gpucluster.agreement import release
 from pytest_gpucluster.benchmarks import dtypes
 from pytest_gpucluster.benchmarks.clock import EventClock
 from pytest_gpucluster.benchmarks.fingerprint import take_fingerprint
@@ -107,13 +107,13 @@ def test_nvml_knows_the_gpu_that_torch_computes_on():
 
 
 def test_a_group_of_nccl_sums_and_can_be_aborted(monkeypatch):
-    for name, value in nccl.ENVIRONMENT.items():
+    for name, value in release.ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=GPU)
     value = torch.full((1024,), 3.0, device=GPU)
     dist.all_reduce(value)
     assert value.unique().tolist() == [3.0]
-    nccl.NcclReleaser().release()
+    release.NcclReleaser().release()
     assert not dist.is_initialized()
 
 

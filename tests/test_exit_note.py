@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from pytest_gpucluster import exit_note
-from pytest_gpucluster.exit_note import VARIABLE, BeginNote, ExitNote
+from pytest_gpucluster.journal import verdict
+from pytest_gpucluster.journal.verdict import VARIABLE, BeginNote, ExitNote
 
 NOTE = ExitNote(
     rank=1, local_world_size=2, launcher=7, word="REJECTED", exit=1, reason="<script>\x1b \ud83d slow", rehearsal=False
@@ -19,24 +19,24 @@ BEGUN = BeginNote(launcher=7, directory="/reports/1", recorder=99)
 def test_what_is_left_is_read_in_the_order_of_ranks(tmp_path):
     environ = {VARIABLE: str(tmp_path)}
     notes = [replace(NOTE, rank=rank) for rank in (10, 2, 0)]
-    assert [exit_note.leave(environ, note) for note in notes] == [None] * 3
-    assert exit_note.begin(environ, BEGUN) is None
-    assert exit_note.read(tmp_path, 7) == tuple(reversed(notes))
-    assert exit_note.read_begin(tmp_path, 7) == BEGUN
+    assert [verdict.leave_note(environ, note) for note in notes] == [None] * 3
+    assert verdict.begin_note(environ, BEGUN) is None
+    assert verdict.read_note(tmp_path, 7) == tuple(reversed(notes))
+    assert verdict.read_begin(tmp_path, 7) == BEGUN
     assert sorted(path.name for path in tmp_path.iterdir()) == ["begun.json", *(f"rank-{n}.json" for n in (0, 10, 2))]
 
 
 def test_a_job_inside_of_a_test_is_not_taken_for_the_run(tmp_path):
-    exit_note.leave({VARIABLE: str(tmp_path)}, replace(NOTE, launcher=8))
-    exit_note.begin({VARIABLE: str(tmp_path)}, replace(BEGUN, launcher=8))
-    assert exit_note.read(tmp_path, 7) == ()
-    assert exit_note.read_begin(tmp_path, 7) is None
+    verdict.leave_note({VARIABLE: str(tmp_path)}, replace(NOTE, launcher=8))
+    verdict.begin_note({VARIABLE: str(tmp_path)}, replace(BEGUN, launcher=8))
+    assert verdict.read_note(tmp_path, 7) == ()
+    assert verdict.read_begin(tmp_path, 7) is None
 
 
 def test_nothing_is_written_where_nobody_asks_and_a_full_disk_is_told(tmp_path):
-    assert exit_note.leave({}, NOTE) is None
+    assert verdict.leave_note({}, NOTE) is None
     missing = tmp_path / "gone"
-    wrong = exit_note.leave({VARIABLE: str(missing)}, NOTE)
+    wrong = verdict.leave_note({VARIABLE: str(missing)}, NOTE)
     assert f"{missing}/rank-1.json (GPUCLUSTER_EXIT_NOTES)" in wrong
 
 
@@ -57,5 +57,5 @@ def test_nothing_is_written_where_nobody_asks_and_a_full_disk_is_told(tmp_path):
 def test_what_is_no_note_is_as_good_as_none(tmp_path, text):
     (tmp_path / "rank-1.json").write_text(text)
     (tmp_path / "begun.json").write_text(text)
-    assert exit_note.read(tmp_path, 7) == ()
-    assert exit_note.read_begin(tmp_path, 7) is None
+    assert verdict.read_note(tmp_path, 7) == ()
+    assert verdict.read_begin(tmp_path, 7) is None

@@ -10,7 +10,8 @@ from each import of_each
 from verdicts import LIMITS, hold
 from written_runs import MATMUL, case, read, write
 
-from pytest_gpucluster import cli, journal
+from pytest_gpucluster import cli
+from pytest_gpucluster.journal import journal
 from pytest_gpucluster.judge import loader
 from pytest_gpucluster.judge.judge import Judgement
 from pytest_gpucluster.judge.limits import demand

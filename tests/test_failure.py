@@ -22,7 +22,7 @@ from pytest_gpucluster.failure import (
 # Rank 0's report of a failed call, replaced as the plugin replaces it. What the ranks agreed on comes from the test.
 CONFTEST = """
 import pytest
-from pytest_gpucluster.agreement.merge import Merged
+from pytest_gpucluster.agreement.exchange import Merged
 from pytest_gpucluster.failure import MergedRepr, line_of, sections_of, summary_of, traceback_of
 
 @pytest.hookimpl(tryfirst=True)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from pytest_gpucluster import fault_dump
+from pytest_gpucluster.agreement import hang_diagnosis
 
 HOLDS_THE_GIL = """
 import ctypes, faulthandler, sys, threading, time
@@ -36,15 +36,15 @@ def dumps():
 
 
 def test_the_place_is_the_main_threads_innermost_frame(dumps):
-    assert fault_dump.place(dumps["held"]) == "<string>:10 in hold"
-    assert fault_dump.fatal_error(dumps["held"]) == ""
+    assert hang_diagnosis.stack_location(dumps["held"]) == "<string>:10 in hold"
+    assert hang_diagnosis.fatal_error(dumps["held"]) == ""
 
 
 def test_a_crash_is_named_by_its_signal(dumps):
-    assert fault_dump.fatal_error(dumps["crashed"]).endswith(": Segmentation fault")
-    assert fault_dump.place(dumps["crashed"])
+    assert hang_diagnosis.fatal_error(dumps["crashed"]).endswith(": Segmentation fault")
+    assert hang_diagnosis.stack_location(dumps["crashed"])
 
 
 def test_anything_else_says_nothing():
     for text in ("", "most recent call first):", "garbage \x00 File", "Thread 0x1 (most recent"):
-        assert fault_dump.place(text) == fault_dump.fatal_error(text) == ""
+        assert hang_diagnosis.stack_location(text) == hang_diagnosis.fatal_error(text) == ""

@@ -12,8 +12,8 @@ import torch.distributed
 import torchrun
 
 from pytest_gpucluster import isolation_told
-from pytest_gpucluster.agreement.ending import Ending
-from pytest_gpucluster.agreement.release.python import Released
+from pytest_gpucluster.agreement.exchange import Ending
+from pytest_gpucluster.agreement.release import Released
 from pytest_gpucluster.errors import CommunicationError, EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.isolating import Isolator, _kind
 from pytest_gpucluster.isolation_plan import Plan

@@ -16,9 +16,9 @@ from each import of_each
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpucluster import journal, run_directory
-from pytest_gpucluster import run_directory as run_directory_module
 from pytest_gpucluster.errors import JournalError, OptionError
+from pytest_gpucluster.journal import journal, run_directory
+from pytest_gpucluster.journal import run_directory as run_directory_module
 from pytest_gpucluster.judge import loader
 from pytest_gpucluster.judge.judge import judge
 from pytest_gpucluster.metrics import measurement
@@ -275,7 +275,7 @@ def test_what_a_full_disk_did_not_take_follows_when_there_is_room(tmp_path):
     # RLIMIT_FSIZE stands for the full disk: the kernel takes a part of the line, then nothing.
     script = f"""
 import resource, pathlib
-from pytest_gpucluster.journal import JournalWriter
+from pytest_gpucluster.journal.journal import JournalWriter
 writer = JournalWriter(pathlib.Path({str(tmp_path / "journal.jsonl")!r}))
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 writer.append(b"a" * 900 + b"\\n")
@@ -338,7 +338,7 @@ def test_a_file_in_the_way_is_named_with_the_way_out(tmp_path):
 def test_an_unwritable_report_directory_is_named_before_anything_runs(tmp_path, options, code):
     script = f"""
 import pathlib
-from pytest_gpucluster.run_directory import new_run_directory
+from pytest_gpucluster.journal.run_directory import new_run_directory
 try:
     new_run_directory(pathlib.Path({str(tmp_path)!r}))
 except Exception as error:

@@ -7,7 +7,7 @@ import pytest
 from each import of_each
 
 from pytest_gpucluster.errors import JournalError
-from pytest_gpucluster.journal_fields import Fields
+from pytest_gpucluster.journal.fields import Fields
 
 EMPTY = Fields({}, "line 2")
 

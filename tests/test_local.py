@@ -11,7 +11,7 @@ import time
 import pytest
 from sessions import DEADLINE_SECONDS, Left, Project
 
-from pytest_gpucluster import journal
+from pytest_gpucluster.journal import journal
 
 WORKERS = ("-n", "2", "--dist", "each", "--max-worker-restart=0")
 HEAD = """\

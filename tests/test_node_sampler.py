@@ -16,7 +16,7 @@ from typing import Any
 import fake_sampler
 import pytest
 
-from pytest_gpucluster.agreement.vitals import process_state
+from pytest_gpucluster.agreement.liveness import process_state
 from pytest_gpucluster.node.health import telemetry
 from pytest_gpucluster.node.health.telemetry import QUERIES, Link, NodeSampler
 

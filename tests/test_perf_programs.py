@@ -17,7 +17,7 @@ import pytest
 from each import of_each
 from sessions import DEADLINE_SECONDS, environment
 
-from pytest_gpucluster import journal
+from pytest_gpucluster.journal import journal
 
 PERF = Path(__file__).parent.parent / "perf"
 sys.path.insert(0, str(PERF))  # programs, not a package
@@ -113,7 +113,7 @@ def test_wrong_arguments_are_usage_errors_that_name_what_is_allowed(
 # The largest ones; `make perf` makes all of them, of the whole run.
 @pytest.mark.parametrize("name", ["json", pytest.param("html", marks=pytest.mark.extended)])
 def test_a_report_of_1024_ranks_keeps_its_bounds(name: str, tmp_path: Path) -> None:
-    path = example_runs.write_large(tmp_path / "large", criteria=1) / journal.FILE_NAME
+    path = example_runs.write_large(tmp_path / "large", criteria=1) / journal.JOURNAL_FILE
     told = json.loads(run("reports.py", "--journal", str(path), "--one", name).stdout)
     # All criteria of a journal are never in memory at once, so that more of them hardly need more of it.
     assert told["peak_bytes"] < reports.MOST_BYTES

@@ -12,7 +12,7 @@ import pytest
 import sessions
 import yaml
 
-from pytest_gpucluster import verdict
+from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.launch.launchers import detect
 from pytest_gpucluster.metrics import measurement
 

@@ -8,8 +8,8 @@ import pytest
 from _pytest import junitxml
 from each import of_each
 
-from pytest_gpucluster.agreement.merge import Merged
-from pytest_gpucluster.record import TestName, TestRecord, unique
+from pytest_gpucluster.agreement.exchange import Merged
+from pytest_gpucluster.journal.test_record import TestName, TestRecord, unique
 
 NODE_IDS = (
     "tests/test_a.py::test_it",

@@ -20,8 +20,9 @@ import xml.etree.ElementTree as ET
 import pytest
 from junit_files import require_junit
 
-from pytest_gpucluster import journal, recorder
-from pytest_gpucluster.recorder import Recorder
+from pytest_gpucluster.journal import journal
+from pytest_gpucluster.recorder import client
+from pytest_gpucluster.recorder.client import Recorder
 from pytest_gpucluster.reports import junit
 
 # Generous: nothing here should take a tenth of it.
@@ -102,7 +103,7 @@ def recording(place):
 RANK_0 = """
 import json, os, signal, sys, time
 from pathlib import Path
-from pytest_gpucluster.recorder import Recorder
+from pytest_gpucluster.recorder.client import Recorder
 place = Path({place!r})
 handle = Recorder.start(place / "run", place / "report.xml", quiet_seconds=0.5)
 (place / "pid").write_text(str(handle.pid))
@@ -126,7 +127,7 @@ def rank_0(place, lines, then="time.sleep(600)", **more):
         process.kill()
         process.wait()
     pid = int((place / "pid").read_text())
-    assert recorder.wait_for_end(pid, DEADLINE), "the recorder lingers"
+    assert client.wait_for_end(pid, DEADLINE), "the recorder lingers"
 
 
 # ---- a run that ends well
@@ -137,7 +138,7 @@ def test_a_finished_run_is_on_disk_when_finish_returns(place, recording):
         recording.send(line)
     assert recording.finish(END, DEADLINE) is None
     assert recording.failure is None
-    assert recorder.wait_for_end(recording.pid, DEADLINE)
+    assert client.wait_for_end(recording.pid, DEADLINE)
     assert set(verdicts(place / "report.xml").values()) == {"passed"}
     read = journal.read(place / "run" / "journal.jsonl")
     assert (read.verdict, read.end.by, read.cut) == ("ACCEPTED", "rank 0", False)
@@ -209,7 +210,7 @@ def test_a_run_is_running_as_long_as_its_recorder_is_alive(place, recording):
     os.kill(recording.pid, signal.SIGSTOP)
     assert verdict() == "RUNNING"
     os.kill(recording.pid, signal.SIGKILL)
-    assert recorder.wait_for_end(recording.pid, DEADLINE)
+    assert client.wait_for_end(recording.pid, DEADLINE)
     assert verdict() == "BROKEN"
 
 
@@ -334,7 +335,7 @@ def test_a_line_that_no_reader_would_accept_is_quoted_and_told(place, recording)
 def test_a_rank_0_that_ends_without_a_word_is_named_with_its_test(place, ending):
     with rank_0(place, [RUN, COLLECTED, start("a"), result("a"), start("b")], ending) as process:
         process.wait(DEADLINE)
-        assert recorder.wait_for_end(int((place / "pid").read_text()), DEADLINE)
+        assert client.wait_for_end(int((place / "pid").read_text()), DEADLINE)
     lost = f"rank 0 (gpu-01, pid {process.pid}) ended without a word during t.py::test_b"
     assert verdicts(place / "report.xml") == {
         "test_a": "passed",
@@ -411,7 +412,7 @@ def test_without_pidfds_the_end_of_rank_0_is_seen_too(place, monkeypatch):
     with rank_0(place, [RUN, COLLECTED, start("a")], "os._exit(1)", env=environment) as process:
         process.wait(DEADLINE)
         monkeypatch.delattr(os, "pidfd_open", raising=False)
-        assert recorder.wait_for_end(int((place / "pid").read_text()), DEADLINE)
+        assert client.wait_for_end(int((place / "pid").read_text()), DEADLINE)
     assert "rank 0 (gpu-01" in verdicts(place / "report.xml")["test_a"]
 
 
@@ -448,7 +449,7 @@ def test_the_death_of_the_recorder_is_told_and_stops_nothing(place, recording):
     recording.send(COLLECTED)
     wait_until(lambda: "test_a" in verdicts(place / "report.xml"))
     os.kill(recording.pid, signal.SIGKILL)
-    assert recorder.wait_for_end(recording.pid, DEADLINE)
+    assert client.wait_for_end(recording.pid, DEADLINE)
     recording.send(start("a"))
     recording.beat()
     told = f"the recorder (pid {recording.pid}, killed by signal 9) has ended: nothing more is recorded"
@@ -489,7 +490,7 @@ def test_what_a_stopped_recorder_did_not_take_goes_along_later(place, recording)
 FULL = """
 import json, os, sys, tempfile, time
 from pathlib import Path
-from pytest_gpucluster.recorder import Recorder
+from pytest_gpucluster.recorder.client import Recorder
 place, frees = Path(sys.argv[1]), sys.argv[2] == "frees"
 (place / "run").mkdir()
 run, collected, start, result, end = json.loads(sys.argv[3])
@@ -605,7 +606,7 @@ def test_asking_a_recorder_that_does_not_answer_or_is_dead_takes_no_longer_than_
     assert handle.failure_now(0.2) == "stuck"
     assert time.monotonic() - begin < 10
     os.kill(handle.pid, signal.SIGKILL)
-    assert recorder.wait_for_end(handle.pid, DEADLINE)
+    assert client.wait_for_end(handle.pid, DEADLINE)
     assert f"(pid {handle.pid}" in handle.failure_now(DEADLINE)
     handle._process.wait()
 

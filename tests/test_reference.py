@@ -11,7 +11,8 @@ from types import ModuleType
 
 from each import of_each
 
-from pytest_gpucluster import cli, fixtures, hookspecs, option_values, options, plugin, verdict
+from pytest_gpucluster import cli, fixtures, hookspecs, option_values, options, plugin
+from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.metrics import measurement
 
 DOCS = Path(__file__).parent.parent / "docs"

@@ -14,11 +14,11 @@ from pathlib import Path
 import example_runs
 import pytest
 
-from pytest_gpucluster import journal
-from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.journal import journal
+from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.launch import detached_process
-from pytest_gpucluster.recorder import wait_for_end
-from pytest_gpucluster.report_process import render_apart
+from pytest_gpucluster.recorder.client import wait_for_end
+from pytest_gpucluster.recorder.writer import render_apart
 
 # The product forks in a process that has one thread. The one that runs all tests may have more, which is harmless for
 # a child that only renders.
@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def found(run: Path) -> Journal:
-    return journal.read(run / journal.FILE_NAME, keep_samples=False)
+    return journal.read(run / journal.JOURNAL_FILE, keep_samples=False)
 
 
 def children() -> str | None:

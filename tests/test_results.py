@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from each import of_each
 
-from pytest_gpucluster import journal
+from pytest_gpucluster.journal import journal
 
 DOCS = Path(__file__).parent.parent / "docs"
 

@@ -9,8 +9,8 @@ import pytest
 from pytest_gpucluster.agreement.preflight import Expectation
 from pytest_gpucluster.closing import decide
 from pytest_gpucluster.config.criteria_file import Manifest
+from pytest_gpucluster.journal.test_record import TestName, TestRecord
 from pytest_gpucluster.judge import loader
-from pytest_gpucluster.record import TestName, TestRecord
 from pytest_gpucluster.run import Run
 
 A100 = "NVIDIA A100-SXM4-80GB"

@@ -13,7 +13,7 @@ from sessions import Project
 from pytest_gpucluster.benchmarks import blocks
 from pytest_gpucluster.benchmarks.blocks import measure_rate
 from pytest_gpucluster.benchmarks.clock import ManualClock
-from pytest_gpucluster.journal_lines import TestResult
+from pytest_gpucluster.journal.records import TestResult
 from pytest_gpucluster.metrics import time_budget
 from pytest_gpucluster.metrics.sampling import Sampling
 from pytest_gpucluster.metrics.time_budget import LEDGER, MEASURING, OTHER, PARTS, VERIFYING, WARM_UP, Ledger, counted

@@ -11,7 +11,7 @@ from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalExce
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
-from pytest_gpucluster import exit_note
+from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.torchrun import agent
 from pytest_gpucluster.torchrun.account import Account, RankEnd
 
@@ -92,7 +92,7 @@ def test_torchruns_folder_of_logs_goes_with_the_account_where_nobody_has_asked_f
     options, log_dir, monkeypatch, tmp_path
 ):
     told = []
-    monkeypatch.setenv(exit_note.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(verdict.VARIABLE, str(tmp_path))
     monkeypatch.setattr(torch.distributed.run, "run", told.append)
     assert agent.run([*options, *SUITE]).how == "done"
     assert told[0].log_dir == (None if log_dir is None else log_dir.format(notes=tmp_path))

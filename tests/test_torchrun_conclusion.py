@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpucluster.exit_note import ExitNote
+from pytest_gpucluster.journal.verdict import ExitNote
 from pytest_gpucluster.torchrun.account import Account, RankEnd
 from pytest_gpucluster.torchrun.conclusion import Recorded, conclude
 

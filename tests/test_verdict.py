@@ -7,7 +7,7 @@ from typing import Any
 
 from each import of_each
 
-from pytest_gpucluster.verdict import (
+from pytest_gpucluster.journal.verdict import (
     ACCEPTED,
     BROKEN,
     EXIT_CODES,

@@ -7,14 +7,14 @@ from pathlib import Path
 import example_runs
 from each import of_each
 
-from pytest_gpucluster import journal
 from pytest_gpucluster.isolation.finding import EXCLUDE_FILE
-from pytest_gpucluster.verdict_record import VerdictRecord
+from pytest_gpucluster.journal import journal
+from pytest_gpucluster.journal.verdict_record import VerdictRecord
 
 
 def record_of(folder: Path, name: str) -> VerdictRecord:
     run = example_runs.write(folder / "run", name)
-    found = journal.read(run / journal.FILE_NAME, keep_samples=False)
+    found = journal.read(run / journal.JOURNAL_FILE, keep_samples=False)
     return VerdictRecord.of(found, run, verdict=found.verdict, exit=found.exit, reason=found.reason)
 
 

@@ -28,7 +28,7 @@ from junit_files import require_junit
 from ports import free_port
 from sessions import environment
 
-from pytest_gpucluster import journal
+from pytest_gpucluster.journal import journal
 
 HERE = Path(__file__).parent
 SUITES = HERE / "faults" / "suites"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pytest_gpucluster import journal
+from pytest_gpucluster.journal import journal
 
 SUITE = "acceptance/test_it.py"
 MATMUL, HBM = f"{SUITE}::test_matmul", f"{SUITE}::test_hbm"
@@ -127,7 +127,7 @@ def lines(
 def write(folder: Path, *tests: Mapping[str, Any], **more: Any) -> Path:
     """Write a journal into a folder, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / journal.FILE_NAME
+    path = folder / journal.JOURNAL_FILE
     path.write_bytes(b"".join(journal.encode(line) for line in lines(*tests, **more)))
     return path
 

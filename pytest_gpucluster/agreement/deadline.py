@@ -1,16 +1,52 @@
-"""Rank 0 holds every rank to the deadline of a phase: ask, blame, release, and at last give up."""
+"""What the watcher knows of the phase that its main thread is in.
+
+Rank 0 holds every rank to the deadline of a phase: ask, blame, release, and at last give up.
+"""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from pytest_gpucluster.agreement import diagnosis, events, exchange
-from pytest_gpucluster.agreement.ending import Ending
+from pytest_gpucluster.agreement import exchange, hang_diagnosis
+from pytest_gpucluster.agreement.exchange import Ending, post_event
+from pytest_gpucluster.agreement.hang_diagnosis import Culprit
+from pytest_gpucluster.agreement.liveness import Vitals
 from pytest_gpucluster.agreement.store import Store
-from pytest_gpucluster.agreement.vitals import Vitals
-from pytest_gpucluster.agreement.watched_phase import WatchedPhase
+
+
+@dataclass(kw_only=True)
+class WatchedPhase:
+    """One phase, from the main thread's entering it until it enters the next. Times are of the monotonic clock."""
+
+    number: int
+    label: str
+    deadline_seconds: float
+    started: float = field(default_factory=time.monotonic)
+    started_ns: int = field(default_factory=time.time_ns)
+    """By the wall clock, as the flight recorder stamps its entries."""
+    in_body: bool = True
+    """The main thread may be released. Afterwards it waits in the exchange, or is between two phases."""
+    peer_failed: float | None = None
+    peer_message: str = ""
+    release_reason: str = ""
+    overdue_since: float | None = None
+    released_since: float | None = None
+    culprits: dict[int, Culprit] = field(default_factory=dict)
+    too_slow: str = ""
+    """Why it is only slow, in a rehearsal: nobody is to blame. Rank 0 knows."""
+    late: str = ""
+    """Which deadline it has missed, in words. Rank 0 knows."""
+    stuck: bool = False
+    """A rank could not be released from it."""
+
+    @property
+    def overdue(self) -> float:
+        """How many seconds the phase is past its deadline; negative before."""
+        return time.monotonic() - self.started - self.deadline_seconds
+
 
 ANSWER_SECONDS = 1.0
 """How long ranks have to say where they are, once a deadline has passed."""
@@ -50,7 +86,7 @@ class Deadline:
         if phase.overdue_since is None:
             if self._missing(phase):
                 phase.overdue_since = now
-                events.post(self._store, "overdue", number=phase.number)
+                post_event(self._store, "overdue", number=phase.number)
             return
         if phase.released_since is None:
             ranks = list(self._who)
@@ -76,24 +112,24 @@ class Deadline:
         if not missing:
             return
         wheres = {
-            rank: diagnosis.Where.from_json(rank, json.loads(self._store.get(f"where/{phase.number}/{rank}")))
+            rank: hang_diagnosis.Where.from_json(rank, json.loads(self._store.get(f"where/{phase.number}/{rank}")))
             for rank in answered
         }
         silent = {rank: self._vitals.describe_silence(rank) for rank in missing if rank not in answered}
-        found: dict[int, diagnosis.Culprit] = {}
+        found: dict[int, hang_diagnosis.Culprit] = {}
         if self._rehearsal:
-            phase.too_slow = diagnosis.too_slow(
+            phase.too_slow = hang_diagnosis.too_slow(
                 wheres, silent, missing=missing, deadline_seconds=phase.deadline_seconds
             )
         if not phase.too_slow:
-            found = diagnosis.culprits(wheres, silent, missing=missing)
+            found = hang_diagnosis.culprits(wheres, silent, missing=missing)
         # Here at once: the ranks may answer before this rank has read its own event.
         phase.culprits = found
         if phase.deadline_seconds:  # 0 where a rank was silent before it
             phase.late = f"not finished within {phase.deadline_seconds:g} s"
         who = "; ".join(f"{self._names[rank]} {c.message}" for rank, c in list(found.items())[:3])
         reason = phase.too_slow or who or phase.late or "not finished"
-        events.post(
+        post_event(
             self._store,
             "release",
             number=phase.number,
@@ -108,7 +144,7 @@ class Deadline:
         for rank in missing:
             if rank != 0 and not self._store.check([f"where/{phase.number}/{rank}"]):
                 state = self._vitals.describe_silence(rank)  # by now more may be known of it
-                phase.culprits[rank] = diagnosis.silent_culprit(state)
+                phase.culprits[rank] = hang_diagnosis.silent_culprit(state)
         names = ", ".join(self._names[rank] for rank in missing)
         told = "; ".join(c.message for rank, c in phase.culprits.items() if rank in missing)
         message = f"{names} cannot be released from {phase.label}" + (f": {told}" if told else "")
@@ -116,7 +152,7 @@ class Deadline:
         if 0 in missing:
             self._end_at_once(ending)
             return
-        events.post(self._store, "end", **ending.to_json())
+        post_event(self._store, "end", **ending.to_json())
         for rank in missing:
             culprit = phase.culprits.get(rank)
             body = {

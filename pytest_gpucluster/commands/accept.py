@@ -15,7 +15,7 @@ from pathlib import Path
 from pytest_gpucluster import __version__
 from pytest_gpucluster.commands.command import DONE, NO_JOURNAL, NO_OUTPUT, USAGE, complain, explain, write_text
 from pytest_gpucluster.errors import JournalError, RecordError
-from pytest_gpucluster.journal import locate
+from pytest_gpucluster.journal.journal import locate
 from pytest_gpucluster.text import one_line, printable
 
 NOT_ACCEPTED = 1
@@ -105,9 +105,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _accept(place: Path, options: argparse.Namespace) -> int:
-    from pytest_gpucluster.acceptance_record.content import content
-    from pytest_gpucluster.acceptance_record.document import sealed
-    from pytest_gpucluster.acceptance_record.verification import journal_digest
+    from pytest_gpucluster.analysis.certificate import certificate_content, sealed
+    from pytest_gpucluster.analysis.certificate_audit import journal_digest
 
     path, out = locate(place), options.out or "-"
     if out != "-" and os.path.realpath(out) == os.path.realpath(path):
@@ -115,7 +114,7 @@ def _accept(place: Path, options: argparse.Namespace) -> int:
     if out != "-" and os.path.lexists(out) and not options.force:
         return complain(f"--out {out}: there is such a file; name another one, or replace it with --force", NO_OUTPUT)
     sha256, journal = journal_digest(path)
-    told = content(journal, sha256=sha256)
+    told = certificate_content(journal, sha256=sha256)
     against = told["not_accepted_because"]
     if against and not options.even_though_not_accepted:
         complain(f"{path}: not accepted, so there is no record of it:", NOT_ACCEPTED)
@@ -140,12 +139,12 @@ def _accept(place: Path, options: argparse.Namespace) -> int:
 
 
 def _verify(place: Path, of: Path | None, known_digest: str | None) -> int:
-    from pytest_gpucluster.acceptance_record.document import read
-    from pytest_gpucluster.acceptance_record.verification import faults, faults_beside, items, journal_digest
+    from pytest_gpucluster.analysis.certificate import read_certificate
+    from pytest_gpucluster.analysis.certificate_audit import faults, faults_beside, items, journal_digest
 
     if known_digest is not None and not re.fullmatch("[0-9A-Fa-f]{64}", known_digest):
         return complain(f"--sha256 {known_digest}: a SHA-256 is 64 hexadecimal digits", USAGE)
-    document = read(place)
+    document = read_certificate(place)
     found = faults(document, known_digest=known_digest)
     if of is not None:
         sha256, journal = journal_digest(locate(of))
@@ -183,10 +182,10 @@ def _verify(place: Path, of: Path | None, known_digest: str | None) -> int:
 
 
 def _diff(first: Path, second: Path) -> int:
-    from pytest_gpucluster.acceptance_record.difference import differences, judged_otherwise
-    from pytest_gpucluster.acceptance_record.document import read
+    from pytest_gpucluster.analysis.certificate import read_certificate
+    from pytest_gpucluster.analysis.certificate_diff import differences, judged_otherwise
 
-    old, new = read(first), read(second)
+    old, new = read_certificate(first), read_certificate(second)
     for document in (old, new):
         if not document.is_intact:
             raise RecordError(

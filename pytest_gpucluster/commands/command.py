@@ -13,8 +13,8 @@ from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.text import printable
 
 if TYPE_CHECKING:
-    from pytest_gpucluster.journal import Journal
-    from pytest_gpucluster.journal_lines import TestResult
+    from pytest_gpucluster.journal.journal import Journal
+    from pytest_gpucluster.journal.records import TestResult
 
 DONE, REGRESSED, USAGE, NO_JOURNAL, NO_OUTPUT = 0, 1, 2, 3, 4
 """Exit codes. ``REGRESSED`` is a comparison's answer no; what else ends with 1 says so in its own help."""
@@ -59,7 +59,7 @@ def read_journal(
         JournalError: missing, damaged, no journal of this project, or of a newer version.
     """
     # Imported here, so that --help answers at once.
-    from pytest_gpucluster.journal import locate, read
+    from pytest_gpucluster.journal.journal import locate, read
 
     path = locate(place)
     journal = read(path, keep_samples=keep_samples, slim=slim, live=True)

@@ -24,8 +24,8 @@ from pytest_gpucluster.commands.command import (
 from pytest_gpucluster.errors import JournalError
 
 if TYPE_CHECKING:
-    from pytest_gpucluster.comparison.side import Side
-    from pytest_gpucluster.journal import Journal
+    from pytest_gpucluster.analysis.run_view import Side
+    from pytest_gpucluster.journal.journal import Journal
 
 UNDECIDED = 5
 _INDENT = 8
@@ -78,8 +78,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Compare two runs and return the exit code."""
     # Imported here, so that --version and --help answer at once.
-    from pytest_gpucluster.comparison import compared, document, table
-    from pytest_gpucluster.comparison.allowance import allowance
+    from pytest_gpucluster.analysis import compare, compare_output
+    from pytest_gpucluster.analysis.significance import allowance
     from pytest_gpucluster.errors import OptionError
     from pytest_gpucluster.reports.tables import rank_name
 
@@ -95,15 +95,19 @@ def run(options: argparse.Namespace) -> int:
         return complain(f"{old[0]['journal']} and {new[0]['journal']} are the same run; name two runs", USAGE)
     if options.json not in (None, "-") and Path(options.json).resolve() in paths:
         return complain(f"--json {options.json}: that is a journal itself; name another file", USAGE)
-    found = compared.compare(old[1], new[1], allowed=allowed, recorded_decide=options.recorded, partial=options.partial)
-    code = {compared.REGRESSION: REGRESSED, compared.NO_REGRESSION: DONE}.get(found.answer, UNDECIDED)
+    found = compare.compare_runs(
+        old[1], new[1], allowed=allowed, recorded_decide=options.recorded, partial=options.partial
+    )
+    code = {compare.REGRESSION: REGRESSED, compare.NO_REGRESSION: DONE}.get(found.answer, UNDECIDED)
     about = [old[0], new[0]]
     try:
         if options.json is not None:
-            write_text(options.json, document.document(found, old=about[0], new=about[1], exit_code=code))
+            write_text(
+                options.json, compare_output.comparison_document(found, old=about[0], new=about[1], exit_code=code)
+            )
         if options.json != "-":
             width = shutil.get_terminal_size((80, 24)).columns
-            text = table.table(
+            text = compare_output.comparison_table(
                 found,
                 old_name=lambda rank: rank_name(old[2], rank),
                 new_name=lambda rank: rank_name(new[2], rank),
@@ -120,7 +124,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _of(place: Path) -> tuple[dict[str, Any], Side, Journal]:
     """Return which run it is, what it brings to the comparison, and its journal without results."""
-    from pytest_gpucluster.comparison.side import side, without_samples
+    from pytest_gpucluster.analysis.run_view import side, without_samples
 
     path, journal = read_journal(place, keep_samples=True, slim=without_samples)
     return _about(path, journal), side(journal), replace(journal, results=())
@@ -140,13 +144,13 @@ def _about(path: Path, journal: Journal) -> dict[str, Any]:
 
 
 def _head(about: list[dict[str, Any]], width: int) -> str:
-    from pytest_gpucluster.comparison import side
+    from pytest_gpucluster.analysis import run_view
     from pytest_gpucluster.text import one_line, paragraph, printable
 
     lines = []
     for when, run in zip(("before", "now"), about, strict=True):
         rehearsal = "REHEARSAL, " if run["rehearsal"] else ""
-        shape = side.Facts(world_size=run["world_size"], nnodes=run["nnodes"]).shape
+        shape = run_view.Facts(world_size=run["world_size"], nnodes=run["nnodes"]).shape
         sku = f"{run['sku'] or 'SKU unknown'}, {shape}"
         text = one_line(f"{run['started_at'][:19]}, {rehearsal}{run['verdict']}, {sku}", 300)
         lines += paragraph(text, max(width, 40), first=f"{when}:".ljust(_INDENT), rest=" " * _INDENT)

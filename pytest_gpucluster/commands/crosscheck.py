@@ -29,10 +29,8 @@ from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.text import printable
 
 if TYPE_CHECKING:
-    from pytest_gpucluster.crosscheck.compared import Crosscheck
-    from pytest_gpucluster.crosscheck.nccl_output import Output
-    from pytest_gpucluster.crosscheck.ours import Ours, Point
-    from pytest_gpucluster.crosscheck.plan import Asked
+    from pytest_gpucluster.analysis.crosscheck import Asked, Crosscheck, Ours, Point
+    from pytest_gpucluster.analysis.nccl_tests import Output
 
 UNDECIDED, NOT_RUN = 5, 6
 FOUND = REGRESSED
@@ -123,9 +121,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Crosscheck a run and return the exit code."""
     # Imported here, so that --version and --help answer at once.
-    from pytest_gpucluster.comparison.allowance import allowance
-    from pytest_gpucluster.crosscheck import compared
-    from pytest_gpucluster.crosscheck.ours import ours
+    from pytest_gpucluster.analysis import crosscheck
+    from pytest_gpucluster.analysis.crosscheck import ours
+    from pytest_gpucluster.analysis.significance import allowance
     from pytest_gpucluster.errors import OptionError
 
     try:
@@ -156,7 +154,7 @@ def run(options: argparse.Namespace) -> int:
         if not expected:
             return complain(f"{path}: nothing can be compared: {_nothing(options, mine, topology)}", UNDECIDED)
         outputs, failed = _measure(options, expected, topology)
-    found = compared.compare(
+    found = crosscheck.compare_outputs(
         replace(mine, points=_named(options, mine)),
         outputs,
         expected=expected,
@@ -164,7 +162,7 @@ def run(options: argparse.Namespace) -> int:
         partial=options.partial,
         other_hosts=options.other_hosts,
     )
-    codes = {compared.FINDING: FOUND, compared.AGREEMENT: DONE}
+    codes = {crosscheck.FINDING: FOUND, crosscheck.AGREEMENT: DONE}
     code = codes.get(found.answer, UNDECIDED)
     if failed and code != FOUND:
         code = NOT_RUN
@@ -179,8 +177,8 @@ def _given(options: argparse.Namespace) -> list[tuple[str | None, Path]]:
     Raises:
         OptionError: options that do not go together, or a name that is none.
     """
-    from pytest_gpucluster.crosscheck.nccl_output import DTYPES, PROGRAMS
-    from pytest_gpucluster.crosscheck.plan import require_others
+    from pytest_gpucluster.analysis.crosscheck import require_others
+    from pytest_gpucluster.analysis.nccl_tests import DTYPES, PROGRAMS
     from pytest_gpucluster.errors import OptionError
     from pytest_gpucluster.metrics.units import did_you_mean
 
@@ -220,7 +218,7 @@ def _given(options: argparse.Namespace) -> list[tuple[str | None, Path]]:
 
 def _read(given: Sequence[tuple[str | None, Path]], mine: Ours) -> tuple[tuple[Output, ...], str]:
     """Return what is in files of nccl-tests or SuperBench, and what is wrong with the first that cannot be read."""
-    from pytest_gpucluster.crosscheck import nccl_json, nccl_table, superbench
+    from pytest_gpucluster.analysis import nccl_tests, superbench
     from pytest_gpucluster.errors import OutputError
 
     outputs: list[Output] = []
@@ -234,7 +232,7 @@ def _read(given: Sequence[tuple[str | None, Path]], mine: Ours) -> tuple[tuple[O
                 if not any(collective in (None, output.collective) for output in of_nodes):
                     raise OutputError(f"{path}: it has nothing of {collective}")
                 continue
-            output = (nccl_json if is_json else nccl_table).read(text, str(path))
+            output = (nccl_tests.read_json if is_json else nccl_tests.read_table)(text, str(path))
             if collective not in (None, output.collective) and output.collective is not None:
                 raise OutputError(f"{path}: it is of {output.collective}, and --output calls it {collective}")
             if collective is None and output.collective is None:
@@ -288,14 +286,14 @@ def _measure(
     options: argparse.Namespace, points: Sequence[Point], topology: tuple[int, int]
 ) -> tuple[tuple[Output, ...], str]:
     """Run nccl-tests for these points, until all is measured or something goes wrong; return also what."""
-    from pytest_gpucluster.crosscheck import plan, programs
+    from pytest_gpucluster.analysis import crosscheck, nccl_programs
     from pytest_gpucluster.errors import EnvironmentBroken, OutputError
 
-    starts = list(plan.asked(points))
+    starts = list(crosscheck.asked(points))
     outputs: list[Output] = []
     try:
         mpi = options.launcher is not None
-        found = {each.program: programs.find(each.program, options.binaries, mpi=mpi) for each in starts}
+        found = {each.program: nccl_programs.find_program(each.program, options.binaries, mpi=mpi) for each in starts}
         if options.keep is not None:
             options.keep.mkdir(parents=True, exist_ok=True)
         for number, each in enumerate(starts, start=1):
@@ -320,7 +318,7 @@ def _one(options: argparse.Namespace, asked: Asked, program: Path, ranks: int) -
         OutputError: what it has told cannot be read, or is of something else.
         OSError: what it has printed cannot be kept.
     """
-    from pytest_gpucluster.crosscheck import programs
+    from pytest_gpucluster.analysis import nccl_programs
     from pytest_gpucluster.errors import OutputError
 
     launcher = shlex.split(options.launcher) if options.launcher is not None else []
@@ -329,8 +327,10 @@ def _one(options: argparse.Namespace, asked: Asked, program: Path, ranks: int) -
     # The file has the whole environment in it. On another node it would stay behind, so there the table has to do.
     with tempfile.TemporaryDirectory(prefix="gpucluster-crosscheck-") as folder:
         file = Path(folder, "output.json")
-        with_file = not launcher and programs.writes_json(program)
-        ended = programs.run([*command, "-J", str(file)] if with_file else command, within_seconds=options.timeout)
+        with_file = not launcher and nccl_programs.writes_json(program)
+        ended = nccl_programs.run_program(
+            [*command, "-J", str(file)] if with_file else command, within_seconds=options.timeout
+        )
         if options.keep is not None:
             write_text(str(options.keep / f"{asked.program}-{asked.dtype}-{asked.range.first}.txt"), ended.text)
         shown = shlex.join(command)
@@ -355,26 +355,28 @@ def _told(file: Path, printed: str, shown: str) -> Output:
     Raises:
         OutputError: neither can be read.
     """
-    from pytest_gpucluster.crosscheck import nccl_json, nccl_table
+    from pytest_gpucluster.analysis import nccl_tests
     from pytest_gpucluster.errors import OutputError
 
     if file.is_file():
         try:
-            return nccl_json.read(file.read_text(encoding="utf-8", errors="backslashreplace"), shown)
+            return nccl_tests.read_json(file.read_text(encoding="utf-8", errors="backslashreplace"), shown)
         except OutputError:
             # It writes no JSON for infinity, for one. The table is of the same run, and as strict.
-            return nccl_table.read(printed, shown)
-    return nccl_table.read(printed, shown)
+            return nccl_tests.read_table(printed, shown)
+    return nccl_tests.read_table(printed, shown)
 
 
 def _tell(options: argparse.Namespace, found: Crosscheck, journal: str, outputs: tuple[Output, ...], code: int) -> int:
-    from pytest_gpucluster.crosscheck import document, table
+    from pytest_gpucluster.analysis import crosscheck
 
     try:
         if options.json is not None:
-            write_text(options.json, document.document(found, journal=journal, outputs=outputs, exit_code=code))
+            write_text(
+                options.json, crosscheck.crosscheck_document(found, journal=journal, outputs=outputs, exit_code=code)
+            )
         if options.json != "-":
-            write_text("-", table.table(found, shutil.get_terminal_size((80, 24)).columns))
+            write_text("-", crosscheck.crosscheck_table(found, shutil.get_terminal_size((80, 24)).columns))
     except BrokenPipeError:
         raise
     except OSError as error:

@@ -23,7 +23,7 @@ from pytest_gpucluster.commands.command import (
 from pytest_gpucluster.errors import JournalError
 
 if TYPE_CHECKING:
-    from pytest_gpucluster.fleet.node import Answer
+    from pytest_gpucluster.analysis.fleet import Answer
 
 UNDECIDED = 5
 
@@ -75,9 +75,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Show a fleet and return the exit code."""
     # Imported here, so that --version and --help answer at once.
-    from pytest_gpucluster.comparison.allowance import allowance
+    from pytest_gpucluster.analysis import fleet as node
+    from pytest_gpucluster.analysis import fleet_output
+    from pytest_gpucluster.analysis.fleet import drain_text, matrix, outliers
+    from pytest_gpucluster.analysis.significance import allowance
     from pytest_gpucluster.errors import LaunchError, OptionError
-    from pytest_gpucluster.fleet import document, drain, matrix, node, outliers, table
     from pytest_gpucluster.launch.hostlist import expand_hostlist
 
     try:
@@ -94,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
     if wrong:
         return complain(wrong, USAGE)
     fleet = node.fleet(answers, expected=expected, unreadable=unreadable)
-    found = matrix.matrix(fleet, outliers.outliers(fleet, behind=behind))
+    found = matrix(fleet, outliers(fleet, behind=behind))
     if found.mixed or not fleet.nodes:
         return complain(found.mixed or "none of these runs was on one node alone; see gpucluster sweep", UNDECIDED)
     code = REGRESSED if found.drained else UNDECIDED if found.without_answer else DONE
@@ -104,9 +106,9 @@ def run(options: argparse.Namespace) -> int:
             continue
         try:
             if name == "--json":
-                text = document.document(found, exit_code=code)
+                text = fleet_output.fleet_document(found, exit_code=code)
             else:
-                text = drain.drain_text(found, file="FILE" if out == "-" else shlex.quote(out))
+                text = drain_text(found, file="FILE" if out == "-" else shlex.quote(out))
             write_text(out, text)
         except LaunchError as error:
             return complain(f"{name} {out}: {error}", NO_OUTPUT)
@@ -115,7 +117,7 @@ def run(options: argparse.Namespace) -> int:
         except OSError as error:
             return complain(f"{name} {out}: {error.strerror or error}", NO_OUTPUT)
     if "-" not in (options.drain, options.json):
-        write_text("-", table.table(found, width=width, everything=options.all))
+        write_text("-", fleet_output.fleet_table(found, width=width, everything=options.all))
     return code
 
 
@@ -136,8 +138,8 @@ def _answers(places: list[Path]) -> tuple[list[Answer], list[tuple[str, str]]]:
     Raises:
         JournalError: a journal that is named cannot be read, or there is none below a folder.
     """
-    from pytest_gpucluster.comparison.side import without_samples
-    from pytest_gpucluster.fleet.node import Answer, journals_below
+    from pytest_gpucluster.analysis.fleet import Answer, journals_below
+    from pytest_gpucluster.analysis.run_view import without_samples
 
     answers: dict[Path, Answer] = {}
     unreadable: dict[Path, tuple[str, str]] = {}

@@ -8,12 +8,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pytest_gpucluster import journal
 from pytest_gpucluster.benchmarks.lora import reference_curve
 from pytest_gpucluster.commands.command import complain, explain
 from pytest_gpucluster.errors import CurveError, JournalError
+from pytest_gpucluster.journal import journal
+from pytest_gpucluster.journal.run_directory import ARTIFACTS, artifacts_name
 from pytest_gpucluster.metrics.loss_curve import FIRST_LINE, Curve, is_curve, read_csv
-from pytest_gpucluster.run_directory import ARTIFACTS, artifacts_name
 
 DONE, USAGE, NO_INPUT, NO_OUTPUT = 0, 2, 3, 4
 
@@ -110,7 +110,7 @@ def curve_of(place: Path, test: str = "") -> tuple[Path, Curve]:
         try:
             record = journal.read(path, keep_samples=False)
         except JournalError as error:
-            if path.name == journal.FILE_NAME:
+            if path.name == journal.JOURNAL_FILE:
                 raise
             raise CurveError(f"{error}; and no loss curve, which begins with {FIRST_LINE!r}") from None
         folder = path.parent / ARTIFACTS

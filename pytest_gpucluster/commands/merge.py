@@ -56,21 +56,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Merge journals and return the exit code."""
     # Imported here, so that --version and --help answer at once.
+    from pytest_gpucluster.analysis.merge import merge_journals
+    from pytest_gpucluster.analysis.merge_sources import load_source
     from pytest_gpucluster.errors import OptionError
-    from pytest_gpucluster.journal import FILE_NAME, encode, locate
-    from pytest_gpucluster.merging.merged import merge
-    from pytest_gpucluster.merging.source import load
+    from pytest_gpucluster.journal.journal import JOURNAL_FILE, encode, locate
 
     out: Path = options.out
     if out.suffix != ".jsonl" or out.is_dir():
-        out = out / FILE_NAME
+        out = out / JOURNAL_FILE
     if len(options.journals) < 2:
         return complain("one journal has nothing to be merged with; name two or more", USAGE)
     if out.exists():
         return complain(f"--out {out}: is there already, and a journal is never replaced; name another place", USAGE)
     try:
-        sources = [load(locate(place)) for place in options.journals]
-        merged = merge(sources, other_clusters=options.allow_different_clusters)
+        sources = [load_source(locate(place)) for place in options.journals]
+        merged = merge_journals(sources, other_clusters=options.allow_different_clusters)
     except JournalError as error:
         return complain(str(error), NO_JOURNAL)
     except OptionError as error:

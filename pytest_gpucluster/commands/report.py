@@ -24,9 +24,9 @@ from pytest_gpucluster.commands.command import (
     write_text,
 )
 from pytest_gpucluster.errors import JournalError, OptionError
-from pytest_gpucluster.journal import Journal
-from pytest_gpucluster.journal_lines import JUnitOptions
-from pytest_gpucluster.reports.folder import FILES, found_in, rendered
+from pytest_gpucluster.journal.journal import Journal
+from pytest_gpucluster.journal.records import JUnitOptions
+from pytest_gpucluster.reports.registry import FILES, found_in, rendered
 from pytest_gpucluster.text import MESSAGE_CHARACTERS, one_line, printable
 
 _REPORT = """\
@@ -166,10 +166,10 @@ def _rendered(
     kind: str, out: str, journal: Journal, folder: Path, junit_options: JUnitOptions, options: argparse.Namespace
 ) -> str:
     if kind == "text":
-        from pytest_gpucluster.reports import text
+        from pytest_gpucluster.reports import terminal
 
         is_terminal = out in STDOUT and sys.stdout.isatty()
-        return text.render(
+        return terminal.render(
             journal,
             width=shutil.get_terminal_size().columns if is_terminal else _columns(),
             verbosity=options.verbose - options.quiet,

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING
 
 from pytest_gpucluster.commands.command import USAGE, complain, explain
 from pytest_gpucluster.errors import JournalError, OptionError
-from pytest_gpucluster.exit_note import VARIABLE
+from pytest_gpucluster.journal.verdict import EXIT_CODES, VARIABLE
 from pytest_gpucluster.text import printable
-from pytest_gpucluster.verdict import EXIT_CODES
 
 if TYPE_CHECKING:
-    from pytest_gpucluster.exit_note import ExitNote
+    from pytest_gpucluster.journal.verdict import ExitNote
     from pytest_gpucluster.torchrun.conclusion import Recorded
 
 _RUN = """\
@@ -147,18 +146,18 @@ def _passing_on() -> Iterator[_Passing]:
 
 def _left(folder: Path, launcher: int) -> tuple[Sequence[ExitNote], Recorded | None]:
     """Return what the ranks of this node have left, and what the journal says if rank 0 was here and left nothing."""
-    from pytest_gpucluster import exit_note
-    from pytest_gpucluster.journal import FILE_NAME, read
-    from pytest_gpucluster.recorder import wait_for_end
+    from pytest_gpucluster.journal import verdict
+    from pytest_gpucluster.journal.journal import JOURNAL_FILE, read
+    from pytest_gpucluster.recorder.client import wait_for_end
     from pytest_gpucluster.torchrun.conclusion import Recorded
 
-    notes = exit_note.read(folder, launcher)
-    begun = exit_note.read_begin(folder, launcher)
+    notes = verdict.read_note(folder, launcher)
+    begun = verdict.read_begin(folder, launcher)
     if begun is None or any(note.rank == 0 for note in notes):
         return notes, None
     wait_for_end(begun.recorder, _RECORD_CLOSED_SECONDS)
     try:
-        journal = read(Path(begun.directory) / FILE_NAME, keep_samples=False)
+        journal = read(Path(begun.directory) / JOURNAL_FILE, keep_samples=False)
     except JournalError as error:
         _say(f"the record of the run is of no use: {error}")
         return notes, None

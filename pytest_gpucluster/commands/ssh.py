@@ -16,8 +16,8 @@ from pytest_gpucluster import __version__
 from pytest_gpucluster.commands.access import add_access, directory_of, hosts_and_access, run_id_of, seconds
 from pytest_gpucluster.commands.command import NO_OUTPUT, USAGE, complain, explain
 from pytest_gpucluster.errors import EnvironmentBroken, OptionError
+from pytest_gpucluster.journal.verdict import EXIT_CODES
 from pytest_gpucluster.text import one_line, printable
-from pytest_gpucluster.verdict import EXIT_CODES
 
 if TYPE_CHECKING:
     from pytest_gpucluster.agreement.preflight import Expectation
@@ -225,9 +225,9 @@ def _readiness(nodes: Sequence[Node]) -> int:
 
 
 def _info(options: argparse.Namespace, hosts: Sequence[Host], access: Access, heard: Heard) -> int:
+    from pytest_gpucluster.journal.run_directory import new_run_directory
     from pytest_gpucluster.remote import frames
     from pytest_gpucluster.remote.asking import ask
-    from pytest_gpucluster.run_directory import new_run_directory
 
     directory = new_run_directory(options.report_dir.absolute())
     request = frames.request("run", words=["info", "all", "--json"])
@@ -266,9 +266,9 @@ def _together(
     silent: Mapping[str, str],
     heard: Heard,
 ) -> int:
+    from pytest_gpucluster.journal.run_directory import new_run_directory
     from pytest_gpucluster.remote.plan import Plan
     from pytest_gpucluster.remote.together import OTHERS_SECONDS, carry_out
-    from pytest_gpucluster.run_directory import new_run_directory
 
     directory = new_run_directory(options.report_dir.absolute())
     first = nodes[0]

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from pytest_gpucluster.commands.access import add_access, directory_of, hosts_and_access, run_id_of
 from pytest_gpucluster.commands.command import complain, explain
 from pytest_gpucluster.errors import EnvironmentBroken, OptionError, UnitError
+from pytest_gpucluster.journal.verdict import EXIT_CODES
 from pytest_gpucluster.metrics import units
-from pytest_gpucluster.verdict import EXIT_CODES
 
 if TYPE_CHECKING:
     from pytest_gpucluster.sweep.plan import Plan
@@ -135,7 +135,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _sweep(options: argparse.Namespace, pytest_arguments: list[str]) -> int:
-    from pytest_gpucluster.run_directory import new_run_directory
+    from pytest_gpucluster.journal.run_directory import new_run_directory
     from pytest_gpucluster.sweep import drive, evidence, plan
 
     each = plan.each_node(options.expect)

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING
 from pytest_gpucluster import __version__
 from pytest_gpucluster.commands.command import DONE, NO_JOURNAL, NO_OUTPUT, USAGE, complain, write_text
 from pytest_gpucluster.errors import ThresholdsError
-from pytest_gpucluster.journal import locate
+from pytest_gpucluster.journal.journal import locate
 from pytest_gpucluster.text import printable
 
 if TYPE_CHECKING:
-    from pytest_gpucluster.calibration.evidence import Series, Source
-    from pytest_gpucluster.calibration.floor import Kept, Proposal
+    from pytest_gpucluster.analysis.calibration import Kept, Proposal, Series, Source
 
 FAULTY = 1
 
@@ -35,9 +34,7 @@ def calibrate(places: Sequence[Path], out: str, *, spreads: float, sku: str | No
         recorded: also for what is recorded only so far.
         force: replace a file that is there.
     """
-    from pytest_gpucluster.calibration.evidence import refusals, series
-    from pytest_gpucluster.calibration.floor import Proposal
-    from pytest_gpucluster.calibration.overlay import others_in_force, overlay
+    from pytest_gpucluster.analysis.calibration import Proposal, others_in_force, overlay, refusals, series
     from pytest_gpucluster.judge import loader
 
     paths = [locate(place) for place in places]
@@ -92,17 +89,15 @@ def calibrate(places: Sequence[Path], out: str, *, spreads: float, sku: str | No
 
 
 def _source(path: Path) -> Source:
-    from pytest_gpucluster.acceptance_record.verification import journal_digest
-    from pytest_gpucluster.calibration.evidence import Source
+    from pytest_gpucluster.analysis.calibration import Source
+    from pytest_gpucluster.analysis.certificate_audit import journal_digest
 
     sha256, journal = journal_digest(path)
     return Source(path=str(path), sha256=sha256, journal=journal)
 
 
 def _floor(one: Series, sku: str, measured: Sequence[Series], *, spreads: float) -> Proposal | Kept:
-    from pytest_gpucluster.calibration.evidence import judged_beside
-    from pytest_gpucluster.calibration.floor import Kept, propose
-    from pytest_gpucluster.calibration.overlay import conditions_of, name_of
+    from pytest_gpucluster.analysis.calibration import Kept, conditions_of, judged_beside, name_of, propose
     from pytest_gpucluster.judge.limits import peak_of
     from pytest_gpucluster.metrics import datasheets, measurement
 
@@ -135,7 +130,7 @@ def _require_loadable(text: str) -> None:
 
 
 def _tell(kept: Sequence[Kept]) -> None:
-    from pytest_gpucluster.calibration.overlay import name_of
+    from pytest_gpucluster.analysis.calibration import name_of
 
     for one in kept or ():
         print(f"- {name_of(one.series)}: {printable(one.why)}", file=sys.stderr)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from pytest_gpucluster.commands.command import DONE, NO_JOURNAL, USAGE, complain
 from pytest_gpucluster.errors import MeasurementError
-from pytest_gpucluster.journal import Journal, locate, read
-from pytest_gpucluster.journal_measurements import JudgedLimit, JudgedMetric
+from pytest_gpucluster.journal.fields import JudgedLimit, JudgedMetric
+from pytest_gpucluster.journal.journal import Journal, locate, read
 from pytest_gpucluster.metrics import units
 from pytest_gpucluster.metrics.units import did_you_mean
 from pytest_gpucluster.reports.tables import limit_text

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from pytest_gpucluster.commands.command import add_journal, explain
 from pytest_gpucluster.errors import JournalError
-from pytest_gpucluster.journal import locate, read
+from pytest_gpucluster.journal.journal import locate, read
+from pytest_gpucluster.journal.verdict import BROKEN, EXIT_CODES, RUNNING, RUNNING_EXIT
 from pytest_gpucluster.sweep.answer import Answer
 from pytest_gpucluster.text import printable, visible
-from pytest_gpucluster.verdict import BROKEN, EXIT_CODES, RUNNING, RUNNING_EXIT
 
 NO_VERDICT = 11
 _OF_PYTEST = range(2, 6)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from pytest_gpucluster.journal.verdict import BROKEN, INCOMPLETE, REJECTED
 from pytest_gpucluster.text import one_line
-from pytest_gpucluster.verdict import BROKEN, INCOMPLETE, REJECTED
 
 REJECTS, INTERRUPTED, BROKE, NODES_SILENT = 1, 2, 11, 12
 """``NODES_SILENT`` is this command's own: a node of the file did not answer."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from pytest_gpucluster import __version__
 from pytest_gpucluster.errors import OptionError
-from pytest_gpucluster.run_directory import require_writable
+from pytest_gpucluster.journal.run_directory import require_writable
 
 _OF_A_SUITE = (".py", ".yaml", ".yml", ".ini", ".toml")
 _FIRST_PORT, _PORTS, _TRIES = 20000, 10000, 50

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 
-from pytest_gpucluster.journal import Journal
-from pytest_gpucluster.journal_measurements import JudgedMetric
-from pytest_gpucluster.reports.outline import IN_PROGRESS, RUNNING, Row, share_of_limit
+from pytest_gpucluster.journal.fields import JudgedMetric
+from pytest_gpucluster.journal.journal import Journal
+from pytest_gpucluster.reports.summary import IN_PROGRESS, RUNNING, Row, share_of_limit
 from pytest_gpucluster.reports.tables import expected_text, limit_text, percent, quantity, rank_name
 from pytest_gpucluster.text import MESSAGE_CHARACTERS, one_line, rank_ranges
 

@@ -12,14 +12,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from pytest_gpucluster.journal import FILE_NAME, Journal
-from pytest_gpucluster.journal_measurements import JudgedMetric
-from pytest_gpucluster.reports.junit_properties import cluster_facts
-from pytest_gpucluster.reports.outline import Outline, Row, outline, share_of_limit
+from pytest_gpucluster.journal.fields import JudgedMetric
+from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal
+from pytest_gpucluster.journal.verdict import ACCEPTED
+from pytest_gpucluster.reports.junit import cluster_facts
+from pytest_gpucluster.reports.summary import Outline, Row, duration, outline, run_seconds, share_of_limit
 from pytest_gpucluster.reports.tables import limit_text, metric_name, percent, quantity, rank_name
-from pytest_gpucluster.reports.timing import duration, run_seconds
 from pytest_gpucluster.text import MESSAGE_CHARACTERS, one_line
-from pytest_gpucluster.verdict import ACCEPTED
 
 MOST_BYTES = 65_000
 """Of UTF-8, so that it is below 65,000 characters as well."""
@@ -143,7 +142,7 @@ class _Page:
         return "".join([*self._parts, _LAST])
 
 
-_LAST = f"\nAll values are in `results.json` and `{FILE_NAME}` of the run's folder.\n"
+_LAST = f"\nAll values are in `results.json` and `{JOURNAL_FILE}` of the run's folder.\n"
 
 
 def _left_out(count: int, of: int) -> str:

@@ -22,14 +22,9 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 
 from pytest_gpucluster.errors import UnitError
-from pytest_gpucluster.journal import Journal
-from pytest_gpucluster.journal_measurements import JudgedMetric
-from pytest_gpucluster.metrics import units
-from pytest_gpucluster.metrics.measurement import METRICS
-from pytest_gpucluster.reports.outline import Outline, Row, outline, share_of_limit
-from pytest_gpucluster.reports.timing import moment, run_seconds
-from pytest_gpucluster.text import one_line
-from pytest_gpucluster.verdict import (
+from pytest_gpucluster.journal.fields import JudgedMetric
+from pytest_gpucluster.journal.journal import Journal
+from pytest_gpucluster.journal.verdict import (
     ACCEPTED,
     BROKEN,
     INCOMPLETE,
@@ -38,6 +33,10 @@ from pytest_gpucluster.verdict import (
     REJECTED,
     SELECTION_PASSED,
 )
+from pytest_gpucluster.metrics import units
+from pytest_gpucluster.metrics.measurement import METRICS
+from pytest_gpucluster.reports.summary import Outline, Row, moment, outline, run_seconds, share_of_limit
+from pytest_gpucluster.text import one_line
 
 MOST_MEASUREMENTS = 1000
 """Of more measurements the rest is left out, and counted. The suite of today makes about 300."""

@@ -11,16 +11,15 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pytest_gpucluster.journal import FILE_NAME, Journal
-from pytest_gpucluster.journal_lines import Cluster, PartOfTime, Problem, RankPlace, TestResult
-from pytest_gpucluster.journal_measurements import JudgedLimit, JudgedMetric
+from pytest_gpucluster.journal.fields import JudgedLimit, JudgedMetric
+from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal
+from pytest_gpucluster.journal.records import Cluster, PartOfTime, Problem, RankPlace, TestResult
+from pytest_gpucluster.journal.run_directory import ARTIFACTS, artifacts_name
+from pytest_gpucluster.journal.verdict import ACCEPTED
 from pytest_gpucluster.metrics.measurement import number_to_json, stopped_to_json
 from pytest_gpucluster.metrics.time_budget import PARTS
-from pytest_gpucluster.reports.outline import Outline, Row, is_better_higher, outline, peak_value
+from pytest_gpucluster.reports.summary import Outline, Row, is_better_higher, outline, peak_value, run_seconds
 from pytest_gpucluster.reports.tables import worst_telemetry
-from pytest_gpucluster.reports.timing import run_seconds
-from pytest_gpucluster.run_directory import ARTIFACTS, artifacts_name
-from pytest_gpucluster.verdict import ACCEPTED
 
 SCHEMA_VERSION = 1
 """Raised when a key changes its meaning or goes away; a new key does not raise it."""
@@ -53,7 +52,7 @@ def document(journal: Journal) -> dict[str, Any]:
         ],
         "problems": [_problem(problem) for problem in journal.problems],
         "properties": [list(pair) for pair in journal.properties],
-        "links": {"journal": FILE_NAME, "artifacts": ARTIFACTS},
+        "links": {"journal": JOURNAL_FILE, "artifacts": ARTIFACTS},
     }
 
 

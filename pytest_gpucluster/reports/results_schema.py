@@ -8,11 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pytest_gpucluster.journal_lines import OUTCOMES
-from pytest_gpucluster.metrics.sampling import STOPPED_BY
-from pytest_gpucluster.reports.outline import IN_PROGRESS, NOT_RUN, RUNNING
-from pytest_gpucluster.reports.results_json import SCHEMA_VERSION
-from pytest_gpucluster.verdict import (
+from pytest_gpucluster.journal.records import OUTCOMES
+from pytest_gpucluster.journal.verdict import (
     ACCEPTED,
     BROKEN,
     INCOMPLETE,
@@ -21,7 +18,10 @@ from pytest_gpucluster.verdict import (
     REJECTED,
     SELECTION_PASSED,
 )
-from pytest_gpucluster.verdict import RUNNING as RUN_GOES_ON
+from pytest_gpucluster.journal.verdict import RUNNING as RUN_GOES_ON
+from pytest_gpucluster.metrics.sampling import STOPPED_BY
+from pytest_gpucluster.reports.results_json import SCHEMA_VERSION
+from pytest_gpucluster.reports.summary import IN_PROGRESS, NOT_RUN, RUNNING
 
 Schema = dict[str, Any]
 

@@ -1,4 +1,11 @@
-"""Values, limits and ranks as short text, for every report that people read.
+"""What a GPU did during a measurement, as one line.
+
+Telemetry travels in plain JSON types from ranks of any version, so nothing is taken for granted here: what is not of
+the form that ``telemetry.summary`` gives is shown as it is.
+
+Where the time of a run's tests went, as text: one line a test, those that took the longest first.
+
+Values, limits and ranks as short text, for every report that people read.
 
 A table stays small at any number of ranks: identical rows are folded into one with rank ranges, and of the
 rest only the worst are shown.
@@ -7,16 +14,260 @@ rest only the worst are shown.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from pytest_gpucluster.journal import Journal
-from pytest_gpucluster.journal_lines import TestResult
-from pytest_gpucluster.journal_measurements import JudgedLimit, JudgedMetric
+from pytest_gpucluster.journal.fields import JudgedLimit, JudgedMetric
+from pytest_gpucluster.journal.journal import Journal
+from pytest_gpucluster.journal.records import TestResult
+from pytest_gpucluster.judge.misses import most_telling
+from pytest_gpucluster.metrics.time_budget import (
+    AGREEING,
+    MEASURING,
+    OTHER,
+    PARTS,
+    SET_UP,
+    VERIFYING,
+    WARM_UP,
+    in_words,
+)
 from pytest_gpucluster.metrics.units import show
-from pytest_gpucluster.reports.telemetry_text import clock_text, telemetry_of_test, telemetry_text
-from pytest_gpucluster.reports.time_table import time_text
-from pytest_gpucluster.text import one_line, rank_ranges
+from pytest_gpucluster.reports.summary import duration, run_seconds, short_name
+from pytest_gpucluster.text import (
+    Column,
+    clean,
+    columns,
+    line_of,
+    one_line,
+    paragraph,
+    rank_ranges,
+    shortened,
+    total,
+    widths,
+)
+
+_REASON_CHARACTERS = 80
+_OTHER_CHARACTERS = 400
+_CLOCK, _HIGHEST = "sm_clock_mhz", "sm_clock_max_mhz"
+# key: (words before the figure, unit, words where it is not available)
+_FIGURES = {
+    _CLOCK: ("sm clock ", "MHz", "sm clock"),
+    "memory_clock_mhz": ("memory clock ", "MHz", "memory clock"),
+    "power_watts": ("", "W", "power"),
+    "temperature_celsius": ("", "degC", "temperature"),
+    "utilization_percent": ("utilisation ", "%", "utilisation"),
+}
+
+
+# What says how much was read, and not what; and what stands beside another figure.
+_ABOUT_READING = ("seconds", "samples", "lost", "throttle_share", _HIGHEST, "slowdown_celsius")
+_FOR_MACHINES = ("adapters",)
+"""What other keys tell in words."""
+_COUNTED = ("counters", "counter_notes", "counters_not_available")
+
+
+def telemetry_text(told: Mapping[str, Any]) -> str:
+    """Return all that is known of one GPU during one measurement; an empty text if that is nothing.
+
+    Of throttle reasons the part of the time is told, of counters by how much they have changed. What a test adds of its
+    own, such as notes, follows by its name.
+
+    >>> telemetry_text({"sm_clock_mhz": [1740, 1755, 1980], "power_watts": [698, 698, 698], "throttle": []})
+    'sm clock 1755 MHz (1740 to 1980), 698 W, no throttle'
+    """
+    parts = [_figure(key, told) for key in _FIGURES if key in told]
+    return ", ".join([*parts, *_throttle(told), *_counted(told), *_others(told), *_not_available(told)])
+
+
+def telemetry_of_test(by_rank: Mapping[int, Mapping[str, Any]], culprits: Sequence[int] = ()) -> str:
+    """Return what a GPU did during a whole test: that of a culprit, or else the one that tells most."""
+    rank = next((rank for rank in culprits if rank in by_rank), None)
+    rank = most_telling(by_rank) if rank is None else rank
+    text = telemetry_text(by_rank[rank]) if rank is not None else ""
+    return f"rank {rank}: {text}" if text else ""
+
+
+def clock_text(told: Mapping[str, Any]) -> str:
+    """Return what may explain a low value: the clock and the throttle reasons, as far as they are known.
+
+    >>> clock_text({"sm_clock_mhz": [1200, 1200, 1980], "power_watts": [400, 410, 420], "throttle": ["hw_thermal"]})
+    'sm clock 1200 MHz (1200 to 1980), throttle: hw_thermal'
+    """
+    parts = [_figure(_CLOCK, told)] if _CLOCK in told else []
+    return ", ".join([*parts, *_throttle(told)])
+
+
+def _figure(key: str, told: Mapping[str, Any]) -> str:
+    value, (before, unit, _) = told[key], _FIGURES[key]
+    if not isinstance(value, (list, tuple)) or len(value) != 3 or not all(map(_is_number, value)):
+        return f"{before}{one_line(repr(value), _REASON_CHARACTERS)} {unit}"
+    low, median, high = (f"{each:.0f}" for each in value)
+    spread = f" ({low} to {high})" if low != high else ""
+    highest = told.get(_HIGHEST)
+    of_highest = f" of {highest:.0f}" if key == _CLOCK and _is_number(highest) else ""
+    return f"{before}{median}{of_highest} {unit}{spread}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _throttle(told: Mapping[str, Any]) -> list[str]:
+    reasons = told.get("throttle")
+    if reasons is None:
+        return []
+    if not isinstance(reasons, (list, tuple)):
+        reasons = [reasons]
+    shares = told.get("throttle_share")
+    shares = shares if isinstance(shares, Mapping) else {}
+    names = [one_line(str(reason), _REASON_CHARACTERS) + _share(shares.get(str(reason))) for reason in reasons]
+    return [f"throttle: {', '.join(names)}" if names else "no throttle"]
+
+
+def _share(share: Any) -> str:
+    return f" {100 * share:.0f} %" if _is_number(share) else ""
+
+
+def _counted(told: Mapping[str, Any]) -> list[str]:
+    """Return what the counters have counted, errors before amounts of data, and what was not counted."""
+    changed, notes, missing = (told.get(key) for key in _COUNTED)
+    parts = []
+    if isinstance(changed, Mapping) and changed:
+        names = sorted(changed, key=lambda name: str(name).endswith("_bytes"))
+        listed = [f"{name} {changed[name]:+g}" if _is_number(changed[name]) else str(name) for name in names]
+        parts.append(f"counters: {'; '.join(listed)}")
+    if notes:
+        parts.append(f"counters: {_listed(notes)}")
+    if isinstance(missing, Mapping) and missing:
+        parts.append(f"not counted: {', '.join(f'{name} ({why})' for name, why in missing.items())}")
+    return [one_line(part, _OTHER_CHARACTERS) for part in parts]
+
+
+def _others(told: Mapping[str, Any]) -> list[str]:
+    known = {*_FIGURES, *_ABOUT_READING, *_COUNTED, *_FOR_MACHINES, "throttle", "not_available"}
+    others = {key: value for key, value in told.items() if key not in known and value not in (None, "", [], {})}
+    return [one_line(f"{key}: {_listed(value)}", _OTHER_CHARACTERS) for key, value in others.items()]
+
+
+def _listed(value: Any) -> str:
+    return "; ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _not_available(told: Mapping[str, Any]) -> list[str]:
+    missing = told.get("not_available")
+    if not isinstance(missing, Mapping):
+        return []
+    by_reason: dict[str, list[str]] = {}
+    for key, reason in missing.items():
+        name = _FIGURES[key][2] if key in _FIGURES else one_line(str(key), _REASON_CHARACTERS)
+        by_reason.setdefault(one_line(str(reason), _REASON_CHARACTERS), []).append(name)
+    return [f"not available: {', '.join(names)} ({reason})" for reason, names in by_reason.items()]
+
+
+TIME_ROWS = 10
+"""So many tests have a line of their own."""
+_TITLES = {
+    SET_UP: "set-up",
+    WARM_UP: "warm-up",
+    MEASURING: "measure",
+    VERIFYING: "verify",
+    AGREEING: "agree",
+    OTHER: "other",
+}
+_HEADS = (Column(title="test"), *(Column(title=title, is_right=True) for title in ("all", *_TITLES.values())))
+_LEAST_SECONDS = 0.05
+"""What takes less is shown as 0.0."""
+_LONGEST_NAME = 100
+_CELL = 5
+"""Columns of a number: whatever a journal says, no line becomes too wide."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    name: str
+    seconds: tuple[float, ...]
+    """In the order of ``PARTS``."""
+
+    @property
+    def whole(self) -> float:
+        return sum(self.seconds)
+
+
+def seconds_in_tests(journal: Journal) -> float:
+    """Return how long the tests took of which it is on record where their time went, in seconds of the first rank."""
+    return sum(row.whole for row in _rows(journal))
+
+
+def time_lines(journal: Journal, *, width: int) -> list[str]:
+    """Return a table of the tests that took the longest, with all others in one line and the sum in another.
+
+    It is empty where a journal does not say where the time went, such as one from before it did.
+    """
+    rows = sorted(_rows(journal), key=lambda row: -row.whole)
+    if not rows:
+        return []
+    most = TIME_ROWS if len(rows) > TIME_ROWS + 1 else len(rows)
+    shown = [row for row in rows[:most] if row.whole >= _LEAST_SECONDS] or rows[:1]
+    others = rows[len(shown) :]
+    rest = [_together(f"{len(others)} other{'s' * (len(others) != 1)}", others)] if others else []
+    told = [*shown, *rest, _together("together", rows)]
+    cells = [[row.name, _number(row.whole), *map(_number, row.seconds)] for row in told]
+    titles = [head.title for head in _HEADS]
+    wide = widths([titles, *cells])
+    wide[0] = max(columns(titles[0]), wide[0] - max(0, total(wide) - width))
+    spent = duration(sum(row.whole for row in rows))
+    head = f"Where the time went (rank 0's seconds; {spent} of {duration(run_seconds(journal))} in tests):"
+    lines = [*paragraph(head, width), line_of(titles, _HEADS, wide)]
+    for row in cells:
+        if columns(row[0]) <= wide[0]:
+            lines.append(line_of(row, _HEADS, wide))
+        else:
+            lines += [*paragraph(row[0], width, rest="  "), line_of(["", *row[1:]], _HEADS, wide)]
+    unknown = sum(not _has_parts(result) for result in journal.results)
+    if unknown:
+        lines.append(f"and {unknown} test{'s' * (unknown != 1)} whose parts are not on record")
+    return lines
+
+
+def time_text(result: TestResult) -> str:
+    """Return "measuring 6.1, verifying 0.4": a test's parts that took a tenth of a second; "" where none did."""
+    if not _has_parts(result):
+        return ""
+    told = ((part, result.spent[part].seconds) for part in PARTS)
+    return ", ".join(f"{in_words(part)} {_number(seconds)}" for part, seconds in told if seconds >= _LEAST_SECONDS)
+
+
+def _rows(journal: Journal) -> list[_Row]:
+    return [
+        _Row(
+            name=shortened(
+                clean((result.name or short_name(result.nodeid)).removeprefix("test_") or result.nodeid), _LONGEST_NAME
+            ),
+            seconds=tuple(result.spent[part].seconds for part in PARTS),
+        )
+        for result in journal.results
+        if _has_parts(result)
+    ]
+
+
+def _has_parts(result: TestResult) -> bool:
+    """Tell whether it is on record where a test's time went: every part, in numbers that can be times."""
+    return result.spent.keys() >= set(PARTS) and all(
+        math.isfinite(part.seconds) and part.seconds >= 0 for part in result.spent.values()
+    )
+
+
+def _together(name: str, rows: Sequence[_Row]) -> _Row:
+    return _Row(name=name, seconds=tuple(map(sum, zip(*(row.seconds for row in rows), strict=True))))
+
+
+def _number(seconds: float) -> str:
+    if seconds < 999.95:
+        return f"{seconds:.1f}"
+    told = f"{seconds:.0f}" if seconds < 99_999.5 else f"{seconds / 3600:.0f} h"
+    return shortened(told, _CELL)
+
 
 ROWS = 16
 _MEASUREMENT_TABLES = 8

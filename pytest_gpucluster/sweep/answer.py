@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_gpucluster.errors import JournalError
-from pytest_gpucluster.journal import FILE_NAME, Journal, read
+from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal, read
 from pytest_gpucluster.text import one_line
 
 SCHEMA_VERSION = 1
@@ -100,7 +100,7 @@ _KINDS: Mapping[str, type[Any]] = {
 
 def answer_in(folder: Path) -> tuple[Answer | None, str]:
     """Return what the journal of the one run in a report directory answers; or None, and why."""
-    journals = sorted(path for path in folder.glob(f"*/{FILE_NAME}") if path.parent.name != "latest")
+    journals = sorted(path for path in folder.glob(f"*/{JOURNAL_FILE}") if path.parent.name != "latest")
     if len(journals) != 1:
         runs = f"{len(journals)} runs in {folder}, where one was started" if journals else ""
         return None, runs

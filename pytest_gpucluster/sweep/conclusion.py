@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pytest_gpucluster.sweep.outcome import BROKE, NO_ANSWER, PASSES, Outcome
-from pytest_gpucluster.verdict import (
+from pytest_gpucluster.journal.verdict import (
     ACCEPTED,
     BROKEN,
     INCOMPLETE,
@@ -15,6 +14,7 @@ from pytest_gpucluster.verdict import (
     SELECTION_PASSED,
     Verdict,
 )
+from pytest_gpucluster.sweep.outcome import BROKE, NO_ANSWER, PASSES, Outcome
 
 _NAMED = 8
 

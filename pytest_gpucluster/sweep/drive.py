@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.journal.verdict import Verdict
 from pytest_gpucluster.sweep.conclusion import conclude
 from pytest_gpucluster.sweep.evidence import Evidence
 from pytest_gpucluster.sweep.outcome import Outcome, worse
 from pytest_gpucluster.sweep.plan import Plan
 from pytest_gpucluster.sweep.scheduler import Scheduler
 from pytest_gpucluster.sweep.table import progress_line, table, verdict_line
-from pytest_gpucluster.verdict import Verdict
 
 _UNTOLD = "an end that nobody could record"
 

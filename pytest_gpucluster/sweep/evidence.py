@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pytest_gpucluster.isolation.finding import node_sections
+from pytest_gpucluster.journal.verdict import Verdict
 from pytest_gpucluster.sweep.outcome import Outcome
 from pytest_gpucluster.sweep.table import table, verdict_line
 from pytest_gpucluster.text import one_line
-from pytest_gpucluster.verdict import Verdict
 
 SCHEMA_VERSION = 1
 

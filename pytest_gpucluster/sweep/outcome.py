@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pytest_gpucluster.sweep.answer import Answer
-from pytest_gpucluster.text import one_line
-from pytest_gpucluster.verdict import (
+from pytest_gpucluster.journal.verdict import (
     ACCEPTED,
     BROKEN,
     INCOMPLETE,
@@ -17,6 +15,8 @@ from pytest_gpucluster.verdict import (
     REJECTED,
     SELECTION_PASSED,
 )
+from pytest_gpucluster.sweep.answer import Answer
+from pytest_gpucluster.text import one_line
 
 NO_ANSWER = "NO ANSWER"
 """Nobody knows: the run left no journal, or did not end in time. Never a pass."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pytest_gpucluster.journal.verdict import Verdict
 from pytest_gpucluster.sweep.outcome import Outcome
 from pytest_gpucluster.sweep.scheduler import TOGETHER
 from pytest_gpucluster.text import one_line
-from pytest_gpucluster.verdict import Verdict
 
 _CHARACTERS = 160
 

@@ -17,7 +17,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from pytest_gpucluster.exit_note import VARIABLE
+from pytest_gpucluster.journal.verdict import VARIABLE
 from pytest_gpucluster.torchrun.account import Account, RankEnd, signal_name
 
 _PR_SET_PDEATHSIG = 1

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pytest_gpucluster.exit_note import ExitNote
+from pytest_gpucluster.journal.verdict import BROKEN, EXIT_CODES, ExitNote
 from pytest_gpucluster.text import one_line, rank_ranges
 from pytest_gpucluster.torchrun.account import Account, signal_name
-from pytest_gpucluster.verdict import BROKEN, EXIT_CODES
 
 USAGE, BROKE, INTERRUPTED = 2, 11, 2
 _REASON_CHARACTERS = 2000

@@ -10,9 +10,8 @@ from typing import Any
 
 import example_runs
 
-from pytest_gpucluster.acceptance_record.content import content
-from pytest_gpucluster.acceptance_record.document import Document, read, sealed
-from pytest_gpucluster.journal import Journal, JournalBuilder, encode
+from pytest_gpucluster.analysis.certificate import Document, certificate_content, read_certificate, sealed
+from pytest_gpucluster.journal.journal import Journal, JournalBuilder, encode
 
 Lines = list[dict[str, Any]]
 DIGEST = "ab" * 32
@@ -69,8 +68,12 @@ def record(folder: Path, name: str, change: Callable[[Lines], object] = lambda _
     found = lines()
     change(found)
     text, _ = sealed(
-        content(journal_of(found), sha256=DIGEST), at="2026-01-02T03:04:05Z", by="J. Doe", note="", version="0.1.0"
+        certificate_content(journal_of(found), sha256=DIGEST),
+        at="2026-01-02T03:04:05Z",
+        by="J. Doe",
+        note="",
+        version="0.1.0",
     )
     path = folder / f"{name}.json"
     path.write_text(text, encoding="utf-8")
-    return read(path)
+    return read_certificate(path)

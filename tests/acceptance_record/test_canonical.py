@@ -8,7 +8,7 @@ import struct
 import pytest
 from each import of_each
 
-from pytest_gpucluster.acceptance_record.canonical import canonical, plain
+from pytest_gpucluster.analysis.certificate import canonical, plain
 
 # RFC 8785, appendix B.
 NUMBERS = {

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from made_records import DIGEST, Lines, journal_of, line_of, lines
 
-from pytest_gpucluster.acceptance_record.canonical import canonical
-from pytest_gpucluster.acceptance_record.content import content
+from pytest_gpucluster.analysis.certificate import canonical, certificate_content
 
 
 def made(found: Lines) -> dict:
-    return content(journal_of(found), sha256=DIGEST)
+    return certificate_content(journal_of(found), sha256=DIGEST)
 
 
 def test_every_gpu_stands_in_its_node_with_all_that_identifies_it():
@@ -76,7 +75,7 @@ def test_a_merged_run_names_the_runs_that_it_is_made_of():
 
 def test_every_value_has_its_limit_its_margin_and_where_the_limit_comes_from():
     journal = journal_of(lines())
-    told = content(journal, sha256=DIGEST)
+    told = certificate_content(journal, sha256=DIGEST)
     assert [test["nodeid"] for test in told["tests"]] == [result.nodeid for result in journal.results]
     shown = [each for test in told["tests"] for each in test["measurements"] if each["limit"]]
     assert shown

@@ -10,8 +10,8 @@ import pytest
 from each import of_each
 from made_records import Lines, line_of, record
 
-from pytest_gpucluster.acceptance_record.difference import differences, judged_otherwise
-from pytest_gpucluster.acceptance_record.document import digest, read
+from pytest_gpucluster.analysis.certificate import digest, read_certificate
+from pytest_gpucluster.analysis.certificate_diff import differences, judged_otherwise
 from pytest_gpucluster.errors import RecordError
 
 IDENTITY = ("uuid", "serial")
@@ -181,7 +181,7 @@ def test_nodes_of_another_form_are_refused(tmp_path, nodes):
     changed["sha256"] = digest(changed["record"])
     path.write_text(json.dumps(changed))
     with pytest.raises(RecordError, match=r"node|host|versions|gpus"):
-        differences(read(path), read(path))
+        differences(read_certificate(path), read_certificate(path))
 
 
 def _sliced(found: Lines) -> None:

@@ -11,7 +11,7 @@ import pytest
 from each import of_each
 from made_records import record
 
-from pytest_gpucluster.acceptance_record.document import read
+from pytest_gpucluster.analysis.certificate import read_certificate
 from pytest_gpucluster.errors import RecordError
 
 
@@ -21,11 +21,11 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_record_that_nobody_touched_is_intact_and_accepted_however_it_is_laid_out(path):
-    document = read(path)
+    document = read_certificate(path)
     assert (document.is_intact, document.is_accepted) == (True, True)
     assert document.record["made"] == {"at": "2026-01-02T03:04:05Z", "by": "J. Doe", "note": "", "version": "0.1.0"}
     path.write_text(json.dumps(json.loads(path.read_text()), sort_keys=True, indent=7))
-    assert read(path).is_intact
+    assert read_certificate(path).is_intact
     contradiction = record(path.parent, "x", lambda found: found[0].update(rehearsal=True))
     assert not contradiction.is_accepted
 
@@ -56,7 +56,7 @@ def test_no_value_anywhere_can_be_changed_without_being_noticed(path):
         _put(told["record"], where, "changed")
         path.write_text(json.dumps(told))
         try:
-            assert not read(path).is_intact, where
+            assert not read_certificate(path).is_intact, where
         except RecordError:
             assert len(where) <= 1  # what is of another type now is no record any more
 
@@ -74,7 +74,7 @@ def test_nothing_can_be_taken_out_or_put_in(tmp_path, change):
     told = json.loads(path.read_text())
     change(told["record"])
     path.write_text(json.dumps(told))
-    assert not read(path).is_intact
+    assert not read_certificate(path).is_intact
 
 
 NO_RECORD = {
@@ -93,11 +93,11 @@ def test_what_is_no_record_is_refused(tmp_path):
         path = tmp_path / f"{number}.json"
         path.write_text(text)
         with pytest.raises(RecordError, match=f"^{path}.*{why}"):
-            read(path)
+            read_certificate(path)
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     for path in (tmp_path / "none", tmp_path, tmp_path / "binary"):
         with pytest.raises(RecordError, match=f"^{path}"):
-            read(path)
+            read_certificate(path)
 
 
 @of_each(
@@ -124,11 +124,11 @@ def test_what_is_damaged_or_newer_is_refused(tmp_path, case):
     _put(told, where, value)
     path.write_text(json.dumps(told))
     with pytest.raises(RecordError, match=why):
-        read(path)
+        read_certificate(path)
 
 
 def test_a_number_beyond_all_measure_is_damage(path):
     text = path.read_text()
     path.write_text(text.replace('"world_size": 16', f'"world_size": {"9" * 400}'))
     with pytest.raises(RecordError, match="inf"):
-        read(path)
+        read_certificate(path)

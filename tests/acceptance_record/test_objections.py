@@ -9,7 +9,7 @@ from dataclasses import replace
 from each import of_each
 from made_records import Lines, journal_of, line_of, lines
 
-from pytest_gpucluster.acceptance_record.objections import objections
+from pytest_gpucluster.analysis.certificate_blockers import objections
 
 
 def test_nothing_is_said_against_an_accepted_run():

@@ -10,9 +10,9 @@ import pytest
 from each import of_each
 from made_records import journal_of, lines
 
-from pytest_gpucluster.acceptance_record.rejudged import doubt, verdict_again
-from pytest_gpucluster.journal import Journal
-from pytest_gpucluster.journal_measurements import JudgedMetric
+from pytest_gpucluster.analysis.certificate_blockers import doubt, verdict_again
+from pytest_gpucluster.journal.fields import JudgedMetric
+from pytest_gpucluster.journal.journal import Journal
 
 BF16, BUSBW = "matmul.bf16.tflops", "nccl.all_reduce.busbw"
 

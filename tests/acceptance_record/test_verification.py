@@ -8,9 +8,8 @@ import pytest
 from each import of_each
 from made_records import lines, record, write_journal
 
-from pytest_gpucluster.acceptance_record.content import content
-from pytest_gpucluster.acceptance_record.document import Document, digest, read, sealed
-from pytest_gpucluster.acceptance_record.verification import faults, faults_beside, journal_digest
+from pytest_gpucluster.analysis.certificate import Document, certificate_content, digest, read_certificate, sealed
+from pytest_gpucluster.analysis.certificate_audit import faults, faults_beside, journal_digest
 from pytest_gpucluster.errors import JournalError
 
 
@@ -19,7 +18,9 @@ def made(tmp_path):
     """A record of a journal on disk: (its path, the journal's path)."""
     journal = write_journal(tmp_path / "run", lines())
     sha256, told = journal_digest(journal)
-    text, _ = sealed(content(told, sha256=sha256), at="2026-01-02T03:04:05Z", by="", note="", version="0.1.0")
+    text, _ = sealed(
+        certificate_content(told, sha256=sha256), at="2026-01-02T03:04:05Z", by="", note="", version="0.1.0"
+    )
     (tmp_path / "a.json").write_text(text)
     return tmp_path / "a.json", journal
 
@@ -29,13 +30,13 @@ def resealed(path) -> Document:
     told = json.loads(path.read_text())
     told["sha256"] = digest(told["record"])
     path.write_text(json.dumps(told))
-    return read(path)
+    return read_certificate(path)
 
 
 def test_a_record_beside_its_own_journal_has_no_fault(made):
     path, journal = made
     sha256, told = journal_digest(journal)
-    document = read(path)
+    document = read_certificate(path)
     assert faults(document, known_digest=document.digest.upper()) == []
     assert faults_beside(document, told, sha256) == []
 
@@ -44,7 +45,7 @@ def test_a_changed_record_is_told_with_both_digests(made):
     path, _ = made
     text = path.read_text()
     path.write_text(text.replace("gpu-01", "gpu-99"))
-    document = read(path)
+    document = read_certificate(path)
     [fault] = faults(document)
     assert document.sealed in fault
     assert document.digest in fault
@@ -52,7 +53,7 @@ def test_a_changed_record_is_told_with_both_digests(made):
 
 def test_a_forged_seal_is_noticed_by_a_digest_from_elsewhere_and_by_the_journal(made):
     path, journal = made
-    known = read(path).digest
+    known = read_certificate(path).digest
     path.write_text(path.read_text().replace("gpu-01", "gpu-99"))
     document = resealed(path)
     assert faults(document) == []
@@ -68,20 +69,20 @@ def test_a_record_of_another_journal_is_told(made, tmp_path):
     found = lines()
     found[0]["run_id"] = "another"
     sha256, told = journal_digest(write_journal(tmp_path / "other", found))
-    [fault] = faults_beside(read(path), told, sha256)
+    [fault] = faults_beside(read_certificate(path), told, sha256)
     assert "another journal" in fault
 
 
 def test_a_journal_that_is_being_written_or_is_none_is_refused(made, monkeypatch):
     _, journal = made
-    from pytest_gpucluster import journal as journal_module
-    from pytest_gpucluster.acceptance_record import verification
+    from pytest_gpucluster.analysis import certificate_audit
+    from pytest_gpucluster.journal import journal as journal_module
 
     def growing(path):
         path.write_bytes(path.read_bytes() + b'{"type":"property","name":"a","value":"b"}\n')
         return journal_module.Journal
 
-    monkeypatch.setattr(verification, "read", growing)
+    monkeypatch.setattr(certificate_audit, "read", growing)
     with pytest.raises(JournalError, match="being written"):
         journal_digest(journal)
     for path in (journal.parent / "none", journal.parent):

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from pytest_gpucluster.agreement.board import Board
-from pytest_gpucluster.agreement.store import MemoryStore
+from pytest_gpucluster.agreement.store import Board, MemoryStore
 from pytest_gpucluster.errors import StoreError
 
 

@@ -5,7 +5,12 @@ import re
 
 import pytest
 
-from pytest_gpucluster.agreement.collection import digest, digest_of, disagreement, workload_disagreement
+from pytest_gpucluster.agreement.rendezvous import (
+    collection_difference,
+    collection_digest,
+    digest_of,
+    workload_disagreement,
+)
 
 NAMES = {rank: f"rank {rank} (gpu-{rank:02d})" for rank in range(8)}
 TESTS = ["test_a.py::test_one", "test_a.py::test_two", "test_b.py::test_three"]
@@ -14,7 +19,7 @@ TESTS = ["test_a.py::test_one", "test_a.py::test_two", "test_b.py::test_three"]
 def compare(
     found: dict[int, list[str]], *, subset: bool = False, expected: list[str] = TESTS
 ) -> tuple[str, str] | None:
-    return disagreement(expected, found, NAMES, subset=subset)
+    return collection_difference(expected, found, NAMES, subset=subset)
 
 
 def message(found: dict[int, list[str]], *, expected: list[str] = TESTS) -> str:
@@ -25,11 +30,11 @@ def message(found: dict[int, list[str]], *, expected: list[str] = TESTS) -> str:
 
 def test_the_digest_depends_on_the_tests_and_their_number_and_not_on_their_order() -> None:
     shuffled = random.Random(1).sample(TESTS, len(TESTS))
-    assert digest(shuffled) == digest(TESTS)
-    assert digest(TESTS[:-1]) != digest(TESTS)
-    assert digest([*TESTS[:-1], "test_b.py::test_thrée"]) != digest(TESTS)
-    assert digest([*TESTS, TESTS[0]]) != digest(TESTS)
-    assert digest(["test_\udcff.py::test"]) != digest(["test_\ud800.py::test"])
+    assert collection_digest(shuffled) == collection_digest(TESTS)
+    assert collection_digest(TESTS[:-1]) != collection_digest(TESTS)
+    assert collection_digest([*TESTS[:-1], "test_b.py::test_thrée"]) != collection_digest(TESTS)
+    assert collection_digest([*TESTS, TESTS[0]]) != collection_digest(TESTS)
+    assert collection_digest(["test_\udcff.py::test"]) != collection_digest(["test_\ud800.py::test"])
 
 
 def test_ranks_with_the_same_tests_in_any_order_agree() -> None:

@@ -12,8 +12,14 @@ from typing import Any
 import pytest
 from each import of_each
 
-from pytest_gpucluster.agreement import diagnosis
-from pytest_gpucluster.agreement.diagnosis import Operation, Where, culprits, main_thread_stack, recorded_operations
+from pytest_gpucluster.agreement import hang_diagnosis
+from pytest_gpucluster.agreement.hang_diagnosis import (
+    Operation,
+    Where,
+    culprits,
+    main_thread_stack,
+    recorded_operations,
+)
 
 STACK = """\
   File "/suite/test_nccl.py", line 12, in test_it
@@ -31,7 +37,7 @@ def at(rank: int, *operations: Operation, arrived: bool = False, stack: str = ST
 
 
 def slow(*wheres: Where, missing: list[int], silent: dict[int, str] | None = None) -> str:
-    return diagnosis.too_slow(
+    return hang_diagnosis.too_slow(
         {where.rank: where for where in wheres}, silent or {}, missing=missing, deadline_seconds=60.0
     )
 
@@ -201,9 +207,9 @@ def test_where_all_wait_in_collectives_the_odd_one_out_is_blamed(
 
 
 def test_the_making_of_a_group_counts_as_a_collective_that_all_must_enter() -> None:
-    found = blamed(at(0, diagnosis.making_group()), at(1, arrived=True), missing=[0])
+    found = blamed(at(0, hang_diagnosis.making_group()), at(1, arrived=True), missing=[0])
     assert list(found) == [1]
-    assert diagnosis.making_group().name in found[1]
+    assert hang_diagnosis.making_group().name in found[1]
     assert found[1].endswith("where rank 0 waits")
 
 
@@ -291,7 +297,7 @@ def test_without_torch_there_is_no_operation(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_flight_recorder_of_the_installed_torch_is_understood() -> None:
     code = """
 import time, torch, torch.distributed as dist
-from pytest_gpucluster.agreement.diagnosis import recorded_operations
+from pytest_gpucluster.agreement.hang_diagnosis import recorded_operations
 begin = time.time_ns()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.ones(2))
@@ -335,7 +341,7 @@ def test_how_long_a_rank_waits_is_counted_from_the_oldest_collective_it_is_in_or
 
     left, waits, unknown = at_second(5, pending=False), at_second(7, pending=True), op(1, group="unrecorded")
     now = 10 * 10**9
-    assert diagnosis.waits_seconds([left, waits, at_second(8, pending=True)], now) == 3
-    assert diagnosis.waits_seconds([left, unknown], now) == 5
-    assert diagnosis.waits_seconds([left], now) is None
-    assert diagnosis.waits_seconds([unknown], now) is None
+    assert hang_diagnosis.waits_seconds([left, waits, at_second(8, pending=True)], now) == 3
+    assert hang_diagnosis.waits_seconds([left, unknown], now) == 5
+    assert hang_diagnosis.waits_seconds([left], now) is None
+    assert hang_diagnosis.waits_seconds([unknown], now) is None

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from pytest_gpucluster.agreement import events
-from pytest_gpucluster.agreement.events import EventLog, post
+from pytest_gpucluster.agreement import exchange
+from pytest_gpucluster.agreement.exchange import EventLog, post_event
 from pytest_gpucluster.agreement.store import MemoryStore
 
 
@@ -22,7 +22,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     fake = Clock()
-    monkeypatch.setattr(events, "time", fake)
+    monkeypatch.setattr(exchange, "time", fake)
     return fake
 
 
@@ -34,8 +34,8 @@ def test_events_are_read_once_and_in_the_order_in_which_they_were_posted() -> No
     store = MemoryStore()
     log = EventLog(store)
     assert log.unread() == []
-    post(store, "absent", rank=1, number=4, message="m\nwith \x00 bytes")
-    post(store, "overdue", number=4)
+    post_event(store, "absent", rank=1, number=4, message="m\nwith \x00 bytes")
+    post_event(store, "overdue", number=4)
     assert log.unread() == [
         {"kind": "absent", "rank": 1, "number": 4, "message": "m\nwith \x00 bytes"},
         {"kind": "overdue", "number": 4},
@@ -49,7 +49,7 @@ def test_no_event_is_lost_where_many_ranks_post_at_once() -> None:
 
     def rank(number: int) -> None:
         for _ in range(50):
-            post(store, "absent", rank=number)
+            post_event(store, "absent", rank=number)
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -64,7 +64,7 @@ def test_an_event_that_is_being_posted_is_waited_for_so_that_the_order_holds(clo
     store = MemoryStore()
     log = EventLog(store)
     ticket = store.add("ev/count", 1)  # a rank has drawn a ticket, and its text is under way
-    post(store, "later")
+    post_event(store, "later")
     assert kinds(log) == []
     clock.now += 1.9
     assert kinds(log) == []
@@ -76,12 +76,12 @@ def test_a_rank_that_died_between_ticket_and_text_holds_nobody_up_for_long(clock
     store = MemoryStore()
     log = EventLog(store)
     store.add("ev/count", 1)
-    post(store, "lost")
+    post_event(store, "lost")
     assert kinds(log) == []
     clock.now += 2.1
     assert kinds(log) == ["lost"]
     store.add("ev/count", 1)  # the next one that never comes gets its own time
-    post(store, "end")
+    post_event(store, "end")
     assert kinds(log) == []
     clock.now += 2.1
     assert kinds(log) == ["end"]

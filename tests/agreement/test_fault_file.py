@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpucluster.agreement.fault_file import FaultFile, remove_left
+from pytest_gpucluster.agreement.hang_diagnosis import FaultFile, remove_left
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_the_last_stacks_of_a_process_that_died_can_be_read_by_others(tmp_path: Path) -> None:
     code = """
 import faulthandler
-from pytest_gpucluster.agreement.fault_file import FaultFile
+from pytest_gpucluster.agreement.hang_diagnosis import FaultFile
 file = FaultFile()
 file.open()
 print(file.path, flush=True)

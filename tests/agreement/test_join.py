@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from ranks import facts_of
 
-from pytest_gpucluster.agreement import join as module
-from pytest_gpucluster.agreement.join import Joined, Refusal, Refused, join, roll, slow_connection
+from pytest_gpucluster.agreement import rendezvous as module
+from pytest_gpucluster.agreement.rendezvous import Joined, Refusal, Refused, join, roll, slow_connection
 from pytest_gpucluster.agreement.store import MemoryStore
 from pytest_gpucluster.errors import LaunchError, PreflightError, StoreError
 from pytest_gpucluster.launch.launchers import RankFacts

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pytest_gpucluster.agreement.merge import RankOutcome, merge, rehearsed_too_slowly
+from pytest_gpucluster.agreement.exchange import RankOutcome, merge, rehearsed_too_slowly
 from pytest_gpucluster.text import MESSAGE_CHARACTERS
 
 NAMES = {rank: f"rank {rank} (gpu-{rank:02d})" for rank in range(8)}

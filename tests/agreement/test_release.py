@@ -13,9 +13,8 @@ from types import FrameType, SimpleNamespace
 import pytest
 from torch.distributed import distributed_c10d
 
-from pytest_gpucluster.agreement.release import nccl
-from pytest_gpucluster.agreement.release.gloo import SocketReleaser
-from pytest_gpucluster.agreement.release.python import RELEASE_SIGNAL, PythonReleaser, Released
+from pytest_gpucluster.agreement import release
+from pytest_gpucluster.agreement.release import RELEASE_SIGNAL, PythonReleaser, Released, SocketReleaser
 from pytest_gpucluster.errors import EnvironmentBroken
 
 DEADLINE_SECONDS = 20.0
@@ -263,7 +262,7 @@ class Communicators:
 
 def test_where_there_are_no_communicators_there_is_nothing_to_abort(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Communicators(monkeypatch, 0)
-    releaser = nccl.NcclReleaser()
+    releaser = release.NcclReleaser()
     assert not releaser.making_group
     releaser.release()
     releaser.finish()
@@ -272,7 +271,7 @@ def test_where_there_are_no_communicators_there_is_nothing_to_abort(monkeypatch:
 
 def test_communicators_are_aborted_all_at_once_and_once_and_never_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Communicators(monkeypatch, 3)
-    releaser = nccl.NcclReleaser()
+    releaser = release.NcclReleaser()
     releaser.release()
     releaser.release()
     releaser.finish()
@@ -282,7 +281,7 @@ def test_communicators_are_aborted_all_at_once_and_once_and_never_destroyed(monk
 def test_all_aborts_have_one_budget_and_what_hangs_is_an_error_that_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Communicators(monkeypatch, 3)
     found.held = 2
-    releaser = nccl.NcclReleaser(seconds=0.05)
+    releaser = release.NcclReleaser(seconds=0.05)
     for _ in range(2):
         with pytest.raises(EnvironmentBroken, match=r"^2 of 3 .* 0\.05 s"):
             releaser.finish()
@@ -297,7 +296,7 @@ def test_all_aborts_have_one_budget_and_what_hangs_is_an_error_that_counts_it(mo
 def test_an_abort_that_is_under_way_is_waited_for_before_the_next_group(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Communicators(monkeypatch, 1)
     found.held = 1
-    releaser = nccl.NcclReleaser()
+    releaser = release.NcclReleaser()
     by_watcher = threading.Thread(target=releaser.release)
     by_watcher.start()
     while not found.calls:

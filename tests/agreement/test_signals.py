@@ -10,7 +10,7 @@ DEADLINE_SECONDS = 30
 
 PRELUDE = """
 import os, select, signal, sys, threading, time
-from pytest_gpucluster.agreement.signals import WakeupPipe
+from pytest_gpucluster.agreement.watchdog import WakeupPipe
 
 pipe = WakeupPipe()
 pipe.install()

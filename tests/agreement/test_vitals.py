@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from pytest_gpucluster.agreement import vitals
-from pytest_gpucluster.agreement.vitals import Heartbeats, Siblings, computes, process_state, start_time
+from pytest_gpucluster.agreement import liveness
+from pytest_gpucluster.agreement.liveness import Heartbeats, Siblings, computes, process_state, start_time
 
 DEADLINE_SECONDS = 20.0
 
@@ -148,7 +148,7 @@ def test_a_number_given_to_another_process_just_now_is_not_taken(
 
     def reused(pid: int) -> int:
         """Between any earlier look and the pidfd the number goes to another process."""
-        monkeypatch.setattr(vitals, "start_time", lambda pid: told["start_time"] + 1)
+        monkeypatch.setattr(liveness, "start_time", lambda pid: told["start_time"] + 1)
         return real(pid)
 
     monkeypatch.setattr(os, "pidfd_open", reused)
@@ -175,7 +175,7 @@ class Clock:
 
 def test_a_heartbeat_counts_from_when_it_last_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(vitals, "time", clock)
+    monkeypatch.setattr(liveness, "time", clock)
     beats = Heartbeats([1, 2])
     assert beats.ranks == [1, 2]
     clock.now += 3

@@ -16,14 +16,13 @@ from typing import Any
 import pytest
 from ranks import facts_of
 
-from pytest_gpucluster.agreement import deadline, events, watch
-from pytest_gpucluster.agreement.diagnosis import Operation, Where, making_group
-from pytest_gpucluster.agreement.ending import Ending
-from pytest_gpucluster.agreement.exchange import Exchange, key_of, verdict_key
-from pytest_gpucluster.agreement.release.python import RELEASE_SIGNAL, Released
+from pytest_gpucluster.agreement import deadline, exchange, watchdog
+from pytest_gpucluster.agreement.exchange import Ending, Exchange, key_of, verdict_key
+from pytest_gpucluster.agreement.hang_diagnosis import Operation, Where, making_group
+from pytest_gpucluster.agreement.liveness import start_time
+from pytest_gpucluster.agreement.release import RELEASE_SIGNAL, Released
 from pytest_gpucluster.agreement.store import MemoryStore, Stores
-from pytest_gpucluster.agreement.vitals import start_time
-from pytest_gpucluster.agreement.watch import Watch
+from pytest_gpucluster.agreement.watchdog import Watch
 from pytest_gpucluster.option_values import Timeouts
 
 DEADLINE_SECONDS = 20.0
@@ -93,7 +92,7 @@ class Place:
 
     def posted(self, kind: str) -> list[dict[str, Any]]:
         """The events of a kind, whoever posted them."""
-        return [event for event in events.EventLog(self.store).unread() if event["kind"] == kind]
+        return [event for event in exchange.EventLog(self.store).unread() if event["kind"] == kind]
 
     def enter(self, seconds: float = DEADLINE_SECONDS, phase: str = "call of t", *, leave: bool = False) -> int:
         """Enter a phase, and leave its body at once."""
@@ -110,11 +109,11 @@ class Place:
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Place]]:
     """Make and start a watch, and take back what it does to this process."""
-    monkeypatch.setattr(watch, "_TICK_SECONDS", TICK)
-    monkeypatch.setattr(watch, "_BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(watchdog, "_TICK_SECONDS", TICK)
+    monkeypatch.setattr(watchdog, "_BEAT_SECONDS", 0.05)
     monkeypatch.setattr(deadline, "ANSWER_SECONDS", 0.1)
-    monkeypatch.setattr(watch, "ANSWER_SECONDS", 0.1)
-    monkeypatch.setattr(watch, "_SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(watchdog, "_SILENT_SECONDS", 0.2)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, RELEASE_SIGNAL)}
     wakeup = signal.set_wakeup_fd(-1)
     made: list[Place] = []
@@ -224,7 +223,7 @@ def test_a_rank_says_where_it_is_when_rank_0_asks(place: Callable[..., Place]) -
     here = place(1)
     here.watch.guard(Blocked(making_group=True))
     number = here.enter()
-    events.post(here.store, "overdue", number=number)
+    exchange.post_event(here.store, "overdue", number=number)
     until(lambda: here.store.check([f"where/{number}/1"]))
     where = Where.from_json(1, json.loads(here.store.get(f"where/{number}/1")))
     assert not where.arrived
@@ -235,13 +234,17 @@ def test_a_rank_says_where_it_is_when_rank_0_asks(place: Callable[..., Place]) -
 def test_a_release_by_rank_0_frees_whatever_blocks_this_rank(
     place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "_LEAVES_WITHIN_SECONDS", DEADLINE_SECONDS)
+    monkeypatch.setattr(watchdog, "_LEAVES_WITHIN_SECONDS", DEADLINE_SECONDS)
     here = place(1)
     blocked = Blocked(making_group=False)
     here.watch.guard(blocked)
     number = here.enter()
     with pytest.raises(Released, match=r"^not finished within 3 s$"):
-        hang(lambda: events.post(here.store, "release", number=number, reason="not finished within 3 s", culprits={}))
+        hang(
+            lambda: exchange.post_event(
+                here.store, "release", number=number, reason="not finished within 3 s", culprits={}
+            )
+        )
     # Its groups come second: a gloo collective that begins while its connections are shut down may never return.
     assert blocked.releases == 0
     here.watch.leave()
@@ -251,12 +254,12 @@ def test_a_release_by_rank_0_frees_whatever_blocks_this_rank(
 def test_no_release_comes_for_another_phase_or_after_the_body_has_been_left(place: Callable[..., Place]) -> None:
     here = place(1)
     number = here.enter()
-    events.post(here.store, "release", number=number - 1, reason="old", culprits={})
-    events.post(here.store, "release", number=number + 1, reason="early", culprits={})
+    exchange.post_event(here.store, "release", number=number - 1, reason="old", culprits={})
+    exchange.post_event(here.store, "release", number=number + 1, reason="early", culprits={})
     here.settle()
     assert here.watch.released(number) is None
     here.watch.leave()
-    events.post(here.store, "release", number=number, reason="late", culprits={})
+    exchange.post_event(here.store, "release", number=number, reason="late", culprits={})
     here.settle()
     assert here.watch.released(number) is None
 
@@ -272,7 +275,9 @@ def test_a_rank_that_waits_in_a_collective_for_a_failed_peer_is_released_after_a
     number = here.enter()
     begin = time.monotonic()
     with pytest.raises(Released, match=r"^rank 0 \(gpu-06\) failed: ValueError: boom$"):
-        hang(lambda: events.post(here.store, "absent", rank=0, number=number, message="failed: ValueError: boom"))
+        hang(
+            lambda: exchange.post_event(here.store, "absent", rank=0, number=number, message="failed: ValueError: boom")
+        )
     assert time.monotonic() - begin >= 0.15
     here.watch.leave()
     assert here.watch.explanation(number, 0) == "rank 0 (gpu-06) failed: ValueError: boom"
@@ -283,7 +288,7 @@ def test_a_failure_in_a_phase_that_this_rank_has_not_entered_yet_is_not_forgotte
     here.watch.guard(Blocked(making_group=True))
     number = here.watch.enter("setup of t", DEADLINE_SECONDS)
     here.watch.leave()
-    events.post(here.store, "absent", rank=0, number=number + 1, message="failed: ValueError: boom")
+    exchange.post_event(here.store, "absent", rank=0, number=number + 1, message="failed: ValueError: boom")
     here.settle()
     here.enter()
     with pytest.raises(Released, match="boom"):
@@ -295,7 +300,7 @@ def test_a_rank_that_is_still_busy_is_left_alone_after_a_peers_failure(place: Ca
     here = place(1, grace=0.02)
     here.watch.guard(Blocked(making_group=False))
     number = here.enter()
-    events.post(here.store, "absent", rank=0, number=number, message="failed: boom")
+    exchange.post_event(here.store, "absent", rank=0, number=number, message="failed: boom")
     until(lambda: here.watch.explanation(number, 0))
     here.settle()
     assert here.watch.released(number) is None
@@ -315,7 +320,9 @@ def test_what_explains_a_cut_connection_is_waited_for_but_not_for_ever(place: Ca
     here = place(1)
     number = here.enter(leave=True)
     assert here.watch.explanation(number, 0.02) is None
-    timer = threading.Timer(0.05, events.post, (here.store, "absent"), {"rank": 0, "number": number, "message": "died"})
+    timer = threading.Timer(
+        0.05, exchange.post_event, (here.store, "absent"), {"rank": 0, "number": number, "message": "died"}
+    )
     timer.start()
     assert here.watch.explanation(number, DEADLINE_SECONDS) == "rank 0 (gpu-06) died"
     timer.join()
@@ -328,7 +335,7 @@ def test_a_loss_that_another_rank_saw_ends_the_run_here_and_frees_this_rank(plac
     here = place(1)
     number = here.enter()
     with pytest.raises(Released):
-        hang(lambda: events.post(here.store, "lost", rank=0, message="process 7"))
+        hang(lambda: exchange.post_event(here.store, "lost", rank=0, message="process 7"))
     here.watch.leave()
     ending = here.watch.ending
     assert ending is not None
@@ -342,7 +349,7 @@ def test_a_loss_that_another_rank_saw_ends_the_run_here_and_frees_this_rank(plac
 def test_rank_0_answers_for_a_lost_rank_so_that_it_does_not_wait_for_it(place: Callable[..., Place]) -> None:
     here = place(0)
     number = here.enter(leave=True)
-    events.post(here.store, "lost", rank=1, message="gone")
+    exchange.post_event(here.store, "lost", rank=1, message="gone")
     until(lambda: here.store.check([key_of(number, 1)]))
     assert json.loads(here.store.get(key_of(number, 1)))["o"] == "lost"
 
@@ -452,7 +459,7 @@ def test_an_ending_is_told_once_however_often_it_is_found(place: Callable[..., P
     here = place(0)
     here.watch.end(ENDING)
     here.watch.end(Ending(name="other", message="later", exit=2))
-    events.post(here.store, "lost", rank=1, message="later")
+    exchange.post_event(here.store, "lost", rank=1, message="later")
     here.settle()
     assert here.watch.ending == ENDING
     assert here.endings == [ENDING]
@@ -462,7 +469,7 @@ def test_an_ending_is_told_once_however_often_it_is_found(place: Callable[..., P
 def test_an_ending_that_a_peer_told_is_taken_over_and_not_told_again(place: Callable[..., Place]) -> None:
     here = place(1)
     body = {"name": "interrupted", "message": "interrupted (Ctrl-C) on rank 0", "exit": 2, "culprits": [], "text": ""}
-    events.post(here.store, "end", **body)
+    exchange.post_event(here.store, "end", **body)
     until(lambda: here.endings)
     here.settle()
     assert here.endings == [Ending(**body)]
@@ -511,7 +518,7 @@ def test_an_orderly_close_ends_the_watcher_and_calls_no_overtime(place: Callable
 def test_sigterm_is_a_goodbye_and_ends_the_run_once_no_death_explains_it(
     place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "_LOST_BEFORE_TERM_SECONDS", 0.1)
+    monkeypatch.setattr(watchdog, "_LOST_BEFORE_TERM_SECONDS", 0.1)
     here = place(0)
     here.enter(leave=True)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -525,7 +532,7 @@ def test_sigterm_is_a_goodbye_and_ends_the_run_once_no_death_explains_it(
 def test_a_death_that_explains_a_sigterm_is_what_is_told(
     place: Callable[..., Place], sibling: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "_LOST_BEFORE_TERM_SECONDS", 5.0)
+    monkeypatch.setattr(watchdog, "_LOST_BEFORE_TERM_SECONDS", 5.0)
     here = place(0, peer=on_this_host(sibling))
     os.kill(os.getpid(), signal.SIGTERM)
     until(lambda: here.store.check(["bye/0"]))

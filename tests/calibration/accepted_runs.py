@@ -9,8 +9,8 @@ from typing import Any
 
 import example_runs
 
-from pytest_gpucluster.calibration.evidence import Source
-from pytest_gpucluster.journal import JournalBuilder
+from pytest_gpucluster.analysis.calibration import Source
+from pytest_gpucluster.journal.journal import JournalBuilder
 
 Lines = list[dict[str, Any]]
 BF16 = "matmul.bf16.tflops"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from accepted_runs import BUSBW, Lines, lines, measured, of_lines, source
 from each import of_each
 
-from pytest_gpucluster.calibration.evidence import refusals, series
+from pytest_gpucluster.analysis.calibration import refusals, series
 
 
 def line_of(found: Lines, kind: str) -> dict:

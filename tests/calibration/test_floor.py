@@ -11,8 +11,7 @@ from each import of_each
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpucluster.calibration.evidence import series
-from pytest_gpucluster.calibration.floor import Kept, propose, rounded_down
+from pytest_gpucluster.analysis.calibration import Kept, propose, rounded_down, series
 
 OTHER = {**LIMIT, "min": 100.0}
 

@@ -11,9 +11,7 @@ import pytest
 from accepted_runs import BF16, BUSBW, LIMIT, measured, source
 from each import of_each
 
-from pytest_gpucluster.calibration.evidence import Source, series
-from pytest_gpucluster.calibration.floor import Kept, Proposal, propose
-from pytest_gpucluster.calibration.overlay import conditions_of, overlay
+from pytest_gpucluster.analysis.calibration import Kept, Proposal, Source, conditions_of, overlay, propose, series
 from pytest_gpucluster.errors import ThresholdsError
 from pytest_gpucluster.judge import loader
 from pytest_gpucluster.judge.limits import Limit

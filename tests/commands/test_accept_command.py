@@ -9,7 +9,7 @@ import pytest
 from example_runs import write
 
 from pytest_gpucluster import cli
-from pytest_gpucluster.acceptance_record.document import digest, read
+from pytest_gpucluster.analysis.certificate import digest, read_certificate
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def accepted(runs, tmp_path, capsys) -> Path:
 
 
 def test_an_accepted_run_gives_a_record_that_is_verified_beside_its_journal(runs, accepted, capsys):
-    known = read(accepted).digest
+    known = read_certificate(accepted).digest
     words = ["accept", "verify", str(accepted), "--journal", str(runs / "accepted"), "--sha256", known]
     assert cli.main(words) == 0
     out = capsys.readouterr().out
@@ -82,7 +82,7 @@ def test_a_changed_record_is_not_intact_and_is_not_compared(accepted, tmp_path, 
 
 
 def test_a_record_that_was_sealed_anew_is_noticed_by_the_digest_that_was_kept(accepted, capsys):
-    known = read(accepted).digest
+    known = read_certificate(accepted).digest
     told = json.loads(accepted.read_text())
     told["record"]["made"]["by"] = "somebody else"
     told["sha256"] = digest(told["record"])
@@ -102,7 +102,7 @@ def test_a_record_beside_another_journal_is_not_its_record(runs, accepted, capsy
 def test_a_digest_is_one_word_on_any_terminal(accepted, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     assert cli.main(["accept", "verify", str(accepted)]) == 0
-    assert f"\n- sha256\n  {read(accepted).digest}\n" in capsys.readouterr().out
+    assert f"\n- sha256\n  {read_certificate(accepted).digest}\n" in capsys.readouterr().out
 
 
 def test_parts_that_were_swapped_are_told_within_80_columns(accepted, tmp_path, capsys):

@@ -96,7 +96,7 @@ def test_no_program_is_an_error_of_its_own(bench, capsys, monkeypatch):
     assert crosscheck("--binaries", "nowhere") == 6
     assert "nowhere or nowhere/build; " in capsys.readouterr().err
     monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr("pytest_gpucluster.crosscheck.programs.USUAL_FOLDERS", (folder / "usual",))
+    monkeypatch.setattr("pytest_gpucluster.analysis.nccl_programs.USUAL_FOLDERS", (folder / "usual",))
     assert main(["crosscheck", "nccl-tests", "run"]) == 6
     assert f"PATH, {folder / 'usual'}; " in capsys.readouterr().err
     (folder / "bin dir" / "all_reduce_perf").chmod(0o644)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpucluster import journal, run_directory
 from pytest_gpucluster.benchmarks.lora import reference_curve
 from pytest_gpucluster.cli import main
+from pytest_gpucluster.journal import journal, run_directory
+from pytest_gpucluster.journal.run_directory import artifacts_name
 from pytest_gpucluster.metrics.loss_curve import Curve, Point
-from pytest_gpucluster.run_directory import artifacts_name
 
 NODEID = "acceptance/test_qwen2_lora.py::test_lora_tiny"
 CONTEXT = dict.fromkeys(reference_curve.REQUIRED, "x")

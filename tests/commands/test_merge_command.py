@@ -7,10 +7,10 @@ import hashlib
 import pytest
 from written_runs import HBM, MATMUL, case, measured, write
 
-from pytest_gpucluster import journal
+from pytest_gpucluster.analysis.merge_sources import load_source
 from pytest_gpucluster.cli import main
 from pytest_gpucluster.errors import JournalError
-from pytest_gpucluster.merging.source import load
+from pytest_gpucluster.journal import journal
 
 LATER = "2026-01-03T03:04:05+00:00"
 
@@ -94,4 +94,4 @@ def test_other_clusters_are_merged_on_demand_and_nobody_can_overlook_it(runs, ca
 @pytest.mark.parametrize("when", ["", "yesterday", "2026-01-02T03:04:05"])
 def test_a_run_without_a_time_cannot_be_merged(tmp_path, when):
     with pytest.raises(JournalError, match="journal"):
-        load(write(tmp_path, started_at=when))
+        load_source(write(tmp_path, started_at=when))

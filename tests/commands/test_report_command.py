@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from junit_files import require_junit
 
-from pytest_gpucluster import journal, run_directory
 from pytest_gpucluster.cli import main
+from pytest_gpucluster.journal import journal, run_directory
 
 LINES = [
     {

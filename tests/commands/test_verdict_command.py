@@ -10,9 +10,10 @@ import re
 import jsonschema
 import pytest
 
-from pytest_gpucluster import cli, journal
+from pytest_gpucluster import cli
+from pytest_gpucluster.journal import journal
+from pytest_gpucluster.journal.verdict import EXIT_CODES, RUNNING_EXIT
 from pytest_gpucluster.reports.results_schema import results_schema
-from pytest_gpucluster.verdict import EXIT_CODES, RUNNING_EXIT
 
 RUN = {"type": "run", "schema_version": 1, "run_id": "r", "started_at": "x", "nnodes": 2, "world_size": 16}
 FAILED = {"type": "test", "nodeid": "t.py::test_it", "criterion": "hbm", "outcome": "failed", "message": "slow"}

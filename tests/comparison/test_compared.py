@@ -5,13 +5,13 @@ from __future__ import annotations
 from each import of_each
 from written_runs import HBM, MATMUL, case, measured, place, read, write
 
-from pytest_gpucluster import journal
-from pytest_gpucluster.comparison.compared import compare
-from pytest_gpucluster.comparison.side import side, without_samples
+from pytest_gpucluster.analysis.compare import compare_runs
+from pytest_gpucluster.analysis.run_view import side, without_samples
+from pytest_gpucluster.journal import journal
 
 
 def found(old, new, **more):
-    return compare(side(old), side(new), **more)
+    return compare_runs(side(old), side(new), **more)
 
 
 def one(*values, **more):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pytest_gpucluster.comparison.places import match
-from pytest_gpucluster.journal_lines import RankPlace
+from pytest_gpucluster.analysis.run_view import match
+from pytest_gpucluster.journal.records import RankPlace
 
 
 def ranks(*places: tuple[str, int, str]) -> dict[int, RankPlace]:

@@ -8,8 +8,7 @@ import random
 import pytest
 from each import of_each
 
-from pytest_gpucluster.comparison.allowance import allowance
-from pytest_gpucluster.comparison.rule import Known, known, weigh
+from pytest_gpucluster.analysis.significance import Known, allowance, known, weigh
 from pytest_gpucluster.errors import OptionError
 
 

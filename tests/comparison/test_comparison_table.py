@@ -8,17 +8,16 @@ import re
 from each import of_each
 from written_runs import HBM, MATMUL, case, measured, read
 
-from pytest_gpucluster.comparison.compared import compare
-from pytest_gpucluster.comparison.document import document
-from pytest_gpucluster.comparison.side import side
-from pytest_gpucluster.comparison.table import table
+from pytest_gpucluster.analysis.compare import compare_runs
+from pytest_gpucluster.analysis.compare_output import comparison_document, comparison_table
+from pytest_gpucluster.analysis.run_view import side
 
 EVIL = "<script>\x1b[31m\u202eevil\n\x00" + "x" * 10_000
 
 
 def text(old, new, *, width=80, everything=False, **more):
-    return table(
-        compare(side(old), side(new), **more),
+    return comparison_table(
+        compare_runs(side(old), side(new), **more),
         old_name="rank {}".format,
         new_name="rank {} (gpu-a)".format,
         width=width,
@@ -63,8 +62,8 @@ def test_nothing_is_wider_than_the_terminal_and_nothing_acts_on_it(width):
 def test_the_json_has_every_rank_and_no_number_that_json_lacks():
     old = read(case(MATMUL, "passed", measured([0, 730], "hbm.copy.bandwidth", width=None)))
     new = read(case(MATMUL, "passed", measured([5, "NaN"], "hbm.copy.bandwidth", width=None)))
-    compared = compare(side(old), side(new))
-    found = json.loads(document(compared, old={"journal": EVIL}, new={}, exit_code=5))
+    compared = compare_runs(side(old), side(new))
+    found = json.loads(comparison_document(compared, old={"journal": EVIL}, new={}, exit_code=5))
     assert (found["schema_version"], found["answer"], found["exit"], found["allowed_ratio"]) == (
         1,
         "UNDECIDED",

@@ -12,9 +12,8 @@ from example_journals import collective, places
 from nccl_tests import document, table
 from written_runs import read as read_run
 
-from pytest_gpucluster.crosscheck import compared, nccl_json, nccl_table
-from pytest_gpucluster.crosscheck.compared import AGREES, DIFFERS, MISSING, NOT_COMPARABLE, WRONG, compare
-from pytest_gpucluster.crosscheck.ours import ours
+from pytest_gpucluster.analysis import crosscheck, nccl_tests
+from pytest_gpucluster.analysis.crosscheck import AGREES, DIFFERS, MISSING, NOT_COMPARABLE, WRONG, compare_outputs, ours
 from pytest_gpucluster.errors import JournalError
 
 MB, GB = 1_000_000, 1_000_000_000
@@ -25,7 +24,7 @@ def mine(*tests, hosts=1, **more):
 
 
 def theirs(sizes=None, **more):
-    return nccl_json.read(json.dumps(document(sizes or {MB: 40.0, GB: 440.0}, **more)), "out.json")
+    return nccl_tests.read_json(json.dumps(document(sizes or {MB: 40.0, GB: 440.0}, **more)), "out.json")
 
 
 def kinds(found):
@@ -33,8 +32,8 @@ def kinds(found):
 
 
 def test_two_programs_that_measure_the_same_agree():
-    found = compare(mine(), [theirs({MB: 39.0, GB: 431.0})])
-    assert (kinds(found), found.answer) == ([AGREES, AGREES], compared.AGREEMENT)
+    found = compare_outputs(mine(), [theirs({MB: 39.0, GB: 431.0})])
+    assert (kinds(found), found.answer) == ([AGREES, AGREES], crosscheck.AGREEMENT)
     assert "rehearsal" in mine(device="cpu", rehearsal=True).why_not
     assert (found.wrong, found.unmatched, found.notes) == ((), (), ())
 
@@ -42,29 +41,33 @@ def test_two_programs_that_measure_the_same_agree():
 @of_each("case", [(400.0, DIFFERS), (480.0, DIFFERS), (420.0, AGREES), (449.0, AGREES)])
 def test_a_difference_is_a_finding_whoever_is_faster(case):
     value, kind = case
-    found = compare(mine(), [theirs({MB: 39.2, GB: value})])
+    found = compare_outputs(mine(), [theirs({MB: 39.2, GB: value})])
     assert kinds(found) == [AGREES, kind]
-    assert found.answer == (compared.FINDING if kind == DIFFERS else compared.AGREEMENT)
+    assert found.answer == (crosscheck.FINDING if kind == DIFFERS else crosscheck.AGREEMENT)
     assert found.rows[1].difference == pytest.approx(0.98 * 440 / value - 1)
-    assert compare(mine(), [theirs({MB: 39.2, GB: value})], beyond=0.2).answer == compared.AGREEMENT
-    assert compare(mine(), [theirs({MB: 39.2, GB: value})], beyond=0.001).answer == compared.FINDING
+    assert compare_outputs(mine(), [theirs({MB: 39.2, GB: value})], beyond=0.2).answer == crosscheck.AGREEMENT
+    assert compare_outputs(mine(), [theirs({MB: 39.2, GB: value})], beyond=0.001).answer == crosscheck.FINDING
 
 
 def test_an_all_reduce_stands_beside_what_is_in_place_and_all_others_beside_what_is_not():
     given = document({GB: 440.0})
     given["results"][0]["out_of_place"]["bus_bw"] = 100.0
-    assert kinds(compare(mine(collective({"1 GB": 440.0})), [nccl_json.read(json.dumps(given), "o")])) == [AGREES]
+    assert kinds(
+        compare_outputs(mine(collective({"1 GB": 440.0})), [nccl_tests.read_json(json.dumps(given), "o")])
+    ) == [AGREES]
     given["args"][0] = "all_gather_perf"
-    found = compare(mine(collective({"1 GB": 440.0}, name="all_gather")), [nccl_json.read(json.dumps(given), "o")])
+    found = compare_outputs(
+        mine(collective({"1 GB": 440.0}, name="all_gather")), [nccl_tests.read_json(json.dumps(given), "o")]
+    )
     assert kinds(found) == [DIFFERS]
     assert found.rows[0].theirs == 100.0
 
 
 def test_one_process_stands_beside_our_slowest_rank_and_one_for_each_gpu_beside_the_average():
     run = mine(collective({"1 GB": 440.0}, slowest={"1 GB": 400.0}))
-    assert compare(run, [theirs({GB: 440.0})]).rows[0].ours == 400.0
-    assert compare(run, [theirs({GB: 440.0}, per_process=1)]).rows[0].ours == 440.0
-    assert compare(run, [theirs({GB: 440.0}, per_process=4)]).rows[0].ours == 400.0
+    assert compare_outputs(run, [theirs({GB: 440.0})]).rows[0].ours == 400.0
+    assert compare_outputs(run, [theirs({GB: 440.0}, per_process=1)]).rows[0].ours == 440.0
+    assert compare_outputs(run, [theirs({GB: 440.0}, per_process=4)]).rows[0].ours == 400.0
 
 
 def test_only_the_ranks_of_the_same_host_stand_beside_it():
@@ -73,36 +76,36 @@ def test_only_the_ranks_of_the_same_host_stand_beside_it():
     values = slow["measurements"][0]["values"]
     values |= {str(rank): 300.0 for rank in range(8, 16)}
     run = mine(slow, hosts=2)
-    assert compare(run, [theirs({GB: 432.0})]).answer == compared.AGREEMENT
-    assert compare(run, [theirs({GB: 432.0}, hosts=("gpu-b",))]).rows[0].ours == 300.0
+    assert compare_outputs(run, [theirs({GB: 432.0})]).answer == crosscheck.AGREEMENT
+    assert compare_outputs(run, [theirs({GB: 432.0}, hosts=("gpu-b",))]).rows[0].ours == 300.0
 
 
 def test_another_host_is_another_measurement_unless_that_is_allowed():
-    found = compare(mine(), [theirs(hosts=("gpu-z",))])
+    found = compare_outputs(mine(), [theirs(hosts=("gpu-z",))])
     assert kinds(found) == [NOT_COMPARABLE, NOT_COMPARABLE]
-    assert found.answer == compared.NOTHING
+    assert found.answer == crosscheck.NOTHING
     assert "gpu-z" in found.rows[0].why
-    found = compare(mine(), [theirs(hosts=("gpu-z",))], other_hosts=True)
-    assert found.answer == compared.AGREEMENT
+    found = compare_outputs(mine(), [theirs(hosts=("gpu-z",))], other_hosts=True)
+    assert found.answer == crosscheck.AGREEMENT
     assert [note.partition(":")[0] for note in found.notes] == ["gpu-z"]
 
 
 def test_wrong_data_are_a_finding_at_any_size_and_in_either_half():
-    assert kinds(compare(mine(), [theirs(wrong=1.0)])) == [WRONG, WRONG]
+    assert kinds(compare_outputs(mine(), [theirs(wrong=1.0)])) == [WRONG, WRONG]
     given = document({GB: 440.0})
     given["results"][0]["out_of_place"]["nwrong"] = 2
-    found = compare(mine(collective({"1 GB": 440.0})), [nccl_json.read(json.dumps(given), "o")])
-    assert (kinds(found), found.answer) == ([WRONG], compared.FINDING)
+    found = compare_outputs(mine(collective({"1 GB": 440.0})), [nccl_tests.read_json(json.dumps(given), "o")])
+    assert (kinds(found), found.answer) == ([WRONG], crosscheck.FINDING)
     # At a size that we have not measured, and where only the closing line tells.
-    found = compare(mine(), [theirs({MB: 40.0, GB: 440.0}), theirs({77: 1.0}, wrong=4.0)])
-    assert (found.answer, found.wrong) == (compared.FINDING, ("all_reduce: 8 wrong elements (out.json)",))
-    found = compare(mine(), [nccl_table.read(table({MB: 39.2, GB: 440.0}, bounds=1), "out.txt")])
-    assert (kinds(found), found.answer) == ([AGREES, AGREES], compared.FINDING)
+    found = compare_outputs(mine(), [theirs({MB: 40.0, GB: 440.0}), theirs({77: 1.0}, wrong=4.0)])
+    assert (found.answer, found.wrong) == (crosscheck.FINDING, ("all_reduce: 8 wrong elements (out.json)",))
+    found = compare_outputs(mine(), [nccl_tests.read_table(table({MB: 39.2, GB: 440.0}, bounds=1), "out.txt")])
+    assert (kinds(found), found.answer) == ([AGREES, AGREES], crosscheck.FINDING)
 
 
 def test_data_that_nobody_looked_at_are_no_agreement():
-    found = compare(mine(), [theirs(wrong=None)])
-    assert (kinds(found), found.answer) == ([NOT_COMPARABLE, NOT_COMPARABLE], compared.NOTHING)
+    found = compare_outputs(mine(), [theirs(wrong=None)])
+    assert (kinds(found), found.answer) == ([NOT_COMPARABLE, NOT_COMPARABLE], crosscheck.NOTHING)
     assert "-c 0" in found.rows[0].why
 
 
@@ -110,35 +113,35 @@ def test_data_that_nobody_looked_at_are_no_agreement():
 def test_what_is_no_figure_is_no_agreement(figure):
     given = document({GB: 440.0})
     given["results"][0]["in_place"]["bus_bw"] = figure
-    found = compare(mine(collective({"1 GB": 440.0})), [nccl_json.read(json.dumps(given), "o")])
-    assert (kinds(found), found.answer) == ([NOT_COMPARABLE], compared.NOTHING)
+    found = compare_outputs(mine(collective({"1 GB": 440.0})), [nccl_tests.read_json(json.dumps(given), "o")])
+    assert (kinds(found), found.answer) == ([NOT_COMPARABLE], crosscheck.NOTHING)
     ours_is_none = mine(collective({"1 GB": {"nan": "NaN", math.inf: "Infinity"}.get(figure, figure)}))
-    assert kinds(compare(ours_is_none, [theirs({GB: 440.0})])) == [NOT_COMPARABLE]
+    assert kinds(compare_outputs(ours_is_none, [theirs({GB: 440.0})])) == [NOT_COMPARABLE]
     unsure = mine(collective({"1 GB": 440.0}, inconclusive="too wide"))
-    assert kinds(compare(unsure, [theirs({GB: 440.0})])) == [NOT_COMPARABLE]
+    assert kinds(compare_outputs(unsure, [theirs({GB: 440.0})])) == [NOT_COMPARABLE]
 
 
 def test_a_size_that_nccl_tests_left_out_is_missing_and_decides_unless_that_is_allowed():
-    found = compare(mine(), [theirs({MB: 39.2})])
-    assert (kinds(found), found.answer) == ([AGREES, MISSING], compared.UNDECIDED)
-    assert compare(mine(), [theirs({MB: 39.2})], partial=True).answer == compared.AGREEMENT
-    assert compare(mine(), [theirs({77: 39.2})], partial=True).answer == compared.NOTHING
+    found = compare_outputs(mine(), [theirs({MB: 39.2})])
+    assert (kinds(found), found.answer) == ([AGREES, MISSING], crosscheck.UNDECIDED)
+    assert compare_outputs(mine(), [theirs({MB: 39.2})], partial=True).answer == crosscheck.AGREEMENT
+    assert compare_outputs(mine(), [theirs({77: 39.2})], partial=True).answer == crosscheck.NOTHING
 
 
 def test_what_was_asked_for_and_never_came_is_missing():
     run = mine(collective({"1 GB": 440.0}), collective({"1 GB": 440.0}, dtype="fp32"))
-    assert compare(run, [theirs({GB: 440.0})]).answer == compared.AGREEMENT
-    found = compare(run, [theirs({GB: 440.0})], expected=run.points)
-    assert (kinds(found), found.answer) == ([AGREES, MISSING], compared.UNDECIDED)
+    assert compare_outputs(run, [theirs({GB: 440.0})]).answer == crosscheck.AGREEMENT
+    found = compare_outputs(run, [theirs({GB: 440.0})], expected=run.points)
+    assert (kinds(found), found.answer) == ([AGREES, MISSING], crosscheck.UNDECIDED)
 
 
 def test_an_output_of_which_the_journal_has_nothing_decides_unless_that_is_allowed():
     others = [theirs({GB: 440.0}, gpus=4), theirs({GB: 440.0}, dtype="float"), theirs({GB: 1.0}, program="x_perf")]
     for other in others:
-        found = compare(mine(), [theirs(), other])
-        assert found.answer == compared.UNDECIDED, found.unmatched
-        assert compare(mine(), [theirs(), other], partial=True).answer == compared.AGREEMENT
-        assert compare(mine(), [other], partial=True).answer == compared.NOTHING
+        found = compare_outputs(mine(), [theirs(), other])
+        assert found.answer == crosscheck.UNDECIDED, found.unmatched
+        assert compare_outputs(mine(), [theirs(), other], partial=True).answer == crosscheck.AGREEMENT
+        assert compare_outputs(mine(), [other], partial=True).answer == crosscheck.NOTHING
     [unmatched] = found.unmatched
     assert "bfloat16 by 8 ranks on 1 node" in unmatched
 
@@ -148,24 +151,24 @@ def test_a_size_that_was_rounded_down_to_whole_parts_is_the_same_size():
     rounded = GB // (24 * 16) * (24 * 16)
     assert rounded < GB
     hosts = ("gpu-a", "gpu-b", "gpu-c")
-    assert compare(run, [theirs({rounded: 432.0}, hosts=hosts)]).answer == compared.AGREEMENT
-    assert kinds(compare(run, [theirs({GB - 24 * 16: 432.0}, hosts=hosts)])) == [MISSING]
-    assert kinds(compare(run, [theirs({GB + 1: 432.0}, hosts=hosts)])) == [MISSING]
+    assert compare_outputs(run, [theirs({rounded: 432.0}, hosts=hosts)]).answer == crosscheck.AGREEMENT
+    assert kinds(compare_outputs(run, [theirs({GB - 24 * 16: 432.0}, hosts=hosts)])) == [MISSING]
+    assert kinds(compare_outputs(run, [theirs({GB + 1: 432.0}, hosts=hosts)])) == [MISSING]
 
 
 def test_a_size_that_came_twice_is_as_good_as_its_worse_line():
     twice = theirs({GB: 440.0})
     slow = theirs({GB: 300.0})
-    found = compare(mine(collective({"1 GB": 440.0})), [replace(twice, rows=twice.rows + slow.rows)])
+    found = compare_outputs(mine(collective({"1 GB": 440.0})), [replace(twice, rows=twice.rows + slow.rows)])
     assert kinds(found) == [DIFFERS]
 
 
 def test_a_figure_that_is_printed_too_coarsely_is_not_compared():
     small = mine(collective({"1 MB": 0.05}))
-    found = compare(small, [nccl_table.read(table({MB: 0.05}), "out.txt")])
+    found = compare_outputs(small, [nccl_tests.read_table(table({MB: 0.05}), "out.txt")])
     assert (kinds(found), found.rows[0].why.startswith("0.05 GB/s ")) == ([NOT_COMPARABLE], True)
     assert "-J" in found.rows[0].why
-    assert kinds(compare(small, [theirs({MB: 0.049})])) == [AGREES]
+    assert kinds(compare_outputs(small, [theirs({MB: 0.049})])) == [AGREES]
 
 
 def test_labels_that_this_project_does_not_write_are_told():

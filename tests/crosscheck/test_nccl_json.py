@@ -9,15 +9,14 @@ import pytest
 from each import of_each
 from nccl_tests import document
 
-from pytest_gpucluster.crosscheck.nccl_json import read
-from pytest_gpucluster.crosscheck.nccl_output import IN_PLACE, OUT_OF_PLACE
+from pytest_gpucluster.analysis.nccl_tests import IN_PLACE, OUT_OF_PLACE, read_json
 from pytest_gpucluster.errors import OutputError
 
 SIZES = {1_000_000: 40.4, 1_000_000_000: 442.28}
 
 
 def test_each_result_is_read_with_both_of_its_halves():
-    output = read(json.dumps(document(SIZES)), "out.json")
+    output = read_json(json.dumps(document(SIZES)), "out.json")
     assert "hunter2" not in repr(output), "nothing of the environment is kept"
     assert (output.collective, output.ranks, output.processes) == ("all_reduce", 8, 1)
     assert (output.hosts, output.nccl, output.wrong) == (("gpu-a",), "2.27.3", 0)
@@ -30,9 +29,9 @@ def test_each_result_is_read_with_both_of_its_halves():
 def test_ranks_are_counted_although_only_the_first_gpu_of_each_process_is_listed():
     several = document(SIZES, hosts=("gpu-a", "gpu-b"), per_process=8)
     assert len(several["config"]["devices"]) == 2
-    output = read(json.dumps(several), "out.json")
+    output = read_json(json.dumps(several), "out.json")
     assert (output.ranks, output.processes, output.hosts) == (16, 2, ("gpu-a", "gpu-b"))
-    output = read(json.dumps(document(SIZES, hosts=("gpu-a", "gpu-b"), per_process=1)), "out.json")
+    output = read_json(json.dumps(document(SIZES, hosts=("gpu-a", "gpu-b"), per_process=1)), "out.json")
     assert (output.ranks, output.processes) == (16, 16)
 
 
@@ -41,7 +40,7 @@ def test_what_is_no_number_is_not_taken_for_one():
     given["results"][0]["in_place"]["bus_bw"] = "nan"
     given["results"][1]["in_place"]["nwrong"] = "nan"
     given["results"][1]["out_of_place"]["nwrong"] = None
-    first, last = read(json.dumps(given), "out.json").rows
+    first, last = read_json(json.dumps(given), "out.json").rows
     assert math.isnan(first.figures[IN_PLACE].busbw)
     assert last.figures[IN_PLACE].wrong == math.inf
     assert last.figures[OUT_OF_PLACE].wrong is None
@@ -73,4 +72,4 @@ def changed(change):
 def test_what_is_no_whole_file_is_refused(case):
     text, said = case
     with pytest.raises(OutputError, match=f"out.json: .*{said}"):
-        read(text, "out.json")
+        read_json(text, "out.json")

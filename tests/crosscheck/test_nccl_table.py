@@ -6,8 +6,7 @@ import pytest
 from each import of_each
 from nccl_tests import BLANK, old_table, table
 
-from pytest_gpucluster.crosscheck.nccl_output import IN_PLACE, OUT_OF_PLACE
-from pytest_gpucluster.crosscheck.nccl_table import read
+from pytest_gpucluster.analysis.nccl_tests import IN_PLACE, OUT_OF_PLACE, read_table
 from pytest_gpucluster.errors import OutputError
 
 SIZES = {1_000_000: 40.4, 1_000_000_000: 442.28}
@@ -15,7 +14,7 @@ GOOD = table(SIZES)
 
 
 def test_each_line_is_read_with_both_of_its_halves():
-    output = read(table(SIZES), "out.txt")
+    output = read_table(table(SIZES), "out.txt")
     assert (output.collective, output.ranks, output.processes) == ("all_reduce", 8, 1)
     assert (output.hosts, output.nccl, output.out_of_bounds, output.wrong) == (("gpu-a",), "2.27.3", 0, 0)
     assert [row.size_bytes for row in output.rows] == list(SIZES)
@@ -27,43 +26,45 @@ def test_each_line_is_read_with_both_of_its_halves():
 
 def test_ranks_and_processes_are_told_apart():
     several = table(SIZES, hosts=("gpu-a.example", "gpu-b.example"), per_process=1)
-    output = read(several, "out.txt")
+    output = read_table(several, "out.txt")
     assert (output.ranks, output.processes, output.hosts) == (16, 16, ("gpu-a", "gpu-b"))
-    output = read(table(SIZES, hosts=("gpu-a", "gpu-b"), per_process=8), "out.txt")
+    output = read_table(table(SIZES, hosts=("gpu-a", "gpu-b"), per_process=8), "out.txt")
     assert (output.ranks, output.processes) == (16, 2)
 
 
 def test_wrong_elements_are_counted_and_data_that_nobody_looked_at_are_not_right():
-    assert read(table(SIZES, wrong=3), "out.txt").wrong == 12
-    assert read(table(SIZES, bounds=2), "out.txt").wrong == 2
-    output = read(table(SIZES, wrong="N/A"), "out.txt")
+    assert read_table(table(SIZES, wrong=3), "out.txt").wrong == 12
+    assert read_table(table(SIZES, bounds=2), "out.txt").wrong == 2
+    output = read_table(table(SIZES, wrong="N/A"), "out.txt")
     assert [row.figures[IN_PLACE].wrong for row in output.rows] == [None, None]
 
 
 def test_the_table_of_an_older_version_is_read_by_the_names_of_its_columns():
-    output = read(old_table({1024: 99.5}), "old.txt")
+    output = read_table(old_table({1024: 99.5}), "old.txt")
     assert (output.collective, output.ranks, output.nccl) == (None, 8, "")
     [row] = output.rows
     assert (row.dtype, row.figures[OUT_OF_PLACE].busbw, row.figures[OUT_OF_PLACE].wrong) == ("float", 99.5, 0.0)
-    [row] = read(old_table({1024: 99.5}, error="  N/A"), "old.txt").rows
+    [row] = read_table(old_table({1024: 99.5}, error="  N/A"), "old.txt").rows
     assert row.figures[OUT_OF_PLACE].wrong is None
 
 
 def test_a_reduction_that_is_left_blank_moves_no_figure():
-    rows = read(BLANK, "old.txt").rows
+    rows = read_table(BLANK, "old.txt").rows
     assert [(row.size_bytes, row.redop, row.dtype) for row in rows] == [
         (size, "", "float") for size in (0, 1073741824, 8589934592)
     ]
     assert (rows[2].figures[OUT_OF_PLACE].busbw, rows[2].figures[IN_PLACE].busbw) == (224.31, 226.16)
     assert rows[2].figures[IN_PLACE].wrong is None
     blank = table(SIZES, program="all_gather_perf").replace("   sum  ", "        ")
-    assert [row.figures for row in read(blank, "out.txt").rows] == [row.figures for row in read(GOOD, "out.txt").rows]
+    assert [row.figures for row in read_table(blank, "out.txt").rows] == [
+        row.figures for row in read_table(GOOD, "out.txt").rows
+    ]
 
 
 @of_each("tag", ["[1,0]<stdout>: ", "[1,12]<stdout>:", " 0: "])
 def test_what_a_launcher_puts_before_each_line_is_left_out(tag):
     tagged = "".join(f"{tag}{line}\n" for line in table(SIZES).splitlines())
-    assert read(tagged, "out.txt").rows == read(table(SIZES), "out.txt").rows
+    assert read_table(tagged, "out.txt").rows == read_table(table(SIZES), "out.txt").rows
 
 
 BAD = {
@@ -87,4 +88,4 @@ BAD = {
 def test_what_is_no_whole_table_is_refused(case):
     text, said = BAD[case]
     with pytest.raises(OutputError, match=f"(?s)^out.txt.*{said}"):
-        read(text, "out.txt")
+        read_table(text, "out.txt")

@@ -6,7 +6,7 @@ import hypothesis
 from each import of_each
 from hypothesis import strategies
 
-from pytest_gpucluster.crosscheck.ranges import ranges
+from pytest_gpucluster.analysis.nccl_programs import ranges
 
 MIB = 2**20
 

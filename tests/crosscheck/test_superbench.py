@@ -10,11 +10,10 @@ from each import of_each
 from example_journals import collective, places
 from written_runs import read as read_run
 
-from pytest_gpucluster.crosscheck import compared
-from pytest_gpucluster.crosscheck.compared import AGREES, DIFFERS, NOT_COMPARABLE, compare
-from pytest_gpucluster.crosscheck.nccl_output import OUT_OF_PLACE
-from pytest_gpucluster.crosscheck.ours import ours
-from pytest_gpucluster.crosscheck.superbench import is_summary, read
+from pytest_gpucluster.analysis import crosscheck
+from pytest_gpucluster.analysis.crosscheck import AGREES, DIFFERS, NOT_COMPARABLE, compare_outputs, ours
+from pytest_gpucluster.analysis.nccl_tests import OUT_OF_PLACE
+from pytest_gpucluster.analysis.superbench import is_summary, read
 from pytest_gpucluster.errors import OutputError
 
 # Lines and figures of microsoft/superbenchmark, tests/analyzer/test_results.jsonl (MIT), most metrics left out.
@@ -110,13 +109,13 @@ def test_what_is_no_whole_summary_is_refused(case):
 def test_speeds_are_compared_and_a_note_says_that_nobody_looked_at_the_data(case):
     value, kind = case
     mine = ours(read_run(collective({SIZE: 235.0}, dtype="fp32"), ranks=places()))
-    found = compare(mine, outputs(with_key("nccl-bw:nvlink/allreduce_8589934592_busbw:0", value)))
+    found = compare_outputs(mine, outputs(with_key("nccl-bw:nvlink/allreduce_8589934592_busbw:0", value)))
     assert [row.kind for row in found.rows] == [kind]
-    assert (found.answer == compared.AGREEMENT) == (kind == AGREES)
+    assert (found.answer == crosscheck.AGREEMENT) == (kind == AGREES)
     assert any("SuperBench" in note and "data" in note for note in found.notes)
 
 
 def test_another_node_than_ours_is_not_compared():
     mine = ours(read_run(collective({SIZE: 235.0}, dtype="fp32"), ranks=places()))
-    assert [row.kind for row in compare(mine, outputs(NODE)).rows] == [NOT_COMPARABLE]
-    assert [row.kind for row in compare(mine, outputs(NODE), other_hosts=True).rows] == [AGREES]
+    assert [row.kind for row in compare_outputs(mine, outputs(NODE)).rows] == [NOT_COMPARABLE]
+    assert [row.kind for row in compare_outputs(mine, outputs(NODE), other_hosts=True).rows] == [AGREES]

@@ -18,7 +18,7 @@ from junit_files import require_junit
 from kubectl import require_kubectl
 from shell import finished
 
-from pytest_gpucluster.reports.folder import FILES
+from pytest_gpucluster.reports.registry import FILES
 
 SCRIPTS = manifests.KUBERNETES / "components" / "scripts"
 COLLECT = manifests.KUBERNETES / "collect.sh"

@@ -25,8 +25,8 @@ from sessions import environment
 from shell import finished
 from slurm_cluster import GPUS_PER_NODE, HOST, NODES, PROGRAMS, SlurmCluster, cluster
 
-from pytest_gpucluster import journal
-from pytest_gpucluster.reports.folder import FILES
+from pytest_gpucluster.journal import journal
+from pytest_gpucluster.reports.registry import FILES
 
 pytestmark = pytest.mark.extended
 

@@ -20,8 +20,8 @@ import yaml
 from pages import ROOT, Block, Page
 
 from pytest_gpucluster import cli, options, plugin
+from pytest_gpucluster.analysis.crosscheck import require_others
 from pytest_gpucluster.config import workload_loader
-from pytest_gpucluster.crosscheck.plan import require_others
 from pytest_gpucluster.errors import GpuClusterError
 from pytest_gpucluster.judge import loader
 from pytest_gpucluster.metrics import measurement

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 from each import of_each
 from pages import ROOT, page_named, rows
 
-from pytest_gpucluster import verdict
 from pytest_gpucluster.config.workload import predict
 from pytest_gpucluster.config.workload_loader import load
+from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.judge import limits, loader
 from pytest_gpucluster.metrics.catalogue import CATALOGUE
 from pytest_gpucluster.node.health.xid_table import table

@@ -10,7 +10,7 @@ from junit_files import require_junit
 from times import DEATH
 from torchrun import start, suite, torchrun
 
-from pytest_gpucluster import journal
+from pytest_gpucluster.journal import journal
 
 HOSTILE = {
     "test_hostile.py": """

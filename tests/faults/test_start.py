@@ -10,7 +10,7 @@ from dataclasses import asdict
 import pytest
 from torchrun import torchrun
 
-from pytest_gpucluster.agreement.vitals import start_time
+from pytest_gpucluster.agreement.liveness import start_time
 from pytest_gpucluster.start_notes import Start, StartNote
 
 CONFTEST = """

@@ -8,13 +8,9 @@ import re
 import pytest
 from written_runs import HBM, MATMUL, case, measured, place, read
 
+from pytest_gpucluster.analysis.fleet import Answer, drain_text, fleet, journals_below, matrix, outliers
+from pytest_gpucluster.analysis.fleet_output import fleet_document, fleet_table
 from pytest_gpucluster.errors import LaunchError
-from pytest_gpucluster.fleet.document import document
-from pytest_gpucluster.fleet.drain import drain_text
-from pytest_gpucluster.fleet.matrix import matrix
-from pytest_gpucluster.fleet.node import Answer, fleet, journals_below
-from pytest_gpucluster.fleet.outliers import outliers
-from pytest_gpucluster.fleet.table import table
 from pytest_gpucluster.launch.hostlist import expand_hostlist
 
 EVIL = "<script>\x1b[31m\u202eevil\n" + "x" * 10_000
@@ -48,7 +44,7 @@ def test_every_node_is_good_to_be_drained_or_without_an_answer():
     )
     assert named(found.drained) == ["gpu-7", "gpu-8"]
     assert named(found.without_answer) == ["gpu-9", "gpu-a", "gpu-b"]
-    shown = table(found)
+    shown = fleet_table(found)
     rows = ["gpu-7  REJECTED  F.", "gpu-8  ACCEPTED  o.", "gpu-9  BROKEN    E.", "gpu-a  ACCEPTED  ."]
     assert [row for row in rows if row not in shown.splitlines()] == []
     assert re.search(r"gpu-a: .* test_hbm", shown)
@@ -81,10 +77,10 @@ def test_what_should_be_alike_and_is_not_is_told():
 
 def test_nothing_hostile_reaches_the_terminal_or_the_drain_file():
     found = picture(answer("gpu-1", case(MATMUL, "failed", message=EVIL)), answer(EVIL), expected=[EVIL + "2"])
-    for text in (table(found), drain_text(found)):
+    for text in (fleet_table(found), drain_text(found)):
         assert all(line.isprintable() for line in text.splitlines())
-    assert max(map(len, table(found).splitlines())) <= 80
-    json.loads(document(found, exit_code=1))
+    assert max(map(len, fleet_table(found).splitlines())) <= 80
+    json.loads(fleet_document(found, exit_code=1))
     with pytest.raises(LaunchError, match="Slurm"):
         drain_text(picture(answer(EVIL, case(MATMUL, "failed", message="slow"))))
 
@@ -103,7 +99,7 @@ def test_the_drain_file_is_what_schedulers_take():
 
 def test_the_json_has_every_cell():
     found = picture(*(answer(f"gpu-{number}") for number in range(6)), answer("gpu-8", values=[500]))
-    told = json.loads(document(found, exit_code=1))
+    told = json.loads(fleet_document(found, exit_code=1))
     assert told["nodes"][-1]["cells"][MATMUL]["outcome"] == "outlier"
     assert told["nodes"][0]["cells"][MATMUL]["value"] == 730
     assert [each["node"] for each in told["drain"]] == ["gpu-8"]

@@ -6,8 +6,7 @@ import random
 
 from written_runs import MATMUL, case, measured, place, read
 
-from pytest_gpucluster.fleet.node import Answer, fleet
-from pytest_gpucluster.fleet.outliers import outliers
+from pytest_gpucluster.analysis.fleet import Answer, fleet, outliers
 
 
 def node(number, *values, metric="matmul.bf16.tflops", sku="H100 SXM", limit=None, width=0.005, **run):

@@ -13,10 +13,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from pytest_gpucluster import journal
 from pytest_gpucluster.errors import ThresholdsError
+from pytest_gpucluster.journal import journal
 from pytest_gpucluster.judge import loader
-from pytest_gpucluster.reports import folder
+from pytest_gpucluster.reports import registry
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -46,11 +46,11 @@ def reports_of(name: str) -> Iterator[tuple[str, str]]:
     """Yield file name and content of each report of an example run."""
     with tempfile.TemporaryDirectory() as place:
         run = example_runs.write(Path(place) / "run", name)
-        path = run / journal.FILE_NAME
+        path = run / journal.JOURNAL_FILE
         path.write_bytes(_ELSEWHERE.sub(rb"\1:7:7", path.read_bytes()))
         found = journal.read(path, keep_samples=False)
-        for kind, file in folder.FILES.items():
-            text = folder.rendered(kind, found, folder=run)
+        for kind, file in registry.FILES.items():
+            text = registry.rendered(kind, found, folder=run)
             # Of each kind of run one page is enough: most of it is figures.
             if kind != "html":
                 yield file, text

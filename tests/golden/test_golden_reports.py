@@ -12,7 +12,7 @@ import pytest
 from example_runs import NAMES
 from regenerate import REPORTS, reports_of
 
-from pytest_gpucluster.reports.folder import FILES
+from pytest_gpucluster.reports.registry import FILES
 
 
 @functools.cache

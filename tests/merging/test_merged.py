@@ -8,10 +8,10 @@ import pytest
 from each import of_each
 from written_runs import HBM, MATMUL, case, measured, place, write
 
-from pytest_gpucluster import journal
+from pytest_gpucluster.analysis.merge import merge_journals
+from pytest_gpucluster.analysis.merge_sources import load_source
 from pytest_gpucluster.errors import OptionError
-from pytest_gpucluster.merging.merged import merge
-from pytest_gpucluster.merging.source import load
+from pytest_gpucluster.journal import journal
 
 FIRST, SECOND, THIRD = (f"2026-01-02T0{hour}:00:00+00:00" for hour in (3, 4, 5))
 DIMM = f"{MATMUL}[dimm]"
@@ -33,8 +33,8 @@ def merged(tmp_path):
         sources = []
         for number, (tests, more) in enumerate(runs):
             more = {"run_id": f"r{number}", "started_at": (FIRST, SECOND, THIRD)[number], **more}
-            sources.append(load(write(tmp_path / f"{number}", *tests, **more)))
-        found = merge(sources, other_clusters=other_clusters)
+            sources.append(load_source(write(tmp_path / f"{number}", *tests, **more)))
+        found = merge_journals(sources, other_clusters=other_clusters)
         path = tmp_path / "merged.jsonl"
         path.write_bytes(b"".join(journal.encode(line) for line in found.lines()))
         read = journal.read(path)
@@ -281,7 +281,7 @@ def test_attempts_of_a_failure_are_counted_and_what_passes_twice_was_not_run_aga
 def test_a_merged_run_is_merged_again_with_what_ran_before_or_after_it(tmp_path, merged):
     merged(([good(), good(HBM)], {}), ([bad(started_at=SECOND)], {}))
     after = write(tmp_path / "x", good(started_at=THIRD), run_id="r9", started_at=THIRD, selection=True)
-    read = built(merge([load(tmp_path / "merged.jsonl"), load(after)]))
+    read = built(merge_journals([load_source(tmp_path / "merged.jsonl"), load_source(after)]))
     assert read.verdict == "ACCEPTED"
     assert [each.run_id for each in read.run.merged_from] == ["r0", "r1", "r9"]
     [result] = [result for result in read.results if result.nodeid == MATMUL]
@@ -298,18 +298,20 @@ def test_a_merged_run_is_merged_again_with_what_ran_before_or_after_it(tmp_path,
 @of_each("place", [0, 1])
 def test_what_ran_between_merged_runs_is_refused(tmp_path, merged, place):
     merged(([good(), good(HBM)], {}), ([bad()], {"started_at": THIRD}))
-    sources = [load(tmp_path / "merged.jsonl")]
-    sources.insert(place, load(write(tmp_path / "x", good(), run_id="r9", started_at=SECOND, selection=True)))
+    sources = [load_source(tmp_path / "merged.jsonl")]
+    sources.insert(place, load_source(write(tmp_path / "x", good(), run_id="r9", started_at=SECOND, selection=True)))
     with pytest.raises(OptionError, match="r9"):
-        merge(sources)
+        merge_journals(sources)
 
 
 def test_a_run_is_merged_once(tmp_path, merged):
     merged(([bad(), good(HBM)], {}), ([good()], {}))
     with pytest.raises(OptionError, match="in common"):
-        merge([load(tmp_path / "merged.jsonl"), load(tmp_path / "1" / "journal.jsonl")])
+        merge_journals([load_source(tmp_path / "merged.jsonl"), load_source(tmp_path / "1" / "journal.jsonl")])
     with pytest.raises(OptionError, match="same run"):
-        merge([load(write(tmp_path / "a", good())), load(write(tmp_path / "b", good(), closed=False))])
+        merge_journals(
+            [load_source(write(tmp_path / "a", good())), load_source(write(tmp_path / "b", good(), closed=False))]
+        )
 
 
 def test_different_clusters_stay_different_however_often_they_are_merged(tmp_path, merged):
@@ -317,7 +319,7 @@ def test_different_clusters_stay_different_however_often_they_are_merged(tmp_pat
     both = [place(0), place(1), {**other[0], "rank": 2}, {**other[1], "rank": 3}]
     merged(([good()], {"ranks": other}), ([good(HBM)], {}), other_clusters=True)
     whole = write(tmp_path / "x", good(), case(HBM, "skipped"), run_id="r9", started_at=THIRD, ranks=both)
-    read = built(merge([load(tmp_path / "merged.jsonl"), load(whole)]))
+    read = built(merge_journals([load_source(tmp_path / "merged.jsonl"), load_source(whole)]))
     assert read.verdict == "SELECTION PASSED"
     assert re.search("OF DIFFERENT CLUSTERS: .*b and gpu-a", read.reason)
     assert len(read.run.merged_despite) == 2

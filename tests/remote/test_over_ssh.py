@@ -18,7 +18,7 @@ from programs import require_program
 from sessions import Left, Process, environment
 from ssh_nodes import SshNodes, ssh_nodes
 
-from pytest_gpucluster import journal
+from pytest_gpucluster.journal import journal
 from pytest_gpucluster.remote.keeper import descendants
 
 pytestmark = pytest.mark.extended

@@ -7,7 +7,7 @@ from pathlib import Path
 import example_runs
 import pytest
 
-from pytest_gpucluster import journal
+from pytest_gpucluster.journal import journal
 from pytest_gpucluster.reports.html import page
 
 
@@ -21,6 +21,6 @@ def example_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
 def example_pages(example_folders: dict[str, Path]) -> dict[str, str]:
     """``report.html`` of each example run."""
     return {
-        name: page.render(journal.read(folder / journal.FILE_NAME, keep_samples=False), folder=folder)
+        name: page.render(journal.read(folder / journal.JOURNAL_FILE, keep_samples=False), folder=folder)
         for name, folder in example_folders.items()
     }

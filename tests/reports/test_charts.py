@@ -7,14 +7,13 @@ import xml.etree.ElementTree as ET
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from pytest_gpucluster.journal import Journal
-from pytest_gpucluster.journal_lines import Cluster, RankPlace, Run
-from pytest_gpucluster.journal_measurements import JudgedLimit, JudgedMetric
-from pytest_gpucluster.reports.charts.bars import limit_bar
+from pytest_gpucluster.journal.fields import JudgedLimit, JudgedMetric
+from pytest_gpucluster.journal.journal import Journal
+from pytest_gpucluster.journal.records import Cluster, RankPlace, Run
 from pytest_gpucluster.reports.charts.dots import rank_dots
-from pytest_gpucluster.reports.charts.lines import Level, Line, line_chart
-from pytest_gpucluster.reports.charts.matrix import Cell, heat_map
-from pytest_gpucluster.reports.charts.scale import Scale, span
+from pytest_gpucluster.reports.charts.heatmap import Cell, heat_map
+from pytest_gpucluster.reports.charts.series import Level, Line, limit_bar, line_chart
+from pytest_gpucluster.reports.charts.svg import Scale, span
 
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = '</title><script>alert(1)</script> "x" onload=alert(2) \x1b[31m\u202e\x00\ud800 ]]>'

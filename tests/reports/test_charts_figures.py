@@ -10,9 +10,9 @@ import pytest
 from each import of_each
 from example_runs import ARTIFACTS, BURN_IN, LINKS, LORA, artifacts_name
 
-from pytest_gpucluster.journal_lines import TestResult
-from pytest_gpucluster.journal_measurements import JudgedMetric
-from pytest_gpucluster.reports.charts import artifact
+from pytest_gpucluster.journal.fields import JudgedMetric
+from pytest_gpucluster.journal.records import TestResult
+from pytest_gpucluster.reports.charts import figure
 from pytest_gpucluster.reports.charts.figures import figures_of
 
 
@@ -34,13 +34,13 @@ def place_of(folder, nodeid):
 
 def shown(figures):
     """Return the figures by title, after looking that each is a chart or says why it is none."""
-    for figure in figures:
-        if figure.svg:
-            ET.fromstring(str(figure.svg))
-            assert figure.table is None or figure.table.rows
+    for one in figures:
+        if one.svg:
+            ET.fromstring(str(one.svg))
+            assert one.table is None or one.table.rows
         else:
-            assert figure.caption
-    return {figure.title: figure for figure in figures}
+            assert one.caption
+    return {one.title: one for one in figures}
 
 
 @of_each(
@@ -96,7 +96,7 @@ def test_a_damaged_matrix_is_named(folder, results, damage):
 
 BAD_FILES = {
     "damaged": (lambda path: path.write_text("what is this?\n1,2\n3"), "{name}:"),
-    "too large": (lambda path: os.truncate(path, artifact.LARGEST_BYTES + 1), "16 MB"),
+    "too large": (lambda path: os.truncate(path, figure.LARGEST_BYTES + 1), "16 MB"),
     "a pipe": (lambda path: (path.unlink(), os.mkfifo(path)), "{name}: no regular file"),
     "a link to nowhere": (lambda path: (path.unlink(), path.symlink_to("gone")), "{name}: .*No such file"),
 }

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pytest_gpucluster.journal import Journal
-from pytest_gpucluster.journal_lines import Cluster, RankPlace, Run, TestResult
-from pytest_gpucluster.journal_measurements import JudgedLimit, JudgedMetric
+from pytest_gpucluster.journal.fields import JudgedLimit, JudgedMetric
+from pytest_gpucluster.journal.journal import Journal
+from pytest_gpucluster.journal.records import Cluster, RankPlace, Run, TestResult
 from pytest_gpucluster.reports.criterion_text import culprit_text, headline_text
-from pytest_gpucluster.reports.outline import row_of
+from pytest_gpucluster.reports.summary import row_of
 
 LIMIT = JudgedLimit(min=440.0)
 BUSBW = JudgedMetric(

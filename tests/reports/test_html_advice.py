@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytest_gpucluster.metrics.finding import Finding, Identity
-from pytest_gpucluster.reports.html.advice import advice_in
+from pytest_gpucluster.reports.html.criterion import advice_in
 
 GPU = Identity(host="gpu-02", index=3, uuid="GPU-1", serial="165", pci="00000000:5D:00.0")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pytest_gpucluster.reports.html.files import RunFiles
-from pytest_gpucluster.run_directory import ARTIFACTS, artifacts_name
+from pytest_gpucluster.journal.run_directory import ARTIFACTS, artifacts_name
+from pytest_gpucluster.reports.html.criterion import RunFiles
 
 NODEID = "acceptance/test_links.py::test_links[node]"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from pytest_gpucluster import isolation_told
 from pytest_gpucluster.isolation.finding import Culprit, Isolated, Outcome
-from pytest_gpucluster.reports.html.isolated import search_of
+from pytest_gpucluster.reports.html.criterion import search_of
 
 NAMES = {0: "gpu-01", 1: "gpu-02", 2: "gpu-03"}
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from each import of_each
 
-from pytest_gpucluster.journal import Journal
-from pytest_gpucluster.journal_lines import MergedFrom, Run, TestResult
-from pytest_gpucluster.journal_measurements import JudgedLimit, JudgedMetric
+from pytest_gpucluster.journal.fields import JudgedLimit, JudgedMetric
+from pytest_gpucluster.journal.journal import Journal
+from pytest_gpucluster.journal.records import MergedFrom, Run, TestResult
 from pytest_gpucluster.reports.html import page
 
 BASELINE = {"kind": "regressed", "rank": 3, "old": {"value": 781.0}, "change_ratio": -0.052, "why": "beyond noise"}

@@ -9,10 +9,10 @@ import example_runs
 from each import of_each
 from junit_files import require_junit
 
-from pytest_gpucluster.journal import JournalBuilder
-from pytest_gpucluster.journal_lines import JUnitOptions
+from pytest_gpucluster.journal.journal import JournalBuilder
+from pytest_gpucluster.journal.records import JUnitOptions
 from pytest_gpucluster.reports import junit
-from pytest_gpucluster.reports.outline import outline
+from pytest_gpucluster.reports.summary import outline
 
 RUN = {
     "type": "run",

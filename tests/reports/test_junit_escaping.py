@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from junit_files import require_junit
 
-from pytest_gpucluster.journal import JournalBuilder
-from pytest_gpucluster.journal_lines import JUnitOptions
+from pytest_gpucluster.journal.journal import JournalBuilder
+from pytest_gpucluster.journal.records import JUnitOptions
 from pytest_gpucluster.reports import junit
 from pytest_gpucluster.text import MESSAGE_CHARACTERS, one_line, visible
 

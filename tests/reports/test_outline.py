@@ -7,8 +7,8 @@ from typing import Any
 
 from each import of_each
 
-from pytest_gpucluster.journal_measurements import JudgedLimit, JudgedMetric
-from pytest_gpucluster.reports.outline import headline, is_whole
+from pytest_gpucluster.journal.fields import JudgedLimit, JudgedMetric
+from pytest_gpucluster.reports.summary import headline, is_whole
 
 PASSED = JudgedMetric(
     metric="hbm.copy.bandwidth", unit="TB/s", status="passed", value=3.0, limit=JudgedLimit(min=2.5), margin=0.2

@@ -14,7 +14,7 @@ from example_runs import read
 from programs import require_program
 from prometheus_client.parser import text_string_to_metric_families
 
-from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.metrics import measurement
 from pytest_gpucluster.reports import prometheus
 

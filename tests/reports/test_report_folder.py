@@ -9,8 +9,8 @@ from pathlib import Path
 import example_runs
 import pytest
 
-from pytest_gpucluster import journal
-from pytest_gpucluster.reports import folder, prometheus
+from pytest_gpucluster.journal import journal
+from pytest_gpucluster.reports import prometheus, registry
 
 
 @pytest.fixture
@@ -19,11 +19,11 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_every_report_of_a_run_is_written_beside_its_journal(run: Path) -> None:
-    found = journal.read(run / journal.FILE_NAME, keep_samples=False)
-    assert folder.write(found, run) == {}
-    for kind in folder.OF_A_RUN:
-        text = (run / folder.FILES[kind]).read_text(encoding="utf-8")
-        assert text == folder.rendered(kind, found, folder=run)
+    found = journal.read(run / journal.JOURNAL_FILE, keep_samples=False)
+    assert registry.write(found, run) == {}
+    for kind in registry.OF_A_RUN:
+        text = (run / registry.FILES[kind]).read_text(encoding="utf-8")
+        assert text == registry.rendered(kind, found, folder=run)
     assert [name for name in os.listdir(run) if name.startswith(".")] == []
 
 
@@ -31,7 +31,7 @@ def test_a_report_that_trips_over_something_is_named_and_the_others_are_there(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prometheus, "render", lambda _: 1 / 0)
-    missing = folder.write(journal.read(run / journal.FILE_NAME, keep_samples=False), run)
+    missing = registry.write(journal.read(run / journal.JOURNAL_FILE, keep_samples=False), run)
     assert list(missing) == ["metrics.prom"]
     assert "ZeroDivisionError" in missing["metrics.prom"]
     assert {"results.json", "report.html"} <= set(os.listdir(run))
@@ -40,12 +40,12 @@ def test_a_report_that_trips_over_something_is_named_and_the_others_are_there(
 
 def test_a_report_that_cannot_be_written_is_named_and_what_was_there_stays(run: Path) -> None:
     (run / "metrics.prom" / "mine").mkdir(parents=True)
-    [(name, why)] = folder.write(journal.read(run / journal.FILE_NAME, keep_samples=False), run).items()
+    [(name, why)] = registry.write(journal.read(run / journal.JOURNAL_FILE, keep_samples=False), run).items()
     assert (name, why.startswith("not written: ")) == ("metrics.prom", True)
     assert (run / "metrics.prom" / "mine").exists()
 
 
 def test_what_is_prepared_is_what_is_needed_later() -> None:
-    folder.prepare()
-    assert {folder._MODULES[kind] for kind in folder.OF_A_RUN} <= set(sys.modules)
-    assert set(folder._MODULES) == set(folder.FILES)
+    registry.prepare()
+    assert {registry._MODULES[kind] for kind in registry.OF_A_RUN} <= set(sys.modules)
+    assert set(registry._MODULES) == set(registry.FILES)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pytest_gpucluster.journal import Journal
-from pytest_gpucluster.journal_lines import Cluster, LimitsInForce, RankPlace, Run
-from pytest_gpucluster.reports.header import cluster_text, limits_text
+from pytest_gpucluster.journal.journal import Journal
+from pytest_gpucluster.journal.records import Cluster, LimitsInForce, RankPlace, Run
+from pytest_gpucluster.reports.terminal import cluster_text, limits_text
 
 H100 = {"index": "0", "uuid": "GPU-1", "name": "NVIDIA H100 80GB HBM3"}
 VERSIONS = {"torch": "2.5.1", "cuda": "12.4", "nccl": "2.21.5", "driver": "550.54.15", "python": "3.11.7"}

@@ -13,7 +13,7 @@ import jsonschema
 from each import of_each
 from example_runs import read
 
-from pytest_gpucluster.journal import Journal
+from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.reports import results_json
 from pytest_gpucluster.reports.results_schema import results_schema
 

@@ -6,9 +6,9 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from pytest_gpucluster.journal import Journal
-from pytest_gpucluster.journal_lines import Run, TestResult
-from pytest_gpucluster.journal_measurements import JudgedLimit, JudgedMetric
+from pytest_gpucluster.journal.fields import JudgedLimit, JudgedMetric
+from pytest_gpucluster.journal.journal import Journal
+from pytest_gpucluster.journal.records import Run, TestResult
 from pytest_gpucluster.metrics.sampling import Stopped
 from pytest_gpucluster.reports import tables
 from pytest_gpucluster.reports.tables import stopped_text

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_gpucluster.node.health import telemetry
-from pytest_gpucluster.reports.telemetry_text import clock_text, telemetry_of_test, telemetry_text
+from pytest_gpucluster.reports.tables import clock_text, telemetry_of_test, telemetry_text
 
 READINGS = {
     "sm_clock_mhz": (1740, 1755, 1980),

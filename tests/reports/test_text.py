@@ -9,9 +9,9 @@ from typing import Any
 from each import of_each
 from example_runs import NAMES, journal_of
 
-from pytest_gpucluster.journal import Journal
-from pytest_gpucluster.journal_lines import CollectedTest, Run, Started, TestResult
-from pytest_gpucluster.reports.text import render
+from pytest_gpucluster.journal.journal import Journal
+from pytest_gpucluster.journal.records import CollectedTest, Run, Started, TestResult
+from pytest_gpucluster.reports.terminal import render
 from pytest_gpucluster.text import columns
 
 

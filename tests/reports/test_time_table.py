@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from each import of_each
 
-from pytest_gpucluster.journal import Journal
-from pytest_gpucluster.journal_lines import End, PartOfTime, Run, TestResult
+from pytest_gpucluster.journal.journal import Journal
+from pytest_gpucluster.journal.records import End, PartOfTime, Run, TestResult
 from pytest_gpucluster.metrics.time_budget import PARTS
-from pytest_gpucluster.reports.text import LONG_SECONDS, render
-from pytest_gpucluster.reports.time_table import time_lines, time_text
+from pytest_gpucluster.reports.tables import time_lines, time_text
+from pytest_gpucluster.reports.terminal import LONG_SECONDS, render
 
 
 def result_of(name: str, *seconds: float) -> TestResult:

@@ -8,10 +8,10 @@ from datetime import datetime, timezone
 
 from each import of_each
 
-from pytest_gpucluster.journal import Journal
-from pytest_gpucluster.journal_lines import End, Run, Started, TestResult
-from pytest_gpucluster.reports.folder import FILES, rendered
-from pytest_gpucluster.reports.timing import duration, moment, run_seconds
+from pytest_gpucluster.journal.journal import Journal
+from pytest_gpucluster.journal.records import End, Run, Started, TestResult
+from pytest_gpucluster.reports.registry import FILES, rendered
+from pytest_gpucluster.reports.summary import duration, moment, run_seconds
 
 BEGAN = "2026-11-21T09:00:00+00:00"
 

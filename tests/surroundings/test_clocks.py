@@ -8,8 +8,7 @@ import pytest
 from complaints import in_order
 from each import of_each
 
-from pytest_gpucluster.agreement.board import Board
-from pytest_gpucluster.agreement.store import MemoryStore
+from pytest_gpucluster.agreement.store import Board, MemoryStore
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics import sampling
 from pytest_gpucluster.node import clock_skew, network

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from complaints import in_order
 
-from pytest_gpucluster.agreement.board import Board
-from pytest_gpucluster.agreement.store import MemoryStore
+from pytest_gpucluster.agreement.store import Board, MemoryStore
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
 from pytest_gpucluster.node import network
 from pytest_gpucluster.node.interfaces import Chosen, Nodes

@@ -11,8 +11,7 @@ import pytest
 from complaints import in_order
 from fake_nvml import FakeNvml
 
-from pytest_gpucluster.agreement.board import Board
-from pytest_gpucluster.agreement.store import MemoryStore
+from pytest_gpucluster.agreement.store import Board, MemoryStore
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics.finding import Finding
 from pytest_gpucluster.node import processes, slurm

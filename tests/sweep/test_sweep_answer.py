@@ -8,7 +8,7 @@ import pytest
 from fake_ssh import journal_lines
 
 from pytest_gpucluster.errors import JournalError
-from pytest_gpucluster.journal import Journal, JournalBuilder
+from pytest_gpucluster.journal.journal import Journal, JournalBuilder
 from pytest_gpucluster.sweep.answer import MOST_BYTES, Answer
 
 

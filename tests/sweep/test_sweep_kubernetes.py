@@ -14,7 +14,7 @@ from ports import free_port
 from sessions import clean_environment
 
 from pytest_gpucluster import cli
-from pytest_gpucluster.journal import JournalBuilder
+from pytest_gpucluster.journal.journal import JournalBuilder
 from pytest_gpucluster.sweep.answer import Answer
 from pytest_gpucluster.sweep.kubernetes import Kubernetes
 

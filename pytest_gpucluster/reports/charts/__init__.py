@@ -4,9 +4,8 @@ Colours are variables of the page (``--ink``, ``--muted``, ``--grid``, ``--good`
 value for where there is no such page. What a chart shows is also its text alternative.
 """
 
-from pytest_gpucluster.reports.charts.bars import limit_bar
 from pytest_gpucluster.reports.charts.dots import rank_dots, rank_dots_key
-from pytest_gpucluster.reports.charts.lines import Level, Line, line_chart
-from pytest_gpucluster.reports.charts.matrix import Cell, heat_map
+from pytest_gpucluster.reports.charts.heatmap import Cell, heat_map
+from pytest_gpucluster.reports.charts.series import Level, Line, limit_bar, line_chart
 
 __all__ = ["Cell", "Level", "Line", "heat_map", "limit_bar", "line_chart", "rank_dots", "rank_dots_key"]

@@ -8,22 +8,26 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from pytest_gpucluster.journal import Journal
-from pytest_gpucluster.journal_measurements import JudgedMetric
+from pytest_gpucluster.journal.fields import JudgedMetric
+from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.judge.misses import straggler_ratios
 from pytest_gpucluster.metrics.stats import median, percentile
-from pytest_gpucluster.reports.charts.drawing import (
+from pytest_gpucluster.reports.charts.svg import (
     ACCENT,
     BAD,
     GRID,
     INK,
     MUTED,
     Drawing,
+    Scale,
     end_labels,
+    finite,
+    span,
     text_width,
+    tick_text,
+    ticks,
 )
-from pytest_gpucluster.reports.charts.scale import Scale, finite, span, tick_text, ticks
-from pytest_gpucluster.reports.outline import is_better_higher
+from pytest_gpucluster.reports.summary import is_better_higher
 from pytest_gpucluster.reports.tables import limit_text, margin, metric_name, quantity, rank_name
 from pytest_gpucluster.text import one_line
 

@@ -1,12 +1,27 @@
-"""A chart of what a test has left, with the figures that it shows as a table."""
+"""A chart of what a test has left, with the figures that it shows as a table.
+
+Reading the files that a test has left: what is missing, damaged or too large is said, and never an exception.
+
+A report is made on whatever is there: a run may have been killed while it wrote a file, and a file may have been
+replaced since.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from markupsafe import Markup
 
-from pytest_gpucluster.reports.html.table import Table
+from pytest_gpucluster.errors import CurveError
+from pytest_gpucluster.journal.run_directory import ARTIFACTS, artifacts_name
+from pytest_gpucluster.metrics.loss_curve import Curve, read_csv
+from pytest_gpucluster.reports.markup import Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,3 +32,130 @@ class Figure:
     svg: Markup
     caption: str = ""
     table: Table | None = None
+
+
+LARGEST_BYTES = 16_000_000
+"""Of one file. The matrix of 1,024 GPUs on 128 nodes has some 130,000 readings, in 9 MB."""
+_COURSE_HEADER = "seconds,products,busy_seconds,tflops"
+
+
+class Unreadable(Exception):
+    """Why a file cannot be shown, in a few words that begin with its name."""
+
+
+def found_artifacts(folder: Path | None, nodeid: str, pattern: str, *, most: int = 4096) -> list[Path]:
+    """Return the files of a test by a pattern, also those of local workers, which have a folder for each rank."""
+    if folder is None:
+        return []
+    name = artifacts_name(nodeid)
+    # What is written in brackets is meant as it stands.
+    literal = "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
+    artifacts = folder / ARTIFACTS
+    try:
+        paths = [*(artifacts / name).glob(pattern), *artifacts.glob(f"rank-*/{literal}/{pattern}")]
+        return sorted(paths, key=_by_number)[:most]
+    except OSError:  # such as a name that is too long for this file system: then there is no such folder
+        return []
+
+
+def _by_number(path: Path) -> list[tuple[int, str]]:
+    """Order rank-2 before rank-10."""
+    words = path.as_posix().replace(".", "-").replace("/", "-").split("-")
+    return [(int(word), "") if word.isascii() and word.isdigit() and len(word) < 10 else (-1, word) for word in words]
+
+
+def curve(path: Path) -> Curve:
+    """Read a loss curve.
+
+    Raises: Unreadable
+    """
+    _require_small(path)
+    try:
+        return read_csv(path)
+    except CurveError as error:
+        raise Unreadable(str(error).replace(str(path), path.name)) from None
+
+
+def matrix(path: Path) -> dict[str, Any]:
+    """Read a survey of links, as ``links.survey_text.to_json`` has written it: what is needed of it is there.
+
+    Raises: Unreadable
+    """
+    try:
+        told = json.loads(_text(path))
+    except (ValueError, RecursionError) as error:
+        raise Unreadable(f"{path.name}: damaged: not JSON ({error})") from None
+    if not isinstance(told, dict) or told.get("schema_version") != 1:
+        raise Unreadable(f"{path.name}: no survey of links that this version reads")
+    readings, nodes = told.get("readings"), told.get("nodes")
+    good = isinstance(readings, list) and all(_is_reading(one) for one in readings)
+    good = good and isinstance(nodes, list) and all(isinstance(node, list) for node in nodes)
+    if not good or not all(_is_rank(rank) for node in nodes or () for rank in node):
+        raise Unreadable(f"{path.name}: damaged: its readings are not [sender, receiver, value, ...]")
+    return told
+
+
+def _is_reading(one: object) -> bool:
+    return isinstance(one, list) and len(one) >= 3 and _is_rank(one[0]) and _is_rank(one[1]) and _is_number(one[2])
+
+
+def _is_rank(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_number(value: object) -> bool:
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+def course(path: Path) -> list[tuple[float, float]]:
+    """Read how a burn-in went: (seconds, TFLOPS). A last line that was cut off is left out.
+
+    Raises: Unreadable
+    """
+    lines = _text(path).splitlines()
+    if not lines or lines[0] != _COURSE_HEADER:
+        raise Unreadable(f"{path.name}: no course of a burn-in: it does not begin with {_COURSE_HEADER}")
+    points = []
+    for number, line in enumerate(lines[1:], start=2):
+        cells = line.split(",")
+        try:
+            at, rate = float(cells[0]), float(cells[3])
+        except (ValueError, IndexError):
+            if number == len(lines):
+                break
+            raise Unreadable(f"{path.name}:{number}: damaged: not four numbers") from None
+        if math.isfinite(at):
+            points.append((at, rate))
+    return points
+
+
+def each_rank(paths: list[Path]) -> Iterator[tuple[int, Path]]:
+    """Yield the rank that stands in the name of each file, and the file."""
+    for path in paths:
+        number = path.stem.rpartition("-")[2]
+        # A local worker is rank 0 of a world of its own; its folder has its number.
+        worker = path.parent.parent.name
+        if worker.startswith("rank-") and path.parent.parent.parent.name == ARTIFACTS:
+            number = worker.removeprefix("rank-")
+        if number.isascii() and number.isdigit() and len(number) < 10:
+            yield int(number), path
+
+
+def _text(path: Path) -> str:
+    _require_small(path)
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise Unreadable(f"{path.name}: cannot be read: {error.strerror or error}") from None
+
+
+def _require_small(path: Path) -> None:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise Unreadable(f"{path.name}: cannot be read: {error.strerror or error}") from None
+    if not stat.S_ISREG(status.st_mode):  # a pipe would hold up whoever reads it
+        raise Unreadable(f"{path.name}: no regular file")
+    if status.st_size > LARGEST_BYTES:
+        size, most = status.st_size / 1e6, LARGEST_BYTES / 1e6
+        raise Unreadable(f"{path.name}: {size:.0f} MB, and at most {most:.0f} MB are shown here")

@@ -1,21 +1,315 @@
-"""Which charts belong to a test: sweeps over sizes, maps of links, loss curves, the course of a burn-in, host links."""
+"""Curves over steps or time: the loss of a training, the rate of a burn-in on each rank.
+
+A metric over the sizes that it was measured with: busbw over the message size, as nccl-tests tells it.
+
+Which charts belong to a test: sweeps over sizes, maps of links, loss curves, the course of a burn-in, host links.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from pytest_gpucluster.journal_lines import TestResult
-from pytest_gpucluster.journal_measurements import JudgedMetric
-from pytest_gpucluster.reports.charts.courses import burn_in_courses, loss_curves
-from pytest_gpucluster.reports.charts.figure import Figure
-from pytest_gpucluster.reports.charts.lines import Level, Line, line_chart
-from pytest_gpucluster.reports.charts.link_matrices import link_matrices
-from pytest_gpucluster.reports.charts.sweeps import sweeps
-from pytest_gpucluster.reports.html.table import table
+from markupsafe import Markup
 
-__all__ = ["Figure", "figures_of"]
+from pytest_gpucluster.errors import UnitError
+from pytest_gpucluster.journal.fields import JudgedMetric
+from pytest_gpucluster.journal.records import TestResult
+from pytest_gpucluster.metrics.loss_curve import Curve, mean_of_last
+from pytest_gpucluster.metrics.stats import median, percentile
+from pytest_gpucluster.metrics.units import parse
+from pytest_gpucluster.reports.charts import figure
+from pytest_gpucluster.reports.charts.figure import Figure, Unreadable
+from pytest_gpucluster.reports.charts.heatmap import link_matrices
+from pytest_gpucluster.reports.charts.series import Level, Line, line_chart
+from pytest_gpucluster.reports.charts.svg import finite
+from pytest_gpucluster.reports.markup import html_table
+from pytest_gpucluster.reports.summary import peak_value
+from pytest_gpucluster.reports.tables import limit_text, quantity
+from pytest_gpucluster.text import rank_ranges
+
+_MOST_GROUPS = 4
+_MOST_RANKS = 16
+"""Of more, half of the ranks are an area, and only the slowest is a line of its own."""
+_MOST_FILES = 2048
+_ROWS = 40
+_PARTS = 60
+
+
+def loss_curves(result: TestResult, folder: Path | None) -> Iterator[Figure]:
+    """Yield the loss over the steps of each group of ranks that a LoRA training has left."""
+    paths = figure.found_artifacts(folder, result.nodeid, "curve-*.csv")
+    limit = next((one.limit for one in result.measurements if one.metric == "lora.final_loss"), None)
+    more = len(paths) - _MOST_GROUPS
+    for path in paths[:_MOST_GROUPS]:
+        name = path.stem.removeprefix("curve-").replace("-", " ")
+        try:
+            yield loss_curve(
+                figure.curve(path),
+                name=name if len(paths) > 1 else "",
+                limit=None if limit is None else limit.max,
+                more=more if more > 0 and path == paths[_MOST_GROUPS - 1] else 0,
+            )
+        except Unreadable as error:
+            yield Figure(title="Loss", svg=Markup(""), caption=f"Not shown: {error}")
+
+
+def loss_curve(curve: Curve, *, name: str = "", limit: float | None = None, more: int = 0) -> Figure:
+    """Return a loss over its steps, with the held-out loss and the limit on the mean of the last steps, in nats."""
+    title = f"Loss{f' of {name}' if name else ''}"
+    lines = [Line(name="training", points=[(point.step, point.loss) for point in curve.points])]
+    if curve.held_out:
+        lines.append(Line(name="held out", points=list(curve.held_out), dashed=True))
+    model = curve.context.get("model", "")
+    gaps = len([1 for point in curve.points if not math.isfinite(point.loss)])
+    said = f"{model}, mean" if model else "Mean"
+    caption = f"{said} of the last 10 steps: {mean_of_last(curve, 10):.4g} nats."
+    caption += f" {gaps} losses are no numbers." if gaps else ""
+    caption += f" {more} more groups are not shown." if more > 0 else ""
+    held_out = dict(curve.held_out)
+    every = max(1, math.ceil(len(curve.points) / _ROWS))
+    return Figure(
+        title=title,
+        svg=line_chart(
+            lines,
+            title=f"{title} over the steps",
+            x_label="step",
+            y_label="nats",
+            levels=[] if limit is None else [Level(name="limit, last 10", value=limit)],
+        ),
+        caption=caption,
+        table=html_table(
+            f"{title}, every {every} steps" if every > 1 else title,
+            ("Step", "Loss", "Held out", "Gradient norm", "Learning rate"),
+            [
+                (
+                    str(point.step),
+                    f"{point.loss:.4g}",
+                    f"{held_out[point.step]:.4g}" if point.step in held_out else "",
+                    f"{point.gradient_norm:.4g}",
+                    f"{point.learning_rate:.3g}",
+                )
+                for point in curve.points[::every]
+            ],
+            numbers=("Step", "Loss", "Held out", "Gradient norm", "Learning rate"),
+        ),
+    )
+
+
+def burn_in_courses(result: TestResult, folder: Path | None) -> Iterator[Figure]:
+    """Yield the rate over time of a burn-in: all ranks, the slowest with its name."""
+    paths = figure.found_artifacts(folder, result.nodeid, "burn-in-rank-*.csv", most=_MOST_FILES)
+    courses: dict[int, list[tuple[float, float]]] = {}
+    problems = []
+    left = figure.LARGEST_BYTES
+    for rank, path in figure.each_rank(paths):
+        try:
+            left -= path.stat().st_size if left > 0 else 0
+            if left <= 0:
+                problems.append(f"{path.name} and what follows: more than {figure.LARGEST_BYTES / 1e6:.0f} MB in all")
+                break
+            courses[rank] = _short(figure.course(path))
+        except Unreadable as error:
+            problems.append(str(error))
+        except OSError as error:
+            problems.append(f"{path.name}: cannot be read: {error.strerror or error}")
+    courses = {rank: points for rank, points in courses.items() if finite(rate for _, rate in points)}
+    said = f" Not shown: {'; '.join(problems[:3])}{f'; and {len(problems) - 3} more' if len(problems) > 3 else ''}."
+    if courses:
+        yield _courses(result, courses, said if problems else "")
+    elif problems:
+        yield Figure(title="Course of the burn-in", svg=Markup(""), caption=said.strip())
+
+
+def _courses(result: TestResult, courses: Mapping[int, list[tuple[float, float]]], problems: str) -> Figure:
+    last = {rank: _end(points) for rank, points in courses.items()}
+    slowest = min(last, key=lambda rank: (last[rank], rank))
+    limit = next((one.limit for one in result.measurements if one.metric.startswith("matmul.")), None)
+    others = [rank for rank in courses if rank != slowest]
+    band: list[tuple[float, float, float]] = []
+    if len(courses) > _MOST_RANKS:
+        by_time = _by_time(courses)
+        band = [(at, percentile(rates, 25), percentile(rates, 75)) for at, rates in by_time]
+        lines = [Line(name="median", points=[(at, median(rates)) for at, rates in by_time], tone="ink", dashed=True)]
+    else:
+        lines = [Line(name="", points=courses[rank], tone="muted") for rank in others]
+    lines.append(Line(name=f"rank {slowest}", points=courses[slowest], tone="" if not _is_bad(result) else "bad"))
+    levels = [Level(name="limit", value=limit.min)] if limit is not None and limit.min is not None else []
+    shown = sorted(last, key=lambda rank: (last[rank], rank))
+    return Figure(
+        title="Course of the burn-in",
+        svg=line_chart(
+            lines,
+            title=f"Rate of {len(courses)} ranks over the burn-in",
+            x_label="seconds",
+            y_label="TFLOPS",
+            levels=levels,
+            band=band,
+            zero=False,
+        ),
+        caption=f"{rank_ranges(courses)}; the slowest at its end is rank {slowest}"
+        + (", the area is where half of the ranks lie" if band else "")
+        + f".{problems}",
+        table=html_table(
+            "Rate in TFLOPS, the slowest at its end first",
+            ("Rank", "First tenth", "Last tenth", "Lowest", "Highest"),
+            [
+                (
+                    str(rank),
+                    f"{_beginning(courses[rank]):.4g}",
+                    f"{last[rank]:.4g}",
+                    f"{min(finite(rate for _, rate in courses[rank])):.4g}",
+                    f"{max(finite(rate for _, rate in courses[rank])):.4g}",
+                )
+                for rank in shown
+            ],
+            numbers=("Rank", "First tenth", "Last tenth", "Lowest", "Highest"),
+            most=64,
+        ),
+    )
+
+
+def _is_bad(result: TestResult) -> bool:
+    return result.outcome in ("failed", "error")
+
+
+def _end(points: Sequence[tuple[float, float]]) -> float:
+    rates = finite(rate for _, rate in points)
+    return median(rates[-max(1, len(rates) // 10) :])
+
+
+def _beginning(points: Sequence[tuple[float, float]]) -> float:
+    rates = finite(rate for _, rate in points)
+    return median(rates[: max(1, len(rates) // 10)])
+
+
+def _short(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return not more points than are seen, and a dip of one point is not lost: of each piece its lowest is kept."""
+    each = math.ceil(len(points) / (4 * _PARTS))
+    if each < 2:
+        return points
+    pieces = (points[at : at + each] for at in range(0, len(points), each))
+    return [min(piece, key=lambda point: math.inf if math.isnan(point[1]) else point[1]) for piece in pieces]
+
+
+def _by_time(courses: Mapping[int, list[tuple[float, float]]]) -> list[tuple[float, list[float]]]:
+    """Return the rates of all ranks in each of some equal parts of the time."""
+    longest = max((points[-1][0] for points in courses.values()), default=0.0)
+    found: dict[int, list[float]] = {}
+    for points in courses.values():
+        for at, rate in points:
+            if math.isfinite(rate):
+                found.setdefault(min(_PARTS - 1, int(_PARTS * at / longest)) if longest > 0 else 0, []).append(rate)
+    return [((part + 0.5) * longest / _PARTS, rates) for part, rates in sorted(found.items())]
+
+
+_LEAST = 3
+"""Sizes: of fewer the table of measurements tells as much."""
+_BESIDE = ("algbw", "average_busbw")
+"""Last part of the names of metrics that stand beside busbw, and are left to the table."""
+_MOST = 6
+
+
+def sweeps(result: TestResult) -> Iterator[Figure]:
+    """Yield a figure for each metric that a test has measured with several sizes."""
+    groups: dict[tuple[str, tuple[tuple[str, str], ...]], list[tuple[float, JudgedMetric]]] = {}
+    for judged in result.measurements:
+        size = _size(judged)
+        if size is not None and judged.metric.rpartition(".")[2] not in _BESIDE:
+            others = tuple(sorted((key, text) for key, text in judged.labels.items() if key != "size"))
+            groups.setdefault((judged.metric, others), []).append((size, judged))
+    shown = 0
+    for (metric, labels), points in groups.items():
+        if len({size for size, _ in points}) >= _LEAST and shown < _MOST:
+            shown += 1
+            yield _figure(metric, labels, sorted(points, key=lambda point: point[0]))
+
+
+def _size(judged: JudgedMetric) -> float | None:
+    text = judged.labels.get("size")
+    if text is None:
+        return None
+    try:
+        size = parse(text).to("B")
+    except UnitError:
+        return None
+    return size if math.isfinite(size) and size > 0 else None
+
+
+def _figure(metric: str, labels: Sequence[tuple[str, str]], points: Sequence[tuple[float, JudgedMetric]]) -> Figure:
+    unit = points[0][1].unit
+    worst = [(size, math.nan if judged.value is None else judged.value) for size, judged in points]
+    middle = [(size, judged.median) for size, judged in points if judged.median is not None]
+    several = any(len(judged.values) > 1 for _, judged in points)
+    lines = [Line(name="median", points=middle, tone="muted", dashed=True)] if several and middle else []
+    lines.append(Line(name="slowest rank" if several else "", points=worst))
+    missed = [(size, judged.value) for size, judged in points if judged.status == "failed" and judged.value is not None]
+    if missed:
+        lines.append(Line(name="", points=missed, tone="bad", is_joined=False))
+    for bound, name in (("min", "limit, at least"), ("max", "limit, at most")):
+        limits = [
+            (size, value)
+            for size, judged in points
+            if judged.limit is not None and (value := getattr(judged.limit, bound)) is not None
+        ]
+        if limits:
+            lines.append(Line(name=name, points=_widened(limits), tone="ink", dashed=True))
+    peak = next((value for _, judged in points if (value := peak_value(judged)) is not None), None)
+    said = ", ".join(f"{key}={text}" for key, text in labels)
+    return Figure(
+        title=f"{metric} by size",
+        svg=line_chart(
+            lines,
+            title=f"{metric} by size{f', {said}' if said else ''}",
+            x_label="size",
+            y_label=unit,
+            levels=[] if peak is None else [Level(name="data sheet peak", value=peak, tone="muted")],
+            x_ticks={size: judged.labels["size"] for size, judged in points},
+            log_x=True,
+        ),
+        caption=(f"{said}. " if said else "") + _kept_text(points, several),
+        table=html_table(
+            f"{metric} by size",
+            ("Size", "Slowest rank" if several else "Value", "Median", "Rank", "Limit", "Status"),
+            [
+                (
+                    judged.labels["size"],
+                    quantity(judged.value, judged.unit),
+                    quantity(judged.median, judged.unit) if judged.median is not None and several else "",
+                    "" if judged.worst_rank is None or not several else str(judged.worst_rank),
+                    limit_text(judged),
+                    judged.status,
+                )
+                for _, judged in points
+            ],
+            numbers=("Slowest rank", "Value", "Median", "Rank"),
+            tones=[judged.status if judged.status in ("failed", "error") else "" for _, judged in points],
+        ),
+    )
+
+
+def _kept_text(points: Sequence[tuple[float, JudgedMetric]], several: bool) -> str:
+    """Return how the sizes stand to their limits: only what was judged and passed has kept one."""
+    told = ["The slowest rank decides."] if several else []
+    found = [judged.status for _, judged in points]
+    if "failed" in found:
+        told.append("Crosses miss their limit.")
+    if "error" in found:
+        count = found.count("error")
+        told.append(f"{count} {'size' if count == 1 else 'sizes'} could not be judged.")
+    if not {"failed", "error"} & {*found}:
+        told.append("All sizes that have a limit keep it." if "passed" in found else "No size has a limit.")
+    return " ".join(told)
+
+
+def _widened(limits: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return a limit of a single size as a short piece, which can be seen."""
+    if len(limits) > 1:
+        return list(limits)
+    (size, value), *_ = limits
+    return [(0.8 * size, value), (size, value)]
+
 
 _HOST_LINK = "host_link."
 _MOST_ROWS = 64
@@ -67,7 +361,7 @@ def _host_link(mode: str, ways: list[JudgedMetric]) -> Figure:
             x_ticks={float(rank): str(rank) for rank in ranks},
         ),
         caption="Each rank in both directions. GPUs that share an uplink of their CPU are slow together.",
-        table=table(
+        table=html_table(
             title,
             ("Rank", *(f"{name}, {ways[0].unit}" for name in names)),
             [(str(rank), *(f"{one.values.get(rank, math.nan):.4g}" for one in ways)) for rank in ranks],

@@ -1,30 +1,346 @@
-"""One test of a run as a page shows it: a row, and what opens below it."""
+"""Links from a page to the files of its run: only to those that are there, and as they lie from where the page is.
+
+What a search for who is to blame has found, with its evidence, as a page shows it.
+
+What was found and what is to be done about it, taken from the text of a failure.
+
+Checks of GPUs and nodes write a line for each finding (``health.finding``); other failures end with "what to do: ...".
+
+What GPUs did during a test, as a table. Values are those of ``telemetry.summary``, from ranks of any version.
+
+One test of a run as a page shows it: a row, and what opens below it.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 from markupsafe import Markup
 
-from pytest_gpucluster.journal import Journal
-from pytest_gpucluster.journal_lines import RankPlace, TestResult
-from pytest_gpucluster.journal_measurements import JudgedMetric
-from pytest_gpucluster.reports.charts.bars import limit_bar
+from pytest_gpucluster.errors import JournalError
+from pytest_gpucluster.journal.fields import Fields, JudgedMetric
+from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal
+from pytest_gpucluster.journal.records import RankPlace, TestResult
+from pytest_gpucluster.journal.run_directory import ARTIFACTS, artifacts_name
+from pytest_gpucluster.judge.misses import most_telling
 from pytest_gpucluster.reports.charts.figure import Figure
 from pytest_gpucluster.reports.charts.figures import figures_of
-from pytest_gpucluster.reports.html.advice import Advice, advice_in
-from pytest_gpucluster.reports.html.files import Link, RunFiles
-from pytest_gpucluster.reports.html.isolated import Search, search_of
-from pytest_gpucluster.reports.html.measured import ByRank, by_rank, margin_text, measurements_table, value_text, who
-from pytest_gpucluster.reports.html.readable import line, passage, word
-from pytest_gpucluster.reports.html.table import Table, table
-from pytest_gpucluster.reports.html.telemetry import telemetry_table
-from pytest_gpucluster.reports.outline import Row
-from pytest_gpucluster.reports.tables import limit_text, metric_name, ranks_said
-from pytest_gpucluster.reports.time_table import time_text
-from pytest_gpucluster.reports.timing import duration
+from pytest_gpucluster.reports.charts.series import limit_bar
+from pytest_gpucluster.reports.html.measured import (
+    EMBEDDED_RANKS,
+    ByRank,
+    by_rank,
+    margin_text,
+    measurements_table,
+    shared_labels,
+    short_name,
+    value_text,
+    who,
+    worst_first,
+)
+from pytest_gpucluster.reports.markup import Table, html_table, line, passage, word
+from pytest_gpucluster.reports.summary import Row, duration
+from pytest_gpucluster.reports.tables import limit_text, metric_name, ranks_said, telemetry_text, time_text
+
+_OF_THE_RUN = (JOURNAL_FILE, "junit.xml", "results.json", "metrics.prom", "exclude.txt")
+_MOST_LINKS = 40
+_MOST_LOOKED_AT = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A file. ``href`` is relative, and has no characters that mean anything else than a path."""
+
+    name: str
+    href: str
+    size: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFiles:
+    """The folder of a run, seen from the folder in which the page lies; both None where nothing is known of them."""
+
+    folder: Path | None
+    page_folder: Path | None
+
+    @property
+    def journal(self) -> Link | None:
+        """Return the journal, which holds every sample."""
+        return next((link for link in self.of_the_run() if link.name == JOURNAL_FILE), None)
+
+    def of_the_run(self) -> tuple[Link, ...]:
+        """Return the journal and the reports beside it."""
+        if self.folder is None:
+            return ()
+        paths = (self.folder / name for name in _OF_THE_RUN)
+        return tuple(self._link(path, path.name) for path in paths if path.is_file())
+
+    def of_test(self, nodeid: str) -> tuple[tuple[Link, ...], str]:
+        """Return the files that a test has left, and what of them is not listed. Links are not followed."""
+        if self.folder is None:
+            return (), ""
+        # What a rank of a local run has left lies in a folder of its own.
+        name = artifacts_name(nodeid)
+        folder = self.folder / ARTIFACTS
+        found: list[tuple[Path, str]] = []
+        for place in (folder / name, *sorted(folder.glob(f"rank-*/{_literal(name)}"), key=_numbered)):
+            rank = "" if place.parent == folder else f"{place.parent.name}/"
+            for path in _files(place):
+                found.append((path, f"{rank}{path.relative_to(place)}"))
+                if len(found) > _MOST_LOOKED_AT:
+                    break
+        shown = tuple(self._link(path, told) for path, told in found[:_MOST_LINKS])
+        more = len(found) - len(shown)
+        amount = "more than " if len(found) > _MOST_LOOKED_AT else ""
+        return shown, f"and {amount}{more} more in {ARTIFACTS}/{name}" if more else ""
+
+    def _link(self, path: Path, name: str) -> Link:
+        base = self.page_folder or self.folder
+        assert base is not None
+        relative = os.path.relpath(os.path.abspath(path), os.path.abspath(base))
+        # A first part with a colon would be taken for a scheme: the dot before it says that it is a path.
+        href = "./" + quote(Path(relative).as_posix().encode("utf-8", "surrogateescape"), safe="/")
+        return Link(name=name, href=href, size=_size(path))
+
+
+def _files(place: Path) -> Iterator[Path]:
+    if place.is_symlink():
+        return
+    for directory, names, files in os.walk(place, followlinks=False):
+        names.sort(key=_numbered)
+        for name in sorted(files, key=_numbered):
+            path = Path(directory, name)
+            if path.is_file() and not path.is_symlink():
+                yield path
+
+
+def _numbered(name: object) -> list[tuple[str, int]]:
+    """Return a key by which rank-2 comes before rank-10."""
+    parts = re.findall(r"([^0-9]*)([0-9]{0,18})", str(name))
+    return [(text, int(digits or -1)) for text, digits in parts]
+
+
+def _literal(name: str) -> str:
+    # artifacts_name leaves no character that a pattern would take for its own, but says so nowhere.
+    return "".join(f"[{character}]" if character in "*?[" else character for character in name)
+
+
+def _size(path: Path) -> str:
+    try:
+        size = float(path.stat().st_size)
+    except OSError:
+        return "size unknown"
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+        size /= 1000
+    raise AssertionError("GB is the last unit")
+
+
+_PROBES = 64
+_NAMED = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accused:
+    """A culprit: a node, a GPU, or a link between two of them."""
+
+    who: str
+    often: str
+    evidence: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """A search. ``raw`` holds all of it where it is not of the form that this version writes."""
+
+    told: str = ""
+    accused: tuple[Accused, ...] = ()
+    cleared: str = ""
+    undecided: str = ""
+    probes: Table | None = None
+    raw: str = ""
+
+
+def search_of(isolation: Mapping[str, Any]) -> Search | None:
+    """Return what the journal says of a search; None where there was none."""
+    if not isolation:
+        return None
+    try:
+        return _read(Fields(dict(isolation), "isolation"))
+    except JournalError as error:
+        # Of another version: shown as it is, because evidence is never dropped.
+        return Search(told=line(str(error)), raw=passage(json.dumps(isolation, indent=1, default=str), 4096))
+
+
+def _read(told: Fields) -> Search:
+    names = told.texts("names")
+
+    def name(unit: int) -> str:
+        return word(names.get(str(unit), f"unit {unit}"))
+
+    def listed(units: tuple[int, ...]) -> str:
+        more = f" and {len(units) - _NAMED} more" if len(units) > _NAMED else ""
+        return ", ".join(map(name, units[:_NAMED])) + more
+
+    accused = []
+    for culprit in told.each("culprits"):
+        who = " and ".join(map(name, culprit.integers("units")))
+        who = f"the link between {who}" if culprit.text("kind", "unit") == "link" else who
+        often = f"failed {culprit.integer('failed', 0)} of {culprit.integer('probes', 0)} probes"
+        often += ": intermittent" if culprit.flag("intermittent", False) else ""
+        evidence = tuple(line(str(each)) for each in culprit.items("evidence"))
+        accused.append(Accused(who=who, often=often, evidence=evidence[:_PROBES]))
+    rounds = told.items("rounds")
+    probes = [
+        (str(number), listed(probe.integers("members")), _seen(probe))
+        for number, outcomes in enumerate(rounds, start=1)
+        for probe in Fields({"probes": outcomes}, "isolation: rounds").each("probes")
+    ]
+    undecided, why = listed(told.integers("undecided")), told.text("why_undecided", "")
+    cut = told.text("cut_short", "")
+    parts = [
+        f"{len(rounds)} {'round' if len(rounds) == 1 else 'rounds'}, {len(probes)} probes, "
+        f"{told.number('seconds', 0.0):.1f} s",
+        "" if told.flag("reproduced", False) or accused else "the fault did not show again",
+        f"ended before it was through: {cut}" if cut else "",
+    ]
+    return Search(
+        told=line("; ".join(part for part in parts if part)),
+        accused=tuple(accused),
+        cleared=listed(told.integers("cleared")),
+        undecided=line(": ".join(part for part in (undecided, why) if part)),
+        probes=html_table("Probes", ("Round", "Group", "Seen"), probes, most=_PROBES) if probes else None,
+    )
+
+
+def _seen(probe: Fields) -> str:
+    wrong, failure = probe.text("wrong", ""), probe.text("failure", "")
+    if wrong or failure:
+        return "; ".join(part for part in (f"wrong data: {wrong}" if wrong else "", failure) if part)
+    value = probe.any_text("busbw")
+    if value in ("", "None"):
+        return "no value"
+    try:
+        return f"{float(value):.4g} GB/s"
+    except ValueError:
+        return value
+
+
+_MOST = 64
+_FINDING = re.compile(
+    r"(?P<who>.{1,400}?): (?P<code>[a-z][\w.-]{0,60}) \((?P<kind>hardware|environment|note)\): (?P<found>.+?)"
+    r"; allowed: (?P<allowed>.+?); what to do: (?P<remedy>.+)"
+)
+_REMEDY = re.compile(r"what to do: *(?P<remedy>.+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """A finding with its fix. All but ``remedy`` may be empty."""
+
+    who: str = ""
+    code: str = ""
+    kind: str = ""
+    found: str = ""
+    allowed: str = ""
+    remedy: str
+
+
+def advice_in(texts: Iterable[str]) -> tuple[Advice, ...]:
+    """Return what the lines of some texts advise, each once, in their order."""
+    found: dict[Advice, None] = {}
+    for text in texts:
+        for raw in text.splitlines():
+            stripped = raw.strip()
+            # A line that quotes source code or a pytest marker is no advice of its own.
+            if stripped.startswith((">", "raise ", "E  ")):
+                stripped = stripped.lstrip("E ") if stripped.startswith("E  ") else ""
+            match = _FINDING.fullmatch(stripped) or _REMEDY.fullmatch(stripped)
+            if match is not None and len(found) < _MOST:
+                found.setdefault(Advice(**{name: line(told) for name, told in match.groupdict().items()}))
+    return tuple(found)
+
+
+_FIGURES = {
+    "sm_clock_mhz": "SM clock, MHz",
+    "memory_clock_mhz": "Memory clock, MHz",
+    "power_watts": "Power, W",
+    "temperature_celsius": "Temperature, degC",
+    "utilization_percent": "Utilisation, %",
+}
+_HIGHEST = "sm_clock_max_mhz"
+_ROWS = 24
+_WHOLE = "the whole test"
+
+
+def telemetry_table(result: TestResult, places: Mapping[int, RankPlace]) -> Table | None:
+    """Return what the GPUs did: those of the worst ranks in each measurement, in the order in which measurements are
+    shown, then those of ranks in the whole test.
+
+    Culprits come first, then the GPU that was held back most; of many ranks these are all. None where nothing was read.
+    """
+    rows: list[tuple[str, ...]] = []
+    known: set[tuple[str, ...]] = set()
+    shared = shared_labels(result)
+    for judged in worst_first(result.measurements):
+        told = judged.telemetry.get(judged.worst_rank) if judged.worst_rank is not None else None
+        if told and judged.worst_rank is not None:
+            cells = _cells(told)
+            # Values of one window share their telemetry: it stands here once.
+            if (str(judged.worst_rank), *cells) not in known:
+                known.add((str(judged.worst_rank), *cells))
+                rows.append((*_named(judged.worst_rank, places), short_name(judged, shared), *cells))
+    telling = most_telling(result.telemetry)
+    order = {rank: place for place, rank in enumerate((*result.culprits, *([telling] if telling is not None else [])))}
+    is_small = len(result.telemetry) <= EMBEDDED_RANKS
+    for rank in sorted(result.telemetry, key=lambda rank: (order.get(rank, len(order)), rank)):
+        if result.telemetry[rank] and (is_small or rank in order):
+            rows.append((*_named(rank, places), _WHOLE, *_cells(result.telemetry[rank])))
+    if not rows:
+        return None
+    head = ("Rank", "Host", "GPU", "During", *_FIGURES.values(), "Throttle, counters and notes")
+    made = html_table(
+        "What the GPUs did: median (lowest to highest)", head, rows, numbers=tuple(_FIGURES.values()), most=_ROWS
+    )
+    return made if is_small else replace(made, left_out=f"the journal has that of all {len(result.telemetry)} ranks")
+
+
+def _named(rank: int, places: Mapping[int, RankPlace]) -> tuple[str, str, str]:
+    place = places.get(rank)
+    if place is None:
+        return str(rank), "", ""
+    return str(rank), word(place.host), word((place.gpu or {}).get("index", ""))
+
+
+def _cells(told: Mapping[str, Any]) -> tuple[str, ...]:
+    rest = {key: value for key, value in told.items() if key not in _FIGURES}
+    return (*(_figure(key, told) for key in _FIGURES), telemetry_text(rest))
+
+
+def _figure(key: str, told: Mapping[str, Any]) -> str:
+    if key not in told:
+        return ""
+    value = told[key]
+    if not isinstance(value, (list, tuple)) or len(value) != 3 or not all(map(_is_number, value)):
+        return word(repr(value))
+    low, median, high = (f"{each:.0f}" for each in value)
+    highest = told.get(_HIGHEST)
+    of_highest = f" of {highest:.0f}" if key == "sm_clock_mhz" and _is_number(highest) else ""
+    return f"{median}{of_highest}" + (f" ({low} to {high})" if low != high else "")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
 
 _ATTEMPT = re.compile("attempt [0-9]+")
 _COUNTS = ", which counts: "
@@ -155,7 +471,7 @@ def details(
         search=search_of(result.isolation),
         measurements=measurements_table(result),
         journal=files.journal if result.measurements else None,
-        ranks=table(
+        ranks=html_table(
             "What each rank reported",
             ("Rank", "Outcome", "Message"),
             [(each.who, f"{each.outcome}{', culprit' if each.is_culprit else ''}", each.message) for each in said],

@@ -10,14 +10,14 @@ from typing import Any, TypeGuard
 
 from markupsafe import Markup
 
-from pytest_gpucluster.journal import Journal
-from pytest_gpucluster.journal_lines import RankPlace, TestResult
-from pytest_gpucluster.journal_measurements import JudgedMetric
+from pytest_gpucluster.journal.fields import JudgedMetric
+from pytest_gpucluster.journal.journal import Journal
+from pytest_gpucluster.journal.records import RankPlace, TestResult
 from pytest_gpucluster.reports.charts.dots import rank_dots, rank_dots_key
-from pytest_gpucluster.reports.html.readable import line, word
-from pytest_gpucluster.reports.html.table import Table, table
-from pytest_gpucluster.reports.outline import headline
+from pytest_gpucluster.reports.markup import Table, html_table, line, word
+from pytest_gpucluster.reports.summary import headline
 from pytest_gpucluster.reports.tables import (
+    clock_text,
     interval_text,
     limit_text,
     margin,
@@ -28,7 +28,6 @@ from pytest_gpucluster.reports.tables import (
     stopped_text,
     worst_ranks_first,
 )
-from pytest_gpucluster.reports.telemetry_text import clock_text
 
 EMBEDDED_RANKS = 64
 """Up to so many ranks the value of each is in the page; above, the median and the worst."""
@@ -62,7 +61,7 @@ def measurements_table(result: TestResult) -> Table | None:
     told = ", ".join(f"{key}={value}" for key, value in shared.items())
     head = ("Measurement", "Status", "Value", "95 % interval", "Limit", "Margin", "Of peak", "Lowest rank of median")
     rest = ("Beside the baseline", "Worst rank", "Sampling", "Remark")
-    return table(
+    return html_table(
         f"The worst rank's value of each{word(f'; all with {told}') if told else ''}",
         (*head, *rest),
         [_row(each, shared, f"{result.message}\n{result.text}") for each in judged],
@@ -188,7 +187,7 @@ def _values(judged: JudgedMetric, places: Mapping[int, RankPlace]) -> Table:
         rows += [_rank_row(judged, rank, places) for rank in worst[:_WORST]]
         caption = f"Median of {len(worst)} ranks, and the {_WORST} worst"
         left_out = f"the values of all {len(worst)} ranks are in the journal"
-    made = table(caption, head, rows, numbers=head[3:6])
+    made = html_table(caption, head, rows, numbers=head[3:6])
     return replace(made, left_out=left_out) if left_out else made
 
 

@@ -18,14 +18,13 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from pytest_gpucluster.journal import Journal
-from pytest_gpucluster.journal_lines import RankPlace
+from pytest_gpucluster.journal.journal import Journal
+from pytest_gpucluster.journal.records import RankPlace
 from pytest_gpucluster.reports.html import facts
-from pytest_gpucluster.reports.html.cluster import inventory
-from pytest_gpucluster.reports.html.criterion import details, headline_of, summary
-from pytest_gpucluster.reports.html.files import RunFiles
-from pytest_gpucluster.reports.html.readable import line, passage, readable, word
-from pytest_gpucluster.reports.outline import NOT_RUN, RUNNING, Outline, Row, outline
+from pytest_gpucluster.reports.html.criterion import RunFiles, details, headline_of, summary
+from pytest_gpucluster.reports.html.facts import inventory
+from pytest_gpucluster.reports.markup import line, passage, readable, word
+from pytest_gpucluster.reports.summary import NOT_RUN, RUNNING, Outline, Row, outline
 
 DETAILS_BYTES = 1_100_000
 """What opens below the rows is at most so large together. With the rest a page stays under 2 MB at 1,024 ranks."""

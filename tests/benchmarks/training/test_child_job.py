@@ -39,10 +39,10 @@ def test_its_environment_has_what_the_site_has_set_and_nothing_of_this_rank() ->
 
 
 def test_what_is_set_for_this_suite_s_own_ranks_is_taken_away() -> None:
-    from pytest_gpucluster.agreement.release import nccl
+    from pytest_gpucluster.agreement import release
     from pytest_gpucluster.node.fabric import nccl_log
 
-    own: dict[str, str] = dict(nccl.ENVIRONMENT)
+    own: dict[str, str] = dict(release.ENVIRONMENT)
     nccl_log.prepare_log(own)
     assert environment_of_its_own(own) == {}
 

@@ -1,0 +1,205 @@
+"""Who lives: ends of processes by pidfd on this host, frozen heartbeats anywhere, and /proc about the silent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pytest_gpucluster.agreement import hang_diagnosis
+
+_STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "in uninterruptible sleep, usually in a driver or file system",
+    "T": "stopped by a signal",
+    "t": "stopped by a debugger",
+    "Z": "dead, not yet reaped",
+}
+
+
+_LOOKS = 5
+
+
+def start_time(pid: int) -> int | None:
+    """Return when a process started, in clock ticks since boot, or None if there is none. Source: proc(5), stat 22."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(text.rpartition(")")[2].split()[19])
+
+
+def process_state(pid: int) -> str:
+    """Return in words what a process is doing. Source: proc(5), stat field 3."""
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "gone"
+    return f"{letter}: {_STATES.get(letter, 'unknown state')}"
+
+
+def computes(seconds: float = 0.25) -> bool:
+    """Tell whether this process's main thread, or a descendant of this process, uses a CPU.
+
+    It does if one of these threads is running or waits for a CPU in most of five looks, or if all of them together have
+    used a tenth of the time. Other threads of this process are left out: they may spin while the main thread hangs.
+
+    Args:
+        seconds: how long to look; the caller waits so long, and must not be the main thread.
+
+    Source: proc(5), stat fields 3, 14 and 15, and task/TID/children.
+    """
+    before = _working_threads()
+    after = before
+    ready = 0
+    for _ in range(_LOOKS):
+        time.sleep(seconds / _LOOKS)
+        after = _working_threads()
+        ready += any(state == "R" for state, _ in after.values())
+    ticks = sum(used - before[thread][1] for thread, (_, used) in after.items() if thread in before)
+    return 2 * ready > _LOOKS or ticks / os.sysconf("SC_CLK_TCK") >= 0.1 * seconds
+
+
+def _working_threads() -> dict[int, tuple[str, int]]:
+    """Return state and used clock ticks of this process's main thread and of all threads of its descendants."""
+    own = os.getpid()
+    found: dict[int, tuple[str, int]] = {}
+    waiting = [own]
+    while waiting:
+        pid = waiting.pop()
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                waiting += [int(child) for child in (task / "children").read_text().split()]
+                if pid != own or int(task.name) == own:
+                    fields = (task / "stat").read_text().rpartition(")")[2].split()
+                    found[int(task.name)] = fields[0], int(fields[11]) + int(fields[12])
+    return found
+
+
+class Siblings:
+    """The other ranks on this host, each held by a pidfd, so that no recycled pid can be taken for one of them."""
+
+    def __init__(self, who: Mapping[int, Mapping[str, Any]], rank: int) -> None:
+        self._rank_of_fd: dict[int, int] = {}
+        self.rank_fds: dict[int, int] = {}
+        for peer, facts in who.items():
+            if peer == rank or facts["host"] != who[rank]["host"] or not hasattr(os, "pidfd_open"):
+                continue
+            try:
+                fd = os.pidfd_open(facts["pid"])
+            except OSError:
+                continue  # it has ended meanwhile: its frozen heartbeat will tell
+            # The same host name may hide another pid namespace (a container for each rank), or the number may have
+            # been given to another process. Compared once the pidfd holds it, so that it cannot change any more.
+            if start_time(facts["pid"]) != facts["start_time"]:
+                os.close(fd)
+                continue
+            self._rank_of_fd[fd] = peer
+            self.rank_fds[peer] = fd
+
+    def watch(self, poller: select.poll) -> None:
+        """Register every pidfd."""
+        for fd in self._rank_of_fd:
+            poller.register(fd, select.POLLIN)
+
+    def rank_of(self, fd: int, poller: select.poll) -> int | None:
+        """Return the rank whose process has ended, once."""
+        rank = self._rank_of_fd.pop(fd, None)
+        if rank is not None:
+            poller.unregister(fd)
+        return rank
+
+    def ended(self) -> list[int]:
+        """Return the ranks on this host whose process is gone right now."""
+        poller = select.poll()
+        for fd in self.rank_fds.values():
+            poller.register(fd, select.POLLIN)
+        fds = {fd for fd, _ in poller.poll(0)}
+        return [rank for rank, fd in self.rank_fds.items() if fd in fds]
+
+    def wait_for_end(self, ranks: Iterable[int], seconds: float) -> None:
+        """Wait for the end of some siblings, but no longer than so."""
+        until = time.monotonic() + seconds
+        poller = select.poll()
+        for fd in (self.rank_fds[rank] for rank in ranks if rank in self.rank_fds):
+            poller.register(fd, select.POLLIN)
+            poller.poll(1000 * max(0.0, until - time.monotonic()))
+            poller.unregister(fd)
+
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal to a sibling, if it still lives."""
+        import signal as signals
+
+        with contextlib.suppress(ProcessLookupError, KeyError):
+            signals.pidfd_send_signal(self.rank_fds[rank], number)
+
+    def close(self) -> None:
+        """Close the pidfds."""
+        for fd in self.rank_fds.values():
+            os.close(fd)
+        self._rank_of_fd.clear()
+        self.rank_fds.clear()
+
+
+class Heartbeats:
+    """When each rank's heartbeat last changed, by this process's own clock: clocks of hosts are never compared."""
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        now = time.monotonic()
+        self._last: dict[int, tuple[bytes, float]] = dict.fromkeys(ranks, (b"", now))
+
+    @property
+    def ranks(self) -> list[int]:
+        """The watched ranks."""
+        return list(self._last)
+
+    def update(self, beats: Mapping[int, bytes]) -> None:
+        """Take the present beats."""
+        now = time.monotonic()
+        for rank, beat in beats.items():
+            if self._last[rank][0] != beat:
+                self._last[rank] = (beat, now)
+
+    def silent_for(self, rank: int) -> float:
+        """Return for how many seconds a rank's beat has stood still."""
+        return time.monotonic() - self._last[rank][1]
+
+
+class Vitals:
+    """What this process knows of the lives of the ranks that it watches."""
+
+    def __init__(self, who: Mapping[int, Mapping[str, Any]], rank: int) -> None:
+        self.who = who
+        self.siblings = Siblings(who, rank)
+        # Rank 0 watches all; the others watch rank 0, and each its siblings' processes.
+        self.heartbeats = Heartbeats([peer for peer in who if peer != rank] if rank == 0 else [0])
+
+    def is_here(self, rank: int) -> bool:
+        """Tell whether a rank's process can be seen from this one."""
+        return rank in self.siblings.rank_fds
+
+    def last_words(self, rank: int) -> str:
+        """Return what faulthandler wrote for a sibling that died of a signal it could still report."""
+        try:
+            with open(self.who[rank]["fault_file"], encoding="utf-8", errors="backslashreplace") as file:
+                text = file.read()
+        except OSError:
+            return ""
+        return f" ({hang_diagnosis.fatal_error(text) or 'killed, or ended by os._exit'})"
+
+    def describe_silence(self, rank: int) -> str:
+        """Describe a process that does not answer, as far as this host can see it."""
+        if rank not in self.siblings.rank_fds:
+            return f"on {self.who[rank]['host']}, no heartbeat for {self.heartbeats.silent_for(rank):.0f} s"
+        state = f"process {self.who[rank]['pid']} is {process_state(self.who[rank]['pid'])}"
+        path = self.who[rank]["fault_file"]
+        with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="backslashreplace") as file:
+            place = hang_diagnosis.stack_location(file.read())
+            if place:
+                state += f", holding the GIL at {place}"
+        return state

@@ -1,0 +1,280 @@
+"""The roll call: every rank reports before any process group is made, and rank 0 says whether they suit.
+
+Do all ranks run the same tests, with the same workload? Pure: hashes in the normal case, a diff when they differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pytest_gpucluster.agreement.store import Store
+from pytest_gpucluster.errors import LaunchError, PreflightError, StoreError
+from pytest_gpucluster.launch.launchers import RankFacts
+from pytest_gpucluster.text import first_line, rank_ranges
+
+_POLL_SECONDS = 0.02
+_LOOK_SECONDS = 1.0
+_STEP_SECONDS = 0.05
+_RANKS_PER_STEP = 128
+"""Above this many ranks each asks less often, so that the store's load stays what it is at this many."""
+_VERDICT_MARGIN_SECONDS = 60.0
+SLOW_CONNECT_SECONDS = 5.0
+"""From here on it is told. Source: this suite's rule; a resolver asks again after 5 s (resolv.conf(5), timeout)."""
+Who = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """Why the run does not start: one line, the whole text, and the exit code."""
+
+    message: str
+    text: str
+    exit: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """What every rank knows after the roll call.
+
+    ``who`` holds all ranks on rank 0, elsewhere this rank and its siblings on the same host; :func:`roll` fetches all.
+    """
+
+    hosts: Sequence[str]
+    who: Mapping[int, Who]
+    shared: Mapping[str, Any]
+    """What rank 0 tells all: the recorder's process, for one."""
+
+
+def join(
+    store: Store,
+    facts: RankFacts,
+    me: Who,
+    *,
+    timeout_seconds: float,
+    check: Callable[[Mapping[int, Who]], Refusal | None],
+    shared: Mapping[str, Any],
+    is_hopeless: Callable[[], bool] = lambda: False,
+) -> Joined:
+    """Report this rank and wait for rank 0's word. Every rank must call this.
+
+    ``check`` runs on rank 0 only, with whatever ranks have reported by the deadline; or before it, if ``is_hopeless``
+    finds that a rank will never report. On the other ranks it finds that rank 0 will never answer.
+
+    Raises:
+        Refused: the ranks do not suit; it is the same on every rank.
+        LaunchError: another process has reported as this rank.
+        StoreError: rank 0 gave no word in time, or has ended, or the store has gone.
+    """
+    try:
+        return _report(store, facts, me, timeout_seconds, check, shared, is_hopeless)
+    except RuntimeError as error:  # torch's DistError family
+        raise StoreError(f"{facts}: the rendezvous store is gone: {first_line(str(error))}") from error
+
+
+def _report(
+    store: Store,
+    facts: RankFacts,
+    me: Who,
+    timeout_seconds: float,
+    check: Callable[[Mapping[int, Who]], Refusal | None],
+    shared: Mapping[str, Any],
+    is_hopeless: Callable[[], bool],
+) -> Joined:
+    if store.add(f"taken/{facts.rank}", 1) != 1:
+        raise LaunchError(
+            f"{facts}: another process of this run is this rank already. A pytest that is started in a test needs an "
+            "environment without the launcher's variables (RANK, WORLD_SIZE, TORCHELASTIC_RUN_ID ...)"
+        )
+    store.set(f"hb/{facts.rank}", "0")
+    store.set(f"who/{facts.rank}", json.dumps(me))
+    store.add("who/count", 1)
+    if facts.rank == 0:
+        who = _wait_for_all(store, facts, timeout_seconds, is_hopeless)
+        refusal = check(who)
+        hosts = [str(who[rank]["host"]) if rank in who else "?" for rank in range(facts.world_size)]
+        answer = {
+            "hosts": hosts,
+            "shared": dict(shared),
+            "refusal": None
+            if refusal is None
+            else {"message": refusal.message, "text": refusal.text, "exit": refusal.exit},
+        }
+        store.set("join", json.dumps(answer))
+        if refusal is not None:
+            raise Refused(refusal)
+        return Joined(hosts=hosts, who=who, shared=shared)
+    deadline = time.monotonic() + timeout_seconds + _VERDICT_MARGIN_SECONDS
+    next_look = time.monotonic() + _LOOK_SECONDS
+    # Not in one blocking call, so that SIGTERM is heard meanwhile; nor in short ones, of which each one is a warning.
+    while not store.check(["join"]):
+        if time.monotonic() >= deadline:
+            raise StoreError(
+                f"{facts}: rank 0 gave no word within {timeout_seconds:g} s after the start; see its output and the "
+                "report on its host"
+            )
+        if time.monotonic() >= next_look:
+            next_look = time.monotonic() + _LOOK_SECONDS
+            if is_hopeless():
+                raise StoreError(f"{facts}: rank 0 has ended before it called the roll; see its output")
+        time.sleep(_STEP_SECONDS * max(1.0, facts.world_size / _RANKS_PER_STEP))
+    answer = json.loads(store.get("join"))
+    if answer["refusal"] is not None:
+        store.set(f"bye/{facts.rank}", "refused")
+        raise Refused(Refusal(**answer["refusal"]))
+    here = [rank for rank, host in enumerate(answer["hosts"]) if host == me["host"] or rank == 0]
+    return Joined(hosts=answer["hosts"], who=roll(store, here), shared=answer["shared"])
+
+
+def roll(store: Store, ranks: Sequence[int]) -> dict[int, Who]:
+    """Return what ranks have reported of themselves. Any time after :func:`join`."""
+    texts = store.multi_get([f"who/{rank}" for rank in ranks])
+    return {rank: json.loads(text) for rank, text in zip(ranks, texts, strict=True)}
+
+
+def slow_connection(who: Mapping[int, Who]) -> str:
+    """Return which rank took longest to connect to the store, and why that may be; nothing where none took long."""
+    seconds = {rank: float(one.get("connect_seconds", 0.0)) for rank, one in who.items()}
+    slow = [rank for rank in seconds if seconds[rank] >= SLOW_CONNECT_SECONDS]
+    if not slow:
+        return ""
+    longest = max(slow, key=lambda rank: seconds[rank])
+    return (
+        f"{len(slow)} of {len(who)} ranks took {SLOW_CONNECT_SECONDS:g} s or more to connect, rank {longest} on "
+        f"{who[longest].get('host', '?')} {seconds[longest]:.1f} s. The store looks up the name of each address that "
+        "connects, one after the other: see how long `getent hosts ::ffff:ADDRESS` takes on the first node, and "
+        "docs/scale.md for what helps; criterion dns measures it"
+    )
+
+
+class Refused(PreflightError):
+    """The run does not start. Carries the :class:`Refusal`."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.text)
+        self.refusal = refusal
+
+
+def _wait_for_all(
+    store: Store, facts: RankFacts, timeout_seconds: float, is_hopeless: Callable[[], bool]
+) -> dict[int, Who]:
+    # In small steps instead of one blocking call, so that Ctrl-C and SIGTERM are heard meanwhile.
+    deadline = time.monotonic() + timeout_seconds
+    next_look = time.monotonic() + _LOOK_SECONDS
+    while store.add("who/count", 0) < facts.world_size and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+        if time.monotonic() >= next_look:
+            next_look = time.monotonic() + _LOOK_SECONDS
+            if is_hopeless():
+                break
+    present = [rank for rank in range(facts.world_size) if store.check([f"who/{rank}"])]
+    return roll(store, present)
+
+
+_SHOWN = 20
+
+
+def collection_digest(node_ids: Sequence[str]) -> str:
+    """Return a hash of the tests: ranks may have found them in another order, but each as often."""
+    text = "\n".join(sorted(node_ids)).encode("utf-8", "surrogatepass")
+    return hashlib.sha256(text).hexdigest()
+
+
+def digest_of(values: Mapping[str, str]) -> str:
+    """Return a hash of a workload's keys and values."""
+    return collection_digest([f"{key}={value}" for key, value in values.items()])
+
+
+def collection_difference(
+    expected: Sequence[str], found: Mapping[int, Sequence[str]], names: Mapping[int, str], *, subset: bool
+) -> tuple[str, str] | None:
+    """Compare the tests of other ranks with rank 0's.
+
+    Args:
+        expected: the node ids that rank 0 is going to run.
+        found: rank -> the node ids that it has collected.
+        subset: rank 0 left tests out by its cache (``--lf`` and the like), so that other ranks may know more tests.
+
+    Returns:
+        None if they agree, else one line for the report and a diff of every group of deviating ranks.
+    """
+    groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[int]] = {}
+    for rank, node_ids in found.items():
+        missing = _without(expected, node_ids)
+        extra = () if subset else _without(node_ids, expected)
+        if missing or extra:
+            groups.setdefault((missing, extra), []).append(rank)
+    if not groups:
+        return None
+    (missing, extra), ranks = next(iter(groups.items()))
+    who = names[ranks[0]] if len(ranks) == 1 else rank_ranges(ranks)
+    verbs = ("lacks", "alone has") if len(ranks) == 1 else ("lack", "alone have")
+    parts = [
+        f"{what} {len(tests)} test{'s' if len(tests) > 1 else ''} ({tests[0]}{', …' if len(tests) > 1 else ''})"
+        for what, tests in zip(verbs, (missing, extra), strict=True)
+        if tests
+    ]
+    message = first_line(f"different tests collected: {who} {' and '.join(parts)}")
+    return message, "\n\n".join(_diff(rank_ranges(ranks), missing, extra) for (missing, extra), ranks in groups.items())
+
+
+def workload_disagreement(
+    workloads: Mapping[int, Mapping[str, str]], names: Mapping[int, str], *, subset: bool
+) -> tuple[str, str] | None:
+    """Compare the workloads of other ranks with the first one's. With different sizes a collective would hang.
+
+    Args:
+        workloads: rank -> key -> value; nothing where no test uses a workload.
+        subset: the first rank left tests out by its cache, maybe all of those that use a workload.
+
+    Returns:
+        None if they agree, else one line for the report and every key of every group of deviating ranks.
+    """
+    first, expected = next(iter(workloads.items()))
+    if subset and not expected:
+        return None
+    groups: dict[tuple[tuple[str, str, str], ...], list[int]] = {}
+    for rank, values in workloads.items():
+        keys = dict.fromkeys([*expected, *values])
+        differences = tuple(
+            (key, values.get(key, "nothing"), expected.get(key, "nothing"))
+            for key in keys
+            if values.get(key) != expected.get(key)
+        )
+        if differences:
+            groups.setdefault(differences, []).append(rank)
+    if not groups:
+        return None
+    differences, ranks = next(iter(groups.items()))
+    who, verb = (names[ranks[0]], "has") if len(ranks) == 1 else (rank_ranges(ranks), "have")
+    key, value, other = differences[0]
+    more = f" (and {len(differences) - 1} more keys)" if len(differences) > 1 else ""
+    message = first_line(f"different workloads: {who} {verb} {key} {value}, and {names[first]} has {other}{more}")
+    told = []
+    for differences, ranks in groups.items():
+        who = ", ".join(names[rank] for rank in ranks[:_SHOWN]) + (", …" if len(ranks) > _SHOWN else "")
+        told.append("\n".join([f"{names[first]} against {who}:", *(f"{k}: {b} | {a}" for k, a, b in differences)]))
+    hint = "The same workloads.yaml must lie on every host, and every rank must get the same --gpucluster-workload."
+    return message, "\n\n".join([*told, hint])
+
+
+def _without(node_ids: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
+    """Return what is in the first and not, or not as often, in the second."""
+    return tuple((Counter(node_ids) - Counter(others)).elements())
+
+
+def _diff(who: str, missing: Sequence[str], extra: Sequence[str]) -> str:
+    lines = [f"rank 0 against {who}:"]
+    for sign, tests, told in (
+        ("-", missing, f"only on rank 0, missing on {who}"),
+        ("+", extra, f"only on {who}"),
+    ):
+        lines += [f"{sign} {node_id}    ({told})" for node_id in tests[:_SHOWN]]
+        if len(tests) > _SHOWN:
+            lines.append(f"{sign} and {len(tests) - _SHOWN} more")
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Several runs: compared, merged, side by side as a fleet, compared with other programs, and certified."""

@@ -1,0 +1,216 @@
+"""An earlier run as a measure: what has become worse than there fails, whatever the limits say."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pytest_gpucluster.analysis.compare import Change, Pair, Terms, changes_of, terms_of
+from pytest_gpucluster.analysis.compare_output import change_text, pair_text, pair_to_json
+from pytest_gpucluster.analysis.run_view import Facts, Side, Tested, by_key, key_of, obstacles, side, without_samples
+from pytest_gpucluster.analysis.significance import MISSING, REGRESSED
+from pytest_gpucluster.errors import JournalError, OptionError
+from pytest_gpucluster.journal.journal import locate, read
+from pytest_gpucluster.judge.judge import Judged, Judgement
+from pytest_gpucluster.metrics.units import show_apart
+from pytest_gpucluster.text import MESSAGE_CHARACTERS, first_line, printable
+
+Notes = list[tuple[str, str]]
+"""Properties of a test: name and text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """An earlier run, read once, and by how much a value may be worse than there."""
+
+    path: Path
+    sha256: str
+    run: str
+    """Which run it is, in words."""
+    side: Side
+    allowed: float
+
+    @classmethod
+    def read(cls, place: Path, *, allowed: float, rehearsal: bool) -> Baseline:
+        """Read the baseline of a run that is about to begin.
+
+        Raises:
+            OptionError: it cannot be read, is of another kind of run, or has no value to be held against.
+        """
+        option = "--gpucluster-baseline"
+        try:
+            path = locate(place)
+            journal = read(path, slim=without_samples)
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        except JournalError as error:
+            raise OptionError(f"{option}: {error}") from None
+        except OSError as error:
+            raise OptionError(f"{option} {place}: cannot be read: {error.strerror or error}") from None
+        if journal.run.rehearsal != rehearsal:
+            kinds = ("a run on GPUs", "a REHEARSAL on cpu")
+            raise OptionError(
+                f"{option} {path}: is {kinds[journal.run.rehearsal]}, and this is {kinds[rehearsal]}: neither says "
+                "anything about the other; name a run of the same kind, or leave the option out"
+            )
+        known = side(journal)
+        if not any(test.values and test.outcome == "passed" for test in known.tests.values()):
+            raise OptionError(
+                f"{option} {path}: no test of it has passed with a measurement, so there is nothing to be held "
+                "against; name a run that was accepted"
+            )
+        run = f"run {journal.run.run_id or 'without a name'} of {journal.run.started_at}, {journal.verdict}"
+        return cls(path=path, sha256=digest, run=run, side=known, allowed=allowed)
+
+    @property
+    def told(self) -> str:
+        """Return what a verdict must say of it."""
+        return f"held against the baseline {self.path} ({self.run}), {100 * self.allowed:g} % worse is allowed"
+
+    def remark(self, tests: Iterable[Sequence[Mapping[str, Any]]]) -> str:
+        """Return what a verdict must say of it, and how much of the run could be held against it.
+
+        Args:
+            tests: the judged metrics of each test that is over, as the journal has them.
+        """
+        told = [judged.get("baseline") or {} for measurements in tests for judged in measurements if _decides(judged)]
+        held = sum(each.get("change_ratio") is not None for each in told)
+        if not held:
+            return f"NOTHING could be held against the baseline {self.path} ({self.run})"
+        return f"{self.told}, {held} of {len(told)} values had one there"
+
+    def line(self) -> dict[str, Any]:
+        """Return the journal's line."""
+        return {"type": "property", "name": "baseline", "value": f"{self.told}; SHA-256 {self.sha256}"}
+
+    def why_foreign(self, facts: Facts) -> str:
+        """Return why nothing of this run can be held against it, as far as that is known before the first test."""
+        return "; ".join(obstacles(self.side.facts, replace(facts, workload=self.side.facts.workload)))
+
+    def hold(
+        self, judgement: Judgement, *, nodeid: str, name: str, facts: Facts, names: Mapping[int, str]
+    ) -> tuple[Judgement, Notes]:
+        """Hold the values of a test against the baseline's, once the limits have judged them.
+
+        What is worse beyond noise and by more than is allowed fails. What cannot be held against anything is a note.
+
+        Args:
+            judgement: by the limits.
+            nodeid: of the test.
+            name: what it is called in texts.
+            facts: under which conditions this run measures.
+            names: rank -> how it is called in messages.
+
+        Returns:
+            the judgement then, and the test's notes.
+        """
+        stop = obstacles(self.side.facts, facts)
+        if stop:
+            return _broken(judgement, f"cannot be held against the baseline: {'; '.join(stop)}"), []
+        before = self.side.tests.get(nodeid)
+        if before is None or before.outcome != "passed":
+            was = "has no such test" if before is None else f"did not pass it ({before.outcome})"
+            return judgement, [("baseline", f"nothing to be held against: the baseline {was}")]
+        now = Tested(nodeid=nodeid, name=name, outcome=judgement.outcome, values=by_key(judgement.measurements))
+        terms = terms_of(self.side, Side(facts=facts, tests={}), allowed=self.allowed)
+        changes = [_without_ranks_gone(change, terms) for change in changes_of(before, now, terms)]
+        measurements = [
+            self._judged(judged, next(each for each in changes if each.key == key_of(judged)), names)
+            for judged in judgement.measurements
+        ]
+        notes = [
+            (_note_name(change), _note(change, names))
+            for change in sorted(changes, key=lambda change: change.worst.badness)
+            if change.decides
+        ]
+        return _again(judgement, measurements), notes
+
+    def _judged(self, judged: Judged, change: Change, names: Mapping[int, str]) -> Judged:
+        told = {**pair_to_json(change.worst), "allowed_ratio": self.allowed, "decides": change.decides}
+        if change.kind != REGRESSED or not change.decides:
+            return replace(judged, baseline=told)
+        worse = {pair.rank: pair for pair in change.of_kind(REGRESSED) if pair.rank is not None}
+        texts = {rank: f"{judged.metric} {_worse(pair, judged.unit, self.allowed)}" for rank, pair in worse.items()}
+        first = next(iter(worse))
+        others = [names.get(rank, f"rank {rank}") for rank in worse if rank != first]
+        more = f", and {others[0]}" if len(others) == 1 else f", and {len(others)} more ranks" if others else ""
+        labels = ", ".join(f"{name}={text}" for name, text in judged.labels.items())
+        reason = f"{texts[first]}{f' ({labels})' if labels else ''} on {names.get(first, f'rank {first}')}{more}"
+        if judged.reason and judged.status in ("failed", "error"):
+            reason = f"{judged.reason}; also: {reason}"
+        return replace(
+            judged,
+            status="failed",
+            reason=printable(reason),
+            misses={**{rank: printable(text) for rank, text in texts.items()}, **judged.misses},
+            baseline=told,
+        )
+
+
+def _without_ranks_gone(change: Change, terms: Terms) -> Change:
+    """Return a change without the baseline's ranks that this run does not have, such as those of its other nodes.
+
+    They would hide what the ranks that are here were held against. A rank that is here and has no value now stays.
+    """
+    if not terms.new_ranks:
+        return change
+    here = {match.old for match in (*terms.of_gpu.values(), *terms.of_slot.values())}
+    pairs = tuple(pair for pair in change.pairs if pair.rank is not None or pair.old_rank in (None, *here))
+    return replace(change, pairs=pairs) if pairs else change
+
+
+def _decides(judged: Mapping[str, Any]) -> bool:
+    """Tell whether a baseline could fail a metric. Where its test had none, its limit says so."""
+    told = judged.get("baseline")
+    return bool(told["decides"]) if told else judged.get("status") != "recorded"
+
+
+def _worse(pair: Pair, unit: str, allowed: float) -> str:
+    """Return "585.6 TFLOPS is worse than the baseline's 728 TFLOPS (-19.6 %, 3 % is allowed)"."""
+    assert pair.old is not None  # it has regressed, so both are known
+    assert pair.new is not None
+    assert pair.change is not None
+    now, before = show_apart(pair.new.value, pair.old.value, unit)
+    return f"{now} is worse than the baseline's {before} ({change_text(pair.change)}, {100 * allowed:g} % is allowed)"
+
+
+def _note_name(change: Change) -> str:
+    told = ", ".join(f"{name}={text}" for name, text in change.labels.items())
+    return f"baseline[{change.metric}{{{told}}}]" if told else f"baseline[{change.metric}]"
+
+
+def _note(change: Change, names: Mapping[int, str]) -> str:
+    pair = change.worst
+    who = f" on {names.get(pair.rank, f'rank {pair.rank}')}" if pair.rank is not None else ""
+    kind = "nothing to be held against" if pair.kind == MISSING else pair.kind
+    return first_line("; ".join(filter(None, (f"{kind}: {pair_text(pair, change.unit)}{who}", change.note))), 300)
+
+
+def _broken(judgement: Judgement, message: str) -> Judgement:
+    """Return the judgement of a test that cannot be compared with a baseline that was asked for: never a pass."""
+    if judgement.outcome != "passed":
+        return replace(judgement, text=f"{judgement.text}\n\n{message}")
+    return replace(judgement, outcome="error", message=first_line(message), text=message)
+
+
+def _again(judgement: Judgement, measurements: Sequence[Judged]) -> Judgement:
+    """Return the judgement with what the baseline has found."""
+    measured = tuple(measurements)
+    worse = [
+        each
+        for each, was in zip(measured, judgement.measurements, strict=True)
+        if each.status == "failed" and each.reason != was.reason
+    ]
+    if not worse:
+        return replace(judgement, measurements=measured)
+    reasons = [each.reason for each in worse]
+    if judgement.outcome == "failed":  # the limit that was missed speaks first
+        tail = "; also worse than the baseline"
+        message = judgement.message[: MESSAGE_CHARACTERS - len(tail)] + tail
+    else:
+        more = f"; {len(worse) - 1} more" if len(worse) > 1 else ""
+        message = first_line(reasons[0], MESSAGE_CHARACTERS - len(more)) + more
+    text = "\n\n".join(filter(None, ("\n".join(reasons), judgement.text)))
+    return replace(judgement, outcome="failed", message=message, text=text, measurements=measured)

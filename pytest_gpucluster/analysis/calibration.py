@@ -1,0 +1,563 @@
+"""What accepted runs have measured, put together by metric, labels and topology.
+
+The rule by which a floor is proposed: the median of what was accepted, less some spreads.
+
+Proposed floors as a file of limits that people can review, with what each is made of beside it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import ROUND_FLOOR, Decimal
+
+from pytest_gpucluster.analysis.certificate_blockers import objections
+from pytest_gpucluster.errors import MeasurementError, ThresholdsError
+from pytest_gpucluster.journal.fields import JudgedLimit, JudgedMetric
+from pytest_gpucluster.journal.journal import Journal
+from pytest_gpucluster.judge.limits import KNOWN_LABELS, TOPOLOGY, condition
+from pytest_gpucluster.metrics import measurement, stats, units
+from pytest_gpucluster.metrics.units import show
+from pytest_gpucluster.text import one_line, printable
+
+RATES = ("compute rate", "data rate", "token rate", "image rate", "file rate")
+"""Dimensions that a floor is proposed for. All else is a rule, such as no finding at all, and no figure of hardware."""
+
+_OUTCOMES = ("transport", "nics")
+"""Labels that say what came of it, and not what was asked for: with other ones it is the same measurement."""
+
+_OF_ONE_GPU = ("matmul.", "hbm.")
+_OF_ONE_NODE = ("host_link.",)
+"""Metrics whose values do not depend on how many GPUs there are, or only on how many share the node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A journal that floors are made of."""
+
+    path: str
+    sha256: str
+    journal: Journal
+
+    @property
+    def sku(self) -> str | None:
+        """The SKU whose limits were in force."""
+        return self.journal.limits.sku if self.journal.limits is not None else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Number:
+    """What one rank's value is held against a floor with: the low end of its interval, where it has one."""
+
+    value: float
+    rank: int
+    place: str
+    run: int
+    """Which source, counted from 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """All values of one measurement, of all ranks of all runs."""
+
+    metric: str
+    unit: str
+    labels: Mapping[str, str]
+    topology: Mapping[str, str]
+    """The facts that it depends on, besides the labels: of world_size, nnodes and local_world_size."""
+    is_judged: bool
+    """Some run held it against a limit."""
+    numbers: tuple[Number, ...]
+    samples: tuple[tuple[float, ...], ...] = ()
+    """Those behind each value that has any."""
+    limits: tuple[JudgedLimit, ...] = field(default=())
+    """What the runs held it against."""
+
+
+def refusals(sources: Sequence[Source], *, sku: str | None = None) -> list[str]:
+    """Return why no floor may be made of these journals; nothing, where one may."""
+    found = [f"{source.path}: {why}" for source in sources for why in objections(source.journal)]
+    seen: dict[str, str] = {}
+    for source in sources:
+        run = source.journal.run
+        # A merged journal holds the values of the runs that it was made of.
+        keys = {source.sha256, f"run {run.run_id}"}
+        keys |= {key for one in run.merged_from for key in (one.sha256, f"run {one.run_id}")}
+        same = next((seen[key] for key in sorted(keys) if key in seen), None)
+        if same is not None:
+            found.append(f"{source.path}: the same run as {same}, or merged of it; a run counts once")
+        seen |= dict.fromkeys(keys, source.path)
+    wanted = sku if sku is not None else next((source.sku for source in sources if source.sku), None)
+    said = "--sku is" if sku is not None else f"{sources[0].path} has"
+    found += [
+        f"{source.path}: its SKU is {source.sku or 'not known'}, and {said} {wanted}; calibrate each SKU alone"
+        for source in sources
+        if source.sku != wanted
+    ]
+    first = sources[0].journal.workload
+    for source in sources[1:]:
+        other = source.journal.workload
+        ours, theirs = (one.values if one is not None else {} for one in (first, other))
+        differing = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
+        if differing:
+            shown = ", ".join(
+                f"{key} ({theirs.get(key, 'none')}, not {ours.get(key, 'none')})" for key in differing[:3]
+            )
+            more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+            found.append(f"{source.path}: it measured otherwise than {sources[0].path}: {shown}{more}")
+    return found
+
+
+def series(sources: Sequence[Source]) -> list[Series]:
+    """Return the rates of which more is better, in the order in which they were measured.
+
+    What is not known to this version has no floor: nothing says whether more of it is better.
+    """
+    groups: dict[tuple[object, ...], list[tuple[int, Source, JudgedMetric]]] = {}
+    for run, source in enumerate(sources, start=1):
+        for judged in _rates(source.journal):
+            labels = tuple(sorted(_asked(judged).items()))
+            topology = tuple(_topology(judged, source.journal).items())
+            groups.setdefault((judged.metric, labels, topology), []).append((run, source, judged))
+    return [_series(of_all) for of_all in groups.values()]
+
+
+def judged_beside(one: Series, measured: Sequence[Series]) -> Series | None:
+    """Return what is judged of the same metric and could not be told from a recorded series by floors of both.
+
+    Floors with as many conditions that do not contradict each other can both apply, which a file of limits must not
+    leave open: such are the single sizes of a product (label ``n``) beside the best of them (``best_of``).
+    """
+    if one.is_judged:
+        return None
+    ours = {**one.topology, **one.labels}
+    for other in measured:
+        theirs = {**other.topology, **other.labels}
+        shared = ours.keys() & theirs.keys()
+        is_same = other.metric == one.metric and len(theirs) == len(ours)
+        if other.is_judged and is_same and all(ours[key] == theirs[key] for key in shared):
+            return other
+    return None
+
+
+def _rates(journal: Journal) -> Iterator[JudgedMetric]:
+    for result in journal.results:
+        if result.outcome != "passed":
+            continue
+        for judged in result.measurements:
+            try:
+                metric = measurement.known(judged.metric)
+            except MeasurementError:
+                continue
+            is_rate = units.unit(metric.unit).dimension in RATES and judged.unit == metric.unit
+            if is_rate and metric.better == "higher" and judged.status in ("passed", "recorded"):
+                yield judged
+
+
+def _asked(judged: JudgedMetric) -> dict[str, str]:
+    return {key: value for key, value in judged.labels.items() if key not in _OUTCOMES}
+
+
+def _topology(judged: JudgedMetric, journal: Journal) -> dict[str, str]:
+    if judged.metric.startswith(_OF_ONE_GPU):
+        return {}
+    ranks, nodes = journal.run.world_size, journal.run.nnodes
+    if judged.metric.startswith(_OF_ONE_NODE):
+        return {"local_world_size": str(ranks // nodes)} if nodes and ranks % nodes == 0 else {"world_size": str(ranks)}
+    known = {"world_size": str(ranks), "nnodes": str(nodes)}
+    # A label of the same name describes who measured, and stands among the labels.
+    return {key: value for key, value in known.items() if key not in judged.labels}
+
+
+def _series(of_all: Sequence[tuple[int, Source, JudgedMetric]]) -> Series:
+    _, source, first = of_all[0]
+    numbers, samples = [], []
+    for run, where, judged in of_all:
+        for rank, value in judged.values.items():
+            low = judged.intervals[rank][0] if rank in judged.intervals else value
+            low = low if math.isnan(low) else min(value, low)
+            numbers.append(Number(value=low, rank=rank, place=_place(where.journal, rank), run=run))
+        samples += [each for each in judged.samples.values() if each]
+    return Series(
+        metric=first.metric,
+        unit=first.unit,
+        labels=_asked(first),
+        topology=_topology(first, source.journal),
+        is_judged=any(judged.limit is not None for _, _, judged in of_all),
+        numbers=tuple(numbers),
+        samples=tuple(samples),
+        limits=tuple(judged.limit for _, _, judged in of_all if judged.limit is not None),
+    )
+
+
+def _place(journal: Journal, rank: int) -> str:
+    place = journal.place(rank)
+    return f"rank {rank}" + (f" ({place.host})" if place is not None and place.host else "")
+
+
+SPREADS = 3.0
+"""How many spreads below the median: of values that are distributed normally, one in 740 is lower."""
+
+LEAST_NUMBERS = 6
+"""Fewer do not enclose their median with 95 % confidence: ``stats.median_interval``."""
+
+LEAST_SPREAD = 0.01
+"""As a share of the median. One run does not show what another day brings, and ranks in step are all equally fast:
+their values agree to a hair, and a floor at a hair below would reject the same cluster tomorrow. A rule of this
+project."""
+
+DIGITS = 3
+"""Significant digits of a floor, which is rounded down."""
+
+# Hampel, "The Influence Curve and its Role in Robust Estimation" (1974): times this the median absolute deviation
+# estimates the standard deviation of normally distributed values.
+_NORMAL = 1.4826
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """A floor, in the metric's unit, and what it is made of. ``below`` are accepted values that would miss it."""
+
+    series: Series
+    floor: float
+    median: float
+    spread: float
+    spreads: float
+    below: tuple[Number, ...] = ()
+    peak: float | None = None
+    """Of the data sheet, where the value stands beside one."""
+    is_peak: bool = False
+    """The peak holds it down."""
+
+    @property
+    def lowest(self) -> Number:
+        """The lowest of the accepted values."""
+        return min(self.series.numbers, key=lambda number: number.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """No floor is proposed; ``why`` says what stands instead."""
+
+    series: Series
+    why: str
+
+
+def propose(series: Series, *, spreads: float = SPREADS, peak: float | None = None) -> Proposal | Kept:
+    """Return the floor for a series: median - spreads * spread, rounded down, and never above the data sheet peak.
+
+    The spread is the largest of: how far the ranks of all runs are apart, how far the samples behind a value are apart
+    (the median over all values), both as 1.4826 times their median absolute deviation; and 1 % of the median.
+
+    There is no floor where it would be looser than the limit that was in force, where there are too few values, and
+    where nothing above zero is left.
+
+    Args:
+        series: of accepted runs.
+        spreads: how many spreads below the median, above 0.
+        peak: of the data sheet, in the metric's unit, where the value stands beside one.
+    """
+    numbers = [number.value for number in series.numbers]
+    if len(numbers) < LEAST_NUMBERS:
+        return Kept(series=series, why=f"{_counted(len(numbers))}, and at least {LEAST_NUMBERS} are needed")
+    if not all(math.isfinite(value) and value >= 0 for value in numbers):
+        return Kept(series=series, why="a value is no finite number")
+    median = stats.median(numbers)
+    spread = max(_NORMAL * stats.mad(numbers), _of_samples(series.samples), LEAST_SPREAD * median)
+    wanted = median - spreads * spread
+    if not wanted > 0:
+        return Kept(series=series, why=f"{spreads:g} spreads of {spread:.3g} leave nothing of the median {median:.4g}")
+    floor = rounded_down(wanted if peak is None else min(wanted, peak))
+    in_force = max((limit.min for limit in series.limits if limit.min is not None), default=None)
+    if in_force is not None and floor <= in_force:
+        return Kept(series=series, why=f"{floor:g} {series.unit} would not be more than the limit in force")
+    most = min((limit.max for limit in series.limits if limit.max is not None), default=None)
+    if most is not None and floor > most:
+        return Kept(series=series, why=f"{floor:g} {series.unit} would be more than the limit in force allows")
+    return Proposal(
+        series=series,
+        floor=floor,
+        median=median,
+        spread=spread,
+        spreads=spreads,
+        below=tuple(sorted((n for n in series.numbers if n.value < floor), key=lambda number: number.value)),
+        peak=peak,
+        is_peak=peak is not None and wanted > peak,
+    )
+
+
+def rounded_down(value: float) -> float:
+    """Return a positive value with three significant digits, never more than it is.
+
+    >>> rounded_down(741.97), rounded_down(2.9999), rounded_down(0.0123456)
+    (741.0, 2.99, 0.0123)
+    """
+    exact = Decimal(repr(value))
+    step = Decimal(1).scaleb(exact.adjusted() - DIGITS + 1)
+    return float((exact / step).to_integral_value(rounding=ROUND_FLOOR) * step)
+
+
+def _of_samples(samples: Sequence[Sequence[float]]) -> float:
+    """Return how far samples are apart in the middle one of all values."""
+    scattered = [_NORMAL * stats.mad(each) for each in samples if len(each) >= LEAST_NUMBERS]
+    found = stats.median(scattered) if scattered else 0.0
+    return found if math.isfinite(found) else math.inf
+
+
+def _counted(count: int) -> str:
+    return "1 value" if count == 1 else f"{count} values"
+
+
+_HEAD = """\
+# Floors proposed by `gpucluster thresholds calibrate`, for review. Nothing is in force before this file is passed:
+#     pytest acceptance/ --gpucluster-thresholds THIS_FILE
+# Each entry takes the place of the one that was in force, and keeps what that demanded besides min. Where no entry here
+# applies, the shipped limits stand.
+#
+"""
+_PATH = 200
+_FAR_BELOW = 0.05
+"""Under this part of the peak a floor is taken for a wrong unit, unless it says that it is meant: ``thresholds``."""
+_BELOW_NAMED = 3
+_WIDTH = 100
+"""Of a source's lines, which stand deep in the file."""
+
+
+def overlay(
+    sku: str,
+    proposals: Sequence[Proposal],
+    kept: Sequence[Kept],
+    sources: Sequence[Source],
+    *,
+    recorded: Sequence[Series] = (),
+    at: str,
+    version: str,
+    spreads: float,
+    shipped: str,
+) -> str:
+    """Return the text of a YAML file that ``thresholds.load`` reads.
+
+    Args:
+        sku: for which the floors are.
+        proposals: at least one, no two with the same conditions.
+        kept: what has no floor, and why.
+        sources: the journals, as they were given.
+        recorded: what was recorded only, and stays so.
+        at: when this is made, ISO 8601.
+        version: of this package.
+        spreads: how many below the median.
+        shipped: the SHA-256 of the shipped limits: what else was in force is named, since a run takes one file.
+    """
+    lines = [_HEAD.rstrip("\n")]
+    lines.append(f"# Made {_comment(at)} by pytest-gpucluster {version} of accepted runs of {_comment(sku)}:")
+    for run, source in enumerate(sources, start=1):
+        told = source.journal.run
+        nodes = f"{told.nnodes} nodes, {told.world_size} ranks"
+        lines.append(f"#   run {run}: {_comment(told.run_id)} of {_comment(told.started_at)}, {nodes}")
+        lines.append(f"#     journal {_comment(source.path)}")
+        lines.append(f"#     sha256 {source.sha256}")
+    lines += [
+        "#",
+        f"# The rule: median of all values less {spreads:g} spreads, rounded down to {DIGITS} digits, never above the",
+        "# data sheet peak, and no looser than the limit in force. A value is the low end of a rank's interval. The",
+        "# spread is the largest of: how far ranks and runs are apart, how far samples are apart (both 1.4826 times",
+        f"# their median absolute deviation), and {100 * LEAST_SPREAD:g} % of the median.",
+        *_others_in_force(sources, shipped),
+        "",
+        "schema_version: 1",
+        "skus:",
+        f"  {_scalar(sku)}:",
+        "    limits:",
+    ]
+    by_metric: dict[str, list[Proposal]] = {}
+    for proposal in proposals:
+        by_metric.setdefault(proposal.series.metric, []).append(proposal)
+    for metric, of_metric in by_metric.items():
+        lines.append(f"      {metric}:")
+        for proposal in of_metric:
+            lines += _entry(proposal, sources)
+        for other in (*(one.series for one in kept), *recorded):
+            if other.metric == metric and any(_holds_for(proposal, other) for proposal in of_metric):
+                lines += _as_before(other)
+    if kept:
+        lines += ["", "# No floor is proposed for:"]
+        lines += [f"#   {name_of(one.series)}: {_comment(one.why)}" for one in kept]
+    return "\n".join(lines) + "\n"
+
+
+def conditions_of(series: Series) -> dict[str, str]:
+    """Return what a floor depends on: the topology and the labels of the measurement.
+
+    Raises:
+        ThresholdsError: a condition cannot say so, such as a label that reads as a range.
+    """
+    found = {**series.topology, **series.labels}
+    for key, text in found.items():
+        if not condition(key, text).holds(text) or text != printable(text).strip():
+            raise ThresholdsError(f"no condition can say that {key} is {text!r}")
+    return found
+
+
+def _holds_for(proposal: Proposal, other: Series) -> bool:
+    """Tell whether a floor would also decide about another series: one with more labels than it was made of."""
+    facts = {**other.topology, **other.labels}
+    return all(condition(key, text).holds(facts.get(key)) for key, text in conditions_of(proposal.series).items())
+
+
+def name_of(series: Series) -> str:
+    """Return the metric with its labels and its topology, on one line."""
+    parts = [f"{key}={value}" for key, value in {**series.topology, **series.labels}.items()]
+    return _comment(series.metric + (f" ({', '.join(parts)})" if parts else ""))
+
+
+def others_in_force(sources: Sequence[Source], shipped: str) -> list[tuple[str, str]]:
+    """Return path and digest of each file that judged these runs and is not the one that is shipped now."""
+    found = [file for source in sources if source.journal.limits for file in source.journal.limits.files]
+    return [file for file in dict.fromkeys(found) if file[1] != shipped]
+
+
+def _others_in_force(sources: Sequence[Source], shipped: str) -> Iterator[str]:
+    files = others_in_force(sources, shipped)
+    if files:
+        yield "#"
+        yield "# These runs were judged by other limits than those that this version ships. A run takes one file beside"
+        yield "# the shipped one: put into this one what is to stay in force of"
+        yield from (f"#   {_comment(path)} (sha256 {digest})" for path, digest in files)
+
+
+def _entry(proposal: Proposal, sources: Sequence[Source]) -> Iterator[str]:
+    series = proposal.series
+    unit, lowest = series.unit, proposal.lowest
+    indent = " " * 8
+    runs = len({number.run for number in series.numbers})
+    figures = (
+        f"median {show(proposal.median, unit)}, spread {show(proposal.spread, unit)}, lowest {show(lowest.value, unit)}"
+        f" on {lowest.place} in run {lowest.run}"
+    )
+    yield f"{indent}# {len(series.numbers)} values of {_runs(runs)}: {_comment(figures)}"
+    replaced = dict.fromkeys(
+        f"{show(limit.min, unit)} ({limit.origin})" for limit in series.limits if limit.min is not None
+    )
+    if replaced:
+        yield f"{indent}# in the place of {_comment(', '.join(replaced))}"
+    if proposal.is_peak:
+        yield f"{indent}# held down to the data sheet peak"
+    if proposal.below:
+        named = "; ".join(
+            f"{show(number.value, unit)} on {number.place} in run {number.run}"
+            for number in proposal.below[:_BELOW_NAMED]
+        )
+        more = f"; and {len(proposal.below) - _BELOW_NAMED} more" if len(proposal.below) > _BELOW_NAMED else ""
+        yield f"{indent}# BELOW IT, though accepted, and to be looked at before this is used: {_comment(named + more)}"
+    yield from _listed(_body(proposal, sources))
+
+
+def _listed(body: Iterator[str]) -> Iterator[str]:
+    """Yield the lines of an entry as one of a metric's list."""
+    for number, line in enumerate(body):
+        yield f"{' ' * 8}{'  ' if number else '- '}{line}"
+
+
+def _as_before(series: Series) -> Iterator[str]:
+    """Yield an entry that demands what was demanded: without it, a floor with fewer conditions would decide."""
+    yield f"{' ' * 8}# as it was: without this entry one of those above would decide"
+    yield from _listed(_body_as_before(series))
+
+
+def _body_as_before(series: Series) -> Iterator[str]:
+    yield f"when: {_flow(conditions_of(series))}"
+    limits = [limit for limit in series.limits if limit.origin]
+    if not limits:
+        yield f"record_only: {_quoted('as it was in the runs that the floors are made of')}"
+        return
+    least = max((limit.min for limit in limits if limit.min is not None), default=None)
+    if least is not None:
+        yield f"min: {least!r} {series.unit}".replace(".0 ", " ")
+    yield from _besides_min(series)
+    yield from _expected(series, least)
+    yield from _source("; ".join(dict.fromkeys(f"as {limit.origin}: {limit.source}" for limit in limits)))
+
+
+def _besides_min(series: Series) -> Iterator[str]:
+    """Yield what else the runs were held against."""
+    most = min((limit.max for limit in series.limits if limit.max is not None), default=None)
+    if most is not None:
+        yield f"max: {most!r} {series.unit}"
+    ratio = max((one.min_ratio_to_median for one in series.limits if one.min_ratio_to_median is not None), default=None)
+    if ratio is not None:
+        yield f"min_ratio_to_median: {100 * ratio:.12g} %"
+    transports = next((one.expect_transport for one in series.limits if one.expect_transport is not None), None)
+    if transports is not None:
+        yield f"expect_transport: [{', '.join(map(_quoted, transports))}]"
+
+
+def _expected(series: Series, least: float | None) -> Iterator[str]:
+    """Yield what was expected and not demanded, where it still lies above the floor."""
+    expected = next((one.expected for one in series.limits if one.expected is not None), None)
+    if expected is not None and (least is None or expected >= least):
+        yield f"expected: {expected!r} {series.unit}".replace(".0 ", " ")
+
+
+def _source(text: str) -> Iterator[str]:
+    yield "source: >-"
+    yield from (f"  {line}" for line in textwrap.wrap(printable(text), _WIDTH, break_on_hyphens=False))
+
+
+def _body(proposal: Proposal, sources: Sequence[Source]) -> Iterator[str]:
+    series = proposal.series
+    when = conditions_of(series)
+    if when:
+        yield f"when: {_flow(when)}"
+    yield f"min: {proposal.floor!r} {series.unit}".replace(".0 ", " ")
+    besides = list(_besides_min(series))
+    yield from besides
+    yield from _expected(series, proposal.floor)
+    runs = sorted({number.run for number in series.numbers})
+    named = ", ".join(
+        f"{sources[run - 1].journal.run.run_id} of {sources[run - 1].journal.run.started_at[:10]}"
+        f" (sha256 {sources[run - 1].sha256[:12]})"
+        for run in runs[:4]
+    ) + (f" and {len(runs) - 4} more" if len(runs) > 4 else "")
+    source = (
+        f"calibrated: median {show(proposal.median, series.unit)} less {proposal.spreads:g} spreads of"
+        f" {show(proposal.spread, series.unit)}, {len(series.numbers)} values of {_runs(len(runs))}: {named}"
+    )
+    before = next((limit for limit in series.limits if limit.origin), None)
+    if before is not None and besides:
+        source += f"; besides min as {before.origin}: {before.source}"
+    yield from _source(source)
+    if proposal.peak is not None and proposal.floor < _FAR_BELOW * proposal.peak:
+        yield f"despite_peak: {_quoted('measured, as the source says')}"
+
+
+def _runs(count: int) -> str:
+    return "1 run" if count == 1 else f"{count} runs"
+
+
+def _flow(when: Mapping[str, str]) -> str:
+    direct = {key: text for key, text in when.items() if key in TOPOLOGY or key in KNOWN_LABELS}
+    labels = {key: text for key, text in when.items() if key not in direct}
+    parts = [f"{key}: {_value(text)}" for key, text in direct.items()]
+    if labels:
+        parts.append("labels: {" + ", ".join(f"{_scalar(key)}: {_value(text)}" for key, text in labels.items()) + "}")
+    return "{" + ", ".join(parts) + "}"
+
+
+def _value(text: str) -> str:
+    return text if text.isdecimal() and text.isascii() else _quoted(text)
+
+
+def _scalar(text: str) -> str:
+    return text if re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*(?: [A-Za-z0-9_]+)*", text) else _quoted(text)
+
+
+def _quoted(text: str) -> str:
+    """Return a YAML scalar in single quotes, in which only they are doubled. Source: YAML 1.2.2, 7.3.2."""
+    return "'" + printable(text).replace("'", "''") + "'"
+
+
+def _comment(text: str) -> str:
+    return printable(one_line(text, _PATH))

@@ -1,0 +1,304 @@
+"""What has changed between two records: parts that were swapped, moved, replaced, added or removed, and their firmware.
+
+A part is known by what its maker wrote into it: a GPU by its UUID, a network adapter by its GUID. A slot is a place in
+a node: its PCI address, where that is known.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from pytest_gpucluster.analysis.certificate import COMPONENTS, OF_ADAPTER, OF_GPU, Document
+from pytest_gpucluster.errors import RecordError
+
+Kind = Literal[
+    "node removed",
+    "node added",
+    "node renamed",
+    "swapped",
+    "moved",
+    "replaced",
+    "removed",
+    "added",
+    "changed",
+    "unknown",
+    "twice",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """One thing that is not as it was. ``where`` names nodes and slots, ``what`` the parts."""
+
+    kind: Kind
+    where: str
+    what: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """A part in its slot."""
+
+    noun: str
+    host: str
+    slot: str
+    name: str
+    """The slot, as it is told."""
+    identity: str
+    facts: Mapping[str, str]
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        return self.noun, self.host, self.slot
+
+    @property
+    def where(self) -> str:
+        return f"{self.host} {self.name}"
+
+    def __str__(self) -> str:
+        serial = self.facts.get("serial", "")
+        return f"{self.identity or 'of unknown identity'}" + (f" (serial {serial})" if serial else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Inventory:
+    """What a record says is there."""
+
+    parts: tuple[_Part, ...]
+    versions: Mapping[str, Mapping[str, str]]
+    """Host -> component -> version."""
+    by_place: Mapping[tuple[str, str, str], _Part] = field(init=False)
+    by_identity: Mapping[tuple[str, str], _Part] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by_place", {part.place: part for part in self.parts})
+        known = {(part.noun, part.identity): part for part in self.parts if part.identity}
+        object.__setattr__(self, "by_identity", known)
+
+    def of_host(self, host: str) -> frozenset[str]:
+        return frozenset(part.identity for part in self.parts if part.host == host and part.identity)
+
+
+_WORDS = {"GPU": OF_GPU, "adapter": OF_ADAPTER}
+_IDENTITY = {"GPU": "uuid", "adapter": "guid"}
+_SLOT = "pci_bus_id"
+"""Where a part is, and not what it is."""
+
+
+def differences(old: Document, new: Document) -> tuple[Difference, ...]:
+    """Return what is not as it was; nothing, where every part is in its slot with the same firmware and versions.
+
+    Raises:
+        RecordError: a record does not tell its nodes in the form that this project writes.
+    """
+    before, after = _inventory(old), _inventory(new)
+    renamed = _renamed(before, after)
+    found = [
+        Difference(kind="node renamed", where=f"{was} -> {now}", what=f"the same {len(before.of_host(was))} parts")
+        for was, now in renamed.items()
+    ]
+    before = _under_new_names(before, renamed)
+    found += _nodes(before, after)
+    found += _twice(before, "old")
+    found += _twice(after, "new")
+    found += _parts(before, after)
+    found += _firmware(before, after)
+    found += _versions(before, after)
+    return tuple(found)
+
+
+def judged_otherwise(old: Document, new: Document) -> tuple[str, ...]:
+    """Return in words what differs in how the two were judged. It is no change of the cluster."""
+    lines = []
+    for key, words in (("sku", "SKU"), ("gpu_name", "GPU")):
+        was, now = old.record["limits"].get(key), new.record["limits"].get(key)
+        if was != now:
+            lines.append(f"{words}: {was} -> {now}")
+    if old.record["limits"].get("files") != new.record["limits"].get("files"):
+        lines.append("the files of limits differ")
+    was, now = (str(one.record["run"].get("plugin_version")) for one in (old, new))
+    if was != now:
+        lines.append(f"pytest-gpucluster {was} -> {now}")
+    was, now = ("accepted" if one.is_accepted else "NOT accepted" for one in (old, new))
+    if was != now:
+        lines.append(f"{was} -> {now}")
+    return tuple(lines)
+
+
+def _renamed(before: _Inventory, after: _Inventory) -> dict[str, str]:
+    """Return old name -> new name of nodes that hold exactly the same parts under another name."""
+    gone = [host for host in before.versions if host not in after.versions]
+    came = [host for host in after.versions if host not in before.versions]
+    found: dict[str, str] = {}
+    for host in gone:
+        same = [one for one in came if before.of_host(host) and before.of_host(host) == after.of_host(one)]
+        if len(same) == 1:
+            found[host] = same[0]
+    return found
+
+
+def _under_new_names(before: _Inventory, renamed: Mapping[str, str]) -> _Inventory:
+    return _Inventory(
+        parts=tuple(replace(part, host=renamed.get(part.host, part.host)) for part in before.parts),
+        versions={renamed.get(host, host): versions for host, versions in before.versions.items()},
+    )
+
+
+def _nodes(before: _Inventory, after: _Inventory) -> Iterator[Difference]:
+    for host in before.versions:
+        if host not in after.versions:
+            yield Difference(kind="node removed", where=host, what=_counted(before, host))
+    for host in after.versions:
+        if host not in before.versions:
+            yield Difference(kind="node added", where=host, what=_counted(after, host))
+
+
+def _counted(inventory: _Inventory, host: str) -> str:
+    return f"{sum(part.noun == 'GPU' and part.host == host for part in inventory.parts)} GPUs"
+
+
+def _twice(inventory: _Inventory, which: str) -> Iterator[Difference]:
+    seen: dict[tuple[str, str], _Part] = {}
+    for part in inventory.parts:
+        key = part.noun, part.identity
+        if part.identity and key in seen:
+            where = f"{seen[key].where} and {part.where}"
+            yield Difference(kind="twice", where=where, what=f"{part.identity}, in the {which} record")
+        seen.setdefault(key, part)
+
+
+def _parts(before: _Inventory, after: _Inventory) -> Iterator[Difference]:
+    told: set[tuple[str, str]] = set()
+    for part in before.parts:
+        now = after.by_place.get(part.place)
+        if not part.identity or (now is not None and not now.identity):
+            which = "old" if not part.identity else "new"
+            yield Difference(
+                kind="unknown", where=part.where, what=f"the {which} record has no identity of the {part.noun} there"
+            )
+            continue
+        key = part.noun, part.identity
+        if now is not None and now.identity == part.identity:
+            continue
+        found = after.by_identity.get(key)
+        if found is not None:
+            other = before.by_place.get(found.place)
+            if now is not None and other is not None and other.identity == now.identity:
+                if key not in told:
+                    told |= {key, (now.noun, now.identity)}
+                    yield Difference(kind="swapped", where=f"{part.where} <-> {found.where}", what=f"{part} and {now}")
+            else:
+                yield Difference(kind="moved", where=f"{part.where} -> {found.where}", what=str(part))
+        elif now is not None and (now.noun, now.identity) not in before.by_identity:
+            yield Difference(kind="replaced", where=part.where, what=f"{part} by {now}")
+        else:
+            yield Difference(kind="removed", where=part.where, what=str(part))
+    for part in after.parts:
+        was = before.by_place.get(part.place)
+        if (part.noun, part.identity) in before.by_identity:
+            continue
+        stayed = was is None or (was.noun, was.identity) in after.by_identity
+        if not part.identity:
+            if was is None:
+                yield Difference(
+                    kind="unknown", where=part.where, what=f"a {part.noun} that was not there, of unknown identity"
+                )
+        elif stayed:
+            yield Difference(kind="added", where=part.where, what=str(part))
+
+
+def _firmware(before: _Inventory, after: _Inventory) -> Iterator[Difference]:
+    """Yield what the same part says of itself otherwise, alike changes in one line."""
+    changes: dict[tuple[str, str, str, str], list[str]] = {}
+    for (noun, identity), part in before.by_identity.items():
+        now = after.by_identity.get((noun, identity))
+        for key, words in _WORDS[noun].items() if now is not None else ():
+            was, is_now = part.facts[key], now.facts[key] if now is not None else ""
+            if was != is_now and key != _SLOT:
+                changes.setdefault((noun, words, was, is_now), []).append(now.where if now is not None else "")
+    for (noun, words, was, is_now), places in changes.items():
+        what = f"{words} of the {noun}: {was or 'not known'} -> {is_now or 'not known'}"
+        yield Difference(kind="changed", where=_listed(places), what=what)
+
+
+def _versions(before: _Inventory, after: _Inventory) -> Iterator[Difference]:
+    changes: dict[tuple[str, str, str], list[str]] = {}
+    for host, was in before.versions.items():
+        now = after.versions.get(host)
+        for component in COMPONENTS if now is not None else ():
+            pair = was[component], now[component] if now is not None else ""
+            if pair[0] != pair[1]:
+                changes.setdefault((component, *pair), []).append(host)
+    for (component, old, new), hosts in changes.items():
+        what = f"{component}: {old or 'not known'} -> {new or 'not known'}"
+        yield Difference(kind="changed", where=_listed(hosts), what=what)
+
+
+_PLACES_NAMED = 4
+
+
+def _listed(places: list[str]) -> str:
+    more = f" and {len(places) - _PLACES_NAMED} more" if len(places) > _PLACES_NAMED else ""
+    return ", ".join(places[:_PLACES_NAMED]) + more
+
+
+def _inventory(document: Document) -> _Inventory:
+    parts: list[_Part] = []
+    versions: dict[str, Mapping[str, str]] = {}
+    hosts = Counter(str(node.get("host")) for node in document.record["nodes"] if isinstance(node, dict))
+    for index, node in enumerate(document.record["nodes"]):
+        where = f"{document.path}: nodes[{index}]"
+        host = _text(node, "host", where)
+        if hosts[host] > 1:  # as containers may be called
+            host = f"{host} (node {node.get('node_rank')})"
+        told = _inner(node, "versions", dict, where)
+        versions[host] = {component: _text(told, component, f"{where}.versions") for component in COMPONENTS}
+        for gpu in _inner(node, "gpus", list, where):
+            parts.append(_part("GPU", gpu, _text(gpu, "index", f"{where}.gpus"), host, f"{where}.gpus"))
+        if node.get("adapters") is not None:
+            for adapter in _inner(node, "adapters", list, where):
+                name = _text(adapter, "name", f"{where}.adapters")
+                parts.append(_part("adapter", adapter, name, host, f"{where}.adapters"))
+    return _Inventory(parts=tuple(_apart(parts)), versions=versions)
+
+
+def _apart(parts: list[_Part]) -> Iterator[_Part]:
+    """Yield parts, each in a slot of its own: the slices of a GPU (MIG) share its PCI address, and count in order."""
+    sharing, before = Counter(part.place for part in parts), Counter[tuple[str, str, str]]()
+    for part in parts:
+        if sharing[part.place] == 1:
+            yield part
+            continue
+        before[part.place] += 1
+        number = before[part.place]
+        yield replace(part, slot=f"{part.slot}#{number}", name=f"{part.name}, slice {number}")
+
+
+def _part(noun: str, told: Any, number: str, host: str, where: str) -> _Part:
+    facts = {key: _text(told, key, where) for key in _WORDS[noun]}
+    named = f"GPU {number or '?'}" if noun == "GPU" else number
+    return _Part(
+        noun=noun,
+        host=host,
+        slot=facts[_SLOT] or named,
+        name=f"{named} ({facts[_SLOT] or 'of unknown PCI address'})",
+        identity=facts[_IDENTITY[noun]],
+        facts=facts,
+    )
+
+
+def _text(told: Any, key: str, where: str) -> str:
+    value = told.get(key) if isinstance(told, dict) else None
+    if not isinstance(value, str):
+        raise RecordError(f"{where}: {key!r} must be there, as text")
+    return value
+
+
+def _inner(told: Any, key: str, kind: type, where: str) -> Any:
+    value = told.get(key) if isinstance(told, dict) else None
+    if not isinstance(value, kind):
+        raise RecordError(f"{where}: {key!r} must be there, as {'an object' if kind is dict else 'a list'}")
+    return value

@@ -1,0 +1,225 @@
+"""A comparison as text that fits the terminal, the worst first.
+
+A comparison as JSON, for programs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from pytest_gpucluster.analysis.compare import NO_REGRESSION, NOT_COMPARED, REGRESSION, Change, Comparison, Pair
+from pytest_gpucluster.analysis.significance import KINDS, OPEN, REGRESSED, WORSE, Known
+from pytest_gpucluster.reports.tables import percent, quantity
+from pytest_gpucluster.text import one_line, paragraph, printable
+
+NameOf = Callable[[int], str]
+
+_ROWS = 40
+_RANKS = 4
+_INDENT = 4
+_LONGEST = 400
+
+
+def comparison_table(
+    comparison: Comparison, *, old_name: NameOf, new_name: NameOf, width: int = 80, everything: bool = False
+) -> str:
+    """Return the answer, what the runs differ in, and a row for each change that matters, or for all of them.
+
+    Args:
+        comparison: of two runs.
+        old_name: rank -> how it was called before.
+        new_name: rank -> how it is called now.
+        width: columns of the terminal.
+        everything: also what is the same, within noise, or decides nothing.
+    """
+    lines = [*_wrapped(answer_text(comparison), width)]
+    for obstacle in comparison.obstacles:
+        lines += _wrapped(f"not comparable: {obstacle}", width)
+    for note in comparison.notes:
+        lines += _wrapped(f"note: {note}", width)
+    shown = [change for change in comparison.changes if everything or _matters(change)]
+    rows = shown if everything else shown[:_ROWS]
+    if rows:
+        lines.append("")
+        lines += _rows(rows, old_name, new_name, width)
+    hidden = len(comparison.changes) - len(rows)
+    if hidden:
+        more = f"and {len(shown) - len(rows)} more of these; " if len(shown) > len(rows) else ""
+        rest = len(comparison.changes) - len(shown)
+        told = f"{rest} more metrics are the same, within noise, or decide nothing; " if rest else ""
+        lines += ["", *_wrapped(f"{more}{told}--all shows them", width)]
+    return "\n".join(lines) + "\n"
+
+
+def answer_text(comparison: Comparison) -> str:
+    """Return the answer in one sentence."""
+    allowed = f"{100 * comparison.allowed:g} %"
+    counts = ", ".join(f"{comparison.counts[kind]} {kind}" for kind in KINDS if kind in comparison.counts)
+    of = f" ({counts})" if counts else ""
+    if comparison.answer == REGRESSION:
+        many = len(comparison.regressed)
+        return f"REGRESSION: {_count(many, 'result')} worse than before beyond noise and by more than {allowed}{of}"
+    if comparison.answer == NOT_COMPARED:
+        return f"NOT COMPARABLE: no value of these two runs that decides can be held against the other{of}"
+    if comparison.answer == NO_REGRESSION:
+        return f"NO REGRESSION: nothing is worse than before beyond noise and by more than {allowed}{of}"
+    many = len(comparison.undecided)
+    return f"UNDECIDED: nothing is surely worse by more than {allowed}, but {_count(many, 'result')} without answer{of}"
+
+
+def change_text(change: float) -> str:
+    """Return a change as "-12.3 %"; beyond ten times as "< -1000 %": how much it is then tells nothing."""
+    if abs(change) <= 10:
+        return percent(change)
+    return "< -1000 %" if change < 0 else "> +1000 %"
+
+
+def pair_text(pair: Pair, unit: str) -> str:
+    """Return "731 TFLOPS before, 312.4 TFLOPS now (-57.3 %)", as far as both are known."""
+    if pair.old is None or pair.new is None:
+        return pair.why
+    before, now = (quantity(a.value, unit, beside=b.value) for a, b in ((pair.old, pair.new), (pair.new, pair.old)))
+    change = "" if pair.change is None else f" ({change_text(pair.change)})"
+    return f"{before} before, {now} now{change}" + (f": {pair.why}" if pair.why else "")
+
+
+def _matters(change: Change) -> bool:
+    return change.decides and (change.kind in (REGRESSED, *OPEN, WORSE) or change.kind == "better")
+
+
+def _rows(changes: Sequence[Change], old_name: NameOf, new_name: NameOf, width: int) -> Iterator[str]:
+    cells = [_cells(change) for change in changes]
+    titles = ("", "change", "before", "now")
+    widths = [max(len(row[at]) for row in (titles, *cells)) for at in range(4)]
+    narrow = sum(widths) + 6 > width
+    if not narrow:
+        yield _line(titles, widths)
+    for change, row in zip(changes, cells, strict=True):
+        if narrow:  # numbers of an unusual length: one below the other
+            for text in filter(None, row):
+                yield printable(one_line(text, width))
+        else:
+            yield _line(row, widths)
+        yield from _wrapped(_what(change), width, _INDENT)
+        for text in _who(change, old_name, new_name):
+            yield from _wrapped(text, width, _INDENT)
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    kind, change, before, now = (f"{cell:{'<' if at == 0 else '>'}{widths[at]}}" for at, cell in enumerate(cells))
+    return f"{kind}  {change}  {before}  {now}".rstrip()
+
+
+def _cells(change: Change) -> tuple[str, str, str, str]:
+    pair = change.worst
+    kind = change.kind if change.decides else f"({change.kind})"
+    if pair.old is None or pair.new is None:
+        return kind, "", "", ""
+    before, now = (
+        quantity(a.value, change.unit, beside=b.value) for a, b in ((pair.old, pair.new), (pair.new, pair.old))
+    )
+    return kind, "" if pair.change is None else change_text(pair.change), before, now
+
+
+def _what(change: Change) -> str:
+    labels = ", ".join(f"{key}={value}" for key, value in change.labels.items())
+    metric = f"{change.metric}{{{labels}}}" if labels else change.metric
+    return ": ".join(filter(None, (change.name, metric)))
+
+
+def _who(change: Change, old_name: NameOf, new_name: NameOf) -> Iterator[str]:
+    if change.note:
+        yield change.note
+    alike = change.of_kind(change.kind)
+    shown = alike[:_RANKS] if len(change.pairs) > 1 else alike[:1]
+    for number, pair in enumerate(shown):
+        name = _name(pair, old_name, new_name)
+        values = f": {pair_text(pair, change.unit)}" if number else f": {pair.why}" if pair.why else ""
+        text = f"{name}{values}" if name else pair.why
+        if text:
+            yield text
+    if len(alike) > len(shown):
+        yield f"and {len(alike) - len(shown)} more, {len(alike)} of {len(change.pairs)} in all"
+
+
+def _name(pair: Pair, old_name: NameOf, new_name: NameOf) -> str:
+    if pair.rank is not None:
+        return new_name(pair.rank)
+    return f"{old_name(pair.old_rank)} before" if pair.old_rank is not None else ""
+
+
+def _count(many: int, noun: str) -> str:
+    return f"{many} {noun} {'is' if many == 1 else 'are'}" if many == 1 else f"{many} {noun}s are"
+
+
+def _wrapped(text: str, width: int, indent: int = 0) -> list[str]:
+    space = " " * indent
+    return paragraph(one_line(text, _LONGEST), max(width, 20), first=space, rest=f"{space}  ")
+
+
+SCHEMA_VERSION = 1
+
+
+def comparison_document(comparison: Comparison, *, old: dict[str, Any], new: dict[str, Any], exit_code: int) -> str:
+    """Return the JSON text; ``old`` and ``new`` say which runs they are. docs/compare.md has what each key means."""
+    content = {
+        "schema_version": SCHEMA_VERSION,
+        "answer": comparison.answer,
+        "exit": exit_code,
+        "allowed_ratio": comparison.allowed,
+        "partial": comparison.partial,
+        "old": old,
+        "new": new,
+        "obstacles": list(comparison.obstacles),
+        "notes": list(comparison.notes),
+        "counts": comparison.counts,
+    }
+    # A change a line, each made text by itself: of a thousand ranks all of them at once are large.
+    changes = ",\n".join(f"  {json.dumps(_change(change), allow_nan=False)}" for change in comparison.changes)
+    head = json.dumps(content, indent=1, allow_nan=False).removesuffix("\n}")
+    return f'{head},\n "changes": [\n{changes}\n ]\n}}\n'
+
+
+def _change(change: Change) -> dict[str, Any]:
+    return {
+        "test": change.nodeid,
+        "criterion": change.criterion,
+        "metric": change.metric or None,
+        "labels": dict(change.labels),
+        "unit": change.unit,
+        "better": None if change.higher is None else "higher" if change.higher else "lower",
+        "decides": change.decides,
+        "kind": change.kind,
+        "note": change.note,
+        "values": [pair_to_json(pair) for pair in change.pairs],
+    }
+
+
+def pair_to_json(pair: Pair) -> dict[str, Any]:
+    """Return one rank's change in plain JSON types; numbers that JSON lacks become text."""
+    return {
+        "kind": pair.kind,
+        "rank": pair.rank,
+        "old_rank": pair.old_rank,
+        "matched_by": pair.by,
+        "old": _known(pair.old),
+        "new": _known(pair.new),
+        "change_ratio": None if pair.change is None else _number(pair.change),
+        "why": pair.why,
+    }
+
+
+def _known(known: Known | None) -> dict[str, Any] | None:
+    if known is None:
+        return None
+    interval = [_number(known.low), _number(known.high)] if known.sampled else None
+    return {"value": _number(known.value), "interval": interval}
+
+
+def _number(value: float) -> float | str:
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -1,0 +1,556 @@
+"""What a run of ours has measured of collectives, ready to stand beside nccl-tests.
+
+Our figures beside those of nccl-tests, size by size: what differs, and what could not be compared.
+
+Wrong data anywhere are a finding. A figure that is missing on either side is never agreement.
+
+What nccl-tests is asked for, so that each of our figures gets one beside it.
+
+A crosscheck as text that fits the terminal, what matters first.
+
+A crosscheck as JSON, for programs. docs/crosscheck.md has what each key means.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pytest_gpucluster.analysis.nccl_programs import Range, ranges
+from pytest_gpucluster.analysis.nccl_tests import (
+    DTYPES,
+    IN_PLACE,
+    OUT_OF_PLACE,
+    PROGRAMS,
+    Figure,
+    Output,
+    Row,
+    short_name,
+)
+from pytest_gpucluster.errors import JournalError, OptionError, UnitError
+from pytest_gpucluster.journal.fields import JudgedMetric
+from pytest_gpucluster.journal.journal import Journal
+from pytest_gpucluster.metrics import units
+from pytest_gpucluster.reports.tables import percent, quantity
+from pytest_gpucluster.text import Column, line_of, paragraph, total, widths
+
+AVERAGE, SLOWEST = "average_busbw", "busbw"
+"""Of all ranks' times their mean, as nccl-tests prints it with a process for each GPU; or the slowest rank's, as a
+process sees it that waits for all of its GPUs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One collective in one dtype at one size, by one number of ranks on one number of nodes.
+
+    Attributes:
+        size: as the journal writes it, such as ``1 GB``.
+        size_bytes: the same in bytes.
+        values: ``SLOWEST`` and ``AVERAGE`` -> rank -> busbw in GB/s.
+        inconclusive: why the samples are no basis for anything; empty where they are.
+    """
+
+    collective: str
+    dtype: str
+    size: str
+    size_bytes: int
+    ranks: int
+    nnodes: int
+    values: Mapping[str, Mapping[int, float]]
+    inconclusive: str = ""
+
+    def busbw(self, kind: str, ranks: Iterable[int] | None) -> float | None:
+        """Return the worst of these ranks, in GB/s, of all ranks for None; None where one of them has no value."""
+        values = self.values.get(kind, {})
+        found = [values.get(rank, math.nan) for rank in (values if ranks is None else ranks)]
+        return min(found) if found and all(map(math.isfinite, found)) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ours:
+    """The collectives of one run.
+
+    Attributes:
+        points: all of them.
+        ranks_of: short name of a host -> its ranks.
+        nccl: version that torch had, or an empty text.
+        why_not: why nothing of it can stand beside nccl-tests; empty where it can.
+    """
+
+    points: tuple[Point, ...]
+    ranks_of: Mapping[str, tuple[int, ...]]
+    nccl: str = ""
+    why_not: str = ""
+
+    @property
+    def per_node(self) -> int | None:
+        """Return how many ranks a node has, or None where nothing was measured inside a node."""
+        return max((point.ranks for point in self.points if point.nnodes == 1), default=None)
+
+    @property
+    def largest(self) -> tuple[int, int] | None:
+        """Return the most ranks that worked together, and on how many nodes."""
+        return max(((point.ranks, point.nnodes) for point in self.points), default=None)
+
+
+def ours(journal: Journal) -> Ours:
+    """Return what a journal has of collectives.
+
+    Raises:
+        JournalError: a measurement in it has labels that this project does not write.
+    """
+    places = journal.cluster.ranks if journal.cluster is not None else ()
+    by_host: dict[str, list[int]] = {}
+    for place in places:
+        by_host.setdefault(short_name(place.host), []).append(place.rank)
+    nccl = {place.versions.get("nccl", "") for place in places} | {journal.run.versions.get("nccl", "")}
+    why_not = ""
+    if journal.run.rehearsal or journal.run.device != "cuda":
+        why_not = f"the journal is of a rehearsal on {journal.run.device or 'an unknown device'}, where gloo stands in"
+    return Ours(
+        points=tuple(_points(journal)),
+        ranks_of={host: tuple(ranks) for host, ranks in by_host.items()},
+        nccl=", ".join(sorted(filter(None, nccl))),
+        why_not=why_not,
+    )
+
+
+_Key = tuple[str, tuple[tuple[str, str], ...]]
+
+
+def _points(journal: Journal) -> Iterator[Point]:
+    for result in journal.results:
+        measured: dict[_Key, JudgedMetric] = {
+            (judged.metric, tuple(sorted(judged.labels.items()))): judged for judged in result.measurements
+        }
+        for (metric, labels), judged in measured.items():
+            collective, _, kind = metric.removeprefix("nccl.").partition(".")
+            if collective not in PROGRAMS or kind != SLOWEST:
+                continue
+            average = measured.get((f"nccl.{collective}.{AVERAGE}", labels))
+            yield _point(collective, judged, average, result.nodeid)
+
+
+def _point(collective: str, judged: JudgedMetric, average: JudgedMetric | None, nodeid: str) -> Point:
+    labels = judged.labels
+    try:
+        return Point(
+            collective=collective,
+            dtype=labels["dtype"],
+            size=labels["size"],
+            size_bytes=round(units.parse(labels["size"], like="B").to("B")),
+            ranks=int(labels["world_size"]),
+            nnodes=int(labels["nnodes"]),
+            values={SLOWEST: _values(judged), AVERAGE: _values(average) if average is not None else {}},
+            inconclusive=judged.inconclusive,
+        )
+    except (KeyError, ValueError, UnitError) as error:
+        raise JournalError(
+            f"{nodeid}: the labels of {judged.metric} are not as this project writes them: {error}"
+        ) from None
+
+
+def _values(judged: JudgedMetric) -> dict[int, float]:
+    return {rank: units.convert(value, judged.unit, "GB/s") for rank, value in judged.values.items()}
+
+
+BEYOND_RATIO = 0.05
+"""Two programs that call NCCL alike on the same GPUs differ by less; a choice, as are the 3 % of a comparison of runs:
+figures of nccl-tests itself scatter by a percent or two from run to run."""
+
+DIFFERS, WRONG, MISSING, NOT_COMPARABLE, AGREES = "differs", "wrong data", "missing", "not comparable", "agrees"
+FINDINGS = (DIFFERS, WRONG)
+
+AGREEMENT, FINDING, UNDECIDED, NOTHING = "agreement", "finding", "undecided", "nothing compared"
+
+_MOST_TOLD = 6
+_ROUNDING_BYTES = 16
+"""Parts of ranks are rounded down to whole 16 bytes. Source: nccl-tests, src/all_gather.cu."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One size. ``ours`` and ``theirs`` are busbw in GB/s; ``difference`` is ours over theirs, less 1."""
+
+    point: Point
+    kind: str
+    ours: float | None = None
+    theirs: float | None = None
+    difference: float | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crosscheck:
+    """All sizes, and what is to be said about the whole.
+
+    Attributes:
+        beyond: the ratio from which on a difference is a finding.
+        rows: the sizes, in the journal's order.
+        wrong: outputs with wrong data, each as a sentence.
+        unmatched: outputs of which the journal has nothing, each as a sentence.
+        notes: what is good to know and decides nothing.
+        partial: sizes that nccl-tests has not measured decide nothing.
+    """
+
+    beyond: float
+    rows: tuple[Compared, ...]
+    wrong: tuple[str, ...] = ()
+    unmatched: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    partial: bool = False
+
+    def of_kind(self, *kinds: str) -> tuple[Compared, ...]:
+        """Return the sizes of which this was said."""
+        return tuple(row for row in self.rows if row.kind in kinds)
+
+    @property
+    def answer(self) -> str:
+        """Return ``FINDING`` before ``NOTHING``, that before ``UNDECIDED``, and only then ``AGREEMENT``."""
+        if self.wrong or self.of_kind(*FINDINGS):
+            return FINDING
+        if not self.of_kind(AGREES):
+            return NOTHING
+        if self.of_kind(NOT_COMPARABLE) or (not self.partial and (self.of_kind(MISSING) or self.unmatched)):
+            return UNDECIDED
+        return AGREEMENT
+
+
+def compare_outputs(
+    ours: Ours,
+    outputs: Sequence[Output],
+    *,
+    expected: Iterable[Point] | None = None,
+    beyond: float = BEYOND_RATIO,
+    partial: bool = False,
+    other_hosts: bool = False,
+) -> Crosscheck:
+    """Return what has come of it.
+
+    Args:
+        ours: from a journal.
+        outputs: of nccl-tests, each with its collective.
+        expected: what nccl-tests was asked for; by default all points of the collectives, dtypes and ranks that the
+            outputs have.
+        beyond: the ratio from which on a difference is a finding.
+        partial: what only one side has does not keep the others from an answer.
+        other_hosts: the hosts have other names in the journal, such as those of pods.
+    """
+    wanted = ours.points if expected is None else tuple(expected)
+    rows = []
+    for point in wanted:
+        beside = [output for output in outputs if _is_beside(point, output)]
+        if expected is None and not beside:
+            continue
+        rows.append(_compared(point, beside, ours, beyond, other_hosts))
+    return Crosscheck(
+        beyond=beyond,
+        rows=tuple(rows),
+        wrong=tuple(filter(None, map(_wrong_text, outputs))),
+        unmatched=tuple(_unmatched(ours, outputs)),
+        notes=tuple(dict.fromkeys([*_notes(ours, outputs, other_hosts), *_left_out(ours, rows)])),
+        partial=partial,
+    )
+
+
+def _is_beside(point: Point, output: Output) -> bool:
+    dtype = DTYPES.get(point.dtype, point.dtype)
+    same = (output.collective, output.ranks, len(output.hosts)) == (point.collective, point.ranks, point.nnodes)
+    return same and any(row.dtype == dtype for row in output.rows)
+
+
+def _compared(point: Point, outputs: Sequence[Output], ours: Ours, beyond: float, other_hosts: bool) -> Compared:
+    near = [(output, row) for output in outputs for row in output.rows if _is_size(point, row)]
+    if not near:
+        return Compared(point=point, kind=MISSING, why="nccl-tests has not measured this size")
+    nearest = max(row.size_bytes for _, row in near)
+    found = [(output, row) for output, row in near if row.size_bytes == nearest]
+    # The same size twice, as with `-N`: what is worse of them decides.
+    weighed = [_weigh(point, output, row, ours, beyond, other_hosts) for output, row in found]
+    return min(weighed, key=lambda each: _ORDER.index(each.kind))
+
+
+_ORDER = (WRONG, DIFFERS, NOT_COMPARABLE, MISSING, AGREES)
+
+
+def _is_size(point: Point, row: Row) -> bool:
+    """Tell whether a line is of this size: it may be a little less, where ranks' parts were rounded down."""
+    short = point.size_bytes - row.size_bytes
+    return row.dtype == DTYPES.get(point.dtype, point.dtype) and 0 <= short < point.ranks * _ROUNDING_BYTES
+
+
+def _weigh(point: Point, output: Output, row: Row, ours: Ours, beyond: float, other_hosts: bool) -> Compared:
+    if any(figure.wrong for figure in row.figures.values()):
+        wrong = max(figure.wrong or 0 for figure in row.figures.values())
+        return Compared(point=point, kind=WRONG, why=f"{wrong:g} wrong elements")
+    # As ours: an all-reduce leaves its sum where its part was, everything else goes into another tensor.
+    half = IN_PLACE if point.collective == "all_reduce" and not output.speeds_only else OUT_OF_PLACE
+    figure = row.figures.get(half)
+    kind = AVERAGE if output.ranks == output.processes else SLOWEST
+    ranks, foreign = _ranks_of(point, output, ours)
+    if foreign and not other_hosts:
+        return Compared(point=point, kind=NOT_COMPARABLE, why=foreign)
+    mine = point.busbw(kind, ranks)
+    why = _why_not(point, figure, half, mine, beyond, speeds_only=output.speeds_only)
+    theirs = None if figure is None or not math.isfinite(figure.busbw) else figure.busbw
+    if why or figure is None or mine is None or theirs is None:
+        return Compared(point=point, kind=NOT_COMPARABLE, ours=mine, theirs=theirs, why=why)
+    difference = mine / theirs - 1
+    apart = abs(difference) > beyond
+    return Compared(
+        point=point,
+        kind=DIFFERS if apart else AGREES,
+        ours=mine,
+        theirs=theirs,
+        difference=difference,
+        why="" if not apart else "ours is lower" if difference < 0 else "ours is higher",
+    )
+
+
+def _ranks_of(point: Point, output: Output, ours: Ours) -> tuple[list[int] | None, str]:
+    """Return our ranks on the output's hosts, or None for all; and why that is not the same place."""
+    unknown = [host for host in output.hosts if host not in ours.ranks_of]
+    if unknown:
+        known = ", ".join(list(ours.ranks_of)[:4]) or "none"
+        return None, f"it ran on {', '.join(unknown[:4])}; the journal's hosts are {known}"
+    return sorted(rank for host in output.hosts for rank in ours.ranks_of[host]), ""
+
+
+def _why_not(
+    point: Point, figure: Figure | None, half: str, mine: float | None, beyond: float, *, speeds_only: bool
+) -> str:
+    """Return why two figures cannot be held against each other, or an empty text."""
+    if point.inconclusive:
+        return f"ours is inconclusive: {point.inconclusive}"
+    if mine is None or mine <= 0:
+        return "ours has no value on these ranks"
+    if figure is None:
+        return f"nccl-tests has no {half} figure"
+    if not math.isfinite(figure.busbw) or figure.busbw <= 0:
+        return f"nccl-tests says {figure.busbw:g} GB/s"
+    if figure.resolution > beyond * figure.busbw:
+        return f"{figure.busbw:g} GB/s is printed too coarsely; use the file of -J"
+    if figure.wrong is None and not speeds_only:
+        return "nccl-tests has not looked at the data; run it without -c 0"
+    return ""
+
+
+def _wrong_text(output: Output) -> str:
+    if not output.wrong:
+        return ""
+    what = f"{output.collective}: " if output.collective else ""
+    return f"{what}{output.wrong:g} wrong elements ({output.origin})"
+
+
+def _notes(ours: Ours, outputs: Sequence[Output], other_hosts: bool) -> list[str]:
+    notes = []
+    theirs = {output.nccl for output in outputs if output.nccl}
+    for version in sorted(theirs - {ours.nccl}):
+        mine = f"torch's is {ours.nccl}" if ours.nccl else "the journal does not tell torch's"
+        notes.append(f"nccl-tests used NCCL {version}; {mine}: another version may be faster or slower")
+    if any(output.speeds_only for output in outputs):
+        notes.append(
+            "SuperBench keeps busbw alone: whether the data were right is not known, and an all_reduce is taken as out "
+            "of place, in float, by one process for all GPUs of a node"
+        )
+    for output in outputs:
+        if other_hosts and any(host not in ours.ranks_of for host in output.hosts):
+            shown = ", ".join(output.hosts[:4])
+            notes.append(f"{shown}: no such host in the journal; the worst rank of all stands beside it")
+    return notes
+
+
+def _left_out(ours: Ours, rows: Sequence[Compared]) -> Iterator[str]:
+    """Tell of what the journal has besides: an answer about one node is none about several."""
+    compared = {_kind(row.point) for row in rows}
+    others = [kind for kind in dict.fromkeys(map(_kind, ours.points)) if kind not in compared]
+    if others:
+        more = f"; and {len(others) - _MOST_TOLD} more" if len(others) > _MOST_TOLD else ""
+        yield f"the journal has more, and nothing stands beside it: {'; '.join(others[:_MOST_TOLD])}{more}"
+
+
+def _kind(point: Point) -> str:
+    nodes = "1 node" if point.nnodes == 1 else f"{point.nnodes} nodes"
+    return f"{point.collective} {point.dtype} by {point.ranks} ranks on {nodes}"
+
+
+def _unmatched(ours: Ours, outputs: Sequence[Output]) -> Iterator[str]:
+    for output in outputs:
+        if not any(_is_beside(point, output) for point in ours.points):
+            dtypes = ", ".join(dict.fromkeys(row.dtype for row in output.rows)) or "no dtype at all"
+            nodes = "1 node" if len(output.hosts) == 1 else f"{len(output.hosts)} nodes"
+            what = f"{output.collective or 'an unknown collective'} in {dtypes} by {output.ranks} ranks on {nodes}"
+            yield f"{output.origin}: {what}: the journal has nothing of that kind"
+
+
+OUR_OPTIONS = ("-b", "-e", "-f", "-i", "-g", "-t", "-d", "-c", "-o", "-a", "-J", "-N", "-l", "-O", "-C", "-P")
+"""What decides whether two figures are of the same thing: it is not for the operator to give again."""
+_LONG = ("minbytes", "maxbytes", "stepfactor", "stepbytes", "ngpus", "nthreads", "datatype", "check", "op", "average")
+_LONG_ALSO = ("output_file", "run_cycles", "replay", "out_of_place", "report_cputime", "split_comm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """One start of a program: a collective in one dtype at a range of sizes."""
+
+    collective: str
+    dtype: str
+    range: Range
+
+    @property
+    def program(self) -> str:
+        """Return the program's name."""
+        return PROGRAMS[self.collective]
+
+    def arguments(self, gpus: int, more: Sequence[str]) -> list[str]:
+        """Return what it is told; with ``-c 1`` all data are looked at once."""
+        own = ["-g", str(gpus), "-d", DTYPES.get(self.dtype, self.dtype), "-c", "1"]
+        return [*self.range.arguments, *own, *more]
+
+    def __str__(self) -> str:
+        return f"{self.collective} {self.dtype}"
+
+
+def asked(points: Collection[Point]) -> Iterator[Asked]:
+    """Return the starts that it takes, by collective and dtype."""
+    for collective, dtype in dict.fromkeys((point.collective, point.dtype) for point in points):
+        sizes = {point.size_bytes for point in points if (point.collective, point.dtype) == (collective, dtype)}
+        for each in ranges(sizes):
+            yield Asked(collective=collective, dtype=dtype, range=each)
+
+
+def require_others(words: Sequence[str]) -> None:
+    """Make sure that the operator's own arguments leave alone what is decided here.
+
+    Raises:
+        OptionError: one does not.
+    """
+    for word in words:
+        short, long = word[:2], word.removeprefix("--").partition("=")[0]
+        is_long = word.startswith("--") and any(name.startswith(long) for name in (*_LONG, *_LONG_ALSO) if long)
+        if is_long or (not word.startswith("--") and short in OUR_OPTIONS):
+            raise OptionError(
+                f"{word!r} after -- is decided here: sizes, GPUs, dtype and checks are those of the journal. What is "
+                "yours is, for example, -n (iterations), -w (warm-up), -G (graphs)"
+            )
+
+
+_HEADS = (
+    Column(title="collective"),
+    Column(title="dtype"),
+    Column(title="size"),
+    Column(title="ranks", is_right=True),
+    Column(title="ours", is_right=True),
+    Column(title="nccl-tests", is_right=True),
+    Column(title="difference", is_right=True),
+    Column(title=""),
+)
+_INDENT = "    "
+
+
+def crosscheck_table(found: Crosscheck, width: int = 80) -> str:
+    """Return the answer, what is to be said about the whole, and a line for each size; busbw is in GB/s.
+
+    Args:
+        found: the crosscheck.
+        width: columns of the terminal.
+    """
+    lines = paragraph(answer_text(found), width, rest="  ")
+    for mark, texts in (("wrong data", found.wrong), ("not compared", found.unmatched), ("note", found.notes)):
+        for text in texts:
+            lines += paragraph(f"{mark}: {text}", width, rest="  ")
+    rows = sorted(found.rows, key=lambda row: 0 if row.kind in FINDINGS else 2 if row.kind == AGREES else 1)
+    if rows:
+        cells = [_cells(row) for row in rows]
+        wide = widths([tuple(head.title for head in _HEADS), *cells])
+        lines.append("")
+        if total(wide) <= width:
+            lines.append(line_of(tuple(head.title for head in _HEADS), _HEADS, wide))
+        for row, texts in zip(rows, cells, strict=True):
+            if total(wide) <= width:
+                lines.append(line_of(texts, _HEADS, wide))
+            else:
+                lines += paragraph(" ".join(filter(None, texts)), width, rest=_INDENT)
+            if row.why:
+                lines += paragraph(row.why, width, first=_INDENT, rest=_INDENT)
+    return "\n".join(lines) + "\n"
+
+
+def answer_text(found: Crosscheck) -> str:
+    """Return the answer in one sentence."""
+    counts = {kind: len(found.of_kind(kind)) for kind in (*FINDINGS, MISSING, NOT_COMPARABLE, AGREES)}
+    of = ", ".join(f"{many} {'agree' if kind == AGREES else kind}" for kind, many in counts.items() if many)
+    beyond = f"{100 * found.beyond:g} %"
+    if found.answer == FINDING:
+        what = f"busbw differs by more than {beyond}" if counts[DIFFERS] else "nccl-tests has found wrong data"
+        return f"FINDING: {what} ({of or 'no size compared'})"
+    if found.answer == NOTHING:
+        return f"NOTHING COMPARED: no size has a figure on both sides ({of or 'the journal has none'})"
+    if found.answer == AGREEMENT:
+        return f"AGREEMENT: busbw differs by no more than {beyond} at any size ({of})"
+    return f"UNDECIDED: nothing differs by more than {beyond}, but not everything was compared ({of})"
+
+
+def _cells(row: Compared) -> tuple[str, ...]:
+    point = row.point
+    figures = (quantity(value, "") if value is not None else "" for value in (row.ours, row.theirs))
+    difference = "" if row.difference is None else percent(row.difference)
+    return (point.collective, point.dtype, point.size, str(point.ranks), *figures, difference, row.kind)
+
+
+SCHEMA_VERSION = 1
+
+
+def crosscheck_document(found: Crosscheck, *, journal: str, outputs: tuple[Output, ...], exit_code: int) -> str:
+    """Return the JSON text. Of nccl-tests' own files nothing but the figures is in it: they hold the environment."""
+    content = {
+        "schema_version": SCHEMA_VERSION,
+        "answer": found.answer,
+        "exit": exit_code,
+        "beyond_ratio": found.beyond,
+        "partial": found.partial,
+        "journal": journal,
+        "outputs": [
+            {
+                "origin": output.origin,
+                "collective": output.collective,
+                "ranks": output.ranks,
+                "processes": output.processes,
+                "hosts": list(output.hosts),
+                "nccl": output.nccl,
+                "wrong": _number(output.wrong),
+            }
+            for output in outputs
+        ],
+        "wrong": list(found.wrong),
+        "unmatched": list(found.unmatched),
+        "notes": list(found.notes),
+        "sizes": [_size(row) for row in found.rows],
+    }
+    return json.dumps(content, indent=1, allow_nan=False) + "\n"
+
+
+def _size(row: Compared) -> dict[str, Any]:
+    point = row.point
+    return {
+        "collective": point.collective,
+        "dtype": point.dtype,
+        "size": point.size,
+        "size_bytes": point.size_bytes,
+        "world_size": point.ranks,
+        "nnodes": point.nnodes,
+        "kind": row.kind,
+        "ours_gb_per_second": _number(row.ours),
+        "nccl_tests_gb_per_second": _number(row.theirs),
+        "difference_ratio": _number(row.difference),
+        "why": row.why,
+    }
+
+
+def _number(value: float | None) -> float | str | None:
+    if value is None or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

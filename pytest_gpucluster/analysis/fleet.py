@@ -1,0 +1,412 @@
+"""One node of a fleet: its newest run, and the earlier ones.
+
+GPUs and nodes that do worse than the fleet, though no limit may have noticed.
+
+Each value stands beside the median of all others. It is an outlier where it is behind by more than is allowed, and by
+far more than the others scatter: its modified z-score, 0.6745 (x - median) / MAD, is beyond 3.5. Source: Iglewicz and
+Hoaglin, "How to Detect and Handle Outliers" (ASQC, 1993). Half of the values can be bad without moving median or MAD.
+A limit's own ``min_ratio_to_median`` holds over the fleet as well, as it does inside a run.
+
+The nodes and the criteria: what came of each, and who is to be left out.
+
+The nodes of a fleet to leave out of the next jobs, in the forms that schedulers take.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pytest_gpucluster.analysis.run_view import STATES
+from pytest_gpucluster.isolation.finding import EXCLUDE_FILE, node_sections
+from pytest_gpucluster.journal.fields import JudgedMetric
+from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal
+from pytest_gpucluster.judge.misses import straggler_ratios
+from pytest_gpucluster.metrics import stats
+from pytest_gpucluster.reports.summary import NOT_RUN, RUNNING, Row, is_better_higher, outline
+from pytest_gpucluster.text import one_line, printable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One run of one node."""
+
+    path: Path
+    journal: Journal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A node, and what it has answered."""
+
+    name: str
+    answer: Answer
+    """The newest."""
+    earlier: tuple[Answer, ...] = ()
+
+    @property
+    def verdict(self) -> str:
+        return self.answer.journal.verdict
+
+    @property
+    def exit(self) -> int:
+        return self.answer.journal.exit
+
+    @property
+    def rejected(self) -> bool:
+        """Tell whether a limit was missed, or a GPU found bad."""
+        return self.exit == 1
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return outline(self.answer.journal).rows
+
+    @property
+    def failure(self) -> str:
+        """Return what failed first, or why the verdict is what it is."""
+        bad = outline(self.answer.journal).bad
+        return f"{bad[0].name}: {bad[0].why}" if bad and bad[0].why else self.answer.journal.reason
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fleet:
+    """All nodes, by name, and what is no node's own run."""
+
+    nodes: tuple[Node, ...]
+    silent: tuple[str, ...] = ()
+    """Nodes that should have answered, and did not."""
+    unreadable: tuple[tuple[str, str], ...] = ()
+    """Which node's journal, or which one, cannot be read, and why: the node died while it began, as a rule."""
+    joint: tuple[Answer, ...] = ()
+    """Runs over several nodes: nobody can tell from them which node a value is of."""
+
+
+def hosts_of(journal: Journal) -> tuple[str, ...]:
+    """Return the hosts that a run was on."""
+    places = journal.cluster.ranks if journal.cluster is not None else ()
+    return tuple(dict.fromkeys(place.host for place in places if place.host)) or (
+        (journal.run.hostname,) if journal.run.hostname and journal.run.nnodes == 1 else ()
+    )
+
+
+def fleet(
+    answers: Iterable[Answer], *, expected: Sequence[str] = (), unreadable: Sequence[tuple[str, str]] = ()
+) -> Fleet:
+    """Return the fleet that these runs make. Of a node that ran several times the newest run counts.
+
+    Args:
+        answers: of runs, in any order.
+        expected: the nodes that should have answered; any others are told of, too.
+        unreadable: journals that cannot be read, and why.
+    """
+    runs: dict[str, list[Answer]] = {}
+    joint = []
+    for answer in answers:
+        hosts = hosts_of(answer.journal)
+        if len(hosts) == 1 and answer.journal.run.nnodes == 1:
+            runs.setdefault(hosts[0], []).append(answer)
+        else:
+            joint.append(answer)
+    nodes = []
+    for name, own in sorted(runs.items()):
+        *earlier, newest = sorted(own, key=lambda answer: answer.journal.run.started_at)
+        nodes.append(Node(name=name, answer=newest, earlier=tuple(earlier)))
+    silent = [name for name in dict.fromkeys(expected) if name not in runs]
+    lost = {}
+    for path, why in unreadable:
+        # A sweep leaves each node's run in a folder of its name. Else nobody can tell whose journal it is.
+        node = next((part for part in reversed(Path(path).parts) if part in silent), None)
+        lost[path] = (path, why.removeprefix(f"{path}: ")) if node is None else (node, why)
+    return Fleet(
+        nodes=tuple(nodes),
+        silent=tuple(name for name in silent if name not in {node for node, _ in lost.values()}),
+        unreadable=tuple(lost.values()),
+        joint=tuple(joint),
+    )
+
+
+def journals_below(place: Path) -> list[Path]:
+    """Return every journal in a folder and below it, each once; links such as ``latest`` are not followed."""
+    found = []
+    for path in place.rglob(JOURNAL_FILE):
+        inside = path.relative_to(place).parts[:-1]
+        if not any(place.joinpath(*inside[: depth + 1]).is_symlink() for depth in range(len(inside))):
+            found.append(path)
+    return sorted(found)
+
+
+BEHIND_RATIO = 0.03
+"""Nobody is called an outlier for less, however much alike the others are."""
+Z_SCORE = 3.5
+FEWEST = 5
+"""With fewer values their scatter is not known; then only a limit's own ratio decides."""
+
+_TO_SIGMA = 0.6745
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlier:
+    """A value that is worse than the fleet's."""
+
+    node: str
+    nodeid: str
+    test: str
+    judged: JudgedMetric
+    rank: int
+    value: float
+    median: float
+    """Of all other values of the fleet."""
+    behind: float
+    """By which share it is worse than the median."""
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Value:
+    node: Node
+    test: str
+    nodeid: str
+    judged: JudgedMetric
+    rank: int
+    value: float
+
+
+def outliers(fleet: Fleet, *, behind: float = BEHIND_RATIO) -> tuple[Outlier, ...]:
+    """Return all outliers, the worst first. GPUs stand beside GPUs of the same SKU in runs of the same kind.
+
+    Args:
+        fleet: of nodes.
+        behind: the share by which a value must be worse than the median.
+    """
+    groups: dict[tuple[object, ...], list[_Value]] = {}
+    for node in fleet.nodes:
+        journal = node.answer.journal
+        kind = (journal.run.rehearsal, journal.limits.sku if journal.limits else None, journal.run.world_size)
+        for result in journal.results:
+            for judged in result.measurements:
+                labels = tuple(sorted(judged.labels.items()))
+                key = (*kind, result.nodeid, judged.metric, judged.unit, labels)
+                for rank, value in judged.values.items():
+                    groups.setdefault(key, []).append(
+                        _Value(
+                            node=node,
+                            test=result.name or result.nodeid.partition("::")[2] or result.nodeid,
+                            nodeid=result.nodeid,
+                            judged=judged,
+                            rank=rank,
+                            value=value,
+                        )
+                    )
+    found = [outlier for values in groups.values() for outlier in _in_group(values, behind)]
+    return tuple(sorted(found, key=lambda outlier: (-outlier.behind, outlier.node)))
+
+
+def _in_group(values: Sequence[_Value], behind: float) -> Iterator[Outlier]:
+    """Yield the outliers among the values of one metric of the whole fleet."""
+    metric = values[0].judged
+    higher = next((told for each in values if (told := is_better_higher(each.judged)) is not None), None)
+    values = [each for each in values if math.isfinite(each.value) and each.value >= 0]
+    if higher is None or metric.metric in STATES or len({each.node.name for each in values}) < 2:
+        return
+    required = next(
+        (r for each in values if each.judged.limit and (r := each.judged.limit.min_ratio_to_median) is not None), None
+    )
+    ratios = straggler_ratios(
+        {number: each.value for number, each in enumerate(values)}, "higher" if higher else "lower"
+    )
+    numbers = [each.value for each in values]
+    middle, spread = stats.median(numbers), stats.mad(numbers)
+    for number, each in enumerate(values):
+        loss = middle - each.value if higher else each.value - middle
+        if loss <= 0:
+            continue
+        share = _share(loss, each, middle, higher)
+        score = _TO_SIGMA * loss / spread if spread > 0 else math.inf
+        why = ""
+        if required is not None and ratios[number] < required:
+            why = f"{100 * ratios[number]:.1f} % of the fleet's median, {100 * required:.4g} % is required"
+        elif len(values) >= FEWEST and share > behind and score > Z_SCORE:
+            scatter = f"{score:.3g} times" if math.isfinite(score) else "beyond"
+            why = f"{100 * share:.3g} % behind the fleet's median, {scatter} its scatter"
+        if why:
+            yield Outlier(
+                node=each.node.name,
+                nodeid=each.nodeid,
+                test=each.test,
+                judged=each.judged,
+                rank=each.rank,
+                value=each.value,
+                median=middle,
+                behind=share,
+                why=why,
+            )
+
+
+def _share(loss: float, each: _Value, middle: float, higher: bool) -> float:
+    """Return by which share a value is behind; of one without samples of which less is better, a share of its limit."""
+    yardstick = middle
+    limit = each.judged.limit
+    if not higher and limit is not None and limit.max is not None and each.rank not in each.judged.intervals:
+        yardstick = max(yardstick, limit.max)
+    return loss / yardstick if yardstick > 0 else math.inf
+
+
+OUTLIER, ABSENT = "outlier", "absent"
+MARKS = {
+    "passed": ".",
+    OUTLIER: "o",
+    "failed": "F",
+    "error": "E",
+    RUNNING: "E",
+    "skipped": "s",
+    NOT_RUN: "-",
+    ABSENT: " ",
+}
+"""Outcome of a cell -> its mark."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """What came of one test on one node."""
+
+    outcome: str
+    row: Row | None = None
+    outliers: tuple[Outlier, ...] = ()
+
+    @property
+    def mark(self) -> str:
+        return MARKS.get(self.outcome, "E")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drained:
+    """A node to leave out, and why."""
+
+    node: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """All of it."""
+
+    fleet: Fleet
+    tests: tuple[str, ...]
+    """Ids, in the order in which they ran."""
+    names: dict[str, str]
+    cells: dict[tuple[str, str], Cell]
+    """(node, test) -> what came of it."""
+    outliers: tuple[Outlier, ...]
+
+    def cell(self, node: str, test: str) -> Cell:
+        return self.cells.get((node, test), Cell(outcome=ABSENT))
+
+    @property
+    def drained(self) -> tuple[Drained, ...]:
+        """Return the nodes to leave out: those that were rejected, then those that are behind the fleet."""
+        found = [
+            Drained(node=node.name, why=f"{node.verdict}: {node.failure}") for node in self.fleet.nodes if node.rejected
+        ]
+        named = {each.node for each in found}
+        for outlier in self.outliers:
+            if outlier.node not in named:
+                named.add(outlier.node)
+                found.append(
+                    Drained(node=outlier.node, why=f"outlier: {outlier.test}: {outlier.judged.metric}: {outlier.why}")
+                )
+        return tuple(found)
+
+    @property
+    def without_answer(self) -> tuple[Drained, ...]:
+        """Return the nodes of which nobody can say whether they are good, and why."""
+        named = {each.node for each in self.drained}
+        found = [
+            Drained(node=node.name, why=f"{node.verdict}: {node.failure}")
+            for node in self.fleet.nodes
+            if node.exit != 0 and node.name not in named
+        ]
+        found += [
+            Drained(
+                node=node.name,
+                why=f"did not run {', '.join(self.names[test] for test in missing[:3])}"
+                + (f" and {len(missing) - 3} more" if len(missing) > 3 else ""),
+            )
+            for node in self.fleet.nodes
+            if node.exit == 0 and node.name not in named and (missing := self._missing(node))
+        ]
+        found += [Drained(node=where, why=why) for where, why in self.fleet.unreadable]
+        return (*found, *(Drained(node=name, why="no journal") for name in self.fleet.silent))
+
+    def _missing(self, node: Node) -> list[str]:
+        """Return the tests that others have run and that this node does not even have."""
+        return [test for test in self.tests if self.cell(node.name, test).outcome == ABSENT]
+
+    @property
+    def mixed(self) -> str:
+        """Return why these runs are no fleet, or an empty text."""
+        runs = [node.answer.journal for node in self.fleet.nodes]
+        if len({journal.run.rehearsal for journal in runs}) > 1:
+            return "a REHEARSAL on cpu says nothing about hardware, and cannot stand beside runs on GPUs"
+        return ""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return in what the nodes differ that should be alike, and what was left out."""
+        runs = [node.answer.journal for node in self.fleet.nodes]
+        said = []
+        for what, values in (
+            ("SKUs", [journal.limits.sku or "unknown" if journal.limits else "not on record" for journal in runs]),
+            ("limits", [_digests(journal.limits.files if journal.limits else ()) for journal in runs]),
+            ("numbers of ranks", [str(journal.run.world_size) for journal in runs]),
+            ("profiles", [journal.workload.profile if journal.workload else "not on record" for journal in runs]),
+        ):
+            if len(set(values)) > 1:
+                said.append(f"the nodes have different {what}: {', '.join(sorted(set(values)))}")
+        said += [f"{answer.path}: a run on {answer.journal.run.nnodes} nodes, left out" for answer in self.fleet.joint]
+        for node in self.fleet.nodes:
+            worse = [answer for answer in node.earlier if answer.journal.exit != 0]
+            if worse and node.exit == 0:
+                said.append(f"{node.name} has passed only when run again; before: {worse[-1].journal.verdict}")
+            elif node.earlier:
+                said.append(f"{node.name} ran {len(node.earlier) + 1} times, the newest run counts")
+        return tuple(said)
+
+
+def matrix(fleet: Fleet, found: Sequence[Outlier]) -> Matrix:
+    """Return the matrix of a fleet whose outliers are known."""
+    names: dict[str, str] = {}
+    cells: dict[tuple[str, str], Cell] = {}
+    behind: dict[tuple[str, str], list[Outlier]] = {}
+    for outlier in found:
+        behind.setdefault((outlier.node, outlier.nodeid), []).append(outlier)
+    for node in fleet.nodes:
+        for row in node.rows:
+            names.setdefault(row.nodeid, row.name)
+            own = tuple(behind.get((node.name, row.nodeid), ()))
+            outcome = OUTLIER if own and row.outcome == "passed" else row.outcome
+            cells[node.name, row.nodeid] = Cell(outcome=outcome, row=row, outliers=own)
+    return Matrix(fleet=fleet, tests=tuple(names), names=names, cells=cells, outliers=tuple(found))
+
+
+def _digests(files: Sequence[tuple[str, str]]) -> str:
+    return "+".join(digest[:12] for _, digest in files) or "not on record"
+
+
+def drain_text(found: Matrix, *, file: str = EXCLUDE_FILE) -> str:
+    """Return the file, which is going to be called ``file``: sections as in exclude.txt, and why each node is in them.
+
+    A fleet without such nodes has no sections.
+
+    Raises:
+        LaunchError: a host has no name that a host list can hold.
+    """
+    unknown = [
+        f"# no answer, and not in the lists: {printable(one_line(each.node, 200))}" for each in found.without_answer
+    ]
+    if not found.drained:
+        return "\n".join(["# No node of this fleet is to be drained.", *unknown]) + "\n"
+    lines = ["# Nodes to leave out of the next jobs: rejected when run alone, or behind the fleet."]
+    lines += [printable(one_line(f"# {each.node}: {each.why}", 240)) for each in found.drained]
+    return "\n".join([*lines, *unknown, *node_sections((each.node for each in found.drained), file=file)]) + "\n"

@@ -1,0 +1,337 @@
+"""One of the journals to merge: its lines as they stand, what they say, and its digest.
+
+One numbering of ranks for several runs: a launcher may number the same GPUs otherwise each time.
+
+Whether several runs may become one verdict: the same cluster, judged by the same limits, measured alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from pytest_gpucluster.errors import JournalError
+from pytest_gpucluster.journal.journal import Journal, read
+from pytest_gpucluster.journal.records import MergedFrom
+
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A journal, read twice: as lines, which are kept word for word, and as what they mean."""
+
+    path: Path
+    sha256: str
+    written: tuple[tuple[str, str, bytes], ...]
+    """Each line: its type, the test that it is about, and as it stands. Parsed, those of a thousand ranks are large."""
+    journal: Journal
+    """Without its samples."""
+
+    @property
+    def told(self) -> str:
+        """Return how the run is called where it is told of."""
+        return told(self.journal.run.run_id, self.journal.run.started_at)
+
+    @property
+    def broke(self) -> bool:
+        """Tell whether the run came to no answer of its own."""
+        return self.journal.verdict == "BROKEN"
+
+    @property
+    def is_merged(self) -> bool:
+        """Tell whether this journal was made of others."""
+        return bool(self.journal.run.merged_from)
+
+    @property
+    def is_whole(self) -> bool:
+        """Tell whether this run was to run the whole suite, and has collected all of it."""
+        run, problems = self.journal.run, {problem.name for problem in self.journal.problems}
+        return not run.selection and self.journal.collected is not None and not problems & {"collection", "usage"}
+
+    @property
+    def runs(self) -> tuple[MergedFrom, ...]:
+        """Return the runs that are in it: itself, or those that it was made of."""
+        run = self.journal.run
+        own = MergedFrom(
+            journal=str(self.path),
+            sha256=self.sha256,
+            run_id=run.run_id,
+            started_at=run.started_at,
+            verdict=self.journal.verdict,
+            exit=self.journal.exit,
+            series=run.series,
+            number=run.number,
+        )
+        return run.merged_from or (own,)
+
+    def of_type(self, kind: str) -> Line | None:
+        """Return the last line of a type."""
+        return next((json.loads(raw) for type_, _, raw in reversed(self.written) if type_ == kind), None)
+
+    def all_of_type(self, kind: str) -> Iterator[Line]:
+        """Yield the lines of a type."""
+        yield from (json.loads(raw) for type_, _, raw in self.written if type_ == kind)
+
+    def results(self, nodeid: str) -> list[Line]:
+        """Return the lines that make up a test's result."""
+        return [json.loads(raw) for type_, about, raw in self.written if (type_, about) == ("test", nodeid)]
+
+
+def load_source(path: Path) -> Source:
+    """Read a journal to be merged.
+
+    Raises:
+        JournalError: as ``journal.read``; or its run is going on, or the journal does not say when it began.
+    """
+    journal = read(path, keep_samples=False, live=True)
+    if journal.is_live:
+        raise JournalError(f"{path}: its run is going on ({journal.progress}); merge it when it has ended")
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise JournalError(f"{path}: cannot be read: {error.strerror or error}") from None
+    written = []
+    for raw in content.split(b"\n"):
+        try:
+            line = json.loads(raw)
+        except (ValueError, RecursionError):  # after `read`, that is the end of the file, cut off or empty
+            break
+        written.append((str(line.get("type", "")), str(line.get("nodeid", "")), raw))
+    for text in (journal.run.started_at, *(each.started_at for each in journal.run.merged_from)):
+        _require_time(path, text)
+    return Source(path=path, sha256=hashlib.sha256(content).hexdigest(), written=tuple(written), journal=journal)
+
+
+def told(run_id: str, started_at: str) -> str:
+    """Return how a run is called where it is told of."""
+    return f"run {run_id or 'without a name'} of {started_at}"
+
+
+def time_of(text: str) -> datetime | None:
+    """Return a time; None where it is none, or nobody knows in which zone."""
+    try:
+        found = datetime.fromisoformat(text.replace("Z", "+00:00"))
+    except ValueError:
+        return None
+    return found if found.tzinfo is not None else None
+
+
+def _require_time(path: Path, text: str) -> None:
+    if time_of(text) is None:
+        raise JournalError(
+            f"{path}: its first line says {text!r:.40} for when the run began, which is no time with a zone: nobody "
+            "can tell which results are the newest"
+        )
+
+
+_BY_RANK = ("values", "intervals", "samples", "telemetry")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbering:
+    """The ranks of all runs, each once, and what each run's own numbers become."""
+
+    ranks: tuple[Line, ...]
+    """As in a journal's line of the cluster, with the new numbers."""
+    of_run: tuple[Mapping[int, int], ...]
+    """For each run: its rank -> the new number."""
+
+    def renumbers(self, run: int) -> bool:
+        """Tell whether a run's ranks have other numbers now."""
+        return any(old != new for old, new in self.of_run[run].items())
+
+
+def slot(rank: Line) -> tuple[str, ...]:
+    """Return what makes a rank the same in two runs: its GPU, or on cpu its host and local rank."""
+    gpu = rank.get("gpu") or {}
+    if gpu.get("uuid"):
+        return ("gpu", str(gpu["uuid"]))
+    return ("slot", str(rank.get("host", "")), str(rank.get("local_rank", 0)))
+
+
+def ranks_of(source: Source) -> Sequence[Line]:
+    """Return the ranks that a run has on record."""
+    cluster = source.of_type("cluster")
+    return [] if cluster is None else list(cluster.get("ranks") or [])
+
+
+def numbering(sources: Sequence[Source]) -> Numbering:
+    """Number the ranks of all runs: as the last run does, then those that only earlier runs had."""
+    numbers: dict[tuple[str, ...], int] = {}
+    ranks: list[Line] = []
+    latest = next((source for source in reversed(sources) if ranks_of(source)), None)
+    for rank in ranks_of(latest) if latest is not None else ():
+        numbers[slot(rank)] = int(rank["rank"])
+        ranks.append(rank)
+    for source in reversed(sources):
+        for rank in ranks_of(source):
+            if slot(rank) not in numbers:
+                numbers[slot(rank)] = max(numbers.values(), default=-1) + 1
+                ranks.append({**rank, "rank": numbers[slot(rank)]})
+    return Numbering(
+        ranks=tuple(ranks),
+        of_run=tuple({int(rank["rank"]): numbers[slot(rank)] for rank in ranks_of(source)} for source in sources),
+    )
+
+
+def renumbered(line: Line, numbers: Mapping[int, int]) -> dict[str, Any]:
+    """Return a test's line with other numbers for its ranks. Texts stay: they name host and GPU as well."""
+    changed = dict(line)
+
+    def number(rank: Any) -> Any:
+        return numbers.get(rank, rank)
+
+    def by_rank(told: Any) -> Any:
+        return {str(number(int(rank))): value for rank, value in told.items()} if told else told
+
+    for name in ("culprits", "released"):
+        if changed.get(name):
+            changed[name] = sorted(number(rank) for rank in changed[name])
+    if changed.get("ranks"):
+        changed["ranks"] = [{**row, "rank": number(row.get("rank"))} for row in changed["ranks"]]
+    if changed.get("telemetry"):
+        changed["telemetry"] = by_rank(changed["telemetry"])
+    if changed.get("spent"):
+        changed["spent"] = {
+            part: {**told, "most_rank": number(told.get("most_rank"))}
+            for part, told in changed["spent"].items()
+            if isinstance(told, Mapping)  # null, or a part that this version does not know and has not looked at
+        }
+    changed["measurements"] = [
+        {
+            **judged,
+            **{name: by_rank(judged[name]) for name in _BY_RANK if name in judged},
+            **{
+                name: {**told, "rank": number(told.get("rank"))} for name in ("baseline",) if (told := judged.get(name))
+            },
+            "worst_rank": number(judged.get("worst_rank")),
+        }
+        for judged in changed.get("measurements") or []
+    ]
+    return changed
+
+
+_DEADLINES = ("deadline", "budget")
+_OF_A_JOB = ("SLURM_", "TORCHELASTIC_", "GPUCLUSTER_", "NCCL_DEBUG_FILE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Something that is not the same in all runs.
+
+    ``of_clusters``: other hosts, GPUs or shape, which an operator may want to have in one journal nevertheless. All
+    else would make a verdict that no single set of limits has given.
+    """
+
+    text: str
+    of_clusters: bool
+
+
+def differences(sources: Sequence[Source]) -> list[Difference]:
+    """Return all that keeps these runs from one verdict, in plain words."""
+    return list(_differences(sources))
+
+
+def _differences(sources: Sequence[Source]) -> Iterator[Difference]:
+    def differ(what: str, of: Callable[[Source], Hashable], *, of_clusters: bool = False) -> Iterator[Difference]:
+        first, known = None, None
+        for source in sources:
+            value = of(source)
+            if value is None:
+                continue
+            if first is None:
+                first, known = source, value
+            elif value != known:
+                yield Difference(
+                    text=f"{what}: {_apart(known, value)} ({first.path} and {source.path})", of_clusters=of_clusters
+                )
+                return
+
+    yield from differ(
+        "other kinds of run", lambda s: "a REHEARSAL on cpu" if s.journal.run.rehearsal else "a run on GPUs"
+    )
+    yield from differ("other SKUs", lambda s: s.journal.limits.sku if s.journal.limits else None)
+    yield from differ(
+        "other limits (SHA-256 of the files)",
+        lambda s: tuple(digest for _, digest in s.journal.limits.files) if s.journal.limits else None,
+    )
+    yield from differ("other workloads", _workload)
+    yield from differ("other expectations (--gpucluster-expect)", lambda s: _option(s, "expect"), of_clusters=True)
+    yield from differ(
+        "other hosts", lambda s: tuple(sorted({str(r.get("host")) for r in ranks_of(s)})) or None, of_clusters=True
+    )
+    yield from differ(
+        "other GPUs",
+        lambda s: tuple(sorted(" ".join(slot(rank)[1:]) for rank in ranks_of(s))) or None,
+        of_clusters=True,
+    )
+    for source in sources:
+        if source.journal.results and not ranks_of(source):
+            yield Difference(text=f"{source.path} has results, but not of which cluster they are", of_clusters=False)
+
+
+def changes(sources: Sequence[Source]) -> list[str]:
+    """Return what is no obstacle and must be told: other versions, and other variables that change what is measured."""
+    told = []
+    for what, of in (("versions", _versions), ("environments", _environment)):
+        known = [(source, found) for source in sources if (found := of(source)) is not None]
+        for source, found in known[:-1]:
+            newest, last = known[-1]
+            names = sorted({*found, *last} - {name for name in found if found[name] == last.get(name)})
+            texts = [f"{name}: {found.get(name, 'not set')}, then {last.get(name, 'not set')}" for name in names]
+            if texts:
+                told.append(f"other {what} in {source.told} than in {newest.told}: {'; '.join(texts)}")
+    return told
+
+
+def _versions(source: Source) -> Mapping[str, str] | None:
+    """Return the versions of a run, each with its ranks' values."""
+    if source.journal.cluster is None:
+        return None
+    found: dict[str, set[str]] = {}
+    for rank in source.journal.cluster.ranks:
+        for name, version in rank.versions.items():
+            found.setdefault(name, set()).add(version)
+    own = {"pytest-gpucluster": source.journal.run.plugin_version} if source.journal.run.plugin_version else {}
+    return {**{name: ", ".join(sorted(versions)) for name, versions in found.items()}, **own}
+
+
+def _environment(source: Source) -> Mapping[str, str] | None:
+    """Return the variables of a run, but for those that each job has of its own."""
+    environment = source.journal.environment
+    if environment is None:
+        return None
+    return {name: value for name, value in environment.variables.items() if not name.startswith(_OF_A_JOB)}
+
+
+def _option(source: Source, name: str) -> str:
+    value, _ = source.journal.run.options.get(name, ("None", ""))
+    return "nothing" if value == "None" else value
+
+
+def _workload(source: Source) -> Hashable:
+    """Return with what was measured; but for how long something may take at most."""
+    workload = source.journal.workload
+    if workload is None:
+        return None if source.journal.results == () else ("none on record",)
+    return tuple(sorted((k, v) for k, v in workload.values.items() if k.rpartition(".")[2] not in _DEADLINES))
+
+
+def _apart(one: Hashable, other: Hashable) -> str:
+    """Return in what two values differ, shortly."""
+    if not isinstance(one, tuple) or not isinstance(other, tuple):
+        return f"{one} and {other}"
+    here = [each for each in one if each not in other]
+    there = [each for each in other if each not in one]
+    return f"{_few(here)} and {_few(there)}"
+
+
+def _few(values: Sequence[Hashable]) -> str:
+    texts = ["=".join(map(str, each)) if isinstance(each, tuple) else str(each) for each in values]
+    return (", ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")) or "nothing else"

@@ -1,0 +1,389 @@
+"""What one run brings to a comparison: the facts that must be alike, and its values without their samples.
+
+What must be alike for two values to say something about each other.
+
+Which rank of one run is which of another: the same GPU, else the same slot, else the same number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from pytest_gpucluster.analysis.significance import Known, known
+from pytest_gpucluster.journal.fields import JudgedLimit, JudgedMetric
+from pytest_gpucluster.journal.journal import Journal
+from pytest_gpucluster.journal.records import RankPlace, TestResult
+from pytest_gpucluster.metrics.measurement import METRICS
+from pytest_gpucluster.reports.summary import NOT_RUN, is_better_higher
+
+Key = tuple[str, tuple[tuple[str, str], ...]]
+"""A metric's name and its labels, sorted."""
+
+
+class Bounds(Protocol):
+    """A limit, as far as it matters here."""
+
+    @property
+    def min(self) -> float | None: ...
+    @property
+    def max(self) -> float | None: ...
+
+
+class Named(Protocol):
+    """A metric with its labels."""
+
+    @property
+    def metric(self) -> str: ...
+    @property
+    def labels(self) -> Mapping[str, str]: ...
+
+
+class Measured(Named, Protocol):
+    """A judged metric, from a journal or just judged."""
+
+    @property
+    def unit(self) -> str: ...
+    @property
+    def status(self) -> str: ...
+    @property
+    def limit(self) -> Bounds | None: ...
+    @property
+    def values(self) -> Mapping[int, float]: ...
+    @property
+    def intervals(self) -> Mapping[int, tuple[float, float]]: ...
+    @property
+    def samples(self) -> Mapping[int, Sequence[float]]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Under which conditions a run has measured."""
+
+    sku: str | None = None
+    gpu_name: str | None = None
+    rehearsal: bool = False
+    world_size: int = 1
+    nnodes: int = 1
+    places: Mapping[int, RankPlace] = field(default_factory=dict)
+    workload: Mapping[str, str] | None = None
+    """Key -> value; None where it is not on record."""
+
+    @property
+    def shape(self) -> str:
+        """Return "16 ranks on 2 nodes"."""
+        ranks = f"{self.world_size} rank{'s' * (self.world_size != 1)}"
+        return f"{ranks} on {self.nnodes} node{'s' * (self.nnodes != 1)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Values:
+    """One metric with one set of labels: a value of each rank that has one."""
+
+    metric: str
+    labels: Mapping[str, str]
+    unit: str
+    recorded: bool
+    """No limit has judged it."""
+    higher: bool | None
+    """More is better; None where neither is, or it is not known."""
+    limit_max: float | None
+    of_rank: Mapping[int, Known]
+
+    @property
+    def key(self) -> Key:
+        return key_of(self)
+
+    @property
+    def scope(self) -> str:
+        """Return who reports it: rank, node or world."""
+        metric = METRICS.get(self.metric)
+        return metric.scope if metric is not None else "rank"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tested:
+    """One test: how it ended, and what it has measured."""
+
+    nodeid: str
+    name: str
+    outcome: str
+    message: str = ""
+    criterion: str | None = None
+    values: Mapping[Key, Values] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One of the two runs."""
+
+    facts: Facts
+    tests: Mapping[str, Tested]
+    """By id."""
+
+
+def key_of(measured: Named) -> Key:
+    """Return by what a metric of a test is known."""
+    return measured.metric, tuple(sorted(measured.labels.items()))
+
+
+def values_of(measured: Measured) -> Values:
+    """Return a metric's values, each with its noise."""
+    limit = measured.limit
+    return Values(
+        metric=measured.metric,
+        labels=dict(measured.labels),
+        unit=measured.unit,
+        recorded=measured.status == "recorded",
+        higher=_higher(measured),
+        limit_max=None if limit is None else limit.max,
+        of_rank={
+            rank: known(value, measured.intervals.get(rank), measured.samples.get(rank, ()))
+            for rank, value in measured.values.items()
+        },
+    )
+
+
+def by_key(measurements: Iterable[Measured]) -> dict[Key, Values]:
+    """Return the values of a test by metric and labels."""
+    return {values.key: values for values in map(values_of, measurements)}
+
+
+def facts_of(journal: Journal) -> Facts:
+    """Return under which conditions a run has measured, as far as its journal says."""
+    run, limits, workload = journal.run, journal.limits, journal.workload
+    ranks = journal.cluster.ranks if journal.cluster is not None else ()
+    of_ranks = next((place.gpu["name"] for place in ranks if place.gpu and place.gpu.get("name")), None)
+    return Facts(
+        sku=limits.sku if limits is not None else None,
+        gpu_name=(limits.gpu_name if limits is not None else None) or of_ranks,
+        rehearsal=run.rehearsal,
+        world_size=run.world_size,
+        nnodes=run.nnodes,
+        places={place.rank: place for place in ranks},
+        workload=None if workload is None else workload.values,
+    )
+
+
+def without_samples(result: TestResult) -> TestResult:
+    """Return a result with the noise of each value as its interval, and without the samples and telemetry behind it.
+
+    A journal that is read with this is small, and nothing is missing that a comparison needs.
+    """
+    return replace(result, telemetry={}, measurements=tuple(map(_with_noise, result.measurements)))
+
+
+def _with_noise(judged: JudgedMetric) -> JudgedMetric:
+    found = {
+        rank: known(value, judged.intervals.get(rank), judged.samples.get(rank, ()))
+        for rank, value in judged.values.items()
+    }
+    intervals = {rank: (each.low, each.high) for rank, each in found.items() if each.sampled}
+    return replace(judged, intervals=intervals, samples={}, telemetry={})
+
+
+def side(journal: Journal) -> Side:
+    """Return what a run brings to a comparison.
+
+    The journal must have been read with its samples, or ``without_samples``.
+    """
+    tests = {
+        result.nodeid: Tested(
+            nodeid=result.nodeid,
+            name=result.name or result.nodeid.partition("::")[2] or result.nodeid,
+            outcome=result.outcome,
+            message=result.message,
+            criterion=result.criterion,
+            values=by_key(result.measurements),
+        )
+        for result in journal.results
+    }
+    why = {test.nodeid: "the run ended before it" for test in journal.not_run}
+    if journal.running is not None and journal.running.nodeid not in tests:
+        why[journal.running.nodeid] = "the run ended in it"
+    told = {test.nodeid: test for test in journal.collected or ()}
+    for nodeid, message in why.items():
+        test = told.get(nodeid)
+        tests[nodeid] = Tested(
+            nodeid=nodeid,
+            name=(test.name if test else "") or nodeid.partition("::")[2] or nodeid,
+            outcome=NOT_RUN,
+            message=message,
+            criterion=test.criterion if test else None,
+        )
+    return Side(facts=facts_of(journal), tests=tests)
+
+
+def _higher(measured: Measured) -> bool | None:
+    limit = measured.limit
+    return is_better_higher(
+        JudgedMetric(
+            metric=measured.metric,
+            limit=None if limit is None else JudgedLimit(min=limit.min, max=limit.max),
+        )
+    )
+
+
+STATES = frozenset(
+    {
+        *("gpu.temperature", "burn_in.temperature", "gpu.memory.free", "clock.skew"),
+        *("dns.forward", "dns.reverse", "connectivity.connect", "connectivity.rendezvous", "slurm.controller"),
+        *("shared_filesystem.visible", "shared_filesystem.free", "shared_filesystem.free_inodes"),
+    }
+)
+"""Metrics that tell the state of a moment. Their limits judge them; that they were otherwise before decides nothing."""
+
+OF_ONE_GPU = ("matmul.", "hbm.", "gpu.", "burn_in.")
+"""Metrics whose value does not depend on how many ranks there are."""
+
+IN_LABELS = ("sizes", "latency_sizes")
+"""Keys of a workload whose values stand in the labels: another size is another value there."""
+
+TIMES = (
+    *("warmup", "window", "longest", "tolerance", "deadline", "interval", "budget", "probe", "lookup"),
+    *("clock_samples", "round", "repeats", "look"),
+)
+"""Keys of a workload that say how long is measured, and not what."""
+
+METRICS_OF = {
+    "matmul": ("matmul.",),
+    "hbm": ("hbm.",),
+    "nccl": ("nccl.", "scaling.busbw_retention"),
+    "links": ("link.",),
+    "isolation": (),
+    "telemetry": (),
+    "health": ("gpu.",),
+    "host": ("host.",),
+    "host_link": ("host_link.",),
+    "training": ("training.", "ddp."),
+    "fsdp": ("fsdp.",),
+    "checkpoint": ("checkpoint.",),
+    "scaling": ("scaling.",),
+    "failure_propagation": ("failure_propagation.",),
+    "vision": ("vision.",),
+    "lora": ("lora.",),
+    "burn_in": ("burn_in.",),
+    "memory_patterns": ("gpu.memory_patterns.",),
+    "determinism": ("gpu.determinism.",),
+    "connectivity": ("connectivity.", "dns.", "clock."),
+    "shared_filesystem": ("shared_filesystem.",),
+}
+"""First part of a workload's key -> the metrics that are measured with it. A key that is not here concerns all."""
+
+OF_A_SEARCH = ".best_tflops"
+"""How a metric ends that is the best of a search. Its labels tell what was found, and only the keys below
+``matmul.search`` what was looked for."""
+
+
+def obstacles(old: Facts, new: Facts) -> tuple[str, ...]:
+    """Return why nothing of two runs can be compared; nothing if it can."""
+    return tuple(_obstacles(old, new))
+
+
+def _obstacles(old: Facts, new: Facts) -> Iterator[str]:
+    if old.rehearsal != new.rehearsal:
+        words = ("a run on GPUs", "a REHEARSAL on cpu")
+        yield f"{words[old.rehearsal]} before, {words[new.rehearsal]} now"
+    elif old.sku != new.sku:
+        yield f"another SKU: {old.sku or 'unknown'} before, {new.sku or 'unknown'} now"
+    elif old.gpu_name != new.gpu_name:
+        yield f"another GPU: {old.gpu_name or 'unknown'} before, {new.gpu_name or 'unknown'} now"
+    if (old.workload is None) != (new.workload is None):
+        yield f"what was run {'before' if old.workload is None else 'now'} is not on record"
+
+
+def notes(old: Facts, new: Facts) -> tuple[str, ...]:
+    """Return in which way the runs differ, where some of it can be compared nevertheless."""
+    said = []
+    if _is_other_shape(old, new):
+        said.append(f"another shape: {old.shape} before, {new.shape} now; only what one GPU does is compared")
+    hosts = [{place.host for place in side.places.values() if place.host} for side in (old, new)]
+    if hosts[0] and hosts[1] and not hosts[0] & hosts[1]:
+        said.append("other hosts than before; ranks that share no GPU are matched by their number")
+    return tuple(said)
+
+
+def why_not_of(old: Facts, new: Facts) -> Callable[[str], str]:
+    """Return a function that tells why a metric of these two runs is not comparable, or an empty text if it is."""
+    shape = f"{old.shape} before, {new.shape} now" if _is_other_shape(old, new) else ""
+    before, now = old.workload or {}, new.workload or {}
+    changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key) and not _is_harmless(key)]
+
+    def why_not(metric: str) -> str:
+        if shape and not metric.startswith(OF_ONE_GPU):
+            return shape
+        for key in changed:
+            if _concerns(key, metric):
+                return f"measured otherwise: {key} was {before.get(key, 'not set')}, is {now.get(key, 'not set')}"
+        return ""
+
+    return why_not
+
+
+def _concerns(key: str, metric: str) -> bool:
+    if key.startswith("matmul.search."):
+        return metric.endswith(OF_A_SEARCH)
+    of = METRICS_OF.get(key.partition(".")[0])
+    return of is None or metric.startswith(of)
+
+
+def _is_other_shape(old: Facts, new: Facts) -> bool:
+    return (old.world_size, old.nnodes) != (new.world_size, new.nnodes)
+
+
+def _is_harmless(key: str) -> bool:
+    return key.rpartition(".")[2] in (*IN_LABELS, *TIMES)
+
+
+GPU, SLOT, NUMBER = "GPU", "slot", "rank number"
+"""How two ranks were found to belong together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    """The rank that a rank had before, and how that is known."""
+
+    old: int
+    by: str
+    swapped: str = ""
+    """The GPU that was in this slot before, where it is another one now."""
+
+
+def match(old: Mapping[int, RankPlace], new: Mapping[int, RankPlace], *, by_gpu: bool = True) -> dict[int, Match]:
+    """Return the earlier rank of each rank that has one.
+
+    A GPU is known by its UUID, wherever it is now. Where there is none, or it is new, the slot decides (host and local
+    rank), and then the rank's number. No rank is taken twice.
+
+    Args:
+        old: the ranks before.
+        new: the ranks now.
+        by_gpu: whether it is the GPU that counts; not for what a node or the whole cluster has measured.
+    """
+    found: dict[int, Match] = {}
+    taken: set[int] = set()
+
+    def take(by: str, key: Callable[[RankPlace], Hashable | None]) -> None:
+        free = {key(place): rank for rank, place in old.items() if rank not in taken and key(place) is not None}
+        for rank, place in new.items():
+            before = free.pop(key(place), None) if rank not in found else None
+            if before is not None:
+                taken.add(before)
+                found[rank] = Match(old=before, by=by, swapped=_swapped(old[before], place) if by_gpu else "")
+
+    if by_gpu:
+        take(GPU, uuid)
+    take(SLOT, lambda place: (place.host, place.local_rank) if place.host else None)
+    take(NUMBER, lambda place: place.rank)
+    return found
+
+
+def uuid(place: RankPlace) -> str | None:
+    """Return the UUID of a rank's GPU."""
+    return (place.gpu or {}).get("uuid") or None
+
+
+def _swapped(before: RankPlace, now: RankPlace) -> str:
+    was, is_now = uuid(before), uuid(now)
+    return was if was is not None and is_now is not None and was != is_now else ""

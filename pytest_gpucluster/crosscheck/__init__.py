@@ -1,1 +1,0 @@
-"""Our figures beside those that another program has measured on the same GPUs."""

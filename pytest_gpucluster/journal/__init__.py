@@ -1,0 +1,1 @@
+"""The record of a run: journal.jsonl, its types, and the verdict."""

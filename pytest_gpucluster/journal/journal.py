@@ -1,0 +1,500 @@
+"""The record of a run: ``journal.jsonl``, one JSON object a line, appended and flushed at each step.
+
+Every report is a pure function of what :func:`read` returns. A run can be killed at any byte, so a reader
+meets a last line that is cut off, tests that were started and never finished, and files without a closing
+line. All of these are read; what they mean (the run is broken) is said by :class:`Journal`, in one place for
+all reports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import math
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import BinaryIO
+
+from pytest_gpucluster.errors import JournalError
+from pytest_gpucluster.journal import verdict
+from pytest_gpucluster.journal.fields import Fields
+from pytest_gpucluster.journal.records import (
+    Cluster,
+    CollectedTest,
+    End,
+    Environment,
+    LimitsInForce,
+    Problem,
+    RankPlace,
+    Run,
+    Silence,
+    Started,
+    TestResult,
+    Workload,
+    read_cluster,
+    read_collected,
+    read_end,
+    read_environment,
+    read_limits,
+    read_problem,
+    read_run,
+    read_silence,
+    read_started,
+    read_test_result,
+    read_workload,
+)
+
+SCHEMA_VERSION = 1
+JOURNAL_FILE = "journal.jsonl"
+_BLANK = b"\0\r\n\t "
+"""What a file may hold that was made and never written."""
+_LOCK_SECONDS = 1.0
+"""How long the first line waits for the lock: a file server that answers needs milliseconds."""
+# A failed limit outweighs a broken run: the hardware is rejected even if the run then fell over.
+_SEVERITY = {"passed": 0, "skipped": 1, "error": 2, "failed": 3}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Journal:
+    """What is known of a run.
+
+    Without a closing line the run broke: ``verdict`` is BROKEN, ``exit`` 11, and ``reason`` says how far it
+    came. While its recorder is alive it is RUNNING instead (``is_live``).
+    """
+
+    run: Run
+    cluster: Cluster | None = None
+    limits: LimitsInForce | None = None
+    environment: Environment | None = None
+    workload: Workload | None = None
+    collected: tuple[CollectedTest, ...] | None = None
+    has_manifest: bool = False
+    """A file beside the tests said which of them an acceptance needs, and what was absent is among the results."""
+    results: tuple[TestResult, ...] = ()
+    """One per test, in the order in which they finished. A later attempt replaces an earlier one."""
+    running: Started | None = None
+    """The test that was started and did not finish."""
+    problems: tuple[Problem, ...] = ()
+    deviations: tuple[str, ...] = ()
+    """In what limits or workload asked for less than the shipped ones."""
+    properties: tuple[tuple[str, str], ...] = ()
+    silence: Silence | None = None
+    end: End | None = None
+    cut: bool = False
+    """The last line was cut off."""
+    recent_problem: Problem | None = None
+    """The last problem told since a test last started or finished: why the run ends, if it ends here."""
+    is_live: bool = False
+    """There is no closing line yet, and its recorder was alive when the journal was read."""
+
+    @property
+    def not_run(self) -> tuple[CollectedTest, ...]:
+        """Return the collected tests that have no result and are not the one that was running."""
+        known = {result.nodeid for result in self.results}
+        if self.running is not None:
+            known.add(self.running.nodeid)
+        return tuple(test for test in self.collected or () if test.nodeid not in known)
+
+    @property
+    def verdict(self) -> str:
+        """Return the verdict. A run that nobody closed is BROKEN, or REJECTED if something had failed."""
+        if self.end is not None:
+            return self.end.verdict
+        if self.is_live:
+            return verdict.RUNNING
+        return "REJECTED" if self.has_failed else "BROKEN"
+
+    @property
+    def exit(self) -> int:
+        """Return the exit code that goes with the verdict."""
+        if self.end is not None:
+            return self.end.exit
+        if self.is_live:
+            return verdict.RUNNING_EXIT
+        return 1 if self.has_failed else 11
+
+    @property
+    def has_failed(self) -> bool:
+        """Tell whether a test or a problem is a failure, which rejects the hardware however the run ended."""
+        return any(result.outcome == "failed" for result in self.results) or any(
+            problem.outcome == "failed" for problem in self.problems
+        )
+
+    @property
+    def reason(self) -> str:
+        """Return one line: why the verdict is what it is."""
+        if self.end is not None:
+            return self.end.reason
+        if self.recent_problem is not None:
+            return self.recent_problem.message
+        if self.silence is not None:
+            return self.silence.message
+        return self.progress if self.is_live else f"the run ended {self.where}"
+
+    @property
+    def progress(self) -> str:
+        """Return how far a run is that is going on: its test, since when, and how many have a result."""
+        if self.running is not None:
+            now = f"{self.running.nodeid} is running since {self.running.at or 'an unknown time'}"
+        else:
+            now = f"no test is running; the run began at {self.run.started_at}"
+        bad = sum(result.outcome in ("failed", "error") for result in self.results)
+        count = f"{len(self.results)}{'' if self.collected is None else f' of {len(self.collected)}'}"
+        return f"{now}; {count} tests have ended, {bad} of them failed or broke"
+
+    @property
+    def ended_by(self) -> str:
+        """Return one line: what ended the run before its last test, if anything did."""
+        return (self.end.ended_by if self.end is not None else "") or self.reason
+
+    @property
+    def where(self) -> str:
+        """Return how far the run came, to follow "ended": "during X", "before the first test", ..."""
+        if self.running is not None:
+            return f"during {self.running.nodeid}"
+        if not self.results:
+            return "before the first test"
+        if self.not_run:
+            return f"between two tests, after {self.results[-1].nodeid}"
+        return f"after the last test, {self.results[-1].nodeid}, before its verdict"
+
+    def place(self, rank: int) -> RankPlace | None:
+        """Return where a rank runs, or None if it never reported."""
+        return self._places.get(rank)
+
+    @cached_property
+    def _places(self) -> Mapping[int, RankPlace]:
+        """Rank -> its place. Reports ask for each of a thousand ranks."""
+        return {} if self.cluster is None else {place.rank: place for place in reversed(self.cluster.ranks)}
+
+
+def _combined(earlier: TestResult, later: TestResult) -> TestResult:
+    """Join two results of one attempt, as of a body and a teardown: the worse decides, no text is lost."""
+    worst = later if _SEVERITY[later.outcome] > _SEVERITY[earlier.outcome] else earlier
+    return replace(
+        worst,
+        text="\n\n".join(text for text in (earlier.text, later.text) if text),
+        duration_seconds=max(earlier.duration_seconds, later.duration_seconds),
+        call_seconds=max(earlier.call_seconds, later.call_seconds),
+        measurements=later.measurements or earlier.measurements,
+        sections=later.sections or earlier.sections,
+        properties=later.properties or earlier.properties,
+    )
+
+
+def _require_readable(first: Fields, where: str) -> None:
+    if first.text("type", "") != "run":
+        raise JournalError(f"{where}: not a journal of this project: it must begin with a line of type 'run'")
+    version = first.optional_integer("schema_version")
+    if version is None or version < 1:
+        raise JournalError(f"{where}: not a journal of this project: its first line has no schema_version")
+    if version > SCHEMA_VERSION:
+        writer = first.text("plugin_version", "of an unknown version")
+        raise JournalError(
+            f"{where}: written with schema_version {version} by pytest-gpucluster {writer}; "
+            f"this version reads up to {SCHEMA_VERSION}: read it with that version or a newer one"
+        )
+
+
+class JournalBuilder:
+    """Make a :class:`Journal` of lines that come one by one.
+
+    With ``keep_samples=False`` the samples behind each value are left out, so that a process which only
+    renders reports stays small however many ranks there are. ``slim`` takes each result as it is read, and returns what
+    is to be kept of it.
+    """
+
+    def __init__(self, *, keep_samples: bool = True, slim: Callable[[TestResult], TestResult] | None = None) -> None:
+        self._keep_samples = keep_samples
+        self._slim = slim
+        self._journal: Journal | None = None
+        self._results: dict[str, TestResult] = {}
+
+    def add(self, line: object, where: str = "line") -> None:
+        """Take one line.
+
+        Raises:
+            JournalError: it is not a line that this version writes. The builder is unchanged.
+        """
+        fields = Fields(line, where)
+        kind = fields.text("type", "")
+        journal = self._journal
+        if journal is None:
+            _require_readable(fields, where)
+            self._journal = Journal(run=read_run(fields))
+            return
+        if kind == "silence":
+            silence = read_silence(fields)
+            self._journal = replace(journal, silence=silence if silence.message else None)
+            return
+        if kind == "cluster":
+            journal = replace(journal, cluster=read_cluster(fields))
+        elif kind == "limits":
+            journal = replace(journal, limits=read_limits(fields))
+        elif kind == "environment":
+            journal = replace(journal, environment=read_environment(fields))
+        elif kind == "workload":
+            journal = replace(journal, workload=read_workload(fields))
+        elif kind == "collected":
+            journal = replace(journal, collected=read_collected(fields), has_manifest=fields.flag("manifest", False))
+        elif kind == "deviation":
+            journal = replace(journal, deviations=(*journal.deviations, fields.text("text")))
+        elif kind == "start":
+            journal = replace(journal, running=read_started(fields), recent_problem=None)
+        elif kind == "test":
+            result = read_test_result(fields, self._keep_samples)
+            result = result if self._slim is None else self._slim(result)
+            self._take(result)
+            if journal.running is not None and journal.running.nodeid == result.nodeid:
+                journal = replace(journal, running=None)
+            journal = replace(journal, recent_problem=None)
+        elif kind == "problem":
+            problem = read_problem(fields)
+            journal = replace(journal, problems=(*journal.problems, problem), recent_problem=problem)
+        elif kind == "property":
+            pair = (fields.text("name"), fields.any_text("value"))
+            journal = replace(journal, properties=(*journal.properties, pair))
+        elif kind == "end":
+            journal = replace(journal, end=read_end(fields))
+        # Any line but its own ends a silence. Types that a later version adds within this schema are passed
+        # over.
+        self._journal = replace(journal, silence=None)
+
+    @property
+    def running(self) -> Started | None:
+        """Return the test that has started and not finished."""
+        return self._journal.running if self._journal is not None else None
+
+    def _take(self, result: TestResult) -> None:
+        earlier = self._results.pop(result.nodeid, None)
+        if earlier is not None and earlier.attempts == result.attempts:
+            result = _combined(earlier, result)
+        self._results[result.nodeid] = result
+
+    def journal(self, *, cut: bool = False) -> Journal:
+        """Return what is known so far.
+
+        Raises:
+            JournalError: not even the first line has come.
+        """
+        if self._journal is None:
+            raise JournalError("the journal has no first line: the run ended before it was recorded")
+        return replace(self._journal, results=tuple(self._results.values()), cut=cut)
+
+
+def read(
+    path: Path,
+    *,
+    keep_samples: bool = True,
+    slim: Callable[[TestResult], TestResult] | None = None,
+    live: bool = False,
+) -> Journal:
+    """Read a journal, also one whose writer was killed.
+
+    A last line that is cut off is left out and noted in ``Journal.cut``. Anything else that is not as it was
+    written is an error: a report made from half of the evidence must not look like one made from all of it.
+
+    Args:
+        path: of the journal.
+        keep_samples: as of ``JournalBuilder``.
+        slim: as of ``JournalBuilder``.
+        live: the run may still be going on: a journal without a closing line whose recorder is alive is RUNNING. For
+            readers that do not know that the run is over.
+
+    Raises:
+        JournalError: no such file, not a journal, or written by a newer version.
+    """
+    builder = JournalBuilder(keep_samples=keep_samples, slim=slim)
+    # Before the lines: a recorder that ends in between has written its closing line before.
+    is_live = live and _is_being_written(path)
+    try:
+        with path.open("rb") as file:
+            cut = _read_lines(file, builder, path)
+    except FileNotFoundError:
+        raise JournalError(f"{path}: no such journal; name a {JOURNAL_FILE}, or the folder of a run") from None
+    except OSError as error:
+        raise JournalError(f"{path}: cannot be read: {error.strerror or error}") from None
+    found = builder.journal(cut=cut)
+    if is_live and found.end is None:
+        return replace(found, is_live=True, cut=False)  # the rest of the line is on its way
+    return found
+
+
+def _is_being_written(path: Path) -> bool:
+    """Tell whether a process has the lock of ``JournalWriter``; False also where the file system knows no locks."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _read_lines(file: BinaryIO, builder: JournalBuilder, path: Path) -> bool:
+    """Add all lines, one by one: a journal of a thousand ranks is large. Return whether the last one was cut off."""
+    number = 0
+    for number, raw in enumerate(file, start=1):
+        where = f"{path}:{number}"
+        try:
+            value = json.loads(raw.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            if number == 1:
+                if not (raw + file.read()).strip(_BLANK):
+                    break
+                raise JournalError(f"{where}: not a journal of this project, or cut off in its first line") from None
+            if file.read(1):
+                raise JournalError(f"{where}: damaged: not a line of JSON ({error})") from None
+            return True
+        builder.add(value, where)
+    else:
+        if number:
+            return False
+    raise JournalError(f"{path}: empty: the run ended before it was recorded")
+
+
+def locate(place: Path) -> Path:
+    """Return the journal that a path means: itself, that of a run's folder, or the latest below a folder."""
+    if place.is_dir():
+        for inside in (Path(JOURNAL_FILE), Path("latest", JOURNAL_FILE)):
+            if (place / inside).is_file():
+                return place / inside
+        raise JournalError(f"{place}: neither a {JOURNAL_FILE} nor a latest/{JOURNAL_FILE} in this folder")
+    return place
+
+
+def next_in_series(report_dir: Path) -> dict[str, str | int]:
+    """Return ``series`` and ``number`` of the next run of a report directory: one more than its latest run has.
+
+    That orders runs where clocks do not. Where the latest run is not there, or has none, a new series begins.
+    """
+    try:
+        with (report_dir / "latest" / JOURNAL_FILE).open("rb") as file:
+            latest = read_run(Fields(json.loads(file.readline()), "the latest run"))
+    except (OSError, ValueError, RecursionError, JournalError):
+        latest = None
+    if latest is None or not latest.series:
+        return {"series": os.urandom(8).hex(), "number": 1}
+    return {"series": latest.series, "number": latest.number + 1}
+
+
+def encode(line: Mapping[str, object]) -> bytes:
+    """Return a line as UTF-8 JSON and a newline. What JSON cannot say (NaN, bytes, objects) becomes text."""
+    try:
+        text = json.dumps(line, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (ValueError, TypeError):
+        text = json.dumps(_plain(line), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    try:
+        return text.encode("utf-8") + b"\n"
+    except UnicodeEncodeError:
+        # A lone surrogate has no UTF-8; JSON's own escape keeps it.
+        return json.dumps(json.loads(text), allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
+
+
+def _plain(value: object, depth: int = 0) -> object:
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return float(value)
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if depth < 32:
+        if isinstance(value, Mapping):
+            return {str(key): _plain(each, depth + 1) for key, each in value.items()}
+        if isinstance(value, (list, tuple, set, frozenset)):
+            return [_plain(each, depth + 1) for each in value]
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "backslashreplace")
+    return str(value)
+
+
+class JournalWriter:
+    """Append lines to a journal. What the disk does not take is kept, and tried again with the next line.
+
+    While it is open it has an exclusive lock (flock) on the file, which the kernel takes back when its process ends,
+    however that happens. That tells a reader, on NFS also on another host, that the run is going on. A file system
+    without locks refuses it; then no run on it is ever RUNNING.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.waiting = bytearray()
+        """What the disk has not taken yet."""
+        self._descriptor = -1
+
+    def append(self, line: bytes) -> None:
+        """Append one encoded line.
+
+        Raises:
+            OSError: the disk did not take all of it. Nothing is lost: call :meth:`flush` later.
+        """
+        self.waiting += line
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what is waiting, to a file made by the first call.
+
+        Raises:
+            OSError: the disk did not take all of it, or there is such a file, which is another run's, or somebody has
+                removed the file since.
+        """
+        if self._descriptor < 0:
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+            self._descriptor = os.open(self.path, flags, 0o644)
+            # Beside, because a lock that a file server does not answer to would keep the record from being written.
+            locking = threading.Thread(target=_lock, args=(self._descriptor,), daemon=True)
+            locking.start()
+            locking.join(_LOCK_SECONDS)
+        while self.waiting:
+            # A full disk takes a part of a line; the rest follows it as soon as there is room.
+            written = os.write(self._descriptor, self.waiting)
+            del self.waiting[:written]
+        self._require_in_place()
+
+    def content(self) -> bytes:
+        """Return all lines, also those that are not on disk, and those in a file that somebody has removed.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        if self._descriptor < 0:
+            return bytes(self.waiting)
+        with os.fdopen(os.dup(self._descriptor), "rb") as file:
+            file.seek(0)
+            return file.read() + self.waiting
+
+    def _require_in_place(self) -> None:
+        try:
+            is_in_place = os.path.samestat(os.fstat(self._descriptor), self.path.stat())
+        except FileNotFoundError:
+            is_in_place = False
+        if not is_in_place:  # what is written now is found by nobody
+            what = "somebody has removed or replaced it during the run"
+            raise FileNotFoundError(errno.ENOENT, what, str(self.path))
+
+    def sync(self) -> None:
+        """Write what is waiting and make the file outlive a power cut.
+
+        Raises:
+            OSError: the disk did not take all of it, or the file is not in its place any more.
+        """
+        self.flush()
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _lock(descriptor: int) -> None:
+    with contextlib.suppress(OSError):  # a file system without locks: the run is never told to be RUNNING
+        fcntl.flock(descriptor, fcntl.LOCK_EX)

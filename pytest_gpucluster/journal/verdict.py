@@ -1,0 +1,327 @@
+"""The one table of verdicts and exit codes. Pure.
+
+How a rank ends: with the agreed exit code, and with a note of its verdict, which torchrun does not pass on.
+
+torchrun ends with 1 for every code but 0, and does so on every node, also where the reports are not. So each rank
+leaves a small file in a folder that the starter has named, and the starter reads them when the launcher has ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+ACCEPTED = "ACCEPTED"
+SELECTION_PASSED = "SELECTION PASSED"
+PASSED_WITH_DEVIATIONS = "PASSED WITH DEVIATIONS"
+REHEARSED = "REHEARSED"
+REJECTED = "REJECTED"
+INCOMPLETE = "INCOMPLETE"
+BROKEN = "BROKEN"
+
+RUNNING, RUNNING_EXIT = "RUNNING", 13
+"""State of a run that has no verdict yet, and what ``gpucluster verdict`` ends with then. No run ends with it."""
+
+EXIT_CODES = {
+    0: "ACCEPTED, SELECTION PASSED or REHEARSED: everything that ran passed",
+    1: "REJECTED: a limit missed, a wrong result, or a GPU identified as bad",
+    2: "BROKEN: interrupted, or collection failed on every rank",
+    3: "BROKEN: an internal error",
+    4: "BROKEN: a usage error; nothing was measured",
+    5: "BROKEN: no test was collected",
+    10: "INCOMPLETE: nothing failed, but a required criterion did not run, or no limit judged it",
+    11: "BROKEN: a rank lost or hung, different tests collected, or another fault of the environment",
+    12: "PASSED WITH DEVIATIONS: passed, but limits were switched off, missed limits rerun, or the workload weakened",
+}
+
+
+REHEARSED_ALWAYS = ("inventory", "gpu.compute")
+"""What a rehearsal needs although something was too slow: who is there, and whether products are right. That the ranks
+agree is part of every test that passes."""
+GROUPS = {
+    "verification": ("gpu.compute", "gpu.memory_patterns", "gpu.determinism"),
+    "computing": ("matmul", "matmul.search", "hbm", "host_link", "burn_in"),
+    "communication": ("nccl.all_reduce", "nccl.collectives", "links", "scaling.busbw_retention"),
+    "training": (
+        *("training.step", "ddp", "fsdp", "training.throughput", "scaling", "failure_propagation"),
+        *("vision.throughput", "vision.data", "lora_tiny"),
+    ),
+    "storage": ("checkpoint", "checkpoint.bandwidth", "shared_filesystem"),
+}
+"""Group -> its criteria. Of each group in which a criterion was too slow to rehearse another one must have passed. A
+criterion that is in none of them stands for itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The word, the exit code that goes with it, and why in one line."""
+
+    word: str
+    exit: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TestResult:
+    """What the verdict needs to know of a test. ``criterion`` is None for a test that is no acceptance criterion."""
+
+    __test__ = False
+
+    nodeid: str
+    criterion: str | None
+    outcome: str
+    message: str = ""
+    applicable: bool = True
+    """False where the declared topology has too few ranks or nodes for it."""
+    unjudged: str = ""
+    """Why no limit judged its values, or its rates of hardware, although the test asked for it."""
+    values: int = 0
+    """How many values it has on record, of all ranks together one for each metric and label."""
+    judged: int = 0
+    """How many of them were compared with a limit."""
+    too_slow: bool = False
+    """It was skipped in a rehearsal because this machine is too slow for it."""
+    attempts: int = 1
+    failed_before: bool = False
+    """An earlier attempt missed a limit or found a wrong result."""
+
+
+def decide(
+    results: Sequence[TestResult],
+    *,
+    pytest_exit: int,
+    ending: tuple[int, str] | None = None,
+    problems: Sequence[str] = (),
+    not_run: Collection[str] = (),
+    required: Collection[str] = (),
+    rehearsal: bool,
+    selection: bool,
+    manifest: bool,
+    deviations: Sequence[str] = (),
+    topology: str,
+) -> Verdict:
+    """Return the verdict of a run. The certificate of a run goes by the same rules.
+
+    Args:
+        results: every test that ended, with its merged outcome: passed, failed, error or skipped.
+        pytest_exit: the exit status that pytest itself found.
+        ending: exit code and reason if the run was ended before its last test.
+        problems: what went wrong outside any test.
+        not_run: collected tests that were never started.
+        required: names of criteria that the operator demands.
+        manifest: a file beside the tests said which of them an acceptance needs.
+        deviations: in what limits or workload asked for less than the shipped ones.
+        topology: how the number of nodes and GPUs was declared, for the reason's text.
+    """
+    failed = [r for r in results if r.outcome == "failed"]
+    errors = [r for r in results if r.outcome == "error"]
+    if ending is not None and ending[0] in (2, 3, 4):
+        return Verdict(word=BROKEN, exit=ending[0], reason=ending[1])
+    if failed or (ending is not None and ending[0] == 1):
+        reason = _first(failed, "failed") if failed else str(ending and ending[1])
+        return Verdict(word=REJECTED, exit=1, reason=reason)
+    if ending is not None:
+        return Verdict(word=BROKEN, exit=11 if ending[0] in (0, 10, 12) else ending[0], reason=ending[1])
+    if errors or problems:
+        # What went wrong outside the tests explains what then broke in them.
+        return Verdict(word=BROKEN, exit=11, reason=problems[0] if problems else _first(errors, "broke"))
+    if pytest_exit in (2, 3, 4, 5):
+        return Verdict(word=BROKEN, exit=pytest_exit, reason=EXIT_CODES[pytest_exit].partition(": ")[2])
+    if pytest_exit != 0:
+        return Verdict(word=BROKEN, exit=11, reason=f"pytest ended with exit status {pytest_exit}")
+    slow = [r for r in results if r.too_slow] if rehearsal else []
+    gaps = _told("did not run", _missing(results, not_run, required, excused=slow))
+    gaps += _told("too slow to rehearse here", _not_rehearsed(results, slow))
+    criteria = [r for r in results if r.criterion and r.outcome == "passed"]
+    gaps += _told("measured nothing", {str(r.criterion): r.nodeid for r in criteria if not r.values})
+    gaps += _told("not judged", {str(r.criterion): r.unjudged for r in results if r.criterion and r.unjudged})
+    if criteria and not (selection or rehearsal or gaps) and not any(r.judged for r in criteria):
+        gaps.append("no value was compared with a limit")
+    if gaps:
+        return Verdict(word=INCOMPLETE, exit=10, reason="; ".join(gaps))
+    passed = [r for r in results if r.outcome == "passed"]
+    reason = f"{len(passed)} passed{f', {len(slow)} too slow to rehearse here' if slow else ''}; {topology}"
+    failed_before = [r for r in passed if r.failed_before]
+    again = list(dict.fromkeys(str(r.criterion or r.nodeid) for r in passed if r.attempts > 1))
+    if again:
+        reason += f"; passed only when run again: {', '.join(again[:5])}"
+    if selection:
+        reason += "; only a selection ran"
+    if rehearsal:
+        return Verdict(word=REHEARSED, exit=0, reason=reason)
+    deviations = [*deviations, *(f"{r.criterion or r.nodeid} failed, and passed when run again" for r in failed_before)]
+    if deviations:
+        reason = f"{'; '.join(deviations)}; {reason}"
+        return Verdict(word=PASSED_WITH_DEVIATIONS, exit=12, reason=reason)
+    if selection:
+        return Verdict(word=SELECTION_PASSED, exit=0, reason=reason)
+    if not criteria:
+        return Verdict(word=SELECTION_PASSED, exit=0, reason=f"{reason}; the suite holds no acceptance criterion")
+    if not manifest:
+        reason += "; no criteria.txt beside the tests says what an acceptance needs"
+        return Verdict(word=SELECTION_PASSED, exit=0, reason=reason)
+    return Verdict(word=ACCEPTED, exit=0, reason=reason)
+
+
+def _told(what: str, names: Mapping[str, str]) -> list[str]:
+    listed = "; ".join(f"{name} ({why})" for name, why in list(names.items())[:5])
+    return [f"{what}: {listed}"] if names else []
+
+
+def _not_rehearsed(results: Sequence[TestResult], slow: Sequence[TestResult]) -> Mapping[str, str]:
+    """Return criterion -> why it was too slow, for those in whose place nothing else was rehearsed."""
+    passed = {r.criterion for r in results if r.criterion and r.outcome == "passed"}
+    groups = {_group(name) for name in passed}
+    missing = {str(r.criterion): r.message for r in slow if r.criterion and _group(r.criterion) not in groups}
+    if slow:
+        missing.update((name, "has not passed") for name in REHEARSED_ALWAYS if name not in passed)
+    return missing
+
+
+def _group(criterion: str) -> str:
+    return next((group for group, names in GROUPS.items() if criterion in names), criterion)
+
+
+def _first(results: Sequence[TestResult], what: str) -> str:
+    more = f" (and {len(results) - 1} more)" if len(results) > 1 else ""
+    return f"{results[0].nodeid} {what}: {results[0].message}{more}"
+
+
+def _missing(
+    results: Sequence[TestResult], not_run: Collection[str], required: Collection[str], *, excused: Sequence[TestResult]
+) -> Mapping[str, str]:
+    """Return criterion -> why it did not run, for those that had to and are not excused."""
+    missing = {
+        str(r.criterion): r.message or "skipped"
+        for r in results
+        if r.criterion and r.outcome == "skipped" and r.applicable and r not in excused
+    }
+    missing.update((nodeid, "never started") for nodeid in not_run)
+    ran = {r.criterion for r in results if r.outcome == "passed"}
+    skipped = {r.criterion: f"required, and skipped: {r.message or 'no reason given'}" for r in results}
+    absent = "required, but not in the suite that ran"
+    missing.update((name, skipped.get(name, absent)) for name in required if name not in ran)
+    if not missing and not any(r.outcome == "passed" for r in results):
+        missing["everything"] = "each test was skipped or does not apply here"
+    return missing
+
+
+VARIABLE = "GPUCLUSTER_EXIT_NOTES"
+"""Names the folder. Not set: nobody wants notes."""
+_BEGUN = "begun.json"
+_kept: dict[int, int] = {}
+"""The code that a process is to end with, by its number: a fork of it ends as it likes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitNote:
+    """The end of one rank.
+
+    Attributes:
+        rank, local_world_size: this one, and how many there are on its node.
+        launcher: process number of its parent. A job inside of a test may write to the same folder, and does not count.
+        word, exit, reason: the verdict that all ranks agreed on, or what this one knows of it.
+        rehearsal: it says nothing about hardware.
+        host: of rank 0, where the reports are.
+        directory: of the run there; "" where this rank was not told.
+    """
+
+    rank: int
+    local_world_size: int
+    launcher: int
+    word: str
+    exit: int
+    reason: str
+    rehearsal: bool
+    host: str = ""
+    directory: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeginNote:
+    """What rank 0 says when the record is open: where it is, and which process keeps it."""
+
+    launcher: int
+    directory: str
+    recorder: int
+
+
+def guard_note() -> None:
+    """Let no atexit handler end this process with another code than the agreed one, from :func:`keep_exit_code` on.
+
+    A function takes the place of ``os._exit``, so it must be there before a conftest or a test can take hold of that.
+    """
+    leave_now = os._exit
+    if getattr(leave_now, "kept", None) is _kept:
+        return
+
+    def leave_with(status: int) -> NoReturn:
+        leave_now(_kept.get(os.getpid(), status))
+
+    leave_with.kept = _kept  # type: ignore[attr-defined]
+    os._exit = leave_with
+
+
+def keep_exit_code(code: int) -> None:
+    """Keep the exit code of this process, once it ends by itself.
+
+    Handlers run in the reverse order: this one, the last one registered, before those of tests and plugins.
+    Source: Python, atexit.
+    """
+    atexit.register(_kept.__setitem__, os.getpid(), code)
+
+
+def leave_note(environ: Mapping[str, str], note: ExitNote) -> str | None:
+    """Leave the note of a rank, if somebody wants it; return what is wrong if that fails."""
+    return _write(environ, f"rank-{note.rank}.json", asdict(note))
+
+
+def begin_note(environ: Mapping[str, str], note: BeginNote) -> str | None:
+    """Say where the record is, if somebody wants to know; return what is wrong if that fails."""
+    return _write(environ, _BEGUN, asdict(note))
+
+
+def _write(environ: Mapping[str, str], name: str, note: Mapping[str, Any]) -> str | None:
+    folder = environ.get(VARIABLE)
+    if not folder:
+        return None
+    path = Path(folder) / name
+    beside = path.with_name(f".{name}.{os.getpid()}")
+    try:
+        beside.write_text(json.dumps(note), encoding="ascii")
+        beside.replace(path)
+    except OSError as error:
+        return f"cannot write {path} ({VARIABLE}): {error.strerror or error}"
+    return None
+
+
+def read_note(folder: Path, launcher: int) -> tuple[ExitNote, ...]:
+    """Return the notes of a launcher's ranks, in the order of ranks. What is no such note is as good as none."""
+    found = []
+    for path in folder.glob("rank-*.json"):
+        told = _read(path, ExitNote)
+        if told is not None and told.launcher == launcher:
+            found.append(told)
+    return tuple(sorted(found, key=lambda note: note.rank))
+
+
+def read_begin(folder: Path, launcher: int) -> BeginNote | None:
+    """Return where the record is, if rank 0 is on this node and has come that far."""
+    told = _read(folder / _BEGUN, BeginNote)
+    return told if told is not None and told.launcher == launcher else None
+
+
+def _read(path: Path, kind: type[Any]) -> Any:
+    try:
+        told = json.loads(path.read_bytes())
+        fields = {name: told[name] for name in kind.__dataclass_fields__}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # a rank that was killed while it wrote, or no rank at all: it has left nothing
+    wanted = {name: type_.type for name, type_ in kind.__dataclass_fields__.items()}
+    is_right = all(type(value).__name__ == wanted[name] for name, value in fields.items())
+    return kind(**fields) if is_right else None

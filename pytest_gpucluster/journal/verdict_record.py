@@ -1,0 +1,83 @@
+"""What a site is told of a run that is over: the argument of the hook ``pytest_gpucluster_verdict``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pytest_gpucluster.errors import LaunchError
+from pytest_gpucluster.isolation.finding import EXCLUDE_FILE as EXCLUDE
+from pytest_gpucluster.isolation.finding import excluded_hosts
+from pytest_gpucluster.journal.journal import Journal
+from pytest_gpucluster.journal.verdict import ACCEPTED
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerdictRecord:
+    """A run that is over. Nothing that is done with it changes its verdict or its exit code."""
+
+    verdict: str
+    """ACCEPTED, SELECTION PASSED, PASSED WITH DEVIATIONS, REHEARSED, REJECTED, INCOMPLETE or BROKEN."""
+    exit: int
+    """The exit code of pytest on this rank (``gpucluster verdict --help`` has the table)."""
+    reason: str
+    """Why, in one line. It quotes names and messages from anywhere: it is text and never a command."""
+    rehearsal: bool
+    """True on cpu: then nothing is said about hardware, and nobody should act on hardware."""
+    selection: bool
+    """True where only a part of the suite was asked for."""
+    directory: Path
+    """Absolute, the run's folder: journal, report.html, results.json, metrics.prom, maybe the JUnit file."""
+    journal: Journal
+    """All that is on record (``pytest_gpucluster.journal.journal``), without the samples behind the values."""
+    hosts: tuple[str, ...] = ()
+    """The hosts of the run in the order of their first rank; empty where no rank has reported."""
+    excluded: tuple[str, ...] = ()
+    """The hosts that the isolation has confirmed as bad and put into exclude.txt, as Slurm calls them."""
+    job_id: str = ""
+    """The Slurm job's id, else the launcher's id of the run; may be empty."""
+    problems: tuple[str, ...] = ()
+    """Why something of this record is not known, such as an exclude.txt that cannot be read."""
+
+    @property
+    def is_accepted(self) -> bool:
+        """Tell whether the whole suite has passed on GPUs: exit code 0 alone does not say so."""
+        return self.verdict == ACCEPTED and self.exit == 0 and not self.rehearsal
+
+    @classmethod
+    def of(cls, journal: Journal, directory: Path, *, verdict: str, exit: int, reason: str) -> VerdictRecord:
+        """Return what is to be told of a run.
+
+        Args:
+            journal: of the run.
+            directory: of the run, in which exclude.txt is looked for.
+            verdict: its word as pytest ends with it.
+            exit: the exit code that goes with it.
+            reason: why, in one line.
+        """
+        places = sorted(journal.cluster.ranks, key=lambda place: place.rank) if journal.cluster is not None else []
+        variables = journal.environment.variables if journal.environment is not None else {}
+        excluded, problems = _excluded(directory / EXCLUDE)
+        return cls(
+            verdict=verdict,
+            exit=exit,
+            reason=reason,
+            rehearsal=journal.run.rehearsal,
+            selection=journal.run.selection,
+            directory=directory,
+            journal=journal,
+            hosts=tuple(dict.fromkeys(place.host for place in places if place.host)),
+            excluded=excluded,
+            job_id=variables.get("SLURM_JOB_ID") or journal.run.run_id,
+            problems=problems,
+        )
+
+
+def _excluded(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the hosts of exclude.txt, and why they are not known although there is such a file."""
+    try:
+        return excluded_hosts(path.read_text(encoding="utf-8")), ()
+    except FileNotFoundError:
+        return (), ()
+    except (OSError, UnicodeDecodeError, LaunchError) as error:
+        return (), (f"{path}: cannot be read, so that nobody is excluded here: {error}",)

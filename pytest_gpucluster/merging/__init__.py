@@ -1,1 +1,0 @@
-"""Journals of several runs become one journal with one verdict. Pure but for reading files."""

@@ -1,0 +1,331 @@
+"""What the recorder process does: take lines from rank 0, have them recorded, outlive rank 0.
+
+If rank 0 ends without a closing line, the recorder closes the journal itself. Then it ends: who waits for its
+end knows that the reports are on disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import select
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import NoReturn
+
+from pytest_gpucluster.agreement import hang_diagnosis
+from pytest_gpucluster.journal.journal import Journal
+from pytest_gpucluster.launch import detached_process
+from pytest_gpucluster.recorder.client import AGAIN, BEAT, CHUNK_BYTES, END, FAULT_FILE, HEADER, LINE
+from pytest_gpucluster.recorder.writer import OWN_PROBLEM, Record
+from pytest_gpucluster.reports import registry as reports
+from pytest_gpucluster.text import MESSAGE_CHARACTERS, one_line
+
+_TICK_SECONDS = 0.5
+# All reports together, with the end of the record. Rank 0 waits for them, and so do the launchers: 10 s (closing.py).
+_REPORTS_SECONDS = 7.0
+_LEAST_SECONDS = 0.5
+_FAULT_BYTES = 64 * 1024
+
+_STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "in an uninterruptible wait for a device or a file system",
+    "T": "stopped by a signal",
+    "t": "stopped by a debugger",
+    "Z": "dead, not reaped",
+    "X": "dead",
+    "I": "idle",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watch:
+    """When rank 0 counts as silent, in seconds: past a test's deadline, and since it was last heard.
+
+    Rank 0 beats every second. The other ranks give it up, and may kill it, after 4 s (``agreement.watch``): what it is
+    like must be on record before that.
+    """
+
+    grace_seconds: float = 1.0
+    quiet_seconds: float = 2.5
+
+
+class Session:
+    """The conversation with rank 0 and the watch over it."""
+
+    def __init__(self, channel: socket.socket, parent: int, record: Record, watch: Watch) -> None:
+        self._channel = channel
+        self._parent = parent
+        self._record = record
+        self._watch = watch
+        self._message = bytearray()
+        self._last_packet = 0
+        self._is_connected = True
+        self._is_closed = False
+        self._is_prepared = False
+        self._heard_at = time.monotonic()
+        self._started_at = time.monotonic()
+        self._silence = ""
+        self._told: str | None = None
+        self._fault_file: Path | None = None
+        self._fault_offset = 0
+
+    def serve(self) -> None:
+        """Record until the closing line has come or rank 0 has ended, and everything is on disk."""
+        self._channel.setblocking(False)
+        # Held by a child that renders, it would stay open when this process is killed: nobody would hear of that.
+        os.register_at_fork(after_in_child=self._channel.close)
+        poller = select.poll()
+        poller.register(self._channel, select.POLLIN)
+        end = detached_process.end_descriptor(self._parent)
+        if end is not None:
+            poller.register(end, select.POLLIN)
+        while True:
+            wait = min(_TICK_SECONDS, max(0.0, self._record.due_at() - time.monotonic()))
+            ready = {descriptor for descriptor, _ in poller.poll(wait * 1000)}
+            # Read after the look at rank 0, so that nothing it said before its end is left unread.
+            has_ended = (end in ready) if end is not None else os.getppid() != self._parent
+            was_connected = self._is_connected
+            self._take()
+            if was_connected and not self._is_connected:
+                poller.unregister(self._channel)
+            if self._is_closed or has_ended:
+                break
+            self._watch_rank_0()
+            self._prepare()
+            if time.monotonic() >= self._record.due_at():
+                self._record.render()
+            self._tell()
+        if not self._is_closed:
+            self._write_obituary()
+        begin = time.monotonic()
+        self._conclude("done", self._record.close())
+        left = max(_LEAST_SECONDS, _REPORTS_SECONDS - (time.monotonic() - begin))
+        self._conclude("missing", self._record.render_reports(left))
+        if not self._is_closed and self._fault_file is not None:
+            detached_process.end_stale_processes([str(self._fault_file)])
+            with contextlib.suppress(OSError):  # rank 0 is dead, and what it had to say is on record
+                self._fault_file.unlink(missing_ok=True)
+
+    def _conclude(self, what: str, told: str | None) -> None:
+        """Tell rank 0; in its place, where it is gone, whoever reads its standard error."""
+        if not self._say({what: told}) and told:
+            print(f"gpucluster recorder: {told}", file=sys.stderr, flush=True)
+
+    def _prepare(self) -> None:
+        """Load what the reports need, once, while rank 0 has begun to open the run and measures nothing yet."""
+        if not self._is_prepared and self._record.journal() is not None:
+            self._is_prepared = True
+            reports.prepare()
+
+    def _take(self) -> None:
+        while self._is_connected and not self._is_closed:
+            try:
+                packet = self._channel.recv(HEADER.size + CHUNK_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                packet = b""
+            if not packet:
+                # It closed the socket. Its end is another matter: a forked child may hold the socket open.
+                self._is_connected = False
+                return
+            number, is_last = HEADER.unpack_from(packet)
+            if number <= self._last_packet:
+                continue
+            self._last_packet = number
+            self._message += packet[HEADER.size :]
+            if is_last:
+                message, self._message = bytes(self._message), bytearray()
+                self._heard_at = time.monotonic()
+                self._obey(message[:1], message[1:])
+
+    def _obey(self, kind: bytes, content: bytes) -> None:
+        if kind == BEAT:
+            if self._silence:
+                self._silence = ""
+                self._record.add({"type": "silence", "at": _now(), "message": "", "text": ""})
+        elif kind == FAULT_FILE:
+            self._fault_file = Path(os.fsdecode(content))
+            self._fault_offset = self._fault_size()
+        elif kind == AGAIN:
+            self._record.try_again()
+            if self._say({"failure": self._record.failure, "again": None}):
+                self._told = self._record.failure
+        elif kind in (LINE, END):
+            self._silence = ""
+            before = self._record.builder.running
+            self._record.add_encoded(content)
+            if self._record.builder.running is not before:
+                self._started_at = time.monotonic()
+                # What was written before this test is not about it.
+                self._fault_offset = self._fault_size()
+            if kind == END:
+                self._is_closed = True
+                journal = self._record.journal()
+                if journal is not None and journal.end is None:
+                    self._close_for_rank_0(journal, "rank 0's closing line was refused")
+
+    def _watch_rank_0(self) -> None:
+        """Note in the report when rank 0 is silent past the deadline of its test."""
+        running = self._record.builder.running
+        if running is None or self._silence:
+            return
+        now = time.monotonic()
+        overdue = now - self._started_at - running.deadline_seconds
+        if overdue <= self._watch.grace_seconds or now - self._heard_at <= self._watch.quiet_seconds:
+            return
+        journal = self._record.builder.journal()
+        state = _process_state(self._parent)
+        place = hang_diagnosis.stack_location(self._fault_text())
+        holding = f", holding the GIL at {place}" if place else ""
+        self._silence = (
+            f"{self._rank_0(journal)} does not answer, {state}{holding}, {overdue:.0f} s past the deadline of "
+            f"{running.nodeid}"
+        )
+        text = f"It was last heard {now - self._heard_at:.0f} s before.\n{_process_facts(self._parent)}"
+        self._record.add({"type": "silence", "at": _now(), "message": self._silence, "text": text + self._fault_text()})
+
+    def _write_obituary(self) -> None:
+        journal = self._record.journal()
+        if journal is None:
+            return
+        problem = journal.recent_problem
+        if problem is None or problem.name == OWN_PROBLEM:
+            message = f"{self._rank_0(journal)} ended without a word {journal.where}{self._fatal_error()}"
+            if self._silence:
+                message = f"{self._silence}; then it was ended"
+            text = (
+                "The recorder saw the process end before it had closed the journal. Whether a signal or an "
+                "exit ended it is not known here: only its parent, the launcher, learns that."
+            )
+            if self._silence:
+                text += f"\nBefore that: {self._silence}"
+            text += self._fault_text()
+            self._record.add(
+                {"type": "problem", "name": "rank lost", "outcome": "error", "message": message, "text": text}
+            )
+        else:
+            message = problem.message
+        self._close_for_rank_0(self._record.journal() or journal, message)
+
+    def _close_for_rank_0(self, journal: Journal, reason: str) -> None:
+        counts = dict.fromkeys(("passed", "failed", "error", "skipped"), 0)
+        for result in journal.results:
+            counts[result.outcome] += 1
+        if journal.running is not None:
+            counts["error"] += 1
+        self._record.add(
+            {
+                "type": "end",
+                "at": _now(),
+                "verdict": "REJECTED" if journal.has_failed else "BROKEN",
+                "exit": 1 if journal.has_failed else 11,
+                "reason": one_line(reason, MESSAGE_CHARACTERS),
+                "counts": counts,
+                "not_run": [test.nodeid for test in journal.not_run],
+                "by": "recorder",
+            }
+        )
+
+    def _rank_0(self, journal: Journal) -> str:
+        place = journal.place(0)
+        parts = [(place.host if place else "") or journal.run.hostname or socket.gethostname()]
+        if place is not None and place.gpu:
+            parts.append(f"GPU {place.gpu.get('index', '?')} {place.gpu.get('uuid', '')[:12]}".rstrip())
+        return f"rank 0 ({', '.join(parts)}, pid {self._parent})"
+
+    def _fault_size(self) -> int:
+        try:
+            return self._fault_file.stat().st_size if self._fault_file is not None else 0
+        except OSError:
+            return 0
+
+    def _fault_text(self) -> str:
+        """Return what faulthandler wrote since the test began."""
+        if self._fault_file is None:
+            return ""
+        try:
+            with self._fault_file.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                begin = self._fault_offset if self._fault_offset <= size else 0
+                file.seek(max(begin, size - _FAULT_BYTES))
+                text = file.read(_FAULT_BYTES).decode("utf-8", "backslashreplace")
+        except OSError:
+            return ""
+        return f"\n\nIts faulthandler wrote:\n{text}" if text.strip() else ""
+
+    def _fatal_error(self) -> str:
+        """Return the first words of faulthandler about the signal that ended rank 0, as far as it could see one."""
+        found = hang_diagnosis.fatal_error(self._fault_text())
+        return f" ({found})" if found else ""
+
+    def _tell(self) -> None:
+        """Tell rank 0 when the state of the disk has changed."""
+        failure = self._record.failure
+        if failure != self._told and self._say({"failure": failure}):
+            self._told = failure
+
+    def _say(self, what: Mapping[str, str | None]) -> bool:
+        text = json.dumps({key: one_line(value, 4000) if value else None for key, value in what.items()})
+        try:
+            self._channel.send(text.encode(), socket.MSG_NOSIGNAL)
+        except OSError:
+            return False
+        return True
+
+
+def _process_state(pid: int) -> str:
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "its process state is unknown"
+    return f"process state {letter} ({_STATES.get(letter, 'unknown')})"
+
+
+def _process_facts(pid: int) -> str:
+    """Return what the kernel tells about a process without its help."""
+    lines = [f"Process {pid}: {_process_state(pid)}."]
+    with contextlib.suppress(OSError):
+        waits = Path(f"/proc/{pid}/wchan").read_text(errors="replace").strip()
+        if waits not in ("", "0"):
+            lines.append(f"Its main thread waits in the kernel function {waits}.")
+    with contextlib.suppress(OSError):
+        stack = Path(f"/proc/{pid}/stack").read_text(errors="replace").strip()
+        if stack:
+            lines.append(f"Its kernel stack:\n{stack}")
+    return "\n".join(lines)
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+
+
+def main() -> NoReturn:
+    """Run as the recorder process."""
+    detached_process.shield()
+    parser = argparse.ArgumentParser(description="The recorder of a run. It is started by rank 0, not by hand.")
+    parser.add_argument("--channel", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--junit", type=Path)
+    parser.add_argument("--grace-seconds", type=float, required=True)
+    parser.add_argument("--quiet-seconds", type=float, required=True)
+    options = parser.parse_args()
+    record = Record(options.run_dir, options.junit)
+    watch = Watch(grace_seconds=options.grace_seconds, quiet_seconds=options.quiet_seconds)
+    Session(socket.socket(fileno=options.channel), options.parent, record, watch).serve()
+    # At once: ranks wait for this process to end before they let the launcher end theirs.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

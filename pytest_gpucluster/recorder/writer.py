@@ -1,0 +1,297 @@
+"""The reports of a finished run, rendered in a process of their own.
+
+The recorder starts it when journal and JUnit file are on disk. A report that takes too long, that needs more memory
+than there is, or that trips over something, costs neither the record nor the end of the run: it is named, and can be
+rendered again from the journal at any time.
+
+What is on disk of a run: the journal, and the JUnit file that is made anew from it.
+
+The JUnit file is replaced with every line that changes it and is pessimistic: at every moment it says what
+would be true if nothing came after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import select
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from pytest_gpucluster.errors import JournalError
+from pytest_gpucluster.files import atomic_write, draft_of
+from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal, JournalBuilder, JournalWriter, encode
+from pytest_gpucluster.reports import junit
+from pytest_gpucluster.reports import registry as reports
+from pytest_gpucluster.reports.registry import FILES_OF_A_RUN
+from pytest_gpucluster.text import first_line
+
+_CHUNK_BYTES = 64 * 1024
+_SPARE_SECONDS = 1.0
+
+Write = Callable[[Journal, Path, tuple[str, ...]], Mapping[str, str]]
+
+
+def render_apart(journal: Journal, folder: Path, seconds: float, *, write: Write = reports.write) -> str | None:
+    """Write the reports of a run into its folder; return what is missing of them and why, in one line, or None.
+
+    It takes at most so many seconds: then the process that renders is killed.
+
+    Args:
+        journal: of the run.
+        folder: of the run.
+        seconds: how long to wait for all of them together.
+        write: renders and writes kinds of reports; returns file name -> why it is not there.
+    """
+    deadline = time.monotonic() + seconds
+    try:
+        reader, pid = _start(journal, folder, seconds, write)
+    except OSError as error:
+        why = f"no process can be started for it: {error.strerror or error}"
+        return _report_missing(dict.fromkeys(reports.FILES_OF_A_RUN, why), folder)
+    said, in_time = _read(reader, deadline)
+    missing: dict[str, str] = {}
+    if not in_time:
+        _kill(pid, folder)
+        why = f"not rendered within {seconds:.3g} s"
+    else:
+        why = "the process that rendered it has died"
+    missing.update(dict.fromkeys(reports.FILES_OF_A_RUN, why))
+    for line in said.splitlines():
+        try:
+            name, problem = json.loads(line)
+        except ValueError:  # cut off
+            continue
+        missing.pop(name, None)
+        if problem:
+            missing[name] = str(problem)
+    _reap(pid, blocking=in_time)
+    return _report_missing(missing, folder)
+
+
+def _start(journal: Journal, folder: Path, seconds: float, write: Write) -> tuple[int, int]:
+    """Return where the answers are read, and the process."""
+    reader, writer = os.pipe()
+    try:
+        pid = os.fork()
+    except OSError:
+        os.close(reader)
+        os.close(writer)
+        raise
+    if pid == 0:
+        # Whatever happens, the child must not come back as a second recorder.
+        try:
+            os.close(reader)
+            _end_after(seconds)
+            for kind in reports.OF_A_RUN:
+                missing = write(journal, folder, (kind,))
+                name = reports.FILES[kind]
+                os.write(writer, json.dumps([name, first_line(missing.get(name, ""))]).encode() + b"\n")
+        finally:
+            os._exit(0)
+    os.close(writer)
+    return reader, pid
+
+
+def _end_after(seconds: float) -> None:
+    """End this process then, also where nobody is left to kill it."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])  # blocked since its start
+    signal.setitimer(signal.ITIMER_REAL, seconds + _SPARE_SECONDS)
+
+
+def _read(reader: int, deadline: float) -> tuple[bytes, bool]:
+    """Return what the process said, and whether it ended in time."""
+    said = b""
+    poller = select.poll()
+    poller.register(reader, select.POLLIN)
+    try:
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0 or not poller.poll(left * 1000):
+                return said, False
+            chunk = os.read(reader, _CHUNK_BYTES)
+            if not chunk:
+                return said, True
+            said += chunk
+    finally:
+        os.close(reader)
+
+
+def _kill(pid: int, folder: Path) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    for name in reports.FILES_OF_A_RUN:
+        with contextlib.suppress(OSError):  # there is none, or the folder's disk is what hangs
+            draft_of(folder / name, pid).unlink()
+
+
+def _reap(pid: int, *, blocking: bool) -> None:
+    # A killed process that a dead file system holds cannot be waited for: init reaps it later.
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0 if blocking else os.WNOHANG)
+
+
+def _report_missing(missing: Mapping[str, str], folder: Path) -> str | None:
+    if not missing:
+        return None
+    each = "; ".join(f"{name}: {why}" for name, why in missing.items())
+    return f"{each}; {reports.AGAIN.format(folder)}"
+
+
+OWN_PROBLEM = "recorder"
+"""The name of the problem that stands for a line which no reader would accept."""
+
+# The recorder shares its cores with the ranks: of its time, so much may go into rendering ...
+_RENDER_SHARE = 0.1
+# ... but no change waits longer than this.
+_LATEST_SECONDS = 0.5
+
+
+class Record:
+    """Journal and JUnit of one run on disk. No disk error is raised: :attr:`failure` tells it."""
+
+    def __init__(self, run_dir: Path, junit_path: Path | None) -> None:
+        self.builder = JournalBuilder(keep_samples=False)
+        self.refused: str | None = None
+        self._junit_path = junit_path
+        self._writer = JournalWriter(run_dir / JOURNAL_FILE)
+        self._journal_error: str | None = None
+        self._junit_error: str | None = None
+        self._changed_at: float | None = None
+        self._rendered_at = -math.inf
+        self._render_seconds = 0.0
+
+    @property
+    def failure(self) -> str | None:
+        """Return what is not as it should be on disk, or None."""
+        return "; ".join(filter(None, (self._journal_error, self._junit_error, self.refused))) or None
+
+    def journal(self) -> Journal | None:
+        """Return what is known of the run; None before its first line."""
+        try:
+            return self.builder.journal()
+        except JournalError:
+            return None
+
+    def add(self, line: Mapping[str, object]) -> None:
+        """Record a line of the recorder's own."""
+        self.add_encoded(encode(line))
+
+    def add_encoded(self, raw: bytes) -> None:
+        """Record a line. One that no reader would accept is recorded as a problem that quotes it."""
+        try:
+            self.builder.add(json.loads(raw), "rank 0's line")
+        except (ValueError, RecursionError, JournalError) as error:
+            self.refused = f"a line was refused: {error}"
+            if self.journal() is not None:
+                self.add(
+                    {
+                        "type": "problem",
+                        "name": OWN_PROBLEM,
+                        "outcome": "error",
+                        "message": self.refused,
+                        "text": raw[:10_000].decode("utf-8", "backslashreplace"),
+                    }
+                )
+            return
+        try:
+            self._writer.append(raw)
+            self._journal_error = None
+        except OSError as error:
+            self._journal_error = _write_failure(self._writer.path, error)
+        if self._changed_at is None:
+            self._changed_at = time.monotonic()
+
+    def try_again(self) -> None:
+        """Write what the disk has not taken so far, and the JUnit file if it is not as it should be."""
+        try:
+            self._writer.flush()
+            self._journal_error = None
+        except OSError as error:
+            self._journal_error = _write_failure(self._writer.path, error)
+        if self._junit_error:
+            self.render()
+
+    def due_at(self) -> float:
+        """Return when to render the JUnit file, on the monotonic clock; infinity if nothing changed."""
+        if self._changed_at is None:
+            return math.inf
+        pause = self._render_seconds * (1 / _RENDER_SHARE - 1)
+        return min(self._rendered_at + pause, self._changed_at + _LATEST_SECONDS)
+
+    def render(self, *, is_last: bool = False) -> None:
+        """Replace the JUnit file. A pipe or a terminal cannot be replaced: it gets only the last one."""
+        self._changed_at = None
+        journal = self.journal()
+        if self._junit_path is None or journal is None or (not is_last and _is_stream(self._junit_path)):
+            return
+        begin = time.monotonic()
+        try:
+            atomic_write(self._junit_path, junit.render(journal))
+            self._junit_error = None
+        except OSError as error:
+            self._junit_error = _write_failure(self._junit_path, error)
+        except Exception as error:  # whatever a report trips over, the journal goes on
+            self._junit_error = f"{self._junit_path}: cannot be rendered: {type(error).__name__}: {error}"
+        self._rendered_at = time.monotonic()
+        self._render_seconds = self._rendered_at - begin
+
+    def close(self) -> str | None:
+        """Put everything on disk, if need be elsewhere. Return what went wrong and where it is, or None."""
+        if self.journal() is None and self.refused is None:
+            return None  # rank 0 ended before its first line: there is nothing to tell of
+        try:
+            self._writer.sync()
+            self._journal_error = None
+        except OSError as error:
+            self._journal_error = _write_failure(self._writer.path, error)
+        self.render(is_last=True)
+        failure = self.failure
+        if self._journal_error or self._junit_error:
+            failure = f"{failure}; {self._rescue()}"
+        self._writer.close()
+        return failure
+
+    def render_reports(self, seconds: float) -> str | None:
+        """Write the other reports beside the journal. Return what is missing of them, or None.
+
+        That is no failure of the record, of which they can be made at any time.
+        """
+        journal = self.journal()
+        if journal is None:
+            return None
+        if self._journal_error:
+            # It may be another run's folder, or a full disk: nothing is put beside a journal that is not this one.
+            return f"{', '.join(FILES_OF_A_RUN)}: not written beside a journal that is not whole; make them of its copy"
+        return render_apart(journal, self._writer.path.parent, seconds)
+
+    def _rescue(self) -> str:
+        """Write both files to the directory for temporary files and say where."""
+        journal = self.journal()
+        try:
+            name = re.sub(r"[^A-Za-z0-9._-]", "_", journal.run.run_id if journal else "")[:100] or str(os.getpid())
+            directory = Path(tempfile.gettempdir(), f"gpucluster-{name}")
+            if directory.exists():
+                directory = Path(tempfile.mkdtemp(prefix=f"gpucluster-{name}-"))
+            directory.mkdir(mode=0o700, exist_ok=True)
+            (directory / JOURNAL_FILE).write_bytes(self._writer.content())
+            if self._junit_path is not None and journal is not None:
+                atomic_write(directory / "report.xml", junit.render(journal))
+        except Exception as error:  # the last resort: nothing is left but to say so
+            return f"nor could they be written to the directory for temporary files: {error}"
+        return f"complete copies are in {directory}"
+
+
+def _is_stream(path: Path) -> bool:
+    return path.is_fifo() or path.is_char_device() or path.is_socket()
+
+
+def _write_failure(path: Path, error: OSError) -> str:
+    return f"{path}: not written: {error.strerror or error}"

@@ -1,0 +1,299 @@
+"""Lines over an axis: rates over sizes, losses over steps, rates over time.
+
+A value beside its limit, as a bar in a table's cell.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from pytest_gpucluster.journal.fields import JudgedMetric
+from pytest_gpucluster.reports.charts.svg import (
+    ACCENT,
+    BAD,
+    GOOD,
+    GRID,
+    INK,
+    MUTED,
+    SHAPES,
+    Drawing,
+    Scale,
+    end_labels,
+    finite,
+    span,
+    text_width,
+    tick_text,
+    ticks,
+)
+from pytest_gpucluster.reports.summary import peak_value
+from pytest_gpucluster.reports.tables import limit_text, quantity
+from pytest_gpucluster.text import one_line
+
+_WIDTH, _HEIGHT = 680.0, 260.0
+_LEFT, _TOP, _BOTTOM = 58.0, 14.0, 42.0
+_LABEL_CHARACTERS = 30
+_MOST_MARKS = 40
+_MOST_POINTS = 240
+# Four of Okabe and Ito's colours, those that stand out from white and from black, then the same again with dashes.
+# Source: M. Okabe, K. Ito, "Color Universal Design", https://jfly.uni-koeln.de/color/.
+_COLOURS = (ACCENT, "var(--series-2, #d55e00)", "var(--series-3, #009e73)", "var(--series-4, #cc79a7)")
+_DASHES = ("", "6 3", "2 3")
+_TONES = {"bad": BAD, "muted": MUTED, "ink": INK}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """Points in the order of ``x``. A point that is not finite leaves a gap, which is told of.
+
+    Attributes:
+        name: stands at its end; empty for none.
+        points: (x, y).
+        tone: "bad", "muted" or "ink"; else a colour of its own.
+        dashed: drawn with dashes.
+        is_joined: points are joined by a line; else they are marks only.
+    """
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    tone: str = ""
+    dashed: bool = False
+    is_joined: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """A value across the whole chart, such as a limit or a peak."""
+
+    name: str
+    value: float
+    tone: str = "ink"
+
+
+def line_chart(
+    lines: Sequence[Line],
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    levels: Sequence[Level] = (),
+    band: Sequence[tuple[float, float, float]] = (),
+    x_ticks: Mapping[float, str] | None = None,
+    log_x: bool = False,
+    zero: bool = True,
+) -> Markup:
+    """Return a chart of some lines, each with its name at its end.
+
+    Args:
+        lines: drawn in this order.
+        title: what it shows.
+        x_label: what is along the axis below, with its unit.
+        y_label: what is along the axis to the left, with its unit.
+        levels: drawn across.
+        band: (x, from, to) of an area behind the lines, such as where half of the ranks lie.
+        x_ticks: place -> text, instead of round values.
+        log_x: the axis below is logarithmic; points at zero or below it are left out.
+        zero: the axis to the left begins at zero, if nothing is below.
+    """
+    drawn = [_drawable(line, log_x) for line in lines]
+    xs = [x for line in drawn for x, y in line if math.isfinite(y)]
+    ys = finite(
+        [*(y for line in drawn for _, y in line), *(level.value for level in levels), *(e for b in band for e in b[1:])]
+    )
+    named = [*(line.name for line in lines), *(level.name for level in levels)]
+    names = [one_line(name, _LABEL_CHARACTERS) for name in named if name]
+    right = 14 + max((text_width(name) for name in names), default=0.0)
+    drawing = Drawing(
+        _WIDTH, _HEIGHT, title=title, description=_line_description(lines, drawn, levels, y_label), label="line-chart"
+    )
+    inner_right, bottom = _WIDTH - right, _HEIGHT - _BOTTOM
+    if not xs or not ys:
+        drawing.text(_WIDTH / 2, _HEIGHT / 2, "no values to draw", MUTED, anchor="middle")
+        return drawing.done()
+    x_low, x_high = min(xs), max(xs)
+    if x_low == x_high:
+        x_low, x_high = (x_low, min(2 * x_high, sys.float_info.max)) if log_x else (x_low - 0.5, x_high + 0.5)
+    x_scale = Scale(low=x_low, high=x_high, start=_LEFT + 8, end=inner_right - 8, log=log_x)
+    low, high = span(ys, zero=zero and min(ys) >= 0)
+    y_scale = Scale(low=low, high=high, start=bottom, end=_TOP)
+    _axes(drawing, x_scale, y_scale, x_ticks, inner_right, x_label=x_label, y_label=y_label)
+    if band:
+        lower = [(x_scale(x), y_scale(a)) for x, a, b in band if len(finite([x, a, b])) == 3]
+        upper = [(x_scale(x), y_scale(b)) for x, a, b in band if len(finite([x, a, b])) == 3]
+        drawing.path([*lower, *reversed(upper)], MUTED, fill=MUTED)
+    labels: list[tuple[float, str, str]] = []
+    for level in levels:
+        if math.isfinite(level.value):
+            at, colour = y_scale(level.value), _TONES.get(level.tone, INK)
+            drawing.line(_LEFT, at, inner_right, at, colour, width=1.2, dash="5 3")
+            labels.append((at, level.name, colour))
+    numbered = 0
+    for line, points in zip(lines, drawn, strict=True):
+        colour, dash, shape = _style(line, numbered)
+        numbered += not line.tone
+        end = _draw(drawing, line, points, (x_scale, y_scale), colour=colour, dash=dash, shape=shape)
+        if line.name and end is not None:
+            labels.append((end, line.name, colour))
+    shown = [(at, one_line(name, _LABEL_CHARACTERS), colour) for at, name, colour in labels]
+    end_labels(drawing, shown, x=inner_right + 4, lowest=bottom + 6)
+    return drawing.done()
+
+
+def _drawable(line: Line, log_x: bool) -> list[tuple[float, float]]:
+    """Return the points that have a place along the axis below, not more than are seen."""
+    points = [(x, y) for x, y in line.points if math.isfinite(x) and (x > 0 or not log_x)]
+    every = math.ceil(len(points) / _MOST_POINTS)
+    if every < 2:
+        return points
+    return [*points[::every], points[-1]] if (len(points) - 1) % every else points[::every]
+
+
+def _style(line: Line, number: int) -> tuple[str, str, str]:
+    if line.tone:
+        return _TONES.get(line.tone, INK), "5 3" if line.dashed else "", "cross" if line.tone == "bad" else "circle"
+    dash = _DASHES[number // len(_COLOURS) % len(_DASHES)]
+    return _COLOURS[number % len(_COLOURS)], "5 3" if line.dashed else dash, SHAPES[number % len(SHAPES)]
+
+
+def _draw(
+    drawing: Drawing,
+    line: Line,
+    points: Sequence[tuple[float, float]],
+    scales: tuple[Scale, Scale],
+    *,
+    colour: str,
+    dash: str,
+    shape: str,
+) -> float | None:
+    """Draw a line, with gaps where it has no value; return where it ends, if anywhere."""
+    x_scale, y_scale = scales
+    part: list[tuple[float, float]] = []
+    end = None
+    width = 1.0 if line.tone == "muted" else 1.8
+    for x, y in points:
+        if math.isfinite(y):
+            part.append((x_scale(x), y_scale(y)))
+            end = part[-1][1]
+            continue
+        if line.is_joined and len(part) > 1:
+            drawing.path(part, colour, dash=dash, width=width)
+        part = []
+    if line.is_joined and len(part) > 1:
+        drawing.path(part, colour, dash=dash, width=width)
+    known = [(x_scale(x), y_scale(y)) for x, y in points if math.isfinite(y)]
+    if len(known) <= _MOST_MARKS and (line.tone != "muted" or not line.is_joined or len(known) == 1):
+        for x, y in known:
+            drawing.mark(x, y, colour, shape=shape, size=4 if line.tone == "bad" else 2.8)
+    return end
+
+
+def _axes(
+    drawing: Drawing,
+    x_scale: Scale,
+    y_scale: Scale,
+    x_ticks: Mapping[float, str] | None,
+    right: float,
+    *,
+    x_label: str,
+    y_label: str,
+) -> None:
+    bottom = y_scale.start
+    marks = ticks(y_scale.low, y_scale.high)
+    for value in marks:
+        at = y_scale(value)
+        drawing.line(_LEFT, at, right, at, GRID, width=0.7)
+        drawing.text(_LEFT - 5, at + 3.5, tick_text(value, marks), MUTED, anchor="end")
+    drawing.line(_LEFT, bottom, right, bottom, MUTED)
+    if x_ticks is None:
+        found = ticks(x_scale.low, x_scale.high, 8)
+        x_ticks = {value: tick_text(value, found) for value in found}
+    free = -math.inf
+    for value, text in x_ticks.items():
+        if not (x_scale.low <= value <= x_scale.high):
+            continue
+        at, half = x_scale(value), text_width(text) / 2
+        drawing.line(at, bottom, at, bottom + 4, MUTED)
+        if at - half > free:  # else it would stand on the one before
+            drawing.text(at, bottom + 15, text, MUTED, anchor="middle")
+            free = at + half + 4
+    drawing.text((_LEFT + right) / 2, bottom + 32, x_label, MUTED, anchor="middle")
+    drawing.text(4, _TOP - 3, y_label, MUTED)
+
+
+def _line_description(
+    lines: Sequence[Line], drawn: Sequence[Sequence[tuple[float, float]]], levels: Sequence[Level], unit: str
+) -> str:
+    parts = []
+    for line, points in zip(lines, drawn, strict=True):
+        known = finite(y for _, y in points)
+        gaps = len(line.points) - len([1 for _, y in line.points if math.isfinite(y)])
+        if known:
+            told = f"{line.name or 'a line'}: from {tick_text(known[0])} to {tick_text(known[-1])}, "
+            told += f"lowest {tick_text(min(known))}, highest {tick_text(max(known))} ({unit})"
+        else:
+            told = f"{line.name or 'a line'}: no value"
+        parts.append(told + (f", {gaps} not finite" if gaps else ""))
+    parts += [f"{level.name}: {tick_text(level.value)}" for level in levels if math.isfinite(level.value)]
+    return "; ".join(parts)
+
+
+_BAR_WIDTH, _BAR_HEIGHT = 168.0, 18.0
+_BAR_TOP, _THICK = 5.0, 8.0
+_BAR_COLOURS = {"passed": GOOD, "failed": BAD, "error": BAD}
+
+
+def limit_bar(judged: JudgedMetric) -> Markup:
+    """Return a bar from zero to the value, a tick at each limit, a diamond at the data sheet's peak.
+
+    Where the limit is only a share of the other ranks' median, the bar is that share. Without a limit and without a
+    peak there is nothing to stand beside, and nothing is drawn.
+    """
+    value, interval, bounds, peak = _numbers(judged)
+    if not bounds and peak is None:
+        return Markup("")
+    drawing = Drawing(_BAR_WIDTH, _BAR_HEIGHT, title=_bar_description(judged, peak), label="limit-bar")
+    scale = Scale(low=0.0, high=1.06 * max([*finite([value, peak, *bounds]), 1e-300]), start=1.0, end=_BAR_WIDTH - 5)
+    middle = _BAR_TOP + _THICK / 2
+    drawing.rectangle(1.0, _BAR_TOP, _BAR_WIDTH - 2, _THICK, fill="none", stroke=GRID, stroke_width=0.8)
+    if value is None or not math.isfinite(value) or value < 0:
+        drawing.text(_BAR_WIDTH / 2, middle + 3.5, "no value to draw", BAD, anchor="middle", size=9)
+    else:
+        # A mere hair is seen too: the value is there, and it is next to nothing.
+        width = max(1.0, scale(value) - 1.0)
+        drawing.rectangle(1.0, _BAR_TOP, width, _THICK, fill=_BAR_COLOURS.get(judged.status, ACCENT))
+        if interval is not None:
+            low, high = (scale(end) for end in interval)
+            drawing.line(low, middle, high, middle, INK, width=1.6)
+    for bound in bounds:
+        at = scale(bound)
+        drawing.line(at, 1.0, at, _BAR_HEIGHT - 1, INK, width=2)
+    if peak is not None:
+        drawing.mark(scale(peak), middle, MUTED, shape="diamond", size=3.2)
+    return drawing.done()
+
+
+def _numbers(
+    judged: JudgedMetric,
+) -> tuple[float | None, tuple[float, float] | None, list[float], float | None]:
+    """Return value, interval, limits and peak: in the metric's unit, or all as shares of the others' median."""
+    limit = judged.limit
+    if limit is None:
+        return judged.value, None, [], peak_value(judged)
+    bounds = finite([limit.min, limit.max])
+    if not bounds and limit.min_ratio_to_median is not None:
+        return judged.ratio_to_median, None, [limit.min_ratio_to_median], None
+    interval = judged.interval
+    if interval is not None and len(finite(interval)) < len(interval):
+        interval = None
+    return judged.value, interval, [bound for bound in bounds if bound >= 0], peak_value(judged)
+
+
+def _bar_description(judged: JudgedMetric, peak: float | None) -> str:
+    parts = [quantity(judged.value, judged.unit), f"limit {limit_text(judged)}"]
+    if peak is not None:
+        parts.append(f"data sheet peak {quantity(peak, judged.unit)}")
+    return f"{judged.status}: {', '.join(parts)}"

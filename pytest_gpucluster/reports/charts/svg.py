@@ -1,0 +1,305 @@
+"""A drawing: SVG elements whose texts are escaped, with a text alternative.
+
+From values to places along an axis, and the ticks that stand there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup, escape
+
+from pytest_gpucluster.metrics.units import show
+from pytest_gpucluster.text import one_line, printable
+
+INK = "var(--ink, #222)"
+MUTED = "var(--muted, #666)"
+GRID = "var(--grid, #ccc)"
+GOOD = "var(--good, #00785a)"
+BAD = "var(--bad, #b8460e)"
+ACCENT = "var(--accent, #0072b2)"
+PAPER = "var(--paper, #fff)"
+
+_TITLE_CHARACTERS = 200
+_DESCRIPTION_CHARACTERS = 1000
+_TEXT_CHARACTERS = 60
+_CHARACTER_WIDTH = 0.56
+"""Of a sans-serif font's size, on average: it serves to leave room, not to place anything exactly."""
+
+
+class Drawing:
+    """Elements in the order in which they are drawn. Lengths are in units of the drawing, which scales as a whole.
+
+    Args:
+        width: of the drawing.
+        height: of the drawing.
+        title: what it shows, in a few words.
+        description: what is to be seen, for those who do not see it.
+        label: a class beside ``chart-svg``, for the page's stylesheet.
+    """
+
+    def __init__(self, width: float, height: float, *, title: str, description: str = "", label: str = "") -> None:
+        self.width, self.height = width, height
+        self._parts: list[Markup] = []
+        self._title, self._description, self._label = title, description, label
+
+    def _add(self, name: str, text: str | None = None, **attributes: object) -> None:
+        told = Markup("").join(
+            Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), _number(value))
+            for key, value in attributes.items()
+            if value is not None
+        )
+        if text is None:
+            self._parts.append(Markup("<{}{}/>").format(Markup(name), told))
+        else:
+            inner = escape(_plain(text, _TEXT_CHARACTERS))
+            self._parts.append(Markup("<{0}{1}>{2}</{0}>").format(Markup(name), told, inner))
+
+    def line(
+        self, x1: float, y1: float, x2: float, y2: float, colour: str, *, width: float = 1, dash: str = ""
+    ) -> None:
+        """A straight line. ``dash`` is SVG's stroke-dasharray."""
+        self._add("line", x1=x1, y1=y1, x2=x2, y2=y2, stroke=colour, stroke_width=width, stroke_dasharray=dash or None)
+
+    def path(
+        self, points: Sequence[tuple[float, float]], colour: str, *, width: float = 1.5, dash: str = "", fill: str = ""
+    ) -> None:
+        """A line through points, or with ``fill`` the area inside of them."""
+        if not points:
+            return
+        told = "M" + "L".join(f"{_number(x)} {_number(y)}" for x, y in points) + ("Z" if fill else "")
+        if fill:
+            self._add("path", d=told, fill=fill, fill_opacity=0.22, stroke="none")
+            return
+        self._add(
+            "path",
+            d=told,
+            fill="none",
+            stroke=colour,
+            stroke_width=width,
+            stroke_dasharray=dash or None,
+            stroke_linejoin="round",
+        )
+
+    def rectangle(
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        *,
+        fill: str,
+        stroke: str | None = None,
+        stroke_width: float | None = None,
+        dash: str = "",
+    ) -> None:
+        """A rectangle."""
+        self._add(
+            "rect",
+            x=x,
+            y=y,
+            width=max(0.0, width),
+            height=max(0.0, height),
+            fill=fill,
+            stroke=stroke,
+            stroke_width=stroke_width,
+            stroke_dasharray=dash or None,
+        )
+
+    def mark(self, x: float, y: float, colour: str, *, shape: str = "circle", size: float = 3) -> None:
+        """A mark of one of the ``SHAPES``, so that colour alone never tells two things apart."""
+        if shape == "circle":
+            self._add("circle", cx=x, cy=y, r=size, fill=colour)
+        elif shape == "ring":
+            self._add("circle", cx=x, cy=y, r=size, fill="none", stroke=colour, stroke_width=1.5)
+        elif shape == "cross":
+            told = (
+                f"M{_number(x - size)} {_number(y - size)}l{2 * size} {2 * size}m0 {-2 * size}l{-2 * size} {2 * size}"
+            )
+            self._add("path", d=told, fill="none", stroke=colour, stroke_width=1.8)
+        else:
+            corners = {
+                "square": ((-1, -1), (1, -1), (1, 1), (-1, 1)),
+                "diamond": ((0, -1.3), (1.3, 0), (0, 1.3), (-1.3, 0)),
+                "triangle": ((0, -1.25), (1.2, 0.9), (-1.2, 0.9)),
+            }[shape]
+            told = "L".join(f"{_number(x + dx * size)} {_number(y + dy * size)}" for dx, dy in corners)
+            self._add("path", d=f"M{told}Z", fill=colour)
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        colour: str = INK,
+        *,
+        anchor: str = "start",
+        size: float | None = None,
+        bold: bool = False,
+    ) -> None:
+        """A text on one line, with its baseline at ``y``; ``anchor`` is start, middle or end."""
+        self._add(
+            "text",
+            text,
+            x=x,
+            y=y,
+            fill=colour,
+            text_anchor=None if anchor == "start" else anchor,
+            font_size=size,
+            font_weight="bold" if bold else None,
+        )
+
+    def done(self) -> Markup:
+        """Return the whole element."""
+        described = Markup("<desc>{}</desc>").format(_plain(self._description, _DESCRIPTION_CHARACTERS))
+        return Markup(
+            '<svg class="chart-svg {label}" role="img" viewBox="0 0 {width} {height}" width="{width}" '
+            'height="{height}" font-size="11" xmlns="http://www.w3.org/2000/svg">'
+            "<title>{title}</title>{described}{parts}</svg>"
+        ).format(
+            label=self._label,
+            width=_number(self.width),
+            height=_number(self.height),
+            title=_plain(self._title, _TITLE_CHARACTERS),
+            described=described if self._description else Markup(""),
+            parts=Markup("").join(self._parts),
+        )
+
+
+def end_labels(
+    drawing: Drawing, labels: Sequence[tuple[float, str, str]], *, x: float, lowest: float, size: float = 11
+) -> None:
+    """Write names beside the ends of what they name, none over another.
+
+    Args:
+        drawing: to write into.
+        labels: (place of the end, name, colour).
+        x: where all of them begin.
+        lowest: below this place nothing is written, as long as there is room above.
+        size: of the font.
+    """
+    ordered = sorted(labels, key=lambda label: label[0])
+    places: list[float] = []
+    for at, _, _ in ordered:
+        places.append(max(at + 3.5, places[-1] + 1.14 * size if places else -math.inf))
+    for index in range(len(places) - 1, -1, -1):
+        room = lowest - 1.14 * size * (len(places) - 1 - index)
+        places[index] = min(places[index], room)
+    for place, (_, name, colour) in zip(places, ordered, strict=True):
+        drawing.text(x, place, name, colour, size=None if size == 11 else size)
+
+
+SHAPES = ("circle", "square", "triangle", "diamond", "ring", "cross")
+"""Of marks."""
+
+
+def text_width(text: str, size: float = 11) -> float:
+    """Return about how wide a text is."""
+    return min(len(text), _TEXT_CHARACTERS) * size * _CHARACTER_WIDTH
+
+
+def _plain(text: str, characters: int) -> str:
+    """Return a text on one line in which nothing turns the direction of what follows."""
+    return printable(one_line(text, characters))
+
+
+def _number(value: object) -> object:
+    """Return a length as few digits; what is not finite must not get this far.
+
+    Raises: ValueError for NaN and infinities, which no browser draws.
+    """
+    if not isinstance(value, float):
+        return value
+    if not math.isfinite(value):
+        raise ValueError(f"a length of a drawing is {value!r}")
+    return f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+_SMALLEST_SPAN = 1e-12
+_LARGEST = 1e300
+"""Beyond it arithmetic overflows, and nothing that is measured is there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """Maps ``low`` to ``start`` and ``high`` to ``end``; with ``log`` by the logarithm, and then both are positive."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        """Return the place of a value; what lies beyond an end is drawn at that end."""
+        value = min(max(value, self.low), self.high)
+        if self.log:
+            along, whole = math.log(value) - math.log(self.low), math.log(self.high) - math.log(self.low)
+        else:
+            # Halved first: the span of the largest doubles is none that a double can hold.
+            along, whole = value / 2 - self.low / 2, self.high / 2 - self.low / 2
+        share = along / whole if whole > 0 else 0.5
+        return self.start + share * (self.end - self.start)
+
+
+def finite(values: Iterable[float | None]) -> list[float]:
+    """Return the values that can be drawn."""
+    return [value for value in values if value is not None and math.isfinite(value)]
+
+
+def span(values: Iterable[float | None], *, zero: bool = False, pad: float = 0.06) -> tuple[float, float]:
+    """Return two ends, the first below the second, with some room around all finite values.
+
+    Args:
+        values: to be drawn; without any the ends are 0 and 1.
+        zero: the axis begins at zero. No value may be negative then.
+        pad: room at either end as a share of the span.
+    """
+    known = [min(max(value, -_LARGEST), _LARGEST) for value in finite(values)]
+    if not known:
+        return 0.0, 1.0
+    low, high = (0.0 if zero else min(known)), max(known)
+    if low == high == 0:
+        return 0.0, 1.0
+    room = pad * (high - low)
+    # Values that hardly differ must not look as if they did: at least 2 % of the largest are seen.
+    room = max(room, 0.01 * max(abs(low), abs(high)), _SMALLEST_SPAN)
+    low_end = low if zero else low - room
+    if low >= 0 > low_end:
+        low_end = 0.0
+    high_end = high + room
+    return low_end, max(high_end, low_end + _SMALLEST_SPAN)
+
+
+def ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """Return round values between two ends: steps of 1, 2 or 5 times a power of ten.
+
+    >>> ticks(0, 731)
+    [0.0, 200.0, 400.0, 600.0]
+    """
+    width = high - low
+    if not (math.isfinite(width) and width > 0):
+        return []
+    rough = width / max(1, most - 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next((factor * power for factor in (1, 2, 5, 10) if factor * power >= rough), 10 * power)
+    if step <= _SMALLEST_SPAN * max(abs(low), abs(high)):
+        return []  # a double can hardly tell such ticks apart
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [number * step for number in range(first, last + 1)] if last - first < 10 * most else []
+
+
+def tick_text(value: float, among: Iterable[float] = ()) -> str:
+    """Return a tick with as many digits as tell it from the others.
+
+    >>> tick_text(0.2), tick_text(1500.0), tick_text(99.6, [99.5, 99.6])
+    ('0.2', '1500', '99.6')
+    """
+    others = list(among)
+    for digits in (3, 4, 6, 9):
+        texts = {show(other, "", digits=digits) for other in others}
+        if len(texts) == len(set(others)):
+            break
+    return show(value, "", digits=digits).strip()

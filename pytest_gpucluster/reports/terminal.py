@@ -1,0 +1,455 @@
+"""What the operator sees before the first test: which cluster, which limits, which settings. Pure.
+
+A run as plain text, for a terminal or a mail: the verdict, the criteria with the bad ones first, what did not run.
+
+Nothing is wider than it is told to be, and nothing from elsewhere acts on a terminal. Colour only repeats what words
+say.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from pytest_gpucluster.journal.fields import JudgedMetric
+from pytest_gpucluster.journal.journal import Journal
+from pytest_gpucluster.journal.records import Cluster, Run
+from pytest_gpucluster.journal.verdict import RUNNING
+from pytest_gpucluster.reports.criterion_text import (
+    LARGEST_MARGIN,
+    STYLES,
+    WORDS,
+    bound_text,
+    culprit_text,
+    held_text,
+    margin_text,
+    value_text,
+)
+from pytest_gpucluster.reports.summary import Outline, Row, outline, share_of_limit
+from pytest_gpucluster.reports.tables import measured_pairs, metric_name, rank_name, seconds_in_tests, time_lines
+from pytest_gpucluster.text import (
+    Column,
+    clean,
+    columns,
+    line_of,
+    one_line,
+    paragraph,
+    shortened,
+    styled,
+    total,
+    widths,
+)
+
+NAME = "gpucluster"
+_SOFTWARE = {"driver": "driver", "cuda": "CUDA", "nccl": "NCCL", "torch": "torch"}
+_INDENT = " " * 4
+_CPU = "CPU rank"
+
+
+def header_lines(journal: Journal, *, width: int = 80) -> list[str]:
+    """Return the header of a run as lines no wider than ``width``. What is not known yet is left out."""
+    lines: list[str] = []
+    for what, text in _facts(journal):
+        lines += fact(what, text, width=width)
+    return lines
+
+
+def cluster_lines(journal: Journal, *, width: int = 80) -> list[str]:
+    """Return the lines of the header that only the ranks can tell: the cluster, and the limits for its GPUs."""
+    return [line for what, text in _cluster_facts(journal) for line in fact(what, text, width=width)]
+
+
+def fact(what: str, text: str, *, width: int) -> list[str]:
+    """Return one fact of the header as lines: "gpucluster limits: H100 SXM, of thresholds.yaml"."""
+    return paragraph(f"{NAME} {what}: {text}" if what else f"{NAME}: {text}", width, rest=_INDENT)
+
+
+def cluster_text(journal: Journal) -> str:
+    """Return "2 nodes x 8 NVIDIA H100 80GB HBM3 (H100 SXM), driver 580.95.05, CUDA 13.0, ..."; nothing while no rank
+    has told."""
+    cluster = journal.cluster
+    if cluster is None or not cluster.ranks:
+        return ""
+    sku = journal.limits.sku if journal.limits is not None else None
+    is_named = sku is not None and not journal.run.rehearsal
+    return ", ".join([f"{shape_text(cluster)}{f' ({sku})' if is_named else ''}", *_software(cluster)])
+
+
+def limits_text(journal: Journal) -> str:
+    """Return "H100 SXM, of thresholds.yaml, overlaid by site.yaml", or that there are none for this GPU."""
+    limits = journal.limits
+    if limits is None:
+        return ""
+    files = [path for path, _ in limits.files]
+    of = f"of {files[0]}" if files else "of no file"
+    over = f", overlaid by {' and '.join(files[1:])}" if len(files) > 1 else ""
+    if limits.sku is None:
+        gpu = f"the GPU {limits.gpu_name!r}" if limits.gpu_name else "this GPU"
+        return f"none: {gpu} is no SKU {of}{over}, so nothing can be judged"
+    return f"{limits.sku}, {of}{over}"
+
+
+def _facts(journal: Journal) -> Iterator[tuple[str, str]]:
+    run = journal.run
+    shape = f"{_counted(run.world_size, 'rank')} on {_counted(run.nnodes, 'node')} ({launcher_text(run)})"
+    remark = ", REHEARSAL: says nothing about hardware" if run.rehearsal else ""
+    yield "", f"{shape}, device {run.device or 'unknown'}{remark}"
+    if run.merged_from:
+        yield "merged", ", ".join(f"{each.run_id} of {each.started_at} ({each.verdict})" for each in run.merged_from)
+    if run.merged_despite:
+        yield "DIFFERENT CLUSTERS", "; ".join(run.merged_despite)
+    yield from _cluster_facts(journal)
+    chosen = [f"{name}={value} ({origin})" for name, (value, origin) in run.options.items() if origin != "default"]
+    if chosen:
+        yield "settings", ", ".join(chosen)
+    profile, origin = run.options.get("profile", ("", ""))
+    if run.rehearsal and origin != "default" and profile:
+        yield "profile", f"cpu, and not {profile}: a rehearsal on cpu takes no other"
+    elif profile:
+        yield "profile", "cpu" if run.rehearsal else profile
+
+
+def launcher_text(run: Run) -> str:
+    """Return what has started the ranks: torchrun, slurm, ...; pytest where there is no launcher."""
+    if run.launcher == "single":
+        return "pytest" if run.world_size == 1 else "pytest -n"
+    return run.launcher or "unknown"
+
+
+def _cluster_facts(journal: Journal) -> Iterator[tuple[str, str]]:
+    for what, text in (("cluster", cluster_text(journal)), ("limits", limits_text(journal))):
+        if text:
+            yield what, text
+
+
+def shape_text(cluster: Cluster) -> str:
+    """Return "2 nodes x 8 NVIDIA H100", or how many there are where the nodes are not alike."""
+    per_node = Counter((place.node_rank, place.host) for place in cluster.ranks)
+    kinds = Counter(place.gpu.get("name", "GPU") if place.gpu else _CPU for place in cluster.ranks)
+    sizes = set(per_node.values())
+    nodes = _counted(len(per_node), "node")
+    if len(sizes) == 1 and len(kinds) == 1:
+        each, kind = sizes.pop(), next(iter(kinds))
+        return f"{nodes} x {each} {kind}{'s' * (each != 1 and kind == _CPU)}"
+    return f"{nodes}, {len(cluster.ranks)} ranks: {' and '.join(f'{count} {kind}' for kind, count in kinds.items())}"
+
+
+def _software(cluster: Cluster) -> list[str]:
+    return [
+        f"{name} {' and '.join(found)}"
+        for key, name in _SOFTWARE.items()
+        if (found := _distinct(place.versions.get(key, "") for place in cluster.ranks))
+    ]
+
+
+def _distinct(versions: Iterable[str]) -> list[str]:
+    return [version for version in dict.fromkeys(versions) if version and version != "None"]
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+LEAST_WIDTH = 60
+"""No table is made for less; the terminal breaks its lines then."""
+QUIET, VERBOSE = -1, 1
+LONG_SECONDS = 5.0
+"""Nobody asks where the time of tests went that took less together."""
+_NAMES_SHOWN = 6
+_PROBLEMS_SHOWN = 20
+_WHY_CHARACTERS = 400
+_LONGEST_NAME = 100
+_LONGEST_METRIC = 200
+_LONGEST_PLACE = 40
+_DETAIL = " " * 8
+_HEADS = (
+    Column(title=""),
+    Column(title="test"),
+    Column(title="value", is_right=True),
+    Column(title="limit"),
+    Column(title="unit"),
+    Column(title="margin", is_right=True),
+    Column(title="worst rank"),
+)
+_NAME, _RANK = 1, 6
+
+
+def render(
+    journal: Journal,
+    *,
+    width: int = 80,
+    verbosity: int = 0,
+    colour: bool = False,
+    reports: Sequence[tuple[str, str]] = (),
+) -> str:
+    """Return a whole run as text.
+
+    Args:
+        journal: the run.
+        width: columns of a line, at least ``LEAST_WIDTH``.
+        verbosity: below 0 only the verdict, what is bad and where the reports lie; above 0 all that was measured, too.
+        colour: add control sequences of colour.
+        reports: name and path of each report, such as ("journal", "run/journal.jsonl").
+    """
+    width = max(width, LEAST_WIDTH)
+    seen = outline(journal)
+    head = [] if verbosity < 0 else ["", *header_lines(journal, width=width)]
+    blocks = [
+        verdict_lines(seen, width=width, colour=colour) + head,
+        *summary(journal, seen, width=width, verbosity=verbosity, colour=colour),
+        report_lines(reports or _reports_of(journal)),
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+
+
+def summary(journal: Journal, seen: Outline, *, width: int, verbosity: int, colour: bool) -> Iterator[list[str]]:
+    """Yield what stands between the verdict and where the reports lie, each part as its lines."""
+    quiet, verbose = verbosity < 0, verbosity > 0
+    yield _criteria(journal, seen, width=width, quiet=quiet, verbose=verbose, colour=colour)
+    if not quiet:
+        yield _did_not_run(seen, width=width, verbose=verbose)
+        yield _tightest(journal, seen, width=width)
+        yield time_lines(journal, width=width) if verbose or seconds_in_tests(journal) >= LONG_SECONDS else []
+    yield _problems(journal, width=width, colour=colour)
+
+
+def verdict_lines(seen: Outline, *, width: int, colour: bool) -> list[str]:
+    """Return the verdict, its exit code and its reason in words."""
+    reason = f": {seen.reason}" if seen.reason else ""
+    lines = paragraph(f"{seen.title}, exit code {seen.exit}{reason}", width)
+    style = "green" if seen.is_good else "yellow" if seen.word == RUNNING else "red"
+    return [styled(line, style, colour=colour) for line in lines]
+
+
+def report_lines(reports: Iterable[tuple[str, str]]) -> list[str]:
+    """Return where the reports lie. A path is never broken: it is to be copied."""
+    told = [(f"{clean(name)}:", clean(path)) for name, path in reports]
+    wide = max((columns(name) for name, _ in told), default=0)
+    return [f"{name.ljust(wide)} {path}" for name, path in told]
+
+
+def _reports_of(journal: Journal) -> list[tuple[str, str]]:
+    return [("JUnit", journal.run.junit.path)] if journal.run.junit.path else []
+
+
+# ---- the table of criteria ---------------------------------------------------------------------------------------
+
+
+def _criteria(journal: Journal, seen: Outline, *, width: int, quiet: bool, verbose: bool, colour: bool) -> list[str]:
+    """Return one row a test that is a criterion, has measured something, or is bad; the bad ones first."""
+    ran = [row for row in seen.worst_first if row.outcome in WORDS and row.outcome not in ("not run", "skipped")]
+    shown = [row for row in ran if not row.is_good or _is_unjudged(row) or (not quiet and _is_told(row))]
+    plain = len([row for row in ran if row.is_good and not _is_told(row)])
+    if not shown:
+        return []
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in seen.counts.items())
+    lines = [] if quiet else [styled(f"Criteria: {counts}", "bold", colour=colour)]
+    table = _Table([_cells(journal, row) for row in shown], width)
+    if not quiet:
+        lines.append(table.head)
+    for row, told in zip(shown, table.lines, strict=True):
+        lines += [_coloured(line, row, colour) for line in told]
+        if not row.is_good:
+            why = clean(culprit_text(row, journal))
+            why = why if verbose else one_line(why, _WHY_CHARACTERS)
+            lines += paragraph(why, width, first=_DETAIL, rest=_DETAIL) if why else []
+        elif row.result is not None and _is_unjudged(row):
+            why = one_line(f"not judged: {clean(row.result.unjudged)}", _WHY_CHARACTERS)
+            lines += paragraph(why, width, first=_DETAIL, rest=_DETAIL)
+        if not (quiet or verbose):  # verbose, all properties follow
+            lines += _attempts(row, width)
+        if verbose and row.result is not None:
+            lines += _all_of(row.result.measurements, width)
+            lines += [
+                line
+                for name, value in row.result.properties
+                for line in paragraph(f"{name}: {value}", width, first=_DETAIL, rest=f"{_DETAIL}  ")
+            ]
+    if plain and not quiet:
+        lines.append(f"and {plain} test{'s' * (plain != 1)} passed that measured nothing and are no criteria")
+    return lines
+
+
+def _attempts(row: Row, width: int) -> list[str]:
+    """Return what came of each attempt at a test that was run again."""
+    if row.result is None or row.result.attempts < 2:
+        return []
+    told = [(name, text) for name, text in row.result.properties if name.startswith("attempt ")]
+    return [
+        line
+        for name, text in told
+        for line in paragraph(f"{name}: {one_line(text, _WHY_CHARACTERS)}", width, first=_DETAIL, rest=f"{_DETAIL}  ")
+    ]
+
+
+def _is_told(row: Row) -> bool:
+    return row.criterion is not None or row.headline is not None
+
+
+def _is_unjudged(row: Row) -> bool:
+    """Tell whether a criterion passed because nothing held it against a limit, which makes the run INCOMPLETE."""
+    return row.criterion is not None and row.result is not None and bool(row.result.unjudged)
+
+
+def _cells(journal: Journal, row: Row) -> list[str]:
+    judged, word = row.headline, WORDS[row.outcome].ljust(6)
+    name = shortened(clean(_short(row.name)), _LONGEST_NAME)
+    if judged is None:
+        return [word, name, "", "", "", "", ""]
+    return [word, name, *_judged_cells(judged), _worst(journal, judged)]
+
+
+def _judged_cells(judged: JudgedMetric) -> list[str]:
+    unit = shortened(clean(judged.unit), 12)
+    return [value_text(judged), shortened(bound_text(judged), 26), unit, margin_text(judged)]
+
+
+def _worst(journal: Journal, judged: JudgedMetric) -> str:
+    if judged.worst_rank is None:
+        return ""
+    place = journal.place(judged.worst_rank)
+    if place is None or not place.host:
+        return str(judged.worst_rank)
+    gpu = f" GPU {place.gpu.get('index', '?')}" if place.gpu else ""
+    return f"{judged.worst_rank} {shortened(clean(place.host + gpu), _LONGEST_PLACE)}"
+
+
+class _Table:
+    """Rows that fit into a width. What is given up first are the places of the worst ranks, then a name that is too
+    long gets lines of its own, so that no name and no number is ever cut."""
+
+    def __init__(self, rows: Sequence[Sequence[str]], width: int, *, of: str = "test") -> None:
+        titles = [of if index == _NAME else head.title for index, head in enumerate(_HEADS)]
+        cells = [list(row) for row in rows]
+        wide = widths([titles, *cells])
+        if total(wide) > width:
+            titles[_RANK] = "rank"
+            cells = [[*row[:_RANK], row[_RANK].partition(" ")[0]] for row in cells]
+            wide = widths([titles, *cells])
+        wide[_NAME] = max(columns(of), wide[_NAME] - max(0, total(wide) - width))
+        self.head = line_of(titles, _HEADS, wide)
+        self.lines = [_table_lines(row, wide, width) for row in cells]
+
+
+def _table_lines(row: Sequence[str], wide: Sequence[int], width: int) -> list[str]:
+    if columns(row[_NAME]) <= wide[_NAME]:
+        return [line_of(row, _HEADS, wide)]
+    begun = f"{row[0].ljust(wide[0])}  "
+    name = paragraph(row[_NAME], width, first=begun, rest=" " * len(begun))
+    values = row[_NAME + 1 :]
+    return [*name, line_of(["", "", *values], _HEADS, wide)] if any(values) else name
+
+
+def _coloured(line: str, row: Row, colour: bool) -> str:
+    word = WORDS[row.outcome]
+    if not line.startswith(word):
+        return line
+    return styled(word, STYLES.get(row.outcome, "yellow"), colour=colour) + line[len(word) :]
+
+
+def _all_of(measurements: Sequence[JudgedMetric], width: int) -> list[str]:
+    return [
+        line
+        for name, value in measured_pairs(measurements)
+        for line in paragraph(f"{name}: {value}", width, first=_DETAIL, rest=f"{_DETAIL}  ")
+    ]
+
+
+def measurement_table(measurements: Sequence[JudgedMetric], *, width: int = 80) -> str:
+    """Return what one test has measured as a table, the missed first, values beside a judged one left out.
+
+    Of values of one kind with the same labels, those whose metric no limit judges anywhere in the table are left out
+    beside the one whose metric is judged (algbw beside busbw); a last line says how many were.
+    """
+    told = sorted(measurements, key=lambda judged: _STATUS_FIRST.get(judged.status, 1))
+    shown = _without_siblings(told)
+    if not shown:
+        return ""
+    table = _Table([_metric_cells(judged) for judged in shown], width, of="metric")
+    lines = [table.head, *(line for told_lines in table.lines for line in told_lines)]
+    hidden = len(told) - len(shown)
+    if hidden:
+        values = "1 recorded value" if hidden == 1 else f"{hidden} recorded values"
+        lines.append(f"{values} left out here, beside others of the same measurement")
+    return "\n".join(lines)
+
+
+_STATUS_FIRST = {"failed": 0, "error": 1, "passed": 2, "recorded": 3}
+
+
+def _metric_cells(judged: JudgedMetric) -> list[str]:
+    name = shortened(clean(metric_name(judged)), _LONGEST_METRIC)
+    rank = "" if judged.worst_rank is None else str(judged.worst_rank)
+    return [judged.status.upper(), name, *_judged_cells(judged), rank]
+
+
+def _without_siblings(measurements: Sequence[JudgedMetric]) -> list[JudgedMetric]:
+    deciding = {each.metric for each in measurements if each.status != "recorded"}
+    told = {_sibling_key(each) for each in measurements if each.metric in deciding}
+    return [
+        each
+        for each in measurements
+        if each.status != "recorded" or each.metric in deciding or _sibling_key(each) not in told
+    ]
+
+
+def _sibling_key(judged: JudgedMetric) -> tuple[str, frozenset[tuple[str, str]]]:
+    return judged.metric.rpartition(".")[0], frozenset(judged.labels.items())
+
+
+# ---- the rest ----------------------------------------------------------------------------------------------------
+
+
+def _did_not_run(seen: Outline, *, width: int, verbose: bool) -> list[str]:
+    """Return what was skipped or never reached, tests with the same reason together."""
+    by_reason: dict[tuple[int, str], list[str]] = {}
+    for row in seen.did_not_run:
+        why = row.why_not_run or "no reason given"
+        told = (2, why) if row.outcome == "skipped" else (1, f"not run: {why}")
+        by_reason.setdefault((0, why) if row.is_gap else told, []).append(clean(_short(row.name)))
+    for name in seen.absent:
+        by_reason.setdefault((0, "required: no test of this run is of this criterion"), []).append(clean(name))
+    if not by_reason:
+        return []
+    count, gaps = sum(map(len, by_reason.values())), sum(len(by_reason[told]) for told in by_reason if told[0] == 0)
+    # Of a test that was never reached nobody knows whether it applies here.
+    least = "at least " if any(order == 1 for order, _ in by_reason) else ""
+    lines = [f"Did not run: {count}{f', and {least}{gaps} of them had to' if gaps else ''}"]
+    for (_, why), names in sorted(by_reason.items(), key=lambda each: each[0][0]):
+        shown = names if verbose else names[:_NAMES_SHOWN]
+        more = f", and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+        lines += paragraph(f"{', '.join(shown)}{more}", width, first="  ", rest="  ")
+        lines += paragraph(why, width, first="      ", rest="      ")
+    return lines
+
+
+def _tightest(journal: Journal, seen: Outline, *, width: int) -> list[str]:
+    found = [(row, judged) for row, judged in seen.tightest() if (share_of_limit(judged) or 0.0) < LARGEST_MARGIN]
+    if not found:
+        return []
+    lines = ["Tightest margins of what passed:"]
+    wide = max(len(margin_text(judged)) for _, judged in found)
+    for row, judged in found:
+        who = "" if judged.worst_rank is None else f", {rank_name(journal, judged.worst_rank)}"
+        text = one_line(f"{_short(row.name)}: {metric_name(judged)} {held_text(judged)}{who}", _WHY_CHARACTERS)
+        lines += paragraph(text, width, first=f"  {margin_text(judged).rjust(wide)}  ", rest=" " * (wide + 4))
+    return lines
+
+
+def _problems(journal: Journal, *, width: int, colour: bool) -> list[str]:
+    told = list(dict.fromkeys(problem.message for problem in journal.problems if problem.message != journal.reason))
+    if journal.cut:
+        told.append("the journal's last line is cut off and left out")
+    if not told:
+        return []
+    lines = [styled("Problems outside any test:", "bold", colour=colour)]
+    for text in told[:_PROBLEMS_SHOWN]:
+        lines += [styled(line, "red", colour=colour) for line in paragraph(text, width, first="  ", rest="    ")]
+    if len(told) > _PROBLEMS_SHOWN:
+        lines.append(f"  and {len(told) - _PROBLEMS_SHOWN} more, which the journal has")
+    return lines
+
+
+def _short(name: str) -> str:
+    """Return a test's name without "test_", which says nothing here."""
+    return name.removeprefix("test_") or name
