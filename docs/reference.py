@@ -14,11 +14,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from pytest_gpucluster import cli, fixtures, hookspecs, option_values, options, plugin
+from pytest_gpucluster import cli, fixtures, plugin
 from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.judge import loader
 from pytest_gpucluster.judge.limits import EVERY_SKU, KNOWN_LABELS, TOPOLOGY
 from pytest_gpucluster.metrics import datasheets, measurement, units
+from pytest_gpucluster.session import hookspecs, options
+from pytest_gpucluster.session import options as option_values
 
 PAGE = Path(__file__).with_name("reference.md")
 PACKAGE = Path(cli.__file__).parent

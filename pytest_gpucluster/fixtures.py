@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pytest
 
 from pytest_gpucluster.journal.run_directory import artifacts_name
-from pytest_gpucluster.phase_outcome import IN_CALL, MEASUREMENTS
+from pytest_gpucluster.session.phases import IN_CALL, MEASUREMENTS
 
 if TYPE_CHECKING:
     from pytest_gpucluster.agreement.store import Board
-    from pytest_gpucluster.cluster import Cluster
     from pytest_gpucluster.config.workload import Workload
     from pytest_gpucluster.judge.limits import Thresholds
     from pytest_gpucluster.metrics.datasheets import Peaks
@@ -23,9 +22,10 @@ if TYPE_CHECKING:
     from pytest_gpucluster.node.health.snapshot import Sources
     from pytest_gpucluster.node.health.telemetry import Window
     from pytest_gpucluster.node.nvml import Nvml
-    from pytest_gpucluster.progress import Report
-    from pytest_gpucluster.run import Run
-    from pytest_gpucluster.training_inputs import TrainingInputs
+    from pytest_gpucluster.session.cluster import Cluster
+    from pytest_gpucluster.session.progress import Report
+    from pytest_gpucluster.session.run import Run
+    from pytest_gpucluster.session.training_inputs import TrainingInputs
 
 RUN = pytest.StashKey["Run"]()
 
@@ -232,7 +232,7 @@ def settings(request: pytest.FixtureRequest) -> TrainingInputs:
     """What training takes from outside, as the options say: data ("images", "function_calls" -> name, path, revision,
     sha256), model (name, path, revision), resume, scratch, golden. What was not given is None, data are empty then;
     paths were there, on every rank, before the first test."""
-    from pytest_gpucluster.training_inputs import TrainingInputs
+    from pytest_gpucluster.session.training_inputs import TrainingInputs
 
     found = _run(request).settings
     assert found is not None
@@ -254,6 +254,6 @@ def progress(request: pytest.FixtureRequest) -> Report:
     terminal shows it with the remaining time: in the live line, else as a plain line every 10 s; the last step is a
     plain line everywhere. Of local workers the first one shows it, without a live line on standard error. A figure may
     be a function, called only where it is shown. No report holds it; ``-q`` is silent."""
-    from pytest_gpucluster.progress import progress_of
+    from pytest_gpucluster.session.progress import progress_of
 
     return progress_of(request.config, request.node.name, rank=_run(request).rank)

@@ -2,21 +2,34 @@
 
 Importing this module must stay cheap: it loads neither torch nor NVML nor YAML. In a project that does not use the
 plugin only the four functions below are ever called, and they add nothing but options.
+
+Which kind of session this process has: a rank, the controller of local workers, or such a worker.
 """
 
 from __future__ import annotations
 
+import os
+import socket
+import sys
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpucluster import options
+from pytest_gpucluster.agreement import release
+from pytest_gpucluster.benchmarks import dtypes
+from pytest_gpucluster.errors import UsageProblem
+from pytest_gpucluster.fixtures import RUN
+from pytest_gpucluster.node.fabric import nccl_environment, nccl_log
+from pytest_gpucluster.session import options, rejected_run
+from pytest_gpucluster.session.run import Run, WorkerPlace
+from pytest_gpucluster.session.session import Session, take_junit
+from pytest_gpucluster.session.startup import run_line
+from pytest_gpucluster.session.xdist import DIRECTORY, SAMPLER, Controller, Worker, worker_count
+from pytest_gpucluster.text import first_line
 
 if TYPE_CHECKING:
-    from pytest_gpucluster.console import Status
-    from pytest_gpucluster.local import Controller
-    from pytest_gpucluster.session import Session
+    from pytest_gpucluster.session.reporting import Status
 
 _MARKERS = (
     "criterion(name): an acceptance criterion; it must measure something, on every rank, and meet its limits",
@@ -45,7 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
     """Add what sites can extend."""
-    from pytest_gpucluster import hookspecs
+    from pytest_gpucluster.session import hookspecs
 
     pluginmanager.add_hookspecs(hookspecs)
 
@@ -55,15 +68,15 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
     """Set torch's environment before any conftest can import torch; note a conftest that fails."""
     if not options.asked_for(early_config, args):
         return (yield)
-    from pytest_gpucluster import start_notes
+    from pytest_gpucluster.session import start_notes
 
     with start_notes.begun(early_config):  # first: what is imported next takes seconds, in which a rank may die
-        from pytest_gpucluster import activation, refused
         from pytest_gpucluster.journal import verdict
+        from pytest_gpucluster.session import rejected_run
 
         verdict.guard_note()
-        activation.prepare_environment()
-        refused.replace_earlier(early_config.known_args_namespace)
+        prepare_environment()
+        rejected_run.replace_earlier(early_config.known_args_namespace)
         return (yield)
 
 
@@ -73,7 +86,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if not options.active(config):
         return
     from pytest_gpucluster import fixtures
-    from pytest_gpucluster.activation import configure
 
     for marker in _MARKERS:
         config.addinivalue_line("markers", marker)
@@ -115,7 +127,7 @@ class Hooks:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Let what must come first run before all else, and what takes long after it; the rest stays in its order."""
-        from pytest_gpucluster.markers import turn_of
+        from pytest_gpucluster.session.selection import turn_of
 
         items.sort(key=turn_of)
 
@@ -187,7 +199,7 @@ class Hooks:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Keep what the ranks agreed on beside the report."""
-        from pytest_gpucluster.phase_outcome import ON_TRIAL
+        from pytest_gpucluster.session.phases import ON_TRIAL
 
         report = yield
         if ON_TRIAL not in item.stash:
@@ -247,3 +259,59 @@ class WorkerHooks:
             self._controller.worker_lost(node.gateway.id, error)
         else:
             self._controller.worker_finished(node.gateway.id, getattr(node, "workeroutput", None) or {})
+
+
+def prepare_environment() -> None:
+    """Set what torch reads once, at its import and its first product, and NCCL when it writes its first message."""
+    os.environ.update(release.ENVIRONMENT)
+    nccl_log.prepare_log(os.environ)
+    nccl_environment.prepare_environment(os.environ)
+    dtypes.prepare_cublas(os.environ)
+
+
+def configure(config: pytest.Config) -> tuple[Session | Controller, Controller | None]:
+    """Make the session of this process, before other plugins are configured.
+
+    Returns:
+        The session, and the same again if it is the controller of local workers.
+
+    Raises:
+        pytest.UsageError: the launcher's variables contradict each other, or xdist would not use every GPU.
+    """
+    prepare_environment()
+    worker = getattr(config, "workerinput", None)
+    controller: Controller | None = None
+    try:
+        if worker is not None:
+            index, count = int(worker["workerid"].removeprefix("gw")), int(worker["workercount"])
+            place = WorkerPlace(index=index, count=count, directory=str(worker.get(DIRECTORY, "")))
+            run = Run(config, place=place)
+            run.accompaniment.told(worker.get(SAMPLER))
+            session: Session | Controller = Worker(config, run)
+        else:
+            run = Run(config)
+            workers = worker_count(config) if run.facts.launcher == "single" else 0
+            if workers:
+                session = controller = Controller(config, run, workers)
+            else:
+                take_junit(config, run)
+                session = Session(config, run)
+    except UsageProblem as error:
+        if worker is None:
+            _replace_junit(config, str(error))
+        raise pytest.UsageError(str(error)) from None
+    config.stash[RUN] = run
+    return session, controller
+
+
+def _replace_junit(config: pytest.Config, text: str) -> None:
+    """Let no file of an earlier run pass for this one's. Which rank this is may be unknown: any rank says so."""
+    path = getattr(config.option, "xmlpath", None)
+    if not path:
+        return
+    junit_path = rejected_run.asked_path(path)
+    first = run_line(config, os.environ.get("GPUCLUSTER_HOSTNAME") or socket.gethostname(), junit_path)
+    problem = rejected_run.problem_line(message=first_line(text), text=text, exit=4)
+    lost = rejected_run.write_junit(junit_path, first, problem, 4)
+    if lost is not None:
+        print(f"ERROR: {lost}", file=sys.stderr)

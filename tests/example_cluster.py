@@ -17,7 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from pytest_gpucluster import isolation_told
 from pytest_gpucluster.agreement.exchange import RankOutcome, merge
 from pytest_gpucluster.config.workload import WorkloadRecord
 from pytest_gpucluster.isolation.finding import Isolated, Outcome
@@ -25,11 +24,12 @@ from pytest_gpucluster.isolation.planner import Planner
 from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.journal.test_record import TestName, TestRecord
 from pytest_gpucluster.judge import loader
-from pytest_gpucluster.judging import judge_merged
 from pytest_gpucluster.metrics.measurement import Measurement, measurement
 from pytest_gpucluster.metrics.sampling import Sampling, is_settled, series
 from pytest_gpucluster.node.health.telemetry import summary
-from pytest_gpucluster.provenance import environment_line, limits_line
+from pytest_gpucluster.session import isolation
+from pytest_gpucluster.session.run import environment_line, limits_line
+from pytest_gpucluster.session.verdict import judge_merged
 from pytest_gpucluster.text import first_line
 
 LIMITS_FILE = Path(__file__).with_name("example_limits.yaml")
@@ -294,10 +294,10 @@ class ExampleRun:
 
     def _isolated(self, record: TestRecord, found: Isolated, name: Callable[[int], str]) -> None:
         units = sorted({unit for outcomes in found.rounds for one in outcomes for unit in one.members})
-        record.isolation = isolation_told.to_json(found, {unit: name(unit) for unit in units}, seconds=48.2)
+        record.isolation = isolation.isolation_json(found, {unit: name(unit) for unit in units}, seconds=48.2)
         record.properties.append(("exclude", f"{FOLDER}/exclude.txt"))
-        record.message = first_line(f"{isolation_told.headline(found, name)}; {record.message}")
-        record.text = f"{record.text}\n\n{isolation_told.text(found, name, seconds=48.2)}"
+        record.message = first_line(f"{isolation.headline(found, name)}; {record.message}")
+        record.text = f"{record.text}\n\n{isolation.describe(found, name, seconds=48.2)}"
         record.culprits |= {rank for one in found.culprits for node in one.units for rank in self.ranks_of(node)}
 
     def skip(self, nodeid: str, why: str, *, applies: bool = False) -> None:

@@ -29,7 +29,7 @@ if "refuses" in act:
     sys.exit("ssh: connect to host " + name + " port 22: " + act["refuses"])
 print("Welcome to " + name + "!", flush=True)
 
-from pytest_gpucluster.remote import frames, node
+from pytest_gpucluster.runners import ssh, remote_node
 
 real_probe = node._DO["probe"]
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_gpucluster.remote.keeper import descendants, end_with_parent
+from pytest_gpucluster.runners.node_agent import descendants, end_with_parent
 
 _UP_SECONDS = 20.0
 

@@ -416,7 +416,7 @@ def test_workers_without_a_launcher_share_their_controllers_sampler(project: Pro
     # The controller believes in GPUs too: it starts the sampler, and it does not on cpu.
     (project.path / "conftest.py").write_text(
         conftest(sampled={uuid_of(0): SAMPLED, uuid_of(1): {**SAMPLED, "clock.sm": 1200}})
-        + "import os\nfrom pytest_gpucluster.run import Run\n"
+        + "import os\nfrom pytest_gpucluster.session.run import Run\n"
         + "if 'PYTEST_XDIST_WORKER' not in os.environ:\n"
         + "    Run.rehearsal = property(lambda run: False)\n"
     )

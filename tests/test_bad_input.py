@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from sessions import CPU, Left, Project
 
-from pytest_gpucluster.opening import Opening
+from pytest_gpucluster.session.startup import Opening
 
 SUITE = "def test_it(): raise AssertionError('must not run')"
 STALE = '<testsuites><testsuite name="pytest" tests="1"><testcase name="test_it" time="0"/></testsuite></testsuites>'

@@ -16,11 +16,11 @@ from torchrun import torchrun
 
 from pytest_gpucluster.agreement.release import NcclReleaser, SocketReleaser
 from pytest_gpucluster.benchmarks.verify import deterministic
-from pytest_gpucluster.cluster import Cluster
 from pytest_gpucluster.errors import CommunicationError, EnvironmentBroken, NvlsFailed, kind_of
 from pytest_gpucluster.launch.launchers import RankFacts
 from pytest_gpucluster.metrics.measurement import WITHOUT_NVLS
 from pytest_gpucluster.node.fabric import nccl_log
+from pytest_gpucluster.session.cluster import Cluster
 
 P2P = "node-a:7:8 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM\n"
 IB = "node-a:7:8 [0] NCCL INFO Channel 00/0 : 7[7] -> 8[0] [send] via NET/IB/0/GDRDMA\n"

@@ -4,14 +4,14 @@ import os
 
 import pytest
 
-from pytest_gpucluster import activation
+from pytest_gpucluster import plugin
 from pytest_gpucluster.benchmarks import dtypes
 
 
 def test_a_session_chooses_the_workspace_before_anybody_can_multiply_on_a_gpu(monkeypatch):
     environment = {}
     monkeypatch.setattr(os, "environ", environment)
-    activation.prepare_environment()
+    plugin.prepare_environment()
     assert environment[dtypes.NAME] == ":4096:8"
     assert dtypes.cublas_hindrance(environment) == ""
     assert environment["NCCL_DEBUG"] == "INFO", "and NCCL's log"

@@ -26,7 +26,7 @@ AGAIN = TestResult(
 # From the first test on the run counts as one on GPUs, of the SKU that the option names.
 AS_ON_GPUS = """
     import pytest
-    from pytest_gpucluster.run import Run
+    from pytest_gpucluster.session.run import Run
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(session):

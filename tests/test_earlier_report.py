@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from sessions import Project
 
-from pytest_gpucluster import refused
+from pytest_gpucluster.session import rejected_run
 
 EARLIER = "<testsuites><testsuite><testcase name='earlier'/></testsuite></testsuites>"
 
@@ -46,7 +46,7 @@ def test_what_runs_nothing_leaves_the_report(project: Project, options):
 def test_a_second_run_with_the_same_file_is_refused_while_the_first_is_alive(project: Project, monkeypatch):
     project.suite("def test_it(): pass")
     file = project.path / "report.xml"
-    first = refused.claim(file)
+    first = rejected_run.claim(file)
     assert first is not None
     file.write_text(EARLIER)
     with first:
@@ -60,7 +60,7 @@ def test_a_second_run_with_the_same_file_is_refused_while_the_first_is_alive(pro
 def test_a_file_is_claimed_once_by_whatever_path(tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "there")
-    found = [refused.claim(tmp_path / folder / "report.xml") for folder in ("there", "link", "there")]
+    found = [rejected_run.claim(tmp_path / folder / "report.xml") for folder in ("there", "link", "there")]
     assert [each is not None for each in found] == [True, False, False]
     found[0].close()
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pytest_gpucluster.footer import ERASE_BELOW, IND, RESTORE, SAVE, Footer
+from pytest_gpucluster.session.status_line import ERASE_BELOW, IND, RESTORE, SAVE, Footer
 
 SHOWN = f"{IND}\x1b[1A{SAVE}\x1b[?7l{IND}\r\x1b[2Kone{{}}\x1b[?7h{RESTORE}"
 
@@ -124,7 +124,7 @@ def test_a_terminal_that_takes_nothing_is_waited_for_by_nobody_but_who_writes(sc
 
 
 def test_last_words_wait_for_no_terminal_that_takes_nothing(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pytest_gpucluster.footer._LAST_WORDS_SECONDS", 0.01)
+    monkeypatch.setattr("pytest_gpucluster.session.status_line._LAST_WORDS_SECONDS", 0.01)
     screen.footer.show(["one"])
     screen.received()
     held, done = threading.Event(), threading.Event()

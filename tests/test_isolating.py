@@ -11,13 +11,12 @@ import pytest
 import torch.distributed
 import torchrun
 
-from pytest_gpucluster import isolation_told
 from pytest_gpucluster.agreement.exchange import Ending
 from pytest_gpucluster.agreement.release import Released
 from pytest_gpucluster.errors import CommunicationError, EnvironmentBroken, InconclusiveMeasurement, WrongResult
-from pytest_gpucluster.isolating import Isolator, _kind
-from pytest_gpucluster.isolation_plan import Plan
 from pytest_gpucluster.judge import loader
+from pytest_gpucluster.session import isolation
+from pytest_gpucluster.session.isolation import Isolator, Plan, _kind
 
 ROOT = Path(__file__).parent.parent
 NODES = ("node-a", "node-b", "node-c", "node-d")
@@ -245,7 +244,7 @@ def test_a_thousand_ranks_take_a_verdict_and_a_record_of_a_size_that_travels():
         verdict = made.decide(all_well(made))
         longest = max(longest, len(json.dumps(verdict)))
     assert longest < 16_384
-    assert len(json.dumps(isolation_told.to_json(made.isolated(), made.names, seconds=1.0))) < 1_000_000
+    assert len(json.dumps(isolation.isolation_json(made.isolated(), made.names, seconds=1.0))) < 1_000_000
 
 
 @pytest.mark.parametrize(

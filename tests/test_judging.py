@@ -11,9 +11,9 @@ from verdicts import LIMITS
 from pytest_gpucluster.agreement.exchange import Merged, RankOutcome, merge
 from pytest_gpucluster.journal.test_record import TestName, TestRecord
 from pytest_gpucluster.journal.verdict import ACCEPTED, INCOMPLETE, decide
-from pytest_gpucluster.judging import judge_merged
 from pytest_gpucluster.metrics.measurement import measurement
 from pytest_gpucluster.metrics.sampling import Series
+from pytest_gpucluster.session.verdict import judge_merged
 
 H100 = "NVIDIA H100 80GB HBM3"
 BF16 = "matmul.bf16.tflops"

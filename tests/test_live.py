@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from pytest_gpucluster import live as module
-from pytest_gpucluster.live import Live, describe_gpus
 from pytest_gpucluster.node.health.node_state import NodeState
-from pytest_gpucluster.step_file import StepFile
+from pytest_gpucluster.session import status_line as module
+from pytest_gpucluster.session.status_line import Live, StepFile, describe_gpus
 
 
 class FakeFooter:

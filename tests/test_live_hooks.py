@@ -12,7 +12,7 @@ from _pytest.terminal import TerminalReporter
 from sessions import CPU, Project, environment
 from tmux import Terminal, terminal
 
-from pytest_gpucluster.live_hooks import WorkersLiveHooks, why_not
+from pytest_gpucluster.session.status_line import WorkersLiveHooks, why_not
 
 SUITE = """
 import os, sys, time

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from sessions import Project
 
-from pytest_gpucluster.markers import criterion_of, deadline_of, require_usable, turn_of
+from pytest_gpucluster.session.selection import criterion_of, deadline_of, require_usable, turn_of
 
 
 def marker(name: str, /, *args: object, **kwargs: object) -> SimpleNamespace:

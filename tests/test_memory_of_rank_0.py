@@ -27,7 +27,7 @@ HELD = """
 import json
 import os
 import pytest
-from pytest_gpucluster.phase_outcome import MEASUREMENTS
+from pytest_gpucluster.session.phases import MEASUREMENTS
 
 REPORTS, ITEMS = [], []
 

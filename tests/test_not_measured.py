@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from sessions import Project
 
-from pytest_gpucluster import opening
 from pytest_gpucluster.agreement.preflight import Expectation, gpus_without_a_rank
 from pytest_gpucluster.launch.launchers import Allocation, detect
 from pytest_gpucluster.node.pci import PciGpu
+from pytest_gpucluster.session import startup
 
 FACTS = detect({}, "node-a")
 IN_SLURM = replace(FACTS, scheduler=Allocation(name="slurm", nnodes=1, gpus_per_node=4))
@@ -48,7 +48,7 @@ def test_fewer_ranks_than_gpus_may_be_meant(who, facts, expectation):
 
 
 def test_gpus_without_a_rank_are_a_skipped_testcase_and_leave_the_run_incomplete(project: Project, monkeypatch):
-    monkeypatch.setattr(opening.preflight, "gpus_without_a_rank", lambda *_: "node-a shows 8 GPUs and has 1 rank")
+    monkeypatch.setattr(startup.preflight, "gpus_without_a_rank", lambda *_: "node-a shows 8 GPUs and has 1 rank")
     project.suite("def test_it(): pass")
     left = project.run()
     assert (left.exit, left.end) == (10, ("INCOMPLETE", 10)), left.output
@@ -68,7 +68,7 @@ def test_gpus_without_a_rank_are_a_skipped_testcase_and_leave_the_run_incomplete
 )
 def test_a_rehearsal_on_a_node_with_gpus_must_be_asked_for(project: Project, monkeypatch, state, options, code):
     gpu = PciGpu(address="0000:3b:00.0", state=state, detail="planted")
-    monkeypatch.setattr(opening.pci_bus, "unlisted", lambda listed: [gpu])
+    monkeypatch.setattr(startup.pci_bus, "unlisted", lambda listed: [gpu])
     monkeypatch.setenv("GPUCLUSTER_DEVICE", "cpu")
     project.suite("def test_it(): pass")
     left = project.run(*options, device=None)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_gpucluster.errors import OptionError
-from pytest_gpucluster.option_values import Timeouts, names, one_of, positive_seconds, yes_or_no
+from pytest_gpucluster.session.options import Timeouts, names_value, one_of, positive_seconds, yes_or_no
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "1e400", "five", "", "5 s"])
@@ -48,4 +48,4 @@ def test_words_and_names() -> None:
     assert one_of("a", "b")("b") == "b"
     with pytest.raises(OptionError, match=r"'c' .*: a, b"):
         one_of("a", "b")("c")
-    assert names(" a,, b ") == ("a", "b")
+    assert names_value(" a,, b ") == ("a", "b")

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from sessions import Project
 
-from pytest_gpucluster.progress import PLAIN_SECONDS, STEPS, Progress, progress_of, silent
-from pytest_gpucluster.step_file import StepFile
+from pytest_gpucluster.session.progress import PLAIN_SECONDS, STEPS, Progress, progress_of, silent
+from pytest_gpucluster.session.status_line import StepFile
 
 
 class FakeScreen:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from pytest_gpucluster.journal.journal import JournalBuilder
-from pytest_gpucluster.provenance import environment_line, limits_line
+from pytest_gpucluster.session.run import environment_line, limits_line
 
 RUN = {"type": "run", "schema_version": 1, "run_id": "r", "started_at": "2026-01-02T03:04:05Z"}
 

@@ -11,9 +11,11 @@ from types import ModuleType
 
 from each import of_each
 
-from pytest_gpucluster import cli, fixtures, hookspecs, option_values, options, plugin
+from pytest_gpucluster import cli, fixtures, plugin
 from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.metrics import measurement
+from pytest_gpucluster.session import hookspecs, options
+from pytest_gpucluster.session import options as option_values
 
 DOCS = Path(__file__).parent.parent / "docs"
 

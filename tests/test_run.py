@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from pytest_gpucluster.agreement.preflight import Expectation
-from pytest_gpucluster.closing import decide
 from pytest_gpucluster.config.criteria_file import Manifest
 from pytest_gpucluster.journal.test_record import TestName, TestRecord
 from pytest_gpucluster.judge import loader
-from pytest_gpucluster.run import Run
+from pytest_gpucluster.session.run import Run
+from pytest_gpucluster.session.shutdown import decide
 
 A100 = "NVIDIA A100-SXM4-80GB"
 

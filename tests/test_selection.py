@@ -10,7 +10,7 @@ import pytest
 from each import of_each
 
 from pytest_gpucluster.metrics.datasheets import SKUS, Sku
-from pytest_gpucluster.selection import Room, is_selection, only_lists, why_not_applicable
+from pytest_gpucluster.session.selection import Room, is_selection, only_lists, why_not_applicable
 
 
 @pytest.fixture

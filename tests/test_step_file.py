@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpucluster.step_file import StepFile
+from pytest_gpucluster.session.status_line import StepFile
 
 
 def test_what_is_said_last_is_read_and_the_last_step_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pytest_gpucluster import suite_properties
+from pytest_gpucluster.session import reporting
 
 
 class Sent:
@@ -16,7 +16,7 @@ class Sent:
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:
-        suite_properties.register(config, self.lines.append)
+        reporting.register_suite_properties(config, self.lines.append)
 
 
 @pytest.fixture

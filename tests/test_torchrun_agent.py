@@ -12,8 +12,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
 from pytest_gpucluster.journal import verdict
-from pytest_gpucluster.torchrun import agent
-from pytest_gpucluster.torchrun.account import Account, RankEnd
+from pytest_gpucluster.runners import torchrun_agent
+from pytest_gpucluster.runners.torchrun import Account, RankEnd
 
 SUITE = ["--nproc-per-node=2", "-m", "pytest", "."]
 
@@ -25,21 +25,21 @@ def test_wrong_usage_of_torchrun_is_one_line(capfd):
         (["train.py", *SUITE], "'train.py' "),
         (["-m", "unittest"], "'unittest' "),
     ):
-        account = agent.run(arguments)
+        account = torchrun_agent.run(arguments)
         assert (account.how, named in account.message) == ("usage", True), account
         assert "\n" not in account.message
     assert "usage:" not in capfd.readouterr().err
 
 
 def test_an_error_of_torch_without_words_is_told_by_its_place():
-    account = agent.run(["--nproc-per-node=0", "-m", "pytest", "."])
+    account = torchrun_agent.run(["--nproc-per-node=0", "-m", "pytest", "."])
     assert account.how == "error"
     assert re.fullmatch(r"AssertionError: /\S+/torch/\S+\.py, line \d+", account.message)
 
 
 def test_a_node_without_gpus_is_told_what_to_do(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    account = agent.run(["--nproc-per-node=gpu", "-m", "pytest", "."])
+    account = torchrun_agent.run(["--nproc-per-node=gpu", "-m", "pytest", "."])
     assert account.how == "usage"
     assert "--gpucluster-device=cpu" in account.message
 
@@ -74,7 +74,7 @@ def test_each_end_of_torchrun_is_told_apart(monkeypatch, error, account):
             raise error
 
     monkeypatch.setattr(torch.distributed.run, "run", run)
-    assert agent.run(SUITE) == account
+    assert torchrun_agent.run(SUITE) == account
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_torchruns_folder_of_logs_goes_with_the_account_where_nobody_has_asked_f
     told = []
     monkeypatch.setenv(verdict.VARIABLE, str(tmp_path))
     monkeypatch.setattr(torch.distributed.run, "run", told.append)
-    assert agent.run([*options, *SUITE]).how == "done"
+    assert torchrun_agent.run([*options, *SUITE]).how == "done"
     assert told[0].log_dir == (None if log_dir is None else log_dir.format(notes=tmp_path))
 
 

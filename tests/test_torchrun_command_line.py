@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_gpucluster.errors import OptionError
-from pytest_gpucluster.torchrun.command_line import command_line, meeting_place
+from pytest_gpucluster.runners.torchrun import command_line, meeting_place
 
 SUITE = ["acceptance/"]
 CPU = ["--gpucluster-device=cpu"]

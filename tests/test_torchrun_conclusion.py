@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_gpucluster.journal.verdict import ExitNote
-from pytest_gpucluster.torchrun.account import Account, RankEnd
-from pytest_gpucluster.torchrun.conclusion import Recorded, conclude
+from pytest_gpucluster.runners.torchrun import Account, RankEnd, Recorded, conclude
 
 DONE = Account(how="done")
 ACCEPTED = ExitNote(

@@ -32,7 +32,7 @@ _UNRECORDED = "unrecorded"
 _SHOWN_OPERATIONS = 5
 _SHOWN_OTHERS = 3
 _OWN_FILES = (
-    *("/pytest_gpucluster/plugin.py", "/pytest_gpucluster/run.py", "/pytest_gpucluster/closing.py"),
+    *("/pytest_gpucluster/plugin.py", "/pytest_gpucluster/session/run.py", "/pytest_gpucluster/session/shutdown.py"),
     *("/_pytest/", "/pluggy/"),
 )
 

@@ -12,8 +12,8 @@ from pytest_gpucluster.errors import OptionError, UnitError
 from pytest_gpucluster.metrics import units
 
 if TYPE_CHECKING:
-    from pytest_gpucluster.remote.hosts import Host
-    from pytest_gpucluster.remote.ssh_command import Access
+    from pytest_gpucluster.runners.hosts import Host
+    from pytest_gpucluster.runners.ssh import Access
 
 
 def add_access(parser: argparse.ArgumentParser) -> None:
@@ -71,9 +71,8 @@ def hosts_and_access(options: argparse.Namespace) -> tuple[tuple[Host, ...], Acc
         OptionError: the hosts file or a list of nodes is wrong.
         EnvironmentBroken: they are more than this process may have open files for.
     """
-    from pytest_gpucluster.remote.channel import make_room
-    from pytest_gpucluster.remote.hosts import chosen, read_hosts
-    from pytest_gpucluster.remote.ssh_command import Access
+    from pytest_gpucluster.runners.hosts import chosen, read_hosts
+    from pytest_gpucluster.runners.ssh import Access, make_room
 
     for option in options.ssh:
         if not option.startswith("-"):

@@ -21,7 +21,7 @@ from pytest_gpucluster.text import printable
 
 if TYPE_CHECKING:
     from pytest_gpucluster.journal.verdict import ExitNote
-    from pytest_gpucluster.torchrun.conclusion import Recorded
+    from pytest_gpucluster.runners.torchrun import Recorded
 
 _RUN = """\
 Run torchrun over pytest. What stands before -- goes to torchrun, what stands after it to pytest. This command ends with
@@ -44,7 +44,7 @@ RUN_EXIT_CODES = (
 )
 
 _REACHABLE = "Give the address of the first node as the other nodes reach it, the same on every node"
-_AGENT = "pytest_gpucluster.torchrun.agent"
+_AGENT = "pytest_gpucluster.runners.torchrun_agent"
 _PASSED_ON = {
     signal.SIGINT: signal.SIGINT,
     signal.SIGTERM: signal.SIGTERM,
@@ -68,9 +68,7 @@ def run(options: argparse.Namespace) -> int:
     """Run torchrun to its end, and return pytest's exit code."""
     # Imported here, so that --help answers at once.
     from pytest_gpucluster.launch.master_address import why_unknown
-    from pytest_gpucluster.torchrun.account import Account
-    from pytest_gpucluster.torchrun.command_line import command_line, meeting_place
-    from pytest_gpucluster.torchrun.conclusion import conclude
+    from pytest_gpucluster.runners.torchrun import Account, command_line, conclude, meeting_place
 
     try:
         line = command_line(options.for_others, options.passed_on, os.environ)
@@ -149,7 +147,7 @@ def _left(folder: Path, launcher: int) -> tuple[Sequence[ExitNote], Recorded | N
     from pytest_gpucluster.journal import verdict
     from pytest_gpucluster.journal.journal import JOURNAL_FILE, read
     from pytest_gpucluster.recorder.client import wait_for_end
-    from pytest_gpucluster.torchrun.conclusion import Recorded
+    from pytest_gpucluster.runners.torchrun import Recorded
 
     notes = verdict.read_note(folder, launcher)
     begun = verdict.read_begin(folder, launcher)

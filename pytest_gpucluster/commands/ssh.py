@@ -21,13 +21,10 @@ from pytest_gpucluster.text import one_line, printable
 
 if TYPE_CHECKING:
     from pytest_gpucluster.agreement.preflight import Expectation
-    from pytest_gpucluster.remote.conclusion import Conclusion, Record
-    from pytest_gpucluster.remote.errand import Brought
-    from pytest_gpucluster.remote.hosts import Host
-    from pytest_gpucluster.remote.plan import Plan
-    from pytest_gpucluster.remote.preflight import Node
-    from pytest_gpucluster.remote.ssh_command import Access
-    from pytest_gpucluster.remote.together import Heard
+    from pytest_gpucluster.runners.hosts import Host, Plan
+    from pytest_gpucluster.runners.preflight import Node
+    from pytest_gpucluster.runners.ssh import Access
+    from pytest_gpucluster.runners.ssh_job import Brought, Conclusion, Heard, Record
 
 DONE, BROKE, SILENT = 0, 11, 12
 NOT_READY = 11
@@ -113,7 +110,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Look at the nodes, run, and return the exit code. What stood after ``--`` goes to pytest."""
     # Imported here, so that --help answers at once.
-    from pytest_gpucluster.remote.together import listening
+    from pytest_gpucluster.runners.ssh_job import listening
 
     try:
         with listening() as heard:
@@ -132,9 +129,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, heard: Heard) -> int:
-    from pytest_gpucluster.remote.asking import require_ssh
-    from pytest_gpucluster.remote.plan import handed_on, require_agreement, require_free
-    from pytest_gpucluster.remote.preflight import counted, table
+    from pytest_gpucluster.runners.hosts import handed_on, require_agreement, require_free
+    from pytest_gpucluster.runners.preflight import counted, preflight_table
+    from pytest_gpucluster.runners.ssh import require_ssh
 
     arguments = tuple(options.passed_on or _PYTEST_DEFAULT)
     require_free(arguments)
@@ -150,7 +147,7 @@ def _run(options: argparse.Namespace, heard: Heard) -> int:
         return complain(f"interrupted ({heard.name}) before anything was started", USAGE)
     code = _readiness(nodes)
     if options.check or code:
-        print(table(nodes))
+        print(preflight_table(nodes))
     if options.check:
         print(f"gpucluster: {counted(nodes)}")
         return code
@@ -189,14 +186,14 @@ def _each(text: str | None) -> Expectation | None:
 def _examine(
     options: argparse.Namespace, hosts: Sequence[Host], access: Access, arguments: Sequence[str], heard: Heard
 ) -> Sequence[Node]:
-    from pytest_gpucluster.remote import frames
-    from pytest_gpucluster.remote.asking import ask
-    from pytest_gpucluster.remote.preflight import examine
+    from pytest_gpucluster.runners import ssh
+    from pytest_gpucluster.runners.preflight import examine_nodes
+    from pytest_gpucluster.runners.ssh import ask_node
 
     first = hosts[0]
 
     def request(host: Host) -> bytes:
-        return frames.request(
+        return ssh.request(
             "probe",
             directory=directory_of(options),
             report_dir=options.node_report_dir,
@@ -206,8 +203,8 @@ def _examine(
         )
 
     within = options.connect_within + options.answer_within
-    replies = ask(hosts, request, access, within_seconds=within, stop=lambda: bool(heard.numbers))
-    nodes = examine(hosts, replies, __version__)
+    replies = ask_node(hosts, request, access, within_seconds=within, stop=lambda: bool(heard.numbers))
+    nodes = examine_nodes(hosts, replies, __version__)
     answered = [node.host for node in nodes if node.facts]
     if not nodes[0].facts and answered and options.without_unreachable and not options.check:
         # All meet on another one then, which has to be looked at as such.
@@ -217,8 +214,8 @@ def _examine(
 
 
 def _readiness(nodes: Sequence[Node]) -> int:
-    from pytest_gpucluster.remote.preflight import NO_ANSWER
-    from pytest_gpucluster.remote.preflight import NOT_READY as UNFIT
+    from pytest_gpucluster.runners.preflight import NO_ANSWER
+    from pytest_gpucluster.runners.preflight import NOT_READY as UNFIT
 
     states = {node.state for node in nodes}
     return NOT_READY if UNFIT in states else SILENT if NO_ANSWER in states else DONE
@@ -226,13 +223,13 @@ def _readiness(nodes: Sequence[Node]) -> int:
 
 def _info(options: argparse.Namespace, hosts: Sequence[Host], access: Access, heard: Heard) -> int:
     from pytest_gpucluster.journal.run_directory import new_run_directory
-    from pytest_gpucluster.remote import frames
-    from pytest_gpucluster.remote.asking import ask
+    from pytest_gpucluster.runners import ssh
+    from pytest_gpucluster.runners.ssh import ask_node
 
     directory = new_run_directory(options.report_dir.absolute())
-    request = frames.request("run", words=["info", "all", "--json"])
+    request = ssh.request("run", words=["info", "all", "--json"])
     within = options.connect_within + options.answer_within
-    replies = ask(hosts, lambda host: request, access, within_seconds=within, stop=lambda: bool(heard.numbers))
+    replies = ask_node(hosts, lambda host: request, access, within_seconds=within, stop=lambda: bool(heard.numbers))
     if heard.numbers:
         return complain(f"interrupted ({heard.name}) before all nodes had told what they are", USAGE)
     told, code = 0, DONE
@@ -267,8 +264,8 @@ def _together(
     heard: Heard,
 ) -> int:
     from pytest_gpucluster.journal.run_directory import new_run_directory
-    from pytest_gpucluster.remote.plan import Plan
-    from pytest_gpucluster.remote.together import OTHERS_SECONDS, carry_out
+    from pytest_gpucluster.runners.hosts import Plan
+    from pytest_gpucluster.runners.ssh_job import OTHERS_SECONDS, carry_out
 
     directory = new_run_directory(options.report_dir.absolute())
     first = nodes[0]
@@ -309,8 +306,8 @@ def _together(
 
 def _record(brought: Brought) -> tuple[Record | None, str, str]:
     """Return what the journal says that rank 0's node has left, and where it is now; or None, and why there is none."""
-    from pytest_gpucluster.remote.conclusion import Record
-    from pytest_gpucluster.sweep.answer import answer_in
+    from pytest_gpucluster.runners.ssh_job import Record
+    from pytest_gpucluster.runners.sweep_result import answer_in
 
     if brought.folder is None:
         return None, "", brought.missing or brought.why
@@ -335,7 +332,7 @@ def _conclude(
     silent: Mapping[str, str],
     heard: Heard,
 ) -> Conclusion:
-    from pytest_gpucluster.remote.conclusion import NodeEnd, conclude
+    from pytest_gpucluster.runners.ssh_job import NodeEnd, conclude
 
     ends = []
     for host in plan.hosts:

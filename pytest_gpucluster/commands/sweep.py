@@ -19,8 +19,8 @@ from pytest_gpucluster.journal.verdict import EXIT_CODES
 from pytest_gpucluster.metrics import units
 
 if TYPE_CHECKING:
-    from pytest_gpucluster.sweep.plan import Plan
-    from pytest_gpucluster.sweep.scheduler import Scheduler
+    from pytest_gpucluster.runners.sweep import Plan
+    from pytest_gpucluster.runners.sweep_result import Scheduler
 
     _Begun = tuple[tuple[str, ...], str, int, Callable[[Plan, Path], Scheduler]]
     """Nodes, python and port where the options name none, and what makes the scheduler."""
@@ -118,7 +118,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Carry out a sweep and return its exit code. What stood after ``--`` goes to pytest."""
-    from pytest_gpucluster.sweep import drive
+    from pytest_gpucluster.runners import sweep
 
     try:
         with _signals_end_it():
@@ -130,20 +130,20 @@ def run(options: argparse.Namespace) -> int:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         return complain(f"what the sweep has found cannot be kept: {where}{error.strerror or error}", BROKE)
-    except (KeyboardInterrupt, drive.Stopped):  # before anything was started: what comes later, the sweep itself tells
+    except (KeyboardInterrupt, sweep.Stopped):  # before anything was started: what comes later, the sweep itself tells
         return complain("interrupted", USAGE)
 
 
 def _sweep(options: argparse.Namespace, pytest_arguments: list[str]) -> int:
     from pytest_gpucluster.journal.run_directory import new_run_directory
-    from pytest_gpucluster.sweep import drive, evidence, plan
+    from pytest_gpucluster.runners import sweep, sweep_result
 
-    each = plan.each_node(options.expect)
-    plan.require_free(pytest_arguments)
+    each = sweep.each_node(options.expect)
+    sweep.require_free(pytest_arguments)
     begin = {"slurm": _in_slurm, "kubernetes": _on_kubernetes, "ssh": _over_ssh}[options.scheduler]
     nodes, python, port, scheduler_of = begin(options, each.gpus_per_node)
-    plan.require_nodes(nodes)
-    todo = plan.Plan(
+    sweep.require_nodes(nodes)
+    todo = sweep.Plan(
         nodes=nodes,
         each=each,
         pytest_arguments=tuple(pytest_arguments),
@@ -157,25 +157,25 @@ def _sweep(options: argparse.Namespace, pytest_arguments: list[str]) -> int:
     directory = new_run_directory(options.report_dir.absolute())
     scheduler = scheduler_of(todo, directory)
     _say(f"{len(nodes)} nodes, each alone; reports: {directory}")
-    record = evidence.Evidence(directory, scheduler=options.scheduler, command=sys.argv, nodes=nodes)
-    return drive.sweep(todo, scheduler, record, _say).exit
+    record = sweep_result.Evidence(directory, scheduler=options.scheduler, command=sys.argv, nodes=nodes)
+    return sweep.sweep(todo, scheduler, record, _say).exit
 
 
 def _in_slurm(options: argparse.Namespace, gpus: int) -> _Begun:
-    from pytest_gpucluster.sweep import slurm
+    from pytest_gpucluster.runners import sweep_slurm
 
-    nodes = slurm.allocated(os.environ, options.nodes)
-    slurm.require_programs()
+    nodes = sweep_slurm.allocated(os.environ, options.nodes)
+    sweep_slurm.require_programs()
     return (
-        *(nodes, sys.executable, slurm.port_of(os.environ)),
-        lambda todo, directory: slurm.Slurm(todo, directory, environ=os.environ, options=options.srun),
+        *(nodes, sys.executable, sweep_slurm.port_of(os.environ)),
+        lambda todo, directory: sweep_slurm.Slurm(todo, directory, environ=os.environ, options=options.srun),
     )
 
 
 def _over_ssh(options: argparse.Namespace, gpus: int) -> _Begun:
-    from pytest_gpucluster.remote.asking import require_ssh
-    from pytest_gpucluster.remote.plan import handed_on
-    from pytest_gpucluster.sweep import ssh
+    from pytest_gpucluster.runners import sweep_ssh
+    from pytest_gpucluster.runners.hosts import handed_on
+    from pytest_gpucluster.runners.ssh import require_ssh
 
     hosts, access = hosts_and_access(options)
     for host in hosts:
@@ -187,7 +187,7 @@ def _over_ssh(options: argparse.Namespace, gpus: int) -> _Begun:
     require_ssh(access)
     return (
         *(tuple(host.name for host in hosts), access.python, _PORT_IN_PODS),
-        lambda todo, directory: ssh.Ssh(
+        lambda todo, directory: sweep_ssh.Ssh(
             *(todo, directory),
             hosts=hosts,
             access=access,
@@ -202,14 +202,14 @@ def _over_ssh(options: argparse.Namespace, gpus: int) -> _Begun:
 
 
 def _on_kubernetes(options: argparse.Namespace, gpus: int) -> _Begun:
-    from pytest_gpucluster.sweep import kubernetes
+    from pytest_gpucluster.runners import sweep_kubernetes
 
-    kubectl = kubernetes.Kubectl(options.namespace)
+    kubectl = sweep_kubernetes.Kubectl(options.namespace)
     template = kubectl.template(options.pod_template, gpus=gpus)
     nodes = kubectl.nodes(options.nodes, options.selector)
     return (
         *(tuple(node.name for node in nodes), "python", _PORT_IN_PODS),
-        lambda todo, directory: kubernetes.Kubernetes(
+        lambda todo, directory: sweep_kubernetes.Kubernetes(
             *(todo, directory),
             kubectl=kubectl,
             template=template,
@@ -270,7 +270,7 @@ def _usage(scheduler: str) -> str:
 @contextmanager
 def _signals_end_it() -> Iterator[None]:
     """Let SIGTERM and SIGHUP end a sweep as Ctrl-C does: what was started is ended, and the table so far is kept."""
-    from pytest_gpucluster.sweep.drive import Stopped
+    from pytest_gpucluster.runners.sweep import Stopped
 
     def end(number: int, frame: FrameType | None) -> None:
         raise Stopped(signal.Signals(number).name)

@@ -11,7 +11,7 @@ from pytest_gpucluster.commands.command import add_journal, explain
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal.journal import locate, read
 from pytest_gpucluster.journal.verdict import BROKEN, EXIT_CODES, RUNNING, RUNNING_EXIT
-from pytest_gpucluster.sweep.answer import Answer
+from pytest_gpucluster.runners.sweep_result import Answer
 from pytest_gpucluster.text import printable, visible
 
 NO_VERDICT = 11

@@ -23,7 +23,7 @@ from pytest_gpucluster.agreement.liveness import start_time
 from pytest_gpucluster.agreement.release import RELEASE_SIGNAL, Released
 from pytest_gpucluster.agreement.store import MemoryStore, Stores
 from pytest_gpucluster.agreement.watchdog import Watch
-from pytest_gpucluster.option_values import Timeouts
+from pytest_gpucluster.session.options import Timeouts
 
 DEADLINE_SECONDS = 20.0
 TICK = 0.01

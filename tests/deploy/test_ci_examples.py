@@ -15,7 +15,8 @@ import yaml
 from packaging.requirements import Requirement
 from shell import finished
 
-from pytest_gpucluster import __version__, cli, options
+from pytest_gpucluster import __version__, cli
+from pytest_gpucluster.session import options
 
 ROOT = Path(__file__).resolve().parents[2]
 CI = ROOT / ".github" / "workflows" / "ci.yml"

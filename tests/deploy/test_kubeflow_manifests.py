@@ -13,8 +13,8 @@ import kubernetes_manifests as manifests
 import pytest
 from kubectl import require_kubectl
 
-from pytest_gpucluster import options
-from pytest_gpucluster.training_inputs import TrainingInputs
+from pytest_gpucluster.session import options
+from pytest_gpucluster.session.training_inputs import TrainingInputs
 
 HERE = manifests.KUBERNETES
 OVERLAYS = [

@@ -12,14 +12,15 @@ import pytest
 from kubectl import require_kubectl
 
 import pytest_gpucluster
-from pytest_gpucluster import cli, options
+from pytest_gpucluster import cli
 from pytest_gpucluster.agreement.preflight import Expectation
 from pytest_gpucluster.config import workload_loader
 from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.node.fabric import nccl_rules
-from pytest_gpucluster.sweep import pod_template
-from pytest_gpucluster.torchrun.command_line import command_line
-from pytest_gpucluster.training_inputs import TrainingInputs
+from pytest_gpucluster.runners import kubernetes_manifest
+from pytest_gpucluster.runners.torchrun import command_line
+from pytest_gpucluster.session import options
+from pytest_gpucluster.session.training_inputs import TrainingInputs
 
 OVERLAYS = ("cpu-rehearsal", "discovery", "production", "single-node", "standard")
 OURS = ("base", "components", "overlays", "sweep", "transformers")
@@ -390,10 +391,10 @@ def test_the_template_of_sweeps_is_taken_by_the_sweep():
     path = manifests.KUBERNETES / "sweep" / "pod.yaml"
     [pod] = manifests.load(path.read_text())
     assert manifests.problems([pod]) == []
-    template = pod_template.read(json.dumps(pod), str(path), gpus=8)
+    template = kubernetes_manifest.read(json.dumps(pod), str(path), gpus=8)
     assert template.container["name"] == "suite"
     with pytest.raises(OptionError, match=r"8 nvidia\.com/gpu, .* 4"):
-        pod_template.read(json.dumps(pod), str(path), gpus=4)
+        kubernetes_manifest.read(json.dumps(pod), str(path), gpus=4)
 
 
 def test_discovery_asks_every_node_once(rendered):

@@ -19,14 +19,15 @@ import pytest
 import yaml
 from pages import ROOT, Block, Page
 
-from pytest_gpucluster import cli, options, plugin
+from pytest_gpucluster import cli, plugin
 from pytest_gpucluster.analysis.crosscheck import require_others
 from pytest_gpucluster.config import workload_loader
 from pytest_gpucluster.errors import GpuClusterError
 from pytest_gpucluster.judge import loader
 from pytest_gpucluster.metrics import measurement
 from pytest_gpucluster.metrics.catalogue import Metric
-from pytest_gpucluster.torchrun.command_line import command_line
+from pytest_gpucluster.runners.torchrun import command_line
+from pytest_gpucluster.session import options
 
 MARKERS = {re.split(r"[(:]", marker)[0] for marker in plugin._MARKERS}
 SETTINGS = {"gpucluster", *(option.dest for option in options.OPTIONS)}

@@ -12,9 +12,10 @@ from each import of_each
 from pages import ROOT, Page, every_page, page_named
 from shown import FOLDERS, source, wrong_commands, wrong_files, wrong_variables
 
-from pytest_gpucluster import cli, options
+from pytest_gpucluster import cli
 from pytest_gpucluster.config import workload_loader
 from pytest_gpucluster.metrics import measurement
+from pytest_gpucluster.session import options
 
 INDEX = page_named("docs/README.md")
 OF_THE_PAST = ("CHANGELOG.md", "docs/results.md")  # what was so once, and what was measured then

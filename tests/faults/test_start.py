@@ -11,7 +11,7 @@ import pytest
 from torchrun import torchrun
 
 from pytest_gpucluster.agreement.liveness import start_time
-from pytest_gpucluster.start_notes import Start, StartNote
+from pytest_gpucluster.session.start_notes import Start, StartNote
 
 CONFTEST = """
     import os, pathlib, pytest, signal, sys, time

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpucluster.option_values import Timeouts
+from pytest_gpucluster.session.options import Timeouts
 
 if TYPE_CHECKING:
     from torchrun import Run

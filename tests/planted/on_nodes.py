@@ -13,7 +13,6 @@ import pytest
 from planted import criterion_of, fault_of, pytest_collection_modifyitems  # noqa: F401  # a hook
 
 from pytest_gpucluster.benchmarks.storage import checkpoint, consistency, shared_filesystem
-from pytest_gpucluster.cluster import Cluster
 from pytest_gpucluster.files import Mount
 from pytest_gpucluster.node import clock_skew, host, name_resolution, network, pci
 from pytest_gpucluster.node.fabric import ports
@@ -21,6 +20,7 @@ from pytest_gpucluster.node.fabric.nccl_log import NcclLog
 from pytest_gpucluster.node.fabric.ports import FabricSources
 from pytest_gpucluster.node.limits import Tree
 from pytest_gpucluster.node.network import Pieces
+from pytest_gpucluster.session.cluster import Cluster
 
 HOST = os.environ["GPUCLUSTER_HOSTNAME"]
 ROOT = Path(os.environ["NODES"]) / HOST

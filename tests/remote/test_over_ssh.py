@@ -19,7 +19,7 @@ from sessions import Left, Process, environment
 from ssh_nodes import SshNodes, ssh_nodes
 
 from pytest_gpucluster.journal import journal
-from pytest_gpucluster.remote.keeper import descendants
+from pytest_gpucluster.runners.node_agent import descendants
 
 pytestmark = pytest.mark.extended
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from pytest_gpucluster.remote.conclusion import NodeEnd, Record, conclude
+from pytest_gpucluster.runners.ssh_job import NodeEnd, Record, conclude
 
 
 def ends(*codes):

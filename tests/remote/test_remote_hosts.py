@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pytest_gpucluster.errors import OptionError
-from pytest_gpucluster.remote.hosts import Host, chosen, parse_hosts, read_hosts
+from pytest_gpucluster.runners.hosts import Host, chosen, parse_hosts, read_hosts
 
 EXAMPLE = Path(__file__).parents[2] / "deploy" / "bare-metal" / "hosts.example"
 

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.remote import frames
-from pytest_gpucluster.remote.keeper import await_end
+from pytest_gpucluster.runners import ssh
+from pytest_gpucluster.runners.node_agent import await_end
 
 _DEADLINE = 60.0
 _KEEP = """\
 import os, sys
 from pathlib import Path
-from pytest_gpucluster.remote.keeper import Job, keep
+from pytest_gpucluster.runners.node_agent import Job, supervise
 folder = Path(sys.argv[1]) if sys.argv[1] else None
 job = Job(command=[sys.executable, "-S", "-c", sys.argv[4]], directory=None, environ=os.environ, folder=folder)
 sys.exit(keep(job, silent_seconds=float(sys.argv[2]), grace_seconds=float(sys.argv[3])))
@@ -59,7 +59,7 @@ class Kept:
 
     def frame(self):
         line = self.process.stdout.readline()
-        return frames.decode(line) if line else None
+        return ssh.decode(line) if line else None
 
     def say(self, word):
         self.process.stdin.write(f"{word}\n".encode())
@@ -73,7 +73,7 @@ class Kept:
 
     def rest(self):
         """All that follows, to its end."""
-        return [frames.decode(line) for line in self.process.stdout.read().splitlines()]
+        return [ssh.decode(line) for line in self.process.stdout.read().splitlines()]
 
     def end(self):
         return self.process.wait(timeout=_DEADLINE)
@@ -115,9 +115,9 @@ def test_what_a_program_says_and_how_it_ends_is_passed_on(kept, tmp_path):
     script += "sys.stdout.buffer.write(b'\\xff'); sys.exit(10)"
     run = kept(script, folder="run")
     told = run.rest()
-    assert "".join(frame.value for frame in told if frame.kind == frames.OUT) == "out ü\n\\xff"
-    assert "".join(frame.value for frame in told if frame.kind == frames.ERR) == "err\n"
-    assert told[-1] == frames.Frame(frames.END, {"exit": 10, "error": ""})
+    assert "".join(frame.value for frame in told if frame.kind == ssh.OUT) == "out ü\n\\xff"
+    assert "".join(frame.value for frame in told if frame.kind == ssh.ERR) == "err\n"
+    assert told[-1] == ssh.Frame(ssh.END, {"exit": 10, "error": ""})
     assert run.end() == 0
     # Which of the two ways is read first is nobody's to say.
     kept_lines = (tmp_path / "run" / "output.log").read_bytes().replace(b"\xff", b"\xff\n").splitlines()
@@ -128,18 +128,18 @@ def test_what_a_program_says_and_how_it_ends_is_passed_on(kept, tmp_path):
 def test_much_output_is_passed_on_whole(kept):
     run = kept("print('x' * 99 + '\\n', end='') or [print('y' * 999) for _ in range(4000)]")
     time.sleep(0.5)  # nobody reads at first: what is said has to wait, and is not lost
-    text = "".join(frame.value for frame in run.rest() if frame.kind == frames.OUT)
+    text = "".join(frame.value for frame in run.rest() if frame.kind == ssh.OUT)
     assert text == "x" * 99 + "\n" + ("y" * 999 + "\n") * 4000
 
 
-@pytest.mark.parametrize(("word", "name"), [(frames.INTERRUPT, "SIGINT"), (frames.TERMINATE, "SIGTERM")])
+@pytest.mark.parametrize(("word", "name"), [(ssh.INTERRUPT, "SIGINT"), (ssh.TERMINATE, "SIGTERM")])
 def test_it_ends_in_order_when_it_is_told_to(word, name, kept, tmp_path):
     run = kept(_POLITE)
     run.begun()
-    run.say(frames.BEAT)
+    run.say(ssh.BEAT)
     run.say(word)
     told = run.rest()
-    assert "".join(frame.value for frame in told if frame.kind == frames.OUT) == "reports are written\n"
+    assert "".join(frame.value for frame in told if frame.kind == ssh.OUT) == "reports are written\n"
     assert told[-1].value == {"exit": 2, "error": ""}
     assert (tmp_path / "told").read_text() == name
 
@@ -164,7 +164,7 @@ def test_it_ends_when_no_beat_comes_any_more(kept, tmp_path):
     run = kept(_POLITE, silent=3.0)
     run.begun()
     for _ in range(33):
-        run.say(frames.BEAT)
+        run.say(ssh.BEAT)
         time.sleep(0.1)
     assert not (tmp_path / "told").exists()  # longer than that, and never long without a beat
     assert run.end() == 0
@@ -175,7 +175,7 @@ def test_what_is_deaf_or_left_in_a_session_of_its_own_is_killed_with_all_that_ca
     for script, code in ((_DEAF, None), (_DEAF.removesuffix("time.sleep(600)\n") + "sys.exit(0)", 0)):
         run = kept(script, grace=0.5)
         run.begun()
-        run.say(frames.TERMINATE)
+        run.say(ssh.TERMINATE)
         end = run.rest()[-1]
         assert (end.value["exit"], "killed" in end.value["error"]) == (code, code is None)
         for pid in (tmp_path / "pids").read_text().split():
@@ -194,26 +194,26 @@ def test_where_nothing_was_started_there_is_nothing_to_bring(tmp_path):
 def node(request, **settings):
     """Ask our side of a node, as ssh would."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest_gpucluster.remote.node"],
+        [sys.executable, "-m", "pytest_gpucluster.runners.remote_node"],
         input=request,
         capture_output=True,
         timeout=_DEADLINE,
         **settings,
     )
     assert done.stderr == b""
-    return done.returncode, [frames.decode(line) for line in done.stdout.splitlines()]
+    return done.returncode, [ssh.decode(line) for line in done.stdout.splitlines()]
 
 
 def test_a_request_that_cannot_be_met_is_answered_with_why():
     for request_line, told in (
         (b"rubbish\n", "no request"),
         (b'{"protocol": 7, "do": "run"}\n', "protocol 7"),
-        (frames.request("format"), "'format'"),
-        (frames.request("collect", directory="/", folder="/gone/for/good"), "nothing was started"),
-        (frames.request("run", words=["--version"], directory="/gone", folder=None), "cannot be started"),
+        (ssh.request("format"), "'format'"),
+        (ssh.request("collect", directory="/", folder="/gone/for/good"), "nothing was started"),
+        (ssh.request("run", words=["--version"], directory="/gone", folder=None), "cannot be started"),
     ):
         code, answered = node(request_line)
-        assert (code, answered[0].kind, answered[-1].kind) == (1, frames.HELLO, frames.END)
+        assert (code, answered[0].kind, answered[-1].kind) == (1, ssh.HELLO, ssh.END)
         assert answered[-1].value["exit"] is None
         assert told in answered[-1].value["error"]
 
@@ -221,7 +221,7 @@ def test_a_request_that_cannot_be_met_is_answered_with_why():
 def probed(tmp_path, **changed):
     asked = {"directory": str(tmp_path), "report_dir": "out", "arguments": ["suite"], "port": None}
     asked["master"] = "127.0.0.1"
-    _, answered = node(frames.request("probe", **{**asked, **changed}))
+    _, answered = node(ssh.request("probe", **{**asked, **changed}))
     return answered[1].value
 
 

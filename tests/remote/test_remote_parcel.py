@@ -8,7 +8,7 @@ import tarfile
 import pytest
 
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.remote import parcel
+from pytest_gpucluster.runners import node_agent
 
 
 def packed(*members, gz=True):
@@ -35,11 +35,11 @@ def test_a_folder_comes_as_it_was(tmp_path):
     (source / "20260102-030405" / "artifacts" / "ünterordner" / "a b.txt").write_text("text")
     (source / "latest").symlink_to("20260102-030405")
     (source / "empty").touch()
-    pieces = list(parcel.pack(source))
+    pieces = list(node_agent.pack(source))
     assert all(pieces)
     target = tmp_path / "here"
     target.mkdir()
-    assert parcel.unpack(io.BytesIO(b"".join(pieces)), target) == 3
+    assert node_agent.unpack(io.BytesIO(b"".join(pieces)), target) == 3
     assert (target / "latest" / "journal.jsonl").read_bytes() == b"x" * 300_000
     assert (target / "latest" / "artifacts" / "ünterordner" / "a b.txt").read_text() == "text"
     assert (target / "empty").read_bytes() == b""
@@ -62,7 +62,7 @@ def test_nothing_is_taken_that_could_lie_outside_or_is_no_file(member, tmp_path)
     target = tmp_path / "here"
     target.mkdir()
     with pytest.raises(EnvironmentBroken):
-        parcel.unpack(packed((member, b"")), target)
+        node_agent.unpack(packed((member, b"")), target)
     assert list(target.iterdir()) == []
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
 
@@ -72,7 +72,7 @@ def test_nothing_is_written_through_a_link(tmp_path):
     target = tmp_path / "here"
     target.mkdir()
     content = packed((named("a", tarfile.SYMTYPE, "b"), b""), (named("a"), b"first"), (named("b"), b"second"))
-    assert parcel.unpack(content, target) == 2
+    assert node_agent.unpack(content, target) == 2
     assert ((target / "a").read_bytes(), (target / "a").is_symlink()) == (b"first", False)
 
 
@@ -80,12 +80,12 @@ def test_what_is_damaged_or_far_too_large_is_not_taken(tmp_path, monkeypatch):
     whole = packed((named("journal.jsonl"), bytes(range(256)) * 4000)).getvalue()
     for damaged in (whole[: len(whole) // 2], b"", b"x" * 999):
         with pytest.raises(EnvironmentBroken):
-            parcel.unpack(io.BytesIO(damaged), tmp_path)
-    monkeypatch.setattr(parcel, "MOST_BYTES", 1000)
+            node_agent.unpack(io.BytesIO(damaged), tmp_path)
+    monkeypatch.setattr(node_agent, "MOST_BYTES", 1000)
     with pytest.raises(EnvironmentBroken):
-        parcel.unpack(packed((named("a"), b"x" * 600), (named("b"), b"x" * 600)), tmp_path)
+        node_agent.unpack(packed((named("a"), b"x" * 600), (named("b"), b"x" * 600)), tmp_path)
 
 
 def test_a_name_twice_is_an_error_and_never_a_mix(tmp_path):
     with pytest.raises(FileExistsError):
-        parcel.unpack(packed((named("a"), b"1"), (named("a"), b"2")), tmp_path)
+        node_agent.unpack(packed((named("a"), b"1"), (named("a"), b"2")), tmp_path)

@@ -10,10 +10,9 @@ from programs import require_program
 from pytest_gpucluster import cli
 from pytest_gpucluster.agreement.preflight import Expectation
 from pytest_gpucluster.errors import OptionError
-from pytest_gpucluster.remote.hosts import parse_hosts
-from pytest_gpucluster.remote.plan import Plan, handed_on, require_agreement, require_free
-from pytest_gpucluster.remote.ssh_command import Access, ssh_command
-from pytest_gpucluster.torchrun.command_line import command_line
+from pytest_gpucluster.runners.hosts import Plan, handed_on, parse_hosts, require_agreement, require_free
+from pytest_gpucluster.runners.ssh import Access, ssh_command
+from pytest_gpucluster.runners.torchrun import command_line
 
 HOSTS = parse_hosts("gpu-1 address=10.0.0.1\ngpu-2 slots=4\n", "hosts")
 EIGHT = Expectation.parse("1x8xH100")

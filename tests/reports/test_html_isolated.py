@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from pytest_gpucluster import isolation_told
 from pytest_gpucluster.isolation.finding import Culprit, Isolated, Outcome
 from pytest_gpucluster.reports.html.criterion import search_of
+from pytest_gpucluster.session import isolation
 
 NAMES = {0: "gpu-01", 1: "gpu-02", 2: "gpu-03"}
 
@@ -21,7 +21,7 @@ def told(**changes: Any) -> dict[str, Any]:
         why_undecided="no time",
         reproduced=True,
     )
-    return {**isolation_told.to_json(found, NAMES, seconds=12.3), **changes}
+    return {**isolation.isolation_json(found, NAMES, seconds=12.3), **changes}
 
 
 def test_a_search_is_shown_as_the_product_writes_it_and_a_link_with_both_ends() -> None:

@@ -9,7 +9,7 @@ from fake_ssh import journal_lines
 
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal.journal import Journal, JournalBuilder
-from pytest_gpucluster.sweep.answer import MOST_BYTES, Answer
+from pytest_gpucluster.runners.sweep_result import MOST_BYTES, Answer
 
 
 def journal_of(lines) -> Journal:

@@ -7,10 +7,9 @@ import json
 import pytest
 
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.sweep import drive
-from pytest_gpucluster.sweep.evidence import Evidence
-from pytest_gpucluster.sweep.outcome import Outcome
-from pytest_gpucluster.sweep.plan import Plan, each_node
+from pytest_gpucluster.runners import sweep
+from pytest_gpucluster.runners.sweep import Plan, each_node
+from pytest_gpucluster.runners.sweep_result import Evidence, Outcome
 
 CODES = {"ACCEPTED": 0, "REJECTED": 1, "INCOMPLETE": 10, "NO ANSWER": 11}
 
@@ -63,7 +62,7 @@ def carried_out(tmp_path):
         )
         said = []
         record = Evidence(tmp_path, scheduler="slurm", command=["sweep"], nodes=plan.nodes)
-        verdict = drive.sweep(plan, scheduler, record, said.append)
+        verdict = sweep.sweep(plan, scheduler, record, said.append)
         assert scheduler.stopped == 1
         return verdict, json.loads((tmp_path / "sweep.json").read_text()), "\n".join(said)
 
@@ -101,7 +100,7 @@ def test_a_node_that_comes_twice_has_its_worse_outcome(carried_out):
     ("ends", "code", "reason"),
     [
         (KeyboardInterrupt(), 2, "interrupted by Ctrl-C"),
-        (drive.Stopped("SIGTERM"), 2, "interrupted by SIGTERM"),
+        (sweep.Stopped("SIGTERM"), 2, "interrupted by SIGTERM"),
         (EnvironmentBroken("kubectl is gone"), 11, "kubectl is gone"),
     ],
 )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_gpucluster.sweep.evidence import exclude_text
-from pytest_gpucluster.sweep.outcome import Outcome
-from pytest_gpucluster.sweep.table import progress_line, table
+from pytest_gpucluster.runners.sweep_result import Outcome, exclude_text, progress_line, sweep_table
 
 
 def rejected(node, failure):
@@ -32,7 +30,7 @@ def test_who_did_not_get_through_alone_is_listed_with_why_in_the_forms_that_sche
 
 def test_every_node_and_the_joint_run_have_a_row_also_those_that_have_not_run():
     bad = rejected("gpu-2", "hbm: slow\x1b[0m\n" + "x" * 500)
-    header, *rows = table(["gpu-1", "gpu-2"], [bad], None, "too few").splitlines()
+    header, *rows = sweep_table(["gpu-1", "gpu-2"], [bad], None, "too few").splitlines()
     assert header == "node      verdict   seconds  first failure"
     expected = ("gpu-1     not run         -  ", "gpu-2     REJECTED       61  hbm: slow#x1B[0m xxx")
     for row, begin in zip(rows, (*expected, "together  not run         -  too few"), strict=True):

@@ -15,8 +15,8 @@ from sessions import clean_environment
 
 from pytest_gpucluster import cli
 from pytest_gpucluster.journal.journal import JournalBuilder
-from pytest_gpucluster.sweep.answer import Answer
-from pytest_gpucluster.sweep.kubernetes import Kubernetes
+from pytest_gpucluster.runners.sweep_kubernetes import Kubernetes
+from pytest_gpucluster.runners.sweep_result import Answer
 
 TEMPLATE = {
     "apiVersion": "v1",
@@ -349,7 +349,7 @@ def test_an_interrupted_sweep_deletes_what_it_made(fake, sweep, monkeypatch):
 
     fake.acts([node("n1"), node("n2")], n1=REJECTED, n2={"do": "run forever"})
     clock = SimpleNamespace(sleep=interrupted, monotonic=time.monotonic)
-    monkeypatch.setattr("pytest_gpucluster.sweep.kubernetes.time", clock)
+    monkeypatch.setattr("pytest_gpucluster.runners.sweep_kubernetes.time", clock)
     code, kept, told = sweep()
     assert (code, kept["finished"], list(found(kept))) == (2, False, ["n1"])
     assert "interrupted by Ctrl-C: 1 of 2 nodes ended" in told.out

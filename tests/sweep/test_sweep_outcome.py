@@ -6,9 +6,7 @@ import dataclasses
 
 import pytest
 
-from pytest_gpucluster.sweep.answer import Answer
-from pytest_gpucluster.sweep.conclusion import conclude
-from pytest_gpucluster.sweep.outcome import Ended, Outcome, outcome_of
+from pytest_gpucluster.runners.sweep_result import Answer, Ended, Outcome, conclude, outcome_of
 
 ANSWER = Answer(
     verdict="ACCEPTED",

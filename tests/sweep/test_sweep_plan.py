@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_gpucluster.errors import OptionError
-from pytest_gpucluster.sweep.plan import Plan, each_node, reporting, require_free, require_nodes
+from pytest_gpucluster.runners.sweep import Plan, each_node, reporting, require_free, require_nodes
 
 
 def plan(expect="8xH100 SXM"):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.sweep.pods import finished, nodes_of, pods_of
+from pytest_gpucluster.runners.sweep_kubernetes import finished, nodes_of, pods_of
 
 
 @pytest.mark.parametrize("read", [nodes_of, lambda text: pods_of(text, "c"), finished], ids=["nodes", "pods", "job"])

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from pytest_gpucluster.errors import EnvironmentBroken, OptionError
-from pytest_gpucluster.sweep import tool
-from pytest_gpucluster.sweep.step import Step
+from pytest_gpucluster.runners import sweep
+from pytest_gpucluster.runners.sweep_slurm import Step
 
 
 def python(code):
@@ -69,7 +69,7 @@ def test_one_that_cannot_be_started_is_named(tmp_path):
 
 
 def test_what_it_prints_is_returned():
-    assert tool.ask(python("print(input())"), given="hello\n", within_seconds=60) == "hello\n"
+    assert sweep.run_tool(python("print(input())"), given="hello\n", within_seconds=60) == "hello\n"
 
 
 @pytest.mark.parametrize(
@@ -83,10 +83,10 @@ def test_what_it_prints_is_returned():
 )
 def test_anything_else_is_an_error(command, within, message):
     with pytest.raises(EnvironmentBroken, match=message):
-        tool.ask(command, within_seconds=within)
+        sweep.run_tool(command, within_seconds=within)
 
 
 def test_a_missing_program_is_named():
-    tool.require("sh")
+    sweep.require_tool("sh")
     with pytest.raises(OptionError, match="no-such-program"):
-        tool.require("sh", "no-such-program")
+        sweep.require_tool("sh", "no-such-program")

@@ -16,7 +16,7 @@ from sessions import Process, environment
 
 from pytest_gpucluster import cli
 from pytest_gpucluster.errors import OptionError
-from pytest_gpucluster.sweep import slurm
+from pytest_gpucluster.runners import sweep_slurm
 
 PASSED = leaves()
 TOGETHER = leaves(nnodes=2)
@@ -87,7 +87,7 @@ def test_every_node_runs_alone_and_then_all_together(fake, sweep, tmp_path):
 
 
 def test_a_node_that_hangs_is_ended_and_has_given_no_answer(fake, sweep, monkeypatch):
-    monkeypatch.setattr(slurm.Slurm, "grace_seconds", 0.3)
+    monkeypatch.setattr(sweep_slurm.Slurm, "grace_seconds", 0.3)
     fake.acts({"n1": {"do": "hang"}, "n2": {"do": "be deaf"}})
     code, kept, _ = sweep("n[1-2]", options=["--alone-within", "3 s"])
     assert code == 11
@@ -225,13 +225,13 @@ def test_a_missing_program_of_slurm_is_named(fake, sweep, monkeypatch):
 
 def test_the_nodes_of_the_job_are_swept_where_none_are_named():
     environ = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "gpu-[003,007]"}
-    assert slurm.allocated(environ, None) == ("gpu-003", "gpu-007")
+    assert sweep_slurm.allocated(environ, None) == ("gpu-003", "gpu-007")
     with pytest.raises(OptionError, match="salloc"):
-        slurm.allocated({"SLURM_JOB_NODELIST": "a"}, None)
+        sweep_slurm.allocated({"SLURM_JOB_NODELIST": "a"}, None)
 
 
 def test_a_task_on_a_strange_node_does_not_take_part():
-    words = slurm._with_rank_of_node(["echo", "-m", "torch.distributed.run", "--nnodes=2"], ["a", "b"])
+    words = sweep_slurm._with_rank_of_node(["echo", "-m", "torch.distributed.run", "--nnodes=2"], ["a", "b"])
     for node, code, said in (("b", 0, "-m torch.distributed.run --node-rank=1 --nnodes=2\n"), ("c", 64, "")):
         done = subprocess.run(
             words, env={**os.environ, "SLURMD_NODENAME": node}, capture_output=True, text=True, check=False, timeout=30

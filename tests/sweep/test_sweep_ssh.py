@@ -12,7 +12,7 @@ from fake_ssh import FakeSsh, journal_lines
 from sessions import Process, environment
 
 from pytest_gpucluster import cli
-from pytest_gpucluster.sweep import ssh
+from pytest_gpucluster.runners import sweep_ssh
 
 PASSED = {"journals": [journal_lines()], "together": [journal_lines(nnodes=2)], "exit": 0}
 REJECTED = {"journals": [journal_lines(outcome="failed", message="slow", verdict="REJECTED", exit=1)], "exit": 1}
@@ -93,7 +93,7 @@ def test_a_joint_run_is_as_good_as_its_worst_node(fake, sweep):
 
 
 def test_a_node_that_had_to_be_ended_in_the_joint_run_is_no_pass(fake, sweep, monkeypatch):
-    monkeypatch.setattr(ssh, "OTHERS_SECONDS", 1.0)
+    monkeypatch.setattr(sweep_ssh, "OTHERS_SECONDS", 1.0)
     fake.acts({"localhost": PASSED, "gpu-2": {**PASSED, "together hangs": True}, "gpu-3": REJECTED})
     _, kept, _ = sweep()
     assert (kept["together"]["verdict"], kept["together"]["exit"]) == ("NO ANSWER", 11)

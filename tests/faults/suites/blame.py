@@ -20,8 +20,8 @@ from stamps import stamp
 
 from pytest_gpucluster.benchmarks import clock, collectives
 from pytest_gpucluster.fixtures import RUN
-from pytest_gpucluster.isolating import Isolator
 from pytest_gpucluster.isolation.planner import Planner
+from pytest_gpucluster.session.isolation import Isolator
 
 RANK = int(os.environ["RANK"])
 HOST = os.environ["GPUCLUSTER_HOSTNAME"]

@@ -1,0 +1,1 @@
+"""Programs that start runs: torchrun, ssh, Slurm, Kubernetes, and sweeps of single nodes."""

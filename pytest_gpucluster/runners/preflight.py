@@ -1,0 +1,273 @@
+"""Whether the nodes are fit for one run: what each has answered, held against the others. Pure.
+
+What a node says of itself before a run: whether it could take part. On the node.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import os
+import platform
+import random
+import socket
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from pytest_gpucluster import __version__
+from pytest_gpucluster.errors import OptionError
+from pytest_gpucluster.journal.run_directory import require_writable
+from pytest_gpucluster.runners.hosts import Host
+from pytest_gpucluster.runners.ssh import Reply
+from pytest_gpucluster.text import one_line
+
+READY, NOT_READY, NO_ANSWER = "ready", "not ready", "no answer"
+_COMPARED = {
+    "version": "pytest-gpucluster",
+    "package": "the files of pytest-gpucluster",
+    "limits": "the limits (thresholds.yaml)",
+    "suite": "the files of the suite",
+    "python": "python",
+    "torch": "torch",
+    "pytest": "pytest",
+}
+"""What must be the same on all nodes -> what it is called."""
+_CHARACTERS = 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One node before the run."""
+
+    host: Host
+    state: str
+    facts: Mapping[str, Any]
+    problems: tuple[str, ...]
+
+    @property
+    def port(self) -> int | None:
+        """On which it can be met."""
+        port = self.facts.get("port")
+        return port if isinstance(port, int) else None
+
+
+def examine_nodes(hosts: Sequence[Host], replies: Mapping[str, Reply], version: str) -> tuple[Node, ...]:
+    """Return what is known of every host, in their order.
+
+    Nodes must be like most of them, and among equally many like the first; and have the version that asks, for that one
+    will read their reports. What did not answer is left out of the comparison.
+
+    Args:
+        hosts: all of them.
+        replies: name -> what it has answered. Without a reply a host has not answered.
+        version: of this package, here.
+    """
+    facts = {host.name: answer for host in hosts if (answer := _answer(replies.get(host.name))) is not None}
+    usual = {key: _usual([str(each.get(key, "")) for each in facts.values()]) for key in _COMPARED}
+    named = Counter(str(each.get("host", "")) for each in facts.values())
+    found = []
+    for host in hosts:
+        reply = replies.get(host.name)
+        mine = facts.get(host.name)
+        if mine is None:
+            why = reply.why if reply is not None and reply.why else "it has said nothing of itself"
+            # A node that says why it cannot is there, and somebody should mend it; it is no less missing.
+            found.append(Node(host=host, state=NO_ANSWER, facts={}, problems=(one_line(why, _CHARACTERS),)))
+            continue
+        problems = [one_line(str(problem), _CHARACTERS) for problem in _texts(mine.get("problems"))]
+        for key, called in _COMPARED.items():
+            has = str(mine.get(key, ""))
+            if has != usual[key]:
+                problems.append(f"{called}: {_shown(has)}, where most have {_shown(usual[key])}")
+        if mine.get("version") == usual["version"] != version:
+            problems.append(f"pytest-gpucluster: {_shown(usual['version'])}, where this machine has {version}")
+        if named[str(mine.get("host", ""))] > 1:
+            problems.append(
+                f"calls itself {_shown(str(mine.get('host', '')))} like another node: one machine twice, or "
+                "two of one name (GPUCLUSTER_HOSTNAME on the nodes gives them names)"
+            )
+        found.append(Node(host=host, state=NOT_READY if problems else READY, facts=mine, problems=tuple(problems)))
+    return tuple(found)
+
+
+def preflight_table(nodes: Sequence[Node]) -> str:
+    """Return the table of nodes, each problem on a line of its own below its node."""
+    rows = [["node", "state", "host", "suite", "python", "torch"]]
+    for node in nodes:
+        rows.append([node.host.name, node.state])
+        rows[-1] += [_cell(node.facts.get(key)) for key in ("host", "version", "python", "torch")]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for number, row in enumerate(rows):
+        lines.append("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+        lines += [f"  {problem}" for problem in (nodes[number - 1].problems if number else ())]
+    return "\n".join(lines)
+
+
+def counted(nodes: Sequence[Node]) -> str:
+    """Return how many are in which state, and who is not ready.
+
+    >>> counted([])
+    'none of 0 nodes is ready'
+    """
+    ready = sum(node.state == READY for node in nodes)
+    texts = [f"{ready or 'none'} of {len(nodes)} nodes {'is' if ready < 2 else 'are'} ready"]
+    for state in (NOT_READY, NO_ANSWER):
+        names = [node.host.name for node in nodes if node.state == state]
+        if names:
+            more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+            texts.append(f"{state}: {', '.join(names[:8])}{more}")
+    return "; ".join(texts)
+
+
+def _answer(reply: Reply | None) -> Mapping[str, Any] | None:
+    # Nothing in it is no answer: whoever has no facts is left out of a run, and must not count as ready.
+    return (reply.answer or None) if reply is not None and not reply.why else None
+
+
+def _usual(values: Sequence[str]) -> str:
+    # Counter keeps the order of the first seen among equals.
+    return Counter(values).most_common(1)[0][0] if values else ""
+
+
+def _shown(value: str) -> str:
+    return one_line(value, 60) or "none"
+
+
+def _cell(value: object) -> str:
+    return one_line(str(value), 40) if value else "-"
+
+
+def _texts(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
+
+
+_OF_A_SUITE = (".py", ".yaml", ".yml", ".ini", ".toml")
+_FIRST_PORT, _PORTS, _TRIES = 20000, 10000, 50
+"""Below the ports that Linux gives away. Source: Linux, Documentation/networking/ip-sysctl.rst
+(ip_local_port_range: 32768 to 60999)."""
+
+
+def probe(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts of this node, and under ``problems`` what would stop a run here, each in one line.
+
+    Args:
+        request: ``directory`` to work in, ``report_dir``, pytest's ``arguments``, the ``master`` that is to be found
+            by its name, and ``port``: a number that must be free, 0 for any, None where this is not the first node.
+    """
+    from pytest_gpucluster.judge.loader import shipped_path  # which loads yaml
+
+    problems: list[str] = []
+    directory = Path(request["directory"])
+    try:
+        os.chdir(directory)
+    except OSError as error:
+        problems.append(f"the working directory {directory}: {error.strerror or error} (--directory)")
+    else:
+        try:
+            require_writable(Path(request["report_dir"]), "the report directory")
+        except OptionError as error:
+            problems.append(f"{error} (--node-report-dir)")
+    facts: dict[str, Any] = {
+        "host": hostname(),
+        "version": __version__,
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "pytest": _version("pytest"),
+        "package": _digest([Path(__file__).resolve().parent.parent]),
+        "limits": _digest([shipped_path()]),
+        "suite": _digest(_paths(request["arguments"])),
+        "interpreter": sys.executable,
+        "problems": problems,
+    }
+    problems += [f"{name} is not installed for {sys.executable}" for name in ("torch", "pytest") if not facts[name]]
+    if request["port"] is not None:
+        facts["port"] = _port(int(request["port"]), problems)
+    elif request["master"]:
+        try:
+            found = {str(entry[4][0]) for entry in socket.getaddrinfo(request["master"], None, type=socket.SOCK_STREAM)}
+            if all(map(_is_loopback, found)) and not _is_loopback(_reached_at()):
+                problems.append(
+                    f"finds {', '.join(sorted(found))} for {request['master']}, where all are to meet: that is this "
+                    "node itself (address= of the first node, or --master-addr)"
+                )
+        except OSError as error:
+            problems.append(
+                f"finds no address for {request['master']}, where all are to meet: {error.strerror or error}"
+                " (address= of the first node, or --master-addr)"
+            )
+    return facts
+
+
+def hostname() -> str:
+    """Return what this node calls itself in reports."""
+    return os.environ.get("GPUCLUSTER_HOSTNAME") or socket.gethostname()
+
+
+def _reached_at() -> str:
+    """Return the address of this node to which the connection came; empty where nobody says. Source: ssh(1)."""
+    words = os.environ.get("SSH_CONNECTION", "").split()
+    return words[2] if len(words) == 4 else ""
+
+
+def _is_loopback(address: str) -> bool:
+    """Tell whether nobody else reaches this address; also where it is none."""
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return True
+
+
+def _version(name: str) -> str:
+    """Return an installed version without importing the package, which for torch takes seconds."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _paths(arguments: Sequence[str]) -> list[Path]:
+    """Return the files and folders among pytest's arguments."""
+    named = [Path(word.partition("::")[0]) for word in arguments if word and not word.startswith("-")]
+    return [path for path in named if path.exists()]
+
+
+def _digest(places: Iterable[Path]) -> str:
+    """Return a short digest of code and settings in these places; empty where there are none."""
+    found = hashlib.sha256()
+    count = 0
+    for place in places:
+        files = sorted(path for path in place.rglob("*") if path.suffix in _OF_A_SUITE) if place.is_dir() else [place]
+        for path in files:
+            if not path.is_file():
+                continue
+            name = path.relative_to(place).as_posix() if place.is_dir() else path.name
+            found.update(f"{name}\0".encode("utf-8", "backslashreplace"))
+            found.update(hashlib.sha256(path.read_bytes()).digest())
+            count += 1
+    return found.hexdigest()[:12] if count else ""
+
+
+def _port(wanted: int, problems: list[str]) -> int:
+    """Return a port on which this node can listen: the wanted one, or any where that is 0."""
+    # Not by name of the run: two operators at the same second must not get the same one.
+    tries = [wanted] if wanted else random.SystemRandom().sample(range(_FIRST_PORT, _FIRST_PORT + _PORTS), _TRIES)
+    why = ""
+    for port in tries:
+        try:
+            with socket.socket() as probed:
+                # As torch does: a port on which a run has just ended is free.
+                probed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probed.bind(("", port))
+        except OSError as error:
+            why = error.strerror or str(error)
+        else:
+            return port
+    told = f"port {wanted}" if wanted else f"{_TRIES} ports of {_FIRST_PORT} to {_FIRST_PORT + _PORTS - 1}"
+    problems.append(f"cannot listen on {told}: {why} (--port)")
+    return wanted

@@ -1,0 +1,1 @@
+"""pytest's side of a run: options, start, phases of each test, verdict, reporting, end."""

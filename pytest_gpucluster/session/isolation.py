@@ -1,0 +1,456 @@
+"""Rank 0's side of a search for who is to blame: from what the ranks saw of a round to the next round.
+
+How what a search for culprits has found is told: on the test's record, on the terminal, and in exclude.txt.
+
+After a collective has failed: find who is to blame, in the same session.
+
+Rank 0 plans, round by round, which groups are probed at once (``isolation.planner``). Every rank then takes part in the
+probe of its own group, an all-reduce in a process group of those ranks alone, and tells rank 0 what came of it in one
+exchange, whose verdict is the next round. A probe that does not end is released at its deadline, as any phase of a
+test. Units are nodes, or the GPUs of a single node.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_gpucluster.agreement.release import Released
+from pytest_gpucluster.errors import (
+    LaunchError,
+    WrongResult,
+    communication_failed,
+    connection_cut,
+    gpu_died,
+    kind_of,
+    text_of,
+)
+from pytest_gpucluster.isolation.finding import Isolated, Outcome
+from pytest_gpucluster.isolation.planner import Planner
+from pytest_gpucluster.metrics.units import parse
+from pytest_gpucluster.text import first_line
+
+if TYPE_CHECKING:
+    from pytest_gpucluster.isolation.finding import Culprit, Isolated
+    from pytest_gpucluster.journal.test_record import TestRecord
+    from pytest_gpucluster.session.cluster import Cluster
+    from pytest_gpucluster.session.failure import MergedRepr
+    from pytest_gpucluster.session.run import Run
+
+METRIC = "nccl.all_reduce.busbw"
+"""What is probed, and whose limits are the floor of a group."""
+
+DTYPE = "fp32"
+
+
+class Plan:
+    """Units and their ranks, what was probed, what is next.
+
+    Args:
+        run: what rank 0 holds.
+        seconds: how long the search may last.
+    """
+
+    def __init__(self, run: Run, *, seconds: float) -> None:
+        self._run = run
+        self._until = time.monotonic() + seconds
+        node_of = run.node_of()
+        self.by_nodes = len(set(node_of.values())) > 1
+        self.ranks: dict[int, list[int]] = {}
+        """Unit -> its ranks."""
+        for rank in sorted(node_of):
+            self.ranks.setdefault(node_of[rank] if self.by_nodes else rank, []).append(rank)
+        assert run.workload is not None
+        self._planner = Planner(
+            sorted(self.ranks),
+            floor=self._floor,
+            min_ratio=run.workload.isolation.min_ratio,
+            name=self.names.__getitem__,
+            # One GPU by itself has no link, and its rate is that of nothing.
+            alone=all(len(ranks) > 1 for ranks in self.ranks.values()),
+        )
+        self._round: tuple[tuple[int, ...], ...] = ()
+        self.cut_short = ""
+        """Why the search ends before the planner is through; nothing if it does not."""
+
+    def decide(self, bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Take what the ranks saw in the last round, and say which groups of ranks are next; none: it is over."""
+        self.cut_short = self._why_not_taken(bodies)
+        if not self.cut_short and self._round:
+            self._planner.take([self._outcome(members, bodies) for members in self._round])
+        self._round = () if self.cut_short else self._planner.next_round() or ()
+        if self._round and time.monotonic() >= self._until:
+            self._round, self.cut_short = (), "the time for it is up (isolation.budget)"
+        return {"groups": [self._ranks_of(members) for members in self._round]}
+
+    def _why_not_taken(self, bodies: Mapping[int, Mapping[str, Any]]) -> str:
+        """Return why nothing follows from a round for anybody's guilt, and no further round can be probed."""
+        assert self._run.watch is not None
+        if self._run.watch.ending is not None:  # it has cut off whoever was in a probe
+            return first_line(self._run.watch.ending.message)
+        # Told by the watcher in its place, as after any phase: it is gone, or cannot be released.
+        gone = next((f"{self._run.names[rank]}: {body.get('msg')}" for rank, body in bodies.items() if "o" in body), "")
+        return gone or next((str(body["unfit"]) for body in bodies.values() if "unfit" in body), "")
+
+    @property
+    def hosts(self) -> dict[int, str]:
+        """The host of each unit."""
+        assert self._run.joined is not None
+        who = self._run.joined.who
+        return {unit: str(who[ranks[0]]["host"]) for unit, ranks in self.ranks.items()}
+
+    @property
+    def names(self) -> dict[int, str]:
+        """How each unit is called: a node by its host, a GPU as its rank is called everywhere."""
+        if not self.by_nodes:
+            return {unit: self._run.names[unit] for unit in self.ranks}
+        hosts = self.hosts
+        twice = len(set(hosts.values())) < len(hosts)
+        return {unit: f"{host} (node {unit})" if twice else host for unit, host in hosts.items()}
+
+    def isolated(self) -> Isolated:
+        """Return what is known by now."""
+        return self._planner.finding()
+
+    def _ranks_of(self, members: Sequence[int]) -> list[int]:
+        return sorted(rank for unit in members for rank in self.ranks[unit])
+
+    def _outcome(self, members: tuple[int, ...], bodies: Mapping[int, Mapping[str, Any]]) -> Outcome:
+        seen = [bodies[rank] for rank in self._ranks_of(members)]
+
+        def first(kind: str) -> str:
+            return next((str(one[kind]) for one in seen if one.get(kind)), "")
+
+        rates = [one.get("busbw") for one in seen]
+        known = [rate for rate in rates if rate is not None]
+        failure = first("failure") or first("cut")  # whose peer was gone knows least of why
+        if not failure and not first("wrong") and len(known) < len(seen):
+            failure = "some of its ranks have no value" if len(seen) > 1 else "one rank alone has no link to measure"
+        return Outcome(
+            members=members,
+            busbw=min(known) if len(known) == len(seen) else None,
+            wrong=first("wrong"),
+            failure=failure,
+        )
+
+    def _floor(self, units: int) -> float | None:
+        run = self._run
+        assert run.workload is not None
+        sku = run.sku(run.gpu_name())
+        if sku is None:
+            return None
+        ranks = units * len(next(iter(self.ranks.values())))  # all have as many
+        labels = {"size": run.workload.isolation.size, "dtype": DTYPE, "world_size": str(ranks)}
+        labels["nnodes"] = str(units if self.by_nodes else 1)
+        limit = run.limits.limit(METRIC, sku=sku, world_size=ranks, nnodes=int(labels["nnodes"]), labels=labels)
+        return None if limit is None else limit.min
+
+
+_PROBES_SHOWN = 64
+
+
+def headline(found: Isolated, name: Callable[[int], str], *, cut_short: str = "") -> str:
+    """Return in a few words who is to blame, or why that is not known.
+
+    Args:
+        found: what the search has found.
+        name: tells what a unit is called.
+        cut_short: why it has ended before it was through; nothing if it has not.
+    """
+    if found.culprits:
+        return "isolated: " + ", ".join(_named(culprit, name) for culprit in found.culprits)
+    if found.rounds and not found.reproduced:
+        told = f"not isolated, not reproduced in {found.probes} probe{'s' * (found.probes != 1)}"
+        return f"{told}: {cut_short}" if cut_short else told
+    return f"not isolated: {cut_short or found.why_undecided}"
+
+
+def describe(found: Isolated, name: Callable[[int], str], *, seconds: float, cut_short: str = "") -> str:
+    """Return what was found and what was tried, as lines for a report."""
+    ended = [f"it has ended before it was through: {cut_short}"] if cut_short else []
+    lines = [f"Search for who is to blame, {seconds:.1f} s:", *found.summary(name), *ended, "Probes:"]
+    probed = [(number, one) for number, outcomes in enumerate(found.rounds, start=1) for one in outcomes]
+    for number, one in probed[:_PROBES_SHOWN]:
+        seen = one.wrong or one.failure or ("no value" if one.busbw is None else f"{one.busbw:.4g} GB/s")
+        lines.append(f"  round {number}: {', '.join(map(name, one.members))}: {first_line(seen)}")
+    if len(probed) > _PROBES_SHOWN:
+        lines.append(f"  and {len(probed) - _PROBES_SHOWN} more, which the journal has")
+    return "\n".join(lines)
+
+
+def isolation_json(found: Isolated, names: Mapping[int, str], *, seconds: float, cut_short: str = "") -> dict[str, Any]:
+    """Return the same in plain JSON types, for the journal. ``names`` tells what each unit is called."""
+    return {
+        **found.to_json(),
+        "names": {str(unit): name for unit, name in names.items()},
+        "seconds": seconds,
+        "cut_short": cut_short,
+    }
+
+
+def _named(culprit: Culprit, name: Callable[[int], str]) -> str:
+    who = " and ".join(map(name, culprit.units))
+    who = f"the link between {who}" if culprit.kind == "link" else who
+    return f"{who} (intermittent: {culprit.failed} of {culprit.probes} probes)" if culprit.intermittent else who
+
+
+_OUT_OF_MEMORY = re.compile("out of memory", re.IGNORECASE)
+"""Of CUDA, and of NCCL, which has no exception of its own for it. Source: cudaGetErrorString of
+cudaErrorMemoryAllocation."""
+Groups = Sequence[Sequence[int]]
+"""Ranks of each group that is probed in a round; no rank is in two of them."""
+
+
+class Isolator:
+    """Searches for who is to blame after failures. Every rank has one, and every rank must call :meth:`search`."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._spent_seconds = 0.0
+        self._found: Isolated | None = None
+        """What the last search has found, on rank 0; and after which test that was."""
+        self._after = ""
+        self._untold: _Search | None = None
+        """The search that no test's record has yet. Rank 0."""
+        self._probed: Cluster | None = None
+        """Whose group is still there, because others may not have left it."""
+
+    def why_not(self) -> str | None:
+        """Return why there is no search after a failure, or None if there is one. Rank 0 decides."""
+        run = self._run
+        if run.workload is None:
+            return "the suite has no workloads.yaml, which says how long to search"
+        if len(set(Counter(run.node_of().values()).values())) > 1:
+            return "the nodes have different numbers of ranks, so that groups of them cannot be held beside each other"
+        if self._found is not None and self._found.culprits:
+            return f"it was done after {self._after}, with a result"
+        if self._spent_seconds >= run.workload.isolation.budget_seconds:
+            return f"the time for it is spent (isolation.budget, {run.workload.isolation.budget_seconds:g} s)"
+        return None
+
+    def search(self, item: pytest.Item) -> None:
+        """Probe groups until it is known who is to blame, or the time is up.
+
+        Collective: every rank must call this, after the groups of all ranks were thrown away.
+
+        Args:
+            item: the test that has failed.
+        """
+        run = self._run
+        assert run.workload is not None
+        begin = time.monotonic()
+        self._say(f"searching for who is to blame, for {run.workload.isolation.budget_seconds:g} s at most")
+        plan = None
+        if run.rank == 0:
+            plan = Plan(run, seconds=run.workload.isolation.budget_seconds - self._spent_seconds)
+        interrupted = ""
+        try:
+            self._probe_all(item, plan)
+        except KeyboardInterrupt:
+            # It strikes at once, and the watcher may not have heard of the signal yet.
+            who = run.names[run.rank]
+            interrupted = f"interrupted (Ctrl-C) on {who} during the search after a failure of {item.nodeid}"
+            raise
+        finally:  # what an interruption ends has found something, too
+            seconds = time.monotonic() - begin
+            self._spent_seconds += seconds
+            if plan is not None:
+                if run.watch is not None and run.watch.ending is not None:
+                    plan.cut_short = first_line(run.watch.ending.message)
+                elif interrupted:
+                    plan.cut_short = interrupted
+                self._found, self._after = plan.isolated(), item.nodeid
+                excluded = self._exclude(plan)
+                self._untold = _Search(plan=plan, seconds=seconds, excluded=excluded)
+                self._say(self._headline(plan) + (f"; leave out of the next jobs: {excluded}" if excluded else ""))
+
+    def _probe_all(self, item: pytest.Item, plan: Plan | None) -> None:
+        groups: Groups = ()
+        number = 0
+        while True:
+            try:
+                body = self._probe(item, number, groups)
+                verdict = self._exchange(body, plan)
+            finally:
+                self._let_go()
+            if verdict is None:
+                return
+            groups = verdict["groups"]
+            if not groups:
+                return
+            number += 1
+
+    def tell(self, record: TestRecord, shown: MergedRepr | None) -> None:
+        """Put what the last search has found on the record of the test that it followed, once. Rank 0.
+
+        Args:
+            record: of that test, which knows by now how it has ended.
+            shown: what the terminal shows of the failure.
+        """
+        if self._untold is None:
+            return
+        search, self._untold = self._untold, None
+        assert self._found is not None
+        found, plan, seconds = self._found, search.plan, search.seconds
+        names = plan.names
+        headline = self._headline(plan)
+        record.isolation = isolation_json(found, names, seconds=seconds, cut_short=plan.cut_short)
+        if search.excluded:
+            record.properties.append(("exclude", search.excluded))
+        if record.between_attempts:  # it is run again: what was found is told of the attempt before
+            record.properties.append(("isolation", headline))
+            return
+        text = describe(found, names.__getitem__, seconds=seconds, cut_short=plan.cut_short)
+        # Where nobody was found, the failure itself tells more.
+        parts = (headline, record.message) if found.culprits else (record.message, headline)
+        record.message = first_line("; ".join(part for part in parts if part))
+        record.text = f"{record.text}\n\n{text}"
+        for culprit in found.culprits:
+            record.culprits |= {rank for unit in culprit.units for rank in plan.ranks[unit]}
+        if found.culprits and record.outcome == "error":
+            # What could not be carried through is no mere breakdown any more: the hardware to blame is known.
+            record.outcome = "failed"
+            self._show_as_failure(record.test.nodeid)
+        if shown is not None:
+            shown.explain(record.message, text)
+
+    def _headline(self, plan: Plan) -> str:
+        assert self._found is not None
+        return headline(self._found, plan.names.__getitem__, cut_short=plan.cut_short)
+
+    def _exclude(self, plan: Plan) -> str:
+        """Write exclude.txt beside the journal, if there are culprits; return where it is, or why it is not there."""
+        from pytest_gpucluster.isolation.finding import EXCLUDE_FILE as EXCLUDE
+        from pytest_gpucluster.isolation.finding import exclude_text
+
+        assert self._found is not None
+        if not self._found.culprits or self._run.directory is None:
+            return ""
+        path = self._run.directory / EXCLUDE
+        try:
+            path.write_text(
+                exclude_text(self._found, host=plan.hosts.__getitem__, name=plan.names.__getitem__), encoding="utf-8"
+            )
+        except (OSError, LaunchError) as error:
+            return f"{EXCLUDE} could not be written: {error}"
+        return str(path)
+
+    def _show_as_failure(self, nodeid: str) -> None:
+        """Let the terminal's summary count the test among the failures, and not among the errors."""
+        reporter = self._run.config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is None:
+            return
+        errors = reporter.stats.get("error", [])
+        for report in [one for one in errors if one.nodeid == nodeid and one.when == "call"]:
+            errors.remove(report)
+            reporter.stats.setdefault("failed", []).append(report)
+
+    def _say(self, text: str) -> None:
+        reporter = self._run.config.pluginmanager.get_plugin("terminalreporter")
+        if self._run.rank == 0 and reporter is not None and self._run.config.option.verbose >= 0:
+            reporter.ensure_newline()
+            reporter.write_line(f"gpucluster: {text}")
+
+    def _probe(self, item: pytest.Item, number: int, groups: Groups) -> Mapping[str, Any]:
+        """Take part in the probe of this rank's group, and return what this rank saw of it."""
+        run = self._run
+        assert run.watch is not None
+        assert run.cluster is not None
+        assert run.workload is not None
+        seconds = run.workload.isolation.probe_seconds
+        label = f"round {number} of the search after {item.nodeid}" if number else f"the search after {item.nodeid}"
+        mine = next((group for group in groups if run.rank in group), None)
+        phase = run.watch.enter(label, seconds)
+        seen: Mapping[str, Any] = {}
+        try:
+            try:
+                if mine is not None:
+                    self._probed = run.cluster.among(
+                        mine, name=f"isolation/{phase}/{mine[0]}", deadline_seconds=seconds
+                    )
+                    seen = self._measured(self._probed)
+            finally:
+                run.watch.leave()
+        except (KeyboardInterrupt, pytest.exit.Exception):
+            raise
+        except (Exception, Released) as error:  # whatever a broken fabric raises is what is looked for
+            run.watch.leave()  # a release may have struck in the middle of leaving
+            text = _in_the_world(text_of(error), mine or ())
+            seen = {_kind(error): first_line(f"{run.names.get(run.rank, run.rank)}: {text}")}
+        released = run.watch.released(phase)
+        if released is not None and not seen.keys() & {"wrong", "unfit"}:
+            seen = {"failure": first_line(released)}
+        if not seen.keys() & {"busbw", "wrong"}:
+            self._let_go()  # whoever waits for this rank in its group need not wait any longer
+        return seen
+
+    def _let_go(self) -> None:
+        """Throw the group of the last probe away. With NCCL that aborts it, which would cut off whoever is still in it:
+        so where nothing has gone wrong, all ranks must have left it. And no release may strike in the middle of it."""
+        probed, self._probed = self._probed, None
+        if probed is not None:
+            probed.discard(epoch=0)
+
+    def _measured(self, cluster: Cluster) -> Mapping[str, Any]:
+        from pytest_gpucluster.benchmarks.collectives import all_reduce
+
+        assert self._run.workload is not None
+        asked = self._run.workload.isolation
+        result = all_reduce(
+            cluster.group,
+            cluster.device,
+            payload_bytes=int(parse(asked.size).to("B")),
+            dtype=DTYPE,
+            sampling=asked.sampling,
+        )
+        busbw = result.slowest_busbw
+        return {"busbw": None if busbw is None else busbw.median / 1e9}
+
+    def _exchange(self, body: Mapping[str, Any], plan: Plan | None) -> Mapping[str, Any] | None:
+        """Tell rank 0 and learn the next round; None once the run has ended."""
+        run = self._run
+
+        def decide(bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
+            assert plan is not None  # called on rank 0 only
+            return plan.decide(bodies)
+
+        assert run.workload is not None
+        seconds = run.workload.isolation.probe_seconds + run.timeouts.stuck
+        return run.agree(body, decide, deadline_seconds=seconds)
+
+
+def _in_the_world(text: str, ranks: Sequence[int]) -> str:
+    """Call the ranks of a group, which in it are numbered from 0, as all the run calls them."""
+
+    def known(match: re.Match[str]) -> str:
+        number = int(match[1])
+        return f"rank {ranks[number]}" if number < len(ranks) else match[0]
+
+    return re.sub(r"\brank (\d+)\b", known, text)
+
+
+def _kind(error: BaseException) -> str:
+    """Return what an exception in a probe says: "wrong" data; a "failure" of the fabric; a connection that was "cut",
+    because a peer has ended; or that this rank is "unfit" for a probe, which is no fault of GPUs, nodes or links."""
+    if isinstance(error, WrongResult):
+        return "wrong"
+    if _OUT_OF_MEMORY.search(text_of(error)):
+        return "unfit"
+    if communication_failed(error):
+        return "cut" if connection_cut(error) else "failure"
+    return "unfit" if kind_of(error, "call") == "error" and not gpu_died(error) else "failure"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Search:
+    """A search that is over. ``excluded``: where exclude.txt is, or why it is not."""
+
+    plan: Plan
+    seconds: float
+    excluded: str

@@ -1,0 +1,603 @@
+"""How the value of an option is written: seconds, one of several words, yes or no, names, waiting times.
+
+Settings: command line over environment over ini over default, each with its origin.
+
+The plugin is *active* only when this project's configuration, an ini setting or a ``--gpucluster-*`` option of the
+command line asks for it. An environment variable alone never turns it on: it may be left over in an operator's shell.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pytest_gpucluster.errors import OptionError
+
+if TYPE_CHECKING:
+    import pytest
+
+_YES, _NO = ("yes", "true", "on", "1"), ("no", "false", "off", "0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """How long to wait, in seconds, before a silence means something.
+
+    The defaults suit hosts that share a fast network. ``--gpucluster-timeouts grace=2,join=900`` changes some.
+    """
+
+    join: float = 300.0
+    """Every rank must have reported to the store by then (imports over a slow file system are the usual delay)."""
+    grace: float = 1.0
+    """A rank that waits in a collective for this long after a peer's failure is released."""
+    stuck: float = 10.0
+    """A rank that has not come back this long after its release cannot be released: the run ends."""
+    dead: float = 30.0
+    """A rank on another host whose heartbeat has stood still this long is lost."""
+    unresponsive: float = 60.0
+    """A process that lives, but whose heartbeat has stood still this long, is treated as hung."""
+    terminate: float = 20.0
+    """After SIGTERM everything is over by then; torchrun sends SIGKILL after 30 s."""
+
+    @classmethod
+    def parse(cls, text: str) -> Timeouts:
+        """Read ``name=seconds,...``.
+
+        Raises:
+            OptionError: an unknown name, or a value that is no positive number.
+        """
+        allowed = ", ".join(cls.__dataclass_fields__)
+        values: dict[str, float] = {}
+        for part in filter(None, (piece.strip() for piece in text.split(","))):
+            name, _, value = part.partition("=")
+            if name not in cls.__dataclass_fields__:
+                raise OptionError(f"unknown timeout {name!r}; allowed: {allowed}, each as name=seconds")
+            if name in values:
+                raise OptionError(f"timeout {name!r} is given twice")
+            values[name] = positive_seconds(value)
+        return cls(**values)
+
+
+def positive_seconds(text: str) -> float:
+    """Read a positive, finite number of seconds.
+
+    Raises:
+        OptionError: anything else.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        raise OptionError(f"{text!r} is not a number of seconds") from None
+    if not 0 < value < float("inf"):
+        raise OptionError(f"{text!r} is not a positive number of seconds")
+    return value
+
+
+def one_of(*allowed: str) -> Callable[[str], str]:
+    """Return a parser that takes one of these words and raises OptionError at any other."""
+
+    def parse(text: str) -> str:
+        if text not in allowed:
+            raise OptionError(f"{text!r} is not allowed; choose one of: {', '.join(allowed)}")
+        return text
+
+    return parse
+
+
+def yes_or_no(text: str) -> bool:
+    """Read the value of a flag.
+
+    Raises:
+        OptionError: neither yes nor no. A bare flag takes the next word for its value: a path, as a rule.
+    """
+    word = text.strip().lower()
+    if word not in (*_YES, *_NO):
+        raise OptionError(
+            f"{text!r} is neither yes nor no; write =yes behind the option, or let it stand last or before another "
+            "option"
+        )
+    return word in _YES
+
+
+def names_value(text: str) -> tuple[str, ...]:
+    """Read names separated by commas."""
+    return tuple(filter(None, (name.strip() for name in text.split(","))))
+
+
+def shape_value(text: str) -> Any:
+    """Read the declared shape of the cluster (``agreement.preflight.Expectation``).
+
+    Raises:
+        OptionError: it is no shape.
+    """
+    from pytest_gpucluster.agreement.preflight import Expectation  # a session without the option pays nothing
+
+    return Expectation.parse(text)
+
+
+def override_value(text: str, origin: str) -> Any:
+    """Read one changed value of the workload (``workload_file.Override``).
+
+    Raises:
+        OptionError: no such key, or a value that it cannot have.
+    """
+    from pytest_gpucluster.config.workload_loader import (
+        Override,  # it reads YAML: a session without the option pays nothing
+    )
+
+    return Override.parse(text, origin=origin)
+
+
+def soak_value(text: str, origin: str) -> Any:
+    """Read how long the burn-in lasts: one changed value of the workload (``workload_file.Override``).
+
+    Raises:
+        OptionError: no time, or one that the burn-in cannot have.
+    """
+    return override_value(f"burn_in.duration={text}", origin)
+
+
+def sizes_value(text: str, origin: str) -> Any:
+    """Read the sizes of all collectives: changed values of the workload (a tuple of ``workload_file.Override``).
+
+    Raises:
+        OptionError: as ``collective_sizes.read``.
+    """
+    from pytest_gpucluster.config.workload_loader import read_sizes  # as above
+
+    return read_sizes(text, origin=origin)
+
+
+def data_value(text: str, base: Path) -> Any:
+    """Read what to train with (``training_inputs.Data``).
+
+    Raises:
+        OptionError: as ``training_inputs.read_data``.
+    """
+    from pytest_gpucluster.session.training_inputs import read_data  # as above
+
+    return read_data(text, base)
+
+
+def journal_value(text: str, base: Path) -> Path:
+    """Read the place of an earlier run's journal.
+
+    A link such as ``latest`` is followed now: this run is about to become the latest one. Whether there is a journal,
+    only the rank that reads it needs to know.
+
+    Raises:
+        OptionError: no path.
+    """
+    from pytest_gpucluster.errors import JournalError  # as above
+    from pytest_gpucluster.journal.journal import locate
+
+    if not text.strip():
+        raise OptionError("no path")
+    path = base / Path(text.strip()).expanduser()
+    try:
+        return locate(path).resolve()
+    except (JournalError, OSError):
+        return path
+
+
+class Percentage(float):
+    """A ratio that people read and write in percent."""
+
+    def __str__(self) -> str:
+        return f"{100 * self:g} %"
+
+
+def percentage_value(text: str) -> Percentage:
+    """Read by how much something may be worse, as a ratio.
+
+    Raises:
+        OptionError: as ``allowance``.
+    """
+    from pytest_gpucluster.analysis.significance import allowance  # as above
+
+    return Percentage(allowance(text))
+
+
+def model_value(text: str, base: Path) -> Any:
+    """Read a pretrained model's place (``training_inputs.Source``).
+
+    Raises:
+        OptionError: as ``training_inputs.read_model``.
+    """
+    from pytest_gpucluster.session.training_inputs import read_model  # as above
+
+    return read_model(text, base)
+
+
+DEVICES = ("cuda", "cpu")
+PROFILES = ("quick", "full", "soak")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One resolved value and where it came from ("command line", "environment", "ini", "default")."""
+
+    value: Any
+    origin: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Option:
+    """One option. A repeatable one is given as often as needed; it has one value a line in the ini file, and ``;``
+    between the values in the environment. Its value is a tuple."""
+
+    name: str
+    metavar: str
+    help: str
+    default: str | None = None
+    parse: Callable[..., Any] = str
+    takes: Literal["text", "place", "base"] = "text"
+    """What ``parse`` takes: the text alone; also where it was written; also what a relative path is relative to."""
+    repeatable: bool = False
+    bare: str | None = None
+    """The value of the option where the command line gives it none; None: it must have one."""
+
+    @property
+    def flag(self) -> str:
+        return f"--gpucluster-{self.name}"
+
+    @property
+    def dest(self) -> str:
+        return f"gpucluster_{self.name.replace('-', '_')}"
+
+    @property
+    def variable(self) -> str:
+        return self.dest.upper()
+
+
+def _path(text: str, base: Path) -> Path:
+    if not text.strip():
+        raise OptionError("no path")
+    return base / os.path.expanduser(text)
+
+
+OPTIONS = (
+    _Option(
+        name="device",
+        metavar="DEVICE",
+        default="cuda",
+        parse=one_of(*DEVICES),
+        help="cuda, or cpu for a rehearsal with gloo, small sizes and the cpu-rehearsal limits (default: cuda)",
+    ),
+    _Option(
+        name="expect",
+        metavar="NODESxGPUS[xSKU]",
+        parse=shape_value,
+        help="the cluster that was ordered, such as 2x8xH100; anything else is an error before the first test",
+    ),
+    _Option(
+        name="thresholds",
+        metavar="FILE",
+        parse=_path,
+        takes="base",
+        help="a YAML file of limits laid over the shipped thresholds.yaml, limit by limit",
+    ),
+    _Option(name="sku", metavar="NAME", help="judge by the limits of this SKU, whatever the GPU calls itself"),
+    _Option(
+        name="profile",
+        metavar="PROFILE",
+        default="full",
+        parse=one_of(*PROFILES),
+        help="which profile of the suite's workloads.yaml to measure with: quick, full or soak; on cpu it is always "
+        "cpu (default: full)",
+    ),
+    _Option(
+        name="workload",
+        metavar="KEY=VALUE",
+        parse=override_value,
+        takes="place",
+        repeatable=True,
+        help="change one value of the profile, such as matmul.sizes=8192,16384 or matmul.window=5s; as often as "
+        "needed, in the ini file one a line, in the environment separated by ;",
+    ),
+    _Option(
+        name="sizes",
+        metavar="SIZE|BEGIN:END:FACTOR,...",
+        parse=sizes_value,
+        takes="place",
+        help="measure every collective with these sizes, as for nccl-tests (K, M, G are binary; 1 GB is decimal), such "
+        "as 8,512M:8G:2",
+    ),
+    _Option(
+        name="soak",
+        metavar="TIME",
+        parse=soak_value,
+        takes="place",
+        help="how long the burn-in lasts, such as 2h or 90min; the profile is soak then, unless another is named",
+    ),
+    _Option(
+        name="report-dir",
+        metavar="DIR",
+        default="gpucluster-report",
+        parse=_path,
+        takes="base",
+        help="where each run leaves its own folder (default: gpucluster-report)",
+    ),
+    _Option(
+        name="deadline",
+        metavar="SECONDS",
+        default="300",
+        parse=positive_seconds,
+        help="the longest that a phase of one test may take, unless it has its own deadline marker (default: 300)",
+    ),
+    _Option(
+        name="require",
+        metavar="CRITERIA",
+        parse=names_value,
+        default="",
+        help="criteria that must have run, by name, separated by commas, on top of those that the topology requires",
+    ),
+    _Option(
+        name="timeouts",
+        metavar="NAME=SECONDS,...",
+        parse=Timeouts.parse,
+        default="",
+        help=f"change waiting times: {', '.join(Timeouts.__dataclass_fields__)}",
+    ),
+    _Option(
+        name="data",
+        metavar="[NAME=]PATH",
+        parse=data_value,
+        takes="base",
+        repeatable=True,
+        help="data to train with: images=FOLDER, function_calls=FILE[@sha256:HEX] or function_calls=ORG/NAME[@REVISION]"
+        " of the hub; a bare folder is images, a bare file function_calls; as often as needed, in the ini file one a "
+        "line, in the environment separated by ;",
+    ),
+    _Option(
+        name="model",
+        metavar="PATH|NAME[@REVISION]",
+        parse=model_value,
+        takes="base",
+        help="the pretrained model to fine-tune: a folder with its config.json, or a name on the hub",
+    ),
+    _Option(
+        name="scratch",
+        metavar="DIR",
+        parse=_path,
+        takes="base",
+        help="an existing folder for checkpoints, on a file system that all ranks share; without it they go into the "
+        "run's folder",
+    ),
+    _Option(
+        name="resume",
+        metavar="yes|no",
+        default="no",
+        parse=yes_or_no,
+        bare="yes",
+        help="go on from the newest checkpoint in the scratch folder; without a value it means yes (default: no)",
+    ),
+    _Option(
+        name="golden",
+        metavar="FILE",
+        parse=_path,
+        takes="base",
+        help="a golden loss curve, made by gpucluster golden; a curve that leaves its band is a failure",
+    ),
+    _Option(
+        name="baseline",
+        metavar="JOURNAL",
+        parse=journal_value,
+        takes="base",
+        help="an earlier run, as its journal.jsonl or its folder; a criterion also fails when it is worse than there, "
+        "beyond noise and by more than --gpucluster-baseline-fail",
+    ),
+    _Option(
+        name="baseline-fail",
+        metavar="PERCENT",
+        default="3%",
+        parse=percentage_value,
+        help="by how much a value may be worse than in the baseline, in percent of that (default: 3 percent)",
+    ),
+    _Option(
+        name="live",
+        metavar="auto|never",
+        default="auto",
+        parse=one_of("auto", "never"),
+        help="a live line on the terminal of rank 0 while a test runs; auto: where there is one, and neither a CI "
+        "system nor -q, -s or --pdb (default: auto)",
+    ),
+)
+
+
+OVERRIDING = ("workload", "sizes", "soak")
+"""Settings whose values are laid over the profile (``workload_file.Override``)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The resolved settings of a run."""
+
+    settings: Mapping[str, Setting]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.settings[name].value
+        except KeyError:
+            raise AttributeError(name) from None
+
+    @property
+    def overrides(self) -> tuple[Any, ...]:
+        """What is laid over the profile (``workload_file.Override``), by whichever option."""
+        return _overrides(self.settings)
+
+    def to_json(self) -> dict[str, dict[str, str | None]]:
+        """Return name -> value and origin as text, for the journal's header."""
+        return {
+            name: {"value": None if setting.value is None else _as_text(setting.value), "origin": setting.origin}
+            for name, setting in self.settings.items()
+        }
+
+    def chosen(self) -> list[str]:
+        """Return each setting that is no default, as ``name=value (origin)``."""
+        return [
+            f"{name}={_as_text(setting.value)} ({setting.origin})"
+            for name, setting in self.settings.items()
+            if setting.origin != "default"
+        ]
+
+
+def register(parser: pytest.Parser) -> None:
+    """Add the options and ini settings to pytest's parser."""
+    group = parser.getgroup("gpucluster", "acceptance of GPU clusters (pytest-gpucluster)")
+    parser.addini("gpucluster", "turn pytest-gpucluster on for this project", type="bool", default=False)
+    for option in OPTIONS:
+        group.addoption(
+            option.flag,
+            dest=option.dest,
+            metavar=option.metavar,
+            action="append" if option.repeatable else "store",
+            default=None,
+            help=option.help,
+            **({} if option.bare is None else {"nargs": "?", "const": option.bare}),
+        )
+        kind: Literal["linelist", "string"] = "linelist" if option.repeatable else "string"
+        parser.addini(option.dest, f"{option.help} (as {option.flag})", type=kind, default=None)
+
+
+def asked_for(early_config: pytest.Config, args: list[str]) -> bool:
+    """Tell whether the plugin will take part, from raw command-line arguments and the ini file alone."""
+    return any(arg.startswith("--gpucluster-") for arg in args) or _in_ini(early_config)
+
+
+def _in_ini(config: pytest.Config) -> bool:
+    return bool(config.getini("gpucluster")) or any(_ini(config, option) for option in OPTIONS)
+
+
+def active(config: pytest.Config) -> bool:
+    """Tell whether the plugin takes part in this session."""
+    if any(getattr(config.option, option.dest, None) is not None for option in OPTIONS):
+        return True
+    return _in_ini(config)
+
+
+def resolve(config: pytest.Config, environ: Mapping[str, str] = os.environ) -> Settings:
+    """Resolve every option.
+
+    Raises:
+        OptionError: names every wrong setting, its origin, the value found and the values allowed.
+    """
+    found: dict[str, Setting] = {}
+    complaints = []
+    for option in OPTIONS:
+        raws, origin, shown = _raw(config, option, environ)
+        values: list[Any] = []
+        for raw in raws:
+            try:
+                values.append(option.parse(raw, *_beside(config, option, origin, shown(raw))))
+            except OptionError as error:
+                complaints.append(f"{shown(raw)}: {error}")
+        value: Any = next(iter(values), None)
+        if option.repeatable:
+            value = tuple(values)
+            complaints += _repeated(values, shown)
+        found[option.name.replace("-", "_")] = Setting(value=value, origin=origin)
+    complaints += _nothing_to_resume(found)
+    complaints += _overridden_twice(found)
+    complaints += _nothing_to_hold_against(found)
+    if found["soak"].value is not None and found["profile"].origin == "default":
+        found["profile"] = Setting(value="soak", origin=f"--gpucluster-soak, {found['soak'].origin}")
+    if complaints:
+        raise OptionError("\n".join(complaints))
+    return Settings(settings=found)
+
+
+def report_directory(config: pytest.Config, environ: Mapping[str, str] = os.environ) -> Path:
+    """Return where reports go, also where another setting is wrong."""
+    option = next(option for option in OPTIONS if option.name == "report-dir")
+    [raw], origin, _ = _raw(config, option, environ)
+    return _base(config, origin) / (raw or "gpucluster-report")
+
+
+def _base(config: pytest.Config, origin: str) -> Path:
+    """Return what a path is relative to: as everywhere in pytest, the ini file for what the ini file says."""
+    return config.inipath.parent if origin == "ini" and config.inipath is not None else Path()
+
+
+def _beside(config: pytest.Config, option: _Option, origin: str, shown: str) -> list[Any]:
+    """Return what the parser of an option takes beside the text."""
+    beside: dict[str, list[Any]] = {"text": [], "place": [f"{origin}: {shown}"], "base": [_base(config, origin)]}
+    return beside[option.takes]
+
+
+def _nothing_to_resume(found: Mapping[str, Setting]) -> list[str]:
+    if found["resume"].value is not True or found["scratch"].origin != "default":
+        return []
+    return [
+        f"--gpucluster-resume ({found['resume'].origin}): without --gpucluster-scratch there is no checkpoint to go on "
+        "from, since every run has a folder of its own; name the folder that the interrupted run had"
+    ]
+
+
+def _nothing_to_hold_against(found: Mapping[str, Setting]) -> list[str]:
+    allowed = found["baseline_fail"]
+    if found["baseline"].value is not None or allowed.origin == "default":
+        return []
+    return [f"--gpucluster-baseline-fail ({allowed.origin}): nothing is compared without --gpucluster-baseline"]
+
+
+def _overrides(found: Mapping[str, Setting], names: Sequence[str] = OVERRIDING) -> tuple[Any, ...]:
+    values = [found[name].value for name in names]
+    given = [value if isinstance(value, tuple) else (value,) for value in values if value is not None]
+    return tuple(override for several in given for override in several)
+
+
+def _overridden_twice(found: Mapping[str, Setting]) -> list[str]:
+    """Complain where two options set the same value of the workload."""
+    of_workload, *others = ({override.key: override for override in _overrides(found, [name])} for name in OVERRIDING)
+    return [
+        f"{other.origin}, and {of_workload[key].origin}: both set {key}; leave one out"
+        for other_keys in others
+        for key, other in other_keys.items()
+        if key in of_workload
+    ]
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, tuple):
+        return str(value)
+    names = all(isinstance(part, str) for part in value)
+    return (", " if names else "; ").join(map(str, value))
+
+
+def _repeated(values: Sequence[Any], shown: Callable[[str], str]) -> list[str]:
+    """Complain about keys that come twice: which of the values counts must not depend on their order."""
+    keys = [value.key for value in values]
+    return [
+        f"{shown(f'{key}=...')}: {key} is given {keys.count(key)} times"
+        for key in dict.fromkeys(keys)
+        if keys.count(key) > 1
+    ]
+
+
+def _ini(config: pytest.Config, option: _Option) -> list[str]:
+    value = config.getini(option.dest)
+    return [str(part) for part in value] if isinstance(value, list) else [str(value)] if value else []
+
+
+def _raw(
+    config: pytest.Config, option: _Option, environ: Mapping[str, str]
+) -> tuple[list[str], str, Callable[[str], str]]:
+    """Return the values as written, their origin, and how to show such a value with its place."""
+    command_line = getattr(config.option, option.dest, None)
+    if command_line is not None:
+        given = [str(part) for part in command_line] if option.repeatable else [str(command_line)]
+        return given, "command line", lambda text: f"{option.flag} {text}"
+    if option.variable in environ:
+        text = environ[option.variable]
+        given = [part.strip() for part in text.split(";") if part.strip()] if option.repeatable else [text]
+        return given, "environment", lambda text: f"{option.variable}={text}"
+    given = _ini(config, option)
+    if given:
+        return given, "ini", lambda text: f"{config.inipath}: {option.dest} = {text}"
+    return [] if option.default is None else [option.default], "default", lambda text: f"{option.flag} (default)"

@@ -1,0 +1,524 @@
+"""How a phase has ended on this rank: passed, failed, skipped, or released because another one did not come.
+
+The phases of a test on one rank: run the body, tell the others how it ended, and end it as all of them agree.
+
+The verdict of an exchange is raised here, inside pytest's own hook for the phase. So ``-x``, ``--maxfail``, ``--lf``,
+reruns and exit codes act on the same outcome on every rank, by construction.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from _pytest.outcomes import Failed, Skipped  # pytest.fail.Exception and pytest.skip.Exception, for type checkers
+from _pytest.skipping import xfailed_key
+
+from pytest_gpucluster import errors
+from pytest_gpucluster.agreement.exchange import Ending, Merged, RankOutcome
+from pytest_gpucluster.agreement.release import Released
+from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault, InconclusiveMeasurement, NvlsFailed
+from pytest_gpucluster.journal.test_record import TestName, TestRecord
+from pytest_gpucluster.metrics.measurement import Measurement
+from pytest_gpucluster.metrics.time_budget import LEDGER, SET_UP, counted
+from pytest_gpucluster.node.health.monitor import Company
+from pytest_gpucluster.session.failure import (
+    LONGEST_TEXT,
+    clip,
+    let_go,
+    sections_of,
+    skip_reason,
+    summary_of,
+    traceback_of,
+    where_released,
+)
+from pytest_gpucluster.session.isolation import Isolator
+from pytest_gpucluster.session.reporting import FailedSubtests, Shown
+from pytest_gpucluster.session.selection import criterion_of, deadline_of, why_not_applicable
+from pytest_gpucluster.session.verdict import PhaseVerdict, keep_interrupted, label_of
+from pytest_gpucluster.text import first_line
+
+if TYPE_CHECKING:
+    from pytest_gpucluster.session.run import Run
+
+_EXPLAINED_SECONDS = 0.5
+"""How long a rank whose connection was cut waits for news of the cause: a few rounds of its watcher."""
+ON_TRIAL = pytest.StashKey[bool]()
+"""In the stash of a test while its report is made on trial: it is thrown away."""
+_MILD = (pytest.skip.Exception, pytest.xfail.Exception)
+IN_CALL = pytest.StashKey[bool]()
+"""In the stash of a test while its body runs: what is measured at another time would be judged by nobody."""
+MEASUREMENTS = pytest.StashKey[list[Measurement]]()
+"""What a test has measured so far on this rank, in its stash."""
+
+
+def own_outcome(run: Run, item: pytest.Item, when: str, number: int, error: BaseException | None) -> RankOutcome:
+    """Return how the body of a phase has ended on this rank.
+
+    Args:
+        run: what this process holds.
+        item: the test.
+        when: "setup", "call" or "teardown".
+        number: of the phase's exchange, under which the watcher knows the phase.
+        error: what the body has raised; None if it came to its end.
+    """
+    assert run.watch is not None
+    rank = run.rank
+    measurements = [m.to_json() for m in item.stash.get(MEASUREMENTS, [])] if when == "call" else []
+    if error is None:
+        # A body that was released may still come back as if nothing had been: an aborted wait returns without an
+        # exception. What it measured or computed meanwhile means nothing.
+        why = run.watch.released(number)
+        if why is None:
+            return RankOutcome(rank=rank, outcome="passed", measurements=measurements)
+        return RankOutcome(rank=rank, outcome="released", message=first_line(why), text=why, measurements=measurements)
+    if isinstance(error, (pytest.skip.Exception, pytest.xfail.Exception)):
+        return RankOutcome(rank=rank, outcome="skipped", message=first_line(str(error.msg)), text=str(error.msg))
+    released = run.watch.released(number)
+    cut = released is None and errors.connection_cut(error)
+    if cut:
+        released = run.watch.explanation(number, _EXPLAINED_SECONDS)
+    if isinstance(error, Released) or released is not None:
+        message, text = str(released or error), where_released(error)
+        return RankOutcome(
+            rank=rank, outcome="released", message=first_line(message), text=text, measurements=measurements
+        )
+    text = clip(traceback_of(item, when, error), LONGEST_TEXT)
+    if run.rehearsal and isinstance(error, InconclusiveMeasurement):
+        return RankOutcome(rank=rank, outcome="slow", message=first_line(str(error)), measurements=measurements)
+    return RankOutcome(
+        rank=rank,
+        outcome="cut" if cut else errors.kind_of(error, when),
+        message=first_line(summary_of(error)),
+        text=text,
+        measurements=measurements,
+        sections=sections_of(item) if rank != 0 else (),
+    )
+
+
+def attached_failure(item: pytest.Item, when: str) -> BaseException | None:
+    """Return what pytest will report of a phase whose body has raised nothing; None where it will report a pass.
+
+    ``unittest.TestCase`` and plugins such as pytest-check keep their failures and attach them to the report when it is
+    made, on the rank that has them. So the report is made once on trial, while all ranks can still agree on it. While
+    that goes on :data:`ON_TRIAL` is in the item's stash.
+
+    Returns:
+        The exception that was attached, of several the first that is no skip, with a note of the others; or a failure,
+        skip or expected failure with the text of the report.
+    """
+    call = pytest.CallInfo.from_call(lambda: None, when)  # type: ignore[arg-type]  # it is a Literal
+    item.stash[ON_TRIAL] = True
+    try:
+        report = item.ihook.pytest_runtest_makereport(item=item, call=call)
+    finally:
+        del item.stash[ON_TRIAL]
+    if call.excinfo is not None:
+        rest = getattr(item, "_excinfo", None) or []  # of a TestCase: each report takes one
+        found: list[BaseException] = [call.excinfo.value, *(one.value for one in rest)]
+        rest.clear()
+        worst = next((error for error in found if not isinstance(error, _MILD)), found[0])
+        others = [f"also: {type(error).__name__}: {error}" for error in found if error is not worst]
+        worst.__notes__ = [*getattr(worst, "__notes__", []), *others]  # type: ignore[attr-defined]
+        return worst
+    expected = item.stash.get(xfailed_key, None) is not None
+    if report.skipped and hasattr(report, "wasxfail"):
+        return Failed(report.wasxfail, pytrace=False) if expected else pytest.xfail.Exception(report.wasxfail)
+    if report.passed or expected:  # a strict xfail that passes does so on all ranks
+        return None
+    if report.failed:
+        return Failed(report.longreprtext or "its report was changed to failed", pytrace=False)
+    return Skipped(skip_reason(report))
+
+
+def worsened(own: RankOutcome, fault: HardwareFault) -> RankOutcome:
+    """Return the outcome of a rank that has counted a fault of the hardware: it has failed, however its body has ended.
+    What the body itself has come to stays first."""
+    message = "; ".join(part for part in (own.message, first_line(str(fault))) if part)
+    text = "\n\n".join(part for part in (own.text, f"{type(fault).__name__}: {fault}") if part)
+    return replace(own, outcome="failed", message=first_line(message), text=text)
+
+
+def expects_failure(item: pytest.Item, error: BaseException | None) -> bool:
+    """Tell whether the test has an ``xfail`` marker that allows for this exception."""
+    xfailed = item.stash.get(xfailed_key, None)
+    if xfailed is None or item.config.option.runxfail:
+        return False
+    raises: Any = xfailed.raises  # exception types, or since pytest 8.4 a RaisesExc
+    return raises is None or (raises.matches(error) if hasattr(raises, "matches") else isinstance(error, raises))
+
+
+Keep = Callable[[pytest.Item, str, Sequence[Measurement]], None]
+"""``keep(item, message, measured)``: what to do with what was measured in a body that was interrupted."""
+
+
+class AgreedFailure(Failed):
+    """The ranks' common verdict, raised on a rank whose own body came to another end."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, pytrace=False)
+
+
+class Phases:
+    """Carries the tests of one rank through their phases. Main thread only.
+
+    Args:
+        run: what this process holds.
+        judges: this process holds measurements against limits; a local worker leaves that to its controller.
+        keep: takes what was measured until an interruption, where this process does not judge.
+    """
+
+    def __init__(self, run: Run, *, judges: bool = True, keep: Keep | None = None) -> None:
+        self._run = run
+        self._judges = judges
+        self._keep = keep
+        self.last_outcome: RankOutcome | None = None
+        """How the last phase ended on rank 0, which is all there is in a worker."""
+        self._last: Merged | None = None
+        self._dirty = False
+        self._holders: list[BaseException] = []
+        """Failures whose frames may hold a group that was thrown away."""
+        self._company: Company | None = None
+        """What has gone along with the body that runs, or has run last."""
+        self._has_worsened = False
+        """This rank's failure says more than its exception: what the counters have counted beside it."""
+        self._isolator = Isolator(run)
+        self._decides = PhaseVerdict(run, judges=judges, isolator=self._isolator)
+        self._isolates = False
+        """All ranks have agreed to search for who is to blame for the failure of the test in progress."""
+        self.shown = Shown(run, self._isolator)
+
+    def let_go(self) -> None:
+        """Free what the failures hold that have been reported."""
+        while self._holders:
+            let_go(self._holders.pop())
+
+    # ---- before and around a test ----------------------------------------------------------------------------
+
+    def refuses(self, item: pytest.Item) -> bool:
+        """Tell whether the run has ended, so that this test must not start."""
+        watch = self._run.watch
+        if watch is None or watch.ending is None:
+            return False
+        item.session.shouldstop = watch.ending.message
+        return True
+
+    def started(self, item: pytest.Item) -> None:
+        """Put on record that a test begins."""
+        name = name_of(item)
+        record = TestRecord(test=name)
+        self._run.records[item.nodeid] = record
+        self.shown.begin()
+        LEDGER.clear()
+        self._require_room(item)
+        self._run.send(
+            {
+                "type": "start",
+                "nodeid": item.nodeid,
+                "at": record.started_at,
+                "deadline_seconds": self._deadline(item),
+            }
+        )
+
+    def run_phase(self, item: pytest.Item, when: str) -> Generator[None, Any, Any]:
+        """Wrap one of pytest's ``runtest`` hooks: everything inside is the body."""
+        self.let_go()  # the phase before has been reported by now
+        if self._run.watch is None:
+            return (yield)
+        if when == "setup":
+            LEDGER.open()
+        try:
+            return (yield from self._agreed_phase(item, when))
+        finally:
+            if when == "teardown":
+                self._note_time(item)
+                item.stash.get(MEASUREMENTS, []).clear()
+
+    def _note_time(self, item: pytest.Item) -> None:
+        """Put on record where the test's time has gone on this rank. It is over."""
+        LEDGER.close()
+        if self._run.rank == 0:
+            self._run.records[item.nodeid].spent[0] = LEDGER.told()
+
+    def _agreed_phase(self, item: pytest.Item, when: str) -> Generator[None, Any, Any]:
+        watch = self._run.watch
+        assert watch is not None
+        self._last = self.last_outcome = None
+        if when == "teardown" and self._isolates:
+            self._isolate(item)
+        number = watch.enter(label_of(item, when), self._deadline(item))
+        error: BaseException | None = None
+        self._company = None
+        try:
+            try:
+                if when == "call":
+                    yield from self._accompanied(item)
+                elif when == "setup":
+                    with counted(SET_UP), self._run.own_process(label_of(item, when)):
+                        yield
+                else:
+                    with self._run.own_process(label_of(item, when)):
+                        yield from self._torn_down(number)
+                if when == "teardown" and self._dirty:
+                    # A session fixture may hold what the fault has broken: everything is set up anew.
+                    item.session._setupstate.teardown_exact(None)
+                    self._dirty = False
+                error = attached_failure(item, when)
+            finally:
+                watch.leave()
+        except (KeyboardInterrupt, pytest.exit.Exception) as stop:
+            watch.leave()
+            self._interrupted(stop, when, item)
+            raise
+        except BaseException as raised:  # pytest's outcomes are no Exceptions; all are raised again
+            watch.leave()
+            error = errors.in_own_words(raised)
+        own = own_outcome(self._run, item, when, number, error)
+        self._has_worsened = False
+        if self._company is not None:
+            own = replace(own, telemetry=self._company.telemetry)
+            fault = self._company.fault
+            if fault is not None and error is not fault:
+                own, self._has_worsened = worsened(own, fault), True
+        verdict = self._agree(item, when, number, own, error)
+        self._end_as_agreed(item, verdict, own, error, number)
+
+    def _torn_down(self, number: int) -> Generator[None, Any, Any]:
+        """Run the teardown, and close the groups that the test has made of some of the ranks, also after a failure.
+
+        All ranks have left the test's body by now. Groups that were aborted meanwhile are left to the verdict.
+        """
+        try:
+            yield
+        except (KeyboardInterrupt, pytest.exit.Exception):
+            raise
+        except BaseException:  # pytest's outcomes are no Exceptions
+            self._close_subgroups(number)
+            raise
+        self._close_subgroups(number)
+
+    def _close_subgroups(self, number: int) -> None:
+        run = self._run
+        assert run.watch is not None
+        if run.cluster is not None and run.watch.ending is None and run.watch.released(number) is None:
+            run.cluster.close_subgroups()
+
+    def _accompanied(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """Run the body watched, and with its counters taken; fail it for what they have counted.
+
+        Raises: what the body has raised comes first.
+        """
+        company = self._company = self._run.accompaniment.company(counts=criterion_of(item) is not None)
+        company.begin()
+        item.stash[IN_CALL] = True
+        try:
+            with self._run.own_process(label_of(item, "call")):
+                yield
+            if self.shown.failed_subtests:
+                raise FailedSubtests(self.shown.failed_subtests)
+            company.end()
+            company.require_well()
+        except (pytest.skip.Exception, pytest.xfail.Exception):
+            company.end()
+            company.require_no_fault()
+            raise
+        finally:
+            item.stash[IN_CALL] = False
+            company.end()
+            measured: list[Measurement] = item.stash.get(MEASUREMENTS, [])
+            measured[:] = company.beside(measured)
+
+    def _require_room(self, item: pytest.Item) -> None:
+        """Skip a test that needs more than there is; on record is whether there is room for it in what was ordered."""
+        run = self._run
+        why = why_not_applicable(item, run.room())
+        if why is not None:
+            run.records[item.nodeid].applicable = why_not_applicable(item, run.declared_room()) is None
+            # Not pytest.skip() in a wrapper of the setup: teardown expects that other plugins have set up.
+            item.add_marker(pytest.mark.skip(reason=why))
+
+    def _interrupted(self, stop: BaseException, when: str, item: pytest.Item) -> None:
+        assert self._run.watch is not None
+        self._note_time(item)
+        who = self._run.names[self._run.rank]
+        how = "Ctrl-C" if isinstance(stop, KeyboardInterrupt) else "pytest.exit"
+        why = first_line(str(stop))
+        code = getattr(stop, "returncode", None)
+        message = f"interrupted ({how}) on {who} during {when} of {item.nodeid}" + (f": {why}" if why else "")
+        measured = item.stash.get(MEASUREMENTS, [])
+        if when == "call" and self._keep is not None:
+            self._keep(item, message, measured)
+        elif when == "call" and self._judges:
+            keep_interrupted(
+                self._run,
+                self._run.records[item.nodeid],
+                message=message,
+                measured=measured,
+                properties=item.user_properties,
+            )
+        self._run.watch.end(
+            Ending(
+                name="interrupted",
+                message=message,
+                # A test's own code is kept, unless it would say that something was accepted, rejected or incomplete.
+                exit=2 if code in (None, 0, 1, 10, 12) else int(code),
+            )
+        )
+
+    # ---- agreement -------------------------------------------------------------------------------------------
+
+    def _agree(
+        self, item: pytest.Item, when: str, number: int, own: RankOutcome, error: BaseException | None
+    ) -> Mapping[str, Any]:
+        run, watch = self._run, self._run.watch
+        assert watch is not None
+        assert run.exchange is not None
+        assert run.stores is not None
+        if own.outcome in ("failed", "error", "cut", "slow", "skipped"):
+            how = "skipped" if own.outcome == "skipped" else "failed"
+            try:
+                watch.report_absence(run.stores.main, number, f"{how}: {own.message}")
+            except RuntimeError as lost:  # torch's DistError family
+                watch.end(Ending(name="store lost", message=first_line(str(lost)), exit=11))
+        died = errors.gpu_died(error) if error is not None else None
+        body = {**own.to_json(), **({"died": died} if died else {})}
+        if error is not None and errors.communication_failed(error):
+            body["unreached"] = True
+        if isinstance(error, NvlsFailed):
+            body["nvls"] = True
+        if error is not None and own.outcome in ("failed", "error") and expects_failure(item, error):
+            body["expected"] = True
+        if when == "teardown":  # nearly all of the test is over: what follows is this exchange
+            body["spent"] = LEDGER.told()
+
+        def decide(bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
+            decided = self._decides.of(item, when, number, bodies, has_worsened=self._has_worsened)
+            self._last, self.last_outcome = decided.merged, decided.first
+            return decided.verdict
+
+        verdict = run.agree(body, decide, deadline_seconds=self._deadline(item) + run.timeouts.stuck)
+        if verdict is None:
+            return self._ended(item, when, own, decide, body)
+        if verdict.get("stop"):
+            watch.agreed_to_end(Ending(**verdict["stop"]))
+        return verdict
+
+    def _ended(
+        self, item: pytest.Item, when: str, own: RankOutcome, decide: Any, body: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """The run has ended and nobody waits for anybody: rank 0 reports what it knows."""
+        watch = self._run.watch
+        assert watch is not None
+        assert watch.ending is not None
+        ending = watch.ending
+        if self._run.rank != 0:
+            return {"o": "error", "msg": ending.message}
+        if own.outcome == "passed":
+            if when == "teardown" and self._run.records[item.nodeid].outcome in ("failed", "error"):
+                return {"o": "passed"}  # the call has told it: one test, one error
+            body = {**body, "o": "released", "msg": "the run had ended"}
+        # Of the other ranks nothing is known. That is not a pass.
+        unknown = {"o": "released", "msg": "nothing was heard of it: the run had ended"}
+        lost = {"o": "lost", "msg": ending.message, "text": ending.text}
+        bodies: dict[int, Mapping[str, Any]] = {
+            rank: lost if rank in ending.culprits else unknown for rank in self._run.names
+        }
+        bodies[0] = body
+        verdict: Mapping[str, Any] = decide(bodies)
+        return verdict
+
+    # ---- the agreed end --------------------------------------------------------------------------------------
+
+    def _end_as_agreed(
+        self,
+        item: pytest.Item,
+        verdict: Mapping[str, Any],
+        own: RankOutcome,
+        error: BaseException | None,
+        number: int,
+    ) -> None:
+        run = self._run
+        if verdict.get("dirty") and run.cluster is not None:
+            self._dirty = True
+            self._discard(number)
+            if verdict.get("nvls"):
+                run.cluster.switch_nvls_off()
+            if error is not None:
+                self._holders.append(error)
+        if run.watch is not None and run.watch.ending is not None:
+            item.session.shouldstop = run.watch.ending.message
+        self._isolates = bool(verdict.get("isolate"))
+        outcome = verdict["o"]
+        if outcome == "passed":
+            return
+        failed_here = own.outcome in ("failed", "error")
+        if verdict.get("expected") and not failed_here:
+            pytest.xfail(item.stash[xfailed_key].reason)  # type: ignore[union-attr]  # a peer's marker is ours too
+        # A marker may allow for this rank's exception, but not for another rank's.
+        only_here = failed_here and not verdict.get("expected") and expects_failure(item, error)
+        if error is not None and not only_here and (outcome != "skipped") == (own.outcome != "skipped"):
+            raise error
+        if outcome == "skipped":
+            raise Skipped(verdict.get("msg", ""), _use_item_location=True)
+        raise AgreedFailure(verdict.get("msg", ""))
+
+    def _discard(self, epoch: int) -> bool:
+        """Throw the groups away; tell whether that was possible. Else the run ends: none can be made any more."""
+        run = self._run
+        assert run.cluster is not None
+        assert run.watch is not None
+        try:
+            run.cluster.discard(epoch=epoch)
+        except EnvironmentBroken as error:
+            message = first_line(f"{run.names[run.rank]}: {error}")
+            run.watch.end(Ending(name="groups stuck", message=message, exit=11, culprits=[run.rank]))
+            return False
+        return True
+
+    def _isolate(self, item: pytest.Item) -> None:
+        """Search for who is to blame for the failure of the test's body. Every rank must call this."""
+        run = self._run
+        assert run.watch is not None
+        assert run.cluster is not None
+        assert run.exchange is not None
+        self._isolates = False
+        # Session fixtures may hold groups, which make way for those of the search.
+        self._dirty = True
+        if not self._discard(run.exchange.number):
+            assert run.watch.ending is not None
+            item.session.shouldstop = run.watch.ending.message
+            return
+        try:
+            self._isolator.search(item)
+        except (KeyboardInterrupt, pytest.exit.Exception) as stop:
+            self._interrupted(stop, "the search after a failure", item)
+            # No report of a teardown will come: this is all that there is to tell of the test.
+            self._isolator.tell(run.records[item.nodeid], self.shown.failure)
+            run.send(run.records[item.nodeid].line())
+            raise
+        except Exception as error:  # the ranks are out of step now, so that no further test can be agreed on
+            message = f"the search after {item.nodeid} broke on {run.names[run.rank]}: {type(error).__name__}: {error}"
+            text = "".join(traceback.format_exception(error))
+            broken = isinstance(error, EnvironmentBroken)
+            name = "groups stuck" if broken else "internal error"
+            run.watch.end(Ending(name=name, message=first_line(message), exit=11 if broken else 3, text=text))
+        if run.watch.ending is not None:
+            item.session.shouldstop = run.watch.ending.message
+
+    # ---- pytest's reports ------------------------------------------------------------------------------------
+
+    def remember(self, report: pytest.TestReport) -> None:
+        """Attach the merged outcome to the report just made."""
+        self.shown.remember(report, self._last)
+
+    def _deadline(self, item: pytest.Item) -> float:
+        assert self._run.settings is not None
+        return deadline_of(item, float(self._run.settings.deadline))
+
+
+def name_of(item: pytest.Item) -> TestName:
+    """Return how a test is called in reports."""
+    return TestName.of(item.nodeid, item.location, criterion_of(item))

@@ -1,0 +1,374 @@
+"""pytest's own reports of a test: on rank 0 they say what all ranks agreed on, and go on record.
+
+What rank 0 says on pytest's terminal: the header, a line for each criterion, and the closing summary.
+
+It is made of what is on record, so that it says what any later report says. pytest's own words stay as they are:
+PASSED or FAILED, and what was measured beside it.
+
+``record_testsuite_property`` without pytest's own JUnit writer, which this plugin has replaced.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from _pytest.outcomes import Failed  # pytest.fail.Exception, under the name that type checkers know
+
+from pytest_gpucluster.agreement.exchange import Merged
+from pytest_gpucluster.agreement.rendezvous import slow_connection
+from pytest_gpucluster.config.workload import predict
+from pytest_gpucluster.errors import JournalError
+from pytest_gpucluster.journal.journal import Journal
+from pytest_gpucluster.journal.test_record import TestRecord, unique
+from pytest_gpucluster.reports.criterion_text import headline_text, summary_text
+from pytest_gpucluster.reports.registry import found_in
+from pytest_gpucluster.reports.summary import Row, outline, row_of
+from pytest_gpucluster.reports.tables import rank_name
+from pytest_gpucluster.reports.terminal import cluster_lines, fact, header_lines, report_lines, summary
+from pytest_gpucluster.session.failure import MergedRepr, line_of, skip_reason
+from pytest_gpucluster.text import MESSAGE_CHARACTERS, clean, one_line, padded, paragraph
+
+if TYPE_CHECKING:
+    from pytest_gpucluster.session.isolation import Isolator
+    from pytest_gpucluster.session.run import Run
+
+
+class FailedSubtests(Failed):
+    """Subtests have failed: told at the end of the body, so that every rank hears of it."""
+
+    def __init__(self, reports: Sequence[pytest.TestReport]) -> None:
+        count = f"{len(reports)} subtest{'s' * (len(reports) > 1)} failed"
+        texts = [f"{_subtest(report)}\n{report.longreprtext}" for report in reports]
+        summary = f"{count}: {_subtest(reports[0])}: {line_of(reports[0])}"
+        super().__init__("\n\n".join([summary, *texts]), pytrace=False)
+
+
+class Shown:
+    """The reports of one rank's tests, as they pass by. Main thread only."""
+
+    def __init__(self, run: Run, isolator: Isolator) -> None:
+        self._run = run
+        self._isolator = isolator
+        self._merged: weakref.WeakKeyDictionary[pytest.TestReport, Merged] = weakref.WeakKeyDictionary()
+        self.failed_subtests: list[pytest.TestReport] = []
+        """Of the test in progress."""
+        self.failure: MergedRepr | None = None
+        """What the terminal shows of the last failure. Rank 0 only."""
+
+    def begin(self) -> None:
+        """A new test begins."""
+        self.failed_subtests = []
+
+    def remember(self, report: pytest.TestReport, merged: Merged | None) -> None:
+        """Attach the merged outcome to the report just made."""
+        if merged is not None:
+            self._merged[report] = merged
+
+    def take_subtest(self, report: pytest.TestReport) -> bool:
+        """Keep the report of a failed subtest for the end of its test. Return whether it is of a subtest."""
+        if not hasattr(report, "context"):
+            return False
+        if report.failed:
+            self.failed_subtests.append(report)
+            # As a failure of its own it would count for --maxfail, and end the session of this rank alone.
+            report.outcome = "passed"
+        return True
+
+    def show(self, report: pytest.TestReport) -> None:
+        """Rank 0: let pytest's report say what all ranks agreed on, and put it on record."""
+        if self.take_subtest(report):
+            return
+        if self._run.rank != 0 or self._run.watch is None:
+            return
+        merged = self._merged.get(report)
+        if merged is not None and report.failed and merged.outcome in ("failed", "error"):
+            self.failure = MergedRepr(merged, report)
+            report.longrepr = self.failure  # type: ignore[assignment]  # pytest asks for toterminal only
+        record = self._run.records.get(report.nodeid)
+        if record is None:
+            return
+        if str(report.outcome) == "rerun":  # pytest-rerunfailures
+            self._take(record, report, merged)
+            record.start_again(line_of(report))
+            return
+        self._take(record, report, merged)
+        told: object = report.longrepr
+        if report.when == "call" and self.failure is not None and told is self.failure:
+            self._name_culprit(self.failure, record)
+        if report.when == "teardown":
+            self._isolator.tell(record, self.failure)
+            if record.isolation is not None and self.failure is not None:
+                self._name_culprit(self.failure, record)
+        if report.when == "call" and record.measurements:
+            report.user_properties.append(("gpucluster", {"measurements": record.measurements}))
+        if report.when == "setup":
+            record.between_attempts = False
+        if report.when == "teardown" and not record.between_attempts:
+            self._run.send(record.line())
+            record.let_go()
+
+    def _name_culprit(self, failure: MergedRepr, record: TestRecord) -> None:
+        """Let pytest's short summary begin with who it was, for it has room for little more; on record is what was
+        missed, as it was judged."""
+        failure.reprcrash.message = summary_text(row_of(record.result()), self._run.account.journal())
+
+    def _take(self, record: TestRecord, report: pytest.TestReport, merged: Merged | None) -> None:
+        record.add(
+            report.when or "call",
+            outcome="failed" if str(report.outcome) == "rerun" else report.outcome,
+            message=line_of(report),
+            text=report.longreprtext if report.failed else skip_reason(report),
+            seconds=report.duration,
+            merged=merged,
+            wasxfail=getattr(report, "wasxfail", None),
+        )
+        record.sections = list(report.sections)
+        own = [(name, value) for name, value in report.user_properties if name != "gpucluster"]
+        record.properties = unique([*record.properties, *own])
+
+    def is_folded(self, report: pytest.TestReport) -> bool:
+        """Tell whether a report is shown with its test, and not alone."""
+        return any(report is kept for kept in self.failed_subtests)
+
+    def is_error(self, report: pytest.TestReport) -> bool:
+        """Tell whether a failed call is an error of the run rather than a verdict about hardware."""
+        if not report.failed:
+            return False
+        merged = self._merged.get(report)
+        record = self._run.records.get(report.nodeid)
+        if record is not None and record.isolation is not None and record.outcome == "failed":
+            return False  # it began as an error; by now the hardware to blame is known
+        return merged is not None and merged.outcome == "error" and report.failed and report.when == "call"
+
+
+def _subtest(report: pytest.TestReport) -> str:
+    """Return how a subtest calls itself."""
+    head = str(getattr(report, "head_line", "") or "")
+    return head.removeprefix(report.location[2]).strip() or "(unnamed)"
+
+
+_NAME_COLUMNS = 24
+_WORD_COLUMNS = 7
+_PROGRESS_COLUMNS = len(" [100%]") + 1
+_DETAIL = " " * 4
+Status = tuple[str, str, "str | tuple[str, Mapping[str, bool]]"]
+"""What pytest calls a report: category, letter, and word, maybe with its colours."""
+BROKE: Status = ("error", "E", "ERROR")
+"""Of what broke the run, and is no failure of the hardware."""
+
+
+class Console:
+    """One session's terminal. Without one, and above rank 0, it says nothing."""
+
+    def __init__(self, config: pytest.Config, run: Run) -> None:
+        self._config = config
+        self._run = run
+        self._begun: weakref.WeakKeyDictionary[pytest.TestReport, Row] = weakref.WeakKeyDictionary()
+        """Reports whose line has begun with pytest's word."""
+        self._told: weakref.WeakSet[pytest.TestReport] = weakref.WeakSet()
+        self._ends_at: int | None = None
+        """The column at which the last line of a criterion ends."""
+
+    @property
+    def _reporter(self) -> pytest.TerminalReporter | None:
+        if self._run.recorder is None:
+            return None
+        found: pytest.TerminalReporter | None = self._config.pluginmanager.get_plugin("terminalreporter")
+        return found
+
+    @property
+    def _verbosity(self) -> int:
+        return int(self._config.get_verbosity(pytest.Config.VERBOSITY_TEST_CASES))
+
+    # ---- before the first test -------------------------------------------------------------------------------
+
+    def header(self) -> list[str]:
+        """Return the lines under pytest's own header, once the ranks have joined."""
+        reporter, journal = self._reporter, self._run.account.journal()
+        if reporter is None or journal is None or self._run.settings is None or self._run.joined is None:
+            return []
+        width = reporter._tw.fullwidth
+        slow = slow_connection(self._run.joined.who)
+        return [
+            *header_lines(journal, width=width),
+            *(fact("SLOW START", slow, width=width) if slow else []),
+            *report_lines([("gpucluster report", str(self._run.directory))]),
+        ]
+
+    def workload(self, tests: Sequence[tuple[str, str | None]] = ()) -> list[str]:
+        """Return with what will be measured, and how long that is going to take.
+
+        ``tests``: name and criterion of those that are going to run, where they are known.
+        """
+        reporter, record, workload = self._reporter, self._run.workload_record, self._run.workload
+        if reporter is None or record is None or reporter.verbosity < 0:
+            return []
+        width = reporter._tw.fullwidth
+        lines = fact("workload", str(record), width=width)
+        if tests and workload is not None:
+            lines += fact("predicted", str(predict(tests, workload)), width=width)
+        return lines
+
+    def cluster(self) -> list[str]:
+        """Return which cluster it is and which limits are in force, where the header came too early for that."""
+        reporter, journal = self._reporter, self._run.account.journal()
+        if reporter is None or journal is None or reporter.verbosity < 0:
+            return []
+        return cluster_lines(journal, width=reporter._tw.fullwidth)
+
+    def say(self, lines: Sequence[str]) -> None:
+        """Write lines between those of pytest."""
+        if self._reporter is not None and lines:
+            self._reporter.ensure_newline()
+            for line in lines:
+                self._reporter.write_line(line)
+
+    # ---- a line for each criterion ---------------------------------------------------------------------------
+
+    def status(self, report: pytest.TestReport, told: Status) -> Status:
+        """Return what pytest prints of a report: by default a criterion's word begins a line, which ``tell`` ends."""
+        reporter = self._reporter
+        category, letter, word = told
+        if hasattr(report, "context"):  # of a subtest, which pytest says something of, and which has no hash
+            return told
+        if reporter is None or not letter or report in self._told or report.when not in ("setup", "call", "teardown"):
+            return told
+        row = self._row(report)
+        if row is None:
+            if self._verbosity == 0 and self._is_at_end(reporter):
+                self._ends_at = None
+                return category, f"\n{letter}", word
+            return told
+        self._told.add(report)
+        self._begun[report] = row
+        if self._verbosity != 0:
+            return told
+        shown = word if isinstance(word, str) else word[0]
+        new = "\n" if reporter._tw.width_of_current_line else ""
+        return category, f"{new}  {shown.ljust(_WORD_COLUMNS)}", word
+
+    def tell(self, report: pytest.TestReport) -> None:
+        """Say what was measured, once pytest has said how the test ended."""
+        row, reporter = self._begun.pop(report, None), self._reporter
+        if row is None or reporter is None or self._verbosity < 0:
+            return
+        journal = self._run.account.journal()
+        writer = reporter._tw
+        if self._verbosity == 0:
+            name = padded(clean(row.name.removeprefix("test_")), _NAME_COLUMNS)
+            text = _beside(row, journal)
+            begun = " " * writer.width_of_current_line
+            indent = " " * (2 + _WORD_COLUMNS + 1)
+            lines = paragraph(
+                text, writer.fullwidth - _PROGRESS_COLUMNS, first=f"{begun} {name}{'  ' * bool(text)}", rest=indent
+            )
+            writer.write("\n".join([lines[0][len(begun) :].rstrip(), *lines[1:]]))
+            self._ends_at = writer.width_of_current_line
+        else:
+            text = _below(row, journal)
+            lines = paragraph(text, writer.fullwidth, first=_DETAIL, rest=_DETAIL) if text else []
+            writer.write("".join(f"\n{line}" for line in lines))
+        reporter.flush()
+
+    def _is_at_end(self, reporter: pytest.TerminalReporter) -> bool:
+        return bool(self._ends_at) and reporter._tw.width_of_current_line == self._ends_at
+
+    def _row(self, report: pytest.TestReport) -> Row | None:
+        """Return what is on record of a report's test, if it is a criterion or has measured something."""
+        record = self._run.records.get(report.nodeid)
+        if record is None or hasattr(report, "context"):
+            return None
+        if record.test.criterion is None and not record.measurements:
+            return None
+        try:
+            return row_of(record.result())
+        except JournalError:  # none is expected; the closing summary tells it, and pytest's own word is there
+            return None
+
+    # ---- after the last test ---------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Print the closing summary; its last line is the verdict."""
+        reporter, run = self._reporter, self._run
+        if reporter is None or run.verdict is None:
+            return
+        writer = reporter._tw
+        width, colour = writer.fullwidth, writer.hasmarkup
+        verbosity = int(self._config.option.verbose)
+        journal = run.account.journal()
+        if journal is not None:
+            seen = outline(journal)
+            for block in summary(journal, seen, width=width, verbosity=verbosity, colour=colour):
+                if block:
+                    reporter.ensure_newline()
+                    for line in [*block, ""]:
+                        reporter.write_line(line)
+        for text in run.account.unread:
+            reporter.write_line(one_line(f"this summary leaves a line out: {text}", MESSAGE_CHARACTERS), red=True)
+        for line in report_lines(self._reports()):
+            reporter.write_line(line)
+        good = run.verdict.exit == 0
+        reporter.write_line(
+            f"{run.headline(run.verdict)}, exit code {run.verdict.exit}: {one_line(run.verdict.reason, 10_000)}",
+            bold=True,
+            green=good,
+            red=not good,
+        )
+
+    def _reports(self) -> list[tuple[str, str]]:
+        run = self._run
+        if run.directory is not None:
+            return found_in(run.directory, junit=run.junit_path)
+        return [("JUnit", str(run.junit_path))] if run.junit_path is not None and run.junit_path.exists() else []
+
+
+def _beside(row: Row, journal: Journal | None) -> str:
+    if not row.is_good:
+        return summary_text(row, journal)
+    return "" if row.headline is None else headline_text(row.headline)
+
+
+def _below(row: Row, journal: Journal | None) -> str:
+    """Return the same for a line of its own; pytest itself says why a test was skipped."""
+    if row.outcome == "skipped":
+        return ""
+    text, judged = _beside(row, journal), row.headline
+    if row.is_good and text and judged is not None and judged.worst_rank is not None and journal is not None:
+        return f"{text}, {rank_name(journal, judged.worst_rank)}"
+    return text
+
+
+class _Collector:
+    """Stands where pytest's fixtures look for the JUnit writer."""
+
+    family = "xunit1"
+    """``record_property`` asks: in the families that it does not warn of, as here, properties reach the report."""
+
+    def __init__(self, send: Callable[[Mapping[str, Any]], None]) -> None:
+        self._send = send
+
+    def add_global_property(self, name: str, value: object) -> None:
+        """Put a property of the whole suite on record."""
+        self._send({"type": "property", "name": str(name), "value": str(value)})
+
+    def node_reporter(self, nodeid: object) -> _Collector:
+        """Answer ``record_xml_attribute``."""
+        return self
+
+    def add_attribute(self, name: str, value: object) -> None:
+        """Leave the attribute out: in a testcase of our own it would break the schema."""
+        message = f"record_xml_attribute: {name!r} is left out of the report, whose schema has no place for it"
+        warnings.warn(pytest.PytestWarning(message), stacklevel=2)
+
+
+def register_suite_properties(config: pytest.Config, send: Callable[[Mapping[str, Any]], None]) -> None:
+    """Let ``record_testsuite_property`` reach the journal."""
+    from _pytest.junitxml import xml_key
+
+    collector = _Collector(send)
+    config.stash[xml_key] = collector  # type: ignore[misc]  # the fixtures use these methods only
+    config.pluginmanager.register(collector)  # pytest's own unconfigure takes both back

@@ -1,0 +1,497 @@
+"""What a verdict rests on besides the measurements: the limits in force, and the environment of the first rank.
+
+What one process holds for the whole session: launch, settings, limits, who is there, what is on record.
+
+Rank 0 alone speaks to the operator and to the recorder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import socket
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_gpucluster.agreement import preflight
+from pytest_gpucluster.agreement.exchange import Ending, Exchange
+from pytest_gpucluster.agreement.hang_diagnosis import FaultFile
+from pytest_gpucluster.agreement.rendezvous import Joined, roll
+from pytest_gpucluster.agreement.store import Stores
+from pytest_gpucluster.agreement.watchdog import Watch
+from pytest_gpucluster.config.criteria_file import Manifest
+from pytest_gpucluster.errors import EnvironmentBroken, OutOfStep, ThresholdsError
+from pytest_gpucluster.journal import verdict
+from pytest_gpucluster.journal.run_directory import ARTIFACTS
+from pytest_gpucluster.journal.test_record import Account, TestName, TestRecord
+from pytest_gpucluster.launch.launchers import RankFacts, detect
+from pytest_gpucluster.metrics.units import did_you_mean
+from pytest_gpucluster.node.health.monitor import Accompaniment
+from pytest_gpucluster.recorder.client import Recorder
+from pytest_gpucluster.session import options
+from pytest_gpucluster.session.cluster import Cluster
+from pytest_gpucluster.session.options import Timeouts
+from pytest_gpucluster.session.selection import Room
+from pytest_gpucluster.text import first_line
+
+if TYPE_CHECKING:
+    from pytest_gpucluster.analysis.baseline import Baseline
+    from pytest_gpucluster.analysis.run_view import Facts
+    from pytest_gpucluster.config.workload import Workload, WorkloadRecord
+    from pytest_gpucluster.judge.limits import Limit, Thresholds
+    from pytest_gpucluster.metrics.datasheets import Sku
+
+RECORDED = ("CUDA_", "GPUCLUSTER_", "NCCL_", "NVSHMEM_", "OMP_", "PYTORCH_", "TORCH_", "UCX_")
+"""Beginnings of the names of variables that change what is measured."""
+
+RECORDED_WHOLE = ("CUBLAS_WORKSPACE_CONFIG", "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_JOB_PARTITION", "TZ")
+"""More such names. Nothing else is recorded: an environment may hold secrets."""
+
+NOT_RECORDED = ("GPUCLUSTER_EXIT_NOTES",)
+"""A folder that is made for one run and changes nothing."""
+
+
+def limits_line(*, sku: str | None, gpu_name: str | None, files: Sequence[Path]) -> dict[str, Any]:
+    """Return the journal's line of the limits in force: for which SKU, and of which files, later ones overlaying.
+
+    A file that cannot be read any more has no digest.
+    """
+    return {
+        "type": "limits",
+        "sku": sku,
+        "gpu_name": gpu_name,
+        "files": [{"path": str(path), "sha256": _digest(path)} for path in files],
+    }
+
+
+def environment_line(environ: Mapping[str, str], hostname: str) -> dict[str, Any]:
+    """Return the journal's line of the environment of one process: its system, and variables by name."""
+    return {
+        "type": "environment",
+        "host": hostname,
+        "system": f"{_distribution()}, Linux {platform.release()}, {platform.machine()}",
+        "cpus": os.cpu_count(),
+        "variables": {
+            name: value
+            for name, value in sorted(environ.items())
+            if name not in NOT_RECORDED and (name.startswith(RECORDED) or name in RECORDED_WHOLE)
+        },
+    }
+
+
+def _digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+def _distribution() -> str:
+    try:
+        return platform.freedesktop_os_release().get("PRETTY_NAME", "an unnamed system")
+    except OSError:
+        return "an unknown system"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerPlace:
+    """Which of how many local workers this process is: worker I is rank I on GPU I."""
+
+    index: int
+    count: int
+    directory: str = ""
+    """The run's folder, which the controller has made."""
+
+
+class Run:
+    """What one process holds for the whole session."""
+
+    def __init__(self, config: pytest.Config, *, place: WorkerPlace | None = None) -> None:
+        self.place = place
+        self.config = config
+        self.environ = os.environ
+        self.launcher = os.getppid()
+        self._pid = os.getpid()
+        # For last words when the main thread cannot speak: pytest's capture takes descriptor 2 for itself later.
+        self._stderr = os.dup(2)
+        self.clear_terminal: Callable[[], None] = lambda: None
+        """Take away what is shown below pytest's output, for those last words."""
+        hostname = self.environ.get("GPUCLUSTER_HOSTNAME") or socket.gethostname()
+        self.facts: RankFacts = detect(self.environ, hostname)
+        self.settings: options.Settings | None = None
+        self.timeouts = Timeouts()
+        self.recorder: Recorder | None = None
+        self.account = Account()
+        self.directory: Path | None = None
+        self.junit_path: Path | None = None
+        self.claimed: socket.socket | None = None
+        """By which other runs on this host know that this one writes the JUnit file."""
+        self.thresholds: Thresholds | None = None
+        self._shipped: Thresholds | None = None
+        self.baseline: Baseline | None = None
+        self.workload: Workload | None = None
+        self.workload_record: WorkloadRecord | None = None
+        self.expectation: preflight.Expectation | None = None
+        self.stores: Stores | None = None
+        self.exchange: Exchange | None = None
+        self.watch: Watch | None = None
+        self.cluster: Cluster | None = None
+        self.joined: Joined | None = None
+        self.accompaniment = Accompaniment()
+        self.names: dict[int, str] = {0: "rank 0"}
+        self.selection = False
+        self.collected: list[TestName] = []
+        self.uncovered = ""
+        """Which nodes have more GPUs than ranks, where that was not declared."""
+        self.manifest: Manifest | None = None
+        """The tests that an acceptance needs, where a file beside the collected ones says so."""
+        self.records: dict[str, TestRecord] = {}
+        self.problems: list[str] = []
+        self.deviations: list[str] = []
+        """In what limits or workload ask for less than the shipped ones."""
+        self.verdict: verdict.Verdict | None = None
+        self.stopped = ""
+        """Why pytest runs no further test, such as by ``--maxfail``."""
+        self.fault_file = FaultFile()
+        self.while_open = contextlib.ExitStack()
+        """What is undone when this process leaves the run."""
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self.facts.rank
+
+    @property
+    def device(self) -> str:
+        """ "cuda" or "cpu"."""
+        return str(self.settings.device) if self.settings else "cuda"
+
+    @property
+    def rehearsal(self) -> bool:
+        """Tell whether this run says nothing about hardware."""
+        return self.device == "cpu"
+
+    @property
+    def profile(self) -> str:
+        """Return the profile of the workload in force: on cpu always that of a rehearsal."""
+        return "cpu" if self.rehearsal or self.settings is None else str(self.settings.profile)
+
+    def headline(self, decided: verdict.Verdict) -> str:
+        """Return the verdict's word; a rehearsal never stands alone as a verdict about hardware."""
+        return f"{decided.word}{' (a REHEARSAL on cpu, which says nothing about hardware)' if self.rehearsal else ''}"
+
+    def load_thresholds(self) -> None:
+        """Read the limits in force.
+
+        Raises:
+            ThresholdsError: a file is malformed, and the message lists every problem; or the SKU that was asked for is
+                in none of them.
+        """
+        from pytest_gpucluster.judge import loader
+
+        assert self.settings is not None
+        found = loader.load(*self._limit_files())
+        asked = self.settings.sku
+        if asked is not None and asked not in found.skus:  # told now, and not after all has been measured
+            origin = self.settings.settings["sku"].origin
+            raise ThresholdsError(
+                f"--gpucluster-sku is {asked!r} ({origin}), and no limits are known for it;"
+                f" known are {', '.join(found.skus)}, and what a file for --gpucluster-thresholds adds"
+                f"{did_you_mean(asked, found.skus)}"
+            )
+        self.thresholds = found
+
+    def load_baseline(self) -> None:
+        """Read the earlier run that this one is held against, and put on record which it is.
+
+        Raises:
+            OptionError: it cannot be read, or is no measure for this run.
+        """
+        if self.settings is None or self.settings.baseline is None:
+            return
+        from pytest_gpucluster.analysis.baseline import Baseline
+
+        self.baseline = Baseline.read(
+            self.settings.baseline, allowed=self.settings.baseline_fail, rehearsal=self.rehearsal
+        )
+        self.send(self.baseline.line())
+
+    def conditions(self, who: Mapping[int, Mapping[str, Any]]) -> Facts:
+        """Return under which conditions this run measures, for a comparison with another one."""
+        from pytest_gpucluster.analysis.run_view import Facts
+        from pytest_gpucluster.journal.records import RankPlace
+
+        name = next((str(each["gpu"]["name"]) for each in who.values() if each.get("gpu")), None)
+        record = self.workload_record
+        return Facts(
+            sku=self.sku(name),
+            gpu_name=name,
+            rehearsal=self.rehearsal,
+            world_size=self.facts.world_size,
+            nnodes=self.facts.nnodes,
+            places={
+                rank: RankPlace(rank=rank, host=each["host"], local_rank=each["local_rank"], gpu=each.get("gpu"))
+                for rank, each in who.items()
+            },
+            workload=None if record is None else record.values,
+        )
+
+    def _limit_files(self) -> list[Path]:
+        from pytest_gpucluster.judge import loader
+
+        overlay = self.settings.thresholds if self.settings is not None else None
+        return [loader.shipped_path(), *([overlay] if overlay is not None else [])]
+
+    def shipped_limit(self, metric: str, labels: Mapping[str, str]) -> Limit | None:
+        """Return what the shipped limits demand of a metric here; None where they demand nothing."""
+        from pytest_gpucluster.judge import loader
+
+        if self._shipped is None:
+            self._shipped = loader.load(loader.shipped_path())
+        sku = self.sku(self.gpu_name())
+        if sku is None or sku not in self._shipped.skus:
+            return None
+        world = self.facts.world_size
+        found = self._shipped.limit(metric, sku=sku, world_size=world, nnodes=self.facts.nnodes, labels=labels)
+        return None if found is None or found.record_only else found
+
+    @property
+    def limits(self) -> Thresholds:
+        """The limits in force. Rank 0 has read them before the first test; other ranks read them when asked."""
+        if self.thresholds is None:
+            self.load_thresholds()
+        assert self.thresholds is not None
+        return self.thresholds
+
+    def take_worker(self, rank: int, who: Mapping[str, Any]) -> None:
+        """Note what a local worker says of itself."""
+        assert self.joined is not None
+        self.joined = replace(self.joined, who={**self.joined.who, rank: who})
+        self.names[rank] = name_of_rank(who)
+
+    # ---- during the run --------------------------------------------------------------------------------------
+
+    def inventory(self) -> list[Mapping[str, Any]]:
+        """Return what every rank reported of itself, in the order of ranks."""
+        assert self.stores is not None
+        assert self.joined is not None
+        if len(self.joined.who) < self.facts.world_size:
+            who = roll(self.stores.main, range(self.facts.world_size))
+        else:
+            who = dict(self.joined.who)
+        return [who[rank] for rank in sorted(who)]
+
+    def send_cluster(self, who: Mapping[int, Mapping[str, Any]], problems: Collection[str] = ()) -> None:
+        """Put on record what every rank said of itself, the limits in force and the environment."""
+        keys = ("rank", "host", "local_rank", "node_rank", "pid", "gpu", "versions")
+        ranks = [{key: facts[key] for key in keys} for _, facts in sorted(who.items())]
+        self.send({"type": "cluster", "ranks": ranks, "problems": list(problems)})
+        if self.recorder is None:
+            return
+        name = next((str(rank["gpu"]["name"]) for rank in ranks if rank["gpu"]), None)
+        try:
+            sku = self.sku(name)
+        except ThresholdsError:  # unreadable, or two SKUs claim this GPU: who judges says so
+            sku = None
+        self.send(limits_line(sku=sku, gpu_name=name, files=self._limit_files()))
+        self.send(environment_line(self.environ, self.facts.hostname))
+
+    def sku(self, gpu_name: str | None) -> str | None:
+        """Return the SKU whose limits apply, or None for an unknown GPU."""
+        if self.settings is not None and self.settings.sku is not None:
+            return str(self.settings.sku)
+        if self.rehearsal:
+            return "cpu-rehearsal"
+        return None if gpu_name is None else self.limits.sku_for(gpu_name)
+
+    def gpu_name(self) -> str | None:
+        """Return NVML's name of the GPUs, or None on cpu. The preflight has made sure that all have the same."""
+        ranks = self.joined.who.values() if self.joined else ()
+        return next((str(who["gpu"]["name"]) for who in ranks if who.get("gpu")), None)
+
+    def node_of(self) -> dict[int, int]:
+        """Return rank -> node_rank. Rank 0 knows all ranks."""
+        return {rank: int(who["node_rank"]) for rank, who in self.joined.who.items()} if self.joined else {}
+
+    def room(self) -> Room:
+        """Return what there is to run tests on, as launched."""
+        return Room(
+            ranks=self.facts.world_size,
+            nodes=self.facts.nnodes,
+            ranks_per_node=self.facts.world_size // self.facts.nnodes,
+            on_cpu=self.rehearsal,
+            data_sheet=self._data_sheet,
+            data=frozenset(data.key for data in self.settings.data) if self.settings is not None else frozenset(),
+            scheduler=self.facts.scheduler.name,
+        )
+
+    def _data_sheet(self) -> Sku | None:
+        name = None if self.rehearsal else self.sku(self.gpu_name())
+        return None if name is None else self.limits.skus.get(name)
+
+    def declared_room(self) -> Room:
+        """Return what was ordered to run tests on: as expected, else as allocated, else as launched."""
+        room, allocated = self.room(), self.facts.scheduler
+        if self.expectation is not None:
+            nodes, per_node = self.expectation.nodes, self.expectation.gpus_per_node
+        elif allocated.nnodes is not None:
+            nodes, per_node = allocated.nnodes, allocated.gpus_per_node or self.facts.local_world_size
+        else:
+            return room
+        return replace(room, ranks=nodes * per_node, nodes=nodes, ranks_per_node=per_node)
+
+    def artifacts_directory(self) -> Path:
+        """Return where tests put their files: the same path on every host, shared or not."""
+        if self.place is not None and self.place.directory:
+            # Each local worker is rank 0 of its own world: they would write over each other's files.
+            return Path(self.place.directory) / ARTIFACTS / f"rank-{self.place.index}"
+        shared = self.joined.shared.get("directory") if self.joined else None
+        return Path(shared or tempfile.gettempdir()) / ARTIFACTS
+
+    def agree(
+        self,
+        body: Mapping[str, Any],
+        decide: Callable[[dict[int, Mapping[str, Any]]], Mapping[str, Any]],
+        *,
+        deadline_seconds: float,
+    ) -> Mapping[str, Any] | None:
+        """Post this rank's outcome of the phase in progress; return what rank 0 has decided for all.
+
+        Every rank must call this. ``decide`` runs on rank 0 only, with the bodies of all ranks.
+
+        Returns: the verdict; None if the run has ended, before or by this exchange.
+        """
+        watch = self.watch
+        assert watch is not None
+        assert self.exchange is not None
+        if watch.ending is not None:
+            return None
+        try:
+            verdict = self.exchange.run(body, decide, deadline_seconds=deadline_seconds)
+        except OutOfStep as apart:
+            self.problem("out of step", str(apart), str(apart))
+            ending = Ending(name="out of step", message=first_line(str(apart)), exit=11, culprits=apart.culprits)
+            watch.agreed_to_end(ending)
+            return None
+        except EnvironmentBroken as lost:
+            watch.end(Ending(name="store lost", message=str(lost), exit=11))
+            return None
+        if "ended" in verdict:
+            told = verdict["ended"]
+            unknown = Ending(name="internal error", message="rank 0 could not decide on the verdict", exit=3)
+            watch.agreed_to_end(Ending.from_json(told) if isinstance(told, Mapping) else unknown)
+            return None
+        return verdict
+
+    def send(self, line: Mapping[str, Any]) -> None:
+        """Put a line on record. Rank 0 only; on other ranks nothing happens."""
+        if self.recorder is not None:
+            self.recorder.send(dict(line))
+            self.account.take(line)
+
+    def problem(self, name: str, message: str, text: str) -> None:
+        """Put something on record that is outside any test, once."""
+        message = first_line(message)
+        if message in self.problems:
+            return
+        self.problems.append(message)
+        self.send({"type": "problem", "name": name, "outcome": "error", "message": message, "text": text})
+
+    def deviate(self, text: str) -> None:
+        """Put on record that limits or workload ask for less than the shipped ones, once. A rehearsal may."""
+        if not self.rehearsal and text not in self.deviations:
+            self.deviations.append(text)
+            self.send({"type": "deviation", "text": text})
+
+    def beat(self) -> None:
+        if self.recorder is not None:
+            self.recorder.beat()
+
+    def cry(self, text: str) -> None:
+        """Write to the terminal below pytest, when the main thread cannot. May be called from any thread."""
+        self.clear_terminal()
+        os.write(self._stderr, text.encode("utf-8", "backslashreplace"))
+
+    @contextlib.contextmanager
+    def own_process(self, during: str) -> Iterator[None]:
+        """End a process that was forked inside and comes back: it would go on as a second one of this rank."""
+        try:
+            yield
+        finally:
+            if os.getpid() != self._pid:
+                name = self.names[self.rank]
+                self.cry(f"\n{name}: process {os.getpid()}, forked in {during}, has left it, and is ended here\n")
+                os._exit(1)
+
+    def close(self) -> None:
+        """Give back the descriptor for last words, after which they go to standard error; and the JUnit file."""
+        self.while_open.close()
+        if self.claimed is not None:
+            self.claimed.close()
+        descriptor, self._stderr = self._stderr, 2
+        if descriptor != 2:
+            os.close(descriptor)
+
+    def note_ending(self, ending: Ending) -> None:
+        """Called by the watcher, maybe seconds before a SIGKILL: what is known goes on record at once."""
+        self.problem(ending.name, first_line(ending.message), ending.text or ending.message)
+
+    def take_workload(self, record: WorkloadRecord) -> None:
+        """Put on record what is going to be run."""
+        self.workload_record = record
+        self.send(record.line())
+        for weakened in record.weakened:
+            self.deviate(f"workload {weakened}")
+
+    def take_collected(self, collected: Sequence[TestName], *, left_out: Mapping[str, str]) -> None:
+        """Put on record which tests are to run, and as skipped what an acceptance needs and is not there.
+
+        That is tests that were not collected, and ranks for GPUs that were not left out on purpose.
+
+        Args:
+            collected: the tests that all ranks have agreed on.
+            left_out: file -> why nothing of it was collected, as far as pytest told.
+        """
+        absent: list[TestRecord] = []
+        if self.manifest is not None and not self.selection:
+            listed = ", ".join(self.manifest.files)
+            for nodeid in self.manifest.absent(test.nodeid for test in collected):
+                file, _, name = nodeid.partition("::")
+                why = f"{left_out.get(file, 'was not collected')}; {listed} names it, so an acceptance needs it"
+                test = TestName.of(nodeid, (file, None, ""), criterion=name)
+                absent.append(
+                    TestRecord(test=test, outcome="skipped", phase="setup", message=why, text=why, decided=True)
+                )
+        if self.uncovered:
+            test = TestName.of("a_rank_for_each_gpu", ("", None, ""), criterion="a rank for each GPU")
+            record = TestRecord(test=test, outcome="skipped", phase="setup", message=self.uncovered, decided=True)
+            absent.append(record)
+        self.collected = [*collected, *(record.test for record in absent)]
+        tests = [test.to_json() for test in self.collected]
+        self.send({"type": "collected", "tests": tests, "manifest": self.manifest is not None})
+        for record in absent:
+            self.records[record.test.nodeid] = record
+            self.send(record.line())
+
+    def ended_by(self) -> str:
+        """Return what has ended the run before its last test; "" if nothing has."""
+        ending = self.watch.ending if self.watch is not None else None
+        return first_line(ending.message if ending is not None else self.stopped)
+
+    def not_run(self) -> list[str]:
+        """Return the tests that were collected and have not begun."""
+        return [test.nodeid for test in self.collected if test.nodeid not in self.records]
+
+
+def name_of_rank(who: Mapping[str, Any]) -> str:
+    gpu = who.get("gpu")
+    if not gpu:
+        return f"rank {who['rank']} ({who['host']})"
+    return f"rank {who['rank']} ({who['host']}, GPU {gpu['index']} {gpu['uuid'][:12]}…)"

@@ -1,0 +1,371 @@
+"""A pytest session in which this process is one rank: what happens at each of pytest's hooks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import traceback
+from collections.abc import Generator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_gpucluster.agreement import rendezvous
+from pytest_gpucluster.agreement.exchange import Ending
+from pytest_gpucluster.config.criteria_file import read_manifest
+from pytest_gpucluster.errors import UsageProblem
+from pytest_gpucluster.journal import verdict
+from pytest_gpucluster.session import reporting, shutdown
+from pytest_gpucluster.session.failure import skip_reason
+from pytest_gpucluster.session.phases import Phases, name_of
+from pytest_gpucluster.session.rejected_run import asked_path
+from pytest_gpucluster.session.reporting import BROKE, Console, Status
+from pytest_gpucluster.session.run import Run
+from pytest_gpucluster.session.selection import (
+    criterion_of,
+    deadline_of,
+    is_selection,
+    only_lists,
+    read_workload,
+    require_usable,
+    why_not_applicable,
+)
+from pytest_gpucluster.session.shutdown import announce
+from pytest_gpucluster.session.startup import Opening
+from pytest_gpucluster.session.status_line import begin_live
+from pytest_gpucluster.text import first_line, rank_ranges
+
+if TYPE_CHECKING:
+    from _pytest._io import TerminalWriter
+
+_OF_THE_CACHE = ("lf", "failedfirst", "newfirst", "stepwise", "stepwise_skip", "stepwise_reset", "cacheclear")
+"""Options that choose or order tests by what an earlier run left in this rank's cache: rank 0's cache decides."""
+
+_REPORTS = ("allure_report_dir", "htmlpath", "report_log", "json_report")
+"""Options of allure-pytest, pytest-html, pytest-reportlog and pytest-json-report that ask for a report: rank 0, whose
+outcomes are those that all ranks agreed on, writes the only one."""
+
+_ALL = ""
+"""In place of the name of what cannot be collected: everything was, and it cannot be run."""
+
+
+def take_junit(config: pytest.Config, run: Run) -> None:
+    """Write the JUnit file in pytest's place: two ranks that write one file leave a lie."""
+    path = getattr(config.option, "xmlpath", None)
+    if not path:
+        return
+    run.junit_path = asked_path(path)
+    config.option.xmlpath = None
+    reporting.register_suite_properties(config, run.send)
+
+
+class Session:
+    """One rank's session."""
+
+    def __init__(self, config: pytest.Config, run: Run) -> None:
+        self._config = config
+        self._run = run
+        self._phases = Phases(run)
+        self._console = Console(config, run)
+        self._to_run: list[tuple[str, str | None]] = []
+        """Name and criterion of the tests that there is room for."""
+        self._collection_errors: list[tuple[str, str]] = []
+        self._left_out: dict[str, str] = {}
+        """File -> why none of its tests was collected."""
+        self._node_ids: list[str] = []
+        self._subset = any(getattr(config.option, name, False) for name in _OF_THE_CACHE[:5])
+        self._unusable = False
+        """The tests were collected, and cannot be run as they are."""
+        self._finished = False
+        if run.rank != 0:  # rank 0's cache alone chooses and orders tests, and nobody else clears it
+            for name in (*_OF_THE_CACHE, *_REPORTS):
+                if getattr(config.option, name, False):
+                    setattr(config.option, name, None if name in _REPORTS else False)
+
+    # ---- before the first test -------------------------------------------------------------------------------
+
+    def start(self, session: pytest.Session) -> None:
+        """Open the run; ranks above 0 fall silent."""
+        if self._run.rank != 0:
+            self._silence()
+        if only_lists(self._config):
+            return
+        self._run.selection = is_selection(self._config)
+        _take_what_was_left_alone()
+        Opening(self._run).open()
+        begin_live(self._config, self._run)
+        _leave_alone_what_is_loaded()
+
+    def _silence(self) -> None:
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            writer: TerminalWriter = reporter._tw
+            writer._file = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
+        cache = getattr(self._config, "cache", None)
+        if cache is not None:  # never written by this rank: nobody else must find its half of the truth
+            cache._cachedir = self._run.fault_file.cache
+
+    def header(self) -> list[str]:
+        """Return the lines under pytest's own header."""
+        return self._console.header()
+
+    def started(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
+        """Nothing: :meth:`starts` knows more of the test."""
+
+    def collect_report(self, report: pytest.CollectReport) -> None:
+        """Keep the errors of collection, and why a module was skipped."""
+        if report.failed:
+            self._collection_errors.append((report.nodeid, report.longreprtext))
+        elif report.skipped:
+            self._left_out[report.nodeid] = f"skipped: {skip_reason(report)}"
+
+    def deselected(self) -> None:
+        """Some tests are left out."""
+        self._run.selection = True
+
+    def look_over(self, session: pytest.Session) -> None:
+        """Refuse what the collected tests cannot run with, before the first one: markers, and their workload.
+
+        Raises:
+            pytest.UsageError: names the test, the marker and what it needs; or lists what is wrong with the workload.
+        """
+        run = self._run
+        try:
+            require_usable(session.items)
+            run.manifest = read_manifest([item.nodeid for item in session.items], self._config.rootpath)
+            if run.settings is None or run.watch is None:  # tests are listed only
+                return
+            room = run.room()
+            self._to_run = [
+                (item.name, criterion_of(item)) for item in session.items if why_not_applicable(item, room) is None
+            ]
+            loaded = read_workload(
+                session.items, root=self._config.rootpath, profile=run.profile, overrides=run.settings.overrides
+            )
+        except (pytest.UsageError, UsageProblem) as error:
+            self._unusable = True
+            raise pytest.UsageError(str(error)) from None
+        if loaded is not None:
+            run.workload = loaded.workload
+            run.take_workload(loaded.record)
+        _leave_alone_what_is_loaded()
+
+    def after_collection(self) -> list[str]:
+        """Return what is shown under the number of tests."""
+        return self._console.workload(self._to_run)
+
+    def collected(self, session: pytest.Session) -> None:
+        """Agree with all ranks on the tests to run. Every rank must call this."""
+        if self._run.watch is None:
+            return
+        self._node_ids = [item.nodeid for item in session.items]
+        if self._run.cluster is not None:
+            self._run.cluster.allow(max((deadline_of(item, 0.0) for item in session.items), default=0.0))
+        if self._run.facts.world_size > 1:
+            self._agree_on_collection(session)
+        self._run.take_collected([name_of(item) for item in session.items], left_out=self._left_out)
+        if self.refuses_to_run():
+            session.items[:] = []
+        elif self._collection_errors and self._run.rank == 0:
+            self._run.problem("collection", *self._why_not_collected())
+
+    def not_collected(self, session: pytest.Session, error: BaseException) -> None:
+        """Tell all ranks that this one cannot collect anything; raise the error again if none of them can."""
+        run = self._run
+        if run.watch is None:
+            raise error
+        if run.facts.world_size > 1:
+            what = _ALL if self._unusable else " ".join(map(str, self._config.args))
+            text = str(error) if self._unusable else f"E {type(error).__name__}: {error}"
+            self._collection_errors.append((what, text))
+            session.items = []
+            self._agree_on_collection(session)
+            if run.watch.ending is not None:
+                return
+        if isinstance(error, pytest.UsageError):
+            text = str(error)
+            if run.rank == 0:
+                run.problem("usage", text, text)
+            run.watch.agreed_to_end(Ending(name="usage", message=first_line(text), exit=4, text=text))
+        if run.rank != 0 and isinstance(error, pytest.UsageError):
+            raise pytest.UsageError  # rank 0 says it for all
+        raise error
+
+    def _why_not_collected(self) -> tuple[str, str]:
+        """Return the first collection error in one line, and all of them."""
+        nodeid, text = self._collection_errors[0]
+        return f"cannot collect {nodeid}: {last_error(text)}", "\n\n".join(text for _, text in self._collection_errors)
+
+    def _agree_on_collection(self, session: pytest.Session) -> None:
+        run, node_ids = self._run, self._node_ids
+        errors = [[nodeid, text[-8000:]] for nodeid, text in self._collection_errors]
+        workload = run.workload_record.compared if run.workload_record is not None else {}
+        summary = {
+            "hash": rendezvous.collection_digest(node_ids),
+            "workload": rendezvous.digest_of(workload),
+            "errors": errors,
+        }
+        first = self._exchange("collection", summary, self._compare_hashes)
+        if first.get("full"):
+            first = self._exchange(
+                "collection", {"ids": node_ids, "workload": workload, "errors": errors}, self._compare_lists
+            )
+        if "ids" in first and run.rank != 0:
+            by_id: dict[str, list[pytest.Item]] = {}
+            for item in session.items:
+                by_id.setdefault(item.nodeid, []).append(item)
+            session.items[:] = [by_id[nodeid].pop(0) for nodeid in first["ids"]]
+        if "disagreement" in first:
+            message, text = first["disagreement"]
+            ending = Ending(name="collection", message=message, exit=11, text=text)
+            assert run.watch is not None
+            if run.rank == 0:
+                run.problem("collection", message, text)
+                self._write_lines(text)
+            run.watch.agreed_to_end(ending)
+
+    def _write_lines(self, text: str) -> None:
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            reporter.ensure_newline()
+            for line in text.splitlines():
+                reporter.write_line(line, red=True)
+
+    def _exchange(self, label: str, body: Mapping[str, Any], decide: Any) -> Mapping[str, Any]:
+        run = self._run
+        assert run.watch is not None
+        assert run.exchange is not None
+        run.watch.enter(label, run.timeouts.join)
+        run.watch.leave()
+        return run.agree(body, decide, deadline_seconds=run.timeouts.join) or {}
+
+    def _compare_hashes(self, bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Rank 0: equal hashes in the same order need nothing more; lists travel only where they may differ."""
+        bodies = {rank: body for rank, body in bodies.items() if "hash" in body}
+        equal = len({(body["hash"], body["workload"]) for body in bodies.values()}) == 1
+        if equal and not any(body["errors"] for body in bodies.values()):
+            return {"ids": self._node_ids}
+        return {"full": True}
+
+    def _compare_lists(self, bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
+        bodies = {rank: body for rank, body in bodies.items() if "ids" in body}
+        names = self._run.names
+        with_errors = [rank for rank, body in bodies.items() if body["errors"]]
+        if with_errors and len(with_errors) < len(bodies):
+            nodeid, text = bodies[with_errors[0]]["errors"][0]
+            who = names[with_errors[0]] if len(with_errors) == 1 else rank_ranges(with_errors)
+            message = f"different tests collected: {who} cannot collect {nodeid}: {last_error(text)}"
+            if nodeid == _ALL:
+                message = f"not every rank can run these tests: {who} cannot: {text}"
+            message = first_line(message)
+            return {"disagreement": [message, f"{message}\n\n{text}"]}
+        expected = list(bodies[0]["ids"])
+        found = {rank: body["ids"] for rank, body in bodies.items() if rank != 0}
+        different = rendezvous.collection_difference(expected, found, names, subset=self._subset)
+        if different is None:
+            workloads = {rank: body["workload"] for rank, body in bodies.items()}
+            different = rendezvous.workload_disagreement(workloads, names, subset=self._subset)
+        return {"ids": expected} if different is None else {"disagreement": list(different)}
+
+    def refuses_to_run(self) -> bool:
+        """Tell whether no test must be started at all."""
+        return self._run.watch is not None and self._run.watch.ending is not None
+
+    # ---- the tests -------------------------------------------------------------------------------------------
+
+    def starts(self, item: pytest.Item) -> bool | None:
+        """Put the start of a test on record, or return True to leave it out because the run has ended."""
+        if self._phases.refuses(item):
+            return True
+        if self._run.watch is not None:
+            self._phases.started(item)
+        return None
+
+    def phase(self, item: pytest.Item, when: str) -> Generator[None, Any, Any]:
+        """Wrap a phase of a test."""
+        return (yield from self._phases.run_phase(item, when))
+
+    def made(self, report: pytest.TestReport, item: pytest.Item) -> None:
+        """Keep the agreed outcome beside its report."""
+        self._phases.remember(report)
+
+    def show(self, report: pytest.TestReport) -> None:
+        """Let the report say what all ranks agreed on."""
+        self._phases.shown.show(report)
+
+    def status(self, report: pytest.TestReport, told: Status) -> Status:
+        """Return pytest's words for a report, with its own changed where a call broke, or where a line is begun."""
+        if self._phases.shown.is_folded(report):
+            return "", "", ""
+        return self._console.status(report, BROKE if self._phases.shown.is_error(report) else told)
+
+    def shown(self, report: pytest.TestReport) -> None:
+        """Say what was measured, under or beside what pytest has said."""
+        self._console.tell(report)
+
+    def internal_error(self, error: BaseException) -> None:
+        """End the run on every rank: pytest itself, or a plugin, has failed on this one."""
+        if self._run.watch is not None:
+            message = f"internal error on {self._run.names[self._run.rank]}: {type(error).__name__}: {error}"
+            text = "".join(traceback.format_exception(error))
+            self._run.watch.end(Ending(name="internal error", message=first_line(message), exit=3, text=text))
+
+    # ---- the end ---------------------------------------------------------------------------------------------
+
+    def finish(self, session: pytest.Session) -> None:
+        """Agree on the exit code. Every rank must call this."""
+        if self._run.watch is None or self._finished:
+            return
+        self._finished = True
+        self._phases.let_go()
+        self._run.stopped = str(session.shouldfail or session.shouldstop or "")
+        why = self._why_not_collected()[0] if self._collection_errors else None
+        if why is None and session.shouldstop:
+            why = f"interrupted on {self._run.names[self._run.rank]}: {session.shouldstop}"
+        session.exitstatus = shutdown.finish(self._run, int(session.exitstatus), why=why)
+
+    def last_words(self, session: pytest.Session) -> None:
+        """Print the verdict under everything else, and let no plugin change its exit code."""
+        if self._finished and self._run.verdict is not None:
+            session.exitstatus = self._run.verdict.exit
+        ended = self._run.watch is not None and self._run.watch.ending is not None
+        if self._run.facts.agent_store and self._run.facts.local_rank != 0 and not ended:
+            # The agent waits for every rank; one exit code a node is enough, and gives one block in its summary. But
+            # when the run has broken, the first rank of the node may not be there any more to give it.
+            session.exitstatus = 0
+        if self._run.rank == 0 and self._finished:
+            announce(self._run)
+            self._console.close()
+        if self._finished:
+            verdict.keep_exit_code(int(session.exitstatus))
+
+    def close(self) -> None:
+        """Leave the run, once everything is printed."""
+        shutdown.close(self._run)
+        self._run.fault_file.close()
+        self._run.close()
+
+
+def last_error(text: str) -> str:
+    """Return the last line that pytest marks as the error in a traceback."""
+    last = next((line for line in reversed(text.splitlines()) if line.startswith("E ")), text)
+    return first_line(last.removeprefix("E"))
+
+
+def _leave_alone_what_is_loaded() -> None:
+    """Keep the garbage collector from looking through torch again and again.
+
+    Some 250,000 objects live until the end of the process. To look through them takes 0.13 s, whenever enough others
+    were made since: while tests are collected, and, worse, in the middle of a measurement.
+    """
+    gc.freeze()
+
+
+def _take_what_was_left_alone() -> None:
+    """Free what an earlier session in this process has left, which the garbage collector was kept from.
+
+    At the end of that session it would make the process end 1 s later: Python then looks through everything.
+    """
+    if gc.get_freeze_count():
+        gc.unfreeze()
+        gc.collect()

@@ -1,0 +1,353 @@
+"""What rank 0 does when the verdict is on disk: it says which reports are missing, and tells the site's hooks.
+
+How a run ends: the verdict that all ranks agree on, the end of the record, and what the launcher is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_gpucluster.agreement.exchange import Ending
+from pytest_gpucluster.agreement.hang_diagnosis import remove_left
+from pytest_gpucluster.agreement.liveness import start_time
+from pytest_gpucluster.journal import verdict
+from pytest_gpucluster.journal.records import failed_before
+from pytest_gpucluster.journal.test_record import now
+from pytest_gpucluster.journal.verdict import ExitNote, leave_note
+from pytest_gpucluster.journal.verdict_record import VerdictRecord
+from pytest_gpucluster.launch import detached_process
+from pytest_gpucluster.recorder.client import wait_for_end
+from pytest_gpucluster.session.run import Run
+from pytest_gpucluster.text import first_line, one_line
+
+HOOK = "pytest_gpucluster_verdict"
+ERRORS = "hook-errors.txt"
+"""In the run's folder: the tracebacks of hooks that failed."""
+_SHOWN_CHARACTERS = 1000
+
+
+def announce(run: Run) -> None:
+    """Say what is missing of the reports, and call every ``pytest_gpucluster_verdict``. Rank 0, once, at the end.
+
+    A hook that raises does not keep the others from being called. It is shown, and its traceback is kept in
+    ``hook-errors.txt``. The verdict and the exit code stay: they are on record, and all ranks have agreed on them.
+    """
+    if run.recorder is None or run.directory is None or run.verdict is None:
+        return
+    if run.recorder.missing:
+        _say(run, f"reports are missing: {run.recorder.missing}")
+    if not _implementations(run):
+        return
+    journal = run.account.journal()
+    if journal is None:
+        _say(run, f"{HOOK} is not called: nothing is on record")
+        return
+    decided = run.verdict
+    # A ticket or a drained node is read elsewhere, where a path from here says nothing.
+    place = run.directory.absolute()
+    record = VerdictRecord.of(journal, place, verdict=decided.word, exit=decided.exit, reason=decided.reason)
+    for problem in record.problems:
+        _say(run, problem)
+    _call(run, record)
+
+
+def _implementations(run: Run) -> list[object]:
+    return [one.plugin for one in reversed(run.config.hook.pytest_gpucluster_verdict.get_hookimpls())]
+
+
+def _call(run: Run, record: VerdictRecord) -> None:
+    plugins = _implementations(run)
+    failures = []
+    for plugin in plugins:
+        others = [other for other in plugins if other is not plugin]
+        caller = run.config.pluginmanager.subset_hook_caller(HOOK, remove_plugins=others)
+        try:
+            caller(record=record)
+        except BaseException as error:  # also SystemExit and Ctrl-C: no hook ends this run with another exit code
+            where = run.config.pluginmanager.get_name(plugin) or repr(plugin)
+            _say(run, f"{HOOK} of {where} has failed: {type(error).__name__}: {error}; the verdict stays as it is")
+            failures.append(f"{HOOK} of {where}:\n{''.join(traceback.format_exception(error))}")
+    if not failures:
+        return
+    path = record.directory / ERRORS
+    try:
+        path.write_text("\n".join(failures), encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        _say(run, f"{path}: not written: {error.strerror or error}")
+
+
+def _say(run: Run, text: str) -> None:
+    line = f"gpucluster: {one_line(text, _SHOWN_CHARACTERS)}"
+    reporter = run.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None:
+        print(line, file=sys.stderr)
+        return
+    reporter.ensure_newline()
+    reporter.write_line(line, red=True)
+
+
+_REPORTS_WRITTEN_SECONDS = 10.0
+_FINISH_DEADLINE_SECONDS = 60.0
+_TRY_AGAIN_SECONDS = 2.0
+"""How long the recorder may take to write once more what the disk had refused."""
+
+
+def decide(run: Run, *, pytest_exit: int, ending: Ending | None) -> verdict.Verdict:
+    """Return the verdict on what is on record. Rank 0 has everything; other ranks only know the ending."""
+    results = [
+        verdict.TestResult(
+            nodeid=record.test.nodeid,
+            criterion=record.test.criterion,
+            outcome=record.outcome,
+            message=record.message,
+            applicable=record.applicable,
+            unjudged=record.unjudged,
+            too_slow=record.too_slow and record.outcome == "skipped",
+            values=len(record.measurements),
+            judged=sum(measured["status"] == "passed" for measured in record.measurements),
+            attempts=record.attempts,
+            failed_before=failed_before(record.properties),
+        )
+        for record in run.records.values()
+    ]
+    return verdict.decide(
+        results,
+        pytest_exit=pytest_exit,
+        ending=None if ending is None else (ending.exit, ending.message),
+        problems=run.problems if ending is None else (),
+        not_run=run.not_run() if pytest_exit == 0 else (),
+        required=run.settings.require if run.settings else (),
+        rehearsal=run.rehearsal,
+        selection=run.selection,
+        manifest=run.manifest is not None,
+        deviations=run.deviations,
+        topology="; ".join([_topology(run), *_remarks(run)]),
+    )
+
+
+def _topology(run: Run) -> str:
+    shape = f"{run.facts.nnodes} node{'s' * (run.facts.nnodes != 1)}, {run.facts.world_size} rank"
+    shape += "s" * (run.facts.world_size != 1)
+    if run.expectation is not None and run.settings is not None:
+        return f"{shape}, as expected ({run.settings.expect})"
+    if run.facts.scheduler.nnodes is not None:
+        return f"{shape}, as allocated by {run.facts.scheduler.name}"
+    return f"{shape}, as launched (nothing was declared by --gpucluster-expect)"
+
+
+def _remarks(run: Run) -> list[str]:
+    """Return in what this run was less, or other, than the whole suite with the shipped limits."""
+    said = list(run.workload_record.remarks) if run.workload_record is not None else []
+    requeued = run.environ.get("SLURM_RESTART_COUNT", "")
+    if requeued.isascii() and requeued.isdigit() and int(requeued) > 0:
+        said.append(f"attempt {int(requeued) + 1} of Slurm job {run.environ.get('SLURM_JOB_ID')}, which was requeued")
+    if run.settings is None:
+        return said
+    if run.settings.sku is not None:
+        said = [*said, f"judged as {run.settings.sku} (--gpucluster-sku)"]
+    if run.settings.thresholds is not None:
+        said = [*said, f"limits overlaid by {run.settings.thresholds}"]
+    if run.baseline is not None:
+        said = [*said, run.baseline.remark(record.measurements for record in run.records.values())]
+    return said
+
+
+def finish_for_workers(
+    run: Run, pytest_exit: int, *, why: str | None = None, refused: str | None = None, cut_short: Collection[str] = ()
+) -> int:
+    """Close the record of a run whose ranks are local workers; returns the exit code.
+
+    ``why`` no test has run, if what was to be collected could not be collected by any worker; ``refused`` if they
+    were, and could not be run; ``cut_short`` the tests whose error is the interruption itself.
+    """
+    who = run.joined.who if run.joined else {}
+    if len(who) < run.facts.world_size:  # else it is on record since the last one told
+        run.send_cluster(who)
+    ending = None
+    if refused is not None:
+        ending = Ending(name="usage", message=first_line(refused), exit=4, text=refused)
+    elif why is not None:
+        ending = Ending(name="collection", message=first_line(why), exit=2)
+    elif pytest_exit == pytest.ExitCode.INTERRUPTED and not _has_gone_wrong(run, cut_short):
+        ending = Ending(name="interrupted", message="interrupted before every worker had run every test", exit=2)
+        run.note_ending(ending)
+    run.verdict = decide(run, pytest_exit=pytest_exit, ending=ending)
+    write_end(run)
+    return run.verdict.exit
+
+
+def _has_gone_wrong(run: Run, cut_short: Collection[str]) -> bool:
+    """Tell whether something is on record that explains why pytest has stopped."""
+    return bool(run.problems) or any(
+        record.outcome == "failed" or (record.outcome == "error" and nodeid not in cut_short)
+        for nodeid, record in run.records.items()
+    )
+
+
+def finish(run: Run, pytest_exit: int, *, why: str | None = None) -> int:
+    """Agree on the verdict and close the record. Every rank must call this; returns the exit code.
+
+    ``why`` pytest has interrupted itself, if it has and that is known.
+    """
+    if run.watch is None or run.exchange is None:
+        return pytest_exit
+    watch = run.watch
+    if watch.ending is None and pytest_exit in (2, 3):
+        name = {2: "interrupted", 3: "internal error"}[pytest_exit]
+        message = first_line(why or f"{name} on {run.names[run.rank]}")
+        watch.end(Ending(name=name, message=message, exit=pytest_exit))
+    agreed: Mapping[str, Any] = {}
+    if watch.ending is None:
+        agreed = _agree_on_finish(run, pytest_exit)
+    if run.rank == 0 and run.verdict is None:
+        run.verdict = decide(run, pytest_exit=pytest_exit, ending=watch.ending)
+    elif run.rank != 0:
+        run.verdict = _told(agreed) or decide(run, pytest_exit=pytest_exit, ending=watch.ending)
+    assert run.verdict is not None
+    write_end(run)
+    return run.verdict.exit
+
+
+def _agree_on_finish(run: Run, pytest_exit: int) -> Mapping[str, Any]:
+    assert run.watch is not None
+    assert run.exchange is not None
+
+    def settle(bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
+        failure = run.recorder.failure_now(_TRY_AGAIN_SECONDS) if run.recorder is not None else None
+        if failure is not None:
+            run.problems.append(failure)  # now, so that every rank ends with the same exit code
+        worst = max((body.get("exit", 11) for body in bodies.values()), default=pytest_exit)
+        ending = run.watch.ending if run.watch else None
+        run.verdict = decide(run, pytest_exit=worst, ending=ending)
+        return {"word": run.verdict.word, "exit": run.verdict.exit, "reason": run.verdict.reason}
+
+    run.watch.enter("the end of the session", _FINISH_DEADLINE_SECONDS)
+    run.watch.leave()
+    return run.agree({"exit": pytest_exit}, settle, deadline_seconds=_FINISH_DEADLINE_SECONDS) or {}
+
+
+def write_end(run: Run) -> None:
+    """Put the end on record, and wait for the reports: without them nothing is accepted. Rank 0 only."""
+    if run.recorder is None or run.verdict is None:
+        return
+    outcomes = [record.outcome for record in run.records.values()]
+    end = {
+        "type": "end",
+        "at": now(),
+        "verdict": run.verdict.word,
+        "exit": run.verdict.exit,
+        "reason": run.verdict.reason,
+        "counts": {kind: outcomes.count(kind) for kind in ("passed", "failed", "error", "skipped")},
+        "not_run": run.not_run(),
+        "ended_by": run.ended_by(),
+        "by": "rank 0",
+    }
+    error = run.recorder.finish(end, timeout=_REPORTS_WRITTEN_SECONDS)
+    if error is not None:
+        run.problems.append(error)
+        if run.verdict.exit in (0, 10, 12):
+            run.verdict = verdict.Verdict(word=verdict.BROKEN, exit=11, reason=f"no complete report: {error}")
+        run.account.take({"type": "problem", "name": "report", "outcome": "error", "message": error})
+    run.account.take({**end, "verdict": run.verdict.word, "exit": run.verdict.exit, "reason": run.verdict.reason})
+
+
+def overtime(run: Run, ending: Ending) -> None:
+    """The main thread did not come back in time: the watcher ends the process with the reports written."""
+    if run.verdict is None:
+        run.verdict = decide(run, pytest_exit=ending.exit, ending=ending)
+        write_end(run)
+    text = f"\n{run.headline(run.verdict)}: {run.verdict.reason}\n"
+    if run.rank == 0:
+        run.cry(text)
+    _leave_note(run, run.verdict)
+    _wait_for_reports(run)
+    if run.watch is not None:
+        run.watch.remove_left()
+    detached_process.end_stale_processes([str(run.fault_file.path)])
+    remove_left(str(run.fault_file.path))
+    os._exit(run.verdict.exit)
+
+
+def close(run: Run) -> None:
+    """Leave: no rank is called lost after this."""
+    run.accompaniment.close()
+    if run.watch is None:
+        return
+    watch = run.watch
+    watch.goodbye("finished")
+    ending = watch.ending
+    if ending is not None and ending.name in ("rank stuck", "rank lost") and run.rank not in ending.culprits:
+        watch.kill_stuck([rank for rank in ending.culprits if rank != run.rank])
+    # After that: the recorder lives as long as rank 0, which may be the one that is stuck.
+    _wait_for_reports(run)
+    watch.remove_left()
+    watch.close()
+    if run.cluster is not None and ending is None:
+        run.cluster.close()
+    tell_launcher(run)
+
+
+def _wait_for_reports(run: Run) -> None:
+    """Keep the launcher's agent alive until the recorder has ended: its end takes every process with it."""
+    if run.joined is None or run.rank == 0 or run.joined.hosts[0] != run.facts.hostname:
+        return
+    pid = run.joined.shared.get("recorder_pid")
+    # The same host name may hide another pid namespace, where that number is somebody else's.
+    if pid is not None and start_time(int(pid)) == run.joined.shared["recorder_started"]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGCONT)  # somebody may have stopped it
+        wait_for_end(int(pid), _REPORTS_WRITTEN_SECONDS)
+
+
+def tell_launcher(run: Run) -> None:
+    """Put one readable line into torchrun's summary of failures, and leave the exit code where it is asked for."""
+    path, result = run.environ.get("TORCHELASTIC_ERROR_FILE"), run.verdict
+    if result is not None:
+        _leave_note(run, result)
+    if path is None or result is None or result.exit == 0:
+        return
+    rehearsal = "REHEARSAL, " if run.rehearsal else ""
+    text = f"{rehearsal}{result.word} (exit code {result.exit}): {result.reason}"
+    body = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}
+    try:
+        Path(path).write_text(json.dumps(body), encoding="utf-8")
+    except OSError as error:
+        print(f"cannot write {path}: {error}", file=sys.stderr)
+
+
+def _leave_note(run: Run, result: verdict.Verdict) -> None:
+    shared = run.joined.shared.get("directory") if run.joined else None
+    directory = shared or (run.directory.resolve() if run.directory else "")
+    wrong = leave_note(
+        run.environ,
+        ExitNote(
+            rank=run.rank,
+            local_world_size=run.facts.local_world_size,
+            launcher=run.launcher,
+            word=result.word,
+            exit=result.exit,
+            reason=result.reason,
+            rehearsal=run.rehearsal,
+            host=run.joined.hosts[0] if run.joined else "",
+            directory=str(directory),
+        ),
+    )
+    if wrong is not None:
+        print(wrong, file=sys.stderr)
+
+
+def _told(agreed: Mapping[str, Any]) -> verdict.Verdict | None:
+    if "word" not in agreed:
+        return None
+    return verdict.Verdict(word=agreed["word"], exit=agreed["exit"], reason=agreed["reason"])

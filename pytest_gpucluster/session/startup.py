@@ -1,0 +1,511 @@
+"""How a run begins: settings, the recorder, the roll call, the watcher; or a refusal that every rank understands."""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_gpucluster import __version__
+from pytest_gpucluster.agreement import liveness, preflight, store_process
+from pytest_gpucluster.agreement.exchange import Exchange
+from pytest_gpucluster.agreement.rendezvous import Joined, Refusal, Refused, join
+from pytest_gpucluster.agreement.store import connect
+from pytest_gpucluster.agreement.watchdog import Watch
+from pytest_gpucluster.errors import EnvironmentBroken, GpuClusterError, LaunchError, OptionError, UsageProblem
+from pytest_gpucluster.journal import verdict
+from pytest_gpucluster.journal.journal import next_in_series
+from pytest_gpucluster.journal.run_directory import new_run_directory
+from pytest_gpucluster.journal.test_record import now
+from pytest_gpucluster.journal.verdict import BeginNote, begin_note
+from pytest_gpucluster.launch import detached_process, master_address
+from pytest_gpucluster.launch.launchers import RankFacts
+from pytest_gpucluster.metrics.measurement import register
+from pytest_gpucluster.node import pci
+from pytest_gpucluster.node.health.monitor import Place
+from pytest_gpucluster.node.health.telemetry import INTERVAL_SECONDS
+from pytest_gpucluster.recorder.client import Recorder
+from pytest_gpucluster.session import options, rejected_run, shutdown
+from pytest_gpucluster.session.cluster import Cluster
+from pytest_gpucluster.session.run import Run, name_of_rank
+from pytest_gpucluster.session.shutdown import announce
+from pytest_gpucluster.session.start_notes import JOINING, LOST, START, Start
+from pytest_gpucluster.session.training_inputs import TrainingInputs
+from pytest_gpucluster.text import first_line, rank_ranges
+
+_WITHOUT_A_CALL = {"setupplan": "--setup-plan", "setuponly": "--setup-only", "forked": "--forked", "boxed": "--boxed"}
+"""Options of pytest and pytest-forked (--boxed: its older name) by which no test body runs in this process."""
+_TEXTS_SHOWN = 4
+"""Of many ranks' different problems so many are told in full."""
+
+
+class Opening:
+    """Opens one process's :class:`Run`."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._start: Start | None = run.config.pluginmanager.get_plugin(START)
+
+    def open(self) -> None:
+        """Read the settings, start the recorder, call the roll and start the watcher.
+
+        Every rank must call this. On a problem, of this rank or another, the session ends here on every rank, and
+        rank 0 reports it.
+        """
+        self._refuse_restart()
+        if self._start is not None:
+            self._start.enter(JOINING)
+            if self._run.rank == 0:
+                self._start.report = self._report_lost
+        self._run.while_open.enter_context(detached_process.mark_processes(os.environ, str(self._run.fault_file.path)))
+        problem = self._prepare()
+        if self._run.facts.world_size == 1 and problem is not None:
+            self._refuse(problem)
+        if problem is None or self._run.facts.world_size > 1:
+            try:
+                self._join(problem)
+            except Refused as error:
+                if self._run.rank == 0:
+                    self._refuse(error.refusal)
+                self._leave(error.refusal)
+            except GpuClusterError as error:
+                self._refuse(_refusal(error))
+
+    def _refuse_restart(self) -> None:
+        if self._run.facts.restart_count == 0:
+            return
+        message = (
+            f"this is restart {self._run.facts.restart_count} of a run that has already broken; its verdict stands and "
+            "its reports are left as they are. Run torchrun with --max-restarts=0"
+        )
+        if self._run.rank != 0:
+            self._silence_stderr()
+        pytest.exit(message, returncode=11)
+
+    def _prepare(self) -> Refusal | None:
+        """Do what needs no other rank. Return what went wrong instead of raising, so that all ranks can be told."""
+        try:
+            for found in self._run.config.hook.pytest_gpucluster_metrics():
+                for metric in found:
+                    register(metric)
+            self._run.settings = options.resolve(self._run.config, self._run.environ)
+            self._run.timeouts = self._run.settings.timeouts or self._run.timeouts
+            _refuse_conflicts(self._run.config, self._run.facts)
+            _refuse_unasked_rehearsal(self._run.settings, self._run.facts.hostname)
+        except GpuClusterError as error:
+            problem: Refusal | None = _refusal(error)
+        else:
+            problem = None
+        if self._run.rank == 0 and self._run.place is None:
+            try:
+                self._require_junit()
+            except GpuClusterError as error:
+                problem = problem or _refusal(error)
+            try:
+                self._start_recorder()
+            except GpuClusterError as error:
+                problem = problem or _refusal(error)
+            except OSError as error:  # no further process can be started
+                problem = problem or _refusal(EnvironmentBroken(f"the recorder cannot be started: {error}"))
+        if self._run.settings is None:
+            return problem
+        self._run.expectation = self._run.settings.expect
+        try:
+            if self._run.settings.sku == "cpu-rehearsal" and not self._run.rehearsal:
+                raise OptionError(
+                    "--gpucluster-sku cpu-rehearsal: its limits say nothing about a GPU; leave the option out, or name "
+                    "the SKU that the GPU is"
+                )
+            if self._run.rank == 0 and self._run.place is None:
+                self._run.load_thresholds()
+                self._run.load_baseline()
+        except GpuClusterError as error:
+            problem = problem or _refusal(error)
+        return problem
+
+    def _require_junit(self) -> None:
+        path = self._run.junit_path
+        if path is None:
+            return
+        try:
+            rejected_run.require_file(path)
+            self._require_no_input(path)
+            self._run.claimed = rejected_run.claim(path)
+            if self._run.claimed is None:
+                raise OptionError(
+                    f"--junitxml {path}: another run on this host is writing it; name another file, or wait for its end"
+                )
+        except OptionError:
+            self._run.junit_path = None  # the one in the report directory must do
+            raise
+
+    def _require_no_input(self, path: Path) -> None:
+        """Keep the report from replacing what the run reads."""
+        settings = self._run.settings
+        if settings is None:
+            return
+        read = {"thresholds": settings.thresholds, "golden": settings.golden}
+        if settings.baseline is not None:
+            read["baseline"] = settings.baseline
+        read |= {f"data {data.key}": data.source.path for data in settings.data}
+        for option, file in read.items():
+            if file is not None and os.path.realpath(file) == os.path.realpath(path):
+                raise OptionError(f"--junitxml {path}: is the file of --gpucluster-{option}; name another one")
+
+    def _start_recorder(self) -> None:
+        report_dir = options.report_directory(self._run.config, self._run.environ)
+        series = next_in_series(report_dir)
+        self._run.directory = new_run_directory(report_dir)
+        self._run.junit_path = self._run.junit_path or self._run.directory / "junit.xml"
+        self._run.recorder = Recorder.start(self._run.directory, self._run.junit_path)
+        self._run.send({**self._first_line(), **series})
+        begun = BeginNote(
+            launcher=self._run.launcher, directory=str(self._run.directory.resolve()), recorder=self._run.recorder.pid
+        )
+        wrong = begin_note(self._run.environ, begun)
+        if wrong is not None:
+            print(wrong, file=sys.stderr)
+
+    def _first_line(self) -> dict[str, Any]:
+        return {
+            **run_line(self._run.config, self._run.facts.hostname, self._run.junit_path),
+            "run_id": self._run.facts.run_id,
+            "device": self._run.device,
+            "rehearsal": self._run.rehearsal,
+            "selection": self._run.selection,
+            "launcher": self._run.facts.launcher,
+            "world_size": self._run.facts.world_size,
+            "nnodes": self._run.facts.nnodes,
+            "options": self._run.settings.to_json() if self._run.settings else {},
+        }
+
+    def _join(self, problem: Refusal | None) -> None:
+        facts = self._run.facts
+        master_address.require_known(facts)
+        if facts.world_size > 1 and not facts.agent_store and facts.rank == 0:
+            store_process.start(facts)
+        self._run.stores = connect(facts, timeout_seconds=self._run.timeouts.join)
+        me = self._describe_me(problem)
+        me["connect_seconds"] = round(self._run.stores.connect_seconds, 3)
+        me |= self._start_sampler(me)
+        recorder_pid = self._run.recorder.pid if self._run.recorder else None
+        self._run.joined = join(
+            self._run.stores.main,
+            facts,
+            me,
+            timeout_seconds=self._run.timeouts.join,
+            check=self._check,
+            is_hopeless=self._is_hopeless,
+            shared={
+                "recorder_pid": recorder_pid,
+                "recorder_started": None if recorder_pid is None else liveness.start_time(recorder_pid),
+                "directory": str(self._run.directory.resolve()) if self._run.directory else None,
+            },
+        )
+        self._run.names = {rank: f"rank {rank} ({host_})" for rank, host_ in enumerate(self._run.joined.hosts)}
+        self._run.names.update({rank: name_of_rank(who) for rank, who in self._run.joined.who.items()})
+        self._take_place(me)
+        if self._run.place is not None:
+            self._run.names = {0: name_of_rank({**me, "rank": self._run.place.index})}
+        assert self._run.settings is not None
+        self._run.exchange = Exchange(self._run.stores, facts.rank, facts.world_size)
+        self._run.watch = Watch(
+            facts=facts,
+            side=self._run.stores.side,
+            numbers=self._run.exchange,
+            who=self._run.joined.who,
+            names=self._run.names,
+            timeouts=self._run.timeouts,
+            fault_file=self._run.fault_file.open(),
+            on_ending=self._run.note_ending,
+            on_beat=self._run.beat,
+            on_overtime=partial(shutdown.overtime, self._run),
+            rehearsal=self._run.rehearsal,
+        )
+        self._run.cluster = Cluster(
+            facts,
+            hosts=list(self._run.joined.hosts),
+            device_type=self._run.device,
+            device_index=me.get("cuda_index") or 0,
+            store_for_group=self._run.stores.for_group,
+            after_abort=self._run.stores.after_abort,
+            guard=self._run.watch.guard,
+            deadline_seconds=float(self._run.settings.deadline),
+        )
+        self._run.cluster.take_device()
+        if self._run.recorder is not None:
+            self._run.recorder.fault_file(str(self._run.fault_file.path))
+        self._run.watch.start()
+        if self._start is not None:
+            self._start.over()
+
+    def _describe_me(self, problem: Refusal | None) -> dict[str, Any]:
+        from pytest_gpucluster.node.inventory import identify, start_time
+
+        plain = {
+            "rank": self._run.facts.rank,
+            "host": self._run.facts.hostname,
+            "node_rank": self._run.facts.node_rank,
+            "local_rank": self._run.facts.local_rank,
+            "pid": os.getpid(),
+            "start_time": start_time(),
+            "fault_file": str(self._run.fault_file.path),
+            "inputs": self._inputs(),
+            # It chooses GPUs: the others are left out on purpose.
+            "chosen": bool(self._run.environ.get("CUDA_VISIBLE_DEVICES")),
+        }
+        if problem is None:
+            try:
+                return {**identify(self._on_its_gpu(), "cpu" if self._run.rehearsal else "cuda"), **plain}
+            except GpuClusterError as error:
+                problem = _refusal(error)
+        return {**plain, "problem": problem.text, "exit": problem.exit}
+
+    def _start_sampler(self, me: Mapping[str, Any]) -> dict[str, Any]:
+        """Start the node's sampler, if this is its first rank; return what the others must know of it."""
+        if not me.get("gpu") or me["local_rank"] != 0 or self._run.place is not None:
+            return {}  # a local worker's was started by its controller
+        return {"sampler": self._run.accompaniment.start()}
+
+    def _take_place(self, me: Mapping[str, Any]) -> None:
+        """Let tests be watched: by this rank, and by the sampler of its node."""
+        run = self._run
+        assert run.joined is not None
+        here = (me["host"], me["node_rank"])
+        node = [who for who in run.joined.who.values() if (who["host"], who["node_rank"]) == here]
+        if run.place is None:
+            run.accompaniment.told(next((who["sampler"] for who in node if who.get("sampler")), None))
+        run.accompaniment.join(
+            Place(
+                node=node,
+                rank=me["rank"],
+                sku=lambda: run.sku(me["gpu"]["name"] if me["gpu"] else None),
+                interval_seconds=lambda: run.workload.telemetry.interval_seconds if run.workload else INTERVAL_SECONDS,
+                looks_at_ports=run.place is None or run.place.index == 0,
+            )
+        )
+
+    def _inputs(self) -> dict[str, Any] | None:
+        """Return what this rank was given to train with, and what of it is not there."""
+        if self._run.settings is None:
+            return None
+        inputs = TrainingInputs.of(self._run.settings)
+        return {"told": inputs.told(), "problems": inputs.problems()}
+
+    def _on_its_gpu(self) -> RankFacts:
+        """Return the facts by which the GPU is chosen: a local worker takes the one of its own number."""
+        if self._run.place is None:
+            return self._run.facts
+        return replace(self._run.facts, local_rank=self._run.place.index, local_world_size=self._run.place.count)
+
+    def open_for_workers(self, workers: int) -> None:
+        """Start the record of a run whose ranks are local workers."""
+        self._run.facts = replace(self._run.facts, world_size=workers, local_world_size=workers)
+        problem = self._prepare()
+        if problem is None:
+            problem = self._missing_inputs()
+        if problem is None and not self._run.rehearsal:
+            problem = self._too_few_gpus(workers)
+        if problem is not None:
+            self._refuse(problem)
+        self._run.joined = Joined(
+            hosts=[self._run.facts.hostname] * workers, who={}, shared={"directory": str(self._run.directory)}
+        )
+
+    def _missing_inputs(self) -> Refusal | None:
+        problems = (self._inputs() or {}).get("problems", [])
+        return _refusal(OptionError("\n".join(problems))) if problems else None
+
+    def _too_few_gpus(self, workers: int) -> Refusal | None:
+        me = self._describe_me(None)
+        if "problem" in me:
+            return Refusal(message=first_line(me["problem"]), text=me["problem"], exit=me["exit"])
+        visible = int(me["visible_gpus"])
+        if workers <= visible:
+            whole_node = dict.fromkeys(range(workers), me)
+            self._run.uncovered = preflight.gpus_without_a_rank(whole_node, self._run.facts, self._run.expectation)
+            return None
+        return _refusal(
+            LaunchError(
+                f"-n {workers} starts more workers than {self._run.facts.hostname} shows GPUs ({visible}), and each "
+                f"worker needs one of its own. Use -n {visible}, or show more GPUs to this process"
+            )
+        )
+
+    def _check(self, who: Mapping[int, Mapping[str, Any]]) -> Refusal | None:
+        """Rank 0: hold the roll against what was declared, and put both on record."""
+        unable: dict[tuple[str, int], list[int]] = {}
+        for rank, facts in who.items():
+            if "problem" in facts:
+                unable.setdefault((facts["problem"], facts["exit"]), []).append(rank)
+        if unable:
+            (text, exit_code), _ = next(iter(unable.items()))
+            texts = [text for text, _ in list(unable)[:_TEXTS_SHOWN]]
+            rest = [rank for ranks in list(unable.values())[_TEXTS_SHOWN:] for rank in ranks]
+            if rest:
+                texts.append(f"and {len(rest)} more ranks: {rank_ranges(rest)}")
+            return Refusal(message=first_line(text), text="\n".join(texts), exit=exit_code)
+        message, text = self._lost() if len(who) < self._run.facts.world_size else ("", "")
+        if message:
+            return Refusal(message=message, text=text, exit=11)
+        found = preflight.problems(
+            who,
+            self._run.facts,
+            expectation=self._run.expectation,
+            device="cpu" if self._run.rehearsal else "cuda",
+            sku_of=self._run.limits.sku_for,
+        )
+        self._run.send_cluster(who, [problem.text for problem in found])
+        self._run.uncovered = preflight.gpus_without_a_rank(who, self._run.facts, self._run.expectation)
+        if not found:
+            return self._foreign_baseline(who)
+        text = "\n".join(problem.text for problem in found)
+        return Refusal(message=first_line(found[0].text), text=text, exit=max(problem.exit for problem in found))
+
+    def _is_hopeless(self) -> bool:
+        """Tell whether a rank whose report, or word, is awaited has ended before it could give it."""
+        if self._run.rank == 0:
+            return bool(self._lost()[0])
+        return self._start is not None and self._start.rank_0_is_lost()
+
+    def _lost(self) -> tuple[str, str]:
+        """Return which ranks of this node have failed before they reported: in one line, and in full."""
+        return self._start.failures() if self._start is not None else ("", "")
+
+    def _foreign_baseline(self, who: Mapping[int, Mapping[str, Any]]) -> Refusal | None:
+        baseline = self._run.baseline
+        why = baseline.why_foreign(self._run.conditions(who)) if baseline is not None else ""
+        if not why:
+            return None
+        return _refusal(OptionError(f"--gpucluster-baseline: nothing of this run can be held against it: {why}"))
+
+    def _report_lost(self, message: str, text: str) -> None:
+        """Rank 0 ends, because a rank has failed before the roll call."""
+        if self._run.verdict is None:
+            self._put_on_record(Refusal(message=message, text=text, exit=11))
+
+    def _put_on_record(self, refusal: Refusal) -> None:
+        if self._start is not None:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, while the report is being written
+        name = LOST if self._lost()[0] else ""
+        problem = rejected_run.problem_line(message=refusal.message, text=refusal.text, exit=refusal.exit, name=name)
+        self._run.send(problem)
+        self._run.verdict = verdict.Verdict(word=verdict.BROKEN, exit=refusal.exit, reason=refusal.message)
+        shutdown.write_end(self._run)
+        if self._run.recorder is None and self._run.rank == 0 and self._run.junit_path is not None:
+            lost = rejected_run.write_junit(self._run.junit_path, self._first_line(), problem, refusal.exit)
+            if lost is not None:
+                print(f"ERROR: {lost}", file=sys.stderr)
+        announce(self._run)
+        shutdown.tell_launcher(self._run)
+
+    def _refuse(self, refusal: Refusal) -> None:
+        """End the session before its first test, with a report."""
+        self._put_on_record(refusal)
+        text = refusal.text
+        if self._run.recorder is not None:
+            text += f"\nJUnit: {self._run.junit_path}"
+        if refusal.exit == 4:
+            raise pytest.UsageError(text)
+        print(f"ERROR: {text}", file=sys.stderr)
+        pytest.exit(f"{verdict.BROKEN}, exit code {refusal.exit}: the run was not started", returncode=refusal.exit)
+
+    def _leave(self, refusal: Refusal) -> None:
+        """End the session of a rank above 0 without a word: rank 0 says it for all."""
+        self._run.verdict = verdict.Verdict(word=verdict.BROKEN, exit=refusal.exit, reason=refusal.message)
+        shutdown.tell_launcher(self._run)
+        self._silence_stderr()
+        # The agent waits for every rank; one exit code a node is enough, and gives one block in its summary.
+        is_quiet = self._run.facts.agent_store and self._run.facts.local_rank != 0
+        pytest.exit(f"{verdict.BROKEN}: {refusal.message}", returncode=0 if is_quiet else refusal.exit)
+
+    def _silence_stderr(self) -> None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
+
+
+def _refusal(error: GpuClusterError) -> Refusal:
+    return Refusal(message=first_line(str(error)), text=str(error), exit=4 if isinstance(error, UsageProblem) else 11)
+
+
+def _refuse_conflicts(config: pytest.Config, facts: RankFacts) -> None:
+    """Refuse pytest options that run no test, or run it where the ranks cannot agree on it.
+
+    Raises:
+        LaunchError: names the option and the way out.
+    """
+    for name, option in _WITHOUT_A_CALL.items():
+        if getattr(config.option, name, False):
+            raise LaunchError(
+                f"{option} runs no test in this process, so nothing would be measured. Leave out {option}; to list the "
+                "tests use --collect-only, to see the fixtures of a real run --setup-show"
+            )
+    if facts.launcher == "single":
+        return
+    if getattr(config.option, "numprocesses", None) or getattr(config.option, "tx", None):
+        raise LaunchError(
+            f"-n (pytest-xdist) and {facts.launcher} both start processes. Leave out -n: the launcher's ranks are the "
+            "processes; or leave out the launcher: pytest -n <GPUs> --dist each --max-worker-restart=0 -m single_gpu"
+        )
+    if getattr(config.option, "usepdb", False) or getattr(config.option, "trace", False):
+        raise LaunchError(
+            f"--pdb and --trace need one process with a terminal, but {facts.launcher} started "
+            f"{facts.world_size} ranks. Run plain pytest on one GPU to debug, with -m single_gpu"
+        )
+
+
+def _refuse_unasked_rehearsal(settings: options.Settings, hostname: str) -> None:
+    """Refuse a rehearsal on a node with GPUs that only a variable asks for: left over in a shell, it would pass a gate.
+
+    Raises:
+        OptionError: names the variable and the way out.
+    """
+    device = settings.settings["device"]
+    if device.value != "cpu" or device.origin != "environment":
+        return
+    gpus = [gpu.address for gpu in pci.unlisted_gpus(()) if gpu.state not in ("hidden", "elsewhere")]
+    if gpus:
+        raise OptionError(
+            f"GPUCLUSTER_DEVICE=cpu is set, and {hostname} has {len(gpus)} GPUs, the first at PCI {gpus[0]}: a "
+            "rehearsal says nothing about them. Unset it; or give --gpucluster-device=cpu for a rehearsal"
+        )
+
+
+def run_line(config: pytest.Config, hostname: str, junit_path: Path | None) -> dict[str, Any]:
+    """Return the journal's first line, as far as it can be told before the launcher's variables are read."""
+    return {
+        "type": "run",
+        "schema_version": 1,
+        "run_id": "",
+        "started_at": now(),
+        "argv": [str(arg) for arg in config.invocation_params.args],
+        "hostname": hostname,
+        "versions": {"python": platform.python_version(), "pytest": pytest.__version__},
+        "plugin_version": __version__,
+        "junit": _junit_options(config, junit_path),
+    }
+
+
+def _junit_options(config: pytest.Config, path: Path | None) -> dict[str, Any]:
+    def ini(name: str, default: Any) -> Any:
+        try:
+            return config.getini(name)
+        except (KeyError, ValueError):  # -p no:junitxml
+            return default
+
+    return {
+        "path": None if path is None else str(path),
+        "family": ini("junit_family", "xunit2"),
+        "suite_name": ini("junit_suite_name", "pytest"),
+        "prefix": getattr(config.option, "junitprefix", None) or "",
+        "logging": ini("junit_logging", "no"),
+        "log_passing": bool(ini("junit_log_passing_tests", True)),
+        "duration_report": ini("junit_duration_report", "total"),
+    }

@@ -1,0 +1,364 @@
+"""Hold what all ranks measured against the limits, once, where all of it has come together.
+
+What all ranks agree on at the end of a phase, as rank 0 decides it: merged, judged, whether the run can go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_gpucluster.agreement.exchange import Ending, Merged, RankOutcome, merge, rehearsed_too_slowly
+from pytest_gpucluster.errors import MeasurementError
+from pytest_gpucluster.journal.test_record import TestRecord, unique
+from pytest_gpucluster.judge.judge import Judgement, judge
+from pytest_gpucluster.judge.limits import Limit, demand
+from pytest_gpucluster.metrics import measurement
+from pytest_gpucluster.metrics.measurement import Measurement, cause_order
+from pytest_gpucluster.reports.terminal import measurement_table
+from pytest_gpucluster.session.isolation import Isolator
+from pytest_gpucluster.text import first_line
+
+if TYPE_CHECKING:
+    from pytest_gpucluster.session.run import Run
+
+
+def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequence[RankOutcome]) -> Merged:
+    """Judge the measurements of a test; return what the test's outcome is then.
+
+    A criterion that measured nothing is an error. A test that has failed already keeps its failure, unless a limit is
+    missed too: a verdict about the hardware outweighs a broken run. The judged values go on record in any case.
+    """
+    criterion = record.test.criterion
+    record.telemetry = {o.rank: o.telemetry for o in outcomes if o.telemetry}
+    try:
+        by_rank = {o.rank: [Measurement.from_json(m) for m in o.measurements] for o in outcomes}
+    except MeasurementError as error:  # such as a metric that only some ranks know
+        if merged.outcome != "passed":
+            return merged
+        return Merged(outcome="error", message=first_line(str(error)), text=str(error), ranks=merged.ranks)
+    if not any(by_rank.values()):
+        if criterion is None or merged.outcome != "passed":
+            return merged
+        message = f"criterion {criterion} has measured nothing: nothing is accepted without a measurement"
+        return Merged(outcome="error", message=message, text=message, ranks=merged.ranks)
+    gpu = run.gpu_name()
+    judgement = judge(
+        by_rank,
+        world=dict(run.names),
+        node_of=run.node_of(),
+        limits=run.limits,
+        sku=run.sku(gpu),
+        gpu_name=gpu,
+        meanwhile=record.telemetry,
+        host_of=dict(enumerate(run.joined.hosts)) if run.joined else {},
+    )
+    if run.settings is not None and run.settings.thresholds is not None:
+        judgement = _beside_shipped(run, judgement, by_rank)
+    if run.baseline is not None:
+        judgement, notes = run.baseline.hold(
+            judgement,
+            nodeid=record.test.nodeid,
+            name=record.test.name,
+            facts=run.conditions(run.joined.who if run.joined else {}),
+            names=run.names,
+        )
+        record.properties = unique([*record.properties, *notes])
+    if run.rehearsal:
+        judgement, slow = _rehearsed(judgement)
+        if slow is not None and (merged.outcome, judgement.outcome) == ("passed", "passed"):
+            merged = rehearsed_too_slowly(slow)
+    record.measurements = [judged.to_json() for judged in judgement.measurements]
+    if not merged.too_slow:
+        record.unjudged = _unjudged(judgement, by_rank, sku=run.sku(gpu), rehearsal=run.rehearsal)
+    if (
+        judgement.outcome == "passed"
+        or merged.outcome == "failed"
+        or (merged.too_slow and judgement.outcome == "error")
+    ):
+        return merged  # of a body that was ended early, values are missing
+    if merged.outcome == "error" and judgement.outcome != "failed":
+        return merged
+    missed: dict[int, str] = {}
+    for judged in sorted(judgement.measurements, key=cause_order):
+        for rank, what in judged.misses.items():
+            missed.setdefault(rank, what)
+    return Merged(
+        outcome=judgement.outcome,
+        message=first_line(judgement.message),
+        text=judgement.text if merged.outcome == "passed" else f"{judgement.text}\n\n{merged.text}",
+        table=measurement_table(record.result().measurements),
+        culprits=sorted(missed),
+        released=[rank for rank in merged.released if rank not in missed],
+        ranks=[
+            *({"rank": rank, "outcome": "failed", "message": why} for rank, why in sorted(missed.items())),
+            *(row for row in merged.ranks if row["rank"] not in missed),
+        ],
+        dirty=merged.dirty,
+        judged=True,
+    )
+
+
+def _unjudged(
+    judgement: Judgement, by_rank: Mapping[int, Sequence[Measurement]], *, sku: str | None, rehearsal: bool
+) -> str:
+    """Return why no limit judges a test, and what to do: nothing is accepted by that. "" if one does.
+
+    That is where the limits only record all that the test asked for, or all rates of hardware among it: a ratio to the
+    other ranks beside them passes where all are slow alike. The floors of a rehearsal say nothing about rates.
+    """
+    asked = {
+        (measured.metric, frozenset(measured.labels.items()))
+        for measurements in by_rank.values()
+        for measured in measurements
+        if not measured.record_only
+    }
+    values = [judged for judged in judgement.measurements if (judged.metric, frozenset(judged.labels.items())) in asked]
+    rates = [] if rehearsal else [judged for judged in values if measurement.known(judged.metric).is_rate]
+    for some in (rates, values):
+        if some and all(judged.status == "recorded" for judged in some):
+            return (
+                f"no limit for {some[0].metric} on {sku}: set one by gpucluster thresholds calibrate, or in a file for"
+                f" --gpucluster-thresholds; {some[0].reason}"
+            )
+    return ""
+
+
+def _beside_shipped(run: Run, judgement: Judgement, by_rank: Mapping[int, Sequence[Measurement]]) -> Judgement:
+    """Return a judgement with the shipped limit beside each of the site's that asks for less.
+
+    A value that the site leaves without a limit that the shipped ones have is a deviation, and recorded as one.
+    """
+    asked = {measured.metric for each in by_rank.values() for measured in each if not measured.record_only}
+    measurements = []
+    for judged in judgement.measurements:
+        shipped = run.shipped_limit(judged.metric, judged.labels) if judged.metric in asked else None
+        if shipped is not None and judged.limit is not None and _asks_less(judged.limit, shipped):
+            judged = replace(judged, shipped=shipped)
+        elif shipped is not None and judged.status == "recorded":
+            run.deviate(f"{judged.metric} is recorded only, by the site's limits; shipped is {demand(shipped)}")
+        measurements.append(judged)
+    return replace(judgement, measurements=tuple(measurements))
+
+
+def _asks_less(limit: Limit, shipped: Limit) -> bool:
+    """Tell whether something that the shipped limit refuses may pass."""
+    lowest = ((limit.min, shipped.min), (limit.min_ratio_to_median, shipped.min_ratio_to_median))
+    if any(theirs is not None and (ours is None or ours < theirs) for ours, theirs in lowest):
+        return True
+    if shipped.max is not None and (limit.max is None or limit.max > shipped.max):
+        return True
+    if shipped.expect_transport is None:
+        return False
+    return limit.expect_transport is None or not set(limit.expect_transport) <= set(shipped.expect_transport)
+
+
+def _rehearsed(judgement: Judgement) -> tuple[Judgement, str | None]:
+    """Return a judgement without what did not settle, and the first of that: a busy CPU says nothing about a GPU."""
+    unsettled = [judged for judged in judgement.measurements if judged.unsettled]
+    if not unsettled:
+        return judgement, None
+    measurements = tuple(
+        replace(judged, status="recorded", reason=f"too slow to rehearse here: {judged.reason}", misses={})
+        if judged.unsettled
+        else judged
+        for judged in judgement.measurements
+    )
+    if any(judged.status == "failed" for judged in measurements):
+        return replace(judgement, measurements=measurements), unsettled[0].reason
+    errors = [judged.reason for judged in measurements if judged.status == "error"]
+    settled = Judgement(
+        outcome="error" if errors else "passed",
+        message=first_line(errors[0]) if errors else "",
+        text="\n".join(errors),
+        measurements=measurements,
+    )
+    return settled, unsettled[0].reason
+
+
+def keep_interrupted(
+    run: Run,
+    record: TestRecord,
+    *,
+    message: str,
+    measured: Sequence[Measurement],
+    properties: Sequence[tuple[str, object]],
+) -> None:
+    """Put on record what rank 0 has measured in a test whose body was interrupted: an error, and never a pass.
+
+    The test comes to no other end, and the other ranks tell nothing any more. A test that has measured nothing is told
+    by the end of the run.
+    """
+    if run.rank != 0 or not measured:
+        return
+    own = RankOutcome(
+        rank=0, outcome="error", message=message, text=message, measurements=[each.to_json() for each in measured]
+    )
+    merged = Merged(
+        outcome="error", message=message, text=message, ranks=[{"rank": 0, "outcome": "error", "message": message}]
+    )
+    merged = judge_merged(run, record, merged, [own])
+    spent = datetime.now(timezone.utc) - datetime.fromisoformat(record.started_at)
+    record.properties = unique([*record.properties, *properties])
+    record.add(
+        "call",
+        outcome="failed",
+        message=merged.message,
+        text=merged.text,
+        seconds=max(0.0, spent.total_seconds()),
+        merged=merged,
+    )
+    run.send(record.line())
+
+
+def label_of(item: pytest.Item, when: str) -> str:
+    """Return how a phase is called among the ranks: all must be in the same one."""
+    return f"{when} of {item.nodeid}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decided:
+    """What rank 0 has decided.
+
+    Attributes:
+        verdict: what it tells all ranks.
+        merged: the outcome of all ranks together.
+        first: rank 0's own outcome, with what is known of it by now.
+    """
+
+    verdict: Mapping[str, Any]
+    merged: Merged
+    first: RankOutcome
+
+
+class PhaseVerdict:
+    """Decides on rank 0. Main thread only.
+
+    Args:
+        run: what this process holds.
+        judges: this process holds measurements against limits.
+        isolator: searches for who is to blame, if that is allowed.
+    """
+
+    def __init__(self, run: Run, *, judges: bool, isolator: Isolator) -> None:
+        self._run = run
+        self._judges = judges
+        self._isolator = isolator
+
+    def of(
+        self,
+        item: pytest.Item,
+        when: str,
+        number: int,
+        bodies: Mapping[int, Mapping[str, Any]],
+        *,
+        has_worsened: bool,
+    ) -> Decided:
+        """Merge what all ranks have posted, judge it, and say whether the run can go on.
+
+        Args:
+            item: the test.
+            when: "setup", "call" or "teardown".
+            number: of the exchange.
+            bodies: rank -> what it has posted: its outcome, and what ``Phases`` has added.
+            has_worsened: rank 0's failure says more than its exception.
+        """
+        run, watch = self._run, self._run.watch
+        assert watch is not None
+        culprits = watch.culprits(number)
+        too_slow = watch.too_slow(number)
+        outcomes = []
+        for rank, body in sorted(bodies.items()):
+            outcome = RankOutcome.from_json(rank, body)
+            if outcome.outcome in ("released", "passed", "cut") and rank in culprits:
+                found = culprits[rank]
+                outcome = RankOutcome(
+                    rank=rank,
+                    outcome="hung",
+                    message=found.message,
+                    text=found.text,
+                    measurements=outcome.measurements,
+                )
+            elif outcome.outcome == "released" and too_slow:
+                outcome = RankOutcome(rank=rank, outcome="slow", message=too_slow, measurements=outcome.measurements)
+            outcomes.append(outcome)
+        if when == "teardown":
+            run.records[item.nodeid].spent |= {rank: body["spent"] for rank, body in bodies.items() if "spent" in body}
+        released = next((o.message for o in outcomes if o.outcome == "released"), "")
+        merged = merge(outcomes, run.names, unfinished=released)
+        late = watch.late(number)
+        if late and any(outcome.outcome == "hung" for outcome in outcomes):  # once, whoever waited for whom
+            merged = replace(merged, text=f"{merged.text}\n\n{late}")
+        if (merged.outcome in ("passed", "failed", "error") or merged.too_slow) and when == "call" and self._judges:
+            merged = judge_merged(run, run.records[item.nodeid], merged, outcomes)
+        if has_worsened:
+            merged = replace(merged, judged=True)
+        stop = self._stop(bodies, outcomes, merged, watch.unreleasable(number))
+        verdict: dict[str, Any] = {"o": merged.outcome}
+        if merged.message:
+            verdict["msg"] = merged.message
+        if merged.dirty:
+            verdict["dirty"] = True
+        if any(body.get("nvls") for body in bodies.values()):
+            verdict |= {"dirty": True, "nvls": True}
+        blamed = bodies if merged.shared else merged.culprits
+        if blamed and all(bodies[rank].get("expected") for rank in blamed):
+            verdict["expected"] = True
+        if when == "call" and not verdict.keys() & {"expected", "nvls"} and stop is None:
+            verdict |= self._searched_after(item, merged, bodies, outcomes)
+        if stop is not None:
+            verdict["stop"] = {
+                "name": stop.name,
+                "message": stop.message,
+                "exit": stop.exit,
+                "culprits": list(stop.culprits),
+            }
+        return Decided(verdict=verdict, merged=merged, first=outcomes[0])
+
+    def _searched_after(
+        self,
+        item: pytest.Item,
+        merged: Merged,
+        bodies: Mapping[int, Mapping[str, Any]],
+        outcomes: Sequence[RankOutcome],
+    ) -> Mapping[str, bool]:
+        """Say whether all ranks search for who is to blame: after what GPUs, nodes or links may have done."""
+        if item.get_closest_marker("isolate") is None or len(self._run.names) < 2 or not self._judges:
+            return {}
+        unreached = any(body.get("unreached") for body in bodies.values())
+        if merged.outcome != "failed" and not unreached and not any(o.outcome in ("hung", "cut") for o in outcomes):
+            return {}
+        why_not = self._isolator.why_not()
+        if why_not is None:
+            return {"isolate": True}
+        self._run.records[item.nodeid].properties.append(("isolation", f"no search: {why_not}"))
+        return {}
+
+    def _stop(
+        self,
+        bodies: Mapping[int, Mapping[str, Any]],
+        outcomes: Sequence[RankOutcome],
+        merged: Merged,
+        unreleasable: bool,
+    ) -> Ending | None:
+        dead = {rank: body["died"] for rank, body in bodies.items() if body.get("died")}
+        if dead:
+            rank = min(dead)
+            return Ending(
+                name="GPU lost",
+                message=first_line(f"the GPU of {self._run.names[rank]} works no more: {merged.message}"),
+                exit=1 if "hardware" in dead.values() else 11,
+                culprits=sorted(dead),
+            )
+        without = [rank for rank, body in bodies.items() if body.get("nvls")]
+        if without and self._run.cluster is not None and self._run.cluster.nvls_off:
+            message = first_line(f"NVLS fails also where it was switched off: {merged.message}")
+            return Ending(name="NVLS", message=message, exit=11, culprits=without)
+        if unreleasable:
+            stuck = [o.rank for o in outcomes if o.outcome == "hung"]
+            return Ending(name="rank stuck", message=merged.message, exit=11, culprits=stuck)
+        return None

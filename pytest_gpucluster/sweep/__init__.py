@@ -1,1 +1,0 @@
-"""Many nodes: each one alone, all at once, then those that did not fail together."""

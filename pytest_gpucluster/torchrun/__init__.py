@@ -1,1 +1,0 @@
-"""torchrun started in the operator's place: its command line, its agent, and what came of it."""
