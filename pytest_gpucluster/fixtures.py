@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from pytest_gpucluster.session.run import Run
     from pytest_gpucluster.session.training_inputs import TrainingInputs
 
-RUN = pytest.StashKey["Run"]()
-
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
@@ -68,6 +66,8 @@ class Telemetry(Protocol):
 
 
 def _run(request: pytest.FixtureRequest) -> Run:
+    from pytest_gpucluster.session.run import RUN
+
     run = request.config.stash.get(RUN, None)
     if run is None:
         pytest.fail(

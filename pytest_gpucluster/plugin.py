@@ -2,34 +2,21 @@
 
 Importing this module must stay cheap: it loads neither torch nor NVML nor YAML. In a project that does not use the
 plugin only the four functions below are ever called, and they add nothing but options.
-
-Which kind of session this process has: a rank, the controller of local workers, or such a worker.
 """
 
 from __future__ import annotations
 
-import os
-import socket
-import sys
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpucluster.agreement import release
-from pytest_gpucluster.benchmarks import dtypes
-from pytest_gpucluster.errors import UsageProblem
-from pytest_gpucluster.fixtures import RUN
-from pytest_gpucluster.node.fabric import nccl_environment, nccl_log
-from pytest_gpucluster.session import options, rejected_run
-from pytest_gpucluster.session.run import Run, WorkerPlace
-from pytest_gpucluster.session.session import Session, take_junit
-from pytest_gpucluster.session.startup import run_line
-from pytest_gpucluster.session.xdist import DIRECTORY, SAMPLER, Controller, Worker, worker_count
-from pytest_gpucluster.text import first_line
+from pytest_gpucluster.session import options
 
 if TYPE_CHECKING:
     from pytest_gpucluster.session.reporting import Status
+    from pytest_gpucluster.session.session import Session
+    from pytest_gpucluster.session.xdist import Controller
 
 _MARKERS = (
     "criterion(name): an acceptance criterion; it must measure something, on every rank, and meet its limits",
@@ -72,10 +59,10 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
 
     with start_notes.begun(early_config):  # first: what is imported next takes seconds, in which a rank may die
         from pytest_gpucluster.journal import verdict
-        from pytest_gpucluster.session import rejected_run
+        from pytest_gpucluster.session import activation, rejected_run
 
         verdict.guard_note()
-        prepare_environment()
+        activation.prepare_environment()
         rejected_run.replace_earlier(early_config.known_args_namespace)
         return (yield)
 
@@ -86,6 +73,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not options.active(config):
         return
     from pytest_gpucluster import fixtures
+    from pytest_gpucluster.session.activation import configure
 
     for marker in _MARKERS:
         config.addinivalue_line("markers", marker)
@@ -259,59 +247,3 @@ class WorkerHooks:
             self._controller.worker_lost(node.gateway.id, error)
         else:
             self._controller.worker_finished(node.gateway.id, getattr(node, "workeroutput", None) or {})
-
-
-def prepare_environment() -> None:
-    """Set what torch reads once, at its import and its first product, and NCCL when it writes its first message."""
-    os.environ.update(release.ENVIRONMENT)
-    nccl_log.prepare_log(os.environ)
-    nccl_environment.prepare_environment(os.environ)
-    dtypes.prepare_cublas(os.environ)
-
-
-def configure(config: pytest.Config) -> tuple[Session | Controller, Controller | None]:
-    """Make the session of this process, before other plugins are configured.
-
-    Returns:
-        The session, and the same again if it is the controller of local workers.
-
-    Raises:
-        pytest.UsageError: the launcher's variables contradict each other, or xdist would not use every GPU.
-    """
-    prepare_environment()
-    worker = getattr(config, "workerinput", None)
-    controller: Controller | None = None
-    try:
-        if worker is not None:
-            index, count = int(worker["workerid"].removeprefix("gw")), int(worker["workercount"])
-            place = WorkerPlace(index=index, count=count, directory=str(worker.get(DIRECTORY, "")))
-            run = Run(config, place=place)
-            run.accompaniment.told(worker.get(SAMPLER))
-            session: Session | Controller = Worker(config, run)
-        else:
-            run = Run(config)
-            workers = worker_count(config) if run.facts.launcher == "single" else 0
-            if workers:
-                session = controller = Controller(config, run, workers)
-            else:
-                take_junit(config, run)
-                session = Session(config, run)
-    except UsageProblem as error:
-        if worker is None:
-            _replace_junit(config, str(error))
-        raise pytest.UsageError(str(error)) from None
-    config.stash[RUN] = run
-    return session, controller
-
-
-def _replace_junit(config: pytest.Config, text: str) -> None:
-    """Let no file of an earlier run pass for this one's. Which rank this is may be unknown: any rank says so."""
-    path = getattr(config.option, "xmlpath", None)
-    if not path:
-        return
-    junit_path = rejected_run.asked_path(path)
-    first = run_line(config, os.environ.get("GPUCLUSTER_HOSTNAME") or socket.gethostname(), junit_path)
-    problem = rejected_run.problem_line(message=first_line(text), text=text, exit=4)
-    lost = rejected_run.write_junit(junit_path, first, problem, 4)
-    if lost is not None:
-        print(f"ERROR: {lost}", file=sys.stderr)

@@ -190,7 +190,7 @@ def test_a_rank_whose_gpu_the_nodes_sampler_does_not_see_starts_its_own_and_no_m
 ) -> None:
     started: list[telemetry.NodeSampler] = []
     real = telemetry.start_sampler
-    monkeypatch.setattr(telemetry, "start", lambda: started.append(real()) or started[-1])
+    monkeypatch.setattr(telemetry, "start_sampler", lambda: started.append(real()) or started[-1])
     monkeypatch.setattr(telemetry, "ANSWER_SECONDS", 30.0)
     monkeypatch.setattr(telemetry, "COMMAND", fake_sampler.command(tmp_path, {uuid_of(7): SAMPLED}))
     first, mine = Accompaniment(), joined()
@@ -456,8 +456,8 @@ def ports():
         write(PORT / "counters" / "link_downed", 1)
     return infiniband.read(ROOT, gids=False)
 
-sources_of = accompaniment.sources_of
-accompaniment.sources_of = lambda node, rank: dataclasses.replace(sources_of(node, rank), adapters=ports)
+sources_of = monitor.sources_of
+monitor.sources_of = lambda node, rank: dataclasses.replace(sources_of(node, rank), adapters=ports)
 """
     (project.path / "conftest.py").write_text(conftest() + a_link_goes_down)
     left = project.run_apart(*WORKERS)

@@ -25,5 +25,5 @@ def test_examples_hold(name: str) -> None:
 
 
 def test_the_formulas_that_everyone_knows_have_examples() -> None:
-    for name in ("metrics.units", "metrics.stats", "benchmarks.collective_result"):
+    for name in ("metrics.units", "metrics.stats", "benchmarks.collectives"):
         assert doctest.testmod(importlib.import_module(f"pytest_gpucluster.{name}")).attempted > 0

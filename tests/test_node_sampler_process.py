@@ -56,8 +56,8 @@ def test_it_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         import time
         from pytest_gpucluster.node.health import telemetry
         from pytest_gpucluster.node.health.telemetry import Link
-        node_sampler.COMMAND = {command!r}
-        sampler = node_sampler.start()
+        telemetry.COMMAND = {command!r}
+        sampler = telemetry.start_sampler()
         window = Link(sampler.address, {GPU!r}, answer_seconds={DEADLINE}).window()
         with window:  # NVML hangs, and that must not keep the process either
             pass

@@ -68,7 +68,7 @@ def test_gpus_without_a_rank_are_a_skipped_testcase_and_leave_the_run_incomplete
 )
 def test_a_rehearsal_on_a_node_with_gpus_must_be_asked_for(project: Project, monkeypatch, state, options, code):
     gpu = PciGpu(address="0000:3b:00.0", state=state, detail="planted")
-    monkeypatch.setattr(startup.pci_bus, "unlisted", lambda listed: [gpu])
+    monkeypatch.setattr(startup.pci, "unlisted_gpus", lambda listed: [gpu])
     monkeypatch.setenv("GPUCLUSTER_DEVICE", "cpu")
     project.suite("def test_it(): pass")
     left = project.run(*options, device=None)

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from pytest_gpucluster import plugin
 from pytest_gpucluster.errors import OptionError
-from pytest_gpucluster.session import options
+from pytest_gpucluster.session import activation, options
 from pytest_gpucluster.session.options import OPTIONS, Timeouts, active, asked_for, resolve
 
 INI = "gpucluster_deadline = 30\ngpucluster_sku = from-ini\n"
@@ -20,7 +19,7 @@ def configure(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Any
     """Make pytest's configuration of an empty project, from command line and ini; nothing is started."""
     for name in [name for name in os.environ if name.startswith("GPUCLUSTER_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(plugin, "prepare_environment", lambda: None)
+    monkeypatch.setattr(activation, "prepare_environment", lambda: None)
 
     def make(*arguments: str, ini: str = "") -> pytest.Config:
         pytester.makeini(f"[pytest]\n{ini}")

@@ -104,7 +104,7 @@ SITE = """
     from pytest_gpucluster.metrics import measurement
 
     def pytest_configure():
-        metrics.register(metrics.Metric(name="site.thing", unit="GB/s", better="higher", doc="of a site"))
+        measurement.register(measurement.Metric(name="site.thing", unit="GB/s", better="higher", doc="of a site"))
 """
 
 

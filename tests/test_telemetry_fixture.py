@@ -26,7 +26,7 @@ def test_on_cpu_nothing_is_recorded_and_nothing_is_started(project: Project, mon
         raise AssertionError("asked on cpu")
 
     monkeypatch.setattr(nvml, "PyNvml", refuse)
-    monkeypatch.setattr(telemetry, "start", refuse)
+    monkeypatch.setattr(telemetry, "start_sampler", refuse)
     project.suite(SUITE)
     left = project.run()
     assert left.verdicts == {"test_watched": "passed"}

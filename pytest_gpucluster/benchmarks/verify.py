@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pytest_gpucluster.benchmarks import dtypes
+from pytest_gpucluster.benchmarks import cublas
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 _INTEGERS = {dtype.itemsize: dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.int8)}
@@ -203,7 +203,7 @@ def deterministic() -> Iterator[None]:
     Raises: EnvironmentBroken where a GPU is in use and the environment keeps cuBLAS from it; see ``cublas.prepare``.
     """
     in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    if in_use and (hindrance := dtypes.cublas_hindrance(os.environ)):
+    if in_use and (hindrance := cublas.hindrance(os.environ)):
         raise EnvironmentBroken(hindrance)
     before = torch.get_deterministic_debug_mode()
     try:

@@ -495,3 +495,7 @@ def name_of_rank(who: Mapping[str, Any]) -> str:
     if not gpu:
         return f"rank {who['rank']} ({who['host']})"
     return f"rank {who['rank']} ({who['host']}, GPU {gpu['index']} {gpu['uuid'][:12]}…)"
+
+
+RUN = pytest.StashKey[Run]()
+"""Where a process keeps its run."""

@@ -57,11 +57,11 @@ told["slow"] = [result.bytes_per_second.median, result.bytes_per_second.inconclu
 def refuse(*_, **__):
     raise EnvironmentBroken("no memory here")
 
-takes = host_link_together.host_memory
+takes = host_link_concurrent.host_memory
 if rank == 1:
-    host_link_together.host_memory = refuse
+    host_link_concurrent.host_memory = refuse
 told["no memory"] = outcome(Timed())
-host_link_together.host_memory = takes
+host_link_concurrent.host_memory = takes
 
 told["different"] = outcome(Timed(), copies=8 if rank else 4)
 wrong = outcome(Timed(at=9 if rank else None))

@@ -28,7 +28,7 @@ places = Places.of([{"rank": r, "host": "ab"[r // 2], "node_rank": r // 2, "loca
 
 def surveyed(group, scope, **more):
     given = {"payload_bytes": 4096, "round_seconds": 0.1, "repeats": 4, "below": 0.5, "longest_seconds": 60.0}
-    return link_survey.survey(dist.group.WORLD, group, device, places, scope, **given | more)
+    return links.survey(dist.group.WORLD, group, device, places, scope, **given | more)
 
 def told(found):
     culprits = [[one.kind, list(one.ranks)] for one in found.culprits("slow")]
@@ -56,8 +56,8 @@ say(entered)
 
 # What is entered while only the group is used: the tournament and once more, and not when all tell each other.
 entered.clear()
-whole = link_survey.links.gathered
-link_survey.links.gathered = lambda *given: (entered.append("told"), whole(*given))[1]
+whole = links.links.gathered
+links.links.gathered = lambda *given: (entered.append("told"), whole(*given))[1]
 surveyed(mine, "node", sweeping=During)
 say(entered)
 nodes = mine = None

@@ -289,7 +289,7 @@ def test_an_adapter_for_which_there_is_no_memory_is_one_line(adapter, questions,
     def full(*arguments, **named):
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")
 
-    monkeypatch.setattr(evaluation, "load", full)
+    monkeypatch.setattr(evaluation, "load_adapter", full)
     words = ["--data", questions, "--device", "cpu", "--held-out", "10%"]
     assert failing(capsys, "evaluate", adapter, *words).startswith("gpucluster: no memory left: ")
 

@@ -43,7 +43,7 @@ def script(folder: Path, gpus: Mapping[str, Any]) -> list[str]:
     path = folder / "planted.py"
     path.write_text(
         "import sys\nfrom pytest_gpucluster.node.health import node_reader\nfrom pytest_gpucluster.cli import main\n"
-        f"reader.COMMAND = {fake_reader.command(folder, gpus, folder)!r}\nsys.exit(main())\n"
+        f"node_reader.COMMAND = {fake_reader.command(folder, gpus, folder)!r}\nsys.exit(main())\n"
     )
     return [sys.executable, str(path)]
 

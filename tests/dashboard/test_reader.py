@@ -107,7 +107,7 @@ def test_beside_a_measurement_only_a_few_figures_of_gpus_are_read(started: Any) 
     listener = Listener()
     opened = started({"GPU-0": fake_reader.h100()}, listener.take, few=True)
     look = listener.wait_for("gpu")["gpu"]
-    assert set(look) == {"uuid", "not_available", "lost", *node_reader_process.gpu_glance.FEW}
+    assert set(look) == {"uuid", "not_available", "lost", *node_reader.FEW}
     opened.close()
     assert not any("host" in one or "ports" in one for one in listener.told)
     assert not any("ended" in one for one in listener.told), "it was ended on purpose"
