@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_gpucluster.benchmarks.dtypes import NAME
+from pytest_gpucluster.benchmarks.cublas import NAME
 from pytest_gpucluster.benchmarks.verify import deterministic
 from pytest_gpucluster.errors import EnvironmentBroken
 

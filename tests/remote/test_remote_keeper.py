@@ -22,7 +22,7 @@ from pathlib import Path
 from pytest_gpucluster.runners.node_agent import Job, supervise
 folder = Path(sys.argv[1]) if sys.argv[1] else None
 job = Job(command=[sys.executable, "-S", "-c", sys.argv[4]], directory=None, environ=os.environ, folder=folder)
-sys.exit(keep(job, silent_seconds=float(sys.argv[2]), grace_seconds=float(sys.argv[3])))
+sys.exit(supervise(job, silent_seconds=float(sys.argv[2]), grace_seconds=float(sys.argv[3])))
 """
 _POLITE = """\
 import pathlib, signal, sys, time
