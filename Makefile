@@ -33,7 +33,7 @@ test: $(STAMP) ## run the project's own tests: all that pip alone can run, warni
 	$(PY) tests/halves.py -m "not extended" --durations=6 --durations-min=10
 
 smoke: $(STAMP) ## one short run of each real service: Slurm, ssh, a browser
-	$(PY) -m pytest tests/deploy tests/remote tests/reports -m smoke
+	$(PY) -m pytest tests/deploy tests/runners tests/reports -m smoke
 
 test-all: $(STAMP) ## all tests, those of real services and of perf/ too, and 30 rounds of faults
 	$(PY) tests/halves.py --durations=12 --durations-min=10

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from pytest_gpucluster import cli, fixtures, plugin
+from pytest_gpucluster import fixtures, plugin
+from pytest_gpucluster.cli import main
 from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.judge import loader
 from pytest_gpucluster.judge.limits import EVERY_SKU, KNOWN_LABELS, TOPOLOGY
@@ -23,7 +24,7 @@ from pytest_gpucluster.session import hookspecs, options
 from pytest_gpucluster.session import options as option_values
 
 PAGE = Path(__file__).with_name("reference.md")
-PACKAGE = Path(cli.__file__).parent
+PACKAGE = Path(main.__file__).parent
 
 VARIABLES = {
     "GPUCLUSTER_HOSTNAME": "replaces the host's name in every report. Set it to the node's name in a pod or a"
@@ -162,12 +163,12 @@ def _commands() -> Iterator[str]:
     yield "## Commands\n"
     yield from _table(
         ("command", "what it does"),
-        ((f"[`gpucluster {word}`](#gpucluster-{word})", does) for word, does in cli.COMMANDS.items()),
+        ((f"[`gpucluster {word}`](#gpucluster-{word})", does) for word, does in main.COMMANDS.items()),
     )
     yield "2 is wrong usage everywhere; 141 says that whoever read the output has closed it.\n"
-    for word in cli.COMMANDS:
+    for word in main.COMMANDS:
         parser = argparse.ArgumentParser(prog=f"gpucluster {word}")
-        cli._module(word).configure(parser)
+        main._module(word).configure(parser)
         yield from _command(parser, "###", epilogs=[])
 
 

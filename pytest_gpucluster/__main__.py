@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from pytest_gpucluster.cli import main
+from pytest_gpucluster.cli.main import main
 
 sys.exit(main())

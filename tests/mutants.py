@@ -51,24 +51,40 @@ def _subject(module: str, *tests: str) -> Subject:
     return Subject(module=f"pytest_gpucluster/{module}.py", tests=tuple(f"tests/{name}.py" for name in tests))
 
 
-_JUDGE = ("test_judge", "test_node_or_gpu", "test_misses", "test_stragglers", "test_sampling")
+_JUDGE = (
+    "judge/test_judge",
+    "judge/test_node_or_gpu",
+    "judge/test_misses",
+    "judge/test_stragglers",
+    "metrics/test_sampling",
+)
 SUBJECTS: Mapping[str, Subject] = {
-    "judge": _subject("judge", *_JUDGE),
-    "misses": _subject("misses", *_JUDGE),
-    "stragglers": _subject("stragglers", *_JUDGE),
-    "verdict": _subject("verdict", "test_verdict"),
-    "units": _subject("units", "test_units"),
-    "stats": _subject("stats", "test_stats"),
-    "sampling": _subject("sampling", "test_sampling"),
-    "launch": _subject("launch", "test_launch"),
-    "launch_variables": _subject("launch_variables", "test_launch"),
-    "merge": _subject("agreement/merge", "agreement/test_merge"),
-    "busbw": _subject("benchmarks/collective_result", "benchmarks/test_collective_result"),
-    "collective_shape": _subject("benchmarks/collective_shape", "benchmarks/test_collective_shape"),
-    "flops": _subject("benchmarks/training/decoder", "benchmarks/training/test_decoder"),
-    "lora_flops": _subject("benchmarks/lora/geometry", "benchmarks/lora/test_lora_geometry"),
-    "lora_loop": _subject("benchmarks/lora/loop", "benchmarks/lora/test_loop"),
-    "hostlist": _subject("hostlist", "test_hostlist"),
+    "judge": _subject("judge/judge", *_JUDGE),
+    "misses": _subject("judge/misses", *_JUDGE),
+    "verdict": _subject("journal/verdict", "journal/test_verdict", "journal/test_exit_note"),
+    "units": _subject("metrics/units", "metrics/test_units"),
+    "stats": _subject("metrics/stats", "metrics/test_stats"),
+    "sampling": _subject("metrics/sampling", "metrics/test_sampling"),
+    "launch": _subject("launch/launchers", "launch/test_launch"),
+    "merge": _subject("agreement/exchange", "agreement/test_merge", "agreement/test_exchange", "agreement/test_events"),
+    "busbw": _subject(
+        "benchmarks/collectives",
+        "benchmarks/test_collective_result",
+        "benchmarks/test_collective_calls",
+        "benchmarks/test_collectives",
+    ),
+    "collective_shape": _subject(
+        "benchmarks/collective_payload",
+        "benchmarks/test_collective_shape",
+        "benchmarks/test_payload",
+        "benchmarks/test_moved_payload",
+    ),
+    "flops": _subject("benchmarks/training/model", "benchmarks/training/test_decoder"),
+    "lora_flops": _subject(
+        "benchmarks/lora/model", "benchmarks/lora/test_lora_geometry", "benchmarks/lora/test_lora_model"
+    ),
+    "lora_loop": _subject("benchmarks/lora/trainer", "benchmarks/lora/test_loop", "benchmarks/lora/test_plan"),
+    "hostlist": _subject("launch/hostlist", "launch/test_hostlist"),
 }
 
 
@@ -89,22 +105,25 @@ def _bug(file: str, old: str, new: str, tests: str) -> Planted:
 
 PLANTED: Mapping[str, Planted] = {
     "the busbw factor of reduce_scatter is doubled": _bug(
-        "benchmarks/collective_result.py",
+        "benchmarks/collectives.py",
         '"reduce_scatter": (1, 0)',
         '"reduce_scatter": (2, 0)',
         "benchmarks/test_collective_result",
     ),
     "the wrong side of a max is missed": _bug(
-        "misses.py", "(limit.max - high)", "(high - limit.max)", "test_judge test_misses"
+        "judge/misses.py", "(limit.max - high)", "(high - limit.max)", "judge/test_judge judge/test_misses"
     ),
     "a rank without a value is ignored": _bug(
-        "judge.py",
+        "judge/judge.py",
         "for rank in sorted(court.world) if rank not in counts]",
         "for rank in () if rank not in counts]",
-        "test_judge",
+        "judge/test_judge",
     ),
     "INCOMPLETE exits 0": _bug(
-        "verdict.py", "Verdict(word=INCOMPLETE, exit=10,", "Verdict(word=INCOMPLETE, exit=0,", "test_verdict"
+        "journal/verdict.py",
+        "Verdict(word=INCOMPLETE, exit=10,",
+        "Verdict(word=INCOMPLETE, exit=0,",
+        "journal/test_verdict",
     ),
     "control characters stay in the body of a testcase": _bug(
         "reports/junit.py",
@@ -118,90 +137,93 @@ PLANTED: Mapping[str, Planted] = {
         "autoescape=False",
         "reports/test_html_page reports/test_html_sections",
     ),
-    "a minute has 6 seconds": _bug("units.py", '"min": 60 * 10**9', '"min": 6 * 10**9', "test_units"),
+    "a minute has 6 seconds": _bug("metrics/units.py", '"min": 60 * 10**9', '"min": 6 * 10**9', "metrics/test_units"),
     "Tb/s is 8 times too large": _bug(
-        "units.py", '{f"{p}b/s": f for p, f in', '{f"{p}b/s": 8 * f if p == "T" else f for p, f in', "test_units"
+        "metrics/units.py",
+        '{f"{p}b/s": f for p, f in',
+        '{f"{p}b/s": 8 * f if p == "T" else f for p, f in',
+        "metrics/test_units",
     ),
     "gradients are not divided by the number of ranks": _bug(
-        "benchmarks/lora/loop.py",
+        "benchmarks/lora/trainer.py",
         "self._accumulate(mine, targets / self.ranks.count)",
         "self._accumulate(mine, targets)",
         "benchmarks/lora/test_loop",
     ),
     "the reported loss is that of the own rank": _bug(
-        "benchmarks/lora/loop.py",
+        "benchmarks/lora/trainer.py",
         "told = self.ranks.gather(sums.tolist())",
         "told = [sums.tolist()] * self.ranks.count",
         "benchmarks/lora/test_loop",
     ),
     "attention's operations count twice": _bug(
-        "benchmarks/training/decoder.py",
+        "benchmarks/training/model.py",
         "+ 6 * self.layers * self.width * self.sequence",
         "+ 12 * self.layers * self.width * self.sequence",
         "benchmarks/training/test_decoder",
     ),
     "a straggler may be 10 % slower than allowed": _bug(
-        "misses.py",
+        "judge/misses.py",
         "if rank not in said and ratio < required}",
         "if rank not in said and ratio < 0.9 * required}",
-        "test_judge test_misses test_stragglers",
+        "judge/test_judge judge/test_misses judge/test_stragglers",
     ),
     "a straggler's own value is in the median": _bug(
-        "stragglers.py",
+        "judge/misses.py",
         "others = _median_without(ordered, value)",
         "others = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2",
-        "test_stragglers",
+        "judge/test_stragglers",
     ),
     "a range of hosts loses its last one": _bug(
-        "hostlist.py",
+        "launch/hostlist.py",
         "range(int(first), int(last) + 1)",
         "range(int(first), int(last) + (first == last))",
-        "test_hostlist",
+        "launch/test_hostlist",
     ),
     "a lost GPU counts as not supported": _bug(
-        "nvml.py",
+        "node/nvml.py",
         'nvml.NVML_ERROR_GPU_IS_LOST: ("lost",',
         'nvml.NVML_ERROR_GPU_IS_LOST: ("not supported",',
-        "test_nvml",
+        "node/test_nvml",
     ),
     "a pending row remap is not reported": _bug(
-        "health/ecc.py", 'if situation.worst("rows.pending"):', "if False:", "health/test_examination"
+        "node/health/checks.py", 'if situation.worst("rows.pending"):', "if False:", "node/health/test_examination"
     ),
     "the tolerance of a product is 100 times larger": _bug(
-        "benchmarks/matmul_reference.py",
+        "benchmarks/matmul.py",
         "bound.mul_(arithmetic.accumulation)",
         "bound.mul_(100 * arithmetic.accumulation)",
         "benchmarks/test_matmul benchmarks/test_matmul_reference",
     ),
     "a comparison ignores noise": _bug(
-        "comparison/rule.py",
+        "analysis/significance.py",
         "apart = new.high < old.low or old.high < new.low",
         "apart = True",
-        "comparison/test_comparison_rule",
+        "analysis/test_comparison_rule",
     ),
     "a calibration ignores the spread of samples": _bug(
-        "calibration/floor.py",
+        "analysis/calibration.py",
         "stats.mad(numbers), _of_samples(series.samples), ",
         "stats.mad(numbers), ",
-        "calibration/test_floor",
+        "analysis/test_floor",
     ),
     "rank 0 is never missing at a deadline": _bug(
         "agreement/deadline.py", "(phase.in_body if rank == 0 else", "(False if rank == 0 else", "agreement/test_watch"
     ),
     "a byte is written again after a torn write": _bug(
-        "journal.py",
+        "journal/journal.py",
         "del self.waiting[:written]",
         "del self.waiting[: written - (written < len(self.waiting))]",
-        "test_journal",
+        "journal/test_journal",
     ),
     "Xid 79 asks for nothing": _bug(
-        "node/health/xid.tsv", "79\treboot the node", "79\tnone", "health/test_examination"
+        "node/health/xid.tsv", "79\treboot the node", "79\tnone", "node/health/test_examination"
     ),
     "the floor of H100's busbw is a tenth": _bug(
         "thresholds.yaml",
         "{when: {world_size: 8, nnodes: 1, size: 1 GB or more}, min: 400 GB/s,",
         "{when: {world_size: 8, nnodes: 1, size: 1 GB or more}, min: 40 GB/s,",
-        "test_shipped_limits",
+        "judge/test_shipped_limits",
     ),
 }
 

@@ -43,7 +43,7 @@ recorder: launch agreement journal reports
 analysis: launch metrics config isolation judge journal reports
 session: launch metrics config isolation benchmarks judge node agreement journal reports recorder analysis
 fixtures: metrics config judge node agreement journal session
-plugin: benchmarks node agreement journal session fixtures
+plugin: journal session fixtures
 runners: launch isolation judge agreement journal
 cli: launch metrics benchmarks judge node agreement journal reports recorder analysis runners
 __main__: cli

@@ -15,7 +15,8 @@ import yaml
 from packaging.requirements import Requirement
 from shell import finished
 
-from pytest_gpucluster import __version__, cli
+from pytest_gpucluster import __version__
+from pytest_gpucluster.cli import main
 from pytest_gpucluster.session import options
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,7 +104,7 @@ def test_every_call_of_gpucluster_is_one_that_it_takes():
     found = list(calls("gpucluster"))
     assert len(found) >= 9
     for where, words in found:
-        parsed = cli.parse(words[1:])
+        parsed = main.parse(words[1:])
         if parsed.command == "run":
             assert parsed.passed_on[0] == "acceptance/", where
             assert set(parsed.for_others) <= {"--nproc-per-node=2"}, where

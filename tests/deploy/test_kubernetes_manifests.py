@@ -12,8 +12,8 @@ import pytest
 from kubectl import require_kubectl
 
 import pytest_gpucluster
-from pytest_gpucluster import cli
 from pytest_gpucluster.agreement.preflight import Expectation
+from pytest_gpucluster.cli import main
 from pytest_gpucluster.config import workload_loader
 from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.node.fabric import nccl_rules
@@ -356,7 +356,7 @@ def test_the_command_is_one_that_the_suite_takes(rendered, pytester):
         words = local_pods.command(rendered[name], environ)
         assert words[:2] == ["bash", "/opt/gpucluster-scripts/suite.sh"]
         assert not any("$(" in word for word in [*words, *environ.values()]), words
-        said = cli.parse(["run", *words[2:]])
+        said = main.parse(["run", *words[2:]])
         line = command_line(said.for_others, said.passed_on, environ)
         arguments = torchrun_parser().parse_args(line.arguments)
         _, nnodes, _, _ = shape(rendered[name])
@@ -405,4 +405,4 @@ def test_discovery_asks_every_node_once(rendered):
     assert term["topologyKey"] == "kubernetes.io/hostname"
     assert term["labelSelector"]["matchLabels"].items() <= job["spec"]["template"]["metadata"]["labels"].items()
     words = suite_of(documents)["command"]
-    assert cli.parse(words[2].split("2>")[0].split()[1:]).json is True
+    assert main.parse(words[2].split("2>")[0].split()[1:]).json is True

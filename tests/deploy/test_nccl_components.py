@@ -16,7 +16,7 @@ from pytest_gpucluster.node.fabric.nccl_facts import Advised
 from pytest_gpucluster.node.fabric.nccl_probe import gather_facts
 from pytest_gpucluster.node.fabric.nccl_rules import RULES
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "nccl_advice"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "node" / "fabric"))
 
 import made_nodes
 

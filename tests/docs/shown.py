@@ -19,8 +19,9 @@ import pytest
 import yaml
 from pages import ROOT, Block, Page
 
-from pytest_gpucluster import cli, plugin
+from pytest_gpucluster import plugin
 from pytest_gpucluster.analysis.crosscheck import require_others
+from pytest_gpucluster.cli import main
 from pytest_gpucluster.config import workload_loader
 from pytest_gpucluster.errors import GpuClusterError
 from pytest_gpucluster.judge import loader
@@ -125,7 +126,7 @@ def _parsed(parse: Any, *arguments: Any) -> tuple[Any, list[str]]:
 
 
 def _gpucluster(words: Sequence[str], config: pytest.Config) -> Iterator[str]:
-    told, wrong = _parsed(cli.parse, list(words))
+    told, wrong = _parsed(main.parse, list(words))
     yield from wrong
     if told is not None and "for_others" in told:
         line, wrong = _parsed(command_line, told.for_others, told.passed_on, {})

@@ -12,7 +12,7 @@ from each import of_each
 from pages import ROOT, Page, every_page, page_named
 from shown import FOLDERS, source, wrong_commands, wrong_files, wrong_variables
 
-from pytest_gpucluster import cli
+from pytest_gpucluster.cli import main
 from pytest_gpucluster.config import workload_loader
 from pytest_gpucluster.metrics import measurement
 from pytest_gpucluster.session import options
@@ -66,7 +66,7 @@ def _of_the_plugin(code: str) -> Iterator[str]:
     flags = {option.flag for option in options.OPTIONS}
     yield from (f"no option {flag}" for flag in re.findall(r"--gpucluster-[\w-]*\w", code) if flag not in flags)
     word = re.match(r"gpucluster ([a-z][\w-]*)(?![\w-]|.*:)", code)
-    if word and word[1] not in cli.COMMANDS:
+    if word and word[1] not in main.COMMANDS:
         yield f"no command {word[1]}"
 
 

@@ -1,4 +1,4 @@
-"""What the check of a data-parallel training finds on one rank; with two, tests/test_acceptance_training.py."""
+"""What the check of a data-parallel training finds on one rank; with two, test_acceptance_training.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the check of a sharded training finds on one rank; with more, tests/test_acceptance_training.py."""
+"""What the check of a sharded training finds on one rank; with more, tests/acceptance/test_acceptance_training.py."""
 
 from __future__ import annotations
 

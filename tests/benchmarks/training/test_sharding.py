@@ -1,4 +1,4 @@
-"""A decoder shared by FSDP2, on one rank; with two, tests/test_acceptance_training.py."""
+"""A decoder shared by FSDP2, on one rank; with two, tests/acceptance/test_acceptance_training.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the measurement of throughput finds on one rank; with two, tests/test_acceptance_training.py."""
+"""What the measurement of throughput finds on one rank; with two, tests/acceptance/test_acceptance_training.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank by itself; what many ranks tell each other is in tests/test_acceptance_vision.py."""
+"""One rank by itself; what many ranks tell each other is in tests/acceptance/test_acceptance_vision.py."""
 
 from __future__ import annotations
 

@@ -1,0 +1,226 @@
+"""``gpucluster accept``: the acceptance record of a run, whether one is intact, and what differs between two."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from pytest_gpucluster import __version__
+from pytest_gpucluster.cli.command import DONE, NO_JOURNAL, NO_OUTPUT, USAGE, complain, explain, write_text
+from pytest_gpucluster.errors import JournalError, RecordError
+from pytest_gpucluster.journal.journal import locate
+from pytest_gpucluster.text import one_line, printable
+
+NOT_ACCEPTED = 1
+
+EXIT_CODES = """\
+exit codes:
+  0  the record is written; it is intact and of an accepted run; the two have the same parts
+  1  the run was not accepted (then there is no record, unless it is asked for all the same); the record was changed,
+     is not of this journal, or is of a run that was not accepted; the parts differ
+  2  wrong usage
+  3  the journal or a record is missing, damaged, of another kind, or of a newer version
+  4  the output cannot be written
+"""
+
+_EXAMPLES = """\
+  gpucluster accept gpucluster-report/latest --out accepted.json --by "J. Doe" --note "order 4711"
+  gpucluster accept verify accepted.json --journal gpucluster-report/latest
+  gpucluster accept verify accepted.json --sha256 $DIGEST
+  gpucluster accept diff accepted.json accepted-after-repair.json
+"""
+
+_ACCEPT = """\
+Write the acceptance record of an accepted run: what each node consists of (UUID, serial number, board part number,
+VBIOS, InfoROM and GSP firmware of each GPU, network adapters, driver and versions), the verdict, every value with its
+limit and where that comes from, and the digests of the journal and of the files of limits. It is sealed with the
+SHA-256 over its canonical JSON (RFC 8785).
+
+`verify` tells whether a record was changed since. A digest protects only as far as it is kept elsewhere: print it, sign
+it, or send it to the other side. `diff` names parts that were swapped, moved, replaced, added or removed between two
+records, and firmware that changed.
+"""
+
+_VERIFY, _DIFF = "verify", "diff"
+_TAKES = {"": 1, _VERIFY: 1, _DIFF: 2}
+_ONLY = {"out": "", "by": "", "note": "", "force": "", "even_though_not_accepted": "", "journal": _VERIFY}
+"""Option -> the one action that it belongs to; "" is making a record."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``accept``."""
+    explain(parser, _ACCEPT, _EXAMPLES, EXIT_CODES)
+    parser.usage = (
+        "gpucluster accept JOURNAL [--out FILE] [--by NAME] [--note TEXT] [--force] [--even-though-not-accepted]\n"
+        "       gpucluster accept verify RECORD [--journal JOURNAL] [--sha256 DIGEST]\n"
+        "       gpucluster accept diff OLD NEW"
+    )
+    parser.add_argument(
+        "words",
+        metavar="JOURNAL | verify RECORD | diff OLD NEW",
+        nargs="+",
+        help="a journal.jsonl, the folder of a run, or a report directory (its latest run); or what to do with records."
+        " A journal with the name of an action is written as ./verify",
+    )
+    parser.add_argument("--out", metavar="FILE", help="write the record here (default: to the standard output)")
+    parser.add_argument("--by", metavar="NAME", help="who accepts; it stands in the record")
+    parser.add_argument("--note", metavar="TEXT", help="what else is to stand in it")
+    parser.add_argument("--force", action="store_true", default=None, help="replace a file that is there")
+    parser.add_argument(
+        "--even-though-not-accepted",
+        action="store_true",
+        default=None,
+        help="write a record of any run, such as one of a rejected delivery; it says that it accepts nothing, and why",
+    )
+    parser.add_argument("--journal", metavar="JOURNAL", type=Path, help="with verify: the run that it must be of")
+    parser.add_argument(
+        "--sha256", metavar="DIGEST", help="with verify: what its digest is known to be, from elsewhere"
+    )
+    parser.set_defaults(refuse=parser.error)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Make, verify or compare records, and return the exit code."""
+    action = options.words[0] if options.words[0] in (_VERIFY, _DIFF) else ""
+    places = [Path(word) for word in options.words[bool(action) :]]
+    if len(places) != _TAKES[action]:
+        options.refuse(f"{action or 'accept'} takes {_TAKES[action]} of them, not {len(places)}")
+    for name, of in {**_ONLY, "sha256": _VERIFY}.items():
+        if getattr(options, name) is not None and of != action:
+            said = f"--{name.replace('_', '-')}"
+            options.refuse(f"{said} belongs to `accept {of or 'JOURNAL'}`, not to `accept {action or 'JOURNAL'}`")
+    try:
+        if action == _VERIFY:
+            return _verify(places[0], options.journal, options.sha256)
+        return _diff(*places) if action == _DIFF else _accept(places[0], options)
+    except (JournalError, RecordError) as error:
+        return complain(str(error), NO_JOURNAL)
+
+
+def _accept(place: Path, options: argparse.Namespace) -> int:
+    from pytest_gpucluster.analysis.certificate import certificate_content, sealed
+    from pytest_gpucluster.analysis.certificate_audit import journal_digest
+
+    path, out = locate(place), options.out or "-"
+    if out != "-" and os.path.realpath(out) == os.path.realpath(path):
+        return complain(f"--out {out}: that is the journal itself; name another file", USAGE)
+    if out != "-" and os.path.lexists(out) and not options.force:
+        return complain(f"--out {out}: there is such a file; name another one, or replace it with --force", NO_OUTPUT)
+    sha256, journal = journal_digest(path)
+    told = certificate_content(journal, sha256=sha256)
+    against = told["not_accepted_because"]
+    if against and not options.even_though_not_accepted:
+        complain(f"{path}: not accepted, so there is no record of it:", NOT_ACCEPTED)
+        _list(against, sys.stderr)
+        print("gpucluster: --even-though-not-accepted writes one that says so", file=sys.stderr)
+        return NOT_ACCEPTED
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
+    text, digest = sealed(told, at=now, by=options.by or "", note=options.note or "", version=__version__)
+    try:
+        write_text(out, text)
+    except OSError as error:
+        return complain(f"--out {out}: {error.strerror or error}", NO_OUTPUT)
+    gpus = sum(len(node["gpus"]) for node in told["nodes"])
+    words = "accepted" if not against else f"NOT ACCEPTED ({told['verdict']['word']})"
+    where = "" if out == "-" else f": {out}"
+    complain(f"{words}: {len(told['nodes'])} nodes, {gpus} GPUs, {len(told['tests'])} tests{where}", DONE)
+    complain(f"sha256 {digest}", DONE)
+    if told["missing"]:
+        complain("not known, and named in the record:", DONE)
+        _list(told["missing"], sys.stderr)
+    return DONE
+
+
+def _verify(place: Path, of: Path | None, known_digest: str | None) -> int:
+    from pytest_gpucluster.analysis.certificate import read_certificate
+    from pytest_gpucluster.analysis.certificate_audit import faults, faults_beside, items, journal_digest
+
+    if known_digest is not None and not re.fullmatch("[0-9A-Fa-f]{64}", known_digest):
+        return complain(f"--sha256 {known_digest}: a SHA-256 is 64 hexadecimal digits", USAGE)
+    document = read_certificate(place)
+    found = faults(document, known_digest=known_digest)
+    if of is not None:
+        sha256, journal = journal_digest(locate(of))
+        found += faults_beside(document, journal, sha256)
+    record = document.record
+    if found:
+        print(f"NOT INTACT: {printable(str(place))}")
+        _list(found, sys.stdout)
+        return NOT_ACCEPTED
+    made = record["made"]
+    by = f" by {made.get('by')}" if made.get("by") else ""
+    run = record["run"]
+    lines = [
+        f"sha256 {document.digest}",
+        f"run {run.get('run_id')} of {run.get('started_at')}, {run.get('nnodes')} nodes, {run.get('world_size')} ranks",
+        f"made {made.get('at')}{by}",
+    ]
+    if made.get("note"):
+        lines.append(f"note: {made.get('note')}")
+    merged = items(run, "merged_from")
+    if merged:
+        lines.append(f"the run is merged of {len(merged)}: {', '.join(str(one.get('verdict')) for one in merged)}")
+    if of is not None:
+        lines.append("it says what its journal says; who made it and the note stand in no journal")
+    if known_digest is None:
+        kept = "an intact record may still be one that was changed and sealed anew: compare the digest with the one"
+        lines.append(f"{kept} that was kept elsewhere (--sha256)")
+    if document.is_accepted:
+        print(f"intact, ACCEPTED: {printable(str(place))}")
+        _list(lines, sys.stdout)
+        return DONE
+    print(f"intact, but of a run that was NOT ACCEPTED: {printable(str(place))}")
+    _list([*lines, *map(str, record["not_accepted_because"])], sys.stdout)
+    return NOT_ACCEPTED
+
+
+def _diff(first: Path, second: Path) -> int:
+    from pytest_gpucluster.analysis.certificate import read_certificate
+    from pytest_gpucluster.analysis.certificate_diff import differences, judged_otherwise
+
+    old, new = read_certificate(first), read_certificate(second)
+    for document in (old, new):
+        if not document.is_intact:
+            raise RecordError(
+                f"{document.path}: it was changed after it was sealed, so it says nothing; see `gpucluster accept "
+                "verify`"
+            )
+    found = differences(old, new)
+    for difference in found:
+        _entry(f"{difference.kind:<13}", f"{difference.where}: {difference.what}")
+    print(f"{len(found)} {'difference' if len(found) == 1 else 'differences'}" if found else "the same parts")
+    for line in judged_otherwise(old, new):
+        _entry("note", f"judged otherwise: {line}")
+    return NOT_ACCEPTED if found else DONE
+
+
+_DIGITS = 64
+"""Of a SHA-256."""
+_TEXT = 2000
+"""Characters of one entry, at most: what stands in a file that somebody sent may be of any length."""
+
+
+def _list(lines: Sequence[str], stream: object) -> None:
+    for line in lines:
+        _entry("-", line, stream)
+
+
+def _entry(word: str, text: str, stream: object = None) -> None:
+    """Print an entry within the width of the terminal; 80 columns where there is none."""
+    width = max(40, shutil.get_terminal_size((80, 24)).columns)
+    wrapped = textwrap.wrap(
+        printable(one_line(text, _TEXT)),
+        width - len(word) - 1,
+        break_on_hyphens=False,
+        # A digest is copied as one word; what is longer is nobody's word.
+        break_long_words=any(len(each) > _DIGITS for each in text.split()),
+    )
+    for index, line in enumerate(wrapped or [""]):
+        print(f"{word if index == 0 else ' ' * len(word)} {line}", file=stream)  # type: ignore[call-overload]  # a stream

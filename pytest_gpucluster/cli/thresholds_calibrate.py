@@ -1,0 +1,138 @@
+"""``gpucluster thresholds calibrate``: floors proposed from accepted runs."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_gpucluster import __version__
+from pytest_gpucluster.cli.command import DONE, NO_JOURNAL, NO_OUTPUT, USAGE, complain, write_text
+from pytest_gpucluster.errors import ThresholdsError
+from pytest_gpucluster.journal.journal import locate
+from pytest_gpucluster.text import printable
+
+if TYPE_CHECKING:
+    from pytest_gpucluster.analysis.calibration import Kept, Proposal, Series, Source
+
+FAULTY = 1
+
+
+def calibrate(places: Sequence[Path], out: str, *, spreads: float, sku: str | None, recorded: bool, force: bool) -> int:
+    """Write proposed floors, and return the exit code.
+
+    Args:
+        places: of the journals.
+        out: the file to write, or ``-``.
+        spreads: how many below the median.
+        sku: what the SKU of all journals must be; None: that of the first.
+        recorded: also for what is recorded only so far.
+        force: replace a file that is there.
+    """
+    from pytest_gpucluster.analysis.calibration import Proposal, others_in_force, overlay, refusals, series
+    from pytest_gpucluster.judge import loader
+
+    paths = [locate(place) for place in places]
+    if out != "-" and os.path.realpath(out) in map(os.path.realpath, [*paths, loader.shipped_path()]):
+        return complain(f"--out {out}: that is a journal or the shipped limits; name another file", USAGE)
+    if out != "-" and os.path.lexists(out) and not force:
+        return complain(f"--out {out}: there is such a file; name another one, or replace it with --force", NO_OUTPUT)
+    sources = [_source(path) for path in paths]
+    against = refusals(sources, sku=sku)
+    if against:
+        for line in against:
+            complain(line, NO_JOURNAL)
+        return NO_JOURNAL
+    sku = str(sources[0].sku)
+    measured = series(sources)
+    wanted = [one for one in measured if one.is_judged or recorded]
+    found = [_floor(one, sku, measured, spreads=spreads) for one in wanted]
+    proposals = [one for one in found if isinstance(one, Proposal)]
+    kept = [one for one in found if not isinstance(one, Proposal)]
+    if not proposals:
+        complain("no floor can be proposed:", FAULTY)
+        _tell(kept)
+        return FAULTY
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
+    shipped = hashlib.sha256(loader.shipped_path().read_bytes()).hexdigest()
+    text = overlay(
+        sku,
+        proposals,
+        kept,
+        sources,
+        recorded=[one for one in measured if one not in wanted],
+        at=now,
+        version=__version__,
+        spreads=spreads,
+        shipped=shipped,
+    )
+    _require_loadable(text)
+    try:
+        write_text(out, text)
+    except OSError as error:
+        return complain(f"--out {out}: {error.strerror or error}", NO_OUTPUT)
+    counted = "1 floor" if len(proposals) == 1 else f"{len(proposals)} floors"
+    complain(f"{counted} proposed for {sku}, {len(kept)} left as they are: {out}", DONE)
+    others = others_in_force(sources, shipped)
+    if others:
+        named = ", ".join(path for path, _ in others[:3])
+        complain(f"these runs were judged by {named}, which is not shipped: see the head of the file", DONE)
+    below = sum(bool(proposal.below) for proposal in proposals)
+    if below:
+        complain(f"{below} of them are above an accepted value; the file names these: look at them first", DONE)
+    return DONE
+
+
+def _source(path: Path) -> Source:
+    from pytest_gpucluster.analysis.calibration import Source
+    from pytest_gpucluster.analysis.certificate_audit import journal_digest
+
+    sha256, journal = journal_digest(path)
+    return Source(path=str(path), sha256=sha256, journal=journal)
+
+
+def _floor(one: Series, sku: str, measured: Sequence[Series], *, spreads: float) -> Proposal | Kept:
+    from pytest_gpucluster.analysis.calibration import Kept, conditions_of, judged_beside, name_of, propose
+    from pytest_gpucluster.judge.limits import peak_of
+    from pytest_gpucluster.metrics import datasheets, measurement
+
+    metric = measurement.known(one.metric)
+    facts = {**one.topology, **one.labels}
+    # As the judge does: across nodes the fabric carries the data, and no link within a node bounds that.
+    has_peak = metric.peak not in datasheets.LINK_PEAKS or facts.get("nnodes") == "1"
+    try:
+        conditions_of(one)
+    except ThresholdsError as error:
+        return Kept(series=one, why=str(error))
+    judged = judged_beside(one, measured)
+    if judged is not None:
+        return Kept(series=one, why=f"it is recorded only, and {name_of(judged)} carries the floor")
+    return propose(one, spreads=spreads, peak=peak_of(metric, datasheets.SKUS.get(sku)) if has_peak else None)
+
+
+def _require_loadable(text: str) -> None:
+    """Read the file as a run would, before anybody gets it.
+
+    Raises:
+        ThresholdsError: it is not as it must be.
+    """
+    from pytest_gpucluster.judge import loader
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "proposed.yaml")
+        path.write_text(text, encoding="utf-8")
+        loader.load(loader.shipped_path(), path)
+
+
+def _tell(kept: Sequence[Kept]) -> None:
+    from pytest_gpucluster.analysis.calibration import name_of
+
+    for one in kept or ():
+        print(f"- {name_of(one.series)}: {printable(one.why)}", file=sys.stderr)
+    if not kept:
+        print("- no rate was judged in these runs", file=sys.stderr)

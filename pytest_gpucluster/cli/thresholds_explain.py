@@ -1,0 +1,298 @@
+"""``gpucluster thresholds explain``: which limit decides, why the others do not, and where each is from.
+
+``gpucluster thresholds judge``: values that were measured elsewhere, held against the limits.
+"""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_gpucluster.cli.command import DONE, NO_JOURNAL, USAGE, complain
+from pytest_gpucluster.errors import MeasurementError
+from pytest_gpucluster.journal.fields import JudgedLimit, JudgedMetric
+from pytest_gpucluster.journal.journal import Journal, locate, read
+from pytest_gpucluster.metrics import units
+from pytest_gpucluster.metrics.units import did_you_mean
+from pytest_gpucluster.reports.tables import limit_text
+from pytest_gpucluster.text import one_line, printable
+
+if TYPE_CHECKING:
+    from pytest_gpucluster.judge.evidence import Support
+    from pytest_gpucluster.judge.judge import Judged
+    from pytest_gpucluster.judge.limits import Limit, Thresholds
+
+FAULTY = 1
+
+
+def explain_sku(asked: str, names: Sequence[str], files: Sequence[Path], known: Mapping[str, str]) -> int:
+    """Print the limits of a SKU, and return the exit code.
+
+    Args:
+        asked: the SKU, or words of its name.
+        names: of metrics; none means all that have an entry.
+        files: laid over the shipped limits.
+        known: what is known of the run and of the measurement.
+    """
+    from pytest_gpucluster.judge import loader
+
+    limits = loader.load(loader.shipped_path(), *files)
+    skus = _skus(asked, list(limits.skus))
+    if not skus:
+        hint = did_you_mean(asked, limits.skus)
+        return complain(f"--sku {asked}: no such SKU; known are {', '.join(limits.skus)}{hint}", USAGE)
+    found = _metrics(names, [limit.metric for limit in limits.limits])
+    if found is None:
+        return USAGE
+    code = DONE
+    for sku in skus:
+        _line(0, f"{sku}: {_facts(known) or 'of any topology'}")
+        for metric in found:
+            told = _explained(limits, metric, sku=sku, known=known, whole=bool(names))
+            code = max(code, DONE if told or not names else FAULTY)
+    return code
+
+
+def _explained(limits: Thresholds, metric: str, *, sku: str, known: Mapping[str, str], whole: bool) -> bool:
+    """Print what the entries for a metric say; return whether one decides, at least somewhere."""
+    from pytest_gpucluster.judge import evidence
+    from pytest_gpucluster.judge.limits import demand, explain
+
+    entries = explain(limits, metric, sku=sku, known=known)
+    deciding = [entry for entry in entries if entry.says.startswith("decides")]
+    if not whole and not deciding:
+        return False
+    _line(0, metric)
+    if not entries:
+        _line(2, "no entry: what is measured and has none is an error, never a pass")
+    for entry in entries if whole else deciding:
+        says = entry.says if entry.why == "" else f"{entry.says} {entry.why}"
+        if entry.says in ("does not apply", "is overruled"):
+            says = f"{entry.says}: {entry.why}"
+        _line(2, f"{entry.limit.origin} {says}: {demand(entry.limit)}")
+        if whole:
+            _line(4, f"when {entry.limit.conditions()}")
+        _line(4, f"source: {entry.limit.source}" if entry.limit.source else f"reason: {entry.limit.record_only}")
+        support = evidence.support_of(entry.limit, limits)
+        if support is not None and entry.limit.record_only is None:
+            _line(4, f"published: {_published(entry.limit, support)}")
+    if entries and not deciding:
+        _line(2, "none of them applies: what is measured so is an error, never a pass")
+    return bool(deciding)
+
+
+def _published(limit: Limit, support: Support) -> str:
+    """Return what is published about a limit, and what may be lost unnoticed."""
+    unit, parts = limit.unit, []
+    if support.healthy and support.typical is not None:
+        ends = f"{units.show(support.healthy[0], unit)} to {units.show(support.healthy[-1], unit)}"
+        best = ", the best of shapes" if support.best_only else ""
+        parts.append(f"{len(support.healthy)} healthy, {ends}, median {units.show(support.typical, unit)}{best}")
+    if support.faulty:
+        parts.append(f"{len(support.faulty)} faulty, up to {units.show(support.faulty[-1], unit)}")
+    loss = support.uniform_loss(limit)
+    if loss is not None:
+        parts.append(f"{100 * loss:.0f} % may be lost by all and pass")
+    return "; ".join(parts)
+
+
+def explain_journal(place: Path, names: Sequence[str], files: Sequence[Path]) -> int:
+    """Print what decided about each value of a run, as it is on record, and what the files say now where that differs.
+
+    Args:
+        place: of the journal.
+        names: of metrics; none means all that the run has measured.
+        files: laid over the shipped limits.
+    """
+    from pytest_gpucluster.judge import loader
+
+    path = locate(place)
+    journal = read(path, keep_samples=False)
+    sku = journal.limits.sku if journal.limits is not None else None
+    if sku is None:
+        return complain(f"{path}: the journal does not say for which SKU it was judged", NO_JOURNAL)
+    limits = loader.load(loader.shipped_path(), *files)
+    values = [(judged, result.nodeid) for result in journal.results for judged in result.measurements]
+    found = _metrics(names, list(dict.fromkeys(judged.metric for judged, _ in values)))
+    if found is None:
+        return USAGE
+    run = journal.run
+    about = f"{'REHEARSAL, ' if run.rehearsal else ''}{journal.verdict}"
+    _line(0, f"{sku}: world_size {run.world_size}, nnodes {run.nnodes}, run {run.run_id}: {about}")
+    _line(0, f"limits of the run: {'; '.join(file for file, _ in journal.limits.files) if journal.limits else ''}")
+    code = DONE
+    for judged, nodeid in values:
+        if judged.metric in found:
+            code = max(code, _explain_value(judged, nodeid, journal, limits, sku, whole=bool(names)))
+    return code
+
+
+def _explain_value(
+    judged: JudgedMetric, nodeid: str, journal: Journal, limits: Thresholds, sku: str, *, whole: bool
+) -> int:
+    from pytest_gpucluster.judge.limits import demand, explain, facts
+
+    labels = _facts(judged.labels)
+    _line(0, f"{judged.metric}{f' ({labels})' if labels else ''} of {nodeid}")
+    known = facts(world_size=journal.run.world_size, nnodes=journal.run.nnodes, labels=judged.labels)
+    entries = explain(limits, judged.metric, sku=sku, known=known, is_all=True)
+    decider = next((entry.limit for entry in entries if entry.says == "decides"), None)
+    recorded = judged.limit
+    if recorded is not None:
+        beside = f"; {judged.evidence}" if judged.evidence else ""
+        _line(2, f"{recorded.origin} decided: {limit_text(judged)}: {judged.status}{beside}")
+        _line(4, f"source: {recorded.source}")
+    else:
+        said = judged.reason or judged.status
+        _line(2, f"no limit decided: {said if said.startswith(judged.status) else f'{judged.status}, {said}'}")
+    if whole:
+        for entry in entries:
+            says = f"{entry.says}: {entry.why}" if entry.why else entry.says
+            _line(2, f"now {entry.limit.origin} {says}: {demand(entry.limit)} (when {entry.limit.conditions()})")
+    elif recorded is not None and (decider is None or not _is_same(recorded, decider)):
+        now = "nothing decides" if decider is None else f"{decider.origin} decides: {demand(decider)}"
+        _line(2, f"now {now}")
+    return FAULTY if judged.status == "error" and recorded is None else DONE
+
+
+def _is_same(recorded: JudgedLimit, limit: Limit) -> bool:
+    """Tell whether an entry demands what was demanded then, from whichever line."""
+    return (recorded.min, recorded.max, recorded.min_ratio_to_median, recorded.expect_transport) == (
+        limit.min,
+        limit.max,
+        limit.min_ratio_to_median,
+        limit.expect_transport,
+    )
+
+
+def _skus(asked: str, known: Sequence[str]) -> list[str]:
+    """Return the SKU of this name, or all that have its words."""
+    if asked in known:
+        return [asked]
+    words = set(asked.upper().replace("-", " ").split())
+    return [name for name in known if words and words <= set(name.upper().replace("-", " ").split())]
+
+
+def _metrics(asked: Sequence[str], there: Sequence[str]) -> list[str] | None:
+    """Return the metrics that are asked for, in the order of the files; None after a complaint."""
+    from pytest_gpucluster.metrics import measurement
+
+    if not asked:
+        return list(dict.fromkeys(there))
+    found: list[str] = []
+    for name in asked:
+        begin = [metric for metric in dict.fromkeys(there) if name.endswith(".") and metric.startswith(name)]
+        if not begin:
+            try:
+                begin = [measurement.known(name).name]
+            except MeasurementError as error:
+                if name not in there:
+                    complain(one_line(str(error), 300), USAGE)
+                    return None
+                begin = [name]
+        found += begin
+    return list(dict.fromkeys(found))
+
+
+def _facts(known: Mapping[str, str]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in known.items())
+
+
+def _line(indent: int, text: str) -> None:
+    """Print a paragraph within the width of the terminal; 80 columns where there is none."""
+    width = max(40, shutil.get_terminal_size((80, 24)).columns)
+    begin = " " * indent
+    lines = textwrap.wrap(
+        printable(one_line(text, 2000)),
+        width,
+        initial_indent=begin,
+        subsequent_indent=begin + "  ",
+        break_on_hyphens=False,
+    )
+    print("\n".join(lines) or begin)
+
+
+MISSED, WRONG_USAGE, NOT_JUDGED = 1, 4, 10
+"""Exit codes; the first of them that any value has. A missed limit wins over a value that nothing judges."""
+
+
+def judge_values(
+    values: Sequence[tuple[str, str]],
+    *,
+    sku: str,
+    world_size: int,
+    nodes: int,
+    labels: Mapping[str, str],
+    files: Sequence[Path] = (),
+) -> int:
+    """Print a line for each value, with its limit, margin and evidence, and return the exit code.
+
+    Args:
+        values: metric and quantity, as "51.5 TFLOPS".
+        sku: its name.
+        world_size: GPUs that took part.
+        nodes: in which they sit.
+        labels: as in the table of evidence.
+        files: laid over the shipped limits.
+
+    Raises: ThresholdsError: a file of limits is wrong.
+    """
+    from pytest_gpucluster.judge import evidence, loader
+    from pytest_gpucluster.judge.judge import judge_value
+    from pytest_gpucluster.metrics import measurement
+
+    limits = loader.load(loader.shipped_path(), *files)
+    if sku not in limits.skus and sku not in {row.sku for row in evidence.published()}:
+        hint = did_you_mean(sku, limits.skus)
+        return complain(f"--sku {sku}: no such SKU; known are {', '.join(limits.skus)}{hint}", WRONG_USAGE)
+    if world_size < nodes:
+        return complain(f"{world_size} GPUs cannot sit in {nodes} nodes", WRONG_USAGE)
+    read: list[tuple[str, float, str]] = []
+    for name, text in values:
+        try:
+            metric = measurement.known(name)
+            value = units.parse(text, like=metric.unit or None).to(metric.unit)
+            if not value > 0:
+                raise MeasurementError(f"{text} is not above zero")
+        except MeasurementError as error:
+            return complain(f"{name}={text}: {one_line(str(error), 300)}", WRONG_USAGE)
+        read.append((name, value, metric.unit))
+    codes = set()
+    for name, value, unit in read:
+        judged = judge_value(
+            name,
+            value,
+            unit=unit,
+            sku=sku,
+            world_size=world_size,
+            nnodes=nodes,
+            labels=evidence.as_measured(name, labels),
+            limits=limits,
+        )
+        code, line = _told(judged, unit, None if judged.limit is None else evidence.support_of(judged.limit, limits))
+        codes.add(code)
+        print(printable(line))
+        for label in evidence.unused(name, labels, limits, sku):
+            complain(f"note: no limit for {name} on {sku} looks at the label {label}", DONE)
+    return next((code for code in (MISSED, NOT_JUDGED) if code in codes), DONE)
+
+
+def _told(judged: Judged, unit: str, support: Support | None) -> tuple[int, str]:
+    from pytest_gpucluster.judge.evidence import told
+    from pytest_gpucluster.judge.limits import demand
+
+    value = judged.value or 0.0
+    begin = f"{judged.metric} {units.show(value, unit)}"
+    limit = judged.limit
+    if limit is None:
+        return NOT_JUDGED, f"NOT JUDGED  {begin}: {one_line(judged.reason, 300)}"
+    margin = "" if judged.margin is None else f", margin {100 * judged.margin:+.1f} %"
+    why = f": {one_line(judged.reason, 300)}" if judged.status == "error" else ""
+    word = "PASSED" if judged.status == "passed" else "MISSED"
+    return (
+        DONE if judged.status == "passed" else MISSED,
+        f"{word:<10}  {begin}: {demand(limit)}{margin}; {told(value, limit, support)} [{limit.origin}]{why}",
+    )

@@ -1,0 +1,71 @@
+"""Resuming on one rank; with more, and with each fault, tests/acceptance/test_acceptance_checkpoint.py."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pytest_gpucluster.benchmarks.storage import checkpoint
+from pytest_gpucluster.benchmarks.storage.resume import PIECES, check_resume
+from pytest_gpucluster.benchmarks.training.model import Geometry
+from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
+
+GEOMETRY = Geometry(layers=1, width=64, heads=2, vocab=64, sequence=16)
+
+
+@pytest.fixture
+def check(tmp_path):
+    """The check over a group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def run(**more):
+        given = {"fewer": None, "batch": 2, "steps": 2} | more
+        return check_resume(dist.group.WORLD, torch.device("cpu"), GEOMETRY, tmp_path, **given)
+
+    yield run
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def test_one_rank_goes_on_as_if_nothing_had_happened(check, tmp_path):
+    (tmp_path / "gpucluster-checkpoint-of-another-run").mkdir()
+    found = check()
+    assert (found.same, found.replicated, found.fewer, found.fewer_ranks, found.steps) == (0, 0, None, 0, 2)
+    assert found.saved.step == 2
+    assert found.saved.stored_bytes > 12 * GEOMETRY.parameters
+    assert [path.name for path in tmp_path.iterdir()] == ["gpucluster-checkpoint-of-another-run"]
+    assert check(fewer=dist.group.WORLD).fewer == 0
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["passed", "failed"])
+def test_nothing_of_the_training_stays_alive(check, fails):
+    alive = []
+
+    def save(folder, step, model, optimizer, **more):
+        alive.append(weakref.ref(model))
+        if fails:
+            raise WrongResult("lost")
+        return checkpoint.save(folder, step, model, optimizer, **more)
+
+    kept = None
+    try:
+        check(pieces=replace(PIECES, save=save))
+    except WrongResult as error:
+        kept = error  # with its traceback, as a report keeps it
+    assert (kept is not None) == fails
+    gc.collect()  # FSDP's own objects refer to each other
+    assert [one() for one in alive] == [None]
+
+
+def test_too_little_memory_is_the_environment_s_fault_and_no_rows_or_steps_are_refused(check, monkeypatch):
+    for sizes in ({"batch": 0}, {"steps": 0}):
+        with pytest.raises(ValueError, match=r"steps must.* 1"):
+            check(**sizes)
+    monkeypatch.setattr("pytest_gpucluster.benchmarks.memory_budget.free_bytes", lambda device: 1000)
+    with pytest.raises(EnvironmentBroken, match=r"fsdp\.width=256"):
+        check()

@@ -1,0 +1,166 @@
+"""The command ``gpucluster``: its words, what it imports, and how it ends."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+from each import of_each
+
+import pytest_gpucluster
+from pytest_gpucluster.cli import main
+
+HEAVY = ("torch", "pytest", "_pytest", "yaml", "pynvml", "numpy", "jinja2", "rich", "prometheus_client")
+
+
+@pytest.mark.parametrize(
+    ("words", "passed_on"),
+    [
+        (["sweep", "slurm", "--expect=8xH100", "--", "-k", "a", "--", "b"], ["-k", "a", "--", "b"]),
+        (["sweep", "slurm", "--expect=8xH100"], []),
+        (["report", "--junitxml=x", "--", "journal"], []),
+    ],
+)
+def test_what_follows_the_dashes_is_for_somebody_else_where_the_command_starts_something(words, passed_on):
+    assert main.parse(words).passed_on == passed_on
+
+
+@of_each(
+    "line",
+    [
+        *("", "repot", "info gpus", "report", "report x --pdf y", "verdict", "nccl-env --format toml"),
+        *(
+            "sweep",
+            "sweep lsf",
+            "sweep slurm",
+            "sweep kubernetes --expect=8",
+            "golden",
+            "golden x.csv",
+            "golden --out x",
+        ),
+        *("accept a b", "accept verify", "accept verify a b", "accept diff a", "accept verify a --out x"),
+        *("accept a --sha256 x", "accept diff a b --journal x", "accept verify a --even-though-not-accepted"),
+        *("ssh h --within=0s", "ssh h --port=80", "ssh h --check --info", "ssh h --nproc-per-node=0"),
+        *("watch --interval 0", "watch --interval -1", "watch --interval nan", "watch --interval inf"),
+        *("watch --interval 0.1", "watch --interval 4000", "watch --interval soon", "watch --gpus a"),
+        *("watch --gpus 0,,1", "watch --gpus -1", "watch --gpus 99999", "watch --gpus \N{ARABIC-INDIC DIGIT ONE}"),
+        *("crosscheck nccl-tests run --timeout 0", "crosscheck nccl-tests run --timeout nan"),
+        *("crosscheck nccl-tests run -g 0", "crosscheck nccl-tests run -g all"),
+        *(f"thresholds calibrate x --out - --spreads={text}" for text in ("0", "-1", "nan", "many", "100")),
+    ],
+)
+def test_wrong_usage_is_exit_code_2_and_the_usage_is_shown(line, capsys):
+    try:
+        code = main.main(line.split())
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    assert "usage: gpucluster" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", main.COMMANDS)
+def test_each_command_has_examples_that_it_takes_itself_and_exit_codes(name, capsys):
+    with pytest.raises(SystemExit) as error:
+        main.main([name, "--help"])
+    assert error.value.code == 0
+    text = capsys.readouterr().out
+    assert f"gpucluster {name} " in text.partition("examples:\n")[2]
+    assert "exit codes" in text
+
+
+def test_help_names_every_command_and_imports_nothing_heavy():
+    script = (
+        "import sys\nfrom pytest_gpucluster.cli import main\n"
+        "try: cli.main(['--help'])\n"
+        f"finally: print([name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.endswith("[]\n")
+    for name in main.COMMANDS:
+        assert f"\n    {name}" in done.stdout
+        assert " ".join(main.COMMANDS[name].split()) in " ".join(done.stdout.split())
+
+
+def test_the_module_is_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest_gpucluster", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == f"pytest-gpucluster {pytest_gpucluster.__version__}\n"
+
+
+def run_into(stdout, tmp_path, body):
+    """Run a command that does this, and return its exit code and what it has complained of."""
+    script = f"""
+import sys, types
+from pytest_gpucluster.cli import main
+def run(options):
+    {body}
+cli._module = lambda name: types.SimpleNamespace(configure=lambda parser: None, run=run)
+sys.exit(cli.main(["verdict"]))
+"""
+    (tmp_path / "script.py").write_text(script)
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py"], stdout=stdout, stderr=subprocess.PIPE, env=environ, timeout=60
+    )
+    return done.returncode, done.stderr
+
+
+def run_into_a_closed_pipe(tmp_path, body):
+    """Do so where nobody reads its output any more."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        return run_into(write, tmp_path, body)
+    finally:
+        os.close(write)
+
+
+def test_a_reader_that_is_gone_makes_no_answer_better(tmp_path):
+    assert run_into_a_closed_pipe(tmp_path, "print('REJECTED'); return 1") == (1, b"")
+    assert run_into_a_closed_pipe(tmp_path, "print('x' * 100_000, flush=True); return 1") == (main.READER_GONE, b"")
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("print('ACCEPTED'); return 0", 4),
+        ("print('REJECTED'); return 1", 1),
+        ("print('x' * 100_000, flush=True); return 0", 4),
+    ],
+)
+def test_an_output_that_takes_no_more_is_named_and_makes_no_answer_better(tmp_path, body, code):
+    with open("/dev/full", "wb") as full:
+        left, said = run_into(full, tmp_path, body)
+    assert left == code
+    assert said == b"gpucluster: the standard output cannot be written to: No space left on device\n"
+
+
+def test_any_other_error_of_a_file_is_not_taken_for_that(monkeypatch):
+    def fail(options):
+        raise OSError(28, "No space left on device", "a file of its own")
+
+    monkeypatch.setattr("pytest_gpucluster.cli.info.run", fail)
+    with pytest.raises(OSError, match="a file of its own"):
+        main.main(["info"])
+
+
+def test_what_the_locale_has_no_character_for_is_shown_by_its_number(monkeypatch):
+    said = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(said, encoding="ascii"))
+    monkeypatch.setattr("pytest_gpucluster.cli.info.run", lambda options: print("caf\u00e9 \u2026") or 0)
+    assert main.main(["info"]) == 0
+    assert said.getvalue() == b"caf\\xe9 \\u2026\n"
+
+
+def test_a_reader_that_has_had_enough_is_no_error():
+    command = f"{sys.executable} -m pytest_gpucluster verdict --help | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == ""

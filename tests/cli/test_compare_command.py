@@ -1,0 +1,77 @@
+"""``gpucluster compare``: its answers as exit codes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from written_runs import MATMUL, case, measured, write
+
+from pytest_gpucluster.cli.main import main
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Folders of runs: one that is the measure, and others."""
+    for name, value, more in (
+        ("old", 730, {}),
+        ("copy", 730, {}),
+        ("same", 729, {}),
+        ("slow", 700, {}),
+        ("rehearsal", 730, {"rehearsal": True}),
+    ):
+        write(tmp_path / name, case(MATMUL, "passed", measured([730, value])), **more)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["old", "same"], 0, "NO REGRESSION"),
+        (["old", "slow"], 1, "REGRESSION: 1 "),
+        (["old", "slow", "--fail", "5%"], 0, "NO REGRESSION"),
+        (["old", "rehearsal"], 5, "REHEARSAL"),
+    ],
+)
+def test_the_exit_code_is_the_answer(runs, capsys, arguments, code, said):
+    old, new, *options = arguments
+    assert main(["compare", str(runs / old), str(runs / new), *options]) == code
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("new", "options", "code", "said"),
+    [
+        ("none", [], 3, "no such journal"),
+        ("old", [], 2, "the same run"),
+        ("copy", [], 2, "the same run"),
+        ("same", ["--fail", "much"], 2, "--fail 'much'"),
+        ("same", ["--json", "old/journal.jsonl/out.json"], 4, "old/journal.jsonl/out.json: "),
+    ],
+)
+def test_what_cannot_be_done_is_said(runs, capsys, monkeypatch, new, options, code, said):
+    monkeypatch.chdir(runs)
+    assert main(["compare", str(runs / "old"), str(runs / new), *options]) == code
+    assert said in capsys.readouterr().err
+
+
+def test_a_journal_is_never_overwritten(runs, capsys):
+    journal = runs / "old" / "journal.jsonl"
+    before = journal.read_bytes()
+    assert main(["compare", str(runs / "old"), str(runs / "same"), "--json", str(journal)]) == 2
+    assert journal.read_bytes() == before
+    assert str(journal) in capsys.readouterr().err
+
+
+def test_json_alone_goes_to_the_standard_output(runs, capsys):
+    assert main(["compare", str(runs / "old"), str(runs / "slow"), "--json", "-"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["answer"], found["exit"]) == ("REGRESSION", 1)
+    assert found["old"]["journal"] == str(runs / "old" / "journal.jsonl")
+
+
+def test_a_journal_that_is_cut_off_is_compared_as_far_as_it_goes(runs, capsys):
+    path = runs / "same" / "journal.jsonl"
+    path.write_bytes(path.read_bytes()[:-5])
+    assert main(["compare", str(runs / "old"), str(runs / "same")]) == 0
+    assert "cut off" in capsys.readouterr().err

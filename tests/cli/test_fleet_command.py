@@ -1,0 +1,93 @@
+"""``gpucluster fleet``: what it takes, and what its exit codes say."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from written_runs import MATMUL, case, measured, place, write
+
+from pytest_gpucluster.cli.main import main
+
+
+def node(folder, number, outcome="passed", **more):
+    host = f"gpu-00{number}"
+    test = case(MATMUL, outcome, measured([730 + number]), message="" if outcome == "passed" else "slow")
+    write(folder / host, test, ranks=[place(0, host=host)], run_id=host, **more)
+
+
+@pytest.fixture
+def sweep(tmp_path, monkeypatch):
+    """A folder with the good runs of six nodes."""
+    for number in range(6):
+        node(tmp_path / "sweep", number)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "sweep"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "options", "code"),
+    [
+        ("passed", [], 0),
+        ("failed", [], 1),
+        ("error", [], 5),
+        ("skipped", [], 5),
+        ("passed", ["--nodes", "gpu-[000-006]"], 0),
+        ("passed", ["--nodes", "gpu-[000-007]"], 5),
+        ("failed", ["--nodes", "gpu-[000-007]"], 1),
+    ],
+)
+def test_the_exit_code_says_whether_all_are_good(sweep, capsys, outcome, options, code):
+    ends = {
+        "passed": ("ACCEPTED", 0),
+        "failed": ("REJECTED", 1),
+        "error": ("BROKEN", 11),
+        "skipped": ("INCOMPLETE", 10),
+    }
+    word, number = ends[outcome]
+    node(sweep, 6, outcome, end={"verdict": word, "exit": number})
+    assert main(["fleet", str(sweep), *options]) == code
+    assert f"gpu-006  {word}" in capsys.readouterr().out
+
+
+def test_files_are_written_where_they_are_asked_for(sweep, capsys):
+    node(sweep, 6, "failed")
+    assert main(["fleet", str(sweep), "--drain", "drain.txt", "--json", "fleet.json"]) == 1
+    assert "[slurm]\ngpu-006\n" in (sweep.parent / "drain.txt").read_text()
+    assert json.loads((sweep.parent / "fleet.json").read_text())["exit"] == 1
+    assert "1 to be drained" in capsys.readouterr().out
+    assert main(["fleet", str(sweep), "--json", "-"]) == 1
+    assert json.loads(capsys.readouterr().out)["drain"][0]["node"] == "gpu-006"
+
+
+def test_a_journal_that_cannot_be_read_is_a_node_without_an_answer(sweep, capsys):
+    (sweep / "gpu-009").mkdir()
+    (sweep / "gpu-009" / "journal.jsonl").write_text("")
+    assert main(["fleet", str(sweep)]) == 5
+    shown = capsys.readouterr().out
+    # Without spaces, for a long path is broken anywhere.
+    assert "journal.jsonl:empty:therunendedbeforeitwasrecorded" in "".join(shown.split())
+    assert "7 nodes: 6 good, 0 to be drained, 1 without an answer" in shown
+    assert main(["fleet", str(sweep / "gpu-009" / "journal.jsonl"), str(sweep)]) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["none"], 3, "no such journal"),
+        (["empty"], 3, "no journal.jsonl in this folder or below it"),
+        (["sweep", "--nodes", "gpu-[1"], 2, "--nodes: "),
+        (["sweep", "--behind", "x"], 2, "--behind 'x' is no percentage"),
+        (["sweep", "--drain", "sweep/gpu-000/journal.jsonl/x"], 4, "--drain sweep/gpu-000/journal.jsonl/x: "),
+        (["sweep", "--drain", "sweep/gpu-000/journal.jsonl"], 2, "that is a journal itself; name another file"),
+        (["sweep", "--drain", "-", "--json", "-"], 2, "only one of them can have the standard output"),
+        (["sweep", "rehearsal"], 5, "a REHEARSAL on cpu says nothing about hardware"),
+        (["joint"], 5, "none of these runs was on one node alone"),
+    ],
+)
+def test_what_cannot_be_done_is_said(sweep, capsys, arguments, code, said):
+    (sweep.parent / "empty").mkdir()
+    node(sweep.parent / "rehearsal", 9, rehearsal=True)
+    write(sweep.parent / "joint", case(MATMUL), ranks=[place(0, host="a"), place(1, host="b")])
+    assert main(["fleet", *arguments]) == code
+    assert said in capsys.readouterr().err

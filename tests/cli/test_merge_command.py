@@ -1,0 +1,97 @@
+"""``gpucluster merge``: where it writes, what it refuses, and that what it writes is a journal."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+from written_runs import HBM, MATMUL, case, measured, write
+
+from pytest_gpucluster.analysis.merge_sources import load_source
+from pytest_gpucluster.cli.main import main
+from pytest_gpucluster.errors import JournalError
+from pytest_gpucluster.journal import journal
+
+LATER = "2026-01-03T03:04:05+00:00"
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Two runs: the second has what the first has not."""
+    good = measured([730, 731])
+    write(tmp_path / "a", case(MATMUL, "passed", good), collected=[MATMUL, HBM], closed=False)
+    write(tmp_path / "b", case(HBM, "passed", good), run_id="r2", started_at=LATER, selection=True)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("out", "place"), [("new/folder", "new/folder/journal.jsonl"), ("m.jsonl", "m.jsonl")])
+def test_what_is_written_is_a_journal_that_every_command_reads(runs, capsys, monkeypatch, out, place):
+    monkeypatch.chdir(runs)
+    assert main(["merge", "a", "b", "--out", out]) == 0
+    assert capsys.readouterr().out.startswith("gpucluster: ACCEPTED, exit code 0: 2 passed; merged from 2 runs")
+    read = journal.read(runs / place)
+    assert [each.sha256 for each in read.run.merged_from] == [
+        hashlib.sha256((runs / name / "journal.jsonl").read_bytes()).hexdigest() for name in "ab"
+    ]
+    assert read.end is not None
+    assert read.end.by == "gpucluster merge"
+    assert main(["verdict", str(runs / place)]) == 0
+    assert main(["report", str(runs / place), "--junitxml", "out.xml"]) == 0
+    assert "merged run 1 sha256" in (runs / "out.xml").read_text()
+
+
+def test_a_cut_journal_is_merged_as_far_as_it_goes_and_that_is_said(runs, capsys):
+    path = runs / "a" / "journal.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"type":"test","nodeid":"t.py::test_cut"')
+    assert main(["merge", str(runs / "a"), str(runs / "b"), "--out", str(runs / "m.jsonl")]) == 0
+    assert f"{path}: its last line " in capsys.readouterr().err
+
+
+def test_a_verdict_that_is_bad_is_merged_all_the_same(runs, capsys):
+    write(runs / "c", case(MATMUL, "failed", message="slow"), run_id="r3", started_at=LATER)
+    assert main(["merge", str(runs / "a"), str(runs / "c"), "--out", str(runs / "m")]) == 0
+    assert "REJECTED, exit code 1" in capsys.readouterr().out
+    assert main(["verdict", str(runs / "m")]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["a"], 2, "one journal has nothing to be merged with"),
+        (["a", "a"], 2, "are the same run"),
+        (["a", "none"], 3, "no such journal"),
+        (["a", "b", "--out", "a"], 2, "a journal is never replaced"),
+        (["a", "b", "--out", "a/journal.jsonl"], 2, "a journal is never replaced"),
+        (["a", "b", "--out", "file.txt/x"], 4, "--out file.txt/x"),
+        (["a", "other"], 2, "other hosts: gpu-a and x"),
+    ],
+)
+def test_what_cannot_be_done_is_said_and_nothing_is_written(runs, capsys, monkeypatch, arguments, code, said):
+    monkeypatch.chdir(runs)
+    (runs / "file.txt").write_text("")
+    from written_runs import place
+
+    write(runs / "other", case(HBM, "passed"), run_id="r3", ranks=[place(0, host="x")])
+    before = (runs / "a" / "journal.jsonl").read_bytes()
+    out = [] if "--out" in arguments else ["--out", "m.jsonl"]
+    assert main(["merge", *arguments, *out]) == code
+    assert said in capsys.readouterr().err
+    assert not (runs / "m.jsonl").exists()
+    assert (runs / "a" / "journal.jsonl").read_bytes() == before
+
+
+def test_other_clusters_are_merged_on_demand_and_nobody_can_overlook_it(runs, capsys):
+    from written_runs import place
+
+    other = write(runs / "other", case(HBM, "passed", measured([3])), run_id="r3", ranks=[place(0, host="x")])
+    out = runs / "m.jsonl"
+    assert main(["merge", str(runs / "a"), str(other), "--out", str(out), "--allow-different-clusters"]) == 0
+    told = capsys.readouterr()
+    assert "hosts: gpu-a and x" in told.err
+    assert "OF DIFFERENT CLUSTERS" in told.out
+
+
+@pytest.mark.parametrize("when", ["", "yesterday", "2026-01-02T03:04:05"])
+def test_a_run_without_a_time_cannot_be_merged(tmp_path, when):
+    with pytest.raises(JournalError, match="journal"):
+        load_source(write(tmp_path, started_at=when))

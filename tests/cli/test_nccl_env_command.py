@@ -1,0 +1,98 @@
+"""``gpucluster nccl-env``: on planted nodes, and on this machine, whatever it has."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pytest_gpucluster.cli import main
+from pytest_gpucluster.node.fabric import nccl_probe
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "node" / "fabric"))
+
+from made_nodes import Node, azure, infiniband, pod
+
+FORMATS = ("text", "shell", "slurm", "yaml", "json")
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def plant(node: Node) -> None:
+        sources = node.sources()
+        monkeypatch.setattr(nccl_probe, "Sources", lambda: sources)
+
+    return plant
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_each_format_tells_what_is_advised(form: str, planted: Any, tmp_path: Path, capsys: Any) -> None:
+    planted(azure(tmp_path))
+    assert main.main(["nccl-env", "--format", form]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "NCCL_TOPO_FILE" in out
+    assert "/opt/microsoft/ndv5-topo.xml" in out
+
+
+@pytest.mark.parametrize(
+    ("make", "environ", "code"),
+    [
+        (infiniband, {}, 0),
+        (infiniband, {"NCCL_IB_TIMEOUT": "22"}, 0),
+        (infiniband, {"NCCL_IB_DISABLE": "1"}, 1),
+        (azure, {}, 1),
+        (azure, {"NCCL_IB_HCA": "mlx5_ib", "NCCL_TOPO_FILE": "/opt/microsoft/ndv5-topo.xml"}, 0),
+        (azure, {"NCCL_IB_HCA": "mlx5", "NCCL_TOPO_FILE": "/opt/microsoft/ndv5-topo.xml"}, 1),
+        (pod, {}, 3),
+        (pod, {"NCCL_CHECK_POINTERS": "1"}, 1),
+    ],
+)
+def test_a_check_ends_with_what_it_has_found_and_unknown_is_no_good_end(
+    make: Any, environ: dict[str, str], code: int, planted: Any, tmp_path: Path, capsys: Any
+) -> None:
+    node = make(tmp_path)
+    node.environ.update(environ)
+    planted(node)
+    assert main.main(["nccl-env", "--check"]) == code
+    assert main.main(["nccl-env"]) == 0, "without --check it only tells"
+    assert capsys.readouterr().err == ""
+
+
+def test_json_has_the_node_and_the_advice(planted: Any, tmp_path: Path, capsys: Any) -> None:
+    planted(azure(tmp_path))
+    assert main.main(["nccl-env", "--format=json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["schema_version"], told["host"], told["provider"]) == (1, "gpu-001", "Azure")
+    assert list(told["fabric"]["outside"]) == ["mlx5_an0:1"]
+    assert len(told["gpus"]) == 8
+    page = (Path(__file__).parent.parent.parent / "docs/nccl-env.md").read_text(encoding="utf-8")
+    assert [key for key in told if f"`{key}`" not in page] == [], "docs/nccl-env.md names every key"
+    parts = [key for part in ("fabric", "set", "leave") for key in (told[part] if part == "fabric" else told[part][0])]
+    assert [key for key in parts if f"`{key}`" not in page] == []
+
+
+def test_on_this_machine_it_tells_something_in_80_columns_and_sets_nothing() -> None:
+    before = dict(os.environ)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest_gpucluster", "nccl-env"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.startswith("NCCL's variables on ")
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert dict(os.environ) == before
+
+
+def test_the_lines_of_this_machine_are_taken_by_a_shell_and_a_yaml_reader() -> None:
+    command = [sys.executable, "-m", "pytest_gpucluster", "nccl-env", "--format"]
+    for form in ("shell", "slurm"):
+        subprocess.run(
+            ["bash", "-euc", 'eval "$("$@")"', "bash", *command, form], capture_output=True, timeout=60, check=True
+        )
+    told = subprocess.run([*command, "yaml"], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert isinstance(yaml.safe_load(told), list)

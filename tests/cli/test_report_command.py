@@ -1,0 +1,244 @@
+"""``gpucluster report``: rendering again, its exit codes, and that it needs nothing heavy."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from junit_files import require_junit
+
+from pytest_gpucluster.cli.main import main
+from pytest_gpucluster.journal import journal, run_directory
+
+LINES = [
+    {
+        "type": "run",
+        "schema_version": 1,
+        "run_id": "r1",
+        "started_at": "2026-01-02T03:04:05Z",
+        "rehearsal": True,
+    },
+    {"type": "collected", "tests": [{"nodeid": f"t.py::test_{name}"} for name in "ab"]},
+    {"type": "start", "nodeid": "t.py::test_a"},
+    {
+        "type": "test",
+        "nodeid": "t.py::test_a",
+        "outcome": "passed",
+        "sections": [["Captured stdout call", "OUT"]],
+        "duration_seconds": 2.0,
+        "call_seconds": 1.0,
+        "line": 7,
+    },
+    {"type": "start", "nodeid": "t.py::test_b"},
+]
+
+
+@pytest.fixture
+def run(tmp_path):
+    directory = run_directory.new_run_directory(tmp_path / "reports")
+    (directory / "journal.jsonl").write_bytes(b"".join(journal.encode(line) for line in LINES))
+    return directory
+
+
+@pytest.mark.parametrize("name", ["journal.jsonl", ".", "..", "../latest"])
+def test_a_run_is_named_by_its_journal_its_folder_or_the_report_directory(run, tmp_path, capsys, name):
+    out = tmp_path / "out.xml"
+    assert main(["report", str(run / name), "--junitxml", str(out)]) == 0
+    require_junit(str(out))
+    error = ET.parse(out).getroot().find(".//error")
+    assert error.get("message").endswith(": t.py::test_b")
+    assert re.fullmatch(rf"gpucluster: REHEARSAL, BROKEN \(.* t\.py::test_b\): {out}\n", capsys.readouterr().err)
+
+
+def test_a_journal_of_today_is_rendered_with_what_was_run_and_how_sure_it_is(tmp_path):
+    judged = {
+        "metric": "nccl.all_reduce.busbw",
+        "unit": "GB/s",
+        "status": "passed",
+        "value": 442.1,
+        "worst_rank": 0,
+        "interval": [440.2, 443.9],
+        "telemetry": {"0": {"throttle": ["sw_power_cap"]}},
+        "limit": {"min": 400.0, "min_ratio_to_median": None, "expect_transport": ["P2P"]},
+    }
+    lines = [
+        LINES[0],
+        {"type": "workload", "profile": "quick", "file": "w.yaml", "values": {"hbm.window": "3 s"}, "origins": {}},
+        {"type": "test", "nodeid": "t.py::test_a", "outcome": "passed", "measurements": [judged]},
+    ]
+    path, out = tmp_path / "journal.jsonl", tmp_path / "out.xml"
+    path.write_bytes(b"".join(journal.encode(line) for line in lines))
+    assert main(["report", str(path), "--junitxml", str(out)]) == 0
+    require_junit(str(out))
+    found = {each.get("name"): each.get("value") for each in ET.parse(out).getroot().iter("property")}
+    assert found["workload.hbm.window"] == "3 s"
+    assert found["t.test_a[nccl.all_reduce.busbw]"] == (
+        "442.1 GB/s, 95 % interval 440.2 to 443.9 (limit >= 400 GB/s, over P2P, worst rank 0)"
+    )
+    assert found["t.test_a[nccl.all_reduce.busbw.telemetry]"] == "rank 0: throttle: sw_power_cap"
+
+
+def test_a_journal_that_is_cut_off_is_rendered_and_said_to_be_cut(run, tmp_path, capsys):
+    path = run / "journal.jsonl"
+    path.write_bytes(path.read_bytes()[:-10])
+    assert main(["report", str(run), "--junitxml", str(tmp_path / "out.xml")]) == 0
+    require_junit(str(tmp_path / "out.xml"))
+    assert f"{path}: its last line " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "path", "expected"),
+    [
+        (["-o", "junit_family=xunit1"], ".//testcase", {"line": "7"}),
+        (["-o", "junit_suite_name=mine"], ".//testsuite", {"name": "mine"}),
+        (["-o", "junit_duration_report=call"], ".//testcase", {"time": "1.000"}),
+        (["--junitprefix", "site"], ".//testcase", {"classname": "site.t"}),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_pytests_settings_can_be_given_again(run, tmp_path, arguments, path, expected):
+    out = tmp_path / "out.xml"
+    assert main(["report", str(run), "--junitxml", str(out), *arguments]) == 0
+    element = ET.parse(out).getroot().find(path)
+    assert {name: element.get(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("junit_famly=xunit1", "no setting 'junit_famly'; allowed: junit_family, "),
+        ("junit_famly=xunit1", "did you mean junit_family?"),
+        ("junit_family=xunit3", "'xunit3' is not allowed; allowed: xunit2, xunit1, legacy"),
+        ("junit_log_passing_tests=maybe", "allowed: true, false"),
+        ("junit_family", "no value; write junit_family=VALUE"),
+    ],
+)
+def test_a_wrong_setting_is_a_usage_error_that_says_what_is_allowed(run, tmp_path, capsys, override, message):
+    assert main(["report", str(run), "--junitxml", str(tmp_path / "out.xml"), "-o", override]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out.xml").exists()
+
+
+def test_a_missing_or_foreign_journal_is_exit_code_3(tmp_path, capsys):
+    assert main(["report", str(tmp_path / "none"), "--junitxml", "out.xml"]) == 3
+    assert "no such journal" in capsys.readouterr().err
+    (tmp_path / "foreign").write_text("hello\n")
+    assert main(["report", str(tmp_path / "foreign"), "--junitxml", "out.xml"]) == 3
+    assert str(tmp_path / "foreign") in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written_is_exit_code_4(run, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["report", str(run), "--junitxml", str(tmp_path / "file" / "out.xml")]) == 4
+    assert f"--junitxml {tmp_path / 'file' / 'out.xml'}: " in capsys.readouterr().err
+
+
+def test_the_journal_is_never_overwritten_by_its_report(run, capsys):
+    path = run / "journal.jsonl"
+    before = path.read_bytes()
+    assert main(["report", str(run), "--junitxml", str(path)]) == 2
+    assert path.read_bytes() == before
+
+
+# ---- other formats, and several at once
+
+
+def test_what_goes_to_the_standard_output_is_the_report_and_nothing_else(run, tmp_path, capfdbinary):
+    assert main(["report", str(run), "--json", "-", "--markdown", str(tmp_path / "a.md")]) == 0
+    told = capfdbinary.readouterr()
+    assert json.loads(told.out)["verdict"]["word"] == "BROKEN"
+    assert b"a.md" in told.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--json", "-", "--markdown", "-"], "--markdown -: --json goes there already; name another file"),
+        (["--text", "--html", "-"], "--text -: --html goes there already"),
+        (["--json", "{tmp}/a", "--html", "{tmp}/x/../a"], "--html goes there already"),
+        (["--json", "{run}/journal.jsonl"], "that is the journal itself; name another file"),
+        (["--prometheus", "{tmp}/link"], "that is the journal itself; name another file"),
+        (["--json", "-", "--text", "/dev/stdout"], "--json goes there already"),
+        (["--json", "{tmp}/a", "--all", ""], "--junitxml: nothing is named to write it to; an empty variable?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_outputs_that_would_replace_something_are_refused_before_any_is_written(
+    run, tmp_path, capsys, arguments, message
+):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "link").symlink_to(run / "journal.jsonl")
+    before = (run / "journal.jsonl").read_bytes()
+    given = [each.format(tmp=tmp_path, run=run) for each in arguments]
+    assert main(["report", str(run), *given]) == 2
+    told = capsys.readouterr()
+    assert message in told.err
+    assert told.out == ""
+    assert (run / "journal.jsonl").read_bytes() == before
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_report_that_cannot_be_written_does_not_cost_the_others(run, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    code = main(["report", str(run), "--json", str(tmp_path / "file" / "a"), "--markdown", str(tmp_path / "a.md")])
+    assert code == 4
+    told = capsys.readouterr().err
+    assert f"--json {tmp_path / 'file' / 'a'}: " in told
+    assert f": {tmp_path / 'a.md'}\n" in told
+    assert (tmp_path / "a.md").exists()
+
+
+def test_a_former_file_is_intact_where_the_new_one_cannot_be_written(run, tmp_path, monkeypatch):
+    out = tmp_path / "metrics.prom"
+    out.write_text("before")
+
+    def full(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert main(["report", str(run), "--prometheus", str(out)]) == 4
+    assert out.read_text() == "before"
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["metrics.prom"]
+
+
+@pytest.mark.parametrize("out", ["-", "/dev/stdout"])
+@pytest.mark.parametrize("redirected", ["| cat >> {}", ">> {}"])
+def test_the_standard_output_is_appended_to_and_never_replaced(run, tmp_path, out, redirected):
+    summary = tmp_path / "summary.md"
+    summary.write_text("before\n")
+    command = f"{sys.executable} -m pytest_gpucluster report {run} --markdown {out} {redirected.format(summary)}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=True)
+    assert summary.read_text().startswith("before\n## ")
+    assert done.stderr.endswith(": the standard output\n")
+
+
+def test_a_standard_output_that_is_closed_is_no_success(run):
+    command = f"{sys.executable} -m pytest_gpucluster report {run} >&-"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+def test_a_reader_that_has_had_enough_is_told_of_by_the_code_alone(run):
+    command = f"{sys.executable} -m pytest_gpucluster report {run} --html - | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout, done.stderr) == ("141\n", "")
+
+
+def test_rendering_needs_neither_torch_nor_pytest_nor_yaml(run, tmp_path):
+    script = (
+        "import sys\nfrom pytest_gpucluster.cli.main import main\nassert main(sys.argv[1:]) == 0\n"
+        "print([name for name in ('torch', 'pytest', '_pytest', 'yaml', 'pynvml', 'numpy') if name in sys.modules])"
+    )
+    command = [sys.executable, "-c", script, "report", str(run), "--all", str(tmp_path / "all")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_a_device_is_written_to_and_never_replaced(run):
+    assert main(["report", str(run), "--json", "/dev/null"]) == 0
+    assert Path("/dev/null").is_char_device()

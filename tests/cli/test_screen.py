@@ -1,0 +1,103 @@
+"""How a node looks on a terminal: what fits, what is said in words, and what is never let through."""
+
+from __future__ import annotations
+
+import io
+
+from each import of_each
+from rich.cells import cell_len
+from rich.console import Console
+from watched_nodes import HOSTILE, gpu, node, port
+
+from pytest_gpucluster.cli.watch_screen import Screen, plain
+from pytest_gpucluster.node.health.node_state import Node, Part
+
+EIGHT_GPUS = """\
+gpu-07  12:00:00 UTC  load 12.3 / 192 CPUs, 7 % busy  memory 234 / 2,015 GiB
+GPUs: 8 x NVIDIA H100 80GB HBM3, driver 580.65.06
+GPU util %   mem GiB °C power W SM MHz mem MHz NVLink GB/s held down by
+  0     98 71.2/79.6 61 690/700   1755    2619     312/310
+"""
+
+
+def shown(of: Node, width: int = 80) -> list[str]:
+    """Return the lines of the plain text."""
+    return plain(of, host="gpu-07", clock="12:00:00 UTC", width=width).splitlines()
+
+
+def drawn(of: Node, width: int = 80, height: int = 24) -> list[str]:
+    """Return what a terminal of this size receives."""
+    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system="standard")
+    with console.capture() as captured:
+        console.print(Screen(of, host="gpu-07", clock="12:00:00 UTC", height=height, keys="q ends"), end="")
+    return captured.get().splitlines()
+
+
+def test_a_node_with_eight_gpus_and_eight_ports_fits_80_by_24_with_its_processes() -> None:
+    busy = gpu(0, processes=[{"pid": 4242, "user": "ada", "command": "train", "memory_bytes": 70 * 2**30}])
+    lines = shown(node(gpus=(busy, *(gpu(index) for index in range(1, 8)))))
+    assert "\n".join(lines[:4]) + "\n" == EIGHT_GPUS
+    assert len(lines) <= 23
+    assert max(map(cell_len, lines)) <= 80
+    # How wide the last column is depends on the version of rich.
+    assert "mlx5_0/1 400 Gb/s 45.1 44.9 mlx5_4/1 400 Gb/s 45.1 44.9" in [" ".join(line.split()) for line in lines]
+    assert lines[-1] == "  0    70.0 4242 ada  train"
+
+
+@of_each("case", [(width, gpus) for width in (40, 60, 77, 80, 120, 300) for gpus in (0, 1, 16)])
+def test_no_line_is_wider_than_the_terminal(case: tuple[int, int]) -> None:
+    width, gpus = case
+    hostile = gpu(
+        processes=[{"pid": 1, "user": HOSTILE, "command": HOSTILE, "memory_bytes": None}],
+        name=HOSTILE,
+        throttle=[HOSTILE, "hw_thermal"],
+        not_available={"power_watts": HOSTILE},
+    )
+    ports = (port(HOSTILE, state=HOSTILE), *(port(f"mlx5_bond_{index}/1") for index in range(5)))
+    lines = shown(node(gpus=(hostile, *(gpu(index) for index in range(gpus))), ports=ports, driver=HOSTILE), width)
+    assert max(map(cell_len, lines)) <= width
+    assert [line for line in lines if not line.isprintable()] == []
+
+
+def test_a_gpu_with_trouble_stays_where_there_is_no_room_for_all() -> None:
+    troubled = (gpu(6, throttle=["hw_thermal"]), gpu(7, lost="fell off the bus"), gpu(8, age=9.0, stale=True))
+    text = "\n".join(drawn(node(gpus=(*(gpu(index) for index in range(6)), *troubled), ports=8), height=13))
+    assert "hw_thermal" in text
+    assert "STALE 9 s" in text
+    assert "LOST" in text
+    assert "more GPUs" in text
+
+
+@of_each(
+    "case",
+    [
+        (node(gpus=(), why_no_gpus="NVML is not available"), "GPUs: none: NVML is not available"),
+        (node(gpus=(), silent_seconds=12.4), "for 12 s"),
+        (node(gpus=()), "GPUs: none"),
+        (node(gpus=(gpu(age=9.0, stale=True),)), "for 9 s"),
+        (node(gpus=(gpu(), gpu(1, age=9.0, stale=True))), "STALE 9 s"),
+        (node(gpus=(gpu(), gpu(1, age=None, stale=True))), "not read"),
+        (node(gpus=(gpu(), gpu(1, lost="fell off the bus"))), "LOST"),
+        (node(gpus=(gpu(), gpu(1, lost="fell off the bus"))), "GPU 1: fell off the bus"),
+        (node(gpus=(gpu(throttle=["hw_thermal"]),)), "hw_thermal"),
+        (node(gpus=(gpu(), gpu(1, name="NVIDIA A100"))), "GPUs: 1 x NVIDIA H100 80GB HBM3, 1 x NVIDIA A100"),
+        (node(ports=(), why_no_ports="/sys/class/infiniband is empty"), "ports: none: /sys/class/infiniband is empty"),
+        (node(ports=(port(state="DOWN"),)), "mlx5_0/1 DOWN"),
+        (node(ports=(port(stale=True),)), "mlx5_0/1 STALE"),
+        (node(ports=(port(state=None),)), "mlx5_0/1 unknown"),
+        (node(problem="what reads this node has ended"), "what reads this node has ended"),
+        (node(host=Part(told={}, age_seconds=50.0, is_stale=True)), "host stale for 50 s"),
+        (node(host=Part(told={}, is_stale=True)), "host not read"),
+    ],
+    name=lambda case: case[1],
+)
+def test_what_is_wrong_is_said_in_words(case: tuple[Node, str]) -> None:
+    of, text = case
+    assert text in "\n".join(shown(of))
+
+
+def test_a_figure_that_is_not_there_is_a_dash_and_never_a_zero() -> None:
+    bare = Part(told={"index": 0, "not_available": {}, "lost": ""}, age_seconds=0.1)
+    [row] = [line for line in shown(node(gpus=(bare,), ports=(Part(told={"name": "a/1"}),))) if line.startswith("  0")]
+    assert set(row.split()[1:]) == {"-"}
+    assert "0.0" not in "\n".join(shown(node(gpus=(bare,), ports=(Part(told={"name": "a/1"}),))))

@@ -1,0 +1,301 @@
+"""``gpucluster ssh`` over nodes whose ssh is a small program: every way in which a run can end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import resource
+import signal
+import sys
+import time
+
+import pytest
+from fake_ssh import FakeSsh, journal_lines
+from sessions import Process, environment
+
+from pytest_gpucluster.cli import access as access_options
+from pytest_gpucluster.cli import main
+from pytest_gpucluster.cli import ssh as ssh_command
+from pytest_gpucluster.errors import EnvironmentBroken
+
+
+def leaves(exit=0, **lines):
+    """What a node does whose run leaves a journal."""
+    return {"journals": [journal_lines(exit=exit, **{"nnodes": 2, **lines})], "exit": exit}
+
+
+PASSED = leaves()
+REJECTED = leaves(1, outcome="failed", message="matmul 1 TFLOPS < 2 TFLOPS", verdict="REJECTED")
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    found = FakeSsh(tmp_path / "fake")
+    monkeypatch.setenv("PATH", found.path)
+    for name in ("GPUCLUSTER_HOSTNAME", "NCCL_DEBUG", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    return found
+
+
+@pytest.fixture
+def ssh(fake, tmp_path, monkeypatch, capfd):
+    """Run the command in a folder of its own: exit code, standard output, standard error, ssh.json."""
+    work = tmp_path / "my work"
+    (work / "acceptance").mkdir(parents=True)
+    monkeypatch.chdir(work)
+    (work / "hosts").write_text("localhost\ngpu-2\n")
+
+    def run(*words, hosts="hosts", expect="8xH100"):
+        code = main.main(["ssh", hosts, *([f"--expect={expect}"] if expect else []), *words])
+        told = capfd.readouterr()
+        kept = work / "gpucluster-ssh" / "latest" / "ssh.json"
+        return code, told.out, told.err, json.loads(kept.read_text()) if kept.exists() else None
+
+    return run
+
+
+# "localhost" is the first node: the others look its name up.
+
+
+def test_a_run_that_passes_on_all_nodes_is_0_and_its_reports_are_here(ssh, fake, tmp_path):
+    fake.acts({"localhost": {**PASSED, "prints": "rank 0\nhalf"}, "gpu-2": {"prints": "\x1b[2Jother\n"}})
+    code, out, err, kept = ssh("--port=20001", "--", "acceptance/", "-k", "it or that")
+    assert code == 0
+    assert sorted(out.splitlines()) == ["[gpu-2] \N{REPLACEMENT CHARACTER}[2Jother", "half", "rank 0"]
+    assert err.splitlines()[-1] == "ACCEPTED, exit code 0: 1 passed"
+    assert "[gpu-2] a warning\N{REPLACEMENT CHARACTER}[31m" in err
+    folder = tmp_path / "my work" / "gpucluster-ssh" / "latest"
+    assert (folder / "localhost" / "20260102-000000" / "journal.jsonl").is_file()
+    assert (folder / "report.html").is_file()
+    assert (folder / "gpu-2.log").read_text() == "\x1b[2Jother\na warning\x1b[31m\n"
+    assert [(node["node"], node["exit"], node["not_brought"]) for node in kept["nodes"]] == [
+        *(("localhost", 0, ""), ("gpu-2", 0, "")),
+    ]
+    first, second = fake.started["localhost"], fake.started["gpu-2"]
+    assert first["words"][:6] == [
+        *("run", "--nnodes=2", "--node-rank=0", "--master-addr=localhost", "--master-port=20001"),
+        "--nproc-per-node=8",
+    ]
+    assert second["words"][2] == "--node-rank=1"
+    assert first["words"][7:11] == ["acceptance/", "-k", "it or that", "--gpucluster-expect=2x8xH100"]
+    assert first["directory"] == str(tmp_path / "my work")
+    assert first["ssh"][-1] == f"exec {sys.executable} -m pytest_gpucluster.runners.remote_node"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "code", "line"),
+    [
+        (REJECTED, {"exit": 1}, 1, "REJECTED, exit code 1: matmul 1 TFLOPS < 2 TFLOPS"),
+        (
+            PASSED,
+            {"lost": "Timeout, server gpu-2 not responding."},
+            11,
+            "BROKEN, exit code 11: gpu-2: the connection was",
+        ),
+        (REJECTED, {"lost": "Timeout"}, 1, "REJECTED, exit code 1"),
+        ({**PASSED, "lost": "Timeout"}, {"exit": 0}, 11, "BROKEN, exit code 11: localhost: the connection was"),
+        ({"exit": 0}, {"exit": 0}, 11, "BROKEN, exit code 11: no record of the run is here: the node of rank 0"),
+        ({**PASSED, "keeps": "disk gone"}, {"exit": 0}, 11, "BROKEN, exit code 11: no record of the run is here: disk"),
+        (leaves(nnodes=1), {"exit": 0}, 11, "BROKEN, exit code 11: its journal is of 1 nodes, but 2 were started"),
+        (leaves(verdict=None), {"exit": 0}, 11, "BROKEN, exit code 11: the nodes ended with 0, but the journal says"),
+        (PASSED, {"exit": 11}, 11, "BROKEN, exit code 11: gpu-2 ended with 11, where rank 0's node ended with 0"),
+        (PASSED, {"exit": None, "error": "killed"}, 11, "BROKEN, exit code 11: gpu-2: killed"),
+        (leaves(10, verdict="INCOMPLETE"), {"exit": 10}, 10, "INCOMPLETE, exit code 10: 1 passed"),
+        (leaves(rehearsal=True, verdict="REHEARSED"), {"exit": 0}, 0, "REHEARSAL, REHEARSED, exit code 0: 1 passed"),
+        ({**PASSED, "journals": PASSED["journals"] * 2}, {"exit": 0}, 11, "BROKEN, exit code 11: no record of the run"),
+    ],
+)
+def test_the_exit_code_is_the_run_s_and_never_better_than_what_is_known(
+    first, second, code, line, ssh, fake, monkeypatch
+):
+    monkeypatch.setattr(ssh_command, "_render", lambda directory, journal: None)  # a second for each of these
+    fake.acts({"localhost": first, "gpu-2": second})
+    found, _, err, kept = ssh()
+    assert (found, kept["exit"]) == (code, code)
+    assert err.splitlines()[-1].startswith(line)
+
+
+def test_reports_of_a_lost_node_are_brought_by_a_second_connection(ssh, fake, tmp_path):
+    fake.acts({"localhost": PASSED, "gpu-2": {**leaves(), "lost": "Broken pipe"}})
+    code, _, _, kept = ssh()
+    assert code == 11
+    assert (tmp_path / "my work" / "gpucluster-ssh" / "latest" / "gpu-2" / "20260102-000000").is_dir()
+    assert kept["nodes"][1]["why"].endswith("exit code 0")
+
+
+def test_what_ranks_write_for_rank_0_on_their_own_disk_is_brought_too(ssh, fake, tmp_path):
+    fake.acts({"localhost": {**PASSED, "own disk": True}, "gpu-2": {"writes": ["../localhost/artifacts/rank-8.txt"]}})
+    assert ssh()[0] == 0
+    folder = tmp_path / "my work" / "gpucluster-ssh" / "latest"
+    assert (folder / "gpu-2" / "localhost" / "artifacts" / "rank-8.txt").is_file()
+
+
+def test_on_a_shared_disk_nothing_is_brought_twice(ssh, fake, tmp_path):
+    fake.acts({"localhost": PASSED, "gpu-2": {"lost": "Broken pipe"}})
+    ssh()
+    folder = tmp_path / "my work" / "gpucluster-ssh" / "latest"
+    assert sorted(path.name for path in (folder / "gpu-2").iterdir()) == ["ended.json", "output.log"]
+
+
+def test_a_second_ctrl_c_waits_for_no_reports(fake, tmp_path):
+    fake.acts({"localhost": PASSED, "gpu-2": {"keeps for long": True}})
+    (tmp_path / "hosts").write_text("localhost\ngpu-2\n")
+    command = [sys.executable, "-m", "pytest_gpucluster", "ssh", "hosts", "--expect=8"]
+    with Process(command, tmp_path, environment({"PATH": fake.path})) as process:
+
+        def signal_when(it_is_time):
+            until = time.monotonic() + 60
+            while not it_is_time():
+                assert process.popen.poll() is None, process.output
+                assert time.monotonic() < until, process.output
+                time.sleep(0.05)
+            process.popen.send_signal(signal.SIGINT)
+
+        signal_when((fake.root / "collecting").exists)
+        signal_when(lambda: "are told to end" in process.output)
+        left = process.wait()
+    assert left.exit == 2, left.output
+    assert re.search(r"gpu-2: not brought: .*SIGINT.* gpu-2:gpucluster-report/", left.stderr)
+    assert left.stderr.splitlines()[-1] == "BROKEN, exit code 2: interrupted (SIGINT)"
+
+
+def test_where_reports_stay_is_told(ssh, fake):
+    fake.acts({"localhost": PASSED, "gpu-2": {"keeps": "no space left"}})
+    code, _, err, kept = ssh()
+    assert code == 0  # what matters is here: the journal is rank 0's
+    assert re.search(r"gpu-2: not brought: no space left; .* gpu-2:gpucluster-report/", err)
+    assert kept["nodes"][1]["not_brought"].startswith("no space left")
+
+
+def test_a_node_that_does_not_answer_stops_the_run_with_a_code_of_its_own(ssh, fake):
+    fake.acts({"localhost": PASSED, "gpu-2": {"refuses": "No route to host"}})
+    code, out, err, kept = ssh()
+    assert (code, kept, fake.started) == (12, None, {})
+    assert re.search(r"^  ssh: .*gpu-2 port 22: No route", out, re.MULTILINE)
+    assert re.search(r"1 of 2 nodes .*: gpu-2; --without-unreachable ", err.splitlines()[-1])
+
+
+def test_without_it_the_others_run_but_never_with_0(ssh, fake):
+    fake.acts({"localhost": leaves(nnodes=1), "gpu-2": {"refuses": "No route to host"}})
+    code, _, err, kept = ssh("--without-unreachable")
+    assert code == 12
+    assert list(kept["no_answer"]) == ["gpu-2"]
+    assert err.splitlines()[-1] == "INCOMPLETE, exit code 12: 1 of 2 nodes: ACCEPTED (1 passed); no answer: gpu-2"
+    assert f"runs without gpu-2: {kept['no_answer']['gpu-2']}" in err
+    assert "--gpucluster-expect=1x8xH100" in fake.started["localhost"]["words"]
+
+
+def test_without_the_first_node_all_meet_on_the_next_one(ssh, fake, tmp_path):
+    (tmp_path / "my work" / "hosts").write_text("gone-1\nlocalhost\n")
+    fake.acts({"localhost": leaves(nnodes=1), "gone-1": {"refuses": "No route to host"}})
+    code, _, _, kept = ssh("--without-unreachable")
+    assert code == 12
+    assert kept["master"].startswith("localhost:")
+    assert kept["nodes"][0]["node"] == "localhost"
+
+
+def test_where_nobody_answers_nothing_runs(ssh, fake):
+    fake.acts({"*": {"refuses": "No route to host"}})
+    code, _, err, _ = ssh("--without-unreachable")
+    assert (code, fake.started) == (12, {})
+    assert "none of 2 nodes" in err
+
+
+@pytest.mark.parametrize(
+    ("act", "told"),
+    [
+        ({"facts": {"torch": "2.9.0"}}, "  torch: 2.9.0, where most have "),
+        ({"facts": {"version": "0.0.9"}}, "  pytest-gpucluster: 0.0.9, where most have "),
+        ({"facts": {"suite": "other"}}, "  the files of the suite: other, where most have "),
+        ({"calls itself": "localhost"}, "  calls itself localhost like another node"),
+        ({"facts": {"problems": ["cannot write"]}}, "  cannot write"),
+        ({"reached": "10.0.0.1 5 10.0.0.2 22"}, "  finds "),
+    ],
+)
+def test_a_node_that_is_not_ready_stops_the_run(act, told, ssh, fake):
+    fake.acts({"localhost": PASSED, "gpu-2": act})
+    for words in ([], ["--without-unreachable"], ["--check"]):
+        code, out, _, _ = ssh(*words)
+        assert (code, fake.started) == (11, {})
+        assert any(line.startswith(told) for line in out.splitlines()), out
+
+
+def test_a_first_node_that_the_others_take_for_themselves_is_told(ssh, fake):
+    fake.acts({"gpu-2": {"reached": "10.0.0.1 5 10.0.0.2 22"}})
+    _, out, _, _ = ssh("--check")
+    assert re.search(r"for localhost, .*\(address= ", out)
+
+
+def test_a_look_runs_nothing(ssh, fake):
+    fake.acts({})
+    code, out, _, kept = ssh("--check")
+    assert (code, kept, fake.started) == (0, None, {})
+    assert out.splitlines()[-1] == "gpucluster: 2 of 2 nodes are ready"
+    fake.acts({"gpu-2": {"refuses": "Connection refused"}})
+    assert ssh("--check")[0] == 12
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "told"),
+    [
+        ([], {"hosts": "gone"}, "gone: No such file or directory"),
+        ([], {"expect": "2x8xH100"}, "--expect 2x8xH100: not what one node has"),
+        (["--nodes=gpu-9"], {}, "--nodes: gpu-9 not in the hosts file"),
+        (["--", "-n8"], {}, "-n8: not after --"),
+        (["--", "--gpucluster-expect=2x8"], {}, "say before the -- what each node has"),
+        (["--ssh", "ProxyJump=x"], {}, "not an option of ssh"),
+        (["--env", "GONE"], {}, "--env GONE: not set here"),
+    ],
+)
+def test_wrong_usage_is_2_and_asks_nobody(words, settings, told, ssh, fake):
+    fake.acts({})
+    code, _, err, _ = ssh(*words, **settings)
+    assert (code, fake.started) == (2, {})
+    assert told in err
+
+
+def test_settings_are_handed_on_and_what_is_not_is_named(ssh, fake, monkeypatch):
+    monkeypatch.setenv("GPUCLUSTER_THRESHOLDS", "limits.yaml")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    fake.acts({"localhost": PASSED})
+    code, _, err, _ = ssh("--env", "SITE=a b")
+    assert code == 0
+    assert fake.started["gpu-2"]["env"] == {"GPUCLUSTER_THRESHOLDS": "limits.yaml", "SITE": "a b"}
+    assert re.search(r"\(--env NAME .*\): NCCL_DEBUG", err)
+
+
+def test_many_nodes_get_the_open_files_that_they_take(tmp_path, monkeypatch):
+    (tmp_path / "hosts").write_text("gpu-[001-200]\n")
+    options = main.parse(["ssh", str(tmp_path / "hosts")])
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    try:
+        assert len(access_options.hosts_and_access(options)[0]) == 200
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 1600
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (1024, 1024))
+    with pytest.raises(EnvironmentBroken, match=r"200 nodes .*1664 open files.*1024"):
+        access_options.hosts_and_access(options)
+
+
+def test_without_ssh_nothing_runs(ssh, fake, monkeypatch):
+    monkeypatch.setenv("PATH", str(fake.root))
+    code, _, err, _ = ssh()
+    assert code == 11
+    assert "PATH" in err
+
+
+def test_a_report_directory_that_cannot_be_written_is_told(ssh, fake, tmp_path):
+    fake.acts({"localhost": PASSED})
+    (tmp_path / "my work" / "file").write_text("")
+    code, _, err, _ = ssh("--report-dir=file/out")
+    assert (code, fake.started) == (2, {})
+    assert "file" in err
+
+
+@pytest.mark.parametrize("text", ["", "x", "0 s", "31 days", "5 GB"])
+def test_a_time_that_is_none_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError):
+        access_options.seconds(text)

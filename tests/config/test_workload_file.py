@@ -1,0 +1,319 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from complaints import in_order, require_complaints
+from each import of_each
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_gpucluster.config.workload import KEYS, PROFILES
+from pytest_gpucluster.config.workload_loader import Loaded, Override, find, load
+from pytest_gpucluster.errors import OptionError, ThresholdsError
+
+SECTIONS = ", ".join(dict.fromkeys(key.partition(".")[0] for key in KEYS))
+SHIPPED = Path(__file__).parents[2] / "acceptance" / "workloads.yaml"
+COLLECTIVES = """\
+      collectives:
+        {sizes: [64 kB], latency_sizes: [16 B], warmup: 0 s, window: 200 ms, longest: 1 s, tolerance: 300 %}
+"""
+SEARCH = (
+    "{shapes: [64x64x64, 64x128x32], layouts: [nn, nt], look: 10 ms, warmup: 0 s, window: 100 ms, longest: 1 s, "
+    "tolerance: 60 %}"
+)
+FIRST = f"""\
+schema_version: 1
+profiles:
+  cpu:
+    matmul: {{sizes: [128, 256], warmup: 0 s, window: 200 ms, longest: 1 s, tolerance: 50 %, search: {SEARCH}}}
+    hbm: {{sizes: 8 MiB, warmup: 0 s, window: 200 ms, longest: 1 s, tolerance: 50 %}}
+    nccl:
+      all_reduce:
+        {{sizes: [64 kB], latency_sizes: [8 B], warmup: 0 s, window: 200 ms, longest: 1 s, tolerance: 50 %}}
+{COLLECTIVES}    health: {{load: 50 ms, mig: off, product_size: 64}}
+"""
+
+
+def flow(value: Any) -> str:
+    """Write a value as YAML on one line."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {flow(below)}' for key, below in value.items())}}}"
+    return f"[{', '.join(map(flow, value))}]" if isinstance(value, list) else str(value)
+
+
+# The sections that stand above are what is tried here; the others are as they are shipped, a line each.
+SHIPPED_CPU = yaml.load(SHIPPED.read_text(encoding="utf-8"), yaml.BaseLoader)["profiles"]["cpu"]
+OTHERS = {name: body for name, body in SHIPPED_CPU.items() if f"\n    {name}:" not in FIRST}
+COMPLETE = FIRST + "".join(f"    {name}: {flow(body)}\n" for name, body in OTHERS.items())
+NEXT = COMPLETE.count("\n") + 1
+"""The line of what is appended."""
+
+
+def read(tmp_path: Path, text: str, profile: str = "cpu", *overrides: str) -> Loaded:
+    (tmp_path / "my.yaml").write_text(text, encoding="utf-8")
+    given = [Override.parse(override, origin=f"command line: {override}") for override in overrides]
+    return load(tmp_path / "my.yaml", profile=profile, overrides=given, name="my.yaml")
+
+
+def errors_of(tmp_path: Path, text: str, *overrides: str, profile: str = "cpu") -> list[str]:
+    with pytest.raises(ThresholdsError) as caught:
+        read(tmp_path, text, profile, *overrides)
+    return str(caught.value).splitlines()
+
+
+# ---- the shipped file ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_each_shipped_profile_is_complete_and_every_value_has_its_line(profile: str) -> None:
+    loaded = load(SHIPPED, profile=profile, name="acceptance/workloads.yaml")
+    assert loaded.workload.profile == profile
+    lines = SHIPPED.read_text(encoding="utf-8").splitlines()
+    for key in KEYS:
+        file, line, column = loaded.record.origins[key].split(":")
+        assert file == "acceptance/workloads.yaml"
+        there = lines[int(line) - 1][int(column) - 1 :]
+        first = loaded.record.values[key].split(",")[0]
+        assert there.lstrip("[\"'").startswith(first), (key, there)
+    assert loaded.record.overridden == []
+
+
+def test_the_shipped_profiles_measure_what_the_limits_are_about() -> None:
+    quick, full, soak, cpu = (load(SHIPPED, profile=profile).workload for profile in PROFILES)
+    for profile in (quick, full, soak):
+        assert profile.matmul.sizes == (4096, 8192, 16384)
+        assert profile.matmul.sampling.tolerance_ratio == 0.01
+    assert set(quick.all_reduce.sizes) == {"1 MB", "10 MB", "100 MB", "1 GB"}
+    assert set(full.all_reduce.sizes) == {*quick.all_reduce.sizes, "512 MiB", "1 GiB", "2 GiB", "4 GiB", "8 GiB"}
+    assert (max(quick.hbm.sizes_bytes), max(full.hbm.sizes_bytes)) == (8 * 2**30, 32 * 10**9)
+    # A shape that was found elsewhere to be the fastest, and a square, in both layouts that models multiply in.
+    for profile in (quick, full, soak):
+        assert {(8192, 8192, 8192), (2048, 2048, 13312)} <= set(profile.matmul_search.shapes)
+        assert {"nn", "nt"} <= set(profile.matmul_search.layouts)
+    assert min(part.sampling.window_seconds for part in (soak.matmul, soak.hbm, soak.all_reduce)) >= 60
+    assert max(part.sampling.longest_seconds for part in (cpu.matmul, cpu.hbm, cpu.all_reduce)) <= 3
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+
+
+def test_values_are_kept_as_written_with_their_place(tmp_path: Path) -> None:
+    record = read(tmp_path, COMPLETE).record
+    assert (record.profile, record.file) == ("cpu", "my.yaml")
+    assert record.values["matmul.sizes"] == "128, 256"
+    assert record.values["hbm.sizes"] == "8 MiB"
+    assert record.origins["matmul.sizes"] == "my.yaml:4:21"
+    assert record.origins["nccl.all_reduce.latency_sizes"] == "my.yaml:8:41"
+    assert read(tmp_path, COMPLETE).workload.hbm.sizes_bytes == (8 * 2**20,), "one value may stand for a list of one"
+
+
+def test_a_profile_says_what_differs_and_inherits_the_rest(tmp_path: Path) -> None:
+    text = (
+        COMPLETE + "  full: {inherits: quick, health: {mig: on}}\n  quick:\n    inherits: cpu\n    hbm: {sizes: 1 GB}\n"
+    )
+    full = read(tmp_path, text, "full")
+    assert full.workload.hbm.sizes_bytes == (10**9,)
+    assert full.workload.hbm.sampling == full.workload.matmul.sampling
+    assert (full.workload.health.mig, full.workload.health.product_size) == ("on", 64)
+    assert full.record.origins["health.mig"] == f"my.yaml:{NEXT}:41"
+    assert full.record.origins["hbm.sizes"] == f"my.yaml:{NEXT + 3}:18"
+    assert full.record.origins["matmul.sizes"] == "my.yaml:4:21"
+    assert read(tmp_path, text, "cpu").workload.health.mig == "off"
+
+
+def replaced(old: str, new: str) -> str:
+    assert old in COMPLETE
+    return COMPLETE.replace(old, new, 1)
+
+
+BROKEN = [
+    ("", "1:1: empty schema_version profiles"),
+    ("- 1\n", "1:1: mapping keys"),
+    (replaced("schema_version: 1\n", ""), "1:1: schema_version missing schema_version 1"),
+    (replaced("schema_version: 1", "schema_version: 2"), "1:17: schema_version '2' 1"),
+    ("schema_version: 1\n", "1:1: profiles missing quick full soak cpu sizes"),
+    ("schema_version: 1\nprofiles:\n", "2:10: profiles empty"),
+    ("schema_version: 1\nprofile: {}\n", "2:1: 'profile' 'profiles'"),
+    (replaced("  cpu:", "  cpus:"), "3:3: 'cpus' 'cpu'"),
+    (COMPLETE + "  cpu: {}\n", f"{NEXT}:3: duplicate 'cpu' 3"),
+    (COMPLETE + "  full:\n", f"{NEXT}:8: 'full' empty"),
+    (replaced("    matmul:", "    matmlu:"), "4:5: 'matmlu' 'matmul'"),
+    (replaced("{sizes: 8 MiB,", "{size: 8 MiB,"), "5:11: 'size' 'sizes'"),
+    (replaced("{sizes: 8 MiB,", "{sizes: 8 MiB, sizes: 8 MiB,"), "5:25: duplicate 'sizes' 5"),
+    (
+        replaced("      all_reduce:\n        {sizes:", "      {sizes:").replace(COLLECTIVES, ""),
+        "7:8: 'sizes'",
+        "7:24: 'latency_sizes'",
+        "7:46: 'warmup'",
+        "7:59: 'window'",
+        "7:75: 'longest'",
+        "7:89: 'tolerance'",
+    ),
+    (replaced("    health: {load: 50 ms, mig: off, product_size: 64}", "    health: off"), "11:13: health mapping"),
+    (replaced("{load: 50 ms, ", "{"), "3:3: 'cpu' lacks health.load inherits"),
+    (
+        COMPLETE + "  full: {health: {load: 1 s, mig: off, product_size: 64}, hbm: {sizes: 1 GB}}\n",
+        f"{NEXT}:3: 'full' lacks {', '.join(key for key in KEYS if key != 'hbm.sizes' and key[:7] != 'health.')};",
+    ),
+    (replaced("[128, 256]", "[]"), "4:21: list empty"),
+    (replaced("load: 50 ms", "load:"), "11:19: health.load empty"),
+    (replaced("[128, 256]", "[128, ~]"), "4:27: matmul.sizes empty"),
+    (replaced("load: 50 ms", "load: [50 ms]"), "11:20: health.load list"),
+    (replaced("[128, 256]", "[128, {n: 256}]"), "4:27: matmul.sizes mapping"),
+    (replaced("sizes: 8 MiB", "sizes: 8388608"), "5:18: hbm.sizes '8388608' '8388608 B'"),
+    (replaced("[128, 256]", "[128 B, 256]"), "4:22: matmul.sizes '128 B' 16 65536"),
+    (replaced("load: 50 ms", "load: 50 MB"), "11:20: health.load MB s"),
+    (replaced("load: 50 ms", "load: 50 msec"), "11:20: health.load 'msec' 'ms'"),
+    (replaced("tolerance: 50 %", "tolerance: .nan %"), "4:87: matmul.tolerance '.nan %'"),
+    (replaced("warmup: 0 s", "warmup: -1 s"), "4:41: matmul.warmup '-1 s' 0 s 24 h"),
+    (replaced("[128, 256]", "[128, 250]"), "4:27: matmul.sizes 250 16 65536"),
+    (replaced("[64 kB]", "[64 kB, 128 kB, 64000 B]"), "8:33: nccl.all_reduce.sizes 64000 B 64 kB"),
+    (replaced("64x64x64", "64x64"), "4:111: matmul.search.shapes '64x64' 16 65536"),
+    (replaced("64x64x64", "64x6e1x64"), "4:111: matmul.search.shapes '64x6e1x64' '6e1' 16 65536"),
+    (replaced("64x64x64", "64x64x60"), "4:111: matmul.search.shapes '64x64x60' 60 16 65536"),
+    (replaced("64x128x32", "64x64x64"), "4:121: matmul.search.shapes 64x64x64 twice"),
+    (replaced("[64x64x64, 64x128x32]", "[]"), "4:110: list empty"),
+    (replaced("[nn, nt]", "[nn, row]"), "4:147: matmul.search.layouts 'row' nn nt tn tt"),
+    (replaced("look: 10 ms", "look: 10"), "4:158: matmul.search.look '10' '10 s'"),
+    (replaced("mig: off", "mig: no"), "11:32: health.mig 'no' off on"),
+    (replaced("window: 200 ms", "window: 2 s"), "4:68: matmul.window 2 s matmul.longest 1 s 4"),
+    (
+        COMPLETE + "  full:\n    inherits: cpu\n    hbm: {window: 1 min}\n",
+        f"{NEXT + 2}:19: hbm.window 1 min hbm.longest 1 s 5",
+    ),
+    (
+        COMPLETE.replace("window: 200 ms", "window: 2 s", 1) + "  full: {inherits: cpu}\n  soak: {inherits: full}\n",
+        "4:68: matmul.window 2 s matmul.longest 1 s 4",
+    ),
+    (COMPLETE + "  full: {inherits: quick}\n", f"{NEXT}:20: 'full' inherits 'quick' cpu"),
+    (COMPLETE + "  full: {inherits: full}\n", f"{NEXT}:20: 'full' inherits cpu"),
+    (
+        COMPLETE + "  full: {inherits: quick}\n  quick: {inherits: soak}\n  soak: {inherits: full}\n",
+        f"{NEXT + 2}:20: soak inherits full inherits quick inherits soak",
+    ),
+    (COMPLETE + "  full: {inherits: cup}\n", f"{NEXT}:20: 'full' inherits 'cup' cpu 'cpu'"),
+    (COMPLETE + "  full: {inherits: [cpu]}\n", f"{NEXT}:20: inherits list"),
+    (
+        COMPLETE.replace("[128, 256]", "[100]").replace("50 ms", "soon").replace("8 B", "7 B").replace("50 %", "0 %"),
+        "4:22: matmul.sizes 100 16 65536",
+        "4:82: matmul.tolerance '0 %' 0.01 % 300 %",
+        "5:79: hbm.tolerance '0 %' 0.01 % 300 %",
+        "8:42: nccl.all_reduce.latency_sizes '7 B' 7 B 4 B",
+        "8:102: nccl.all_reduce.tolerance '0 %' 0.01 % 300 %",
+        "11:20: health.load 'soon'",
+    ),
+]
+
+
+@of_each("case", BROKEN)
+def test_what_is_wrong_is_told_with_its_place_in_the_order_of_the_file(tmp_path: Path, case: tuple[str, ...]) -> None:
+    text, *wanted = case
+    require_complaints(errors_of(tmp_path, text), wanted)
+
+
+def test_a_file_that_cannot_be_read_and_a_profile_that_it_lacks_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ThresholdsError, match=r"none\.yaml:1:1: .*No such file"):
+        load(tmp_path / "none.yaml", profile="cpu")
+    [error] = errors_of(tmp_path, COMPLETE, profile="full")
+    assert in_order(error, "my.yaml: 'full' the file has cpu; --gpucluster-profile")
+    without = COMPLETE.replace("  cpu:", "  full:")
+    [error] = errors_of(tmp_path, without, profile="cpu")
+    assert in_order(error, "my.yaml: 'cpu' the file has full; rehearsal")
+    assert "--gpucluster-profile" not in error
+
+
+MADE_KEYS = "cpu full inherits matmul hbm sizes window nccl all_reduce health mig training layers"
+VALUES = st.sampled_from(["1 s", "0 s", "1", "", "~", "[1, 2]", "[]", "8 GiB", "{a: b}", "nan %", "50 %", "off", "64"])
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["  ", "    ", "      "]),
+            st.sampled_from(MADE_KEYS.split()),
+            VALUES,
+        ),
+        max_size=8,
+    )
+)
+def test_any_file_is_read_or_refused_with_places(tmp_path_factory: pytest.TempPathFactory, made: list[Any]) -> None:
+    text = "schema_version: 1\nprofiles:\n" + "".join(f"{indent}{key}: {value}\n" for indent, key, value in made)
+    path = tmp_path_factory.getbasetemp() / "made.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ThresholdsError, match=r"made\.yaml:\d+:\d+: "):
+        load(path, profile="cpu")
+
+
+# ---- overrides -----------------------------------------------------------------------------------------------------
+
+
+def test_an_override_is_laid_over_the_profile_in_force(tmp_path: Path) -> None:
+    loaded = read(
+        tmp_path, COMPLETE, "cpu", "matmul.sizes=16,32", "nccl.all_reduce.sizes= 1 GB ,2 GiB", "health.load=1s"
+    )
+    assert loaded.workload.matmul.sizes == (16, 32)
+    assert loaded.workload.all_reduce.sizes == ("1 GB", "2 GiB")
+    assert loaded.workload.health.load_seconds == 1.0
+    assert loaded.record.values["matmul.sizes"] == "16, 32"
+    assert loaded.record.origins["matmul.sizes"] == "command line: matmul.sizes=16,32"
+    assert loaded.record.overridden == ["matmul.sizes=16, 32", "nccl.all_reduce.sizes=1 GB, 2 GiB", "health.load=1s"]
+
+
+@of_each(
+    "case",
+    [
+        ("matmul.sizes", "'matmul.sizes' KEY=VALUE"),
+        ("hbm.size=16", "'hbm.size' hbm hbm.sizes, hbm.warmup, 'hbm.sizes'?"),
+        ("links=16", "'links' links.size, links.round, 'links.size'?"),
+        ("links.nowhere.size=1", "'links.nowhere.size' links.size, 'links.size'?"),
+        ("=16", f"'' {SECTIONS}"),
+        ("matmul.sizes=", "matmul.sizes: '' 16 16 65536"),
+        ("matmul.sizes=16,17,x", "matmul.sizes: 17 16 65536; matmul.sizes: 'x' 16 65536"),
+        ("matmul.sizes=16,16", "matmul.sizes: 16 twice"),
+        ("matmul.window=5", "matmul.window: '5' '5 s'"),
+        ("health.mig=maybe", "health.mig: 'maybe' off on"),
+    ],
+)
+def test_an_override_is_read_as_strictly_as_the_file(case: tuple[Any, ...]) -> None:
+    text, words = case
+    with pytest.raises(OptionError) as caught:
+        Override.parse(text)
+    assert in_order(str(caught.value), words)
+
+
+def test_an_override_that_contradicts_the_file_names_both(tmp_path: Path) -> None:
+    for text, words in {
+        "matmul.window=2s": "matmul.window 2s matmul.longest 1 s (my.yaml:4:71)",
+        "hbm.longest=0.1 s": "hbm.window 200 ms hbm.longest 0.1 s (my.yaml:5:46)",
+    }.items():
+        [error] = errors_of(tmp_path, COMPLETE, text)
+        assert error.startswith(f"command line: {text}: ")
+        assert in_order(error, words)
+    assert read(tmp_path, COMPLETE, "cpu", "matmul.window=2s", "matmul.longest=3s").workload.matmul.sampling
+
+
+# ---- finding -------------------------------------------------------------------------------------------------------
+
+
+def test_the_file_is_the_nearest_one_above_the_tests(tmp_path: Path) -> None:
+    root, deep = tmp_path / "root", tmp_path / "root" / "a" / "b"
+    deep.mkdir(parents=True)
+    assert find(deep, root) is None
+    (tmp_path / "workloads.yaml").write_text("")
+    assert find(deep, root) is None
+    (root / "workloads.yaml").write_text("")
+    assert find(deep, root) == root / "workloads.yaml"
+    (root / "a" / "workloads.yaml").write_text("")
+    assert find(deep, root) == root / "a" / "workloads.yaml"
+    (deep / "workloads.yaml").mkdir()
+    assert find(deep, root) == root / "a" / "workloads.yaml"
+    # Tests outside of the root have their file beside them.
+    outside = tmp_path / "outside" / "deep"
+    outside.mkdir(parents=True)
+    (tmp_path / "outside" / "workloads.yaml").write_text("")
+    assert find(outside, root) is None
+    (outside / "workloads.yaml").write_text("")
+    assert find(outside, root) == outside / "workloads.yaml"

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_gpucluster.config import workload_sections
+from pytest_gpucluster.config.workload import SECTIONS, WorkloadRecord, build
+from pytest_gpucluster.config.workload_loader import load
+
+# All as it is shipped, but for some of each kind.
+SHIPPED = load(Path(__file__).parents[2] / "acceptance" / "workloads.yaml", profile="cpu").workload
+VALUES: dict[str, Any] = {
+    path: functools.reduce(getattr, (section.attribute, *place), SHIPPED)
+    for section in SECTIONS
+    for path, place in section.keys.items()
+} | {"matmul.sizes": (128, 384), "matmul.window": 0.7, "health.mig": "on", "training.layers": 3}
+
+
+RECORD = WorkloadRecord(
+    profile="quick",
+    file="acceptance/workloads.yaml",
+    values={"matmul.sizes": "4096, 8192", "matmul.window": "5 s"},
+    origins={
+        "matmul.sizes": "acceptance/workloads.yaml:12:7",
+        "matmul.window": "command line: --gpucluster-workload matmul.window=5s",
+    },
+)
+
+
+def test_the_values_of_the_keys_become_a_workload() -> None:
+    workload = build("cpu", VALUES)
+    assert workload == dataclasses.replace(
+        SHIPPED,
+        matmul=workload_sections.Matmul(
+            sizes=(128, 384), sampling=dataclasses.replace(SHIPPED.matmul.sampling, window_seconds=0.7)
+        ),
+        health=dataclasses.replace(SHIPPED.health, mig="on"),
+        training=dataclasses.replace(SHIPPED.training, layers=3),
+    )
+    with pytest.raises(ValueError, match="window_seconds"):
+        build("cpu", VALUES | {"hbm.window": 99.0})
+
+
+def test_what_was_run_goes_on_record_and_comes_back() -> None:
+    assert WorkloadRecord.from_line(RECORD.line()) == RECORD
+    assert RECORD.overridden == ["matmul.window=5 s"], "what the file does not say"
+    assert str(RECORD) == "quick (acceptance/workloads.yaml), overridden: matmul.window=5 s"
+
+
+@pytest.mark.parametrize(
+    ("profile", "overridden", "remarks"),
+    [
+        ("full", False, []),
+        ("cpu", False, []),
+        ("quick", False, ["profile quick"]),
+        ("soak", True, ["profile soak", "workload overridden: matmul.window=5 s"]),
+        ("full", True, ["workload overridden: matmul.window=5 s"]),
+    ],
+)
+def test_a_verdict_must_say_what_is_unusual(profile: str, overridden: bool, remarks: list[str]) -> None:
+    values = RECORD.values if overridden else {"matmul.sizes": "4096, 8192"}
+    assert dataclasses.replace(RECORD, profile=profile, values=values).remarks == remarks

@@ -1,0 +1,117 @@
+"""docs/reference.md says what the code says."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+from each import of_each
+
+from pytest_gpucluster import fixtures, plugin
+from pytest_gpucluster.cli import main
+from pytest_gpucluster.journal import verdict
+from pytest_gpucluster.metrics import measurement
+from pytest_gpucluster.session import hookspecs, options
+from pytest_gpucluster.session import options as option_values
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def load_generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpucluster_reference", DOCS / "reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+GENERATOR = load_generator()
+
+
+@functools.cache
+def page() -> str:
+    """The page as the code has it, made once: it reads every module."""
+    return str(GENERATOR.page())
+
+
+def section(title: str) -> list[str]:
+    """The rows of the first table under a heading, without its header."""
+    body = page().partition(f"## {title}\n")[2].partition("\n## ")[0]
+    return [line for line in body.splitlines() if line.startswith("|")][2:]
+
+
+def names(title: str) -> list[str]:
+    """What stands in backticks at the beginning of each row."""
+    return [match[1] for row in section(title) if (match := re.match(r"\| `([^` (]+)", row))]
+
+
+def test_the_page_is_what_the_code_says() -> None:
+    assert (DOCS / "reference.md").read_text(encoding="utf-8") == page(), (
+        "docs/reference.md is stale; make it again: .venv/bin/python docs/reference.py"
+    )
+
+
+TABLES = {
+    "Options": [option.flag for option in options.OPTIONS],
+    "Timeouts": list(option_values.Timeouts.__dataclass_fields__),
+    "Markers": [re.split(r"[(:]", marker)[0] for marker in plugin._MARKERS],
+    "Fixtures": [
+        name
+        for name, value in vars(fixtures).items()
+        if hasattr(value, "_pytestfixturefunction") or "FixtureFunctionDefinition" in type(value).__name__
+    ],
+    "Metrics": list(measurement.METRICS),
+}
+
+
+@of_each("title", list(TABLES))
+def test_every_one_is_on_the_page_with_its_meaning(title: str) -> None:
+    assert names(title) == TABLES[title]
+    assert all(row.strip("|").split("|")[-1].strip() for row in section(title))
+
+
+def test_every_exit_code_is_on_the_page() -> None:
+    assert [int(row.split("|")[1]) for row in section("Exit codes")] == list(verdict.EXIT_CODES)
+
+
+def test_every_variable_of_this_project_is_on_the_page() -> None:
+    source = "".join(path.read_text(encoding="utf-8") for path in GENERATOR.PACKAGE.rglob("*.py"))
+    named = set(re.findall(r"\bGPUCLUSTER_[A-Z_]*[A-Z]\b", source)) - {option.variable for option in options.OPTIONS}
+    assert sorted(named) == sorted(GENERATOR.VARIABLES)
+    assert names("Environment variables") == list(GENERATOR.VARIABLES)
+
+
+def test_every_hook_is_on_the_page_with_its_example() -> None:
+    hooks = [
+        name for name, value in vars(hookspecs).items() if name.startswith("pytest_gpucluster_") and callable(value)
+    ]
+    body = page().partition("## Hooks\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^### `(\w+)\(", body, re.MULTILINE) == hooks
+    assert body.count("```python\n") == len(hooks)
+
+
+@of_each("word", list(main.COMMANDS))
+def test_every_command_is_on_the_page_with_its_options_and_exit_codes(word: str) -> None:
+    body = page().partition(f"\n### gpucluster {word}\n")[2].partition("\n### ")[0]
+    parser = argparse.ArgumentParser(prog=f"gpucluster {word}")
+    main._module(word).configure(parser)
+    assert "```console\n" in body
+    assert re.search(r"^Exit codes.*:$", body, re.MULTILINE)
+    missing = [flag for flag in flags(parser) if not re.search(rf"`{re.escape(flag)}[ `]", body)]
+    assert missing == []
+
+
+def flags(parser: argparse.ArgumentParser) -> list[str]:
+    """Every option of a command and of those below it, but for help."""
+    found = []
+    for action in parser._actions:
+        found += [flag for flag in action.option_strings if flag not in ("-h", "--help")]
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                found += flags(inner)
+    return found

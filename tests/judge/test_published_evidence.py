@@ -1,0 +1,258 @@
+"""Published measurements: how they are read, how they are put into the suite's own labels, and what the shipped limits
+make of all of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from complaints import in_order
+from each import of_each
+from verdicts import SHIPPED, bf16, busbw, hold
+from written_runs import MATMUL, case, read
+
+from pytest_gpucluster.cli import main
+from pytest_gpucluster.errors import ThresholdsError
+from pytest_gpucluster.judge import evidence, limits, loader
+from pytest_gpucluster.judge.evidence import Row
+from pytest_gpucluster.judge.judge import judge_value
+from pytest_gpucluster.reports.html import page
+from pytest_gpucluster.reports.tables import measurement_text
+
+HEADER = "\t".join(evidence.COLUMNS)
+GOOD = "H100 SXM\tmatmul.bf16.tflops\t700 TFLOPS\t8\t1\tn=8192; eager\thealthy\ttorch\towner/repository"
+
+
+def table(tmp_path: Path, *lines: str) -> Path:
+    path = tmp_path / "table.tsv"
+    path.write_text("\n".join(("# a remark", HEADER, *lines)) + "\n", encoding="utf-8")
+    return path
+
+
+def test_a_row_is_read_in_the_metric_s_unit_with_its_labels(tmp_path: Path) -> None:
+    (row,) = evidence.read(table(tmp_path, GOOD.replace("700 TFLOPS", "0.7 PFLOPS")))
+    assert (row.sku, row.world_size, row.nodes, row.kind, row.line) == ("H100 SXM", 8, 1, "healthy", 3)
+    assert row.value == pytest.approx(700)
+    assert dict(row.labels) == {"n": "8192", "eager": ""}
+
+
+def test_every_wrong_line_is_named(tmp_path: Path) -> None:
+    wrong = {
+        "columns": GOOD.rpartition("\t")[0],
+        "unknown metric": GOOD.replace("matmul.bf16", "matmul.bf61"),
+        "TFLOPS": GOOD.replace("700 TFLOPS", "700 GB/s"),
+        "above zero": GOOD.replace("700 TFLOPS", "0 TFLOPS"),
+        "world_size": GOOD.replace("\t8\t", "\t0\t"),
+        "nodes": GOOD.replace("\t1\t", "\tone\t"),
+        "class": GOOD.replace("healthy", "good"),
+        "twice": GOOD.replace("eager", "n=4096"),
+        "source is empty": GOOD.replace("owner/repository", ""),
+    }
+    with pytest.raises(ThresholdsError) as error:
+        evidence.read(table(tmp_path, GOOD, *wrong.values()))
+    lines = str(error.value).splitlines()
+    assert len(lines) == len(wrong)
+    for number, (line, words) in enumerate(zip(lines, wrong, strict=True), start=4):
+        assert in_order(line, f"table.tsv:{number}: {words}")
+
+
+def test_a_table_without_its_columns_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "table.tsv"
+    for text, words in (("# nothing\n", "missing"), (f"{HEADER}\tmore\n", "columns")):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(ThresholdsError, match=words):
+            evidence.read(path)
+
+
+@pytest.mark.parametrize(
+    ("metric", "labels", "found"),
+    [
+        ("matmul.bf16.tflops", {"best": "1"}, {"best_of": "4096, 8192, 16384"}),
+        ("matmul.bf16.tflops", {"n": "8192"}, {"n": "8192"}),
+        ("nccl.all_reduce.busbw", {}, {"size": "1 GB"}),
+        ("nccl.all_reduce.busbw", {"size": "large", "transport": "EFA"}, {"transport": "NET/AWS Libfabric"}),
+        ("nccl.all_reduce.busbw", {"size": "8 GiB", "nics": "4 x HDR"}, {"size": "8 GiB", "nics": "4"}),
+        ("nccl.all_reduce.busbw", {"transport": "NET/IB (RoCE 8 x 400G)"}, {"transport": "NET/IB"}),
+        ("nccl.all_reduce.busbw", {"nics": "2 x HDR"}, {"transport": "NET/IB", "nics": "2"}),
+        ("nccl.all_reduce.busbw", {"within": "NVLink rack"}, {"transport": "P2P"}),
+        ("host_link.h2d.bandwidth", {}, {"mode": "alone"}),
+        ("training.mfu", {"model": "MPT-7b"}, {"model": "large"}),
+    ],
+)
+def test_conditions_are_put_into_the_labels_of_a_measurement(
+    metric: str, labels: dict[str, str], found: dict[str, str]
+) -> None:
+    assert found.items() <= evidence.as_measured(metric, labels).items()
+
+
+# All rows, through the judge -------------------------------------------------------------------------------------
+
+
+def status(row: Row) -> str:
+    judged = judge_value(
+        row.metric,
+        row.value,
+        unit=SHIPPED_UNIT[row.metric],
+        sku=row.sku,
+        world_size=row.world_size,
+        nnodes=row.nodes,
+        labels=evidence.as_measured(row.metric, row.labels),
+        limits=SHIPPED,
+    )
+    return judged.status if judged.limit is not None else "not judged"
+
+
+SHIPPED_UNIT = {limit.metric: limit.unit for limit in SHIPPED.limits}
+COMPARABLE = [row for row in evidence.published() if row.comparable]
+HEALTHY = [row for row in COMPARABLE if row.kind == "healthy"]
+FAULTY = [row for row in COMPARABLE if row.kind == "faulty"]
+
+
+@of_each("row", HEALTHY, lambda row: f"line {row.line}")
+def test_no_comparable_healthy_value_fails(row: Row) -> None:
+    assert status(row) in ("passed", "not judged"), row
+
+
+def test_every_faulty_value_fails_that_is_judged() -> None:
+    assert [row for row in FAULTY if status(row) not in ("failed", "not judged")] == []
+    assert sum(status(row) == "failed" for row in FAULTY) >= 36
+
+
+def test_most_of_the_healthy_values_are_judged() -> None:
+    assert sum(status(row) == "passed" for row in HEALTHY) >= 270
+
+
+# The lint over the shipped limits --------------------------------------------------------------------------------
+
+
+def test_no_shipped_floor_is_too_near_to_a_healthy_value() -> None:
+    assert evidence.too_high(SHIPPED) == []
+
+
+def limits_with(tmp_path: Path, entry: str) -> limits.Thresholds:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"schema_version: 1\nskus: {{H100 SXM: {{limits: {{matmul.fp32.tflops: {entry}}}}}}}\n")
+    return loader.load(loader.shipped_path(), path)
+
+
+@pytest.mark.parametrize(
+    ("entry", "wrong"),
+    [
+        ("{min: 48 TFLOPS, source: we}", 0),
+        ("{min: 48.2 TFLOPS, source: we}", 1),  # 49.61 less 3 % is 48.12
+        ("{min: 49 TFLOPS, source: 'acceptance of 2 nodes x 8 H100 SXM 80GB: > 49'}", 0),
+        ("{min: 49.7 TFLOPS, source: 'acceptance of 2 nodes x 8 H100 SXM 80GB: > 49'}", 1),
+        ("{min: 60 TFLOPS, source: we}", 4),  # the best of shapes is below it as well
+    ],
+)
+def test_a_floor_that_leaves_a_healthy_gpu_no_room_is_named(tmp_path: Path, entry: str, wrong: int) -> None:
+    found = evidence.too_high(limits_with(tmp_path, entry))
+    assert len(found) == wrong
+    assert all("mine.yaml:2:" in line and "evidence.tsv:" in line for line in found)
+
+
+def test_the_losses_of_a_floor_are_those_of_its_evidence(tmp_path: Path) -> None:
+    limits = limits_with(tmp_path, "{min: 40 TFLOPS, min_ratio_to_median: 90 %, source: we}")
+    limit = limits.limit("matmul.fp32.tflops", sku="H100 SXM", world_size=1, nnodes=1, labels={})
+    assert limit is not None
+    support = evidence.supports(limits)["H100 SXM", "matmul.fp32.tflops", limit.origin]
+    assert (len(support.healthy), support.healthy[0], support.typical) == (3, 49.61, 50.49)
+    assert support.uniform_loss(limit) == pytest.approx(1 - 40 / 50.49)
+    assert evidence.single_loss(limit) == pytest.approx(0.1)
+    assert "79 % of typical for H100 SXM, 3 published" in evidence.told(40.0, limit, support)
+
+
+# Shown -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_value_shows_its_share_of_the_typical_one_where_it_is_told_of() -> None:
+    missed = hold({rank: [bf16(500.0)] for rank in range(8)}, limits=SHIPPED)
+    share = "69 % of typical for H100 SXM, 7 published"
+    assert missed.measurements[0].evidence == share
+    assert share in missed.text
+    [line] = [json.loads(json.dumps(one.to_json())) for one in missed.measurements]
+    run = read(case(MATMUL, "failed", line))
+    assert share in measurement_text(run.results[0].measurements[0])
+    assert share in str(page.render(run))
+    assert hold({0: [busbw(1.0)]}, size=1).measurements[0].evidence == "", "recorded only"
+
+
+# gpucluster thresholds judge -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shipped_once() -> Iterator[None]:
+    """Read the shipped file once for all commands of this module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "load", cache(loader.load))
+        yield
+
+
+FP32 = "matmul.fp32.tflops"
+BUSBW = "nccl.all_reduce.busbw"
+TWO_NODES = ("--world-size", "16", "--nodes", "2")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("H100 SXM", f"{FP32}=51.5 TFLOPS"), 0, "PASSED at least 47.5 TFLOPS margin typical published"),
+        (("H100 SXM", f"{FP32}=40 TFLOPS"), 1, "MISSED at least 47.5 TFLOPS"),
+        (("MI300X", "matmul.bf16.tflops=600 TFLOPS"), 10, "NOT JUDGED"),
+        (("H100 SXM", "lora.mfu=40 %", f"{FP32}=40 TFLOPS"), 1, "NOT JUDGED MISSED"),
+        (("H100 SXM", "lora.mfu=40 %", f"{FP32}=51 TFLOPS"), 10, "NOT JUDGED PASSED"),
+        (("H100 SXM", "matmul.bf16.tflops=690 TFLOPS"), 0, "PASSED"),
+        (("H100 SXM", "--label", "best=1", "matmul.bf16.tflops=690 TFLOPS"), 1, "MISSED at least 700 TFLOPS"),
+        (("H100 SXM", "matmul.bf16.tflops=1100 TFLOPS"), 1, "MISSED too fast to be true"),
+        (("B200", "--world-size", "8", "--label", "size=8 GiB", f"{BUSBW}=682.2 GB/s"), 1, "MISSED"),
+        (("B200", "--world-size", "8", "--label", "size=large", f"{BUSBW}=682.2 GB/s"), 1, "MISSED"),
+        (("H100 SXM", *TWO_NODES, "--label", "transport=TCP", f"{BUSBW}=450 GB/s"), 1, "MISSED over NET/IB"),
+        (("H100 SXM", *TWO_NODES, "--label", "size=100 MB", f"{BUSBW}=300 GB/s"), 10, "NOT JUDGED"),
+        (("GB300", "--world-size", "8", "--nodes", "2", f"{BUSBW}=895 GB/s"), 0, "PASSED"),
+    ],
+)
+def test_values_of_others_are_judged(
+    words: tuple[str, ...], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["thresholds", "judge", "--sku", *words]) == code
+    assert in_order(" ".join(capsys.readouterr().out.split()), said)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--sku", "H101", f"{FP32}=51.5 TFLOPS"), "no such SKU"),
+        (("--sku", "H100 SXM", f"{FP32}=51.5"), "has no unit"),
+        (("--sku", "H100 SXM", f"{FP32}=0 TFLOPS"), "above zero"),
+        (("--sku", "H100 SXM", f"{FP32}=51.5 GB/s"), "GB/s"),
+        (("--sku", "H100 SXM", "matmul.fp3.tflops=51.5 TFLOPS"), "unknown metric"),
+        (("--sku", "H100 SXM", "--nodes", "2", f"{FP32}=51.5 TFLOPS"), "cannot sit"),
+        (("--sku", "H100 SXM", "--label", "=3", f"{FP32}=51.5 TFLOPS"), "KEY=VALUE"),
+        (("--sku", "H100 SXM", "--world-size", "0", f"{FP32}=51.5 TFLOPS"), "--world-size"),
+        (("--sku", "H100 SXM", "--no-such", f"{FP32}=51.5 TFLOPS"), "--no-such"),
+        (("--sku", "H100 SXM", FP32), "METRIC=VALUE"),
+        ((f"{FP32}=51.5 TFLOPS",), "--sku"),
+    ],
+)
+def test_wrong_usage_of_judge_is_exit_code_4(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main.main(["thresholds", "judge", *words])
+    except SystemExit as end:
+        code = end.code  # type: ignore[assignment]
+    assert code == 4
+    assert said in capsys.readouterr().err
+
+
+def test_a_label_that_no_limit_looks_at_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    labels = ("--label", "vm=p5", "--label", "size=8 GiB")
+    assert (
+        main.main(["thresholds", "judge", "--sku", "H100 SXM", "--world-size", "8", *labels, f"{BUSBW}=480 GB/s"]) == 0
+    )
+    err = capsys.readouterr().err
+    assert "vm" in err
+    assert "size" not in err

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from complaints import in_order
+from each import of_each
+from fabric_nodes import DOWN, node, roce
+
+from pytest_gpucluster.node.fabric.nccl_environment import Setting
+from pytest_gpucluster.node.fabric.nccl_rules import RULES, Place, judge_environment
+from pytest_gpucluster.node.infiniband import Adapters
+
+IB = node().adapters
+ROCE = node(make=roce).adapters
+TWO_NODES = Place(
+    nnodes=2, local_ranks=8, nvlink=True, nvls=True, adapters=IB, peermem=True, interfaces=("lo", "eth0", "ib0")
+)
+ONE_GPU = Place()
+
+
+def kind(name: str, value: str, place: Place = TWO_NODES, **changes: Any) -> str | None:
+    found = judge_environment(
+        Setting(name=name, value=value, origin="environment"), dataclasses.replace(place, **changes), "gpu-00"
+    )
+    return None if found is None else found.kind
+
+
+def written(text: str) -> dict[str, str]:
+    return dict(setting.split("=", 1) for setting in text.split())
+
+
+# LL128: without Simple.
+HURTS = written("""
+NCCL_ALGO=Ring NCCL_PROTO=LL128 NCCL_NVLS_ENABLE=0 NCCL_MNNVL_ENABLE=0 NCCL_P2P_DISABLE=1 NCCL_P2P_LEVEL=LOC
+NCCL_SHM_DISABLE=1 NCCL_IB_DISABLE=1 NCCL_NET=Socket NCCL_NET_GDR_LEVEL=LOC NCCL_NET_GDR_READ=0 NCCL_IB_HCA==mlx4_0
+NCCL_IB_GID_INDEX=3 NCCL_IB_TIMEOUT=0 NCCL_IB_PCI_RELAXED_ORDERING=0 NCCL_SOCKET_IFNAME=enp9 NCCL_PXN_DISABLE=1
+NCCL_TOPO_FILE=/nonexistent/ndv5-topo.xml NCCL_BUFFSIZE=65536 NCCL_NTHREADS=64 NCCL_MAX_NCHANNELS=1 NCCL_MAX_CTAS=2
+NCCL_CHECK_POINTERS=1 NCCL_DEBUG=TRACE UCX_NET_DEVICES=mlx4_0:1 CUDA_LAUNCH_BLOCKING=1
+TORCH_DISTRIBUTED_DEBUG=DETAIL
+""")
+
+
+@of_each("case", list(HURTS.items()))
+def test_what_hurts_on_two_nodes_with_a_fabric_is_an_error_of_the_environment(case: tuple[Any, ...]) -> None:
+    name, value = case
+    found = judge_environment(Setting(name=name, value=value, origin="/etc/nccl.conf"), TWO_NODES, "gpu-00")
+    assert found is not None
+    assert (found.kind, found.gpu.host, found.code) == ("environment", "gpu-00", name.lower())
+    assert found.found.startswith(f"{name}={value} (/etc/nccl.conf): ")
+    assert RULES[name].does in found.found
+    assert found.remedy
+
+
+NEEDS_OTHERS = """
+NCCL_NVLS_ENABLE NCCL_P2P_DISABLE NCCL_SHM_DISABLE NCCL_IB_DISABLE NCCL_NET_GDR_READ NCCL_ALGO NCCL_PXN_DISABLE
+NCCL_MAX_CTAS NCCL_P2P_LEVEL NCCL_NET_GDR_LEVEL"""
+FINE = written("""
+NCCL_IB_HCA==mlx5_0:1,mlx5_3 NCCL_SOCKET_IFNAME=ib NCCL_NET=IB NCCL_NET_PLUGIN=ofi NCCL_CROSS_NIC=0
+NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4 NCCL_IB_TC=106 NCCL_IB_SL=1 NCCL_COLLNET_ENABLE=1 NCCL_P2P_DISABLE=0
+NCCL_IB_DISABLE=0 NCCL_IB_RETRY_CNT=7 NCCL_IB_GID_INDEX=-1 UCX_NET_DEVICES=mlx5_0:1,mlx5_1:1 UCX_TLS=rc,self
+UCX_LOG_LEVEL=warn CUDA_DEVICE_MAX_CONNECTIONS=8 CUDA_LAUNCH_BLOCKING=0 OMP_NUM_THREADS=8
+TORCH_DISTRIBUTED_DEBUG=INFO NCCL_SOMETHING_NEW=1
+""")
+NOTED = written("""
+NCCL_DEBUG=INFO NCCL_IB_TIMEOUT=22 NCCL_IB_QPS_PER_CONNECTION=4 NCCL_IB_PCI_RELAXED_ORDERING=1
+NCCL_NET_GDR_LEVEL=SYS NCCL_PROTO=^LL128 NCCL_CUMEM_ENABLE=0 NCCL_NET_PLUGIN=none NCCL_DMABUF_ENABLE=0
+NCCL_MIN_NCHANNELS=32 NCCL_ASYNC_ERROR_HANDLING=1 NCCL_BLOCKING_WAIT=1 NCCL_IB_CUDA_SUPPORT=1 NCCL_TREE_THRESHOLD=0
+NCCL_WIN_ENABLE=0 NCCL_NVLS_ENABLE=1 CUDA_DEVICE_MAX_CONNECTIONS=1 UCX_LOG_LEVEL=debug
+""")
+
+
+# Of a cluster with InfiniBand, in its users' start files and its images.
+USUAL = written("""
+NCCL_DEBUG=WARN NCCL_IB_HCA=mlx5 NCCL_SOCKET_IFNAME=^docker,lo NCCL_IB_QPS_PER_CONNECTION=4 NCCL_VERSION=2.27.7
+UCX_TLS=ud,self,sm UCX_NET_DEVICES=mlx5_0:1 OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1
+""")
+
+
+@of_each(
+    "case",
+    [
+        ("NCCL_ALGO", "Ring", {"nnodes": 1, "nvls": False}, "note"),
+        ("NCCL_ALGO", "Ring", {"nnodes": 1}, "environment"),
+        ("NCCL_ALGO", "NVLS,Tree", {}, "note"),
+        ("NCCL_PROTO", "Simple,LL128", {}, "note"),
+        ("NCCL_PROTO", "Simple,LL128", {"nvlink": False}, "environment"),
+        ("NCCL_PROTO", "LL", {}, "environment"),
+        ("NCCL_IB_DISABLE", "1", {"adapters": Adapters(why_not="none")}, "note"),
+        ("NCCL_IB_DISABLE", "1", {"adapters": node(ports=1, changed={0: DOWN}).adapters}, "note"),
+        ("NCCL_IB_DISABLE", "true", {}, None),
+        ("NCCL_DMABUF_ENABLE", "0", {"peermem": False}, "environment"),
+        ("NCCL_IB_GID_INDEX", "3", {"adapters": ROCE}, "note"),
+        ("NCCL_IB_GID_INDEX", "7", {"adapters": ROCE}, "environment"),
+        ("NCCL_IB_GID_INDEX", "0", {}, "note"),
+        ("NCCL_SOCKET_IFNAME", "lo", {}, "environment"),
+        ("NCCL_SOCKET_IFNAME", "lo", {"nnodes": 1}, None),
+        ("NCCL_SOCKET_IFNAME", "^lo", {}, None),
+        ("NCCL_SOCKET_IFNAME", "enp9", {"interfaces": ()}, None),
+        ("NCCL_P2P_LEVEL", "NVL", {}, "note"),
+        ("NCCL_P2P_LEVEL", "NVL", {"nvlink": False}, "environment"),
+        ("NCCL_NET", "Socket", {"adapters": Adapters(why_not="none")}, None),
+        ("UCX_NET_DEVICES", "eth0", {}, None),
+        ("UCX_NET_DEVICES", "all", {}, None),
+    ],
+)
+def test_where_it_is_set_decides(case: tuple[Any, ...]) -> None:
+    name, value, changes, expected = case
+    assert kind(name, value, **changes) == expected
+
+
+def test_what_is_usual_helps_or_tells_nccl_of_the_system_is_no_error() -> None:
+    assert {name: kind(name, value) for name, value in FINE.items()} == dict.fromkeys(FINE)
+    assert {name: kind(name, value) for name, value in NOTED.items()} == dict.fromkeys(NOTED, "note")
+    assert "environment" not in {kind(name, value) for name, value in USUAL.items()}
+
+
+@of_each("name", NEEDS_OTHERS.split())
+def test_what_needs_other_gpus_or_nodes_to_hurt_does_not_hurt_one_gpu(name: str) -> None:
+    assert kind(name, HURTS[name], ONE_GPU) != "environment"
+
+
+def test_a_topology_file_that_is_there_is_a_note(tmp_path: Path) -> None:
+    (tmp_path / "topo.xml").touch()
+    assert kind("NCCL_TOPO_FILE", str(tmp_path / "topo.xml")) == "note"
+
+
+def test_a_blank_before_the_equals_sign_is_a_setting_without_effect() -> None:
+    found = judge_environment(
+        Setting(name="NCCL_P2P_DISABLE ", value="1", origin="/etc/nccl.conf"), TWO_NODES, "gpu-00"
+    )
+    assert found is not None
+    assert (found.kind, in_order(found.remedy, "NCCL_P2P_DISABLE= /etc/nccl.conf")) == ("note", True)
+
+
+def test_every_rule_has_a_source_and_the_page_for_operators_has_it() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "fabric.md").read_text(encoding="utf-8")
+    documented = {row.split("`")[1]: row for row in page.splitlines() if row.startswith("| `") and row[3:7].isupper()}
+    assert set(documented) == set(RULES)
+    for name, rule in RULES.items():
+        assert rule.does in documented[name], name
+        assert rule.name == name
+        assert rule.source, name
+        assert rule.remedy, name

@@ -1,0 +1,143 @@
+"""The fixture ``progress``: what rank 0's terminal shows of a long test, and that nothing else shows it.
+
+test_live_hooks.py has the live line on a terminal, test_local.py the steps of local workers, and
+tests/acceptance/test_acceptance_links.py those of the ranks of torchrun.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sessions import Project
+
+from pytest_gpucluster.session.progress import PLAIN_SECONDS, STEPS, Progress, progress_of, silent
+from pytest_gpucluster.session.status_line import StepFile
+
+
+class FakeScreen:
+    """Keeps what was shown; a line that was written over stands beside those that stay."""
+
+    def __init__(self, live: bool) -> None:
+        self.live = live
+        self.shown: list[str] = []
+
+    def rewrite(self, text: str, *, ends: bool) -> None:
+        assert self.live
+        self.shown.append(text + "!" * ends)
+
+    def line(self, text: str) -> None:
+        assert not self.live
+        self.shown.append(text)
+
+
+class Steps:
+    """A progress whose clock stands still until it is moved."""
+
+    def __init__(self, live: bool) -> None:
+        self.time = 0.0
+        self.screen = FakeScreen(live)
+        self.progress = Progress(self.screen, "test_it", now=lambda: self.time)
+
+    def after(self, seconds: float, step: int, of: int = 100, **figures: object) -> list[str]:
+        """Take a step, and return all that was shown by then."""
+        self.time += seconds
+        self.progress(step, of, **figures)  # type: ignore[arg-type]  # figures of any kind
+        return self.screen.shown
+
+
+def test_a_plain_line_comes_now_and_then_and_for_the_last_step() -> None:
+    steps = Steps(live=False)
+    assert steps.after(0, 1) == []
+    assert steps.after(PLAIN_SECONDS - 0.1, 2) == []
+    assert steps.after(0.1, 11, loss=2.0) == ["test_it: step 11 of 100, loss 2, 1:29 left"]
+    assert len(steps.after(PLAIN_SECONDS / 2, 20)) == 1
+    assert steps.after(0.1, 100)[1:] == ["test_it: step 100 of 100"]
+
+
+@pytest.mark.parametrize("odd", [(0, 0), (12, 10), (-3, 10)])
+def test_odd_numbers_of_steps_fail_no_test(odd: tuple[int, int]) -> None:
+    for live in (True, False):
+        steps = Steps(live)
+        for _ in range(3):
+            steps.after(11, *odd)
+
+
+def test_ranks_above_0_show_nothing_at_no_cost(pytestconfig: pytest.Config) -> None:
+    assert progress_of(pytestconfig, "test_it", rank=1) is silent
+
+    def unread() -> float:
+        raise AssertionError("a figure was read")
+
+    silent(1, 1, loss=unread)
+
+
+# In a session ----------------------------------------------------------------------------------------------------
+
+SUITE = """
+    import pytest
+
+    def test_first(progress):
+        print("printed")
+        for step in range(1, 4):
+            progress(step, 3, loss=1 / step)
+
+    def test_second(progress):
+        progress(1, 1)
+        assert False
+
+    def test_third():
+        pass
+    """
+
+
+@pytest.mark.parametrize(
+    ("options", "is_apart"),
+    [((), True), (("--capture=no",), False), (("--capture=sys",), False), (("-v",), False)],
+    ids=["usual", "uncaptured", "sys", "verbose"],
+)
+def test_the_last_step_is_a_plain_line_of_its_own_and_no_report_holds_it(
+    project: Project, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], is_apart: bool
+) -> None:
+    project.suite(SUITE)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("CI", raising=False)
+    left = (project.run_apart if is_apart else project.run)(*options, "-o", "junit_logging=all")
+    assert "\x1b" not in left.output, "what is no terminal has no live line"
+    assert "so far" not in left.output
+    lines = left.stdout.splitlines()
+    assert lines.count("test_first: step 3 of 3, loss 0.3333") == 1
+    assert lines.count("test_second: step 1 of 1") == 1
+    assert [name for name, verdict in left.verdicts.items() if verdict == "passed"] == ["test_first", "test_third"]
+    assert "step 3" not in (project.path / "report.xml").read_text()
+    assert "step 3" not in str(left.journal)
+
+
+def test_quiet_is_silent_and_without_a_terminal_reporter_the_test_goes_on(project: Project) -> None:
+    project.suite("def test_it(progress): progress(1, 1)")
+    assert "step" not in project.run("-q").output
+    assert project.run("-p", "no:terminal").exit == 0
+
+
+def worker(name: str, *, verbosity: int = 0, **told: str) -> Any:
+    """What pytest knows in a local worker whose output is not captured."""
+    return SimpleNamespace(
+        workerinput={"workerid": name, **told},
+        get_verbosity=lambda: verbosity,
+        pluginmanager=SimpleNamespace(get_plugin=lambda name: None),
+    )
+
+
+def test_a_local_worker_says_it_on_standard_error_or_to_its_controller(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress_of(worker("gw0"), "test_it", rank=0)(1, 1)
+    assert capsys.readouterr().err == "\ntest_it: step 1 of 1\n"
+    steps = str(tmp_path / "step")
+    progress_of(worker("gw0", **{STEPS: steps}), "test_it", rank=0)(1, 2)
+    assert StepFile(Path(steps)).read() == "test_it: step 1 of 2"
+    assert progress_of(worker("gw1", **{STEPS: steps}), "test_it", rank=1) is silent
+    assert progress_of(worker("gw0", verbosity=-1, **{STEPS: steps}), "test_it", rank=0) is silent
+    assert capsys.readouterr().err == ""
