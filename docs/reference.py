@@ -21,10 +21,9 @@ from pytest_gpucluster.judge import loader
 from pytest_gpucluster.judge.limits import EVERY_SKU, KNOWN_LABELS, TOPOLOGY
 from pytest_gpucluster.metrics import datasheets, measurement, units
 from pytest_gpucluster.session import hookspecs, options
-from pytest_gpucluster.session import options as option_values
 
 PAGE = Path(__file__).with_name("reference.md")
-PACKAGE = Path(main.__file__).parent
+PACKAGE = Path(plugin.__file__).parent
 
 VARIABLES = {
     "GPUCLUSTER_HOSTNAME": "replaces the host's name in every report. Set it to the node's name in a pod or a"
@@ -96,8 +95,8 @@ def _options() -> Iterator[str]:
 def _timeouts() -> Iterator[str]:
     yield "## Timeouts\n"
     yield "Seconds, for `--gpucluster-timeouts NAME=SECONDS,...`.\n"
-    meanings = dict(_attributes(option_values.Timeouts))
-    fields = option_values.Timeouts.__dataclass_fields__.values()
+    meanings = dict(_attributes(options.Timeouts))
+    fields = options.Timeouts.__dataclass_fields__.values()
     yield from _table(
         ("name", "default", "meaning"), ((f"`{f.name}`", f"{f.default:g}", meanings[f.name]) for f in fields)
     )

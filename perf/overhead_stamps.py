@@ -68,10 +68,10 @@ def pytest_load_initial_conftests() -> None:
     import torch.nn.parallel  # noqa: F401
 
     stamp("torch ends")
-    from pytest_gpucluster.agreement import rendezvous, store
+    from pytest_gpucluster.session import startup
 
-    store.connect = between(store.connect, "connecting")  # type: ignore[attr-defined]
-    rendezvous.join = between(rendezvous.join, "roll call")  # type: ignore[attr-defined]
+    startup.connect = between(startup.connect, "connecting")  # type: ignore[attr-defined]
+    startup.join = between(startup.join, "roll call")  # type: ignore[attr-defined]
 
 
 @pytest.hookimpl(trylast=True)

@@ -74,7 +74,7 @@ def test_each_command_has_examples_that_it_takes_itself_and_exit_codes(name, cap
 def test_help_names_every_command_and_imports_nothing_heavy():
     script = (
         "import sys\nfrom pytest_gpucluster.cli import main\n"
-        "try: cli.main(['--help'])\n"
+        "try: main.main(['--help'])\n"
         f"finally: print([name for name in {HEAVY!r} if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
@@ -102,8 +102,8 @@ import sys, types
 from pytest_gpucluster.cli import main
 def run(options):
     {body}
-cli._module = lambda name: types.SimpleNamespace(configure=lambda parser: None, run=run)
-sys.exit(cli.main(["verdict"]))
+main._module = lambda name: types.SimpleNamespace(configure=lambda parser: None, run=run)
+sys.exit(main.main(["verdict"]))
 """
     (tmp_path / "script.py").write_text(script)
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}

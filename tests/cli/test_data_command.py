@@ -403,7 +403,7 @@ def test_without_the_extra_the_line_to_install_it_is_told(package, source, tmp_p
 def test_help_comes_without_torch(words):
     code = (
         "import sys\nfrom pytest_gpucluster.cli import main\n"
-        f"try: cli.main(['data', *{words!r}])\nfinally: assert 'torch' not in sys.modules"
+        f"try: main.main(['data', *{words!r}])\nfinally: assert 'torch' not in sys.modules"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert found.returncode == 0, found.stderr

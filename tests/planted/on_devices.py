@@ -19,16 +19,15 @@ from pytest_gpucluster.benchmarks import (
     clock,
     collectives,
     fingerprint,
+    hbm,
     host_link,
-    host_link_copies,
+    host_link_concurrent,
     links,
     matmul,
     memory_budget,
     memory_passes,
     memory_patterns,
 )
-from pytest_gpucluster.benchmarks import dtypes as scaled_product_module
-from pytest_gpucluster.benchmarks import memory_passes as memory_passes_module
 from pytest_gpucluster.benchmarks.dtypes import scaled_product
 from pytest_gpucluster.benchmarks.host_link_copies import Copier
 from pytest_gpucluster.node.fabric.nccl_log import NcclLog
@@ -166,7 +165,7 @@ def softmax(a, b):
     return result
 
 
-matmul._mm, scaled_product_module.scaled_product, memory_passes_module.Operations = mm, fp8, Operations
+matmul._mm, matmul.scaled_product, hbm.Operations = mm, fp8, Operations
 memory_patterns.Cells, fingerprint._softmax = Cells, softmax
 
 
@@ -183,7 +182,7 @@ class Faulty(Copier):
             target.view(torch.uint8)[40] ^= 16
 
 
-host_link_copies.Copier = host_link_copies.Copier = Faulty
+host_link.Copier = host_link_concurrent.Copier = Faulty
 
 
 def faulty(call):

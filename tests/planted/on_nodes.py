@@ -39,11 +39,11 @@ def pytest_runtest_setup(item):
         os.environ["GLOO_SOCKET_IFNAME"] = "bond7"
     checkpoint.SEEN_SECONDS = honest_seen_seconds if fault_of(item) == "right" else 0.5
     consistency._MOST_SECONDS_EACH = 0.02
-    for module, pieces in PIECES.items():
-        module.PIECES = pieces
+    for (module, name), operations in HONEST.items():
+        setattr(module, name, operations)
     if FAULT in BROKEN:
-        module, broken = BROKEN[FAULT]
-        module.PIECES = replace(PIECES[module], **broken)
+        (module, name), broken = BROKEN[FAULT]
+        setattr(module, name, replace(HONEST[module, name], **broken))
     if criterion_of(item) == "test_host":
         host.TREE = Tree(root=ROOT / "host" / fault_of(item))
 
@@ -84,7 +84,9 @@ class Silent(Quick):
 # ---- file system -----------------------------------------------------------------------------------------------------
 
 honest_seen_seconds = checkpoint.SEEN_SECONDS
-PIECES = {module: module.PIECES for module in (shared_filesystem, consistency, shared_filesystem, consistency)}
+MOUNT, FILE = (shared_filesystem, "MOUNT_OPERATIONS"), (shared_filesystem, "FILE_OPERATIONS")
+RENAME, VISIBILITY = (consistency, "RENAME_OPERATIONS"), (consistency, "VISIBILITY_OPERATIONS")
+HONEST = {(module, name): getattr(module, name) for module, name in (MOUNT, FILE, RENAME, VISIBILITY)}
 OTHER = Mount(point="/", kind="nfs4", source="server:/other", root="/", options=("rw",))
 GONE = Mount(point="/gone", kind="nfs4", source="server:/gone", root="/", options=("rw",))
 kept, count = {}, [0]
@@ -127,15 +129,15 @@ def nearly_full(path):
 
 
 BROKEN = {
-    "old": (consistency, {"read": old}),
-    "unshared": (consistency, {"write": elsewhere}),
-    "flipped": (consistency, {"read": flipped}),
-    "missing": (consistency, {"read": sometimes_missing}),
-    "torn": (consistency, {"read": lambda path: path.read_bytes()[:4096]}),
-    "other": (shared_filesystem, {"mounts": lambda: (OTHER,)}),
-    "stale": (shared_filesystem, {"mounts": lambda: (*PIECES[shared_filesystem].mounts(), GONE), "statvfs": stale}),
-    "full": (shared_filesystem, {"make": full}),
-    "space": (shared_filesystem, {"statvfs": nearly_full}),
+    "old": (VISIBILITY, {"read": old}),
+    "unshared": (VISIBILITY, {"write": elsewhere}),
+    "flipped": (VISIBILITY, {"read": flipped}),
+    "missing": (RENAME, {"read": sometimes_missing}),
+    "torn": (RENAME, {"read": lambda path: path.read_bytes()[:4096]}),
+    "other": (MOUNT, {"mounts": lambda: (OTHER,)}),
+    "stale": (MOUNT, {"mounts": lambda: (*HONEST[MOUNT].mounts(), GONE), "statvfs": stale}),
+    "full": (FILE, {"make": full}),
+    "space": (MOUNT, {"statvfs": nearly_full}),
 }
 
 

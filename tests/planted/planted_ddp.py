@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch.utils.data import DistributedSampler
 
-from pytest_gpucluster.benchmarks.training import ddp, model, step
+from pytest_gpucluster.benchmarks.training import ddp, step, step_check
 from pytest_gpucluster.benchmarks.training.ddp import PIECES
 from pytest_gpucluster.benchmarks.training.step import PARTS, token_mean
 
@@ -22,7 +22,7 @@ CASES = {
     }
 }
 ON_RANK_1 = os.environ["RANK"] == "1"
-MAKE, NORMAL = model.make_decoder, ddp.replicate
+MAKE, NORMAL = step_check.make_decoder, ddp.replicate
 
 
 def unsynchronized(model, device, group):
@@ -90,4 +90,4 @@ STEP = {"nan": replace(PARTS, loss=nan)}
 def plant(fault, request):
     ddp.PIECES = DDP[fault]
     step.PARTS = STEP.get(fault, PARTS) if request.node.originalname == "test_training_step" else PARTS
-    model.make_decoder = frozen if fault == "frozen" else MAKE
+    step_check.make_decoder = frozen if fault == "frozen" else MAKE

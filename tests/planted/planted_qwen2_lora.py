@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pytest_gpucluster.benchmarks import memory_budget
-from pytest_gpucluster.benchmarks.lora import experiment, packed_file, reference_curve, trainer
+from pytest_gpucluster.benchmarks.lora import experiment, packed_file, reference_curve, trainer, training_plan
 from pytest_gpucluster.benchmarks.lora.dataset import Rows
 from pytest_gpucluster.benchmarks.lora.model import make_adapted, make_base, tiny_base
 from pytest_gpucluster.benchmarks.lora.packing import share, tiny_tokenizer, tokenizer_for
@@ -146,7 +145,7 @@ experiment.tiny_experiment = functools.cache(experiment.tiny_experiment)  # the 
 
 # What the golden curve that is read is of.
 CURVE_OF = {"foreign": {"model": "qwen2-7b"}, "weights": {"weights": "0" * 16}}
-FIND, FREE = importlib.util.find_spec, memory_budget.free_bytes
+FIND, FREE = importlib.util.find_spec, training_plan.free_bytes
 CASES = {
     "1x2": {
         "test_lora_tiny": tuple(fault for fault in PIECES_OF if fault not in ("model", "nomemory")),
@@ -213,7 +212,7 @@ def plant(fault, request):
     missing = fault == "noextra"
     importlib.util.find_spec = lambda name, *more: None if missing and name == "peft" else FIND(name, *more)
     trainer.PIECES = replace(PIECES, **PIECES_OF[fault])
-    memory_budget.free_bytes = (lambda device: 10**9) if fault == "nomemory" else FREE
+    training_plan.free_bytes = (lambda device: 10**9) if fault == "nomemory" else FREE
 
     def read(path):
         curve = reference_curve.read(path)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from planted_clock import CLOCK, SLOW_SECONDS, clock_for, delayed
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from pytest_gpucluster.benchmarks import clock, collectives, memory_budget
+from pytest_gpucluster.benchmarks import collectives, memory_budget
 from pytest_gpucluster.benchmarks.training import throughput
 from pytest_gpucluster.benchmarks.training.step import PARTS, token_mean
 from pytest_gpucluster.benchmarks.training.throughput import PIECES
@@ -87,7 +87,7 @@ planted = []
 def plant(fault, request):
     throughput.PIECES = FOUND[fault]
     memory_budget.free_bytes = (lambda device: 1000) if (fault, RANK) == ("full", 1) else FREE_BYTES
-    clock.clock_for = clock_for
+    collectives.clock_for = clock_for
     collectives._sum = slow_sum if fault == "fabric" else SUM
     if "known" in request.fixturenames and fault not in planted[-1:]:
         request.getfixturevalue("known").clear()  # what was measured beside another fault

@@ -8,7 +8,7 @@ from dataclasses import replace
 from planted_clock import CLOCK, clock_for, delayed
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from pytest_gpucluster.benchmarks.training import throughput, throughput_setup
+from pytest_gpucluster.benchmarks.training import throughput
 from pytest_gpucluster.benchmarks.training.step import PARTS, optimizer_step, token_mean
 from pytest_gpucluster.benchmarks.training.throughput import PIECES
 from pytest_gpucluster.benchmarks.training.throughput_setup import compile_blocks
@@ -108,4 +108,4 @@ FAULTS = {
 
 def plant(fault, request):
     throughput.PIECES = FAULTS[fault]()
-    throughput_setup.compile_blocks = compile_blocks if "COMPILER" in os.environ else without_a_compiler
+    throughput.compile_blocks = compile_blocks if "COMPILER" in os.environ else without_a_compiler

@@ -10,8 +10,7 @@ import torch
 from planted_clock import CLOCK, clock_for
 from torch import nn
 
-from pytest_gpucluster.benchmarks import clock
-from pytest_gpucluster.benchmarks.vision import throughput_setup
+from pytest_gpucluster.benchmarks.vision import throughput
 from pytest_gpucluster.benchmarks.vision.loader import Batches, Room
 from pytest_gpucluster.benchmarks.vision.throughput_setup import PIECES, class_mean
 
@@ -89,4 +88,4 @@ PARTS = {
 
 
 def plant(fault, request):
-    throughput_setup.PIECES, clock.clock_for = PARTS[fault], clock_for
+    throughput.PIECES, throughput.clock_for = PARTS[fault], clock_for

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from planted_clock import CLOCK, clock_for
 from stamps import stamp
 
-from pytest_gpucluster.benchmarks import clock, collectives
-from pytest_gpucluster.fixtures import RUN
+from pytest_gpucluster.benchmarks import collectives
 from pytest_gpucluster.isolation.planner import Planner
 from pytest_gpucluster.session.isolation import Isolator
+from pytest_gpucluster.session.run import RUN
 
 RANK = int(os.environ["RANK"])
 HOST = os.environ["GPUCLUSTER_HOSTNAME"]
@@ -113,7 +113,7 @@ def exclude(isolator, plan):
 
 
 Isolator.why_not, Isolator._exclude = why_not, exclude
-collectives._sum, clock.clock_for = faulty, clock_for
+collectives._sum, collectives.clock_for = faulty, clock_for
 
 
 @pytest.fixture(autouse=True)
