@@ -1,6 +1,6 @@
-"""What the watcher knows of the phase that its main thread is in.
+"""The phase that the main thread is in, and how rank 0 enforces its deadline on all ranks.
 
-Rank 0 holds every rank to the deadline of a phase: ask, blame, release, and at last give up.
+After a missed deadline rank 0 asks where each rank is, names the culprits, releases the ranks, and at last gives up.
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
-"""One numbered exchange ends each phase: every rank posts its outcome, rank 0 decides, everybody reads the verdict.
+"""The numbered exchange that ends each phase, the merge of all ranks' outcomes, and the run's event log.
 
-The numbers count exchanges, not tests: a test that is run again is another exchange, on every rank. Each outcome says
-at which point of the session its rank is: where ranks are at different points, the exchange ends in an error on all of
+Every rank posts its outcome, rank 0 merges them into one verdict (:func:`merge`, pure), and all ranks read it. The
+numbers count exchanges, not tests: a test that is run again is another exchange, on every rank. Each outcome names the
+point of the session at which its rank is: where ranks are at different points, the exchange ends in an error on all of
 them. An exchange never waits for a rank that is known to be gone, because the watcher then posts in its place.
 
-N ranks' outcomes of one phase become one outcome. Pure.
-
-One ordered log of what went wrong, in the store, for all ranks to read.
-
-Events are level-triggered: they stay, so a rank that looks late still sees them. Nothing is posted while all is well.
-
-Why a run ends before its last test.
+The event log is one ordered list of failures in the store, for all ranks. Events are level-triggered: they stay, so a
+rank that reads late still sees them. Nothing is posted while all is well. :class:`Ending` is why a run ends early.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Where each rank is, and from that: who holds everybody up.
+"""Diagnosis of hangs and crashes: where each rank is, which rank holds up the others, and faulthandler's stacks.
 
-Where faulthandler writes the last stacks of a process, so that others on its host can read them once it is dead.
-
-Beside it lies what else a rank keeps on disk while it lives. Whoever survives it takes both away.
-
-What faulthandler wrote about a process that died or holds the GIL. Pure: from its text to a few words.
+:func:`culprits` names the ranks at fault from the Python stacks and the collectives of all ranks. faulthandler writes
+the last stacks of a process to its :class:`FaultFile`, so that other processes on the host can read them once it is
+dead; next to it is a folder for what else a rank keeps on disk while it lives. A surviving process removes both.
+:func:`fatal_error` and :func:`stack_location` shorten the text of a process that died or holds the GIL. Both are pure.
 """
 
 from __future__ import annotations

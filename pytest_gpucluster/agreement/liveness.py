@@ -1,4 +1,4 @@
-"""Who lives: ends of processes by pidfd on this host, frozen heartbeats anywhere, and /proc about the silent."""
+"""Which ranks are alive: exits by pidfd on this host, frozen heartbeats anywhere, and /proc for silent ones."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Whether the ranks that came are the ranks that were declared, told before anything can hang.
+"""Whether the ranks that came are the ranks that were declared, reported before anything can hang.
 
-Declared is what ``--gpucluster-expect`` says; without it, what the scheduler allocated; without that, only
-what was launched. Everything here is pure: it compares what the ranks said of
-themselves (``inventory.identify``).
+Declared is what ``--gpucluster-expect`` says; without it, what the scheduler allocated; without that, only what was
+launched. Everything here is pure: it compares what the ranks reported of themselves (``node.inventory.identify``).
 """
 
 from __future__ import annotations

@@ -1,26 +1,18 @@
-"""Release of ranks that wait for an NCCL kernel.
+"""Release of a main thread that is blocked in an NCCL kernel, a gloo collective or Python code (loop, sleep, lock).
 
-Aborting the communicators ends their kernels; destroy and shutdown would wait for them. After an abort a waiting call
-returns *without* an exception, so the Python release must follow in any case.
-
+NCCL: aborting the communicators ends their kernels; destroy and shutdown would wait for them. After an abort a waiting
+call returns *without* an exception, so the Python release must follow in any case.
 All groups are aborted at once, each in a thread of its own: torch aborts one after the other, each for up to the
 group's own timeout, and its ncclGroupStart around them holds for the calling thread, while each abort runs in another.
 Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, ``ProcessGroupNCCL::abort``; NCCL, src/group.cc, thread-local
 ``ncclGroupDepth``; threads may abort at the same time since NCCL 2.19 (https://github.com/NVIDIA/nccl/issues/992).
-
 Source: torch/distributed/distributed_c10d.py, ``_abort_process_group`` ("with TORCH_NCCL_ASYNC_ERROR_HANDLING turned
 off"). The environment for it is set in :data:`ENVIRONMENT`, before torch is imported.
 
-Release of ranks that wait in a gloo collective.
-
-Neither abort, shutdown nor destroy of a gloo group frees a rank before the group's own timeout. Shutting down the
+gloo: neither abort, shutdown nor destroy of a group frees a rank before the group's own timeout. Shutting down the
 group's connections does, within milliseconds: every pending operation fails with "Connection closed by peer". gloo does
-not tell which sockets are a group's, so they are found as the difference of the process's open files around the
+not report which sockets are a group's, so they are found as the difference of the process's open files around the
 group's creation.
-
-Release of a main thread that runs Python code: loops, sleeps, locks.
-
-Getting a rank out of a call that will never return: one file for each kind of call.
 """
 
 from __future__ import annotations

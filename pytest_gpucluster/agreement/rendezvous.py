@@ -1,6 +1,7 @@
-"""The roll call: every rank reports before any process group is made, and rank 0 says whether they suit.
+"""The roll call before any process group is made: every rank reports, and rank 0 decides whether the run may start.
 
-Do all ranks run the same tests, with the same workload? Pure: hashes in the normal case, a diff when they differ.
+It also compares the tests that the ranks have collected, and their workloads. That is pure: hashes in the normal case,
+a diff when they differ.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""The rendezvous store: the control plane of a run, outside any rank that may die.
+"""The rendezvous store, the control plane of a run outside any rank that may die, and the board of notices on it.
 
 Under torchrun it is the agent's TCPStore, which outlives every rank. Without torchrun rank 0 first starts a store in a
-process of its own (``agreement.host``). A single process keeps its store in memory.
+process of its own (``agreement.store_process``). A single process keeps its store in memory.
 
 A TCPStore client is one connection behind one mutex: a blocking call blocks every other thread on it. So each rank has
 two: ``main`` for the main thread's exchanges, which block, and ``side`` for the watcher, which never does.
 
-A board on which ranks leave notices for each other, over the run's store: it needs no process group.
-
-So ranks can tell each other something before any group is made, and also where none can be made.
+On a :class:`Board` ranks leave notices for each other without a process group: before any is made, and also where none
+can be made.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A store in a process of its own, for launchers that bring none (srun, mpirun, a bare Kubernetes Job).
 
-Rank 0 starts it before anybody connects. It lives in its own session, so that it survives rank 0: the other ranks may
-still have to read why the run ended. It tells them at once when rank 0 ends without a word, and it ends by itself
-when every rank has said goodbye, or some time after rank 0.
+Rank 0 starts it before any rank connects. It lives in its own session, so that it survives rank 0: the other ranks may
+still have to read why the run ended. It notifies them at once when rank 0 exits without a message, and it exits by
+itself when every rank has said goodbye, or some time after rank 0.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""Signals that are heard even while the main thread is blocked.
+"""The watcher of a rank: a thread that reacts to deaths, deadlines and signals, and frees a hung main thread.
 
-A Python signal handler runs in the main thread, which may be inside ``store.get`` or a collective. The wakeup file
-descriptor is written by the C-level handler, so a thread that polls it knows at once.
+It polls the store's event log a few times a second and never blocks on the store. Decisions about the run are made by
+rank 0's watcher only; every watcher acts on its own process only.
 
-The watcher: a thread that sees deaths, deadlines and signals, and gets the main thread out of where it hangs.
-
-It looks at the store's event log a few times a second and never blocks on the store. Whatever it decides about the
-run, rank 0's watcher decides; every watcher acts on its own process only.
+A Python signal handler runs in the main thread, which may be blocked inside ``store.get`` or a collective. The wakeup
+file descriptor is written by the C-level handler, so a thread that polls it (:class:`WakeupPipe`) notices at once.
 """
 
 from __future__ import annotations

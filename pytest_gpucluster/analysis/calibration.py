@@ -1,8 +1,7 @@
-"""What accepted runs have measured, put together by metric, labels and topology.
+"""Floors proposed from accepted runs: their values by metric, labels and topology, the rule for a floor, and the file.
 
-The rule by which a floor is proposed: the median of what was accepted, less some spreads.
-
-Proposed floors as a file of limits that people can review, with what each is made of beside it.
+A floor is the median of the accepted values, less a number of spreads. The proposal is a file of limits for people to
+review, in which each floor has its basis as a comment.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
-"""What a cluster consists of, by node and slot, as the ranks of a run have told it.
+"""The acceptance certificate of a run: its content, the cluster's parts by node and slot, and its sealed file.
 
-The one way to write a JSON value as bytes, so that a digest over it is the same wherever it is computed.
+The content is a pure function of a journal, so that it can be made again and compared. The file is sealed by the
+SHA-256 over its canonical form, and read strictly.
 
 Source: RFC 8785, JSON Canonicalization Scheme: no white space, keys in the order of their UTF-16 code units, numbers
 as ECMAScript writes them (ECMA-262, Number::toString), texts in UTF-8 with the shortest escapes. Left out of it is
-what the records never hold, and refused: NaN, infinities, whole numbers beyond 2^53 - 1, and lone surrogates.
+what the certificates never hold, and refused: NaN, infinities, whole numbers beyond 2^53 - 1, and lone surrogates.
 :func:`plain` makes texts of these.
-
-The file of an acceptance record: sealed by the SHA-256 over its canonical form, read strictly.
-
-What an acceptance record says: a pure function of a journal, so that it can be made again and compared.
 """
 
 from __future__ import annotations

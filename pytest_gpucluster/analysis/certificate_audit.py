@@ -1,4 +1,4 @@
-"""Whether a record is what it says: unchanged since it was sealed, and of the journal that it names."""
+"""Whether a certificate is valid: unchanged since it was sealed, and made from the journal that it names."""
 
 from __future__ import annotations
 

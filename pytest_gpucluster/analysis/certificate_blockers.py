@@ -1,11 +1,8 @@
-"""The values and the verdict of a journal, judged anew by what stands beside them, and by the rules of a run.
+"""Why a run is not accepted: its values and its verdict, judged again from what its journal holds.
 
-A journal is a file that many hands can reach. What it says of itself counts only where its own lines bear it out.
-
-Why a run is not accepted, as far as its journal tells. Nothing is taken from the verdict's word alone.
-
-What is found here is a journal that contradicts itself. One that was made up as a whole says nothing wrong; against
-that only its digest helps, kept where nobody reaches it.
+A journal is a file that many people can write to. What it states counts only where its own lines support it; the
+verdict's word alone proves nothing. What is found here is a journal that contradicts itself. One that was made up as a
+whole contradicts nothing; against that only its digest helps, kept out of everyone's reach.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What has changed between two records: parts that were swapped, moved, replaced, added or removed, and their firmware.
+"""What has changed between two certificates: parts swapped, moved, replaced, added or removed, and their firmware.
 
 A part is known by what its maker wrote into it: a GPU by its UUID, a network adapter by its GUID. A slot is a place in
 a node: its PCI address, where that is known.

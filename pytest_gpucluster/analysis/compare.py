@@ -1,7 +1,4 @@
-"""What has become of one metric of one test, on all ranks.
-
-Two runs compared: all changes, the worst first, and the answer.
-"""
+"""Two runs compared: the change of each metric of each test on all ranks, the worst first, and the overall answer."""
 
 from __future__ import annotations
 

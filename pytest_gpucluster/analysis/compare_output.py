@@ -1,7 +1,4 @@
-"""A comparison as text that fits the terminal, the worst first.
-
-A comparison as JSON, for programs.
-"""
+"""A comparison of two runs as text that fits the terminal, the worst first, and as JSON for programs."""
 
 from __future__ import annotations
 

@@ -1,14 +1,8 @@
-"""What a run of ours has measured of collectives, ready to stand beside nccl-tests.
+"""Our collective measurements compared with those of nccl-tests, size by size, and the result as text and JSON.
 
-Our figures beside those of nccl-tests, size by size: what differs, and what could not be compared.
-
-Wrong data anywhere are a finding. A figure that is missing on either side is never agreement.
-
-What nccl-tests is asked for, so that each of our figures gets one beside it.
-
-A crosscheck as text that fits the terminal, what matters first.
-
-A crosscheck as JSON, for programs. docs/crosscheck.md has what each key means.
+Wrong data anywhere are a finding. A figure that is missing on either side is never agreement. nccl-tests is asked for
+sizes such that each of our figures has a counterpart. Busbw is in GB/s; docs/crosscheck.md has what each key of the
+JSON means.
 """
 
 from __future__ import annotations

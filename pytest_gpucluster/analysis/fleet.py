@@ -1,15 +1,10 @@
-"""One node of a fleet: its newest run, and the earlier ones.
+"""A fleet of nodes from their runs: the newest run of each, outliers, the matrix of criteria, and the nodes to drain.
 
-GPUs and nodes that do worse than the fleet, though no limit may have noticed.
-
-Each value stands beside the median of all others. It is an outlier where it is behind by more than is allowed, and by
-far more than the others scatter: its modified z-score, 0.6745 (x - median) / MAD, is beyond 3.5. Source: Iglewicz and
-Hoaglin, "How to Detect and Handle Outliers" (ASQC, 1993). Half of the values can be bad without moving median or MAD.
-A limit's own ``min_ratio_to_median`` holds over the fleet as well, as it does inside a run.
-
-The nodes and the criteria: what came of each, and who is to be left out.
-
-The nodes of a fleet to leave out of the next jobs, in the forms that schedulers take.
+Each value is compared with the median of all others, though no limit may have failed. It is an outlier where it is
+behind by more than is allowed, and by far more than the others scatter: its modified z-score, 0.6745 (x - median) /
+MAD, is beyond 3.5. Source: Iglewicz and Hoaglin, "How to Detect and Handle Outliers" (ASQC, 1993). Half of the values
+can be bad without moving median or MAD. A limit's own ``min_ratio_to_median`` holds over the fleet as well, as it does
+inside a run.
 """
 
 from __future__ import annotations

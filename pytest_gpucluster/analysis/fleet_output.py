@@ -1,6 +1,6 @@
-"""A fleet as text that fits the terminal: one mark a node and criterion, then who is behind and who is to go.
+"""A fleet as text that fits the terminal, and as JSON for programs.
 
-A fleet as JSON, for programs.
+The text has one mark for each node and criterion, then the nodes that are behind and those to drain.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""All attempts at each test, in the order of their runs, and which of them is its result.
-
-The merged journal: its lines, and the verdict on all of it.
-"""
+"""Journals merged into one: all attempts at each test, which of them is its result, and the verdict on all."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""One of the journals to merge: its lines as they stand, what they say, and its digest.
+"""The journals to merge: their lines and digests, one mapping of ranks for all, and whether they may be merged.
 
-One numbering of ranks for several runs: a launcher may number the same GPUs otherwise each time.
-
-Whether several runs may become one verdict: the same cluster, judged by the same limits, measured alike.
+A launcher may number the same GPUs differently in each run. Runs may become one verdict if they had the same cluster,
+were judged by the same limits, and measured alike.
 """
 
 from __future__ import annotations

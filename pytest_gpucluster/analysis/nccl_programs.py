@@ -1,6 +1,6 @@
-"""The programs of nccl-tests: where they are, and one of them run to its end with a deadline.
+"""The programs of nccl-tests: where they are, one run with a deadline, and the ranges of sizes to ask for.
 
-Sizes as the fewest ranges that nccl-tests can be asked for: ``-b FIRST -e LAST -f FACTOR``. Pure.
+Sizes become the fewest ranges that nccl-tests can be asked for: ``-b FIRST -e LAST -f FACTOR``.
 
 >>> [str(each) for each in ranges([1_000_000, 10_000_000, 100_000_000, 1_000_000_000])]
 ['-b 1000000 -e 1000000000 -f 10']

@@ -1,17 +1,13 @@
-"""What one run of nccl-tests has told, whichever way it was written.
+"""The results of one run of nccl-tests, read strictly from its printed table or from the JSON file of ``-J``.
 
 Source: nccl-tests, src/util.cu (the table and the JSON file), src/common.cu (``test_typenames``).
 
-The table that nccl-tests prints, read strictly.
+The table's columns are those that its header names, so that tables of older versions, which have no ``redop`` and
+``root`` for some collectives and ``error`` in the place of ``#wrong``, are read as well. Older ones leave the place
+under ``redop`` blank for collectives that reduce nothing, where later ones print ``none``.
 
-The columns are those that the header names, so that tables of older versions, which have no ``redop`` and ``root`` for
-some collectives and ``error`` in the place of ``#wrong``, are read as well. Older ones leave the place under ``redop``
-blank for collectives that reduce nothing, where later ones print ``none``.
-
-The file that nccl-tests writes with ``-J``, read strictly.
-
-It holds the whole environment of the program, in which there may be passwords and tokens. Nothing of that is read,
-shown or kept here.
+The JSON file holds the whole environment of the program, in which there may be passwords and tokens. Nothing of that is
+read, shown or kept here.
 """
 
 from __future__ import annotations

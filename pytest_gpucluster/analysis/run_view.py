@@ -1,8 +1,6 @@
-"""What one run brings to a comparison: the facts that must be alike, and its values without their samples.
+"""One run as a comparison sees it: facts, values without samples, what must be alike, and which ranks correspond.
 
-What must be alike for two values to say something about each other.
-
-Which rank of one run is which of another: the same GPU, else the same slot, else the same number.
+A rank of one run corresponds to that of another with the same GPU, else the same slot, else the same number.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""When a value counts as worse than an earlier one: beyond its noise, and by more than is allowed.
+"""When a value counts as worse than an earlier one: beyond its noise, and by more than the allowed percentage.
 
-Each value stands for an interval that encloses the true median with 95 % confidence. Two values are told apart where
+Each value stands for an interval that encloses the true median with 95 % confidence. Two values differ where
 their intervals do not touch. For values that have not changed that happens in less than 1 % of comparisons: Schenker
 and Gentleman, "On Judging the Significance of Differences by Examining the Overlap Between Confidence Intervals" (The
 American Statistician 55, 2001), find 0.6 % for two means; intervals of order statistics are rather wider. Samples that
 depend on each other give shorter intervals than they should, and so more false alarms (docs/simulations.md).
 
 The interval knows the noise inside a run only, not what changes from one run to the next. That is what the allowed
-percentage is for: worse than before is only what passes both.
-
-By how much a value may be worse than before, as it is written: "3%", "3 %", "0.5%" or "3".
+percentage is for, written "3%", "3 %", "0.5%" or "3": worse than before is only what passes both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``gpucluster accept``: the acceptance record of a run, whether one is intact, and what differs between two."""
+"""``gpucluster accept``: the certificate of a run, whether one is intact, and what differs between two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``gpucluster crosscheck``: our figures beside those of nccl-tests, on the same GPUs and at the same sizes."""
+"""``gpucluster crosscheck``: our figures compared with those of nccl-tests, on the same GPUs and at the same sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``gpucluster golden``: a golden loss curve from the curves of one or more runs."""
+"""``gpucluster golden``: a reference loss curve from the curves of one or more runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``gpucluster nodes``: what many nodes have told of themselves, and in what they differ."""
+"""``gpucluster nodes``: what many nodes report of themselves, and where they differ."""
 
 from __future__ import annotations
 

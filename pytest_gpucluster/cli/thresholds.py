@@ -1,6 +1,6 @@
-"""``gpucluster thresholds check``: all that is wrong in files of limits, with file, line and column.
+"""``gpucluster thresholds``: limits checked, explained, and proposed from accepted runs; foreign values judged by them.
 
-``gpucluster thresholds``: limits checked, explained, and proposed from accepted runs.
+``check`` is in this module: all that is wrong in files of limits, with file, line and column.
 """
 
 from __future__ import annotations

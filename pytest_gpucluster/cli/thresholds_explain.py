@@ -1,6 +1,6 @@
-"""``gpucluster thresholds explain``: which limit decides, why the others do not, and where each is from.
+"""``gpucluster thresholds explain`` and ``judge``: which limit decides, and values measured elsewhere judged by limits.
 
-``gpucluster thresholds judge``: values that were measured elsewhere, held against the limits.
+``explain`` also shows why the other limits do not decide, and where each is from.
 """
 
 from __future__ import annotations

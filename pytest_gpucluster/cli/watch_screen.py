@@ -1,13 +1,10 @@
-"""A node at a moment, laid out for a terminal: fits any width from 40 columns on, and any height from 10 lines on.
+"""What ``gpucluster watch`` shows of a node at a moment: the terminal layout, its keys, and a JSON line for programs.
 
-The same layout is plain text where nobody sees colours. What is stale, lost or wrong is said in words, not only shown
-in a colour.
+The layout fits any width from 40 columns on, and any height from 10 lines on. The same layout is plain text where
+colours are not shown. What is stale, lost or wrong is stated in words, not only shown in a colour.
 
-Keys, read one by one while something else is shown; the terminal is left as it was found.
-
-Ctrl-Z is a key like any other meanwhile: the shell would be left with the display's screen.
-
-A node at a moment as one JSON object a line, for programs.
+Keys are read one by one while something else is shown; the terminal is left as it was found. Ctrl-Z is a key like any
+other during that: the shell would be left with the display's screen.
 """
 
 from __future__ import annotations

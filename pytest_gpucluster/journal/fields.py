@@ -1,8 +1,7 @@
-"""The fields of a JSON object with their types. A field of the wrong type is an error, never a guess.
+"""Reading of a journal's JSON fields with their types, and the judged metrics that are read with them.
 
-What was measured and decided, as it stands in a journal.
-
-A field that is missing has its default, so that a journal of an earlier version is read.
+A field of the wrong type is an error, never a guess. A field that is missing has its default, so that a journal of an
+earlier version can be read.
 """
 
 from __future__ import annotations

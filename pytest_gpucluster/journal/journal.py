@@ -2,7 +2,7 @@
 
 Every report is a pure function of what :func:`read` returns. A run can be killed at any byte, so a reader
 meets a last line that is cut off, tests that were started and never finished, and files without a closing
-line. All of these are read; what they mean (the run is broken) is said by :class:`Journal`, in one place for
+line. All of these are read; what they mean (the run is broken) is decided by :class:`Journal`, in one place for
 all reports.
 """
 

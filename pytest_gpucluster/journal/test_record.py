@@ -1,6 +1,7 @@
-"""From the merged phases of a test to its one line in the journal. Pure but for the clock that it is given.
+"""One test's line in the journal, made from its merged phases, and rank 0's copy in memory of all lines so far.
 
-What rank 0 has put on record so far, as whoever reads the journal will find it: also where the disk is full.
+Pure but for the clock that it is given. The copy holds what a reader of the journal will find, without the samples; it
+is complete also where the disk is full.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The one table of verdicts and exit codes. Pure.
+"""Verdicts and exit codes in one table, and the notes that carry the agreed exit code past torchrun.
 
-How a rank ends: with the agreed exit code, and with a note of its verdict, which torchrun does not pass on.
-
-torchrun ends with 1 for every code but 0, and does so on every node, also where the reports are not. So each rank
-leaves a small file in a folder that the starter has named, and the starter reads them when the launcher has ended.
+The decision is pure. torchrun exits with 1 for every code but 0, and does so on every node, also where the reports are
+not. So each rank ends with the agreed exit code and leaves a small file with its verdict in a folder named by the
+program that started torchrun, which reads these files when torchrun has exited.
 """
 
 from __future__ import annotations

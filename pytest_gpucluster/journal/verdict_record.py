@@ -1,4 +1,4 @@
-"""What a site is told of a run that is over: the argument of the hook ``pytest_gpucluster_verdict``."""
+"""The result of a finished run as a site's hook gets it: the argument of ``pytest_gpucluster_verdict``."""
 
 from __future__ import annotations
 

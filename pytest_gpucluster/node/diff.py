@@ -1,12 +1,10 @@
-"""What is compared between nodes: what stays the same from one minute to the next, and should be the same everywhere.
+"""Comparison of nodes: the facts compared, the nodes' answers, groups of nodes that agree, and the output.
 
-Left out is what belongs to one node or one moment: names, addresses, serial numbers, temperatures, loads, free memory.
+Compared is what stays the same from one minute to the next, and should be the same on all nodes. Left out is what
+belongs to one node or one moment: names, addresses, serial numbers, temperatures, loads, free memory.
 
-What nodes have told of themselves: one file of JSON each, as ``gpucluster info all --json`` writes it.
-
-Nodes that are alike in a fact stand in one group: who differs from the others, and in what.
-
-What nodes have in common and in what they differ: as text, and as one JSON object.
+An answer is one JSON file for each node, as ``gpucluster info all --json`` writes it. Nodes that are alike in a fact
+form one group: which differ from the others, and in what. The output is text or one JSON object.
 """
 
 from __future__ import annotations

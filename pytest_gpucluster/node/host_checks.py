@@ -1,6 +1,6 @@
-"""What is not as it should be with a host, beside the figures that limits are held against.
+"""Checks of a host: what is not as it should be, and the figures that limits are set for.
 
-The figures of a host that limits are set for: each with what was found, and the way to more of it.
+Each figure comes with what was found, and the way to more of it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""The system of a node: its name, kernel and distribution, the container around this process, and the scheduler.
+"""What ``gpucluster info`` shows of a node: system, CPUs, memory and mounts, and all parts put together.
 
-The CPUs of a node: model, sockets, cores, NUMA nodes, and what this process may use of them.
-
-The memory of a node, and the limits that this process has.
-
-The file systems of a node that hold data. None of them is looked into: a server that is gone would never answer.
-
-All that is known of a node, gathered once and put together.
+The system is its name, kernel and distribution, the container around this process, and the scheduler. CPUs and memory
+come with what this process may use of them. File systems are never looked into: a server that is gone would never
+answer. GPUs are read in ``node.info_gpus``, software and network in ``node.info_software``.
 """
 
 from __future__ import annotations

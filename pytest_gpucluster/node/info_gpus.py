@@ -1,11 +1,10 @@
-"""The GPUs of a node, through NVML: what is asked, and a child process that asks it.
+"""The GPUs of a node through NVML, queried by a child process (this module as a program), and their topology.
 
-A driver that hangs holds up whoever asks it, for ever and deaf to signals. So a child asks, writes a line for each
-thing that it has learned, and is left behind when it is late: what it has told until then is kept.
+A driver that hangs blocks its caller for ever and deaf to signals. So a child queries it, writes a JSON object a line
+for each answer, and is killed when it is late (its end is waited for 1 s at most): what it has written is kept.
 
-The process that asks NVML for ``node_info.gpus``: a JSON object a line.
-
-What lies between two GPUs, and between a GPU and a network card, in the words of ``nvidia-smi topo -m``.
+The topology is what lies between two GPUs, and between a GPU and a network card, in the words of
+``nvidia-smi topo -m``.
 """
 
 from __future__ import annotations

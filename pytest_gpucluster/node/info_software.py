@@ -1,8 +1,7 @@
-"""The answer of another program, waited for with a deadline: a tool of a broken driver may never end.
+"""The software stack of a node, its network interfaces and its InfiniBand and RoCE ports, and a runner of its tools.
 
-The software between the GPUs and a program: driver, Fabric Manager, kernel modules, CUDA, NCCL, torch, OFED.
-
-The network interfaces of a node, and its InfiniBand and RoCE ports with their way to GPU memory.
+The stack is what lies between the GPUs and a program: driver, Fabric Manager, kernel modules, CUDA, NCCL, torch, OFED.
+Ports come with their way to GPU memory. Tools run with a deadline: one of a broken driver may never end.
 """
 
 from __future__ import annotations

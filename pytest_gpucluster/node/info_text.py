@@ -1,14 +1,6 @@
-"""Lines of facts and tables, never wider than asked for.
+"""What a node is, as text for people: host, GPUs, ports and interfaces, topology.
 
-The host as text: system, CPUs, memory, driver stack, mounts.
-
-The GPUs as text.
-
-Ports and interfaces as text.
-
-The topology as text: who reaches whom over what.
-
-What a node is, as text for people: no line wider than asked for, nothing in it that acts on a terminal.
+No line is wider than asked for, and nothing in the text acts on a terminal.
 """
 
 from __future__ import annotations

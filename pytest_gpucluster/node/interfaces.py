@@ -1,6 +1,6 @@
-"""Which network interface, and so which address of this host, NCCL or gloo will use for its own connections.
+"""The network interface and address that NCCL or gloo will use on this host, and the nodes of a run.
 
-The nodes of a run, and how they tell each other something without a process group.
+Nodes exchange notices through a board, without a process group (:class:`Nodes`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the kernel log of this boot says of GPUs and NVSwitches: the driver's reports, each with its PCI address.
 
-A log that cannot be read is no finding and no pass: it is said, with the host's way out. Without root most
+A log that cannot be read is no finding and no pass: it is reported, with the host's way out. Without root most
 distributions refuse it (``kernel.dmesg_restrict``), and in a container there may be none.
 """
 

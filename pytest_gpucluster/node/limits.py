@@ -1,18 +1,13 @@
-"""The kernel's files below one root, so that tests can plant their own: what is not there is None, never a guess.
+"""What the kernel lets this process use: limits of its control group and of the process, CPUs, and host memory.
 
-What the control group of this process allows: memory, CPUs, tasks. A container's limits are these.
+The files are read below one root (:class:`Tree`), so that tests can plant their own: what is not there is None, never a
+guess. A container's limits are those of its control group. Memory includes the part of it that files in /dev/shm may
+take, and huge pages.
 
-Version 1 has a tree for each controller, version 2 one for all, and a host can have both. A limit holds for everything
-below it, so the tightest on the way up decides.
-
+Control groups: version 1 has a tree for each controller, version 2 one for all, and a host can have both. A limit holds
+for everything below it, so the tightest on the way up decides.
 Sources: Linux kernel, Documentation/admin-guide/cgroup-v2.rst (memory.max, cpu.max, pids.max, cpuset.cpus.effective)
 and Documentation/admin-guide/cgroup-v1/ (memory.limit_in_bytes, cpu.cfs_quota_us, pids.max, cpuset.effective_cpus).
-
-What the kernel lets one process have: open files, locked memory, processes.
-
-The CPUs of the node: which are there, at what speed they may run, and the memory nodes that they belong to.
-
-Host memory, the part of it that files in /dev/shm may take, and its huge pages.
 """
 
 from __future__ import annotations

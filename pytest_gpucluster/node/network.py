@@ -1,9 +1,8 @@
-"""A small TCP service of a host, which other hosts call to learn whether they reach it and what its clock says.
+"""Whether every node reaches every other one over TCP, on the interface that NCCL or gloo will use for its connections.
 
-Does every node reach every other one, on the interface that will carry NCCL's or gloo's own connections?
-
-Plain sockets with deadlines, before any process group is made: where a firewall or a wrong interface lies between two
-nodes, a process group would only hang.
+Each host runs a small TCP service (:class:`Responder`), which other hosts call to learn whether they reach it and what
+its clock says. Plain sockets with deadlines, before any process group is made: where a firewall or a wrong interface
+lies between two nodes, a process group would only hang.
 """
 
 from __future__ import annotations

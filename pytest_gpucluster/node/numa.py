@@ -1,7 +1,4 @@
-"""Where a rank may run, beside where its GPU is: CPUs and NUMA nodes.
-
-Does the memory that was measured with lie beside the GPU?
-"""
+"""Whether a rank and its host memory are on the NUMA node of its GPU: CPUs and memory nodes of both, compared."""
 
 from __future__ import annotations
 

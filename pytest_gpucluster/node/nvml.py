@@ -1,4 +1,4 @@
-"""What the driver knows of the GPUs, read through NVML: one named query, one plain value.
+"""What the driver reports of the GPUs, read through NVML: one named query, one plain value.
 
 A query that gives no value says why, because "this card has no such counter", "ask root" and "the GPU is gone" call
 for different answers. A MIG slice is asked for its own memory and processes; all else belongs to its GPU.

@@ -1,18 +1,12 @@
-"""The GPUs that this node's PCI bus shows although NVML does not, and why that may be.
+"""GPUs on this node's PCI bus: those that NVML does not list, their PCIe link, and their way to CPU and network card.
 
-May a network card reach GPU memory on this node? Both ways of GPUDirect RDMA, as far as they are seen from outside.
-
-Without one, each byte between nodes goes through the host's memory, and NCCL says so in its log only.
-
-How fast and wide a GPU's PCIe link is while data cross it: an idle link slows down, so only that tells.
-
-The way from a GPU to its CPU: the IOMMU that may stand in it, and switches that may send data the long way round.
+A link is read while data cross it, for an idle one slows down. Peer memory is whether a network card may reach GPU
+memory: both ways of GPUDirect RDMA, as far as they are seen from outside. Without one, each byte between nodes goes
+through the host's memory, and NCCL says so in its log only.
 
 Data between two GPUs, or between a GPU and a network card, can stay below the PCIe switch that both are on. With Access
 Control Services (ACS) redirecting, or with an IOMMU that translates, they go up to the CPU and down again: slower, and
-on some machines never arriving.
-
-Source: NCCL user guide, troubleshooting, "PCI Access Control Services (ACS)",
+on some machines never arriving. Source: NCCL user guide, troubleshooting, "PCI Access Control Services (ACS)",
 https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html.
 """
 

@@ -1,8 +1,7 @@
-"""Who a process is, for an operator who has to find and end it.
+"""Processes of a node by pid, and what other users or earlier jobs have left on it: processes on GPUs, files.
 
-What others, or earlier jobs, have left on a node: processes on its GPUs, files in /dev/shm and /tmp.
-
-A scheduler's prolog and epilog should have removed them.
+A process is described for an operator who has to find and kill it. Files are those in /dev/shm and /tmp. A scheduler's
+prolog and epilog should have removed both.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What Slurm says of itself and of the job's nodes.
+"""What Slurm reports of its controllers and the job's nodes, and whether ranks are bound to what it allocated.
 
-A node's part of a Slurm job: what its ranks are bound to, and what others have left on it.
+The check of an allocation also looks for what others have left on the node.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The recorder lives on rank 0's node in a session of its own, without torch and without pytest, so that what
 ends rank 0 (a signal, a crash, a hang with the GIL held) does not end the record. What it does is in
-:mod:`recorder_process`.
+:mod:`pytest_gpucluster.recorder.process`.
 
 Lines travel over a socket pair in numbered packets. A packet is taken whole or not at all, and one that comes
 twice is dropped: so an exception raised by a signal handler in the middle of a ``send`` neither tears a line

@@ -1,13 +1,11 @@
-"""The reports of a finished run, rendered in a process of their own.
+"""The files of a run on disk: journal, JUnit file, and the reports that a separate process renders at the end.
 
-The recorder starts it when journal and JUnit file are on disk. A report that takes too long, that needs more memory
-than there is, or that trips over something, costs neither the record nor the end of the run: it is named, and can be
-rendered again from the journal at any time.
+The JUnit file is replaced with every line that changes it and is pessimistic: at every moment it states what would be
+true if nothing came after it.
 
-What is on disk of a run: the journal, and the JUnit file that is made anew from it.
-
-The JUnit file is replaced with every line that changes it and is pessimistic: at every moment it says what
-would be true if nothing came after it.
+The other reports are rendered when journal and JUnit file are on disk. A report that takes too long, needs more memory
+than there is, or fails, damages neither the record nor the end of the run: it is named, and can be rendered again from
+the journal at any time.
 """
 
 from __future__ import annotations

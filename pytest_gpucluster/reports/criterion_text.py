@@ -1,4 +1,4 @@
-"""One criterion in few words: its headline number, limit and margin, who is to blame. Pure.
+"""One criterion in a few words: its headline number, limit and margin, and the suspected component. Pure.
 
 482.1 >= 440 GB/s, +9.5 %
 """

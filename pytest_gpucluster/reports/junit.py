@@ -1,11 +1,9 @@
-"""The properties of the testsuite: what was decided, run and measured, where, and with what.
+"""The JUnit file that a CI system reads: one testcase per test, never one per rank, and the suite's properties.
 
-The JUnit file: what a CI system reads.
-
-One testcase per test, never one per rank. With pytest's default family ``xunit2`` the file is valid against
-Jenkins' ``junit-10.xsd``, which has no place for properties in a testcase: measurements are properties of the
-testsuite and ``[[PROPERTY|name=value]]`` lines in the testcase's system-out. ``xunit1`` adds testcase
-properties, file and line.
+With pytest's default family ``xunit2`` the file is valid against Jenkins' ``junit-10.xsd``, which has no place for
+properties in a testcase: measurements are properties of the testsuite and ``[[PROPERTY|name=value]]`` lines in the
+testcase's system-out. ``xunit1`` adds testcase properties, file and line. The testsuite's properties state what was
+decided, run and measured, where, and with what.
 
 The file is pessimistic: whatever the journal does not say is an error, so a file that was left by a run that
 was killed never looks like a pass.

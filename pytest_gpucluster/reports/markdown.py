@@ -1,7 +1,7 @@
 """A run for a pull request or the summary of a GitHub step: GitHub Flavored Markdown, failures first.
 
-It always stays below ``MOST_BYTES``; what does not fit is left out in whole rows, and the number of those is said.
-Names and messages come from anywhere, and are text and nothing else: no markup, no HTML, no link, nobody is mentioned.
+It always stays below ``MOST_BYTES``; what does not fit is left out in whole rows, and the number of those is shown.
+Names and messages come from anywhere, and are text and nothing else: no markup, no HTML, no link, no mention of a user.
 
 Source: https://github.github.com/gfm/ ; the summary of a check has room for 65,535 bytes (dorny/test-reporter), a
 comment for 65,536 characters.

@@ -1,6 +1,6 @@
-"""Texts from anywhere made fit for a page: nothing in them is invisible, turns the line around, or fills the page.
+"""Text from anywhere made fit for a page, and tables of such text.
 
-A table of a page, as plain texts.
+Nothing in the text is invisible, changes the direction of the line, or fills the page.
 """
 
 from __future__ import annotations

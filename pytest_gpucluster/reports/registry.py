@@ -1,6 +1,6 @@
 """Which reports there are, what their files are called, and how they come into a folder.
 
-A report that cannot be made never costs another one: what went wrong with it is told instead.
+A report that cannot be made never prevents another one: the problem is reported instead.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """results.json: what was decided and measured, for programs.
 
-Each key is described in docs/results.schema.json, which :mod:`results_schema` makes. The order of keys is always the
-same, and that of tests is the run's, so that two files can be compared line by line. JSON has no NaN and no infinity:
-they are the texts "NaN", "Infinity" and "-Infinity", as in the journal, and never a number.
+Each key is described in docs/results.schema.json, which :mod:`pytest_gpucluster.reports.results_schema` makes. The
+order of keys is always the same, and that of tests is the run's, so that two files can be compared line by line. JSON
+has no NaN and no infinity: they are the texts "NaN", "Infinity" and "-Infinity", as in the journal, and never a number.
 """
 
 from __future__ import annotations

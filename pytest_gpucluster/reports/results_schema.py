@@ -1,4 +1,4 @@
-"""The JSON Schema of results.json: what each key means, for whoever reads the file with a program.
+"""The JSON Schema of results.json: what each key means, for programs that read the file.
 
 Draft 7, as for the YAML files. Every object is closed: a key that is not described here is never written.
 """

@@ -1,8 +1,7 @@
-"""A run as people look at it: its verdict in words, and one row a test with the value that decides.
+"""A run in short form: its verdict in words, one row a test with the value that decides, and its times.
 
-Every report that people read is made from this, so that they all choose the same headline and the same order.
-
-When a run began and how long it took, as far as its journal tells.
+Every report that people read is made from this, so that they all choose the same headline and the same order. When a
+run began and how long it took are given as far as its journal shows.
 """
 
 from __future__ import annotations

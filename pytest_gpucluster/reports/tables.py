@@ -1,14 +1,9 @@
-"""What a GPU did during a measurement, as one line.
+"""Values, limits, ranks, telemetry and times as short text and tables, for every report that people read.
 
-Telemetry travels in plain JSON types from ranks of any version, so nothing is taken for granted here: what is not of
-the form that ``telemetry.summary`` gives is shown as it is.
-
-Where the time of a run's tests went, as text: one line a test, those that took the longest first.
-
-Values, limits and ranks as short text, for every report that people read.
-
-A table stays small at any number of ranks: identical rows are folded into one with rank ranges, and of the
-rest only the worst are shown.
+A table stays small at any number of ranks: identical rows are folded into one with rank ranges, and of the rest only
+the worst are shown. Of the tests' times, one line a test, the longest are shown first. Telemetry travels in plain JSON
+types from ranks of any version, so nothing is taken for granted here: what is not of the form that
+``node.health.telemetry.summary`` gives is shown as it is.
 """
 
 from __future__ import annotations

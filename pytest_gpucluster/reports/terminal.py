@@ -1,9 +1,8 @@
-"""What the operator sees before the first test: which cluster, which limits, which settings. Pure.
+"""A run as plain text, for a terminal or a mail: the header before the first test, the summary after the last. Pure.
 
-A run as plain text, for a terminal or a mail: the verdict, the criteria with the bad ones first, what did not run.
-
-Nothing is wider than it is told to be, and nothing from elsewhere acts on a terminal. Colour only repeats what words
-say.
+The header shows the cluster, its limits and settings; the summary shows the verdict, the criteria with the bad ones
+first, and what did not run. No line is wider than the given width, and no text from elsewhere acts on a terminal.
+Colour only repeats what the words state.
 """
 
 from __future__ import annotations

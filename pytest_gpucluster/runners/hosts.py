@@ -1,6 +1,6 @@
-"""The hosts file: one node a line, or several in brackets, with what ssh has to know of it.
+"""The hosts file of ``gpucluster ssh``, and the plan of a run over its nodes: what runs where, with which arguments.
 
-What is to run on which nodes, and the words of each of them. Pure.
+The file has one node a line, or several in brackets, with what ssh needs to reach it.
 """
 
 from __future__ import annotations

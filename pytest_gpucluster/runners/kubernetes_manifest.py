@@ -1,6 +1,6 @@
-"""The Pod that an operator gives for a sweep: image, resources and volumes, and nothing that the sweep itself sets.
+"""The Jobs and the service of a sweep on Kubernetes, as plain JSON types, and the operator's Pod that they use.
 
-The Jobs and the service of a sweep on Kubernetes, as plain JSON types. Pure.
+The operator's Pod sets image, resources and volumes, and nothing that the sweep itself sets.
 """
 
 from __future__ import annotations

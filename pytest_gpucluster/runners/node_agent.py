@@ -1,9 +1,9 @@
-"""A program that runs on a node for as long as somebody listens. On the node.
+"""The node's part of a remote job: it runs and supervises a program there, and packs its folder for the way back.
 
-It ends when it is told to, when the other side hangs up, and when no beat has come for too long: then the connection is
-lost, though nothing here may ever say so. Nothing that it has started stays.
+The program is ended on request, when the other side hangs up, and when no heartbeat has come for too long: then the
+connection is broken, though nothing on the node may ever report it. No process that it has started stays.
 
-A folder on its way from a node: packed there, and unpacked here without trust in what is in it.
+The folder is packed on the node, and unpacked on our side without trust in its content.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Whether the nodes are fit for one run: what each has answered, held against the others. Pure.
-
-What a node says of itself before a run: whether it could take part. On the node.
-"""
+"""Whether the nodes are fit for one run: the facts that each node collects, and their comparison across all nodes."""
 
 from __future__ import annotations
 

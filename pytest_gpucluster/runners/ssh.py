@@ -1,15 +1,11 @@
-"""The command line of ssh for one node. Pure.
+"""Connections to nodes over ssh: the command line, the protocol, one open connection, and one query to many nodes.
 
 Source of all options: ssh(1) and ssh_config(5) of OpenSSH.
 
-What goes over the connection: a request, then beats of a heart one way and lines of JSON the other way. Pure.
-
+The protocol is a request, then heartbeats one way, for as long as this process lives, and lines of JSON the other way.
 A login shell may print a greeting in front of it, or a program something in between. So each of our lines has a mark,
-and the last one says that it is the last: where it is missing, the connection was lost.
-
-One ssh that is under way: what its node says, and a heart that beats for as long as this process lives.
-
-One short question to many nodes, with a deadline for each of them.
+and the last one is marked as the last: where it is missing, the connection was broken. A query has a deadline for each
+node.
 """
 
 from __future__ import annotations

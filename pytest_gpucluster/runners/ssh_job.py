@@ -1,8 +1,6 @@
-"""A run on one node, from its start until its reports are here.
+"""One run over many nodes by ssh: started on all of them, followed, ended, its reports fetched, and one exit code.
 
-One run over many nodes: started on all of them, followed, ended on all of them, and its reports brought.
-
-One exit code and one line of what came of a run on all nodes. Pure.
+The result is one exit code and one line for the whole run.
 """
 
 from __future__ import annotations

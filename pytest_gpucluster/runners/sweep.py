@@ -1,8 +1,6 @@
-"""What a sweep is to do, and the command of each of its runs. Pure.
+"""A sweep: its plan, the command of each of its runs, and its order: every node alone, then the survivors together.
 
-The order of a sweep: every node alone, all at once; then the survivors together.
-
-A scheduler's command-line tool, asked something short.
+All nodes run alone at the same time. Schedulers' command-line tools are called with :func:`run_tool`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What kubectl tells of nodes, Jobs and pods, as typed values. Pure.
+"""A sweep on Kubernetes, through kubectl: an Indexed Job with a pod a node, then one over the survivors.
 
-A sweep on Kubernetes, through kubectl: an Indexed Job with a pod a node, then one over the survivors.
+What kubectl reports of nodes, Jobs and pods is read into typed values.
 """
 
 from __future__ import annotations

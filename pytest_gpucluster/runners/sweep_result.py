@@ -1,14 +1,8 @@
-"""What a run's journal answers, in a few plain values: short enough for a container's termination message.
+"""The results of a sweep: of each run, its one verdict, its text, and its files; and what a sweep needs of a scheduler.
 
-What became of one run of a sweep: a node alone, or the survivors together. Pure.
-
-What a sweep needs of a scheduler.
-
-The one verdict of a sweep, from what became of every node alone and of the survivors together. Pure.
-
-A sweep in text: a line as each node ends, and the table at the end. Pure.
-
-What a sweep leaves on disk: ``sweep.json``, ``sweep.txt`` and ``exclude.txt`` in its own folder.
+A run's journal is reduced to a few plain values, short enough for a container's termination message. The verdict comes
+from the outcome of every node alone and of the survivors together. The text is a line as each node ends, and the table
+at the end. On disk, in the sweep's own folder: ``sweep.json``, ``sweep.txt`` and ``exclude.txt``.
 """
 
 from __future__ import annotations

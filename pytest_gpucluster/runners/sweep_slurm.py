@@ -1,7 +1,4 @@
-"""One srun that is under way: its output, its deadline, its end.
-
-A sweep inside a Slurm allocation: one srun a node, then one srun over the survivors.
-"""
+"""A sweep inside a Slurm allocation: one srun a node, then one srun over the survivors, each with its own deadline."""
 
 from __future__ import annotations
 

@@ -1,12 +1,10 @@
-"""What torchrun's agent says of its own end, in a file: how, and which of its ranks had not ended well.
+"""torchrun as ``gpucluster run`` starts it: its command line, how its agent ended, and the exit code of the run.
 
-The command line of torchrun, made of what the operator said. Pure.
-
-One exit code and one line of all that was left when torchrun has ended. Pure.
+The agent writes to a file how it ended, and which of its ranks exited with an error or a signal.
 
 The verdict is, in this order: rank 0's note, if rank 0 was on this node; the journal, if rank 0 died without a note;
-what the other ranks have left; and where nobody has left anything, what pytest ended with on its own. Nothing of it is
-ever made better: where it says 0, every rank of this node must have said so, and have ended with it.
+the notes of the other ranks; and without any of these, the exit code of pytest itself. No result is ever improved:
+0 means that every rank of this node reported 0 and exited with it.
 """
 
 from __future__ import annotations

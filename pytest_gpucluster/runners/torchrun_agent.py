@@ -1,7 +1,8 @@
-"""torchrun in a process of its own: as ``torchrun``, but for how its end is told.
+"""torchrun in a process of its own: as ``torchrun``, but for how its end is reported.
 
 torchrun shows ranks that failed as a traceback and a block of frames, and ends with 1. Here its end goes into a file
-(``account``), and whoever has started this says it in one line. All else is torchrun's own.
+(``runners.torchrun.Account``), and the process that has started this reports it in one line. All else is torchrun's
+own.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
-"""Rank 0's side of a search for who is to blame: from what the ranks saw of a round to the next round.
-
-How what a search for culprits has found is told: on the test's record, on the terminal, and in exclude.txt.
-
-After a collective has failed: find who is to blame, in the same session.
+"""Search for the culprit after a failed collective, in the same session, and the reporting of its result.
 
 Rank 0 plans, round by round, which groups are probed at once (``isolation.planner``). Every rank then takes part in the
-probe of its own group, an all-reduce in a process group of those ranks alone, and tells rank 0 what came of it in one
+probe of its own group, an all-reduce in a process group of those ranks alone, and sends rank 0 its result in one
 exchange, whose verdict is the next round. A probe that does not end is released at its deadline, as any phase of a
-test. Units are nodes, or the GPUs of a single node.
+test. Units are nodes, or the GPUs of a single node. The result goes into the test's record, onto the terminal and into
+exclude.txt.
 """
 
 from __future__ import annotations

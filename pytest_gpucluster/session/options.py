@@ -1,6 +1,6 @@
-"""How the value of an option is written: seconds, one of several words, yes or no, names, waiting times.
+"""Options and settings: how their values are parsed, and how they are resolved, each with its origin.
 
-Settings: command line over environment over ini over default, each with its origin.
+The command line overrides the environment, which overrides the ini file, which overrides the default.
 
 The plugin is *active* only when this project's configuration, an ini setting or a ``--gpucluster-*`` option of the
 command line asks for it. An environment variable alone never turns it on: it may be left over in an operator's shell.

@@ -1,9 +1,8 @@
-"""How a phase has ended on this rank: passed, failed, skipped, or released because another one did not come.
+"""The phases of a test on one rank: run the body, send its outcome to the others, and end it as all of them agree.
 
-The phases of a test on one rank: run the body, tell the others how it ended, and end it as all of them agree.
-
-The verdict of an exchange is raised here, inside pytest's own hook for the phase. So ``-x``, ``--maxfail``, ``--lf``,
-reruns and exit codes act on the same outcome on every rank, by construction.
+A phase ends on a rank as passed, failed, skipped, or released because another rank did not come. The verdict of an
+exchange is raised here, inside pytest's own hook for the phase. So ``-x``, ``--maxfail``, ``--lf``, reruns and exit
+codes act on the same outcome on every rank, by construction.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """How far a long step of a test is: step, loss, tokens/s and remaining time, on the terminal of rank 0 only.
 
-Where there is a live line (:mod:`live`), that shows it. Elsewhere, as in the log of a batch job, it is a plain line now
-and then. The last step is a line that stays everywhere. It goes past pytest's capture, so no report holds it. Of local
-workers the first one shows it: in the live line of their controller, else as plain lines on standard error.
+Where there is a live line (:mod:`pytest_gpucluster.session.status_line`), that shows it. Elsewhere, as in the log of a
+batch job, it is a plain line now and then. The last step is a line that stays everywhere. It goes past pytest's
+capture, so no report holds it. Of local workers the first one shows it: in the live line of their controller, else as
+plain lines on standard error.
 """
 
 from __future__ import annotations

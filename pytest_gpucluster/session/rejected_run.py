@@ -1,7 +1,7 @@
-"""The JUnit file of a run that is refused: an earlier run's file must never pass for this one's.
+"""The JUnit file of a run that is rejected at start: an earlier run's file must never pass for this one's.
 
-A refusal before the recorder runs (contradictory launcher variables, an unwritable report directory) has nobody else to
-write it.
+If a run is rejected before the recorder runs (contradictory launcher variables, an unwritable report directory), no
+other process writes the file.
 """
 
 from __future__ import annotations

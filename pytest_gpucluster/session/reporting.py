@@ -1,11 +1,9 @@
-"""pytest's own reports of a test: on rank 0 they say what all ranks agreed on, and go on record.
+"""Reporting through pytest on rank 0: test reports that all ranks agreed on, terminal lines, and testsuite properties.
 
-What rank 0 says on pytest's terminal: the header, a line for each criterion, and the closing summary.
-
-It is made of what is on record, so that it says what any later report says. pytest's own words stay as they are:
-PASSED or FAILED, and what was measured beside it.
-
-``record_testsuite_property`` without pytest's own JUnit writer, which this plugin has replaced.
+Rank 0's reports go into the journal. Its terminal shows the header, a line for each criterion and the closing summary,
+all made from what is recorded, so that they match any later report. pytest's own words stay as they are: PASSED or
+FAILED, and the measurements after it. ``record_testsuite_property`` works without pytest's own JUnit writer, which this
+plugin has replaced.
 """
 
 from __future__ import annotations

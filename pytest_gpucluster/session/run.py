@@ -1,6 +1,4 @@
-"""What a verdict rests on besides the measurements: the limits in force, and the environment of the first rank.
-
-What one process holds for the whole session: launch, settings, limits, who is there, what is on record.
+"""What one process holds for the whole session: launch, settings, limits in force, inventory, environment, recorder.
 
 Rank 0 alone speaks to the operator and to the recorder.
 """

@@ -1,8 +1,8 @@
-"""Which workload the collected tests measure with: the file beside them, read before the first one runs.
+"""Which tests run and with which workload: the workload file, the part of the suite asked for, and marker values.
 
-Which part of the suite was asked for, and which tests there is room for: ranks, nodes, a GPU, its dtypes, data.
-
-The values of this plugin's markers. One that says nothing usable is a usage error: it must not be overlooked.
+The workload is read from the file next to the collected tests before the first one runs. A test runs only where there
+is room for it: ranks, nodes, a GPU, its dtypes, data. A marker of this plugin without a usable value is a usage error:
+it must not be overlooked.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What rank 0 does when the verdict is on disk: it says which reports are missing, and tells the site's hooks.
+"""The end of a run: the verdict of all ranks, the end of the record, the site's hooks, the report to the launcher.
 
-How a run ends: the verdict that all ranks agree on, the end of the record, and what the launcher is told.
+Once the verdict is on disk, rank 0 names the reports that are missing and calls the hook ``pytest_gpucluster_verdict``.
 """
 
 from __future__ import annotations

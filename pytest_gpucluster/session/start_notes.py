@@ -1,8 +1,8 @@
-"""Who failed before the roll call: a note of each rank of a node, which rank 0 reads when the start breaks.
+"""Which rank failed before the roll call: a note of each rank of a node, which rank 0 reads when the start breaks.
 
 Until the roll call no rank knows another one, and torchrun answers the first failure with SIGTERM to all other ranks.
-So each rank keeps a note beside its error file, in a folder that torchrun makes for each rank of a node. A rank that
-has ended and had noted neither SIGTERM nor the loss of rank 0 before is a culprit. Without torchrun's folder there are
+So each rank keeps a note next to its error file, in a folder that torchrun makes for each rank of a node. A rank that
+has exited and had noted neither SIGTERM nor the loss of rank 0 before is a culprit. Without torchrun's folder there are
 no notes.
 """
 

@@ -1,6 +1,9 @@
-"""How far a test of a local worker is, in a file: its controller has the terminal.
+"""The live status line on rank 0's terminal: the test that runs, its progress and time, and this node's GPUs.
 
-Lines below whatever is being written to a terminal, that are gone when more is written.
+It is never in a file, a pipe or the log of a CI system, and nothing of it is left on the terminal: pytest's own lines
+are the same with and without it. A thread of rank 0 draws it once a second; NVML is asked by a process of its own
+(:mod:`pytest_gpucluster.node.health.node_reader_process`), every other second and for a few figures only. A local
+worker writes its progress to a file, which the controller shows.
 
 The cursor stays where the output has left it. To show the lines, room is made below it (IND, which scrolls only where
 it must), the place is kept (DECSC), the lines are written, and the place is restored (DECRC). To take them away it is
@@ -8,16 +11,8 @@ enough to erase from the cursor on (ED): so nothing must be known of where the c
 nor a window that changes its size can leave remains, or take anything that was written. Source: DEC STD 070 and
 XTerm Control Sequences, https://invisible-island.net/xterm/ctlseqs/ctlseqs.html; all of them are of the VT100.
 
-A terminal may take nothing for a while: Ctrl-S has stopped it, or the connection behind it is stuck. Nothing here waits
-for it; only what pytest itself writes does, as it does without these lines.
-
-The live line: which test runs, how far it is, how long it takes, and what the GPUs of this node are doing.
-
-It is for whoever sits before rank 0's terminal. It is never in a file, a pipe or the log of a CI system, and nothing of
-it is left on the terminal: pytest's own lines are the same with and without it. A thread of rank 0 draws it once a
-second; NVML is asked by a process of its own (``dashboard.reader``), every other second and for a few figures only.
-
-pytest's side of the live line: whether there is one, which test runs, and when it writes to the terminal itself.
+A terminal may accept no output for a while: Ctrl-S has stopped it, or the connection behind it is stuck. Nothing here
+waits for it; only what pytest itself writes does, as it does without these lines.
 """
 
 from __future__ import annotations

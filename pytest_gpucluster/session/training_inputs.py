@@ -1,4 +1,4 @@
-"""What training takes from outside: data, a model, a scratch folder for checkpoints, a golden curve.
+"""What training takes from outside: data, a model, a scratch folder for checkpoints, a reference curve.
 
 An option only says where each of them is. Whether it is there is looked up on every rank before the first test, since a
 path may be missing on one node alone. ``os.path`` is asked, for which a path that cannot be looked at is not there.

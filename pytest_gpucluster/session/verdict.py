@@ -1,6 +1,6 @@
-"""Hold what all ranks measured against the limits, once, where all of it has come together.
+"""Rank 0's decision for all ranks at the end of a phase: merged, judged, and whether the run can go on.
 
-What all ranks agree on at the end of a phase, as rank 0 decides it: merged, judged, whether the run can go on.
+Measurements are compared with the limits once, where those of all ranks have been collected.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""What local workers had measured in tests that Ctrl-C cut short: a file each, for no report comes from them then.
+"""The GPUs of one node without a launcher: ``pytest -n N --dist each``, where worker gwI is rank I on GPU I.
 
-A worker of ``pytest -n N --dist each``: a rank that judges nothing, and sends the controller what it measured.
-
-The GPUs of one node without a launcher: ``pytest -n N --dist each``, where worker gwI is rank I on GPU I.
-
-Every worker runs every test on its own GPU. The controller merges the N reports of a test into one, judges it, and lets
-pytest see that one only: the same testcases as under torchrun.
+Every worker runs every test on its own GPU, judges nothing, and sends the controller what it measured. The controller
+merges the N reports of a test into one, judges it, and lets pytest see that one only: the same testcases as under
+torchrun. For tests that Ctrl-C interrupts no report comes from the workers: each leaves its measurements in a file.
 """
 
 from __future__ import annotations

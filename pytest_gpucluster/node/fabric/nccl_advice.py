@@ -1,4 +1,4 @@
-"""From the facts of a node to all that there is to say of NCCL's variables on it. Pure."""
+"""From the facts of a node to all advice about NCCL's variables on it. Pure."""
 
 from __future__ import annotations
 

@@ -1,12 +1,10 @@
-"""``NCCL_IB_HCA`` and ``NCCL_IB_GID_INDEX``: which cards, and which of their addresses. Pure.
+"""Rules of the advice about NCCL: cards, interfaces, what a cloud's machines need, and variables best left unset. Pure.
 
-``NCCL_SOCKET_IFNAME`` and the threads of TCP: which interfaces, and how many connections. Pure.
-
-What a cloud's machines need: files and scripts of the provider, which change with its images. Pure.
-
-The values in a provider's script are its own and are not repeated here: it is named, for the operator to source.
-
-Variables that old instructions set, and that are best left alone on a healthy node. Pure.
+- cards: ``NCCL_IB_HCA`` and ``NCCL_IB_GID_INDEX``, which cards and which of their addresses
+- sockets: ``NCCL_SOCKET_IFNAME`` and the threads of TCP, which interfaces and how many connections
+- cloud: files and scripts of the provider, which change with its images. The values in a provider's script are its own
+  and are not repeated here: the script is named, for the operator to source.
+- unneeded: variables that old instructions set, and that are best left alone on a healthy node
 """
 
 from __future__ import annotations

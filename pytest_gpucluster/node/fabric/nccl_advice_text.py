@@ -1,9 +1,8 @@
-"""Advice as text for people, never wider than asked for. Pure.
+"""Advice about NCCL as text: for people, a shell, a Slurm batch script, and ``env`` of a Kubernetes container. Pure.
 
-Advice as text for programs: a shell, a batch script of Slurm, a container's ``env`` in Kubernetes. Pure.
-
-Values are quoted, so that a name with special characters stays one word. Everything else stands in comments of one line
-each, in which nothing acts on a terminal or ends the comment.
+Text for people is never wider than asked for. In text for programs, values are quoted, so that a name with special
+characters stays one word. Everything else is in comments of one line each, in which nothing acts on a terminal or ends
+the comment.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""What advice about NCCL is made from: one node, as the kernel, NVML and the launcher tell of it. Pure.
+"""The data of the advice about NCCL: the facts of one node, the fabric found from them, and the advice itself. Pure.
 
-Which network carries a node's data, and which of its cards belong to it. Pure.
+The facts are as the kernel, NVML and the launcher report them. The fabric is the network that carries a node's data,
+with the cards that belong to it; the advice is next to what is set.
 
 NCCL itself takes every port that is active, InfiniBand and Ethernet alike: also that of a card for storage. Source:
 NCCL, src/transport/net_ib.cc, ncclIbInitDevices. Which ports belong to the fabric is this suite's own judgement; where
 the facts allow two answers it is left open, and nothing is advised.
-
-What is advised: data, and how it stands beside what is set. Pure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What NCCL chose for a group: transports and algorithms, from lines of its log, and what all ranks' choices make up.
+"""NCCL's own log: how it is switched on and read, and the transports and algorithms that NCCL chose for a group.
 
 Names of transports, as they stand in labels and in ``expect_transport``:
 
@@ -9,12 +9,10 @@ Names of transports, as they stand in labels and in ``expect_transport``:
 - ``NET/IB``: InfiniBand or RoCE verbs, also through NVIDIA's external plugin (``IBext_v8`` and the like)
 - ``NET/AWS Libfabric``: EFA, also where its plugin calls itself Libfabric
 - ``NET/Socket``: TCP; ``NET/<name>``: any other network plugin, by its own name
-- ``gloo``: no NCCL at all; ``none``: one rank, which is connected to nobody
+- ``gloo``: no NCCL at all; ``none``: one rank, which is connected to no other
 
-NCCL's own log: what carries a group's data, and by which algorithm, in NCCL's words.
-
-NCCL reads the environment for it once, at its first message. So it is set early, and nothing of an operator's own
-settings is changed: then what those leave on disk is read, or it is said why nothing is known.
+NCCL reads the environment for its log once, at its first message. So it is set early, and an operator's own settings
+are never changed: then the files that those leave on disk are read, or the reason is given why nothing is known.
 
 Source: the formats are those of NCCL 2.18 to 2.30 (src/debug.cc, src/enqueue.cc, src/transport/*.cc); the variables,
 NCCL User Guide, "Environment Variables", NCCL_DEBUG, NCCL_DEBUG_FILE, NCCL_DEBUG_SUBSYS.

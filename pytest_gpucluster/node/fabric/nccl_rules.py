@@ -1,19 +1,14 @@
-"""What the value of a variable means at the place where it is set. Pure.
+"""Rules about variables of NCCL, UCX and CUDA that are set: which help, which hurt, and where. Pure.
 
-Each judge returns of what kind a finding about it is, or None where there is nothing to say.
+A table has a rule for each variable. Its judge returns the kind of finding for a value at the place where it is set, or
+None where there is nothing to report; :func:`judge_environment` returns the finding: none, a note, or that it hurts.
 
-What variables of NCCL, UCX and CUDA do: which help, which hurt, and where. A table of rules. Pure.
-
-Source, unless a rule has its own: NCCL user guide, "Environment Variables",
-https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
-
-What is to be said of a variable of NCCL, UCX or CUDA that is set: nothing, a note, or that it hurts here. Pure.
-
-NCCL's guide has two kinds of variables: those that tell NCCL of the system may stay set; those of its section
+NCCL's guide has two kinds of variables: those that describe the system to NCCL may stay set; those of its section
 "Debugging" "should not be used in production nor retained in scripts". So each of the latter is worth a note, and what
 surely costs speed or breaks something here is more than that: see the rules.
 
-Source: NCCL user guide, "Environment Variables", https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
+Source, unless a rule has its own: NCCL user guide, "Environment Variables",
+https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is wrong with the ports of the nodes: each node by itself, and beside the others. Pure."""
+"""What is wrong with the ports of the nodes: each node by itself, and compared with the others. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks tell each other about ports and settings, without a process group: each must be asked before NCCL is.
+"""Exchange of ports and settings between ranks without a process group, since it must come before NCCL is used.
 
 One rank compares for all. So a thousand ranks read one notice each, and not a thousand.
 """

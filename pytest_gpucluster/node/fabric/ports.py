@@ -1,6 +1,6 @@
-"""Faults of ports, grouped by what ports share: the rail, which has a port of each node, and the leaf switch. Pure.
+"""The ports that a node reports to the others, which of them NCCL may use, and faults grouped by rail and leaf switch.
 
-What a node says of its ports to the others, and which of them NCCL may use. Pure, but for :func:`read`.
+A rail has one port of each node. Pure, but for :func:`read_ports` and :func:`network_cards`, which read sysfs.
 """
 
 from __future__ import annotations

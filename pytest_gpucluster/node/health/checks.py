@@ -1,18 +1,12 @@
-"""Does the GPU answer, and does NVML tell what health is judged by?
+"""Health checks of one GPU: answers, memory, ECC, thermal, power, PCIe, configuration, and the driver's reports.
 
-Is all of the memory there, and is it free but for this job?
-
-Is memory protected, and has the protection found anything beyond repair?
-
-Does the GPU hold its clocks under load, and is it cool enough for that?
-
-May the GPU draw the power that it was made for?
-
-Does the link to the host run at full speed and width? Idle links slow down, so it is read under load.
-
-Is the GPU set up as declared?
-
-What does the driver say of this GPU: NVML's recovery action, and its reports in the kernel log of this boot?
+- answers: the GPU answers, and NVML reports what health is judged by
+- memory: all of it is there, and it is free but for this job
+- ECC: memory is protected, and nothing beyond repair was found
+- thermal, power: clocks hold under load, the GPU is cool enough for that, and may draw the power it was made for
+- PCIe: the link to the host runs at full speed and width; idle links slow down, so it is read under load
+- configuration: the GPU is set up as declared
+- Xids: NVML's recovery action, and the driver's reports in the kernel log of this boot
 """
 
 from __future__ import annotations

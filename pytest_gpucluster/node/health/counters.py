@@ -1,10 +1,4 @@
-"""Where the counters of one rank come from.
-
-All counters that a rank can read, at one moment.
-
-What has changed between two readings of the counters, and which of it is a fault of the hardware. Pure.
-
-What counts faults on a node, before and after a test, and what its changes mean.
+"""Fault counters of a rank, read before and after a test, and which of their changes are a fault of the hardware.
 
     before = counters.take(sources)
     ...
@@ -12,7 +6,7 @@ What counts faults on a node, before and after a test, and what its changes mean
     found.require_no_fault()
 
 A rank answers for its own GPU (NVML); the first rank of a node also for what is the node's: Xids in the kernel log and
-InfiniBand ports. Nothing here communicates or decides about a test.
+InfiniBand ports. Nothing here communicates or decides about a test. Comparing two readings is pure.
 """
 
 from __future__ import annotations

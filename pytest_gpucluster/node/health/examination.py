@@ -1,7 +1,4 @@
-"""All checks on one GPU, and what follows from them.
-
-Are the GPUs of all ranks alike?
-"""
+"""All health checks on one GPU with their result, and whether the GPUs of all ranks are alike."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Reads GPUs while windows on them are open: one thread for all GPUs of the node's sampler (``node_sampler_process``).
+"""Reads GPUs while windows on them are open: one thread for all GPUs of the node's sampler (``sampler_process``).
 
-Nothing that NVML does (raise, hang, lose a GPU) reaches whoever closes a window: what could not be read is named, and
-closing waits a bounded time at most.
+Nothing that NVML does (raise, hang, lose a GPU) reaches the caller that closes a window: what could not be read is
+named, and closing waits a bounded time at most.
 
-Each look at a GPU asks for the SM clock and the throttle reasons, and in turn for one of the others. Those tell of a
+Each sample of a GPU asks for the SM clock and the throttle reasons, and in turn for one of the others. Those cover a
 longer time anyway (see ``telemetry``), and every call serialises with the driver's other work, launches among it.
 Source: a developer of NVIDIA's driver in https://github.com/flightlessmango/MangoHud/pull/1307; measured in
-https://github.com/flightlessmango/MangoHud/pull/2104. One thread, because waking one costs more than a look takes; and
-of a driver that hangs over one GPU the others would not be told either, for its lock is the same for all of them.
+https://github.com/flightlessmango/MangoHud/pull/2104. One thread, because waking one costs more than a sample takes;
+and a driver that hangs over one GPU would not report the others either, for its lock is the same for all of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Are all NVLinks up, and do they carry data without errors?
+"""Health checks of the interconnect and the node: NVLinks, NVSwitch fabric, and GPUs that are missing or not used.
 
-Where there is an NVSwitch: has the Fabric Manager taken this GPU into the fabric, and is that well?
-
-Does the node show all of its GPUs, and does the job use them?
+- NVLink: all links are up, and carry data without errors
+- NVSwitch: the Fabric Manager has taken this GPU into the fabric, and the fabric is well
+- node: it shows all of its GPUs, and the job uses them
 """
 
 from __future__ import annotations

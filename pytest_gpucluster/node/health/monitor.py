@@ -1,9 +1,9 @@
-"""What goes along with each test's body on this rank: the node's sampler, and the counters of GPU and node.
+"""What monitors each test's body on this rank: the node's sampler, and the counters of GPU and node.
 
-Every body is watched. A criterion's counters are taken before and after it: what has changed goes beside its
+Every body is watched. A criterion's counters are taken before and after it: what has changed is recorded with its
 measurements, and what must never change (uncorrected memory errors, an Xid that demands action, a lost link) makes the
 test fail on the rank that has counted it. A counter without which the health of this kind of GPU cannot be judged, and
-which is not told, is an error. Nothing here communicates with other ranks.
+which is not reported, is an error. Nothing here communicates with other ranks.
 """
 
 from __future__ import annotations

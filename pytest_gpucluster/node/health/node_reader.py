@@ -1,11 +1,11 @@
-"""The reader process (:mod:`reader_process`), for the one that has started it: what it has said, never waited for.
+"""Reads a node's state: the reader process as its parent sees it, one sample of a GPU, and the host's load.
 
-Asking NVML in a process of its own has two reasons: a driver that hangs hangs there, and a measuring process never
-shares an interpreter with the questions.
+The process is :mod:`pytest_gpucluster.node.health.node_reader_process`; its parent never waits for it. Asking NVML in a
+process of its own has two reasons: a driver that hangs hangs there, and a measuring process never shares an interpreter
+with the questions.
 
-One look at a GPU through NVML, in plain JSON types: each figure, or why there is none.
-
-How busy the host is, from /proc: load, the time its CPUs have spent, memory.
+A sample of a GPU (NVML) is in plain JSON types: each figure, or why there is none. The host's load is from /proc: load,
+the time its CPUs have spent, memory.
 """
 
 from __future__ import annotations

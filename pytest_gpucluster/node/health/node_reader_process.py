@@ -1,6 +1,6 @@
-"""The process that reads a node for whoever looks at it, and writes what it reads to its standard output.
+"""The process that reads a node for the program that started it, and writes what it reads to its standard output.
 
-Each line is a JSON object, and tells one thing with the time of the monotonic clock at which it was read:
+Each line is a JSON object, and states one thing with the time of the monotonic clock at which it was read:
 
     {"nvml": {"driver": "580.65.06", "gpus": [{"index": 0, "uuid": "GPU-...", "name": "NVIDIA H100"}]}, "at": 12.3}
     {"nvml": {"why_not": "NVML is not available: ..."}, "at": 12.3}
@@ -8,8 +8,8 @@ Each line is a JSON object, and tells one thing with the time of the monotonic c
     {"host": {"load": [1.0, 0.9, 0.8], ...}, "at": 12.4}
     {"ports": [{"name": "mlx5_0/1", ...}], "why_not": "", "at": 12.4}
 
-One thread asks NVML, another reads the kernel's files: where NVML hangs, the other goes on, and whoever reads the lines
-sees by their times what has become old. The process ends with the one that started it, and when nobody reads it.
+One thread asks NVML, another reads the kernel's files: where NVML hangs, the other goes on, and the reader of the lines
+sees by their times what has become old. The process exits with its parent, and when its output is no longer read.
 """
 
 from __future__ import annotations

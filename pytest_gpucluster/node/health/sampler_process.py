@@ -10,7 +10,7 @@ An answer has ``"unseen": true`` too where NVML does not know the GPU here: a la
 What cannot be obeyed is answered by {"failure": "why"}, and the connection is closed.
 
 A thread serves each rank and another one reads the GPUs, so that each rank is answered while NVML hangs. The process
-ends with the one that started it.
+exits with its parent.
 """
 
 from __future__ import annotations

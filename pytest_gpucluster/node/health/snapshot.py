@@ -1,6 +1,6 @@
-"""Everything that the checks look at, gathered and frozen: a check asks nobody and always says the same.
+"""Everything that the health checks look at, collected before, under and after load, and frozen.
 
-Ask everything that is known of one GPU, before, under and after load.
+A check only reads a snapshot and queries nothing, so the same snapshot always gives the same result.
 """
 
 from __future__ import annotations

@@ -1,27 +1,25 @@
-"""What a GPU did during a window of time, in plain JSON types: clocks, power, temperature, utilisation and what held
-the clocks down. Pure; ``node_sampler`` is how a rank gets it.
+"""Telemetry of a GPU during a window of time: a rank's link to the node's sampler, and the summary of what was read.
+
+    with link.window() as window:
+        ...  # what is measured
+    window.summary()
 
     {"seconds": 3.1, "samples": 31, "sm_clock_mhz": [1740, 1755, 1980], "throttle": ["hw_thermal"],
      "throttle_share": {"hw_thermal": 0.62}, ..., "not_available": {}}
 
-Some figures look back further than one interval: utilisation is that of the last 1/6 to 1 s, and from the Ampere
-generation on (but for the A100) power is the mean of the last second. So the first second of a window also tells of
-what was before it.
-Source: NVML API Reference, nvmlUtilization_t and nvmlDeviceGetPowerUsage,
+A summary (:func:`summary`, pure) is in plain JSON types: clocks, power, temperature, utilisation and what held the
+clocks down. Some figures look back further than one interval: utilisation is that of the last 1/6 to 1 s, and from the
+Ampere generation on (but for the A100) power is the mean of the last second. So the first second of a window also
+covers what was before it. Source: NVML API Reference, nvmlUtilization_t and nvmlDeviceGetPowerUsage,
 https://docs.nvidia.com/deploy/nvml-api/.
 
-A rank's end of the node's sampler: one small process a node that reads the GPUs of its ranks (NVML, no torch).
+The sampler is one small process a node that reads the GPUs of its ranks (NVML, no torch): see
+:mod:`pytest_gpucluster.node.health.sampler_process`. The node's first rank starts it (:func:`start_sampler`) and gives
+the others its address. A rank sends when a window opens and closes, by the monotonic clock, which all processes of a
+node share, and gets the summary. Nothing that the process does or fails to do disturbs what is measured: opening a
+window never waits, closing one waits a bounded time, and what is missing is named with its reason.
 
-    with link.window() as window:
-        ...  # what is measured
-    window.summary()  # {"seconds": 3.1, "samples": 31, "sm_clock_mhz": [1740, 1755, 1980], ...}
-
-The node's first rank starts the process (:func:`start`) and tells the others its address. A rank tells it when a window
-opens and when it closes, by the monotonic clock, which all processes of a node share, and gets the summary. Nothing
-that the process does or fails to do disturbs what is measured: opening a window never waits, closing one waits a
-bounded time, and what is missing is named with its reason. What the process does is in :mod:`node_sampler_process`.
-
-The socket is a Unix socket in Linux's abstract namespace: nothing of it is left on disk, whatever ends the process. Its
+The socket is a Unix socket in Linux's abstract namespace: nothing of it is left on disk, however the process ends. Its
 name is random, and the process talks to its own user only. Source: unix(7).
 """
 

@@ -1,4 +1,4 @@
-"""What a report of the driver means, and what to do: ``xid.tsv``, beside this file, and the words of the line itself.
+"""What a report of the driver means, and what to do: from ``xid.tsv`` in this folder and the text of the line itself.
 
     >>> from pytest_gpucluster.node import kernel_log
     >>> entry = lookup(kernel_log.parse(["NVRM: Xid (PCI:0000:3b:00): 79, pid=7, GPU has fallen off the bus."])[0])

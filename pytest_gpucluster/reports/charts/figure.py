@@ -1,9 +1,7 @@
-"""A chart of what a test has left, with the figures that it shows as a table.
+"""A chart with its figures as a table, and the reading of the files of a test that charts are made from.
 
-Reading the files that a test has left: what is missing, damaged or too large is said, and never an exception.
-
-A report is made on whatever is there: a run may have been killed while it wrote a file, and a file may have been
-replaced since.
+A report is made from whatever files exist: a run may have been killed while it wrote a file, and a file may have been
+replaced since. So a file that is missing, damaged or too large is reported in the chart's place, never an exception.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Curves over steps or time: the loss of a training, the rate of a burn-in on each rank.
+"""The charts that belong to a test, made from its measurements and from the files that it has left.
 
-A metric over the sizes that it was measured with: busbw over the message size, as nccl-tests tells it.
-
-Which charts belong to a test: sweeps over sizes, maps of links, loss curves, the course of a burn-in, host links.
+They are: loss curves over the steps of a training, rates over the time of a burn-in, metrics over sizes (busbw over the
+message size, as nccl-tests prints it), maps of links, and the host links of each rank.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A matrix of values as a heat map.
-
-The matrix of links that a survey has left, as a heat map for each node, or for each rail across the nodes.
-"""
+"""Heat maps of any square matrix, and of a link survey: one for each node, or for each rail across nodes."""
 
 from __future__ import annotations
 

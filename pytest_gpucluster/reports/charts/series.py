@@ -1,6 +1,6 @@
-"""Lines over an axis: rates over sizes, losses over steps, rates over time.
+"""Line charts (rates over sizes, losses over steps, rates over time), and a bar that shows a value with its limit.
 
-A value beside its limit, as a bar in a table's cell.
+The bar fits into a cell of a table.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A drawing: SVG elements whose texts are escaped, with a text alternative.
-
-From values to places along an axis, and the ticks that stand there.
-"""
+"""SVG drawings: elements with escaped text and a text alternative, and the scales and ticks of their axes."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""``report.html``: a run as one page that needs nothing beside it."""
+"""``report.html``: a run as one self-contained page."""

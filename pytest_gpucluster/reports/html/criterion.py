@@ -1,14 +1,10 @@
-"""Links from a page to the files of its run: only to those that are there, and as they lie from where the page is.
+"""One test of a run as the page shows it: a row, and the details below it.
 
-What a search for who is to blame has found, with its evidence, as a page shows it.
-
-What was found and what is to be done about it, taken from the text of a failure.
-
-Checks of GPUs and nodes write a line for each finding (``health.finding``); other failures end with "what to do: ...".
-
-What GPUs did during a test, as a table. Values are those of ``telemetry.summary``, from ranks of any version.
-
-One test of a run as a page shows it: a row, and what opens below it.
+The details hold the advice taken from failure texts, the search for culprits with its evidence, what the GPUs did
+during the test, and links to the test's files. Checks of GPUs and nodes write a line for each finding
+(``metrics.finding``); other failures end with "what to do: ...". Telemetry has the values of
+``node.health.telemetry.summary``, from ranks of any version. Only files that exist are linked, with paths relative to
+the page.
 """
 
 from __future__ import annotations

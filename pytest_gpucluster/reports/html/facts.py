@@ -1,6 +1,6 @@
-"""What was run and under which conditions: the facts of a run, its limits, workload, settings and environment.
+"""The facts of a run as the page shows them: limits, workload, settings, environment, and the nodes and GPUs.
 
-The nodes and GPUs of a run: what all have in common once, and a row a rank for what differs.
+What all ranks have in common is shown once; what differs has a row for each rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``report.html``: one page of a run that needs nothing beside it, no network and no script to be read.
+"""``report.html``: a run as one self-contained page, readable without a network and without scripts.
 
 What is foreign (names of hosts, failure texts, labels, properties) is escaped by Jinja2, and what is still in the page
 by mistake does not run: the page's policy allows its own script alone, by its hash, and loads nothing from anywhere.
