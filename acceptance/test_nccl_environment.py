@@ -24,9 +24,9 @@ def test_nccl_environment(artifacts, board, cluster, fabric_sources, gpu, invent
     surely hurts here is an error; what helps in some places and hurts in others, and what is meant for debugging only,
     is noted. What this suite has set itself is left out.
 
-    On record as well is what ``gpucluster nccl-env`` would advise on this node: its fabric, the variables that it needs
-    and why. One that is not set, or set otherwise, is noted and fails nothing: whether it costs anything is what the
-    collectives measure.
+    Recorded as well is what ``gpucluster node nccl-env`` would advise on this node: its fabric, the variables that it
+    needs and why. One that is not set, or set otherwise, is noted and fails nothing: whether it costs anything is what
+    the collectives measure.
 
     Why: NCCL_P2P_DISABLE=1 or NCCL_ALGO=Ring, once set to look for a bug, costs half of the bandwidth for years, and no
     message ever says so.

@@ -169,6 +169,10 @@ def _commands() -> Iterator[str]:
         parser = argparse.ArgumentParser(prog=f"gpucluster {word}")
         main._module(word).configure(parser)
         yield from _command(parser, "###", epilogs=[])
+        if word == "run":
+            parser = argparse.ArgumentParser(prog=f"gpucluster {word} {main.HOSTS}")
+            main._module("run_hosts").configure(parser)
+            yield from _command(parser, "####", epilogs=[])
 
 
 def _command(parser: argparse.ArgumentParser, level: str, epilogs: list[str]) -> Iterator[str]:

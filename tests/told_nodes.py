@@ -1,4 +1,4 @@
-"""What made-up nodes tell of themselves, in the very form that `gpucluster info all --json` has."""
+"""What made-up nodes tell of themselves, in the very form that `gpucluster node info all --json` has."""
 
 from __future__ import annotations
 

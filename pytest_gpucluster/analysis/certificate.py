@@ -301,7 +301,7 @@ def read_certificate(path: Path) -> Document:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise RecordError(
-            f"{path}: no such file; name what `gpucluster accept JOURNAL --out FILE` has written"
+            f"{path}: no such file; name what `gpucluster certificate create JOURNAL --out FILE` has written"
         ) from None
     except OSError as error:
         raise RecordError(f"{path}: cannot be read: {error.strerror or error}") from None

@@ -159,7 +159,7 @@ def _broken(nodeid: str, started_at: str, message: str, source: Source) -> dict[
     }
 
 
-BY = "gpucluster merge"
+BY = "gpucluster runs merge"
 _OF_MERGING = "merged"
 """The first word of the properties that say what was merged."""
 _DIFFERENCE = 400

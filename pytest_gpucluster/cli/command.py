@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,31 @@ def explain(parser: argparse.ArgumentParser, description: str, examples: str, ex
     parser.description = description
     parser.epilog = f"examples:\n{examples}\n{exit_codes}"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A command of a group, such as ``info`` of ``gpucluster node``."""
+
+    help: str
+    configure: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def add_steps(parser: argparse.ArgumentParser, description: str, steps: Mapping[str, Step]) -> None:
+    """Add the commands of a group. ``options.run_step`` runs the chosen one, ``options.refuse`` is its usage error."""
+    parser.description = description
+    inner = parser.add_subparsers(dest="step", metavar="COMMAND", required=True)
+    for name, step in steps.items():
+        each = inner.add_parser(name, help=step.help)
+        step.configure(each)
+        each.set_defaults(run_step=step.run, refuse=each.error)
+
+
+def run_step(options: argparse.Namespace) -> int:
+    """Run the command that was chosen of a group, and return the exit code."""
+    code: int = options.run_step(options)
+    return code
 
 
 def add_journal(parser: argparse.ArgumentParser, name: str = "journal", help: str = JOURNAL_HELP) -> None:

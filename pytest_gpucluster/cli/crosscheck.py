@@ -1,4 +1,4 @@
-"""``gpucluster crosscheck``: our figures compared with those of nccl-tests, on the same GPUs and at the same sizes."""
+"""``gpucluster runs crosscheck``: our figures beside those of nccl-tests, on the same GPUs and at the same sizes."""
 
 from __future__ import annotations
 
@@ -36,8 +36,6 @@ UNDECIDED, NOT_RUN = 5, 6
 FOUND = REGRESSED
 _TIMEOUT_SECONDS = 600.0
 
-_CROSSCHECK = "Measure what a run of ours has measured with another program, and compare."
-
 _NCCL_TESTS = """\
 Run nccl-tests at the sizes, in the dtypes and with the number of GPUs of a run of ours, and compare busbw at each size.
 A difference beyond --beyond is a finding, whoever is faster; so are wrong data. With --output nothing is run: the
@@ -47,10 +45,10 @@ docs/crosscheck.md has the rules.
 """
 
 _EXAMPLES = """\
-  gpucluster crosscheck nccl-tests gpucluster-report/latest
-  gpucluster crosscheck nccl-tests gpucluster-report/latest --collective all_reduce --dtype bf16 -- -n 50
-  gpucluster crosscheck nccl-tests gpucluster-report/latest --launcher 'mpirun -np 16 --hostfile hosts'
-  gpucluster crosscheck nccl-tests gpucluster-report/latest --output all_reduce=all_reduce.txt --partial --json -
+  gpucluster runs crosscheck gpucluster-report/latest
+  gpucluster runs crosscheck gpucluster-report/latest --collective all_reduce --dtype bf16 -- -n 50
+  gpucluster runs crosscheck gpucluster-report/latest --launcher 'mpirun -np 16 --hostfile hosts'
+  gpucluster runs crosscheck gpucluster-report/latest --output all_reduce=all_reduce.txt --partial --json -
 """
 
 _EXIT_CODES = """\
@@ -66,29 +64,26 @@ exit codes:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add ``crosscheck nccl-tests``."""
-    explain(parser, _CROSSCHECK, _EXAMPLES, _EXIT_CODES)
-    tools = parser.add_subparsers(dest="tool", metavar="TOOL", required=True)
-    tool = tools.add_parser("nccl-tests", help="busbw of collectives beside NVIDIA's nccl-tests")
-    explain(tool, _NCCL_TESTS, _EXAMPLES, _EXIT_CODES)
-    add_journal(tool)
-    tool.add_argument(
+    """Add the arguments of ``runs crosscheck``."""
+    explain(parser, _NCCL_TESTS, _EXAMPLES, _EXIT_CODES)
+    add_journal(parser)
+    parser.add_argument(
         "--binaries",
         metavar="DIR",
         type=Path,
         help="where all_reduce_perf is (default: the PATH, /opt/nccl-tests/build)",
     )
-    tool.add_argument(
+    parser.add_argument(
         "-g",
         dest="gpus",
         metavar="N",
         type=_count,
         help="GPUs of each process (default: all that the run had on a node; 1 with --launcher)",
     )
-    tool.add_argument(
+    parser.add_argument(
         "--launcher", metavar="COMMAND", help="what to put before the program on several nodes: 'mpirun -np 16 ...'"
     )
-    tool.add_argument(
+    parser.add_argument(
         "--output",
         metavar="[COLLECTIVE=]FILE",
         action="append",
@@ -96,26 +91,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="run nothing, and take what nccl-tests has printed or written elsewhere, or SuperBench's "
         "results-summary.jsonl; repeatable",
     )
-    tool.add_argument("--collective", metavar="NAME", action="append", default=[], help="only this one; repeatable")
-    tool.add_argument("--dtype", metavar="NAME", action="append", default=[], help="only this one; repeatable")
-    tool.add_argument(
+    parser.add_argument("--collective", metavar="NAME", action="append", default=[], help="only this one; repeatable")
+    parser.add_argument("--dtype", metavar="NAME", action="append", default=[], help="only this one; repeatable")
+    parser.add_argument(
         "--beyond", metavar="PERCENT", default="5%", help="how much ours may differ from theirs (default: 5%%)"
     )
-    tool.add_argument("--partial", action="store_true", help="what only one side has is told, and does not end with 5")
-    tool.add_argument(
+    parser.add_argument(
+        "--partial", action="store_true", help="what only one side has is told, and does not end with 5"
+    )
+    parser.add_argument(
         "--other-hosts",
         action="store_true",
         help="compare also where the journal has no host of nccl-tests' names, as with pods",
     )
-    tool.add_argument(
+    parser.add_argument(
         "--timeout",
         metavar="SECONDS",
         type=_seconds,
         default=_TIMEOUT_SECONDS,
         help="how long a single start of nccl-tests may take (default: 600)",
     )
-    tool.add_argument("--keep", metavar="DIR", type=Path, help="keep what nccl-tests has printed in this folder")
-    tool.add_argument("--json", metavar="FILE", help="write all of it here as JSON; - is the standard output")
+    parser.add_argument("--keep", metavar="DIR", type=Path, help="keep what nccl-tests has printed in this folder")
+    parser.add_argument("--json", metavar="FILE", help="write all of it here as JSON; - is the standard output")
 
 
 def run(options: argparse.Namespace) -> int:

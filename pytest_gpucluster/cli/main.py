@@ -15,41 +15,44 @@ from pytest_gpucluster import __version__
 from pytest_gpucluster.cli.command import DONE, NO_OUTPUT, USAGE
 
 READER_GONE = 141
-"""As a shell says of a program that SIGPIPE has ended. Never 0: `gpucluster compare OLD NEW | head` may end before the
-answer is known."""
+"""As a shell says of a program that SIGPIPE has ended. Never 0: `gpucluster runs compare OLD NEW | head` may end before
+the answer is known."""
 
 _TAKES_NO_MORE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """What the standard output may say of a file that it was led to. Commands meet the errors of their own files."""
 
-COMMANDS = {
-    "info": "tell what this node is: CPUs, GPUs, topology, ports, driver stack",
-    "nccl-env": "say which of NCCL's variables this node needs, and which hurt it",
-    "node": "judge a node by its kernel log: errors of GPUs and NVSwitches, and what to do",
-    "nodes": "tell in what many nodes differ, by what info told of each",
-    "run": "run torchrun over pytest, and end with pytest's own exit code",
-    "watch": "show what this node is doing: GPUs, links, ports, processes",
-    "report": "render the reports of a run again from its journal",
-    "merge": "make one journal, with one verdict, of several runs of one cluster",
-    "fleet": "show the runs of many nodes as one matrix, with outliers and whom to drain",
-    "compare": "tell what has become better or worse from one run to another",
-    "crosscheck": "hold a run's collectives beside those of nccl-tests",
-    "accept": "write, verify and compare acceptance records",
-    "thresholds": "check and explain limits, and propose floors from accepted runs",
-    "verdict": "print a run's verdict, and end with its exit code",
-    "ssh": "run the suite over the nodes of a hosts file, started over ssh",
-    "sweep": "run the suite on every node alone, then on the survivors together",
-    "golden": "make a golden loss curve of one or more runs",
-    "data": "prepare rows for LoRA, or ask a saved adapter for function calls",
+BEFORE = {
+    "node": "look at nodes: info, diff, nccl-env, kernel-log, watch",
+    "thresholds": "limits: check, explain, calibrate, judge",
+    "lora": "data and results of LoRA: prepare, evaluate, reference-curve",
 }
-"""Word -> what it does, in the order of the help. The module is ``commands.<word>``, with ``_`` for ``-``."""
+DURING = {
+    "run": "torchrun over pytest, on this node or over ssh, with pytest's own exit code",
+    "sweep": "every node alone, then the survivors together: slurm, kubernetes, ssh",
+}
+AFTER = {
+    "report": "render the reports of a run again from its journal",
+    "verdict": "print a run's verdict, and end with its exit code",
+    "runs": "journals: compare, merge, fleet, crosscheck",
+    "certificate": "certificates of accepted runs: create, verify, diff",
+}
+COMMANDS = BEFORE | DURING | AFTER
+"""Word -> what it does, in the order of the help. The module is ``cli.<word>``."""
 
-PASSING_ON = {"run", "ssh", "sweep", "crosscheck"}
-"""Words whose arguments after the first ``--`` belong to somebody else."""
+PASSING_ON = {"run", "sweep", "runs"}
+"""Words whose arguments after the first ``--`` belong to another program."""
 
 FOR_OTHERS = {"run"}
-"""Words of which options that they do not know belong to somebody else, too: they are ``options.for_others``."""
+"""Words of which options that they do not know belong to another program, too: they are ``options.for_others``."""
 
-_EPILOG = """\
+HOSTS = "--hosts"
+"""With this option ``run`` is another command: over ssh, with options of its own."""
+
+_EPILOG = "\n".join(
+    f"{title}:\n" + "".join(f"  {name:<12} {does}\n" for name, does in group.items())
+    for title, group in (("before a run", BEFORE), ("during a run", DURING), ("after a run", AFTER))
+)
+_EPILOG += """
 `gpucluster COMMAND --help` has the examples and the exit codes of a command. 2 is wrong usage everywhere,
 141 says that whoever read the output has closed it.
 """
@@ -80,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     code = READER_GONE
     try:
-        code = _module(options.command).run(options)
+        code = options.run(options)
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read this has had enough, as `head` has
         _let_go()
@@ -111,13 +114,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"pytest-gpucluster {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, does in COMMANDS.items():
-        inner = commands.add_parser(name, help=does)
-        if name == said:
-            _module(name).configure(inner)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", help=argparse.SUPPRESS)
+    module = _module(_module_name(said, words)) if said in COMMANDS else None
+    for name in COMMANDS:
+        inner = commands.add_parser(name)
+        if module is not None and name == said:
+            module.configure(inner)
+            inner.set_defaults(run=module.run)
     options, others = parser.parse_known_args(words)
-    if said in FOR_OTHERS:
+    if said in FOR_OTHERS and not _over_ssh(words):
         options.for_others = others
     elif others:
         getattr(options, "refuse", parser.error)(f"unrecognized arguments: {' '.join(others)}")
@@ -133,5 +138,13 @@ def _let_go() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def _over_ssh(words: Sequence[str]) -> bool:
+    return any(word == HOSTS or word.startswith(f"{HOSTS}=") for word in words)
+
+
+def _module_name(said: str, words: Sequence[str]) -> str:
+    return "run_hosts" if said == "run" and _over_ssh(words) else said
+
+
 def _module(name: str) -> Command:
-    return cast(Command, importlib.import_module(f"pytest_gpucluster.cli.{name.replace('-', '_')}"))
+    return cast(Command, importlib.import_module(f"pytest_gpucluster.cli.{name}"))

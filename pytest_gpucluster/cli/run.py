@@ -60,7 +60,10 @@ _RECORD_CLOSED_SECONDS = 20.0
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``run``: there are none of its own."""
     explain(parser, _RUN, _EXAMPLES, RUN_EXIT_CODES)
-    parser.usage = "gpucluster run [torchrun options] -- [pytest options]"
+    parser.usage = (
+        "gpucluster run [torchrun options] -- [pytest options]\n"
+        "       gpucluster run --hosts HOSTS [options] -- [pytest options]   (over ssh: --hosts HOSTS --help)"
+    )
     parser.allow_abbrev = False
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from pytest_gpucluster.cli.access import add_access, directory_of, hosts_and_access, run_id_of
 from pytest_gpucluster.cli.command import complain, explain
+from pytest_gpucluster.cli.run_hosts import add_access, directory_of, hosts_and_access, run_id_of
 from pytest_gpucluster.errors import EnvironmentBroken, OptionError, UnitError
 from pytest_gpucluster.journal.verdict import EXIT_CODES
 from pytest_gpucluster.metrics import units
@@ -39,8 +39,8 @@ else a node that goes down ends the whole job.
 """
 
 _SSH = """\
-Sweep the nodes of a hosts file over ssh, as `gpucluster ssh` does with one run: each node's reports are brought here.
-Nodes that do not answer are told in the table, and the others go on. Nothing needs to be shared.
+Sweep the nodes of a hosts file over ssh, as `gpucluster run --hosts` does with one run: each node's reports are brought
+here. Nodes that do not answer are told in the table, and the others go on. Nothing needs to be shared.
 """
 
 _KUBERNETES = """\

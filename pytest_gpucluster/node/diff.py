@@ -3,8 +3,11 @@
 Compared is what stays the same from one minute to the next, and should be the same on all nodes. Left out is what
 belongs to one node or one moment: names, addresses, serial numbers, temperatures, loads, free memory.
 
-An answer is one JSON file for each node, as ``gpucluster info all --json`` writes it. Nodes that are alike in a fact
-form one group: which differ from the others, and in what. The output is text or one JSON object.
+What nodes have told of themselves: one file of JSON each, as ``gpucluster node info all --json`` writes it.
+
+Nodes that are alike in a fact stand in one group: who differs from the others, and in what.
+
+What nodes have in common and in what they differ: as text, and as one JSON object.
 """
 
 from __future__ import annotations
@@ -245,7 +248,7 @@ class Answers:
     """Who has answered what.
 
     Attributes:
-        told: node -> what ``gpucluster info`` has told there.
+        told: node -> what ``gpucluster node info`` has told there.
         without: node -> why nothing is known of it.
         uninvited: nodes that have answered and were not expected.
     """
@@ -293,11 +296,11 @@ def _read(path: Path) -> Mapping[str, Any] | str:
     except (ValueError, RecursionError) as error:
         return one_line(f"{path.name} is no JSON: {error}", _ERROR_CHARACTERS)
     if not isinstance(told, dict) or "schema_version" not in told or "host" not in told:
-        return f"{path.name} was not written by `gpucluster info --json`"
+        return f"{path.name} was not written by `gpucluster node info --json`"
     if told["schema_version"] != INFO_SCHEMA_VERSION or told.get("view") != VIEW:
         found = f"version {told['schema_version']!r}, view {told.get('view')!r}"
         return one_line(
-            f"{path.name} is not of `gpucluster info all --json` of this version: {found}", _ERROR_CHARACTERS
+            f"{path.name} is not of `gpucluster node info all --json` of this version: {found}", _ERROR_CHARACTERS
         )
     return told
 

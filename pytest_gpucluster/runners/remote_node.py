@@ -1,4 +1,6 @@
-"""Our side on a node: takes one request from the standard input, answers it, and ends. Started by ``gpucluster ssh``.
+"""Our side on a node: takes one request from the standard input, answers it, and ends.
+
+Started by ``gpucluster run --hosts``.
 
 It needs neither torch nor pytest, so that it can say that they are missing.
 """

@@ -144,7 +144,9 @@ def read_request(line: bytes) -> Mapping[str, Any]:
     except ValueError:
         told = None
     if not isinstance(told, dict) or not isinstance(told.get("do"), str):
-        raise EnvironmentBroken("no request came over the connection; this program is started by `gpucluster ssh`")
+        raise EnvironmentBroken(
+            "no request came over the connection; this program is started by `gpucluster run --hosts`"
+        )
     if told.get("protocol") != PROTOCOL:
         raise EnvironmentBroken(
             f"the request is of protocol {told.get('protocol')!r}, and this node's version of pytest-gpucluster speaks "

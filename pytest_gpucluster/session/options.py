@@ -380,7 +380,7 @@ OPTIONS = (
         metavar="FILE",
         parse=_path,
         takes="base",
-        help="a golden loss curve, made by gpucluster golden; a curve that leaves its band is a failure",
+        help="a golden loss curve, made by gpucluster lora reference-curve; a curve that leaves its band is a failure",
     ),
     _Option(
         name="baseline",

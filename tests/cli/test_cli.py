@@ -6,12 +6,13 @@ import io
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from each import of_each
 
 import pytest_gpucluster
-from pytest_gpucluster.cli import main
+from pytest_gpucluster.cli import certificate, lora, main, node, runs
 
 HEAVY = ("torch", "pytest", "_pytest", "yaml", "pynvml", "numpy", "jinja2", "rich", "prometheus_client")
 
@@ -31,24 +32,17 @@ def test_what_follows_the_dashes_is_for_somebody_else_where_the_command_starts_s
 @of_each(
     "line",
     [
-        *("", "repot", "info gpus", "report", "report x --pdf y", "verdict", "nccl-env --format toml"),
-        *(
-            "sweep",
-            "sweep lsf",
-            "sweep slurm",
-            "sweep kubernetes --expect=8",
-            "golden",
-            "golden x.csv",
-            "golden --out x",
-        ),
-        *("accept a b", "accept verify", "accept verify a b", "accept diff a", "accept verify a --out x"),
-        *("accept a --sha256 x", "accept diff a b --journal x", "accept verify a --even-though-not-accepted"),
-        *("ssh h --within=0s", "ssh h --port=80", "ssh h --check --info", "ssh h --nproc-per-node=0"),
-        *("watch --interval 0", "watch --interval -1", "watch --interval nan", "watch --interval inf"),
-        *("watch --interval 0.1", "watch --interval 4000", "watch --interval soon", "watch --gpus a"),
-        *("watch --gpus 0,,1", "watch --gpus -1", "watch --gpus 99999", "watch --gpus \N{ARABIC-INDIC DIGIT ONE}"),
-        *("crosscheck nccl-tests run --timeout 0", "crosscheck nccl-tests run --timeout nan"),
-        *("crosscheck nccl-tests run -g 0", "crosscheck nccl-tests run -g all"),
+        *("", "repot", "info", "report", "report x --pdf y", "verdict", "sweep", "sweep lsf", "sweep slurm"),
+        *("sweep kubernetes --expect=8", "runs", "runs crosscheck run -g 0", "runs crosscheck run -g all"),
+        *(f"runs crosscheck run --timeout {seconds}" for seconds in ("0", "nan")),
+        *(f"node {words}" for words in ("", "info gpus", "nccl-env --format toml")),
+        *(f"node watch --interval {seconds}" for seconds in ("0", "-1", "nan", "inf", "0.1", "4000", "soon")),
+        *(f"node watch --gpus {gpus}" for gpus in ("a", "0,,1", "-1", "99999", "\N{ARABIC-INDIC DIGIT ONE}")),
+        *(f"lora reference-curve {words}" for words in ("", "x.csv", "--out x")),
+        *(f"certificate {words}" for words in ("", "create a b", "create a --sha256 x", "verify", "verify a b")),
+        *(f"certificate {words}" for words in ("verify a --out x", "verify a --even-though-not-accepted", "diff a")),
+        "certificate diff a b --journal x",
+        *(f"run --hosts h {words}" for words in ("--within=0s", "--port=80", "--check --info", "--nproc-per-node=0")),
         *(f"thresholds calibrate x --out - --spreads={text}" for text in ("0", "-1", "nan", "many", "100")),
     ],
 )
@@ -61,13 +55,18 @@ def test_wrong_usage_is_exit_code_2_and_the_usage_is_shown(line, capsys):
     assert "usage: gpucluster" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", main.COMMANDS)
+GROUPS = {"node": node, "runs": runs, "certificate": certificate, "lora": lora}
+NAMES = [name for name in main.COMMANDS if name not in GROUPS]
+NAMES += ["run --hosts x", *(f"{group} {step}" for group, module in GROUPS.items() for step in module.STEPS)]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_each_command_has_examples_that_it_takes_itself_and_exit_codes(name, capsys):
     with pytest.raises(SystemExit) as error:
-        main.main([name, "--help"])
+        main.main([*name.split(), "--help"])
     assert error.value.code == 0
     text = capsys.readouterr().out
-    assert f"gpucluster {name} " in text.partition("examples:\n")[2]
+    assert f"gpucluster {name.removesuffix(' x')} " in text.partition("examples:\n")[2]
     assert "exit codes" in text
 
 
@@ -80,7 +79,7 @@ def test_help_names_every_command_and_imports_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.endswith("[]\n")
     for name in main.COMMANDS:
-        assert f"\n    {name}" in done.stdout
+        assert f"\n  {name} " in done.stdout
         assert " ".join(main.COMMANDS[name].split()) in " ".join(done.stdout.split())
 
 
@@ -147,16 +146,17 @@ def test_any_other_error_of_a_file_is_not_taken_for_that(monkeypatch):
     def fail(options):
         raise OSError(28, "No space left on device", "a file of its own")
 
-    monkeypatch.setattr("pytest_gpucluster.cli.info.run", fail)
+    monkeypatch.setitem(node.STEPS, "info", replace(node.STEPS["info"], run=fail))
     with pytest.raises(OSError, match="a file of its own"):
-        main.main(["info"])
+        main.main(["node", "info"])
 
 
 def test_what_the_locale_has_no_character_for_is_shown_by_its_number(monkeypatch):
     said = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(said, encoding="ascii"))
-    monkeypatch.setattr("pytest_gpucluster.cli.info.run", lambda options: print("caf\u00e9 \u2026") or 0)
-    assert main.main(["info"]) == 0
+    step = replace(node.STEPS["info"], run=lambda options: print("caf\u00e9 \u2026") or 0)
+    monkeypatch.setitem(node.STEPS, "info", step)
+    assert main.main(["node", "info"]) == 0
     assert said.getvalue() == b"caf\\xe9 \\u2026\n"
 
 

@@ -1,4 +1,4 @@
-"""``gpucluster compare``: its answers as exit codes."""
+"""``gpucluster runs compare``: its answers as exit codes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def runs(tmp_path):
 )
 def test_the_exit_code_is_the_answer(runs, capsys, arguments, code, said):
     old, new, *options = arguments
-    assert main(["compare", str(runs / old), str(runs / new), *options]) == code
+    assert main(["runs", "compare", str(runs / old), str(runs / new), *options]) == code
     assert said in capsys.readouterr().out
 
 
@@ -51,20 +51,20 @@ def test_the_exit_code_is_the_answer(runs, capsys, arguments, code, said):
 )
 def test_what_cannot_be_done_is_said(runs, capsys, monkeypatch, new, options, code, said):
     monkeypatch.chdir(runs)
-    assert main(["compare", str(runs / "old"), str(runs / new), *options]) == code
+    assert main(["runs", "compare", str(runs / "old"), str(runs / new), *options]) == code
     assert said in capsys.readouterr().err
 
 
 def test_a_journal_is_never_overwritten(runs, capsys):
     journal = runs / "old" / "journal.jsonl"
     before = journal.read_bytes()
-    assert main(["compare", str(runs / "old"), str(runs / "same"), "--json", str(journal)]) == 2
+    assert main(["runs", "compare", str(runs / "old"), str(runs / "same"), "--json", str(journal)]) == 2
     assert journal.read_bytes() == before
     assert str(journal) in capsys.readouterr().err
 
 
 def test_json_alone_goes_to_the_standard_output(runs, capsys):
-    assert main(["compare", str(runs / "old"), str(runs / "slow"), "--json", "-"]) == 1
+    assert main(["runs", "compare", str(runs / "old"), str(runs / "slow"), "--json", "-"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert (found["answer"], found["exit"]) == ("REGRESSION", 1)
     assert found["old"]["journal"] == str(runs / "old" / "journal.jsonl")
@@ -73,5 +73,5 @@ def test_json_alone_goes_to_the_standard_output(runs, capsys):
 def test_a_journal_that_is_cut_off_is_compared_as_far_as_it_goes(runs, capsys):
     path = runs / "same" / "journal.jsonl"
     path.write_bytes(path.read_bytes()[:-5])
-    assert main(["compare", str(runs / "old"), str(runs / "same")]) == 0
+    assert main(["runs", "compare", str(runs / "old"), str(runs / "same")]) == 0
     assert "cut off" in capsys.readouterr().err

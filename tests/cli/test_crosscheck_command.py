@@ -1,4 +1,4 @@
-"""``gpucluster crosscheck nccl-tests``: what is run, and what its exit codes say."""
+"""``gpucluster runs crosscheck``: what is run, and what its exit codes say."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def bench(tmp_path, monkeypatch):
 
 
 def crosscheck(*words, run="run", more=()):
-    return main(["crosscheck", "nccl-tests", run, "--binaries", "bin dir", *words, *(["--", *more] if more else [])])
+    return main(["runs", "crosscheck", run, "--binaries", "bin dir", *words, *(["--", *more] if more else [])])
 
 
 def started(folder):
@@ -97,7 +97,7 @@ def test_no_program_is_an_error_of_its_own(bench, capsys, monkeypatch):
     assert "nowhere or nowhere/build; " in capsys.readouterr().err
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr("pytest_gpucluster.analysis.nccl_programs.USUAL_FOLDERS", (folder / "usual",))
-    assert main(["crosscheck", "nccl-tests", "run"]) == 6
+    assert main(["runs", "crosscheck", "run"]) == 6
     assert f"PATH, {folder / 'usual'}; " in capsys.readouterr().err
     (folder / "bin dir" / "all_reduce_perf").chmod(0o644)
     assert crosscheck() == 6
@@ -106,7 +106,7 @@ def test_no_program_is_an_error_of_its_own(bench, capsys, monkeypatch):
 def test_a_program_is_found_on_the_path_and_in_a_build_folder(bench, capsys, monkeypatch):
     folder = bench()
     monkeypatch.setenv("PATH", f"{folder / 'bin dir'}:{os.environ['PATH']}")
-    assert main(["crosscheck", "nccl-tests", "run"]) == 0
+    assert main(["runs", "crosscheck", "run"]) == 0
     install(folder / "made" / "build", "all_reduce_perf")
     assert crosscheck("--binaries", "made") == 0
 
@@ -228,7 +228,7 @@ def test_what_nccl_tests_has_printed_can_be_kept(bench, capsys):
     [kept] = (folder / "kept" / "here").iterdir()
     assert kept.name == "all_reduce_perf-bf16-1000000.txt"
     capsys.readouterr()
-    assert main(["crosscheck", "nccl-tests", "run", "--output", str(kept)]) == 0, "and be compared again"
+    assert main(["runs", "crosscheck", "run", "--output", str(kept)]) == 0, "and be compared again"
     (folder / "a-file").write_text("")
     assert crosscheck("--keep", "a-file") == 6
     assert "--keep a-file: " in capsys.readouterr().err
@@ -261,7 +261,7 @@ def test_an_output_that_was_made_elsewhere_can_be_compared(bench, capsys, text, 
     path = folder / "made=else where.txt"
     if text is not None:
         path.write_text(text)
-    assert main(["crosscheck", "nccl-tests", "run", "--output", name.format(path), *words]) == code
+    assert main(["runs", "crosscheck", "run", "--output", name.format(path), *words]) == code
     out, err = capsys.readouterr()
     assert said in out + err
     assert not (folder / "log").exists(), "nothing is run"
@@ -281,7 +281,7 @@ def test_a_summary_of_superbench_can_be_compared(bench, capsys, busbw, name, cod
     node = {"node": "gpu-a", "gemm-flops/FP32:0": 18362.1, "nccl-bw:nvlink/allreduce_1000000_busbw:0": busbw}
     (folder / "results-summary.jsonl").write_text(json.dumps(node) + "\n")
     output = name.format("results-summary.jsonl")
-    assert main(["crosscheck", "nccl-tests", "fp32", "--output", output]) == code
+    assert main(["runs", "crosscheck", "fp32", "--output", output]) == code
     out, err = capsys.readouterr()
     assert said in out + err
     assert code == 6 or "whether the data" in " ".join(out.split())
@@ -305,7 +305,7 @@ def test_what_cannot_be_written_is_4(bench, capsys):
 
 def test_ctrl_c_ends_the_program_and_is_no_agreement(bench):
     folder = bench(hangs=True)
-    command = [sys.executable, "-m", "pytest_gpucluster", "crosscheck", "nccl-tests", "run", "--binaries", "bin dir"]
+    command = [sys.executable, "-m", "pytest_gpucluster", "runs", "crosscheck", "run", "--binaries", "bin dir"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         until = time.monotonic() + 60

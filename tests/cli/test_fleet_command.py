@@ -1,4 +1,4 @@
-"""``gpucluster fleet``: what it takes, and what its exit codes say."""
+"""``gpucluster runs fleet``: what it takes, and what its exit codes say."""
 
 from __future__ import annotations
 
@@ -46,29 +46,29 @@ def test_the_exit_code_says_whether_all_are_good(sweep, capsys, outcome, options
     }
     word, number = ends[outcome]
     node(sweep, 6, outcome, end={"verdict": word, "exit": number})
-    assert main(["fleet", str(sweep), *options]) == code
+    assert main(["runs", "fleet", str(sweep), *options]) == code
     assert f"gpu-006  {word}" in capsys.readouterr().out
 
 
 def test_files_are_written_where_they_are_asked_for(sweep, capsys):
     node(sweep, 6, "failed")
-    assert main(["fleet", str(sweep), "--drain", "drain.txt", "--json", "fleet.json"]) == 1
+    assert main(["runs", "fleet", str(sweep), "--drain", "drain.txt", "--json", "fleet.json"]) == 1
     assert "[slurm]\ngpu-006\n" in (sweep.parent / "drain.txt").read_text()
     assert json.loads((sweep.parent / "fleet.json").read_text())["exit"] == 1
     assert "1 to be drained" in capsys.readouterr().out
-    assert main(["fleet", str(sweep), "--json", "-"]) == 1
+    assert main(["runs", "fleet", str(sweep), "--json", "-"]) == 1
     assert json.loads(capsys.readouterr().out)["drain"][0]["node"] == "gpu-006"
 
 
 def test_a_journal_that_cannot_be_read_is_a_node_without_an_answer(sweep, capsys):
     (sweep / "gpu-009").mkdir()
     (sweep / "gpu-009" / "journal.jsonl").write_text("")
-    assert main(["fleet", str(sweep)]) == 5
+    assert main(["runs", "fleet", str(sweep)]) == 5
     shown = capsys.readouterr().out
     # Without spaces, for a long path is broken anywhere.
     assert "journal.jsonl:empty:therunendedbeforeitwasrecorded" in "".join(shown.split())
     assert "7 nodes: 6 good, 0 to be drained, 1 without an answer" in shown
-    assert main(["fleet", str(sweep / "gpu-009" / "journal.jsonl"), str(sweep)]) == 3
+    assert main(["runs", "fleet", str(sweep / "gpu-009" / "journal.jsonl"), str(sweep)]) == 3
 
 
 @pytest.mark.parametrize(
@@ -89,5 +89,5 @@ def test_what_cannot_be_done_is_said(sweep, capsys, arguments, code, said):
     (sweep.parent / "empty").mkdir()
     node(sweep.parent / "rehearsal", 9, rehearsal=True)
     write(sweep.parent / "joint", case(MATMUL), ranks=[place(0, host="a"), place(1, host="b")])
-    assert main(["fleet", *arguments]) == code
+    assert main(["runs", "fleet", *arguments]) == code
     assert said in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""``gpucluster info``: on this machine, whatever it has."""
+"""``gpucluster node info``: on this machine, whatever it has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pytest_gpucluster.node.info import VIEWS
 @pytest.mark.parametrize("view", ["cpu", "ib"])
 def test_a_view_is_plain_text_of_80_columns_where_nobody_looks(view, capsys, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
-    assert main.main(["info", view]) == 0
+    assert main.main(["node", "info", view]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     assert "\x1b" not in out
@@ -21,7 +21,7 @@ def test_a_view_is_plain_text_of_80_columns_where_nobody_looks(view, capsys, mon
 
 
 def test_all_of_it_is_one_json_object(capsys):
-    assert main.main(["info", "all", "--json"]) == 0
+    assert main.main(["node", "info", "all", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["schema_version"] == 1
     assert set(VIEWS["all"]) <= set(told)

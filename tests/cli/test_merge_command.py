@@ -1,4 +1,4 @@
-"""``gpucluster merge``: where it writes, what it refuses, and that what it writes is a journal."""
+"""``gpucluster runs merge``: where it writes, what it refuses, and that what it writes is a journal."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def runs(tmp_path):
 @pytest.mark.parametrize(("out", "place"), [("new/folder", "new/folder/journal.jsonl"), ("m.jsonl", "m.jsonl")])
 def test_what_is_written_is_a_journal_that_every_command_reads(runs, capsys, monkeypatch, out, place):
     monkeypatch.chdir(runs)
-    assert main(["merge", "a", "b", "--out", out]) == 0
+    assert main(["runs", "merge", "a", "b", "--out", out]) == 0
     assert capsys.readouterr().out.startswith("gpucluster: ACCEPTED, exit code 0: 2 passed; merged from 2 runs")
     read = journal.read(runs / place)
     assert [each.sha256 for each in read.run.merged_from] == [
         hashlib.sha256((runs / name / "journal.jsonl").read_bytes()).hexdigest() for name in "ab"
     ]
     assert read.end is not None
-    assert read.end.by == "gpucluster merge"
+    assert read.end.by == "gpucluster runs merge"
     assert main(["verdict", str(runs / place)]) == 0
     assert main(["report", str(runs / place), "--junitxml", "out.xml"]) == 0
     assert "merged run 1 sha256" in (runs / "out.xml").read_text()
@@ -43,13 +43,13 @@ def test_what_is_written_is_a_journal_that_every_command_reads(runs, capsys, mon
 def test_a_cut_journal_is_merged_as_far_as_it_goes_and_that_is_said(runs, capsys):
     path = runs / "a" / "journal.jsonl"
     path.write_bytes(path.read_bytes() + b'{"type":"test","nodeid":"t.py::test_cut"')
-    assert main(["merge", str(runs / "a"), str(runs / "b"), "--out", str(runs / "m.jsonl")]) == 0
+    assert main(["runs", "merge", str(runs / "a"), str(runs / "b"), "--out", str(runs / "m.jsonl")]) == 0
     assert f"{path}: its last line " in capsys.readouterr().err
 
 
 def test_a_verdict_that_is_bad_is_merged_all_the_same(runs, capsys):
     write(runs / "c", case(MATMUL, "failed", message="slow"), run_id="r3", started_at=LATER)
-    assert main(["merge", str(runs / "a"), str(runs / "c"), "--out", str(runs / "m")]) == 0
+    assert main(["runs", "merge", str(runs / "a"), str(runs / "c"), "--out", str(runs / "m")]) == 0
     assert "REJECTED, exit code 1" in capsys.readouterr().out
     assert main(["verdict", str(runs / "m")]) == 1
 
@@ -74,7 +74,7 @@ def test_what_cannot_be_done_is_said_and_nothing_is_written(runs, capsys, monkey
     write(runs / "other", case(HBM, "passed"), run_id="r3", ranks=[place(0, host="x")])
     before = (runs / "a" / "journal.jsonl").read_bytes()
     out = [] if "--out" in arguments else ["--out", "m.jsonl"]
-    assert main(["merge", *arguments, *out]) == code
+    assert main(["runs", "merge", *arguments, *out]) == code
     assert said in capsys.readouterr().err
     assert not (runs / "m.jsonl").exists()
     assert (runs / "a" / "journal.jsonl").read_bytes() == before
@@ -85,7 +85,7 @@ def test_other_clusters_are_merged_on_demand_and_nobody_can_overlook_it(runs, ca
 
     other = write(runs / "other", case(HBM, "passed", measured([3])), run_id="r3", ranks=[place(0, host="x")])
     out = runs / "m.jsonl"
-    assert main(["merge", str(runs / "a"), str(other), "--out", str(out), "--allow-different-clusters"]) == 0
+    assert main(["runs", "merge", str(runs / "a"), str(other), "--out", str(out), "--allow-different-clusters"]) == 0
     told = capsys.readouterr()
     assert "hosts: gpu-a and x" in told.err
     assert "OF DIFFERENT CLUSTERS" in told.out

@@ -1,4 +1,4 @@
-"""``gpucluster nccl-env``: on planted nodes, and on this machine, whatever it has."""
+"""``gpucluster node nccl-env``: on planted nodes, and on this machine, whatever it has."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("form", FORMATS)
 def test_each_format_tells_what_is_advised(form: str, planted: Any, tmp_path: Path, capsys: Any) -> None:
     planted(azure(tmp_path))
-    assert main.main(["nccl-env", "--format", form]) == 0
+    assert main.main(["node", "nccl-env", "--format", form]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     assert "NCCL_TOPO_FILE" in out
@@ -60,14 +60,14 @@ def test_a_check_ends_with_what_it_has_found_and_unknown_is_no_good_end(
     node = make(tmp_path)
     node.environ.update(environ)
     planted(node)
-    assert main.main(["nccl-env", "--check"]) == code
-    assert main.main(["nccl-env"]) == 0, "without --check it only tells"
+    assert main.main(["node", "nccl-env", "--check"]) == code
+    assert main.main(["node", "nccl-env"]) == 0, "without --check it only tells"
     assert capsys.readouterr().err == ""
 
 
 def test_json_has_the_node_and_the_advice(planted: Any, tmp_path: Path, capsys: Any) -> None:
     planted(azure(tmp_path))
-    assert main.main(["nccl-env", "--format=json"]) == 0
+    assert main.main(["node", "nccl-env", "--format=json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["schema_version"], told["host"], told["provider"]) == (1, "gpu-001", "Azure")
     assert list(told["fabric"]["outside"]) == ["mlx5_an0:1"]
@@ -81,7 +81,11 @@ def test_json_has_the_node_and_the_advice(planted: Any, tmp_path: Path, capsys: 
 def test_on_this_machine_it_tells_something_in_80_columns_and_sets_nothing() -> None:
     before = dict(os.environ)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest_gpucluster", "nccl-env"], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-m", "pytest_gpucluster", "node", "nccl-env"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert done.stdout.startswith("NCCL's variables on ")
     assert max(map(len, done.stdout.splitlines())) <= 80
@@ -89,7 +93,7 @@ def test_on_this_machine_it_tells_something_in_80_columns_and_sets_nothing() -> 
 
 
 def test_the_lines_of_this_machine_are_taken_by_a_shell_and_a_yaml_reader() -> None:
-    command = [sys.executable, "-m", "pytest_gpucluster", "nccl-env", "--format"]
+    command = [sys.executable, "-m", "pytest_gpucluster", "node", "nccl-env", "--format"]
     for form in ("shell", "slurm"):
         subprocess.run(
             ["bash", "-euc", 'eval "$("$@")"', "bash", *command, form], capture_output=True, timeout=60, check=True

@@ -99,7 +99,7 @@ def test_reports_of_a_running_run_say_so_and_its_junit_stays_pessimistic(tmp_pat
     junit = (tmp_path / "all" / "junit.xml").read_text()
     assert 'name="verdict" value="REJECTED"' in junit
     assert 'errors="1"' in junit
-    assert main.main(["merge", str(tmp_path), str(tmp_path), "--out", str(tmp_path / "m")]) == 3
+    assert main.main(["runs", "merge", str(tmp_path), str(tmp_path), "--out", str(tmp_path / "m")]) == 3
 
 
 def test_the_answer_is_written_as_json(tmp_path, capsys):

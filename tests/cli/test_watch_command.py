@@ -1,4 +1,4 @@
-"""``gpucluster watch``: plain text, JSON, the display in a real terminal, and how it ends."""
+"""``gpucluster node watch``: plain text, JSON, the display in a real terminal, and how it ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from sysfs_ports import add_port
 from tmux import DEADLINE_SECONDS, terminal
 
-from pytest_gpucluster.cli import watch
+from pytest_gpucluster.cli import node
 from pytest_gpucluster.cli.main import main
 from pytest_gpucluster.launch.detached_process import child_environment
 from pytest_gpucluster.node.health import node_reader, node_state
@@ -51,7 +51,7 @@ def script(folder: Path, gpus: Mapping[str, Any]) -> list[str]:
 
 def test_one_picture_is_plain_text_with_rates(plant: Any, capsys: pytest.CaptureFixture[str]) -> None:
     plant({"GPU-0": fake_reader.h100(), "GPU-1": fake_reader.h100(throttle__reasons=["hw_thermal"])})
-    assert main(["watch", "--once", "--interval", "0.2"]) == 0
+    assert main(["node", "watch", "--once", "--interval", "0.2"]) == 0
     out = capsys.readouterr().out
     assert "GPUs: 2 x NVIDIA H100 80GB HBM3, driver 580.65.06" in out
     [row] = [line for line in out.splitlines() if "hw_thermal" in line]
@@ -65,7 +65,7 @@ def test_one_picture_is_plain_text_with_rates(plant: Any, capsys: pytest.Capture
 
 def test_one_picture_as_json_of_the_gpus_that_were_asked_for(plant: Any, capsys: pytest.CaptureFixture[str]) -> None:
     plant({f"GPU-{index}": fake_reader.h100() for index in range(3)})
-    assert main(["watch", "--once", "--json", "--interval", "0.2", "--gpus", "2, 0"]) == 0
+    assert main(["node", "watch", "--once", "--json", "--interval", "0.2", "--gpus", "2, 0"]) == 0
     [told] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [gpu["uuid"] for gpu in told["gpus"]] == ["GPU-0", "GPU-2"]
     assert told["gpus"][0]["nvlink_sent_bytes_per_second"] > 0
@@ -85,7 +85,7 @@ def test_what_is_not_all_there_is_exit_code_1_and_the_rest_is_shown(
     plant: Any, capsys: pytest.CaptureFixture[str], gpus: Any, text: str
 ) -> None:
     plant(gpus)
-    assert main(["watch", "--once", "--interval", "0.2"]) == 1
+    assert main(["node", "watch", "--once", "--interval", "0.2"]) == 1
     out = capsys.readouterr().out
     assert text in out
     assert "mlx5_1/1 400 Gb/s" in out
@@ -95,15 +95,15 @@ def test_a_driver_that_hangs_is_exit_code_1(
     plant: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_state, "STALE_SECONDS", 0.5)
-    monkeypatch.setattr(watch, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(node, "ANSWER_SECONDS", 1.0)
     plant({"GPU-0": fake_reader.h100(power__draw={"hang": 1000})})
-    assert main(["watch", "--once", "--interval", "0.2"]) == 1
+    assert main(["node", "watch", "--once", "--interval", "0.2"]) == 1
     assert "NVML has not" in capsys.readouterr().out
 
 
 def test_a_gpu_that_is_not_there_is_wrong_usage(plant: Any, capsys: pytest.CaptureFixture[str]) -> None:
     plant({"GPU-0": fake_reader.h100()})
-    assert main(["watch", "--once", "--interval", "0.2", "--gpus", "0,7"]) == 2
+    assert main(["node", "watch", "--once", "--interval", "0.2", "--gpus", "0,7"]) == 2
     assert re.search(r"--gpus 7: .*: 0$", capsys.readouterr().err)
 
 
@@ -111,7 +111,7 @@ def test_without_another_process_it_is_exit_code_4(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(node_reader, "COMMAND", ("/nowhere/python",))
-    assert main(["watch", "--once"]) == 4
+    assert main(["node", "watch", "--once"]) == 4
     assert "No such file" in capsys.readouterr().err
 
 
@@ -121,7 +121,7 @@ def test_the_display_fits_the_terminal_follows_its_size_and_leaves_it_as_it_was(
     gpus = {f"GPU-{index}": fake_reader.h100(processes=[[os.getpid(), 2**30]]) for index in range(8)}
     with terminal(80, 24, tmp_path) as window:
         left_over = {"LINES": "24", "COLUMNS": "80"}
-        window.run([*script(tmp_path, gpus), "watch"], {**child_environment(), **left_over, "TERM": "screen"})
+        window.run([*script(tmp_path, gpus), "node", "watch"], {**child_environment(), **left_over, "TERM": "screen"})
         window.wait_for("q ends")
         screen = window.wait_for("more processes")
         assert len([line for line in screen.splitlines() if "71.2/79.6" in line]) == 8
@@ -130,14 +130,14 @@ def test_the_display_fits_the_terminal_follows_its_size_and_leaves_it_as_it_was(
         window.wait_for("more lines of ports")
         window.keys("x", "C-z", "q")
         assert "GPUs:" not in window.wait_for("ended with 0")
-        window.run([*script(tmp_path, gpus), "watch"], {**child_environment(), "TERM": "screen"})
+        window.run([*script(tmp_path, gpus), "node", "watch"], {**child_environment(), "TERM": "screen"})
         window.wait_for("q ends")
         window.keys("C-c")
         window.wait_for("ended with 0")
 
 
 def test_a_terminal_that_is_closed_ends_it(tmp_path: Path) -> None:
-    command = [*script(tmp_path, {"GPU-0": fake_reader.h100()}), "watch", "--interval", "0.2"]
+    command = [*script(tmp_path, {"GPU-0": fake_reader.h100()}), "node", "watch", "--interval", "0.2"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, env=child_environment())
     assert process.stdout is not None
     process.stdout.readline()

@@ -131,7 +131,7 @@ def _gpucluster(words: Sequence[str], config: pytest.Config) -> Iterator[str]:
     if told is not None and "for_others" in told:
         line, wrong = _parsed(command_line, told.for_others, told.passed_on, {})
         yield from wrong or _torchrun(line.arguments, config)
-    elif told is not None and told.command == "crosscheck":
+    elif told is not None and (told.command, told.__dict__.get("step")) == ("runs", "crosscheck"):
         yield from _parsed(require_others, told.passed_on)[1]
     elif told is not None and told.passed_on[:1] not in (["gpucluster"], ["nvidia-smi"]):
         yield from _pytest(told.passed_on, config)

@@ -72,7 +72,7 @@ def start(nodes: SshNodes, folder: Path, what: str, *words: str, only: str = "no
 
 def run(nodes: SshNodes, folder: Path, name: str) -> Process:
     """Start one test of the suite on two nodes with a rank each."""
-    return start(nodes, folder, "ssh", "--nproc-per-node=1", "--", ".", "-k", name, "--gpucluster-device=cpu")
+    return start(nodes, folder, "run --hosts", "--nproc-per-node=1", "--", ".", "-k", name, "--gpucluster-device=cpu")
 
 
 def end_of(process: Process) -> Left:
@@ -151,7 +151,7 @@ def test_a_look_tells_of_each_node_what_is_wrong_with_it(nodes, suite):
             f"node-down address=127.0.0.1 port={refusing.getsockname()[1]}",
         )
         words = ("--check", "--connect-within=3 s")
-        left = end_of(start(nodes, suite, "ssh", *words, only="node-[1-2],node-mute,node-down"))
+        left = end_of(start(nodes, suite, "run --hosts", *words, only="node-[1-2],node-mute,node-down"))
     assert left.exit == 12, left.output
     lines = left.stdout.splitlines()
     states = {line.split()[0]: line for line in lines if line.startswith("node-")}
@@ -162,7 +162,7 @@ def test_a_look_tells_of_each_node_what_is_wrong_with_it(nodes, suite):
     assert lines[-1].endswith(": node-mute, node-down")
     # It takes the connection, and says nothing.
     with start(
-        nodes, suite, "ssh", "--check", "--connect-within=2 s", "--answer-within=1 s", only="node-deaf"
+        nodes, suite, "run --hosts", "--check", "--connect-within=2 s", "--answer-within=1 s", only="node-deaf"
     ) as process:
         left = process.wait()
     assert (left.exit, " 3 s" in left.stdout) == (12, True), left.output
@@ -176,13 +176,13 @@ def test_what_stands_in_the_way_is_told_with_what_to_do(nodes, suite):
         (["--directory=/no/such folder"], "/no/such folder: "),
         (["--python=/usr/bin/env python3 -S"], "--python"),
     ):
-        left = end_of(start(nodes, suite, "ssh", *words, "--check", only="node-1"))
+        left = end_of(start(nodes, suite, "run --hosts", *words, "--check", only="node-1"))
         assert left.exit in (11, 12), left.output
         assert told in left.stdout
 
 
 def test_every_node_tells_what_it_is(nodes, suite):
-    left = end_of(start(nodes, suite, "ssh", "--info"))
+    left = end_of(start(nodes, suite, "run --hosts", "--info"))
     assert left.exit == 0, left.output
     folder = suite / "gpucluster-ssh" / "latest"
     for name in ("node-1", "node-2"):

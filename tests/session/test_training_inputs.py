@@ -147,7 +147,7 @@ def test_a_scratch_folder_must_be_writable(place: Path, monkeypatch: pytest.Monk
         ({"scratch": "gone"}, "--gpucluster-scratch {place}/gone: folder"),
         ({"golden": "gone"}, "--gpucluster-golden {place}/gone: file"),
         ({"golden": "pictures"}, "--gpucluster-golden {place}/pictures: folder file"),
-        ({"golden": "rows.json"}, "--gpucluster-golden {place}/rows.json: format gpucluster golden"),
+        ({"golden": "rows.json"}, "--gpucluster-golden {place}/rows.json: format gpucluster lora reference-curve"),
     ],
 )
 def test_what_is_not_there_is_named_with_its_option(case: tuple[Any, ...], place: Path) -> None:

@@ -113,7 +113,7 @@ def tiny_experiment(sizes: Sizes) -> tuple[Base, Lesson]:
 
 
 def given_data(source: str | Path, *, sha256: str | None = None, revision: str | None = None) -> Rows | Prepared:
-    """Read conversations that were given: rows as ``load_rows`` takes them, or a file of ``gpucluster data prepare``.
+    """Read conversations that were given: rows as ``load_rows`` takes them, or a file of ``gpucluster lora prepare``.
 
     Raises: EnvironmentBroken, as ``load_rows`` and ``prepared.read``; or the file has another sha256.
     """

@@ -139,12 +139,12 @@ def read(path: Path) -> Prepared:
         with safe_open(path, framework="pt") as file:
             entry = (file.metadata() or {}).get(_ENTRY)
             if entry is None:
-                raise EnvironmentBroken(f"{path}: no packed blocks; make them with `gpucluster data prepare`")
+                raise EnvironmentBroken(f"{path}: no packed blocks; make them with `gpucluster lora prepare`")
             told = json.loads(entry)
             if told["schema_version"] != SCHEMA_VERSION:
                 raise EnvironmentBroken(
                     f"{path}: schema_version {told['schema_version']}, and {SCHEMA_VERSION} is read here; make it anew"
-                    " with `gpucluster data prepare`"
+                    " with `gpucluster lora prepare`"
                 )
             train, held_out = (_packed(file, part, told["statistics"][part]) for part in _PARTS)
             lines = file.get_tensor(_ROWS).numpy().tobytes().decode().splitlines()
@@ -152,10 +152,10 @@ def read(path: Path) -> Prepared:
             context = {str(name): str(value) for name, value in told["context"].items()}
     except (OSError, SafetensorError) as error:
         raise EnvironmentBroken(
-            f"{path}: cannot be read: {error}; make it anew with `gpucluster data prepare`"
+            f"{path}: cannot be read: {error}; make it anew with `gpucluster lora prepare`"
         ) from error
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise EnvironmentBroken(f"{path}: damaged: {error}; make it anew with `gpucluster data prepare`") from error
+        raise EnvironmentBroken(f"{path}: damaged: {error}; make it anew with `gpucluster lora prepare`") from error
     return Prepared(train=train, held_out=held_out, held_out_rows=rows, context=context)
 
 
@@ -168,12 +168,12 @@ def require_fit(prepared: Prepared, tokenizer: Any, sequence: int) -> None:
     if made.get("tokenizer_sha256") != tokenizer_fingerprint(tokenizer):
         raise EnvironmentBroken(
             f"the blocks were made with the tokenizer of {made.get('tokenizer')}, which is another than the model's;"
-            " make them anew with `gpucluster data prepare --model` and this model"
+            " make them anew with `gpucluster lora prepare --model` and this model"
         )
     if prepared.train.judged.shape[1] != sequence:
         raise EnvironmentBroken(
             f"the blocks have {prepared.train.judged.shape[1]} positions, and {sequence} are asked for; make them anew"
-            f" with `gpucluster data prepare --sequence {sequence}`"
+            f" with `gpucluster lora prepare --sequence {sequence}`"
         )
 
 

@@ -140,7 +140,9 @@ def read(path: Path) -> Golden:
     except (ValueError, RecursionError) as error:
         raise CurveError(f"{path}: no golden curve: {error}") from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise CurveError(f"{path}: no golden curve: its format is not {FORMAT!r}; make one with gpucluster golden")
+        raise CurveError(
+            f"{path}: no golden curve: its format is not {FORMAT!r}; make one with gpucluster lora reference-curve"
+        )
     if body.get("version") != VERSION:
         raise CurveError(
             f"{path}: its version is {body.get('version')!r}, and this version of pytest-gpucluster reads {VERSION}"

@@ -142,7 +142,7 @@ def _of_shell(advised: Advised) -> Iterator[str]:
 
 def _head(facts: Facts, advised: Advised) -> Iterator[str]:
     yield _comment(
-        f"gpucluster nccl-env on {facts.host}; {advised.fabric.kind or 'unknown fabric'}: {advised.fabric.why}"
+        f"gpucluster node nccl-env on {facts.host}; {advised.fabric.kind or 'unknown fabric'}: {advised.fabric.why}"
     )
     if not advised.set and not advised.remove:
         told = "nothing is to be set" if advised.fabric.kind else "the fabric is not known, so nothing is advised"

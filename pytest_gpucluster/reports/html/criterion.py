@@ -434,7 +434,7 @@ def _reservation(result: TestResult | None) -> str:
     if result is None:
         return ""
     told = [f"not judged: {result.unjudged}"] if result.unjudged else []
-    # As ``gpucluster merge`` names and ends them.
+    # As ``gpucluster runs merge`` names and ends them.
     told += [
         f"{name}: {value}"
         for name, value in result.properties

@@ -1,4 +1,4 @@
-"""``gpucluster golden``: from the curves of runs to the file of --gpucluster-golden."""
+"""``gpucluster lora reference-curve``: from the curves of runs to the file of --gpucluster-golden."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def csv(tmp_path: Path) -> Path:
 def test_a_golden_curve_of_a_file_and_of_a_run(tmp_path: Path, csv: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_folder(tmp_path / "reports")
     out = tmp_path / "golden.json"
-    assert main(["golden", str(csv), str(tmp_path / "reports"), "--out", str(out)]) == 0
+    assert main(["lora", "reference-curve", str(csv), str(tmp_path / "reports"), "--out", str(out)]) == 0
     found = reference_curve.read(out)
     assert (found.runs, found.steps, found.loss) == (2, (1, 2), (2.5, 1.25))
     told = capsys.readouterr().err
@@ -59,7 +59,7 @@ def test_a_golden_curve_of_a_file_and_of_a_run(tmp_path: Path, csv: Path, capsys
 @pytest.mark.parametrize("place", ["journal.jsonl", ".", ".."])
 def test_a_run_is_named_by_its_journal_its_folder_or_the_report_directory(tmp_path: Path, place: str) -> None:
     folder = run_folder(tmp_path / "reports")
-    assert main(["golden", str(folder / place), "--out", str(tmp_path / "golden.json")]) == 0
+    assert main(["lora", "reference-curve", str(folder / place), "--out", str(tmp_path / "golden.json")]) == 0
     assert reference_curve.read(tmp_path / "golden.json").loss == (3.0, 1.5)
 
 
@@ -68,7 +68,7 @@ def test_a_test_that_did_not_pass_leaves_nothing_to_go_by(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], outcome: str
 ) -> None:
     folder = run_folder(tmp_path / "reports", outcome=outcome)
-    assert main(["golden", str(folder), "--out", str(tmp_path / "golden.json")]) == 3
+    assert main(["lora", "reference-curve", str(folder), "--out", str(tmp_path / "golden.json")]) == 3
     assert "curve0.csv: its test did not pass" in capsys.readouterr().err
     assert not (tmp_path / "golden.json").exists()
 
@@ -76,7 +76,7 @@ def test_a_test_that_did_not_pass_leaves_nothing_to_go_by(
 @pytest.mark.parametrize(("curves", "told"), [(0, ": no loss curves in "), (2, ": 2 loss curves in ")])
 def test_a_run_must_have_one_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str], curves: int, told: str) -> None:
     folder = run_folder(tmp_path / "reports", curves=curves)
-    assert main(["golden", str(folder), "--out", str(tmp_path / "golden.json")]) == 3
+    assert main(["lora", "reference-curve", str(folder), "--out", str(tmp_path / "golden.json")]) == 3
     said = capsys.readouterr().err
     assert told in said
 
@@ -88,7 +88,7 @@ def test_of_several_curves_the_one_of_a_test_is_taken(tmp_path: Path, capsys: py
         file.write(journal.encode({"type": "test", "nodeid": other, "outcome": "failed"}))
     (folder / "artifacts" / artifacts_name(other)).mkdir()
     curve(8.0).write_csv(folder / "artifacts" / artifacts_name(other) / "curve.csv")
-    arguments = ["golden", str(folder), "--out", str(tmp_path / "golden.json")]
+    arguments = ["lora", "reference-curve", str(folder), "--out", str(tmp_path / "golden.json")]
     assert main([*arguments]) == 3
     assert "2 loss curves in " in capsys.readouterr().err
     assert main([*arguments, "--test", "lora_qwen2"]) == 3
@@ -102,7 +102,7 @@ def test_of_several_curves_the_one_of_a_test_is_taken(tmp_path: Path, capsys: py
 def test_runs_of_different_experiments_are_named(tmp_path: Path, csv: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other.csv"
     curve(2.0, seed="8").write_csv(other)
-    assert main(["golden", str(csv), str(other), "--out", str(tmp_path / "golden.json")]) == 3
+    assert main(["lora", "reference-curve", str(csv), str(other), "--out", str(tmp_path / "golden.json")]) == 3
     assert re.search(rf"seed is '8' in run 2.*'x' in run 1.*1 is {csv}; run 2 is {other}\b", capsys.readouterr().err)
 
 
@@ -131,7 +131,7 @@ def test_what_cannot_work_is_told(
     for name in ("bad.csv", "bad.txt"):
         (tmp_path / name).write_text("a,b\n")
     before = csv.read_bytes()
-    assert main(["golden", *(each.format(csv=csv, tmp=tmp_path) for each in arguments)]) == code
+    assert main(["lora", "reference-curve", *(each.format(csv=csv, tmp=tmp_path) for each in arguments)]) == code
     said = capsys.readouterr().err
     assert told in said
     assert said.startswith("gpucluster: ")

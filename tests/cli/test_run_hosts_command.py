@@ -1,4 +1,4 @@
-"""``gpucluster ssh`` over nodes whose ssh is a small program: every way in which a run can end."""
+"""``gpucluster run --hosts`` over nodes whose ssh is a small program: every way in which a run can end."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 from fake_ssh import FakeSsh, journal_lines
 from sessions import Process, environment
 
-from pytest_gpucluster.cli import access as access_options
 from pytest_gpucluster.cli import main
-from pytest_gpucluster.cli import ssh as ssh_command
+from pytest_gpucluster.cli import run_hosts as access_options
+from pytest_gpucluster.cli import run_hosts as ssh_command
 from pytest_gpucluster.errors import EnvironmentBroken
 
 
@@ -47,7 +47,7 @@ def ssh(fake, tmp_path, monkeypatch, capfd):
     (work / "hosts").write_text("localhost\ngpu-2\n")
 
     def run(*words, hosts="hosts", expect="8xH100"):
-        code = main.main(["ssh", hosts, *([f"--expect={expect}"] if expect else []), *words])
+        code = main.main(["run", "--hosts", hosts, *([f"--expect={expect}"] if expect else []), *words])
         told = capfd.readouterr()
         kept = work / "gpucluster-ssh" / "latest" / "ssh.json"
         return code, told.out, told.err, json.loads(kept.read_text()) if kept.exists() else None
@@ -141,7 +141,7 @@ def test_on_a_shared_disk_nothing_is_brought_twice(ssh, fake, tmp_path):
 def test_a_second_ctrl_c_waits_for_no_reports(fake, tmp_path):
     fake.acts({"localhost": PASSED, "gpu-2": {"keeps for long": True}})
     (tmp_path / "hosts").write_text("localhost\ngpu-2\n")
-    command = [sys.executable, "-m", "pytest_gpucluster", "ssh", "hosts", "--expect=8"]
+    command = [sys.executable, "-m", "pytest_gpucluster", "run", "--hosts=hosts", "--expect=8"]
     with Process(command, tmp_path, environment({"PATH": fake.path})) as process:
 
         def signal_when(it_is_time):
@@ -267,7 +267,7 @@ def test_settings_are_handed_on_and_what_is_not_is_named(ssh, fake, monkeypatch)
 
 def test_many_nodes_get_the_open_files_that_they_take(tmp_path, monkeypatch):
     (tmp_path / "hosts").write_text("gpu-[001-200]\n")
-    options = main.parse(["ssh", str(tmp_path / "hosts")])
+    options = main.parse(["run", "--hosts", str(tmp_path / "hosts")])
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
     try:

@@ -1,4 +1,4 @@
-"""``gpucluster nodes``: exit codes, who gave no answer, and what cannot be read."""
+"""``gpucluster node diff``: exit codes, who gave no answer, and what cannot be read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def columns(monkeypatch):
 
 def test_nodes_that_are_alike_end_with_0(tmp_path, capsys):
     write(tmp_path, n_1=told(), n_2=told())
-    assert main.main(["nodes", str(tmp_path), "--nodes", "n-[1-2]"]) == 0
+    assert main.main(["node", "diff", str(tmp_path), "--nodes", "n-[1-2]"]) == 0
     said = capsys.readouterr().out
     assert said.splitlines()[-1].startswith("2 nodes ")
     assert "differ in" not in said
@@ -25,7 +25,7 @@ def test_nodes_that_are_alike_end_with_0(tmp_path, capsys):
 
 def test_a_difference_is_told_with_the_node_s_name(tmp_path, capsys):
     write(tmp_path, n_1=told(), n_2=told(), n_3=told(system__kernel="5.4\x1b[31m"))
-    assert main.main(["nodes", str(tmp_path), "--json", str(tmp_path / "out")]) == 1
+    assert main.main(["node", "diff", str(tmp_path), "--json", str(tmp_path / "out")]) == 1
     said = capsys.readouterr().out
     assert "  kernel\n" in said
     assert "      1  5.4#x1B[31m\n         n-3\n" in said
@@ -51,7 +51,7 @@ def test_a_difference_is_told_with_the_node_s_name(tmp_path, capsys):
 )
 def test_a_node_without_an_answer_is_never_alike(tmp_path, capsys, text, why):
     write(tmp_path, n_1=told(), n_2=told(), **({} if text is None else {"n_3": text}))
-    assert main.main(["nodes", str(tmp_path), "--nodes", "n-[1-3]"]) == 5
+    assert main.main(["node", "diff", str(tmp_path), "--nodes", "n-[1-3]"]) == 5
     said = " ".join(capsys.readouterr().out.split())
     assert "n-3: " in said
     assert why in said
@@ -70,15 +70,15 @@ def test_a_node_without_an_answer_is_never_alike(tmp_path, capsys, text, why):
 )
 def test_wrong_usage_and_single_nodes(tmp_path, capsys, words, code, said):
     write(tmp_path, n_1=told())
-    assert main.main(["nodes", str(tmp_path), *words]) == code
+    assert main.main(["node", "diff", str(tmp_path), *words]) == code
     told_of = capsys.readouterr()
     assert said in told_of.err
     assert "are alike" not in told_of.out
 
 
 def test_nothing_to_compare_is_an_error(tmp_path, capsys):
-    assert main.main(["nodes", str(tmp_path)]) == 3
+    assert main.main(["node", "diff", str(tmp_path)]) == 3
     assert str(tmp_path) in capsys.readouterr().err
-    assert main.main(["nodes", str(tmp_path / "none")]) == 3
+    assert main.main(["node", "diff", str(tmp_path / "none")]) == 3
     (tmp_path / ".n-1.json").write_text("{}")  # half written
-    assert main.main(["nodes", str(tmp_path), "--nodes", "n-1"]) == 3
+    assert main.main(["node", "diff", str(tmp_path), "--nodes", "n-1"]) == 3

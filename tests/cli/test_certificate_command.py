@@ -1,4 +1,4 @@
-"""``gpucluster accept``: only an accepted run is accepted, and a changed record is noticed."""
+"""``gpucluster certificate create``: only an accepted run is accepted, and a changed record is noticed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,20 @@ def runs(tmp_path_factory) -> Path:
 def accepted(runs, tmp_path, capsys) -> Path:
     path = tmp_path / "accepted.json"
     assert (
-        main.main(["accept", str(runs / "accepted"), "--out", str(path), "--by", "J. Doe", "--note", "order 4711"]) == 0
+        main.main(
+            [
+                "certificate",
+                "create",
+                str(runs / "accepted"),
+                "--out",
+                str(path),
+                "--by",
+                "J. Doe",
+                "--note",
+                "order 4711",
+            ]
+        )
+        == 0
     )
     capsys.readouterr()
     return path
@@ -32,7 +45,7 @@ def accepted(runs, tmp_path, capsys) -> Path:
 
 def test_an_accepted_run_gives_a_record_that_is_verified_beside_its_journal(runs, accepted, capsys):
     known = read_certificate(accepted).digest
-    words = ["accept", "verify", str(accepted), "--journal", str(runs / "accepted"), "--sha256", known]
+    words = ["certificate", "verify", str(accepted), "--journal", str(runs / "accepted"), "--sha256", known]
     assert main.main(words) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"intact, ACCEPTED: {accepted}\n- sha256 {known}\n")
@@ -42,7 +55,7 @@ def test_an_accepted_run_gives_a_record_that_is_verified_beside_its_journal(runs
 
 
 def test_the_record_goes_to_the_standard_output_and_what_is_not_known_beside_it(runs, capsys):
-    assert main.main(["accept", str(runs / "accepted")]) == 0
+    assert main.main(["certificate", "create", str(runs / "accepted")]) == 0
     told = capsys.readouterr()
     record = json.loads(told.out)["record"]
     assert record["accepted"] is True
@@ -53,7 +66,7 @@ def test_the_record_goes_to_the_standard_output_and_what_is_not_known_beside_it(
 @pytest.mark.parametrize("name", ["cluster", "rehearsal", "broken", "hostile"])
 def test_a_run_that_was_not_accepted_gives_no_record(runs, tmp_path, capsys, name):
     path = tmp_path / "x.json"
-    assert main.main(["accept", str(runs / name), "--out", str(path)]) == 1
+    assert main.main(["certificate", "create", str(runs / name), "--out", str(path)]) == 1
     assert not path.exists()
     err = capsys.readouterr().err
     assert "its verdict is" in err
@@ -63,9 +76,9 @@ def test_a_run_that_was_not_accepted_gives_no_record(runs, tmp_path, capsys, nam
 @pytest.mark.parametrize("name", ["cluster", "rehearsal", "broken", "hostile"])
 def test_a_record_of_such_a_run_says_so_and_is_no_proof_of_anything(runs, tmp_path, capsys, name):
     path = tmp_path / "x.json"
-    assert main.main(["accept", str(runs / name), "--out", str(path), "--even-though-not-accepted"]) == 0
+    assert main.main(["certificate", "create", str(runs / name), "--out", str(path), "--even-though-not-accepted"]) == 0
     assert "gpucluster: NOT ACCEPTED (" in capsys.readouterr().err
-    assert main.main(["accept", "verify", str(path)]) == 1
+    assert main.main(["certificate", "verify", str(path)]) == 1
     out = capsys.readouterr().out
     assert "NOT ACCEPTED: " in out.splitlines()[0]
     assert "its verdict is" in out
@@ -75,9 +88,9 @@ def test_a_record_of_such_a_run_says_so_and_is_no_proof_of_anything(runs, tmp_pa
 def test_a_changed_record_is_not_intact_and_is_not_compared(accepted, tmp_path, capsys):
     forged = tmp_path / "forged.json"
     forged.write_text(accepted.read_text().replace("gpu-01", "gpu-99"))
-    assert main.main(["accept", "verify", str(forged)]) == 1
+    assert main.main(["certificate", "verify", str(forged)]) == 1
     assert f"NOT INTACT: {forged}\n" in capsys.readouterr().out
-    assert main.main(["accept", "diff", str(accepted), str(forged)]) == 3
+    assert main.main(["certificate", "diff", str(accepted), str(forged)]) == 3
     assert str(forged) in capsys.readouterr().err
 
 
@@ -87,21 +100,21 @@ def test_a_record_that_was_sealed_anew_is_noticed_by_the_digest_that_was_kept(ac
     told["record"]["made"]["by"] = "somebody else"
     told["sha256"] = digest(told["record"])
     accepted.write_text(json.dumps(told))
-    assert main.main(["accept", "verify", str(accepted)]) == 0
+    assert main.main(["certificate", "verify", str(accepted)]) == 0
     # Alone it cannot be noticed, so that is said.
     assert "sealed anew" in " ".join(capsys.readouterr().out.split())
-    assert main.main(["accept", "verify", str(accepted), "--sha256", known]) == 1
+    assert main.main(["certificate", "verify", str(accepted), "--sha256", known]) == 1
     assert "NOT INTACT" in capsys.readouterr().out
 
 
 def test_a_record_beside_another_journal_is_not_its_record(runs, accepted, capsys):
-    assert main.main(["accept", "verify", str(accepted), "--journal", str(runs / "cluster")]) == 1
+    assert main.main(["certificate", "verify", str(accepted), "--journal", str(runs / "cluster")]) == 1
     assert "another journal" in capsys.readouterr().out
 
 
 def test_a_digest_is_one_word_on_any_terminal(accepted, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
-    assert main.main(["accept", "verify", str(accepted)]) == 0
+    assert main.main(["certificate", "verify", str(accepted)]) == 0
     assert f"\n- sha256\n  {read_certificate(accepted).digest}\n" in capsys.readouterr().out
 
 
@@ -114,9 +127,9 @@ def test_parts_that_were_swapped_are_told_within_80_columns(accepted, tmp_path, 
     told["record"]["limits"]["sku"] = "H200"
     told["sha256"] = digest(told["record"])
     other.write_text(json.dumps(told))
-    assert main.main(["accept", "diff", str(accepted), str(accepted)]) == 0
+    assert main.main(["certificate", "diff", str(accepted), str(accepted)]) == 0
     assert capsys.readouterr().out == "the same parts\n"
-    assert main.main(["accept", "diff", str(accepted), str(other)]) == 1
+    assert main.main(["certificate", "diff", str(accepted), str(other)]) == 1
     out = capsys.readouterr().out
     assert out.startswith("swapped       gpu-01 GPU 2 (00000000:3D:00.0) <-> gpu-02 GPU 2")
     assert "\n1 difference\n" in out
@@ -126,29 +139,31 @@ def test_parts_that_were_swapped_are_told_within_80_columns(accepted, tmp_path, 
 
 def test_a_record_is_never_written_over_a_file_or_its_journal_by_mistake(runs, accepted, capsys):
     before = accepted.read_text()
-    assert main.main(["accept", str(runs / "accepted"), "--out", str(accepted)]) == 4
+    assert main.main(["certificate", "create", str(runs / "accepted"), "--out", str(accepted)]) == 4
     assert str(accepted) in capsys.readouterr().err
     assert accepted.read_text() == before
-    assert main.main(["accept", str(runs / "accepted"), "--out", str(accepted), "--force"]) == 0
+    assert main.main(["certificate", "create", str(runs / "accepted"), "--out", str(accepted), "--force"]) == 0
     journal = runs / "accepted" / "journal.jsonl"
     kept = journal.read_bytes()
-    assert main.main(["accept", str(runs / "accepted"), "--out", str(journal), "--force"]) == 2
+    assert main.main(["certificate", "create", str(runs / "accepted"), "--out", str(journal), "--force"]) == 2
     assert journal.read_bytes() == kept
 
 
 def test_an_output_that_cannot_be_written_is_exit_code_4(runs, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     out = tmp_path / "file" / "x.json"
-    assert main.main(["accept", str(runs / "accepted"), "--out", str(out)]) == 4
+    assert main.main(["certificate", "create", str(runs / "accepted"), "--out", str(out)]) == 4
     assert f"--out {out}: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["{}/none"], ["verify", "{}/none"], ["diff", "{}/none", "{}/none"]], ids=str)
+@pytest.mark.parametrize(
+    "words", [["create", "{}/none"], ["verify", "{}/none"], ["diff", "{}/none", "{}/none"]], ids=str
+)
 def test_what_is_missing_is_exit_code_3(tmp_path, capsys, words):
-    assert main.main(["accept", *(word.format(tmp_path) for word in words)]) == 3
+    assert main.main(["certificate", *(word.format(tmp_path) for word in words.split())]) == 3
     assert "gpucluster: " in capsys.readouterr().err
 
 
 def test_a_digest_that_is_none_is_wrong_usage(accepted, capsys):
-    assert main.main(["accept", "verify", str(accepted), "--sha256", "9f86..."]) == 2
+    assert main.main(["certificate", "verify", str(accepted), "--sha256", "9f86..."]) == 2
     assert "64 hexadecimal digits" in capsys.readouterr().err
