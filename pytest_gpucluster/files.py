@@ -1,4 +1,6 @@
-"""Files that are there whole or not at all: whoever reads one sees the former content or the new one, never a part.
+"""Files written atomically, and the mounts of this host.
+
+Files that are there whole or not at all: whoever reads one sees the former content or the new one, never a part.
 
 What is mounted where on this host, as the kernel lists it.
 """

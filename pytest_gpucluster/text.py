@@ -1,4 +1,6 @@
-"""Texts from anywhere made fit for one line, and ranks told shortly.
+"""Text for people: one line from anything, ranges of ranks, tables and paragraphs of a given width.
+
+Texts from anywhere made fit for one line, and ranks told shortly.
 
 Text in lines of a given width: tables whose columns are aligned, and paragraphs. Nothing is ever wider.
 

@@ -337,7 +337,7 @@ def overlay(
     spreads: float,
     shipped: str,
 ) -> str:
-    """Return the text of a YAML file that ``thresholds.load`` reads.
+    """Return the text of a YAML file that ``judge.loader.load`` reads.
 
     Args:
         sku: for which the floors are.

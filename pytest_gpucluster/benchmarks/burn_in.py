@@ -1,4 +1,6 @@
-"""How a burn-in goes: its rate over time, kept as it comes, so that a burn-in that is cut short leaves what it saw.
+"""Burn-in: a device at its highest power for a set time, every product verified, its rate recorded over time.
+
+How a burn-in goes: its rate over time, kept as it comes, so that a burn-in that is cut short leaves what it saw.
 
 Keep a device at its highest power for as long as is asked for, and verify every product on the way.
 

@@ -1,4 +1,6 @@
-"""How large the tensors of a collective are, by the conventions of nccl-tests. Pure.
+"""The tensors of a collective: their sizes, what ranks contribute or send, and what must result.
+
+How large the tensors of a collective are, by the conventions of nccl-tests. Pure.
 
 The size of a collective is the larger one of what a rank gives and what it gets, as nccl-tests prints it: of an
 all_gather all ranks' parts together, of a reduce_scatter the whole that is summed up, of an all_to_all what a rank

@@ -1,4 +1,6 @@
-"""One call of each collective but the all_reduce, through torch: ``call(sent, received, group)``.
+"""Collectives: how fast a group of ranks adds up, gathers, spreads or passes on data, all of it verified.
+
+One call of each collective but the all_reduce, through torch: ``call(sent, received, group)``.
 
 On a GPU each of them starts the work on the current stream, or makes that stream wait for it, and does not hold the
 host. Collective: every rank of the group must call the same, with tensors of the same sizes and dtype.

@@ -1,4 +1,6 @@
-"""In which arithmetic matrices are multiplied: operands, result, how exact it is, and torch's switches for it.
+"""The dtypes of matrix products: operands, accuracy, torch's switches, fp8, and whether a device multiplies right.
+
+In which arithmetic matrices are multiplied: operands, result, how exact it is, and torch's switches for it.
 
 Products of fp8 matrices: torch's scaled products, by whichever name this torch has for them.
 

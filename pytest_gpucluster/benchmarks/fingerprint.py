@@ -1,4 +1,6 @@
-"""The bits that a device computes from fixed numbers: the same on every GPU of a model, and each time.
+"""The bits that a device computes from fixed numbers: taken, exchanged and compared between equal GPUs.
+
+The bits that a device computes from fixed numbers: the same on every GPU of a model, and each time.
 
 The numbers are drawn on the CPU. What comes out is summed up on the CPU too: a GPU that computes wrongly should not
 be the one that says what it has computed.

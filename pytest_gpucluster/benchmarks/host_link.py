@@ -1,4 +1,6 @@
-"""Host memory that a GPU reads and writes by itself: where it lies is chosen first, then it is pinned.
+"""How fast data go between the host and one GPU, from host memory whose NUMA node is chosen.
+
+Host memory that a GPU reads and writes by itself: where it lies is chosen first, then it is pinned.
 
 torch's own pinned memory comes from a cache, in which a buffer may lie on any NUMA node. So fresh pages are mapped
 here, touched by this thread while it runs beside the GPU, and registered with CUDA where they are.

@@ -1,4 +1,6 @@
-"""One at a time on a node: processes that know nothing of each other take turns by a lock on a file.
+"""Verified copies between host and device, and the lock by which the processes of a node take turns.
+
+One at a time on a node: processes that know nothing of each other take turns by a lock on a file.
 
 So a link is measured alone under torchrun, where all ranks run the same test at once, and without a launcher, where no
 rank can be told of another. The kernel takes the lock from a process that ends.

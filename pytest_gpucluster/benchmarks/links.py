@@ -1,4 +1,6 @@
-"""What one rank sends to another, so that each word tells from whom, to whom and when it was sent.
+"""The bandwidth of each link: pairs of ranks send to each other in rounds, with every word verified.
+
+What one rank sends to another, so that each word tells from whom, to whom and when it was sent.
 
 Words are 32 bits, compared as whole numbers: there is no rounding and no NaN.
 

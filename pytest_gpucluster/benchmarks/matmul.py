@@ -1,4 +1,6 @@
-"""Which product is taken: an (m, k) matrix times a (k, n) one, and how the two lie in memory. Pure.
+"""How fast one device multiplies matrices: shapes, operands, the timed products and their verification.
+
+Which product is taken: an (m, k) matrix times a (k, n) one, and how the two lie in memory. Pure.
 
 Is a product right? Held against a true fp32 product of the same operands, element by element.
 

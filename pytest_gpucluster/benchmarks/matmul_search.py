@@ -76,7 +76,7 @@ class SearchResult:
 
 
 class Board(Protocol):
-    """Where ranks leave notices for each other: ``agreement.board.Board``."""
+    """Where ranks leave notices for each other: ``agreement.store.Board``."""
 
     def post(self, name: str, value: Any) -> None:
         """Leave a notice."""

@@ -1,4 +1,6 @@
-"""What is written to memory to find cells that do not hold it: patterns of 64-bit words, each a series of passes.
+"""Whether device memory holds what is written to it: bit patterns, the passes, and what was found.
+
+What is written to memory to find cells that do not hold it: patterns of 64-bit words, each a series of passes.
 
 A pass goes through all of a memory in parts. In each part it first reads what the pass before has left there, and
 compares it, then it writes something else. So every word that is written is read again, after all of the memory was

@@ -1,4 +1,6 @@
-"""Are two tensors the same, bit by bit? Cheap to ask while nothing waits, and exact once the answer is no.
+"""Verification: tensors compared, patterns of known numbers, and torch's deterministic algorithms.
+
+Are two tensors the same, bit by bit? Cheap to ask while nothing waits, and exact once the answer is no.
 
 Bits are compared, not numbers: NaN equals itself then, and 0 is not -0.
 

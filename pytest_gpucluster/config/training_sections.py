@@ -1,4 +1,6 @@
-"""Sections about training: decoders, vision, scaling, checkpoints, failure propagation.
+"""The sections of a workload about training: decoders, vision, scaling, checkpoints, LoRA.
+
+Sections about training: decoders, vision, scaling, checkpoints, failure propagation.
 
 Sections about fine-tuning by LoRA.
 """

@@ -1,9 +1,12 @@
-"""Workloads: the sizes, shapes and times that a suite measures with. Pure; ``workload_file`` reads them.
+"""A workload: the sizes, shapes and times that a suite measures with, and the time that this takes.
+
+Workloads: the sizes, shapes and times that a suite measures with. Pure; ``workload_loader`` reads them.
 
     workload.matmul.sizes                     # (4096, 8192, 16384)
     workload.all_reduce.sampling              # Sampling(warmup_seconds=2.0, ...)
 
-``sections/`` has what each key means. A new section is a class there and a line in :class:`Workload`.
+``workload_sections`` and ``training_sections`` have what each key means. A new section is a class
+there and a line in :class:`Workload`.
 
 How long a run is going to measure, from its workload and its tests. Pure.
 

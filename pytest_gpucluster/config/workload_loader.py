@@ -1,4 +1,6 @@
-"""The file of workloads: read strictly, one profile in force, an operator's overrides laid over it.
+"""The file of workloads read strictly: a profile, an operator's overrides, sizes in the form of nccl-tests.
+
+The file of workloads: read strictly, one profile in force, an operator's overrides laid over it.
 
 workload = load(Path("acceptance/workloads.yaml"), profile="full").workload
 

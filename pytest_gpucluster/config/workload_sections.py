@@ -1,4 +1,6 @@
-"""What a key of a workload means and how its value is written.
+"""The sections of a workload about GPU, host and network, and what a key of a section is.
+
+What a key of a workload means and how its value is written.
 
 Sections about a GPU by itself: matmul, memory, health.
 

@@ -1,4 +1,6 @@
-"""What one group of nodes or GPUs did when it was probed.
+"""What probes of groups returned, what the isolation concludes, and the list of nodes to exclude. Plain values.
+
+What one group of nodes or GPUs did when it was probed.
 
 What an isolation has found, as plain values: for the journal, the reports and the exclude list.
 

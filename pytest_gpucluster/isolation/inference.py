@@ -1,4 +1,6 @@
-"""Whether a probed group has failed: by itself, or beside groups of as many units.
+"""What follows from the probes so far: which groups failed, and which units are guilty, suspect or cleared.
+
+Whether a probed group has failed: by itself, or beside groups of as many units.
 
 What follows from the probes so far: who is guilty, who is under suspicion, who is vouched for.
 """

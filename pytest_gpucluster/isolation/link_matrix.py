@@ -1,4 +1,6 @@
-"""What every link carries in each direction, beside what the others carry.
+"""The matrix of links, and which GPU, node, rail or link explains the bad ones.
+
+What every link carries in each direction, beside what the others carry.
 
 What explains the links that are slow or wrong: a GPU, a node, a rail, or one link.
 

@@ -1,4 +1,6 @@
-"""What a survey of links has found: the matrix, what was measured once more, and who is to blame.
+"""The survey of all links: its result, its text and JSON, and what is required of it.
+
+What a survey of links has found: the matrix, what was measured once more, and who is to blame.
 
 A survey of links as text and as JSON: the bad links by host and GPU, the matrix, what is planned.
 

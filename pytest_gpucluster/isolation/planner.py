@@ -1,4 +1,6 @@
-"""Who is probed with whom in a round of pairs.
+"""Which groups to probe next, in few rounds and without accusing a healthy unit.
+
+Who is probed with whom in a round of pairs.
 
 What to probe next, so that few rounds tell who is to blame, and nobody is accused who is not.
 """

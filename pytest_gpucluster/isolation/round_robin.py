@@ -1,4 +1,6 @@
-"""Where the ranks are: nodes, and on each of them equally many rails.
+"""Which pairs of ranks meet in which round, within nodes and along rails. Pure.
+
+Where the ranks are: nodes, and on each of them equally many rails.
 
 A rail is the local rank: GPUs with the same number on different nodes reach each other through NICs with the same
 number, and in many fabrics through the same leaf switch.

@@ -1,4 +1,6 @@
-"""JSON Schemas of the YAML files that operators write, for editors. Made from the tables that the loaders read by.
+"""JSON Schemas of thresholds.yaml and workloads.yaml for editors, made from the tables of the loaders.
+
+JSON Schemas of the YAML files that operators write, for editors. Made from the tables that the loaders read by.
 
 An editor that knows them completes keys and marks a wrong unit while it is typed. The loaders stay the judges: what
 needs more than one value to see (duplicate keys, overlapping entries, a floor above a peak) no schema says.

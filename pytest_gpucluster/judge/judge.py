@@ -1,4 +1,6 @@
-"""What judging one test has found, as plain values: for the journal, the reports and the test's outcome.
+"""The judge: measurements of all ranks against limits, once, and its result as plain values.
+
+What judging one test has found, as plain values: for the journal, the reports and the test's outcome.
 
 Whether those who miss a limit are single GPUs, all GPUs of a node, or all there are.
 

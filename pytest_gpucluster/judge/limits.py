@@ -1,4 +1,6 @@
-"""The limits in force: what a metric must reach on a SKU, under which conditions, and which entry decides.
+"""The limits in force for a SKU and its conditions, and why an entry decides.
+
+The limits in force: what a metric must reach on a SKU, under which conditions, and which entry decides.
 
 Files are layers. Where an entry of a later file applies, it decides; elsewhere the earlier files stand.
 Within one file the entry with the most conditions decides.

@@ -1,4 +1,6 @@
-"""How far a rank stands behind the others.
+"""How values miss their limit: by how much, which rank is a straggler, what may explain it, which entry is missing.
+
+How far a rank stands behind the others.
 
 What to say where nothing decides about a value: the YAML that would.
 

@@ -1,4 +1,6 @@
-"""Processes that a rank has started and that outlive it, in whatever session: found and ended at the end of a run.
+"""Light processes that outlive a rank: how they are started, found and ended.
+
+Processes that a rank has started and that outlive it, in whatever session: found and ended at the end of a run.
 
 A rank that ends in order leaves its helpers alone, which end with it; of a rank that died nobody ends them. They are
 known by the rank's file for faulthandler, whose random name no other process has: what was started anew has it

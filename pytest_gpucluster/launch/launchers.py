@@ -1,4 +1,6 @@
-"""A launcher's environment variables, read strictly: every complaint about them is kept for one error.
+"""Which rank this process is, from the variables of its launcher alone, read strictly.
+
+A launcher's environment variables, read strictly: every complaint about them is kept for one error.
 
 Which rank this process is, told by the launcher's environment variables alone.
 

@@ -1,17 +1,4 @@
-"""What a metric is: a quantity with a name, and in families of metrics what is the same for all of them.
-
-Metrics of a GPU: matmul, memory, health; and of the inventory.
-
-Metrics of what holds the GPUs: the limits of the host, and the link between host and GPU.
-
-Metrics of what connects the GPUs: collectives and links.
-
-Metrics of what surrounds the GPUs: the network between hosts, names, clocks, shared files, the scheduler.
-
-Metrics of training: steps, throughput, checkpoints, LoRA, scaling, vision.
-
-Every metric of this project, in the order in which documents list them; ``catalogue/`` has them by subject.
-"""
+"""Every metric of this project: name, unit, which way is better, and what the number means."""
 
 from __future__ import annotations
 

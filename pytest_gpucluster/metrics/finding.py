@@ -1,4 +1,6 @@
-"""One thing that is not as it should be with one GPU: what was found, what is allowed, what to do.
+"""A finding: one thing that is wrong with a GPU or host, what is allowed, and what to do.
+
+One thing that is not as it should be with one GPU: what was found, what is allowed, what to do.
 
 Findings about a host, and what follows from them.
 """

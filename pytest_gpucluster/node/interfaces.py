@@ -186,7 +186,7 @@ def _source(toward: str) -> str:
 
 
 class Board(Protocol):
-    """Where nodes leave notices for each other: ``agreement.board.Board``."""
+    """Where nodes leave notices for each other: ``agreement.store.Board``."""
 
     def post(self, name: str, value: Any) -> None: ...
     def read(self, name: str, ranks: Sequence[int], *, within_seconds: float) -> Mapping[int, Any]: ...

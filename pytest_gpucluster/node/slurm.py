@@ -281,7 +281,7 @@ _WITHIN_SECONDS = 60.0
 
 
 class Sources(Protocol):
-    """Where processes on GPUs are asked for: ``health.gathering.Sources``."""
+    """Where processes on GPUs are asked for: ``node.health.snapshot.Sources``."""
 
     @property
     def nvml(self) -> Any: ...

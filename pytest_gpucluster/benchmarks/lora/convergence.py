@@ -1,4 +1,6 @@
-"""What a LoRA training has come to, and how much was found out about it. Plain values.
+"""Whether a LoRA training learns what it should: the conditions, what was found of each, and the figures.
+
+What a LoRA training has come to, and how much was found out about it. Plain values.
 
 Does LoRA fine-tuning learn what it should on these ranks? A loss below a limit alone would miss most faults.
 

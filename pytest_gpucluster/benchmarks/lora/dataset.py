@@ -1,4 +1,6 @@
-"""A conversation as text, taken apart into turns: ``USER: ...``, ``ASSISTANT: ...``, ``FUNCTION RESPONSE: ...``.
+"""The conversations of glaive-function-calling-v2: read, taken apart into turns, and split for evaluation.
+
+A conversation as text, taken apart into turns: ``USER: ...``, ``ASSISTANT: ...``, ``FUNCTION RESPONSE: ...``.
 
 Source of the format: glaiveai/glaive-function-calling-v2. A row has two texts. ``system`` starts with ``SYSTEM: `` and
 holds the functions as indented JSON. ``chat`` holds the turns, with two empty lines between them; what the assistant

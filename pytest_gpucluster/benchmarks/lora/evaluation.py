@@ -1,4 +1,6 @@
-"""Does a model call the right function with the right arguments? Asked on conversations that it was not trained on.
+"""A saved adapter loaded again and asked for function calls that it was not trained on.
+
+Does a model call the right function with the right arguments? Asked on conversations that it was not trained on.
 
 An adapter as a training has saved it, on the model that it belongs to.
 

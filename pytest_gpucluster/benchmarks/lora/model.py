@@ -1,4 +1,6 @@
-"""LoRA's adapters on a model: which linear layers have one, how large it is, and in which dtype it learns.
+"""The models of LoRA: sizes and FLOPs, the base, its adapters, and a forward pass that ends in losses.
+
+LoRA's adapters on a model: which linear layers have one, how large it is, and in which dtype it learns.
 
 A model whose forward pass ends in its losses: so no rank ever has to keep all logits of a batch.
 

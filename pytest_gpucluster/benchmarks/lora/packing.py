@@ -1,4 +1,6 @@
-"""How a conversation is laid out for a model, and which part of it the assistant says.
+"""Conversations as packed blocks of tokens: layout, the part that the assistant says, tokenizers.
+
+How a conversation is laid out for a model, and which part of it the assistant says.
 
 Conversations as blocks of tokens of one length, one after another, and which of their tokens are judged.
 

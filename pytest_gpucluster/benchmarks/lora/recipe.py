@@ -1,4 +1,6 @@
-"""What defines a LoRA experiment: where all of it is the same, so is the loss of each step.
+"""What defines a LoRA experiment, and its parity: steps of many ranks against the same steps of one.
+
+What defines a LoRA experiment: where all of it is the same, so is the loss of each step.
 
 A few steps of many ranks against the same steps of one rank with the same global batch, in the same job.
 

@@ -1,4 +1,6 @@
-"""What a LoRA training learns from.
+"""The training of LoRA's adapters: its data, what must be equal on all ranks at the start, and the loop.
+
+What a LoRA training learns from.
 
 What must be the same on all ranks before the first step. Later each keeps a part only, and nothing tells.
 

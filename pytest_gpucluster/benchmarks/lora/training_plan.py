@@ -1,4 +1,6 @@
-"""How a LoRA training goes, and who takes which part of it: the same whatever the number of ranks. Pure.
+"""The plan of a LoRA training: batches and schedule by rank, and the memory that it needs.
+
+How a LoRA training goes, and who takes which part of it: the same whatever the number of ranks. Pure.
 
 How much of a GPU's memory a LoRA training takes, so that it is known before whether to recompute activations.
 """

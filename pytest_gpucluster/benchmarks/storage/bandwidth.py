@@ -1,4 +1,6 @@
-"""Writing and reading one large file whose bytes are known, past the page cache of this host.
+"""How fast the shared file system takes and gives checkpoints, past the page cache of each host.
+
+Writing and reading one large file whose bytes are known, past the page cache of this host.
 
 How fast the shared file system takes and gives the checkpoints of all ranks at once.
 """

@@ -1,4 +1,6 @@
-"""The manifest of a checkpoint: which files it has, how long each is and what its bytes are. Pure but for the files.
+"""Checkpoints: saved and loaded by all ranks, sealed by a manifest, whole or not there.
+
+The manifest of a checkpoint: which files it has, how long each is and what its bytes are. Pure but for the files.
 
 Failing together: what goes wrong on one rank is raised on every rank of the group, so that none waits for it.
 

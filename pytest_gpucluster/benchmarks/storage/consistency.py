@@ -1,4 +1,6 @@
-"""Is a file that is being replaced by renames always there, and always whole?
+"""Whether all nodes see the same file: after a write, and while it is replaced by renames.
+
+Is a file that is being replaced by renames always there, and always whole?
 
 rename(2): "If newpath already exists, it will be atomically replaced, so that there is no point at which another
 process attempting to access newpath will find it missing." Checkpoints and their "latest" rely on that.

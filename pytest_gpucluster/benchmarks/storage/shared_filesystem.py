@@ -1,4 +1,6 @@
-"""What a folder is mounted from on this host, and whether the host's network file systems answer at all.
+"""The survey of a shared file system: mounts, visibility, renames, and the rate of small files.
+
+What a folder is mounted from on this host, and whether the host's network file systems answer at all.
 
 How fast many small files are made, found and removed: what an import or a data set of single files does.
 

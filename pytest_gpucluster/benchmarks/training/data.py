@@ -1,4 +1,6 @@
-"""Synthetic tokens in blocks of one length, as packed text comes: nothing is padded, and every position counts.
+"""The data of training: packed tokens, each rank's share of them, and loading by worker processes.
+
+Synthetic tokens in blocks of one length, as packed text comes: nothing is padded, and every position counts.
 
 Rows of tokens through torch's DataLoader, without end: every rank its own, read ahead by worker processes.
 

@@ -1,4 +1,6 @@
-"""What some training steps have done to a model, kept to be compared with the same steps elsewhere.
+"""Fingerprints of weights, and the distance of two trainings step by step.
+
+What some training steps have done to a model, kept to be compared with the same steps elsewhere.
 
 One number for many tensors, made on their device, which changes whenever they do.
 """

@@ -1,4 +1,6 @@
-"""The decoder, sharded over the ranks of a mesh by FSDP2: each rank keeps an equal part of every weight.
+"""The shards of FSDP2: which rank holds which part of each weight, and how much memory that takes.
+
+The decoder, sharded over the ranks of a mesh by FSDP2: each rank keeps an equal part of every weight.
 
 Which part of each weight a rank of FSDP2 holds, and whether a sharded model is laid out so.
 

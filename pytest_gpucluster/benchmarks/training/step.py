@@ -1,4 +1,6 @@
-"""One training step: forward, mean loss of all tokens, backward, optimizer. Every training criterion takes this one.
+"""One training step, its parts, and how long each of them takes.
+
+One training step: forward, mean loss of all tokens, backward, optimizer. Every training criterion takes this one.
 
 Where the time of a training step goes: waiting for data, forward, backward, optimizer, waiting for other ranks.
 

@@ -1,4 +1,6 @@
-"""What is trained to measure its throughput, and how much memory that takes. Pure arithmetic.
+"""What a training throughput is measured with: model, compilation, and the evidence that it learned.
+
+What is trained to measure its throughput, and how much memory that takes. Pure arithmetic.
 
 Whether the steps that were timed were a training: what they have seen, and what they have left.
 

@@ -1,4 +1,6 @@
-"""Images with labels, as a loader reads them: made up, or kept in memory as a whole.
+"""Data sets of images: FashionMNIST, CIFAR-10, a folder of images, and synthetic ones.
+
+Images with labels, as a loader reads them: made up, or kept in memory as a whole.
 
 FashionMNIST, MNIST and their like: IDX files, as they are or compressed by gzip.
 

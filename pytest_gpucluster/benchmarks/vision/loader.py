@@ -1,4 +1,6 @@
-"""Is /dev/shm large enough for what the workers of all ranks of a node put into it?
+"""Batches of images from worker processes, and whether shared memory has room for them.
+
+Is /dev/shm large enough for what the workers of all ranks of a node put into it?
 
 A worker hands each batch over in shared memory, which is a file in /dev/shm under either of torch's sharing strategies
 (``file_descriptor`` only removes its name at once). Where it is full, a worker fails, or the kernel ends it by SIGBUS.

@@ -88,7 +88,7 @@ class Choice:
         ranks: sizes of the communicators that were made.
         unknown: why nothing is known of the transports; empty where something is.
         reasons: what the whole log of this process says about why something is not used.
-        cards: network cards of this rank's node (``fabric_ports.network_cards``); None where the number is not known.
+        cards: network cards of this rank's node (``ports.network_cards``); None where the number is not known.
     """
 
     transports: tuple[str, ...] = ()
@@ -341,7 +341,7 @@ def prepare_log(environment: MutableMapping[str, str]) -> None:
 
 
 def own_settings(environment: Mapping[str, str]) -> frozenset[str]:
-    """Return which of NCCL's variables :func:`prepare` has set, so that they are nobody's leftover."""
+    """Return which of NCCL's variables :func:`prepare_log` has set, so that they are nobody's leftover."""
     file = environment.get("NCCL_DEBUG_FILE", "")
     if not (file and NcclLog._is_private(Path(file))):
         return frozenset()

@@ -24,7 +24,7 @@ _JUDGED_WITHIN_SECONDS = 2 * WITHIN_SECONDS
 
 
 class Board(Protocol):
-    """Where ranks leave notices for each other: ``agreement.board.Board``."""
+    """Where ranks leave notices for each other: ``agreement.store.Board``."""
 
     def post(self, name: str, value: Any) -> None: ...
     def read(self, name: str, ranks: Sequence[int], *, within_seconds: float) -> Mapping[int, Any]: ...
