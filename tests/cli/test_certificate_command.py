@@ -156,9 +156,7 @@ def test_an_output_that_cannot_be_written_is_exit_code_4(runs, tmp_path, capsys)
     assert f"--out {out}: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "words", [["create", "{}/none"], ["verify", "{}/none"], ["diff", "{}/none", "{}/none"]], ids=str
-)
+@pytest.mark.parametrize("words", ["create {}/none", "verify {}/none", "diff {}/none {}/none"])
 def test_what_is_missing_is_exit_code_3(tmp_path, capsys, words):
     assert main.main(["certificate", *(word.format(tmp_path) for word in words.split())]) == 3
     assert "gpucluster: " in capsys.readouterr().err
