@@ -5,26 +5,26 @@
     |   |-- OptionError              an option or ini value
     |   |-- LaunchError              the launcher's variables: missing, partial, contradictory, or an unknown name
     |   |-- ThresholdsError          a limits or workloads file
-    |   `-- CurveError               a file of a loss curve, or a golden one of another experiment
+    |   `-- CurveError               a file of a loss curve, or a reference curve of another experiment
     |-- EnvironmentBroken            the run could not be carried through: JUnit error, exit code 11
     |   |-- PreflightError           the ranks that came are not the ranks that were declared
     |   |-- StoreError               the rendezvous store does not answer
     |   |-- OutOfStep                ranks are at different points of the session
     |   |-- CommunicationError       a process group could not be made or used
     |   |   `-- NvlsFailed                   NCCL could not use NVLS, the sums in the NVLink switch
-    |   `-- PeerGaveUp               another rank did not come to say what this one waits for
+    |   `-- PeerGaveUp               another rank did not post what this one waits for
     |-- HardwareFault                a wrong result or a GPU that died: JUnit failure, exit code 1
     |   `-- WrongResult              verification found data that differ from the expected ones
     |-- MeasurementError             ``measure`` was called with something that is no measurement
     |   `-- UnitError                  a quantity or unit that cannot be understood, or that is of another dimension
-    |-- InconclusiveMeasurement      the samples scatter too much to hold against a limit: never a pass
+    |-- InconclusiveMeasurement      the samples scatter too much to compare with a limit: never a pass
     |-- JournalError                 a journal that is missing, foreign, or newer than this version
-    |-- RecordError                  an acceptance record that is missing, foreign, damaged, or newer than this version
+    |-- RecordError                  a certificate that is missing, foreign, damaged, or newer than this version
     `-- OutputError                  what another program has written is missing, foreign, damaged or cut off
 
 Every message says where, what was found and what is allowed, and what to do.
 
-What kind of failure an exception is: a verdict about the hardware, or a broken run.
+:func:`kind_of` states which failure an exception is: a verdict about the hardware, or a broken run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Files written atomically, and the mounts of this host.
+"""Files written atomically, and the mounts of this host as the kernel lists them.
 
-Files that are there whole or not at all: whoever reads one sees the former content or the new one, never a part.
-
-What is mounted where on this host, as the kernel lists it.
+A reader of a file that is written atomically sees the former content or the new one, never a part.
 """
 
 from __future__ import annotations

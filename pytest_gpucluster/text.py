@@ -1,10 +1,7 @@
-"""Text for people: one line from anything, ranges of ranks, tables and paragraphs of a given width.
+"""Text for people: one safe line from any text, ranges of ranks, tables and paragraphs of a given width.
 
-Texts from anywhere made fit for one line, and ranks told shortly.
-
-Text in lines of a given width: tables whose columns are aligned, and paragraphs. Nothing is ever wider.
-
-Widths are those of a terminal: a Chinese character takes two columns, an accent none.
+No line of a table or paragraph is wider than that. Widths are columns of a terminal: a Chinese character takes two, an
+accent none.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """Burn-in: a device at its highest power for a set time, every product verified, its rate recorded over time.
 
-How a burn-in goes: its rate over time, kept as it comes, so that a burn-in that is cut short leaves what it saw.
+What a device does in its first seconds says little about the hour after it: heat builds up slowly, and a unit that is
+right a million times may be wrong once. Points are kept as they are measured, so that a burn-in that is interrupted
+still leaves its results.
 
-Keep a device at its highest power for as long as is asked for, and verify every product on the way.
-
-What a device does in its first seconds says little of the hour after it: heat comes slowly, and a unit that is right
-a million times may be wrong once.
-
-Keep one device and its link to the host busy, so that what is read meanwhile is true of work and not of rest.
+:func:`keep_busy` loads a device and its link to the host, so that what is read during that time applies under load.
 """
 
 from __future__ import annotations

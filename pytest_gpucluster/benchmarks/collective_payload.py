@@ -1,25 +1,16 @@
 """The tensors of a collective: their sizes, what ranks contribute or send, and what must result.
 
-How large the tensors of a collective are, by the conventions of nccl-tests. Pure.
-
-The size of a collective is the larger one of what a rank gives and what it gets, as nccl-tests prints it: of an
-all_gather all ranks' parts together, of a reduce_scatter the whole that is summed up, of an all_to_all what a rank
-gives to all ranks together.
+Sizes follow nccl-tests: the larger one of what a rank gives and what it gets. Of an all_gather that is all ranks' parts
+together, of a reduce_scatter the whole that is summed up, of an all_to_all what a rank gives to all ranks together.
 
 >>> shape_of("all_gather", 4096, itemsize=4, ranks=8)
 Shape(collective='all_gather', itemsize=4, ranks=8, part=128, sent=128, received=1024, in_place=False)
 
 Source: nccl-tests, doc/PERFORMANCE.md, and AllGatherGetCollByteCount and the like in src/.
 
-What the ranks of a group add up, and what the sums must be.
-
-Each element has one rank that contributes a whole number, the others zero. So the first sum is exact in any order and
-in any dtype, and a wrong one can be told from a rounded one.
-
-What the ranks of a group move to each other, and what must arrive where: nothing is added up.
-
-Each element is a whole number that says from which rank it comes and from which place there. So data of another rank,
-of another place or of an earlier call are wrong data, in any dtype.
+Sums: in each element one rank contributes a whole number and the others zero, so the first sum is exact in any order
+and any dtype, and a wrong sum differs from a rounded one. Moved data: each element is a whole number that gives its
+rank and its place there, so data of another rank, another place or an earlier call are wrong data, in any dtype.
 """
 
 from __future__ import annotations

@@ -1,21 +1,16 @@
 """Collectives: how fast a group of ranks adds up, gathers, spreads or passes on data, all of it verified.
 
-One call of each collective but the all_reduce, through torch: ``call(sent, received, group)``.
-
-On a GPU each of them starts the work on the current stream, or makes that stream wait for it, and does not hold the
-host. Collective: every rank of the group must call the same, with tensors of the same sizes and dtype.
-
-What was seen of a collective: times, and the bandwidths that they amount to.
+result = measure_collective("all_gather", group, device, payload_bytes=10**9, dtype="bf16", sampling=sampling)
+result.busbw.median          # bytes a second
 
 >>> busbw_factor(2), busbw_factor(8), busbw_factor(16)
 (1.0, 1.75, 1.875)
 >>> busbw_factor(8, "all_gather"), busbw_factor(8, "broadcast")
 (0.875, 1.0)
 
-How fast a group of ranks adds up, gathers, spreads or passes on its data, with all of it verified.
-
-result = measure_collective("all_gather", group, device, payload_bytes=10**9, dtype="bf16", sampling=sampling)
-result.busbw.median          # bytes a second
+Each collective but the all_reduce is one call through torch: ``call(sent, received, group)``. On a GPU it starts the
+work on the current stream, or makes that stream wait for it, and does not block the host. Collective: every rank of the
+group must call the same, with tensors of the same sizes and dtype.
 """
 
 from __future__ import annotations

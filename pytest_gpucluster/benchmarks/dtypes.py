@@ -1,13 +1,10 @@
 """The dtypes of matrix products: operands, accuracy, torch's switches, fp8, and whether a device multiplies right.
 
-In which arithmetic matrices are multiplied: operands, result, how exact it is, and torch's switches for it.
+fp8 uses torch's scaled products, by whichever name the installed torch has for them.
 
-Products of fp8 matrices: torch's scaled products, by whichever name this torch has for them.
-
-Does a device multiply right in each dtype? Small products with exact answers, compared bit by bit.
-
-Operands are integers, so few and so small that every partial sum is exact in the accumulator and in the result. The
-answer then does not depend on the order of summation, and a single wrong bit is seen.
+:func:`check_product` compares small products with exact answers, bit by bit. Operands are integers, so few and so small
+that every partial sum is exact in the accumulator and in the result. The answer then does not depend on the order of
+summation, and a single wrong bit is seen.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
 """The bits that a device computes from fixed numbers: taken, exchanged and compared between equal GPUs.
 
-The bits that a device computes from fixed numbers: the same on every GPU of a model, and each time.
+They are the same on every GPU of a model, and each time. The numbers are drawn on the CPU, and the results are summed
+up on the CPU too: a GPU that computes wrongly must not be the one that reports what it has computed.
 
-The numbers are drawn on the CPU. What comes out is summed up on the CPU too: a GPU that computes wrongly should not
-be the one that says what it has computed.
-
-Which of several GPUs computes other bits than its equals? Pure: it compares what they have told.
-
-Fingerprints of a node's GPUs whose processes cannot talk to each other: each leaves its own in a folder, as a file.
-
-For local workers, which know of each other by number only. Each waits for all the others, so that all compare the same.
+The comparison is pure. :func:`exchange` is for local workers of a node that cannot communicate and know of each other
+by number only: each leaves its fingerprint as a file in a folder and waits for all the others, so that all compare the
+same.
 """
 
 from __future__ import annotations

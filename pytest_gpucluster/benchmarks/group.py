@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other between the windows: a few numbers at a time."""
+"""What the ranks of a group exchange between the windows: a few numbers at a time."""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
-"""How fast data go between the host and one GPU, from host memory whose NUMA node is chosen.
+"""How fast data go between the host and one GPU at a time, each direction alone or both, all copies verified.
 
-Host memory that a GPU reads and writes by itself: where it lies is chosen first, then it is pinned.
-
-torch's own pinned memory comes from a cache, in which a buffer may lie on any NUMA node. So fresh pages are mapped
-here, touched by this thread while it runs beside the GPU, and registered with CUDA where they are.
-
-How fast data go between host and one GPU at a time: each direction alone, or both at once; all copies verified.
+The NUMA node of the host memory is chosen first, then the memory is pinned. torch's own pinned memory comes from a
+cache, in which a buffer may lie on any NUMA node. So fresh pages are mapped here, touched by this thread while it runs
+on the CPUs near the GPU, and registered with CUDA where they are.
 """
 
 from __future__ import annotations

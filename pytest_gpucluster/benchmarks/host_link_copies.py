@@ -1,15 +1,11 @@
 """Verified copies between host and device, and the lock by which the processes of a node take turns.
 
-One at a time on a node: processes that know nothing of each other take turns by a lock on a file.
+The lock is on a file, because the processes may not know of each other. So a link is measured alone under torchrun,
+where all ranks run the same test at once, and without a launcher. The kernel releases the lock of a process that ends.
 
-So a link is measured alone under torchrun, where all ranks run the same test at once, and without a launcher, where no
-rank can be told of another. The kernel takes the lock from a process that ends.
-
-Copies between host and device, each of which is compared with what it must be, bit by bit.
-
-Both sides hold the same pattern. A copy takes it from one side, at a place that is shifted from time to time, to one of
-many buffers on the other side, where it is compared with that side's own. So a copy that was not made, or in part,
-leaves what an earlier one with another shift has left.
+Copies are compared bit by bit. Both sides hold the same pattern. A copy takes it from one side, at a place that is
+shifted from time to time, to one of many buffers on the other side, where it is compared with that side's own pattern.
+So a copy that was not made, or only in part, leaves the data of an earlier copy with another shift.
 """
 
 from __future__ import annotations

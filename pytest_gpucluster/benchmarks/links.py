@@ -1,14 +1,10 @@
 """The bandwidth of each link: pairs of ranks send to each other in rounds, with every word verified.
 
-What one rank sends to another, so that each word tells from whom, to whom and when it was sent.
+:func:`survey` measures every link within or between nodes as a tournament of pairs, and those that are far behind once
+more. The size and number of the messages follow from the time that a round may take.
 
-Words are 32 bits, compared as whole numbers: there is no rounding and no NaN.
-
-How much is sent over a link, and how often, in the time that a round may take. Pure.
-
-How fast each rank of a group sends to each other one, pair after pair, with the data verified.
-
-Every link of the nodes, or between them: a tournament of pairs, and once more those that are far behind.
+The content of each word depends on sender, receiver and time. Words are 32 bits, compared as whole numbers: there is
+no rounding and no NaN.
 """
 
 from __future__ import annotations

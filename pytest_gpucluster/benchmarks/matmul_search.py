@@ -7,7 +7,7 @@ verified.
 
 It still flatters: it is the rate of the shape that suits this GPU and this library best. Vendors' figures are of that
 kind, and so are those of mamf-finder (stas00/ml-engineering, compute/accelerator/benchmarks), whose figures this one
-can stand beside. How fast a model's own products are it does not say.
+can be compared with. How fast a model's own products are it does not say.
 """
 
 from __future__ import annotations

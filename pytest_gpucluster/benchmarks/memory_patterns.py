@@ -1,10 +1,8 @@
 """Whether device memory holds what is written to it: bit patterns, the passes, and what was found.
 
-What is written to memory to find cells that do not hold it: patterns of 64-bit words, each a series of passes.
-
-A pass goes through all of a memory in parts. In each part it first reads what the pass before has left there, and
-compares it, then it writes something else. So every word that is written is read again, after all of the memory was
-written.
+``benchmarks.hbm`` measures how fast a few buffers are; this tests the cells of most of the memory. A pass goes through
+it in parts. In each part it first reads and compares what the pass before has left there, then it writes something
+else. So every word that is written is read again, after all of the memory was written.
 
     walking_ones       one bit set in each word; in 64 steps it walks through all bits of every word
     walking_zeros      the same, with one bit clear in each word
@@ -13,12 +11,7 @@ written.
 
 Source: moving inversions as memtest86 does them, https://www.memtest86.com/tech_memtest-algoritm.html; walking bits as
 in memtester, README.tests. There single words take turns, here parts of the memory: a GPU has no order within one.
-
-What a look through a memory has found, kept while it goes on, so that one that is cut short leaves what it saw.
-
-Does device memory hold what is written to it? Most of it, with patterns that faults of cells and lines show in.
-
-``memory`` measures how fast a few buffers are; this is about the cells of all of them.
+Results are kept as they are found, so that an interrupted test still leaves them.
 """
 
 from __future__ import annotations

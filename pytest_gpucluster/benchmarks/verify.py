@@ -1,14 +1,11 @@
-"""Verification: tensors compared, patterns of known numbers, and torch's deterministic algorithms.
+"""Verification: tensors compared bit by bit, patterns of known numbers, and torch's deterministic algorithms.
 
-Are two tensors the same, bit by bit? Cheap to ask while nothing waits, and exact once the answer is no.
+Comparing is cheap while nothing waits for the answer, and exact once tensors differ. Bits are compared, not numbers:
+NaN equals itself then, and 0 is not -0.
 
-Bits are compared, not numbers: NaN equals itself then, and 0 is not -0.
-
-Known data that look random: word j is j times an odd constant, plus a start, modulo 2**64.
-
-About half of the bits change from word to word, no two words of a buffer are equal, and the sum of any range is known
-without adding it up. Sums of integers modulo 2**64 do not depend on the order of additions, and no single wrong bit
-leaves one as it is.
+A pattern looks random: word j is j times an odd constant, plus a start, modulo 2**64. About half of the bits change
+from word to word, no two words of a buffer are equal, and the sum of any range is known without adding it up. Sums of
+integers modulo 2**64 do not depend on the order of additions, and no single wrong bit leaves one as it is.
 
     >>> pattern = Pattern(start=5)
     >>> [pattern.word(0), pattern.word(1) - pattern.word(0) == FACTOR]
@@ -16,8 +13,6 @@ leaves one as it is.
 
 Source: the constant is 2**64 over the golden ratio: Knuth, "The Art of Computer Programming", volume 3 (2nd edition),
 section 6.4.
-
-Computing the same bits twice from the same numbers.
 """
 
 from __future__ import annotations

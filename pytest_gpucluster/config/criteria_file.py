@@ -1,11 +1,11 @@
-"""The tests that an acceptance needs: the file ``criteria.txt`` beside them, or in a folder above.
+"""The tests that an acceptance needs: the file ``criteria.txt`` in their folder, or in a folder above.
 
 It has one test a line, as pytest names it relative to the file's folder; empty lines and lines with ``#`` are comments.
 
     test_hbm.py::test_hbm[copy]
 
 A suite without the file can be run, and accepts nothing: what was left out of it before pytest knew of it, by a skip of
-a whole module, a conftest, or because its file is not there, would be missed by nobody.
+a whole module, a conftest, or because its file is not there, would not be noticed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""The sections of a workload about training: decoders, vision, scaling, checkpoints, LoRA.
-
-Sections about training: decoders, vision, scaling, checkpoints, failure propagation.
-
-Sections about fine-tuning by LoRA.
-"""
+"""The sections of a workload about training: decoders, vision, scaling, checkpoints, failure propagation, LoRA."""
 
 from __future__ import annotations
 

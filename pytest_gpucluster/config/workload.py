@@ -1,18 +1,14 @@
-"""A workload: the sizes, shapes and times that a suite measures with, and the time that this takes.
-
-Workloads: the sizes, shapes and times that a suite measures with. Pure; ``workload_loader`` reads them.
+"""A workload: the sizes, shapes and times that a suite measures with, and the time that its tests take. Pure.
 
     workload.matmul.sizes                     # (4096, 8192, 16384)
     workload.all_reduce.sampling              # Sampling(warmup_seconds=2.0, ...)
 
-``workload_sections`` and ``training_sections`` have what each key means. A new section is a class
-there and a line in :class:`Workload`.
+``config.workload_loader`` reads workloads; ``config.workload_sections`` and ``config.training_sections`` define what
+each key means. A new section is a class there and a line in :class:`Workload`.
 
-How long a run is going to measure, from its workload and its tests. Pure.
-
-Only what the workload says in seconds is predicted: warm-up and samples of the criteria below. What they need beside
-that, and all other tests, is not; it is counted and named. After ``warmup`` samples are taken for ``window`` at least,
-and for twice ``longest`` at most (``sampling.Sampling``).
+:func:`predict` covers only what the workload gives in seconds: warm-up and samples of the criteria below. What they
+need in addition, and all other tests, is counted and named instead. After ``warmup``, samples are taken for at least
+``window`` and at most twice ``longest`` (``metrics.sampling.Sampling``).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The file of workloads read strictly: a profile, an operator's overrides, sizes in the form of nccl-tests.
+"""The loader of workload files: one profile, an operator's overrides, and sizes in the form of nccl-tests.
 
-The file of workloads: read strictly, one profile in force, an operator's overrides laid over it.
+Files are read strictly. ``load`` returns the profile in force with the overrides applied to it:
 
 workload = load(Path("acceptance/workloads.yaml"), profile="full").workload
 
-The sizes that an operator wants all collectives measured with, written as for nccl-tests. Pure.
+``read_sizes`` (pure) reads the sizes with which an operator wants all collectives measured:
 
 >>> [str(override) for override in read_sizes("8,512M:2G:2")]
 ['nccl.all_reduce.sizes=8 B, 512 MiB, 1 GiB, 2 GiB', 'nccl.collectives.sizes=8 B, 512 MiB, 1 GiB, 2 GiB']

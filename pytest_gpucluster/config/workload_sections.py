@@ -1,14 +1,7 @@
-"""The sections of a workload about GPU, host and network, and what a key of a section is.
+"""The sections of a workload about GPU, host, links and network, and :class:`Spec`, the definition of one key.
 
-What a key of a workload means and how its value is written.
-
-Sections about a GPU by itself: matmul, memory, health.
-
-Sections about the host of the GPUs: how it is meant to be set up, and its link to each GPU.
-
-Sections about what connects the GPUs.
-
-Sections about what surrounds the GPUs: the network between hosts, names, clocks, the shared file system.
+GPU: matmul, memory, health, telemetry, burn-in. Host: its expected setup, and its link to each GPU. Between GPUs:
+collectives, isolation, links. Around them: connectivity between hosts, names, clocks, the shared file system.
 """
 
 from __future__ import annotations

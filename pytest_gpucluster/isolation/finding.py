@@ -1,10 +1,6 @@
-"""What probes of groups returned, what the isolation concludes, and the list of nodes to exclude. Plain values.
+"""Results of probes, the conclusion of an isolation, and the list of nodes to exclude, as plain values.
 
-What one group of nodes or GPUs did when it was probed.
-
-What an isolation has found, as plain values: for the journal, the reports and the exclude list.
-
-The nodes to leave out of the next jobs, in the forms that schedulers take.
+The journal and the reports store and show these values; exclude.txt has the forms that schedulers accept.
 """
 
 from __future__ import annotations

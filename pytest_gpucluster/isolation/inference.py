@@ -1,8 +1,6 @@
 """What follows from the probes so far: which groups failed, and which units are guilty, suspect or cleared.
 
-Whether a probed group has failed: by itself, or beside groups of as many units.
-
-What follows from the probes so far: who is guilty, who is under suspicion, who is vouched for.
+A group fails by itself (wrong data, not finished, a rate below the floor), or compared with other groups of its size.
 """
 
 from __future__ import annotations

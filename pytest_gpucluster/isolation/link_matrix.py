@@ -1,12 +1,9 @@
-"""The matrix of links, and which GPU, node, rail or link explains the bad ones.
+"""The matrix of links, and which GPU, node, rail or single link explains the bad ones.
 
-What every link carries in each direction, beside what the others carry.
-
-What explains the links that are slow or wrong: a GPU, a node, a rail, or one link.
-
-Many bad links mostly have one cause. A GPU that is slow by itself is slow with everybody, and its partners are not to
-blame. The rule, among those who all meet each other: whoever is bad in more than half of its links, and in two of them
-at least, is to blame for all of these; then the others are looked at without it. What remains are single links.
+A link is judged, in each direction, by comparison with the other links. Many bad links mostly have one cause: a GPU
+that is slow by itself is slow with every partner, and its partners are not at fault. The rule, among units that have
+all been paired with each other: a unit that is bad in more than half of its links, and in at least two, is the culprit
+for all of these; then the others are evaluated without it. What remains are single links.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""The survey of all links: its result, its text and JSON, and what is required of it.
+"""The survey of all links: its matrices and culprits, as text and as JSON, and what is required of each rank.
 
-What a survey of links has found: the matrix, what was measured once more, and who is to blame.
-
-A survey of links as text and as JSON: the bad links by host and GPU, the matrix, what is planned.
-
-What is demanded of a survey of links, told to the ranks that are to blame.
+The text and the JSON give the bad links by host and GPU, the second measurements, the matrix, and the planned time.
+A failed requirement is raised on the culprits' ranks.
 """
 
 from __future__ import annotations

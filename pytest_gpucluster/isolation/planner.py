@@ -1,8 +1,6 @@
-"""Which groups to probe next, in few rounds and without accusing a healthy unit.
+"""Which groups to probe next, so that few rounds find the culprits and no healthy unit is accused.
 
-Who is probed with whom in a round of pairs.
-
-What to probe next, so that few rounds tell who is to blame, and nobody is accused who is not.
+:func:`pairing` selects the partners of a round of pairs; :class:`Planner` plans the rounds of disjoint groups.
 """
 
 from __future__ import annotations

@@ -1,22 +1,16 @@
 """Which pairs of ranks meet in which round, within nodes and along rails. Pure.
 
-Where the ranks are: nodes, and on each of them equally many rails.
-
-A rail is the local rank: GPUs with the same number on different nodes reach each other through NICs with the same
-number, and in many fabrics through the same leaf switch.
-
-A round-robin tournament: everybody meets everybody once, nobody is in two pairs at a time.
+Every link is measured alone, and no rank is in two pairs at a time. A rail is the local rank: GPUs with the same number
+on different nodes reach each other through NICs with the same number, and in many fabrics through the same leaf switch.
 
 >>> rounds(4)
 (((0, 3), (1, 2)), ((0, 1), (2, 3)), ((0, 2), (1, 3)))
 >>> rounds(3)
 (((1, 2),), ((0, 1),), ((0, 2),))
 
-Which ranks are paired in which round, so that every link is measured for itself and no rank is in two pairs at once.
-
 within a node    every GPU with every other one: GPUs - 1 rounds, on all nodes at the same time
 across nodes     every node with every other one, all rails of two nodes at once: nodes - 1 rounds. So 1,024 GPUs
-                 on 128 nodes take 127 rounds, as 128 GPUs on as many nodes do
+                 on 128 nodes take 127 rounds, the same as 128 GPUs on 128 nodes
 once more        pairs that are far behind, without what could have shared their way: one pair of a node at a time,
                  or one rail of each pair of nodes at a time
 """

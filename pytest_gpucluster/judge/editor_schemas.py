@@ -1,16 +1,10 @@
-"""JSON Schemas of thresholds.yaml and workloads.yaml for editors, made from the tables of the loaders.
+"""JSON Schemas of thresholds.yaml and workloads.yaml for editors, made from the tables that the loaders read by.
 
-JSON Schemas of the YAML files that operators write, for editors. Made from the tables that the loaders read by.
-
-An editor that knows them completes keys and marks a wrong unit while it is typed. The loaders stay the judges: what
-needs more than one value to see (duplicate keys, overlapping entries, a floor above a peak) no schema says.
+With a schema an editor completes keys and marks a wrong unit while it is typed. The loaders still decide: a schema
+cannot express what depends on more than one value (duplicate keys, overlapping entries, a floor above a peak, a window
+longer than its longest time, inheritance of profiles) or on the amount behind a quantity.
 
 Draft 7, because that is what YAML editors know best. Patterns use only what Python and ECMAScript have in common.
-
-The JSON Schema of a file of workloads, for editors: made from the keys that the loader reads by.
-
-What takes more than one value to see (a window longer than its longest time, who inherits from whom), or a look at the
-amount behind a quantity, only the loader sees.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""The judge: measurements of all ranks against limits, once, and its result as plain values.
+"""The judge: measurements of all ranks are compared with the limits once, into a verdict of plain values.
 
-What judging one test has found, as plain values: for the journal, the reports and the test's outcome.
-
-Whether those who miss a limit are single GPUs, all GPUs of a node, or all there are.
-
-Measurements of all ranks against limits: the verdict, made once.
+The journal, the reports and the test's outcome use that verdict. It also states whether the ranks that miss a limit are
+single GPUs, all GPUs of a node, or all ranks.
 
 Nothing passes by default. A value that is NaN, a rank that did not measure, a metric without a limit, a GPU
 without limits and a value above the data sheet peak are errors; a value beyond its limit is a failure, and
-wins over errors, because a slow GPU must be named even where another rank said nothing.
+wins over errors, because a slow GPU must be named even where another rank sent no value.
 
 A pass needs certainty: where a measurement has an interval, the end that is nearer to the limit decides. A value that
 keeps the limit while its interval reaches beyond, or whose samples scatter too much, is inconclusive: a failure too.

@@ -1,14 +1,10 @@
-"""The limits in force for a SKU and its conditions, and why an entry decides.
-
-The limits in force: what a metric must reach on a SKU, under which conditions, and which entry decides.
+"""The limits in force: what a metric must reach on a SKU, under which conditions, and why an entry decides.
 
 Files are layers. Where an entry of a later file applies, it decides; elsewhere the earlier files stand.
 Within one file the entry with the most conditions decides.
 
-Why an entry of the limits decides about a metric, and why the others do not.
-
-What is known of a run may be a part of it: a size that was not named, a topology that is not yet chosen. Then an entry
-decides only where what is not known is as it demands, and the next one where it is not.
+:func:`explain` also works where a run is only partly known (a size that was not named, a topology that is not yet
+chosen): an entry then decides only if the unknown facts match its conditions, and the next entry decides if not.
 """
 
 from __future__ import annotations

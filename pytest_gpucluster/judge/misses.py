@@ -1,20 +1,14 @@
-"""How values miss their limit: by how much, which rank is a straggler, what may explain it, which entry is missing.
+"""How values miss their limit: by how much, which rank is a straggler, a possible cause, or the missing entry.
 
-How far a rank stands behind the others.
-
-What to say where nothing decides about a value: the YAML that would.
-
-The few words that may explain a missed value, from what the rank's GPU did meanwhile. Pure.
+All of it is pure. Where no entry decides about a value, :func:`missing_limit` gives the YAML that would.
 
     >>> explanation({"throttle": ["hw_thermal"], "throttle_share": {"hw_thermal": 0.62},
     ...              "temperature_celsius": [70, 88, 91]})
     'HW thermal slowdown 62 % of the time, 91 degC'
 
-Telemetry travels in plain JSON types from ranks of any version, so nothing is taken for granted: what is not of the
-form that ``telemetry.summary`` gives explains nothing. An explanation never decides: a GPU at its power limit is told,
-and is as it should be.
-
-In which ways values miss their limit, and by how much. Pure.
+An explanation comes from what the rank's GPU did during the test, and never decides: a GPU at its power limit is
+reported, and is in order. Telemetry travels in plain JSON types from ranks of any version, so nothing is taken for
+granted: what is not of the form of ``node.health.telemetry.summary`` explains nothing.
 """
 
 from __future__ import annotations

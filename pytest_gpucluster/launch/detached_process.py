@@ -1,15 +1,12 @@
-"""Light processes that outlive a rank: how they are started, found and ended.
+"""Detached processes that outlive a rank: their environment and signals, and killing stale ones at the end of a run.
 
-Processes that a rank has started and that outlive it, in whatever session: found and ended at the end of a run.
+The recorder and the node's sampler are such processes: each is a fresh interpreter without torch and pytest, in a
+session of its own. It ends with the process that started it, however that one ends, and a signal that a launcher sends
+to every process it can reach does not end it earlier.
 
-A rank that ends in order leaves its helpers alone, which end with it; of a rank that died nobody ends them. They are
-known by the rank's file for faulthandler, whose random name no other process has: what was started anew has it
-in its environment, and what was only forked holds it open.
-
-What the light processes beside a rank have in common: the recorder, and the node's sampler.
-
-Each is a fresh interpreter without torch and pytest, in a session of its own. It ends with the process that started it,
-however that ends, and no signal that a launcher sends to everything it can reach ends it before.
+Helpers of a rank that exits in order end with it; those of a rank that died are killed. They are recognised by the
+rank's file for faulthandler, whose random name no other process has: a process that was started anew has it in its
+environment, one that was only forked holds it open.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Which rank this process is, from the variables of its launcher alone, read strictly.
+"""Which rank this process is, from the environment variables of its launcher alone, read strictly.
 
-A launcher's environment variables, read strictly: every complaint about them is kept for one error.
-
-Which rank this process is, told by the launcher's environment variables alone.
+Every problem with the variables is collected, and all are reported in one error.
 
 The first source that applies wins, and only its own variables can contradict each other:
 
@@ -15,7 +13,7 @@ The first source that applies wins, and only its own variables can contradict ea
 4. A Kubernetes Indexed Job, one rank a pod: ``JOB_COMPLETION_INDEX``, with ``WORLD_SIZE``, ``MASTER_ADDR``
    and ``MASTER_PORT`` from the pod template. ``WORLD_SIZE=1`` says that every pod stands for itself. Without
    ``WORLD_SIZE`` it is an error: pods that do not know of each other would each be accepted alone.
-   A pod of Kubeflow (TrainJob, PyTorchJob) tells the same by ``PET_NODE_RANK`` and ``PET_NNODES``, and by
+   A pod of Kubeflow (TrainJob, PyTorchJob) states the same by ``PET_NODE_RANK`` and ``PET_NNODES``, and by
    ``PET_NPROC_PER_NODE`` that torchrun is needed, where it wants more than one rank.
 5. A single process. Traces of any other launcher (``WORLD_SIZE=8`` from a script, MPICH, ...) are an error,
    because N processes that each believe to be alone would each be accepted alone.

@@ -1,6 +1,6 @@
 """The name of the store's host, looked up before anything connects to it.
 
-torch asks again and again for a name that nobody knows, and gives up after minutes. A lookup of the resolver itself may
+torch repeats the lookup of a name that is unknown, and gives up after minutes. A lookup of the resolver itself may
 block, so it is made in a thread of its own. Nothing here imports torch.
 """
 

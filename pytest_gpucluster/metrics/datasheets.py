@@ -1,6 +1,6 @@
 """What the data sheets promise: dense peaks, memory and links per SKU, each with its source.
 
-A peak is used twice: as a yardstick beside a measured value, and as the bound above which a value is too fast
+A peak is used twice: as a yardstick for a measured value, and as the bound above which a value is too fast
 to be true. Marketing figures with sparsity are twice these and are never used.
 
 A SKU is recognised by a pattern that must match the whole NVML name, so that "B200" does not take a GB200,

@@ -1,9 +1,4 @@
-"""A finding: one thing that is wrong with a GPU or host, what is allowed, and what to do.
-
-One thing that is not as it should be with one GPU: what was found, what is allowed, what to do.
-
-Findings about a host, and what follows from them.
-"""
+"""Findings: one problem of a GPU or host each, with what was found, what is allowed and what to do."""
 
 from __future__ import annotations
 

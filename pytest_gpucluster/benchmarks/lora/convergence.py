@@ -1,14 +1,9 @@
-"""Whether a LoRA training learns what it should: the conditions, what was found of each, and the figures.
+"""Whether a LoRA training learns what it should: the conditions, the result of each, and the figures.
 
-What a LoRA training has come to, and how much was found out about it. Plain values.
-
-Does LoRA fine-tuning learn what it should on these ranks? A loss below a limit alone would miss most faults.
-
-So each condition is found out by itself: all is finite, the loss ends low and that of held-out blocks falls, every
-adapter has moved and the base has not, some steps equal those of one rank, steps after a checkpoint are the same a
-second time, bit by bit, and what was saved gives the same loss when it is read again.
-
-What a LoRA training has shown, as single figures, each of which is a condition or a record of its own.
+A loss below a limit alone would miss most faults. So each condition is checked by itself: all is finite, the loss ends
+low and that of held-out blocks falls, every adapter has moved and the base has not, some steps equal those of one rank,
+steps after a checkpoint are the same a second time, bit by bit, and what was saved gives the same loss when it is read
+again. Each figure is a condition or a recorded value of its own.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""The conversations of glaive-function-calling-v2: read, taken apart into turns, and split for evaluation.
+"""The conversations of glaive-function-calling-v2: read from a file or the hub, split into turns, and held out.
 
-A conversation as text, taken apart into turns: ``USER: ...``, ``ASSISTANT: ...``, ``FUNCTION RESPONSE: ...``.
+Rows that cannot be used are returned with the reason. Held-out conversations are kept from the training, to measure
+what it has learned beyond its own data.
 
 Source of the format: glaiveai/glaive-function-calling-v2. A row has two texts. ``system`` starts with ``SYSTEM: `` and
-holds the functions as indented JSON. ``chat`` holds the turns, with two empty lines between them; what the assistant
-says ends with ``<|endoftext|>``.
-
-Conversations to learn function calls from, read from a file or from the hub, with what was wrong in them.
-
-Conversations that are kept from the training, to see what it has learned beyond them.
+holds the functions as indented JSON. ``chat`` holds the turns (``USER: ...``, ``ASSISTANT: ...``,
+``FUNCTION RESPONSE: ...``), with two empty lines between them; what the assistant says ends with ``<|endoftext|>``.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
-"""A saved adapter loaded again and asked for function calls that it was not trained on.
+"""A saved adapter loaded again, and asked for function calls that it was not trained on.
 
-Does a model call the right function with the right arguments? Asked on conversations that it was not trained on.
-
-An adapter as a training has saved it, on the model that it belongs to.
-
-What was saved, read again into a model made anew: as whoever uses the adapters will do.
-
-Where a model is put that no cluster has a place for.
+The adapter is loaded as a user of it does, from the folder that peft has saved, onto a model made anew. The score is
+whether that model calls the right function with the right arguments. :func:`choose_device` selects where it runs.
 """
 
 from __future__ import annotations

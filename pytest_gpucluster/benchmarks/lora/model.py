@@ -1,12 +1,8 @@
 """The models of LoRA: sizes and FLOPs, the base, its adapters, and a forward pass that ends in losses.
 
-LoRA's adapters on a model: which linear layers have one, how large it is, and in which dtype it learns.
-
-A model whose forward pass ends in its losses: so no rank ever has to keep all logits of a batch.
-
-How large a Qwen2 model is, what LoRA adds to it, and how many operations a token costs. Pure arithmetic.
-
-The models that LoRA is trained on: a tiny one, Qwen2-7B's sizes with random weights, and one that is given.
+The sizes are those of Qwen2, with the FLOPs of a token as pure arithmetic. The base is a tiny model, one of Qwen2-7B's
+sizes with random weights, or a given one; the adapters define which linear layers learn, at which rank and dtype.
+The forward pass ends in the losses, so that no rank ever has to keep all logits of a batch.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
 """Conversations as packed blocks of tokens: layout, the part that the assistant says, tokenizers.
 
-How a conversation is laid out for a model, and which part of it the assistant says.
+Blocks have one length; only tokens that the assistant says count in the loss. Nothing is padded, and attention is
+plainly causal: a block may begin in the middle of a conversation and may hold several. Source: training on packed
+blocks as torchtune and TRL name it; that conversations see what stands before them in their block is the price of
+static shapes and flash attention.
 
-Conversations as blocks of tokens of one length, one after another, and which of their tokens are judged.
-
-Nothing is padded, and attention is plainly causal: a block may begin in the middle of a conversation and may hold
-several. Source: training on packed blocks as torchtune and TRL name it; that conversations see what stands before them
-in their block is the price of static shapes and flash attention.
-
-Tokenizers: a tiny one that is trained on the spot, and those that come with a model.
+A tokenizer is a tiny one that is trained on the rows, or the one that comes with a model.
 """
 
 from __future__ import annotations

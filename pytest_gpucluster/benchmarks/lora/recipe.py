@@ -1,11 +1,8 @@
 """What defines a LoRA experiment, and its parity: steps of many ranks against the same steps of one.
 
-What defines a LoRA experiment: where all of it is the same, so is the loss of each step.
-
-A few steps of many ranks against the same steps of one rank with the same global batch, in the same job.
-
-Without it a training that learns less than it should passes: AdamW hides a wrong scale of the gradients, and a loss
-falls also where ranks do not share gradients or read the same data.
+Where the whole definition is the same, so is the loss of each step. Parity compares a few steps with the same global
+batch, in the same job. Without it a training that learns less than it should passes: AdamW hides a wrong scale of the
+gradients, and a loss falls also where ranks do not share gradients or read the same data.
 """
 
 from __future__ import annotations

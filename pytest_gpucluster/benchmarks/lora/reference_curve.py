@@ -1,4 +1,4 @@
-"""A golden curve: what the loss of an experiment was, step by step, and how far another run of it may be from that.
+"""A reference curve: what the loss of an experiment was, step by step, and how far another run of it may be from that.
 
 It shows what a threshold on the last losses cannot: a run that arrives at a low loss by another way. With synchronous
 training the way is known: seed, data and global batch define it, whatever the number of ranks. Dropout is the

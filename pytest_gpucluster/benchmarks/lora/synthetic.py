@@ -1,8 +1,6 @@
-"""Conversations made from a seed, the same on every machine, for training without a download.
+"""Conversations made from a seed, in the format of glaive-function-calling-v2, for training without a download.
 
-Random draws that follow from a seed on every machine, in every process and with every version of Python.
-
-Conversations made up from a seed, in the format of glaive-function-calling-v2, for training without a download.
+The draws of a seed are the same on every machine, in every process and with every version of Python.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """The training of LoRA's adapters: its data, what must be equal on all ranks at the start, and the loop.
 
-What a LoRA training learns from.
-
-What must be the same on all ranks before the first step. Later each keeps a part only, and nothing tells.
-
-The loop that trains LoRA's adapters: a sharded model, a fixed global batch, and all that is to be seen of a step.
+The model is sharded and the global batch is fixed. Equality of the ranks is checked before the first step: later each
+rank keeps only a part, and a difference would not be seen.
 """
 
 from __future__ import annotations

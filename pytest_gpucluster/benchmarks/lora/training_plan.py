@@ -1,8 +1,7 @@
 """The plan of a LoRA training: batches and schedule by rank, and the memory that it needs.
 
-How a LoRA training goes, and who takes which part of it: the same whatever the number of ranks. Pure.
-
-How much of a GPU's memory a LoRA training takes, so that it is known before whether to recompute activations.
+Global batches and schedule are pure, and the same whatever the number of ranks. The memory is estimated before the
+training, to decide whether to recompute activations; :func:`memory_for` is collective.
 """
 
 from __future__ import annotations

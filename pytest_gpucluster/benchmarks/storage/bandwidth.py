@@ -1,8 +1,6 @@
-"""How fast the shared file system takes and gives checkpoints, past the page cache of each host.
+"""How fast the shared file system writes and reads the checkpoints of all ranks at once.
 
-Writing and reading one large file whose bytes are known, past the page cache of this host.
-
-How fast the shared file system takes and gives the checkpoints of all ranks at once.
+Each rank writes one large file whose bytes are known, and reads that of another rank, past its host's page cache.
 """
 
 from __future__ import annotations

@@ -1,18 +1,12 @@
-"""Checkpoints: saved and loaded by all ranks, sealed by a manifest, whole or not there.
+"""Checkpoints: saved and loaded by all ranks, sealed by a manifest, and always either whole or absent.
 
-The manifest of a checkpoint: which files it has, how long each is and what its bytes are. Pure but for the files.
+torch.distributed.checkpoint saves them, so that an interruption at any moment destroys nothing. A checkpoint is a
+folder ``step-00000010``: a shard per rank, torch's own index of them, and a manifest with the length and sha256 of each
+file. It is written under a name that begins with ``.partial-``, brought to stable storage, and renamed last. Renaming a
+folder is atomic on POSIX file systems (Source: rename(2)), so what is called ``step-...`` is whole.
 
-Failing together: what goes wrong on one rank is raised on every rank of the group, so that none waits for it.
-
-A folder that all ranks share, on whatever hosts they are.
-
-Save and load a training by torch.distributed.checkpoint, so that an interruption at any moment destroys nothing.
-
-A checkpoint is a folder ``step-00000010``: a shard per rank, torch's own index of them, and a manifest. It is written
-under a name that begins with ``.partial-``, brought to stable storage, and renamed last. Renaming a folder is atomic on
-POSIX file systems (Source: rename(2)), so what is called ``step-...`` is whole.
-
-Only one group of ranks may write to a folder at a time.
+Only one group of ranks may write to a folder at a time; the ranks may be on any hosts that share it. An error on one
+rank is raised on every rank of the group, so that none waits for it.
 """
 
 from __future__ import annotations

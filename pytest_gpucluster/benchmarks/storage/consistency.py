@@ -1,11 +1,8 @@
-"""Whether all nodes see the same file: after a write, and while it is replaced by renames.
+"""Whether all nodes see the same file: after a write or an overwrite, and while it is replaced by renames.
 
-Is a file that is being replaced by renames always there, and always whole?
-
-rename(2): "If newpath already exists, it will be atomically replaced, so that there is no point at which another
-process attempting to access newpath will find it missing." Checkpoints and their "latest" rely on that.
-
-Is what one node writes what the others read: a new file, and one that is written over?
+A file that is being replaced must always be there, and always be whole. rename(2): "If newpath already exists, it will
+be atomically replaced, so that there is no point at which another process attempting to access newpath will find it
+missing." Checkpoints and their "latest" rely on that.
 """
 
 from __future__ import annotations

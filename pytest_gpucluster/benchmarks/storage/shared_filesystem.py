@@ -1,10 +1,7 @@
 """The survey of a shared file system: mounts, visibility, renames, and the rate of small files.
 
-What a folder is mounted from on this host, and whether the host's network file systems answer at all.
-
-How fast many small files are made, found and removed: what an import or a data set of single files does.
-
-All nodes look at one shared folder together.
+One rank of each node inspects the folder: what it is mounted from, whether the host's network file systems answer at
+all, and how fast many small files are made, found and removed, as by an import or a data set of single files.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """The data of training: packed tokens, each rank's share of them, and loading by worker processes.
 
-Synthetic tokens in blocks of one length, as packed text comes: nothing is padded, and every position counts.
-
-Rows of tokens through torch's DataLoader, without end: every rank its own, read ahead by worker processes.
-
-Which rows each rank reads: disjoint, complete, another order in each epoch.
+The tokens are synthetic, in blocks of one length: nothing is padded, and every position counts. Shares of the ranks are
+disjoint and complete, in another order in each epoch. torch's DataLoader reads a rank's rows ahead, without end.
 """
 
 from __future__ import annotations

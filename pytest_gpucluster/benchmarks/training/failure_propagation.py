@@ -1,8 +1,6 @@
 """A job of torchrun in which one rank dies: whether it ends, how soon, and which rank is named.
 
-A job that is started from inside of another one: in an environment of its own, and with a sure end.
-
-Does a training end when one of its ranks dies, and is that rank named? Seen on a small job of its own.
+The small training is started from inside another job: in an environment of its own, and all its processes are ended.
 """
 
 from __future__ import annotations

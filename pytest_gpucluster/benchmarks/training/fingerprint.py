@@ -1,8 +1,7 @@
 """Fingerprints of weights, and the distance of two trainings step by step.
 
-What some training steps have done to a model, kept to be compared with the same steps elsewhere.
-
-One number for many tensors, made on their device, which changes whenever they do.
+A trajectory keeps what some steps did to a model, to compare it with the same steps elsewhere. A fingerprint is one
+number for many tensors, computed on their device, which changes whenever they do.
 """
 
 from __future__ import annotations

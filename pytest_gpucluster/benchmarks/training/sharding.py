@@ -1,10 +1,7 @@
-"""The shards of FSDP2: which rank holds which part of each weight, and how much memory that takes.
+"""The decoder sharded by FSDP2: which rank holds which part of each weight, and how much memory that takes.
 
-The decoder, sharded over the ranks of a mesh by FSDP2: each rank keeps an equal part of every weight.
-
-Which part of each weight a rank of FSDP2 holds, and whether a sharded model is laid out so.
-
-How much memory a rank needs to train, by the number of ranks that share the model.
+Each rank of a mesh keeps an equal part of every weight. The layout can be checked, and the memory of a rank is measured
+by the number of ranks that share the model.
 """
 
 from __future__ import annotations

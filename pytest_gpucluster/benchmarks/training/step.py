@@ -1,10 +1,7 @@
-"""One training step, its parts, and how long each of them takes.
+"""One training step (forward, mean loss of all tokens, backward, optimizer), and how long each part takes.
 
-One training step: forward, mean loss of all tokens, backward, optimizer. Every training criterion takes this one.
-
-Where the time of a training step goes: waiting for data, forward, backward, optimizer, waiting for other ranks.
-
-Measured in steps of their own, so that nothing is measured in those that count.
+The step is the same for every training criterion. Its parts, with waiting for data and for other ranks, are timed in
+steps of their own, so that nothing is measured in those that count.
 """
 
 from __future__ import annotations

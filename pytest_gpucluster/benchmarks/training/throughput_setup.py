@@ -1,10 +1,7 @@
-"""What a training throughput is measured with: model, compilation, and the evidence that it learned.
+"""What a training throughput is measured with: model and its memory, torch.compile, and the evidence of learning.
 
-What is trained to measure its throughput, and how much memory that takes. Pure arithmetic.
-
-Whether the steps that were timed were a training: what they have seen, and what they have left.
-
-torch.compile for the blocks of a decoder, and whether there is a compiler at all.
+The evidence shows whether the timed steps were a training: losses, gradient norms, and how the weights changed.
+torch.compile is applied to the blocks of a decoder, where there is a compiler.
 """
 
 from __future__ import annotations

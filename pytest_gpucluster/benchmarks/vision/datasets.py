@@ -1,21 +1,15 @@
-"""Data sets of images: FashionMNIST, CIFAR-10, a folder of images, and synthetic ones.
+"""Data sets of images with labels: FashionMNIST and MNIST, CIFAR-10, a folder of images, and synthetic ones.
 
-Images with labels, as a loader reads them: made up, or kept in memory as a whole.
+:func:`open_images` recognises the kind of data under a path. IDX files may be compressed by gzip; the Python version of
+CIFAR-10 is read without running what its pickle holds; a folder of images is laid out as ImageNet is: one folder for
+each class, with JPEG or PNG files in it.
 
-FashionMNIST, MNIST and their like: IDX files, as they are or compressed by gzip.
+Source of IDX: "THE IDX FILE FORMAT", https://yann.lecun.com/exdb/mnist/: big-endian, a magic number that gives the type
+(08: unsigned byte) and the number of dimensions, the dimensions, the data.
 
-Source of the format: "THE IDX FILE FORMAT", https://yann.lecun.com/exdb/mnist/: big-endian, a magic number that tells
-the type (08: unsigned byte) and the number of dimensions, the dimensions, the data.
-
-CIFAR-10: the binary version, and the Python version without running what is in it.
-
-Source of both formats: "The CIFAR-10 dataset", https://www.cs.toronto.edu/~kriz/cifar.html: in the binary version, rows
-of one byte for the label and 3072 for the image; in the Python version a pickled dictionary with b"data", an array of
-rows of 3072 bytes, and b"labels". An image is 1024 bytes of red, then of green, then of blue, row by row.
-
-A folder of images, as ImageNet is laid out: one folder for each class, with JPEG or PNG files in it.
-
-Which kind of data lies under a path: IDX files, CIFAR-10, or a folder of images.
+Source of both CIFAR-10 formats: "The CIFAR-10 dataset", https://www.cs.toronto.edu/~kriz/cifar.html: in the binary
+version, rows of one byte for the label and 3072 for the image; in the Python version a pickled dictionary with b"data",
+an array of rows of 3072 bytes, and b"labels". An image is 1024 bytes of red, then of green, then of blue, row by row.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""Batches of images from worker processes, and whether shared memory has room for them.
-
-Is /dev/shm large enough for what the workers of all ranks of a node put into it?
+"""Endless batches of a rank's images from worker processes, and whether shared memory has room for them.
 
 A worker hands each batch over in shared memory, which is a file in /dev/shm under either of torch's sharing strategies
-(``file_descriptor`` only removes its name at once). Where it is full, a worker fails, or the kernel ends it by SIGBUS.
-So this is looked at before the first worker is started. Source: torch.multiprocessing, sharing strategies; tmpfs(5).
-
-Endless batches of a rank's share of the images, made by worker processes ahead of their use.
+(``file_descriptor`` only removes its name at once). Where it is full, a worker fails, or the kernel kills it by SIGBUS.
+So the room for all ranks of a node is checked before the first worker is started. Source: torch.multiprocessing,
+sharing strategies; tmpfs(5).
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""What images per second are measured with: the ResNets, the parts of a step, and the result.
+"""What images per second are measured with: the ResNets, the parts of a training, and the result.
 
-ResNet-18 and ResNet-50, made by transformers with random weights.
-
-What is trained on images and of which pieces, and what was found of it.
+ResNet-18 and ResNet-50 are made by transformers with random weights.
 """
 
 from __future__ import annotations
