@@ -1,4 +1,4 @@
-"""What ``gpucluster watch`` shows of a node at a moment: the terminal layout, its keys, and a JSON line for programs.
+"""What ``gpucluster node watch`` shows: the terminal layout, its keys, and a JSON line for programs.
 
 The layout fits any width from 40 columns on, and any height from 10 lines on. The same layout is plain text where
 colours are not shown. What is stale, lost or wrong is stated in words, not only shown in a colour.

@@ -1,4 +1,4 @@
-"""What ``gpucluster info`` shows of a node: system, CPUs, memory and mounts, and all parts put together.
+"""What ``gpucluster node info`` shows of a node: system, CPUs, memory and mounts, and all parts put together.
 
 The system is its name, kernel and distribution, the container around this process, and the scheduler. CPUs and memory
 come with what this process may use of them. File systems are never looked into: a server that is gone would never

@@ -1,4 +1,4 @@
-"""The hosts file of ``gpucluster ssh``, and the plan of a run over its nodes: what runs where, with which arguments.
+"""The hosts file of ``gpucluster run --hosts``, and the plan of a run over its nodes: what runs where, and how.
 
 The file has one node a line, or several in brackets, with what ssh needs to reach it.
 """
