@@ -188,7 +188,7 @@ def recorder_of(pid: int) -> Usage | None:
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if parent == pid and b"recorder_process" in words:
+        if parent == pid and b"recorder.process" in words:
             return Usage(int(entry.name))
     return None
 

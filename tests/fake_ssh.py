@@ -1,6 +1,6 @@
 """An ssh that is a small program: what each node does is told by a file, and all else is our own side on the node.
 
-It runs the real ``remote.node`` in place of a node, but for what a run comes to.
+It runs the real ``runners.remote_node`` in place of a node, but for what a run comes to.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def sampled(number):
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # what is free is not held
         processes = {f"rank {RANK}": os.getpid()}
-        for name, word in {"recorder": "recorder_process", "sampler": "node_sampler_process"}.items():
+        for name, word in {"recorder": "recorder.process", "sampler": "sampler_process"}.items():
             for pid in children(word):
                 processes[name] = pid
         line = {"number": number, **{name: held(pid) for name, pid in processes.items()}}
