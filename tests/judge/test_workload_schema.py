@@ -10,7 +10,7 @@ import jsonschema
 import yaml
 from each import of_each
 from test_schema import EditorLoader
-from test_workload_file import BROKEN, COMPLETE, SHIPPED
+from workload_files import BROKEN, COMPLETE, SHIPPED
 
 from pytest_gpucluster.config.workload import KEYS
 from pytest_gpucluster.config.workload_loader import load
