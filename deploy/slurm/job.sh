@@ -100,7 +100,7 @@ node_tells() {
   local folder=$1
   shift
   [[ -d $folder/nodes ]] || { echo "$SLURMD_NODENAME does not see $folder: it must be shared by all nodes" >&2; return 1; }
-  timeout --kill-after=5 120 "$@" info all --json >"$folder/nodes/.$SLURMD_NODENAME" || return 1
+  timeout --kill-after=5 120 "$@" node info all --json >"$folder/nodes/.$SLURMD_NODENAME" || return 1
   mv "$folder/nodes/.$SLURMD_NODENAME" "$folder/nodes/$SLURMD_NODENAME.json"
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -17,6 +18,9 @@ from pathlib import Path
 import pytest
 from sessions import environment
 from shell import finished
+
+from pytest_gpucluster.cli import main, runs
+from pytest_gpucluster.cli import node as node_commands
 
 ROOT = Path(__file__).parents[2]
 SLURM = ROOT / "deploy" / "slurm"
@@ -468,3 +472,20 @@ def test_one_check_at_a_time(fakes: Fakes) -> None:
         finally:
             holder.terminate()
     assert fakes.log("scontrol") == []
+
+
+def test_the_scripts_name_commands_that_there_are() -> None:
+    """They reach the program through an array or a function, where no search for its name finds them."""
+    steps = {"node": node_commands.STEPS, "runs": runs.STEPS}
+    said = [
+        words.split()
+        for path in sorted(SLURM.iterdir())
+        for words in re.findall(
+            r"""(?:call_suite|"\$\{program\[@\]\}"|120 "\$@"|"\$gpucluster"|/gpucluster") ((?:[a-z][a-z-]* ?)+)""",
+            path.read_text(encoding="utf-8"),
+        )
+    ]
+    assert len(said) >= 7
+    unknown = [words for words in said if words[0] not in main.COMMANDS]
+    unknown += [words for words in said if words[0] in steps and (words[1:] or [""])[0] not in steps[words[0]]]
+    assert unknown == []
