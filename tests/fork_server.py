@@ -189,10 +189,12 @@ def server_for(env: Mapping[str, str | bytes], *, extras: bool = False) -> ForkS
 def holders(token: str) -> set[int]:
     """Return the processes that hold the descriptor of a session."""
     found = set()
-    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+    for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            if os.readlink(descriptor).startswith(f"/memfd:{token} "):
-                found.add(int(descriptor.parts[2]))
+            for descriptor in os.scandir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):  # it has been closed meanwhile
+                    if os.readlink(descriptor).startswith(f"/memfd:{token} "):
+                        found.add(int(pid))
     return found
 
 
