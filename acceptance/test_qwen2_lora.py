@@ -126,7 +126,7 @@ def train(cluster, settings, golden, artifacts, progress, measure, peak_tflops, 
         if expected is not None and found.learned is not None:
             far = deviation(expected, found.curve)
             print(f"golden curve: {far}")
-            measure("lora.golden_deviation", far.largest, unit="ratio", model=base.label)
+            measure("lora.reference_deviation", far.largest, unit="ratio", model=base.label)
 
     return train
 

@@ -70,7 +70,7 @@ METRICS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "lora_tiny": (
             *("lora.finite_steps", "lora.loss_error", "lora.gradient_error", "lora.final_loss", "lora.held_out_*"),
             *("lora.moved_adapters", "lora.unchanged_base", "lora.replayed_steps", "lora.resume_error"),
-            *("lora.reload_error", "lora.group_error", "lora.golden_deviation", "lora.calls.*"),
+            *("lora.reload_error", "lora.group_error", "lora.reference_deviation", "lora.calls.*"),
         ),
         "qwen2_lora": ("lora.final_loss", "lora.tokens_per_second", "lora.mfu", "lora.peak_memory"),
         "qwen2_lora.throughput": ("lora.tokens_per_second", "lora.mfu", "lora.peak_memory"),
@@ -164,18 +164,18 @@ def _cell(limit: Limit | None, peak: float | None, letters: _Letters) -> str:
 
 def _ratios(limits: Sequence[Limit]) -> Iterator[str]:
     """Which part of the others' median each rank must reach."""
-    told: dict[tuple[float, str], dict[str, list[str]]] = {}
+    ratios: dict[tuple[float, str], dict[str, list[str]]] = {}
     for one in limits:
         ratio = one.min_ratio_to_median
         found = _RATIO.search(one.source)
         if ratio is not None:
             source = found.group(1) if found else one.source
-            told.setdefault((ratio, source), {}).setdefault(one.metric, []).append(one.sku)
-    if not told:
+            ratios.setdefault((ratio, source), {}).setdefault(one.metric, []).append(one.sku)
+    if not ratios:
         return
-    usual = max(told, key=lambda key: sum(map(len, told[key].values())))
-    text = f"Beside its figure each rank must reach {100 * usual[0]:g} % of the median of the others ({usual[1]})"
-    for (ratio, source), where in told.items():
+    usual = max(ratios, key=lambda key: sum(map(len, ratios[key].values())))
+    text = f"In addition each rank must reach {100 * usual[0]:g} % of the median of the others ({usual[1]})"
+    for (ratio, source), where in ratios.items():
         if (ratio, source) != usual:
             names = "; ".join(f"`{metric}` on {', '.join(dict.fromkeys(skus))}" for metric, skus in where.items())
             text += f"; {100 * ratio:g} % for {names} ({source})"

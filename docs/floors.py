@@ -1,4 +1,4 @@
-"""Write docs/floors.md: every shipped floor beside what is published, and what the limits make of all published values.
+"""Write docs/floors.md: every shipped floor with the published values, and the verdict on each of them.
 
 python docs/floors.py
 """
@@ -20,7 +20,7 @@ REHEARSAL = "cpu-rehearsal"
 MOST_LOSS = 0.15
 """What a required metric may lose unnoticed; where more may be lost, the page says why."""
 RATES = ("TFLOPS", "TB/s", "GB/s", "%")
-"""Units of the metrics of speed, of which the page tells."""
+"""Units of the metrics of speed, that the page lists."""
 FAMILIES = ("matmul.", "hbm.", "host_link.", "link.bandwidth", "nccl.", "training.mfu", "lora.mfu")
 
 _HEAD = """\
@@ -31,7 +31,7 @@ Made by `python docs/floors.py` from `thresholds.yaml` and `pytest_gpucluster/ju
 - **n, lowest, median, highest**: healthy, comparable values that are published for the SKU and that this floor would
   judge. An asterisk: all of them are the best of many shapes, which is more than the judged shape gives.
 - **all lose**: what every GPU may lose and still pass, 1 - floor / median. **one loses**: what one GPU among others may
-  lose, by `min_ratio_to_median`; where there is none, what is said for all.
+  lose, by `min_ratio_to_median`; where there is none, as for all.
 - **remark**: why a floor lets more than {most:.0f} % pass, or lies where it does; see its source in `thresholds.yaml`.
 
 A SKU that is `like` another has its floors, where it has none of its own: these rows stand once, under the first SKU,
@@ -80,7 +80,7 @@ def _without_floor(limits: Thresholds) -> Iterator[str]:
             continue
         below = any(part.high_open for part in limit.when if part.key == "size")
         alone = any(part.key == "world_size" and part.high == 1 for part in limit.when)
-        if not (below or alone or limit.metric == "matmul.fp8.tflops"):  # recorded beside what is judged; not run
+        if not (below or alone or limit.metric == "matmul.fp8.tflops"):  # recorded next to a judged value; not run
             skus.setdefault((limit.metric, limit.conditions(), limit.record_only), []).append(limit.sku)
     yield "## Rates without a floor\n"
     yield "Of `matmul.fp8.tflops` there is none either on a GPU without fp8 units, where no criterion measures it.\n"

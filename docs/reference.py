@@ -28,8 +28,8 @@ PACKAGE = Path(plugin.__file__).parent
 VARIABLES = {
     "GPUCLUSTER_HOSTNAME": "replaces the host's name in every report. Set it to the node's name in a pod or a"
     " container: ranks on one node need the same, ranks on different nodes different ones",
-    "GPUCLUSTER_EXIT_NOTES": "a folder in which each rank leaves the verdict at its end, for whoever started its"
-    " launcher ([run.md](run.md)); `gpucluster run` sets it",
+    "GPUCLUSTER_EXIT_NOTES": "a folder in which each rank leaves the verdict at its end, for the program that started"
+    " its launcher ([run.md](run.md)); `gpucluster run` sets it",
     "GPUCLUSTER_CHILD_JOB": "marks the processes of the training that `failure_propagation` starts and lets die; never"
     " to be set",
     "GPUCLUSTER_NVLS_SWITCHED_OFF": "marks a process that has set `NCCL_NVLS_ENABLE=0` itself, after NVLS had failed;"
@@ -104,13 +104,13 @@ def _timeouts() -> Iterator[str]:
 
 def _variables() -> Iterator[str]:
     yield "## Environment variables\n"
-    yield "Beside those of the options above:\n"
+    yield "In addition to those of the options above:\n"
     yield from _table(("variable", "meaning"), ((f"`{name}`", text) for name, text in VARIABLES.items()))
     yield "## Variables of launchers\n"
     yield (
         "Variables of launchers and schedulers that are read, and the modules that do so. The"
-        " [README](../README.md#srun-mpirun-kubernetes) says which of them tell a process its rank. NCCL's own are in"
-        " [infiniband.md](infiniband.md).\n"
+        " [README](../README.md#srun-mpirun-kubernetes) lists those by which a process knows its rank. NCCL's own are"
+        " in [infiniband.md](infiniband.md).\n"
     )
     yield from _table(
         ("variable", "read by"), ((f"`{name}`", _listed(modules)) for name, modules in sorted(variables_read().items()))
@@ -164,7 +164,7 @@ def _commands() -> Iterator[str]:
         ("command", "what it does"),
         ((f"[`gpucluster {word}`](#gpucluster-{word})", does) for word, does in main.COMMANDS.items()),
     )
-    yield "2 is wrong usage everywhere; 141 says that whoever read the output has closed it.\n"
+    yield "2 is wrong usage everywhere; 141 means that the reader of the output has closed it.\n"
     for word in main.COMMANDS:
         parser = argparse.ArgumentParser(prog=f"gpucluster {word}")
         main._module(word).configure(parser)
@@ -224,7 +224,7 @@ def _metrics() -> Iterator[str]:
     yield "## Metrics\n"
     yield (
         "Scope says who must report a value: every rank, one rank of each node, or anyone. The peak is the data sheet"
-        " figure that a value is held beside; a value above it is an error, unless the peak is marked as no bound.\n"
+        " figure that a value is compared with; a value above it is an error, unless the peak is marked as no bound.\n"
     )
     yield from _table(
         ("metric", "unit", "better", "scope", "peak", "what it is"),
@@ -262,7 +262,7 @@ def _skus() -> Iterator[str]:
     limits = loader.load(loader.shipped_path())
     entries = {name: sum(limit.sku == name for limit in limits.limits) for name in (EVERY_SKU, *limits.skus)}
     yield (
-        f"Beside a SKU's own entries thresholds.yaml has {entries[EVERY_SKU]} that hold on every SKU (`every_sku`), "
+        f"thresholds.yaml also has {entries[EVERY_SKU]} entries that hold on every SKU (`every_sku`) without its own, "
         "on one that an operator adds too.\n"
     )
     yield from _table(

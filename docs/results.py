@@ -79,7 +79,7 @@ class Evidence:
 def _goals() -> Iterator[Goal]:
     yield Goal(
         sku="H200",
-        metric="matmul.bf16.best_tflops",  # as the figure beside it: the best of a search over shapes
+        metric="matmul.bf16.best_tflops",  # as the figure in the same row: the best of a search over shapes
         least=790.0,
         unit="TFLOPS",
         instead="or the best of `torch.matmul` in the same run",
@@ -118,7 +118,7 @@ def evidence(path: Path) -> Evidence:
         raise NoEvidence(f"{place}: a rehearsal on {device}; it says nothing about hardware: name a run on GPUs")
     found = Evidence(journal=journal, sha256=hashlib.sha256(place.read_bytes()).hexdigest())
     if not found.gpus:
-        raise NoEvidence(f"{place}: no rank of this run names its GPU, so nothing in it can be told of a GPU")
+        raise NoEvidence(f"{place}: no rank of this run names its GPU, so no result of it belongs to a GPU")
     return found
 
 

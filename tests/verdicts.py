@@ -39,7 +39,7 @@ def hold(
     sku: str | None = "H100 SXM",
     gpu_name: str | None = "NVIDIA H100 80GB HBM3",
     limits: Thresholds = LIMITS,
-    meanwhile: Mapping[int, Mapping[str, Any]] = NOTHING,
+    telemetry: Mapping[int, Mapping[str, Any]] = NOTHING,
 ) -> Judgement:
     return judge(
         by_rank,
@@ -48,7 +48,7 @@ def hold(
         limits=limits,
         sku=sku,
         gpu_name=gpu_name,
-        meanwhile=meanwhile,
+        telemetry=telemetry,
     )
 
 

@@ -14,7 +14,7 @@ from pytest_gpucluster.analysis.run_view import Facts, Side, Tested, by_key, key
 from pytest_gpucluster.analysis.significance import MISSING, REGRESSED
 from pytest_gpucluster.errors import JournalError, OptionError
 from pytest_gpucluster.journal.journal import locate, read
-from pytest_gpucluster.judge.judge import Judged, Judgement
+from pytest_gpucluster.judge.judge import Judgement, MetricResult
 from pytest_gpucluster.metrics.units import show_apart
 from pytest_gpucluster.text import MESSAGE_CHARACTERS, first_line, printable
 
@@ -127,7 +127,7 @@ class Baseline:
         ]
         return _again(judgement, measurements), notes
 
-    def _judged(self, judged: Judged, change: Change, names: Mapping[int, str]) -> Judged:
+    def _judged(self, judged: MetricResult, change: Change, names: Mapping[int, str]) -> MetricResult:
         told = {**pair_to_json(change.worst), "allowed_ratio": self.allowed, "decides": change.decides}
         if change.kind != REGRESSED or not change.decides:
             return replace(judged, baseline=told)
@@ -195,7 +195,7 @@ def _broken(judgement: Judgement, message: str) -> Judgement:
     return replace(judgement, outcome="error", message=first_line(message), text=message)
 
 
-def _again(judgement: Judgement, measurements: Sequence[Judged]) -> Judgement:
+def _again(judgement: Judgement, measurements: Sequence[MetricResult]) -> Judgement:
     """Return the judgement with what the baseline has found."""
     measured = tuple(measurements)
     worse = [

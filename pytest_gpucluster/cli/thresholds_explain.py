@@ -22,7 +22,7 @@ from pytest_gpucluster.text import one_line, printable
 
 if TYPE_CHECKING:
     from pytest_gpucluster.judge.evidence import Support
-    from pytest_gpucluster.judge.judge import Judged
+    from pytest_gpucluster.judge.judge import MetricResult
     from pytest_gpucluster.judge.limits import Limit, Thresholds
 
 FAULTY = 1
@@ -62,16 +62,16 @@ def _explained(limits: Thresholds, metric: str, *, sku: str, known: Mapping[str,
     from pytest_gpucluster.judge.limits import demand, explain
 
     entries = explain(limits, metric, sku=sku, known=known)
-    deciding = [entry for entry in entries if entry.says.startswith("decides")]
+    deciding = [entry for entry in entries if entry.effect.startswith("decides")]
     if not whole and not deciding:
         return False
     _line(0, metric)
     if not entries:
         _line(2, "no entry: what is measured and has none is an error, never a pass")
     for entry in entries if whole else deciding:
-        says = entry.says if entry.why == "" else f"{entry.says} {entry.why}"
-        if entry.says in ("does not apply", "is overruled"):
-            says = f"{entry.says}: {entry.why}"
+        says = entry.effect if entry.why == "" else f"{entry.effect} {entry.why}"
+        if entry.effect in ("does not apply", "is overruled"):
+            says = f"{entry.effect}: {entry.why}"
         _line(2, f"{entry.limit.origin} {says}: {demand(entry.limit)}")
         if whole:
             _line(4, f"when {entry.limit.conditions()}")
@@ -139,7 +139,7 @@ def _explain_value(
     _line(0, f"{judged.metric}{f' ({labels})' if labels else ''} of {nodeid}")
     known = facts(world_size=journal.run.world_size, nnodes=journal.run.nnodes, labels=judged.labels)
     entries = explain(limits, judged.metric, sku=sku, known=known, is_all=True)
-    decider = next((entry.limit for entry in entries if entry.says == "decides"), None)
+    decider = next((entry.limit for entry in entries if entry.effect == "decides"), None)
     recorded = judged.limit
     if recorded is not None:
         beside = f"; {judged.evidence}" if judged.evidence else ""
@@ -150,7 +150,7 @@ def _explain_value(
         _line(2, f"no limit decided: {said if said.startswith(judged.status) else f'{judged.status}, {said}'}")
     if whole:
         for entry in entries:
-            says = f"{entry.says}: {entry.why}" if entry.why else entry.says
+            says = f"{entry.effect}: {entry.why}" if entry.why else entry.effect
             _line(2, f"now {entry.limit.origin} {says}: {demand(entry.limit)} (when {entry.limit.conditions()})")
     elif recorded is not None and (decider is None or not _is_same(recorded, decider)):
         now = "nothing decides" if decider is None else f"{decider.origin} decides: {demand(decider)}"
@@ -280,8 +280,8 @@ def judge_values(
     return next((code for code in (MISSED, NOT_JUDGED) if code in codes), DONE)
 
 
-def _told(judged: Judged, unit: str, support: Support | None) -> tuple[int, str]:
-    from pytest_gpucluster.judge.evidence import told
+def _told(judged: MetricResult, unit: str, support: Support | None) -> tuple[int, str]:
+    from pytest_gpucluster.judge.evidence import compare
     from pytest_gpucluster.judge.limits import demand
 
     value = judged.value or 0.0
@@ -294,5 +294,5 @@ def _told(judged: Judged, unit: str, support: Support | None) -> tuple[int, str]
     word = "PASSED" if judged.status == "passed" else "MISSED"
     return (
         DONE if judged.status == "passed" else MISSED,
-        f"{word:<10}  {begin}: {demand(limit)}{margin}; {told(value, limit, support)} [{limit.origin}]{why}",
+        f"{word:<10}  {begin}: {demand(limit)}{margin}; {compare(value, limit, support)} [{limit.origin}]{why}",
     )

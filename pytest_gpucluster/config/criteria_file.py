@@ -4,8 +4,8 @@ It has one test a line, as pytest names it relative to the file's folder; empty 
 
     test_hbm.py::test_hbm[copy]
 
-A suite without the file can be run, and accepts nothing: what was left out of it before pytest knew of it, by a skip of
-a whole module, a conftest, or because its file is not there, would not be noticed.
+A suite without the file can be run, and accepts nothing: a test that pytest never collected, by a skip of a
+whole module, by a conftest or by a deleted file, would go unnoticed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FILE_NAME = "criteria.txt"
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The tests that an acceptance needs, by their node ids, and the files that say so, relative to pytest's root."""
+    """The tests that an acceptance needs, by node id, and the files that list them, relative to pytest's root."""
 
     node_ids: tuple[str, ...]
     files: tuple[str, ...]
@@ -34,7 +34,7 @@ class Manifest:
 
 
 def read_manifest(collected: Sequence[str], root: Path) -> Manifest | None:
-    """Return what an acceptance by these tests needs, or None if no file beside or above any of them says so.
+    """Return what an acceptance by these tests needs, or None if no folder of theirs, or above it, has such a file.
 
     Args:
         collected: node ids of the collected tests.

@@ -111,7 +111,7 @@ class WorkloadRecord:
 
     @property
     def overridden(self) -> list[str]:
-        """Each ``key=value`` that the file does not say."""
+        """Each ``key=value`` that is not from the file."""
         return [
             f"{key}={value}"
             for key, value in self.values.items()
@@ -120,9 +120,9 @@ class WorkloadRecord:
 
     @property
     def remarks(self) -> list[str]:
-        """What a verdict must say of it: another profile than full, and what was overridden."""
-        said = [f"profile {self.profile}"] if self.profile not in (USUAL_PROFILE, CPU_PROFILE) else []
-        return said + ([f"workload overridden: {'; '.join(self.overridden)}"] if self.overridden else [])
+        """What a verdict must state: another profile than full, and what was overridden."""
+        profile = [f"profile {self.profile}"] if self.profile not in (USUAL_PROFILE, CPU_PROFILE) else []
+        return profile + ([f"workload overridden: {'; '.join(self.overridden)}"] if self.overridden else [])
 
     @property
     def compared(self) -> dict[str, str]:
@@ -225,12 +225,12 @@ def build(profile: str, values: Mapping[str, Any]) -> Workload:
 
 _NAMES_SHOWN = 4
 BURN_IN_SLACK = 1.2
-"""So much of its duration a burn-in may take; the deadline of its test."""
+"""A burn-in's deadline as a multiple of its duration."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Between so many seconds and so many."""
+    """A range of time."""
 
     least_seconds: float = 0.0
     most_seconds: float = 0.0
@@ -253,13 +253,13 @@ class Predicted:
     other_tests: int
 
     def __str__(self) -> str:
-        """Say it in one sentence: never a time alone that somebody could take for that of the whole run."""
+        """Return one sentence: never a time alone that could be taken for that of the whole run."""
         if not self.tests:
-            return "the time of none of these tests is known beforehand"
+            return "the duration of these tests is unknown"
         span = self.span
         time = f"{duration_text(span.least_seconds)} to {duration_text(span.most_seconds)}"
         tests = f"{self.tests} test{'s' * (self.tests != 1)}"
-        text = f"{time} of warm-up and samples in {tests}, if all are run; beside it set-up and verifying"
+        text = f"{time} of warm-up and samples in {tests}, if all are run; in addition set-up and verifying"
         if not self.other_tests:
             return text
         names = ", ".join(self.others[:_NAMES_SHOWN]) + (", ..." if len(self.others) > _NAMES_SHOWN else "")

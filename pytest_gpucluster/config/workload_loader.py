@@ -29,14 +29,14 @@ FILE_KEYS = ("schema_version", "profiles")
 INHERITS = "inherits"
 
 
-def _allowed_beside(key: str) -> str:
-    """Return the keys of the section that an unknown one is in, or the sections: all keys are too many to read."""
+def _allowed_near(key: str) -> str:
+    """Return the keys of the section that an unknown one is in, or the sections: all keys are too many to list."""
     parts = key.split(".")
     for count in range(len(parts), 0, -1):
         section = ".".join(parts[:count])
-        beside = [known for known in KEYS if known.startswith(f"{section}.")]
-        if beside:
-            return f"allowed in {section} are {', '.join(beside)}"
+        siblings = [known for known in KEYS if known.startswith(f"{section}.")]
+        if siblings:
+            return f"allowed in {section} are {', '.join(siblings)}"
     sections = dict.fromkeys(known.partition(".")[0] for known in KEYS)
     return f"allowed are keys of {', '.join(sections)}, such as matmul.sizes"
 
@@ -61,7 +61,7 @@ class Override:
             raise OptionError(f"{text!r} is no KEY=VALUE, such as matmul.sizes=8192,16384 or matmul.window=5s")
         if key not in KEYS:
             hint = units.did_you_mean(key, KEYS)
-            raise OptionError(f"unknown key {key!r}; {_allowed_beside(key)}{hint}")
+            raise OptionError(f"unknown key {key!r}; {_allowed_near(key)}{hint}")
         spec = KEYS[key]
         texts = tuple(part.strip() for part in value.split(",")) if spec.is_list else (value,)
         complaints = [complaint for _, complaint in spec.read(texts)[1]]
@@ -75,7 +75,7 @@ class Override:
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """A workload, and what goes on record of it."""
+    """A workload, and its record for the journal."""
 
     workload: Workload
     record: WorkloadRecord
@@ -144,9 +144,9 @@ _LONGER_ASKS_MORE = frozenset(
 
 
 def _asks_as_much(key: str, value: Any, of_file: Any) -> bool:
-    """Tell whether a value surely asks for no less than the file's: more of a list, longer times, a finer tolerance.
+    """Return whether a value asks for at least as much as the file's: a longer list, longer times, a finer tolerance.
 
-    Whether a larger model or another dtype asks for more nobody can tell by the key: that is another workload.
+    Whether a larger model or another dtype asks for more cannot be decided by the key: that is another workload.
     """
     if value == of_file:
         return True
@@ -176,7 +176,7 @@ def _last(overrides: Iterable[Override]) -> set[str]:
 def _contradictions(entries: _Entries, own: Iterable[str]) -> Iterator[tuple[_Entry, _Entry, str]]:
     """Yield each window that is longer than its longest time: the entry that is one's own, the other, and the text.
 
-    Where both were inherited, the profile that they come from has told it.
+    Where both were inherited, it is reported for the profile that they come from.
     """
     for section in SECTIONS:
         window, longest = section.window_and_longest or ("", "")
@@ -349,7 +349,7 @@ def read_sizes(text: str, *, origin: str = "") -> tuple[Override, ...]:
     """
     items = [item.strip() for item in text.split(",")]
     if not all(items):
-        missing = "there is no size" if not any(items) else f"{text!r} has a comma with no size beside it"
+        missing = "there is no size" if not any(items) else f"{text!r} has a comma without a size"
         raise OptionError(f"{missing}; write sizes and ranges begin:end:factor, {EXAMPLE}")
     texts = tuple(size for item in items for size in (_range(item) if ":" in item else [_size(item, item).text]))
     if len(texts) > MOST_SIZES:

@@ -55,17 +55,17 @@ class Spec:
 SAMPLING = {
     "warmup_seconds": Spec(
         key="warmup",
-        doc="at least so long the load runs before the first sample counts",
+        doc="least time of load before the first sample counts",
         kind=Duration(least_seconds=0, most_seconds=DAY_SECONDS),
     ),
     "window_seconds": Spec(
         key="window",
-        doc="at least so long the samples take together",
+        doc="least total time of the samples",
         kind=Duration(least_seconds=0.01, most_seconds=DAY_SECONDS),
     ),
     "longest_seconds": Spec(
         key="longest",
-        doc="without certainty about the median no longer than this, and then once more; not below window",
+        doc="most total time of the samples without certainty about the median, extended once; not below window",
         kind=Duration(least_seconds=0.01, most_seconds=DAY_SECONDS),
     ),
     "tolerance_ratio": Spec(
@@ -296,7 +296,7 @@ class HostLink:
     copies: Annotated[
         int,
         Spec(
-            doc="copies one after the other, until all of them are verified; each rank pins so many sizes",
+            doc="copies one after the other, until all of them are verified; each rank pins this multiple of size",
             kind=Whole(least=1, most=256),
         ),
     ]
@@ -328,13 +328,13 @@ class AllReduce:
 
 @dataclass(frozen=True, kw_only=True)
 class Isolation:
-    """The search for who is to blame after a collective has failed: all-reduces in smaller and smaller groups."""
+    """The search for the culprit after a collective has failed: all-reduces in smaller and smaller groups."""
 
     budget_seconds: Annotated[
         float,
         Spec(
             key="budget",
-            doc="so long the whole run may search, after all of its failures together; 0 s: not at all",
+            doc="most time that the whole run may search, after all of its failures; 0 s: not at all",
             kind=Duration(least_seconds=0, most_seconds=DAY_SECONDS),
         ),
     ]
@@ -365,8 +365,8 @@ class Isolation:
 
 @dataclass(frozen=True, kw_only=True)
 class Collectives:
-    """The collectives beside all-reduce: all_gather, reduce_scatter, all_to_all, broadcast, send_recv. Sizes are those
-    of nccl-tests, and labels of the measurements, too."""
+    """The collectives other than all-reduce: all_gather, reduce_scatter, all_to_all, broadcast, send_recv. Sizes are
+    those of nccl-tests, and labels of the measurements, too."""
 
     sizes: Annotated[
         tuple[str, ...],
@@ -402,14 +402,14 @@ class Links:
         float,
         Spec(
             key="round",
-            doc="so long the pairs of a round are measured, both directions together",
+            doc="how long the pairs of a round are measured, both directions included",
             kind=Duration(least_seconds=0.01, most_seconds=600),
         ),
     ]
     repeats: Annotated[
         int,
         Spec(
-            doc="so many rounds at most measure once more what is far behind, alone: a pair, or a rail of two nodes",
+            doc="most rounds that measure again, alone, what is far behind: a pair, or a rail of two nodes",
             kind=Whole(least=0, most=1000),
         ),
     ]
@@ -423,7 +423,7 @@ class Connectivity:
         float,
         Spec(
             key="deadline",
-            doc="so long a connection may be silent before it counts as broken",
+            doc="how long a connection may be silent before it counts as broken",
             kind=Duration(least_seconds=0.1, most_seconds=600),
         ),
     ]
@@ -442,7 +442,7 @@ class Connectivity:
         float,
         Spec(
             key="lookup",
-            doc="so long the lookup of a host's name or address is waited for",
+            doc="how long to wait for the lookup of a host's name or address",
             kind=Duration(least_seconds=0.1, most_seconds=600),
         ),
     ]

@@ -1,4 +1,4 @@
-"""A YAML file as nodes with their places: every complaint says file, line and column.
+"""A YAML file as nodes with their places: every complaint has file, line and column.
 
 A file is read node by node from its syntax tree, never through YAML's own ideas of types: there ``1e9`` is
 text, ``012`` is ten, ``NO`` is False and the last of two equal keys wins.
@@ -101,8 +101,10 @@ class Document:
         return found
 
     def require_version(self, root: Node, top: Mapping[str, tuple[Node, Node]], version: int) -> None:
-        """Complain about a file of another ``schema_version``, or of none. A missing key is no news beside complaints:
-        it may be the one that was misspelt."""
+        """Complain about a file of another ``schema_version``, or of none.
+
+        A missing key is not reported after other complaints: it may be the one that was misspelt.
+        """
         if "schema_version" in top:
             node = top["schema_version"][1]
             found = self.text(node, "schema_version")

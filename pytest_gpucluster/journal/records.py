@@ -12,7 +12,7 @@ from typing import Any
 
 from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.journal.fields import Fields, JudgedMetric, read_judged
-from pytest_gpucluster.judge.misses import most_telling
+from pytest_gpucluster.judge.misses import most_throttled
 from pytest_gpucluster.metrics.time_budget import PARTS
 
 OUTCOMES = ("passed", "failed", "error", "skipped")
@@ -402,7 +402,7 @@ def _telemetry(line: Fields, keep_samples: bool) -> Mapping[int, Mapping[str, An
     told = line.mapping_by_rank("telemetry")
     if keep_samples or line.text("outcome") != "passed":
         return told
-    telling = most_telling(told)
+    telling = most_throttled(told)
     return {} if telling is None else {telling: told[telling]}
 
 

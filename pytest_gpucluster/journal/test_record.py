@@ -19,7 +19,7 @@ from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal.fields import Fields
 from pytest_gpucluster.journal.journal import Journal, JournalBuilder, encode
 from pytest_gpucluster.journal.records import TestResult, read_test_result
-from pytest_gpucluster.metrics.time_budget import of_ranks
+from pytest_gpucluster.metrics.time_budget import summarize
 from pytest_gpucluster.text import first_line
 
 _UNDECIDED = "the ranks have not agreed that its call phase passed"
@@ -185,7 +185,7 @@ class TestRecord:
             body["wasxfail"] = self.wasxfail
         if self.telemetry:
             body["telemetry"] = {str(rank): dict(told) for rank, told in sorted(self.telemetry.items())}
-        spent = of_ranks(self.spent)
+        spent = summarize(self.spent)
         if spent:
             body["spent"] = spent
         if self.isolation is not None:

@@ -158,9 +158,11 @@ def _entry(metric: Metric) -> Schema:
         "min": quantity(metric.unit, f"No rank may be below. {example}", above_zero=True),
         "max": quantity(metric.unit, f"No rank may be above. {example}"),
         "min_ratio_to_median": compared
-        and quantity("%", "What each rank must reach beside the median of the other ranks, such as 75 %."),
+        and quantity("%", "What each rank must reach compared with the median of the other ranks, such as 75 %."),
         "expected": quantity(
-            metric.unit, f"What a good one reaches: shown beside the limit, never judged. {example}", above_zero=True
+            metric.unit,
+            f"What a good one reaches: reported with the limit, never judged. {example}",
+            above_zero=True,
         ),
         "expect_transport": {
             "description": "What may carry the data, such as NET/IB: the label `transport` of the measurement.",
@@ -193,7 +195,7 @@ def _when() -> Schema:
             {"type": "string", "pattern": _forms([_SIGNED, f"{_SIGNED}[ \\t]*{_units('amount of data')}"])},
         ]
     }
-    told = {
+    meanings = {
         "world_size": "Ranks of the group that measured, such as 8, 2 to 7, 16 or more.",
         "nnodes": "Nodes of that group.",
         "local_world_size": "Ranks on each of its nodes.",
@@ -209,7 +211,9 @@ def _when() -> Schema:
         "propertyNames": {"not": {"enum": list(known)}},
         "additionalProperties": scalar(),
     }
-    properties: dict[str, Schema | bool] = {name: {"description": told[name], **form} for name, form in known.items()}
+    properties: dict[str, Schema | bool] = {
+        name: {"description": meanings[name], **form} for name, form in known.items()
+    }
     properties["labels"] = labels
     assert tuple(properties) == loader.WHEN_KEYS
     return mapping(properties)
@@ -251,7 +255,7 @@ def workloads_schema() -> Schema:
 def _profile(name: str, tree: Mapping[str, Any]) -> Schema:
     inherits = {
         "enum": [other for other in PROFILES if other != name],
-        "description": "Another profile of this file, which says what this one does not.",
+        "description": "Another profile of this file, for the keys that this one lacks.",
     }
     keys = {key: _level(key, below) for key, below in tree.items()}
     return mapping({INHERITS: inherits, **keys}, **{"if": {"required": [INHERITS]}, "else": _complete(tree)})

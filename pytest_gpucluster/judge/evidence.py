@@ -22,7 +22,7 @@ PATH = Path(__file__).with_name("evidence.tsv")
 COLUMNS = ("sku", "metric", "value", "world_size", "nodes", "labels", "class", "how", "source")
 CLASSES = ("healthy", "faulty", "floor", "expected")
 CONTRACT = "acceptance of 2 nodes x 8 H100 SXM 80GB"
-"""How the source of a limit begins that a user has agreed on."""
+"""In the source of a limit that a user has agreed on."""
 ROOM_RATIO = 0.97
 """How much of the lowest comparable healthy value a floor may be: some 3 % belong to the next healthy GPU."""
 
@@ -74,12 +74,12 @@ class Row:
 
     @property
     def comparable(self) -> bool:
-        """Tell whether it may be held against a limit."""
+        """Return whether it may be compared with a limit."""
         return not self.labels.get("comparable", "").startswith("no")
 
     @property
     def best(self) -> bool:
-        """Tell whether it is the best of many shapes, and so above what one fixed shape gives."""
+        """Return whether it is the best of many shapes, and so above what one fixed shape gives."""
         return self.labels.get("best") == "1"
 
 
@@ -188,8 +188,8 @@ def as_measured(metric: str, labels: Mapping[str, str]) -> dict[str, str]:
 
     A size that its owner does not state ("large") counts as the smallest one that is judged, whose floor is the lowest.
     Network cards without a transport are those of InfiniBand or RoCE.
-    A copy between host and GPU without a mode is alone; the best of many shapes is held against the floor of the best
-    size; the model of a published training is a large one.
+    A copy between host and GPU without a mode is alone; the best of many shapes is compared with the floor of the
+    best size; the model of a published training is a large one.
     """
     found = dict(labels)
     if "transport" in found:
@@ -294,8 +294,8 @@ def too_high(limits: Thresholds, rows: Iterable[Row] | None = None) -> list[str]
     return sorted(set(found))
 
 
-def told(value: float, limit: Limit, support: Support | None) -> str:
-    """Return what a value is beside what is published, such as "94 % of typical for H100 SXM, 12 published"."""
+def compare(value: float, limit: Limit, support: Support | None) -> str:
+    """Return a value compared with the published ones, such as "94 % of typical for H100 SXM, 12 published"."""
     share = None if support is None else support.share(value)
     if support is None or share is None:
         return f"nothing comparable is published for {limit.sku}"

@@ -32,13 +32,13 @@ Status = Literal["passed", "failed", "error", "recorded"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
+class MetricResult:
     """One metric with one set of labels, over all ranks.
 
     ``value`` and ``interval`` are the worst rank's, which decides. ``margin`` is the distance of the deciding number
     from the limit as a share of the limit, negative when missed; the deciding number is the end of the interval that
-    is nearer to the limit, or the value where there is no interval. ``inconclusive`` says why the deciding rank's
-    value could not be told from the limit. ``stopped`` says why the worst rank took no more samples.
+    is nearer to the limit, or the value where there is no interval. ``inconclusive``: why the deciding rank's
+    value could not be distinguished from the limit. ``stopped``: why the worst rank took no more samples.
 
     ``median`` and ``mean`` are those of all ranks' values. ``ratio_to_median`` is the lowest of all ranks' ratios as
     ``straggler_ratio`` defines them. ``peak_ratio`` is ``value`` over the data sheet peak, where one applies.
@@ -74,7 +74,7 @@ class Judged:
     evidence: str = ""
     """What share of the typical published value it is; empty where nothing comparable is published."""
     baseline: Mapping[str, Any] = field(default_factory=dict)
-    """What it is beside the baseline's value, in plain JSON types; empty without a baseline."""
+    """The comparison with the baseline's value, in plain JSON types; empty without a baseline."""
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -115,14 +115,14 @@ class Judged:
 class Judgement:
     """The verdict on all measurements of one test.
 
-    ``message`` is one line of at most 200 characters, empty when passed; ``text`` says everything, in several
+    ``message`` is one line of at most 200 characters, empty when passed; ``text`` has everything, in several
     lines.
     """
 
     outcome: Outcome
     message: str
     text: str
-    measurements: tuple[Judged, ...]
+    measurements: tuple[MetricResult, ...]
 
 
 def _optional(value: float | None) -> float | str | None:
@@ -130,9 +130,8 @@ def _optional(value: float | None) -> float | str | None:
 
 
 def whole_nodes(ranks: Collection[int], nodes: Mapping[int, Sequence[int]]) -> list[int]:
-    """Return the nodes all of whose ranks are among ``ranks``, where that tells a node from a GPU.
-
-    It does where there are several nodes, and several ranks on that node.
+    """Return the nodes all of whose ranks are among ``ranks``, where that distinguishes a node from a GPU:
+    where there are several nodes, and several ranks on that node.
 
     >>> whole_nodes([2, 3, 5], {0: [0, 1], 1: [2, 3], 2: [4, 5]})
     [1]
@@ -143,17 +142,17 @@ def whole_nodes(ranks: Collection[int], nodes: Mapping[int, Sequence[int]]) -> l
     return [node for node, own in nodes.items() if len(own) > 1 and among.issuperset(own)]
 
 
-def together(
+def describe_nodes(
     ranks: Collection[int], *, nodes: Mapping[int, Sequence[int]], host_of: Mapping[int, str], noun: str
 ) -> str:
-    """Return which nodes are concerned as a whole, and where to look; empty where it is single ranks, or every rank.
+    """Return which nodes are affected as a whole, and where to look; empty where it is single ranks, or every rank.
 
     >>> nodes = {0: [0, 1], 1: [2, 3], 2: [4, 5]}
-    >>> together([3, 2], nodes=nodes, host_of={2: "gpu-b", 3: "gpu-b"}, noun="GPUs")
+    >>> describe_nodes([3, 2], nodes=nodes, host_of={2: "gpu-b", 3: "gpu-b"}, noun="GPUs")
     'all 2 GPUs of gpu-b (look at the node)'
 
     Args:
-        ranks: who misses it.
+        ranks: those that miss the limit.
         nodes: node -> its ranks, of the whole run.
         host_of: rank -> its host; a node without one is called by its number.
         noun: what a rank stands for: "GPUs", or "ranks" in a rehearsal.
@@ -165,12 +164,12 @@ def together(
         return ""  # no node stands out
     hosts = [host_of.get(nodes[node][0], f"node {node}") for node in whole]
     if len(hosts) == 1:
-        said = f"all {len(nodes[whole[0]])} {noun} of {hosts[0]} (look at the node)"
+        text = f"all {len(nodes[whole[0]])} {noun} of {hosts[0]} (look at the node)"
     else:
         more = hosts[1] if len(hosts) == 2 else f"{len(hosts) - 1} more nodes"
-        said = f"all {noun} of {hosts[0]} and {more} (look at the nodes)"
-    beside = len(set(ranks)) - sum(len(nodes[node]) for node in whole)
-    return said + (f" and {beside} more {noun}" if beside else "")
+        text = f"all {noun} of {hosts[0]} and {more} (look at the nodes)"
+    others = len(set(ranks)) - sum(len(nodes[node]) for node in whole)
+    return text + (f" and {others} more {noun}" if others else "")
 
 
 _SHORT_LABELS = 11
@@ -178,7 +177,7 @@ _SHORT_LABELS = 11
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Court:
+class _Context:
     """What is the same for all groups of one judgement."""
 
     world: Mapping[int, str]
@@ -186,7 +185,7 @@ class _Court:
     limits: Thresholds
     sku: str | None
     gpu_name: str | None
-    meanwhile: Mapping[int, Mapping[str, Any]]
+    telemetry: Mapping[int, Mapping[str, Any]]
     host_of: Mapping[int, str]
     nodes: Mapping[int, list[int]] = field(init=False)
 
@@ -208,27 +207,27 @@ def judge(
     limits: Thresholds,
     sku: str | None,
     gpu_name: str | None,
-    meanwhile: Mapping[int, Mapping[str, Any]] = NOTHING,
+    telemetry: Mapping[int, Mapping[str, Any]] = NOTHING,
     host_of: Mapping[int, str] = NOTHING,
     known: Callable[[str], Metric] = measurement.known,
 ) -> Judgement:
     """Judge all measurements of one test.
 
     ``world`` maps every rank to how it is called in messages, ``node_of`` to its node. ``sku`` is None where
-    the GPU is unknown. ``meanwhile`` is what each rank's GPU did during the test, which may explain a missed value;
-    it decides nothing. ``host_of`` maps ranks to what their node is called in messages. ``known`` tells what a metric
-    is: who judges a journal anew may not have the site's own metrics. That nothing at all was measured is for the
-    caller to judge; it gives an empty, passed judgement here.
+    the GPU is unknown. ``telemetry`` is that of each rank's GPU during the test, which may explain a missed value;
+    it decides nothing. ``host_of`` maps ranks to what their node is called in messages. ``known`` looks metrics up: a
+    journal may be judged again where the site's own metrics are not registered. That nothing at all was measured is for
+    the caller to judge; it gives an empty, passed judgement here.
 
     Raises: KeyError if a rank of ``world`` is not in ``node_of``; MeasurementError if a metric is unknown.
     """
-    court = _Court(
+    context = _Context(
         world=world,
         node_of=node_of,
         limits=limits,
         sku=sku,
         gpu_name=gpu_name,
-        meanwhile=meanwhile,
+        telemetry=telemetry,
         host_of=host_of,
     )
     groups: dict[tuple[str, tuple[tuple[str, str], ...]], list[tuple[int, Measurement]]] = {}
@@ -236,17 +235,17 @@ def judge(
         for measured in by_rank[rank]:
             key = measured.metric, tuple(sorted(measured.labels.items()))
             groups.setdefault(key, []).append((rank, measured))
-    judged = tuple(_judge_group(known(name), group, court) for (name, _), group in groups.items())
+    judged = tuple(_judge_group(known(name), group, context) for (name, _), group in groups.items())
     statuses = {item.status for item in judged}
     outcome: Outcome = "failed" if "failed" in statuses else "error" if "error" in statuses else "passed"
     decisive = [item for item in judged if item.status == outcome] if outcome != "passed" else []
-    # What explains the others speaks for all of them; of those, the largest miss.
+    # The cause of the others comes first; of several, the largest miss.
     decisive.sort(key=lambda item: (measurement.cause_order(item), 0.0 if item.margin is None else item.margin))
-    told = decisive + [item for item in judged if item.status == "error" and outcome == "failed"]
+    reported = decisive + [item for item in judged if item.status == "error" and outcome == "failed"]
     return Judgement(
         outcome=outcome,
         message=_message(decisive),
-        text=_text(told),
+        text=_text(reported),
         measurements=judged,
     )
 
@@ -261,10 +260,10 @@ def judge_value(
     nnodes: int,
     labels: Mapping[str, str],
     limits: Thresholds,
-) -> Judged:
+) -> MetricResult:
     """Judge one value that was measured elsewhere, as if each rank of such a run had measured it.
 
-    ``labels`` are those that this suite gives. Where none says what carried the data, it is what the limit expects.
+    ``labels`` are those that this suite gives. Without a label ``transport``, it is what the limit expects.
 
     Raises: MeasurementError if the metric is unknown or the value cannot be one; UnitError if the unit does not fit.
     """
@@ -283,11 +282,11 @@ def judge_value(
     ).measurements[0]
 
 
-def _judge_group(metric: Metric, group: Sequence[tuple[int, Measurement]], court: _Court) -> Judged:
+def _judge_group(metric: Metric, group: Sequence[tuple[int, Measurement]], context: _Context) -> MetricResult:
     labels = dict(group[0][1].labels)
-    known = facts(world_size=len(court.world), nnodes=len(court.nodes), labels=labels)
-    limit = _limit_for(metric, labels, court)
-    peak = _peak(metric, known, court)
+    known = facts(world_size=len(context.world), nnodes=len(context.nodes), labels=labels)
+    limit = _limit_for(metric, labels, context)
+    peak = _peak(metric, known, context)
     recorded = all(measured.record_only for _, measured in group) or (
         limit is not None and limit.record_only is not None
     )
@@ -307,7 +306,7 @@ def _judge_group(metric: Metric, group: Sequence[tuple[int, Measurement]], court
         if rank not in of or badness(measured) > badness(of[rank]):
             of[rank] = measured
 
-    problems = list(_problems(metric, group, peak, court))
+    problems = list(_problems(metric, group, peak, context))
     ratios = {} if problems else _ratios(metric, of)
     advice = ""
     of_other_algorithms = not recorded and WITHOUT_NVLS.items() <= labels.items()
@@ -317,17 +316,17 @@ def _judge_group(metric: Metric, group: Sequence[tuple[int, Measurement]], court
         problems += ((problem, None) for problem in _undecided(bounds, labels, ratios, of))
     elif not recorded:
         problem, advice = missing_limit(
-            metric, labels, known, limits=court.limits, sku=court.sku, gpu_name=court.gpu_name
+            metric, labels, known, limits=context.limits, sku=context.sku, gpu_name=context.gpu_name
         )
         problems.append((problem, None))
 
-    # A miss is found among the values that can be judged, also where the worst value cannot.
+    # Misses are looked for among the values that can be judged, even where the worst value cannot.
     judgeable = {rank: measured for rank, measured in of.items() if badness(measured) < math.inf}
     missed: list[Miss] = []
     if bounds is not None and not of_other_algorithms:
         missed = list(
             misses(
-                metric, bounds, judgeable, ratios=ratios, transport=labels.get("transport"), meanwhile=court.meanwhile
+                metric, bounds, judgeable, ratios=ratios, transport=labels.get("transport"), telemetry=context.telemetry
             )
         )
 
@@ -337,7 +336,7 @@ def _judge_group(metric: Metric, group: Sequence[tuple[int, Measurement]], court
     if missed:
         status = "failed"
         worst = next((miss.worst for miss in missed if miss.worst is not None), worst)
-        reason = "; also: ".join(f"{_told(miss, labels)}{_on(list(miss.by_rank), court)}" for miss in missed)
+        reason = "; also: ".join(f"{_describe(miss, labels)}{_on(list(miss.by_rank), context)}" for miss in missed)
         reason += f"; also: {_first_few(problems)}" if problems else ""
     elif problems:
         status = "error"
@@ -346,7 +345,7 @@ def _judge_group(metric: Metric, group: Sequence[tuple[int, Measurement]], court
         worst = worst if culprit is None or culprit not in of else culprit
     elif recorded:
         status = "recorded"
-        reason = _why_recorded(limit, of, court)
+        reason = _why_recorded(limit, of, context)
 
     distance = margin(of[worst], bounds) if bounds is not None and worst in judgeable else None
     if distance is None and bounds is not None and bounds.min_ratio_to_median is not None and worst in ratios:
@@ -355,7 +354,7 @@ def _judge_group(metric: Metric, group: Sequence[tuple[int, Measurement]], court
     if not inconclusive and any(miss.inconclusive and worst in miss.by_rank for miss in missed):
         inconclusive = f"{interval_text(of[worst])}, on both sides of the limit"
     finite = [measured.value for measured in of.values() if math.isfinite(measured.value)]
-    return Judged(
+    return MetricResult(
         metric=metric.name,
         unit=metric.unit,
         labels=labels,
@@ -378,7 +377,7 @@ def _judge_group(metric: Metric, group: Sequence[tuple[int, Measurement]], court
         unsettled=bool(missed) and not problems and all(miss.inconclusive for miss in missed),
         misses={rank: printable(text) for miss in missed for rank, text in miss.by_rank.items()},
         advice=advice,
-        evidence=_evidence(of[worst].value, bounds, court.limits),
+        evidence=_evidence(of[worst].value, bounds, context.limits),
     )
 
 
@@ -387,11 +386,11 @@ def _evidence(value: float, bounds: Limit | None, limits: Thresholds) -> str:
     support = None if bounds is None or not math.isfinite(value) else evidence.support_of(bounds, limits)
     if bounds is None or support is None or not support.healthy:
         return ""
-    return evidence.told(value, bounds, support)
+    return evidence.compare(value, bounds, support)
 
 
 def _ratios(metric: Metric, of: Mapping[int, Measurement]) -> dict[int, float]:
-    """Hold every rank beside the others, where there are others and one end is the better."""
+    """Compare every rank with the others, where there are others and one direction is better."""
     if metric.better == "none" or metric.scope == "world" or len(of) < 2:
         return {}
     return straggler_ratios({rank: measured.value for rank, measured in of.items()}, metric.better)
@@ -400,96 +399,96 @@ def _ratios(metric: Metric, of: Mapping[int, Measurement]) -> dict[int, float]:
 def _undecided(
     limit: Limit, labels: Mapping[str, str], ratios: Mapping[int, float], of: Mapping[int, Measurement]
 ) -> Iterable[str]:
-    """Yield what a limit demands and nobody can tell."""
+    """Yield what a limit demands and the measurements do not show."""
     if limit.expect_transport is not None and "transport" not in labels:
         expected = " or ".join(limit.expect_transport)
-        why = next((str(told) for one in of.values() if (told := one.telemetry.get("transport"))), "")
+        why = next((str(text) for one in of.values() if (text := one.telemetry.get("transport"))), "")
         yield (
-            f"no label says which transport carries it, and the limit expects {expected} ({limit.origin})"
+            f"no label states which transport carries it, and the limit expects {expected} ({limit.origin})"
             + (f": {why}" if why else "")
         )
     if limit.min is None and limit.max is None and not ratios:
         yield (
-            "the limit is only a ratio to the other ranks, and there is no other rank to stand beside; add a min or max"
+            "the limit is only a ratio to the other ranks, and there is no other rank to compare with; add a min or max"
             f" at {limit.origin}"
         )
 
 
-def _why_recorded(limit: Limit | None, of: Mapping[int, Measurement], court: _Court) -> str:
+def _why_recorded(limit: Limit | None, of: Mapping[int, Measurement], context: _Context) -> str:
     reason = "recorded only, as the test asked"
     if limit is not None and limit.record_only is not None:
         reason = f"recorded only: {limit.record_only} ({limit.origin})"
     noisy = [rank for rank, measured in of.items() if measured.inconclusive]
     if noisy:
-        reason += f"; inconclusive: {of[noisy[0]].inconclusive} on {_ranks(noisy, court.name)}"
+        reason += f"; inconclusive: {of[noisy[0]].inconclusive} on {_ranks(noisy, context.name)}"
     return reason
 
 
-def _limit_for(metric: Metric, labels: Mapping[str, str], court: _Court) -> Limit | None:
-    if court.sku is None:
+def _limit_for(metric: Metric, labels: Mapping[str, str], context: _Context) -> Limit | None:
+    if context.sku is None:
         return None
-    return court.limits.limit(
-        metric.name, sku=court.sku, world_size=len(court.world), nnodes=len(court.nodes), labels=labels
+    return context.limits.limit(
+        metric.name, sku=context.sku, world_size=len(context.world), nnodes=len(context.nodes), labels=labels
     )
 
 
-def _peak(metric: Metric, known: Mapping[str, str], court: _Court) -> float | None:
+def _peak(metric: Metric, known: Mapping[str, str], context: _Context) -> float | None:
     # Across nodes the fabric carries the data, and one rank alone sends nothing: no link bounds either.
     if metric.peak in datasheets.LINK_PEAKS and (known["nnodes"] != "1" or known["world_size"] == "1"):
         return None
-    return peak_of(metric, court.limits.skus.get(court.sku or ""))
+    return peak_of(metric, context.limits.skus.get(context.sku or ""))
 
 
 def _problems(
-    metric: Metric, group: Sequence[tuple[int, Measurement]], peak: float | None, court: _Court
+    metric: Metric, group: Sequence[tuple[int, Measurement]], peak: float | None, context: _Context
 ) -> Iterable[tuple[str, int | None]]:
-    """Yield what keeps a group from passing, with the rank to blame where there is one."""
+    """Yield what keeps a group from passing, with the culprit's rank where there is one."""
     counts: dict[int, int] = {}
     for rank, measured in group:
         counts[rank] = counts.get(rank, 0) + 1
         defect = measurement.problem(measured)
         if defect is not None:
-            yield f"{defect} on {court.name(rank)}", rank
+            yield f"{defect} on {context.name(rank)}", rank
         elif peak is not None and metric.peak_is_bound and measured.value > peak:
             value, top = units.show_apart(measured.value, peak, metric.unit)
             yield (
-                f"too fast to be true: {value} > {top}, the data sheet peak of {court.sku}, on {court.name(rank)}",
+                f"too fast to be true: {value} > {top}, the data sheet peak of {context.sku}, on {context.name(rank)}",
                 rank,
             )
-    missing = _missing(metric, counts, court)
+    missing = _missing(metric, counts, context)
     if missing:
         yield missing, None
-    strangers = [rank for rank in counts if rank not in court.world]
+    strangers = [rank for rank in counts if rank not in context.world]
     if strangers:
         yield f"measured by {_ranks(strangers)}, which is no part of this run", None
     repeated = [rank for rank, count in counts.items() if count > 1]
     if repeated:
         yield (
-            f"measured {counts[repeated[0]]} times on {_ranks(repeated, court.name)}; a label must tell the"
-            " values apart",
+            f"measured {counts[repeated[0]]} times on {_ranks(repeated, context.name)}; a label must distinguish"
+            " the values",
             None,
         )
 
 
-def _missing(metric: Metric, counts: Mapping[int, int], court: _Court) -> str | None:
+def _missing(metric: Metric, counts: Mapping[int, int], context: _Context) -> str | None:
     if metric.scope == "rank":
-        ranks = [rank for rank in sorted(court.world) if rank not in counts]
-        return f"no value from {_ranks(ranks, court.name)} (with these labels)" if ranks else None
+        ranks = [rank for rank in sorted(context.world) if rank not in counts]
+        return f"no value from {_ranks(ranks, context.name)} (with these labels)" if ranks else None
     if metric.scope == "node":
-        silent = [node for node, ranks in court.nodes.items() if not any(rank in counts for rank in ranks)]
+        silent = [node for node, ranks in context.nodes.items() if not any(rank in counts for rank in ranks)]
         if silent:
-            first = court.name(court.nodes[silent[0]][0])
+            first = context.name(context.nodes[silent[0]][0])
             more = f" and {len(silent) - 1} more nodes" if len(silent) > 1 else ""
             return f"no value from node {silent[0]} ({first}){more}"
     return None
 
 
 def _first_few(problems: Sequence[tuple[str, int | None]]) -> str:
-    told = "; also: ".join(problem for problem, _ in problems[:3])
-    return told + (f"; and {len(problems) - 3} more problems" if len(problems) > 3 else "")
+    first = "; also: ".join(problem for problem, _ in problems[:3])
+    return first + (f"; and {len(problems) - 3} more problems" if len(problems) > 3 else "")
 
 
-def _message(decisive: Sequence[Judged]) -> str:
+def _message(decisive: Sequence[MetricResult]) -> str:
     if not decisive:
         return ""
     more = f"; {len(decisive) - 1} more" if len(decisive) > 1 else ""
@@ -502,18 +501,18 @@ def _message(decisive: Sequence[Judged]) -> str:
     return (reason if len(reason) <= room else reason[: room - 1] + "…") + more
 
 
-def _text(told: Sequence[Judged]) -> str:
+def _text(reported: Sequence[MetricResult]) -> str:
     blocks = [
         item.reason
         + (f" [limit: {item.limit.origin}]" if item.limit else "")
         + (f" ({item.evidence})" if item.evidence else "")
-        for item in told
+        for item in reported
     ]
-    advice = dict.fromkeys(item.advice for item in told if item.advice)
+    advice = dict.fromkeys(item.advice for item in reported if item.advice)
     return "\n\n".join(["\n".join(blocks), *advice] if blocks else [])
 
 
-def _told(miss: Miss, labels: Mapping[str, str]) -> str:
+def _describe(miss: Miss, labels: Mapping[str, str]) -> str:
     return f"{miss.text}{_labels(labels)}" + (f": {miss.why}" if miss.why else "")
 
 
@@ -521,19 +520,19 @@ def _labels(labels: Mapping[str, str]) -> str:
     return printable(f" ({', '.join(f'{name}={text}' for name, text in labels.items())})") if labels else ""
 
 
-def _on(ranks: Sequence[int], court: _Court) -> str:
+def _on(ranks: Sequence[int], context: _Context) -> str:
     if not ranks:
         return ""
-    all_of = together(
-        ranks, nodes=court.nodes, host_of=court.host_of, noun="ranks" if court.gpu_name is None else "GPUs"
+    all_of = describe_nodes(
+        ranks, nodes=context.nodes, host_of=context.host_of, noun="ranks" if context.gpu_name is None else "GPUs"
     )
     if all_of:
-        return f" on {printable(all_of)}, the worst is {court.name(ranks[0])}"
-    others = f", and {court.name(ranks[1])}" if len(ranks) == 2 else ""
+        return f" on {printable(all_of)}, the worst is {context.name(ranks[0])}"
+    others = f", and {context.name(ranks[1])}" if len(ranks) == 2 else ""
     others = f", and {len(ranks) - 1} more ranks" if len(ranks) > 2 else others
-    if len(court.nodes) > 1 and len(ranks) == len(court.world):
+    if len(context.nodes) > 1 and len(ranks) == len(context.world):
         others += ": all there are, look at what they share"
-    return f" on {court.name(ranks[0])}{others}"
+    return f" on {context.name(ranks[0])}{others}"
 
 
 def _ranks(ranks: Sequence[int], name: Callable[[int], str] = "rank {}".format) -> str:

@@ -45,11 +45,11 @@ class Condition:
 
     @property
     def exact(self) -> bool:
-        """Tell whether a single value satisfies the condition."""
+        """Return whether a single value satisfies the condition."""
         return self.dimension is None or self.low == self.high
 
     def holds(self, fact: str | None) -> bool:
-        """Tell whether a fact, as text, satisfies the condition."""
+        """Return whether a fact, as text, satisfies the condition."""
         if fact is None:
             return False
         if self.dimension is None:
@@ -64,7 +64,7 @@ class Condition:
         )
 
     def overlaps(self, other: Condition) -> bool:
-        """Tell whether one fact could satisfy both conditions."""
+        """Return whether one fact could satisfy both conditions."""
         if self.dimension is None or other.dimension is None:
             return self.text == other.text
         if self.dimension != other.dimension:
@@ -122,8 +122,8 @@ class Limit:
 
     ``min``, ``max``, ``min_ratio_to_median`` (one of them or more) with a ``source``, or ``record_only`` with the
     reason. ``min_ratio_to_median`` is what ``straggler_ratio`` must reach on every rank. ``expect_transport`` names
-    what may have carried the data, by the measurement's label ``transport``. ``expected``, in the same unit, is shown
-    beside the limit and never judged.
+    what may have carried the data, by the measurement's label ``transport``. ``expected``, in the same unit, is
+    reported next to the limit and never judged.
     """
 
     metric: str
@@ -147,11 +147,11 @@ class Limit:
         return self.layer, self.sku != EVERY_SKU, len(self.when), exact
 
     def applies(self, facts: Mapping[str, str]) -> bool:
-        """Tell whether all conditions hold."""
+        """Return whether all conditions hold."""
         return all(condition.holds(facts.get(condition.key)) for condition in self.when)
 
     def overlaps(self, other: Limit) -> bool:
-        """Tell whether some run could satisfy the conditions of both."""
+        """Return whether some run could satisfy the conditions of both."""
         theirs = {condition.key: condition for condition in other.when}
         return all(ours.overlaps(theirs[ours.key]) for ours in self.when if ours.key in theirs)
 
@@ -213,7 +213,7 @@ class Thresholds:
 
 
 def facts(*, world_size: int, nnodes: int, labels: Mapping[str, str]) -> dict[str, str]:
-    """Return what conditions are held against: the topology of the run, and the labels of the measurement.
+    """Return what conditions are compared with: the topology of the run, and the labels of the measurement.
 
     A label called like a fact of the topology (``world_size`` of a sub-group) describes who measured, so it
     wins. ``local_world_size`` is known where the ranks divide evenly among the nodes.
@@ -227,7 +227,7 @@ def facts(*, world_size: int, nnodes: int, labels: Mapping[str, str]) -> dict[st
 
 
 def peak_of(metric: Metric, sku: datasheets.Sku | None) -> float | None:
-    """Return the data sheet peak that the metric is held beside, in the metric's unit, where there is one.
+    """Return the data sheet peak of the metric, in the metric's unit, where there is one.
 
     Raises: MeasurementError if the metric names a peak that no data sheet entry has.
     """
@@ -241,32 +241,32 @@ def peak_of(metric: Metric, sku: datasheets.Sku | None) -> float | None:
     return None if peak is None else units.convert(peak, datasheets.PEAK_UNITS[metric.peak], metric.unit)
 
 
-Says = Literal["decides", "decides where", "does not apply", "is overruled"]
+Effect = Literal["decides", "decides where", "does not apply", "is overruled"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explained:
-    """One entry, and what it has to say here. ``why`` is empty where it decides in any case."""
+class Explanation:
+    """The effect of one entry on a run. ``why`` is empty where it decides in any case."""
 
     limit: Limit
-    says: Says
+    effect: Effect
     why: str = ""
 
 
 def explain(
     limits: Thresholds, metric: str, *, sku: str, known: Mapping[str, str], is_all: bool = False
-) -> tuple[Explained, ...]:
-    """Return what each entry for a metric says, in the order in which they are asked.
+) -> tuple[Explanation, ...]:
+    """Return the effect of each entry for a metric, in the order of precedence.
 
     Args:
         limits: in force.
         metric: its name.
         sku: of the GPUs.
         known: facts and labels as they stand in a measurement: ``world_size``, ``nnodes``, ``size`` and so on.
-        is_all: nothing else is to be known, as of a measurement: a condition on another label never holds.
+        is_all: these are all facts, as for a measurement: a condition on another label never holds.
     """
     facts = _completed(known)
-    found: list[Explained] = []
+    found: list[Explanation] = []
     decider: Limit | None = None
     for limit in limits.entries(metric, sku=sku):
         against = [part for part in limit.when if part.key in facts and not part.holds(facts[part.key])]
@@ -276,14 +276,20 @@ def explain(
                 [f"{part.key} is {facts[part.key]}" for part in against]
                 + [f"there is no {part.key}" for part in open_parts if is_all]
             )
-            found.append(Explained(limit=limit, says="does not apply", why=why))
+            found.append(Explanation(limit=limit, effect="does not apply", why=why))
         elif decider is not None:
-            found.append(Explained(limit=limit, says="is overruled", why=_stronger(decider, limit)))
+            found.append(Explanation(limit=limit, effect="is overruled", why=_stronger(decider, limit)))
         elif open_parts:
-            found.append(Explained(limit=limit, says="decides where", why=", ".join(map(_told, open_parts))))
+            found.append(
+                Explanation(
+                    limit=limit,
+                    effect="decides where",
+                    why=", ".join(f"{part.key} is {part.text}" for part in open_parts),
+                )
+            )
         else:
             decider = limit
-            found.append(Explained(limit=limit, says="decides"))
+            found.append(Explanation(limit=limit, effect="decides"))
     return tuple(found)
 
 
@@ -317,8 +323,8 @@ def looser(new: Limit, old: Limit) -> str:
             found.append(f"max is {_or_none(new.max, new.unit)}, not {units.show(old.max, old.unit)}")
         ratio, before = new.min_ratio_to_median, old.min_ratio_to_median
         if before is not None and (ratio is None or ratio < before):
-            shown = _or_none(None if ratio is None else 100 * ratio, "%")
-            found.append(f"min_ratio_to_median is {shown}, not {units.show(100 * before, '%')}")
+            percent = _or_none(None if ratio is None else 100 * ratio, "%")
+            found.append(f"min_ratio_to_median is {percent}, not {units.show(100 * before, '%')}")
         if old.expect_transport is not None and not set(new.expect_transport or ()) <= set(old.expect_transport):
             found.append("it takes other transports")
         if old.expect_transport is not None and new.expect_transport is None:
@@ -333,10 +339,6 @@ def _completed(known: Mapping[str, str]) -> dict[str, str]:
         return facts
     ranks_of_node, rest = divmod(int(ranks), int(nodes))
     return facts if rest else {**facts, "local_world_size": str(ranks_of_node)}
-
-
-def _told(part: Condition) -> str:
-    return f"{part.key} is {part.text}"
 
 
 def _stronger(decider: Limit, other: Limit) -> str:

@@ -44,7 +44,7 @@ RECORD_ONLY_EXCLUDES = tuple(name for name in ENTRY_KEYS if name not in ("when",
 BOUNDS = ("min", "max", "min_ratio_to_median")
 """At least one of them stands in an entry that is judged."""
 QUANTITIES = ("min", "max", "expected")
-"""The keys whose value is in the metric's unit. ``expected`` is shown and never judged."""
+"""The keys whose value is in the metric's unit. ``expected`` is reported and never judged."""
 NEEDED_BOUND = {"higher": "min", "lower": "max"}
 """Without this one, or a ratio to the median, any value passes."""
 
@@ -70,12 +70,12 @@ def load(*paths: Path) -> Thresholds:
     skus = dict(datasheets.SKUS)
     limits: list[Limit] = []
     errors: list[str] = []
-    shown: set[str] = set()
+    names: set[str] = set()
     for layer, path in enumerate(paths or (shipped_path(),)):
         name = "thresholds.yaml" if path == shipped_path() else str(path)
-        if name in shown:
+        if name in names:
             name = str(path.resolve())
-        shown.add(name)
+        names.add(name)
         reader = _Reader(name, layer, skus)
         reader.read(path)
         limits += reader.limits
@@ -96,7 +96,7 @@ def _without_replaced(limits: Iterable[Limit]) -> tuple[Limit, ...]:
 def _guessed(name: str) -> Metric:
     """Return what a misspelt metric can be checked by: what all metrics of nearly its name have in common.
 
-    Where they have no unit in common, it has none either, and its bounds are held to be any quantity.
+    Where they have no unit in common, it has none either, and its bounds may be any quantity.
     """
     close = difflib.get_close_matches(name, measurement.METRICS, n=len(measurement.METRICS), cutoff=0.8)
     alike = {(measurement.METRICS[other].unit, measurement.METRICS[other].better) for other in close}
@@ -184,7 +184,7 @@ class _Reader:
 
     def _patterns(self, sku: str, node: Node) -> list[str]:
         if sku == datasheets.CPU_REHEARSAL:
-            self.file.fail(node, f"{sku} takes no nvml_name: its limits say nothing about a GPU")
+            self.file.fail(node, f"{sku} takes no nvml_name: its limits apply to no GPU")
             return []
         found = []
         for item in self.file.items(node):
@@ -215,7 +215,8 @@ class _Reader:
                 continue
             if sku == EVERY_SKU and metric.peak is not None and limit.record_only is None:
                 self.file.fail(
-                    key, f"{name} stands beside the data sheet peak of each SKU, so its limits stand under skus, by SKU"
+                    key,
+                    f"{name} is compared with the data sheet peak of each SKU, so its limits belong under skus",
                 )
             for other_node, other in entries:
                 if limit.precedence == other.precedence and limit.overlaps(other):
@@ -290,7 +291,7 @@ class _Reader:
             why = (
                 "there is one value in the whole run" if metric.scope == "world" else "neither more nor less is better"
             )
-            self.file.fail(key, f"{name} says nothing of {metric.name}: {why}")
+            self.file.fail(key, f"{name} does not apply to {metric.name}: {why}")
         if text is None:
             return None
         bare = units.magnitude(text)
@@ -321,7 +322,7 @@ class _Reader:
             self.file.fail(
                 node,
                 f"no limit for {metric.name}; give {', '.join(BOUNDS[:-1])} or {BOUNDS[-1]} with a source, or"
-                " record_only with a reason" + ("; expected is shown and never judged" if "expected" in body else ""),
+                " record_only with a reason" + ("; expected is never judged" if "expected" in body else ""),
             )
             return
         needed = NEEDED_BOUND.get(metric.better)

@@ -6,9 +6,9 @@ All of it is pure. Where no entry decides about a value, :func:`missing_limit` g
     ...              "temperature_celsius": [70, 88, 91]})
     'HW thermal slowdown 62 % of the time, 91 degC'
 
-An explanation comes from what the rank's GPU did during the test, and never decides: a GPU at its power limit is
-reported, and is in order. Telemetry travels in plain JSON types from ranks of any version, so nothing is taken for
-granted: what is not of the form of ``node.health.telemetry.summary`` explains nothing.
+An explanation comes from the telemetry of the rank's GPU during the test, and never decides: a GPU at its power limit
+is reported, and is healthy. Telemetry travels in plain JSON types from ranks of any version, so
+what is not of the form of ``node.health.telemetry.summary`` is ignored.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from pytest_gpucluster.text import printable
 
 
 def straggler_ratio(values: Mapping[int, float], rank: int, better: Better) -> float:
-    """Return how a rank does beside the other ranks: 1.0 is as well as their median, 0.5 is half as well.
+    """Return how a rank compares with the other ranks: 1.0 is their median, 0.5 is half as good.
 
     For ``better="higher"`` that is the rank's value over the median of the *other* ranks' values; for "lower" the
-    median of the others over the rank's value. A rank that has reached nothing (zero where higher is better) has the
-    ratio 0.0, whatever the others did.
+    median of the others over the rank's value. A rank with zero where higher is better has the ratio 0.0, whatever the
+    others measured.
 
     The judged rank is left out of the median, because it would pull the yardstick towards itself. With 2 ranks at 100
     and 60 the median of both is 80, and the slow rank would show 0.75 for a GPU that does 0.60 of its twin's work;
@@ -72,9 +72,9 @@ def straggler_ratios(values: Mapping[int, float], better: Better) -> dict[int, f
 
 def _ordered(values: Mapping[int, float], better: Better) -> Sequence[float]:
     if better == "none":
-        raise ValueError("of values of which none is better, none is behind")
+        raise ValueError("better is 'none': neither more nor less is better, so no value is behind")
     if len(values) < 2:
-        raise ValueError(f"it takes two values or more to hold one beside the others, not {len(values)}")
+        raise ValueError(f"it takes two values or more to compare one with the others, not {len(values)}")
     if any(not math.isfinite(value) or value < 0 for value in values.values()):
         raise ValueError(f"values must be finite and not negative: {dict(values)!r:.200}")
     return sorted(values.values())
@@ -91,11 +91,11 @@ def _ratio(value: float, ordered: Sequence[float], better: Better) -> float:
 
 def _median_without(ordered: Sequence[float], value: float) -> float:
     """Return the median of sorted values without one of those that equal ``value``, without making a new list."""
-    gone = bisect.bisect_left(ordered, value)
+    removed = bisect.bisect_left(ordered, value)
     count = len(ordered) - 1
 
     def at(index: int) -> float:
-        return ordered[index if index < gone else index + 1]
+        return ordered[index if index < removed else index + 1]
 
     low, high = at((count - 1) // 2), at(count // 2)
     return low + (high - low) / 2
@@ -115,7 +115,7 @@ def missing_limit(
     Args:
         metric: what was measured.
         labels: the labels of the measurement.
-        known: the facts that conditions are held against.
+        known: the facts that conditions are compared with.
         limits: the limits in force, in which nothing applies.
         sku: the SKU that was looked for; None where the GPU is unknown.
         gpu_name: NVML's name of the GPU, where there is one.
@@ -155,7 +155,7 @@ def missing_limit(
 def _conditions(
     metric: Metric, labels: Mapping[str, str], known: Mapping[str, str], entries: Sequence[Limit]
 ) -> dict[str, str]:
-    """Choose the conditions that a new entry should have: what others depend on, and what tells values apart."""
+    """Choose the conditions of a new entry: what other entries depend on, and what distinguishes values."""
     used = {condition.key for limit in entries for condition in limit.when}
     names = [name for name in ("world_size", "nnodes") if known[name].isdecimal()]
     if not (used.intersection(TOPOLOGY) or metric.peak in datasheets.LINK_PEAKS):
@@ -207,74 +207,81 @@ NOTES: Mapping[str, str] = MappingProxyType(
 LEAST_SHARE = 0.01
 """A slowdown in a smaller part of the time explains nothing that a limit is missed by; this suite's rule."""
 NOTED_SHARE = 0.5
-"""So much of the time one of the others must be there to be worth a word; this suite's rule."""
+"""The least part of the time of one of the others that is reported; this suite's rule."""
 NEAR_SLOWDOWN_CELSIUS = 5.0
-"""So near to the temperature at which the card slows down it is hot; this suite's rule."""
+"""Within this of the temperature at which the card slows down it is hot; this suite's rule."""
 HOT_CELSIUS = 85.0
-"""Hot where the card does not tell that temperature; this suite's rule."""
+"""Hot where the card does not report that temperature; this suite's rule."""
 LOW_CLOCK_RATIO = 0.6
 """An SM clock below this part of the card's highest is far below it; this suite's rule. A GPU at its power limit has a
 clock below the highest, too, but by less."""
 CHARACTERS = 100
-"""A failure's one line has room for so much of it, beside value, limit and rank. What tells least is left out."""
+"""The longest explanation in a failure's one line, after value, limit and rank. The least likely causes are dropped."""
 _THERMAL = ("hw_thermal", "sw_thermal", "hw_slowdown")
 _VOLUMES = ("_bytes", ".active", ".rate")
 _COUNTERS = 3
 
 
-def explanation(told: Mapping[str, Any]) -> str:
-    """Return what may explain a low value, the most telling first; nothing where the GPU did as it should.
+def explanation(telemetry: Mapping[str, Any]) -> str:
+    """Return what may explain a low value, the likeliest cause first; nothing where the GPU was in order.
 
     Args:
-        told: a summary as ``telemetry.summary`` gives it; beside it ``counters``, what has changed by how much, and
-            ``transport``, why data did not take a better way (``nccl_choice.Agreed.beside``).
+        telemetry: as ``node.health.telemetry.summary`` returns it, with ``counters``, those that have changed and by
+            how much, and ``transport``, why a slower transport was chosen (``node.fabric.nccl_log``).
     """
-    parts = [*_transport(told), *_slowdowns(told), *_heat(told), *_clock(told), *_counters(told), *_notes(told)]
+    parts = [
+        *_transport(telemetry),
+        *_slowdowns(telemetry),
+        *_heat(telemetry),
+        *_clock(telemetry),
+        *_counters(telemetry),
+        *_notes(telemetry),
+    ]
     while len(parts) > 1 and len(", ".join(parts)) > CHARACTERS:
         parts.pop()
     return ", ".join(parts)
 
 
-def most_telling(by_rank: Mapping[int, Mapping[str, Any]]) -> int | None:
-    """Return the rank whose GPU was held down for the longest part of the time, or else was the hottest."""
+def most_throttled(by_rank: Mapping[int, Mapping[str, Any]]) -> int | None:
+    """Return the rank whose GPU was throttled for the longest part of the time, or else was the hottest."""
 
-    def telling(rank: int) -> tuple[bool, float, float, int]:
-        told = by_rank[rank]
-        shares = _shares(told)
-        held = max((shares.get(reason, 0.0) for reason in SLOWDOWNS), default=0.0)
-        return bool(told.get("lost")), held, _last(told, "temperature_celsius") or 0.0, -rank
+    def severity(rank: int) -> tuple[bool, float, float, int]:
+        telemetry = by_rank[rank]
+        shares = _shares(telemetry)
+        throttled = max((shares.get(reason, 0.0) for reason in SLOWDOWNS), default=0.0)
+        return bool(telemetry.get("lost")), throttled, _last(telemetry, "temperature_celsius") or 0.0, -rank
 
-    return max(by_rank, key=telling, default=None)
+    return max(by_rank, key=severity, default=None)
 
 
-def _transport(told: Mapping[str, Any]) -> Iterator[str]:
-    why = told.get("transport")
+def _transport(telemetry: Mapping[str, Any]) -> Iterator[str]:
+    why = telemetry.get("transport")
     if isinstance(why, str) and why:
         yield why
 
 
-def _slowdowns(told: Mapping[str, Any]) -> Iterator[str]:
-    if told.get("lost"):
+def _slowdowns(telemetry: Mapping[str, Any]) -> Iterator[str]:
+    if telemetry.get("lost"):
         yield "the GPU was lost"
-    shares = _shares(told)
+    shares = _shares(telemetry)
     found = [reason for reason in SLOWDOWNS if shares.get(reason, 0.0) >= LEAST_SHARE]
     for reason in sorted(found, key=lambda reason: -shares[reason]):
         yield f"{SLOWDOWNS[reason]} {_of_the_time(shares[reason])}"
 
 
-def _heat(told: Mapping[str, Any]) -> Iterator[str]:
-    hottest = _last(told, "temperature_celsius")
+def _heat(telemetry: Mapping[str, Any]) -> Iterator[str]:
+    hottest = _last(telemetry, "temperature_celsius")
     if hottest is None:
         return
-    slowdown = _number(told.get("slowdown_celsius"))
+    slowdown = _number(telemetry.get("slowdown_celsius"))
     from_here = HOT_CELSIUS if slowdown is None else slowdown - NEAR_SLOWDOWN_CELSIUS
-    shares = _shares(told)
+    shares = _shares(telemetry)
     if hottest >= from_here or any(shares.get(reason, 0.0) >= LEAST_SHARE for reason in _THERMAL):
         yield f"{hottest:.0f} degC"
 
 
-def _clock(told: Mapping[str, Any]) -> Iterator[str]:
-    clocks, highest = told.get("sm_clock_mhz"), _number(told.get("sm_clock_max_mhz"))
+def _clock(telemetry: Mapping[str, Any]) -> Iterator[str]:
+    clocks, highest = telemetry.get("sm_clock_mhz"), _number(telemetry.get("sm_clock_max_mhz"))
     if highest is None or not isinstance(clocks, (list, tuple)) or len(clocks) != 3:
         return
     usual = _number(clocks[1])
@@ -282,8 +289,8 @@ def _clock(told: Mapping[str, Any]) -> Iterator[str]:
         yield f"SM clock {usual:.0f} of {highest:.0f} MHz"
 
 
-def _counters(told: Mapping[str, Any]) -> Iterator[str]:
-    changed = told.get("counters")
+def _counters(telemetry: Mapping[str, Any]) -> Iterator[str]:
+    changed = telemetry.get("counters")
     if not isinstance(changed, Mapping):
         return
     numbers = {str(name): _number(by) for name, by in changed.items() if not str(name).endswith(_VOLUMES)}
@@ -293,15 +300,15 @@ def _counters(told: Mapping[str, Any]) -> Iterator[str]:
         yield f"{len(grown) - _COUNTERS} more counters"
 
 
-def _notes(told: Mapping[str, Any]) -> Iterator[str]:
-    shares = _shares(told)
+def _notes(telemetry: Mapping[str, Any]) -> Iterator[str]:
+    shares = _shares(telemetry)
     for reason, words in NOTES.items():
         if shares.get(reason, 0.0) >= NOTED_SHARE:
             yield words.format(_of_the_time(shares[reason]))
 
 
-def _shares(told: Mapping[str, Any]) -> dict[str, float]:
-    shares = told.get("throttle_share")
+def _shares(telemetry: Mapping[str, Any]) -> dict[str, float]:
+    shares = telemetry.get("throttle_share")
     if not isinstance(shares, Mapping):
         return {}
     numbers = {str(reason): _number(share) for reason, share in shares.items()}
@@ -312,8 +319,8 @@ def _of_the_time(share: float) -> str:
     return f"{100 * share:.0f} % of the time"
 
 
-def _last(told: Mapping[str, Any], key: str) -> float | None:
-    value = told.get(key)
+def _last(telemetry: Mapping[str, Any], key: str) -> float | None:
+    value = telemetry.get(key)
     return _number(value[-1]) if isinstance(value, (list, tuple)) and len(value) == 3 else None
 
 
@@ -329,9 +336,9 @@ NOTHING: Mapping[Any, Any] = MappingProxyType({})
 class Miss:
     """One way in which a limit is missed.
 
-    ``text`` tells the worst of it, ``why`` what its GPU did meanwhile that may explain it. ``by_rank`` tells both of
-    every rank, the worst one first; it is empty where no rank of its own is at fault. ``worst``: the rank whose value
-    ``text`` has, where a rank's has it. ``inconclusive``: whether more certainty could make a pass of it.
+    ``text`` describes the worst value, ``why`` what in its GPU's telemetry may explain it. ``by_rank`` has both for
+    every rank, the worst one first; it is empty where no single rank is the culprit. ``worst``: the rank whose value
+    ``text`` has, if it is a rank's. ``inconclusive``: whether more certainty could make it a pass.
     """
 
     text: str
@@ -359,25 +366,25 @@ def misses(
     *,
     ratios: Mapping[int, float],
     transport: str | None,
-    meanwhile: Mapping[int, Mapping[str, Any]] = NOTHING,
+    telemetry: Mapping[int, Mapping[str, Any]] = NOTHING,
 ) -> Iterator[Miss]:
-    """Yield every way in which a limit is missed, the plainest first. A rank is told only the plainest of its own.
+    """Yield every way in which a limit is missed, the plainest first. For each rank only its plainest is reported.
 
     Args:
         metric: what was measured.
         limit: what is demanded of it.
         of: the measurement of each rank whose value is finite and not negative.
         ratios: ``straggler_ratio`` of each rank; empty where they are not known.
-        transport: what carried the data, where a label says so.
-        meanwhile: what each rank's GPU did during the test; it may explain a value that has no telemetry of its own.
+        transport: what carried the data, where a label states it.
+        telemetry: of each rank's GPU during the whole test; it may explain a value that has no telemetry of its own.
     """
-    said: dict[int, str] = {}
+    reported: dict[int, str] = {}
 
     def miss(found: Mapping[int, float], text: dict[int, str], *, inconclusive: bool = False) -> Iterator[Miss]:
         ranks = sorted(found, key=found.__getitem__)
-        said.update({rank: text[rank] for rank in ranks})
+        reported.update({rank: text[rank] for rank in ranks})
         if ranks:
-            why = {rank: explanation(_seen(of[rank], meanwhile.get(rank, NOTHING))) for rank in ranks}
+            why = {rank: explanation(_telemetry(of[rank], telemetry.get(rank, NOTHING))) for rank in ranks}
             by_rank = {rank: f"{text[rank]}: {why[rank]}" if why[rank] else text[rank] for rank in ranks}
             worst = ranks[0]
             yield Miss(text=text[worst], why=why[worst], by_rank=by_rank, worst=worst, inconclusive=inconclusive)
@@ -391,30 +398,30 @@ def misses(
         if plain and len(plain) == len(of):  # what all of them share explains it, and no rank of its own
             worst = min(plain, key=plain.__getitem__)
             yield Miss(text=low[worst], worst=worst)
-            said.update(low)
+            reported.update(low)
             plain = {}
     yield from miss(plain, low)
 
     unsure = {
-        rank: by for rank, m in of.items() if rank not in said and (by := margin(m, limit)) is not None and by < 0
+        rank: by for rank, m in of.items() if rank not in reported and (by := margin(m, limit)) is not None and by < 0
     }
     yield from miss(unsure, {rank: _unsure(metric, of[rank], limit) for rank in unsure}, inconclusive=True)
 
-    noisy = {rank: 0.0 for rank, measured in of.items() if rank not in said and measured.inconclusive}
+    noisy = {rank: 0.0 for rank, measured in of.items() if rank not in reported and measured.inconclusive}
     yield from miss(
         noisy, {rank: f"{metric.name} is inconclusive: {of[rank].inconclusive}" for rank in noisy}, inconclusive=True
     )
 
     required = limit.min_ratio_to_median
     if required is not None:
-        behind = {rank: ratio for rank, ratio in ratios.items() if rank not in said and ratio < required}
+        behind = {rank: ratio for rank, ratio in ratios.items() if rank not in reported and ratio < required}
         yield from miss(behind, {rank: _behind(metric, of, rank, ratios[rank], required) for rank in behind})
 
 
-def _seen(measured: Measurement, meanwhile: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what the GPU did: in the value's own window, or else during the whole test."""
+def _telemetry(measured: Measurement, whole_test: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the GPU's telemetry: that of the value's own window, or else of the whole test."""
     own = measured.telemetry
-    return own if own.get("samples") else {**meanwhile, **own}
+    return own if own.get("samples") else {**whole_test, **own}
 
 
 def interval_text(measured: Measurement) -> str:
@@ -436,15 +443,15 @@ def _margin(low: float, high: float, limit: Limit) -> float | None:
 
 def _beyond(metric: Metric, value: float, limit: Limit) -> str:
     below = limit.min is not None and value < limit.min
-    shown, needed = units.show_apart(value, _bound(limit, below), metric.unit)
-    return f"{shown} {'<' if below else '>'} {needed}"
+    found, needed = units.show_apart(value, _bound(limit, below), metric.unit)
+    return f"{found} {'<' if below else '>'} {needed}"
 
 
 def _unsure(metric: Metric, measured: Measurement, limit: Limit) -> str:
     below = limit.min is not None and measured.interval is not None and measured.interval[0] < limit.min
-    shown, needed = units.show_apart(measured.value, _bound(limit, below), metric.unit)
+    found, needed = units.show_apart(measured.value, _bound(limit, below), metric.unit)
     side = "above" if below else "below"
-    return f"{metric.name} {shown} is not surely {side} {needed}: {interval_text(measured)}"
+    return f"{metric.name} {found} is not surely {side} {needed}: {interval_text(measured)}"
 
 
 def _bound(limit: Limit, below: bool) -> float:
@@ -458,9 +465,9 @@ def _behind(metric: Metric, of: Mapping[int, Measurement], rank: int, ratio: flo
     middle = units.show(stats.median(others), metric.unit)
     if len(others) > 2 and (spread := stats.mad(others)) > 0:
         middle += f", MAD {units.show(spread, metric.unit)}"
-    of_whom = f"the median of the {len(others)} other ranks" if len(others) > 1 else "the other rank"
+    reference = f"the median of the {len(others)} other ranks" if len(others) > 1 else "the other rank"
     value = units.show(of[rank].value, metric.unit)
     found, needed = (text.removesuffix(" ratio") for text in units.show_apart(ratio, required, "ratio"))
     if metric.better == "lower":
-        return f"{metric.name} {value} is behind: {of_whom} ({middle}) is {found} of it, {needed} is required"
-    return f"{metric.name} {value} is {found} of {of_whom} ({middle}), {needed} is required"
+        return f"{metric.name} {value} is behind: {reference} ({middle}) is {found} of it, {needed} is required"
+    return f"{metric.name} {value} is {found} of {reference} ({middle}), {needed} is required"

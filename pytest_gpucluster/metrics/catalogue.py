@@ -14,10 +14,9 @@ Scope = Literal["rank", "node", "world"]
 class Metric:
     """A quantity with a name that limits can be set on.
 
-    ``scope`` says who must report it: every rank, one rank per node, or anyone. ``peak`` names the attribute
-    of ``hardware.Peaks`` that the value is held beside. ``peak_is_bound``: a value above the peak is
-    impossible; it is False where a formula, not bytes on a wire, makes the value, and better algorithms pass
-    the peak legitimately.
+    ``scope``: who must report it: every rank, one rank per node, or one rank of the world. ``peak`` names the attribute
+    of ``datasheets.Peaks`` that the value is compared with. ``peak_is_bound``: a value above the peak is impossible; it
+    is False where a formula, not bytes on a wire, makes the value, and better algorithms exceed the peak legitimately.
     """
 
     name: str
@@ -30,9 +29,9 @@ class Metric:
 
     @property
     def is_rate(self) -> bool:
-        """Tell whether it is a speed of hardware: one that a data sheet bounds, so that each SKU has floors of its own.
+        """Return whether it is a rate of hardware: one that a data sheet bounds, so that each SKU has its own floors.
 
-        A test that asks for such a rate is not judged without a floor, whatever its other values are.
+        A test that measures such a rate is not judged without a floor, whatever its other values are.
         """
         return self.peak is not None
 
@@ -59,7 +58,7 @@ def _matmul(docs: Mapping[str, str]) -> Iterator[Metric]:
             better="higher",
             peak=f"{kind}_tflops",
             doc=f"Dense product in {doc} of the shape and layout that a search found to be the fastest, measured anew:"
-            " 2 m n k operations over the time of one product. Recorded; a best of many is held against no limit.",
+            " 2 m n k operations over the time of one product. Recorded; a best of many is compared with no limit.",
         )
 
 
@@ -101,7 +100,7 @@ GPU = (
         name="gpu.findings",
         unit="findings",
         better="lower",
-        doc="What is wrong with the GPU, as NVML and the kernel log tell it.",
+        doc="What is wrong with the GPU, as NVML and the kernel log report it.",
     ),
     Metric(
         name="gpu.usable_dtypes",
@@ -119,7 +118,7 @@ GPU = (
         name="gpu.memory.free",
         unit="%",
         better="higher",
-        doc="Device memory that nobody but this job uses, as a part of the total.",
+        doc="Device memory that no other process uses, as a part of the total.",
     ),
     Metric(name="gpu.temperature", unit="degC", better="lower", doc="Temperature of the GPU under load."),
     Metric(
@@ -145,8 +144,8 @@ GPU = (
         name="burn_in.slowed",
         unit="%",
         better="lower",
-        doc="Part of a burn-in in which NVML told of a thermal or hardware slowdown or a power brake, whichever took"
-        " longest.",
+        doc="Part of a burn-in in which NVML reported a thermal or hardware slowdown or a power brake, the longest"
+        " of them.",
     ),
     Metric(name="burn_in.temperature", unit="degC", better="lower", doc="Highest temperature during the burn-in."),
     Metric(name="burn_in.power", unit="W", better="none", doc="Median power during the burn-in. Recorded."),
@@ -322,7 +321,7 @@ FABRIC = (
         unit="GB/s",
         better="higher",
         peak="link_gb_per_second",
-        doc="One GPU to one other, the slowest link of the rank, but for those that another rank is to blame for.",
+        doc="One GPU to one other, the slowest link of the rank, without those whose culprit is another rank.",
     ),
     Metric(
         name="link.ratio_to_median",
@@ -602,7 +601,7 @@ TRAINING = (
             "lora.resume_error": "Largest difference of a loss when steps are taken again from the newest checkpoint.",
             "lora.reload_error": "Difference of the held-out loss when the saved adapters are read into a new model.",
             "lora.group_error": "Largest difference of a loss to that of the first group that trained at once.",
-            "lora.golden_deviation": "Largest distance of the loss curve from the golden one, in widths of its band.",
+            "lora.reference_deviation": "Largest distance of the loss curve from the reference, in widths of its band.",
         }
     ),
     Metric(

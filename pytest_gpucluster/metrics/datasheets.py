@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-# The SKU of a rehearsal on CPU ranks. It has no peaks: nothing measured there says anything about hardware.
+# The SKU of a rehearsal on CPU ranks. It has no peaks: nothing measured there is evidence about hardware.
 CPU_REHEARSAL = "cpu-rehearsal"
 
 
@@ -40,7 +40,7 @@ class Peaks:
     link_source: str
 
 
-# The unit of each figure in Peaks, so that a metric's value can be converted to stand beside it.
+# The unit of each figure in Peaks, so that it can be converted to a metric's unit.
 PEAK_UNITS: Mapping[str, str] = MappingProxyType(
     {
         "fp32_tflops": "TFLOPS",
@@ -66,9 +66,9 @@ class Promise:
         pcie_generation, pcie_width: of the link to the host; None where the host is reached another way.
         nvlinks: links that must be up; 0 where the GPU has none, None where bridges are optional.
         nvswitch: the usual baseboard has an NVSwitch, so a Fabric Manager must run.
-        fabric_state: NVML tells how the GPU's registration with the Fabric Manager stands.
+        fabric_state: NVML reports the state of the GPU's registration with the Fabric Manager.
         ecc: ECC is on as delivered.
-        required_queries: what NVML must tell, or health cannot be judged. All else may be missing, and is named then.
+        required_queries: what NVML must answer, or health cannot be judged. Others may be missing, and are then named.
         source: where this is from.
     """
 
@@ -93,7 +93,7 @@ class Sku:
     promise: Promise | None = None
 
     def matches(self, nvml_name: str) -> bool:
-        """Tell whether one of the patterns matches the whole NVML name."""
+        """Return whether one of the patterns matches the whole NVML name."""
         return any(re.fullmatch(pattern, nvml_name) for pattern in self.nvml_names)
 
 
@@ -460,5 +460,5 @@ def promise_of(sku: str | None) -> Promise | None:
 
 
 def matching(skus: Iterable[Sku], nvml_name: str) -> list[str]:
-    """Name the SKUs that claim a GPU of this NVML name. More than one is a contradiction in the patterns."""
+    """Return the SKUs that match a GPU of this NVML name. More than one is a contradiction in the patterns."""
     return [sku.name for sku in skus if sku.matches(nvml_name)]

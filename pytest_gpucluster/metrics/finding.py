@@ -13,7 +13,7 @@ Kind = Literal["hardware", "environment", "note"]
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """All names of a GPU, so that an operator finds it in any tool. What is not known is None.
+    """All names of a GPU, so that an operator finds it in any tool. What is unknown is None.
 
     ``index`` is NVML's, as nvidia-smi shows it; ``pci`` is written as NVML does.
     """
@@ -26,14 +26,14 @@ class Identity:
 
     def __str__(self) -> str:
         if self.index is None and not (self.uuid or self.serial or self.pci):
-            return self.host  # no GPU of it in particular, or a rehearsal on cpu
+            return self.host  # the whole host, or a rehearsal on cpu
         index = "GPU" if self.index is None else f"GPU {self.index}"
         names = f"{self.uuid or 'UUID unknown'}, serial {self.serial or 'unknown'}, PCI {self.pci or 'unknown'}"
         return f"{index} ({names}) on {self.host}"
 
 
 def identity(who: Mapping[str, Any]) -> Identity:
-    """Return the names of a rank's GPU, from what the rank has said of itself (``inventory.identify``)."""
+    """Return the names of a rank's GPU, from the facts that the rank has reported (``inventory.identify``)."""
     gpu = who["gpu"] or {}
     return Identity(
         host=str(who["host"]),
@@ -48,7 +48,7 @@ def identity(who: Mapping[str, Any]) -> Identity:
 class Finding:
     """A result of a check.
 
-    ``hardware``: the node as delivered is rejected. ``environment``: it cannot be judged, or somebody disturbs it.
+    ``hardware``: the node as delivered is rejected. ``environment``: it cannot be judged, or is disturbed.
     ``note``: worth knowing, decides nothing.
     """
 
@@ -66,7 +66,7 @@ class Finding:
 
 
 def notice(code: str, kind: Kind, host: str, found: str, *, allowed: str, remedy: str) -> Finding:
-    """Make a finding about a host, and about no GPU of it in particular."""
+    """Return a finding about a host, not about one of its GPUs."""
     return Finding(code=code, kind=kind, gpu=Identity(host=host), found=found, allowed=allowed, remedy=remedy)
 
 
@@ -76,11 +76,11 @@ def decisive(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def require_nothing(findings: Iterable[Finding]) -> None:
-    """Make sure that nothing but notes was found; notes are printed.
+    """Check that there are no findings but notes; notes are printed.
 
     Raises:
-        HardwareFault: what was found is of the kind "hardware", maybe beside others.
-        EnvironmentBroken: what was found is of the kind "environment".
+        HardwareFault: a finding is of the kind "hardware".
+        EnvironmentBroken: none is, and one is of the kind "environment".
     """
     found = list(findings)
     wrong = decisive(found)

@@ -16,7 +16,7 @@ from typing import Any
 from pytest_gpucluster.errors import CurveError
 
 FIRST_LINE = "# pytest-gpucluster loss curve 1"
-"""By which a file of a curve is known, and its version."""
+"""The first line of a curve's file, with its version."""
 _HELD_OUT = "held_out_loss"
 
 
@@ -27,7 +27,7 @@ class Point:
     step: int
     """Counted from 1."""
     loss: float
-    """Over the judged tokens: those of the assistant."""
+    """Over the tokens with labels: those of the assistant."""
     all_token_loss: float
     """Over all tokens."""
     gradient_norm: float
@@ -38,7 +38,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """The points of a run in the order of steps, each step once. A value may be NaN: a curve shows what was.
+    """The points of a run in the order of steps, each step once. A value may be NaN.
 
     Raises:
         CurveError: steps that do not rise.
@@ -48,7 +48,7 @@ class Curve:
     held_out: tuple[tuple[int, float], ...] = ()
     """(step, loss over held-out rows in nats a token); step 0 is before training."""
     context: Mapping[str, str] = field(default_factory=dict)
-    """What defines the experiment, such as model, data, seed: a golden curve is compared only where all of it is the
+    """What defines the experiment, such as model, data, seed: a reference curve is compared only where all of it is the
     same. What may differ between equal experiments does not belong here: without dropout, the number of ranks."""
 
     def __post_init__(self) -> None:
@@ -111,7 +111,7 @@ _VALUES = _COLUMNS[1:]
 
 
 def is_curve(path: Path) -> bool:
-    """Tell whether a file begins as :meth:`Curve.write_csv` begins one.
+    """Return whether a file begins as :meth:`Curve.write_csv` begins one.
 
     Raises:
         OSError: it cannot be read.
@@ -124,7 +124,7 @@ def read_csv(path: Path) -> Curve:
     """Read what :meth:`Curve.write_csv` has written. Two curves are equal if all but NaN in them is.
 
     Raises:
-        CurveError: it cannot be read or is no such file; names the file and, where it can, the line.
+        CurveError: it cannot be read or is no such file. The message names the file and, where it can, the line.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -172,7 +172,7 @@ def read_csv(path: Path) -> Curve:
 
 
 def mean_of_last(curve: Curve, count: int) -> float:
-    """Return the mean loss of the last so many points; NaN if there are fewer."""
+    """Return the mean loss of the last ``count`` points; NaN if there are fewer."""
     losses = [point.loss for point in curve.points[-count:]]
     return math.fsum(losses) / count if len(losses) == count else math.nan
 

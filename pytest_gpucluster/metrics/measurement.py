@@ -35,9 +35,9 @@ _CAUSES = (
     ("unchanged_base", "moved_adapters", "replayed_steps", "resume_error", "reshard_error", "reload_error"),
     ("group_error", "data_wait"),
 )
-"""Last words of metrics, in stages, each before those that it may explain: what is computed wrong before what comes of
-it, and that before how fast it is. Ranks that do not share gradients also go on otherwise from a checkpoint, not the
-other way round. Their margins tell nothing about that: a limit of 0.001 is missed a thousand times by a trifle."""
+"""Last words of metrics, in stages, each before those that it may explain: wrong computation before its consequences,
+and these before rates. Ranks that do not share gradients also diverge after a checkpoint, not the other way round.
+Margins do not show the order: a small error exceeds a limit of 0.001 a thousandfold."""
 
 
 class _Bounds(Protocol):
@@ -80,16 +80,14 @@ def register(metric: Metric) -> Metric:
     units.unit(metric.unit)
     existing = _REGISTRY.setdefault(metric.name, metric)
     if existing != metric:
-        raise MeasurementError(
-            f"metric {metric.name!r} is already defined otherwise: {existing} was first, {metric} came now"
-        )
+        raise MeasurementError(f"metric {metric.name!r} is already defined differently: {existing}, not {metric}")
     return metric
 
 
 def known(name: str) -> Metric:
     """Look a metric up by its name.
 
-    Raises: MeasurementError naming the metric that was probably meant.
+    Raises: MeasurementError naming the closest metric.
     """
     try:
         return _REGISTRY[name]
@@ -102,9 +100,9 @@ def known(name: str) -> Metric:
 class Measurement:
     """One value of a metric on one rank, in the metric's canonical unit, with the samples behind it.
 
-    ``interval`` encloses the true value with 95 % confidence, where that is known. ``inconclusive`` says why the
-    samples scatter too much for a verdict. ``stopped`` says why there are no more samples, where it is known.
-    ``telemetry`` is what the GPU did meanwhile, in plain JSON types.
+    ``interval`` encloses the true value with 95 % confidence, where that is known. ``inconclusive``: why the
+    samples scatter too much for a verdict. ``stopped``: why there are no more samples, where it is known.
+    ``telemetry``: that of the GPU during the measurement, in plain JSON types.
     """
 
     metric: str
@@ -196,7 +194,7 @@ def measurement(
     stopped: Stopped | None = None
     if isinstance(value, Series):
         if samples:
-            raise MeasurementError(f"{name}: a series brings its own samples; do not give others beside it")
+            raise MeasurementError(f"{name}: a series brings its own samples; do not pass others")
         interval, inconclusive, stopped = (value.low, value.high), value.inconclusive, value.stopped
         samples, value = value.samples, value.median
     if not isinstance(unit, str):
@@ -231,7 +229,7 @@ def measurement(
 
 
 def problem(measured: Measurement) -> str | None:
-    """Say why a measurement cannot be judged, or return None if it can."""
+    """Return why a measurement cannot be judged, or None if it can."""
     value = _defect(measured.value)
     if value is not None:
         return f"the value is {value}"
@@ -300,7 +298,7 @@ def stopped_from_json(data: Mapping[str, Any]) -> Stopped:
     Raises: KeyError, TypeError or ValueError if it is not of that form.
     """
     if not isinstance(data, Mapping):
-        raise TypeError(f"{data!r:.80} does not say why there are no more samples")
+        raise TypeError(f"{data!r:.80} does not state why there are no more samples")
     by, samples, extended = data["by"], data["samples"], data["extended"]
     if by not in STOPPED_BY:
         raise ValueError(f"measuring stops by {', '.join(STOPPED_BY)}, not by {by!r:.80}")
@@ -331,7 +329,7 @@ def _defect(value: float) -> str | None:
 
 
 def _number(value: Any) -> float:
-    # Text and truth values convert to float too, but whoever measured them measured something else.
+    # Text and truth values convert to float too, but they are no measured values.
     if isinstance(value, (str, bytes, bytearray)) or type(value).__name__ in ("bool", "bool_"):
         raise TypeError(f"{value!r} is no number")
     try:

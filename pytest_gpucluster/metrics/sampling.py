@@ -1,7 +1,7 @@
-"""When to stop measuring, and what a series of samples amounts to. Pure: no clock, no device.
+"""When to stop sampling, and the statistics of a series of samples. Pure: no clock, no device.
 
-Measured is until the interval that encloses the median is narrow enough, or the time is up. Then the time is granted
-once more. What is still not narrow enough is inconclusive, and that is never a pass. A series says which it was.
+Sampling goes on until the interval that encloses the median is narrow enough, or the time is up. Then the time is
+extended once. An interval that is still too wide is inconclusive, which is never a pass. A series records the reason.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pytest_gpucluster.metrics import stats
 
 StoppedBy = Literal["interval", "time", "samples"]
 """What ended a measurement: the interval was narrow enough; the time was up, the extension too; there were no more
-samples to take, such as steps of a training that was planned with so many."""
+samples to take, such as steps of a training that was planned with that number."""
 STOPPED_BY: tuple[StoppedBy, ...] = get_args(StoppedBy)
 
 MIN_SAMPLES = 8
@@ -24,12 +24,12 @@ MIN_SAMPLES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How long to warm up, how long to measure, and how sure to be.
+    """How long to warm up, how long to sample, and which tolerance the median must reach.
 
     Attributes:
-        warmup_seconds: at least so much load before the first sample counts.
-        window_seconds: at least so long the samples take together.
-        longest_seconds: without certainty not longer than this, and then the same once more.
+        warmup_seconds: least time of load before the first sample counts.
+        window_seconds: least total time of the samples.
+        longest_seconds: without certainty the most total time, extended once by the same.
         tolerance_ratio: certain is a series whose median lies, with 95 % confidence, in an interval no wider than
             this part of it: 0.01 is 1 %.
 
@@ -58,17 +58,17 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Stopped:
-    """Why no more samples were taken, and how much was known then.
+    """Why sampling stopped, and how wide the interval was then.
 
-    Of what several ranks measure together it is told of the samples that have decided for all: the slowest rank's.
+    Where several ranks measure at once, it is that of the slowest rank, whose samples decide for all.
 
     Attributes:
         by: "interval", "time" or "samples".
         samples: how many there were.
-        seconds: how long they took together; 0 where they were not taken for this.
+        seconds: their total time; 0 for samples taken for another purpose.
         width_ratio: of the 95 % interval, as a part of the median.
-        allowed_ratio: how wide it might be.
-        extended: whether they took longer than ``longest``, which is granted once more.
+        allowed_ratio: how wide it was allowed to be.
+        extended: whether they took longer than ``longest``: the extension was used.
     """
 
     by: StoppedBy
@@ -83,8 +83,8 @@ class Stopped:
 class Series:
     """Samples of one quantity, their median, and the interval that encloses the true median with 95 % confidence.
 
-    ``inconclusive`` says why the interval is too wide to be sure of the median; it is empty if it is not. ``stopped``
-    says why there are no more samples; it is None of what was not sampled.
+    ``inconclusive``: why the interval is too wide; empty if it is not. ``stopped``: why sampling stopped; None
+    where there was none.
     """
 
     samples: tuple[float, ...]
@@ -110,12 +110,12 @@ class Series:
         )
 
     def decided_by(self, other: Series) -> Series:
-        """Return this series, as sure as ``other``: the one by whose samples it was decided when enough is known."""
+        """Return this series with the certainty of ``other``, whose samples decided when to stop."""
         return replace(self, inconclusive=other.inconclusive, stopped=other.stopped)
 
 
 def is_settled(samples: Sequence[float], sampling: Sampling) -> bool:
-    """Tell whether the median of the samples is known within the tolerance."""
+    """Return whether the median of the samples is known within the tolerance."""
     if len(samples) < MIN_SAMPLES:
         return False
     low, high = _interval(samples)
@@ -123,19 +123,19 @@ def is_settled(samples: Sequence[float], sampling: Sampling) -> bool:
 
 
 def wants_more(samples: Sequence[float], *, spent_seconds: float, sampling: Sampling) -> bool:
-    """Tell whether to go on measuring after ``spent_seconds`` of samples."""
+    """Return whether to take more samples after ``spent_seconds`` of them."""
     if _has_too_few(len(samples), spent_seconds, sampling):
         return True
     return spent_seconds < sampling.at_most_seconds and not is_settled(samples, sampling)
 
 
 def series(samples: Iterable[float], sampling: Sampling, *, spent_seconds: float) -> Series:
-    """Sum up samples after the last one was taken.
+    """Return the series of samples after the last one was taken.
 
     Args:
         samples: in the order of time.
         sampling: by which they were taken.
-        spent_seconds: what ``wants_more`` was told last; 0 of samples that were not taken for this.
+        spent_seconds: as last passed to ``wants_more``; 0 for samples taken for another purpose.
 
     Raises:
         ValueError: there are fewer than 6 samples.
@@ -148,7 +148,7 @@ def series(samples: Iterable[float], sampling: Sampling, *, spent_seconds: float
     stopped = Stopped(
         by=_stopped_by(len(taken), spent_seconds, sampling, settled=settled),
         samples=len(taken),
-        # It stands beside every value on record: no more digits than anybody asks for.
+        # It is recorded with every value: no more digits than needed.
         seconds=float(f"{spent_seconds:.4g}"),
         width_ratio=float(f"{result.width_ratio:.4g}"),
         allowed_ratio=sampling.tolerance_ratio,
@@ -179,6 +179,6 @@ def _is_narrow(low: float, high: float, median: float, sampling: Sampling) -> bo
 
 
 def _interval(samples: Sequence[float]) -> tuple[float, float]:
-    """Return the ends for samples in the order of time. A rate that drifts or swings is known less well than one that
+    """Return the ends for samples in the order of time. A rate that drifts or swings is less certain than one that
     scatters as much at random."""
     return stats.median_interval(samples, correlation=stats.rank_correlation(samples))

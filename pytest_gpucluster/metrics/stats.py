@@ -16,7 +16,7 @@ from fractions import Fraction
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What a series of samples amounts to, all in the samples' unit."""
+    """Statistics of a series of samples, all in the samples' unit."""
 
     count: int
     minimum: float
@@ -140,8 +140,8 @@ def rank_correlation(samples: Sequence[float]) -> float:
     spread = sum(each * each for each in off)
     if spread == 0:
         return 0.0
-    together = sum(before * after for before, after in itertools.pairwise(off))
-    return min(0.95, max(0.0, together / spread + 1 / count))
+    covariance = sum(before * after for before, after in itertools.pairwise(off))
+    return min(0.95, max(0.0, covariance / spread + 1 / count))
 
 
 def mad(samples: Sequence[float]) -> float:

@@ -1,16 +1,15 @@
 """Where the time of a test goes: to set-up, warm-up, measuring, verifying, agreeing with the other ranks, and the rest.
 
-A benchmark says which part it is in:
+A benchmark states which part it is in:
 
     with counted("verifying"):
         require_right(found)
 
-Of parts within each other the innermost one counts. So every second counts once, and all parts together are the test,
-whatever calls what: a warm-up that verifies as it goes is both, each for its own time. What is in no part is
-``other``. Between tests nothing is counted, nor in any thread but the one that the test runs in, for it is the time
-that somebody waits.
+Of nested parts the innermost one counts. So every second counts once, and the parts add up to the test: a warm-up that
+verifies as it goes is both, each for its own time. What is in no part is ``other``. Between tests nothing is counted,
+nor in any thread but the test's own.
 
-To enter a part and to leave it is to read a clock twice, and never asks a device anything.
+Entering and leaving a part reads a clock twice, and queries no device.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import Any
 SET_UP, WARM_UP, MEASURING, VERIFYING, AGREEING = "set_up", "warm_up", "measuring", "verifying", "agreeing"
 OTHER = "other"
 PARTS = (SET_UP, WARM_UP, MEASURING, VERIFYING, AGREEING, OTHER)
-"""In the order in which they are told."""
+"""In the order in which ranks exchange them and reports list them."""
 
 
 class Ledger:
@@ -53,12 +52,12 @@ class Ledger:
         self._thread, self._entered, self._since = threading.get_ident(), [OTHER], self._now()
 
     def close(self) -> None:
-        """Count no more. What was counted can still be told."""
+        """Stop counting. The seconds can still be read."""
         self._take()
         self._thread, self._entered = None, []
 
     def enter(self, part: str) -> int:
-        """Begin a part; return what ``leave`` wants to know, which is 0 where nothing is counted."""
+        """Begin a part; return the argument for ``leave``, which is 0 where nothing is counted."""
         if self._thread != threading.get_ident():
             return 0
         self._take()
@@ -73,7 +72,7 @@ class Ledger:
         del self._entered[entered - 1 :]
 
     def move(self, part: str, seconds: float) -> None:
-        """Let so many of the seconds that have just gone by be of ``part``, and not of the part that is open."""
+        """Move ``seconds`` of the time just counted from the open part to ``part``."""
         if self._thread != threading.get_ident():
             return
         self._take()
@@ -81,8 +80,8 @@ class Ledger:
         self._seconds[self._entered[-1]] -= moved
         self._seconds[part] += moved
 
-    def told(self) -> list[float]:
-        """Return the seconds of each part, in the order of ``PARTS``, as ranks tell each other."""
+    def seconds(self) -> list[float]:
+        """Return the seconds of each part, in the order of ``PARTS``, as ranks exchange them."""
         self._take()
         return [round(seconds, 4) for seconds in self._seconds.values()]
 
@@ -117,7 +116,7 @@ def counted(part: str) -> _Counted:
     "verifying" or "agreeing".
 
     It is for one use. Parts may be within each other: the innermost one counts. Where no test runs, such as in a
-    benchmark that is called by itself, and in threads beside the test's, nothing is counted.
+    benchmark that is called by itself, and in other threads, nothing is counted.
 
     Raises: ValueError if there is no such part.
     """
@@ -129,32 +128,32 @@ def counted(part: str) -> _Counted:
 def verified(seconds: float, *, still_busy: float) -> None:
     """Count a verification that has just ended, and that had to wait for the work that it verifies.
 
-    For work that a device does while the host goes on: the host comes to verify when the work may only have begun, and
-    that wait belongs to the work. So the verification is what is left, and the wait stays in the part that is open.
+    For asynchronous work of a device: the host starts to verify when the work may only have begun, and that wait is
+    part of the work. So the rest counts as verification, and the wait stays in the open part.
 
     Args:
-        seconds: what the verification took, as the host has seen it.
-        still_busy: how long the device still worked when it began: the seconds of the work by the device's own clock,
-            less those that the host took to start it.
+        seconds: what the verification took by the host's clock.
+        still_busy: how long the device was still busy when it began: the seconds of the work by the device's own clock,
+            less those that the host took to enqueue it.
     """
     LEDGER.move(VERIFYING, seconds - max(0.0, still_busy))
 
 
-def of_ranks(told: Mapping[int, Sequence[float]]) -> dict[str, Any]:
+def summarize(by_rank: Mapping[int, Sequence[float]]) -> dict[str, Any]:
     """Return for each part the first rank's seconds, and the most of any rank, with its rank. Plain JSON types.
 
     Args:
-        told: rank -> seconds in the order of ``PARTS``. Without the first rank's there is nothing to be said.
+        by_rank: rank -> seconds in the order of ``PARTS``. Without the first rank's the result is empty.
 
-    >>> of_ranks({0: [0, 0, 2.0, 0, 0.5, 0], 1: [0, 0, 2.5, 0, 0, 0]})["measuring"]
+    >>> summarize({0: [0, 0, 2.0, 0, 0.5, 0], 1: [0, 0, 2.5, 0, 0, 0]})["measuring"]
     {'seconds': 2.0, 'most_seconds': 2.5, 'most_rank': 1}
     """
-    if 0 not in told:
+    if 0 not in by_rank:
         return {}
     found = {}
     for index, part in enumerate(PARTS):
-        most = max(sorted(told), key=lambda rank: told[rank][index])  # the first of equal ones
-        found[part] = {"seconds": told[0][index], "most_seconds": told[most][index], "most_rank": most}
+        most = max(sorted(by_rank), key=lambda rank: by_rank[rank][index])  # the first of equal ones
+        found[part] = {"seconds": by_rank[0][index], "most_seconds": by_rank[most][index], "most_rank": most}
     return found
 
 

@@ -95,7 +95,7 @@ class Quantity:
 def unit(symbol: str) -> Unit:
     """Look a unit up by its exact symbol.
 
-    Raises: UnitError naming the units that were probably meant.
+    Raises: UnitError naming the closest units.
     """
     try:
         return UNITS[symbol]
@@ -161,8 +161,7 @@ def show(value: float, symbol: str, *, digits: int = 4) -> str:
 
 
 def show_apart(value: float, other: float, symbol: str) -> tuple[str, str]:
-    """Write two values with as many digits as it takes to tell them apart: 399.9996 is not ``400`` beside
-    400."""
+    """Write two values with enough digits to differ: 399.9996 is not ``400`` next to 400."""
     for digits in range(4, 17):
         texts = show(value, symbol, digits=digits), show(other, symbol, digits=digits)
         if texts[0] != texts[1] or value == other:

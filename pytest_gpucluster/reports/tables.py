@@ -16,7 +16,7 @@ from typing import Any
 from pytest_gpucluster.journal.fields import JudgedLimit, JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import TestResult
-from pytest_gpucluster.judge.misses import most_telling
+from pytest_gpucluster.judge.misses import most_throttled
 from pytest_gpucluster.metrics.time_budget import (
     AGREEING,
     MEASURING,
@@ -78,7 +78,7 @@ def telemetry_text(told: Mapping[str, Any]) -> str:
 def telemetry_of_test(by_rank: Mapping[int, Mapping[str, Any]], culprits: Sequence[int] = ()) -> str:
     """Return what a GPU did during a whole test: that of a culprit, or else the one that tells most."""
     rank = next((rank for rank in culprits if rank in by_rank), None)
-    rank = most_telling(by_rank) if rank is None else rank
+    rank = most_throttled(by_rank) if rank is None else rank
     text = telemetry_text(by_rank[rank]) if rank is not None else ""
     return f"rank {rank}: {text}" if text else ""
 

@@ -240,7 +240,7 @@ class Phases:
         """Put on record where the test's time has gone on this rank. It is over."""
         LEDGER.close()
         if self._run.rank == 0:
-            self._run.records[item.nodeid].spent[0] = LEDGER.told()
+            self._run.records[item.nodeid].spent[0] = LEDGER.seconds()
 
     def _agreed_phase(self, item: pytest.Item, when: str) -> Generator[None, Any, Any]:
         watch = self._run.watch
@@ -391,7 +391,7 @@ class Phases:
         if error is not None and own.outcome in ("failed", "error") and expects_failure(item, error):
             body["expected"] = True
         if when == "teardown":  # nearly all of the test is over: what follows is this exchange
-            body["spent"] = LEDGER.told()
+            body["spent"] = LEDGER.seconds()
 
         def decide(bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
             decided = self._decides.of(item, when, number, bodies, has_worsened=self._has_worsened)

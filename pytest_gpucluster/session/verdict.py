@@ -54,7 +54,7 @@ def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequenc
         limits=run.limits,
         sku=run.sku(gpu),
         gpu_name=gpu,
-        meanwhile=record.telemetry,
+        telemetry=record.telemetry,
         host_of=dict(enumerate(run.joined.hosts)) if run.joined else {},
     )
     if run.settings is not None and run.settings.thresholds is not None:

@@ -134,7 +134,7 @@ class Worker(Session):
                     "criterion": criterion_of(item),
                     "applicable": record.applicable if record is not None else True,
                     "outcome": outcome.to_json() if outcome is not None else None,
-                    "spent": LEDGER.told() if report.when == "teardown" else None,
+                    "spent": LEDGER.seconds() if report.when == "teardown" else None,
                 },
             )
         )

@@ -129,7 +129,7 @@ def test_a_group_that_learns_otherwise_is_found(run):
 
 
 def test_a_curve_that_leaves_the_band_of_the_golden_one_fails(run):
-    same, astray = (of_metric(result(run, fault), "lora.golden_deviation") for fault in ("resumed", "astray"))
+    same, astray = (of_metric(result(run, fault), "lora.reference_deviation") for fault in ("resumed", "astray"))
     assert (same.status, same.value) == ("passed", 0.0)
     assert (astray.status, astray.value > 1) == ("failed", True)
 
@@ -153,7 +153,7 @@ def test_a_model_that_is_given_is_trained_under_its_own_name_and_stands_for_no_c
     statuses = {one.metric: one.status for one in trained.measurements}
     assert {metric for metric, status in statuses.items() if status == "passed"} == CONDITIONS - {"lora.final_loss"}
     assert statuses["lora.final_loss"] == "recorded"
-    assert "lora.golden_deviation" not in statuses, "the curve is of a model that another test trains"
+    assert "lora.reference_deviation" not in statuses, "the curve is of a model that another test trains"
     for criterion in ("test_qwen2_lora", "test_qwen2_lora_throughput"):
         assert result(run, "model", criterion).outcome == "skipped"
 

@@ -47,7 +47,7 @@ def test_sizes_are_read_as_nccl_tests_and_this_project_write_them(text: str, exp
     ("text", "message"),
     [
         pytest.param("", "there is no size; write sizes and ranges begin:end:factor, such as 8,512M:8G:2", id="none"),
-        pytest.param("8,,16", "'8,,16' has a comma with no size beside it", id="a comma too many"),
+        pytest.param("8,,16", "'8,,16' has a comma without a size", id="a comma too many"),
         pytest.param("512M:8G", "'512M:8G' is no range; write begin:end:factor", id="no factor"),
         pytest.param("1:2:3:4", "'1:2:3:4' is no range", id="four parts"),
         pytest.param("512M:8G:1", "'512M:8G:1': the factor '1' is no whole number from 2 on", id="a factor of one"),

@@ -1,4 +1,4 @@
-"""How long a run is going to measure: bounds from the workload, and what nobody knows beforehand."""
+"""How long a run is going to measure: bounds from the workload, and what is unknown beforehand."""
 
 from __future__ import annotations
 

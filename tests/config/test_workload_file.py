@@ -88,12 +88,12 @@ def test_a_profile_says_what_differs_and_inherits_the_rest(tmp_path: Path) -> No
 
 
 @of_each("case", BROKEN)
-def test_what_is_wrong_is_told_with_its_place_in_the_order_of_the_file(tmp_path: Path, case: tuple[str, ...]) -> None:
+def test_what_is_wrong_is_reported_with_its_place_in_the_file_s_order(tmp_path: Path, case: tuple[str, ...]) -> None:
     text, *wanted = case
     require_complaints(errors_of(tmp_path, text), wanted)
 
 
-def test_a_file_that_cannot_be_read_and_a_profile_that_it_lacks_are_told(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_and_a_profile_that_it_lacks_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ThresholdsError, match=r"none\.yaml:1:1: .*No such file"):
         load(tmp_path / "none.yaml", profile="cpu")
     [error] = errors_of(tmp_path, COMPLETE, profile="full")
@@ -189,7 +189,7 @@ def test_the_file_is_the_nearest_one_above_the_tests(tmp_path: Path) -> None:
     assert find(deep, root) == root / "a" / "workloads.yaml"
     (deep / "workloads.yaml").mkdir()
     assert find(deep, root) == root / "a" / "workloads.yaml"
-    # Tests outside of the root have their file beside them.
+    # Tests outside of the root have their file in their own folder.
     outside = tmp_path / "outside" / "deep"
     outside.mkdir(parents=True)
     (tmp_path / "outside" / "workloads.yaml").write_text("")

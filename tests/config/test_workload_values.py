@@ -77,7 +77,7 @@ def test_a_value_is_read_in_base_units(case: tuple[Any, ...]) -> None:
         (SHAPE, "64x x64", "'64x x64' mxnxk: ' ' 16 16 65536"),
     ],
 )
-def test_what_is_not_allowed_is_told_with_what_is(case: tuple[Any, ...]) -> None:
+def test_what_is_not_allowed_is_reported_with_what_is(case: tuple[Any, ...]) -> None:
     kind, text, words = case
     with pytest.raises((ValueError, UnitError)) as caught:
         kind.read(text)

@@ -40,12 +40,12 @@ def test_what_is_no_yaml_is_refused_with_its_place(case: tuple[Any, ...], tmp_pa
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     latin = tmp_path / "latin.yaml"
     latin.write_bytes(b"# gr\xfc\xdfe\n")
-    told = []
+    complaints = []
     for path in (latin, tmp_path, tmp_path / "missing.yaml"):
         document = Document(path.name)
         assert root(document, path) is None
-        told += [line.partition(":1:1: ")[2] for line in document.report()]
-    for line, words in zip(told, ("UTF-8: byte 4 is 0xfc", "Is a directory", "No such file"), strict=True):
+        complaints += [line.partition(":1:1: ")[2] for line in document.report()]
+    for line, words in zip(complaints, ("UTF-8: byte 4 is 0xfc", "Is a directory", "No such file"), strict=True):
         assert words in line
 
 

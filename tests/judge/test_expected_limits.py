@@ -1,4 +1,4 @@
-"""What is expected stands beside a limit wherever the limit is shown, and decides nothing."""
+"""What is expected is reported wherever the limit is, and decides nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def held(value: float | Series, metric: str = FP32) -> Judgement:
 
 
 def run_of(value: float = 50.5, **limit: Any) -> journal.Journal:
-    """A journal with a value of fp32 as the judge puts it on record, with these keys of its limit changed."""
+    """A journal with a value of fp32 as the judge records it, with these keys of its limit changed."""
     [line] = [judged.to_json() for judged in held(value).measurements]
     return read(case(MATMUL, "passed", {**line, "limit": {**line["limit"], **limit}}))
 
@@ -51,7 +51,7 @@ def test_a_miss_names_the_limit_and_not_what_was_expected() -> None:
     assert held(45.0).message.startswith("matmul.fp32.tflops 45 TFLOPS < 47.5 TFLOPS on rank 0")
 
 
-# On record -------------------------------------------------------------------------------------------------------
+# In the journal -------------------------------------------------------------------------------------------------------
 
 
 def test_it_is_on_record_where_it_is_set_and_only_there() -> None:
@@ -75,7 +75,7 @@ def shown(render: Any, run: journal.Journal) -> str:
     return " ".join(str(render(run)).replace("&gt;", ">").replace("&#39;", "'").split())
 
 
-def test_every_report_shows_it_beside_the_limit() -> None:
+def test_every_report_shows_it_next_to_the_limit() -> None:
     run = run_of()
     assert f"limit[{FP32}]" in junit.render(run)
     assert f"{LIMIT}; thresholds.yaml:" in shown(junit.render, run), "a property of the testsuite"

@@ -17,8 +17,8 @@ from pytest_gpucluster.judge.limits import Thresholds, explain, facts, looser
 BUSBW = "nccl.all_reduce.busbw"
 
 
-def said(limits: Thresholds, metric: str = BUSBW, sku: str = "H100 SXM", **known: str) -> list[tuple[str, str]]:
-    return [(entry.says, entry.why) for entry in explain(limits, metric, sku=sku, known=known)]
+def effects(limits: Thresholds, metric: str = BUSBW, sku: str = "H100 SXM", **known: str) -> list[tuple[str, str]]:
+    return [(entry.effect, entry.why) for entry in explain(limits, metric, sku=sku, known=known)]
 
 
 def load(folder: Path, text: str) -> Thresholds:
@@ -38,36 +38,38 @@ def load(folder: Path, text: str) -> Thresholds:
         st.sampled_from(["1 GB", "1 MB", "8 GB", "large", "contract", "fp32", "bf16", "alone", "both", "on", "off"]),
     ),
 )
-def test_the_entry_that_is_said_to_decide_is_the_one_that_decides(metric, sku, nnodes, per_node, labels):
+def test_the_entry_that_is_explained_to_decide_is_the_one_that_decides(metric, sku, nnodes, per_node, labels):
     world = nnodes * per_node
     known = facts(world_size=world, nnodes=nnodes, labels=labels)
-    found = [entry for entry in explain(SHIPPED, metric, sku=sku, known=known, is_all=True) if entry.says == "decides"]
+    found = [
+        entry for entry in explain(SHIPPED, metric, sku=sku, known=known, is_all=True) if entry.effect == "decides"
+    ]
     expected = SHIPPED.limit(metric, sku=sku, world_size=world, nnodes=nnodes, labels=labels)
     assert [entry.limit for entry in found] == ([] if expected is None else [expected])
 
 
 def test_what_is_not_known_is_left_open():
-    told = said(SHIPPED, world_size="16", nnodes="2")
-    assert ("decides where", "size is 1 GB or more") in told
-    assert ("decides where", "size is below 1 GB") in told
-    assert ("does not apply", "world_size is 16, nnodes is 2") in told
-    assert not [entry for entry in told if entry[0] == "decides"]
+    found = effects(SHIPPED, world_size="16", nnodes="2")
+    assert ("decides where", "size is 1 GB or more") in found
+    assert ("decides where", "size is below 1 GB") in found
+    assert ("does not apply", "world_size is 16, nnodes is 2") in found
+    assert not [entry for entry in found if entry[0] == "decides"]
 
 
 def test_within_a_file_the_sku_and_more_conditions_come_first():
-    told = said(SHIPPED, "lora.tokens_per_second", model="qwen2-7b")
-    assert told[0] == ("decides", "")
-    assert [why for says, why in told if says == "is overruled" and "has more conditions" in why]
-    ports = said(SHIPPED, "fabric.active_ports", world_size="16", nnodes="2")
+    found = effects(SHIPPED, "lora.tokens_per_second", model="qwen2-7b")
+    assert found[0] == ("decides", "")
+    assert [why for effect, why in found if effect == "is overruled" and "has more conditions" in why]
+    ports = effects(SHIPPED, "fabric.active_ports", world_size="16", nnodes="2")
     assert ports[0] == ("decides", "")
     assert [why for says, why in ports if says == "is overruled" and "is the SKU's own" in why]
 
 
 @pytest.mark.parametrize("metric", ["lora.mfu", BUSBW], ids=["over every SKU", "over the SKU's own"])
-def test_an_entry_that_is_overruled_is_told_by_what(tmp_path, metric):
+def test_an_entry_that_is_overruled_names_what_overrules_it(tmp_path, metric):
     floor = "30 %" if metric == "lora.mfu" else "300 GB/s"
     mine = load(tmp_path, f"      {metric}: {{min: {floor}, source: mine}}\n")
-    first, *others = said(mine, metric, model="qwen2-7b", recompute="off")
+    first, *others = effects(mine, metric, model="qwen2-7b", recompute="off")
     reasons = [why for says, why in others if says != "does not apply"]
     assert first == ("decides", "")
     assert reasons
@@ -90,7 +92,7 @@ ACROSS = "{when: {world_size: 16, nnodes: 2, size: 1 GB or more}, min: 415 GB/s,
         (BUSBW, ACROSS % "", "any"),
     ],
 )
-def test_what_demands_less_than_before_is_said_to(case, tmp_path):
+def test_what_demands_less_than_before_is_reported(case, tmp_path):
     metric, text, less = case
     labels = {"size": "1 GB"} if metric == BUSBW else {}
     new, old = (

@@ -15,7 +15,7 @@ from pytest_gpucluster.judge.misses import (
     NOTES,
     SLOWDOWNS,
     explanation,
-    most_telling,
+    most_throttled,
 )
 from pytest_gpucluster.node.health.checks import BAD_REASONS
 from pytest_gpucluster.node.nvml_queries import THROTTLE_REASONS
@@ -70,8 +70,8 @@ EXPLAINED: dict[str, dict[str, Any]] = {
 
 
 def test_what_the_gpu_did_explains() -> None:
-    assert {explanation(told): told for told in EXPLAINED.values()} == EXPLAINED
-    assert [explanation(told) for told in SILENT] == [""] * len(SILENT)
+    assert {explanation(telemetry): telemetry for telemetry in EXPLAINED.values()} == EXPLAINED
+    assert [explanation(telemetry) for telemetry in SILENT] == [""] * len(SILENT)
 
 
 def test_the_health_criterion_and_this_take_the_same_reasons_for_bad() -> None:
@@ -79,14 +79,14 @@ def test_the_health_criterion_and_this_take_the_same_reasons_for_bad() -> None:
     assert set(SLOWDOWNS) | set(NOTES) <= set(THROTTLE_REASONS.values())
 
 
-def test_the_rank_that_was_held_down_most_tells_most_or_else_the_hottest() -> None:
+def test_the_most_throttled_rank_is_chosen_or_else_the_hottest() -> None:
     held = {"throttle_share": {"hw_thermal": 0.2}, "temperature_celsius": [50, 50, 50]}
     hot = {"throttle_share": {"sw_power_cap": 1.0}, "temperature_celsius": [60, 70, 80]}
-    assert most_telling({0: HEALTHY, 1: hot, 2: held}) == 2
-    assert most_telling({0: HEALTHY, 1: hot}) == 1
-    assert most_telling({0: HEALTHY, 1: held, 2: {"lost": "gone"}}) == 2
-    assert most_telling({3: HEALTHY, 5: HEALTHY}) == 3
-    assert most_telling({}) is None
+    assert most_throttled({0: HEALTHY, 1: hot, 2: held}) == 2
+    assert most_throttled({0: HEALTHY, 1: hot}) == 1
+    assert most_throttled({0: HEALTHY, 1: held, 2: {"lost": "gone"}}) == 2
+    assert most_throttled({3: HEALTHY, 5: HEALTHY}) == 3
+    assert most_throttled({}) is None
 
 
 JSON = st.recursive(
@@ -97,6 +97,6 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from([*HEALTHY, "counters", "lost"]), JSON))
-def test_whatever_another_version_sends_breaks_nothing(told: dict[str, Any]) -> None:
-    assert isinstance(explanation(told), str)
-    assert most_telling({0: told, 1: HEALTHY}) in (0, 1)
+def test_whatever_another_version_sends_breaks_nothing(telemetry: dict[str, Any]) -> None:
+    assert isinstance(explanation(telemetry), str)
+    assert most_throttled({0: telemetry, 1: HEALTHY}) in (0, 1)

@@ -239,7 +239,7 @@ def test_an_unknown_gpu_is_an_error_whose_yaml_makes_it_known(gpu_name: str, tmp
     assert hold(all_ranks(), sku="my-gpu", gpu_name=gpu_name, limits=mine).outcome == "passed"
 
 
-def test_of_an_unknown_gpu_it_is_said_what_is_not_known_and_on_which_side_the_limit_to_add_lies() -> None:
+def test_an_unknown_gpu_s_message_states_what_is_unknown_and_on_which_side_the_limit_to_add_lies() -> None:
     for sku, gpu_name, words in ((None, None, "name GPU not known"), ("H300", "NVIDIA H300", "unknown SKU 'H300'")):
         verdict = hold(all_ranks(), sku=sku, gpu_name=gpu_name)
         assert verdict.outcome == "error"

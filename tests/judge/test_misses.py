@@ -198,7 +198,7 @@ def test_a_ratio_stands_alone_but_not_with_one_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [None, math.nan], ids=["missing", "nan"])
-def test_without_every_rank_s_value_nobody_is_called_a_straggler(bad: float | None) -> None:
+def test_without_every_rank_s_value_no_rank_is_called_a_straggler(bad: float | None) -> None:
     by_rank = with_rank_3(705.0, healthy=790.0)
     by_rank[6] = [] if bad is None else [bf16(bad)]
     verdict = hold(by_rank)
@@ -246,7 +246,7 @@ def test_any_of_several_transports_will_do(tmp_path: Path) -> None:
     assert hold({rank: [busbw(435.0, labels=GB | {"transport": "SHM"})] for rank in range(8)}).outcome == "passed"
 
 
-# What the GPU did meanwhile ---------------------------------------------------------------------------------------
+# The telemetry of the GPU ---------------------------------------------------------------------------------------
 
 HOT = {"samples": 30, "throttle_share": {"hw_thermal": 0.62}, "temperature_celsius": [70, 88, 91]}
 WHY = "HW thermal slowdown 62 % of the time, 91 degC"
@@ -259,18 +259,18 @@ def test_a_missed_value_is_explained_by_what_its_gpu_did() -> None:
     assert verdict.message == f"matmul.bf16.tflops 612 TFLOPS < 700 TFLOPS (n=16384): {WHY} on {RANK_3}"
     assert verdict.measurements[0].misses == {3: f"matmul.bf16.tflops 612 TFLOPS < 700 TFLOPS: {WHY}"}
     # Without telemetry of its own the whole test explains it; its own window comes before that.
-    assert f": {WHY} on {RANK_3}" in hold(with_rank_3(612.0), meanwhile={3: HOT, 5: {"lost": "gone"}}).message
+    assert f": {WHY} on {RANK_3}" in hold(with_rank_3(612.0), telemetry={3: HOT, 5: {"lost": "gone"}}).message
     cool = {"samples": 30, "throttle_share": {}, "temperature_celsius": [50, 50, 50]}
     by_rank = with_rank_3(730.0) | {3: [bf16(612.0, telemetry=cool)]}
     message = "matmul.bf16.tflops 612 TFLOPS < 700 TFLOPS on "
-    assert hold(by_rank, meanwhile={3: HOT}).message == message + RANK_3
-    verdict = hold(with_rank_3(730.0), meanwhile=dict.fromkeys(range(8), HOT))
+    assert hold(by_rank, telemetry={3: HOT}).message == message + RANK_3
+    verdict = hold(with_rank_3(730.0), telemetry=dict.fromkeys(range(8), HOT))
     assert (verdict.outcome, verdict.message) == ("passed", "")
 
 
 def test_each_rank_that_misses_has_its_own_explanation() -> None:
     by_rank = with_rank_3(612.0) | {5: [bf16(650.0, telemetry={"lost": "gone", "samples": 1})]}
-    verdict = hold(by_rank, meanwhile={3: HOT})
+    verdict = hold(by_rank, telemetry={3: HOT})
     assert list(verdict.measurements[0].misses.values()) == [
         f"matmul.bf16.tflops 612 TFLOPS < 700 TFLOPS: {WHY}",
         "matmul.bf16.tflops 650 TFLOPS < 700 TFLOPS: the GPU was lost",

@@ -1,4 +1,4 @@
-"""A slow node and a slow GPU are told apart, and a fleet that is slow throughout is neither."""
+"""A slow node and a slow GPU are distinguished, and a fleet that is slow throughout is neither."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from complaints import in_order
 from verdicts import LIMITS, all_ranks, bf16, hold, world_of
 
-from pytest_gpucluster.judge.judge import Judgement, judge, together, whole_nodes
+from pytest_gpucluster.judge.judge import Judgement, describe_nodes, judge, whole_nodes
 from pytest_gpucluster.metrics.measurement import Measurement
 
 NODES = {0: [0, 1, 2, 3], 1: [4, 5, 6, 7], 2: [8, 9, 10, 11]}
@@ -14,7 +14,7 @@ HOSTS = {rank: f"gpu-{node}" for node, ranks in NODES.items() for rank in ranks}
 
 
 @pytest.mark.parametrize(
-    ("ranks", "told"),
+    ("ranks", "text"),
     [
         pytest.param([5], "", id="a GPU"),
         pytest.param([5, 4, 6], "", id="all GPUs of a node but one"),
@@ -22,22 +22,22 @@ HOSTS = {rank: f"gpu-{node}" for node, ranks in NODES.items() for rank in ranks}
         pytest.param([0, 7, 4, 5, 6], "all 4 GPUs of gpu-1 (look at the node) and 1 more GPUs", id="a node and a GPU"),
         pytest.param(range(8), "all GPUs of gpu-0 and gpu-1 (look at the nodes)", id="two nodes"),
         pytest.param(range(12), "", id="every rank: no node stands out"),
-        pytest.param([], "", id="nobody"),
+        pytest.param([], "", id="no rank"),
     ],
 )
-def test_a_node_is_named_if_all_of_it_is_concerned(ranks: list[int], told: str) -> None:
-    assert together(ranks, nodes=NODES, host_of=HOSTS, noun="GPUs") == told
+def test_a_node_is_named_if_all_of_it_is_concerned(ranks: list[int], text: str) -> None:
+    assert describe_nodes(ranks, nodes=NODES, host_of=HOSTS, noun="GPUs") == text
 
 
 def test_more_than_two_nodes_are_counted_and_a_single_one_is_no_node_among_others() -> None:
     nodes = {node: [2 * node, 2 * node + 1] for node in range(5)}
-    assert in_order(together(range(8), nodes=nodes, host_of={}, noun="ranks"), "node 0 3 more nodes")
+    assert in_order(describe_nodes(range(8), nodes=nodes, host_of={}, noun="ranks"), "node 0 3 more nodes")
     assert "look at" not in hold(all_ranks(300.0)).message
     assert held({11: 612.0}).message.endswith("on rank 11 (gpu-01, GPU 3 GPU-1f2e)"), "one slow GPU is named alone"
 
 
 @pytest.mark.parametrize("nodes", [{0: [0, 1]}, {0: [0], 1: [1]}], ids=["one node", "one GPU on each"])
-def test_where_node_and_gpu_are_the_same_nothing_is_told_apart(nodes: dict[int, list[int]]) -> None:
+def test_where_node_and_gpu_are_the_same_nothing_is_distinguished(nodes: dict[int, list[int]]) -> None:
     assert whole_nodes([0, 1], nodes) == []
     assert whole_nodes([1], nodes) == []
 

@@ -162,13 +162,13 @@ def test_the_losses_of_a_floor_are_those_of_its_evidence(tmp_path: Path) -> None
     assert (len(support.healthy), support.healthy[0], support.typical) == (3, 49.61, 50.49)
     assert support.uniform_loss(limit) == pytest.approx(1 - 40 / 50.49)
     assert evidence.single_loss(limit) == pytest.approx(0.1)
-    assert "79 % of typical for H100 SXM, 3 published" in evidence.told(40.0, limit, support)
+    assert "79 % of typical for H100 SXM, 3 published" in evidence.compare(40.0, limit, support)
 
 
 # Shown -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_value_shows_its_share_of_the_typical_one_where_it_is_told_of() -> None:
+def test_a_value_shows_its_share_of_the_typical_one_where_it_is_judged() -> None:
     missed = hold({rank: [bf16(500.0)] for rank in range(8)}, limits=SHIPPED)
     share = "69 % of typical for H100 SXM, 7 published"
     assert missed.measurements[0].evidence == share
@@ -197,7 +197,7 @@ TWO_NODES = ("--world-size", "16", "--nodes", "2")
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "output"),
     [
         (("H100 SXM", f"{FP32}=51.5 TFLOPS"), 0, "PASSED at least 47.5 TFLOPS margin typical published"),
         (("H100 SXM", f"{FP32}=40 TFLOPS"), 1, "MISSED at least 47.5 TFLOPS"),
@@ -215,14 +215,14 @@ TWO_NODES = ("--world-size", "16", "--nodes", "2")
     ],
 )
 def test_values_of_others_are_judged(
-    words: tuple[str, ...], code: int, said: str, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...], code: int, output: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.main(["thresholds", "judge", "--sku", *words]) == code
-    assert in_order(" ".join(capsys.readouterr().out.split()), said)
+    assert in_order(" ".join(capsys.readouterr().out.split()), output)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "error"),
     [
         (("--sku", "H101", f"{FP32}=51.5 TFLOPS"), "no such SKU"),
         (("--sku", "H100 SXM", f"{FP32}=51.5"), "has no unit"),
@@ -238,14 +238,14 @@ def test_values_of_others_are_judged(
     ],
 )
 def test_wrong_usage_of_judge_is_exit_code_4(
-    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...], error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
         code = main.main(["thresholds", "judge", *words])
     except SystemExit as end:
         code = end.code  # type: ignore[assignment]
     assert code == 4
-    assert said in capsys.readouterr().err
+    assert error in capsys.readouterr().err
 
 
 def test_a_label_that_no_limit_looks_at_is_noted(capsys: pytest.CaptureFixture[str]) -> None:

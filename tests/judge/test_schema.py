@@ -93,7 +93,7 @@ VALID = {
     "transports": entry("{" + OK + ", expect_transport: [P2P, SHM]}"),
     "both bounds": entry("{min: 1e2 TFLOPS, max: +.5 PFLOPS, source: us}"),
     "a ceiling of zero": entry("{max: 0 findings, source: us}", metric="gpu.findings"),
-    "a reason beside the peak": entry("{min: 990 TFLOPS, source: us, despite_peak: overclocked}"),
+    "a reason for exceeding the peak": entry("{min: 990 TFLOPS, source: us, despite_peak: overclocked}"),
     "all conditions": entry(
         "{when: {world_size: 2 to 7, nnodes: 1, local_world_size: below 8, size: 1 GB or more, dtype: bf16,"
         " transport: NET/IB, labels: {bucket: 25, n: 8192 or more}}, " + OK + "}"

@@ -206,8 +206,8 @@ def test_a_rank_behind_the_others_fails(limit: Limit) -> None:
     assert verdict.measurements[0].ratio_to_median == pytest.approx(ratio * 0.99)
     kept_the_floor = healthy * ratio * 0.99 >= (limit.min or 0)
     others = run_of(limit).world_size - 1
-    told = f"of the median of the {others} other ranks" if others > 1 else "of the other rank"
-    assert (told in verdict.message) == kept_the_floor
+    text = f"of the median of the {others} other ranks" if others > 1 else "of the other rank"
+    assert (text in verdict.message) == kept_the_floor
 
 
 @of_each("limit", [limit for limit in JUDGED if limit.expect_transport], name)

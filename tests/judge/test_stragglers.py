@@ -28,7 +28,7 @@ SIDES = st.sampled_from(["higher", "lower"])
         pytest.param([0, 5], [0.0, math.inf], id="nothing reached by one"),
     ],
 )
-def test_a_rank_is_held_beside_the_median_of_the_others(values: list[float], ratios: list[float]) -> None:
+def test_a_rank_is_compared_with_the_median_of_the_others(values: list[float], ratios: list[float]) -> None:
     found = straggler_ratios(dict(enumerate(values)), "higher")
     assert list(found.values()) == pytest.approx(ratios)
 

@@ -268,7 +268,7 @@ def test_an_entry_with_the_same_conditions_takes_the_place_of_the_earlier_one(tm
     assert [limit.min for limit in read(tmp_path, first, second).limits] == [650.0]
 
 
-def test_two_files_of_the_same_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_files_of_the_same_name_are_distinguished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("thresholds.yaml").write_text(entry("{" + OK + "}"))
     limits = loader.load(loader.shipped_path(), Path("thresholds.yaml"))

@@ -83,7 +83,7 @@ def test_required_queries_are_those_that_the_sku_can_answer(name: str) -> None:
     assert required <= set(QUERIES)
     assert required >= set(datasheets.ANY_GPU)
     assert len(required) == len(promise.required_queries)
-    # Row remapping took the place of retired pages: whoever asks for both fails every card.
+    # Row remapping took the place of retired pages: asking for both fails every card.
     assert "rows.pending" in required
     assert "pages.pending" not in required
     assert ("pcie.generation" in required) == (promise.pcie_generation is not None)

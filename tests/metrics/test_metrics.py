@@ -146,9 +146,9 @@ def test_a_series_brings_its_samples_and_its_interval() -> None:
     assert (made.stopped.by, made.stopped.samples, made.stopped.extended) == ("time", 12, True)
     assert Measurement.from_json(json.loads(json.dumps(made.to_json()))) == made
     no_number = measurement("hbm.copy.bandwidth", series([0.0] * 8, sampling, spent_seconds=2), unit="GB/s")
-    told = json.loads(json.dumps(no_number.to_json(), allow_nan=False))
-    assert told["stopped"]["width_ratio"] == "Infinity"
-    assert Measurement.from_json(told) == no_number
+    sent = json.loads(json.dumps(no_number.to_json(), allow_nan=False))
+    assert sent["stopped"]["width_ratio"] == "Infinity"
+    assert Measurement.from_json(sent) == no_number
     with pytest.raises(MeasurementError, match="own samples"):
         measurement("hbm.copy.bandwidth", series([3.0] * 8, sampling, spent_seconds=2), unit="TB/s", samples=[1.0])
 

@@ -70,7 +70,7 @@ def test_a_nan_is_never_sorted_away() -> None:
         pytest.param([float(n) for n in range(100)], 0.95, id="a drift"),
         pytest.param([1.0] * 10 + [2.0] * 10, 0.95, id="a step"),
         pytest.param([1.0, math.nan, 2.0], 0.0, id="NaN"),
-        pytest.param([1.0, 2.0], 0.0, id="too few to tell"),
+        pytest.param([1.0, 2.0], 0.0, id="too few samples"),
         pytest.param([1.0, 2.0, 3.0], 1 / 3, id="just enough"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Where the time of a test goes: what counts for which part, and what of it comes on record and to the terminal."""
+"""Where the time of a test goes: what counts for which part, and what is recorded and shown in the terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pytest_gpucluster.metrics.time_budget import LEDGER, MEASURING, OTHER, PART
 
 
 class Clock:
-    """Seconds that pass when they are told to."""
+    """A clock that is set by hand."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -41,9 +41,9 @@ def ledger(clock: Clock) -> Ledger:
     return ledger
 
 
-def told(ledger: Ledger) -> dict[str, float]:
+def counted_in(ledger: Ledger) -> dict[str, float]:
     """The parts that took any time."""
-    return {part: seconds for part, seconds in zip(PARTS, ledger.told(), strict=True) if seconds}
+    return {part: seconds for part, seconds in zip(PARTS, ledger.seconds(), strict=True) if seconds}
 
 
 # ---- the ledger --------------------------------------------------------------------------------------------------
@@ -59,8 +59,8 @@ def test_of_nested_parts_the_innermost_counts_and_all_parts_are_the_whole(clock:
     clock.now += 20
     ledger.leave(measuring)
     clock.now += 2
-    assert told(ledger) == {OTHER: 3, MEASURING: 30, VERIFYING: 4}
-    assert sum(ledger.told()) == clock.now - 100
+    assert counted_in(ledger) == {OTHER: 3, MEASURING: 30, VERIFYING: 4}
+    assert sum(ledger.seconds()) == clock.now - 100
 
 
 def test_a_part_ends_with_what_was_begun_in_it_and_not_ended(clock: Clock, ledger: Ledger) -> None:
@@ -71,7 +71,7 @@ def test_a_part_ends_with_what_was_begun_in_it_and_not_ended(clock: Clock, ledge
     clock.now += 5
     ledger.leave(lost)  # too late to mean anything
     clock.now += 7
-    assert told(ledger) == {VERIFYING: 1, OTHER: 12}
+    assert counted_in(ledger) == {VERIFYING: 1, OTHER: 12}
 
 
 def test_between_tests_nothing_is_counted_and_attempts_are_one_sum(clock: Clock, ledger: Ledger) -> None:
@@ -81,18 +81,18 @@ def test_between_tests_nothing_is_counted_and_attempts_are_one_sum(clock: Clock,
     clock.now += 10
     ledger.leave(0)
     ledger.move(VERIFYING, 3)
-    assert told(ledger) == {OTHER: 1}
+    assert counted_in(ledger) == {OTHER: 1}
     ledger.open()  # another attempt at the same test
     clock.now += 2
-    assert told(ledger) == {OTHER: 3}
+    assert counted_in(ledger) == {OTHER: 3}
     ledger.clear()
-    assert told(ledger) == {}
+    assert counted_in(ledger) == {}
     ledger = Ledger(clock)
     before = ledger.enter(MEASURING)
     ledger.open()
     clock.now += 3
     ledger.leave(before)
-    assert told(ledger) == {OTHER: 3}, "what was begun before a test is no part of it"
+    assert counted_in(ledger) == {OTHER: 3}, "what was begun before a test is no part of it"
 
 
 def test_other_threads_change_nothing(clock: Clock, ledger: Ledger) -> None:
@@ -110,7 +110,7 @@ def test_other_threads_change_nothing(clock: Clock, ledger: Ledger) -> None:
     thread.join()
     clock.now += 1
     ledger.leave(measuring)
-    assert told(ledger) == {MEASURING: 6}
+    assert counted_in(ledger) == {MEASURING: 6}
 
 
 @pytest.mark.parametrize(("seconds", "found"), [(3, {MEASURING: 7, VERIFYING: 3}), (99, {VERIFYING: 10})])
@@ -119,7 +119,7 @@ def test_no_more_is_moved_than_there_was(clock: Clock, ledger: Ledger, seconds: 
     clock.now += 10
     ledger.move(VERIFYING, seconds)
     ledger.move(VERIFYING, -1)
-    assert told(ledger) == found
+    assert counted_in(ledger) == found
 
 
 def test_a_part_that_raises_ends_and_a_misspelt_one_is_refused(
@@ -130,18 +130,18 @@ def test_a_part_that_raises_ends_and_a_misspelt_one_is_refused(
         clock.now += 1
         raise RuntimeError
     clock.now += 2
-    assert told(ledger) == {MEASURING: 1, OTHER: 2}
+    assert counted_in(ledger) == {MEASURING: 1, OTHER: 2}
     with pytest.raises(ValueError, match=r"one of set_up, warm_up, .* not 'warmup'"):
         counted("warmup")
 
 
-def test_the_most_of_any_rank_is_told_beside_the_first_ranks() -> None:
+def test_the_most_of_any_rank_is_reported_with_the_first_rank_s() -> None:
     ranks = {2: [0.0, 1.0, 5.0, 0, 0, 0], 0: [0.5, 1.0, 4.0, 0, 2.0, 0], 1: [0.1, 1.0, 5.0, 0, 0, 0]}
-    found = time_budget.of_ranks(ranks)
+    found = time_budget.summarize(ranks)
     assert list(found) == list(PARTS)
     assert found["measuring"] == {"seconds": 4.0, "most_seconds": 5.0, "most_rank": 1}
     assert found["agreeing"] == {"seconds": 2.0, "most_seconds": 2.0, "most_rank": 0}
-    assert time_budget.of_ranks({1: ranks[1]}) == {}
+    assert time_budget.summarize({1: ranks[1]}) == {}
 
 
 # ---- benchmarks --------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def parts_of_a_rate(clock: Clock, monkeypatch: pytest.MonkeyPatch, *, awaits: bo
     LEDGER.open()
     device = ManualClock()
     measure_rate(Work(device, clock, awaits=awaits), device, sampling=SAMPLING)
-    found = told(LEDGER)
+    found = counted_in(LEDGER)
     LEDGER.clear()
     assert sum(found.values()) == pytest.approx(clock.now - 100.0)
     return found
@@ -246,7 +246,7 @@ def require_parts(result: TestResult, *, ranks: int) -> None:
     """The parts of ``test_parts``, by how they stand to each other."""
     spent = result.spent
     assert list(spent) == list(PARTS)
-    seconds = {part: told.seconds for part, told in spent.items()}
+    seconds = {part: one.seconds for part, one in spent.items()}
     for part, least in {"set_up": 0.3, "warm_up": 0.6, "measuring": 1.2, "verifying": 0.9, "other": 0.5}.items():
         assert seconds[part] >= least - 0.001, seconds
     assert result.duration_seconds == pytest.approx(sum(seconds.values()), rel=0.1)
@@ -263,7 +263,7 @@ def table_of(text: str) -> list[str]:
     return lines[begin : lines.index("", begin)]
 
 
-def test_ranks_tell_their_parts_and_the_first_waits_for_the_other(tmp_path: Path) -> None:
+def test_ranks_exchange_their_parts_and_the_first_waits_for_the_other(tmp_path: Path) -> None:
     files = {"test_it.py": SUITE + OF_TORCHRUN}
     run = torchrun.torchrun(
         tmp_path, files, timeouts="stuck=30", deadline=30.0, environment={"COLUMNS": "80", "OMP_NUM_THREADS": "1"}
@@ -283,7 +283,7 @@ def test_ranks_tell_their_parts_and_the_first_waits_for_the_other(tmp_path: Path
     assert all(float(cell) > 0 for cell in rows[0].split()[1:])
 
 
-def test_one_process_tells_its_parts_also_of_a_test_that_fails(project: Project) -> None:
+def test_one_process_reports_its_parts_also_of_a_test_that_fails(project: Project) -> None:
     project.suite(SUITE + OF_WORKERS + "\ndef test_bad(slow):\n    with counted('verifying'):\n        assert 0\n")
     left = project.run("-v")
     assert left.exit == 1, left.output
@@ -291,5 +291,5 @@ def test_one_process_tells_its_parts_also_of_a_test_that_fails(project: Project)
     require_parts(by_name["test_parts"], ranks=1)
     assert by_name["test_bad"].spent["set_up"].seconds >= 0.3
     assert "test_bad" not in table_of(left.stdout)[0]
-    [said] = [value for name, value in left.properties.items() if name == "test_it.test_parts[seconds]"]
-    assert "warm-up 0.6, measuring 1.2, verifying 0.9" in said
+    [text] = [value for name, value in left.properties.items() if name == "test_it.test_parts[seconds]"]
+    assert "warm-up 0.6, measuring 1.2, verifying 0.9" in text

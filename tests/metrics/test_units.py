@@ -103,11 +103,11 @@ def test_a_quantity_is_a_number_and_a_unit(text: str, value: float, unit: str) -
 def test_what_is_no_quantity_is_refused_with_what_was_probably_meant(text: str, named: list[str]) -> None:
     with pytest.raises(UnitError) as caught:
         units.parse(text)
-    said = str(caught.value)
-    found = text.split()[-1] if said.startswith("unknown unit") else text
-    assert repr(found) in said
-    assert all(re.search(rf"(?<![\w/]){re.escape(name)}(?![\w/])", said) for name in named), said
-    assert said.count("did you mean") == (text != "3 parsec" and said.startswith("unknown unit"))
+    message = str(caught.value)
+    found = text.split()[-1] if message.startswith("unknown unit") else text
+    assert repr(found) in message
+    assert all(re.search(rf"(?<![\w/]){re.escape(name)}(?![\w/])", message) for name in named), message
+    assert message.count("did you mean") == (text != "3 parsec" and message.startswith("unknown unit"))
 
 
 def test_the_expected_unit_is_named_where_a_quantity_lacks_one_or_has_another_dimension() -> None:

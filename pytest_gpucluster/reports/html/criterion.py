@@ -26,7 +26,7 @@ from pytest_gpucluster.journal.fields import Fields, JudgedMetric
 from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal
 from pytest_gpucluster.journal.records import RankPlace, TestResult
 from pytest_gpucluster.journal.run_directory import ARTIFACTS, artifacts_name
-from pytest_gpucluster.judge.misses import most_telling
+from pytest_gpucluster.judge.misses import most_throttled
 from pytest_gpucluster.reports.charts.figure import Figure
 from pytest_gpucluster.reports.charts.figures import figures_of
 from pytest_gpucluster.reports.charts.series import limit_bar
@@ -295,7 +295,7 @@ def telemetry_table(result: TestResult, places: Mapping[int, RankPlace]) -> Tabl
             if (str(judged.worst_rank), *cells) not in known:
                 known.add((str(judged.worst_rank), *cells))
                 rows.append((*_named(judged.worst_rank, places), short_name(judged, shared), *cells))
-    telling = most_telling(result.telemetry)
+    telling = most_throttled(result.telemetry)
     order = {rank: place for place, rank in enumerate((*result.culprits, *([telling] if telling is not None else [])))}
     is_small = len(result.telemetry) <= EMBEDDED_RANKS
     for rank in sorted(result.telemetry, key=lambda rank: (order.get(rank, len(order)), rank)):
