@@ -1,7 +1,7 @@
-"""Tell an operator plainly that the plugin is missing, before pytest complains of its options.
+"""Report that the plugin is missing, before pytest complains about its options.
 
-The plugin comes by its entry point (or by ``-p``): it must be there before any conftest, because NCCL reads
-its environment once. So it is not named in ``pytest_plugins``: that would be too late, and a second time.
+The plugin is loaded by its entry point (or by ``-p``), before any conftest, because NCCL reads its environment once.
+So it is not named in ``pytest_plugins``: that would load it too late, and a second time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Does every GPU keep its rate and stay right for hours, does all of its memory hold, and do all give the same bits?"""
+"""Does every GPU keep its rate and compute correctly for hours, is its memory sound, and do all give the same bits?"""
 
 import os
 
@@ -11,9 +11,9 @@ from pytest_gpucluster.metrics.finding import identity
 from pytest_gpucluster.node.health.checks import BAD_REASONS
 from pytest_gpucluster.node.host import WORKERS
 
-BESIDE_SECONDS = 120.0  # making the operands and the reference, or the buffers
+SETUP_SECONDS = 120.0  # making the operands and the reference, or the buffers
 ROUND_SECONDS = 120.0  # of one pattern over all memory: some 20 s are expected on the largest and on the slowest GPU
-APART_SECONDS = 600.0  # by which local workers, each of which goes its own way, come later than others
+WORKER_SKEW_SECONDS = 600.0  # by which one local worker may reach a test later than another
 
 LOCAL_WORKERS = int(os.environ.get(WORKERS, "1"))
 
@@ -24,20 +24,20 @@ def deadline(request, workload):
     seconds = {
         "test_burn_in": 1.2 * workload.burn_in.duration_seconds,
         "test_memory_patterns": ROUND_SECONDS * workload.memory_patterns.rounds,
-        "test_gpu_repeats_its_bits": 10.0 * workload.determinism.repeats + APART_SECONDS * (LOCAL_WORKERS > 1),
+        "test_gpu_repeats_its_bits": 10.0 * workload.determinism.repeats + WORKER_SKEW_SECONDS * (LOCAL_WORKERS > 1),
     }
-    request.node.add_marker(pytest.mark.deadline(BESIDE_SECONDS + seconds.get(request.node.originalname, 0.0)))
+    request.node.add_marker(pytest.mark.deadline(SETUP_SECONDS + seconds.get(request.node.originalname, 0.0)))
 
 
 @pytest.fixture
 def names(inventory):
-    """How each rank's GPU is called, by rank."""
+    """Rank to the name of its GPU."""
     return {who["rank"]: f"rank {who['rank']}, {identity(who)}" for who in inventory}
 
 
 @pytest.fixture
 def local_worker(request, artifacts, inventory):
-    """Without a launcher: the number of this worker, how it is called, and a folder that all workers share."""
+    """Without a launcher: the number of this worker, its name, and a folder that all workers share."""
     if LOCAL_WORKERS < 2:
         return None
     index = int(request.config.workerinput["workerid"].removeprefix("gw"))
@@ -49,19 +49,19 @@ def local_worker(request, artifacts, inventory):
 @pytest.mark.single_gpu
 @pytest.mark.criterion("burn_in")
 def test_burn_in(cluster, names, workload, telemetry, artifacts, progress, measure, record_property):
-    """Accepted: every GPU multiplies without a pause for as long as the workload says, every product is right, the rate
-    is at matmul's limit or above, in the last minute it is still what it was in the first one, and neither heat nor the
-    power supply has slowed the GPU down.
+    """Accepted: every GPU multiplies without a pause for the duration of the workload, every product is correct, the
+    rate reaches matmul's limit and is the same in the last minute as in the first, and neither heat nor the power
+    supply has slowed the GPU down.
 
-    Why: heat comes slowly, and so do faults that it brings out: a fan, a cold plate, a power supply, a unit that is
-    wrong once in a million products. All GPUs of a node draw their full power at once here, as in training. How long:
-    ``burn_in.duration`` of the profile, or ``--gpucluster-soak 2h``. In less than ten minutes the first and the last
-    tenth are compared.
+    Why: heat builds up slowly, and some faults show only then: a fan, a cold plate, a power supply, a unit that is
+    wrong once in a million products. All GPUs of a node draw full power at once, as in training. Duration:
+    ``burn_in.duration`` of the profile, or ``--gpucluster-soak 2h``. Below ten minutes the first and the last tenth are
+    compared.
 
-    When it fails: the rate fell: look at temperature, power and throttle reasons on record with it, at airflow or
-    coolant, and at the course of the rate, a CSV file for each rank in the test's folder. A wrong product: take this
-    GPU out of service and run the vendor's diagnostics (``dcgmi diag -r 3``). Stopped: what was measured until then is
-    on record, and is no pass.
+    When it fails: the rate fell: look at the recorded temperature, power and throttle reasons, at airflow or coolant,
+    and at the rate over time, a CSV file for each rank in the test's folder. A wrong product: take this GPU out of
+    service and run the vendor's diagnostics (``dcgmi diag -r 3``). Stopped: what was measured until then is recorded,
+    and is no pass.
 
     On cpu this rehearses for a moment.
     """
@@ -101,14 +101,13 @@ def test_burn_in(cluster, names, workload, telemetry, artifacts, progress, measu
 def test_memory_patterns(pattern, cluster, workload, artifacts, progress, measure):
     """Accepted: most of every GPU's memory is read as it was written, bit by bit, with this pattern.
 
-    Why: a cell that does not hold is met by the one tensor that lies there, hours into a job. Walking bits find those
-    that stick to a value or to a neighbour, moving inversions those that another cell's writing disturbs, random words
-    those that are two addresses' at once. ECC corrects single bits, and its counters tell of that, not this.
+    Why: a bad cell corrupts the one tensor that lies there, hours into a job. Walking bits find cells that stick to a
+    value or to a neighbour, moving inversions those that a write to another cell disturbs, random words those that two
+    addresses share. ECC corrects single bits, and its counters report those, not these.
 
     When it fails: the places are listed in the test's folder: buffer, byte offset, expected and found bits. One place
     is a cell, many with the same bit a line. Take this GPU out of service and look at ECC errors and row remaps
-    (``nvidia-smi -q -d ECC,ROW_REMAPPER``). Too small a share: somebody else holds memory (nvidia-smi names the
-    processes).
+    (``nvidia-smi -q -d ECC,ROW_REMAPPER``). Too small a share: another process uses memory (nvidia-smi names it).
 
     On cpu this rehearses with a few MiB.
     """
@@ -128,7 +127,7 @@ def test_memory_patterns(pattern, cluster, workload, artifacts, progress, measur
         if survey.wrong_words:
             path = artifacts / f"memory-{pattern}-rank-{cluster.rank}.txt"
             path.write_text(survey.listed(), encoding="utf-8")
-        # A word that was wrong is so, also where the rest was never looked at. That none was is known at the end only.
+        # One wrong word decides at once; that there is none is known only at the end.
         judged = survey.is_complete or survey.wrong_words > 0
         if judged or survey.passes:
             metric = "gpu.memory_patterns.wrong_words"
@@ -141,12 +140,12 @@ def test_memory_patterns(pattern, cluster, workload, artifacts, progress, measur
 @pytest.mark.single_gpu
 @pytest.mark.criterion("gpu.determinism")
 def test_gpu_repeats_its_bits(cluster, names, workload, local_worker, measure):
-    """Accepted: every GPU gives the same bits each time that it computes the same: products in each dtype, sums,
-    softmax, attention, special functions, integers. Without a launcher the GPUs of the node are compared here, too, as
-    ``test_gpus_agree`` does it with one.
+    """Accepted: every GPU gives the same bits each time it computes the same: products in each dtype, sums, softmax,
+    attention, special functions, integers. Without a launcher the GPUs of the node are compared here too, as
+    ``test_gpus_agree`` does with one.
 
-    Why: the software is asked for the same order of operations each time. What differs then is the hardware, and a
-    GPU that is wrong now and then is the hardest to find later.
+    Why: the software uses the same order of operations each time, so a difference comes from the hardware. A GPU that
+    is wrong now and then is the hardest to find later.
 
     When it fails: repeat it there, take this GPU out of service, and run the vendor's diagnostics
     (``dcgmi diag -r 3``).
@@ -160,7 +159,9 @@ def test_gpu_repeats_its_bits(cluster, names, workload, local_worker, measure):
         found.require_steady(names[cluster.rank])
         return
     index, name, folder = local_worker
-    prints, called = exchange(folder, found, index=index, count=LOCAL_WORKERS, name=name, wait_seconds=APART_SECONDS)
+    prints, called = exchange(
+        folder, found, index=index, count=LOCAL_WORKERS, name=name, wait_seconds=WORKER_SKEW_SECONDS
+    )
     found.require_steady(name)
     agreement = FingerprintAgreement(prints)
     measure("gpu.determinism.agreed", agreement.agreed(index), unit="ratio")
@@ -176,13 +177,13 @@ def test_gpus_agree(cluster, names, workload, measure):
     may look as good as any: it spoils what all others compute with it.
 
     When it fails: the GPUs in the minority are named, with the computation. Repeat ``test_gpu_computes`` and
-    ``test_matmul`` there, and run the vendor's diagnostics (``dcgmi diag -r 3``). Of two GPUs that differ nobody can
-    tell which is wrong: run it with a third. An error: there is nobody to compare with.
+    ``test_matmul`` there, and run the vendor's diagnostics (``dcgmi diag -r 3``). With two GPUs it is
+    unknown which one is wrong: run it with a third. An error: there is no other GPU to compare with.
 
     On cpu the ranks' CPUs are compared.
     """
     mine = take_fingerprint(cluster.device, n=workload.determinism.n, repeats=1)
-    told = cluster.all_gather_object(mine.to_json())
-    agreement = FingerprintAgreement([Fingerprint.from_json(one) for one in told])
+    fingerprints = cluster.all_gather_object(mine.to_json())
+    agreement = FingerprintAgreement([Fingerprint.from_json(one) for one in fingerprints])
     measure("gpu.determinism.agreed", agreement.agreed(cluster.rank), unit="ratio")
     agreement.require(cluster.rank, names)

@@ -1,4 +1,4 @@
-"""Does a training go on from a checkpoint as if nothing had happened, and how fast is the file system it lies on?"""
+"""Does a training resume from a checkpoint with the same results, and how fast is the checkpoint's file system?"""
 
 from statistics import median
 
@@ -8,8 +8,8 @@ from pytest_gpucluster.benchmarks.storage.bandwidth import storage_bandwidth
 from pytest_gpucluster.benchmarks.storage.resume import check_resume
 from pytest_gpucluster.benchmarks.training.model import Geometry
 
-BESIDE_SECONDS = 300.0  # what a test may take with nothing to wait for but the ranks
-SLOWEST_BYTES_PER_SECOND = 10e6  # of a rank; a file system that is slower is not waited for
+SETUP_SECONDS = 300.0  # without the time for files
+SLOWEST_BYTES_PER_SECOND = 10e6  # of a rank; the test does not wait for a slower file system
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def scratch(settings, artifacts):
 def deadline(request, cluster, workload):
     """Give the files the time that a slow file system needs."""
     sizes = workload.checkpoint
-    seconds = BESIDE_SECONDS + 2 * sizes.passes * sizes.file_bytes / SLOWEST_BYTES_PER_SECOND
+    seconds = SETUP_SECONDS + 2 * sizes.passes * sizes.file_bytes / SLOWEST_BYTES_PER_SECOND
     request.node.add_marker(pytest.mark.deadline(seconds))
     cluster.allow(seconds)
 
@@ -39,10 +39,10 @@ def deadline(request, cluster, workload):
 @pytest.mark.training
 @pytest.mark.criterion("checkpoint")
 def test_checkpoint(cluster, geometry, workload, scratch, measure):
-    """Accepted: a sharded training that is saved by torch.distributed.checkpoint goes on from there with the same
-    losses, bit by bit; and also on half of the ranks, or by DistributedDataParallel, but for the order of sums. Model
-    and optimizer are the ones that were saved, to the last bit. A copy with a truncated shard and one with a missing
-    shard are refused, and the file is named. A save that is interrupted leaves the checkpoint before it as it was.
+    """Accepted: a sharded training saved by torch.distributed.checkpoint resumes with the same losses, bit by bit; on
+    half of the ranks, or with DistributedDataParallel, too, except for the order of sums. Model and optimizer are those
+    that were saved, to the last bit. A copy with a truncated or a missing shard is refused, and the file is named. An
+    interrupted save leaves the checkpoint before it unchanged.
 
     Why: a job on many GPUs will be interrupted. What it resumes from must be what was saved, or the work of days is
     lost without a message.
@@ -75,14 +75,14 @@ def test_checkpoint(cluster, geometry, workload, scratch, measure):
 @pytest.mark.criterion("checkpoint.bandwidth")
 def test_checkpoint_bandwidth(cluster, workload, scratch, progress, measure):
     """Accepted: all ranks at once write a file to the shared file system, read that of another rank, and find in it
-    every byte as it was written. Where limits were set for the own storage, they write and read at that rate or above.
+    every byte as it was written. Where the site has set limits for its storage, they reach them.
 
-    Why: while a checkpoint is written the GPUs wait. The slowest rank decides, for all wait for it.
+    Why: the GPUs wait while a checkpoint is written. The slowest rank decides, since all wait for it.
 
     The time to write includes that until the data are on stable storage (fsync). A rank reads what was written on
     another host, past its own page cache. The labels say how: ``O_DIRECT`` keeps the cache out; with
     ``posix_fadvise``, where the file system has no O_DIRECT, the kernel is asked to drop what it has. On one host
-    the reader's cache is the writer's, so there only O_DIRECT says something about storage.
+    the reader's cache is the writer's, so only O_DIRECT measures the storage there.
 
     When it fails: look at the label ``file_system`` first: ``tmpfs`` or ``overlay`` is no shared file system, so pass
     one by ``--gpucluster-scratch``. Then measure fewer ranks: a rate per rank that rises means that the servers or

@@ -1,4 +1,4 @@
-"""Do the collectives beside all-reduce carry what they should, and correctly?"""
+"""Do the other collectives than all-reduce reach their bandwidth, with correct results?"""
 
 import pytest
 
@@ -10,7 +10,7 @@ SCOPES = [
     # On one node the node is the world.
     pytest.param("world", id="world", marks=pytest.mark.needs_nodes(2)),
 ]
-BESIDE_SECONDS = 120.0  # making the groups, filling and verifying the payloads
+SETUP_SECONDS = 120.0  # making the groups, filling and verifying the payloads
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,7 @@ def deadline(request, cluster, workload):
     """Give the sweep the time that its workload may take."""
     swept = workload.collectives
     longest = swept.sampling.warmup_seconds + swept.sampling.at_most_seconds
-    seconds = BESIDE_SECONDS + len({*swept.sizes, *swept.latency_sizes}) * longest
+    seconds = SETUP_SECONDS + len({*swept.sizes, *swept.latency_sizes}) * longest
     request.node.add_marker(pytest.mark.deadline(seconds))
     cluster.allow(seconds)
 
@@ -44,7 +44,7 @@ def test_collective(scope, collective, dtype, cluster, inventory, workload, tele
 
     Why: sharded training lives on all_gather and reduce_scatter, mixtures of experts on all_to_all, pipelines on send
     and recv, every start on a broadcast. They take other ways through the fabric than all_reduce, which switches may
-    reduce: a link or a NIC that hardly shows there shows here. In a send_recv every rank sends to the next one at once;
+    reduce in the switch: a weak link or NIC shows here first. In a send_recv every rank sends to the next one at once;
     a broadcast starts at the group's first rank. Sizes, algbw and busbw are those of nccl-tests. All nodes are measured
     at once but each for itself, then all of them together.
 

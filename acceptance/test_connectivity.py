@@ -11,7 +11,7 @@ from pytest_gpucluster.node.interfaces import Nodes, choose
 from pytest_gpucluster.node.name_resolution import all_questions, look_up, require_known
 from pytest_gpucluster.node.network import connect_all, longest_seconds
 
-BESIDE_SECONDS = 60.0
+SETUP_SECONDS = 60.0
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def environ(cluster):
 
 @pytest.fixture
 def nodes(cluster, inventory):
-    """The nodes, and for each the rank that speaks for it."""
+    """The nodes, and for each the rank that represents it."""
     return Nodes.of(inventory, cluster.node_rank)
 
 
@@ -33,7 +33,7 @@ def nodes(cluster, inventory):
 def deadline(request, cluster, workload):
     """Give the nodes the time that connections and lookups may take."""
     asked, count = workload.connectivity, cluster.nnodes
-    seconds = BESIDE_SECONDS + longest_seconds(count, asked.deadline_seconds)
+    seconds = SETUP_SECONDS + longest_seconds(count, asked.deadline_seconds)
     seconds += name_resolution.longest_seconds(2 * count, asked.lookup_seconds)
     request.node.add_marker(pytest.mark.deadline(seconds))
     cluster.allow(seconds)
@@ -43,14 +43,14 @@ def deadline(request, cluster, workload):
 @pytest.mark.criterion("connectivity")
 def test_connectivity(board, cluster, environ, measure, nodes, workload):
     """Accepted: every node reaches every other node, and itself, over plain TCP, on the interface that NCCL will use
-    for its own connections; a few bytes pass, and many do. The store through which the ranks have met answers.
+    for its own connections; small and large payloads pass. The ranks' store answers.
 
     Why: where a firewall or a wrong interface lies between two nodes, the first collective hangs, and no message says
     why. So this runs before all tests that communicate, without NCCL.
 
     When it fails: the message names both ends of each pair that is not connected, with address, interface and why that
     one. Compare NCCL_SOCKET_IFNAME with `ip -br addr` on these hosts. "Connection refused" is a host that answers: look
-    at its firewall. A timeout is a packet that got lost: look at the network between. "A few bytes pass, and many do
+    at its firewall. A timeout is a lost packet: look at the network between. "A few bytes pass, and many do
     not": the MTUs differ.
 
     On cpu it is the interface that gloo will use.
@@ -108,12 +108,12 @@ def test_dns(board, cluster, environ, measure, nodes, workload):
 def test_clock_skew(board, cluster, environ, measure, nodes, workload):
     """Accepted: the clocks of all nodes agree.
 
-    Why: with clocks that differ, the logs of two nodes cannot be put into one order, files seem to be from the future,
-    and tickets and certificates are refused. Slurm's own messages are refused where clocks differ by minutes.
+    Why: where clocks differ, the logs of two nodes cannot be ordered, files seem to be from the future, and tickets and
+    certificates are refused. Slurm refuses its own messages where clocks differ by minutes.
 
-    Each node asks the first one for its time, several times, and takes the answer that came back fastest; that the way
-    there and back may take differently long is the uncertainty, and counts against it. Each node's clock is held
-    against the median of the others: of two nodes both are named, for it cannot be told which of them is wrong.
+    Each node asks the first one for its time several times, and takes the fastest answer. The uncertainty, half of the
+    round trip, counts as skew. Each node's clock is compared with the median of the others; of two nodes both are
+    named, since either may be wrong.
 
     When it fails: look at `chronyc tracking` or `timedatectl` on the named node.
     """

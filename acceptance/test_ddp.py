@@ -54,7 +54,7 @@ def test_ddp(cluster, geometry, workload, measure):
     has another order.
 
     Why: a job whose ranks do not exchange gradients, read the same data or have drifted apart still trains, and its
-    loss still falls. Nothing says that it wastes the cluster, or that the model is not what it should be.
+    loss still falls. No message reports that the cluster is wasted, or that the model is wrong.
 
     When it fails: the named rank's GPU first: repeat ``test_training_step`` and ``-k nccl``, and run the vendor's
     diagnostics (``dcgmi diag -r 3``). No rank named alone: the all-reduce or the software is wrong, so look at the
@@ -83,10 +83,10 @@ def test_ddp(cluster, geometry, workload, measure):
 @pytest.mark.needs_gpu
 @pytest.mark.criterion("affinity")
 def test_affinity(cluster, gpu, inventory, measure):
-    """Accepted: each rank may run on CPUs beside its GPU, and take memory there.
+    """Accepted: each rank may run on CPUs near its GPU, and allocate memory there.
 
     Why: a rank that is bound to the CPUs of another NUMA node moves all its data across the link between the sockets,
-    at each step. A rank that is not bound at all is told of in a note: the kernel may move it to the other socket.
+    at each step. A rank that is not bound at all is noted: the kernel may move it to the other socket.
 
     When it fails: ``nvidia-smi topo -m`` shows the CPUs of each GPU. Bind the ranks as the finding says.
     """

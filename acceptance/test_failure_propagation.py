@@ -1,18 +1,18 @@
-"""Does a job end, and say which rank it was, when one of its ranks dies in training?"""
+"""Does a job end, and name the rank, when one of its ranks dies in training?"""
 
 import pytest
 
 from pytest_gpucluster.benchmarks.training.failure_propagation import check_propagation
 from pytest_gpucluster.benchmarks.training.model import Geometry
 
-BESIDE_SECONDS = 60.0  # what is left of a job that hangs is killed, and its memory given back
+SETUP_SECONDS = 60.0  # killing a job that hangs, and freeing its memory
 
 
 @pytest.fixture(autouse=True)
 def deadline(request, cluster, workload):
     """Give the jobs the time that they may take, one after the other."""
     asked = workload.failure_propagation
-    seconds = len(asked.deaths) * (asked.start_seconds + asked.end_seconds + BESIDE_SECONDS)
+    seconds = len(asked.deaths) * (asked.start_seconds + asked.end_seconds + SETUP_SECONDS)
     request.node.add_marker(pytest.mark.deadline(seconds))
     cluster.allow(seconds)
 
@@ -25,13 +25,13 @@ def test_failure_propagation(cluster, inventory, workload, artifacts, measure):
     is not 0 and its output names the rank and its exit code, and no process is left. The rank exits, raises an
     exception, or is killed.
 
-    Why: the other ranks wait for the dead one in their all-reduce. Where nobody ends them, the job holds all its GPUs
-    until somebody looks; where its exit code is 0, or no rank is named, the same GPU is taken for the next job. The
+    Why: the other ranks wait for the dead one in their all-reduce. If they are not ended, the job keeps all its GPUs
+    until an operator looks; if its exit code is 0, or no rank is named, the next job gets the same GPU. The
     training is a job of its own, which the first rank of each node starts by torchrun, so that it does not end this
     suite. It has torch's own settings for NCCL, and not those that this suite sets for its ranks.
 
     When it fails: the job's output lies in the test's folder. Processes in state D hang in the driver: look at the
-    kernel log. Processes in state S or R do not hear of the end: look at what has changed NCCL's or torchrun's
+    kernel log. Processes in state S or R do not react to the end: look at what has changed NCCL's or torchrun's
     settings (TORCH_NCCL_*, TORCHELASTIC_*), and for a handler of SIGTERM. A job that does not begin: GPUs in compute
     mode EXCLUSIVE_PROCESS take no second process (``nvidia-smi -c DEFAULT``).
 

@@ -1,4 +1,4 @@
-"""Do the ranks that share one model train as one process would, and hold only their part of it?"""
+"""Do ranks that shard one model train as one process would, and hold only their part of it?"""
 
 import pytest
 
@@ -32,7 +32,7 @@ def test_fsdp(cluster, geometry, workload, measure):
     diagnostics (``dcgmi diag -r 3``). All ranks: reduce-scatter, all-gather or the software is wrong, so look at the
     versions of torch and NCCL, and at NCCL_* variables.
 
-    On cpu this rehearses with gloo. One rank alone shares with nobody: there it is a test of the software.
+    On cpu this rehearses with gloo. With one rank nothing is sharded: there it is a test of the software.
     """
     sizes = workload.fsdp
     found = check_fully_sharded(

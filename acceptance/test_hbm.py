@@ -4,7 +4,7 @@ import pytest
 
 from pytest_gpucluster.benchmarks.hbm import measure_hbm
 
-BESIDE_SECONDS = 120.0  # filling the buffers
+SETUP_SECONDS = 120.0  # filling the buffers
 
 
 @pytest.fixture(autouse=True)
@@ -12,7 +12,7 @@ def deadline(request, workload):
     """Give the sizes the time that they may take, and as long again for verifying what was moved."""
     sampling = workload.hbm.sampling
     longest = sampling.warmup_seconds + sampling.at_most_seconds
-    request.node.add_marker(pytest.mark.deadline(BESIDE_SECONDS + 2 * len(workload.hbm.sizes_bytes) * longest))
+    request.node.add_marker(pytest.mark.deadline(SETUP_SECONDS + 2 * len(workload.hbm.sizes_bytes) * longest))
 
 
 @pytest.mark.single_gpu
@@ -21,15 +21,15 @@ def deadline(request, workload):
 def test_hbm(kind, cluster, workload, telemetry, measure):
     """Accepted: every GPU copies, reads and writes its own memory at the limit's rate or above, and all data are right.
 
-    Why: most of what a model does beside its products is bound by memory. A copy counts the bytes it reads
-    and those it writes, a read is a sum, a write fills with one value. The largest buffer is held against the limit,
+    Why: apart from matrix products, most of a model's operations are bound by memory. A copy counts the bytes it reads
+    and those it writes, a read is a sum, a write fills with one value. The largest buffer is compared with the limit,
     the others are recorded.
 
-    When it fails: a rate below the limit on one GPU: look at its memory clock on record with it, at ECC errors and row
-    remaps (``nvidia-smi -q -d ECC,ROW_REMAPPER``), and at other jobs on it. On all GPUs: the driver (older ones copy
+    When it fails: a rate below the limit on one GPU: look at the recorded memory clock, at ECC errors and row remaps
+    (``nvidia-smi -q -d ECC,ROW_REMAPPER``), and at other jobs on it. On all GPUs: the driver (older ones copy
     more slowly), ECC modes, or a limit meant for another GPU. Inconclusive: something else uses the memory. Wrong
-    data: take this GPU out of service and run the vendor's diagnostics (``dcgmi diag -r 3``). An error for
-    memory: a copy needs two buffers, and somebody else may hold what is missing.
+    data: take this GPU out of service and run the vendor's diagnostics (``dcgmi diag -r 3``). An error about
+    memory: a copy needs two buffers, and another process may use what is missing.
 
     On cpu this rehearses with small buffers.
     """

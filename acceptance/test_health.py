@@ -1,4 +1,4 @@
-"""Is every GPU well: does it compute right, does it lack nothing, and are all of them alike?"""
+"""Is every GPU healthy: does it compute correctly, is anything missing, and are all of them alike?"""
 
 from functools import partial
 
@@ -37,18 +37,18 @@ def test_gpu_computes(cluster, inventory, workload, measure):
 @pytest.mark.needs_gpu
 @pytest.mark.criterion("gpu.health")
 def test_gpu_health(cluster, gpu, gpu_sources, inventory, workload, measure):
-    """Accepted: nothing is wrong with any GPU, as far as driver, kernel log and PCI bus tell.
+    """Accepted: driver, kernel log and PCI bus report no fault of any GPU.
 
-    Looked at: memory as promised and 95 % of it free beside this job's own ranks; ECC on and no uncorrected errors; no
+    Looked at: memory as promised and 95 % of it free apart from this job's ranks; ECC on and no uncorrected errors; no
     pending or failed row remap; no thermal or hardware slowdown; temperature below the card's own slowdown limit; power
     limit not below the default; PCIe generation and width; NVLinks up and without errors; the Fabric Manager's state
     where there is an NVSwitch; no Xid or SXid that demands action, and no recovery action that NVML asks
-    for; MIG as declared; no GPU that has left the bus. What means something under load only is read under load.
+    for; MIG as declared; no GPU that has left the bus. What is meaningful only under load is read under load.
 
-    Why: such faults slow a job down at every step or kill it after hours, and no benchmark says which GPU it was.
+    Why: such faults slow a job down at every step or kill it after hours, and no benchmark names the GPU.
 
-    When it fails: each finding names the GPU (index, UUID, serial number, PCI address) and says what to do. A failure
-    is the hardware's. An error means that it could not be judged, or that somebody else uses the GPU.
+    When it fails: each finding names the GPU (index, UUID, serial number, PCI address) and what to do. A failure is a
+    fault of the hardware. An error means that it could not be judged, or that another process uses the GPU.
     """
     health = workload.health
     load = partial(keep_busy, cluster.device, seconds=health.load_seconds)
@@ -73,8 +73,8 @@ def test_gpu_health(cluster, gpu, gpu_sources, inventory, workload, measure):
 def test_fleet_is_uniform(inventory, measure):
     """Accepted: all GPUs have the same VBIOS, memory size, power limit, ECC and MIG mode.
 
-    Why: the slowest GPU sets the pace of all. One with older firmware or a lower power limit is that one, and passes
-    every criterion that looks at it alone.
+    Why: the slowest GPU sets the pace of all. One with older firmware or a lower power limit passes every criterion
+    that looks at it alone, and still slows all down.
 
     When it fails: bring the named ranks' hosts to the firmware and settings of the others.
     """

@@ -18,10 +18,10 @@ def test_host_limits(cluster, inventory, workload, measure):
     Why: such limits end a job after hours, or at the first collective over the network, with a message that names
     none of them; and such settings cost a part of every step. In a container its own limits count.
 
-    When it fails: each figure stands with what was found and the way to more of it. An error is about a setting; it
-    says how to change it, or how to accept it (``--gpucluster-workload host.governor=any``). docs/host.md has them all.
+    When it fails: each figure comes with what was found and how to raise it. An error is about a setting, and states
+    how to change it, or how to accept it (``--gpucluster-workload host.governor=any``). docs/health.md lists them all.
 
-    One rank of each node looks. On cpu the settings are noted only, and the limits nearly nothing.
+    One rank of each node checks. On cpu the settings are only noted, and the limits are very low.
     """
     if cluster.local_rank != 0:
         return
@@ -31,6 +31,6 @@ def test_host_limits(cluster, inventory, workload, measure):
         print(finding)
     for reading in readings(facts):
         print(reading)
-        told = {"found": reading.found, "for more": reading.remedy}
-        measure(reading.metric, reading.value, unit=reading.unit, telemetry=told)
+        context = {"found": reading.found, "for more": reading.remedy}
+        measure(reading.metric, reading.value, unit=reading.unit, telemetry=context)
     require_fit(findings)

@@ -1,4 +1,4 @@
-"""How fast do data go between each GPU and its host?"""
+"""How fast are copies between each GPU and its host?"""
 
 import pytest
 
@@ -7,9 +7,9 @@ from pytest_gpucluster.benchmarks.host_link_concurrent import measure_host_links
 from pytest_gpucluster.node.numa import place_of_gpu, require_local
 from pytest_gpucluster.node.pci import PcieLink
 
-BESIDE_SECONDS = 120.0  # taking, pinning and filling the memory
+SETUP_SECONDS = 120.0  # allocating, pinning and filling the memory
 FASTEST_GB_PER_SECOND = 63.0  # PCIe gen5 x16, where no data sheet says more
-TURNS = 16  # GPUs of a node, at most, that are copied to one after the other; without a launcher nobody knows how many
+TURNS = 16  # GPUs of a node, at most, that are copied to one after the other; without a launcher the number is unknown
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,7 @@ def deadline(request, cluster, gpu, workload):
     ranks = max(TURNS, cluster.local_world_size)
     fastest = (gpu.peaks and gpu.peaks.host_gb_per_second) or FASTEST_GB_PER_SECOND
     longest = longest_seconds(workload.host_link.sampling, ranks=ranks, gb_per_second=fastest)
-    seconds = BESIDE_SECONDS + longest
+    seconds = SETUP_SECONDS + longest
     request.node.add_marker(pytest.mark.deadline(seconds))
     cluster.allow(seconds)
 
@@ -31,7 +31,7 @@ def link(request, gpu):
 
 @pytest.fixture
 def hold(cluster, gpu, inventory, workload, telemetry, link, measure):
-    """Measure by one of the two ways, and put on record what was seen beside the rates."""
+    """Measure in one of the two ways, and record telemetry and PCIe link with the rates."""
 
     def measured_by(benchmark, *arguments):
         sizes = workload.host_link
@@ -45,10 +45,10 @@ def hold(cluster, gpu, inventory, workload, telemetry, link, measure):
             during=window,
             look=link,
         )
-        told = {**window.summary(), **link.told(), "memory": result.memory}
+        context = {**window.summary(), **link.told(), "memory": result.memory}
         for direction in result.directions:
             metric, rate = f"host_link.{direction}.bandwidth", result.bytes_per_second
-            measure(metric, rate, unit="B/s", telemetry=told, mode=result.mode, size=result.size)
+            measure(metric, rate, unit="B/s", telemetry=context, mode=result.mode, size=result.size)
         require_local(inventory[cluster.rank], result.nodes, place)
 
     return measured_by
@@ -58,18 +58,18 @@ def hold(cluster, gpu, inventory, workload, telemetry, link, measure):
 @pytest.mark.criterion("host_link")
 @pytest.mark.parametrize("way", ["h2d", "d2h", "both"])
 def test_host_link(way, cluster, hold):
-    """Accepted: data go from pinned host memory to each GPU, and back, at the limit's rate or above, and every copy is
-    right. "both" is both directions at once, by the bytes of each. GPUs of a node take turns.
+    """Accepted: copies from pinned host memory to each GPU, and back, reach the limit's rate, and every copy is
+    correct. "both" is both directions at once, by the bytes of each. GPUs of a node take turns.
 
-    Why: batches, offloaded weights and checkpoints take this way. A link with half its lanes, or a generation behind,
-    shows nowhere else, and slows the whole job down at each step.
+    Why: batches, offloaded weights and checkpoints use this link. One with half its lanes, or a generation behind,
+    shows in no other criterion, and slows the whole job down at each step.
 
-    When it fails: on one GPU look at the PCIe generation and width that are on record with the rate: under load they
-    must be those of the data sheet; then at the slot, the riser, and errors (``nvidia-smi -q``, part PCI). On all GPUs:
+    When it fails: on one GPU look at the recorded PCIe generation and width: under load they must be those of the
+    data sheet; then at the slot, the riser, and errors (``nvidia-smi -q``, part PCI). On all GPUs:
     an IOMMU (``test_host_limits``), slow memory, a CPU governor, or a limit meant for another host. Wrong data: take
-    the GPU out of service. An error about memory: it could not be had beside the GPU, or not so much of it.
+    the GPU out of service. An error about memory: there was not enough of it on the GPU's NUMA node.
 
-    Host memory is taken on the GPU's NUMA node. On cpu both sides are host memory.
+    Host memory is allocated on the GPU's NUMA node. On cpu both sides are host memory.
     """
     hold(measure_host_link, cluster.device, way)
 
@@ -86,7 +86,7 @@ def test_host_links_together(direction, cluster, inventory, hold):
     NUMA settings of the BIOS (one node for each socket), ranks bound to one socket (``test_affinity``). One GPU
     below the others, by pairs: they are on one PCIe switch.
 
-    Counted are the bytes of each GPU until the last one has ended.
+    The bytes of each GPU count, over the time until the last one has ended.
     """
     group = cluster.node_group([who["node_rank"] for who in inventory])
     hold(measure_host_links_together, group, cluster.device, direction)

@@ -1,4 +1,4 @@
-"""Are the network cards of all nodes there, connected, fast and alike, and may they reach GPU memory?"""
+"""Are the network cards of all nodes present, connected, fast and alike, and can they reach GPU memory?"""
 
 import pytest
 
@@ -11,12 +11,12 @@ from pytest_gpucluster.node.fabric.ports import expects_infiniband
 @pytest.mark.first(5)
 @pytest.mark.criterion("fabric.ports")
 def test_fabric_ports(board, cluster, fabric_sources, gpu, inventory, limits, measure, record_property, workload):
-    """Accepted: each node has as many active InfiniBand or RoCE ports as the limits demand, each as fast as they
-    demand; ports, cards, firmware and link layer are the same on all nodes; on RoCE there is an address that NCCL can
-    use; and a way to GPU memory, nvidia_peermem or DMA-BUF.
+    """Accepted: each node has the number of active InfiniBand or RoCE ports that the limits demand, at their rate;
+    ports, cards, firmware and link layer are the same on all nodes; on RoCE there is an address that NCCL can use; and
+    a way to GPU memory, nvidia_peermem or DMA-BUF.
 
-    Why: NCCL uses what it finds. A port without a link is one rail less, and without any NCCL falls back to TCP: the
-    job runs, at a tenth of its speed.
+    Why: NCCL uses what it finds. A port without a link is one rail less, and without ports NCCL falls back to TCP: the
+    job runs at a tenth of its speed.
 
     Where no fabric is expected, its ports are recorded only: on one node, in a rehearsal, and where the limits of the
     all-reduce expect another transport (``expect_transport``).
@@ -41,8 +41,8 @@ def test_fabric_ports(board, cluster, fabric_sources, gpu, inventory, limits, me
     record_property("fabric.expected", f"{'yes' if expected else 'no'}: {why}")
     record_property("fabric.ports", "; ".join(map(str, seen.mine.used)) or f"none: {seen.mine.adapters.why_not}")
     record_property("fabric.peer_memory", str(seen.mine.peer_memory))
-    told = seen.mine.summary()
-    measure("fabric.active_ports", len(seen.mine.active), unit="ports", telemetry=told, record_only=not expected)
+    summary = seen.mine.summary()
+    measure("fabric.active_ports", len(seen.mine.active), unit="ports", telemetry=summary, record_only=not expected)
     if expected or seen.anywhere:
         slowest = seen.mine.slowest_rate(cluster.local_world_size)
         measure("fabric.port_rate", slowest, unit="Gb/s", record_only=not expected)

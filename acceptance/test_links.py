@@ -1,4 +1,4 @@
-"""Is every single link between two GPUs as fast as the others, in both directions, and are all data right?"""
+"""Is every link between two GPUs as fast as the others, in both directions, and are all data correct?"""
 
 import json
 
@@ -16,13 +16,13 @@ from pytest_gpucluster.isolation.link_survey import (
 from pytest_gpucluster.isolation.round_robin import Places, predicted_seconds
 from pytest_gpucluster.metrics.units import parse
 
-BESIDE_SECONDS = 120.0  # making the groups, connecting every pair, filling and verifying the payloads
+SETUP_SECONDS = 120.0  # making the groups, connecting every pair, filling and verifying the payloads
 LONGER = 3.0  # than planned: rounds in which a pair is far too slow
 
 
 def most_seconds(rounds, asked):
     """Return how long the tournament may take."""
-    return BESIDE_SECONDS + LONGER * predicted_seconds(rounds, asked.round_seconds)
+    return SETUP_SECONDS + LONGER * predicted_seconds(rounds, asked.round_seconds)
 
 
 @pytest.fixture
@@ -62,8 +62,8 @@ def all_links(request, cluster, gpu, inventory, limits, workload, telemetry, pro
             sweeping=lambda: cluster.using(group),
         )
         carried = cluster.carried_by(group)
-        for name, told in carried.properties("send_recv").items():
-            record_property(f"nccl.{name}", told)
+        for name, value in carried.properties("send_recv").items():
+            record_property(f"nccl.{name}", value)
         record_property("links.matrix", compact(found))
         if cluster.rank == 0:
             (artifacts / f"links-{scope}.json").write_text(json.dumps(to_json(found)), encoding="utf-8")
@@ -78,7 +78,7 @@ def deadline(request, cluster, inventory, workload):
     """Give the tournament, and what is measured once more, the time that the workload may take."""
     asked = workload.links
     met = max(cluster.local_world_size, cluster.nnodes)
-    seconds = 2 * BESIDE_SECONDS + LONGER * (met + asked.repeats) * asked.round_seconds
+    seconds = 2 * SETUP_SECONDS + LONGER * (met + asked.repeats) * asked.round_seconds
     request.node.add_marker(pytest.mark.deadline(seconds))
     cluster.allow(seconds)
 
@@ -94,9 +94,9 @@ def test_links_within_node(cluster, all_links, measure):
     """Accepted: each GPU sends to each other one of its node, and receives from it, at no less than the limit's part of
     the median of all other pairs, on all nodes; and no slower than the limit's floor. All data arrive as sent.
 
-    Why: an all-reduce averages one bad link away, or slows down because of it without saying where. Here all pairs are
-    measured, each for itself: GPUs - 1 rounds, in each of which every GPU is in one pair only. Pairs that are far
-    behind are measured once more, alone. A GPU that is slow with most of the others is named, and not its partners.
+    Why: an all-reduce averages one bad link away, or slows down without a hint where. Here each pair is measured by
+    itself: GPUs - 1 rounds, in each of which every GPU is in one pair. Pairs that are far behind are measured again,
+    alone. A GPU that is slow with most of the others is named, and not its partners.
 
     When it fails: ``links-node.txt`` in the test's folder has the matrix, ``links-node.json`` all figures. One GPU:
     look at its NVLinks (``nvidia-smi nvlink -s``, ``-e``). One link: at both ends. The whole node: at the Fabric
@@ -130,12 +130,12 @@ def test_links_across_nodes(cluster, all_links, measure):
 
 
 def record(found, labels, seen, cluster, measure):
-    """Measure what stands for this rank; then name who is to blame."""
+    """Measure this rank's worst link; then name the suspected component."""
     if cluster.rank in found.matrix.touching:
         reading = found.of_rank(cluster.rank)
         measure("link.bandwidth", reading.bytes_per_second, unit="B/s", telemetry=seen, **labels)
         ratio = found.matrix.ratio(reading)
-        if ratio is not None:  # with one pair only there is nothing to stand beside
+        if ratio is not None:  # one pair alone has no others to compare with
             measure("link.ratio_to_median", ratio, unit="ratio", **labels)
     require_sound(found, cluster.rank)
     require_measured(found)

@@ -1,4 +1,4 @@
-"""How fast is every GPU with the product that suits it best? The figure that vendors' numbers can be held beside."""
+"""How fast is every GPU with the shape that suits it best? The figure to compare with vendors' numbers."""
 
 import os
 
@@ -8,8 +8,8 @@ from pytest_gpucluster.benchmarks.matmul_search import candidates, first_rank_ch
 from pytest_gpucluster.node.host import WORKERS
 
 DTYPES = ["bf16", "fp16", "tf32", "fp32", pytest.param("fp8", marks=pytest.mark.needs_peak("fp8_tflops"))]
-BESIDE_SECONDS = 120.0  # making the operands and the reference of the measurement
-BESIDE_LOOK_SECONDS = 20.0  # the same of one candidate
+SETUP_SECONDS = 120.0  # making the operands and the reference of the measurement
+SETUP_LOOK_SECONDS = 20.0  # the same of one candidate
 
 LOCAL_WORKERS = int(os.environ.get(WORKERS, "1"))
 
@@ -19,7 +19,7 @@ def most_seconds(asked):
     looks = len(asked.shapes) * len(asked.layouts)
     sampling = asked.sampling
     longest = 2 * sampling.warmup_seconds + sampling.at_most_seconds + 2 * looks * asked.look_seconds
-    return BESIDE_SECONDS + looks * BESIDE_LOOK_SECONDS + 2 * longest
+    return SETUP_SECONDS + looks * SETUP_LOOK_SECONDS + 2 * longest
 
 
 @pytest.fixture(autouse=True)
@@ -31,16 +31,17 @@ def deadline(request, workload):
 @pytest.mark.criterion("matmul.search")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_matmul_search(dtype, board, cluster, workload, telemetry, measure, record_property):
-    """Accepted: of every shape and layout of the workload, every product is right on every GPU. The rate of the fastest
-    is recorded and judged by no limit.
+    """Accepted: for every shape and layout of the workload, every product is correct on every GPU. The rate of the
+    fastest is recorded and not judged.
 
-    Why: figures for one GPU beside another, such as those of mamf-finder, are the best over many shapes. A limit must
-    not be held against a best of many: it would flatter, and the shape would not be the same from run to run. That is
-    what ``test_matmul`` is for. The first rank looks at every candidate for a moment and chooses one for all ranks;
-    all of them measure that one anew, by the same rules as everything else.
+    Why: published comparisons of GPUs, such as those of mamf-finder, give the best over many shapes. A limit must not
+    be compared with a best of many: it flatters, and the shape differs from run to run; ``test_matmul`` has the limit.
+    The first rank times every candidate briefly and chooses one for all ranks; all of them then measure it by the same
+    rules as everything else.
 
     When it fails: a wrong product: take this GPU out of service and run the vendor's diagnostics
-    (``dcgmi diag -r 3``). An error for memory: choose smaller shapes in ``matmul.search.shapes``, or see who holds it.
+    (``dcgmi diag -r 3``). An error about memory: choose smaller shapes in ``matmul.search.shapes``, or look
+    for the process that uses it.
 
     On cpu this rehearses with two small shapes.
     """

@@ -1,4 +1,4 @@
-"""Does the fabric between the GPUs carry what it should, and correctly?"""
+"""Does the fabric between the GPUs reach its bandwidth, with correct results?"""
 
 import pytest
 
@@ -6,17 +6,17 @@ from pytest_gpucluster.benchmarks.collectives import all_reduce
 from pytest_gpucluster.metrics.units import parse
 
 SCOPES = [
-    # One GPU alone is named by its own failure; of a group it has to be searched for.
+    # One GPU alone is named by its own failure; in a group the isolation has to search for it.
     pytest.param("gpu", id="gpu"),
     pytest.param("node", id="node", marks=[pytest.mark.needs_local_ranks(2), pytest.mark.isolate]),
     # On one node the node is the world.
     pytest.param("world", id="world", marks=[pytest.mark.needs_nodes(2), pytest.mark.isolate]),
 ]
-BESIDE_SECONDS = 120.0  # making the groups, filling and verifying the payloads
+SETUP_SECONDS = 120.0  # making the groups, filling and verifying the payloads
 
 
 def bytes_of(size):
-    """Return a size as it is written, such as "1 GB", in bytes."""
+    """Return a size such as "1 GB" in bytes."""
     return int(parse(size).to("B"))
 
 
@@ -25,7 +25,7 @@ def deadline(request, cluster, workload):
     """Give the sweep the time that its workload may take."""
     swept = workload.all_reduce
     longest = swept.sampling.warmup_seconds + swept.sampling.at_most_seconds
-    seconds = BESIDE_SECONDS + len({*swept.sizes, *swept.latency_sizes}) * longest
+    seconds = SETUP_SECONDS + len({*swept.sizes, *swept.latency_sizes}) * longest
     request.node.add_marker(pytest.mark.deadline(seconds))
     cluster.allow(seconds)
 
@@ -48,14 +48,13 @@ def test_all_reduce(scope, dtype, cluster, inventory, workload, telemetry, measu
     all sums are right.
 
     Why: each training step ends in an all-reduce of the gradients. Bus bandwidth (busbw) is that of
-    nccl-tests: it stands beside the links' own speed whatever the number of ranks. The slowest rank decides.
-    Each GPU is measured alone, then all nodes at once but each for itself, then all of them together: so a
-    node that is slow by itself can be told from a slow network. One GPU has no link: there only the sums count,
-    of one small and of the largest payload.
+    nccl-tests: comparable with the speed of the links for any number of ranks. The slowest rank decides. Each GPU is
+    measured alone, then all nodes at once but each for itself, then all of them together: this separates a slow node
+    from a slow network. One GPU has no link: there only the sums count, of one small and of the largest payload.
 
     When it fails: inside one node look at NVLink (``nvidia-smi nvlink -s``) and the Fabric Manager; across
-    nodes at the InfiniBand ports (``ibstat``: rate, state). What NCCL chose is on record with the test, and its
-    log lies in the test's folder: NET/Socket means that it does not use InfiniBand. Run halves of the nodes to
+    nodes at the InfiniBand ports (``ibstat``: rate, state). NCCL's choice is recorded with the test, and its log
+    is in the test's folder: NET/Socket means that it does not use InfiniBand. Run halves of the nodes to
     find the slow one. A wrong sum: take the named rank's GPU, and then the one that contributed it, out of
     service and repeat. Inconclusive: something else uses the links or the GPUs.
 

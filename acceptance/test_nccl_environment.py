@@ -1,4 +1,4 @@
-"""Is NCCL left to choose, or does a variable that somebody has set once choose for it?"""
+"""Does any environment variable override a choice of NCCL's for the worse?"""
 
 import dataclasses
 import json
@@ -19,8 +19,8 @@ from pytest_gpucluster.node.fabric.port_exchange import settings_of_all
 def test_nccl_environment(artifacts, board, cluster, fabric_sources, gpu, inventory, measure, record_property):
     """Accepted: no variable of NCCL, UCX or CUDA is set that makes this run slow, wrong or different between its ranks.
 
-    Looked at: every NCCL_* and UCX_* variable and a few more, in the environment and in NCCL's own files
-    (``NCCL_CONF_FILE`` or ``~/.nccl.conf``, ``/etc/nccl.conf``). All of them are on record with their origin. What
+    Checked: every NCCL_* and UCX_* variable and a few more, in the environment and in NCCL's own files
+    (``NCCL_CONF_FILE`` or ``~/.nccl.conf``, ``/etc/nccl.conf``). All of them are recorded with their origin. What
     surely hurts here is an error; what helps in some places and hurts in others, and what is meant for debugging only,
     is noted. What this suite has set itself is left out.
 
@@ -29,12 +29,12 @@ def test_nccl_environment(artifacts, board, cluster, fabric_sources, gpu, invent
     the collectives measure.
 
     Why: NCCL_P2P_DISABLE=1 or NCCL_ALGO=Ring, once set to look for a bug, costs half of the bandwidth for years, and no
-    message ever says so.
+    message reports it.
 
     When it fails: unset what is named, where its origin says, on the named hosts. docs/fabric.md lists what each
-    variable does. It is an error and no verdict on the hardware.
+    variable does. It is an error, no verdict on the hardware.
 
-    On cpu nothing uses NCCL; the variables are looked at all the same.
+    On cpu nothing uses NCCL; the variables are checked all the same.
     """
     mine = fabric_sources.settings()
     promise = promise_of(gpu.sku)

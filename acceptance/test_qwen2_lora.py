@@ -1,4 +1,4 @@
-"""Does LoRA fine-tuning learn what it should on these GPUs, and how fast?"""
+"""Does LoRA fine-tuning converge on these GPUs, and how fast is it?"""
 
 import importlib.util
 
@@ -12,7 +12,7 @@ from pytest_gpucluster.errors import CurveError
 
 SECTIONS = {"test_lora_tiny": "lora_tiny", "test_qwen2_lora": "qwen2_lora", "test_lora_of_model": "qwen2_lora"}
 TRAINED_BY = {TINY_LABEL: "test_lora_tiny", QWEN2_LABEL: "test_qwen2_lora"}
-BESIDE_SECONDS = 1200.0  # making, moving and sharding a model of 7.6e9 weights, and compiling its blocks
+SETUP_SECONDS = 1200.0  # making, moving and sharding a model of 7.6e9 weights, and compiling its blocks
 STEPS_AT_MOST = 1_000_000
 
 
@@ -29,7 +29,7 @@ def deadline(request, cluster, workload):
     """Give each test the time that its workload may take."""
     section = SECTIONS.get(request.node.originalname)
     sampling = workload.lora_throughput.sampling
-    seconds = BESIDE_SECONDS + sampling.warmup_seconds + sampling.at_most_seconds
+    seconds = SETUP_SECONDS + sampling.warmup_seconds + sampling.at_most_seconds
     if section is not None:
         seconds = getattr(workload, section).deadline_seconds
     request.node.add_marker(pytest.mark.deadline(seconds))
@@ -43,11 +43,11 @@ def peak_tflops(gpu):
 
 
 @pytest.fixture
-def golden(request, cluster, settings):
-    """The golden curve that a model's training is compared with, on call; None where there is none, or where it is of
-    a model that another test of this run trains. A golden curve that no test would compare is an error."""
+def reference_curve(request, cluster, settings):
+    """The reference curve for a model's training, on call; None where there is none, or where it is of a model that
+    another test of this run trains. A reference curve that no test would compare is an error."""
 
-    def golden(label):
+    def curve_of(label):
         if settings.golden is None:
             return None
         curve = read(settings.golden)
@@ -61,20 +61,20 @@ def golden(request, cluster, settings):
         if trains in others and has_inputs and has_gpu:
             return None
         raise CurveError(
-            f"{settings.golden} is a golden curve of {model}, and no test of this run trains {model}: nothing would be "
-            f"compared. {trains} does, with the model and the data that the curve is of; or leave the option out"
+            f"{settings.golden} is a reference curve of {model}, and no test of this run trains {model}: nothing would "
+            f"be compared. {trains} does, with the model and the data that the curve is of; or leave the option out"
         )
 
-    return golden
+    return curve_of
 
 
 @pytest.fixture
-def given(settings, golden):
+def given(settings, reference_curve):
     """What makes the base and the data that the options name, on call: a download is part of the test."""
     from pytest_gpucluster.benchmarks.lora.experiment import given_data
 
     if settings.model is None or "function_calls" not in settings.data:
-        golden(None)
+        reference_curve(None)
         pytest.skip(
             "give the weights and the data: --gpucluster-model FOLDER or Qwen/Qwen2-7B@COMMIT, and "
             "--gpucluster-data function_calls=FILE or glaiveai/glaive-function-calling-v2"
@@ -91,13 +91,13 @@ def given(settings, golden):
 
 
 @pytest.fixture
-def train(cluster, settings, golden, artifacts, progress, measure, peak_tflops, record_property):
-    """Train, put every condition on record as a measurement, and leave the curve in the test's folder."""
+def train(cluster, settings, reference_curve, artifacts, progress, measure, peak_tflops, record_property):
+    """Train, record every condition as a measurement, and leave the loss curve in the test's folder."""
     from pytest_gpucluster.benchmarks.lora.convergence import converge, figures_of
     from pytest_gpucluster.benchmarks.lora.experiment import checks_of, recipe_of
 
     def train(sizes, base, lesson):
-        recipe, expected = recipe_of(sizes, base), golden(base.label)
+        recipe, expected = recipe_of(sizes, base), reference_curve(base.label)
         ranks = group_size(cluster.world_size, recipe.global_batch)
         group = f"group-{cluster.rank // ranks}"
         folder = (settings.scratch or artifacts) / base.label
@@ -125,7 +125,7 @@ def train(cluster, settings, golden, artifacts, progress, measure, peak_tflops, 
             measure(one.metric, one.value, unit=one.unit, record_only=one.recorded, **one.labels)
         if expected is not None and found.learned is not None:
             far = deviation(expected, found.curve)
-            print(f"golden curve: {far}")
+            print(f"reference curve: {far}")
             measure("lora.reference_deviation", far.largest, unit="ratio", model=base.label)
 
     return train
@@ -141,13 +141,13 @@ def test_lora_tiny(workload, train):
     steps equal those of one rank with the same global batch; steps after a checkpoint, taken again, give the same
     weights bit by bit; what is saved gives the same loss when it is read again. Groups that train at once agree.
 
-    Why: a loss below a limit shows none of: ranks that do not share gradients, that read the same data, a flipped bit,
-    a loss that is too large by the number of ranks. It never stands for Qwen2.
+    Why: a loss below a limit does not show ranks that do not share gradients or read the same data, a flipped bit, or
+    a loss too large by the number of ranks. This test never satisfies the Qwen2 criterion.
 
     When it fails: the failing measurement says what is wrong. ``lora.loss_error`` or ``lora.gradient_error``: repeat
     ``-k ddp`` and ``-k nccl``. ``lora.replayed_steps`` or ``lora.unchanged_base``: memory or arithmetic of the named
     rank's GPU: run the vendor's diagnostics (``dcgmi diag -r 3``); on all ranks at once: sums in the NVLink switch are
-    not repeatable, so try ``NCCL_NVLS_ENABLE=0`` first. docs/lora.md has all of them.
+    not repeatable, so try ``NCCL_NVLS_ENABLE=0`` first. docs/lora.md explains all of them.
 
     On cpu the same model is trained, over gloo.
     """
@@ -160,35 +160,35 @@ def test_lora_tiny(workload, train):
 @pytest.mark.training
 @pytest.mark.needs_gpu
 @pytest.mark.criterion("qwen2_lora")
-def test_qwen2_lora(given, golden, workload, train):
+def test_qwen2_lora(given, reference_curve, workload, train):
     """Accepted: Qwen2-7B learns function calls with LoRA (rank 64, alpha 128, dropout 0.05, all seven linear layers,
     161,480,704 trained parameters) in 100 steps of 128 blocks: the conditions of ``test_lora_tiny``, a final loss below
     0.5, and more than 2,000 tokens/s on each GPU. Groups of at most 16 GPUs train at once, and must agree.
 
-    Why: it is what the cluster is bought for, at full size. FSDP2 shards as DeepSpeed's ZeRO-3 does.
+    Why: this is the workload that the cluster is bought for, at full size. FSDP2 shards as DeepSpeed's ZeRO-3 does.
 
     When it fails: as ``test_lora_tiny``. Too slow: ``-k training``, ``-k matmul`` and ``-k nccl`` first. Not run: it
-    needs the weights (``--gpucluster-model``) and the data (``--gpucluster-data``). Out of memory: the error says how
+    needs the weights (``--gpucluster-model``) and the data (``--gpucluster-data``). Out of memory: the error states how
     much is needed.
     """
     from pytest_gpucluster.benchmarks.lora.experiment import given_experiment
 
     base, data = given[0](), given[1]
     if base.label != QWEN2_LABEL:
-        golden(None)
-        pytest.skip(f"{base.origin} is not of Qwen2-7B's sizes; test_lora_of_model trains it, and stands for no other")
+        reference_curve(None)
+        pytest.skip(f"{base.origin} does not have Qwen2-7B's sizes; test_lora_of_model trains it, for no criterion")
     train(workload.qwen2_lora, base, given_experiment(workload.qwen2_lora, base, data()))
 
 
 @pytest.mark.last
 @pytest.mark.training
-def test_lora_of_model(given, golden, workload, train):
+def test_lora_of_model(given, reference_curve, workload, train):
     """No criterion: any other Qwen2 model that is given is trained as Qwen2-7B would be, under its own name."""
     from pytest_gpucluster.benchmarks.lora.experiment import given_experiment
 
     base, data = given[0](), given[1]
     if base.label == QWEN2_LABEL:
-        golden(None)
+        reference_curve(None)
         pytest.skip("test_qwen2_lora trains it")
     train(workload.qwen2_lora, base, given_experiment(workload.qwen2_lora, base, data()))
 
@@ -202,10 +202,10 @@ def test_qwen2_lora_throughput(cluster, workload, telemetry, progress, measure, 
     the limits ask for, on the slowest GPU, within the GPUs' memory.
 
     Why: 2,000 tokens/s on each GPU is what was promised; it is some 6 % of an H100's peak, so the part of the peak has
-    a limit too. The weights are random, for neither depends on them: nothing is said about convergence.
+    a limit too. The weights are random, since neither depends on them: convergence is not judged.
 
-    When it fails: one GPU: its clocks and power stand beside the measurement. All: whether activations were recomputed
-    and blocks compiled is on record; then ``-k matmul``, ``-k hbm`` and ``-k nccl``.
+    When it fails: one GPU: its clocks and power are recorded with the measurement. All: look at whether activations
+    were recomputed and blocks compiled, in the labels and notes; then ``-k matmul``, ``-k hbm`` and ``-k nccl``.
     """
     from pytest_gpucluster.benchmarks.lora.convergence import rate_figures
     from pytest_gpucluster.benchmarks.lora.throughput import lora_throughput

@@ -1,4 +1,4 @@
-"""How much of one GPU's rate is left to each GPU when more of them train together?"""
+"""How much of its own rate does each GPU keep when more of them train together?"""
 
 import pytest
 
@@ -11,7 +11,7 @@ from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
 from pytest_gpucluster.metrics.units import parse
 
 KINDS = {"node": ("node", "gpu"), "fabric": ("world", "node"), "total": ("world", "gpu")}
-BESIDE_SECONDS = 300.0  # compiling, connecting, filling and verifying
+SETUP_SECONDS = 300.0  # compiling, connecting, filling and verifying
 
 
 @pytest.fixture(autouse=True)
@@ -21,20 +21,20 @@ def deadline(request, cluster, workload):
         asked.sampling.warmup_seconds + asked.sampling.at_most_seconds
         for asked in (workload.scaling, workload.all_reduce)
     )
-    seconds = 2 * (longest + BESIDE_SECONDS)
+    seconds = 2 * (longest + SETUP_SECONDS)
     request.node.add_marker(pytest.mark.deadline(seconds))
     cluster.allow(seconds)
 
 
 @pytest.fixture(scope="session")
 def known():
-    """What was measured before in groups of each size: one pass serves several ratios."""
+    """Earlier results by group size: one pass serves several ratios."""
     return {}
 
 
 @pytest.fixture
 def setup(cluster, workload):
-    """What is trained, on each GPU the same whatever the size of its group."""
+    """What is trained: the same on each GPU for any size of its group."""
     asked = workload.scaling
     made = Setup(
         geometry=Geometry(
@@ -60,7 +60,7 @@ def setup(cluster, workload):
             f"{needed / 1e9:.3g} GB on each rank, and {cluster.device} has {there / 1e9:.3g} GB in all: take a smaller "
             "batch or model (--gpucluster-workload scaling.batch=4)"
         )
-    # Before any group trains: a rank that found it out inside of one would leave the others waiting for it.
+    # Before any group trains: a rank that failed inside one would leave the others waiting.
     require_free(
         cluster.device,
         needed,
@@ -104,7 +104,7 @@ def rates_of(cluster, group_of, known, progress, setup, telemetry, workload):
 
 @pytest.fixture
 def labels(setup):
-    """What a figure of scaling means nothing without."""
+    """The conditions of every figure of scaling."""
     return {
         "parameters": setup.geometry.parameters,
         "batch": setup.batch,
@@ -120,7 +120,7 @@ def test_stragglers(cluster, rates_of, labels, artifacts, measure):
 
     Why: the slowest GPU sets the pace of every larger group. Here nothing is exchanged, so a rank that is behind is
     slow by itself. All GPUs are busy at once: power, cooling, CPU cores and memory are shared as in a large job. The
-    rates of all ranks are on record, and in ``stragglers.csv`` in the test's folder, the slowest first.
+    rates of all ranks are recorded, and listed in ``stragglers.csv`` in the test's folder, the slowest first.
 
     When it fails: on the named rank look at clocks and throttle reasons (``nvidia-smi -q -d PERFORMANCE``), at what
     else runs on its CPU cores, and repeat ``-k matmul`` and ``-k hbm`` there.
@@ -154,10 +154,10 @@ def test_scaling(kind, rates_of, labels, measure):
     """Accepted: in groups of a node over one GPU (node), in the world over groups of a node (fabric), and in the world
     over one GPU (total) more than the limit of the tokens a second per GPU are left.
 
-    Why: this is what a larger job loses. Node and fabric tell where: inside of the nodes or between them. It is weak
+    Why: this is what a larger job loses. Node and fabric show where: inside the nodes or between them. It is weak
     scaling: the model, and the tokens per GPU and step, are the same in groups of each size, and both are stated, for
     with fewer tokens a step any network looks worse. All groups of one size train at once, all parameters, with DDP.
-    The slowest rank of the larger groups stands over the median rank of the smaller ones.
+    The slowest rank of the larger groups is divided by the median rank of the smaller ones.
 
     When it fails: named by ``test_stragglers``, a slow GPU is the cause. Else, for node look at NVLink and ``-k nccl``
     of the scope node; for fabric at ``test_busbw_retention`` and ``-k nccl`` of the scope world. If both are good, the
@@ -200,7 +200,7 @@ def test_busbw_retention(cluster, group_of, workload, telemetry, measure):
 
     Why: busbw is comparable for groups of any size, so this is what the network between the nodes leaves of the links
     inside. It says nothing about training: where the exchange hides behind computation, half may be plenty, and where
-    it cannot hide, all of it may be too little. So it is a criterion of its own beside ``test_scaling``.
+    it cannot hide, all of it may be too little. So it is a criterion apart from ``test_scaling``.
 
     When it fails: as for ``-k nccl`` of the scope world: InfiniBand ports (``ibstat``), NET/Socket in NCCL's log, or a
     node that is slow.

@@ -1,4 +1,4 @@
-"""Does the scheduler keep what it has promised this job?"""
+"""Does this job have what the scheduler has allocated?"""
 
 import os
 
@@ -23,7 +23,7 @@ def test_slurm(when, board, cluster, measure):
     starts none. Ranks live on where slurmd has died during the run, but the node takes no further job. Slurm notices it
     within SlurmdTimeout (slurm.conf; 300 s by default).
 
-    When it fails: the message has Slurm's own word and reason for each node. Not under Slurm: not run. In a container
+    When it fails: the message has Slurm's state and reason for each node. Not under Slurm: not run. In a container
     without Slurm's commands nothing can be asked: the test is skipped, and the run is incomplete.
     """
     if cluster.rank == 0:
@@ -45,11 +45,11 @@ def test_slurm(when, board, cluster, measure):
 @pytest.mark.criterion("slurm.allocation")
 def test_slurm_allocation(board, cluster, inventory, measure, request):
     """Accepted: on each node the ranks see the GPUs that Slurm has given them, and no others; they may run on the CPUs
-    that were given, and the control group allows the memory. Nobody else has a process on these GPUs, and where the
-    node is this job's alone, nobody's files take memory in /dev/shm. What lies in /tmp is noted.
+    that were given, and the control group allows the memory. No other process uses these GPUs, and where the node is
+    this job's alone, no other files take memory in /dev/shm. What lies in /tmp is noted.
 
     Why: a job that sees the GPUs of another one disturbs it and is disturbed. Ranks that all run on one CPU are slow
-    without a message. What an earlier job has left takes memory from every later one.
+    without a message. What an earlier job leaves behind takes memory from every later one.
 
     When it fails: each finding names the node, what was found there and what was allocated. Not under Slurm: not run.
 

@@ -4,14 +4,14 @@ import pytest
 
 from pytest_gpucluster.benchmarks.storage.shared_filesystem import longest_seconds, survey
 
-BESIDE_SECONDS = 120.0
+SETUP_SECONDS = 120.0
 
 
 @pytest.fixture(autouse=True)
 def deadline(request, cluster, workload):
     """Give the files the time that a slow file system needs."""
     asked = workload.shared_filesystem
-    seconds = BESIDE_SECONDS + longest_seconds(asked.renames, asked.small_files)
+    seconds = SETUP_SECONDS + longest_seconds(asked.renames, asked.small_files)
     request.node.add_marker(pytest.mark.deadline(seconds))
     cluster.allow(seconds)
 
@@ -21,10 +21,10 @@ def test_shared_filesystem(artifacts, cluster, inventory, measure, record_proper
     """Accepted: what one node writes every other node reads, also where it is written over. A file that is replaced by
     renames is never missing and never torn for any reader, and all come to see its last version. The folder is on the
     same kind of file system everywhere, there is room on it, and no node has a network file system that does not
-    answer. The rate of small files is on record. How fast large files are, ``checkpoint.bandwidth`` measures.
+    answer. The rate of small files is recorded. ``checkpoint.bandwidth`` measures large files.
 
     Why: checkpoints, logs and data sets are shared between nodes. A node that has another folder mounted there, or a
-    stale one, loses or mixes up what it writes, and nothing tells of it.
+    stale one, loses or mixes up what it writes, without a message.
 
     When it fails: the message names the node and the file, and says what each node has mounted. A folder that other
     nodes do not see: pass one on a shared file system by ``--gpucluster-scratch``. "Stale file handle" or no answer:

@@ -1,4 +1,4 @@
-"""How fast does training go: full steps of a decoder, on all GPUs together?"""
+"""How fast is training: full steps of a decoder, on all GPUs together?"""
 
 import pytest
 
@@ -14,14 +14,14 @@ from pytest_gpucluster.benchmarks.training.throughput_setup import (
 )
 from pytest_gpucluster.errors import MeasurementError
 
-BESIDE_SECONDS = 420.0  # making the model, compiling, the first steps, and the steps in which the parts are timed
+SETUP_SECONDS = 420.0  # making the model, compiling, the first steps, and the steps in which the parts are timed
 
 
 @pytest.fixture(autouse=True)
 def deadline(request, cluster, workload):
     """Give the measurement the time that its workload may take."""
     sampling = workload.throughput.sampling
-    seconds = BESIDE_SECONDS + sampling.warmup_seconds + sampling.at_most_seconds
+    seconds = SETUP_SECONDS + sampling.warmup_seconds + sampling.at_most_seconds
     request.node.add_marker(pytest.mark.deadline(seconds))
     cluster.allow(seconds)
 
@@ -55,7 +55,7 @@ def setup(strategy, model, workload):
 
 
 def describe(setup):
-    """Say in a few words what is trained, and how."""
+    """Describe in a line what is trained, and how."""
     sizes, again = setup.geometry, ", blocks recomputed" if setup.recompute else ""
     shape = f"{sizes.layers} layers, {sizes.width} wide, vocabulary {sizes.vocab}"
     how = f"by {setup.strategy}{again}, {setup.batch} x {sizes.sequence} tokens a step"
@@ -67,7 +67,7 @@ def describe(setup):
 def peak_flops(gpu, cluster, limits, labels):
     """Return what the GPU can do at most in bf16 by its data sheet; None where no limit needs it.
 
-    Where a limit is set on MFU, a GPU without a figure has none that could keep it: that is an error.
+    Where MFU has a limit, a GPU without a data sheet peak is an error.
     """
     if gpu.peaks is not None:
         return gpu.peaks.bf16_tflops * 1e12
@@ -78,7 +78,7 @@ def peak_flops(gpu, cluster, limits, labels):
     if limit is None or limit.record_only is None:
         raise MeasurementError(
             f"training.mfu cannot be measured on {gpu.name} ({gpu.sku or 'an unknown SKU'}): no data sheet peak is "
-            "known. Add the SKU to hardware.py, or set record_only for training.mfu in your limits"
+            "known. Add the SKU to metrics/datasheets.py, or set record_only for training.mfu in your limits"
         )
     return None
 
@@ -93,20 +93,20 @@ def test_throughput(
     """Accepted: on every rank the tokens/s of full training steps, and for the large model the MFU, reach their limits,
     while the loss falls, all weights move, and with ddp all ranks keep the same ones.
 
-    Why: this is what the cluster is for. Everything takes part: data loading, bf16 products, flash attention, the
+    Why: this is what the cluster is for. All parts are in it: data loading, bf16 products, flash attention, the
     exchange of gradients and weights, the optimizer. The contract model is small, and its limit the one of the
     contract; the large one fills a GPU. With fsdp each rank has only a part of it.
 
     When it fails: look at ``training.parts`` of each rank. A long data_wait: more ``workers`` or ``prefetch``. A long
     exposed_communication on all ranks: ``-k nccl``; on all but one rank: that one is slow, and the others wait for it.
     A long forward and backward: ``-k matmul``, clocks and throttle reasons. ``compiled=no``: there is no compiler, see
-    the note. docs/training.md tells how to try other settings.
+    the note. docs/training.md shows how to try other settings.
 
     On cpu this rehearses tiny models with gloo, and nothing is compiled unless asked for.
     """
     needed, there = setup.needed_bytes(cluster.world_size), total_bytes(cluster.device)
     if there is not None and needed > there:
-        # The way out comes first: a report may cut the reason.
+        # The remedy comes first: a report may shorten the reason.
         pytest.skip(
             f"needs about {needed / 1e9:.3g} GB on each of {cluster.world_size} ranks, and {cluster.device} has "
             f"{there / 1e9:.3g} GB: take more GPUs, or a smaller model (--gpucluster-workload training.throughput...); "

@@ -1,4 +1,4 @@
-"""How many images a second does each GPU train on, and does the loader keep up with it?"""
+"""How many images per second does each GPU train on, and does the loader keep up?"""
 
 from functools import partial
 
@@ -10,15 +10,15 @@ from pytest_gpucluster.benchmarks.vision.throughput_setup import Setup
 
 MODELS = ["resnet18", "resnet50"]
 INSTALL = "is not installed: pip install -c constraints.txt -e '.[vision]'"
-SYNTHETIC_ROWS = 1_281_167  # as many as ImageNet's training set has
-BESIDE_SECONDS = 180.0  # opening the data, starting the workers, choosing convolutions, the first steps
+SYNTHETIC_ROWS = 1_281_167  # ImageNet's training set
+SETUP_SECONDS = 180.0  # opening the data, starting the workers, choosing convolutions, the first steps
 
 
 @pytest.fixture(autouse=True)
 def deadline(request, cluster, workload):
     """Give a test the time that its workload may take."""
     sampling = workload.vision.sampling
-    seconds = BESIDE_SECONDS + sampling.warmup_seconds + sampling.at_most_seconds
+    seconds = SETUP_SECONDS + sampling.warmup_seconds + sampling.at_most_seconds
     request.node.add_marker(pytest.mark.deadline(seconds))
     cluster.allow(seconds)
 
@@ -42,7 +42,7 @@ def train(cluster, workload, telemetry, measure):
             during=window,
         )
         if found is None:
-            return  # another rank says why
+            return  # another rank reports why
         labels = {
             "model": model,
             "data": found.data,
@@ -69,11 +69,11 @@ def train(cluster, workload, telemetry, measure):
 def test_vision_throughput(model, train, workload):
     """Accepted: all ranks together train a ResNet on synthetic images, which a multi-worker loader hands over: every
     loss is finite, it falls, and at the end all ranks have the same weights. /dev/shm of each node is large enough for
-    the workers of all its ranks. Images/s of each GPU and how long it waits for its data are on record.
+    the workers of all its ranks. Images/s of each GPU and its wait for data are recorded.
 
-    Why: convolutions load a GPU in another way than products of matrices do, and the loader is what a training shares
-    with CPUs, host memory and PCIe. A /dev/shm of 64 MB, as containers have by default, kills workers by SIGBUS hours
-    into a job; here it is measured before the first one is started.
+    Why: convolutions load a GPU differently from matrix products, and the loader depends on CPUs, host memory and PCIe.
+    A /dev/shm of 64 MB, as containers have by default, kills workers by SIGBUS hours into a job; here it is measured
+    before the first one is started.
 
     When it fails: /dev/shm: the message names the node, the size that it needs and how to set it. A high data_wait:
     more workers (``vision.workers``), or CPUs that the launcher keeps from the ranks (``test_affinity``). Different

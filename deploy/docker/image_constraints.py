@@ -1,6 +1,6 @@
 """Print pip constraints for an image that brings its own torch.
 
-NVIDIA's image has a torch of its own (a build such as 2.13.0a0+9186a08b2c.nv26.07), with CUDA and NCCL beside it.
+NVIDIA's image has a torch of its own (a build such as 2.13.0a0+9186a08b2c.nv26.07), with its CUDA and NCCL.
 ``constraints.txt`` names another one. Here the lines of the packages to keep are replaced by the very versions that are
 installed, so pip can neither replace them nor bring a second copy of them: it must take what is there, or fail.
 

@@ -1,11 +1,11 @@
-"""Drain the nodes that a run has found to be bad, so that Slurm gives them to nobody until somebody has looked.
+"""Drain the nodes that a run has found to be bad, so that Slurm allocates them only after an operator has looked.
 
     pytest -p drain_slurm_nodes ...                     # with this folder on PYTHONPATH
     pytest_plugins = ["drain_slurm_nodes"]              # or in the conftest.py of the suite
 
-It drains whom the isolation has confirmed and put into ``exclude.txt``, and only if the run was REJECTED on GPUs: never
-on a suspicion, and never after a rehearsal. The user needs the right to change nodes (Slurm's operator or admin). What
-cannot be done is an error that is shown and kept in the run's folder; the verdict stays.
+It drains the nodes that the isolation has confirmed and written to ``exclude.txt``, and only if the run was REJECTED on
+GPUs: never on a suspicion, and never after a rehearsal. The user needs the right to change nodes (Slurm's operator or
+admin). A failure is an error that is shown and kept in the run's folder; the verdict stays.
 
 Source: https://slurm.schedmd.com/scontrol.html (update node: State=DRAIN with a Reason).
 """

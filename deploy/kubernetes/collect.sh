@@ -5,19 +5,19 @@
 #
 #   --job        acceptance (default), discovery, or what a name suffix has made of them
 #   --within     how long to wait for the pods (default: until ten minutes after the Job's own deadline)
-#   --nodes      for discovery: nodes with these labels should have answered; who has not is named
+#   --nodes      for discovery: nodes with these labels should have answered; missing ones are named
 #
 #   LOG_SECONDS, REPORTS_SECONDS   how long one pod may take then to give its log (300), or its reports (1800)
 #
-# Exit codes: those of the run (docs/run.md); 11 also where a pod is missing or has no exit code of the suite's, or where
-# something could not be fetched; 2 for wrong usage. It changes nothing in the cluster but a pod of its own, which reads
-# the volume of the reports and is deleted, and the file that lets the collectors go.
+# Exit codes: those of the run (docs/run.md); 11 also where a pod is missing or has no exit code of the suite's, or
+# where something could not be fetched; 2 for wrong usage. It changes nothing in the cluster but a pod of its own, which
+# reads the volume of the reports and is deleted, and the file that lets the collectors go.
 set -euo pipefail
 
 job=acceptance namespace="" within="" nodes="" folder="" every=${POLL_SECONDS:-10}
 log_seconds=${LOG_SECONDS:-300} reports_seconds=${REPORTS_SECONDS:-1800}
 broken=11
-# bash would end with 1, which says REJECTED.
+# bash would end with 1, which means REJECTED.
 trap 'echo "collect: line $LINENO failed" >&2; exit "$broken"' ERR
 
 usage() {
@@ -196,7 +196,7 @@ elif [[ -n $claim ]]; then
     complain "the reports on the volume $claim could not be fetched"
   fi
 elif [[ -n $first_pod ]]; then
-  # Pod 0 has the record, and comes last: what it says is not replaced. Others have files of their own ranks.
+  # Pod 0 has the record, and comes last: its files are not replaced. Others have files of their own ranks.
   kept="" missed=""
   while IFS='|' read -r index pod _; do
     [[ -n $pod && $index != 0 ]] || continue
@@ -215,13 +215,13 @@ fi
 [[ ! -d $folder/$job-$uid ]] || echo "collect: reports: $folder/$job-$uid"
 
 if [[ -n $first_pod ]]; then
-  said='{.status.containerStatuses[?(@.name=="suite")].state.terminated.message}'
-  look pod "$first_pod" --output=jsonpath="$said" || complain "pod $first_pod: no termination message"
+  message='{.status.containerStatuses[?(@.name=="suite")].state.terminated.message}'
+  look pod "$first_pod" --output=jsonpath="$message" || complain "pod $first_pod: no termination message"
   echo
 else
   complain "pod 0 of job/$job is gone, and its exit code with it"
 fi
-# A pass is a pass only if all pods say so, and everything is here.
+# A pass counts only if all pods report it, and everything has been fetched.
 [[ -n $first ]] || first=$broken
 ((first != 0 || worst == 0)) || first=$broken
 [[ -z $trouble ]] || ((first != 0)) || first=$broken

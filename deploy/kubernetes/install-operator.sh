@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install an operator for the custom resources beside this script, at a pinned version. Running it again is safe.
+# Install an operator for the custom resources in this folder, at a pinned version. Running it again is safe.
 #
 #   install-operator.sh [--dry-run] [--timeout SECONDS] OPERATOR...
 #

@@ -8,12 +8,14 @@
 # or, to check after jobs, Epilog=/shared/.../health-check.sh. By hand, on an idle node: health-check.sh now
 #
 # It looks at nothing while jobs run: it takes an idle node out of service first, makes sure that no job has come in
-# between, and gives it back when all is well. slurmd ends such a program after 60 seconds (slurm.conf(5)) and waits for an
-# epilog, so what takes minutes goes on by itself, one at a time on a node, with a deadline. Before it asks Slurm anything
-# it looks whether a check is due, for an epilog that calls Slurm's commands after each job is a burden to slurmctld.
+# between, and gives it back when all is well. slurmd ends such a program after 60 seconds (slurm.conf(5)) and waits for
+# an epilog, so what takes minutes goes on by itself, one at a time on a node, with a deadline. Before it asks Slurm
+# anything it looks whether a check is due, for an epilog that calls Slurm's commands after each job is a burden to
+# slurmctld.
 #
-# Drained stays who is REJECTED: a limit missed, a wrong result, a bad GPU. What may be the suite's or the site's own fault
-# (no venv, a full disk, the deadline) is logged and tried again after RETRY_HOURS; DRAIN_ON=anything drains for that, too.
+# Drained stays who is REJECTED: a limit missed, a wrong result, a bad GPU. What may be the suite's or the site's own
+# fault (no venv, a full disk, the deadline) is logged and tried again after RETRY_HOURS; DRAIN_ON=anything drains for
+# that, too.
 set -uo pipefail
 
 # ---- The site's own values: here, or in the file that HEALTH_CHECK_CONF names ---------------------------------------
@@ -61,8 +63,8 @@ node() { scontrol --oneliner show node "$NODE"; }
 state() { node | grep -oE ' State=[^ ]+' | cut -d= -f2; }
 reason() { node | sed -nE 's/.* Reason=(.*)/\1/p'; }
 
-# What idle nodes may be besides idle. Anything else (DOWN, COMPLETING, RESERVED, MAINT, PLANNED, POWERED_DOWN) is somebody
-# else's business. NOT_RESPONDING, "*" of old, is so while slurmctld waits for the answer of this very program.
+# What idle nodes may be besides idle. Anything else (DOWN, COMPLETING, RESERVED, MAINT, PLANNED, POWERED_DOWN) is
+# somebody else's business. NOT_RESPONDING, "*" of old, is so while slurmctld waits for the answer of this very program.
 is_idle() {
   local word words
   IFS=+ read -r -a words <<<"${1%\*}"
@@ -75,12 +77,12 @@ is_idle() {
 # drain TEXT: one line, short enough for sinfo -R and for Slurm.
 drain() { scontrol update "NodeName=$NODE" State=DRAIN "Reason=$(printf '%s' "$1" | tr -cs '[:print:]' ' ' | cut -c1-240)"; }
 
-# Back into service, unless somebody has drained it for another reason meanwhile. UNDRAIN leaves a node that is DOWN down.
-# Fails where slurmctld does not answer: no next check is set then, so that the next one comes soon and finds it drained.
+# Back into service, unless it was drained for another reason in between. UNDRAIN leaves a node that is DOWN down. Fails
+# where slurmctld does not answer: no next check is set then, so that the next one comes soon and finds it drained.
 give_back() {
   local why
   if ! why=$(reason); then
-    log "could not be given back: slurmctld does not tell why the node is drained; the next check takes it up again"
+    log "could not be given back: slurmctld does not report why the node is drained; the next check takes it up again"
     return 1
   fi
   if [[ $why != "$running"* ]]; then
@@ -91,8 +93,8 @@ give_back() {
   fi
 }
 
-# gpus_missing: says what is wrong where the driver lists fewer GPUs than there are. The suite would call 8 ranks on 7 GPUs
-# wrong usage, which drains nobody. Without nvidia-smi that is left to the suite.
+# gpus_missing: says what is wrong where the driver lists fewer GPUs than there are. The suite would call 8 ranks on 7
+# GPUs wrong usage, which drains no node. Without nvidia-smi that is left to the suite.
 gpus_missing() {
   local listed found
   command -v nvidia-smi >/dev/null || return 1
@@ -143,7 +145,7 @@ check() {
       log "could not be drained for it: it stays drained for the check, and the next one is due"
     fi
   else
-    log "no answer: nothing is said of the node, which goes back into service; output: $place/output.txt"
+    log "no answer: the node is not judged and goes back into service; output: $place/output.txt"
     give_back && next_check "$RETRY_HOURS"
   fi
   # The last twenty are kept.
@@ -189,10 +191,10 @@ main() {
   fi
   [[ $how == now ]] || is_due || exit 0
   at=$(state) why=""
-  # After an epilog the node is completing, which the check itself waits for. A node that is drained for a check which was
-  # cut off is taken up again.
+  # After an epilog the node is completing, which the check itself waits for. A node that is drained for a check which
+  # was cut off is taken up again.
   if [[ -z $at ]]; then
-    why="scontrol tells nothing of this node: slurmctld does not answer, or NODE is to be set"
+    why="scontrol knows nothing about this node: slurmctld does not answer, or NODE has to be set"
   elif [[ $at == *DRAIN* && $(reason) != "$running"* ]]; then
     why="drained already: $(reason)"
   elif ! is_idle "$at" && [[ ${SLURM_SCRIPT_CONTEXT:-} != epilog* ]]; then

@@ -30,7 +30,7 @@ begin_job() {
   [[ $root == /* ]] || root=$PWD/$root
   # A job that was requeued keeps its number. What it had found before stays where it is.
   folder=$root/$name${SLURM_RESTART_COUNT:+-restart$SLURM_RESTART_COUNT}
-  # The plugin is told by its option; a second way to say it would only confuse the header.
+  # The plugin gets it as an option; a second source would only confuse the header.
   unset GPUCLUSTER_REPORT_DIR
   mkdir -p "${folder%/*}" || broken "${folder%/*} cannot be made: GPUCLUSTER_REPORT_DIR must be writable"
   mkdir "$folder" || broken "$folder cannot be made, or is there already: reports are never overwritten"
@@ -59,10 +59,10 @@ begin_job() {
 # on_nodes SRUN_OPTION... -- FUNCTION ARGUMENT...: one task on each node of the job calls a function of this file.
 #
 # --cpu-bind=none: a task is all ranks of its node, and may use every CPU that the step has. --wait=0 and
-# --kill-on-bad-exit=0: tasks may end one after the other; whoever ended the others would cut off what rank 0 still writes.
-# --no-kill: nor does Slurm end the others when a node is lost, so that the run can name it; sbatch's own --no-kill keeps the
-# job and this script, but no step. --export=ALL and --mpi=none: whatever the site has as its default. torchrun starts the
-# ranks, no MPI. Source: srun(1), sbatch(1).
+# --kill-on-bad-exit=0: tasks may end one after the other; ending the others would cut off what rank 0 still writes.
+# --no-kill: nor does Slurm end the others when a node is lost, so that the run can name it; sbatch's own --no-kill
+# keeps the job and this script, but no step. --export=ALL and --mpi=none: whatever the site has as its default.
+# torchrun starts the ranks, no MPI. Source: srun(1), sbatch(1).
 on_nodes() {
   local options=()
   while [[ $1 != -- ]]; do options+=("$1"); shift; done
@@ -73,17 +73,17 @@ on_nodes() {
     bash -c "$(declare -f "$1"); \"\$@\"" gpucluster-node "$@"
 }
 
-# nodes_left: how many nodes the job still has. One that is lost is taken out of it, and a step for as many as at the start
-# would wait until the time limit for a node that does not come.
+# nodes_left: how many nodes the job still has. One that is lost is taken out of it, and a step for as many as at the
+# start would wait until the time limit for a node that does not come.
 nodes_left() {
-  local told
-  told=$(scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null | grep -oE ' NumNodes=[0-9]+' | head -n 1)
-  told=${told#*=}
-  printf '%s\n' "${told:-$SLURM_JOB_NUM_NODES}"
+  local nodes
+  nodes=$(scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null | grep -oE ' NumNodes=[0-9]+' | head -n 1)
+  nodes=${nodes#*=}
+  printf '%s\n' "${nodes:-$SLURM_JOB_NUM_NODES}"
 }
 
-# On a node: what must be there before ranks are started. What it says lies in the shared folder, which is the proof that
-# the folder is shared.
+# On a node: what must be there before ranks are started. Its answer in the shared folder proves that the folder is
+# shared.
 node_is_ready() {
   local folder=$1 version
   shift
@@ -95,8 +95,8 @@ node_is_ready() {
   printf '%s\n' "$version" >"$folder/nodes/$SLURMD_NODENAME"
 }
 
-# On a node: what it is. The file has its name only when it is whole.
-node_tells() {
+# On a node: facts about it. The file gets its name only when it is complete.
+node_describes_itself() {
   local folder=$1
   shift
   [[ -d $folder/nodes ]] || { echo "$SLURMD_NODENAME does not see $folder: it must be shared by all nodes" >&2; return 1; }
@@ -120,10 +120,10 @@ require_nodes() {
   [[ $answers == "pytest-gpucluster "* && $answers != *$'\n'* ]] ||
     broken "the nodes have no suite, or different ones:"$'\n'"$(grep -r . "$folder/nodes")"
   [[ $(nodes_left) -ge $SLURM_JOB_NUM_NODES ]] ||
-    broken "a node of $SLURM_JOB_NODELIST was lost before the suite could start: sinfo tells which"
+    broken "a node of $SLURM_JOB_NODELIST was lost before the suite could start: sinfo shows which"
 }
 
-# require_gpus [PYTEST OPTION...]: somebody says how many ranks a node has.
+# require_gpus [PYTEST OPTION...]: the number of ranks of a node is known.
 require_gpus() {
   [[ -z ${RANKS_PER_NODE:-}${SLURM_GPUS_ON_NODE:-} ]] || return 0
   [[ ${GPUCLUSTER_DEVICE:-} != cpu && " $* " != *" --gpucluster-device"[=\ ]"cpu "* ]] || return 0
@@ -131,27 +131,27 @@ require_gpus() {
     "export RANKS_PER_NODE where the site hands out whole nodes without counting GPUs"
 }
 
-# On a node: the suite, until it ends. SIGTERM and SIGURG end it in order, whichever comes first. SIGURG is what this job
-# itself sends: Slurm signals every process of a step, and SIGURG does nothing to those that do not wait for it.
+# On a node: the suite, until it ends. SIGTERM and SIGURG end it in order, whichever comes first. SIGURG is what this
+# job itself sends: Slurm signals every process of a step, and SIGURG does nothing to those that do not wait for it.
 node_runs() {
   local gpucluster=$1 head=$2 port=$3
   shift 3
-  local ranks=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-}} child="" told="" heard="" code
-  trap 'heard=yes; if [[ -z $told ]]; then told=yes; [[ -z $child ]] || kill -TERM "$child"; fi' URG TERM
+  local ranks=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-}} child="" ending="" heard="" code
+  trap 'heard=yes; if [[ -z $ending ]]; then ending=yes; [[ -z $child ]] || kill -TERM "$child"; fi' URG TERM
   "$gpucluster" run --nnodes="$SLURM_STEP_NUM_NODES" --node-rank="$SLURM_NODEID" ${ranks:+--nproc-per-node="$ranks"} \
     --master-addr="$head" --master-port="$port" -- "$@" &
   child=$!
-  [[ -z $told ]] || kill -TERM "$child"
+  [[ -z $ending ]] || kill -TERM "$child"
   while :; do
     heard=""
     wait "$child"
     code=$?
-    # A signal ends the waiting, not the run. Asked again, bash tells the code also of what has ended meanwhile.
+    # A signal ends the wait, not the run. A second wait returns the code, also of a process that has ended by then.
     [[ -n $heard ]] || return "$code"
   done
 }
 
-# address_of_head: where the ranks meet. By its name in Slurm, or by its address where nobody knows the name.
+# address_of_head: where the ranks meet. By its name in Slurm, or by its address where the name does not resolve.
 address_of_head() {
   local head address
   head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -167,11 +167,11 @@ address_of_head() {
 #
 # The port is another one for each job, and below those that Linux gives away (ip_local_port_range).
 run_suite() {
-  local head step code=0 nagging="" heard="" own=$SLURM_JOB_ID
+  local head step code=0 resending="" heard="" own=$SLURM_JOB_ID
   # The number of one element of an array is that of the whole array, and what is sent there would end all others, too.
   [[ -z ${SLURM_ARRAY_JOB_ID:-} ]] || own=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
   head=${HEAD_ADDRESS:-$(address_of_head)}
-  [[ -n $head ]] || broken "scontrol does not tell the first of $SLURM_JOB_NODELIST: export HEAD_ADDRESS"
+  [[ -n $head ]] || broken "scontrol does not name the first of $SLURM_JOB_NODELIST: export HEAD_ADDRESS"
   local port=${MASTER_PORT:-$((20000 + 16 * SLURM_JOB_ID % 10000))}
   unset MASTER_PORT
   trap 'heard=yes' TERM
@@ -183,20 +183,21 @@ run_suite() {
     wait "$step"
     code=$?
     [[ -n $heard ]] || break
-    [[ -z $nagging ]] || continue
-    say "told to end, by the time limit or scancel: the ranks end in order, and the reports are written"
+    [[ -z $resending ]] || continue
+    say "ended by the time limit or scancel: the ranks end in order, and the reports are written"
     # More than once: a node that was just starting may have missed it.
     while scancel --signal=URG "$own" 2>/dev/null; do sleep 5; done &
-    nagging=$!
+    resending=$!
   done
-  if [[ -n $nagging ]]; then
-    kill "$nagging" 2>/dev/null
+  if [[ -n $resending ]]; then
+    kill "$resending" 2>/dev/null
     wait_for_record
   fi
   conclude "$code"
 }
 
-# After scancel srun may be gone before its ranks are. They have KillWait seconds (slurm.conf; 30 by default), as this has.
+# After scancel srun may be gone before its ranks are. They have KillWait seconds (slurm.conf; 30 by default), as this
+# has.
 wait_for_record() {
   local tries
   for ((tries = 0; tries < 30; tries++)); do
@@ -215,8 +216,9 @@ call_suite() {
   fi
 }
 
-# forget_container: at the end of a job in containers. pyxis keeps a named one, all of the image unpacked, on every node,
-# unless the site has set container_scope=job. Source: pyxis, config.c and pyxis_slurmstepd.c (container_scope; the name).
+# forget_container: at the end of a job in containers. pyxis keeps a named one, all of the image unpacked, on every
+# node, unless the site has set container_scope=job. Source: pyxis, config.c and pyxis_slurmstepd.c (container_scope;
+# the name).
 forget_container() {
   local container=() left
   left=$(nodes_left)
@@ -231,10 +233,10 @@ node_forgets() {
   enroot remove --force "$1" </dev/null >/dev/null
 }
 
-# conclude CODE: the verdict on record, held against what srun ended with; then the reports; it sets `status`.
+# conclude CODE: the recorded verdict, compared with srun's exit code; then the reports; it sets `status`.
 #
-# srun ends with the highest code of all nodes, which is not the run's: 11 of a node that lost its neighbour is above the
-# 1 of a rejection.
+# srun ends with the highest code of all nodes, which is not the run's: 11 of a node that lost its neighbour is above
+# the 1 of a rejection.
 conclude() {
   trap '' TERM # what follows is the last thing that this job does, and takes seconds
   call_suite verdict "$folder" --launcher-exit="$1" --json="$folder/answer.json"
@@ -243,7 +245,7 @@ conclude() {
     0 | 1 | 10 | 12)
       # A program that cannot start ends with 1 as well, and so does srun: without the answer, that is no verdict.
       if ! grep -qsE "\"exit\": ${status}[,}]" "$folder/answer.json"; then
-        say "BROKEN, exit code 11: gpucluster verdict ended with $status and left no answer.json that says so" >&2
+        say "BROKEN, exit code 11: gpucluster verdict ended with $status and left no answer.json with that code" >&2
         status=11
       fi
       ;;

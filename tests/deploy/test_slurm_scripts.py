@@ -301,7 +301,8 @@ def test_reports_are_never_overwritten(fakes: Fakes) -> None:
 
 def test_a_node_that_does_not_see_the_folder_says_so(fakes: Fakes) -> None:
     script = (
-        f"source {shlex.quote(str(SLURM / 'job.sh'))}; node_is_ready /nowhere/slurm-1 true; node_tells /nowhere true"
+        f"source {shlex.quote(str(SLURM / 'job.sh'))}; node_is_ready /nowhere/slurm-1 true; "
+        "node_describes_itself /nowhere true"
     )
     done = finished(["bash", "-c", script], env={"SLURMD_NODENAME": "n9"})
     assert done.returncode == 1
@@ -332,7 +333,7 @@ def test_an_array_element_runs_on_its_own_node_or_not_at_all(fakes: Fakes) -> No
         (["nowhere"], {"SLURM_JOB_ID": None, "FAKE_NODES": "nowhere"}, 2, "nowhere is no node"),
         ([], {}, 2, "bash"),
         ([], {**element, "SLURM_JOB_NODELIST": "n1"}, 11, "for n2 and runs on n1"),
-        ([], {**element, "SLURM_ARRAY_TASK_ID": "5"}, 2, "which node"),
+        ([], {**element, "SLURM_ARRAY_TASK_ID": "5"}, 2, "node of this element"),
     ):
         done = fakes.start("array-nodes.sbatch", *words, environ=environ)
         assert (done.returncode, said in done.stderr) == (code, True), done.stderr

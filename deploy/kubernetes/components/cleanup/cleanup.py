@@ -92,7 +92,7 @@ def clean(ask: Ask, namespace: str, *, before: datetime) -> int:
             ask("DELETE", f"{_place(kind, namespace)}/{name}?propagationPolicy=Background")
             print(f"cleanup: deleted {path}")
         except OSError as error:
-            if getattr(error, "code", None) == _GONE:  # somebody else has deleted it meanwhile
+            if getattr(error, "code", None) == _GONE:  # another client has deleted it
                 continue
             print(f"cleanup: {path} cannot be deleted: {error!r}", file=sys.stderr)
             code = 1

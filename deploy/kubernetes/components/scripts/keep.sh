@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Keeps a pod when its suite has ended, until somebody has fetched the reports (deploy/kubernetes/collect.sh).
+# Keeps a pod when its suite has ended, until the reports have been fetched (deploy/kubernetes/collect.sh).
 #
 #   SUITE_LOCK     held by suite.sh for as long as it runs; the kernel lets go of it however that ends
-#   KEEP_SECONDS   how long to wait then for the file .collected beside it
+#   KEEP_SECONDS   how long to wait then for the file .collected in the same folder
 set -uo pipefail
 
 lock=${SUITE_LOCK:?"the file that suite.sh locks"}
@@ -20,4 +20,4 @@ until flock --nonblock "$lock" true; do nap; done
 echo "the suite has ended; the reports stay for ${KEEP_SECONDS:=1800} s, or until $collected is there"
 end=$((SECONDS + KEEP_SECONDS))
 until [[ -e $collected ]] || ((SECONDS >= end)); do nap; done
-[[ -e $collected ]] && echo "collected" || echo "nobody has collected them within $KEEP_SECONDS s"
+[[ -e $collected ]] && echo "collected" || echo "not collected within $KEEP_SECONDS s"

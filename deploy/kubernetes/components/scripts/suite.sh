@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Runs the suite in a pod and says how it went. The arguments are those of `gpucluster run`; its exit code is the pod's.
+# Runs the suite in a pod and reports the result. The arguments are those of `gpucluster run`; its exit code is the
+# pod's.
 #
 #   GPUCLUSTER_REPORT_DIR   where the run leaves its folder: one of its own for each Job
-#   JOB_COMPLETION_INDEX    this pod's number, else PET_NODE_RANK, else 0. Pod 0 has the record and tells the verdict
-#   MASTER_ADDR             whose name must be known before the ranks can meet; where there is none, nobody is waited for
+#   JOB_COMPLETION_INDEX    this pod's number, else PET_NODE_RANK, else 0. Pod 0 has the record and reports the verdict
+#   MASTER_ADDR             whose name must be known before the ranks can meet; if unset, there is no wait
 #   SUITE_SOURCE            a script of the provider that sets variables, read before anything runs
 #   SUITE_LOCK              a file that is locked for as long as this runs: keep.sh waits for it
 #
-# An end that is not the suite's own is exit code 11, BROKEN, never 1: bash's own codes would say REJECTED.
+# An end that is not the suite's own is exit code 11, BROKEN, never 1: bash's own 1 would mean REJECTED.
 set -uo pipefail
 
 answer=${TERMINATION_LOG:-/dev/termination-log}
@@ -76,7 +77,7 @@ while true; do
   heard=""
   wait "$run"
   status=$?
-  # A signal ends the waiting, not the run. Asked again, bash tells the code also of what has ended meanwhile.
+  # A signal ends the wait, not the run. A second wait returns the code, also of a process that has ended by then.
   [[ -n $heard ]] || break
 done
 case $status in
@@ -84,13 +85,13 @@ case $status in
   *) why="gpucluster: BROKEN, exit code 11: gpucluster run ended with $status (137 is SIGKILL: out of memory?)" ;;
 esac
 
-line="gpucluster: exit code $status; the verdict is told by pod 0"
+line="gpucluster: exit code $status; pod 0 reports the verdict"
 if [[ $node == 0 ]]; then
   gpucluster report "$report" --text - --all "$report/latest" 9>&- ||
     echo "gpucluster: not all reports could be rendered again" >&2
   line=$(gpucluster verdict "$report" 2>&1 9>&-)
   verdict=$?
-  # What the run says of itself must stand in its record.
+  # What the run reports must stand in its record.
   if ((status == 0 && verdict != 0)); then
     why="gpucluster: BROKEN, exit code 11: the run ended with 0, and its record says otherwise: $line"
   fi
