@@ -91,8 +91,7 @@ def cluster(request: pytest.FixtureRequest) -> Cluster:
 def gpu(request: pytest.FixtureRequest) -> Gpu:
     """The GPU of this rank: index, name, uuid, pci_bus_id, sku, peaks."""
     run = _run(request)
-    assert run.joined is not None
-    known = run.joined.who[run.rank].get("gpu")
+    known = run.roll.who[run.rank].get("gpu")
     sku = run.sku(known["name"] if known else None)
     if not known:
         return Gpu(index=None, name="cpu", uuid=None, pci_bus_id=None, sku=sku, peaks=None)
@@ -156,7 +155,7 @@ def workload(request: pytest.FixtureRequest) -> Workload:
     """The sizes, shapes and times to measure with: the profile in force of the ``workloads.yaml`` beside the tests,
     with ``--gpucluster-workload`` laid over it. An attribute for each section of the file: matmul, hbm, all_reduce
     (its key is nccl.all_reduce), health."""
-    found = _run(request).workload
+    found = _run(request).running.workload
     if found is None:
         pytest.fail(
             "this fixture was asked for while the test was already running, when no workload has been read: name "

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pytest_gpucluster.agreement import exchange, hang_diagnosis
-from pytest_gpucluster.agreement.exchange import Ending, post_event
+from pytest_gpucluster.agreement.exchange import AbortReason, post_event
 from pytest_gpucluster.agreement.hang_diagnosis import Culprit
 from pytest_gpucluster.agreement.liveness import Vitals
 from pytest_gpucluster.agreement.store import Store
@@ -67,7 +67,7 @@ class Deadline:
         vitals: Vitals,
         names: Mapping[int, str],
         stuck_seconds: float,
-        end_at_once: Callable[[Ending], None],
+        end_at_once: Callable[[AbortReason], None],
         rehearsal: bool = False,
     ) -> None:
         self._store = store
@@ -148,11 +148,11 @@ class Deadline:
         names = ", ".join(self._names[rank] for rank in missing)
         told = "; ".join(c.message for rank, c in phase.culprits.items() if rank in missing)
         message = f"{names} cannot be released from {phase.label}" + (f": {told}" if told else "")
-        ending = Ending(name="rank stuck", message=message, exit=11, culprits=list(missing))
+        abort = AbortReason(name="rank stuck", message=message, exit=11, culprits=list(missing))
         if 0 in missing:
-            self._end_at_once(ending)
+            self._end_at_once(abort)
             return
-        post_event(self._store, "end", **ending.to_json())
+        post_event(self._store, "end", **abort.to_json())
         for rank in missing:
             culprit = phase.culprits.get(rank)
             body = {

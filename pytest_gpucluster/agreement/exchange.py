@@ -6,7 +6,7 @@ point of the session at which its rank is: where ranks are at different points, 
 them. An exchange never waits for a rank that is known to be gone, because the watcher then posts in its place.
 
 The event log is one ordered list of failures in the store, for all ranks. Events are level-triggered: they stay, so a
-rank that reads late still sees them. Nothing is posted while all is well. :class:`Ending` is why a run ends early.
+rank that reads late still sees them. Nothing is posted while all is well. :class:`AbortReason` is why a run ends early.
 """
 
 from __future__ import annotations
@@ -408,7 +408,7 @@ class EventLog:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ending:
+class AbortReason:
     """Why the run ends before its last test, and with which exit code."""
 
     name: str
@@ -428,7 +428,7 @@ class Ending:
         }
 
     @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> Ending:
+    def from_json(cls, body: Mapping[str, Any]) -> AbortReason:
         """Read what :meth:`to_json` wrote; other keys are left alone."""
         known = {name: body[name] for name in ("name", "message", "exit", "culprits", "text") if name in body}
         return cls(**known)

@@ -11,7 +11,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pytest_gpucluster.agreement.store import Store
@@ -40,16 +40,22 @@ class Refusal:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Joined:
+class RollCall:
     """What every rank knows after the roll call.
 
-    ``who`` holds all ranks on rank 0, elsewhere this rank and its siblings on the same host; :func:`roll` fetches all.
+    ``who`` holds all ranks on rank 0, elsewhere this rank and its siblings on the same host; :func:`fetch_reports`
+    fetches all.
     """
 
-    hosts: Sequence[str]
-    who: Mapping[int, Who]
-    shared: Mapping[str, Any]
-    """What rank 0 tells all: the recorder's process, for one."""
+    hosts: Sequence[str] = ()
+    who: Mapping[int, Who] = field(default_factory=dict)
+    shared: Mapping[str, Any] = field(default_factory=dict)
+    """What rank 0 reports to all: the recorder's process, for one."""
+
+    @property
+    def first_host(self) -> str:
+        """The host of rank 0; "" before the roll call."""
+        return self.hosts[0] if self.hosts else ""
 
 
 def join(
@@ -61,7 +67,7 @@ def join(
     check: Callable[[Mapping[int, Who]], Refusal | None],
     shared: Mapping[str, Any],
     is_hopeless: Callable[[], bool] = lambda: False,
-) -> Joined:
+) -> RollCall:
     """Report this rank and wait for rank 0's word. Every rank must call this.
 
     ``check`` runs on rank 0 only, with whatever ranks have reported by the deadline; or before it, if ``is_hopeless``
@@ -86,7 +92,7 @@ def _report(
     check: Callable[[Mapping[int, Who]], Refusal | None],
     shared: Mapping[str, Any],
     is_hopeless: Callable[[], bool],
-) -> Joined:
+) -> RollCall:
     if store.add(f"taken/{facts.rank}", 1) != 1:
         raise LaunchError(
             f"{facts}: another process of this run is this rank already. A pytest that is started in a test needs an "
@@ -109,7 +115,7 @@ def _report(
         store.set("join", json.dumps(answer))
         if refusal is not None:
             raise Refused(refusal)
-        return Joined(hosts=hosts, who=who, shared=shared)
+        return RollCall(hosts=hosts, who=who, shared=shared)
     deadline = time.monotonic() + timeout_seconds + _VERDICT_MARGIN_SECONDS
     next_look = time.monotonic() + _LOOK_SECONDS
     # Not in one blocking call, so that SIGTERM is heard meanwhile; nor in short ones, of which each one is a warning.
@@ -129,10 +135,10 @@ def _report(
         store.set(f"bye/{facts.rank}", "refused")
         raise Refused(Refusal(**answer["refusal"]))
     here = [rank for rank, host in enumerate(answer["hosts"]) if host == me["host"] or rank == 0]
-    return Joined(hosts=answer["hosts"], who=roll(store, here), shared=answer["shared"])
+    return RollCall(hosts=answer["hosts"], who=fetch_reports(store, here), shared=answer["shared"])
 
 
-def roll(store: Store, ranks: Sequence[int]) -> dict[int, Who]:
+def fetch_reports(store: Store, ranks: Sequence[int]) -> dict[int, Who]:
     """Return what ranks have reported of themselves. Any time after :func:`join`."""
     texts = store.multi_get([f"who/{rank}" for rank in ranks])
     return {rank: json.loads(text) for rank, text in zip(ranks, texts, strict=True)}
@@ -174,7 +180,7 @@ def _wait_for_all(
             if is_hopeless():
                 break
     present = [rank for rank in range(facts.world_size) if store.check([f"who/{rank}"])]
-    return roll(store, present)
+    return fetch_reports(store, present)
 
 
 _SHOWN = 20

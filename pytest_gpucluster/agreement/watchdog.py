@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from pytest_gpucluster.agreement import exchange, hang_diagnosis
 from pytest_gpucluster.agreement.deadline import ANSWER_SECONDS, Deadline, WatchedPhase
-from pytest_gpucluster.agreement.exchange import Ending, EventLog, post_event
+from pytest_gpucluster.agreement.exchange import AbortReason, EventLog, post_event
 from pytest_gpucluster.agreement.hang_diagnosis import remove_left
 from pytest_gpucluster.agreement.liveness import Vitals, computes
 from pytest_gpucluster.agreement.release import PythonReleaser, Releaser
@@ -130,12 +130,12 @@ class Watch:
         names: Mapping[int, str],
         timeouts: Any,
         fault_file: IO[str],
-        on_ending: Callable[[Ending], None],
+        on_abort: Callable[[AbortReason], None],
         on_beat: Callable[[], None],
-        on_overtime: Callable[[Ending], None],
+        on_overtime: Callable[[AbortReason], None],
         rehearsal: bool = False,
     ) -> None:
-        self.ending: Ending | None = None
+        self.abort_reason: AbortReason | None = None
         self.python = PythonReleaser()
         self._facts = facts
         self._store = side
@@ -143,7 +143,7 @@ class Watch:
         self._names = names
         self._timeouts = timeouts
         self._fault_file = fault_file
-        self._on_ending, self._on_beat, self._on_overtime = on_ending, on_beat, on_overtime
+        self._on_abort, self._on_beat, self._on_overtime = on_abort, on_beat, on_overtime
         self._releasers: list[Releaser] = []
         self._lock = threading.RLock()
         self._phase = WatchedPhase(number=0, label="start", deadline_seconds=float("inf"), in_body=False)
@@ -165,7 +165,7 @@ class Watch:
         self._rehearsal = rehearsal
         self._parent = os.getppid()
         self._lost: set[int] = set()
-        self._ending_since = 0.0
+        self._aborted_at = 0.0
         self._terminated_at: float | None = None
         self._tick = tick_seconds(facts.world_size)
         self._stop = threading.Event()
@@ -214,7 +214,7 @@ class Watch:
         while True:
             with self._lock:
                 phase = self._phase
-                reason = self.ending.message if self.ending else phase.release_reason or phase.peer_message
+                reason = self.abort_reason.message if self.abort_reason else phase.release_reason or phase.peer_message
             if reason or phase.number != number or time.monotonic() >= until:
                 return reason or None
             time.sleep(_LOOK_SECONDS)
@@ -244,22 +244,22 @@ class Watch:
 
         The first of them does: a thousand ranks that fail alike need no thousand events.
         """
-        if self._facts.world_size == 1 or self.ending is not None:
+        if self._facts.world_size == 1 or self.abort_reason is not None:
             return
         first = store.compare_set(f"absent/{number}", "", str(self._facts.rank))
         if first.decode() == str(self._facts.rank):
             post_event(store, "absent", rank=self._facts.rank, number=number, message=message)
 
-    def end(self, ending: Ending) -> None:
+    def end(self, abort: AbortReason) -> None:
         """End the run, from the main thread."""
-        self._end(ending, tell=True)
+        self._end(abort, tell=True)
 
-    def agreed_to_end(self, ending: Ending) -> None:
+    def agreed_to_end(self, abort: AbortReason) -> None:
         """Take over an ending that the verdict of an exchange has told every rank."""
         with self._lock:
-            if self.ending is None:
-                self.ending = ending
-                self._ending_since = time.monotonic()
+            if self.abort_reason is None:
+                self.abort_reason = abort
+                self._aborted_at = time.monotonic()
 
     def goodbye(self, reason: str) -> None:
         """Say that this rank leaves on purpose: whoever finds it gone later will not call it lost."""
@@ -333,12 +333,12 @@ class Watch:
 
     def _without_store(self) -> None:
         while not self._stop.wait(self._tick):
-            self._act_on_ending()
+            self._act_on_abort()
 
     def _store_gone(self, error: Exception) -> None:
         where = f"{self._facts.master_addr}:{self._facts.master_port}"
         self._end(
-            Ending(
+            AbortReason(
                 name="store lost",
                 message=f"the rendezvous store at {where} is gone: the launcher's agent on the first node has ended",
                 text=str(error),
@@ -350,7 +350,7 @@ class Watch:
     def _broken(self, error: Exception) -> None:
         message = f"the watcher of {self._names[self._facts.rank]} broke: {type(error).__name__}: {error}"
         text = "".join(traceback.format_exception(error))
-        self._end(Ending(name="internal error", message=message, exit=3, text=text), tell=True)
+        self._end(AbortReason(name="internal error", message=message, exit=3, text=text), tell=True)
 
     # ---- what can happen -------------------------------------------------------------------------------------
 
@@ -369,10 +369,10 @@ class Watch:
             post_event(self._store, "lost", rank=rank, message=why)
         self._end(self._loss(rank, why), tell=False)
 
-    def _loss(self, rank: int, why: str) -> Ending:
+    def _loss(self, rank: int, why: str) -> AbortReason:
         during = self._phase.label
         message = f"{self._names[rank]} is lost during {during}: {why}"
-        return Ending(name="rank lost", message=message, exit=11, culprits=[rank])
+        return AbortReason(name="rank lost", message=message, exit=11, culprits=[rank])
 
     def _signalled(self, heard: set[int]) -> None:
         import signal
@@ -381,7 +381,7 @@ class Watch:
         if signal.SIGINT in heard:
             who = self._names[self._facts.rank]
             message = f"interrupted (Ctrl-C) on {who} during {self._phase.label}"
-            self._end(Ending(name="interrupted", message=message, exit=2), tell=True)
+            self._end(AbortReason(name="interrupted", message=message, exit=2), tell=True)
         elif self._terminated_at is None:
             self._terminated_at = time.monotonic()
 
@@ -393,9 +393,9 @@ class Watch:
             self._end(self._loss(event["rank"], event["message"]), tell=False)
         elif kind == "end":
             stuck = self._facts.rank in event["culprits"] and event["name"] == "rank stuck"
-            self._end(Ending.from_json(event), tell=False)
+            self._end(AbortReason.from_json(event), tell=False)
             if stuck:
-                self._ending_since -= self._timeouts.terminate - 2.0
+                self._aborted_at -= self._timeouts.terminate - 2.0
         elif kind == "overdue":
             self._say_where(event["number"], phase)
         elif event["number"] < phase.number:
@@ -436,7 +436,7 @@ class Watch:
         self._on_beat()
         if self._facts.agent_store and os.getppid() != self._parent:
             message = f"the launcher's agent on {self._facts.hostname} (node_rank {self._facts.node_rank}) is gone"
-            self._end(Ending(name="agent lost", message=message, exit=11), tell=True)
+            self._end(AbortReason(name="agent lost", message=message, exit=11), tell=True)
         ranks = self._heartbeats.ranks
         if not ranks:
             return
@@ -462,7 +462,7 @@ class Watch:
 
     def _look_at_phase(self) -> None:
         self._look_for_termination()
-        if self._act_on_ending():
+        if self._act_on_abort():
             return
         phase = self._phase
         now = time.monotonic()
@@ -493,13 +493,13 @@ class Watch:
             self._lose(0, f"it does not answer ({self._vitals.describe_silence(0)})")
 
     def _look_for_termination(self) -> None:
-        if self._terminated_at is None or self.ending is not None:
+        if self._terminated_at is None or self.abort_reason is not None:
             return
         for rank in self._siblings.ended():
             self._process_ended(rank)
-        if self.ending is None and time.monotonic() - self._terminated_at > _LOST_BEFORE_TERM_SECONDS:
+        if self.abort_reason is None and time.monotonic() - self._terminated_at > _LOST_BEFORE_TERM_SECONDS:
             message = f"ended by SIGTERM on {self._facts.hostname} during {self._phase.label}"
-            self._end(Ending(name="terminated", message=message, exit=2), tell=True)
+            self._end(AbortReason(name="terminated", message=message, exit=2), tell=True)
 
     def _release(self, phase: WatchedPhase, reason: str) -> None:
         phase.release_reason = phase.release_reason or reason
@@ -538,45 +538,45 @@ class Watch:
 
     # ---- the end ---------------------------------------------------------------------------------------------
 
-    def _end(self, ending: Ending, *, tell: bool) -> None:
+    def _end(self, abort: AbortReason, *, tell: bool) -> None:
         with self._lock:
-            if self.ending is not None:
+            if self.abort_reason is not None:
                 return
-            self.ending = ending
-            self._ending_since = time.monotonic()
-        self._on_ending(ending)
+            self.abort_reason = abort
+            self._aborted_at = time.monotonic()
+        self._on_abort(abort)
         with contextlib.suppress(Exception):  # the store, or what reads it, may be what broke; the report matters more
             if tell and self._facts.world_size > 1:
-                post_event(self._store, "end", **ending.to_json())
-            self._answer_waits(ending)
-        if ending.name != "interrupted":  # pytest raises KeyboardInterrupt by itself
-            self._release(self._phase, ending.message)
+                post_event(self._store, "end", **abort.to_json())
+            self._answer_waits(abort)
+        if abort.name != "interrupted":  # pytest raises KeyboardInterrupt by itself
+            self._release(self._phase, abort.message)
         else:
             self._release_all(self._releasers)
 
-    def _end_at_once(self, ending: Ending) -> None:
+    def _end_at_once(self, abort: AbortReason) -> None:
         """Rank 0's own main thread is stuck: the watcher ends the run in its place."""
-        self._end(ending, tell=True)
-        self._ending_since -= self._timeouts.terminate
+        self._end(abort, tell=True)
+        self._aborted_at -= self._timeouts.terminate
 
-    def _answer_waits(self, ending: Ending) -> None:
+    def _answer_waits(self, abort: AbortReason) -> None:
         number = self._phase.number
         if self._facts.rank == 0:
             for rank in self._who:
                 if rank != 0:
-                    outcome = "lost" if rank in ending.culprits else "released"
-                    body = {"o": outcome, "msg": ending.message, "text": ending.text or ending.message}
+                    outcome = "lost" if rank in abort.culprits else "released"
+                    body = {"o": outcome, "msg": abort.message, "text": abort.text or abort.message}
                     exchange.answer_for(self._store, number, rank, body)
         else:
-            exchange.answer_verdict(self._store, number, {"ended": ending.to_json()})
+            exchange.answer_verdict(self._store, number, {"ended": abort.to_json()})
 
-    def _act_on_ending(self) -> bool:
+    def _act_on_abort(self) -> bool:
         """Keep at freeing the main thread; when time is up, end the process in its place."""
-        ending = self.ending
-        if ending is None:
+        abort = self.abort_reason
+        if abort is None:
             return False
-        if self._phase.in_body and ending.name != "interrupted":
-            self._free_main(self._phase, ending.message)
-        if time.monotonic() - self._ending_since > self._timeouts.terminate and not self._stop.is_set():
-            self._on_overtime(ending)
+        if self._phase.in_body and abort.name != "interrupted":
+            self._free_main(self._phase, abort.message)
+        if time.monotonic() - self._aborted_at > self._timeouts.terminate and not self._stop.is_set():
+            self._on_overtime(abort)
         return True

@@ -63,7 +63,6 @@ class Plan:
         """Unit -> its ranks."""
         for rank in sorted(node_of):
             self.ranks.setdefault(node_of[rank] if self.by_nodes else rank, []).append(rank)
-        assert run.workload is not None
         self._planner = Planner(
             sorted(self.ranks),
             floor=self._floor,
@@ -88,9 +87,8 @@ class Plan:
 
     def _why_not_taken(self, bodies: Mapping[int, Mapping[str, Any]]) -> str:
         """Return why nothing follows from a round for anybody's guilt, and no further round can be probed."""
-        assert self._run.watch is not None
-        if self._run.watch.ending is not None:  # it has cut off whoever was in a probe
-            return first_line(self._run.watch.ending.message)
+        if self._run.abort_reason is not None:  # it has cut off the ranks in a probe
+            return first_line(self._run.abort_reason.message)
         # Told by the watcher in its place, as after any phase: it is gone, or cannot be released.
         gone = next((f"{self._run.names[rank]}: {body.get('msg')}" for rank, body in bodies.items() if "o" in body), "")
         return gone or next((str(body["unfit"]) for body in bodies.values() if "unfit" in body), "")
@@ -98,8 +96,7 @@ class Plan:
     @property
     def hosts(self) -> dict[int, str]:
         """The host of each unit."""
-        assert self._run.joined is not None
-        who = self._run.joined.who
+        who = self._run.roll.who
         return {unit: str(who[ranks[0]]["host"]) for unit, ranks in self.ranks.items()}
 
     @property
@@ -138,7 +135,6 @@ class Plan:
 
     def _floor(self, units: int) -> float | None:
         run = self._run
-        assert run.workload is not None
         sku = run.sku(run.gpu_name())
         if sku is None:
             return None
@@ -221,7 +217,7 @@ class Isolator:
     def why_not(self) -> str | None:
         """Return why there is no search after a failure, or None if there is one. Rank 0 decides."""
         run = self._run
-        if run.workload is None:
+        if run.running.workload is None:
             return "the suite has no workloads.yaml, which says how long to search"
         if len(set(Counter(run.node_of().values()).values())) > 1:
             return "the nodes have different numbers of ranks, so that groups of them cannot be held beside each other"
@@ -240,7 +236,6 @@ class Isolator:
             item: the test that has failed.
         """
         run = self._run
-        assert run.workload is not None
         begin = time.monotonic()
         self._say(f"searching for who is to blame, for {run.workload.isolation.budget_seconds:g} s at most")
         plan = None
@@ -258,8 +253,8 @@ class Isolator:
             seconds = time.monotonic() - begin
             self._spent_seconds += seconds
             if plan is not None:
-                if run.watch is not None and run.watch.ending is not None:
-                    plan.cut_short = first_line(run.watch.ending.message)
+                if run.abort_reason is not None:
+                    plan.cut_short = first_line(run.abort_reason.message)
                 elif interrupted:
                     plan.cut_short = interrupted
                 self._found, self._after = plan.isolated(), item.nodeid
@@ -357,9 +352,6 @@ class Isolator:
     def _probe(self, item: pytest.Item, number: int, groups: Groups) -> Mapping[str, Any]:
         """Take part in the probe of this rank's group, and return what this rank saw of it."""
         run = self._run
-        assert run.watch is not None
-        assert run.cluster is not None
-        assert run.workload is not None
         seconds = run.workload.isolation.probe_seconds
         label = f"round {number} of the search after {item.nodeid}" if number else f"the search after {item.nodeid}"
         mine = next((group for group in groups if run.rank in group), None)
@@ -397,7 +389,6 @@ class Isolator:
     def _measured(self, cluster: Cluster) -> Mapping[str, Any]:
         from pytest_gpucluster.benchmarks.collectives import all_reduce
 
-        assert self._run.workload is not None
         asked = self._run.workload.isolation
         result = all_reduce(
             cluster.group,
@@ -417,7 +408,6 @@ class Isolator:
             assert plan is not None  # called on rank 0 only
             return plan.decide(bodies)
 
-        assert run.workload is not None
         seconds = run.workload.isolation.probe_seconds + run.timeouts.stuck
         return run.agree(body, decide, deadline_seconds=seconds)
 

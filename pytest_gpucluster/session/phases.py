@@ -17,7 +17,7 @@ from _pytest.outcomes import Failed, Skipped  # pytest.fail.Exception and pytest
 from _pytest.skipping import xfailed_key
 
 from pytest_gpucluster import errors
-from pytest_gpucluster.agreement.exchange import Ending, Merged, RankOutcome
+from pytest_gpucluster.agreement.exchange import AbortReason, Merged, RankOutcome
 from pytest_gpucluster.agreement.release import Released
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault, InconclusiveMeasurement, NvlsFailed
 from pytest_gpucluster.journal.test_record import TestName, TestRecord
@@ -64,7 +64,6 @@ def own_outcome(run: Run, item: pytest.Item, when: str, number: int, error: Base
         number: of the phase's exchange, under which the watcher knows the phase.
         error: what the body has raised; None if it came to its end.
     """
-    assert run.watch is not None
     rank = run.rank
     measurements = [m.to_json() for m in item.stash.get(MEASUREMENTS, [])] if when == "call" else []
     if error is None:
@@ -200,9 +199,9 @@ class Phases:
     def refuses(self, item: pytest.Item) -> bool:
         """Tell whether the run has ended, so that this test must not start."""
         watch = self._run.watch
-        if watch is None or watch.ending is None:
+        if watch is None or watch.abort_reason is None:
             return False
-        item.session.shouldstop = watch.ending.message
+        item.session.shouldstop = watch.abort_reason.message
         return True
 
     def started(self, item: pytest.Item) -> None:
@@ -225,7 +224,7 @@ class Phases:
     def run_phase(self, item: pytest.Item, when: str) -> Generator[None, Any, Any]:
         """Wrap one of pytest's ``runtest`` hooks: everything inside is the body."""
         self.let_go()  # the phase before has been reported by now
-        if self._run.watch is None:
+        if self._run.joined is None:
             return (yield)
         if when == "setup":
             LEDGER.open()
@@ -244,7 +243,6 @@ class Phases:
 
     def _agreed_phase(self, item: pytest.Item, when: str) -> Generator[None, Any, Any]:
         watch = self._run.watch
-        assert watch is not None
         self._last = self.last_outcome = None
         if when == "teardown" and self._isolates:
             self._isolate(item)
@@ -301,8 +299,7 @@ class Phases:
 
     def _close_subgroups(self, number: int) -> None:
         run = self._run
-        assert run.watch is not None
-        if run.cluster is not None and run.watch.ending is None and run.watch.released(number) is None:
+        if run.joined is not None and run.watch.abort_reason is None and run.watch.released(number) is None:
             run.cluster.close_subgroups()
 
     def _accompanied(self, item: pytest.Item) -> Generator[None, Any, Any]:
@@ -340,7 +337,6 @@ class Phases:
             item.add_marker(pytest.mark.skip(reason=why))
 
     def _interrupted(self, stop: BaseException, when: str, item: pytest.Item) -> None:
-        assert self._run.watch is not None
         self._note_time(item)
         who = self._run.names[self._run.rank]
         how = "Ctrl-C" if isinstance(stop, KeyboardInterrupt) else "pytest.exit"
@@ -359,7 +355,7 @@ class Phases:
                 properties=item.user_properties,
             )
         self._run.watch.end(
-            Ending(
+            AbortReason(
                 name="interrupted",
                 message=message,
                 # A test's own code is kept, unless it would say that something was accepted, rejected or incomplete.
@@ -373,15 +369,12 @@ class Phases:
         self, item: pytest.Item, when: str, number: int, own: RankOutcome, error: BaseException | None
     ) -> Mapping[str, Any]:
         run, watch = self._run, self._run.watch
-        assert watch is not None
-        assert run.exchange is not None
-        assert run.stores is not None
         if own.outcome in ("failed", "error", "cut", "slow", "skipped"):
             how = "skipped" if own.outcome == "skipped" else "failed"
             try:
                 watch.report_absence(run.stores.main, number, f"{how}: {own.message}")
             except RuntimeError as lost:  # torch's DistError family
-                watch.end(Ending(name="store lost", message=first_line(str(lost)), exit=11))
+                watch.end(AbortReason(name="store lost", message=first_line(str(lost)), exit=11))
         died = errors.gpu_died(error) if error is not None else None
         body = {**own.to_json(), **({"died": died} if died else {})}
         if error is not None and errors.communication_failed(error):
@@ -402,7 +395,7 @@ class Phases:
         if verdict is None:
             return self._ended(item, when, own, decide, body)
         if verdict.get("stop"):
-            watch.agreed_to_end(Ending(**verdict["stop"]))
+            watch.agreed_to_end(AbortReason(**verdict["stop"]))
         return verdict
 
     def _ended(
@@ -410,20 +403,19 @@ class Phases:
     ) -> Mapping[str, Any]:
         """The run has ended and nobody waits for anybody: rank 0 reports what it knows."""
         watch = self._run.watch
-        assert watch is not None
-        assert watch.ending is not None
-        ending = watch.ending
+        assert watch.abort_reason is not None
+        abort = watch.abort_reason
         if self._run.rank != 0:
-            return {"o": "error", "msg": ending.message}
+            return {"o": "error", "msg": abort.message}
         if own.outcome == "passed":
             if when == "teardown" and self._run.records[item.nodeid].outcome in ("failed", "error"):
                 return {"o": "passed"}  # the call has told it: one test, one error
             body = {**body, "o": "released", "msg": "the run had ended"}
         # Of the other ranks nothing is known. That is not a pass.
         unknown = {"o": "released", "msg": "nothing was heard of it: the run had ended"}
-        lost = {"o": "lost", "msg": ending.message, "text": ending.text}
+        lost = {"o": "lost", "msg": abort.message, "text": abort.text}
         bodies: dict[int, Mapping[str, Any]] = {
-            rank: lost if rank in ending.culprits else unknown for rank in self._run.names
+            rank: lost if rank in abort.culprits else unknown for rank in self._run.names
         }
         bodies[0] = body
         verdict: Mapping[str, Any] = decide(bodies)
@@ -440,15 +432,15 @@ class Phases:
         number: int,
     ) -> None:
         run = self._run
-        if verdict.get("dirty") and run.cluster is not None:
+        if verdict.get("dirty") and run.joined is not None:
             self._dirty = True
             self._discard(number)
             if verdict.get("nvls"):
                 run.cluster.switch_nvls_off()
             if error is not None:
                 self._holders.append(error)
-        if run.watch is not None and run.watch.ending is not None:
-            item.session.shouldstop = run.watch.ending.message
+        if run.abort_reason is not None:
+            item.session.shouldstop = run.abort_reason.message
         self._isolates = bool(verdict.get("isolate"))
         outcome = verdict["o"]
         if outcome == "passed":
@@ -467,28 +459,23 @@ class Phases:
     def _discard(self, epoch: int) -> bool:
         """Throw the groups away; tell whether that was possible. Else the run ends: none can be made any more."""
         run = self._run
-        assert run.cluster is not None
-        assert run.watch is not None
         try:
             run.cluster.discard(epoch=epoch)
         except EnvironmentBroken as error:
             message = first_line(f"{run.names[run.rank]}: {error}")
-            run.watch.end(Ending(name="groups stuck", message=message, exit=11, culprits=[run.rank]))
+            run.watch.end(AbortReason(name="groups stuck", message=message, exit=11, culprits=[run.rank]))
             return False
         return True
 
     def _isolate(self, item: pytest.Item) -> None:
         """Search for who is to blame for the failure of the test's body. Every rank must call this."""
         run = self._run
-        assert run.watch is not None
-        assert run.cluster is not None
-        assert run.exchange is not None
         self._isolates = False
         # Session fixtures may hold groups, which make way for those of the search.
         self._dirty = True
         if not self._discard(run.exchange.number):
-            assert run.watch.ending is not None
-            item.session.shouldstop = run.watch.ending.message
+            assert run.watch.abort_reason is not None
+            item.session.shouldstop = run.watch.abort_reason.message
             return
         try:
             self._isolator.search(item)
@@ -503,9 +490,9 @@ class Phases:
             text = "".join(traceback.format_exception(error))
             broken = isinstance(error, EnvironmentBroken)
             name = "groups stuck" if broken else "internal error"
-            run.watch.end(Ending(name=name, message=first_line(message), exit=11 if broken else 3, text=text))
-        if run.watch.ending is not None:
-            item.session.shouldstop = run.watch.ending.message
+            run.watch.end(AbortReason(name=name, message=first_line(message), exit=11 if broken else 3, text=text))
+        if run.watch.abort_reason is not None:
+            item.session.shouldstop = run.watch.abort_reason.message
 
     # ---- pytest's reports ------------------------------------------------------------------------------------
 
@@ -514,7 +501,6 @@ class Phases:
         self.shown.remember(report, self._last)
 
     def _deadline(self, item: pytest.Item) -> float:
-        assert self._run.settings is not None
         return deadline_of(item, float(self._run.settings.deadline))
 
 

@@ -80,7 +80,7 @@ class Shown:
         """Rank 0: let pytest's report say what all ranks agreed on, and put it on record."""
         if self.take_subtest(report):
             return
-        if self._run.rank != 0 or self._run.watch is None:
+        if self._run.rank != 0 or self._run.joined is None:
             return
         merged = self._merged.get(report)
         if merged is not None and report.failed and merged.outcome in ("failed", "error"):
@@ -187,10 +187,10 @@ class Console:
     def header(self) -> list[str]:
         """Return the lines under pytest's own header, once the ranks have joined."""
         reporter, journal = self._reporter, self._run.account.journal()
-        if reporter is None or journal is None or self._run.settings is None or self._run.joined is None:
+        if reporter is None or journal is None or self._run.launched is None or not self._run.roll.hosts:
             return []
         width = reporter._tw.fullwidth
-        slow = slow_connection(self._run.joined.who)
+        slow = slow_connection(self._run.roll.who)
         return [
             *header_lines(journal, width=width),
             *(fact("SLOW START", slow, width=width) if slow else []),
@@ -202,7 +202,7 @@ class Console:
 
         ``tests``: name and criterion of those that are going to run, where they are known.
         """
-        reporter, record, workload = self._reporter, self._run.workload_record, self._run.workload
+        reporter, record, workload = self._reporter, self._run.running.workload_record, self._run.running.workload
         if reporter is None or record is None or reporter.verbosity < 0:
             return []
         width = reporter._tw.fullwidth

@@ -1,6 +1,7 @@
-"""What one process holds for the whole session: launch, settings, limits in force, inventory, environment, recorder.
+"""The run as one process knows it: who it is, and the three states Launched, Joined and Running.
 
-Rank 0 alone speaks to the operator and to the recorder.
+A process is *launched* once its options have been read, *joined* once all ranks have reported to each other, and
+*running* once the tests have been collected. Rank 0 alone writes to the terminal and to the recorder.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
-from pytest_gpucluster.agreement import preflight
-from pytest_gpucluster.agreement.exchange import Ending, Exchange
+from pytest_gpucluster.agreement.exchange import AbortReason, Exchange
 from pytest_gpucluster.agreement.hang_diagnosis import FaultFile
-from pytest_gpucluster.agreement.rendezvous import Joined, roll
+from pytest_gpucluster.agreement.rendezvous import RollCall, fetch_reports
 from pytest_gpucluster.agreement.store import Stores
 from pytest_gpucluster.agreement.watchdog import Watch
 from pytest_gpucluster.config.criteria_file import Manifest
@@ -108,48 +108,80 @@ class WorkerPlace:
     """The run's folder, which the controller has made."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """What this process has been asked to do. It knows of no other rank yet.
+
+    Attributes:
+        settings: the options of this project, resolved.
+        baseline: the earlier run that this one is compared with. Rank 0 only.
+    """
+
+    settings: options.Settings
+    baseline: Baseline | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """What connects this rank to the others, once all have reported."""
+
+    stores: Stores
+    exchange: Exchange
+    watch: Watch
+    cluster: Cluster
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """What is going to be run, once the tests have been collected.
+
+    Attributes:
+        tests: in their order, with those that an acceptance needs and that are absent.
+        manifest: the tests that an acceptance needs, where a file next to the collected ones lists them.
+        workload: the sizes to measure with, where a test asks for them. The controller of local workers has none.
+        workload_record: the same for the journal.
+    """
+
+    tests: Sequence[TestName] = ()
+    manifest: Manifest | None = None
+    workload: Workload | None = None
+    workload_record: WorkloadRecord | None = None
+
+
 class Run:
-    """What one process holds for the whole session."""
+    """What one process holds for the whole session.
+
+    ``launched`` and ``joined`` are None until the process has come so far; :attr:`settings` and the properties named
+    after parts of :class:`Joined` are for code that runs later only.
+    """
 
     def __init__(self, config: pytest.Config, *, place: WorkerPlace | None = None) -> None:
-        self.place = place
         self.config = config
+        self.place = place
         self.environ = os.environ
         self.launcher = os.getppid()
-        self._pid = os.getpid()
-        # For last words when the main thread cannot speak: pytest's capture takes descriptor 2 for itself later.
-        self._stderr = os.dup(2)
-        self.clear_terminal: Callable[[], None] = lambda: None
-        """Take away what is shown below pytest's output, for those last words."""
-        hostname = self.environ.get("GPUCLUSTER_HOSTNAME") or socket.gethostname()
-        self.facts: RankFacts = detect(self.environ, hostname)
-        self.settings: options.Settings | None = None
-        self.timeouts = Timeouts()
+        self.facts: RankFacts = detect(self.environ, self.environ.get("GPUCLUSTER_HOSTNAME") or socket.gethostname())
+        self.launched: Launched | None = None
+        self.joined: Joined | None = None
+        self.running = Running()
+        self.roll = RollCall()
+        """What the ranks have reported of themselves: none before they have joined, or of local workers reported."""
+        self.names: dict[int, str] = {0: "rank 0"}
         self.recorder: Recorder | None = None
+        """Rank 0 only, as is what lies in the run's folder."""
         self.account = Account()
         self.directory: Path | None = None
         self.junit_path: Path | None = None
         self.claimed: socket.socket | None = None
-        """By which other runs on this host know that this one writes the JUnit file."""
-        self.thresholds: Thresholds | None = None
-        self._shipped: Thresholds | None = None
-        self.baseline: Baseline | None = None
-        self.workload: Workload | None = None
-        self.workload_record: WorkloadRecord | None = None
-        self.expectation: preflight.Expectation | None = None
-        self.stores: Stores | None = None
-        self.exchange: Exchange | None = None
-        self.watch: Watch | None = None
-        self.cluster: Cluster | None = None
-        self.joined: Joined | None = None
+        """It shows other runs on this host that this one writes the JUnit file."""
         self.accompaniment = Accompaniment()
-        self.names: dict[int, str] = {0: "rank 0"}
+        self.fault_file = FaultFile()
+        self.while_open = contextlib.ExitStack()
+        """What is undone when this process leaves the run."""
         self.selection = False
-        self.collected: list[TestName] = []
+        """Only some of the tests were asked for."""
         self.uncovered = ""
         """Which nodes have more GPUs than ranks, where that was not declared."""
-        self.manifest: Manifest | None = None
-        """The tests that an acceptance needs, where a file beside the collected ones says so."""
         self.records: dict[str, TestRecord] = {}
         self.problems: list[str] = []
         self.deviations: list[str] = []
@@ -157,9 +189,62 @@ class Run:
         self.verdict: verdict.Verdict | None = None
         self.stopped = ""
         """Why pytest runs no further test, such as by ``--maxfail``."""
-        self.fault_file = FaultFile()
-        self.while_open = contextlib.ExitStack()
-        """What is undone when this process leaves the run."""
+        self.clear_terminal: Callable[[], None] = lambda: None
+        """Remove what is shown below pytest's output, before :meth:`cry`."""
+        self._limits: Thresholds | None = None
+        self._shipped: Thresholds | None = None
+        self._pid = os.getpid()
+        # For messages when the main thread cannot write any: pytest's capture takes descriptor 2 for itself later.
+        self._stderr = os.dup(2)
+
+    # ---- the state that the run has reached ------------------------------------------------------------------
+
+    @property
+    def settings(self) -> options.Settings:
+        """The options. Raises: RuntimeError: they have not been read, or were wrong."""
+        return _reached(self.launched, "the options have been read").settings
+
+    @property
+    def timeouts(self) -> Timeouts:
+        """The options' timeouts; the default ones before they have been read, or where they are wrong."""
+        return self.launched.settings.timeouts if self.launched is not None else Timeouts()
+
+    @property
+    def watch(self) -> Watch:
+        """The watchdog. Raises: RuntimeError: the ranks have not joined."""
+        return _reached(self.joined, _ALL_JOINED).watch
+
+    @property
+    def exchange(self) -> Exchange:
+        """The exchange between the ranks. Raises: RuntimeError: the ranks have not joined."""
+        return _reached(self.joined, _ALL_JOINED).exchange
+
+    @property
+    def stores(self) -> Stores:
+        """The store of the rendezvous. Raises: RuntimeError: the ranks have not joined."""
+        return _reached(self.joined, _ALL_JOINED).stores
+
+    @property
+    def cluster(self) -> Cluster:
+        """What the ``cluster`` fixture returns. Raises: RuntimeError: the ranks have not joined."""
+        return _reached(self.joined, _ALL_JOINED).cluster
+
+    @property
+    def workload(self) -> Workload:
+        """The sizes to measure with. Raises: RuntimeError: no collected test asks for any."""
+        return _reached(self.running.workload, "tests that use a workload have been collected")
+
+    @property
+    def baseline(self) -> Baseline | None:
+        """The earlier run that this one is compared with. Rank 0 only."""
+        return self.launched.baseline if self.launched is not None else None
+
+    @property
+    def abort_reason(self) -> AbortReason | None:
+        """Why the run ends before its last test; None if it goes on, or has not begun."""
+        return self.joined.watch.abort_reason if self.joined is not None else None
+
+    # ---- what kind of run it is ------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
@@ -169,7 +254,7 @@ class Run:
     @property
     def device(self) -> str:
         """ "cuda" or "cpu"."""
-        return str(self.settings.device) if self.settings else "cuda"
+        return str(self.launched.settings.device) if self.launched is not None else "cuda"
 
     @property
     def rehearsal(self) -> bool:
@@ -179,47 +264,11 @@ class Run:
     @property
     def profile(self) -> str:
         """Return the profile of the workload in force: on cpu always that of a rehearsal."""
-        return "cpu" if self.rehearsal or self.settings is None else str(self.settings.profile)
+        return "cpu" if self.rehearsal else str(self.settings.profile)
 
     def headline(self, decided: verdict.Verdict) -> str:
         """Return the verdict's word; a rehearsal never stands alone as a verdict about hardware."""
         return f"{decided.word}{' (a REHEARSAL on cpu, which says nothing about hardware)' if self.rehearsal else ''}"
-
-    def load_thresholds(self) -> None:
-        """Read the limits in force.
-
-        Raises:
-            ThresholdsError: a file is malformed, and the message lists every problem; or the SKU that was asked for is
-                in none of them.
-        """
-        from pytest_gpucluster.judge import loader
-
-        assert self.settings is not None
-        found = loader.load(*self._limit_files())
-        asked = self.settings.sku
-        if asked is not None and asked not in found.skus:  # told now, and not after all has been measured
-            origin = self.settings.settings["sku"].origin
-            raise ThresholdsError(
-                f"--gpucluster-sku is {asked!r} ({origin}), and no limits are known for it;"
-                f" known are {', '.join(found.skus)}, and what a file for --gpucluster-thresholds adds"
-                f"{did_you_mean(asked, found.skus)}"
-            )
-        self.thresholds = found
-
-    def load_baseline(self) -> None:
-        """Read the earlier run that this one is held against, and put on record which it is.
-
-        Raises:
-            OptionError: it cannot be read, or is no measure for this run.
-        """
-        if self.settings is None or self.settings.baseline is None:
-            return
-        from pytest_gpucluster.analysis.baseline import Baseline
-
-        self.baseline = Baseline.read(
-            self.settings.baseline, allowed=self.settings.baseline_fail, rehearsal=self.rehearsal
-        )
-        self.send(self.baseline.line())
 
     def conditions(self, who: Mapping[int, Mapping[str, Any]]) -> Facts:
         """Return under which conditions this run measures, for a comparison with another one."""
@@ -227,7 +276,7 @@ class Run:
         from pytest_gpucluster.journal.records import RankPlace
 
         name = next((str(each["gpu"]["name"]) for each in who.values() if each.get("gpu")), None)
-        record = self.workload_record
+        record = self.running.workload_record
         return Facts(
             sku=self.sku(name),
             gpu_name=name,
@@ -241,10 +290,38 @@ class Run:
             workload=None if record is None else record.values,
         )
 
+    # ---- limits ----------------------------------------------------------------------------------------------
+
+    @property
+    def limits(self) -> Thresholds:
+        """The limits in force. Rank 0 has read them before the first test; other ranks read them when asked.
+
+        Raises:
+            ThresholdsError: a file is malformed, and the message lists every problem; or the SKU that was asked for is
+                in none of them.
+        """
+        if self._limits is None:
+            self._limits = self._read_limits()
+        return self._limits
+
+    def _read_limits(self) -> Thresholds:
+        from pytest_gpucluster.judge import loader
+
+        found = loader.load(*self._limit_files())
+        asked = self.settings.sku
+        if asked is not None and asked not in found.skus:  # reported now, and not after all has been measured
+            origin = self.settings.settings["sku"].origin
+            raise ThresholdsError(
+                f"--gpucluster-sku is {asked!r} ({origin}), and no limits are known for it;"
+                f" known are {', '.join(found.skus)}, and what a file for --gpucluster-thresholds adds"
+                f"{did_you_mean(asked, found.skus)}"
+            )
+        return found
+
     def _limit_files(self) -> list[Path]:
         from pytest_gpucluster.judge import loader
 
-        overlay = self.settings.thresholds if self.settings is not None else None
+        overlay = self.launched.settings.thresholds if self.launched is not None else None
         return [loader.shipped_path(), *([overlay] if overlay is not None else [])]
 
     def shipped_limit(self, metric: str, labels: Mapping[str, str]) -> Limit | None:
@@ -260,34 +337,22 @@ class Run:
         found = self._shipped.limit(metric, sku=sku, world_size=world, nnodes=self.facts.nnodes, labels=labels)
         return None if found is None or found.record_only else found
 
-    @property
-    def limits(self) -> Thresholds:
-        """The limits in force. Rank 0 has read them before the first test; other ranks read them when asked."""
-        if self.thresholds is None:
-            self.load_thresholds()
-        assert self.thresholds is not None
-        return self.thresholds
-
     def take_worker(self, rank: int, who: Mapping[str, Any]) -> None:
-        """Note what a local worker says of itself."""
-        assert self.joined is not None
-        self.joined = replace(self.joined, who={**self.joined.who, rank: who})
+        """Note what a local worker reports of itself."""
+        self.roll = replace(self.roll, who={**self.roll.who, rank: who})
         self.names[rank] = name_of_rank(who)
 
     # ---- during the run --------------------------------------------------------------------------------------
 
     def inventory(self) -> list[Mapping[str, Any]]:
         """Return what every rank reported of itself, in the order of ranks."""
-        assert self.stores is not None
-        assert self.joined is not None
-        if len(self.joined.who) < self.facts.world_size:
-            who = roll(self.stores.main, range(self.facts.world_size))
-        else:
-            who = dict(self.joined.who)
+        who = self.roll.who
+        if len(who) < self.facts.world_size:
+            who = fetch_reports(self.stores.main, range(self.facts.world_size))
         return [who[rank] for rank in sorted(who)]
 
     def send_cluster(self, who: Mapping[int, Mapping[str, Any]], problems: Collection[str] = ()) -> None:
-        """Put on record what every rank said of itself, the limits in force and the environment."""
+        """Record what every rank has reported of itself, the limits in force and the environment."""
         keys = ("rank", "host", "local_rank", "node_rank", "pid", "gpu", "versions")
         ranks = [{key: facts[key] for key in keys} for _, facts in sorted(who.items())]
         self.send({"type": "cluster", "ranks": ranks, "problems": list(problems)})
@@ -296,27 +361,26 @@ class Run:
         name = next((str(rank["gpu"]["name"]) for rank in ranks if rank["gpu"]), None)
         try:
             sku = self.sku(name)
-        except ThresholdsError:  # unreadable, or two SKUs claim this GPU: who judges says so
+        except ThresholdsError:  # unreadable, or two SKUs claim this GPU: reported where values are judged
             sku = None
         self.send(limits_line(sku=sku, gpu_name=name, files=self._limit_files()))
         self.send(environment_line(self.environ, self.facts.hostname))
 
     def sku(self, gpu_name: str | None) -> str | None:
         """Return the SKU whose limits apply, or None for an unknown GPU."""
-        if self.settings is not None and self.settings.sku is not None:
-            return str(self.settings.sku)
+        if self.launched is not None and self.launched.settings.sku is not None:
+            return str(self.launched.settings.sku)
         if self.rehearsal:
             return "cpu-rehearsal"
         return None if gpu_name is None else self.limits.sku_for(gpu_name)
 
     def gpu_name(self) -> str | None:
         """Return NVML's name of the GPUs, or None on cpu. The preflight has made sure that all have the same."""
-        ranks = self.joined.who.values() if self.joined else ()
-        return next((str(who["gpu"]["name"]) for who in ranks if who.get("gpu")), None)
+        return next((str(who["gpu"]["name"]) for who in self.roll.who.values() if who.get("gpu")), None)
 
     def node_of(self) -> dict[int, int]:
         """Return rank -> node_rank. Rank 0 knows all ranks."""
-        return {rank: int(who["node_rank"]) for rank, who in self.joined.who.items()} if self.joined else {}
+        return {rank: int(who["node_rank"]) for rank, who in self.roll.who.items()}
 
     def room(self) -> Room:
         """Return what there is to run tests on, as launched."""
@@ -326,7 +390,7 @@ class Run:
             ranks_per_node=self.facts.world_size // self.facts.nnodes,
             on_cpu=self.rehearsal,
             data_sheet=self._data_sheet,
-            data=frozenset(data.key for data in self.settings.data) if self.settings is not None else frozenset(),
+            data=frozenset(data.key for data in self.settings.data),
             scheduler=self.facts.scheduler.name,
         )
 
@@ -337,8 +401,9 @@ class Run:
     def declared_room(self) -> Room:
         """Return what was ordered to run tests on: as expected, else as allocated, else as launched."""
         room, allocated = self.room(), self.facts.scheduler
-        if self.expectation is not None:
-            nodes, per_node = self.expectation.nodes, self.expectation.gpus_per_node
+        expected = self.settings.expect
+        if expected is not None:
+            nodes, per_node = expected.nodes, expected.gpus_per_node
         elif allocated.nnodes is not None:
             nodes, per_node = allocated.nnodes, allocated.gpus_per_node or self.facts.local_world_size
         else:
@@ -350,8 +415,7 @@ class Run:
         if self.place is not None and self.place.directory:
             # Each local worker is rank 0 of its own world: they would write over each other's files.
             return Path(self.place.directory) / ARTIFACTS / f"rank-{self.place.index}"
-        shared = self.joined.shared.get("directory") if self.joined else None
-        return Path(shared or tempfile.gettempdir()) / ARTIFACTS
+        return Path(self.roll.shared.get("directory") or tempfile.gettempdir()) / ARTIFACTS
 
     def agree(
         self,
@@ -367,35 +431,33 @@ class Run:
         Returns: the verdict; None if the run has ended, before or by this exchange.
         """
         watch = self.watch
-        assert watch is not None
-        assert self.exchange is not None
-        if watch.ending is not None:
+        if watch.abort_reason is not None:
             return None
         try:
             verdict = self.exchange.run(body, decide, deadline_seconds=deadline_seconds)
         except OutOfStep as apart:
             self.problem("out of step", str(apart), str(apart))
-            ending = Ending(name="out of step", message=first_line(str(apart)), exit=11, culprits=apart.culprits)
-            watch.agreed_to_end(ending)
+            abort = AbortReason(name="out of step", message=first_line(str(apart)), exit=11, culprits=apart.culprits)
+            watch.agreed_to_end(abort)
             return None
         except EnvironmentBroken as lost:
-            watch.end(Ending(name="store lost", message=str(lost), exit=11))
+            watch.end(AbortReason(name="store lost", message=str(lost), exit=11))
             return None
         if "ended" in verdict:
-            told = verdict["ended"]
-            unknown = Ending(name="internal error", message="rank 0 could not decide on the verdict", exit=3)
-            watch.agreed_to_end(Ending.from_json(told) if isinstance(told, Mapping) else unknown)
+            reason = verdict["ended"]
+            unknown = AbortReason(name="internal error", message="rank 0 could not decide on the verdict", exit=3)
+            watch.agreed_to_end(AbortReason.from_json(reason) if isinstance(reason, Mapping) else unknown)
             return None
         return verdict
 
     def send(self, line: Mapping[str, Any]) -> None:
-        """Put a line on record. Rank 0 only; on other ranks nothing happens."""
+        """Record a line in the journal. Rank 0 only; on other ranks nothing happens."""
         if self.recorder is not None:
             self.recorder.send(dict(line))
             self.account.take(line)
 
     def problem(self, name: str, message: str, text: str) -> None:
-        """Put something on record that is outside any test, once."""
+        """Record a problem outside any test, once."""
         message = first_line(message)
         if message in self.problems:
             return
@@ -403,12 +465,13 @@ class Run:
         self.send({"type": "problem", "name": name, "outcome": "error", "message": message, "text": text})
 
     def deviate(self, text: str) -> None:
-        """Put on record that limits or workload ask for less than the shipped ones, once. A rehearsal may."""
+        """Record that limits or workload ask for less than the shipped ones, once. A rehearsal may."""
         if not self.rehearsal and text not in self.deviations:
             self.deviations.append(text)
             self.send({"type": "deviation", "text": text})
 
     def beat(self) -> None:
+        """Show the recorder that this process is alive."""
         if self.recorder is not None:
             self.recorder.beat()
 
@@ -429,7 +492,7 @@ class Run:
                 os._exit(1)
 
     def close(self) -> None:
-        """Give back the descriptor for last words, after which they go to standard error; and the JUnit file."""
+        """Close the descriptor of :meth:`cry`, which writes to standard error from here on, and the JUnit file's."""
         self.while_open.close()
         if self.claimed is not None:
             self.claimed.close()
@@ -437,30 +500,31 @@ class Run:
         if descriptor != 2:
             os.close(descriptor)
 
-    def note_ending(self, ending: Ending) -> None:
-        """Called by the watcher, maybe seconds before a SIGKILL: what is known goes on record at once."""
-        self.problem(ending.name, first_line(ending.message), ending.text or ending.message)
+    def record_abort(self, abort: AbortReason) -> None:
+        """Record what is known. Called by the watchdog, maybe seconds before a SIGKILL."""
+        self.problem(abort.name, first_line(abort.message), abort.text or abort.message)
 
     def take_workload(self, record: WorkloadRecord) -> None:
-        """Put on record what is going to be run."""
-        self.workload_record = record
+        """Record with what sizes the tests are going to measure."""
+        self.running = replace(self.running, workload_record=record)
         self.send(record.line())
         for weakened in record.weakened:
             self.deviate(f"workload {weakened}")
 
     def take_collected(self, collected: Sequence[TestName], *, left_out: Mapping[str, str]) -> None:
-        """Put on record which tests are to run, and as skipped what an acceptance needs and is not there.
+        """Record which tests are to run, and as skipped what an acceptance needs and is not there.
 
         That is tests that were not collected, and ranks for GPUs that were not left out on purpose.
 
         Args:
             collected: the tests that all ranks have agreed on.
-            left_out: file -> why nothing of it was collected, as far as pytest told.
+            left_out: file -> why nothing of it was collected, as far as pytest reported it.
         """
         absent: list[TestRecord] = []
-        if self.manifest is not None and not self.selection:
-            listed = ", ".join(self.manifest.files)
-            for nodeid in self.manifest.absent(test.nodeid for test in collected):
+        manifest = self.running.manifest
+        if manifest is not None and not self.selection:
+            listed = ", ".join(manifest.files)
+            for nodeid in manifest.absent(test.nodeid for test in collected):
                 file, _, name = nodeid.partition("::")
                 why = f"{left_out.get(file, 'was not collected')}; {listed} names it, so an acceptance needs it"
                 test = TestName.of(nodeid, (file, None, ""), criterion=name)
@@ -471,21 +535,31 @@ class Run:
             test = TestName.of("a_rank_for_each_gpu", ("", None, ""), criterion="a rank for each GPU")
             record = TestRecord(test=test, outcome="skipped", phase="setup", message=self.uncovered, decided=True)
             absent.append(record)
-        self.collected = [*collected, *(record.test for record in absent)]
-        tests = [test.to_json() for test in self.collected]
-        self.send({"type": "collected", "tests": tests, "manifest": self.manifest is not None})
+        tests = (*collected, *(record.test for record in absent))
+        self.running = replace(self.running, tests=tests)
+        self.send({"type": "collected", "tests": [test.to_json() for test in tests], "manifest": manifest is not None})
         for record in absent:
             self.records[record.test.nodeid] = record
             self.send(record.line())
 
     def ended_by(self) -> str:
         """Return what has ended the run before its last test; "" if nothing has."""
-        ending = self.watch.ending if self.watch is not None else None
-        return first_line(ending.message if ending is not None else self.stopped)
+        reason = self.abort_reason
+        return first_line(reason.message if reason is not None else self.stopped)
 
     def not_run(self) -> list[str]:
         """Return the tests that were collected and have not begun."""
-        return [test.nodeid for test in self.collected if test.nodeid not in self.records]
+        return [test.nodeid for test in self.running.tests if test.nodeid not in self.records]
+
+
+_State = TypeVar("_State")
+_ALL_JOINED = "all ranks have joined"
+
+
+def _reached(state: _State | None, when: str) -> _State:
+    if state is None:
+        raise RuntimeError(f"this is known only once {when}")
+    return state
 
 
 def name_of_rank(who: Mapping[str, Any]) -> str:

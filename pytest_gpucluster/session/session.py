@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_gpucluster.agreement import rendezvous
-from pytest_gpucluster.agreement.exchange import Ending
+from pytest_gpucluster.agreement.exchange import AbortReason
 from pytest_gpucluster.config.criteria_file import read_manifest
 from pytest_gpucluster.errors import UsageProblem
 from pytest_gpucluster.journal import verdict
@@ -20,7 +20,7 @@ from pytest_gpucluster.session.failure import skip_reason
 from pytest_gpucluster.session.phases import Phases, name_of
 from pytest_gpucluster.session.rejected_run import asked_path
 from pytest_gpucluster.session.reporting import BROKE, Console, Status
-from pytest_gpucluster.session.run import Run
+from pytest_gpucluster.session.run import Run, Running
 from pytest_gpucluster.session.selection import (
     criterion_of,
     deadline_of,
@@ -132,8 +132,8 @@ class Session:
         run = self._run
         try:
             require_usable(session.items)
-            run.manifest = read_manifest([item.nodeid for item in session.items], self._config.rootpath)
-            if run.settings is None or run.watch is None:  # tests are listed only
+            manifest = read_manifest([item.nodeid for item in session.items], self._config.rootpath)
+            if run.launched is None or run.joined is None:  # tests are listed only
                 return
             room = run.room()
             self._to_run = [
@@ -145,8 +145,8 @@ class Session:
         except (pytest.UsageError, UsageProblem) as error:
             self._unusable = True
             raise pytest.UsageError(str(error)) from None
+        run.running = Running(manifest=manifest, workload=None if loaded is None else loaded.workload)
         if loaded is not None:
-            run.workload = loaded.workload
             run.take_workload(loaded.record)
         _leave_alone_what_is_loaded()
 
@@ -156,10 +156,10 @@ class Session:
 
     def collected(self, session: pytest.Session) -> None:
         """Agree with all ranks on the tests to run. Every rank must call this."""
-        if self._run.watch is None:
+        if self._run.joined is None:
             return
         self._node_ids = [item.nodeid for item in session.items]
-        if self._run.cluster is not None:
+        if self._run.joined is not None:
             self._run.cluster.allow(max((deadline_of(item, 0.0) for item in session.items), default=0.0))
         if self._run.facts.world_size > 1:
             self._agree_on_collection(session)
@@ -172,7 +172,7 @@ class Session:
     def not_collected(self, session: pytest.Session, error: BaseException) -> None:
         """Tell all ranks that this one cannot collect anything; raise the error again if none of them can."""
         run = self._run
-        if run.watch is None:
+        if run.joined is None:
             raise error
         if run.facts.world_size > 1:
             what = _ALL if self._unusable else " ".join(map(str, self._config.args))
@@ -180,13 +180,13 @@ class Session:
             self._collection_errors.append((what, text))
             session.items = []
             self._agree_on_collection(session)
-            if run.watch.ending is not None:
+            if run.watch.abort_reason is not None:
                 return
         if isinstance(error, pytest.UsageError):
             text = str(error)
             if run.rank == 0:
                 run.problem("usage", text, text)
-            run.watch.agreed_to_end(Ending(name="usage", message=first_line(text), exit=4, text=text))
+            run.watch.agreed_to_end(AbortReason(name="usage", message=first_line(text), exit=4, text=text))
         if run.rank != 0 and isinstance(error, pytest.UsageError):
             raise pytest.UsageError  # rank 0 says it for all
         raise error
@@ -199,7 +199,7 @@ class Session:
     def _agree_on_collection(self, session: pytest.Session) -> None:
         run, node_ids = self._run, self._node_ids
         errors = [[nodeid, text[-8000:]] for nodeid, text in self._collection_errors]
-        workload = run.workload_record.compared if run.workload_record is not None else {}
+        workload = run.running.workload_record.compared if run.running.workload_record is not None else {}
         summary = {
             "hash": rendezvous.collection_digest(node_ids),
             "workload": rendezvous.digest_of(workload),
@@ -217,12 +217,11 @@ class Session:
             session.items[:] = [by_id[nodeid].pop(0) for nodeid in first["ids"]]
         if "disagreement" in first:
             message, text = first["disagreement"]
-            ending = Ending(name="collection", message=message, exit=11, text=text)
-            assert run.watch is not None
+            abort = AbortReason(name="collection", message=message, exit=11, text=text)
             if run.rank == 0:
                 run.problem("collection", message, text)
                 self._write_lines(text)
-            run.watch.agreed_to_end(ending)
+            run.watch.agreed_to_end(abort)
 
     def _write_lines(self, text: str) -> None:
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
@@ -233,8 +232,6 @@ class Session:
 
     def _exchange(self, label: str, body: Mapping[str, Any], decide: Any) -> Mapping[str, Any]:
         run = self._run
-        assert run.watch is not None
-        assert run.exchange is not None
         run.watch.enter(label, run.timeouts.join)
         run.watch.leave()
         return run.agree(body, decide, deadline_seconds=run.timeouts.join) or {}
@@ -269,7 +266,7 @@ class Session:
 
     def refuses_to_run(self) -> bool:
         """Tell whether no test must be started at all."""
-        return self._run.watch is not None and self._run.watch.ending is not None
+        return self._run.abort_reason is not None
 
     # ---- the tests -------------------------------------------------------------------------------------------
 
@@ -277,7 +274,7 @@ class Session:
         """Put the start of a test on record, or return True to leave it out because the run has ended."""
         if self._phases.refuses(item):
             return True
-        if self._run.watch is not None:
+        if self._run.joined is not None:
             self._phases.started(item)
         return None
 
@@ -305,16 +302,16 @@ class Session:
 
     def internal_error(self, error: BaseException) -> None:
         """End the run on every rank: pytest itself, or a plugin, has failed on this one."""
-        if self._run.watch is not None:
+        if self._run.joined is not None:
             message = f"internal error on {self._run.names[self._run.rank]}: {type(error).__name__}: {error}"
             text = "".join(traceback.format_exception(error))
-            self._run.watch.end(Ending(name="internal error", message=first_line(message), exit=3, text=text))
+            self._run.watch.end(AbortReason(name="internal error", message=first_line(message), exit=3, text=text))
 
     # ---- the end ---------------------------------------------------------------------------------------------
 
     def finish(self, session: pytest.Session) -> None:
         """Agree on the exit code. Every rank must call this."""
-        if self._run.watch is None or self._finished:
+        if self._run.joined is None or self._finished:
             return
         self._finished = True
         self._phases.let_go()
@@ -328,7 +325,7 @@ class Session:
         """Print the verdict under everything else, and let no plugin change its exit code."""
         if self._finished and self._run.verdict is not None:
             session.exitstatus = self._run.verdict.exit
-        ended = self._run.watch is not None and self._run.watch.ending is not None
+        ended = self._run.abort_reason is not None
         if self._run.facts.agent_store and self._run.facts.local_rank != 0 and not ended:
             # The agent waits for every rank; one exit code a node is enough, and gives one block in its summary. But
             # when the run has broken, the first rank of the node may not be there any more to give it.

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from pytest_gpucluster.agreement.exchange import Ending
+from pytest_gpucluster.agreement.exchange import AbortReason
 from pytest_gpucluster.agreement.hang_diagnosis import remove_left
 from pytest_gpucluster.agreement.liveness import start_time
 from pytest_gpucluster.journal import verdict
@@ -103,7 +103,7 @@ _TRY_AGAIN_SECONDS = 2.0
 """How long the recorder may take to write once more what the disk had refused."""
 
 
-def decide(run: Run, *, pytest_exit: int, ending: Ending | None) -> verdict.Verdict:
+def decide(run: Run, *, pytest_exit: int, abort: AbortReason | None) -> verdict.Verdict:
     """Return the verdict on what is on record. Rank 0 has everything; other ranks only know the ending."""
     results = [
         verdict.TestResult(
@@ -124,13 +124,13 @@ def decide(run: Run, *, pytest_exit: int, ending: Ending | None) -> verdict.Verd
     return verdict.decide(
         results,
         pytest_exit=pytest_exit,
-        ending=None if ending is None else (ending.exit, ending.message),
-        problems=run.problems if ending is None else (),
+        ending=None if abort is None else (abort.exit, abort.message),
+        problems=run.problems if abort is None else (),
         not_run=run.not_run() if pytest_exit == 0 else (),
         required=run.settings.require if run.settings else (),
         rehearsal=run.rehearsal,
         selection=run.selection,
-        manifest=run.manifest is not None,
+        manifest=run.running.manifest is not None,
         deviations=run.deviations,
         topology="; ".join([_topology(run), *_remarks(run)]),
     )
@@ -139,7 +139,7 @@ def decide(run: Run, *, pytest_exit: int, ending: Ending | None) -> verdict.Verd
 def _topology(run: Run) -> str:
     shape = f"{run.facts.nnodes} node{'s' * (run.facts.nnodes != 1)}, {run.facts.world_size} rank"
     shape += "s" * (run.facts.world_size != 1)
-    if run.expectation is not None and run.settings is not None:
+    if run.launched is not None and run.settings.expect is not None:
         return f"{shape}, as expected ({run.settings.expect})"
     if run.facts.scheduler.nnodes is not None:
         return f"{shape}, as allocated by {run.facts.scheduler.name}"
@@ -148,11 +148,11 @@ def _topology(run: Run) -> str:
 
 def _remarks(run: Run) -> list[str]:
     """Return in what this run was less, or other, than the whole suite with the shipped limits."""
-    said = list(run.workload_record.remarks) if run.workload_record is not None else []
+    said = list(run.running.workload_record.remarks) if run.running.workload_record is not None else []
     requeued = run.environ.get("SLURM_RESTART_COUNT", "")
     if requeued.isascii() and requeued.isdigit() and int(requeued) > 0:
         said.append(f"attempt {int(requeued) + 1} of Slurm job {run.environ.get('SLURM_JOB_ID')}, which was requeued")
-    if run.settings is None:
+    if run.launched is None:
         return said
     if run.settings.sku is not None:
         said = [*said, f"judged as {run.settings.sku} (--gpucluster-sku)"]
@@ -171,18 +171,18 @@ def finish_for_workers(
     ``why`` no test has run, if what was to be collected could not be collected by any worker; ``refused`` if they
     were, and could not be run; ``cut_short`` the tests whose error is the interruption itself.
     """
-    who = run.joined.who if run.joined else {}
+    who = run.roll.who
     if len(who) < run.facts.world_size:  # else it is on record since the last one told
         run.send_cluster(who)
-    ending = None
+    abort = None
     if refused is not None:
-        ending = Ending(name="usage", message=first_line(refused), exit=4, text=refused)
+        abort = AbortReason(name="usage", message=first_line(refused), exit=4, text=refused)
     elif why is not None:
-        ending = Ending(name="collection", message=first_line(why), exit=2)
+        abort = AbortReason(name="collection", message=first_line(why), exit=2)
     elif pytest_exit == pytest.ExitCode.INTERRUPTED and not _has_gone_wrong(run, cut_short):
-        ending = Ending(name="interrupted", message="interrupted before every worker had run every test", exit=2)
-        run.note_ending(ending)
-    run.verdict = decide(run, pytest_exit=pytest_exit, ending=ending)
+        abort = AbortReason(name="interrupted", message="interrupted before every worker had run every test", exit=2)
+        run.record_abort(abort)
+    run.verdict = decide(run, pytest_exit=pytest_exit, abort=abort)
     write_end(run)
     return run.verdict.exit
 
@@ -200,36 +200,33 @@ def finish(run: Run, pytest_exit: int, *, why: str | None = None) -> int:
 
     ``why`` pytest has interrupted itself, if it has and that is known.
     """
-    if run.watch is None or run.exchange is None:
+    if run.joined is None:
         return pytest_exit
     watch = run.watch
-    if watch.ending is None and pytest_exit in (2, 3):
+    if watch.abort_reason is None and pytest_exit in (2, 3):
         name = {2: "interrupted", 3: "internal error"}[pytest_exit]
         message = first_line(why or f"{name} on {run.names[run.rank]}")
-        watch.end(Ending(name=name, message=message, exit=pytest_exit))
+        watch.end(AbortReason(name=name, message=message, exit=pytest_exit))
     agreed: Mapping[str, Any] = {}
-    if watch.ending is None:
+    if watch.abort_reason is None:
         agreed = _agree_on_finish(run, pytest_exit)
     if run.rank == 0 and run.verdict is None:
-        run.verdict = decide(run, pytest_exit=pytest_exit, ending=watch.ending)
+        run.verdict = decide(run, pytest_exit=pytest_exit, abort=watch.abort_reason)
     elif run.rank != 0:
-        run.verdict = _told(agreed) or decide(run, pytest_exit=pytest_exit, ending=watch.ending)
+        run.verdict = _told(agreed) or decide(run, pytest_exit=pytest_exit, abort=watch.abort_reason)
     assert run.verdict is not None
     write_end(run)
     return run.verdict.exit
 
 
 def _agree_on_finish(run: Run, pytest_exit: int) -> Mapping[str, Any]:
-    assert run.watch is not None
-    assert run.exchange is not None
 
     def settle(bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
         failure = run.recorder.failure_now(_TRY_AGAIN_SECONDS) if run.recorder is not None else None
         if failure is not None:
             run.problems.append(failure)  # now, so that every rank ends with the same exit code
         worst = max((body.get("exit", 11) for body in bodies.values()), default=pytest_exit)
-        ending = run.watch.ending if run.watch else None
-        run.verdict = decide(run, pytest_exit=worst, ending=ending)
+        run.verdict = decide(run, pytest_exit=worst, abort=run.abort_reason)
         return {"word": run.verdict.word, "exit": run.verdict.exit, "reason": run.verdict.reason}
 
     run.watch.enter("the end of the session", _FINISH_DEADLINE_SECONDS)
@@ -262,17 +259,17 @@ def write_end(run: Run) -> None:
     run.account.take({**end, "verdict": run.verdict.word, "exit": run.verdict.exit, "reason": run.verdict.reason})
 
 
-def overtime(run: Run, ending: Ending) -> None:
+def overtime(run: Run, abort: AbortReason) -> None:
     """The main thread did not come back in time: the watcher ends the process with the reports written."""
     if run.verdict is None:
-        run.verdict = decide(run, pytest_exit=ending.exit, ending=ending)
+        run.verdict = decide(run, pytest_exit=abort.exit, abort=abort)
         write_end(run)
     text = f"\n{run.headline(run.verdict)}: {run.verdict.reason}\n"
     if run.rank == 0:
         run.cry(text)
     _leave_note(run, run.verdict)
     _wait_for_reports(run)
-    if run.watch is not None:
+    if run.joined is not None:
         run.watch.remove_left()
     detached_process.end_stale_processes([str(run.fault_file.path)])
     remove_left(str(run.fault_file.path))
@@ -282,29 +279,29 @@ def overtime(run: Run, ending: Ending) -> None:
 def close(run: Run) -> None:
     """Leave: no rank is called lost after this."""
     run.accompaniment.close()
-    if run.watch is None:
+    if run.joined is None:
         return
     watch = run.watch
     watch.goodbye("finished")
-    ending = watch.ending
-    if ending is not None and ending.name in ("rank stuck", "rank lost") and run.rank not in ending.culprits:
-        watch.kill_stuck([rank for rank in ending.culprits if rank != run.rank])
+    abort = watch.abort_reason
+    if abort is not None and abort.name in ("rank stuck", "rank lost") and run.rank not in abort.culprits:
+        watch.kill_stuck([rank for rank in abort.culprits if rank != run.rank])
     # After that: the recorder lives as long as rank 0, which may be the one that is stuck.
     _wait_for_reports(run)
     watch.remove_left()
     watch.close()
-    if run.cluster is not None and ending is None:
+    if run.joined is not None and abort is None:
         run.cluster.close()
     tell_launcher(run)
 
 
 def _wait_for_reports(run: Run) -> None:
     """Keep the launcher's agent alive until the recorder has ended: its end takes every process with it."""
-    if run.joined is None or run.rank == 0 or run.joined.hosts[0] != run.facts.hostname:
+    if run.rank == 0 or run.roll.first_host != run.facts.hostname:
         return
-    pid = run.joined.shared.get("recorder_pid")
+    pid = run.roll.shared.get("recorder_pid")
     # The same host name may hide another pid namespace, where that number is somebody else's.
-    if pid is not None and start_time(int(pid)) == run.joined.shared["recorder_started"]:
+    if pid is not None and start_time(int(pid)) == run.roll.shared["recorder_started"]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGCONT)  # somebody may have stopped it
         wait_for_end(int(pid), _REPORTS_WRITTEN_SECONDS)
@@ -327,7 +324,7 @@ def tell_launcher(run: Run) -> None:
 
 
 def _leave_note(run: Run, result: verdict.Verdict) -> None:
-    shared = run.joined.shared.get("directory") if run.joined else None
+    shared = run.roll.shared.get("directory")
     directory = shared or (run.directory.resolve() if run.directory else "")
     wrong = leave_note(
         run.environ,
@@ -339,7 +336,7 @@ def _leave_note(run: Run, result: verdict.Verdict) -> None:
             exit=result.exit,
             reason=result.reason,
             rehearsal=run.rehearsal,
-            host=run.joined.hosts[0] if run.joined else "",
+            host=run.roll.first_host,
             directory=str(directory),
         ),
     )

@@ -17,8 +17,8 @@ import pytest
 from pytest_gpucluster import __version__
 from pytest_gpucluster.agreement import liveness, preflight, store_process
 from pytest_gpucluster.agreement.exchange import Exchange
-from pytest_gpucluster.agreement.rendezvous import Joined, Refusal, Refused, join
-from pytest_gpucluster.agreement.store import connect
+from pytest_gpucluster.agreement.rendezvous import Refusal, Refused, RollCall, join
+from pytest_gpucluster.agreement.store import Stores, connect
 from pytest_gpucluster.agreement.watchdog import Watch
 from pytest_gpucluster.errors import EnvironmentBroken, GpuClusterError, LaunchError, OptionError, UsageProblem
 from pytest_gpucluster.journal import verdict
@@ -35,7 +35,7 @@ from pytest_gpucluster.node.health.telemetry import INTERVAL_SECONDS
 from pytest_gpucluster.recorder.client import Recorder
 from pytest_gpucluster.session import options, rejected_run, shutdown
 from pytest_gpucluster.session.cluster import Cluster
-from pytest_gpucluster.session.run import Run, name_of_rank
+from pytest_gpucluster.session.run import Joined, Launched, Run, name_of_rank
 from pytest_gpucluster.session.shutdown import announce
 from pytest_gpucluster.session.start_notes import JOINING, LOST, START, Start
 from pytest_gpucluster.session.training_inputs import TrainingInputs
@@ -91,45 +91,55 @@ class Opening:
         pytest.exit(message, returncode=11)
 
     def _prepare(self) -> Refusal | None:
-        """Do what needs no other rank. Return what went wrong instead of raising, so that all ranks can be told."""
+        """Do what needs no other rank. Return what went wrong instead of raising, so that all ranks can report it."""
+        run = self._run
+        problem = None
         try:
-            for found in self._run.config.hook.pytest_gpucluster_metrics():
+            for found in run.config.hook.pytest_gpucluster_metrics():
                 for metric in found:
                     register(metric)
-            self._run.settings = options.resolve(self._run.config, self._run.environ)
-            self._run.timeouts = self._run.settings.timeouts or self._run.timeouts
-            _refuse_conflicts(self._run.config, self._run.facts)
-            _refuse_unasked_rehearsal(self._run.settings, self._run.facts.hostname)
+            run.launched = Launched(settings=options.resolve(run.config, run.environ))
+            _refuse_conflicts(run.config, run.facts)
+            _refuse_unasked_rehearsal(run.settings, run.facts.hostname)
         except GpuClusterError as error:
-            problem: Refusal | None = _refusal(error)
-        else:
-            problem = None
-        if self._run.rank == 0 and self._run.place is None:
-            try:
-                self._require_junit()
-            except GpuClusterError as error:
-                problem = problem or _refusal(error)
-            try:
-                self._start_recorder()
-            except GpuClusterError as error:
-                problem = problem or _refusal(error)
-            except OSError as error:  # no further process can be started
-                problem = problem or _refusal(EnvironmentBroken(f"the recorder cannot be started: {error}"))
-        if self._run.settings is None:
+            problem = _refusal(error)
+        if run.rank == 0 and run.place is None:
+            for step in (self._require_junit, self._start_recorder):
+                try:
+                    step()
+                except GpuClusterError as error:
+                    problem = problem or _refusal(error)
+                except OSError as error:  # no further process can be started
+                    problem = problem or _refusal(EnvironmentBroken(f"the recorder cannot be started: {error}"))
+        if run.launched is None:
             return problem
-        self._run.expectation = self._run.settings.expect
         try:
-            if self._run.settings.sku == "cpu-rehearsal" and not self._run.rehearsal:
+            if run.settings.sku == "cpu-rehearsal" and not run.rehearsal:
                 raise OptionError(
                     "--gpucluster-sku cpu-rehearsal: its limits say nothing about a GPU; leave the option out, or name "
                     "the SKU that the GPU is"
                 )
-            if self._run.rank == 0 and self._run.place is None:
-                self._run.load_thresholds()
-                self._run.load_baseline()
+            if run.rank == 0 and run.place is None:
+                _ = run.limits  # read now: a malformed file ends the run before its first test
+                self._read_baseline()
         except GpuClusterError as error:
             problem = problem or _refusal(error)
         return problem
+
+    def _read_baseline(self) -> None:
+        """Read the earlier run that this one is compared with, and record which it is.
+
+        Raises:
+            OptionError: it cannot be read, or is no measure for this run.
+        """
+        settings = self._run.settings
+        if settings.baseline is None:
+            return
+        from pytest_gpucluster.analysis.baseline import Baseline
+
+        baseline = Baseline.read(settings.baseline, allowed=settings.baseline_fail, rehearsal=self._run.rehearsal)
+        self._run.launched = Launched(settings=settings, baseline=baseline)
+        self._run.send(baseline.line())
 
     def _require_junit(self) -> None:
         path = self._run.junit_path
@@ -149,9 +159,9 @@ class Opening:
 
     def _require_no_input(self, path: Path) -> None:
         """Keep the report from replacing what the run reads."""
-        settings = self._run.settings
-        if settings is None:
+        if self._run.launched is None:
             return
+        settings = self._run.settings
         read = {"thresholds": settings.thresholds, "golden": settings.golden}
         if settings.baseline is not None:
             read["baseline"] = settings.baseline
@@ -184,68 +194,73 @@ class Opening:
             "launcher": self._run.facts.launcher,
             "world_size": self._run.facts.world_size,
             "nnodes": self._run.facts.nnodes,
-            "options": self._run.settings.to_json() if self._run.settings else {},
+            "options": self._run.settings.to_json() if self._run.launched is not None else {},
         }
 
     def _join(self, problem: Refusal | None) -> None:
-        facts = self._run.facts
+        run, facts = self._run, self._run.facts
         master_address.require_known(facts)
         if facts.world_size > 1 and not facts.agent_store and facts.rank == 0:
             store_process.start(facts)
-        self._run.stores = connect(facts, timeout_seconds=self._run.timeouts.join)
+        stores = connect(facts, timeout_seconds=run.timeouts.join)
         me = self._describe_me(problem)
-        me["connect_seconds"] = round(self._run.stores.connect_seconds, 3)
+        me["connect_seconds"] = round(stores.connect_seconds, 3)
         me |= self._start_sampler(me)
-        recorder_pid = self._run.recorder.pid if self._run.recorder else None
-        self._run.joined = join(
-            self._run.stores.main,
+        recorder_pid = run.recorder.pid if run.recorder else None
+        run.roll = join(
+            stores.main,
             facts,
             me,
-            timeout_seconds=self._run.timeouts.join,
+            timeout_seconds=run.timeouts.join,
             check=self._check,
             is_hopeless=self._is_hopeless,
             shared={
                 "recorder_pid": recorder_pid,
                 "recorder_started": None if recorder_pid is None else liveness.start_time(recorder_pid),
-                "directory": str(self._run.directory.resolve()) if self._run.directory else None,
+                "directory": str(run.directory.resolve()) if run.directory else None,
             },
         )
-        self._run.names = {rank: f"rank {rank} ({host_})" for rank, host_ in enumerate(self._run.joined.hosts)}
-        self._run.names.update({rank: name_of_rank(who) for rank, who in self._run.joined.who.items()})
+        run.names = {rank: f"rank {rank} ({host})" for rank, host in enumerate(run.roll.hosts)}
+        run.names.update({rank: name_of_rank(who) for rank, who in run.roll.who.items()})
         self._take_place(me)
-        if self._run.place is not None:
-            self._run.names = {0: name_of_rank({**me, "rank": self._run.place.index})}
-        assert self._run.settings is not None
-        self._run.exchange = Exchange(self._run.stores, facts.rank, facts.world_size)
-        self._run.watch = Watch(
-            facts=facts,
-            side=self._run.stores.side,
-            numbers=self._run.exchange,
-            who=self._run.joined.who,
-            names=self._run.names,
-            timeouts=self._run.timeouts,
-            fault_file=self._run.fault_file.open(),
-            on_ending=self._run.note_ending,
-            on_beat=self._run.beat,
-            on_overtime=partial(shutdown.overtime, self._run),
-            rehearsal=self._run.rehearsal,
-        )
-        self._run.cluster = Cluster(
-            facts,
-            hosts=list(self._run.joined.hosts),
-            device_type=self._run.device,
-            device_index=me.get("cuda_index") or 0,
-            store_for_group=self._run.stores.for_group,
-            after_abort=self._run.stores.after_abort,
-            guard=self._run.watch.guard,
-            deadline_seconds=float(self._run.settings.deadline),
-        )
-        self._run.cluster.take_device()
-        if self._run.recorder is not None:
-            self._run.recorder.fault_file(str(self._run.fault_file.path))
-        self._run.watch.start()
+        if run.place is not None:
+            run.names = {0: name_of_rank({**me, "rank": run.place.index})}
+        self._connect(stores, cuda_index=me.get("cuda_index") or 0)
         if self._start is not None:
             self._start.over()
+
+    def _connect(self, stores: Stores, *, cuda_index: int) -> None:
+        """Start the watchdog, and make what the tests communicate with."""
+        run, facts = self._run, self._run.facts
+        exchange = Exchange(stores, facts.rank, facts.world_size)
+        watch = Watch(
+            facts=facts,
+            side=stores.side,
+            numbers=exchange,
+            who=run.roll.who,
+            names=run.names,
+            timeouts=run.timeouts,
+            fault_file=run.fault_file.open(),
+            on_abort=run.record_abort,
+            on_beat=run.beat,
+            on_overtime=partial(shutdown.overtime, run),
+            rehearsal=run.rehearsal,
+        )
+        cluster = Cluster(
+            facts,
+            hosts=list(run.roll.hosts),
+            device_type=run.device,
+            device_index=cuda_index,
+            store_for_group=stores.for_group,
+            after_abort=stores.after_abort,
+            guard=watch.guard,
+            deadline_seconds=float(run.settings.deadline),
+        )
+        run.joined = Joined(stores=stores, exchange=exchange, watch=watch, cluster=cluster)
+        cluster.take_device()
+        if run.recorder is not None:
+            run.recorder.fault_file(str(run.fault_file.path))
+        watch.start()
 
     def _describe_me(self, problem: Refusal | None) -> dict[str, Any]:
         from pytest_gpucluster.node.inventory import identify, start_time
@@ -278,9 +293,8 @@ class Opening:
     def _take_place(self, me: Mapping[str, Any]) -> None:
         """Let tests be watched: by this rank, and by the sampler of its node."""
         run = self._run
-        assert run.joined is not None
         here = (me["host"], me["node_rank"])
-        node = [who for who in run.joined.who.values() if (who["host"], who["node_rank"]) == here]
+        node = [who for who in run.roll.who.values() if (who["host"], who["node_rank"]) == here]
         if run.place is None:
             run.accompaniment.told(next((who["sampler"] for who in node if who.get("sampler")), None))
         run.accompaniment.join(
@@ -288,14 +302,16 @@ class Opening:
                 node=node,
                 rank=me["rank"],
                 sku=lambda: run.sku(me["gpu"]["name"] if me["gpu"] else None),
-                interval_seconds=lambda: run.workload.telemetry.interval_seconds if run.workload else INTERVAL_SECONDS,
+                interval_seconds=lambda: (
+                    run.workload.telemetry.interval_seconds if run.running.workload else INTERVAL_SECONDS
+                ),
                 looks_at_ports=run.place is None or run.place.index == 0,
             )
         )
 
     def _inputs(self) -> dict[str, Any] | None:
         """Return what this rank was given to train with, and what of it is not there."""
-        if self._run.settings is None:
+        if self._run.launched is None:
             return None
         inputs = TrainingInputs.of(self._run.settings)
         return {"told": inputs.told(), "problems": inputs.problems()}
@@ -316,7 +332,7 @@ class Opening:
             problem = self._too_few_gpus(workers)
         if problem is not None:
             self._refuse(problem)
-        self._run.joined = Joined(
+        self._run.roll = RollCall(
             hosts=[self._run.facts.hostname] * workers, who={}, shared={"directory": str(self._run.directory)}
         )
 
@@ -331,7 +347,7 @@ class Opening:
         visible = int(me["visible_gpus"])
         if workers <= visible:
             whole_node = dict.fromkeys(range(workers), me)
-            self._run.uncovered = preflight.gpus_without_a_rank(whole_node, self._run.facts, self._run.expectation)
+            self._run.uncovered = preflight.gpus_without_a_rank(whole_node, self._run.facts, self._run.settings.expect)
             return None
         return _refusal(
             LaunchError(
@@ -359,12 +375,12 @@ class Opening:
         found = preflight.problems(
             who,
             self._run.facts,
-            expectation=self._run.expectation,
+            expectation=self._run.settings.expect,
             device="cpu" if self._run.rehearsal else "cuda",
             sku_of=self._run.limits.sku_for,
         )
         self._run.send_cluster(who, [problem.text for problem in found])
-        self._run.uncovered = preflight.gpus_without_a_rank(who, self._run.facts, self._run.expectation)
+        self._run.uncovered = preflight.gpus_without_a_rank(who, self._run.facts, self._run.settings.expect)
         if not found:
             return self._foreign_baseline(who)
         text = "\n".join(problem.text for problem in found)

@@ -459,7 +459,7 @@ def why_not(config: pytest.Config, environ: Mapping[str, str], *, asked: str) ->
 def begin_live(config: pytest.Config, run: Run) -> None:
     """Show the live line, if this process is rank 0 and its terminal is fit for it."""
     live = _on_terminal(config, run)
-    if live is None or run.settings is None:
+    if live is None or run.launched is None:
         return
     plugins = config.pluginmanager
     plugins.register(LiveHooks(live, float(run.settings.deadline)), "gpucluster-live")
@@ -504,8 +504,11 @@ def _on_terminal(config: pytest.Config, run: Run) -> Live | None:
 
 
 def _start(live: Live, run: Run) -> None:
-    who = run.joined.who.values() if run.joined is not None else ()
-    here = [str(rank["gpu"]["uuid"]) for rank in who if rank.get("gpu") and rank["host"] == run.facts.hostname]
+    here = [
+        str(rank["gpu"]["uuid"])
+        for rank in run.roll.who.values()
+        if rank.get("gpu") and rank["host"] == run.facts.hostname
+    ]
     # A slice is no GPU that NVML counts, and a worker has not said yet which it has.
     is_known = bool(here) and all(uuid.startswith("GPU-") for uuid in here)
     live.start(gpus=here if is_known else None, reads_gpus=run.device == "cuda")

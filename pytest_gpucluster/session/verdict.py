@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpucluster.agreement.exchange import Ending, Merged, RankOutcome, merge, rehearsed_too_slowly
+from pytest_gpucluster.agreement.exchange import AbortReason, Merged, RankOutcome, merge, rehearsed_too_slowly
 from pytest_gpucluster.errors import MeasurementError
 from pytest_gpucluster.journal.test_record import TestRecord, unique
 from pytest_gpucluster.judge.judge import Judgement, judge
@@ -55,16 +55,16 @@ def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequenc
         sku=run.sku(gpu),
         gpu_name=gpu,
         telemetry=record.telemetry,
-        host_of=dict(enumerate(run.joined.hosts)) if run.joined else {},
+        host_of=dict(enumerate(run.roll.hosts)),
     )
-    if run.settings is not None and run.settings.thresholds is not None:
+    if run.launched is not None and run.settings.thresholds is not None:
         judgement = _beside_shipped(run, judgement, by_rank)
     if run.baseline is not None:
         judgement, notes = run.baseline.hold(
             judgement,
             nodeid=record.test.nodeid,
             name=record.test.name,
-            facts=run.conditions(run.joined.who if run.joined else {}),
+            facts=run.conditions(run.roll.who),
             names=run.names,
         )
         record.properties = unique([*record.properties, *notes])
@@ -268,7 +268,6 @@ class PhaseVerdict:
             has_worsened: rank 0's failure says more than its exception.
         """
         run, watch = self._run, self._run.watch
-        assert watch is not None
         culprits = watch.culprits(number)
         too_slow = watch.too_slow(number)
         outcomes = []
@@ -344,21 +343,21 @@ class PhaseVerdict:
         outcomes: Sequence[RankOutcome],
         merged: Merged,
         unreleasable: bool,
-    ) -> Ending | None:
+    ) -> AbortReason | None:
         dead = {rank: body["died"] for rank, body in bodies.items() if body.get("died")}
         if dead:
             rank = min(dead)
-            return Ending(
+            return AbortReason(
                 name="GPU lost",
                 message=first_line(f"the GPU of {self._run.names[rank]} works no more: {merged.message}"),
                 exit=1 if "hardware" in dead.values() else 11,
                 culprits=sorted(dead),
             )
         without = [rank for rank, body in bodies.items() if body.get("nvls")]
-        if without and self._run.cluster is not None and self._run.cluster.nvls_off:
+        if without and self._run.joined is not None and self._run.cluster.nvls_off:
             message = first_line(f"NVLS fails also where it was switched off: {merged.message}")
-            return Ending(name="NVLS", message=message, exit=11, culprits=without)
+            return AbortReason(name="NVLS", message=message, exit=11, culprits=without)
         if unreleasable:
             stuck = [o.rank for o in outcomes if o.outcome == "hung"]
-            return Ending(name="rank stuck", message=merged.message, exit=11, culprits=stuck)
+            return AbortReason(name="rank stuck", message=merged.message, exit=11, culprits=stuck)
         return None

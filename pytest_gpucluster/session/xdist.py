@@ -121,16 +121,15 @@ class Worker(Session):
         """Put this rank's outcome into the report, which travels to the controller."""
         outcome = self._phases.last_outcome
         run = self._run
-        assert run.joined is not None
         record = run.records.get(item.nodeid)
-        workload = run.workload_record.line() if run.workload_record is not None and not self._has_told else None
+        workload_record = run.running.workload_record if not self._has_told else None
         self._has_told = True
         report.user_properties.append(
             (
                 PROPERTY,
                 {
-                    "workload": workload,
-                    "who": dict(run.joined.who[0]),
+                    "workload": None if workload_record is None else workload_record.line(),
+                    "who": dict(run.roll.who[0]),
                     "criterion": criterion_of(item),
                     "applicable": record.applicable if record is not None else True,
                     "outcome": outcome.to_json() if outcome is not None else None,
@@ -311,7 +310,7 @@ class Controller:
         expected = self._collections[min(self._collections)]
         names = [TestName.of(nodeid, (nodeid.partition("::")[0], None, "")) for nodeid in expected]
         try:
-            self._run.manifest = read_manifest(expected, self._config.rootpath)
+            self._run.running = replace(self._run.running, manifest=read_manifest(expected, self._config.rootpath))
         except ThresholdsError as error:
             self._run.problem("usage", str(error), str(error))
         self._run.take_collected(names, left_out={})
@@ -342,7 +341,7 @@ class Controller:
             record = TestRecord(test=TestName.of(nodeid, location))
             self._tests[nodeid] = _Parts(record=record)
             line = {"type": "start", "nodeid": nodeid, "at": record.started_at}
-            self._run.send({**line, "deadline_seconds": float(self._run.settings.deadline)})  # type: ignore[union-attr]  # read in start
+            self._run.send({**line, "deadline_seconds": float(self._run.settings.deadline)})
 
     def show(self, report: pytest.TestReport) -> None:
         """Hide every part but the last, which becomes the merged report of the test."""
@@ -408,7 +407,7 @@ class Controller:
             )
 
     def _take_workload(self, rank: int, workload: WorkloadRecord) -> None:
-        known = self._run.workload_record
+        known = self._run.running.workload_record
         if known is None:
             self._workload_rank = rank
             self._run.take_workload(workload)

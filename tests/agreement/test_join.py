@@ -11,7 +11,7 @@ import pytest
 from ranks import facts_of
 
 from pytest_gpucluster.agreement import rendezvous as module
-from pytest_gpucluster.agreement.rendezvous import Joined, Refusal, Refused, join, roll, slow_connection
+from pytest_gpucluster.agreement.rendezvous import Refusal, Refused, RollCall, fetch_reports, join, slow_connection
 from pytest_gpucluster.agreement.store import MemoryStore
 from pytest_gpucluster.errors import LaunchError, PreflightError, StoreError
 from pytest_gpucluster.launch.launchers import RankFacts
@@ -33,16 +33,16 @@ def call(
     check: Callable[[Mapping[int, Any]], Refusal | None] = lambda who: None,
     timeout_seconds: float = 20.0,
     **more: Any,
-) -> Joined:
+) -> RollCall:
     me = {"rank": rank, "host": HOSTS[rank], **more}
     shared = {"recorder_pid": 77} if rank == 0 else {}
     return join(store, facts(rank), me, timeout_seconds=timeout_seconds, check=check, shared=shared)
 
 
-def all_of(store: MemoryStore, ranks: list[int], **settings: Any) -> dict[int, Joined | Exception]:
+def all_of(store: MemoryStore, ranks: list[int], **settings: Any) -> dict[int, RollCall | Exception]:
     """Let these ranks report at once, each in a thread; return what each came to."""
 
-    def one(rank: int) -> Joined | Exception:
+    def one(rank: int) -> RollCall | Exception:
         try:
             return call(store, rank, **settings)
         except Exception as error:
@@ -60,10 +60,10 @@ def test_when_all_have_come_every_rank_knows_the_hosts_and_what_rank_0_shares() 
 
     found = all_of(MemoryStore(), [3, 2, 1, 0], check=check)
     for rank, joined in found.items():
-        assert isinstance(joined, Joined), (rank, joined)
+        assert isinstance(joined, RollCall), (rank, joined)
         assert list(joined.hosts) == list(HOSTS)
         assert joined.shared == {"recorder_pid": 77}
-    known = {rank: sorted(joined.who) for rank, joined in found.items() if isinstance(joined, Joined)}
+    known = {rank: sorted(joined.who) for rank, joined in found.items() if isinstance(joined, RollCall)}
     assert known == {0: [0, 1, 2, 3], 1: [0, 1], 2: [0, 2, 3], 3: [0, 2, 3]}
     assert seen == [[0, 1, 2, 3]], "the check runs once, on rank 0"
 
@@ -73,8 +73,8 @@ def test_a_second_process_of_a_rank_is_refused_and_changes_nothing() -> None:
     found = all_of(store, [0, 1, 2, 3])
     with pytest.raises(LaunchError, match="rank 1 on gpu-06"):
         call(store, 1, pid="another")
-    assert isinstance(found[0], Joined)
-    assert roll(store, [1]) == {1: found[0].who[1]}
+    assert isinstance(found[0], RollCall)
+    assert fetch_reports(store, [1]) == {1: found[0].who[1]}
 
 
 def test_what_a_rank_says_of_itself_arrives_unchanged_and_can_be_fetched_later() -> None:
@@ -82,9 +82,9 @@ def test_what_a_rank_says_of_itself_arrives_unchanged_and_can_be_fetched_later()
     found = all_of(store, [0, 1, 2, 3], gpu=None, versions={"torch": "2.13", "driver": None}, name="g\udcffpu")
     expected = {"gpu": None, "versions": {"torch": "2.13", "driver": None}, "name": "g\udcffpu"}
     joined = found[0]
-    assert isinstance(joined, Joined)
+    assert isinstance(joined, RollCall)
     assert joined.who[2] == {"rank": 2, "host": "gpu-07", **expected}
-    assert roll(store, [3]) == {3: {"rank": 3, "host": "gpu-07", **expected}}
+    assert fetch_reports(store, [3]) == {3: {"rank": 3, "host": "gpu-07", **expected}}
 
 
 def test_a_refusal_is_told_to_every_rank_alike_and_none_is_called_lost_later() -> None:
@@ -119,7 +119,7 @@ def test_nobody_waits_longer_than_the_last_rank_needs() -> None:
     late.start()
     found = all_of(store, [0, 1, 2], timeout_seconds=30)
     late.join()
-    assert all(isinstance(joined, Joined) for joined in found.values())
+    assert all(isinstance(joined, RollCall) for joined in found.values())
     assert time.perf_counter() - begin < 10
 
 

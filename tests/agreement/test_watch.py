@@ -17,7 +17,7 @@ import pytest
 from ranks import facts_of
 
 from pytest_gpucluster.agreement import deadline, exchange, watchdog
-from pytest_gpucluster.agreement.exchange import Ending, Exchange, key_of, verdict_key
+from pytest_gpucluster.agreement.exchange import AbortReason, Exchange, key_of, verdict_key
 from pytest_gpucluster.agreement.hang_diagnosis import Operation, Where, making_group
 from pytest_gpucluster.agreement.liveness import start_time
 from pytest_gpucluster.agreement.release import RELEASE_SIGNAL, Released
@@ -28,7 +28,7 @@ from pytest_gpucluster.session.options import Timeouts
 DEADLINE_SECONDS = 20.0
 TICK = 0.01
 NAMES = {0: "rank 0 (gpu-06)", 1: "rank 1 (gpu-07)"}
-ENDING = Ending(name="rank lost", message="rank 1 (gpu-07) is lost", exit=11, culprits=[1])
+ENDING = AbortReason(name="rank lost", message="rank 1 (gpu-07) is lost", exit=11, culprits=[1])
 
 
 def until(found: Callable[[], object]) -> None:
@@ -63,8 +63,8 @@ class Place:
         self, rank: int, fault_file: Any, *, timeouts: Timeouts, store: MemoryStore, peer: dict[str, Any]
     ) -> None:
         self.store = store
-        self.endings: list[Ending] = []
-        self.overtimes: list[Ending] = []
+        self.endings: list[AbortReason] = []
+        self.overtimes: list[AbortReason] = []
         self.beats = 0
         self.beat_error: Exception | None = None
         facts = facts_of(rank=rank, node_rank=rank, hostname=f"gpu-0{6 + rank}")
@@ -80,7 +80,7 @@ class Place:
             names=NAMES,
             timeouts=timeouts,
             fault_file=fault_file,
-            on_ending=self.endings.append,
+            on_abort=self.endings.append,
             on_beat=self._beat,
             on_overtime=self.overtimes.append,
         )
@@ -337,13 +337,13 @@ def test_a_loss_that_another_rank_saw_ends_the_run_here_and_frees_this_rank(plac
     with pytest.raises(Released):
         hang(lambda: exchange.post_event(here.store, "lost", rank=0, message="process 7"))
     here.watch.leave()
-    ending = here.watch.ending
+    ending = here.watch.abort_reason
     assert ending is not None
     assert (ending.name, ending.exit, list(ending.culprits)) == ("rank lost", 11, [0])
     assert re.match(r"rank 0 \(gpu-06\) is lost .* of t: process 7$", ending.message)
-    assert here.endings == [here.watch.ending]
+    assert here.endings == [here.watch.abort_reason]
     until(lambda: here.store.check([verdict_key(number)]))
-    assert json.loads(here.store.get(verdict_key(number))) == {"ended": here.watch.ending.to_json()}
+    assert json.loads(here.store.get(verdict_key(number))) == {"ended": here.watch.abort_reason.to_json()}
 
 
 def test_rank_0_answers_for_a_lost_rank_so_that_it_does_not_wait_for_it(place: Callable[..., Place]) -> None:
@@ -458,10 +458,10 @@ def test_a_sibling_that_cannot_be_released_is_killed_and_after_a_goodbye_it_is_n
 def test_an_ending_is_told_once_however_often_it_is_found(place: Callable[..., Place]) -> None:
     here = place(0)
     here.watch.end(ENDING)
-    here.watch.end(Ending(name="other", message="later", exit=2))
+    here.watch.end(AbortReason(name="other", message="later", exit=2))
     exchange.post_event(here.store, "lost", rank=1, message="later")
     here.settle()
-    assert here.watch.ending == ENDING
+    assert here.watch.abort_reason == ENDING
     assert here.endings == [ENDING]
     assert [event["message"] for event in here.posted("end")] == [ENDING.message]
 
@@ -472,7 +472,7 @@ def test_an_ending_that_a_peer_told_is_taken_over_and_not_told_again(place: Call
     exchange.post_event(here.store, "end", **body)
     until(lambda: here.endings)
     here.settle()
-    assert here.endings == [Ending(**body)]
+    assert here.endings == [AbortReason(**body)]
     assert len(here.posted("end")) == 1
 
 
@@ -480,9 +480,9 @@ def test_an_ending_of_all_ranks_by_an_exchange_needs_no_telling_and_has_its_time
     here = place(1, terminate=0.3)
     begin = time.monotonic()
     here.watch.agreed_to_end(ENDING)
-    here.watch.agreed_to_end(Ending(name="other", message="later", exit=2))
+    here.watch.agreed_to_end(AbortReason(name="other", message="later", exit=2))
     here.settle()
-    assert here.watch.ending == ENDING
+    assert here.watch.abort_reason == ENDING
     assert here.endings == here.posted("end") == []
     until(lambda: here.overtimes)
     assert time.monotonic() - begin >= 0.3

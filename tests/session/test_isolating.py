@@ -11,7 +11,7 @@ import pytest
 import torch.distributed
 import torchrun
 
-from pytest_gpucluster.agreement.exchange import Ending
+from pytest_gpucluster.agreement.exchange import AbortReason
 from pytest_gpucluster.agreement.release import Released
 from pytest_gpucluster.errors import CommunicationError, EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.judge import loader
@@ -197,9 +197,9 @@ def plan(node_of, *, hosts=None, seconds=60.0, sku="H100 SXM", size="1 GB"):
     run = SimpleNamespace(
         node_of=lambda: node_of,
         workload=SimpleNamespace(isolation=SimpleNamespace(min_ratio=0.85, size=size)),
-        joined=SimpleNamespace(who=who),
+        roll=SimpleNamespace(who=who),
         names={rank: f"rank {rank}" for rank in node_of},
-        watch=SimpleNamespace(ending=None),
+        abort_reason=None,
         limits=loader.load(),
         gpu_name=lambda: "NVIDIA H100 80GB HBM3",
         sku=lambda gpu: sku,
@@ -283,7 +283,7 @@ def test_a_round_that_a_rank_could_not_take_part_in_counts_for_nothing(body, why
 def test_a_round_that_the_end_of_the_run_has_cut_off_counts_for_nothing():
     made = plan(nodes(2, ranks=2))
     made.decide({})
-    made._run.watch.ending = Ending(name="terminated", message="ended by SIGTERM", exit=2)
+    made._run.abort_reason = AbortReason(name="terminated", message="ended by SIGTERM", exit=2)
     assert made.decide({rank: {"failure": "released"} for rank in made._run.names}) == {"groups": []}
     assert (made.cut_short, made.isolated().rounds) == ("ended by SIGTERM", ())
 
@@ -315,7 +315,7 @@ def test_only_what_gpus_nodes_or_links_may_have_done_counts_against_them(error, 
 
 
 def test_uneven_nodes_are_not_held_beside_each_other():
-    run = SimpleNamespace(workload=object(), node_of=lambda: {0: 0, 1: 0, 2: 1})
+    run = SimpleNamespace(running=SimpleNamespace(workload=object()), node_of=lambda: {0: 0, 1: 0, 2: 1})
     assert "different numbers of ranks" in str(Isolator(run).why_not())
 
 
@@ -334,7 +334,8 @@ class Rank:
             workload=SimpleNamespace(isolation=asked),
             timeouts=SimpleNamespace(stuck=2.0),
             cluster=SimpleNamespace(among=lambda ranks, **more: SimpleNamespace(discard=self.discard)),
-            watch=SimpleNamespace(enter=lambda *phase: 7, leave=self.leave, released=lambda number: None, ending=None),
+            watch=SimpleNamespace(enter=lambda *phase: 7, leave=self.leave, released=lambda number: None),
+            abort_reason=None,
             agree=self.exchange,
             config=SimpleNamespace(pluginmanager=SimpleNamespace(get_plugin=lambda name: None)),
         )

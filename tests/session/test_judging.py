@@ -29,9 +29,9 @@ def run(*, sku: str | None = "H100 SXM", rehearsal: bool = False) -> Any:
         gpu_name=lambda: H100,
         node_of=lambda: {0: 0, 1: 0},
         sku=lambda gpu: sku,
-        joined=SimpleNamespace(hosts=("gpu-06", "gpu-06")),
+        roll=SimpleNamespace(hosts=("gpu-06", "gpu-06")),
         baseline=None,
-        settings=None,
+        launched=None,
     )
 
 
@@ -229,7 +229,7 @@ def test_a_slow_node_is_called_by_its_host() -> None:
     names = {rank: f"rank {rank}" for rank in range(4)}
     world = run()
     world.names, world.node_of = names, lambda: {0: 0, 1: 0, 2: 1, 3: 1}
-    world.joined = SimpleNamespace(hosts=("gpu-06", "gpu-06", "gpu-07", "gpu-07"))
+    world.roll = SimpleNamespace(hosts=("gpu-06", "gpu-06", "gpu-07", "gpu-07"))
     merged = judge_merged(world, record(), merge(outcomes, names), outcomes)
     assert merged.message.startswith("matmul.bf16.tflops 311.4 TFLOPS < 700 TFLOPS on all 2 GPUs of gpu-07 ")
     assert merged.message.endswith("rank 3")

@@ -10,7 +10,7 @@ from pytest_gpucluster.agreement.preflight import Expectation
 from pytest_gpucluster.config.criteria_file import Manifest
 from pytest_gpucluster.journal.test_record import TestName, TestRecord
 from pytest_gpucluster.judge import loader
-from pytest_gpucluster.session.run import Run
+from pytest_gpucluster.session.run import Launched, Run, Running
 from pytest_gpucluster.session.shutdown import decide
 
 A100 = "NVIDIA A100-SXM4-80GB"
@@ -29,13 +29,20 @@ def run_on(
     scheduler = SimpleNamespace(name=None, nnodes=allocated[0], gpus_per_node=allocated[1])
     made: dict[str, Any] = {
         "facts": SimpleNamespace(world_size=8, nnodes=2, local_world_size=4, scheduler=scheduler),
-        "baseline": None,
-        "settings": SimpleNamespace(
-            device="cpu" if gpu is None else "cuda", sku=sku, profile="quick", thresholds=overlay, require=(), data=()
+        "launched": Launched(
+            settings=SimpleNamespace(  # type: ignore[arg-type]
+                device="cpu" if gpu is None else "cuda",
+                sku=sku,
+                profile="quick",
+                thresholds=overlay,
+                require=(),
+                data=(),
+                expect=None if expect is None else Expectation.parse(expect),
+            )
         ),
-        "joined": SimpleNamespace(who={rank: {"gpu": None if gpu is None else {"name": gpu}} for rank in range(4)}),
-        "expectation": None if expect is None else Expectation.parse(expect),
-        "thresholds": loader.load(loader.shipped_path()),
+        "joined": None,
+        "roll": SimpleNamespace(who={rank: {"gpu": None if gpu is None else {"name": gpu}} for rank in range(4)}),
+        "_limits": loader.load(loader.shipped_path()),
         "records": {
             "test_a": TestRecord(
                 test=TestName.of("test_a", ("a.py", 1, "test_a"), "matmul"),
@@ -43,12 +50,10 @@ def run_on(
                 measurements=[{"status": "passed"}],
             )
         },
-        "collected": [],
         "problems": [],
         "deviations": [],
         "environ": {},
-        "manifest": Manifest(node_ids=("test_a",), files=("criteria.txt",)),
-        "workload_record": None,
+        "running": Running(manifest=Manifest(node_ids=("test_a",), files=("criteria.txt",))),
         "selection": False,
     }
     for name, value in made.items():
@@ -61,8 +66,6 @@ def test_there_is_room_for_tests_of_the_data_that_were_given() -> None:
     assert run.room().data == frozenset()
     run.settings.data = (SimpleNamespace(key="images"),)
     assert run.room().data == {"images"}
-    run.settings = None
-    assert run.room().data == frozenset()
 
 
 def test_there_is_room_for_what_was_launched() -> None:
@@ -115,7 +118,7 @@ def test_the_data_sheet_is_that_of_the_sku_in_force(gpu: str | None, sku: str | 
 )
 def test_a_verdict_tells_by_which_limits_it_was_reached(sku: str | None, overlay: Path | None, told: str) -> None:
     run = run_on(A100, sku=sku, overlay=overlay)
-    reached = decide(run, pytest_exit=0, ending=None)
+    reached = decide(run, pytest_exit=0, abort=None)
     assert reached.word == "ACCEPTED"
     assert reached.reason.endswith(told)
 
@@ -128,6 +131,6 @@ def test_on_cpu_the_profile_is_always_that_of_a_rehearsal() -> None:
 def test_a_job_that_was_requeued_says_which_attempt_it_is() -> None:
     run = run_on(A100)
     run.environ = {"SLURM_JOB_ID": "123", "SLURM_RESTART_COUNT": "2"}
-    reason = decide(run, pytest_exit=0, ending=None).reason
+    reason = decide(run, pytest_exit=0, abort=None).reason
     assert "attempt 3" in reason
     assert "job 123" in reason

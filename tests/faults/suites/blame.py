@@ -122,7 +122,8 @@ def fault(request, workload):
     if text != PLANTED[-1].text:
         PLANTED.append(Fault(text))
     changes = {"untimed": {"budget_seconds": 0.0}, "drop": {"probe_seconds": DROPPED_SECONDS}}.get(PLANTED[-1].kind, {})
-    request.config.stash[RUN].workload = replace(workload, isolation=replace(workload.isolation, **changes))
+    run = request.config.stash[RUN]
+    run.running = replace(run.running, workload=replace(workload, isolation=replace(workload.isolation, **changes)))
     return PLANTED[-1]
 
 
