@@ -12,12 +12,12 @@
     |   |-- OutOfStep                ranks are at different points of the session
     |   |-- CommunicationError       a process group could not be made or used
     |   |   `-- NvlsFailed                   NCCL could not use NVLS, the sums in the NVLink switch
-    |   `-- PeerGaveUp               another rank did not post what this one waits for
+    |   `-- PeerGaveUp               another rank did not post the value that this one waits for
     |-- HardwareFault                a wrong result or a GPU that died: JUnit failure, exit code 1
     |   `-- WrongResult              verification found data that differ from the expected ones
-    |-- MeasurementError             ``measure`` was called with something that is no measurement
+    |-- MeasurementError             ``measure`` was called with an invalid measurement
     |   `-- UnitError                  a quantity or unit that cannot be understood, or that is of another dimension
-    |-- InconclusiveMeasurement      the samples scatter too much to compare with a limit: never a pass
+    |-- InconclusiveMeasurement      the samples scatter too much to be compared with a limit: never a pass
     |-- JournalError                 a journal that is missing, foreign, or newer than this version
     |-- RecordError                  a certificate that is missing, foreign, damaged, or newer than this version
     `-- OutputError                  what another program has written is missing, foreign, damaged or cut off
@@ -38,7 +38,7 @@ class GpuClusterError(Exception):
 
 
 class UsageProblem(GpuClusterError):
-    """The run was asked for in a way that cannot work. Nothing was measured."""
+    """The run cannot work as requested. Nothing was measured."""
 
 
 class OptionError(UsageProblem):
@@ -87,11 +87,11 @@ class CommunicationError(EnvironmentBroken):
 
 
 class NvlsFailed(CommunicationError):
-    """NCCL could not take memory for NVLS, the sums in the NVLink switch, or could not be kept from using it."""
+    """NCCL got no memory for NVLS, the sums in the NVLink switch, or could not be kept from using it."""
 
 
 class PeerGaveUp(EnvironmentBroken):
-    """Another rank did not come to say what this one waits for. What happened there is to blame, where it is known."""
+    """Another rank did not post the value that this one waits for. If that rank has failed, it is the culprit."""
 
 
 class HardwareFault(GpuClusterError):
@@ -99,11 +99,11 @@ class HardwareFault(GpuClusterError):
 
 
 class WrongResult(HardwareFault):
-    """Verification found data that differ from what they must be."""
+    """Verification found data that differ from the expected data."""
 
 
 class MeasurementError(GpuClusterError):
-    """``measure`` was given an unknown metric, a wrong unit or something that is no number."""
+    """``measure`` was called with an unknown metric, a wrong unit or a value that is no number."""
 
 
 class UnitError(MeasurementError):
@@ -119,7 +119,7 @@ class JournalError(GpuClusterError):
 
 
 class RecordError(GpuClusterError):
-    """An acceptance record cannot be read, or is not as it was sealed."""
+    """A certificate cannot be read, or was changed after it was sealed."""
 
 
 class OutputError(GpuClusterError):
@@ -148,7 +148,7 @@ _CUT = re.compile(
     r"|failed to (recv|send)|remote process exited|communicator was aborted",
     re.IGNORECASE,
 )
-"""What a rank sees of a peer's end, or of a peer's release. Source: gloo/transport/tcp/pair.cc, c10d's socket.cpp,
+"""How a rank sees that a peer ended or was released. Source: gloo/transport/tcp/pair.cc, c10d's socket.cpp,
 and ncclGetErrorString of ncclRemoteError."""
 
 
@@ -158,49 +158,49 @@ on without NVLS there: https://github.com/NVIDIA/nccl/issues/2077, which also ha
 
 
 _LONGEST_TEXT = 100_000
-"""Characters of an exception's text that are looked at, half of them from its end. Libraries put what they say of
-themselves at either end, and a pattern that is searched for in ten million characters takes half a second."""
+"""Characters of an exception's text that are searched, half of them from its end. Libraries put their own message at
+either end, and a search of ten million characters takes half a second."""
 
 _ENVIRONMENT = (OSError, ImportError, MemoryError)
 _OF_TORCH = {"DistError", "OutOfMemoryError"}
-"""By name, so that torch need not be imported: communication that failed, and memory that somebody else may hold."""
+"""By name, so that torch need not be imported: failed communication, and memory that another process may hold."""
 
 
 def connection_cut(error: BaseException) -> bool:
-    """Tell whether an exception only says that a peer is gone: from a collective, from the making of a group, or before
-    it said what this rank waits for."""
+    """Return whether an exception only reports that a peer is gone: from a collective, while a group was made, or while
+    waiting for its value."""
     if isinstance(error, PeerGaveUp):
         return True
     return isinstance(error, (RuntimeError, CommunicationError)) and bool(_CUT.search(text_of(error)))
 
 
 def communication_failed(error: BaseException) -> bool:
-    """Tell whether an exception says that ranks could not talk to each other, whoever is to blame."""
+    """Return whether ranks could not communicate, whatever the cause."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return isinstance(error, CommunicationError) or "DistError" in names or connection_cut(error)
 
 
-def in_own_words(error: BaseException) -> BaseException:
-    """Return an exception, in whose place NvlsFailed where NCCL says that it could not take memory for NVLS."""
+def translate_nvls(error: BaseException) -> BaseException:
+    """Return NvlsFailed in place of an error in which NCCL reports that it got no memory for NVLS; else the error."""
     found = _NVLS.search(text_of(error)) if isinstance(error, RuntimeError) else None
     if found is None:
         return error
     failed = NvlsFailed(
-        "NCCL could not take memory for NVLS: the NVLink switch has no place left, or Fabric Manager is at fault\n"
-        "The switch has 128 places for the groups of all jobs on the node, and groups that were aborted may hold some. "
+        "NCCL could not take memory for NVLS: the NVLink switch has no multicast group left, or Fabric Manager failed\n"
+        "The switch has 128 groups for all jobs on the node, and aborted process groups may still hold some. "
         "End other jobs, look at `nvidia-smi -q` (Fabric) and at Fabric Manager's log, and repeat the run.\n"
-        f"NCCL says: {found[0].strip()}"
+        f"NCCL reports: {found[0].strip()}"
     )
     failed.__cause__ = error
     return failed.with_traceback(error.__traceback__)
 
 
 def text_of(error: BaseException) -> str:
-    """Return an exception's text, also where its ``__str__`` raises; of a huge one the beginning and the end."""
+    """Return an exception's text, also where its ``__str__`` raises; of a very long one the beginning and the end."""
     try:
         text = str(error)
     except Exception as broken:  # must not hide the failure
-        return f"(its text cannot be shown: {type(broken).__name__})"
+        return f"(its text cannot be read: {type(broken).__name__})"
     half = _LONGEST_TEXT // 2
     return text if len(text) <= _LONGEST_TEXT else f"{text[:half]}\n{text[-half:]}"
 
@@ -208,8 +208,8 @@ def text_of(error: BaseException) -> str:
 def kind_of(error: BaseException, when: str) -> str:
     """Return "failed" (the hardware is judged) or "error" (the run or its environment broke).
 
-    As in pytest itself, what goes wrong in a test's body is a failure and what goes wrong around it an error, unless
-    the exception says better.
+    As in pytest itself, an exception in a test's body is a failure and one around it an error, unless its type
+    states otherwise.
     """
     if isinstance(error, (HardwareFault, InconclusiveMeasurement)) or gpu_died(error) == "hardware":
         return "failed"
@@ -221,7 +221,7 @@ def kind_of(error: BaseException, when: str) -> str:
 
 
 def gpu_died(error: BaseException) -> str | None:
-    """Tell whether this process's CUDA context is dead: "hardware" if the GPU itself is the cause, else "unknown"."""
+    """Return whether this process's CUDA context is dead: "hardware" if the GPU itself is the cause, else "unknown"."""
     if not isinstance(error, RuntimeError):
         return None
     text = text_of(error)

@@ -1,6 +1,6 @@
-"""Files written atomically, and the mounts of this host as the kernel lists them.
+"""Atomic writing of files, and the mounts of this host as the kernel lists them.
 
-A reader of a file that is written atomically sees the former content or the new one, never a part.
+A reader sees the former content or the new one, never a part.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from pathlib import Path
 
 
 def atomic_write(path: Path, text: str) -> None:
-    """Replace a file atomically, as UTF-8. Folders that it lacks are made.
+    """Replace a file atomically, as UTF-8. Missing folders are created.
 
-    A path that is no plain file (a pipe, ``/dev/null``) is written to as it is, and never replaced.
+    A path that is no regular file (a pipe, ``/dev/null``) is written to directly and never replaced.
 
     Raises:
-        OSError: it could not be written. What was there is intact.
+        OSError: it could not be written. The former content is intact.
     """
     content = text.encode("utf-8", "backslashreplace")
     try:
-        # Asked before the path is resolved: what /proc calls a pipe is the name of nothing.
-        is_plain = stat.S_ISREG(path.stat().st_mode)
+        # Before the path is resolved: the name that /proc gives a pipe does not exist.
+        is_regular = stat.S_ISREG(path.stat().st_mode)
     except FileNotFoundError:
-        is_plain = True
-    if not is_plain:
+        is_regular = True
+    if not is_regular:
         path.write_bytes(content)
         return
-    # A link is followed, as pytest does, so that it still points there.
+    # As in pytest, a link is followed and stays a link.
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = draft_of(path, os.getpid())
@@ -43,9 +43,9 @@ def atomic_write(path: Path, text: str) -> None:
 
 
 def draft_of(path: Path, pid: int) -> Path:
-    """Return where a process writes a file before it takes its place.
+    """Return the temporary path to which a process writes a file before it replaces it.
 
-    It does not end as the file does: what a killed writer leaves must not be taken for a report.
+    Its suffix differs: what a killed writer leaves must not be taken for a report.
     """
     return path.with_name(f".{path.name[:200]}.{pid}.tmp")
 
@@ -56,7 +56,7 @@ MOUNTINFO = Path("/proc/self/mountinfo")
 NETWORK = frozenset(
     ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "wekafs", "cifs", "smb3", "pvfs2", "glusterfs", "afs", "panfs")
 )
-"""Types of file systems whose data lie on other hosts, as mountinfo names them; by FUSE they are called fuse.x."""
+"""Types of network file systems in mountinfo; through FUSE they are called fuse.x."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +79,12 @@ class Mount:
 
     @property
     def is_network(self) -> bool:
-        """Tell whether the data lie on other hosts, as far as the type says."""
+        """Whether its type is that of a network file system."""
         return self.kind in NETWORK or self.kind.startswith("fuse.")
 
     @property
     def read_only(self) -> bool:
-        """Tell whether nothing can be written to it."""
+        """Whether it is mounted read-only."""
         return "ro" in self.options
 
     def option(self, name: str) -> str | None:
@@ -98,21 +98,21 @@ class Mount:
 def read_mounts(path: Path = MOUNTINFO) -> tuple[Mount, ...]:
     """Return everything that is mounted, in the order of mounting.
 
-    Raises: OSError if the kernel does not tell.
+    Raises: OSError if the kernel's list cannot be read.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
     return tuple(mount for mount in map(_mount, text.splitlines()) if mount is not None)
 
 
 def mount_of(folder: Path, mounts: Iterable[Mount]) -> Mount | None:
-    """Return the mount that a folder is on, or None where none of them holds it.
+    """Return the mount that a folder is on, or None.
 
-    The folder's symbolic links must have been resolved: looking at it could wait for a server that does not answer.
+    The folder's symbolic links must have been resolved already: doing it here could wait for a dead server.
     """
     found, longest = None, -1
     for mount in mounts:
         point = Path(mount.point)
-        # Of two mounted at the same place the later one is seen.
+        # Of two mounts at the same point the later one is in effect.
         if folder.is_relative_to(point) and len(point.parts) >= longest:
             found, longest = mount, len(point.parts)
     return found
@@ -120,15 +120,19 @@ def mount_of(folder: Path, mounts: Iterable[Mount]) -> Mount | None:
 
 def _mount(line: str) -> Mount | None:
     before, dash, after = line.partition(" - ")
-    fields, of = before.split(" "), after.split(" ")
-    if not dash or len(fields) < 6 or len(of) < 3:
+    fields, more = before.split(" "), after.split(" ")
+    if not dash or len(fields) < 6 or len(more) < 3:
         return None
-    options = dict.fromkeys(part for words in (fields[5], of[2]) for part in words.split(","))
+    options = dict.fromkeys(part for words in (fields[5], more[2]) for part in words.split(","))
     return Mount(
-        point=_plain(fields[4]), kind=of[0], source=_plain(of[1]), root=_plain(fields[3]), options=tuple(options)
+        point=_unescape(fields[4]),
+        kind=more[0],
+        source=_unescape(more[1]),
+        root=_unescape(fields[3]),
+        options=tuple(options),
     )
 
 
-def _plain(text: str) -> str:
-    """Take back the kernel's octal escapes, such as ``\\040`` for a space."""
+def _unescape(text: str) -> str:
+    """Undo the kernel's octal escapes, such as ``\\040`` for a space."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

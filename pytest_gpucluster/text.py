@@ -1,7 +1,6 @@
-"""Text for people: one safe line from any text, ranges of ranks, tables and paragraphs of a given width.
+"""Text for people: safe single lines, ranges of ranks, tables and paragraphs of a given width.
 
-No line of a table or paragraph is wider than that. Widths are columns of a terminal: a Chinese character takes two, an
-accent none.
+Widths are columns of a terminal: a Chinese character takes two, an accent none.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def printable(text: str) -> str:
 
 
 def first_line(text: str, characters: int = MESSAGE_CHARACTERS) -> str:
-    """Return the first line of a text that is not empty, cut with an ellipsis to so many characters.
+    """Return the first line of a text that is not empty, cut with an ellipsis to ``characters``.
 
     >>> first_line("\\n  the cause\\nwhere it was")
     'the cause'
@@ -41,7 +40,7 @@ def first_line(text: str, characters: int = MESSAGE_CHARACTERS) -> str:
 
 
 def one_line(text: str, characters: int) -> str:
-    """Return a whole text on one line, visible, cut with an ellipsis to so many characters.
+    """Return a whole text on one line, visible, cut with an ellipsis to ``characters``.
 
     >>> one_line("the cause\\n  where it was", 20)
     'the cause where it …'
@@ -66,7 +65,7 @@ def duration(seconds: float) -> str:
 
 
 def rank_ranges(ranks: Iterable[int]) -> str:
-    """Return "rank 3" or "ranks 0-2, 5"; after many ranges only how many ranks there are.
+    """Return "rank 3" or "ranks 0-2, 5"; after 24 ranges the number of ranks.
 
     >>> rank_ranges([5, 0, 1, 2])
     'ranks 0-2, 5'
@@ -78,30 +77,28 @@ def rank_ranges(ranks: Iterable[int]) -> str:
             ranges[-1][1] = rank
         else:
             ranges.append([rank, rank])
-    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges[:_RANGES])
+    listed = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges[:_RANGES])
     more = f", ... ({len(numbers)} ranks)" if len(ranges) > _RANGES else ""
-    return f"{'rank' if len(numbers) == 1 else 'ranks'} {shown}{more}"
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {listed}{more}"
 
 
 _GAP = "  "
-_TIED = "\0"
+_NO_BREAK = "\0"
 _ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 _STYLES = {"red": "31", "green": "32", "yellow": "33", "bold": "1"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """One column of a table. ``is_right`` for numbers: their ends stand under each other."""
+    """One column of a table. ``is_right``: cells to the right, for numbers."""
 
     title: str
     is_right: bool = False
 
 
 def clean(text: str) -> str:
-    """Return a text from anywhere on one line, with nothing in it that acts on a terminal or turns the writing
-    around."""
-    # Made visible first, so that a control character keeps its number. What is left are characters that only other
-    # writing needs (U+202E), which turn the rest of a line around.
+    """Return untrusted text on one line, without characters that act on a terminal or change the text direction."""
+    # Made visible first, so that a control character keeps its number. The rest changes the text direction (U+202E).
     return printable(" ".join(visible(text).split()))
 
 
@@ -121,7 +118,7 @@ def columns(text: str) -> int:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return a clean text cut with an ellipsis to so many columns.
+    """Return a clean text cut with an ellipsis to ``most`` columns.
 
     >>> shortened("a long host name", 8)
     'a long …'
@@ -135,65 +132,65 @@ def shortened(text: str, most: int) -> str:
 
 
 def styled(text: str, style: str, *, colour: bool) -> str:
-    """Return a text in red, green, yellow or bold, where colour is wanted."""
+    """Return a text in red, green, yellow or bold if ``colour``."""
     return f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if colour and text else text
 
 
 def padded(text: str, width: int, *, is_right: bool = False) -> str:
-    """Return a clean text with spaces after it, or before it, up to so many columns."""
+    """Return a clean text padded with spaces to ``width`` columns."""
     spaces = " " * max(0, width - columns(text))
     return spaces + text if is_right else text + spaces
 
 
 def paragraph(text: str, width: int, *, first: str = "", rest: str = "") -> list[str]:
-    """Return a text from anywhere as lines no wider than ``width``.
+    """Return untrusted text as lines no wider than ``width``.
 
-    ``first`` stands before the first line, ``rest`` before all others. A word that is wider than a line is broken.
+    ``first`` is the prefix of the first line, ``rest`` of the others. A word that is wider than a line is broken.
 
     >>> paragraph("rank 3 is lost", 12, first="- ", rest="  ")
     ['- rank 3 is', '  lost']
     """
     lines: list[str] = []
-    before, line = first, ""
+    prefix, line = first, ""
     # A percent sign stays with its number.
-    for word in clean(text).replace(" %", f"{_TIED}%").split(" "):
-        word = word.replace(_TIED, " ")
-        room = width - columns(before)
-        if line and columns(line) + 1 + columns(word) <= room:
+    for word in clean(text).replace(" %", f"{_NO_BREAK}%").split(" "):
+        word = word.replace(_NO_BREAK, " ")
+        free = width - columns(prefix)
+        if line and columns(line) + 1 + columns(word) <= free:
             line += f" {word}"
             continue
         if line:
-            lines.append(before + line)
-            before, line = rest, ""
-            room = width - columns(before)
-        while columns(word) > max(1, room):
-            part = _fitting(word, room)
-            lines.append(before + part)
-            before, word = rest, word[len(part) :]
-            room = width - columns(before)
+            lines.append(prefix + line)
+            prefix, line = rest, ""
+            free = width - columns(prefix)
+        while columns(word) > max(1, free):
+            part = _fitting(word, free)
+            lines.append(prefix + part)
+            prefix, word = rest, word[len(part) :]
+            free = width - columns(prefix)
         line = word
-    return [*lines, before + line] if line or not lines else lines
+    return [*lines, prefix + line] if line or not lines else lines
 
 
 def widths(rows: Sequence[Sequence[str]]) -> list[int]:
-    """Return how wide each column must be for all its cells."""
+    """Return the width of each column: its widest cell."""
     return [max(map(columns, cells)) for cells in zip(*rows, strict=True)] if rows else []
 
 
 def line_of(cells: Sequence[str], heads: Sequence[Column], wide: Sequence[int]) -> str:
     """Return one line of a table. The last column has no spaces after it."""
-    told = [padded(cell, width, is_right=head.is_right) for cell, head, width in zip(cells, heads, wide, strict=True)]
-    return _GAP.join(told).rstrip()
+    aligned = (padded(cell, size, is_right=head.is_right) for cell, head, size in zip(cells, heads, wide, strict=True))
+    return _GAP.join(aligned).rstrip()
 
 
 def total(wide: Sequence[int]) -> int:
-    """Return how wide a line of columns of these widths is."""
+    """Return the width of a line whose columns have these widths."""
     return sum(wide) + len(_GAP) * max(0, len(wide) - 1)
 
 
-def _fitting(word: str, room: int) -> str:
-    """Return as many characters as fit, and one at least."""
-    part = word[: max(1, room)]
-    while len(part) > 1 and columns(part) > room:
+def _fitting(word: str, free: int) -> str:
+    """Return the beginning of a word that fits; at least one character."""
+    part = word[: max(1, free)]
+    while len(part) > 1 and columns(part) > free:
         part = part[:-1]
     return part

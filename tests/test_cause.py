@@ -6,7 +6,7 @@ import pytest
 from each import of_each
 
 from pytest_gpucluster import errors
-from pytest_gpucluster.errors import connection_cut, gpu_died, in_own_words, kind_of, text_of
+from pytest_gpucluster.errors import connection_cut, gpu_died, kind_of, text_of, translate_nvls
 
 
 def cuda(text: str) -> RuntimeError:
@@ -173,15 +173,15 @@ def test_what_the_environment_lacks_is_no_verdict_about_hardware(error: Exceptio
 
 
 def test_memory_for_nvls_that_nccl_cannot_take_is_an_error_of_its_own_and_of_the_environment() -> None:
-    found = in_own_words(NO_NVLS)
+    found = translate_nvls(NO_NVLS)
     assert isinstance(found, errors.NvlsFailed)
     assert kind_of(found, "call") == "error"
     assert "of size 2097152" in str(found)
     assert "Fabric Manager" in str(found)
     assert found.__cause__ is NO_NVLS
-    assert in_own_words(found) is found
+    assert translate_nvls(found) is found
 
 
 @pytest.mark.parametrize("other", [cuda("out of memory"), BadText(), AssertionError(str(NO_NVLS)), KeyboardInterrupt()])
 def test_another_error_keeps_its_words(other: BaseException) -> None:
-    assert in_own_words(other) is other
+    assert translate_nvls(other) is other

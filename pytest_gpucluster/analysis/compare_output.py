@@ -78,7 +78,9 @@ def pair_text(pair: Pair, unit: str) -> str:
     """Return "731 TFLOPS before, 312.4 TFLOPS now (-57.3 %)", as far as both are known."""
     if pair.old is None or pair.new is None:
         return pair.why
-    before, now = (quantity(a.value, unit, beside=b.value) for a, b in ((pair.old, pair.new), (pair.new, pair.old)))
+    before, now = (
+        quantity(a.value, unit, compared_with=b.value) for a, b in ((pair.old, pair.new), (pair.new, pair.old))
+    )
     change = "" if pair.change is None else f" ({change_text(pair.change)})"
     return f"{before} before, {now} now{change}" + (f": {pair.why}" if pair.why else "")
 
@@ -116,7 +118,7 @@ def _cells(change: Change) -> tuple[str, str, str, str]:
     if pair.old is None or pair.new is None:
         return kind, "", "", ""
     before, now = (
-        quantity(a.value, change.unit, beside=b.value) for a, b in ((pair.old, pair.new), (pair.new, pair.old))
+        quantity(a.value, change.unit, compared_with=b.value) for a, b in ((pair.old, pair.new), (pair.new, pair.old))
     )
     return kind, "" if pair.change is None else change_text(pair.change), before, now
 

@@ -131,8 +131,8 @@ def outlier_text(outlier: Outlier) -> str:
     judged = outlier.judged
     labels = ", ".join(f"{key}={value}" for key, value in judged.labels.items())
     metric = f"{judged.metric}{{{labels}}}" if labels else judged.metric
-    value = quantity(outlier.value, judged.unit, beside=outlier.median)
-    middle = quantity(outlier.median, judged.unit, beside=outlier.value)
+    value = quantity(outlier.value, judged.unit, compared_with=outlier.median)
+    middle = quantity(outlier.median, judged.unit, compared_with=outlier.value)
     return (
         f"{outlier.test}: {metric} {value}, the fleet's median is {middle} ({percent(-outlier.behind)}): {outlier.why}"
     )

@@ -26,7 +26,7 @@ from pytest_gpucluster.cli.command import (
 from pytest_gpucluster.errors import JournalError, OptionError
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import JUnitOptions
-from pytest_gpucluster.reports.registry import FILES, found_in, rendered
+from pytest_gpucluster.reports.registry import FILES, existing_files, render
 from pytest_gpucluster.text import MESSAGE_CHARACTERS, one_line, printable
 
 _REPORT = """\
@@ -175,10 +175,10 @@ def _rendered(
             verbosity=options.verbose - options.quiet,
             colour=is_terminal and "NO_COLOR" not in os.environ,
             # A text that is kept elsewhere says nothing of where this machine had them.
-            reports=found_in(folder) if out in STDOUT else (),
+            reports=existing_files(folder) if out in STDOUT else (),
         )
     page_folder = None if out in STDOUT else Path(os.path.realpath(out)).parent
-    return rendered(kind, journal, folder=folder, page_folder=page_folder, junit_options=junit_options)
+    return render(kind, journal, folder=folder, page_folder=page_folder, junit_options=junit_options)
 
 
 def _columns() -> int:

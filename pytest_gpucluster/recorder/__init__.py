@@ -1,1 +1,1 @@
-"""The process that writes the record, and the client on rank 0."""
+"""The process that writes the journal and the reports, and its client on rank 0."""

@@ -1,7 +1,6 @@
-"""What the recorder process does: take lines from rank 0, have them recorded, outlive rank 0.
+"""The recorder process: receive lines from rank 0, record them, outlive rank 0.
 
-If rank 0 ends without a closing line, the recorder closes the journal itself. Then it ends: who waits for its
-end knows that the reports are on disk.
+If rank 0 ends without a closing line, the recorder closes the journal itself. It exits when the reports are on disk.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from typing import NoReturn
 from pytest_gpucluster.agreement import hang_diagnosis
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.launch import detached_process
-from pytest_gpucluster.recorder.client import AGAIN, BEAT, CHUNK_BYTES, END, FAULT_FILE, HEADER, LINE
-from pytest_gpucluster.recorder.writer import OWN_PROBLEM, Record
+from pytest_gpucluster.recorder.client import BEAT, CHUNK_BYTES, END, FAULT_FILE, HEADER, LINE, RETRY
+from pytest_gpucluster.recorder.writer import OWN_PROBLEM, RunWriter
 from pytest_gpucluster.reports import registry as reports
 from pytest_gpucluster.text import MESSAGE_CHARACTERS, one_line
 
 _TICK_SECONDS = 0.5
-# All reports together, with the end of the record. Rank 0 waits for them, and so do the launchers: 10 s (closing.py).
+# For closing the journal and all reports. Rank 0 and the launchers wait for them: 10 s (session/shutdown.py).
 _REPORTS_SECONDS = 7.0
 _LEAST_SECONDS = 0.5
 _FAULT_BYTES = 64 * 1024
@@ -48,10 +47,10 @@ _STATES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Watch:
-    """When rank 0 counts as silent, in seconds: past a test's deadline, and since it was last heard.
+    """When rank 0 counts as silent, in seconds: after a test's deadline, and since its last message.
 
-    Rank 0 beats every second. The other ranks give it up, and may kill it, after 4 s (``agreement.watch``): what it is
-    like must be on record before that.
+    Rank 0 beats every second. The other ranks give it up, and may kill it, after 4 s (``agreement.watchdog``): its
+    state must be recorded before that.
     """
 
     grace_seconds: float = 1.0
@@ -59,12 +58,12 @@ class Watch:
 
 
 class Session:
-    """The conversation with rank 0 and the watch over it."""
+    """The connection to rank 0 and the watch over it."""
 
-    def __init__(self, channel: socket.socket, parent: int, record: Record, watch: Watch) -> None:
+    def __init__(self, channel: socket.socket, parent: int, writer: RunWriter, watch: Watch) -> None:
         self._channel = channel
         self._parent = parent
-        self._record = record
+        self._writer = writer
         self._watch = watch
         self._message = bytearray()
         self._last_packet = 0
@@ -74,14 +73,14 @@ class Session:
         self._heard_at = time.monotonic()
         self._started_at = time.monotonic()
         self._silence = ""
-        self._told: str | None = None
+        self._reported_failure: str | None = None
         self._fault_file: Path | None = None
         self._fault_offset = 0
 
     def serve(self) -> None:
-        """Record until the closing line has come or rank 0 has ended, and everything is on disk."""
+        """RunWriter until the closing line was received or rank 0 has exited, and everything is on disk."""
         self._channel.setblocking(False)
-        # Held by a child that renders, it would stay open when this process is killed: nobody would hear of that.
+        # A child that renders must not keep it open: rank 0 would not notice the death of this process.
         os.register_at_fork(after_in_child=self._channel.close)
         poller = select.poll()
         poller.register(self._channel, select.POLLIN)
@@ -89,44 +88,44 @@ class Session:
         if end is not None:
             poller.register(end, select.POLLIN)
         while True:
-            wait = min(_TICK_SECONDS, max(0.0, self._record.due_at() - time.monotonic()))
+            wait = min(_TICK_SECONDS, max(0.0, self._writer.due_at() - time.monotonic()))
             ready = {descriptor for descriptor, _ in poller.poll(wait * 1000)}
-            # Read after the look at rank 0, so that nothing it said before its end is left unread.
-            has_ended = (end in ready) if end is not None else os.getppid() != self._parent
+            # Received after this check, so that rank 0's last lines are not lost.
+            has_exited = (end in ready) if end is not None else os.getppid() != self._parent
             was_connected = self._is_connected
-            self._take()
+            self._receive()
             if was_connected and not self._is_connected:
                 poller.unregister(self._channel)
-            if self._is_closed or has_ended:
+            if self._is_closed or has_exited:
                 break
             self._watch_rank_0()
             self._prepare()
-            if time.monotonic() >= self._record.due_at():
-                self._record.render()
-            self._tell()
+            if time.monotonic() >= self._writer.due_at():
+                self._writer.render()
+            self._report_failure()
         if not self._is_closed:
-            self._write_obituary()
+            self._record_death()
         begin = time.monotonic()
-        self._conclude("done", self._record.close())
+        self._send_result("done", self._writer.close())
         left = max(_LEAST_SECONDS, _REPORTS_SECONDS - (time.monotonic() - begin))
-        self._conclude("missing", self._record.render_reports(left))
+        self._send_result("missing", self._writer.render_reports(left))
         if not self._is_closed and self._fault_file is not None:
             detached_process.end_stale_processes([str(self._fault_file)])
-            with contextlib.suppress(OSError):  # rank 0 is dead, and what it had to say is on record
+            with contextlib.suppress(OSError):  # rank 0 is dead, and its output is recorded
                 self._fault_file.unlink(missing_ok=True)
 
-    def _conclude(self, what: str, told: str | None) -> None:
-        """Tell rank 0; in its place, where it is gone, whoever reads its standard error."""
-        if not self._say({what: told}) and told:
-            print(f"gpucluster recorder: {told}", file=sys.stderr, flush=True)
+    def _send_result(self, what: str, problem: str | None) -> None:
+        """Send a result to rank 0; if it is gone, print a problem to standard error."""
+        if not self._send({what: problem}) and problem:
+            print(f"gpucluster recorder: {problem}", file=sys.stderr, flush=True)
 
     def _prepare(self) -> None:
-        """Load what the reports need, once, while rank 0 has begun to open the run and measures nothing yet."""
-        if not self._is_prepared and self._record.journal() is not None:
+        """Import what the reports need, once, while rank 0 starts the run and measures nothing yet."""
+        if not self._is_prepared and self._writer.journal() is not None:
             self._is_prepared = True
             reports.prepare()
 
-    def _take(self) -> None:
+    def _receive(self) -> None:
         while self._is_connected and not self._is_closed:
             try:
                 packet = self._channel.recv(HEADER.size + CHUNK_BYTES)
@@ -135,7 +134,7 @@ class Session:
             except OSError:
                 packet = b""
             if not packet:
-                # It closed the socket. Its end is another matter: a forked child may hold the socket open.
+                # It closed the socket. Its exit is detected separately: a forked child may keep the socket open.
                 self._is_connected = False
                 return
             number, is_last = HEADER.unpack_from(packet)
@@ -146,76 +145,76 @@ class Session:
             if is_last:
                 message, self._message = bytes(self._message), bytearray()
                 self._heard_at = time.monotonic()
-                self._obey(message[:1], message[1:])
+                self._handle(message[:1], message[1:])
 
-    def _obey(self, kind: bytes, content: bytes) -> None:
+    def _handle(self, kind: bytes, content: bytes) -> None:
         if kind == BEAT:
             if self._silence:
                 self._silence = ""
-                self._record.add({"type": "silence", "at": _now(), "message": "", "text": ""})
+                self._writer.add({"type": "silence", "at": _now(), "message": "", "text": ""})
         elif kind == FAULT_FILE:
             self._fault_file = Path(os.fsdecode(content))
             self._fault_offset = self._fault_size()
-        elif kind == AGAIN:
-            self._record.try_again()
-            if self._say({"failure": self._record.failure, "again": None}):
-                self._told = self._record.failure
+        elif kind == RETRY:
+            self._writer.retry()
+            if self._send({"failure": self._writer.failure, "again": None}):
+                self._reported_failure = self._writer.failure
         elif kind in (LINE, END):
             self._silence = ""
-            before = self._record.builder.running
-            self._record.add_encoded(content)
-            if self._record.builder.running is not before:
+            before = self._writer.builder.running
+            self._writer.add_encoded(content)
+            if self._writer.builder.running is not before:
                 self._started_at = time.monotonic()
-                # What was written before this test is not about it.
+                # What was written before this test does not belong to it.
                 self._fault_offset = self._fault_size()
             if kind == END:
                 self._is_closed = True
-                journal = self._record.journal()
+                journal = self._writer.journal()
                 if journal is not None and journal.end is None:
-                    self._close_for_rank_0(journal, "rank 0's closing line was refused")
+                    self._close_for_rank_0(journal, "rank 0's closing line was rejected")
 
     def _watch_rank_0(self) -> None:
-        """Note in the report when rank 0 is silent past the deadline of its test."""
-        running = self._record.builder.running
+        """RunWriter when rank 0 is silent after the deadline of its test."""
+        running = self._writer.builder.running
         if running is None or self._silence:
             return
         now = time.monotonic()
         overdue = now - self._started_at - running.deadline_seconds
         if overdue <= self._watch.grace_seconds or now - self._heard_at <= self._watch.quiet_seconds:
             return
-        journal = self._record.builder.journal()
+        journal = self._writer.builder.journal()
         state = _process_state(self._parent)
         place = hang_diagnosis.stack_location(self._fault_text())
-        holding = f", holding the GIL at {place}" if place else ""
+        gil = f", holding the GIL at {place}" if place else ""
         self._silence = (
-            f"{self._rank_0(journal)} does not answer, {state}{holding}, {overdue:.0f} s past the deadline of "
+            f"{self._rank_0(journal)} does not answer, {state}{gil}, {overdue:.0f} s past the deadline of "
             f"{running.nodeid}"
         )
-        text = f"It was last heard {now - self._heard_at:.0f} s before.\n{_process_facts(self._parent)}"
-        self._record.add({"type": "silence", "at": _now(), "message": self._silence, "text": text + self._fault_text()})
+        text = f"Its last message was {now - self._heard_at:.0f} s before.\n{_process_facts(self._parent)}"
+        self._writer.add({"type": "silence", "at": _now(), "message": self._silence, "text": text + self._fault_text()})
 
-    def _write_obituary(self) -> None:
-        journal = self._record.journal()
+    def _record_death(self) -> None:
+        journal = self._writer.journal()
         if journal is None:
             return
         problem = journal.recent_problem
         if problem is None or problem.name == OWN_PROBLEM:
-            message = f"{self._rank_0(journal)} ended without a word {journal.where}{self._fatal_error()}"
+            message = f"{self._rank_0(journal)} exited without a message {journal.where}{self._fatal_error()}"
             if self._silence:
-                message = f"{self._silence}; then it was ended"
+                message = f"{self._silence}; then its process ended"
             text = (
-                "The recorder saw the process end before it had closed the journal. Whether a signal or an "
-                "exit ended it is not known here: only its parent, the launcher, learns that."
+                "The process ended before it had closed the journal. Whether by a signal or by exit is unknown "
+                "here: only its parent, the launcher, has its status."
             )
             if self._silence:
                 text += f"\nBefore that: {self._silence}"
             text += self._fault_text()
-            self._record.add(
+            self._writer.add(
                 {"type": "problem", "name": "rank lost", "outcome": "error", "message": message, "text": text}
             )
         else:
             message = problem.message
-        self._close_for_rank_0(self._record.journal() or journal, message)
+        self._close_for_rank_0(self._writer.journal() or journal, message)
 
     def _close_for_rank_0(self, journal: Journal, reason: str) -> None:
         counts = dict.fromkeys(("passed", "failed", "error", "skipped"), 0)
@@ -223,7 +222,7 @@ class Session:
             counts[result.outcome] += 1
         if journal.running is not None:
             counts["error"] += 1
-        self._record.add(
+        self._writer.add(
             {
                 "type": "end",
                 "at": _now(),
@@ -250,7 +249,7 @@ class Session:
             return 0
 
     def _fault_text(self) -> str:
-        """Return what faulthandler wrote since the test began."""
+        """Return the output of faulthandler since the start of the test."""
         if self._fault_file is None:
             return ""
         try:
@@ -264,18 +263,18 @@ class Session:
         return f"\n\nIts faulthandler wrote:\n{text}" if text.strip() else ""
 
     def _fatal_error(self) -> str:
-        """Return the first words of faulthandler about the signal that ended rank 0, as far as it could see one."""
+        """Return the fatal signal of rank 0 that faulthandler reported, if any."""
         found = hang_diagnosis.fatal_error(self._fault_text())
         return f" ({found})" if found else ""
 
-    def _tell(self) -> None:
-        """Tell rank 0 when the state of the disk has changed."""
-        failure = self._record.failure
-        if failure != self._told and self._say({"failure": failure}):
-            self._told = failure
+    def _report_failure(self) -> None:
+        """Send rank 0 the state of the disk when it has changed."""
+        failure = self._writer.failure
+        if failure != self._reported_failure and self._send({"failure": failure}):
+            self._reported_failure = failure
 
-    def _say(self, what: Mapping[str, str | None]) -> bool:
-        text = json.dumps({key: one_line(value, 4000) if value else None for key, value in what.items()})
+    def _send(self, message: Mapping[str, str | None]) -> bool:
+        text = json.dumps({key: one_line(value, 4000) if value else None for key, value in message.items()})
         try:
             self._channel.send(text.encode(), socket.MSG_NOSIGNAL)
         except OSError:
@@ -292,7 +291,7 @@ def _process_state(pid: int) -> str:
 
 
 def _process_facts(pid: int) -> str:
-    """Return what the kernel tells about a process without its help."""
+    """Return what the kernel knows about a process."""
     lines = [f"Process {pid}: {_process_state(pid)}."]
     with contextlib.suppress(OSError):
         waits = Path(f"/proc/{pid}/wchan").read_text(errors="replace").strip()
@@ -312,7 +311,7 @@ def _now() -> str:
 def main() -> NoReturn:
     """Run as the recorder process."""
     detached_process.shield()
-    parser = argparse.ArgumentParser(description="The recorder of a run. It is started by rank 0, not by hand.")
+    parser = argparse.ArgumentParser(description="The recorder of a run. Rank 0 starts it; not for manual use.")
     parser.add_argument("--channel", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--run-dir", type=Path, required=True)
@@ -320,10 +319,10 @@ def main() -> NoReturn:
     parser.add_argument("--grace-seconds", type=float, required=True)
     parser.add_argument("--quiet-seconds", type=float, required=True)
     options = parser.parse_args()
-    record = Record(options.run_dir, options.junit)
+    writer = RunWriter(options.run_dir, options.junit)
     watch = Watch(grace_seconds=options.grace_seconds, quiet_seconds=options.quiet_seconds)
-    Session(socket.socket(fileno=options.channel), options.parent, record, watch).serve()
-    # At once: ranks wait for this process to end before they let the launcher end theirs.
+    Session(socket.socket(fileno=options.channel), options.parent, writer, watch).serve()
+    # Immediately: ranks wait for the exit of this process.
     os._exit(0)
 
 

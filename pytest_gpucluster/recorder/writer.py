@@ -1,11 +1,9 @@
 """The files of a run on disk: journal, JUnit file, and the reports that a separate process renders at the end.
 
-The JUnit file is replaced with every line that changes it and is pessimistic: at every moment it states what would be
-true if nothing came after it.
+The JUnit file is replaced when it changes and is pessimistic: it always states what is true if nothing follows.
 
-The other reports are rendered when journal and JUnit file are on disk. A report that takes too long, needs more memory
-than there is, or fails, damages neither the record nor the end of the run: it is named, and can be rendered again from
-the journal at any time.
+The other reports are rendered after journal and JUnit file are on disk. A report that takes too long, runs out of
+memory, or fails, affects nothing else: it is reported as missing, and can be rendered from the journal at any time.
 """
 
 from __future__ import annotations
@@ -36,32 +34,32 @@ _SPARE_SECONDS = 1.0
 Write = Callable[[Journal, Path, tuple[str, ...]], Mapping[str, str]]
 
 
-def render_apart(journal: Journal, folder: Path, seconds: float, *, write: Write = reports.write) -> str | None:
-    """Write the reports of a run into its folder; return what is missing of them and why, in one line, or None.
+def render_in_child(journal: Journal, folder: Path, seconds: float, *, write: Write = reports.write) -> str | None:
+    """Write the reports of a run into its folder; return which are missing and why, in one line, or None.
 
-    It takes at most so many seconds: then the process that renders is killed.
+    After ``seconds`` the rendering process is killed.
 
     Args:
         journal: of the run.
         folder: of the run.
-        seconds: how long to wait for all of them together.
-        write: renders and writes kinds of reports; returns file name -> why it is not there.
+        seconds: limit for all of them together.
+        write: renders and writes kinds of reports; returns file name -> why it is missing.
     """
     deadline = time.monotonic() + seconds
     try:
         reader, pid = _start(journal, folder, seconds, write)
     except OSError as error:
-        why = f"no process can be started for it: {error.strerror or error}"
-        return _report_missing(dict.fromkeys(reports.FILES_OF_A_RUN, why), folder)
-    said, in_time = _read(reader, deadline)
+        why = f"no process can be started: {error.strerror or error}"
+        return _missing_text(dict.fromkeys(reports.FILES_OF_A_RUN, why), folder)
+    answers, in_time = _read(reader, deadline)
     missing: dict[str, str] = {}
     if not in_time:
         _kill(pid, folder)
         why = f"not rendered within {seconds:.3g} s"
     else:
-        why = "the process that rendered it has died"
+        why = "the rendering process died"
     missing.update(dict.fromkeys(reports.FILES_OF_A_RUN, why))
-    for line in said.splitlines():
+    for line in answers.splitlines():
         try:
             name, problem = json.loads(line)
         except ValueError:  # cut off
@@ -70,11 +68,11 @@ def render_apart(journal: Journal, folder: Path, seconds: float, *, write: Write
         if problem:
             missing[name] = str(problem)
     _reap(pid, blocking=in_time)
-    return _report_missing(missing, folder)
+    return _missing_text(missing, folder)
 
 
 def _start(journal: Journal, folder: Path, seconds: float, write: Write) -> tuple[int, int]:
-    """Return where the answers are read, and the process."""
+    """Return the descriptor of the answers and the pid."""
     reader, writer = os.pipe()
     try:
         pid = os.fork()
@@ -83,10 +81,10 @@ def _start(journal: Journal, folder: Path, seconds: float, write: Write) -> tupl
         os.close(writer)
         raise
     if pid == 0:
-        # Whatever happens, the child must not come back as a second recorder.
+        # Whatever happens, the child must not continue as a second recorder.
         try:
             os.close(reader)
-            _end_after(seconds)
+            _limit_time(seconds)
             for kind in reports.OF_A_RUN:
                 missing = write(journal, folder, (kind,))
                 name = reports.FILES[kind]
@@ -97,27 +95,27 @@ def _start(journal: Journal, folder: Path, seconds: float, write: Write) -> tupl
     return reader, pid
 
 
-def _end_after(seconds: float) -> None:
-    """End this process then, also where nobody is left to kill it."""
+def _limit_time(seconds: float) -> None:
+    """End this process after a while, also if its parent is dead."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])  # blocked since its start
     signal.setitimer(signal.ITIMER_REAL, seconds + _SPARE_SECONDS)
 
 
 def _read(reader: int, deadline: float) -> tuple[bytes, bool]:
-    """Return what the process said, and whether it ended in time."""
-    said = b""
+    """Return the answers of the process, and whether it ended in time."""
+    answers = b""
     poller = select.poll()
     poller.register(reader, select.POLLIN)
     try:
         while True:
             left = deadline - time.monotonic()
             if left <= 0 or not poller.poll(left * 1000):
-                return said, False
+                return answers, False
             chunk = os.read(reader, _CHUNK_BYTES)
             if not chunk:
-                return said, True
-            said += chunk
+                return answers, True
+            answers += chunk
     finally:
         os.close(reader)
 
@@ -126,38 +124,38 @@ def _kill(pid: int, folder: Path) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     for name in reports.FILES_OF_A_RUN:
-        with contextlib.suppress(OSError):  # there is none, or the folder's disk is what hangs
+        with contextlib.suppress(OSError):  # it does not exist, or the disk hangs
             draft_of(folder / name, pid).unlink()
 
 
 def _reap(pid: int, *, blocking: bool) -> None:
-    # A killed process that a dead file system holds cannot be waited for: init reaps it later.
+    # A killed process that hangs in a dead file system cannot be waited for: init reaps it later.
     with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, 0 if blocking else os.WNOHANG)
 
 
-def _report_missing(missing: Mapping[str, str], folder: Path) -> str | None:
+def _missing_text(missing: Mapping[str, str], folder: Path) -> str | None:
     if not missing:
         return None
     each = "; ".join(f"{name}: {why}" for name, why in missing.items())
-    return f"{each}; {reports.AGAIN.format(folder)}"
+    return f"{each}; {reports.RENDER_HINT.format(folder)}"
 
 
 OWN_PROBLEM = "recorder"
-"""The name of the problem that stands for a line which no reader would accept."""
+"""The name of the problem that replaces an invalid line."""
 
-# The recorder shares its cores with the ranks: of its time, so much may go into rendering ...
+# The recorder shares its cores with the ranks: the share of its time for rendering.
 _RENDER_SHARE = 0.1
-# ... but no change waits longer than this.
+# No change waits longer than this.
 _LATEST_SECONDS = 0.5
 
 
-class Record:
-    """Journal and JUnit of one run on disk. No disk error is raised: :attr:`failure` tells it."""
+class RunWriter:
+    """Journal and JUnit file of one run on disk. No disk error is raised: see :attr:`failure`."""
 
     def __init__(self, run_dir: Path, junit_path: Path | None) -> None:
         self.builder = JournalBuilder(keep_samples=False)
-        self.refused: str | None = None
+        self.rejected: str | None = None
         self._junit_path = junit_path
         self._writer = JournalWriter(run_dir / JOURNAL_FILE)
         self._journal_error: str | None = None
@@ -168,33 +166,33 @@ class Record:
 
     @property
     def failure(self) -> str | None:
-        """Return what is not as it should be on disk, or None."""
-        return "; ".join(filter(None, (self._journal_error, self._junit_error, self.refused))) or None
+        """Return what is wrong on disk, or None."""
+        return "; ".join(filter(None, (self._journal_error, self._junit_error, self.rejected))) or None
 
     def journal(self) -> Journal | None:
-        """Return what is known of the run; None before its first line."""
+        """Return the journal so far; None before its first line."""
         try:
             return self.builder.journal()
         except JournalError:
             return None
 
     def add(self, line: Mapping[str, object]) -> None:
-        """Record a line of the recorder's own."""
+        """Record a line of the recorder itself."""
         self.add_encoded(encode(line))
 
     def add_encoded(self, raw: bytes) -> None:
-        """Record a line. One that no reader would accept is recorded as a problem that quotes it."""
+        """Record a line. An invalid one is recorded as a problem that quotes it."""
         try:
             self.builder.add(json.loads(raw), "rank 0's line")
         except (ValueError, RecursionError, JournalError) as error:
-            self.refused = f"a line was refused: {error}"
+            self.rejected = f"a line was rejected: {error}"
             if self.journal() is not None:
                 self.add(
                     {
                         "type": "problem",
                         "name": OWN_PROBLEM,
                         "outcome": "error",
-                        "message": self.refused,
+                        "message": self.rejected,
                         "text": raw[:10_000].decode("utf-8", "backslashreplace"),
                     }
                 )
@@ -207,8 +205,8 @@ class Record:
         if self._changed_at is None:
             self._changed_at = time.monotonic()
 
-    def try_again(self) -> None:
-        """Write what the disk has not taken so far, and the JUnit file if it is not as it should be."""
+    def retry(self) -> None:
+        """Write what could not be written so far."""
         try:
             self._writer.flush()
             self._journal_error = None
@@ -225,7 +223,7 @@ class Record:
         return min(self._rendered_at + pause, self._changed_at + _LATEST_SECONDS)
 
     def render(self, *, is_last: bool = False) -> None:
-        """Replace the JUnit file. A pipe or a terminal cannot be replaced: it gets only the last one."""
+        """Replace the JUnit file. A pipe or a terminal gets only the last version."""
         self._changed_at = None
         journal = self.journal()
         if self._junit_path is None or journal is None or (not is_last and _is_stream(self._junit_path)):
@@ -236,15 +234,15 @@ class Record:
             self._junit_error = None
         except OSError as error:
             self._junit_error = _write_failure(self._junit_path, error)
-        except Exception as error:  # whatever a report trips over, the journal goes on
+        except Exception as error:  # a failure of a report must not stop the journal
             self._junit_error = f"{self._junit_path}: cannot be rendered: {type(error).__name__}: {error}"
         self._rendered_at = time.monotonic()
         self._render_seconds = self._rendered_at - begin
 
     def close(self) -> str | None:
-        """Put everything on disk, if need be elsewhere. Return what went wrong and where it is, or None."""
-        if self.journal() is None and self.refused is None:
-            return None  # rank 0 ended before its first line: there is nothing to tell of
+        """Write everything to disk, elsewhere if necessary. Return the failure and the other place, or None."""
+        if self.journal() is None and self.rejected is None:
+            return None  # rank 0 ended before its first line
         try:
             self._writer.sync()
             self._journal_error = None
@@ -258,20 +256,21 @@ class Record:
         return failure
 
     def render_reports(self, seconds: float) -> str | None:
-        """Write the other reports beside the journal. Return what is missing of them, or None.
+        """Write the other reports next to the journal. Return which are missing, or None.
 
-        That is no failure of the record, of which they can be made at any time.
+        They can be rendered from the journal at any time, so this is no failure of the recording.
         """
         journal = self.journal()
         if journal is None:
             return None
         if self._journal_error:
-            # It may be another run's folder, or a full disk: nothing is put beside a journal that is not this one.
-            return f"{', '.join(FILES_OF_A_RUN)}: not written beside a journal that is not whole; make them of its copy"
-        return render_apart(journal, self._writer.path.parent, seconds)
+            # It may be another run's folder, or a full disk: nothing is written next to a journal that is not complete.
+            names = ", ".join(FILES_OF_A_RUN)
+            return f"{names}: not written, because the journal here is not complete; render them from its copy"
+        return render_in_child(journal, self._writer.path.parent, seconds)
 
     def _rescue(self) -> str:
-        """Write both files to the directory for temporary files and say where."""
+        """Write both files to the directory for temporary files and return where."""
         journal = self.journal()
         try:
             name = re.sub(r"[^A-Za-z0-9._-]", "_", journal.run.run_id if journal else "")[:100] or str(os.getpid())
@@ -282,7 +281,7 @@ class Record:
             (directory / JOURNAL_FILE).write_bytes(self._writer.content())
             if self._junit_path is not None and journal is not None:
                 atomic_write(directory / "report.xml", junit.render(journal))
-        except Exception as error:  # the last resort: nothing is left but to say so
+        except Exception as error:  # the last resort has failed, too
             return f"nor could they be written to the directory for temporary files: {error}"
         return f"complete copies are in {directory}"
 

@@ -9,8 +9,8 @@ import re
 
 from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
-from pytest_gpucluster.reports.summary import IN_PROGRESS, RUNNING, Row, share_of_limit
-from pytest_gpucluster.reports.tables import expected_text, limit_text, percent, quantity, rank_name
+from pytest_gpucluster.reports.summary import IN_PROGRESS, RUNNING, Row, margin_ratio
+from pytest_gpucluster.reports.tables import expected_text, limit_text, nearest_limit, percent, quantity, rank_name
 from pytest_gpucluster.text import MESSAGE_CHARACTERS, one_line, rank_ranges
 
 WORDS = {
@@ -22,52 +22,54 @@ WORDS = {
     "not run": "NOT RUN",
     "skipped": "SKIPPED",
 }
-"""Outcome of a row -> the word that people read."""
+"""Outcome of a row -> the word in the terminal."""
 STYLES = {"passed": "green", "failed": "red", "error": "red", RUNNING: "red"}
-"""Outcome -> its colour, which only repeats the word; yellow for all others."""
+"""Outcome -> its colour; yellow for all others."""
 _MORE_RANKS = r"(, and (\d+ more ranks|rank \d+( \([^()]*\))?))?"
 LARGEST_MARGIN = 9.995
-"""A margin beyond 999 % is not written out: it says no more than that the limit is not what decides."""
+"""A larger margin is shown as "> +999 %": such a limit decides nothing."""
 
 
 def value_text(judged: JudgedMetric) -> str:
-    """Return the value without its unit, with enough digits to tell it from its limit."""
-    return quantity(judged.value, "", beside=_bound(judged)) if judged.value is not None else "none"
+    """Return the value without its unit, with enough digits to distinguish it from its limit."""
+    if judged.value is None:
+        return "none"
+    return quantity(judged.value, "", compared_with=nearest_limit(judged, judged.value))
 
 
 def bound_text(judged: JudgedMetric) -> str:
-    """Return ">= 440", "<= 20", "3 to 5", ">= 46 (expected 60)" or ">= 350 (shipped 400)" in the value's unit; what
-    else the limit demands where it has no bound."""
+    """Return ">= 440", "<= 20", "3 to 5", ">= 46 (expected 60)" or ">= 350 (shipped 400)" in the value's unit;
+    without a bound what else the limit demands."""
     limit, expected = judged.limit, _shipped_text(judged) or expected_text(judged, "")
     if limit is None:
         return "recorded" if judged.status == "recorded" else "no limit"
     if limit.min is not None and limit.max is not None:
         return f"{quantity(limit.min, '')} to {quantity(limit.max, '')}{expected}"
     if limit.min is not None:
-        return f">= {quantity(limit.min, '', beside=judged.value)}{expected}"
+        return f">= {quantity(limit.min, '', compared_with=judged.value)}{expected}"
     if limit.max is not None:
-        return f"<= {quantity(limit.max, '', beside=judged.value)}{expected}"
+        return f"<= {quantity(limit.max, '', compared_with=judged.value)}{expected}"
     if limit.min_ratio_to_median is not None:
         return f">= {quantity(100 * limit.min_ratio_to_median, '%')} of median"
     return limit_text(judged)
 
 
 def _shipped_text(judged: JudgedMetric) -> str:
-    """Return " (shipped 400)": the bound that the site's limit lowers; or that it does so otherwise; or nothing."""
+    """Return " (shipped 400)", the bound that the site's limit weakens, or " (shipped: stricter)", or nothing."""
     shipped, limit = judged.shipped, judged.limit
     if shipped is None or limit is None:
         return ""
-    for own, theirs in ((limit.min, shipped.min), (limit.max, shipped.max)):
-        if theirs is not None and own != theirs:
-            return f" (shipped {quantity(theirs, '')})"
+    for own, original in ((limit.min, shipped.min), (limit.max, shipped.max)):
+        if original is not None and own != original:
+            return f" (shipped {quantity(original, '')})"
     return " (shipped: stricter)"
 
 
 def margin_text(judged: JudgedMetric) -> str:
-    """Return "+9.5 %"; "inconclusive" of a value that is no basis for a verdict; nothing where it is no share."""
+    """Return "+9.5 %"; "inconclusive" of a value that allows no verdict; an empty text if it is no ratio."""
     if judged.inconclusive:
         return "inconclusive"
-    share = share_of_limit(judged)
+    share = margin_ratio(judged)
     if share is None:
         return ""
     return percent(share) if share < LARGEST_MARGIN else "> +999 %"
@@ -76,15 +78,14 @@ def margin_text(judged: JudgedMetric) -> str:
 def headline_text(judged: JudgedMetric) -> str:
     """Return "482.1 >= 440 GB/s, +9.5 %", or "482.1 GB/s, recorded only".
 
-    The sign is the limit's: a value that misses it stands before the sign that it does not fulfil.
+    The sign is the limit's, also of a value that misses it.
     """
-    told = held_text(judged)
-    margin = margin_text(judged)
-    return f"{told}, {margin}" if margin else told
+    text, margin = comparison_text(judged), margin_text(judged)
+    return f"{text}, {margin}" if margin else text
 
 
-def held_text(judged: JudgedMetric) -> str:
-    """Return "482.1 >= 440 GB/s": the value beside its limit, in the one unit of both."""
+def comparison_text(judged: JudgedMetric) -> str:
+    """Return "482.1 >= 440 GB/s": value and limit in one unit."""
     limit, value = judged.limit, value_text(judged)
     alone = f"{value} {judged.unit}".rstrip()
     if limit is None:
@@ -97,9 +98,9 @@ def held_text(judged: JudgedMetric) -> str:
 
 
 def culprit_text(row: Row, journal: Journal | None) -> str:
-    """Return why a test is not good, the culprit first: "rank 11 (gpu-02, GPU 3 GPU-6e9fb788): matmul 585 < 700 ..."
+    """Return why a test did not pass, the culprit first: "rank 11 (gpu-02, GPU 3 GPU-6e9fb788): matmul 585 < 700 ..."
 
-    What was isolated, and what a rank itself has said, begins with who it is already.
+    A reason from isolation or from a rank itself already begins with the culprit.
     """
     result, judged = row.result, row.headline
     if result is None or judged is None or judged.status not in ("failed", "error") or judged.worst_rank is None:
@@ -107,10 +108,10 @@ def culprit_text(row: Row, journal: Journal | None) -> str:
     if not row.why.startswith(judged.metric) or (judged.status == "failed" and not result.culprits):
         return row.why
     worst, others = judged.worst_rank, [rank for rank in result.culprits if rank != judged.worst_rank]
-    who = f"rank {worst}" if journal is None else rank_name(journal, worst)
+    culprit = f"rank {worst}" if journal is None else rank_name(journal, worst)
     if others:
-        who += f" and {len(others)} more" if len(others) > 8 else f", and {rank_ranges(others)}"
-    return f"{who}: {_without_place(judged.reason or row.why, worst, journal)}"
+        culprit += f" and {len(others)} more" if len(others) > 8 else f", and {rank_ranges(others)}"
+    return f"{culprit}: {_without_place(judged.reason or row.why, worst, journal)}"
 
 
 def summary_text(row: Row, journal: Journal | None) -> str:
@@ -119,20 +120,11 @@ def summary_text(row: Row, journal: Journal | None) -> str:
 
 
 def _without_place(reason: str, rank: int, journal: Journal | None) -> str:
-    """Take the rank out of a reason, where it is named first already; what follows it is kept."""
+    """Remove the rank from a reason, because it is named first already."""
     place = journal.place(rank) if journal is not None else None
     if place is None:
         return reason
     gpu = place.gpu
-    told = f", GPU {gpu.get('index', '?')} {gpu.get('uuid', '')[:12]}\N{HORIZONTAL ELLIPSIS}" if gpu else ""
-    named = re.escape(f" on rank {rank} ({place.host}{told})")
+    gpu_name = f", GPU {gpu.get('index', '?')} {gpu.get('uuid', '')[:12]}\N{HORIZONTAL ELLIPSIS}" if gpu else ""
+    named = re.escape(f" on rank {rank} ({place.host}{gpu_name})")
     return re.sub(rf"(?<!,){named}{_MORE_RANKS}(?=$|: |; )", "", reason, count=1)
-
-
-def _bound(judged: JudgedMetric) -> float | None:
-    limit = judged.limit
-    if limit is None or judged.value is None:
-        return None
-    value = judged.value
-    bounds = [bound for bound in (limit.min, limit.max) if bound is not None]
-    return min(bounds, key=lambda bound: abs(bound - value), default=None)

@@ -1,12 +1,12 @@
 """The JUnit file that a CI system reads: one testcase per test, never one per rank, and the suite's properties.
 
-With pytest's default family ``xunit2`` the file is valid against Jenkins' ``junit-10.xsd``, which has no place for
+With pytest's default family ``xunit2`` the file is valid against Jenkins' ``junit-10.xsd``, which does not allow
 properties in a testcase: measurements are properties of the testsuite and ``[[PROPERTY|name=value]]`` lines in the
-testcase's system-out. ``xunit1`` adds testcase properties, file and line. The testsuite's properties state what was
-decided, run and measured, where, and with what.
+testcase's system-out. ``xunit1`` adds testcase properties, file and line. The testsuite's properties have the
+verdict, what ran and was measured, where, and with which software.
 
-The file is pessimistic: whatever the journal does not say is an error, so a file that was left by a run that
-was killed never looks like a pass.
+The file is pessimistic: whatever the journal does not contain is an error, so the file of a killed run never looks
+like a pass.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import timezone
 
-import junit_xml  # type: ignore[import-untyped]
+import junit_xml  # type: ignore[import-untyped]  # it has no type hints
 
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import CollectedTest, JUnitOptions, TestResult
 from pytest_gpucluster.reports.summary import moment, run_seconds
-from pytest_gpucluster.reports.tables import limit_text, rank_tables, told_pairs
+from pytest_gpucluster.reports.tables import limit_text, rank_tables, result_pairs
 from pytest_gpucluster.text import MESSAGE_CHARACTERS, one_line, rank_ranges, visible
 
 
 def suite_properties(journal: Journal, named: Iterable[tuple[str, TestResult]]) -> dict[str, str]:
-    """Return all of it in the order in which it is written.
+    """Return the properties of the testsuite in their order.
 
     Args:
         journal: of the run.
-        named: every finished test after the name that its testcase has, CLASSNAME.NAME.
+        named: (CLASSNAME.NAME of its testcase, result) of every finished test.
     """
     run = journal.run
     properties = {
@@ -59,7 +59,7 @@ def suite_properties(journal: Journal, named: Iterable[tuple[str, TestResult]]) 
     for name, value in journal.properties:
         _set(properties, name, value)
     for where, result in named:
-        for name, text in told_pairs(result):
+        for name, text in result_pairs(result):
             _set(properties, f"{where}[{name}]", text)
         for judged in result.measurements:
             if judged.limit is not None:
@@ -70,7 +70,7 @@ def suite_properties(journal: Journal, named: Iterable[tuple[str, TestResult]]) 
 
 
 def _workload_properties(journal: Journal) -> dict[str, str]:
-    """Return what was run, each value with where it was set."""
+    """Return the workload, each value with its origin."""
     workload = journal.workload
     if workload is None:
         return {}
@@ -100,7 +100,7 @@ def cluster_facts(journal: Journal) -> dict[str, str]:
 
 
 def _set(properties: dict[str, str], name: str, value: str, *, unless_same: bool = False) -> None:
-    """Add a property and never replace one: a second one of a name gets a number."""
+    """Add a property and never replace one: a second one of the same name gets a number."""
     free, number = name, 1
     while free in properties:
         if unless_same and properties[free] == value:
@@ -110,16 +110,13 @@ def _set(properties: dict[str, str], name: str, value: str, *, unless_same: bool
     properties[free] = value
 
 
-# The package has no type hints.
-
-
 FAMILIES = ("xunit2", "xunit1", "legacy")
 # GitLab reads at most 30 MB a file; the journal keeps what is left out here.
 _TEXT_CHARACTERS = 256 * 1024
 
 _KILLED = (
-    "This is the state of the report while {}. If the run is over, it ended here: it was killed, "
-    "or its machine was, before anything else could be written."
+    "This is the state of the report while {}. If the run is over, it was killed here, "
+    "or its machine went down, before anything else could be written."
 )
 
 
@@ -144,10 +141,10 @@ class _Case:
 def render(journal: Journal, options: JUnitOptions | None = None) -> str:
     """Return the JUnit document of a journal, complete at any moment of the run.
 
-    ``options`` default to what the run itself was told.
+    ``options`` default to the run's own.
     """
     options = options or journal.run.junit
-    journal = replace(journal, is_live=False)  # what is true if nothing follows
+    journal = replace(journal, is_live=False)  # if nothing follows, the run ended here
     cases = _unique(_cases(journal, options))
     built = []
     for case in cases:
@@ -165,8 +162,8 @@ def render(journal: Journal, options: JUnitOptions | None = None) -> str:
         elif case.verdict == "skipped":
             test_case.add_skipped_info(message or "skipped", body)
         built.append(test_case)
-    placed = ((_placed(result, options), result) for result in journal.results)
-    named = [(f"{case.classname}.{case.name}", result) for case, result in placed]
+    cases_and_results = ((_empty_case(result, options), result) for result in journal.results)
+    named = [(f"{case.classname}.{case.name}", result) for case, result in cases_and_results]
     suite = junit_xml.TestSuite(
         visible(options.suite_name),
         built,
@@ -179,7 +176,7 @@ def render(journal: Journal, options: JUnitOptions | None = None) -> str:
 
 
 def _document(suite: ET.Element, cases: list[_Case], journal: Journal, options: JUnitOptions) -> str:
-    """Make the builder's suite valid: `disabled` is in no schema, and times have at most 3 decimals."""
+    """Make the builder's suite valid: no schema has `disabled`, and times have at most 3 decimals."""
     suite.attrib.pop("disabled", None)
     suite.set("time", _seconds(run_seconds(journal)))
     is_rich = options.family != "xunit2"
@@ -208,7 +205,7 @@ def _document(suite: ET.Element, cases: list[_Case], journal: Journal, options: 
 
 
 def _cases(journal: Journal, options: JUnitOptions) -> list[_Case]:
-    """Return every testcase: collected ones in their order, other results, then what is no test."""
+    """Return every testcase: collected ones in their order, other results, then problems outside of tests."""
     results = {result.nodeid: result for result in journal.results}
     running = journal.running.nodeid if journal.running is not None else None
     collected = list(journal.collected or ())
@@ -219,13 +216,13 @@ def _cases(journal: Journal, options: JUnitOptions) -> list[_Case]:
     cases = []
     for test in collected:
         if test.nodeid == running:
-            case = _placed(test, options)
+            case = _empty_case(test, options)
             case.verdict, case.message = "error", f"the run ended here: {_cause(journal, test.nodeid)}"
             case.body = _ended_here(journal)
         elif test.nodeid in results:
-            case = _finished(results[test.nodeid], journal, options)
+            case = _case_of_result(results[test.nodeid], journal, options)
         else:
-            case = _placed(test, options)
+            case = _empty_case(test, options)
             case.verdict, case.kind, case.message = "skipped", "pytest.skip", not_run
         cases.append(case)
     cases += [
@@ -280,8 +277,8 @@ def _ended_here(journal: Journal) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _finished(result: TestResult, journal: Journal, options: JUnitOptions) -> _Case:
-    case = _placed(result, options)
+def _case_of_result(result: TestResult, journal: Journal, options: JUnitOptions) -> _Case:
+    case = _empty_case(result, options)
     case.seconds = result.call_seconds if options.duration_report == "call" else result.duration_seconds
     case.message = result.message
     if result.outcome == "skipped":
@@ -292,10 +289,10 @@ def _finished(result: TestResult, journal: Journal, options: JUnitOptions) -> _C
         case.verdict = "failure" if result.outcome == "failed" else "error"
         if result.phase != "call" and result.phase not in result.message:
             case.message = f"in {result.phase}: {result.message}"
-        # The table comes first: where a reader cuts a long text, it is the stack traces that go.
+        # The table comes first, because readers cut off the end of a long text.
         tables = rank_tables(result, journal)
         case.body = "\n\n".join(part for part in (tables, result.text) if part)
-    case.properties = [*told_pairs(result), *result.properties]
+    case.properties = [*result_pairs(result), *result.properties]
     lines = [f"[[PROPERTY|{_in_brackets(name)}={_in_brackets(value)}]]" for name, value in case.properties]
     out, err = _captured(result, options)
     case.out = "\n".join([*lines, *([out] if out else [])])
@@ -303,7 +300,7 @@ def _finished(result: TestResult, journal: Journal, options: JUnitOptions) -> _C
     return case
 
 
-def _placed(test: CollectedTest | TestResult, options: JUnitOptions) -> _Case:
+def _empty_case(test: CollectedTest | TestResult, options: JUnitOptions) -> _Case:
     classname, name = test.classname, test.name
     if not name:
         classname, name = _address(test.nodeid)
@@ -311,7 +308,7 @@ def _placed(test: CollectedTest | TestResult, options: JUnitOptions) -> _Case:
 
 
 def _address(nodeid: str) -> tuple[str, str]:
-    """Return class and function of a node id as pytest writes them, for a test that no line has described."""
+    """Return class name and function of a node id as pytest writes them, for a test without a description."""
     where, bracket, parameters = nodeid.partition("[")
     path, *names = where.split("::")
     parts = [path.removesuffix(".py").replace("/", "."), *names]
@@ -325,17 +322,17 @@ def _prefixed(classname: str, options: JUnitOptions) -> str:
 
 def _unique(cases: list[_Case]) -> list[_Case]:
     # Of two testcases with one name a reader takes the later for a retry, or ignores it.
-    seen: dict[tuple[str, str], int] = {}
+    counts: dict[tuple[str, str], int] = {}
     for case in cases:
         key = (case.classname, case.name)
-        seen[key] = seen.get(key, 0) + 1
-        if seen[key] > 1:
-            case.name = f"{case.name} ({seen[key]})"
+        counts[key] = counts.get(key, 0) + 1
+        if counts[key] > 1:
+            case.name = f"{case.name} ({counts[key]})"
     return cases
 
 
 def _captured(result: TestResult, options: JUnitOptions) -> tuple[str, str]:
-    """Return what goes to system-out and to system-err, as pytest's ``junit_logging`` says."""
+    """Return the texts of system-out and system-err by pytest's ``junit_logging``."""
     if options.logging == "no" or (result.outcome == "passed" and not options.log_passing):
         return "", ""
 
@@ -356,7 +353,7 @@ def _captured(result: TestResult, options: JUnitOptions) -> tuple[str, str]:
 def _suite_note(journal: Journal) -> str:
     if not journal.run.rehearsal:
         return ""
-    return f"REHEARSAL on {journal.run.device or 'cpu'}: it says nothing about the acceptance of a cluster."
+    return f"REHEARSAL on {journal.run.device or 'cpu'}: no statement about the acceptance of a cluster."
 
 
 def _timestamp(text: str) -> str:
@@ -373,7 +370,7 @@ def _bounded(text: str) -> str:
         return text
     half = _TEXT_CHARACTERS // 2
     left_out = len(text) - 2 * half
-    return f"{text[:half]}\n[... {left_out} characters left out; the journal has them ...]\n{text[-half:]}"
+    return f"{text[:half]}\n[... {left_out} characters left out; see the journal ...]\n{text[-half:]}"
 
 
 def _in_brackets(text: str) -> str:

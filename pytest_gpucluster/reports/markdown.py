@@ -1,9 +1,9 @@
 """A run for a pull request or the summary of a GitHub step: GitHub Flavored Markdown, failures first.
 
-It always stays below ``MOST_BYTES``; what does not fit is left out in whole rows, and the number of those is shown.
-Names and messages come from anywhere, and are text and nothing else: no markup, no HTML, no link, no mention of a user.
+It stays below ``MOST_BYTES``: rows that do not fit are left out and counted. Names and messages are untrusted and
+become plain text: no markup, no HTML, no link, no mention of a user.
 
-Source: https://github.github.com/gfm/ ; the summary of a check has room for 65,535 bytes (dorny/test-reporter), a
+Source: https://github.github.com/gfm/ ; the summary of a check has free for 65,535 bytes (dorny/test-reporter), a
 comment for 65,536 characters.
 """
 
@@ -16,12 +16,12 @@ from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal
 from pytest_gpucluster.journal.verdict import ACCEPTED
 from pytest_gpucluster.reports.junit import cluster_facts
-from pytest_gpucluster.reports.summary import Outline, Row, duration, outline, run_seconds, share_of_limit
-from pytest_gpucluster.reports.tables import limit_text, metric_name, percent, quantity, rank_name
+from pytest_gpucluster.reports.summary import Outline, Row, duration, margin_ratio, outline, run_seconds
+from pytest_gpucluster.reports.tables import limit_text, metric_name, nearest_limit, percent, quantity, rank_name
 from pytest_gpucluster.text import MESSAGE_CHARACTERS, one_line
 
 MOST_BYTES = 65_000
-"""Of UTF-8, so that it is below 65,000 characters as well."""
+"""Of UTF-8, so it has at most 65,000 characters as well."""
 
 _NAME_CHARACTERS = 120
 _FACT_CHARACTERS = 300
@@ -36,10 +36,10 @@ _SYMBOLS = {
 }
 _BAD_VERDICT = "\N{CROSS MARK}"
 _GOOD_VERDICT = "\N{WHITE HEAVY CHECK MARK}"
-# Whoever passed without being measured on a GPU has not earned the mark of those who were.
+# Passed, but not accepted: a rehearsal, a simulation, a selection.
 _WEAK_VERDICT = "\N{WHITE CIRCLE}"
 _BREAK = "&#8203;"
-"""A space of no width: where a mention, a reference or an address would begin, it begins no more."""
+"""A zero-width space, which breaks a mention, a reference or an address."""
 
 _ACTIVE = re.compile(r"[\\`*_\[\]|~$]|[&<>@]|:(?=//)|#(?=\d)|\bwww(?=\.)|\bgh(?=-\d)", re.IGNORECASE)
 _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
@@ -50,13 +50,13 @@ Cells = Sequence[str]
 
 def render(journal: Journal) -> str:
     """Return the Markdown of a run, also of one that was cut off."""
-    told = outline(journal)
+    overview = outline(journal)
     page = _Page(
-        f"## {_symbol(told)} {text(told.title, _NAME_CHARACTERS)}\n\n"
-        f"**Exit code {told.exit}:** {text(told.reason, _FACT_CHARACTERS) or 'no reason given'}\n\n"
-        f"{_counted(told, journal)}\n"
+        f"## {_symbol(overview)} {text(overview.title, _NAME_CHARACTERS)}\n\n"
+        f"**Exit code {overview.exit}:** {text(overview.reason, _FACT_CHARACTERS) or 'no reason given'}\n\n"
+        f"{_counts(overview, journal)}\n"
     )
-    page.add("### What is wrong", _BAD_HEAD, [(*_row(row, journal), _message(row.why)) for row in told.bad])
+    page.add("### What is wrong", _BAD_HEAD, [(*_row(row, journal), _message(row.why)) for row in overview.bad])
     page.add(
         "### Problems outside the tests",
         ("Problem", "What"),
@@ -65,52 +65,52 @@ def render(journal: Journal) -> str:
     page.add(
         "### The tightest margins",
         ("Test", "Metric", "Value", "Limit", "Margin"),
-        [(_name(row), _metric(judged), *_held(judged)) for row, judged in told.tightest()],
+        [(_name(row), _metric(judged), *_value_cells(judged)) for row, judged in overview.tightest()],
     )
     page.add(
         "### What did not run",
         ("Test", "Outcome", "Why"),
-        [(_name(row), _outcome(row), _message(row.why_not_run)) for row in told.did_not_run],
+        [(_name(row), _outcome(row), _message(row.why_not_run)) for row in overview.did_not_run],
     )
-    page.fold("All tests", _ALL_HEAD, [_row(row, journal) for row in told.worst_first])
+    page.fold("All tests", _ALL_HEAD, [_row(row, journal) for row in overview.worst_first])
     page.fold("The run", ("What", "Value"), _facts(journal))
     return page.end()
 
 
-def text(found: str, characters: int) -> str:
-    """Return a text from anywhere as Markdown that shows it, on one line, and does nothing else.
+def text(untrusted: str, characters: int) -> str:
+    """Return untrusted text as Markdown of one line that only displays it.
 
-    What does not print is shown as ``#x1B``. It is made for the inside of a line, not for its beginning.
+    What is not printable becomes ``#x1B``. Not for the beginning of a line.
 
     >>> text("<b>@all", 80)
     '&lt;b&gt;@&#8203;all'
     """
-    line = "".join(each if each.isprintable() else f"#x{ord(each):02X}" for each in one_line(found, characters))
-    return _ACTIVE.sub(_tamed, line)
+    line = "".join(each if each.isprintable() else f"#x{ord(each):02X}" for each in one_line(untrusted, characters))
+    return _ACTIVE.sub(_escaped, line)
 
 
-def _tamed(match: re.Match[str]) -> str:
+def _escaped(match: re.Match[str]) -> str:
     found = match.group()
     if found in _ENTITIES:
         return _ENTITIES[found]
-    # What would mention, refer or link is broken in two; all else is markup.
+    # A mention, reference or link is broken in two; the rest is markup.
     return f"{found}{_BREAK}" if found in "@:#" or found.isalpha() else f"\\{found}"
 
 
 class _Page:
-    """The text so far. The first part, which has the verdict, is always whole; rows that do not fit are counted."""
+    """The text so far. The first part with the verdict is always complete; rows that do not fit are counted."""
 
     def __init__(self, beginning: str) -> None:
         self._parts = [beginning]
-        # Every table may need a line that says what was left out, and the page one at its end.
-        self._room = MOST_BYTES - _size(beginning) - _size(_LAST)
+        # Every table may need a line about rows left out, and the page one at its end.
+        self._free = MOST_BYTES - _size(beginning) - _size(_LAST)
 
     def add(self, heading: str, head: Cells, rows: Sequence[Cells]) -> None:
         """Add a table under a heading; nothing where there are no rows."""
         self._add(f"\n{heading}\n\n", head, rows, "")
 
     def fold(self, summary: str, head: Cells, rows: Sequence[Cells]) -> None:
-        """Add a table that is shown when somebody asks for it."""
+        """Add a table that is folded."""
         self._add(f"\n<details>\n<summary>{summary} ({len(rows)})</summary>\n\n", head, rows, "\n</details>\n")
 
     def _add(self, above: str, head: Cells, rows: Sequence[Cells], below: str) -> None:
@@ -118,24 +118,24 @@ class _Page:
             return
         top = f"{above}{_line(head)}{_line(['---'] * len(head))}"
         spare = _size(_left_out(len(rows), len(rows))) + _size(below)
-        lines, room = [], self._room - _size(top) - spare
+        lines, free = [], self._free - _size(top) - spare
         for cells in rows:
             line = _line(cells)
-            room -= _size(line)
-            if room < 0:
+            free -= _size(line)
+            if free < 0:
                 break
             lines.append(line)
         if not lines:
-            # Not even a row: then the heading alone, if there is room for that.
+            # No row fits: only the note, if that fits.
             note = f"\n{_left_out(len(rows), len(rows))}"
-            if _size(note) <= self._room:
+            if _size(note) <= self._free:
                 self._parts.append(note)
-                self._room -= _size(note)
+                self._free -= _size(note)
             return
-        told = _left_out(len(rows) - len(lines), len(rows)) if len(lines) < len(rows) else ""
-        part = f"{top}{''.join(lines)}{told}{below}"
+        note = _left_out(len(rows) - len(lines), len(rows)) if len(lines) < len(rows) else ""
+        part = f"{top}{''.join(lines)}{note}{below}"
         self._parts.append(part)
-        self._room -= _size(part)
+        self._free -= _size(part)
 
     def end(self) -> str:
         """Return the page."""
@@ -145,8 +145,8 @@ class _Page:
 _LAST = f"\nAll values are in `results.json` and `{JOURNAL_FILE}` of the run's folder.\n"
 
 
-def _left_out(count: int, of: int) -> str:
-    return f"\n{count} of {of} rows are left out here: there is no room for them.\n"
+def _left_out(count: int, total: int) -> str:
+    return f"\n{count} of {total} rows are left out here: the size of this page is limited.\n"
 
 
 def _size(part: str) -> int:
@@ -157,15 +157,15 @@ def _line(cells: Cells) -> str:
     return f"| {' | '.join(cells)} |\n"
 
 
-def _symbol(told: Outline) -> str:
-    if not told.is_good:
+def _symbol(overview: Outline) -> str:
+    if not overview.is_good:
         return _BAD_VERDICT
-    return _GOOD_VERDICT if told.word == ACCEPTED and not told.rehearsal else _WEAK_VERDICT
+    return _GOOD_VERDICT if overview.word == ACCEPTED and not overview.rehearsal else _WEAK_VERDICT
 
 
-def _counted(told: Outline, journal: Journal) -> str:
+def _counts(overview: Outline, journal: Journal) -> str:
     run = journal.run
-    counts = ", ".join(f"{count} {outcome}" for outcome, count in told.counts.items()) or "no test"
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in overview.counts.items()) or "no test"
     shape = f"{run.nnodes} node{'s' * (run.nnodes != 1)}, {run.world_size} rank{'s' * (run.world_size != 1)}"
     sku = journal.limits.sku if journal.limits is not None else None
     parts = [counts, shape, text(sku or "", _NAME_CHARACTERS), duration(run_seconds(journal))]
@@ -177,18 +177,15 @@ def _row(row: Row, journal: Journal) -> tuple[str, ...]:
     if judged is None:
         return _name(row), _outcome(row), "", "", "", ""
     worst = "" if judged.worst_rank is None else text(rank_name(journal, judged.worst_rank), _NAME_CHARACTERS)
-    return _name(row), _outcome(row), *_held(judged), worst
+    return _name(row), _outcome(row), *_value_cells(judged), worst
 
 
-def _held(judged: JudgedMetric) -> tuple[str, str, str]:
+def _value_cells(judged: JudgedMetric) -> tuple[str, str, str]:
     """Return value, limit and margin."""
-    limit = judged.limit
-    bounds = [bound for bound in (limit.min, limit.max) if bound is not None] if limit is not None else []
-    value = judged.value
-    beside = None if value is None else min(bounds, key=lambda bound: abs(bound - value), default=None)
-    share = share_of_limit(judged)
+    share = margin_ratio(judged)
+    value = quantity(judged.value, judged.unit, compared_with=nearest_limit(judged, judged.value))
     return (
-        text(quantity(value, judged.unit, beside=beside), _NAME_CHARACTERS),
+        text(value, _NAME_CHARACTERS),
         text(limit_text(judged), _NAME_CHARACTERS),
         "" if share is None else percent(share),
     )
@@ -211,7 +208,7 @@ def _message(message: str) -> str:
 
 
 def _facts(journal: Journal) -> list[tuple[str, str]]:
-    """Return what was run, where and with what; settings only where somebody has set them."""
+    """Return what was run, where and with which software; settings only if not the default."""
     run, limits, workload = journal.run, journal.limits, journal.workload
     facts = {
         "run": run.run_id,

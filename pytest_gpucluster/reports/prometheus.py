@@ -1,12 +1,12 @@
 """metrics.prom: a run for node_exporter's textfile collector.
 
-Base units, as Prometheus demands: bytes, seconds, ratios. What is good is 1, and only what is known to be good: a run
-that was cut off, a rehearsal on cpu, a test that was skipped or never reached is 0. Samples have no timestamps, which
-the collector would refuse; when the run began and ended are metrics of their own.
+Base units, as Prometheus requires: bytes, seconds, ratios. 1 is only what is known to be good: a run that was cut off,
+a rehearsal on cpu, a test that was skipped or never reached is 0. Samples have no timestamps, which the collector would
+reject; start and end of the run are metrics of their own.
 
-How many series there are is bounded, whatever a run holds: one a GPU, two or three a test, and of measurements that of
-the deciding rank alone, with its host and GPU, for the first ``MOST_MEASUREMENTS`` of them, what failed first. How many
-were left out is a metric, too. All ranks' values are in results.json and in the journal.
+The number of series is bounded: one per GPU, two or three per test, and per measurement the deciding rank's value with
+its host and GPU, for the first ``MOST_MEASUREMENTS``, failures first. The number of those left out is a metric, too.
+All ranks' values are in results.json and in the journal.
 
 Source: https://prometheus.io/docs/practices/naming/ ;
 https://github.com/prometheus/node_exporter#textfile-collector .
@@ -35,11 +35,11 @@ from pytest_gpucluster.journal.verdict import (
 )
 from pytest_gpucluster.metrics import units
 from pytest_gpucluster.metrics.measurement import METRICS
-from pytest_gpucluster.reports.summary import Outline, Row, moment, outline, run_seconds, share_of_limit
+from pytest_gpucluster.reports.summary import Outline, Row, margin_ratio, moment, outline, run_seconds
 from pytest_gpucluster.text import one_line
 
 MOST_MEASUREMENTS = 1000
-"""Of more measurements the rest is left out, and counted. The suite of today makes about 300."""
+"""More measurements are left out and counted. The suite makes about 300."""
 
 PREFIX = "gpucluster"
 WORDS = (ACCEPTED, SELECTION_PASSED, PASSED_WITH_DEVIATIONS, REHEARSED, REJECTED, INCOMPLETE, BROKEN)
@@ -48,7 +48,7 @@ _STATUS_FIRST = {"failed": 0, "error": 1, "passed": 2, "recorded": 3}
 _LABEL_CHARACTERS = 128
 _LABELS = 12
 _BASE = {
-    # dimension: (the unit that units.py knows it by, the word at the end of the name)
+    # dimension: (its unit in units.py, the end of the metric's name)
     "amount of data": ("B", "bytes"),
     "data rate": ("B/s", "bytes_per_second"),
     "compute rate": ("FLOPS", "flops"),
@@ -61,7 +61,7 @@ _BASE = {
     "temperature": ("degC", "celsius"),
     "ratio": ("ratio", "ratio"),
 }
-# Ends of this suite's names that say a unit which is not the base unit.
+# Ends of this suite's names with a unit that is not the base unit.
 _SCALED = ("tflops",)
 _LEFT_OUT = "run_left_out_measurements"
 _OWN_LABELS = ("criterion", "test", "host", "gpu_uuid", "sku")
@@ -71,35 +71,35 @@ Labels = Mapping[str, str]
 
 @dataclass
 class _Family:
-    """One metric: its help, and its samples by their labels."""
+    """One metric: its help text, and its samples by their labels."""
 
     help: str
     samples: dict[tuple[tuple[str, str], ...], float] = field(default_factory=dict)
 
 
 class _Families:
-    """Metrics by name, in the order in which they were first named. It is a collector of prometheus_client."""
+    """Metrics by name in the order of their creation. A collector of prometheus_client."""
 
     def __init__(self) -> None:
         self._families: dict[str, _Family] = {}
 
     @property
     def names(self) -> set[str]:
-        """The names that are given, without the prefix."""
+        """The names in use, without the prefix."""
         return {name.removeprefix(f"{PREFIX}_") for name in self._families}
 
     def add(self, name: str, help: str, value: float, labels: Labels | None = None) -> bool:
-        """Add a sample. Return False, and add nothing, where there is one with the same labels."""
-        told = {key: _shown(label) for key, label in (labels or {}).items()}
+        """Add a sample. Return False, and add nothing, if one with the same labels exists."""
+        values = {key: _label_value(label) for key, label in (labels or {}).items()}
         samples = self._families.setdefault(f"{PREFIX}_{name}", _Family(help)).samples
-        key = tuple(sorted((name, label) for name, label in told.items() if label))
+        key = tuple(sorted((name, label) for name, label in values.items() if label))
         if key in samples:
             return False
         samples[key] = value
         return True
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics. Within one every sample has the same labels: what it lacks is empty, which is the same."""
+        """Yield the metrics. All samples of one have the same label names; an empty label counts as absent."""
         for name, family in self._families.items():
             metric = Metric(name, family.help, "gauge")
             names = sorted({label for key in family.samples for label, _ in key})
@@ -111,18 +111,18 @@ class _Families:
 def render(journal: Journal) -> str:
     """Return metrics.prom of a run, also of one that was cut off."""
     families = _Families()
-    told = outline(journal)
+    overview = outline(journal)
     sku = (journal.limits.sku if journal.limits is not None else None) or ""
-    _add_run(families, journal, told, sku)
-    _add_gpus(families, journal, told, sku)
-    _add_tests(families, journal, told, sku)
-    _add_measurements(families, journal, told, sku)
+    _add_run(families, journal, overview, sku)
+    _add_gpus(families, journal, overview, sku)
+    _add_tests(families, journal, overview, sku)
+    _add_measurements(families, journal, overview, sku)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(families)
     return generate_latest(registry).decode("utf-8")
 
 
-def _add_run(families: _Families, journal: Journal, told: Outline, sku: str) -> None:
+def _add_run(families: _Families, journal: Journal, overview: Outline, sku: str) -> None:
     run = journal.run
     families.add(
         "run_info",
@@ -140,35 +140,36 @@ def _add_run(families: _Families, journal: Journal, told: Outline, sku: str) -> 
     )
     families.add(
         "run_accepted",
-        "1 only where the whole suite has passed on GPUs: the verdict is ACCEPTED. 0 for anything else, such as a "
+        "1 only if the whole suite passed on GPUs: the verdict is ACCEPTED. 0 for anything else, such as a "
         "rehearsal, a selection, or a run that was cut off.",
-        _is(told.word == ACCEPTED and told.exit == 0 and not told.rehearsal),
+        _is(overview.word == ACCEPTED and overview.exit == 0 and not overview.rehearsal),
     )
-    for word in dict.fromkeys((*WORDS, told.word)):
-        families.add("run_verdict", "1 for the verdict, 0 for the others.", _is(word == told.word), {"verdict": word})
-    families.add("run_exit_code", "The exit code that goes with the verdict.", told.exit)
-    families.add("run_rehearsal", "1 on cpu, where nothing is said about hardware.", _is(told.rehearsal))
-    families.add("run_selection", "1 where only a part of the suite was asked for.", _is(run.selection))
+    for word in dict.fromkeys((*WORDS, overview.word)):
+        is_verdict = _is(word == overview.word)
+        families.add("run_verdict", "1 for the verdict, 0 for the others.", is_verdict, {"verdict": word})
+    families.add("run_exit_code", "The exit code of the verdict.", overview.exit)
+    families.add("run_rehearsal", "1 on cpu: no statement about hardware.", _is(overview.rehearsal))
+    families.add("run_selection", "1 if only a part of the suite was selected.", _is(run.selection))
     families.add("run_ranks", "Ranks as launched.", run.world_size)
     families.add("run_nodes", "Nodes as launched.", run.nnodes)
-    families.add("run_duration_seconds", "How long the run took, as far as is known.", run_seconds(journal))
+    families.add("run_duration_seconds", "Duration of the run, as far as it is known.", run_seconds(journal))
     moments = {"start": run.started_at, "end": journal.end.at if journal.end is not None else ""}
     for name, text in moments.items():
         at = moment(text)
         if at is not None:
-            help = f"Unix time of the run's {name}; not there where that is not known."
+            help = f"Unix time of the run's {name}; absent if unknown."
             families.add(f"run_{name}_timestamp_seconds", help, at.timestamp())
-    for outcome in dict.fromkeys((*_OUTCOMES, *told.counts)):
+    for outcome in dict.fromkeys((*_OUTCOMES, *overview.counts)):
         labels = {"outcome": outcome.replace(" ", "_")}
-        families.add("run_tests", "Tests by outcome.", told.counts.get(outcome, 0), labels)
-    families.add("run_problems", "What went wrong outside any test.", len(journal.problems))
+        families.add("run_tests", "Tests by outcome.", overview.counts.get(outcome, 0), labels)
+    families.add("run_problems", "Problems outside of any test.", len(journal.problems))
 
 
-def _add_gpus(families: _Families, journal: Journal, told: Outline, sku: str) -> None:
-    blamed: dict[int, int] = {}
-    for row in told.bad:
+def _add_gpus(families: _Families, journal: Journal, overview: Outline, sku: str) -> None:
+    culprit_counts: dict[int, int] = {}
+    for row in overview.bad:
         for rank in set(row.result.culprits if row.result is not None else ()):
-            blamed[rank] = blamed.get(rank, 0) + 1
+            culprit_counts[rank] = culprit_counts.get(rank, 0) + 1
     for place in journal.cluster.ranks if journal.cluster is not None else ():
         gpu = place.gpu or {}
         where = {"host": place.host, "gpu_uuid": gpu.get("uuid", ""), "sku": sku, "rank": str(place.rank)}
@@ -179,39 +180,39 @@ def _add_gpus(families: _Families, journal: Journal, told: Outline, sku: str) ->
         families.add(
             "gpu_culprit_tests",
             "Tests that failed or broke and name this GPU's rank as a culprit.",
-            blamed.get(place.rank, 0),
+            culprit_counts.get(place.rank, 0),
             where,
         )
 
 
-def _add_tests(families: _Families, journal: Journal, told: Outline, sku: str) -> None:
-    for row in told.rows:
+def _add_tests(families: _Families, journal: Journal, overview: Outline, sku: str) -> None:
+    for row in overview.rows:
         labels = _of(row) | {"sku": sku}
         families.add(
             "criterion_passed",
-            "1 only where the test has passed on GPUs. 0 for anything else: failed, broken, skipped, never reached, or "
+            "1 only if the test passed on GPUs. 0 for anything else: failed, broken, skipped, never reached, or "
             "passed in a rehearsal.",
-            _is(row.is_good and not told.rehearsal),
+            _is(row.is_good and not overview.rehearsal),
             labels,
         )
         if row.result is not None:
             families.add(
                 "criterion_duration_seconds",
-                "How long the test took, with setup and teardown.",
+                "Duration of the test, with setup and teardown.",
                 row.result.duration_seconds,
                 labels,
             )
         if row.margin is not None and row.headline is not None:
             families.add(
                 "criterion_margin_ratio",
-                "By which ratio of its limit the deciding value keeps it; negative: misses it.",
+                "Margin of the deciding value as a ratio of its limit; negative: missed.",
                 row.margin,
                 labels | _where(row.headline, journal),
             )
 
 
-def _add_measurements(families: _Families, journal: Journal, told: Outline, sku: str) -> None:
-    every = [(row, judged) for row in told.rows if row.result is not None for judged in row.result.measurements]
+def _add_measurements(families: _Families, journal: Journal, overview: Outline, sku: str) -> None:
+    every = [(row, judged) for row in overview.rows if row.result is not None for judged in row.result.measurements]
     every.sort(key=lambda each: _STATUS_FIRST.get(each[1].status, 1))
     names = _Names(families)
     left_out = max(0, len(every) - MOST_MEASUREMENTS)
@@ -220,13 +221,13 @@ def _add_measurements(families: _Families, journal: Journal, told: Outline, sku:
         left_out += not _add_measurement(families, names.of(judged), judged, labels)
     families.add(
         _LEFT_OUT,
-        f"Measurements that are not here: beyond {MOST_MEASUREMENTS}, without a value, or with the labels of another.",
+        f"Measurements left out: beyond {MOST_MEASUREMENTS}, without a value, or with the same labels as another.",
         left_out,
     )
 
 
 def _add_measurement(families: _Families, name: tuple[str, str], judged: JudgedMetric, labels: Labels) -> bool:
-    """Add one measurement, its limit and its median; return whether there was anything to add."""
+    """Add one measurement, its limit and its median; return whether there was a value to add."""
     stem, unit = name
     metric = METRICS.get(judged.metric)
     what = f"{judged.metric}: {metric.doc if metric is not None else 'a metric of the site'}"
@@ -238,27 +239,27 @@ def _add_measurement(families: _Families, name: tuple[str, str], judged: JudgedM
     plain = {key: value for key, value in labels.items() if key not in ("host", "gpu_uuid")}
     for end, value in bounds.items():
         if value is not None:
-            help = f"The limit that {judged.metric} was held against: {end[-3:]}imum."
+            help = f"The {end[-3:]}imum limit of {judged.metric}."
             families.add(_join(f"{stem}_{end}", unit), help, _base(judged, value), plain)
     if judged.median is not None and len(judged.values) > 1:
         help = f"The median of all ranks of {judged.metric}."
         families.add(_join(f"{stem}_median", unit), help, _base(judged, judged.median), plain)
-    share = share_of_limit(judged)
+    share = margin_ratio(judged)
     if share is not None:
-        help = f"By which ratio of its limit {judged.metric} keeps it; negative: misses it."
+        help = f"Margin of {judged.metric} as a ratio of its limit; negative: missed."
         families.add(f"{stem}_margin_ratio", help, share, labels)
     return True
 
 
 class _Names:
-    """Metric -> its name here. Nothing that is said of two metrics ever gets the same name."""
+    """Metric -> its name here. No two metrics share a name."""
 
     def __init__(self, families: _Families) -> None:
         self._taken = {*families.names, _LEFT_OUT}
         self._given: dict[tuple[str, str], tuple[str, str]] = {}
 
     def of(self, judged: JudgedMetric) -> tuple[str, str]:
-        """Return the stem of a metric's name, and the unit at its end.
+        """Return the stem of a metric's name and its unit.
 
         >>> _Names(_Families()).of(JudgedMetric(metric="nccl.all_reduce.busbw", unit="GB/s"))
         ('nccl_all_reduce_busbw', 'bytes_per_second')
@@ -269,12 +270,12 @@ class _Names:
             stem = _snake(judged.metric) or "metric"
             for end in (unit, *_SCALED):
                 stem = (stem.removesuffix(f"_{end}") if end else stem) or stem
-            free, number = stem, 1
-            while self._taken & _names_of(free, unit):
+            unused, number = stem, 1
+            while self._taken & _names_of(unused, unit):
                 number += 1
-                free = f"{stem}_{number}"
-            self._taken |= _names_of(free, unit)
-            self._given[key] = free, unit
+                unused = f"{stem}_{number}"
+            self._taken |= _names_of(unused, unit)
+            self._given[key] = unused, unit
         return self._given[key]
 
 
@@ -288,12 +289,12 @@ def _unit_word(symbol: str) -> str:
         return _BASE[units.unit(symbol).dimension][1]
     except UnitError:
         return _snake(symbol)
-    except KeyError:  # a number of something, which is its own base unit
+    except KeyError:  # a count is its own base unit
         return _snake(symbol)
 
 
 def _base(judged: JudgedMetric, value: float) -> float:
-    """Return a value in the base unit; in its own where no other is known."""
+    """Return a value in the base unit; unchanged if none is known."""
     try:
         return units.convert(value, judged.unit, _BASE[units.unit(judged.unit).dimension][0])
     except (UnitError, KeyError):
@@ -305,12 +306,12 @@ def _join(stem: str, unit: str) -> str:
 
 
 def _snake(text: str) -> str:
-    """Return a text as a part of a name: small letters, digits and single underscores."""
+    """Return a text as a part of a name: lower-case letters, digits and single underscores."""
     return re.sub(r"_+", "_", re.sub(r"[^a-z0-9]", "_", text.lower())).strip("_")[:120]
 
 
 def _of(row: Row) -> dict[str, str]:
-    # A test that is no criterion has its own name, so that no series stands for two tests.
+    # A test that is no criterion has its own name, so that no two tests share a series.
     return {"criterion": row.criterion or row.name, "test": row.nodeid}
 
 
@@ -320,29 +321,29 @@ def _where(judged: JudgedMetric, journal: Journal) -> dict[str, str]:
 
 
 def _own_labels(labels: Labels) -> dict[str, str]:
-    """Return a measurement's labels under names that Prometheus takes and that are not this module's own."""
+    """Return a measurement's labels under names that are valid for Prometheus and not used by this module."""
     found: dict[str, str] = {}
     for key, value in list(labels.items())[:_LABELS]:
         name = _snake(key)
         if not name or name in (*_OWN_LABELS, *found) or not name[0].isalpha():
-            name = _free(f"label_{name}".rstrip("_"), found)
+            name = _unused(f"label_{name}".rstrip("_"), found)
         found[name] = value
     rest = list(labels.items())[_LABELS:]
     if rest:
-        found[_free("label_others", found)] = ", ".join(f"{key}={value}" for key, value in rest)
+        found[_unused("label_others", found)] = ", ".join(f"{key}={value}" for key, value in rest)
     return found
 
 
-def _free(name: str, taken: Iterable[str]) -> str:
-    free, number, known = name, 1, set(taken)
-    while free in known:
+def _unused(name: str, taken: Iterable[str]) -> str:
+    unused, number, known = name, 1, set(taken)
+    while unused in known:
         number += 1
-        free = f"{name}_{number}"
-    return free
+        unused = f"{name}_{number}"
+    return unused
 
 
-def _shown(text: str) -> str:
-    """Return a label's value: visible, and so short that nobody can fill a database with it, yet still its own."""
+def _label_value(text: str) -> str:
+    """Return a label's value: printable and of limited length; a digest keeps a cut one unique."""
     line = "".join(each if each.isprintable() else f"#x{ord(each):02X}" for each in one_line(text, len(text) * 8 + 1))
     if len(line) <= _LABEL_CHARACTERS:
         return line

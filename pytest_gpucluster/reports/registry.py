@@ -1,6 +1,6 @@
-"""Which reports there are, what their files are called, and how they come into a folder.
+"""The kinds of reports, the names of their files, and writing them into a folder.
 
-A report that cannot be made never prevents another one: the problem is reported instead.
+A report that cannot be rendered never prevents another one: the problem is returned instead.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _MODULES = {
 }
 
 OF_A_RUN = ("json", "prometheus", "html")
-"""Those that every run leaves beside its journal and its JUnit file. The one that takes longest comes last."""
+"""Those that every run writes next to its journal and JUnit file. The slowest comes last."""
 
 FILES_OF_A_RUN = tuple(FILES[kind] for kind in OF_A_RUN)
 
-_TOLD = {
+_LABELS = {
     "journal": "journal.jsonl",
     "JUnit": FILES["junitxml"],
     "report": FILES["html"],
@@ -50,20 +50,20 @@ _TOLD = {
     "metrics": FILES["prometheus"],
     "exclude": "exclude.txt",
 }
-"""What a run leaves in its folder, under the names by which people are told where it is."""
+"""The files in a run's folder, by the labels in the terminal."""
 
-AGAIN = "gpucluster report {} --all DIR renders it again"
-"""What to do about one that is missing."""
+RENDER_HINT = "gpucluster report {} --all DIR renders it again"
+"""What to do about a missing report."""
 
 
-def found_in(folder: Path, *, junit: Path | None = None) -> list[tuple[str, str]]:
-    """Return name and path of what a run has left and is there; ``junit`` where that lies elsewhere."""
-    places = [(name, folder / file) for name, file in _TOLD.items()]
+def existing_files(folder: Path, *, junit: Path | None = None) -> list[tuple[str, str]]:
+    """Return label and path of the files of a run that exist. ``junit``: path of the JUnit file if it is elsewhere."""
+    places = [(name, folder / file) for name, file in _LABELS.items()]
     places = [(name, junit if name == "JUnit" and junit is not None else path) for name, path in places]
     return [(name, str(path)) for name, path in places if path.exists()]
 
 
-def rendered(
+def render(
     kind: str,
     journal: Journal,
     *,
@@ -71,13 +71,13 @@ def rendered(
     page_folder: Path | None = None,
     junit_options: JUnitOptions | None = None,
 ) -> str:
-    """Return a report. Only what it needs is imported.
+    """Return a report. Only the modules that it needs are imported.
 
     Args:
         kind: one of ``FILES``.
         journal: of the run.
-        folder: of the run, for what the page takes from artifacts.
-        page_folder: where the page will lie; by default the run's folder.
+        folder: of the run, for the artifacts in the page.
+        page_folder: where the page will be; by default the run's folder.
         junit_options: pytest's settings for the JUnit file, by default the run's own.
     """
     module: Any = importlib.import_module(_MODULES[kind])
@@ -90,25 +90,25 @@ def rendered(
 
 
 def prepare(kinds: Iterable[str] = OF_A_RUN) -> None:
-    """Import what reports need, so that their time is not spent on that, nor on a disk that is in trouble by then."""
+    """Import what reports need, early: at the end of the run the disk may have failed, and time is limited."""
     for kind in kinds:
-        with contextlib.suppress(Exception):  # whatever is wrong with one is told when it is to be rendered
+        with contextlib.suppress(Exception):  # reported when it is to be rendered
             importlib.import_module(_MODULES[kind])
 
 
 def write(journal: Journal, folder: Path, kinds: Iterable[str] = OF_A_RUN) -> dict[str, str]:
-    """Write reports into the folder of a run, each whole or not at all.
+    """Write reports into the folder of a run, each atomically.
 
     Returns:
-        Name of each file that is not there -> why.
+        Name of each missing file -> why.
     """
     missing = {}
     for kind in kinds:
         name = FILES[kind]
         try:
-            files.atomic_write(folder / name, rendered(kind, journal, folder=folder))
+            files.atomic_write(folder / name, render(kind, journal, folder=folder))
         except OSError as error:
             missing[name] = f"not written: {error.strerror or error}"
-        except Exception as error:  # whatever one report trips over, the others are made
+        except Exception as error:  # a failure of one report must not prevent the others
             missing[name] = f"cannot be rendered: {type(error).__name__}: {error}"
     return missing

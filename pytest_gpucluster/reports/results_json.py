@@ -1,8 +1,8 @@
-"""results.json: what was decided and measured, for programs.
+"""results.json: verdict and measurements, for programs.
 
 Each key is described in docs/results.schema.json, which :mod:`pytest_gpucluster.reports.results_schema` makes. The
-order of keys is always the same, and that of tests is the run's, so that two files can be compared line by line. JSON
-has no NaN and no infinity: they are the texts "NaN", "Infinity" and "-Infinity", as in the journal, and never a number.
+order of keys is fixed, and tests have the order of the run, so two files can be compared line by line. JSON has no NaN
+and no infinity: they are the texts "NaN", "Infinity" and "-Infinity", as in the journal.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ SCHEMA_VERSION = 1
 
 
 def render(journal: Journal) -> str:
-    """Return results.json of a run, also of one that was cut off. It holds ASCII only, so that any tool reads it."""
+    """Return results.json of a run, also of one that was cut off. It is ASCII."""
     return json.dumps(document(journal), indent=2, allow_nan=False) + "\n"
 
 
 def document(journal: Journal) -> dict[str, Any]:
-    """Return the same as plain JSON types."""
-    told = outline(journal)
+    """Return results.json as plain JSON types."""
+    overview = outline(journal)
     return {
         "schema_version": SCHEMA_VERSION,
-        "verdict": _verdict(told),
+        "verdict": _verdict(overview),
         "run": _run(journal),
         "cluster": _cluster(journal.cluster),
         "limits": _limits(journal),
         "environment": _environment(journal),
         "workload": _workload(journal),
-        "tests": [_test(row, journal) for row in told.rows],
+        "tests": [_test(row, journal) for row in overview.rows],
         "not_run": [
             {"nodeid": row.nodeid, "name": row.name, "criterion": row.criterion, "outcome": row.outcome, "why": row.why}
-            for row in told.did_not_run
+            for row in overview.did_not_run
         ],
         "tightest": [
             {"nodeid": row.nodeid, "measurement": _index(row, judged), "margin": judged.margin}
-            for row, judged in told.tightest()
+            for row, judged in overview.tightest()
         ],
         "problems": [_problem(problem) for problem in journal.problems],
         "properties": [list(pair) for pair in journal.properties],
@@ -56,15 +56,15 @@ def document(journal: Journal) -> dict[str, Any]:
     }
 
 
-def _verdict(told: Outline) -> dict[str, Any]:
+def _verdict(overview: Outline) -> dict[str, Any]:
     return {
-        "word": told.word,
-        "exit": told.exit,
-        "reason": told.reason,
+        "word": overview.word,
+        "exit": overview.exit,
+        "reason": overview.reason,
         # Not merely exit code 0, which a rehearsal and a selection have too.
-        "accepted": told.word == ACCEPTED and told.exit == 0 and not told.rehearsal,
-        "rehearsal": told.rehearsal,
-        "counts": dict(told.counts),
+        "accepted": overview.word == ACCEPTED and overview.exit == 0 and not overview.rehearsal,
+        "rehearsal": overview.rehearsal,
+        "counts": dict(overview.counts),
     }
 
 
@@ -166,7 +166,7 @@ def _test(row: Row, journal: Journal) -> dict[str, Any]:
         "spent": _spent(result.spent),
         "headline": None if row.headline is None else _index(row, row.headline),
         "measurements": [_measurement(judged, journal) for judged in result.measurements],
-        "ranks": [{"rank": told.rank, "outcome": told.outcome, "message": told.message} for told in result.ranks],
+        "ranks": [{"rank": each.rank, "outcome": each.outcome, "message": each.message} for each in result.ranks],
         "culprits": list(result.culprits),
         "released": list(result.released),
         "isolation": _isolation(result.isolation),
@@ -180,11 +180,11 @@ def _spent(parts: Mapping[str, PartOfTime]) -> dict[str, Any] | None:
         return None
     return {
         part: {
-            "seconds": number_to_json(told.seconds),
-            "most_seconds": number_to_json(told.most_seconds),
-            "most_rank": told.most_rank,
+            "seconds": number_to_json(times.seconds),
+            "most_seconds": number_to_json(times.most_seconds),
+            "most_rank": times.most_rank,
         }
-        for part, told in ((part, parts[part]) for part in PARTS)
+        for part, times in ((part, parts[part]) for part in PARTS)
     }
 
 
@@ -241,7 +241,7 @@ def _place(rank: int, journal: Journal) -> dict[str, Any]:
 
 
 def _baseline(found: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what a value is beside the baseline's. The journal keeps it as it came: nothing is taken for granted."""
+    """Return the comparison with the baseline. The journal stores it unchecked, so every key is checked here."""
     if not found:
         return None
     old = found.get("old")
@@ -259,7 +259,7 @@ def _baseline(found: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _quantity(value: object) -> float | str | None:
-    """Return a number as the journal writes it; None for what is none."""
+    """Return a number as the journal writes it; None for anything else."""
     if isinstance(value, str):
         return value if value in ("NaN", "Infinity", "-Infinity") else None
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -268,14 +268,14 @@ def _quantity(value: object) -> float | str | None:
 
 
 def _isolation(found: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what a search for culprits has found. The journal keeps it as it came, so nothing is taken for granted."""
+    """Return the result of a search for culprits. The journal stores it unchecked, so every key is checked here."""
     if not found:
         return None
     names = found.get("names")
-    called: Mapping[str, Any] = names if isinstance(names, Mapping) else {}
+    names_by_unit: Mapping[str, Any] = names if isinstance(names, Mapping) else {}
 
     def named(units: object) -> list[str]:
-        return [str(called.get(str(unit), unit)) for unit in _items(units)]
+        return [str(names_by_unit.get(str(unit), unit)) for unit in _items(units)]
 
     return {
         "culprits": [

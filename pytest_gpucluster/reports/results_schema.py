@@ -1,6 +1,6 @@
-"""The JSON Schema of results.json: what each key means, for programs that read the file.
+"""The JSON Schema of results.json: the meaning of each key, for programs that read the file.
 
-Draft 7, as for the YAML files. Every object is closed: a key that is not described here is never written.
+Draft 7, as for the YAML files. Every object is closed: no other key is ever written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pytest_gpucluster.journal.verdict import (
     REJECTED,
     SELECTION_PASSED,
 )
-from pytest_gpucluster.journal.verdict import RUNNING as RUN_GOES_ON
+from pytest_gpucluster.journal.verdict import RUNNING as RUN_IN_PROGRESS
 from pytest_gpucluster.metrics.sampling import STOPPED_BY
 from pytest_gpucluster.reports.results_json import SCHEMA_VERSION
 from pytest_gpucluster.reports.summary import IN_PROGRESS, NOT_RUN, RUNNING
@@ -27,7 +27,7 @@ Schema = dict[str, Any]
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
 STATUSES = ("passed", "failed", "error", "recorded")
-WORDS = (ACCEPTED, SELECTION_PASSED, PASSED_WITH_DEVIATIONS, REHEARSED, REJECTED, INCOMPLETE, BROKEN, RUN_GOES_ON)
+WORDS = (ACCEPTED, SELECTION_PASSED, PASSED_WITH_DEVIATIONS, REHEARSED, REJECTED, INCOMPLETE, BROKEN, RUN_IN_PROGRESS)
 
 
 def results_schema() -> Schema:
@@ -36,7 +36,7 @@ def results_schema() -> Schema:
         "$schema": DRAFT,
         "title": "Results of pytest-gpucluster",
         **_keys(
-            "A run: its verdict, what was measured, and with what.",
+            "A run: verdict, measurements, and what they were made with.",
             schema_version={
                 "const": SCHEMA_VERSION,
                 "description": "Raised when a key changes its meaning or goes away. A new key does not raise it.",
@@ -44,42 +44,42 @@ def results_schema() -> Schema:
             verdict=_verdict(),
             run=_run(),
             cluster=_keys(
-                "Every rank that has reported, and what was wrong with them together.",
-                ranks=_list("One entry a rank.", _rank()),
-                problems=_list("What did not fit together before the first test.", _text("One problem.")),
+                "The ranks that reported, and what was inconsistent between them.",
+                ranks=_list("One entry per rank.", _rank()),
+                problems=_list("Inconsistencies found before the first test.", _text("One problem.")),
             ),
             limits=_or_null(
                 _keys(
-                    "The limits in force; null where the run ended before they were read.",
-                    sku=_text_or_null("The SKU whose limits apply. null: no limits are known for this GPU."),
-                    gpu_name=_text_or_null("The GPU's name as NVML tells it; null on cpu."),
+                    "The limits in force; null if the run ended before they were read.",
+                    sku=_text_or_null("The SKU whose limits apply; null if there are none for this GPU."),
+                    gpu_name=_text_or_null("The GPU's name as reported by NVML; null on cpu."),
                     files=_list(
                         "The files of limits, later ones overlaying earlier ones.",
                         _keys(
                             "A file.",
-                            path=_text("Where it was."),
-                            sha256=_text("The digest of its content; empty where it could not be read again."),
+                            path=_text("Its path."),
+                            sha256=_text("The SHA-256 of its content; empty if it could not be read again."),
                         ),
                     ),
                 )
             ),
             environment=_or_null(
                 _keys(
-                    "Where the first rank ran; null where the run ended before that was known.",
+                    "The system of the first rank; null if the run ended before it was known.",
                     host=_text("The host."),
                     system=_text("Distribution, kernel and architecture."),
                     cpus={"type": ["integer", "null"], "description": "Its CPUs."},
-                    variables=_texts("Variables that change what is measured, by name."),
+                    variables=_texts("Environment variables that influence measurements, by name."),
                 )
             ),
             workload=_or_null(
                 _keys(
-                    "Sizes, shapes and times; null where the suite has none.",
+                    "Sizes, shapes and times; null if the suite has none.",
                     profile=_text("The profile, such as full."),
                     file=_text("The file that sets it."),
                     values=_map(
                         "Each value by its key.",
-                        _keys("A value.", value=_text("The value as written."), origin=_text("Where it was set.")),
+                        _keys("A value.", value=_text("The value as written."), origin=_text("Its origin.")),
                     ),
                 )
             ),
@@ -90,35 +90,35 @@ def results_schema() -> Schema:
                     "A test.",
                     nodeid=_text("pytest's id."),
                     name=_text("function[parameters]."),
-                    criterion=_text_or_null("The criterion that it is; null for a test that is none."),
+                    criterion=_text_or_null("Its criterion; null for a test that is none."),
                     outcome={"enum": ["skipped", NOT_RUN], "description": "Skipped, or never reached."},
                     why=_text("Why, in one line."),
                 ),
             ),
             tightest=_list(
-                "The values that kept their limit by the smallest share, the nearest first.",
+                "The passed values with the smallest margins, smallest first.",
                 _keys(
                     "A value.",
                     nodeid=_text("The test that measured it."),
-                    measurement=_count("Its place among the test's measurements, from 0."),
+                    measurement=_count("Its index in the test's measurements, from 0."),
                     margin=_number("Its margin, a ratio of the limit."),
                 ),
             ),
             problems=_list(
-                "What went wrong outside any test.",
+                "Problems outside of any test.",
                 _keys(
                     "A problem.",
-                    name=_text("What kind it is, such as rank lost."),
-                    outcome={"enum": ["error", "failed"], "description": "failed: the hardware is to blame."},
+                    name=_text("Its kind, such as rank lost."),
+                    outcome={"enum": ["error", "failed"], "description": "failed: the hardware is the cause."},
                     message=_text("One line."),
-                    text=_text("All that is known of it."),
+                    text=_text("All that is known about it."),
                 ),
             ),
-            properties=_list("Properties that the suite has given to the run.", _named()),
+            properties=_list("Properties that the suite recorded for the run.", _named()),
             links=_keys(
-                "What lies beside this file in the run's folder.",
-                journal=_text("The record that this file is made of. It also has the samples."),
-                artifacts=_text("The folder with the files of tests."),
+                "Other files in the run's folder.",
+                journal=_text("The source of this file. It also has the samples."),
+                artifacts=_text("The folder of the tests' files."),
             ),
         ),
     }
@@ -126,48 +126,48 @@ def results_schema() -> Schema:
 
 def _verdict() -> Schema:
     return _keys(
-        "What was decided.",
+        "The verdict.",
         word=_text(f"The verdict: {', '.join(WORDS[:-1])} or {WORDS[-1]}."),
-        exit=_integer("The exit code that goes with it."),
+        exit=_integer("Its exit code."),
         reason=_text("Why, in one line."),
         accepted={
             "type": "boolean",
-            "description": "True only where the verdict is ACCEPTED: not for a rehearsal, and not for a selection, "
+            "description": "True only if the verdict is ACCEPTED: not for a rehearsal or a selection, "
             "whose exit code is 0 too.",
         },
-        rehearsal={"type": "boolean", "description": "True on cpu, where nothing is said about hardware."},
-        counts=_map("How many tests had which outcome; outcomes that none had are left out.", _count("Tests.")),
+        rehearsal={"type": "boolean", "description": "True on cpu: no statement about hardware."},
+        counts=_map("Number of tests by outcome; without zeros.", _count("Tests.")),
     )
 
 
 def _run() -> Schema:
     return _keys(
-        "What was run, where and when.",
+        "What ran, where and when.",
         run_id=_text("The launcher's id of the run."),
         started_at=_text("ISO 8601."),
-        ended_at=_text_or_null("ISO 8601; null where the run was cut off."),
-        seconds=_number("How long it took, as far as is known."),
-        closed_by=_text_or_null("Who closed the record: rank 0, or the recorder after its death; null for nobody."),
-        cut={"type": "boolean", "description": "True where the journal's last line was cut off and left out."},
+        ended_at=_text_or_null("ISO 8601; null if the run was cut off."),
+        seconds=_number("Its duration, as far as it is known."),
+        closed_by=_text_or_null("Who closed the journal: rank 0, or the recorder after its end; null if it is open."),
+        cut={"type": "boolean", "description": "True if the journal's last line was cut off and ignored."},
         merged_from=_list(
-            "The runs that were merged into this one, the oldest first; empty for a run of its own.",
+            "The runs that were merged into this one, the oldest first; empty if it was not merged.",
             _keys(
                 "A run.",
-                journal=_text("Where its journal was."),
-                sha256=_text("The journal's digest."),
+                journal=_text("The path of its journal."),
+                sha256=_text("The journal's SHA-256."),
                 run_id=_text("The launcher's id of the run."),
                 started_at=_text("ISO 8601."),
-                verdict=_text("Its own verdict."),
-                exit=_integer("Its own exit code."),
+                verdict=_text("Its verdict."),
+                exit=_integer("Its exit code."),
             ),
         ),
-        merged_despite=_list("In what the clusters of merged runs differ.", _text("One difference.")),
+        merged_despite=_list("Differences between the clusters of merged runs.", _text("One difference.")),
         hostname=_text("The host of rank 0."),
-        launcher=_text("What started the ranks, such as torchrun."),
+        launcher=_text("The launcher, such as torchrun."),
         device=_text("cuda or cpu."),
-        selection={"type": "boolean", "description": "True where only a part of the suite was asked for."},
+        selection={"type": "boolean", "description": "True if only a part of the suite was selected."},
         deviations=_list(
-            "In what limits or workload asked for less than the shipped ones, or a test passed after a miss.",
+            "Where limits or workload were weaker than the shipped ones, or a test passed after a miss.",
             _text("One deviation."),
         ),
         world_size=_integer("Ranks."),
@@ -175,7 +175,7 @@ def _run() -> Schema:
         argv=_list("pytest's arguments.", _text("One argument.")),
         options=_map(
             "The settings of this plugin.",
-            _keys("A setting.", value=_text("Its value."), origin=_text("Where it was set.")),
+            _keys("A setting.", value=_text("Its value."), origin=_text("Its origin.")),
         ),
         versions=_texts("Versions on rank 0, by name."),
         plugin_version=_text("The version of pytest-gpucluster that wrote the journal."),
@@ -199,61 +199,61 @@ def _test() -> Schema:
         "A test, merged over all ranks.",
         nodeid=_text("pytest's id."),
         name=_text("function[parameters]."),
-        criterion=_text_or_null("The criterion that it is; null for a test that is none."),
+        criterion=_text_or_null("Its criterion; null for a test that is none."),
         outcome={
             "enum": [*OUTCOMES, RUNNING, IN_PROGRESS, NOT_RUN],
             "description": "passed; failed: a limit missed or a wrong result; error: it broke; skipped; running: the "
-            "run ended in it; not run: the run ended before it. Of a run that is RUNNING the test of now is in "
-            "progress, and those after it are not run.",
+            "run ended in it; not run: the run ended before it. While a run is RUNNING its current test is in "
+            "progress, and later ones are not run.",
         },
         message=_text("One line: the failure, or why it did not run."),
-        text=_text("The failure in full."),
-        phase=_text_or_null("The phase that decided: setup, call or teardown; null where it has no result."),
-        xfail=_text_or_null("Why it was expected to fail; null where it was not."),
-        attempts=_integer("How often it was run."),
+        text=_text("The failure's full text."),
+        phase=_text_or_null("The phase that decided: setup, call or teardown; null if it has no result."),
+        xfail=_text_or_null("Why it was expected to fail; null if it was not."),
+        attempts=_integer("Number of attempts."),
         applicable={
             "type": "boolean",
-            "description": "False where the declared topology has too few ranks or nodes for it.",
+            "description": "False if the declared topology has too few ranks or nodes for it.",
         },
-        unjudged=_text("Why no limit judged its values, or its rates, although the test asked for it; else empty."),
-        started_at=_text_or_null("ISO 8601; null where it was not started."),
-        seconds=_number("How long it took, with setup and teardown."),
+        unjudged=_text("Why its values, or its rates, were not judged although they should be; else empty."),
+        started_at=_text_or_null("ISO 8601; null if it was not started."),
+        seconds=_number("Its duration, with setup and teardown."),
         spent=_or_null(
             _keys(
-                "Where its time went, all attempts together; null where that is not on record.",
+                "Its time by parts, over all attempts; null if not recorded.",
                 **{part: _part_of_time(what) for part, what in _PARTS_OF_TIME.items()},
             )
         ),
         headline={
             "type": ["integer", "null"],
             "minimum": 0,
-            "description": "Which of its measurements decides: the miss that explains the others, "
+            "description": "The index of the deciding measurement: the miss that explains the others, "
             "else the one with the least margin.",
         },
-        measurements=_list("All that it has measured.", _measurement()),
+        measurements=_list("All its measurements.", _measurement()),
         ranks=_list(
-            "What ranks reported where that is more than a bare pass.",
+            "Reports of ranks that did more than pass.",
             _keys(
                 "A rank.",
                 rank=_integer("Its number."),
                 outcome=_text("passed, failed, error, skipped, lost or hung."),
-                message=_text("What it said, in one line."),
+                message=_text("Its message, in one line."),
             ),
         ),
-        culprits=_list("The ranks to blame.", _integer("A rank.")),
+        culprits=_list("The ranks that are the cause.", _integer("A rank.")),
         released=_list("Ranks that only waited for a culprit and were released.", _integer("A rank.")),
         isolation=_or_null(_isolation()),
         properties=_list("The test's own properties.", _named()),
-        artifacts=_text("The folder of its files, beside this file. It is not there where the test wrote none."),
+        artifacts=_text("The folder of its files, relative to this file; it exists only if the test wrote any."),
     )
 
 
 _PARTS_OF_TIME = {
-    "set_up": "pytest's set-up phase: fixtures.",
-    "warm_up": "Work before anything counts.",
-    "measuring": "Work that counts, with waiting for other ranks in it.",
-    "verifying": "Making sure that results are right.",
-    "agreeing": "The exchanges of all ranks that end a phase, with waiting for ranks that were not so far.",
+    "set_up": "pytest's setup phase: fixtures.",
+    "warm_up": "Work before the measurement.",
+    "measuring": "The measurement, including waiting for other ranks.",
+    "verifying": "Verification of results.",
+    "agreeing": "The exchanges of all ranks that end a phase, including waiting for slower ranks.",
     "other": "The rest.",
 }
 
@@ -261,27 +261,27 @@ _PARTS_OF_TIME = {
 def _part_of_time(what: str) -> Schema:
     return _keys(
         what,
-        seconds=_number("On the first rank, where all parts together are the whole test."),
-        most_seconds=_number("The most of any rank. The others tell theirs when they have torn down."),
-        most_rank=_integer("The first rank that it took so long."),
+        seconds=_number("On the first rank; its parts add up to the whole test."),
+        most_seconds=_number("The maximum of all ranks. The others report theirs after teardown."),
+        most_rank=_integer("The first rank with that maximum."),
     )
 
 
 def _limit(what: str) -> Schema:
     return _keys(
         what,
-        min=_optional("No rank may be below."),
-        max=_optional("No rank may be above."),
-        min_ratio_to_median=_optional("What each rank must reach of the median of the others, a ratio."),
-        expected=_optional("What a good one reaches: shown beside the limit, never judged."),
+        min=_optional("Lower limit for every rank."),
+        max=_optional("Upper limit for every rank."),
+        min_ratio_to_median=_optional("Lower limit for each rank as a ratio of the median of the others."),
+        expected=_optional("The value of a good system: shown next to the limit, never judged."),
         expect_transport=_or_null(
             {
                 "type": "array",
                 "items": _text("A transport."),
-                "description": "What may carry the data; null: anything.",
+                "description": "The allowed transports; null: any.",
             }
         ),
-        source=_text("Where the figures come from."),
+        source=_text("The source of the numbers."),
         origin=_text("File and line of the limit."),
     )
 
@@ -290,102 +290,100 @@ def _measurement() -> Schema:
     return _keys(
         "A metric with one set of labels, over all ranks.",
         metric=_text("Its name, such as nccl.all_reduce.busbw."),
-        labels=_texts("What tells it from others of its name, such as the size."),
+        labels=_texts("What distinguishes it from others of its name, such as the size."),
         unit=_text("The unit of value, interval, limit, peak, median, mean and values."),
-        better={"enum": ["higher", "lower", None], "description": "Which values are better; null: not known."},
+        better={"enum": ["higher", "lower", None], "description": "Which values are better; null if unknown."},
         status={
             "enum": list(STATUSES),
-            "description": "passed or failed against its limit; error: it could not be judged; recorded: no limit "
-            "was asked for.",
+            "description": "passed or failed against its limit; error: it could not be judged; recorded: not to "
+            "be judged.",
         },
         reason=_text("Why it failed or could not be judged."),
-        inconclusive=_text("Why the value cannot be told from its limit; empty where it can."),
+        inconclusive=_text("Why the value cannot be distinguished from its limit; empty if it can."),
         stopped=_or_null(
             _keys(
-                "Why the worst rank took no more samples; null where it took none, or the journal is older.",
+                "Why sampling on the worst rank ended; null if it took no samples, or in an older journal.",
                 by={
                     "enum": list(STOPPED_BY),
-                    "description": "interval: the 95 % interval of the median was narrow enough; time: the time was up "
-                    "and the extension too; samples: there were no more to take.",
+                    "description": "interval: the 95 % interval of the median was narrow enough; time: the time and "
+                    "its extension were used up; samples: there were no more to take.",
                 },
-                samples=_integer("How many there were."),
-                seconds=_number("How long they took together; 0 where they were not taken for this."),
-                width_ratio=_number("How wide the interval was, as a ratio of the median."),
-                allowed_ratio=_number("How wide it might be."),
+                samples=_integer("Number of samples."),
+                seconds=_number("Their total duration; 0 if they were not taken for this."),
+                width_ratio=_number("Width of the interval as a ratio of the median."),
+                allowed_ratio=_number("The allowed width."),
                 extended={
                     "type": "boolean",
-                    "description": "Whether they took longer than the longest time.",
+                    "description": "Whether sampling was extended beyond its time.",
                 },
             )
         ),
-        value=_optional("The worst rank's value, which decides; null where there is none."),
+        value=_optional("The worst rank's value, which decides; null if there is none."),
         interval=_or_null(
             {
                 "type": "array",
                 "minItems": 2,
                 "maxItems": 2,
                 "items": _number("An end."),
-                "description": "It encloses the true value with 95 % confidence; null where that is not known.",
+                "description": "The 95 % confidence interval of the value; null if unknown.",
             }
         ),
         worst=_or_null(
             _keys(
-                "Where that value was measured; null where no rank stands out.",
+                "Where that value was measured; null if no rank stands out.",
                 rank=_integer("The rank."),
                 host=_text_or_null("Its host."),
                 gpu_uuid=_text_or_null("Its GPU."),
             )
         ),
-        limit=_or_null(_limit("What was demanded; null where no limit applies.")),
+        limit=_or_null(_limit("The limit; null if none applies.")),
         shipped_limit=_or_null(
-            _limit("The shipped limit, where the site's file asks for less with a source of its own; else null.")
+            _limit("The shipped limit, if the site's file has a weaker one with its own source; else null.")
         ),
-        margin=_optional(
-            "By which ratio of the limit the value keeps it; negative: misses it. Of a limit of zero the distance."
-        ),
-        peak=_optional("The data sheet's figure that the value stands beside."),
-        peak_ratio=_optional("The value as a ratio of that."),
+        margin=_optional("The margin as a ratio of the limit; negative: missed. For a limit of zero the distance."),
+        peak=_optional("The data sheet's peak for this value."),
+        peak_ratio=_optional("The value as a ratio of the peak."),
         median=_optional("The median of all ranks."),
         mean=_optional("The mean of all ranks."),
         ratio_to_median=_optional("The lowest rank over the median of the others."),
         values=_map("Each rank's value by its number.", _number("A value.")),
         baseline=_or_null(
             _keys(
-                "What it is beside the baseline's value, of the worst rank; null without a baseline.",
+                "The comparison with the baseline, for the worst rank; null without a baseline.",
                 kind=_text("better, worse, within noise and the like (docs/compare.md)."),
                 old=_optional("The baseline's value."),
                 old_rank={"type": ["integer", "null"], "description": "The rank there."},
                 rank={"type": ["integer", "null"], "description": "The rank here."},
                 matched_by=_text("How the two ranks were matched."),
                 change_ratio=_optional("The change; positive is better."),
-                allowed_ratio=_optional("What is allowed of a change for the worse."),
+                allowed_ratio=_optional("The allowed change for the worse."),
                 decides={"type": "boolean", "description": "Whether it can fail the test."},
-                why=_text("What there is to say of it."),
+                why=_text("An explanation."),
             )
         ),
-        telemetry=_text("What the GPU of the worst rank did meanwhile; empty where that is not known."),
+        telemetry=_text("Telemetry of the worst rank's GPU during the measurement; empty if unknown."),
     )
 
 
 def _isolation() -> Schema:
     return _keys(
-        "What the search for who is to blame has found; null where there was none.",
+        "The result of the search for culprits; null if there was none.",
         culprits=_list(
             "Confirmed by further probes with known-good partners.",
             _keys(
                 "A node, a GPU, or the link between two.",
-                names=_list("What it is called; of a link both ends.", _text("A name.")),
+                names=_list("Its name; of a link both ends.", _text("A name.")),
                 kind=_text("unit or link."),
-                failed={"type": ["integer", "null"], "description": "Probes with it that failed ..."},
-                probes={"type": ["integer", "null"], "description": "... of so many."},
-                evidence=_list("What was seen.", _text("One line.")),
+                failed={"type": ["integer", "null"], "description": "Number of probes with it that failed."},
+                probes={"type": ["integer", "null"], "description": "Number of probes with it."},
+                evidence=_list("The evidence.", _text("One line.")),
             ),
         ),
-        cleared=_list("Those that have passed with others.", _text("A name.")),
+        cleared=_list("Those that passed with others.", _text("A name.")),
         undecided=_list("The rest.", _text("A name.")),
-        why_undecided=_text("Why there is a rest."),
-        reproduced={"type": "boolean", "description": "Whether the fault showed again."},
-        cut_short=_text("Why the search ended before it was through; empty where it did not."),
+        why_undecided=_text("Why the rest is undecided."),
+        reproduced={"type": "boolean", "description": "Whether the fault was reproduced."},
+        cut_short=_text("Why the search ended early; empty if it did not."),
     )
 
 

@@ -1,7 +1,6 @@
-"""A run in short form: its verdict in words, one row a test with the value that decides, and its times.
+"""The summary of a run: its verdict, one row per test with the deciding value, and its times.
 
-Every report that people read is made from this, so that they all choose the same headline and the same order. When a
-run began and how long it took are given as far as its journal shows.
+All reports are made from it, so they show the same headline in the same order.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pytest_gpucluster.metrics.measurement import METRICS, cause_order
 from pytest_gpucluster.text import first_line
 
 RUNNING, NOT_RUN, IN_PROGRESS = "running", "not run", "in progress"
-"""Outcomes of a row besides a result's own: the run ended in this test, or before it; or is in it now."""
+"""Outcomes of a row besides a result's own: the run ended during this test; ended before it; is running it now."""
 
 _WORST_FIRST = {"failed": 0, "error": 1, RUNNING: 2, IN_PROGRESS: 3, NOT_RUN: 4, "skipped": 5, "passed": 6}
 _OF_STATUS = {"failed": 0, "error": 1, "passed": 2, "recorded": 3}
@@ -32,65 +31,65 @@ class Row:
 
     nodeid: str
     name: str
-    """function[parameters]; the whole id where the journal does not name them apart."""
+    """function[parameters], or the whole id."""
     outcome: str
     """passed, failed, error, skipped, ``RUNNING``, ``IN_PROGRESS`` or ``NOT_RUN``."""
     criterion: str | None = None
     headline: JudgedMetric | None = None
-    """The measurement that decides: the worst that was missed, else the one with the least margin."""
+    """The deciding measurement: the worst miss, else the least margin."""
     why: str = ""
-    """One line: the failure's message, or the reason why it did not run."""
+    """One line: the failure's message, or why it did not run."""
     result: TestResult | None = None
     is_gap: bool = False
-    """Whether no run without it is accepted: a criterion that was skipped although it applies or was demanded."""
+    """Whether it makes the run INCOMPLETE: a criterion that was skipped although it applies or is required."""
 
     @property
     def is_good(self) -> bool:
-        """Tell whether it passed."""
+        """Whether it passed."""
         return self.outcome == "passed"
 
     @property
     def why_not_run(self) -> str:
-        """Return why it did not run; "required: ..." of what makes a run INCOMPLETE."""
+        """Return why it did not run, with "required: " if that makes the run INCOMPLETE."""
         return f"required: {self.why}" if self.is_gap else self.why
 
     @property
     def margin(self) -> float | None:
-        """Return the share by which the headline keeps its limit (negative: misses it); None where it is no share."""
-        return None if self.headline is None else share_of_limit(self.headline)
+        """Return the margin of the headline as a ratio of its limit (negative: missed); None if it is no ratio."""
+        return None if self.headline is None else margin_ratio(self.headline)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
-    """A run."""
+    """A run in short form."""
 
     word: str
-    """The verdict; RUNNING where there is none yet."""
+    """The verdict, or RUNNING."""
     exit: int
     reason: str
     rehearsal: bool
     rows: tuple[Row, ...]
-    """In the order in which they ran; those that did not run come last."""
+    """In the order of execution; those that did not run come last."""
     counts: dict[str, int]
-    """Outcome -> how many rows, of those outcomes that there are, worst first."""
+    """Outcome -> number of rows, worst outcome first; without zeros."""
     absent: tuple[str, ...] = ()
-    """Criteria that were demanded, and are those of no test of this run."""
+    """Required criteria that no test of this run has."""
 
     @property
     def title(self) -> str:
-        """Return the verdict's word; a rehearsal never stands alone as a verdict about hardware."""
-        return f"{self.word} (a REHEARSAL on cpu, which says nothing about hardware)" if self.rehearsal else self.word
+        """Return the verdict; of a rehearsal with the remark that it is not about hardware."""
+        return f"{self.word} (a REHEARSAL on cpu, no statement about hardware)" if self.rehearsal else self.word
 
     @property
     def is_good(self) -> bool:
-        """Tell whether nothing is wrong."""
+        """Whether the exit code is 0."""
         return self.exit == 0
 
     @property
     def worst_first(self) -> tuple[Row, ...]:
         """Return the rows, failures first; rows of one outcome keep their order.
 
-        What was skipped and had not to run comes last, so that it does not stand before all that was measured.
+        Skipped tests that did not have to run come last.
         """
         return tuple(sorted(self.rows, key=_severity))
 
@@ -105,20 +104,20 @@ class Outline:
         return tuple(row for row in self.rows if row.outcome in (NOT_RUN, "skipped"))
 
     def tightest(self, most: int = 5) -> tuple[tuple[Row, JudgedMetric], ...]:
-        """Return the values that kept their limit by the smallest share, the nearest first, one a test and metric.
+        """Return the passed values with the smallest margins, smallest first, one per test and metric.
 
-        What cannot be better (``is_whole``) is none of them.
+        Values that cannot be better (``is_whole``) are left out.
         """
         best: dict[tuple[str, str], tuple[float, Row, JudgedMetric]] = {}
         for row in self.rows:
             for judged in row.result.measurements if row.result is not None else ():
-                share = share_of_limit(judged)
+                share = margin_ratio(judged)
                 key = row.nodeid, judged.metric
                 if judged.status != "passed" or share is None or is_whole(judged):
                     continue
                 if key not in best or share < best[key][0]:
                     best[key] = share, row, judged
-        found = sorted(best.values(), key=lambda each: each[0])
+        found = sorted(best.values(), key=lambda entry: entry[0])
         return tuple((row, judged) for _, row, judged in found[:most])
 
 
@@ -129,17 +128,18 @@ def _severity(row: Row) -> int:
 
 
 def outline(journal: Journal) -> Outline:
-    """Return a run as people look at it."""
+    """Return the short form of a run."""
     required = journal.run.required
     ran = {result.criterion for result in journal.results if result.outcome == "passed"}
     rows = [row_of(result, required=[name for name in required if name not in ran]) for result in journal.results]
     if journal.running is not None:
-        told = {test.nodeid: test.criterion for test in journal.collected or ()}
+        criteria_by_id = {test.nodeid: test.criterion for test in journal.collected or ()}
         nodeid = journal.running.nodeid
         why = "the run ended here" if journal.end is None else first_line(journal.ended_by)
         why = f"started at {journal.running.at or 'an unknown time'}" if journal.is_live else why
         outcome = IN_PROGRESS if journal.is_live else RUNNING
-        rows.append(Row(nodeid=nodeid, name=short_name(nodeid), outcome=outcome, criterion=told.get(nodeid), why=why))
+        criterion = criteria_by_id.get(nodeid)
+        rows.append(Row(nodeid=nodeid, name=short_name(nodeid), outcome=outcome, criterion=criterion, why=why))
     rows += [
         Row(
             nodeid=test.nodeid,
@@ -164,9 +164,9 @@ def outline(journal: Journal) -> Outline:
 
 
 def row_of(result: TestResult, *, required: Collection[str] = ()) -> Row:
-    """Return the row of a finished test. ``required``: the criteria that the operator demands, and no test has met."""
+    """Return the row of a finished test. ``required``: required criteria that no test has passed."""
     criterion = result.criterion
-    had_to_run = result.applicable and not result.too_slow  # of a rehearsal; its verdict says what was missed by that
+    had_to_run = result.applicable and not result.too_slow  # in a rehearsal, whose verdict lists them
     return Row(
         nodeid=result.nodeid,
         name=result.name or short_name(result.nodeid),
@@ -180,24 +180,23 @@ def row_of(result: TestResult, *, required: Collection[str] = ()) -> Row:
 
 
 def headline(measurements: Iterable[JudgedMetric]) -> JudgedMetric | None:
-    """Return the measurement that stands for all of a test; None where there is none.
+    """Return the deciding measurement of a test; None where there is none.
 
-    One that was missed: that which explains the others (``cause_order``), of several the one that missed by the most;
-    else one that could not be judged; else the one that kept its limit by the least, as many times as it is better;
-    else the first that was recorded. What cannot be better (``is_whole``) stands for a test only where nothing else is.
+    A miss: the one that explains the others (``cause_order``), then the one that missed by the most; else one that
+    could not be judged; else the one that passed with the least margin (as a factor); else the first recorded one. A
+    value that cannot be better (``is_whole``) comes last.
     """
-    told = list(measurements)
 
     def rank(judged: JudgedMetric) -> tuple[int, tuple[int, ...], float]:
         kept = judged.status in ("passed", "recorded")
         order = (int(judged.status == "passed" and is_whole(judged)),) if kept else cause_order(judged)
         return _OF_STATUS.get(judged.status, 1), order, _margin(judged)
 
-    return min(told, key=rank, default=None)
+    return min(measurements, key=rank, default=None)
 
 
-def share_of_limit(judged: JudgedMetric) -> float | None:
-    """Return the margin where it is a share: of a limit of zero it is a distance, and of a missing one nothing."""
+def margin_ratio(judged: JudgedMetric) -> float | None:
+    """Return the margin if it is a ratio of the limit; None for a limit of zero and without one."""
     limit = judged.limit
     if limit is None or judged.margin is None or not math.isfinite(judged.margin) or 0 in (limit.min, limit.max):
         return None
@@ -205,15 +204,15 @@ def share_of_limit(judged: JudgedMetric) -> float | None:
 
 
 def is_whole(judged: JudgedMetric) -> bool:
-    """Tell whether a value is at a limit that nothing can be beyond: all of something, or nothing of what must not be.
+    """Whether a value is at a limit that nothing can exceed: 100 % of something, or none of what must not occur.
 
-    Its margin of zero says nothing about how near it is to a failure.
+    Its margin of zero does not mean that it nearly failed.
     """
     limit = judged.limit
     if limit is None or judged.value is None:
         return False
-    all_of_it = {"%": 100.0, "ratio": 1.0}.get(judged.unit)
-    return judged.value in (limit.min, limit.max) and judged.value in (0.0, all_of_it)
+    everything = {"%": 100.0, "ratio": 1.0}.get(judged.unit)
+    return judged.value in (limit.min, limit.max) and judged.value in (0.0, everything)
 
 
 def short_name(nodeid: str) -> str:
@@ -226,7 +225,7 @@ def short_name(nodeid: str) -> str:
 
 
 def peak_value(judged: JudgedMetric) -> float | None:
-    """Return the data sheet peak that the value was held beside, in its unit; None where there is none."""
+    """Return the data sheet peak of a value in its unit; None where there is none."""
     if judged.peak_ratio is None or judged.value is None or not judged.peak_ratio > 0:
         return None
     peak = judged.value / judged.peak_ratio
@@ -234,7 +233,7 @@ def peak_value(judged: JudgedMetric) -> float | None:
 
 
 def is_better_higher(judged: JudgedMetric) -> bool | None:
-    """Tell whether more of it is better; None where the metric is not this suite's and its limit does not tell."""
+    """Whether higher values are better; None where neither metric nor limit defines it."""
     metric = METRICS.get(judged.metric)
     if metric is not None and metric.better in ("higher", "lower"):
         return metric.better == "higher"
@@ -244,9 +243,9 @@ def is_better_higher(judged: JudgedMetric) -> bool | None:
 
 
 def _margin(judged: JudgedMetric) -> float:
-    """Return a margin by which limits from above and from below can be compared: how many times better, less one.
+    """Return a margin that is comparable for lower and upper limits: the factor by which it is better, minus one.
 
-    A share of an upper limit is never more than 1, however good the value is.
+    As a ratio of an upper limit it would never exceed 1.
     """
     margin = judged.margin
     if margin is None or not math.isfinite(margin):
@@ -256,13 +255,11 @@ def _margin(judged: JudgedMetric) -> float:
 
 
 _LONGEST_SECONDS = 1e10
-"""Some 300 years: whatever is said to take longer is no duration, and its digits would fill a page."""
+"""About 300 years; more is an invalid duration."""
 
 
 def moment(text: str) -> datetime | None:
-    """Return a time that is written as ISO 8601, with its zone (UTC where it names none); None if it is no such text.
-
-    None, too, where it is outside the years 1 to 9999 in UTC, so that there is nothing that cannot be done with it.
+    """Return an ISO 8601 time with its zone (default UTC); None if it is invalid or outside the years 1 to 9999 in UTC.
 
     >>> moment("2026-11-21T16:23:22Z")
     datetime.datetime(2026, 11, 21, 16, 23, 22, tzinfo=datetime.timezone.utc)
@@ -278,14 +275,14 @@ def moment(text: str) -> datetime | None:
 
 
 def run_seconds(journal: Journal) -> float:
-    """Return how many seconds a run took: until its end, or until the last that is known of it."""
+    """Return the duration of a run in seconds: until its end, or until its last known event."""
     begin = moment(journal.run.started_at)
     moments = [moment(journal.end.at)] if journal.end is not None else []
     if not any(moments):
         if journal.running is not None:
             moments.append(moment(journal.running.at))
         moments += [_end(result) for result in journal.results]
-    last = max((each for each in moments if each is not None), default=None)
+    last = max((one for one in moments if one is not None), default=None)
     if begin is None or last is None:
         return sum(result.duration_seconds for result in journal.results)
     return (last - begin).total_seconds()
@@ -297,12 +294,12 @@ def _end(result: TestResult) -> datetime | None:
         return None
     try:
         return started + timedelta(seconds=result.duration_seconds)
-    except OverflowError:  # no test of this world
+    except OverflowError:
         return None
 
 
 def duration(seconds: float) -> str:
-    """Return a duration as people say it.
+    """Return a duration in words.
 
     >>> [duration(seconds) for seconds in (0.04, 7.25, 75, 3725)]
     ['0.04 s', '7.2 s', '1 min 15 s', '1 h 2 min']

@@ -1,9 +1,8 @@
-"""Values, limits, ranks, telemetry and times as short text and tables, for every report that people read.
+"""Values, limits, ranks, telemetry and times as short text and tables.
 
-A table stays small at any number of ranks: identical rows are folded into one with rank ranges, and of the rest only
-the worst are shown. Of the tests' times, one line a test, the longest are shown first. Telemetry travels in plain JSON
-types from ranks of any version, so nothing is taken for granted here: what is not of the form that
-``node.health.telemetry.summary`` gives is shown as it is.
+A table stays small at any number of ranks: identical rows are merged into one with rank ranges, and of the rest only
+the worst are shown. Telemetry consists of plain JSON types and may come from another version: what does not have the
+form that ``node.health.telemetry.summary`` gives is shown unchanged.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from pytest_gpucluster.text import (
 _REASON_CHARACTERS = 80
 _OTHER_CHARACTERS = 400
 _CLOCK, _HIGHEST = "sm_clock_mhz", "sm_clock_max_mhz"
-# key: (words before the figure, unit, words where it is not available)
+# key: (label, unit, name where it is not available)
 _FIGURES = {
     _CLOCK: ("sm clock ", "MHz", "sm clock"),
     "memory_clock_mhz": ("memory clock ", "MHz", "memory clock"),
@@ -55,66 +54,66 @@ _FIGURES = {
 }
 
 
-# What says how much was read, and not what; and what stands beside another figure.
+# How much was read, and what is shown next to another figure.
 _ABOUT_READING = ("seconds", "samples", "lost", "throttle_share", _HIGHEST, "slowdown_celsius")
 _FOR_MACHINES = ("adapters",)
-"""What other keys tell in words."""
-_COUNTED = ("counters", "counter_notes", "counters_not_available")
+"""Shown in words under other keys."""
+_COUNTERS = ("counters", "counter_notes", "counters_not_available")
 
 
-def telemetry_text(told: Mapping[str, Any]) -> str:
-    """Return all that is known of one GPU during one measurement; an empty text if that is nothing.
+def telemetry_text(telemetry: Mapping[str, Any]) -> str:
+    """Return the telemetry of one GPU during one measurement; an empty text if there is none.
 
-    Of throttle reasons the part of the time is told, of counters by how much they have changed. What a test adds of its
-    own, such as notes, follows by its name.
+    Throttle reasons have their share of the time, counters their change. Other keys, such as notes, follow by name.
 
     >>> telemetry_text({"sm_clock_mhz": [1740, 1755, 1980], "power_watts": [698, 698, 698], "throttle": []})
     'sm clock 1755 MHz (1740 to 1980), 698 W, no throttle'
     """
-    parts = [_figure(key, told) for key in _FIGURES if key in told]
-    return ", ".join([*parts, *_throttle(told), *_counted(told), *_others(told), *_not_available(told)])
+    parts = [_figure(key, telemetry) for key in _FIGURES if key in telemetry]
+    rest = (*_throttle(telemetry), *_counters(telemetry), *_others(telemetry), *_not_available(telemetry))
+    return ", ".join([*parts, *rest])
 
 
 def telemetry_of_test(by_rank: Mapping[int, Mapping[str, Any]], culprits: Sequence[int] = ()) -> str:
-    """Return what a GPU did during a whole test: that of a culprit, or else the one that tells most."""
+    """Return the telemetry of one GPU during a whole test: of a culprit, else of the most conspicuous one."""
     rank = next((rank for rank in culprits if rank in by_rank), None)
     rank = most_throttled(by_rank) if rank is None else rank
     text = telemetry_text(by_rank[rank]) if rank is not None else ""
     return f"rank {rank}: {text}" if text else ""
 
 
-def clock_text(told: Mapping[str, Any]) -> str:
-    """Return what may explain a low value: the clock and the throttle reasons, as far as they are known.
+def clock_text(telemetry: Mapping[str, Any]) -> str:
+    """Return what may explain a low value: clock and throttle reasons, as far as they are known.
 
     >>> clock_text({"sm_clock_mhz": [1200, 1200, 1980], "power_watts": [400, 410, 420], "throttle": ["hw_thermal"]})
     'sm clock 1200 MHz (1200 to 1980), throttle: hw_thermal'
     """
-    parts = [_figure(_CLOCK, told)] if _CLOCK in told else []
-    return ", ".join([*parts, *_throttle(told)])
+    parts = [_figure(_CLOCK, telemetry)] if _CLOCK in telemetry else []
+    return ", ".join([*parts, *_throttle(telemetry)])
 
 
-def _figure(key: str, told: Mapping[str, Any]) -> str:
-    value, (before, unit, _) = told[key], _FIGURES[key]
+def _figure(key: str, telemetry: Mapping[str, Any]) -> str:
+    value, (label, unit, _) = telemetry[key], _FIGURES[key]
     if not isinstance(value, (list, tuple)) or len(value) != 3 or not all(map(_is_number, value)):
-        return f"{before}{one_line(repr(value), _REASON_CHARACTERS)} {unit}"
+        return f"{label}{one_line(repr(value), _REASON_CHARACTERS)} {unit}"
     low, median, high = (f"{each:.0f}" for each in value)
     spread = f" ({low} to {high})" if low != high else ""
-    highest = told.get(_HIGHEST)
+    highest = telemetry.get(_HIGHEST)
     of_highest = f" of {highest:.0f}" if key == _CLOCK and _is_number(highest) else ""
-    return f"{before}{median}{of_highest} {unit}{spread}"
+    return f"{label}{median}{of_highest} {unit}{spread}"
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _throttle(told: Mapping[str, Any]) -> list[str]:
-    reasons = told.get("throttle")
+def _throttle(telemetry: Mapping[str, Any]) -> list[str]:
+    reasons = telemetry.get("throttle")
     if reasons is None:
         return []
     if not isinstance(reasons, (list, tuple)):
         reasons = [reasons]
-    shares = told.get("throttle_share")
+    shares = telemetry.get("throttle_share")
     shares = shares if isinstance(shares, Mapping) else {}
     names = [one_line(str(reason), _REASON_CHARACTERS) + _share(shares.get(str(reason))) for reason in reasons]
     return [f"throttle: {', '.join(names)}" if names else "no throttle"]
@@ -124,9 +123,9 @@ def _share(share: Any) -> str:
     return f" {100 * share:.0f} %" if _is_number(share) else ""
 
 
-def _counted(told: Mapping[str, Any]) -> list[str]:
-    """Return what the counters have counted, errors before amounts of data, and what was not counted."""
-    changed, notes, missing = (told.get(key) for key in _COUNTED)
+def _counters(telemetry: Mapping[str, Any]) -> list[str]:
+    """Return the changes of counters, errors before amounts of data, and which were not available."""
+    changed, notes, missing = (telemetry.get(key) for key in _COUNTERS)
     parts = []
     if isinstance(changed, Mapping) and changed:
         names = sorted(changed, key=lambda name: str(name).endswith("_bytes"))
@@ -139,9 +138,9 @@ def _counted(told: Mapping[str, Any]) -> list[str]:
     return [one_line(part, _OTHER_CHARACTERS) for part in parts]
 
 
-def _others(told: Mapping[str, Any]) -> list[str]:
-    known = {*_FIGURES, *_ABOUT_READING, *_COUNTED, *_FOR_MACHINES, "throttle", "not_available"}
-    others = {key: value for key, value in told.items() if key not in known and value not in (None, "", [], {})}
+def _others(telemetry: Mapping[str, Any]) -> list[str]:
+    known = {*_FIGURES, *_ABOUT_READING, *_COUNTERS, *_FOR_MACHINES, "throttle", "not_available"}
+    others = {key: value for key, value in telemetry.items() if key not in known and value not in (None, "", [], {})}
     return [one_line(f"{key}: {_listed(value)}", _OTHER_CHARACTERS) for key, value in others.items()]
 
 
@@ -149,8 +148,8 @@ def _listed(value: Any) -> str:
     return "; ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
-def _not_available(told: Mapping[str, Any]) -> list[str]:
-    missing = told.get("not_available")
+def _not_available(telemetry: Mapping[str, Any]) -> list[str]:
+    missing = telemetry.get("not_available")
     if not isinstance(missing, Mapping):
         return []
     by_reason: dict[str, list[str]] = {}
@@ -161,7 +160,7 @@ def _not_available(told: Mapping[str, Any]) -> list[str]:
 
 
 TIME_ROWS = 10
-"""So many tests have a line of their own."""
+"""Tests with a line of their own."""
 _TITLES = {
     SET_UP: "set-up",
     WARM_UP: "warm-up",
@@ -170,12 +169,12 @@ _TITLES = {
     AGREEING: "agree",
     OTHER: "other",
 }
-_HEADS = (Column(title="test"), *(Column(title=title, is_right=True) for title in ("all", *_TITLES.values())))
+_HEADS = (Column(title="test"), *(Column(title=title, is_right=True) for title in ("total", *_TITLES.values())))
 _LEAST_SECONDS = 0.05
-"""What takes less is shown as 0.0."""
+"""Less is shown as 0.0."""
 _LONGEST_NAME = 100
 _CELL = 5
-"""Columns of a number: whatever a journal says, no line becomes too wide."""
+"""Columns of a number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,24 +189,20 @@ class _Row:
 
 
 def seconds_in_tests(journal: Journal) -> float:
-    """Return how long the tests took of which it is on record where their time went, in seconds of the first rank."""
+    """Return the duration of all tests whose parts are recorded, in seconds of the first rank."""
     return sum(row.whole for row in _rows(journal))
 
 
 def time_lines(journal: Journal, *, width: int) -> list[str]:
-    """Return a table of the tests that took the longest, with all others in one line and the sum in another.
-
-    It is empty where a journal does not say where the time went, such as one from before it did.
-    """
+    """Return a table of the longest tests, one line for all others, and the sum; empty if nothing is recorded."""
     rows = sorted(_rows(journal), key=lambda row: -row.whole)
     if not rows:
         return []
     most = TIME_ROWS if len(rows) > TIME_ROWS + 1 else len(rows)
-    shown = [row for row in rows[:most] if row.whole >= _LEAST_SECONDS] or rows[:1]
-    others = rows[len(shown) :]
-    rest = [_together(f"{len(others)} other{'s' * (len(others) != 1)}", others)] if others else []
-    told = [*shown, *rest, _together("together", rows)]
-    cells = [[row.name, _number(row.whole), *map(_number, row.seconds)] for row in told]
+    longest = [row for row in rows[:most] if row.whole >= _LEAST_SECONDS] or rows[:1]
+    others = rows[len(longest) :]
+    rest = [_sum(f"{len(others)} other{'s' * (len(others) != 1)}", others)] if others else []
+    cells = [[row.name, _number(row.whole), *map(_number, row.seconds)] for row in (*longest, *rest, _sum("all", rows))]
     titles = [head.title for head in _HEADS]
     wide = widths([titles, *cells])
     wide[0] = max(columns(titles[0]), wide[0] - max(0, total(wide) - width))
@@ -221,16 +216,16 @@ def time_lines(journal: Journal, *, width: int) -> list[str]:
             lines += [*paragraph(row[0], width, rest="  "), line_of(["", *row[1:]], _HEADS, wide)]
     unknown = sum(not _has_parts(result) for result in journal.results)
     if unknown:
-        lines.append(f"and {unknown} test{'s' * (unknown != 1)} whose parts are not on record")
+        lines.append(f"and {unknown} test{'s' * (unknown != 1)} whose parts are not recorded")
     return lines
 
 
 def time_text(result: TestResult) -> str:
-    """Return "measuring 6.1, verifying 0.4": a test's parts that took a tenth of a second; "" where none did."""
+    """Return "measuring 6.1, verifying 0.4": the parts of a test that took 0.1 s or more."""
     if not _has_parts(result):
         return ""
-    told = ((part, result.spent[part].seconds) for part in PARTS)
-    return ", ".join(f"{in_words(part)} {_number(seconds)}" for part, seconds in told if seconds >= _LEAST_SECONDS)
+    parts = ((part, result.spent[part].seconds) for part in PARTS)
+    return ", ".join(f"{in_words(part)} {_number(seconds)}" for part, seconds in parts if seconds >= _LEAST_SECONDS)
 
 
 def _rows(journal: Journal) -> list[_Row]:
@@ -247,21 +242,20 @@ def _rows(journal: Journal) -> list[_Row]:
 
 
 def _has_parts(result: TestResult) -> bool:
-    """Tell whether it is on record where a test's time went: every part, in numbers that can be times."""
+    """Whether all parts of a test's time are recorded, as valid times."""
     return result.spent.keys() >= set(PARTS) and all(
         math.isfinite(part.seconds) and part.seconds >= 0 for part in result.spent.values()
     )
 
 
-def _together(name: str, rows: Sequence[_Row]) -> _Row:
+def _sum(name: str, rows: Sequence[_Row]) -> _Row:
     return _Row(name=name, seconds=tuple(map(sum, zip(*(row.seconds for row in rows), strict=True))))
 
 
 def _number(seconds: float) -> str:
     if seconds < 999.95:
         return f"{seconds:.1f}"
-    told = f"{seconds:.0f}" if seconds < 99_999.5 else f"{seconds / 3600:.0f} h"
-    return shortened(told, _CELL)
+    return shortened(f"{seconds:.0f}" if seconds < 99_999.5 else f"{seconds / 3600:.0f} h", _CELL)
 
 
 ROWS = 16
@@ -271,13 +265,13 @@ _MESSAGE_CHARACTERS = 300
 _WORST_FIRST = {"failed": 0, "error": 1, "skipped": 2, "released": 3, "passed": 4}
 
 
-def quantity(value: float | None, unit: str, *, beside: float | None = None, digits: int = 4) -> str:
-    """Return "442.1 GB/s", with enough digits to tell the value from the one that it stands beside."""
+def quantity(value: float | None, unit: str, *, compared_with: float | None = None, digits: int = 4) -> str:
+    """Return "442.1 GB/s", with enough digits to distinguish it from ``compared_with``."""
     if value is None:
         return "no value"
     text = _digits(value, digits)
     for more in (6, 9, 17):
-        if beside is None or value == beside or text != _digits(beside, digits):
+        if compared_with is None or value == compared_with or text != _digits(compared_with, digits):
             break
         text = _digits(value, more)
     return f"{text} {unit}".strip()
@@ -292,7 +286,7 @@ def _digits(value: float, digits: int) -> str:
 
 
 def percent(ratio: float) -> str:
-    """Return a ratio as "+10.5 %"; a margin that was missed by a hair keeps its sign."""
+    """Return a ratio as "+10.5 %"; a tiny negative ratio keeps its sign."""
     text = f"{ratio * 100:+.1f}"
     return ("-0.0 %" if ratio < 0 else "+0.0 %") if float(text) == 0 else f"{text} %"
 
@@ -316,7 +310,7 @@ def metric_name(judged: JudgedMetric) -> str:
 
 def limit_text(judged: JudgedMetric) -> str:
     """Return ">= 400 GB/s", "<= 20 us", "3 to 5 us", ">= 46 TFLOPS (expected 60 TFLOPS)" or "no limit", then what else
-    the limit demands; and where the site's asks for less, ">= 350 GB/s (shipped: >= 400 GB/s)"."""
+    the limit demands; where the site's limit is weaker, ">= 350 GB/s (shipped: >= 400 GB/s)"."""
     if judged.limit is None:
         return "no limit"
     first, *rest = _demands(judged.limit, judged.unit)
@@ -340,13 +334,13 @@ def _demands(limit: JudgedLimit, unit: str) -> list[str]:
 
 
 def expected_text(judged: JudgedMetric, unit: str) -> str:
-    """Return " (expected 60 TFLOPS)": what stands beside the limit and is never judged; or an empty text."""
+    """Return " (expected 60 TFLOPS)", which is never judged, or an empty text."""
     expected = None if judged.limit is None else judged.limit.expected
     return "" if expected is None else f" (expected {quantity(expected, unit)})"
 
 
 def share(ratio: float) -> str:
-    """Return a ratio as "73 %", for people who compare it with a data sheet."""
+    """Return a ratio as "73 %"."""
     return quantity(100 * ratio, "%", digits=2)
 
 
@@ -360,7 +354,7 @@ def measurement_text(judged: JudgedMetric) -> str:
         details.append(judged.status.upper())
     if judged.limit is not None:
         details.append(f"limit {limit_text(judged)}")
-    if judged.margin is not None and _has_shares(judged):
+    if judged.margin is not None and _has_ratio(judged):
         details.append(f"margin {percent(judged.margin)}")
     if judged.peak_ratio is not None:
         details.append(f"{share(judged.peak_ratio)} of peak")
@@ -368,7 +362,7 @@ def measurement_text(judged: JudgedMetric) -> str:
         details.append(judged.evidence)
     if judged.ratio_to_median is not None and len(judged.values) > 1:
         least = judged.limit.min_ratio_to_median if judged.limit is not None else None
-        ratio = quantity(100 * judged.ratio_to_median, "%", beside=None if least is None else 100 * least)
+        ratio = quantity(100 * judged.ratio_to_median, "%", compared_with=None if least is None else 100 * least)
         details.append(f"lowest rank {ratio} of the others' median")
     if judged.worst_rank is not None:
         details.append(f"worst rank {judged.worst_rank}")
@@ -376,68 +370,64 @@ def measurement_text(judged: JudgedMetric) -> str:
         details.append(f"inconclusive: {judged.inconclusive}")
     if judged.status == "error" and judged.reason:
         details.append(judged.reason)
-    text = quantity(judged.value, judged.unit, beside=_nearest_limit(judged, judged.value))
+    text = quantity(judged.value, judged.unit, compared_with=nearest_limit(judged, judged.value))
     text += interval_text(judged, judged.interval)
     return f"{text} ({', '.join(details)})" if details else text
 
 
 def interval_text(judged: JudgedMetric, interval: tuple[float, float] | None) -> str:
-    """Return ", 95 % interval 440.2 to 443.9", in the unit of the value before it, or an empty text."""
+    """Return ", 95 % interval 440.2 to 443.9", in the unit of its value, or an empty text."""
     if interval is None:
         return ""
-    low, high = (quantity(end, "", beside=_nearest_limit(judged, end)) for end in interval)
+    low, high = (quantity(end, "", compared_with=nearest_limit(judged, end)) for end in interval)
     return f", 95 % interval {low} to {high}"
 
 
 def stopped_text(judged: JudgedMetric) -> str:
-    """Return why the worst rank took no more samples, or an empty text where that is not known:
-    "sure after 12 samples in 3.01 s: 0.62 % wide, 1 % is allowed"."""
+    """Return why sampling on the worst rank ended, or an empty text if unknown:
+    "precise after 12 samples in 3.01 s: interval 0.62 %, allowed 1 %"."""
     stopped = judged.stopped
     if stopped is None:
         return ""
-    is_sure = stopped.width_ratio <= stopped.allowed_ratio
-    why = {"interval": "sure", "time": "time up", "samples": "no more to take, sure" if is_sure else "no more to take"}
+    is_precise = stopped.width_ratio <= stopped.allowed_ratio
+    why = {"interval": "precise", "time": "time up", "samples": f"no more to take{', precise' * is_precise}"}
     took = f" in {quantity(stopped.seconds, 's', digits=3)}" if stopped.seconds > 0 else ""
     extended = ", extended" if stopped.extended else ""
     width, allowed = (quantity(100 * ratio, "%", digits=2) for ratio in (stopped.width_ratio, stopped.allowed_ratio))
-    return f"{why[stopped.by]} after {stopped.samples} samples{took}{extended}: {width} wide, {allowed} is allowed"
+    return f"{why[stopped.by]} after {stopped.samples} samples{took}{extended}: interval {width}, allowed {allowed}"
 
 
 def worst_telemetry(judged: JudgedMetric) -> str:
-    """Return what the GPU of the worst rank did meanwhile, or an empty text."""
-    told = judged.telemetry.get(judged.worst_rank) if judged.worst_rank is not None else None
-    text = telemetry_text(told) if told else ""
+    """Return the telemetry of the worst rank's GPU, or an empty text."""
+    telemetry = judged.telemetry.get(judged.worst_rank) if judged.worst_rank is not None else None
+    text = telemetry_text(telemetry) if telemetry else ""
     return f"rank {judged.worst_rank}: {text}" if text else ""
 
 
 def measured_pairs(measurements: Iterable[JudgedMetric]) -> Iterator[tuple[str, str]]:
-    """Yield name and text of each measurement, and after it of its telemetry.
-
-    Values that come from one window have one telemetry, which is given once.
-    """
-    told: set[tuple[tuple[tuple[str, str], ...], str]] = set()
+    """Yield name and text of each measurement and of its telemetry, once for values of the same window."""
+    known: set[tuple[tuple[tuple[str, str], ...], str]] = set()
     for judged in measurements:
         yield metric_name(judged), measurement_text(judged)
         text = worst_telemetry(judged)
         key = tuple(sorted(judged.labels.items())), text
-        if text and key not in told:
-            told.add(key)
+        if text and key not in known:
+            known.add(key)
             yield f"{metric_name(judged)}.telemetry", text
 
 
-def told_pairs(result: TestResult) -> Iterator[tuple[str, str]]:
-    """Yield name and text of all that a test has measured, what a GPU did during its whole body, and where the test's
-    time went."""
+def result_pairs(result: TestResult) -> Iterator[tuple[str, str]]:
+    """Yield name and text of a test's measurements, of its telemetry, and of the parts of its time."""
     yield from measured_pairs(result.measurements)
-    seen = telemetry_of_test(result.telemetry, result.culprits)
-    if seen:
-        yield "telemetry", seen
+    telemetry = telemetry_of_test(result.telemetry, result.culprits)
+    if telemetry:
+        yield "telemetry", telemetry
     spent = time_text(result)
     if spent:
         yield "seconds", spent
 
 
-def _nearest_limit(judged: JudgedMetric, value: float | None) -> float | None:
+def nearest_limit(judged: JudgedMetric, value: float | None) -> float | None:
     if judged.limit is None or value is None:
         return None
     bounds = [bound for bound in (judged.limit.min, judged.limit.max) if bound is not None]
@@ -445,15 +435,15 @@ def _nearest_limit(judged: JudgedMetric, value: float | None) -> float | None:
 
 
 def margin(judged: JudgedMetric, value: float, interval: tuple[float, float] | None = None) -> float | None:
-    """Return by which ratio a value keeps (positive) or misses (negative) its limit, None where that is no ratio.
+    """Return by which ratio a value keeps (positive) or misses (negative) its limit, None for a limit of zero.
 
-    Of a value that is known to lie in an interval, the end that is nearer to the limit decides.
+    If the value's interval is known, the end nearer to the limit decides.
     """
-    return _distance(judged, value, interval) if _has_shares(judged) else None
+    return _distance(judged, value, interval) if _has_ratio(judged) else None
 
 
 def _distance(judged: JudgedMetric, value: float, interval: tuple[float, float] | None) -> float | None:
-    """Return the margin; of a limit of zero, which has no shares, the distance itself."""
+    """Return the margin; for a limit of zero the distance."""
     low, high = interval or (value, value)
     if judged.limit is None or not math.isfinite(low) or not math.isfinite(high):
         return None
@@ -465,28 +455,28 @@ def _distance(judged: JudgedMetric, value: float, interval: tuple[float, float] 
     return min(distances, default=None)
 
 
-def _has_shares(judged: JudgedMetric) -> bool:
-    """Tell whether a margin is a share of the limit: of a limit of zero it is a distance."""
+def _has_ratio(judged: JudgedMetric) -> bool:
+    """Whether a margin is a ratio of the limit: for a limit of zero it is a distance."""
     return judged.limit is None or 0 not in (judged.limit.min, judged.limit.max)
 
 
 def rank_tables(result: TestResult, journal: Journal) -> str:
-    """Return what each rank said and measured, worst first, as the body of a failure or an error."""
-    seen = telemetry_of_test(result.telemetry, result.culprits)
-    parts = [_outcome_table(result, journal), f"Telemetry of the whole test: {seen}" if seen else ""]
-    wanted = {"failed": 0, "error": 1, "passed": 2, "recorded": 3}
-    judged = sorted(result.measurements, key=lambda each: wanted.get(each.status, 1))
+    """Return what each rank reported and measured, worst first, as the body of a failure or an error."""
+    telemetry = telemetry_of_test(result.telemetry, result.culprits)
+    parts = [_outcome_table(result, journal), f"Telemetry of the whole test: {telemetry}" if telemetry else ""]
+    order = {"failed": 0, "error": 1, "passed": 2, "recorded": 3}
+    judged = sorted(result.measurements, key=lambda each: order.get(each.status, 1))
     for i, each in enumerate(judged[:_MEASUREMENT_LINES]):
         is_detailed = i < _MEASUREMENT_TABLES and each.status in ("failed", "error")
         parts.append(_measurement_table(each, journal) if is_detailed else _measurement_line(each))
     if len(judged) > _MEASUREMENT_LINES:
-        parts.append(f"... and {len(judged) - _MEASUREMENT_LINES} more measurements, all in the journal")
+        parts.append(f"... and {len(judged) - _MEASUREMENT_LINES} more measurements in the journal")
     return "\n".join(part for part in parts if part)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankSaid:
-    """What some ranks reported of a test: the same words, so they are one row."""
+class RankReport:
+    """The same report of one or more ranks on a test."""
 
     who: str
     outcome: str
@@ -496,29 +486,29 @@ class RankSaid:
     ranks: tuple[int, ...]
 
 
-def ranks_said(result: TestResult, journal: Journal) -> tuple[RankSaid, ...]:
-    """Return what each rank reported, culprits first, ranks that said the same in one row; nothing if none said any.
+def rank_reports(result: TestResult, journal: Journal) -> tuple[RankReport, ...]:
+    """Return the ranks' reports, culprits first, equal ones merged; empty if no rank reported anything.
 
-    The ranks that passed are one row, too, and always the last.
+    The ranks that passed are the last row.
     """
     rows: dict[tuple[bool, str, str], list[int]] = {}
-    for told in result.ranks:
-        is_culprit = told.rank in result.culprits
-        outcome = "released" if told.rank in result.released and not is_culprit else told.outcome
-        rows.setdefault((is_culprit, outcome, told.message), []).append(told.rank)
-    told_ranks = {told.rank for told in result.ranks}
-    silent = sorted({*result.released, *result.culprits} - told_ranks)
+    for each in result.ranks:
+        is_culprit = each.rank in result.culprits
+        outcome = "released" if each.rank in result.released and not is_culprit else each.outcome
+        rows.setdefault((is_culprit, outcome, each.message), []).append(each.rank)
+    reporting = {each.rank for each in result.ranks}
+    silent = sorted({*result.released, *result.culprits} - reporting)
     for rank in silent:
         is_culprit = rank in result.culprits
         rows.setdefault((is_culprit, result.outcome if is_culprit else "released", ""), []).append(rank)
     if not rows:
         return ()
-    passed = set(range(journal.run.world_size)) - told_ranks - set(silent)
+    passed = set(range(journal.run.world_size)) - reporting - set(silent)
     if passed:
         rows[False, "passed", ""] = sorted(passed)
     ordered = sorted(rows.items(), key=lambda row: (not row[0][0], _WORST_FIRST.get(row[0][1], 1), min(row[1])))
     return tuple(
-        RankSaid(
+        RankReport(
             who=rank_name(journal, ranks[0]) if len(ranks) == 1 else rank_ranges(ranks),
             outcome=outcome,
             is_culprit=is_culprit,
@@ -530,18 +520,18 @@ def ranks_said(result: TestResult, journal: Journal) -> tuple[RankSaid, ...]:
 
 
 def _outcome_table(result: TestResult, journal: Journal) -> str:
-    rows = ranks_said(result, journal)
+    rows = rank_reports(result, journal)
     if not rows:
         return ""
     lines = ["Ranks:"]
-    # The ranks that passed are one row and always the last: they never push a bad one out.
+    # The ranks that passed are the last row, so they never push a bad one out.
     for row in rows[:ROWS]:
         mark = " (culprit)" if row.is_culprit else ""
-        said = f": {one_line(row.message, _MESSAGE_CHARACTERS)}" if row.message else ""
-        lines.append(f"  {row.who}: {row.outcome}{mark}{said}")
+        message = f": {one_line(row.message, _MESSAGE_CHARACTERS)}" if row.message else ""
+        lines.append(f"  {row.who}: {row.outcome}{mark}{message}")
     rest = [rank for row in rows[ROWS:] for rank in row.ranks]
     if rest:
-        lines.append(f"  {len(rest)} more: {rank_ranges(rest)}; the journal has them all")
+        lines.append(f"  {len(rest)} more: {rank_ranges(rest)}; see the journal")
     return "\n".join(lines)
 
 
@@ -576,7 +566,7 @@ def _measurement_table(judged: JudgedMetric, journal: Journal) -> str:
 
 
 def worst_ranks_first(judged: JudgedMetric) -> list[int]:
-    """Return the ranks that have a value: those whose value is none, then those nearest to the limit or beyond it."""
+    """Return the ranks that have a value: those whose value is no number, then by margin."""
     return sorted(judged.values, key=lambda rank: _badness(judged, rank))
 
 
@@ -589,9 +579,9 @@ def _badness(judged: JudgedMetric, rank: int) -> tuple[int, float, int]:
 
 
 def _rank_value(judged: JudgedMetric, rank: int) -> str:
-    """Return a rank's value with its distance from the limit, and what may explain it: clock and throttle."""
+    """Return a rank's value with its margin, clock and throttle reasons."""
     value, interval = judged.values[rank], judged.intervals.get(rank)
-    text = quantity(value, judged.unit, beside=_nearest_limit(judged, value)) + interval_text(judged, interval)
+    text = quantity(value, judged.unit, compared_with=nearest_limit(judged, value)) + interval_text(judged, interval)
     kept = margin(judged, value, interval)
     parts = [text] if kept is None else [text, f"margin {percent(kept)}"]
     clock = clock_text(judged.telemetry.get(rank, {}))

@@ -1,8 +1,8 @@
-"""A run as plain text, for a terminal or a mail: the header before the first test, the summary after the last. Pure.
+"""A run as plain text for a terminal or a mail: the header before the first test, the summary after the last.
 
-The header shows the cluster, its limits and settings; the summary shows the verdict, the criteria with the bad ones
-first, and what did not run. No line is wider than the given width, and no text from elsewhere acts on a terminal.
-Colour only repeats what the words state.
+The header shows the cluster, its limits and settings; the summary shows the verdict, the criteria with failures first,
+and what did not run. No line is wider than the given width, and no untrusted text acts on a terminal. Colour only
+repeats the words.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pytest_gpucluster.reports.criterion_text import (
     STYLES,
     WORDS,
     bound_text,
+    comparison_text,
     culprit_text,
-    held_text,
     margin_text,
     value_text,
 )
-from pytest_gpucluster.reports.summary import Outline, Row, outline, share_of_limit
+from pytest_gpucluster.reports.summary import Outline, Row, margin_ratio, outline
 from pytest_gpucluster.reports.tables import measured_pairs, metric_name, rank_name, seconds_in_tests, time_lines
 from pytest_gpucluster.text import (
     Column,
@@ -46,7 +46,7 @@ _CPU = "CPU rank"
 
 
 def header_lines(journal: Journal, *, width: int = 80) -> list[str]:
-    """Return the header of a run as lines no wider than ``width``. What is not known yet is left out."""
+    """Return the header of a run as lines no wider than ``width``, as far as it is known yet."""
     lines: list[str] = []
     for what, text in _facts(journal):
         lines += fact(what, text, width=width)
@@ -54,18 +54,18 @@ def header_lines(journal: Journal, *, width: int = 80) -> list[str]:
 
 
 def cluster_lines(journal: Journal, *, width: int = 80) -> list[str]:
-    """Return the lines of the header that only the ranks can tell: the cluster, and the limits for its GPUs."""
+    """Return the lines of the header that need the ranks' facts: the cluster, and the limits for its GPUs."""
     return [line for what, text in _cluster_facts(journal) for line in fact(what, text, width=width)]
 
 
 def fact(what: str, text: str, *, width: int) -> list[str]:
-    """Return one fact of the header as lines: "gpucluster limits: H100 SXM, of thresholds.yaml"."""
+    """Return one fact of the header as lines: "gpucluster limits: H100 SXM, from thresholds.yaml"."""
     return paragraph(f"{NAME} {what}: {text}" if what else f"{NAME}: {text}", width, rest=_INDENT)
 
 
 def cluster_text(journal: Journal) -> str:
-    """Return "2 nodes x 8 NVIDIA H100 80GB HBM3 (H100 SXM), driver 580.95.05, CUDA 13.0, ..."; nothing while no rank
-    has told."""
+    """Return "2 nodes x 8 NVIDIA H100 80GB HBM3 (H100 SXM), driver 580.95.05, CUDA 13.0, ..."; an empty
+    text before the ranks are known."""
     cluster = journal.cluster
     if cluster is None or not cluster.ranks:
         return ""
@@ -75,23 +75,23 @@ def cluster_text(journal: Journal) -> str:
 
 
 def limits_text(journal: Journal) -> str:
-    """Return "H100 SXM, of thresholds.yaml, overlaid by site.yaml", or that there are none for this GPU."""
+    """Return "H100 SXM, from thresholds.yaml, overlaid by site.yaml", or that there are none for this GPU."""
     limits = journal.limits
     if limits is None:
         return ""
     files = [path for path, _ in limits.files]
-    of = f"of {files[0]}" if files else "of no file"
+    source = f"from {files[0]}" if files else "from no file"
     over = f", overlaid by {' and '.join(files[1:])}" if len(files) > 1 else ""
     if limits.sku is None:
         gpu = f"the GPU {limits.gpu_name!r}" if limits.gpu_name else "this GPU"
-        return f"none: {gpu} is no SKU {of}{over}, so nothing can be judged"
-    return f"{limits.sku}, {of}{over}"
+        return f"none: {gpu} matches no SKU {source}{over}, so nothing can be judged"
+    return f"{limits.sku}, {source}{over}"
 
 
 def _facts(journal: Journal) -> Iterator[tuple[str, str]]:
     run = journal.run
     shape = f"{_counted(run.world_size, 'rank')} on {_counted(run.nnodes, 'node')} ({launcher_text(run)})"
-    remark = ", REHEARSAL: says nothing about hardware" if run.rehearsal else ""
+    remark = ", REHEARSAL: no statement about hardware" if run.rehearsal else ""
     yield "", f"{shape}, device {run.device or 'unknown'}{remark}"
     if run.merged_from:
         yield "merged", ", ".join(f"{each.run_id} of {each.started_at} ({each.verdict})" for each in run.merged_from)
@@ -103,13 +103,13 @@ def _facts(journal: Journal) -> Iterator[tuple[str, str]]:
         yield "settings", ", ".join(chosen)
     profile, origin = run.options.get("profile", ("", ""))
     if run.rehearsal and origin != "default" and profile:
-        yield "profile", f"cpu, and not {profile}: a rehearsal on cpu takes no other"
+        yield "profile", f"cpu instead of {profile}: a rehearsal on cpu has no other profile"
     elif profile:
         yield "profile", "cpu" if run.rehearsal else profile
 
 
 def launcher_text(run: Run) -> str:
-    """Return what has started the ranks: torchrun, slurm, ...; pytest where there is no launcher."""
+    """Return the launcher: torchrun, slurm, ...; pytest where there is none."""
     if run.launcher == "single":
         return "pytest" if run.world_size == 1 else "pytest -n"
     return run.launcher or "unknown"
@@ -122,14 +122,14 @@ def _cluster_facts(journal: Journal) -> Iterator[tuple[str, str]]:
 
 
 def shape_text(cluster: Cluster) -> str:
-    """Return "2 nodes x 8 NVIDIA H100", or how many there are where the nodes are not alike."""
+    """Return "2 nodes x 8 NVIDIA H100", or the number of each kind where the nodes differ."""
     per_node = Counter((place.node_rank, place.host) for place in cluster.ranks)
     kinds = Counter(place.gpu.get("name", "GPU") if place.gpu else _CPU for place in cluster.ranks)
     sizes = set(per_node.values())
     nodes = _counted(len(per_node), "node")
     if len(sizes) == 1 and len(kinds) == 1:
-        each, kind = sizes.pop(), next(iter(kinds))
-        return f"{nodes} x {each} {kind}{'s' * (each != 1 and kind == _CPU)}"
+        size, kind = sizes.pop(), next(iter(kinds))
+        return f"{nodes} x {size} {kind}{'s' * (size != 1 and kind == _CPU)}"
     return f"{nodes}, {len(cluster.ranks)} ranks: {' and '.join(f'{count} {kind}' for kind, count in kinds.items())}"
 
 
@@ -150,12 +150,12 @@ def _counted(number: int, noun: str) -> str:
 
 
 LEAST_WIDTH = 60
-"""No table is made for less; the terminal breaks its lines then."""
+"""Narrower terminals break the lines themselves."""
 QUIET, VERBOSE = -1, 1
 LONG_SECONDS = 5.0
-"""Nobody asks where the time of tests went that took less together."""
-_NAMES_SHOWN = 6
-_PROBLEMS_SHOWN = 20
+"""If all tests took less, the time table is left out."""
+_MOST_NAMES = 6
+_MOST_PROBLEMS = 20
 _WHY_CHARACTERS = 400
 _LONGEST_NAME = 100
 _LONGEST_METRIC = 200
@@ -186,45 +186,45 @@ def render(
     Args:
         journal: the run.
         width: columns of a line, at least ``LEAST_WIDTH``.
-        verbosity: below 0 only the verdict, what is bad and where the reports lie; above 0 all that was measured, too.
-        colour: add control sequences of colour.
+        verbosity: below 0 only the verdict, failures and the paths of reports; above 0 also every measurement.
+        colour: add colour control sequences.
         reports: name and path of each report, such as ("journal", "run/journal.jsonl").
     """
     width = max(width, LEAST_WIDTH)
-    seen = outline(journal)
+    overview = outline(journal)
     head = [] if verbosity < 0 else ["", *header_lines(journal, width=width)]
     blocks = [
-        verdict_lines(seen, width=width, colour=colour) + head,
-        *summary(journal, seen, width=width, verbosity=verbosity, colour=colour),
+        verdict_lines(overview, width=width, colour=colour) + head,
+        *summary(journal, overview, width=width, verbosity=verbosity, colour=colour),
         report_lines(reports or _reports_of(journal)),
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
 
 
-def summary(journal: Journal, seen: Outline, *, width: int, verbosity: int, colour: bool) -> Iterator[list[str]]:
-    """Yield what stands between the verdict and where the reports lie, each part as its lines."""
+def summary(journal: Journal, overview: Outline, *, width: int, verbosity: int, colour: bool) -> Iterator[list[str]]:
+    """Yield the parts between the verdict and the paths of reports, each as lines."""
     quiet, verbose = verbosity < 0, verbosity > 0
-    yield _criteria(journal, seen, width=width, quiet=quiet, verbose=verbose, colour=colour)
+    yield _criteria(journal, overview, width=width, quiet=quiet, verbose=verbose, colour=colour)
     if not quiet:
-        yield _did_not_run(seen, width=width, verbose=verbose)
-        yield _tightest(journal, seen, width=width)
+        yield _did_not_run(overview, width=width, verbose=verbose)
+        yield _tightest(journal, overview, width=width)
         yield time_lines(journal, width=width) if verbose or seconds_in_tests(journal) >= LONG_SECONDS else []
     yield _problems(journal, width=width, colour=colour)
 
 
-def verdict_lines(seen: Outline, *, width: int, colour: bool) -> list[str]:
-    """Return the verdict, its exit code and its reason in words."""
-    reason = f": {seen.reason}" if seen.reason else ""
-    lines = paragraph(f"{seen.title}, exit code {seen.exit}{reason}", width)
-    style = "green" if seen.is_good else "yellow" if seen.word == RUNNING else "red"
+def verdict_lines(overview: Outline, *, width: int, colour: bool) -> list[str]:
+    """Return verdict, exit code and reason."""
+    reason = f": {overview.reason}" if overview.reason else ""
+    lines = paragraph(f"{overview.title}, exit code {overview.exit}{reason}", width)
+    style = "green" if overview.is_good else "yellow" if overview.word == RUNNING else "red"
     return [styled(line, style, colour=colour) for line in lines]
 
 
 def report_lines(reports: Iterable[tuple[str, str]]) -> list[str]:
-    """Return where the reports lie. A path is never broken: it is to be copied."""
-    told = [(f"{clean(name)}:", clean(path)) for name, path in reports]
-    wide = max((columns(name) for name, _ in told), default=0)
-    return [f"{name.ljust(wide)} {path}" for name, path in told]
+    """Return the paths of reports, never broken, so that they can be copied."""
+    pairs = [(f"{clean(name)}:", clean(path)) for name, path in reports]
+    wide = max((columns(name) for name, _ in pairs), default=0)
+    return [f"{name.ljust(wide)} {path}" for name, path in pairs]
 
 
 def _reports_of(journal: Journal) -> list[tuple[str, str]]:
@@ -234,20 +234,22 @@ def _reports_of(journal: Journal) -> list[tuple[str, str]]:
 # ---- the table of criteria ---------------------------------------------------------------------------------------
 
 
-def _criteria(journal: Journal, seen: Outline, *, width: int, quiet: bool, verbose: bool, colour: bool) -> list[str]:
-    """Return one row a test that is a criterion, has measured something, or is bad; the bad ones first."""
-    ran = [row for row in seen.worst_first if row.outcome in WORDS and row.outcome not in ("not run", "skipped")]
-    shown = [row for row in ran if not row.is_good or _is_unjudged(row) or (not quiet and _is_told(row))]
-    plain = len([row for row in ran if row.is_good and not _is_told(row)])
-    if not shown:
+def _criteria(
+    journal: Journal, overview: Outline, *, width: int, quiet: bool, verbose: bool, colour: bool
+) -> list[str]:
+    """Return a row for each test that is a criterion, measured something or failed; failures first."""
+    ran = [row for row in overview.worst_first if row.outcome in WORDS and row.outcome not in ("not run", "skipped")]
+    rows = [row for row in ran if not row.is_good or _is_unjudged(row) or (not quiet and _has_content(row))]
+    plain = len([row for row in ran if row.is_good and not _has_content(row)])
+    if not rows:
         return []
-    counts = ", ".join(f"{count} {outcome}" for outcome, count in seen.counts.items())
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in overview.counts.items())
     lines = [] if quiet else [styled(f"Criteria: {counts}", "bold", colour=colour)]
-    table = _Table([_cells(journal, row) for row in shown], width)
+    table = _Table([_cells(journal, row) for row in rows], width)
     if not quiet:
         lines.append(table.head)
-    for row, told in zip(shown, table.lines, strict=True):
-        lines += [_coloured(line, row, colour) for line in told]
+    for row, row_lines in zip(rows, table.lines, strict=True):
+        lines += [_coloured(line, row, colour) for line in row_lines]
         if not row.is_good:
             why = clean(culprit_text(row, journal))
             why = why if verbose else one_line(why, _WHY_CHARACTERS)
@@ -265,28 +267,28 @@ def _criteria(journal: Journal, seen: Outline, *, width: int, quiet: bool, verbo
                 for line in paragraph(f"{name}: {value}", width, first=_DETAIL, rest=f"{_DETAIL}  ")
             ]
     if plain and not quiet:
-        lines.append(f"and {plain} test{'s' * (plain != 1)} passed that measured nothing and are no criteria")
+        lines.append(f"and {plain} test{'s' * (plain != 1)} passed that are no criteria and measured nothing")
     return lines
 
 
 def _attempts(row: Row, width: int) -> list[str]:
-    """Return what came of each attempt at a test that was run again."""
+    """Return the result of each attempt at a test that was run again."""
     if row.result is None or row.result.attempts < 2:
         return []
-    told = [(name, text) for name, text in row.result.properties if name.startswith("attempt ")]
     return [
         line
-        for name, text in told
+        for name, text in row.result.properties
+        if name.startswith("attempt ")
         for line in paragraph(f"{name}: {one_line(text, _WHY_CHARACTERS)}", width, first=_DETAIL, rest=f"{_DETAIL}  ")
     ]
 
 
-def _is_told(row: Row) -> bool:
+def _has_content(row: Row) -> bool:
     return row.criterion is not None or row.headline is not None
 
 
 def _is_unjudged(row: Row) -> bool:
-    """Tell whether a criterion passed because nothing held it against a limit, which makes the run INCOMPLETE."""
+    """Whether a criterion passed without being compared with a limit, which makes the run INCOMPLETE."""
     return row.criterion is not None and row.result is not None and bool(row.result.unjudged)
 
 
@@ -314,18 +316,18 @@ def _worst(journal: Journal, judged: JudgedMetric) -> str:
 
 
 class _Table:
-    """Rows that fit into a width. What is given up first are the places of the worst ranks, then a name that is too
-    long gets lines of its own, so that no name and no number is ever cut."""
+    """Rows that fit into a width: first the places of the worst ranks are dropped, then a name that is too long gets
+    lines of its own. No name and no number is ever cut."""
 
-    def __init__(self, rows: Sequence[Sequence[str]], width: int, *, of: str = "test") -> None:
-        titles = [of if index == _NAME else head.title for index, head in enumerate(_HEADS)]
+    def __init__(self, rows: Sequence[Sequence[str]], width: int, *, title: str = "test") -> None:
+        titles = [title if index == _NAME else head.title for index, head in enumerate(_HEADS)]
         cells = [list(row) for row in rows]
         wide = widths([titles, *cells])
         if total(wide) > width:
             titles[_RANK] = "rank"
             cells = [[*row[:_RANK], row[_RANK].partition(" ")[0]] for row in cells]
             wide = widths([titles, *cells])
-        wide[_NAME] = max(columns(of), wide[_NAME] - max(0, total(wide) - width))
+        wide[_NAME] = max(columns(title), wide[_NAME] - max(0, total(wide) - width))
         self.head = line_of(titles, _HEADS, wide)
         self.lines = [_table_lines(row, wide, width) for row in cells]
 
@@ -333,8 +335,8 @@ class _Table:
 def _table_lines(row: Sequence[str], wide: Sequence[int], width: int) -> list[str]:
     if columns(row[_NAME]) <= wide[_NAME]:
         return [line_of(row, _HEADS, wide)]
-    begun = f"{row[0].ljust(wide[0])}  "
-    name = paragraph(row[_NAME], width, first=begun, rest=" " * len(begun))
+    indent = f"{row[0].ljust(wide[0])}  "
+    name = paragraph(row[_NAME], width, first=indent, rest=" " * len(indent))
     values = row[_NAME + 1 :]
     return [*name, line_of(["", "", *values], _HEADS, wide)] if any(values) else name
 
@@ -355,21 +357,21 @@ def _all_of(measurements: Sequence[JudgedMetric], width: int) -> list[str]:
 
 
 def measurement_table(measurements: Sequence[JudgedMetric], *, width: int = 80) -> str:
-    """Return what one test has measured as a table, the missed first, values beside a judged one left out.
+    """Return the measurements of one test as a table, failures first.
 
-    Of values of one kind with the same labels, those whose metric no limit judges anywhere in the table are left out
-    beside the one whose metric is judged (algbw beside busbw); a last line says how many were.
+    A recorded value is left out if one of the same kind and labels is judged (algbw if busbw is); a last line has their
+    number.
     """
-    told = sorted(measurements, key=lambda judged: _STATUS_FIRST.get(judged.status, 1))
-    shown = _without_siblings(told)
-    if not shown:
+    ordered = sorted(measurements, key=lambda judged: _STATUS_FIRST.get(judged.status, 1))
+    visible = _without_siblings(ordered)
+    if not visible:
         return ""
-    table = _Table([_metric_cells(judged) for judged in shown], width, of="metric")
-    lines = [table.head, *(line for told_lines in table.lines for line in told_lines)]
-    hidden = len(told) - len(shown)
+    table = _Table([_metric_cells(judged) for judged in visible], width, title="metric")
+    lines = [table.head, *(line for row_lines in table.lines for line in row_lines)]
+    hidden = len(ordered) - len(visible)
     if hidden:
         values = "1 recorded value" if hidden == 1 else f"{hidden} recorded values"
-        lines.append(f"{values} left out here, beside others of the same measurement")
+        lines.append(f"{values} of the same measurements left out here")
     return "\n".join(lines)
 
 
@@ -384,11 +386,11 @@ def _metric_cells(judged: JudgedMetric) -> list[str]:
 
 def _without_siblings(measurements: Sequence[JudgedMetric]) -> list[JudgedMetric]:
     deciding = {each.metric for each in measurements if each.status != "recorded"}
-    told = {_sibling_key(each) for each in measurements if each.metric in deciding}
+    judged_keys = {_sibling_key(each) for each in measurements if each.metric in deciding}
     return [
         each
         for each in measurements
-        if each.status != "recorded" or each.metric in deciding or _sibling_key(each) not in told
+        if each.status != "recorded" or each.metric in deciding or _sibling_key(each) not in judged_keys
     ]
 
 
@@ -399,56 +401,56 @@ def _sibling_key(judged: JudgedMetric) -> tuple[str, frozenset[tuple[str, str]]]
 # ---- the rest ----------------------------------------------------------------------------------------------------
 
 
-def _did_not_run(seen: Outline, *, width: int, verbose: bool) -> list[str]:
-    """Return what was skipped or never reached, tests with the same reason together."""
+def _did_not_run(overview: Outline, *, width: int, verbose: bool) -> list[str]:
+    """Return what was skipped or never reached, grouped by reason."""
     by_reason: dict[tuple[int, str], list[str]] = {}
-    for row in seen.did_not_run:
+    for row in overview.did_not_run:
         why = row.why_not_run or "no reason given"
-        told = (2, why) if row.outcome == "skipped" else (1, f"not run: {why}")
-        by_reason.setdefault((0, why) if row.is_gap else told, []).append(clean(_short(row.name)))
-    for name in seen.absent:
-        by_reason.setdefault((0, "required: no test of this run is of this criterion"), []).append(clean(name))
+        reason = (2, why) if row.outcome == "skipped" else (1, f"not run: {why}")
+        by_reason.setdefault((0, why) if row.is_gap else reason, []).append(clean(_short(row.name)))
+    for name in overview.absent:
+        by_reason.setdefault((0, "required: this run has no test for it"), []).append(clean(name))
     if not by_reason:
         return []
-    count, gaps = sum(map(len, by_reason.values())), sum(len(by_reason[told]) for told in by_reason if told[0] == 0)
-    # Of a test that was never reached nobody knows whether it applies here.
+    count, gaps = sum(map(len, by_reason.values())), sum(len(by_reason[key]) for key in by_reason if key[0] == 0)
+    # Whether a test that was never reached applies here is unknown.
     least = "at least " if any(order == 1 for order, _ in by_reason) else ""
-    lines = [f"Did not run: {count}{f', and {least}{gaps} of them had to' if gaps else ''}"]
-    for (_, why), names in sorted(by_reason.items(), key=lambda each: each[0][0]):
-        shown = names if verbose else names[:_NAMES_SHOWN]
-        more = f", and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
-        lines += paragraph(f"{', '.join(shown)}{more}", width, first="  ", rest="  ")
+    lines = [f"Did not run: {count}{f', {least}{gaps} of them required' if gaps else ''}"]
+    for (_, why), names in sorted(by_reason.items(), key=lambda entry: entry[0][0]):
+        listed = names if verbose else names[:_MOST_NAMES]
+        more = f", and {len(names) - len(listed)} more" if len(names) > len(listed) else ""
+        lines += paragraph(f"{', '.join(listed)}{more}", width, first="  ", rest="  ")
         lines += paragraph(why, width, first="      ", rest="      ")
     return lines
 
 
-def _tightest(journal: Journal, seen: Outline, *, width: int) -> list[str]:
-    found = [(row, judged) for row, judged in seen.tightest() if (share_of_limit(judged) or 0.0) < LARGEST_MARGIN]
+def _tightest(journal: Journal, overview: Outline, *, width: int) -> list[str]:
+    found = [(row, judged) for row, judged in overview.tightest() if (margin_ratio(judged) or 0.0) < LARGEST_MARGIN]
     if not found:
         return []
-    lines = ["Tightest margins of what passed:"]
+    lines = ["Tightest margins of passed values:"]
     wide = max(len(margin_text(judged)) for _, judged in found)
     for row, judged in found:
-        who = "" if judged.worst_rank is None else f", {rank_name(journal, judged.worst_rank)}"
-        text = one_line(f"{_short(row.name)}: {metric_name(judged)} {held_text(judged)}{who}", _WHY_CHARACTERS)
+        rank = "" if judged.worst_rank is None else f", {rank_name(journal, judged.worst_rank)}"
+        text = one_line(f"{_short(row.name)}: {metric_name(judged)} {comparison_text(judged)}{rank}", _WHY_CHARACTERS)
         lines += paragraph(text, width, first=f"  {margin_text(judged).rjust(wide)}  ", rest=" " * (wide + 4))
     return lines
 
 
 def _problems(journal: Journal, *, width: int, colour: bool) -> list[str]:
-    told = list(dict.fromkeys(problem.message for problem in journal.problems if problem.message != journal.reason))
+    messages = list(dict.fromkeys(problem.message for problem in journal.problems if problem.message != journal.reason))
     if journal.cut:
-        told.append("the journal's last line is cut off and left out")
-    if not told:
+        messages.append("the last line of the journal is cut off and was ignored")
+    if not messages:
         return []
     lines = [styled("Problems outside any test:", "bold", colour=colour)]
-    for text in told[:_PROBLEMS_SHOWN]:
+    for text in messages[:_MOST_PROBLEMS]:
         lines += [styled(line, "red", colour=colour) for line in paragraph(text, width, first="  ", rest="    ")]
-    if len(told) > _PROBLEMS_SHOWN:
-        lines.append(f"  and {len(told) - _PROBLEMS_SHOWN} more, which the journal has")
+    if len(messages) > _MOST_PROBLEMS:
+        lines.append(f"  and {len(messages) - _MOST_PROBLEMS} more in the journal")
     return lines
 
 
 def _short(name: str) -> str:
-    """Return a test's name without "test_", which says nothing here."""
+    """Return a test's name without "test_"."""
     return name.removeprefix("test_") or name

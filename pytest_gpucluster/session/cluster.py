@@ -21,7 +21,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpucluster.agreement.release import NcclReleaser, Releaser, SocketReleaser
-from pytest_gpucluster.errors import CommunicationError, EnvironmentBroken, NvlsFailed, in_own_words
+from pytest_gpucluster.errors import CommunicationError, EnvironmentBroken, NvlsFailed, translate_nvls
 from pytest_gpucluster.launch.launchers import RankFacts
 from pytest_gpucluster.metrics.measurement import WITHOUT_NVLS
 from pytest_gpucluster.node.fabric.nccl_environment import switch_nvls_off
@@ -396,7 +396,7 @@ class Cluster:
         return made
 
     def _not_made(self, ranks: str, error: Exception) -> CommunicationError:
-        told = in_own_words(error)
+        told = translate_nvls(error)
         kind = NvlsFailed if isinstance(told, NvlsFailed) else CommunicationError
         return kind(
             f"rank {self.rank} on {self.hostname}: no {self.backend} group of {ranks} could be made: "

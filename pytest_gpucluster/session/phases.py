@@ -272,7 +272,7 @@ class Phases:
             raise
         except BaseException as raised:  # pytest's outcomes are no Exceptions; all are raised again
             watch.leave()
-            error = errors.in_own_words(raised)
+            error = errors.translate_nvls(raised)
         own = own_outcome(self._run, item, when, number, error)
         self._has_worsened = False
         if self._company is not None:

@@ -23,7 +23,7 @@ from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.test_record import TestRecord, unique
 from pytest_gpucluster.reports.criterion_text import headline_text, summary_text
-from pytest_gpucluster.reports.registry import found_in
+from pytest_gpucluster.reports.registry import existing_files
 from pytest_gpucluster.reports.summary import Row, outline, row_of
 from pytest_gpucluster.reports.tables import rank_name
 from pytest_gpucluster.reports.terminal import cluster_lines, fact, header_lines, report_lines, summary
@@ -320,7 +320,7 @@ class Console:
     def _reports(self) -> list[tuple[str, str]]:
         run = self._run
         if run.directory is not None:
-            return found_in(run.directory, junit=run.junit_path)
+            return existing_files(run.directory, junit=run.junit_path)
         return [("JUnit", str(run.junit_path))] if run.junit_path is not None and run.junit_path.exists() else []
 
 

@@ -94,7 +94,7 @@ def test_reports_of_a_running_run_say_so_and_its_junit_stays_pessimistic(tmp_pat
     assert (now["nodeid"], now["started_at"]) == ("t.py::test_next", "2026-01-02T03:09:05+00:00")
     page = (tmp_path / "all" / "report.html").read_text()
     assert "<h1>RUNNING</h1>" in page
-    assert "no closing line" not in page
+    assert "the journal has no end" not in page
     assert "RUNNING" in (tmp_path / "all" / "report.txt").read_text()
     junit = (tmp_path / "all" / "junit.xml").read_text()
     assert 'name="verdict" value="REJECTED"' in junit

@@ -48,7 +48,7 @@ def test_a_dead_rank_is_named(runs, times, case):
 def test_a_dead_rank_0_is_named_by_the_recorder(runs, times, case):
     run, (fault, _) = runs[case], case
     stamp = run.stamp("fault", 0)
-    expected = f"rank 0 (node-a, pid {stamp.pid}) ended without a word during test_one_fault.py::test_fault"
+    expected = f"rank 0 (node-a, pid {stamp.pid}) exited without a message during test_one_fault.py::test_fault"
     if fault == "crash":
         expected += f" ({WORDS[fault]})"
     assert run.verdicts["test_fault"].startswith("error: "), run.output

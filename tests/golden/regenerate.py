@@ -50,7 +50,7 @@ def reports_of(name: str) -> Iterator[tuple[str, str]]:
         path.write_bytes(_ELSEWHERE.sub(rb"\1:7:7", path.read_bytes()))
         found = journal.read(path, keep_samples=False)
         for kind, file in registry.FILES.items():
-            text = registry.rendered(kind, found, folder=run)
+            text = registry.render(kind, found, folder=run)
             # Of each kind of run one page is enough: most of it is figures.
             if kind != "html":
                 yield file, text

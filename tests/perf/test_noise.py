@@ -73,7 +73,7 @@ def test_the_program_runs_real_sessions_on_two_ranks_and_says_what_it_found() ->
     found, beside = Counter(row[0] for row in usable), (2 * noise.kinds("all-reduce", os.cpu_count() or 1))[:2]
     asked = Counter([*["nothing"] * noise.QUIET, *beside])
     assert found <= asked
-    said = re.compile(r"(sure|time up) after \d+ samples in .* wide, 300 % is allowed.*")
+    said = re.compile(r"(precise|time up) after \d+ samples in .*: interval .*, allowed 300 %.*")
     assert all(said.fullmatch(row[5]) for row in usable), taken
     unsure = any(row[0] == "nothing" and row[5].startswith("time up") for row in usable)
     assert ("NOT QUIET" in done.stdout) == (unsure or not found["nothing"])

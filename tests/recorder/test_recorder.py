@@ -160,7 +160,7 @@ def test_a_report_that_cannot_be_written_is_named_and_the_record_is_complete_non
 
 @pytest.mark.parametrize("ends", ["is killed", "takes too long"])
 def test_what_happens_while_the_reports_are_rendered_is_no_failure_of_the_record(place, recording, ends):
-    os.mkfifo(place / "run" / "results.json")  # nobody reads it: the first report waits here
+    os.mkfifo(place / "run" / "results.json")  # without a reader: the first report waits here
     for line in (RUN, COLLECTED, start("a"), result("a")):
         recording.send(line)
 
@@ -179,7 +179,7 @@ def test_what_happens_while_the_reports_are_rendered_is_no_failure_of_the_record
             killer.join()
     finally:  # with a reader the process that waits goes on, and ends
         os.close(os.open(place / "run" / "results.json", os.O_RDONLY | os.O_NONBLOCK))
-    assert "results.json, metrics.prom, report.html: not known" in recording.missing
+    assert "results.json, metrics.prom, report.html: unknown" in recording.missing
     assert f"gpucluster report {place / 'run'} --all DIR" in recording.missing
     assert journal.read(place / "run" / "journal.jsonl").verdict == "ACCEPTED"
 
@@ -312,11 +312,11 @@ def test_a_forked_child_of_rank_0_says_nothing(place, recording):
     assert journal.read(place / "run" / "journal.jsonl").running is None
 
 
-def test_a_line_that_no_reader_would_accept_is_quoted_and_told(place, recording):
+def test_a_line_that_no_reader_would_accept_is_quoted_and_reported(place, recording):
     recording.send(RUN)
     recording.send({"type": "test", "nodeid": "t.py::test_a", "outcome": "splendid"})
-    told = recording.finish(END, DEADLINE)
-    assert "'outcome'" in told
+    problem = recording.finish(END, DEADLINE)
+    assert "'outcome'" in problem
     assert verdicts(place / "report.xml")["recorder"].startswith("error: ")
 
 
@@ -336,7 +336,7 @@ def test_a_rank_0_that_ends_without_a_word_is_named_with_its_test(place, ending)
     with rank_0(place, [RUN, COLLECTED, start("a"), result("a"), start("b")], ending) as process:
         process.wait(DEADLINE)
         assert client.wait_for_end(int((place / "pid").read_text()), DEADLINE)
-    lost = f"rank 0 (gpu-01, pid {process.pid}) ended without a word during t.py::test_b"
+    lost = f"rank 0 (gpu-01, pid {process.pid}) exited without a message during t.py::test_b"
     assert verdicts(place / "report.xml") == {
         "test_a": "passed",
         "test_b": f"error: the run ended here: {lost}",
@@ -349,14 +349,18 @@ def test_a_rank_0_that_ends_without_a_word_is_named_with_its_test(place, ending)
         {"passed": 1, "failed": 0, "error": 1, "skipped": 0},
         ("t.py::test_c",),
     )
-    told = json.loads((place / "run" / "results.json").read_text())
-    assert (told["verdict"]["word"], told["verdict"]["exit"], told["verdict"]["reason"]) == ("BROKEN", 11, lost)
+    verdict = json.loads((place / "run" / "results.json").read_text())["verdict"]
+    assert (verdict["word"], verdict["exit"], verdict["reason"]) == (
+        "BROKEN",
+        11,
+        lost,
+    )
     assert {"metrics.prom", "report.html"} <= set(os.listdir(place / "run"))
 
 
-def test_what_rank_0_said_of_its_end_is_the_reason_and_a_failure_before_it_rejects(place):
-    told = {"type": "problem", "name": "terminated", "outcome": "error", "message": "SIGTERM", "text": ""}
-    lines = [RUN, COLLECTED, start("a"), result("a", "failed"), start("b"), told]
+def test_what_rank_0_reported_of_its_end_is_the_reason_and_a_failure_before_it_rejects(place):
+    problem = {"type": "problem", "name": "terminated", "outcome": "error", "message": "SIGTERM", "text": ""}
+    lines = [RUN, COLLECTED, start("a"), result("a", "failed"), start("b"), problem]
     with rank_0(place, lines, "os._exit(1)") as process:
         process.wait(DEADLINE)
     found = verdicts(place / "report.xml")
@@ -444,7 +448,7 @@ def test_a_rank_0_that_works_within_its_deadline_may_be_silent(place):
 # ---- a recorder that ends
 
 
-def test_the_death_of_the_recorder_is_told_and_stops_nothing(place, recording):
+def test_the_death_of_the_recorder_is_reported_and_stops_nothing(place, recording):
     recording.send(RUN)
     recording.send(COLLECTED)
     wait_until(lambda: "test_a" in verdicts(place / "report.xml"))
@@ -452,9 +456,9 @@ def test_the_death_of_the_recorder_is_told_and_stops_nothing(place, recording):
     assert client.wait_for_end(recording.pid, DEADLINE)
     recording.send(start("a"))
     recording.beat()
-    told = f"the recorder (pid {recording.pid}, killed by signal 9) has ended: nothing more is recorded"
-    assert told in recording.failure
-    assert told in recording.finish(END, DEADLINE)
+    problem = f"the recorder (pid {recording.pid}, killed by signal 9) has exited: nothing more is recorded"
+    assert problem in recording.failure
+    assert problem in recording.finish(END, DEADLINE)
     assert verdicts(place / "report.xml")["run"].startswith("error:")
 
 
@@ -468,7 +472,7 @@ def test_a_recorder_that_takes_nothing_does_not_hold_up_the_tests(place, recordi
         recording.send({"type": "property", "name": str(i), "value": "x" * 100_000})
         recording.beat()
     assert time.monotonic() - begin < 30
-    assert "takes no lines" in recording.failure
+    assert "accepts no lines" in recording.failure
     assert "within 0.1 s" in recording.finish({"type": "property"}, 0.1)
     os.kill(recording.pid, signal.SIGCONT)
 
@@ -512,10 +516,10 @@ while handle.failure is None:
 same = (place / "report.xml").read_text() == before
 if frees:
     filler.truncate(0)
-failure, told = handle.failure, handle.finish(end, 60)
+failure, problem = handle.failure, handle.finish(end, 60)
 rescued = [str(path) for path in Path(tempfile.gettempdir()).glob("gpucluster-*/*")]
 print(json.dumps({
-    "failure": failure, "told": told, "same": same, "rescued": rescued,
+    "failure": failure, "problem": problem, "same": same, "rescued": rescued,
     "files": {path.name: path.read_text() for path in (place / "report.xml", place / "run" / "journal.jsonl")},
     "names": sorted(os.listdir(place)),
 }))
@@ -543,8 +547,8 @@ def test_a_full_disk_keeps_the_former_report_and_the_complete_ones_are_put_elsew
     (tmp_path / "kept.xml").write_text(seen["files"]["report.xml"])
     assert verdicts(tmp_path / "kept.xml")["test_a"].startswith("error: ")
     rescue = tmp_path / "tmp" / "gpucluster-r1"
-    assert f" in {rescue}" in seen["told"]
-    assert os.strerror(errno.ENOSPC) in seen["told"]
+    assert f" in {rescue}" in seen["problem"]
+    assert os.strerror(errno.ENOSPC) in seen["problem"]
     assert verdicts(rescue / "report.xml")["test_a"] == "passed"
     read = journal.read(rescue / "journal.jsonl")
     assert (read.verdict, read.cut, read.results[0].text) == ("ACCEPTED", False, "x" * 9000)
@@ -552,7 +556,7 @@ def test_a_full_disk_keeps_the_former_report_and_the_complete_ones_are_put_elsew
 
 def test_when_there_is_room_again_everything_is_where_it_belongs(tmp_path):
     seen = on_a_small_disk(tmp_path, "frees")
-    assert seen["told"] is None
+    assert seen["problem"] is None
     assert seen["rescued"] == []
     (tmp_path / "report.xml").write_text(seen["files"]["report.xml"])
     (tmp_path / "journal.jsonl").write_text(seen["files"]["journal.jsonl"])
@@ -562,7 +566,7 @@ def test_when_there_is_room_again_everything_is_where_it_belongs(tmp_path):
 
 
 def test_a_failure_that_is_over_is_none_at_the_end(place, monkeypatch):
-    # Nothing has been recorded since there was room again, so nobody has noticed.
+    # Nothing was recorded since there is space again, so it was not noticed.
     monkeypatch.setenv("TMPDIR", str(place))
     (place / "file").write_text("")
     handle = Recorder.start(place / "run", place / "file" / "report.xml")
@@ -579,7 +583,7 @@ def test_a_failure_that_is_over_is_none_at_the_end(place, monkeypatch):
     assert verdicts(place / "file" / "report.xml")
 
 
-def test_a_junit_path_that_stays_unwritable_is_told_at_the_end_and_without_one_nothing_fails(place, monkeypatch):
+def test_a_junit_path_that_stays_unwritable_is_reported_at_the_end_and_without_one_nothing_fails(place, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(place))
     (place / "file").write_text("")
     (place / "other").mkdir()
@@ -601,7 +605,7 @@ def test_asking_a_recorder_that_does_not_answer_or_is_dead_takes_no_longer_than_
     os.kill(handle.pid, signal.SIGSTOP)
     begin = time.monotonic()
     assert "report.xml: not written: " in handle.failure_now(0.2)
-    # As if there were room again for the packets that had to wait: nobody has said that they were written.
+    # As if there were space again for the waiting packets: it is not confirmed that they were written.
     handle._failure, handle._stuck = None, "stuck"
     assert handle.failure_now(0.2) == "stuck"
     assert time.monotonic() - begin < 10
@@ -643,7 +647,7 @@ TAKEN_AWAY = {
 
 
 @pytest.mark.parametrize("change", TAKEN_AWAY.values(), ids=TAKEN_AWAY)
-def test_a_journal_that_is_taken_away_is_told_and_put_elsewhere(place, monkeypatch, change):
+def test_a_journal_that_is_removed_is_reported_and_put_elsewhere(place, monkeypatch, change):
     monkeypatch.setenv("TMPDIR", str(place))
     handle = Recorder.start(place / "run", place / "report.xml")
     for line in (RUN, COLLECTED, start("a")):
@@ -653,10 +657,10 @@ def test_a_journal_that_is_taken_away_is_told_and_put_elsewhere(place, monkeypat
     for line in (result("a"), start("b"), result("b"), start("c"), result("c")):
         handle.send(line)
     wait_until(lambda: handle.failure)  # in time for a verdict on which all ranks agree
-    told = handle.finish(END, DEADLINE)
-    assert told is not None
-    assert f"{place / 'run' / 'journal.jsonl'}: not written: " in told
-    assert f" in {place / 'gpucluster-r1'}" in told
+    problem = handle.finish(END, DEADLINE)
+    assert problem is not None
+    assert f"{place / 'run' / 'journal.jsonl'}: not written: " in problem
+    assert f" in {place / 'gpucluster-r1'}" in problem
     read = journal.read(place / "gpucluster-r1" / "journal.jsonl")
     assert (read.verdict, len(read.results)) == ("ACCEPTED", 3)
     assert not (place / "run" / "report.html").exists()

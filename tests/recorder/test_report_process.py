@@ -18,7 +18,7 @@ from pytest_gpucluster.journal import journal
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.launch import detached_process
 from pytest_gpucluster.recorder.client import wait_for_end
-from pytest_gpucluster.recorder.writer import render_apart
+from pytest_gpucluster.recorder.writer import render_in_child
 
 # The product forks in a process that has one thread. The one that runs all tests may have more, which is harmless for
 # a child that only renders.
@@ -36,14 +36,14 @@ def found(run: Path) -> Journal:
 
 
 def children() -> str | None:
-    """This process's children; None where the kernel does not tell."""
-    told = Path(f"/proc/self/task/{os.getpid()}/children")
-    return told.read_text() if told.exists() else None
+    """This process's children; None if the kernel does not list them."""
+    path = Path(f"/proc/self/task/{os.getpid()}/children")
+    return path.read_text() if path.exists() else None
 
 
-def test_all_reports_are_there_and_nothing_is_said(run: Path) -> None:
+def test_all_reports_are_there_and_nothing_is_reported(run: Path) -> None:
     before = children()
-    assert render_apart(found(run), run, GENEROUS_SECONDS) is None
+    assert render_in_child(found(run), run, GENEROUS_SECONDS) is None
     assert {"results.json", "metrics.prom", "report.html"} <= set(os.listdir(run))
     assert json.loads((run / "results.json").read_text())["verdict"]["word"] == "REHEARSED"
     assert children() == before
@@ -58,13 +58,13 @@ def slow(journal: Journal, folder: Path, kinds: tuple[str, ...]) -> Mapping[str,
 
 def test_one_that_takes_too_long_is_killed_and_leaves_nothing_behind(run: Path) -> None:
     begin = time.monotonic()
-    missing = render_apart(found(run), run, 1.0, write=slow)
+    missing = render_in_child(found(run), run, 1.0, write=slow)
     assert time.monotonic() - begin < GENEROUS_SECONDS
     assert re.match(f"report.html: .* 1 s; gpucluster report {run} --all DIR", missing)
     assert [name for name in os.listdir(run) if name.startswith(".")] == []
 
 
-def test_it_ends_by_itself_where_nobody_is_left_to_kill_it(run: Path) -> None:
+def test_it_ends_by_itself_if_its_parent_is_dead(run: Path) -> None:
     def says_who_it_is(journal: Journal, folder: Path, kinds: tuple[str, ...]) -> Mapping[str, str]:
         (folder / "pid").write_text(str(os.getpid()))
         os.kill(os.getppid(), signal.SIGKILL)
@@ -75,7 +75,7 @@ def test_it_ends_by_itself_where_nobody_is_left_to_kill_it(run: Path) -> None:
         try:
             signal.signal(signal.SIGALRM, signal.SIG_IGN)  # as a recorder does
             signal.pthread_sigmask(signal.SIG_BLOCK, detached_process.SHIELDED)  # as it inherits it
-            render_apart(found(run), run, 1.0, write=says_who_it_is)
+            render_in_child(found(run), run, 1.0, write=says_who_it_is)
         finally:
             os._exit(1)
     os.waitpid(recorder, 0)
@@ -96,22 +96,22 @@ def test_one_that_fails_says_why_and_one_that_dies_costs_itself_and_those_after_
 
     me = os.getpid()
     fails, dies, raises = (
-        render_apart(found(run), run, GENEROUS_SECONDS, write=write) or "" for write in (failing, dying, raising)
+        render_in_child(found(run), run, GENEROUS_SECONDS, write=write) or "" for write in (failing, dying, raising)
     )
     assert os.getpid() == me, "the child never comes back as a second parent"
     assert re.match("results.json: .*: ValueError: ", fails)
     assert "report.html" not in fails
-    assert re.match("metrics.prom: .* has died; report.html: .* has died; gpucluster report ", dies)
-    assert raises.count("has died") == 3
+    assert re.match("metrics.prom: .* process died; report.html: .* process died; gpucluster report ", dies)
+    assert raises.count("process died") == 3
 
 
-def test_without_room_for_a_process_it_is_said(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_for_a_process_it_is_reported(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_fork() -> int:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(os, "fork", no_fork)
     before = len(os.listdir("/proc/self/fd"))
-    missing = render_apart(found(run), run, GENEROUS_SECONDS)
+    missing = render_in_child(found(run), run, GENEROUS_SECONDS)
     assert missing is not None
     assert missing.count(os.strerror(errno.EAGAIN)) == 3
     assert len(os.listdir("/proc/self/fd")) == before

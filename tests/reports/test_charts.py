@@ -114,7 +114,7 @@ def test_the_rank_that_misses_the_limit_is_a_cross_with_its_name():
     assert [len(crosses(rank_dots(each, cluster_of(8)))) for each in (unsure, behind)] == [1, 1]
 
 
-def test_a_rank_without_a_number_is_told_and_has_no_place_among_the_values():
+def test_a_rank_without_a_number_is_reported_and_has_no_place_among_the_values():
     values = {0: 731.0, 1: math.nan, 2: math.inf, 3: 730.0}
     svg = rank_dots(judged(values, status="error", worst=1), cluster_of(4))
     assert texts(svg).count("?") == 2

@@ -53,13 +53,13 @@ def shown(figures):
     ],
 )
 def test_a_sweep_says_that_its_limits_are_kept_only_where_they_are(case):
-    statuses, said = case
-    told = tuple(
+    statuses, pattern = case
+    measurements = tuple(
         JudgedMetric(metric="nccl.all_reduce.busbw", value=1.0, status=status, labels={"size": f"{number} GB"})
         for number, status in enumerate(statuses, start=1)
     )
-    (figure,) = figures_of(TestResult(nodeid="a::b", outcome="failed", measurements=told), None)
-    assert re.match(said, figure.caption)
+    (figure,) = figures_of(TestResult(nodeid="a::b", outcome="failed", measurements=measurements), None)
+    assert re.match(pattern, figure.caption)
 
 
 def test_a_run_without_its_files_has_no_figures_of_them(results, tmp_path):
@@ -107,9 +107,9 @@ FILES = {LINKS: "links-node.json", LORA: "curve-group-0.csv", BURN_IN: "burn-in-
 def test_a_file_that_cannot_be_shown_is_named_and_nothing_waits_for_it_or_is_filled_with_it(
     example_folders, tmp_path, results, bad
 ):
-    change, said = BAD_FILES[bad]
+    change, pattern = BAD_FILES[bad]
     folder = shutil.copytree(example_folders["cluster"], tmp_path / bad)
     for nodeid, name in FILES.items():
         change(place_of(folder, nodeid) / name)
         captions = " ".join(figure.caption for figure in figures_of(results[nodeid], folder))
-        assert re.search(said.format(name=name), captions)
+        assert re.search(pattern.format(name=name), captions)

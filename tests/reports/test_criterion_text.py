@@ -1,4 +1,4 @@
-"""A criterion in few words: number, limit, margin, and who is to blame."""
+"""A criterion in few words: number, limit, margin, and culprit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HEADLINES: dict[str, dict[str, Any]] = {
 }
 
 
-def test_the_number_stands_beside_its_limit() -> None:
+def test_the_number_and_its_limit() -> None:
     assert {headline_text(replace(BUSBW, **changes)): changes for changes in HEADLINES.values()} == HEADLINES
 
 
@@ -64,7 +64,7 @@ CULPRITS = {
     f"{RANK_3}: {MISSED}: too fast, {ON_3}": failed(f"{MISSED}: too fast, {ON_3}"),
     f"{RANK_3} and 15 more: {MISSED}": failed(f"{MISSED} {ON_3}, and 15 more ranks", culprits=ALL),
     f"isolated: gpu-07; {MISSED}": failed(MISSED, why=f"isolated: gpu-07; {MISSED}"),
-    # Nothing was measured, or what was measured is not to blame.
+    # Nothing was measured, or the measurement is not the cause.
     "rank 3 (gpu-07) is lost": TestResult(nodeid="a", outcome="error", message="rank 3 (gpu-07) is lost"),
     "rank 1: boom": TestResult(nodeid="a", outcome="failed", message="rank 1: boom", measurements=(BUSBW,)),
 }

@@ -9,18 +9,18 @@ GPU = Identity(host="gpu-02", index=3, uuid="GPU-1", serial="165", pci="00000000
 
 
 def finding(**changes: str) -> Finding:
-    told = {
+    fields = {
         "code": "ecc.uncorrected",
         "found": "2 errors: since reboot",
         "allowed": "0",
         "remedy": "drain; reset",
     }
-    return Finding(kind="hardware", gpu=GPU, **{**told, **changes})
+    return Finding(kind="hardware", gpu=GPU, **{**fields, **changes})
 
 
 def test_a_finding_of_the_health_criterion_is_taken_apart_as_it_writes_it() -> None:
     (found,) = advice_in([f"1 finding\n  {finding()}\nE   assert not findings"])
-    assert found.who == str(GPU)
+    assert found.where == str(GPU)
     assert (found.code, found.kind, found.allowed) == ("ecc.uncorrected", "hardware", "0")
     assert found.found == "2 errors: since reboot"
     assert found.remedy == "drain; reset"

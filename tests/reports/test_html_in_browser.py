@@ -25,7 +25,7 @@ def chrome() -> Iterator[Chrome]:
 
 @pytest.fixture(scope="session")
 def pages(example_folders: dict[str, Path], example_pages: dict[str, str]) -> dict[str, Path]:
-    """Each page beside its journal."""
+    """Each page next to its journal."""
     for name, document in example_pages.items():
         (example_folders[name] / "report.html").write_text(document, encoding="utf-8")
     return {name: folder / "report.html" for name, folder in example_folders.items()}
@@ -37,7 +37,7 @@ def find(chrome: Chrome, selector: str) -> list[WebElement]:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", example_runs.NAMES)
-def test_a_page_says_nothing_on_the_console_and_asks_nobody_for_anything(
+def test_a_page_writes_nothing_to_the_console_and_loads_nothing(
     chrome: Chrome, pages: dict[str, Path], name: str
 ) -> None:
     browser.open_file(chrome, pages[name])

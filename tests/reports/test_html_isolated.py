@@ -1,4 +1,4 @@
-"""What a search for who is to blame has found, as a page shows it."""
+"""The result of a search for culprits in the page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pytest_gpucluster.session import isolation
 NAMES = {0: "gpu-01", 1: "gpu-02", 2: "gpu-03"}
 
 
-def told(**changes: Any) -> dict[str, Any]:
+def searched(**changes: Any) -> dict[str, Any]:
     found = Isolated(
         culprits=(Culprit(units=(1,), kind="unit", failed=2, probes=3, evidence=("round 1, alone: 212 GB/s",)),),
         cleared=(0,),
@@ -25,22 +25,22 @@ def told(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_search_is_shown_as_the_product_writes_it_and_a_link_with_both_ends() -> None:
-    search = search_of(told())
+    search = search_of(searched())
     assert search is not None
-    assert [(each.who, each.often) for each in search.accused] == [("gpu-02", "failed 2 of 3 probes: intermittent")]
+    assert [(each.name, each.failed_probes) for each in search.culprits] == [("gpu-02", "failed 2 of 3 probes: intermittent")]
     assert (search.cleared, search.undecided) == ("gpu-01", "gpu-03: no time")
     culprit = {"units": [0, 2], "kind": "link", "failed": 3, "probes": 3, "intermittent": False, "evidence": []}
-    search = search_of(told(culprits=[culprit]))
+    search = search_of(searched(culprits=[culprit]))
     assert search is not None
-    assert search.accused[0].who.endswith("between gpu-01 and gpu-03")
+    assert search.culprits[0].name.endswith("between gpu-01 and gpu-03")
 
 
-def test_a_form_of_another_version_is_shown_whole_and_said_to_be_so() -> None:
-    search = search_of(told(culprits=[{"units": "gpu-02"}]))
+def test_a_form_of_another_version_is_shown_whole_and_reported() -> None:
+    search = search_of(searched(culprits=[{"units": "gpu-02"}]))
     assert search is not None
-    assert "units" in search.told
+    assert "units" in search.result
     assert '"gpu-02"' in search.raw
-    assert search.accused == ()
-    search = search_of(told(culprits=[], reproduced=False, cut_short="rank lost"))
+    assert search.culprits == ()
+    search = search_of(searched(culprits=[], reproduced=False, cut_short="rank lost"))
     assert search is not None
-    assert re.search("show again.*rank lost", search.told)
+    assert re.search("not reproduced.*rank lost", search.result)

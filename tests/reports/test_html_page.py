@@ -66,8 +66,8 @@ def parsed(document: str) -> Outline:
 
 
 def run(**changes: object) -> Journal:
-    told = Journal(run=Run(run_id="r", started_at="2026-11-21T09:00:00Z", device="cuda"))
-    return replace(told, **changes)  # type: ignore[arg-type]
+    journal = Journal(run=Run(run_id="r", started_at="2026-11-21T09:00:00Z", device="cuda"))
+    return replace(journal, **changes)  # type: ignore[arg-type]
 
 
 def end(word: str, code: int, reason: str = "because") -> End:
@@ -78,18 +78,18 @@ def end(word: str, code: int, reason: str = "because") -> End:
 def test_each_example_is_one_sound_document(example_pages: dict[str, str], name: str) -> None:
     document = example_pages[name]
     assert document.startswith("<!DOCTYPE html>")
-    told = parsed(document)
-    ids = [attributes["id"] for _, attributes in told.elements if "id" in attributes]
+    parser = parsed(document)
+    ids = [attributes["id"] for _, attributes in parser.elements if "id" in attributes]
     assert len(ids) == len(set(ids))
-    assert told.headings[0] == 1
-    assert told.headings.count(1) == 1
-    deeper = zip(told.headings, told.headings[1:], strict=False)
+    assert parser.headings[0] == 1
+    assert parser.headings.count(1) == 1
+    deeper = zip(parser.headings, parser.headings[1:], strict=False)
     assert [pair for pair in deeper if pair[1] > pair[0] + 1] == [], "a heading skips a level"
-    for link in told.of("a"):
+    for link in parser.of("a"):
         href = str(link["href"])
         assert href[1:] in ids if href.startswith("#") else href.startswith("./"), href
-    assert len(told.of("caption")) == len(told.of("table")) > 0
-    assert [cell for cell in told.of("th") if cell.get("scope") not in ("col", "row")] == []
+    assert len(parser.of("caption")) == len(parser.of("table")) > 0
+    assert [cell for cell in parser.of("th") if cell.get("scope") not in ("col", "row")] == []
 
 
 @of_each("name", example_runs.NAMES)
@@ -97,15 +97,17 @@ def test_nothing_is_loaded_and_the_policy_allows_this_script_and_style_alone(
     example_pages: dict[str, str], name: str
 ) -> None:
     document = example_pages[name]
-    told = parsed(document)
-    assert {"link", "img", "iframe", "object", "embed", "form", "base"} & {tag for tag, _ in told.elements} == set()
-    assert [attributes for _, attributes in told.elements if {"src", "srcset", "style", "ping"} & set(attributes)] == []
-    handlers = [name for _, attributes in told.elements for name in attributes if name.startswith("on")]
+    parser = parsed(document)
+    assert {"link", "img", "iframe", "object", "embed", "form", "base"} & {tag for tag, _ in parser.elements} == set()
+    assert [
+        attributes for _, attributes in parser.elements if {"src", "srcset", "style", "ping"} & set(attributes)
+    ] == []
+    handlers = [name for _, attributes in parser.elements for name in attributes if name.startswith("on")]
     assert handlers == []
     style = document.partition("<style>")[2].partition("</style>")[0]
     assert "url(" not in style
     assert "@import" not in style
-    policy = next(str(meta["content"]) for meta in told.of("meta") if meta.get("http-equiv"))
+    policy = next(str(meta["content"]) for meta in parser.of("meta") if meta.get("http-equiv"))
     assert policy.startswith("default-src 'none';")
     assert "unsafe" not in policy
     for tag in ("script", "style"):
@@ -116,8 +118,8 @@ def test_nothing_is_loaded_and_the_policy_allows_this_script_and_style_alone(
 
 def test_hostile_texts_are_text(example_pages: dict[str, str]) -> None:
     document = example_pages["hostile"]
-    told = parsed(document)
-    assert len(told.of("script")) == 1
+    parser = parsed(document)
+    assert len(parser.of("script")) == 1
     assert "<b>bold" not in document
     assert "&lt;script&gt;" in document
     assert "{{ 7*7 }}" in document
@@ -145,14 +147,14 @@ def test_every_control_character_and_change_of_direction_is_shown_wherever_it_co
         isolation={"culprits": [{"units": [0], "evidence": [text]}], "names": {"0": text}},
         telemetry=seen,
     )
-    told = run(
+    journal = run(
         cluster=Cluster(ranks=(place,), problems=(text,)),
         results=(result,),
         problems=(Problem(name=text, message=text, text=text),),
         properties=((text, text),),
         end=end(text, 1, text),
     )
-    document = page.render(told)
+    document = page.render(journal)
     parsed(document)
     assert [character for character in set(document) if not character.isprintable() and character not in "\n\t"] == []
     document.encode("utf-8")
@@ -193,7 +195,7 @@ def results_of(many: int, text: str) -> tuple[TestResult, ...]:
     )
 
 
-def test_many_long_failures_do_not_fill_a_page_and_what_is_left_out_is_said() -> None:
+def test_many_long_failures_do_not_fill_a_page_and_what_is_left_out_is_stated() -> None:
     for many, text, left_out in ((400, "x" * 100_000, r"\d characters left"), (1600, "", "and 100 more")):
         document = page.render(run(results=results_of(many, text), end=end("REJECTED", 1)))
         assert len(document.encode()) < 2_000_000

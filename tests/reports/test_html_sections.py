@@ -23,18 +23,18 @@ def text_of(document: str) -> str:
 
 
 def page_of(*results: TestResult, run: Run | None = None, **others: Any) -> str:
-    told = Journal(run=run or Run(run_id="r", started_at="2026-11-21T09:00:00Z"), results=results, **others)
-    return page.render(told)
+    journal = Journal(run=run or Run(run_id="r", started_at="2026-11-21T09:00:00Z"), results=results, **others)
+    return page.render(journal)
 
 
 def measured(**others: Any) -> TestResult:
-    told: dict[str, Any] = {"status": "failed", "value": 740.0, "worst_rank": 1, "values": {0: 780.0, 1: 740.0}}
-    judged = JudgedMetric(metric="m.tflops", unit="TFLOPS", limit=JudgedLimit(min=700.0), **{**told, **others})
+    fields: dict[str, Any] = {"status": "failed", "value": 740.0, "worst_rank": 1, "values": {0: 780.0, 1: 740.0}}
+    judged = JudgedMetric(metric="m.tflops", unit="TFLOPS", limit=JudgedLimit(min=700.0), **{**fields, **others})
     return TestResult(nodeid="a::b", name="b", outcome="failed", measurements=(judged,))
 
 
 @of_each(
-    "told",
+    "baseline",
     [
         {"kind": "missing"},
         {"kind": 7, "old": "<b>", "change_ratio": "NaN", "rank": None},
@@ -42,12 +42,12 @@ def measured(**others: Any) -> TestResult:
         {"old": [1], "why": "<script>"},
     ],
 )
-def test_whatever_a_journal_says_of_a_baseline_is_shown_and_no_markup(told: dict[str, Any]) -> None:
+def test_any_baseline_in_a_journal_is_shown_and_no_markup(baseline: dict[str, Any]) -> None:
     shown = text_of(page_of(measured(baseline=BASELINE)))
     assert "regressed: 781 TFLOPS before (-5.2 %) on rank 3" in shown
-    document = page_of(measured(baseline=told))
-    assert "Beside the baseline" in document
-    assert (str(told.get("kind", "unknown"))) in text_of(document)
+    document = page_of(measured(baseline=baseline))
+    assert "Compared with the baseline" in document
+    assert (str(baseline.get("kind", "unknown"))) in text_of(document)
     assert "<td><b>" not in document
     assert document.count("<script>") == 1
 
@@ -57,14 +57,14 @@ def test_merged_runs_are_named_and_so_is_that_they_are_of_different_clusters() -
         MergedFrom(journal="/runs/1", sha256="ab12", run_id="first", verdict="REJECTED", exit=1),
         MergedFrom(journal="/runs/2", sha256="cd34", run_id="second", verdict="ACCEPTED", exit=0),
     )
-    told = {"run_id": "r", "started_at": "", "merged_from": runs}
+    fields = {"run_id": "r", "started_at": "", "merged_from": runs}
     properties = (("merged run 1", "why it ended"), ("merged run 1 sha256", "ab12"), ("site", "x"), ("site", "x"))
-    document = page_of(run=Run(**told), properties=properties)
+    document = page_of(run=Run(**fields), properties=properties)
     assert document.count("why it ended") == document.count("ab12") == document.count("<dt>site</dt>") == 1
     merged = text_of(document.partition('id="merged"')[2])
     assert "1 first REJECTED, exit code 1 /runs/1 ab12 2 second ACCEPTED, exit code 0 /runs/2 cd34" in merged
     assert "different clusters" not in document
-    document = page_of(run=Run(**told, merged_despite=("other GPUs: <b>",)))
+    document = page_of(run=Run(**fields, merged_despite=("other GPUs: <b>",)))
     assert "different clusters" in text_of(document)
     assert "other GPUs: &lt;b&gt;" in document
     assert "Merged runs" not in page_of()

@@ -157,10 +157,10 @@ def properties(document):
     return {each.get("name"): each.get("value") for each in suite(document).find("properties")}
 
 
-@of_each("told", [*((name, journal(*lines)) for name, lines in JOURNALS.items()), *EXAMPLES], name=lambda one: one[0])
-def test_xunit2_is_valid_for_jenkins_and_its_counts_are_right(told):
+@of_each("named", [*((name, journal(*lines)) for name, lines in JOURNALS.items()), *EXAMPLES], name=lambda one: one[0])
+def test_xunit2_is_valid_for_jenkins_and_its_counts_are_right(named):
     for logging in ("no", "all"):
-        document = junit.render(told[1], JUnitOptions(logging=logging))
+        document = junit.render(named[1], JUnitOptions(logging=logging))
         require_junit(document)
         root = ET.fromstring(document)
         testcases = list(root.iter("testcase"))
@@ -169,7 +169,7 @@ def test_xunit2_is_valid_for_jenkins_and_its_counts_are_right(told):
             for count, verdict in (("failures", "failure"), ("errors", "error")):
                 assert int(element.get(count)) == sum(case.find(verdict) is not None for case in testcases)
         keys = [(case.get("classname"), case.get("name")) for case in testcases]
-        assert len(keys) == len(set(keys)) >= len(outline(told[1]).rows)
+        assert len(keys) == len(set(keys)) >= len(outline(named[1]).rows)
         assert all(re.fullmatch(r"\d+\.\d{3}", case.get("time")) for case in testcases)
 
 
@@ -211,7 +211,7 @@ def test_wherever_a_run_ends_it_is_an_error_and_what_did_not_run_is_no_pass():
     }
 
 
-def test_the_reason_told_names_the_culprit_in_the_running_test():
+def test_the_reason_names_the_culprit_in_the_running_test():
     lost = problem("rank lost", "rank 1 (gpu-02, pid 7) died of signal 9", text="its last words")
     document = junit.render(journal(COLLECTED, start("test_a"), lost))
     for name in ("test_a", "rank lost"):
@@ -242,8 +242,8 @@ def test_problems_outside_any_test_are_testcases():
 def test_neither_a_workload_nor_a_test_replaces_a_property_of_the_run():
     workload = {"type": "workload", "profile": "full", "file": "", "values": {"profile": "quick"}, "origins": {}}
     planted = {"type": "property", "name": "verdict", "value": "ACCEPTED"}
-    told = properties(junit.render(journal(workload, planted, result("test_a", "failed"))))
-    assert (told["workload.profile"], told["verdict"], told["verdict (2)"]) == ("full", "REJECTED", "ACCEPTED")
+    found = properties(junit.render(journal(workload, planted, result("test_a", "failed"))))
+    assert (found["workload.profile"], found["verdict"], found["verdict (2)"]) == ("full", "REJECTED", "ACCEPTED")
 
 
 def test_xunit1_adds_properties_file_and_line():

@@ -12,8 +12,8 @@ from pytest_gpucluster.text import clean, columns, paragraph, shortened
 def test_no_line_is_wider_than_asked_for_and_no_word_is_lost(text: str, width: int) -> None:
     lines = paragraph(text, width, first="- ", rest="    ")
     assert max(map(columns, lines)) <= width
-    told = "".join(line[2 if number == 0 else 4 :] for number, line in enumerate(lines))
-    assert told.replace(" ", "") == clean(text).replace(" ", "")
+    joined = "".join(line[2 if number == 0 else 4 :] for number, line in enumerate(lines))
+    assert joined.replace(" ", "") == clean(text).replace(" ", "")
 
 
 @given(text=st.text(max_size=100))

@@ -52,7 +52,7 @@ HEADLINES: dict[str, tuple[list[JudgedMetric], str | None]] = {
     ),
     "what was not judged": ([judged("a", margin=0.01), judged("b", status="error", margin=None)], "b"),
     "recorded comes last": ([judged("a", status="recorded", limit=None, margin=None), judged("b")], "b"),
-    "what cannot be better tells nothing": ([VERIFIED, judged("b", margin=3.0)], "b"),
+    "what cannot be better comes last": ([VERIFIED, judged("b", margin=3.0)], "b"),
     "an upper limit is kept ten times over, a lower one three times": (
         [judged("a", limit=JudgedLimit(max=9.0), value=0.9, margin=0.9), judged("b", margin=2.0)],
         "b",

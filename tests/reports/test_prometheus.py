@@ -33,14 +33,14 @@ def result(*measurements: dict[str, Any], nodeid: str = "t.py::a", outcome: str 
 def samples(found: Journal | str, name: str) -> Samples:
     """The samples of a metric by their labels, without those that are empty."""
     text = found if isinstance(found, str) else prometheus.render(found)
-    told = {}
+    values = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name == f"gpucluster_{name}":
                 labels = tuple(sorted((key, value) for key, value in sample.labels.items() if value))
-                assert labels not in told
-                told[labels] = sample.value
-    return told
+                assert labels not in values
+                values[labels] = sample.value
+    return values
 
 
 def one(found: Journal | str, name: str) -> float:
@@ -79,9 +79,9 @@ def test_an_example_is_what_prometheus_takes_and_only_an_accepted_run_is_accepte
     found = example_runs.journal_of(name)
     text = checked(prometheus.render(found))
     assert one(text, "run_accepted") == (name == "accepted")
-    told = samples(text, "run_verdict")
-    assert [dict(labels)["verdict"] for labels, value in told.items() if value] == [found.verdict]
-    assert len(told) == len(prometheus.WORDS)
+    values = samples(text, "run_verdict")
+    assert [dict(labels)["verdict"] for labels, value in values.items() if value] == [found.verdict]
+    assert len(values) == len(prometheus.WORDS)
 
 
 def test_any_metric_of_the_suite_is_what_prometheus_takes() -> None:
@@ -90,15 +90,15 @@ def test_any_metric_of_the_suite_is_what_prometheus_takes() -> None:
 
 @pytest.mark.extended
 def test_promtool_finds_nothing_to_say_and_does_speak_up() -> None:
-    def told(text: str) -> tuple[int, str]:
+    def check(text: str) -> tuple[int, str]:
         command = [require_program("promtool"), "check", "metrics"]
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
         return done.returncode, done.stdout + done.stderr
 
     texts = [every_metric(), hostile_labels(), *(prometheus.render(read(RUN, result(one))) for one in ODD_NAMES)]
     texts += [prometheus.render(example_runs.journal_of(name)) for name in example_runs.NAMES]
-    assert [found for found in map(told, texts) if found != (0, "")] == []
-    assert told("# HELP gpucluster_a_ms b\n# TYPE gpucluster_a_ms gauge\ngpucluster_a_ms 1\n")[0] == 3
+    assert [found for found in map(check, texts) if found != (0, "")] == []
+    assert check("# HELP gpucluster_a_ms b\n# TYPE gpucluster_a_ms gauge\ngpucluster_a_ms 1\n")[0] == 3
 
 
 def test_a_run_that_was_cut_off_is_not_accepted_however_well_it_went() -> None:
@@ -113,8 +113,8 @@ def test_only_what_has_passed_is_passed(outcome: str) -> None:
     collected = {"type": "collected", "tests": [{"nodeid": f"t.py::{name}"} for name in "abcd"]}
     start = {"type": "start", "nodeid": "t.py::c"}
     lines = [RUN, collected, result(nodeid="t.py::a"), result(nodeid="t.py::b", outcome=outcome), start]
-    told = {dict(labels)["test"]: value for labels, value in samples(read(*lines), "criterion_passed").items()}
-    assert told == {"t.py::a": 1, "t.py::b": 0, "t.py::c": 0, "t.py::d": 0}
+    values = {dict(labels)["test"]: value for labels, value in samples(read(*lines), "criterion_passed").items()}
+    assert values == {"t.py::a": 1, "t.py::b": 0, "t.py::c": 0, "t.py::d": 0}
     rehearsed = {**RUN, "rehearsal": True, "device": "cpu"}
     assert set(samples(read(rehearsed, *lines[1:]), "criterion_passed").values()) == {0}
 
@@ -142,9 +142,9 @@ def test_values_are_in_base_units(case: tuple[str, str, float, str, float]) -> N
 
 def test_the_gpu_that_is_to_blame_can_be_found() -> None:
     text = prometheus.render(example_runs.journal_of("cluster"))
-    told = {dict(key)["rank"]: value for key, value in samples(text, "gpu_culprit_tests").items()}
-    assert len(told) == 16
-    assert max(told, key=lambda rank: told[rank]) == str(example_runs.HOT_RANK)
+    values = {dict(key)["rank"]: value for key, value in samples(text, "gpu_culprit_tests").items()}
+    assert len(values) == 16
+    assert max(values, key=lambda rank: values[rank]) == str(example_runs.HOT_RANK)
     assert set(samples(example_runs.journal_of("accepted"), "gpu_culprit_tests").values()) == {0}
 
 
@@ -161,9 +161,9 @@ def test_the_number_of_series_is_bounded_and_what_failed_is_kept() -> None:
     many = [measured(labels={"size": str(size)}) for size in range(2 * prometheus.MOST_MEASUREMENTS)]
     failed = measured(status="failed", value=1.0, labels={"size": "last"})
     found = read(RUN, result(*many, failed, outcome="failed"))
-    told = samples(found, "hbm_copy_bandwidth_bytes_per_second")
-    assert len(told) == prometheus.MOST_MEASUREMENTS
-    assert 1e12 in told.values()
+    values = samples(found, "hbm_copy_bandwidth_bytes_per_second")
+    assert len(values) == prometheus.MOST_MEASUREMENTS
+    assert 1e12 in values.values()
     assert one(found, "run_left_out_measurements") == prometheus.MOST_MEASUREMENTS + 1
 
 
@@ -175,15 +175,15 @@ def hostile_labels() -> str:
 
 
 def test_labels_of_any_name_become_labels_that_stay_bounded_and_apart() -> None:
-    [told] = samples(checked(hostile_labels()), "hbm_copy_bandwidth_bytes_per_second")
-    assert {value for _, value in told} >= set(HOSTILE_LABELS.values())
-    assert dict(told)["label_host"] == "mine"
+    [labels] = samples(checked(hostile_labels()), "hbm_copy_bandwidth_bytes_per_second")
+    assert {value for _, value in labels} >= set(HOSTILE_LABELS.values())
+    assert dict(labels)["label_host"] == "mine"
     flood = {f"k{number}": "v" for number in range(100)}
     long = [measured(labels={"size": "x" * 10_000 + end, **flood}) for end in "ab"]
-    told = samples(checked(prometheus.render(read(RUN, result(*long)))), "hbm_copy_bandwidth_bytes_per_second")
-    assert len(told) == 2
-    assert max(len(value) for key in told for _, value in key) <= 128
-    assert max(map(len, told)) < 25
+    values = samples(checked(prometheus.render(read(RUN, result(*long)))), "hbm_copy_bandwidth_bytes_per_second")
+    assert len(values) == 2
+    assert max(len(value) for key in values for _, value in key) <= 128
+    assert max(map(len, values)) < 25
 
 
 @of_each("metric", ["run.ranks", "hbm.copy.bandwidth.median", "run.left_out_measurements", "gpu.info"])

@@ -18,12 +18,12 @@ def run(tmp_path: Path) -> Path:
     return example_runs.write(tmp_path / "run", "rehearsal")
 
 
-def test_every_report_of_a_run_is_written_beside_its_journal(run: Path) -> None:
+def test_every_report_of_a_run_is_written_next_to_its_journal(run: Path) -> None:
     found = journal.read(run / journal.JOURNAL_FILE, keep_samples=False)
     assert registry.write(found, run) == {}
     for kind in registry.OF_A_RUN:
         text = (run / registry.FILES[kind]).read_text(encoding="utf-8")
-        assert text == registry.rendered(kind, found, folder=run)
+        assert text == registry.render(kind, found, folder=run)
     assert [name for name in os.listdir(run) if name.startswith(".")] == []
 
 

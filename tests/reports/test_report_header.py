@@ -26,15 +26,15 @@ def test_nodes_and_gpus_that_differ_are_counted() -> None:
     )
 
 
-def test_the_limits_in_force_are_told_with_their_files() -> None:
-    def told(limits: LimitsInForce | None) -> str:
+def test_the_limits_in_force_are_shown_with_their_files() -> None:
+    def text(limits: LimitsInForce | None) -> str:
         return limits_text(Journal(run=Run(run_id="", started_at=""), limits=limits))
 
-    assert told(None) == ""
+    assert text(None) == ""
     both = (("thresholds.yaml", ""), ("my.yaml", ""))
-    assert told(LimitsInForce(sku="H100 SXM", files=both)).startswith("H100 SXM, of thresholds.yaml, ")
-    unknown = told(LimitsInForce(gpu_name="NVIDIA X", files=both[:1]))
+    assert text(LimitsInForce(sku="H100 SXM", files=both)).startswith("H100 SXM, from thresholds.yaml, ")
+    unknown = text(LimitsInForce(gpu_name="NVIDIA X", files=both[:1]))
     assert unknown.startswith("none: ")
     assert "'NVIDIA X'" in unknown
     assert "thresholds.yaml" in unknown
-    assert told(LimitsInForce()).startswith("none: ")
+    assert text(LimitsInForce()).startswith("none: ")

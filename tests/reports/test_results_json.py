@@ -29,9 +29,9 @@ def document(found: Journal) -> Any:
     return json.loads(results_json.render(found), parse_constant=refuse)
 
 
-_BESIDE = {"kind": "worse", "old": {"value": 3.1, "interval": None}, "old_rank": 0, "rank": 0, "matched_by": "rank"}
-_BESIDE |= {"change_ratio": -0.1, "allowed_ratio": 0.03, "decides": True, "why": ""}
-_JUDGED = {"metric": "hbm.copy.bandwidth", "unit": "TB/s", "status": "failed", "value": 2.8, "baseline": _BESIDE}
+_BASELINE = {"kind": "worse", "old": {"value": 3.1, "interval": None}, "old_rank": 0, "rank": 0, "matched_by": "rank"}
+_BASELINE |= {"change_ratio": -0.1, "allowed_ratio": 0.03, "decides": True, "why": ""}
+_JUDGED = {"metric": "hbm.copy.bandwidth", "unit": "TB/s", "status": "failed", "value": 2.8, "baseline": _BASELINE}
 MERGED = read(
     {**RUN, "merged_from": [{"journal": "a", "verdict": "BROKEN", "exit": 11}], "merged_despite": ["other hosts"]},
     {"type": "test", "nodeid": "t.py::a", "outcome": "failed", "measurements": [_JUDGED]},
@@ -80,11 +80,11 @@ CHANGES: list[tuple[tuple[Any, ...], Any]] = [
 @of_each("change", CHANGES)
 def test_the_schema_refuses_what_is_not_as_it_says(change: tuple[tuple[Any, ...], Any]) -> None:
     (*places, key), value = change
-    told = inner = document(example_runs.journal_of("cluster"))
+    results = inner = document(example_runs.journal_of("cluster"))
     for place in places:
         inner = inner[place]
     inner[key] = value
-    assert not VALID.is_valid(told)
+    assert not VALID.is_valid(results)
 
 
 def test_what_json_lacks_is_text() -> None:
@@ -96,18 +96,23 @@ def test_what_json_lacks_is_text() -> None:
         "values": {"0": math.nan, "1": math.inf, "2": -math.inf},
         "interval": [-math.inf, math.inf],
     }
-    told = document(read(RUN, {"type": "test", "nodeid": "t.py::a", "outcome": "error", "measurements": [judged]}))
-    VALID.validate(told)
-    measured = told["tests"][0]["measurements"][0]
+    results = document(read(RUN, {"type": "test", "nodeid": "t.py::a", "outcome": "error", "measurements": [judged]}))
+    VALID.validate(results)
+    measured = results["tests"][0]["measurements"][0]
     assert (measured["value"], measured["values"]) == ("NaN", {"0": "NaN", "1": "Infinity", "2": "-Infinity"})
     assert measured["interval"] == ["-Infinity", "Infinity"]
 
 
 def test_a_run_that_never_came_to_a_test_has_nothing_made_up() -> None:
-    told = document(read(RUN))
-    VALID.validate(told)
-    assert (told["verdict"]["word"], told["verdict"]["accepted"], told["tests"]) == ("BROKEN", False, [])
-    assert (told["limits"], told["environment"], told["workload"], told["run"]["ended_at"]) == (None, None, None, None)
+    results = document(read(RUN))
+    VALID.validate(results)
+    assert (results["verdict"]["word"], results["verdict"]["accepted"], results["tests"]) == ("BROKEN", False, [])
+    assert (results["limits"], results["environment"], results["workload"], results["run"]["ended_at"]) == (
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 @of_each(
@@ -118,28 +123,35 @@ def test_a_run_that_never_came_to_a_test_has_nothing_made_up() -> None:
         {"cleared": {"0": 1}, "undecided": [None, {}], "why_undecided": None, "reproduced": "yes"},
     ],
 )
-def test_an_isolation_of_another_form_breaks_nothing_and_accuses_nobody(isolation: dict[str, Any]) -> None:
-    told = document(read(RUN, {"type": "test", "nodeid": "t.py::a", "outcome": "failed", "isolation": isolation}))
-    VALID.validate(told)
-    found = told["tests"][0]["isolation"]
+def test_an_isolation_of_another_form_breaks_nothing_and_names_no_culprit(isolation: dict[str, Any]) -> None:
+    results = document(read(RUN, {"type": "test", "nodeid": "t.py::a", "outcome": "failed", "isolation": isolation}))
+    VALID.validate(results)
+    found = results["tests"][0]["isolation"]
     assert found["reproduced"] is False
     assert [name for culprit in found["culprits"] for name in culprit["names"]] == []
 
 
-def test_a_merged_run_and_a_baseline_are_told() -> None:
-    told = document(MERGED)
-    VALID.validate(told)
-    assert [each["verdict"] for each in told["run"]["merged_from"]] == ["BROKEN"]
-    assert told["run"]["merged_despite"] == ["other hosts"]
-    beside = told["tests"][0]["measurements"][0]["baseline"]
-    assert (beside["kind"], beside["old"], beside["change_ratio"], beside["decides"]) == ("worse", 3.1, -0.1, True)
+def test_a_merged_run_and_a_baseline_are_reported() -> None:
+    results = document(MERGED)
+    VALID.validate(results)
+    assert [each["verdict"] for each in results["run"]["merged_from"]] == ["BROKEN"]
+    assert results["run"]["merged_despite"] == ["other hosts"]
+    baseline = results["tests"][0]["measurements"][0]["baseline"]
+    assert (baseline["kind"], baseline["old"], baseline["change_ratio"], baseline["decides"]) == (
+        "worse",
+        3.1,
+        -0.1,
+        True,
+    )
     for baseline in (
         {"kind": 1},
         {"old": "3"},
         {"old": {"value": "much"}, "rank": "1", "decides": 1},
     ):  # of another form
         judged = {"metric": "hbm.copy.bandwidth", "status": "passed", "baseline": baseline}
-        told = document(read(RUN, {"type": "test", "nodeid": "t.py::a", "outcome": "passed", "measurements": [judged]}))
-        VALID.validate(told)
-        found = told["tests"][0]["measurements"][0]["baseline"]
+        results = document(
+            read(RUN, {"type": "test", "nodeid": "t.py::a", "outcome": "passed", "measurements": [judged]})
+        )
+        VALID.validate(results)
+        found = results["tests"][0]["measurements"][0]["baseline"]
         assert (found["old"], found["rank"], found["decides"]) == (None, None, False)

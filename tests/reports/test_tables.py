@@ -46,8 +46,8 @@ QUANTITIES: dict[tuple[float | None, float | None], str] = {
 }
 
 
-def test_a_value_has_the_digits_that_tell_it_from_its_limit() -> None:
-    assert {key: tables.quantity(key[0], "GB/s", beside=key[1]) for key in QUANTITIES} == QUANTITIES
+def test_a_value_has_the_digits_that_distinguish_it_from_its_limit() -> None:
+    assert {key: tables.quantity(key[0], "GB/s", compared_with=key[1]) for key in QUANTITIES} == QUANTITIES
     assert tables.quantity(math.nan, "GB/s") == "NaN GB/s"
 
 
@@ -76,7 +76,7 @@ TEXTS: dict[str, tuple[dict[str, Any], str]] = {
         {"inconclusive": "12 % wide", "status": "failed"},
         f"{INTERVAL} (FAILED, {LIMITS}, inconclusive: 12 % wide)",
     ),
-    "what the reason says already is not said twice": (
+    "what the reason has already is not repeated": (
         {"inconclusive": "12 % wide", "status": "error", "reason": "busbw is inconclusive: 12 % wide"},
         f"{INTERVAL} (ERROR, {LIMITS}, busbw is inconclusive: 12 % wide)",
     ),
@@ -92,7 +92,7 @@ TEXTS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def test_a_measurement_tells_how_sure_it_is() -> None:
+def test_a_measurement_has_its_interval() -> None:
     found = {name: tables.measurement_text(replace(BUSBW, **changes)) for name, (changes, _) in TEXTS.items()}
     assert found == {name: text for name, (_, text) in TEXTS.items()}
 
@@ -124,23 +124,23 @@ def test_the_worst_rank_comes_first_by_its_interval_or_where_nothing_is_allowed_
 STOPPED: dict[str, tuple[dict[str, Any], str]] = {
     "sure": (
         {"by": "interval", "seconds": 3.012},
-        "sure after 12 samples in 3.01 s: 0.62 % wide, 1 % is allowed",
+        "precise after 12 samples in 3.01 s: interval 0.62 %, allowed 1 %",
     ),
     "time up, in the extension": (
         {"by": "time", "seconds": 20.0, "width_ratio": 0.29, "extended": True},
-        "time up after 12 samples in 20 s, extended: 29 % wide, 1 % is allowed",
+        "time up after 12 samples in 20 s, extended: interval 29 %, allowed 1 %",
     ),
     "no more to take, and not sure": (
         {"by": "samples", "seconds": 0.0, "width_ratio": math.inf},
-        "no more to take after 12 samples: Infinity % wide, 1 % is allowed",
+        "no more to take after 12 samples: interval Infinity %, allowed 1 %",
     ),
 }
 
 
-def test_why_sampling_stopped_is_told() -> None:
-    told = {"samples": 12, "width_ratio": 0.0062, "allowed_ratio": 0.01}
+def test_why_sampling_stopped_is_shown() -> None:
+    fields = {"samples": 12, "width_ratio": 0.0062, "allowed_ratio": 0.01}
     found = {
-        name: stopped_text(JudgedMetric(metric="m", stopped=Stopped(**{**told, **more})))
+        name: stopped_text(JudgedMetric(metric="m", stopped=Stopped(**{**fields, **more})))
         for name, (more, _) in STOPPED.items()
     }
     assert found == {name: text for name, (_, text) in STOPPED.items()}

@@ -56,7 +56,7 @@ LINES: dict[str, dict[str, Any]] = {
 
 
 def test_what_was_seen_is_one_line() -> None:
-    assert {telemetry_text(told): told for told in LINES.values()} == LINES
+    assert {telemetry_text(telemetry): telemetry for telemetry in LINES.values()} == LINES
 
 
 def test_what_was_not_read_is_named_with_the_reason() -> None:
@@ -67,7 +67,7 @@ def test_what_was_not_read_is_named_with_the_reason() -> None:
     assert len(text) < 400
 
 
-def test_of_a_whole_test_a_culprit_is_told_or_else_the_rank_that_tells_most() -> None:
+def test_of_a_whole_test_a_culprit_is_shown_or_else_the_most_conspicuous_rank() -> None:
     by_rank = {rank: {"temperature_celsius": [50, 50, 50 + rank], "throttle": []} for rank in range(4)}
     assert telemetry_of_test(by_rank) == "rank 3: 50 degC (50 to 53), no throttle"
     assert telemetry_of_test(by_rank, culprits=[9, 1]) == "rank 1: 50 degC (50 to 51), no throttle"
@@ -87,7 +87,7 @@ KEYS += ["counter_notes", "counters_not_available"]
 
 
 @given(st.dictionaries(st.sampled_from(KEYS) | st.text(), JSON))
-def test_whatever_another_version_sends_is_shown_on_one_line(told: dict[str, Any]) -> None:
-    text = telemetry_text(told)
+def test_whatever_another_version_sends_is_shown_on_one_line(telemetry: dict[str, Any]) -> None:
+    text = telemetry_text(telemetry)
     assert len(text.splitlines()) <= 1
-    assert len(clock_text(told).splitlines()) <= 1
+    assert len(clock_text(telemetry).splitlines()) <= 1

@@ -16,8 +16,8 @@ from pytest_gpucluster.reports.terminal import LONG_SECONDS, render
 
 def result_of(name: str, *seconds: float) -> TestResult:
     """A test whose parts took these seconds, in the order of ``PARTS``; unknown where there are none."""
-    told = [*seconds, *[0.0] * (len(PARTS) - len(seconds))] if seconds else []
-    spent = {part: PartOfTime(seconds=each, most_seconds=each) for part, each in zip(PARTS, told, strict=False)}
+    values = [*seconds, *[0.0] * (len(PARTS) - len(seconds))] if seconds else []
+    spent = {part: PartOfTime(seconds=each, most_seconds=each) for part, each in zip(PARTS, values, strict=False)}
     return TestResult(nodeid=f"test_it.py::{name}", name=name, outcome="passed", spent=spent)
 
 
@@ -39,10 +39,10 @@ def test_a_test_of_which_nothing_is_known_is_not_in_the_table(seconds: list[floa
     assert not any(line.startswith("old") for line in lines)
 
 
-def test_the_table_is_shown_where_somebody_may_ask() -> None:
+def test_the_table_is_shown_for_long_runs() -> None:
     def is_shown(seconds: float, verbosity: int) -> bool:
         text = render(journal_of([result_of("test_it", 0.0, 0.0, seconds)]), verbosity=verbosity)
-        return "\ntogether " in text
+        return "\nall " in text
 
     cases = [(LONG_SECONDS - 0.1, 0), (LONG_SECONDS, 0), (0.1, 1), (1000.0, -1)]
     assert [is_shown(*case) for case in cases] == [False, True, True, False]

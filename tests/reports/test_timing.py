@@ -10,7 +10,7 @@ from each import of_each
 
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import End, Run, Started, TestResult
-from pytest_gpucluster.reports.registry import FILES, rendered
+from pytest_gpucluster.reports.registry import FILES, render
 from pytest_gpucluster.reports.summary import duration, moment, run_seconds
 
 BEGAN = "2026-11-21T09:00:00+00:00"
@@ -52,7 +52,7 @@ def test_no_time_of_a_test_breaks_a_report(case: tuple[str, float]) -> None:
     assert run_seconds(found) == 30
     strange = replace(found, run=Run(run_id="x", started_at=began))
     for kind in FILES:
-        assert rendered(kind, strange)
+        assert render(kind, strange)
 
 
 def test_a_minute_is_never_sixty_seconds_and_what_is_no_duration_is_unknown() -> None:

@@ -1,7 +1,7 @@
-"""Charts as inline SVG: pure functions of what was measured, readable in print, without colour and without scripts.
+"""Charts as inline SVG, readable in print, without colour and without scripts.
 
 Colours are variables of the page (``--ink``, ``--muted``, ``--grid``, ``--good``, ``--bad``, ``--accent``), each with a
-value for where there is no such page. What a chart shows is also its text alternative.
+default for other pages. Each chart has a text alternative.
 """
 
 from pytest_gpucluster.reports.charts.dots import rank_dots, rank_dots_key

@@ -1,4 +1,4 @@
-"""The value of every rank as a dot: who is behind, and whether it is one GPU, a node, or all of them."""
+"""The value of every rank as a dot: which ranks are slow, and whether it is one GPU, a node, or all."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from pytest_gpucluster.text import one_line
 _WIDTH, _HEIGHT = 680.0, 200.0
 _LEFT, _TOP, _BOTTOM = 58.0, 20.0, 40.0
 _LANE = 16.0
-"""Below all values stand the ranks whose value is no number."""
+"""Height of the row for ranks whose value is no number."""
 _EACH_RANK = 64
-"""So many ranks have a dot each; of more, half of the ranks of each group are a band, and the worst have dots."""
+"""Up to this number each rank has a dot; of more, each group is a box plot, and only the worst ranks have dots."""
 _GROUPS = 64
-_NAMED = 3
+_MOST_NAMES = 3
 _FENCE = 1.5
 """Interquartile ranges beyond the quartiles from where a value is an outlier. Source: J. W. Tukey, "Exploratory Data
 Analysis" (1977), 2D."""
@@ -48,28 +48,28 @@ _LABEL = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class _Ranks:
-    """What is known of the ranks' values."""
+    """The ranks' values and what is conspicuous about them."""
 
     values: Mapping[int, float]
-    """Those that can be drawn."""
+    """Finite values."""
     broken: tuple[int, ...]
     """Ranks whose value is no number, or infinite."""
     missing: Mapping[int, str]
-    """Ranks that miss the limit by themselves -> in which way."""
+    """Ranks that miss the limit -> how."""
     named: Mapping[int, str]
-    """To be called by their name, the worst first -> what follows the name."""
+    """Ranks to be labelled, the worst first -> what follows the name."""
 
 
 def rank_dots(judged: JudgedMetric, journal: Journal) -> Markup:
-    """Return all ranks' values beside each other, with the limit, the median, and the names of those that are behind.
+    """Return a chart of all ranks' values with limit, median, and the names of slow ranks.
 
-    A rank that misses the limit is a cross, all others are circles. Without any value nothing is drawn.
+    A rank that misses the limit is a cross, the others are circles. Empty without values.
     """
     if not judged.values:
         return Markup("")
     ranks = _ranks(judged)
     lane = _LANE if ranks.broken else 0.0
-    description = _told(judged, journal, ranks)
+    description = _description(judged, journal, ranks)
     title = f"{metric_name(judged)} of {len(judged.values)} ranks"
     drawing = Drawing(_WIDTH, _HEIGHT + lane, title=title, description=description, label="rank-dots")
     bounds = [] if judged.limit is None else finite([judged.limit.min, judged.limit.max])
@@ -79,8 +79,8 @@ def rank_dots(judged: JudgedMetric, journal: Journal) -> Markup:
     y_scale = Scale(low=low, high=high, start=bottom, end=_TOP)
     order = sorted(judged.values)
     places = {rank: place for place, rank in enumerate(order)}
-    beside = _beside(judged, ranks)
-    right = _WIDTH - 10 - max((text_width(name, _LABEL) for _, name, _ in beside), default=0.0)
+    levels = _levels(judged, ranks)
+    right = _WIDTH - 10 - max((text_width(name, _LABEL) for _, name, _ in levels), default=0.0)
     step = (right - _LEFT) / len(order)
 
     def x_of(rank: int) -> float:
@@ -99,10 +99,10 @@ def rank_dots(judged: JudgedMetric, journal: Journal) -> Markup:
         for rank in {*ranks.named, *list(ranks.missing)[:_EACH_RANK]} & ranks.values.keys():
             bad = rank in ranks.missing
             drawing.mark(x_of(rank), y_scale(ranks.values[rank]), BAD if bad else INK, shape="cross" if bad else "ring")
-    for value, _, colour in beside:
+    for value, _, colour in levels:
         at, is_limit = y_scale(value), colour == INK
         drawing.line(_LEFT, at, right, at, colour, width=1.4 if is_limit else 1.2, dash="6 3" if is_limit else "2 3")
-    labels = [(y_scale(value), name, colour) for value, name, colour in beside]
+    labels = [(y_scale(value), name, colour) for value, name, colour in levels]
     end_labels(drawing, labels, x=right + 4, lowest=bottom + 4, size=_LABEL)
     for rank in ranks.broken[:_EACH_RANK]:
         drawing.text(x_of(rank), bottom + lane - 3, "?", BAD, anchor="middle", bold=True)
@@ -111,15 +111,15 @@ def rank_dots(judged: JudgedMetric, journal: Journal) -> Markup:
 
 
 def rank_dots_key(judged: JudgedMetric) -> str:
-    """Return what the marks of ``rank_dots`` mean, as far as they do not speak for themselves."""
+    """Return the legend of ``rank_dots``."""
     many = len(judged.values)
     has_crosses = bool(_ranks(judged).missing)
     if many > _EACH_RANK:
         each = math.ceil(many / _GROUPS)
-        told = f"A box is where the middle half of {each} neighbouring ranks lies, its line reaches over all of them."
+        boxes = f"A box has the middle half of {each} neighbouring ranks, its line the whole range."
         crosses = "; a cross misses the limit" if has_crosses else ""
-        return f"{told} A ring stands out from the others{crosses}."
-    parts = ["A circle keeps the limit, a cross misses it."] if has_crosses else []
+        return f"{boxes} A ring is an outlier{crosses}."
+    parts = ["A circle is within the limit, a cross misses it."] if has_crosses else []
     parts += ["The line through a mark is the 95 % interval."] if judged.intervals else []
     return " ".join(parts)
 
@@ -145,20 +145,20 @@ def _ranks(judged: JudgedMetric) -> _Ranks:
             ratios = straggler_ratios(values, "higher" if higher else "lower")
             for rank, ratio in ratios.items():
                 if ratio < limit.min_ratio_to_median:
-                    missing.setdefault(rank, "is behind the others")
+                    missing.setdefault(rank, "is slower than the others")
     worst_first = sorted(values, key=lambda rank: (values[rank] if higher is not False else -values[rank], rank))
     chosen = {rank: "" for rank in worst_first if rank in missing}
-    if len(chosen) > _NAMED:
-        # Where many miss it, such as all of a node, the worst speaks for them.
+    if len(chosen) > _MOST_NAMES:
+        # If many miss it, such as all of a node, only the worst is labelled.
         worst = judged.worst_rank if judged.worst_rank in chosen else next(iter(chosen))
         chosen = {worst: f" and {len(chosen) - 1} more"}
     outliers = set(_outliers(values))
     chosen |= {rank: "" for rank in worst_first if rank in outliers and rank not in missing}
-    return _Ranks(values=values, broken=broken, missing=missing, named=dict(list(chosen.items())[:_NAMED]))
+    return _Ranks(values=values, broken=broken, missing=missing, named=dict(list(chosen.items())[:_MOST_NAMES]))
 
 
-def _beside(judged: JudgedMetric, ranks: _Ranks) -> list[tuple[float, str, str]]:
-    """Return what stands across: (value, name, colour) of the median and the limits."""
+def _levels(judged: JudgedMetric, ranks: _Ranks) -> list[tuple[float, str, str]]:
+    """Return the horizontal lines, median and limits: (value, name, colour)."""
     known = list(ranks.values.values())
     found = [(median(known), "median", MUTED)] if len(known) > 1 else []
     limit = judged.limit
@@ -169,11 +169,11 @@ def _beside(judged: JudgedMetric, ranks: _Ranks) -> list[tuple[float, str, str]]
 
 
 def _outliers(values: Mapping[int, float]) -> Iterator[int]:
-    """Yield the ranks that are far from where half of all are."""
+    """Yield the ranks that are far from the middle half."""
     if len(values) < 8:
         return
     low, high = (percentile(list(values.values()), percent) for percent in (25, 75))
-    # Values that are all but the same have no outliers: a hundredth of them tells nobody anything.
+    # Nearly equal values have no outliers: at least 1 % is tolerated.
     room = max(_FENCE * (high - low), 0.01 * max(abs(low), abs(high)))
     for rank, value in values.items():
         if not low - room <= value <= high + room:
@@ -191,7 +191,7 @@ def _each(drawing: Drawing, judged: JudgedMetric, ranks: _Ranks, x_of: Callable[
 
 
 def _grouped(drawing: Drawing, ranks: _Ranks, order: Sequence[int], step: float, y_scale: Scale) -> None:
-    """Draw where half of each group's ranks lie, and from where to where all of them."""
+    """Draw a box plot of each group: middle half and range."""
     each = math.ceil(len(order) / _GROUPS)
     for first in range(0, len(order), each):
         members = finite(ranks.values.get(rank) for rank in order[first : first + each])
@@ -205,7 +205,7 @@ def _grouped(drawing: Drawing, ranks: _Ranks, order: Sequence[int], step: float,
 
 
 def _hosts(drawing: Drawing, journal: Journal, order: Sequence[int], step: float, bottom: float) -> None:
-    """Write the hosts below their ranks, as many as there is room for, and a line between two of them."""
+    """Write the hosts below their ranks, as far as they fit, separated by lines."""
     drawing.line(_LEFT, bottom, _LEFT + step * len(order), bottom, MUTED)
     runs: list[tuple[str, int, int]] = []
     for place, rank in enumerate(order):
@@ -225,8 +225,8 @@ def _hosts(drawing: Drawing, journal: Journal, order: Sequence[int], step: float
         if name and (left + right) / 2 - half > free:
             drawing.text((left + right) / 2, bottom + 14, name, MUTED, anchor="middle", size=10)
             free = (left + right) / 2 + half + 6
-    told = f"ranks {order[0]} to {order[-1]}" if len(order) > 1 else f"rank {order[0]}"
-    drawing.text(_LEFT + step * len(order) / 2, bottom + 29, told, MUTED, anchor="middle", size=10)
+    ends = f"ranks {order[0]} to {order[-1]}" if len(order) > 1 else f"rank {order[0]}"
+    drawing.text(_LEFT + step * len(order) / 2, bottom + 29, ends, MUTED, anchor="middle", size=10)
 
 
 def _names(
@@ -239,16 +239,16 @@ def _names(
     right: float,
     lane: float,
 ) -> None:
-    """Write the names of those who stand out above or below their marks, none over another."""
+    """Write the names of conspicuous ranks next to their marks, without overlap."""
     taken: list[tuple[float, float, float]] = []
-    for rank, more in {**ranks.named, **dict.fromkeys(ranks.broken[:_NAMED], ": no number")}.items():
+    for rank, more in {**ranks.named, **dict.fromkeys(ranks.broken[:_MOST_NAMES], ": no number")}.items():
         mark = lane if rank in ranks.broken else y_scale(ranks.values[rank])
         name = one_line(f"{_short_name(journal, rank)}{more}", _NAME_CHARACTERS)
         half = text_width(name, _LABEL) / 2
         x = min(max(x_of(rank), _LEFT + half), right - half)
         is_high = mark < (_TOP + _HEIGHT - _BOTTOM) / 2
         y = mark + (15.0 if is_high else -8.0)
-        for _ in range(_NAMED):
+        for _ in range(_MOST_NAMES):
             if not any(abs(y - other) < 11 and x - half < end and begin < x + half for other, begin, end in taken):
                 break
             y += 11.5 if is_high else -11.5
@@ -258,14 +258,14 @@ def _names(
 
 
 def _short_name(journal: Journal, rank: int) -> str:
-    """Return "rank 3, gpu-07 GPU 3": in a chart there is no room for more."""
+    """Return "rank 3, gpu-07 GPU 3"."""
     place = journal.place(rank)
     gpu = f" GPU {place.gpu.get('index', '?')}" if place is not None and place.gpu else ""
     host = one_line(place.host, 20) if place is not None else ""
     return f"rank {rank}, {host}{gpu}" if host or gpu else f"rank {rank}"
 
 
-def _told(judged: JudgedMetric, journal: Journal, ranks: _Ranks) -> str:
+def _description(judged: JudgedMetric, journal: Journal, ranks: _Ranks) -> str:
     parts = []
     known = list(ranks.values.values())
     if known:
@@ -278,7 +278,7 @@ def _told(judged: JudgedMetric, journal: Journal, ranks: _Ranks) -> str:
     if ranks.broken:
         parts.append(f"{len(ranks.broken)} ranks have no number")
     for rank in ranks.named:
-        what = ranks.missing.get(rank, "stands out")
+        what = ranks.missing.get(rank, "is an outlier")
         parts.append(
             f"{rank_name(journal, rank)} {what}: {quantity(ranks.values[rank], judged.unit)}{ranks.named[rank]}"
         )

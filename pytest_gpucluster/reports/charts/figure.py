@@ -1,7 +1,7 @@
-"""A chart with its figures as a table, and the reading of the files of a test that charts are made from.
+"""A chart with its data as a table, and reading the artifacts that charts are made from.
 
-A report is made from whatever files exist: a run may have been killed while it wrote a file, and a file may have been
-replaced since. So a file that is missing, damaged or too large is reported in the chart's place, never an exception.
+A run may have been killed while it wrote a file, so a missing, damaged or too large file is reported in place of the
+chart and is never an error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pytest_gpucluster.reports.markup import Table
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A chart. ``svg`` is empty where the file behind it cannot be shown; then ``caption`` says why."""
+    """A chart. ``svg`` is empty if its file cannot be read; then ``caption`` has the reason."""
 
     title: str
     svg: Markup
@@ -34,25 +34,25 @@ class Figure:
 
 LARGEST_BYTES = 16_000_000
 """Of one file. The matrix of 1,024 GPUs on 128 nodes has some 130,000 readings, in 9 MB."""
-_COURSE_HEADER = "seconds,products,busy_seconds,tflops"
+_BURN_IN_HEADER = "seconds,products,busy_seconds,tflops"
 
 
 class Unreadable(Exception):
-    """Why a file cannot be shown, in a few words that begin with its name."""
+    """A file cannot be read; the message begins with its name."""
 
 
-def found_artifacts(folder: Path | None, nodeid: str, pattern: str, *, most: int = 4096) -> list[Path]:
-    """Return the files of a test by a pattern, also those of local workers, which have a folder for each rank."""
+def find_artifacts(folder: Path | None, nodeid: str, pattern: str, *, most: int = 4096) -> list[Path]:
+    """Return the files of a test that match a pattern, also in the folders of local workers, one per rank."""
     if folder is None:
         return []
     name = artifacts_name(nodeid)
-    # What is written in brackets is meant as it stands.
+    # Brackets make a character literal.
     literal = "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
     artifacts = folder / ARTIFACTS
     try:
         paths = [*(artifacts / name).glob(pattern), *artifacts.glob(f"rank-*/{literal}/{pattern}")]
         return sorted(paths, key=_by_number)[:most]
-    except OSError:  # such as a name that is too long for this file system: then there is no such folder
+    except OSError:  # such as a name that is too long for this file system
         return []
 
 
@@ -75,22 +75,22 @@ def curve(path: Path) -> Curve:
 
 
 def matrix(path: Path) -> dict[str, Any]:
-    """Read a survey of links, as ``links.survey_text.to_json`` has written it: what is needed of it is there.
+    """Read a link survey (``isolation.link_survey.to_json``); its required keys have been checked.
 
     Raises: Unreadable
     """
     try:
-        told = json.loads(_text(path))
+        survey = json.loads(_text(path))
     except (ValueError, RecursionError) as error:
         raise Unreadable(f"{path.name}: damaged: not JSON ({error})") from None
-    if not isinstance(told, dict) or told.get("schema_version") != 1:
-        raise Unreadable(f"{path.name}: no survey of links that this version reads")
-    readings, nodes = told.get("readings"), told.get("nodes")
+    if not isinstance(survey, dict) or survey.get("schema_version") != 1:
+        raise Unreadable(f"{path.name}: no link survey that this version reads")
+    readings, nodes = survey.get("readings"), survey.get("nodes")
     good = isinstance(readings, list) and all(_is_reading(one) for one in readings)
     good = good and isinstance(nodes, list) and all(isinstance(node, list) for node in nodes)
     if not good or not all(_is_rank(rank) for node in nodes or () for rank in node):
         raise Unreadable(f"{path.name}: damaged: its readings are not [sender, receiver, value, ...]")
-    return told
+    return survey
 
 
 def _is_reading(one: object) -> bool:
@@ -105,14 +105,14 @@ def _is_number(value: object) -> bool:
     return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
 
-def course(path: Path) -> list[tuple[float, float]]:
-    """Read how a burn-in went: (seconds, TFLOPS). A last line that was cut off is left out.
+def burn_in_rates(path: Path) -> list[tuple[float, float]]:
+    """Read the time series of a burn-in: (seconds, TFLOPS). A last line that was cut off is ignored.
 
     Raises: Unreadable
     """
     lines = _text(path).splitlines()
-    if not lines or lines[0] != _COURSE_HEADER:
-        raise Unreadable(f"{path.name}: no course of a burn-in: it does not begin with {_COURSE_HEADER}")
+    if not lines or lines[0] != _BURN_IN_HEADER:
+        raise Unreadable(f"{path.name}: no rates of a burn-in: it does not begin with {_BURN_IN_HEADER}")
     points = []
     for number, line in enumerate(lines[1:], start=2):
         cells = line.split(",")
@@ -128,10 +128,10 @@ def course(path: Path) -> list[tuple[float, float]]:
 
 
 def each_rank(paths: list[Path]) -> Iterator[tuple[int, Path]]:
-    """Yield the rank that stands in the name of each file, and the file."""
+    """Yield the rank in the name of each file, and the file."""
     for path in paths:
         number = path.stem.rpartition("-")[2]
-        # A local worker is rank 0 of a world of its own; its folder has its number.
+        # A local worker is rank 0 of its own world; its folder has its number.
         worker = path.parent.parent.name
         if worker.startswith("rank-") and path.parent.parent.parent.name == ARTIFACTS:
             number = worker.removeprefix("rank-")
@@ -152,8 +152,8 @@ def _require_small(path: Path) -> None:
         status = path.stat()
     except OSError as error:
         raise Unreadable(f"{path.name}: cannot be read: {error.strerror or error}") from None
-    if not stat.S_ISREG(status.st_mode):  # a pipe would hold up whoever reads it
+    if not stat.S_ISREG(status.st_mode):  # reading a pipe would block
         raise Unreadable(f"{path.name}: no regular file")
     if status.st_size > LARGEST_BYTES:
         size, most = status.st_size / 1e6, LARGEST_BYTES / 1e6
-        raise Unreadable(f"{path.name}: {size:.0f} MB, and at most {most:.0f} MB are shown here")
+        raise Unreadable(f"{path.name}: {size:.0f} MB, the limit is {most:.0f} MB")

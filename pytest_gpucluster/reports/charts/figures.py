@@ -1,7 +1,7 @@
-"""The charts that belong to a test, made from its measurements and from the files that it has left.
+"""The charts of a test, made from its measurements and its artifacts.
 
-They are: loss curves over the steps of a training, rates over the time of a burn-in, metrics over sizes (busbw over the
-message size, as nccl-tests prints it), maps of links, and the host links of each rank.
+They are: loss over the steps of a training, rates over the time of a burn-in, metrics over sizes (busbw over the
+message size, as nccl-tests prints it), link matrices, and the host links of each rank.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from pytest_gpucluster.text import rank_ranges
 
 _MOST_GROUPS = 4
 _MOST_RANKS = 16
-"""Of more, half of the ranks are an area, and only the slowest is a line of its own."""
+"""Of more, the middle half of the ranks is an area, and only the slowest has a line."""
 _MOST_FILES = 2048
 _ROWS = 40
 _PARTS = 60
 
 
 def loss_curves(result: TestResult, folder: Path | None) -> Iterator[Figure]:
-    """Yield the loss over the steps of each group of ranks that a LoRA training has left."""
-    paths = figure.found_artifacts(folder, result.nodeid, "curve-*.csv")
+    """Yield the loss over the steps of each group of ranks of a LoRA training."""
+    paths = figure.find_artifacts(folder, result.nodeid, "curve-*.csv")
     limit = next((one.limit for one in result.measurements if one.metric == "lora.final_loss"), None)
     more = len(paths) - _MOST_GROUPS
     for path in paths[:_MOST_GROUPS]:
@@ -55,16 +55,16 @@ def loss_curves(result: TestResult, folder: Path | None) -> Iterator[Figure]:
 
 
 def loss_curve(curve: Curve, *, name: str = "", limit: float | None = None, more: int = 0) -> Figure:
-    """Return a loss over its steps, with the held-out loss and the limit on the mean of the last steps, in nats."""
+    """Return a loss over its steps, with held-out loss and the limit of the mean of the last steps, in nats."""
     title = f"Loss{f' of {name}' if name else ''}"
     lines = [Line(name="training", points=[(point.step, point.loss) for point in curve.points])]
     if curve.held_out:
         lines.append(Line(name="held out", points=list(curve.held_out), dashed=True))
     model = curve.context.get("model", "")
     gaps = len([1 for point in curve.points if not math.isfinite(point.loss)])
-    said = f"{model}, mean" if model else "Mean"
-    caption = f"{said} of the last 10 steps: {mean_of_last(curve, 10):.4g} nats."
-    caption += f" {gaps} losses are no numbers." if gaps else ""
+    beginning = f"{model}, mean" if model else "Mean"
+    caption = f"{beginning} of the last 10 steps: {mean_of_last(curve, 10):.4g} nats."
+    caption += f" {gaps} losses are not finite." if gaps else ""
     caption += f" {more} more groups are not shown." if more > 0 else ""
     held_out = dict(curve.held_out)
     every = max(1, math.ceil(len(curve.points) / _ROWS))
@@ -96,10 +96,10 @@ def loss_curve(curve: Curve, *, name: str = "", limit: float | None = None, more
     )
 
 
-def burn_in_courses(result: TestResult, folder: Path | None) -> Iterator[Figure]:
-    """Yield the rate over time of a burn-in: all ranks, the slowest with its name."""
-    paths = figure.found_artifacts(folder, result.nodeid, "burn-in-rank-*.csv", most=_MOST_FILES)
-    courses: dict[int, list[tuple[float, float]]] = {}
+def burn_in_charts(result: TestResult, folder: Path | None) -> Iterator[Figure]:
+    """Yield the rates over the time of a burn-in: all ranks, the slowest labelled."""
+    paths = figure.find_artifacts(folder, result.nodeid, "burn-in-rank-*.csv", most=_MOST_FILES)
+    series: dict[int, list[tuple[float, float]]] = {}
     problems = []
     left = figure.LARGEST_BYTES
     for rank, path in figure.each_rank(paths):
@@ -108,47 +108,47 @@ def burn_in_courses(result: TestResult, folder: Path | None) -> Iterator[Figure]
             if left <= 0:
                 problems.append(f"{path.name} and what follows: more than {figure.LARGEST_BYTES / 1e6:.0f} MB in all")
                 break
-            courses[rank] = _short(figure.course(path))
+            series[rank] = _short(figure.burn_in_rates(path))
         except Unreadable as error:
             problems.append(str(error))
         except OSError as error:
             problems.append(f"{path.name}: cannot be read: {error.strerror or error}")
-    courses = {rank: points for rank, points in courses.items() if finite(rate for _, rate in points)}
-    said = f" Not shown: {'; '.join(problems[:3])}{f'; and {len(problems) - 3} more' if len(problems) > 3 else ''}."
-    if courses:
-        yield _courses(result, courses, said if problems else "")
+    series = {rank: points for rank, points in series.items() if finite(rate for _, rate in points)}
+    note = f" Not shown: {'; '.join(problems[:3])}{f'; and {len(problems) - 3} more' if len(problems) > 3 else ''}."
+    if series:
+        yield _burn_in_chart(result, series, note if problems else "")
     elif problems:
-        yield Figure(title="Course of the burn-in", svg=Markup(""), caption=said.strip())
+        yield Figure(title="Rates during the burn-in", svg=Markup(""), caption=note.strip())
 
 
-def _courses(result: TestResult, courses: Mapping[int, list[tuple[float, float]]], problems: str) -> Figure:
-    last = {rank: _end(points) for rank, points in courses.items()}
+def _burn_in_chart(result: TestResult, series: Mapping[int, list[tuple[float, float]]], problems: str) -> Figure:
+    last = {rank: _end(points) for rank, points in series.items()}
     slowest = min(last, key=lambda rank: (last[rank], rank))
     limit = next((one.limit for one in result.measurements if one.metric.startswith("matmul.")), None)
-    others = [rank for rank in courses if rank != slowest]
+    others = [rank for rank in series if rank != slowest]
     band: list[tuple[float, float, float]] = []
-    if len(courses) > _MOST_RANKS:
-        by_time = _by_time(courses)
+    if len(series) > _MOST_RANKS:
+        by_time = _by_time(series)
         band = [(at, percentile(rates, 25), percentile(rates, 75)) for at, rates in by_time]
         lines = [Line(name="median", points=[(at, median(rates)) for at, rates in by_time], tone="ink", dashed=True)]
     else:
-        lines = [Line(name="", points=courses[rank], tone="muted") for rank in others]
-    lines.append(Line(name=f"rank {slowest}", points=courses[slowest], tone="" if not _is_bad(result) else "bad"))
+        lines = [Line(name="", points=series[rank], tone="muted") for rank in others]
+    lines.append(Line(name=f"rank {slowest}", points=series[slowest], tone="" if not _is_bad(result) else "bad"))
     levels = [Level(name="limit", value=limit.min)] if limit is not None and limit.min is not None else []
-    shown = sorted(last, key=lambda rank: (last[rank], rank))
+    ordered = sorted(last, key=lambda rank: (last[rank], rank))
     return Figure(
-        title="Course of the burn-in",
+        title="Rates during the burn-in",
         svg=line_chart(
             lines,
-            title=f"Rate of {len(courses)} ranks over the burn-in",
+            title=f"Rate of {len(series)} ranks over the burn-in",
             x_label="seconds",
             y_label="TFLOPS",
             levels=levels,
             band=band,
             zero=False,
         ),
-        caption=f"{rank_ranges(courses)}; the slowest at its end is rank {slowest}"
-        + (", the area is where half of the ranks lie" if band else "")
+        caption=f"{rank_ranges(series)}; the slowest at its end is rank {slowest}"
+        + (", the area has the middle half of the ranks" if band else "")
         + f".{problems}",
         table=html_table(
             "Rate in TFLOPS, the slowest at its end first",
@@ -156,12 +156,12 @@ def _courses(result: TestResult, courses: Mapping[int, list[tuple[float, float]]
             [
                 (
                     str(rank),
-                    f"{_beginning(courses[rank]):.4g}",
+                    f"{_beginning(series[rank]):.4g}",
                     f"{last[rank]:.4g}",
-                    f"{min(finite(rate for _, rate in courses[rank])):.4g}",
-                    f"{max(finite(rate for _, rate in courses[rank])):.4g}",
+                    f"{min(finite(rate for _, rate in series[rank])):.4g}",
+                    f"{max(finite(rate for _, rate in series[rank])):.4g}",
                 )
-                for rank in shown
+                for rank in ordered
             ],
             numbers=("Rank", "First tenth", "Last tenth", "Lowest", "Highest"),
             most=64,
@@ -184,7 +184,7 @@ def _beginning(points: Sequence[tuple[float, float]]) -> float:
 
 
 def _short(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return not more points than are seen, and a dip of one point is not lost: of each piece its lowest is kept."""
+    """Return at most 240 points: the lowest of each piece, so that no dip is lost."""
     each = math.ceil(len(points) / (4 * _PARTS))
     if each < 2:
         return points
@@ -192,11 +192,11 @@ def _short(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return [min(piece, key=lambda point: math.inf if math.isnan(point[1]) else point[1]) for piece in pieces]
 
 
-def _by_time(courses: Mapping[int, list[tuple[float, float]]]) -> list[tuple[float, list[float]]]:
-    """Return the rates of all ranks in each of some equal parts of the time."""
-    longest = max((points[-1][0] for points in courses.values()), default=0.0)
+def _by_time(series: Mapping[int, list[tuple[float, float]]]) -> list[tuple[float, list[float]]]:
+    """Return the rates of all ranks in each of 60 equal parts of the time."""
+    longest = max((points[-1][0] for points in series.values()), default=0.0)
     found: dict[int, list[float]] = {}
-    for points in courses.values():
+    for points in series.values():
         for at, rate in points:
             if math.isfinite(rate):
                 found.setdefault(min(_PARTS - 1, int(_PARTS * at / longest)) if longest > 0 else 0, []).append(rate)
@@ -204,24 +204,24 @@ def _by_time(courses: Mapping[int, list[tuple[float, float]]]) -> list[tuple[flo
 
 
 _LEAST = 3
-"""Sizes: of fewer the table of measurements tells as much."""
-_BESIDE = ("algbw", "average_busbw")
-"""Last part of the names of metrics that stand beside busbw, and are left to the table."""
+"""Sizes; for fewer the table of measurements is enough."""
+_SECONDARY = ("algbw", "average_busbw")
+"""Ends of the names of metrics that are only in the table."""
 _MOST = 6
 
 
 def sweeps(result: TestResult) -> Iterator[Figure]:
-    """Yield a figure for each metric that a test has measured with several sizes."""
+    """Yield a figure for each metric with several sizes."""
     groups: dict[tuple[str, tuple[tuple[str, str], ...]], list[tuple[float, JudgedMetric]]] = {}
     for judged in result.measurements:
         size = _size(judged)
-        if size is not None and judged.metric.rpartition(".")[2] not in _BESIDE:
+        if size is not None and judged.metric.rpartition(".")[2] not in _SECONDARY:
             others = tuple(sorted((key, text) for key, text in judged.labels.items() if key != "size"))
             groups.setdefault((judged.metric, others), []).append((size, judged))
-    shown = 0
+    count = 0
     for (metric, labels), points in groups.items():
-        if len({size for size, _ in points}) >= _LEAST and shown < _MOST:
-            shown += 1
+        if len({size for size, _ in points}) >= _LEAST and count < _MOST:
+            count += 1
             yield _figure(metric, labels, sorted(points, key=lambda point: point[0]))
 
 
@@ -255,19 +255,19 @@ def _figure(metric: str, labels: Sequence[tuple[str, str]], points: Sequence[tup
         if limits:
             lines.append(Line(name=name, points=_widened(limits), tone="ink", dashed=True))
     peak = next((value for _, judged in points if (value := peak_value(judged)) is not None), None)
-    said = ", ".join(f"{key}={text}" for key, text in labels)
+    label_text = ", ".join(f"{key}={text}" for key, text in labels)
     return Figure(
         title=f"{metric} by size",
         svg=line_chart(
             lines,
-            title=f"{metric} by size{f', {said}' if said else ''}",
+            title=f"{metric} by size{f', {label_text}' if label_text else ''}",
             x_label="size",
             y_label=unit,
             levels=[] if peak is None else [Level(name="data sheet peak", value=peak, tone="muted")],
             x_ticks={size: judged.labels["size"] for size, judged in points},
             log_x=True,
         ),
-        caption=(f"{said}. " if said else "") + _kept_text(points, several),
+        caption=(f"{label_text}. " if label_text else "") + _limits_text(points, several),
         table=html_table(
             f"{metric} by size",
             ("Size", "Slowest rank" if several else "Value", "Median", "Rank", "Limit", "Status"),
@@ -288,22 +288,22 @@ def _figure(metric: str, labels: Sequence[tuple[str, str]], points: Sequence[tup
     )
 
 
-def _kept_text(points: Sequence[tuple[float, JudgedMetric]], several: bool) -> str:
-    """Return how the sizes stand to their limits: only what was judged and passed has kept one."""
-    told = ["The slowest rank decides."] if several else []
+def _limits_text(points: Sequence[tuple[float, JudgedMetric]], several: bool) -> str:
+    """Return how the sizes compare with their limits."""
+    parts = ["The slowest rank decides."] if several else []
     found = [judged.status for _, judged in points]
     if "failed" in found:
-        told.append("Crosses miss their limit.")
+        parts.append("Crosses miss their limit.")
     if "error" in found:
         count = found.count("error")
-        told.append(f"{count} {'size' if count == 1 else 'sizes'} could not be judged.")
+        parts.append(f"{count} {'size' if count == 1 else 'sizes'} could not be judged.")
     if not {"failed", "error"} & {*found}:
-        told.append("All sizes that have a limit keep it." if "passed" in found else "No size has a limit.")
-    return " ".join(told)
+        parts.append("All sizes with a limit passed." if "passed" in found else "No size has a limit.")
+    return " ".join(parts)
 
 
 def _widened(limits: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return a limit of a single size as a short piece, which can be seen."""
+    """Return the limit of a single size as a short line."""
     if len(limits) > 1:
         return list(limits)
     (size, value), *_ = limits
@@ -315,35 +315,35 @@ _MOST_ROWS = 64
 
 
 def figures_of(result: TestResult, folder: Path | None) -> tuple[Figure, ...]:
-    """Return the charts of a test, from its measurements and from the files that it has left.
+    """Return the charts of a test.
 
     Args:
         result: of the test.
-        folder: of the run; None where only the journal is at hand. A file that cannot be shown is named.
+        folder: of the run; None if there is only the journal.
     """
     return (
         *sweeps(result),
         *_host_links(result),
         *link_matrices(result, folder),
         *loss_curves(result, folder),
-        *burn_in_courses(result, folder),
+        *burn_in_charts(result, folder),
     )
 
 
 def _host_links(result: TestResult) -> Iterator[Figure]:
-    """Yield both directions of the host link of each rank: GPUs that share an uplink are slow together."""
+    """Yield a chart of both directions of the host link of each rank."""
     found = [one for one in result.measurements if one.metric.startswith(_HOST_LINK) and len(one.values) > 1]
     for mode in dict.fromkeys(one.labels.get("mode", "") for one in found):
-        ways = [one for one in found if one.labels.get("mode", "") == mode]
-        if len(ways) > 1:
-            yield _host_link(mode, ways)
+        directions = [one for one in found if one.labels.get("mode", "") == mode]
+        if len(directions) > 1:
+            yield _host_link(mode, directions)
 
 
-def _host_link(mode: str, ways: list[JudgedMetric]) -> Figure:
+def _host_link(mode: str, directions: list[JudgedMetric]) -> Figure:
     title = f"Host link, {mode}" if mode else "Host link"
-    limits = dict.fromkeys(one.limit.min for one in ways if one.limit is not None and one.limit.min is not None)
-    ranks = sorted({rank for one in ways for rank in one.values})
-    names = [one.metric.removeprefix(_HOST_LINK).partition(".")[0] for one in ways]
+    limits = dict.fromkeys(one.limit.min for one in directions if one.limit is not None and one.limit.min is not None)
+    ranks = sorted({rank for one in directions for rank in one.values})
+    names = [one.metric.removeprefix(_HOST_LINK).partition(".")[0] for one in directions]
     return Figure(
         title=title,
         svg=line_chart(
@@ -351,20 +351,20 @@ def _host_link(mode: str, ways: list[JudgedMetric]) -> Figure:
                 Line(
                     name=name, points=[(float(rank), one.values[rank]) for rank in sorted(one.values)], is_joined=False
                 )
-                for name, one in zip(names, ways, strict=True)
+                for name, one in zip(names, directions, strict=True)
             ],
             title=f"{title}: each rank",
             x_label="rank",
-            y_label=ways[0].unit,
+            y_label=directions[0].unit,
             levels=[Level(name="limit", value=limit) for limit in limits],
             x_ticks={float(rank): str(rank) for rank in ranks},
         ),
         caption="Each rank in both directions. GPUs that share an uplink of their CPU are slow together.",
         table=html_table(
             title,
-            ("Rank", *(f"{name}, {ways[0].unit}" for name in names)),
-            [(str(rank), *(f"{one.values.get(rank, math.nan):.4g}" for one in ways)) for rank in ranks],
-            numbers=("Rank", *(f"{name}, {ways[0].unit}" for name in names)),
+            ("Rank", *(f"{name}, {directions[0].unit}" for name in names)),
+            [(str(rank), *(f"{one.values.get(rank, math.nan):.4g}" for one in directions)) for rank in ranks],
+            numbers=("Rank", *(f"{name}, {directions[0].unit}" for name in names)),
             most=_MOST_ROWS,
         ),
     )

@@ -1,4 +1,4 @@
-"""Heat maps of any square matrix, and of a link survey: one for each node, or for each rail across nodes."""
+"""Heat maps of square matrices, and of a link survey: one per node, or per rail across nodes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from pytest_gpucluster.text import one_line
 
 _LABEL_CHARACTERS = 18
 _MOST_CELLS = 32
-"""Rows and columns; of more, blocks are shown by their worst value."""
+"""Rows and columns; of larger matrices each block has its worst value."""
 _WITH_NUMBERS = 16
-# The ends and the middle of ColorBrewer's "Blues", light for little: told apart by every eye, and in print.
+# The ends and the middle of ColorBrewer's "Blues", light for low values; safe for colour-blind readers and in print.
 # Source: C. Brewer, https://colorbrewer2.org/#type=sequential&scheme=Blues.
 _PALETTE = ((247, 251, 255), (107, 174, 214), (8, 48, 107))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What stands at a row and a column. ``is_bad`` cells are outlined, and their number is bold."""
+    """One cell of a matrix. ``is_bad`` cells are outlined, and their number is bold."""
 
     value: float
     is_bad: bool = False
@@ -42,16 +42,16 @@ def heat_map(
     unit: str,
     heads: Sequence[str] = (),
 ) -> Markup:
-    """Return a square matrix: the darker, the more; what is bad is outlined; what is not known is empty.
+    """Return a square matrix: darker is more, bad cells are outlined, unknown ones are empty.
 
-    The scale begins at zero, so that a little scatter does not look like a fault.
+    The scale begins at zero, so that scatter does not look like a fault.
 
     Args:
         names: of the rows and columns.
-        cells: by row and column, each counted from 0.
+        cells: by row and column, from 0.
         title: what it shows.
         unit: of the values.
-        heads: short names of the columns; else their numbers.
+        heads: short names of the columns; default: their numbers.
     """
     heads = heads if len(heads) == len(names) <= _MOST_CELLS else ()
     names, cells = _blocks(names, cells)
@@ -63,7 +63,7 @@ def heat_map(
     top = 34.0
     width, height = left + max(count, 1) * size + 12, top + max(count, 1) * (0.68 * size) + 34
     drawing = Drawing(
-        max(width, left + 300), height, title=title, description=_told(names, cells, unit), label="heat-map"
+        max(width, left + 300), height, title=title, description=_description(names, cells, unit), label="heat-map"
     )
     tall = 0.68 * size
     highest = max(finite(cell.value for cell in cells.values()), default=0.0)
@@ -71,12 +71,12 @@ def heat_map(
     for index, label in enumerate(labels):
         drawing.text(left - 5, top + index * tall + tall / 2 + 3.5, label, INK, anchor="end", size=10)
         head = one_line(heads[index], 5) if heads else str(index)
-        short = head if has_numbers or index % 4 == 0 else ""
-        drawing.text(left + index * size + size / 2, top - 5, short, MUTED, anchor="middle", size=10)
+        text = head if has_numbers or index % 4 == 0 else ""
+        drawing.text(left + index * size + size / 2, top - 5, text, MUTED, anchor="middle", size=10)
     for (row, column), cell in sorted(cells.items()):
         if row < count and column < count:
             _draw(drawing, cell, (left + column * size, top + row * tall), (size, tall), highest, has_numbers)
-    # Outlines come last, so that no neighbour covers them.
+    # Outlines last, so that no neighbour covers them.
     for (row, column), cell in sorted(cells.items()):
         if cell.is_bad and row < count and column < count:
             x, y = left + column * size, top + row * tall
@@ -103,10 +103,10 @@ def _draw(
     share = 0.0 if highest <= 0 else min(1.0, max(0.0, cell.value / highest))
     drawing.rectangle(x, y, width, height, fill=_colour(share))
     if has_numbers:
-        # The numbers' colours go with the cell's own colour, which is the same on a dark page.
+        # The numbers' colour depends on the cell's colour, which is the same on a dark page.
         ink = "#fff" if share > 0.62 else "#111"
-        told = tick_text(cell.value)
-        drawing.text(x + width / 2, y + height / 2 + 3.5, told, ink, anchor="middle", size=10, bold=cell.is_bad)
+        text, middle = tick_text(cell.value), x + width / 2
+        drawing.text(middle, y + height / 2 + 3.5, text, ink, anchor="middle", size=10, bold=cell.is_bad)
 
 
 def _legend(drawing: Drawing, x: float, y: float, highest: str) -> None:
@@ -126,7 +126,7 @@ def _colour(share: float) -> str:
 def _blocks(
     names: Sequence[str], cells: Mapping[tuple[int, int], Cell]
 ) -> tuple[Sequence[str], Mapping[tuple[int, int], Cell]]:
-    """Return a matrix that fits: each block of many by its lowest value, bad if one of its cells is."""
+    """Return a matrix that fits: each block has its lowest value, and is bad if one of its cells is."""
     if len(names) <= _MOST_CELLS:
         return names, cells
     each = math.ceil(len(names) / _MOST_CELLS)
@@ -141,39 +141,39 @@ def _blocks(
     return [f"{names[at]} and {min(each, len(names) - at) - 1} more" for at in firsts], found
 
 
-def _told(names: Sequence[str], cells: Mapping[tuple[int, int], Cell], unit: str) -> str:
+def _description(names: Sequence[str], cells: Mapping[tuple[int, int], Cell], unit: str) -> str:
     values = finite(cell.value for cell in cells.values())
     if not values:
         return "no value"
     bad = [place for place, cell in sorted(cells.items()) if cell.is_bad]
-    told = f"{len(cells)} values from {tick_text(min(values))} to {tick_text(max(values))} {unit}; {len(bad)} outlined"
+    text = f"{len(cells)} values from {tick_text(min(values))} to {tick_text(max(values))} {unit}; {len(bad)} outlined"
     listed = ", ".join(f"{names[row]} to {names[column]}" for row, column in bad[:12])
-    return f"{told}: {listed}" if listed else told
+    return f"{text}: {listed}" if listed else text
 
 
 _MOST_MATRICES = 4
-"""Maps of one survey: those with bad links first."""
+"""Maps per survey, those with bad links first."""
 _ROWS = 400
 _NAME_CHARACTERS = 60
 
 
 def link_matrices(result: TestResult, folder: Path | None) -> Iterator[Figure]:
-    """Yield the maps of each survey that a test has left."""
-    for path in figure.found_artifacts(folder, result.nodeid, "links-*.json", most=_MOST_MATRICES):
+    """Yield the maps of each survey in a test's artifacts."""
+    for path in figure.find_artifacts(folder, result.nodeid, "links-*.json", most=_MOST_MATRICES):
         try:
-            told = figure.matrix(path)
+            survey = figure.matrix(path)
         except Unreadable as error:
             yield Figure(title="Links", svg=Markup(""), caption=f"Not shown: {error}")
             continue
-        yield from _maps(told)
+        yield from _maps(survey)
 
 
-def _maps(told: Mapping[str, Any]) -> Iterator[Figure]:
-    across = told.get("scope") != "node"
-    nodes: Sequence[Sequence[int]] = told["nodes"]
-    names = _names(told, nodes)
-    bad = _bad(told)
-    rates = {(one[0], one[1]): math.nan if one[2] is None else float(one[2]) for one in told["readings"]}
+def _maps(survey: Mapping[str, Any]) -> Iterator[Figure]:
+    across = survey.get("scope") != "node"
+    nodes: Sequence[Sequence[int]] = survey["nodes"]
+    names = _names(survey, nodes)
+    bad = _bad(survey)
+    rates = {(one[0], one[1]): math.nan if one[2] is None else float(one[2]) for one in survey["readings"]}
     if across:
         rails = max((len(ranks) for ranks in nodes), default=0)
         groups = [(f"rail {rail}", [ranks[rail] for ranks in nodes if rail < len(ranks)]) for rail in range(rails)]
@@ -199,7 +199,7 @@ def _maps(told: Mapping[str, Any]) -> Iterator[Figure]:
                 unit="GB/s",
                 heads=[str(rank) for rank in ranks],
             ),
-            caption=_caption(told, place) + (f" {left_out} more maps are not shown." if left_out > 0 else ""),
+            caption=_caption(survey, place) + (f" {left_out} more maps are not shown." if left_out > 0 else ""),
             table=html_table(
                 f"Links, {name}: the slowest first",
                 ("From", "To", "GB/s", "Finding"),
@@ -225,9 +225,9 @@ def _slowest(rate: float) -> float:
     return -math.inf if math.isnan(rate) else rate
 
 
-def _names(told: Mapping[str, Any], nodes: Sequence[Sequence[int]]) -> dict[int, str]:
-    """Return what the file calls each rank."""
-    listed = told.get("ranks")
+def _names(survey: Mapping[str, Any], nodes: Sequence[Sequence[int]]) -> dict[int, str]:
+    """Return the name of each rank in the file."""
+    listed = survey.get("ranks")
     listed = listed if isinstance(listed, list) else []
     ranks = [rank for node in nodes for rank in node]
     return {
@@ -236,24 +236,24 @@ def _names(told: Mapping[str, Any], nodes: Sequence[Sequence[int]]) -> dict[int,
 
 
 def _row_name(name: str, across: bool) -> str:
-    """Return of "rank 3 (gpu-01, GPU 3)" what the title does not say: across nodes the host, else the GPU."""
+    """Return "rank 3, gpu-01" across nodes, else "rank 3, GPU 3", of "rank 3 (gpu-01, GPU 3)"."""
     rank, _, place = name.partition(" (")
     host, _, gpu = place.rstrip(")").partition(", GPU ")
-    told = host if across else f"GPU {gpu}" if gpu else ""
-    return f"{rank}, {told}" if told else rank
+    part = host if across else f"GPU {gpu}" if gpu else ""
+    return f"{rank}, {part}" if part else rank
 
 
 def _host(names: Mapping[int, str], ranks: Sequence[int], otherwise: str) -> str:
-    """Return the host in "rank 3 (gpu-01, GPU 3)"."""
+    """Return the host of "rank 3 (gpu-01, GPU 3)"."""
     name = names.get(ranks[0], "") if ranks else ""
     host = name.partition(" (")[2].rstrip(")").partition(", GPU ")[0]
     return host or otherwise
 
 
-def _bad(told: Mapping[str, Any]) -> set[tuple[int, int]]:
-    """Return both directions of every pair that the survey found slow or wrong."""
+def _bad(survey: Mapping[str, Any]) -> set[tuple[int, int]]:
+    """Return both directions of every pair that the survey reports as slow or wrong."""
     found: set[tuple[int, int]] = set()
-    culprits = told.get("culprits")
+    culprits = survey.get("culprits")
     for one in culprits if isinstance(culprits, list) else ():
         for pair in one.get("pairs") or () if isinstance(one, dict) else ():
             if isinstance(pair, list) and len(pair) == 2 and all(isinstance(rank, int) for rank in pair):
@@ -261,20 +261,20 @@ def _bad(told: Mapping[str, Any]) -> set[tuple[int, int]]:
     return found
 
 
-def _caption(told: Mapping[str, Any], ranks: Container[int]) -> str:
-    """Return who is to blame among these ranks, and the median of all links."""
+def _caption(survey: Mapping[str, Any], ranks: Container[int]) -> str:
+    """Return the culprits among these ranks, and the median of all links."""
     parts = []
-    culprits = told.get("culprits")
+    culprits = survey.get("culprits")
     for one in culprits if isinstance(culprits, list) else ():
         if not isinstance(one, dict) or not isinstance(one.get("text"), str):
             continue
-        whose = one.get("ranks")
-        if not isinstance(whose, list) or any(rank in ranks for rank in whose if isinstance(rank, int)):
+        ranks_of_it = one.get("ranks")
+        if not isinstance(ranks_of_it, list) or any(rank in ranks for rank in ranks_of_it if isinstance(rank, int)):
             parts.append(f"{one_line(one['text'], 300).rstrip('.')}.")
-    missing = told.get("not_measured")
+    missing = survey.get("not_measured")
     if isinstance(missing, list) and missing:
-        parts.append(f"{len(missing)} pairs of all were not measured.")
-    median = told.get("median")
+        parts.append(f"{len(missing)} pairs were not measured.")
+    median = survey.get("median")
     if isinstance(median, (int, float)):
         parts.append(f"Median of all links: {median:.4g} GB/s.")
     return " ".join([*parts[:3], *parts[3:][-2:]])

@@ -1,7 +1,4 @@
-"""Line charts (rates over sizes, losses over steps, rates over time), and a bar that shows a value with its limit.
-
-The bar fits into a cell of a table.
-"""
+"""Line charts (rates over sizes, losses over steps, rates over time), and a bar with a value and its limit."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ _LEFT, _TOP, _BOTTOM = 58.0, 14.0, 42.0
 _LABEL_CHARACTERS = 30
 _MOST_MARKS = 40
 _MOST_POINTS = 240
-# Four of Okabe and Ito's colours, those that stand out from white and from black, then the same again with dashes.
+# Four of Okabe and Ito's colours with contrast on white and on black, then the same with dashes.
 # Source: M. Okabe, K. Ito, "Color Universal Design", https://jfly.uni-koeln.de/color/.
 _COLOURS = (ACCENT, "var(--series-2, #d55e00)", "var(--series-3, #009e73)", "var(--series-4, #cc79a7)")
 _DASHES = ("", "6 3", "2 3")
@@ -48,14 +45,14 @@ _TONES = {"bad": BAD, "muted": MUTED, "ink": INK}
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """Points in the order of ``x``. A point that is not finite leaves a gap, which is told of.
+    """Points in the order of ``x``. A point that is not finite leaves a gap, which the description counts.
 
     Attributes:
-        name: stands at its end; empty for none.
+        name: written at its end; may be empty.
         points: (x, y).
-        tone: "bad", "muted" or "ink"; else a colour of its own.
+        tone: "bad", "muted" or "ink"; default: its own colour.
         dashed: drawn with dashes.
-        is_joined: points are joined by a line; else they are marks only.
+        is_joined: points are joined by a line; else only marks.
     """
 
     name: str
@@ -91,13 +88,13 @@ def line_chart(
     Args:
         lines: drawn in this order.
         title: what it shows.
-        x_label: what is along the axis below, with its unit.
-        y_label: what is along the axis to the left, with its unit.
+        x_label: of the horizontal axis, with unit.
+        y_label: of the vertical axis, with unit.
         levels: drawn across.
-        band: (x, from, to) of an area behind the lines, such as where half of the ranks lie.
+        band: (x, from, to) of an area behind the lines, such as the middle half of the ranks.
         x_ticks: place -> text, instead of round values.
-        log_x: the axis below is logarithmic; points at zero or below it are left out.
-        zero: the axis to the left begins at zero, if nothing is below.
+        log_x: logarithmic horizontal axis; points at zero or below are left out.
+        zero: the vertical axis begins at zero, if no value is below.
     """
     drawn = [_drawable(line, log_x) for line in lines]
     xs = [x for line in drawn for x, y in line if math.isfinite(y)]
@@ -138,13 +135,13 @@ def line_chart(
         end = _draw(drawing, line, points, (x_scale, y_scale), colour=colour, dash=dash, shape=shape)
         if line.name and end is not None:
             labels.append((end, line.name, colour))
-    shown = [(at, one_line(name, _LABEL_CHARACTERS), colour) for at, name, colour in labels]
-    end_labels(drawing, shown, x=inner_right + 4, lowest=bottom + 6)
+    labels = [(at, one_line(name, _LABEL_CHARACTERS), colour) for at, name, colour in labels]
+    end_labels(drawing, labels, x=inner_right + 4, lowest=bottom + 6)
     return drawing.done()
 
 
 def _drawable(line: Line, log_x: bool) -> list[tuple[float, float]]:
-    """Return the points that have a place along the axis below, not more than are seen."""
+    """Return the points that can be drawn, at most 240."""
     points = [(x, y) for x, y in line.points if math.isfinite(x) and (x > 0 or not log_x)]
     every = math.ceil(len(points) / _MOST_POINTS)
     if every < 2:
@@ -169,7 +166,7 @@ def _draw(
     dash: str,
     shape: str,
 ) -> float | None:
-    """Draw a line, with gaps where it has no value; return where it ends, if anywhere."""
+    """Draw a line with gaps; return the vertical place of its end."""
     x_scale, y_scale = scales
     part: list[tuple[float, float]] = []
     end = None
@@ -217,7 +214,7 @@ def _axes(
             continue
         at, half = x_scale(value), text_width(text) / 2
         drawing.line(at, bottom, at, bottom + 4, MUTED)
-        if at - half > free:  # else it would stand on the one before
+        if at - half > free:  # else it would overlap the previous one
             drawing.text(at, bottom + 15, text, MUTED, anchor="middle")
             free = at + half + 4
     drawing.text((_LEFT + right) / 2, bottom + 32, x_label, MUTED, anchor="middle")
@@ -232,11 +229,11 @@ def _line_description(
         known = finite(y for _, y in points)
         gaps = len(line.points) - len([1 for _, y in line.points if math.isfinite(y)])
         if known:
-            told = f"{line.name or 'a line'}: from {tick_text(known[0])} to {tick_text(known[-1])}, "
-            told += f"lowest {tick_text(min(known))}, highest {tick_text(max(known))} ({unit})"
+            text = f"{line.name or 'a line'}: from {tick_text(known[0])} to {tick_text(known[-1])}, "
+            text += f"lowest {tick_text(min(known))}, highest {tick_text(max(known))} ({unit})"
         else:
-            told = f"{line.name or 'a line'}: no value"
-        parts.append(told + (f", {gaps} not finite" if gaps else ""))
+            text = f"{line.name or 'a line'}: no value"
+        parts.append(text + (f", {gaps} not finite" if gaps else ""))
     parts += [f"{level.name}: {tick_text(level.value)}" for level in levels if math.isfinite(level.value)]
     return "; ".join(parts)
 
@@ -249,8 +246,7 @@ _BAR_COLOURS = {"passed": GOOD, "failed": BAD, "error": BAD}
 def limit_bar(judged: JudgedMetric) -> Markup:
     """Return a bar from zero to the value, a tick at each limit, a diamond at the data sheet's peak.
 
-    Where the limit is only a share of the other ranks' median, the bar is that share. Without a limit and without a
-    peak there is nothing to stand beside, and nothing is drawn.
+    If the limit is only a ratio to the other ranks' median, the bar is that ratio. Empty without limit and peak.
     """
     value, interval, bounds, peak = _numbers(judged)
     if not bounds and peak is None:
@@ -262,7 +258,7 @@ def limit_bar(judged: JudgedMetric) -> Markup:
     if value is None or not math.isfinite(value) or value < 0:
         drawing.text(_BAR_WIDTH / 2, middle + 3.5, "no value to draw", BAD, anchor="middle", size=9)
     else:
-        # A mere hair is seen too: the value is there, and it is next to nothing.
+        # At least one unit wide, so that a tiny value is visible.
         width = max(1.0, scale(value) - 1.0)
         drawing.rectangle(1.0, _BAR_TOP, width, _THICK, fill=_BAR_COLOURS.get(judged.status, ACCENT))
         if interval is not None:
@@ -279,7 +275,7 @@ def limit_bar(judged: JudgedMetric) -> Markup:
 def _numbers(
     judged: JudgedMetric,
 ) -> tuple[float | None, tuple[float, float] | None, list[float], float | None]:
-    """Return value, interval, limits and peak: in the metric's unit, or all as shares of the others' median."""
+    """Return value, interval, limits and peak: in the metric's unit, or all as ratios to the others' median."""
     limit = judged.limit
     if limit is None:
         return judged.value, None, [], peak_value(judged)

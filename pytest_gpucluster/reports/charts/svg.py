@@ -23,18 +23,18 @@ _TITLE_CHARACTERS = 200
 _DESCRIPTION_CHARACTERS = 1000
 _TEXT_CHARACTERS = 60
 _CHARACTER_WIDTH = 0.56
-"""Of a sans-serif font's size, on average: it serves to leave room, not to place anything exactly."""
+"""Average ratio to the size of a sans-serif font; only for reserving space."""
 
 
 class Drawing:
-    """Elements in the order in which they are drawn. Lengths are in units of the drawing, which scales as a whole.
+    """Elements in drawing order. Lengths are in units of the drawing, which scales as a whole.
 
     Args:
         width: of the drawing.
         height: of the drawing.
         title: what it shows, in a few words.
-        description: what is to be seen, for those who do not see it.
-        label: a class beside ``chart-svg``, for the page's stylesheet.
+        description: text alternative.
+        label: a class in addition to ``chart-svg``, for the page's stylesheet.
     """
 
     def __init__(self, width: float, height: float, *, title: str, description: str = "", label: str = "") -> None:
@@ -43,16 +43,16 @@ class Drawing:
         self._title, self._description, self._label = title, description, label
 
     def _add(self, name: str, text: str | None = None, **attributes: object) -> None:
-        told = Markup("").join(
+        attribute_text = Markup("").join(
             Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), _number(value))
             for key, value in attributes.items()
             if value is not None
         )
         if text is None:
-            self._parts.append(Markup("<{}{}/>").format(Markup(name), told))
+            self._parts.append(Markup("<{}{}/>").format(Markup(name), attribute_text))
         else:
-            inner = escape(_plain(text, _TEXT_CHARACTERS))
-            self._parts.append(Markup("<{0}{1}>{2}</{0}>").format(Markup(name), told, inner))
+            inner = escape(_safe(text, _TEXT_CHARACTERS))
+            self._parts.append(Markup("<{0}{1}>{2}</{0}>").format(Markup(name), attribute_text, inner))
 
     def line(
         self, x1: float, y1: float, x2: float, y2: float, colour: str, *, width: float = 1, dash: str = ""
@@ -63,16 +63,16 @@ class Drawing:
     def path(
         self, points: Sequence[tuple[float, float]], colour: str, *, width: float = 1.5, dash: str = "", fill: str = ""
     ) -> None:
-        """A line through points, or with ``fill`` the area inside of them."""
+        """A line through points, or with ``fill`` their area."""
         if not points:
             return
-        told = "M" + "L".join(f"{_number(x)} {_number(y)}" for x, y in points) + ("Z" if fill else "")
+        data = "M" + "L".join(f"{_number(x)} {_number(y)}" for x, y in points) + ("Z" if fill else "")
         if fill:
-            self._add("path", d=told, fill=fill, fill_opacity=0.22, stroke="none")
+            self._add("path", d=data, fill=fill, fill_opacity=0.22, stroke="none")
             return
         self._add(
             "path",
-            d=told,
+            d=data,
             fill="none",
             stroke=colour,
             stroke_width=width,
@@ -106,24 +106,24 @@ class Drawing:
         )
 
     def mark(self, x: float, y: float, colour: str, *, shape: str = "circle", size: float = 3) -> None:
-        """A mark of one of the ``SHAPES``, so that colour alone never tells two things apart."""
+        """A mark of one of the ``SHAPES``, so that marks differ by more than colour."""
         if shape == "circle":
             self._add("circle", cx=x, cy=y, r=size, fill=colour)
         elif shape == "ring":
             self._add("circle", cx=x, cy=y, r=size, fill="none", stroke=colour, stroke_width=1.5)
         elif shape == "cross":
-            told = (
+            data = (
                 f"M{_number(x - size)} {_number(y - size)}l{2 * size} {2 * size}m0 {-2 * size}l{-2 * size} {2 * size}"
             )
-            self._add("path", d=told, fill="none", stroke=colour, stroke_width=1.8)
+            self._add("path", d=data, fill="none", stroke=colour, stroke_width=1.8)
         else:
             corners = {
                 "square": ((-1, -1), (1, -1), (1, 1), (-1, 1)),
                 "diamond": ((0, -1.3), (1.3, 0), (0, 1.3), (-1.3, 0)),
                 "triangle": ((0, -1.25), (1.2, 0.9), (-1.2, 0.9)),
             }[shape]
-            told = "L".join(f"{_number(x + dx * size)} {_number(y + dy * size)}" for dx, dy in corners)
-            self._add("path", d=f"M{told}Z", fill=colour)
+            data = "L".join(f"{_number(x + dx * size)} {_number(y + dy * size)}" for dx, dy in corners)
+            self._add("path", d=f"M{data}Z", fill=colour)
 
     def text(
         self,
@@ -150,7 +150,7 @@ class Drawing:
 
     def done(self) -> Markup:
         """Return the whole element."""
-        described = Markup("<desc>{}</desc>").format(_plain(self._description, _DESCRIPTION_CHARACTERS))
+        described = Markup("<desc>{}</desc>").format(_safe(self._description, _DESCRIPTION_CHARACTERS))
         return Markup(
             '<svg class="chart-svg {label}" role="img" viewBox="0 0 {width} {height}" width="{width}" '
             'height="{height}" font-size="11" xmlns="http://www.w3.org/2000/svg">'
@@ -159,7 +159,7 @@ class Drawing:
             label=self._label,
             width=_number(self.width),
             height=_number(self.height),
-            title=_plain(self._title, _TITLE_CHARACTERS),
+            title=_safe(self._title, _TITLE_CHARACTERS),
             described=described if self._description else Markup(""),
             parts=Markup("").join(self._parts),
         )
@@ -168,13 +168,13 @@ class Drawing:
 def end_labels(
     drawing: Drawing, labels: Sequence[tuple[float, str, str]], *, x: float, lowest: float, size: float = 11
 ) -> None:
-    """Write names beside the ends of what they name, none over another.
+    """Write names at the ends of lines, without overlap.
 
     Args:
-        drawing: to write into.
+        drawing: to write to.
         labels: (place of the end, name, colour).
-        x: where all of them begin.
-        lowest: below this place nothing is written, as long as there is room above.
+        x: start of all names.
+        lowest: limit of the vertical place, if there is enough space above.
         size: of the font.
     """
     ordered = sorted(labels, key=lambda label: label[0])
@@ -193,19 +193,19 @@ SHAPES = ("circle", "square", "triangle", "diamond", "ring", "cross")
 
 
 def text_width(text: str, size: float = 11) -> float:
-    """Return about how wide a text is."""
+    """Return the approximate width of a text."""
     return min(len(text), _TEXT_CHARACTERS) * size * _CHARACTER_WIDTH
 
 
-def _plain(text: str, characters: int) -> str:
-    """Return a text on one line in which nothing turns the direction of what follows."""
+def _safe(text: str, characters: int) -> str:
+    """Return a text on one line without direction characters."""
     return printable(one_line(text, characters))
 
 
 def _number(value: object) -> object:
-    """Return a length as few digits; what is not finite must not get this far.
+    """Return a length with few digits.
 
-    Raises: ValueError for NaN and infinities, which no browser draws.
+    Raises: ValueError for NaN and infinities, which cannot be drawn.
     """
     if not isinstance(value, float):
         return value
@@ -216,12 +216,12 @@ def _number(value: object) -> object:
 
 _SMALLEST_SPAN = 1e-12
 _LARGEST = 1e300
-"""Beyond it arithmetic overflows, and nothing that is measured is there."""
+"""Beyond it arithmetic overflows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Maps ``low`` to ``start`` and ``high`` to ``end``; with ``log`` by the logarithm, and then both are positive."""
+    """Maps ``low`` to ``start`` and ``high`` to ``end``; with ``log`` both must be positive."""
 
     low: float
     high: float
@@ -230,29 +230,29 @@ class Scale:
     log: bool = False
 
     def __call__(self, value: float) -> float:
-        """Return the place of a value; what lies beyond an end is drawn at that end."""
+        """Return the place of a value, clipped to the ends."""
         value = min(max(value, self.low), self.high)
         if self.log:
             along, whole = math.log(value) - math.log(self.low), math.log(self.high) - math.log(self.low)
         else:
-            # Halved first: the span of the largest doubles is none that a double can hold.
+            # Halved first, because the span of the largest doubles overflows.
             along, whole = value / 2 - self.low / 2, self.high / 2 - self.low / 2
         share = along / whole if whole > 0 else 0.5
         return self.start + share * (self.end - self.start)
 
 
 def finite(values: Iterable[float | None]) -> list[float]:
-    """Return the values that can be drawn."""
+    """Return the finite values."""
     return [value for value in values if value is not None and math.isfinite(value)]
 
 
 def span(values: Iterable[float | None], *, zero: bool = False, pad: float = 0.06) -> tuple[float, float]:
-    """Return two ends, the first below the second, with some room around all finite values.
+    """Return two ends, the first below the second, with padding around all finite values.
 
     Args:
-        values: to be drawn; without any the ends are 0 and 1.
+        values: to be drawn; default ends are 0 and 1.
         zero: the axis begins at zero. No value may be negative then.
-        pad: room at either end as a share of the span.
+        pad: padding at either end as a ratio of the span.
     """
     known = [min(max(value, -_LARGEST), _LARGEST) for value in finite(values)]
     if not known:
@@ -261,7 +261,7 @@ def span(values: Iterable[float | None], *, zero: bool = False, pad: float = 0.0
     if low == high == 0:
         return 0.0, 1.0
     room = pad * (high - low)
-    # Values that hardly differ must not look as if they did: at least 2 % of the largest are seen.
+    # At least 2 % of the largest value, so that tiny differences do not look large.
     room = max(room, 0.01 * max(abs(low), abs(high)), _SMALLEST_SPAN)
     low_end = low if zero else low - room
     if low >= 0 > low_end:
@@ -283,13 +283,13 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next((factor * power for factor in (1, 2, 5, 10) if factor * power >= rough), 10 * power)
     if step <= _SMALLEST_SPAN * max(abs(low), abs(high)):
-        return []  # a double can hardly tell such ticks apart
+        return []  # ticks this close are not distinct doubles
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [number * step for number in range(first, last + 1)] if last - first < 10 * most else []
 
 
 def tick_text(value: float, among: Iterable[float] = ()) -> str:
-    """Return a tick with as many digits as tell it from the others.
+    """Return a tick with enough digits to distinguish it from the others.
 
     >>> tick_text(0.2), tick_text(1500.0), tick_text(99.6, [99.5, 99.6])
     ('0.2', '1500', '99.6')

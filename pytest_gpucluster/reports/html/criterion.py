@@ -1,10 +1,9 @@
-"""One test of a run as the page shows it: a row, and the details below it.
+"""One test of a run in the page: a row, and the details below it.
 
-The details hold the advice taken from failure texts, the search for culprits with its evidence, what the GPUs did
-during the test, and links to the test's files. Checks of GPUs and nodes write a line for each finding
-(``metrics.finding``); other failures end with "what to do: ...". Telemetry has the values of
-``node.health.telemetry.summary``, from ranks of any version. Only files that exist are linked, with paths relative to
-the page.
+The details have the advice found in failure texts, the search for culprits with its evidence, telemetry,
+and links to the test's files. Checks of GPUs and nodes write a line for each finding (``metrics.finding``); other
+failures end with "what to do: ...". Telemetry has the form of ``node.health.telemetry.summary``, possibly of another
+version. Only existing files are linked, with paths relative to the page.
 """
 
 from __future__ import annotations
@@ -36,24 +35,24 @@ from pytest_gpucluster.reports.html.measured import (
     by_rank,
     margin_text,
     measurements_table,
+    rank_place,
     shared_labels,
     short_name,
     value_text,
-    who,
     worst_first,
 )
 from pytest_gpucluster.reports.markup import Table, html_table, line, passage, word
 from pytest_gpucluster.reports.summary import Row, duration
-from pytest_gpucluster.reports.tables import limit_text, metric_name, ranks_said, telemetry_text, time_text
+from pytest_gpucluster.reports.tables import limit_text, metric_name, rank_reports, telemetry_text, time_text
 
 _OF_THE_RUN = (JOURNAL_FILE, "junit.xml", "results.json", "metrics.prom", "exclude.txt")
 _MOST_LINKS = 40
-_MOST_LOOKED_AT = 2000
+_MOST_VISITED = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A file. ``href`` is relative, and has no characters that mean anything else than a path."""
+    """A link to a file. ``href`` is a quoted relative path."""
 
     name: str
     href: str
@@ -62,28 +61,28 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFiles:
-    """The folder of a run, seen from the folder in which the page lies; both None where nothing is known of them."""
+    """The folder of a run and the folder of the page; both None if unknown."""
 
     folder: Path | None
     page_folder: Path | None
 
     @property
     def journal(self) -> Link | None:
-        """Return the journal, which holds every sample."""
+        """Return the journal, which has every sample."""
         return next((link for link in self.of_the_run() if link.name == JOURNAL_FILE), None)
 
     def of_the_run(self) -> tuple[Link, ...]:
-        """Return the journal and the reports beside it."""
+        """Return the journal and the reports next to it."""
         if self.folder is None:
             return ()
         paths = (self.folder / name for name in _OF_THE_RUN)
         return tuple(self._link(path, path.name) for path in paths if path.is_file())
 
     def of_test(self, nodeid: str) -> tuple[tuple[Link, ...], str]:
-        """Return the files that a test has left, and what of them is not listed. Links are not followed."""
+        """Return the files of a test, and a remark about those not listed. Symbolic links are not followed."""
         if self.folder is None:
             return (), ""
-        # What a rank of a local run has left lies in a folder of its own.
+        # Each rank of a local run has its own folder.
         name = artifacts_name(nodeid)
         folder = self.folder / ARTIFACTS
         found: list[tuple[Path, str]] = []
@@ -91,18 +90,18 @@ class RunFiles:
             rank = "" if place.parent == folder else f"{place.parent.name}/"
             for path in _files(place):
                 found.append((path, f"{rank}{path.relative_to(place)}"))
-                if len(found) > _MOST_LOOKED_AT:
+                if len(found) > _MOST_VISITED:
                     break
-        shown = tuple(self._link(path, told) for path, told in found[:_MOST_LINKS])
-        more = len(found) - len(shown)
-        amount = "more than " if len(found) > _MOST_LOOKED_AT else ""
-        return shown, f"and {amount}{more} more in {ARTIFACTS}/{name}" if more else ""
+        links = tuple(self._link(path, label) for path, label in found[:_MOST_LINKS])
+        more = len(found) - len(links)
+        amount = "more than " if len(found) > _MOST_VISITED else ""
+        return links, f"and {amount}{more} more in {ARTIFACTS}/{name}" if more else ""
 
     def _link(self, path: Path, name: str) -> Link:
         base = self.page_folder or self.folder
         assert base is not None
         relative = os.path.relpath(os.path.abspath(path), os.path.abspath(base))
-        # A first part with a colon would be taken for a scheme: the dot before it says that it is a path.
+        # The dot keeps a first part with a colon from being taken for a scheme.
         href = "./" + quote(Path(relative).as_posix().encode("utf-8", "surrogateescape"), safe="/")
         return Link(name=name, href=href, size=_size(path))
 
@@ -119,13 +118,13 @@ def _files(place: Path) -> Iterator[Path]:
 
 
 def _numbered(name: object) -> list[tuple[str, int]]:
-    """Return a key by which rank-2 comes before rank-10."""
+    """Return a sort key by which rank-2 comes before rank-10."""
     parts = re.findall(r"([^0-9]*)([0-9]{0,18})", str(name))
     return [(text, int(digits or -1)) for text, digits in parts]
 
 
 def _literal(name: str) -> str:
-    # artifacts_name leaves no character that a pattern would take for its own, but says so nowhere.
+    # artifacts_name has no such characters today, but does not guarantee it.
     return "".join(f"[{character}]" if character in "*?[" else character for character in name)
 
 
@@ -142,24 +141,24 @@ def _size(path: Path) -> str:
 
 
 _PROBES = 64
-_NAMED = 16
+_MOST_NAMES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Accused:
+class Culprit:
     """A culprit: a node, a GPU, or a link between two of them."""
 
-    who: str
-    often: str
+    name: str
+    failed_probes: str
     evidence: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """A search. ``raw`` holds all of it where it is not of the form that this version writes."""
+    """The search for culprits. ``raw`` has all of it if it does not have the form that this version writes."""
 
-    told: str = ""
-    accused: tuple[Accused, ...] = ()
+    result: str = ""
+    culprits: tuple[Culprit, ...] = ()
     cleared: str = ""
     undecided: str = ""
     probes: Table | None = None
@@ -167,58 +166,59 @@ class Search:
 
 
 def search_of(isolation: Mapping[str, Any]) -> Search | None:
-    """Return what the journal says of a search; None where there was none."""
+    """Return the search in the journal; None if there was none."""
     if not isolation:
         return None
     try:
         return _read(Fields(dict(isolation), "isolation"))
     except JournalError as error:
-        # Of another version: shown as it is, because evidence is never dropped.
-        return Search(told=line(str(error)), raw=passage(json.dumps(isolation, indent=1, default=str), 4096))
+        # Of another version: shown unchanged, because evidence is never dropped.
+        return Search(result=line(str(error)), raw=passage(json.dumps(isolation, indent=1, default=str), 4096))
 
 
-def _read(told: Fields) -> Search:
-    names = told.texts("names")
+def _read(fields: Fields) -> Search:
+    names = fields.texts("names")
 
     def name(unit: int) -> str:
         return word(names.get(str(unit), f"unit {unit}"))
 
     def listed(units: tuple[int, ...]) -> str:
-        more = f" and {len(units) - _NAMED} more" if len(units) > _NAMED else ""
-        return ", ".join(map(name, units[:_NAMED])) + more
+        more = f" and {len(units) - _MOST_NAMES} more" if len(units) > _MOST_NAMES else ""
+        return ", ".join(map(name, units[:_MOST_NAMES])) + more
 
-    accused = []
-    for culprit in told.each("culprits"):
-        who = " and ".join(map(name, culprit.integers("units")))
-        who = f"the link between {who}" if culprit.text("kind", "unit") == "link" else who
-        often = f"failed {culprit.integer('failed', 0)} of {culprit.integer('probes', 0)} probes"
-        often += ": intermittent" if culprit.flag("intermittent", False) else ""
+    culprits = []
+    for culprit in fields.each("culprits"):
+        names_of_it = " and ".join(map(name, culprit.integers("units")))
+        is_link = culprit.text("kind", "unit") == "link"
+        probes_of_it = f"failed {culprit.integer('failed', 0)} of {culprit.integer('probes', 0)} probes"
+        probes_of_it += ": intermittent" if culprit.flag("intermittent", False) else ""
         evidence = tuple(line(str(each)) for each in culprit.items("evidence"))
-        accused.append(Accused(who=who, often=often, evidence=evidence[:_PROBES]))
-    rounds = told.items("rounds")
+        called = f"the link between {names_of_it}" if is_link else names_of_it
+        culprits.append(Culprit(name=called, failed_probes=probes_of_it, evidence=evidence[:_PROBES]))
+    rounds = fields.items("rounds")
     probes = [
-        (str(number), listed(probe.integers("members")), _seen(probe))
+        (str(number), listed(probe.integers("members")), _probe_result(probe))
         for number, outcomes in enumerate(rounds, start=1)
         for probe in Fields({"probes": outcomes}, "isolation: rounds").each("probes")
     ]
-    undecided, why = listed(told.integers("undecided")), told.text("why_undecided", "")
-    cut = told.text("cut_short", "")
+    undecided, why = listed(fields.integers("undecided")), fields.text("why_undecided", "")
+    cut = fields.text("cut_short", "")
     parts = [
         f"{len(rounds)} {'round' if len(rounds) == 1 else 'rounds'}, {len(probes)} probes, "
-        f"{told.number('seconds', 0.0):.1f} s",
-        "" if told.flag("reproduced", False) or accused else "the fault did not show again",
-        f"ended before it was through: {cut}" if cut else "",
+        f"{fields.number('seconds', 0.0):.1f} s",
+        "" if fields.flag("reproduced", False) or culprits else "the fault was not reproduced",
+        f"ended early: {cut}" if cut else "",
     ]
     return Search(
-        told=line("; ".join(part for part in parts if part)),
-        accused=tuple(accused),
-        cleared=listed(told.integers("cleared")),
+        result=line("; ".join(part for part in parts if part)),
+        culprits=tuple(culprits),
+        cleared=listed(fields.integers("cleared")),
         undecided=line(": ".join(part for part in (undecided, why) if part)),
-        probes=html_table("Probes", ("Round", "Group", "Seen"), probes, most=_PROBES) if probes else None,
+        probes=html_table("Probes", ("Round", "Group", "Result"), probes, most=_PROBES) if probes else None,
     )
 
 
-def _seen(probe: Fields) -> str:
+def _probe_result(probe: Fields) -> str:
     wrong, failure = probe.text("wrong", ""), probe.text("failure", "")
     if wrong or failure:
         return "; ".join(part for part in (f"wrong data: {wrong}" if wrong else "", failure) if part)
@@ -233,7 +233,7 @@ def _seen(probe: Fields) -> str:
 
 _MOST = 64
 _FINDING = re.compile(
-    r"(?P<who>.{1,400}?): (?P<code>[a-z][\w.-]{0,60}) \((?P<kind>hardware|environment|note)\): (?P<found>.+?)"
+    r"(?P<where>.{1,400}?): (?P<code>[a-z][\w.-]{0,60}) \((?P<kind>hardware|environment|note)\): (?P<found>.+?)"
     r"; allowed: (?P<allowed>.+?); what to do: (?P<remedy>.+)"
 )
 _REMEDY = re.compile(r"what to do: *(?P<remedy>.+)")
@@ -241,9 +241,9 @@ _REMEDY = re.compile(r"what to do: *(?P<remedy>.+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """A finding with its fix. All but ``remedy`` may be empty."""
+    """A finding and its remedy. All but ``remedy`` may be empty."""
 
-    who: str = ""
+    where: str = ""
     code: str = ""
     kind: str = ""
     found: str = ""
@@ -252,17 +252,17 @@ class Advice:
 
 
 def advice_in(texts: Iterable[str]) -> tuple[Advice, ...]:
-    """Return what the lines of some texts advise, each once, in their order."""
+    """Return the advice in some texts, each once, in their order."""
     found: dict[Advice, None] = {}
     for text in texts:
         for raw in text.splitlines():
             stripped = raw.strip()
-            # A line that quotes source code or a pytest marker is no advice of its own.
+            # A line that quotes source code or a pytest marker is no advice.
             if stripped.startswith((">", "raise ", "E  ")):
                 stripped = stripped.lstrip("E ") if stripped.startswith("E  ") else ""
             match = _FINDING.fullmatch(stripped) or _REMEDY.fullmatch(stripped)
             if match is not None and len(found) < _MOST:
-                found.setdefault(Advice(**{name: line(told) for name, told in match.groupdict().items()}))
+                found.setdefault(Advice(**{name: line(text) for name, text in match.groupdict().items()}))
     return tuple(found)
 
 
@@ -275,61 +275,61 @@ _FIGURES = {
 }
 _HIGHEST = "sm_clock_max_mhz"
 _ROWS = 24
-_WHOLE = "the whole test"
+_WHOLE_TEST = "the whole test"
 
 
 def telemetry_table(result: TestResult, places: Mapping[int, RankPlace]) -> Table | None:
-    """Return what the GPUs did: those of the worst ranks in each measurement, in the order in which measurements are
-    shown, then those of ranks in the whole test.
+    """Return the telemetry of the worst rank in each measurement, then of the ranks in the whole test.
 
-    Culprits come first, then the GPU that was held back most; of many ranks these are all. None where nothing was read.
+    Culprits come first, then the most conspicuous rank; of many ranks only these. None if nothing was read.
     """
     rows: list[tuple[str, ...]] = []
     known: set[tuple[str, ...]] = set()
     shared = shared_labels(result)
     for judged in worst_first(result.measurements):
-        told = judged.telemetry.get(judged.worst_rank) if judged.worst_rank is not None else None
-        if told and judged.worst_rank is not None:
-            cells = _cells(told)
-            # Values of one window share their telemetry: it stands here once.
+        telemetry = judged.telemetry.get(judged.worst_rank) if judged.worst_rank is not None else None
+        if telemetry and judged.worst_rank is not None:
+            cells = _cells(telemetry)
+            # Values of the same window share their telemetry, which is listed once.
             if (str(judged.worst_rank), *cells) not in known:
                 known.add((str(judged.worst_rank), *cells))
-                rows.append((*_named(judged.worst_rank, places), short_name(judged, shared), *cells))
-    telling = most_throttled(result.telemetry)
-    order = {rank: place for place, rank in enumerate((*result.culprits, *([telling] if telling is not None else [])))}
+                rows.append((*_place_cells(judged.worst_rank, places), short_name(judged, shared), *cells))
+    throttled = most_throttled(result.telemetry)
+    order = {rank: place for place, rank in enumerate((*result.culprits, *([throttled] if throttled is not None else [])))}
     is_small = len(result.telemetry) <= EMBEDDED_RANKS
     for rank in sorted(result.telemetry, key=lambda rank: (order.get(rank, len(order)), rank)):
         if result.telemetry[rank] and (is_small or rank in order):
-            rows.append((*_named(rank, places), _WHOLE, *_cells(result.telemetry[rank])))
+            rows.append((*_place_cells(rank, places), _WHOLE_TEST, *_cells(result.telemetry[rank])))
     if not rows:
         return None
     head = ("Rank", "Host", "GPU", "During", *_FIGURES.values(), "Throttle, counters and notes")
     made = html_table(
-        "What the GPUs did: median (lowest to highest)", head, rows, numbers=tuple(_FIGURES.values()), most=_ROWS
+        "Telemetry of the GPUs: median (lowest to highest)", head, rows, numbers=tuple(_FIGURES.values()), most=_ROWS
     )
-    return made if is_small else replace(made, left_out=f"the journal has that of all {len(result.telemetry)} ranks")
+    left_out = f"the journal has the telemetry of all {len(result.telemetry)} ranks"
+    return made if is_small else replace(made, left_out=left_out)
 
 
-def _named(rank: int, places: Mapping[int, RankPlace]) -> tuple[str, str, str]:
+def _place_cells(rank: int, places: Mapping[int, RankPlace]) -> tuple[str, str, str]:
     place = places.get(rank)
     if place is None:
         return str(rank), "", ""
     return str(rank), word(place.host), word((place.gpu or {}).get("index", ""))
 
 
-def _cells(told: Mapping[str, Any]) -> tuple[str, ...]:
-    rest = {key: value for key, value in told.items() if key not in _FIGURES}
-    return (*(_figure(key, told) for key in _FIGURES), telemetry_text(rest))
+def _cells(telemetry: Mapping[str, Any]) -> tuple[str, ...]:
+    rest = {key: value for key, value in telemetry.items() if key not in _FIGURES}
+    return (*(_figure(key, telemetry) for key in _FIGURES), telemetry_text(rest))
 
 
-def _figure(key: str, told: Mapping[str, Any]) -> str:
-    if key not in told:
+def _figure(key: str, telemetry: Mapping[str, Any]) -> str:
+    if key not in telemetry:
         return ""
-    value = told[key]
+    value = telemetry[key]
     if not isinstance(value, (list, tuple)) or len(value) != 3 or not all(map(_is_number, value)):
         return word(repr(value))
     low, median, high = (f"{each:.0f}" for each in value)
-    highest = told.get(_HIGHEST)
+    highest = telemetry.get(_HIGHEST)
     of_highest = f" of {highest:.0f}" if key == "sm_clock_mhz" and _is_number(highest) else ""
     return f"{median}{of_highest}" + (f" ({low} to {high})" if low != high else "")
 
@@ -346,20 +346,20 @@ _SECTION_CHARACTERS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Headline:
-    """The value that decides, beside its limit."""
+    """The deciding value and its limit."""
 
     metric: str
     value: str
     limit: str
     margin: str
     margin_key: float | None
-    who: str
+    rank: str
     bar: Markup
 
 
 @dataclass(frozen=True, kw_only=True)
-class Summary:
-    """What is seen of a test before it is opened."""
+class CriterionRow:
+    """The row of a test."""
 
     number: int
     """From 1, in the order of the page."""
@@ -376,18 +376,18 @@ class Summary:
 
 @dataclass(frozen=True, kw_only=True)
 class Details:
-    """What opens below a test's row."""
+    """The details below a test's row."""
 
     place: str
     spent: str
-    """Where its seconds went; empty where that is not on record."""
+    """The parts of its time; empty if not recorded."""
     message: str
     text: str
     advice: tuple[Advice, ...]
     search: Search | None
     measurements: Table | None
     journal: Link | None
-    """What holds all samples of the measurements; None where it is not beside the page."""
+    """The journal, which has all samples; None if it is not next to the page."""
     ranks: Table | None
     by_rank: tuple[ByRank, ...]
     figures: tuple[Figure, ...]
@@ -399,7 +399,7 @@ class Details:
 
 
 def headline_of(judged: JudgedMetric, places: dict[int, RankPlace], *, outcome: str = "passed") -> Headline:
-    """Return a measurement beside its limit. In the row of a test that failed by something else it has no bar."""
+    """Return a measurement and its limit; without a bar if the test failed for another reason."""
     explains = outcome == "passed" or judged.status in ("failed", "error")
     return Headline(
         metric=word(metric_name(judged)),
@@ -407,21 +407,21 @@ def headline_of(judged: JudgedMetric, places: dict[int, RankPlace], *, outcome: 
         limit=limit_text(judged),
         margin=margin_text(judged),
         margin_key=judged.margin,
-        who=who(judged.worst_rank, places),
+        rank=rank_place(judged.worst_rank, places),
         bar=limit_bar(judged) if explains else Markup(""),
     )
 
 
-def summary(row: Row, number: int, places: dict[int, RankPlace]) -> Summary:
-    """Return what is seen of a test before it is opened."""
+def criterion_row(row: Row, number: int, places: dict[int, RankPlace]) -> CriterionRow:
+    """Return the row of a test."""
     result = row.result
-    return Summary(
+    return CriterionRow(
         number=number,
         outcome=row.outcome,
         name=word(row.name),
         criterion=word(row.criterion or ""),
         nodeid=word(row.nodeid),
-        why=line(row.why or _reservation(result)),
+        why=line(row.why or _remark(result)),
         headline=None if row.headline is None else headline_of(row.headline, places, outcome=row.outcome),
         seconds="" if result is None else duration(result.duration_seconds),
         seconds_key=-1.0 if result is None else result.duration_seconds,
@@ -429,38 +429,38 @@ def summary(row: Row, number: int, places: dict[int, RankPlace]) -> Summary:
     )
 
 
-def _reservation(result: TestResult | None) -> str:
-    """Return what a test that passed does not show by itself: nothing was judged, or it passed only when run again."""
+def _remark(result: TestResult | None) -> str:
+    """Return the remark at a passed test: nothing was judged, or it passed only when run again."""
     if result is None:
         return ""
-    told = [f"not judged: {result.unjudged}"] if result.unjudged else []
-    # As ``gpucluster runs merge`` names and ends them.
-    told += [
+    remarks = [f"not judged: {result.unjudged}"] if result.unjudged else []
+    # The names and endings that ``gpucluster runs merge`` writes.
+    remarks += [
         f"{name}: {value}"
         for name, value in result.properties
         if _ATTEMPT.fullmatch(name) and _COUNTS not in value and not value.endswith(": passed")
     ]
-    return "; ".join(told)
+    return "; ".join(remarks)
 
 
 def details(
     row: Row, journal: Journal, places: dict[int, RankPlace], *, files: RunFiles, folder: Path | None
 ) -> Details | None:
-    """Return what opens below a test's row; None where the journal holds nothing more of it."""
+    """Return the details of a test; None if the journal has no result of it."""
     result = row.result
     if result is None:
         return None
-    said = ranks_said(result, journal)
+    reports = rank_reports(result, journal)
     links, more_links = files.of_test(result.nodeid)
-    # Of a skipped test every rank says the same, and the row has it already.
-    is_said = {each.message for each in said} == {row.why} and result.text.strip() == row.why
+    # The ranks of a skipped test all report the reason that the row has already.
+    is_redundant = {each.message for each in reports} == {row.why} and result.text.strip() == row.why
     texts = (result.message, result.text, *(value for _, value in result.properties))
     passed = result.outcome == "passed"
     sections = () if passed else result.sections
     return Details(
         place=line(f"{result.nodeid}{f' (line {result.line})' if result.line is not None else ''}"),
         spent=time_text(result),
-        # One line of it stands in the row already.
+        # The row has one line of it already.
         message="" if passed or result.message.strip() == row.why else passage(result.message, 4096),
         text="" if result.text.strip() == row.why else passage(result.text),
         advice=advice_in(texts),
@@ -470,11 +470,11 @@ def details(
         ranks=html_table(
             "What each rank reported",
             ("Rank", "Outcome", "Message"),
-            [(each.who, f"{each.outcome}{', culprit' if each.is_culprit else ''}", each.message) for each in said],
-            tones=[each.outcome if each.outcome in ("failed", "error") else "" for each in said],
+            [(each.who, f"{each.outcome}{', culprit' if each.is_culprit else ''}", each.message) for each in reports],
+            tones=[each.outcome if each.outcome in ("failed", "error") else "" for each in reports],
             most=32,
         )
-        if said and not is_said
+        if reports and not is_redundant
         else None,
         by_rank=by_rank(result, journal, places),
         figures=figures_of(result, folder),

@@ -1,6 +1,6 @@
-"""The facts of a run as the page shows them: limits, workload, settings, environment, and the nodes and GPUs.
+"""The facts of a run in the page: limits, workload, settings, environment, nodes and GPUs.
 
-What all ranks have in common is shown once; what differs has a row for each rank.
+What all ranks have in common is shown once; what differs has a row per rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pytest_gpucluster.reports.tables import limit_text, quantity
 from pytest_gpucluster.reports.terminal import launcher_text, shape_text
 
 BASELINE = "baseline"
-"""The run's property that says which run its values were held against, beside the limits."""
+"""The run's property that names the baseline."""
 
 _MERGED_RUN = re.compile("merged run [0-9]+")
 _OF_A_MERGE = re.compile("merged (run|despite) [0-9]+( sha256)?")
@@ -26,24 +26,24 @@ Pairs = tuple[tuple[str, str], ...]
 
 
 def run_facts(journal: Journal) -> Pairs:
-    """Return what a reader asks first: which cluster, with which software, when, and how long."""
-    run, told = journal.run, cluster_facts(journal)
+    """Return the main facts: cluster, software, start and duration."""
+    run, facts = journal.run, cluster_facts(journal)
     began = moment(run.started_at)
     ranks = f"{run.world_size} {'rank' if run.world_size == 1 else 'ranks'}"
     nodes = f"{run.nnodes} {'node' if run.nnodes == 1 else 'nodes'}"
     shape = shape_text(journal.cluster) if journal.cluster is not None and journal.cluster.ranks else ""
     sku = journal.limits.sku if journal.limits is not None else None
     pairs = (
-        ("Cluster", shape or "unknown: no rank told where it runs"),
+        ("Cluster", shape or "unknown: no rank reported its place"),
         ("Launched as", f"{ranks} on {nodes} by {launcher_text(run) if run.launcher else 'an unknown launcher'}"),
         ("Limits for", sku or "no known SKU"),
         ("Profile", journal.workload.profile if journal.workload is not None else ""),
-        ("Driver", told.get("version.driver", "")),
-        ("CUDA", told.get("version.cuda", "")),
-        ("NCCL", told.get("version.nccl", "")),
-        ("torch", told.get("version.torch", "")),
+        ("Driver", facts.get("version.driver", "")),
+        ("CUDA", facts.get("version.cuda", "")),
+        ("NCCL", facts.get("version.nccl", "")),
+        ("torch", facts.get("version.torch", "")),
         ("Started", began.strftime("%Y-%m-%d %H:%M:%S %Z") if began is not None else run.started_at),
-        ("Took", duration(run_seconds(journal))),
+        ("Duration", duration(run_seconds(journal))),
         ("First host", run.hostname),
     )
     return _pairs(pairs)
@@ -51,17 +51,17 @@ def run_facts(journal: Journal) -> Pairs:
 
 def versions(journal: Journal) -> Pairs:
     """Return the versions of software; where ranks differ, each with its ranks."""
-    told = cluster_facts(journal)
-    of_ranks = {name.removeprefix("version."): value for name, value in told.items() if name.startswith("version.")}
+    facts = cluster_facts(journal)
+    of_ranks = {name.removeprefix("version."): value for name, value in facts.items() if name.startswith("version.")}
     found = {**journal.run.versions, **of_ranks}
-    # The ranks call it by its module's name; where they differ from rank 0, that is to be seen.
+    # The ranks use its module's name; they may differ from rank 0.
     own = found.pop("pytest_gpucluster", "") or journal.run.plugin_version
     found = {"pytest-gpucluster": own, **found}
     return _pairs(tuple(found.items()))
 
 
 def limits_table(journal: Journal) -> Table | None:
-    """Return each limit that a value was held against, with where it stands and where it comes from."""
+    """Return each limit that a value was compared with, with its place and its source."""
     uses: dict[tuple[str, str, str, str], int] = {}
     for result in journal.results:
         for judged in result.measurements:
@@ -74,35 +74,34 @@ def limits_table(journal: Journal) -> Table | None:
         (metric, limit, source or "not named", origin or "unknown", str(number))
         for (metric, limit, source, origin), number in sorted(uses.items())
     ]
-    head = ("Metric", "Limit", "Source", "Stands in", "Values")
-    return html_table("Limits that values were held against", head, rows, numbers=("Values",))
+    head = ("Metric", "Limit", "Source", "Defined in", "Values")
+    return html_table("Limits that values were compared with", head, rows, numbers=("Values",))
 
 
 def limit_files(journal: Journal) -> Pairs:
     """Return the files of limits in force, with their SHA-256."""
     files = journal.limits.files if journal.limits is not None else ()
-    told = [(path, f"SHA-256 {digest}" if digest else "not readable: no digest") for path, digest in files]
-    # Once a run: what each value is beside the baseline's stands among the measurements.
-    told += [("Baseline", value) for name, value in journal.properties if name == BASELINE]
-    return _pairs(tuple(told))
+    pairs = [(path, f"SHA-256 {digest}" if digest else "not readable: no digest") for path, digest in files]
+    pairs += [("Baseline", value) for name, value in journal.properties if name == BASELINE]
+    return _pairs(tuple(pairs))
 
 
 def properties(journal: Journal) -> Pairs:
-    """Return the run's own properties, each once: what stands elsewhere in the page is none of them."""
-    told = [(name, value) for name, value in journal.properties if name != BASELINE]
+    """Return the run's properties, each once, without those shown elsewhere in the page."""
+    pairs = [(name, value) for name, value in journal.properties if name != BASELINE]
     if journal.run.merged_from:
-        told = [(name, value) for name, value in told if not _OF_A_MERGE.fullmatch(name)]
-    return _pairs(tuple(dict.fromkeys(told)))
+        pairs = [(name, value) for name, value in pairs if not _OF_A_MERGE.fullmatch(name)]
+    return _pairs(tuple(dict.fromkeys(pairs)))
 
 
 def merged_runs(journal: Journal) -> Pairs:
-    """Return how each of the merged runs ended, and why."""
+    """Return the verdict and reason of each merged run."""
     known = journal.properties if journal.run.merged_from else ()
     return _pairs(tuple((name, value) for name, value in known if _MERGED_RUN.fullmatch(name)))
 
 
 def merged_table(journal: Journal) -> Table | None:
-    """Return the runs that were merged into this one; None for a run of its own."""
+    """Return the runs that were merged into this one; None if it was not merged."""
     runs = journal.run.merged_from
     rows = [
         (str(number), each.run_id, each.started_at, f"{each.verdict}, exit code {each.exit}", each.journal, each.sha256)
@@ -113,7 +112,7 @@ def merged_table(journal: Journal) -> Table | None:
 
 
 def workload_table(journal: Journal) -> Table | None:
-    """Return the sizes, shapes and times in force, with where each was set."""
+    """Return the sizes, shapes and times in force with their origin."""
     workload = journal.workload
     if workload is None or not workload.values:
         return None
@@ -122,25 +121,25 @@ def workload_table(journal: Journal) -> Table | None:
 
 
 def options_table(journal: Journal) -> Table | None:
-    """Return the options of the run with their origin, those that somebody has set first."""
+    """Return the options of the run with their origin, those set by the operator first."""
     options = sorted(journal.run.options.items(), key=lambda each: each[1][1] == "default")
     rows = [(name, value, origin) for name, (value, origin) in options]
     return html_table("Options", ("Option", "Value", "Set by"), rows) if rows else None
 
 
 def environment(journal: Journal) -> tuple[Pairs, Table | None]:
-    """Return the system of the first rank, and the variables that change what is measured."""
-    where = journal.environment
-    if where is None:
+    """Return the system of the first rank, and the variables that influence measurements."""
+    found = journal.environment
+    if found is None:
         return (), None
     pairs = (
-        ("Host", where.host),
-        ("System", where.system),
-        ("CPUs", "" if where.cpus is None else str(where.cpus)),
+        ("Host", found.host),
+        ("System", found.system),
+        ("CPUs", "" if found.cpus is None else str(found.cpus)),
         ("Command line", " ".join(journal.run.argv)),
         ("Run", journal.run.run_id),
     )
-    variables = list(where.variables.items())
+    variables = list(found.variables.items())
     return _pairs(pairs), html_table("Environment variables", ("Variable", "Value"), variables) if variables else None
 
 
@@ -163,14 +162,14 @@ _NAMES = {
     "ecc": "ECC",
     "mig": "MIG",
 }
-# These tell ranks apart: they stand in the row even where there is one rank only.
+# They identify a rank, so they are in its row even if there is only one rank.
 _OF_EACH = ("host", "index", "uuid", "serial", "pci_bus_id")
 _RANKS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """Names and values that are the same on every rank, and a row a rank."""
+    """Names and values that are the same on every rank, and a row per rank."""
 
     same: tuple[tuple[str, str], ...]
     ranks: Table | None
@@ -178,7 +177,7 @@ class Inventory:
 
 
 def inventory(journal: Journal) -> Inventory:
-    """Return who took part: rank, host, GPU, UUID, serial, PCI, VBIOS, driver and what else each rank said."""
+    """Return the ranks: host, GPU, UUID, serial, PCI, VBIOS, driver and what else each rank reported."""
     if journal.cluster is None or not journal.cluster.ranks:
         problems = journal.cluster.problems if journal.cluster is not None else ()
         return Inventory(same=(), ranks=None, problems=tuple(map(line, problems)))
@@ -188,7 +187,7 @@ def inventory(journal: Journal) -> Inventory:
     values = {key: {each.get(key, "") for each in facts} for key in keys}
     same = [key for key in keys if key not in _OF_EACH and len(values[key]) == 1]
     differ = [key for key in keys if key not in same]
-    rows = [(str(place.rank), *(told.get(key, "") for key in differ)) for place, told in zip(ranks, facts, strict=True)]
+    rows = [(str(place.rank), *(each.get(key, "") for key in differ)) for place, each in zip(ranks, facts, strict=True)]
     return Inventory(
         same=tuple((_title(key), next(iter(values[key]))) for key in same),
         ranks=html_table("Ranks", ("Rank", *map(_title, differ)), rows, numbers=("GPU",), most=_RANKS),
@@ -197,26 +196,26 @@ def inventory(journal: Journal) -> Inventory:
 
 
 def _facts(place: RankPlace) -> dict[str, str]:
-    told = {"host": word(place.host), "local_rank": str(place.local_rank)}
+    facts = {"host": word(place.host), "local_rank": str(place.local_rank)}
     gpu = place.gpu or {}
     known = [key for key in _NAMES if key in gpu]
-    told |= {key: word(_shown(key, gpu[key])) for key in (*known, *(key for key in gpu if key not in _NAMES))}
-    return told | {f"version.{name}": word(version) for name, version in place.versions.items()}
+    facts |= {key: word(_with_unit(key, gpu[key])) for key in (*known, *(key for key in gpu if key not in _NAMES))}
+    return facts | {f"version.{name}": word(version) for name, version in place.versions.items()}
 
 
-def _shown(key: str, told: str) -> str:
-    """Return a fact with its unit; one of which the journal has something else than a number stays as it is."""
+def _with_unit(key: str, text: str) -> str:
+    """Return a fact with its unit; unchanged if it is not the expected number."""
     if key in ("ecc", "mig"):
-        return {"True": "on", "False": "off", "None": "unknown"}.get(told, told)
+        return {"True": "on", "False": "off", "None": "unknown"}.get(text, text)
     try:
         if key == "memory_bytes":
-            # As many digits as tell a card with a page less from the others.
-            return quantity(int(told) / 2**30, "GiB", digits=6)
+            # Enough digits to distinguish a GPU with one retired page.
+            return quantity(int(text) / 2**30, "GiB", digits=6)
         if key == "power_limit_watts":
-            return f"{float(told):g} W"
+            return f"{float(text):g} W"
     except (ValueError, OverflowError):
-        pass  # what follows shows it
-    return "unknown" if told == "None" else told
+        pass  # returned unchanged
+    return "unknown" if text == "None" else text
 
 
 def _title(key: str) -> str:

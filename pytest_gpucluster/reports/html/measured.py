@@ -1,4 +1,4 @@
-"""What a test has measured: all of its values, and of those that decide the values of each rank."""
+"""Measurements of a test: all values, and for the deciding ones the values of each rank."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from pytest_gpucluster.reports.tables import (
     limit_text,
     margin,
     metric_name,
+    nearest_limit,
     percent,
     quantity,
     share,
@@ -30,7 +31,7 @@ from pytest_gpucluster.reports.tables import (
 )
 
 EMBEDDED_RANKS = 64
-"""Up to so many ranks the value of each is in the page; above, the median and the worst."""
+"""Up to this number of ranks the page has every value; above, the median and the worst."""
 _WORST = 8
 _DETAILED = 6
 _MEASUREMENTS = 200
@@ -45,24 +46,24 @@ class ByRank:
     limit_from: str
     chart: Markup
     key: str
-    """What the marks of the chart mean."""
+    """The legend of the chart."""
     values: Table
 
 
 def measurements_table(result: TestResult) -> Table | None:
-    """Return one row a measurement, those that miss their limit first; None where nothing was measured.
+    """Return one row per measurement, failures first; None if there is none.
 
-    What labels all of them stands in the caption alone.
+    Labels that all of them share are in the caption only.
     """
     judged = worst_first(result.measurements)
     if not judged:
         return None
     shared = shared_labels(result)
-    told = ", ".join(f"{key}={value}" for key, value in shared.items())
+    labels = ", ".join(f"{key}={value}" for key, value in shared.items())
     head = ("Measurement", "Status", "Value", "95 % interval", "Limit", "Margin", "Of peak", "Lowest rank of median")
-    rest = ("Beside the baseline", "Worst rank", "Sampling", "Remark")
+    rest = ("Compared with the baseline", "Worst rank", "Sampling", "Remark")
     return html_table(
-        f"The worst rank's value of each{word(f'; all with {told}') if told else ''}",
+        f"The worst rank's value of each{word(f'; all with {labels}') if labels else ''}",
         (*head, *rest),
         [_row(each, shared, f"{result.message}\n{result.text}") for each in judged],
         numbers=(*head[2:4], *head[5:]),
@@ -72,28 +73,28 @@ def measurements_table(result: TestResult) -> Table | None:
 
 
 def worst_first(measurements: Iterable[JudgedMetric]) -> list[JudgedMetric]:
-    """Return measurements, those that miss their limit first; those of one status keep their order."""
+    """Return measurements, failures first; those of one status keep their order."""
     return sorted(measurements, key=lambda each: _ORDER.get(each.status, 1))
 
 
 def shared_labels(result: TestResult) -> Mapping[str, str]:
-    """Return the labels that all of several measurements of a test have, with the same value."""
+    """Return the labels with the same value in all measurements of a test, if there are several."""
     judged = result.measurements
     first = judged[0].labels if len(judged) > 1 else {}
     return {key: value for key, value in first.items() if all(each.labels.get(key) == value for each in judged)}
 
 
 def short_name(judged: JudgedMetric, shared: Mapping[str, str]) -> str:
-    """Return a measurement's name without the labels that others share with it."""
+    """Return a measurement's name without the shared labels."""
     own = {key: value for key, value in judged.labels.items() if key not in shared}
     return word(metric_name(replace(judged, labels=own)))
 
 
-def _row(judged: JudgedMetric, shared: Mapping[str, str], told: str) -> tuple[str, ...]:
-    # What the failure's own text says is not said again beside each value.
-    reason = "" if judged.status == "failed" and judged.reason in told else judged.reason
-    unsure = "" if judged.inconclusive in judged.reason else f"inconclusive: {judged.inconclusive}"
-    remarks = (reason, judged.evidence, unsure)
+def _row(judged: JudgedMetric, shared: Mapping[str, str], failure_text: str) -> tuple[str, ...]:
+    # The failure's own text is not repeated at each value.
+    reason = "" if judged.status == "failed" and judged.reason in failure_text else judged.reason
+    inconclusive = "" if judged.inconclusive in judged.reason else f"inconclusive: {judged.inconclusive}"
+    remarks = (reason, judged.evidence, inconclusive)
     several = judged.ratio_to_median is not None and len(judged.values) > 1
     return (
         short_name(judged, shared),
@@ -112,21 +113,21 @@ def _row(judged: JudgedMetric, shared: Mapping[str, str], told: str) -> tuple[st
 
 
 def baseline_text(judged: JudgedMetric) -> str:
-    """Return "regressed: 781 TFLOPS before (-5.2 %)" of the rank that is worse the most, as far as that is known.
+    """Return "regressed: 781 TFLOPS before (-5.2 %)" for the rank with the largest regression, as far as it is known.
 
-    The journal keeps it as it came, so nothing of it is taken for granted.
+    The journal stores the comparison unchecked, so every key is checked here.
     """
-    told = judged.baseline
-    if not told:
+    baseline = judged.baseline
+    if not baseline:
         return ""
-    old, change, rank = told.get("old"), told.get("change_ratio"), told.get("rank")
+    old, change, rank = baseline.get("old"), baseline.get("change_ratio"), baseline.get("rank")
     before = old.get("value") if isinstance(old, Mapping) else None
-    seen = [f"{quantity(before, judged.unit)} before"] if _is_number(before) else []
-    seen += [f"({percent(change)})"] if _is_number(change) else []
-    seen += [f"on rank {rank}"] if isinstance(rank, int) and rank != judged.worst_rank else []
-    kind = str(told.get("kind") or "unknown")
-    parts = (f"{kind}: {' '.join(seen)}" if seen else kind, str(told.get("why") or ""))
-    return line("; ".join(part for part in parts if part))
+    parts = [f"{quantity(before, judged.unit)} before"] if _is_number(before) else []
+    parts += [f"({percent(change)})"] if _is_number(change) else []
+    parts += [f"on rank {rank}"] if isinstance(rank, int) and rank != judged.worst_rank else []
+    kind = str(baseline.get("kind") or "unknown")
+    texts = (f"{kind}: {' '.join(parts)}" if parts else kind, str(baseline.get("why") or ""))
+    return line("; ".join(text for text in texts if text))
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
@@ -134,24 +135,20 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def value_text(judged: JudgedMetric) -> str:
-    """Return the value with its unit, with enough digits to tell it from the limit that it is nearest to."""
-    limit = judged.limit
-    bounds = [] if limit is None else [bound for bound in (limit.min, limit.max) if bound is not None]
-    value = judged.value
-    nearest = None if value is None else min(bounds, key=lambda bound: abs(bound - value), default=None)
-    return quantity(value, judged.unit, beside=nearest)
+    """Return the value with its unit, with enough digits to distinguish it from the nearest limit."""
+    return quantity(judged.value, judged.unit, compared_with=nearest_limit(judged, judged.value))
 
 
 def margin_text(judged: JudgedMetric) -> str:
-    """Return the margin as a signed share of the limit; nothing where it is none."""
-    is_share = judged.limit is not None and 0 not in (judged.limit.min, judged.limit.max)
-    if judged.margin is None or not is_share:
+    """Return the margin as a signed percentage of the limit; an empty text if it is no ratio."""
+    is_ratio = judged.limit is not None and 0 not in (judged.limit.min, judged.limit.max)
+    if judged.margin is None or not is_ratio:
         return ""
     return percent(judged.margin) if math.isfinite(judged.margin) else "not a number"
 
 
 def by_rank(result: TestResult, journal: Journal, places: Mapping[int, RankPlace]) -> tuple[ByRank, ...]:
-    """Return the values of each rank of what was missed, else of what decides."""
+    """Return the values of each rank for the failed measurements, else for the deciding one."""
     chosen = [each for each in result.measurements if each.status in ("failed", "error")]
     deciding = headline(result.measurements)
     chosen = chosen or ([deciding] if deciding is not None else [])
@@ -186,22 +183,22 @@ def _values(judged: JudgedMetric, places: Mapping[int, RankPlace]) -> Table:
         rows = [("median", "", "", quantity(middle, judged.unit), "", "", "")]
         rows += [_rank_row(judged, rank, places) for rank in worst[:_WORST]]
         caption = f"Median of {len(worst)} ranks, and the {_WORST} worst"
-        left_out = f"the values of all {len(worst)} ranks are in the journal"
+        left_out = f"the journal has the values of all {len(worst)} ranks"
     made = html_table(caption, head, rows, numbers=head[3:6])
     return replace(made, left_out=left_out) if left_out else made
 
 
 def _rank_row(judged: JudgedMetric, rank: int, places: Mapping[int, RankPlace]) -> tuple[str, ...]:
     value, interval = judged.values[rank], judged.intervals.get(rank)
-    kept = margin(judged, value, interval)
+    distance = margin(judged, value, interval)
     place = places.get(rank)
     return (
         str(rank),
         word(place.host) if place is not None else "",
         gpu_name(place),
-        quantity(value, judged.unit, beside=_bound(judged)),
+        quantity(value, judged.unit, compared_with=_bound(judged)),
         interval_text(judged, interval).removeprefix(", 95 % interval "),
-        "" if kept is None else percent(kept),
+        "" if distance is None else percent(distance),
         clock_text(judged.telemetry.get(rank, {})),
     )
 
@@ -219,7 +216,7 @@ def gpu_name(place: RankPlace | None) -> str:
     return word(f"{place.gpu.get('index', '?')} {place.gpu.get('uuid', '')[:12]}".rstrip())
 
 
-def who(rank: int | None, places: Mapping[int, RankPlace]) -> str:
+def rank_place(rank: int | None, places: Mapping[int, RankPlace]) -> str:
     """Return "rank 11 on gpu-02, GPU 3", as far as it is known."""
     if rank is None:
         return ""

@@ -1,4 +1,4 @@
-// Sorting, finding and opening. Without this script all of the page can be read.
+// Sorting, searching and opening. The page is complete without this script.
 "use strict";
 (function () {
   const table = document.getElementById("criteria-table");
@@ -6,7 +6,7 @@
   if (table === null) return;
   const bodies = Array.from(table.tBodies);
   const find = document.getElementById("find");
-  const shown = document.getElementById("shown");
+  const matches = document.getElementById("matches");
   const chips = Array.from(document.querySelectorAll("[data-outcome][aria-pressed]"));
 
   function open(body, yes) {
@@ -31,7 +31,7 @@
     name.textContent = "";
     name.append(toggle);
     body.addEventListener("click", function (event) {
-      // Whoever selects a text of the row does not want to open it.
+      // Selecting text in the row must not open it.
       if (event.target.closest("a, tr.more") !== null || String(window.getSelection()) !== "") return;
       open(body, !body.classList.contains("open"));
     });
@@ -49,7 +49,7 @@
   }
 
   function sort(header, name, descending) {
-    // What has no value stands last in both directions; equals keep the order of the page.
+    // Rows without a value come last in both directions; equal rows keep the order of the page.
     const keyed = bodies.map((body, index) => ({ body, index, key: key(body, name) }));
     const empty = (each) => each.key === "" || Number.isNaN(each.key);
     keyed.sort(function (a, b) {
@@ -86,7 +86,7 @@
       body.hidden = !fits;
       if (fits) count += 1;
     }
-    shown.textContent = count === bodies.length ? "" : count + " of " + bodies.length + " shown";
+    matches.textContent = count === bodies.length ? "" : count + " of " + bodies.length + " shown";
   }
 
   find.addEventListener("input", filter);
