@@ -27,7 +27,8 @@ def searched(**changes: Any) -> dict[str, Any]:
 def test_a_search_is_shown_as_the_product_writes_it_and_a_link_with_both_ends() -> None:
     search = search_of(searched())
     assert search is not None
-    assert [(each.name, each.failed_probes) for each in search.culprits] == [("gpu-02", "failed 2 of 3 probes: intermittent")]
+    culprits = [(each.name, each.failed_probes) for each in search.culprits]
+    assert culprits == [("gpu-02", "failed 2 of 3 probes: intermittent")]
     assert (search.cleared, search.undecided) == ("gpu-01", "gpu-03: no time")
     culprit = {"units": [0, 2], "kind": "link", "failed": 3, "probes": 3, "intermittent": False, "evidence": []}
     search = search_of(searched(culprits=[culprit]))

@@ -295,7 +295,9 @@ def telemetry_table(result: TestResult, places: Mapping[int, RankPlace]) -> Tabl
                 known.add((str(judged.worst_rank), *cells))
                 rows.append((*_place_cells(judged.worst_rank, places), short_name(judged, shared), *cells))
     throttled = most_throttled(result.telemetry)
-    order = {rank: place for place, rank in enumerate((*result.culprits, *([throttled] if throttled is not None else [])))}
+    order = {
+        rank: place for place, rank in enumerate((*result.culprits, *([throttled] if throttled is not None else [])))
+    }
     is_small = len(result.telemetry) <= EMBEDDED_RANKS
     for rank in sorted(result.telemetry, key=lambda rank: (order.get(rank, len(order)), rank)):
         if result.telemetry[rank] and (is_small or rank in order):
