@@ -19,7 +19,7 @@
     |   `-- UnitError                  a quantity or unit that cannot be understood, or that is of another dimension
     |-- InconclusiveMeasurement      the samples scatter too much to be compared with a limit: never a pass
     |-- JournalError                 a journal that is missing, foreign, or newer than this version
-    |-- RecordError                  a certificate that is missing, foreign, damaged, or newer than this version
+    |-- CertificateError             a certificate that is missing, foreign, damaged, or newer than this version
     `-- OutputError                  what another program has written is missing, foreign, damaged or cut off
 
 Every message says where, what was found and what is allowed, and what to do.
@@ -118,7 +118,7 @@ class JournalError(GpuClusterError):
     """A journal cannot be read: missing, foreign, or written by a newer version."""
 
 
-class RecordError(GpuClusterError):
+class CertificateError(GpuClusterError):
     """A certificate cannot be read, or was changed after it was sealed."""
 
 

@@ -61,7 +61,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
         from pytest_gpucluster.journal import verdict
         from pytest_gpucluster.session import activation, rejected_run
 
-        verdict.guard_note()
+        verdict.guard_exit_code()
         activation.prepare_environment()
         rejected_run.replace_earlier(early_config.known_args_namespace)
         return (yield)

@@ -337,7 +337,7 @@ class ExampleRun:
         decided = verdict.decide(
             self.results,
             pytest_exit=0 if all(one.outcome in ("passed", "skipped") for one in self.results) else 1,
-            ending=(11, self.problems[0]) if self.problems else None,
+            abort=(11, self.problems[0]) if self.problems else None,
             not_run=not_run if not self.problems else (),
             rehearsal=not self.has_gpus,
             selection=False,

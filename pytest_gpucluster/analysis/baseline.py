@@ -1,4 +1,4 @@
-"""An earlier run as a measure: what has become worse than there fails, whatever the limits say."""
+"""An earlier run as the baseline: a value that is worse than there fails, whatever its limit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ from typing import Any
 
 from pytest_gpucluster.analysis.compare import Change, Pair, Terms, changes_of, terms_of
 from pytest_gpucluster.analysis.compare_output import change_text, pair_text, pair_to_json
-from pytest_gpucluster.analysis.run_view import Facts, Side, Tested, by_key, key_of, obstacles, side, without_samples
+from pytest_gpucluster.analysis.run_view import (
+    Conditions,
+    MeasuredTest,
+    RunView,
+    by_key,
+    key_of,
+    obstacles,
+    view_of,
+    without_samples,
+)
 from pytest_gpucluster.analysis.significance import MISSING, REGRESSED
 from pytest_gpucluster.errors import JournalError, OptionError
 from pytest_gpucluster.journal.journal import locate, read
@@ -24,21 +33,21 @@ Notes = list[tuple[str, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """An earlier run, read once, and by how much a value may be worse than there."""
+    """An earlier run, read once, and the share by which a value may be worse than there."""
 
     path: Path
     sha256: str
     run: str
-    """Which run it is, in words."""
-    side: Side
+    """Id, start and verdict of the run, as text."""
+    view: RunView
     allowed: float
 
     @classmethod
     def read(cls, place: Path, *, allowed: float, rehearsal: bool) -> Baseline:
-        """Read the baseline of a run that is about to begin.
+        """Read the baseline of a run that is starting.
 
         Raises:
-            OptionError: it cannot be read, is of another kind of run, or has no value to be held against.
+            OptionError: it cannot be read, is of another kind of run, or has no value to compare with.
         """
         option = "--gpucluster-baseline"
         try:
@@ -52,72 +61,75 @@ class Baseline:
         if journal.run.rehearsal != rehearsal:
             kinds = ("a run on GPUs", "a REHEARSAL on cpu")
             raise OptionError(
-                f"{option} {path}: is {kinds[journal.run.rehearsal]}, and this is {kinds[rehearsal]}: neither says "
-                "anything about the other; name a run of the same kind, or leave the option out"
+                f"{option} {path}: is {kinds[journal.run.rehearsal]}, and this is {kinds[rehearsal]}: they "
+                "cannot be compared; name a run of the same kind, or leave the option out"
             )
-        known = side(journal)
-        if not any(test.values and test.outcome == "passed" for test in known.tests.values()):
+        view = view_of(journal)
+        if not any(test.values and test.outcome == "passed" for test in view.tests.values()):
             raise OptionError(
-                f"{option} {path}: no test of it has passed with a measurement, so there is nothing to be held "
-                "against; name a run that was accepted"
+                f"{option} {path}: none of its tests passed with a measurement, so there is nothing to "
+                "compare with; name a run that was accepted"
             )
         run = f"run {journal.run.run_id or 'without a name'} of {journal.run.started_at}, {journal.verdict}"
-        return cls(path=path, sha256=digest, run=run, side=known, allowed=allowed)
+        return cls(path=path, sha256=digest, run=run, view=view, allowed=allowed)
 
     @property
-    def told(self) -> str:
-        """Return what a verdict must say of it."""
-        return f"held against the baseline {self.path} ({self.run}), {100 * self.allowed:g} % worse is allowed"
+    def summary(self) -> str:
+        """Return one line for the verdict: which baseline, and what is allowed."""
+        return f"compared with the baseline {self.path} ({self.run}), {100 * self.allowed:g} % worse is allowed"
 
     def remark(self, tests: Iterable[Sequence[Mapping[str, Any]]]) -> str:
-        """Return what a verdict must say of it, and how much of the run could be held against it.
+        """Return one line for the verdict: which baseline, and the number of values compared with it.
 
         Args:
-            tests: the judged metrics of each test that is over, as the journal has them.
+            tests: the judged metrics of each finished test, as in the journal.
         """
-        told = [judged.get("baseline") or {} for measurements in tests for judged in measurements if _decides(judged)]
-        held = sum(each.get("change_ratio") is not None for each in told)
-        if not held:
-            return f"NOTHING could be held against the baseline {self.path} ({self.run})"
-        return f"{self.told}, {held} of {len(told)} values had one there"
+        entries = [
+            judged.get("baseline") or {} for measurements in tests for judged in measurements if _decides(judged)
+        ]
+        compared = sum(each.get("change_ratio") is not None for each in entries)
+        if not compared:
+            return f"NOTHING could be compared with the baseline {self.path} ({self.run})"
+        return f"{self.summary}, {compared} of {len(entries)} values had one there"
 
     def line(self) -> dict[str, Any]:
         """Return the journal's line."""
-        return {"type": "property", "name": "baseline", "value": f"{self.told}; SHA-256 {self.sha256}"}
+        return {"type": "property", "name": "baseline", "value": f"{self.summary}; SHA-256 {self.sha256}"}
 
-    def why_foreign(self, facts: Facts) -> str:
-        """Return why nothing of this run can be held against it, as far as that is known before the first test."""
-        return "; ".join(obstacles(self.side.facts, replace(facts, workload=self.side.facts.workload)))
+    def incompatibility(self, conditions: Conditions) -> str:
+        """Return why this run cannot be compared with it, as far as that is known before the first test."""
+        known = self.view.conditions
+        return "; ".join(obstacles(known, replace(conditions, workload=known.workload)))
 
-    def hold(
-        self, judgement: Judgement, *, nodeid: str, name: str, facts: Facts, names: Mapping[int, str]
+    def compare(
+        self, judgement: Judgement, *, nodeid: str, name: str, conditions: Conditions, names: Mapping[int, str]
     ) -> tuple[Judgement, Notes]:
-        """Hold the values of a test against the baseline's, once the limits have judged them.
+        """Compare the values of a test with the baseline's, once the limits have judged them.
 
-        What is worse beyond noise and by more than is allowed fails. What cannot be held against anything is a note.
+        A value that is worse beyond noise and by more than is allowed fails. A value without a counterpart is a note.
 
         Args:
             judgement: by the limits.
             nodeid: of the test.
-            name: what it is called in texts.
-            facts: under which conditions this run measures.
-            names: rank -> how it is called in messages.
+            name: of the test in messages.
+            conditions: of this run.
+            names: rank -> its name in messages.
 
         Returns:
-            the judgement then, and the test's notes.
+            the new judgement, and the test's notes.
         """
-        stop = obstacles(self.side.facts, facts)
+        stop = obstacles(self.view.conditions, conditions)
         if stop:
-            return _broken(judgement, f"cannot be held against the baseline: {'; '.join(stop)}"), []
-        before = self.side.tests.get(nodeid)
+            return _not_comparable(judgement, f"cannot be compared with the baseline: {'; '.join(stop)}"), []
+        before = self.view.tests.get(nodeid)
         if before is None or before.outcome != "passed":
             was = "has no such test" if before is None else f"did not pass it ({before.outcome})"
-            return judgement, [("baseline", f"nothing to be held against: the baseline {was}")]
-        now = Tested(nodeid=nodeid, name=name, outcome=judgement.outcome, values=by_key(judgement.measurements))
-        terms = terms_of(self.side, Side(facts=facts, tests={}), allowed=self.allowed)
-        changes = [_without_ranks_gone(change, terms) for change in changes_of(before, now, terms)]
+            return judgement, [("baseline", f"no value to compare with: the baseline {was}")]
+        now = MeasuredTest(nodeid=nodeid, name=name, outcome=judgement.outcome, values=by_key(judgement.measurements))
+        terms = terms_of(self.view, RunView(conditions=conditions, tests={}), allowed=self.allowed)
+        changes = [_without_absent_ranks(change, terms) for change in changes_of(before, now, terms)]
         measurements = [
-            self._judged(judged, next(each for each in changes if each.key == key_of(judged)), names)
+            self._with_baseline(judged, next(each for each in changes if each.key == key_of(judged)), names)
             for judged in judgement.measurements
         ]
         notes = [
@@ -125,14 +137,16 @@ class Baseline:
             for change in sorted(changes, key=lambda change: change.worst.badness)
             if change.decides
         ]
-        return _again(judgement, measurements), notes
+        return _with_regressions(judgement, measurements), notes
 
-    def _judged(self, judged: MetricResult, change: Change, names: Mapping[int, str]) -> MetricResult:
-        told = {**pair_to_json(change.worst), "allowed_ratio": self.allowed, "decides": change.decides}
+    def _with_baseline(self, judged: MetricResult, change: Change, names: Mapping[int, str]) -> MetricResult:
+        baseline = {**pair_to_json(change.worst), "allowed_ratio": self.allowed, "decides": change.decides}
         if change.kind != REGRESSED or not change.decides:
-            return replace(judged, baseline=told)
+            return replace(judged, baseline=baseline)
         worse = {pair.rank: pair for pair in change.of_kind(REGRESSED) if pair.rank is not None}
-        texts = {rank: f"{judged.metric} {_worse(pair, judged.unit, self.allowed)}" for rank, pair in worse.items()}
+        texts = {
+            rank: f"{judged.metric} {_regression_text(pair, judged.unit, self.allowed)}" for rank, pair in worse.items()
+        }
         first = next(iter(worse))
         others = [names.get(rank, f"rank {rank}") for rank in worse if rank != first]
         more = f", and {others[0]}" if len(others) == 1 else f", and {len(others)} more ranks" if others else ""
@@ -145,31 +159,31 @@ class Baseline:
             status="failed",
             reason=printable(reason),
             misses={**{rank: printable(text) for rank, text in texts.items()}, **judged.misses},
-            baseline=told,
+            baseline=baseline,
         )
 
 
-def _without_ranks_gone(change: Change, terms: Terms) -> Change:
+def _without_absent_ranks(change: Change, terms: Terms) -> Change:
     """Return a change without the baseline's ranks that this run does not have, such as those of its other nodes.
 
-    They would hide what the ranks that are here were held against. A rank that is here and has no value now stays.
+    They would hide the comparison of the ranks that this run has. A rank of this run without a value stays.
     """
     if not terms.new_ranks:
         return change
-    here = {match.old for match in (*terms.of_gpu.values(), *terms.of_slot.values())}
-    pairs = tuple(pair for pair in change.pairs if pair.rank is not None or pair.old_rank in (None, *here))
+    present = {match.old for match in (*terms.of_gpu.values(), *terms.of_slot.values())}
+    pairs = tuple(pair for pair in change.pairs if pair.rank is not None or pair.old_rank in (None, *present))
     return replace(change, pairs=pairs) if pairs else change
 
 
 def _decides(judged: Mapping[str, Any]) -> bool:
-    """Tell whether a baseline could fail a metric. Where its test had none, its limit says so."""
-    told = judged.get("baseline")
-    return bool(told["decides"]) if told else judged.get("status") != "recorded"
+    """Return whether a baseline could fail a metric: without a comparison, whether a limit judges it."""
+    baseline = judged.get("baseline")
+    return bool(baseline["decides"]) if baseline else judged.get("status") != "recorded"
 
 
-def _worse(pair: Pair, unit: str, allowed: float) -> str:
+def _regression_text(pair: Pair, unit: str, allowed: float) -> str:
     """Return "585.6 TFLOPS is worse than the baseline's 728 TFLOPS (-19.6 %, 3 % is allowed)"."""
-    assert pair.old is not None  # it has regressed, so both are known
+    assert pair.old is not None  # a regression has both
     assert pair.new is not None
     assert pair.change is not None
     now, before = show_apart(pair.new.value, pair.old.value, unit)
@@ -177,26 +191,26 @@ def _worse(pair: Pair, unit: str, allowed: float) -> str:
 
 
 def _note_name(change: Change) -> str:
-    told = ", ".join(f"{name}={text}" for name, text in change.labels.items())
-    return f"baseline[{change.metric}{{{told}}}]" if told else f"baseline[{change.metric}]"
+    labels = ", ".join(f"{name}={text}" for name, text in change.labels.items())
+    return f"baseline[{change.metric}{{{labels}}}]" if labels else f"baseline[{change.metric}]"
 
 
 def _note(change: Change, names: Mapping[int, str]) -> str:
     pair = change.worst
     who = f" on {names.get(pair.rank, f'rank {pair.rank}')}" if pair.rank is not None else ""
-    kind = "nothing to be held against" if pair.kind == MISSING else pair.kind
+    kind = "no value to compare with" if pair.kind == MISSING else pair.kind
     return first_line("; ".join(filter(None, (f"{kind}: {pair_text(pair, change.unit)}{who}", change.note))), 300)
 
 
-def _broken(judgement: Judgement, message: str) -> Judgement:
-    """Return the judgement of a test that cannot be compared with a baseline that was asked for: never a pass."""
+def _not_comparable(judgement: Judgement, message: str) -> Judgement:
+    """Return the judgement of a test that cannot be compared with the requested baseline: never a pass."""
     if judgement.outcome != "passed":
         return replace(judgement, text=f"{judgement.text}\n\n{message}")
     return replace(judgement, outcome="error", message=first_line(message), text=message)
 
 
-def _again(judgement: Judgement, measurements: Sequence[MetricResult]) -> Judgement:
-    """Return the judgement with what the baseline has found."""
+def _with_regressions(judgement: Judgement, measurements: Sequence[MetricResult]) -> Judgement:
+    """Return the judgement with the regressions against the baseline."""
     measured = tuple(measurements)
     worse = [
         each
@@ -206,7 +220,7 @@ def _again(judgement: Judgement, measurements: Sequence[MetricResult]) -> Judgem
     if not worse:
         return replace(judgement, measurements=measured)
     reasons = [each.reason for each in worse]
-    if judgement.outcome == "failed":  # the limit that was missed speaks first
+    if judgement.outcome == "failed":  # the missed limit comes first
         tail = "; also worse than the baseline"
         message = judgement.message[: MESSAGE_CHARACTERS - len(tail)] + tail
     else:

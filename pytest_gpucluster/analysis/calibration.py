@@ -1,7 +1,7 @@
 """Floors proposed from accepted runs: their values by metric, labels and topology, the rule for a floor, and the file.
 
-A floor is the median of the accepted values, less a number of spreads. The proposal is a file of limits for people to
-review, in which each floor has its basis as a comment.
+A floor is the median of the accepted values, less a number of spreads. The proposal is a file of limits for review,
+with the basis of each floor as a comment.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import ROUND_FLOOR, Decimal
 
-from pytest_gpucluster.analysis.certificate_blockers import objections
+from pytest_gpucluster.analysis.certificate_blockers import blockers
 from pytest_gpucluster.errors import MeasurementError, ThresholdsError
 from pytest_gpucluster.journal.fields import JudgedLimit, JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
@@ -23,10 +23,10 @@ from pytest_gpucluster.metrics.units import show
 from pytest_gpucluster.text import one_line, printable
 
 RATES = ("compute rate", "data rate", "token rate", "image rate", "file rate")
-"""Dimensions that a floor is proposed for. All else is a rule, such as no finding at all, and no figure of hardware."""
+"""Dimensions that a floor is proposed for. Limits of other metrics are rules, such as "no finding"."""
 
-_OUTCOMES = ("transport", "nics")
-"""Labels that say what came of it, and not what was asked for: with other ones it is the same measurement."""
+_FOUND_LABELS = ("transport", "nics")
+"""Labels for what was found, not for what was requested: with other ones it is the same measurement."""
 
 _OF_ONE_GPU = ("matmul.", "hbm.")
 _OF_ONE_NODE = ("host_link.",)
@@ -35,7 +35,7 @@ _OF_ONE_NODE = ("host_link.",)
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A journal that floors are made of."""
+    """A journal that floors are derived from."""
 
     path: str
     sha256: str
@@ -48,8 +48,8 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Number:
-    """What one rank's value is held against a floor with: the low end of its interval, where it has one."""
+class RankValue:
+    """One rank's value, as a floor is compared with: the low end of its interval, where it has one."""
 
     value: float
     rank: int
@@ -66,33 +66,33 @@ class Series:
     unit: str
     labels: Mapping[str, str]
     topology: Mapping[str, str]
-    """The facts that it depends on, besides the labels: of world_size, nnodes and local_world_size."""
+    """What it depends on besides the labels: world_size, nnodes, local_world_size."""
     is_judged: bool
-    """Some run held it against a limit."""
-    numbers: tuple[Number, ...]
+    """A limit judged it in at least one run."""
+    numbers: tuple[RankValue, ...]
     samples: tuple[tuple[float, ...], ...] = ()
-    """Those behind each value that has any."""
+    """The samples of each value that has any."""
     limits: tuple[JudgedLimit, ...] = field(default=())
-    """What the runs held it against."""
+    """The limits that judged it."""
 
 
-def refusals(sources: Sequence[Source], *, sku: str | None = None) -> list[str]:
-    """Return why no floor may be made of these journals; nothing, where one may."""
-    found = [f"{source.path}: {why}" for source in sources for why in objections(source.journal)]
+def source_problems(sources: Sequence[Source], *, sku: str | None = None) -> list[str]:
+    """Return why no floor may be derived from these journals; empty where it may."""
+    problems = [f"{source.path}: {why}" for source in sources for why in blockers(source.journal)]
     seen: dict[str, str] = {}
     for source in sources:
         run = source.journal.run
-        # A merged journal holds the values of the runs that it was made of.
+        # A merged journal holds the values of its source runs.
         keys = {source.sha256, f"run {run.run_id}"}
         keys |= {key for one in run.merged_from for key in (one.sha256, f"run {one.run_id}")}
         same = next((seen[key] for key in sorted(keys) if key in seen), None)
         if same is not None:
-            found.append(f"{source.path}: the same run as {same}, or merged of it; a run counts once")
+            problems.append(f"{source.path}: the same run as {same}, or merged of it; a run counts once")
         seen |= dict.fromkeys(keys, source.path)
     wanted = sku if sku is not None else next((source.sku for source in sources if source.sku), None)
-    said = "--sku is" if sku is not None else f"{sources[0].path} has"
-    found += [
-        f"{source.path}: its SKU is {source.sku or 'not known'}, and {said} {wanted}; calibrate each SKU alone"
+    expected = f"--sku is {wanted}" if sku is not None else f"{sources[0].path} has {wanted}"
+    problems += [
+        f"{source.path}: its SKU is {source.sku or 'not known'}, and {expected}; calibrate each SKU alone"
         for source in sources
         if source.sku != wanted
     ]
@@ -102,33 +102,33 @@ def refusals(sources: Sequence[Source], *, sku: str | None = None) -> list[str]:
         ours, theirs = (one.values if one is not None else {} for one in (first, other))
         differing = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
         if differing:
-            shown = ", ".join(
+            examples = ", ".join(
                 f"{key} ({theirs.get(key, 'none')}, not {ours.get(key, 'none')})" for key in differing[:3]
             )
             more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-            found.append(f"{source.path}: it measured otherwise than {sources[0].path}: {shown}{more}")
-    return found
+            problems.append(f"{source.path}: its workload differs from {sources[0].path}: {examples}{more}")
+    return problems
 
 
 def series(sources: Sequence[Source]) -> list[Series]:
     """Return the rates of which more is better, in the order in which they were measured.
 
-    What is not known to this version has no floor: nothing says whether more of it is better.
+    A metric unknown to this version has no floor: it is unknown whether more of it is better.
     """
     groups: dict[tuple[object, ...], list[tuple[int, Source, JudgedMetric]]] = {}
     for run, source in enumerate(sources, start=1):
         for judged in _rates(source.journal):
-            labels = tuple(sorted(_asked(judged).items()))
+            labels = tuple(sorted(_requested(judged).items()))
             topology = tuple(_topology(judged, source.journal).items())
             groups.setdefault((judged.metric, labels, topology), []).append((run, source, judged))
     return [_series(of_all) for of_all in groups.values()]
 
 
-def judged_beside(one: Series, measured: Sequence[Series]) -> Series | None:
-    """Return what is judged of the same metric and could not be told from a recorded series by floors of both.
+def conflicting_series(one: Series, measured: Sequence[Series]) -> Series | None:
+    """Return the judged series whose floor would conflict with one for this recorded series.
 
-    Floors with as many conditions that do not contradict each other can both apply, which a file of limits must not
-    leave open: such are the single sizes of a product (label ``n``) beside the best of them (``best_of``).
+    Floors with the same number of conditions that do not contradict each other can both apply, which is an error in a
+    file of limits: for example the single sizes of a product (label ``n``) and the best of them (``best_of``).
     """
     if one.is_judged:
         return None
@@ -156,8 +156,8 @@ def _rates(journal: Journal) -> Iterator[JudgedMetric]:
                 yield judged
 
 
-def _asked(judged: JudgedMetric) -> dict[str, str]:
-    return {key: value for key, value in judged.labels.items() if key not in _OUTCOMES}
+def _requested(judged: JudgedMetric) -> dict[str, str]:
+    return {key: value for key, value in judged.labels.items() if key not in _FOUND_LABELS}
 
 
 def _topology(judged: JudgedMetric, journal: Journal) -> dict[str, str]:
@@ -167,7 +167,7 @@ def _topology(judged: JudgedMetric, journal: Journal) -> dict[str, str]:
     if judged.metric.startswith(_OF_ONE_NODE):
         return {"local_world_size": str(ranks // nodes)} if nodes and ranks % nodes == 0 else {"world_size": str(ranks)}
     known = {"world_size": str(ranks), "nnodes": str(nodes)}
-    # A label of the same name describes who measured, and stands among the labels.
+    # A label of the same name takes precedence: it describes the ranks that measured.
     return {key: value for key, value in known.items() if key not in judged.labels}
 
 
@@ -178,12 +178,12 @@ def _series(of_all: Sequence[tuple[int, Source, JudgedMetric]]) -> Series:
         for rank, value in judged.values.items():
             low = judged.intervals[rank][0] if rank in judged.intervals else value
             low = low if math.isnan(low) else min(value, low)
-            numbers.append(Number(value=low, rank=rank, place=_place(where.journal, rank), run=run))
+            numbers.append(RankValue(value=low, rank=rank, place=_place(where.journal, rank), run=run))
         samples += [each for each in judged.samples.values() if each]
     return Series(
         metric=first.metric,
         unit=first.unit,
-        labels=_asked(first),
+        labels=_requested(first),
         topology=_topology(first, source.journal),
         is_judged=any(judged.limit is not None for _, _, judged in of_all),
         numbers=tuple(numbers),
@@ -198,15 +198,14 @@ def _place(journal: Journal, rank: int) -> str:
 
 
 SPREADS = 3.0
-"""How many spreads below the median: of values that are distributed normally, one in 740 is lower."""
+"""Spreads below the median: of normally distributed values one in 740 is lower."""
 
 LEAST_NUMBERS = 6
 """Fewer do not enclose their median with 95 % confidence: ``stats.median_interval``."""
 
 LEAST_SPREAD = 0.01
-"""As a share of the median. One run does not show what another day brings, and ranks in step are all equally fast:
-their values agree to a hair, and a floor at a hair below would reject the same cluster tomorrow. A rule of this
-project."""
+"""As a share of the median. One run does not show the variation between days, and ranks in lockstep have nearly equal
+values: a floor just below them would reject the same cluster tomorrow. A rule of this project."""
 
 DIGITS = 3
 """Significant digits of a floor, which is rounded down."""
@@ -218,64 +217,66 @@ _NORMAL = 1.4826
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """A floor, in the metric's unit, and what it is made of. ``below`` are accepted values that would miss it."""
+    """A floor in the metric's unit, with its basis. ``below`` are accepted values that would miss it."""
 
     series: Series
     floor: float
     median: float
     spread: float
     spreads: float
-    below: tuple[Number, ...] = ()
+    below: tuple[RankValue, ...] = ()
     peak: float | None = None
-    """Of the data sheet, where the value stands beside one."""
+    """Data sheet peak, where the metric has one."""
     is_peak: bool = False
-    """The peak holds it down."""
+    """The peak caps the floor."""
 
     @property
-    def lowest(self) -> Number:
+    def lowest(self) -> RankValue:
         """The lowest of the accepted values."""
         return min(self.series.numbers, key=lambda number: number.value)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
-    """No floor is proposed; ``why`` says what stands instead."""
+class NoFloor:
+    """No floor is proposed, and why."""
 
     series: Series
     why: str
 
 
-def propose(series: Series, *, spreads: float = SPREADS, peak: float | None = None) -> Proposal | Kept:
+def propose(series: Series, *, spreads: float = SPREADS, peak: float | None = None) -> Proposal | NoFloor:
     """Return the floor for a series: median - spreads * spread, rounded down, and never above the data sheet peak.
 
-    The spread is the largest of: how far the ranks of all runs are apart, how far the samples behind a value are apart
-    (the median over all values), both as 1.4826 times their median absolute deviation; and 1 % of the median.
+    The spread is the largest of: the deviation between ranks of all runs, the deviation between the samples of a value
+    (the median over all values), both 1.4826 times their median absolute deviation; and 1 % of the median.
 
-    There is no floor where it would be looser than the limit that was in force, where there are too few values, and
-    where nothing above zero is left.
+    There is no floor where it would be looser than the limit in force, with too few values, and where it would not be
+    above zero.
 
     Args:
         series: of accepted runs.
         spreads: how many spreads below the median, above 0.
-        peak: of the data sheet, in the metric's unit, where the value stands beside one.
+        peak: of the data sheet, in the metric's unit, where the metric has one.
     """
     numbers = [number.value for number in series.numbers]
     if len(numbers) < LEAST_NUMBERS:
-        return Kept(series=series, why=f"{_counted(len(numbers))}, and at least {LEAST_NUMBERS} are needed")
+        return NoFloor(series=series, why=f"{_counted(len(numbers))}, and at least {LEAST_NUMBERS} are needed")
     if not all(math.isfinite(value) and value >= 0 for value in numbers):
-        return Kept(series=series, why="a value is no finite number")
+        return NoFloor(series=series, why="a value is no finite number")
     median = stats.median(numbers)
     spread = max(_NORMAL * stats.mad(numbers), _of_samples(series.samples), LEAST_SPREAD * median)
     wanted = median - spreads * spread
     if not wanted > 0:
-        return Kept(series=series, why=f"{spreads:g} spreads of {spread:.3g} leave nothing of the median {median:.4g}")
+        return NoFloor(
+            series=series, why=f"{spreads:g} spreads of {spread:.3g} leave nothing of the median {median:.4g}"
+        )
     floor = rounded_down(wanted if peak is None else min(wanted, peak))
     in_force = max((limit.min for limit in series.limits if limit.min is not None), default=None)
     if in_force is not None and floor <= in_force:
-        return Kept(series=series, why=f"{floor:g} {series.unit} would not be more than the limit in force")
+        return NoFloor(series=series, why=f"{floor:g} {series.unit} would not be more than the limit in force")
     most = min((limit.max for limit in series.limits if limit.max is not None), default=None)
     if most is not None and floor > most:
-        return Kept(series=series, why=f"{floor:g} {series.unit} would be more than the limit in force allows")
+        return NoFloor(series=series, why=f"{floor:g} {series.unit} would be more than the limit in force allows")
     return Proposal(
         series=series,
         floor=floor,
@@ -300,10 +301,10 @@ def rounded_down(value: float) -> float:
 
 
 def _of_samples(samples: Sequence[Sequence[float]]) -> float:
-    """Return how far samples are apart in the middle one of all values."""
-    scattered = [_NORMAL * stats.mad(each) for each in samples if len(each) >= LEAST_NUMBERS]
-    found = stats.median(scattered) if scattered else 0.0
-    return found if math.isfinite(found) else math.inf
+    """Return the deviation of the samples, as the median over all values."""
+    deviations = [_NORMAL * stats.mad(each) for each in samples if len(each) >= LEAST_NUMBERS]
+    median = stats.median(deviations) if deviations else 0.0
+    return median if math.isfinite(median) else math.inf
 
 
 def _counted(count: int) -> str:
@@ -313,22 +314,22 @@ def _counted(count: int) -> str:
 _HEAD = """\
 # Floors proposed by `gpucluster thresholds calibrate`, for review. Nothing is in force before this file is passed:
 #     pytest acceptance/ --gpucluster-thresholds THIS_FILE
-# Each entry takes the place of the one that was in force, and keeps what that demanded besides min. Where no entry here
-# applies, the shipped limits stand.
+# Each entry replaces the one that was in force, and keeps its demands other than min. Where no entry here applies, the
+# shipped limits do.
 #
 """
 _PATH = 200
 _FAR_BELOW = 0.05
-"""Under this part of the peak a floor is taken for a wrong unit, unless it says that it is meant: ``thresholds``."""
+"""Below this share of the peak the loader takes a floor for a wrong unit, unless it has ``despite_peak``."""
 _BELOW_NAMED = 3
 _WIDTH = 100
-"""Of a source's lines, which stand deep in the file."""
+"""Columns of a source's lines, which are indented."""
 
 
 def overlay(
     sku: str,
     proposals: Sequence[Proposal],
-    kept: Sequence[Kept],
+    without_floor: Sequence[NoFloor],
     sources: Sequence[Source],
     *,
     recorded: Sequence[Series] = (),
@@ -342,27 +343,27 @@ def overlay(
     Args:
         sku: for which the floors are.
         proposals: at least one, no two with the same conditions.
-        kept: what has no floor, and why.
-        sources: the journals, as they were given.
-        recorded: what was recorded only, and stays so.
-        at: when this is made, ISO 8601.
+        without_floor: series without a floor, and why.
+        sources: the journals in the order given.
+        recorded: series that were recorded only, and stay so.
+        at: time of creation, ISO 8601.
         version: of this package.
-        spreads: how many below the median.
-        shipped: the SHA-256 of the shipped limits: what else was in force is named, since a run takes one file.
+        spreads: below the median.
+        shipped: the SHA-256 of the shipped limits: others that were in force are named, since a run takes one file.
     """
     lines = [_HEAD.rstrip("\n")]
     lines.append(f"# Made {_comment(at)} by pytest-gpucluster {version} of accepted runs of {_comment(sku)}:")
     for run, source in enumerate(sources, start=1):
-        told = source.journal.run
-        nodes = f"{told.nnodes} nodes, {told.world_size} ranks"
-        lines.append(f"#   run {run}: {_comment(told.run_id)} of {_comment(told.started_at)}, {nodes}")
+        about = source.journal.run
+        nodes = f"{about.nnodes} nodes, {about.world_size} ranks"
+        lines.append(f"#   run {run}: {_comment(about.run_id)} of {_comment(about.started_at)}, {nodes}")
         lines.append(f"#     journal {_comment(source.path)}")
         lines.append(f"#     sha256 {source.sha256}")
     lines += [
         "#",
         f"# The rule: median of all values less {spreads:g} spreads, rounded down to {DIGITS} digits, never above the",
         "# data sheet peak, and no looser than the limit in force. A value is the low end of a rank's interval. The",
-        "# spread is the largest of: how far ranks and runs are apart, how far samples are apart (both 1.4826 times",
+        "# spread is the largest of: the deviation between ranks and runs, that between samples (both 1.4826 times",
         f"# their median absolute deviation), and {100 * LEAST_SPREAD:g} % of the median.",
         *_others_in_force(sources, shipped),
         "",
@@ -378,30 +379,30 @@ def overlay(
         lines.append(f"      {metric}:")
         for proposal in of_metric:
             lines += _entry(proposal, sources)
-        for other in (*(one.series for one in kept), *recorded):
-            if other.metric == metric and any(_holds_for(proposal, other) for proposal in of_metric):
-                lines += _as_before(other)
-    if kept:
+        for other in (*(one.series for one in without_floor), *recorded):
+            if other.metric == metric and any(_applies_to(proposal, other) for proposal in of_metric):
+                lines += _unchanged(other)
+    if without_floor:
         lines += ["", "# No floor is proposed for:"]
-        lines += [f"#   {name_of(one.series)}: {_comment(one.why)}" for one in kept]
+        lines += [f"#   {name_of(one.series)}: {_comment(one.why)}" for one in without_floor]
     return "\n".join(lines) + "\n"
 
 
 def conditions_of(series: Series) -> dict[str, str]:
-    """Return what a floor depends on: the topology and the labels of the measurement.
+    """Return the conditions of a floor: the topology and the labels of the measurement.
 
     Raises:
-        ThresholdsError: a condition cannot say so, such as a label that reads as a range.
+        ThresholdsError: a condition cannot express it, such as a label that reads as a range.
     """
     found = {**series.topology, **series.labels}
     for key, text in found.items():
         if not condition(key, text).holds(text) or text != printable(text).strip():
-            raise ThresholdsError(f"no condition can say that {key} is {text!r}")
+            raise ThresholdsError(f"no condition can express that {key} is {text!r}")
     return found
 
 
-def _holds_for(proposal: Proposal, other: Series) -> bool:
-    """Tell whether a floor would also decide about another series: one with more labels than it was made of."""
+def _applies_to(proposal: Proposal, other: Series) -> bool:
+    """Return whether a floor would also apply to another series: one with more labels than its own."""
     facts = {**other.topology, **other.labels}
     return all(condition(key, text).holds(facts.get(key)) for key, text in conditions_of(proposal.series).items())
 
@@ -412,18 +413,18 @@ def name_of(series: Series) -> str:
     return _comment(series.metric + (f" ({', '.join(parts)})" if parts else ""))
 
 
-def others_in_force(sources: Sequence[Source], shipped: str) -> list[tuple[str, str]]:
-    """Return path and digest of each file that judged these runs and is not the one that is shipped now."""
+def other_limit_files(sources: Sequence[Source], shipped: str) -> list[tuple[str, str]]:
+    """Return path and digest of each file of limits in force in these runs other than the one shipped now."""
     found = [file for source in sources if source.journal.limits for file in source.journal.limits.files]
     return [file for file in dict.fromkeys(found) if file[1] != shipped]
 
 
 def _others_in_force(sources: Sequence[Source], shipped: str) -> Iterator[str]:
-    files = others_in_force(sources, shipped)
+    files = other_limit_files(sources, shipped)
     if files:
         yield "#"
-        yield "# These runs were judged by other limits than those that this version ships. A run takes one file beside"
-        yield "# the shipped one: put into this one what is to stay in force of"
+        yield "# These runs were judged by other limits than those that this version ships. A run takes one file"
+        yield "# next to the shipped one: copy into this one what is to stay in force of"
         yield from (f"#   {_comment(path)} (sha256 {digest})" for path, digest in files)
 
 
@@ -441,16 +442,16 @@ def _entry(proposal: Proposal, sources: Sequence[Source]) -> Iterator[str]:
         f"{show(limit.min, unit)} ({limit.origin})" for limit in series.limits if limit.min is not None
     )
     if replaced:
-        yield f"{indent}# in the place of {_comment(', '.join(replaced))}"
+        yield f"{indent}# replaces {_comment(', '.join(replaced))}"
     if proposal.is_peak:
-        yield f"{indent}# held down to the data sheet peak"
+        yield f"{indent}# capped at the data sheet peak"
     if proposal.below:
         named = "; ".join(
             f"{show(number.value, unit)} on {number.place} in run {number.run}"
             for number in proposal.below[:_BELOW_NAMED]
         )
         more = f"; and {len(proposal.below) - _BELOW_NAMED} more" if len(proposal.below) > _BELOW_NAMED else ""
-        yield f"{indent}# BELOW IT, though accepted, and to be looked at before this is used: {_comment(named + more)}"
+        yield f"{indent}# BELOW IT, although accepted; check before use: {_comment(named + more)}"
     yield from _listed(_body(proposal, sources))
 
 
@@ -460,17 +461,17 @@ def _listed(body: Iterator[str]) -> Iterator[str]:
         yield f"{' ' * 8}{'  ' if number else '- '}{line}"
 
 
-def _as_before(series: Series) -> Iterator[str]:
-    """Yield an entry that demands what was demanded: without it, a floor with fewer conditions would decide."""
-    yield f"{' ' * 8}# as it was: without this entry one of those above would decide"
-    yield from _listed(_body_as_before(series))
+def _unchanged(series: Series) -> Iterator[str]:
+    """Yield an entry with the earlier demands: without it, a floor with fewer conditions would apply."""
+    yield f"{' ' * 8}# unchanged: without this entry one of those above would apply"
+    yield from _listed(_unchanged_body(series))
 
 
-def _body_as_before(series: Series) -> Iterator[str]:
+def _unchanged_body(series: Series) -> Iterator[str]:
     yield f"when: {_flow(conditions_of(series))}"
     limits = [limit for limit in series.limits if limit.origin]
     if not limits:
-        yield f"record_only: {_quoted('as it was in the runs that the floors are made of')}"
+        yield f"record_only: {_quoted('as in the runs that the floors are derived from')}"
         return
     least = max((limit.min for limit in limits if limit.min is not None), default=None)
     if least is not None:
@@ -481,7 +482,7 @@ def _body_as_before(series: Series) -> Iterator[str]:
 
 
 def _besides_min(series: Series) -> Iterator[str]:
-    """Yield what else the runs were held against."""
+    """Yield the demands of the limits other than min."""
     most = min((limit.max for limit in series.limits if limit.max is not None), default=None)
     if most is not None:
         yield f"max: {most!r} {series.unit}"
@@ -494,7 +495,7 @@ def _besides_min(series: Series) -> Iterator[str]:
 
 
 def _expected(series: Series, least: float | None) -> Iterator[str]:
-    """Yield what was expected and not demanded, where it still lies above the floor."""
+    """Yield the expected value (not demanded), where it is above the floor."""
     expected = next((one.expected for one in series.limits if one.expected is not None), None)
     if expected is not None and (least is None or expected >= least):
         yield f"expected: {expected!r} {series.unit}".replace(".0 ", " ")
@@ -529,7 +530,7 @@ def _body(proposal: Proposal, sources: Sequence[Source]) -> Iterator[str]:
         source += f"; besides min as {before.origin}: {before.source}"
     yield from _source(source)
     if proposal.peak is not None and proposal.floor < _FAR_BELOW * proposal.peak:
-        yield f"despite_peak: {_quoted('measured, as the source says')}"
+        yield f"despite_peak: {_quoted('measured, see the source')}"
 
 
 def _runs(count: int) -> str:

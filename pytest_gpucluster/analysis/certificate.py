@@ -1,12 +1,11 @@
 """The acceptance certificate of a run: its content, the cluster's parts by node and slot, and its sealed file.
 
-The content is a pure function of a journal, so that it can be made again and compared. The file is sealed by the
+The content is a pure function of a journal, so that it can be derived again and compared. The file is sealed by the
 SHA-256 over its canonical form, and read strictly.
 
 Source: RFC 8785, JSON Canonicalization Scheme: no white space, keys in the order of their UTF-16 code units, numbers
-as ECMAScript writes them (ECMA-262, Number::toString), texts in UTF-8 with the shortest escapes. Left out of it is
-what the certificates never hold, and refused: NaN, infinities, whole numbers beyond 2^53 - 1, and lone surrogates.
-:func:`plain` makes texts of these.
+as ECMAScript writes them (ECMA-262, Number::toString), texts in UTF-8 with the shortest escapes. Not supported, and
+rejected: NaN, infinities, whole numbers beyond 2^53 - 1, and lone surrogates. :func:`plain` turns them into text.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from pytest_gpucluster.analysis.certificate_blockers import objections
-from pytest_gpucluster.errors import LaunchError, RecordError
+from pytest_gpucluster.analysis.certificate_blockers import blockers
+from pytest_gpucluster.errors import CertificateError, LaunchError
 from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import RankPlace, TestResult
 from pytest_gpucluster.launch.hostlist import compress_hostlist
 from pytest_gpucluster.text import rank_ranges
 
-OF_GPU = {
+GPU_FIELDS = {
     "uuid": "UUID",
     "serial": "serial number",
     "board_part_number": "board part number",
@@ -38,55 +37,54 @@ OF_GPU = {
     "pci_bus_id": "PCI address",
     "name": "name",
 }
-"""Key of a GPU -> what it is called."""
+"""Key of a GPU -> its name in messages."""
 
-OF_ADAPTER = {"guid": "GUID", "board": "board (PSID)", "firmware": "firmware", "pci_bus_id": "PCI address"}
-"""Key of a network adapter -> what it is called."""
+ADAPTER_FIELDS = {"guid": "GUID", "board": "board (PSID)", "firmware": "firmware", "pci_bus_id": "PCI address"}
+"""Key of a network adapter -> its name in messages."""
 
 COMPONENTS = ("driver", "cuda", "nccl", "torch", "python", "pytest_gpucluster")
-"""What a node has installed, besides what its parts hold themselves."""
+"""Software of a node."""
 
 _PORTS = "fabric.active_ports"
-"""The measurement beside which each node tells its network adapters."""
+"""The measurement whose telemetry lists a node's network adapters."""
 
 
 def node_parts(journal: Journal) -> list[dict[str, Any]]:
-    """Return each node with its GPUs, its network adapters and its versions; text throughout, "" for what is not
-    known."""
+    """Return each node with its GPUs, network adapters and versions, all as text; "" is unknown."""
     by_node: dict[tuple[int, str], list[RankPlace]] = {}
     for place in journal.cluster.ranks if journal.cluster is not None else ():
         by_node.setdefault((place.node_rank, place.host), []).append(place)
-    told = _adapters(journal)
+    adapters = _adapters(journal)
     return [
         {
             "node_rank": node_rank,
             "host": host,
             "versions": _versions(places),
             "gpus": [_gpu(place) for place in sorted(places, key=lambda place: place.local_rank)],
-            "adapters": next((told[place.rank] for place in places if place.rank in told), None),
+            "adapters": next((adapters[place.rank] for place in places if place.rank in adapters), None),
         }
         for (node_rank, host), places in sorted(by_node.items())
     ]
 
 
-def missing_parts(found: list[dict[str, Any]]) -> list[str]:
-    """Return in words what is not known of the parts of these nodes."""
+def missing_parts(nodes: list[dict[str, Any]]) -> list[str]:
+    """Return the unknown properties of the parts of these nodes, one text each."""
     absent: dict[str, list[int]] = {}
-    for node in found:
+    for node in nodes:
         for gpu in node["gpus"]:
-            for key, words in OF_GPU.items():
+            for key, words in GPU_FIELDS.items():
                 if not gpu[key]:
                     absent.setdefault(words, []).append(gpu["rank"])
     lines = [f"{words} of the GPU of {rank_ranges(ranks)}" for words, ranks in absent.items()]
     of_nodes: dict[str, list[str]] = {}
-    for node in found:
+    for node in nodes:
         for component in COMPONENTS:
             if not node["versions"][component]:
                 of_nodes.setdefault(component, []).append(node["host"])
         if node["adapters"] is None:
             of_nodes.setdefault("network adapters", []).append(node["host"])
         for adapter in node["adapters"] or ():
-            for key, words in OF_ADAPTER.items():
+            for key, words in ADAPTER_FIELDS.items():
                 if not adapter[key]:
                     what = f"{words} of {adapter['name'] or 'a network adapter'}"
                     of_nodes.setdefault(what, []).append(node["host"])
@@ -95,7 +93,7 @@ def missing_parts(found: list[dict[str, Any]]) -> list[str]:
 
 
 def _listed(hosts: list[str]) -> str:
-    """Return hosts in Slurm's short form, or one by one where a name has no such form."""
+    """Return hosts as a Slurm host list, or one by one where a name does not fit one."""
     try:
         return compress_hostlist(hosts)
     except LaunchError:
@@ -109,12 +107,12 @@ def _gpu(place: RankPlace) -> dict[str, Any]:
         "local_rank": place.local_rank,
         "index": known.get("index", ""),
         "memory_bytes": known.get("memory_bytes", ""),
-        **{key: known.get(key, "") for key in OF_GPU},
+        **{key: known.get(key, "") for key in GPU_FIELDS},
     }
 
 
 def _versions(places: list[RankPlace]) -> dict[str, str]:
-    """Return the versions of a node; the preflight refuses ranks that differ, so several are shown as they are."""
+    """Return the versions of a node; several are listed, though the preflight rejects ranks that differ."""
     return {
         component: " / ".join(sorted({place.versions.get(component, "") for place in places} - {""}))
         for component in COMPONENTS
@@ -122,21 +120,21 @@ def _versions(places: list[RankPlace]) -> dict[str, str]:
 
 
 def _adapters(journal: Journal) -> dict[int, list[dict[str, str]]]:
-    """Return rank -> the network adapters that it has told for its node; an empty list where there are none."""
+    """Return rank -> the network adapters that it reported for its node; an empty list where there are none."""
     found: dict[int, list[dict[str, str]]] = {}
     for result in journal.results:
         for judged in result.measurements:
             if judged.metric != _PORTS:
                 continue
-            for rank, told in judged.telemetry.items():
-                listed = told.get("adapters")
+            for rank, values in judged.telemetry.items():
+                listed = values.get("adapters")
                 if isinstance(listed, list) and all(isinstance(one, Mapping) for one in listed):
-                    found[rank] = [{key: str(one.get(key, "")) for key in ("name", *OF_ADAPTER)} for one in listed]
+                    found[rank] = [{key: str(one.get(key, "")) for key in ("name", *ADAPTER_FIELDS)} for one in listed]
     return found
 
 
 LARGEST = 2**53 - 1
-"""Beyond it not every whole number is a double. Source: RFC 7493, section 2.2."""
+"""Largest whole number up to which all are exact as a double. Source: RFC 7493, section 2.2."""
 
 
 def canonical(value: object) -> bytes:
@@ -146,7 +144,7 @@ def canonical(value: object) -> bytes:
     '{"a":[0.1,1,0,null,"€"],"b":1e+21}'
 
     Raises:
-        ValueError: it holds what has no canonical form here.
+        ValueError: it has a value without a canonical form.
     """
     try:
         return _written(value).encode("utf-8")
@@ -157,7 +155,7 @@ def canonical(value: object) -> bytes:
 
 
 def plain(value: object) -> object:
-    """Return a value with everything that has no canonical form as text; keys become texts.
+    """Return a value in which everything without a canonical form is text, also keys.
 
     >>> plain({"a": float("nan"), 1: (2**60, "\\ud800")})
     {'a': 'NaN', '1': ['1152921504606846976', '\\\\ud800']}
@@ -180,14 +178,14 @@ def _written(value: object) -> str:
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, int):
         if abs(value) > LARGEST:
-            raise ValueError(f"{value} is beyond 2^53 - 1, up to which every JSON reader is exact")
+            raise ValueError(f"{value} is beyond 2^53 - 1, the limit of exact numbers in JSON")
         return str(value)
     if isinstance(value, float):
         return _number(value)
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
             raise ValueError("a key is no text")
-        # With surrogates passed on, a lone one is refused when the whole is encoded.
+        # A lone surrogate passes here and is rejected when the whole is encoded.
         keys = sorted(value, key=lambda key: key.encode("utf-16-be", "surrogatepass"))
         return "{" + ",".join(f"{_written(key)}:{_written(value[key])}" for key in keys) + "}"
     if isinstance(value, (list, tuple)):
@@ -196,15 +194,14 @@ def _written(value: object) -> str:
 
 
 def _number(value: float) -> str:
-    """Write a number as ECMAScript does. Python's repr has the same digits, the fewest that give it back."""
+    """Write a number as ECMAScript does. Python's repr has the same digits: the fewest that round-trip."""
     if not math.isfinite(value):
         raise ValueError(f"{value} is no JSON number")
     if value == 0:
         return "0"
-    told = Decimal(repr(value)).normalize().as_tuple()
-    digits, sign = "".join(map(str, told.digits)), "-" if told.sign else ""
-    # The point stands after so many of the digits.
-    point = len(digits) + int(told.exponent)
+    decimal = Decimal(repr(value)).normalize().as_tuple()
+    digits, sign = "".join(map(str, decimal.digits)), "-" if decimal.sign else ""
+    point = len(digits) + int(decimal.exponent)  # digits before the decimal point
     if len(digits) <= point <= 21:
         text = digits + "0" * (point - len(digits))
     elif 0 < point <= 21:
@@ -235,24 +232,27 @@ _KEYS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Document:
-    """A record as it was read. It is what was sealed only if :attr:`is_intact`."""
+class Certificate:
+    """A certificate as read from its file. It is unchanged only if :attr:`is_intact`.
+
+    ``record`` is the sealed content: the value of the file's key of that name.
+    """
 
     path: Path
     record: Mapping[str, Any]
     sealed: str
-    """The digest that stands in the file."""
+    """The digest in the file."""
     digest: str
-    """The digest of what the record says now."""
+    """The digest of its content now."""
 
     @property
     def is_intact(self) -> bool:
-        """Tell whether the record says what it said when it was sealed."""
+        """Return whether the content is unchanged since it was sealed."""
         return self.sealed == self.digest
 
     @property
     def is_accepted(self) -> bool:
-        """Tell whether it is the record of a run that was accepted, in all of the places that say so."""
+        """Return whether its run was accepted, by all of the fields that state it."""
         word, code = self.record["verdict"].get("word"), self.record["verdict"].get("exit")
         run = self.record["run"]
         return (
@@ -265,80 +265,80 @@ class Document:
 
 
 def digest(record: Mapping[str, Any]) -> str:
-    """Return the digest that seals a record, as hexadecimal text.
+    """Return the digest that seals a certificate's content, as hexadecimal text.
 
     Raises:
-        ValueError: it holds what has no canonical form.
+        ValueError: it has a value without a canonical form.
     """
     return hashlib.sha256(canonical(record)).hexdigest()
 
 
-def sealed(content: Mapping[str, Any], *, at: str, by: str, note: str, version: str) -> tuple[str, str]:
-    """Return the text of a record's file, and its digest.
+def seal(content: Mapping[str, Any], *, at: str, by: str, note: str, version: str) -> tuple[str, str]:
+    """Return the text of a certificate's file, and its digest.
 
     Args:
-        content: of :func:`content.content`.
-        at: when it is made, ISO 8601.
-        by: who makes it.
-        note: what they have to say.
+        content: from :func:`certificate_content`.
+        at: time of creation, ISO 8601.
+        by: name of the person who accepts.
+        note: free text.
         version: of this package.
     """
     made = plain({"at": at, "by": by, "note": note, "version": version})
     record = {"format": FORMAT, "schema_version": SCHEMA_VERSION, **content, "made": made}
-    found = digest(record)
-    # Indented, for people; the digest is over the canonical form, so white space does not count.
-    told = {"sha256": found, "digest": DIGEST, "record": record}
-    return json.dumps(told, indent=1, ensure_ascii=False, allow_nan=False) + "\n", found
+    sha256 = digest(record)
+    # Indented, for people: the digest is over the canonical form, so white space does not count.
+    document = {"sha256": sha256, "digest": DIGEST, "record": record}
+    return json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n", sha256
 
 
-def read_certificate(path: Path) -> Document:
-    """Read a record, also one that is not intact.
+def read_certificate(path: Path) -> Certificate:
+    """Read a certificate, also one that is not intact.
 
     Raises:
-        RecordError: missing, no acceptance record, of a newer version, or so damaged that it says nothing for sure.
+        CertificateError: missing, no certificate, of a newer version, or damaged.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise RecordError(
-            f"{path}: no such file; name what `gpucluster certificate create JOURNAL --out FILE` has written"
+        raise CertificateError(
+            f"{path}: no such file; name one that `gpucluster certificate create JOURNAL --out FILE` has written"
         ) from None
     except OSError as error:
-        raise RecordError(f"{path}: cannot be read: {error.strerror or error}") from None
+        raise CertificateError(f"{path}: cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
-        raise RecordError(f"{path}: no acceptance record: not UTF-8 at byte {error.start}") from None
+        raise CertificateError(f"{path}: no certificate: not UTF-8 at byte {error.start}") from None
     try:
-        told = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse, parse_int=_whole)
+        document = json.loads(text, object_pairs_hook=_object, parse_constant=_reject, parse_int=_whole_number)
     except (ValueError, RecursionError) as error:
-        raise RecordError(f"{path}: no acceptance record, or cut off: {error}") from None
-    record = told.get("record") if isinstance(told, dict) else None
+        raise CertificateError(f"{path}: no certificate, or cut off: {error}") from None
+    record = document.get("record") if isinstance(document, dict) else None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise RecordError(f"{path}: not an acceptance record of this project")
-    _require_known(path, told, record)
+        raise CertificateError(f"{path}: not a certificate of this project")
+    _require_known_form(path, document, record)
     try:
         found = digest(record)
     except ValueError as error:
-        raise RecordError(f"{path}: damaged: {error}") from None
-    return Document(path=path, record=record, sealed=told["sha256"], digest=found)
+        raise CertificateError(f"{path}: damaged: {error}") from None
+    return Certificate(path=path, record=record, sealed=document["sha256"], digest=found)
 
 
-def _require_known(path: Path, told: Mapping[str, Any], record: Mapping[str, Any]) -> None:
+def _require_known_form(path: Path, document: Mapping[str, Any], record: Mapping[str, Any]) -> None:
     version = record.get("schema_version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise RecordError(f"{path}: not an acceptance record of this project: it has no schema_version")
+        raise CertificateError(f"{path}: not a certificate of this project: it has no schema_version")
     if version > SCHEMA_VERSION:
-        raise RecordError(
+        raise CertificateError(
             f"{path}: written with schema_version {version}; this version reads up to {SCHEMA_VERSION}: read it with "
             "the version that wrote it, or a newer one"
         )
-    strangers = sorted(set(told) - {"sha256", "digest", "record"})
-    if strangers:
-        raise RecordError(f"{path}: damaged: {', '.join(map(repr, strangers))} stands outside of what is sealed")
-    if told.get("digest") != DIGEST or not isinstance(told.get("sha256"), str):
-        raise RecordError(f"{path}: damaged: it must say sha256, and digest: {DIGEST!r}")
+    unknown = sorted(set(document) - {"sha256", "digest", "record"})
+    if unknown:
+        raise CertificateError(f"{path}: damaged: {', '.join(map(repr, unknown))} is outside of the sealed content")
+    if document.get("digest") != DIGEST or not isinstance(document.get("sha256"), str):
+        raise CertificateError(f"{path}: damaged: it must have sha256, and digest: {DIGEST!r}")
     for key, kind in _KEYS.items():
         if not isinstance(record.get(key), kind):
-            raise RecordError(f"{path}: damaged: {key!r} must be there, as {_JSON[kind]}")
+            raise CertificateError(f"{path}: damaged: {key!r} must be {_JSON[kind]}")
 
 
 _JSON = {bool: "true or false", list: "a list", dict: "an object"}
@@ -347,33 +347,33 @@ _JSON = {bool: "true or false", list: "a list", dict: "an object"}
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        # Which of the two counts would depend on who reads it.
-        twice = next(key for index, (key, _) in enumerate(pairs) if key in dict(pairs[:index]))
-        raise ValueError(f"the key {twice!r} stands twice in one object")
+        # Which of the two counts would depend on the reader.
+        duplicate = next(key for index, (key, _) in enumerate(pairs) if key in dict(pairs[:index]))
+        raise ValueError(f"the key {duplicate!r} occurs twice in one object")
     return found
 
 
-def _refuse(constant: str) -> Any:
+def _reject(constant: str) -> Any:
     raise ValueError(f"{constant} is no JSON")
 
 
-def _whole(text: str) -> int | float:
+def _whole_number(text: str) -> int | float:
     """Read a whole number as every JSON reader does: beyond 2^53 - 1 it is a double."""
     return int(text) if len(text) < 18 and abs(int(text)) <= LARGEST else float(text)
 
 
 def certificate_content(journal: Journal, *, sha256: str) -> dict[str, Any]:
-    """Return all that a record holds but by whom and when it was made.
+    """Return the content of a certificate, without its author and time of creation.
 
     Args:
-        journal: of the run, read with its samples: what each node has told of its network adapters is among them.
+        journal: of the run, read with its samples and so with the telemetry that lists the network adapters.
         sha256: of the journal's file.
     """
-    against, found = objections(journal), node_parts(journal)
+    reasons, nodes = blockers(journal), node_parts(journal)
     limits, end = journal.limits, journal.end
-    told = {
-        "accepted": not against,
-        "not_accepted_because": list(against),
+    content = {
+        "accepted": not reasons,
+        "not_accepted_because": list(reasons),
         "verdict": {"word": journal.verdict, "exit": journal.exit, "reason": journal.reason},
         "run": {
             "run_id": journal.run.run_id,
@@ -408,11 +408,11 @@ def certificate_content(journal: Journal, *, sha256: str) -> dict[str, Any]:
                 {"path": path, "sha256": digest} for path, digest in (limits.files if limits is not None else ())
             ],
         },
-        "nodes": found,
-        "missing": missing_parts(found),
+        "nodes": nodes,
+        "missing": missing_parts(nodes),
         "tests": [_test(result, journal) for result in journal.results],
     }
-    made = plain(told)
+    made = plain(content)
     assert isinstance(made, dict)
     return made
 

@@ -1,4 +1,4 @@
-"""Whether a certificate is valid: unchanged since it was sealed, and made from the journal that it names."""
+"""Whether a certificate is valid: unchanged since it was sealed, and derived from the journal that it names."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pytest_gpucluster.analysis.certificate import Document, canonical, certificate_content
+from pytest_gpucluster.analysis.certificate import Certificate, canonical, certificate_content
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal.journal import Journal, read
 
-_SHOWN = 5
+_MAX_PLACES = 5
 
 
-def faults(document: Document, *, known_digest: str | None = None) -> list[str]:
-    """Return why a record is not what was sealed, in itself.
+def seal_problems(certificate: Certificate, *, known_digest: str | None = None) -> list[str]:
+    """Return why a certificate is not valid by itself.
 
     Args:
-        document: the record.
-        known_digest: what its digest is known to be, from elsewhere.
+        certificate: to check.
+        known_digest: its digest, kept elsewhere.
     """
     found = []
-    if not document.is_intact:
+    if not certificate.is_intact:
         found.append(
-            f"it was changed after it was sealed: the SHA-256 of what it says is {document.digest}, and it was sealed "
-            f"with {document.sealed}"
+            f"it was changed after it was sealed: the SHA-256 of its content is {certificate.digest}, and it was "
+            f"sealed with {certificate.sealed}"
         )
-    if known_digest is not None and known_digest.lower() != document.digest:
-        found.append(f"the SHA-256 of what it says is {document.digest}, not {known_digest}")
-    if document.record["accepted"] is True:
-        found += [f"it contradicts itself: it says accepted, and {why}" for why in _contradictions(document)]
+    if known_digest is not None and known_digest.lower() != certificate.digest:
+        found.append(f"the SHA-256 of its content is {certificate.digest}, not {known_digest}")
+    if certificate.record["accepted"] is True:
+        found += [f"it contradicts itself: it states accepted, and {why}" for why in _contradictions(certificate)]
     return found
 
 
-def _contradictions(document: Document) -> Iterator[str]:
-    """Yield what no record of an accepted run says, whoever has sealed it."""
-    record = document.record
-    if not document.is_accepted:
-        yield "its verdict, its run or its reasons say no"
+def _contradictions(certificate: Certificate) -> Iterator[str]:
+    """Yield what contradicts an accepted run."""
+    record = certificate.record
+    if not certificate.is_accepted:
+        yield "its verdict, its run or its reasons state otherwise"
     tests = items(record, "tests")
     bad = [test.get("nodeid") for test in tests if test.get("outcome") not in ("passed", "skipped")]
     if bad:
@@ -48,7 +48,7 @@ def _contradictions(document: Document) -> Iterator[str]:
     if missed:
         yield f"{len(missed)} of its values did not keep their limit, such as {missed[0]}"
     if not any(one.get("status") == "passed" for one in values):
-        yield "none of its values was held against a limit"
+        yield "none of its values was compared with a limit"
     nodes = items(record, "nodes")
     gpus = [gpu for node in nodes for gpu in items(node, "gpus")]
     run = record["run"]
@@ -58,17 +58,17 @@ def _contradictions(document: Document) -> Iterator[str]:
             f"{run.get('world_size')} ranks"
         )
     if len({str(gpu.get("uuid")).casefold() for gpu in gpus}) < len(gpus):
-        yield "two of its GPUs have one UUID"
+        yield "two of its GPUs have the same UUID"
 
 
-def items(told: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
-    """Return the objects of a list in a record, which anybody may have sealed: what is no object is left out."""
-    value = told.get(key)
+def items(record: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    """Return the objects of a list in a certificate. Anyone can seal one: entries of another type are left out."""
+    value = record.get(key)
     return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
 
 
 def journal_digest(path: Path) -> tuple[str, Journal]:
-    """Return a journal and the SHA-256 of its file. Both are of the same bytes.
+    """Return the SHA-256 of a journal's file, and the journal: both of the same bytes.
 
     Raises:
         JournalError: it cannot be read, or changes while it is.
@@ -80,27 +80,29 @@ def journal_digest(path: Path) -> tuple[str, Journal]:
     return before, journal
 
 
-def faults_beside(document: Document, journal: Journal, sha256: str) -> list[str]:
-    """Return where a record does not say what its journal says.
+def journal_mismatches(certificate: Certificate, journal: Journal, sha256: str) -> list[str]:
+    """Return where a certificate differs from its journal.
 
     Args:
-        document: the record.
-        journal: the run that it should be of, with its samples.
+        certificate: to check.
+        journal: of the run that it should be of, with samples.
         sha256: of the journal's file.
     """
-    named = document.record["journal"].get("sha256")
+    named = certificate.record["journal"].get("sha256")
     if named != sha256:
-        return [f"it is of another journal: that has the SHA-256 {named}, and this one {sha256}"]
-    told = {key: value for key, value in document.record.items() if key not in ("made", "format", "schema_version")}
+        return [f"it is of another journal, with the SHA-256 {named}; this one has {sha256}"]
+    content = {
+        key: value for key, value in certificate.record.items() if key not in ("made", "format", "schema_version")
+    }
     expected = certificate_content(journal, sha256=sha256)
-    if canonical(told) == canonical(expected):
+    if canonical(content) == canonical(expected):
         return []
-    places = list(_differing(told, expected))
-    version = document.record["made"].get("version")
-    more = f" and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""
+    places = list(_differing(content, expected))
+    version = certificate.record["made"].get("version")
+    more = f" and {len(places) - _MAX_PLACES} more" if len(places) > _MAX_PLACES else ""
     return [
-        f"it does not say what its journal says: {', '.join(places[:_SHOWN])}{more} (it was made by pytest-gpucluster "
-        f"{version}; a later version may say more)"
+        f"it differs from its journal: {', '.join(places[:_MAX_PLACES])}{more} (it was written by pytest-gpucluster "
+        f"{version}; a later version may have more fields)"
     ]
 
 

@@ -1,7 +1,7 @@
-"""What has changed between two certificates: parts swapped, moved, replaced, added or removed, and their firmware.
+"""The differences between two certificates: parts swapped, moved, replaced, added or removed, and their firmware.
 
-A part is known by what its maker wrote into it: a GPU by its UUID, a network adapter by its GUID. A slot is a place in
-a node: its PCI address, where that is known.
+A GPU is identified by its UUID, a network adapter by its GUID. A slot is a place in a node: its PCI address, where that
+is known.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from pytest_gpucluster.analysis.certificate import COMPONENTS, OF_ADAPTER, OF_GPU, Document
-from pytest_gpucluster.errors import RecordError
+from pytest_gpucluster.analysis.certificate import ADAPTER_FIELDS, COMPONENTS, GPU_FIELDS, Certificate
+from pytest_gpucluster.errors import CertificateError
 
 Kind = Literal[
     "node removed",
@@ -31,7 +31,7 @@ Kind = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One thing that is not as it was. ``where`` names nodes and slots, ``what`` the parts."""
+    """One difference. ``where`` names nodes and slots, ``what`` the parts."""
 
     kind: Kind
     where: str
@@ -46,7 +46,7 @@ class _Part:
     host: str
     slot: str
     name: str
-    """The slot, as it is told."""
+    """The slot in messages."""
     identity: str
     facts: Mapping[str, str]
 
@@ -65,7 +65,7 @@ class _Part:
 
 @dataclass(frozen=True, kw_only=True)
 class _Inventory:
-    """What a record says is there."""
+    """The parts and versions of a certificate."""
 
     parts: tuple[_Part, ...]
     versions: Mapping[str, Mapping[str, str]]
@@ -82,17 +82,17 @@ class _Inventory:
         return frozenset(part.identity for part in self.parts if part.host == host and part.identity)
 
 
-_WORDS = {"GPU": OF_GPU, "adapter": OF_ADAPTER}
+_WORDS = {"GPU": GPU_FIELDS, "adapter": ADAPTER_FIELDS}
 _IDENTITY = {"GPU": "uuid", "adapter": "guid"}
 _SLOT = "pci_bus_id"
-"""Where a part is, and not what it is."""
+"""The place of a part, not a property of it."""
 
 
-def differences(old: Document, new: Document) -> tuple[Difference, ...]:
-    """Return what is not as it was; nothing, where every part is in its slot with the same firmware and versions.
+def differences(old: Certificate, new: Certificate) -> tuple[Difference, ...]:
+    """Return the differences; empty where every part is in its slot with the same firmware and versions.
 
     Raises:
-        RecordError: a record does not tell its nodes in the form that this project writes.
+        CertificateError: the nodes of a certificate are not in the form that this project writes.
     """
     before, after = _inventory(old), _inventory(new)
     renamed = _renamed(before, after)
@@ -110,8 +110,8 @@ def differences(old: Document, new: Document) -> tuple[Difference, ...]:
     return tuple(found)
 
 
-def judged_otherwise(old: Document, new: Document) -> tuple[str, ...]:
-    """Return in words what differs in how the two were judged. It is no change of the cluster."""
+def judging_differences(old: Certificate, new: Certificate) -> tuple[str, ...]:
+    """Return the differences in limits, versions and acceptance. They are no change of the cluster."""
     lines = []
     for key, words in (("sku", "SKU"), ("gpu_name", "GPU")):
         was, now = old.record["limits"].get(key), new.record["limits"].get(key)
@@ -130,11 +130,11 @@ def judged_otherwise(old: Document, new: Document) -> tuple[str, ...]:
 
 def _renamed(before: _Inventory, after: _Inventory) -> dict[str, str]:
     """Return old name -> new name of nodes that hold exactly the same parts under another name."""
-    gone = [host for host in before.versions if host not in after.versions]
-    came = [host for host in after.versions if host not in before.versions]
+    removed = [host for host in before.versions if host not in after.versions]
+    added = [host for host in after.versions if host not in before.versions]
     found: dict[str, str] = {}
-    for host in gone:
-        same = [one for one in came if before.of_host(host) and before.of_host(host) == after.of_host(one)]
+    for host in removed:
+        same = [one for one in added if before.of_host(host) and before.of_host(host) == after.of_host(one)]
         if len(same) == 1:
             found[host] = same[0]
     return found
@@ -166,18 +166,20 @@ def _twice(inventory: _Inventory, which: str) -> Iterator[Difference]:
         key = part.noun, part.identity
         if part.identity and key in seen:
             where = f"{seen[key].where} and {part.where}"
-            yield Difference(kind="twice", where=where, what=f"{part.identity}, in the {which} record")
+            yield Difference(kind="twice", where=where, what=f"{part.identity}, in the {which} certificate")
         seen.setdefault(key, part)
 
 
 def _parts(before: _Inventory, after: _Inventory) -> Iterator[Difference]:
-    told: set[tuple[str, str]] = set()
+    reported: set[tuple[str, str]] = set()
     for part in before.parts:
         now = after.by_place.get(part.place)
         if not part.identity or (now is not None and not now.identity):
             which = "old" if not part.identity else "new"
             yield Difference(
-                kind="unknown", where=part.where, what=f"the {which} record has no identity of the {part.noun} there"
+                kind="unknown",
+                where=part.where,
+                what=f"the {which} certificate has no identity of the {part.noun} there",
             )
             continue
         key = part.noun, part.identity
@@ -187,8 +189,8 @@ def _parts(before: _Inventory, after: _Inventory) -> Iterator[Difference]:
         if found is not None:
             other = before.by_place.get(found.place)
             if now is not None and other is not None and other.identity == now.identity:
-                if key not in told:
-                    told |= {key, (now.noun, now.identity)}
+                if key not in reported:
+                    reported |= {key, (now.noun, now.identity)}
                     yield Difference(kind="swapped", where=f"{part.where} <-> {found.where}", what=f"{part} and {now}")
             else:
                 yield Difference(kind="moved", where=f"{part.where} -> {found.where}", what=str(part))
@@ -203,15 +205,13 @@ def _parts(before: _Inventory, after: _Inventory) -> Iterator[Difference]:
         stayed = was is None or (was.noun, was.identity) in after.by_identity
         if not part.identity:
             if was is None:
-                yield Difference(
-                    kind="unknown", where=part.where, what=f"a {part.noun} that was not there, of unknown identity"
-                )
+                yield Difference(kind="unknown", where=part.where, what=f"a new {part.noun} of unknown identity")
         elif stayed:
             yield Difference(kind="added", where=part.where, what=str(part))
 
 
 def _firmware(before: _Inventory, after: _Inventory) -> Iterator[Difference]:
-    """Yield what the same part says of itself otherwise, alike changes in one line."""
+    """Yield the changed properties of parts; equal changes are one line."""
     changes: dict[tuple[str, str, str, str], list[str]] = {}
     for (noun, identity), part in before.by_identity.items():
         now = after.by_identity.get((noun, identity))
@@ -220,7 +220,7 @@ def _firmware(before: _Inventory, after: _Inventory) -> Iterator[Difference]:
             if was != is_now and key != _SLOT:
                 changes.setdefault((noun, words, was, is_now), []).append(now.where if now is not None else "")
     for (noun, words, was, is_now), places in changes.items():
-        what = f"{words} of the {noun}: {was or 'not known'} -> {is_now or 'not known'}"
+        what = f"{words} of the {noun}: {was or 'unknown'} -> {is_now or 'unknown'}"
         yield Difference(kind="changed", where=_listed(places), what=what)
 
 
@@ -233,7 +233,7 @@ def _versions(before: _Inventory, after: _Inventory) -> Iterator[Difference]:
             if pair[0] != pair[1]:
                 changes.setdefault((component, *pair), []).append(host)
     for (component, old, new), hosts in changes.items():
-        what = f"{component}: {old or 'not known'} -> {new or 'not known'}"
+        what = f"{component}: {old or 'unknown'} -> {new or 'unknown'}"
         yield Difference(kind="changed", where=_listed(hosts), what=what)
 
 
@@ -245,17 +245,17 @@ def _listed(places: list[str]) -> str:
     return ", ".join(places[:_PLACES_NAMED]) + more
 
 
-def _inventory(document: Document) -> _Inventory:
+def _inventory(document: Certificate) -> _Inventory:
     parts: list[_Part] = []
     versions: dict[str, Mapping[str, str]] = {}
     hosts = Counter(str(node.get("host")) for node in document.record["nodes"] if isinstance(node, dict))
     for index, node in enumerate(document.record["nodes"]):
         where = f"{document.path}: nodes[{index}]"
         host = _text(node, "host", where)
-        if hosts[host] > 1:  # as containers may be called
+        if hosts[host] > 1:  # containers may share a host name
             host = f"{host} (node {node.get('node_rank')})"
-        told = _inner(node, "versions", dict, where)
-        versions[host] = {component: _text(told, component, f"{where}.versions") for component in COMPONENTS}
+        installed = _inner(node, "versions", dict, where)
+        versions[host] = {component: _text(installed, component, f"{where}.versions") for component in COMPONENTS}
         for gpu in _inner(node, "gpus", list, where):
             parts.append(_part("GPU", gpu, _text(gpu, "index", f"{where}.gpus"), host, f"{where}.gpus"))
         if node.get("adapters") is not None:
@@ -266,19 +266,19 @@ def _inventory(document: Document) -> _Inventory:
 
 
 def _apart(parts: list[_Part]) -> Iterator[_Part]:
-    """Yield parts, each in a slot of its own: the slices of a GPU (MIG) share its PCI address, and count in order."""
-    sharing, before = Counter(part.place for part in parts), Counter[tuple[str, str, str]]()
+    """Yield parts, each in its own slot: the MIG slices of a GPU share its PCI address and are numbered in order."""
+    sharing, numbers = Counter(part.place for part in parts), Counter[tuple[str, str, str]]()
     for part in parts:
         if sharing[part.place] == 1:
             yield part
             continue
-        before[part.place] += 1
-        number = before[part.place]
+        numbers[part.place] += 1
+        number = numbers[part.place]
         yield replace(part, slot=f"{part.slot}#{number}", name=f"{part.name}, slice {number}")
 
 
-def _part(noun: str, told: Any, number: str, host: str, where: str) -> _Part:
-    facts = {key: _text(told, key, where) for key in _WORDS[noun]}
+def _part(noun: str, entry: Any, number: str, host: str, where: str) -> _Part:
+    facts = {key: _text(entry, key, where) for key in _WORDS[noun]}
     named = f"GPU {number or '?'}" if noun == "GPU" else number
     return _Part(
         noun=noun,
@@ -290,15 +290,15 @@ def _part(noun: str, told: Any, number: str, host: str, where: str) -> _Part:
     )
 
 
-def _text(told: Any, key: str, where: str) -> str:
-    value = told.get(key) if isinstance(told, dict) else None
+def _text(entry: Any, key: str, where: str) -> str:
+    value = entry.get(key) if isinstance(entry, dict) else None
     if not isinstance(value, str):
-        raise RecordError(f"{where}: {key!r} must be there, as text")
+        raise CertificateError(f"{where}: {key!r} must be text")
     return value
 
 
-def _inner(told: Any, key: str, kind: type, where: str) -> Any:
-    value = told.get(key) if isinstance(told, dict) else None
+def _inner(entry: Any, key: str, kind: type, where: str) -> Any:
+    value = entry.get(key) if isinstance(entry, dict) else None
     if not isinstance(value, kind):
-        raise RecordError(f"{where}: {key!r} must be there, as {'an object' if kind is dict else 'a list'}")
+        raise CertificateError(f"{where}: {key!r} must be {'an object' if kind is dict else 'a list'}")
     return value

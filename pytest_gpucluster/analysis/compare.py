@@ -1,4 +1,4 @@
-"""Two runs compared: the change of each metric of each test on all ranks, the worst first, and the overall answer."""
+"""A comparison of two runs: the change of each metric of each test by rank, the worst first, and the overall answer."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pytest_gpucluster.analysis.run_view import (
     STATES,
     Key,
     Match,
-    Side,
-    Tested,
+    MeasuredTest,
+    RunView,
     Values,
     key_of,
     match,
+    metric_obstacles,
     notes,
     obstacles,
-    why_not_of,
 )
 from pytest_gpucluster.analysis.significance import (
     ALLOWED_RATIO,
@@ -30,15 +30,15 @@ from pytest_gpucluster.analysis.significance import (
     OPEN,
     REGRESSED,
     SAME,
-    Known,
-    weigh,
+    Estimate,
+    assess,
 )
 from pytest_gpucluster.journal.records import RankPlace
 
 FOUND_LABELS = ("transport", "nics")
-"""Labels that say what was found, and not what was asked for: such a value is the same one with another label."""
+"""Labels for what was found, not for what was requested: with another such label it is still the same metric."""
 _FOUND_BY_A_SEARCH = ("m", "n", "k", "layout")
-"""The same of the best of a search alone: elsewhere another size is another value."""
+"""Such labels of the best of a search only: elsewhere another size is another metric."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +50,9 @@ class Pair:
     """None for what concerns the whole run."""
     old_rank: int | None = None
     by: str = ""
-    """How the two ranks were found to belong together."""
-    old: Known | None = None
-    new: Known | None = None
+    """How the two ranks were matched."""
+    old: Estimate | None = None
+    new: Estimate | None = None
     change: float | None = None
     """A share; positive is better."""
     why: str = ""
@@ -65,7 +65,7 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What has become of a metric, or, where ``metric`` is empty, of the outcome of a test."""
+    """The change of a metric, or, where ``metric`` is empty, of the outcome of a test."""
 
     nodeid: str
     name: str
@@ -99,13 +99,13 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """How values are compared."""
+    """The rules of a comparison."""
 
     allowed: float
-    recorded_decide: bool = False
+    include_recorded: bool = False
     """Values that no limit judges decide too."""
-    why_not: Callable[[str], str] = lambda metric: ""
-    """Why a metric cannot be compared between these two runs; empty where it can."""
+    obstacle_of: Callable[[str], str] = lambda metric: ""
+    """Metric -> why it cannot be compared between these two runs; "" where it can."""
     of_gpu: Mapping[int, Match]
     """Rank now -> before, for what a GPU does."""
     of_slot: Mapping[int, Match]
@@ -113,8 +113,8 @@ class Terms:
     new_ranks: Mapping[int, RankPlace]
 
 
-def changes_of(old: Tested, new: Tested, terms: Terms) -> Iterator[Change]:
-    """Yield what has become of each metric of a test; of one that only one side has, too."""
+def changes_of(old: MeasuredTest, new: MeasuredTest, terms: Terms) -> Iterator[Change]:
+    """Yield the change of each metric of a test, including metrics of one run only."""
     partners = dict(_partners(old.values, new.values))
     for key, now in new.values.items():
         before = old.values.get(partners.get(key, key))
@@ -129,38 +129,38 @@ def changes_of(old: Tested, new: Tested, terms: Terms) -> Iterator[Change]:
 
 
 def _partners(old: Mapping[Key, Values], new: Mapping[Key, Values]) -> Iterator[tuple[Key, Key]]:
-    """Yield each metric of now with that of before, also where only what was found is labelled otherwise."""
+    """Yield each metric of now with that of before, also where only labels of FOUND_LABELS differ."""
     free: dict[Key, list[Key]] = {}
     for key in old:
         if key not in new:
-            free.setdefault(_asked(key), []).append(key)
+            free.setdefault(_requested(key), []).append(key)
     for key in new:
         if key in old:
             yield key, key
-        elif free.get(_asked(key)):
-            yield key, free[_asked(key)].pop(0)
+        elif free.get(_requested(key)):
+            yield key, free[_requested(key)].pop(0)
 
 
-def _asked(key: Key) -> Key:
+def _requested(key: Key) -> Key:
     found = found_labels(key[0])
     return key[0], tuple((name, text) for name, text in key[1] if name not in found)
 
 
 def found_labels(metric: str) -> tuple[str, ...]:
-    """Return the labels of a metric that say what was found, and not what was asked for."""
+    """Return the labels of a metric for what was found, not for what was requested."""
     return (*FOUND_LABELS, *_FOUND_BY_A_SEARCH) if metric.endswith(OF_A_SEARCH) else FOUND_LABELS
 
 
-def _change(before: Values, now: Values, test: Tested, terms: Terms) -> Change:
-    why = terms.why_not(now.metric)
+def _change(before: Values, now: Values, test: MeasuredTest, terms: Terms) -> Change:
+    why = terms.obstacle_of(now.metric)
     if not why and before.unit != now.unit:
         why = f"in {before.unit} before, in {now.unit} now"
     if not why and now.higher is None:
-        why = "nobody has said whether more of it is better or less"
+        why = "it is unknown whether more or less of it is better"
     if why:
         pairs = [Pair(kind=NOT_COMPARABLE, why=why)]
     elif now.scope == "world":
-        pairs = [_weighed(_worst(before), _worst(now), now, terms)]
+        pairs = [_assessed(_worst(before), _worst(now), now, terms)]
     else:
         pairs = list(_by_rank(before, now, terms))
     found = [
@@ -191,22 +191,22 @@ def _by_rank(before: Values, now: Values, terms: Terms) -> Iterator[Pair]:
         if match is None or old is None:
             yield Pair(kind=MISSING, rank=rank, new=value, why="no value before")
             continue
-        found = _weighed((match.old, old), (rank, value), now, terms)
+        found = _assessed((match.old, old), (rank, value), now, terms)
         swapped = f"another GPU in this slot: {match.swapped} before" if match.swapped else ""
         yield Pair(**{**vars(found), "by": match.by, "why": "; ".join(filter(None, (found.why, swapped)))})
     for rank, value in left.items():
         yield Pair(kind=MISSING, old_rank=rank, old=value, why="no value now")
 
 
-def _weighed(old: tuple[int, Known], new: tuple[int, Known], now: Values, terms: Terms) -> Pair:
+def _assessed(old: tuple[int, Estimate], new: tuple[int, Estimate], now: Values, terms: Terms) -> Pair:
     assert now.higher is not None  # or it is not compared
-    found = weigh(old[1], new[1], higher=now.higher, allowed=terms.allowed, limit_max=now.limit_max)
+    result = assess(old[1], new[1], higher=now.higher, allowed=terms.allowed, limit_max=now.limit_max)
     return Pair(
-        kind=found.kind, rank=new[0], old_rank=old[0], old=old[1], new=new[1], change=found.change, why=found.why
+        kind=result.kind, rank=new[0], old_rank=old[0], old=old[1], new=new[1], change=result.change, why=result.why
     )
 
 
-def _worst(values: Values) -> tuple[int, Known]:
+def _worst(values: Values) -> tuple[int, Estimate]:
     """Return the rank with the worst value; one that is no number is the worst of all."""
 
     def goodness(rank: int) -> float:
@@ -217,7 +217,7 @@ def _worst(values: Values) -> tuple[int, Known]:
     return rank, values.of_rank[rank]
 
 
-def _one_sided(values: Values, test: Tested, when: str, terms: Terms) -> Change:
+def _one_sided(values: Values, test: MeasuredTest, when: str, terms: Terms) -> Change:
     other = "now" if when == "before" else "before"
     return Change(
         nodeid=test.nodeid,
@@ -235,7 +235,7 @@ def _one_sided(values: Values, test: Tested, when: str, terms: Terms) -> Change:
 def _decides(values: Values, terms: Terms) -> bool:
     if values.higher is None or values.metric in STATES:
         return False
-    return terms.recorded_decide or not values.recorded
+    return terms.include_recorded or not values.recorded
 
 
 REGRESSION = "REGRESSION"
@@ -246,13 +246,13 @@ NOT_COMPARED = "NOT COMPARABLE"
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What has become of a run."""
+    """The comparison of two runs."""
 
     allowed: float
     partial: bool
-    """What only one of the two runs has does not make the answer undecided."""
+    """Metrics of one run only do not make the answer undecided."""
     obstacles: tuple[str, ...]
-    """Why nothing can be compared; empty where something can."""
+    """Why the runs cannot be compared; empty where they can."""
     notes: tuple[str, ...]
     changes: tuple[Change, ...]
     """The worst first; those that decide before those that do not."""
@@ -269,12 +269,12 @@ class Comparison:
 
     @property
     def regressed(self) -> tuple[Change, ...]:
-        """Return what has become worse beyond noise and by more than is allowed."""
+        """Return the changes that are worse beyond noise and by more than is allowed."""
         return tuple(change for change in self.changes if change.decides and change.kind == REGRESSED)
 
     @property
     def undecided(self) -> tuple[Change, ...]:
-        """Return what gives no answer, and should."""
+        """Return the changes that decide and have no conclusion."""
         passed_over = (MISSING,) if self.partial else ()
         return tuple(
             change
@@ -286,50 +286,50 @@ class Comparison:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Return kind -> how many values of ranks, of those that decide."""
+        """Return kind -> number of ranks' values, of the changes that decide."""
         return dict(Counter(pair.kind for change in self.changes if change.decides for pair in change.pairs))
 
 
-def terms_of(old: Side, new: Side, *, allowed: float, recorded_decide: bool = False) -> Terms:
-    """Return how the values of two runs are compared."""
+def terms_of(old: RunView, new: RunView, *, allowed: float, include_recorded: bool = False) -> Terms:
+    """Return the rules for comparing two runs."""
     return Terms(
         allowed=allowed,
-        recorded_decide=recorded_decide,
-        why_not=why_not_of(old.facts, new.facts),
-        of_gpu=match(old.facts.places, new.facts.places),
-        of_slot=match(old.facts.places, new.facts.places, by_gpu=False),
-        new_ranks=new.facts.places,
+        include_recorded=include_recorded,
+        obstacle_of=metric_obstacles(old.conditions, new.conditions),
+        of_gpu=match(old.conditions.places, new.conditions.places),
+        of_slot=match(old.conditions.places, new.conditions.places, by_gpu=False),
+        new_ranks=new.conditions.places,
     )
 
 
 def compare_runs(
-    old: Side, new: Side, *, allowed: float = ALLOWED_RATIO, recorded_decide: bool = False, partial: bool = False
+    old: RunView, new: RunView, *, allowed: float = ALLOWED_RATIO, include_recorded: bool = False, partial: bool = False
 ) -> Comparison:
     """Compare two runs.
 
     Args:
-        old: the one that is the measure.
-        new: the one in question.
+        old: the reference.
+        new: the run in question.
         allowed: the ratio by which a value may be worse than before.
-        recorded_decide: values that no limit judges decide too.
-        partial: what only one of the two has is told, and leaves the answer as it is.
+        include_recorded: values that no limit judges decide too.
+        partial: metrics of one run only are reported, and do not change the answer.
     """
-    stop = obstacles(old.facts, new.facts)
+    stop = obstacles(old.conditions, new.conditions)
     changes: list[Change] = []
     if not stop:
-        terms = terms_of(old, new, allowed=allowed, recorded_decide=recorded_decide)
+        terms = terms_of(old, new, allowed=allowed, include_recorded=include_recorded)
         for nodeid in dict.fromkeys([*new.tests, *old.tests]):
             changes += _of_test(old.tests.get(nodeid), new.tests.get(nodeid), terms)
     return Comparison(
         allowed=allowed,
         partial=partial,
         obstacles=stop,
-        notes=() if stop else notes(old.facts, new.facts),
+        notes=() if stop else notes(old.conditions, new.conditions),
         changes=tuple(sorted(changes, key=lambda change: (not change.decides, *change.worst.badness))),
     )
 
 
-def _of_test(before: Tested | None, now: Tested | None, terms: Terms) -> Iterator[Change]:
+def _of_test(before: MeasuredTest | None, now: MeasuredTest | None, terms: Terms) -> Iterator[Change]:
     outcome = _of_outcome(before, now)
     if outcome is not None:
         yield outcome
@@ -337,16 +337,16 @@ def _of_test(before: Tested | None, now: Tested | None, terms: Terms) -> Iterato
         yield from changes_of(before, now, terms)
 
 
-def _of_outcome(before: Tested | None, now: Tested | None) -> Change | None:
-    """Return what has become of how a test ended; nothing where there is nothing to say, or its values say it."""
+def _of_outcome(before: MeasuredTest | None, now: MeasuredTest | None) -> Change | None:
+    """Return the change of a test's outcome; None where its values already show it."""
     test = now or before
     assert test is not None  # it is in one of the two
     was, is_now = _ended(before), _ended(now)
     if not _ran(before) and not _ran(now):
         return None
     if before is None or now is None or not (_ran(before) and _ran(now)):
-        # Nobody has chosen to leave a test out in which, or before which, the run ended; and no run leaves out what
-        # it has failed. So none of these is passed over.
+        # A test that the run's end cut off, or that failed or broke, was not left out on purpose: --partial does not
+        # excuse it.
         is_sound = now is None or now.outcome in ("passed", "skipped")
         kind = MISSING if is_sound else NOT_COMPARABLE
         pair = Pair(kind=kind, why=f"{was} before, {is_now} now{_because(now, before)}")
@@ -363,13 +363,13 @@ def _of_outcome(before: Tested | None, now: Tested | None) -> Change | None:
     return Change(nodeid=test.nodeid, name=test.name, criterion=test.criterion, labels={}, pairs=(pair,), decides=True)
 
 
-def _ran(test: Tested | None) -> bool:
+def _ran(test: MeasuredTest | None) -> bool:
     return test is not None and test.outcome in ("passed", "failed", "error")
 
 
-def _ended(test: Tested | None) -> str:
+def _ended(test: MeasuredTest | None) -> str:
     return "not in the run" if test is None else test.outcome
 
 
-def _because(*tests: Tested | None) -> str:
+def _because(*tests: MeasuredTest | None) -> str:
     return next((f": {test.message}" for test in tests if test is not None and test.message), "")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pytest_gpucluster.analysis.compare import NO_REGRESSION, NOT_COMPARED, REGRESSION, Change, Comparison, Pair
-from pytest_gpucluster.analysis.significance import KINDS, OPEN, REGRESSED, WORSE, Known
+from pytest_gpucluster.analysis.significance import KINDS, OPEN, REGRESSED, WORSE, Estimate
 from pytest_gpucluster.reports.tables import percent, quantity
 from pytest_gpucluster.text import one_line, paragraph, printable
 
@@ -23,31 +23,31 @@ _LONGEST = 400
 def comparison_table(
     comparison: Comparison, *, old_name: NameOf, new_name: NameOf, width: int = 80, everything: bool = False
 ) -> str:
-    """Return the answer, what the runs differ in, and a row for each change that matters, or for all of them.
+    """Return the answer, the differences between the runs, and a row for each relevant change, or for all changes.
 
     Args:
         comparison: of two runs.
-        old_name: rank -> how it was called before.
-        new_name: rank -> how it is called now.
+        old_name: rank -> its name before.
+        new_name: rank -> its name now.
         width: columns of the terminal.
-        everything: also what is the same, within noise, or decides nothing.
+        everything: include changes that are the same, within noise, or decide nothing.
     """
     lines = [*_wrapped(answer_text(comparison), width)]
     for obstacle in comparison.obstacles:
         lines += _wrapped(f"not comparable: {obstacle}", width)
     for note in comparison.notes:
         lines += _wrapped(f"note: {note}", width)
-    shown = [change for change in comparison.changes if everything or _matters(change)]
-    rows = shown if everything else shown[:_ROWS]
+    relevant = [change for change in comparison.changes if everything or _is_relevant(change)]
+    rows = relevant if everything else relevant[:_ROWS]
     if rows:
         lines.append("")
         lines += _rows(rows, old_name, new_name, width)
     hidden = len(comparison.changes) - len(rows)
     if hidden:
-        more = f"and {len(shown) - len(rows)} more of these; " if len(shown) > len(rows) else ""
-        rest = len(comparison.changes) - len(shown)
-        told = f"{rest} more metrics are the same, within noise, or decide nothing; " if rest else ""
-        lines += ["", *_wrapped(f"{more}{told}--all shows them", width)]
+        more = f"and {len(relevant) - len(rows)} more of these; " if len(relevant) > len(rows) else ""
+        rest = len(comparison.changes) - len(relevant)
+        irrelevant = f"{rest} more metrics are the same, within noise, or decide nothing; " if rest else ""
+        lines += ["", *_wrapped(f"{more}{irrelevant}--all shows them", width)]
     return "\n".join(lines) + "\n"
 
 
@@ -60,7 +60,7 @@ def answer_text(comparison: Comparison) -> str:
         many = len(comparison.regressed)
         return f"REGRESSION: {_count(many, 'result')} worse than before beyond noise and by more than {allowed}{of}"
     if comparison.answer == NOT_COMPARED:
-        return f"NOT COMPARABLE: no value of these two runs that decides can be held against the other{of}"
+        return f"NOT COMPARABLE: no value that decides can be compared between these two runs{of}"
     if comparison.answer == NO_REGRESSION:
         return f"NO REGRESSION: nothing is worse than before beyond noise and by more than {allowed}{of}"
     many = len(comparison.undecided)
@@ -68,7 +68,7 @@ def answer_text(comparison: Comparison) -> str:
 
 
 def change_text(change: float) -> str:
-    """Return a change as "-12.3 %"; beyond ten times as "< -1000 %": how much it is then tells nothing."""
+    """Return a change as "-12.3 %"; beyond ten times as "< -1000 %"."""
     if abs(change) <= 10:
         return percent(change)
     return "< -1000 %" if change < 0 else "> +1000 %"
@@ -85,7 +85,7 @@ def pair_text(pair: Pair, unit: str) -> str:
     return f"{before} before, {now} now{change}" + (f": {pair.why}" if pair.why else "")
 
 
-def _matters(change: Change) -> bool:
+def _is_relevant(change: Change) -> bool:
     return change.decides and (change.kind in (REGRESSED, *OPEN, WORSE) or change.kind == "better")
 
 
@@ -97,7 +97,7 @@ def _rows(changes: Sequence[Change], old_name: NameOf, new_name: NameOf, width: 
     if not narrow:
         yield _line(titles, widths)
     for change, row in zip(changes, cells, strict=True):
-        if narrow:  # numbers of an unusual length: one below the other
+        if narrow:  # unusually long numbers: one below the other
             for text in filter(None, row):
                 yield printable(one_line(text, width))
         else:
@@ -163,7 +163,7 @@ SCHEMA_VERSION = 1
 
 
 def comparison_document(comparison: Comparison, *, old: dict[str, Any], new: dict[str, Any], exit_code: int) -> str:
-    """Return the JSON text; ``old`` and ``new`` say which runs they are. docs/compare.md has what each key means."""
+    """Return the JSON text; ``old`` and ``new`` identify the runs. docs/compare.md has what each key means."""
     content = {
         "schema_version": SCHEMA_VERSION,
         "answer": comparison.answer,
@@ -204,18 +204,18 @@ def pair_to_json(pair: Pair) -> dict[str, Any]:
         "rank": pair.rank,
         "old_rank": pair.old_rank,
         "matched_by": pair.by,
-        "old": _known(pair.old),
-        "new": _known(pair.new),
+        "old": _estimate_to_json(pair.old),
+        "new": _estimate_to_json(pair.new),
         "change_ratio": None if pair.change is None else _number(pair.change),
         "why": pair.why,
     }
 
 
-def _known(known: Known | None) -> dict[str, Any] | None:
-    if known is None:
+def _estimate_to_json(estimate: Estimate | None) -> dict[str, Any] | None:
+    if estimate is None:
         return None
-    interval = [_number(known.low), _number(known.high)] if known.sampled else None
-    return {"value": _number(known.value), "interval": interval}
+    interval = [_number(estimate.low), _number(estimate.high)] if estimate.sampled else None
+    return {"value": _number(estimate.value), "interval": interval}
 
 
 def _number(value: float) -> float | str:

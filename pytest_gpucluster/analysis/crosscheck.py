@@ -1,8 +1,7 @@
 """Our collective measurements compared with those of nccl-tests, size by size, and the result as text and JSON.
 
-Wrong data anywhere are a finding. A figure that is missing on either side is never agreement. nccl-tests is asked for
-sizes such that each of our figures has a counterpart. Busbw is in GB/s; docs/crosscheck.md has what each key of the
-JSON means.
+Wrong data are always a finding. A figure that is missing on either side is never agreement. nccl-tests is run with the
+sizes of our figures. Busbw is in GB/s; docs/crosscheck.md describes the keys of the JSON.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from pytest_gpucluster.reports.tables import percent, quantity
 from pytest_gpucluster.text import Column, line_of, paragraph, total, widths
 
 AVERAGE, SLOWEST = "average_busbw", "busbw"
-"""Of all ranks' times their mean, as nccl-tests prints it with a process for each GPU; or the slowest rank's, as a
-process sees it that waits for all of its GPUs."""
+"""By the mean of all ranks' times, as nccl-tests prints it with a process for each GPU; or by the slowest rank's, as a
+process with several GPUs sees it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +40,10 @@ class Point:
     """One collective in one dtype at one size, by one number of ranks on one number of nodes.
 
     Attributes:
-        size: as the journal writes it, such as ``1 GB``.
+        size: as in the journal, such as ``1 GB``.
         size_bytes: the same in bytes.
         values: ``SLOWEST`` and ``AVERAGE`` -> rank -> busbw in GB/s.
-        inconclusive: why the samples are no basis for anything; empty where they are.
+        inconclusive: why the samples give no conclusion; empty where they do.
     """
 
     collective: str
@@ -57,21 +56,21 @@ class Point:
     inconclusive: str = ""
 
     def busbw(self, kind: str, ranks: Iterable[int] | None) -> float | None:
-        """Return the worst of these ranks, in GB/s, of all ranks for None; None where one of them has no value."""
+        """Return the lowest of these ranks, in GB/s (None: of all ranks); None where one of them has no value."""
         values = self.values.get(kind, {})
         found = [values.get(rank, math.nan) for rank in (values if ranks is None else ranks)]
         return min(found) if found and all(map(math.isfinite, found)) else None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ours:
+class RunCollectives:
     """The collectives of one run.
 
     Attributes:
         points: all of them.
         ranks_of: short name of a host -> its ranks.
-        nccl: version that torch had, or an empty text.
-        why_not: why nothing of it can stand beside nccl-tests; empty where it can.
+        nccl: version that torch used, or an empty text.
+        why_not: why it cannot be compared with nccl-tests; empty where it can.
     """
 
     points: tuple[Point, ...]
@@ -81,20 +80,20 @@ class Ours:
 
     @property
     def per_node(self) -> int | None:
-        """Return how many ranks a node has, or None where nothing was measured inside a node."""
+        """Return the number of ranks of a node, or None where nothing was measured inside a node."""
         return max((point.ranks for point in self.points if point.nnodes == 1), default=None)
 
     @property
     def largest(self) -> tuple[int, int] | None:
-        """Return the most ranks that worked together, and on how many nodes."""
+        """Return the largest number of ranks of a collective, and its number of nodes."""
         return max(((point.ranks, point.nnodes) for point in self.points), default=None)
 
 
-def ours(journal: Journal) -> Ours:
-    """Return what a journal has of collectives.
+def collectives_of(journal: Journal) -> RunCollectives:
+    """Return the collectives of a journal.
 
     Raises:
-        JournalError: a measurement in it has labels that this project does not write.
+        JournalError: a measurement has labels that this project does not write.
     """
     places = journal.cluster.ranks if journal.cluster is not None else ()
     by_host: dict[str, list[int]] = {}
@@ -103,8 +102,10 @@ def ours(journal: Journal) -> Ours:
     nccl = {place.versions.get("nccl", "") for place in places} | {journal.run.versions.get("nccl", "")}
     why_not = ""
     if journal.run.rehearsal or journal.run.device != "cuda":
-        why_not = f"the journal is of a rehearsal on {journal.run.device or 'an unknown device'}, where gloo stands in"
-    return Ours(
+        why_not = (
+            f"the journal is of a rehearsal on {journal.run.device or 'an unknown device'}, where gloo replaces NCCL"
+        )
+    return RunCollectives(
         points=tuple(_points(journal)),
         ranks_of={host: tuple(ranks) for host, ranks in by_host.items()},
         nccl=", ".join(sorted(filter(None, nccl))),
@@ -142,9 +143,7 @@ def _point(collective: str, judged: JudgedMetric, average: JudgedMetric | None, 
             inconclusive=judged.inconclusive,
         )
     except (KeyError, ValueError, UnitError) as error:
-        raise JournalError(
-            f"{nodeid}: the labels of {judged.metric} are not as this project writes them: {error}"
-        ) from None
+        raise JournalError(f"{nodeid}: {judged.metric} has labels that this project does not write: {error}") from None
 
 
 def _values(judged: JudgedMetric) -> dict[int, float]:
@@ -160,13 +159,13 @@ FINDINGS = (DIFFERS, WRONG)
 
 AGREEMENT, FINDING, UNDECIDED, NOTHING = "agreement", "finding", "undecided", "nothing compared"
 
-_MOST_TOLD = 6
+_MAX_KINDS = 6
 _ROUNDING_BYTES = 16
 """Parts of ranks are rounded down to whole 16 bytes. Source: nccl-tests, src/all_gather.cu."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compared:
+class SizeComparison:
     """One size. ``ours`` and ``theirs`` are busbw in GB/s; ``difference`` is ours over theirs, less 1."""
 
     point: Point
@@ -179,26 +178,26 @@ class Compared:
 
 @dataclass(frozen=True, kw_only=True)
 class Crosscheck:
-    """All sizes, and what is to be said about the whole.
+    """The comparison at all sizes.
 
     Attributes:
-        beyond: the ratio from which on a difference is a finding.
+        beyond: the ratio beyond which a difference is a finding.
         rows: the sizes, in the journal's order.
-        wrong: outputs with wrong data, each as a sentence.
-        unmatched: outputs of which the journal has nothing, each as a sentence.
-        notes: what is good to know and decides nothing.
+        wrong: outputs with wrong data, one text each.
+        unmatched: outputs without a counterpart in the journal, one text each.
+        notes: remarks that decide nothing.
         partial: sizes that nccl-tests has not measured decide nothing.
     """
 
     beyond: float
-    rows: tuple[Compared, ...]
+    rows: tuple[SizeComparison, ...]
     wrong: tuple[str, ...] = ()
     unmatched: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     partial: bool = False
 
-    def of_kind(self, *kinds: str) -> tuple[Compared, ...]:
-        """Return the sizes of which this was said."""
+    def of_kind(self, *kinds: str) -> tuple[SizeComparison, ...]:
+        """Return the sizes of these kinds."""
         return tuple(row for row in self.rows if row.kind in kinds)
 
     @property
@@ -214,7 +213,7 @@ class Crosscheck:
 
 
 def compare_outputs(
-    ours: Ours,
+    collectives: RunCollectives,
     outputs: Sequence[Output],
     *,
     expected: Iterable[Point] | None = None,
@@ -222,79 +221,86 @@ def compare_outputs(
     partial: bool = False,
     other_hosts: bool = False,
 ) -> Crosscheck:
-    """Return what has come of it.
+    """Compare a run's collectives with outputs of nccl-tests.
 
     Args:
-        ours: from a journal.
+        collectives: of the run.
         outputs: of nccl-tests, each with its collective.
-        expected: what nccl-tests was asked for; by default all points of the collectives, dtypes and ranks that the
-            outputs have.
-        beyond: the ratio from which on a difference is a finding.
-        partial: what only one side has does not keep the others from an answer.
+        expected: the points that nccl-tests was run for; by default all points of the collectives, dtypes and ranks of
+            the outputs.
+        beyond: the ratio beyond which a difference is a finding.
+        partial: sizes of one side only do not make the answer undecided.
         other_hosts: the hosts have other names in the journal, such as those of pods.
     """
-    wanted = ours.points if expected is None else tuple(expected)
+    wanted = collectives.points if expected is None else tuple(expected)
     rows = []
     for point in wanted:
-        beside = [output for output in outputs if _is_beside(point, output)]
-        if expected is None and not beside:
+        matching = [output for output in outputs if _matches(point, output)]
+        if expected is None and not matching:
             continue
-        rows.append(_compared(point, beside, ours, beyond, other_hosts))
+        rows.append(_compared(point, matching, collectives, beyond, other_hosts))
     return Crosscheck(
         beyond=beyond,
         rows=tuple(rows),
         wrong=tuple(filter(None, map(_wrong_text, outputs))),
-        unmatched=tuple(_unmatched(ours, outputs)),
-        notes=tuple(dict.fromkeys([*_notes(ours, outputs, other_hosts), *_left_out(ours, rows)])),
+        unmatched=tuple(_unmatched(collectives, outputs)),
+        notes=tuple(dict.fromkeys([*_notes(collectives, outputs, other_hosts), *_left_out(collectives, rows)])),
         partial=partial,
     )
 
 
-def _is_beside(point: Point, output: Output) -> bool:
+def _matches(point: Point, output: Output) -> bool:
     dtype = DTYPES.get(point.dtype, point.dtype)
     same = (output.collective, output.ranks, len(output.hosts)) == (point.collective, point.ranks, point.nnodes)
     return same and any(row.dtype == dtype for row in output.rows)
 
 
-def _compared(point: Point, outputs: Sequence[Output], ours: Ours, beyond: float, other_hosts: bool) -> Compared:
-    near = [(output, row) for output in outputs for row in output.rows if _is_size(point, row)]
-    if not near:
-        return Compared(point=point, kind=MISSING, why="nccl-tests has not measured this size")
-    nearest = max(row.size_bytes for _, row in near)
-    found = [(output, row) for output, row in near if row.size_bytes == nearest]
-    # The same size twice, as with `-N`: what is worse of them decides.
-    weighed = [_weigh(point, output, row, ours, beyond, other_hosts) for output, row in found]
-    return min(weighed, key=lambda each: _ORDER.index(each.kind))
+def _compared(
+    point: Point, outputs: Sequence[Output], collectives: RunCollectives, beyond: float, other_hosts: bool
+) -> SizeComparison:
+    rows = [(output, row) for output in outputs for row in output.rows if _is_size(point, row)]
+    if not rows:
+        return SizeComparison(point=point, kind=MISSING, why="nccl-tests has not measured this size")
+    nearest = max(row.size_bytes for _, row in rows)
+    # Of the same size several times, as with `-N`, the worst decides.
+    compared = [
+        _compare(point, output, row, collectives, beyond, other_hosts)
+        for output, row in rows
+        if row.size_bytes == nearest
+    ]
+    return min(compared, key=lambda each: _ORDER.index(each.kind))
 
 
 _ORDER = (WRONG, DIFFERS, NOT_COMPARABLE, MISSING, AGREES)
 
 
 def _is_size(point: Point, row: Row) -> bool:
-    """Tell whether a line is of this size: it may be a little less, where ranks' parts were rounded down."""
+    """Return whether a line is of this size, or a little less, where ranks' parts were rounded down."""
     short = point.size_bytes - row.size_bytes
     return row.dtype == DTYPES.get(point.dtype, point.dtype) and 0 <= short < point.ranks * _ROUNDING_BYTES
 
 
-def _weigh(point: Point, output: Output, row: Row, ours: Ours, beyond: float, other_hosts: bool) -> Compared:
+def _compare(
+    point: Point, output: Output, row: Row, collectives: RunCollectives, beyond: float, other_hosts: bool
+) -> SizeComparison:
     if any(figure.wrong for figure in row.figures.values()):
         wrong = max(figure.wrong or 0 for figure in row.figures.values())
-        return Compared(point=point, kind=WRONG, why=f"{wrong:g} wrong elements")
-    # As ours: an all-reduce leaves its sum where its part was, everything else goes into another tensor.
+        return SizeComparison(point=point, kind=WRONG, why=f"{wrong:g} wrong elements")
+    # As we measure: all-reduce in place, all others out of place.
     half = IN_PLACE if point.collective == "all_reduce" and not output.speeds_only else OUT_OF_PLACE
     figure = row.figures.get(half)
     kind = AVERAGE if output.ranks == output.processes else SLOWEST
-    ranks, foreign = _ranks_of(point, output, ours)
-    if foreign and not other_hosts:
-        return Compared(point=point, kind=NOT_COMPARABLE, why=foreign)
+    ranks, other_place = _ranks_of(output, collectives)
+    if other_place and not other_hosts:
+        return SizeComparison(point=point, kind=NOT_COMPARABLE, why=other_place)
     mine = point.busbw(kind, ranks)
     why = _why_not(point, figure, half, mine, beyond, speeds_only=output.speeds_only)
     theirs = None if figure is None or not math.isfinite(figure.busbw) else figure.busbw
     if why or figure is None or mine is None or theirs is None:
-        return Compared(point=point, kind=NOT_COMPARABLE, ours=mine, theirs=theirs, why=why)
+        return SizeComparison(point=point, kind=NOT_COMPARABLE, ours=mine, theirs=theirs, why=why)
     difference = mine / theirs - 1
     apart = abs(difference) > beyond
-    return Compared(
+    return SizeComparison(
         point=point,
         kind=DIFFERS if apart else AGREES,
         ours=mine,
@@ -304,19 +310,19 @@ def _weigh(point: Point, output: Output, row: Row, ours: Ours, beyond: float, ot
     )
 
 
-def _ranks_of(point: Point, output: Output, ours: Ours) -> tuple[list[int] | None, str]:
-    """Return our ranks on the output's hosts, or None for all; and why that is not the same place."""
-    unknown = [host for host in output.hosts if host not in ours.ranks_of]
+def _ranks_of(output: Output, collectives: RunCollectives) -> tuple[list[int] | None, str]:
+    """Return our ranks on the output's hosts, or None for all, with why the hosts differ."""
+    unknown = [host for host in output.hosts if host not in collectives.ranks_of]
     if unknown:
-        known = ", ".join(list(ours.ranks_of)[:4]) or "none"
+        known = ", ".join(list(collectives.ranks_of)[:4]) or "none"
         return None, f"it ran on {', '.join(unknown[:4])}; the journal's hosts are {known}"
-    return sorted(rank for host in output.hosts for rank in ours.ranks_of[host]), ""
+    return sorted(rank for host in output.hosts for rank in collectives.ranks_of[host]), ""
 
 
 def _why_not(
     point: Point, figure: Figure | None, half: str, mine: float | None, beyond: float, *, speeds_only: bool
 ) -> str:
-    """Return why two figures cannot be held against each other, or an empty text."""
+    """Return why two figures cannot be compared, or an empty text."""
     if point.inconclusive:
         return f"ours is inconclusive: {point.inconclusive}"
     if mine is None or mine <= 0:
@@ -324,11 +330,11 @@ def _why_not(
     if figure is None:
         return f"nccl-tests has no {half} figure"
     if not math.isfinite(figure.busbw) or figure.busbw <= 0:
-        return f"nccl-tests says {figure.busbw:g} GB/s"
+        return f"nccl-tests reports {figure.busbw:g} GB/s"
     if figure.resolution > beyond * figure.busbw:
-        return f"{figure.busbw:g} GB/s is printed too coarsely; use the file of -J"
+        return f"{figure.busbw:g} GB/s is printed with too few digits; use the file of -J"
     if figure.wrong is None and not speeds_only:
-        return "nccl-tests has not looked at the data; run it without -c 0"
+        return "nccl-tests has not checked the data; run it without -c 0"
     return ""
 
 
@@ -339,31 +345,31 @@ def _wrong_text(output: Output) -> str:
     return f"{what}{output.wrong:g} wrong elements ({output.origin})"
 
 
-def _notes(ours: Ours, outputs: Sequence[Output], other_hosts: bool) -> list[str]:
+def _notes(collectives: RunCollectives, outputs: Sequence[Output], other_hosts: bool) -> list[str]:
     notes = []
     theirs = {output.nccl for output in outputs if output.nccl}
-    for version in sorted(theirs - {ours.nccl}):
-        mine = f"torch's is {ours.nccl}" if ours.nccl else "the journal does not tell torch's"
+    for version in sorted(theirs - {collectives.nccl}):
+        mine = f"torch's is {collectives.nccl}" if collectives.nccl else "torch's is not in the journal"
         notes.append(f"nccl-tests used NCCL {version}; {mine}: another version may be faster or slower")
     if any(output.speeds_only for output in outputs):
         notes.append(
-            "SuperBench keeps busbw alone: whether the data were right is not known, and an all_reduce is taken as out "
+            "SuperBench keeps busbw only: whether the data were right is unknown, and its all_reduce is taken as out "
             "of place, in float, by one process for all GPUs of a node"
         )
     for output in outputs:
-        if other_hosts and any(host not in ours.ranks_of for host in output.hosts):
-            shown = ", ".join(output.hosts[:4])
-            notes.append(f"{shown}: no such host in the journal; the worst rank of all stands beside it")
+        if other_hosts and any(host not in collectives.ranks_of for host in output.hosts):
+            hosts = ", ".join(output.hosts[:4])
+            notes.append(f"{hosts}: no such host in the journal; compared with the worst rank of all")
     return notes
 
 
-def _left_out(ours: Ours, rows: Sequence[Compared]) -> Iterator[str]:
-    """Tell of what the journal has besides: an answer about one node is none about several."""
+def _left_out(collectives: RunCollectives, rows: Sequence[SizeComparison]) -> Iterator[str]:
+    """Yield a note on the collectives that were not compared: one node's result states nothing about several."""
     compared = {_kind(row.point) for row in rows}
-    others = [kind for kind in dict.fromkeys(map(_kind, ours.points)) if kind not in compared]
+    others = [kind for kind in dict.fromkeys(map(_kind, collectives.points)) if kind not in compared]
     if others:
-        more = f"; and {len(others) - _MOST_TOLD} more" if len(others) > _MOST_TOLD else ""
-        yield f"the journal has more, and nothing stands beside it: {'; '.join(others[:_MOST_TOLD])}{more}"
+        more = f"; and {len(others) - _MAX_KINDS} more" if len(others) > _MAX_KINDS else ""
+        yield f"the journal has more, which is not compared: {'; '.join(others[:_MAX_KINDS])}{more}"
 
 
 def _kind(point: Point) -> str:
@@ -371,24 +377,24 @@ def _kind(point: Point) -> str:
     return f"{point.collective} {point.dtype} by {point.ranks} ranks on {nodes}"
 
 
-def _unmatched(ours: Ours, outputs: Sequence[Output]) -> Iterator[str]:
+def _unmatched(collectives: RunCollectives, outputs: Sequence[Output]) -> Iterator[str]:
     for output in outputs:
-        if not any(_is_beside(point, output) for point in ours.points):
+        if not any(_matches(point, output) for point in collectives.points):
             dtypes = ", ".join(dict.fromkeys(row.dtype for row in output.rows)) or "no dtype at all"
             nodes = "1 node" if len(output.hosts) == 1 else f"{len(output.hosts)} nodes"
             what = f"{output.collective or 'an unknown collective'} in {dtypes} by {output.ranks} ranks on {nodes}"
-            yield f"{output.origin}: {what}: the journal has nothing of that kind"
+            yield f"{output.origin}: {what}: no counterpart in the journal"
 
 
 OUR_OPTIONS = ("-b", "-e", "-f", "-i", "-g", "-t", "-d", "-c", "-o", "-a", "-J", "-N", "-l", "-O", "-C", "-P")
-"""What decides whether two figures are of the same thing: it is not for the operator to give again."""
+"""Options of nccl-tests that are set here, so that both figures are of the same thing."""
 _LONG = ("minbytes", "maxbytes", "stepfactor", "stepbytes", "ngpus", "nthreads", "datatype", "check", "op", "average")
 _LONG_ALSO = ("output_file", "run_cycles", "replay", "out_of_place", "report_cputime", "split_comm")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """One start of a program: a collective in one dtype at a range of sizes."""
+class ProgramRun:
+    """One run of a program: a collective in one dtype at a range of sizes."""
 
     collective: str
     dtype: str
@@ -400,7 +406,7 @@ class Asked:
         return PROGRAMS[self.collective]
 
     def arguments(self, gpus: int, more: Sequence[str]) -> list[str]:
-        """Return what it is told; with ``-c 1`` all data are looked at once."""
+        """Return its arguments; with ``-c 1`` all data are checked once."""
         own = ["-g", str(gpus), "-d", DTYPES.get(self.dtype, self.dtype), "-c", "1"]
         return [*self.range.arguments, *own, *more]
 
@@ -408,27 +414,27 @@ class Asked:
         return f"{self.collective} {self.dtype}"
 
 
-def asked(points: Collection[Point]) -> Iterator[Asked]:
-    """Return the starts that it takes, by collective and dtype."""
+def program_runs(points: Collection[Point]) -> Iterator[ProgramRun]:
+    """Yield the runs of nccl-tests that measure these points, by collective and dtype."""
     for collective, dtype in dict.fromkeys((point.collective, point.dtype) for point in points):
         sizes = {point.size_bytes for point in points if (point.collective, point.dtype) == (collective, dtype)}
         for each in ranges(sizes):
-            yield Asked(collective=collective, dtype=dtype, range=each)
+            yield ProgramRun(collective=collective, dtype=dtype, range=each)
 
 
-def require_others(words: Sequence[str]) -> None:
-    """Make sure that the operator's own arguments leave alone what is decided here.
+def require_allowed_arguments(words: Sequence[str]) -> None:
+    """Reject arguments of the operator that are set here.
 
     Raises:
-        OptionError: one does not.
+        OptionError: one is.
     """
     for word in words:
         short, long = word[:2], word.removeprefix("--").partition("=")[0]
         is_long = word.startswith("--") and any(name.startswith(long) for name in (*_LONG, *_LONG_ALSO) if long)
         if is_long or (not word.startswith("--") and short in OUR_OPTIONS):
             raise OptionError(
-                f"{word!r} after -- is decided here: sizes, GPUs, dtype and checks are those of the journal. What is "
-                "yours is, for example, -n (iterations), -w (warm-up), -G (graphs)"
+                f"{word!r} after -- is set by gpucluster: sizes, GPUs, dtype and checks are those of the journal. You "
+                "may give, for example, -n (iterations), -w (warm-up), -G (graphs)"
             )
 
 
@@ -446,7 +452,7 @@ _INDENT = "    "
 
 
 def crosscheck_table(found: Crosscheck, width: int = 80) -> str:
-    """Return the answer, what is to be said about the whole, and a line for each size; busbw is in GB/s.
+    """Return the answer, the notes, and a line for each size; busbw is in GB/s.
 
     Args:
         found: the crosscheck.
@@ -479,7 +485,7 @@ def answer_text(found: Crosscheck) -> str:
     of = ", ".join(f"{many} {'agree' if kind == AGREES else kind}" for kind, many in counts.items() if many)
     beyond = f"{100 * found.beyond:g} %"
     if found.answer == FINDING:
-        what = f"busbw differs by more than {beyond}" if counts[DIFFERS] else "nccl-tests has found wrong data"
+        what = f"busbw differs by more than {beyond}" if counts[DIFFERS] else "nccl-tests found wrong data"
         return f"FINDING: {what} ({of or 'no size compared'})"
     if found.answer == NOTHING:
         return f"NOTHING COMPARED: no size has a figure on both sides ({of or 'the journal has none'})"
@@ -488,7 +494,7 @@ def answer_text(found: Crosscheck) -> str:
     return f"UNDECIDED: nothing differs by more than {beyond}, but not everything was compared ({of})"
 
 
-def _cells(row: Compared) -> tuple[str, ...]:
+def _cells(row: SizeComparison) -> tuple[str, ...]:
     point = row.point
     figures = (quantity(value, "") if value is not None else "" for value in (row.ours, row.theirs))
     difference = "" if row.difference is None else percent(row.difference)
@@ -499,7 +505,7 @@ SCHEMA_VERSION = 1
 
 
 def crosscheck_document(found: Crosscheck, *, journal: str, outputs: tuple[Output, ...], exit_code: int) -> str:
-    """Return the JSON text. Of nccl-tests' own files nothing but the figures is in it: they hold the environment."""
+    """Return the JSON text. Of nccl-tests' files only the figures are included: they contain the environment."""
     content = {
         "schema_version": SCHEMA_VERSION,
         "answer": found.answer,
@@ -527,7 +533,7 @@ def crosscheck_document(found: Crosscheck, *, journal: str, outputs: tuple[Outpu
     return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
 
-def _size(row: Compared) -> dict[str, Any]:
+def _size(row: SizeComparison) -> dict[str, Any]:
     point = row.point
     return {
         "collective": point.collective,

@@ -1,7 +1,7 @@
 """A fleet of nodes from their runs: the newest run of each, outliers, the matrix of criteria, and the nodes to drain.
 
-Each value is compared with the median of all others, though no limit may have failed. It is an outlier where it is
-behind by more than is allowed, and by far more than the others scatter: its modified z-score, 0.6745 (x - median) /
+Each value is compared with the median of all others, also where no limit failed. It is an outlier where it is behind by
+more than is allowed, and far beyond the scatter of the others: its modified z-score, 0.6745 (x - median) /
 MAD, is beyond 3.5. Source: Iglewicz and Hoaglin, "How to Detect and Handle Outliers" (ASQC, 1993). Half of the values
 can be bad without moving median or MAD. A limit's own ``min_ratio_to_median`` holds over the fleet as well, as it does
 inside a run.
@@ -25,7 +25,7 @@ from pytest_gpucluster.text import one_line, printable
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class NodeRun:
     """One run of one node."""
 
     path: Path
@@ -34,52 +34,52 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A node, and what it has answered."""
+    """A node and its runs."""
 
     name: str
-    answer: Answer
+    run: NodeRun
     """The newest."""
-    earlier: tuple[Answer, ...] = ()
+    earlier: tuple[NodeRun, ...] = ()
 
     @property
     def verdict(self) -> str:
-        return self.answer.journal.verdict
+        return self.run.journal.verdict
 
     @property
     def exit(self) -> int:
-        return self.answer.journal.exit
+        return self.run.journal.exit
 
     @property
     def rejected(self) -> bool:
-        """Tell whether a limit was missed, or a GPU found bad."""
+        """Return whether a limit was missed, or a GPU is bad."""
         return self.exit == 1
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        return outline(self.answer.journal).rows
+        return outline(self.run.journal).rows
 
     @property
     def failure(self) -> str:
-        """Return what failed first, or why the verdict is what it is."""
-        bad = outline(self.answer.journal).bad
-        return f"{bad[0].name}: {bad[0].why}" if bad and bad[0].why else self.answer.journal.reason
+        """Return the first failure, or the reason of the verdict."""
+        bad = outline(self.run.journal).bad
+        return f"{bad[0].name}: {bad[0].why}" if bad and bad[0].why else self.run.journal.reason
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """All nodes, by name, and what is no node's own run."""
+    """All nodes by name, and the journals of no single node."""
 
     nodes: tuple[Node, ...]
-    silent: tuple[str, ...] = ()
-    """Nodes that should have answered, and did not."""
+    without_journal: tuple[str, ...] = ()
+    """Expected nodes without a journal."""
     unreadable: tuple[tuple[str, str], ...] = ()
-    """Which node's journal, or which one, cannot be read, and why: the node died while it began, as a rule."""
-    joint: tuple[Answer, ...] = ()
-    """Runs over several nodes: nobody can tell from them which node a value is of."""
+    """(node, or path of the journal; why it cannot be read): as a rule the run died at its start."""
+    multi_node: tuple[NodeRun, ...] = ()
+    """Runs over several nodes: their values belong to no single node."""
 
 
 def hosts_of(journal: Journal) -> tuple[str, ...]:
-    """Return the hosts that a run was on."""
+    """Return the hosts of a run."""
     places = journal.cluster.ranks if journal.cluster is not None else ()
     return tuple(dict.fromkeys(place.host for place in places if place.host)) or (
         (journal.run.hostname,) if journal.run.hostname and journal.run.nnodes == 1 else ()
@@ -87,38 +87,38 @@ def hosts_of(journal: Journal) -> tuple[str, ...]:
 
 
 def fleet(
-    answers: Iterable[Answer], *, expected: Sequence[str] = (), unreadable: Sequence[tuple[str, str]] = ()
+    runs: Iterable[NodeRun], *, expected: Sequence[str] = (), unreadable: Sequence[tuple[str, str]] = ()
 ) -> Fleet:
-    """Return the fleet that these runs make. Of a node that ran several times the newest run counts.
+    """Return the fleet of these runs. Of a node that ran several times the newest run counts.
 
     Args:
-        answers: of runs, in any order.
-        expected: the nodes that should have answered; any others are told of, too.
+        runs: in any order.
+        expected: the nodes that should have run; others are included too.
         unreadable: journals that cannot be read, and why.
     """
-    runs: dict[str, list[Answer]] = {}
-    joint = []
-    for answer in answers:
-        hosts = hosts_of(answer.journal)
-        if len(hosts) == 1 and answer.journal.run.nnodes == 1:
-            runs.setdefault(hosts[0], []).append(answer)
+    by_host: dict[str, list[NodeRun]] = {}
+    multi_node = []
+    for run in runs:
+        hosts = hosts_of(run.journal)
+        if len(hosts) == 1 and run.journal.run.nnodes == 1:
+            by_host.setdefault(hosts[0], []).append(run)
         else:
-            joint.append(answer)
+            multi_node.append(run)
     nodes = []
-    for name, own in sorted(runs.items()):
-        *earlier, newest = sorted(own, key=lambda answer: answer.journal.run.started_at)
-        nodes.append(Node(name=name, answer=newest, earlier=tuple(earlier)))
-    silent = [name for name in dict.fromkeys(expected) if name not in runs]
-    lost = {}
+    for name, own in sorted(by_host.items()):
+        *earlier, newest = sorted(own, key=lambda run: run.journal.run.started_at)
+        nodes.append(Node(name=name, run=newest, earlier=tuple(earlier)))
+    absent = [name for name in dict.fromkeys(expected) if name not in by_host]
+    failed = {}
     for path, why in unreadable:
-        # A sweep leaves each node's run in a folder of its name. Else nobody can tell whose journal it is.
-        node = next((part for part in reversed(Path(path).parts) if part in silent), None)
-        lost[path] = (path, why.removeprefix(f"{path}: ")) if node is None else (node, why)
+        # A sweep leaves each node's run in a folder of its name. Otherwise the node is unknown.
+        node = next((part for part in reversed(Path(path).parts) if part in absent), None)
+        failed[path] = (path, why.removeprefix(f"{path}: ")) if node is None else (node, why)
     return Fleet(
         nodes=tuple(nodes),
-        silent=tuple(name for name in silent if name not in {node for node, _ in lost.values()}),
-        unreadable=tuple(lost.values()),
-        joint=tuple(joint),
+        without_journal=tuple(name for name in absent if name not in {node for node, _ in failed.values()}),
+        unreadable=tuple(failed.values()),
+        multi_node=tuple(multi_node),
     )
 
 
@@ -133,10 +133,10 @@ def journals_below(place: Path) -> list[Path]:
 
 
 BEHIND_RATIO = 0.03
-"""Nobody is called an outlier for less, however much alike the others are."""
+"""A value that is behind by less is no outlier, at any scatter of the others."""
 Z_SCORE = 3.5
 FEWEST = 5
-"""With fewer values their scatter is not known; then only a limit's own ratio decides."""
+"""With fewer values the scatter is unknown, and only a limit's own ratio decides."""
 
 _TO_SIGMA = 0.6745
 
@@ -154,7 +154,7 @@ class Outlier:
     median: float
     """Of all other values of the fleet."""
     behind: float
-    """By which share it is worse than the median."""
+    """Share by which it is worse than the median."""
     why: str
 
 
@@ -169,7 +169,7 @@ class _Value:
 
 
 def outliers(fleet: Fleet, *, behind: float = BEHIND_RATIO) -> tuple[Outlier, ...]:
-    """Return all outliers, the worst first. GPUs stand beside GPUs of the same SKU in runs of the same kind.
+    """Return all outliers, the worst first. GPUs are compared with GPUs of the same SKU in runs of the same kind.
 
     Args:
         fleet: of nodes.
@@ -177,7 +177,7 @@ def outliers(fleet: Fleet, *, behind: float = BEHIND_RATIO) -> tuple[Outlier, ..
     """
     groups: dict[tuple[object, ...], list[_Value]] = {}
     for node in fleet.nodes:
-        journal = node.answer.journal
+        journal = node.run.journal
         kind = (journal.run.rehearsal, journal.limits.sku if journal.limits else None, journal.run.world_size)
         for result in journal.results:
             for judged in result.measurements:
@@ -201,7 +201,7 @@ def outliers(fleet: Fleet, *, behind: float = BEHIND_RATIO) -> tuple[Outlier, ..
 def _in_group(values: Sequence[_Value], behind: float) -> Iterator[Outlier]:
     """Yield the outliers among the values of one metric of the whole fleet."""
     metric = values[0].judged
-    higher = next((told for each in values if (told := is_better_higher(each.judged)) is not None), None)
+    higher = next((better for each in values if (better := is_better_higher(each.judged)) is not None), None)
     values = [each for each in values if math.isfinite(each.value) and each.value >= 0]
     if higher is None or metric.metric in STATES or len({each.node.name for each in values}) < 2:
         return
@@ -240,7 +240,7 @@ def _in_group(values: Sequence[_Value], behind: float) -> Iterator[Outlier]:
 
 
 def _share(loss: float, each: _Value, middle: float, higher: bool) -> float:
-    """Return by which share a value is behind; of one without samples of which less is better, a share of its limit."""
+    """Return the share by which a value is behind: of the median, or of a larger max limit where it has no samples."""
     yardstick = middle
     limit = each.judged.limit
     if not higher and limit is not None and limit.max is not None and each.rank not in each.judged.intervals:
@@ -264,7 +264,7 @@ MARKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What came of one test on one node."""
+    """The result of one test on one node."""
 
     outcome: str
     row: Row | None = None
@@ -276,8 +276,8 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drained:
-    """A node to leave out, and why."""
+class ListedNode:
+    """A node in one of the lists, and why."""
 
     node: str
     why: str
@@ -285,45 +285,49 @@ class Drained:
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """All of it."""
+    """The results of a fleet by node and test."""
 
     fleet: Fleet
     tests: tuple[str, ...]
     """Ids, in the order in which they ran."""
     names: dict[str, str]
     cells: dict[tuple[str, str], Cell]
-    """(node, test) -> what came of it."""
+    """(node, test) -> its result."""
     outliers: tuple[Outlier, ...]
 
     def cell(self, node: str, test: str) -> Cell:
         return self.cells.get((node, test), Cell(outcome=ABSENT))
 
     @property
-    def drained(self) -> tuple[Drained, ...]:
+    def drained(self) -> tuple[ListedNode, ...]:
         """Return the nodes to leave out: those that were rejected, then those that are behind the fleet."""
         found = [
-            Drained(node=node.name, why=f"{node.verdict}: {node.failure}") for node in self.fleet.nodes if node.rejected
+            ListedNode(node=node.name, why=f"{node.verdict}: {node.failure}")
+            for node in self.fleet.nodes
+            if node.rejected
         ]
         named = {each.node for each in found}
         for outlier in self.outliers:
             if outlier.node not in named:
                 named.add(outlier.node)
                 found.append(
-                    Drained(node=outlier.node, why=f"outlier: {outlier.test}: {outlier.judged.metric}: {outlier.why}")
+                    ListedNode(
+                        node=outlier.node, why=f"outlier: {outlier.test}: {outlier.judged.metric}: {outlier.why}"
+                    )
                 )
         return tuple(found)
 
     @property
-    def without_answer(self) -> tuple[Drained, ...]:
-        """Return the nodes of which nobody can say whether they are good, and why."""
+    def without_answer(self) -> tuple[ListedNode, ...]:
+        """Return the nodes without a conclusive result, and why."""
         named = {each.node for each in self.drained}
         found = [
-            Drained(node=node.name, why=f"{node.verdict}: {node.failure}")
+            ListedNode(node=node.name, why=f"{node.verdict}: {node.failure}")
             for node in self.fleet.nodes
             if node.exit != 0 and node.name not in named
         ]
         found += [
-            Drained(
+            ListedNode(
                 node=node.name,
                 why=f"did not run {', '.join(self.names[test] for test in missing[:3])}"
                 + (f" and {len(missing) - 3} more" if len(missing) > 3 else ""),
@@ -331,42 +335,42 @@ class Matrix:
             for node in self.fleet.nodes
             if node.exit == 0 and node.name not in named and (missing := self._missing(node))
         ]
-        found += [Drained(node=where, why=why) for where, why in self.fleet.unreadable]
-        return (*found, *(Drained(node=name, why="no journal") for name in self.fleet.silent))
+        found += [ListedNode(node=where, why=why) for where, why in self.fleet.unreadable]
+        return (*found, *(ListedNode(node=name, why="no journal") for name in self.fleet.without_journal))
 
     def _missing(self, node: Node) -> list[str]:
-        """Return the tests that others have run and that this node does not even have."""
+        """Return the tests of other nodes that this node's run does not have."""
         return [test for test in self.tests if self.cell(node.name, test).outcome == ABSENT]
 
     @property
     def mixed(self) -> str:
-        """Return why these runs are no fleet, or an empty text."""
-        runs = [node.answer.journal for node in self.fleet.nodes]
+        """Return why these runs cannot be compared as a fleet, or an empty text."""
+        runs = [node.run.journal for node in self.fleet.nodes]
         if len({journal.run.rehearsal for journal in runs}) > 1:
-            return "a REHEARSAL on cpu says nothing about hardware, and cannot stand beside runs on GPUs"
+            return "a REHEARSAL on cpu states nothing about hardware, and cannot be compared with runs on GPUs"
         return ""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return in what the nodes differ that should be alike, and what was left out."""
-        runs = [node.answer.journal for node in self.fleet.nodes]
-        said = []
+        """Return the differences between nodes that should be alike, and the runs that were left out."""
+        runs = [node.run.journal for node in self.fleet.nodes]
+        lines = []
         for what, values in (
-            ("SKUs", [journal.limits.sku or "unknown" if journal.limits else "not on record" for journal in runs]),
+            ("SKUs", [journal.limits.sku or "unknown" if journal.limits else "not recorded" for journal in runs]),
             ("limits", [_digests(journal.limits.files if journal.limits else ()) for journal in runs]),
             ("numbers of ranks", [str(journal.run.world_size) for journal in runs]),
-            ("profiles", [journal.workload.profile if journal.workload else "not on record" for journal in runs]),
+            ("profiles", [journal.workload.profile if journal.workload else "not recorded" for journal in runs]),
         ):
             if len(set(values)) > 1:
-                said.append(f"the nodes have different {what}: {', '.join(sorted(set(values)))}")
-        said += [f"{answer.path}: a run on {answer.journal.run.nnodes} nodes, left out" for answer in self.fleet.joint]
+                lines.append(f"the nodes have different {what}: {', '.join(sorted(set(values)))}")
+        lines += [f"{run.path}: a run on {run.journal.run.nnodes} nodes, left out" for run in self.fleet.multi_node]
         for node in self.fleet.nodes:
-            worse = [answer for answer in node.earlier if answer.journal.exit != 0]
+            worse = [run for run in node.earlier if run.journal.exit != 0]
             if worse and node.exit == 0:
-                said.append(f"{node.name} has passed only when run again; before: {worse[-1].journal.verdict}")
+                lines.append(f"{node.name} passed only when run again; before: {worse[-1].journal.verdict}")
             elif node.earlier:
-                said.append(f"{node.name} ran {len(node.earlier) + 1} times, the newest run counts")
-        return tuple(said)
+                lines.append(f"{node.name} ran {len(node.earlier) + 1} times, the newest run counts")
+        return tuple(lines)
 
 
 def matrix(fleet: Fleet, found: Sequence[Outlier]) -> Matrix:
@@ -386,11 +390,11 @@ def matrix(fleet: Fleet, found: Sequence[Outlier]) -> Matrix:
 
 
 def _digests(files: Sequence[tuple[str, str]]) -> str:
-    return "+".join(digest[:12] for _, digest in files) or "not on record"
+    return "+".join(digest[:12] for _, digest in files) or "not recorded"
 
 
 def drain_text(found: Matrix, *, file: str = EXCLUDE_FILE) -> str:
-    """Return the file, which is going to be called ``file``: sections as in exclude.txt, and why each node is in them.
+    """Return the text of a drain list: sections as in exclude.txt, and why each node is in them.
 
     A fleet without such nodes has no sections.
 

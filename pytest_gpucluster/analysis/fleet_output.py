@@ -28,12 +28,12 @@ _GOOD = 3
 
 
 def fleet_table(found: Matrix, *, width: int = 80, everything: bool = False) -> str:
-    """Return the whole picture: the worst nodes first.
+    """Return the matrix, the outliers and the lists; the worst nodes come first.
 
     Args:
         found: the matrix.
         width: columns of the terminal.
-        everything: show nodes also where there are many and nothing is wrong with them, and all outliers.
+        everything: show all nodes, also the good ones of a large fleet, and all outliers.
     """
     width = max(width, 40)
     lines: list[str] = []
@@ -52,7 +52,7 @@ def fleet_table(found: Matrix, *, width: int = 80, everything: bool = False) -> 
 def fleet_conclusion(found: Matrix) -> str:
     """Return the last line."""
     fleet = found.fleet
-    total = len(fleet.nodes) + len(fleet.silent) + len(fleet.unreadable)
+    total = len(fleet.nodes) + len(fleet.without_journal) + len(fleet.unreadable)
     good = total - len(found.drained) - len(found.without_answer)
     return (
         f"{total} nodes: {good} good, {len(found.drained)} to be drained, {len(found.without_answer)} without an answer"
@@ -60,12 +60,12 @@ def fleet_conclusion(found: Matrix) -> str:
 
 
 def _matrix(found: Matrix, width: int, everything: bool) -> Iterator[str]:
-    worth = _worth(found)
-    nodes = sorted(found.fleet.nodes, key=lambda node: (worth[node.name], node.name))
-    bad = [node for node in nodes if worth[node.name] < _GOOD]
-    shown = nodes if everything or len(nodes) <= _ROWS else [*bad, *nodes[len(bad) :]][: max(_ROWS, len(bad))]
-    name = min(_NAME, max([len("node"), *(len(_plain(node.name, _NAME)) for node in shown)]))
-    verdict = max([len("verdict"), *(len(_plain(node.verdict, _VERDICT)) for node in shown)])
+    order = _order_of(found)
+    nodes = sorted(found.fleet.nodes, key=lambda node: (order[node.name], node.name))
+    bad = [node for node in nodes if order[node.name] < _GOOD]
+    listed = nodes if everything or len(nodes) <= _ROWS else [*bad, *nodes[len(bad) :]][: max(_ROWS, len(bad))]
+    name = min(_NAME, max([len("node"), *(len(_plain(node.name, _NAME)) for node in listed)]))
+    verdict = max([len("verdict"), *(len(_plain(node.verdict, _VERDICT)) for node in listed)])
     room = max(_LEAST, width - name - verdict - 4)
     for start in range(0, max(len(found.tests), 1), room):
         tests = found.tests[start : start + room]
@@ -76,11 +76,11 @@ def _matrix(found: Matrix, width: int, everything: bool) -> Iterator[str]:
             head = ("node", "verdict") if line == digits - 1 else ("", "")
             column = "".join(number.rjust(digits)[line] for number in numbers)
             yield f"{head[0]:<{name}}  {head[1]:<{verdict}}  {column}".rstrip()
-        for node in shown:
+        for node in listed:
             marks = "".join(found.cell(node.name, test).mark for test in tests)
             yield f"{_plain(node.name, name):<{name}}  {_plain(node.verdict, verdict):<{verdict}}  {marks}".rstrip()
-    if len(shown) < len(nodes):
-        yield f"and {len(nodes) - len(shown)} more nodes, of which nothing is to be told; --all shows them"
+    if len(listed) < len(nodes):
+        yield f"and {len(nodes) - len(listed)} more good nodes; --all shows them"
     yield ""
     for legend in LEGEND:
         yield from _wrapped(legend, width)
@@ -90,7 +90,7 @@ def _matrix(found: Matrix, width: int, everything: bool) -> Iterator[str]:
 
 
 def _columns(texts: Sequence[str], width: int) -> Iterator[str]:
-    """Yield texts in as many columns as there is room for, read from top to bottom."""
+    """Yield texts in as many columns as fit, read from top to bottom."""
     texts = [shortened(text, width) for text in texts]
     widest = max(map(len, texts), default=1)
     across = max(1, (width + 2) // (widest + 2))
@@ -99,17 +99,17 @@ def _columns(texts: Sequence[str], width: int) -> Iterator[str]:
         yield "  ".join(f"{text:<{widest}}" for text in texts[line::down]).rstrip()
 
 
-def _worth(found: Matrix) -> dict[str, int]:
-    """Return node -> by what to sort it: those to be drained first, then those without an answer."""
-    drained, silent = ({each.node for each in group} for group in (found.drained, found.without_answer))
+def _order_of(found: Matrix) -> dict[str, int]:
+    """Return node -> its sort key: those to be drained first, then those without an answer."""
+    drained, unanswered = ({each.node for each in group} for group in (found.drained, found.without_answer))
 
-    def worth(node: str) -> int:
-        if node in drained or node in silent:
+    def order(node: str) -> int:
+        if node in drained or node in unanswered:
             return 0 if node in drained else 1
         outcomes = {found.cell(node, test).outcome for test in found.tests}
         return _GOOD if outcomes <= {"passed", "skipped", ABSENT} else 2
 
-    return {node.name: worth(node.name) for node in found.fleet.nodes}
+    return {node.name: order(node.name) for node in found.fleet.nodes}
 
 
 def _outliers(found: Matrix, width: int, everything: bool) -> Iterator[str]:
@@ -117,17 +117,17 @@ def _outliers(found: Matrix, width: int, everything: bool) -> Iterator[str]:
         return
     yield ""
     yield "behind the fleet:"
-    shown = found.outliers if everything else found.outliers[:_OUTLIERS]
-    journals = {node.name: node.answer.journal for node in found.fleet.nodes}
-    for outlier in shown:
+    listed = found.outliers if everything else found.outliers[:_OUTLIERS]
+    journals = {node.name: node.run.journal for node in found.fleet.nodes}
+    for outlier in listed:
         who = rank_name(journals[outlier.node], outlier.rank)
         yield from _wrapped(f"{who}: {outlier_text(outlier)}", width, 2)
-    if len(shown) < len(found.outliers):
-        yield f"  and {len(found.outliers) - len(shown)} more; --all shows them"
+    if len(listed) < len(found.outliers):
+        yield f"  and {len(found.outliers) - len(listed)} more; --all shows them"
 
 
 def outlier_text(outlier: Outlier) -> str:
-    """Return the value beside the fleet's median, and why it is an outlier."""
+    """Return the value, the fleet's median, and why it is an outlier."""
     judged = outlier.judged
     labels = ", ".join(f"{key}={value}" for key, value in judged.labels.items())
     metric = f"{judged.metric}{{{labels}}}" if labels else judged.metric
@@ -160,15 +160,13 @@ def fleet_document(found: Matrix, *, exit_code: int) -> str:
         "nodes": [
             {
                 "node": node.name,
-                "journal": str(node.answer.path),
-                "run_id": node.answer.journal.run.run_id,
-                "started_at": node.answer.journal.run.started_at,
+                "journal": str(node.run.path),
+                "run_id": node.run.journal.run.run_id,
+                "started_at": node.run.journal.run.started_at,
                 "verdict": node.verdict,
                 "exit": node.exit,
-                "reason": node.answer.journal.reason,
-                "earlier": [
-                    {"journal": str(answer.path), "verdict": answer.journal.verdict} for answer in node.earlier
-                ],
+                "reason": node.run.journal.reason,
+                "earlier": [{"journal": str(run.path), "verdict": run.journal.verdict} for run in node.earlier],
                 "cells": {test: _cell(found.cell(node.name, test)) for test in found.tests},
             }
             for node in found.fleet.nodes
@@ -176,7 +174,7 @@ def fleet_document(found: Matrix, *, exit_code: int) -> str:
         "outliers": [_outlier(outlier) for outlier in found.outliers],
         "drain": [{"node": each.node, "why": each.why} for each in found.drained],
         "without_answer": [{"node": each.node, "why": each.why} for each in found.without_answer],
-        "left_out": [str(answer.path) for answer in found.fleet.joint],
+        "left_out": [str(run.path) for run in found.fleet.multi_node],
     }
     return json.dumps(content, indent=1, allow_nan=False, ensure_ascii=True) + "\n"
 

@@ -1,4 +1,4 @@
-"""Journals merged into one: all attempts at each test, which of them is its result, and the verdict on all."""
+"""Merge journals into one: all attempts at each test, the one that is its result, and the verdict."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 
 from pytest_gpucluster.analysis.merge_sources import (
     Line,
-    Numbering,
+    RankMapping,
     Source,
     changes,
     differences,
-    numbering,
-    renumbered,
+    rank_mapping,
+    renumber,
+    run_title,
     time_of,
-    told,
 )
 from pytest_gpucluster.config.workload import WorkloadRecord
 from pytest_gpucluster.errors import OptionError
@@ -38,20 +38,20 @@ class Attempt:
     """One run's attempt at a test."""
 
     run: int
-    """Which of the runs."""
+    """Index of the run."""
     nodeid: str
     outcome: str
     message: str
-    lost: int
-    """How many tries of that run did not pass."""
+    failed_tries: int
+    """Number of tries of that run that did not pass."""
     earlier: tuple[str, ...] = ()
-    """What came of the tries before the last one, in words; of a merged journal's, of all of them."""
+    """The results of the tries before the last one, as texts; of a merged journal those of all tries."""
     line: Line | None = None
-    """In place of the journal's lines, where the run ended in this test."""
+    """Replaces the journal's lines where the run ended in this test."""
 
 
 def attempts_at(nodeid: str, sources: Sequence[Source]) -> list[Attempt]:
-    """Return every attempt at a test, in the order of the runs. A test in which a run ended was tried, and broke."""
+    """Return every attempt at a test, in the order of the runs. A test in which a run ended counts as an error."""
     found = []
     for number, source in enumerate(sources):
         journal = source.journal
@@ -65,8 +65,8 @@ def attempts_at(nodeid: str, sources: Sequence[Source]) -> list[Attempt]:
                     nodeid=nodeid,
                     outcome="error",
                     message=message,
-                    lost=1,
-                    line=_broken(nodeid, running.at, message, source),
+                    failed_tries=1,
+                    line=_error_line(nodeid, running.at, message, source),
                 )
             )
         elif result is not None:
@@ -76,18 +76,17 @@ def attempts_at(nodeid: str, sources: Sequence[Source]) -> list[Attempt]:
                     nodeid=nodeid,
                     outcome=result.outcome,
                     message=result.message,
-                    lost=_lost(result),
+                    failed_tries=_failed_tries(result),
                     earlier=_earlier(result),
                 )
             )
     return found
 
 
-def deciding(attempts: Sequence[Attempt]) -> Attempt:
-    """Return the attempt that is the result: the newest one that is an answer.
+def decisive_attempt(attempts: Sequence[Attempt]) -> Attempt:
+    """Return the attempt that is the result: the newest one that is conclusive.
 
-    A skip answers nothing, so an earlier result stays. A broken attempt says nothing about hardware that has failed:
-    only a pass, or another failure, takes the place of a failure.
+    A skip does not replace an earlier result. An error does not replace a failure: only a pass or another failure does.
     """
     decides = attempts[0]
     for attempt in attempts[1:]:
@@ -100,18 +99,18 @@ def deciding(attempts: Sequence[Attempt]) -> Attempt:
 
 
 def lines_of(attempts: Sequence[Attempt], sources: Sequence[Source]) -> list[dict[str, Any]]:
-    """Return the lines of a test for the merged journal: those of the deciding attempt, and in their properties what
-    came of all attempts."""
-    decides = deciding(attempts)
-    lost = sum(attempt.lost for attempt in attempts if attempt is not decides)
-    told = _told(attempts, decides, sources)
+    """Return the lines of a test for the merged journal: those of the decisive attempt, with the results of all
+    attempts in their properties."""
+    decides = decisive_attempt(attempts)
+    failed_tries = sum(attempt.failed_tries for attempt in attempts if attempt is not decides)
+    texts = _attempt_texts(attempts, decides, sources)
     lines = sources[decides.run].results(decides.nodeid) if decides.line is None else [decides.line]
     return [
         {
             **line,
-            "attempts": int(line.get("attempts") or 1) + lost,
+            "attempts": int(line.get("attempts") or 1) + failed_tries,
             "properties": [
-                *([f"attempt {number}", text] for number, text in enumerate(told, start=1)),
+                *([f"attempt {number}", text] for number, text in enumerate(texts, start=1)),
                 *(pair for pair in line.get("properties") or [] if not _ATTEMPT.fullmatch(str(pair[0]))),
             ],
         }
@@ -119,34 +118,35 @@ def lines_of(attempts: Sequence[Attempt], sources: Sequence[Source]) -> list[dic
     ]
 
 
-def _told(attempts: Sequence[Attempt], decides: Attempt, sources: Sequence[Source]) -> list[str]:
-    """Return what came of each try, in words; nothing where there was but one."""
-    said: list[str] = []
+def _attempt_texts(attempts: Sequence[Attempt], decides: Attempt, sources: Sequence[Source]) -> list[str]:
+    """Return the result of each try as a text; empty where there was only one."""
+    texts: list[str] = []
     for attempt in attempts:
         source = sources[attempt.run]
-        if source.is_merged and attempt.earlier:  # that journal has told it already, and names the runs
-            said += [text if attempt is decides else text.replace(_COUNTS, "", 1) for text in attempt.earlier]
+        if source.is_merged and attempt.earlier:  # its texts name the runs already
+            texts += [text if attempt is decides else text.replace(_COUNTS, "", 1) for text in attempt.earlier]
             continue
-        said += [f"{source.told}: {text}" for text in attempt.earlier]
+        texts += [f"{source.title}: {text}" for text in attempt.earlier]
         message = f": {attempt.message}" if attempt.message else ""
         counts = _COUNTS if attempt is decides else ""
-        said.append(f"{source.told}{counts}: {attempt.outcome}{message}")
-    return [first_line(text, 400) for text in said] if len(said) > 1 else []
+        texts.append(f"{source.title}{counts}: {attempt.outcome}{message}")
+    return [first_line(text, 400) for text in texts] if len(texts) > 1 else []
 
 
 def _earlier(result: TestResult) -> tuple[str, ...]:
     return tuple(text for name, text in result.properties if _ATTEMPT.fullmatch(name))
 
 
-def _lost(result: TestResult) -> int:
+def _failed_tries(result: TestResult) -> int:
     if result.outcome == "skipped":
         return 0
     return result.attempts - (result.outcome == "passed")
 
 
-def _broken(nodeid: str, started_at: str, message: str, source: Source) -> dict[str, Any]:
-    told: Mapping[str, Any] = next((vars(test) for test in source.journal.collected or () if test.nodeid == nodeid), {})
-    names = {key: told[key] for key in ("classname", "name", "file", "line", "criterion") if key in told}
+def _error_line(nodeid: str, started_at: str, message: str, source: Source) -> dict[str, Any]:
+    tests = source.journal.collected or ()
+    collected: Mapping[str, Any] = next((vars(test) for test in tests if test.nodeid == nodeid), {})
+    names = {key: collected[key] for key in ("classname", "name", "file", "line", "criterion") if key in collected}
     return {
         "type": "test",
         "nodeid": nodeid,
@@ -161,54 +161,54 @@ def _broken(nodeid: str, started_at: str, message: str, source: Source) -> dict[
 
 BY = "gpucluster runs merge"
 _OF_MERGING = "merged"
-"""The first word of the properties that say what was merged."""
+"""The first word of the properties of a merge."""
 _DIFFERENCE = 400
 
 
 @dataclass(frozen=True, kw_only=True)
-class Merged:
-    """What came of it."""
+class MergedJournal:
+    """A merged journal and its verdict."""
 
     lines: Callable[[], Iterator[Mapping[str, Any]]]
-    """Yields those of the journal, from the first to the closing one. Of a thousand ranks all at once are large."""
+    """Yields its lines one by one: those of a thousand ranks are large."""
     verdict: verdict.Verdict
     despite: tuple[str, ...]
-    """In what the clusters differ, if that was allowed."""
+    """Allowed differences between the clusters."""
 
 
-def merge_journals(sources: Sequence[Source], *, other_clusters: bool = False) -> Merged:
-    """Merge runs into one: the newest answer of each test, and one verdict on them.
+def merge_journals(sources: Sequence[Source], *, other_clusters: bool = False) -> MergedJournal:
+    """Merge runs into one: the newest conclusive result of each test, and one verdict.
 
     Args:
         sources: two or more, in the order in which they ran; in any order where one report directory numbered them all.
-        other_clusters: runs of different hosts or GPUs may be merged. Then nothing is ACCEPTED by that.
+        other_clusters: also merge runs of different hosts or GPUs. The result is never ACCEPTED.
 
     Raises:
-        OptionError: one run is given twice, or nobody can tell which came first, or the runs must not become one
-            verdict; says in what they differ.
+        OptionError: one run is given twice, their order is unknown, or they must not have one verdict; it lists the
+            differences.
     """
     _require_apart(sources)
     sources = _in_order(sources)
     found = differences(sources)
-    refused = [difference for difference in found if not (difference.of_clusters and other_clusters)]
-    if refused:
-        said = "\n".join(f"  {one_line(difference.text, _DIFFERENCE)}" for difference in refused)
-        flag = all(difference.of_clusters for difference in refused)
-        what = (
-            "give --allow-different-clusters to merge them all the same, which accepts none of them"
-            if flag
-            else ("runs that were judged or measured otherwise have no common verdict; merge those that are alike")
+    rejected = [difference for difference in found if not (difference.of_clusters and other_clusters)]
+    if rejected:
+        listed = "\n".join(f"  {one_line(difference.text, _DIFFERENCE)}" for difference in rejected)
+        is_allowed = all(difference.of_clusters for difference in rejected)
+        advice = (
+            "give --allow-different-clusters to merge them anyway, which accepts none of them"
+            if is_allowed
+            else "runs with other limits or workloads have no common verdict; merge those that are alike"
         )
-        raise OptionError(f"these runs are not of one cluster and one set of limits:\n{said}\n{what}")
-    numbers = numbering(sources)
+        raise OptionError(f"these runs are not of one cluster and one set of limits:\n{listed}\n{advice}")
+    mapping = rank_mapping(sources)
     nodeids = list(dict.fromkeys(nodeid for source in sources for nodeid in _tests_of(source)))
     all_attempts = {nodeid: attempts_at(nodeid, sources) for nodeid in nodeids}
     tried = {nodeid: attempts for nodeid, attempts in all_attempts.items() if attempts}
-    # What was merged despite of some difference stays so, however often it is merged again.
+    # Differences of an earlier merge stay when it is merged again.
     despite = [text for source in sources for text in source.journal.run.merged_despite]
     despite = list(dict.fromkeys([*despite, *(one_line(difference.text, _DIFFERENCE) for difference in found)]))
     decided = _decide(sources, tried, nodeids, despite)
-    counts = Counter(deciding(attempts).outcome for attempts in tried.values())
+    counts = Counter(decisive_attempt(attempts).outcome for attempts in tried.values())
     end = {
         "type": "end",
         "at": max(
@@ -221,19 +221,19 @@ def merge_journals(sources: Sequence[Source], *, other_clusters: bool = False) -
         "not_run": [nodeid for nodeid in nodeids if nodeid not in tried],
         "by": BY,
     }
-    lines = partial(_lines, sources, tried, numbers, despite, end)
-    return Merged(lines=lines, verdict=decided, despite=tuple(despite))
+    lines = partial(_lines, sources, tried, mapping, despite, end)
+    return MergedJournal(lines=lines, verdict=decided, despite=tuple(despite))
 
 
 def _lines(
     sources: Sequence[Source],
     tried: Mapping[str, Sequence[Attempt]],
-    numbers: Numbering,
+    mapping: RankMapping,
     despite: Sequence[str],
     end: Mapping[str, Any],
 ) -> Iterator[Mapping[str, Any]]:
-    yield from _head(sources, despite, numbers)
-    yield from _tests(tried, sources, numbers)
+    yield from _head(sources, despite, mapping)
+    yield from _tests(tried, sources, mapping)
     yield from _problems(sources)
     yield end
 
@@ -251,11 +251,10 @@ def _require_apart(sources: Sequence[Source]) -> None:
 
 
 def _in_order(sources: Sequence[Source]) -> list[Source]:
-    """Return the runs, the oldest first: by their numbers; where not all have one, as they are given, if numbers and
-    clocks say the same.
+    """Return the runs, the oldest first: by their numbers, or in the given order where not all have one.
 
     Raises:
-        OptionError: they do not.
+        OptionError: numbers or clocks contradict the given order.
     """
     found = list(sources)
     if _is_numbered(sources):
@@ -263,12 +262,14 @@ def _in_order(sources: Sequence[Source]) -> list[Source]:
     for earlier, later in combinations(found, 2):
         for one, other in product(earlier.runs, later.runs):
             if not _is_before(one, other):
-                began = f"{told(other.run_id, other.started_at)} began before {told(one.run_id, one.started_at)}"
+                began = (
+                    f"{run_title(other.run_id, other.started_at)} began before {run_title(one.run_id, one.started_at)}"
+                )
                 raise OptionError(
                     f"{earlier.path} is named before {later.path}, but {began}: name the runs in the order in which "
-                    "they ran. If that is their order, a clock went back between them: only runs of one report "
-                    "directory are known to be in order then. What ran between runs that are merged already is merged "
-                    "with these runs themselves"
+                    "they ran. If that is their order, a clock went back between them: then only runs of one "
+                    "report directory have a known order. A run between runs that are merged already is merged with "
+                    "those runs themselves"
                 )
     return found
 
@@ -292,12 +293,12 @@ def _tests_of(source: Source) -> Iterator[str]:
         yield source.journal.running.nodeid
 
 
-def _head(sources: Sequence[Source], despite: Sequence[str], numbers: Numbering) -> Iterator[Mapping[str, Any]]:
+def _head(sources: Sequence[Source], despite: Sequence[str], mapping: RankMapping) -> Iterator[Mapping[str, Any]]:
     """Yield the lines before the tests: those of the newest run that has them, and what was merged."""
     newest = sources[-1]
     digest = hashlib.sha256("".join(source.sha256 for source in sources).encode()).hexdigest()
     first = next(newest.all_of_type("run"))
-    is_other = bool(despite and numbers.ranks)
+    is_other = bool(despite and mapping.ranks)
     required = _required(sources)
     demanded = {"require": {"value": ", ".join(required), "origin": BY}} if required else {}
     yield {
@@ -306,18 +307,18 @@ def _head(sources: Sequence[Source], despite: Sequence[str], numbers: Numbering)
         "run_id": f"merged-{digest[:12]}",
         "started_at": _span(sources)[0],
         "series": "",
-        # Nobody has written a JUnit file of it yet.
+        # No JUnit file of it has been written.
         "junit": {**(first.get("junit") or {}), "path": None},
         "selection": bool(despite) or not any(source.is_whole for source in sources),
-        "world_size": len(numbers.ranks) if is_other else first.get("world_size", 1),
-        "nnodes": len({rank.get("host") for rank in numbers.ranks}) if is_other else first.get("nnodes", 1),
+        "world_size": len(mapping.ranks) if is_other else first.get("world_size", 1),
+        "nnodes": len({rank.get("host") for rank in mapping.ranks}) if is_other else first.get("nnodes", 1),
         "options": {**(first.get("options") or {}), **demanded},
         "merged_from": [asdict(run) for run in _runs(sources)],
         "merged_despite": list(despite),
     }
-    if numbers.ranks:
+    if mapping.ranks:
         problems = [problem for s in sources for problem in (s.journal.cluster.problems if s.journal.cluster else ())]
-        yield {"type": "cluster", "ranks": list(numbers.ranks), "problems": list(dict.fromkeys(problems))}
+        yield {"type": "cluster", "ranks": list(mapping.ranks), "problems": list(dict.fromkeys(problems))}
     for kind in ("limits", "environment", "workload"):
         line = next((line for source in reversed(sources) if (line := source.of_type(kind)) is not None), None)
         if line is not None:
@@ -330,9 +331,9 @@ def _head(sources: Sequence[Source], despite: Sequence[str], numbers: Numbering)
     yield from ({"type": "deviation", "text": text} for text in _deviations(sources))
     reasons = {source.sha256: f": {source.journal.reason}" for source in sources}
     for number, run in enumerate(_runs(sources), start=1):
-        said = f"{told(run.run_id, run.started_at)}: {run.verdict}, exit code {run.exit}"
-        said += reasons.get(run.sha256, "")
-        yield {"type": "property", "name": f"{_OF_MERGING} run {number}", "value": first_line(said, 400)}
+        text = f"{run_title(run.run_id, run.started_at)}: {run.verdict}, exit code {run.exit}"
+        text += reasons.get(run.sha256, "")
+        yield {"type": "property", "name": f"{_OF_MERGING} run {number}", "value": first_line(text, 400)}
         yield {"type": "property", "name": f"{_OF_MERGING} run {number} sha256", "value": run.sha256}
     for number, text in enumerate(despite, start=1):
         yield {"type": "property", "name": f"{_OF_MERGING} despite {number}", "value": text}
@@ -350,32 +351,32 @@ def _runs(sources: Sequence[Source]) -> list[MergedFrom]:
 
 
 def _span(sources: Sequence[Source]) -> tuple[str, str]:
-    """Return when the first of the runs began, and when the last one did."""
+    """Return the start times of the first and the last run."""
     runs = _runs(sources)
     return runs[0].started_at, runs[-1].started_at
 
 
 def _tests(
-    tried: Mapping[str, Sequence[Attempt]], sources: Sequence[Source], numbers: Numbering
+    tried: Mapping[str, Sequence[Attempt]], sources: Sequence[Source], mapping: RankMapping
 ) -> Iterator[Mapping[str, Any]]:
     for attempts in tried.values():
-        run = deciding(attempts).run
+        run = decisive_attempt(attempts).run
         for line in lines_of(attempts, sources):
-            if not numbers.renumbers(run):
+            if not mapping.renumbers(run):
                 yield line
                 continue
-            note = ["ranks", f"renumbered by GPU or slot; texts have the numbers of {sources[run].told}"]
-            yield renumbered({**line, "properties": [*line["properties"], note]}, numbers.of_run[run])
+            note = ["ranks", f"renumbered by GPU or slot; texts have the numbers of {sources[run].title}"]
+            yield renumber({**line, "properties": [*line["properties"], note]}, mapping.of_run[run])
 
 
 def _unanswered(sources: Sequence[Source]) -> list[Source]:
-    """Return the broken runs that no later run has answered: those after the last one that came to its end."""
+    """Return the broken runs after the last run that did not break."""
     last = max((number for number, source in enumerate(sources) if not source.broke), default=-1)
     return list(sources[last + 1 :])
 
 
 def _problems(sources: Sequence[Source]) -> Iterator[Mapping[str, Any]]:
-    """Yield what went wrong outside of tests and still counts: what rejects hardware, and what nobody answered."""
+    """Yield faults outside tests that still count: those that reject hardware, and those of unanswered runs."""
     unanswered = _unanswered(sources)
     for source in sources:
         for line in source.all_of_type("problem"):
@@ -390,25 +391,24 @@ def _decide(
     despite: Sequence[str],
 ) -> verdict.Verdict:
     results = [_result(lines_of(attempts, sources)) for attempts in tried.values()]
-    ending = _ending(sources, tried)
     whole = any(source.is_whole for source in sources)
     first, last = _span(sources)
-    said = f"merged from {len(_runs(sources))} runs, {first} to {last}"
-    said += "" if _is_numbered(sources) else ", in the order in which they were named, which their clocks confirm"
-    said = "; ".join([said, *_remarks(sources), *(first_line(text) for text in changes(sources))])
+    topology = f"merged from {len(_runs(sources))} runs, {first} to {last}"
+    topology += "" if _is_numbered(sources) else ", in the order given, which their clocks confirm"
+    topology = "; ".join([topology, *_remarks(sources), *(first_line(text) for text in changes(sources))])
     if despite:
-        said += f"; OF DIFFERENT CLUSTERS: {'; '.join(despite)}"
+        topology += f"; OF DIFFERENT CLUSTERS: {'; '.join(despite)}"
     return verdict.decide(
         results,
         pytest_exit=0,
-        ending=ending,
+        abort=_abort(sources),
         not_run=[nodeid for nodeid in nodeids if nodeid not in tried],
         required=_required(sources),
         rehearsal=sources[-1].journal.run.rehearsal,
         selection=bool(despite) or not whole,
         manifest=_has_manifest(sources),
         deviations=_deviations(sources),
-        topology=said,
+        topology=topology,
     )
 
 
@@ -422,55 +422,55 @@ def _deviations(sources: Sequence[Source]) -> list[str]:
 
 
 def _has_manifest(sources: Sequence[Source]) -> bool:
-    """Tell whether a run of the whole suite knew which tests an acceptance needs."""
+    """Return whether a run of the whole suite had a list of the tests that an acceptance needs."""
     return any(source.is_whole and source.journal.has_manifest for source in sources)
 
 
 def _remarks(sources: Sequence[Source]) -> list[str]:
-    """Return in what the runs were less, or other, than the whole suite with the shipped limits."""
-    said: list[str] = []
+    """Return how the runs differ from the shipped workload and limits."""
+    remarks: list[str] = []
     for source in sources:
         workload = source.journal.workload
         if workload is not None:
-            said += WorkloadRecord(
+            remarks += WorkloadRecord(
                 profile=workload.profile, file=workload.file, values=workload.values, origins=workload.origins
             ).remarks
         for option, remark in (("sku", "judged as {} (--gpucluster-sku)"), ("thresholds", "limits overlaid by {}")):
             value = _option(source, option)
             if value:
-                said.append(remark.format(value))
+                remarks.append(remark.format(value))
     baselines = [_option(source, "baseline") for source in sources]
     if any(baselines):
-        held = ", ".join(dict.fromkeys(filter(None, baselines)))
-        said.append(f"{sum(map(bool, baselines))} of {len(sources)} were held against a baseline ({held})")
-    return list(dict.fromkeys(said))
+        names = ", ".join(dict.fromkeys(filter(None, baselines)))
+        remarks.append(f"{sum(map(bool, baselines))} of {len(sources)} were compared with a baseline ({names})")
+    return list(dict.fromkeys(remarks))
 
 
 def _option(source: Source, name: str) -> str:
-    """Return what an option was set to; empty where it was not."""
+    """Return the value of an option; empty where it was not given."""
     value, _ = source.journal.run.options.get(name, ("None", ""))
     return "" if value == "None" else value
 
 
-def _ending(sources: Sequence[Source], tried: Mapping[str, Sequence[Attempt]]) -> tuple[int, str] | None:
-    """Return what ends the merged run before its time: hardware that was rejected outside of any test, or a run that
-    broke, and that no later one answers."""
+def _abort(sources: Sequence[Source]) -> tuple[int, str] | None:
+    """Return exit code and reason where the merged run cannot pass: hardware that was rejected outside any test, or a
+    broken run without a later conclusive one."""
     for source in sources:
         journal = source.journal
         failed = next((problem for problem in journal.problems if problem.outcome == "failed"), None)
         if failed is not None:
-            return 1, first_line(f"{source.told}: {failed.message}")
+            return 1, first_line(f"{source.title}: {failed.message}")
         if journal.verdict == "REJECTED" and not any(result.outcome == "failed" for result in journal.results):
-            return 1, first_line(f"{source.told}: {journal.reason}")
+            return 1, first_line(f"{source.title}: {journal.reason}")
     unanswered = _unanswered(sources)
     if unanswered:
         last = unanswered[-1]
-        return 11, first_line(f"{last.told} broke, and no later run has come to its end: {last.journal.reason}")
+        return 11, first_line(f"{last.title} broke, and no later run was conclusive: {last.journal.reason}")
     return None
 
 
 def _result(lines: Sequence[Mapping[str, Any]]) -> verdict.TestResult:
-    """Return a test as the verdict sees it, read as every reader of the merged journal will read it."""
+    """Return a test's fields for the verdict, as a reader of the merged journal finds them."""
     builder = JournalBuilder(keep_samples=False)
     builder.add({"type": "run", "schema_version": SCHEMA_VERSION})
     for line in lines:
@@ -479,5 +479,5 @@ def _result(lines: Sequence[Mapping[str, Any]]) -> verdict.TestResult:
 
 
 def _required(sources: Sequence[Source]) -> list[str]:
-    """Return the criteria that any of the runs demanded."""
+    """Return the criteria that any of the runs required."""
     return list(dict.fromkeys(name for source in sources for name in source.journal.run.required))

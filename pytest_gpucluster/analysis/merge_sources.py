@@ -23,39 +23,39 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A journal, read twice: as lines, which are kept word for word, and as what they mean."""
+    """A journal, as its lines, which are kept verbatim, and as read from them."""
 
     path: Path
     sha256: str
     written: tuple[tuple[str, str, bytes], ...]
-    """Each line: its type, the test that it is about, and as it stands. Parsed, those of a thousand ranks are large."""
+    """Each line: its type, its test, and its bytes. Parsed lines of a thousand ranks would be large."""
     journal: Journal
-    """Without its samples."""
+    """Without samples."""
 
     @property
-    def told(self) -> str:
-        """Return how the run is called where it is told of."""
-        return told(self.journal.run.run_id, self.journal.run.started_at)
+    def title(self) -> str:
+        """Return the run's name in messages."""
+        return run_title(self.journal.run.run_id, self.journal.run.started_at)
 
     @property
     def broke(self) -> bool:
-        """Tell whether the run came to no answer of its own."""
+        """Return whether the run broke."""
         return self.journal.verdict == "BROKEN"
 
     @property
     def is_merged(self) -> bool:
-        """Tell whether this journal was made of others."""
+        """Return whether this journal was merged from others."""
         return bool(self.journal.run.merged_from)
 
     @property
     def is_whole(self) -> bool:
-        """Tell whether this run was to run the whole suite, and has collected all of it."""
+        """Return whether this run is of the whole suite, and collected all of it."""
         run, problems = self.journal.run, {problem.name for problem in self.journal.problems}
         return not run.selection and self.journal.collected is not None and not problems & {"collection", "usage"}
 
     @property
     def runs(self) -> tuple[MergedFrom, ...]:
-        """Return the runs that are in it: itself, or those that it was made of."""
+        """Return the runs in it: itself, or those that it was merged from."""
         run = self.journal.run
         own = MergedFrom(
             journal=str(self.path),
@@ -86,7 +86,7 @@ def load_source(path: Path) -> Source:
     """Read a journal to be merged.
 
     Raises:
-        JournalError: as ``journal.read``; or its run is going on, or the journal does not say when it began.
+        JournalError: as ``journal.read``; or its run is going on, or its start time is missing.
     """
     journal = read(path, keep_samples=False, live=True)
     if journal.is_live:
@@ -99,7 +99,7 @@ def load_source(path: Path) -> Source:
     for raw in content.split(b"\n"):
         try:
             line = json.loads(raw)
-        except (ValueError, RecursionError):  # after `read`, that is the end of the file, cut off or empty
+        except (ValueError, RecursionError):  # `read` accepted the file, so this is its end: cut off or empty
             break
         written.append((str(line.get("type", "")), str(line.get("nodeid", "")), raw))
     for text in (journal.run.started_at, *(each.started_at for each in journal.run.merged_from)):
@@ -107,13 +107,13 @@ def load_source(path: Path) -> Source:
     return Source(path=path, sha256=hashlib.sha256(content).hexdigest(), written=tuple(written), journal=journal)
 
 
-def told(run_id: str, started_at: str) -> str:
-    """Return how a run is called where it is told of."""
+def run_title(run_id: str, started_at: str) -> str:
+    """Return a run's name in messages."""
     return f"run {run_id or 'without a name'} of {started_at}"
 
 
 def time_of(text: str) -> datetime | None:
-    """Return a time; None where it is none, or nobody knows in which zone."""
+    """Return a time; None where the text is none, or has no zone."""
     try:
         found = datetime.fromisoformat(text.replace("Z", "+00:00"))
     except ValueError:
@@ -124,8 +124,8 @@ def time_of(text: str) -> datetime | None:
 def _require_time(path: Path, text: str) -> None:
     if time_of(text) is None:
         raise JournalError(
-            f"{path}: its first line says {text!r:.40} for when the run began, which is no time with a zone: nobody "
-            "can tell which results are the newest"
+            f"{path}: the start time in its first line is {text!r:.40}, which is no time with a zone: without it the "
+            "newest results are unknown"
         )
 
 
@@ -133,8 +133,8 @@ _BY_RANK = ("values", "intervals", "samples", "telemetry")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Numbering:
-    """The ranks of all runs, each once, and what each run's own numbers become."""
+class RankMapping:
+    """The ranks of all runs, each once, and the mapping of each run's numbers to theirs."""
 
     ranks: tuple[Line, ...]
     """As in a journal's line of the cluster, with the new numbers."""
@@ -142,12 +142,12 @@ class Numbering:
     """For each run: its rank -> the new number."""
 
     def renumbers(self, run: int) -> bool:
-        """Tell whether a run's ranks have other numbers now."""
+        """Return whether a run's ranks get other numbers."""
         return any(old != new for old, new in self.of_run[run].items())
 
 
 def slot(rank: Line) -> tuple[str, ...]:
-    """Return what makes a rank the same in two runs: its GPU, or on cpu its host and local rank."""
+    """Return the identity of a rank across runs: its GPU, or on cpu its host and local rank."""
     gpu = rank.get("gpu") or {}
     if gpu.get("uuid"):
         return ("gpu", str(gpu["uuid"]))
@@ -155,13 +155,13 @@ def slot(rank: Line) -> tuple[str, ...]:
 
 
 def ranks_of(source: Source) -> Sequence[Line]:
-    """Return the ranks that a run has on record."""
+    """Return the ranks that a run has recorded."""
     cluster = source.of_type("cluster")
     return [] if cluster is None else list(cluster.get("ranks") or [])
 
 
-def numbering(sources: Sequence[Source]) -> Numbering:
-    """Number the ranks of all runs: as the last run does, then those that only earlier runs had."""
+def rank_mapping(sources: Sequence[Source]) -> RankMapping:
+    """Map the ranks of all runs to one numbering: that of the last run, then ranks of earlier runs only."""
     numbers: dict[tuple[str, ...], int] = {}
     ranks: list[Line] = []
     latest = next((source for source in reversed(sources) if ranks_of(source)), None)
@@ -173,21 +173,21 @@ def numbering(sources: Sequence[Source]) -> Numbering:
             if slot(rank) not in numbers:
                 numbers[slot(rank)] = max(numbers.values(), default=-1) + 1
                 ranks.append({**rank, "rank": numbers[slot(rank)]})
-    return Numbering(
+    return RankMapping(
         ranks=tuple(ranks),
         of_run=tuple({int(rank["rank"]): numbers[slot(rank)] for rank in ranks_of(source)} for source in sources),
     )
 
 
-def renumbered(line: Line, numbers: Mapping[int, int]) -> dict[str, Any]:
-    """Return a test's line with other numbers for its ranks. Texts stay: they name host and GPU as well."""
+def renumber(line: Line, numbers: Mapping[int, int]) -> dict[str, Any]:
+    """Return a test's line with other numbers for its ranks. Texts are unchanged: they name host and GPU as well."""
     changed = dict(line)
 
     def number(rank: Any) -> Any:
         return numbers.get(rank, rank)
 
-    def by_rank(told: Any) -> Any:
-        return {str(number(int(rank))): value for rank, value in told.items()} if told else told
+    def by_rank(values: Any) -> Any:
+        return {str(number(int(rank))): value for rank, value in values.items()} if values else values
 
     for name in ("culprits", "released"):
         if changed.get(name):
@@ -198,16 +198,18 @@ def renumbered(line: Line, numbers: Mapping[int, int]) -> dict[str, Any]:
         changed["telemetry"] = by_rank(changed["telemetry"])
     if changed.get("spent"):
         changed["spent"] = {
-            part: {**told, "most_rank": number(told.get("most_rank"))}
-            for part, told in changed["spent"].items()
-            if isinstance(told, Mapping)  # null, or a part that this version does not know and has not looked at
+            part: {**times, "most_rank": number(times.get("most_rank"))}
+            for part, times in changed["spent"].items()
+            if isinstance(times, Mapping)  # not null
         }
     changed["measurements"] = [
         {
             **judged,
             **{name: by_rank(judged[name]) for name in _BY_RANK if name in judged},
             **{
-                name: {**told, "rank": number(told.get("rank"))} for name in ("baseline",) if (told := judged.get(name))
+                name: {**entry, "rank": number(entry.get("rank"))}
+                for name in ("baseline",)
+                if (entry := judged.get(name))
             },
             "worst_rank": number(judged.get("worst_rank")),
         }
@@ -222,10 +224,10 @@ _OF_A_JOB = ("SLURM_", "TORCHELASTIC_", "GPUCLUSTER_", "NCCL_DEBUG_FILE")
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Something that is not the same in all runs.
+    """A difference between the runs.
 
-    ``of_clusters``: other hosts, GPUs or shape, which an operator may want to have in one journal nevertheless. All
-    else would make a verdict that no single set of limits has given.
+    ``of_clusters``: other hosts, GPUs or shape, which an operator may allow. Any other difference would mix results of
+    different limits or workloads in one verdict.
     """
 
     text: str
@@ -233,7 +235,7 @@ class Difference:
 
 
 def differences(sources: Sequence[Source]) -> list[Difference]:
-    """Return all that keeps these runs from one verdict, in plain words."""
+    """Return the differences that keep these runs from one verdict."""
     return list(_differences(sources))
 
 
@@ -248,7 +250,8 @@ def _differences(sources: Sequence[Source]) -> Iterator[Difference]:
                 first, known = source, value
             elif value != known:
                 yield Difference(
-                    text=f"{what}: {_apart(known, value)} ({first.path} and {source.path})", of_clusters=of_clusters
+                    text=f"{what}: {_difference(known, value)} ({first.path} and {source.path})",
+                    of_clusters=of_clusters,
                 )
                 return
 
@@ -272,12 +275,12 @@ def _differences(sources: Sequence[Source]) -> Iterator[Difference]:
     )
     for source in sources:
         if source.journal.results and not ranks_of(source):
-            yield Difference(text=f"{source.path} has results, but not of which cluster they are", of_clusters=False)
+            yield Difference(text=f"{source.path} has results, but no description of their cluster", of_clusters=False)
 
 
 def changes(sources: Sequence[Source]) -> list[str]:
-    """Return what is no obstacle and must be told: other versions, and other variables that change what is measured."""
-    told = []
+    """Return the differences to report that allow merging: versions, and environment variables."""
+    lines = []
     for what, of in (("versions", _versions), ("environments", _environment)):
         known = [(source, found) for source in sources if (found := of(source)) is not None]
         for source, found in known[:-1]:
@@ -285,8 +288,8 @@ def changes(sources: Sequence[Source]) -> list[str]:
             names = sorted({*found, *last} - {name for name in found if found[name] == last.get(name)})
             texts = [f"{name}: {found.get(name, 'not set')}, then {last.get(name, 'not set')}" for name in names]
             if texts:
-                told.append(f"other {what} in {source.told} than in {newest.told}: {'; '.join(texts)}")
-    return told
+                lines.append(f"other {what} in {source.title} than in {newest.title}: {'; '.join(texts)}")
+    return lines
 
 
 def _versions(source: Source) -> Mapping[str, str] | None:
@@ -302,7 +305,7 @@ def _versions(source: Source) -> Mapping[str, str] | None:
 
 
 def _environment(source: Source) -> Mapping[str, str] | None:
-    """Return the variables of a run, but for those that each job has of its own."""
+    """Return the variables of a run, without those that differ in each job."""
     environment = source.journal.environment
     if environment is None:
         return None
@@ -315,15 +318,15 @@ def _option(source: Source, name: str) -> str:
 
 
 def _workload(source: Source) -> Hashable:
-    """Return with what was measured; but for how long something may take at most."""
+    """Return the workload, without deadlines."""
     workload = source.journal.workload
     if workload is None:
-        return None if source.journal.results == () else ("none on record",)
+        return None if source.journal.results == () else ("none recorded",)
     return tuple(sorted((k, v) for k, v in workload.values.items() if k.rpartition(".")[2] not in _DEADLINES))
 
 
-def _apart(one: Hashable, other: Hashable) -> str:
-    """Return in what two values differ, shortly."""
+def _difference(one: Hashable, other: Hashable) -> str:
+    """Return the difference of two values as a short text."""
     if not isinstance(one, tuple) or not isinstance(other, tuple):
         return f"{one} and {other}"
     here = [each for each in one if each not in other]

@@ -1,6 +1,6 @@
-"""The programs of nccl-tests: where they are, one run with a deadline, and the ranges of sizes to ask for.
+"""The programs of nccl-tests: where they are, one run with a deadline, and the ranges of sizes.
 
-Sizes become the fewest ranges that nccl-tests can be asked for: ``-b FIRST -e LAST -f FACTOR``.
+Sizes become the fewest ranges of nccl-tests: ``-b FIRST -e LAST -f FACTOR``.
 
 >>> [str(each) for each in ranges([1_000_000, 10_000_000, 100_000_000, 1_000_000_000])]
 ['-b 1000000 -e 1000000000 -f 10']
@@ -26,9 +26,9 @@ _HELP_SECONDS = 20.0
 _ENDING_SECONDS = 10.0
 _QUOTED = 300
 _JSON_OPTION = "-J,--output_file"
-"""As it stands in the usage of programs that can write JSON. Source: nccl-tests, src/common.cu."""
+"""In the usage text of programs that can write JSON. Source: nccl-tests, src/common.cu."""
 
-# What CUDA and nccl-tests say where there is no GPU to run on.
+# Messages of CUDA and nccl-tests where there is no GPU.
 _NO_GPU = (
     "no CUDA-capable device",
     "Invalid number of GPUs",
@@ -39,15 +39,15 @@ _NO_GPU = (
 
 
 def find_program(program: str, folder: Path | None, *, mpi: bool = False) -> Path:
-    """Return where a program is: in the folder if one is named, else on the PATH, else where it is usually built.
+    """Return the path of a program: in the given folder, else on the PATH, else in a usual folder.
 
     Args:
         program: its name.
-        folder: where to look, and in its ``build``; None for the usual places.
-        mpi: a launcher is going to start it, so that one that was built with ``NAME_SUFFIX=_mpi`` is better.
+        folder: searched with its ``build``; None for the PATH and the usual folders.
+        mpi: a launcher starts it, so that one built with ``NAME_SUFFIX=_mpi`` is preferred.
 
     Raises:
-        EnvironmentBroken: it is in none of these, or not executable.
+        EnvironmentBroken: it is missing, or not executable.
     """
     names = (f"{program}_mpi", program) if mpi else (program, f"{program}_mpi")
     for name in names:
@@ -59,17 +59,19 @@ def find_program(program: str, folder: Path | None, *, mpi: bool = False) -> Pat
         for place in places:
             if place.is_file() and os.access(place, os.X_OK):
                 return place.absolute()
-    looked = f"{folder} or {folder}/build" if folder is not None else f"the PATH, {', '.join(map(str, USUAL_FOLDERS))}"
+    searched = (
+        f"{folder} or {folder}/build" if folder is not None else f"the PATH, {', '.join(map(str, USUAL_FOLDERS))}"
+    )
     raise EnvironmentBroken(
-        f"{program} of nccl-tests is not in {looked}; build it (make MPI=1 for several nodes) and name its folder: "
+        f"{program} of nccl-tests is not in {searched}; build it (make MPI=1 for several nodes) and name its folder: "
         "--binaries DIR"
     )
 
 
 def writes_json(program: Path) -> bool:
-    """Tell whether a program can write its results as JSON. One that does not even say how it is used cannot."""
+    """Return whether a program can write its results as JSON, by its usage text."""
     try:
-        said = subprocess.run(
+        usage = subprocess.run(
             [program, "--help"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -79,40 +81,42 @@ def writes_json(program: Path) -> bool:
         )
     except (OSError, subprocess.TimeoutExpired):
         return False
-    return _JSON_OPTION.encode() in said.stdout
+    return _JSON_OPTION.encode() in usage.stdout
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
-    """How a program has ended, and what it has printed; ``code`` is None where it was given up ``within_seconds``."""
+class ProgramResult:
+    """Exit code and output of a program; ``code`` is None where it timed out after ``within_seconds``."""
 
     code: int | None
     text: str
     within_seconds: float
 
-    def problem(self, shown: str) -> EnvironmentBroken:
-        """Return the error that tells of its end, with the last that it said."""
+    def problem(self, command: str) -> EnvironmentBroken:
+        """Return the error for its exit, with its last lines of output."""
         lines = [line for line in self.text.splitlines() if line.strip()]
         last = one_line(" | ".join(lines[-3:]), _QUOTED) or "nothing"
-        shown = one_line(shown, _QUOTED)
+        command = one_line(command, _QUOTED)
         if self.code is None:
             return EnvironmentBroken(
-                f"`{shown}` has not ended within {self.within_seconds:g} s, and was ended. A collective hangs, or "
-                f"--timeout is too short for these sizes. It said: {last}"
+                f"`{command}` timed out after {self.within_seconds:g} s and was killed. A collective hangs, or "
+                f"--timeout is too short for these sizes. Its last output: {last}"
             )
         gpu = any(sign in self.text for sign in _NO_GPU)
-        hint = ". There is no usable GPU here, or fewer than asked for: run it on the node that the journal is of"
-        return EnvironmentBroken(f"`{shown}` ended with exit code {self.code} and said: {last}{hint if gpu else ''}")
+        hint = ". There is no usable GPU here, or fewer than requested: run it on the node of the journal"
+        return EnvironmentBroken(
+            f"`{command}` ended with exit code {self.code}; its last output: {last}{hint if gpu else ''}"
+        )
 
 
-def run_program(command: Sequence[str], *, within_seconds: float) -> Ended:
-    """Run a program to its end; what it has started itself ends with it, also where this is interrupted.
+def run_program(command: Sequence[str], *, within_seconds: float) -> ProgramResult:
+    """Run a program with a timeout; its child processes are killed with it, also where this is interrupted.
 
     Raises:
         EnvironmentBroken: it cannot be started.
     """
     code: int | None = None
-    # A file and no pipe: a process that outlives the program would hold a pipe open.
+    # A file, not a pipe: a process that outlives the program would keep a pipe open.
     with tempfile.TemporaryFile() as printed:
         try:
             process = subprocess.Popen(
@@ -123,8 +127,8 @@ def run_program(command: Sequence[str], *, within_seconds: float) -> Ended:
                 start_new_session=True,
             )
         except OSError as error:
-            shown = one_line(" ".join(command), _QUOTED)
-            raise EnvironmentBroken(f"`{shown}` cannot be run: {error.strerror or error}") from None
+            words = one_line(" ".join(command), _QUOTED)
+            raise EnvironmentBroken(f"`{words}` cannot be run: {error.strerror or error}") from None
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = process.wait(within_seconds)
@@ -132,15 +136,15 @@ def run_program(command: Sequence[str], *, within_seconds: float) -> Ended:
             _end(process)
         printed.seek(0)
         text = printed.read().decode("utf-8", "backslashreplace")
-        return Ended(code=code, text=text, within_seconds=within_seconds)
+        return ProgramResult(code=code, text=text, within_seconds=within_seconds)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a program and its group: first so that mpirun can end its ranks on other nodes, then for good."""
+    """Kill a program and its process group: SIGTERM first, so that mpirun can stop its ranks on other nodes."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
-        # One that waits inside of the driver hears nothing. It is left to the kernel.
+        # A process that is blocked in the driver does not react; it is left to the kernel.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_ENDING_SECONDS)
 
@@ -166,7 +170,7 @@ class Range:
 
     @property
     def arguments(self) -> list[str]:
-        """Return what nccl-tests is told."""
+        """Return the arguments of nccl-tests."""
         factor = ["-f", str(self.factor)] if self.factor > 1 else []
         return ["-b", str(self.first), "-e", str(self.last), *factor]
 
@@ -175,9 +179,9 @@ class Range:
 
 
 def ranges(sizes: Iterable[int]) -> list[Range]:
-    """Return ranges that hold these sizes and no others: each start of a program costs seconds.
+    """Return few ranges with exactly these sizes: each start of a program costs seconds.
 
-    The longest range that the smallest size that is left begins is taken first.
+    Greedy: repeatedly the longest range that begins with the smallest remaining size.
     """
     left = sorted(set(sizes))
     found = []
@@ -191,9 +195,9 @@ def ranges(sizes: Iterable[int]) -> list[Range]:
             last = second
             while last * factor in left:
                 last *= factor
-            tried = Range(first=first, last=last, factor=factor)
-            if len(tried.sizes) > len(best.sizes):
-                best = tried
+            candidate = Range(first=first, last=last, factor=factor)
+            if len(candidate.sizes) > len(best.sizes):
+                best = candidate
         left = [size for size in left if size not in best.sizes]
         found.append(best)
     return found

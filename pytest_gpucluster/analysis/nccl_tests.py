@@ -2,12 +2,12 @@
 
 Source: nccl-tests, src/util.cu (the table and the JSON file), src/common.cu (``test_typenames``).
 
-The table's columns are those that its header names, so that tables of older versions, which have no ``redop`` and
-``root`` for some collectives and ``error`` in the place of ``#wrong``, are read as well. Older ones leave the place
-under ``redop`` blank for collectives that reduce nothing, where later ones print ``none``.
+The table's columns are those of its header, so that tables of older versions are read too: they have no ``redop`` and
+``root`` for some collectives, and ``error`` instead of ``#wrong``. Older ones leave ``redop`` blank for collectives
+without a reduction, later ones print ``none``.
 
-The JSON file holds the whole environment of the program, in which there may be passwords and tokens. Nothing of that is
-read, shown or kept here.
+The JSON file holds the whole environment of the program, which may include passwords and tokens. None of it is read,
+shown or kept here.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Figure:
     """One half of a line.
 
     Attributes:
-        busbw: in GB/s; NaN is what the program wrote as such.
+        busbw: in GB/s; NaN where the program wrote it.
         resolution: in GB/s; the last printed digit may be off by half of it.
-        wrong: elements that were not as expected; None where the data were not looked at.
+        wrong: elements that were not as expected; None where the data were not checked.
     """
 
     busbw: float
@@ -68,18 +68,18 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """A run that came to its end.
+    """The output of a complete run.
 
     Attributes:
         origin: the file, or the command.
-        collective: ours; None where the output does not tell.
+        collective: our name; None where the output does not state it.
         ranks: GPUs that took part.
-        processes: that they were shared by.
+        processes: that used them.
         hosts: their short names.
         nccl: version of the library, or an empty text.
         rows: in their order.
-        out_of_bounds: what the program counted at its end.
-        speeds_only: another program kept the speeds of one half, and nothing about the data.
+        out_of_bounds: the program's own count at its end.
+        speeds_only: the file has the speeds of one half only, and nothing about the data.
     """
 
     origin: str
@@ -95,8 +95,8 @@ class Output:
     @property
     def wrong(self) -> float:
         """Return how many wrong elements there were in all, or what the program counted, whichever is more."""
-        told = sum(figure.wrong or 0 for row in self.rows for figure in row.figures.values())
-        return max(told, self.out_of_bounds)
+        wrong = sum(figure.wrong or 0 for row in self.rows for figure in row.figures.values())
+        return max(wrong, self.out_of_bounds)
 
 
 def collective_of(program: str) -> str | None:
@@ -123,7 +123,7 @@ def nccl_version(code: int) -> str:
 
 
 def short_name(host: str) -> str:
-    """Return a host's name up to its first dot, as nccl-tests tells it.
+    """Return a host's name up to its first dot, as nccl-tests prints it.
 
     >>> short_name("gpu-01.example")
     'gpu-01'
@@ -134,7 +134,7 @@ def short_name(host: str) -> str:
 def world(last_rank: int, per_process: int) -> tuple[int, int]:
     """Return the number of ranks and of processes.
 
-    The JSON file lists only the first GPU of each process, the table all of them; both tell the highest process.
+    The JSON file lists only the first GPU of each process, the table all of them; both have the highest process.
 
     >>> world(0, 8), world(8, 8), world(15, 8), world(15, 1)
     ((8, 1), (16, 2), (16, 2), (16, 16))
@@ -143,7 +143,7 @@ def world(last_rank: int, per_process: int) -> tuple[int, int]:
     return processes * per_process, processes
 
 
-# What launchers put before each line: `mpirun --tag-output` and `srun --label`.
+# Prefixes of launchers: `mpirun --tag-output` and `srun --label`.
 _TAG = re.compile(r"(\[\d+,\d+\]<std(?:out|err)>:\s?|\s*\d+: )")
 _PROGRAM = re.compile(r"# Collective test starting: (\S+)")
 _CONFIG = re.compile(r"# nThreads? (\d+) nGpus (\d+) ")
@@ -156,11 +156,11 @@ _MOST_QUOTED = 120
 
 
 def read_table(text: str, origin: str) -> Output:
-    """Return what a printed table tells.
+    """Read a printed table.
 
     Args:
-        text: all that was printed.
-        origin: how errors and reports call it.
+        text: the whole output.
+        origin: its name in errors and reports.
 
     Raises:
         OutputError: no table of nccl-tests, one that is cut off, several of them, or a line of it that is damaged.
@@ -172,7 +172,7 @@ def read_table(text: str, origin: str) -> Output:
     if len(heads) > 1:
         raise OutputError(
             f"{origin}: {len(heads)} tables in one output. Of programs that were built without MPI, each process "
-            "measures by itself: build nccl-tests with MPI=1. Files of several runs are to be given one by one"
+            "measures by itself: build nccl-tests with MPI=1. Give files of several runs one by one"
         )
     if not any(map(_DONE.match, lines)):
         raise OutputError(f"{origin}: cut off: the line 'Avg bus bandwidth' at the end of the table is missing")
@@ -183,7 +183,7 @@ def read_table(text: str, origin: str) -> Output:
         if number > heads[0] and _ROW.match(line)
     )
     ranks, processes, hosts = _places(lines, origin)
-    found = {name: next(filter(None, map(pattern.search, lines)), None) for name, pattern in _TOLD.items()}
+    found = {name: next(filter(None, map(pattern.search, lines)), None) for name, pattern in _PATTERNS.items()}
     bounds, nccl = found["bounds"], found["nccl"]
     if bounds is None:
         raise OutputError(f"{origin}: cut off: the line 'Out of bounds values' at the end of the table is missing")
@@ -199,7 +199,7 @@ def read_table(text: str, origin: str) -> Output:
     )
 
 
-_TOLD = {"program": _PROGRAM, "bounds": _BOUNDS, "nccl": _NCCL}
+_PATTERNS = {"program": _PROGRAM, "bounds": _BOUNDS, "nccl": _NCCL}
 
 
 def _is_head(line: str) -> bool:
@@ -211,9 +211,11 @@ def _places(lines: Sequence[str], origin: str) -> tuple[int, int, tuple[str, ...
     config = next(filter(None, map(_CONFIG.match, lines)), None)
     devices = [found for line in lines if (found := _DEVICE.match(line))]
     if config is None or not devices:
-        raise OutputError(f"{origin}: it does not say on which GPUs it ran: the lines 'nThread' and 'Rank' are missing")
+        raise OutputError(f"{origin}: the lines 'nThread' and 'Rank' with its GPUs are missing")
     if any(int(found[2] or 0) for found in devices):
-        raise OutputError(f"{origin}: several groups ran side by side (NCCL_TESTS_SPLIT): there is nothing beside it")
+        raise OutputError(
+            f"{origin}: several groups ran at once (NCCL_TESTS_SPLIT), which this project does not measure"
+        )
     per_process = int(config[1]) * int(config[2])
     if per_process < 1:
         raise OutputError(f"{origin}: it ran on no GPU: {one_line(config[0], _MOST_QUOTED)}")
@@ -228,16 +230,16 @@ def _table_row(line: str, columns: Sequence[str], where: str) -> Row:
     if named and named[-1] == "timestamp":
         named, words = named[:-1], words[: len(named) - 1]
     if len(words) == len(named) - 1 and "redop" in named and _is_number(words[named.index("redop")]):
-        named.remove("redop")  # left blank: a reduction is a word
+        named.remove("redop")  # left blank
     if len(words) != len(named):
         raise OutputError(
-            f"{where}: {len(words)} values for {len(named)} columns: {one_line(line, _MOST_QUOTED)!r}. Where other "
-            "lines have come between, run it again without NCCL_DEBUG, or give the file of -J"
+            f"{where}: {len(words)} values for {len(named)} columns: {one_line(line, _MOST_QUOTED)!r}. If other "
+            "output is mixed in, run it again without NCCL_DEBUG, or give the file of -J"
         )
     halves: dict[str, dict[str, str]] = {OUT_OF_PLACE: {}, IN_PLACE: {}}
     own: dict[str, str] = {}
     for name, word in zip(named, words, strict=True):
-        # Each half begins with the time; what stands before the first one is about both.
+        # Each half begins with the time; columns before the first one are about both.
         half = next((half for half in halves.values() if name not in half and (half or name in _TIMES)), None)
         if name in _OWN:
             own[name] = word
@@ -261,13 +263,13 @@ _TIMES = ("time", "cputime")
 def _table_figure(half: dict[str, str]) -> Figure:
     text = half["busbw"]
     wrong = half["#wrong"] if "#wrong" in half else half["error"]
-    # `error` is how far the worst element was off; whether that is too far is counted in the table's last lines.
+    # `error` is the deviation of the worst element; whether it is too large is counted in the table's last lines.
     counted = "#wrong" in half
-    looked_at = wrong != "N/A"
+    is_checked = wrong != "N/A"
     return Figure(
         busbw=float(text),
         resolution=_resolution(text),
-        wrong=None if not looked_at else _count(wrong) if counted else 0.0,
+        wrong=None if not is_checked else _count(wrong) if counted else 0.0,
     )
 
 
@@ -279,7 +281,7 @@ def _count(text: str) -> float:
 
 
 def _resolution(text: str) -> float:
-    """Return what the last printed digit stands for.
+    """Return the value of the last printed digit.
 
     >>> _resolution("442.28"), _resolution("12345"), _resolution("1e+05")
     (0.01, 1.0, 100000.0)
@@ -292,11 +294,11 @@ _HALVES = {"out_of_place": OUT_OF_PLACE, "in_place": IN_PLACE}
 
 
 def read_json(text: str, origin: str) -> Output:
-    """Return what a JSON file tells.
+    """Read a JSON file.
 
     Args:
         text: of the file.
-        origin: how errors and reports call it.
+        origin: its name in errors and reports.
 
     Raises:
         OutputError: no JSON, not of nccl-tests, cut off, or a field that is missing or of another kind.
@@ -308,14 +310,16 @@ def read_json(text: str, origin: str) -> Output:
     top = _Object(document, origin, "the file")
     top.integer("version")
     if "out_of_bounds" not in top.content:
-        raise OutputError(f"{origin}: cut off: the program ended before its last line")
+        raise OutputError(f"{origin}: cut off: out_of_bounds at its end is missing")
     config = top.inner("config")
     devices = [_Object(each, origin, "a device") for each in config.items("devices")]
     per_process = config.integer("nthreads") * config.integer("ngpus")
     if not devices or per_process < 1:
-        raise OutputError(f"{origin}: it does not say on which GPUs it ran")
+        raise OutputError(f"{origin}: the devices (GPUs) are missing")
     if any(device.integer("group") for device in devices):
-        raise OutputError(f"{origin}: several groups ran side by side (NCCL_TESTS_SPLIT): there is nothing beside it")
+        raise OutputError(
+            f"{origin}: several groups ran at once (NCCL_TESTS_SPLIT), which this project does not measure"
+        )
     ranks, processes = world(max(device.integer("rank") for device in devices), per_process)
     arguments = top.items("args")
     return Output(
@@ -347,7 +351,7 @@ def _json_figure(half: _Object) -> Figure:
 
 
 class _Object:
-    """A JSON object whose fields are asked for by name and kind."""
+    """A JSON object with typed access to its fields."""
 
     def __init__(self, content: Any, origin: str, what: str) -> None:
         if not isinstance(content, dict):
@@ -363,7 +367,7 @@ class _Object:
         return value
 
     def number(self, name: str) -> float:
-        """Return a number; nccl-tests writes what is none as the text "nan"."""
+        """Return a number; nccl-tests writes NaN as the text "nan"."""
         value = self.content.get(name)
         if value == "nan":
             return math.nan

@@ -1,4 +1,4 @@
-"""One run as a comparison sees it: facts, values without samples, what must be alike, and which ranks correspond.
+"""A run prepared for comparisons: conditions, values without samples, comparability, and matching ranks.
 
 A rank of one run corresponds to that of another with the same GPU, else the same slot, else the same number.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from pytest_gpucluster.analysis.significance import Known, known
+from pytest_gpucluster.analysis.significance import Estimate, estimate
 from pytest_gpucluster.journal.fields import JudgedLimit, JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import RankPlace, TestResult
@@ -21,7 +21,7 @@ Key = tuple[str, tuple[tuple[str, str], ...]]
 
 
 class Bounds(Protocol):
-    """A limit, as far as it matters here."""
+    """The bounds of a limit."""
 
     @property
     def min(self) -> float | None: ...
@@ -56,8 +56,8 @@ class Measured(Named, Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
-    """Under which conditions a run has measured."""
+class Conditions:
+    """The conditions under which a run has measured."""
 
     sku: str | None = None
     gpu_name: str | None = None
@@ -66,7 +66,7 @@ class Facts:
     nnodes: int = 1
     places: Mapping[int, RankPlace] = field(default_factory=dict)
     workload: Mapping[str, str] | None = None
-    """Key -> value; None where it is not on record."""
+    """Key -> value; None where it is not recorded."""
 
     @property
     def shape(self) -> str:
@@ -87,7 +87,7 @@ class Values:
     higher: bool | None
     """More is better; None where neither is, or it is not known."""
     limit_max: float | None
-    of_rank: Mapping[int, Known]
+    of_rank: Mapping[int, Estimate]
 
     @property
     def key(self) -> Key:
@@ -95,14 +95,14 @@ class Values:
 
     @property
     def scope(self) -> str:
-        """Return who reports it: rank, node or world."""
+        """Return the scope of the metric: rank, node or world."""
         metric = METRICS.get(self.metric)
         return metric.scope if metric is not None else "rank"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tested:
-    """One test: how it ended, and what it has measured."""
+class MeasuredTest:
+    """One test: its outcome and its values."""
 
     nodeid: str
     name: str
@@ -113,16 +113,16 @@ class Tested:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Side:
-    """One of the two runs."""
+class RunView:
+    """A run: its conditions and its tests."""
 
-    facts: Facts
-    tests: Mapping[str, Tested]
+    conditions: Conditions
+    tests: Mapping[str, MeasuredTest]
     """By id."""
 
 
 def key_of(measured: Named) -> Key:
-    """Return by what a metric of a test is known."""
+    """Return the key of a metric within a test."""
     return measured.metric, tuple(sorted(measured.labels.items()))
 
 
@@ -137,7 +137,7 @@ def values_of(measured: Measured) -> Values:
         higher=_higher(measured),
         limit_max=None if limit is None else limit.max,
         of_rank={
-            rank: known(value, measured.intervals.get(rank), measured.samples.get(rank, ()))
+            rank: estimate(value, measured.intervals.get(rank), measured.samples.get(rank, ()))
             for rank, value in measured.values.items()
         },
     )
@@ -148,14 +148,14 @@ def by_key(measurements: Iterable[Measured]) -> dict[Key, Values]:
     return {values.key: values for values in map(values_of, measurements)}
 
 
-def facts_of(journal: Journal) -> Facts:
-    """Return under which conditions a run has measured, as far as its journal says."""
+def conditions_of(journal: Journal) -> Conditions:
+    """Return the conditions of a run, as far as its journal has them."""
     run, limits, workload = journal.run, journal.limits, journal.workload
     ranks = journal.cluster.ranks if journal.cluster is not None else ()
-    of_ranks = next((place.gpu["name"] for place in ranks if place.gpu and place.gpu.get("name")), None)
-    return Facts(
+    first_name = next((place.gpu["name"] for place in ranks if place.gpu and place.gpu.get("name")), None)
+    return Conditions(
         sku=limits.sku if limits is not None else None,
-        gpu_name=(limits.gpu_name if limits is not None else None) or of_ranks,
+        gpu_name=(limits.gpu_name if limits is not None else None) or first_name,
         rehearsal=run.rehearsal,
         world_size=run.world_size,
         nnodes=run.nnodes,
@@ -167,27 +167,27 @@ def facts_of(journal: Journal) -> Facts:
 def without_samples(result: TestResult) -> TestResult:
     """Return a result with the noise of each value as its interval, and without the samples and telemetry behind it.
 
-    A journal that is read with this is small, and nothing is missing that a comparison needs.
+    A journal read with this is small, and has all that a comparison needs.
     """
     return replace(result, telemetry={}, measurements=tuple(map(_with_noise, result.measurements)))
 
 
 def _with_noise(judged: JudgedMetric) -> JudgedMetric:
-    found = {
-        rank: known(value, judged.intervals.get(rank), judged.samples.get(rank, ()))
+    estimates = {
+        rank: estimate(value, judged.intervals.get(rank), judged.samples.get(rank, ()))
         for rank, value in judged.values.items()
     }
-    intervals = {rank: (each.low, each.high) for rank, each in found.items() if each.sampled}
+    intervals = {rank: (each.low, each.high) for rank, each in estimates.items() if each.sampled}
     return replace(judged, intervals=intervals, samples={}, telemetry={})
 
 
-def side(journal: Journal) -> Side:
-    """Return what a run brings to a comparison.
+def view_of(journal: Journal) -> RunView:
+    """Return the view of a run.
 
     The journal must have been read with its samples, or ``without_samples``.
     """
     tests = {
-        result.nodeid: Tested(
+        result.nodeid: MeasuredTest(
             nodeid=result.nodeid,
             name=result.name or result.nodeid.partition("::")[2] or result.nodeid,
             outcome=result.outcome,
@@ -197,20 +197,20 @@ def side(journal: Journal) -> Side:
         )
         for result in journal.results
     }
-    why = {test.nodeid: "the run ended before it" for test in journal.not_run}
+    reasons = {test.nodeid: "the run ended before it" for test in journal.not_run}
     if journal.running is not None and journal.running.nodeid not in tests:
-        why[journal.running.nodeid] = "the run ended in it"
-    told = {test.nodeid: test for test in journal.collected or ()}
-    for nodeid, message in why.items():
-        test = told.get(nodeid)
-        tests[nodeid] = Tested(
+        reasons[journal.running.nodeid] = "the run ended in it"
+    collected = {test.nodeid: test for test in journal.collected or ()}
+    for nodeid, message in reasons.items():
+        test = collected.get(nodeid)
+        tests[nodeid] = MeasuredTest(
             nodeid=nodeid,
             name=(test.name if test else "") or nodeid.partition("::")[2] or nodeid,
             outcome=NOT_RUN,
             message=message,
             criterion=test.criterion if test else None,
         )
-    return Side(facts=facts_of(journal), tests=tests)
+    return RunView(conditions=conditions_of(journal), tests=tests)
 
 
 def _higher(measured: Measured) -> bool | None:
@@ -230,19 +230,19 @@ STATES = frozenset(
         *("shared_filesystem.visible", "shared_filesystem.free", "shared_filesystem.free_inodes"),
     }
 )
-"""Metrics that tell the state of a moment. Their limits judge them; that they were otherwise before decides nothing."""
+"""Metrics of a momentary state. Limits judge them; a change since an earlier run decides nothing."""
 
 OF_ONE_GPU = ("matmul.", "hbm.", "gpu.", "burn_in.")
 """Metrics whose value does not depend on how many ranks there are."""
 
 IN_LABELS = ("sizes", "latency_sizes")
-"""Keys of a workload whose values stand in the labels: another size is another value there."""
+"""Keys of a workload whose values are among the labels, so that another size is another metric."""
 
 TIMES = (
     *("warmup", "window", "longest", "tolerance", "deadline", "interval", "budget", "probe", "lookup"),
     *("clock_samples", "round", "repeats", "look"),
 )
-"""Keys of a workload that say how long is measured, and not what."""
+"""Keys of a workload for the duration of a measurement, not for its subject."""
 
 METRICS_OF = {
     "matmul": ("matmul.",),
@@ -267,19 +267,19 @@ METRICS_OF = {
     "connectivity": ("connectivity.", "dns.", "clock."),
     "shared_filesystem": ("shared_filesystem.",),
 }
-"""First part of a workload's key -> the metrics that are measured with it. A key that is not here concerns all."""
+"""First part of a workload's key -> the metrics that it affects. Any other key affects all."""
 
 OF_A_SEARCH = ".best_tflops"
-"""How a metric ends that is the best of a search. Its labels tell what was found, and only the keys below
-``matmul.search`` what was looked for."""
+"""Suffix of a metric that is the best of a search. Its labels are what was found; only the keys below
+``matmul.search`` define the search."""
 
 
-def obstacles(old: Facts, new: Facts) -> tuple[str, ...]:
-    """Return why nothing of two runs can be compared; nothing if it can."""
+def obstacles(old: Conditions, new: Conditions) -> tuple[str, ...]:
+    """Return why two runs cannot be compared; empty where they can."""
     return tuple(_obstacles(old, new))
 
 
-def _obstacles(old: Facts, new: Facts) -> Iterator[str]:
+def _obstacles(old: Conditions, new: Conditions) -> Iterator[str]:
     if old.rehearsal != new.rehearsal:
         words = ("a run on GPUs", "a REHEARSAL on cpu")
         yield f"{words[old.rehearsal]} before, {words[new.rehearsal]} now"
@@ -288,22 +288,22 @@ def _obstacles(old: Facts, new: Facts) -> Iterator[str]:
     elif old.gpu_name != new.gpu_name:
         yield f"another GPU: {old.gpu_name or 'unknown'} before, {new.gpu_name or 'unknown'} now"
     if (old.workload is None) != (new.workload is None):
-        yield f"what was run {'before' if old.workload is None else 'now'} is not on record"
+        yield f"what was run {'before' if old.workload is None else 'now'} is not recorded"
 
 
-def notes(old: Facts, new: Facts) -> tuple[str, ...]:
-    """Return in which way the runs differ, where some of it can be compared nevertheless."""
-    said = []
+def notes(old: Conditions, new: Conditions) -> tuple[str, ...]:
+    """Return the differences between runs that can be compared in part."""
+    lines = []
     if _is_other_shape(old, new):
-        said.append(f"another shape: {old.shape} before, {new.shape} now; only what one GPU does is compared")
-    hosts = [{place.host for place in side.places.values() if place.host} for side in (old, new)]
+        lines.append(f"another shape: {old.shape} before, {new.shape} now; only what one GPU does is compared")
+    hosts = [{place.host for place in run.places.values() if place.host} for run in (old, new)]
     if hosts[0] and hosts[1] and not hosts[0] & hosts[1]:
-        said.append("other hosts than before; ranks that share no GPU are matched by their number")
-    return tuple(said)
+        lines.append("other hosts than before; ranks that share no GPU are matched by their number")
+    return tuple(lines)
 
 
-def why_not_of(old: Facts, new: Facts) -> Callable[[str], str]:
-    """Return a function that tells why a metric of these two runs is not comparable, or an empty text if it is."""
+def metric_obstacles(old: Conditions, new: Conditions) -> Callable[[str], str]:
+    """Return a function: metric -> why it is not comparable between these two runs, "" where it is."""
     shape = f"{old.shape} before, {new.shape} now" if _is_other_shape(old, new) else ""
     before, now = old.workload or {}, new.workload or {}
     changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key) and not _is_harmless(key)]
@@ -326,7 +326,7 @@ def _concerns(key: str, metric: str) -> bool:
     return of is None or metric.startswith(of)
 
 
-def _is_other_shape(old: Facts, new: Facts) -> bool:
+def _is_other_shape(old: Conditions, new: Conditions) -> bool:
     return (old.world_size, old.nnodes) != (new.world_size, new.nnodes)
 
 
@@ -335,29 +335,29 @@ def _is_harmless(key: str) -> bool:
 
 
 GPU, SLOT, NUMBER = "GPU", "slot", "rank number"
-"""How two ranks were found to belong together."""
+"""How two ranks were matched."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """The rank that a rank had before, and how that is known."""
+    """The rank before, and how it was matched."""
 
     old: int
     by: str
     swapped: str = ""
-    """The GPU that was in this slot before, where it is another one now."""
+    """The UUID of the GPU that was in this slot before, where it is another one now."""
 
 
 def match(old: Mapping[int, RankPlace], new: Mapping[int, RankPlace], *, by_gpu: bool = True) -> dict[int, Match]:
     """Return the earlier rank of each rank that has one.
 
-    A GPU is known by its UUID, wherever it is now. Where there is none, or it is new, the slot decides (host and local
-    rank), and then the rank's number. No rank is taken twice.
+    A GPU is identified by its UUID, wherever it is now. Without one, or where it is new, the slot decides (host and
+    local rank), and then the rank's number. No rank is matched twice.
 
     Args:
         old: the ranks before.
         new: the ranks now.
-        by_gpu: whether it is the GPU that counts; not for what a node or the whole cluster has measured.
+        by_gpu: match by GPU first; False for metrics of a node or of the whole cluster.
     """
     found: dict[int, Match] = {}
     taken: set[int] = set()

@@ -1,7 +1,7 @@
-"""What SuperBench keeps of nccl-tests: ``results-summary.jsonl`` of all nodes, or ``results-summary.json`` of one.
+"""SuperBench's results of nccl-tests: ``results-summary.jsonl`` of all nodes, or ``results-summary.json`` of one.
 
-A summary is one object a node, of metric -> number. Of nccl-tests it has a busbw for each size, and nothing of GPUs,
-dtype or wrong data. What is not in it is taken from SuperBench's own defaults: one process for all GPUs of a node,
+A summary is one object a node, of metric -> number. It has a busbw of nccl-tests for each size, but no GPUs,
+dtype or count of wrong data. These are taken from SuperBench's defaults: one process for all GPUs of a node,
 ``float``, out of place.
 
 Source: microsoft/superbenchmark, superbench/runner/runner.py (names of metrics, and ``node``) and
@@ -31,24 +31,24 @@ OPERATIONS: Mapping[str, str] = {
 """SuperBench's operation -> our collective."""
 
 _INSIDE = ("default", "nvlink")
-"""How the annotation of a benchmark begins that measures all GPUs of a node over their links, where it has one. Others,
-such as ``gdr-only`` or ``ib``, send the data another way, or to other nodes."""
+"""Prefixes of the annotations of benchmarks over the links of a node. Others, such as ``gdr-only`` or ``ib``, send the
+data another way, or to other nodes."""
 _BENCHMARK = "nccl-bw"
 _KEY = re.compile(
     rf"{_BENCHMARK}(?::(?P<annotation>[^/]+))?/(?:\d+/)?"
     r"(?:(?P<operation>[a-z]+)_(?P<size>\d{1,18})_busbw|(?P<code>return_code))(?::\d+)?"
 )
 _RESOLUTION = 0.01
-"""nccl-tests prints hundredths of GB/s, which SuperBench takes over."""
+"""nccl-tests prints hundredths of GB/s, as SuperBench does."""
 
 
 def is_summary(text: str) -> bool:
-    """Tell whether a text is a summary of SuperBench, by its first key: ``node``, or a benchmark with its metric."""
+    """Return whether a text is a summary of SuperBench, by its first key: ``node``, or a benchmark with its metric."""
     return re.match(r'\s*\{\s*("node"\s*:|"[\w.-]+(:[^"/]+)?/)', text) is not None
 
 
 def read(text: str, origin: str, gpus_of: Callable[[str], int]) -> tuple[Output, ...]:
-    """Return what a summary has of collectives inside nodes, one output for each node and collective.
+    """Return the collectives inside nodes of a summary, one output for each node and collective.
 
     Args:
         text: of the file.
@@ -56,7 +56,7 @@ def read(text: str, origin: str, gpus_of: Callable[[str], int]) -> tuple[Output,
         gpus_of: short name of a host -> its GPUs, which are not in the summary.
 
     Raises:
-        OutputError: no JSON, or cut off; no node; nothing of ``nccl-bw`` inside a node; a benchmark of it that has
+        OutputError: no JSON, or cut off; no node; nothing of ``nccl-bw`` inside a node; a benchmark that
             failed, or a value that is no number.
     """
     found = [output for node, metrics in _nodes(text, origin) for output in _of_node(node, metrics, origin, gpus_of)]
@@ -88,7 +88,7 @@ def _nodes(text: str, origin: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         node = found.get("node", named)
         if not (isinstance(node, str) and node):
             raise OutputError(
-                f"{origin}: it does not name its node; give results-summary.jsonl, or nodes/NAME/results-summary.json"
+                f"{origin}: its node is not named; give results-summary.jsonl, or nodes/NAME/results-summary.json"
             )
         yield short_name(node), found
 
@@ -101,7 +101,7 @@ def _of_node(node: str, metrics: Mapping[str, Any], origin: str, gpus_of: Callab
             continue
         if key["code"]:
             if value != 0:
-                raise OutputError(f"{origin}: {name} of {node} is {value}: nccl-tests did not run to its end there")
+                raise OutputError(f"{origin}: {name} of {node} is {value}: nccl-tests failed there")
         elif key["operation"] in OPERATIONS:
             figure = Figure(busbw=_busbw(value, name, node, origin), resolution=_RESOLUTION)
             row = Row(size_bytes=int(key["size"]), dtype="float", figures={OUT_OF_PLACE: figure})
@@ -121,7 +121,7 @@ def _of_node(node: str, metrics: Mapping[str, Any], origin: str, gpus_of: Callab
 
 
 def _busbw(value: Any, name: str, node: str, origin: str) -> float:
-    """Return a figure in GB/s; what SuperBench has no number for is none."""
+    """Return a figure in GB/s; NaN where SuperBench has none."""
     if value is None:
         return math.nan
     if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -26,7 +26,7 @@ from pytest_gpucluster.cli.command import (
     run_step,
     write_text,
 )
-from pytest_gpucluster.errors import JournalError, RecordError
+from pytest_gpucluster.errors import CertificateError, JournalError
 from pytest_gpucluster.journal.journal import locate
 from pytest_gpucluster.text import one_line, printable
 
@@ -34,11 +34,11 @@ NOT_ACCEPTED = 1
 
 EXIT_CODES = """\
 exit codes:
-  0  the record is written; it is intact and of an accepted run; the two have the same parts
-  1  the run was not accepted (then there is no record, unless it is asked for all the same); the record was changed,
-     is not of this journal, or is of a run that was not accepted; the parts differ
+  0  the certificate is written; it is intact and of an accepted run; the two have the same parts
+  1  the run was not accepted (then no certificate is written without --even-though-not-accepted); the certificate was
+     changed, is not of this journal, or is of a run that was not accepted; the parts differ
   2  wrong usage
-  3  the journal or a record is missing, damaged, of another kind, or of a newer version
+  3  the journal or a certificate is missing, damaged, of another kind, or of a newer version
   4  the output cannot be written
 """
 
@@ -124,12 +124,12 @@ def run(options: argparse.Namespace) -> int:
     """Make, verify or compare certificates, and return the exit code."""
     try:
         return run_step(options)
-    except (JournalError, RecordError) as error:
+    except (JournalError, CertificateError) as error:
         return complain(str(error), NO_JOURNAL)
 
 
 def _accept(place: Path, options: argparse.Namespace) -> int:
-    from pytest_gpucluster.analysis.certificate import certificate_content, sealed
+    from pytest_gpucluster.analysis.certificate import certificate_content, seal
     from pytest_gpucluster.analysis.certificate_audit import journal_digest
 
     path, out = locate(place), options.out or "-"
@@ -141,12 +141,12 @@ def _accept(place: Path, options: argparse.Namespace) -> int:
     told = certificate_content(journal, sha256=sha256)
     against = told["not_accepted_because"]
     if against and not options.even_though_not_accepted:
-        complain(f"{path}: not accepted, so there is no record of it:", NOT_ACCEPTED)
+        complain(f"{path}: not accepted, so there is no certificate of it:", NOT_ACCEPTED)
         _list(against, sys.stderr)
         print("gpucluster: --even-though-not-accepted writes one that says so", file=sys.stderr)
         return NOT_ACCEPTED
     now = datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
-    text, digest = sealed(told, at=now, by=options.by or "", note=options.note or "", version=__version__)
+    text, digest = seal(told, at=now, by=options.by or "", note=options.note or "", version=__version__)
     try:
         write_text(out, text)
     except OSError as error:
@@ -157,22 +157,22 @@ def _accept(place: Path, options: argparse.Namespace) -> int:
     complain(f"{words}: {len(told['nodes'])} nodes, {gpus} GPUs, {len(told['tests'])} tests{where}", DONE)
     complain(f"sha256 {digest}", DONE)
     if told["missing"]:
-        complain("not known, and named in the record:", DONE)
+        complain("unknown, and listed in the certificate:", DONE)
         _list(told["missing"], sys.stderr)
     return DONE
 
 
 def _verify(place: Path, of: Path | None, known_digest: str | None) -> int:
     from pytest_gpucluster.analysis.certificate import read_certificate
-    from pytest_gpucluster.analysis.certificate_audit import faults, faults_beside, items, journal_digest
+    from pytest_gpucluster.analysis.certificate_audit import items, journal_digest, journal_mismatches, seal_problems
 
     if known_digest is not None and not re.fullmatch("[0-9A-Fa-f]{64}", known_digest):
         return complain(f"--sha256 {known_digest}: a SHA-256 is 64 hexadecimal digits", USAGE)
     document = read_certificate(place)
-    found = faults(document, known_digest=known_digest)
+    found = seal_problems(document, known_digest=known_digest)
     if of is not None:
         sha256, journal = journal_digest(locate(of))
-        found += faults_beside(document, journal, sha256)
+        found += journal_mismatches(document, journal, sha256)
     record = document.record
     if found:
         print(f"NOT INTACT: {printable(str(place))}")
@@ -192,9 +192,9 @@ def _verify(place: Path, of: Path | None, known_digest: str | None) -> int:
     if merged:
         lines.append(f"the run is merged of {len(merged)}: {', '.join(str(one.get('verdict')) for one in merged)}")
     if of is not None:
-        lines.append("it says what its journal says; who made it and the note stand in no journal")
+        lines.append("it matches its journal; author and note are not in the journal")
     if known_digest is None:
-        kept = "an intact record may still be one that was changed and sealed anew: compare the digest with the one"
+        kept = "an intact certificate may have been changed and sealed again: compare the digest with the one"
         lines.append(f"{kept} that was kept elsewhere (--sha256)")
     if document.is_accepted:
         print(f"intact, ACCEPTED: {printable(str(place))}")
@@ -207,21 +207,21 @@ def _verify(place: Path, of: Path | None, known_digest: str | None) -> int:
 
 def _diff(first: Path, second: Path) -> int:
     from pytest_gpucluster.analysis.certificate import read_certificate
-    from pytest_gpucluster.analysis.certificate_diff import differences, judged_otherwise
+    from pytest_gpucluster.analysis.certificate_diff import differences, judging_differences
 
     old, new = read_certificate(first), read_certificate(second)
     for document in (old, new):
         if not document.is_intact:
-            raise RecordError(
-                f"{document.path}: it was changed after it was sealed, so it says nothing; see "
+            raise CertificateError(
+                f"{document.path}: it was changed after it was sealed, so it proves nothing; see "
                 "`gpucluster certificate verify`"
             )
     found = differences(old, new)
     for difference in found:
         _entry(f"{difference.kind:<13}", f"{difference.where}: {difference.what}")
     print(f"{len(found)} {'difference' if len(found) == 1 else 'differences'}" if found else "the same parts")
-    for line in judged_otherwise(old, new):
-        _entry("note", f"judged otherwise: {line}")
+    for line in judging_differences(old, new):
+        _entry("note", f"judged differently: {line}")
     return NOT_ACCEPTED if found else DONE
 
 

@@ -29,7 +29,7 @@ from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.text import printable
 
 if TYPE_CHECKING:
-    from pytest_gpucluster.analysis.crosscheck import Asked, Crosscheck, Ours, Point
+    from pytest_gpucluster.analysis.crosscheck import Crosscheck, Point, ProgramRun, RunCollectives
     from pytest_gpucluster.analysis.nccl_tests import Output
 
 UNDECIDED, NOT_RUN = 5, 6
@@ -119,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
     """Crosscheck a run and return the exit code."""
     # Imported here, so that --version and --help answer at once.
     from pytest_gpucluster.analysis import crosscheck
-    from pytest_gpucluster.analysis.crosscheck import ours
+    from pytest_gpucluster.analysis.crosscheck import collectives_of
     from pytest_gpucluster.analysis.significance import allowance
     from pytest_gpucluster.errors import OptionError
 
@@ -130,7 +130,7 @@ def run(options: argparse.Namespace) -> int:
         return complain(str(error), USAGE)
     try:
         path, journal = read_journal(options.journal)
-        mine = ours(journal)
+        mine = collectives_of(journal)
     except JournalError as error:
         return complain(str(error), NO_JOURNAL)
     if options.json not in (None, "-") and Path(options.json).resolve() == path.resolve():
@@ -174,7 +174,7 @@ def _given(options: argparse.Namespace) -> list[tuple[str | None, Path]]:
     Raises:
         OptionError: options that do not go together, or a name that is none.
     """
-    from pytest_gpucluster.analysis.crosscheck import require_others
+    from pytest_gpucluster.analysis.crosscheck import require_allowed_arguments
     from pytest_gpucluster.analysis.nccl_tests import DTYPES, PROGRAMS
     from pytest_gpucluster.errors import OptionError
     from pytest_gpucluster.metrics.units import did_you_mean
@@ -186,7 +186,7 @@ def _given(options: argparse.Namespace) -> list[tuple[str | None, Path]]:
         for name in names:
             if name not in known:
                 raise OptionError(f"{option} {name!r} is none of {', '.join(known)}{did_you_mean(name, known)}")
-    require_others(options.passed_on)
+    require_allowed_arguments(options.passed_on)
     if options.launcher is not None:
         try:
             words = shlex.split(options.launcher)
@@ -213,7 +213,7 @@ def _given(options: argparse.Namespace) -> list[tuple[str | None, Path]]:
     return found
 
 
-def _read(given: Sequence[tuple[str | None, Path]], mine: Ours) -> tuple[tuple[Output, ...], str]:
+def _read(given: Sequence[tuple[str | None, Path]], mine: RunCollectives) -> tuple[tuple[Output, ...], str]:
     """Return what is in files of nccl-tests or SuperBench, and what is wrong with the first that cannot be read."""
     from pytest_gpucluster.analysis import nccl_tests, superbench
     from pytest_gpucluster.errors import OutputError
@@ -242,12 +242,12 @@ def _read(given: Sequence[tuple[str | None, Path]], mine: Ours) -> tuple[tuple[O
     return tuple(outputs), ""
 
 
-def _gpus_of(host: str, mine: Ours) -> int:
+def _gpus_of(host: str, mine: RunCollectives) -> int:
     """Return the GPUs of a host of ours; of any other one, those of a node of ours, 0 where that is not known."""
     return len(mine.ranks_of.get(host, ())) or mine.per_node or 0
 
 
-def _topology(options: argparse.Namespace, mine: Ours) -> tuple[tuple[int, int], str]:
+def _topology(options: argparse.Namespace, mine: RunCollectives) -> tuple[tuple[int, int], str]:
     """Return how many ranks on how many nodes nccl-tests is to have, and why there can be none."""
     if options.launcher is not None:
         return mine.largest or (0, 0), ""
@@ -259,7 +259,7 @@ def _topology(options: argparse.Namespace, mine: Ours) -> tuple[tuple[int, int],
     return (per_node, 1), ""
 
 
-def _named(options: argparse.Namespace, mine: Ours) -> tuple[Point, ...]:
+def _named(options: argparse.Namespace, mine: RunCollectives) -> tuple[Point, ...]:
     return tuple(
         point
         for point in mine.points
@@ -268,11 +268,11 @@ def _named(options: argparse.Namespace, mine: Ours) -> tuple[Point, ...]:
     )
 
 
-def _points(options: argparse.Namespace, mine: Ours, topology: tuple[int, int]) -> list[Point]:
+def _points(options: argparse.Namespace, mine: RunCollectives, topology: tuple[int, int]) -> list[Point]:
     return [point for point in _named(options, mine) if (point.ranks, point.nnodes) == topology]
 
 
-def _nothing(options: argparse.Namespace, mine: Ours, topology: tuple[int, int]) -> str:
+def _nothing(options: argparse.Namespace, mine: RunCollectives, topology: tuple[int, int]) -> str:
     kinds = dict.fromkeys((point.collective, point.dtype, point.ranks, point.nnodes) for point in mine.points)
     has = "; ".join(f"{name} {dtype} by {ranks} ranks on {nodes}" for name, dtype, ranks, nodes in list(kinds)[:6])
     asked = " ".join((*options.collective, *options.dtype)) or "collectives"
@@ -286,7 +286,7 @@ def _measure(
     from pytest_gpucluster.analysis import crosscheck, nccl_programs
     from pytest_gpucluster.errors import EnvironmentBroken, OutputError
 
-    starts = list(crosscheck.asked(points))
+    starts = list(crosscheck.program_runs(points))
     outputs: list[Output] = []
     try:
         mpi = options.launcher is not None
@@ -307,7 +307,7 @@ def _measure(
     return tuple(outputs), ""
 
 
-def _one(options: argparse.Namespace, asked: Asked, program: Path, ranks: int) -> Output:
+def _one(options: argparse.Namespace, asked: ProgramRun, program: Path, ranks: int) -> Output:
     """Run one program to its end, and return what it has told.
 
     Raises:

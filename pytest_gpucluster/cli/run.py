@@ -152,8 +152,8 @@ def _left(folder: Path, launcher: int) -> tuple[Sequence[ExitNote], Recorded | N
     from pytest_gpucluster.recorder.client import wait_for_end
     from pytest_gpucluster.runners.torchrun import Recorded
 
-    notes = verdict.read_note(folder, launcher)
-    begun = verdict.read_begin(folder, launcher)
+    notes = verdict.read_exit_notes(folder, launcher)
+    begun = verdict.read_begin_note(folder, launcher)
     if begun is None or any(note.rank == 0 for note in notes):
         return notes, None
     wait_for_end(begun.recorder, _RECORD_CLOSED_SECONDS)

@@ -34,8 +34,8 @@ from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.text import one_line, printable
 
 if TYPE_CHECKING:
-    from pytest_gpucluster.analysis.fleet import Answer
-    from pytest_gpucluster.analysis.run_view import Side
+    from pytest_gpucluster.analysis.fleet import NodeRun
+    from pytest_gpucluster.analysis.run_view import RunView
     from pytest_gpucluster.journal.journal import Journal
 
 UNDECIDED = 5
@@ -107,7 +107,7 @@ def run_compare(options: argparse.Namespace) -> int:
     if options.json not in (None, "-") and Path(options.json).resolve() in paths:
         return complain(f"--json {options.json}: that is a journal itself; name another file", USAGE)
     found = compare.compare_runs(
-        old[1], new[1], allowed=allowed, recorded_decide=options.recorded, partial=options.partial
+        old[1], new[1], allowed=allowed, include_recorded=options.recorded, partial=options.partial
     )
     code = {compare.REGRESSION: REGRESSED, compare.NO_REGRESSION: DONE}.get(found.answer, UNDECIDED)
     about = [old[0], new[0]]
@@ -133,12 +133,12 @@ def run_compare(options: argparse.Namespace) -> int:
     return code
 
 
-def _of(place: Path) -> tuple[dict[str, Any], Side, Journal]:
-    """Return which run it is, what it brings to the comparison, and its journal without results."""
-    from pytest_gpucluster.analysis.run_view import side, without_samples
+def _of(place: Path) -> tuple[dict[str, Any], RunView, Journal]:
+    """Return a description of the run, its view, and its journal without results."""
+    from pytest_gpucluster.analysis.run_view import view_of, without_samples
 
     path, journal = read_journal(place, keep_samples=True, slim=without_samples)
-    return _about(path, journal), side(journal), replace(journal, results=())
+    return _about(path, journal), view_of(journal), replace(journal, results=())
 
 
 def _about(path: Path, journal: Journal) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def _head(about: list[dict[str, Any]], width: int) -> str:
     lines = []
     for when, run in zip(("before", "now"), about, strict=True):
         rehearsal = "REHEARSAL, " if run["rehearsal"] else ""
-        shape = run_view.Facts(world_size=run["world_size"], nnodes=run["nnodes"]).shape
+        shape = run_view.Conditions(world_size=run["world_size"], nnodes=run["nnodes"]).shape
         sku = f"{run['sku'] or 'SKU unknown'}, {shape}"
         text = one_line(f"{run['started_at'][:19]}, {rehearsal}{run['verdict']}, {sku}", 300)
         lines += paragraph(text, max(width, 40), first=f"{when}:".ljust(_INDENT), rest=" " * _INDENT)
@@ -373,16 +373,16 @@ def _wrong_output(options: argparse.Namespace, journals: Sequence[Path]) -> str:
     return ""
 
 
-def _answers(places: list[Path]) -> tuple[list[Answer], list[tuple[str, str]]]:
+def _answers(places: list[Path]) -> tuple[list[NodeRun], list[tuple[str, str]]]:
     """Return the run of every journal that is named or lies below a folder, and what below a folder cannot be read.
 
     Raises:
         JournalError: a journal that is named cannot be read, or there is none below a folder.
     """
-    from pytest_gpucluster.analysis.fleet import Answer, journals_below
+    from pytest_gpucluster.analysis.fleet import NodeRun, journals_below
     from pytest_gpucluster.analysis.run_view import without_samples
 
-    answers: dict[Path, Answer] = {}
+    answers: dict[Path, NodeRun] = {}
     unreadable: dict[Path, tuple[str, str]] = {}
     for place in places:
         below = journals_below(place) if place.is_dir() else [place]
@@ -390,7 +390,7 @@ def _answers(places: list[Path]) -> tuple[list[Answer], list[tuple[str, str]]]:
             raise JournalError(f"{place}: no journal.jsonl in this folder or below it")
         for path in below:
             try:
-                answers[path.resolve()] = Answer(
+                answers[path.resolve()] = NodeRun(
                     path=path, journal=read_journal(path, keep_samples=True, slim=without_samples)[1]
                 )
             except JournalError as error:

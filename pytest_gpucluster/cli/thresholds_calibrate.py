@@ -18,7 +18,7 @@ from pytest_gpucluster.journal.journal import locate
 from pytest_gpucluster.text import printable
 
 if TYPE_CHECKING:
-    from pytest_gpucluster.analysis.calibration import Kept, Proposal, Series, Source
+    from pytest_gpucluster.analysis.calibration import NoFloor, Proposal, Series, Source
 
 FAULTY = 1
 
@@ -34,7 +34,7 @@ def calibrate(places: Sequence[Path], out: str, *, spreads: float, sku: str | No
         recorded: also for what is recorded only so far.
         force: replace a file that is there.
     """
-    from pytest_gpucluster.analysis.calibration import Proposal, others_in_force, overlay, refusals, series
+    from pytest_gpucluster.analysis.calibration import Proposal, other_limit_files, overlay, series, source_problems
     from pytest_gpucluster.judge import loader
 
     paths = [locate(place) for place in places]
@@ -43,7 +43,7 @@ def calibrate(places: Sequence[Path], out: str, *, spreads: float, sku: str | No
     if out != "-" and os.path.lexists(out) and not force:
         return complain(f"--out {out}: there is such a file; name another one, or replace it with --force", NO_OUTPUT)
     sources = [_source(path) for path in paths]
-    against = refusals(sources, sku=sku)
+    against = source_problems(sources, sku=sku)
     if against:
         for line in against:
             complain(line, NO_JOURNAL)
@@ -78,7 +78,7 @@ def calibrate(places: Sequence[Path], out: str, *, spreads: float, sku: str | No
         return complain(f"--out {out}: {error.strerror or error}", NO_OUTPUT)
     counted = "1 floor" if len(proposals) == 1 else f"{len(proposals)} floors"
     complain(f"{counted} proposed for {sku}, {len(kept)} left as they are: {out}", DONE)
-    others = others_in_force(sources, shipped)
+    others = other_limit_files(sources, shipped)
     if others:
         named = ", ".join(path for path, _ in others[:3])
         complain(f"these runs were judged by {named}, which is not shipped: see the head of the file", DONE)
@@ -96,8 +96,8 @@ def _source(path: Path) -> Source:
     return Source(path=str(path), sha256=sha256, journal=journal)
 
 
-def _floor(one: Series, sku: str, measured: Sequence[Series], *, spreads: float) -> Proposal | Kept:
-    from pytest_gpucluster.analysis.calibration import Kept, conditions_of, judged_beside, name_of, propose
+def _floor(one: Series, sku: str, measured: Sequence[Series], *, spreads: float) -> Proposal | NoFloor:
+    from pytest_gpucluster.analysis.calibration import NoFloor, conditions_of, conflicting_series, name_of, propose
     from pytest_gpucluster.judge.limits import peak_of
     from pytest_gpucluster.metrics import datasheets, measurement
 
@@ -108,10 +108,10 @@ def _floor(one: Series, sku: str, measured: Sequence[Series], *, spreads: float)
     try:
         conditions_of(one)
     except ThresholdsError as error:
-        return Kept(series=one, why=str(error))
-    judged = judged_beside(one, measured)
+        return NoFloor(series=one, why=str(error))
+    judged = conflicting_series(one, measured)
     if judged is not None:
-        return Kept(series=one, why=f"it is recorded only, and {name_of(judged)} carries the floor")
+        return NoFloor(series=one, why=f"it is recorded only, and {name_of(judged)} carries the floor")
     return propose(one, spreads=spreads, peak=peak_of(metric, datasheets.SKUS.get(sku)) if has_peak else None)
 
 
@@ -129,7 +129,7 @@ def _require_loadable(text: str) -> None:
         loader.load(loader.shipped_path(), path)
 
 
-def _tell(kept: Sequence[Kept]) -> None:
+def _tell(kept: Sequence[NoFloor]) -> None:
     from pytest_gpucluster.analysis.calibration import name_of
 
     for one in kept or ():

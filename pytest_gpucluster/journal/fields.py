@@ -16,16 +16,16 @@ from pytest_gpucluster.metrics.sampling import STOPPED_BY, Stopped
 
 
 class Fields:
-    """One line's fields, read with their types. ``where`` begins every complaint."""
+    """One line's fields, read with their types. ``where`` is the prefix of every error."""
 
     def __init__(self, value: object, where: str) -> None:
         if not isinstance(value, dict):
-            raise JournalError(f"{where}: expected a JSON object, found {_shown(value)}")
+            raise JournalError(f"{where}: expected a JSON object, found {_quoted(value)}")
         self._value: dict[str, Any] = value
         self._where = where
 
     def _bad(self, name: str, expected: str) -> JournalError:
-        return JournalError(f"{self._where}: {name!r} must be {expected}, found {_shown(self._value.get(name))}")
+        return JournalError(f"{self._where}: {name!r} must be {expected}, found {_quoted(self._value.get(name))}")
 
     def has(self, name: str) -> bool:
         return self._value.get(name) is not None
@@ -136,7 +136,7 @@ class Fields:
         return by_rank
 
     def texts(self, name: str) -> dict[str, str]:
-        """Return texts by name. What is null is not known, and left out."""
+        """Return texts by name, without those that are null (unknown)."""
         return {key: str(value) for key, value in self.mapping(name).items() if value is not None}
 
     def inner(self, name: str) -> Fields:
@@ -158,7 +158,7 @@ class Fields:
             raise self._bad(name, "lists of numbers by rank") from None
 
 
-def _shown(value: object) -> str:
+def _quoted(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -178,7 +178,7 @@ def _number(value: object) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class JudgedLimit:
-    """The limit that a value was held against."""
+    """The limit that a value was compared with."""
 
     min: float | None = None
     max: float | None = None
@@ -187,17 +187,17 @@ class JudgedLimit:
     min_ratio_to_median: float | None = None
     expect_transport: tuple[str, ...] | None = None
     expected: float | None = None
-    """Shown beside the limit, never judged; in the unit of the value."""
+    """Shown next to the limit, never judged; in the unit of the value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JudgedMetric:
-    """A metric of all ranks and what was decided about it. Values are in ``unit``; a margin is a ratio.
+    """A metric of all ranks with its judgement. Values are in ``unit``; a margin is a ratio.
 
-    ``interval`` is the worst rank's: it encloses the true value with 95 % confidence. ``inconclusive`` says why the
+    ``interval`` is the worst rank's: it encloses the true value with 95 % confidence. ``inconclusive`` states why the
     samples are no basis for a verdict, ``stopped`` why the worst rank took no more of them. ``ratio_to_median`` is the
     lowest rank's value over the median of all ranks, ``peak_ratio`` the value over the data sheet peak. ``telemetry``
-    is what each rank's GPU did meanwhile.
+    is each rank's GPU telemetry during the measurement.
     """
 
     metric: str
@@ -223,9 +223,9 @@ class JudgedMetric:
     shipped: JudgedLimit | None = None
     """The shipped limit, where that of the site asks for less; None where it does not."""
     evidence: str = ""
-    """What share of the typical published value it is, in words; empty where nothing comparable is published."""
+    """Its share of the typical published value, as text; empty where nothing comparable is published."""
     baseline: Mapping[str, Any] = field(default_factory=dict)
-    """What it is beside the baseline's value (docs/compare.md); empty without a baseline."""
+    """Its comparison with the baseline's value (docs/compare.md); empty without a baseline."""
 
 
 def _limit(limit: Fields) -> JudgedLimit:
@@ -255,15 +255,15 @@ def _stopped(stopped: Fields) -> Stopped:
 def read_judged(line: Fields, keep_samples: bool) -> JudgedMetric:
     """Read a metric.
 
-    Without ``keep_samples`` only what reports show is kept: of a metric that keeps its limit, or has none, the
-    telemetry of the worst rank alone. There may be thousands of ranks.
+    Without ``keep_samples`` only what reports show is kept: of a metric that passed or is recorded only, the telemetry
+    of the worst rank alone. There may be thousands of ranks.
     """
     status = line.choice("status", ("passed", "failed", "error", "recorded"))
     worst_rank = line.optional_integer("worst_rank")
     intervals, telemetry = line.pair_by_rank("intervals"), line.mapping_by_rank("telemetry")
     if not keep_samples and status in ("passed", "recorded"):
         intervals = {}
-        telemetry = {rank: told for rank, told in telemetry.items() if rank == worst_rank}
+        telemetry = {rank: values for rank, values in telemetry.items() if rank == worst_rank}
     return JudgedMetric(
         metric=line.text("metric"),
         unit=line.text("unit", ""),

@@ -53,7 +53,7 @@ from pytest_gpucluster.journal.records import (
 SCHEMA_VERSION = 1
 JOURNAL_FILE = "journal.jsonl"
 _BLANK = b"\0\r\n\t "
-"""What a file may hold that was made and never written."""
+"""Bytes of a file that was created and never written."""
 _LOCK_SECONDS = 1.0
 """How long the first line waits for the lock: a file server that answers needs milliseconds."""
 # A failed limit outweighs a broken run: the hardware is rejected even if the run then fell over.
@@ -62,9 +62,9 @@ _SEVERITY = {"passed": 0, "skipped": 1, "error": 2, "failed": 3}
 
 @dataclass(frozen=True, kw_only=True)
 class Journal:
-    """What is known of a run.
+    """A run as far as its journal reports it.
 
-    Without a closing line the run broke: ``verdict`` is BROKEN, ``exit`` 11, and ``reason`` says how far it
+    Without a closing line the run broke: ``verdict`` is BROKEN, ``exit`` 11, and ``reason`` states how far it
     came. While its recorder is alive it is RUNNING instead (``is_live``).
     """
 
@@ -75,21 +75,21 @@ class Journal:
     workload: Workload | None = None
     collected: tuple[CollectedTest, ...] | None = None
     has_manifest: bool = False
-    """A file beside the tests said which of them an acceptance needs, and what was absent is among the results."""
+    """A criteria.txt next to the tests listed what an acceptance needs; absent criteria are among the results."""
     results: tuple[TestResult, ...] = ()
     """One per test, in the order in which they finished. A later attempt replaces an earlier one."""
     running: Started | None = None
     """The test that was started and did not finish."""
     problems: tuple[Problem, ...] = ()
     deviations: tuple[str, ...] = ()
-    """In what limits or workload asked for less than the shipped ones."""
+    """Where limits or workload demanded less than the shipped ones."""
     properties: tuple[tuple[str, str], ...] = ()
     silence: Silence | None = None
     end: End | None = None
     cut: bool = False
     """The last line was cut off."""
     recent_problem: Problem | None = None
-    """The last problem told since a test last started or finished: why the run ends, if it ends here."""
+    """The last problem since a test started or finished: why the run ends, if it ends here."""
     is_live: bool = False
     """There is no closing line yet, and its recorder was alive when the journal was read."""
 
@@ -103,7 +103,7 @@ class Journal:
 
     @property
     def verdict(self) -> str:
-        """Return the verdict. A run that nobody closed is BROKEN, or REJECTED if something had failed."""
+        """Return the verdict. A run without a closing line is BROKEN, or REJECTED if something failed."""
         if self.end is not None:
             return self.end.verdict
         if self.is_live:
@@ -121,7 +121,7 @@ class Journal:
 
     @property
     def has_failed(self) -> bool:
-        """Tell whether a test or a problem is a failure, which rejects the hardware however the run ended."""
+        """Return whether a test or a problem is a failure, which rejects the hardware however the run ended."""
         return any(result.outcome == "failed" for result in self.results) or any(
             problem.outcome == "failed" for problem in self.problems
         )
@@ -139,7 +139,7 @@ class Journal:
 
     @property
     def progress(self) -> str:
-        """Return how far a run is that is going on: its test, since when, and how many have a result."""
+        """Return the progress of a live run: its test, since when, and the number of results."""
         if self.running is not None:
             now = f"{self.running.nodeid} is running since {self.running.at or 'an unknown time'}"
         else:
@@ -150,7 +150,7 @@ class Journal:
 
     @property
     def ended_by(self) -> str:
-        """Return one line: what ended the run before its last test, if anything did."""
+        """Return one line: what ended the run before its last test."""
         return (self.end.ended_by if self.end is not None else "") or self.reason
 
     @property
@@ -165,7 +165,7 @@ class Journal:
         return f"after the last test, {self.results[-1].nodeid}, before its verdict"
 
     def place(self, rank: int) -> RankPlace | None:
-        """Return where a rank runs, or None if it never reported."""
+        """Return where a rank runs, or None if it has not reported."""
         return self._places.get(rank)
 
     @cached_property
@@ -203,11 +203,10 @@ def _require_readable(first: Fields, where: str) -> None:
 
 
 class JournalBuilder:
-    """Make a :class:`Journal` of lines that come one by one.
+    """Build a :class:`Journal` line by line.
 
     With ``keep_samples=False`` the samples behind each value are left out, so that a process which only
-    renders reports stays small however many ranks there are. ``slim`` takes each result as it is read, and returns what
-    is to be kept of it.
+    renders reports stays small at any number of ranks. ``slim`` maps each result to the one that is kept.
     """
 
     def __init__(self, *, keep_samples: bool = True, slim: Callable[[TestResult], TestResult] | None = None) -> None:
@@ -217,7 +216,7 @@ class JournalBuilder:
         self._results: dict[str, TestResult] = {}
 
     def add(self, line: object, where: str = "line") -> None:
-        """Take one line.
+        """Add one line.
 
         Raises:
             JournalError: it is not a line that this version writes. The builder is unchanged.
@@ -250,7 +249,7 @@ class JournalBuilder:
         elif kind == "test":
             result = read_test_result(fields, self._keep_samples)
             result = result if self._slim is None else self._slim(result)
-            self._take(result)
+            self._add_result(result)
             if journal.running is not None and journal.running.nodeid == result.nodeid:
                 journal = replace(journal, running=None)
             journal = replace(journal, recent_problem=None)
@@ -262,8 +261,7 @@ class JournalBuilder:
             journal = replace(journal, properties=(*journal.properties, pair))
         elif kind == "end":
             journal = replace(journal, end=read_end(fields))
-        # Any line but its own ends a silence. Types that a later version adds within this schema are passed
-        # over.
+        # Any other line ends a silence. Line types that a later version adds within this schema are ignored.
         self._journal = replace(journal, silence=None)
 
     @property
@@ -271,17 +269,17 @@ class JournalBuilder:
         """Return the test that has started and not finished."""
         return self._journal.running if self._journal is not None else None
 
-    def _take(self, result: TestResult) -> None:
+    def _add_result(self, result: TestResult) -> None:
         earlier = self._results.pop(result.nodeid, None)
         if earlier is not None and earlier.attempts == result.attempts:
             result = _combined(earlier, result)
         self._results[result.nodeid] = result
 
     def journal(self, *, cut: bool = False) -> Journal:
-        """Return what is known so far.
+        """Return the journal so far.
 
         Raises:
-            JournalError: not even the first line has come.
+            JournalError: there is no first line yet.
         """
         if self._journal is None:
             raise JournalError("the journal has no first line: the run ended before it was recorded")
@@ -297,21 +295,21 @@ def read(
 ) -> Journal:
     """Read a journal, also one whose writer was killed.
 
-    A last line that is cut off is left out and noted in ``Journal.cut``. Anything else that is not as it was
-    written is an error: a report made from half of the evidence must not look like one made from all of it.
+    A last line that is cut off is left out and noted in ``Journal.cut``. Any other damage is an error: a report made
+    from half of the evidence must not look like one made from all of it.
 
     Args:
         path: of the journal.
         keep_samples: as of ``JournalBuilder``.
         slim: as of ``JournalBuilder``.
         live: the run may still be going on: a journal without a closing line whose recorder is alive is RUNNING. For
-            readers that do not know that the run is over.
+            readers that cannot know that the run is over.
 
     Raises:
         JournalError: no such file, not a journal, or written by a newer version.
     """
     builder = JournalBuilder(keep_samples=keep_samples, slim=slim)
-    # Before the lines: a recorder that ends in between has written its closing line before.
+    # Checked before the lines are read: a recorder that exits in between has written its closing line by then.
     is_live = live and _is_being_written(path)
     try:
         with path.open("rb") as file:
@@ -320,14 +318,14 @@ def read(
         raise JournalError(f"{path}: no such journal; name a {JOURNAL_FILE}, or the folder of a run") from None
     except OSError as error:
         raise JournalError(f"{path}: cannot be read: {error.strerror or error}") from None
-    found = builder.journal(cut=cut)
-    if is_live and found.end is None:
-        return replace(found, is_live=True, cut=False)  # the rest of the line is on its way
-    return found
+    journal = builder.journal(cut=cut)
+    if is_live and journal.end is None:
+        return replace(journal, is_live=True, cut=False)  # the rest of the line is being written
+    return journal
 
 
 def _is_being_written(path: Path) -> bool:
-    """Tell whether a process has the lock of ``JournalWriter``; False also where the file system knows no locks."""
+    """Return whether a process has the lock of ``JournalWriter``; False also on a file system without locks."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -373,7 +371,7 @@ def locate(place: Path) -> Path:
 def next_in_series(report_dir: Path) -> dict[str, str | int]:
     """Return ``series`` and ``number`` of the next run of a report directory: one more than its latest run has.
 
-    That orders runs where clocks do not. Where the latest run is not there, or has none, a new series begins.
+    That orders runs independently of clocks. Without a readable latest run a new series begins.
     """
     try:
         with (report_dir / "latest" / JOURNAL_FILE).open("rb") as file:
@@ -386,7 +384,7 @@ def next_in_series(report_dir: Path) -> dict[str, str | int]:
 
 
 def encode(line: Mapping[str, object]) -> bytes:
-    """Return a line as UTF-8 JSON and a newline. What JSON cannot say (NaN, bytes, objects) becomes text."""
+    """Return a line as UTF-8 JSON and a newline. Values that JSON lacks (NaN, bytes, objects) become text."""
     try:
         text = json.dumps(line, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (ValueError, TypeError):
@@ -394,7 +392,7 @@ def encode(line: Mapping[str, object]) -> bytes:
     try:
         return text.encode("utf-8") + b"\n"
     except UnicodeEncodeError:
-        # A lone surrogate has no UTF-8; JSON's own escape keeps it.
+        # A lone surrogate has no UTF-8 form; JSON's escape keeps it.
         return json.dumps(json.loads(text), allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
 
 
@@ -416,50 +414,50 @@ def _plain(value: object, depth: int = 0) -> object:
 
 
 class JournalWriter:
-    """Append lines to a journal. What the disk does not take is kept, and tried again with the next line.
+    """Append lines to a journal. What the disk does not accept is kept and retried with the next line.
 
-    While it is open it has an exclusive lock (flock) on the file, which the kernel takes back when its process ends,
-    however that happens. That tells a reader, on NFS also on another host, that the run is going on. A file system
-    without locks refuses it; then no run on it is ever RUNNING.
+    While it is open it holds an exclusive lock (flock) on the file, which the kernel releases when the process exits or
+    is killed. A reader, on NFS also on another host, sees by it that the run is going on. On a file system without
+    locks no run is ever RUNNING.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.waiting = bytearray()
-        """What the disk has not taken yet."""
+        """Bytes that are not on disk yet."""
         self._descriptor = -1
 
     def append(self, line: bytes) -> None:
         """Append one encoded line.
 
         Raises:
-            OSError: the disk did not take all of it. Nothing is lost: call :meth:`flush` later.
+            OSError: the disk did not accept all of it. Nothing is lost: call :meth:`flush` later.
         """
         self.waiting += line
         self.flush()
 
     def flush(self) -> None:
-        """Write what is waiting, to a file made by the first call.
+        """Write what is waiting; the first call creates the file.
 
         Raises:
-            OSError: the disk did not take all of it, or there is such a file, which is another run's, or somebody has
-                removed the file since.
+            OSError: the disk did not accept all of it, the file exists (another run's), or the file was removed
+                since.
         """
         if self._descriptor < 0:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
             self._descriptor = os.open(self.path, flags, 0o644)
-            # Beside, because a lock that a file server does not answer to would keep the record from being written.
+            # In a thread: a file server that does not answer the lock must not keep the journal from being written.
             locking = threading.Thread(target=_lock, args=(self._descriptor,), daemon=True)
             locking.start()
             locking.join(_LOCK_SECONDS)
         while self.waiting:
-            # A full disk takes a part of a line; the rest follows it as soon as there is room.
+            # A full disk accepts a part of a line; the rest follows as soon as there is room.
             written = os.write(self._descriptor, self.waiting)
             del self.waiting[:written]
         self._require_in_place()
 
     def content(self) -> bytes:
-        """Return all lines, also those that are not on disk, and those in a file that somebody has removed.
+        """Return all lines, also those not on disk yet, and those of a file that was removed.
 
         Raises:
             OSError: the file cannot be read.
@@ -475,15 +473,15 @@ class JournalWriter:
             is_in_place = os.path.samestat(os.fstat(self._descriptor), self.path.stat())
         except FileNotFoundError:
             is_in_place = False
-        if not is_in_place:  # what is written now is found by nobody
-            what = "somebody has removed or replaced it during the run"
+        if not is_in_place:  # no reader will find what is written now
+            what = "it was removed or replaced during the run"
             raise FileNotFoundError(errno.ENOENT, what, str(self.path))
 
     def sync(self) -> None:
-        """Write what is waiting and make the file outlive a power cut.
+        """Write what is waiting and flush it to the disk (fsync).
 
         Raises:
-            OSError: the disk did not take all of it, or the file is not in its place any more.
+            OSError: the disk did not accept all of it, or the file was removed or replaced.
         """
         self.flush()
         os.fsync(self._descriptor)
@@ -496,5 +494,5 @@ class JournalWriter:
 
 
 def _lock(descriptor: int) -> None:
-    with contextlib.suppress(OSError):  # a file system without locks: the run is never told to be RUNNING
+    with contextlib.suppress(OSError):  # a file system without locks: the run is never RUNNING
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -36,7 +36,7 @@ class MergedFrom:
     """One of the runs that a merged journal was made of."""
 
     journal: str = ""
-    """Where its journal was."""
+    """Path of its journal."""
     sha256: str = ""
     run_id: str = ""
     started_at: str = ""
@@ -48,7 +48,7 @@ class MergedFrom:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The first line: what was asked for, where, and with which versions."""
+    """The first line: options, host and versions."""
 
     run_id: str
     started_at: str
@@ -68,15 +68,15 @@ class Run:
     merged_from: tuple[MergedFrom, ...] = ()
     """The runs that were merged, the oldest first; empty for a run of its own."""
     series: str = ""
-    """Of all runs of one report directory, by whatever clocks; empty where that is unknown."""
+    """Id of all runs of one report directory; empty where it is unknown."""
     number: int = 0
-    """Its place among them: a later run has a higher one."""
+    """Its number in the series: a later run has a higher one, whatever its clock."""
     merged_despite: tuple[str, ...] = ()
-    """In what the clusters of the merged runs differ."""
+    """Differences between the clusters of the merged runs."""
 
     @property
     def required(self) -> tuple[str, ...]:
-        """Return the criteria that the operator demanded by name."""
+        """Return the criteria that the operator required by name."""
         value, _ = self.options.get("require", ("None", ""))
         names = [] if value == "None" else [name.strip() for name in value.split(",")]
         return tuple(dict.fromkeys(filter(None, names)))
@@ -98,7 +98,7 @@ class RankPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Every rank that reported, and what preflight found wrong."""
+    """Every rank that reported, and the problems that preflight found."""
 
     ranks: tuple[RankPlace, ...] = ()
     problems: tuple[str, ...] = ()
@@ -106,10 +106,10 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class LimitsInForce:
-    """Which limits the values were held against."""
+    """The limits that the values were compared with."""
 
     sku: str | None = None
-    """None: no SKU of the files is this GPU, so nothing could be judged."""
+    """None: no SKU of the files matches this GPU, so nothing could be judged."""
     gpu_name: str | None = None
     """As NVML names it; None on cpu."""
     files: tuple[tuple[str, str], ...] = ()
@@ -118,7 +118,7 @@ class LimitsInForce:
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Where the first rank ran: its system, and the variables that change what is measured."""
+    """The first rank's system, and the environment variables that affect measurements."""
 
     host: str = ""
     system: str = ""
@@ -128,7 +128,7 @@ class Environment:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What was run: sizes, shapes and times, each with where it was set."""
+    """The workload: sizes, shapes and times, each with its origin."""
 
     profile: str = ""
     file: str = ""
@@ -150,7 +150,7 @@ class CollectedTest:
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """A test that was begun."""
+    """A test that has started."""
 
     nodeid: str
     at: str = ""
@@ -159,7 +159,7 @@ class Started:
 
 @dataclass(frozen=True, kw_only=True)
 class RankOutcome:
-    """What one rank reported, where that is more than a bare pass."""
+    """One rank's outcome, where it is more than a plain pass."""
 
     rank: int
     outcome: str = "error"
@@ -168,13 +168,13 @@ class RankOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class PartOfTime:
-    """What one part of a test took."""
+    """The time of one part of a test."""
 
     seconds: float = 0.0
     """Of the first rank, for which all parts together are the whole test."""
     most_seconds: float = 0.0
     most_rank: int = 0
-    """The rank that it took the longest."""
+    """The slowest rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,21 +205,21 @@ class TestResult:
     properties: tuple[tuple[str, str], ...] = ()
     attempts: int = 1
     telemetry: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    """What each rank's GPU did during the body, and what its counters have counted."""
+    """Rank -> GPU telemetry during the call phase, and the increments of its counters."""
     spent: Mapping[str, PartOfTime] = field(default_factory=dict)
-    """Part of ``time_spent.PARTS`` -> what it took; empty where that is not on record, as in journals before it was."""
+    """Part of ``time_budget.PARTS`` -> its time; empty where it is not recorded, as in older journals."""
     isolation: Mapping[str, Any] = field(default_factory=dict)
-    """What the search for who is to blame has found; empty where there was none."""
+    """The result of the search for the culprit; empty where there was none."""
     applicable: bool = True
     """False where the declared topology has too few ranks or nodes for it."""
     unjudged: str = ""
-    """Why no limit judged its values, or its rates of hardware, although the test asked for it."""
+    """Why no limit judged its values, or its hardware rates, although the test requested it."""
     too_slow: bool = False
-    """It was skipped in a rehearsal because this machine is too slow for it."""
+    """Skipped in a rehearsal because this machine is too slow for it."""
 
     @property
     def for_verdict(self) -> verdict.TestResult:
-        """Return what the verdict needs to know of it."""
+        """Return the fields that the verdict depends on."""
         return verdict.TestResult(
             nodeid=self.nodeid,
             criterion=self.criterion,
@@ -236,7 +236,7 @@ class TestResult:
 
 
 def failed_before(properties: Sequence[tuple[str, str]]) -> bool:
-    """Tell by a test's properties whether an earlier attempt of it missed a limit or found a wrong result."""
+    """Return, from a test's properties, whether an earlier attempt missed a limit or found a wrong result."""
     return any(name.startswith("attempt ") and value.startswith("failed") for name, value in properties)
 
 
@@ -252,7 +252,7 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Silence:
-    """The recorder's note that rank 0 does not answer. It holds until rank 0 is heard again."""
+    """The recorder's note that rank 0 does not answer. The next line of rank 0 ends it."""
 
     at: str = ""
     message: str = ""
@@ -270,7 +270,7 @@ class End:
     counts: Mapping[str, int] = field(default_factory=dict)
     not_run: tuple[str, ...] = ()
     ended_by: str = ""
-    """What ended the run before its last test, which need not be what its verdict rests on."""
+    """What ended the run before its last test; the verdict may rest on something else."""
     by: str = ""
 
 
@@ -398,24 +398,24 @@ def read_test_result(line: Fields, keep_samples: bool) -> TestResult:
 
 
 def _telemetry(line: Fields, keep_samples: bool) -> Mapping[int, Mapping[str, Any]]:
-    """Return what the GPUs did; for reports, of a test that passed, the most telling one alone."""
-    told = line.mapping_by_rank("telemetry")
+    """Return telemetry by rank; for reports, of a test that passed, that of the most relevant rank alone."""
+    telemetry = line.mapping_by_rank("telemetry")
     if keep_samples or line.text("outcome") != "passed":
-        return told
-    telling = most_throttled(told)
-    return {} if telling is None else {telling: told[telling]}
+        return telemetry
+    rank = most_throttled(telemetry)
+    return {} if rank is None else {rank: telemetry[rank]}
 
 
 def _spent(line: Fields) -> Mapping[str, PartOfTime]:
-    told = line.inner("spent")
-    return {part: _part(told.inner(part)) for part in PARTS if told.has(part)}
+    spent = line.inner("spent")
+    return {name: _part(spent.inner(name)) for name in PARTS if spent.has(name)}
 
 
-def _part(told: Fields) -> PartOfTime:
+def _part(part: Fields) -> PartOfTime:
     return PartOfTime(
-        seconds=told.number("seconds", 0.0),
-        most_seconds=told.number("most_seconds", 0.0),
-        most_rank=told.integer("most_rank", 0),
+        seconds=part.number("seconds", 0.0),
+        most_seconds=part.number("most_seconds", 0.0),
+        most_rank=part.integer("most_rank", 0),
     )
 
 

@@ -14,15 +14,15 @@ from pytest_gpucluster.errors import OptionError
 ARTIFACTS = "artifacts"
 """Folder of a run in which each test has a folder for its files."""
 
-# More than a block, so that a full disk is noticed; little enough for a probe.
+# More than a block, so that a full disk is noticed.
 _PROBE_BYTES = 64 * 1024
 
 
 def require_writable(directory: Path, what: str) -> None:
-    """Make a directory if need be and prove that it takes a small file.
+    """Create a directory where it is missing, and write a small file there as a probe.
 
     Raises:
-        OptionError: it does not. The message has the path, the system's reason and what to do.
+        OptionError: it cannot be written. The message has the path, the system's reason and what to do.
     """
     probe = directory / f".gpucluster-probe.{os.getpid()}"
     try:
@@ -32,7 +32,7 @@ def require_writable(directory: Path, what: str) -> None:
             content = b"." * _PROBE_BYTES
             while content:
                 content = content[os.write(descriptor, content) :]
-            # Some file systems (NFS, quotas) refuse only when the data leave this machine.
+            # Some file systems (NFS, quotas) report an error only when the data leave this machine.
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -43,12 +43,12 @@ def require_writable(directory: Path, what: str) -> None:
 
 def _unwritable(what: str, directory: Path, error: OSError) -> OptionError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        way_out = "free some space there, or name another directory"
+        advice = "free some space there, or name another directory"
     elif error.errno in (errno.ENOTDIR, errno.EEXIST):
-        way_out = "a file is in the way: move it, or name another directory"
+        advice = "a file is in the way: move it, or name another directory"
     else:
-        way_out = "make it writable for this user, or name another directory"
-    return OptionError(f"{what} {directory}: cannot be written to ({error.strerror or error}); {way_out}")
+        advice = "make it writable for this user, or name another directory"
+    return OptionError(f"{what} {directory}: cannot be written to ({error.strerror or error}); {advice}")
 
 
 def new_run_directory(report_dir: Path) -> Path:
@@ -77,8 +77,7 @@ def new_run_directory(report_dir: Path) -> Path:
 
 
 def _point_latest_to(directory: Path) -> None:
-    # A convenience: a file system without symbolic links, or a real folder named `latest`, must not stop a
-    # run.
+    # A convenience: a file system without symbolic links, or a real folder named `latest`, must not stop a run.
     link = directory.parent / f".latest.{os.getpid()}"
     with contextlib.suppress(OSError):
         link.unlink(missing_ok=True)

@@ -1,7 +1,6 @@
 """One test's line in the journal, made from its merged phases, and rank 0's copy in memory of all lines so far.
 
-Pure but for the clock that it is given. The copy holds what a reader of the journal will find, without the samples; it
-is complete also where the disk is full.
+The copy holds what a reader of the journal will find, without the samples; it is complete also where the disk is full.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pytest_gpucluster.journal.records import TestResult, read_test_result
 from pytest_gpucluster.metrics.time_budget import summarize
 from pytest_gpucluster.text import first_line
 
-_UNDECIDED = "the ranks have not agreed that its call phase passed"
+_NOT_AGREED = "the ranks have not agreed that its call phase passed"
 _PARAMETERS = re.compile(r"\[.*$", re.DOTALL)
 
 
@@ -33,7 +32,7 @@ def now() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TestName:
-    """How a test is called in a report: the same at every world size."""
+    """A test's name in reports: the same at every world size."""
 
     __test__ = False
 
@@ -46,7 +45,7 @@ class TestName:
 
     @classmethod
     def of(cls, nodeid: str, location: tuple[str, int | None, str], criterion: str | None = None) -> TestName:
-        """Make the dotted class name and the function's name as pytest's own JUnit does."""
+        """Return the test's name, with class name and function name as in pytest's own JUnit file."""
         path, _, rest = nodeid.partition("::")
         parameters = "".join(_PARAMETERS.findall(rest)[:1])
         *classes, function = _PARAMETERS.sub("", rest).split("::")
@@ -76,8 +75,8 @@ class TestName:
 class TestRecord:
     """One test while its phases come in; :meth:`line` closes it.
 
-    A test has passed once all ranks have agreed that its call phase has; before, and without that, it is an error. The
-    first phase that is not passed decides; what goes wrong later is added to the text.
+    A test has passed once all ranks have agreed that its call phase passed; until then it is an error. The first phase
+    that did not pass decides the outcome; later faults are added to the text.
     """
 
     __test__ = False
@@ -86,8 +85,8 @@ class TestRecord:
     started_at: str = field(default_factory=now)
     outcome: str = "error"
     phase: str = "call"
-    message: str = _UNDECIDED
-    text: str = _UNDECIDED
+    message: str = _NOT_AGREED
+    text: str = _NOT_AGREED
     decided: bool = False
     """A phase has decided the outcome of this attempt."""
     wasxfail: str | None = None
@@ -95,10 +94,10 @@ class TestRecord:
     call_seconds: float = 0.0
     measurements: list[Mapping[str, Any]] = field(default_factory=list)
     telemetry: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    """Rank -> what its GPU did during the body; nothing of ranks without a GPU."""
+    """Rank -> its GPU's telemetry during the call phase; nothing of ranks without a GPU."""
     spent: dict[int, Sequence[float]] = field(default_factory=dict)
-    """Rank -> where its time has gone (``time_spent``), all attempts together. Of the first rank all of it, of the
-    others up to when they had torn down."""
+    """Rank -> seconds by part (``metrics.time_budget``), all attempts together. The first rank's cover the whole test,
+    those of the others end with their teardown."""
     ranks: list[Mapping[str, Any]] = field(default_factory=list)
     culprits: set[int] = field(default_factory=set)
     released: set[int] = field(default_factory=set)
@@ -110,9 +109,9 @@ class TestRecord:
     too_slow: bool = False
     """It was skipped in a rehearsal because this machine is too slow for it."""
     isolation: Mapping[str, Any] | None = None
-    """What the search for who is to blame has found, where there was one."""
+    """The result of the search for the culprit, where there was one."""
     between_attempts: bool = False
-    """The attempt is over, and another one follows: nothing is known of the test yet."""
+    """The attempt is over and another one follows: the test has no outcome yet."""
 
     def add(
         self,
@@ -125,19 +124,19 @@ class TestRecord:
         merged: Merged | None,
         wasxfail: str | None = None,
     ) -> None:
-        """Take the merged report of a phase: pytest's outcome, refined by what the ranks agreed on."""
+        """Add the merged report of a phase: pytest's outcome, refined by the agreed one."""
         self.seconds += seconds
         if when == "call":
             self.call_seconds += seconds
         if merged is not None:
-            told = {row["rank"] for row in self.ranks}
-            self.ranks += [row for row in merged.ranks if row["rank"] not in told]  # the first phase tells most
+            known = {row["rank"] for row in self.ranks}
+            self.ranks += [row for row in merged.ranks if row["rank"] not in known]  # the first phase has the cause
             self.culprits |= set(merged.culprits)
             self.released |= set(merged.released)
             self.too_slow = self.too_slow or merged.too_slow
         if outcome == "failed":
             outcome = self._refine(when, merged)
-            self._worsen(when, outcome, message, text)
+            self._add_failure(when, outcome, message, text)
         elif outcome == "skipped" and (not self.decided or self.outcome == "passed"):
             self._decide("skipped", when, message, text)
             self.wasxfail = wasxfail
@@ -147,18 +146,18 @@ class TestRecord:
         elif wasxfail is not None:
             self.wasxfail = wasxfail
 
-    def start_again(self, message: str) -> None:
-        """Begin another attempt of the same test; what the earlier one said stays on record."""
+    def start_attempt(self, message: str) -> None:
+        """Begin another attempt of the same test; the earlier one's message stays in the properties."""
         self.properties.append((f"attempt {self.attempts}", first_line(f"{self.outcome}: {self.message or message}")))
         self.attempts += 1
-        self._decide("error", "call", _UNDECIDED, _UNDECIDED)
+        self._decide("error", "call", _NOT_AGREED, _NOT_AGREED)
         self.decided, self.too_slow, self.wasxfail = False, False, None
         self.measurements, self.sections, self.telemetry = [], [], {}
         self.between_attempts = True
 
-    def let_go(self) -> None:
-        """Forget the samples behind the values, once the line is sent: all ranks' of all tests would be much. The list
-        stays the same one, for the report of the test holds it too."""
+    def drop_samples(self) -> None:
+        """Drop the samples once the line is sent, to bound memory. The list object stays, since the report of the test
+        refers to it."""
         self.measurements[:] = [{**measured, "samples": {}} for measured in self.measurements]
 
     def line(self) -> dict[str, Any]:
@@ -184,7 +183,7 @@ class TestRecord:
         if self.wasxfail is not None:
             body["wasxfail"] = self.wasxfail
         if self.telemetry:
-            body["telemetry"] = {str(rank): dict(told) for rank, told in sorted(self.telemetry.items())}
+            body["telemetry"] = {str(rank): dict(values) for rank, values in sorted(self.telemetry.items())}
         spent = summarize(self.spent)
         if spent:
             body["spent"] = spent
@@ -199,7 +198,7 @@ class TestRecord:
         return body
 
     def result(self) -> TestResult:
-        """Return the test as a reader of the journal finds it so far, without the samples behind the values.
+        """Return the test so far as a reader of the journal sees it, without samples.
 
         Raises: JournalError if it cannot be read.
         """
@@ -215,9 +214,9 @@ class TestRecord:
             return merged.outcome
         return "failed" if when == "call" else "error"
 
-    def _worsen(self, when: str, outcome: str, message: str, text: str) -> None:
-        first = not self.decided or self.outcome in ("passed", "skipped")
-        if first:
+    def _add_failure(self, when: str, outcome: str, message: str, text: str) -> None:
+        is_first = not self.decided or self.outcome in ("passed", "skipped")
+        if is_first:
             self._decide(outcome, when, message, text)
         else:
             self.text = f"{self.text}\n\n{when}: {text}"
@@ -230,29 +229,29 @@ def unique(properties: Sequence[tuple[str, object]]) -> list[tuple[str, str]]:
     return list(dict.fromkeys((str(name), str(value)) for name, value in properties))
 
 
-class Account:
-    """Takes every line that goes to the recorder. The samples behind the values are left out."""
+class JournalCopy:
+    """Rank 0's copy in memory of all lines sent to the recorder, without the samples."""
 
     def __init__(self) -> None:
         self._builder = JournalBuilder(keep_samples=False)
-        # Any thread may send a line, as the watcher does. They are read where the journal is asked for.
+        # Any thread may send a line, as the watchdog does. Lines are parsed when the journal is requested.
         self._waiting: deque[Mapping[str, Any]] = deque()
-        self.unread: list[str] = []
-        """Why lines could not be read; none is expected."""
+        self.errors: list[str] = []
+        """Why lines could not be parsed; none is expected."""
 
-    def take(self, line: Mapping[str, Any]) -> None:
-        """Take a line. May be called from any thread."""
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Add a line. May be called from any thread."""
         self._waiting.append(_without_samples(line))
 
     def journal(self) -> Journal | None:
-        """Return what is on record so far, or None before the first line. Main thread only."""
+        """Return the journal so far, or None before the first line. Main thread only."""
         while self._waiting:
             line = self._waiting.popleft()
             try:
-                # By way of its bytes, so that a number which JSON lacks is what a reader finds in its place.
+                # Encoded and decoded, so that values which JSON lacks (NaN) become what a reader finds.
                 self._builder.add(json.loads(encode(line)))
             except JournalError as error:
-                self.unread.append(str(error))
+                self.errors.append(str(error))
         try:
             return self._builder.journal()
         except JournalError:

@@ -1,8 +1,8 @@
 """Verdicts and exit codes in one table, and the notes that carry the agreed exit code past torchrun.
 
-The decision is pure. torchrun exits with 1 for every code but 0, and does so on every node, also where the reports are
-not. So each rank ends with the agreed exit code and leaves a small file with its verdict in a folder named by the
-program that started torchrun, which reads these files when torchrun has exited.
+The decision is pure. torchrun exits with 1 for every code but 0, on every node, also those without the reports. So
+each rank exits with the agreed code and writes a small file with its verdict to a folder named by the program that
+started torchrun, which reads these files once torchrun has exited.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INCOMPLETE = "INCOMPLETE"
 BROKEN = "BROKEN"
 
 RUNNING, RUNNING_EXIT = "RUNNING", 13
-"""State of a run that has no verdict yet, and what ``gpucluster verdict`` ends with then. No run ends with it."""
+"""State of a run that has no verdict yet, and the exit code of ``gpucluster verdict`` then. No run ends with it."""
 
 EXIT_CODES = {
     0: "ACCEPTED, SELECTION PASSED or REHEARSED: everything that ran passed",
@@ -40,8 +40,8 @@ EXIT_CODES = {
 
 
 REHEARSED_ALWAYS = ("inventory", "gpu.compute")
-"""What a rehearsal needs although something was too slow: who is there, and whether products are right. That the ranks
-agree is part of every test that passes."""
+"""Criteria that a rehearsal needs even where others were too slow. Agreement of the ranks is part of every test that
+passes."""
 GROUPS = {
     "verification": ("gpu.compute", "gpu.memory_patterns", "gpu.determinism"),
     "computing": ("matmul", "matmul.search", "hbm", "host_link", "burn_in"),
@@ -53,12 +53,12 @@ GROUPS = {
     "storage": ("checkpoint", "checkpoint.bandwidth", "shared_filesystem"),
 }
 """Group -> its criteria. Of each group in which a criterion was too slow to rehearse another one must have passed. A
-criterion that is in none of them stands for itself."""
+criterion in no group is its own group."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The word, the exit code that goes with it, and why in one line."""
+    """The word, its exit code, and the reason in one line."""
 
     word: str
     exit: int
@@ -67,7 +67,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class TestResult:
-    """What the verdict needs to know of a test. ``criterion`` is None for a test that is no acceptance criterion."""
+    """A test's fields that the verdict depends on. ``criterion`` is None for a test that is no acceptance criterion."""
 
     __test__ = False
 
@@ -78,13 +78,13 @@ class TestResult:
     applicable: bool = True
     """False where the declared topology has too few ranks or nodes for it."""
     unjudged: str = ""
-    """Why no limit judged its values, or its rates of hardware, although the test asked for it."""
+    """Why no limit judged its values, or its hardware rates, although the test requested it."""
     values: int = 0
-    """How many values it has on record, of all ranks together one for each metric and label."""
+    """Number of its measurements: one for each metric and label, over all ranks."""
     judged: int = 0
-    """How many of them were compared with a limit."""
+    """Number of measurements that passed a limit."""
     too_slow: bool = False
-    """It was skipped in a rehearsal because this machine is too slow for it."""
+    """Skipped in a rehearsal because this machine is too slow for it."""
     attempts: int = 1
     failed_before: bool = False
     """An earlier attempt missed a limit or found a wrong result."""
@@ -94,7 +94,7 @@ def decide(
     results: Sequence[TestResult],
     *,
     pytest_exit: int,
-    ending: tuple[int, str] | None = None,
+    abort: tuple[int, str] | None = None,
     problems: Sequence[str] = (),
     not_run: Collection[str] = (),
     required: Collection[str] = (),
@@ -104,41 +104,41 @@ def decide(
     deviations: Sequence[str] = (),
     topology: str,
 ) -> Verdict:
-    """Return the verdict of a run. The certificate of a run goes by the same rules.
+    """Return the verdict of a run. Its certificate uses the same rules.
 
     Args:
         results: every test that ended, with its merged outcome: passed, failed, error or skipped.
-        pytest_exit: the exit status that pytest itself found.
-        ending: exit code and reason if the run was ended before its last test.
-        problems: what went wrong outside any test.
+        pytest_exit: pytest's own exit status.
+        abort: exit code and reason if the run was ended before its last test.
+        problems: faults outside any test.
         not_run: collected tests that were never started.
-        required: names of criteria that the operator demands.
-        manifest: a file beside the tests said which of them an acceptance needs.
-        deviations: in what limits or workload asked for less than the shipped ones.
+        required: names of criteria that the operator requires.
+        manifest: a criteria.txt next to the tests lists what an acceptance needs.
+        deviations: where limits or workload demand less than the shipped ones.
         topology: how the number of nodes and GPUs was declared, for the reason's text.
     """
     failed = [r for r in results if r.outcome == "failed"]
     errors = [r for r in results if r.outcome == "error"]
-    if ending is not None and ending[0] in (2, 3, 4):
-        return Verdict(word=BROKEN, exit=ending[0], reason=ending[1])
-    if failed or (ending is not None and ending[0] == 1):
-        reason = _first(failed, "failed") if failed else str(ending and ending[1])
+    if abort is not None and abort[0] in (2, 3, 4):
+        return Verdict(word=BROKEN, exit=abort[0], reason=abort[1])
+    if failed or (abort is not None and abort[0] == 1):
+        reason = _first(failed, "failed") if failed else str(abort and abort[1])
         return Verdict(word=REJECTED, exit=1, reason=reason)
-    if ending is not None:
-        return Verdict(word=BROKEN, exit=11 if ending[0] in (0, 10, 12) else ending[0], reason=ending[1])
+    if abort is not None:
+        return Verdict(word=BROKEN, exit=11 if abort[0] in (0, 10, 12) else abort[0], reason=abort[1])
     if errors or problems:
-        # What went wrong outside the tests explains what then broke in them.
+        # A fault outside the tests explains errors in them.
         return Verdict(word=BROKEN, exit=11, reason=problems[0] if problems else _first(errors, "broke"))
     if pytest_exit in (2, 3, 4, 5):
         return Verdict(word=BROKEN, exit=pytest_exit, reason=EXIT_CODES[pytest_exit].partition(": ")[2])
     if pytest_exit != 0:
         return Verdict(word=BROKEN, exit=11, reason=f"pytest ended with exit status {pytest_exit}")
     slow = [r for r in results if r.too_slow] if rehearsal else []
-    gaps = _told("did not run", _missing(results, not_run, required, excused=slow))
-    gaps += _told("too slow to rehearse here", _not_rehearsed(results, slow))
+    gaps = _listed("did not run", _missing(results, not_run, required, excused=slow))
+    gaps += _listed("too slow to rehearse here", _not_rehearsed(results, slow))
     criteria = [r for r in results if r.criterion and r.outcome == "passed"]
-    gaps += _told("measured nothing", {str(r.criterion): r.nodeid for r in criteria if not r.values})
-    gaps += _told("not judged", {str(r.criterion): r.unjudged for r in results if r.criterion and r.unjudged})
+    gaps += _listed("measured nothing", {str(r.criterion): r.nodeid for r in criteria if not r.values})
+    gaps += _listed("not judged", {str(r.criterion): r.unjudged for r in results if r.criterion and r.unjudged})
     if criteria and not (selection or rehearsal or gaps) and not any(r.judged for r in criteria):
         gaps.append("no value was compared with a limit")
     if gaps:
@@ -162,18 +162,18 @@ def decide(
     if not criteria:
         return Verdict(word=SELECTION_PASSED, exit=0, reason=f"{reason}; the suite holds no acceptance criterion")
     if not manifest:
-        reason += "; no criteria.txt beside the tests says what an acceptance needs"
+        reason += "; no criteria.txt next to the tests lists what an acceptance needs"
         return Verdict(word=SELECTION_PASSED, exit=0, reason=reason)
     return Verdict(word=ACCEPTED, exit=0, reason=reason)
 
 
-def _told(what: str, names: Mapping[str, str]) -> list[str]:
+def _listed(what: str, names: Mapping[str, str]) -> list[str]:
     listed = "; ".join(f"{name} ({why})" for name, why in list(names.items())[:5])
     return [f"{what}: {listed}"] if names else []
 
 
 def _not_rehearsed(results: Sequence[TestResult], slow: Sequence[TestResult]) -> Mapping[str, str]:
-    """Return criterion -> why it was too slow, for those in whose place nothing else was rehearsed."""
+    """Return criterion -> why it was too slow, for those in whose group nothing else was rehearsed."""
     passed = {r.criterion for r in results if r.criterion and r.outcome == "passed"}
     groups = {_group(name) for name in passed}
     missing = {str(r.criterion): r.message for r in slow if r.criterion and _group(r.criterion) not in groups}
@@ -194,7 +194,7 @@ def _first(results: Sequence[TestResult], what: str) -> str:
 def _missing(
     results: Sequence[TestResult], not_run: Collection[str], required: Collection[str], *, excused: Sequence[TestResult]
 ) -> Mapping[str, str]:
-    """Return criterion -> why it did not run, for those that had to and are not excused."""
+    """Return criterion -> why it did not run, for those that are required and not excused."""
     missing = {
         str(r.criterion): r.message or "skipped"
         for r in results
@@ -211,10 +211,10 @@ def _missing(
 
 
 VARIABLE = "GPUCLUSTER_EXIT_NOTES"
-"""Names the folder. Not set: nobody wants notes."""
+"""Variable with the folder for exit notes; unset: none are written."""
 _BEGUN = "begun.json"
 _kept: dict[int, int] = {}
-"""The code that a process is to end with, by its number: a fork of it ends as it likes."""
+"""Process id -> the exit code to enforce; forks of the process are free."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,12 +222,12 @@ class ExitNote:
     """The end of one rank.
 
     Attributes:
-        rank, local_world_size: this one, and how many there are on its node.
-        launcher: process number of its parent. A job inside of a test may write to the same folder, and does not count.
-        word, exit, reason: the verdict that all ranks agreed on, or what this one knows of it.
-        rehearsal: it says nothing about hardware.
+        rank, local_world_size: this rank, and the number of ranks on its node.
+        launcher: process id of its parent. A job inside a test may write to the same folder, and does not count.
+        word, exit, reason: the verdict that all ranks agreed on, or what this rank knows of it.
+        rehearsal: the run was on cpu.
         host: of rank 0, where the reports are.
-        directory: of the run there; "" where this rank was not told.
+        directory: of the run there; "" where this rank does not know it.
     """
 
     rank: int
@@ -243,17 +243,17 @@ class ExitNote:
 
 @dataclass(frozen=True, kw_only=True)
 class BeginNote:
-    """What rank 0 says when the record is open: where it is, and which process keeps it."""
+    """Rank 0's note once the journal is open: its directory, and the process id of the recorder."""
 
     launcher: int
     directory: str
     recorder: int
 
 
-def guard_note() -> None:
-    """Let no atexit handler end this process with another code than the agreed one, from :func:`keep_exit_code` on.
+def guard_exit_code() -> None:
+    """Keep atexit handlers from changing the agreed exit code of this process, from :func:`keep_exit_code` on.
 
-    A function takes the place of ``os._exit``, so it must be there before a conftest or a test can take hold of that.
+    It replaces ``os._exit``, so it must run before a conftest or a test can import that function.
     """
     leave_now = os._exit
     if getattr(leave_now, "kept", None) is _kept:
@@ -267,7 +267,7 @@ def guard_note() -> None:
 
 
 def keep_exit_code(code: int) -> None:
-    """Keep the exit code of this process, once it ends by itself.
+    """Set the exit code that this process keeps when it exits by itself.
 
     Handlers run in the reverse order: this one, the last one registered, before those of tests and plugins.
     Source: Python, atexit.
@@ -275,13 +275,13 @@ def keep_exit_code(code: int) -> None:
     atexit.register(_kept.__setitem__, os.getpid(), code)
 
 
-def leave_note(environ: Mapping[str, str], note: ExitNote) -> str | None:
-    """Leave the note of a rank, if somebody wants it; return what is wrong if that fails."""
+def write_exit_note(environ: Mapping[str, str], note: ExitNote) -> str | None:
+    """Write the note of a rank where a folder is set; return the error message where that fails."""
     return _write(environ, f"rank-{note.rank}.json", asdict(note))
 
 
-def begin_note(environ: Mapping[str, str], note: BeginNote) -> str | None:
-    """Say where the record is, if somebody wants to know; return what is wrong if that fails."""
+def write_begin_note(environ: Mapping[str, str], note: BeginNote) -> str | None:
+    """Write where the journal is, where a folder is set; return the error message where that fails."""
     return _write(environ, _BEGUN, asdict(note))
 
 
@@ -290,37 +290,34 @@ def _write(environ: Mapping[str, str], name: str, note: Mapping[str, Any]) -> st
     if not folder:
         return None
     path = Path(folder) / name
-    beside = path.with_name(f".{name}.{os.getpid()}")
+    temporary = path.with_name(f".{name}.{os.getpid()}")
     try:
-        beside.write_text(json.dumps(note), encoding="ascii")
-        beside.replace(path)
+        temporary.write_text(json.dumps(note), encoding="ascii")
+        temporary.replace(path)
     except OSError as error:
         return f"cannot write {path} ({VARIABLE}): {error.strerror or error}"
     return None
 
 
-def read_note(folder: Path, launcher: int) -> tuple[ExitNote, ...]:
-    """Return the notes of a launcher's ranks, in the order of ranks. What is no such note is as good as none."""
-    found = []
-    for path in folder.glob("rank-*.json"):
-        told = _read(path, ExitNote)
-        if told is not None and told.launcher == launcher:
-            found.append(told)
-    return tuple(sorted(found, key=lambda note: note.rank))
+def read_exit_notes(folder: Path, launcher: int) -> tuple[ExitNote, ...]:
+    """Return the notes of a launcher's ranks, in the order of ranks. Unreadable notes are ignored."""
+    notes = (_read(path, ExitNote) for path in folder.glob("rank-*.json"))
+    own = [note for note in notes if note is not None and note.launcher == launcher]
+    return tuple(sorted(own, key=lambda note: note.rank))
 
 
-def read_begin(folder: Path, launcher: int) -> BeginNote | None:
-    """Return where the record is, if rank 0 is on this node and has come that far."""
-    told = _read(folder / _BEGUN, BeginNote)
-    return told if told is not None and told.launcher == launcher else None
+def read_begin_note(folder: Path, launcher: int) -> BeginNote | None:
+    """Return where the journal is, if rank 0 is on this node and has opened it."""
+    note = _read(folder / _BEGUN, BeginNote)
+    return note if note is not None and note.launcher == launcher else None
 
 
 def _read(path: Path, kind: type[Any]) -> Any:
     try:
-        told = json.loads(path.read_bytes())
-        fields = {name: told[name] for name in kind.__dataclass_fields__}
+        content = json.loads(path.read_bytes())
+        fields = {name: content[name] for name in kind.__dataclass_fields__}
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # a rank that was killed while it wrote, or no rank at all: it has left nothing
-    wanted = {name: type_.type for name, type_ in kind.__dataclass_fields__.items()}
-    is_right = all(type(value).__name__ == wanted[name] for name, value in fields.items())
-    return kind(**fields) if is_right else None
+        return None  # no note, or the rank was killed while it wrote
+    types = {name: each.type for name, each in kind.__dataclass_fields__.items()}
+    is_valid = all(type(value).__name__ == types[name] for name, value in fields.items())
+    return kind(**fields) if is_valid else None

@@ -14,45 +14,45 @@ from pytest_gpucluster.journal.verdict import ACCEPTED
 
 @dataclass(frozen=True, kw_only=True)
 class VerdictRecord:
-    """A run that is over. Nothing that is done with it changes its verdict or its exit code."""
+    """A finished run. A hook cannot change its verdict or its exit code."""
 
     verdict: str
     """ACCEPTED, SELECTION PASSED, PASSED WITH DEVIATIONS, REHEARSED, REJECTED, INCOMPLETE or BROKEN."""
     exit: int
     """The exit code of pytest on this rank (``gpucluster verdict --help`` has the table)."""
     reason: str
-    """Why, in one line. It quotes names and messages from anywhere: it is text and never a command."""
+    """Why, in one line. It quotes names and messages of any origin: treat it as text, never as a command."""
     rehearsal: bool
-    """True on cpu: then nothing is said about hardware, and nobody should act on hardware."""
+    """True on cpu: the result states nothing about hardware, so no action on hardware is due."""
     selection: bool
-    """True where only a part of the suite was asked for."""
+    """True where only a part of the suite was selected."""
     directory: Path
     """Absolute, the run's folder: journal, report.html, results.json, metrics.prom, maybe the JUnit file."""
     journal: Journal
-    """All that is on record (``pytest_gpucluster.journal.journal``), without the samples behind the values."""
+    """The whole journal (``pytest_gpucluster.journal.journal``), without samples."""
     hosts: tuple[str, ...] = ()
     """The hosts of the run in the order of their first rank; empty where no rank has reported."""
     excluded: tuple[str, ...] = ()
-    """The hosts that the isolation has confirmed as bad and put into exclude.txt, as Slurm calls them."""
+    """The hosts that the isolation confirmed as bad and listed in exclude.txt, by their Slurm names."""
     job_id: str = ""
     """The Slurm job's id, else the launcher's id of the run; may be empty."""
     problems: tuple[str, ...] = ()
-    """Why something of this record is not known, such as an exclude.txt that cannot be read."""
+    """Why a field of this record is unknown, such as an exclude.txt that cannot be read."""
 
     @property
     def is_accepted(self) -> bool:
-        """Tell whether the whole suite has passed on GPUs: exit code 0 alone does not say so."""
+        """Return whether the whole suite passed on GPUs: exit code 0 alone does not state that."""
         return self.verdict == ACCEPTED and self.exit == 0 and not self.rehearsal
 
     @classmethod
     def of(cls, journal: Journal, directory: Path, *, verdict: str, exit: int, reason: str) -> VerdictRecord:
-        """Return what is to be told of a run.
+        """Return the record of a run.
 
         Args:
             journal: of the run.
-            directory: of the run, in which exclude.txt is looked for.
-            verdict: its word as pytest ends with it.
-            exit: the exit code that goes with it.
+            directory: of the run, with exclude.txt if there is one.
+            verdict: the word that pytest ends with.
+            exit: its exit code.
             reason: why, in one line.
         """
         places = sorted(journal.cluster.ranks, key=lambda place: place.rank) if journal.cluster is not None else []
@@ -74,10 +74,10 @@ class VerdictRecord:
 
 
 def _excluded(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the hosts of exclude.txt, and why they are not known although there is such a file."""
+    """Return the hosts of exclude.txt, and why they are unknown where the file cannot be read."""
     try:
         return excluded_hosts(path.read_text(encoding="utf-8")), ()
     except FileNotFoundError:
         return (), ()
     except (OSError, UnicodeDecodeError, LaunchError) as error:
-        return (), (f"{path}: cannot be read, so that nobody is excluded here: {error}",)
+        return (), (f"{path}: cannot be read, so no host is excluded here: {error}",)

@@ -91,7 +91,7 @@ class Shown:
             return
         if str(report.outcome) == "rerun":  # pytest-rerunfailures
             self._take(record, report, merged)
-            record.start_again(line_of(report))
+            record.start_attempt(line_of(report))
             return
         self._take(record, report, merged)
         told: object = report.longrepr
@@ -107,12 +107,12 @@ class Shown:
             record.between_attempts = False
         if report.when == "teardown" and not record.between_attempts:
             self._run.send(record.line())
-            record.let_go()
+            record.drop_samples()
 
     def _name_culprit(self, failure: MergedRepr, record: TestRecord) -> None:
         """Let pytest's short summary begin with who it was, for it has room for little more; on record is what was
         missed, as it was judged."""
-        failure.reprcrash.message = summary_text(row_of(record.result()), self._run.account.journal())
+        failure.reprcrash.message = summary_text(row_of(record.result()), self._run.journal_copy.journal())
 
     def _take(self, record: TestRecord, report: pytest.TestReport, merged: Merged | None) -> None:
         record.add(
@@ -186,7 +186,7 @@ class Console:
 
     def header(self) -> list[str]:
         """Return the lines under pytest's own header, once the ranks have joined."""
-        reporter, journal = self._reporter, self._run.account.journal()
+        reporter, journal = self._reporter, self._run.journal_copy.journal()
         if reporter is None or journal is None or self._run.launched is None or not self._run.roll.hosts:
             return []
         width = reporter._tw.fullwidth
@@ -213,7 +213,7 @@ class Console:
 
     def cluster(self) -> list[str]:
         """Return which cluster it is and which limits are in force, where the header came too early for that."""
-        reporter, journal = self._reporter, self._run.account.journal()
+        reporter, journal = self._reporter, self._run.journal_copy.journal()
         if reporter is None or journal is None or reporter.verbosity < 0:
             return []
         return cluster_lines(journal, width=reporter._tw.fullwidth)
@@ -254,7 +254,7 @@ class Console:
         row, reporter = self._begun.pop(report, None), self._reporter
         if row is None or reporter is None or self._verbosity < 0:
             return
-        journal = self._run.account.journal()
+        journal = self._run.journal_copy.journal()
         writer = reporter._tw
         if self._verbosity == 0:
             name = padded(clean(row.name.removeprefix("test_")), _NAME_COLUMNS)
@@ -297,7 +297,7 @@ class Console:
         writer = reporter._tw
         width, colour = writer.fullwidth, writer.hasmarkup
         verbosity = int(self._config.option.verbose)
-        journal = run.account.journal()
+        journal = run.journal_copy.journal()
         if journal is not None:
             seen = outline(journal)
             for block in summary(journal, seen, width=width, verbosity=verbosity, colour=colour):
@@ -305,7 +305,7 @@ class Console:
                     reporter.ensure_newline()
                     for line in [*block, ""]:
                         reporter.write_line(line)
-        for text in run.account.unread:
+        for text in run.journal_copy.errors:
             reporter.write_line(one_line(f"this summary leaves a line out: {text}", MESSAGE_CHARACTERS), red=True)
         for line in report_lines(self._reports()):
             reporter.write_line(line)

@@ -28,7 +28,7 @@ from pytest_gpucluster.config.criteria_file import Manifest
 from pytest_gpucluster.errors import EnvironmentBroken, OutOfStep, ThresholdsError
 from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.journal.run_directory import ARTIFACTS
-from pytest_gpucluster.journal.test_record import Account, TestName, TestRecord
+from pytest_gpucluster.journal.test_record import JournalCopy, TestName, TestRecord
 from pytest_gpucluster.launch.launchers import RankFacts, detect
 from pytest_gpucluster.metrics.units import did_you_mean
 from pytest_gpucluster.node.health.monitor import Accompaniment
@@ -41,7 +41,7 @@ from pytest_gpucluster.text import first_line
 
 if TYPE_CHECKING:
     from pytest_gpucluster.analysis.baseline import Baseline
-    from pytest_gpucluster.analysis.run_view import Facts
+    from pytest_gpucluster.analysis.run_view import Conditions
     from pytest_gpucluster.config.workload import Workload, WorkloadRecord
     from pytest_gpucluster.judge.limits import Limit, Thresholds
     from pytest_gpucluster.metrics.datasheets import Sku
@@ -169,7 +169,7 @@ class Run:
         self.names: dict[int, str] = {0: "rank 0"}
         self.recorder: Recorder | None = None
         """Rank 0 only, as is what lies in the run's folder."""
-        self.account = Account()
+        self.journal_copy = JournalCopy()
         self.directory: Path | None = None
         self.junit_path: Path | None = None
         self.claimed: socket.socket | None = None
@@ -270,14 +270,14 @@ class Run:
         """Return the verdict's word; a rehearsal never stands alone as a verdict about hardware."""
         return f"{decided.word}{' (a REHEARSAL on cpu, which says nothing about hardware)' if self.rehearsal else ''}"
 
-    def conditions(self, who: Mapping[int, Mapping[str, Any]]) -> Facts:
+    def conditions(self, who: Mapping[int, Mapping[str, Any]]) -> Conditions:
         """Return under which conditions this run measures, for a comparison with another one."""
-        from pytest_gpucluster.analysis.run_view import Facts
+        from pytest_gpucluster.analysis.run_view import Conditions
         from pytest_gpucluster.journal.records import RankPlace
 
         name = next((str(each["gpu"]["name"]) for each in who.values() if each.get("gpu")), None)
         record = self.running.workload_record
-        return Facts(
+        return Conditions(
             sku=self.sku(name),
             gpu_name=name,
             rehearsal=self.rehearsal,
@@ -454,7 +454,7 @@ class Run:
         """Record a line in the journal. Rank 0 only; on other ranks nothing happens."""
         if self.recorder is not None:
             self.recorder.send(dict(line))
-            self.account.take(line)
+            self.journal_copy.add(line)
 
     def problem(self, name: str, message: str, text: str) -> None:
         """Record a problem outside any test, once."""

@@ -24,7 +24,7 @@ from pytest_gpucluster.agreement.liveness import start_time
 from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.journal.records import failed_before
 from pytest_gpucluster.journal.test_record import now
-from pytest_gpucluster.journal.verdict import ExitNote, leave_note
+from pytest_gpucluster.journal.verdict import ExitNote, write_exit_note
 from pytest_gpucluster.journal.verdict_record import VerdictRecord
 from pytest_gpucluster.launch import detached_process
 from pytest_gpucluster.recorder.client import wait_for_end
@@ -49,7 +49,7 @@ def announce(run: Run) -> None:
         _say(run, f"reports are missing: {run.recorder.missing}")
     if not _implementations(run):
         return
-    journal = run.account.journal()
+    journal = run.journal_copy.journal()
     if journal is None:
         _say(run, f"{HOOK} is not called: nothing is on record")
         return
@@ -124,7 +124,7 @@ def decide(run: Run, *, pytest_exit: int, abort: AbortReason | None) -> verdict.
     return verdict.decide(
         results,
         pytest_exit=pytest_exit,
-        ending=None if abort is None else (abort.exit, abort.message),
+        abort=None if abort is None else (abort.exit, abort.message),
         problems=run.problems if abort is None else (),
         not_run=run.not_run() if pytest_exit == 0 else (),
         required=run.settings.require if run.settings else (),
@@ -255,8 +255,8 @@ def write_end(run: Run) -> None:
         run.problems.append(error)
         if run.verdict.exit in (0, 10, 12):
             run.verdict = verdict.Verdict(word=verdict.BROKEN, exit=11, reason=f"no complete report: {error}")
-        run.account.take({"type": "problem", "name": "report", "outcome": "error", "message": error})
-    run.account.take({**end, "verdict": run.verdict.word, "exit": run.verdict.exit, "reason": run.verdict.reason})
+        run.journal_copy.add({"type": "problem", "name": "report", "outcome": "error", "message": error})
+    run.journal_copy.add({**end, "verdict": run.verdict.word, "exit": run.verdict.exit, "reason": run.verdict.reason})
 
 
 def overtime(run: Run, abort: AbortReason) -> None:
@@ -326,7 +326,7 @@ def tell_launcher(run: Run) -> None:
 def _leave_note(run: Run, result: verdict.Verdict) -> None:
     shared = run.roll.shared.get("directory")
     directory = shared or (run.directory.resolve() if run.directory else "")
-    wrong = leave_note(
+    wrong = write_exit_note(
         run.environ,
         ExitNote(
             rank=run.rank,

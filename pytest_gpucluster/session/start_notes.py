@@ -206,7 +206,7 @@ def begun(config: pytest.Config) -> Iterator[None]:
 
     def report(message: str, text: str) -> None:
         from pytest_gpucluster.journal import verdict
-        from pytest_gpucluster.journal.verdict import ExitNote, leave_note
+        from pytest_gpucluster.journal.verdict import ExitNote, write_exit_note
         from pytest_gpucluster.session import rejected_run
 
         problem = rejected_run.problem_line(message=message, text=text, exit=11, name=LOST)
@@ -221,7 +221,7 @@ def begun(config: pytest.Config) -> Iterator[None]:
             rehearsal=False,
             host=host,
         )
-        if wrong := leave_note(os.environ, last):
+        if wrong := write_exit_note(os.environ, last):
             print(f"ERROR: {wrong}", file=sys.stderr)
 
     start = Start(file, StartNote(rank=rank, host=host, pid=pid, started=start_time(pid)), report)

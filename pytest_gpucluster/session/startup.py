@@ -25,7 +25,7 @@ from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.journal.journal import next_in_series
 from pytest_gpucluster.journal.run_directory import new_run_directory
 from pytest_gpucluster.journal.test_record import now
-from pytest_gpucluster.journal.verdict import BeginNote, begin_note
+from pytest_gpucluster.journal.verdict import BeginNote, write_begin_note
 from pytest_gpucluster.launch import detached_process, master_address
 from pytest_gpucluster.launch.launchers import RankFacts
 from pytest_gpucluster.metrics.measurement import register
@@ -180,7 +180,7 @@ class Opening:
         begun = BeginNote(
             launcher=self._run.launcher, directory=str(self._run.directory.resolve()), recorder=self._run.recorder.pid
         )
-        wrong = begin_note(self._run.environ, begun)
+        wrong = write_begin_note(self._run.environ, begun)
         if wrong is not None:
             print(wrong, file=sys.stderr)
 
@@ -398,7 +398,7 @@ class Opening:
 
     def _foreign_baseline(self, who: Mapping[int, Mapping[str, Any]]) -> Refusal | None:
         baseline = self._run.baseline
-        why = baseline.why_foreign(self._run.conditions(who)) if baseline is not None else ""
+        why = baseline.incompatibility(self._run.conditions(who)) if baseline is not None else ""
         if not why:
             return None
         return _refusal(OptionError(f"--gpucluster-baseline: nothing of this run can be held against it: {why}"))

@@ -60,11 +60,11 @@ def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequenc
     if run.launched is not None and run.settings.thresholds is not None:
         judgement = _beside_shipped(run, judgement, by_rank)
     if run.baseline is not None:
-        judgement, notes = run.baseline.hold(
+        judgement, notes = run.baseline.compare(
             judgement,
             nodeid=record.test.nodeid,
             name=record.test.name,
-            facts=run.conditions(run.roll.who),
+            conditions=run.conditions(run.roll.who),
             names=run.names,
         )
         record.properties = unique([*record.properties, *notes])

@@ -467,9 +467,9 @@ class Controller:
         self._run.records[record.test.nodeid] = record
         if carrier is not None and bad:
             repr_: Any = carrier.longrepr
-            repr_.reprcrash.message = summary_text(row_of(record.result()), self._run.account.journal())
+            repr_.reprcrash.message = summary_text(row_of(record.result()), self._run.journal_copy.journal())
         self._run.send(record.line())
-        record.let_go()
+        record.drop_samples()
 
     def _merged(self, parts: _Parts) -> Merged:
         outcomes = []

@@ -1,4 +1,4 @@
-"""Records for tests, made of the example runs: journals of changed lines, and records of changed clusters."""
+"""Certificates for tests, from the example runs: journals of changed lines, and certificates of changed clusters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import example_runs
 
-from pytest_gpucluster.analysis.certificate import Document, certificate_content, read_certificate, sealed
+from pytest_gpucluster.analysis.certificate import Certificate, certificate_content, read_certificate, seal
 from pytest_gpucluster.journal.journal import Journal, JournalBuilder, encode
 
 Lines = list[dict[str, Any]]
@@ -23,7 +23,7 @@ def _lines(name: str) -> Lines:
 
 
 def lines(name: str = "accepted") -> Lines:
-    """Return the lines of an example run, to be changed at will. Every GPU and node tells all that it can."""
+    """Return the lines of an example run, to be changed at will. Every GPU and node reports all fields."""
     found = copy.deepcopy(_lines(name))
     for line in found:
         for rank in line["ranks"] if line["type"] == "cluster" else ():
@@ -31,13 +31,18 @@ def lines(name: str = "accepted") -> Lines:
                 rank["gpu"] |= {"board_part_number": "692-2G520", "inforom": "G520.0200", "gsp_firmware": "580.95.05"}
     first = next(line for line in found if line["type"] == "test")
     first["measurements"].append(
-        {"metric": "fabric.active_ports", "status": "recorded", "value": 2, "telemetry": {"0": told(0), "8": told(1)}}
+        {
+            "metric": "fabric.active_ports",
+            "status": "recorded",
+            "value": 2,
+            "telemetry": {"0": adapter_telemetry(0), "8": adapter_telemetry(1)},
+        }
     )
     return found
 
 
-def told(node: int) -> dict[str, Any]:
-    """Return what a node tells of its network adapters."""
+def adapter_telemetry(node: int) -> dict[str, Any]:
+    """Return the telemetry in which a node lists its network adapters."""
     adapters = [
         {"name": f"mlx5_{n}", "board": "MT_838", "guid": f"a0:{node}{n}", "firmware": "28.39", "pci_bus_id": f"0:1{n}"}
         for n in range(2)
@@ -63,11 +68,11 @@ def write_journal(folder: Path, found: Lines) -> Path:
     return path
 
 
-def record(folder: Path, name: str, change: Callable[[Lines], object] = lambda _: None) -> Document:
-    """Return the record of the accepted run, with its lines changed before."""
+def record(folder: Path, name: str, change: Callable[[Lines], object] = lambda _: None) -> Certificate:
+    """Return the certificate of the accepted run, with its lines changed before."""
     found = lines()
     change(found)
-    text, _ = sealed(
+    text, _ = seal(
         certificate_content(journal_of(found), sha256=DIGEST),
         at="2026-01-02T03:04:05Z",
         by="J. Doe",

@@ -166,7 +166,7 @@ def document(
 
 
 def install(folder: Path, *programs: str) -> Path:
-    """Put programs that stand in for nccl-tests into a folder; ``FAKE_NCCL_TESTS`` tells them how to behave."""
+    """Put programs that stand in for nccl-tests into a folder; ``FAKE_NCCL_TESTS`` configures their behaviour."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in programs:
         path = folder / name
@@ -185,9 +185,9 @@ def main(program: str) -> int:
     (instead of a table), ``exit``, ``json`` (whether it knows -J; "broken" for a file that ends in its middle),
     ``hangs``, ``bounds``, ``program`` (what it calls itself).
     """
-    told = json.loads(os.environ.get("FAKE_NCCL_TESTS", "{}"))
+    settings = json.loads(os.environ.get("FAKE_NCCL_TESTS", "{}"))
     words = sys.argv[1:]
-    knows_json = told.get("json", True)
+    knows_json = settings.get("json", True)
     if "--help" in words:
         print(f"USAGE: {program} \n\t[-b,--minbytes <min size in bytes>]")
         if knows_json:
@@ -196,29 +196,29 @@ def main(program: str) -> int:
     given = dict(zip(words[::2], words[1::2], strict=True))
     with open(os.environ["FAKE_NCCL_TESTS_LOG"], "a") as log:
         log.write(" ".join([program, *words]) + "\n")
-    if told.get("hangs"):
+    if settings.get("hangs"):
         import time
 
         print("NCCL WARN no answer of a peer", flush=True)
         time.sleep(600)
-    if "says" in told:
-        print(told["says"])
-        return int(told.get("exit", 0))
+    if "prints" in settings:
+        print(settings["prints"])
+        return int(settings.get("exit", 0))
     size, sizes = int(given["-b"]), {}
     while size <= int(given["-e"]):
-        sizes[size] = told["busbw"].get(str(size), told["busbw"].get("", 0.0))
+        sizes[size] = settings["busbw"].get(str(size), settings["busbw"].get("", 0.0))
         size *= int(given.get("-f", "2"))
     shape = {
-        "program": told.get("program", program),
+        "program": settings.get("program", program),
         "dtype": given["-d"],
-        "hosts": tuple(told.get("host", "gpu-a").split(",")),
-        "gpus": int(told.get("gpus", given["-g"])),
+        "hosts": tuple(settings.get("host", "gpu-a").split(",")),
+        "gpus": int(settings.get("gpus", given["-g"])),
         "per_process": int(given["-g"]),
     }
-    wrong = told.get("wrong", 0)
+    wrong = settings.get("wrong", 0)
     unchecked = isinstance(wrong, str)
     if "-J" in given and knows_json:
         text = json.dumps(document(sizes, wrong=None if unchecked else wrong, **shape))
         Path(given["-J"]).write_text(text[: len(text) // 2] if knows_json == "broken" else text)
-    print(table(sizes, wrong=wrong, bounds=told.get("bounds"), **shape), end="")
-    return int(told.get("exit", 1 if wrong and not unchecked else 0))
+    print(table(sizes, wrong=wrong, bounds=settings.get("bounds"), **shape), end="")
+    return int(settings.get("exit", 1 if wrong and not unchecked else 0))

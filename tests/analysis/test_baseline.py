@@ -1,4 +1,4 @@
-"""An earlier run as a measure: what has become worse than there fails, whatever the limits say."""
+"""An earlier run as the baseline: a value that is worse than there fails, whatever its limit."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from verdicts import LIMITS
 from written_runs import BF16, HBM, MATMUL, case, measured, place, read, write
 
 from pytest_gpucluster.analysis.baseline import Baseline
-from pytest_gpucluster.analysis.run_view import facts_of
+from pytest_gpucluster.analysis.run_view import conditions_of
 from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.judge.judge import judge
 from pytest_gpucluster.metrics.measurement import measurement
 from pytest_gpucluster.metrics.sampling import Series
 
 NAMES = {0: "rank 0 (gpu-a)", 1: "rank 1 (gpu-a)"}
-FACTS = facts_of(read())
+CONDITIONS = conditions_of(read())
 
 
 def about(value: float) -> Series:
@@ -35,14 +35,14 @@ def judged(*values: Any, **more: Any):
     )
 
 
-def held(folder: Path, judgement: Any, *tests: Any, nodeid: str = MATMUL, facts: Any = FACTS, **more: Any):
+def compare(folder: Path, judgement: Any, *tests: Any, nodeid: str = MATMUL, conditions: Any = CONDITIONS, **more: Any):
     path = write(folder, *(tests or (case(MATMUL, "passed", measured([780, 781])),)), **more)
     baseline = Baseline.read(path, allowed=0.03, rehearsal=False)
-    return baseline.hold(judgement, nodeid=nodeid, name="test_it", facts=facts, names=NAMES)
+    return baseline.compare(judgement, nodeid=nodeid, name="test_it", conditions=conditions, names=NAMES)
 
 
 def test_a_value_above_its_limit_and_below_the_baseline_fails_and_names_its_rank(tmp_path):
-    judgement, notes = held(tmp_path, judged(about(780), about(740)))
+    judgement, notes = compare(tmp_path, judged(about(780), about(740)))
     assert judgement.outcome == "failed"
     assert re.match(f"{BF16} 740 TFLOPS .* 781 TFLOPS \\(-5.2 %, 3 % .*on rank 1 \\(gpu-a\\)$", judgement.message)
     [found] = judgement.measurements
@@ -65,9 +65,9 @@ def test_a_value_above_its_limit_and_below_the_baseline_fails_and_names_its_rank
         ((float("nan"), about(781)), "error", "not comparable"),
     ],
 )
-def test_what_the_baseline_finds_is_on_record_whatever_it_is(tmp_path, case):
+def test_what_the_baseline_finds_is_recorded_whatever_it_is(tmp_path, case):
     values, outcome, kind = case
-    judgement, [(name, note)] = held(tmp_path, judged(*values))
+    judgement, [(name, note)] = compare(tmp_path, judged(*values))
     assert (judgement.outcome, judgement.measurements[0].baseline["kind"]) == (outcome, kind)
     assert (name, note.startswith(f"{kind}: ")) == (f"baseline[{BF16}]", True)
 
@@ -75,9 +75,9 @@ def test_what_the_baseline_finds_is_on_record_whatever_it_is(tmp_path, case):
 def test_a_test_or_a_value_that_only_one_of_them_has_is_a_note(tmp_path):
     tests = case(MATMUL, "failed", measured([9])), case(HBM, "passed", measured([3]))
     for there, note in ((tests[1:], "no such test"), (tests, "(failed)")):
-        judgement, [(name, text)] = held(tmp_path, judged(about(780), about(780)), *there)
+        judgement, [(name, text)] = compare(tmp_path, judged(about(780), about(780)), *there)
         assert (judgement.outcome, name, note in text) == ("passed", "baseline", True)
-    judgement, notes = held(tmp_path, judged(about(780), about(780), labels={"n": 1}))
+    judgement, notes = compare(tmp_path, judged(about(780), about(780), labels={"n": 1}))
     assert judgement.outcome == "passed"
     assert {name: text.split()[-1] for name, text in notes} == {
         f"baseline[{BF16}{{n=1}}]": "before",
@@ -87,34 +87,34 @@ def test_a_test_or_a_value_that_only_one_of_them_has_is_a_note(tmp_path):
 
 def test_what_is_only_recorded_does_not_fail(tmp_path):
     recorded = case(MATMUL, "passed", measured([780, 781], status="recorded"))
-    judgement, notes = held(tmp_path, judged(about(600), about(600), record_only=True), recorded)
+    judgement, notes = compare(tmp_path, judged(about(600), about(600), record_only=True), recorded)
     assert (judgement.outcome, notes) == ("passed", [])
     assert judgement.measurements[0].baseline["kind"] == "regressed"
 
 
 @of_each("changes", [{"sku": "H200 SXM"}, {"rehearsal": True}, {"workload": None}])
-def test_a_baseline_that_says_nothing_about_this_run_is_never_a_pass(tmp_path, changes):
-    facts = replace(FACTS, **changes)
-    judgement, _ = held(tmp_path, judged(about(780), about(780)), facts=facts)
+def test_a_baseline_that_cannot_be_compared_is_never_a_pass(tmp_path, changes):
+    conditions = replace(CONDITIONS, **changes)
+    judgement, _ = compare(tmp_path, judged(about(780), about(780)), conditions=conditions)
     assert (judgement.outcome, "baseline: " in judgement.message) == ("error", True)
-    judgement, _ = held(tmp_path, judged(about(600), about(780)), facts=facts)
+    judgement, _ = compare(tmp_path, judged(about(600), about(780)), conditions=conditions)
     assert (judgement.outcome, "baseline: " in judgement.text) == ("failed", True)
 
 
-def test_a_gpu_is_held_against_itself_wherever_it_is_now(tmp_path):
+def test_a_gpu_is_compared_with_itself_wherever_it_is_now(tmp_path):
     ranks = [place(0, uuid="GPU-gpu-a-1"), place(1, uuid="GPU-gpu-a-0")]
     slow_one = case(MATMUL, "passed", measured([720, 781]))
-    judgement, _ = held(tmp_path, judged(about(720), about(781)), slow_one, ranks=ranks)
+    judgement, _ = compare(tmp_path, judged(about(720), about(781)), slow_one, ranks=ranks)
     assert (judgement.outcome, list(judgement.measurements[0].misses)) == ("failed", [0])
 
 
-def test_ranks_that_only_the_baseline_has_do_not_hide_what_the_others_were_held_against(tmp_path):
+def test_ranks_that_only_the_baseline_has_do_not_hide_the_comparison_of_the_others(tmp_path):
     ranks = [place(0), place(1), place(2, host="gpu-b", local_rank=0), place(3, host="gpu-b", local_rank=1)]
     larger = case(MATMUL, "passed", measured([780, 781, 782, 783]))
-    good, [(_, note)] = held(tmp_path, judged(about(780), about(781)), larger, ranks=ranks)
+    good, [(_, note)] = compare(tmp_path, judged(about(780), about(781)), larger, ranks=ranks)
     assert note.startswith("same: ")
     assert good.measurements[0].baseline["change_ratio"] is not None
-    bad, _ = held(tmp_path, judged(about(780), about(740)), larger, ranks=ranks)
+    bad, _ = compare(tmp_path, judged(about(780), about(740)), larger, ranks=ranks)
     assert (bad.outcome, list(bad.measurements[0].misses)) == ("failed", [1])
 
 
@@ -122,22 +122,22 @@ def test_ranks_that_only_the_baseline_has_do_not_hide_what_the_others_were_held_
     "one",
     [
         ((case(MATMUL, "passed", measured([1])),), {"rehearsal": True}, "REHEARSAL"),
-        ((case(MATMUL, "failed", measured([1])),), {}, "no test"),
-        ((case(MATMUL, "passed"),), {}, "no test"),
+        ((case(MATMUL, "failed", measured([1])),), {}, "none of its tests"),
+        ((case(MATMUL, "passed"),), {}, "none of its tests"),
         ((), {"schema_version": 99}, "up to 1"),
     ],
 )
-def test_a_baseline_that_is_no_measure_is_refused(tmp_path, one):
-    tests, more, said = one
+def test_a_baseline_of_no_use_is_refused(tmp_path, one):
+    tests, more, message = one
     with pytest.raises(OptionError, match="--gpucluster-baseline") as error:
         Baseline.read(write(tmp_path, *tests, **more), allowed=0.03, rehearsal=False)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_no_baseline_and_no_journal_are_refused(tmp_path):
     (tmp_path / "text").write_text("a shopping list\n")
-    for name, said in (("none", "no such journal"), ("text", "not a journal"), ("", "neither a journal.jsonl nor")):
-        with pytest.raises(OptionError, match=said):
+    for name, message in (("none", "no such journal"), ("text", "not a journal"), ("", "neither a journal.jsonl nor")):
+        with pytest.raises(OptionError, match=message):
             Baseline.read(tmp_path / name, allowed=0.03, rehearsal=False)
 
 
@@ -154,7 +154,7 @@ def test_fast(measure):
 
 @pytest.fixture
 def measuring(project: Project):
-    """A suite whose one criterion measures what it is told, and its first run."""
+    """A suite whose one criterion measures the given rate, and its first run."""
     project.suite(SUITE)
 
     def run(rate: float, *options: str):
@@ -164,7 +164,7 @@ def measuring(project: Project):
     return run
 
 
-def test_a_session_is_held_against_the_latest_one_and_fails_what_has_become_worse(measuring):
+def test_a_session_is_compared_with_the_latest_one_and_fails_what_is_worse(measuring):
     first = measuring(200)
     assert (first.exit, first.journal.run.number) == (0, 1)
     left = measuring(198, "--gpucluster-baseline=gpucluster-report")
@@ -176,8 +176,8 @@ def test_a_session_is_held_against_the_latest_one_and_fails_what_has_become_wors
     left = measuring(110, "--gpucluster-baseline=gpucluster-report/latest")  # this run's own folder, a moment later
     assert left.exit == 1
     assert left.end == ("REJECTED", 1)
-    told = r"failure: matmul.fp32.tflops 0.11 TFLOPS .* 0.15 TFLOPS \(-26.7 %, 3 % "
-    assert re.match(told, left.verdicts["test_fast"])
+    expected = r"failure: matmul.fp32.tflops 0.11 TFLOPS .* 0.15 TFLOPS \(-26.7 %, 3 % "
+    assert re.match(expected, left.verdicts["test_fast"])
     [result] = left.journal.results
     assert result.measurements[0].baseline["kind"] == "regressed"
     assert "[[PROPERTY|baseline" in "".join(left.case("test_fast").itertext())
@@ -188,24 +188,26 @@ def test_a_baseline_that_cannot_serve_is_a_usage_error_before_the_first_test(mea
     good = case(MATMUL, "passed", measured([1]))
     write(project.path / "gpus", good, ranks=[place(0)])
     write(project.path / "other", good, ranks=[place(0, uuid="")], rehearsal=True, sku="another-rehearsal")
-    for name, said in {"gpus": "REHEARSAL on cpu", "other": "another SKU"}.items():
+    for name, message in {"gpus": "REHEARSAL on cpu", "other": "another SKU"}.items():
         left = measuring(200, f"--gpucluster-baseline={name}")
         assert (left.exit, left.end, left.journal.results) == (4, ("BROKEN", 4), ())
-        assert said in left.output
+        assert message in left.output
 
 
-def test_a_verdict_says_how_much_could_be_held_against_the_baseline(tmp_path):
+def test_a_verdict_states_how_many_values_were_compared_with_the_baseline(tmp_path):
     baseline = Baseline.read(
         write(tmp_path, case(MATMUL, "passed", measured([780, 781]))), allowed=0.03, rehearsal=False
     )
 
-    def told(judgement, **more):
-        now, _ = baseline.hold(judgement, **{"nodeid": MATMUL, "name": "it", "facts": FACTS, "names": NAMES, **more})
+    def compared(judgement, **more):
+        now, _ = baseline.compare(
+            judgement, **{"nodeid": MATMUL, "name": "it", "conditions": CONDITIONS, "names": NAMES, **more}
+        )
         return [each.to_json() for each in now.measurements]
 
-    same = told(judged(about(780), about(781)))
-    other = told(judged(about(780), about(781), labels={"n": 1}))
-    unknown = told(judged(about(780), about(781)), nodeid=HBM)
+    same = compared(judged(about(780), about(781)))
+    other = compared(judged(about(780), about(781), labels={"n": 1}))
+    unknown = compared(judged(about(780), about(781)), nodeid=HBM)
     assert baseline.remark([same]).split(", ")[-1].startswith("1 of 1 ")
     assert baseline.remark([same, other, unknown]).split(", ")[-1].startswith("1 of 3 ")
     for nothing in ([], [other], [unknown]):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from accepted_runs import BUSBW, Lines, lines, measured, of_lines, source
 from each import of_each
 
-from pytest_gpucluster.analysis.calibration import refusals, series
+from pytest_gpucluster.analysis.calibration import series, source_problems
 
 
 def line_of(found: Lines, kind: str) -> dict:
@@ -20,7 +20,7 @@ REFUSED: dict[str, tuple[Callable[[Lines], object], str]] = {
     "rehearsal": (lambda found: found[0].update(rehearsal=True), "run-2/journal.jsonl: .*rehearsal"),
     "selection": (lambda found: found[0].update(selection=True), "selection"),
     "rejected": (lambda found: line_of(found, "end").update(verdict="REJECTED", exit=1), "REJECTED"),
-    "not closed": (lambda found: found.pop(), "closed"),
+    "not closed": (lambda found: found.pop(), "closing line"),
     "the same run": (lambda found: found[0].update(run_id="run-1"), "run-1/journal.jsonl.* once"),
     "merged of it": (
         lambda found: found[0].update(merged_from=[{"run_id": "run-0"}, {"run_id": "run-1"}]),
@@ -37,12 +37,12 @@ REFUSED: dict[str, tuple[Callable[[Lines], object], str]] = {
 
 @of_each("name", list(REFUSED))
 def test_what_is_no_basis_is_refused_and_named(name: str):
-    assert refusals([source(number=1), source(number=2)], sku="H100 SXM") == []
-    assert re.search("H100 SXM, .*--sku .*H200 SXM", *refusals([source()], sku="H200 SXM"))
+    assert source_problems([source(number=1), source(number=2)], sku="H100 SXM") == []
+    assert re.search("H100 SXM, .*--sku .*H200 SXM", *source_problems([source()], sku="H200 SXM"))
     change, why = REFUSED[name]
     found = lines(number=2)
     change(found)
-    refused = refusals([source(number=1), of_lines(found, number=2)])
+    refused = source_problems([source(number=1), of_lines(found, number=2)])
     assert any(re.search(why, one) for one in refused), refused
 
 

@@ -36,7 +36,7 @@ def test_numbers_are_written_as_in_the_rfc():
 
 def test_the_example_of_the_rfc_has_its_canonical_form():
     # RFC 8785, sections 3.2.2 to 3.2.4.
-    told = {
+    content = {
         "numbers": [333333333.33333329, 1e30, 4.50, 2e-3, 0.000000000000000000000000001],
         "string": "\u20ac$\u000f\u000aA'\u0042\u0022\u005c\\\"/",
         "literals": [None, True, False],
@@ -44,7 +44,7 @@ def test_the_example_of_the_rfc_has_its_canonical_form():
         "\ufb33": 0,
         "\U0001f600": 0,
     }
-    assert canonical(told).decode() == (
+    assert canonical(content).decode() == (
         '{"literals":[null,true,false],"numbers":[333333333.3333333,1e+30,4.5,0.002,1e-27],'
         '"string":"€$\\u000f\\nA\'B\\"\\\\\\\\\\"/","\U0001f600":0,"\ufb33":0}'
     )

@@ -6,12 +6,12 @@ from each import of_each
 from written_runs import HBM, MATMUL, case, measured, place, read, write
 
 from pytest_gpucluster.analysis.compare import compare_runs
-from pytest_gpucluster.analysis.run_view import side, without_samples
+from pytest_gpucluster.analysis.run_view import view_of, without_samples
 from pytest_gpucluster.journal import journal
 
 
 def found(old, new, **more):
-    return compare_runs(side(old), side(new), **more)
+    return compare_runs(view_of(old), view_of(new), **more)
 
 
 def one(*values, **more):
@@ -61,7 +61,7 @@ ANSWERS = {
         "NOT COMPARABLE",
         "regressed",
     ),
-    "nobody knows whether more is better": (
+    "it is unknown whether more is better": (
         of("not.known", 60, limit=BOUNDS),
         of("not.known", 60, limit=BOUNDS),
         "NOT COMPARABLE",
@@ -76,7 +76,7 @@ def test_the_answer_follows_from_the_values(case):
     compared = found(old, new)
     assert (compared.answer, compared.changes[0].kind) == (answer, kind)
     if case == "what no limit judges decides nothing":
-        assert found(old, new, recorded_decide=True).answer == "REGRESSION"
+        assert found(old, new, include_recorded=True).answer == "REGRESSION"
 
 
 ENDINGS = {
@@ -126,7 +126,7 @@ def test_a_run_that_was_killed_says_in_which_test():
         new = read(
             both, collected=[MATMUL, HBM], then=[{"type": "start", "nodeid": each} for each in after], closed=False
         )
-        assert found(old, new, partial=True).answer == "UNDECIDED", "nobody has chosen to leave that test out"
+        assert found(old, new, partial=True).answer == "UNDECIDED", "that test was not left out on purpose"
     compared = found(old, new)
     assert compared.answer == "UNDECIDED"
     assert any("not run now" in change.worst.why for change in compared.changes)
@@ -147,7 +147,7 @@ def test_a_replaced_gpu_is_compared_with_the_one_that_was_in_its_slot():
     assert "GPU-gpu-a-1" in change.worst.why
 
 
-def test_of_the_whole_cluster_there_is_one_value_whoever_reports_it():
+def test_of_the_whole_cluster_there_is_one_value_from_any_rank():
     old = read(case(MATMUL, "passed", measured({0: 0.98}, "scaling.efficiency", unit="ratio")))
     new = read(case(MATMUL, "passed", measured({1: 0.80}, "scaling.efficiency", unit="ratio")))
     [change] = found(old, new).changes
@@ -174,5 +174,5 @@ def test_a_journal_read_without_its_samples_gives_the_same_answer(tmp_path):
     line = {**measured([100], width=None), "samples": {"0": [90, 100, 110, 101]}, "telemetry": {"0": {"sm_clock": 1}}}
     path = write(tmp_path, case(MATMUL, "passed", line, measured([730, 731], n="2")), ranks=(place(0), place(1)))
     small = journal.read(path, slim=without_samples)
-    assert side(small) == side(journal.read(path))
+    assert view_of(small) == view_of(journal.read(path))
     assert [(each.samples, each.telemetry) for each in small.results[0].measurements] == [({}, {}), ({}, {})]

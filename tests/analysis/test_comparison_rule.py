@@ -8,19 +8,19 @@ import random
 import pytest
 from each import of_each
 
-from pytest_gpucluster.analysis.significance import Known, allowance, known, weigh
+from pytest_gpucluster.analysis.significance import Estimate, allowance, assess, estimate
 from pytest_gpucluster.errors import OptionError
 
 
-def about(value: float, width: float = 0.01) -> Known:
-    return known(value, (value * (1 - width / 2), value * (1 + width / 2)))
+def about(value: float, width: float = 0.01) -> Estimate:
+    return estimate(value, (value * (1 - width / 2), value * (1 + width / 2)))
 
 
-def bare(value: float) -> Known:
-    return known(value, None)
+def bare(value: float) -> Estimate:
+    return estimate(value, None)
 
 
-WEIGHED = {
+CHANGES = {
     "surely worse by more than is allowed": (about(100), about(90), True, "regressed", -0.10),
     "surely worse, and allowed": (about(100), about(98), True, "worse", -0.02),
     "within noise": (about(100), about(99.5), True, "within noise", -0.005),
@@ -38,29 +38,29 @@ WEIGHED = {
 }
 
 
-@of_each("case", list(WEIGHED))
-def test_a_value_is_weighed_against_an_earlier_one(case):
-    old, new, higher, kind, change = WEIGHED[case]
-    found = weigh(old, new, higher=higher, allowed=0.03)
+@of_each("case", list(CHANGES))
+def test_a_value_is_compared_with_an_earlier_one(case):
+    old, new, higher, kind, change = CHANGES[case]
+    found = assess(old, new, higher=higher, allowed=0.03)
     assert (found.kind, pytest.approx(found.change)) == (kind, change)
 
 
 @of_each("bad", [math.nan, math.inf, -1.0])
 def test_what_is_no_value_is_not_comparable_and_never_fine(bad):
     for old, new in ((bare(bad), bare(1.0)), (bare(1.0), bare(bad))):
-        found = weigh(old, new, higher=True, allowed=0.03)
+        found = assess(old, new, higher=True, allowed=0.03)
         assert found.kind == "not comparable"
 
 
 def test_of_a_value_without_samples_the_limit_says_what_is_much():
     tiny, more = bare(1e-9), bare(3e-9)
-    assert weigh(tiny, more, higher=False, allowed=0.03, limit_max=1e-5).kind == "worse"
-    assert weigh(tiny, more, higher=False, allowed=0.03).kind == "regressed"
-    assert weigh(tiny, bare(1e-6), higher=False, allowed=0.03, limit_max=1e-5).kind == "regressed"
+    assert assess(tiny, more, higher=False, allowed=0.03, limit_max=1e-5).kind == "worse"
+    assert assess(tiny, more, higher=False, allowed=0.03).kind == "regressed"
+    assert assess(tiny, bare(1e-6), higher=False, allowed=0.03, limit_max=1e-5).kind == "regressed"
     # With samples on both sides it is known how sure the values are, and nothing is excused.
-    assert weigh(about(1e-9), about(3e-9), higher=False, allowed=0.03, limit_max=1e-5).kind == "regressed"
+    assert assess(about(1e-9), about(3e-9), higher=False, allowed=0.03, limit_max=1e-5).kind == "regressed"
     # Nothing wrong is allowed: there is no yardstick for one wrong word.
-    assert weigh(bare(0), bare(1), higher=False, allowed=0.03, limit_max=0.0).kind == "regressed"
+    assert assess(bare(0), bare(1), higher=False, allowed=0.03, limit_max=0.0).kind == "regressed"
 
 
 INTERVALS = {
@@ -76,11 +76,11 @@ INTERVALS = {
 
 
 def test_the_noise_of_a_value_is_its_own_or_none():
-    told = {name: known(10.0, interval, samples) for name, (interval, samples, _) in INTERVALS.items()}
-    assert {name: (found.low, found.high, found.sampled) for name, found in told.items()} == {
+    estimates = {name: estimate(10.0, interval, samples) for name, (interval, samples, _) in INTERVALS.items()}
+    assert {name: (found.low, found.high, found.sampled) for name, found in estimates.items()} == {
         name: expected for name, (_, _, expected) in INTERVALS.items()
     }
-    found = known(10.0, None, tuple(random.Random(1).sample([float(number) for number in range(1, 20)], 19)))
+    found = estimate(10.0, None, tuple(random.Random(1).sample([float(number) for number in range(1, 20)], 19)))
     assert found.sampled
     assert 1.0 < found.low < 10.0 < found.high < 19.0
 

@@ -10,14 +10,14 @@ from written_runs import HBM, MATMUL, case, measured, read
 
 from pytest_gpucluster.analysis.compare import compare_runs
 from pytest_gpucluster.analysis.compare_output import comparison_document, comparison_table
-from pytest_gpucluster.analysis.run_view import side
+from pytest_gpucluster.analysis.run_view import view_of
 
 EVIL = "<script>\x1b[31m\u202eevil\n\x00" + "x" * 10_000
 
 
 def text(old, new, *, width=80, everything=False, **more):
     return comparison_table(
-        compare_runs(side(old), side(new), **more),
+        compare_runs(view_of(old), view_of(new), **more),
         old_name="rank {}".format,
         new_name="rank {} (gpu-a)".format,
         width=width,
@@ -35,7 +35,7 @@ NEW = read(
 )
 
 
-def test_a_regression_is_told_with_its_values_and_its_rank():
+def test_a_regression_is_shown_with_its_values_and_its_rank():
     head, *rest = text(OLD, NEW).split("\n\n")
     assert head.startswith("REGRESSION: 1 ")
     assert "1 regressed, 3 same" in " ".join(head.split())
@@ -62,7 +62,7 @@ def test_nothing_is_wider_than_the_terminal_and_nothing_acts_on_it(width):
 def test_the_json_has_every_rank_and_no_number_that_json_lacks():
     old = read(case(MATMUL, "passed", measured([0, 730], "hbm.copy.bandwidth", width=None)))
     new = read(case(MATMUL, "passed", measured([5, "NaN"], "hbm.copy.bandwidth", width=None)))
-    compared = compare_runs(side(old), side(new))
+    compared = compare_runs(view_of(old), view_of(new))
     found = json.loads(comparison_document(compared, old={"journal": EVIL}, new={}, exit_code=5))
     assert (found["schema_version"], found["answer"], found["exit"], found["allowed_ratio"]) == (
         1,
@@ -72,5 +72,7 @@ def test_the_json_has_every_rank_and_no_number_that_json_lacks():
     )
     [change] = found["changes"]
     assert change["better"] == "higher"
-    told = {value["rank"]: (value["kind"], value["change_ratio"], value["new"]["value"]) for value in change["values"]}
-    assert told == {0: ("better", "Infinity", 5.0), 1: ("not comparable", None, "NaN")}
+    by_rank = {
+        value["rank"]: (value["kind"], value["change_ratio"], value["new"]["value"]) for value in change["values"]
+    }
+    assert by_rank == {0: ("better", "Infinity", 5.0), 1: ("not comparable", None, "NaN")}

@@ -7,13 +7,13 @@ import re
 from each import of_each
 
 from pytest_gpucluster.analysis import run_view
-from pytest_gpucluster.analysis.run_view import Facts
+from pytest_gpucluster.analysis.run_view import Conditions
 
-RUN = Facts(sku="H100 SXM", gpu_name="H100", world_size=16, nnodes=2, workload={"training.batch": "8"})
+RUN = Conditions(sku="H100 SXM", gpu_name="H100", world_size=16, nnodes=2, workload={"training.batch": "8"})
 
 
-def changed(**changes: object) -> Facts:
-    return Facts(**{**vars(RUN), **changes})  # type: ignore[arg-type]
+def changed(**changes: object) -> Conditions:
+    return Conditions(**{**vars(RUN), **changes})  # type: ignore[arg-type]
 
 
 @of_each(
@@ -27,16 +27,16 @@ def changed(**changes: object) -> Facts:
     ],
 )
 def test_what_is_of_another_kind_cannot_be_compared_at_all(case):
-    changes, told = case
+    changes, text = case
     [obstacle] = run_view.obstacles(RUN, changed(**changes))
-    assert told in obstacle
+    assert text in obstacle
     assert run_view.obstacles(changed(**changes), RUN) != ()
     assert run_view.obstacles(RUN, RUN) == ()
 
 
 def test_on_another_number_of_ranks_only_what_one_gpu_does_is_compared():
     smaller = changed(world_size=8, nnodes=1)
-    why_not = run_view.why_not_of(RUN, smaller)
+    why_not = run_view.metric_obstacles(RUN, smaller)
     assert re.match("16 ranks on 2 nodes .* 8 ranks on 1 node", why_not("nccl.all_reduce.busbw"))
     assert why_not("matmul.bf16.tflops") == ""
     assert "another shape" in run_view.notes(RUN, smaller)[0]
@@ -59,5 +59,5 @@ def test_on_another_number_of_ranks_only_what_one_gpu_does_is_compared():
 )
 def test_what_was_measured_otherwise_is_not_comparable(case):
     now, metric, is_comparable = case
-    why = run_view.why_not_of(RUN, changed(workload=now))(metric)
+    why = run_view.metric_obstacles(RUN, changed(workload=now))(metric)
     assert (why == "") is is_comparable

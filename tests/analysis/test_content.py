@@ -1,4 +1,4 @@
-"""A record holds every part of the cluster, every value with its limit, and what is not known."""
+"""A certificate holds every part of the cluster, every value with its limit, and what is not known."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ def made(found: Lines) -> dict:
 
 
 def test_every_gpu_stands_in_its_node_with_all_that_identifies_it():
-    told = made(lines())
-    assert told["accepted"] is True
-    assert told["missing"] == []
-    assert [(node["host"], len(node["gpus"])) for node in told["nodes"]] == [("gpu-01", 8), ("gpu-02", 8)]
+    content = made(lines())
+    assert content["accepted"] is True
+    assert content["missing"] == []
+    assert [(node["host"], len(node["gpus"])) for node in content["nodes"]] == [("gpu-01", 8), ("gpu-02", 8)]
     known = line_of(lines(), "cluster")["ranks"][9]
-    gpu = told["nodes"][1]["gpus"][1]
+    gpu = content["nodes"][1]["gpus"][1]
     assert gpu["rank"] == 9
     keys = ("uuid", "serial", "board_part_number", "vbios", "inforom", "gsp_firmware", "pci_bus_id", "name")
     assert [gpu[key] for key in keys] == [known["gpu"][key] for key in keys]
-    assert told["nodes"][1]["versions"]["driver"] == known["versions"]["driver"]
-    assert told["nodes"][1]["adapters"][1] == {
+    assert content["nodes"][1]["versions"]["driver"] == known["versions"]["driver"]
+    assert content["nodes"][1]["adapters"][1] == {
         "name": "mlx5_1",
         "guid": "a0:11",
         "board": "MT_838",
@@ -44,17 +44,17 @@ def test_what_is_not_known_is_named():
     telemetry["0"]["adapters"][1]["guid"] = ""
     missing = [("serial", "ranks 2-3"), ("InfoROM", "rank 8"), ("GUID of mlx5_1", "gpu-01"), ("nccl", "gpu-02")]
     missing.append(("network adapters", "gpu-02"))
-    told = made(found)["missing"]
-    assert [(text.startswith(what), text.endswith(of)) for text, (what, of) in zip(told, missing, strict=True)] == (
+    texts = made(found)["missing"]
+    assert [(text.startswith(what), text.endswith(of)) for text, (what, of) in zip(texts, missing, strict=True)] == (
         [(True, True)] * 5
     )
 
 
 def test_any_journal_can_be_made_a_record_that_has_a_canonical_form():
     for name in ("cluster", "rehearsal", "broken", "hostile"):
-        told = made(lines(name))
-        assert canonical(told)
-        assert (told["accepted"], bool(told["not_accepted_because"])) == (False, True)
+        content = made(lines(name))
+        assert canonical(content)
+        assert (content["accepted"], bool(content["not_accepted_because"])) == (False, True)
     found = lines()
     line_of(found, "test")["measurements"][0].update(value="NaN", margin="-Infinity")
     first = made(found)["tests"][0]["measurements"][0]
@@ -66,21 +66,21 @@ def test_a_merged_run_names_the_runs_that_it_is_made_of():
     assert (made(found)["run"]["merged_from"], made(found)["run"]["expected"]) == ([], "2x8xH100")
     one = {"run_id": "a", "started_at": "2026-01-02", "verdict": "REJECTED", "journal": "x", "sha256": DIGEST}
     found[0]["merged_from"] = [{**one, "exit": 1}]
-    told = made(found)
-    assert told["run"]["merged_from"] == [one]
-    assert told["accepted"] is True
+    content = made(found)
+    assert content["run"]["merged_from"] == [one]
+    assert content["accepted"] is True
     found[0]["merged_despite"] = ["other GPUs"]
     assert (made(found)["run"]["merged_despite"], made(found)["accepted"]) == (["other GPUs"], False)
 
 
 def test_every_value_has_its_limit_its_margin_and_where_the_limit_comes_from():
     journal = journal_of(lines())
-    told = certificate_content(journal, sha256=DIGEST)
-    assert [test["nodeid"] for test in told["tests"]] == [result.nodeid for result in journal.results]
-    shown = [each for test in told["tests"] for each in test["measurements"] if each["limit"]]
-    assert shown
-    assert all(each["limit"]["origin"] and each["limit"]["source"] for each in shown)
-    first = next(each for each in shown if each["metric"] == "matmul.bf16.tflops")
+    content = certificate_content(journal, sha256=DIGEST)
+    assert [test["nodeid"] for test in content["tests"]] == [result.nodeid for result in journal.results]
+    with_limit = [each for test in content["tests"] for each in test["measurements"] if each["limit"]]
+    assert with_limit
+    assert all(each["limit"]["origin"] and each["limit"]["source"] for each in with_limit)
+    first = next(each for each in with_limit if each["metric"] == "matmul.bf16.tflops")
     judged = next(
         one
         for result in journal.results

@@ -1,4 +1,4 @@
-"""Our figures beside those of nccl-tests: what is agreement, and what is not."""
+"""Our figures compared with those of nccl-tests: what is agreement, and what is not."""
 
 from __future__ import annotations
 
@@ -13,14 +13,24 @@ from nccl_tests import document, table
 from written_runs import read as read_run
 
 from pytest_gpucluster.analysis import crosscheck, nccl_tests
-from pytest_gpucluster.analysis.crosscheck import AGREES, DIFFERS, MISSING, NOT_COMPARABLE, WRONG, compare_outputs, ours
+from pytest_gpucluster.analysis.crosscheck import (
+    AGREES,
+    DIFFERS,
+    MISSING,
+    NOT_COMPARABLE,
+    WRONG,
+    collectives_of,
+    compare_outputs,
+)
 from pytest_gpucluster.errors import JournalError
 
 MB, GB = 1_000_000, 1_000_000_000
 
 
 def mine(*tests, hosts=1, **more):
-    return ours(read_run(*(tests or [collective({"1 MB": 40.0, "1 GB": 440.0})]), ranks=places(hosts), **more))
+    return collectives_of(
+        read_run(*(tests or [collective({"1 MB": 40.0, "1 GB": 440.0})]), ranks=places(hosts), **more)
+    )
 
 
 def theirs(sizes=None, **more):
@@ -39,7 +49,7 @@ def test_two_programs_that_measure_the_same_agree():
 
 
 @of_each("case", [(400.0, DIFFERS), (480.0, DIFFERS), (420.0, AGREES), (449.0, AGREES)])
-def test_a_difference_is_a_finding_whoever_is_faster(case):
+def test_a_difference_is_a_finding_in_either_direction(case):
     value, kind = case
     found = compare_outputs(mine(), [theirs({MB: 39.2, GB: value})])
     assert kinds(found) == [AGREES, kind]
@@ -49,7 +59,7 @@ def test_a_difference_is_a_finding_whoever_is_faster(case):
     assert compare_outputs(mine(), [theirs({MB: 39.2, GB: value})], beyond=0.001).answer == crosscheck.FINDING
 
 
-def test_an_all_reduce_stands_beside_what_is_in_place_and_all_others_beside_what_is_not():
+def test_an_all_reduce_is_compared_in_place_and_all_others_out_of_place():
     given = document({GB: 440.0})
     given["results"][0]["out_of_place"]["bus_bw"] = 100.0
     assert kinds(
@@ -63,14 +73,14 @@ def test_an_all_reduce_stands_beside_what_is_in_place_and_all_others_beside_what
     assert found.rows[0].theirs == 100.0
 
 
-def test_one_process_stands_beside_our_slowest_rank_and_one_for_each_gpu_beside_the_average():
+def test_one_process_is_compared_with_our_slowest_rank_and_one_for_each_gpu_with_the_average():
     run = mine(collective({"1 GB": 440.0}, slowest={"1 GB": 400.0}))
     assert compare_outputs(run, [theirs({GB: 440.0})]).rows[0].ours == 400.0
     assert compare_outputs(run, [theirs({GB: 440.0}, per_process=1)]).rows[0].ours == 440.0
     assert compare_outputs(run, [theirs({GB: 440.0}, per_process=4)]).rows[0].ours == 400.0
 
 
-def test_only_the_ranks_of_the_same_host_stand_beside_it():
+def test_only_the_ranks_of_the_same_host_are_compared():
     slow = collective({"1 GB": 440.0})
     # As a journal of two nodes: each node measured its own group, and gpu-b was slower.
     values = slow["measurements"][0]["values"]
@@ -96,14 +106,14 @@ def test_wrong_data_are_a_finding_at_any_size_and_in_either_half():
     given["results"][0]["out_of_place"]["nwrong"] = 2
     found = compare_outputs(mine(collective({"1 GB": 440.0})), [nccl_tests.read_json(json.dumps(given), "o")])
     assert (kinds(found), found.answer) == ([WRONG], crosscheck.FINDING)
-    # At a size that we have not measured, and where only the closing line tells.
+    # At a size that we have not measured, and with a count in the closing line only.
     found = compare_outputs(mine(), [theirs({MB: 40.0, GB: 440.0}), theirs({77: 1.0}, wrong=4.0)])
     assert (found.answer, found.wrong) == (crosscheck.FINDING, ("all_reduce: 8 wrong elements (out.json)",))
     found = compare_outputs(mine(), [nccl_tests.read_table(table({MB: 39.2, GB: 440.0}, bounds=1), "out.txt")])
     assert (kinds(found), found.answer) == ([AGREES, AGREES], crosscheck.FINDING)
 
 
-def test_data_that_nobody_looked_at_are_no_agreement():
+def test_data_that_were_not_checked_are_no_agreement():
     found = compare_outputs(mine(), [theirs(wrong=None)])
     assert (kinds(found), found.answer) == ([NOT_COMPARABLE, NOT_COMPARABLE], crosscheck.NOTHING)
     assert "-c 0" in found.rows[0].why
@@ -171,8 +181,8 @@ def test_a_figure_that_is_printed_too_coarsely_is_not_compared():
     assert kinds(compare_outputs(small, [theirs({MB: 0.049})])) == [AGREES]
 
 
-def test_labels_that_this_project_does_not_write_are_told():
+def test_labels_that_this_project_does_not_write_are_an_error():
     line = collective({"1 GB": 440.0})
     del line["measurements"][0]["labels"]["nnodes"]
-    with pytest.raises(JournalError, match=r"labels of nccl\.all_reduce\.busbw"):
+    with pytest.raises(JournalError, match=r"nccl\.all_reduce\.busbw has labels"):
         mine(line)

@@ -1,4 +1,4 @@
-"""Parts that were swapped, moved, replaced, added or removed are told as what they are, and so is firmware."""
+"""Parts that were swapped, moved, replaced, added or removed are reported as such, and so is changed firmware."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from each import of_each
 from made_records import Lines, line_of, record
 
 from pytest_gpucluster.analysis.certificate import digest, read_certificate
-from pytest_gpucluster.analysis.certificate_diff import differences, judged_otherwise
-from pytest_gpucluster.errors import RecordError
+from pytest_gpucluster.analysis.certificate_diff import differences, judging_differences
+from pytest_gpucluster.errors import CertificateError
 
 IDENTITY = ("uuid", "serial")
 
@@ -62,7 +62,7 @@ def swap_adapters(found: Lines) -> None:
     first["guid"], second["guid"] = second["guid"], first["guid"]
 
 
-def told(tmp_path, change: Callable[[Lines], object], before: Callable[[Lines], object] = lambda _: None):
+def changes(tmp_path, change: Callable[[Lines], object], before: Callable[[Lines], object] = lambda _: None):
     old, new = record(tmp_path, "old", before), record(tmp_path, "new", change)
     return [(each.kind, each.where, each.what) for each in differences(old, new)]
 
@@ -102,7 +102,7 @@ def told(tmp_path, change: Callable[[Lines], object], before: Callable[[Lines], 
 )
 def test_each_change_of_parts_is_named_by_node_and_slot(tmp_path, case):
     change, expected = case
-    assert [(kind, where) for kind, where, _ in told(tmp_path, change)] == expected
+    assert [(kind, where) for kind, where, _ in changes(tmp_path, change)] == expected
 
 
 @of_each(
@@ -113,12 +113,12 @@ def test_each_change_of_parts_is_named_by_node_and_slot(tmp_path, case):
         (nameless, ["unknown"], ["unknown"]),
     ],
 )
-def test_what_one_record_lacks_is_told_of_either_side(tmp_path, case):
+def test_what_one_certificate_lacks_is_reported_of_either_one(tmp_path, case):
     change, lost, found = case
-    assert [kind for kind, _, _ in told(tmp_path, change)] == lost
-    assert [kind for kind, _, _ in told(tmp_path, lambda _: None, before=change)] == found
-    # A part whose identity is not known is never the same.
-    assert [kind for kind, _, _ in told(tmp_path, nameless, before=nameless)] == ["unknown"]
+    assert [kind for kind, _, _ in changes(tmp_path, change)] == lost
+    assert [kind for kind, _, _ in changes(tmp_path, lambda _: None, before=change)] == found
+    # A part whose identity is unknown is never the same.
+    assert [kind for kind, _, _ in changes(tmp_path, nameless, before=nameless)] == ["unknown"]
 
 
 def test_a_part_that_takes_the_place_of_one_that_is_gone_is_moved_and_the_other_removed(tmp_path):
@@ -126,18 +126,18 @@ def test_a_part_that_takes_the_place_of_one_that_is_gone_is_moved_and_the_other_
         put(found, {9: 3})
         del line_of(found, "cluster")["ranks"][3]
 
-    assert sorted(kind for kind, _, _ in told(tmp_path, change)) == ["moved", "removed"]
+    assert sorted(kind for kind, _, _ in changes(tmp_path, change)) == ["moved", "removed"]
 
 
 def test_a_node_with_other_parts_is_another_node(tmp_path):
-    found = told(tmp_path, new_node)
+    found = changes(tmp_path, new_node)
     kinds = [kind for kind, _, _ in found]  # the adapters are the same, in a node of another name
     assert ("node removed", "gpu-02", "8 GPUs") in found
     assert ("node added", "gpu-77", "8 GPUs") in found
     assert (kinds.count("added"), kinds.count("moved")) == (8, 2)
 
 
-def test_firmware_and_versions_are_told_once_for_all_that_share_them(tmp_path):
+def test_firmware_and_versions_are_reported_once_for_all_that_share_them(tmp_path):
     def change(found: Lines) -> None:
         for rank in line_of(found, "cluster")["ranks"][8:]:
             rank["versions"]["driver"] = "590.1"
@@ -146,14 +146,14 @@ def test_firmware_and_versions_are_told_once_for_all_that_share_them(tmp_path):
         gpus(found)[0]["inforom"] = None
         adapters(found, 0)[1]["firmware"] = "28.40"
 
-    found = [(kind, where, re.sub(" of the [^:]*:", ":", what)) for kind, where, what in told(tmp_path, change)]
+    found = [(kind, where, re.sub(" of the [^:]*:", ":", what)) for kind, where, what in changes(tmp_path, change)]
     assert found == [
         (
             "changed",
             ", ".join(f"gpu-01 GPU {n} (00000000:{0x19 + 0x12 * n:02X}:00.0)" for n in range(4)) + " and 12 more",
             "VBIOS: 96.00.89.00.01 -> 96.01",
         ),
-        ("changed", "gpu-01 GPU 0 (00000000:19:00.0)", "InfoROM: G520.0200 -> not known"),
+        ("changed", "gpu-01 GPU 0 (00000000:19:00.0)", "InfoROM: G520.0200 -> unknown"),
         ("changed", "gpu-01 mlx5_1 (0:11)", "firmware: 28.39 -> 28.40"),
         ("changed", "gpu-02", "driver: 580.95.05 -> 590.1"),
     ]
@@ -166,8 +166,8 @@ def test_how_the_runs_were_judged_is_no_change_of_the_cluster(tmp_path):
 
     old, new = record(tmp_path, "old"), record(tmp_path, "new", change)
     assert differences(old, new) == ()
-    assert judged_otherwise(old, old) == ()
-    limits, version, verdict = judged_otherwise(old, new)
+    assert judging_differences(old, old) == ()
+    limits, version, verdict = judging_differences(old, new)
     assert "limits" in limits
     assert "0.1.0 -> 9.9" in version
     assert "-> NOT accepted" in verdict
@@ -180,7 +180,7 @@ def test_nodes_of_another_form_are_refused(tmp_path, nodes):
     changed["record"]["nodes"] = nodes
     changed["sha256"] = digest(changed["record"])
     path.write_text(json.dumps(changed))
-    with pytest.raises(RecordError, match=r"node|host|versions|gpus"):
+    with pytest.raises(CertificateError, match=r"node|host|versions|gpus"):
         differences(read_certificate(path), read_certificate(path))
 
 

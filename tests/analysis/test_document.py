@@ -1,4 +1,4 @@
-"""A record that was changed after it was sealed is never intact, and what is no record is refused."""
+"""A certificate that was changed after it was sealed is never intact, and another file is refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from each import of_each
 from made_records import record
 
 from pytest_gpucluster.analysis.certificate import read_certificate
-from pytest_gpucluster.errors import RecordError
+from pytest_gpucluster.errors import CertificateError
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def path(tmp_path: Path) -> Path:
     return record(tmp_path, "accepted").path
 
 
-def test_a_record_that_nobody_touched_is_intact_and_accepted_however_it_is_laid_out(path):
+def test_an_unchanged_certificate_is_intact_and_accepted_in_any_layout(path):
     document = read_certificate(path)
     assert (document.is_intact, document.is_accepted) == (True, True)
     assert document.record["made"] == {"at": "2026-01-02T03:04:05Z", "by": "J. Doe", "note": "", "version": "0.1.0"}
@@ -41,10 +41,10 @@ def _leaves(value: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
         yield where
 
 
-def _put(told: Any, where: tuple[Any, ...], value: Any) -> None:
+def _put(content: Any, where: tuple[Any, ...], value: Any) -> None:
     for key in where[:-1]:
-        told = told[key]
-    told[where[-1]] = value
+        content = content[key]
+    content[where[-1]] = value
 
 
 def test_no_value_anywhere_can_be_changed_without_being_noticed(path):
@@ -52,32 +52,32 @@ def test_no_value_anywhere_can_be_changed_without_being_noticed(path):
     leaves = list(_leaves(json.loads(text)["record"]))
     assert len(leaves) > 500
     for where in leaves[:40] + leaves[40::97]:
-        told = json.loads(text)
-        _put(told["record"], where, "changed")
-        path.write_text(json.dumps(told))
+        content = json.loads(text)
+        _put(content["record"], where, "changed")
+        path.write_text(json.dumps(content))
         try:
             assert not read_certificate(path).is_intact, where
-        except RecordError:
-            assert len(where) <= 1  # what is of another type now is no record any more
+        except CertificateError:
+            assert len(where) <= 1  # what is of another type now is no certificate any more
 
 
 @of_each(
     "change",
     [
-        lambda told: told["nodes"][0]["gpus"].pop(),
-        lambda told: told["tests"].append(told["tests"][0]),
-        lambda told: told.update(stranger=True),
+        lambda content: content["nodes"][0]["gpus"].pop(),
+        lambda content: content["tests"].append(content["tests"][0]),
+        lambda content: content.update(stranger=True),
     ],
 )
 def test_nothing_can_be_taken_out_or_put_in(tmp_path, change):
     path = record(tmp_path, "accepted").path
-    told = json.loads(path.read_text())
-    change(told["record"])
-    path.write_text(json.dumps(told))
+    content = json.loads(path.read_text())
+    change(content["record"])
+    path.write_text(json.dumps(content))
     assert not read_certificate(path).is_intact
 
 
-NO_RECORD = {
+NO_CERTIFICATE = {
     "": "cut off",
     "{": "cut off",
     "[1]": "",
@@ -88,15 +88,15 @@ NO_RECORD = {
 }
 
 
-def test_what_is_no_record_is_refused(tmp_path):
-    for number, (text, why) in enumerate(NO_RECORD.items()):
+def test_what_is_no_certificate_is_refused(tmp_path):
+    for number, (text, why) in enumerate(NO_CERTIFICATE.items()):
         path = tmp_path / f"{number}.json"
         path.write_text(text)
-        with pytest.raises(RecordError, match=f"^{path}.*{why}"):
+        with pytest.raises(CertificateError, match=f"^{path}.*{why}"):
             read_certificate(path)
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     for path in (tmp_path / "none", tmp_path, tmp_path / "binary"):
-        with pytest.raises(RecordError, match=f"^{path}"):
+        with pytest.raises(CertificateError, match=f"^{path}"):
             read_certificate(path)
 
 
@@ -120,15 +120,15 @@ def test_what_is_no_record_is_refused(tmp_path):
 def test_what_is_damaged_or_newer_is_refused(tmp_path, case):
     where, value, why = case
     path = record(tmp_path, "accepted").path
-    told = json.loads(path.read_text())
-    _put(told, where, value)
-    path.write_text(json.dumps(told))
-    with pytest.raises(RecordError, match=why):
+    content = json.loads(path.read_text())
+    _put(content, where, value)
+    path.write_text(json.dumps(content))
+    with pytest.raises(CertificateError, match=why):
         read_certificate(path)
 
 
 def test_a_number_beyond_all_measure_is_damage(path):
     text = path.read_text()
     path.write_text(text.replace('"world_size": 16', f'"world_size": {"9" * 400}'))
-    with pytest.raises(RecordError, match="inf"):
+    with pytest.raises(CertificateError, match="inf"):
         read_certificate(path)

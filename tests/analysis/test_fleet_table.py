@@ -1,4 +1,4 @@
-"""The matrix of a fleet: verdicts, marks, who is to go, at any number of nodes and criteria."""
+"""The matrix of a fleet: verdicts, marks, which nodes to drain, at any number of nodes and criteria."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import pytest
 from written_runs import HBM, MATMUL, case, measured, place, read
 
-from pytest_gpucluster.analysis.fleet import Answer, drain_text, fleet, journals_below, matrix, outliers
+from pytest_gpucluster.analysis.fleet import NodeRun, drain_text, fleet, journals_below, matrix, outliers
 from pytest_gpucluster.analysis.fleet_output import fleet_document, fleet_table
 from pytest_gpucluster.errors import LaunchError
 from pytest_gpucluster.launch.hostlist import expand_hostlist
@@ -18,7 +18,7 @@ EVIL = "<script>\x1b[31m\u202eevil\n" + "x" * 10_000
 
 def answer(host, *tests, values=(730,), **more):
     tests = tests or (case(MATMUL, "passed", measured(list(values))), case(HBM, "passed"))
-    return Answer(path=f"{host}.jsonl", journal=read(*tests, ranks=[place(0, host=host)], **more))
+    return NodeRun(path=f"{host}.jsonl", journal=read(*tests, ranks=[place(0, host=host)], **more))
 
 
 def picture(*answers, expected=()):
@@ -52,7 +52,7 @@ def test_every_node_is_good_to_be_drained_or_without_an_answer():
     assert re.findall(r"\d+", shown.splitlines()[-1]) == ["11", "6", "2", "3"]
 
 
-def test_the_newest_run_of_a_node_counts_and_the_earlier_one_is_told():
+def test_the_newest_run_of_a_node_counts_and_the_earlier_one_is_noted():
     slow = answer("gpu-1", case(MATMUL, "failed", message="slow"), started_at="2026-01-01T00:00:00+00:00")
     found = picture(answer("gpu-1"), slow)
     [note] = found.notes
@@ -61,14 +61,14 @@ def test_the_newest_run_of_a_node_counts_and_the_earlier_one_is_told():
     assert named(picture(answer("gpu-1"), again).drained) == ["gpu-1"]
 
 
-def test_a_run_on_several_nodes_is_told_and_left_out():
-    both = Answer(path="j", journal=read(case(MATMUL), ranks=[place(0, host="a"), place(1, host="b")]))
+def test_a_run_on_several_nodes_is_noted_and_left_out():
+    both = NodeRun(path="j", journal=read(case(MATMUL), ranks=[place(0, host="a"), place(1, host="b")]))
     found = picture(answer("gpu-1"), both)
     assert [node.name for node in found.fleet.nodes] == ["gpu-1"]
     assert any(note.startswith("j: ") and "2 nodes" in note for note in found.notes)
 
 
-def test_what_should_be_alike_and_is_not_is_told():
+def test_nodes_that_should_be_alike_and_are_not_are_noted():
     found = picture(answer("gpu-1"), answer("gpu-2", sku="H200 SXM", digest="e" * 64))
     assert any("H100 SXM, H200 SXM" in note for note in found.notes)
     assert any("different limits" in note for note in found.notes)
@@ -99,11 +99,11 @@ def test_the_drain_file_is_what_schedulers_take():
 
 def test_the_json_has_every_cell():
     found = picture(*(answer(f"gpu-{number}") for number in range(6)), answer("gpu-8", values=[500]))
-    told = json.loads(fleet_document(found, exit_code=1))
-    assert told["nodes"][-1]["cells"][MATMUL]["outcome"] == "outlier"
-    assert told["nodes"][0]["cells"][MATMUL]["value"] == 730
-    assert [each["node"] for each in told["drain"]] == ["gpu-8"]
-    assert told["outliers"][0]["median"] == 730
+    document = json.loads(fleet_document(found, exit_code=1))
+    assert document["nodes"][-1]["cells"][MATMUL]["outcome"] == "outlier"
+    assert document["nodes"][0]["cells"][MATMUL]["value"] == 730
+    assert [each["node"] for each in document["drain"]] == ["gpu-8"]
+    assert document["outliers"][0]["median"] == 730
 
 
 def test_journals_are_found_below_a_folder_each_once(tmp_path):

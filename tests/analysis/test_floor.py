@@ -11,7 +11,7 @@ from each import of_each
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpucluster.analysis.calibration import Kept, propose, rounded_down, series
+from pytest_gpucluster.analysis.calibration import NoFloor, propose, rounded_down, series
 
 OTHER = {**LIMIT, "min": 100.0}
 
@@ -63,7 +63,7 @@ def test_samples_that_are_apart_spread_too_and_one_slow_gpu_does_not_lower_the_f
 def test_where_there_is_no_good_floor_none_is_proposed(case):
     arguments, why = case
     kept = floor(**arguments)
-    assert isinstance(kept, Kept)
+    assert isinstance(kept, NoFloor)
     assert re.search(why, kept.why)
 
 

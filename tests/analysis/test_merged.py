@@ -159,7 +159,7 @@ def test_hardware_that_was_rejected_outside_of_a_test_stays_rejected(merged):
     assert (read.verdict, "a GPU died" in read.reason) == ("REJECTED", True)
 
 
-def test_selections_alone_are_no_acceptance_and_what_was_less_than_the_suite_is_told(merged):
+def test_selections_alone_are_no_acceptance_and_what_was_less_than_the_suite_is_stated(merged):
     less = {"options": {"sku": {"value": "H100 SXM", "origin": "ini"}, "thresholds": {"value": "low.yaml"}}}
     held = {"options": {"baseline": {"value": "old/journal.jsonl", "origin": "command line"}}}
     reason = merged(([good()], less), ([good()], less)).reason
@@ -169,7 +169,7 @@ def test_selections_alone_are_no_acceptance_and_what_was_less_than_the_suite_is_
     assert read.verdict == "SELECTION PASSED"
     partly = {"type": "problem", "name": "collection", "outcome": "error", "message": "cannot collect"}
     read = merged(([good()], {"then": [partly], "end": {**BROKE, "exit": 2}}), ([good(HBM)], {"selection": True}))
-    assert read.verdict == "SELECTION PASSED", "nobody knows what the suite holds"
+    assert read.verdict == "SELECTION PASSED", "the content of the suite is unknown"
 
 
 def test_a_rehearsal_stays_one_and_what_is_required_stays_required(merged):
@@ -189,7 +189,7 @@ def test_what_does_not_apply_and_what_was_not_judged_keep_their_meaning(merged):
     assert (read.verdict, "not judged" in read.reason) == ("INCOMPLETE", True)
 
 
-def test_other_versions_and_variables_are_told_in_the_verdict(merged):
+def test_other_versions_and_variables_are_stated_in_the_verdict(merged):
     def on(driver, **more):
         variables = {"SLURM_JOB_ID": driver, "NCCL_DEBUG_FILE": driver, **more}
         ranks = [{**place(0), "versions": {"driver": driver}}]
@@ -219,11 +219,11 @@ def test_other_versions_and_variables_are_told_in_the_verdict(merged):
     ],
 )
 def test_what_is_not_alike_is_refused_unless_an_operator_takes_other_clusters(merged, case):
-    other, said, is_cluster = case
+    other, message, is_cluster = case
     runs = ([good(values=[1])], {}), ([good(HBM, values=[1])], other)
     with pytest.raises(OptionError) as error:
         merged(*runs)
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert ("--allow-different-clusters" in str(error.value)) is is_cluster
     if not is_cluster:
         with pytest.raises(OptionError, match="verdict"):
@@ -232,7 +232,7 @@ def test_what_is_not_alike_is_refused_unless_an_operator_takes_other_clusters(me
     read = merged(*runs, other_clusters=True)
     assert read.verdict == "SELECTION PASSED", "nothing is accepted by that"
     assert "OF DIFFERENT CLUSTERS" in read.reason
-    assert said in read.run.merged_despite[0] or said in read.run.merged_despite[-1]
+    assert message in read.run.merged_despite[0] or message in read.run.merged_despite[-1]
     assert any(name.startswith("merged despite") for name, _ in read.properties)
 
 

@@ -58,7 +58,7 @@ def changed(change):
         (json.dumps(document(SIZES))[:-40], "cut off"),
         ("[]", "object"),
         ("{}", "'version'"),
-        (changed(lambda given: given.pop("out_of_bounds")), "ended before"),
+        (changed(lambda given: given.pop("out_of_bounds")), "cut off"),
         (changed(lambda given: given["config"].update(devices=[])), "GPUs"),
         (changed(lambda given: given["config"].update(ngpus=0)), "GPUs"),
         (changed(lambda given: given["config"]["devices"][0].update(group=1)), "groups"),
@@ -70,6 +70,6 @@ def changed(change):
     ],
 )
 def test_what_is_no_whole_file_is_refused(case):
-    text, said = case
-    with pytest.raises(OutputError, match=f"out.json: .*{said}"):
+    text, message = case
+    with pytest.raises(OutputError, match=f"out.json: .*{message}"):
         read_json(text, "out.json")

@@ -24,7 +24,7 @@ def test_each_line_is_read_with_both_of_its_halves():
     assert last[IN_PLACE].resolution == pytest.approx(0.01)
 
 
-def test_ranks_and_processes_are_told_apart():
+def test_ranks_and_processes_are_distinguished():
     several = table(SIZES, hosts=("gpu-a.example", "gpu-b.example"), per_process=1)
     output = read_table(several, "out.txt")
     assert (output.ranks, output.processes, output.hosts) == (16, 16, ("gpu-a", "gpu-b"))
@@ -32,7 +32,7 @@ def test_ranks_and_processes_are_told_apart():
     assert (output.ranks, output.processes) == (16, 2)
 
 
-def test_wrong_elements_are_counted_and_data_that_nobody_looked_at_are_not_right():
+def test_wrong_elements_are_counted_and_data_that_were_not_checked_are_not_right():
     assert read_table(table(SIZES, wrong=3), "out.txt").wrong == 12
     assert read_table(table(SIZES, bounds=2), "out.txt").wrong == 2
     output = read_table(table(SIZES, wrong="N/A"), "out.txt")
@@ -78,7 +78,7 @@ BAD = {
     "zero GPUs": (GOOD.replace("nGpus 8", "nGpus 0"), "no GPU"),
     "log": (GOOD.replace("442.28", "442.28 node [0] NCCL INFO"), ":19: .*without NCCL_DEBUG"),
     "a figure less": (GOOD.replace("442.28", ""), ":19: 12 values for 13"),
-    "a figure less beside a blank": (BLANK.replace("226.16", ""), ":12: 10 values for 12"),
+    "a figure less and a blank": (BLANK.replace("226.16", ""), ":12: 10 values for 12"),
     "no number": (GOOD.replace("442.28", "fast"), ":19: "),
     "negative": (table(SIZES, wrong=-1), "not a line"),
 }
@@ -86,6 +86,6 @@ BAD = {
 
 @of_each("case", list(BAD))
 def test_what_is_no_whole_table_is_refused(case):
-    text, said = BAD[case]
-    with pytest.raises(OutputError, match=f"(?s)^out.txt.*{said}"):
+    text, message = BAD[case]
+    with pytest.raises(OutputError, match=f"(?s)^out.txt.*{message}"):
         read_table(text, "out.txt")

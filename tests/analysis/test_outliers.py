@@ -6,14 +6,14 @@ import random
 
 from written_runs import MATMUL, case, measured, place, read
 
-from pytest_gpucluster.analysis.fleet import Answer, fleet, outliers
+from pytest_gpucluster.analysis.fleet import NodeRun, fleet, outliers
 
 
 def node(number, *values, metric="matmul.bf16.tflops", sku="H100 SXM", limit=None, width=0.005, **run):
     host = f"gpu-{number:03}"
     ranks = [place(rank, host=host) for rank in range(len(values))]
     line = measured(list(values), metric, limit=limit, width=width)
-    return Answer(path=f"{host}.jsonl", journal=read(case(MATMUL, "passed", line), ranks=ranks, sku=sku, **run))
+    return NodeRun(path=f"{host}.jsonl", journal=read(case(MATMUL, "passed", line), ranks=ranks, sku=sku, **run))
 
 
 def found(answers, **more):
@@ -34,7 +34,7 @@ def test_a_gpu_far_behind_all_others_is_named_and_the_healthy_are_not():
 def test_the_healthy_are_rarely_named_however_alike_they_are():
     alike = [node(number, *([730.0] * 8)) for number in range(7)]
     a_bit = node(8, *([729.0] * 8))
-    assert found([*alike, a_bit]) == [], "one in a thousand is no fault, though nobody scatters"
+    assert found([*alike, a_bit]) == [], "one in a thousand is no fault, even without scatter"
     assert sum(len(found(healthy(32, seed=seed))) for seed in range(20)) == 0
 
 
@@ -44,7 +44,7 @@ def test_half_of_the_fleet_may_be_slow_and_the_other_half_is_no_outlier():
     assert {each[0] for each in found([*half, *slow])} <= {f"gpu-{number:03}" for number in range(5, 9)}
 
 
-def test_only_like_numbers_stand_beside_each_other_and_less_is_better_where_it_is():
+def test_only_like_numbers_are_compared_and_less_is_better_where_it_is():
     for value in ("NaN", -3, "Infinity"):
         assert found([*healthy(4, gpus=2), node(9, 730, value)]) == [], "left to the limits"
     assert found([*healthy(6), node(9, *([500.0] * 8), sku="H200 SXM")]) == []

@@ -11,7 +11,7 @@ import pytest
 from accepted_runs import BF16, BUSBW, LIMIT, measured, source
 from each import of_each
 
-from pytest_gpucluster.analysis.calibration import Kept, Proposal, Source, conditions_of, overlay, propose, series
+from pytest_gpucluster.analysis.calibration import NoFloor, Proposal, Source, conditions_of, overlay, propose, series
 from pytest_gpucluster.errors import ThresholdsError
 from pytest_gpucluster.judge import loader
 from pytest_gpucluster.judge.limits import Limit
@@ -25,7 +25,7 @@ def text_of(sources: Sequence[Source], peak: float | None = None, recorded: Sequ
     return overlay(
         "H100 SXM",
         [one for one in made if isinstance(one, Proposal)],
-        [one for one in made if isinstance(one, Kept)],
+        [one for one in made if isinstance(one, NoFloor)],
         sources,
         at="2026-01-02T03:04:05Z",
         version="0.1.0",

@@ -21,8 +21,8 @@ MIB = 2**20
     ],
 )  # fmt: skip
 def test_as_few_starts_as_a_factor_allows(case):
-    sizes, told = case
-    assert [str(each) for each in ranges(sizes)] == told
+    sizes, expected = case
+    assert [str(each) for each in ranges(sizes)] == expected
 
 
 @hypothesis.given(strategies.lists(strategies.integers(1, 5000), max_size=12))

@@ -1,4 +1,4 @@
-"""SuperBench's summaries: what is read of them, what is refused, and what stands beside our figures."""
+"""SuperBench's summaries: what is read of them, what is refused, and what is compared with our figures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from example_journals import collective, places
 from written_runs import read as read_run
 
 from pytest_gpucluster.analysis import crosscheck
-from pytest_gpucluster.analysis.crosscheck import AGREES, DIFFERS, NOT_COMPARABLE, compare_outputs, ours
+from pytest_gpucluster.analysis.crosscheck import AGREES, DIFFERS, NOT_COMPARABLE, collectives_of, compare_outputs
 from pytest_gpucluster.analysis.nccl_tests import OUT_OF_PLACE
 from pytest_gpucluster.analysis.superbench import is_summary, read
 from pytest_gpucluster.errors import OutputError
@@ -97,8 +97,8 @@ BAD = {
 
 @of_each("case", list(BAD))
 def test_what_is_no_whole_summary_is_refused(case):
-    text, said = BAD[case]
-    with pytest.raises(OutputError, match=f"^summary.*{said}"):
+    text, message = BAD[case]
+    with pytest.raises(OutputError, match=f"^summary.*{message}"):
         read(text, "summary", lambda host: 8)
 
 
@@ -106,9 +106,9 @@ def test_what_is_no_whole_summary_is_refused(case):
     "case",
     [(231.0, AGREES), (200.0, DIFFERS), (None, NOT_COMPARABLE), (math.nan, NOT_COMPARABLE), (0.0, NOT_COMPARABLE)],
 )
-def test_speeds_are_compared_and_a_note_says_that_nobody_looked_at_the_data(case):
+def test_speeds_are_compared_and_a_note_states_that_the_data_were_not_checked(case):
     value, kind = case
-    mine = ours(read_run(collective({SIZE: 235.0}, dtype="fp32"), ranks=places()))
+    mine = collectives_of(read_run(collective({SIZE: 235.0}, dtype="fp32"), ranks=places()))
     found = compare_outputs(mine, outputs(with_key("nccl-bw:nvlink/allreduce_8589934592_busbw:0", value)))
     assert [row.kind for row in found.rows] == [kind]
     assert (found.answer == crosscheck.AGREEMENT) == (kind == AGREES)
@@ -116,6 +116,6 @@ def test_speeds_are_compared_and_a_note_says_that_nobody_looked_at_the_data(case
 
 
 def test_another_node_than_ours_is_not_compared():
-    mine = ours(read_run(collective({SIZE: 235.0}, dtype="fp32"), ranks=places()))
+    mine = collectives_of(read_run(collective({SIZE: 235.0}, dtype="fp32"), ranks=places()))
     assert [row.kind for row in compare_outputs(mine, outputs(NODE)).rows] == [NOT_COMPARABLE]
     assert [row.kind for row in compare_outputs(mine, outputs(NODE), other_hosts=True).rows] == [AGREES]

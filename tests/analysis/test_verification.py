@@ -1,4 +1,4 @@
-"""A record is held against its own seal, a digest from elsewhere, and the journal it is of."""
+"""A certificate is checked by its seal, by a digest kept elsewhere, and by its journal."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 from each import of_each
 from made_records import lines, record, write_journal
 
-from pytest_gpucluster.analysis.certificate import Document, certificate_content, digest, read_certificate, sealed
-from pytest_gpucluster.analysis.certificate_audit import faults, faults_beside, journal_digest
+from pytest_gpucluster.analysis.certificate import Certificate, certificate_content, digest, read_certificate, seal
+from pytest_gpucluster.analysis.certificate_audit import journal_digest, journal_mismatches, seal_problems
 from pytest_gpucluster.errors import JournalError
 
 
@@ -17,36 +17,34 @@ from pytest_gpucluster.errors import JournalError
 def made(tmp_path):
     """A record of a journal on disk: (its path, the journal's path)."""
     journal = write_journal(tmp_path / "run", lines())
-    sha256, told = journal_digest(journal)
-    text, _ = sealed(
-        certificate_content(told, sha256=sha256), at="2026-01-02T03:04:05Z", by="", note="", version="0.1.0"
-    )
+    sha256, run = journal_digest(journal)
+    text, _ = seal(certificate_content(run, sha256=sha256), at="2026-01-02T03:04:05Z", by="", note="", version="0.1.0")
     (tmp_path / "a.json").write_text(text)
     return tmp_path / "a.json", journal
 
 
-def resealed(path) -> Document:
+def resealed(path) -> Certificate:
     """Seal what now stands in a file anew, as a forger would."""
-    told = json.loads(path.read_text())
-    told["sha256"] = digest(told["record"])
-    path.write_text(json.dumps(told))
+    content = json.loads(path.read_text())
+    content["sha256"] = digest(content["record"])
+    path.write_text(json.dumps(content))
     return read_certificate(path)
 
 
-def test_a_record_beside_its_own_journal_has_no_fault(made):
+def test_a_certificate_and_its_own_journal_has_no_fault(made):
     path, journal = made
-    sha256, told = journal_digest(journal)
+    sha256, run = journal_digest(journal)
     document = read_certificate(path)
-    assert faults(document, known_digest=document.digest.upper()) == []
-    assert faults_beside(document, told, sha256) == []
+    assert seal_problems(document, known_digest=document.digest.upper()) == []
+    assert journal_mismatches(document, run, sha256) == []
 
 
-def test_a_changed_record_is_told_with_both_digests(made):
+def test_a_changed_certificate_is_reported_with_both_digests(made):
     path, _ = made
     text = path.read_text()
     path.write_text(text.replace("gpu-01", "gpu-99"))
     document = read_certificate(path)
-    [fault] = faults(document)
+    [fault] = seal_problems(document)
     assert document.sealed in fault
     assert document.digest in fault
 
@@ -56,20 +54,20 @@ def test_a_forged_seal_is_noticed_by_a_digest_from_elsewhere_and_by_the_journal(
     known = read_certificate(path).digest
     path.write_text(path.read_text().replace("gpu-01", "gpu-99"))
     document = resealed(path)
-    assert faults(document) == []
-    [fault] = faults(document, known_digest=known)
+    assert seal_problems(document) == []
+    [fault] = seal_problems(document, known_digest=known)
     assert f"not {known}" in fault
-    sha256, told = journal_digest(journal)
-    [fault] = faults_beside(document, told, sha256)
+    sha256, run = journal_digest(journal)
+    [fault] = journal_mismatches(document, run, sha256)
     assert "nodes[0].host, run.host" in fault
 
 
-def test_a_record_of_another_journal_is_told(made, tmp_path):
+def test_a_certificate_of_another_journal_is_reported(made, tmp_path):
     path, _ = made
     found = lines()
     found[0]["run_id"] = "another"
-    sha256, told = journal_digest(write_journal(tmp_path / "other", found))
-    [fault] = faults_beside(read_certificate(path), told, sha256)
+    sha256, run = journal_digest(write_journal(tmp_path / "other", found))
+    [fault] = journal_mismatches(read_certificate(path), run, sha256)
     assert "another journal" in fault
 
 
@@ -90,27 +88,27 @@ def test_a_journal_that_is_being_written_or_is_none_is_refused(made, monkeypatch
             journal_digest(path)
 
 
-def _gpu_twice(told: dict) -> None:
-    first, second, *_ = told["nodes"][0]["gpus"]
+def _gpu_twice(content: dict) -> None:
+    first, second, *_ = content["nodes"][0]["gpus"]
     first["uuid"] = second["uuid"].upper()
 
 
 @of_each(
     "case",
     [
-        (lambda told: told["verdict"].update(word="REJECTED"), ""),
-        (lambda told: told["tests"][0].update(outcome="failed"), "1 of its tests"),
-        (lambda told: told["tests"][0]["measurements"][0].update(status="failed"), "1 of its values"),
-        (lambda told: told.update(tests=[]), "none of its values"),
-        (lambda told: told["nodes"][0]["gpus"].pop(), "2 nodes with 15 GPUs"),
+        (lambda content: content["verdict"].update(word="REJECTED"), ""),
+        (lambda content: content["tests"][0].update(outcome="failed"), "1 of its tests"),
+        (lambda content: content["tests"][0]["measurements"][0].update(status="failed"), "1 of its values"),
+        (lambda content: content.update(tests=[]), "none of its values"),
+        (lambda content: content["nodes"][0]["gpus"].pop(), "2 nodes with 15 GPUs"),
         (_gpu_twice, "UUID"),
-        (lambda told: told["nodes"][0].update(gpus="eight"), "2 nodes with 8 GPUs"),
+        (lambda content: content["nodes"][0].update(gpus="eight"), "2 nodes with 8 GPUs"),
     ],
 )
 def test_a_record_that_was_changed_and_sealed_anew_contradicts_itself(tmp_path, case):
     change, why = case
     path = record(tmp_path, "a").path
-    told = json.loads(path.read_text())
-    change(told["record"])
-    path.write_text(json.dumps(told))
-    assert any("contradicts itself" in fault and why in fault for fault in faults(resealed(path)))
+    content = json.loads(path.read_text())
+    change(content["record"])
+    path.write_text(json.dumps(content))
+    assert any("contradicts itself" in fault and why in fault for fault in seal_problems(resealed(path)))

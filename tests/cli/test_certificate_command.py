@@ -51,7 +51,7 @@ def test_an_accepted_run_gives_a_record_that_is_verified_beside_its_journal(runs
     assert out.startswith(f"intact, ACCEPTED: {accepted}\n- sha256 {known}\n")
     assert "2 nodes, 16 ranks" in out
     assert "by J. Doe\n- note: order 4711\n" in out
-    assert "sealed anew" not in out
+    assert "sealed again" not in out
 
 
 def test_the_record_goes_to_the_standard_output_and_what_is_not_known_beside_it(runs, capsys):
@@ -102,7 +102,7 @@ def test_a_record_that_was_sealed_anew_is_noticed_by_the_digest_that_was_kept(ac
     accepted.write_text(json.dumps(told))
     assert main.main(["certificate", "verify", str(accepted)]) == 0
     # Alone it cannot be noticed, so that is said.
-    assert "sealed anew" in " ".join(capsys.readouterr().out.split())
+    assert "sealed again" in " ".join(capsys.readouterr().out.split())
     assert main.main(["certificate", "verify", str(accepted), "--sha256", known]) == 1
     assert "NOT INTACT" in capsys.readouterr().out
 

@@ -20,7 +20,7 @@ import yaml
 from pages import ROOT, Block, Page
 
 from pytest_gpucluster import plugin
-from pytest_gpucluster.analysis.crosscheck import require_others
+from pytest_gpucluster.analysis.crosscheck import require_allowed_arguments
 from pytest_gpucluster.cli import main
 from pytest_gpucluster.config import workload_loader
 from pytest_gpucluster.errors import GpuClusterError
@@ -132,7 +132,7 @@ def _gpucluster(words: Sequence[str], config: pytest.Config) -> Iterator[str]:
         line, wrong = _parsed(command_line, told.for_others, told.passed_on, {})
         yield from wrong or _torchrun(line.arguments, config)
     elif told is not None and (told.command, told.__dict__.get("step")) == ("runs", "crosscheck"):
-        yield from _parsed(require_others, told.passed_on)[1]
+        yield from _parsed(require_allowed_arguments, told.passed_on)[1]
     elif told is not None and told.passed_on[:1] not in (["gpucluster"], ["nvidia-smi"]):
         yield from _pytest(told.passed_on, config)
 

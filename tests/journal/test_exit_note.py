@@ -1,4 +1,4 @@
-"""The notes that ranks leave for whoever started their launcher."""
+"""The notes that ranks leave for the program that started their launcher."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ BEGUN = BeginNote(launcher=7, directory="/reports/1", recorder=99)
 def test_what_is_left_is_read_in_the_order_of_ranks(tmp_path):
     environ = {VARIABLE: str(tmp_path)}
     notes = [replace(NOTE, rank=rank) for rank in (10, 2, 0)]
-    assert [verdict.leave_note(environ, note) for note in notes] == [None] * 3
-    assert verdict.begin_note(environ, BEGUN) is None
-    assert verdict.read_note(tmp_path, 7) == tuple(reversed(notes))
-    assert verdict.read_begin(tmp_path, 7) == BEGUN
+    assert [verdict.write_exit_note(environ, note) for note in notes] == [None] * 3
+    assert verdict.write_begin_note(environ, BEGUN) is None
+    assert verdict.read_exit_notes(tmp_path, 7) == tuple(reversed(notes))
+    assert verdict.read_begin_note(tmp_path, 7) == BEGUN
     assert sorted(path.name for path in tmp_path.iterdir()) == ["begun.json", *(f"rank-{n}.json" for n in (0, 10, 2))]
 
 
 def test_a_job_inside_of_a_test_is_not_taken_for_the_run(tmp_path):
-    verdict.leave_note({VARIABLE: str(tmp_path)}, replace(NOTE, launcher=8))
-    verdict.begin_note({VARIABLE: str(tmp_path)}, replace(BEGUN, launcher=8))
-    assert verdict.read_note(tmp_path, 7) == ()
-    assert verdict.read_begin(tmp_path, 7) is None
+    verdict.write_exit_note({VARIABLE: str(tmp_path)}, replace(NOTE, launcher=8))
+    verdict.write_begin_note({VARIABLE: str(tmp_path)}, replace(BEGUN, launcher=8))
+    assert verdict.read_exit_notes(tmp_path, 7) == ()
+    assert verdict.read_begin_note(tmp_path, 7) is None
 
 
-def test_nothing_is_written_where_nobody_asks_and_a_full_disk_is_told(tmp_path):
-    assert verdict.leave_note({}, NOTE) is None
+def test_nothing_is_written_without_a_folder_and_a_full_disk_is_an_error(tmp_path):
+    assert verdict.write_exit_note({}, NOTE) is None
     missing = tmp_path / "gone"
-    wrong = verdict.leave_note({VARIABLE: str(missing)}, NOTE)
+    wrong = verdict.write_exit_note({VARIABLE: str(missing)}, NOTE)
     assert f"{missing}/rank-1.json (GPUCLUSTER_EXIT_NOTES)" in wrong
 
 
@@ -54,8 +54,8 @@ def test_nothing_is_written_where_nobody_asks_and_a_full_disk_is_told(tmp_path):
     ],
     ids=["empty", "cut", "list", "null", "exit as text", "exit as bool", "rehearsal as number", "no exit"],
 )
-def test_what_is_no_note_is_as_good_as_none(tmp_path, text):
+def test_what_is_no_note_is_ignored(tmp_path, text):
     (tmp_path / "rank-1.json").write_text(text)
     (tmp_path / "begun.json").write_text(text)
-    assert verdict.read_note(tmp_path, 7) == ()
-    assert verdict.read_begin(tmp_path, 7) is None
+    assert verdict.read_exit_notes(tmp_path, 7) == ()
+    assert verdict.read_begin_note(tmp_path, 7) is None

@@ -130,8 +130,8 @@ def test_what_the_judge_puts_on_record_is_read_as_it_was():
     ).measurements
     line = json.loads(journal.encode(result("a", measurements=[judged.to_json()])))
     [read] = built(line).results[0].measurements
-    told = ("value", "worst_rank", "status", "mean", "median", "peak_ratio", "ratio_to_median")
-    assert [getattr(read, name) for name in told] == [getattr(judged, name) for name in told]
+    names = ("value", "worst_rank", "status", "mean", "median", "peak_ratio", "ratio_to_median")
+    assert [getattr(read, name) for name in names] == [getattr(judged, name) for name in names]
     assert (read.interval, read.intervals) == ((730.0, 732.0), {0: (739.0, 741.0), 1: (730.0, 732.0)})
     assert (read.stopped, read.limit.source) == (SURE, judged.limit.source)
     assert read.telemetry == {rank: {"sm_clock_mhz": [1740, 1755, 1980]} for rank in (0, 1)}
@@ -150,8 +150,8 @@ def test_of_many_ranks_only_what_reports_show_is_kept(case):
     builder = journal.JournalBuilder(keep_samples=False)
     builder.add(RUN)
     by_rank = {"0": {"throttle": []}, "1": {"throttle": ["hw_thermal"]}}
-    told = {"intervals": {"0": [1.0, 2.0], "1": [0.5, 1.0]}, "interval": [0.5, 1.0], "telemetry": by_rank}
-    builder.add(result("a", measurements=[{"metric": "m", "status": status, "value": 0.7, "worst_rank": 1, **told}]))
+    fields = {"intervals": {"0": [1.0, 2.0], "1": [0.5, 1.0]}, "interval": [0.5, 1.0], "telemetry": by_rank}
+    builder.add(result("a", measurements=[{"metric": "m", "status": status, "value": 0.7, "worst_rank": 1, **fields}]))
     [judged] = builder.journal().results[0].measurements
     assert set(judged.telemetry) == kept
     assert set(judged.intervals) == (kept if len(kept) == 2 else set())
@@ -161,7 +161,7 @@ def test_of_many_ranks_only_what_reports_show_is_kept(case):
 COMPLETE = [RUN, COLLECTED, start("a"), result("a"), start("b"), result("b", "failed"), end("REJECTED", 1)]
 
 
-def test_a_journal_cut_at_any_byte_is_read_or_said_to_be_cut_in_its_first_line(tmp_path):
+def test_a_journal_cut_at_any_byte_is_read_or_reported_as_cut_in_its_first_line(tmp_path):
     path = written(tmp_path / "journal.jsonl", *COMPLETE)
     content = path.read_bytes()
     first = content.index(b"\n")

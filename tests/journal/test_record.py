@@ -133,7 +133,7 @@ def test_a_verdict_about_hardware_outweighs_a_broken_phase_before_it_and_both_te
     assert re.fullmatch(".* c\n\nteardown: .* t", test.text)
 
 
-def test_culprits_and_released_ranks_of_all_phases_are_on_record_and_each_rank_is_told_once() -> None:
+def test_culprits_and_released_ranks_of_all_phases_are_recorded_and_each_rank_once() -> None:
     rows = [{"rank": 3, "outcome": "failed", "message": "boom"}, {"rank": 1, "outcome": "released", "message": "m"}]
     later = [{"rank": 3, "outcome": "error", "message": "again"}, {"rank": 0, "outcome": "error", "message": "x"}]
     line = made(
@@ -155,12 +155,12 @@ def test_an_expected_failure_is_a_skip_and_an_unexpected_pass_passes_with_its_re
         assert (test.line()["outcome"], test.line()["wasxfail"]) == (outcome, wasxfail)
 
 
-def test_another_attempt_starts_clean_and_what_the_first_one_said_stays() -> None:
+def test_another_attempt_starts_clean_and_the_message_of_the_first_one_stays() -> None:
     test = made(SETUP, ("call", "failed", "boom"))
     test.measurements = [{"metric": "x"}]
     test.sections = [("Captured stdout call", "x")]
     test.telemetry = {0: {"lost": "gone"}}
-    test.start_again("ignored")
+    test.start_attempt("ignored")
     add(test, "setup", "passed")
     assert test.line()["outcome"] == "error"  # the attempt has come to no end yet
     add(test, "call", "passed", merged=Merged(outcome="passed"))
@@ -169,14 +169,14 @@ def test_another_attempt_starts_clean_and_what_the_first_one_said_stays() -> Non
     assert (line["measurements"], line["sections"]) == ([], [])
     assert "telemetry" not in line
     assert (line["attempts"], line["properties"]) == (2, [["attempt 1", "failed: boom"]])
-    test.start_again("")
+    test.start_attempt("")
     add(test, "call", "failed", "three")
     line = test.line()
     assert (line["outcome"], line["message"], line["attempts"]) == ("failed", "three", 3)
     assert [name for name, _ in line["properties"]] == ["attempt 1", "attempt 2"]
 
 
-def test_what_the_gpus_did_is_on_record_by_rank_where_there_are_any() -> None:
+def test_what_the_gpus_did_is_recorded_by_rank_where_there_are_any() -> None:
     test = made(SETUP)
     test.telemetry = {1: {"throttle": []}, 0: {"throttle": ["hw_thermal"]}}
     line = test.line()
@@ -184,7 +184,7 @@ def test_what_the_gpus_did_is_on_record_by_rank_where_there_are_any() -> None:
     assert json.loads(json.dumps(line)) == line
 
 
-def test_a_message_of_many_lines_is_one_on_record() -> None:
+def test_a_message_of_many_lines_is_recorded_as_one() -> None:
     assert made(("call", "failed", "first\nsecond")).line()["message"] == "first"
     assert made(("call", "skipped", "x" * 300)).line()["message"].endswith("…")
 

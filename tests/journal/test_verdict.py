@@ -72,18 +72,18 @@ TABLE: dict[str, tuple[list[TestResult], dict[str, Any], str, int]] = {
     "also in a rehearsal": ([FAILED], {"pytest_exit": 1, "rehearsal": True}, REJECTED, 1),
     "also in a selection": ([FAILED], {"pytest_exit": 1, "selection": True}, REJECTED, 1),
     "any test counts": ([HELPER, result("x", "failed", criterion=False)], {}, REJECTED, 1),
-    "a GPU died of it": ([PASSED], {"ending": (1, "the GPU of rank 3 works no more")}, REJECTED, 1),
+    "a GPU died of it": ([PASSED], {"abort": (1, "the GPU of rank 3 works no more")}, REJECTED, 1),
     "wins over an error": ([BROKE, FAILED], {"pytest_exit": 1}, REJECTED, 1),
     "wins over what did not run": ([SKIPPED, FAILED], {"pytest_exit": 1}, REJECTED, 1),
-    "wins over a lost rank": ([FAILED], {"ending": LOST}, REJECTED, 1),
+    "wins over a lost rank": ([FAILED], {"abort": LOST}, REJECTED, 1),
     "wins over a problem": ([FAILED], {"problems": ["no space left"]}, REJECTED, 1),
     "stopped at a failure": ([FAILED], {"pytest_exit": 2}, REJECTED, 1),
     # pytest's own.
-    "interrupted": ([PASSED], {"ending": (2, "interrupted")}, BROKEN, 2),
-    "interrupted after a failure": ([FAILED], {"ending": (2, "interrupted")}, BROKEN, 2),
-    "an internal error": ([], {"ending": (3, "internal error")}, BROKEN, 3),
-    "an internal error after a failure": ([FAILED], {"ending": (3, "internal error")}, BROKEN, 3),
-    "a usage error": ([], {"ending": (4, "usage")}, BROKEN, 4),
+    "interrupted": ([PASSED], {"abort": (2, "interrupted")}, BROKEN, 2),
+    "interrupted after a failure": ([FAILED], {"abort": (2, "interrupted")}, BROKEN, 2),
+    "an internal error": ([], {"abort": (3, "internal error")}, BROKEN, 3),
+    "an internal error after a failure": ([FAILED], {"abort": (3, "internal error")}, BROKEN, 3),
+    "a usage error": ([], {"abort": (4, "usage")}, BROKEN, 4),
     "collection failed on every rank": ([], {"pytest_exit": 2}, BROKEN, 2),
     "pytest says an internal error": ([PASSED], {"pytest_exit": 3}, BROKEN, 3),
     "pytest says a usage error": ([], {"pytest_exit": 4}, BROKEN, 4),
@@ -93,11 +93,11 @@ TABLE: dict[str, tuple[list[TestResult], dict[str, Any], str, int]] = {
     "an error": ([PASSED, BROKE], {"pytest_exit": 1}, BROKEN, 11),
     "an error wins over what did not run": ([BROKE, SKIPPED], {"pytest_exit": 1}, BROKEN, 11),
     "stopped at an error": ([BROKE], {"pytest_exit": 2}, BROKEN, 11),
-    "a rank lost": ([PASSED], {"ending": LOST}, BROKEN, 11),
-    "which pytest calls interrupted": ([PASSED], {"ending": LOST, "pytest_exit": 2}, BROKEN, 11),
+    "a rank lost": ([PASSED], {"abort": LOST}, BROKEN, 11),
+    "which pytest calls interrupted": ([PASSED], {"abort": LOST, "pytest_exit": 2}, BROKEN, 11),
     "a problem outside any test": ([PASSED], {"problems": ["no space left"]}, BROKEN, 11),
     "an error in a rehearsal": ([BROKE], {"rehearsal": True}, BROKEN, 11),
-    "pytest knows of a failure that is not on record": ([PASSED], {"pytest_exit": 1}, BROKEN, 11),
+    "pytest knows of a failure that is not recorded": ([PASSED], {"pytest_exit": 1}, BROKEN, 11),
     "another plugin's exit status": ([PASSED], {"pytest_exit": 77}, BROKEN, 11),
     # Something had to run and did not.
     "a criterion skipped": ([PASSED, SKIPPED], {}, INCOMPLETE, 10),
@@ -133,7 +133,7 @@ REASONS: dict[str, tuple[list[TestResult], dict[str, Any], list[str]]] = {
     ),
     "errors": ([BROKE, BROKE], {}, ["acceptance/test_it.py::test_nccl broke: rank 3 hangs", "1 more"]),
     "a problem before errors": ([BROKE], {"problems": ["no space left", "y"]}, ["no space left"]),
-    "an ending that rejects": ([PASSED], {"ending": (1, "GPU died")}, ["GPU died"]),
+    "an abort that rejects": ([PASSED], {"abort": (1, "GPU died")}, ["GPU died"]),
     "a foreign status": ([PASSED], {"pytest_exit": 77}, ["exit status 77"]),
     "what did not run, and why": (
         [PASSED, SKIPPED],
@@ -169,7 +169,7 @@ def test_every_exit_code_of_the_table_is_explained() -> None:
 
 
 def test_a_run_that_was_ended_is_never_a_pass_nor_incomplete_whatever_its_code() -> None:
-    found = [verdict(PASSED, ending=(code, "somebody asked for it")) for code in (0, 10, 12)]
+    found = [verdict(PASSED, abort=(code, "somebody asked for it")) for code in (0, 10, 12)]
     assert [(each.word, each.exit) for each in found] == [(BROKEN, 11)] * 3
 
 

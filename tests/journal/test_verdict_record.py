@@ -1,4 +1,4 @@
-"""What a site's hook is told of a run."""
+"""The record of a run that a site's hook receives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def record_of(folder: Path, name: str) -> VerdictRecord:
     return VerdictRecord.of(found, run, verdict=found.verdict, exit=found.exit, reason=found.reason)
 
 
-def test_it_says_who_is_excluded_and_where_everything_lies(tmp_path: Path) -> None:
+def test_it_has_the_excluded_hosts_and_the_folder(tmp_path: Path) -> None:
     record = record_of(tmp_path, "cluster")
     assert (record.verdict, record.exit, record.rehearsal, record.selection) == ("REJECTED", 1, False, False)
     assert record.hosts == ("gpu-01", "gpu-02")
@@ -45,7 +45,7 @@ BAD_LISTS = {b"": "[slurm]", b"[slurm]\n": "[slurm]", b"[slurm]\ngpu-[1-\n": "gp
 
 
 @of_each("content", list(BAD_LISTS))
-def test_an_exclude_list_that_cannot_be_read_accuses_nobody_and_says_so(tmp_path: Path, content: bytes) -> None:
+def test_an_exclude_list_that_cannot_be_read_excludes_no_host_and_is_a_problem(tmp_path: Path, content: bytes) -> None:
     run, why = tmp_path, BAD_LISTS[content]
     (run / EXCLUDE_FILE).write_bytes(content)
     found = example_runs.journal_of("cluster")

@@ -90,7 +90,7 @@ def test_a_record_keeps_its_values_and_the_list_that_a_report_shares(samples: di
     line = {"metric": "m.tflops", "value": 1.0, "samples": samples}
     shared.append(line)
     sent = replace(record).line()["measurements"][0]
-    record.let_go()
+    record.drop_samples()
     assert record.measurements is shared
     assert shared == [{"metric": "m.tflops", "value": 1.0, "samples": {}}]
     assert sent["samples"] == samples

@@ -9,11 +9,11 @@ from dataclasses import replace
 from each import of_each
 from made_records import Lines, journal_of, line_of, lines
 
-from pytest_gpucluster.analysis.certificate_blockers import objections
+from pytest_gpucluster.analysis.certificate_blockers import blockers
 
 
-def test_nothing_is_said_against_an_accepted_run():
-    assert objections(journal_of(lines())) == ()
+def test_an_accepted_run_has_no_blockers():
+    assert blockers(journal_of(lines())) == ()
 
 
 Change = Callable[[Lines], object]
@@ -24,7 +24,7 @@ def _judged(found: Lines) -> list[dict]:
 
 
 def _value(found: Lines) -> dict:
-    """Return a value that was held against a limit, and not by its own test alone."""
+    """Return a value that was compared with a limit, and not by its own test alone."""
     return next(judged for judged in _judged(found) if judged["metric"] == "matmul.bf16.tflops" and judged["limit"])
 
 
@@ -76,7 +76,7 @@ def _next_to_last(**line: object) -> Change:
 
 X = {"nodeid": "t.py::test_x"}
 CHANGES: dict[str, tuple[Change, str]] = {
-    "no end": (_drop("end"), "closed"),
+    "no end": (_drop("end"), "closing line"),
     "rehearsal": (_line("run", rehearsal=True), "rehearsal"),
     "selection": (_line("run", selection=True), "selection"),
     "rejected": (_line("end", verdict="REJECTED", exit=1), "REJECTED"),
@@ -86,7 +86,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "a broken test": (_line("test", outcome="error"), r"\(error\)"),
     "a missed value in a test that passed": (
         lambda found: line_of(found, "test")["measurements"][0].update(status="failed"),
-        "passed with a value",
+        "passed, with a value",
     ),
     "a test that never ended": (_next_to_last(type="start", **X), "t.py::test_x never"),
     "a test that never ran": (lambda found: line_of(found, "collected")["tests"].append(X), "t.py::test_x: never"),
@@ -97,15 +97,15 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "a problem before the first test": (_line("cluster", problems=["driver differs"]), "driver differs: "),
     "no cluster": (_drop("cluster"), "the cluster"),
-    "a rank that nobody knows": (lambda found: _ranks(found).pop(5), "rank 5"),
+    "an unknown rank": (lambda found: _ranks(found).pop(5), "rank 5"),
     "a GPU without a UUID": (_gpu_3(uuid=None), "UUID .* rank 3"),
     "a rank without a GPU": (_rank_3(gpu=None), "UUID .* rank 3"),
     "no UUID but words": (_gpu_3(uuid="[Not Supported]"), "UUID .* rank 3"),
     "a GPU twice": (lambda found: _gpu_3(uuid=_of_rank_4(found))(found), "more than one rank"),
     "a GPU twice in other letters": (lambda found: _gpu_3(uuid=_of_rank_4(found).upper())(found), "more than one rank"),
     "another GPU than was judged": (_gpu_3(name="NVIDIA A100"), "NVIDIA A100: .* NVIDIA H100 80GB HBM3"),
-    "no list of tests": (_drop("collected"), "which tests"),
-    "a run without a name": (_line("run", run_id=""), "which run"),
+    "no list of tests": (_drop("collected"), "collected tests"),
+    "a run without a name": (_line("run", run_id=""), "run id"),
     "on cpu": (_line("run", device="cpu"), "on cpu, not on cuda"),
     "merged of different clusters": (_line("run", merged_despite=["other GPUs: a"]), "merged .*: other GPUs: a"),
     "a test that was taken out": (
@@ -124,7 +124,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
         lambda found: [judged.update(status="recorded", limit=None) for judged in _judged(found)],
         "no value",
     ),
-    "a value below its limit": (lambda found: _value(found).update(value=1.0), "not by what stands"),
+    "a value below its limit": (lambda found: _value(found).update(value=1.0), "not by its own figures"),
     "silence at the end": (lambda found: found.append({"type": "silence", "message": "gone"}), "silence: gone"),
     "a rank too many": (_like_the_first(16), "rank 16 "),
     "a rank twice": (_like_the_first(3), "rank 3 .*once"),
@@ -133,23 +133,23 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "limits of a rehearsal": (_line("limits", sku="cpu-rehearsal"), "cpu-rehearsal"),
     "no limits": (_drop("limits"), "SKU"),
     "an unknown SKU": (_line("limits", sku=None), "SKU"),
-    "no files of limits": (_line("limits", files=[]), "which files"),
-    "half a digest": (_digest("ab12"), "no digest"),
-    "a file without a digest": (_digest(""), "no digest"),
+    "no files of limits": (_line("limits", files=[]), "files of limits"),
+    "half a digest": (_digest("ab12"), "no recorded digest"),
+    "a file without a digest": (_digest(""), "no recorded digest"),
 }
 
 
 @of_each("name", list(CHANGES))
-def test_each_thing_that_is_wrong_is_an_objection_of_its_own(name):
+def test_each_fault_is_a_blocker_of_its_own(name):
     change, why = CHANGES[name]
     found = lines()
     change(found)
-    told = objections(journal_of(found))
-    assert any(re.search(why, objection) for objection in told), told
+    reasons = blockers(journal_of(found))
+    assert any(re.search(why, blocker) for blocker in reasons), reasons
 
 
 def test_a_journal_that_is_cut_off_accepts_nothing_and_no_other_run_does():
-    assert len(objections(replace(journal_of(lines()), cut=True))) == 1
+    assert len(blockers(replace(journal_of(lines()), cut=True))) == 1
     assert [
-        name for name in ("cluster", "rehearsal", "broken", "hostile") if not objections(journal_of(lines(name)))
+        name for name in ("cluster", "rehearsal", "broken", "hostile") if not blockers(journal_of(lines(name)))
     ] == []

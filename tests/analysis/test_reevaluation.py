@@ -1,4 +1,4 @@
-"""A value of a journal passes only by the figures that stand beside it, and the verdict only by its lines."""
+"""A value of a journal passes only by its own figures, and the verdict only by its lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from each import of_each
 from made_records import journal_of, lines
 
-from pytest_gpucluster.analysis.certificate_blockers import doubt, verdict_again
+from pytest_gpucluster.analysis.certificate_blockers import inconsistency, recompute_verdict
 from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
 
@@ -36,9 +36,9 @@ def test_what_the_judge_has_passed_passes_again_and_so_does_the_verdict(name):
     journal = journal_of(lines(name))
     values = [one for r in journal.results for one in r.measurements if one.status in ("passed", "recorded")]
     assert values
-    assert [doubt(one, journal) for one in values] == [""] * len(values)
-    # Which of several faults rejects a run may be told by its ending alone; the word is the same.
-    assert verdict_again(journal).word == journal.verdict
+    assert [inconsistency(one, journal) for one in values] == [""] * len(values)
+    # Which of several faults rejects a run may be visible in its closing line only; the word is the same.
+    assert recompute_verdict(journal).word == journal.verdict
 
 
 def changed(**values: Any) -> Callable[[JudgedMetric], JudgedMetric]:
@@ -54,7 +54,7 @@ def of_rank_3(value: float) -> Callable[[JudgedMetric], JudgedMetric]:
     [
         (changed(limit=None), "no limit"),
         (lambda one: replace(one, limit=replace(one.limit, min=None, min_ratio_to_median=None)), "no limit"),
-        (lambda one: replace(one, limit=replace(one.limit, source="")), "where its limit"),
+        (lambda one: replace(one, limit=replace(one.limit, source="")), "its limit has no source"),
         (changed(status="recorded"), "recorded only"),
         (changed(value=999.0), "999.0"),
         (changed(value=None, values={}), "None"),
@@ -73,24 +73,24 @@ def of_rank_3(value: float) -> Callable[[JudgedMetric], JudgedMetric]:
 )
 def test_a_value_that_does_not_pass_is_doubted(journal, case):
     change, why = case
-    assert why in doubt(change(judged(journal)), journal)
+    assert why in inconsistency(change(judged(journal)), journal)
 
 
 def test_a_transport_that_the_limit_does_not_allow_is_doubted(journal):
     one = judged(journal, BUSBW)
     assert one.limit is not None
     assert one.limit.expect_transport == ("NET/IB",)
-    assert "NET/Socket" in doubt(replace(one, labels={**one.labels, "transport": "NET/Socket"}), journal)
+    assert "NET/Socket" in inconsistency(replace(one, labels={**one.labels, "transport": "NET/Socket"}), journal)
     without = {key: label for key, label in one.labels.items() if key != "transport"}
-    assert "transport" in doubt(replace(one, labels=without), journal)
+    assert "transport" in inconsistency(replace(one, labels=without), journal)
 
 
 def test_a_metric_of_the_sites_own_is_held_against_its_bounds(journal):
     one = replace(judged(journal), metric="site.rate", unit="GB/s", ratio_to_median=0.99)
-    assert doubt(one, journal) == ""
-    assert "500" in doubt(of_rank_3(500.0)(one), journal)
-    assert "0.5" in doubt(replace(one, ratio_to_median=0.5), journal)
+    assert inconsistency(one, journal) == ""
+    assert "500" in inconsistency(of_rank_3(500.0)(one), journal)
+    assert "0.5" in inconsistency(replace(one, ratio_to_median=0.5), journal)
     assert one.limit is not None
     only_ratio = replace(one, limit=replace(one.limit, min=None))
-    assert doubt(only_ratio, journal) == ""
-    assert "finite" in doubt(of_rank_3(float("inf"))(only_ratio), journal)
+    assert inconsistency(only_ratio, journal) == ""
+    assert "finite" in inconsistency(of_rank_3(float("inf"))(only_ratio), journal)
