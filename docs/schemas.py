@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from pytest_gpucluster.judge.editor_schemas import SCHEMAS, workloads_schema
-from pytest_gpucluster.reports.results_schema import results_schema
+from pytest_gpucluster.reports.results_json import results_schema
 
 FOLDER = Path(__file__).parent
 

@@ -18,7 +18,7 @@ from soak_leftovers import Observer
 
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal import journal
-from pytest_gpucluster.reports.results_schema import results_schema
+from pytest_gpucluster.reports.results_json import results_schema
 
 SUITE = Path(__file__).parent / "soak_suite"
 _SUITE_FILES = ("conftest.py", "planting.py", "test_round.py")

@@ -22,6 +22,7 @@ REHEARSED = "REHEARSED"
 REJECTED = "REJECTED"
 INCOMPLETE = "INCOMPLETE"
 BROKEN = "BROKEN"
+VERDICTS = (ACCEPTED, SELECTION_PASSED, PASSED_WITH_DEVIATIONS, REHEARSED, REJECTED, INCOMPLETE, BROKEN)
 
 RUNNING, RUNNING_EXIT = "RUNNING", 13
 """State of a run that has no verdict yet, and the exit code of ``gpucluster verdict`` then. No run ends with it."""

@@ -24,27 +24,17 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from pytest_gpucluster.errors import UnitError
 from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
-from pytest_gpucluster.journal.verdict import (
-    ACCEPTED,
-    BROKEN,
-    INCOMPLETE,
-    PASSED_WITH_DEVIATIONS,
-    REHEARSED,
-    REJECTED,
-    SELECTION_PASSED,
-)
+from pytest_gpucluster.journal.verdict import ACCEPTED, VERDICTS
 from pytest_gpucluster.metrics import units
 from pytest_gpucluster.metrics.measurement import METRICS
-from pytest_gpucluster.reports.summary import Outline, Row, margin_ratio, moment, outline, run_seconds
+from pytest_gpucluster.reports.summary import STATUS_ORDER, Outline, Row, margin_ratio, moment, outline, run_seconds
 from pytest_gpucluster.text import one_line
 
 MOST_MEASUREMENTS = 1000
 """More measurements are left out and counted. The suite makes about 300."""
 
 PREFIX = "gpucluster"
-WORDS = (ACCEPTED, SELECTION_PASSED, PASSED_WITH_DEVIATIONS, REHEARSED, REJECTED, INCOMPLETE, BROKEN)
 _OUTCOMES = ("passed", "failed", "error", "skipped", "running", "in progress", "not run")
-_STATUS_FIRST = {"failed": 0, "error": 1, "passed": 2, "recorded": 3}
 _LABEL_CHARACTERS = 128
 _LABELS = 12
 _BASE = {
@@ -144,7 +134,7 @@ def _add_run(families: _Families, journal: Journal, overview: Outline, sku: str)
         "rehearsal, a selection, or a run that was cut off.",
         _is(overview.word == ACCEPTED and overview.exit == 0 and not overview.rehearsal),
     )
-    for word in dict.fromkeys((*WORDS, overview.word)):
+    for word in dict.fromkeys((*VERDICTS, overview.word)):
         is_verdict = _is(word == overview.word)
         families.add("run_verdict", "1 for the verdict, 0 for the others.", is_verdict, {"verdict": word})
     families.add("run_exit_code", "The exit code of the verdict.", overview.exit)
@@ -213,7 +203,7 @@ def _add_tests(families: _Families, journal: Journal, overview: Outline, sku: st
 
 def _add_measurements(families: _Families, journal: Journal, overview: Outline, sku: str) -> None:
     every = [(row, judged) for row in overview.rows if row.result is not None for judged in row.result.measurements]
-    every.sort(key=lambda each: _STATUS_FIRST.get(each[1].status, 1))
+    every.sort(key=lambda each: STATUS_ORDER.get(each[1].status, 1))
     names = _Names(families)
     left_out = max(0, len(every) - MOST_MEASUREMENTS)
     for row, judged in every[:MOST_MEASUREMENTS]:

@@ -22,7 +22,8 @@ RUNNING, NOT_RUN, IN_PROGRESS = "running", "not run", "in progress"
 """Outcomes of a row besides a result's own: the run ended during this test; ended before it; is running it now."""
 
 _WORST_FIRST = {"failed": 0, "error": 1, RUNNING: 2, IN_PROGRESS: 3, NOT_RUN: 4, "skipped": 5, "passed": 6}
-_OF_STATUS = {"failed": 0, "error": 1, "passed": 2, "recorded": 3}
+STATUS_ORDER = {"failed": 0, "error": 1, "passed": 2, "recorded": 3}
+"""Of measurements, worst first. An unknown status counts as an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,9 +191,14 @@ def headline(measurements: Iterable[JudgedMetric]) -> JudgedMetric | None:
     def rank(judged: JudgedMetric) -> tuple[int, tuple[int, ...], float]:
         kept = judged.status in ("passed", "recorded")
         order = (int(judged.status == "passed" and is_whole(judged)),) if kept else cause_order(judged)
-        return _OF_STATUS.get(judged.status, 1), order, _margin(judged)
+        return STATUS_ORDER.get(judged.status, 1), order, _margin(judged)
 
     return min(measurements, key=rank, default=None)
+
+
+def worst_first(measurements: Iterable[JudgedMetric]) -> list[JudgedMetric]:
+    """Return measurements by status, failures first; those of one status keep their order."""
+    return sorted(measurements, key=lambda judged: STATUS_ORDER.get(judged.status, 1))
 
 
 def margin_ratio(judged: JudgedMetric) -> float | None:

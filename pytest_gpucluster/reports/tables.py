@@ -27,7 +27,7 @@ from pytest_gpucluster.metrics.time_budget import (
     in_words,
 )
 from pytest_gpucluster.metrics.units import show
-from pytest_gpucluster.reports.summary import duration, run_seconds, short_name
+from pytest_gpucluster.reports.summary import duration, run_seconds, short_name, worst_first
 from pytest_gpucluster.text import (
     Column,
     clean,
@@ -464,8 +464,7 @@ def rank_tables(result: TestResult, journal: Journal) -> str:
     """Return what each rank reported and measured, worst first, as the body of a failure or an error."""
     telemetry = telemetry_of_test(result.telemetry, result.culprits)
     parts = [_outcome_table(result, journal), f"Telemetry of the whole test: {telemetry}" if telemetry else ""]
-    order = {"failed": 0, "error": 1, "passed": 2, "recorded": 3}
-    judged = sorted(result.measurements, key=lambda each: order.get(each.status, 1))
+    judged = worst_first(result.measurements)
     for i, each in enumerate(judged[:_MEASUREMENT_LINES]):
         is_detailed = i < _MEASUREMENT_TABLES and each.status in ("failed", "error")
         parts.append(_measurement_table(each, journal) if is_detailed else _measurement_line(each))

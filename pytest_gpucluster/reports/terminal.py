@@ -24,7 +24,7 @@ from pytest_gpucluster.reports.criterion_text import (
     margin_text,
     value_text,
 )
-from pytest_gpucluster.reports.summary import Outline, Row, margin_ratio, outline
+from pytest_gpucluster.reports.summary import Outline, Row, margin_ratio, outline, worst_first
 from pytest_gpucluster.reports.tables import measured_pairs, metric_name, rank_name, seconds_in_tests, time_lines
 from pytest_gpucluster.text import (
     Column,
@@ -362,7 +362,7 @@ def measurement_table(measurements: Sequence[JudgedMetric], *, width: int = 80) 
     A recorded value is left out if one of the same kind and labels is judged (algbw if busbw is); a last line has their
     number.
     """
-    ordered = sorted(measurements, key=lambda judged: _STATUS_FIRST.get(judged.status, 1))
+    ordered = worst_first(measurements)
     visible = _without_siblings(ordered)
     if not visible:
         return ""
@@ -373,9 +373,6 @@ def measurement_table(measurements: Sequence[JudgedMetric], *, width: int = 80) 
         values = "1 recorded value" if hidden == 1 else f"{hidden} recorded values"
         lines.append(f"{values} of the same measurements left out here")
     return "\n".join(lines)
-
-
-_STATUS_FIRST = {"failed": 0, "error": 1, "passed": 2, "recorded": 3}
 
 
 def _metric_cells(judged: JudgedMetric) -> list[str]:

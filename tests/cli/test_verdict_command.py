@@ -13,7 +13,7 @@ import pytest
 from pytest_gpucluster.cli import main
 from pytest_gpucluster.journal import journal
 from pytest_gpucluster.journal.verdict import EXIT_CODES, RUNNING_EXIT
-from pytest_gpucluster.reports.results_schema import results_schema
+from pytest_gpucluster.reports.results_json import results_schema
 
 RUN = {"type": "run", "schema_version": 1, "run_id": "r", "started_at": "x", "nnodes": 2, "world_size": 16}
 FAILED = {"type": "test", "nodeid": "t.py::test_it", "criterion": "hbm", "outcome": "failed", "message": "slow"}

@@ -15,6 +15,7 @@ from programs import require_program
 from prometheus_client.parser import text_string_to_metric_families
 
 from pytest_gpucluster.journal.journal import Journal
+from pytest_gpucluster.journal.verdict import VERDICTS
 from pytest_gpucluster.metrics import measurement
 from pytest_gpucluster.reports import prometheus
 
@@ -81,7 +82,7 @@ def test_an_example_is_what_prometheus_takes_and_only_an_accepted_run_is_accepte
     assert one(text, "run_accepted") == (name == "accepted")
     values = samples(text, "run_verdict")
     assert [dict(labels)["verdict"] for labels, value in values.items() if value] == [found.verdict]
-    assert len(values) == len(prometheus.WORDS)
+    assert len(values) == len(VERDICTS)
 
 
 def test_any_metric_of_the_suite_is_what_prometheus_takes() -> None:

@@ -15,7 +15,7 @@ from example_runs import read
 
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.reports import results_json
-from pytest_gpucluster.reports.results_schema import results_schema
+from pytest_gpucluster.reports.results_json import results_schema
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "results.schema.json").read_text(encoding="utf-8"))
 VALID = jsonschema.Draft7Validator(SCHEMA)

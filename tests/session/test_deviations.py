@@ -13,7 +13,7 @@ from sessions import Project
 
 from pytest_gpucluster.config.workload_loader import Override, load
 from pytest_gpucluster.journal.verdict import PASSED_WITH_DEVIATIONS, TestResult, decide
-from pytest_gpucluster.reports.results_schema import results_schema
+from pytest_gpucluster.reports.results_json import results_schema
 
 WORKLOADS = Path(__file__).parents[2] / "acceptance" / "workloads.yaml"
 PASSED = TestResult(nodeid="test_a.py::test_a", criterion="a", outcome="passed", values=1, judged=1)

@@ -39,10 +39,9 @@ from pytest_gpucluster.reports.html.measured import (
     shared_labels,
     short_name,
     value_text,
-    worst_first,
 )
 from pytest_gpucluster.reports.markup import Table, html_table, line, passage, word
-from pytest_gpucluster.reports.summary import Row, duration
+from pytest_gpucluster.reports.summary import Row, duration, worst_first
 from pytest_gpucluster.reports.tables import limit_text, metric_name, rank_reports, telemetry_text, time_text
 
 _OF_THE_RUN = (JOURNAL_FILE, "junit.xml", "results.json", "metrics.prom", "exclude.txt")

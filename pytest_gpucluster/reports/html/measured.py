@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, TypeGuard
@@ -15,7 +15,7 @@ from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import RankPlace, TestResult
 from pytest_gpucluster.reports.charts.dots import rank_dots, rank_dots_key
 from pytest_gpucluster.reports.markup import Table, html_table, line, word
-from pytest_gpucluster.reports.summary import headline
+from pytest_gpucluster.reports.summary import headline, worst_first
 from pytest_gpucluster.reports.tables import (
     clock_text,
     interval_text,
@@ -35,7 +35,6 @@ EMBEDDED_RANKS = 64
 _WORST = 8
 _DETAILED = 6
 _MEASUREMENTS = 200
-_ORDER = {"failed": 0, "error": 1, "passed": 2, "recorded": 3}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +69,6 @@ def measurements_table(result: TestResult) -> Table | None:
         tones=[each.status if each.status in ("failed", "error") else "" for each in judged],
         most=_MEASUREMENTS,
     )
-
-
-def worst_first(measurements: Iterable[JudgedMetric]) -> list[JudgedMetric]:
-    """Return measurements, failures first; those of one status keep their order."""
-    return sorted(measurements, key=lambda each: _ORDER.get(each.status, 1))
 
 
 def shared_labels(result: TestResult) -> Mapping[str, str]:
