@@ -6,10 +6,10 @@ import pytest
 
 from pytest_gpucluster.benchmarks.links import rounds_of, survey
 from pytest_gpucluster.isolation.link_survey import (
-    announced,
     compact,
+    describe_plan,
+    require_healthy,
     require_measured,
-    require_sound,
     survey_text,
     to_json,
 )
@@ -44,7 +44,7 @@ def all_links(request, cluster, gpu, inventory, limits, workload, telemetry, pro
         }
         where = {"world_size": cluster.world_size, "nnodes": cluster.nnodes}
         limit = limits.limit("link.ratio_to_median", sku=gpu.sku or "", **where, labels=as_text(labels))
-        print(announced(rounds, predicted_seconds(rounds, asked.round_seconds), f"links, {scope}"))
+        print(describe_plan(rounds, predicted_seconds(rounds, asked.round_seconds), f"links, {scope}"))
         window = telemetry()
         found = survey(
             cluster.group,
@@ -137,5 +137,5 @@ def record(found, labels, seen, cluster, measure):
         ratio = found.matrix.ratio(reading)
         if ratio is not None:  # one pair alone has no others to compare with
             measure("link.ratio_to_median", ratio, unit="ratio", **labels)
-    require_sound(found, cluster.rank)
+    require_healthy(found, cluster.rank)
     require_measured(found)

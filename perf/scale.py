@@ -10,8 +10,7 @@ The store is the one that torchrun's agent holds, in a process of its own. Rank 
 plugin, its recorder, journal and JUnit. All others are simulated, many in a process, and speak the protocol with the
 product's own code (scale_crowd.py). Each posts one measurement of 200 samples a test, some 4 kB.
 
-What connecting takes depends on how fast the resolver finds names for addresses, which perf/resolver.py measures. So
-all processes have RES_OPTIONS=attempts:0 here, with which DNS is not asked, unless --resolver is given.
+How long connecting takes depends on how fast the resolver finds names for addresses (docs/scale.md). So all processes have RES_OPTIONS=attempts:0 here, with which DNS is not asked, unless --resolver is given.
 
 All of that shares this machine's cores, so the time of a test is an upper bound of what a cluster needs: there each
 rank has a core of its own. The processor time of the store and of rank 0, which no other machine can take over, stands
@@ -38,7 +37,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from resolver import NO_DNS
 from scale_crowd import GPUS_PER_NODE, Plan, host_of
 
 # There is one way to get a port, and it is the tests'.
@@ -51,6 +49,8 @@ GOAL_CONNECT_SECONDS = 10.0
 GOAL_RANKS = 1024
 GOAL_MERGE_SECONDS, GOAL_MERGE_BYTES, GOAL_JUNIT_BYTES = 5.0, 10**9, 10**6
 CROWD_PROCESSES = 8
+NO_DNS = "attempts:0"
+"""As RES_OPTIONS: DNS is not queried."""
 _DEADLINE_SECONDS = 600
 _LOOK_SECONDS = 0.1
 

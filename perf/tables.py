@@ -32,7 +32,6 @@ PROGRAMS: Mapping[str, Sequence[str]] = {
     "agreement": ("agreement.py", "--pairs", "3", "--tests", "100"),
     "scale": ("scale.py", "--tests", "5"),
     "a failing test at scale": ("scale.py", "--ranks", "1024", "--failing"),
-    "resolver": ("resolver.py", "--ranks", "16", "--only", "as it is", "--only", "slow"),
     "faults": ("faults.py", "--at-once", "2"),
     "reports": ("reports.py", "--only", "reading alone,html,json,junit"),
     "reports of 4096 ranks": ("reports.py", "--ranks", "4096", "--only", "html"),
@@ -40,12 +39,6 @@ PROGRAMS: Mapping[str, Sequence[str]] = {
     "loader": ("loader.py", "--pairs", "6"),
     "fidelity": ("fidelity.py", "--window", "0.1"),
     "collectives": ("collectives.py", "--sizes", "8M", "--window", "0.05"),
-    "sampler": ("sampler.py", "--seconds", "5", "--window", "0.25", "--rows", "judged"),
-    "noise": ("noise.py", "--only", "matmul,hbm"),
-    "noise beside two ranks": ("noise.py", "--only", "all-reduce", "--repeats", "6"),
-    "rules": ("rules.py", "--trials", "200", "--print"),
-    "isolation": ("isolation.py", "--trials", "10", "--print"),
-    "corruption": ("corruption.py", "--trials", "5", "--only", "products bf16,patterns,copy,write,all-reduce fp32"),
     "soak": ("soak.py", "--rounds", "7", "--session", "0", "--at-once", "2"),
 }
 """Name -> script in this folder, and its arguments, chosen so that all fit into a quarter of an hour: by themselves

@@ -19,7 +19,7 @@ from typing import Any
 
 from pytest_gpucluster.agreement.exchange import RankOutcome, merge
 from pytest_gpucluster.config.workload import WorkloadRecord
-from pytest_gpucluster.isolation.finding import Isolated, Outcome
+from pytest_gpucluster.isolation.finding import IsolationResult, Outcome
 from pytest_gpucluster.isolation.planner import Planner
 from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.journal.test_record import TestName, TestRecord
@@ -256,7 +256,7 @@ class ExampleRun:
         properties: Sequence[tuple[str, str]] = (),
         telemetry: Mapping[int, Mapping[str, Any]] | None = None,
         printed: str = "",
-        isolated: tuple[Isolated, Callable[[int], str]] | None = None,
+        isolated: tuple[IsolationResult, Callable[[int], str]] | None = None,
     ) -> dict[str, Any]:
         """The lines of a whole test: what every rank measured, and how those ended that did not simply pass."""
         record = self.start(nodeid)
@@ -292,7 +292,7 @@ class ExampleRun:
         shares = [0.004, 0.14 * seconds, 0.6 * seconds - waits, 0.22 * seconds, 0.01 * seconds + waits]
         return [round(share, 4) for share in (*shares, seconds + 0.004 - sum(shares))]
 
-    def _isolated(self, record: TestRecord, found: Isolated, name: Callable[[int], str]) -> None:
+    def _isolated(self, record: TestRecord, found: IsolationResult, name: Callable[[int], str]) -> None:
         units = sorted({unit for outcomes in found.rounds for one in outcomes for unit in one.members})
         record.isolation = isolation.isolation_json(found, {unit: name(unit) for unit in units}, seconds=48.2)
         record.properties.append(("exclude", f"{FOLDER}/exclude.txt"))
@@ -391,7 +391,7 @@ class ExampleRun:
         return self._at.isoformat(timespec="milliseconds")
 
 
-def searched(units: int, rate_of: Callable[[tuple[int, ...]], float]) -> Isolated:
+def searched(units: int, rate_of: Callable[[tuple[int, ...]], float]) -> IsolationResult:
     """Let the planner search for the culprit among nodes; ``rate_of`` tells the busbw of a group in GB/s."""
     planner = Planner(range(units), floor=lambda count: 400.0 if count == 1 else 350.0)
     while (groups := planner.next_round()) is not None:

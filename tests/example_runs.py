@@ -22,7 +22,7 @@ from example_files import links_within_nodes, loss_curve, write_courses, write_c
 
 from pytest_gpucluster.agreement.exchange import RankOutcome
 from pytest_gpucluster.isolation.finding import exclude_text
-from pytest_gpucluster.isolation.link_survey import compact, told
+from pytest_gpucluster.isolation.link_survey import compact, culprit_lines
 from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal, JournalBuilder, encode
 from pytest_gpucluster.journal.run_directory import ARTIFACTS, artifacts_name
 
@@ -154,8 +154,8 @@ def _cluster(is_well: bool) -> tuple[list[dict[str, Any]], Callable[[Path], None
             SLOW_LINK_RANK: RankOutcome(
                 rank=SLOW_LINK_RANK,
                 outcome="failed",
-                message=told(survey, "slow")[0],
-                text="\n".join(told(survey, "slow")),
+                message=culprit_lines(survey, "slow")[0],
+                text="\n".join(culprit_lines(survey, "slow")),
             )
         },
         properties=[("nccl.transport", "P2P"), ("links.matrix", compact(survey))],

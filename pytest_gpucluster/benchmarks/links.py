@@ -554,9 +554,9 @@ def survey(
 def _again(scope: Scope, places: Places, rank: int, suspects: Sequence[Pair], most: int) -> tuple[Round, ...]:
     """Return the rounds in which a rank, or its node's others, measure suspects once more."""
     if scope == "world":
-        return rail_by_rail(places, suspects, most=most)
+        return rail_by_rail(places, suspects, max_rounds=most)
     own = set(places.ranks[places.where()[rank][0]])
-    return one_at_a_time((link for link in suspects if own.issuperset(link)), most=most)
+    return one_at_a_time((link for link in suspects if own.issuperset(link)), max_rounds=most)
 
 
 def _all_pairs(scope: Scope, places: Places) -> list[Pair]:

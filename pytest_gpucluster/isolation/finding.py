@@ -20,8 +20,8 @@ class Outcome:
 
     ``members`` are the units (nodes, or the GPUs of one node), ascending, each once. ``busbw`` is the GB/s of the
     group's slowest rank; None where it did not finish, or where there is none to measure because the group is a
-    single GPU. ``wrong`` tells who saw wrong data, and where. ``failure`` tells why it did not finish: a timeout, an
-    exception, a rank that was lost.
+    single GPU. ``wrong`` names the rank that saw wrong data, and where. ``failure`` is why it did not finish: a
+    timeout, an exception, a crashed rank.
 
     Raises:
         ValueError: the members are none, not ascending or one of them twice.
@@ -42,11 +42,11 @@ class Outcome:
         if self.wrong or self.failure:
             return True
         if self.busbw is None:
-            return len(self.members) > 1  # nobody says why there is no value: never a pass
+            return len(self.members) > 1  # no value and no reason for it: never a pass
         return not math.isfinite(self.busbw) or self.busbw < 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON types; a value that is no number becomes text."""
+        """Return plain JSON types; a value that is not finite becomes text."""
         busbw = self.busbw
         return {
             "members": list(self.members),
@@ -56,15 +56,15 @@ class Outcome:
         }
 
 
-_NAMED = 16
+_LISTED = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Culprit:
-    """A unit, or the link between two units, that fails whoever it is probed with.
+    """A unit, or the link between two units, that fails with every partner.
 
-    ``failed`` of ``probes`` probes with it have failed; those count that no other culprit explains. ``evidence`` has
-    a line for each that failed, and one for what speaks for its partners.
+    ``failed`` of ``probes`` probes with it have failed; those that another culprit explains are not counted.
+    ``evidence`` has a line for each that failed, and one with the partners that passed without it.
     """
 
     units: tuple[int, ...]
@@ -79,15 +79,13 @@ class Culprit:
         return self.failed < self.probes
 
     def summary(self, name: Callable[[int], str] = str) -> str:
-        """Return one line, such as "gpu-003: failed 3 of 3 probes, whoever it was with"."""
-        who = " and ".join(name(unit) for unit in self.units)
-        who = f"the link between {who}" if self.kind == "link" else who
-        often = f"failed {self.failed} of {self.probes} probes"
+        """Return one line, such as "gpu-003: failed 3 of 3 probes, with every partner"."""
+        units = " and ".join(name(unit) for unit in self.units)
+        culprit = f"the link between {units}" if self.kind == "link" else units
+        failed = f"{culprit}: failed {self.failed} of {self.probes} probes"
         if self.intermittent:
-            return f"{who}: {often}: intermittent"
-        return f"{who}: {often}" + (
-            ", whoever it was with" if self.kind == "unit" else "; each of the two passes with others"
-        )
+            return f"{failed}: intermittent"
+        return failed + (", with every partner" if self.kind == "unit" else "; each of the two passes with others")
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON types."""
@@ -102,12 +100,12 @@ class Culprit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Isolated:
+class IsolationResult:
     """The result of an isolation.
 
     ``culprits`` are confirmed by further probes with known-good partners. ``cleared`` have passed with others, and
-    every failed group that they were in has a culprit. ``undecided`` are the rest; ``why_undecided`` says why, and is
-    not empty where there are any, or where the fault did not show again. ``rounds`` has the outcomes of each round.
+    every failed group that they were in has a culprit. ``undecided`` are the rest; ``why_undecided`` gives the reason,
+    and is not empty where there are any, or where the fault did not occur again. ``rounds`` has the outcomes of each.
     """
 
     culprits: tuple[Culprit, ...]
@@ -119,20 +117,20 @@ class Isolated:
 
     @property
     def probes(self) -> int:
-        """How many groups were probed."""
+        """Number of probed groups."""
         return sum(len(outcomes) for outcomes in self.rounds)
 
     def summary(self, name: Callable[[int], str] = str) -> tuple[str, ...]:
-        """Return a few lines for an operator; ``name`` tells what a unit is called."""
-        tried = f"{len(self.rounds)} rounds, {self.probes} probes"
+        """Return a few lines for an operator; ``name`` is unit -> its name."""
+        effort = f"{len(self.rounds)} rounds, {self.probes} probes"
         if self.culprits:
             count = len(self.culprits)
-            head = f"{count} {'culprit' if count == 1 else 'culprits'} found in {tried}"
+            headline = f"{count} {'culprit' if count == 1 else 'culprits'} found in {effort}"
         elif self.reproduced:
-            head = f"no culprit confirmed in {tried}"
+            headline = f"no culprit confirmed in {effort}"
         else:
-            head = f"not reproduced in {tried}"
-        lines = [head]
+            headline = f"not reproduced in {effort}"
+        lines = [headline]
         for culprit in self.culprits:
             lines.append(culprit.summary(name))
             lines += (f"  {line}" for line in culprit.evidence)
@@ -157,9 +155,9 @@ class Isolated:
 
 
 def _names(units: Iterable[int], name: Callable[[int], str]) -> str:
-    named = [name(unit) for unit in units]
-    more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
-    return ", ".join(named[:_NAMED]) + more
+    names = [name(unit) for unit in units]
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more
 
 
 EXCLUDE_FILE = "exclude.txt"
@@ -167,30 +165,30 @@ EXCLUDE_FILE = "exclude.txt"
 _SLURM = "[slurm]"
 
 
-def excluded(found: Isolated, *, host: Callable[[int], str]) -> tuple[str, ...]:
-    """Return the hosts to leave out so that no culprit is left, sorted, each once.
+def hosts_to_exclude(result: IsolationResult, *, host: Callable[[int], str]) -> tuple[str, ...]:
+    """Return the hosts to exclude so that no culprit is used, sorted, each once.
 
-    Of a bad link the first end is left out: without it the link is not used. ``host`` tells the host of a unit.
+    Of a bad link the first end is excluded: without it the link is not used. ``host`` is unit -> its host.
     """
-    return tuple(sorted({host(culprit.units[0]) for culprit in found.culprits}))
+    return tuple(sorted({host(culprit.units[0]) for culprit in result.culprits}))
 
 
 def exclude_text(
-    found: Isolated,
+    result: IsolationResult,
     *,
     host: Callable[[int], str],
     name: Callable[[int], str] | None = None,
     node_name: Callable[[str], str] = lambda host: host,
 ) -> str:
-    """Return exclude.txt, or an empty text where there is no culprit: nobody is left out on a suspicion.
+    """Return exclude.txt, or an empty text where there is no culprit: a suspicion excludes no host.
 
     It has two sections: after ``[slurm]`` one line with Slurm's host list, after ``[kubernetes]`` a node's name on each
     line. All else begins with ``#``.
 
     Args:
-        found: what an isolation has found.
+        result: of an isolation.
         host: unit -> its host, as Slurm calls the node.
-        name: unit -> what it is called in the comments; the host, where it is not given.
+        name: unit -> its name in the comments; by default the host.
         node_name: host -> the Kubernetes node. In a pod the host is the pod's name: then pass the node's.
 
     Raises:
@@ -199,13 +197,13 @@ def exclude_text(
     Source: https://slurm.schedmd.com/sbatch.html (``--exclude``);
     https://kubernetes.io/docs/reference/kubectl/generated/kubectl_cordon/.
     """
-    hosts = excluded(found, host=host)
+    hosts = hosts_to_exclude(result, host=host)
     if not hosts:
         return ""
     lines = [
         "# Nodes to leave out of the next jobs. Each failed again with partners that pass without it.",
     ]
-    for culprit in found.culprits:
+    for culprit in result.culprits:
         lines.append(f"# {' '.join(culprit.summary(name or host).split())}")
         if culprit.kind == "link":
             lines.append(f"#   of its two ends {host(culprit.units[0])} is left out; the other one would do as well")
@@ -220,13 +218,13 @@ def node_sections(
     Raises:
         LaunchError: a host has no name that a host list can hold, or there is none.
     """
-    known = sorted(set(hosts))
-    nodes = sorted({node_name(host) for host in known})
+    names = sorted(set(hosts))
+    nodes = sorted({node_name(host) for host in names})
     return [
         "#",
         f"# sbatch --exclude=\"$(sed -n '/^\\[slurm\\]/{{n;p}}' {file})\" ...",
         _SLURM,
-        compress_hostlist(known),
+        compress_hostlist(names),
         "",
         *(f"# kubectl cordon {node}" for node in nodes),
         "[kubernetes]",
@@ -238,7 +236,7 @@ def excluded_hosts(text: str) -> tuple[str, ...]:
     """Return the hosts of an exclude.txt, as Slurm calls them.
 
     Raises:
-        LaunchError: it has no section ``[slurm]``, or what stands there is no host list.
+        LaunchError: it has no section ``[slurm]``, or no host list in it.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
     if _SLURM not in lines[:-1]:

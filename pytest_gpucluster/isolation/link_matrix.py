@@ -3,7 +3,7 @@
 A link is judged, in each direction, by comparison with the other links. Many bad links mostly have one cause: a GPU
 that is slow by itself is slow with every partner, and its partners are not at fault. The rule, among units that have
 all been paired with each other: a unit that is bad in more than half of its links, and in at least two, is the culprit
-for all of these; then the others are evaluated without it. What remains are single links.
+for all of these; then the others are evaluated without it. The bad links that remain are culprits by themselves.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from pytest_gpucluster.metrics import stats
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """One direction of one link, as the receiving rank saw it.
+    """One direction of one link, as measured by the receiving rank.
 
     Attributes:
         sender, receiver: ranks.
         bytes_per_second: payload over time; the median of some windows.
         low, high: the slowest and the fastest of these windows.
-        payload_bytes: what was sent at a time.
-        defect: how many words of 32 bits were wrong; of the first of them the offset in bytes, and what was found and
-            expected there.
+        payload_bytes: of one transfer.
+        defect: number of wrong 32-bit words; of the first of them the offset in bytes, the found and the expected word.
     """
 
     sender: int
@@ -41,7 +40,7 @@ class Reading:
 
     @property
     def wrong(self) -> str:
-        """What was wrong with the data that arrived; empty if they were as sent."""
+        """The difference between received and sent data; empty if there is none."""
         count, offset, found, expected = self.defect
         if not count:
             return ""
@@ -61,7 +60,7 @@ class Matrix:
 
     Args:
         readings: at most one for each sender and receiver.
-        unit_of: what a rank belongs to that can be slow as a whole, such as its node; by default itself.
+        unit_of: rank -> the unit that can be slow as a whole, such as its node; by default the rank.
 
     Attributes:
         readings: by sender and receiver.
@@ -98,21 +97,21 @@ class Matrix:
         """
         return stats.median(self._rates)
 
-    def yardstick(self, of: Pair) -> float | None:
-        """Return what a pair stands beside, in bytes a second: the median without whoever lowers it most.
+    def reference_rate(self, of: Pair) -> float | None:
+        """Return the rate to compare a pair with, in bytes a second: the median without the unit that lowers it most.
 
-        It is the largest of the medians that are left when one unit takes no part. One that is slow as a whole would
-        else be its own yardstick: with three GPUs it is in two thirds of all readings. Of many units none changes much.
-        Where nothing is left without a unit, as with two nodes, it is the median of all other pairs; None where there
-        is no other pair.
+        It is the largest of the medians that are left when one unit is left out. A unit that is slow as a whole would
+        else be compared with itself: with three GPUs it is in two thirds of all readings. Of many units none changes
+        much. Where nothing is left without a unit, as with two nodes, it is the median of all other pairs; None where
+        there is no other pair.
         """
         if self._best_median is not None:
             return self._best_median
         return _median_without(self._rates, self._places_of_pair[of])
 
     def ratio(self, reading: Reading) -> float | None:
-        """Return a reading over its pair's yardstick; None where there is none."""
-        others = self.yardstick(reading.pair)
+        """Return a reading over its pair's reference rate; None where there is none."""
+        others = self.reference_rate(reading.pair)
         if others is None:
             return None
         return math.inf if others == 0 else reading.bytes_per_second / others
@@ -122,7 +121,7 @@ class Matrix:
         return min(self.pairs[of], key=lambda reading: reading.bytes_per_second)
 
     def slow(self, below: float) -> list[Pair]:
-        """Return the pairs of which a direction has a smaller ratio, the slowest first."""
+        """Return the pairs with a direction below this ratio, the slowest first."""
         found = {}
         for link in self.pairs:
             ratio = self.ratio(self.worst(link))
@@ -131,32 +130,32 @@ class Matrix:
         return sorted(found, key=lambda link: (found[link], link))
 
     def wrong(self) -> list[Pair]:
-        """Return the pairs in which data arrived that were not as sent."""
+        """Return the pairs that delivered wrong data."""
         return [link for link, readings in self.pairs.items() if any(reading.wrong for reading in readings)]
 
     def of_rank(self, rank: int, *, without: Iterable[Pair] = ()) -> Reading:
         """Return a rank's slowest reading, as sender or receiver.
 
         Args:
-            rank: whose.
-            without: pairs that another rank is to blame for; they count where the rank has no others.
+            rank: of the readings.
+            without: pairs with another culprit; they count where the rank has no others.
 
         Raises:
             KeyError: the rank has no reading.
         """
-        left_out = set(without)
-        mine = self.touching[rank]
-        counted = [reading for reading in mine if reading.pair not in left_out]
-        return min(counted or mine, key=lambda reading: reading.bytes_per_second)
+        excluded = set(without)
+        readings = self.touching[rank]
+        counted = [reading for reading in readings if reading.pair not in excluded]
+        return min(counted or readings, key=lambda reading: reading.bytes_per_second)
 
 
-def _median_without(ordered: Sequence[float], gone: Sequence[int]) -> float | None:
-    """Return the median of sorted values without those at some places, which are sorted, too; None of nothing."""
-    count = len(ordered) - len(gone)
+def _median_without(ordered: Sequence[float], removed: Sequence[int]) -> float | None:
+    """Return the median of sorted values without those at some sorted places; None where nothing is left."""
+    count = len(ordered) - len(removed)
     if not count:
         return None
-    # So many values are left before each of those that are gone.
-    before = [place - index for index, place in enumerate(gone)]
+    # The number of values that are left before each removed one.
+    before = [place - index for index, place in enumerate(removed)]
 
     def at(index: int) -> float:
         return ordered[index + bisect.bisect_right(before, index)]
@@ -166,7 +165,7 @@ def _median_without(ordered: Sequence[float], gone: Sequence[int]) -> float | No
 
 
 Kind = Literal["gpu", "port", "link", "node link", "node", "rail", "fabric"]
-"""``gpu``: with the others of its node. ``port``: a GPU with those of its rail on other nodes, so its NIC may be it.
+"""``gpu``: with the others of its node. ``port``: a GPU with those of its rail on other nodes, so its NIC is suspected.
 ``link``: two ranks. ``node link``: two nodes, most rails. ``node``: all GPUs of it. ``rail``: the same rail of most
 nodes. ``fabric``: most of all."""
 
@@ -175,13 +174,13 @@ Scope = Literal["node", "world"]
 
 @dataclass(frozen=True, kw_only=True)
 class Culprit:
-    """What explains some bad links.
+    """The explanation of some bad links.
 
     Attributes:
         kind: see :data:`Kind`.
-        ranks: who it is, ascending. Of a link its two ends: it cannot be told which of them it is.
+        ranks: ascending. Of a link its two ends: which of them is at fault is unknown.
         pairs: the bad links that it explains.
-        links: how many of its links were measured.
+        links: number of its links that were measured.
     """
 
     kind: Kind
@@ -191,12 +190,12 @@ class Culprit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Blamed:
-    """Of those who all meet each other: everybody, or some of them and some pairs."""
+class _Explanation:
+    """Culprits among units that have all been paired: all units, or some of them and some single links."""
 
-    everybody: bool
-    some: tuple[int, ...]
-    links: tuple[Pair, ...]
+    all_units: bool = False
+    units: tuple[int, ...] = ()
+    links: tuple[Pair, ...] = ()
 
 
 def culprits(bad: Iterable[Pair], measured: Iterable[Pair], places: Places, scope: Scope) -> tuple[Culprit, ...]:
@@ -208,106 +207,105 @@ def culprits(bad: Iterable[Pair], measured: Iterable[Pair], places: Places, scop
         places: where the ranks are.
         scope: whether the pairs are those within nodes, or those across nodes on the same rail.
     """
-    wrong, there = frozenset(bad), frozenset(measured)
-    return tuple(_within(wrong, there, places) if scope == "node" else _across(wrong, there, places))
+    bad, measured = frozenset(bad), frozenset(measured)
+    return tuple(_within(bad, measured, places) if scope == "node" else _across(bad, measured, places))
 
 
 def explained_by_others(found: Iterable[Culprit], rank: int) -> set[Pair]:
-    """Return the pairs that only other ranks are to blame for."""
-    theirs = {link for one in found if rank not in one.ranks for link in one.pairs}
-    return theirs - {link for one in found if rank in one.ranks for link in one.pairs}
+    """Return the pairs whose culprits are other ranks only."""
+    of_others = {link for culprit in found if rank not in culprit.ranks for link in culprit.pairs}
+    return of_others - {link for culprit in found if rank in culprit.ranks for link in culprit.pairs}
 
 
-def _within(bad: frozenset[Pair], there: frozenset[Pair], places: Places) -> list[Culprit]:
+def _within(bad: frozenset[Pair], measured: frozenset[Pair], places: Places) -> list[Culprit]:
     found = []
     for ranks in places.ranks:
-        blamed = _blame(ranks, bad, there)
-        if blamed.everybody:
-            found.append(_made("node", ranks, bad, there, inside=ranks))
+        cause = _explain(ranks, bad, measured)
+        if cause.all_units:
+            found.append(_culprit("node", ranks, bad, measured, inside=ranks))
             continue
-        found += [_made("gpu", [rank], bad, there, inside=ranks) for rank in blamed.some]
-        found += [_made("link", link, bad, there, only=[link]) for link in blamed.links]
+        found += [_culprit("gpu", [rank], bad, measured, inside=ranks) for rank in cause.units]
+        found += [_culprit("link", link, bad, measured, only=[link]) for link in cause.links]
     return found
 
 
-def _across(bad: frozenset[Pair], there: frozenset[Pair], places: Places) -> list[Culprit]:
+def _across(bad: frozenset[Pair], measured: frozenset[Pair], places: Places) -> list[Culprit]:
     rails = {
         pair(one, other): [pair(a, b) for a, b in zip(places.ranks[one], places.ranks[other], strict=True)]
         for one in range(places.nodes)
         for other in range(one)
     }
-    met = {nodes: [link for link in links if link in there] for nodes, links in rails.items()}
+    met = {nodes: [link for link in links if link in measured] for nodes, links in rails.items()}
     # Two nodes have a bad connection where most of their rails are bad.
-    mostly = {nodes for nodes, links in met.items() if 2 * sum(link in bad for link in links) > len(links)}
-    blamed = _blame(range(places.nodes), mostly, {nodes for nodes, links in met.items() if links})
-    if blamed.everybody:
-        every = [rank for ranks in places.ranks for rank in ranks]
-        return [_made("fabric", every, bad, there)]
+    bad_nodes = {nodes for nodes, links in met.items() if 2 * sum(link in bad for link in links) > len(links)}
+    cause = _explain(range(places.nodes), bad_nodes, {nodes for nodes, links in met.items() if links})
+    if cause.all_units:
+        return [_culprit("fabric", [rank for ranks in places.ranks for rank in ranks], bad, measured)]
     # With one rail a node is its only GPU.
-    found = [_made("node", places.ranks[node], bad, there) for node in blamed.some]
-    for nodes in blamed.links:
+    found = [_culprit("node", places.ranks[node], bad, measured) for node in cause.units]
+    for nodes in cause.links:
         links = [link for link in met[nodes] if link in bad]
         ranks = sorted(rank for link in links for rank in link)
-        found.append(_made("node link" if len(met[nodes]) > 1 else "link", ranks, bad, there, only=met[nodes]))
-    told = {link for one in found for link in one.pairs}
-    gone = {rank for one in found if one.kind == "node" for rank in one.ranks}
+        found.append(_culprit("node link" if len(met[nodes]) > 1 else "link", ranks, bad, measured, only=met[nodes]))
+    explained = {link for culprit in found for link in culprit.pairs}
+    in_bad_nodes = {rank for culprit in found if culprit.kind == "node" for rank in culprit.ranks}
+    unexplained, remaining = bad - explained, measured - explained
     for rail in range(places.rails):
         ranks_of_rail = [ranks[rail] for ranks in places.ranks]
-        players = [rank for rank in ranks_of_rail if rank not in gone]
-        left, among = bad - told, there - told
-        of_rail = _blame(players, left, among)
-        if of_rail.everybody:
-            found.append(_made("rail", players, left, among, inside=players))
+        ranks_left = [rank for rank in ranks_of_rail if rank not in in_bad_nodes]
+        cause = _explain(ranks_left, unexplained, remaining)
+        if cause.all_units:
+            found.append(_culprit("rail", ranks_left, unexplained, remaining, inside=ranks_left))
             continue
-        found += [_made("port", [rank], left, among, inside=ranks_of_rail) for rank in of_rail.some]
-        found += [_made("link", link, left, among, only=[link]) for link in of_rail.links]
+        found += [_culprit("port", [rank], unexplained, remaining, inside=ranks_of_rail) for rank in cause.units]
+        found += [_culprit("link", link, unexplained, remaining, only=[link]) for link in cause.links]
     return found
 
 
-def _blame(players: Iterable[int], bad: Iterable[Pair], there: Iterable[Pair]) -> _Blamed:
-    """Blame as few as explain the bad pairs among the players."""
-    everyone = frozenset(players)
-    wrong = {link for link in bad if everyone.issuperset(link)}
-    if not wrong:
-        return _Blamed(everybody=False, some=(), links=())
-    links: dict[int, set[Pair]] = {player: set() for player in everyone}
-    for link in there:
-        if everyone.issuperset(link):
-            for player in link:
-                links[player].add(link)
-    # Three, because two have one link only, and then it is that.
-    if len(everyone) > 2 and all(wrong >= its for its in links.values()):
-        return _Blamed(everybody=True, some=(), links=())
-    some: list[int] = []
+def _explain(units: Iterable[int], bad: Iterable[Pair], measured: Iterable[Pair]) -> _Explanation:
+    """Find the fewest culprits that explain the bad pairs among the units."""
+    all_units = frozenset(units)
+    bad_left = {link for link in bad if all_units.issuperset(link)}
+    if not bad_left:
+        return _Explanation()
+    links: dict[int, set[Pair]] = {unit: set() for unit in all_units}
+    for link in measured:
+        if all_units.issuperset(link):
+            for unit in link:
+                links[unit].add(link)
+    # Three, because two have one link only, and then that link is the culprit.
+    if len(all_units) > 2 and all(bad_left >= own for own in links.values()):
+        return _Explanation(all_units=True)
+    culprits: list[int] = []
     while True:
-        hurt = {player: len(its & wrong) for player, its in links.items()}
-        guilty = [player for player, count in hurt.items() if count > 1 and 2 * count > len(links[player])]
-        if not guilty:
+        counts = {unit: len(own & bad_left) for unit, own in links.items()}
+        mostly_bad = [unit for unit, count in counts.items() if count > 1 and 2 * count > len(links[unit])]
+        if not mostly_bad:
             break
-        worst = max(guilty, key=lambda player: (hurt[player] / len(links[player]), hurt[player], -player))
-        some.append(worst)
-        its = links.pop(worst)
-        wrong -= its
-        for others in links.values():
-            others -= its
-        if 2 * len(some) > len(everyone):
-            return _Blamed(everybody=True, some=(), links=())
-    return _Blamed(everybody=False, some=tuple(sorted(some)), links=tuple(sorted(wrong)))
+        worst = max(mostly_bad, key=lambda unit: (counts[unit] / len(links[unit]), counts[unit], -unit))
+        culprits.append(worst)
+        explained = links.pop(worst)
+        bad_left -= explained
+        for own in links.values():
+            own -= explained
+        if 2 * len(culprits) > len(all_units):
+            return _Explanation(all_units=True)
+    return _Explanation(units=tuple(sorted(culprits)), links=tuple(sorted(bad_left)))
 
 
-def _made(
+def _culprit(
     kind: Kind,
     ranks: Sequence[int],
     bad: frozenset[Pair] | set[Pair],
-    there: frozenset[Pair] | set[Pair],
+    measured: frozenset[Pair] | set[Pair],
     *,
     inside: Sequence[int] | None = None,
     only: Iterable[Pair] | None = None,
 ) -> Culprit:
-    """Make a culprit of what touches its ranks, inside of a larger circle, or of these pairs only."""
+    """Make a culprit of the links ``only``, or else of those of its ranks, both ends of which are ``inside``."""
     if only is not None:
-        its = set(only) & there
+        links = set(only) & measured
     else:
-        circle = None if inside is None else set(inside)
-        its = {link for link in there if set(ranks) & set(link) and (circle is None or circle.issuperset(link))}
-    return Culprit(kind=kind, ranks=tuple(sorted(ranks)), pairs=tuple(sorted(its & bad)), links=len(its))
+        within = None if inside is None else set(inside)
+        links = {link for link in measured if set(ranks) & set(link) and (within is None or within.issuperset(link))}
+    return Culprit(kind=kind, ranks=tuple(sorted(ranks)), pairs=tuple(sorted(links & bad)), links=len(links))

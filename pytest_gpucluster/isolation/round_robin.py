@@ -11,8 +11,8 @@ on different nodes reach each other through NICs with the same number, and in ma
 within a node    every GPU with every other one: GPUs - 1 rounds, on all nodes at the same time
 across nodes     every node with every other one, all rails of two nodes at once: nodes - 1 rounds. So 1,024 GPUs
                  on 128 nodes take 127 rounds, the same as 128 GPUs on 128 nodes
-once more        pairs that are far behind, without what could have shared their way: one pair of a node at a time,
-                 or one rail of each pair of nodes at a time
+remeasured       pairs that are far below the others, without the traffic that could have shared their path: one pair
+                 of a node at a time, or one rail of each pair of nodes at a time
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Places:
 
     Attributes:
         ranks: the rank at each rail of each node: ``ranks[node][rail]``. Nodes count from 0 in the order of their rank.
-        hosts: what each node calls itself.
-        names: what each rank is called in reports.
+        hosts: name of each node.
+        names: of each rank, in reports.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -40,44 +40,44 @@ class Places:
 
     @classmethod
     def of(cls, inventory: Sequence[Mapping[str, Any]]) -> Places:
-        """Read them from what every rank said of itself: rank, host, node_rank, local_rank, gpu.
+        """Read them from the inventory, the facts of every rank: rank, host, node_rank, local_rank, gpu.
 
         Raises:
             EnvironmentBroken: the nodes have different numbers of ranks, or their local ranks do not count from 0.
         """
         found: dict[int, dict[int, int]] = {}
         hosts: dict[int, str] = {}
-        for who in inventory:
-            hosts.setdefault(who["node_rank"], str(who["host"]))
-            found.setdefault(who["node_rank"], {})[who["local_rank"]] = who["rank"]
+        for entry in inventory:
+            hosts.setdefault(entry["node_rank"], str(entry["host"]))
+            found.setdefault(entry["node_rank"], {})[entry["local_rank"]] = entry["rank"]
         nodes = sorted(found)
         if len({len(found[node]) for node in nodes}) > 1:
-            told = ", ".join(f"{hosts[node]} has {len(found[node])}" for node in nodes)
+            counts = ", ".join(f"{hosts[node]} has {len(found[node])}" for node in nodes)
             raise EnvironmentBroken(
-                f"the nodes have different numbers of ranks ({told}), so not every GPU has one to be paired with on "
-                "each other node. Start equally many ranks on every node (--nproc-per-node), or run the suite on equal "
-                "nodes only"
+                f"the nodes have different numbers of ranks ({counts}), so not every GPU has a partner on each "
+                "other node. Start the same number of ranks on every node (--nproc-per-node), or run the suite "
+                "on nodes of one kind"
             )
         for node in nodes:
             if sorted(found[node]) != list(range(len(found[node]))):
                 raise EnvironmentBroken(
-                    f"{hosts[node]}: the local ranks are {sorted(found[node])}, and they must count from 0 to "
-                    f"{len(found[node]) - 1}: look at LOCAL_RANK, or at what the launcher sets instead"
+                    f"{hosts[node]}: the local ranks are {sorted(found[node])}, but they must count from 0 to "
+                    f"{len(found[node]) - 1}: look at LOCAL_RANK, or at the launcher's own variable for it"
                 )
         return cls(
             ranks=tuple(tuple(found[node][rail] for rail in sorted(found[node])) for node in nodes),
             hosts=tuple(hosts[node] for node in nodes),
-            names=tuple(_name(who) for who in sorted(inventory, key=lambda who: int(who["rank"]))),
+            names=tuple(_name(entry) for entry in sorted(inventory, key=lambda entry: int(entry["rank"]))),
         )
 
     @property
     def nodes(self) -> int:
-        """How many nodes there are."""
+        """Number of nodes."""
         return len(self.ranks)
 
     @property
     def rails(self) -> int:
-        """How many ranks each node has."""
+        """Number of ranks of each node."""
         return len(self.ranks[0])
 
     def where(self) -> dict[int, tuple[int, int]]:
@@ -85,14 +85,14 @@ class Places:
         return {rank: (node, rail) for node, ranks in enumerate(self.ranks) for rail, rank in enumerate(ranks)}
 
 
-def _name(who: Mapping[str, Any]) -> str:
-    gpu = who.get("gpu")
+def _name(entry: Mapping[str, Any]) -> str:
+    gpu = entry.get("gpu")
     index = f", GPU {gpu['index']}" if gpu else ""
-    return f"rank {who['rank']} ({who['host']}{index})"
+    return f"rank {entry['rank']} ({entry['host']}{index})"
 
 
 def count_of_rounds(players: int) -> int:
-    """Return how many rounds it takes: players - 1, or players where their number is odd.
+    """Return the number of rounds: players - 1, or players where their number is odd.
 
     Raises:
         ValueError: there are fewer than two.
@@ -103,10 +103,10 @@ def count_of_rounds(players: int) -> int:
 
 
 def partner(player: int, round_: int, players: int) -> int | None:
-    """Return whom a player meets in a round, or None where an odd number leaves it out.
+    """Return the partner of a player in a round, or None where an odd number leaves it out.
 
     Two players meet in the round that is the sum of their numbers, modulo an odd number m. Where their number is even,
-    the last one is not among these m, and meets whoever would meet itself.
+    the last one is not among these m, and meets the one that would meet itself.
 
     Raises:
         ValueError: a number is out of its range.
@@ -115,7 +115,7 @@ def partner(player: int, round_: int, players: int) -> int | None:
     """
     modulus = count_of_rounds(players)
     if not (0 <= player < players and 0 <= round_ < modulus):
-        raise ValueError(f"player {player} of {players} in round {round_} of {modulus}: there is no such thing")
+        raise ValueError(f"player {player} of {players} in round {round_} of {modulus}: out of range")
     last = players - 1 if players % 2 == 0 else None
     if player == last:
         return round_ * ((modulus + 1) // 2) % modulus
@@ -172,21 +172,21 @@ def across_nodes(places: Places) -> tuple[Round, ...]:
     )
 
 
-def one_at_a_time(suspects: Iterable[Pair], *, most: int) -> tuple[Round, ...]:
-    """Return at most so many rounds, each of them with one pair, in the order in which they are given."""
-    return tuple((suspect,) for suspect in suspects)[:most]
+def one_at_a_time(suspects: Iterable[Pair], *, max_rounds: int) -> tuple[Round, ...]:
+    """Return at most ``max_rounds`` rounds of one pair each, in the given order."""
+    return tuple((suspect,) for suspect in suspects)[:max_rounds]
 
 
-def rail_by_rail(places: Places, suspects: Sequence[Pair], *, most: int) -> tuple[Round, ...]:
-    """Return at most so many rounds, in which the nodes of the suspects meet again, one rail after the other.
+def rail_by_rail(places: Places, suspects: Sequence[Pair], *, max_rounds: int) -> tuple[Round, ...]:
+    """Return at most ``max_rounds`` rounds, in which the nodes of the suspects meet again, one rail after the other.
 
-    Pairs of nodes that have no node in common do so at the same time. All their rails are repeated, the good ones too:
-    so it shows whether a rail is slow by itself or because of its neighbours. The first suspects come first; a node
-    takes part ``most`` over the number of rails times, and what does not fit is not repeated.
+    Pairs of nodes without a common node do so at the same time. All their rails are repeated, the good ones too: that
+    shows whether a rail is slow by itself or because of its neighbours. The first suspects come first; a node takes
+    part ``max_rounds`` over the number of rails times, and what does not fit is not repeated.
     """
     where = places.where()
     nodes = dict.fromkeys(pair(where[one][0], where[other][0]) for one, other in suspects)
-    meetings: list[list[Pair]] = [[] for _ in range(most // places.rails)]
+    meetings: list[list[Pair]] = [[] for _ in range(max_rounds // places.rails)]
     for one, other in nodes:
         free = (met for met in meetings if not any({one, other} & set(taken) for taken in met))
         found = next(free, None)
@@ -201,7 +201,7 @@ def rail_by_rail(places: Places, suspects: Sequence[Pair], *, most: int) -> tupl
 
 
 def predicted_seconds(rounds: Sequence[Round], round_seconds: float) -> float:
-    """Return about how long so many rounds take: what each is planned to take, the making of connections aside."""
+    """Return the planned duration of some rounds, without the time for making connections."""
     return len(rounds) * round_seconds
 
 

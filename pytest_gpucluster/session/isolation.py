@@ -28,13 +28,13 @@ from pytest_gpucluster.errors import (
     kind_of,
     text_of,
 )
-from pytest_gpucluster.isolation.finding import Isolated, Outcome
+from pytest_gpucluster.isolation.finding import IsolationResult, Outcome
 from pytest_gpucluster.isolation.planner import Planner
 from pytest_gpucluster.metrics.units import parse
 from pytest_gpucluster.text import first_line
 
 if TYPE_CHECKING:
-    from pytest_gpucluster.isolation.finding import Culprit, Isolated
+    from pytest_gpucluster.isolation.finding import Culprit, IsolationResult
     from pytest_gpucluster.journal.test_record import TestRecord
     from pytest_gpucluster.session.cluster import Cluster
     from pytest_gpucluster.session.failure import MergedRepr
@@ -108,7 +108,7 @@ class Plan:
         twice = len(set(hosts.values())) < len(hosts)
         return {unit: f"{host} (node {unit})" if twice else host for unit, host in hosts.items()}
 
-    def isolated(self) -> Isolated:
+    def isolated(self) -> IsolationResult:
         """Return what is known by now."""
         return self._planner.finding()
 
@@ -148,7 +148,7 @@ class Plan:
 _PROBES_SHOWN = 64
 
 
-def headline(found: Isolated, name: Callable[[int], str], *, cut_short: str = "") -> str:
+def headline(found: IsolationResult, name: Callable[[int], str], *, cut_short: str = "") -> str:
     """Return in a few words who is to blame, or why that is not known.
 
     Args:
@@ -164,7 +164,7 @@ def headline(found: Isolated, name: Callable[[int], str], *, cut_short: str = ""
     return f"not isolated: {cut_short or found.why_undecided}"
 
 
-def describe(found: Isolated, name: Callable[[int], str], *, seconds: float, cut_short: str = "") -> str:
+def describe(found: IsolationResult, name: Callable[[int], str], *, seconds: float, cut_short: str = "") -> str:
     """Return what was found and what was tried, as lines for a report."""
     ended = [f"it has ended before it was through: {cut_short}"] if cut_short else []
     lines = [f"Search for who is to blame, {seconds:.1f} s:", *found.summary(name), *ended, "Probes:"]
@@ -177,7 +177,9 @@ def describe(found: Isolated, name: Callable[[int], str], *, seconds: float, cut
     return "\n".join(lines)
 
 
-def isolation_json(found: Isolated, names: Mapping[int, str], *, seconds: float, cut_short: str = "") -> dict[str, Any]:
+def isolation_json(
+    found: IsolationResult, names: Mapping[int, str], *, seconds: float, cut_short: str = ""
+) -> dict[str, Any]:
     """Return the same in plain JSON types, for the journal. ``names`` tells what each unit is called."""
     return {
         **found.to_json(),
@@ -206,7 +208,7 @@ class Isolator:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._spent_seconds = 0.0
-        self._found: Isolated | None = None
+        self._found: IsolationResult | None = None
         """What the last search has found, on rank 0; and after which test that was."""
         self._after = ""
         self._untold: _Search | None = None

@@ -1,4 +1,4 @@
-"""Planted faults are named, and nobody else: in nodes with 8 GPUs, and in a fabric of 128 nodes."""
+"""Planted faults are named, and nothing else: in nodes with 8 GPUs, and in a fabric of 128 nodes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def between(*links: tuple[int, int], left: float = 0.3) -> Fault:
     return lambda sender, receiver: left if pair(sender, receiver) in links else 1.0
 
 
-def named(readings: list[Reading], scope: str, there: Places) -> tuple[Culprit, ...]:
+def found_culprits(readings: list[Reading], scope: str, there: Places) -> tuple[Culprit, ...]:
     matrix = matrix_of(readings, scope, there)
     return culprits(matrix.slow(BELOW), matrix.pairs, there, scope)
 
 
-def told(readings: list[Reading], scope: str, there: Places) -> list[tuple[str, tuple[int, ...]]]:
-    return sorted((one.kind, one.ranks) for one in named(readings, scope, there))
+def kinds_and_ranks(readings: list[Reading], scope: str, there: Places) -> list[tuple[str, tuple[int, ...]]]:
+    return sorted((one.kind, one.ranks) for one in found_culprits(readings, scope, there))
 
 
 # Within nodes ------------------------------------------------------------------------------------------------------
@@ -50,28 +50,30 @@ WITHIN = [round_ for node in range(2) for round_ in within_node(TWO_NODES, node)
             lambda s, r: min(touching(4)(s, r), between((1, 2))(s, r)), [("gpu", (4,)), ("link", (1, 2))], id="both"
         ),
         pytest.param(lambda s, r: 0.2 if s == 9 else 1.0, [("gpu", (9,))], id="a GPU that only sends slowly"),
-        # With 2 links of 7 it cannot be told which end it is.
+        # With 2 links of 7 the end is unknown.
         pytest.param(between((0, 1), (0, 2)), [("link", (0, 1)), ("link", (0, 2))], id="two links of one GPU"),
     ],
 )
 def test_in_a_node_the_gpu_or_the_link_is_named_and_not_the_partners(
     fault: Fault, expected: list[tuple[str, tuple[int, ...]]]
 ) -> None:
-    assert told(measured(WITHIN, fault, seed=1), "node", TWO_NODES) == expected
+    assert kinds_and_ranks(measured(WITHIN, fault, seed=1), "node", TWO_NODES) == expected
 
 
 def test_a_node_that_is_slow_throughout_is_named_as_a_whole() -> None:
     there = places(4, 8)
     rounds = [round_ for node in range(4) for round_ in within_node(there, node)]
-    [found] = named(measured(rounds, touching(*there.ranks[2])), "node", there)
+    [found] = found_culprits(measured(rounds, touching(*there.ranks[2])), "node", there)
     assert (found.kind, found.ranks, found.links) == ("node", there.ranks[2], 28)
 
 
 @pytest.mark.parametrize("rails", [2, 3, 4])
-def test_with_few_gpus_no_more_is_said_than_can_be_known(rails: int) -> None:
+def test_with_few_gpus_only_what_is_certain_is_reported(rails: int) -> None:
     there = places(4, rails)
     rounds = [round_ for node in range(4) for round_ in within_node(there, node)]
-    assert told(measured(rounds, touching(0)), "node", there) == ([("link", (0, 1))] if rails == 2 else [("gpu", (0,))])
+    assert kinds_and_ranks(measured(rounds, touching(0)), "node", there) == (
+        [("link", (0, 1))] if rails == 2 else [("gpu", (0,))]
+    )
 
 
 # Across nodes ------------------------------------------------------------------------------------------------------
@@ -112,7 +114,7 @@ FAULTS = [
 def test_across_nodes_the_planted_fault_is_named_and_nothing_else(
     fault: Fault, expected: list[tuple[str, tuple[int, ...]]]
 ) -> None:
-    assert told(measured(ACROSS, fault, seed=2), "world", FABRIC) == expected
+    assert kinds_and_ranks(measured(ACROSS, fault, seed=2), "world", FABRIC) == expected
 
 
 def test_among_1024_gpus_a_node_a_port_and_a_link_are_found_at_once_and_nothing_else() -> None:
@@ -123,7 +125,7 @@ def test_among_1024_gpus_a_node_a_port_and_a_link_are_found_at_once_and_nothing_
         return min(each(sender, receiver) for each in faults)
 
     expected = [("link", (16, 800)), ("node", there.ranks[9]), ("port", (83,))]
-    assert told(measured(across_nodes(there), fault), "world", there) == expected
+    assert kinds_and_ranks(measured(across_nodes(there), fault), "world", there) == expected
 
 
 @pytest.mark.parametrize(
@@ -149,24 +151,24 @@ def test_in_small_clusters_too(
     nodes: int, rails: int, fault: Fault, expected: list[tuple[str, tuple[int, ...]]]
 ) -> None:
     there = places(nodes, rails)
-    assert told(measured(across_nodes(there), fault), "world", there) == expected
+    assert kinds_and_ranks(measured(across_nodes(there), fault), "world", there) == expected
 
 
-def test_where_everything_is_bad_nobody_is_picked_out() -> None:
+def test_where_everything_is_bad_the_fabric_is_the_culprit() -> None:
     there = places(4, 2)
     links = everything(across_nodes(there))
     [found] = culprits(links, links, there, "world")
     assert (found.kind, len(found.ranks), found.links) == ("fabric", 8, 12)
 
 
-def test_what_a_culprit_explains_counts_against_nobody_else() -> None:
-    found = named(measured(WITHIN, touching(3)), "node", TWO_NODES)
+def test_a_link_that_a_culprit_explains_is_excused_for_its_partners() -> None:
+    found = found_culprits(measured(WITHIN, touching(3)), "node", TWO_NODES)
     assert explained_by_others(found, 0) == {pair(3, other) for other in range(8) if other != 3}
     assert explained_by_others(found, 3) == set()
 
 
-def test_of_two_slow_gpus_each_answers_for_the_link_between_them() -> None:
-    found = named(measured(WITHIN, touching(3, 4)), "node", TWO_NODES)
+def test_of_two_slow_gpus_each_keeps_the_link_between_them() -> None:
+    found = found_culprits(measured(WITHIN, touching(3, 4)), "node", TWO_NODES)
     assert {len(one.pairs) for one in found} == {7}
     for rank in (3, 4):
         assert (3, 4) not in explained_by_others(found, rank)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from pytest_gpucluster.isolation.finding import Outcome
-from pytest_gpucluster.isolation.inference import Evidence, hold
+from pytest_gpucluster.isolation.inference import Evidence, judge_probes
 
 Probed = tuple[tuple[int, ...], bool]
 
@@ -19,7 +19,7 @@ def evidence(units: int, *rounds: Sequence[Probed], floor: float | None = None) 
         ]
         for probed in rounds
     ]
-    return Evidence(tuple(range(units)), hold(outcomes, floor=lambda size: floor))
+    return Evidence(tuple(range(units)), judge_probes(outcomes, floor=lambda size: floor))
 
 
 def accused(found: Evidence) -> list[tuple[int, ...]]:
@@ -48,7 +48,7 @@ def test_a_unit_that_fails_with_three_that_pass_without_it_is_the_culprit() -> N
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
-def test_nobody_is_accused_before_it_was_confirmed_twice(rounds: int) -> None:
+def test_no_unit_is_accused_before_it_was_confirmed_twice(rounds: int) -> None:
     found = evidence(6, *BAD_0[:rounds])
     assert accused(found) == []
     assert 0 in found.suspects
@@ -56,25 +56,25 @@ def test_nobody_is_accused_before_it_was_confirmed_twice(rounds: int) -> None:
     assert found.reproduced
 
 
-def test_a_partner_that_never_passed_speaks_for_nobody() -> None:
-    """0 fails with 1, 2 and 3, but nothing says that those are good."""
+def test_a_partner_that_never_passed_implicates_no_unit() -> None:
+    """0 fails with 1, 2 and 3, but those are not known to be good."""
     found = evidence(4, *([((0, other), False)] for other in (1, 2, 3)))
     assert accused(found) == []
     assert found.undecided == {0, 1, 2, 3}
 
 
-def test_a_partner_that_fails_with_others_too_speaks_for_nobody() -> None:
+def test_a_partner_that_fails_with_others_too_implicates_no_unit() -> None:
     found = evidence(
         8,
         *BAD_0,
         [((1, 6), False), ((4, 5), True)],
         [((6, 7), True), ((4, 5), True)],
     )
-    # The probe with 1 may be the doing of 1, which has failed with 6, and 6 is good.
+    # The failure with 1 may be caused by 1, which has failed with 6, and 6 is good.
     assert accused(found) == []
 
 
-def test_a_failure_with_a_culprit_in_it_is_held_against_nobody_else() -> None:
+def test_a_failure_with_a_culprit_in_it_counts_for_no_other_unit() -> None:
     found = evidence(6, *BAD_0, [((0, 4), False)], [((0, 1, 2, 3, 4, 5), False)])
     assert accused(found) == [(0,)]
     assert found.undecided == frozenset()
@@ -82,8 +82,8 @@ def test_a_failure_with_a_culprit_in_it_is_held_against_nobody_else() -> None:
     assert (culprit.failed, culprit.probes) == (4, 4)
 
 
-def test_an_accusation_falls_when_a_later_probe_speaks_against_it() -> None:
-    """A probe that fails without 0 says that its partners fail on their own."""
+def test_an_accusation_is_withdrawn_when_a_later_probe_contradicts_it() -> None:
+    """A probe that fails without 0 shows that its partners fail on their own."""
     assert accused(evidence(6, *BAD_0)) == [(0,)]
     later = evidence(6, *BAD_0, [((1, 2), False)], [((1, 3), False)], [((2, 3), False)])
     assert (0,) not in accused(later)
@@ -107,7 +107,7 @@ def test_a_unit_that_fails_alone_three_times_needs_no_partner() -> None:
     assert accused(evidence(2, *rounds)) == [(0,)]
 
 
-def test_where_all_fail_alone_nobody_is_accused() -> None:
+def test_where_all_fail_alone_no_unit_is_accused() -> None:
     assert accused(evidence(3, *([[((0,), False), ((1,), False), ((2,), False)]] * 5))) == []
 
 
@@ -155,7 +155,7 @@ def test_a_fault_of_larger_groups_is_the_unit_without_which_all_pass() -> None:
     found = evidence(4, pairs, whole, *map(large, (0, 1, 3, 2, 2, 2)))
     assert accused(found) == [(2,)]
     assert (found.culprits[0].failed, found.culprits[0].probes) == (4, 4)
-    # Once without it and bad, and it may be anybody who fails now and then.
+    # One failure without it, and any intermittent unit may be the cause.
     assert accused(evidence(4, pairs, whole, *map(large, (0, 1, 3, 2, 2, 2)), [((0, 1, 3), False)])) == []
 
 
@@ -170,7 +170,7 @@ def test_both_ends_of_a_link_are_in_each_large_group_that_fails_and_neither_is_a
 
 
 def now_and_then(others_too: bool) -> list[list[Probed]]:
-    """Thirty rounds, in which 0 fails with a new partner each tenth time; so does everybody else, or nobody."""
+    """Thirty rounds, in which 0 fails with a new partner each tenth time; so do all others, or none."""
     rounds: list[list[Probed]] = []
     for index in range(30):
         partner = 1 + index % 11
@@ -182,11 +182,11 @@ def now_and_then(others_too: bool) -> list[list[Probed]]:
     return rounds
 
 
-def test_failures_that_come_to_anybody_convict_nobody() -> None:
+def test_failures_as_frequent_as_those_of_all_others_accuse_no_unit() -> None:
     assert accused(evidence(32, *now_and_then(others_too=True))) == []
 
 
-def test_the_same_failures_convict_where_nobody_else_fails() -> None:
+def test_the_same_failures_accuse_where_no_other_unit_fails() -> None:
     [culprit] = evidence(32, *now_and_then(others_too=False)).culprits
     assert (culprit.units, culprit.failed, culprit.probes, culprit.intermittent) == ((0,), 3, 30, True)
 
@@ -196,7 +196,7 @@ def test_what_was_never_probed_with_others_is_not_cleared() -> None:
     assert found.undecided == {2, 3}
 
 
-def test_a_speed_that_cannot_be_judged_clears_nobody() -> None:
+def test_a_rate_that_cannot_be_judged_clears_no_unit() -> None:
     assert evidence(2, [((0, 1), True)]).undecided == {0, 1}
     assert evidence(2, [((0, 1), True)], floor=300.0).undecided == frozenset()
 

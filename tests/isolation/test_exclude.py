@@ -5,12 +5,14 @@ from pathlib import Path
 import pytest
 
 from pytest_gpucluster.errors import LaunchError
-from pytest_gpucluster.isolation.finding import Culprit, Isolated, exclude_text, excluded, excluded_hosts
+from pytest_gpucluster.isolation.finding import Culprit, IsolationResult, exclude_text, excluded_hosts, hosts_to_exclude
 from pytest_gpucluster.launch.hostlist import expand_hostlist
 
 
-def found(*culprits: Culprit) -> Isolated:
-    return Isolated(culprits=culprits, cleared=(), undecided=(1, 2), rounds=(), why_undecided="", reproduced=True)
+def found(*culprits: Culprit) -> IsolationResult:
+    return IsolationResult(
+        culprits=culprits, cleared=(), undecided=(1, 2), rounds=(), why_undecided="", reproduced=True
+    )
 
 
 def unit(number: int) -> Culprit:
@@ -58,7 +60,7 @@ def test_of_a_bad_link_one_end_is_left_out() -> None:
 
 def test_gpus_of_a_node_are_its_host() -> None:
     gpus = found(unit(3), unit(5))
-    assert excluded(gpus, host=lambda unit: "gpu-06") == ("gpu-06",)
+    assert hosts_to_exclude(gpus, host=lambda unit: "gpu-06") == ("gpu-06",)
     text = exclude_text(gpus, host=lambda unit: "gpu-06", name=lambda unit: f"GPU {unit} of gpu-06")
     assert "# GPU 3 of gpu-06: failed" in text
     assert sections(text)["[slurm]"] == ["gpu-06"]
@@ -69,7 +71,7 @@ def test_a_pod_is_listed_by_its_node() -> None:
     assert sections(text) == {"[slurm]": ["worker-3"], "[kubernetes]": ["ip-10-0-0-3"]}
 
 
-def test_nobody_is_left_out_on_a_suspicion() -> None:
+def test_a_suspicion_excludes_no_host() -> None:
     assert exclude_text(found(), host=host) == ""
 
 
@@ -91,10 +93,10 @@ def test_the_page_shows_a_list_as_it_is_written() -> None:
 
 def test_the_hosts_of_a_list_can_be_read_again() -> None:
     some = found(unit(3), unit(7), LINK)
-    assert excluded_hosts(exclude_text(some, host=host)) == excluded(some, host=host)
+    assert excluded_hosts(exclude_text(some, host=host)) == hosts_to_exclude(some, host=host)
 
 
 @pytest.mark.parametrize("text", ["", "[slurm]", "[kubernetes]\ngpu-1\n", "# [slurm]\ngpu-1\n"])
-def test_a_list_without_hosts_is_an_error_and_not_nobody(text: str) -> None:
+def test_a_list_without_hosts_is_an_error_and_not_an_empty_list(text: str) -> None:
     with pytest.raises(LaunchError, match=r"no line after \[slurm\]"):
         excluded_hosts(text)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 
-from pytest_gpucluster.isolation.finding import Culprit, Isolated, Outcome
+from pytest_gpucluster.isolation.finding import Culprit, IsolationResult, Outcome
 
 UNIT = Culprit(units=(3,), kind="unit", failed=3, probes=3, evidence=("round 2, with 4: 100 GB/s",))
 NOW_AND_THEN = Culprit(units=(7,), kind="unit", failed=3, probes=11, evidence=())
@@ -13,13 +13,15 @@ def name(unit: int) -> str:
     return f"gpu-{unit:03}"
 
 
-def isolated(*culprits: Culprit, reproduced: bool = True, undecided: tuple[int, ...] = (), why: str = "") -> Isolated:
+def isolated(
+    *culprits: Culprit, reproduced: bool = True, undecided: tuple[int, ...] = (), why: str = ""
+) -> IsolationResult:
     rounds = ((Outcome(members=(0,), busbw=1.0), Outcome(members=(1,), busbw=1.0)), (Outcome(members=(0, 1), busbw=2),))
     found = {"culprits": culprits, "cleared": (0, 1), "undecided": undecided, "rounds": rounds}
-    return Isolated(**found, why_undecided=why, reproduced=reproduced)  # type: ignore[arg-type]
+    return IsolationResult(**found, why_undecided=why, reproduced=reproduced)  # type: ignore[arg-type]
 
 
-def test_a_culprit_is_told_in_a_line() -> None:
+def test_a_culprit_has_a_line() -> None:
     assert UNIT.summary(name).startswith("gpu-003: failed 3 of 3 probes")
     assert NOW_AND_THEN.summary(name) == "gpu-007: failed 3 of 11 probes: intermittent"
     assert LINK.summary(name) == (
@@ -28,7 +30,7 @@ def test_a_culprit_is_told_in_a_line() -> None:
     assert [culprit.intermittent for culprit in (UNIT, NOW_AND_THEN, LINK)] == [False, True, False]
 
 
-def test_the_summary_says_what_was_found_and_what_was_tried() -> None:
+def test_the_summary_has_the_culprits_and_the_effort() -> None:
     first, *rest = isolated(UNIT, LINK, undecided=(9,), why="gpu-009 failed").summary(name)
     assert first.startswith("2 culprits found")
     assert first.endswith("2 rounds, 3 probes")
@@ -41,16 +43,21 @@ def test_the_summary_says_what_was_found_and_what_was_tried() -> None:
     assert isolated(UNIT).summary()[0].startswith("1 culprit found")
 
 
-def test_what_did_not_happen_again_is_no_pass_and_what_was_not_confirmed_is_neither() -> None:
+def test_neither_a_fault_that_was_not_reproduced_nor_an_unconfirmed_one_is_a_pass() -> None:
     assert isolated(reproduced=False).summary()[0] == "not reproduced in 2 rounds, 3 probes"
     assert isolated().summary()[0].startswith("no culprit confirmed")
 
 
-def test_all_of_it_goes_into_json() -> None:
+def test_it_can_be_written_as_json() -> None:
     found = isolated(NOW_AND_THEN, why="so")
-    told = json.loads(json.dumps(found.to_json(), allow_nan=False))
-    assert told["culprits"] == [
+    plain = json.loads(json.dumps(found.to_json(), allow_nan=False))
+    assert plain["culprits"] == [
         {"units": [7], "kind": "unit", "failed": 3, "probes": 11, "intermittent": True, "evidence": []}
     ]
-    assert told["rounds"][1] == [{"members": [0, 1], "busbw": 2, "wrong": "", "failure": ""}]
-    assert (told["cleared"], told["undecided"], told["why_undecided"], told["reproduced"]) == ([0, 1], [], "so", True)
+    assert plain["rounds"][1] == [{"members": [0, 1], "busbw": 2, "wrong": "", "failure": ""}]
+    assert (plain["cleared"], plain["undecided"], plain["why_undecided"], plain["reproduced"]) == (
+        [0, 1],
+        [],
+        "so",
+        True,
+    )

@@ -57,28 +57,28 @@ def test_1024_gpus_take_127_rounds_of_512_pairs_and_about_a_minute() -> None:
 
 
 def test_suspects_of_a_node_meet_alone_and_the_first_ones_first() -> None:
-    assert one_at_a_time([(3, 4), (0, 1), (0, 2)], most=2) == (((3, 4),), ((0, 1),))
-    assert one_at_a_time([(3, 4)], most=0) == ()
+    assert one_at_a_time([(3, 4), (0, 1), (0, 2)], max_rounds=2) == (((3, 4),), ((0, 1),))
+    assert one_at_a_time([(3, 4)], max_rounds=0) == ()
 
 
 def test_suspects_across_nodes_meet_again_with_one_rail_at_a_time() -> None:
     there = places(4, 2)
     # Nodes 0 and 1 on rail 1; then 2 and 3 on both; 0 and 2 would need another meeting.
     suspects = [(1, 3), (4, 6), (5, 7), (0, 4)]
-    assert rail_by_rail(there, suspects, most=2) == (((0, 2), (4, 6)), ((1, 3), (5, 7)))
-    again = rail_by_rail(there, suspects, most=5)
+    assert rail_by_rail(there, suspects, max_rounds=2) == (((0, 2), (4, 6)), ((1, 3), (5, 7)))
+    again = rail_by_rail(there, suspects, max_rounds=5)
     assert again == (((0, 2), (4, 6)), ((1, 3), (5, 7)), ((0, 4),), ((1, 5),))
     assert_disjoint(again)
 
 
 def test_no_meeting_is_cut_in_the_middle_of_its_rails() -> None:
     there = places(2, 8)
-    assert rail_by_rail(there, [(0, 8)], most=7) == ()
-    assert len(rail_by_rail(there, [(0, 8)], most=15)) == 8
-    assert rail_by_rail(there, [], most=100) == ()
+    assert rail_by_rail(there, [(0, 8)], max_rounds=7) == ()
+    assert len(rail_by_rail(there, [(0, 8)], max_rounds=15)) == 8
+    assert rail_by_rail(there, [], max_rounds=100) == ()
 
 
 def test_a_node_that_is_suspect_with_all_others_does_not_take_all_the_time() -> None:
     there = places(128, 8)
     suspects = [(there.ranks[0][0], there.ranks[node][0]) for node in range(1, 128)]
-    assert len(rail_by_rail(there, suspects, most=32)) == 32
+    assert len(rail_by_rail(there, suspects, max_rounds=32)) == 32

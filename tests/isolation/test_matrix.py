@@ -36,7 +36,7 @@ LINKS = [(one, other) for one in range(5) for other in range(5) if one != other]
 
 
 @given(st.dictionaries(st.sampled_from(LINKS), st.sampled_from([0.0, 1.0, 2.0, 5.0, 50.0, 100.0]), min_size=1))
-def test_a_reading_stands_beside_the_median_without_the_rank_that_lowers_it_most(rates: Rates) -> None:
+def test_a_reading_is_compared_with_the_median_without_the_rank_that_lowers_it_most(rates: Rates) -> None:
     matrix = matrix_of(rates)
     ranks = {rank for link in rates for rank in link}
     without = [[value for link, value in rates.items() if rank not in link] for rank in ranks]
@@ -51,20 +51,20 @@ def test_a_reading_stands_beside_the_median_without_the_rank_that_lowers_it_most
             assert found == pytest.approx(rate / max(medians))
 
 
-def test_of_three_gpus_the_slow_one_is_not_its_own_yardstick() -> None:
+def test_of_three_gpus_the_slow_one_is_not_in_the_reference_rate() -> None:
     slow = {link: 30.0 for link in HEALTHY if 2 in link and 3 not in link}
     three = matrix_of({link: 100.0 for link in HEALTHY if 3 not in link} | slow)
     assert three.median == 30.0
-    assert three.yardstick((0, 1)) == 100.0
+    assert three.reference_rate((0, 1)) == 100.0
     assert three.slow(0.75) == [(0, 2), (1, 2)]
 
 
-def test_of_two_nodes_each_pair_stands_beside_the_other_rails() -> None:
+def test_of_two_nodes_each_pair_is_compared_with_the_other_rails() -> None:
     rates = {(0, 4): 100.0, (4, 0): 100.0, (1, 5): 10.0, (5, 1): 90.0, (2, 6): 80.0, (6, 2): 80.0}
     matrix = matrix_of(rates, unit_of=lambda rank: rank // 4)
-    assert matrix.yardstick((1, 5)) == 90.0
+    assert matrix.reference_rate((1, 5)) == 90.0
     assert matrix.slow(0.75) == [(1, 5)]
-    assert matrix_of({(0, 4): 1.0, (4, 0): 2.0}, unit_of=lambda rank: rank // 4).yardstick((0, 4)) is None
+    assert matrix_of({(0, 4): 1.0, (4, 0): 2.0}, unit_of=lambda rank: rank // 4).reference_rate((0, 4)) is None
 
 
 def test_of_three_nodes_a_slow_one_is_left_out_with_all_its_rails() -> None:
@@ -74,26 +74,26 @@ def test_of_three_nodes_a_slow_one_is_left_out_with_all_its_rails() -> None:
     assert sorted(found) == [(0, 4), (1, 5), (2, 4), (3, 5)]
 
 
-def test_of_two_pairs_the_slow_one_does_not_pull_the_yardstick_towards_itself() -> None:
+def test_of_two_pairs_the_slow_one_does_not_lower_the_reference_rate() -> None:
     matrix = matrix_of({(0, 1): 10.0, (1, 0): 10.0, (2, 3): 100.0, (3, 2): 100.0})
     assert matrix.ratio(matrix.readings[0, 1]) == 0.1
     assert matrix.slow(0.5) == [(0, 1)]
 
 
-def test_the_slower_direction_speaks_for_a_pair() -> None:
+def test_the_slower_direction_represents_a_pair() -> None:
     matrix = matrix_of(HEALTHY | {(2, 1): 30.0, (0, 3): 20.0})
     assert matrix.slow(0.75) == [(0, 3), (1, 2)]
     assert matrix.worst((1, 2)).sender == 2
     assert matrix.slow(0.1) == []
 
 
-def test_one_pair_alone_is_not_slow_beside_itself() -> None:
+def test_a_single_pair_has_nothing_to_compare_with() -> None:
     matrix = matrix_of({(0, 1): 1.0, (1, 0): 100.0})
     assert matrix.ratio(matrix.readings[0, 1]) is None
     assert matrix.slow(0.75) == []
 
 
-def test_wrong_data_make_a_bad_pair_and_tell_where() -> None:
+def test_wrong_data_make_a_bad_pair_and_have_their_place() -> None:
     matrix = matrix_of(HEALTHY, wrong=((3, 1),))
     assert matrix.wrong() == [(1, 3)]
     assert matrix.readings[3, 1].wrong.startswith("2 of 1000 words from rank 3 to rank 1 ")
@@ -101,7 +101,7 @@ def test_wrong_data_make_a_bad_pair_and_tell_where() -> None:
     assert matrix.readings[1, 3].wrong == ""
 
 
-def test_a_rank_stands_for_its_slowest_link_but_for_those_that_others_are_to_blame_for() -> None:
+def test_a_rank_is_represented_by_its_slowest_link_without_those_of_other_culprits() -> None:
     matrix = matrix_of(HEALTHY | {(0, 3): 10.0, (1, 0): 60.0})
     assert matrix.of_rank(0).bytes_per_second == 10.0
     assert matrix.of_rank(0, without=[(0, 3)]).bytes_per_second == 60.0

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_gpucluster.isolation.finding import Outcome
-from pytest_gpucluster.isolation.inference import Evidence, hold
+from pytest_gpucluster.isolation.inference import Evidence, judge_probes
 from pytest_gpucluster.isolation.planner import pairing
 
 Good = Callable[[tuple[int, ...]], bool]
@@ -16,11 +16,11 @@ Rounds = list[list[tuple[int, ...]]]
 
 
 def play(units: int, rounds: int, good: Good) -> Rounds:
-    """The groups of so many rounds of pairs, each planned from what came of those before."""
+    """The groups of some rounds of pairs, each planned from the outcomes of those before."""
     played: Rounds = []
     outcomes: list[list[Outcome]] = []
     for number in range(rounds):
-        found = Evidence(tuple(range(units)), hold(outcomes, floor=lambda size: None))
+        found = Evidence(tuple(range(units)), judge_probes(outcomes, floor=lambda size: None))
         groups = pairing(found, number)
         played.append(groups)
         outcomes.append(
@@ -45,7 +45,7 @@ def test_groups_are_disjoint_and_all_but_one_are_in_a_pair(units: int, rounds: i
 
 
 @pytest.mark.parametrize("units", [2, 3, 4, 5, 6, 7, 16])
-def test_while_all_is_well_everybody_meets_everybody(units: int) -> None:
+def test_while_all_pass_every_unit_meets_every_other_one(units: int) -> None:
     pairs = [members for groups in play(units, units - 1 + units % 2, always) for members in groups]
     assert sorted(pairs) == list(itertools.combinations(range(units), 2))
 
@@ -74,9 +74,9 @@ def test_a_pair_that_failed_is_probed_again_once_both_have_passed_with_others() 
     assert [(one, other) in groups for groups in rounds] == [True, False, True, False, True, False, True]
 
 
-def test_who_failed_alone_is_probed_alone_again() -> None:
+def test_a_unit_that_failed_alone_is_probed_alone_again() -> None:
     outcomes = [[Outcome(members=(unit,), busbw=100.0 if unit == 2 else 400.0) for unit in range(5)]]
-    found = Evidence(tuple(range(5)), hold(outcomes, floor=lambda size: None))
+    found = Evidence(tuple(range(5)), judge_probes(outcomes, floor=lambda size: None))
     groups = pairing(found, 0)
     assert (2,) in groups
     assert sum(len(members) == 2 for members in groups) == 2
@@ -88,6 +88,6 @@ def test_a_culprit_is_in_no_pair_any_more() -> None:
 
 
 def test_among_three_the_two_good_ones_meet() -> None:
-    """Else the bad one would take a partner each time, and nobody could speak for either."""
+    """Else the bad one would take a partner each time, and neither could be cleared."""
     rounds = play(3, 3, lambda members: 0 not in members)
     assert sorted(members for groups in rounds for members in groups) == [(0, 1), (0, 2), (1, 2)]

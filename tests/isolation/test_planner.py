@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from pytest_gpucluster.isolation import inference
 from pytest_gpucluster.isolation import planner as planner_module
-from pytest_gpucluster.isolation.finding import Isolated, Outcome
-from pytest_gpucluster.isolation.planner import MOST_ROUNDS, Planner
+from pytest_gpucluster.isolation.finding import IsolationResult, Outcome
+from pytest_gpucluster.isolation.planner import MAX_ROUNDS, Planner
 
 Fault = Callable[[Sequence[int]], str]
 GOOD = 400.0
@@ -28,7 +28,7 @@ def probe(members: Sequence[int], fault: Fault) -> Outcome:
     )
 
 
-def search(units: int | Sequence[int], fault: Fault, *, floor: float | None = 300.0, **more: object) -> Isolated:
+def search(units: int | Sequence[int], fault: Fault, *, floor: float | None = 300.0, **more: object) -> IsolationResult:
     numbers = range(units) if isinstance(units, int) else units
     planner = Planner(numbers, floor=lambda size: floor, **more)  # type: ignore[arg-type]
     while (groups := planner.next_round()) is not None:
@@ -37,7 +37,7 @@ def search(units: int | Sequence[int], fault: Fault, *, floor: float | None = 30
 
 
 def bad(*units: int, what: str = "slow", smallest: int = 2) -> Fault:
-    """Units that are bad in groups of so many or more."""
+    """Units that are bad in groups of ``smallest`` units or more."""
     return lambda members: what if len(members) >= smallest and set(units) & set(members) else ""
 
 
@@ -45,7 +45,7 @@ def bad_link(one: int, other: int, what: str = "slow") -> Fault:
     return lambda members: what if {one, other} <= set(members) else ""
 
 
-def units_of(found: Isolated) -> list[tuple[int, ...]]:
+def units_of(found: IsolationResult) -> list[tuple[int, ...]]:
     return [culprit.units for culprit in found.culprits]
 
 
@@ -53,7 +53,7 @@ def fine(members: Sequence[int]) -> str:
     return ""
 
 
-# Who is found ----------------------------------------------------------------------------------------------------
+# Units that are found -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", ["slow", "dead", "wrong"])
@@ -66,7 +66,7 @@ def test_a_bad_unit_is_found_confirmed_and_the_others_are_cleared(units: int, wh
         assert (found.undecided, found.why_undecided, found.reproduced) == ((), "", True)
         [named] = found.culprits
         assert named.failed == named.probes >= 3
-        # The rest together is the proof that nobody is missing from the list.
+        # The rest at once is the proof that no unit is missing from the list.
         assert found.rounds[-1] == (probe(found.cleared, fine),)
 
 
@@ -83,7 +83,7 @@ def test_units_may_have_any_numbers() -> None:
     assert found.cleared == (3, 5, 7, 40)
 
 
-def test_a_unit_that_is_slow_by_itself_is_told_by_that_and_needs_no_partner() -> None:
+def test_a_unit_that_is_slow_by_itself_needs_no_partner() -> None:
     found = search(2, lambda members: "slow" if list(members) == [1] else "")
     [culprit] = found.culprits
     assert (culprit.units, culprit.failed, culprit.probes) == ((1,), 3, 3)
@@ -91,7 +91,7 @@ def test_a_unit_that_is_slow_by_itself_is_told_by_that_and_needs_no_partner() ->
     assert culprit.evidence[0].endswith(" 300 GB/s")
 
 
-def test_a_bad_link_is_told_from_its_ends() -> None:
+def test_a_bad_link_is_distinguished_from_its_ends() -> None:
     for one, other in ((0, 1), (2, 5), (0, 7)):
         found = search(8, bad_link(one, other, "wrong"))
         assert units_of(found) == [(one, other)]
@@ -116,7 +116,7 @@ def test_a_unit_that_is_bad_in_larger_groups_only_is_found_among_them(smallest: 
         assert found.cleared == tuple(unit for unit in range(16) if unit != culprit)
 
 
-def test_a_fault_of_all_together_accuses_nobody() -> None:
+def test_a_fault_of_all_at_once_accuses_no_unit() -> None:
     found = search(8, lambda members: "slow" if len(members) == 8 else "")
     assert (found.culprits, found.cleared) == ((), ())
     assert found.undecided == tuple(range(8))
@@ -124,7 +124,7 @@ def test_a_fault_of_all_together_accuses_nobody() -> None:
     assert "its parts pass" in found.why_undecided
 
 
-def test_a_unit_that_fails_now_and_then_is_said_to_be_so() -> None:
+def test_a_unit_that_fails_now_and_then_is_reported_as_intermittent() -> None:
     probes = 0
 
     def each_third(members: Sequence[int]) -> str:
@@ -142,10 +142,10 @@ def test_a_unit_that_fails_now_and_then_is_said_to_be_so() -> None:
     assert culprit.summary().endswith("intermittent")
 
 
-# Who is not accused ----------------------------------------------------------------------------------------------
+# Units that are not accused ------------------------------------------------------------------------------------------
 
 
-def test_what_does_not_happen_again_is_said_to_be_so() -> None:
+def test_a_fault_that_does_not_occur_again_is_reported_as_not_reproduced() -> None:
     found = search(8, fine)
     assert (found.culprits, found.reproduced, found.undecided) == ((), False, ())
     assert f"again in {len(found.rounds)} rounds" in found.why_undecided
@@ -160,22 +160,22 @@ def test_a_failure_that_comes_once_is_not_confirmed_and_its_units_are_not_cleare
     assert "not done after 60 s" in found.why_undecided
 
 
-def test_of_two_units_it_cannot_be_told_which_it_is() -> None:
+def test_of_two_units_neither_is_accused() -> None:
     found = search(2, lambda members: "dead" if len(members) == 2 else "")
     assert (found.culprits, found.undecided, found.reproduced) == ((), (0, 1), True)
-    assert "of two" in found.why_undecided
+    assert "with two units" in found.why_undecided
     assert len(found.rounds) < 8
 
 
 @pytest.mark.parametrize("units", [3, 4, 8])
-def test_where_no_pair_passes_nobody_is_accused(units: int) -> None:
+def test_where_no_pair_passes_no_unit_is_accused(units: int) -> None:
     found = search(units, lambda members: "dead" if len(members) > 1 else "")
     assert (found.culprits, found.undecided) == ((), tuple(range(units)))
     assert "passed with another" in found.why_undecided
     assert len(found.rounds) < 10
 
 
-def test_where_all_fail_alone_nobody_is_accused() -> None:
+def test_where_all_fail_alone_no_unit_is_accused() -> None:
     found = search(4, lambda members: "dead")
     assert (found.culprits, found.undecided) == ((), (0, 1, 2, 3))
     assert "share the cause" in found.why_undecided
@@ -204,7 +204,7 @@ def test_in_a_slow_fleet_the_one_that_is_far_behind_is_found_all_the_same() -> N
 
 
 @pytest.mark.parametrize("leaf", [{0, 1, 2, 3}, {0, 3, 4, 7}], ids=["seen to pass among themselves", "or not"])
-def test_units_that_a_bad_switch_cuts_off_are_told_as_such(leaf: set[int]) -> None:
+def test_units_that_a_bad_switch_cuts_off_are_reported_as_such(leaf: set[int]) -> None:
     found = search(16, lambda members: "dead" if 0 < len(set(members) & leaf) < len(members) else "")
     assert set(found.cleared) & leaf == set()
     assert {unit for units in units_of(found) for unit in units} <= leaf
@@ -216,18 +216,18 @@ def test_units_that_a_bad_switch_cuts_off_are_told_as_such(leaf: set[int]) -> No
     assert len(found.rounds) < 20
 
 
-def test_without_a_limit_the_speed_of_all_together_is_not_judged_and_that_is_said() -> None:
+def test_without_a_limit_the_rate_of_all_at_once_is_reported_as_not_judged() -> None:
     found = search(8, fine, floor=None)
     assert not found.reproduced
-    assert "8 together did 400 GB/s; " in found.why_undecided
+    assert "8 at once reached 400 GB/s; " in found.why_undecided
 
 
-def test_without_a_limit_a_slow_unit_is_still_found_beside_the_others() -> None:
+def test_without_a_limit_a_slow_unit_is_still_found_by_comparison() -> None:
     assert units_of(search(8, bad(6), floor=None)) == [(6,)]
 
 
 @given(st.integers(1, 9), st.integers(0, 2**32 - 1), st.sampled_from([0.05, 0.3, 0.7]))
-def test_whatever_is_seen_it_comes_to_an_end_with_disjoint_groups(units: int, seed: int, share: float) -> None:
+def test_any_outcomes_end_the_search_with_disjoint_groups(units: int, seed: int, share: float) -> None:
     random = Random(seed)
 
     def now_and_then(members: Sequence[int]) -> str:
@@ -245,13 +245,13 @@ def test_whatever_is_seen_it_comes_to_an_end_with_disjoint_groups(units: int, se
         assert named | set(found.cleared) | set(found.undecided) == set(range(units))
         assert not named & set(found.cleared)
         assert not set(found.cleared) & set(found.undecided)
-    assert len(planner.finding().rounds) <= MOST_ROUNDS
+    assert len(planner.finding().rounds) <= MAX_ROUNDS
 
 
 # How it is used --------------------------------------------------------------------------------------------------
 
 
-def test_a_budget_ends_the_search_and_what_is_open_then_is_said_to_be_so() -> None:
+def test_a_budget_ends_the_search_and_the_rest_is_reported_as_undecided() -> None:
     found = search(8, bad(2), budget_rounds=3)
     assert len(found.rounds) == 3
     assert found.culprits == ()
@@ -298,12 +298,12 @@ def test_each_round_is_taken_once_and_whole() -> None:
 
 def test_the_page_has_the_numbers_of_the_code() -> None:
     page = (Path(__file__).parents[2] / "docs" / "isolation.md").read_text(encoding="utf-8")
-    for told in (
+    for text in (
         f"`isolation.min_ratio` ({100 * inference.MIN_RATIO:g} %)",
-        f"fewer than\n{inference._MANY}",
-        f"for {planner_module._QUIET} rounds of pairs, after {MOST_ROUNDS} rounds",
+        f"fewer than\n{inference._LARGE_SAMPLE}",
+        f"for {planner_module._QUIET_ROUNDS} rounds of pairs, after {MAX_ROUNDS} rounds",
     ):
-        assert told in page
-    assert (planner_module._TOURNAMENT, inference.CONFIRMED) == (6, 3)
+        assert text in page
+    assert (planner_module._TOURNAMENT_UNITS, inference.CONFIRMED) == (6, 3)
     assert "Up to six units" in page
     assert "three probes" in page

@@ -18,7 +18,7 @@ def slow_gpu(left: float = 0.2) -> list[Reading]:
     return measured(within_node(NODE, 0), lambda sender, receiver: left if 3 in (sender, receiver) else 1.0, noise=0)
 
 
-def test_the_partners_of_a_slow_gpu_stand_for_what_they_reach_among_themselves() -> None:
+def test_the_partners_of_a_slow_gpu_are_represented_by_their_links_among_themselves() -> None:
     found = survey(slow_gpu())
     assert found.of_rank(3).bytes_per_second == pytest.approx(0.2 * 48 * GB)
     for rank in range(3):
@@ -27,14 +27,14 @@ def test_the_partners_of_a_slow_gpu_stand_for_what_they_reach_among_themselves()
     assert found.ratio_of_rank(3) == pytest.approx(0.2)
 
 
-def test_both_ends_of_a_slow_link_stand_for_it() -> None:
+def test_a_slow_link_represents_both_its_ends() -> None:
     fault = measured(within_node(NODE, 0), lambda s, r: 0.2 if {s, r} == {1, 2} else 1.0, noise=0)
     found = survey(fault)
     assert [found.ratio_of_rank(rank) for rank in range(4)] == pytest.approx([1.0, 0.2, 0.2, 1.0])
     assert found.slow == ((1, 2),)
 
 
-def test_without_a_limit_nothing_is_far_behind_and_every_rank_stands_for_its_slowest_link() -> None:
+def test_without_a_limit_no_link_is_slow_and_every_rank_is_represented_by_its_slowest() -> None:
     found = survey(slow_gpu(), below=None)
     assert found.slow == ()
     assert found.culprits("slow") == ()
@@ -53,10 +53,10 @@ def test_the_readings_of_pairs_come_slowest_first_and_unmeasured_pairs_have_none
     assert [one.pair for one in found] == [(0, 3), (0, 3), (0, 1), (0, 1)]
 
 
-def test_across_nodes_a_slow_node_is_left_out_of_the_yardstick_with_all_its_rails() -> None:
+def test_across_nodes_a_slow_node_is_excluded_from_the_reference_rate_with_all_its_rails() -> None:
     there = places(3, 2)
     rounds = [((0, 2),), ((0, 4), (1, 5)), ((2, 4), (3, 5))]
     readings = measured(rounds, lambda s, r: 0.3 if {4, 5} & {s, r} else 1.0, noise=0)
-    assert matrix_of(readings, "world", there).yardstick((0, 4)) == 48 * GB
+    assert matrix_of(readings, "world", there).reference_rate((0, 4)) == 48 * GB
     # By GPU, one of its two rails would still be in it.
-    assert matrix_of(readings, "node", there).yardstick((0, 4)) == pytest.approx(0.3 * 48 * GB)
+    assert matrix_of(readings, "node", there).reference_rate((0, 4)) == pytest.approx(0.3 * 48 * GB)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from pytest_gpucluster.isolation.finding import Culprit, Isolated, Outcome
+from pytest_gpucluster.isolation.finding import Culprit, IsolationResult, Outcome
 from pytest_gpucluster.reports.html.criterion import search_of
 from pytest_gpucluster.session import isolation
 
@@ -13,7 +13,7 @@ NAMES = {0: "gpu-01", 1: "gpu-02", 2: "gpu-03"}
 
 
 def searched(**changes: Any) -> dict[str, Any]:
-    found = Isolated(
+    found = IsolationResult(
         culprits=(Culprit(units=(1,), kind="unit", failed=2, probes=3, evidence=("round 1, alone: 212 GB/s",)),),
         cleared=(0,),
         undecided=(2,),

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from pytest_gpucluster.isolation.finding import Culprit, Isolated, Outcome
+from pytest_gpucluster.isolation.finding import Culprit, IsolationResult, Outcome
 from pytest_gpucluster.session import isolation
 from pytest_gpucluster.session.isolation import _in_the_world
 
@@ -22,7 +22,7 @@ def culprit(*units, failed=3, probes=3):
 
 def isolated(*culprits, rounds=((GOOD,), (BAD,)), undecided=(), why="", reproduced=True):
     found = {"culprits": culprits, "cleared": (0, 2), "undecided": undecided, "rounds": rounds}
-    return Isolated(**found, why_undecided=why, reproduced=reproduced)
+    return IsolationResult(**found, why_undecided=why, reproduced=reproduced)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from pytest_gpucluster.isolation.finding import Outcome
-from pytest_gpucluster.isolation.inference import Held, below_floor, hold
+from pytest_gpucluster.isolation.inference import Probe, below_floor, judge_probes
 
 
 def pair(first: int, busbw: float | None, **more: str) -> Outcome:
@@ -17,71 +17,71 @@ def no_floor(units: int) -> None:
 
 
 def verdicts(outcomes: Sequence[Outcome], floor: float | None = None, **more: float) -> list[str]:
-    return [one.verdict for one in hold([outcomes], floor=lambda units: floor, **more)]
+    return [one.verdict for one in judge_probes([outcomes], floor=lambda units: floor, **more)]
 
 
-def why(outcomes: Sequence[Outcome], floor: float | None = None) -> list[str]:
-    return [one.why for one in hold([outcomes], floor=lambda units: floor)]
+def reasons(outcomes: Sequence[Outcome], floor: float | None = None) -> list[str]:
+    return [one.reason for one in judge_probes([outcomes], floor=lambda units: floor)]
 
 
 def test_a_group_far_behind_others_of_its_size_has_failed() -> None:
     outcomes = [pair(0, 380), pair(2, 377), pair(4, 200)]
     assert verdicts(outcomes) == ["passed", "passed", "failed"]
-    assert why(outcomes)[2] == "200 GB/s; usual for 2 units is 380 GB/s"
+    assert reasons(outcomes)[2] == "200 GB/s; usual for 2 units is 380 GB/s"
     assert verdicts([pair(0, 380), pair(2, 324), pair(4, 322)]) == ["passed", "passed", "failed"]
     assert verdicts(outcomes, min_ratio=0.5) == ["passed"] * 3
 
 
-def test_groups_of_another_size_are_no_yardstick() -> None:
+def test_groups_of_another_size_are_not_compared() -> None:
     alone = Outcome(members=(9,), busbw=450.0)
-    together = Outcome(members=tuple(range(8)), busbw=100.0)
-    held = hold([[alone, together], [pair(0, 380), pair(2, 380)]], floor=no_floor)
-    assert [one.verdict for one in held] == ["unjudged", "unjudged", "passed", "passed"]
-    assert held[1].why.startswith("100 GB/s; ")
+    whole = Outcome(members=tuple(range(8)), busbw=100.0)
+    probes = judge_probes([[alone, whole], [pair(0, 380), pair(2, 380)]], floor=no_floor)
+    assert [one.verdict for one in probes] == ["unjudged", "unjudged", "passed", "passed"]
+    assert probes[1].reason.startswith("100 GB/s; ")
 
 
 def test_earlier_rounds_count_and_a_later_one_can_change_a_verdict() -> None:
     first, later = [pair(0, 200), pair(2, 200)], [pair(4, 380)]
-    assert [one.verdict for one in hold([first], floor=no_floor)] == ["passed", "passed"]
-    assert [one.verdict for one in hold([first, later], floor=no_floor)] == ["failed", "failed", "passed"]
-    assert [one.number for one in hold([first, later], floor=no_floor)] == [1, 1, 2]
+    assert [one.verdict for one in judge_probes([first], floor=no_floor)] == ["passed", "passed"]
+    assert [one.verdict for one in judge_probes([first, later], floor=no_floor)] == ["failed", "failed", "passed"]
+    assert [one.number for one in judge_probes([first, later], floor=no_floor)] == [1, 1, 2]
 
 
 @pytest.mark.parametrize(
-    ("outcome", "told"),
+    ("outcome", "reason"),
     [
         (pair(4, None, failure="not done after 60 s"), "not done after 60 s"),
         (pair(4, 380, wrong="rank 9 at 4 KiB"), "wrong data: rank 9 at 4 KiB"),
-        (pair(4, None), "no value, and nothing says why"),
+        (pair(4, None), "no value, and no reason was reported"),
         (pair(4, float("nan")), "nan GB/s; usual for 2 units is 380 GB/s"),
     ],
-    ids=["timeout", "wrong data", "nothing said", "nan"],
+    ids=["timeout", "wrong data", "no reason", "nan"],
 )
-def test_what_is_broken_has_failed_whatever_the_others_do(outcome: Outcome, told: str) -> None:
+def test_what_is_broken_has_failed_whatever_the_others_do(outcome: Outcome, reason: str) -> None:
     outcomes = [pair(0, 380), pair(2, 380), outcome]
     assert verdicts(outcomes) == ["passed", "passed", "failed"]
-    assert why(outcomes)[2] == told
+    assert reasons(outcomes)[2] == reason
     assert verdicts([outcome]) == ["failed"]
 
 
 def test_the_floor_decides_also_where_there_is_no_other_group() -> None:
     assert verdicts([pair(0, 380)], 390) == ["failed"]
-    assert why([pair(0, 380)], 390) == ["380 GB/s; the limit for 2 units is 390 GB/s"]
+    assert reasons([pair(0, 380)], 390) == ["380 GB/s; the limit for 2 units is 390 GB/s"]
     assert verdicts([pair(0, 390)], 390) == ["passed"]
 
 
-def test_a_value_with_nothing_beside_it_is_neither_good_nor_bad() -> None:
-    [one] = hold([[pair(0, 380)]], floor=no_floor)
+def test_a_value_with_nothing_to_compare_is_neither_good_nor_bad() -> None:
+    [one] = judge_probes([[pair(0, 380)]], floor=no_floor)
     assert (one.verdict, one.failed, one.passed) == ("unjudged", False, False)
-    slow, dead = hold([[pair(2, 1), pair(4, None, failure="x"), pair(6, 380)]], floor=no_floor)[:2]
+    slow, dead = judge_probes([[pair(2, 1), pair(4, None, failure="x"), pair(6, 380)]], floor=no_floor)[:2]
     assert (one.clears(slow), one.clears(dead)) == (False, True)
 
 
 def test_the_same_group_twice_is_no_other_group() -> None:
-    assert [one.verdict for one in hold([[pair(0, 380)], [pair(0, 200)]], floor=no_floor)] == ["unjudged"] * 2
+    assert [one.verdict for one in judge_probes([[pair(0, 380)], [pair(0, 200)]], floor=no_floor)] == ["unjudged"] * 2
 
 
-def test_where_nobody_of_many_reaches_the_floor_it_tells_nothing_about_one_of_them() -> None:
+def test_a_floor_that_none_of_many_reaches_fails_none_of_them() -> None:
     slow_fleet = [pair(2 * index, 300 + index) for index in range(4)]
     assert verdicts(slow_fleet, 400) == ["passed"] * 4
     assert verdicts([*slow_fleet, pair(8, 100)], 400) == ["passed"] * 4 + ["failed"]
@@ -106,6 +106,6 @@ def test_most_groups_may_be_bad_where_there_are_few_units() -> None:
 
 
 def test_one_gpu_alone_has_no_figure_and_is_not_judged() -> None:
-    one, other = hold([[Outcome(members=(0,), busbw=None), Outcome(members=(1,), busbw=400.0)]], floor=no_floor)
+    one, other = judge_probes([[Outcome(members=(0,), busbw=None), Outcome(members=(1,), busbw=400.0)]], floor=no_floor)
     assert (one.verdict, other.verdict) == ("unjudged", "unjudged")
-    assert isinstance(one, Held)
+    assert isinstance(one, Probe)

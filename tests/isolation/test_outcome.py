@@ -24,11 +24,11 @@ from pytest_gpucluster.isolation.finding import Outcome
         (Outcome(members=(0, 1), busbw=-1.0), True),
     ],
     ids=[
-        *("good", "zero", "timeout", "value and failure", "wrong data", "nothing said", "one GPU has no figure"),
+        *("good", "zero", "timeout", "value and failure", "wrong data", "no reason", "one GPU has no figure"),
         *("one GPU that fails", "nan", "inf", "negative"),
     ],
 )
-def test_what_is_broken_whatever_its_speed(outcome: Outcome, broken: bool) -> None:
+def test_outcomes_that_are_broken_at_any_speed(outcome: Outcome, broken: bool) -> None:
     assert outcome.broken is broken
 
 
@@ -38,9 +38,9 @@ def test_a_group_has_units_in_order(members: tuple[int, ...]) -> None:
         Outcome(members=members, busbw=1.0)
 
 
-def test_it_goes_into_json_whatever_the_value() -> None:
-    told = Outcome(members=(0, 3), busbw=math.nan, wrong="rank 3").to_json()
-    assert json.loads(json.dumps(told, allow_nan=False)) == {
+def test_any_value_can_be_written_as_json() -> None:
+    plain = Outcome(members=(0, 3), busbw=math.nan, wrong="rank 3").to_json()
+    assert json.loads(json.dumps(plain, allow_nan=False)) == {
         "members": [0, 3],
         "busbw": "nan",
         "wrong": "rank 3",

@@ -8,7 +8,7 @@ from pytest_gpucluster.isolation.round_robin import count_of_rounds, partner, ro
 
 
 @given(st.integers(2, 130))
-def test_everybody_meets_everybody_once_and_nobody_is_in_two_pairs_at_a_time(players: int) -> None:
+def test_all_pairs_meet_once_and_no_player_is_in_two_pairs_at_a_time(players: int) -> None:
     schedule = rounds(players)
     for round_ in schedule:
         taken = [player for link in round_ for player in link]
@@ -35,12 +35,12 @@ def test_partners_are_partners_of_each_other(players: int, data: st.DataObject) 
 
 
 @pytest.mark.parametrize("players", [-1, 0, 1])
-def test_one_alone_meets_nobody(players: int) -> None:
+def test_a_single_player_has_no_tournament(players: int) -> None:
     with pytest.raises(ValueError, match=f"two players or more, not {players}"):
         rounds(players)
 
 
 @pytest.mark.parametrize(("player", "round_"), [(4, 0), (-1, 0), (0, 3), (0, -1)])
-def test_who_is_not_there_has_no_partner(player: int, round_: int) -> None:
+def test_a_number_out_of_range_has_no_partner(player: int, round_: int) -> None:
     with pytest.raises(ValueError, match=f"player {player} of 4 in round {round_} of 3"):
         partner(player, round_, 4)

@@ -1,0 +1,151 @@
+"""The planner in simulated clusters with noise and planted faults: it finds them in time and accuses no other unit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Literal
+
+import pytest
+
+from pytest_gpucluster.isolation.finding import IsolationResult, Outcome
+from pytest_gpucluster.isolation.planner import Planner
+
+NODE_SPREAD, PROBE_NOISE = 0.01, 0.02
+"""Standard deviations between healthy nodes, and between two probes of one group, as shares of the rate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A fault of one unit, or of the link between two.
+
+    ``smallest``: groups of fewer units do not show it. ``chance``: of showing in a probe. ``neighbours``: a link is
+    used only where its ends are neighbours in the ring of the group, in ascending order.
+    """
+
+    units: tuple[int, ...]
+    kind: Literal["slow", "dead", "wrong"] = "slow"
+    smallest: int = 2
+    chance: float = 1.0
+    neighbours: bool = False
+
+    def shows_in(self, members: tuple[int, ...], random: Random) -> bool:
+        if len(members) < self.smallest or not set(self.units) <= set(members):
+            return False
+        if self.neighbours:
+            one, other = (members.index(unit) for unit in self.units)
+            if abs(one - other) not in (1, len(members) - 1):
+                return False
+        return random.random() < self.chance
+
+
+def usual(units: int) -> float:
+    """GB/s of a healthy group."""
+    return 440.0 if units == 1 else 380.0 * 0.99 ** (math.log2(units) - 1)
+
+
+class Cluster:
+    """Answers probes as a real cluster would; the planner never sees the faults."""
+
+    def __init__(self, nodes: int, faults: Sequence[Fault], random: Random, transient: float = 0.0) -> None:
+        self.nodes, self._faults, self._random, self._transient = nodes, faults, random, transient
+        self._level = [random.gauss(1.0, NODE_SPREAD) for _ in range(nodes)]
+
+    def probe(self, members: tuple[int, ...]) -> Outcome:
+        kinds = {fault.kind for fault in self._faults if fault.shows_in(members, self._random)}
+        if self._random.random() < self._transient:
+            kinds.add(self._random.choice(("slow", "dead")))
+        if "dead" in kinds:
+            return Outcome(members=members, busbw=None, failure="not done after 60 s")
+        busbw = usual(len(members)) * min(self._level[unit] for unit in members)
+        busbw *= max(0.01, self._random.gauss(1.0, PROBE_NOISE)) * (0.5 if "slow" in kinds else 1.0)
+        return Outcome(members=members, busbw=busbw, wrong="rank 3" if "wrong" in kinds else "")
+
+    def search(self) -> IsolationResult:
+        planner = Planner(range(self.nodes), floor=lambda units: 0.8 * usual(units))
+        while (groups := planner.next_round()) is not None:
+            planner.take([self.probe(members) for members in groups])
+        return planner.finding()
+
+
+Plant = Callable[[Random, int], list[Fault]]
+
+
+def nodes(count: int, **fault: object) -> Plant:
+    return lambda random, total: [
+        Fault(units=(unit,), **fault)  # type: ignore[arg-type]  # the fault's own fields
+        for unit in random.sample(range(total), count)
+    ]
+
+
+def link(**fault: object) -> Plant:
+    return lambda random, total: [Fault(units=tuple(sorted(random.sample(range(total), 2))), **fault)]  # type: ignore[arg-type]
+
+
+def ring_link(random: Random, total: int) -> list[Fault]:
+    unit = random.randrange(total - 1)
+    return [Fault(units=(unit, unit + 1), kind="dead", neighbours=True)]
+
+
+@dataclass
+class Tally:
+    """Over all trials: missed faults, searches with a falsely accused unit, undecided units, rounds of each."""
+
+    missed: int = 0
+    false: int = 0
+    undecided: int = 0
+    reproduced: int = 0
+    rounds: tuple[int, ...] = ()
+
+
+def trials(name: str, plant: Plant, total: int, count: int, transient: float = 0.0) -> Tally:
+    tally = Tally()
+    for number in range(count):
+        random = Random(f"{name} {total} {number}")
+        faults = plant(random, total)
+        found = Cluster(total, faults, random, transient).search()
+        planted, accused = {fault.units for fault in faults}, {culprit.units for culprit in found.culprits}
+        tally.missed += len(planted - accused)
+        tally.false += bool(accused - planted)
+        tally.undecided += len(found.undecided)
+        tally.reproduced += found.reproduced
+        tally.rounds += (len(found.rounds),)
+    return tally
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize(
+    "fault", [{}, {"kind": "dead"}, {"kind": "wrong"}, {"smallest": 1}], ids=["slow", "dead", "wrong", "slow alone"]
+)
+def test_bad_nodes_are_found_within_2_log2_n_plus_5_rounds_and_no_other_unit_is_accused(
+    count: int, fault: dict[str, object]
+) -> None:
+    for total, number in ((256, 2), (64, 6), (16, 10), (8, 10)):
+        tally = trials(f"{count} {fault}", nodes(count, **fault), total, number)
+        assert (tally.missed, tally.false, tally.undecided) == (0, 0, 0)
+        assert max(tally.rounds) <= 2 * math.ceil(math.log2(total)) + 5
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [link(), link(kind="wrong"), ring_link, nodes(1, kind="dead", smallest=8)],
+    ids=["slow", "wrong", "ring", "8"],
+)
+def test_bad_links_and_faults_of_larger_groups_are_found(plant: Plant) -> None:
+    tally = trials("links", plant, 64, 6)
+    assert (tally.missed, tally.false) == (0, 0)
+
+
+def test_an_intermittent_fault_is_mostly_found_and_a_rare_one_accuses_no_other_unit() -> None:
+    half = trials("half", nodes(1, chance=0.5), 64, 8)
+    assert half.missed <= 2
+    assert half.false <= 1
+    assert trials("rare", nodes(1, chance=1 / 8), 64, 8).false == 0
+
+
+def test_in_a_healthy_cluster_no_unit_is_accused() -> None:
+    healthy = trials("healthy", nodes(0), 64, 4)
+    assert (healthy.false, healthy.reproduced, healthy.undecided) == (0, 0, 0)
+    assert trials("noisy", nodes(0), 64, 4, transient=0.001).false == 0
