@@ -82,5 +82,5 @@ def test_collective(scope, collective, dtype, cluster, inventory, workload, tele
             measure(f"{name}.latency", result.latency, unit="s", telemetry=seen, **labels)
         if size in large:
             measure(f"{name}.algbw", result.algbw, unit="B/s", telemetry=seen, record_only=True, **labels)
-            measure(f"{name}.busbw", result.busbw, unit="B/s", telemetry=carried.beside(seen), **labels)
+            measure(f"{name}.busbw", result.busbw, unit="B/s", telemetry=carried.add_to(seen), **labels)
             measure(f"{name}.average_busbw", result.average_busbw, unit="B/s", record_only=True, **labels)

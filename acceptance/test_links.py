@@ -68,7 +68,7 @@ def all_links(request, cluster, gpu, inventory, limits, workload, telemetry, pro
         if cluster.rank == 0:
             (artifacts / f"links-{scope}.json").write_text(json.dumps(to_json(found)), encoding="utf-8")
             (artifacts / f"links-{scope}.txt").write_text(survey_text(found), encoding="utf-8")
-        return found, {**labels, **carried.labels}, carried.beside(window.summary())
+        return found, {**labels, **carried.labels}, carried.add_to(window.summary())
 
     return surveyed
 

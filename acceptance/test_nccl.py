@@ -96,5 +96,5 @@ def test_all_reduce(scope, dtype, cluster, inventory, workload, telemetry, measu
             continue
         measure("nccl.all_reduce.algbw", result.algbw, unit="B/s", telemetry=seen, record_only=True, **labels)
         if not alone:
-            measure("nccl.all_reduce.busbw", result.busbw, unit="B/s", telemetry=carried.beside(seen), **labels)
+            measure("nccl.all_reduce.busbw", result.busbw, unit="B/s", telemetry=carried.add_to(seen), **labels)
             measure("nccl.all_reduce.average_busbw", result.average_busbw, unit="B/s", record_only=True, **labels)

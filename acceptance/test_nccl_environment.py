@@ -8,7 +8,6 @@ import pytest
 from pytest_gpucluster.metrics.datasheets import promise_of
 from pytest_gpucluster.metrics.finding import require_nothing
 from pytest_gpucluster.node.fabric.nccl_advice import advise
-from pytest_gpucluster.node.fabric.nccl_advice import place as place_of
 from pytest_gpucluster.node.fabric.nccl_probe import Sources, gather_facts, of_ranks
 from pytest_gpucluster.node.fabric.nccl_rules import judge_environment
 from pytest_gpucluster.node.fabric.port_exchange import settings_of_all
@@ -24,9 +23,9 @@ def test_nccl_environment(artifacts, board, cluster, fabric_sources, gpu, invent
     surely hurts here is an error; what helps in some places and hurts in others, and what is meant for debugging only,
     is noted. What this suite has set itself is left out.
 
-    Recorded as well is what ``gpucluster node nccl-env`` would advise on this node: its fabric, the variables that it
-    needs and why. One that is not set, or set otherwise, is noted and fails nothing: whether it costs anything is what
-    the collectives measure.
+    Recorded as well is the advice of ``gpucluster node nccl-env`` for this node: its fabric, the variables that it
+    needs and why. One that is not set, or set otherwise, is noted and fails nothing: the collectives measure its
+    cost.
 
     Why: NCCL_P2P_DISABLE=1 or NCCL_ALGO=Ring, once set to look for a bug, costs half of the bandwidth for years, and no
     message reports it.
@@ -45,8 +44,8 @@ def test_nccl_environment(artifacts, board, cluster, fabric_sources, gpu, invent
         nccl=lambda tree: inventory[cluster.rank]["versions"]["nccl"],
     )
     facts = gather_facts(node)
-    place = dataclasses.replace(
-        place_of(facts),
+    node_facts = dataclasses.replace(
+        facts,
         nnodes=cluster.nnodes,
         local_ranks=cluster.local_world_size,
         nvlink=promise is not None and bool(promise.nvlinks),
@@ -54,15 +53,15 @@ def test_nccl_environment(artifacts, board, cluster, fabric_sources, gpu, invent
     )
     for setting in mine:
         record_property(f"environment.{setting.name}", f"{setting.value} ({setting.origin})")
-    findings = [found for setting in mine if (found := judge_environment(setting, place, cluster.hostname)) is not None]
-    everyone = settings_of_all(board, mine, inventory, cluster.rank)
-    if everyone is not None:
-        (artifacts / "environment.json").write_text(json.dumps(everyone.distinct(), indent=1), encoding="utf-8")
-        findings += everyone.findings(inventory)
-    advised = advise(facts)
-    for name, text in advised.properties().items():
+    findings = [found for setting in mine if (found := judge_environment(setting, node_facts)) is not None]
+    of_all = settings_of_all(board, mine, inventory, cluster.rank)
+    if of_all is not None:
+        (artifacts / "environment.json").write_text(json.dumps(of_all.distinct(), indent=1), encoding="utf-8")
+        findings += of_all.findings(inventory)
+    advice = advise(facts)
+    for name, text in advice.properties().items():
         record_property(name, text)
-    findings += advised.notes(cluster.hostname)
+    findings += advice.notes(cluster.hostname)
     hurting = sum(found.kind != "note" for found in findings)
     measure("nccl.environment.findings", hurting, unit="findings", record_only=True)
     require_nothing(findings)

@@ -32,7 +32,8 @@ from pytest_gpucluster.cli.command import (
 from pytest_gpucluster.errors import LaunchError
 
 if TYPE_CHECKING:
-    from pytest_gpucluster.node.fabric.nccl_facts import Advised, Facts
+    from pytest_gpucluster.node.fabric.nccl_advice import NcclAdvice
+    from pytest_gpucluster.node.fabric.nccl_facts import Facts
     from pytest_gpucluster.node.health.node_state import Node, NodeState
 
 _INFO = """\
@@ -222,7 +223,7 @@ def run_nccl_env(options: argparse.Namespace) -> int:
     return DIFFERS if advised.differs else NOT_KNOWN if advised.unknown else DONE
 
 
-def _rendered(form: str, facts: Facts, advised: Advised) -> str:
+def _rendered(form: str, facts: Facts, advised: NcclAdvice) -> str:
     from pytest_gpucluster.node.fabric import nccl_advice_text
 
     if form == "json":
@@ -234,7 +235,7 @@ def _rendered(form: str, facts: Facts, advised: Advised) -> str:
     )
 
 
-def _told(facts: Facts, advised: Advised) -> dict[str, object]:
+def _told(facts: Facts, advised: NcclAdvice) -> dict[str, object]:
     return {
         "schema_version": SCHEMA_VERSION,
         "host": facts.host,

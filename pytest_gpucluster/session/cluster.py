@@ -25,7 +25,7 @@ from pytest_gpucluster.errors import CommunicationError, EnvironmentBroken, Nvls
 from pytest_gpucluster.launch.launchers import RankFacts
 from pytest_gpucluster.metrics.measurement import WITHOUT_NVLS
 from pytest_gpucluster.node.fabric.nccl_environment import switch_nvls_off
-from pytest_gpucluster.node.fabric.nccl_log import Agreed, NcclLog, agreed
+from pytest_gpucluster.node.fabric.nccl_log import GroupTransport, NcclLog, group_transport
 from pytest_gpucluster.node.fabric.ports import network_cards
 from pytest_gpucluster.text import first_line
 
@@ -238,7 +238,7 @@ class Cluster:
             deadline_seconds=deadline_seconds,
         )
 
-    def carried_by(self, group: ProcessGroup) -> Agreed:
+    def carried_by(self, group: ProcessGroup) -> GroupTransport:
         """Tell what carries the data of the groups that all ranks are in: this one here, others of its size elsewhere.
 
         Read from what NCCL logged while the group was made and inside :meth:`using`, so ask after the group was used.
@@ -247,11 +247,11 @@ class Cluster:
         """
         ranks = _ranks_of(group)
         if self.backend == "gloo":
-            return Agreed(transport="gloo")
+            return GroupTransport(transport="gloo")
         mine = self.nccl_log.choice(ranks, rest=len(ranks) == self.world_size)
         mine = replace(mine, cards=self._count_cards())
         hosts = len({self.hosts[rank] for rank in ranks})
-        return agreed(self.all_gather_object(mine.to_json()), ranks=len(ranks), hosts=hosts)
+        return group_transport(self.all_gather_object(mine.to_json()), ranks=len(ranks), hosts=hosts)
 
     def discard(self, epoch: int) -> None:
         """Throw the groups away after a fault; the next use makes new ones. Every rank must call this.

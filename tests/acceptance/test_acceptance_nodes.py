@@ -167,7 +167,7 @@ BROKEN = {
     ("shared_filesystem__other", "shared_filesystem"): ("nfs4 on node-b", "1 of 2 hosts"),
     ("shared_filesystem__stale", "shared_filesystem"): ("- node-b: nfs4 server:/gone on /gone: stale",),
     ("shared_filesystem__full", "shared_filesystem"): ("rank 1: OSError: [Errno 28]",),
-    ("nccl__unknown", "all_reduce[world-fp32]"): ("nccl.all_reduce.busbw", "transport not known: rank 0: "),
+    ("nccl__unknown", "all_reduce[world-fp32]"): ("nccl.all_reduce.busbw", "transport unknown: rank 0: "),
 }
 """Copy and test -> what stands in its text."""
 

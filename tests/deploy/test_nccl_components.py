@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from pytest_gpucluster.node.fabric.nccl_advice import advise
+from pytest_gpucluster.node.fabric.nccl_advice import NcclAdvice, advise
 from pytest_gpucluster.node.fabric.nccl_advice_rules import GOOGLE_SCRIPTS
-from pytest_gpucluster.node.fabric.nccl_facts import Advised
 from pytest_gpucluster.node.fabric.nccl_probe import gather_facts
 from pytest_gpucluster.node.fabric.nccl_rules import RULES
 
@@ -45,7 +44,7 @@ def variables(folder: Path) -> dict[str, str]:
     return found
 
 
-def advised(root: Path, component: str, given: Mapping[str, str]) -> Advised:
+def advised(root: Path, component: str, given: Mapping[str, str]) -> NcclAdvice:
     node = FABRICS[component](root)
     if not any(one.name == "eth0" for one in node.found):
         node.found.clear()

@@ -10,8 +10,8 @@ from sessions import Project
 SUITE = """
 def test_it():
     from pytest_gpucluster.node.fabric import nccl_advice_rules
-    from pytest_gpucluster.node.fabric.nccl_facts import Set
-    assert nccl_advice_rules.Set is Set
+    from pytest_gpucluster.node.fabric.nccl_facts import Fabric
+    assert nccl_advice_rules.Fabric is Fabric
 """
 
 

@@ -21,19 +21,19 @@ from pytest_gpucluster.text import rank_ranges
 ENVIRONMENT = "environment"
 PREFIXES = ("NCCL_", "UCX_")
 ALSO = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "OMP_NUM_THREADS", "TORCH_DISTRIBUTED_DEBUG")
-"""What is looked at beside the prefixes."""
+"""Further variables of interest."""
 SYSTEM_FILE = Path("/etc/nccl.conf")
 USER_FILE = ".nccl.conf"
 OF_A_RANK = ("NCCL_IB_HCA", "UCX_NET_DEVICES", "OMP_NUM_THREADS")
-"""What a launcher may set for each rank of a node anew, so that each uses the card beside its GPU."""
+"""A launcher may set these for each rank of a node, so that each uses the card closest to its GPU."""
 OF_A_NODE = ("NCCL_SOCKET_IFNAME",)
-"""What may be set for each node anew: the same network has another interface's name on another kind of host."""
-_NVLS, _NO_CACHE, _SWITCHED_OFF = "NCCL_NVLS_ENABLE", "NCCL_NO_CACHE", "GPUCLUSTER_NVLS_SWITCHED_OFF"
+"""These may differ between nodes: interface names depend on the kind of host."""
+_NVLS, _NO_CACHE, _NVLS_OFF_BY_SUITE = "NCCL_NVLS_ENABLE", "NCCL_NO_CACHE", "GPUCLUSTER_NVLS_SWITCHED_OFF"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A variable that is set. ``origin``: "environment" or a file's path; ``instead_of``: what it overrides there."""
+    """A variable that is set. ``origin``: "environment" or a file's path; ``instead_of``: overridden values."""
 
     name: str
     value: str
@@ -49,18 +49,18 @@ class Setting:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Setting:
-        """Read what :meth:`to_json` has made."""
-        return cls(**{**told, "instead_of": tuple(told["instead_of"])})
+    def from_json(cls, plain: Mapping[str, Any]) -> Setting:
+        """Read the result of :meth:`to_json`."""
+        return cls(**{**plain, "instead_of": tuple(plain["instead_of"])})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
     """A variable that is not the same on all ranks.
 
-    ``by_value``: each value, or None for "not set", -> its ranks; the usual one comes first. ``is_meant``: each node
-    has the same values on the same local ranks, as a launcher sets them that gives each rank a card of its own; or it
-    is of a kind that a node may have for itself, and has one value on each.
+    ``by_value``: each value, or None for "not set", -> its ranks; the most frequent one comes first. ``is_meant``: each
+    node has the same values on the same local ranks, as set by a launcher that gives each rank a card of its own; or
+    the variable may differ between nodes, and each node has one value.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Difference:
 
 
 def prepare_environment(environment: MutableMapping[str, str]) -> None:
-    """Let NCCL read anew for each communicator whether to use NVLS: else it reads that once for a process.
+    """Let NCCL read for each communicator whether to use NVLS: by default it reads that once for a process.
 
     It must be set before NCCL reads its first variable. A communicator's own configuration has no such field.
     Source: NCCL 2.29, src/misc/param.cc, ncclGetEnvNoCacheOnce; src/transport/nvls.cc, ncclNvlsInit; nccl.h,
@@ -85,13 +85,13 @@ def prepare_environment(environment: MutableMapping[str, str]) -> None:
 
 
 def switch_nvls_off(environment: MutableMapping[str, str]) -> None:
-    """Let communicators that are made from now on do without NVLS."""
+    """Disable NVLS for communicators that are made from now on."""
     environment[_NVLS] = "0"
-    environment[_SWITCHED_OFF] = "1"
+    environment[_NVLS_OFF_BY_SUITE] = "1"
 
 
 def home() -> Path | None:
-    """Return the home of this user as NCCL looks it up, which is not ``$HOME``."""
+    """Return this user's home as NCCL finds it, which is not ``$HOME``; None where the user is unknown."""
     try:
         return Path(pwd.getpwuid(os.getuid()).pw_dir)
     except KeyError:
@@ -104,7 +104,7 @@ def read_environment(
     home_of_user: Callable[[], Path | None] = home,
     system_file: Path = SYSTEM_FILE,
 ) -> tuple[Setting, ...]:
-    """Return every variable of interest that is set, by name. What this suite itself has set is left out."""
+    """Return every variable of interest that is set, by name, without those that this suite has set."""
     own = nccl_log.own_settings(environ) | _own_settings(environ)
     found: dict[str, list[tuple[str, str]]] = {}
     for name, value in environ.items():
@@ -126,9 +126,9 @@ def read_environment(
 
 
 def _own_settings(environ: Mapping[str, str]) -> set[str]:
-    """Return which variables this suite has set, so that they are nobody's leftover."""
+    """Return the variables that this suite has set for NVLS."""
     own = {_NO_CACHE} if environ.get(_NO_CACHE) == _NVLS else set()
-    return own | ({_NVLS} if environ.get(_SWITCHED_OFF) else set())
+    return own | ({_NVLS} if environ.get(_NVLS_OFF_BY_SUITE) else set())
 
 
 def effective(settings: Sequence[Setting]) -> dict[str, str]:
@@ -143,7 +143,7 @@ def differences(
 
     Args:
         settings: rank -> name -> value.
-        local_ranks: rank -> its number on its node.
+        local_ranks: rank -> its local rank.
         nodes: rank -> its node.
     """
     found = []
@@ -162,7 +162,7 @@ def differences(
 
 
 def _is_same_within(values: Mapping[int, str | None], group_of: Mapping[int, int]) -> bool:
-    """Tell whether the ranks of each group have one value."""
+    """Whether the ranks of each group have one value."""
     of_group: dict[int, set[str | None]] = {}
     for rank, value in values.items():
         of_group.setdefault(group_of[rank], set()).add(value)
@@ -183,11 +183,11 @@ def _files(environ: Mapping[str, str], home_of_user: Path | None, system_file: P
 
 
 def _lines(file: Path) -> Iterator[tuple[str, str]]:
-    """Yield name and value of each line as NCCL reads it: a blank before ``=`` is a part of the name."""
+    """Yield name and value of each line as NCCL does: a blank before ``=`` is a part of the name."""
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return  # NCCL, too, goes on without it
+        return  # NCCL ignores it, too
     for line in text.split("\n"):
         name, equals, value = line.partition("=")
         if equals and not line.startswith("#"):

@@ -1,38 +1,39 @@
-"""The data of the advice about NCCL: the facts of one node, the fabric found from them, and the advice itself. Pure.
+"""The facts of one node that matter to NCCL, as kernel, NVML and launcher report them, and the fabric they show. Pure.
 
-The facts are as the kernel, NVML and the launcher report them. The fabric is the network that carries a node's data,
-with the cards that belong to it; the advice is next to what is set.
-
-NCCL itself takes every port that is active, InfiniBand and Ethernet alike: also that of a card for storage. Source:
-NCCL, src/transport/net_ib.cc, ncclIbInitDevices. Which ports belong to the fabric is this suite's own judgement; where
-the facts allow two answers it is left open, and nothing is advised.
+The fabric is the network that carries a node's data, with the cards that belong to it. NCCL itself uses every active
+port, InfiniBand and Ethernet alike: also that of a card for storage. Source: NCCL, src/transport/net_ib.cc,
+ncclIbInitDevices. Which ports belong to the fabric is this suite's own judgement; where the facts are ambiguous it is
+left open, and nothing is advised.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-from pytest_gpucluster.metrics.finding import Finding, Identity
 from pytest_gpucluster.node.fabric.nccl_environment import Setting
 from pytest_gpucluster.node.infiniband import ETHERNET, INFINIBAND, Adapters, Gid, Port
 from pytest_gpucluster.node.interfaces import Interface
 from pytest_gpucluster.node.pci import PeerMemory
 
 Provider = Literal["AWS", "Azure", "Google Cloud"]
+_GOOGLE_PLUGINS = ("NCCL_FASTRAK_", "NCCL_GPUDIRECTTCPX_")
+"""Prefixes of the variables of GPUDirect-TCPXO and -TCPX."""
 
-BESIDE = ("PIX", "PXB")
-"""Ways between a card and a GPU over PCIe switches only, in the words of ``nvidia-smi topo -m``. Up to the latter NCCL
-uses GPUDirect RDMA by itself. Source: NCCL user guide, Environment Variables, NCCL_NET_GDR_LEVEL."""
-WAYS = ("PIX", "PXB", "PHB", "NODE", "SYS")
-"""All of them, the nearest first."""
+SEVERAL_NODES = 2
+"""The assumed number of nodes of a job where it is unknown: the advice is for jobs over several."""
+DISTANCES = ("PIX", "PXB", "PHB", "NODE", "SYS")
+"""Between a card and a GPU, as in ``nvidia-smi topo -m``, the nearest first."""
+_OVER_SWITCHES = ("PIX", "PXB")
+"""Over PCIe switches only: NCCL uses GPUDirect RDMA by itself. Source: NCCL user guide, Environment Variables,
+NCCL_NET_GDR_LEVEL."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A GPU. ``name`` is NVML's, ``pci`` its address in any writing."""
+    """A GPU. ``name`` is NVML's, ``pci`` its address in any notation."""
 
     name: str
     pci: str
@@ -44,11 +45,11 @@ class Card:
 
     Attributes:
         port: state, rate and addresses.
-        board: the maker's id of the card, "" where it is not told.
-        driver: such as mlx5_core or efa; "" where it is not told.
+        board: the maker's id of the card, "" where it is unknown.
+        driver: such as mlx5_core or efa; "" where it is unknown.
         pci: None for RDMA in software, which has no card.
         interface: the network interface of a RoCE port, "" where there is none.
-        near: the way to the nearest GPU, one of ``WAYS``; "" where it is not known.
+        distance: to the nearest GPU, one of ``DISTANCES``; "" where it is unknown.
         is_default: its interface carries the default route.
     """
 
@@ -57,12 +58,12 @@ class Card:
     driver: str = ""
     pci: str | None = None
     interface: str = ""
-    near: str = ""
+    distance: str = ""
     is_default: bool = False
 
     @property
     def name(self) -> str:
-        """Device and port as ``NCCL_IB_HCA`` has them, such as ``mlx5_0:1``."""
+        """Device and port as in ``NCCL_IB_HCA``, such as ``mlx5_0:1``."""
         return f"{self.port.device}:{self.port.number}"
 
     @property
@@ -79,7 +80,7 @@ class Network:
         interface: name and addresses.
         is_real: it is a card, or a bond or VLAN of cards; not a bridge, a tunnel or one end of a pair.
         driver: such as ena or gve; "" for none.
-        speed_mbps: None where the driver does not tell, as in most virtual machines.
+        speed_mbps: None where the driver does not report it, as in most virtual machines.
         is_default: it carries the default route.
     """
 
@@ -95,8 +96,8 @@ class Network:
         return self.interface.name
 
     @property
-    def stays_on_link(self) -> bool:
-        """Tell whether its addresses are good for its own link only, as of the one to a server's BMC over USB."""
+    def is_link_local(self) -> bool:
+        """Whether it has link-local addresses only, as the one to a server's BMC over USB."""
         return all(ipaddress.ip_address(address).is_link_local for address in self.interface.addresses)
 
 
@@ -106,26 +107,27 @@ class Facts:
 
     Attributes:
         host: its name.
-        launcher: what has started this process, such as torchrun; "" for a shell.
+        launcher: of this process, such as torchrun; "" for a shell.
         launcher_unknown: what is wrong with the launcher's variables; "" if nothing is.
         scheduler: slurm, kubernetes or None.
         nnodes: of this launch or job; None outside of one.
-        container: the kind of container around this process; None for none that is known.
-        provider: whose virtual machine this is; None for none of those known here.
-        machine: the type of machine, as its firmware calls it.
-        gpus: those seen; ``gpus_unknown`` is why they are not known, "" where they are.
+        local_ranks: of this node.
+        container: kind of the container of this process; None for none that is known.
+        provider: of this virtual machine; None for an unknown one.
+        machine: type of the machine, from its firmware.
+        gpus: those visible; ``gpus_unknown`` is why they are unknown, "" where they are known.
         gpus_of_node: PCI addresses of all GPUs of the node, also of those that a job or container was not given.
-        nvlink, nvls: the GPUs of a node reach each other over NVLink, and through a switch that can sum up.
+        nvlink, nvls: the GPUs of a node reach each other over NVLink, and through a switch that can reduce.
         adapters: the RDMA devices; ``cards``: their ports, one by one.
-        on_the_bus: addresses of PCI devices that can do RDMA, for a node that shows no RDMA device.
-        verbs: device files of RDMA that this process sees, such as uverbs0.
-        peer_memory: the way of network cards to GPU memory.
-        networks: interfaces that are up and have an address, but the loopback, in the kernel's order.
-        interfaces: names of all interfaces, also of those that are down.
-        nccl: its version; None where it is not known.
+        rdma_on_bus: addresses of PCI devices that can do RDMA, for a node that shows no RDMA device.
+        verbs: device files of RDMA that this process can access, such as uverbs0.
+        peer_memory: how network cards access GPU memory.
+        networks: interfaces that are up and have an address, without the loopback, in the kernel's order.
+        interfaces: names of all interfaces, also of those that are down; empty where they are unknown.
+        nccl: its version; None where it is unknown.
         settings: variables that are set, and where.
         environ: the environment, for variables that are not NCCL's.
-        files: what was looked for -> the paths at which it was found.
+        files: kind of file -> the paths at which it was found.
     """
 
     host: str
@@ -133,6 +135,7 @@ class Facts:
     launcher_unknown: str = ""
     scheduler: str | None = None
     nnodes: int | None = None
+    local_ranks: int = 1
     container: str | None = None
     provider: Provider | None = None
     machine: str = ""
@@ -143,7 +146,7 @@ class Facts:
     nvls: bool = False
     adapters: Adapters = field(default_factory=Adapters)
     cards: tuple[Card, ...] = ()
-    on_the_bus: tuple[str, ...] = ()
+    rdma_on_bus: tuple[str, ...] = ()
     verbs: tuple[str, ...] = ()
     peer_memory: PeerMemory
     networks: tuple[Network, ...] = ()
@@ -155,11 +158,36 @@ class Facts:
 
     def setting(self, name: str) -> Setting | None:
         """Return a variable of NCCL's that is set."""
-        return next((one for one in self.settings if one.name == name), None)
+        return next((setting for setting in self.settings if setting.name == name), None)
+
+    @property
+    def planned_nodes(self) -> int:
+        """Number of nodes, or ``SEVERAL_NODES`` where it is unknown."""
+        return SEVERAL_NODES if self.nnodes is None else self.nnodes
+
+    @property
+    def link_layers(self) -> set[str]:
+        """The kinds of active ports."""
+        return {port.link_layer for port in self.adapters.ports if port.is_active}
+
+    @property
+    def has_fabric(self) -> bool:
+        """Whether there are other nodes, and active ports to reach them."""
+        return self.planned_nodes > 1 and bool(self.link_layers)
+
+    @property
+    def required_by_plugin(self) -> frozenset[str]:
+        """Variables that Google's plugins need at a value that hurts elsewhere, where such a plugin is in use.
+
+        They check it, or disable NVLS. Source: the script nccl-env-profile.sh and the checker's
+        a3plus_guest_config.textproto, which belong to the plugin.
+        """
+        in_use = any(setting.name.startswith(_GOOGLE_PLUGINS) for setting in self.settings)
+        return frozenset(("NCCL_ALGO", "NCCL_NVLS_ENABLE") if self.provider == "Google Cloud" and in_use else ())
 
     @property
     def nccl_number(self) -> tuple[int, int] | None:
-        """Major and minor version of NCCL; None where it is not known.
+        """Major and minor version of NCCL; None where it is unknown.
 
         >>> from pytest_gpucluster.node.pci import PeerMemory
         >>> none = PeerMemory(module="", why_no_dma_buf="no driver")
@@ -172,37 +200,30 @@ class Facts:
         return int(parts[0]), int(parts[1])
 
 
-Kind = Literal["InfiniBand", "RoCE", "EFA", "Ethernet"]
-IB: Kind = "InfiniBand"
-ROCE: Kind = "RoCE"
-EFA: Kind = "EFA"
-TCP: Kind = "Ethernet"
-KINDS: Mapping[Kind, str] = {
-    IB: "InfiniBand verbs",
-    ROCE: "InfiniBand verbs over Ethernet",
-    EFA: "AWS Elastic Fabric Adapter, which needs a plugin",
-    TCP: "TCP, without RDMA",
-}
-"""Kind of a fabric -> what carries the data."""
+FabricKind = Literal["InfiniBand", "RoCE", "EFA", "Ethernet"]
+"""What carries the data: InfiniBand verbs, the same over Ethernet, AWS' Elastic Fabric Adapter, or TCP."""
+IB: FabricKind = "InfiniBand"
+ROCE: FabricKind = "RoCE"
+EFA: FabricKind = "EFA"
+TCP: FabricKind = "Ethernet"
 
-EFA_DRIVER = "efa"
-_LAYERS: Mapping[str, Kind] = {INFINIBAND: IB, ETHERNET: ROCE}
+_LAYERS: Mapping[str, FabricKind] = {INFINIBAND: IB, ETHERNET: ROCE}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fabric:
-    """What was found.
+    """The network of a node's data.
 
     Attributes:
-        kind: None where it is not known.
-        why: what tells so, or why it is not known.
+        kind: None where it is unknown.
+        why: the reason for this kind, or why it is unknown.
         cards: the ports that carry data.
         outside: active ports that do not, each with the reason.
-        unclear: why it cannot be told which ports are which; then ``outside`` is empty. "" where it can.
+        unclear: why the ports of the fabric cannot be identified; then ``outside`` is empty. "" where they can.
         slow: ports that belong to the fabric and are slower than others of the same card.
     """
 
-    kind: Kind | None
+    kind: FabricKind | None
     why: str
     cards: tuple[Card, ...] = ()
     outside: tuple[tuple[Card, str], ...] = ()
@@ -210,10 +231,10 @@ class Fabric:
     slow: tuple[Card, ...] = ()
 
 
-def find(facts: Facts) -> Fabric:
-    """Tell which fabric a node has."""
+def find_fabric(facts: Facts) -> Fabric:
+    """Find the fabric of a node."""
     active = [card for card in facts.cards if card.port.is_active]
-    efa = [card for card in active if card.driver == EFA_DRIVER]
+    efa = [card for card in active if card.driver == "efa"]
     if efa:
         return Fabric(kind=EFA, why=f"{_ports(efa)} of the driver efa", cards=tuple(efa))
     carrying = [card for card in active if card.port.link_layer in _LAYERS]
@@ -228,21 +249,21 @@ def find(facts: Facts) -> Fabric:
 
 
 def _without_rdma(facts: Facts) -> Fabric:
-    if facts.on_the_bus:
+    if facts.rdma_on_bus:
         where = f"in this container ({facts.container})" if facts.container else "here"
-        listed = ", ".join(facts.on_the_bus)
+        listed = ", ".join(facts.rdma_on_bus)
         return Fabric(
             kind=None, why=f"cards for RDMA are on the PCI bus ({listed}), and no RDMA device is shown {where}"
         )
-    real = [one for one in facts.networks if one.is_real]
+    real = [network.name for network in facts.networks if network.is_real]
     if real:
-        listed = ", ".join(one.name for one in real)
+        listed = ", ".join(real)
         return Fabric(kind=TCP, why=f"no RDMA device, and the network interfaces {listed}")
-    there = ", ".join(one.name for one in facts.networks) or "none"
+    names = ", ".join(network.name for network in facts.networks) or "none"
     of = f" of this container ({facts.container})" if facts.container else ""
     return Fabric(
         kind=None,
-        why=f"no RDMA device is shown, and what lies behind the interfaces{of} cannot be seen ({there})",
+        why=f"no RDMA device is shown, and the cards behind the interfaces{of} are not visible ({names})",
     )
 
 
@@ -281,7 +302,7 @@ def _greater(present: Mapping[str, Sequence[Card]]) -> str | None:
             return None
         slowest = min(card.port.rate_gbps or 0.0 for card in ours)
         fastest = max(card.port.rate_gbps or 0.0 for card in theirs)
-        # Of equals InfiniBand is the fabric: nobody builds it for anything else, and Ethernet is everywhere.
+        # Of equals InfiniBand is the fabric: it is built for nothing else, and Ethernet is everywhere.
         enough = len(ours) >= len(theirs) if layer == INFINIBAND else len(ours) > len(theirs)
         if enough and (slowest >= fastest if layer == INFINIBAND else slowest > fastest):
             return layer
@@ -289,7 +310,7 @@ def _greater(present: Mapping[str, Sequence[Card]]) -> str | None:
 
 
 def _foreign(cards: Sequence[Card], gpus: int | None) -> tuple[str, dict[str, str], list[Card]]:
-    """Tell which ports of one link layer are no part of the fabric.
+    """Find the ports of one link layer that do not belong to the fabric.
 
     Returns: why that is not clear, or ""; port -> the reason; ports that are slow and belong to it.
     """
@@ -300,20 +321,20 @@ def _foreign(cards: Sequence[Card], gpus: int | None) -> tuple[str, dict[str, st
     if unclear:
         return unclear, {}, []
     rest = [card for card in cards if card.name not in reasons]
-    unclear = _by_place(rest, gpus, reasons)
+    unclear = _by_distance(rest, gpus, reasons)
     if unclear:
         return unclear, {}, []
     rest = [card for card in rest if card.name not in reasons]
     unclear = _by_route(rest, gpus, reasons)
-    # What is no part of the fabric may be slow.
+    # A port outside of the fabric may be slow.
     return unclear, {} if unclear else reasons, [card for card in slow if unclear or card.name not in reasons]
 
 
 def _by_rate(cards: Sequence[Card], gpus: int | None, reasons: dict[str, str]) -> tuple[str, list[Card]]:
-    """Slower ports on another kind of card are for something else; on the same kind they are a fault of the fabric."""
+    """Slower ports on another kind of card have another purpose; on the same kind they are a fault of the fabric."""
     rates = {card.name: card.port.rate_gbps for card in cards}
     if None in rates.values():
-        return f"the rate of {', '.join(name for name, rate in rates.items() if rate is None)} is not known", []
+        return f"the rate of {', '.join(name for name, rate in rates.items() if rate is None)} is unknown", []
     top = max(rate for rate in rates.values() if rate is not None)
     fast = [card for card in cards if rates[card.name] == top]
     slower = [card for card in cards if rates[card.name] != top]
@@ -321,38 +342,39 @@ def _by_rate(cards: Sequence[Card], gpus: int | None, reasons: dict[str, str]) -
     other = [card for card in slower if card.board and "" not in boards and card.board not in boards]
     if other and len(fast) <= len(other) and not (gpus and len(fast) >= gpus):
         return (
-            f"{_ports(fast)} and {_ports(other)} are of different cards, and it cannot be told which are for storage",
+            f"{_ports(fast)} and {_ports(other)} are of different cards, and it is unknown which are for storage",
             [],
         )
     for card in other:
-        reasons[card.name] = f"it has {_rate(card)} and is another card than the {len(fast)} of {top:g} Gb/s"
+        reasons[card.name] = f"it has {_rate(card)} and is of another kind than the {len(fast)} of {top:g} Gb/s"
     return "", [card for card in slower if card.name not in reasons]
 
 
-def _by_place(cards: Sequence[Card], gpus: int | None, reasons: dict[str, str]) -> str:
-    """Where the GPUs have cards behind their own PCIe switches, cards elsewhere are for something else."""
-    beside = [card for card in cards if card.near in BESIDE]
-    far = [card for card in cards if card.near and card.near not in BESIDE]
-    if not gpus or not beside or not far or len(beside) + len(far) != len(cards):
+def _by_distance(cards: Sequence[Card], gpus: int | None, reasons: dict[str, str]) -> str:
+    """Where the GPUs have cards behind their own PCIe switches, cards elsewhere have another purpose."""
+    near = [card for card in cards if card.distance in _OVER_SWITCHES]
+    far = [card for card in cards if card.distance and card.distance not in _OVER_SWITCHES]
+    if not gpus or not near or not far or len(near) + len(far) != len(cards):
         return ""
-    if len(beside) >= gpus or (_fits(len(beside), gpus) and not _fits(len(cards), gpus)):
+    if len(near) >= gpus or (_fits(len(near), gpus) and not _fits(len(cards), gpus)):
         for card in far:
-            reasons[card.name] = f"it is beside no GPU ({card.near}), and {len(beside)} others are ({beside[0].near})"
+            reasons[card.name] = f"it is close to no GPU ({card.distance}), and {len(near)} others are"
+            reasons[card.name] += f" ({near[0].distance})"
     return ""
 
 
 def _by_route(cards: Sequence[Card], gpus: int | None, reasons: dict[str, str]) -> str:
-    """A RoCE port with the default route is the way to the rest of the world, unless it makes the number of rails."""
+    """A RoCE port with the default route leads outside, unless it completes the number of rails."""
     default = [card for card in cards if card.is_default]
     others = len(cards) - len(default)
     if not default or not others:
         return ""
     if not gpus:
-        return f"{_ports(default)} has the default route, and without knowing the GPUs it may be one of the rails"
+        return f"{_ports(default)} has the default route, and with unknown GPUs it may be one of the rails"
     if _fits(len(cards), gpus):
         return ""
     if not _fits(others, gpus):
-        return f"{len(cards)} ports for {gpus} GPUs are no number of rails, and neither are {others} of them"
+        return f"{len(cards)} ports for {gpus} GPUs do not fit any number of rails, and neither do {others} of them"
     for card in default:
         reasons[card.name] = (
             f"its interface {card.interface} has the default route, and {others} other ports are the rails"
@@ -361,7 +383,7 @@ def _by_route(cards: Sequence[Card], gpus: int | None, reasons: dict[str, str]) 
 
 
 def _fits(ports: int, gpus: int) -> bool:
-    """Tell whether so many ports are the same number for every GPU, or so many GPUs for every port."""
+    """Whether each GPU has the same number of ports, or each port the same number of GPUs."""
     return ports % gpus == 0 or gpus % ports == 0
 
 
@@ -374,156 +396,3 @@ def _ports(cards: Sequence[Card]) -> str:
 
 def _rate(card: Card) -> str:
     return "an unknown rate" if card.port.rate_gbps is None else f"{card.port.rate_gbps:g} Gb/s"
-
-
-GUIDE_URL = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"
-"""NCCL user guide, Environment Variables."""
-TROUBLESHOOTING = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Set:
-    """A variable that this node needs.
-
-    Attributes:
-        name, value: of the variable.
-        why: what was seen that asks for it.
-        source: what says that this is the variable for it.
-        now: its value at present, None where it is not set; ``origin``: where that is from.
-        is_met: what is set has the same effect.
-    """
-
-    name: str
-    value: str
-    why: str
-    source: str
-    now: str | None = None
-    origin: str = ""
-    is_met: bool = False
-
-    @property
-    def state(self) -> str:
-        """How it stands, in a few words."""
-        if self.now is None:
-            return "not set"
-        is_same = "the same" if self.now == self.value else f"{self.now}, which has the same effect"
-        return f"set: {is_same}" if self.is_met else f"set otherwise: {self.now} ({self.origin})"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Remove:
-    """A variable that is set and hurts here. ``origin``: "environment" or a file; ``also``: files that set it, too."""
-
-    name: str
-    value: str
-    origin: str
-    why: str
-    remedy: str
-    source: str
-    also: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Look:
-    """A variable that is set, and helps in one place and hurts in another."""
-
-    name: str
-    value: str
-    origin: str
-    why: str
-    source: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Leave:
-    """A variable that is best left alone here. ``now``: its value where it is set all the same."""
-
-    name: str
-    why: str
-    source: str
-    now: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """Something to do that is no variable."""
-
-    what: str
-    why: str
-    source: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Advised:
-    """All that there is to say of a node.
-
-    Attributes:
-        fabric: what was found of it; where its kind is None, nothing about it is advised.
-        set, remove, look, leave, steps: see the types.
-        unknown: what could not be told, and what to do about it.
-    """
-
-    fabric: Fabric
-    set: tuple[Set, ...] = ()
-    remove: tuple[Remove, ...] = ()
-    look: tuple[Look, ...] = ()
-    leave: tuple[Leave, ...] = ()
-    steps: tuple[Step, ...] = ()
-    unknown: tuple[str, ...] = ()
-
-    @property
-    def differs(self) -> bool:
-        """Tell whether anything should be set or removed that is not."""
-        return bool(self.remove) or any(not one.is_met for one in self.set)
-
-    def notes(self, host: str) -> Iterator[Finding]:
-        """Yield a note for each variable that should be set and is not, or is set otherwise."""
-        for one in self.set:
-            if not one.is_met:
-                yield Finding(
-                    code=f"advice.{one.name.lower()}",
-                    kind="note",
-                    gpu=Identity(host=host),
-                    found=f"{one.name} is {one.state}: {one.why}",
-                    allowed=f"{one.name}={one.value} is advised",
-                    remedy=f"set it, or keep what works; source: {one.source}",
-                )
-
-    def properties(self) -> dict[str, str]:
-        """Return what goes on record beside a criterion's values."""
-        kind = self.fabric.kind or "unknown"
-        told = {"advice.fabric": f"{kind}: {self.fabric.why}"}
-        told |= {f"advice.{one.name}": f"{one.value}; {one.state}; {one.why}" for one in self.set}
-        told |= {f"advice.step.{number}": f"{one.what}: {one.why}" for number, one in enumerate(self.steps, start=1)}
-        return told | {f"advice.unknown.{number}": text for number, text in enumerate(self.unknown, start=1)}
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain types: ``fabric``, and a list for each of the other attributes."""
-        fabric = self.fabric
-        return {
-            "fabric": {
-                "kind": fabric.kind,
-                "why": fabric.why,
-                "ports": [card.name for card in fabric.cards],
-                "outside": {card.name: why for card, why in fabric.outside},
-                "slow": [card.name for card in fabric.slow],
-                "unclear": fabric.unclear,
-            },
-            "set": [
-                {
-                    "name": one.name,
-                    "value": one.value,
-                    "why": one.why,
-                    "source": one.source,
-                    "now": one.now,
-                    "origin": one.origin,
-                    "is_met": one.is_met,
-                }
-                for one in self.set
-            ],
-            "remove": [vars(one) | {"also": list(one.also)} for one in self.remove],
-            "look": [vars(one) for one in self.look],
-            "leave": [vars(one) for one in self.leave],
-            "steps": [vars(one) for one in self.steps],
-            "unknown": list(self.unknown),
-        }

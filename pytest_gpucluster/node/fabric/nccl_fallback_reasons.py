@@ -1,7 +1,7 @@
-"""Why NCCL did not take the fabric: what its log says about that, in a few words. Pure.
+"""Why NCCL does not use the fabric, in a few words: from the lines of its log. Pure.
 
-NCCL falls back quietly: each line is one of many, and no error. They are written once for a process, when it first uses
-NCCL, so they are of all its groups.
+NCCL falls back silently: each line is one of many, and not an error. It logs them once for a process, when it first
+uses NCCL, so they apply to all its groups.
 
 Source: NCCL 2.18 to 2.28, src/transport/net_ib.cc and src/transport/net_ib/, src/net.cc and src/plugin/net.cc,
 src/plugin/plugin_open.cc, src/misc/ibvsymbols.cc, src/graph/paths.cc, src/misc/param.cc, src/transport/p2p.cc.
@@ -10,12 +10,10 @@ src/plugin/plugin_open.cc, src/misc/ibvsymbols.cc, src/graph/paths.cc, src/misc/
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pytest_gpucluster.text import rank_ranges
-
-_Tell = Callable[["re.Match[str]"], str]
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -23,7 +21,7 @@ class Reason:
     """Why something is not used.
 
     Attributes:
-        rank: 0 for what explains by itself, 1 for what only explains beside something else, as a setting does.
+        rank: 0 for a sufficient explanation, 1 for one that only explains together with another, as a setting does.
         about: what is not used: "network" (InfiniBand, RoCE or a plugin), "direct" (GPUDirect RDMA), or "node" (P2P
             between the GPUs of a node).
         text: a few words.
@@ -34,142 +32,117 @@ class Reason:
     text: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Sign:
-    """A line that says why."""
-
-    about: str
-    pattern: re.Pattern[str]
-    tell: _Tell
-    rank: int
-
-
 NETWORK, DIRECT, NODE = "network", "direct", "node"
 
 
-def _sign(about: str, pattern: str, tell: str | _Tell, *, beside: bool = False) -> _Sign:
-    words = tell if callable(tell) else lambda _: tell
-    return _Sign(about=about, pattern=re.compile(pattern), tell=words, rank=int(beside))
+@dataclass(frozen=True)
+class _Sign:
+    """A log line with a reason. ``text`` has the groups of the pattern in braces; a missing one is ``default``."""
+
+    about: str
+    pattern: str
+    text: str
+    rank: int = 0
+    default: str = ""
+
+    def reason(self, line: str) -> Reason | None:
+        """Return the reason of a line, if it matches."""
+        found = re.search(self.pattern, line)
+        if found is None:
+            return None
+        groups = {name: (self.default if group is None else group).strip() for name, group in found.groupdict().items()}
+        if "interfaces" in groups:
+            groups["interfaces"] = _interfaces(groups["interfaces"])
+        return Reason(rank=self.rank, about=self.about, text=self.text.format(**groups))
 
 
 _SIGNS = (
-    _sign(
-        NETWORK,
-        r"NCCL_IB_DISABLE set by environment to (?P<value>-?[1-9]\d*)",
-        lambda found: f"NCCL_IB_DISABLE={found['value']} is set",
-    ),
-    _sign(
-        NETWORK,
-        r"NCCL_NET set by environment to (?P<value>\S+?)\.?$",
-        lambda found: f"NCCL_NET={found['value']} is set",
-    ),
-    _sign(NETWORK, r"NET/IB ?: No device found", "NCCL has found no InfiniBand device"),
-    _sign(NETWORK, r"NET/IB ?: No IP interface found", "NCCL has found no IP interface for InfiniBand's connections"),
-    _sign(
+    _Sign(NETWORK, r"NCCL_IB_DISABLE set by environment to (?P<value>-?[1-9]\d*)", "NCCL_IB_DISABLE={value} is set"),
+    _Sign(NETWORK, r"NCCL_NET set by environment to (?P<value>\S+?)\.?$", "NCCL_NET={value} is set"),
+    _Sign(NETWORK, r"NET/IB ?: No device found", "NCCL has found no InfiniBand device"),
+    _Sign(NETWORK, r"NET/IB ?: No IP interface found", "NCCL has found no IP interface for InfiniBand's connections"),
+    _Sign(
         NETWORK,
         r"NET/IB ?: Unable to open device (?P<device>\S+)",
-        lambda found: f"InfiniBand device {found['device']} could not be opened",
+        "InfiniBand device {device} could not be opened",
     ),
-    _sign(NETWORK, r"Failed to open libibverbs\.so", "libibverbs is not installed here"),
-    _sign(
-        NETWORK,
-        r"NCCL_IB_HCA set to (?P<value>\S+)",
-        lambda found: f"NCCL_IB_HCA={found['value']} is set",
-        beside=True,
-    ),
-    _sign(
+    _Sign(NETWORK, r"Failed to open libibverbs\.so", "libibverbs is not installed here"),
+    _Sign(NETWORK, r"NCCL_IB_HCA set to (?P<value>\S+)", "NCCL_IB_HCA={value} is set", rank=1),
+    _Sign(
         NETWORK,
         r"NET/Plugin ?: Could not find:? ?(?P<name>.+?)\.?(?: Using internal network plugin\.?)?$",
-        lambda found: f"network plugin not found: {found['name'].strip()}",
-        beside=True,
+        "network plugin not found: {name}",
+        rank=1,
     ),
-    _sign(
+    _Sign(
         NETWORK,
-        r"NET/Plugin ?: (?:dlerror=(?P<why>.+?) )?No plugin found \((?P<name>[^)]+)\)",
-        lambda found: f"network plugin not found: {found['name']}",
-        beside=True,
+        r"NET/Plugin ?: (?:dlerror=(?:.+?) )?No plugin found \((?P<name>[^)]+)\)",
+        "network plugin not found: {name}",
+        rank=1,
     ),
-    _sign(
+    _Sign(
         NETWORK,
         r"External network plugin (?P<name>.+) is unsupported",
-        lambda found: f"network plugin {found['name']} does not fit this NCCL",
+        "network plugin {name} does not fit this NCCL",
     ),
-    _sign(
+    _Sign(
         NETWORK,
         r"Failed to initialize NET plugin (?P<name>.+)",
-        lambda found: f"network plugin {found['name'].strip()} could not be initialized",
+        "network plugin {name} could not be initialized",
     ),
-    _sign(
-        NETWORK,
-        r"NET/Socket ?: Using (?P<interfaces>\[0\]\S+.*)",
-        lambda found: f"sockets go over {_interfaces(found['interfaces'])}",
-        beside=True,
-    ),
-    _sign(
+    _Sign(NETWORK, r"NET/Socket ?: Using (?P<interfaces>\[0\]\S+.*)", "sockets go over {interfaces}", rank=1),
+    _Sign(
         NETWORK,
         r"NCCL_SOCKET_IFNAME set (?:by environment )?to (?P<value>\S+)",
-        lambda found: f"NCCL_SOCKET_IFNAME={found['value']} is set",
-        beside=True,
+        "NCCL_SOCKET_IFNAME={value} is set",
+        rank=1,
     ),
-    _sign(
+    _Sign(
         DIRECT,
         r"GPU Direct RDMA Disabled for HCA \d+ '(?P<device>[^']*)'(?: \((?P<why>[^)]+)\))?",
-        lambda found: f"{found['device']} has {found['why'] or 'neither nvidia_peermem nor DMA-BUF'}",
+        "{device} has {why}",
+        default="neither nvidia_peermem nor DMA-BUF",
     ),
-    _sign(
+    _Sign(
         DIRECT,
         r"GPU Direct RDMA Disabled for GPU \S+ / HCA \S+ \(distance (?P<found>\d+) >=? (?P<most>\d+)\)",
-        lambda found: (
-            f"GPU and network card are too far apart (distance {found['found']}, up to {found['most']} is allowed)"
-        ),
+        "GPU and network card are too far apart (distance {found}, up to {most} is allowed)",
     ),
-    _sign(
+    _Sign(
         DIRECT,
-        r"NCCL_NET_GDR_LEVEL set by environment to (?P<value>\S+)",
-        lambda found: f"NCCL_NET_GDR_LEVEL={found['value'].rstrip('.')} is set",
+        r"NCCL_NET_GDR_LEVEL set by environment to (?P<value>\S+?)\.*(?:\s|$)",
+        "NCCL_NET_GDR_LEVEL={value} is set",
     ),
-    _sign(
-        DIRECT,
-        r"NCCL_DMABUF_ENABLE set by environment to 0",
-        "NCCL_DMABUF_ENABLE=0 is set",
-    ),
-    _sign(
+    _Sign(DIRECT, r"NCCL_DMABUF_ENABLE set by environment to 0", "NCCL_DMABUF_ENABLE=0 is set"),
+    _Sign(NODE, r"NCCL_P2P_DISABLE set by environment to (?P<value>-?[1-9]\d*)", "NCCL_P2P_DISABLE={value} is set"),
+    _Sign(
         NODE,
-        r"NCCL_P2P_DISABLE set by environment to (?P<value>-?[1-9]\d*)",
-        lambda found: f"NCCL_P2P_DISABLE={found['value']} is set",
+        r"NCCL_P2P_LEVEL set by environment to (?P<value>\S+?)\.*(?:\s|$)",
+        "NCCL_P2P_LEVEL={value} is set",
     ),
-    _sign(
-        NODE,
-        r"NCCL_P2P_LEVEL set by environment to (?P<value>\S+)",
-        lambda found: f"NCCL_P2P_LEVEL={found['value'].rstrip('.')} is set",
-    ),
-    _sign(
-        NODE,
-        r"NCCL_SHM_DISABLE set by environment to (?P<value>-?[1-9]\d*)",
-        lambda found: f"NCCL_SHM_DISABLE={found['value']} is set",
-    ),
-    _sign(
+    _Sign(NODE, r"NCCL_SHM_DISABLE set by environment to (?P<value>-?[1-9]\d*)", "NCCL_SHM_DISABLE={value} is set"),
+    _Sign(
         NODE,
         r"P2P is disabled between (?:NVLINK )?connected GPUs (?P<one>\d+) and (?P<two>\d+)",
-        lambda found: f"P2P is disabled between the connected GPUs {found['one']} and {found['two']}",
+        "P2P is disabled between the connected GPUs {one} and {two}",
     ),
 )
-_TELLING = re.compile("NET/|Plugin|plugin|RDMA|set (?:by environment )?to |libibverbs|P2P is disabled")
-"""What a line must have to be worth a closer look: there are hundreds of thousands of others."""
+_RELEVANT = re.compile("NET/|Plugin|plugin|RDMA|set (?:by environment )?to |libibverbs|P2P is disabled")
+"""In every line with a reason: there are hundreds of thousands of others."""
 _CALL = " Bytes -> "
 
 
 def _interfaces(listed: str) -> str:
     """Return the names in "[0]eth0:10.0.0.4<0> [1]eth1:10.0.1.4<0>"."""
-    return ", ".join(re.findall(r"\[\d+\]([^:\s]+):", listed)) or listed.strip()
+    return ", ".join(re.findall(r"\[\d+\]([^:\s]+):", listed)) or listed
 
 
 class Reasons:
-    """Gathers the reasons of a log that grows: each once, in the order in which they came.
+    """Collects the reasons of a growing log: each once, in the order of the log.
 
-    >>> gathered = Reasons()
-    >>> gathered.take(["a:1:2 [0] NCCL INFO NET/IB : No device found."])
-    >>> [reason.text for reason in gathered.found]
+    >>> reasons = Reasons()
+    >>> reasons.take(["a:1:2 [0] NCCL INFO NET/IB : No device found."])
+    >>> [reason.text for reason in reasons.found]
     ['NCCL has found no InfiniBand device']
     """
 
@@ -178,22 +151,21 @@ class Reasons:
 
     @property
     def found(self) -> tuple[Reason, ...]:
-        """All that was found until now."""
+        """All reasons so far."""
         return tuple(self._found)
 
     def take(self, lines: Iterable[str]) -> None:
         """Read more lines."""
         for line in lines:
-            if _CALL in line or not _TELLING.search(line):
+            if _CALL in line or not _RELEVANT.search(line):
                 continue
-            for sign in _SIGNS:
-                if match := sign.pattern.search(line.rstrip()):
-                    self._found[Reason(rank=sign.rank, about=sign.about, text=sign.tell(match))] = None
-                    break
+            reason = next(filter(None, (sign.reason(line.rstrip()) for sign in _SIGNS)), None)
+            if reason is not None:
+                self._found[reason] = None
 
 
-def told(of_rank: Mapping[int, Sequence[Reason]], about: str) -> str:
-    """Return the reasons of all ranks about one thing as a text, what explains by itself first.
+def describe_reasons(of_rank: Mapping[int, Sequence[Reason]], about: str) -> str:
+    """Return the reasons of all ranks about one thing as a text, sufficient explanations first.
 
     The ranks are named where it is not all of them.
     """
@@ -204,6 +176,6 @@ def told(of_rank: Mapping[int, Sequence[Reason]], about: str) -> str:
                 ranks.setdefault(reason, []).append(rank)
     parts = []
     for reason in sorted(ranks, key=lambda reason: reason.rank):
-        whose = "" if len(ranks[reason]) == len(of_rank) else f" ({rank_ranges(ranks[reason])})"
-        parts.append(f"{reason.text}{whose}")
+        on = "" if len(ranks[reason]) == len(of_rank) else f" ({rank_ranges(ranks[reason])})"
+        parts.append(f"{reason.text}{on}")
     return "; ".join(parts)

@@ -1,18 +1,18 @@
-"""NCCL's own log: how it is switched on and read, and the transports and algorithms that NCCL chose for a group.
+"""NCCL's own log: how it is enabled and read, and the transports and algorithms that NCCL chose for a group.
 
-Names of transports, as they stand in labels and in ``expect_transport``:
+Names of transports, in labels and in ``expect_transport``:
 
 - ``P2P``: straight from one GPU's memory to another's, over NVLink (also between nodes, where it is MNNVL) or PCIe;
   NVLS as well, which is NVLink's
-- ``SHM``: through the host's memory, inside a node
+- ``SHM``: through host memory, inside a node
 - ``COLLNET/<name>``: the network reduces on the way (SHARP)
 - ``NET/IB``: InfiniBand or RoCE verbs, also through NVIDIA's external plugin (``IBext_v8`` and the like)
-- ``NET/AWS Libfabric``: EFA, also where its plugin calls itself Libfabric
+- ``NET/AWS Libfabric``: EFA, also where its plugin is named Libfabric
 - ``NET/Socket``: TCP; ``NET/<name>``: any other network plugin, by its own name
-- ``gloo``: no NCCL at all; ``none``: one rank, which is connected to no other
+- ``gloo``: no NCCL; ``none``: one rank, which is connected to no other
 
 NCCL reads the environment for its log once, at its first message. So it is set early, and an operator's own settings
-are never changed: then the files that those leave on disk are read, or the reason is given why nothing is known.
+are never changed: then their log files are read, or the reason is given why the transport is unknown.
 
 Source: the formats are those of NCCL 2.18 to 2.30 (src/debug.cc, src/enqueue.cc, src/transport/*.cc); the variables,
 NCCL User Guide, "Environment Variables", NCCL_DEBUG, NCCL_DEBUG_FILE, NCCL_DEBUG_SUBSYS.
@@ -31,8 +31,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pytest_gpucluster.node.fabric import nccl_fallback_reasons
-from pytest_gpucluster.node.fabric.nccl_fallback_reasons import Reason, Reasons
+from pytest_gpucluster.node.fabric.nccl_fallback_reasons import (
+    DIRECT,
+    NETWORK,
+    NODE,
+    Reason,
+    Reasons,
+    describe_reasons,
+)
 
 _HOP = re.compile(
     r"(?:Channel|Ring) \d+(?:/\d+)? : \d+(?:\[[0-9a-f]+\])? -> \d+(?:\[[0-9a-f]+\])?(?: \[(?:send|receive)\])? "
@@ -52,43 +58,43 @@ _RANKS = re.compile(r"comm 0x[0-9a-f]+ rank \d+ nranks (?P<ranks>\d+) .*Init COM
 
 # Older versions write the number of NCCL_ALGO_* and NCCL_PROTO_* (src/include/device.h).
 _PLUGINS = {"IBext": "IB", "Libfabric": "AWS Libfabric"}
-"""What a network plugin is called here that has another name in the log, its version left out."""
+"""Name of a network plugin in the log, without its version -> its name here."""
 _OVER_CARDS = ("NET/IB", "NET/AWS Libfabric", "COLLNET/")
-"""How the transports begin that go over the cards which :attr:`Agreed.nics` counts."""
+"""Prefixes of the transports over the cards that :attr:`GroupTransport.nics` counts."""
 _ALGORITHMS = ("Tree", "Ring", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree", "PAT")
 _PROTOCOLS = ("LL", "LL128", "Simple")
 
-_IN_LOG: Mapping[str, str] = {
+_LOG_NAMES: Mapping[str, str] = {
     "all_reduce": "AllReduce",
     "all_gather": "AllGather",
     "reduce_scatter": "ReduceScatter",
     "all_to_all": "AlltoAll",
     "broadcast": "Broadcast",
 }
-"""What a line about an algorithm calls a collective. Source: NCCL, src/collectives.cc, ncclFuncToString."""
+"""Name of a collective in a line about an algorithm. Source: NCCL, src/collectives.cc, ncclFuncToString."""
 _UNNAMED = ""
-"""In older versions such a line does not say of which collective it is."""
-_SENT_PIECEWISE = ("all_to_all", "send_recv")
-"""What is made of single sends and receives, for which no algorithm is chosen: source: NCCL user guide,
-"Point-to-point communication"."""
+"""In older versions such a line does not name the collective."""
+_POINT_TO_POINT = ("all_to_all", "send_recv")
+"""Made of single sends and receives, for which no algorithm is chosen. Source: NCCL user guide, "Point-to-point
+communication"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What one rank's log tells of one communicator.
+    """One rank's log about one communicator.
 
     Attributes:
         transports: every transport that a connection of this rank uses.
-        connections: how often each kind of connection occurs, in NCCL's words without the device's number.
-        algorithms: collective as the log calls it, "" where it does not -> payload in bytes -> "Ring LL128" and the
+        connections: number of connections of each kind, as in NCCL's log without the device's number.
+        algorithms: name of the collective in the log, "" where it has none -> payload in bytes -> "Ring LL128" and the
             like. On the first rank of a group only.
-        nvls: "used", "available", "not available", or "" where nothing is said.
-        network: what NCCL uses between nodes, whether or not this group needs it.
+        nvls: "used", "available", "not available", or "" where the log does not mention it.
+        network: NCCL's network between nodes, whether or not this group needs it.
         version: of NCCL.
         ranks: sizes of the communicators that were made.
-        unknown: why nothing is known of the transports; empty where something is.
-        reasons: what the whole log of this process says about why something is not used.
-        cards: network cards of this rank's node (``ports.network_cards``); None where the number is not known.
+        unknown: why the transports are unknown; empty where they are known.
+        reasons: why something is not used, from the whole log of this process.
+        cards: network cards of this rank's node (``ports.network_cards``); None where the number is unknown.
     """
 
     transports: tuple[str, ...] = ()
@@ -104,22 +110,22 @@ class Choice:
 
     @property
     def indirect(self) -> tuple[int, int]:
-        """Of the connections over InfiniBand or RoCE: those that go through the host's memory, and all."""
+        """Of the connections over InfiniBand or RoCE: those through host memory, and all."""
         over = {kind: count for kind, count in self.connections.items() if _transport(kind) == "NET/IB"}
         return sum(count for kind, count in over.items() if _DIRECT not in kind.split("/")), sum(over.values())
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain types, to be told to the other ranks."""
+        """Return plain types, to send to the other ranks."""
         return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Agreed:
-    """What all ranks of a run say together of the groups of one size.
+class GroupTransport:
+    """The transport of all ranks of a run, in the groups of one size.
 
     Attributes:
-        transport: the farthest hop of any rank, or None where it is not known.
-        unknown: why it is not known.
+        transport: the farthest hop of any rank, or None where it is unknown.
+        unknown: why it is unknown.
     """
 
     transport: str | None
@@ -128,28 +134,28 @@ class Agreed:
 
     @property
     def why(self) -> str:
-        """Why no better transport carries the data, as far as NCCL's log says; "" where nothing better is known of.
+        """Why no better transport carries the data, by NCCL's log; "" where no better one is known.
 
-        TCP is explained by what kept NCCL from InfiniBand, a way over InfiniBand through the host's memory by what kept
-        it from GPUDirect RDMA, and the host's memory inside a node by what kept it from P2P.
+        TCP is explained by the reasons against InfiniBand, InfiniBand through host memory by those against GPUDirect
+        RDMA, and host memory inside a node by those against P2P.
         """
         of_rank = {rank: one.reasons for rank, one in enumerate(self.choices)}
         if self.transport is None:
             return ""
         if "NET/Socket" in self.transport:
-            return nccl_fallback_reasons.told(of_rank, nccl_fallback_reasons.NETWORK)
+            return describe_reasons(of_rank, NETWORK)
         if self.transport == "SHM":
-            return nccl_fallback_reasons.told(of_rank, nccl_fallback_reasons.NODE)
+            return describe_reasons(of_rank, NODE)
         indirect = [one.indirect for one in self.choices]
         without, over = sum(some for some, _ in indirect), sum(every for _, every in indirect)
         if not without:
             return ""
-        why = nccl_fallback_reasons.told(of_rank, nccl_fallback_reasons.DIRECT)
+        why = describe_reasons(of_rank, DIRECT)
         return f"GPUDirect RDMA is off on {without} of {over} connections" + (f": {why}" if why else "")
 
     @property
     def nics(self) -> int | None:
-        """The network cards of a node: the most of any, for one that has lost cards lowers no floor. None: unknown."""
+        """The network cards of a node: the most of any, for a lost card must not lower a floor. None: unknown."""
         counts = [one.cards for one in self.choices if one.cards is not None]
         return max(counts) if counts and len(counts) == len(self.choices) else None
 
@@ -157,17 +163,17 @@ class Agreed:
     def _over_cards(self) -> bool:
         return self.transport is not None and self.transport.startswith(_OVER_CARDS)
 
-    def beside(self, telemetry: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a measurement's telemetry with ``why``, or what is not known, as "transport": a miss is told so."""
-        told = [self.why if self.transport is not None else f"transport not known: {self.unknown}"]
+    def add_to(self, telemetry: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a measurement's telemetry with ``why``, or what is unknown, as "transport": a miss reports it."""
+        notes = [self.why if self.transport is not None else f"transport unknown: {self.unknown}"]
         if self._over_cards and self.nics is None:
-            told.append("the number of network cards is unknown, so the floor of a full set applies")
-        why = "; ".join(filter(None, told))
+            notes.append("the number of network cards is unknown, so the floor of a full set applies")
+        why = "; ".join(filter(None, notes))
         return {**telemetry, **({"transport": why} if why else {})}
 
     @property
     def labels(self) -> dict[str, str]:
-        """The labels of a measurement; empty where the transport is not known, which no expectation accepts.
+        """The labels of a measurement; empty where the transport is unknown, which no expectation accepts.
 
         ``nics`` is among them where network cards carry the data and their number is known.
         """
@@ -177,31 +183,29 @@ class Agreed:
         return {"transport": self.transport, **known}
 
     def properties(self, collective: str = "all_reduce") -> dict[str, str]:
-        """Return what goes on record beside the measurements, as text. The algorithms are those of a collective."""
-        told = {"transport": self.transport or f"not known: {self.unknown}", "why": self.why}
+        """Return the properties to record with the measurements. The algorithms are those of a collective."""
+        found = {"transport": self.transport or f"unknown: {self.unknown}", "why": self.why}
         connections: dict[str, int] = {}
         algorithms: dict[int, dict[str, None]] = {}
         for one in self.choices:
             for kind, count in one.connections.items():
                 connections[kind] = connections.get(kind, 0) + count
-            for name in dict.fromkeys((_IN_LOG.get(collective), _UNNAMED)):
-                if name is None or (name == _UNNAMED and collective in _SENT_PIECEWISE):
+            for name in dict.fromkeys((_LOG_NAMES.get(collective), _UNNAMED)):
+                if name is None or (name == _UNNAMED and collective in _POINT_TO_POINT):
                     continue
                 for size, names in one.algorithms.get(name, {}).items():
                     algorithms.setdefault(size, {}).update(dict.fromkeys(names))
-        told["connections"] = ", ".join(f"{count} {kind}" for kind, count in sorted(connections.items()))
-        told["algorithms"] = "; ".join(f"{size} B: {' and '.join(algorithms[size])}" for size in sorted(algorithms))
-        told["nvls"] = " and ".join(sorted({one.nvls for one in self.choices if one.nvls}))
+        found["connections"] = ", ".join(f"{count} {kind}" for kind, count in sorted(connections.items()))
+        found["algorithms"] = "; ".join(f"{size} B: {' and '.join(algorithms[size])}" for size in sorted(algorithms))
+        found["nvls"] = " and ".join(sorted({one.nvls for one in self.choices if one.nvls}))
         if self._over_cards:
-            told["nics"] = "not known" if self.nics is None else str(self.nics)
-        told["network"] = " and ".join(sorted({one.network for one in self.choices if one.network}))
-        told["version"] = " and ".join(sorted({one.version for one in self.choices if one.version}))
+            found["nics"] = "unknown" if self.nics is None else str(self.nics)
+        found["network"] = " and ".join(sorted({one.network for one in self.choices if one.network}))
+        found["version"] = " and ".join(sorted({one.version for one in self.choices if one.version}))
         if self.choices and not algorithms and self.transport not in ("gloo", "none"):
-            piecewise = collective in _SENT_PIECEWISE
-            told["algorithms"] = (
-                "none: single sends and receives" if piecewise else "not known: NCCL's log does not say"
-            )
-        return {name: text for name, text in told.items() if text}
+            point_to_point = collective in _POINT_TO_POINT
+            found["algorithms"] = "none: single sends and receives" if point_to_point else "unknown: not in NCCL's log"
+        return {name: text for name, text in found.items() if text}
 
 
 def choice(lines: Iterable[str]) -> Choice:
@@ -214,14 +218,14 @@ def choice(lines: Iterable[str]) -> Choice:
     algorithms: dict[str, dict[int, dict[str, None]]] = {}
     nvls = network = version = ""
     ranks: dict[int, None] = {}
-    told: set[str] = set()
+    seen: set[str] = set()
     for line in lines:
         if " Bytes -> " in line:
-            # There is one for each call: hundreds of thousands, of which hardly any says something new.
-            what = line.partition("NCCL INFO ")[2] or line
-            if what in told:
+            # There is one for each call: hundreds of thousands, of which hardly any is new.
+            content = line.partition("NCCL INFO ")[2] or line
+            if content in seen:
                 continue
-            told.add(what)
+            seen.add(content)
         if hop := _HOP.search(line) or _COLLNET_HOP.search(line):
             kind = _kind(hop["via"].strip())
             connections[kind] = connections.get(kind, 0) + 1
@@ -254,33 +258,35 @@ def choice(lines: Iterable[str]) -> Choice:
     )
 
 
-def agreed(told: Sequence[Mapping[str, Any]], *, ranks: int, hosts: int) -> Agreed:
-    """Put together what all ranks say, each of its own group.
+def group_transport(choices_of_ranks: Sequence[Mapping[str, Any]], *, ranks: int, hosts: int) -> GroupTransport:
+    """Combine the choices of all ranks, each of its own group.
 
     Args:
-        told: ``Choice.to_json()`` of each rank.
-        ranks: how many are in each group; one alone is connected to nobody.
-        hosts: over how many hosts a group goes.
+        choices_of_ranks: ``Choice.to_json()`` of each rank.
+        ranks: of each group; a single one has no connections.
+        hosts: of each group.
     """
-    choices = [Choice(**{**one, "reasons": tuple(Reason(**why) for why in one["reasons"])}) for one in told]
+    choices = [Choice(**{**one, "reasons": tuple(Reason(**why) for why in one["reasons"])}) for one in choices_of_ranks]
     if ranks == 1:
-        return Agreed(transport="none", choices=choices)
+        return GroupTransport(transport="none", choices=choices)
     silent = [(rank, one.unknown) for rank, one in enumerate(choices) if not one.transports]
     if silent or not choices:
-        why = f"rank {silent[0][0]}: {silent[0][1]}" if silent else "no rank has said anything"
-        return Agreed(transport=None, unknown=why, choices=choices)
+        why = f"rank {silent[0][0]}: {silent[0][1]}" if silent else "no rank has reported"
+        return GroupTransport(transport=None, unknown=why, choices=choices)
     hops = {name for one in choices for name in one.transports}
     farthest = max(map(_distance, hops))
     across = any(kind.startswith("P2P/MNNVL") for one in choices for kind in one.connections)
     if hosts > 1 and farthest < _distance("COLLNET") and not across:
         why = f"no rank's log shows how the {hosts} hosts are connected, only {' and '.join(sorted(hops))} inside them"
-        return Agreed(transport=None, unknown=why, choices=choices)
-    # Two networks at once are no one's expectation.
-    return Agreed(transport="+".join(sorted(hop for hop in hops if _distance(hop) == farthest)), choices=choices)
+        return GroupTransport(transport=None, unknown=why, choices=choices)
+    # Two networks at once match no expectation.
+    return GroupTransport(
+        transport="+".join(sorted(hop for hop in hops if _distance(hop) == farthest)), choices=choices
+    )
 
 
 def _kind(via: str) -> str:
-    """Leave out what numbers the device: "NET/IB/0(8)/GDRDMA" is one of "NET/IB/GDRDMA"."""
+    """Remove the number of the device: "NET/IB/0(8)/GDRDMA" is one of "NET/IB/GDRDMA"."""
     parts = via.split("/")
     return "/".join(part for part in parts if not re.fullmatch(r"\d+(?:\(\d+\)|\[[0-9a-f]+\])?", part))
 
@@ -295,7 +301,7 @@ def _transport(kind: str) -> str:
 
 def _distance(transport: str) -> int:
     family = transport.partition("/")[0]
-    # What is not known here is held to be the farthest, so that no expectation overlooks it.
+    # An unknown one counts as the farthest, so that no expectation overlooks it.
     order = {"P2P": 0, "SHM": 1, "COLLNET": 2, "NET": 3}
     return 4 if transport == "NET/Socket" else order.get(family, 5)
 
@@ -317,23 +323,23 @@ def _named(found: str, names: Sequence[str]) -> str:
 
 SUBSYSTEMS = "INIT,ENV,GRAPH,NET,TUNING"
 """INIT has the connections, their transports and NVLS; TUNING has a line for each collective on a group's first rank;
-ENV, GRAPH and NET tell why."""
+ENV, GRAPH and NET have the reasons."""
 
-MOST_BYTES = 2 * 2**20
-"""How much of a log is kept beside the report, on each rank."""
+MAX_KEPT_BYTES = 2 * 2**20
+"""Of a log that is kept with the report, on each rank."""
 
 _PRIVATE = "gpucluster-nccl-"
-_TELLING_LEVELS = ("INFO", "ABORT", "TRACE")
+_LOG_LEVELS = ("INFO", "ABORT", "TRACE")
 
 
 def prepare_log(environment: MutableMapping[str, str]) -> None:
-    """Let NCCL log to a file for each process in a private folder, unless the operator has said what it should log.
+    """Let NCCL log to a file for each process in a private folder, unless the operator has configured its log.
 
-    Nothing is made on disk: that is done by :meth:`NcclLog.open`, before the first group.
+    Nothing is made on disk: :meth:`NcclLog.open` does that, before the first group.
     """
     if "NCCL_DEBUG" in environment or "NCCL_DEBUG_FILE" in environment:
         return
-    # The name cannot be guessed: NCCL follows a link that somebody else has put there.
+    # The name cannot be guessed: NCCL follows a link that another user has put there.
     folder = Path(tempfile.gettempdir()) / f"{_PRIVATE}{secrets.token_hex(8)}"
     environment["NCCL_DEBUG"] = "INFO"
     environment["NCCL_DEBUG_FILE"] = str(folder / "%p.log")
@@ -341,7 +347,7 @@ def prepare_log(environment: MutableMapping[str, str]) -> None:
 
 
 def own_settings(environment: Mapping[str, str]) -> frozenset[str]:
-    """Return which of NCCL's variables :func:`prepare_log` has set, so that they are nobody's leftover."""
+    """Return the variables of NCCL that :func:`prepare_log` has set."""
     file = environment.get("NCCL_DEBUG_FILE", "")
     if not (file and NcclLog._is_private(Path(file))):
         return frozenset()
@@ -350,10 +356,10 @@ def own_settings(environment: Mapping[str, str]) -> frozenset[str]:
 
 
 class NcclLog:
-    """The log of this process, and which parts of it are of which communicator.
+    """The log of this process, and which parts of it belong to which communicator.
 
-    NCCL connects ranks when they first need it, and its lines do not name the communicator. But a process that talks
-    in one group at a time knows which one it was: what is written inside :meth:`reading` is that group's.
+    NCCL connects ranks when they first need it, and its lines do not name the communicator. But a process uses one
+    group at a time: lines that are written inside :meth:`reading` belong to that group.
 
     Attributes:
         path: the file, or None where there is none.
@@ -368,9 +374,9 @@ class NcclLog:
 
     @classmethod
     def of(cls, environment: Mapping[str, str], *, pid: int, hostname: str | None = None) -> NcclLog:
-        """Find the log of a process that has this environment. Nothing needs to be written yet."""
+        """Return the log of a process with this environment. It need not exist yet."""
         level, file = environment.get("NCCL_DEBUG", ""), environment.get("NCCL_DEBUG_FILE", "")
-        if level.upper() not in _TELLING_LEVELS:
+        if level.upper() not in _LOG_LEVELS:
             found = f"NCCL_DEBUG={level} is" if level else "NCCL_DEBUG_FILE without NCCL_DEBUG is"
             return cls(None, f"{found} set in the environment; unset it, or set NCCL_DEBUG=INFO")
         if not file:
@@ -384,16 +390,16 @@ class NcclLog:
         return cls(Path(re.sub("%[%hp]", lambda place: names[place[0]], file)))
 
     def open(self) -> None:
-        """Make the private folder that NCCL is about to write to. An operator's own folder is left to the operator.
+        """Make the private folder for NCCL's log. An operator's own folder is not touched.
 
         Raises:
-            OSError: it cannot be made, or belongs to somebody else.
+            OSError: it cannot be made, or belongs to another user.
         """
         if self.path is not None and self._is_private(self.path):
             # Local workers share the folder of the process that started them.
             self.path.parent.mkdir(mode=0o700, exist_ok=True)
             if self.path.parent.is_symlink() or self.path.parent.stat().st_uid != os.getuid():
-                raise PermissionError(f"{self.path.parent} belongs to somebody else")
+                raise PermissionError(f"{self.path.parent} belongs to another user")
 
     def remove(self) -> None:
         """Remove the log, and its folder with the last log in it. An operator's own file stays."""
@@ -403,16 +409,16 @@ class NcclLog:
                 self.path.parent.rmdir()
 
     def begin_again(self) -> None:
-        """Forget what was read: the groups are gone, and new ones are about to be made."""
+        """Forget all parts: the groups are gone, and new ones will be made."""
         self._start, self._parts = self._end(), []
 
     def closed(self, communicator: Hashable) -> None:
-        """Forget what was read of a communicator that is gone: a later one of the same ranks makes its own choice."""
+        """Forget the parts of a closed communicator: a later one of the same ranks makes its own choice."""
         self._parts = [(None if key == communicator else key, start, end) for key, start, end in self._parts]
 
     @contextlib.contextmanager
     def reading(self, communicator: Hashable) -> Iterator[None]:
-        """Take what is written inside for a communicator's, where no other group of this process is used."""
+        """Assign the lines that are written inside to a communicator. No other group of this process may be used."""
         start = self._end()
         try:
             yield
@@ -424,39 +430,38 @@ class NcclLog:
 
         Args:
             communicator: as given to :meth:`reading`.
-            rest: take what was written outside of any ``reading`` as well. For the group of all ranks, which anybody
-                may use.
+            rest: with the lines outside of any ``reading``. For the group of all ranks, which any code may use.
         """
         if self.path is None:
             return Choice(unknown=self.why_not)
         if not self.path.exists():
             return Choice(unknown=f"NCCL has written no log to {self.path}")
-        mine = [(start, end) for key, start, end in self._parts if key == communicator]
+        parts = [(start, end) for key, start, end in self._parts if key == communicator]
         if rest:
-            mine += self._outside()
-        found = choice(line for start, end in sorted(mine) for line in self._lines(start, end))
-        # NCCL looks for networks once for a process, so why it did not take one stands in any group's part.
+            parts += self._outside()
+        found = choice(line for start, end in sorted(parts) for line in self._lines(start, end))
+        # NCCL looks for networks once for a process, so the reasons may be in any group's part.
         end = self._end()
         self._reasons.take(self._lines(self._reasons_read, end))
         self._reasons_read = max(self._reasons_read, end)
         return replace(found, reasons=self._reasons.found)
 
-    def keep(self, target: Path, *, most_bytes: int = MOST_BYTES) -> None:
-        """Copy the log to a file, of repeated lines the first one, up to a size. Does nothing where there is none."""
+    def keep(self, target: Path, *, max_bytes: int = MAX_KEPT_BYTES) -> None:
+        """Copy the log to a file without repeated lines, up to a size. Does nothing where there is no log."""
         if self.path is None or not self.path.exists():
             return
         seen: set[str] = set()
         left_out = written = 0
         with target.open("w", encoding="utf-8") as kept:
             for line in self._lines(0, self._end()):
-                what = line.partition("NCCL INFO ")[2] or line
-                if what in seen or written + len(line) > most_bytes:
+                content = line.partition("NCCL INFO ")[2] or line
+                if content in seen or written + len(line) > max_bytes:
                     left_out += 1
                     continue
-                seen.add(what)
+                seen.add(content)
                 written += kept.write(line)
             if left_out:
-                kept.write(f"({left_out} lines left out here: repeated, or beyond {most_bytes} bytes)\n")
+                kept.write(f"({left_out} lines left out here: repeated, or beyond {max_bytes} bytes)\n")
 
     def _outside(self) -> Iterator[tuple[int, int]]:
         position = self._start
@@ -470,7 +475,7 @@ class NcclLog:
         assert self.path is not None
         with self.path.open("rb") as file:
             file.seek(start)
-            while start < end and (line := file.readline(end - start)):  # it ends early where somebody has cut the file
+            while start < end and (line := file.readline(end - start)):  # it ends early where the file was truncated
                 start += len(line)
                 yield line.decode("utf-8", errors="replace")
 

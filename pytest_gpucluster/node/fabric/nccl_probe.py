@@ -1,6 +1,6 @@
-"""Where the facts for advice about NCCL are read: sysfs, procfs, the firmware's tables, the environment.
+"""Reads the facts for advice about NCCL: from sysfs, procfs, the firmware's tables, the environment.
 
-Nothing here needs root, and nothing is changed. What cannot be read is left out and never guessed.
+Nothing here needs root, and nothing is changed. What is unreadable is left out and never guessed.
 
 Source: Linux kernel, Documentation/ABI/testing/sysfs-class-net, sysfs-class-dmi-id and sysfs-bus-pci; proc_net(5),
 /proc/net/route.
@@ -19,9 +19,8 @@ from pytest_gpucluster.errors import LaunchError
 from pytest_gpucluster.launch.launchers import allocation, detect
 from pytest_gpucluster.metrics.datasheets import SKUS, Promise, promise_of
 from pytest_gpucluster.node import infiniband, info, info_gpus, info_software, pci
-from pytest_gpucluster.node import info_gpus as node_gpus
 from pytest_gpucluster.node.fabric import nccl_advice_rules
-from pytest_gpucluster.node.fabric.nccl_facts import WAYS, Card, Facts, Gpu, Network, Provider
+from pytest_gpucluster.node.fabric.nccl_facts import DISTANCES, Card, Facts, Gpu, Network, Provider
 from pytest_gpucluster.node.fabric.ports import FabricSources
 from pytest_gpucluster.node.infiniband import ETHERNET, Adapters, Device, Port
 from pytest_gpucluster.node.info_software import Answer
@@ -42,28 +41,28 @@ _ETHERNET_CLASS, _MELLANOX = "0x0200", "0x15b3"
 """An Ethernet controller of NVIDIA's (Mellanox), which can do RoCE. Source: linux/pci_ids.h, PCI_CLASS_NETWORK_ETHERNET
 and PCI_VENDOR_ID_MELLANOX."""
 _GPU_CLASS, _NVIDIA = "0x0302", "0x10de"
-"""A GPU for computing, which has no screen. Source: linux/pci_ids.h, PCI_CLASS_DISPLAY_3D and PCI_VENDOR_ID_NVIDIA."""
+"""A GPU without display output. Source: linux/pci_ids.h, PCI_CLASS_DISPLAY_3D and PCI_VENDOR_ID_NVIDIA."""
 _AMAZON, _EFA_DEVICES = "0x1d0f", "0xefa"
-"""Amazon's PCI vendor, and how the numbers of its EFA devices begin. Source: Linux kernel,
+"""Amazon's PCI vendor, and the prefix of the numbers of its EFA devices. Source: Linux kernel,
 drivers/infiniband/hw/efa/efa_main.c."""
 _EFA_MODULE = "efa_nv_peermem"
-"""Amazon's own module for GPU memory; EFA's driver of before tells by an attribute ``gdr`` that it reaches it. Source:
+"""Amazon's own module for GPU memory; an older EFA driver shows by an attribute ``gdr`` that it can access it. Source:
 openucx/ucx issue 10966; awslabs/libfabric-ci-scripts pull request 176."""
 _AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
 """Asset tag of every Azure machine, and of no other Hyper-V. Source: cloud-init, tools/ds-identify."""
 _LIBRARIES = ("/opt/amazon/ofi-nccl/lib*", "/opt/amazon/aws-ofi-nccl/lib*", "/opt/aws-ofi-nccl/lib*")
 _LIBRARIES_OF_MACHINE = ("/opt/amazon/ofi-nccl/lib/*-linux-gnu", "/usr/lib/*-linux-gnu", "/usr/local/lib", "/usr/lib64")
-"""Where aws-ofi-nccl is installed by Amazon's installer, by its own instructions, and by distributions."""
+"""Folders of aws-ofi-nccl, by Amazon's installer, its own instructions, and distributions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FabricTree(Tree):
-    """The kernel's files, with sysfs and procfs from where the fabric's facts are read."""
+    """The kernel's files, with sysfs and procfs of the fabric's sources."""
 
     sources: FabricSources
 
     def path(self, absolute: str) -> Path:
-        """Return where ``/proc/...`` or ``/sys/...`` is."""
+        """Return the path of a file of ``/proc``, ``/sys`` or the root."""
         for mount, place in (("/sys", self.sources.sysfs), ("/proc", self.sources.proc)):
             if absolute == mount or absolute.startswith(f"{mount}/"):
                 return place / absolute[len(mount) :].lstrip("/")
@@ -71,8 +70,8 @@ class FabricTree(Tree):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeenGpus:
-    """The GPUs of a node. ``why_not``: why not all is known of them; "" where it is."""
+class VisibleGpus:
+    """The GPUs of a node. ``why_not``: why some facts are unknown; "" where none is."""
 
     gpus: tuple[Gpu, ...] = ()
     why_not: str = ""
@@ -82,14 +81,14 @@ class SeenGpus:
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """Where a node is asked: all of it can be planted."""
+    """Sources of a node's facts. Tests put their own here."""
 
     fabric: FabricSources = field(default_factory=FabricSources)
     root: Path = Path("/")
     hostname: Callable[[], str] = socket.gethostname
     interfaces: Callable[[], Sequence[Interface]] = own_interfaces
     names: Callable[[], Sequence[str]] = lambda: [name for _, name in socket.if_nameindex()]
-    gpus: Callable[[], SeenGpus] = lambda: by_nvml(node_gpus.ask_child)
+    gpus: Callable[[], VisibleGpus] = lambda: by_nvml(info_gpus.ask_child)
     nccl: Callable[[Tree], str | None] = lambda tree: (
         info_software.installed_nccl() or info_software.installed_library(tree)
     )
@@ -100,9 +99,9 @@ def gather_facts(sources: Sources) -> Facts:
     tree = FabricTree(root=sources.root, sources=sources.fabric)
     environ, host = sources.fabric.environ, sources.hostname()
     launcher, launcher_unknown, nnodes = _launched(environ, host)
-    seen = sources.gpus()
+    visible = sources.gpus()
     adapters = infiniband.read(sources.fabric.sysfs)
-    of_node = _gpus_of_node(tree, seen.gpus)
+    of_node = _gpus_of_node(tree, visible.gpus)
     default = _default_interfaces(tree)
     facts = Facts(
         host=host,
@@ -110,17 +109,18 @@ def gather_facts(sources: Sources) -> Facts:
         launcher_unknown=launcher_unknown,
         scheduler=allocation(environ).name,
         nnodes=nnodes,
+        local_ranks=max(1, len(visible.gpus)),
         container=info.container(tree, environ),
         provider=_provider(tree),
         machine=tree.text(f"{_DMI}/product_name") or "",
-        gpus=seen.gpus,
-        gpus_unknown=seen.why_not,
+        gpus=visible.gpus,
+        gpus_unknown=visible.why_not,
         gpus_of_node=of_node,
-        nvlink=seen.nvlink,
-        nvls=seen.nvls,
+        nvlink=visible.nvlink,
+        nvls=visible.nvls,
         adapters=adapters,
         cards=tuple(_cards(tree, adapters, of_node, default)),
-        on_the_bus=tuple(_on_the_bus(tree)) if adapters.why_not else (),
+        rdma_on_bus=tuple(_rdma_on_bus(tree)) if adapters.why_not else (),
         verbs=tuple(name for name in _names(tree, _VERBS) if name.startswith("uverbs")),
         peer_memory=_peer_memory(tree, adapters),
         networks=tuple(_networks(tree, sources.interfaces(), default)),
@@ -132,14 +132,14 @@ def gather_facts(sources: Sources) -> Facts:
     return _with_files(facts, tree)
 
 
-def by_nvml(ask: Callable[[], Answer]) -> SeenGpus:
-    """Ask NVML for the GPUs of this node, in a process of its own."""
-    told = node_gpus.read_gpus(ask())
-    gpus = tuple(Gpu(name=str(gpu["name"]), pci=str(gpu["pci"])) for gpu in told["gpus"])
-    ends = [kind for gpu in told["gpus"] for kind, _ in (gpu["nvlink_ends"] or {}).values()]
-    why_not = told["why_not"] or ("" if gpus else "NVML shows none to this process")
+def by_nvml(ask: Callable[[], Answer]) -> VisibleGpus:
+    """Query NVML for the GPUs of this node, in a process of its own."""
+    found = info_gpus.read_gpus(ask())
+    gpus = tuple(Gpu(name=str(gpu["name"]), pci=str(gpu["pci"])) for gpu in found["gpus"])
+    ends = [kind for gpu in found["gpus"] for kind, _ in (gpu["nvlink_ends"] or {}).values()]
+    why_not = found["why_not"] or ("" if gpus else "NVML shows none to this process")
     promise = _promise(gpus)
-    return SeenGpus(
+    return VisibleGpus(
         gpus=gpus,
         why_not=why_not,
         nvlink=bool(ends),
@@ -147,12 +147,12 @@ def by_nvml(ask: Callable[[], Answer]) -> SeenGpus:
     )
 
 
-def of_ranks(inventory: Sequence[Mapping[str, Any]], node_rank: int) -> SeenGpus:
-    """Return the GPUs of a node by what its ranks have said of themselves; a rank on cpu has none."""
-    own = [who["gpu"] for who in inventory if who["node_rank"] == node_rank and who["gpu"]]
+def of_ranks(inventory: Sequence[Mapping[str, Any]], node_rank: int) -> VisibleGpus:
+    """Return the GPUs of a node's ranks; a rank on cpu has none."""
+    own = [entry["gpu"] for entry in inventory if entry["node_rank"] == node_rank and entry["gpu"]]
     gpus = tuple(Gpu(name=str(gpu["name"]), pci=str(gpu["pci_bus_id"])) for gpu in own)
     promise = _promise(gpus)
-    return SeenGpus(
+    return VisibleGpus(
         gpus=gpus,
         nvlink=promise is not None and bool(promise.nvlinks),
         nvls=promise is not None and promise.nvswitch and promise.fabric_state,
@@ -178,25 +178,25 @@ def _launched(environ: Mapping[str, str], host: str) -> tuple[str, str, int | No
 
 
 def _provider(tree: Tree) -> Provider | None:
-    """Tell the cloud by the firmware's tables, which any user may read.
+    """Return the cloud by the firmware's tables, which any user may read.
 
     Source: cloud-init, tools/ds-identify: sys_vendor "Amazon EC2", product_name "Google Compute Engine", and the asset
     tag of Azure.
     """
-    told = {name: tree.text(f"{_DMI}/{name}") or "" for name in ("sys_vendor", "product_name", "chassis_asset_tag")}
-    if told["sys_vendor"] == "Amazon EC2":
+    dmi = {name: tree.text(f"{_DMI}/{name}") or "" for name in ("sys_vendor", "product_name", "chassis_asset_tag")}
+    if dmi["sys_vendor"] == "Amazon EC2":
         return "AWS"
-    if told["product_name"] == "Google Compute Engine":
+    if dmi["product_name"] == "Google Compute Engine":
         return "Google Cloud"
-    if told["chassis_asset_tag"] == _AZURE_TAG:
+    if dmi["chassis_asset_tag"] == _AZURE_TAG:
         return "Azure"
     return None
 
 
-def _gpus_of_node(tree: Tree, seen: Sequence[Gpu]) -> tuple[str, ...]:
-    """Return the addresses of all GPUs. A job or a container may see some of them only, and cards beside the others are
-    no less of the fabric. A virtual function is no GPU more."""
-    known = {address for gpu in seen if (address := normalised(gpu.pci)) is not None}
+def _gpus_of_node(tree: Tree, visible: Sequence[Gpu]) -> tuple[str, ...]:
+    """Return the addresses of all GPUs, for a job or a container may have some of them only, and cards close to the
+    others belong to the fabric, too. A virtual function is not counted."""
+    known = {address for gpu in visible if (address := normalised(gpu.pci)) is not None}
     for address in _names(tree, _PCI):
         kind, vendor, _ = _identity(tree, address)
         if kind.startswith(_GPU_CLASS) and vendor == _NVIDIA and not tree.has(f"{_PCI}/{address}/physfn"):
@@ -205,7 +205,7 @@ def _gpus_of_node(tree: Tree, seen: Sequence[Gpu]) -> tuple[str, ...]:
 
 
 def _peer_memory(tree: FabricTree, adapters: Adapters) -> PeerMemory:
-    """Tell whether cards reach GPU memory. EFA has ways of its own."""
+    """Return how cards access GPU memory. EFA has ways of its own."""
     found = pci.read_peer_memory(tree.sources.sysfs, tree.sources.proc, tree.text("/proc/sys/kernel/osrelease"))
     if found.module:
         return found
@@ -220,7 +220,7 @@ def _cards(tree: Tree, adapters: Adapters, gpus: Sequence[str], default: frozens
     for device in adapters.devices:
         folder = f"/sys/class/infiniband/{device.name}/device"
         driver = f"{folder}/driver"
-        near = _near(tree, device, gpus)
+        distance = _distance(tree, device, gpus)
         for port in device.ports:
             interface = _interface(tree, folder, port)
             yield Card(
@@ -229,26 +229,26 @@ def _cards(tree: Tree, adapters: Adapters, gpus: Sequence[str], default: frozens
                 driver=tree.path(driver).resolve().name if tree.has(driver) else "",
                 pci=device.pci,
                 interface=interface,
-                near=near,
+                distance=distance,
                 is_default=interface in default,
             )
 
 
 def _interface(tree: Tree, folder: str, port: Port) -> str:
-    """Return the network interface of a RoCE port: what its first address is on, or the only one of its card."""
+    """Return the network interface of a RoCE port: that of its first address, or the only one of its card."""
     if port.link_layer != ETHERNET:
         return ""
-    told = tree.text(f"/sys/class/infiniband/{port.device}/ports/{port.number}/gid_attrs/ndevs/0")
+    interface = tree.text(f"/sys/class/infiniband/{port.device}/ports/{port.number}/gid_attrs/ndevs/0")
     names = _names(tree, f"{folder}/net")
-    return told or (names[0] if len(names) == 1 else "")
+    return interface or (names[0] if len(names) == 1 else "")
 
 
-def _near(tree: Tree, device: Device, gpus: Sequence[str]) -> str:
-    ways = [info_gpus.by_kernel(tree, device.pci, gpu) for gpu in gpus]
-    return next((way for way in WAYS if way in ways), "")
+def _distance(tree: Tree, device: Device, gpus: Sequence[str]) -> str:
+    distances = [info_gpus.by_kernel(tree, device.pci, gpu) for gpu in gpus]
+    return next((distance for distance in DISTANCES if distance in distances), "")
 
 
-def _on_the_bus(tree: Tree) -> Iterator[str]:
+def _rdma_on_bus(tree: Tree) -> Iterator[str]:
     for address in _names(tree, _PCI):
         kind, vendor, device = _identity(tree, address)
         can_roce = kind.startswith(_ETHERNET_CLASS) and vendor == _MELLANOX
@@ -258,7 +258,7 @@ def _on_the_bus(tree: Tree) -> Iterator[str]:
 
 
 def _identity(tree: Tree, address: str) -> tuple[str, str, str]:
-    """Return class, vendor and device of a PCI device, each "" where it is not told."""
+    """Return class, vendor and device of a PCI device, each "" where it is unknown."""
     kind, vendor, device = (tree.text(f"{_PCI}/{address}/{name}") or "" for name in ("class", "vendor", "device"))
     return kind, vendor, device
 
@@ -268,7 +268,7 @@ def _networks(tree: Tree, found: Sequence[Interface], default: frozenset[str]) -
         if one.name == "lo" or not one.running or not one.addresses:
             continue
         driver = f"{_NET}/{one.name}/device/driver"
-        speed = tree.number(f"{_NET}/{one.name}/speed")  # -1, or no answer at all, where it is not known
+        speed = tree.number(f"{_NET}/{one.name}/speed")  # -1, or unreadable, where it is unknown
         yield Network(
             interface=one,
             is_real=_is_real(tree, one.name),
@@ -279,14 +279,14 @@ def _networks(tree: Tree, found: Sequence[Interface], default: frozenset[str]) -
 
 
 def _is_real(tree: Tree, name: str) -> bool:
-    """Tell a card, and what is made of cards, from a bridge, a tunnel and one end of a pair."""
+    """Whether it is a card or made of cards, and not a bridge, a tunnel or one end of a pair."""
     if tree.has(f"{_NET}/{name}/bridge"):
         return False
     return any(tree.has(f"{_NET}/{one}/device") for one in _with_lower(tree, name))
 
 
 def _with_lower(tree: Tree, name: str) -> frozenset[str]:
-    """Return an interface and those that it is made of: a VLAN's, a bond's, a bridge's."""
+    """Return an interface and its lower ones: a VLAN's, a bond's, a bridge's."""
     known: set[str] = set()
     left = [name]
     while left:
@@ -300,7 +300,7 @@ def _with_lower(tree: Tree, name: str) -> frozenset[str]:
 
 
 def _default_interfaces(tree: Tree) -> frozenset[str]:
-    """Return the interface of the default route that counts, and what it is made of; nothing where there is none."""
+    """Return the interface of the preferred default route, and its lower ones; none where there is no such route."""
     routes: list[tuple[int, str]] = []
     for line in (tree.text(_ROUTES) or "").splitlines()[1:]:
         parts = line.split()
@@ -321,8 +321,8 @@ def _names(tree: Tree, folder: str) -> list[str]:
 
 
 def _with_files(facts: Facts, tree: Tree) -> Facts:
-    """Look for the files that advice may name."""
-    described = nccl_advice_rules.topology_of(facts)
+    """Look for the files that the advice may name."""
+    description = nccl_advice_rules.azure_topology(facts)
     scripts = (*nccl_advice_rules.GOOGLE_SCRIPTS.values(), nccl_advice_rules.GOOGLE_IN_CONTAINER)
     folders = [*_LIBRARIES, *_LIBRARIES_OF_MACHINE]
     folders += [one for one in facts.environ.get("LD_LIBRARY_PATH", "").split(":") if one.startswith("/")]
@@ -333,7 +333,7 @@ def _with_files(facts: Facts, tree: Tree) -> Facts:
         for path in _found(tree, folder, name)
     )
     files = {
-        nccl_advice_rules.TOPOLOGY_FILE: _topologies(facts, tree, described),
+        nccl_advice_rules.TOPOLOGY_FILE: _topologies(facts, tree, description),
         nccl_advice_rules.SCRIPT: tuple(path for path in scripts if tree.has(path)),
         nccl_advice_rules.EFA_PLUGIN: tuple(dict.fromkeys(plugins)),
     }
@@ -341,8 +341,8 @@ def _with_files(facts: Facts, tree: Tree) -> Facts:
 
 
 def _topologies(facts: Facts, tree: Tree, path: str | None) -> tuple[str, ...]:
-    """Return where a description of the machine is, and where what is set is the same: a link, as Azure's images have
-    it, or a container's own copy."""
+    """Return the path of a description of the machine, and the one that is set where its content is the same: a link,
+    as in Azure's images, or a container's own copy."""
     content = tree.text(path) if path else None
     if path is None or content is None:
         return ()
@@ -354,8 +354,8 @@ def _topologies(facts: Facts, tree: Tree, path: str | None) -> tuple[str, ...]:
 def _found(tree: Tree, folder: str, name: str) -> Iterator[Path]:
     try:
         for path in sorted(tree.root.glob(f"{folder.lstrip('/')}/{name}")):
-            # Other plugins, such as the one for SHARP, have the plain name, too.
+            # Other plugins, such as the one for SHARP, have the plain name as well.
             if name != nccl_advice_rules.EFA_PLUGINS[0] or "ofi" in str(path.parent):
                 yield path
     except (OSError, ValueError, NotImplementedError):
-        return  # a folder that may not be looked at, or no pattern at all, as in a broken LD_LIBRARY_PATH
+        return  # an unreadable folder, or an invalid pattern, as in a broken LD_LIBRARY_PATH

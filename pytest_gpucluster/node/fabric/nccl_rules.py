@@ -1,11 +1,12 @@
-"""Rules about variables of NCCL, UCX and CUDA that are set: which help, which hurt, and where. Pure.
+"""The variables of NCCL, UCX and CUDA: what each does, how a value is judged, and when to leave it unset. Pure.
 
-A table has a rule for each variable. Its judge returns the kind of finding for a value at the place where it is set, or
-None where there is nothing to report; :func:`judge_environment` returns the finding: none, a note, or that it hurts.
+``RULES`` is the one table of them: the criterion ``nccl.environment`` and the advice of ``gpucluster node nccl-env``
+follow it, and docs/fabric.md shows it. :func:`judge_environment` returns the finding for a variable that is set: none,
+a note, or an error of the environment.
 
 NCCL's guide has two kinds of variables: those that describe the system to NCCL may stay set; those of its section
 "Debugging" "should not be used in production nor retained in scripts". So each of the latter is worth a note, and what
-surely costs speed or breaks something here is more than that: see the rules.
+surely costs speed or breaks something here is an error: see the rules.
 
 Source, unless a rule has its own: NCCL user guide, "Environment Variables",
 https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
@@ -14,55 +15,27 @@ https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_gpucluster.metrics.finding import Finding, Identity, Kind
 from pytest_gpucluster.node.fabric.nccl_environment import Setting
+from pytest_gpucluster.node.fabric.nccl_facts import IB, ROCE, TCP, Fabric, FabricKind, Facts
 from pytest_gpucluster.node.fabric.ports import selects
-from pytest_gpucluster.node.infiniband import ETHERNET, INFINIBAND, Adapters
+from pytest_gpucluster.node.infiniband import ETHERNET, INFINIBAND
 from pytest_gpucluster.node.interfaces import matches
 
+GUIDE = "NCCL user guide, Environment Variables"
+GUIDE_URL = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"
+TROUBLESHOOTING_URL = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html"
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where the variables are set, as far as it matters to what they do.
-
-    Attributes:
-        nnodes, local_ranks: nodes of the run, and ranks of this one.
-        nvlink, nvls: the GPUs of a node reach each other over NVLink, and through a switch that can sum up.
-        adapters: the node's InfiniBand and RoCE ports.
-        peermem: the module that lets network cards reach GPU memory is loaded.
-        interfaces: names of the network interfaces; empty where they are not known.
-        demanded: variables that the provider's own plugin wants set here.
-    """
-
-    nnodes: int = 1
-    local_ranks: int = 1
-    nvlink: bool = False
-    nvls: bool = False
-    adapters: Adapters = field(default_factory=Adapters)
-    peermem: bool = False
-    interfaces: tuple[str, ...] = ()
-    demanded: frozenset[str] = frozenset()
-
-    @property
-    def link_layers(self) -> set[str]:
-        """The kinds of ports that carry data."""
-        return {port.link_layer for port in self.adapters.ports if port.is_active}
-
-    @property
-    def has_fabric(self) -> bool:
-        """Tell whether there are nodes to reach, and ports to reach them by."""
-        return self.nnodes > 1 and bool(self.link_layers)
-
-
-Judge = Callable[[str, Place], Kind | None]
+Judge = Callable[[str, Facts], Kind | None]
+"""Value and node -> "environment" where it hurts, "note" where it may, or None."""
 
 
 def number(value: str) -> int:
-    """Read a number as NCCL does: what begins with none is 0, so that ``true`` means 0.
+    """Read a number as NCCL does: a value that does not begin with one is 0, so that ``true`` means 0.
 
     Source: NCCL, src/misc/param.cc, ncclLoadParam, which calls strtoll.
 
@@ -83,7 +56,7 @@ def number(value: str) -> int:
 
 
 def excludes(value: str, word: str) -> bool:
-    """Tell whether a list of algorithms or protocols leaves one out, for all-reduce.
+    """Return whether a list of algorithms or protocols excludes one, for all-reduce.
 
     >>> [excludes(value, "nvls") for value in ("Ring", "^Tree", "^NVLS", "Ring,NVLS", "ring;allreduce:nvls")]
     [True, False, True, False, False]
@@ -97,512 +70,511 @@ def excludes(value: str, word: str) -> bool:
     return listed == chosen.startswith("^")
 
 
-def when_on(kind: Kind, where: Callable[[Place], bool] = lambda place: True) -> Judge:
+# ---- judges of a value
+
+
+def _always(value: str, facts: Facts) -> Kind | None:
+    return "note"
+
+
+def _never(value: str, facts: Facts) -> Kind | None:
+    return None
+
+
+def _if_on(kind: Kind, where: Callable[[Facts], bool] = lambda facts: True) -> Judge:
     """A flag that is on: of this kind where it matters, a note elsewhere."""
-    return lambda value, place: None if number(value) == 0 else (kind if where(place) else "note")
+    return lambda value, facts: None if number(value) == 0 else (kind if where(facts) else "note")
 
 
-def when_off(kind: Kind, where: Callable[[Place], bool] = lambda place: True) -> Judge:
-    """A flag that is on by default, and set to 0."""
-    return lambda value, place: ("note" if number(value) else kind) if where(place) else "note"
+def _if_off(where: Callable[[Facts], bool]) -> Judge:
+    """A flag that is on by default, and set to 0: an error where it matters."""
+    return lambda value, facts: "environment" if where(facts) and number(value) == 0 else "note"
 
 
-def _level(value: str, place: Place) -> Kind | None:
-    return "environment" if value.strip().upper() == "LOC" or value.strip() == "0" else "note"
+def _number_is(kind: Kind, bad: Callable[[int], bool], otherwise: Kind | None) -> Judge:
+    return lambda value, facts: kind if bad(number(value)) else otherwise
 
 
-def p2p_level(value: str, place: Place) -> Kind | None:
-    """Judge a level that keeps the GPUs of a node from reaching each other."""
-    never = _level(value, place) == "environment" or (value.strip().upper() == "NVL" and not place.nvlink)
-    return "environment" if never and place.local_ranks > 1 else "note"
+def _word_is(kind: Kind, words: tuple[str, ...], otherwise: Kind | None) -> Judge:
+    return lambda value, facts: kind if value.strip().lower() in words else otherwise
 
 
-def gdr_level(value: str, place: Place) -> Kind | None:
-    """Judge a level that keeps network cards from GPU memory."""
-    return _level(value, place) if place.has_fabric else "note"
+def _is_never(level: str) -> bool:
+    return level.strip().upper() == "LOC" or level.strip() == "0"
 
 
-def algorithms(value: str, place: Place) -> Kind | None:
-    """Judge a choice that leaves NVLS out where there is it, or trees where there are several nodes."""
-    without_nvls = excludes(value, "nvls") and place.nvls and place.local_ranks > 1
-    across = excludes(value, "tree") and excludes(value, "nvlstree") and place.nnodes > 1
-    return "environment" if without_nvls or across else "note"
+def _p2p_level(value: str, facts: Facts) -> Kind | None:
+    """A level that keeps the GPUs of a node from reaching each other."""
+    never = _is_never(value) or (value.strip().upper() == "NVL" and not facts.nvlink)
+    return "environment" if never and facts.local_ranks > 1 else "note"
 
 
-def protocols(value: str, place: Place) -> Kind | None:
-    """Judge a choice that forces LL128 where NCCL would hardly take it, or leaves Simple out."""
-    # Without NVLink NCCL takes LL128 nowhere; with it, it mostly does by itself (GCP has Simple,LL128 set on H100).
-    forced = not value.strip().startswith("^") and not excludes(value, "ll128") and not place.nvlink
+def _gdr_level(value: str, facts: Facts) -> Kind | None:
+    """A level that keeps network cards from GPU memory."""
+    return "environment" if facts.has_fabric and _is_never(value) else "note"
+
+
+def _algorithms(value: str, facts: Facts) -> Kind | None:
+    """A choice without NVLS where it is available, or without trees where there are several nodes."""
+    without_nvls = excludes(value, "nvls") and _has_nvls(facts)
+    without_trees = excludes(value, "tree") and excludes(value, "nvlstree") and facts.planned_nodes > 1
+    return "environment" if without_nvls or without_trees else "note"
+
+
+def _protocols(value: str, facts: Facts) -> Kind | None:
+    """A choice that forces LL128 where NCCL would hardly use it, or excludes Simple."""
+    # Without NVLink NCCL uses LL128 nowhere; with it, it mostly does by itself (GCP has Simple,LL128 set on H100).
+    forced = not value.strip().startswith("^") and not excludes(value, "ll128") and not facts.nvlink
     return "environment" if forced or excludes(value, "simple") else "note"
 
 
-def network(value: str, place: Place) -> Kind | None:
-    """Judge sockets where there is a fabric."""
-    return "environment" if value.strip().lower() == "socket" and place.has_fabric else None
+def _network(value: str, facts: Facts) -> Kind | None:
+    """Sockets where there is a fabric."""
+    return "environment" if value.strip().lower() == "socket" and facts.has_fabric else None
 
 
-def gid_index(value: str, place: Place) -> Kind | None:
-    """Judge an entry that InfiniBand does not have, or a RoCE port."""
-    if number(value) < 0 or not place.link_layers:
+def _gid_index(value: str, facts: Facts) -> Kind | None:
+    """An entry that InfiniBand does not have, or a RoCE port."""
+    if number(value) < 0 or not facts.link_layers:
         return None
-    if ETHERNET not in place.link_layers:
+    if ETHERNET not in facts.link_layers:
         return "environment" if number(value) > 0 else "note"
-    if INFINIBAND in place.link_layers:
+    if INFINIBAND in facts.link_layers:
         return "note"
-    ports = [port for port in place.adapters.ports if port.is_active and port.link_layer == ETHERNET]
+    ports = [port for port in facts.adapters.ports if port.is_active and port.link_layer == ETHERNET]
     missing = [port for port in ports if all(gid.index != number(value) for gid in port.gids)]
     return "environment" if missing else "note"
 
 
-def cards(value: str, place: Place) -> Kind | None:
-    """Judge a choice of cards of which none is active."""
-    active = [port for port in place.adapters.ports if port.is_active]
-    if not value.strip() or not place.adapters.ports:
+def _cards(value: str, facts: Facts) -> Kind | None:
+    """A selection of cards of which none is active."""
+    active = [port for port in facts.adapters.ports if port.is_active]
+    if not value.strip() or not facts.adapters.ports:
         return None
     return None if any(selects(value, port) for port in active) else "environment"
 
 
-def interface(value: str, place: Place) -> Kind | None:
-    """Judge a choice of interfaces that are not there, or do not leave the host."""
-    # NCCL takes a value of one character for none.
-    if len(value) < 2 or not place.interfaces:
+def _interface(value: str, facts: Facts) -> Kind | None:
+    """A selection of interfaces that do not exist, or do not leave the host."""
+    # NCCL ignores a value of one character.
+    if len(value) < 2 or not facts.interfaces:
         return None
-    chosen = [name for name in place.interfaces if matches(name, value)]
-    return "environment" if not chosen or (place.nnodes > 1 and chosen == ["lo"]) else None
+    chosen = [name for name in facts.interfaces if matches(name, value)]
+    return "environment" if not chosen or (facts.planned_nodes > 1 and chosen == ["lo"]) else None
 
 
-def ucx_devices(value: str, place: Place) -> Kind | None:
-    """Judge a choice of which nothing is there."""
-    if value.strip().lower() in ("", "all") or not place.adapters.ports:
+def _ucx_devices(value: str, facts: Facts) -> Kind | None:
+    """A selection of which nothing exists."""
+    if value.strip().lower() in ("", "all") or not facts.adapters.ports:
         return None
-    known = {f"{port.device}:{port.number}" for port in place.adapters.ports} | set(place.interfaces)
-    named = [part.strip() for part in value.lstrip("^").split(",") if part.strip()]
-    return "environment" if not any(part in known for part in named) else None
+    known = {f"{port.device}:{port.number}" for port in facts.adapters.ports} | set(facts.interfaces)
+    names = [part.strip() for part in value.lstrip("^").split(",") if part.strip()]
+    return "environment" if not any(name in known for name in names) else None
 
 
-def topology(value: str, place: Place) -> Kind | None:
-    """Judge a file that is not there."""
+def _topology(value: str, facts: Facts) -> Kind | None:
+    """A file that does not exist."""
     return "note" if Path(value).is_file() else "environment"
 
 
-def channels(value: str, place: Place) -> Kind | None:
-    """Judge a number of blocks that cannot fill the links."""
-    # This suite's rule: 4 blocks are a quarter of the 16 that NVLS takes on Hopper (NVLS_NCHANNELS in NCCL's log).
-    return "environment" if 0 < number(value) <= 4 and place.local_ranks > 1 else "note"
+def _channels(value: str, facts: Facts) -> Kind | None:
+    """Too few blocks to fill the links."""
+    # This suite's rule: 4 blocks are a quarter of the 16 that NVLS uses on Hopper (NVLS_NCHANNELS in NCCL's log).
+    return "environment" if 0 < number(value) <= 4 and facts.local_ranks > 1 else "note"
 
 
-def beside_others(place: Place) -> bool:
-    """Tell whether there are other GPUs on the node."""
-    return place.local_ranks > 1
+def _has_peers(facts: Facts) -> bool:
+    return facts.local_ranks > 1
 
 
-def over_fabric(place: Place) -> bool:
-    """Tell whether there is a fabric to other nodes."""
-    return place.has_fabric
+def _has_fabric(facts: Facts) -> bool:
+    return facts.has_fabric
 
 
-def through_switch(place: Place) -> bool:
-    """Tell whether a switch could sum up what the GPUs of this node send."""
-    return place.nvls and place.local_ranks > 1
+def _has_nvls(facts: Facts) -> bool:
+    return facts.nvls and facts.local_ranks > 1
 
 
-GUIDE = "NCCL user guide, Environment Variables"
+# ---- the table
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
+class Unset:
+    """Why to leave a variable unset. ``on``: kinds of fabric, empty for all; ``nvls``: only where NVLS is available."""
+
+    why: str
+    on: tuple[FabricKind, ...] = ()
+    nvls: bool = False
+    source: str = GUIDE_URL
+
+
+@dataclass(frozen=True)
 class Rule:
     """One variable.
 
     Attributes:
         name: of the variable.
+        judge: its verdict on a value.
         does: what it does, where it helps and where it hurts.
-        judge: what its value is here: None where there is nothing to say.
         remedy: what to do about it.
-        source: where this is from.
+        source: of all this.
+        unset: reasons to leave it unset. Their source: the guide's entry on the variable; that measuring decides is
+            this suite's own rule.
     """
 
     name: str
-    does: str
     judge: Judge
+    does: str
     remedy: str = "unset it"
     source: str = GUIDE
+    unset: tuple[Unset, ...] = ()
 
 
-def _table(rules: Sequence[Rule]) -> Mapping[str, Rule]:
-    return {rule.name: rule for rule in rules}
+_RDMA = (IB, ROCE)
+_C10D = "pytorch/pytorch, torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
+_UCX_FAQ = "OpenUCX documentation, FAQ: Which transports and network devices does UCX use?"
 
-
-RULES: Mapping[str, Rule] = _table(
-    (
-        Rule(
-            name="NCCL_ALGO",
-            does="allows only some algorithms. Helps nowhere for long. `Ring` switches NVLS off, which hurts "
-            "all-reduce where there is an NVSwitch (366 instead of 482 GB/s on 8 H200), and trees, which hurts many "
-            "nodes",
-            judge=algorithms,
-        ),
-        Rule(
-            name="NCCL_PROTO",
-            does="allows only some protocols. `LL128` where NCCL has not chosen it can corrupt data; without `Simple` "
-            "large messages are slow; `^LL128` is a search for a bug",
-            judge=protocols,
-        ),
-        Rule(
-            name="NCCL_NVLS_ENABLE",
-            does="0 switches NVLS off: hurts in a node with an NVSwitch",
-            judge=when_off("environment", through_switch),
-        ),
-        Rule(
-            name="NCCL_CUMEM_ENABLE",
-            does="0 takes away the memory that NVLink between nodes (MNNVL) needs; frameworks for inference set it to "
-            "save memory",
-            judge=lambda value, place: "note",
-            source=f"{GUIDE}; vllm-project/vllm pull request 16992",
-        ),
-        Rule(
-            name="NCCL_MNNVL_ENABLE",
-            does="0 keeps NVLink between nodes (GB200 NVL72) from being used",
-            judge=when_off("environment", lambda place: place.nnodes > 1 and place.nvls),
-        ),
-        Rule(
-            name="NCCL_P2P_DISABLE",
-            does="1 sends what GPUs of a node say to each other through the host's memory, instead of NVLink or PCIe; "
-            "helps only where P2P over PCIe is broken (IOMMU, ACS)",
-            judge=when_on("environment", beside_others),
-        ),
-        Rule(
-            name="NCCL_P2P_LEVEL",
-            does="limits how far apart GPUs may be for P2P. `LOC` is never; `NVL` leaves PCIe out; `SYS` helps on some "
-            "machines without NVLink",
-            judge=p2p_level,
-        ),
-        Rule(
-            name="NCCL_P2P_DIRECT_DISABLE",
-            does="1 forbids direct access to buffers of other GPUs of the same process; with one GPU a process it "
-            "does nothing",
-            judge=when_on("note"),
-        ),
-        Rule(
-            name="NCCL_SHM_DISABLE",
-            does="1 sends what GPUs of a node without P2P say to each other over the network; helps only where "
-            "/dev/shm is too small, which is to be mended instead",
-            judge=when_on("environment", beside_others),
-        ),
-        Rule(
-            name="NCCL_IB_DISABLE",
-            does="1 switches InfiniBand and RoCE off, so that TCP carries all data between nodes; belongs to clusters "
-            "that have neither",
-            judge=when_on("environment", over_fabric),
-        ),
-        Rule(
-            name="NCCL_NET",
-            does="forces one network. `Socket` is TCP; `IB` or a plugin's name helps, as NCCL then fails instead of "
-            "falling back",
-            judge=network,
-        ),
-        Rule(
-            name="NCCL_NET_PLUGIN",
-            does="chooses the network plugin. `none` leaves out the one of the image (SHARP, EFA, GCP's)",
-            judge=lambda value, place: "note" if value.strip().lower() == "none" else None,
-        ),
-        Rule(
-            name="NCCL_NET_GDR_LEVEL",
-            does="limits how far a GPU and a network card may be apart for GPUDirect RDMA. `LOC` is never, and hurts; "
-            "`PHB` and `SYS` help where cards are not behind the GPUs' own PCIe switches, and can hurt elsewhere",
-            judge=gdr_level,
-        ),
-        Rule(
-            name="NCCL_NET_GDR_READ",
-            does="0 sends through the host's memory what leaves a GPU; helps on some machines without NVLink, and "
-            "hurts with it",
-            judge=when_off("environment", lambda place: place.has_fabric and place.nvlink),
-        ),
-        Rule(
-            name="NCCL_DMABUF_ENABLE",
-            does="0 leaves the way to GPU memory to nvidia_peermem: without that module GPUDirect RDMA is off",
-            judge=when_off("environment", lambda place: place.has_fabric and not place.peermem),
-        ),
-        Rule(
-            name="NCCL_IB_HCA",
-            does="chooses the cards. Helps where a node also has cards for storage; without `=` it takes prefixes, so "
-            "that `mlx5_1` takes mlx5_10 as well",
-            judge=cards,
-            remedy="unset it, or name cards of this node that are Active (`ibv_devices`)",
-        ),
-        Rule(
-            name="NCCL_IB_GID_INDEX",
-            does="chooses the address of a RoCE port; 3 is the usual one of RoCE v2 with IPv4. Belongs to RoCE: on "
-            "InfiniBand it names an entry that does not exist. NCCL 2.21 and newer find it themselves",
-            judge=gid_index,
-        ),
-        Rule(
-            name="NCCL_IB_TIMEOUT",
-            does="how long a lost packet is waited for. 22 helps on very large networks, and hides links that flap",
-            judge=lambda value, place: "environment" if not 0 < number(value) < 32 else "note",
-            remedy="unset it, or give it a value from 1 to 31: others wait for ever",
-        ),
-        Rule(
-            name="NCCL_IB_RETRY_CNT",
-            does="how often a packet is sent again; less than the default of 7 breaks jobs at a short disturbance",
-            judge=lambda value, place: "note" if number(value) != 7 else None,
-        ),
-        Rule(
-            name="NCCL_IB_QPS_PER_CONNECTION",
-            does="connections for each pair of ranks; 2 to 4 help on fabrics with several levels",
-            judge=lambda value, place: "note",
-        ),
-        Rule(
-            name="NCCL_IB_SPLIT_DATA_ON_QPS",
-            does="1 splits each message over the connections: hurts latency",
-            judge=lambda value, place: "note",
-        ),
-        Rule(
-            name="NCCL_IB_PCI_RELAXED_ORDERING",
-            does="1 helps in virtual machines, and is chosen by itself where it is possible; 0 hurts there",
-            judge=when_off("environment", over_fabric),
-        ),
-        Rule(
-            name="NCCL_IB_ADAPTIVE_ROUTING",
-            does="1 is the default on InfiniBand; on RoCE it helps only where the switches do it",
-            judge=lambda value, place: "note",
-        ),
-        Rule(
-            name="NCCL_IB_CUDA_SUPPORT",
-            does="nothing since NCCL 2.4: NCCL_NET_GDR_LEVEL has replaced it",
-            judge=lambda value, place: "note",
-        ),
-        Rule(
-            name="NCCL_SOCKET_IFNAME",
-            does="chooses the interface of NCCL's own connections, and of all data where TCP carries them. Helps where "
-            "hosts have several networks",
-            judge=interface,
-            remedy="unset it, or name an interface of this node that reaches the others (`ip -br addr`)",
-        ),
-        Rule(
-            name="NCCL_SOCKET_NTHREADS",
-            does="threads of each connection over TCP, 1 to 16; 4 help from 100 Gb/s on, and take CPUs. Does nothing "
-            "where RDMA carries the data",
-            judge=lambda value, place: None,
-        ),
-        Rule(
-            name="NCCL_NSOCKS_PERTHREAD",
-            does="sockets of each of these threads; 4 help from 100 Gb/s on. Threads times sockets are 64 at most",
-            judge=lambda value, place: None,
-        ),
-        Rule(
-            name="NCCL_IB_TC",
-            does="the traffic class of RoCE's packets; belongs to the switches' configuration, and is lossy or slow "
-            "where it is another than theirs",
-            judge=lambda value, place: None,
-        ),
-        Rule(
-            name="NCCL_IB_SL",
-            does="the service level on InfiniBand; belongs to the subnet manager's configuration",
-            judge=lambda value, place: None,
-        ),
-        Rule(
-            name="NCCL_CROSS_NIC",
-            does="0 keeps to rails and belongs to fabrics that are built of rails; 1 belongs to those where all cards "
-            "of a node are on one switch",
-            judge=lambda value, place: None,
-        ),
-        Rule(
-            name="NCCL_COLLNET_ENABLE",
-            does="1 lets switches reduce (SHARP); helps where it is set up, does nothing elsewhere",
-            judge=lambda value, place: None,
-        ),
-        Rule(
-            name="NCCL_PXN_DISABLE",
-            does="1 forbids the way over another GPU's card: hurts all-to-all and large jobs on fabrics of rails",
-            judge=when_on("environment", lambda place: place.has_fabric and place.nvlink),
-        ),
-        Rule(
-            name="NCCL_TOPO_FILE",
-            does="a description of the machine; helps in virtual machines that hide it, and hurts on any other machine",
-            judge=topology,
-            remedy="name the file that belongs to this kind of machine, or unset it",
-        ),
-        Rule(
-            name="NCCL_GRAPH_FILE",
-            does="rings and trees that somebody has computed before; hurts on any other machine",
-            judge=lambda value, place: "note",
-            source="NCCL, src/graph/search.cc",
-        ),
-        Rule(
-            name="NCCL_BUFFSIZE",
-            does="bytes of the buffer between two GPUs, 4 MiB by default; less saves memory and hurts bandwidth",
-            judge=lambda value, place: "environment" if 0 < number(value) < 1 << 20 else "note",
-        ),
-        Rule(
-            name="NCCL_NTHREADS",
-            does="threads of each block of NCCL's kernels; fewer than the default hurt",
-            judge=lambda value, place: "environment" if 0 < number(value) < 256 else "note",
-        ),
-        Rule(name="NCCL_MAX_NCHANNELS", does="most blocks of NCCL's kernels; a few hurt bandwidth", judge=channels),
-        Rule(
-            name="NCCL_MAX_CTAS",
-            does="the same, under its new name; helps where computing matters more than communication",
-            judge=channels,
-        ),
-        Rule(
-            name="NCCL_MIN_NCHANNELS",
-            does="fewest blocks of NCCL's kernels; more help bandwidth and take SMs from the model",
-            judge=lambda value, place: "note",
-        ),
-        Rule(
-            name="NCCL_CHECK_POINTERS",
-            does="1 looks at each pointer before each call: a help in debugging that costs latency",
-            judge=when_on("environment"),
-        ),
-        Rule(
-            name="NCCL_LAUNCH_MODE",
-            does="how kernels are launched where one process has several GPUs; not recommended since 2.9",
-            judge=lambda value, place: "note",
-        ),
-        Rule(
-            name="NCCL_DEBUG",
-            does="how much NCCL writes. INFO and TRACE are for debugging; where a run sets it without NCCL_DEBUG_FILE, "
-            "this suite cannot read which transport was chosen",
-            judge=lambda value, place: "environment" if value.strip().upper() == "TRACE" else "note",
-        ),
-        Rule(
-            name="NCCL_ASYNC_ERROR_HANDLING",
-            does="a name of torch's that is TORCH_NCCL_ASYNC_ERROR_HANDLING by now",
-            judge=lambda value, place: "note",
-            source="pytorch/pytorch, torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp",
-        ),
-        Rule(
-            name="NCCL_BLOCKING_WAIT",
-            does="a name of torch's that is TORCH_NCCL_BLOCKING_WAIT by now",
-            judge=lambda value, place: "note",
-            source="pytorch/pytorch, torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp",
-        ),
-        Rule(
-            name="UCX_NET_DEVICES",
-            does="chooses the cards of MPI over UCX. NCCL takes no notice of it, unless its plugin is the one of UCX",
-            judge=ucx_devices,
-            remedy="unset it, or name cards of this node with their port, such as mlx5_0:1",
-            source="OpenUCX documentation, FAQ: Which network devices does UCX use?",
-        ),
-        Rule(
-            name="UCX_TLS",
-            does="chooses the transports of MPI over UCX; NCCL takes no notice of it",
-            judge=lambda value, place: None,
-            source="OpenUCX documentation, FAQ: Which transports does UCX use?",
-        ),
-        Rule(
-            name="UCX_LOG_LEVEL",
-            does="how much UCX writes; debug and trace are for debugging",
-            judge=lambda value, place: "note" if value.strip().lower() in ("debug", "trace", "data", "func") else None,
-            source="OpenUCX documentation, UCX environment parameters",
-        ),
-        Rule(
-            name="CUDA_DEVICE_MAX_CONNECTIONS",
-            does="1 puts all kernels into one queue: Megatron needs it for tensor and sequence parallelism up to "
-            "Hopper; FSDP, whose copies and kernels are to overlap, is slower with it",
-            judge=lambda value, place: "note" if number(value) == 1 else None,
-            remedy="set it only for the jobs that need it",
-            source="NVIDIA/Megatron-LM, megatron/training/arguments.py",
-        ),
-        Rule(
-            name="CUDA_LAUNCH_BLOCKING",
-            does="1 waits for each kernel: a help in debugging that makes everything slow",
-            judge=when_on("environment"),
-            source="CUDA C programming guide, CUDA environment variables",
-        ),
-        Rule(
-            name="OMP_NUM_THREADS",
-            does="threads of computations on the CPU. torchrun sets it to 1 where nobody has; a loader that computes, "
-            "or an optimizer on the CPU, needs more",
-            judge=lambda value, place: None,
-            source="pytorch/pytorch, torch/distributed/run.py",
-        ),
-        Rule(
-            name="TORCH_DISTRIBUTED_DEBUG",
-            does="DETAIL compares each collective between the ranks before it runs: a help in debugging that is slow",
-            judge=lambda value, place: "environment" if value.strip().upper() == "DETAIL" else None,
-            source="PyTorch documentation, torch.distributed, Debugging",
-        ),
-    )
-)
-"""Name of a variable -> what is known of it."""
-
-
-DEBUGGING = frozenset(
-    (
-        "NCCL_P2P_DISABLE",
-        "NCCL_P2P_LEVEL",
-        "NCCL_P2P_DIRECT_DISABLE",
-        "NCCL_SHM_DISABLE",
-        "NCCL_BUFFSIZE",
-        "NCCL_NTHREADS",
-        "NCCL_MAX_NCHANNELS",
-        "NCCL_MIN_NCHANNELS",
-        "NCCL_CHECKS_DISABLE",
-        "NCCL_CHECK_POINTERS",
-        "NCCL_CHECK_MODE",
-        "NCCL_LAUNCH_MODE",
-        "NCCL_IB_DISABLE",
-        "NCCL_IB_AR_THRESHOLD",
-        "NCCL_IB_OOO_RQ",
-        "NCCL_IB_QPS_PER_CONNECTION",
-        "NCCL_IB_SPLIT_DATA_ON_QPS",
-        "NCCL_IB_CUDA_SUPPORT",
-        "NCCL_IB_PCI_RELAXED_ORDERING",
-        "NCCL_IB_ADAPTIVE_ROUTING",
-        "NCCL_IB_ECE_ENABLE",
-        "NCCL_MEM_SYNC_DOMAIN",
-        "NCCL_CUMEM_ENABLE",
-        "NCCL_CUMEM_HOST_ENABLE",
-        "NCCL_NET_GDR_LEVEL",
-        "NCCL_IB_GDR_LEVEL",
-        "NCCL_NET_GDR_C2C",
-        "NCCL_NET_GDR_READ",
-        "NCCL_NET_SHARED_BUFFERS",
-        "NCCL_NET_SHARED_COMMS",
-        "NCCL_SINGLE_RING_THRESHOLD",
-        "NCCL_LL_THRESHOLD",
-        "NCCL_TREE_THRESHOLD",
+_TABLE = (
+    Rule(
         "NCCL_ALGO",
+        _algorithms,
+        "allows only some algorithms. Helps nowhere for long. `Ring` switches NVLS off, which hurts all-reduce where "
+        "there is an NVSwitch (366 instead of 482 GB/s on 8 H200), and trees, which hurts many nodes",
+        unset=(Unset("NCCL chooses by size and topology; a choice that helps one size hurts the others"),),
+    ),
+    Rule(
         "NCCL_PROTO",
-        "NCCL_NVB_DISABLE",
-        "NCCL_PXN_DISABLE",
-        "NCCL_P2P_PXN_LEVEL",
-        "NCCL_PXN_C2C",
-        "NCCL_RUNTIME_CONNECT",
-        "NCCL_GRAPH_REGISTER",
-        "NCCL_LOCAL_REGISTER",
-        "NCCL_LEGACY_CUDA_REGISTER",
-        "NCCL_WIN_ENABLE",
-        "NCCL_SET_STACK_SIZE",
-        "NCCL_GRAPH_MIXING_SUPPORT",
-        "NCCL_DMABUF_ENABLE",
-        "NCCL_P2P_NET_CHUNKSIZE",
-        "NCCL_P2P_LL_THRESHOLD",
-        "NCCL_ALLOC_P2P_NET_LL_BUFFERS",
-        "NCCL_COMM_BLOCKING",
-        "NCCL_CGA_CLUSTER_SIZE",
-        "NCCL_MAX_CTAS",
-        "NCCL_MIN_CTAS",
+        _protocols,
+        "allows only some protocols. `LL128` where NCCL has not chosen it can corrupt data; without `Simple` large "
+        "messages are slow; `^LL128` is a search for a bug",
+        unset=(
+            Unset(
+                "NCCL chooses by size and topology; LL128 where it has not chosen it can corrupt data",
+                on=(IB, ROCE, TCP),
+            ),
+        ),
+    ),
+    Rule(
         "NCCL_NVLS_ENABLE",
-        "NCCL_IB_MERGE_NICS",
+        _if_off(_has_nvls),
+        "0 switches NVLS off: hurts in a node with an NVSwitch",
+        unset=(Unset("NCCL uses the reduction in NVSwitches where it is available", nvls=True),),
+    ),
+    Rule(
+        "NCCL_CUMEM_ENABLE",
+        _always,
+        "0 disables the memory that NVLink between nodes (MNNVL) needs; inference frameworks set it to save memory",
+        source=f"{GUIDE}; vllm-project/vllm pull request 16992",
+    ),
+    Rule(
         "NCCL_MNNVL_ENABLE",
-        "NCCL_MAX_NRINGS",
-        "NCCL_MIN_NRINGS",
-        "NCCL_RINGS",
-    )
+        _if_off(lambda facts: facts.planned_nodes > 1 and facts.nvls),
+        "0 keeps NVLink between nodes (GB200 NVL72) from being used",
+    ),
+    Rule(
+        "NCCL_P2P_DISABLE",
+        _if_on("environment", _has_peers),
+        "1 sends the traffic between GPUs of a node through host memory, instead of NVLink or PCIe; helps only where "
+        "P2P over PCIe is broken (IOMMU, ACS)",
+        unset=(
+            Unset(
+                "1 is for machines on which P2P is broken; repair that instead (IOMMU, ACS)", source=TROUBLESHOOTING_URL
+            ),
+        ),
+    ),
+    Rule(
+        "NCCL_P2P_LEVEL",
+        _p2p_level,
+        "limits how far apart GPUs may be for P2P. `LOC` is never; `NVL` excludes PCIe; `SYS` helps on some machines "
+        "without NVLink",
+    ),
+    Rule(
+        "NCCL_P2P_DIRECT_DISABLE",
+        _if_on("note"),
+        "1 forbids direct access to buffers of other GPUs of the same process; with one GPU a process it does nothing",
+    ),
+    Rule(
+        "NCCL_SHM_DISABLE",
+        _if_on("environment", _has_peers),
+        "1 sends the traffic between GPUs of a node without P2P over the network; helps only where /dev/shm is too "
+        "small, which should be enlarged instead",
+    ),
+    Rule(
+        "NCCL_IB_DISABLE",
+        _if_on("environment", _has_fabric),
+        "1 switches InfiniBand and RoCE off, so that TCP carries all data between nodes; belongs to clusters that have "
+        "neither",
+        unset=(
+            Unset("1 would send everything over TCP", on=_RDMA),
+            Unset(
+                "there is nothing to disable: NCCL uses TCP by itself, and would ignore cards that are added later",
+                on=(TCP,),
+            ),
+        ),
+    ),
+    Rule(
+        "NCCL_NET",
+        _network,
+        "forces one network. `Socket` is TCP; `IB` or a plugin's name helps, as NCCL then fails instead of falling "
+        "back",
+    ),
+    Rule(
+        "NCCL_NET_PLUGIN",
+        _word_is("note", ("none",), None),
+        "chooses the network plugin. `none` disables the one of the image (SHARP, EFA, GCP's)",
+    ),
+    Rule(
+        "NCCL_NET_GDR_LEVEL",
+        _gdr_level,
+        "limits how far a GPU and a network card may be apart for GPUDirect RDMA. `LOC` is never, and hurts; `PHB` and "
+        "`SYS` help where cards are not behind the GPUs' own PCIe switches, and can hurt elsewhere",
+        unset=(
+            Unset(
+                "by default GPUDirect RDMA is used where a card is behind the GPU's own PCIe switches; measure before "
+                "any other value stays",
+                on=_RDMA,
+            ),
+        ),
+    ),
+    Rule(
+        "NCCL_NET_GDR_READ",
+        _if_off(lambda facts: facts.has_fabric and facts.nvlink),
+        "0 sends data that leaves a GPU through host memory; helps on some machines without NVLink, and hurts with it",
+    ),
+    Rule(
+        "NCCL_DMABUF_ENABLE",
+        _if_off(lambda facts: facts.has_fabric and not facts.peer_memory.module),
+        "0 leaves access to GPU memory to nvidia_peermem: without that module GPUDirect RDMA is off",
+    ),
+    Rule(
+        "NCCL_IB_HCA",
+        _cards,
+        "selects the cards. Helps where a node also has cards for storage; without `=` it takes prefixes, so that "
+        "`mlx5_1` selects mlx5_10 as well",
+        remedy="unset it, or name cards of this node that are Active (`ibv_devices`)",
+    ),
+    Rule(
+        "NCCL_IB_GID_INDEX",
+        _gid_index,
+        "selects the address of a RoCE port; 3 is the usual one of RoCE v2 with IPv4. Belongs to RoCE: on InfiniBand "
+        "it names an entry that does not exist. NCCL 2.21 and newer find it themselves",
+    ),
+    Rule(
+        "NCCL_IB_TIMEOUT",
+        _number_is("environment", lambda value: not 0 < value < 32, "note"),
+        "how long to wait for a lost packet. 22 helps on very large networks, and hides links that flap",
+        remedy="unset it, or give it a value from 1 to 31: others wait for ever",
+    ),
+    Rule(
+        "NCCL_IB_RETRY_CNT",
+        _number_is("note", lambda value: value != 7, None),
+        "how often a packet is sent again; less than the default of 7 breaks jobs at a short disturbance",
+    ),
+    Rule(
+        "NCCL_IB_QPS_PER_CONNECTION",
+        _always,
+        "connections for each pair of ranks; 2 to 4 help on fabrics with several levels",
+        unset=(
+            Unset(
+                "more connections help on some fabrics of several levels, which a node cannot detect: measure both",
+                on=_RDMA,
+            ),
+        ),
+    ),
+    Rule("NCCL_IB_SPLIT_DATA_ON_QPS", _always, "1 splits each message over the connections: hurts latency"),
+    Rule(
+        "NCCL_IB_PCI_RELAXED_ORDERING",
+        _if_off(_has_fabric),
+        "1 helps in virtual machines, and is the default where it is possible; 0 hurts there",
+    ),
+    Rule(
+        "NCCL_IB_ADAPTIVE_ROUTING",
+        _always,
+        "1 is the default on InfiniBand; on RoCE it helps only where the switches do it",
+    ),
+    Rule("NCCL_IB_CUDA_SUPPORT", _always, "nothing since NCCL 2.4: NCCL_NET_GDR_LEVEL has replaced it"),
+    Rule(
+        "NCCL_SOCKET_IFNAME",
+        _interface,
+        "selects the interface of NCCL's own connections, and of all data where TCP carries them. Helps where hosts "
+        "have several networks",
+        remedy="unset it, or name an interface of this node that reaches the others (`ip -br addr`)",
+    ),
+    Rule(
+        "NCCL_SOCKET_NTHREADS",
+        _never,
+        "threads of each connection over TCP, 1 to 16; 4 help from 100 Gb/s on, and take CPUs. Does nothing where RDMA "
+        "carries the data",
+    ),
+    Rule(
+        "NCCL_NSOCKS_PERTHREAD",
+        _never,
+        "sockets of each of these threads; 4 help from 100 Gb/s on. Threads times sockets are 64 at most",
+    ),
+    Rule(
+        "NCCL_IB_TC",
+        _never,
+        "the traffic class of RoCE's packets; belongs to the switches' configuration, and is lossy or slow where it "
+        "differs from theirs",
+        unset=(
+            Unset(
+                "the traffic class belongs to the switches' configuration: set the value of the network's owner, or "
+                "nothing",
+                on=(ROCE,),
+            ),
+        ),
+    ),
+    Rule(
+        "NCCL_IB_SL",
+        _never,
+        "the service level on InfiniBand; belongs to the subnet manager's configuration",
+        unset=(
+            Unset(
+                "the service level belongs to the subnet manager's configuration: set the value of the network's "
+                "owner, or nothing",
+                on=(IB,),
+            ),
+        ),
+    ),
+    Rule(
+        "NCCL_CROSS_NIC",
+        _never,
+        "0 keeps to rails and belongs to fabrics that are built of rails; 1 belongs to those where all cards of a node "
+        "are on one switch",
+        unset=(
+            Unset(
+                "by default NCCL keeps to rails where it can; whether there are paths between rails is the network's "
+                "design, and not visible on a node",
+                on=_RDMA,
+            ),
+        ),
+    ),
+    Rule(
+        "NCCL_COLLNET_ENABLE",
+        _never,
+        "1 lets switches reduce (SHARP); helps where it is set up, does nothing elsewhere",
+    ),
+    Rule(
+        "NCCL_PXN_DISABLE",
+        _if_on("environment", lambda facts: facts.has_fabric and facts.nvlink),
+        "1 forbids the path over another GPU's card: hurts all-to-all and large jobs on fabrics of rails",
+    ),
+    Rule(
+        "NCCL_TOPO_FILE",
+        _topology,
+        "a description of the machine; helps in virtual machines that hide it, and hurts on any other machine",
+        remedy="name the file that belongs to this kind of machine, or unset it",
+    ),
+    Rule(
+        "NCCL_GRAPH_FILE",
+        _always,
+        "rings and trees that were computed before; hurts on any other machine",
+        source="NCCL, src/graph/search.cc",
+    ),
+    Rule(
+        "NCCL_BUFFSIZE",
+        _number_is("environment", lambda value: 0 < value < 1 << 20, "note"),
+        "bytes of the buffer between two GPUs, 4 MiB by default; less saves memory and hurts bandwidth",
+    ),
+    Rule(
+        "NCCL_NTHREADS",
+        _number_is("environment", lambda value: 0 < value < 256, "note"),
+        "threads of each block of NCCL's kernels; fewer than the default hurt",
+    ),
+    Rule("NCCL_MAX_NCHANNELS", _channels, "most blocks of NCCL's kernels; a few hurt bandwidth"),
+    Rule(
+        "NCCL_MAX_CTAS",
+        _channels,
+        "the same, under its new name; helps where computing matters more than communication",
+    ),
+    Rule(
+        "NCCL_MIN_NCHANNELS",
+        _always,
+        "fewest blocks of NCCL's kernels; more help bandwidth and take SMs from the model",
+    ),
+    Rule(
+        "NCCL_CHECK_POINTERS",
+        _if_on("environment"),
+        "1 checks each pointer before each call: a debugging aid that costs latency",
+    ),
+    Rule(
+        "NCCL_LAUNCH_MODE",
+        _always,
+        "how kernels are launched where one process has several GPUs; not recommended since 2.9",
+    ),
+    Rule(
+        "NCCL_DEBUG",
+        _word_is("environment", ("trace",), "note"),
+        "how much NCCL logs. INFO and TRACE are for debugging; where a run sets it without NCCL_DEBUG_FILE, this suite "
+        "cannot read which transport was chosen",
+    ),
+    Rule(
+        "NCCL_ASYNC_ERROR_HANDLING",
+        _always,
+        "an old name of torch's TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        source=_C10D,
+    ),
+    Rule("NCCL_BLOCKING_WAIT", _always, "an old name of torch's TORCH_NCCL_BLOCKING_WAIT", source=_C10D),
+    Rule(
+        "UCX_NET_DEVICES",
+        _ucx_devices,
+        "selects the cards of MPI over UCX. NCCL ignores it, unless its plugin is the one of UCX",
+        remedy="unset it, or name cards of this node with their port, such as mlx5_0:1",
+        source=_UCX_FAQ,
+    ),
+    Rule("UCX_TLS", _never, "selects the transports of MPI over UCX; NCCL ignores it", source=_UCX_FAQ),
+    Rule(
+        "UCX_LOG_LEVEL",
+        _word_is("note", ("debug", "trace", "data", "func"), None),
+        "how much UCX logs; debug and trace are for debugging",
+        source="OpenUCX documentation, UCX environment parameters",
+    ),
+    Rule(
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        _number_is("note", lambda value: value == 1, None),
+        "1 puts all kernels into one queue: Megatron needs it for tensor and sequence parallelism up to Hopper; FSDP, "
+        "whose copies and kernels should overlap, is slower with it",
+        remedy="set it only for the jobs that need it",
+        source="NVIDIA/Megatron-LM, megatron/training/arguments.py",
+    ),
+    Rule(
+        "CUDA_LAUNCH_BLOCKING",
+        _if_on("environment"),
+        "1 waits for each kernel: a debugging aid that makes everything slow",
+        source="CUDA C programming guide, CUDA environment variables",
+    ),
+    Rule(
+        "OMP_NUM_THREADS",
+        _never,
+        "threads of computations on the CPU. torchrun sets it to 1 where it is not set; a loader that computes, or an "
+        "optimizer on the CPU, needs more",
+        source="pytorch/pytorch, torch/distributed/run.py",
+    ),
+    Rule(
+        "TORCH_DISTRIBUTED_DEBUG",
+        _word_is("environment", ("detail",), None),
+        "DETAIL compares each collective between the ranks before it runs: a debugging aid that is slow",
+        source="PyTorch documentation, torch.distributed, Debugging",
+    ),
 )
-"""The variables of the guide's section "Debugging", and names that these had before."""
+RULES: Mapping[str, Rule] = {rule.name: rule for rule in _TABLE}
+
+_DEBUGGING = re.compile(
+    r"""NCCL_(?:
+    CHECKS_DISABLE | CHECK_MODE | IB_AR_THRESHOLD | IB_OOO_RQ | IB_ECE_ENABLE | MEM_SYNC_DOMAIN | CUMEM_HOST_ENABLE
+    | IB_GDR_LEVEL | NET_GDR_C2C | NET_SHARED_BUFFERS | NET_SHARED_COMMS | SINGLE_RING_THRESHOLD | LL_THRESHOLD |
+    TREE_THRESHOLD | NVB_DISABLE | P2P_PXN_LEVEL | PXN_C2C | RUNTIME_CONNECT | GRAPH_REGISTER | LOCAL_REGISTER |
+    LEGACY_CUDA_REGISTER | WIN_ENABLE | SET_STACK_SIZE | GRAPH_MIXING_SUPPORT | P2P_NET_CHUNKSIZE | P2P_LL_THRESHOLD
+    | ALLOC_P2P_NET_LL_BUFFERS | COMM_BLOCKING | CGA_CLUSTER_SIZE | MIN_CTAS | IB_MERGE_NICS | MAX_NRINGS |
+    MIN_NRINGS | RINGS
+    )""",
+    re.VERBOSE,
+)
+"""Variables of the guide's section "Debugging" without a rule, and names that these had before."""
 
 
-def judge_environment(setting: Setting, place: Place, host: str) -> Finding | None:
-    """Return what is to be said of a variable on a host, or None.
-
-    Args:
-        setting: the variable.
-        place: where it is set.
-        host: the node's name.
-    """
+def judge_environment(setting: Setting, facts: Facts) -> Finding | None:
+    """Return the finding for a variable that is set on this node, or None."""
     rule = RULES.get(setting.name)
     name = setting.name.strip()
     kind: Kind | None = None
@@ -611,18 +583,26 @@ def judge_environment(setting: Setting, place: Place, host: str) -> Finding | No
         kind, does = "note", f"it has no effect: the blank before = makes it another name than {name}"
         remedy = f"write {name}= without a blank in {setting.origin}"
     elif rule is not None:
-        kind, does, remedy = rule.judge(setting.value, place), rule.does, rule.remedy
-    elif name in DEBUGGING:
-        kind, does = "note", "NCCL's guide has it among those for debugging, which are not meant to stay set"
+        kind, does, remedy = rule.judge(setting.value, facts), rule.does, rule.remedy
+    elif _DEBUGGING.fullmatch(name):
+        kind, does = "note", "NCCL's guide lists it as a debugging aid, which should not stay set"
     if kind is None:
         return None
-    if name in place.demanded:
-        kind, remedy = "note", "leave it: the provider's plugin for NCCL wants it"
+    if name in facts.required_by_plugin:
+        kind, remedy = "note", "leave it: the provider's plugin for NCCL requires it"
     return Finding(
         code=name.lower(),
         kind=kind,
-        gpu=Identity(host=host),
+        gpu=Identity(host=facts.host),
         found=f"{setting}: {does}",
         allowed="not set" if kind == "environment" else "where it is meant",
         remedy=remedy,
     )
+
+
+def unneeded(facts: Facts, fabric: Fabric) -> Iterator[tuple[str, Unset]]:
+    """Yield the variables to leave unset on a node, with the reason. None where the fabric is unknown."""
+    for rule in RULES.values() if fabric.kind is not None else ():
+        for unset in rule.unset:
+            if (not unset.on or fabric.kind in unset.on) and (facts.nvls or not unset.nvls):
+                yield rule.name, unset

@@ -1,4 +1,4 @@
-"""What is wrong with the ports of the nodes: each node by itself, and compared with the others. Pure."""
+"""Findings about the ports of the nodes: each node by itself, and compared with the others. Pure."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _CABLE = "look at the cable, the transceiver and the switch's port (`mlxlink -d 
 _CARD = "have the node brought to the cards of the others"
 _FIRMWARE = "bring all cards to one firmware (`mlxfwmanager`), and reboot the node"
 _COUNTED = (LINK_DOWNED, CARRIER_DOWN, "symbol_error", "link_error_recovery", "port_rcv_errors")
-"""Errors since the driver was loaded that are worth a note."""
+"""Error counters since the driver was loaded that are worth a note."""
 
-_TIE = "; which is right cannot be told"
+_TIE = "; which is right is unknown"
 
 _Key = TypeVar("_Key", bound=Hashable)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What was found.
+    """Findings of all nodes.
 
     Attributes:
         of_node: node -> its findings; a node without any is left out.
@@ -37,8 +37,8 @@ class Findings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Found:
-    """A finding before its node has a name. ``rail`` is the port that it is about, "" for none in particular."""
+class _NodeFinding:
+    """A finding about a node by its number. ``rail`` is the port that it is about, "" for none in particular."""
 
     node: int
     code: str
@@ -50,29 +50,29 @@ class _Found:
 
 
 def examine_ports(nodes: Mapping[int, NodePorts], *, expected: bool) -> Findings:
-    """Look at all nodes.
+    """Return the findings about all nodes.
 
     Args:
-        nodes: number of each node -> what it has said.
+        nodes: number of each node -> its ports.
         expected: whether InfiniBand or RoCE is expected between them. If not, everything is a note.
     """
     of_node: dict[int, list[Finding]] = {}
     faults: list[PortFault] = []
-    for check in (_alone, _states, _layers, _firmware, _boards, _ways):
+    for check in (_single_nodes, _states, _layers, _firmware, _boards, _peer_memory):
         for one in check(nodes):
-            who = nodes[one.node]
+            node = nodes[one.node]
             kind = one.kind if expected else "note"
             finding = Finding(
                 code=one.code,
                 kind=kind,
-                gpu=Identity(host=who.host),
+                gpu=Identity(host=node.host),
                 found=one.found,
                 allowed=one.allowed,
                 remedy=one.remedy,
             )
             of_node.setdefault(one.node, []).append(finding)
             if one.rail and kind != "note":
-                faults.append(PortFault(host=who.host, rail=one.rail, leaf=who.leaf))
+                faults.append(PortFault(host=node.host, rail=one.rail, leaf=node.leaf))
     hosts = [one.host for one in nodes.values()]
     leaves = {one.host: one.leaf for one in nodes.values()}
     return Findings(
@@ -81,90 +81,90 @@ def examine_ports(nodes: Mapping[int, NodePorts], *, expected: bool) -> Findings
     )
 
 
-def _alone(nodes: Mapping[int, NodePorts]) -> Iterator[_Found]:
-    """Look at each node by itself: ports, their GIDs and errors, and the way to GPU memory."""
+def _single_nodes(nodes: Mapping[int, NodePorts]) -> Iterator[_NodeFinding]:
+    """Check each node by itself: ports, their GIDs and errors, and the access to GPU memory."""
     for node, one in nodes.items():
         if not one.adapters.ports:
-            yield _Found(
+            yield _NodeFinding(
                 node=node,
                 code="no_ports",
                 kind="hardware",
                 found=f"no InfiniBand or RoCE port: {one.adapters.why_not or 'the HCAs show none'}",
                 allowed="the ports of the fabric",
-                remedy="look at `lspci` and the kernel log; in a container, whether it was given its HCAs",
+                remedy="look at `lspci` and the kernel log; in a container, check whether it was given its HCAs",
             )
             continue
         if not one.used:
-            asked = " and ".join(hca for hca in one.hcas if hca)
-            there = ", ".join(port.name for port in one.adapters.ports)
-            yield _Found(
+            selection = " and ".join(hca for hca in one.hcas if hca)
+            ports = ", ".join(port.name for port in one.adapters.ports)
+            yield _NodeFinding(
                 node=node,
                 code="no_ports",
                 kind="environment",
-                found=f"NCCL_IB_HCA={asked} selects none of the ports {there}",
-                allowed="a selection of ports that are there",
+                found=f"NCCL_IB_HCA={selection} selects none of the ports {ports}",
+                allowed="a selection of existing ports",
                 remedy="unset NCCL_IB_HCA, or name HCAs of this node (`ibv_devices`)",
             )
         for port in one.used:
             yield from _of_port(node, one, port)
         if not one.peer_memory.is_reachable:
-            yield _Found(
+            yield _NodeFinding(
                 node=node,
                 code="peer_memory",
                 kind="environment",
-                found=f"network cards cannot reach GPU memory: {one.peer_memory}",
+                found=f"network cards cannot access GPU memory: {one.peer_memory}",
                 allowed="nvidia_peermem, or DMA-BUF",
                 remedy="`modprobe nvidia_peermem`, or the driver's open kernel modules on Linux 5.12 or newer",
             )
 
 
-def _of_port(node: int, one: NodePorts, port: Port) -> Iterator[_Found]:
+def _of_port(node: int, one: NodePorts, port: Port) -> Iterator[_NodeFinding]:
     if port.is_active and port.link_layer == ETHERNET:
         yield from _gid(node, one, port)
-    counted = [f"{name} {port.counters[name]}" for name in _COUNTED if port.counters.get(name)]
-    if counted:
-        yield _Found(
+    errors = [f"{name} {port.counters[name]}" for name in _COUNTED if port.counters.get(name)]
+    if errors:
+        yield _NodeFinding(
             node=node,
             code="port_errors",
             kind="note",
-            found=f"port {port.name} since its driver was loaded: {', '.join(counted)}",
-            allowed="errors that do not come back",
-            remedy="see whether they grow under load",
+            found=f"port {port.name} since its driver was loaded: {', '.join(errors)}",
+            allowed="errors that do not occur again",
+            remedy="check whether they grow under load",
         )
 
 
-def _gid(node: int, one: NodePorts, port: Port) -> Iterator[_Found]:
+def _gid(node: int, one: NodePorts, port: Port) -> Iterator[_NodeFinding]:
     gid = roce_gid(port, one.gid_index)
     if gid is not None and gid.kind == ROCE_V2:
         return
-    asked = "" if one.gid_index is None else f" at NCCL_IB_GID_INDEX={one.gid_index}"
-    there = ", ".join(f"{known.index}: {known.kind or 'unknown'}" for known in port.gids) or "none"
+    index = "" if one.gid_index is None else f" at NCCL_IB_GID_INDEX={one.gid_index}"
+    gids = ", ".join(f"{known.index}: {known.kind or 'unknown'}" for known in port.gids) or "none"
     has = "no usable GID" if gid is None else f"a GID of {gid.kind or 'unknown kind'}, which is not routed,"
-    yield _Found(
+    yield _NodeFinding(
         node=node,
         code="roce_gid",
         kind="environment" if gid is None else "note",
-        found=f"port {port.name} has {has}{asked} (its GIDs: {there})",
+        found=f"port {port.name} has {has}{index} (its GIDs: {gids})",
         allowed="a GID of RoCE v2",
         remedy="unset NCCL_IB_GID_INDEX, so that NCCL finds one; look at `show_gids` and the interface's address",
     )
 
 
-def _states(nodes: Mapping[int, NodePorts]) -> Iterator[_Found]:
-    """Compare the ports of one name over all nodes: each must be there, be active, and be as fast as the others."""
+def _states(nodes: Mapping[int, NodePorts]) -> Iterator[_NodeFinding]:
+    """Compare the ports of one name over all nodes: each must exist, be active, and be as fast as the others."""
     ports = {node: {port.name: port for port in one.used} for node, one in nodes.items()}
     counts = Counter(len(own) for own in ports.values())
-    usual = max(counts, key=lambda count: (counts[count], count), default=0)  # of two nodes the one with more
+    usual = max(counts, key=lambda count: (counts[count], count), default=0)  # of two nodes that with more
     for rail in sorted({name for own in ports.values() for name in own}):
         having = {node: own[rail] for node, own in ports.items() if rail in own}
         active = {node for node, port in having.items() if port.is_active}
         rates = {node: rate for node in active if (rate := having[node].rate_gbps) is not None}
         for node, own in ports.items():
             if own and node not in having and 2 * len(having) >= len(ports):
-                yield _Found(
+                yield _NodeFinding(
                     node=node,
                     code="port_missing",
-                    # As many as elsewhere, under other names: nothing is broken, but rails cannot be told.
+                    # As many as elsewhere, under other names: nothing is broken, but the rails are unknown.
                     kind="note" if len(own) >= usual else "hardware",
                     found=f"no port {rail}, which {len(having)} of {len(ports)} nodes have",
                     allowed="the same ports on all nodes",
@@ -172,18 +172,18 @@ def _states(nodes: Mapping[int, NodePorts]) -> Iterator[_Found]:
                     rail=rail,
                 )
         for node, port in having.items():
-            why = ", which no subnet manager has made Active" if port.state == "INIT" else ""
+            why = ", not made Active by a subnet manager" if port.state == "INIT" else ""
             if not active:
-                yield _Found(
+                yield _NodeFinding(
                     node=node,
                     code="port_inactive",
                     kind="note",
                     found=f"{port}{why}",
                     allowed="Active, where it has a cable",
-                    remedy="nothing, if nobody has connected it",
+                    remedy="nothing, if it is not connected",
                 )
             elif node not in active:
-                yield _Found(
+                yield _NodeFinding(
                     node=node,
                     code="port_state",
                     kind="hardware",
@@ -193,7 +193,7 @@ def _states(nodes: Mapping[int, NodePorts]) -> Iterator[_Found]:
                     rail=rail,
                 )
             elif node in rates and rates[node] < max(rates.values()):
-                yield _Found(
+                yield _NodeFinding(
                     node=node,
                     code="port_rate",
                     kind="hardware",
@@ -204,10 +204,10 @@ def _states(nodes: Mapping[int, NodePorts]) -> Iterator[_Found]:
                 )
 
 
-def _layers(nodes: Mapping[int, NodePorts]) -> Iterator[_Found]:
+def _layers(nodes: Mapping[int, NodePorts]) -> Iterator[_NodeFinding]:
     for rail, layers in _by_rail(nodes, lambda _, port: port.link_layer or "unknown").items():
         for node, text in _deviants(layers, "nodes"):
-            yield _Found(
+            yield _NodeFinding(
                 node=node,
                 code="link_layer",
                 kind="hardware",
@@ -218,10 +218,10 @@ def _layers(nodes: Mapping[int, NodePorts]) -> Iterator[_Found]:
             )
 
 
-def _boards(nodes: Mapping[int, NodePorts]) -> Iterator[_Found]:
+def _boards(nodes: Mapping[int, NodePorts]) -> Iterator[_NodeFinding]:
     for rail, boards in _by_rail(nodes, _board).items():
         for node, text in _deviants(boards, "nodes"):
-            yield _Found(
+            yield _NodeFinding(
                 node=node,
                 code="board",
                 kind="hardware",
@@ -232,7 +232,7 @@ def _boards(nodes: Mapping[int, NodePorts]) -> Iterator[_Found]:
             )
 
 
-def _firmware(nodes: Mapping[int, NodePorts]) -> Iterator[_Found]:
+def _firmware(nodes: Mapping[int, NodePorts]) -> Iterator[_NodeFinding]:
     """Compare the cards of one board, on all nodes and within each."""
     of_board: dict[str, dict[tuple[int, str], str]] = {}
     for node, one in nodes.items():
@@ -240,11 +240,11 @@ def _firmware(nodes: Mapping[int, NodePorts]) -> Iterator[_Found]:
             device = one.device_of(port)
             of_board.setdefault(_board(one, port), {})[node, device.name] = device.firmware or "unknown"
     for board, versions in of_board.items():
-        told: dict[tuple[int, str], list[str]] = {}
+        devices_of: dict[tuple[int, str], list[str]] = {}
         for (node, name), text in _deviants(versions, "cards"):
-            told.setdefault((node, text), []).append(name)
-        for (node, text), devices in told.items():
-            yield _Found(
+            devices_of.setdefault((node, text), []).append(name)
+        for (node, text), devices in devices_of.items():
+            yield _NodeFinding(
                 node=node,
                 code="firmware",
                 kind="hardware",
@@ -254,15 +254,15 @@ def _firmware(nodes: Mapping[int, NodePorts]) -> Iterator[_Found]:
             )
 
 
-def _ways(nodes: Mapping[int, NodePorts]) -> Iterator[_Found]:
-    """Compare the way to GPU memory; a node without any is told by itself."""
+def _peer_memory(nodes: Mapping[int, NodePorts]) -> Iterator[_NodeFinding]:
+    """Compare the access to GPU memory; a node without any has a finding of its own."""
     ways = {node: str(one.peer_memory) for node, one in nodes.items() if one.used and one.peer_memory.is_reachable}
     for node, text in _deviants(ways, "nodes"):
-        yield _Found(
+        yield _NodeFinding(
             node=node,
             code="peer_memory_differs",
             kind="note",
-            found=f"way to GPU memory: {text}",
+            found=f"access to GPU memory: {text}",
             allowed="the same on all nodes",
             remedy="bring the nodes to one image",
         )
@@ -273,21 +273,21 @@ def _board(one: NodePorts, port: Port) -> str:
     return device.board or device.kind or "an unknown board"
 
 
-def _by_rail(nodes: Mapping[int, NodePorts], tell: Callable[[NodePorts, Port], str]) -> dict[str, dict[int, str]]:
+def _by_rail(nodes: Mapping[int, NodePorts], value: Callable[[NodePorts, Port], str]) -> dict[str, dict[int, str]]:
     values: dict[str, dict[int, str]] = {}
     for node, one in nodes.items():
         for port in one.used:
-            values.setdefault(port.name, {})[node] = tell(one, port)
+            values.setdefault(port.name, {})[node] = value(one, port)
     return values
 
 
-def _deviants(values: Mapping[_Key, str], whom: str) -> Iterator[tuple[_Key, str]]:
-    """Yield who has an unusual value, with a text about it. Of values that are equally frequent, all are unusual."""
+def _deviants(values: Mapping[_Key, str], population: str) -> Iterator[tuple[_Key, str]]:
+    """Yield the keys with an unusual value, with a text about it. Of equally frequent values, all are unusual."""
     counts = Counter(values.values()).most_common()
     if len(counts) < 2:
         return
     tie = counts[0][1] == counts[1][1]
-    for who, value in values.items():
+    for key, value in values.items():
         if tie or value != counts[0][0]:
             other, count = next(one for one in counts if one[0] != value)
-            yield who, f"{value}, {other} on {count} of {len(values)} {whom}" + (_TIE if tie else "")
+            yield key, f"{value}, {other} on {count} of {len(values)} {population}" + (_TIE if tie else "")

@@ -18,7 +18,7 @@ from pytest_gpucluster.node.fabric.nccl_environment import Setting
 from pytest_gpucluster.node.infiniband import ETHERNET, INFINIBAND, ROCE_V2, Adapters, Device, Gid, Port
 from pytest_gpucluster.node.pci import PeerMemory
 
-_MOST_NAMED = 8
+_MAX_HOSTS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class PortFault:
 
 
 def leaf_of(environ: Mapping[str, str]) -> str:
-    """Return the leaf switch of this node, from what Slurm tells a job's tasks; "" where it does not.
+    """Return the leaf switch of this node, from Slurm's variables of a job's tasks; "" where they are not set.
 
     ``SLURM_TOPOLOGY_ADDR`` has the switches from the top down and then the node, separated by dots, and
     ``SLURM_TOPOLOGY_ADDR_PATTERN`` what each part is. Names of nodes may hold dots themselves.
@@ -50,13 +50,13 @@ def shared_rails(faults: Iterable[PortFault], *, hosts: Sequence[str], leaves: M
     """Return a line for each rail and leaf switch that several faulty nodes share, the most faults first.
 
     Args:
-        faults: what was found.
+        faults: of all nodes.
         hosts: all nodes of the run.
         leaves: node -> its leaf switch, where it is known.
     """
-    known = list(faults)
-    lines = list(_lines("rail", known, lambda fault: fault.rail, hosts_of=lambda _: hosts))
-    of_leaf = [fault for fault in known if fault.leaf]
+    faults = list(faults)
+    lines = list(_lines("rail", faults, lambda fault: fault.rail, hosts_of=lambda _: hosts))
+    of_leaf = [fault for fault in faults if fault.leaf]
     lines += _lines(
         "leaf switch",
         of_leaf,
@@ -79,10 +79,9 @@ def _lines(
     for name, found in sorted(groups.items(), key=lambda group: (-len(group[1]), group[0])):
         if len(found) < 2:
             continue
-        named = ", ".join(list(found)[:_MOST_NAMED]) + (
-            f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
-        )
-        yield f"{what} {name}: faults on {len(found)} of its {len(hosts_of(name))} nodes ({named})"
+        more = f" and {len(found) - _MAX_HOSTS} more" if len(found) > _MAX_HOSTS else ""
+        listed = ", ".join(list(found)[:_MAX_HOSTS]) + more
+        yield f"{what} {name}: faults on {len(found)} of its {len(hosts_of(name))} nodes ({listed})"
 
 
 BUSBW = "nccl.all_reduce.busbw"
@@ -91,7 +90,7 @@ NET_IB = "NET/IB"
 
 @dataclass(frozen=True, kw_only=True)
 class FabricSources:
-    """Where the fabric's facts are read. Tests put their own here."""
+    """Sources of the fabric's facts. Tests put their own here."""
 
     sysfs: Path = infiniband.SYSFS
     proc: Path = Path("/proc")
@@ -129,13 +128,13 @@ class NodePorts:
 
     @property
     def active(self) -> tuple[Port, ...]:
-        """Those of them that carry data."""
+        """Those of them that are active."""
         return tuple(port for port in self.used if port.is_active)
 
     def slowest_rate(self, gpus: int) -> float:
         """Return the rate of the slowest of as many active ports as there are GPUs, the fastest ones first, in Gb/s.
 
-        So a slower card for storage beside a fabric of RoCE does not count, and a port of the fabric that is slow does:
+        So a slower card for storage in a node with a RoCE fabric does not count, and a slow port of the fabric does:
         then there are not enough fast ones. 0 where no port is active.
         """
         fastest = sorted((port.rate_gbps or 0.0 for port in self.active), reverse=True)[:gpus]
@@ -146,7 +145,7 @@ class NodePorts:
         return next(device for device in self.adapters.devices if device.name == port.device)
 
     def summary(self) -> dict[str, Any]:
-        """Return what goes on record of this node, in a few words and plain types."""
+        """Return what to record of this node, in plain types."""
         used = {port.device for port in self.used}
         return {
             "ports": [str(port) for port in self.used],
@@ -171,18 +170,18 @@ class NodePorts:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain types, to be told to other nodes."""
+        """Return plain types, to send to other nodes."""
         return {**asdict(self), "adapters": self.adapters.to_json()}
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> NodePorts:
-        """Read what :meth:`to_json` has made."""
+    def from_json(cls, plain: Mapping[str, Any]) -> NodePorts:
+        """Read the result of :meth:`to_json`."""
         return cls(
             **{
-                **told,
-                "adapters": Adapters.from_json(told["adapters"]),
-                "peer_memory": PeerMemory(**told["peer_memory"]),
-                "hcas": tuple(told["hcas"]),
+                **plain,
+                "adapters": Adapters.from_json(plain["adapters"]),
+                "peer_memory": PeerMemory(**plain["peer_memory"]),
+                "hcas": tuple(plain["hcas"]),
             }
         )
 
@@ -200,9 +199,9 @@ def read_ports(sources: FabricSources, *, host: str, hcas: Iterable[str], gid_in
 
 
 def selects(wanted: str, port: Port) -> bool:
-    """Tell whether ``NCCL_IB_HCA`` selects a port: a list of prefixes of devices, each with or without ``:port``.
+    """Return whether ``NCCL_IB_HCA`` selects a port: a list of prefixes of devices, each with or without ``:port``.
 
-    ``=`` before the list asks for whole names, ``^`` for all others. Source: NCCL user guide, Environment Variables,
+    ``=`` before the list demands whole names, ``^`` for all others. Source: NCCL user guide, Environment Variables,
     NCCL_IB_HCA; NCCL, src/transport/net_ib.cc and src/misc/utils.cc, parseStringList and matchIfList.
 
     >>> port = Port(device="mlx5_1", number=1, state="", phys_state="", rate_gbps=None, rate="", link_layer="")
@@ -225,7 +224,7 @@ def used_ports(adapters: Adapters, hcas: Sequence[str] = ("",)) -> tuple[Port, .
     """Return the ports that NCCL may use.
 
     Where ``NCCL_IB_HCA`` is set, these are the ports that any rank selects. Else they are those of InfiniBand where one
-    is active, or else those of RoCE: a node may have an Ethernet card for storage beside its fabric.
+    is active, or else those of RoCE: a node may have an Ethernet card for storage in addition to its fabric.
     """
     if any(hcas):
         return tuple(port for port in adapters.ports if any(not hca or selects(hca, port) for hca in hcas))
@@ -239,13 +238,13 @@ def used_ports(adapters: Adapters, hcas: Sequence[str] = ("",)) -> tuple[Port, .
 def network_cards(sources: FabricSources | None = None) -> int | None:
     """Count the network cards of this node that are for data between nodes; None where the kernel shows none.
 
-    Counted is what is plugged in, in whatever state its ports are: a node of eight cards that has lost the links of
-    four must not be compared with what four cards can do. So neither NCCL's log, which names the ports that work, nor
-    ``NCCL_IB_HCA`` says anything here. Of the ports that NCCL uses by itself the fastest one that is active shows which
-    cards are meant: those of its kind (``hca_type``) and link layer, and those with another port as fast. A slower card
-    of another kind, for storage, is not among them; one that is of the same kind is. Where the node has more cards that
-    are alike, their number counts: those that are meant may all be down. The two ports of one card are one card, by
-    its place on the PCI bus: they share its lanes.
+    Cards are counted whatever the state of their ports: a node of eight cards that has lost the links of four must not
+    be compared with the limit of four cards. So neither NCCL's log, which names the ports that work, nor
+    ``NCCL_IB_HCA`` is considered. Of the ports that NCCL uses by itself the fastest active one shows which cards count:
+    those of its kind (``hca_type``) and link layer, and those with another port as fast. A slower card of another kind,
+    for storage, is not among them; one of the same kind is. Where the node has more cards of one kind, their number
+    counts: the cards of the fabric may all be down. The two ports of one card are one card, by its address on the PCI
+    bus: they share its lanes.
     """
     sources = sources or FabricSources()
     adapters = infiniband.read(sources.sysfs, gids=False, only_bytes=True)
@@ -257,7 +256,7 @@ def network_cards(sources: FabricSources | None = None) -> int | None:
     def is_meant(device: Device) -> bool:
         of_layer = [port for port in device.ports if port.link_layer in (fastest.link_layer, "")]
         if device.kind == kind:
-            return bool(of_layer) or not device.ports  # a card that shows no port is broken, and still plugged in
+            return bool(of_layer) or not device.ports  # a card without ports is broken, and still counts
         return any(port.is_active and port.rate_gbps == fastest.rate_gbps for port in of_layer)
 
     alike: dict[tuple[str, str], list[Device]] = {}
@@ -286,14 +285,14 @@ def roce_gid(port: Port, index: int | None) -> Gid | None:
 def expects_infiniband(
     limits: Thresholds, *, sku: str | None, world_size: int, nnodes: int, sizes: Iterable[str], on_cpu: bool
 ) -> tuple[bool, str]:
-    """Tell whether InfiniBand or RoCE is expected between the nodes, and why.
+    """Return whether InfiniBand or RoCE is expected between the nodes, and why.
 
     It is, between two nodes or more, unless the limits of the all-reduce expect another transport there.
 
     Args:
         limits, sku, world_size, nnodes: as for a measurement.
         sizes: of the all-reduce, as they are written.
-        on_cpu: a rehearsal, which sends nothing over it.
+        on_cpu: a rehearsal, which does not use it.
     """
     if on_cpu:
         return False, "a rehearsal on cpu"

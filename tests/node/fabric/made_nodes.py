@@ -10,7 +10,7 @@ from typing import Any
 from sysfs_ports import ROCE_GIDS, add_port, write
 
 from pytest_gpucluster.node.fabric.nccl_facts import Gpu
-from pytest_gpucluster.node.fabric.nccl_probe import SeenGpus, Sources
+from pytest_gpucluster.node.fabric.nccl_probe import Sources, VisibleGpus
 from pytest_gpucluster.node.fabric.ports import FabricSources
 from pytest_gpucluster.node.interfaces import Interface
 
@@ -26,7 +26,7 @@ class Node:
         self.root = root
         self.sysfs, self.proc = root / "sys", root / "proc"
         self.found: list[Interface] = []
-        self.seen: list[Gpu] = []
+        self.visible: list[Gpu] = []
         self.environ: dict[str, str] = {}
         self.nccl: str | None = "2.27.5"
         self.gpus_unknown = ""
@@ -49,19 +49,19 @@ class Node:
     def gpu(self, number: int, name: str = H100) -> None:
         """Add a GPU behind a PCIe switch of its own."""
         address = f"0000:{0x20 + number:02x}:00.0"
-        told = {"class": "0x030200", "vendor": "0x10de"}
-        self.pci(address, *switch(number), f"0000:{0x90 + number:02x}:00.0", **told)
-        self.seen.append(Gpu(name=name, pci=address))
+        identity = {"class": "0x030200", "vendor": "0x10de"}
+        self.pci(address, *switch(number), f"0000:{0x90 + number:02x}:00.0", **identity)
+        self.visible.append(Gpu(name=name, pci=address))
 
     def card(
-        self, device: str, *, beside: int | None = None, driver: str = "mlx5_core", interface: str = "", **port: Any
+        self, device: str, *, close_to: int | None = None, driver: str = "mlx5_core", interface: str = "", **port: Any
     ) -> None:
         """Add an RDMA port: behind the switch of a GPU, or on a bridge of its own. ``interface``: of RoCE."""
         number = len(list((self.sysfs / "class/infiniband").glob("*")))
         address = f"0000:{0x40 + number:02x}:00.0"
         above = (
-            (*switch(beside), f"0000:{0x90 + beside:02x}:01.0")
-            if beside is not None
+            (*switch(close_to), f"0000:{0x90 + close_to:02x}:01.0")
+            if close_to is not None
             else ("pci0000:e0", "0000:e0:01.0")
         )
         function = self.pci(address, *above)
@@ -116,12 +116,12 @@ class Node:
         write(routes, f"{text.rstrip()}\n{name}\t00000000\t0100000A\t0003\t0\t0\t{metric}\t00000000\t0\t0\t0")
 
     def dmi(self, **tables: str) -> None:
-        """Write what the firmware tells."""
+        """Write the firmware's tables."""
         for name, text in tables.items():
             write(self.sysfs / "class/dmi/id" / name, text)
 
     def sources(self) -> Sources:
-        """Return where this node is asked."""
+        """Return the sources of this node's facts."""
         fabric = FabricSources(
             sysfs=self.sysfs,
             proc=self.proc,
@@ -136,11 +136,11 @@ class Node:
             hostname=lambda: "gpu-001",
             interfaces=lambda: list(self.found),
             names=lambda: names,
-            gpus=lambda: SeenGpus(
-                gpus=tuple(self.seen),
+            gpus=lambda: VisibleGpus(
+                gpus=tuple(self.visible),
                 why_not=self.gpus_unknown,
-                nvlink=bool(self.seen),
-                nvls=bool(self.seen) and all(gpu.name == H100 for gpu in self.seen),
+                nvlink=bool(self.visible),
+                nvls=bool(self.visible) and all(gpu.name == H100 for gpu in self.visible),
             ),
             nccl=lambda tree: self.nccl,
         )
@@ -164,7 +164,7 @@ def infiniband(root: Path, ports: int = 8) -> Node:
     """Rail-optimised: each of eight GPUs has its own port of 400 Gb/s; eth0 for everything else."""
     node = eight_gpus(root)
     for number in range(ports):
-        node.card(f"mlx5_{number}", beside=number)
+        node.card(f"mlx5_{number}", close_to=number)
     node.network("eth0", driver="igb")
     node.default("eth0")
     return node
@@ -174,7 +174,7 @@ def roce(root: Path) -> Node:
     """Eight rails of RoCE, and eth0."""
     node = eight_gpus(root)
     for number in range(8):
-        node.roce(f"mlx5_{number}", f"rail{number}", beside=number)
+        node.roce(f"mlx5_{number}", f"rail{number}", close_to=number)
     node.network("eth0", driver="igb")
     node.default("eth0")
     return node
@@ -193,7 +193,7 @@ def efa(root: Path) -> Node:
     node = eight_gpus(root)
     node.dmi(sys_vendor="Amazon EC2", product_name="p5.48xlarge")
     for number in range(4):
-        node.card(f"rdmap{number}s0", beside=number, driver="efa", link_layer="Unknown", rate="100 Gb/sec (4X EDR)")
+        node.card(f"rdmap{number}s0", close_to=number, driver="efa", link_layer="Unknown", rate="100 Gb/sec (4X EDR)")
     node.network("ens5", driver="ena", speed=None)
     node.default("ens5")
     return node
@@ -204,7 +204,7 @@ def azure(root: Path, topology: bool = True) -> Node:
     node = eight_gpus(root)
     node.dmi(sys_vendor="Microsoft Corporation", product_name="Virtual Machine", chassis_asset_tag=AZURE)
     for number in range(8):
-        node.card(f"mlx5_ib{number}", beside=number)
+        node.card(f"mlx5_ib{number}", close_to=number)
     node.card("mlx5_an0", link_layer="Ethernet", gids=ROCE_GIDS, rate="100 Gb/sec (4X EDR)", interface="eth0")
     node.network("eth0", driver="hv_netvsc", speed=100_000)
     node.default("eth0")

@@ -1,4 +1,4 @@
-"""Which network it is, and which cards belong to it: found where the facts say it, left open where they do not."""
+"""The fabric of a node and its cards: found where the facts are clear, left open where they are not."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import pytest
 from made_nodes import Node, azure, efa, eight_gpus, ethernet, google, infiniband, laptop, pod, roce
 from sysfs_ports import ROCE_GIDS
 
-from pytest_gpucluster.node.fabric.nccl_facts import Fabric, find
+from pytest_gpucluster.node.fabric.nccl_facts import Fabric, find_fabric
 from pytest_gpucluster.node.fabric.nccl_probe import gather_facts
 
 STORAGE = {"rate": "100 Gb/sec (4X EDR)", "board": "MT_0000000359"}
 
 
 def of(node: Node) -> Fabric:
-    return find(gather_facts(node.sources()))
+    return find_fabric(gather_facts(node.sources()))
 
 
 def names(fabric: Fabric) -> list[str]:
@@ -40,9 +40,9 @@ def test_eight_rails_of_infiniband_are_the_fabric_and_nothing_is_left_out(tmp_pa
     assert "400 Gb/s (mlx5_0:1, " in found.why
 
 
-def test_what_is_left_out_is_named_with_its_reason(tmp_path: Path) -> None:
+def test_excluded_cards_are_named_with_the_reason(tmp_path: Path) -> None:
     slower, storage = infiniband(tmp_path / "slower"), roce(tmp_path / "storage")
-    slower.card("mlx5_8", beside=0, **STORAGE)
+    slower.card("mlx5_8", close_to=0, **STORAGE)
     storage.card("mlx5_8", rate="200 Gb/sec (4X HDR)")
     for node, kind, name, words in (
         (azure(tmp_path / "azure"), "InfiniBand", "mlx5_an0:1", "Ethernet"),
@@ -59,7 +59,7 @@ def test_what_is_left_out_is_named_with_its_reason(tmp_path: Path) -> None:
 def test_two_kinds_of_which_neither_is_clearly_more_are_not_known(tmp_path: Path) -> None:
     node = infiniband(tmp_path, ports=2)
     for number in range(4):
-        node.roce(f"mlx5_{number + 4}", f"rail{number}", beside=number + 4, rate="400 Gb/sec (4X NDR)")
+        node.roce(f"mlx5_{number + 4}", f"rail{number}", close_to=number + 4, rate="400 Gb/sec (4X NDR)")
     found = of(node)
     assert found.kind is None
     assert "InfiniBand" in found.why
@@ -71,13 +71,13 @@ def test_two_kinds_of_which_neither_is_clearly_more_are_not_known(tmp_path: Path
 
 def test_a_slower_port_of_the_same_card_is_a_fault_and_not_left_out(tmp_path: Path) -> None:
     node = infiniband(tmp_path, ports=7)
-    node.card("mlx5_7", beside=7, rate="200 Gb/sec (2X NDR)")
+    node.card("mlx5_7", close_to=7, rate="200 Gb/sec (2X NDR)")
     found = of(node)
     assert (outside(found), [card.name for card in found.slow]) == ({}, ["mlx5_7:1"])
     assert len(found.cards) == 8
 
 
-def test_a_card_beside_no_gpu_is_left_out_where_each_gpu_has_one(tmp_path: Path) -> None:
+def test_a_card_far_from_all_gpus_is_left_out_where_each_gpu_has_one(tmp_path: Path) -> None:
     node = infiniband(tmp_path)
     node.card("mlx5_8")
     node.card("mlx5_9")
@@ -86,7 +86,7 @@ def test_a_card_beside_no_gpu_is_left_out_where_each_gpu_has_one(tmp_path: Path)
     assert "(NODE)" in outside(found)["mlx5_8:1"]
 
 
-def test_cards_beside_no_gpu_belong_to_it_where_the_gpus_have_none(tmp_path: Path) -> None:
+def test_cards_far_from_all_gpus_belong_to_it_where_the_gpus_have_none(tmp_path: Path) -> None:
     node = eight_gpus(tmp_path)
     for number in range(4):
         node.card(f"mlx5_{number}")
@@ -94,10 +94,10 @@ def test_cards_beside_no_gpu_belong_to_it_where_the_gpus_have_none(tmp_path: Pat
     assert (len(found.cards), outside(found), found.unclear) == (4, {}, "")
 
 
-@pytest.mark.parametrize("seen", [0, 1, 4])
-def test_cards_beside_gpus_that_a_job_was_not_given_are_of_the_fabric_all_the_same(tmp_path: Path, seen: int) -> None:
+@pytest.mark.parametrize("visible", [0, 1, 4])
+def test_cards_close_to_gpus_that_a_job_was_not_given_are_of_the_fabric(tmp_path: Path, visible: int) -> None:
     node = infiniband(tmp_path)
-    del node.seen[seen:]
+    del node.visible[visible:]
     assert (len(of(node).cards), outside(of(node))) == (8, {})
     node.card("mlx5_8")
     assert set(outside(of(node))) == {"mlx5_8:1"}
@@ -122,13 +122,13 @@ def test_a_rail_may_have_the_default_route(tmp_path: Path, ports: int) -> None:
 
 def test_an_unknown_rate_leaves_it_open(tmp_path: Path) -> None:
     node = infiniband(tmp_path, ports=7)
-    node.card("mlx5_7", beside=7, rate="")
+    node.card("mlx5_7", close_to=7, rate="")
     assert "mlx5_7:1" in of(node).unclear
 
 
 def test_ports_that_are_all_down_are_no_known_fabric(tmp_path: Path) -> None:
     node = eight_gpus(tmp_path)
-    node.card("mlx5_0", beside=0, state="1: DOWN")
+    node.card("mlx5_0", close_to=0, state="1: DOWN")
     node.network("eth0")
     found = of(node)
     assert found.kind is None

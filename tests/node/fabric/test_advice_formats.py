@@ -54,9 +54,9 @@ def test_a_shell_has_what_is_advised_and_no_longer_what_hurts(tmp_path: Path, ho
     assert "NCCL_ALGO" not in found
     assert found["NCCL_IB_TIMEOUT"] == "22", "what may be right stays"
     node.environ["NCCL_IB_HCA"] = "mlx4"
-    told = shown("shell", node)
-    assert "unset NCCL_IB_HCA" not in told, "it is replaced"
-    assert after(told, tmp_path / "empty", node.environ, how)["NCCL_IB_HCA"].startswith("=mlx5_ib0:1,")
+    lines_out = shown("shell", node)
+    assert "unset NCCL_IB_HCA" not in lines_out, "it is replaced"
+    assert after(lines_out, tmp_path / "empty", node.environ, how)["NCCL_IB_HCA"].startswith("=mlx5_ib0:1,")
 
 
 def hostile(root: Path, name: str) -> Node:
@@ -66,7 +66,7 @@ def hostile(root: Path, name: str) -> Node:
     node.network("br-0", real=False, bridge=True)
     node.network(name)
     node.card(name, board="MT_0000000359", rate="100 Gb/sec (4X EDR)")
-    node.card(f"{name}9", beside=0)
+    node.card(f"{name}9", close_to=0)
     node.dmi(product_name="Box\n$(touch x)")
     node.environ["NCCL_CHECK_POINTERS"] = "1\ntouch x\n"
     return node
@@ -80,9 +80,9 @@ def test_names_that_mean_harm_are_one_word_of_a_shell_and_one_value_of_yaml(name
         assert found["NCCL_SOCKET_IFNAME"] == f"={name}"
         assert f"{name}9:1" in found["NCCL_IB_HCA"].removeprefix("=").split(",")
         assert "NCCL_CHECK_POINTERS" not in found
-    told = yaml.safe_load(shown("yaml", node))
-    assert {one["name"]: one["value"] for one in told}["NCCL_SOCKET_IFNAME"] == f"={name}"
-    assert all(set(one) == {"name", "value"} and isinstance(one["value"], str) for one in told)
+    lines_out = yaml.safe_load(shown("yaml", node))
+    assert {one["name"]: one["value"] for one in lines_out}["NCCL_SOCKET_IFNAME"] == f"={name}"
+    assert all(set(one) == {"name", "value"} and isinstance(one["value"], str) for one in lines_out)
 
 
 @of_each("form", ["shell", "slurm", "yaml"])
@@ -98,8 +98,8 @@ def test_everything_else_is_a_comment_of_one_printable_line(tmp_path: Path, form
 
 
 def test_numbers_stay_texts_in_yaml(tmp_path: Path) -> None:
-    told = yaml.safe_load(shown("yaml", MAKERS["ethernet"](tmp_path)))
-    assert told == [
+    lines_out = yaml.safe_load(shown("yaml", MAKERS["ethernet"](tmp_path)))
+    assert lines_out == [
         {"name": "NCCL_SOCKET_NTHREADS", "value": "4"},
         {"name": "NCCL_NSOCKS_PERTHREAD", "value": "4"},
     ]
@@ -110,11 +110,11 @@ def test_what_a_file_sets_cannot_be_unset_and_is_named(tmp_path: Path) -> None:
     file = tmp_path / "etc/nccl.conf"
     write(file, "NCCL_ALGO=Ring\nNCCL_P2P_DISABLE=1")
     node.environ["NCCL_P2P_DISABLE"] = "2"
-    told = shown("shell", node)
-    assert "unset NCCL_ALGO" not in told
-    assert any(line.startswith("# ") and str(file) in line for line in told.splitlines())
-    assert "unset NCCL_P2P_DISABLE\n" in told
-    assert f" 1 ({file})" in told
+    lines_out = shown("shell", node)
+    assert "unset NCCL_ALGO" not in lines_out
+    assert any(line.startswith("# ") and str(file) in line for line in lines_out.splitlines())
+    assert "unset NCCL_P2P_DISABLE\n" in lines_out
+    assert f" 1 ({file})" in lines_out
     assert f"(NCCL_ALGO=Ring, {file}): " in shown("yaml", node)
 
 
@@ -124,10 +124,10 @@ def test_a_batch_script_whose_steps_would_get_nothing_is_mended(
 ) -> None:
     node = azure(tmp_path / "node")
     node.environ |= {"SLURM_EXPORT_ENV": kept} if kept is not None else {}
-    told = shown("slurm", node)
-    assert ("export SLURM_EXPORT_ENV=ALL\n" in told) is is_mended
+    lines_out = shown("slurm", node)
+    assert ("export SLURM_EXPORT_ENV=ALL\n" in lines_out) is is_mended
     assert "SLURM_EXPORT_ENV" not in shown("shell", node)
-    assert "NCCL_TOPO_FILE" in after(told, tmp_path / "empty", node.environ)
+    assert "NCCL_TOPO_FILE" in after(lines_out, tmp_path / "empty", node.environ)
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -136,9 +136,9 @@ def test_the_text_is_never_wider_and_has_everything(tmp_path: Path, name: str) -
     node.environ |= {"NCCL_CHECK_POINTERS": "1\x1b[2J", "NCCL_IB_TIMEOUT": "22"}
     facts = gather_facts(node.sources())
     advised = advise(facts)
-    told = nccl_advice_text.render_advice(facts, advised, width=60)
-    assert all(line.isprintable() and len(line) <= 60 for line in told.splitlines())
-    joined = "".join(told.split())
+    lines_out = nccl_advice_text.render_advice(facts, advised, width=60)
+    assert all(line.isprintable() and len(line) <= 60 for line in lines_out.splitlines())
+    joined = "".join(lines_out.split())
     names = [one.name for one in (*advised.set, *advised.remove, *advised.look, *advised.leave)]
     for words in (*names, *(step.what for step in advised.steps), *advised.unknown):
         assert "".join(words.split()) in joined

@@ -1,4 +1,4 @@
-"""What is read of a node, from files as the kernel writes them."""
+"""The facts of a node, from files as the kernel writes them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from pytest_gpucluster.node.fabric.nccl_probe import by_nvml, gather_facts, of_r
 from pytest_gpucluster.node.info_software import Answer
 
 
-def test_the_firmware_tells_the_cloud(tmp_path: Path) -> None:
+def test_the_firmware_shows_the_cloud(tmp_path: Path) -> None:
     providers = {infiniband: None, azure: "Azure", efa: "AWS", google: "Google Cloud", laptop: None}
     assert {make: gather_facts(make(tmp_path / make.__name__).sources()).provider for make in providers} == providers
-    hyper_v = azure(tmp_path / "of somebody else")
+    hyper_v = azure(tmp_path / "another Hyper-V")
     hyper_v.dmi(chassis_asset_tag="0000-1111")
     assert gather_facts(hyper_v.sources()).provider is None
 
 
-def test_each_port_has_its_card_its_interface_and_the_way_to_its_gpu(tmp_path: Path) -> None:
+def test_each_port_has_its_card_its_interface_and_the_distance_to_its_gpu(tmp_path: Path) -> None:
     node = infiniband(tmp_path, ports=2)
     node.roce("mlx5_8", "ens8")
     node.default("ens8", metric=0)
     found = {card.name: card for card in gather_facts(node.sources()).cards}
-    assert (found["mlx5_0:1"].near, found["mlx5_8:1"].near) == ("PIX", "NODE")
+    assert (found["mlx5_0:1"].distance, found["mlx5_8:1"].distance) == ("PIX", "NODE")
     assert (found["mlx5_0:1"].driver, found["mlx5_0:1"].board) == ("mlx5_core", "MT_0000000838")
     assert (found["mlx5_0:1"].interface, found["mlx5_8:1"].interface) == ("", "ens8")
 
@@ -55,7 +55,7 @@ def test_the_default_route_is_that_of_the_lowest_metric_and_of_what_it_is_made_o
     assert [one.is_default for one in gather_facts(six.sources()).networks] == [True]
 
 
-def test_a_node_with_nothing_at_all_is_told(tmp_path: Path) -> None:
+def test_a_node_with_nothing_has_empty_facts(tmp_path: Path) -> None:
     found = gather_facts(Node(tmp_path).sources())
     assert (found.cards, found.networks, found.settings, found.machine) == ((), (), (), "")
     assert "No such file" in found.adapters.why_not
@@ -79,7 +79,7 @@ def test_launcher_and_nodes_are_those_of_the_job(
     assert (found.launcher, found.nnodes, found.launcher_unknown) == (launcher, nnodes, "")
 
 
-def test_a_launcher_whose_variables_contradict_each_other_is_no_reason_to_say_nothing(tmp_path: Path) -> None:
+def test_a_launcher_whose_variables_contradict_each_other_is_reported_and_the_rest_is_read(tmp_path: Path) -> None:
     node = infiniband(tmp_path)
     node.environ["JOB_COMPLETION_INDEX"] = "0"
     found = gather_facts(node.sources())
@@ -91,7 +91,7 @@ def test_a_launcher_whose_variables_contradict_each_other_is_no_reason_to_say_no
 def test_virtual_functions_of_a_gpu_and_cards_for_a_screen_are_no_gpus_of_the_node(tmp_path: Path) -> None:
     node = Node(tmp_path)
     node.gpu(0)
-    node.seen.clear()
+    node.visible.clear()
     node.pci("0000:21:00.4", "pci0000:21", **{"class": "0x030200", "vendor": "0x10de"})
     (node.sysfs / "bus/pci/devices/0000:21:00.4/physfn").mkdir()
     node.pci("0000:22:00.0", "pci0000:22", **{"class": "0x030000", "vendor": "0x10de"})
@@ -102,13 +102,18 @@ def test_gpus_are_those_of_nvml_with_their_links() -> None:
     gpu = {"index": 0, "name": H100, "uuid": "GPU-1", "pci": "00000000:20:00.0"}
     links = {"of": "GPU-1", "key": "nvlink_ends", "value": {"0": ["switch", "00000000:01:00.0"]}}
     lines = [{"driver": "580.1", "count": 1}, {"gpu": gpu}, links, {"done": True}]
-    seen = by_nvml(lambda: Answer(text="\n".join(map(json.dumps, lines))))
-    assert (seen.nvlink, seen.nvls, seen.why_not, [one.name for one in seen.gpus]) == (True, True, "", [H100])
+    visible = by_nvml(lambda: Answer(text="\n".join(map(json.dumps, lines))))
+    assert (visible.nvlink, visible.nvls, visible.why_not, [one.name for one in visible.gpus]) == (
+        True,
+        True,
+        "",
+        [H100],
+    )
     hangs = by_nvml(lambda: Answer(why_not="no answer"))
     assert (hangs.why_not, hangs.gpus, hangs.nvls) == ("no answer", (), False)
 
 
-def test_in_a_run_the_gpus_are_those_that_the_node_s_ranks_have_told() -> None:
+def test_in_a_run_the_gpus_are_those_of_the_node_s_ranks() -> None:
     def rank(node: int, gpu: dict[str, str] | None) -> dict[str, Any]:
         return {"node_rank": node, "gpu": gpu}
 
@@ -116,5 +121,5 @@ def test_in_a_run_the_gpus_are_those_that_the_node_s_ranks_have_told() -> None:
     assert [gpu.pci for gpu in of_ranks([rank(0, one), rank(1, other)], 0).gpus] == ["0000:20:00.0"]
     assert of_ranks([rank(0, one)], 0).nvls
     assert not of_ranks([rank(0, other)], 0).nvls
-    assert not of_ranks([rank(0, one), rank(0, other)], 0).nvls, "unequal GPUs are nobody's promise"
+    assert not of_ranks([rank(0, one), rank(0, other)], 0).nvls, "unequal GPUs have no common data sheet"
     assert of_ranks([rank(0, None)], 0).gpus == ()

@@ -11,8 +11,8 @@ from each import of_each
 from made_nodes import MAKERS, Node, azure, efa, eight_gpus, ethernet, google, infiniband, laptop, pod, roce
 from sysfs_ports import ROCE_GIDS, write
 
-from pytest_gpucluster.node.fabric.nccl_advice import advise, place
-from pytest_gpucluster.node.fabric.nccl_facts import Advised, Set
+from pytest_gpucluster.node.fabric.nccl_advice import NcclAdvice, advise
+from pytest_gpucluster.node.fabric.nccl_advice_rules import Advice
 from pytest_gpucluster.node.fabric.nccl_probe import gather_facts
 from pytest_gpucluster.node.fabric.nccl_rules import RULES, judge_environment
 
@@ -20,24 +20,24 @@ GUIDE = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"
 IFNAME, HCA, GID = "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX"
 
 
-def of(node: Node) -> Advised:
+def of(node: Node) -> NcclAdvice:
     return advise(gather_facts(node.sources()))
 
 
-def values(advised: Advised) -> dict[str, str]:
+def values(advised: NcclAdvice) -> dict[str, str]:
     return {one.name: one.value for one in advised.set}
 
 
-def wanted(advised: Advised, name: str) -> Set:
+def wanted(advised: NcclAdvice, name: str) -> Advice:
     [found] = [one for one in advised.set if one.name == name]
     return found
 
 
-def left(advised: Advised) -> dict[str, str]:
+def left(advised: NcclAdvice) -> dict[str, str]:
     return {one.name: one.why for one in advised.leave}
 
 
-def steps(advised: Advised) -> str:
+def steps(advised: NcclAdvice) -> str:
     return "\n".join(f"{step.what}: {step.why}" for step in advised.steps)
 
 
@@ -89,14 +89,14 @@ def test_a_choice_of_the_same_cards_is_as_good_however_it_is_written(tmp_path: P
 @pytest.mark.parametrize("name", ["mlx5,0", "ml:x", "=mlx5", "ml x", "mlx\N{LATIN SMALL LETTER E WITH ACUTE}"])
 def test_a_card_that_no_list_can_name_is_not_named(tmp_path: Path, name: str) -> None:
     node = infiniband(tmp_path, ports=7)
-    node.card(name, beside=7)
+    node.card(name, close_to=7)
     node.card("mlx5_8")
     found = of(node)
     assert HCA not in values(found)
     assert HCA in found.unknown[0]
 
 
-def test_an_old_nccl_is_told_the_address_of_roce_v2_and_a_new_one_is_not(tmp_path: Path) -> None:
+def test_an_old_nccl_needs_the_address_of_roce_v2_and_a_new_one_does_not(tmp_path: Path) -> None:
     node = roce(tmp_path)
     assert GID not in values(of(node))
     assert "2.27.5" in left(of(node))[GID]
@@ -226,7 +226,7 @@ def test_azure_needs_its_description_of_the_machine_where_it_is(tmp_path: Path) 
     (node.root / "opt/microsoft/ndv5").mkdir()
     (node.root / "opt/microsoft/ndv5/topo.xml").symlink_to(node.root / "opt/microsoft/ndv5-topo.xml")
     assert wanted(of(node), name).is_met
-    node.seen = [dataclasses.replace(gpu, name="NVIDIA B200") for gpu in node.seen]
+    node.visible = [dataclasses.replace(gpu, name="NVIDIA B200") for gpu in node.visible]
     assert name not in values(of(node)), "of other GPUs none is known"
     assert any("Azure" in text for text in of(node).unknown)
     without = of(azure(tmp_path / "without", topology=False))
@@ -253,7 +253,7 @@ def test_what_google_s_plugin_demands_is_no_leftover_where_it_is_in_use(tmp_path
     assert {one.name for one in found.remove} == {"NCCL_CHECK_POINTERS"}
     assert [one.now for one in found.leave if one.name == "NCCL_ALGO"] == ["Ring,Tree"]
     facts = gather_facts(node.sources())
-    judged = {one.name: judge_environment(one, place(facts), "a") for one in facts.settings}
+    judged = {one.name: judge_environment(one, facts) for one in facts.settings}
     assert {name: one.kind for name, one in judged.items() if one} == {
         "NCCL_ALGO": "note",
         "NCCL_NVLS_ENABLE": "note",
@@ -279,8 +279,8 @@ def test_gpu_memory_and_ports_out_of_reach_are_something_to_do(tmp_path: Path) -
 
 def test_slow_and_inactive_ports_are_something_to_do(tmp_path: Path) -> None:
     node = infiniband(tmp_path, ports=6)
-    node.card("mlx5_6", beside=6, rate="200 Gb/sec (2X NDR)")
-    node.card("mlx5_7", beside=7, state="2: INIT")
+    node.card("mlx5_6", close_to=6, rate="200 Gb/sec (2X NDR)")
+    node.card("mlx5_7", close_to=7, state="2: INIT")
     assert names("mlx5_6:1 (200 Gb/sec (2X NDR))", "mlx5_7:1 INIT", text=steps(of(node)))
 
 
@@ -307,7 +307,7 @@ MPI = {
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}
 
 
-def test_mpirun_and_srun_must_be_told_to_hand_on_what_is_set(tmp_path: Path) -> None:
+def test_mpirun_and_srun_must_pass_the_variables_on(tmp_path: Path) -> None:
     node = with_storage(tmp_path / "something")
     assert "mpirun" not in steps(of(node))
     node.environ |= MPI
@@ -359,16 +359,16 @@ ALONE = set().union(*(alone for _, alone in LEFT_ALONE))
 
 
 @of_each("case", LEFT_ALONE)
-def test_what_is_best_left_alone_is_said_where_it_belongs_and_nowhere_else(case: Any, tmp_path: Path) -> None:
+def test_unneeded_variables_are_listed_where_they_belong_and_nowhere_else(case: Any, tmp_path: Path) -> None:
     make, alone = case
     node = make(tmp_path / make.__name__)
     assert set(left(of(node))) & ALONE == alone
-    node.seen = [dataclasses.replace(gpu, name="NVIDIA L40S") for gpu in node.seen]
+    node.visible = [dataclasses.replace(gpu, name="NVIDIA L40S") for gpu in node.visible]
     assert "NCCL_NVLS_ENABLE" not in left(of(node)), "without an NVSwitch"
 
 
 @of_each("name", list(MAKERS))
-def test_everything_that_is_said_has_a_reason_and_a_source(tmp_path: Path, name: str) -> None:
+def test_all_advice_has_a_reason_and_a_source(tmp_path: Path, name: str) -> None:
     node = MAKERS[name](tmp_path / name)
     node.environ |= {"NCCL_CHECK_POINTERS": "1", "NCCL_DEBUG": "INFO"}
     found = of(node)
@@ -377,13 +377,13 @@ def test_everything_that_is_said_has_a_reason_and_a_source(tmp_path: Path, name:
     assert len(variables) == len(set(variables)), "one opinion about each variable"
 
 
-def test_what_goes_on_record_tells_the_fabric_and_every_difference(tmp_path: Path) -> None:
+def test_the_properties_have_the_fabric_and_every_difference(tmp_path: Path) -> None:
     node = with_storage(tmp_path)
     node.environ[HCA] = "mlx5"
     found = of(node)
-    told = found.properties()
-    assert told["advice.fabric"].startswith("InfiniBand: 8 ")
-    assert names("=mlx5_0:1,", "mlx5 (environment)", text=told["advice.NCCL_IB_HCA"])
+    properties = found.properties()
+    assert properties["advice.fabric"].startswith("InfiniBand: 8 ")
+    assert names("=mlx5_0:1,", "mlx5 (environment)", text=properties["advice.NCCL_IB_HCA"])
     [note] = found.notes("gpu-001")
     assert (note.kind, note.code, note.gpu.host) == ("note", "advice.nccl_ib_hca", "gpu-001")
     assert of(pod(tmp_path / "pod")).properties()["advice.fabric"].startswith("unknown: ")

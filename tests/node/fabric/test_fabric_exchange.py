@@ -11,7 +11,7 @@ from sysfs_ports import add_port, write
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.node.fabric import port_exchange
 from pytest_gpucluster.node.fabric.nccl_environment import Setting
-from pytest_gpucluster.node.fabric.port_exchange import PortsSeen, SettingsSeen, ports_of_all, settings_of_all
+from pytest_gpucluster.node.fabric.port_exchange import PortsReport, SettingsReport, ports_of_all, settings_of_all
 from pytest_gpucluster.node.fabric.ports import FabricSources
 
 
@@ -44,7 +44,7 @@ class Nodes:
     def look(self, *, expected: bool = True, without: tuple[int, ...] = (), within: float = 20.0) -> dict[int, Any]:
         everyone = inventory(self.count)
 
-        def one(rank: int) -> PortsSeen | None:
+        def one(rank: int) -> PortsReport | None:
             sources = FabricSources(sysfs=self.sysfs(rank // 2), proc=self.folder / "proc", environ={})
             settings = self.settings.get(rank, {})
             board = self.board.of(rank)
@@ -61,7 +61,7 @@ def test_nodes_that_are_alike_have_nothing_to_say(tmp_path: Path) -> None:
         assert [port.name for port in found[rank].mine.active] == ["mlx5_0/1", "mlx5_1/1"]
 
 
-def test_a_bad_node_hears_of_its_fault_and_the_others_do_not(tmp_path: Path) -> None:
+def test_a_bad_node_gets_its_finding_and_the_others_do_not(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, 3)
     write(nodes.port(1) / "state", "1: DOWN")
     found = nodes.look()
@@ -70,7 +70,7 @@ def test_a_bad_node_hears_of_its_fault_and_the_others_do_not(tmp_path: Path) -> 
     assert found[0].findings == found[4].findings == ()
 
 
-def test_faults_that_share_a_rail_are_told_with_it_on_the_nodes_that_have_them(tmp_path: Path) -> None:
+def test_faults_that_share_a_rail_have_a_note_on_their_nodes(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, 4)
     for index in (1, 2):
         write(nodes.port(index, 1) / "state", "1: DOWN")
@@ -92,7 +92,7 @@ def test_cards_and_the_index_of_an_address_are_read_from_the_settings(tmp_path: 
     assert [port.name for port in nodes.look()[0].mine.used] == ["mlx5_0/1", "mlx5_1/1"], "of all ranks of the node"
 
 
-def test_a_node_that_tells_nothing_is_an_error_and_no_port_of_it_counts(tmp_path: Path) -> None:
+def test_a_node_that_does_not_report_is_an_error_and_no_port_of_it_counts(tmp_path: Path) -> None:
     found = Nodes(tmp_path, 3).look(without=(2, 3), within=0.3)
     [silent] = found[0].findings
     assert (silent.code, silent.kind, silent.gpu.host) == ("silent", "environment", "gpu-01")
@@ -106,7 +106,7 @@ def test_a_rank_that_compares_and_does_not_answer_is_an_error(tmp_path: Path, mo
     assert in_order(str(found[2]), "rank 0 0.2 s")
 
 
-def test_nodes_without_ports_are_told_apart_from_a_run_without_any(tmp_path: Path) -> None:
+def test_nodes_without_ports_differ_from_a_run_without_any(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, 2)
     (nodes.sysfs(1) / "class" / "infiniband").rename(tmp_path / "gone")
     found = nodes.look(expected=False)
@@ -124,7 +124,7 @@ def setting(name: str, value: str) -> Setting:
 def settings_seen(of_rank: dict[int, list[Setting]], nodes: int = 2, within: float = 20.0) -> dict[int, Any]:
     board, everyone = SharedBoard(), inventory(nodes)
 
-    def one(rank: int) -> SettingsSeen | None:
+    def one(rank: int) -> SettingsReport | None:
         return settings_of_all(board.of(rank), of_rank[rank], everyone, rank, within_seconds=within)
 
     return board.run(list(of_rank), one)
@@ -149,8 +149,8 @@ def test_a_rank_with_another_value_is_named_with_its_host() -> None:
     assert finding.kind == "note", "a card for each local rank is meant"
 
 
-def test_a_rank_that_tells_no_settings_is_an_error() -> None:
+def test_a_rank_that_reports_no_settings_is_an_error() -> None:
     found = settings_seen({0: [], 1: [], 2: []}, within=0.2)
     [finding] = found[0].findings(inventory(2))
     assert (finding.code, finding.kind) == ("silent", "environment")
-    assert finding.found.startswith("rank 3 told no settings")
+    assert finding.found.startswith("rank 3 reported no settings")

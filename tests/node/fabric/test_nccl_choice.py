@@ -11,7 +11,7 @@ from verdicts import SHIPPED, hold
 
 from pytest_gpucluster.metrics.measurement import measurement
 from pytest_gpucluster.node.fabric.nccl_fallback_reasons import Reasons
-from pytest_gpucluster.node.fabric.nccl_log import Choice, agreed, choice
+from pytest_gpucluster.node.fabric.nccl_log import Choice, choice, group_transport
 
 # Written for these tests, in the formats of NCCL 2.18 to 2.28.
 ONE_NODE = """\
@@ -72,7 +72,7 @@ def test_a_line_about_a_connection_gives_its_transport(case):
     assert (found.transports, found.connections, found.unknown) == ((transport,), {kind: 1}, "")
 
 
-def test_a_whole_log_tells_version_network_nvls_and_algorithms():
+def test_a_whole_log_has_version_network_nvls_and_algorithms():
     found = choice(ONE_NODE)
     assert found == Choice(
         transports=("P2P",),
@@ -110,10 +110,10 @@ def test_an_algorithm_has_one_name_in_all_versions(case):
     assert choice([f"h:1:1 [0] NCCL INFO {text}"]).algorithms == {of_collective: {8: (name,)}}
 
 
-def test_nvls_that_is_there_is_told_from_nvls_that_is_used():
+def test_available_nvls_differs_from_nvls_in_use():
     off, on = (f"NCCL INFO NVLS multicast support is {word}available on dev 0" for word in ("not ", ""))
-    told = {"not available": [off], "available": [on], "used": ["NCCL INFO Connected NVLS tree", on], "": []}
-    assert {nvls: choice(lines).nvls for nvls, lines in told.items()} == {nvls: nvls for nvls in told}
+    logs = {"not available": [off], "available": [on], "used": ["NCCL INFO Connected NVLS tree", on], "": []}
+    assert {nvls: choice(lines).nvls for nvls, lines in logs.items()} == {nvls: nvls for nvls in logs}
 
 
 def test_what_is_no_connection_leaves_the_transport_unknown():
@@ -125,7 +125,7 @@ def test_what_is_no_connection_leaves_the_transport_unknown():
 
 
 def together(*lines_of_ranks, ranks=16, hosts=1):
-    return agreed([choice(lines).to_json() for lines in lines_of_ranks], ranks=ranks, hosts=hosts)
+    return group_transport([choice(lines).to_json() for lines in lines_of_ranks], ranks=ranks, hosts=hosts)
 
 
 @of_each(
@@ -145,18 +145,18 @@ def test_the_farthest_hop_of_any_rank_is_the_groups_transport(case):
     assert (found.transport, found.labels) == (transport, {"transport": transport})
 
 
-def test_nvlink_between_hosts_is_p2p_and_one_rank_alone_is_connected_to_nobody():
+def test_nvlink_between_hosts_is_p2p_and_one_rank_alone_has_no_connections():
     line = "h:1:2 [0] NCCL INFO Channel 00/0 : 3[3] -> 4[0] via P2P/MNNVL"
     assert together([P2P], [line], hosts=2).transport == "P2P"
     assert together([], [], ranks=1).labels == {"transport": "none"}
-    assert together([IB], [IB]).properties()["algorithms"].startswith("not known:")
+    assert together([IB], [IB]).properties()["algorithms"].startswith("unknown:")
 
 
 def test_one_rank_that_does_not_know_leaves_all_without_a_transport():
     found = together([P2P, IB], [])
     assert (found.transport, found.labels) == (None, {})
-    assert in_order(found.properties()["transport"], "not known: rank 1:")
-    assert agreed([], ranks=8, hosts=1).transport is None
+    assert in_order(found.properties()["transport"], "unknown: rank 1:")
+    assert group_transport([], ranks=8, hosts=1).transport is None
 
 
 def test_hosts_that_no_log_shows_a_connection_between_leave_the_transport_unknown():
@@ -165,9 +165,9 @@ def test_hosts_that_no_log_shows_a_connection_between_leave_the_transport_unknow
     assert in_order(found.unknown, "2 P2P SHM")
 
 
-def test_what_goes_on_record_adds_up_all_ranks():
-    told = together(ONE_NODE, [P2P, P2P], ranks=8).properties()
-    assert told == {
+def test_the_properties_add_up_all_ranks():
+    found = together(ONE_NODE, [P2P, P2P], ranks=8).properties()
+    assert found == {
         "transport": "P2P",
         "connections": "2 P2P/CUMEM/read, 2 P2P/IPC/read",
         "algorithms": "4 B: Ring LL; 1000000000 B: NVLS Simple",
@@ -177,9 +177,14 @@ def test_what_goes_on_record_adds_up_all_ranks():
     }
 
 
-def test_the_algorithms_on_record_are_those_of_the_collective_that_was_measured():
-    told = {"broadcast": "1000000000 B: Ring Simple", "all_gather": "known", "all_to_all": "none", "send_recv": "none"}
-    for collective, words in told.items():
+def test_the_recorded_algorithms_are_those_of_the_collective_that_was_measured():
+    expected = {
+        "broadcast": "1000000000 B: Ring Simple",
+        "all_gather": "known",
+        "all_to_all": "none",
+        "send_recv": "none",
+    }
+    for collective, words in expected.items():
         assert words in together(ONE_NODE, ranks=8).properties(collective)["algorithms"]
 
 
@@ -203,32 +208,32 @@ NO_MODULE = "node-a:1:2 [0] NCCL INFO NET/IB : GPU Direct RDMA Disabled for HCA 
 
 
 def test_a_fall_back_to_sockets_is_on_record_with_its_reason_and_explains_a_miss():
-    found = agreed([saying(SOCKET, reasons=[NO_DEVICE]), saying(SOCKET)], ranks=16, hosts=2)
+    found = group_transport([saying(SOCKET, reasons=[NO_DEVICE]), saying(SOCKET)], ranks=16, hosts=2)
     assert in_order(found.why, "NCCL InfiniBand rank 0")
     assert found.properties()["why"] == found.why
-    assert found.beside({"samples": 3}) == {"samples": 3, "transport": found.why}
+    assert found.add_to({"samples": 3}) == {"samples": 3, "transport": found.why}
 
 
-def test_a_way_through_the_hosts_memory_is_told_with_what_keeps_gpudirect_rdma_off():
-    found = agreed([saying(IB, HOST_MEMORY, P2P, reasons=[NO_MODULE, NO_DEVICE])], ranks=16, hosts=2)
+def test_a_path_through_host_memory_has_the_reason_against_gpudirect_rdma():
+    found = group_transport([saying(IB, HOST_MEMORY, P2P, reasons=[NO_MODULE, NO_DEVICE])], ranks=16, hosts=2)
     assert found.transport == "NET/IB"
     assert in_order(found.why, "GPUDirect RDMA 1 2 mlx5_0 nvidia_peermem DMA-BUF")
-    silent = agreed([saying(HOST_MEMORY)], ranks=16, hosts=2)
+    silent = group_transport([saying(HOST_MEMORY)], ranks=16, hosts=2)
     assert in_order(silent.why, "GPUDirect RDMA 1 1")
     line = "node-a:1:2 [0] NCCL INFO NCCL_P2P_DISABLE set by environment to 1."
-    assert "NCCL_P2P_DISABLE=1" in agreed([saying(SHM, reasons=[line])], ranks=2, hosts=1).why
+    assert "NCCL_P2P_DISABLE=1" in group_transport([saying(SHM, reasons=[line])], ranks=2, hosts=1).why
 
 
 @pytest.mark.parametrize("lines", [[IB], [P2P], [P2P, IB]], ids=["direct", "nvlink", "both"])
-def test_where_nothing_better_is_known_nothing_is_told(lines):
-    found = agreed([saying(*lines, reasons=[NO_DEVICE, NO_MODULE])], ranks=16, hosts=1)
+def test_where_no_better_transport_is_known_there_is_no_reason(lines):
+    found = group_transport([saying(*lines, reasons=[NO_DEVICE, NO_MODULE])], ranks=16, hosts=1)
     assert found.why == ""
     assert "why" not in found.properties()
-    assert found.beside({"samples": 3}) == {"samples": 3}
+    assert found.add_to({"samples": 3}) == {"samples": 3}
 
 
 @pytest.mark.parametrize(
-    ("told", "outcome", "words"),
+    ("log", "outcome", "words"),
     [
         (saying(P2P, IB), "passed", ""),
         (saying(SOCKET, reasons=[NO_DEVICE]), "failed", "NET/Socket expected NET/IB InfiniBand device"),
@@ -236,12 +241,12 @@ def test_where_nothing_better_is_known_nothing_is_told(lines):
     ],
     ids=["expected", "another", "unknown"],
 )
-def test_two_nodes_pass_over_infiniband_only_and_what_the_log_says_is_the_reason(
-    told: dict[str, Any], outcome: str, words: str
+def test_two_nodes_pass_over_infiniband_only_and_the_log_has_the_reason(
+    log: dict[str, Any], outcome: str, words: str
 ) -> None:
-    found = agreed([json.loads(json.dumps(told))] * 16, ranks=16, hosts=2)
+    found = group_transport([json.loads(json.dumps(log))] * 16, ranks=16, hosts=2)
     labels = {"size": "1 GB", "dtype": "bf16", **found.labels}
-    made = measurement("nccl.all_reduce.busbw", 440.0, unit="GB/s", labels=labels, telemetry=found.beside({}))
+    made = measurement("nccl.all_reduce.busbw", 440.0, unit="GB/s", labels=labels, telemetry=found.add_to({}))
     verdict = hold({rank: [made] for rank in range(16)}, size=16, limits=SHIPPED)
     assert verdict.outcome == outcome, verdict.text
     assert in_order(verdict.text, words)
@@ -261,9 +266,9 @@ def test_two_nodes_pass_over_infiniband_only_and_what_the_log_says_is_the_reason
 )
 def test_a_node_that_has_lost_cards_does_not_lower_the_number_of_all(case):
     cards, line, labels = case
-    found = agreed([saying(line, cards=some) for some in cards], ranks=16, hosts=2)
+    found = group_transport([saying(line, cards=some) for some in cards], ranks=16, hosts=2)
     assert found.labels == labels
-    assert found.properties().get("nics", "not known") == labels.get("nics", "not known")
+    assert found.properties().get("nics", "unknown") == labels.get("nics", "unknown")
 
 
 @pytest.mark.parametrize(
@@ -273,9 +278,9 @@ def test_a_node_that_has_lost_cards_does_not_lower_the_number_of_all(case):
 def test_four_cards_are_judged_by_what_four_can_do_and_an_unknown_number_as_a_full_set(
     cards: int | None, outcome: str, words: str
 ) -> None:
-    found = agreed([saying(IB, cards=cards)] * 16, ranks=16, hosts=2)
+    found = group_transport([saying(IB, cards=cards)] * 16, ranks=16, hosts=2)
     labels = {"size": "1 GB", "dtype": "bf16", **found.labels}
-    made = measurement("nccl.all_reduce.busbw", 320.0, unit="GB/s", labels=labels, telemetry=found.beside({}))
+    made = measurement("nccl.all_reduce.busbw", 320.0, unit="GB/s", labels=labels, telemetry=found.add_to({}))
     verdict = hold({rank: [made] for rank in range(16)}, size=16, sku="H200", limits=SHIPPED)
     assert verdict.outcome == outcome, verdict.text
     assert in_order(verdict.text, words)

@@ -9,21 +9,30 @@ from each import of_each
 from fabric_nodes import DOWN, node, roce
 
 from pytest_gpucluster.node.fabric.nccl_environment import Setting
-from pytest_gpucluster.node.fabric.nccl_rules import RULES, Place, judge_environment
+from pytest_gpucluster.node.fabric.nccl_facts import Facts
+from pytest_gpucluster.node.fabric.nccl_rules import RULES, judge_environment
 from pytest_gpucluster.node.infiniband import Adapters
+from pytest_gpucluster.node.pci import PeerMemory
 
 IB = node().adapters
 ROCE = node(make=roce).adapters
-TWO_NODES = Place(
-    nnodes=2, local_ranks=8, nvlink=True, nvls=True, adapters=IB, peermem=True, interfaces=("lo", "eth0", "ib0")
+PEERMEM, NO_PEERMEM = (PeerMemory(module=name, why_no_dma_buf="") for name in ("nvidia_peermem", ""))
+ONE_GPU = Facts(host="gpu-00", peer_memory=NO_PEERMEM, nnodes=1)
+TWO_NODES = dataclasses.replace(
+    ONE_GPU,
+    nnodes=2,
+    local_ranks=8,
+    nvlink=True,
+    nvls=True,
+    adapters=IB,
+    peer_memory=PEERMEM,
+    interfaces=("lo", "eth0", "ib0"),
 )
-ONE_GPU = Place()
 
 
-def kind(name: str, value: str, place: Place = TWO_NODES, **changes: Any) -> str | None:
-    found = judge_environment(
-        Setting(name=name, value=value, origin="environment"), dataclasses.replace(place, **changes), "gpu-00"
-    )
+def kind(name: str, value: str, facts: Facts = TWO_NODES, **changes: Any) -> str | None:
+    setting = Setting(name=name, value=value, origin="environment")
+    found = judge_environment(setting, dataclasses.replace(facts, **changes))
     return None if found is None else found.kind
 
 
@@ -45,7 +54,7 @@ TORCH_DISTRIBUTED_DEBUG=DETAIL
 @of_each("case", list(HURTS.items()))
 def test_what_hurts_on_two_nodes_with_a_fabric_is_an_error_of_the_environment(case: tuple[Any, ...]) -> None:
     name, value = case
-    found = judge_environment(Setting(name=name, value=value, origin="/etc/nccl.conf"), TWO_NODES, "gpu-00")
+    found = judge_environment(Setting(name=name, value=value, origin="/etc/nccl.conf"), TWO_NODES)
     assert found is not None
     assert (found.kind, found.gpu.host, found.code) == ("environment", "gpu-00", name.lower())
     assert found.found.startswith(f"{name}={value} (/etc/nccl.conf): ")
@@ -90,7 +99,7 @@ UCX_TLS=ud,self,sm UCX_NET_DEVICES=mlx5_0:1 OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CO
         ("NCCL_IB_DISABLE", "1", {"adapters": Adapters(why_not="none")}, "note"),
         ("NCCL_IB_DISABLE", "1", {"adapters": node(ports=1, changed={0: DOWN}).adapters}, "note"),
         ("NCCL_IB_DISABLE", "true", {}, None),
-        ("NCCL_DMABUF_ENABLE", "0", {"peermem": False}, "environment"),
+        ("NCCL_DMABUF_ENABLE", "0", {"peer_memory": NO_PEERMEM}, "environment"),
         ("NCCL_IB_GID_INDEX", "3", {"adapters": ROCE}, "note"),
         ("NCCL_IB_GID_INDEX", "7", {"adapters": ROCE}, "environment"),
         ("NCCL_IB_GID_INDEX", "0", {}, "note"),
@@ -110,7 +119,7 @@ def test_where_it_is_set_decides(case: tuple[Any, ...]) -> None:
     assert kind(name, value, **changes) == expected
 
 
-def test_what_is_usual_helps_or_tells_nccl_of_the_system_is_no_error() -> None:
+def test_settings_that_are_usual_or_help_or_describe_the_system_are_no_errors() -> None:
     assert {name: kind(name, value) for name, value in FINE.items()} == dict.fromkeys(FINE)
     assert {name: kind(name, value) for name, value in NOTED.items()} == dict.fromkeys(NOTED, "note")
     assert "environment" not in {kind(name, value) for name, value in USUAL.items()}
@@ -127,9 +136,7 @@ def test_a_topology_file_that_is_there_is_a_note(tmp_path: Path) -> None:
 
 
 def test_a_blank_before_the_equals_sign_is_a_setting_without_effect() -> None:
-    found = judge_environment(
-        Setting(name="NCCL_P2P_DISABLE ", value="1", origin="/etc/nccl.conf"), TWO_NODES, "gpu-00"
-    )
+    found = judge_environment(Setting(name="NCCL_P2P_DISABLE ", value="1", origin="/etc/nccl.conf"), TWO_NODES)
     assert found is not None
     assert (found.kind, in_order(found.remedy, "NCCL_P2P_DISABLE= /etc/nccl.conf")) == ("note", True)
 

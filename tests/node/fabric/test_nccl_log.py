@@ -71,14 +71,14 @@ def test_two_runs_have_different_folders_and_what_an_operator_has_set_stays():
     assert (environment["NCCL_DEBUG_SUBSYS"], environment["NCCL_DEBUG"]) == ("INIT", "INFO"), "the rest is added"
 
 
-def test_a_folder_that_somebody_else_has_put_there_is_refused(monkeypatch, tmp_path):
+def test_a_folder_of_another_user_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     environment = {}
     prepare_log(environment)
     log = NcclLog.of(environment, pid=1)
     (tmp_path / "elsewhere").mkdir()
     log.path.parent.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(PermissionError, match="somebody else"):
+    with pytest.raises(PermissionError, match="another user"):
         log.open()
 
 
@@ -167,13 +167,13 @@ def test_the_kept_copy_has_each_line_once_and_a_bounded_size(log, tmp_path):
     kept = (tmp_path / "kept.log").read_text().splitlines(keepends=True)
     assert kept[:3] == [P2P, chosen.format(0), SHM]
     [left_out] = kept[3:]
-    assert in_order(left_out, f"(999 lines {nccl_log.MOST_BYTES} bytes)")
+    assert in_order(left_out, f"(999 lines {nccl_log.MAX_KEPT_BYTES} bytes)")
     write(log, "".join(f"line {number}\n" for number in range(10_000)))
-    log.keep(tmp_path / "short.log", most_bytes=1000)
+    log.keep(tmp_path / "short.log", max_bytes=1000)
     assert os.path.getsize(tmp_path / "short.log") < 1100
 
 
-def test_why_a_network_was_not_taken_is_told_for_every_group_wherever_it_stands(log):
+def test_the_reason_against_a_network_is_found_for_every_group(log):
     with log.reading(WORLD):
         write(log, "node-a:1:2 [0] NCCL INFO NET/IB : No device found.\n")
     with log.reading(NODE):

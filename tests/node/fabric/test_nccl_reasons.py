@@ -4,7 +4,14 @@ import pytest
 from complaints import in_order
 from each import of_each
 
-from pytest_gpucluster.node.fabric.nccl_fallback_reasons import DIRECT, NETWORK, NODE, Reason, Reasons, told
+from pytest_gpucluster.node.fabric.nccl_fallback_reasons import (
+    DIRECT,
+    NETWORK,
+    NODE,
+    Reason,
+    Reasons,
+    describe_reasons,
+)
 
 # In the formats of NCCL 2.18 to 2.28, as logs of users have them.
 SOCKETS = """\
@@ -30,19 +37,19 @@ node-a:4101:4205 [0] NCCL INFO Connected all rings, use ring PXN 0 GDR 1
 
 
 def gather(*lines: str) -> tuple[Reason, ...]:
-    gathered = Reasons()
-    gathered.take(lines)
-    return gathered.found
+    reasons = Reasons()
+    reasons.take(lines)
+    return reasons.found
 
 
 def test_a_log_without_a_fall_back_has_no_reasons() -> None:
     assert gather(*HEALTHY) == ()
 
 
-def test_a_fall_back_to_sockets_is_told_the_plainest_reason_first() -> None:
-    text = told({0: gather(*SOCKETS)}, NETWORK)
+def test_a_fall_back_to_sockets_has_the_sufficient_reason_first() -> None:
+    text = describe_reasons({0: gather(*SOCKETS)}, NETWORK)
     assert in_order(text, "NCCL InfiniBand IB libnccl-net.so NCCL_IB_HCA=mlx5_8 eth0 eth1")
-    assert told({0: gather(*SOCKETS)}, DIRECT) == ""
+    assert describe_reasons({0: gather(*SOCKETS)}, DIRECT) == ""
 
 
 @of_each(
@@ -71,7 +78,7 @@ def test_a_fall_back_to_sockets_is_told_the_plainest_reason_first() -> None:
         ("INFO P2P is disabled between connected GPUs 1 and 0. You can repress this message", NODE, "P2P GPUs 1 0"),
     ],
 )  # fmt: skip
-def test_a_line_that_says_why_is_told_in_a_few_words(case: tuple[str, str, str]) -> None:
+def test_a_line_with_a_reason_has_a_short_text(case: tuple[str, str, str]) -> None:
     line, about, words = case
     [reason] = gather(f"node-a:1:2 [0] NCCL {line}\n")
     assert reason.about == about
@@ -90,20 +97,20 @@ def test_a_line_that_says_why_is_told_in_a_few_words(case: tuple[str, str, str])
         "\0\0NET/",
     ],
 )
-def test_a_line_that_says_nothing_of_the_kind_is_no_reason(line: str) -> None:
+def test_any_other_line_is_no_reason(line: str) -> None:
     assert gather(line) == ()
 
 
-def test_each_reason_is_kept_once_also_over_several_readings() -> None:
-    gathered = Reasons()
-    gathered.take(SOCKETS)
-    first = gathered.found
-    gathered.take(SOCKETS)
-    assert gathered.found == first
+def test_each_reason_is_kept_once_also_over_several_reads() -> None:
+    reasons = Reasons()
+    reasons.take(SOCKETS)
+    first = reasons.found
+    reasons.take(SOCKETS)
+    assert reasons.found == first
 
 
 def test_ranks_are_named_where_a_reason_is_not_that_of_all() -> None:
     none = gather("NCCL INFO NET/IB : No device found.")
-    assert in_order(told({0: none, 1: none}, NETWORK), "NCCL InfiniBand")
-    assert in_order(told({0: (), 1: none, 2: none, 3: ()}, NETWORK), "NCCL InfiniBand ranks 1-2")
-    assert told({}, NETWORK) == ""
+    assert in_order(describe_reasons({0: none, 1: none}, NETWORK), "NCCL InfiniBand")
+    assert in_order(describe_reasons({0: (), 1: none, 2: none, 3: ()}, NETWORK), "NCCL InfiniBand ranks 1-2")
+    assert describe_reasons({}, NETWORK) == ""

@@ -99,7 +99,7 @@ def test_of_two_nodes_with_different_firmware_both_are_named_and_neither_is_blam
     assert sorted(findings) == [0, 1]
     for [finding] in findings.values():
         assert finding.code == "firmware"
-        assert in_order(finding.found, "cannot be told")
+        assert in_order(finding.found, "which is right is unknown")
 
 
 DMA_BUF = PeerMemory(module="", why_no_dma_buf="")

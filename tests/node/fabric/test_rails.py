@@ -20,7 +20,7 @@ LEAVES = {host: "leaf-a" if index < 6 else "leaf-b" for index, host in enumerate
     ],
     ids=["tree", "one switch", "dots in the name", "no tree", "broken", "not under Slurm"],
 )
-def test_slurm_tells_the_leaf_switch_of_a_node(address: str, pattern: str, leaf: str) -> None:
+def test_slurm_has_the_leaf_switch_of_a_node(address: str, pattern: str, leaf: str) -> None:
     variables = {"SLURM_TOPOLOGY_ADDR": address, "SLURM_TOPOLOGY_ADDR_PATTERN": pattern}
     assert leaf_of({name: text for name, text in variables.items() if text}) == leaf
 
